@@ -124,7 +124,7 @@ def ours(kind: str, steps: int) -> dict[str, Any]:
 
     @jax.jit
     def draw(leaves: Any, x: Any) -> Any:
-        return sample(lambda x, t: predict(leaves, x, t), padded(plan), initial_state(plan, x), evaluations=steps)
+        return sample(lambda x, t, _: predict(leaves, x, t), padded(plan), initial_state(plan, x), evaluations=steps)
 
     optimizer = optax.adamw(1e-4)
 

@@ -111,14 +111,16 @@ def test_any_range_of_a_plan_that_repeats_in_groups():
 
 def test_an_image_is_the_same_in_any_batch():
     """Images of different prompts decide for themselves, with guidance and without."""
-    pipe, how = class_pipeline(), {"steps": 12, "step_cache": 0.3, "output": "latents"}
+    pipe, how = class_pipeline(), {"steps": 12, "step_cache": 0.2, "output": "latents"}
     for guidance in (1.0, 3.0):
         reports = list[CacheReport]()
         both = pipe.images(["fox", "owl"], seed=[3, 4], guidance=guidance, **how, report=reports.append)
         alone = [pipe.images(p, seed=s, guidance=guidance, **how, report=reports.append)[0] for p, s in (("fox", 3), ("owl", 4))]
         np.testing.assert_allclose(both, alone, atol=1e-5)
-        # The others of a batch run where one of its images needs it.
-        assert 0 < reports[0].reused <= min(reports[1].reused, reports[2].reused) < 12
+        # The two decide differently, and in a batch the layers run where one of them needs them.
+        together, *apart = (report.reused for report in reports)
+        assert 0 < together <= min(apart)
+        assert together < max(apart)
 
 
 def test_nothing_is_reused_below_a_threshold_that_no_step_keeps():
