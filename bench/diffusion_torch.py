@@ -96,7 +96,8 @@ def ours(kind: str, steps: int) -> dict[str, Any]:
     from argosy.models.diffusion.base import Conditions
     from argosy.models.diffusion.flux import FluxConfig
     from argosy.models.diffusion.unet import UNetConfig
-    from argosy.models.parts.stack import Unroll, layer_addresses
+    from argosy.models.parts.stack import Unroll
+    from argosy.models.parts.stack.addresses import layer_addresses
     from argosy.models.parts.weight import fill, merge, parameter_count, split
 
     if kind == "flux":

@@ -19,7 +19,8 @@ from argosy.models import FAMILIES
 from argosy.models.base.language import LanguageConfig
 from argosy.models.parts.attention.attend import Contiguous, Paged
 from argosy.models.parts.attention.cache import contiguous, paged
-from argosy.models.parts.stack import Execution, Scan, Unroll, layer_addresses
+from argosy.models.parts.stack import Execution, Scan, Unroll
+from argosy.models.parts.stack.addresses import layer_addresses
 from argosy.models.parts.weight import abstract, fill, logical, merge, put, split, variables
 from argosy.parallel.mesh import MeshSettings
 from argosy.parallel.place import batch_sharding

@@ -17,7 +17,7 @@ from argosy.adapt.lora import Fixed, LoRA
 from argosy.adapt.quant import PARTS, QuantizedEinsum
 from argosy.adapt.surgery import at, find, inside, put_at
 from argosy.core.errors import BadInput
-from argosy.models.parts.stack import layer_addresses
+from argosy.models.parts.stack.addresses import layer_addresses
 from argosy.models.parts.weight import Frozen, Moved, kept_in, put, variables
 from argosy.parallel.place import on_devices
 

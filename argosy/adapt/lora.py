@@ -32,7 +32,7 @@ from jaxtyping import Array, Float, Int
 from argosy.adapt.surgery import at, find, put_at
 from argosy.core.errors import BadInput, Unsupported, some
 from argosy.models.parts.einsum import Contraction, ContractionWrapper, Einsum, Route, contract
-from argosy.models.parts.stack import layer_addresses
+from argosy.models.parts.stack.addresses import layer_addresses
 from argosy.models.parts.weight import Draw, Frozen, Meaning, weight
 from argosy.ops.native.products import Panels
 from argosy.ops.precision import sums_in

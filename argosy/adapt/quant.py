@@ -20,7 +20,7 @@ from argosy.adapt.formats.table import FORMATS
 from argosy.adapt.surgery import find, put_at
 from argosy.core.errors import BadInput, Unsupported
 from argosy.models.parts.einsum import Contraction, Einsum
-from argosy.models.parts.stack import layer_addresses
+from argosy.models.parts.stack.addresses import layer_addresses
 from argosy.models.parts.weight import Codes, Draw, Meaning
 from argosy.ops.native.products import Panels
 from argosy.ops.quantized import Quantized, unpacked_shape

@@ -21,7 +21,7 @@ from jaxtyping import Array
 
 from argosy.adapt.settings import AMAX
 from argosy.adapt.surgery import at
-from argosy.models.parts.stack import layer_addresses
+from argosy.models.parts.stack.addresses import layer_addresses
 from argosy.models.parts.weight import Draw, Meaning
 
 # Folded into the key of a step, from which others draw too.

@@ -26,7 +26,7 @@ from argosy.core.settings import SettingsLayer, read_settings
 from argosy.core.settings.schema import Choice
 from argosy.data.settings import DataSettings
 from argosy.models.parts.einsum import Contraction, Einsum
-from argosy.models.parts.stack import layer_addresses
+from argosy.models.parts.stack.addresses import layer_addresses
 from argosy.models.parts.weight import put, split, variables
 from argosy.ops.quantized import Quantized
 from argosy.parallel.place import on_devices

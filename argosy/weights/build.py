@@ -21,7 +21,8 @@ from argosy.adapt.rules import Rule, schemes_of
 from argosy.core.errors import BadInput
 from argosy.core.formats import Arrays, OverlaidTensors
 from argosy.models.base.language import LanguageConfig
-from argosy.models.parts.stack import Execution, Scan, Unroll, layer_addresses
+from argosy.models.parts.stack import Execution, Scan, Unroll
+from argosy.models.parts.stack.addresses import layer_addresses
 from argosy.models.parts.weight import fill, kept_in, logical, put, variables
 from argosy.observe.environment import check_fits
 from argosy.parallel.mesh import MeshSettings

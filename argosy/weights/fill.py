@@ -9,7 +9,7 @@ import numpy as np
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.core.formats import Arrays, TensorReader
-from argosy.models.parts.stack import layer_addresses, stored_addresses, to_layers
+from argosy.models.parts.stack.addresses import layer_addresses, stored_addresses, to_layers
 from argosy.models.parts.weight import kept_in, put, split, variables
 from argosy.parallel.place import on_devices
 

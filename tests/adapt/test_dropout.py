@@ -13,7 +13,8 @@ from argosy.adapt.lora import LoRA, dropping
 from argosy.adapt.settings import Dora, Lora
 from argosy.core.errors import Unsupported
 from argosy.models.parts.einsum import Einsum, Route
-from argosy.models.parts.stack import Scan, Unroll, layer_addresses
+from argosy.models.parts.stack import Scan, Unroll
+from argosy.models.parts.stack.addresses import layer_addresses
 from argosy.models.parts.weight import fill, merge, put, split
 from argosy.train import step as steps
 from argosy.train.objectives.next_token import NextToken

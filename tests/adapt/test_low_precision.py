@@ -17,7 +17,8 @@ from argosy.adapt.rules import LAYERS
 from argosy.adapt.scaling import AmaxHistory, LargestMagnitude, remembered, with_scaling
 from argosy.adapt.settings import AMAX
 from argosy.adapt.training import train_in_few_bits
-from argosy.models.parts.stack import Scan, Unroll, layer_addresses
+from argosy.models.parts.stack import Scan, Unroll
+from argosy.models.parts.stack.addresses import layer_addresses
 from argosy.models.parts.weight import fill, merge, split
 from argosy.parallel.mesh import MeshSettings
 from argosy.parallel.scope import scope

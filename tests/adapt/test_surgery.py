@@ -15,7 +15,8 @@ from argosy.adapt.surgery import find, freeze, graft, swap, thaw
 from argosy.core.errors import BadInput
 from argosy.models.parts.attention.attend import Packed
 from argosy.models.parts.einsum import Einsum, Route
-from argosy.models.parts.stack import Scan, Unroll, layer_addresses
+from argosy.models.parts.stack import Scan, Unroll
+from argosy.models.parts.stack.addresses import layer_addresses
 from argosy.models.parts.weight import fill, merge, split, undrawn, variables
 
 CONFIG = CASES["llama-plain"]

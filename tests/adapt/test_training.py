@@ -14,7 +14,8 @@ from argosy.adapt.rules import LAYERS, QuantizedTraining, Rule, preset_rules, sc
 from argosy.adapt.surgery import find, swap
 from argosy.adapt.training import LowPrecisionEinsum, train_in_few_bits, train_quantization_aware
 from argosy.core.errors import BadInput
-from argosy.models.parts.stack import Scan, Unroll, layer_addresses
+from argosy.models.parts.stack import Scan, Unroll
+from argosy.models.parts.stack.addresses import layer_addresses
 from argosy.models.parts.weight import fill, merge, split
 
 RNG = np.random.default_rng(0)

@@ -16,7 +16,8 @@ from argosy.adapt.lora import LoRA
 from argosy.adapt.surgery import swap
 from argosy.adapt.tunix import ForTunix, segments_of
 from argosy.core.errors import BadInput, Unsupported
-from argosy.models.parts.stack import Scan, Unroll, layer_addresses
+from argosy.models.parts.stack import Scan, Unroll
+from argosy.models.parts.stack.addresses import layer_addresses
 from argosy.models.parts.weight import fill
 
 CONFIG = CASES["llama-plain"]

@@ -21,7 +21,8 @@ from argosy.export.lower import portable
 from argosy.export.model import export_model
 from argosy.infer.lm import LM
 from argosy.models import FAMILIES
-from argosy.models.parts.stack import Scan, Unroll, layer_addresses
+from argosy.models.parts.stack import Scan, Unroll
+from argosy.models.parts.stack.addresses import layer_addresses
 from argosy.models.parts.texts import pool_tokens
 from argosy.models.parts.weight import fill, merge, split
 from argosy.weights.build import random_model

@@ -30,7 +30,8 @@ from argosy.infer.prompt_logprobs import PromptScorer
 from argosy.infer.settings import EngineSettings
 from argosy.models import FAMILIES
 from argosy.models.parts.einsum import Einsum, Route
-from argosy.models.parts.stack import Scan, Unroll, from_layers
+from argosy.models.parts.stack import Scan, Unroll
+from argosy.models.parts.stack.addresses import from_layers
 from argosy.models.parts.weight import Meaning, put, split
 from argosy.weights import build as loading
 from argosy.weights.build import random_model

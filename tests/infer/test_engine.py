@@ -25,7 +25,8 @@ from argosy.infer.sampling.sample import Sampling, apply_penalties, next_tokens,
 from argosy.infer.settings import EngineSettings
 from argosy.models import FAMILIES
 from argosy.models.parts.attention.cache import bytes_of_caches, paged
-from argosy.models.parts.stack import Scan, Unroll, from_layers
+from argosy.models.parts.stack import Scan, Unroll
+from argosy.models.parts.stack.addresses import from_layers
 from argosy.models.parts.weight import put, split
 from argosy.weights import build
 from argosy.weights.build import default_run, random_model

@@ -23,7 +23,8 @@ from argosy.models.llama import LlamaConfig
 from argosy.models.parts.attention.attend import Packed
 from argosy.models.parts.einsum import Einsum
 from argosy.models.parts.inputs import Inputs, Overlay
-from argosy.models.parts.stack import Unroll, layer_addresses
+from argosy.models.parts.stack import Unroll
+from argosy.models.parts.stack.addresses import layer_addresses
 from argosy.models.parts.weight import fill
 from argosy.models.settings import Rope
 

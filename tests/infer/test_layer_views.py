@@ -12,7 +12,8 @@ from argosy.adapt.surgery import swap
 from argosy.infer.cpu.views import LayerViews, is_on_one_cpu
 from argosy.infer.forward.passes import forward_of
 from argosy.infer.lm import LM
-from argosy.models.parts.stack import Scan, Unroll, to_layers
+from argosy.models.parts.stack import Scan, Unroll
+from argosy.models.parts.stack.addresses import to_layers
 from argosy.models.parts.weight import split, variables
 
 PROMPTS = [[5, 9, 23, 7], [17]]

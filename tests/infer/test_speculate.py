@@ -28,7 +28,8 @@ from argosy.infer.settings import EngineSettings
 from argosy.infer.speculation.drafts import Drafter, NGramDrafter, last_occurrence
 from argosy.models import FAMILIES
 from argosy.models.parts.attention.attend import Packed
-from argosy.models.parts.stack import Scan, from_layers
+from argosy.models.parts.stack import Scan
+from argosy.models.parts.stack.addresses import from_layers
 from argosy.models.parts.weight import merge, put, split
 from argosy.weights.build import random_model
 

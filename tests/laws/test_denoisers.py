@@ -18,7 +18,8 @@ from argosy.core.keymap import KeyMap
 from argosy.export.lower import lowered, raise_again
 from argosy.models import FAMILIES
 from argosy.models.diffusion.base import Conditions, DenoiserConfig
-from argosy.models.parts.stack import Scan, Unroll, from_layers, layer_addresses, to_layers
+from argosy.models.parts.stack import Scan, Unroll
+from argosy.models.parts.stack.addresses import from_layers, layer_addresses, to_layers
 from argosy.models.parts.weight import abstract, fill, logical, parameter_count, put, split, variables
 from argosy.models.parts.weight import merge as merge_weights
 from argosy.observe.flops import contraction_flops

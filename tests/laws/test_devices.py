@@ -11,7 +11,8 @@ from helpers import default, described_tpus, relative
 from laws.families import built
 
 from argosy.models import FAMILIES
-from argosy.models.parts.stack import Scan, Unroll, to_layers
+from argosy.models.parts.stack import Scan, Unroll
+from argosy.models.parts.stack.addresses import to_layers
 from argosy.models.parts.stack.pipeline import Pipeline
 from argosy.models.parts.weight import abstract, logical, merge, split
 from argosy.observe.hlo import cost

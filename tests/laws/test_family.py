@@ -38,7 +38,8 @@ from argosy.models.parts.attention.attend import Bidirectional, Contiguous, Page
 from argosy.models.parts.attention.cache import RING, contiguous, paged
 from argosy.models.parts.attention.ragged import Ragged, rows_share_pages
 from argosy.models.parts.einsum import Contraction
-from argosy.models.parts.stack import Scan, Unroll, from_layers, layer_addresses, to_layers
+from argosy.models.parts.stack import Scan, Unroll
+from argosy.models.parts.stack.addresses import from_layers, layer_addresses, to_layers
 from argosy.models.parts.weight import abstract, fill, kept_in, merge, parameter_count, split, undrawn, variables
 from argosy.observe.flops import contraction_flops
 from argosy.ops import attention as ops_attention

@@ -10,7 +10,8 @@ from helpers import default, relative
 from argosy.core.errors import UnknownName, Unsupported
 from argosy.models.parts.attention.attend import Contiguous, Packed, Paged, Score, See
 from argosy.models.parts.attention.cache import ROW, Spec, contiguous, paged, restore, snapshot
-from argosy.models.parts.stack import Layer, Scan, Stack, Unroll, layer_addresses, repeating
+from argosy.models.parts.stack import Layer, Scan, Stack, Unroll, repeating
+from argosy.models.parts.stack.addresses import layer_addresses
 from argosy.models.parts.weight import Draw, Meaning, fill, merge, split, weight
 from argosy.ops import attention as ops_attention
 from argosy.ops.op import implementations

@@ -6,7 +6,8 @@ import pytest
 from laws.families import CASES
 
 from argosy.models.parts import weight
-from argosy.models.parts.stack import Scan, Unroll, layer_addresses, to_layers
+from argosy.models.parts.stack import Scan, Unroll
+from argosy.models.parts.stack.addresses import layer_addresses, to_layers
 from argosy.models.parts.weight import fill, split
 from argosy.run.settings.recipe_files import preset_config
 

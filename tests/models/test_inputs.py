@@ -16,7 +16,8 @@ from argosy.models.parts.attention.cache import contiguous
 from argosy.models.parts.attention.rope import angles
 from argosy.models.parts.einsum import Einsum
 from argosy.models.parts.inputs import Inputs, Overlay, batch_inputs, overlay_fields
-from argosy.models.parts.stack import Unroll, layer_addresses
+from argosy.models.parts.stack import Unroll
+from argosy.models.parts.stack.addresses import layer_addresses
 from argosy.models.parts.weight import fill, merge, put, split
 from argosy.models.settings import Rope
 from argosy.train.objectives.next_token import NextToken

@@ -11,7 +11,8 @@ from laws.families import CASES, FULLEST
 
 from argosy.core.errors import BadInput, UserError
 from argosy.models.parts.attention.attend import Packed
-from argosy.models.parts.stack import Scan, Unroll, layer_addresses
+from argosy.models.parts.stack import Scan, Unroll
+from argosy.models.parts.stack.addresses import layer_addresses
 from argosy.models.parts.stack.remat import NAMES, check_kept
 from argosy.models.parts.weight import abstract, fill, merge, split
 from argosy.run.assembly.assemble import assemble

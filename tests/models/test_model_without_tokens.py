@@ -20,7 +20,8 @@ from argosy.export.lower import lowered, raise_again
 from argosy.models.parts.attention.attend import Bidirectional
 from argosy.models.parts.attention.cache import Spec
 from argosy.models.parts.einsum import Einsum
-from argosy.models.parts.stack import Layer, Scan, Stack, Unroll, from_layers, layer_addresses, to_layers
+from argosy.models.parts.stack import Layer, Scan, Stack, Unroll
+from argosy.models.parts.stack.addresses import from_layers, layer_addresses, to_layers
 from argosy.models.parts.stack.pipeline import Pipeline
 from argosy.models.parts.weight import abstract, fill, logical, put, split
 from argosy.models.parts.weight import merge as merge_weights

@@ -16,7 +16,8 @@ from argosy.jobs.convert import convert
 from argosy.models.gpt_oss import GptOssConfig
 from argosy.models.mixtral import MixtralConfig
 from argosy.models.parts.moe import MoE, choose, with_capacity
-from argosy.models.parts.stack import Unroll, layer_addresses, to_layers
+from argosy.models.parts.stack import Unroll
+from argosy.models.parts.stack.addresses import layer_addresses, to_layers
 from argosy.models.parts.weight import Moved, fill, merge, put, split, variables
 from argosy.models.settings import Experts
 from argosy.parallel.mesh import MeshSettings

@@ -10,7 +10,8 @@ from helpers import relative
 
 from argosy.models.llama import LlamaConfig
 from argosy.models.parts.attention.attend import Packed
-from argosy.models.parts.stack import Scan, Unroll, layer_addresses
+from argosy.models.parts.stack import Scan, Unroll
+from argosy.models.parts.stack.addresses import layer_addresses
 from argosy.models.parts.weight import fill, merge, split
 
 CONFIG = LlamaConfig(vocab=32, width=32, layers=8, heads=2, ffn=256, context=128, tied=True)

@@ -27,7 +27,8 @@ from argosy.core.settings import dump
 from argosy.core.storage import Store
 from argosy.jobs.convert import convert
 from argosy.jobs.quickstart.proof import digest
-from argosy.models.parts.stack import Scan, Unroll, layer_addresses
+from argosy.models.parts.stack import Scan, Unroll
+from argosy.models.parts.stack.addresses import layer_addresses
 from argosy.models.parts.weight import fill, merge, split, variables
 from argosy.observe.metrics import by_step, read
 from argosy.run.assembly.assemble import assemble

@@ -15,7 +15,8 @@ from argosy.checkpoint.step.layout import STATE
 from argosy.checkpoint.step.load import load_item
 from argosy.core.errors import BadInput, Damaged, SettingsError, UserError
 from argosy.core.storage import Store
-from argosy.models.parts.stack import Scan, Unroll, from_layers, to_layers
+from argosy.models.parts.stack import Scan, Unroll
+from argosy.models.parts.stack.addresses import from_layers, to_layers
 from argosy.models.parts.weight import split
 from argosy.observe.metrics import by_step, read
 from argosy.run.settings.compose import compose

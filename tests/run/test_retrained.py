@@ -20,7 +20,8 @@ from argosy.core.formats.safetensors import SafeTensors
 from argosy.core.storage import Store
 from argosy.jobs.convert import convert
 from argosy.jobs.quickstart.proof import digest
-from argosy.models.parts.stack import Unroll, layer_addresses
+from argosy.models.parts.stack import Unroll
+from argosy.models.parts.stack.addresses import layer_addresses
 from argosy.models.parts.weight import fill
 from argosy.observe.metrics import by_step, read
 from argosy.run.settings.compose import compose

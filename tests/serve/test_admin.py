@@ -22,7 +22,7 @@ from argosy.core.formats.safetensors import tensors_file
 from argosy.infer.engine.engine import Engine
 from argosy.infer.engine.request import Request
 from argosy.infer.lm import LM
-from argosy.models.parts.stack import to_layers
+from argosy.models.parts.stack.addresses import to_layers
 from argosy.models.parts.weight import split
 from argosy.serve import run
 from argosy.serve.admin import Admin

@@ -13,7 +13,8 @@ from laws.families import CASES, built
 from train.test_next_token import batch_of
 
 from argosy.models.parts.attention.attend import Packed
-from argosy.models.parts.stack import Scan, Unroll, to_layers
+from argosy.models.parts.stack import Scan, Unroll
+from argosy.models.parts.stack.addresses import to_layers
 from argosy.models.parts.weight import Moved, merge, split, variables
 from argosy.train.objectives.loss import Loss, WeightedMean
 from argosy.train.objectives.next_token import NextToken

@@ -134,7 +134,7 @@ def test_what_loaded_talks_again_after_save(name, format, tmp_path):
 
 
 def shapes() -> dict[str, tuple[int, ...]]:
-    from argosy.models.parts.stack import stored_addresses
+    from argosy.models.parts.stack.addresses import stored_addresses
     from argosy.models.parts.weight import variables
 
     model = CONFIG.build()

@@ -20,7 +20,8 @@ from argosy.core.errors import BadInput, Unsupported
 from argosy.core.formats.safetensors import SafeTensors
 from argosy.infer.load import load_lm
 from argosy.jobs.convert import convert
-from argosy.models.parts.stack import Scan, layer_addresses
+from argosy.models.parts.stack import Scan
+from argosy.models.parts.stack.addresses import layer_addresses
 from argosy.models.parts.weight import fill, variables
 from argosy.weights.peft.merge import merged_weights
 from argosy.weights.peft.reader import read_adapter, read_contents

@@ -18,7 +18,7 @@ from argosy.core.counts import plural
 from argosy.core.errors import BadInput, Damaged
 from argosy.core.formats import Shape
 from argosy.core.formats.zarr import map_array
-from argosy.models.parts.stack import stored_addresses
+from argosy.models.parts.stack.addresses import stored_addresses
 from argosy.weights.pages import MappedPages, map_of
 
 

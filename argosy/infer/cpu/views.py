@@ -5,7 +5,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from argosy.models.parts.stack import stored_addresses, unrolled
+from argosy.models.parts.stack import unrolled
+from argosy.models.parts.stack.addresses import stored_addresses
 from argosy.models.parts.weight import Leaves, split
 from argosy.ops.native.products import Panels
 

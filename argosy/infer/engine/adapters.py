@@ -33,7 +33,7 @@ from argosy.infer.forward.step import StepSizes, split_words
 from argosy.infer.placement import Home, weights_home, weights_mesh
 from argosy.infer.settings import LoraSettings
 from argosy.models.parts.einsum import Contraction
-from argosy.models.parts.stack import layer_addresses
+from argosy.models.parts.stack.addresses import layer_addresses
 from argosy.models.parts.weight import Leaves, Meaning, logical, merge, split, variables
 from argosy.parallel.rules import DEFAULT, shardings
 from argosy.parallel.scope import scope

@@ -21,7 +21,7 @@ from argosy.core.errors import BadInput, nearest, some
 from argosy.core.formats import TensorReader
 from argosy.core.formats.safetensors import SafeTensors
 from argosy.core.keymap import KeyMap
-from argosy.models.parts.stack import stored_addresses
+from argosy.models.parts.stack.addresses import stored_addresses
 from argosy.models.parts.weight import Codes, Leaves, kept_in, variables
 from argosy.weights.hub.reader import with_expected_names
 

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from argosy.adapt.quant import Scheme
 from argosy.data.batch import Batches
 from argosy.data.tokenizers.load import Tokenizer
-from argosy.models.parts.stack import layer_addresses
+from argosy.models.parts.stack.addresses import layer_addresses
 from argosy.models.parts.weight import fill, parameter_count
 from argosy.ops.op import implementations, winners
 from argosy.parallel.compiler_options import OPTIONS

@@ -8,7 +8,7 @@ import jax
 from jax.sharding import Mesh
 
 from argosy.core.errors import BadInput
-from argosy.models.parts.stack import layer_addresses
+from argosy.models.parts.stack.addresses import layer_addresses
 from argosy.models.parts.weight import abstract, logical
 from argosy.parallel.gather import GatherOnce
 from argosy.parallel.place import like_weights

@@ -21,7 +21,8 @@ from argosy.core.formats import Arrays, OverlaidTensors
 from argosy.core.settings import diff, dump
 from argosy.data.tokenizers.load import Tokenizer
 from argosy.data.tokenizers.matched import same_tokens
-from argosy.models.parts.stack import from_layers, layer_addresses, stored_addresses, stored_as
+from argosy.models.parts.stack import stored_as
+from argosy.models.parts.stack.addresses import from_layers, layer_addresses, stored_addresses
 from argosy.models.parts.weight import Leaves, fill, put, split
 from argosy.parallel.place import on_devices
 from argosy.rl.policy.critic import PREFIX

@@ -70,7 +70,7 @@ def freeze_groups(model: Any, groups: Sequence[OptimizerGroup]) -> list[str]:
     from flax import nnx
 
     from argosy.adapt.surgery import freeze
-    from argosy.models.parts.stack import layer_addresses
+    from argosy.models.parts.stack.addresses import layer_addresses
     from argosy.models.parts.weight import variables
 
     if not groups:

@@ -27,7 +27,7 @@ from argosy.core.formats.safetensors import tensors_file
 from argosy.core.hub.names import HubName, name_of_path
 from argosy.core.keymap import KeyMap, KeyRow, Rearrangement
 from argosy.models.diffusion.base import DenoiserConfig
-from argosy.models.parts.stack import stored_addresses
+from argosy.models.parts.stack.addresses import stored_addresses
 from argosy.models.parts.weight import split
 from argosy.weights.hub.image_lora import FILE as IMAGE_FILE
 from argosy.weights.peft.sites import (

@@ -23,7 +23,8 @@ from argosy.models.blocks.layered import LayeredDenoiser
 from argosy.models.parts.attention.attend import Bidirectional
 from argosy.models.parts.attention.cache import Spec
 from argosy.models.parts.einsum import Einsum
-from argosy.models.parts.stack import Layer, Scan, Stack, Unroll, from_layers, layer_addresses, to_layers
+from argosy.models.parts.stack import Layer, Scan, Stack, Unroll
+from argosy.models.parts.stack.addresses import from_layers, layer_addresses, to_layers
 from argosy.models.parts.stack.layer_range import run_layers
 from argosy.models.parts.weight import fill, merge, split
 

@@ -11,7 +11,7 @@ arrays, because a slice of a longer array would copy the weights in every step. 
 four groups of six, are in "layers.block_2.attn.q.w" [2 ...].
 
 In any layout, a layer's weights also have per-layer names, "layers.3.attn.q.w", which are used by Hub tables,
-checkpoints of the other layout and random draws (`layer_addresses`, `to_layers`, `from_layers`).
+checkpoints of the other layout and random draws (`addresses`).
 
 What flows through the layers is one array [B T D], or a tree of such arrays (streams: image and text). Every block also gets the
 `condition` of the call: a tree of arrays that lead with the batch, such as an embedding of the time step or the memory of an encoder.
@@ -25,7 +25,6 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.lax import dynamic_index_in_dim, dynamic_update_index_in_dim
@@ -37,7 +36,7 @@ from argosy.models.parts.attention.rope import Turns, angles
 from argosy.models.parts.stack.hosted import any_hosted, brought
 from argosy.models.parts.stack.remat import INPUT, Remat, on_picked_weights, rematerialised
 from argosy.models.parts.stack.watch import OUTPUT, TOLD, Listening, WatchedAttend
-from argosy.models.parts.weight import Leaves, merge, split, variables
+from argosy.models.parts.weight import Leaves, merge, split
 from argosy.parallel.scope import constrain
 
 # {kind: {name: [layers of that kind ...]}}.
@@ -399,55 +398,6 @@ class Stack(nnx.Module):
             return attend
         at = attend.positions if positions is None else positions
         return replace(attend, angles={rope.key(size): angles(at, rope, size) for rope, size in turns})
-
-
-# ---------------------------------------------------------------- converting between layouts
-
-
-def layer_addresses(model: nnx.Module) -> Callable[[str], list[str]]:
-    """A function from a stored address to its per-layer names, in the order of the leading axis."""
-    stacks = {".".join([*map(str, path), ""]): s for path, s in nnx.iter_modules(model) if isinstance(s, Stack)}
-
-    def names(address: str) -> list[str]:
-        for prefix, stack in stacks.items():
-            for block, (_, indexes) in stack.stored().items() if stack.run.stacked else ():
-                if address.startswith(f"{prefix}{block}."):
-                    rest = address.removeprefix(f"{prefix}{block}.")
-                    return [f"{prefix}{i}.{rest}" for i in indexes]
-        return [address]
-
-    return names
-
-
-def stored_addresses(model: nnx.Module) -> dict[str, tuple[str, int | None]]:
-    """{per-layer name: (stored address, index on its leading axis, or None)}."""
-    names = layer_addresses(model)
-    out: dict[str, tuple[str, int | None]] = {}
-    for address, v in variables(model).items():
-        many = len(v.shape) > len(v.get_metadata()["meaning"].letters)
-        for i, name in enumerate(names(address)):
-            out[name] = (address, i if many else None)
-    return out
-
-
-def to_layers(model: nnx.Module, leaves: Leaves) -> Leaves:
-    """Weights by per-layer name; slices of stacked ones."""
-    return {
-        name: leaves[a] if i is None else leaves[a][i]
-        for name, (a, i) in stored_addresses(model).items()
-        if a in leaves
-    }
-
-
-def from_layers(model: nnx.Module, by_layer: Mapping[str, Any]) -> Leaves:
-    """Weights as this model stores them, from per-layer ones; on the host, one stored array at a time."""
-    out: Leaves = {}
-    names = layer_addresses(model)
-    for address, v in variables(model).items():
-        many = len(v.shape) > len(v.get_metadata()["meaning"].letters)
-        parts = [by_layer[name] for name in names(address)]
-        out[address] = np.stack([np.asarray(p) for p in parts]) if many else parts[0]
-    return out
 
 
 def unrolled(model: Any) -> Any:
