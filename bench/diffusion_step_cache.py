@@ -27,7 +27,8 @@ from argosy.infer.denoise.settings import SAMPLERS, SamplerSettings
 from argosy.infer.denoise.step_cache import CacheReport
 from argosy.models.diffusion.base import Conditions
 from argosy.models.diffusion.flux import FluxConfig
-from argosy.models.parts.stack import Unroll, layer_addresses
+from argosy.models.parts.stack import Unroll
+from argosy.models.parts.stack.addresses import layer_addresses
 from argosy.models.parts.weight import fill, split
 from argosy.observe.readable import columns
 
