@@ -72,6 +72,8 @@ def generate_images(
             fit.
     """
     target = _target(settings)
+    if settings.compare and settings.step_cache is None:
+        raise BadInput("compare without step_cache: nothing differs from the full drawing", hint="step_cache=0.1")
     size = parsed_size(settings.size)
     source = None if settings.source is None else _source(settings.source)
     from argosy.core.formats.image_files import resized
