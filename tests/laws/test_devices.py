@@ -236,6 +236,12 @@ def test_what_a_device_does_does_not_grow_with_the_devices_that_share_the_expert
     assert two.collectives["all-to-all"] > 0
 
 
+def test_tokens_that_go_to_every_expert_change_no_number():
+    """One round of rows is then enough, whatever the load."""
+    config = config_of("experts", moe=EXPERTS | {"count": 2})
+    same(updated(config, Scan(), None), updated(config, Scan(), {"data": 1, "fsdp": 2, "expert": 2}))
+
+
 @pytest.mark.parametrize("sizes", [{"fsdp": 2, "expert": 4}, {"fsdp": 8}], ids=["expert 4", "fsdp 8"])
 def test_gradients_of_experts_are_scattered(sizes):
     """They were summed whole on every device."""
@@ -244,15 +250,16 @@ def test_gradients_of_experts_are_scattered(sizes):
 
 
 @pytest.mark.tpu
-def test_gradients_of_experts_are_scattered_in_the_type_they_are_computed_in(monkeypatch):
+@pytest.mark.parametrize("count", [8, 2])
+def test_gradients_of_experts_are_scattered_in_the_type_they_are_computed_in(monkeypatch, count):
     mesh = MeshSettings(fsdp=2, expert=2).build(described_tpus(monkeypatch, "v5e:2x2"))
-    config = config_of("experts", width=256, head_size=128, heads=2, kv_heads=2, ffn=512, moe=EXPERTS | {"ffn": 512})
+    config = config_of("experts", width=256, head_size=128, heads=2, kv_heads=2, ffn=512, moe=EXPERTS | {"ffn": 512, "count": count})
     module = HloModule.read(lowered_step(config.build(Scan("full")), mesh, 8, 256, "bfloat16").compile().as_text() or "")
     summed = [c for c in collectives(module, 4) if c.op_name.endswith("mlp/shard_map/reduce_scatter")]
     assert {c.kind for c in summed} == {"reduce-scatter"}
     assert {module.computations[c.computation].by_name[c.start].type[:4] for c in summed} == {"bf16"}
     # XLA may sum the third with the gradients of attention.
-    share = 2 * 8 * 256 * 512 * 2 / 4  # bytes: layers, E, D, M, in bfloat16; of four devices
+    share = 2 * count * 256 * 512 * 2 / 4  # bytes: layers, E, D, M, in bfloat16; of four devices
     assert sum(c.bytes * c.times for c in summed) >= 2 * share
 
 

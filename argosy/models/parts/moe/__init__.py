@@ -187,6 +187,9 @@ def expert_specs(module: nnx.Module, mesh_axes: frozenset[str], rows: frozenset[
 def _gathered(leaf: Array, stored: PartitionSpec, used: PartitionSpec) -> Array:
     """A device's share of an array of experts, gathered as products read it, inside a `shard_map`. So its gradient is summed and
     scattered, where that of an array which is whole inside would be summed whole on every device."""
+    if leaf.shape[:1] == (1,) and stored[0] == used[0]:
+        # XLA for TPUs scatters no axis behind one of size 1: it sums everywhere and cuts.
+        return _gathered(leaf[0], PartitionSpec(*stored[1:]), PartitionSpec(*used[1:]))[None]
     for i, (own, kept) in enumerate(zip(stored, used)):
         if own != kept:
             leaf = jax.lax.all_gather(leaf, own, axis=i, tiled=True)

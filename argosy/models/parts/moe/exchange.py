@@ -177,7 +177,7 @@ def in_rounds(
         with jax.named_scope(SELDOM):
             sums = sums if single else jax.lax.fori_loop(1, rounds, step, sums)
         out = {i: np.zeros(a.shape, jax.dtypes.float0) for i, a in enumerate(flat)} | dict(zip(moved, sums))
-        return [out[i] for i in range(len(flat))], np.zeros(rounds.shape, jax.dtypes.float0)
+        return [out[i] for i in range(len(flat))], np.zeros(jnp.shape(rounds), jax.dtypes.float0)
 
     run.defvjp(forward, backward)
     return run(flat, rounds)
