@@ -13,14 +13,30 @@ from argosy.cli import main
 from argosy.core.errors import BadInput
 from argosy.observe.goodput import Clock
 from argosy.observe.hlo.module import HloModule
-from argosy.observe.profile.capture import Capture, Requests, captures, read_window
-from argosy.observe.profile.table import DATA, layer_of, profile_of
+from argosy.observe.profile.capture import Capture, Requests, Window, captures, read_window
+from argosy.observe.profile.table import DATA, HOST, OTHERS, layer_of, profile_of
 from argosy.observe.profile.text import findings, merged_layers, profile_text
-from argosy.observe.profile.trace import Span, read_trace, shared_seconds
+from argosy.observe.profile.trace import Span, Trace, read_trace, shared_seconds
 from argosy.run.hooks.profiling import Profiling
 from argosy.run.settings.profile import ProfileSettings
 
 NS = 1_000_000_000
+
+
+def test_every_second_of_a_step_has_a_cause():
+    """Two steps in 10 s: 4 s of operations, 1 s of other programs, 2 s of waiting for data; the rest is the host's."""
+    window = Window(first=3, last=4, wall_s=10.0, seconds={"data": 2.0, "step": 8.0}, devices=1, kind="x", platform="tpu")
+    trace = Trace({"fusion.1": 3.0, "copy.2": 1.0}, {"fusion.1": 4, "copy.2": 2}, 4.0, 9.0, 1, "step", {"other": 1.0})
+    found = profile_of(window, trace, None)
+    ops = {row.name: row for row in found.ops}
+    assert {name: row.seconds for name, row in ops.items()} == {"fusion.1": 1.5, HOST: 1.5, DATA: 1.0, "copy.2": 0.5, OTHERS: 0.5}
+    assert [row.name for row in found.ops] == sorted(ops, key=lambda name: -ops[name].seconds)
+    assert (ops["fusion.1"].share, ops[HOST].share) == (0.3, 0.3)
+    for rows in (found.layers, found.kinds, found.ops):
+        assert sum(row.seconds for row in rows) == pytest.approx(found.step_s) == 5.0
+    # Data that were waited for while the device computed cost nothing.
+    busy = profile_of(window, Trace({"fusion.1": 9.5}, {"fusion.1": 4}, 9.5, 9.5, 1, "step"), None)
+    assert {row.name: row.seconds for row in busy.ops} == {"fusion.1": 4.75, DATA: 0.25}
 
 
 def test_operations_share_an_instant_and_loops_have_what_is_left():

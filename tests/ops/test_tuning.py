@@ -40,6 +40,9 @@ def test_the_faster_wins_and_the_slow_lose():
     assert by["slower"].ratio < 0.9
     assert by["slower"].seconds >= 2 * SLEEP_S
     assert not by["slower"].wins
+    assert by["reference"].faster > 0.5
+    assert 0 <= by["slower"].faster < 0.5
+    assert all(one.faster <= 1 for one in found)
 
 
 def test_a_default_that_is_the_fastest_stays():
