@@ -5,7 +5,8 @@ they stay whole on every device through all parts (over the axes that split rows
 memory and saves all gathers but the first. Gradients are summed over devices part by part either way, so each device keeps its share.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from argosy.parallel.place import row_axes
+from argosy.parallel.scope import gathered_over
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,13 @@ class GatherOnce:
     def whole(self, leaves: Mapping[str, Any]) -> dict[str, Any]:
         """The weights, gathered."""
         return {a: jax.lax.with_sharding_constraint(leaf, self.place(a)) for a, leaf in leaves.items()}
+
+    @contextmanager
+    def in_scope(self) -> Iterator[None]:
+        """Programs traced inside take weights as gathered: no lookup and no exchange of rows splits them again."""
+        meshes: list[Any] = [place.mesh for place in self.places.values()]
+        with gathered_over(frozenset().union(*map(_rows, meshes))):
+            yield
 
     def shares(self, leaves: Mapping[str, Any]) -> dict[str, Any]:
         """Their gradients, split as the weights are in the state."""

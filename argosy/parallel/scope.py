@@ -21,6 +21,7 @@ from argosy.core.dims import LEGEND
 from argosy.parallel.rules import DEFAULT, Rules
 
 _rules: ContextVar[Rules] = ContextVar("rules", default=DEFAULT)
+_gathered: ContextVar[frozenset[str]] = ContextVar("gathered", default=frozenset())
 
 
 @contextmanager
@@ -32,6 +33,16 @@ def scope(mesh: Mesh | AbstractMesh, rules: Rules = DEFAULT) -> Iterator[Mesh | 
             yield mesh
     finally:
         _rules.reset(token)
+
+
+@contextmanager
+def gathered_over(axes: frozenset[str]) -> Iterator[None]:
+    """Programs traced inside read weights that are whole over these mesh axes, though the rules split them (`gather.GatherOnce`)."""
+    token = _gathered.set(axes)
+    try:
+        yield
+    finally:
+        _gathered.reset(token)
 
 
 def axis_sizes() -> dict[str, int]:
@@ -65,7 +76,7 @@ def axes_in(spec: PartitionSpec) -> frozenset[str]:
 
 def weight_spec(axes: tuple[str, ...], shape: tuple[int, ...], only: frozenset[str]) -> PartitionSpec:
     """The partition of a weight over some axes of the mesh in scope; it is gathered over the others."""
-    spec = _rules.get().weight(axes, shape, axis_sizes())
+    spec, only = _rules.get().weight(axes, shape, axis_sizes()), only - _gathered.get()
     return PartitionSpec(*(axis if axis in only else None for axis in spec))
 
 

@@ -7,6 +7,7 @@ reference, a teacher) are arguments: as constants they would be compiled into th
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -90,13 +91,14 @@ def make_step(
             parts, held = in_parts(batch, accumulate, objective), state
             if gather is not None:
                 held = replace(state, params=gather.whole(state.params), rest=gather.whole(state.rest))
-            known = shared(held, frozen or {}, parts, key)
 
             def of_part(part: Batch, key: Array) -> tuple[Leaves, Loss]:
                 grads, loss = gradients(held, frozen or {}, part | known, key)
                 return grads if gather is None else gather.shares(grads), loss
 
-            grads, loss = _summed(of_part, parts, key)
+            with nullcontext() if gather is None else gather.in_scope():
+                known = shared(held, frozen or {}, parts, key)
+                grads, loss = _summed(of_part, parts, key)
         return updated(state, grads, loss, optimizer, rate, stays)
 
     return step
