@@ -39,6 +39,7 @@ from argosy.models.parts.attention.cache import (
     row_states,
     with_tokens,
 )
+from argosy.models.parts.attention.segments import row_places, segment_positions, segment_starts, window_segments
 from argosy.ops.attention import Score, See, attention
 from argosy.ops.narrow import write_entries
 from argosy.ops.paged.attention import gather_pages, join_heads, keys_and_values, paged_attention, token_positions
@@ -211,28 +212,6 @@ def _strategy(*static: str) -> Any:
     return wrap
 
 
-def _segment_starts(segments: Int[Array, "B T"]) -> Bool[Array, "B T"]:
-    first = jnp.ones_like(segments[:, :1], bool)
-    return jnp.concatenate([first, segments[:, 1:] != segments[:, :-1]], 1)
-
-
-def _segment_positions(segments: Int[Array, "B T"]) -> Int[Array, "B T"]:
-    t = jnp.arange(segments.shape[1], dtype=jnp.int32)
-    return t - jax.lax.cummax(jnp.where(_segment_starts(segments), t, 0), axis=1)
-
-
-def _chunks(segments: Int[Array, "B T"], score: Score) -> Int[Array, "B T"]:
-    """The segments, split at chunk boundaries if the window is a chunk."""
-    if not (score.chunked and score.window):
-        return segments
-    starts = _segment_starts(segments) | (_segment_positions(segments) % score.window == 0)
-    return jnp.cumsum(starts, 1, dtype=jnp.int32)
-
-
-def _rows(segments: Int[Array, "B T"]) -> Int[Array, "B T"]:
-    return jnp.broadcast_to(jnp.arange(segments.shape[1], dtype=jnp.int32), segments.shape)
-
-
 @_strategy("absorb")
 class Packed(RowRecurrence):
     """Whole sequences, causal within each segment; segment 0 is padding. For training and for evaluating whole texts."""
@@ -243,19 +222,19 @@ class Packed(RowRecurrence):
 
     @property
     def positions(self) -> Int[Array, "B T"]:
-        return _segment_positions(self.segments)
+        return segment_positions(self.segments)
 
     @property
     def live(self) -> Bool[Array, "B T"]:
         return self.segments > 0
 
     def __call__(self, q: Array, entries: Cache, cache: Cache | None, read: Read = HEADS, *, score: Score) -> Any:
-        at, segments = _rows(self.segments), _chunks(self.segments, score)
+        at, segments = row_places(self.segments), window_segments(self.segments, score)
         see = See(at, at, segments, segments, aligned=True)
         return meet(q, entries, read, score, see, self.absorb), cache
 
     def carry(self, cache: Cache | None) -> Carry:
-        return Carry(None, _segment_starts(self.segments), self.live)
+        return Carry(None, segment_starts(self.segments), self.live)
 
     def keep(self, cache: Cache | None, state: Cache) -> Cache | None:
         return cache
@@ -285,7 +264,7 @@ class Branched:
         return self.segments > 0
 
     def __call__(self, q: Array, entries: Cache, cache: Cache | None, read: Read = HEADS, *, score: Score) -> Any:
-        rows, whose = _rows(self.segments), (self.segments, self.segments)
+        rows, whose = row_places(self.segments), (self.segments, self.segments)
         see = See(rows, rows, *whose, aligned=True, q_prefix=self.prefixes)
         if score.window is not None and score.window >= q.shape[1]:
             score = replace(score, window=None)
@@ -309,19 +288,19 @@ class Bidirectional(RowRecurrence):
 
     @property
     def positions(self) -> Int[Array, "B T"]:
-        return _segment_positions(self.segments)
+        return segment_positions(self.segments)
 
     @property
     def live(self) -> Bool[Array, "B T"]:
         return self.segments > 0
 
     def __call__(self, q: Array, entries: Cache, cache: Cache | None, read: Read = HEADS, *, score: Score) -> Any:
-        at, segments = _rows(self.segments), _chunks(self.segments, score)
+        at, segments = row_places(self.segments), window_segments(self.segments, score)
         see = See(at, at, segments, segments, causal=False, aligned=True)
         return meet(q, entries, read, score, see, False), cache
 
     def carry(self, cache: Cache | None) -> Carry:
-        return Carry(None, _segment_starts(self.segments), self.live)
+        return Carry(None, segment_starts(self.segments), self.live)
 
     def keep(self, cache: Cache | None, state: Cache) -> Cache | None:
         return cache
