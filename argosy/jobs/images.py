@@ -134,7 +134,7 @@ def _target(settings: GenerateImages) -> Path:
         raise BadInput("source=: a video begins from noise alone", hint="leave out `source` or `frames`")
     for file in _files(target, settings) if is_folder else ():
         if file.exists() and (not file.is_dir() or any(file.iterdir())):
-            raise BadInput(f"{file} is there already", hint="name a new folder; nothing is ever overwritten")
+            raise BadInput(f"{file} is there already", hint="name a new folder")
     if settings.frames is not None and not is_folder:
         from argosy.core.formats.image_files import pillow
 

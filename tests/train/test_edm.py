@@ -59,6 +59,15 @@ def test_the_loss_is_that_of_the_papers_table(prediction: str, sign: int):
     assert scipy.stats.kstest(np.log(s), "norm", args=(-1.2, 1.2)).pvalue > 0.5
 
 
+def test_times_at_either_end_are_finite():
+    """A uniform law draws 0 now and then, where log s is not finite."""
+    found = EDM(noise=EDMNoise(sigma_data=D)).levels_at("edm", jnp.asarray([0.0, 1.0]))
+    assert all(np.isfinite(column).all() for column in found)
+    timestep, alpha, sigma = found
+    assert timestep[0] < -3 < 3 < timestep[1]
+    np.testing.assert_allclose(D**2 * alpha**2 + sigma**2, 1, rtol=1e-5)
+
+
 def test_inputs_and_targets_have_variance_one():
     """F of the best denoiser of normal data is 0: c_skip alone is the answer, and the loss is 1."""
     network = Network(lambda x, s: 0 * x)

@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from argosy.models.blocks.layered import SPANS, DenoiserStep, LayeredDenoiser, LayerPart
+from argosy.models.blocks.layered import DenoiserStep, LayeredDenoiser
 from argosy.models.diffusion.base import Conditions
 from argosy.models.parts.attention.attend import Attend, Bidirectional
 from argosy.models.parts.attention.cache import Spec
@@ -20,7 +20,6 @@ from argosy.models.parts.modulation import modulate, sinusoid
 from argosy.models.parts.norm import RMSNorm
 from argosy.models.parts.patches import patchify, sincos_2d, unpatchify
 from argosy.models.parts.stack import Execution, Layer, Stack
-from argosy.models.parts.stack.layer_range import run_layers
 from argosy.models.settings import Reach
 from argosy.parallel.scope import constrain
 
@@ -110,9 +109,6 @@ class DiT(LayeredDenoiser):
         condition = {"c": c} | ({"waves": waves, "labels": conditions.labels} if config.layer_embedders else {})
         attend = Bidirectional(jnp.ones(x.shape[:2], jnp.int32))
         return x, DenoiserStep(attend, condition, c, (height, width))
-
-    def layered(self, streams: Float[Array, "B T D"], step: DenoiserStep, part: LayerPart = "all") -> Float[Array, "B T D"]:
-        return run_layers(self.layers, streams, step.attend, step.condition, *SPANS[part])
 
     def end(self, streams: Float[Array, "B T D"], step: DenoiserStep) -> Float[Array, "B H W C"]:
         shift, scale = jnp.unstack(self.final_modulation(jax.nn.silu(step.c)), axis=1)

@@ -8,7 +8,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from argosy.models.blocks.layered import SPANS, DenoiserStep, LayeredDenoiser, LayerPart
+from argosy.models.blocks.layered import DenoiserStep, SingleStreamDenoiser
 from argosy.models.blocks.mmdit import (
     LEGEND,
     FinalLayer,
@@ -26,7 +26,6 @@ from argosy.models.parts.einsum import Einsum
 from argosy.models.parts.modulation import modulate
 from argosy.models.parts.patches import patchify, unpatchify
 from argosy.models.parts.stack import Execution, Layer, Stack
-from argosy.models.parts.stack.layer_range import run_layers
 from argosy.models.settings import Reach
 from argosy.ops.precision import sums_in
 from argosy.parallel.scope import constrain
@@ -76,7 +75,7 @@ class SingleBlock(nnx.Module):
         return x + gate[:, None] * mixed, cache, {}
 
 
-class Flux(LayeredDenoiser):
+class Flux(SingleStreamDenoiser):
     """Noisy latents, time steps and texts to velocities."""
 
     def __init__(self, config: Any, run: Execution | None):
@@ -96,14 +95,6 @@ class Flux(LayeredDenoiser):
         attend = Bidirectional(jnp.ones((x.shape[0], text.shape[1] + x.shape[1]), jnp.int32))
         condition = JointCondition(c, self.turns(x.shape[0], text.shape[1], height, width))
         return {"image": x, "text": text}, DenoiserStep(attend, condition, c, (height, width))
-
-    def layered(self, streams: dict[str, Array], step: DenoiserStep, part: LayerPart = "all") -> dict[str, Array]:
-        streams = run_layers(self.layers, streams, step.attend, step.condition, *SPANS[part])
-        if part == "first":
-            return streams
-        z, cut = jnp.concatenate([streams["text"], streams["image"]], 1), streams["text"].shape[1]
-        z, _, _ = self.single_layers(z, None, step.attend, step.condition)
-        return {"image": z[:, cut:], "text": z[:, :cut]}
 
     def end(self, streams: dict[str, Array], step: DenoiserStep) -> Float[Array, "B H W C"]:
         y = self.final(streams["image"], step.c)

@@ -8,7 +8,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from argosy.models.blocks.layered import SPANS, DenoiserStep, LayeredDenoiser, LayerPart
+from argosy.models.blocks.layered import DenoiserStep, SingleStreamDenoiser
 from argosy.models.blocks.mmdit import LEGEND, FinalLayer, MLPEmbedder, Projections, axial_turns, joint_attention
 from argosy.models.diffusion.base import Conditions
 from argosy.models.parts.attention.attend import Attend, Bidirectional
@@ -17,7 +17,6 @@ from argosy.models.parts.einsum import Einsum
 from argosy.models.parts.mlp import GLU
 from argosy.models.parts.modulation import modulate, sinusoid
 from argosy.models.parts.stack import Execution, Layer, Stack
-from argosy.models.parts.stack.layer_range import run_layers
 from argosy.models.settings import Reach
 from argosy.ops.precision import sums_in
 from argosy.parallel.scope import constrain
@@ -84,7 +83,7 @@ class Flux2SingleBlock(nnx.Module):
         return x + gate[:, None] * (y + self.down(jax.nn.silu(self.gate(h)) * self.up(h))), cache, {}
 
 
-class Flux2(LayeredDenoiser):
+class Flux2(SingleStreamDenoiser):
     """Noisy latents, time steps and texts to velocities."""
 
     def __init__(self, config: Any, run: Execution | None):
@@ -117,14 +116,6 @@ class Flux2(LayeredDenoiser):
         condition = SharedCondition(modulations, self.turns(rows, text.shape[1], height, width))
         attend = Bidirectional(jnp.ones((rows, text.shape[1] + x.shape[1]), jnp.int32))
         return {"image": x, "text": text}, DenoiserStep(attend, condition, c, (height, width))
-
-    def layered(self, streams: dict[str, Array], step: DenoiserStep, part: LayerPart = "all") -> dict[str, Array]:
-        streams = run_layers(self.layers, streams, step.attend, step.condition, *SPANS[part])
-        if part == "first":
-            return streams
-        z, cut = jnp.concatenate([streams["text"], streams["image"]], 1), streams["text"].shape[1]
-        z, _, _ = self.single_layers(z, None, step.attend, step.condition)
-        return {"image": z[:, cut:], "text": z[:, :cut]}
 
     def end(self, streams: dict[str, Array], step: DenoiserStep) -> Float[Array, "B H W C"]:
         y = self.final(streams["image"], step.c)

@@ -7,11 +7,14 @@ Who runs the parts one by one may leave out layers, as step caching does (`infer
 
 from typing import Any, Literal, NamedTuple
 
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
 from argosy.models.diffusion.base import Conditions
 from argosy.models.parts.attention.attend import Attend
+from argosy.models.parts.stack import Stack
+from argosy.models.parts.stack.layer_range import run_layers
 
 LayerPart = Literal["all", "first", "rest"]
 # From which layer to which each part goes.
@@ -39,9 +42,11 @@ class LayeredDenoiser(nnx.Module):
     """Noisy latents, time steps and conditions to predictions, by layers over tokens.
 
     config: of its family.
+    layers: over the streams of tokens.
     """
 
     config: Any
+    layers: Stack
 
     def begin(
         self, latents: Float[Array, "B *F H W C"], timestep: Float[Array, "B"], conditions: Conditions
@@ -51,7 +56,7 @@ class LayeredDenoiser(nnx.Module):
 
     def layered(self, streams: Any, step: DenoiserStep, part: LayerPart = "all") -> Any:
         """The streams after the layers, after the first one, or from there after the rest."""
-        raise NotImplementedError
+        return run_layers(self.layers, streams, step.attend, step.condition, *SPANS[part])
 
     def end(self, streams: Any, step: DenoiserStep) -> Float[Array, "B *F H W C"]:
         """The prediction, of what the last layer gave."""
@@ -62,3 +67,20 @@ class LayeredDenoiser(nnx.Module):
     ) -> Float[Array, "B *F H W C"]:
         streams, step = self.begin(latents, timestep, conditions)
         return self.end(self.layered(streams, step), step)
+
+
+class SingleStreamDenoiser(LayeredDenoiser):
+    """A denoiser whose first layers have weights for the image and for the text, and whose last ones read both as one stream.
+
+    single_layers: the last ones.
+    """
+
+    single_layers: Stack
+
+    def layered(self, streams: dict[str, Array], step: DenoiserStep, part: LayerPart = "all") -> dict[str, Array]:
+        streams = super().layered(streams, step, part)
+        if part == "first":
+            return streams
+        z, cut = jnp.concatenate([streams["text"], streams["image"]], 1), streams["text"].shape[1]
+        z, _, _ = self.single_layers(z, None, step.attend, step.condition)
+        return {"image": z[:, cut:], "text": z[:, :cut]}

@@ -7,7 +7,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from argosy.models.blocks.layered import SPANS, DenoiserStep, LayeredDenoiser, LayerPart
+from argosy.models.blocks.layered import DenoiserStep, LayeredDenoiser
 from argosy.models.blocks.mmdit import (
     LEGEND,
     FinalLayer,
@@ -24,7 +24,6 @@ from argosy.models.parts.einsum import Einsum
 from argosy.models.parts.modulation import modulate
 from argosy.models.parts.patches import patchify, unpatchify
 from argosy.models.parts.stack import Execution, Layer, Stack
-from argosy.models.parts.stack.layer_range import run_layers
 from argosy.models.settings import Reach
 from argosy.ops.precision import sums_in
 from argosy.parallel.scope import constrain
@@ -87,9 +86,6 @@ class SD3(LayeredDenoiser):
         c = self.vector(timestep, conditions.pooled, None, self.dtype)
         attend = Bidirectional(jnp.ones((x.shape[0], text.shape[1] + x.shape[1]), jnp.int32))
         return {"image": x, "text": text}, DenoiserStep(attend, JointCondition(c), c, (height, width))
-
-    def layered(self, streams: dict[str, Array], step: DenoiserStep, part: LayerPart = "all") -> dict[str, Array]:
-        return run_layers(self.layers, streams, step.attend, step.condition, *SPANS[part])
 
     def end(self, streams: dict[str, Array], step: DenoiserStep) -> Float[Array, "B H W C"]:
         y = self.final(streams["image"], step.c)

@@ -8,7 +8,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from argosy.models.blocks.layered import SPANS, DenoiserStep, LayeredDenoiser, LayerPart
+from argosy.models.blocks.layered import DenoiserStep, LayeredDenoiser
 from argosy.models.blocks.mmdit import LEGEND, MLPEmbedder, axial_turns, joint_attention
 from argosy.models.diffusion.base import Conditions
 from argosy.models.parts.attention.attend import Attend, Bidirectional
@@ -20,7 +20,6 @@ from argosy.models.parts.modulation import modulate, sinusoid
 from argosy.models.parts.norm import LayerNorm, RMSNorm
 from argosy.models.parts.patches import patchify, unpatchify
 from argosy.models.parts.stack import Execution, Layer, Stack
-from argosy.models.parts.stack.layer_range import run_layers
 from argosy.models.parts.weight import Draw, Meaning, weight
 from argosy.models.settings import Reach
 from argosy.ops.precision import sums_in
@@ -103,9 +102,6 @@ class Wan(LayeredDenoiser):
         turns = self.turns(rows, frames or 1, height // config.patch, width // config.patch)
         condition = WanCondition(self.modulation(jax.nn.silu(c)), text, turns)
         return x, DenoiserStep(Bidirectional(jnp.ones(x.shape[:2], jnp.int32)), condition, c, (height, width), frames)
-
-    def layered(self, streams: Float[Array, "B T D"], step: DenoiserStep, part: LayerPart = "all") -> Float[Array, "B T D"]:
-        return run_layers(self.layers, streams, step.attend, step.condition, *SPANS[part])
 
     def end(self, streams: Float[Array, "B T D"], step: DenoiserStep) -> Float[Array, "B *F H W C"]:
         config, (height, width), rows = self.config, step.size, len(streams)

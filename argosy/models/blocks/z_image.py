@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from argosy.models.blocks.layered import SPANS, DenoiserStep, LayeredDenoiser, LayerPart
+from argosy.models.blocks.layered import DenoiserStep, LayeredDenoiser
 from argosy.models.blocks.mmdit import LEGEND, MLPEmbedder, Projections, axial_turns, joint_attention
 from argosy.models.diffusion.base import Conditions
 from argosy.models.parts.attention.attend import Attend, Bidirectional
@@ -20,7 +20,6 @@ from argosy.models.parts.modulation import layer_norm, sinusoid
 from argosy.models.parts.norm import RMSNorm
 from argosy.models.parts.patches import patchify, unpatchify
 from argosy.models.parts.stack import Execution, Layer, Stack
-from argosy.models.parts.stack.layer_range import run_layers
 from argosy.models.parts.weight import Draw, Meaning, weight
 from argosy.models.settings import Reach
 from argosy.ops.precision import sums_in
@@ -109,9 +108,6 @@ class ZImage(LayeredDenoiser):
         text, _, _ = self.text_layers(text, None, Bidirectional(live), TimeCondition(c, (of_text[0], of_text[1])))
         attend = Bidirectional(jnp.concatenate([here, live], 1))
         return jnp.concatenate([x, text], 1), DenoiserStep(attend, TimeCondition(c, turns), c, (height, width))
-
-    def layered(self, streams: Float[Array, "B T D"], step: DenoiserStep, part: LayerPart = "all") -> Float[Array, "B T D"]:
-        return run_layers(self.layers, streams, step.attend, step.condition, *SPANS[part])
 
     def end(self, streams: Float[Array, "B T D"], step: DenoiserStep) -> Float[Array, "B H W C"]:
         (height, width), patch = step.size, self.config.patch

@@ -21,7 +21,7 @@ from argosy.models.base.config import InputKind, ModelConfig
 # deviation.
 Prediction = Literal["velocity", "epsilon", "v", "sample", "edm"]
 # Axes of weights that are computed with once for an image, as hub tables name them.
-PER_IMAGE = frozenset(["waves", "embedder", "modulation", "final_modulation", "pooled", "time_vector"])
+PER_IMAGE = frozenset(["waves", "embedder", "modulation", "final_modulation", "modulated", "pooled", "time_vector"])
 
 
 class Conditions(NamedTuple):
@@ -69,6 +69,9 @@ class DenoiserConfig(ModelConfig):
     pipeline_settings: ClassVar[tuple[str, ...]] = ()
     # Whether it reads latents with an axis of frames too.
     draws_videos: ClassVar[bool] = False
+    # What the paths of weights begin with that read the tokens of the text, or those of image and text.
+    text_paths: ClassVar[tuple[str, ...]] = ()
+    joint_paths: ClassVar[tuple[str, ...]] = ()
 
     channels: int = Field(gt=0)
     """Channels of the images or latents C."""
@@ -107,8 +110,19 @@ class DenoiserConfig(ModelConfig):
         return ImageSpace(self.channels, self.size_multiple, self.classes_known)
 
     def flops(self, tokens: int) -> int:
-        """FLOPs of one forward pass over an image of `tokens` positions. What reads the time step and the other conditions is computed
-        once for an image."""
-        found = [(t, set(named_axes(t.axes))) for t in filled_tensors(*self.hub_rows()) if t.path.endswith(".w")]
-        each = sum(t.size * t.layers * (1 if PER_IMAGE & axes else tokens) for t, axes in found if not LOOKED_UP & axes)
-        return int(2 * each) + self.mixing_flops(tokens)
+        """FLOPs of one forward pass over an image of `tokens` positions, and a text of `text_tokens` in families that read one. What
+        reads the time step and the other conditions is computed once for an image."""
+        text, total = getattr(self, "text_tokens", 0), 0
+        for tensor in filled_tensors(*self.hub_rows()):
+            axes = set(named_axes(tensor.axes))
+            if not tensor.path.endswith(".w") or LOOKED_UP & axes:
+                continue
+            times = tokens
+            if PER_IMAGE & axes:
+                times = 1
+            elif tensor.path.startswith(self.text_paths):
+                times = text
+            elif tensor.path.startswith(self.joint_paths):
+                times = tokens + text
+            total += 2 * times * tensor.size * tensor.layers
+        return int(total) + self.mixing_flops(tokens)

@@ -15,15 +15,17 @@ from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
 
-from argosy.core.keymap import KeyRow, filled_tensors
+from argosy.core.keymap import KeyRow
 from argosy.models import parts
-from argosy.models.diffusion.base import PER_IMAGE, DenoiserConfig
+from argosy.models.diffusion.base import DenoiserConfig
 from argosy.models.hub.flux2 import Flux2Hub
 
 
 class Flux2Config(Flux2Hub, DenoiserConfig):
     """Flux.2, klein and dev."""
 
+    text_paths: ClassVar[tuple[str, ...]] = ("text_embed.", "layers.{l}.text.")
+    joint_paths: ClassVar[tuple[str, ...]] = ("single_layers.",)
     adapted: ClassVar[str | None] = r"layers\.(.*\.)?(image|text)\.(attn|mlp)\..*|single_layers\.(.*\.)?(attn\.[qkv]|gate|up)"
 
     layers: int = Field(gt=0)
@@ -87,20 +89,6 @@ class Flux2Config(Flux2Hub, DenoiserConfig):
 
     def hub_rows(self) -> tuple[list[KeyRow], dict[str, int]]:
         return self.tensor_rows()
-
-    def flops(self, tokens: int) -> int:
-        total = 0
-        for tensor in filled_tensors(*self.hub_rows()):
-            if tensor.path.endswith(".w"):
-                times = tokens
-                if (PER_IMAGE | {"modulated"}) & set(tensor.axes):
-                    times = 1
-                elif tensor.path.startswith("single_layers."):
-                    times = tokens + self.text_tokens
-                elif tensor.path.startswith(("text_embed.", "layers.{l}.text.")):
-                    times = self.text_tokens
-                total += 2 * tensor.size * tensor.layers * times
-        return total + self.mixing_flops(tokens)
 
     def mixing_flops(self, tokens: int) -> int:
         return 4 * (tokens + self.text_tokens) ** 2 * self.width * (self.layers + self.single_layers)

@@ -7,17 +7,13 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from argosy.core.dims import LOOKED_UP, named_axes
-from argosy.core.keymap import filled_tensors
-from argosy.models.diffusion.base import PER_IMAGE, DenoiserConfig
+from argosy.models.diffusion.base import DenoiserConfig
 
 
 class MMDiTConfig(DenoiserConfig):
     """Settings of a denoiser with joint attention of image and text."""
 
-    # What the paths of weights begin with that read the tokens of the text, or those of both.
     text_paths: ClassVar[tuple[str, ...]] = ("text_embed.", "layers.{l}.text.")
-    joint_paths: ClassVar[tuple[str, ...]] = ()
     adapted: ClassVar[str | None] = r"layers\.(.*\.)?((image|text)\.(attn|mlp)|second)\..*"
 
     patch: int = Field(2, gt=0)
@@ -55,19 +51,3 @@ class MMDiTConfig(DenoiserConfig):
         heads = {"N": self.heads, "K": self.heads, "H": self.head_size}
         inputs = {"I": self.channels * self.patch**2, "S": self.text_width, "O": self.pooled_width, "W": self.waves}
         return {"D": self.width, "F": 4 * self.width, **heads, **inputs, "E": self.width, "M": self.width}
-
-    def flops(self, tokens: int) -> int:
-        total = 0
-        for tensor in filled_tensors(*self.hub_rows()):
-            axes = set(named_axes(tensor.axes))
-            if not tensor.path.endswith(".w") or LOOKED_UP & axes:
-                continue
-            times = tokens
-            if (PER_IMAGE | {"modulated"}) & axes:
-                times = 1
-            elif tensor.path.startswith(self.text_paths):
-                times = self.text_tokens
-            elif tensor.path.startswith(self.joint_paths):
-                times = tokens + self.text_tokens
-            total += 2 * times * tensor.size * tensor.layers
-        return total + self.mixing_flops(tokens)

@@ -102,7 +102,7 @@ class WanConfig(WanHub, DenoiserConfig):
                 times = tokens
                 if tensor.path.startswith(("text_", "layers.{l}.cross.k", "layers.{l}.cross.v")):
                     times = self.text_tokens
-                elif (PER_IMAGE | {"modulated"}) & set(tensor.axes):
+                elif PER_IMAGE & set(tensor.axes):
                     times = 1
                 total += 2 * tensor.size * tensor.layers * times
         return total + self.mixing_flops(tokens)

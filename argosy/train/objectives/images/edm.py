@@ -21,6 +21,9 @@ from argosy.train.objectives.images.timesteps import TIMESTEPS, LogitNormalTimes
 if TYPE_CHECKING:
     from jaxtyping import Array
 
+# How near times come to 0 and 1.
+EDGE = 1e-6
+
 
 class EDM(Diffusion):
     """Denoising with inputs and targets of variance 1 (EDM)."""
@@ -36,6 +39,8 @@ class EDM(Diffusion):
     def levels_at(self, prediction: str, t: "Array") -> "tuple[Array, Array, Array]":
         import jax.numpy as jnp
 
+        # A law may draw 0 or 1, where s is no number.
+        t = jnp.clip(t, EDGE, 1 - EDGE)
         s = t / (1 - t)
         return jnp.log(s) / 4, *self.noise.of_deviation(s)
 
