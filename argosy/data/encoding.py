@@ -32,6 +32,7 @@ class Encoding:
     learn: the tokens of records that count in the loss: `answers` or `all`.
     template: the name of one of the tokenizer's chat templates or of a published one, a file, or `alpaca`; None: the tokenizer's own.
     labels: the classes of labeled texts, in their order; empty: labels are numbers.
+    negatives: number of texts after the anchor and the positive of a record of `negatives`.
     """
 
     tokenizer: "Tokenizer"
@@ -40,10 +41,12 @@ class Encoding:
     learn: str = "answers"
     template: str | None = None
     labels: tuple[str, ...] = ()
+    negatives: int = 1
 
     @classmethod
     def of_settings(cls, tokenizer: "Tokenizer", settings: DataSettings) -> "Encoding":
-        return cls(tokenizer, settings.bos, settings.special, settings.learn, settings.template, tuple(settings.labels))
+        labels, negatives = tuple(settings.labels), settings.negatives
+        return cls(tokenizer, settings.bos, settings.special, settings.learn, settings.template, labels, negatives)
 
     @property
     def puts_bos(self) -> bool:

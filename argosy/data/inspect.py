@@ -35,7 +35,10 @@ def example(batch: Batch, tokenizer: "Tokenizer | None", most: int = 600) -> str
     parts = []
     for row in range(len(batch["tokens"])):
         own = {name: array[row] for name, array in batch.items()}
-        text = segment_text(own, np.flatnonzero(own["segments"] == 1), tokenizer, color=False).strip("\n")
+        if not len(places := np.flatnonzero(own["segments"] == 1)):
+            # A text that the record lacks.
+            continue
+        text = segment_text(own, places, tokenizer, color=False).strip("\n")
         parts.append(text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}")
     return "\n--\n".join(parts)
 

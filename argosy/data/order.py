@@ -138,7 +138,7 @@ def of_records(identity: Fingerprint) -> bool:
 
 def of_sequences(identity: Fingerprint) -> int:
     """The number of sequences per record, in data with this fingerprint; 0 if it has no records of sequences."""
-    return GROUPS.get(str(identity.get("source.format")), 0)
+    return GROUPS.get(str(identity.get("source.format")), 0) + int(identity.get("negatives") or 0)
 
 
 def packing_of(settings: DataSettings, identity: Fingerprint) -> str:

@@ -37,10 +37,10 @@ from argosy.data.batch import Fingerprint
 from argosy.data.chat.conversations import nothing_to_learn, record_counts, record_identity
 from argosy.data.encode import DocumentEncoder
 from argosy.data.encoding import Encoding
+from argosy.data.order import of_sequences
 from argosy.data.pack import Corpus
 from argosy.data.rows.encoders import encoder_for
 from argosy.data.sources import Capped, Document, Source, is_prepared
-from argosy.data.sources.records import GROUPS
 from argosy.data.split_writer import DTYPES, FLOAT, GROUP_BYTES, SplitWriter, sha256
 
 if TYPE_CHECKING:
@@ -228,7 +228,7 @@ def write(
         raise nothing_to_learn(encoder, where) or BadInput("the corpus is empty: no document holds any text", where=where, hint=hint)
     wanted = int(share * total) - held_out.tokens
     if source.format != "text":
-        wanted = train.tail_of_documents(wanted, GROUPS.get(source.format, 1)) if share else 0
+        wanted = train.tail_of_documents(wanted, of_sequences(fingerprint) or 1) if share else 0
     if held_out.tokens < share * total / 2 and wanted > 1:  # a lone token has no target
         held_out.take_tail(train, wanted, encoder)
     splits = {split: writer.manifest() for split, writer in writers.items()}

@@ -11,8 +11,8 @@ from argosy.data.images.settings import ImageSettings
 from argosy.data.mixtures.settings import MixedSource, RecordFormat, mixed_source
 from argosy.data.sources.steps import RecordSteps
 
-MADE_WITH = ("tokenizer", "held_out", "max_bytes", "documents", "invalid", "encoding", "format", "columns", "labels", "bos", "special",
-             "learn", "template", "map", "filter", "deduplicate")  # fmt: skip
+MADE_WITH = ("tokenizer", "held_out", "max_bytes", "documents", "invalid", "encoding", "format", "columns", "labels", "negatives",
+             "bos", "special", "learn", "template", "map", "filter", "deduplicate")  # fmt: skip
 """What decides the tokens of a prepared corpus. A run on such a folder may repeat these settings, but not change them."""
 
 
@@ -172,9 +172,10 @@ class DataSettings(Settings):
     """The format of the records of a file. text: documents; completion: `prompt` and `completion`; messages: OpenAI's; alpaca:
     `instruction`, `input`, `output`; sharegpt: `conversations`; preference: `chosen` and `rejected`; kto: `prompt`, `completion` and
     `label`; stepwise: `prompt`, `completions` and `labels`; prompt: `prompt`, with any other columns for rewards; classification:
-    `text` and `label`, with `text_pair` for two texts; pair: `anchor` and `positive`; triplet, rerank: and `negative`; similarity:
-    `sentence1`, `sentence2` and `score`. auto: the format of the first record; prompt, classification, similarity and rerank if the
-    objective trains on them. A record of another format is an error.
+    `text` and `label`, with `text_pair` for two texts; pair: `anchor` and `positive`; triplet, rerank: and `negative`;
+    negatives: and a list `negatives`, or columns `negative_1`, `negative_2` ...; similarity: `sentence1`, `sentence2` and `score`.
+    auto: the format of the first record; prompt, classification, similarity and rerank if the objective trains on them. A record of
+    another format is an error.
     """
 
     columns: Annotated[
@@ -202,6 +203,11 @@ class DataSettings(Settings):
     labels: Annotated[list[str], BelongsTo("source"), Also("label_names", "class_names")] = Field(default_factory=list)
     """The classes of `classification` records, in the order of the model's scores. Empty: the classes of the file, sorted by name
     (LABEL_0, LABEL_1 ... for integers); a file of decimal numbers has no classes.
+    """
+
+    negatives: Annotated[int, BelongsTo("source"), Also("num_negatives")] = Field(default=1, gt=0)
+    """Negatives of a record of `negatives`. Further ones are left out and counted; where a record has fewer, their places are empty.
+    A run takes `objective.negatives`.
     """
 
     image: Annotated[ImageSettings, BelongsTo("source")] = ImageSettings()

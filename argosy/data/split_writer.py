@@ -68,7 +68,7 @@ class SplitWriter:
             if one.begins:
                 self.files["documents.bin"].write(np.array([self.tokens], "<i8").tobytes())
                 self.documents += 1
-            for name, value in encoded.values.items():
+            for name, value in (one.values or encoded.values).items():
                 self.number(f"value.{name}.bin", np.array([value]))
             for name, column in one.columns.items():
                 self.number(f"column.{name}.bin", column)

@@ -67,6 +67,7 @@ class CorpusSummary:
     ignored: columns that nothing reads.
     endless: records whose answer ends with no special token.
     identical: pairs whose answers are the same.
+    surplus: negatives beyond those of a record.
     slots: sequences of a packed row, at most.
 
     parts: the sources of a mixture.
@@ -112,6 +113,7 @@ class CorpusSummary:
     ignored: tuple[str, ...] = ()
     endless: int = 0
     identical: int = 0
+    surplus: int = 0
     placeholders: tuple[str, ...] = ()
     slots: int | None = None
     parts: tuple[MixedPart, ...] = ()
@@ -196,6 +198,8 @@ class CorpusSummary:
             parts.append(f"{plural(self.held_out_tokens, 'token')}{documents} for evaluation (data.held_out)")
         if self.identical:
             parts.append(f"{plural(self.identical, self.noun)} whose rejected answer is the chosen one")
+        if self.surplus:
+            parts.append(f"{plural(self.surplus, 'negative')} beyond those of a record (data.negatives)")
         if self.unanswered:
             why = "" if self.compared else " (data.learn=answers)"
             lacking = "a word" if self.format in LABELED else "an answer"

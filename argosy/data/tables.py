@@ -92,7 +92,7 @@ def check_prepared(prepared: Prepared, settings: DataSettings) -> None:
         "encoding": made.get("source.encoding", "utf-8"),
         "special": made.get("special", False), "format": made.get("source.format", "text"),
         "columns": json.loads(made.get("source.columns", "{}")), "learn": made.get("learn", "answers" if "labels" in made else "all"),
-        "labels": json.loads(str(made.get("labels", "[]"))),
+        "labels": json.loads(str(made.get("labels", "[]"))), "negatives": made.get("negatives", settings.negatives),
     }  # fmt: skip
     kept = prepared.manifest.get("settings") or {}
     was |= {"map": kept.get("map"), "filter": kept.get("filter"), "deduplicate": made.get("source.deduplicate", "no")}
@@ -275,6 +275,7 @@ def summary_of(prepared: Prepared, settings: DataSettings, rows: PackedRows | No
         settings.source_name, settings, prepared.train, rows, prepared.fingerprint,
         ignored=tuple(records.get("ignored", ())), unanswered=records.get("unanswered", 0), rendered=records.get("rendered"),
         learn=records.get("learn"), endless=records.get("endless", 0), identical=records.get("identical", 0),
+        surplus=records.get("surplus", 0),
         bytes=train["bytes"], held_out_documents=held_out["documents"], held_out_tokens=held_out["tokens"],
         files=source.get("files"), source_bytes=source.get("disk_bytes"), max_bytes=source.get("max_bytes"),
         duplicates=source.get("duplicates", 0),

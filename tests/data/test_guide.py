@@ -74,7 +74,7 @@ def test_every_record_of_the_fine_tuning_page_is_read(tmp_path):
     guides = Path(__file__).parents[2] / "docs" / "guides"
     page = "\n".join((guides / f"{name}.md").read_text() for name in PAGES)
     lines = [line.strip() for line in page.splitlines() if line.startswith('    {"') and line.endswith("}")]
-    assert len(lines) == 17
+    assert len(lines) == 18
     formats = []
     for number, line in enumerate(lines):
         path = tmp_path / f"{number}.jsonl"

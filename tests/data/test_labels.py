@@ -6,14 +6,18 @@ import numpy as np
 import pytest
 
 from argosy.core.errors import BadInput
+from argosy.data.encoding import Encoding
 from argosy.data.framing import TextFrame, frame_of, framed
 from argosy.data.labels import LabelSet, found_labels, label_numbers
 from argosy.data.pack import Corpus
-from argosy.data.pipeline import build
+from argosy.data.pipeline import build, find
+from argosy.data.prepare import prepare
 from argosy.data.rows.labeled import LabeledRows
 from argosy.data.settings import DataSettings
+from argosy.data.tables import check_prepared
 from argosy.data.tokenizers.load import load_tokenizer
 from argosy.train.objectives.texts.classify import Classify
+from argosy.train.objectives.texts.contrastive import Contrastive
 
 
 def written(path, labels, **columns):
@@ -113,6 +117,43 @@ def test_rows_hold_labels_and_where_second_texts_begin(tmp_path):
     assert "1 example without a word" in text
     assert "Cut: 1 example longer than a row of 8" in text
     batches.close()
+
+
+def test_a_negative_that_a_record_lacks_has_an_empty_slot(tmp_path):
+    path, some = tmp_path / "n.jsonl", [["n1", "n2", "n3"], [], ["m1"]]
+    rows = [{"anchor": f"a{i}", "positive": f"p{i}", "negatives": each} for i, each in enumerate(some)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    how = {"negatives": 2, "held_out": 0, "sequence": 6, "shuffle": False, "cache": str(tmp_path / "cache")}
+    fields = Contrastive(negatives=2).reads()
+    together = {"vocab": 258, "seed": 0, "fields": fields, "rows_per_group": 4}
+    batches = build(DataSettings(source=str(path), batch=12, **how), load_tokenizer("byte"), **together)
+    batch = next(batches)
+    texts = [bytes(tokens[segments > 0].tolist()).decode() for tokens, segments in zip(batch["tokens"], batch["segments"])]
+    assert texts == ["a0", "p0", "n1", "n2", "a1", "p1", "", "", "a2", "p2", "m1", ""]
+    assert batch["live"][:, 0].tolist() == [float(bool(text)) for text in texts]
+    assert "1 negative beyond those of a record (data.negatives)" in batches.summary().text
+    assert "3 examples" in batches.summary().text
+    batches.close()
+    batches = build(DataSettings(source=str(path), batch=4, packing="fit", **how), load_tokenizer("byte"), **together)
+    batch = next(batches)
+    assert batch["live"].tolist() == [[1, 1, 1], [1, 1, 1], [1, 0, 1], [1, 0, 0]]
+    assert batch["segments"].tolist()[2:] == [[1, 1, 3, 3, 0, 0], [1, 1, 0, 0, 0, 0]]
+    batches.close()
+
+
+def test_what_is_held_out_are_whole_records(tmp_path):
+    path = tmp_path / "n.jsonl"
+    rows = [{"anchor": f"a{i}", "positive": f"p{i}", "negatives": [f"n{i}"] * (i % 4)} for i in range(40)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = DataSettings(source=str(path), negatives=3, held_out=0.3)
+    prepared = prepare(find(settings), Encoding.of_settings(load_tokenizer("byte"), settings), tmp_path / "made", held_out=0.3)
+    assert not prepared.train.documents % 5
+    assert not prepared.held_out.documents % 5
+    assert prepared.train.documents + prepared.held_out.documents == 200
+    assert prepared.held_out.documents
+    check_prepared(prepared, settings)
+    with pytest.raises(BadInput, match=r"prepared with data\.negatives=3, not 2"):
+        check_prepared(prepared, settings.model_copy(update={"negatives": 2}))
 
 
 def test_a_text_that_is_cut_keeps_its_last_tokens():

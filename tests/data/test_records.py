@@ -29,6 +29,10 @@ RECORDS = {
     "stepwise": [{"prompt": "2 + 2 =", "completions": [" 4"], "labels": [True]}],
     "pair": [{"anchor": "2 + 2", "positive": "4"}],
     "triplet": [{"anchor": "2 + 2", "positive": "4", "negative": "5"}, {"anchor": "1 + 1", "positive": "2", "negative": "3"}],
+    "negatives": [
+        {"anchor": "2 + 2", "positive": "4", "negatives": ["5", "6"]},
+        {"anchor": "1 + 1", "positive": "2", "negatives": None},
+    ],
 }
 
 
@@ -66,6 +70,21 @@ def test_prompts_are_read_where_they_are_asked_for_with_all_other_columns(tmp_pa
         list(JsonLines(written(tmp_path, [{"prompt": "x", "answer": "y"}])).documents())
     with pytest.raises(BadInput, match="a prompt that is a number"):
         read(tmp_path, {"prompt": 3}, format="prompt")
+
+
+def test_numbered_negatives_are_a_list_in_their_order(tmp_path):
+    one = {"anchor": "a", "positive": "p", "negative_2": "y", "negative_1": "x", "negative_10": "z", "id": 1}
+    records = read(tmp_path, one, {**one, "negative_2": None}, {**one, "negative_1": None, "negative_2": " ", "negative_10": None})
+    assert [[other.prompt for other in record.others] for record in records] == [["p", "x", "y", "z"], ["p", "x", "z"], ["p"]]
+    (record,) = read(tmp_path, {"anchor": "a", "positive": "p", "hard": ["x"]}, columns={"negatives": "hard"})
+    assert [other.prompt for other in record.others] == ["p", "x"]
+    (record,) = read(tmp_path, {"anchor": "a", "positive": "p", "hard": "x"}, columns={"negative": "hard"})
+    assert [other.prompt for other in record.others] == ["p", "x"]
+    for wrong, why in (("x", "`negatives` is a text, not a list"), (["x", 3], "`negatives` has a number among its texts")):
+        with pytest.raises(BadInput, match=why):
+            read(tmp_path, {"anchor": "a", "positive": "p", "negatives": wrong})
+    with pytest.raises(BadInput, match="a record without `negatives`"):
+        read(tmp_path, one, {"anchor": "a", "positive": "p"})
 
 
 def test_openai_and_sharegpt_write_the_same_conversation(tmp_path):

@@ -432,3 +432,12 @@ def test_a_bound_says_what_was_wanted():
     found = _problems("eval.every=0", "checkpoint.every=0")
     assert "eval.batches=0 turns evaluation off" in found["`eval.every` should be greater than 0, not `0`"]
     assert "at least 1 (a large number saves only at the end)" in found["`checkpoint.every` should be greater than 0, not `0`"]
+
+
+@pytest.mark.parametrize(
+    ("words", "negatives"),
+    [((), 1), (("objective.negatives=1",), 1), (("objective.negatives=4",), 4), (("objective.negatives=4", "data.negatives=6"), 6)],
+)
+def test_records_have_as_many_negatives_as_are_compared(words, negatives):
+    made = compose(TrainingRun, "embed", ["model=minilm-l6", "init.weights=none", "data.source=n.jsonl", *words]).value
+    assert made.data.negatives == negatives

@@ -45,6 +45,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     rows = {
         "pairs": [{"anchor": a, "positive": p} for a, p in phrases],
         "triplets": [{"anchor": a, "positive": p, "negative": n} for (a, p), n in zip(phrases, others)],
+        "negatives": [{"anchor": a, "positive": p, "negatives": others[i : i + i % 4]} for i, (a, p) in enumerate(phrases)],
         "scores": [{"sentence1": a, "sentence2": x, "score": s} for (a, p), n in zip(phrases, others) for x, s in ((p, 5), (n, 0.5))],
     }
     for name, each in rows.items():
@@ -97,6 +98,9 @@ def test_graded_pairs_and_negatives_are_learned(model: Path, data: dict[str, Pat
     fit("embed", model, data["triplets"], tmp_path / "triplets", "objective.negatives=1")
     assert evaluated(tmp_path / "triplets")["eval_negatives"] > 7
     assert evaluated(tmp_path / "triplets")["eval_recall@1"] > 0.5
+    fit("embed", model, data["negatives"], tmp_path / "negatives", "objective.negatives=2", "data.batch=64")
+    assert evaluated(tmp_path / "negatives")["eval_negatives"] > 10
+    assert evaluated(tmp_path / "negatives")["eval_recall@1"] > 0.5
 
 
 @pytest.mark.slow
@@ -123,7 +127,10 @@ def test_negatives_come_from_all_devices(mesh: str, model: Path, data: dict[str,
     [
         ("embed", "pairs", ["accumulate=2"], "an example is compared with the others of its part of the batch alone"),
         ("embed", "triplets", [], "`pair` records, and this data is `triplet`"),
-        ("embed", "pairs", ["objective.negatives=1"], "`triplet` records, and this data is `pair`"),
+        ("embed", "pairs", ["objective.negatives=1"], "`triplet` or `negatives` records, and this data is `pair`"),
+        ("embed", "pairs", ["objective.negatives=2", "data.batch=64"], "trains on `negatives` records, and this data is `pair`"),
+        ("embed", "negatives", [], "and this data is `negatives`\\s+.*\\s+hint: objective.negatives=N trains on records with N"),
+        ("embed", "negatives", ["objective.negatives=2", "data.batch=64", "data.negatives=3"], "this data has groups of 5 rows"),
         ("embed", "pairs", ["objective.dimensions=[64]"], "the model's vectors have 32 numbers"),
         ("embed", "pairs", ["data.batch=2", "mesh.fsdp=1", "mesh.context=8"], "holds 1 example, and objective=contrastive compares"),
         ("rerank", "pairs", [], "a record without `negative`"),

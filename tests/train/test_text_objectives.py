@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from argosy.models import FAMILIES
 from argosy.models.parts.texts import text_vectors
@@ -76,6 +77,26 @@ def test_negatives_of_records_are_negatives_of_every_anchor(encoder):
     assert float(loss.loss.value()) == pytest.approx(expected.mean(), rel=2e-4)
 
 
+def test_all_negatives_of_all_records_are_compared_with_and_missing_ones_are_not(encoder):
+    """Three negatives a record, of which some records lack one, two or all; by hand in float64."""
+    more = [[[8], [7, 7], [2, 1]], [[5, 6], [], []], [[], [], []], [[1, 1], [9, 2, 5], []]]
+    texts = [text for group in zip(ANCHORS, POSITIVES, *zip(*more)) for text in group]
+    batch = batch_of(texts)
+    # The tokens of an empty slot are read by nobody.
+    batch["tokens"] = jnp.where(batch["segments"] > 0, batch["tokens"], 11)
+    settings = Contrastive(negatives=3, scale=7)
+    loss = settings({"model": encoder}, batch, None)
+    documents = [*POSITIVES, *[text for each in more for text in each if text]]
+    anchors, vectors = ([v.astype(np.float64) for v in vectors_of(encoder, some)] for some in (ANCHORS, documents))
+    assert float(loss.loss.value()) == pytest.approx(by_hand(anchors, vectors, documents, 7.0).mean(), rel=2e-5)
+    # 4 positives and 6 negatives, without the own positive and its twin.
+    assert float(loss.metrics["negatives"].value()) == pytest.approx((8 + 9 + 8 + 9) / 4)
+    graph, weights = nnx.split(encoder, nnx.Param)[0], nnx.state(encoder, nnx.Param)
+    rest = nnx.state(encoder, nnx.Not(nnx.Param))
+    gradient = jax.grad(lambda w: settings({"model": nnx.merge(graph, w, rest)}, batch, None).loss.total)(weights)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
+
+
 def test_packing_and_empty_slots_change_nothing(encoder):
     """Three pairs in two rows of two slots each: the slot that is empty counts nowhere, and its gradient is finite."""
     plain = batch_of([text for group in list(zip(ANCHORS, POSITIVES))[:3] for text in group])
@@ -128,16 +149,19 @@ def test_ranks_are_among_the_documents_that_may_be_negatives():
 def test_losses_equal_those_of_sentence_transformers():
     """compute_loss_from_embeddings of MultipleNegativesRankingLoss (both directions by MultipleNegativesSymmetricRankingLoss) and
     CoSENTLoss, sentence-transformers 6.2.0, on these vectors."""
-    rng, live, keys = np.random.default_rng(5), jnp.ones(6, bool), jnp.arange(18, dtype=jnp.uint32)
+    rng, live, keys = np.random.default_rng(5), jnp.ones(6, bool), jnp.arange(30, dtype=jnp.uint32)
     a, p, n = (jnp.asarray(rng.normal(size=(6, 16)).astype(np.float32)) for _ in range(3))
-    both, there = jnp.concatenate([p, n]), jnp.ones(12, bool)
+    both, there = jnp.concatenate([p, n]), jnp.ones(24, bool)
 
     def loss(settings, documents):
         count = len(documents)
-        return float(contrastive_loss(settings, a, keys[12:], live, documents, keys[:count], there[:count]).loss.value())
+        return float(contrastive_loss(settings, a, keys[24:], live, documents, keys[:count], there[:count]).loss.value())
 
     assert loss(Contrastive(), p) == pytest.approx(8.212372779846191, rel=1e-6)
     assert loss(Contrastive(), both) == pytest.approx(8.909858703613281, rel=1e-6)
+    more = jnp.concatenate([both, *(jnp.asarray(rng.normal(size=(6, 16)).astype(np.float32)) for _ in range(2))])
+    assert loss(Contrastive(negatives=3), more) == pytest.approx(12.272549629211426, rel=1e-6)
+    assert loss(Contrastive(negatives=3, scale=7), more) == pytest.approx(5.320077896118164, rel=1e-6)
     assert loss(Contrastive(scale=7), p) == pytest.approx(3.601745843887329, rel=1e-6)
     assert loss(Contrastive(symmetric=True), p) == pytest.approx(8.216635704040527, rel=1e-6)
     label = jnp.asarray([3.0, 1, 4, 1, 5, 9])[:, None]

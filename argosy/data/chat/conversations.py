@@ -24,6 +24,7 @@ from argosy.data.encode import DocumentEncoder
 from argosy.data.encoding import ALPACA, TEMPLATE_HINT, Encoding
 from argosy.data.pack import Encoded
 from argosy.data.sources import Document, Source, SourceRecord
+from argosy.data.sources.labeled import NEGATIVES
 from argosy.data.sources.records import LABELED
 from argosy.data.tokenizers.config import DEFAULT
 
@@ -221,7 +222,8 @@ def record_identity(source: Source, encoding: Encoding) -> dict[str, Any]:
     if source.format == "text":
         return {}
     if source.format in LABELED:
-        return {"labels": json.dumps(list(encoding.labels))} | ({"learn": "all"} if encoding.learn == "all" else {})
+        counted = {"negatives": encoding.negatives} if source.format == NEGATIVES else {}
+        return {"labels": json.dumps(list(encoding.labels))} | ({"learn": "all"} if encoding.learn == "all" else {}) | counted
     return {"learn": encoding.learn, "template": encoding.template_hash, "records": RECORDS_VERSION}
 
 
@@ -236,6 +238,7 @@ def record_counts(encoder: DocumentEncoder, source: Source) -> dict[str, Any]:
         found |= {"read": read, "unanswered": getattr(encoder, "unanswered", 0), "rendered": rendered, "learn": encoder.encoding.learn}
         found |= {"endless": endless} if (endless := getattr(encoder, "endless", 0)) else {}
         found |= {"identical": identical} if (identical := getattr(encoder, "identical", 0)) else {}
+        found |= {"surplus": surplus} if (surplus := getattr(encoder, "surplus", 0)) else {}
     return found
 
 

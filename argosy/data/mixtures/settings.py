@@ -9,7 +9,7 @@ from argosy.core.settings import Settings
 
 RecordFormat = Literal[
     "auto", "text", "completion", "messages", "alpaca", "sharegpt", "preference", "kto", "stepwise", "prompt", "classification",
-    "pair", "triplet", "similarity", "rerank",
+    "pair", "triplet", "negatives", "similarity", "rerank",
 ]  # fmt: skip
 
 

@@ -5,10 +5,12 @@ Beside what every row of sequences holds (`data.rows.sequences`), a batch has fo
     label     float32  [B s z]  the index of the class, 0 or 1 for each class, or the regression target
     second    float32  [B s]    the index where the second text of a pair begins; 0: there is none
 
-No token is a target: all are inputs, and the label is learned.
+No token is a target: all are inputs, and the label is learned. A text that a record lacks, such as its third negative, has an empty
+slot.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -22,9 +24,11 @@ from argosy.data.labels import label_numbers
 from argosy.data.pack import Corpus, Encoded
 from argosy.data.rows.sequences import SequenceRows
 from argosy.data.sources import Document, SourceRecord
+from argosy.data.sources.labeled import NEGATIVES
 
-# The names of a record's values: the numbers of its label, where its second text begins, and how many tokens end it.
-LABEL, SECOND, CLOSING = "label_", "second", "closing"
+# The names of a record's values: the numbers of its label, where its second text begins, how many tokens end it, and whether it has the
+# text at all.
+LABEL, SECOND, CLOSING, PRESENT = "label_", "second", "closing", "present"
 
 
 class LabeledEncoder(DocumentEncoder):
@@ -32,9 +36,10 @@ class LabeledEncoder(DocumentEncoder):
 
     read: number of records.
     unanswered: number of records without any token of a text.
+    surplus: number of negatives beyond those of a record.
     """
 
-    counted = (*DocumentEncoder.counted, "read", "unanswered")
+    counted = (*DocumentEncoder.counted, "read", "unanswered", "surplus")
 
     def __init__(self, encoding: Encoding, format: str):
         """Raises:
@@ -45,7 +50,9 @@ class LabeledEncoder(DocumentEncoder):
             raise BadInput(what, hint="leave `data.learn` out")
         super().__init__(encoding)
         self.frame, self.labels = frame_of(encoding.tokenizer, encoding.bos), encoding.labels
-        self.read = self.unanswered = 0
+        self.read = self.unanswered = self.surplus = 0
+        # The texts of a record that may have fewer.
+        self.most = 2 + encoding.negatives if format == NEGATIVES else None
 
     def encode(self, documents: list[Document]) -> Iterator[Encoded]:
         """The encoded records in order: one text or pair each, with the texts that belong to it in `group`.
@@ -53,7 +60,7 @@ class LabeledEncoder(DocumentEncoder):
         Raises:
             BadInput: a label is not among the classes.
         """
-        records = [document.record for document in documents if document.record is not None]
+        records = [self.shortened(document.record) for document in documents if document.record is not None]
         every = [(one.prompt or "", one.completion) for record in records for one in (record, *record.others)]
         texts = [text for pair in every for text in pair if text is not None]
         for text in texts:
@@ -66,7 +73,19 @@ class LabeledEncoder(DocumentEncoder):
                 self.unanswered += 1
                 yield NOTHING
                 continue
+            each += [self.missing()] * ((self.most or 0) - len(each))
             yield Encoded(each[0].tokens, values=each[0].values, group=tuple(each[1:]))
+
+    def shortened(self, record: SourceRecord) -> SourceRecord:
+        """A record without the texts that it has beyond those of every record."""
+        if self.most is None or len(record.others) < self.most:
+            return record
+        self.surplus += len(record.others) - (self.most - 1)
+        return replace(record, others=record.others[: self.most - 1])
+
+    def missing(self) -> Encoded:
+        """What stands in a corpus for a text that a record lacks: one token, which no row holds."""
+        return Encoded(np.zeros(1, self.dtype), values={SECOND: 0.0, CLOSING: 0.0, PRESENT: 0.0})
 
     def skip(self, document: Document) -> None:
         """Skips a record; only names of special tokens in its texts are counted."""
@@ -79,7 +98,7 @@ class LabeledEncoder(DocumentEncoder):
         if not text and not pair:
             return NOTHING
         tokens, second = framed(self.frame, text, pair)
-        values = {SECOND: float(second), CLOSING: float(len(self.frame.last))}
+        values = {SECOND: float(second), CLOSING: float(len(self.frame.last))} | ({} if self.most is None else {PRESENT: 1.0})
         if "label" in record.columns:
             numbers = label_numbers(record.columns["label"], self.labels, record.where)
             values |= {f"{LABEL}{i}": number for i, number in enumerate(numbers)}
@@ -111,8 +130,10 @@ class LabeledRows(SequenceRows):
         return batch
 
     def write(self, batch: Batch, row: int, at: int, slot: int, group: int, place: int) -> int:
-        size = super().write(batch, row, at, slot, group, place)
         document = group * self.per_group + place
+        if (present := self.corpus.values.get(PRESENT)) is not None and not present[document]:
+            return 0
+        size = super().write(batch, row, at, slot, group, place)
         closing, stop = int(self.corpus.values[CLOSING][document]), int(self.corpus.starts[document + 1])
         if closing and size > closing:
             batch["tokens"][row, at + size - closing : at + size] = self.corpus.tokens[stop - closing : stop]

@@ -3,12 +3,15 @@
     classification   text, label                    with `text_pair` for two texts; label: `data.labels`
     pair             anchor, positive               two texts whose vectors are to be near to one another
     triplet          anchor, positive, negative     and one whose vector is to be far
+    negatives        anchor, positive, negatives    and a list of such texts, of any length; or columns negative_1,
+                                                    negative_2 ..., as sentence-transformers' mine_hard_negatives writes them
     similarity       sentence1, sentence2, score    two texts, and a number: the more similar, the larger
     rerank           anchor, positive, negative     the pair of a query and a document that answers it, and one that does not
 
-Each text of a pair, triplet or similarity is a sequence of its own; in `rerank` and `classification` two texts make one.
+Each text of a pair, triplet, similarity or of negatives is a sequence of its own; in `rerank` and `classification` two texts make one.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -19,6 +22,9 @@ from argosy.data.sources import SourceRecord
 Row = Mapping[str, Any]
 # The texts of a record that are sequences of their own, in their order.
 SEQUENCES = {"pair": ("anchor", "positive"), "triplet": ("anchor", "positive", "negative"), "similarity": ("sentence1", "sentence2")}
+# The format with a list of texts, and its column. The list may be in columns of its own.
+NEGATIVES = "negatives"
+NUMBERED = re.compile("negative_([0-9]{1,4})")
 
 
 def classification_record(row: Row, where: str, kind: Any) -> SourceRecord:
@@ -33,6 +39,34 @@ def compared_record(row: Row, format: str, where: str, kind: Any) -> SourceRecor
     _check_texts(row, names, where, kind)
     columns = {"label": score_of(row["score"], where, kind)} if format == "similarity" else {}
     first, *others = (SourceRecord(where=where, prompt=row[name], columns=columns) for name in names)
+    return replace(first, others=tuple(others))
+
+
+def with_negatives(fields: Row, column: str) -> Row:
+    """The columns of a record, with its numbered negatives as one list in the order of their numbers; null ones are left out.
+
+    Args:
+        column: name of the list in the file; null is an empty list.
+    """
+    if column in fields:
+        return fields if fields[column] is not None else {**fields, column: []}
+    found = sorted((int(match[1]), name) for name in fields if (match := NUMBERED.fullmatch(name)))
+    if not found:
+        return fields
+    names = [name for _, name in found]
+    rest = {name: value for name, value in fields.items() if name not in names}
+    return {**rest, column: [fields[name] for name in names if fields[name] is not None]}
+
+
+def contrasted_record(row: Row, where: str, kind: Any) -> SourceRecord:
+    """A text with the one that it belongs to, and those that it does not; empty ones are left out."""
+    _check_texts(row, ("anchor", "positive"), where, kind)
+    given = row[NEGATIVES]
+    if not isinstance(given, list):
+        raise BadInput(f"`{NEGATIVES}` is {kind(given)}, not a list of texts", where=where, hint='like ["one text", "another"]')
+    if (wrong := next((text for text in given if not isinstance(text, str)), None)) is not None:
+        raise BadInput(f"`{NEGATIVES}` has {kind(wrong)} among its texts", where=where, hint='like ["one text", "another"]')
+    first, *others = (SourceRecord(where=where, prompt=text) for text in (row["anchor"], row["positive"], *filter(str.strip, given)))
     return replace(first, others=tuple(others))
 
 

@@ -7,7 +7,7 @@
     sharegpt     conversations                          from and value; role and content too, since many files mix the names
     preference, kto, stepwise                           `sources.preferences`
     prompt       prompt                                 a text, or a list of messages; every other column is kept, for rewards
-    classification, pair, triplet, similarity, rerank   `sources.labeled`
+    classification, pair, triplet, negatives, similarity, rerank   `sources.labeled`
 
 `prompt` is never detected, because the others have a prompt too: whoever wants prompts alone asks for it. Nor are `classification`,
 whose texts would be detected as documents, `similarity`, and `rerank`, which has the columns of `triplet`: their objectives ask for
@@ -25,7 +25,15 @@ from typing import Any
 from argosy.core.errors import BadInput, nearest
 from argosy.core.json_text import parse_json
 from argosy.data.sources import SourceRecord
-from argosy.data.sources.labeled import SEQUENCES, classification_record, compared_record, reranking_record
+from argosy.data.sources.labeled import (
+    NEGATIVES,
+    SEQUENCES,
+    classification_record,
+    compared_record,
+    contrasted_record,
+    reranking_record,
+    with_negatives,
+)
 from argosy.data.sources.preferences import instructed, labeled, preference, stepwise
 
 Row = Mapping[str, Any]
@@ -45,6 +53,7 @@ FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "classification": (("text", "label"), ("text_pair",)),
     "pair": (("anchor", "positive"), ()),
     "triplet": (("anchor", "positive", "negative"), ()),
+    NEGATIVES: (("anchor", "positive", NEGATIVES), ()),
     "similarity": (("sentence1", "sentence2", "score"), ()),
     "rerank": (("anchor", "positive", "negative"), ()),
 }  # fmt: skip
@@ -53,13 +62,14 @@ PROMPT = "prompt"
 # Formats that are read only where they are asked for.
 ASKED_FOR = (PROMPT, "classification", "similarity", "rerank")
 # Formats whose columns are told apart from those of fine-tuning beside them, and how many sequences of a record belong together. KTO's
-# second one is the prompt with the answer to another.
+# second one is the prompt with the answer to another; negatives are counted beside their anchor and positive (`data.negatives`).
 GROUPS = {
     **{"preference": 2, "kto": 2, "stepwise": 1, "classification": 1, "rerank": 2},
     **{format: len(names) for format, names in SEQUENCES.items()},
+    NEGATIVES: 2,
 }
 # Of these, those whose sequences are texts that are read whole, without an answer.
-LABELED = ("classification", "rerank", *SEQUENCES)
+LABELED = ("classification", "rerank", NEGATIVES, *SEQUENCES)
 # What a message holds, which `data.columns` may rename too.
 OF_A_MESSAGE = ("role", "content", "from", "value")
 # The column of weights in the loss, read where `data.columns` names it, and the formats that have one.
@@ -125,6 +135,8 @@ class RecordReader:
         Raises:
             BadInput: it is not of the format.
         """
+        if self.format in (None, NEGATIVES):
+            fields = with_negatives(fields, self.named(NEGATIVES))
         has = {name: value for name, value in fields.items() if value is not None}
         if not self.begun:
             self.begin(fields, has, where)
@@ -192,8 +204,8 @@ class RecordReader:
         fits = [one for one in detected if all(self.named(name) in has for name in FORMATS[one][0])]
         renamed = {name for name in self.columns if name not in (*OF_A_MESSAGE, WEIGHTS)}
         fits = [one for one in fits if renamed <= {*FORMATS[one][0], *FORMATS[one][1]}] or fits
-        if "triplet" in fits:
-            fits.remove("pair")
+        if "triplet" in fits or NEGATIVES in fits:
+            fits = [one for one in fits if one != "pair"]
         # A column `label` may be a class; only a truth value is KTO's.
         if "kto" in fits and not isinstance(has[self.named("label")], bool):
             fits.remove("kto")
@@ -209,7 +221,8 @@ class RecordReader:
 
     def columns_read(self) -> set[str] | None:
         """The names in the file of the columns that are read, once the format is known; None: all."""
-        if self.format == PROMPT:
+        if self.format in (PROMPT, NEGATIVES):
+            # The number of negatives may be that of columns.
             return None
         return {self.named(name) for names in FORMATS[self.format or "text"] for name in names} | self.of_weights
 
@@ -247,6 +260,8 @@ class RecordReader:
             return classification_record(row, where, kind)
         if self.format == "rerank":
             return reranking_record(row, where, kind)
+        if self.format == NEGATIVES:
+            return contrasted_record(row, where, kind)
         if self.format in SEQUENCES:
             return compared_record(row, self.format, where, kind)
         if self.format == "preference" and "instruction" in row and "prompt" not in row:

@@ -108,12 +108,13 @@ def check_formats(run: Run, source: Any) -> None:
     if wanted and found not in wanted:
         columns = " or ".join(" and ".join(f"`{c}`" for c in FORMATS[one][0]) for one in wanted)
         what = f"objective={name} trains on `{'` or `'.join(wanted)}` records, and this data is `{found}`"
-        raise BadInput(what, where=where, hint=f"give records with {columns}; data.columns.NAME=COLUMN renames")
+        own = "objective.negatives=N trains on records with N negatives; or " if found in run.objective.needs.formats else ""
+        raise BadInput(what, where=where, hint=f"{own}give records with {columns}; data.columns.NAME=COLUMN renames")
     if not wanted and found in GROUPS:
         others = {
             "preference": "data.columns.completion=chosen trains on the chosen answers; data.format=messages reads other columns",
             "kto": "data.format=completion reads the answers without their labels",
-            **dict.fromkeys(("pair", "triplet"), "objective=contrastive trains on it"),
+            **dict.fromkeys(("pair", "triplet", "negatives"), "objective=contrastive trains on it"),
         }
         what = f"objective={name} trains on single texts, and this data is `{found}`"
         raise BadInput(what, where=where, hint=others.get(found, "objective=process_reward trains on it"))

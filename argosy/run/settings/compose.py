@@ -131,6 +131,8 @@ def objective_layers(schema: type[Settings], layers: list[SettingsLayer]) -> lis
         values["model"] = {"scores": scores}
     if (format := objective.needs.asked_format) is not None and not is_given("data.format"):
         values["data"] = {"format": format}
+    if not is_given("data.negatives") and (negatives := _given(layers, "objective.negatives")) not in (None, 0, 1):
+        values["data"] = values.get("data", {}) | {"negatives": negatives}
     if objective.needs.labels:
         for group, own in label_values(layers, is_given).items():
             values[group] = values.get(group, {}) | own
@@ -270,14 +272,24 @@ def _examples_of(schema: type[Settings], needs: Mapping[str, Any], layers: list[
     return SettingsLayer("an example", values)
 
 
+def _given(layers: list[SettingsLayer], key: str) -> Any:
+    """The last value that layers give to a dotted key; None: none does."""
+    return next((value for layer in reversed(layers) if (value := _value_of(layer.values, key)) is not None), None)
+
+
 def _gives(values: Mapping[str, Any], key: str) -> bool:
     """Whether a layer sets a dotted key, or the group that it begins."""
+    return _value_of(values, key) is not None
+
+
+def _value_of(values: Mapping[str, Any], key: str) -> Any:
+    """What a layer gives to a dotted key, or to the group that it begins; None: nothing."""
     at: Any = values
     for name in key.split("."):
         if not isinstance(at, Mapping) or name not in at:
-            return False
+            return None
         at = at[name]
-    return at is not None
+    return at
 
 
 def _beside_the_preset(

@@ -1,6 +1,6 @@
 """Sentence encoders: a text's vector is to be nearer to that of its partner than to those of all other texts of the batch.
 
-    -log exp(s cos(a_i, p_i)) / sum_j exp(s cos(a_i, d_j))        d_j the positives and negatives of the batch
+    -log exp(s cos(a_i, p_i)) / sum_j exp(s cos(a_i, d_j))        d_j the positives and all negatives of the batch
 
 a_i the vector of an anchor, p_i that of its positive, s the scale: InfoNCE (van den Oord et al. 2018, arXiv:1807.03748) with the other
 examples of the batch as negatives (Henderson et al. 2017, arXiv:1705.00652), sentence-transformers' MultipleNegativesRankingLoss.
@@ -32,11 +32,12 @@ class Contrastive(Settings, Objective):
     """Sentence encoders, by pairs of texts that belong together, with the other texts of a batch as negatives."""
 
     needs: ClassVar[Needs] = Needs(
-        rows_per_group=2, formats=("pair", "triplet"), least_groups=2, encoders=True, decoders=False, whole_batch=True
+        rows_per_group=2, formats=("pair", "triplet", "negatives"), least_groups=2, encoders=True, decoders=False, whole_batch=True
     )
 
-    negatives: int = Field(0, ge=0, le=1)
-    """Negatives that each record has: 0 for records of `anchor` and `positive`, 1 for those with `negative`."""
+    negatives: int = Field(0, ge=0)
+    """Negatives that each record has: 0 for records of `anchor` and `positive`, 1 for those with `negative`, any number for those with
+    a list `negatives`. Where a record has fewer, the others of the batch remain."""
     scale: float = Field(20.0, gt=0)
     """What cosines are multiplied with: the inverse of the temperature."""
     symmetric: bool = False
@@ -52,7 +53,9 @@ class Contrastive(Settings, Objective):
 
     @property
     def formats(self) -> tuple[str, ...]:
-        return ("triplet",) if self.negatives else ("pair",)
+        if not self.negatives:
+            return ("pair",)
+        return ("triplet", "negatives") if self.negatives == 1 else ("negatives",)
 
     @property
     def text_pooling(self) -> str:
