@@ -24,9 +24,10 @@ if TYPE_CHECKING:
 
 # As `adapt.formats.table` has them; that module imports jax.
 NAMES = (
-    "int8", "int4", "int2", "nf4", "fp8_e4m3", "fp8_e5m2", "mxfp8", "mxfp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "nvfp4",
+    "int8", "int4", "int2", "nf4", "fp8_e4m3", "fp8_e5m2", "mxint8", "mxfp8", "mxfp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4",
+    "nvfp4",
 )  # fmt: skip
-ACTIVATIONS = ("int8", "int4", "fp8_e4m3", "fp8_e5m2", "mxfp8", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "nvfp4")
+ACTIVATIONS = ("int8", "int4", "fp8_e4m3", "fp8_e5m2", "mxint8", "mxfp8", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "nvfp4")
 # Those whose scales are any number.
 STATIC = ("int8", "int4", "fp8_e4m3", "fp8_e5m2")
 
@@ -175,6 +176,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "fp8": {"weights": "fp8_e4m3", "activations": "fp8_e4m3"},
     "fp8-static": {"weights": "fp8_e4m3", "activations": "fp8_e4m3", "activations_scale": "static"},
     "fp8-blocks": {"weights": "fp8_e4m3", "granularity": "128x128", "activations": "fp8_e4m3", "activation_block": 128},
+    "mxint8": {"weights": "mxint8", "activations": "mxint8"},
     "mxfp8": {"weights": "mxfp8", "activations": "mxfp8"},
     "mxfp6": {"weights": "mxfp6_e2m3"},
     "mxfp4": {"weights": "mxfp4"},

@@ -91,10 +91,11 @@ def test_a_minimum_keeps_zero_and_both_ends():
 # ---- scales
 
 
-@pytest.mark.parametrize("name", ["mxfp8", "mxfp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4"])
+@pytest.mark.parametrize("name", ["mxint8", "mxfp8", "mxfp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4"])
 def test_microscaling_by_the_rule_of_the_specification(name):
     """Section 6.3: X = 2^(floor(log2(max |V|)) - emax), P = V / X, saturated."""
-    emax = {"mxfp8": 8, "mxfp8_e5m2": 15, "mxfp6_e2m3": 2, "mxfp6_e3m2": 4, "mxfp4": 2}[name]
+    # The element of MXINT8 is its whole number times 2^-6.
+    emax = {"mxint8": 6, "mxfp8": 8, "mxfp8_e5m2": 15, "mxfp6_e2m3": 2, "mxfp6_e3m2": 4, "mxfp4": 2}[name]
     w = weight(6, 64) * np.asarray([1, 1e-20, 1e20, 4, 3.999, 2**-100], np.float32)[:, None]
     got = FORMATS[name].quantize(w, (1, 32))
     top = np.abs(w.reshape(6, 2, 32)).max(-1).astype(np.float64)

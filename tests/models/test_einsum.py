@@ -1,5 +1,7 @@
 """Seam 1: quantized arrays contract as plain ones do, whatever their scales lie on; other equations of the same weight."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -109,6 +111,15 @@ def test_static_scales_saturate_and_faults_stay_visible(of_platform, monkeypatch
     assert np.isnan(y[0, [2, 3]]).all()
     assert relative(y[0, [0, 1, 5]], exact[0, [0, 1, 5]]) < 1e-6
     assert (y[0, 4] == 0).all()
+
+
+@pytest.mark.parametrize("how", [Activations("int8", 4), Activations("mxint8", 4)])
+def test_blocks_of_data_are_no_single_product_of_whole_numbers(how, monkeypatch):
+    """Each block has its own scale, so on TPUs as well the numbers are those of the rounded data in floats."""
+    x, w = array("BTD"), quantized("DM", (1, 4))
+    expected = how.quantize(x, (2,)).dequantized() @ w.dequantized()
+    monkeypatch.setattr("argosy.models.parts.einsum.platform", lambda: "tpu")
+    assert relative(contract("BTD,DM->BTM", x, replace(w, activations=how)), expected) < 1e-6
 
 
 def test_a_product_of_bfloat16_can_leave_in_float32():

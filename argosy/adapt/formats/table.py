@@ -31,6 +31,7 @@ FORMATS = {
         Format("nf4", Levels(4, NF4), 64, source=QLORA),
         Format("fp8_e4m3", Floats(jnp.float8_e4m3fn), source=FP8),
         Format("fp8_e5m2", Floats(jnp.float8_e5m2), source=FP8),
+        Format("mxint8", Integers(8), 32, "e8m0", OCP),
         Format("mxfp8", Floats(jnp.float8_e4m3fn), 32, "e8m0", OCP),
         Format("mxfp8_e5m2", Floats(jnp.float8_e5m2), 32, "e8m0", OCP),
         Format("mxfp6_e2m3", Minifloats(6, E2M3), 32, "e8m0", OCP),

@@ -34,9 +34,9 @@ class Quantize(Settings):
     """The quantization of a model."""
 
     preset: str | None = None
-    """One rule by name: w8, w8a8, w4, w4a8, w4a4, nf4, fp8, fp8-blocks, mxfp8, mxfp4, nvfp4 and so on. `w` is followed by the bits of
-    the weights, `a` by the bits of the activations; without it activations are not rounded. GGUF files have their own presets: q8_0,
-    q6_k, q5_k_m, q4_k_m, q4_1, q4_0, f16, bf16.
+    """One rule by name: w8, w8a8, w4, w4a8, w4a4, nf4, fp8, fp8-blocks, mxint8, mxfp8, mxfp4, nvfp4 and so on. `w` is followed by the
+    bits of the weights, `a` by the bits of the activations; without it activations are not rounded. GGUF files have their own presets:
+    q8_0, q6_k, q5_k_m, q4_k_m, q4_1, q4_0, f16, bf16.
     """
     rules: str | None = None
     """A YAML file with a list of rules. The first rule that matches a module decides."""

@@ -133,13 +133,13 @@ def _quantized(eq: str, x: Array, w: Quantized, route: Route | None) -> Float[Ar
         per_expert = jnp.squeeze(a, shared)
         return jnp.broadcast_to(per_expert, (w.shape[0], *per_expert.shape[1:]))[route.expert]
 
-    data = None
+    data, summed = None, tuple(i for i, a in enumerate(letters) if a in spec and a not in out)
     if w.activations is not None:
-        data = w.activations.quantize(x, tuple(i for i, a in enumerate(letters) if a in spec and a not in out), w.x_scale)
+        data = w.activations.quantize(x, summed, w.x_scale)
     kept, inward = own <= set(out) | group, own <= set(letters) | group
     separate = not in_blocks and w.is_linear and (kept or (inward and w.minimum is None))
     if data is not None:
-        if separate and kept and route is None and w.minimum is None and _multiplies_integers(data, w):
+        if separate and kept and route is None and w.minimum is None and _multiplies_integers(data, w, summed):
             y = jnp.einsum(eq, data.values, w.values, preferred_element_type=jnp.int32).astype(kind)
             rows = jnp.squeeze(data.scales, [i for i, a in enumerate(letters) if a not in out])
             rest = dict(zip([a for a in letters if a in out], rows.shape))
@@ -160,9 +160,10 @@ def _quantized(eq: str, x: Array, w: Quantized, route: Route | None) -> Float[Ar
     return y
 
 
-def _multiplies_integers(x: Quantized, w: Quantized) -> bool:
-    """Whether the device multiplies int8 with int8: XLA:CPU does so ten times slower than float32."""
-    if platform() == "cpu" or x.minimum is not None:
+def _multiplies_integers(x: Quantized, w: Quantized, summed: tuple[int, ...]) -> bool:
+    """Whether the device multiplies int8 with int8: XLA:CPU does so ten times slower than float32. Blocks of data along the summed axes
+    would each need a sum of their own."""
+    if platform() == "cpu" or x.minimum is not None or any(x.scale.shape[axis] > 1 for axis in summed if x.scale.ndim):
         return False
     return x.values.dtype == w.values.dtype == jnp.int8
 
