@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,6 +33,7 @@ class Encoding:
     template: the name of one of the tokenizer's chat templates or of a published one, a file, or `alpaca`; None: the tokenizer's own.
     labels: the classes of labeled texts, in their order; empty: labels are numbers.
     negatives: number of texts after the anchor and the positive of a record of `negatives`.
+    prompts: what is put before the texts of a column, by the column.
     """
 
     tokenizer: "Tokenizer"
@@ -42,11 +43,12 @@ class Encoding:
     template: str | None = None
     labels: tuple[str, ...] = ()
     negatives: int = 1
+    prompts: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of_settings(cls, tokenizer: "Tokenizer", settings: DataSettings) -> "Encoding":
-        labels, negatives = tuple(settings.labels), settings.negatives
-        return cls(tokenizer, settings.bos, settings.special, settings.learn, settings.template, labels, negatives)
+        more = {"labels": tuple(settings.labels), "negatives": settings.negatives, "prompts": settings.prompts}
+        return cls(tokenizer, settings.bos, settings.special, settings.learn, settings.template, **more)
 
     @property
     def puts_bos(self) -> bool:

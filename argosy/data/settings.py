@@ -12,7 +12,7 @@ from argosy.data.mixtures.settings import MixedSource, RecordFormat, mixed_sourc
 from argosy.data.sources.steps import RecordSteps
 
 MADE_WITH = ("tokenizer", "held_out", "max_bytes", "documents", "invalid", "encoding", "format", "columns", "labels", "negatives",
-             "bos", "special", "learn", "template", "map", "filter", "deduplicate")  # fmt: skip
+             "prompts", "bos", "special", "learn", "template", "map", "filter", "deduplicate")  # fmt: skip
 """What decides the tokens of a prepared corpus. A run on such a folder may repeat these settings, but not change them."""
 
 
@@ -209,6 +209,12 @@ class DataSettings(Settings):
     """Negatives of a record of `negatives`. Further ones are left out and counted; where a record has fewer, their places are empty.
     A run takes `objective.negatives`.
     """
+
+    prompts: Annotated[dict[Literal["anchor", "positive", "negative", "sentence1", "sentence2"], str], BelongsTo("source")] = Field(
+        default_factory=dict
+    )
+    """What is put before the texts of a column, for sentence encoders: `data.prompts.anchor='query: '`. `negative` is before all
+    negatives. Empty: the default prompt of the model's folder, if it has one."""
 
     image: Annotated[ImageSettings, BelongsTo("source")] = ImageSettings()
     """How images are prepared, for models that read images."""

@@ -93,6 +93,7 @@ def check_prepared(prepared: Prepared, settings: DataSettings) -> None:
         "special": made.get("special", False), "format": made.get("source.format", "text"),
         "columns": json.loads(made.get("source.columns", "{}")), "learn": made.get("learn", "answers" if "labels" in made else "all"),
         "labels": json.loads(str(made.get("labels", "[]"))), "negatives": made.get("negatives", settings.negatives),
+        "prompts": json.loads(str(made.get("prompts", "{}"))),
     }  # fmt: skip
     kept = prepared.manifest.get("settings") or {}
     was |= {"map": kept.get("map"), "filter": kept.get("filter"), "deduplicate": made.get("source.deduplicate", "no")}

@@ -34,7 +34,7 @@ from argosy.infer.lm import LM
 from argosy.models.parts.texts import text_scores, text_vectors
 from argosy.models.parts.weight import Leaves, merge, split
 
-BATCH, LENGTH = "batch", "length"
+BATCH, LENGTH, PROMPT_LENGTH = "batch", "length", "prompt_length"
 # Of a program that generates, unless they are set.
 PROMPT_TOKENS, NEW_TOKENS = 128, 64
 
@@ -104,18 +104,24 @@ def embed_signature(lm: LM) -> ModelSignature:
     longest = min(steps.tokens or lm.config.context, lm.config.context)
 
     def embedding(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        return {"embedding": text_vectors(model, inputs["tokens"], inputs["mask"], steps.pooling)[0][:, 0]}
+        after = None if steps.include_prompt else inputs[PROMPT_LENGTH][:, None]
+        return {"embedding": text_vectors(model, inputs["tokens"], inputs["mask"], steps.pooling, after=after)[0][:, 0]}
 
     texts: list[InputStep] = []
     if lm.tokenizer is not None:
         first, last = frame_tokens(lm)
-        how: Any = {"prompt": steps.prompt, "lower": steps.lower, "strip": True, "cut": True}
+        how: Any = {"prompt": steps.prompt, "prompts": dict(steps.prompts), "lower": steps.lower, "strip": True, "cut": True}
+        how |= {} if steps.include_prompt else {"prompt_length": PROMPT_LENGTH}
         texts = [TokenizeStep(first=first, last=last, **how)]
     about = f"{steps.pooling} of the tokens"
+    inputs = tokens_and_mask(longest, lm.config.vocab)
+    if not steps.include_prompt:
+        what: dict[str, Any] = {"dtype": "int32", "default": 0, "minimum": 0, "maximum": longest}
+        inputs.append(TensorSignature(name=PROMPT_LENGTH, shape=[BATCH], description="tokens of each row that are not pooled", **what))
     vector = TensorSignature(name="embedding", shape=[BATCH, lm.config.embedding_width], dtype="float32", description=about)
     signature = BundleSignature(
         description="one vector for each text",
-        inputs=tokens_and_mask(longest, lm.config.vocab),
+        inputs=inputs,
         outputs=[vector],
         programs=[],
         weights=[],

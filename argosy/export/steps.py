@@ -14,7 +14,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from argosy.core.counts import plural
-from argosy.core.errors import BadInput
+from argosy.core.errors import BadInput, nearest
 from argosy.core.formats.image_files import read_image, resized
 from argosy.core.settings import Settings
 from argosy.data.framing import TextFrame, framed
@@ -35,6 +35,12 @@ class TokenizeStep(Settings):
     """Ids after each text."""
     prompt: str = ""
     """Text before each text."""
+    prompts: dict[str, str] = Field(default_factory=dict)
+    """Texts that may stand there in place of `prompt`, by name: `query: ` before queries."""
+    prompt_name: str = "prompt_name"
+    """The input that names the prompt of each text, where there are `prompts`; an empty name is `prompt`. It is optional."""
+    prompt_length: str = ""
+    """The program's input that receives the number of tokens up to the end of the prompt, which are not pooled. Empty: all are."""
     strip: bool = False
     """Whether blanks around a text are removed."""
     lower: bool = False
@@ -48,13 +54,13 @@ class TokenizeStep(Settings):
 
     @property
     def texts(self) -> list[str]:
-        """Names of its inputs."""
-        return [self.input]
+        """Names of its inputs, the optional ones last."""
+        return [self.input, *([self.prompt_name] if self.prompts else [])]
 
     @property
     def results(self) -> list[str]:
         """Names of the program's inputs that it produces."""
-        return [self.tokens, self.mask]
+        return [self.tokens, self.mask, *([self.prompt_length] if self.prompt_length else [])]
 
 
 class TokenizePairsStep(TokenizeStep):
@@ -184,21 +190,23 @@ class DetokenizeStep(Settings):
 
 
 def tokenized(
-    step: TokenizeStep, tokenizer: Tokenizer, texts: Any, longest: int | None, pairs: Any = None
+    step: TokenizeStep, tokenizer: Tokenizer, texts: Any, longest: int | None, more: Any = None
 ) -> dict[str, np.ndarray]:
     """The inputs of the program for these texts.
 
     Args:
         longest: limit of a row in ids; None: no limit.
-        pairs: the second text of each pair; None: single texts.
+        more: the second text of each pair, or the name of each text's prompt; None: none has one.
 
     Raises:
-        BadInput: a value is no text, or a text has no token or is too long.
+        BadInput: a value is no text, a text has no token or is too long, or a prompt is unknown.
     """
     texts = _texts(step.input, texts)
-    ids = _ids(step, tokenizer, texts)
+    is_pairs = isinstance(step, TokenizePairsStep)
+    prompts = [step.prompt] * len(texts) if is_pairs or more is None else _prompts(step, more, len(texts))
+    ids = _ids(step, tokenizer, texts, prompts)
     if isinstance(step, TokenizePairsStep):
-        others = None if pairs is None else _ids(step, tokenizer, _texts(step.pair, pairs, len(texts)))
+        others = None if more is None else _ids(step, tokenizer, _texts(step.pair, more, len(texts)), prompts)
         frame = TextFrame(tuple(step.first), tuple(step.between), tuple(step.last))
         most = longest if step.cut else None
         both = [framed(frame, row, None if others is None else others[i], most) for i, row in enumerate(ids)]
@@ -214,6 +222,9 @@ def tokenized(
         if longest is not None and len(row) > longest:
             raise BadInput(f"`{step.input}`: {text[:40]!r} has {len(row)} tokens, and this signature takes {longest}")
     found = padded_rows(step, rows)
+    if step.prompt_length:
+        sizes = {prompt: len(step.first) + len(before) for prompt, before in _before(step, tokenizer, prompts).items()}
+        found[step.prompt_length] = np.array([sizes.get(prompt, 0) for prompt in prompts], np.int32)
     if isinstance(step, TokenizePairsStep) and step.types:
         kinds = np.zeros_like(found[step.tokens])
         for i, (row, second) in enumerate(zip(rows, seconds or (), strict=True)):
@@ -301,8 +312,23 @@ def _texts(name: str, texts: Any, count: int | None = None) -> list[str]:
     return list(texts)
 
 
-def _ids(step: TokenizeStep, tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
-    found = [step.prompt + (text.strip() if step.strip else text) for text in texts]
+def _prompts(step: TokenizeStep, names: Any, count: int) -> list[str]:
+    """The prompt of each text. One name is that of all texts."""
+    given = _texts(step.prompt_name, names)
+    given = given * count if len(given) == 1 else _texts(step.prompt_name, given, count)
+    if unknown := [name for name in given if name and name not in step.prompts]:
+        raise BadInput(f"`{step.prompt_name}`: no prompt `{unknown[0][:64]}`", hint=nearest(unknown[0], list(step.prompts)))
+    return [step.prompts[name] if name else step.prompt for name in given]
+
+
+def _before(step: TokenizeStep, tokenizer: Tokenizer, prompts: Sequence[str]) -> dict[str, list[int]]:
+    """The ids of each prompt."""
+    different = [prompt for prompt in dict.fromkeys(prompts) if prompt]
+    return dict(zip(different, tokenizer.encode_many([p.lower() if step.lower else p for p in different]), strict=True))
+
+
+def _ids(step: TokenizeStep, tokenizer: Tokenizer, texts: list[str], prompts: Sequence[str]) -> list[list[int]]:
+    found = [prompt + (text.strip() if step.strip else text) for prompt, text in zip(prompts, texts, strict=True)]
     return tokenizer.encode_many([text.lower() if step.lower else text for text in found])
 
 

@@ -7,7 +7,7 @@ Texts are processed in batches sorted by length, to reduce padding; programs are
 module knows nothing of weight files or families.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,8 @@ def embed(
     texts: Sequence[Prompt],
     normalize: bool | None = None,
     *,
+    prompt_name: str | None = None,
+    prompt: str | None = None,
     pooling: str | None = None,
     batch: int = 32,
 ) -> np.ndarray:
@@ -41,6 +43,8 @@ def embed(
         texts: strings; or token ids, which are used as they are and must include [CLS] and [SEP]. Text beyond the longest
             sequence is not read.
         normalize: scales vectors to length 1; by default as the folder says.
+        prompt_name: name of the folder's prompt that is put before each string; by default as the folder says.
+        prompt: the prompt itself; "" for none.
         pooling: mean, cls, max or last of the token vectors; by default as the folder says.
         batch: number of texts computed at once.
 
@@ -56,8 +60,10 @@ def embed(
         raise BadInput(f"pooling `{pooling}` is not built", hint=f"one of {', '.join(POOLINGS)}")
     if batch < 1:
         raise BadInput(f"batch = {batch}", hint="at least 1")
+    if prompt is not None and prompt_name is not None:
+        raise BadInput("prompt and prompt_name", hint="one of them")
     encoder = SentenceEncoder(lm, pooling)
-    rows = encoder.ids(texts, encoder.context)
+    rows = encoder.ids(texts, encoder.context, prompt=encoder.steps.prompt_named(prompt_name) if prompt is None else prompt)
     out = np.zeros((len(rows), lm.config.embedding_width), np.float32)
     # The longest first: if one does not fit in memory, that fails at once.
     order = sorted(range(len(rows)), key=lambda row: -len(rows[row]))
@@ -65,6 +71,14 @@ def embed(
         chosen = order[at : at + batch]
         out[chosen] = encoder.pooled([rows[row] for row in chosen])
     return encoder.finished(out, normalize)
+
+
+class TextTokens(list[int]):
+    """The ids of a text. prompt: how many of them, at the beginning, belong to its prompt and are not pooled."""
+
+    def __init__(self, ids: Iterable[int], prompt: int = 0):
+        super().__init__(ids)
+        self.prompt = prompt
 
 
 class SentenceEncoder:
@@ -88,16 +102,19 @@ class SentenceEncoder:
         self.steps = embedding_steps(lm, pooling)
         self.context = min(self.steps.tokens or lm.config.context, lm.config.context)
         model = lm.sequences()
-        self._program = _pooled(model.graph, lm.module.dtype, pooling or self.steps.pooling)
+        self._program = _pooled(model.graph, lm.module.dtype, self.steps.pooling)
         self._weights = model.weights()
         self.shapes: set[tuple[int, ...]] = set()
 
-    def ids(self, texts: Sequence[Prompt], most: int | None = None, *, special: bool = True) -> list[list[int]]:
+    def ids(
+        self, texts: Sequence[Prompt], most: int | None = None, *, special: bool = True, prompt: str | None = None
+    ) -> list[list[int]]:
         """The ids of each text: the tokenizer's between [CLS] and [SEP]. Texts that are token ids stay as they are.
 
         Args:
             most: the longest sequence; longer texts lose their end, but not their [SEP]. None: any length.
             special: puts [CLS] before a text and [SEP] after it.
+            prompt: is put before each text; None: as the folder says.
 
         Raises:
             BadInput: there is no tokenizer, or it has no such tokens; ids outside the vocabulary, or none; more than the context.
@@ -106,13 +123,14 @@ class SentenceEncoder:
         strings = [i for i, text in enumerate(texts) if isinstance(text, str)]
         if strings:
             first, last = frame_tokens(self.lm)
-            whole = [self.steps.prompt + str(texts[i]).strip() for i in strings]
-            found = self.lm.tokenizer.encode_many([t.lower() if self.steps.lower else t for t in whole])
+            prompt = self.steps.prompt if prompt is None else prompt
+            whole = [prompt, *(prompt + str(texts[i]).strip() for i in strings)]
+            before, *found = self.lm.tokenizer.encode_many([t.lower() if self.steps.lower else t for t in whole])
+            first, last = (first, last) if special else ([], [])
+            unpooled = len(first) + len(before) if prompt and not self.steps.include_prompt else 0
             for i, ids in zip(strings, found, strict=True):
-                if special:
-                    rows[i] = [*first, *(ids if most is None else ids[: max(most - len(first) - len(last), 0)]), *last]
-                else:
-                    rows[i] = ids[:most]
+                cut = ids if most is None else ids[: max(most - len(first) - len(last), 0)]
+                rows[i] = TextTokens([*first, *cut, *last], unpooled)
         for row in rows:
             if not row:
                 raise BadInput("a text without tokens", hint="a sequence has at least its [CLS]")
@@ -131,10 +149,15 @@ class SentenceEncoder:
         segments = np.zeros_like(tokens)
         for row, ids in enumerate(rows):
             tokens[row, : len(ids)], segments[row, : len(ids)] = ids, 1
+        inputs: list[np.ndarray] = [tokens, segments]
+        if not self.steps.include_prompt:
+            after = np.zeros((shape[0], 1), np.int32)
+            after[: len(rows), 0] = [getattr(ids, "prompt", 0) for ids in rows]
+            inputs.append(after)
         if shape in self.shapes:
-            return np.asarray(self._program(self._weights, tokens, segments))[: len(rows)]
+            return np.asarray(self._program(self._weights, *inputs))[: len(rows)]
         with telling(self.say, f"compiling {shape[0]} x {shape[1]} tokens"):
-            vectors = np.asarray(self._program(self._weights, tokens, segments))[: len(rows)]
+            vectors = np.asarray(self._program(self._weights, *inputs))[: len(rows)]
         self.shapes.add(shape)
         return vectors
 
@@ -190,11 +213,12 @@ def row_bucket(rows: int) -> int:
 
 @lru_cache(maxsize=16)
 def _pooled(graph: Any, dtype: Any, pooling: str) -> Any:
-    """(weights, tokens [B T], segments [B T]) -> [B D]; compiled once for each model and shape."""
+    """(weights, tokens [B T], segments [B T]) -> [B D]; compiled once for each model and shape. Where prompts are not pooled,
+    the number of their tokens follows, [B 1]."""
 
-    def pooled(weights: Any, tokens: Any, segments: Any) -> Any:
+    def pooled(weights: Any, tokens: Any, segments: Any, after: Any = None) -> Any:
         model = merge(graph, weights)
         model.dtype = dtype
-        return text_vectors(model, tokens, segments, pooling)[0][:, 0]
+        return text_vectors(model, tokens, segments, pooling, after=after)[0][:, 0]
 
     return jax.jit(pooled)

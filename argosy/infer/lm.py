@@ -279,7 +279,7 @@ class LM:
 
         Args:
             normalize: scales vectors to length 1; None: as the folder says.
-            how: pooling and batch, as in `infer.embed.embed`.
+            how: prompt_name, prompt, pooling and batch, as in `infer.embed.embed`.
 
         Raises:
             BadInput: the model is not an encoder, there is no tokenizer, ids are outside the vocabulary, or a step is not built.

@@ -18,7 +18,7 @@ from argosy.web.errors import ApiError, Json, input_error, unknown_model
 from argosy.web.json_text import parsed_object
 
 VECTOR = "embedding"
-FIELDS = {"model", "input", "encoding_format", "dimensions", "user"}
+FIELDS = {"model", "input", "encoding_format", "dimensions", "user", "prompt_name"}
 
 
 class OpenAIRoutes:
@@ -60,8 +60,14 @@ class OpenAIRoutes:
         texts = [texts] if isinstance(texts, str) else texts
         if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text for text in texts):
             raise ApiError("`input` is no text and no list of texts", param="input")
+        inputs: dict[str, Any] = {step.input: texts}
+        if (prompt := asked.get("prompt_name")) is not None:
+            if not step.prompts or not isinstance(prompt, str):
+                what = "`prompt_name` is no text" if step.prompts else f"model `{name}` has no prompts"
+                raise ApiError(what, param="prompt_name")
+            inputs[step.prompt_name] = [prompt]
         try:
-            arrays = await asyncio.to_thread(version.bundle.preprocessed, version.bundle.manifest.signature(), {step.input: texts})
+            arrays = await asyncio.to_thread(version.bundle.preprocessed, version.bundle.manifest.signature(), inputs)
         except BadInput as error:
             raise input_error(error, "input") from None
         _, found = await self.service.call(request, lambda: self.service.find(name), arrays, None)

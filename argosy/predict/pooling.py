@@ -26,7 +26,7 @@ from argosy.web.body import read_body
 from argosy.web.errors import ApiError, Json, input_error, unknown_model
 from argosy.web.fields import ClassifyFields, RerankFields, ScoreFields, VectorFields
 from argosy.web.json_text import parsed_object
-from argosy.web.ranking import check_counts, reranked, scored
+from argosy.web.ranking import DOCUMENT, QUERY, check_counts, reranked, scored
 
 SCORES = "scores"
 
@@ -68,23 +68,36 @@ class PoolingRoutes:
 
     async def rerank(self, request: Request) -> Response:
         fields = RerankFields.of(parsed_object(bytes(await read_body(request, self.service.settings.limits))))
-        scores, name, tokens = await self._pairs(request, fields, [fields.query] * len(fields.documents), fields.documents)
+        queries = [fields.query] * len(fields.documents)
+        scores, name, tokens = await self._pairs(request, fields, queries, fields.documents, (QUERY, DOCUMENT))
         return self._answer("rerank", name, fields, reranked(scores, fields), tokens)
 
     # ---------------------------------------------------------------- calls
 
     async def _pairs(
-        self, request: Request, fields: VectorFields, first: Sequence[str], second: Sequence[str]
+        self,
+        request: Request,
+        fields: VectorFields,
+        first: Sequence[str],
+        second: Sequence[str],
+        roles: tuple[Sequence[str], Sequence[str]] = ((), ()),
     ) -> tuple[list[float], str, int]:
-        """The score of each pair, the model, and the tokens that were read."""
+        """The score of each pair, the model, and the tokens that were read.
+
+        Args:
+            roles: names of prompts of the first and the second texts, of which a model that embeds texts takes the first that it has.
+        """
         name = self._model(fields)
         kind = _signature(self.service.find(name), (SCORES, VECTOR), "scores no pairs of texts")
         of = self._of(name, kind)
         if VECTOR in {spec.name for spec in of.outputs}:
-            texts = list(dict.fromkeys([*first, *second]))
-            outputs, tokens = await self._called(request, name, kind, fields, texts)
+            prompts = next(step.prompts for step in of.preprocess if isinstance(step, TokenizeStep))
+            names = [next((role for role in each if role in prompts), "") for each in roles]
+            texts = list(dict.fromkeys([(text, names[i]) for i, each in enumerate((first, second)) for text in each]))
+            outputs, tokens = await self._called(request, name, kind, fields, *zip(*texts))
             vectors = dict(zip(texts, at_unit_length(np.asarray(outputs[VECTOR], np.float32))))
-            return [float(vectors[a] @ vectors[b]) for a, b in zip(first, second, strict=True)], name, tokens
+            pairs = zip(first, second, strict=True)
+            return [float(vectors[a, names[0]] @ vectors[b, names[1]]) for a, b in pairs], name, tokens
         if of.outputs[0].shape[-1] != 1:
             what = f"model `{name}` has {of.outputs[0].shape[-1]} scores: it classifies"
             raise ApiError(what, param="model", code="wrong_kind_of_model")
@@ -98,9 +111,13 @@ class PoolingRoutes:
         kind: str,
         fields: VectorFields,
         texts: Sequence[str],
-        pairs: Sequence[str] | None = None,
+        more: Sequence[str] | None = None,
     ) -> tuple[Mapping[str, Any], int]:
-        """The outputs for texts or pairs of texts, and the tokens that were read."""
+        """The outputs for texts or pairs of texts, and the tokens that were read.
+
+        Args:
+            more: the second text of each pair, or the names of the prompts of texts.
+        """
         if fields.truncate_prompt_tokens not in (None, -1):
             what = "`truncate_prompt_tokens` is not supported: texts are cut at the longest sequence of the model"
             raise ApiError(what, param="truncate_prompt_tokens", code="unsupported_parameter")
@@ -108,8 +125,10 @@ class PoolingRoutes:
         of = version.bundle.manifest.signature(kind)
         step = next(step for step in of.preprocess if isinstance(step, TokenizeStep))
         inputs: dict[str, Any] = {step.input: list(texts)}
-        if pairs is not None and isinstance(step, TokenizePairsStep):
-            inputs[step.pair] = list(pairs)
+        if more is not None and isinstance(step, TokenizePairsStep):
+            inputs[step.pair] = list(more)
+        elif more is not None and step.prompts:
+            inputs[step.prompt_name] = list(more)
         try:
             arrays = await asyncio.to_thread(version.bundle.preprocessed, of, inputs)
         except BadInput as error:

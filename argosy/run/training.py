@@ -25,7 +25,7 @@ from argosy.run.assembly.shared_prompts import resumed_on
 from argosy.run.code_files import changed_code
 from argosy.run.outcome import Outcome, ending
 from argosy.run.settings.run import Run
-from argosy.weights.hub.sentence_steps import EmbeddingSteps, write_steps
+from argosy.weights.hub.sentence_steps import read_steps, trained_steps, write_steps
 
 if TYPE_CHECKING:
     from argosy.run.assembly.assembly import Assembly
@@ -196,7 +196,8 @@ class Training:
         companions, objective = self.origin.companions if self.origin is not None else None, self.settings.objective
         write_more = None
         if objective.text_pooling is not None:
-            steps = EmbeddingSteps(objective.text_pooling, normalize=True, tokens=self.settings.data.sequence)
+            stored = None if companions is None else read_steps(companions, objective.text_pooling)
+            steps = trained_steps(objective, self.settings.data, stored)
             write_more = partial(write_steps, steps=steps, width=self.settings.model.embedding_width)
         self.directory.write_tokenizer(self.assembly.tokenizer, companions / GENERATION if companions else None, write_more)
 

@@ -141,6 +141,27 @@ def test_a_negative_that_a_record_lacks_has_an_empty_slot(tmp_path):
     batches.close()
 
 
+def test_each_column_has_its_prompt_and_its_length(tmp_path):
+    path = tmp_path / "n.jsonl"
+    rows = [{"anchor": "a", "positive": "p", "negatives": ["n", "m"]}, {"anchor": "b", "positive": "", "negatives": ["n"]},
+            {"anchor": "b", "positive": "q", "negatives": []}]  # fmt: skip
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    how = {"negatives": 2, "held_out": 0, "sequence": 8, "shuffle": False, "cache": str(tmp_path / "cache"), "batch": 8, "bos": True}
+    settings = DataSettings(source=str(path), prompts={"anchor": "q: ", "negative": "d:"}, **how)
+    fields = Contrastive(negatives=2, include_prompt=False).reads()
+    batches = build(settings, load_tokenizer("byte"), vocab=258, seed=0, fields=fields, rows_per_group=4)
+    batch = next(batches)
+    texts = [bytes(token for token in row.tolist() if 0 < token < 256).decode() for row in batch["tokens"]]
+    assert texts == ["q: a", "p", "d:n", "d:m", "q: b", "q", "", ""]
+    assert batch["prompt_length"][:, 0].tolist() == [4, 0, 3, 3, 4, 0, 0, 0]
+    assert "1 example without a word" in batches.summary().text
+    batches.close()
+    conversation = tmp_path / "c.jsonl"
+    conversation.write_text('{"text": "a"}\n')
+    with pytest.raises(BadInput, match="is for texts that become vectors, and this data is `text`"):
+        build(settings.model_copy(update={"source": str(conversation)}), load_tokenizer("byte"), vocab=258, seed=0)
+
+
 def test_what_is_held_out_are_whole_records(tmp_path):
     path = tmp_path / "n.jsonl"
     rows = [{"anchor": f"a{i}", "positive": f"p{i}", "negatives": [f"n{i}"] * (i % 4)} for i in range(40)]

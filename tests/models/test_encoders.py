@@ -210,8 +210,15 @@ def test_a_prompt_and_the_longest_sequence(tmp_path: Path):
     (folder / "config_sentence_transformers.json").write_text(json.dumps(told))
     assert read_steps(folder).prompt == "query: "
     (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true, "include_prompt": false}')
-    with pytest.raises(BadInput, match="leaves out the prompt"):
+    assert not read_steps(folder).include_prompt
+    told["default_prompt_name"] = "passage"
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(told))
+    with pytest.raises(Damaged, match="no such name"):
         read_steps(folder)
+    (folder / "config_sentence_transformers.json").write_text('{"prompts": {"query": 3}}')
+    with pytest.raises(Damaged, match="no texts by name"):
+        read_steps(folder)
+    (folder / "config_sentence_transformers.json").unlink()
     (folder / "modules.json").write_text('{"0": 1}')
     with pytest.raises(Damaged):
         read_steps(folder)

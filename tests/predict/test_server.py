@@ -23,6 +23,7 @@ from starlette.requests import Request
 import argosy
 from argosy.data.tokenizers.load import find_tokenizer
 from argosy.export.bundle import Bundle
+from argosy.export.steps import at_unit_length
 from argosy.infer.lm import LM
 from argosy.models import FAMILIES
 from argosy.predict.metrics import PredictMetrics
@@ -31,6 +32,7 @@ from argosy.predict.service import PredictService
 from argosy.predict.settings import PredictSettings
 from argosy.web.errors import ApiError
 from argosy.weights.build import random_model
+from argosy.weights.hub.sentence_steps import EmbeddingSteps, write_steps
 
 
 @pytest.fixture(scope="module")
@@ -328,16 +330,29 @@ def test_embeddings_by_openais_client(tmp_path: Path):
     config = FAMILIES["bert"].examples()["plain"].model_copy(update={"vocab": 30522})
     lm = LM(config, random_model(config, 0).module, find_tokenizer(str(shared("tokenizers/bert_uncased_vocab.txt"))))
     lm.save(tmp_path / "model")
+    write_steps(tmp_path / "model", EmbeddingSteps("mean", prompts={"query": "query: "}, include_prompt=False), config.width)
     argosy.load(tmp_path / "model").export(tmp_path / "models" / "small" / "1", platforms=["cpu"])
     repository = tmp_path / "models"
     texts = ["a boat", "a ship on the sea", "rain"]
-    expected = Bundle.open(repository / "small" / "1").run({"text": texts})["embedding"]
+    bundle = Bundle.open(repository / "small" / "1")
+    expected, after = (bundle.run({"text": texts} | named)["embedding"] for named in ({}, {"prompt_name": "query"}))
     with serving(repository, "warm_up=false") as (address, _), openai.OpenAI(base_url=f"{address}/v1", api_key="none") as client:
         assert [model.id for model in client.models.list()] == ["small"]
         found = client.embeddings.create(model="small", input=texts)
         np.testing.assert_allclose([one.embedding for one in found.data], expected, atol=1e-5)
         with pytest.raises(openai.NotFoundError, match="does not exist"):
             client.embeddings.create(model="other", input=texts)
+        found = client.embeddings.create(model="small", input=texts, extra_body={"prompt_name": "query"})
+        np.testing.assert_allclose([one.embedding for one in found.data], after, atol=1e-5)
+        with pytest.raises(openai.BadRequestError, match="no prompt `querry`"):
+            client.embeddings.create(model="small", input=texts, extra_body={"prompt_name": "querry"})
+        named = [{"name": "text", "shape": [3], "datatype": "BYTES", "data": texts},
+                 {"name": "prompt_name", "shape": [1], "datatype": "BYTES", "data": ["query"]}]  # fmt: skip
+        tensors = httpx.post(f"{address}/v2/models/small/infer", json={"inputs": named}, timeout=30).json()["outputs"]
+        np.testing.assert_allclose(np.reshape(tensors[0]["data"], after.shape), after, atol=1e-5)
+        ranked = httpx.post(f"{address}/rerank", json={"query": texts[0], "documents": texts[1:]}, timeout=30).json()["results"]
+        cosines = at_unit_length(expected[1:]) @ at_unit_length(after[:1])[0]
+        assert sorted(one["relevance_score"] for one in ranked) == pytest.approx(sorted(cosines.tolist()), rel=1e-4)
         # A vector is no list of classes.
         vector = httpx.post(f"{address}/v1/models/small:classify", json={"examples": [{"text": texts[0]}]}, timeout=30)
         assert (vector.status_code, "no single output of scores" in vector.json()["error"]) == (400, True)

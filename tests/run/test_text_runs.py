@@ -2,6 +2,7 @@
 loss."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -141,17 +142,23 @@ def test_what_would_be_another_loss_is_refused(recipe, kind, words, why, model: 
         fit(recipe, model, data[kind], tmp_path / "run", *words)
 
 
-def test_models_that_read_texts_after_a_prompt_are_refused(model: Path, data: dict[str, Path], tmp_path: Path):
+def test_prompts_of_the_model_or_of_the_settings_are_before_texts_and_kept(model: Path, data: dict[str, Path], tmp_path: Path):
     copy = tmp_path / "model"
-    copy.mkdir()
-    for file in model.rglob("*"):
-        if file.is_file():
-            (copy / file.relative_to(model)).parent.mkdir(exist_ok=True)
-            (copy / file.relative_to(model)).write_bytes(file.read_bytes())
-    prompts = {"prompts": {"query": "query: "}, "default_prompt_name": "query"}
-    (copy / "config_sentence_transformers.json").write_text(json.dumps(prompts))
-    with pytest.raises(UserError, match="reads each text after `query: `"):
-        fit("embed", copy, data["pairs"], tmp_path / "run")
+    shutil.copytree(model, copy)
+    steps = EmbeddingSteps("mean", True, 32, prompts={"query": "query: "}, default_prompt="query", include_prompt=False)
+    write_steps(copy, steps, 32)
+    said = fit("embed", copy, data["pairs"], tmp_path / "run", "eval.batches=0", steps=1)
+    assert "[CLS]⟧query : one horse" in said.replace("⟦", "")
+    kept = read_steps(open_model(tmp_path / "run").companions)
+    assert (kept.prompts, kept.default_prompt, kept.include_prompt) == ({"query": "query: "}, "query", False)
+    own = ["data.prompts.anchor=q: ", "data.prompts.positive=d: ", "data.prompts.negative=d: ", "objective.negatives=1"]
+    said = fit("embed", copy, data["triplets"], tmp_path / "own", *own, "eval.batches=0", "data.batch=48", steps=1)
+    kept = read_steps(open_model(tmp_path / "own").companions)
+    assert (kept.prompts, kept.default_prompt) == ({"query": "q: ", "document": "d: "}, None)
+    with pytest.raises(UserError, match=r"leaves prompts out of vectors, and data\.prompts names none"):
+        fit("embed", model, data["pairs"], tmp_path / "none", "objective.include_prompt=false")
+    with pytest.raises(UserError, match=r"data\.prompts\.sentence1, and `pair` records have no such text"):
+        fit("embed", model, data["pairs"], tmp_path / "none", "data.prompts.sentence1=q")
 
 
 def test_a_language_model_is_no_sentence_encoder(data: dict[str, Path], tmp_path: Path):

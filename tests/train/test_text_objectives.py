@@ -97,6 +97,21 @@ def test_all_negatives_of_all_records_are_compared_with_and_missing_ones_are_not
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
 
 
+@pytest.mark.parametrize("pooling", ["mean", "max", "last", "cls"])
+def test_prompts_may_be_left_out_of_vectors(encoder, pooling):
+    texts = [text for group in zip(ANCHORS, POSITIVES) for text in group]
+    sizes = [1, 0, 1, 2, 0, 1, 1, 3]
+    batch = batch_of(texts) | {"prompt_length": jnp.asarray(sizes, jnp.float32)[:, None]}
+    loss = Contrastive(pooling=pooling, include_prompt=False)({"model": encoder}, batch, None)
+    found = []
+    for text, size in zip(texts, sizes):
+        row = jnp.asarray([text], jnp.int32)
+        x = np.asarray(encoder.hidden(row, encoder.config.attend(jnp.ones_like(row)))[0][0])[size:]
+        found.append({"mean": x.mean(0), "max": x.max(0), "last": x[-1], "cls": x[0]}[pooling])
+    expected = by_hand(found[::2], found[1::2], POSITIVES, 20.0)
+    assert float(loss.loss.value()) == pytest.approx(expected.mean(), rel=2e-4)
+
+
 def test_packing_and_empty_slots_change_nothing(encoder):
     """Three pairs in two rows of two slots each: the slot that is empty counts nowhere, and its gradient is finite."""
     plain = batch_of([text for group in list(zip(ANCHORS, POSITIVES))[:3] for text in group])

@@ -222,7 +222,8 @@ def record_identity(source: Source, encoding: Encoding) -> dict[str, Any]:
     if source.format == "text":
         return {}
     if source.format in LABELED:
-        counted = {"negatives": encoding.negatives} if source.format == NEGATIVES else {}
+        counted: dict[str, Any] = {"negatives": encoding.negatives} if source.format == NEGATIVES else {}
+        counted |= {"prompts": json.dumps(dict(encoding.prompts), sort_keys=True)} if encoding.prompts else {}
         return {"labels": json.dumps(list(encoding.labels))} | ({"learn": "all"} if encoding.learn == "all" else {}) | counted
     return {"learn": encoding.learn, "template": encoding.template_hash, "records": RECORDS_VERSION}
 

@@ -1,5 +1,6 @@
 """Chooses the encoder of documents and the rows of tokens by the format of a source's records."""
 
+from argosy.core.errors import BadInput
 from argosy.data.chat.conversations import ConversationEncoder
 from argosy.data.encode import DocumentEncoder
 from argosy.data.encoding import Encoding
@@ -7,11 +8,19 @@ from argosy.data.pack import Corpus
 from argosy.data.rows.labeled import LabeledEncoder, LabeledRows
 from argosy.data.rows.sequences import SequenceEncoder, SequenceRows
 from argosy.data.sources import Source
+from argosy.data.sources.labeled import COMPARED
 from argosy.data.sources.records import GROUPS, LABELED
 
 
 def encoder_for(source: Source, encoding: Encoding) -> DocumentEncoder:
-    """The encoder of a source's documents: for text, conversations, sequences with completions, or labeled texts."""
+    """The encoder of a source's documents: for text, conversations, sequences with completions, or labeled texts.
+
+    Raises:
+        BadInput: there are prompts for other records than those of texts that are compared, or as the encoder.
+    """
+    if encoding.prompts and source.format not in COMPARED:
+        what = f"data.prompts is for texts that become vectors, and this data is `{source.format}`"
+        raise BadInput(what, hint="leave `data.prompts` out")
     if source.format == "text":
         return DocumentEncoder(encoding)
     if source.format in LABELED:

@@ -24,11 +24,11 @@ from argosy.data.labels import label_numbers
 from argosy.data.pack import Corpus, Encoded
 from argosy.data.rows.sequences import SequenceRows
 from argosy.data.sources import Document, SourceRecord
-from argosy.data.sources.labeled import NEGATIVES
+from argosy.data.sources.labeled import COMPARED, NEGATIVES
 
-# The names of a record's values: the numbers of its label, where its second text begins, how many tokens end it, and whether it has the
-# text at all.
-LABEL, SECOND, CLOSING, PRESENT = "label_", "second", "closing", "present"
+# The names of a record's values: the numbers of its label, where its second text begins, how many tokens end it, whether it has the
+# text at all, and how many tokens there are up to the end of its prompt.
+LABEL, SECOND, CLOSING, PRESENT, PROMPT = "label_", "second", "closing", "present", "prompt_length"
 
 
 class LabeledEncoder(DocumentEncoder):
@@ -43,7 +43,7 @@ class LabeledEncoder(DocumentEncoder):
 
     def __init__(self, encoding: Encoding, format: str):
         """Raises:
-        BadInput: tokens are to be learned.
+        BadInput: tokens are to be learned, or a prompt is for a column that records do not have.
         """
         if encoding.learn != "answers":
             what = f"data.learn={encoding.learn} is for fine-tuning: of `{format}` records no token is learned"
@@ -53,6 +53,13 @@ class LabeledEncoder(DocumentEncoder):
         self.read = self.unanswered = self.surplus = 0
         # The texts of a record that may have fewer.
         self.most = 2 + encoding.negatives if format == NEGATIVES else None
+        # What is before each text of a record and before all further ones; and how many tokens that is, with the frame's first.
+        columns = COMPARED.get(format, ("text",))
+        if unknown := [name for name in encoding.prompts if name not in columns]:
+            what = f"data.prompts.{unknown[0]}, and `{format}` records have no such text"
+            raise BadInput(what, hint=f"their texts are {', '.join(columns)}")
+        self.prompts = [encoding.prompts.get(name, "") for name in columns] if encoding.prompts else []
+        self.sizes = [len(self.frame.first) + len(self.tokenizer.encode(text)) if text else 0 for text in self.prompts]
 
     def encode(self, documents: list[Document]) -> Iterator[Encoded]:
         """The encoded records in order: one text or pair each, with the texts that belong to it in `group`.
@@ -61,20 +68,28 @@ class LabeledEncoder(DocumentEncoder):
             BadInput: a label is not among the classes.
         """
         records = [self.shortened(document.record) for document in documents if document.record is not None]
-        every = [(one.prompt or "", one.completion) for record in records for one in (record, *record.others)]
+        every = [
+            (self.prompted(one.prompt or "", i), one.completion)
+            for record in records
+            for i, one in enumerate((record, *record.others))
+        ]
         texts = [text for pair in every for text in pair if text is not None]
         for text in texts:
             self._look_for_names(text, ends=True)
         ids = iter(self.tokenizer.encode_many(texts, self.special))
         for record in records:
             self.read += 1
-            each = [self.sequence(one, ids) for one in (record, *record.others)]
+            each = [self.sequence(one, ids, i) for i, one in enumerate((record, *record.others))]
             if any(one is NOTHING for one in each):
                 self.unanswered += 1
                 yield NOTHING
                 continue
             each += [self.missing()] * ((self.most or 0) - len(each))
             yield Encoded(each[0].tokens, values=each[0].values, group=tuple(each[1:]))
+
+    def prompted(self, text: str, place: int) -> str:
+        """The text at a place in its record, after its prompt; an empty text stays empty."""
+        return self.prompts[min(place, len(self.prompts) - 1)] + text if self.prompts and text else text
 
     def shortened(self, record: SourceRecord) -> SourceRecord:
         """A record without the texts that it has beyond those of every record."""
@@ -85,20 +100,22 @@ class LabeledEncoder(DocumentEncoder):
 
     def missing(self) -> Encoded:
         """What stands in a corpus for a text that a record lacks: one token, which no row holds."""
-        return Encoded(np.zeros(1, self.dtype), values={SECOND: 0.0, CLOSING: 0.0, PRESENT: 0.0})
+        values = {SECOND: 0.0, CLOSING: 0.0, PRESENT: 0.0} | ({PROMPT: 0.0} if self.prompts else {})
+        return Encoded(np.zeros(1, self.dtype), values=values)
 
     def skip(self, document: Document) -> None:
         """Skips a record; only names of special tokens in its texts are counted."""
         if document.record is not None:
             self._look_for_names(document.record.words, ends=True)
 
-    def sequence(self, record: SourceRecord, ids: Iterator[list[int]]) -> Encoded:
-        """One text or pair, with the numbers of its record."""
+    def sequence(self, record: SourceRecord, ids: Iterator[list[int]], place: int) -> Encoded:
+        """One text or pair, with the numbers of its record, where it stands at `place`."""
         text, pair = next(ids), None if record.completion is None else next(ids)
         if not text and not pair:
             return NOTHING
         tokens, second = framed(self.frame, text, pair)
         values = {SECOND: float(second), CLOSING: float(len(self.frame.last))} | ({} if self.most is None else {PRESENT: 1.0})
+        values |= {PROMPT: float(self.sizes[min(place, len(self.sizes) - 1)])} if self.prompts else {}
         if "label" in record.columns:
             numbers = label_numbers(record.columns["label"], self.labels, record.where)
             values |= {f"{LABEL}{i}": number for i, number in enumerate(numbers)}

@@ -24,6 +24,8 @@ Row = Mapping[str, Any]
 SEQUENCES = {"pair": ("anchor", "positive"), "triplet": ("anchor", "positive", "negative"), "similarity": ("sentence1", "sentence2")}
 # The format with a list of texts, and its column. The list may be in columns of its own.
 NEGATIVES = "negatives"
+# The columns of texts whose vectors are compared, by format; the last is that of all further texts.
+COMPARED = {**SEQUENCES, NEGATIVES: SEQUENCES["triplet"]}
 NUMBERED = re.compile("negative_([0-9]{1,4})")
 
 

@@ -9,7 +9,7 @@ B batch, T time, s slots, D width, Z scores.
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from argosy.models.parts.stack import Aux
 
@@ -43,11 +43,20 @@ def pair_types(positions: Int[Array, "B T"], segments: Int[Array, "B T"], second
 
 def text_places(segments: Int[Array, "B T"], slots: int, *, last: bool) -> Int[Array, "B s"]:
     """The place of the first or the last token of each slot; 0 in empty slots."""
-    own = segments[:, :, None] == jnp.arange(1, slots + 1, dtype=segments.dtype)
+    return _ends(_of_slots(segments, slots, None), last=last)
+
+
+def _ends(own: Bool[Array, "B T s"], *, last: bool) -> Int[Array, "B s"]:
     if not last:
         return jnp.argmax(own, 1).astype(jnp.int32)
-    after = segments.shape[1] - 1 - jnp.argmax(own[:, ::-1], 1)
+    after = own.shape[1] - 1 - jnp.argmax(own[:, ::-1], 1)
     return jnp.where(jnp.any(own, 1), after, 0).astype(jnp.int32)
+
+
+def _of_slots(segments: Int[Array, "B T"], slots: int, after: Int[Array, "B s"] | None) -> Bool[Array, "B T s"]:
+    """Whether a token belongs to the text of a slot, and is not among its first `after` ones."""
+    own = segments[:, :, None] == jnp.arange(1, slots + 1, dtype=segments.dtype)
+    return own if after is None else own & (jnp.cumsum(own, 1, dtype=jnp.int32) > after[:, None])
 
 
 def text_scores(
@@ -60,27 +69,34 @@ def text_scores(
 
 
 def text_vectors(
-    model: Any, tokens: Int[Array, "B T"], segments: Int[Array, "B T"], pooling: str, slots: int = 1
+    model: Any,
+    tokens: Int[Array, "B T"],
+    segments: Int[Array, "B T"],
+    pooling: str,
+    slots: int = 1,
+    after: Int[Array, "B s"] | None = None,
 ) -> tuple[Float[Array, "B s D"], Aux]:
     """The vector of each text, and the aux outputs of the layers. A vector that is pooled as the model was trained for is also
     projected, where the model has a projection for that.
 
     Args:
         pooling: one of `weights.hub.sentence_steps.POOLINGS`.
+        after: number of tokens at the beginning of each text, such as its prompt, that are read and not pooled; None: 0.
     """
     x, _, aux = model.hidden(tokens, model.config.attend(segments))
-    vectors = pool_tokens(x.astype(jnp.float32), segments, pooling, slots)
+    vectors = pool_tokens(x.astype(jnp.float32), segments, pooling, slots, after)
     if pooling == model.config.pooling and hasattr(model, "project"):
         vectors = model.project(vectors.reshape(-1, vectors.shape[-1])).reshape(*vectors.shape[:2], -1)
     return vectors, aux
 
 
-def pool_tokens(x: Float[Array, "B T D"], segments: Int[Array, "B T"], pooling: str, slots: int = 1) -> Float[Array, "B s D"]:
-    """Pools the vectors of each slot's tokens into one; 0 in empty slots, but for `cls` and `last`."""
+def pool_tokens(
+    x: Float[Array, "B T D"], segments: Int[Array, "B T"], pooling: str, slots: int = 1, after: Int[Array, "B s"] | None = None
+) -> Float[Array, "B s D"]:
+    """Pools the vectors of each slot's tokens into one; 0 in empty slots, but for `cls` and `last`. `after` as in `text_vectors`."""
+    own = _of_slots(segments, slots, after)
     if pooling in ("cls", "last"):
-        places = text_places(segments, slots, last=pooling == "last")
-        return jnp.take_along_axis(x, places[:, :, None], 1)
-    own = segments[:, :, None] == jnp.arange(1, slots + 1, dtype=segments.dtype)
+        return jnp.take_along_axis(x, _ends(own, last=pooling == "last")[:, :, None], 1)
     if pooling == "max":
         largest = [jnp.max(jnp.where(own[:, :, k, None], x, -jnp.inf), 1) for k in range(slots)]
         return jnp.where(jnp.any(own, 1)[:, :, None], jnp.stack(largest, 1), 0.0)

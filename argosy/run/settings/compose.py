@@ -19,7 +19,7 @@ from dataclasses import replace
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -55,9 +55,14 @@ from argosy.run.settings.recipe_files import (
 from argosy.run.settings.stored_layers import init_of, is_model, overruled, spelt_out, with_folders
 from argosy.train.objectives import OBJECTIVES
 
+if TYPE_CHECKING:
+    from argosy.weights.hub.sentence_steps import EmbeddingSteps
+
 T = TypeVar("T", bound=Settings)
 
 NEEDS, WHEN = "needs", "when"
+# The columns of texts that a prompt is put before, of other objectives than `contrastive`.
+TEXT_COLUMNS = {"similarity": ("sentence1", "sentence2")}
 # Between keys of `needs` of which one is enough.
 OR = " or "
 # What a reward may be, for who has named none.
@@ -136,9 +141,15 @@ def objective_layers(schema: type[Settings], layers: list[SettingsLayer]) -> lis
     if objective.needs.labels:
         for group, own in label_values(layers, is_given).items():
             values[group] = values.get(group, {}) | own
-    pools = "pooling" in getattr(objective, "model_fields", {}) and not is_given("objective.pooling")
-    if pools and (pooling := stored_pooling(layers)) is not None:
-        values["objective"] = {"pooling": pooling}
+    if "pooling" in getattr(objective, "model_fields", {}) and (steps := stored_steps(layers)) is not None:
+        if not is_given("objective.pooling"):
+            values["objective"] = {"pooling": steps.pooling}
+        if steps.prompt and not is_given("data.prompts"):
+            columns = TEXT_COLUMNS.get(_chosen(schema, layers, "objective"), ("anchor", "positive"))
+            columns = (*columns, "negative") if _given(layers, "objective.negatives") else columns
+            values["data"] = values.get("data", {}) | {"prompts": dict.fromkeys(columns, steps.prompt)}
+        if (steps.prompt or is_given("data.prompts")) and not steps.include_prompt and not is_given("objective.include_prompt"):
+            values["objective"] = values.get("objective", {}) | {"include_prompt": False}
     if objective.needs.rollouts != "none":
         if objective.needs.rollouts == "teacher" and not is_given("rollout.completions"):
             # Without rewards there are no groups to compare.
@@ -175,8 +186,8 @@ def label_values(layers: list[SettingsLayer], is_given: Callable[[str], bool]) -
     return {"data": {"labels": list(names)}, "model": {"scores": len(names) or 1, "labels": names} | problem}
 
 
-def stored_pooling(layers: list[SettingsLayer]) -> str | None:
-    """How the model that a run starts from pools the vectors of tokens, by its small files; None without a model, or without them.
+def stored_steps(layers: list[SettingsLayer]) -> "EmbeddingSteps | None":
+    """How the model that a run starts from makes vectors of texts, by its small files; None without a model, or without them.
 
     Raises:
         BadInput: it has a step that is not trained.
@@ -189,10 +200,10 @@ def stored_pooling(layers: list[SettingsLayer]) -> str | None:
     if companions is None or not (companions / "modules.json").is_file():
         return None
     steps = read_steps(companions)
-    if steps.prompt or steps.lower:
-        what = f"this model reads each text after `{steps.prompt}`" if steps.prompt else "this model reads texts in lower case"
-        raise BadInput(what, where=str(companions), hint="training reads texts as they are: write them so, and set `objective.pooling`")
-    return steps.pooling
+    if steps.lower:
+        hint = "training reads texts as they are: write them so, and set do_lower_case to false"
+        raise BadInput("this model reads texts in lower case", where=str(companions), hint=hint)
+    return steps
 
 
 def with_conditions(

@@ -387,6 +387,8 @@ class Run(Settings):
         elif self.model.scored != scores:
             why = "a reward model predicts no tokens" if not scores else "its head gives one score"
             yield f"model.scores = {self.model.scored}, and the objective needs {scores}: {why}"
+        if not getattr(self.objective, "include_prompt", True) and not self.data.prompts:
+            yield "objective.include_prompt = false leaves prompts out of vectors, and data.prompts names none"
         wide = [width for width in getattr(self.objective, "dimensions", ()) if width > self.model.embedding_width]
         if wide:
             yield f"objective.dimensions has {wide[0]}, and the model's vectors have {self.model.embedding_width} numbers"

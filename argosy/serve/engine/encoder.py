@@ -207,16 +207,30 @@ class EncoderService(ServedModel[EncoderFront]):
         except ArgosyError as error:
             raise input_error(error, "prompt") from None
 
-    def rows(self, texts: Sequence[Prompt], most: int | None, param: str, *, special: bool = True) -> list[list[int]]:
+    def prompt(self, name: str | None) -> str:
+        """The prompt of this name; None: that of texts for which none is named.
+
+        Raises:
+            ApiError: the model has no such prompt.
+        """
+        try:
+            return self.front.engine.steps.prompt_named(name)
+        except ArgosyError as error:
+            raise input_error(error, "prompt_name") from None
+
+    def rows(
+        self, texts: Sequence[Prompt], most: int | None, param: str, *, special: bool = True, prompt_name: str | None = None
+    ) -> list[list[int]]:
         """The ids of texts. Slow.
 
         Args:
             most: cuts texts to so many tokens; -1: to the context; None: longer ones are an error.
             param: the field that they came in, for errors.
             special: puts the model's special tokens around texts.
+            prompt_name: names the prompt that is put before texts; None: the default one.
 
         Raises:
-            ApiError: no text, too many, one that is too long, or ids that are no tokens.
+            ApiError: no text, too many, one that is too long, ids that are no tokens, or no such prompt.
         """
         if not texts:
             raise ApiError(f"`{param}` is empty", param=param)
@@ -228,8 +242,9 @@ class EncoderService(ServedModel[EncoderFront]):
         if most in (0, 1):
             raise ApiError("`truncate_prompt_tokens` is -1, or at least 2", param="truncate_prompt_tokens")
         most = self.context if most == -1 else most
+        prompt = self.prompt(prompt_name)
         try:
-            found = self.front.engine.ids([t if isinstance(t, str) else t[:most] for t in texts], most, special=special)
+            found = self.front.engine.ids([t if isinstance(t, str) else t[:most] for t in texts], most, special=special, prompt=prompt)
         except ArgosyError as error:
             raise input_error(error, param) from None
         for place, ids in enumerate(found):

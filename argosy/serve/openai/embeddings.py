@@ -16,7 +16,7 @@ from argosy.serve.openai.completions import read_prompts
 from argosy.serve.openai.fields import EmbeddingFields
 from argosy.web.errors import ApiError
 from argosy.web.fields import RerankFields, ScoreFields, VectorFields
-from argosy.web.ranking import check_counts, reranked, scored
+from argosy.web.ranking import DOCUMENT, QUERY, check_counts, reranked, scored
 
 
 @dataclass
@@ -55,7 +55,8 @@ def prepare_embeddings(service: EncoderService, body: Any) -> EmbeddingJob:
     service.check_model(fields.model)
     check_dimensions(service, fields.dimensions)
     texts = read_prompts(fields.input, "input")
-    rows = service.rows(texts, fields.truncate_prompt_tokens, "input", special=fields.add_special_tokens)
+    how: Any = {"special": fields.add_special_tokens, "prompt_name": fields.prompt_name}
+    rows = service.rows(texts, fields.truncate_prompt_tokens, "input", **how)
 
     def answer(vectors: Float[np.ndarray, "N D"]) -> dict[str, Any]:
         found = service.front.engine.finished(vectors, dimensions=fields.dimensions)
@@ -110,16 +111,17 @@ def prepare_score(service: EncoderService, body: Any) -> EmbeddingJob:
 
 
 def prepare_rerank(service: EncoderService, body: Any) -> EmbeddingJob:
-    """The work of /rerank: documents by their likeness to a query.
+    """The work of /rerank: documents by their likeness to a query, each after its own prompt where the model has one.
 
     Raises:
         ApiError: it asks for what cannot be done.
     """
     fields = RerankFields.of(body)
     service.check_model(fields.model)
+    steps = service.front.engine.steps
     rows = [
-        *service.rows([fields.query], fields.truncate_prompt_tokens, "query"),
-        *service.rows(fields.documents, fields.truncate_prompt_tokens, "documents"),
+        *service.rows([fields.query], fields.truncate_prompt_tokens, "query", prompt_name=steps.role(QUERY)),
+        *service.rows(fields.documents, fields.truncate_prompt_tokens, "documents", prompt_name=steps.role(DOCUMENT)),
     ]
 
     def answer(vectors: Float[np.ndarray, "N D"]) -> dict[str, Any]:

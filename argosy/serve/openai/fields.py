@@ -222,10 +222,14 @@ class DetokenizeFields(Fields):
 
 
 class EmbeddingFields(VectorFields):
-    """A body of /v1/embeddings."""
+    """A body of /v1/embeddings.
+
+    prompt_name: the prompt of the model's folder that is put before each text, as in text-embeddings-inference; None: its default.
+    """
 
     # `embeddings` checks its four forms.
     input: Any
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(None, ge=1)
     add_special_tokens: bool = True
+    prompt_name: str | None = Field(None, max_length=128)

@@ -1,16 +1,17 @@
 """The steps from the vectors of tokens to that of a text, in the small files of sentence-transformers beside a model's weights.
 
 modules.json lists the steps, 1_Pooling/config.json says how token vectors become one, sentence_bert_config.json how many tokens are
-read. A step that is not built is an error. Without these files the result is the mean over all tokens, not normalized.
+read, config_sentence_transformers.json which prompts are put before texts. A step that is not built is an error. Without these
+files the result is the mean over all tokens, not normalized.
 """
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from argosy.core.errors import BadInput, Damaged
+from argosy.core.errors import BadInput, Damaged, nearest
 from argosy.data.tokenizers.config import read_object, read_text
 
 POOLINGS = ("mean", "cls", "max", "last")
@@ -21,6 +22,8 @@ MODES = {
     "max": "pooling_mode_max_tokens",
     "last": "pooling_mode_lasttoken",
 }
+# Names by `pooling_mode`, where they differ.
+SHORT = {"last": "lasttoken"}
 
 
 @dataclass(frozen=True)
@@ -28,14 +31,41 @@ class EmbeddingSteps:
     """pooling: how token vectors become one.
     normalize: scales the result to length 1.
     tokens: the most tokens that are read; None: as many as the model takes.
-    lower, prompt: how a text is changed before.
+    lower: whether texts are converted to lower case.
+    prompts: texts that are put before texts, by name: `query: ` before queries.
+    default_prompt: the name of the prompt of texts for which none is named; None: they have none.
+    include_prompt: whether the vectors of a prompt's tokens are pooled too.
     """
 
     pooling: str
     normalize: bool = False
     tokens: int | None = None
     lower: bool = False
-    prompt: str = ""
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    default_prompt: str | None = None
+    include_prompt: bool = True
+
+    @property
+    def prompt(self) -> str:
+        """The prompt of texts for which none is named."""
+        return self.prompts.get(self.default_prompt or "", "")
+
+    def prompt_named(self, name: str | None) -> str:
+        """The prompt of this name; None: that of texts for which none is named.
+
+        Raises:
+            BadInput: there is no such prompt.
+        """
+        if name is None:
+            return self.prompt
+        if name not in self.prompts:
+            hint = nearest(name, list(self.prompts)) if self.prompts else "this model has no prompts"
+            raise BadInput(f"no prompt `{name[:64]}`", hint=hint)
+        return self.prompts[name]
+
+    def role(self, names: tuple[str, ...]) -> str | None:
+        """The first of these names that a prompt has; None: none has."""
+        return next((name for name in names if name in self.prompts), None)
 
 
 def read_steps(folder: Path, pooling: str | None = None, otherwise: str = "mean") -> EmbeddingSteps:
@@ -51,18 +81,19 @@ def read_steps(folder: Path, pooling: str | None = None, otherwise: str = "mean"
     """
     beside = read_object(folder / "sentence_bert_config.json")
     tokens = beside.get("max_seq_length") or read_object(folder / "tokenizer_config.json").get("model_max_length")
-    prompt = _prompt(read_object(folder / "config_sentence_transformers.json"))
+    prompts, default = _prompts(read_object(folder / "config_sentence_transformers.json"), str(folder))
     most = int(tokens) if isinstance(tokens, int | float) and tokens > 0 else None
-    read: dict[str, Any] = {"pooling": otherwise, "tokens": most, "lower": bool(beside.get("do_lower_case"))}
+    read: dict[str, Any] = {"pooling": pooling or otherwise, "tokens": most, "lower": bool(beside.get("do_lower_case"))}
     for kind, where in _modules(folder):
         if kind == "Pooling":
             config = read_object(folder / where / "config.json")
-            read["pooling"] = pooling or _pooling(config, prompt, str(folder / where))
+            read["pooling"] = pooling or _pooling(config, str(folder / where))
+            read["include_prompt"] = config.get("include_prompt") is not False
         elif kind == "Normalize":
             read["normalize"] = True
         elif kind != "Transformer":
             raise BadInput(f"the step `{kind}` of modules.json is not built", where=str(folder))
-    return EmbeddingSteps(**read, prompt=prompt)
+    return EmbeddingSteps(**read, prompts=prompts, default_prompt=default)
 
 
 def _modules(folder: Path) -> list[tuple[str, str]]:
@@ -76,22 +107,47 @@ def _modules(folder: Path) -> list[tuple[str, str]]:
         raise Damaged("modules.json lists no modules", where=str(folder)) from None
 
 
-def _pooling(config: Mapping[str, Any], prompt: str, where: str) -> str:
+def _pooling(config: Mapping[str, Any], where: str) -> str:
     """The single pooling mode that a Pooling module is set to."""
     modes = [config["pooling_mode"]] if isinstance(config.get("pooling_mode"), str) else []
     modes += [key for key, value in config.items() if key.startswith("pooling_mode_") and value is True]
-    found = [name for name in POOLINGS if name in modes or MODES[name] in modes]
+    found = [name for name in POOLINGS if name in modes or MODES[name] in modes or SHORT.get(name) in modes]
     if len(modes) != 1 or not found:
         raise BadInput(f"pooling by {' and '.join(modes) or 'nothing'} is not built", where=where, hint="pass pooling=")
-    if prompt and config.get("include_prompt") is False:
-        raise BadInput("pooling that leaves out the prompt is not built", where=where)
     return found[0]
 
 
-def _prompt(config: Mapping[str, Any]) -> str:
-    """The text put before every text."""
-    prompts = config.get("prompts")
-    return str(prompts.get(config.get("default_prompt_name")) or "") if isinstance(prompts, dict) else ""
+def _prompts(config: Mapping[str, Any], where: str) -> tuple[dict[str, str], str | None]:
+    """The prompts by name, and the name of the default one. A prompt that is null is an empty text."""
+    given, default = config.get("prompts") or {}, config.get("default_prompt_name")
+    if not isinstance(given, dict) or not all(isinstance(text, str | None) for text in given.values()):
+        raise Damaged("`prompts` in config_sentence_transformers.json are no texts by name", where=where)
+    if default is not None and default not in given:
+        what = f"default_prompt_name is `{str(default)[:64]}`, and `prompts` in config_sentence_transformers.json has no such name"
+        raise Damaged(what, where=where)
+    return {name: text or "" for name, text in given.items()}, default
+
+
+def trained_steps(objective: Any, data: Any, stored: EmbeddingSteps | None) -> EmbeddingSteps:
+    """The steps of a model that was trained with these settings of the objective and of the data. The prompts of training are its
+    default prompt, if all texts have the same, otherwise those of queries (anchors) and of documents (positives).
+
+    Args:
+        stored: the steps of the model that training started from, whose other prompts are kept.
+    """
+    prompts, default = dict(stored.prompts if stored else {}), None
+    texts = dict(data.prompts)
+    if texts:
+        graded = "sentence1" in texts or "sentence2" in texts
+        names = {"sentence1": "sentence1", "sentence2": "sentence2"} if graded else {"query": "anchor", "document": "positive"}
+        own = {name: texts.get(column, "") for name, column in names.items()}
+        if len(set(own.values())) == 1:
+            text = next(iter(own.values()))
+            default = next((name for name, kept in prompts.items() if kept == text), "default")
+            own = {default: text}
+        prompts |= own
+    how: dict[str, Any] = {"include_prompt": getattr(objective, "include_prompt", True)}
+    return EmbeddingSteps(objective.text_pooling, True, data.sequence, prompts=prompts, default_prompt=default, **how)
 
 
 def write_steps(folder: Path, steps: EmbeddingSteps, width: int) -> None:
@@ -104,7 +160,12 @@ def write_steps(folder: Path, steps: EmbeddingSteps, width: int) -> None:
     known = "sentence_transformers.models"
     modules = [{"idx": i, "name": str(i), "path": path, "type": f"{known}.{kind}"} for i, (path, kind) in enumerate(listed)]
     pooling = {"word_embedding_dimension": width, **{mode: name == steps.pooling for name, mode in MODES.items()}}
+    pooling |= {"include_prompt": steps.include_prompt}
     beside = {"max_seq_length": steps.tokens, "do_lower_case": steps.lower}
     (folder / "1_Pooling").mkdir(exist_ok=True)
-    for name, content in (("modules.json", modules), ("1_Pooling/config.json", pooling), ("sentence_bert_config.json", beside)):
+    files: dict[str, Any] = {"modules.json": modules, "1_Pooling/config.json": pooling, "sentence_bert_config.json": beside}
+    if steps.prompts:
+        named = {"prompts": dict(steps.prompts), "default_prompt_name": steps.default_prompt, "similarity_fn_name": "cosine"}
+        files["config_sentence_transformers.json"] = named
+    for name, content in files.items():
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

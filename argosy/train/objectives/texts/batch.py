@@ -15,6 +15,8 @@ from argosy.models.parts.texts import pair_types, text_scores, text_vectors
 from argosy.train.objectives.preferences.sequences import FIELDS, PER_SEQUENCE
 
 TEXTS: Fields = {**{name: FIELDS[name] for name in ("tokens", "segments", "live")}, "second": PER_SEQUENCE}
+# How many tokens of a text belong to its prompt.
+PROMPT = "prompt_length"
 LABELS = Field("B s z", np.float32, "row")
 
 
@@ -25,9 +27,16 @@ def batch_scores(model: Any, batch: dict[str, Array]) -> tuple[Float[Array, "B s
     return text_scores(model, batch["tokens"], segments, types, batch["live"].shape[1])
 
 
+def vector_fields(include_prompt: bool) -> Fields:
+    """What is read for the vectors of texts; include_prompt: whether those of their prompts are pooled too."""
+    fields = {name: TEXTS[name] for name in ("tokens", "segments", "live")}
+    return fields if include_prompt else fields | {PROMPT: PER_SEQUENCE}
+
+
 def batch_vectors(model: Any, batch: dict[str, Array], pooling: str) -> Float[Array, "B s D"]:
-    """The vectors of the texts of a batch."""
-    return text_vectors(model, batch["tokens"], batch["segments"], pooling, batch["live"].shape[1])[0]
+    """The vectors of the texts of a batch; without their prompts, where the batch says how long these are."""
+    after = batch[PROMPT].astype(jnp.int32) if PROMPT in batch else None
+    return text_vectors(model, batch["tokens"], batch["segments"], pooling, batch["live"].shape[1], after)[0]
 
 
 def text_hashes(batch: dict[str, Array]) -> UInt32[Array, "B s"]:

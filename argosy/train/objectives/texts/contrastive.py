@@ -46,6 +46,8 @@ class Contrastive(Settings, Objective):
     """Widths at which the first numbers of vectors serve alone. Empty: the whole vector."""
     pooling: Annotated[Pooling | None, Also("pooling_mode")] = None
     """How the vectors of tokens become one. None: as the folder of the model says, mean without one."""
+    include_prompt: bool = True
+    """Whether the vectors of a prompt's tokens (`data.prompts`) are pooled too."""
 
     @property
     def rows_per_group(self) -> int:
@@ -67,9 +69,9 @@ class Contrastive(Settings, Objective):
         return {"matryoshka_dimensions": sorted(self.dimensions)} if self.dimensions else {}
 
     def reads(self) -> "Fields":
-        from argosy.train.objectives.texts.batch import TEXTS
+        from argosy.train.objectives.texts.batch import vector_fields
 
-        return {name: TEXTS[name] for name in ("tokens", "segments", "live")}
+        return vector_fields(self.include_prompt)
 
     def __call__(self, models: "Models", batch: "dict[str, Array]", key: Any) -> "Loss":
         import jax.numpy as jnp

@@ -34,15 +34,17 @@ class Similarity(Settings, Objective):
     """What differences of cosines are multiplied with."""
     pooling: Annotated[Pooling | None, Also("pooling_mode")] = None
     """How the vectors of tokens become one. None: as the folder of the model says, mean without one."""
+    include_prompt: bool = True
+    """Whether the vectors of a prompt's tokens (`data.prompts`) are pooled too."""
 
     @property
     def text_pooling(self) -> str:
         return self.pooling or "mean"
 
     def reads(self) -> "Fields":
-        from argosy.train.objectives.texts.batch import LABELS, TEXTS
+        from argosy.train.objectives.texts.batch import LABELS, vector_fields
 
-        return {**{name: TEXTS[name] for name in ("tokens", "segments", "live")}, "label": LABELS}
+        return {**vector_fields(self.include_prompt), "label": LABELS}
 
     def __call__(self, models: "Models", batch: "dict[str, Array]", key: Any) -> "Loss":
         from argosy.train.objectives.texts.batch import batch_vectors, unit_rows
