@@ -29,13 +29,14 @@ from argosy.adapt.methods.settings import BalancingMethod, RoundingMethod
 from argosy.adapt.quant import PARTS, QuantizedEinsum, as_floats
 from argosy.core.errors import BadInput
 from argosy.core.formats import TensorReader, TensorView
+from argosy.core.process.resident import trim
 from argosy.models.parts.weight import Leaves
 from argosy.ops.quantized import Quantized
 
 # What the names of weights begin with, in the files of layers, that balancing changes and no rule quantizes.
 CHANGED = "changed:"
 # Tokens of one call of a layer.
-BATCH = 2048
+BATCH = 1024
 
 
 @dataclass(frozen=True)
@@ -104,9 +105,11 @@ def calibrate(
     if start == 0 and not folder.has_inputs(0):
         parts = range(0, len(data.tokens), rows)
         folder.write_inputs(0, runner.embedded((data.tokens[at : at + rows], data.segments[at : at + rows]) for at in parts))
+        trim()
     done(start, count)
     for i in range(start, count):
         _calibrate_layer(runner, method, data, folder, i, rows)
+        trim()
         done(i + 1, count)
     for i in range(count):
         for row in folder.read_layer(i)[1]:
@@ -130,6 +133,8 @@ def _calibrate_layer(
     table: list[Row] = []
     quantized: dict[str, Quantized] = {}
     statistics = runner.statistics(i, leaves, batches()) if runner.names[i] else {}
+    # What compiling took is not returned by itself, and is more than a layer of a small model.
+    trim()
     changed, balanced = _balanced(runner, i, leaves, statistics, method, next(batches()))
     for name in runner.names[i]:
         of, inputs = runner.contraction(i, name), statistics.get(name)
@@ -139,6 +144,7 @@ def _calibrate_layer(
             scale = rounding.static_scale(_largest_input(f"layers.{i}.{name}", inputs))
             quantized[name] = replace(quantized[name], x_scale=jnp.asarray(scale))
         table.append({"name": name} | row | {"balanced": name in balanced})
+        trim()
     del statistics
     leaves = leaves | changed
     if i + 1 < len(runner.plan):

@@ -20,7 +20,7 @@ from argosy.core.formats import TensorReader
 from argosy.models.parts.attention.attend import Attend, Bidirectional, Packed
 from argosy.models.parts.einsum import Contraction
 from argosy.models.parts.stack import Layer, Unroll, run_block
-from argosy.models.parts.weight import Leaves, abstract, merge, put, split, variables
+from argosy.models.parts.weight import Leaves, merge, split, variables
 from argosy.ops.quantized import Quantized
 
 # Modules outside the layers that their inputs do not depend on.
@@ -62,9 +62,10 @@ class LayerRunner:
         Args:
             batches: yields tokens [B T] and their segments.
         """
-        model = nnx.merge(*nnx.split(self.plain))
-        inside = [a for a in abstract(model) if not a.startswith(("layers.", *AFTER))]
-        put(model, {a: jnp.asarray(self.weights.read(a), jnp.float32) for a in inside})
+        # A model of its own: what is put into variables that it shared with `plain` would stay in memory.
+        graph, own = split(self.plain)
+        inside = [a for a in own if not a.startswith(("layers.", *AFTER))]
+        model = merge(graph, own | {a: jnp.asarray(self.weights.read(a), jnp.float32) for a in inside})
         for tokens, segments in batches:
             yield np.asarray(model.embedded(jnp.asarray(tokens), _strategy(self.causal, jnp.asarray(segments))))
 

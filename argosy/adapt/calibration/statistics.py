@@ -6,7 +6,7 @@ read the same array share their sums.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -45,12 +45,16 @@ class InputSums:
 
 @dataclass(frozen=True)
 class InputStatistics:
-    """Statistics of the inputs of a contraction on calibration data, as numpy arrays. The fields are those of `InputSums`."""
+    """Statistics of the inputs of a contraction on calibration data, as numpy arrays. The fields are those of `InputSums`.
+
+    kept: what a method has computed of the Gram matrix, for the next contraction that reads the same inputs.
+    """
 
     gram: Float[np.ndarray, "G I I"]
     absolute: Float[np.ndarray, "G I"]
     largest: Float[np.ndarray, "G I"]
     tokens: Float[np.ndarray, " G"]
+    kept: dict[Any, np.ndarray] = field(default_factory=dict, repr=False, compare=False)
 
     @staticmethod
     def of(sums: InputSums) -> "InputStatistics":

@@ -61,7 +61,7 @@ def compensated(
             continue
         gram = inputs.gram[g]
         order = np.argsort(-np.diag(gram), kind="stable") if by_activation else np.arange(len(gram))
-        factor = inverse_factor(gram, order, damping)
+        factor = _factor(inputs, g, order, (damping, by_activation))
         low = None if not minimum else minimum[0][g][order]
         solved = _solved(scheme.format, rows[g][order], scale[g][order], low, factor)
         out.append(solved[np.argsort(order)])
@@ -71,6 +71,16 @@ def compensated(
 @partial(jax.jit, static_argnums=1)
 def _spread_over(scales: Array, shape: tuple[int, ...]) -> Array:
     return jnp.broadcast_to(spread(scales, shape), shape)
+
+
+def _factor(inputs: "InputStatistics", g: int, order: np.ndarray, how: tuple[float, bool]) -> Float[np.ndarray, "I I"]:
+    """The factor of a Gram matrix. That of a matrix without experts is kept: queries, keys and values read the same inputs. Those of
+    experts would be as large as all of their Gram matrices."""
+    if len(inputs.gram) > 1:
+        return inverse_factor(inputs.gram[g], order, how[0])
+    if how not in inputs.kept:
+        inputs.kept[how] = inverse_factor(inputs.gram[g], order, how[0])
+    return inputs.kept[how]
 
 
 def inverse_factor(gram: Float[np.ndarray, "I I"], order: np.ndarray, damping: float) -> Float[np.ndarray, "I I"]:
