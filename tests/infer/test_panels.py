@@ -9,11 +9,13 @@ import pytest
 from test_engine import TIGHT, alone, answers, lm_of, prompts
 
 from argosy.adapt.quant import Scheme, apply_schemes, by_layer, int8
-from argosy.adapt.surgery import swap
+from argosy.adapt.surgery import find, swap
 from argosy.infer.cpu import panels
 from argosy.infer.engine.engine import Engine
 from argosy.infer.engine.request import Request
 from argosy.infer.forward.passes import ByLayer
+from argosy.models.parts import einsum
+from argosy.models.parts.stack import Unroll
 from argosy.models.parts.weight import split, variable
 from argosy.ops.native import library
 from argosy.ops.native.products import Panels, packed
@@ -93,6 +95,25 @@ def test_an_engine_multiplies_the_codes_of_every_format():
     bits = {name: packed[f"layers.1.{name}.values"].code.bits for name in MIXED}
     assert bits == {"attn.q": 8, "attn.k": 4, "attn.v": 4, "attn.o": 4, "mlp.gate": 8, "mlp.up": 2, "mlp.down": 4}
     assert packed["embed.w"].scale is None
+
+
+@pytest.mark.parametrize(
+    ("family", "example"),
+    [("qwen", "3-experts"), *(pytest.param(*name, marks=pytest.mark.slow) for name in (("gpt_oss", "plain"), ("llama4", "experts")))],
+)
+def test_an_engine_multiplies_the_codes_of_experts(family: str, example: str, monkeypatch: pytest.MonkeyPatch):
+    """With as many rows as routers send to an expert, with biases of experts, and without the product of float experts."""
+    lm = lm_of(family, example)
+    layers = [name.removesuffix(".router") for name in find(lm.config.build(Unroll()), r"layers\..*\.mlp\.router")]
+    rules = {"gate": Scheme("int8", activations="int8"), "up": Scheme("int4", 2), "down": Scheme("nf4", 2)}
+    schemes = {f"{layer}.{name}": how for layer in layers for name, how in rules.items()}
+    apply_schemes(lm.module, schemes)
+    some = prompts(lm.config.vocab, (5, 40, 17))
+    expected = [alone(lm, p, 6) for p in some]
+    monkeypatch.setattr(einsum, "grouped_matmul", None)
+    engine = Engine(lm.module, TIGHT)
+    assert answers(engine, [Request(p, max_tokens=6) for p in some]) == expected
+    assert {made_by(engine)[f"{name}.values"].experts for name in schemes} == {lm.config.experts.count}
 
 
 def test_a_serving_engine_holds_its_weights_once():

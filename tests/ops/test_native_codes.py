@@ -1,5 +1,8 @@
 """Quantized weights of every format in panels: the product of `Quantized.dequantized()`, and of int8 data that of whole numbers."""
 
+from dataclasses import replace
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,9 +12,9 @@ from argosy.adapt.formats.activations import Activations
 from argosy.adapt.formats.table import FORMATS
 from argosy.infer.cpu.panels import rounding_data
 from argosy.models.parts import einsum
-from argosy.models.parts.einsum import contract
+from argosy.models.parts.einsum import Route, contract
 from argosy.ops.native import library
-from argosy.ops.native.blocks import packed_quantized
+from argosy.ops.native.blocks import packed_experts, packed_quantized
 from argosy.ops.native.products import LONGEST, Panels, block_counts, integer_product, multiplies_integers, product
 from argosy.ops.quantized import Quantized
 
@@ -250,3 +253,84 @@ def test_a_packed_weight_that_rounds_data():
     assert 1e-4 < difference.max() < 0.2
     levels = quantized("nf4", 96, 40, 32, True)[1]
     assert rounding_data(levels, "int8") is levels
+
+
+# ---- experts
+
+# Whole groups of rows, one row, no row, more rows than a tile has, and rows that are left over.
+SIZES = (5, 1, 0, 40)
+REST = 3
+
+
+def experts_of(name: str, eq: str, block: int = 32, minimum: bool = False) -> tuple[Quantized, Panels]:
+    """Four matrices [96 40] in a format, along the first axis, and the same in panels."""
+    first = eq == "XD,EDM->XM"
+    w = numbers(5, 4, *((96, 40) if first else (40, 96))) * np.asarray([1, 3, 0.1, 30], np.float32)[:, None, None]
+    shared = (1, block, 1) if first else (1, 1, block)
+    found = FORMATS[name].quantize(w, shared, "minmax" if minimum else "absmax", lead=1, pack=-2 if first else -1)
+    panels = packed_experts(found, 1, first)
+    assert panels is not None
+    np.testing.assert_array_equal(np.asarray(panels.dense()), np.asarray(found.dequantized()))
+    return found, panels
+
+
+def route_of(sizes: tuple[int, ...]) -> Route:
+    expert = np.concatenate([np.repeat(np.arange(len(sizes)), sizes), np.full(REST, len(sizes) - 1)])
+    return Route(jnp.asarray(sizes, jnp.int32), jnp.asarray(expert, jnp.int32))
+
+
+@pytest.mark.parametrize("eq", ["XD,EDM->XM", "XD,EMD->XM"])
+@pytest.mark.parametrize("name", ["int8", "int4", "int2", "nf4", "mxfp6_e2m3", "mxfp8_e5m2", "nvfp4"])
+@pytest.mark.usefixtures("kernels")
+def test_experts_have_the_products_of_their_floats(name: str, eq: str, monkeypatch: pytest.MonkeyPatch):
+    """And each row that of its expert alone, bit for bit, whatever rows others have."""
+    w, panels = experts_of(name, eq)
+    monkeypatch.setattr(einsum, "grouped_matmul", None)
+    for sizes in (SIZES, (1, 0, 0, 1), (0, 0, 0, 0)):
+        x, route = jnp.asarray(numbers(1, sum(sizes) + REST, 96)), route_of(sizes)
+        y = np.asarray(jax.jit(contract, static_argnums=0)(eq, x, Quantized(panels, w.scale), route))
+        assert y.shape == (sum(sizes) + REST, 40)
+        assert (y[sum(sizes) :] == 0).all()
+        for e, size in enumerate(sizes):
+            rows = slice(sum(sizes[:e]), sum(sizes[: e + 1]))
+            own: dict[str, Any] = {part: a[e] for part in ("values", "scale", "outer") if (a := getattr(w, part)) is not None}
+            alone = packed_quantized(replace(w, **own), 1, panels.first)
+            np.testing.assert_array_equal(y[rows], np.asarray(product(x[rows], alone)) if size else y[rows])
+            dense = np.asarray(w.dequantized())[e]
+            flat = (dense if panels.first else dense.T).astype(np.float64)
+            exact, most = np.asarray(x, np.float64)[rows] @ flat, np.abs(np.asarray(x))[rows] @ np.abs(flat)
+            assert (np.abs(y[rows] - exact) <= 1e-6 * most).all()
+
+
+@pytest.mark.parametrize("minimum", [False, True])
+@pytest.mark.parametrize("name", ["int8", "int4", "int2"])
+@pytest.mark.parametrize(("data", "block"), [("int8", None), ("int8", 32), ("int4", 32), ("mxint8", None)])
+@pytest.mark.usefixtures("kernels")
+def test_experts_multiply_rounded_data(
+    name: str, data: str, block: int | None, minimum: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """As whole numbers, or as floats where scales of data are powers of two."""
+    calls = []
+    monkeypatch.setattr(einsum, "grouped_matmul", None)
+    monkeypatch.setattr(einsum, "integer_product", lambda *given: calls.append(given) or integer_product(*given))
+    w, panels = experts_of(name, "XD,EDM->XM", minimum=minimum)
+    rounded = Activations(data, block)
+    x, route = jnp.asarray(peaked(numbers(1, sum(SIZES) + REST, 96), block or 96)), route_of(SIZES)
+    y = np.asarray(contract("XD,EDM->XM", x, Quantized(panels, w.scale, w.minimum, activations=rounded), route))
+    floats, dense = np.asarray(rounded.quantize(x, (1,)).dequantized(), np.float64), np.asarray(w.dequantized(), np.float64)
+    for row, e in enumerate(np.repeat(np.arange(4), SIZES)):
+        allowed = 2e-6 * (np.abs(floats[row]) @ np.abs(dense[e]) + np.abs(floats[row]).sum() * np.abs(dense[e]).max())
+        assert (np.abs(y[row] - floats[row] @ dense[e]) <= allowed).all()
+    assert (y[sum(SIZES) :] == 0).all()
+    assert len(calls) == (data != "mxint8")
+
+
+@pytest.mark.usefixtures("kernels")
+def test_sizes_that_do_not_fit_are_cut():
+    """More rows than there are belong to nobody; the products of those that are there stay."""
+    w, panels = experts_of("int8", "XD,EDM->XM")
+    x = jnp.asarray(numbers(1, 6, 96))
+    y = np.asarray(product(x, panels, jnp.asarray([4, -2, 9, 3])))
+    np.testing.assert_array_equal(y, product(x, panels, jnp.asarray([4, 0, 2, 0])))
+    assert np.isfinite(y).all()
+    assert w.shape[0] == panels.experts

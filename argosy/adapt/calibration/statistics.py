@@ -58,7 +58,8 @@ class InputStatistics:
 
     @staticmethod
     def of(sums: InputSums) -> "InputStatistics":
-        return InputStatistics(*map(np.asarray, (sums.gram, sums.absolute, sums.largest, sums.tokens)))
+        gram, absolute, largest, tokens = map(np.asarray, (sums.gram, sums.absolute, sums.largest, sums.tokens))
+        return InputStatistics(gram, absolute, largest, tokens)
 
     @property
     def sufficient(self) -> Bool[np.ndarray, " G"]:

@@ -21,7 +21,7 @@ from argosy.models.parts.einsum import Einsum
 from argosy.models.parts.weight import Leaves, variables
 from argosy.observe.environment import memory_bytes
 from argosy.ops.native import library
-from argosy.ops.native.blocks import packed_quantized
+from argosy.ops.native.blocks import packed_experts, packed_quantized
 from argosy.ops.native.products import SMALLEST, Panels, packed
 from argosy.weights.gguf.blocks import BlockRows, Origin
 
@@ -87,8 +87,8 @@ class PanelPacker:
     def _packed(self, address: str, weights: Leaves, rows: BlockRows | None, form: tuple[int, bool]) -> Panels | None:
         """A weight in panels; None for codes that have no kernel."""
         if (of := self.quantized.get(address)) is not None:
-            name = address.removesuffix("values")
-            return packed_quantized(of.with_parts({part: weights.get(f"{name}{part}") for part in PARTS}), *form)
+            name, pack = address.removesuffix("values"), packed_experts if of.group else packed_quantized
+            return pack(of.with_parts({part: weights.get(f"{name}{part}") for part in PARTS}), *form)
         return packed(weights[address], *form) if rows is None else rows.packed(weights[address])
 
     @staticmethod
@@ -141,25 +141,28 @@ def check_rounds_data(model: Any, weights: Leaves, origin: Origin | None) -> Non
 def panel_forms(model: nnx.Module, *, looked_up: bool = False) -> dict[str, tuple[int, bool]]:
     """`{address of a weight: (inner, first)}`, as in `Panels`, of the weights that are matrices of a product.
 
-    An embedding is packed for its use as a head, if there is no other head. Experts are not packed, because their products are grouped,
-    nor what several equations contract (latent attention).
+    An embedding is packed for its use as a head, if there is no other head. Experts are packed as codes alone, each as a matrix of its
+    own. What several equations contract (latent attention) is not packed.
 
     Args:
         looked_up: an embedding beside a head too.
     """
     out: dict[str, tuple[int, bool]] = {}
     for path, node in nnx.iter_modules(model):
-        if not isinstance(node, Einsum | QuantizedEinsum) or node.group or node.stacked or node.several:
+        if not isinstance(node, Einsum | QuantizedEinsum) or node.stacked or node.several:
+            continue
+        if node.group and (isinstance(node, Einsum) or not node.spec.startswith(node.group)):
             continue
         summed = node.inner
         if node.is_lookup:
             if node is not getattr(model, "embed", None) or (getattr(model, "head", None) is not None and not looked_up):
                 continue
             summed = node.kept
-        rest = "".join(letter for letter in node.spec if letter not in summed)
-        if summed and rest and node.spec in (summed + rest, rest + summed):
+        spec = node.spec.removeprefix(node.group)
+        rest = "".join(letter for letter in spec if letter not in summed)
+        if summed and rest and spec in (summed + rest, rest + summed):
             own = "w" if isinstance(node, Einsum) else "values"
-            out[".".join(map(str, (*path, own)))] = len(summed), node.spec.startswith(summed)
+            out[".".join(map(str, (*path, own)))] = len(summed), spec.startswith(summed)
     return out
 
 

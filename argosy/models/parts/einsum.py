@@ -60,7 +60,7 @@ def contract(
     activations, x_scale = (w.activations, w.x_scale) if isinstance(w, Quantized) else (None, None)
     panels = w.values if isinstance(w, Quantized) else w
     if isinstance(panels, Panels) and (activations := activations or panels.activations) is not None:
-        y = _packed_codes(eq, x, panels, activations, x_scale)
+        y = _packed_codes(eq, x, panels, activations, x_scale, route)
     elif isinstance(w, Quantized) and not isinstance(panels, Panels):
         y = _requantized(eq, x, w, route)
     else:
@@ -69,12 +69,13 @@ def contract(
 
 
 def _plain(eq: str, x: Array, w: Any, route: Route | None, dtype: Any) -> Array:
+    if isinstance(w, Panels):
+        if x.dtype == jnp.float32 and _packed_for(eq, w):
+            y = product(x.reshape(-1, w.summed), w, None if route is None else route.sizes)
+            return y.reshape(*x.shape[: x.ndim - w.inner], *w.kept)
+        w = w.dense()
     if route is not None and not route.even:
         return grouped_matmul(x, w, route.sizes)
-    if isinstance(w, Panels):
-        if route is None and x.dtype == jnp.float32 and _packed_for(eq, w):
-            return product(x.reshape(-1, w.summed), w).reshape(*x.shape[: x.ndim - w.inner], *w.kept)
-        w = w.dense()
     w = w.astype(x.dtype)
     if route is not None:
         rows = x.reshape(len(w), -1, x.shape[-1])
@@ -89,7 +90,9 @@ def _einsum(eq: str, x: Array, w: Array, dtype: Any) -> Array:
     return jnp.einsum(eq, x, w, preferred_element_type=dtype)
 
 
-def _packed_codes(eq: str, x: Array, w: Panels, activations: Any, x_scale: Array | None) -> Float[Array, "..."]:
+def _packed_codes(
+    eq: str, x: Array, w: Panels, activations: Any, x_scale: Array | None, route: Route | None
+) -> Float[Array, "..."]:
     """A contraction of data that is rounded with a packed weight. The kernels round it to whole numbers themselves.
 
     Args:
@@ -99,11 +102,12 @@ def _packed_codes(eq: str, x: Array, w: Panels, activations: Any, x_scale: Array
     if x.dtype == jnp.float32 and _packed_for(eq, w):
         whole = activations.whole_numbers(x.shape[lead:], is_static=x_scale is not None)
         if whole is not None and multiplies_integers(w, whole.scales):
-            y = integer_product(x.reshape(-1, w.summed), w, whole.bits, whole.scales, x_scale)
+            sizes = None if route is None else route.sizes
+            y = integer_product(x.reshape(-1, w.summed), w, whole.bits, whole.scales, x_scale, sizes)
             return y.reshape(*x.shape[:lead], *w.kept)
     letters, spec, out = eq.replace("->", ",").split(",")
     data = activations.quantize(x, tuple(i for i, a in enumerate(letters) if a in spec and a not in out), x_scale)
-    return _plain(eq, data.dequantized(x.dtype), replace(w, activations=None), None, x.dtype)
+    return _plain(eq, data.dequantized(x.dtype), replace(w, activations=None), route, x.dtype)
 
 
 def _requantized(eq: str, x: Array, w: Quantized, route: Route | None) -> Float[Array, "..."]:
@@ -183,7 +187,10 @@ def _tail(eq: str) -> str | None:
 
 def _packed_for(eq: str, w: Panels) -> bool:
     """Whether a weight is packed for the product of this equation."""
-    inner, spec = _tail(eq), letters_of(eq).spec
+    x, spec, out, _ = letters_of(eq)
+    if w.experts:
+        spec = "".join(a for a in spec if a in x + out)
+    inner = _tail(f"{x},{spec}->{out}")
     return inner is not None and len(inner) == w.inner and spec.startswith(inner) == w.first
 
 

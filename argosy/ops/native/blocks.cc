@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <utility>
+#include <vector>
 
 #include "codes.h"
 #include "parallel.h"
@@ -86,15 +87,21 @@ FewRows few_rows_of(int64_t rows, std::integer_sequence<int, M...>) {
   return all[rows - 1];
 }
 
-// x [M, K] times a weight of N columns, of which `panel` gives each panel: y [M, N].
+// x [rows, K] times a weight of N columns, or of N of each expert, of which `panel` gives each panel: y [rows, N].
 template <int BITS, typename Number, typename Panel>
-ffi::Error product(ffi::ThreadPool& pool, const float* x, int64_t M, int64_t K, const Panel& panel, float* y, int64_t N) {
-  const int64_t count = (N + PANEL - 1) / PANEL, share = count / (4 * pool.num_threads());
-  const int64_t together = M <= ROWS ? 1 : std::max<int64_t>(1, std::min<int64_t>(8, share));
-  parallel(pool, (count + together - 1) / together, [=](int64_t task) {
+ffi::Error product(ffi::ThreadPool& pool, const float* from, const std::vector<Share>& shares, int64_t K, const Panel& panel, float* to,
+                   int64_t N) {
+  const int64_t count = (N + PANEL - 1) / PANEL, some = count / (4 * pool.num_threads());
+  const bool alone = shares.size() > 1 || shares.empty() || shares[0].rows <= ROWS;
+  const int64_t together = alone ? 1 : std::max<int64_t>(1, std::min<int64_t>(8, some)), tasks = (count + together - 1) / together;
+  parallel(pool, tasks * shares.size(), [&](int64_t task) {
     alignas(64) float part[PART * COLUMNS];
-    for (int64_t p = task * together; p < std::min((task + 1) * together, count); p++) {
-      const Blocks w = panel(p);
+    const Share& share = shares[task / tasks];
+    const float* x = from + share.start * K;
+    float* y = to + share.start * N;
+    const int64_t M = share.rows, first = task % tasks * together;
+    for (int64_t p = first; p < std::min(first + together, count); p++) {
+      const Blocks w = panel(share.panel + p);
       for (int64_t c = 0; c < PANEL; c += COLUMNS) {
         const int64_t n = p * PANEL + c, columns = std::min<int64_t>(COLUMNS, N - n);
         if (columns <= 0) continue;
@@ -116,29 +123,31 @@ ffi::Error product(ffi::ThreadPool& pool, const float* x, int64_t M, int64_t K, 
 }
 
 // codes [panels, groups, bytes]; scale [panels, blocks, PANEL]; minimum as scale, or nothing; levels: 16 numbers, or nothing.
-// numbers: what codes stand for: 0 whole numbers, 1 levels, 2 e4m3, 3 e5m2.
+// numbers: what codes stand for: 0 whole numbers, 1 levels, 2 e4m3, 3 e5m2. sizes: the rows of each expert, or nothing.
 ffi::Error blocks_product_of(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::U8> codes, ffi::Buffer<ffi::F32> scale,
-                             ffi::Buffer<ffi::F32> minimum, ffi::Buffer<ffi::F32> levels, ffi::ResultBuffer<ffi::F32> y, int64_t bits,
-                             int64_t zero, int64_t numbers) {
+                             ffi::Buffer<ffi::F32> minimum, ffi::Buffer<ffi::F32> levels, ffi::Buffer<ffi::S32> sizes,
+                             ffi::ResultBuffer<ffi::F32> y, int64_t bits, int64_t zero, int64_t numbers) {
   const int64_t M = x.dimensions()[0], K = x.dimensions()[1], N = y->dimensions()[1];
-  if (!panels_fit(codes, scale, minimum, K, N, bits) || (numbers == 1 && levels.element_count() != 16))
+  if (!panels_fit(codes, scale, minimum, K, N, bits, sizes.element_count()) || (numbers == 1 && levels.element_count() != 16))
     return ffi::Error::InvalidArgument("the shapes of codes and scales do not fit the product");
   const auto panel = panels_of(codes, scale, minimum, levels.typed_data(), K, zero);
   const float* from = x.typed_data();
   float* to = y->typed_data();
+  const std::vector<Share> shares = shares_of(sizes, M, N);
+  clear_rest(shares, M, N, to);
   switch (bits << 4 | numbers) {
     case 8 << 4:
-      return product<8, Whole>(pool, from, M, K, panel, to, N);
+      return product<8, Whole>(pool, from, shares, K, panel, to, N);
     case 4 << 4:
-      return product<4, Whole>(pool, from, M, K, panel, to, N);
+      return product<4, Whole>(pool, from, shares, K, panel, to, N);
     case 2 << 4:
-      return product<2, Whole>(pool, from, M, K, panel, to, N);
+      return product<2, Whole>(pool, from, shares, K, panel, to, N);
     case 4 << 4 | 1:
-      return product<4, Levels>(pool, from, M, K, panel, to, N);
+      return product<4, Levels>(pool, from, shares, K, panel, to, N);
     case 8 << 4 | 2:
-      return product<8, E4M3>(pool, from, M, K, panel, to, N);
+      return product<8, E4M3>(pool, from, shares, K, panel, to, N);
     case 8 << 4 | 3:
-      return product<8, E5M2>(pool, from, M, K, panel, to, N);
+      return product<8, E5M2>(pool, from, shares, K, panel, to, N);
     default:
       return ffi::Error::InvalidArgument("there are no such codes");
   }
@@ -154,6 +163,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(argosy_blocks_product, blocks_product_of,
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Attr<int64_t>("bits")
                                   .Attr<int64_t>("zero")

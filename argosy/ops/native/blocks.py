@@ -10,9 +10,11 @@ files: what has the blocks decodes some columns at a time.
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
@@ -95,6 +97,29 @@ def packed_quantized(w: Quantized, inner: int, first: bool) -> Panels | None:
         return flat[columns], scale[columns], None if minimum is None else minimum[columns]
 
     return _packed(read, code, w.shape, inner, first, w.values, w.values.shape)
+
+
+def packed_experts(w: Quantized, inner: int, first: bool) -> Panels | None:
+    """The quantized weights of experts, which are along the first axis, in panels; None for codes that have no kernel.
+
+    Args:
+        w, inner, first: as in `packed_quantized`; axes are those of one expert.
+    """
+    names = [name for name in ("values", "scale", "minimum", "outer") if getattr(w, name) is not None]
+    arrays, found = {name: np.asarray(getattr(w, name)) for name in names}, list[Panels]()
+    for e in range(w.shape[0]):
+        own: Any = {name: jnp.asarray(a[e if len(a) > 1 else 0]) for name, a in arrays.items()}
+        if (one := packed_quantized(replace(w, **own, x_scale=None, activations=None), inner, first)) is None:
+            return None
+        found.append(one)
+    place = w.values.sharding if isinstance(w.values, jax.Array) and w.values.committed else None
+
+    def whole(name: str) -> Any:
+        parts = [np.asarray(a) for one in found if (a := getattr(one, name)) is not None]
+        return jax.device_put(np.concatenate(parts), place) if parts else None
+
+    panels = {name: whole(name) for name in ("values", "scale", "minimum")}
+    return replace(found[0], **panels, shape=w.values.shape, unpacked=w.shape, experts=w.shape[0])
 
 
 def _codes_of(w: Quantized) -> tuple[np.ndarray, CodeFormat] | None:

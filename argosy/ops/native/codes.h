@@ -9,8 +9,10 @@
 #ifndef ARGOSY_CODES_H
 #define ARGOSY_CODES_H
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
 #include "tiles.h"
 #include "xla/ffi/api/ffi.h"
@@ -87,11 +89,35 @@ struct Blocks {
   float zero;
 };
 
-// codes [panels, groups, bytes]; scale [panels, blocks, PANEL]; minimum as scale, or nothing.
+// Rows of data and the first of the panels that they are multiplied with.
+struct Share {
+  int64_t start, rows, panel;
+};
+
+// All of M rows with one weight, or, with `sizes`, those of each expert that has rows: rows lie by expert, and so do panels.
+inline std::vector<Share> shares_of(const xla::ffi::Buffer<xla::ffi::S32>& sizes, int64_t M, int64_t N) {
+  const int64_t experts = sizes.element_count(), panels = (N + PANEL - 1) / PANEL;
+  if (!experts) return {{0, M, 0}};
+  std::vector<Share> shares;
+  for (int64_t e = 0, start = 0; e < experts && start < M; e++) {
+    const int64_t rows = std::min<int64_t>(std::max(sizes.typed_data()[e], 0), M - start);
+    if (rows) shares.push_back({start, rows, e * panels});
+    start += rows;
+  }
+  return shares;
+}
+
+// Rows that no expert has become zeros.
+inline void clear_rest(const std::vector<Share>& shares, int64_t M, int64_t N, float* y) {
+  const int64_t done = shares.empty() ? 0 : shares.back().start + shares.back().rows;
+  std::memset(y + done * N, 0, (M - done) * N * sizeof(float));
+}
+
+// codes [panels, groups, bytes]; scale [panels, blocks, PANEL]; minimum as scale, or nothing. Experts have panels one after another.
 inline bool panels_fit(const xla::ffi::Buffer<xla::ffi::U8>& codes, const xla::ffi::Buffer<xla::ffi::F32>& scale,
-                       const xla::ffi::Buffer<xla::ffi::F32>& minimum, int64_t K, int64_t N, int64_t bits) {
+                       const xla::ffi::Buffer<xla::ffi::F32>& minimum, int64_t K, int64_t N, int64_t bits, int64_t experts) {
   const auto shape = codes.dimensions(), scales = scale.dimensions();
-  const int64_t panels = (N + PANEL - 1) / PANEL, depth = bits == 2 ? 8 : 4;
+  const int64_t panels = (N + PANEL - 1) / PANEL * std::max<int64_t>(experts, 1), depth = bits == 2 ? 8 : 4;
   if ((bits != 8 && bits != 4 && bits != 2) || shape.size() != 3 || scales.size() != 3 || scales[1] < 1 || K % scales[1]) return false;
   const int64_t groups = (K / scales[1] + depth - 1) / depth * scales[1];
   return shape[0] == panels && shape[1] == groups && shape[2] == PANEL * depth * bits / 8 && scales[0] == panels &&

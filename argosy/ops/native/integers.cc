@@ -152,8 +152,10 @@ IntegerTile integer_tile_of(int64_t rows, std::integer_sequence<int, M...>) {
 
 // x [M, K], with `scales` scales a row, or the one that is `given`; `half` of the range of its whole numbers.
 template <int BITS, typename Panel>
-ffi::Error product(ffi::ThreadPool& pool, const float* x, int64_t M, int64_t K, int64_t scales, const float* given, int half,
-                   const Panel& panel, float* y, int64_t N) {
+ffi::Error product(ffi::ThreadPool& pool, const float* x, const std::vector<Share>& shares, int64_t K, int64_t scales,
+                   const float* given, int half, const Panel& panel, float* to, int64_t N) {
+  if (shares.empty()) return ffi::Error::Success();
+  const int64_t M = shares.back().start + shares.back().rows;
   const int64_t block = panel(0).block, blocks = K / block, shared = blocks / scales, depth = Group<BITS>::DEPTH;
   // Blocks that are no whole number of groups end in zeros.
   const int64_t wide = (block + depth - 1) / depth * depth, row = blocks * wide;
@@ -178,16 +180,18 @@ ffi::Error product(ffi::ThreadPool& pool, const float* x, int64_t M, int64_t K, 
     parallel(pool, M, round);
   else
     for (int64_t m = 0; m < M; m++) round(m);
-  const int64_t count = (N + PANEL - 1) / PANEL, tiles = (M + TILE - 1) / TILE;
-  parallel(pool, count, [&](int64_t p) {
-    const Blocks w = panel(p);
+  const int64_t count = (N + PANEL - 1) / PANEL;
+  parallel(pool, count * shares.size(), [&](int64_t task) {
+    const Share& share = shares[task / count];
+    const int64_t p = task % count, last = share.start + share.rows, tiles = (share.rows + TILE - 1) / TILE;
+    const Blocks w = panel(share.panel + p);
     for (int64_t c = 0; c < PANEL; c += COLUMNS) {
       const int64_t n = p * PANEL + c, columns = std::min<int64_t>(COLUMNS, N - n);
       if (columns <= 0) continue;
-      for (int64_t i = 0, m = 0; i < tiles; i++) {
-        const int64_t rows = (M - m) / (tiles - i);
+      for (int64_t i = 0, m = share.start; i < tiles; i++) {
+        const int64_t rows = (last - m) / (tiles - i);
         const Data some = {codes.data() + m * row, own.data() + m * scales, sums.data() + m * blocks, row, scales, shared};
-        integer_tile_of<BITS>(rows, std::make_integer_sequence<int, TILE>{})(some, w, blocks, c, y + m * N + n, N, columns);
+        integer_tile_of<BITS>(rows, std::make_integer_sequence<int, TILE>{})(some, w, blocks, c, to + m * N + n, N, columns);
         m += rows;
       }
     }
@@ -195,24 +199,28 @@ ffi::Error product(ffi::ThreadPool& pool, const float* x, int64_t M, int64_t K, 
   return ffi::Error::Success();
 }
 
-// x [M, K]; given: a scale of x, or nothing; the weight as in `blocks.cc`. scales: of a row of x. x_bits: of its whole numbers.
+// x [M, K]; given: a scale of x, or nothing; the weight and `sizes` as in `blocks.cc`. scales: of a row of x. x_bits: of its whole
+// numbers.
 ffi::Error integer_product_of(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> given, ffi::Buffer<ffi::U8> codes,
-                              ffi::Buffer<ffi::F32> scale, ffi::Buffer<ffi::F32> minimum, ffi::ResultBuffer<ffi::F32> y, int64_t bits,
-                              int64_t zero, int64_t scales, int64_t x_bits) {
+                              ffi::Buffer<ffi::F32> scale, ffi::Buffer<ffi::F32> minimum, ffi::Buffer<ffi::S32> sizes,
+                              ffi::ResultBuffer<ffi::F32> y, int64_t bits, int64_t zero, int64_t scales, int64_t x_bits) {
   const int64_t M = x.dimensions()[0], K = x.dimensions()[1], N = y->dimensions()[1];
-  if (!panels_fit(codes, scale, minimum, K, N, bits) || scales < 1 || scale.dimensions()[1] % scales || x_bits < 2 || x_bits > 8)
+  if (!panels_fit(codes, scale, minimum, K, N, bits, sizes.element_count()) || scales < 1 || scale.dimensions()[1] % scales ||
+      x_bits < 2 || x_bits > 8)
     return ffi::Error::InvalidArgument("the shapes of codes and scales do not fit the product");
   const auto panel = panels_of(codes, scale, minimum, nullptr, K, zero);
   const float *from = x.typed_data(), *own = given.element_count() ? given.typed_data() : nullptr;
   const int half = 1 << (x_bits - 1);
   float* to = y->typed_data();
+  const std::vector<Share> shares = shares_of(sizes, M, N);
+  clear_rest(shares, M, N, to);
   switch (bits) {
     case 8:
-      return product<8>(pool, from, M, K, scales, own, half, panel, to, N);
+      return product<8>(pool, from, shares, K, scales, own, half, panel, to, N);
     case 4:
-      return product<4>(pool, from, M, K, scales, own, half, panel, to, N);
+      return product<4>(pool, from, shares, K, scales, own, half, panel, to, N);
     default:
-      return product<2>(pool, from, M, K, scales, own, half, panel, to, N);
+      return product<2>(pool, from, shares, K, scales, own, half, panel, to, N);
   }
 }
 
@@ -226,6 +234,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(argosy_integer_product, integer_product_of,
                                   .Arg<ffi::Buffer<ffi::U8>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Attr<int64_t>("bits")
                                   .Attr<int64_t>("zero")

@@ -8,7 +8,7 @@ few rows, half the time, with the same result. Weights of few bits (`ops.native.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -40,6 +40,8 @@ class Panels:
     code: what codes stand for.
     activations: rounds the data of a product (`adapt.formats.activations`); None: it is not rounded, or as its owner says.
     unpacked: the shape of the weight, where several of its codes shared an element of the array; None: `shape`.
+    experts: how many matrices there are along the first axis, whose panels lie one after another; 0: the weight is one matrix. `inner`
+        and `first` are about the axes of a matrix.
     """
 
     values: Any
@@ -52,6 +54,7 @@ class Panels:
     code: CodeFormat = field(default=CodeFormat(8), metadata={"static": True})
     unpacked: tuple[int, ...] | None = field(default=None, metadata={"static": True})
     activations: Any = field(default=None, metadata={"static": True})
+    experts: int = field(default=0, metadata={"static": True})
 
     def __getitem__(self, index: Any) -> "Panels":
         """Itself, for `weight[...]`."""
@@ -75,16 +78,19 @@ class Panels:
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """The sizes of the axes that a product keeps."""
-        return self.sizes[self.inner :] if self.first else self.sizes[: len(self.sizes) - self.inner]
+        """The sizes of the axes that a product keeps; of experts those of one."""
+        own = self.sizes[1:] if self.experts else self.sizes
+        return own[self.inner :] if self.first else own[: len(own) - self.inner]
 
     @property
     def summed(self) -> int:
         """The numbers of a column."""
-        return math.prod(self.sizes) // math.prod(self.kept)
+        return math.prod(self.sizes) // math.prod(self.kept) // max(self.experts, 1)
 
     def dense(self) -> Array:
         """The weight."""
+        if self.experts:
+            return jax.vmap(Panels.dense)(self._by_expert())
         if self.scale is None:
             panels, summed, _ = self.values.shape
             flat = self.values.transpose(0, 2, 1).reshape(panels * PANEL, summed)[: math.prod(self.kept)]
@@ -97,6 +103,11 @@ class Panels:
         if self.first or len(self.sizes) != 2:
             return self.dense()[ids]
         return self._columns(jnp.clip(ids, 0, self.sizes[0] - 1)).astype(self.dtype)
+
+    def _by_expert(self) -> "Panels":
+        """The weight of one expert, whose arrays have those of all on a leading axis."""
+        arrays = jax.tree.map(lambda a: a.reshape(self.experts, -1, *a.shape[1:]), self)
+        return replace(arrays, shape=self.shape[1:], unpacked=self.sizes[1:], experts=0)
 
     def _columns(self, ids: Int[Array, "..."]) -> Shaped[Array, "... summed"]:
         """Some columns."""
@@ -160,17 +171,25 @@ def fits_bfloat16(w: np.ndarray) -> bool:
     return not any((part & 0xFFFF).any() for part in np.array_split(bits, max(1, bits.size >> 20)))
 
 
-def product(x: Float[Array, "M K"], w: Panels) -> Float[Array, "M N"]:
+def product(x: Float[Array, "M K"], w: Panels, sizes: Int[Array, "E"] | None = None) -> Float[Array, "M N"]:
     """x times a packed weight, summed in float32 in the order of the summed axis; a row's result does not depend on other rows.
+
+    Args:
+        sizes: of experts, the rows of each: those of the first come first. Rows after the last give zeros.
 
     Raises:
         Unsupported: a gradient is asked for.
     """
-    return _product(x, w)
+    return _product(x, w, _rows(sizes))
 
 
 def integer_product(
-    x: Float[Array, "M K"], w: Panels, bits: int, scales: int = 1, scale: Float[Array, "..."] | None = None
+    x: Float[Array, "M K"],
+    w: Panels,
+    bits: int,
+    scales: int = 1,
+    scale: Float[Array, "..."] | None = None,
+    sizes: Int[Array, "E"] | None = None,
 ) -> Float[Array, "M N"]:
     """Data, rounded to whole numbers of at most eight bits, times a packed weight of whole numbers. Within a block sums are exact.
 
@@ -178,11 +197,13 @@ def integer_product(
         bits: of the numbers that data is rounded to, as `adapt.formats` does.
         scales: how many scales a row of data has, each from the largest magnitude (`multiplies_integers`).
         scale: one for all data, in their place.
+        sizes: as in `product`.
 
     Raises:
         Unsupported: a gradient is asked for.
     """
-    return _integer_product(x, w, jnp.zeros(0, jnp.float32) if scale is None else scale.astype(jnp.float32).reshape(1), bits, scales)
+    given = jnp.zeros(0, jnp.float32) if scale is None else scale.astype(jnp.float32).reshape(1)
+    return _integer_product(x, w, given, _rows(sizes), bits, scales)
 
 
 def multiplies_integers(w: Panels, scales: int) -> bool:
@@ -193,23 +214,27 @@ def multiplies_integers(w: Panels, scales: int) -> bool:
     return blocks % scales == 0 and w.summed // blocks <= LONGEST
 
 
+def _rows(sizes: Array | None) -> Array:
+    return jnp.zeros(0, jnp.int32) if sizes is None else sizes.astype(jnp.int32)
+
+
 @jax.custom_vjp
-def _product(x: Array, w: Panels) -> Array:
+def _product(x: Array, w: Panels, sizes: Array) -> Array:
     out = jax.ShapeDtypeStruct((x.shape[0], math.prod(w.kept)), jnp.float32)
     x = x.astype(jnp.float32)
     if w.scale is None:
         return jax.ffi.ffi_call("argosy_product", out)(x, w.values)
     code, levels = w.code, jnp.asarray(np.asarray(w.code.levels, np.float32))
     how = {"bits": np.int64(code.bits), "zero": np.int64(code.zero), "numbers": np.int64(NUMBERS.index(code.numbers))}
-    return jax.ffi.ffi_call("argosy_blocks_product", out)(x, w.values, w.scale, _minimum(w), levels, **how)
+    return jax.ffi.ffi_call("argosy_blocks_product", out)(x, w.values, w.scale, _minimum(w), levels, sizes, **how)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _integer_product(x: Array, w: Panels, scale: Array, bits: int, scales: int) -> Array:
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _integer_product(x: Array, w: Panels, scale: Array, sizes: Array, bits: int, scales: int) -> Array:
     out = jax.ShapeDtypeStruct((x.shape[0], math.prod(w.kept)), jnp.float32)
     how = {"bits": w.code.bits, "zero": w.code.zero, "scales": scales, "x_bits": bits}
     call = jax.ffi.ffi_call("argosy_integer_product", out)
-    return call(x, scale, w.values, w.scale, _minimum(w), **{name: np.int64(value) for name, value in how.items()})
+    return call(x, scale, w.values, w.scale, _minimum(w), sizes, **{name: np.int64(value) for name, value in how.items()})
 
 
 def _minimum(w: Panels) -> Array:
