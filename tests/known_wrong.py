@@ -118,8 +118,8 @@ EDITS = [
     Edit(
         "rotary rows of a file in blocks in the file's own order",
         "argosy/weights/gguf/blocks.py",
-        "return BlockRows(kind, self.file.raw(theirs), rows[:, 0].copy(), self.mapped.shape(name), inner, first)",
-        "return BlockRows(kind, self.file.raw(theirs), np.arange(len(rows)), self.mapped.shape(name), inner, first)",
+        "return BlockRows(kind, raw.reshape(-1, raw.shape[-1]), rows[:, 0].copy(), ours, inner, first, experts)",
+        "return BlockRows(kind, raw.reshape(-1, raw.shape[-1]), np.arange(len(rows)), ours, inner, first, experts)",
         ("tests/weights/test_gguf_blocks.py::test_weights_in_blocks_are_those_that_are_read",),
     ),
     Edit(

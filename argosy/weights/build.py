@@ -37,8 +37,9 @@ from argosy.weights.peft.reader import check_base, config_for, read_contents
 from argosy.weights.peft.sites import PeftContents
 from argosy.weights.quantized import QuantizedWeights
 
-# Gives `(inner, first)`, as in `Panels`, of the weights of a model that are matrices of a product, by address.
-Forms = Callable[[Any], Mapping[str, tuple[int, bool]]]
+# Gives `(inner, first, has_experts)`, as `BlockedWeights.of` takes them, of the weights of a model that are matrices of a product, by
+# address.
+Forms = Callable[[Any], Mapping[str, tuple[int, bool, bool]]]
 NONE: Mapping[str, BlockRows] = {}
 
 
@@ -211,7 +212,7 @@ def dtypes_of(stored: OpenedModel) -> dict[str, Any]:
     return {name: weights.dtype(name) for name in set(weights.names) - set(weights.scaled)}
 
 
-def in_blocks(blocks: BlockedWeights, forms: Mapping[str, tuple[int, bool]]) -> dict[str, BlockRows]:
+def in_blocks(blocks: BlockedWeights, forms: Mapping[str, tuple[int, bool, bool]]) -> dict[str, BlockRows]:
     """The weights of these forms, by address, that the file has in blocks."""
     found = {address: blocks.of(address, *form) for address, form in forms.items()}
     return {address: rows for address, rows in found.items() if rows is not None}

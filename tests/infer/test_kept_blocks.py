@@ -29,7 +29,10 @@ from argosy.infer.lm import LM
 from argosy.infer.load import load_lm
 from argosy.jobs import api as public
 from argosy.models.llama import LlamaConfig
+from argosy.models.parts import einsum
 from argosy.models.parts.weight import put, split
+from argosy.models.qwen import QwenConfig
+from argosy.models.settings import Experts
 from argosy.observe import environment
 from argosy.observe.readable import sized
 from argosy.ops.native import library
@@ -115,6 +118,19 @@ def test_a_published_file():
 
 
 @pytest.mark.slow
+def test_experts_stay_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Their products and logits are those of the floats, and no float expert is multiplied."""
+    config = QwenConfig(**SIZES, qk_norm=True, moe=Experts(count=5, active=2, ffn=32))
+    path = gguf_in_blocks(tmp_path / "model.gguf", config, KINDS)
+    plain, lm = load_lm(path), load_lm(path, blocks=True)
+    expected, logits = answers(Engine(plain.module, TIGHT), requests(plain)), plain.logits([[5, 9, 40]])
+    kept = {a.rpartition(".mlp.")[2]: w.experts for a, w in split(lm.module)[1].items() if isinstance(w, Panels) and ".mlp." in a}
+    assert kept == {"router.w": 0, "gate.w": 5, "up.w": 5, "down.w": 5}
+    monkeypatch.setattr(einsum, "grouped_matmul", None)
+    assert answers(Engine(lm.module, TIGHT, exclusive=True), requests(lm)) == expected
+    np.testing.assert_allclose(lm.logits([[5, 9, 40]]), logits, rtol=1e-5, atol=1e-5)
+
+
 def test_several_steps_in_one_dispatch(one: Path):
     lm = load_lm(one, blocks=True)
     several = TIGHT.model_copy(update={"steps": 4, "pages": 48})

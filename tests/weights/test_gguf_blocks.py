@@ -11,7 +11,8 @@ from gguf_blocks import gguf_in_blocks
 from argosy.checkpoint.open import open_model
 from argosy.core.formats.gguf import GGUF
 from argosy.core.keymap import KeyMap, KeyRow
-from argosy.infer.cpu.panels import panel_forms
+from argosy.infer.cpu import panels
+from argosy.infer.cpu.panels import block_forms
 from argosy.models.base.language import LanguageConfig
 from argosy.models.deepseek import DeepSeekConfig
 from argosy.models.llama import LlamaConfig
@@ -31,19 +32,24 @@ MODELS: dict[str, tuple[LanguageConfig, set[str]]] = {
     "phi3": (PhiConfig(**SIZES, kv_heads=2), {"embed.w", "head.w", *ATTENTION, *MLP}),
     "qwen3moe": (
         QwenConfig(**SIZES, kv_heads=2, qk_norm=True, moe=Experts(count=3, active=2, ffn=32)),
-        {"embed.w", "head.w", "mlp.router.w", *ATTENTION},
+        {"embed.w", "head.w", "mlp.router.w", *ATTENTION, *MLP},
     ),
 }
 
 
+@pytest.fixture(autouse=True)
+def keep_small_weights_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(panels, "SMALLEST", 0)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_weights_in_blocks_are_those_that_are_read(name: str, tmp_path: Path):
-    """Rotary rows in llama.cpp's order, rows of fused tensors; not experts, whose tensors have three axes."""
+    """Rotary rows in llama.cpp's order, rows of fused tensors, and experts, whose tensors have three axes."""
     config, expected = MODELS[name]
     stored = open_model(gguf_in_blocks(tmp_path / "model.gguf", config, ("Q8_0", "Q4_1", "Q5_0", "Q4_0", "Q5_1")))
     assert stored.blocks is not None
     found = set()
-    for address, form in panel_forms(config.build(Unroll()), looked_up=True).items():
+    for address, form in block_forms(config.build(Unroll())).items():
         if (rows := stored.blocks.of(address, *form)) is None:
             continue
         found.add(".".join(address.split(".")[2:]) if address.startswith("layers") else address)
@@ -59,7 +65,7 @@ def test_files_of_every_model_open(tmp_path: Path):
     config = DeepSeekConfig(**SIZES, rope_size=16, latent_rank=32, value_size=16, dense=1, moe=moe)
     stored = open_model(gguf_in_blocks(tmp_path / "model.gguf", config, ("Q8_0",)))
     assert stored.blocks is not None
-    forms = panel_forms(config.build(Unroll()), looked_up=True)
+    forms = block_forms(config.build(Unroll()))
     found = {address for address, form in forms.items() if stored.blocks.of(address, *form) is not None}
     assert "layers.0.attn.o.w" in found
     assert "layers.0.mlp.down.w" in found

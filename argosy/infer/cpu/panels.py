@@ -138,24 +138,24 @@ def check_rounds_data(model: Any, weights: Leaves, origin: Origin | None) -> Non
         raise BadInput(f"{what}: no weight of this model is whole numbers, so no data would be rounded", hint=hint)
 
 
-def panel_forms(model: nnx.Module, *, looked_up: bool = False) -> dict[str, tuple[int, bool]]:
+def panel_forms(model: nnx.Module, *, in_blocks: bool = False) -> dict[str, tuple[int, bool]]:
     """`{address of a weight: (inner, first)}`, as in `Panels`, of the weights that are matrices of a product.
 
     An embedding is packed for its use as a head, if there is no other head. Experts are packed as codes alone, each as a matrix of its
     own. What several equations contract (latent attention) is not packed.
 
     Args:
-        looked_up: an embedding beside a head too.
+        in_blocks: what stays in a file's blocks: an embedding beside a head and experts of floats too.
     """
     out: dict[str, tuple[int, bool]] = {}
     for path, node in nnx.iter_modules(model):
         if not isinstance(node, Einsum | QuantizedEinsum) or node.stacked or node.several:
             continue
-        if node.group and (isinstance(node, Einsum) or not node.spec.startswith(node.group)):
+        if node.group and ((isinstance(node, Einsum) and not in_blocks) or not node.spec.startswith(node.group)):
             continue
         summed = node.inner
         if node.is_lookup:
-            if node is not getattr(model, "embed", None) or (getattr(model, "head", None) is not None and not looked_up):
+            if node is not getattr(model, "embed", None) or (getattr(model, "head", None) is not None and not in_blocks):
                 continue
             summed = node.kept
         spec = node.spec.removeprefix(node.group)
@@ -166,10 +166,14 @@ def panel_forms(model: nnx.Module, *, looked_up: bool = False) -> dict[str, tupl
     return out
 
 
-def block_forms(model: nnx.Module) -> dict[str, tuple[int, bool]]:
-    """The forms of weights that stay in a file's blocks. An embedding beside a head is only looked up, for which blocks do too."""
-    sizes = {address: math.prod(v.shape) for address, v in variables(model).items()}
-    return {address: form for address, form in panel_forms(model, looked_up=True).items() if sizes[address] >= SMALLEST}
+def block_forms(model: nnx.Module) -> dict[str, tuple[int, bool, bool]]:
+    """`{address: (inner, first, has_experts)}` of weights that stay in a file's blocks, as `BlockedWeights.of` takes them. An embedding
+    beside a head is only looked up, for which blocks do too."""
+    found = {address: (v, v.get_metadata()["meaning"]) for address, v in variables(model).items()}
+    forms = panel_forms(model, in_blocks=True).items()
+    return {
+        address: (*form, bool(found[address][1].group)) for address, form in forms if math.prod(found[address][0].shape) >= SMALLEST
+    }
 
 
 def count_in_blocks(weights: Leaves) -> tuple[int, int]:

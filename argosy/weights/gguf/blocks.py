@@ -2,13 +2,13 @@
 
 llama.cpp's blocks run along the summed axis of a product. A `KeyMap` only moves numbers, so two probes show whether a weight keeps
 whole rows. Read from a tensor that holds row numbers, it must be constant along its summed axis. Read from a tensor that holds column
-numbers, it must count 0, 1, 2 ... there. Rotary rows in another order and rows of fused tensors pass; other weights are read as floats.
+numbers, it must count 0, 1, 2 ... there. Rotary rows in another order, rows of fused tensors and experts pass; others are read as floats.
 """
 
 import math
 import weakref
 from collections.abc import KeysView, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from argosy.core.formats.gguf import GGUF
 from argosy.core.formats.quants import BY_NAME, CODES, IntegerBlocks, blocks
 from argosy.core.process.resident import drop
 from argosy.ops.native.blocks import packed_blocks, packed_bytes
+from argosy.ops.native.codes import PANEL
 from argosy.ops.native.products import Panels
 from argosy.weights.hub.reader import MappedTensors
 
@@ -31,8 +32,8 @@ class BlockRows:
 
     type: the type of the blocks.
     raw: the tensor's bytes by row.
-    order: the tensor's row for each column of the product.
-    shape, inner, first: those of the weight, as in `Panels`.
+    order: the tensor's row for each column of the product; of experts those of the first expert first.
+    shape, inner, first, experts: those of the weight, as in `Panels`.
     """
 
     type: str
@@ -41,6 +42,7 @@ class BlockRows:
     shape: Shape
     inner: int
     first: bool
+    experts: int = 0
 
     def packed(self, like: Any = None) -> Panels:
         """The weight for products on a CPU. The file's bytes leave the process's memory.
@@ -52,7 +54,13 @@ class BlockRows:
         def read(columns: slice) -> IntegerBlocks:
             return blocks(self.type, self.raw[self.order[columns]])
 
-        found = packed_blocks(read, CODES[self.type], self.shape, self.inner, self.first, like=like)
+        own = {"shape": self.shape, "inner": self.inner, "first": self.first, "experts": self.experts}
+        if self.experts:
+            # One matrix, in whose panels experts follow each other: an expert's columns are whole panels.
+            columns = len(self.order), math.prod(self.shape) // len(self.order)
+            found = replace(packed_blocks(read, CODES[self.type], columns, 1, False, like=like), **own)
+        else:
+            found = packed_blocks(read, CODES[self.type], self.shape, self.inner, self.first, like=like)
         drop(self.raw.ctypes.data, self.raw.nbytes)
         return found
 
@@ -79,33 +87,41 @@ class BlockedWeights:
         """Whether the file is no longer the one that was opened: a program may have written into it."""
         return self._stamp != _stamp(self.file)
 
-    def of(self, name: str, inner: int, first: bool) -> BlockRows | None:
+    def of(self, name: str, inner: int, first: bool, has_experts: bool = False) -> BlockRows | None:
         """A weight as rows of a tensor; None if it is not one.
 
         Args:
             inner, first: which of its axes are summed, as in `Panels`.
+            has_experts: whether it has a matrix for each expert, along the first axis.
         """
         if name not in self.mapped.names:
             return None
         theirs = self.mapped.source(name)
         kind, shape = self.file.type(theirs), self.file.shape(theirs)
-        if kind not in CODES or len(shape) != 2 or shape[1] % BY_NAME[kind].values:
+        if kind not in CODES or len(shape) != (3 if has_experts else 2) or shape[-1] % BY_NAME[kind].values:
             return None
-        rows, columns = (self._numbers(name, theirs, axis, inner, first) for axis in (0, 1))
-        if rows is None or columns is None or rows.shape[1] != shape[1]:
+        ours = self.mapped.shape(name)
+        experts = ours[0] if has_experts else 0
+        rows, columns = (self._numbers(name, theirs, by_row, inner, first, experts) for by_row in (True, False))
+        if rows is None or columns is None or rows.shape[1] != shape[-1]:
             return None
-        if not alike(rows.T) or not alike(columns) or (columns[0] != np.arange(shape[1])).any():
+        if not alike(rows.T) or not alike(columns) or (columns[0] != np.arange(shape[-1])).any():
             return None
-        return BlockRows(kind, self.file.raw(theirs), rows[:, 0].copy(), self.mapped.shape(name), inner, first)
+        if experts and len(rows) // experts % PANEL:
+            return None
+        raw = self.file.raw(theirs)
+        return BlockRows(kind, raw.reshape(-1, raw.shape[-1]), rows[:, 0].copy(), ours, inner, first, experts)
 
-    def _numbers(self, name: str, theirs: str, axis: int, inner: int, first: bool) -> np.ndarray | None:
-        """The numbers along an axis of their tensor where the weight has its own, [kept summed]; None if it is made from several."""
-        places = IndexTensors(self.mapped.reader, axis)
+    def _numbers(self, name: str, theirs: str, by_row: bool, inner: int, first: bool, experts: int) -> np.ndarray | None:
+        """The numbers of their tensor's rows or columns where the weight has its own, [kept summed]; None if made from several."""
+        places = IndexTensors(self.mapped.reader, by_row)
         found = self.mapped.with_reader(places).read(name)
         if places.asked != {theirs}:
             return None
-        summed = math.prod(found.shape[:inner] if first else found.shape[found.ndim - inner :])
-        return found.reshape(summed, -1).T if first else found.reshape(-1, summed)
+        own = found.shape[1:] if experts else found.shape
+        summed = math.prod(own[:inner] if first else own[len(own) - inner :])
+        matrices = found.reshape(max(experts, 1), *((summed, -1) if first else (-1, summed)))
+        return (matrices.transpose(0, 2, 1) if first else matrices).reshape(-1, summed)
 
 
 class Origin:
@@ -128,10 +144,10 @@ class Origin:
 
 
 class IndexTensors:
-    """Tensors of these names and shapes whose numbers say where they are along an axis. `asked`: the names that were read."""
+    """Tensors of these names and shapes whose numbers say in which row they are, or in which column. `asked`: names that were read."""
 
-    def __init__(self, like: Any, axis: int):
-        self.like, self.axis = like, axis
+    def __init__(self, like: Any, by_row: bool):
+        self.like, self.by_row = like, by_row
         self.asked: set[str] = set()
 
     @property
@@ -147,9 +163,10 @@ class IndexTensors:
     def read(self, name: str) -> np.ndarray:
         self.asked.add(name)
         shape = self.shape(name)
-        numbers = np.arange(shape[self.axis], dtype=np.int32)
         # A view of one row or one column, however large the tensor is.
-        return np.broadcast_to(numbers.reshape([-1 if i == self.axis else 1 for i in range(len(shape))]), shape)
+        if self.by_row:
+            return np.broadcast_to(np.arange(math.prod(shape[:-1]), dtype=np.int32).reshape(*shape[:-1], 1), shape)
+        return np.broadcast_to(np.arange(shape[-1], dtype=np.int32), shape)
 
 
 def _stamp(file: GGUF) -> tuple[int, ...] | None:
