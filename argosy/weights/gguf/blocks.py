@@ -2,7 +2,7 @@
 
 llama.cpp's blocks run along the summed axis of a product. A `KeyMap` only moves numbers, so two probes show whether a weight keeps
 whole rows. Read from a tensor that holds row numbers, it must be constant along its summed axis. Read from a tensor that holds column
-numbers, it must count 0, 1, 2 ... there. Rotary rows in another order, rows of fused tensors and experts pass; others are read as floats.
+numbers, it must count 0, 1, 2 ... there. Rotary rows in another order, rows of fused tensors and experts pass; others become floats.
 """
 
 import math
