@@ -1,7 +1,7 @@
 """The special tokens around a text, or a pair of texts, that is embedded or scored.
 
     encoders     [CLS] a [SEP]        [CLS] a [SEP] b [SEP]        RoBERTa: <s> a </s></s> b </s>
-    decoders     <bos> a              <bos> a <bos> b              without <bos> where the tokenizer adds none
+    decoders     <bos> a <eos>        <bos> a <bos> b <eos>        without <bos> or <eos> where the tokenizer adds none
 
 The tokenizers of transformers frame one text and two texts in this way. A tokenizer with both `cls_token` and `sep_token` belongs to an
 encoder.
@@ -36,7 +36,7 @@ def frame_of(tokenizer: "Tokenizer", bos: bool | None = None) -> TextFrame:
         return TextFrame((first,), (last, last) if roles[1] == "</s>" else (last,), (last,))
     puts = tokenizer.adds_bos if bos is None else bos
     begin = (tokenizer.bos,) if puts and tokenizer.bos is not None else ()
-    return TextFrame(begin, begin, ())
+    return TextFrame(begin, begin, tokenizer.ending)
 
 
 def framed(frame: TextFrame, text: Sequence[int], pair: Sequence[int] | None = None, most: int | None = None) -> tuple[list[int], int]:

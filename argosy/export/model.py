@@ -16,6 +16,7 @@ from argosy.export.lower import PLATFORMS, export_program, portable_implementati
 from argosy.export.manifest import BundleManifest, BundleSignature, dtype_of_name
 from argosy.export.signatures import BATCH, LENGTH, model_signature, split_program
 from argosy.export.write import BundleContents, tensor_entry, write_bundle
+from argosy.infer.embed import embeds
 from argosy.infer.lm import LM
 from argosy.models import FAMILIES
 
@@ -42,7 +43,7 @@ def export_model(
     Args:
         target: a new folder.
         signature: logits, embed, classify, generate, rank, user or item, or several; the first is the default. None: rank for rankers,
-            classify for models with a head of scores, else embed for encoders and logits for decoders.
+            classify for models with a head of scores, else embed for models that embed texts and logits for other decoders.
         platforms: the platforms that its programs run on: cpu, cuda, rocm, tpu.
         batch: batch sizes, with a program for each; smaller batches are padded. None: any size, compiled on first use.
         length: sequence lengths, with a program for each; for `generate`, lengths of prompts. None: any length.
@@ -58,7 +59,7 @@ def export_model(
     if lm.in_blocks:
         what = "weights in the blocks of a .gguf file are for kernels of this machine"
         raise Unsupported(what, hint="load the model without `blocks`")
-    default = "rank" if lm.config.inputs == "clicks" else "classify" if lm.config.scored else "logits" if lm.config.causal else "embed"
+    default = "rank" if lm.config.inputs == "clicks" else "classify" if lm.config.scored else "embed" if embeds(lm) else "logits"
     names = [signature or default] if signature is None or isinstance(signature, str) else list(signature)
     if max_tokens is not None and "generate" not in names:
         raise BadInput("max_tokens is for signature=generate")

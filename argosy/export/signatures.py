@@ -29,7 +29,7 @@ from argosy.export.steps import (
     TokenizePairsStep,
     TokenizeStep,
 )
-from argosy.infer.embed import embedding_steps, frame_tokens
+from argosy.infer.embed import check_embeds, embedding_steps, frame_tokens
 from argosy.infer.lm import LM
 from argosy.models.parts.texts import text_scores, text_vectors
 from argosy.models.parts.weight import Leaves, merge, split
@@ -95,11 +95,10 @@ def embed_signature(lm: LM) -> ModelSignature:
     """One vector for each text.
 
     Raises:
-        BadInput: the model is not an encoder, or its folder asks for an unsupported step of sentence-transformers.
+        BadInput: the model embeds no texts, or its folder asks for an unsupported step of sentence-transformers.
     """
     _check_reads_texts(lm)
-    if lm.config.causal:
-        raise BadInput("this model predicts tokens and is not an encoder", hint="signature=logits, or signature=generate")
+    check_embeds(lm)
     steps = embedding_steps(lm)
     longest = min(steps.tokens or lm.config.context, lm.config.context)
 
@@ -110,7 +109,8 @@ def embed_signature(lm: LM) -> ModelSignature:
     texts: list[InputStep] = []
     if lm.tokenizer is not None:
         first, last = frame_tokens(lm)
-        how: Any = {"prompt": steps.prompt, "prompts": dict(steps.prompts), "lower": steps.lower, "strip": True, "cut": True}
+        how: Any = {"prompt": steps.prompt, "prompts": dict(steps.prompts), "lower": steps.lower, "cut": True}
+        how |= {"strip": not lm.config.causal}
         how |= {} if steps.include_prompt else {"prompt_length": PROMPT_LENGTH}
         texts = [TokenizeStep(first=first, last=last, **how)]
     about = f"{steps.pooling} of the tokens"

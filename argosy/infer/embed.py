@@ -1,7 +1,8 @@
-"""Sentence embeddings with an encoder: `lm.embed(texts)`.
+"""Sentence embeddings, by an encoder or by a language model: `lm.embed(texts)`.
 
 The small files of sentence-transformers beside the weights define the steps (`weights.hub.sentence_steps`). Without them the result is
-the mean over all tokens, not normalized.
+the mean over all tokens, not normalized. A language model embeds texts if it has these files (Qwen3-Embedding, E5-Mistral); it is read
+after its final norm, mostly at the last token, which sees all others.
 
 Texts are processed in batches sorted by length, to reduce padding; programs are compiled once for each bucket of lengths. This
 module knows nothing of weight files or families.
@@ -17,6 +18,7 @@ from jaxtyping import Float
 
 from argosy.core.errors import BadInput
 from argosy.core.progress import Say, telling
+from argosy.data.framing import frame_of
 from argosy.infer.completions import Prompt
 from argosy.infer.forward.sequences import length_bucket
 from argosy.models.parts.texts import text_vectors
@@ -49,7 +51,7 @@ def embed(
         batch: number of texts computed at once.
 
     Raises:
-        BadInput: the model is not an encoder, there is text but no tokenizer, ids are outside the vocabulary, or a step is not
+        BadInput: the model embeds no texts, there is text but no tokenizer, ids are outside the vocabulary, or a step is not
             built.
     """
     if isinstance(texts, str):
@@ -90,18 +92,16 @@ class SentenceEncoder:
         say: called with what is being compiled, if that takes longer than a second.
 
     Raises:
-        BadInput: the model is not an encoder, or its folder asks for a step that is not built.
+        BadInput: the model embeds no texts, or its folder asks for a step that is not built.
     """
 
     def __init__(self, lm: "LM", pooling: str | None = None, say: Say | None = None):
-        if lm.config.causal:
-            raise BadInput(
-                "this model predicts tokens and is not an encoder", hint="use lm.logits and lm.generate"
-            )
+        if pooling is None or lm.config.scored:
+            check_embeds(lm)
         self.lm, self.say = lm, say
         self.steps = embedding_steps(lm, pooling)
         self.context = min(self.steps.tokens or lm.config.context, lm.config.context)
-        model = lm.sequences()
+        self._model = model = lm.sequences()
         self._program = _pooled(model.graph, lm.module.dtype, self.steps.pooling)
         self._weights = model.weights()
         self.shapes: set[tuple[int, ...]] = set()
@@ -124,7 +124,7 @@ class SentenceEncoder:
         if strings:
             first, last = frame_tokens(self.lm)
             prompt = self.steps.prompt if prompt is None else prompt
-            whole = [prompt, *(prompt + str(texts[i]).strip() for i in strings)]
+            whole = [prompt, *(prompt + self._clean(str(texts[i])) for i in strings)]
             before, *found = self.lm.tokenizer.encode_many([t.lower() if self.steps.lower else t for t in whole])
             first, last = (first, last) if special else ([], [])
             unpooled = len(first) + len(before) if prompt and not self.steps.include_prompt else 0
@@ -155,11 +155,19 @@ class SentenceEncoder:
             after[: len(rows), 0] = [getattr(ids, "prompt", 0) for ids in rows]
             inputs.append(after)
         if shape in self.shapes:
-            return np.asarray(self._program(self._weights, *inputs))[: len(rows)]
+            return self._run(inputs)[: len(rows)]
         with telling(self.say, f"compiling {shape[0]} x {shape[1]} tokens"):
-            vectors = np.asarray(self._program(self._weights, *inputs))[: len(rows)]
+            vectors = self._run(inputs)[: len(rows)]
         self.shapes.add(shape)
         return vectors
+
+    def _run(self, inputs: Sequence[np.ndarray]) -> Float[np.ndarray, "B D"]:
+        with self._model.on_mesh():
+            return np.asarray(self._program(self._weights, *inputs))
+
+    def _clean(self, text: str) -> str:
+        """The text as it is tokenized. Encoders of words see no blanks around it; to language models they are tokens."""
+        return text if self.lm.config.causal else text.strip()
 
     def finished(
         self, vectors: Float[np.ndarray, "N D"], normalize: bool | None = None, dimensions: int | None = None
@@ -188,6 +196,9 @@ def frame_tokens(lm: "LM") -> tuple[list[int], list[int]]:
     """
     if lm.tokenizer is None:
         raise BadInput("this model came without a tokenizer", hint="give token ids")
+    if lm.config.causal:
+        frame = frame_of(lm.tokenizer)
+        return list(frame.first), list(frame.last)
     found: list[list[int]] = []
     for role in lm.config.framing:
         ids = [] if role is None else lm.tokenizer.encode(lm.tokenizer.special.get(role, ""), special=True)
@@ -201,6 +212,24 @@ def embedding_steps(lm: "LM", pooling: str | None = None) -> EmbeddingSteps:
     """The steps of a model, by its folder or else by its family. Arguments and errors as `read_steps`."""
     own = lm.config.pooling
     return EmbeddingSteps(pooling or own) if lm.companions is None else read_steps(lm.companions, pooling, own)
+
+
+def embeds(lm: "LM") -> bool:
+    """Whether a model embeds texts: an encoder, or a language model with the files of sentence-transformers."""
+    listed = lm.companions is not None and (lm.companions / "modules.json").is_file()
+    return lm.config.inputs == "tokens" and not lm.config.scored and (not lm.config.causal or listed)
+
+
+def check_embeds(lm: "LM") -> None:
+    """Checks that a model embeds texts.
+
+    Raises:
+        BadInput: it does not.
+    """
+    if not lm.config.causal or embeds(lm):
+        return
+    hint = "its folder has no modules.json of sentence-transformers; lm.embed(texts, pooling=\"last\") reads it all the same"
+    raise BadInput("this model predicts tokens and is not an encoder", hint=hint)
 
 
 # ---------------------------------------------------------------- numbers

@@ -14,7 +14,7 @@ from argosy.core.errors import BadInput
 from argosy.core.progress import Say
 from argosy.data.encoding import template_text
 from argosy.data.tokenizers.config import DEFAULT
-from argosy.infer.embed import SentenceEncoder
+from argosy.infer.embed import SentenceEncoder, embeds
 from argosy.infer.engine.replicas import check_device_count
 from argosy.infer.lm import LM, check_draft
 from argosy.infer.tools.channels import MARKS, channel_marks
@@ -76,7 +76,7 @@ def set_chat_template(lm: LM, name: str) -> None:
     Raises:
         BadInput: there is no such template, or nothing that it could render for.
     """
-    if not lm.config.causal:
+    if embeds(lm):
         raise BadInput("chat_template: the model is an encoder", hint="leave it out")
     if lm.tokenizer is None:
         raise BadInput("chat_template: the model has no tokenizer", hint="leave it out: requests give token ids as `prompt`")
@@ -120,7 +120,7 @@ def build_encoder(lm: LM, name: str, settings: ServeSettings, say: Say | None) -
     """The encoder, its programs compiled, and its thread started.
 
     Raises:
-        BadInput: the model predicts tokens, or its folder asks for a step that is not built.
+        BadInput: the model embeds no texts, or its folder asks for a step that is not built.
     """
     if settings.copies > 1:
         raise BadInput(f"copies = {settings.copies}: copies of an encoder are not built", hint="a server for each device")
@@ -142,7 +142,7 @@ def running_server(
     lm: LM, name: str, settings: ServeSettings, say: Say | None, draft: LM | None = None, programs: ProgramStore | None = None
 ) -> Service | EncoderService:
     """The model as a service of its kind. Arguments and errors are those of `build_service` and `build_encoder`."""
-    if not lm.config.causal:
+    if embeds(lm):
         return build_encoder(lm, name, settings, say)
     return build_service(lm, name, settings, say, draft, programs)
 

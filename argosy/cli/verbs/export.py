@@ -28,7 +28,7 @@ class Export(Settings):
     signature: str | None = None
     """logits, embed, classify, generate, rank, user, item or denoise, or several, separated by commas; the first is the default of the
     bundle. None: denoise for models that draw images, rank for rankers, classify where there is a head of scores, else embed for
-    encoders and logits for decoders."""
+    models of vectors and logits for decoders."""
     platforms: str = "cpu,cuda,tpu"
     """What the programs run on, separated by commas: cpu, cuda, rocm, tpu. One program serves all of them."""
     batch: int | str = "symbolic"

@@ -74,8 +74,9 @@ def train(
     if outcome.done and outcome.seconds:
         shown = f", or open {outcome.dir}/report.html" if isinstance(outcome.dir, Path) else ""
         # What scores or ranks generates nothing.
-        model = reading.value.model
-        follows = f"argosy generate {outcome.dir}" if model.causal and not model.scored else f"argosy export {outcome.dir} BUNDLE"
+        model, embedded = reading.value.model, reading.value.objective.text_pooling is not None
+        generates = model.causal and not model.scored and not embedded
+        follows = f"argosy generate {outcome.dir}" if generates else f"argosy export {outcome.dir} BUNDLE"
         if model.inputs == "images":
             follows = f"argosy eval {outcome.dir} tasks=images"
         say(f"{outcome.dir}: step {outcome.step}. Next: {follows}{shown}")

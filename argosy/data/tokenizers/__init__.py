@@ -82,6 +82,7 @@ class Tokenizer(ABC):
         vocab: every id is below it; a model's padded vocabulary may be larger.
         bos, eos, pad: ids, or None.
         adds_bos: the model was trained with `bos` in front of every text.
+        ending: ids that the tokenizer's own files put after every text that is embedded or scored, such as `eos`.
         special: the texts of special tokens by their role (`bos_token` ...), for chat templates.
         chat_template: the default template in Jinja, or None.
         chat_templates: all templates by name.
@@ -98,6 +99,7 @@ class Tokenizer(ABC):
     eos: int | None = None
     pad: int | None = None
     adds_bos: bool = False
+    ending: tuple[int, ...] = ()
     strips: int = 0
     trims: int = 0
     lasting: bool = False

@@ -43,6 +43,7 @@ class FastTokenizer(Tokenizer):
         self.vocab = max(self._library.get_vocab().values(), default=-1) + 1
         self.bos, self.eos, self.pad = (self._id(f"{role}_token") for role in ("bos", "eos", "pad"))
         self.adds_bos = self.bos is not None and (self._puts_bos() if config.adds_bos is None else config.adds_bos)
+        self.ending = self._ending(config.raw.get("add_eos_token"))
         decoder = self._library.decoder
         self._decoding = decoding(None if decoder is None else json.loads(decoder.__getstate__()), path)
         self.strips, self.trims, self.invalid = self._decoding[1:]
@@ -123,6 +124,16 @@ class FastTokenizer(Tokenizer):
 
     def _id(self, role: str) -> int | None:
         return self._library.token_to_id(self.special[role]) if role in self.special else None
+
+    def _ending(self, adds_eos: Any) -> tuple[int, ...]:
+        """The ids after every text: those of the file's post-processor, or `eos` where the config asks for it."""
+        with refusals(self._path):
+            alone, framed = (self._library.encode("a", add_special_tokens=special).ids for special in (False, True))
+        starts = [at for at in range(len(framed)) if alone and framed[at : at + len(alone)] == alone]
+        after = tuple(framed[starts[0] + len(alone) :]) if starts else ()
+        if adds_eos is True and self.eos is not None and self.eos not in after:
+            return (*after, self.eos)
+        return after if adds_eos is not False else tuple(token for token in after if token != self.eos)
 
     def _puts_bos(self) -> bool:
         """Whether the file's own post-processor puts `bos` in front."""

@@ -63,6 +63,7 @@ class PieceTokenizer(Tokenizer):
         self.unknown = self._library.unk_id()
         self.bos, self.eos, self.pad = (self._id(f"{role}_token") for role in ("bos", "eos", "pad"))
         self.adds_bos = self.bos is not None and (self._begins(config) if config.adds_bos is None else config.adds_bos)
+        self.ending = (self.eos,) if config.raw.get("add_eos_token") is True and self.eos is not None else ()
         self.hidden = frozenset(self._special.values()) - {
             n for n, t in self._added.items() if not is_special(config, n, t)
         }

@@ -13,6 +13,8 @@ class LlamaHub:
     """Reads and writes Hub folders of this family; a base class of its config."""
 
     hub_types: ClassVar[tuple[str, ...]] = ("llama", "mistral", "ministral")
+    # Sentence encoders are saved without a head.
+    hub_prefixes: ClassVar[tuple[str, ...]] = ("model.",)
 
     def hub_rows(self: Any) -> tuple[list[KeyRow], dict[str, int]]:
         layers = range(self.layers)

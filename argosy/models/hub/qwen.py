@@ -12,7 +12,7 @@ class QwenHub:
     """Reads and writes Hub folders of this family; a base class of its config."""
 
     hub_types: ClassVar[tuple[str, ...]] = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
-    # Text encoders of images are saved without a head.
+    # Text encoders of images and sentence encoders are saved without a head.
     hub_prefixes: ClassVar[tuple[str, ...]] = ("model.",)
 
     def hub_rows(self: Any) -> tuple[list[KeyRow], dict[str, int]]:

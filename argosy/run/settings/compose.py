@@ -141,7 +141,11 @@ def objective_layers(schema: type[Settings], layers: list[SettingsLayer]) -> lis
     if objective.needs.labels:
         for group, own in label_values(layers, is_given).items():
             values[group] = values.get(group, {}) | own
-    if "pooling" in getattr(objective, "model_fields", {}) and (steps := stored_steps(layers)) is not None:
+    pools = "pooling" in getattr(objective, "model_fields", {})
+    steps = stored_steps(layers) if pools else None
+    if pools and steps is None and getattr(family, "causal", False) and not is_given("objective.pooling"):
+        values["objective"] = {"pooling": "last"}
+    if steps is not None:
         if not is_given("objective.pooling"):
             values["objective"] = {"pooling": steps.pooling}
         if steps.prompt and not is_given("data.prompts"):
@@ -268,7 +272,7 @@ def check_needs(schema: type[Settings], recipe: str, layers: list[SettingsLayer]
 def _examples_of(schema: type[Settings], needs: Mapping[str, Any], layers: list[SettingsLayer]) -> SettingsLayer:
     """A layer with an example for everything that a recipe needs and no layer gives; for a model, a preset as if it had weights."""
     values: dict[str, Any] = {}
-    encoder = not OBJECTIVES[_chosen(schema, layers, "objective")].needs.decoders
+    encoder = "pooling" in OBJECTIVES[_chosen(schema, layers, "objective")].model_fields
     for key, example in needs.items():
         names = key.split(OR)
         if any(_gives(layer.values, name) for layer in layers for name in names):

@@ -365,8 +365,6 @@ class Run(Settings):
         if not self.model.causal and not self.objective.needs.encoders:
             what = "model is an encoder: it predicts no tokens, and this objective trains what predicts them"
             raise ValueError(f"{what}; objective=classify trains encoders, and so do contrastive, similarity and rerank")
-        if self.model.causal and not self.objective.needs.decoders:
-            raise ValueError("the model predicts tokens, and this objective trains encoders; model=FOLDER of one, such as MiniLM")
         if broken := [*self._broken_by_rewards(), *self._broken_by_sizes()]:
             raise BrokenRules(broken)
         return self

@@ -27,7 +27,6 @@ class Needs:
     scores: how many scores the model's head gives, in place of logits.
     labels: the head gives a score for each class of the data, or one for a number.
     encoders: it trains encoders too.
-    decoders: it trains models that predict tokens.
     inputs: what the models that it trains read (`ModelConfig.inputs`).
     rollouts: batches are completions that the model samples, and it learns from their rewards or from a teacher; none: from data.
     metrics: those that an evaluation reports beside the perplexity.
@@ -41,7 +40,6 @@ class Needs:
     scores: int = 0
     labels: bool = False
     encoders: bool = False
-    decoders: bool = True
     inputs: Literal["tokens", "clicks", "images"] = "tokens"
     rollouts: Literal["none", "rewards", "teacher"] = "none"
     metrics: tuple[str, ...] = ()

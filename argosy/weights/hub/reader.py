@@ -9,6 +9,7 @@ from copy import copy
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -37,6 +38,12 @@ def with_expected_names(reader: TensorReader, prefixes: Sequence[str], old: Mapp
         if (other := next((other for other in others if other in known), name)) not in name_of:
             name_of[other] = name_of.pop(name)
     return TensorView(reader, names=name_of)
+
+
+def is_headless(hub: Mapping[str, Any], config: Any, names: Collection[str]) -> bool:
+    """Whether a folder is that of a language model without its head, as sentence encoders are published (E5-Mistral)."""
+    kinds, untied = hub.get("architectures") or [], getattr(config, "causal", False) and not config.tied and not config.scored
+    return untied and all(str(kind).endswith("Model") for kind in kinds) and bool(kinds) and "lm_head.weight" not in names
 
 
 class MappedTensors:
@@ -107,6 +114,8 @@ def open_folder(folder: Path, warn: Callable[[str], None] = lambda _: None) -> O
     if config.hub_prefixes or config.hub_old_ends:
         tensors = with_expected_names(tensors, config.hub_prefixes, config.hub_old_ends, KeyMap(*config.hub_rows()).names)
     declared, config = config, config.fitted(tensors.names)
+    if is_headless(hub, config, tensors.names):
+        config = config.model_copy(update={"tied": True})
     for key in type(config).model_fields:
         stated, found = getattr(declared, key), getattr(config, key)
         if stated != found and key not in config.hub_unsaid:

@@ -33,10 +33,11 @@ def vector_fields(include_prompt: bool) -> Fields:
     return fields if include_prompt else fields | {PROMPT: PER_SEQUENCE}
 
 
-def batch_vectors(model: Any, batch: dict[str, Array], pooling: str) -> Float[Array, "B s D"]:
-    """The vectors of the texts of a batch; without their prompts, where the batch says how long these are."""
+def batch_vectors(model: Any, batch: dict[str, Array], pooling: str) -> tuple[Float[Array, "B s D"], Aux]:
+    """The vectors of the texts of a batch, and the aux outputs of the layers; without their prompts, where the batch says how long
+    these are."""
     after = batch[PROMPT].astype(jnp.int32) if PROMPT in batch else None
-    return text_vectors(model, batch["tokens"], batch["segments"], pooling, batch["live"].shape[1], after)[0]
+    return text_vectors(model, batch["tokens"], batch["segments"], pooling, batch["live"].shape[1], after)
 
 
 def text_hashes(batch: dict[str, Array]) -> UInt32[Array, "B s"]:

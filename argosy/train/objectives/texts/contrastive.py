@@ -32,7 +32,7 @@ class Contrastive(Settings, Objective):
     """Sentence encoders, by pairs of texts that belong together, with the other texts of a batch as negatives."""
 
     needs: ClassVar[Needs] = Needs(
-        rows_per_group=2, formats=("pair", "triplet", "negatives"), least_groups=2, encoders=True, decoders=False, whole_batch=True
+        rows_per_group=2, formats=("pair", "triplet", "negatives"), least_groups=2, encoders=True, whole_batch=True
     )
 
     negatives: int = Field(0, ge=0)
@@ -45,7 +45,8 @@ class Contrastive(Settings, Objective):
     dimensions: Annotated[list[Annotated[int, Field(ge=1)]], Also("matryoshka_dims")] = Field(default_factory=list)
     """Widths at which the first numbers of vectors serve alone. Empty: the whole vector."""
     pooling: Annotated[Pooling | None, Also("pooling_mode")] = None
-    """How the vectors of tokens become one. None: as the folder of the model says, mean without one."""
+    """How the vectors of tokens become one. None: as the folder of the model says; without one,
+    mean for encoders and last for language models."""
     include_prompt: bool = True
     """Whether the vectors of a prompt's tokens (`data.prompts`) are pooled too."""
 
@@ -76,16 +77,18 @@ class Contrastive(Settings, Objective):
     def __call__(self, models: "Models", batch: "dict[str, Array]", key: Any) -> "Loss":
         import jax.numpy as jnp
 
+        from argosy.train.objectives.routers import with_routers
         from argosy.train.objectives.texts.batch import batch_vectors, text_hashes
 
-        vectors = batch_vectors(models["model"], batch, self.text_pooling)
+        vectors, aux = batch_vectors(models["model"], batch, self.text_pooling)
         hashes, live = text_hashes(batch), batch["live"] > 0
         group = self.rows_per_group
         # [n ...] of each place in a group: a row's slots after one another.
         apart = [[a[place::group].reshape(-1, *a.shape[2:]) for a in (vectors, hashes, live)] for place in range(group)]
         anchors, anchor_keys, of_anchors = apart[0]
         documents, keys, there = (jnp.concatenate(each) for each in zip(*apart[1:], strict=True))
-        return contrastive_loss(self, anchors, anchor_keys, of_anchors, documents, keys, there)
+        loss = contrastive_loss(self, anchors, anchor_keys, of_anchors, documents, keys, there)
+        return with_routers(loss, models["model"], aux, jnp.sum(batch["live"], 1))
 
 
 def contrastive_loss(

@@ -27,13 +27,14 @@ class Similarity(Settings, Objective):
     """Sentence encoders, by scores of how similar two texts are."""
 
     needs: ClassVar[Needs] = Needs(
-        rows_per_group=2, formats=("similarity",), least_groups=2, encoders=True, decoders=False, whole_batch=True
+        rows_per_group=2, formats=("similarity",), least_groups=2, encoders=True, whole_batch=True
     )
 
     scale: float = Field(20.0, gt=0)
     """What differences of cosines are multiplied with."""
     pooling: Annotated[Pooling | None, Also("pooling_mode")] = None
-    """How the vectors of tokens become one. None: as the folder of the model says, mean without one."""
+    """How the vectors of tokens become one. None: as the folder of the model says; without one,
+    mean for encoders and last for language models."""
     include_prompt: bool = True
     """Whether the vectors of a prompt's tokens (`data.prompts`) are pooled too."""
 
@@ -47,11 +48,14 @@ class Similarity(Settings, Objective):
         return {**vector_fields(self.include_prompt), "label": LABELS}
 
     def __call__(self, models: "Models", batch: "dict[str, Array]", key: Any) -> "Loss":
+        from argosy.train.objectives.routers import with_routers
         from argosy.train.objectives.texts.batch import batch_vectors, unit_rows
 
-        vectors = unit_rows(batch_vectors(models["model"], batch, self.text_pooling))
+        vectors, aux = batch_vectors(models["model"], batch, self.text_pooling)
+        vectors = unit_rows(vectors)
         cosines = (vectors[::2] * vectors[1::2]).sum(-1)
-        return similarity_loss(self, cosines, batch["label"][::2, :, 0], batch["live"][::2])
+        loss = similarity_loss(self, cosines, batch["label"][::2, :, 0], batch["live"][::2])
+        return with_routers(loss, models["model"], aux, batch["live"].sum(1))
 
 
 def similarity_loss(
