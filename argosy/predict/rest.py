@@ -3,6 +3,7 @@
 github.com/kserve/open-inference-protocol (specification/protocol/inference_rest.md).
 """
 
+import struct
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from argosy.core.errors import BadInput
+from argosy.export.steps import DecodeImageStep
 from argosy.predict.padding import batch_axis
 from argosy.predict.protocol import InferenceProtocol, InferRequest, InferResponse, input_specs, optional_field
 from argosy.predict.repository import LoadedVersion
@@ -106,33 +108,52 @@ class InferenceRoutes:
         if length is not None and not (length.isdecimal() and len(length) < 19 and int(length) <= len(body)):
             raise ApiError(f"{HEADER_LENGTH} is `{length[:20]}`, and the body has {len(body)} bytes")
         cut = len(body) if length is None else int(length)
-        sent = parsed_object(bytes(body[:cut])) if cut or length is None else self._raw(request, len(body))
+        is_image = request.headers.get("content-type", "").strip().lower().startswith("image/")
+        if is_image or not (cut or length is None):
+            sent, data = self._raw(request, body, is_image=is_image)
+        else:
+            sent, data = parsed_object(bytes(body[:cut])), memoryview(body)[cut:]
         try:
-            arrays = read_tensors(sent.get("inputs"), memoryview(body)[cut:])
+            arrays = read_tensors(sent.get("inputs"), data)
         except BadInput as error:
             raise input_error(error) from None
+        if is_image:
+            # A file whose bytes happen to be UTF-8 is no text in base64.
+            arrays = {name: [bytes(body)] for name in arrays}
         name = optional_field(sent, "id", str)
         asked = InferRequest(sent["inputs"], arrays, optional_field(sent, "parameters", dict) or {}, _outputs(sent))
         response = await self.protocol.infer(asked, lambda: self._found(request), request)
         head = {"model_name": response.version.model, "model_version": str(response.version.version)}
         return _answer(head if name is None else head | {"id": name}, response)
 
-    def _raw(self, request: Request, size: int) -> dict[str, Any]:
-        """What a body says that is nothing but the bytes of the only input: of one row, and of one more open size at most."""
-        of = self._found(request).bundle.manifest.signature()
+    def _raw(self, request: Request, body: bytearray, *, is_image: bool) -> tuple[dict[str, Any], memoryview]:
+        """What a body says that is nothing but the bytes of the only input, and its tensors: one row, of one more open size at most;
+        one text; or one image file.
+
+        Args:
+            is_image: the body's type is that of an image; the answer is then JSON.
+        """
+        of, size = self._found(request).bundle.manifest.signature(), len(body)
         specs = input_specs(of)
         if len(specs) != 1:
             raise ApiError(f"a body without JSON is for models with one input; this one has {len(specs)}")
         (spec,) = specs
+        takes_file = any(isinstance(step, DecodeImageStep) and step.input == spec["name"] for step in of.preprocess)
+        if is_image and not takes_file:
+            raise ApiError("this model takes no image files", status=415)
         if spec["datatype"] == TEXT:
-            raise ApiError("a body without JSON is for numbers, and this model takes texts")
+            # As the binary extension writes an element: its length, then its bytes.
+            data = memoryview(struct.pack("<I", size) + body)
+            tensor = {"name": spec["name"], "datatype": TEXT, "shape": [1], "parameters": {"binary_data_size": len(data)}}
+            return {"inputs": [tensor], "parameters": {"binary_data_output": not is_image}}, data
         shape = [1, *spec["shape"][1:]] if batch_axis(of) is not None else list(spec["shape"])
         if shape.count(-1) > 1:
             raise ApiError(f"a body without JSON does not tell the open sizes of {spec['shape']}")
         row = abs(int(np.prod(shape, dtype=np.int64))) * DATATYPES[spec["datatype"]].itemsize
         shape = [size // row if row and n < 0 else n for n in shape]
         tensor = {"name": spec["name"], "datatype": spec["datatype"], "shape": shape}
-        return {"inputs": [tensor | {"parameters": {"binary_data_size": size}}], "parameters": {"binary_data_output": True}}
+        sent = {"inputs": [tensor | {"parameters": {"binary_data_size": size}}], "parameters": {"binary_data_output": True}}
+        return sent, memoryview(body)
 
 
 def _outputs(sent: Mapping[str, Any]) -> list[dict[str, Any]]:
