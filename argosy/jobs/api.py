@@ -31,6 +31,7 @@ def load(
     dtype: Any = None,
     adapter: str | Path | None = None,
     single_file: str | Path | None = None,
+    controlnet: str | Path | None = None,
     context: int | None = None,
     tensor: int = 1,
     engine: EngineSettings | Mapping[str, Any] | None = None,
@@ -53,6 +54,8 @@ def load(
         adapter: a folder of low-rank adapters in the PEFT library's format; `lm.merge()` merges them into the weights.
         single_file: with a diffusers folder, a .safetensors file in its authors' names (Flux.1; Stable Diffusion 1, 2 and XL), whose
             models take the place of the folder's.
+        controlnet: with a diffusers folder of Stable Diffusion 1, 2 or XL, a ControlNet that steers it by `images(control_image=...)`: a
+            folder of diffusers, a run of `argosy train controlnet`, a checkpoint of one, or hf:OWNER/NAME.
         tensor: number of devices that share heads, feed-forward features, vocabulary and cache (arXiv:1909.08053).
         engine: settings of the engine under `generate`, by the names of `argosy serve` (`infer.settings.EngineSettings`), such as
             {"speculative": "ngram"}, or {"lora": {"enabled": True, "adapters": 2}} for `lm.load_adapter`. Its `context` is also that
@@ -107,7 +110,9 @@ def load(
         if quantization is not None or tensor != 1:
             named = "quantization" if quantization is not None else "tensor"
             raise BadInput(f"{named}: not built for models that draw images", hint="leave it out")
-        return _pipeline(model, dtype, adapter, single_file)
+        return _pipeline(model, dtype, adapter, single_file, controlnet)
+    if controlnet is not None:
+        raise BadInput(f"controlnet steers models of a diffusers folder, and {model} is none", hint="leave it out")
     if single_file is not None:
         raise BadInput(f"single_file takes the place of models of a diffusers folder, and {model} is none", hint="leave it out")
     rules = None if quantization is None else as_rules(quantization)
@@ -122,17 +127,21 @@ def load(
     return _checked(lm)
 
 
-def _pipeline(model: str | Path, dtype: Any, adapter: Any, single_file: Any) -> Any:
+def _pipeline(model: str | Path, dtype: Any, adapter: Any, single_file: Any, controlnet: Any) -> Any:
     """A diffusers folder, or a run that trained a denoiser, as an `ImagePipeline`; an autoencoder as an `ImageAutoencoder`."""
     from argosy.infer.denoise.pipeline import ImagePipeline
 
     if (Path(model) / "model_index.json").is_file():
         from argosy.infer.denoise.folder import load_diffusers
 
-        pipeline = load_diffusers(model, dtype=dtype, adapter=adapter, single_file=single_file, say=_say)
+        controlnet = None if controlnet is None else local_model(controlnet, _say)
+        more: Any = {"single_file": single_file, "controlnet": controlnet, "say": _say}
+        pipeline = load_diffusers(model, dtype=dtype, adapter=adapter, **more)
     else:
         if single_file is not None:
             raise BadInput("single_file: takes the place of models of a diffusers folder", hint="give a folder with a model_index.json")
+        if controlnet is not None:
+            raise BadInput("controlnet: steers the UNet of a diffusers folder", hint="give a folder with a model_index.json")
         if adapter is not None:
             raise BadInput("adapter: a run's own adapters are merged as it is loaded", hint="give a diffusers folder, or leave it out")
         from argosy.infer.denoise.runs import load_images

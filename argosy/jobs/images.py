@@ -12,6 +12,9 @@ from argosy.jobs.image_models import parsed_size
 
 KINDS = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp"}
 ANIMATIONS = {".webp": "webp", ".gif": "gif", ".png": "png"}
+# Settings of ControlNets, and those that are arguments of `ImagePipeline.images` as they are.
+CONTROL = {"control_image", "control_scale", "control_start", "control_end", "guess_mode"}
+DRAWING = {"steps", "guidance", "negative", "seed", "n", "step_cache", "compare"} | (CONTROL - {"control_image"})
 # Frames of a second that Wan was trained on.
 RATE = 16.0
 
@@ -26,6 +29,10 @@ class GenerateImages(Settings):
         "guidance_scale": "did you mean `guidance`?",
         "negative_prompt": "did you mean `negative`?",
         "num_frames": "did you mean `frames`?",
+        "controlnet_conditioning_scale": "did you mean `control_scale`?",
+        "control_guidance_start": "did you mean `control_start`?",
+        "control_guidance_end": "did you mean `control_end`?",
+        "controlnet_conditioning_image": "did you mean `control_image`?",
     }
 
     image: str
@@ -56,6 +63,19 @@ class GenerateImages(Settings):
     """An image file to begin from (image to image), of any size. Needs the extra `images`."""
     strength: float = Field(0.6, gt=0, le=1)
     """Share of the steps that `source` goes through; at 1 nothing of it is left."""
+    controlnet: str | None = None
+    """A ControlNet that steers the UNet of a diffusers folder (Stable Diffusion 1, 2 and XL): a folder, a run of `argosy train
+    controlnet`, or hf:OWNER/NAME."""
+    control_image: str | None = None
+    """The image file that a ControlNet follows: edges, depths, poses, as it was trained on. Of any size. Needs the extra `images`."""
+    control_scale: float = Field(1.0, ge=0)
+    """How strongly the ControlNet acts; 1 is what it was trained for."""
+    control_start: float = Field(0.0, ge=0, lt=1)
+    """Share of the steps after which the ControlNet begins to act."""
+    control_end: float = Field(1.0, gt=0, le=1)
+    """Share of the steps after which the ControlNet does not act any more."""
+    guess_mode: bool = False
+    """The ControlNet acts on predictions with the prompt alone, and more weakly on fine details, as for an empty prompt."""
     single_file: str | None = None
     """A .safetensors file in its authors' names, whose models take the place of those of the diffusers folder."""
     dtype: str | None = None
@@ -75,14 +95,17 @@ def generate_images(
     if settings.compare and settings.step_cache is None:
         raise BadInput("compare without step_cache: nothing differs from the full drawing", hint="step_cache=0.1")
     size = parsed_size(settings.size)
-    source = None if settings.source is None else _source(settings.source)
+    source, control = (
+        None if name is None else _image(f"{key}={name}", name)
+        for key, name in (("source", settings.source), ("control_image", settings.control_image))
+    )
     from argosy.core.formats.image_files import resized
     from argosy.infer.denoise.pipeline import ImagePipeline
     from argosy.infer.denoise.step_cache import CacheReport
     from argosy.jobs.api import load
 
     say(f"loading {model}")
-    pipe = load(model, dtype=settings.dtype, single_file=settings.single_file)
+    pipe = load(model, dtype=settings.dtype, single_file=settings.single_file, controlnet=settings.controlnet)
     if not isinstance(pipe, ImagePipeline):
         raise BadInput(f"{model} draws no images", hint="leave out `image=`, which is for models that do")
 
@@ -98,10 +121,17 @@ def generate_images(
         more = {"frames": settings.frames, "batch": 1}
     elif pipe.defaults.frames is not None:
         say(f"an image: this model draws videos too, frames={pipe.defaults.frames}")
-    if source is not None:
+    if source is not None or control is not None:
         size = pipe.checked_size(size)
-        more = {"image": resized(source, *size)[None], "strength": settings.strength}
-    drawing: dict[str, Any] = settings.model_dump(include={"steps", "guidance", "negative", "seed", "n", "step_cache", "compare"})
+    if source is not None:
+        more |= {"image": resized(source, *size)[None], "strength": settings.strength}
+    if control is not None:
+        more |= {"control_image": resized(control, *size)[None]}
+    if pipe.controlnet is None and (given := sorted(CONTROL & settings.model_fields_set)):
+        raise BadInput(f"{', '.join(given)}: this model has no ControlNet", hint="controlnet=FOLDER")
+    if pipe.controlnet is not None and control is None:
+        raise BadInput("a ControlNet without the image that it follows", hint="control_image=edges.png")
+    drawing: dict[str, Any] = settings.model_dump(include=DRAWING)
     reports: list[CacheReport] = []
     images = pipe.images(prompt, size=size, **drawing, **more, progress=progress, report=reports.append)
     written = []
@@ -169,8 +199,8 @@ def _write_video(file: Path, video: Any, settings: GenerateImages) -> None:
         write_file(file / f"{i:04}.png", of_bytes(f"{i:04}.png", image_file(frame)))
 
 
-def _source(name: str) -> Any:
-    """The image to begin from, [H W 3] uint8.
+def _image(where: str, name: str) -> Any:
+    """An image file, [H W 3] uint8.
 
     Raises:
         BadInput: there is no such file, or it is no image.
@@ -179,5 +209,5 @@ def _source(name: str) -> Any:
 
     path = Path(name)
     if not path.is_file():
-        raise BadInput(f"source={name}: no such file")
+        raise BadInput(f"{where}: no such file")
     return read_image(path.read_bytes())[..., :3]

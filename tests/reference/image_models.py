@@ -169,16 +169,34 @@ def dit(model: Any, draw: np.random.Generator) -> Any:
     return own, {"prediction": array(said[:, :channels])}
 
 
-def unet(model: Any, draw: np.random.Generator) -> Any:
+def unet_inputs(model: Any, draw: np.random.Generator) -> Any:
     own = {"latents": noise(draw, 2, model.config.in_channels, 12, 8), "text": noise(draw, 2, 7, model.config.cross_attention_dim)}
     own |= {"timestep": np.asarray([731.0, 20.0], np.float32)}
     more = None
     if model.config.addition_embed_type == "text_time":
         own |= {"pooled": noise(draw, 2, 14), "sizes": np.asarray([[96, 64, 0, 0, 96, 64], [80, 64, 3, 5, 96, 64]], np.float32)}
         more = {"text_embeds": torch.from_numpy(own["pooled"]), "time_ids": torch.from_numpy(own["sizes"])}
+    return own, more
+
+
+def unet(model: Any, draw: np.random.Generator) -> Any:
+    own, more = unet_inputs(model, draw)
     given = tensors(own)
     said = model(given["latents"], given["timestep"], given["text"], added_cond_kwargs=more).sample
     return own, {"prediction": array(said)}
+
+
+def controlnet(model: Any, draw: np.random.Generator) -> Any:
+    """What it gives for each skip, flat and in order, at a scale of its own, and in guess mode."""
+    inputs, more = unet_inputs(model, draw)
+    factor = 2 ** (len(model.config.conditioning_embedding_out_channels) - 1)
+    inputs["control"] = draw.random((2, 3, 12 * factor, 8 * factor)).astype(np.float32)
+    given, found = tensors(inputs), {}
+    for name, scale, guesses in (("residuals", 1.0, False), ("guessed", 0.75, True)):
+        skips, middle = model(given["latents"], given["timestep"], given["text"], given["control"], conditioning_scale=scale,
+                              guess_mode=guesses, added_cond_kwargs=more, return_dict=False)  # fmt: skip
+        found[name] = torch.cat([one.flatten(1) for one in [*skips, middle]], 1)
+    return inputs, {name: array(value) for name, value in found.items()}
 
 
 def z_image(model: Any, draw: np.random.Generator) -> Any:
@@ -221,6 +239,14 @@ XL = {"block_out_channels": (8, 12), "down_block_types": ("DownBlock2D", "CrossA
       "addition_embed_type": "text_time", "addition_time_embed_dim": 6, "transformer_layers_per_block": (1, 2),
       "projection_class_embeddings_input_dim": 14 + 6 * 6}  # fmt: skip
 
+CONTROLNET = {key: UNET[key] for key in UNET if key not in ("sample_size", "out_channels")} | {
+    "conditioning_embedding_out_channels": (5, 6, 7)}  # fmt: skip
+
+
+def without_up(sizes: dict) -> dict:
+    return {key: value for key, value in sizes.items() if key != "up_block_types"}
+
+
 MODELS: dict[str, tuple[str, dict, Any]] = {
     "clip-l": ("CLIPTextModel", CLIP | {"hidden_act": "quick_gelu", "eos_token_id": 2}, clip),
     "clip-g": ("CLIPTextModelWithProjection", CLIP | {"hidden_act": "gelu", "eos_token_id": 89, "projection_dim": 14}, clip),
@@ -245,6 +271,8 @@ MODELS: dict[str, tuple[str, dict, Any]] = {
         "patch_size": 2, "num_embeds_ada_norm": 7, "norm_eps": 1e-3}, dit),
     "unet-sd": ("UNet2DConditionModel", UNET | SD, unet),
     "unet-xl": ("UNet2DConditionModel", UNET | XL, unet),
+    "controlnet-sd": ("ControlNetModel", CONTROLNET | without_up(SD), controlnet),
+    "controlnet-xl": ("ControlNetModel", CONTROLNET | without_up(XL) | {"controlnet_conditioning_channel_order": "bgr"}, controlnet),
     "z-image": ("ZImageTransformer2DModel", Z_IMAGE, z_image),
     "wan": ("WanTransformer3DModel", WAN, wan),
 }  # fmt: skip

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from image_models import CLIP, FLUX, FLUX2, FLUX2_VAE, SD, SD3, T5, UNET, VAE, WAN, WAN_VAE, XL, Z_IMAGE
+from image_models import CLIP, CONTROLNET, FLUX, FLUX2, FLUX2_VAE, SD, SD3, T5, UNET, VAE, WAN, WAN_VAE, XL, Z_IMAGE, without_up
 from safetensors.torch import save_file
 from transformers import CLIPTokenizer, Qwen2Tokenizer, T5Tokenizer
 
@@ -172,20 +172,26 @@ PIPELINES: dict[str, tuple[str, dict, dict[str, tuple[str, dict]]]] = {
         },
     ),
 }  # fmt: skip
-SCHEDULERS = {"pipeline-sd": "PNDMScheduler", "pipeline-sdxl": "EulerDiscreteScheduler", "pipeline-wan": "UniPCMultistepScheduler"}
+for _name, _width, _sizes in (("sd", 28, SD), ("sdxl", 56, XL)):
+    _pipeline, _scheduler, _models = PIPELINES[f"pipeline-{_name}"]
+    _control = {"controlnet": ("ControlNetModel", CONTROLNET | without_up(_sizes) | {"cross_attention_dim": _width})}
+    PIPELINES[f"pipeline-{_name}-controlnet"] = (_pipeline.replace("Pipeline", "ControlNetPipeline"), _scheduler, _models | _control)
+SCHEDULERS = {"pipeline-sd": "PNDMScheduler", "pipeline-sdxl": "EulerDiscreteScheduler", "pipeline-wan": "UniPCMultistepScheduler",
+              "pipeline-sd-controlnet": "PNDMScheduler", "pipeline-sdxl-controlnet": "EulerDiscreteScheduler"}  # fmt: skip
 # Parts that a pipeline is made without.
 WITHOUT: dict[str, dict[str, None]] = {
     "pipeline-sd3": {"image_encoder": None, "feature_extractor": None},
     "pipeline-sd": {"safety_checker": None, "feature_extractor": None},
+    "pipeline-sd-controlnet": {"safety_checker": None, "feature_extractor": None},
 }
 
 
 def write_tokenizers(name: str, folder: Path) -> dict[str, Any]:
     """The tokenizers of a pipeline, in its folder."""
-    if name in ("pipeline-flux", "pipeline-sd"):
+    if name in ("pipeline-flux", "pipeline-sd", "pipeline-sd-controlnet"):
         first = clip_tokenizer()
         old_files(first, folder / "tokenizer")
-        if name == "pipeline-sd":
+        if name != "pipeline-flux":
             return {"tokenizer": first}
         made = {"tokenizer": first, "tokenizer_2": t5_tokenizer()}
         made["tokenizer_2"].save_pretrained(folder / "tokenizer_2")
@@ -216,6 +222,8 @@ def images_of(pipe: Any, name: str) -> dict[str, np.ndarray]:
             given = pipe._pack_latents(given, *LATENTS)
             free = pipe(PROMPTS, latents=given, guidance_scale=3.5, **more).images
             return {"latents": latents, "out_images": free} | cached_image(pipe, given[:1], more)
+        if name.endswith("-controlnet"):
+            return {"latents": latents} | controlled_images(pipe, given, more)
         if name == "pipeline-sdxl":
             free, plain = (pipe(PROMPTS, latents=given, guidance_scale=scale, **more).images for scale in (4.0, 1.0))
             return {"latents": latents, "out_images": free, "out_plain": plain}
@@ -239,6 +247,20 @@ def images_of(pipe: Any, name: str) -> dict[str, np.ndarray]:
             return {"latents": latents, "out_videos": videos, "out_plain": plain}
         guided = pipe(PROMPTS, negative_prompt=negative, latents=given, guidance_scale=4.0, **more).images
         return {"latents": latents, "out_images": guided, "out_plain": pipe(PROMPTS, latents=given, guidance_scale=1.0, **more).images}
+
+
+def controlled_images(pipe: Any, latents: torch.Tensor, more: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Images of a control image each: at a scale, in guess mode, and in some of the steps alone."""
+    control = np.random.default_rng(8).random((2, 3, more["height"], more["width"])).astype(np.float32)
+    found, how = {"control": control}, {"image": torch.from_numpy(control), "latents": latents, "guidance_scale": 4.0}
+    for key, own in (
+        ("images", {"negative_prompt": ["snow", "a fox"], "controlnet_conditioning_scale": 0.8}),
+        ("guessed", {"guess_mode": True}),
+        ("plain", {"guidance_scale": 1.0}),
+        ("span", {"control_guidance_start": 0.2, "control_guidance_end": 0.7, "num_inference_steps": 5}),
+    ):
+        found[f"out_{key}"] = pipe(list(PROMPTS), **more | how | own).images
+    return found
 
 
 def cached_image(pipe: Any, latents: torch.Tensor, more: dict[str, Any]) -> dict[str, np.ndarray]:

@@ -38,6 +38,7 @@ INDEX = "model_index.json"
 SCHEDULER = "scheduler/scheduler_config.json"
 # The folders of denoisers.
 DENOISERS = ("transformer", "unet")
+CONTROLNET = "controlnet"
 # Tokens of T5 that Stable Diffusion 3 reads.
 SD3_TOKENS = 256
 # Layers of Qwen 3 whose outputs Flux.2 klein reads.
@@ -150,7 +151,8 @@ def _unet_pipeline(parts: PipelineParts, prompts: PromptEncoder, guidance: float
     own = {"prediction": parts.sampler.prediction, "pixels": vae.config.factor}
     module.config = module.config.model_copy(update=own)
     side = module.config.size * vae.config.factor
-    return ImagePipeline(module, prompts, parts.sampler, ImageDefaults(50, guidance, (side, side)), vae, say=parts.say)
+    more: Any = {"say": parts.say, "controlnet": parts.models[CONTROLNET].module if CONTROLNET in parts.models else None}
+    return ImagePipeline(module, prompts, parts.sampler, ImageDefaults(50, guidance, (side, side)), vae, **more)
 
 
 @dataclass(frozen=True)
@@ -169,6 +171,10 @@ class PipelineKind:
 KINDS = {
     "StableDiffusionPipeline": PipelineKind(("unet", "vae", "text_encoder"), sd_pipeline),
     "StableDiffusionXLPipeline": PipelineKind(("unet", "vae", "text_encoder", "text_encoder_2"), sdxl_pipeline),
+    "StableDiffusionControlNetPipeline": PipelineKind(("unet", "vae", "text_encoder", CONTROLNET), sd_pipeline),
+    "StableDiffusionXLControlNetPipeline": PipelineKind(
+        ("unet", "vae", "text_encoder", "text_encoder_2", CONTROLNET), sdxl_pipeline
+    ),
     "FluxPipeline": PipelineKind(("transformer", "vae", "text_encoder", "text_encoder_2"), flux_pipeline),
     "StableDiffusion3Pipeline": PipelineKind(
         ("transformer", "vae", "text_encoder", "text_encoder_2", "text_encoder_3"), sd3_pipeline, ("text_encoder_3",)
@@ -176,6 +182,11 @@ KINDS = {
     "Flux2KleinPipeline": PipelineKind(("transformer", "vae", "text_encoder"), flux2_pipeline),
     "ZImagePipeline": PipelineKind(("transformer", "vae", "text_encoder"), z_image_pipeline),
     "WanPipeline": PipelineKind(("transformer", "vae", "text_encoder"), wan_pipeline),
+}
+# What a pipeline is called with a ControlNet.
+WITH_CONTROLNET = {
+    "StableDiffusionPipeline": "StableDiffusionControlNetPipeline",
+    "StableDiffusionXLPipeline": "StableDiffusionXLControlNetPipeline",
 }
 # Parts that no picture is drawn with here: inputs of image prompts, and checks of what was drawn.
 UNUSED = ("feature_extractor", "image_encoder", "safety_checker")
@@ -188,6 +199,7 @@ def load_diffusers(
     adapter: str | Path | None = None,
     single_file: str | Path | None = None,
     denoiser: Any = None,
+    controlnet: str | Path | None = None,
     texts: bool = True,
     say: Say | None = None,
 ) -> ImagePipeline:
@@ -196,6 +208,7 @@ def load_diffusers(
     Args:
         single_file: a file in its authors' names (`weights.hub.single_file`), whose models take the place of the folder's.
         denoiser: a module in place of the folder's denoiser, whose weights are then not read; it may still lack its own.
+        controlnet: a ControlNet for the folder's UNet: a folder, a run or a checkpoint.
         texts: whether the weights of text encoders are read. Without them a pipeline draws with other prompts, and cannot be saved.
         dtype: of weights and activations, as in `weights.build.load_model`. An autoencoder that says so stays in float32.
         adapter: a file of low-rank adapters (`weights.hub.image_lora`), merged into the weights as they are read.
@@ -210,6 +223,9 @@ def load_diffusers(
     name = str(index.get("_class_name"))
     if name not in KINDS:
         raise BadInput(f"{INDEX}: the pipeline {name} is not built", where=str(path), hint=nearest(name, KINDS))
+    if controlnet is not None:
+        name = _with_controlnet(name, path)
+        index = dict(index) | {"_class_name": name, CONTROLNET: ["diffusers", "ControlNetModel"]}
     kind, opened = KINDS[name], dict[str, OpenedModel]()
     present = {part for part, library in index.items() if isinstance(library, list) and library[:1] != [None]}
     numbers = [part.removeprefix("text_encoder") for part in kind.models if part.startswith("text_encoder")]
@@ -218,6 +234,9 @@ def load_diffusers(
         raise BadInput(f"{INDEX}: {name} with {', '.join(other)} is not built", where=str(path))
     for part in kind.models:
         if part not in present and part in kind.optional:
+            continue
+        if part == CONTROLNET and controlnet is not None:
+            opened[part] = open_model(controlnet, say or (lambda _: None))
             continue
         if not (path / part).is_dir():
             raise BadInput(f"there is no folder {part}/", where=str(path), hint="copy or download the folder again")
@@ -258,6 +277,19 @@ def load_diffusers(
     return pipe
 
 
+def _with_controlnet(name: str, path: Path) -> str:
+    """The class of a pipeline with a ControlNet.
+
+    Raises:
+        BadInput: it has one already, or there is no such class.
+    """
+    if name in WITH_CONTROLNET:
+        return WITH_CONTROLNET[name]
+    has_one = name in WITH_CONTROLNET.values()
+    what = "the folder has a ControlNet already, and several are not built" if has_one else f"{name} with a ControlNet is not built"
+    raise BadInput(f"controlnet: {what}", where=str(path), hint="leave `controlnet` out")
+
+
 def denoiser_layers(folder: str | Path) -> dict[str, Any]:
     """The settings of a run that trains the denoiser of a diffusers folder: the meaning of `model=FOLDER`.
 
@@ -269,6 +301,9 @@ def denoiser_layers(folder: str | Path) -> dict[str, Any]:
     part = next((part for part in DENOISERS if part in index), None)
     if part is None or str(index.get("_class_name")) not in KINDS:
         raise BadInput(f"{INDEX}: the pipeline {index.get('_class_name')} is not built", where=str(path))
+    if CONTROLNET in index:
+        hint = f"model=FOLDER of the pipeline without it; argosy train controlnet goes on with it: init.weights={path / CONTROLNET}"
+        raise BadInput(f"{INDEX}: the pipeline has a ControlNet beside the model to train", where=str(path), hint=hint)
     sampler = sampler_of(read_json_object(path / SCHEDULER))
     own: dict[str, Any] = {"prediction": sampler.prediction}
     if part == "unet":

@@ -16,12 +16,14 @@ import numpy as np
 from argosy.core.errors import BadInput
 from argosy.core.progress import Say
 from argosy.infer.denoise.autoencoder import ImageAutoencoder, latent_frames
+from argosy.infer.denoise.control import Control, check_controlnet, control_of, with_span
 from argosy.infer.denoise.finite import check_finite
 from argosy.infer.denoise.guidance import Guidance
 from argosy.infer.denoise.plan import SamplingPlan
 from argosy.infer.denoise.sampling import Drawing, SamplingRun, padded_drawing
 from argosy.infer.denoise.settings import SAMPLERS, SamplerSettings
 from argosy.infer.denoise.step_cache import CacheReport, check_step_cache
+from argosy.models.blocks.controlnet import ControlledUNet
 from argosy.models.diffusion.base import Conditions, DenoiserConfig
 from argosy.models.parts.weight import split
 
@@ -68,6 +70,10 @@ class ImagePipeline:
         autoencoder: its module; None: the denoiser draws images themselves, in -1..1.
         guidance: how predictions with and without prompt become one.
         say: called with what is being compiled, if that takes longer than a second.
+        controlnet: its module, which steers a UNet by control images.
+
+    Raises:
+        BadInput: the ControlNet does not steer this denoiser.
     """
 
     def __init__(
@@ -79,6 +85,7 @@ class ImagePipeline:
         autoencoder: Any = None,
         guidance: Guidance | None = None,
         say: Say | None = None,
+        controlnet: Any = None,
     ):
         self.denoiser, self.prompts, self.sampler, self.defaults = denoiser, prompts, sampler, defaults
         self.autoencoder, self.guidance, self.say = autoencoder, guidance or Guidance(), say
@@ -86,8 +93,12 @@ class ImagePipeline:
         self.writer: Callable[[ImagePipeline, Path], None] | None = None
         # Set by `argosy.load`: bundles are of a later room.
         self.exporter: Callable[..., Any] | None = None
-        self._graph, self._leaves = split(denoiser)
         self._autoencoder = None if autoencoder is None else ImageAutoencoder(autoencoder)
+        self.controlnet = controlnet
+        if controlnet is not None:
+            check_controlnet(controlnet.config, denoiser.config, self.factor)
+            denoiser = ControlledUNet(denoiser, controlnet)
+        self._graph, self._leaves = split(denoiser)
 
     def save(self, folder: str | Path) -> None:
         """Writes a diffusers folder.
@@ -131,6 +142,11 @@ class ImagePipeline:
         image: Any = None,
         mask: Any = None,
         strength: float = 1.0,
+        control_image: Any = None,
+        control_scale: float = 1.0,
+        control_start: float = 0.0,
+        control_end: float = 1.0,
+        guess_mode: bool = False,
         sampler: SamplerSettings | None = None,
         step_cache: float | None = None,
         compare: bool = False,
@@ -152,6 +168,11 @@ class ImagePipeline:
             image: images to begin from (image to image), [N H W 3] uint8, or floats in 0..1.
             mask: [N H W] 1 where `image` is drawn anew, 0 where it stays (inpainting).
             strength: the share of the steps that an image goes through; at 1 nothing of it is left.
+            control_image: for a pipeline with a ControlNet, images of edges, depths or poses that it follows, [N H W 3] uint8, or floats
+                in 0..1.
+            control_scale: how strongly the ControlNet acts; 1 is what it was trained for.
+            control_start, control_end: the share of the steps after which it begins to act, and after which it does not act any more.
+            guess_mode: the ControlNet acts on predictions with the prompt alone, and more weakly on fine details.
             sampler: in place of the model's own.
             step_cache: reuses what the layers after the first changed, until the change of the first one has moved by more than this
                 share of it; 0.05 to 0.2 are usual. None: all layers run in every step.
@@ -189,15 +210,18 @@ class ImagePipeline:
         begun, fixed = self.encode_given(image, mask, len(rows), (height, width))
         steps = self.defaults.steps if steps is None else steps
         plan = self.plan(how, steps, (height, width), 1.0 if image is None else strength, 1 if frames is None else shape[0])
+        control = self.control(control_image, len(rows), (height, width), control_scale, guess_mode)
+        plan = plan if control is None else with_span(plan, control_start, control_end)
         scale = self.defaults.guidance if guidance is None else guidance
         found = []
         for at in range(0, len(rows), batch):
             some, span = rows[at : at + batch], slice(at, at + batch)
+            conditions = self.conditions([texts[p] for p, _ in some], [negatives[p] for p, _ in some], scale)
             drawing = Drawing(
                 plan,
                 [(seeds[p], i) for p, i in some],
                 np.full(len(some), scale, np.float32),
-                *self.conditions([texts[p] for p, _ in some], [negatives[p] for p, _ in some], scale),
+                *(conditions if control is None else control.put_on(*conditions, span)),
                 shape,
                 *(None if one is None else one[span] for one in (begun, fixed, noise)),
                 cache_threshold=step_cache,
@@ -308,6 +332,21 @@ class ImagePipeline:
             cached.count(run.evaluations, run.layer_runs)
         return latents
 
+    def control(self, image: Any, count: int, size: tuple[int, int], scale: float, guess_mode: bool) -> Control | None:
+        """What the ControlNet is given, of arguments of `images`; None without one.
+
+        Raises:
+            BadInput: control images do not fit, there is no ControlNet for them, or the ControlNet has none.
+        """
+        if self.controlnet is None:
+            if image is not None:
+                raise BadInput("a control image without a ControlNet", hint="argosy.load(FOLDER, controlnet=FOLDER)")
+            return None
+        if image is None:
+            raise BadInput("this pipeline has a ControlNet, and there is no image that it follows", hint="control_image=")
+        given = given_images(image, "control_image", count, size)
+        return control_of(self.controlnet.config, np.repeat(given, count // len(given), 0), scale, guess_mode)
+
     def warm_up(self, batch: int, step_cache: float | None = None) -> None:
         """Compiles what draws so many images of the default size together, step by step."""
         height, width = (side // self.factor for side in self.defaults.size)
@@ -379,11 +418,7 @@ class ImagePipeline:
             if mask is not None:
                 raise BadInput("a mask without an image", hint="image=, which it is about")
             return None, None
-        given = np.asarray(image)
-        given = given[None] if given.ndim == 3 else given
-        given = given.astype(np.float32) / 255 if given.dtype == np.uint8 else given.astype(np.float32)
-        if given.shape[1:] != (*size, 3) or count % len(given):
-            raise BadInput(f"image of {list(given.shape)}: [N H W 3] is {[count, *size, 3]} here")
+        given = given_images(image, "image", count, size)
         latents = np.repeat(self.encode(given), count // len(given), 0)
         if mask is None:
             return latents, None
@@ -396,6 +431,20 @@ class ImagePipeline:
         # A latent may change where any of its pixels may.
         blocks = free.reshape(len(free), size[0] // f, f, size[1] // f, f)
         return latents, blocks.max((2, 4))[..., None]
+
+
+def given_images(images: Any, name: str, count: int, size: tuple[int, int]) -> np.ndarray:
+    """Images in 0..1 [N H W 3] of an argument, uint8 or floats; N divides `count`.
+
+    Raises:
+        BadInput: a shape does not fit.
+    """
+    given = np.asarray(images)
+    given = given[None] if given.ndim == 3 else given
+    given = given.astype(np.float32) / 255 if given.dtype == np.uint8 else given.astype(np.float32)
+    if given.shape[1:] != (*size, 3) or count % len(given):
+        raise BadInput(f"{name} of {list(given.shape)}: [N H W 3] is {[count, *size, 3]} here")
+    return given
 
 
 def in_color(images: np.ndarray) -> np.ndarray:

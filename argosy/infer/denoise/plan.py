@@ -56,6 +56,7 @@ class SamplingPlan(NamedTuple):
     begin: alpha and sigma of the first sample.
     scale: factors on the initial noise and on the result.
     clip: [S] the largest value of a predicted image; infinite where nothing is clipped.
+    control: [S] above 0 where a ControlNet acts; None: at each evaluation.
     """
 
     timestep: Any
@@ -67,6 +68,7 @@ class SamplingPlan(NamedTuple):
     begin: Any
     scale: Any
     clip: Any
+    control: Any = None
 
     @property
     def evaluations(self) -> int:
@@ -117,7 +119,8 @@ class SamplerState(NamedTuple):
     memory: Any = None
 
 
-# (sample, timestep, alpha and sigma after the step) -> prediction. With a memory, which comes last: -> prediction, memory.
+# (sample, timestep, alpha and sigma after the step) -> prediction. With a memory, which comes last: -> prediction, memory. Where the
+# plan says when a ControlNet acts, that is the argument `control`.
 Predict = Callable[..., Any]
 
 
@@ -134,10 +137,11 @@ def initial_state(
 def advance(predict: Predict, state: SamplerState, row: SamplingPlan, fresh: Array | None) -> SamplerState:
     """One evaluation. row: one row of the plan's columns; fresh: noise like x, where the sampler spreads any."""
     x, last, _, past, memory = state
+    more: Any = {} if row.control is None else {"control": row.control}
     if memory is None:
-        prediction = predict(x, row.timestep, row.level)
+        prediction = predict(x, row.timestep, row.level, **more)
     else:
-        prediction, memory = predict(x, row.timestep, row.level, memory)
+        prediction, memory = predict(x, row.timestep, row.level, memory, **more)
     raw = row.read[0] * x + row.read[1] * prediction
     new = jnp.clip(raw, -row.clip, row.clip)
     seen = jnp.stack([x, last, raw, new, *past])
@@ -155,7 +159,7 @@ def _weighed(weights: Array, seen: Array) -> Array:
 
 def row_at(plan: SamplingPlan, i: Any) -> SamplingPlan:
     """Row i of a plan's columns."""
-    return SamplingPlan(*(None if name in WHOLE else column[i] for name, column in plan._asdict().items()))
+    return SamplingPlan(*(None if name in WHOLE or column is None else column[i] for name, column in plan._asdict().items()))
 
 
 def padded(plan: SamplingPlan) -> SamplingPlan:
@@ -164,7 +168,7 @@ def padded(plan: SamplingPlan) -> SamplingPlan:
     more = count - plan.evaluations
 
     def longer(name: str, column: Any) -> Any:
-        return column if name in WHOLE else np.pad(column, [(0, more)] + [(0, 0)] * (column.ndim - 1))
+        return column if name in WHOLE or column is None else np.pad(column, [(0, more)] + [(0, 0)] * (column.ndim - 1))
 
     return SamplingPlan(*(longer(name, column) for name, column in plan._asdict().items()))
 
@@ -196,7 +200,7 @@ def last_state(
         fixed: parts of the image that stay as they are (inpainting).
         evaluations: how many rows of the plan count; all by default.
     """
-    table = SamplingPlan(*map(jnp.asarray, plan))
+    table = SamplingPlan(*jax.tree.map(jnp.asarray, tuple(plan)))
 
     def body(i: Array, state: SamplerState) -> SamplerState:
         row = row_at(table, i)

@@ -145,8 +145,9 @@ def _programs(graph: Any, guidance: Guidance, guided: bool) -> _Programs:
     def predictor(leaves: Any, conditions: Conditions, null: Conditions | None, scale: Array) -> Predict:
         model = merge(graph, leaves)
 
-        def predict(x: Array, timestep: Array, level: Array, memory: StepMemory | None = None) -> Any:
-            inputs = network_inputs(model.config, conditions, null, x, timestep, level)
+        def predict(x: Array, timestep: Array, level: Array, memory: StepMemory | None = None, control: Array | None = None) -> Any:
+            samples, times, own = network_inputs(model.config, conditions, null, x, timestep, level)
+            inputs = samples, times, own._replace(control_acts=control)
             out, memory = (model(*inputs), None) if memory is None else cached_prediction(model, *inputs, memory)
             out = out.astype(jnp.float32)
             if null is not None:

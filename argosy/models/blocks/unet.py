@@ -1,5 +1,6 @@
 """The module of Stable Diffusion's UNet (`models.diffusion.unet` has the equations)."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,50 +15,44 @@ from argosy.models.parts.net import grow, net_attention, resnet
 from argosy.ops.precision import sums_in
 
 
-class UNet(nnx.Module):
-    """Noisy latents, time steps and texts to predictions."""
+class UNetEncoder(nnx.Module):
+    """The way down of a UNet and its middle."""
 
     def __init__(self, config: Any):
         self.config, self.dtype = config, jnp.float32
         grow(self, config.sites(), groups=config.groups, eps=config.norm_eps)
 
-    def __call__(
-        self, latents: Float[Array, "B H W C"], timestep: Float[Array, "B"], conditions: Conditions
-    ) -> Float[Array, "B H W C"]:
+    def encoded(
+        self, x: Float[Array, "B H W C"], c: Float[Array, "B E"], text: Float[Array, "B S D"]
+    ) -> tuple[list[Array], Float[Array, "B h w O"]]:
+        """What the way down leaves for the way up, and the middle's output, from the output of `conv_in`."""
         of: Any = self
-        config, text = self.config, conditions.text.astype(self.dtype)
-        c = self.condition(timestep, conditions, *latents.shape[1:3])
-        x = of.conv_in(latents.astype(self.dtype))
         left = [x]
-        for level in range(len(config.widths)):
+        for level in range(len(self.config.widths)):
             block = of.down_blocks[level]
-            for j in range(config.layers):
+            for j in range(self.config.layers):
                 x = self._layer(block, j, x, c, text, level)
                 left.append(x)
             if hasattr(block, "downsamplers"):
                 x = block.downsamplers[0].conv(x)
                 left.append(x)
         x = resnet(of.mid_block.resnets[0], x, c)
-        x = self._transformer(of.mid_block.attentions[0], x, text, config.heads[-1])
-        x = resnet(of.mid_block.resnets[1], x, c)
-        for i in range(len(config.widths)):
-            block, level = of.up_blocks[i], len(config.widths) - 1 - i
-            for j in range(config.layers + 1):
-                x = self._layer(block, j, jnp.concatenate([x, left.pop()], -1), c, text, level)
-            if hasattr(block, "upsamplers"):
-                x = block.upsamplers[0].conv(twice(x))
-        x = of.conv_out(jax.nn.silu(of.conv_norm_out(x)))
-        return x.astype(sums_in(x.dtype))
+        x = self._transformer(of.mid_block.attentions[0], x, text, self.config.heads[-1])
+        return left, resnet(of.mid_block.resnets[1], x, c)
 
     def condition(self, timestep: Float[Array, "B"], conditions: Conditions, height: int, width: int) -> Float[Array, "B E"]:
-        """The vector of the time step, in XL with that of the text and of the image's sizes."""
+        """The vector of the time step, in XL with that of the text and of the image's sizes.
+
+        Args:
+            height, width: of the image in pixels.
+        """
         of: Any = self
         c = _embedded(of.time_embedding, sinusoid(timestep, self.config.widths[0]).astype(self.dtype))
         if self.config.pooled_width is None:
             return c
-        whole = [height * self.config.pixels, width * self.config.pixels]
         sizes = conditions.sizes
         if sizes is None:
+            whole = [height, width]
             sizes = jnp.broadcast_to(jnp.asarray([*whole, 0, 0, *whole], jnp.float32), (len(timestep), 6))
         waves = sinusoid(sizes.reshape(-1), self.config.size_waves).reshape(len(timestep), -1).astype(self.dtype)
         return c + _embedded(of.add_embedding, jnp.concatenate([conditions.pooled.astype(self.dtype), waves], -1))
@@ -79,6 +74,37 @@ class UNet(nnx.Module):
             y = y + block.ff.net[2](up * jax.nn.gelu(gate, approximate=False))
         y = of.proj_out(y).reshape(x.shape) if self.config.linear else of.proj_out(y.reshape(x.shape))
         return x + y
+
+
+class UNet(UNetEncoder):
+    """Noisy latents, time steps and texts to predictions."""
+
+    def __call__(
+        self,
+        latents: Float[Array, "B H W C"],
+        timestep: Float[Array, "B"],
+        conditions: Conditions,
+        residuals: Sequence[Array] | None = None,
+    ) -> Float[Array, "B H W C"]:
+        """
+        Args:
+            residuals: of a ControlNet, added to what the way down leaves, and the last one to the middle's output.
+        """
+        of: Any = self
+        config, text = self.config, conditions.text.astype(self.dtype)
+        height, width = (side * config.pixels for side in latents.shape[1:3])
+        c = self.condition(timestep, conditions, height, width)
+        left, x = self.encoded(of.conv_in(latents.astype(self.dtype)), c, text)
+        if residuals is not None:
+            *left, x = (mine + theirs.astype(self.dtype) for mine, theirs in zip([*left, x], residuals, strict=True))
+        for i in range(len(config.widths)):
+            block, level = of.up_blocks[i], len(config.widths) - 1 - i
+            for j in range(config.layers + 1):
+                x = self._layer(block, j, jnp.concatenate([x, left.pop()], -1), c, text, level)
+            if hasattr(block, "upsamplers"):
+                x = block.upsamplers[0].conv(twice(x))
+        x = of.conv_out(jax.nn.silu(of.conv_norm_out(x)))
+        return x.astype(sums_in(x.dtype))
 
 
 def _embedded(of: Any, x: Float[Array, "B I"]) -> Float[Array, "B E"]:

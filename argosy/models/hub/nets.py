@@ -23,11 +23,12 @@ class LayerSite(NamedTuple):
         [B I]; norm: GroupNorm; layer_norm; channel_norm, over the channels of a position in a video; frame_norm, of a frame.
     inner, outer: channels in and out.
     taps: height and width of a convolution's kernel.
-    level: how many times height and width were halved where it stands. None: once for an image.
+    level: how many times height and width were halved where it stands, or below 0 doubled. None: once for an image.
     eps: of a norm; None: that of the whole network.
     reads_text: whether its positions are tokens of a text.
     frame_taps: frames of a causal convolution's kernel.
     reads_first: whether it reads the first frame of a video, and an image.
+    zero: whether it begins at zero, so that training starts without it.
     """
 
     name: str
@@ -42,6 +43,7 @@ class LayerSite(NamedTuple):
     reads_text: bool = False
     frame_taps: int = 1
     reads_first: bool = True
+    zero: bool = False
 
 
 def site_rows(sites: Iterable[LayerSite]) -> tuple[list[KeyRow], dict[str, int]]:
@@ -75,7 +77,8 @@ def site_flops(sites: Iterable[LayerSite], positions: int, text: int = 0) -> int
     for site in sites:
         if site.kind not in NORMS and site.reads_first:
             weights = site.inner * site.outer * site.frame_taps * (site.taps**2 if site.kind in ("conv", "causal") else 1)
-            times = 1 if site.level is None else positions // 4**site.level
+            level = site.level or 0
+            times = 1 if site.level is None else positions * 4 ** max(-level, 0) // 4 ** max(level, 0)
             found += 2 * weights * (text if site.reads_text else times)
     return found
 

@@ -16,45 +16,61 @@ class UNetHub:
 
     @classmethod
     def from_hub(cls: Any, config: dict[str, Any]) -> Any:
-        read = TABLE.read(config)
-        widths = tuple(config.get("block_out_channels", (320, 640, 1280, 1280)))
-        levels = len(widths)
-        down = config.get("down_block_types", [CROSS[0]] * (levels - 1) + [PLAIN[0]])
+        read = TABLE.read(config) | read_levels(config)
+        levels = len(read["widths"])
         up = config.get("up_block_types", [PLAIN[1]] + [CROSS[1]] * (levels - 1))
-        for key, kinds, built in (("down_block_types", down, 0), ("up_block_types", up, 1)):
-            if other := sorted({str(kind) for kind in kinds} - {PLAIN[built], CROSS[built]}):
-                raise BadInput(f"config.json: `{key}` with {', '.join(other)} is not built")
-        crossed = [kind == CROSS[0] for kind in down]
-        if crossed != [kind == CROSS[1] for kind in reversed(up)]:
+        _check_kinds("up_block_types", up, 1)
+        if [n > 0 for n in read["transformers"]] != [kind == CROSS[1] for kind in reversed(up)]:
             raise BadInput("config.json: levels with attention differ on the way down and up, which is not built")
-        layers = _each(config.get("transformer_layers_per_block", 1), levels)
-        heads = _each(config.get("num_attention_heads") or config.get("attention_head_dim", 8), levels)
         if config.get("out_channels", 4) != config.get("in_channels", 4):
             raise BadInput(f"config.json: in_channels = {config.get('in_channels')}: only as many as out_channels are built")
-        read |= {"widths": widths, "heads": heads, "middle_transformer": layers[-1]}
-        read["transformers"] = tuple(n if cross else 0 for n, cross in zip(layers, crossed, strict=True))
-        if config.get("addition_embed_type") == "text_time":
-            read["size_waves"] = config.get("addition_time_embed_dim", 256)
-            read["pooled_width"] = config["projection_class_embeddings_input_dim"] - 6 * read["size_waves"]
         return cls(**read)
 
     def to_hub(self: Any) -> dict[str, Any]:
-        written = {"_class_name": UNET, "model_type": UNET, "out_channels": self.channels} | TABLE.write(self)
-        crossed = [n > 0 for n in self.transformers]
-        layers: Any = [n or 1 for n in self.transformers[:-1]] + [self.transformers[-1] or self.middle_transformer]
-        layers = 1 if set(layers) == {1} else layers
-        written |= {
-            "block_out_channels": list(self.widths),
-            "down_block_types": [CROSS[0] if cross else PLAIN[0] for cross in crossed],
-            "up_block_types": [CROSS[1] if cross else PLAIN[1] for cross in reversed(crossed)],
-            "attention_head_dim": self.heads[0] if len(set(self.heads)) == 1 else list(self.heads),
-            "transformer_layers_per_block": layers,
-        }
-        if self.pooled_width is not None:
-            inputs = self.pooled_width + 6 * self.size_waves
-            written |= {"addition_embed_type": "text_time", "addition_time_embed_dim": self.size_waves}
-            written |= {"projection_class_embeddings_input_dim": inputs}
+        written = {"_class_name": UNET, "model_type": UNET, "out_channels": self.channels} | TABLE.write(self) | written_levels(self)
+        written["up_block_types"] = [CROSS[1] if n else PLAIN[1] for n in reversed(self.transformers)]
         return self.agreed(written)
+
+
+def read_levels(config: dict[str, Any]) -> dict[str, Any]:
+    """The settings of the levels on the way down, and of what XL reads beside the time step; a ControlNet has them too.
+
+    Raises:
+        BadInput: a kind of level that is not built.
+    """
+    widths = tuple(config.get("block_out_channels", (320, 640, 1280, 1280)))
+    levels = len(widths)
+    down = config.get("down_block_types", [CROSS[0]] * (levels - 1) + [PLAIN[0]])
+    _check_kinds("down_block_types", down, 0)
+    layers = _each(config.get("transformer_layers_per_block", 1), levels)
+    read: dict[str, Any] = {"widths": widths, "middle_transformer": layers[-1]}
+    read["heads"] = _each(config.get("num_attention_heads") or config.get("attention_head_dim", 8), levels)
+    read["transformers"] = tuple(n if kind == CROSS[0] else 0 for n, kind in zip(layers, down, strict=True))
+    if config.get("addition_embed_type") == "text_time":
+        read["size_waves"] = config.get("addition_time_embed_dim", 256)
+        read["pooled_width"] = config["projection_class_embeddings_input_dim"] - 6 * read["size_waves"]
+    return read
+
+
+def written_levels(settings: Any) -> dict[str, Any]:
+    """What `read_levels` reads."""
+    layers: Any = [n or 1 for n in settings.transformers[:-1]] + [settings.transformers[-1] or settings.middle_transformer]
+    written = {
+        "block_out_channels": list(settings.widths),
+        "down_block_types": [CROSS[0] if n else PLAIN[0] for n in settings.transformers],
+        "attention_head_dim": settings.heads[0] if len(set(settings.heads)) == 1 else list(settings.heads),
+        "transformer_layers_per_block": 1 if set(layers) == {1} else layers,
+    }
+    if settings.pooled_width is not None:
+        inputs = settings.pooled_width + 6 * settings.size_waves
+        written |= {"addition_embed_type": "text_time", "addition_time_embed_dim": settings.size_waves}
+        written |= {"projection_class_embeddings_input_dim": inputs}
+    return written
+
+
+def _check_kinds(key: str, kinds: Any, built: int) -> None:
+    if other := sorted({str(kind) for kind in kinds} - {PLAIN[built], CROSS[built]}):
+        raise BadInput(f"config.json: `{key}` with {', '.join(other)} is not built")
 
 
 def _each(value: Any, levels: int) -> tuple[int, ...]:
@@ -65,46 +81,49 @@ def _each(value: Any, levels: int) -> tuple[int, ...]:
     return found
 
 
+ROWS = [
+    ("in_channels", "channels"),
+    ("layers_per_block", "layers"),
+    ("norm_num_groups", "groups"),
+    ("norm_eps", "norm_eps"),
+    ("cross_attention_dim", "text_width"),
+    ("use_linear_projection", "linear"),
+]
+DEFAULTS = {"in_channels": 4, "layers_per_block": 2, "norm_num_groups": 32, "cross_attention_dim": 1280}
+# Keys of UNets and ControlNets whose other values are not built.
+FIXED: dict[str, tuple[Any, ...]] = {
+    "act_fn": ("silu",),
+    "addition_embed_type": (None, "text_time"),
+    "class_embed_type": (None,),
+    "downsample_padding": (1,),
+    "encoder_hid_dim": (None,),
+    "encoder_hid_dim_type": (None,),
+    "flip_sin_to_cos": (True,),
+    "freq_shift": (0,),
+    "mid_block_scale_factor": (1,),
+    "mid_block_type": ("UNetMidBlock2DCrossAttn",),
+    "num_class_embeds": (None,),
+    "only_cross_attention": (False,),
+    "resnet_time_scale_shift": ("default",),
+}
+HARMLESS = frozenset(
+    """block_out_channels down_block_types attention_head_dim num_attention_heads transformer_layers_per_block
+    addition_embed_type_num_heads addition_time_embed_dim projection_class_embeddings_input_dim upcast_attention""".split()  # noqa: SIM905
+)
 TABLE = ConfigTable(
-    [
-        ("sample_size", "size"),
-        ("in_channels", "channels"),
-        ("layers_per_block", "layers"),
-        ("norm_num_groups", "groups"),
-        ("norm_eps", "norm_eps"),
-        ("cross_attention_dim", "text_width"),
-        ("use_linear_projection", "linear"),
-    ],
-    defaults={
-        "sample_size": 64,
-        "in_channels": 4,
-        "layers_per_block": 2,
-        "norm_num_groups": 32,
-        "cross_attention_dim": 1280,
-    },
-    fixed={
-        "act_fn": ("silu",),
-        "addition_embed_type": (None, "text_time"),
+    [("sample_size", "size"), *ROWS],
+    defaults={"sample_size": 64} | DEFAULTS,
+    fixed=FIXED
+    | {
         "attention_type": ("default",),
         "center_input_sample": (False,),
-        "class_embed_type": (None,),
         "conv_in_kernel": (3,),
         "conv_out_kernel": (3,),
         "cross_attention_norm": (None,),
-        "downsample_padding": (1,),
         "dual_cross_attention": (False,),
-        "encoder_hid_dim": (None,),
-        "encoder_hid_dim_type": (None,),
-        "flip_sin_to_cos": (True,),
-        "freq_shift": (0,),
         "mid_block_only_cross_attention": (None,),
-        "mid_block_scale_factor": (1,),
-        "mid_block_type": ("UNetMidBlock2DCrossAttn",),
-        "num_class_embeds": (None,),
-        "only_cross_attention": (False,),
         "resnet_out_scale_factor": (1.0,),
         "resnet_skip_time_act": (False,),
-        "resnet_time_scale_shift": ("default",),
         "reverse_transformer_layers_per_block": (None,),
         "time_cond_proj_dim": (None,),
         "time_embedding_act_fn": (None,),
@@ -112,9 +131,5 @@ TABLE = ConfigTable(
         "time_embedding_type": ("positional",),
         "timestep_post_act": (None,),
     },
-    harmless=frozenset(
-        """out_channels block_out_channels down_block_types up_block_types attention_head_dim num_attention_heads dropout
-        transformer_layers_per_block addition_embed_type_num_heads addition_time_embed_dim class_embeddings_concat
-        projection_class_embeddings_input_dim upcast_attention""".split()  # noqa: SIM905
-    ),
+    harmless=HARMLESS | {"out_channels", "up_block_types", "dropout", "class_embeddings_concat"},
 )

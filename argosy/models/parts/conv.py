@@ -23,12 +23,15 @@ class Conv(nnx.Module):
     Args:
         stride: height and width are divided by it.
         late: pads on the right and below only, as the down-sampling of Stable Diffusion's autoencoder does.
+        zero: its weights begin at zero.
     """
 
-    def __init__(self, inner: int, outer: int, taps: int = 3, *, stride: int = 1, bias: bool = True, late: bool = False):
+    def __init__(
+        self, inner: int, outer: int, taps: int = 3, *, stride: int = 1, bias: bool = True, late: bool = False, zero: bool = False
+    ):
         self.stride, self.padding = stride, (0, 1) if late else (taps // 2, taps // 2)
-        fan_in = taps * taps * inner
-        self.w = weight((taps, taps, inner, outer), Meaning("PQIO", "PQI", legend=LEGEND), Draw("normal", fan_in**-0.5))
+        draw = Draw("constant", 0.0) if zero else Draw("normal", (taps * taps * inner) ** -0.5)
+        self.w = weight((taps, taps, inner, outer), Meaning("PQIO", "PQI", legend=LEGEND), draw)
         self.b = weight((outer,), Meaning("O", legend=LEGEND), Draw("constant", 0.0)) if bias else None
 
     def __call__(self, x: Float[Array, "B H W I"]) -> Float[Array, "B h w O"]:

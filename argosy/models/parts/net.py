@@ -50,7 +50,8 @@ def grow(root: nnx.Module, sites: Iterable[LayerSite], *, groups: int, eps: floa
 def _layer(site: LayerSite, groups: int, eps: float, late: bool) -> nnx.Module:
     dims = {"I": site.inner, "O": site.outer}
     if site.kind == "conv":
-        return Conv(site.inner, site.outer, site.taps, stride=site.stride, bias=site.bias, late=late and site.stride > 1)
+        late = late and site.stride > 1
+        return Conv(site.inner, site.outer, site.taps, stride=site.stride, bias=site.bias, late=late, zero=site.zero)
     if site.kind == "causal":
         return CausalConv(site.inner, site.outer, site.taps, site.frame_taps, bias=site.bias)
     if site.kind in ("channel_norm", "frame_norm"):

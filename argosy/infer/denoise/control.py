@@ -1,0 +1,92 @@
+"""What a ControlNet is given for the images of a call: control images, factors on what it adds, and when it acts.
+
+    factors    scale for every skip and the middle; in guess mode scale from 0.1 to 1 evenly in the logarithm, and 0 for rows
+               without their prompts
+    when       evaluation i of n acts if start <= i / n and (i + 1) / n <= end, as in diffusers
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from argosy.core.errors import BadInput
+from argosy.infer.denoise.plan import SamplingPlan
+from argosy.models.diffusion.base import Conditions
+from argosy.models.diffusion.controlnet import ControlNetConfig
+from argosy.models.diffusion.unet import UNetConfig
+
+
+@dataclass(frozen=True)
+class Control:
+    """The control of the images of a call.
+
+    images: [N Y X 3] in 0..1.
+    scales: [R] factors on what is added to each skip, and to the middle.
+    away: [R] the same, of rows without their prompts.
+    """
+
+    images: np.ndarray
+    scales: np.ndarray
+    away: np.ndarray
+
+    def put_on(self, conditions: Conditions, null: Conditions | None, rows: slice) -> tuple[Conditions, Conditions | None]:
+        """The conditions of some of the images, and of what guidance leads away from, with their control."""
+        images = self.images[rows]
+
+        def controlled(one: Conditions, scales: np.ndarray) -> Conditions:
+            return one._replace(control=images, control_scale=np.tile(scales, (len(images), 1)))
+
+        return controlled(conditions, self.scales), None if null is None else controlled(null, self.away)
+
+
+def control_of(config: ControlNetConfig, images: np.ndarray, scale: float, guess_mode: bool) -> Control:
+    """The control of images [N Y X 3].
+
+    Raises:
+        BadInput: the scale is below 0.
+    """
+    if not 0 <= scale < np.inf:
+        raise BadInput(f"control_scale = {scale}: 0 or more; 1 is what the ControlNet was trained for")
+    residuals = len(config.residual_channels) + 1
+    scales = np.logspace(-1, 0, residuals) if guess_mode else np.ones(residuals)
+    scales = (scale * scales).astype(np.float32)
+    return Control(images, scales, 0 * scales if guess_mode else scales)
+
+
+def with_span(plan: SamplingPlan, start: float, end: float) -> SamplingPlan:
+    """The plan with the evaluations at which a ControlNet acts.
+
+    Raises:
+        BadInput: start and end are not in order within 0..1.
+    """
+    if not 0 <= start < end <= 1:
+        raise BadInput(f"control_start = {start} and control_end = {end}: shares of the steps, 0 <= start < end <= 1")
+    count = plan.evaluations
+    acts = [not (i / count < start or (i + 1) / count > end) for i in range(count)]
+    return plan if all(acts) else plan._replace(control=np.asarray(acts, np.float32))
+
+
+def check_controlnet(controlnet: Any, unet: Any, factor: int) -> None:
+    """Checks that a ControlNet steers a denoiser.
+
+    Args:
+        controlnet, unet: their settings.
+        factor: an image is so many times as high and wide as its latents.
+
+    Raises:
+        BadInput: it does not.
+    """
+    if not isinstance(controlnet, ControlNetConfig):
+        what = f"controlnet: the model is a {type(controlnet).__name__} and no ControlNet"
+        raise BadInput(what, hint="a folder of a ControlNetModel, or a run of `argosy train controlnet`")
+    if not isinstance(unet, UNetConfig):
+        what = f"controlnet: it steers UNets (Stable Diffusion 1, 2 and XL), and the model is a {type(unet).__name__}"
+        raise BadInput(what, hint="leave `controlnet` out")
+    names = ("channels", "widths", "layers", "text_width", "pooled_width")
+    for name, own, theirs in ((n, getattr(controlnet, n), getattr(unet, n)) for n in names):
+        if own != theirs:
+            raise BadInput(f"the ControlNet is of another model: its {name} = {own}, and the UNet's {name} = {theirs}")
+    if controlnet.factor != factor:
+        what = f"the ControlNet makes control images {controlnet.factor} times smaller, and latents are {factor} times smaller than images"
+        raise BadInput(what, hint="a ControlNet that was trained with this autoencoder")

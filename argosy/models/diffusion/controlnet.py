@@ -1,0 +1,104 @@
+"""ControlNet: a copy of a UNet's way down and middle, which reads an image of edges, depths or poses, and steers the UNet.
+
+    x = conv(latents) + E(control)          E: convolutions from pixels to the size of latents
+    r_i = Z_i (what "down" leaves at i)      r_m = Z_m (middle of x)
+    the UNet takes skip_i + scale r_i and middle + scale r_m on its way up
+
+The convolutions Z, and the last one of E, begin at zero: before training, the UNet draws what it drew. Zhang et al. 2023
+(arXiv:2302.05543), as diffusers' ControlNetModel. Published ones of XL in which the middle has no attention are not built.
+"""
+
+from functools import cached_property
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from argosy.models import parts
+from argosy.models.base.config import InputKind
+from argosy.models.diffusion.base import ImageSpace
+from argosy.models.diffusion.unet import UNetConfig
+from argosy.models.diffusion.unet_encoder import UNetEncoderConfig
+from argosy.models.hub.controlnet import ControlNetHub
+from argosy.models.hub.nets import LayerSite
+
+# The settings that it has from the UNet that it steers.
+SHARED = tuple(name for name in UNetEncoderConfig.model_fields if name != "preset")
+# diffusers' channels of E; each but the first halves the image.
+EMBEDDING = (16, 32, 96, 256)
+
+
+class ControlNetConfig(ControlNetHub, UNetEncoderConfig):
+    """A ControlNet of Stable Diffusion (arXiv:2302.05543)."""
+
+    inputs: ClassVar[InputKind] = "images"
+
+    control_channels: int = Field(3, gt=0)
+    """Channels of the control image."""
+    embedding: tuple[int, ...] = Field(EMBEDDING, min_length=1)
+    """Channels of the convolutions that make a control image as small as latents: each after the first halves it."""
+    channel_order: Literal["rgb", "bgr"] = "rgb"
+    """The order in which the channels of control images are read."""
+
+    @model_validator(mode="after")
+    def _reads_colors(self) -> "ControlNetConfig":
+        if self.control_channels != 3:
+            raise ValueError(f"control_channels = {self.control_channels}: control images have 3 channels")
+        return self
+
+    @classmethod
+    def of_unet(cls, unet: UNetConfig, embedding: tuple[int, ...] | None = None) -> "ControlNetConfig":
+        """The ControlNet that steers a UNet.
+
+        Args:
+            embedding: channels of its embedding; None: diffusers' own, as many as the UNet's `pixels` needs.
+        """
+        halvings = unet.pixels.bit_length() - 1
+        own = embedding or (*EMBEDDING[:halvings], EMBEDDING[-1])[: halvings + 1]
+        return cls(**{name: getattr(unet, name) for name in SHARED}, embedding=own)
+
+    @classmethod
+    def examples(cls) -> dict[str, Any]:
+        return {name: cls.of_unet(unet, embedding=(5, 6)) for name, unet in UNetConfig.examples().items()}
+
+    @property
+    def factor(self) -> int:
+        """A control image is so many times as high and wide as the latents."""
+        return 2 ** (len(self.embedding) - 1)
+
+    @property
+    def id_spaces(self) -> ImageSpace:
+        return ImageSpace(self.channels, self.size_multiple, 0)
+
+    @property
+    def residual_channels(self) -> tuple[int, ...]:
+        """Channels of what the UNet is given for each of its skips."""
+        found = [self.widths[0]]
+        for level, width in enumerate(self.widths):
+            found += [width] * (self.layers + (level < len(self.widths) - 1))
+        return tuple(found)
+
+    def sites(self) -> tuple[LayerSite, ...]:
+        return self._sites
+
+    @cached_property
+    def _sites(self) -> tuple[LayerSite, ...]:
+        name, sizes, first = "controlnet_cond_embedding", self.embedding, 1 - len(self.embedding)
+        sites = [*self.encoder_sites(), LayerSite(f"{name}.conv_in", "conv", self.control_channels, sizes[0], level=first)]
+        for i, (inner, outer) in enumerate(zip(sizes, sizes[1:], strict=False)):
+            sites.append(LayerSite(f"{name}.blocks.{2 * i}", "conv", inner, inner, level=first + i))
+            sites.append(LayerSite(f"{name}.blocks.{2 * i + 1}", "conv", inner, outer, stride=2, level=first + i + 1))
+        sites.append(LayerSite(f"{name}.conv_out", "conv", sizes[-1], self.widths[0], zero=True))
+        level, at = 0, 1 + self.layers
+        for i, channels in enumerate(self.residual_channels):
+            # What the halving of a level leaves is as small as the next level.
+            level, at = (level + 1, at + self.layers + 1) if i == at else (level, at)
+            sites.append(LayerSite(f"controlnet_down_blocks.{i}", "conv", channels, channels, 1, level=level, zero=True))
+        last = self.widths[-1]
+        sites.append(LayerSite("controlnet_mid_block", "conv", last, last, 1, level=len(self.widths) - 1, zero=True))
+        return tuple(sites)
+
+    def build(self, run: "parts.Execution | None" = None) -> Any:
+        """The module. Its layers are no stack, so there is one way to run them."""
+        from argosy.models.blocks.controlnet import ControlNet
+
+        return ControlNet(self)

@@ -1,0 +1,126 @@
+"""ControlNets: small pipelines against what diffusers draws (tests/reference/image_pipelines.py), folders, the verb, and mistakes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from golden_weights import write_model, write_pipeline
+from PIL import Image
+
+import argosy
+from argosy.core.errors import BadInput
+from argosy.infer.denoise.pipeline import ImagePipeline
+from argosy.jobs.images import GenerateImages, generate_images
+
+GOLDENS = Path(__file__).parents[2] / "goldens" / "images"
+NAMES = ["pipeline-sd-controlnet", "pipeline-sdxl-controlnet"]
+PROMPTS = ["a red fox in the snow", "nothing"]
+TOLERANCE = 5e-5  # of the brightest pixel, as for pipelines without control
+SIZE = (48, 32)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    return {name: write_pipeline(GOLDENS / name, tmp_path_factory.mktemp("controlled") / name) for name in NAMES}
+
+
+@pytest.fixture(scope="module")
+def pipes(folders: dict[str, Path]) -> dict[str, ImagePipeline]:
+    return {name: argosy.load(folder) for name, folder in folders.items()}
+
+
+def given(name: str) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """A golden, and the arguments of its images."""
+    golden = dict(np.load(GOLDENS / name / "golden.npz"))
+    control = np.moveaxis(golden["control"], 1, -1)
+    how = {"steps": 3, "guidance": 4.0, "size": SIZE, "latents": golden["latents"], "output": "float", "control_image": control}
+    return golden, how
+
+
+CASES = {
+    "images": {"negative": ["snow", "a fox"], "control_scale": 0.8},
+    "guessed": {"guess_mode": True},
+    "plain": {"guidance": 1.0},
+    "span": {"control_start": 0.2, "control_end": 0.7, "steps": 5},
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_draws_what_diffusers_draws(name: str, pipes: dict[str, ImagePipeline]):
+    golden, how = given(name)
+    for key, own in CASES.items():
+        images = pipes[name].images(PROMPTS, **how | own)
+        assert np.abs(images - golden[f"out_{key}"]).max() < TOLERANCE, key
+
+
+def test_a_controlnet_of_its_own_steers_a_plain_pipeline_and_is_saved_with_it(folders, tmp_path):
+    plain = write_pipeline(GOLDENS / "pipeline-sd", tmp_path / "plain")
+    # Its UNet has the same sizes and other weights.
+    pipe = argosy.load(plain, controlnet=folders["pipeline-sd-controlnet"] / "controlnet")
+    _, how = given("pipeline-sd-controlnet")
+    free = {key: value for key, value in how.items() if key != "control_image"}
+    steered, without = pipe.images(PROMPTS, **how), argosy.load(plain).images(PROMPTS, **free)
+    assert np.abs(steered - without).max() > 0.02
+    np.testing.assert_allclose(pipe.images(PROMPTS, **how | {"control_scale": 0.0}), without, atol=1e-5)
+    pipe.save(tmp_path / "saved")
+    index = json.loads((tmp_path / "saved" / "model_index.json").read_text(encoding="utf-8"))
+    assert index["_class_name"] == "StableDiffusionControlNetPipeline"
+    assert index["controlnet"] == ["diffusers", "ControlNetModel"]
+    assert (tmp_path / "saved" / "controlnet" / "diffusion_pytorch_model.safetensors").is_file()
+    np.testing.assert_array_equal(argosy.load(tmp_path / "saved").images(PROMPTS, **how), steered)
+    for bad, what in (({}, "there is no image that it follows"), ({"control_image": how["control_image"][:, :8]}, "control_image of")):
+        with pytest.raises(BadInput, match=what):
+            pipe.images(PROMPTS, **free | bad)
+
+
+def test_an_image_is_the_same_in_any_batch(pipes):
+    _, how = given("pipeline-sd-controlnet")
+    whole = pipes["pipeline-sd-controlnet"].images(PROMPTS, **how)
+    apart = pipes["pipeline-sd-controlnet"].images(PROMPTS, **how, batch=1)
+    np.testing.assert_allclose(apart, whole, atol=1e-5)
+
+
+def test_the_verb_draws_what_python_draws(folders, pipes, tmp_path):
+    draw = np.random.default_rng(0)
+    control = draw.integers(0, 256, (*SIZE, 3)).astype(np.uint8)
+    Image.fromarray(control).save(tmp_path / "edges.png")
+    words = {"image": str(tmp_path / "out.png"), "control_image": str(tmp_path / "edges.png"), "size": "32x48", "steps": 2}
+    generate_images(str(folders["pipeline-sd-controlnet"]), "a fox", GenerateImages(**words, control_scale=0.5))
+    with Image.open(tmp_path / "out.png") as file:
+        drawn = np.asarray(file)
+    wanted = pipes["pipeline-sd-controlnet"].images("a fox", size=SIZE, steps=2, control_image=control, control_scale=0.5)[0]
+    assert np.abs(drawn.astype(int) - wanted).max() <= 1
+
+
+def test_mistakes_are_named(folders, pipes, tmp_path):
+    plain = write_pipeline(GOLDENS / "pipeline-sd", tmp_path / "plain")
+    other = write_model(GOLDENS / "controlnet-sd", tmp_path / "other")
+    pipe, (_, how) = pipes["pipeline-sd-controlnet"], given("pipeline-sd-controlnet")
+    for arguments, what in (
+        ({"control_start": 0.5, "control_end": 0.5}, "control_start = 0.5 and control_end = 0.5"),
+        ({"control_scale": -1.0}, "control_scale = -1"),
+    ):
+        with pytest.raises(BadInput, match=what):
+            pipe.images(PROMPTS, **how | arguments)
+    with pytest.raises(BadInput, match="a control image without a ControlNet"):
+        argosy.load(plain).images(PROMPTS, **how)
+    for folder, controlnet, what in (
+        (plain, other, r"of another model: its text_width = 26, and the UNet's text_width = 28"),
+        (plain, plain / "unet", "is a UNetConfig and no ControlNet"),
+        (folders["pipeline-sd-controlnet"], other, "has a ControlNet already"),
+        (write_pipeline(GOLDENS / "pipeline-sd3", tmp_path / "sd3"), other, "StableDiffusion3Pipeline with a ControlNet is not built"),
+    ):
+        with pytest.raises(BadInput, match=what):
+            argosy.load(folder, controlnet=controlnet)
+    words: Any = {"image": str(tmp_path / "out.png"), "steps": 1}
+    with pytest.raises(BadInput, match="control_scale: this model has no ControlNet"):
+        generate_images(str(plain), "a fox", GenerateImages(**words, control_scale=0.5))
+    with pytest.raises(BadInput, match="a ControlNet without the image that it follows"):
+        generate_images(str(folders["pipeline-sd-controlnet"]), "a fox", GenerateImages(**words))
+    folder = write_model(GOLDENS / "controlnet-sd", tmp_path / "pooled")
+    said = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps(said | {"global_pool_conditions": True}), encoding="utf-8")
+    with pytest.raises(BadInput, match="global_pool_conditions"):
+        argosy.load(plain, controlnet=folder)
