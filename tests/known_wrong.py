@@ -408,9 +408,9 @@ EDITS = [
     ),
     Edit(
         "a resume that learns from the newest step of its teacher's run",
-        "argosy/run/distillation/teacher.py",
-        'return known, open_same(known, say, thorough=True, role=ModelRole("the teacher that this run learns from", back, back))',
-        "return known, teacher.stored",
+        "argosy/run/frozen/stored.py",
+        "return known, open_same(known, say, thorough=True, role=ModelRole(model_role, back, back))",
+        "return known, self.stored",
         ("tests/run/test_distill_runs.py::test_a_resume_is_bit_for_bit_from_the_same_teacher_although_its_run_went_on",),
     ),
     Edit(

@@ -6,7 +6,8 @@
     tokenizer/       the tokenizer of the data
     adapter/         what a run of adapters trained, for the PEFT library
     reference.json   sha256 of the weights that the run compares with; reference/  their log-probabilities of each sequence
-    teacher.json     the model that the run learns from: where it is, and sha256 of the files of its weights
+    teacher.json     the frozen model beside the trained one (a teacher, or the UNet that a ControlNet steers): where it is, and sha256
+                     of the files of its weights
     rollbacks.json   the batches that rollbacks left out
     evaluations.jsonl  one line per `argosy eval` of the run
     life/            where its time went, over all starts; a file for each process (`observe.life`)
@@ -56,7 +57,7 @@ STORY = "quickstart.json"
 GENERATION = "generation_config.json"
 # The weights that preferences are compared with, and the log-probabilities of each split's sequences by them.
 REFERENCE, LOGPS = "reference.json", "reference/{split}.npy"
-# The model that a run of distillation learns from.
+# The frozen model beside the trained one: a teacher, or a UNet that is steered.
 TEACHER = "teacher.json"
 # What a run went back from: step, the checkpoint restored, and the first and last batch left out.
 ROLLBACKS = "rollbacks.json"
@@ -171,7 +172,7 @@ class RunDirectory:
         self.store.write_text(REFERENCE, json.dumps({"weights": sha256}) + "\n")
 
     def teacher(self) -> dict[str, Any] | None:
-        """The stored description of the run's teacher; None if there is none yet."""
+        """The stored description of the frozen model beside the trained one; None if there is none yet."""
         return json.loads(self.store.read_text(TEACHER)) if self.store.exists(TEACHER) else None
 
     def write_teacher(self, described: Mapping[str, Any]) -> None:

@@ -54,8 +54,8 @@ def load(
         adapter: a folder of low-rank adapters in the PEFT library's format; `lm.merge()` merges them into the weights.
         single_file: with a diffusers folder, a .safetensors file in its authors' names (Flux.1; Stable Diffusion 1, 2 and XL), whose
             models take the place of the folder's.
-        controlnet: with a diffusers folder of Stable Diffusion 1, 2 or XL, a ControlNet that steers it by `images(control_image=...)`: a
-            folder of diffusers, a run of `argosy train controlnet`, a checkpoint of one, or hf:OWNER/NAME.
+        controlnet: with a diffusers folder of Stable Diffusion 1, 2 or XL, a ControlNet that steers it by `images(control_image=...)`:
+            a folder of diffusers, a run of `argosy train controlnet`, a checkpoint of one, or hf:OWNER/NAME.
         tensor: number of devices that share heads, feed-forward features, vocabulary and cache (arXiv:1909.08053).
         engine: settings of the engine under `generate`, by the names of `argosy serve` (`infer.settings.EngineSettings`), such as
             {"speculative": "ngram"}, or {"lora": {"enabled": True, "adapters": 2}} for `lm.load_adapter`. Its `context` is also that

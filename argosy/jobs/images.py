@@ -122,11 +122,9 @@ def generate_images(
     elif pipe.defaults.frames is not None:
         say(f"an image: this model draws videos too, frames={pipe.defaults.frames}")
     if source is not None or control is not None:
-        size = pipe.checked_size(size)
-    if source is not None:
-        more |= {"image": resized(source, *size)[None], "strength": settings.strength}
-    if control is not None:
-        more |= {"control_image": resized(control, *size)[None]}
+        height, width = size = pipe.checked_size(size)
+        more |= {} if source is None else {"image": resized(source, height, width)[None], "strength": settings.strength}
+        more |= {} if control is None else {"control_image": resized(control, height, width)[None]}
     if pipe.controlnet is None and (given := sorted(CONTROL & settings.model_fields_set)):
         raise BadInput(f"{', '.join(given)}: this model has no ControlNet", hint="controlnet=FOLDER")
     if pipe.controlnet is not None and control is None:

@@ -116,7 +116,9 @@ class Training:
             from argosy.run.start.initial import base_described, weights_for
 
             state, self.origin = weights_for(self.assembly, init.weights, self.view.say)
-            self.hub, self.base = dict(self.origin.hub), base_described(self.assembly, self.origin, init.weights)
+            # A ControlNet that begins as a copy of a UNet has a config.json of its own.
+            same = type(self.origin.config) is type(self.settings.model)
+            self.hub, self.base = dict(self.origin.hub) if same else {}, base_described(self.assembly, self.origin, init.weights)
             return state
         if init.state:
             from argosy.run.start.initial import state_from
@@ -209,11 +211,13 @@ class Training:
         reference.settle_reference(self.assembly, self.directory, weights, self.view.say)
 
     def settle_teacher(self) -> None:
-        """Prepares the teacher that the objective learns from, if it has one."""
+        """Prepares the teacher that the objective learns from, or the UNet that a ControlNet steers, if it has one."""
         from argosy.run.distillation import teacher
 
         if self.assembly.teacher is not None:
             teacher.settle_teacher(self.assembly, self.assembly.teacher, self.directory, self.view.say)
+        if self.assembly.unet is not None:
+            self.assembly.unet.settle(self.assembly, self.directory, self.view.say)
 
     # ---------------------------------------------------------------- the loop and its hooks
 

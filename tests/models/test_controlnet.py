@@ -42,7 +42,8 @@ def test_it_is_that_of_diffusers(name: str, tmp_path: Path):
     given["control"] = channels_last(golden["control"])
     scales = 0.75 * np.logspace(-1, 0, len(model.config.residual_channels) + 1, dtype=np.float32)
     for key, scale in (("residuals", None), ("guessed", np.tile(scales, (2, 1)))):
-        found = jax.jit(model)(channels_last(golden["latents"]), jnp.asarray(golden["timestep"]), Conditions(**given, control_scale=scale))
+        conditions = Conditions(**given, control_scale=scale)
+        found = jax.jit(model)(channels_last(golden["latents"]), jnp.asarray(golden["timestep"]), conditions)
         assert [one.shape[-1] for one in found] == [*model.config.residual_channels, model.config.widths[-1]]
         flat = jnp.concatenate([jnp.moveaxis(one, -1, 1).reshape(2, -1) for one in found], 1)
         assert relative(flat, golden[f"out_{key}"]) < TOLERANCE
@@ -87,7 +88,8 @@ def test_it_begins_without_effect():
     for i, model in enumerate((unet, controlnet)):
         fill(model, jax.random.key(i), addresses=layer_addresses(model))
     inputs = inputs_of(unet.config)
-    np.testing.assert_array_equal(ControlledUNet(unet, controlnet)(*inputs), unet(*inputs))
+    steered, free = jax.jit(lambda *inputs: (ControlledUNet(unet, controlnet)(*inputs), unet(*inputs)))(*inputs)
+    np.testing.assert_array_equal(steered, free)
     zeros = {a for a, v in variables(controlnet).items() if a.endswith(".w") and not np.any(v[...])}
     places = [*(f"controlnet_down_blocks.{i}" for i in range(4)), "controlnet_mid_block", "controlnet_cond_embedding.conv_out"]
     assert zeros == {f"{place}.w" for place in places}

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from image_models import CLIP, CONTROLNET, FLUX, FLUX2, FLUX2_VAE, SD, SD3, T5, UNET, VAE, WAN, WAN_VAE, XL, Z_IMAGE, without_up
+from image_models import CLIP, CONTROLNET, FLUX, FLUX2, FLUX2_VAE, SD, SD3, T5, UNET, VAE, WAN, WAN_VAE, XL, Z_IMAGE
+from image_models import without_up as down_of
 from safetensors.torch import save_file
 from transformers import CLIPTokenizer, Qwen2Tokenizer, T5Tokenizer
 
@@ -174,7 +175,7 @@ PIPELINES: dict[str, tuple[str, dict, dict[str, tuple[str, dict]]]] = {
 }  # fmt: skip
 for _name, _width, _sizes in (("sd", 28, SD), ("sdxl", 56, XL)):
     _pipeline, _scheduler, _models = PIPELINES[f"pipeline-{_name}"]
-    _control = {"controlnet": ("ControlNetModel", CONTROLNET | without_up(_sizes) | {"cross_attention_dim": _width})}
+    _control = {"controlnet": ("ControlNetModel", CONTROLNET | down_of(_sizes) | {"cross_attention_dim": _width})}
     PIPELINES[f"pipeline-{_name}-controlnet"] = (_pipeline.replace("Pipeline", "ControlNetPipeline"), _scheduler, _models | _control)
 SCHEDULERS = {"pipeline-sd": "PNDMScheduler", "pipeline-sdxl": "EulerDiscreteScheduler", "pipeline-wan": "UniPCMultistepScheduler",
               "pipeline-sd-controlnet": "PNDMScheduler", "pipeline-sdxl-controlnet": "EulerDiscreteScheduler"}  # fmt: skip

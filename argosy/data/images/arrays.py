@@ -4,6 +4,7 @@
     labels       [N] whole numbers from 0
     captions     [N] texts
     class_names  [classes] texts
+    conditioning_images  [N H W 3] control images of edges, depths or poses, for ControlNets
 
 Columns of other names are given by `data.columns`: `data.columns.images=train_images`. A file with `train_images` and `test_images`
 (and labels) has its own held-out images: the test ones.
@@ -22,7 +23,7 @@ from argosy.data.sources.opening import content_hash
 if TYPE_CHECKING:
     from argosy.data.settings import DataSettings
 
-COLUMNS = ("images", "labels", "captions", "class_names")
+COLUMNS = ("images", "labels", "captions", "class_names", "conditioning_images")
 # Images of which no pixel reaches this share of white were probably meant for another white.
 DARK = 1 / 8
 
@@ -92,6 +93,11 @@ class ImageArrays(ImageSource):
             raise BadInput(what, where=where, hint="channels come last: transpose(0, 2, 3, 1)")
         white = self.settings.white or (1.0 if images.dtype.kind == "f" else 255.0)
         self._check_values(images, white)
+        controls = column("conditioning_images")
+        wanted = (*images.shape[:3], 3), images.dtype
+        if controls is not None and (controls.shape, controls.dtype) != wanted:
+            what = f"`conditioning_images` is {controls.dtype} {list(controls.shape)}, not {images.dtype} [N H W 3] like `images`"
+            raise BadInput(what, where=where)
         for name, other in (("labels", labels), ("captions", captions)):
             if other is not None and len(other) != len(images):
                 raise BadInput(f"{len(images):,} images and {len(other):,} {name}", where=where)
@@ -113,6 +119,7 @@ class ImageArrays(ImageSource):
             (height, width) if size is None else (size, size),
             images.shape[-1],
             white,
+            controls,
         )
 
     def _check_values(self, images: np.ndarray, white: float) -> None:

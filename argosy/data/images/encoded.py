@@ -230,7 +230,8 @@ class EncodedRows:
     @property
     def numbers_per_row(self) -> int:
         sizes = self.own_sizes
-        return sizes["h"] * sizes["w"] * sizes["c"] + sizes.get("s", 0) * sizes.get("e", 0)
+        control = sizes.get("y", 0) * sizes.get("x", 0) * sizes.get("k", 0)
+        return sizes["h"] * sizes["w"] * sizes["c"] + sizes.get("s", 0) * sizes.get("e", 0) + control
 
     def gather(self, rows: np.ndarray, places: np.ndarray | None = None) -> Batch:
         places, arrays = rows if places is None else places, self.store.arrays
@@ -241,6 +242,8 @@ class EncodedRows:
             made["images"] = arrays["latents"][rows, mirrored]
             if self.table.labels is not None:
                 made["labels"] = self.table.labels[self.chosen[rows]].astype(np.int32)
+            # Control images are not encoded: a ControlNet reads pixels.
+            made |= self.images.controls(rows, places)
         else:
             made = self.images.gather(rows, places)
         if len(self._captions):

@@ -32,13 +32,15 @@ class ImageFile(NamedTuple):
     name: its path below the folder, or its name in an archive.
     label: its class; None: there are no classes.
     caption: its text; None: there are no texts.
-    digest: SHA-256 of its bytes.
+    digest: SHA-256 of its bytes, with a control image of both.
+    size: height and width as it is prepared, before it is cropped.
     """
 
     name: str
     label: int | None
     caption: str | None
     digest: bytes
+    size: tuple[int, int]
 
 
 class ImageFiles(ImageSource):
@@ -62,6 +64,7 @@ class ImageFiles(ImageSource):
         self.bucket_sizes = [] if settings.buckets is None else bucket_sizes(settings.size or 0, settings.buckets)
         # The number of each image's bucket.
         self.bucket_of: list[int] = []
+        self.has_controls = False
 
     @classmethod
     def from_settings(cls, argument: str, settings: "DataSettings") -> Self:
@@ -71,18 +74,31 @@ class ImageFiles(ImageSource):
     def encoded(self, row: int) -> bytes:
         """The bytes of an image's file."""
 
-    def add(self, name: str, where: str, data: bytes, label: int | None, caption: str | None) -> bool:
-        """Adds an image, unless it is damaged and left out.
+    def encoded_control(self, row: int) -> bytes:
+        """The bytes of the control image's file, where there are any."""
+        raise NotImplementedError
+
+    def add(
+        self, name: str, where: str, data: bytes, label: int | None, caption: str | None, control: tuple[str, bytes] | None = None
+    ) -> bool:
+        """Adds an image, unless it or its control image is damaged and left out.
+
+        Args:
+            control: of its control image, where it is and the bytes of its file.
 
         Raises:
             BadInput: it cannot be read.
         """
+        reading = where
         try:
             original = read_image(data)
+            if control is not None:
+                reading = control[0]
+                read_image(control[1])
         except BadInput as error:
             if self.settings.invalid == "error" or "pillow" in error.what:
                 hint = error.hint or "mend or remove it; data.image.invalid=drop leaves such files out and counts them"
-                raise BadInput(error.what, where=where, hint=hint) from None
+                raise BadInput(error.what, where=reading, hint=hint) from None
             self.unreadable.append(name)
             return False
         image = self._prepared(original)
@@ -91,7 +107,10 @@ class ImageFiles(ImageSource):
             self.bucket_of.append(nearest_bucket(original.shape[0], original.shape[1], self.bucket_sizes))
         if self.kept_bytes + image.nbytes <= KEPT_BYTES:
             self.decoded[len(self.files)], self.kept_bytes = image, self.kept_bytes + image.nbytes
-        self.files.append(ImageFile(name, label, caption, hashlib.sha256(data).digest()))
+        digest = hashlib.sha256(data).digest()
+        if control is not None:
+            self.has_controls, digest = True, hashlib.sha256(digest + control[1]).digest()
+        self.files.append(ImageFile(name, label, caption, digest, (image.shape[0], image.shape[1])))
         return True
 
     def check_added(self) -> None:
@@ -123,6 +142,10 @@ class ImageFiles(ImageSource):
         kept = self.decoded.get(row)
         return self._prepared(read_image(self.encoded(row))) if kept is None else kept
 
+    def control(self, row: int) -> np.ndarray:
+        """The decoded control image of a row, as high and wide as its image."""
+        return with_channels(resized(read_image(self.encoded_control(row)), *self.files[row].size), 3)
+
     def table(self, channels: int, size: tuple[int, int]) -> ImageTable:
         """All images with so many channels, at one size."""
         labels = [file.label for file in self.files]
@@ -136,6 +159,7 @@ class ImageFiles(ImageSource):
             size,
             channels,
             255.0,
+            ControlsOf(self) if self.has_controls else None,
         )
 
     def stored_splits(self, held_out: bool, channels: int) -> list[SplitImages]:
@@ -169,6 +193,19 @@ class ChannelsOf:
 
     def __getitem__(self, row: Any, /) -> Any:
         return with_channels(self.files.picture(row), self.channels)
+
+
+class ControlsOf:
+    """Control images, RGB on white."""
+
+    def __init__(self, files: ImageFiles):
+        self.files = files
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, row: Any, /) -> Any:
+        return self.files.control(row)
 
 
 def with_channels(image: np.ndarray, channels: int) -> np.ndarray:

@@ -3,6 +3,8 @@
     ROOT/CLASS/NAME.png                a class for each folder, in the order of their names
     ROOT/NAME.png, ROOT/NAME.txt       a caption beside each image
     ROOT/metadata.jsonl                {"file_name": "NAME.png", "text": "a fox", "label": 3} for each image
+
+With `"conditioning_image": "edges/NAME.png"` in each line, images have control images, for ControlNets.
 """
 
 import json
@@ -16,6 +18,8 @@ from argosy.data.images.settings import ImageSettings
 from argosy.data.sources.kinds import IMAGE_NAMES as ENDINGS
 
 METADATA = "metadata.jsonl"
+# Keys of the path of a control image: diffusers' column, and as `datasets` names paths.
+CONTROL_KEYS = ("conditioning_image", "conditioning_image_file_name")
 
 
 class ImageFolder(ImageFiles):
@@ -27,15 +31,23 @@ class ImageFolder(ImageFiles):
         super().__init__(settings, held_out)
         self.root = Path(path).expanduser()
         paths = image_paths(self.root)
+        self.control_paths = control_paths(self.root)
+        paths = [path for path in paths if path not in set(self.control_paths.values())]
         if not paths:
             raise BadInput(f"no image files: `{path}`", hint=f"a folder is searched for {' '.join(ENDINGS)}")
         self.class_names, labels, captions = described_files(self.root, paths)
         for path_, label, caption in zip(paths, labels, captions, strict=True):
-            self.add(path_.relative_to(self.root).as_posix(), str(path_), path_.read_bytes(), label, caption)
+            name = path_.relative_to(self.root).as_posix()
+            control = self.control_paths.get(name)
+            read = None if control is None else (str(control), control.read_bytes())
+            self.add(name, str(path_), path_.read_bytes(), label, caption, read)
         self.check_added()
 
     def encoded(self, row: int) -> bytes:
         return (self.root / self.files[row].name).read_bytes()
+
+    def encoded_control(self, row: int) -> bytes:
+        return self.control_paths[self.files[row].name].read_bytes()
 
     @property
     def where(self) -> str:
@@ -47,6 +59,41 @@ def image_paths(root: Path) -> list[Path]:
     found = (path for path in root.rglob("*") if path.suffix.lower() in ENDINGS)
     seen = [path for path in found if not any(part.startswith(".") for part in path.relative_to(root).parts)]
     return sorted(seen, key=lambda path: path.relative_to(root).as_posix())
+
+
+def control_paths(root: Path) -> dict[str, Path]:
+    """The control image of each image, by its name in `metadata.jsonl`; empty if there are none.
+
+    Raises:
+        BadInput: some lines have one and others have none, or its file is missing.
+    """
+    rows = _lines(root / METADATA)
+    named = {name: next((row[key] for key in CONTROL_KEYS if key in row), None) for name, row in rows.items()}
+    given = {name: root / str(value) for name, value in named.items() if value is not None}
+    if given and (lacking := sorted(named.keys() - given.keys())):
+        what = f"`{CONTROL_KEYS[0]}` is in some lines of {METADATA} and not in others: {lacking[0]}"
+        raise BadInput(what, where=str(root / METADATA))
+    if missing := sorted(str(path) for path in given.values() if not path.is_file()):
+        raise BadInput(f"{plural(len(missing), 'control image')} of {METADATA} without a file", where=missing[0])
+    return given
+
+
+def _lines(where: Path) -> dict[str, dict[str, Any]]:
+    """The lines of a `metadata.jsonl`, by the names of their files; empty without one.
+
+    Raises:
+        BadInput: a line that names no file.
+    """
+    rows = dict[str, dict[str, Any]]()
+    for number, line in enumerate(where.read_text(encoding="utf-8").splitlines() if where.is_file() else (), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            rows[str(row["file_name"])] = row
+        except (ValueError, KeyError, TypeError):
+            raise BadInput("not an object with `file_name`", where=f"{where}, line {number}") from None
+    return rows
 
 
 def described_files(root: Path, paths: list[Path]) -> tuple[tuple[str, ...], list[int | None], list[str | None]]:
@@ -78,15 +125,8 @@ def described_files(root: Path, paths: list[Path]) -> tuple[tuple[str, ...], lis
 
 
 def _by_metadata(root: Path, paths: list[Path]) -> tuple[tuple[str, ...], list[int | None], list[str | None]]:
-    where, rows = root / METADATA, dict[str, dict[str, Any]]()
-    for number, line in enumerate(where.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-            rows[str(row["file_name"])] = row
-        except (ValueError, KeyError, TypeError):
-            raise BadInput("not an object with `file_name`", where=f"{where}, line {number}") from None
+    where = root / METADATA
+    rows = _lines(where)
     names = [path.relative_to(root).as_posix() for path in paths]
     if missing := sorted(set(names) - rows.keys()):
         raise BadInput(f"{plural(len(missing), 'image')} without a line in {METADATA}", where=str(root / missing[0]))

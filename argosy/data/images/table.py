@@ -2,6 +2,7 @@
 
     images   float32  [B h w c]  -1 is black, 1 is white
     labels   int32    [B]        the class, where there are classes
+    control  float32  [B y x k]  the control image, where there are any: 0 is black, 1 is white
 """
 
 import hashlib
@@ -22,6 +23,7 @@ from argosy.data.sources.synthetic import mix, splitmix
 
 IMAGES = Field("B h w c", np.float32, "row")
 LABELS = Field("B", np.int32, "row")
+CONTROL = Field("B y x k", np.float32, "row")
 
 
 class Pictures(Protocol):
@@ -43,6 +45,7 @@ class ImageTable:
     identities: for each image, the hash that decides whether it is held out.
     size, channels: of every image as a row has it.
     white: the number that stands for white.
+    controls: the control image of each, of three channels and as high and wide as the picture; None: there are none.
     """
 
     pictures: Pictures
@@ -53,6 +56,7 @@ class ImageTable:
     size: tuple[int, int]
     channels: int
     white: float
+    controls: Pictures | None = None
 
     @property
     def classes(self) -> int:
@@ -135,6 +139,7 @@ class ImageRows:
     def __init__(self, table: ImageTable, chosen: np.ndarray, settings: ImageSettings, seed: int, trains: bool):
         self.table, self.chosen, self.settings = table, chosen, settings if trains else without_chance(settings)
         self.fields: Fields = {"images": IMAGES} | ({"labels": LABELS} if table.labels is not None else {})
+        self.fields |= {} if table.controls is None else {"control": CONTROL}
         self.seed = mix(np.array([seed % 2**64], np.uint64))
 
     def __len__(self) -> int:
@@ -143,12 +148,13 @@ class ImageRows:
     @property
     def own_sizes(self) -> dict[str, int]:
         height, width = self.table.size
-        return {"h": height, "w": width, "c": self.table.channels}
+        control = {} if self.table.controls is None else {"y": height, "x": width, "k": 3}
+        return {"h": height, "w": width, "c": self.table.channels} | control
 
     @property
     def numbers_per_row(self) -> int:
         """Numbers of an image, by which the pipeline decides how many batches it makes at once."""
-        return int(np.prod(list(self.own_sizes.values())))
+        return self.table.size[0] * self.table.size[1] * (self.table.channels + (0 if self.table.controls is None else 3))
 
     def gather(self, rows: np.ndarray, places: np.ndarray | None = None) -> Batch:
         places = rows if places is None else places
@@ -156,7 +162,15 @@ class ImageRows:
         made: Batch = {"images": np.stack(images)}
         if self.table.labels is not None:
             made["labels"] = self.table.labels[self.chosen[rows]].astype(np.int32)
-        return made
+        return made | self.controls(rows, places)
+
+    def controls(self, rows: np.ndarray, places: np.ndarray) -> Batch:
+        """The control images of rows, cropped and mirrored as their images; nothing without any."""
+        if (controls := self.table.controls) is None:
+            return {}
+        pairs = zip(rows.tolist(), places.tolist(), strict=True)
+        found = np.stack([self._placed(controls[int(self.chosen[row])], place) for row, place in pairs])
+        return {"control": found.astype(np.float32) * np.float32(1 / self.table.white)}
 
     def drawn(self, place: int) -> np.ndarray:
         """Four random numbers for a place in the run: of the crop's height and width, of the mirror, and of the condition's dropout."""
@@ -164,12 +178,14 @@ class ImageRows:
 
     def prepared(self, row: int, place: int) -> np.ndarray:
         """One image as the model reads it."""
-        picture = self.table.pictures[int(self.chosen[row])]
+        picture = self._placed(self.table.pictures[int(self.chosen[row])], place)
+        return (picture.astype(np.float32) * np.float32(2 / self.table.white) - 1).astype(np.float32)
+
+    def _placed(self, picture: np.ndarray, place: int) -> np.ndarray:
+        """An image, cropped and mirrored as its place in the run says."""
         drawn = self.drawn(place)
         picture = cropped(picture, self.table.size, self.settings.crop == "random", drawn[:2])
-        if self.settings.flip and drawn[2] >> np.uint64(63):
-            picture = picture[:, ::-1]
-        return (picture.astype(np.float32) * np.float32(2 / self.table.white) - 1).astype(np.float32)
+        return picture[:, ::-1] if self.settings.flip and drawn[2] >> np.uint64(63) else picture
 
 
 def without_chance(settings: ImageSettings) -> ImageSettings:

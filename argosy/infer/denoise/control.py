@@ -34,10 +34,10 @@ class Control:
         """The conditions of some of the images, and of what guidance leads away from, with their control."""
         images = self.images[rows]
 
-        def controlled(one: Conditions, scales: np.ndarray) -> Conditions:
-            return one._replace(control=images, control_scale=np.tile(scales, (len(images), 1)))
+        def with_control(base: Conditions, scales: np.ndarray) -> Conditions:
+            return base._replace(control=images, control_scale=np.tile(scales, (len(images), 1)))
 
-        return controlled(conditions, self.scales), None if null is None else controlled(null, self.away)
+        return with_control(conditions, self.scales), None if null is None else with_control(null, self.away)
 
 
 def control_of(config: ControlNetConfig, images: np.ndarray, scale: float, guess_mode: bool) -> Control:
@@ -88,5 +88,5 @@ def check_controlnet(controlnet: Any, unet: Any, factor: int) -> None:
         if own != theirs:
             raise BadInput(f"the ControlNet is of another model: its {name} = {own}, and the UNet's {name} = {theirs}")
     if controlnet.factor != factor:
-        what = f"the ControlNet makes control images {controlnet.factor} times smaller, and latents are {factor} times smaller than images"
+        what = f"the ControlNet is for images {controlnet.factor} times as high as latents, and here they are {factor} times as high"
         raise BadInput(what, hint="a ControlNet that was trained with this autoencoder")

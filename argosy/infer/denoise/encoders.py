@@ -18,12 +18,13 @@ from argosy.checkpoint.open import open_model
 from argosy.core.errors import BadInput
 from argosy.core.progress import Say
 from argosy.infer.denoise.encoder_settings import EncoderSettings
-from argosy.infer.denoise.folder import DENOISERS, INDEX, load_diffusers
+from argosy.infer.denoise.folder import DENOISERS, INDEX, load_diffusers, opened_unet
 from argosy.infer.denoise.pipeline import ImageDefaults, ImagePipeline, PromptEncoder
 from argosy.infer.denoise.prompts import PromptReader, TextPrompts
 from argosy.infer.denoise.settings import SamplerSettings
 from argosy.models.autoencoders.base import AutoencoderConfig
 from argosy.models.diffusion.base import Conditions, ImageSpace
+from argosy.models.diffusion.controlnet import ControlNetConfig
 from argosy.weights.build import load_model, stored_tokenizer
 from argosy.weights.hub.config import read_json_object
 from argosy.weights.manifest import hash_file
@@ -89,7 +90,9 @@ class RunEncoders:
     def _opened(self) -> ImagePipeline:
         if self._pipeline is None:
             # A description of the denoiser, without weights: nothing is drawn with it.
-            self._pipeline = pipeline_around(self.config.build(), self.settings, dtype=self.dtype, say=self.say)
+            steers = isinstance(self.config, ControlNetConfig)
+            config = opened_unet(str(self.settings.pipeline))[1] if steers else self.config
+            self._pipeline = pipeline_around(config.build(), self.settings, dtype=self.dtype, say=self.say)
         return self._pipeline
 
 
@@ -102,6 +105,7 @@ def pipeline_around(
     defaults: ImageDefaults | None = None,
     dtype: Any = None,
     say: Say | None = None,
+    controlnet: Any = None,
 ) -> ImagePipeline:
     """The pipeline of a denoiser with these encoders.
 
@@ -110,6 +114,7 @@ def pipeline_around(
         prompts: what makes conditions of prompts, in place of the text encoders, which are then not loaded.
         defaults: in place of the folder's.
         dtype: of the encoders' weights and activations.
+        controlnet: the module of a ControlNet, which steers the denoiser.
 
     Raises:
         BadInput, Damaged: as `load_diffusers`, or a model that is named is of another kind.
@@ -131,6 +136,7 @@ def pipeline_around(
         defaults or ImageDefaults(1, 1.0, (denoiser.config.size_multiple,) * 2),
         autoencoder,
         say=say,
+        controlnet=controlnet,
     )
     made.writer = writer
     return made

@@ -20,6 +20,8 @@ from argosy.checkpoint.open import model_layer, open_model
 from argosy.checkpoint.save import save_model
 from argosy.core.errors import BadInput, Damaged, nearest
 from argosy.core.progress import Say
+from argosy.core.settings import dump
+from argosy.core.settings.schema import Choice
 from argosy.data.tokenizers.config import read_config
 from argosy.data.tokenizers.load import load_tokenizer
 from argosy.infer.denoise.chat_prompts import ChatReader, Flux2Prompts, ZImagePrompts
@@ -27,7 +29,10 @@ from argosy.infer.denoise.hub import sampler_of, scheduler_config
 from argosy.infer.denoise.pipeline import ImageDefaults, ImagePipeline, PromptEncoder
 from argosy.infer.denoise.prompts import FluxPrompts, PromptReader, SD3Prompts, SDPrompts, SDXLPrompts, WanPrompts
 from argosy.infer.denoise.settings import SamplerSettings
+from argosy.models import FAMILIES
+from argosy.models.diffusion.controlnet import ControlNetConfig
 from argosy.models.diffusion.noise import EDMNoise, FlowNoise
+from argosy.models.diffusion.unet import UNetConfig
 from argosy.weights.build import LoadedModel, as_dtype, load_model
 from argosy.weights.hub.config import read_json_object
 from argosy.weights.hub.image_lora import UpdatedTensors, image_updates
@@ -290,11 +295,30 @@ def _with_controlnet(name: str, path: Path) -> str:
     raise BadInput(f"controlnet: {what}", where=str(path), hint="leave `controlnet` out")
 
 
-def denoiser_layers(folder: str | Path) -> dict[str, Any]:
-    """The settings of a run that trains the denoiser of a diffusers folder: the meaning of `model=FOLDER`.
+def opened_unet(folder: str | Path) -> tuple[OpenedModel, UNetConfig]:
+    """The UNet of a diffusers folder, and its settings with those that the folder has elsewhere.
 
     Raises:
-        BadInput, Damaged: as `load_diffusers`.
+        BadInput, Damaged: as `load_diffusers`, or its denoiser is no UNet.
+    """
+    path = Path(folder)
+    if not (path / "unet").is_dir():
+        raise BadInput("a ControlNet steers the UNet of Stable Diffusion 1, 2 or XL, and this folder has none", where=str(path))
+    stored, vae = open_model(path / "unet"), open_model(path / "vae")
+    own = {"prediction": sampler_of(read_json_object(path / SCHEDULER)).prediction, "pixels": getattr(vae.config, "factor", 1)}
+    if not isinstance(stored.config, UNetConfig):
+        raise BadInput(f"unet: the model is a {type(stored.config).__name__}", where=str(path / "unet"))
+    return stored, stored.config.model_copy(update=own)
+
+
+def denoiser_layers(folder: str | Path, controlnet: bool = False) -> dict[str, Any]:
+    """The settings of a run that trains the denoiser of a diffusers folder: the meaning of `model=FOLDER`.
+
+    Args:
+        controlnet: whether the run trains a ControlNet for it in its place.
+
+    Raises:
+        BadInput, Damaged: as `load_diffusers`; or the model has no ControlNets.
     """
     path = Path(folder)
     index = read_json_object(path / INDEX)
@@ -318,8 +342,15 @@ def denoiser_layers(folder: str | Path) -> dict[str, Any]:
     else:
         objective |= {"betas": sampler.noise.model_dump(exclude={"kind"}), "timesteps": {"name": "uniform"}}
     weights = str(path / part)
+    if controlnet:
+        steered = ControlNetConfig.of_unet(opened_unet(path)[1])
+        if isinstance(sampler.noise, EDMNoise):
+            raise BadInput("a ControlNet for a model that was trained with EDM's noise is not built", where=str(path))
+        model: dict[str, Any] = {"family": Choice(FAMILIES, tag="family").name_of(steered)} | dump(steered)
+    else:
+        model = model_layer(weights) | own
     return {
-        "model": model_layer(weights) | own,
+        "model": model,
         "init": {"weights": weights},
         "encoders": {"pipeline": str(path)},
         "objective": objective,

@@ -168,8 +168,8 @@ class ImagePipeline:
             image: images to begin from (image to image), [N H W 3] uint8, or floats in 0..1.
             mask: [N H W] 1 where `image` is drawn anew, 0 where it stays (inpainting).
             strength: the share of the steps that an image goes through; at 1 nothing of it is left.
-            control_image: for a pipeline with a ControlNet, images of edges, depths or poses that it follows, [N H W 3] uint8, or floats
-                in 0..1.
+            control_image: for a pipeline with a ControlNet, images of edges, depths or poses that it follows, [N H W 3] uint8, or
+                floats in 0..1.
             control_scale: how strongly the ControlNet acts; 1 is what it was trained for.
             control_start, control_end: the share of the steps after which it begins to act, and after which it does not act any more.
             guess_mode: the ControlNet acts on predictions with the prompt alone, and more weakly on fine details.

@@ -200,7 +200,7 @@ def last_state(
         fixed: parts of the image that stay as they are (inpainting).
         evaluations: how many rows of the plan count; all by default.
     """
-    table = SamplingPlan(*jax.tree.map(jnp.asarray, tuple(plan)))
+    table = jax.tree.map(jnp.asarray, plan)
 
     def body(i: Array, state: SamplerState) -> SamplerState:
         row = row_at(table, i)

@@ -16,6 +16,7 @@ from argosy.infer.denoise.pipeline import ImageDefaults, ImagePipeline, PromptEn
 from argosy.infer.denoise.settings import SamplerSettings
 from argosy.models.autoencoders.base import AutoencoderConfig
 from argosy.models.diffusion.base import DenoiserConfig
+from argosy.models.diffusion.controlnet import ControlNetConfig
 from argosy.models.diffusion.noise import EDMNoise
 from argosy.train.objectives import OBJECTIVES
 from argosy.train.objectives.images.diffusion import Diffusion
@@ -86,6 +87,9 @@ def load_pipeline(path: str | Path, dtype: Any = None, warn: Callable[[str], Non
         BadInput, Damaged: there is none, or the encoders of the run are not where they were.
     """
     stored = open_model(path, warn)
+    if isinstance(stored.config, ControlNetConfig):
+        what = f"{path} is a ControlNet, which steers another model"
+        raise BadInput(what, hint=f"argosy.load(FOLDER, controlnet={path}); argosy generate FOLDER ... controlnet={path}")
     if not isinstance(stored.config, DenoiserConfig):
         raise BadInput(f"{path} is an autoencoder, which draws nothing", hint=f"encoders.autoencoder={path} trains a denoiser on it")
     settings = read_meta(stored.path).get("settings") or {}

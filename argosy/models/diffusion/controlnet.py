@@ -9,6 +9,7 @@ The convolutions Z, and the last one of E, begin at zero: before training, the U
 """
 
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -84,7 +85,7 @@ class ControlNetConfig(ControlNetHub, UNetEncoderConfig):
     def _sites(self) -> tuple[LayerSite, ...]:
         name, sizes, first = "controlnet_cond_embedding", self.embedding, 1 - len(self.embedding)
         sites = [*self.encoder_sites(), LayerSite(f"{name}.conv_in", "conv", self.control_channels, sizes[0], level=first)]
-        for i, (inner, outer) in enumerate(zip(sizes, sizes[1:], strict=False)):
+        for i, (inner, outer) in enumerate(pairwise(sizes)):
             sites.append(LayerSite(f"{name}.blocks.{2 * i}", "conv", inner, inner, level=first + i))
             sites.append(LayerSite(f"{name}.blocks.{2 * i + 1}", "conv", inner, outer, stride=2, level=first + i + 1))
         sites.append(LayerSite(f"{name}.conv_out", "conv", sizes[-1], self.widths[0], zero=True))

@@ -30,6 +30,7 @@ from argosy.run.assembly.winners import winners_of
 from argosy.run.distillation.served import ServedTeacher
 from argosy.run.distillation.teacher import Teacher
 from argosy.run.frozen.role import Role
+from argosy.run.frozen.unet import SteeredUNet
 from argosy.run.memory import batch_shapes
 from argosy.run.settings.run import Run
 from argosy.train.beside import parted
@@ -103,6 +104,7 @@ class Assembly:
     target: the devices that it is built for.
     frozen: weights of the frozen models by role, once they are read.
     teacher: in distillation, the model to learn from.
+    unet: the frozen model that a ControlNet steers.
     rollouts: the parts of sampling, if batches are sampled from the run's own model.
     prompts: what a denoiser that reads captions is asked to draw during training.
     """
@@ -125,6 +127,7 @@ class Assembly:
     roles: dict[str, Role]
     target: Target
     teacher: Teacher | ServedTeacher | None = None
+    unet: SteeredUNet | None = None
     rollouts: "RolloutParts | None" = None
     prompts: "SamplePrompts | None" = None
     frozen: dict[str, Any] = field(default_factory=dict)

@@ -12,6 +12,7 @@ from argosy.data.batch import Batch, Batches
 from argosy.data.distillation.across import FIELDS as TEACHER_FIELDS
 from argosy.data.sources.clicks import ClickRows
 from argosy.data.tokenizers.load import Tokenizer
+from argosy.models.diffusion.controlnet import ControlNetConfig
 from argosy.parallel.place import rows_here
 from argosy.run.assembly.assembly import Updates
 from argosy.run.assembly.decided import Decided
@@ -71,7 +72,8 @@ def image_sizes(run: Run) -> dict[str, int]:
 
         side = pixels // autoencoder_factor(run.encoders)
     text = {"s": getattr(model, "text_tokens", 1), "e": getattr(model, "text_width", 1), "o": getattr(model, "pooled_width", None) or 1}
-    return {"h": side, "w": side, "c": model.channels} | text
+    control = {"y": side * model.factor, "x": side * model.factor, "k": 3} if isinstance(model, ControlNetConfig) else {}
+    return {"h": side, "w": side, "c": model.channels} | text | control
 
 
 def unread_data(run: Run) -> DataParts:

@@ -12,7 +12,7 @@ from argosy.core.progress import Say
 from argosy.data.images.encoded import EncodedImages
 from argosy.data.images.folder import ImageFolder
 from argosy.data.images.prior import PriorImages
-from argosy.data.images.table import ImageSource
+from argosy.data.images.table import ImageRows, ImageSource
 from argosy.data.sources import RowSource
 from argosy.data.tables import corpus_cache
 from argosy.infer.denoise.encoders import RunEncoders
@@ -20,6 +20,7 @@ from argosy.models.diffusion.base import Conditions
 from argosy.run.assembly.class_images import class_images
 from argosy.run.assembly.decided import Decided
 from argosy.run.settings.run import Run
+from argosy.train.objectives.images.controlnet import ControlNetDiffusion
 from argosy.train.objectives.images.dreambooth import DreamBooth
 
 
@@ -30,10 +31,14 @@ class SamplePrompts:
 
     texts: the prompts; the empty one is known too.
     states: `text` [P + 1 S E], `text_mask` [P + 1 S] and `pooled` [P + 1 O] of the empty prompt and of the texts.
+    controls: for a ControlNet, the first control images of the data [N Y X 3] in 0..1.
+    captions: the caption of each of these.
     """
 
     texts: tuple[str, ...]
     states: dict[str, np.ndarray]
+    controls: np.ndarray | None = None
+    captions: tuple[str, ...] = ()
 
     def encode(self, texts: Sequence[str]) -> Conditions:
         order = np.array([0 if not text else 1 + self.texts.index(text) for text in texts])
@@ -54,7 +59,10 @@ class EncodedData:
         if not isinstance(images, ImageSource):
             raise BadInput("encoders are for images, and this data has none", where=f"data.source={run.data.source_name}")
         self.run, self.images = run, images
+        self.controlled = isinstance(run.objective, ControlNetDiffusion)
         self.encoders = RunEncoders(run.encoders, run.model, decided.dtype, say)
+        if self.controlled:
+            self._check_controls(3 if self.encoders.space is None else self.encoders.space.channels)
         dropout = run.objective.label_dropout if run.objective.condition == "text" else 0.0
         how: Any = {"dropout": dropout, "say": say}
         cache = corpus_cache(run.data)
@@ -63,6 +71,16 @@ class EncodedData:
             folder = class_images(run, run.objective, decided.dtype, say)
             image = run.data.image.model_copy(update={"caption": run.objective.class_prompt})
             self.source = PriorImages(self.source, EncodedImages(ImageFolder(str(folder), image), self.encoders, cache, **how))
+
+    def _check_controls(self, channels: int) -> None:
+        """Checks that there are control images.
+
+        Raises:
+            BadInput: there are none.
+        """
+        if all(table.controls is None for held_out in (False, True) for table, _ in self.images.splits(held_out, channels)):
+            hint = "`conditioning_image` in each line of metadata.jsonl; an array `conditioning_images`"
+            raise BadInput("a ControlNet reads control images, and this data has none", where=self.images.where, hint=hint)
 
     def finish(self, sizes: Mapping[str, int]) -> SamplePrompts | None:
         """What is drawn during training, once the data is encoded. Frees the encoders.
@@ -81,17 +99,25 @@ class EncodedData:
                 raise BadInput(said, hint=f"model.{name}={given}, or another text encoder")
         found = None
         if self.run.sample.every and self.encoders.reads_text:
-            texts = tuple(dict.fromkeys(self.run.sample.prompts or self._captions()))
-            found = SamplePrompts(texts, self.encoders.states(["", *texts]))
+            captions, controls = self._examples()
+            texts = tuple(dict.fromkeys(self.run.sample.prompts or captions))
+            found = SamplePrompts(texts, self.encoders.states(["", *texts]), controls, tuple(captions))
         self.encoders.release()
         return found
 
-    def _captions(self) -> list[str]:
-        """The first captions of the data: held-out ones, if there are."""
+    def _examples(self) -> tuple[list[str], np.ndarray | None]:
+        """The first captions of the data, held-out ones, if there are; for a ControlNet with their control images, of one size."""
         channels = 3 if self.encoders.space is None else self.encoders.space.channels
         for held_out in (True, False):
             parts = self.images.splits(held_out, channels)
-            found = [table.captions[int(i)] for table, chosen in parts if table.captions is not None for i in chosen]
-            if found:
-                return found[: self.run.sample.images]
-        return [""]
+            if not self.controlled:
+                found = [table.captions[int(i)] for table, chosen in parts if table.captions is not None for i in chosen]
+                if found:
+                    return found[: self.run.sample.images], None
+                continue
+            for table, chosen in parts:
+                rows = np.arange(min(len(chosen), self.run.sample.images))
+                if table.captions is not None and len(rows):
+                    shown = ImageRows(table, chosen, self.images.settings, 0, trains=False).controls(rows, rows)
+                    return [table.captions[int(chosen[i])] for i in rows], shown["control"]
+        return [""], None

@@ -15,42 +15,34 @@ import math
 from functools import cached_property
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
-from argosy.checkpoint.base import ModelRole, describe_base
-from argosy.checkpoint.open import open_model, open_same
+from argosy.checkpoint.open import open_model
 from argosy.checkpoint.run_directory import RunDirectory
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.core.progress import Say
 from argosy.data.tokenizers.load import Tokenizer
-from argosy.models.parts.weight import Leaves, abstract, logical, split
-from argosy.parallel.rules import shardings
 from argosy.run.distillation.across import Both, begin_across, is_across, teacher_places
 from argosy.run.distillation.served import ServedTeacher
 from argosy.run.distillation.served import check_same_server as same_served
 from argosy.run.frozen.related import check_relations
-from argosy.run.frozen.role import Role
+from argosy.run.frozen.stored import FrozenModel
 from argosy.train.beside import parted
 from argosy.train.objectives.distillation.teacher import ROLE
 from argosy.weights.build import stored_tokenizer
-from argosy.weights.fill import read_into
 from argosy.weights.model import OpenedModel
 
 WHERE = "objective.teacher"
 
 
-class Teacher:
+class Teacher(FrozenModel):
     """A teacher in a folder or file, whose weights are read on demand."""
 
     def __init__(self, run: Any, decided: Any, mesh: Any, tokenizer: Tokenizer | None):
         """Raises:
         BadInput, Damaged: there is no model, it predicts no tokens, or it does not fit the student, its tokens or the rows.
         """
-        self.run, self.decided, self.mesh, self.given = run, decided, mesh, run.objective.teacher
-        self.stored = open_model(self.given)
-        self.config = self.stored.config
+        self.given = run.objective.teacher
+        super().__init__(run, decided, mesh, open_model(self.given))
         _check_model(run, self.config, self.given)
         self.both = Both(run, tokenizer) if is_across(run.objective) else None
         self.note = check_tokens(run, self.stored, tokenizer) if self.both is None else self.both.note
@@ -58,36 +50,10 @@ class Teacher:
     @cached_property
     def model(self) -> Any:
         """The model without weights. Its layers run with the student's strategy, and its vocabulary is matched to the student's."""
-        made = self.config.build(self.decided.run("none"))
+        made = super().model
         if self.both is not None and self.both.matched is not None:
             made.matched = self.both.matched
         return made
-
-    @cached_property
-    def role(self) -> Role:
-        shapes, model = abstract(self.model), self.model
-        places = shardings(logical(model), {a: s.shape for a, s in shapes.items()}, self.run.mesh.table(), self.mesh)
-        dtype = kept_as(self.stored, self.decided.precision)
-
-        def described(address: str, shape: Any) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(shape.shape, dtype or shape.dtype, sharding=places[address])
-
-        return Role(split(model)[0], {a: described(a, s) for a, s in shapes.items()})
-
-    def read(self, stored: OpenedModel | None = None) -> Leaves:
-        """Reads the teacher's weights: {address: array}, on the run's devices."""
-        role = self.role
-        model = self.config.build(self.decided.run("none"))
-        dtype = kept_as(self.stored, self.decided.precision)
-        read_into(model, (stored or self.stored).weights, dtype=dtype, place=lambda a: role.shapes[a].sharding)
-        return split(model)[1]
-
-
-def kept_as(stored: OpenedModel, precision: str) -> Any:
-    """The type of the teacher's weights: bfloat16 if the run computes in it and the file has no more bits; otherwise None, for float32.
-    """
-    types = {str(stored.weights.dtype(name)) for name in stored.weights.names} if precision == "bfloat16" else set()
-    return jnp.dtype("bfloat16") if types == {"bfloat16"} else None
 
 
 def _check_model(run: Any, config: Any, given: str) -> None:
@@ -175,7 +141,7 @@ def settle_teacher(assembly: Any, teacher: Teacher | ServedTeacher, directory: R
         same_served(teacher, directory)
         say(f"teacher {teacher.endpoint.model} at {teacher.given}")
         return teacher_cache.fill_teacher_cache(assembly, {}, None, say)
-    described, stored = _same(teacher, directory, say)
+    described, stored = teacher.same(teacher.given, directory, say, "the teacher that this run learns from")
     if teacher.note:
         say(teacher.note)
     say(f"teacher {teacher.given}, {teacher.config.parameters():,} parameters, frozen")
@@ -189,18 +155,3 @@ def settle_teacher(assembly: Any, teacher: Teacher | ServedTeacher, directory: R
         return teacher_cache.fill_teacher_cache(assembly, described, stored, say)
     begin_across(assembly, say)
     assembly.frozen[ROLE] = teacher.read(stored)
-
-
-def _same(teacher: Teacher, directory: RunDirectory, say: Say) -> tuple[dict[str, Any], OpenedModel]:
-    """The model that a run learns from, which stays the same over its resumes: what is recorded of it, and it.
-
-    Raises:
-        BadInput: as `settle_teacher`.
-    """
-    known = directory.teacher()
-    if known is None:
-        described = describe_base(teacher.stored, teacher.given)
-        directory.write_teacher(described)
-        return described, teacher.stored
-    back = "put it back, or start again with dir=NEW"
-    return known, open_same(known, say, thorough=True, role=ModelRole("the teacher that this run learns from", back, back))

@@ -2,7 +2,7 @@
 
 A denoiser draws classes or prompts, from the same noise every time, so that grids compare. With an average of the weights there are two
 grids, since the average lags behind: early in a run it draws noise while the weights themselves draw images already. An autoencoder
-draws held-out images beside what comes back of them.
+draws held-out images beside what comes back of them, and a ControlNet control images above what they steer to.
 """
 
 from typing import Any
@@ -13,8 +13,8 @@ from argosy.core.errors import BadInput
 from argosy.core.formats.png import image_grid, png_bytes
 from argosy.core.storage import Store
 from argosy.infer.denoise.autoencoder import ImageAutoencoder
-from argosy.infer.denoise.encoders import autoencoder_factor
-from argosy.infer.denoise.pipeline import as_uint8, in_color
+from argosy.infer.denoise.encoders import autoencoder_factor, pipeline_around
+from argosy.infer.denoise.pipeline import ImageDefaults, as_uint8, in_color
 from argosy.infer.denoise.runs import pipeline_of
 from argosy.models.autoencoders.base import AutoencoderConfig
 from argosy.models.parts.weight import merge
@@ -23,6 +23,8 @@ from argosy.run.assembly.assembly import Assembly
 from argosy.run.hooks.periodic import is_stopping
 from argosy.run.settings.run import Run
 from argosy.run.view import View
+from argosy.train.objectives.images.controlnet import UNET
+from argosy.train.step import model_for
 
 FOLDER = "samples"
 
@@ -33,7 +35,8 @@ class ImageSamplingHook:
     def __init__(self, assembly: Assembly, settings: Run, metrics: Metrics, view: View, store: Store):
         self.assembly, self.settings, self.metrics, self.view, self.store = assembly, settings, metrics, view, store
         autoencodes = isinstance(settings.model, AutoencoderConfig)
-        self.grid: Any = Reconstructions(assembly) if autoencodes else Drawings(assembly)
+        steers = assembly.unet is not None
+        self.grid: Any = (Reconstructions if autoencodes else SteeredDrawings if steers else Drawings)(assembly)
 
     def __call__(self, now: Any) -> None:
         if is_stopping(now, self.assembly.steps):
@@ -71,6 +74,29 @@ class Drawings:
         more: Any = {"prompts": self.assembly.prompts, "dtype": self.assembly.decided.dtype}
         pipeline = pipeline_of(module, run.objective, vars(run.sample), run.encoders, self.size, **more)
         return pipeline.images(self.prompts, seed=[run.seed + i for i in range(len(self.prompts))], batch=64)
+
+
+class SteeredDrawings:
+    """Control images, each above what is drawn from it and its caption, or from the prompts of the settings in turn."""
+
+    def __init__(self, assembly: Assembly):
+        self.assembly, run, prompts = assembly, assembly.run, assembly.prompts
+        assert prompts is not None
+        assert prompts.controls is not None
+        texts = run.sample.prompts or prompts.captions
+        self.columns = min(run.sample.images, 10)
+        self.prompts = [texts[i % len(texts)] for i in range(self.columns)]
+        self.controls = prompts.controls[np.arange(self.columns) % len(prompts.controls)]
+
+    def draw(self, module: Any) -> np.ndarray:
+        """The grid's images with these weights, uint8 [N H W 3]."""
+        a, run, size = self.assembly, self.assembly.run, self.controls.shape[1:3]
+        unet = model_for(a.roles[UNET].graph, a.decided.precision, a.frozen[UNET])
+        how: Any = {"prompts": a.prompts, "dtype": a.decided.dtype, "controlnet": module}
+        pipeline = pipeline_around(unet, run.encoders, defaults=ImageDefaults(run.sample.steps, run.sample.guidance, size), **how)
+        seeds = [run.seed + i for i in range(self.columns)]
+        drawn = pipeline.images(self.prompts, seed=seeds, batch=64, control_image=self.controls)
+        return np.concatenate([as_uint8(self.controls), drawn])
 
 
 class Reconstructions:

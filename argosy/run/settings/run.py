@@ -13,6 +13,7 @@ from argosy.data.settings import DataSettings
 from argosy.infer.denoise.encoder_settings import EncoderSettings
 from argosy.models import FAMILIES
 from argosy.models.autoencoders.base import AutoencoderConfig
+from argosy.models.diffusion.controlnet import ControlNetConfig
 from argosy.models.settings import Kept
 from argosy.observe.trackers import TRACKERS
 from argosy.parallel.mesh import MeshSettings
@@ -28,6 +29,7 @@ from argosy.train.ema import EmaSettings
 from argosy.train.guard_settings import GuardSettings
 from argosy.train.objectives import OBJECTIVES
 from argosy.train.objectives.images.autoencode import Autoencode
+from argosy.train.objectives.images.controlnet import ControlNetDiffusion
 from argosy.train.objectives.images.dreambooth import DreamBooth
 from argosy.train.objectives.images.edm import EDM
 from argosy.train.optimizers import OPTIMIZERS
@@ -47,7 +49,7 @@ INPUTS = {"tokens": "tokens", "clicks": "numbers and categories", "images": "ima
 OBJECTIVES_OF = {
     "tokens": "objective=next_token trains language models",
     "clicks": "objective=rank and objective=retrieve train rankers",
-    "images": "objective=diffusion and dreambooth train denoisers, and objective=autoencode autoencoders",
+    "images": "objective=diffusion and dreambooth train denoisers, controlnet ControlNets, and autoencode autoencoders",
 }
 
 
@@ -401,6 +403,9 @@ class Run(Settings):
         """What a denoiser reads beside images is what its objective gives it."""
         if self.model.inputs != "images":
             return
+        if isinstance(self.model, ControlNetConfig) or isinstance(self.objective, ControlNetDiffusion):
+            yield from self._broken_by_control()
+            return
         if isinstance(self.model, AutoencoderConfig) != isinstance(self.objective, Autoencode):
             kind, other = ("an autoencoder", "autoencode") if isinstance(self.model, AutoencoderConfig) else ("a denoiser", "diffusion")
             yield f"the model is {kind}, which objective={other} trains"
@@ -433,6 +438,17 @@ class Run(Settings):
             yield f"the model reads {' and '.join(missing)}, and objective.condition = {self.objective.condition} gives none"
         if not read & given and given:
             yield f"objective.condition = {self.objective.condition}, and the model does not read it: objective.condition=none"
+
+    def _broken_by_control(self) -> Iterator[str]:
+        """A ControlNet is trained by its own objective, beside the UNet of a diffusers folder."""
+        if not isinstance(self.model, ControlNetConfig):
+            yield "objective=controlnet trains a ControlNet for the UNet of a diffusers folder: model=FOLDER"
+        elif not isinstance(self.objective, ControlNetDiffusion):
+            yield "the model is a ControlNet, which objective=controlnet trains"
+        elif self.encoders.pipeline is None:
+            yield "encoders.pipeline is missing, whose UNet the ControlNet steers: model=FOLDER of diffusers sets it"
+        if not self.adapter.trains_base:
+            yield "adapters on a ControlNet are not built: adapter=none"
 
     def _broken_by_encoders(self) -> Iterator[str]:
         """Captions are read by text encoders, and only models of images have encoders."""

@@ -54,6 +54,9 @@ class ImageService:
     """
 
     def __init__(self, pipeline: ImagePipeline, name: str, settings: ImageServeSettings):
+        if pipeline.controlnet is not None:
+            what = "a server of images takes no control images, and this pipeline has a ControlNet"
+            raise BadInput(what, hint="the folder of the pipeline without it; argosy generate MODEL ... control_image=FILE")
         self.pipeline, self.name, self.settings = pipeline, name, settings
         if settings.step_cache is not None:
             check_step_cache(pipeline.denoiser, settings.step_cache)

@@ -13,6 +13,8 @@ import argosy
 from argosy.core.errors import BadInput
 from argosy.infer.denoise.pipeline import ImagePipeline
 from argosy.jobs.images import GenerateImages, generate_images
+from argosy.serve.images.service import ImageService
+from argosy.serve.images.settings import ImageServeSettings
 
 GOLDENS = Path(__file__).parents[2] / "goldens" / "images"
 NAMES = ["pipeline-sd-controlnet", "pipeline-sdxl-controlnet"]
@@ -47,7 +49,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [NAMES[0], pytest.param(NAMES[1], marks=pytest.mark.slow)])
 def test_it_draws_what_diffusers_draws(name: str, pipes: dict[str, ImagePipeline]):
     golden, how = given(name)
     for key, own in CASES.items():
@@ -55,6 +57,7 @@ def test_it_draws_what_diffusers_draws(name: str, pipes: dict[str, ImagePipeline
         assert np.abs(images - golden[f"out_{key}"]).max() < TOLERANCE, key
 
 
+@pytest.mark.slow
 def test_a_controlnet_of_its_own_steers_a_plain_pipeline_and_is_saved_with_it(folders, tmp_path):
     plain = write_pipeline(GOLDENS / "pipeline-sd", tmp_path / "plain")
     # Its UNet has the same sizes and other weights.
@@ -75,6 +78,7 @@ def test_a_controlnet_of_its_own_steers_a_plain_pipeline_and_is_saved_with_it(fo
             pipe.images(PROMPTS, **free | bad)
 
 
+@pytest.mark.slow
 def test_an_image_is_the_same_in_any_batch(pipes):
     _, how = given("pipeline-sd-controlnet")
     whole = pipes["pipeline-sd-controlnet"].images(PROMPTS, **how)
@@ -82,6 +86,7 @@ def test_an_image_is_the_same_in_any_batch(pipes):
     np.testing.assert_allclose(apart, whole, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_verb_draws_what_python_draws(folders, pipes, tmp_path):
     draw = np.random.default_rng(0)
     control = draw.integers(0, 256, (*SIZE, 3)).astype(np.uint8)
@@ -119,6 +124,10 @@ def test_mistakes_are_named(folders, pipes, tmp_path):
         generate_images(str(plain), "a fox", GenerateImages(**words, control_scale=0.5))
     with pytest.raises(BadInput, match="a ControlNet without the image that it follows"):
         generate_images(str(folders["pipeline-sd-controlnet"]), "a fox", GenerateImages(**words))
+    with pytest.raises(BadInput, match="takes no control images"):
+        ImageService(pipe, "sd", ImageServeSettings())
+    with pytest.raises(BadInput, match="bundles with a ControlNet are not built"):
+        pipe.export(tmp_path / "bundle")
     folder = write_model(GOLDENS / "controlnet-sd", tmp_path / "pooled")
     said = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     (folder / "config.json").write_text(json.dumps(said | {"global_pool_conditions": True}), encoding="utf-8")

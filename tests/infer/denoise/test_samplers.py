@@ -32,7 +32,7 @@ def network(x: Any, t: Any, level: Any = None) -> Any:
 
 
 def row_of(plan: SamplingPlan, i: int) -> SamplingPlan:
-    return row_at(SamplingPlan(*map(jnp.asarray, plan)), i)
+    return row_at(jax.tree.map(jnp.asarray, plan), i)
 
 
 def settings_of(case: dict[str, Any]) -> SamplerSettings:
