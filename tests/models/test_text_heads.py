@@ -9,8 +9,11 @@ import pytest
 from golden_weights import digest, drawn
 from helpers import relative
 from safetensors.numpy import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 import argosy
+from argosy.export.bundle import Bundle
+from argosy.infer.classify import scores_of
 from argosy.models.parts.texts import pair_types, text_places, text_scores
 from argosy.train.objectives.texts.classify import Classify, classification_loss
 
@@ -67,6 +70,34 @@ def test_losses_equal_those_of_transformers(name, problem):
     label = np.asarray(golden["labels"][problem], np.float32).reshape(len(scores), 1, -1)
     loss = classification_loss(Classify(), scores, jnp.asarray(label), jnp.ones((len(scores), 1)), problem, ("a", "b", "c"))
     assert float(loss.loss.value()) == pytest.approx(golden["losses"][problem], rel=1e-5)
+
+
+def test_a_cross_encoder_of_roberta_reads_pairs_as_its_tokenizer_frames_them(tmp_path):
+    """`<s> a </s></s> b </s>` by the tokenizers library; in Python, as a bundle, and cut to the context."""
+    golden = MODELS["roberta"]
+    weights = drawn(golden["tensors"], GOLDEN["seed"])
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "config.json").write_text(json.dumps(golden["config"]))
+    save_file(weights, tmp_path / "folder" / "model.safetensors", metadata={"format": "pt"})
+    words = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3} | {f"w{i}": 4 + i for i in range(109)}
+    library = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    library.add_special_tokens(["<s>", "<pad>", "</s>", "<unk>"])
+    library.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0))
+    library.save(str(tmp_path / "folder" / "tokenizer.json"))
+    roles = {"bos_token": "<s>", "cls_token": "<s>", "sep_token": "</s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    (tmp_path / "folder" / "tokenizer_config.json").write_text(json.dumps(roles))
+    lm = argosy.load(tmp_path / "folder")
+    pairs = [("w1 w2 w3", "w4 w5"), ("w6", "w7 w8 w9 w10"), ("w1 " * 60, "w2 " * 60)]
+    library.enable_truncation(lm.config.context)
+    wanted = []
+    for pair in pairs:
+        ids = jnp.asarray([library.encode(*pair).ids], jnp.int32)
+        wanted.append(np.asarray(text_scores(lm.module, ids, jnp.ones_like(ids))[0][0, 0]))
+    assert relative(scores_of(lm, pairs, 2), np.stack(wanted)) < 1e-5
+    lm.export(tmp_path / "bundle", platforms=["cpu"])
+    columns = dict(zip(("text", "text_pair"), map(list, zip(*pairs))))
+    assert relative(Bundle.open(tmp_path / "bundle").run(columns)["scores"], np.stack(wanted)) < 1e-5
 
 
 def test_packed_texts_score_as_they_do_alone(case):
