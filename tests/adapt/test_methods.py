@@ -8,7 +8,8 @@ import pytest
 from argosy.adapt.calibration.statistics import InputStatistics
 from argosy.adapt.formats.format import nearest_elements
 from argosy.adapt.formats.table import FORMATS
-from argosy.adapt.methods.gptq import output_error
+from argosy.adapt.methods import gptq
+from argosy.adapt.methods.gptq import inverse_factor, output_error
 from argosy.adapt.methods.matrices import along_inputs, as_matrices, from_matrices
 from argosy.adapt.methods.settings import GPTQ, METHODS, Nearest, ScaleSearch
 from argosy.adapt.quant import Scheme
@@ -112,6 +113,25 @@ def test_each_expert_has_its_own_hessian_and_one_without_tokens_is_nearest():
         parts = InputStatistics(*(a[e : e + 1] for a in (inputs.gram, inputs.absolute, inputs.largest, inputs.tokens)))
         np.testing.assert_array_equal(got[e], GPTQ(scales="absmax").quantize(alone, w[e], scheme, parts).dequantized())
         assert not np.array_equal(got[e], nearest[e])
+
+
+def test_readers_of_one_input_share_a_factor(monkeypatch: pytest.MonkeyPatch):
+    """Experts do not, nor other settings; the weights are those of statistics of their own."""
+    found = list[float]()
+    monkeypatch.setattr(gptq, "inverse_factor", lambda *given: found.append(given[-1]) or inverse_factor(*given))
+    of, scheme, inputs = contraction("BTD,DNH->BTNH"), Scheme("int4", 16), inputs_of(32)
+    for seed in (1, 2):
+        w = weight_of(of, seed)
+        got = GPTQ().quantize(of, w, scheme, inputs)
+        np.testing.assert_array_equal(got.values, GPTQ().quantize(of, w, scheme, inputs_of(32)).values)
+    assert found == [0.01] * 3
+    stored = GPTQ(order="stored").quantize(of, w, scheme, inputs)
+    assert len(found) == 4
+    assert not np.array_equal(stored.values, got.values)
+    experts = contraction("XD,EDM->XM")
+    for seed in (1, 2):
+        GPTQ().quantize(experts, weight_of(experts, seed), scheme, inputs_of(32, experts=3))
+    assert len(found) == 10
 
 
 def test_channels_without_inputs_stay_nearest():

@@ -21,11 +21,13 @@ from argosy.adapt.rules import Rule, preset_rules, schemes_of
 from argosy.checkpoint.open import open_model
 from argosy.cli import main
 from argosy.core.errors import BadInput, Unsupported
+from argosy.core.formats import Arrays
 from argosy.data.settings import DataSettings
 from argosy.infer.lm import LM
 from argosy.infer.load import load_lm
 from argosy.jobs.quantize import quantize
 from argosy.models.parts.stack import Unroll
+from argosy.models.parts.weight import split, undrawn, variables
 
 SYNTHETIC = DataSettings(source="synthetic", sequence=24)
 
@@ -47,6 +49,15 @@ def test_every_structure_is_calibrated_layer_by_layer(name, tmp_path):
     assert errors[:, 0].mean() < 0.95 * errors[:, 1].mean()
     load_lm(tmp_path / "out")
     assert not (tmp_path / "out.calibration").exists()
+
+
+def test_what_is_before_the_layers_is_not_kept():
+    """An embedding is the largest weight of a small model."""
+    config = CASES["llama-plain"]
+    runner = LayerRunner(config, Arrays({a: np.asarray(w) for a, w in split(built(config, Unroll()))[1].items()}), {})
+    tokens = np.ones((1, 5), np.int32)
+    assert np.isfinite(next(runner.embedded(iter([(tokens, tokens)])))).all()
+    assert undrawn(runner.plain) == list(variables(runner.plain))
 
 
 @pytest.mark.parametrize("name", marked(STRUCTURES, ["qwen3_next"]))
