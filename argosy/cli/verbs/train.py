@@ -79,6 +79,9 @@ def train(
         follows = f"argosy generate {outcome.dir}" if generates else f"argosy export {outcome.dir} BUNDLE"
         if model.inputs == "images":
             follows = f"argosy eval {outcome.dir} tasks=images"
+        if "unet" in reading.value.objective.roles:
+            steered = reading.value.encoders.pipeline
+            follows = f"argosy generate {steered} PROMPT image=out.png controlnet={outcome.dir} control_image=FILE"
         say(f"{outcome.dir}: step {outcome.step}. Next: {follows}{shown}")
     if outcome.exit_code:
         say(
