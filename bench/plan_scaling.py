@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from curves import picture, picture_of
 
-from argosy.jobs.plan import PlanSettings, plan
+from argosy.jobs.plan.training import PlanSettings, plan
 from argosy.observe.report.charts import Series
 
 CHIPS = (64, 128, 256, 512, 1024, 2048, 4096)

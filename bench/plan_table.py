@@ -3,6 +3,7 @@
     plan_table.py here [n=10]       ten shapes on this machine: memory and time of a step, predicted and taken
     plan_table.py published         MFU of MaxText's published runs, and what the analytic model says of the same shapes
     plan_table.py pods [NAME ...]   models on 64 chips of a v5p by their compiler, which takes minutes for each
+    plan_table.py serving [MODEL DEVICE TENSOR]    steps of servers by their compiler: with 1, 8 and 32 sequences of 1,024 tokens
     plan_table.py compiled DEVICE RECIPE [key=value ...]    the analytic model beside the compiler
 
 MFU counts causal attention by half. Published: docs/reference/models/tiering.md of AI-Hypercomputer/maxtext, read in November 2026;
@@ -17,7 +18,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from argosy.jobs.plan import PlanSettings, plan
+from argosy.infer.settings import EngineSettings
+from argosy.jobs.plan.serving import ServePlanSettings, plan_serving
+from argosy.jobs.plan.training import PlanSettings, plan
 
 # Settings of the shapes that are trained here.
 HERE = (
@@ -52,6 +55,16 @@ PODS = {
     "deepseek": ("model=deepseek3-671b", "model.layers=5", "mesh.fsdp=8", "mesh.expert=8"),
     "long": ("model=llama3.1-8b", "model.layers=2", "mesh.fsdp=8", "mesh.context=8", "data.sequence=131072", "data.batch=8"),
 }
+
+
+# Servers: model, device, devices that share it.
+SERVED = (
+    ("llama3.1-8b", "v5p-8", 1),
+    ("llama3.2-1b", "v5e-8", 1),
+    ("gemma3-4b", "v5e-8", 1),
+    ("gpt-oss-20b", "v5p-8", 1),
+    ("qwen3-32b", "v6e-8", 8),
+)
 
 
 def planned(recipe: str, *words: str, **how: Any) -> dict[str, Any]:
@@ -98,6 +111,17 @@ def pods(*names: str) -> None:
         print(f"{name:10} {size:>11.1f} {told['step_seconds']:>8.2f} {told['mfu']:>6.1%} {exposed:>9.2f}  {moved}", flush=True)
 
 
+def serving(*one: str) -> None:
+    """A row for each server, by the compiler."""
+    print(f"{'model':12} {'device':8} {'GB a device':>11} {'prompt ms':>9}  steps, ms, with so many sequences")
+    for model, device, tensor in [(one[0], one[1], int(one[2]))] if one else SERVED:
+        settings = ServePlanSettings(device=device, tensor=tensor, engine=EngineSettings(context=8192))
+        told = plan_serving(model, settings, lambda _: None)
+        steps = ", ".join(f"{rate['sequences']}: {1000 * rate['step_seconds']:.1f}" for rate in told["rates"])
+        size, first = told["memory_bytes"]["total"] / 1e9, 1000 * told["rates"][0]["time_to_first_token_s"]
+        print(f"{model:12} {device:8} {size:>11.1f} {first:>9.1f}  {steps}", flush=True)
+
+
 def compiled(device: str, recipe: str, *words: str) -> None:
     """The analytic model beside the compiler."""
     told = planned(recipe, *words, device=device)
@@ -110,4 +134,4 @@ if __name__ == "__main__":
     if kind == "here":
         here(int((rest or ["n=10"])[0].partition("=")[2]))
     else:
-        {"published": published, "pods": pods, "compiled": compiled}[kind](*rest)
+        {"published": published, "pods": pods, "serving": serving, "compiled": compiled}[kind](*rest)

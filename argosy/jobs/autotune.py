@@ -75,7 +75,7 @@ def run_cases(recipe: str, words: Sequence[str]) -> list[Case]:
     Raises:
         Unsupported: the run has several devices, or rollouts.
     """
-    from argosy.jobs.plan import plan_reading
+    from argosy.jobs.plan.training import plan_reading
     from argosy.run.assembly.assemble import assemble
     from argosy.run.assembly.decided import Decided
 

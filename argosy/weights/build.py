@@ -182,9 +182,14 @@ def tensor_shardings(model: Any, tensor: int, devices: Sequence[Any] | None = No
             f"tensor = {tensor}, but this process has {len(devices)} device{'s' * (len(devices) > 1)}",
             hint=f"to try it on a CPU: XLA_FLAGS=--xla_force_host_platform_device_count={tensor}",
         )
-    mesh = MeshSettings(fsdp=1, tensor=tensor).build(devices[:tensor])
+    return tensor_places(model, MeshSettings(fsdp=1, tensor=tensor).build(devices[:tensor]))
+
+
+def tensor_places(model: Any, mesh: Any) -> dict[str, NamedSharding]:
+    """As `tensor_shardings`, over a mesh whose devices may be absent."""
+    tensor = mesh.shape["tensor"]
     found = shardings(logical(model), {a: v.shape for a, v in variables(model).items()}, DEFAULT, mesh)
-    if all(not any(place.spec) for place in found.values()):
+    if tensor > 1 and all(not any(place.spec) for place in found.values()):
         raise BadInput(
             f"tensor = {tensor} divides neither the heads, nor the feed-forward features, nor the vocabulary of this model",
             hint="a number that divides the heads, such as a power of two",
@@ -266,11 +271,17 @@ def default_dtype() -> Any:
     return jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
 
 
-def default_run(config: LanguageConfig) -> Execution:
-    """Unrolled layers on GPUs, where a scan copies the weights of a layer before it multiplies with them (docs/guides/gpus.md), and
-    on CPUs up to 32 layers."""
-    backend = jax.default_backend()
-    return Unroll() if backend == "gpu" or (backend == "cpu" and getattr(config, "layers", 1) <= 32) else Scan()
+def default_run(config: LanguageConfig, platform: str | None = None) -> Execution:
+    """Unrolled layers on GPUs, where a scan copies the weights of a layer before it multiplies with them (docs/guides/gpus.md), on TPUs
+    for models with experts, whose kernel has them copied likewise (docs/measured.md), and on CPUs up to 32 layers.
+
+    Args:
+        platform: cpu, gpu or tpu; by default the one that JAX computes on.
+    """
+    backend = platform or jax.default_backend()
+    few = backend == "cpu" and getattr(config, "layers", 1) <= 32
+    copies = backend == "gpu" or (backend == "tpu" and getattr(config, "experts", None) is not None)
+    return Unroll() if few or copies else Scan()
 
 
 def stored_tokenizer(stored: OpenedModel) -> Any:

@@ -24,6 +24,8 @@ from argosy.infer.sampling import sampler
 from argosy.infer.sampling.sample import Sampling, apply_penalties, next_tokens, random_streams, sampling_columns
 from argosy.infer.settings import EngineSettings
 from argosy.models import FAMILIES
+from argosy.models.mixtral import MixtralConfig
+from argosy.models.parts.attention import cache as layer_cache
 from argosy.models.parts.attention.cache import bytes_of_caches, paged
 from argosy.models.parts.stack import Scan, Unroll
 from argosy.models.parts.stack.addresses import from_layers
@@ -559,3 +561,28 @@ def test_what_gpus_run_fastest_is_chosen_there(lm: LM, monkeypatch: pytest.Monke
     assert answers(engine, [Request(prompt, 6)]) == [alone(lm, prompt, 6)]
     monkeypatch.setattr(build.jax, "default_backend", lambda: "gpu")
     assert isinstance(default_run(lm.config.model_copy(update={"layers": 33})), Unroll)
+
+
+def test_what_tpus_run_fastest_is_chosen_there(lm: LM, monkeypatch: pytest.MonkeyPatch):
+    """Layers in a loop, unless they have experts; and four decoding rows at least."""
+    assert isinstance(default_run(lm.config, "tpu"), Scan)
+    assert isinstance(default_run(next(iter(MixtralConfig.examples().values())), "tpu"), Unroll)
+    builder = BatchBuilder(EngineSettings(slots=8, context=32, page=4), PageTables(4, 8), shares=False, width=16)
+    monkeypatch.setattr(batch, "platform", lambda: "tpu")
+    assert [builder.decode_sizes(n).decodes for n in (1, 2, 3, 5)] == [4, 4, 4, 8]
+
+
+def test_pools_with_filled_heads_answer_the_same(lm: LM, monkeypatch: pytest.MonkeyPatch):
+    """On TPUs keys and values share pools whose heads are as long as a row of a tile."""
+    prompt, settings = prompts(lm.config.vocab)[0], EngineSettings(slots=2, context=32, page=4)
+    sizes = []
+
+    def filled(heads: int, size: int, dtype: Any) -> int:
+        sizes.append(size)
+        return size + 3
+
+    monkeypatch.setattr(layer_cache, "joined_size", filled)
+    engine = Engine(lm.module, settings)
+    pools = [a for cache in engine.runner.caches.values() for name, a in cache.items() if name.endswith("kv")]
+    assert {a.shape[-1] for a in pools} == {sizes[0] + 3}
+    assert answers(engine, [Request(prompt, 6)]) == [alone(lm, prompt, 6)]

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from argosy.jobs.plan import PlanSettings, plan
+from argosy.jobs.plan.training import PlanSettings, plan
 from argosy.run.settings.compose import compose
 from argosy.run.settings.recipe_files import CONFIGS, about, recipes
 from argosy.run.settings.run import Run

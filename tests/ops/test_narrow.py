@@ -14,7 +14,7 @@ from argosy.ops.narrow import FORMS, blocks_of, empty, largest_magnitude, narrow
 from argosy.ops.op import implementations
 from argosy.ops.paged.attention import gather_pages, paged_attention
 from argosy.ops.paged.blocked import BLOCK, blocked
-from argosy.ops.paged.ragged import reads_joined
+from argosy.ops.paged.ragged import joined_size
 
 LARGEST = {"int8": 127.0, "fp8_e4m3": 448.0, "fp8_e5m2": 57344.0}
 NUMPY = {"fp8_e4m3": ml_dtypes.float8_e4m3fn, "fp8_e5m2": ml_dtypes.float8_e5m2}
@@ -112,7 +112,7 @@ def test_attention_in_blocks_is_that_over_rounded_keys_and_values(form: str):
     np.testing.assert_allclose(found[:2], expected[:2], rtol=1e-5, atol=1e-6)
     with implementations(paged_attention="ragged"), pytest.raises(Unsupported, match="no scales of a quantized cache"):
         paged_attention(q, pools, table, lengths, at, Score(8**-0.5))
-    assert not reads_joined(8, 128, jnp.uint8)
+    assert joined_size(8, 128, jnp.uint8) is None
 
 
 @pytest.mark.parametrize("form", FORMS)

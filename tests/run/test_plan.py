@@ -10,7 +10,7 @@ import pytest
 
 from argosy.cli import main
 from argosy.core.errors import BadInput
-from argosy.jobs.plan import PlanSettings, figures_from, plan, plan_reading
+from argosy.jobs.plan.training import PlanSettings, figures_from, plan, plan_reading
 from argosy.observe.hlo.estimate import Prices, price_program
 from argosy.observe.hlo.module import HloModule
 from argosy.run.assembly.assemble import assemble

@@ -1,4 +1,4 @@
-"""`argosy plan RECIPE [key=value ...] [device=v5p-128]`."""
+"""`argosy plan RECIPE [key=value ...] [device=v5p-128]`, `argosy plan serve MODEL [key=value ...]`."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -19,31 +19,35 @@ WORDS = {"gathered_weights": "gathered weights"}
 
 @app.command()
 def plan(
-    recipe: Annotated[str, typer.Argument(help="a recipe's name, or a YAML file", show_default=False)],
+    recipe: Annotated[str, typer.Argument(help="a recipe's name, a YAML file, or `serve`", show_default=False)],
     words: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[device=v5p-128] [compile=false] [search=true out=FILE] [price=N] [key=value ...]",
-            help="settings",
+            metavar="[MODEL] [device=v5p-128] [compile=false] [search=true out=FILE] [price=N] [key=value ...]",
+            help="settings; after `serve` the model, a preset or one on this machine",
             show_default=False,
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON document on stdout")] = False,
 ) -> int:
     """What a run will need and do on devices that need not be here: whether it fits, what it keeps in memory, what it communicates,
-    how long a step takes and what bounds it. Nothing runs, and no data is read. A run that does not fit ends with code 2.
+    how long a step takes and what bounds it. Nothing runs, and no data is read. A run that does not fit ends with code 2. `serve`: the
+    same of a server, with the sequences that its cache holds and the tokens a second.
 
     \b
     Examples:
       argosy plan tiny
       argosy plan pretrain model=llama2-70b device=v5p-128
-      argosy plan pretrain model=llama3.1-8b device=h100-8 data.sequence=8192 execution.remat=full price=2.5"""
-    from argosy.jobs.plan import PlanSettings
+      argosy plan pretrain model=llama3.1-8b device=h100-8 data.sequence=8192 execution.remat=full price=2.5
+      argosy plan serve llama3.1-8b device=v5e-8 tensor=4 engine.context=8192"""
+    if recipe == "serve":
+        return _serving(words or [], as_json)
+    from argosy.jobs.plan.training import PlanSettings
 
     own = [word for word in words or [] if word.partition("=")[0] in PlanSettings.model_fields]
     settings = read_settings(PlanSettings, words_layer(own)).value
     machine.start_jax()
-    from argosy.jobs.plan import plan as job
+    from argosy.jobs.plan.training import plan as job
 
     found = job(recipe, [word for word in words or [] if word not in own], settings, say)
     answer(plan_text(found), found, as_json)
@@ -58,6 +62,70 @@ def plan(
         where=f"largest: {where}" if where else None,
         hint=f"{ways} fits" if ways else "more devices, or a smaller model",
     )
+
+
+def _serving(words: list[str], as_json: bool) -> int:
+    """`argosy plan serve MODEL`."""
+    from argosy.jobs.plan.serving import ServePlanSettings, plan_serving
+
+    names = [word for word in words if "=" not in word]
+    if len(names) != 1:
+        raise BadInput("plan serve takes one model", hint="argosy plan serve llama3.1-8b device=v5e-8")
+    settings = read_settings(ServePlanSettings, words_layer([word for word in words if "=" in word])).value
+    machine.start_jax()
+    found = plan_serving(names[0], settings, say)
+    answer(serving_text(found), found, as_json)
+    if found["fits"]:
+        return 0
+    ways = " or ".join(" ".join(one["settings"]) for one in found["nearest"])
+    needs = f"a device needs {sized(found['memory_bytes']['total'])} and has {sized(found['memory_limit_bytes'])}"
+    raise BadInput(
+        f"a server of {found['model']} does not fit on {found['device']}: {needs}",
+        where="largest: " + ", ".join(f"{one['name']} {sized(one['bytes'])}" for one in found["buffers"][:3]),
+        hint=f"{ways} fits" if ways else "more devices, or a smaller model",
+    )
+
+
+def serving_text(answered: Mapping[str, Any]) -> str:
+    """The answer for a server as text."""
+    memory, limit = answered["memory_bytes"], answered["memory_limit_bytes"]
+    several = answered["copies"] > 1
+    copies = f"{answered['copies']} {'copies' if several else 'copy'} on {plural(answered['tensor'], 'device')}{' each' * several}"
+    by = "the compiler" if answered["verdict_by"] == "compiler" else "the analytic model"
+    form = f", {answered['quantization']}" if answered["quantization"] else ""
+    rows = [(kind, sized(size)) for kind, size in memory.items() if size and kind != "total"]
+    rows.append(("in all", sized(memory["total"]) + (f" of {sized(limit)}" if limit else "")))
+    whose = "each device" if answered["device_kind"] != "cpu" else "this machine"
+    lines = [
+        f"{answered['model']} on {answered['device']}: {copies}",
+        f"{answered['parameters']:,} parameters in {answered['dtype']}{form}, sequences of at most {answered['context']:,} tokens",
+        f"{'fits' if answered['fits'] else 'does not fit'}, says {by}",
+        "",
+        *columns((f"memory of {whose}", ""), rows).splitlines(),
+        "",
+        f"the cache of a copy holds {answered['cache_tokens']:,} tokens ({sized(answered['cache_bytes_per_token'])} each): "
+        f"{plural(answered['cache_sequences'], 'sequence')} of {answered['input_len']:,} + {answered['output_len']:,} tokens at a time",
+        "",
+    ]
+    if not answered["rates"]:
+        return "\n".join([*lines, "no speed is known for this device"])
+    rows = [
+        (
+            str(one["sequences"]), _brief(one["time_to_first_token_s"]), _brief(one["step_seconds"]),
+            f"{one['output_tokens_per_s']:,.0f}", one["bound_by"],
+        )
+        for one in answered["rates"]
+    ]  # fmt: skip
+    lines += columns(("sequences", "first token", "a step", "tokens/s", "a step is bound by"), rows, (0, 1, 2, 3)).splitlines()
+    lines += [f"by a static estimate that may be {answered['error']:.0%} off"]
+    if answered["cost_per_million_tokens"]:
+        lines += [f"{answered['cost_per_million_tokens']:,.2f} for a million tokens of completions"]
+    if answered["unknown_loops"]:
+        loops = plural(answered["unknown_loops"], "loop")
+        lines += ["", f"note: {loops} of a length that depends on the data count once, so a step takes longer"]
+    if answered["missing_compiler"]:
+        lines += ["", f"`pip install {answered['missing_compiler']}` brings the compiler, whose answer is nearer"]
+    return "\n".join(lines)
 
 
 def plan_text(answered: Mapping[str, Any]) -> str:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import Array
 
 from argosy.core.errors import BadInput
@@ -30,6 +30,8 @@ from argosy.observe.readable import sized
 from argosy.ops.programs.programs import Program, Programs
 from argosy.parallel.scope import default_device, scope
 
+# Devices, which may be absent.
+AnyMesh = Mesh | AbstractMesh
 # The most bytes of a cache in the memory of a CPU, and the share of what is free there, unless one sequence needs more. On other
 # devices the cache takes this share of what the weights leave: activations, logits and XLA's programs need the rest.
 CACHE, OF_FREE, OF_DEVICE = 4e9, 0.25, 0.8
@@ -48,8 +50,12 @@ def room_for_cache(weights: Leaves, copies: int = 1, memory: int | None = None) 
     stats = [device.memory_stats() or {} for device in devices if device.platform != "cpu"]
     if stats and all("bytes_limit" in found for found in stats):
         return OF_DEVICE * min(found["bytes_limit"] - found["bytes_in_use"] for found in stats)
-    free = memory_bytes()[1]
-    return (CACHE if free is None else min(CACHE, _in_steps(OF_FREE * free))) / max(len(devices) * copies, 1)
+    return host_room(memory_bytes()[1]) / max(len(devices) * copies, 1)
+
+
+def host_room(free: int | None) -> float:
+    """Bytes that caches may take in the memory of a CPU, of which so much is free."""
+    return CACHE if free is None else min(CACHE, _in_steps(OF_FREE * free))
 
 
 def _in_steps(room: float) -> float:
@@ -102,7 +108,7 @@ class CacheNeeds:
         how: Any = {"longest": self.longest, "slack": self.longest, "windows": extent.windows, "narrow": self.narrow}
         return paged(self.specs, slots, extent.pages, self.page, self.dtype, **how)
 
-    def bytes(self, mesh: Mesh | None, extent: CacheSize) -> int:
+    def bytes(self, mesh: AnyMesh | None, extent: CacheSize) -> int:
         """Size of these pools on each device in bytes, without the caches per slot."""
         return bytes_on_each(self.specs, mesh, lambda: self.empty(0, extent))
 
@@ -113,7 +119,7 @@ class CacheNeeds:
         windows = {w: int(count * one.decoding + min(count, 2) * one.filling) for w, one in self.windows.items()}
         return CacheSize(pages, windows)
 
-    def fitting(self, slots: int, room: float, mesh: Mesh | None, besides: int = 0, *, strict: bool = False) -> CacheSize:
+    def fitting(self, slots: int, room: float, mesh: AnyMesh | None, besides: int = 0, *, strict: bool = False) -> CacheSize:
         """The largest pools for which there is room, up to `slots` sequences; but for one in any case.
 
         Args:
@@ -170,12 +176,12 @@ def _check_smaller(needs: CacheNeeds) -> None:
     raise BadInput(f"engine.cache_dtype={needs.narrow} saves no memory: {why}", hint="leave it out")
 
 
-def bytes_on_each(specs: Specs, mesh: Mesh | None, empty: Callable[[], Caches]) -> int:
+def bytes_on_each(specs: Specs, mesh: AnyMesh | None, empty: Callable[[], Caches]) -> int:
     """Bytes of caches on each device."""
-    one = jax.eval_shape(empty)
     if mesh is None:
-        return bytes_of_caches(one)
+        return bytes_of_caches(jax.eval_shape(empty))
     with scope(mesh):
+        one = jax.eval_shape(empty)
         places = layouts(specs, one)
     shares = jax.tree.map(lambda a, spec: math.prod(NamedSharding(mesh, spec).shard_shape(a.shape)) * a.dtype.itemsize, one, places)
     return sum(jax.tree.leaves(shares))

@@ -80,8 +80,9 @@ def _plain(eq: str, x: Array, w: Any, route: Route | None, dtype: Any) -> Array:
     if route is not None:
         rows = x.reshape(len(w), -1, x.shape[-1])
         return jnp.einsum("EXD,EDM->EXM", rows, w, preferred_element_type=dtype).reshape(len(x), -1)
-    # Rows and times that are merged into one axis can no longer both be split over devices: all tokens would be gathered.
-    if (inner := _tail(eq)) is None or ("T" in eq and splits("time")):
+    # Rows and times that are merged into one axis can no longer both be split over devices: all tokens would be gathered. On TPUs,
+    # which store the last two axes in tiles, merging the axes of heads copies the weight (docs/measured.md).
+    if (inner := _tail(eq)) is None or ("T" in eq and splits("time")) or platform() == "tpu":
         return with_wide_output(partial(_einsum, eq), x, w, dtype)
     return _product(eq, x, w, inner, dtype)
 

@@ -14,10 +14,11 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from argosy.observe.hlo.collectives import Collective, collectives
 from argosy.observe.hlo.module import HloModule
-from argosy.observe.hlo.products import call_target, flops
+from argosy.observe.hlo.products import call_target, flops, kernel_name
 from argosy.observe.hlo.text import Computation, Instruction
 
 CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
@@ -84,8 +85,14 @@ class Estimate:
         return self.compute_seconds + self.exposed_seconds
 
 
-def price_program(module: HloModule, prices: Prices, devices: int = 1) -> Estimate:
-    """The time of a program on devices with these prices."""
+def price_program(
+    module: HloModule, prices: Prices, devices: int = 1, kernels: Mapping[str, tuple[float, str]] = MappingProxyType({})
+) -> Estimate:
+    """The time of a program on devices with these prices.
+
+    Args:
+        kernels: seconds of one call, and the kind of work, of kernels whose time depends on data; by how their names begin.
+    """
     waiting = {(one.computation, one.start): one for one in collectives(module, devices)}
     inside = _inside(module)
     kinds: defaultdict[str, float] = defaultdict(float)
@@ -96,7 +103,8 @@ def price_program(module: HloModule, prices: Prices, devices: int = 1) -> Estima
             continue
         running: dict[str, tuple[Collective, list[float]]] = {}
         for instruction in computation.instructions:
-            seconds, kind = _seconds(module, computation, instruction, prices)
+            known = [own for name, own in kernels.items() if kernel_name(instruction).startswith(name)] if kernels else []
+            seconds, kind = known[0] if known else _seconds(module, computation, instruction, prices)
             if (one := waiting.get((computation.name, instruction.name))) is not None:
                 taken = collective_seconds(one, prices, devices)
                 if one.asynchronous and one.end != one.start:

@@ -3,7 +3,8 @@
 `paged_reference` gathers the pages and then attends; it is the specification. Kernels that read pages in place register beside it.
 
 Pools come in two layouts: one of keys [pages page K H] and one of values [pages page K U], or a joined one [pages page 2K H] in
-which each key head is followed by its value head. TPU kernels read the joined one.
+which each key head is followed by its value head. TPU kernels read the joined one, whose heads may be longer than the queries': the
+rest of each is zero.
 """
 
 from collections.abc import Iterable
@@ -42,7 +43,13 @@ def paged_attention(
     Raises:
         Unsupported: the named implementation cannot do this.
     """
-    return PAGED_ATTENTION.choose(q, pools, table, lengths, score, lse).run(q, pools, table, lengths, at, score, lse=lse)
+    size = q.shape[-1]
+    if len(pools) == 1:
+        q = with_longer_heads(q, pools[0].shape[-1])
+    out = PAGED_ATTENTION.choose(q, pools, table, lengths, score, lse).run(q, pools, table, lengths, at, score, lse=lse)
+    if q.shape[-1] == size:
+        return out
+    return (out[0][..., :size], out[1]) if lse else out[..., :size]
 
 
 def paged_reference(
@@ -59,6 +66,11 @@ def paged_reference(
     keys, values = keys_and_values(gather_pages(pool, table, lengths).astype(q.dtype) for pool in pools)
     k_at = token_positions(table, lengths, *pools[0].shape[:2])
     return attention(q, keys, values, See(at, k_at), score, lse=lse)
+
+
+def with_longer_heads(a: Float[Array, "*B H"], size: int) -> Float[Array, "*B size"]:
+    """Heads filled up with zeros."""
+    return jnp.pad(a, (*((0, 0),) * (a.ndim - 1), (0, size - a.shape[-1])))
 
 
 def join_heads(keys: Float[Array, "*B K H"], values: Float[Array, "*B K H"]) -> Float[Array, "*B 2*K H"]:

@@ -25,6 +25,9 @@ from argosy.ops.op import Implementation
 from argosy.ops.paged.attention import PAGED_ATTENTION, Pools
 from argosy.parallel.scope import activation_spec, axes_in, axis_sizes, device_kind, on_several_devices, platform
 
+# Numbers in a row of a tile. Shorter heads are filled up with zeros: XLA stores them so in any case, or moves the axis of pages to the
+# rows and copies the pool twice in every step.
+LANES = 128
 # Bytes of the kernel's two buffers of pages, of 16 MB that it may take by default.
 BUFFERS = 4 << 20
 OLD = ("TPU v2", "TPU v3")
@@ -98,8 +101,9 @@ def _blocks(pool: Array, tokens: int, pages: int) -> dict[str, int]:
 
 def ragged_refusal(heads: int, size: int, dtype: Any) -> str | None:
     """Why the kernel cannot read a joined pool of so many key heads of this size; None if it can."""
-    if size % 128:
-        return f"heads of {size}, not a multiple of 128"
+    if size != LANES:
+        # Mosaic does not compile it for 256.
+        return f"heads of {size}, not {LANES}"
     packing = 4 // jnp.dtype(dtype).itemsize
     if packing not in (1, 2):
         return f"a cache of {jnp.dtype(dtype).name}"
@@ -107,9 +111,12 @@ def ragged_refusal(heads: int, size: int, dtype: Any) -> str | None:
     return None if tiles in (1, 2, 4, 8) or tiles % 8 == 0 else f"{heads} key heads, which no tile holds"
 
 
-def reads_joined(heads: int, size: int, dtype: Any) -> bool:
-    """Whether layers on this platform should keep keys and values of these heads in joined pools."""
-    return (PAGED_ATTENTION.requested or PAGED_ATTENTION.preferred[0]) == "ragged" and ragged_refusal(heads, size, dtype) is None
+def joined_size(heads: int, size: int, dtype: Any) -> int | None:
+    """The size of heads in the joined pools in which layers on this platform should keep keys and values; None if they should not."""
+    if (PAGED_ATTENTION.requested or PAGED_ATTENTION.preferred[0]) != "ragged":
+        return None
+    filled = -(-size // LANES) * LANES
+    return filled if ragged_refusal(heads, filled, dtype) is None else None
 
 
 def _refuses(q: Array, pools: Pools, table: Array, lengths: Any, score: Score, lse: bool) -> str | None:
@@ -128,7 +135,7 @@ def _refuses(q: Array, pools: Pools, table: Array, lengths: Any, score: Score, l
         return "needs key heads that the devices share"
     if score.sinks is not None or score.chunked:
         return "has neither sinks nor chunks"
-    return ragged_refusal(pool.shape[2] // 2 // _shares(pool), q.shape[-1], pool.dtype)
+    return ragged_refusal(pool.shape[2] // 2 // _shares(pool), pool.shape[-1], pool.dtype)
 
 
 def _shares(pool: Array) -> int:

@@ -77,7 +77,7 @@ def compiled_figures(assembly: Any, prices: Prices | None, error: float) -> Figu
         )
     priced = price_program(module, prices, assembly.mesh.size)
     times = {computation.name: n for computation, n in module.running()}
-    traffic = _traffic(priced.collectives, dict(assembly.mesh.shape), times)
+    traffic = collective_traffic(priced.collectives, dict(assembly.mesh.shape), times)
     return Figures(
         "compiler", memory, target.memory_bytes, fits, priced.compute_seconds, traffic, buffers, priced.by_kind, error,
         uncounted(module), len(module.unknown_loops),
@@ -138,7 +138,7 @@ def _readable(op_name: str) -> str:
     return where + "/".join(kept[-2:]) + (" (backward)" if "transpose(jvp" in op_name else "")
 
 
-def _traffic(timed: Iterable[CollectiveTime], mesh: dict[str, int], times: dict[str, int]) -> list[Traffic]:
+def collective_traffic(timed: Iterable[CollectiveTime], mesh: dict[str, int], times: dict[str, int]) -> list[Traffic]:
     """Collectives by kind and axes, largest exposed time first."""
     groups: dict[tuple[str, str], list[CollectiveTime]] = defaultdict(list)
     for one in timed:

@@ -32,6 +32,7 @@ from argosy.models.parts.attention.cache import (
     WINDOW,
     AttentionWindow,
     Cache,
+    entry_counts,
     is_ring,
     is_windowed,
     nobodys,
@@ -42,7 +43,14 @@ from argosy.models.parts.attention.cache import (
 from argosy.models.parts.attention.segments import row_places, segment_positions, segment_starts, window_segments
 from argosy.ops.attention import Score, See, attention
 from argosy.ops.narrow import write_entries
-from argosy.ops.paged.attention import gather_pages, join_heads, keys_and_values, paged_attention, token_positions
+from argosy.ops.paged.attention import (
+    gather_pages,
+    join_heads,
+    keys_and_values,
+    paged_attention,
+    token_positions,
+    with_longer_heads,
+)
 from argosy.ops.paged.blocked import fits_one_block, over_blocks
 
 # Cosines and sines of the tokens by `Rope.key`, computed once by a stack for all its layers.
@@ -156,6 +164,13 @@ class Attend(Protocol):
     def recur(
         self, step: Recurrence, inputs: tuple[Array, ...], cache: Cache | None
     ) -> tuple[Array, Cache | None]: ...
+
+
+@runtime_checkable
+class StackedAttend(Attend, Protocol):
+    """A strategy over caches whose rows it names by number, so that it can name those of one layer among all layers'."""
+
+    def in_stack(self, cache: Cache, at: Int[Array, ""]) -> Attend: ...
 
 
 def meet(
@@ -362,9 +377,13 @@ def owned(a: Array, mask: Bool[Array, "B S"]) -> Array:
     return jnp.where(mask.reshape(*mask.shape, *(1,) * (a.ndim - 2)), a, jnp.zeros((), a.dtype))
 
 
-def _parted(entries: Cache) -> Cache:
-    """What was gathered from pools, by the layer's own names."""
-    return dict(zip("kv", keys_and_values([entries[JOINED]]))) if JOINED in entries else entries
+def _parted(entries: Cache, size: int) -> Cache:
+    """What was gathered from pools, by the layer's own names.
+
+    Args:
+        size: of heads of keys and values, which joined pools may fill up.
+    """
+    return dict(zip("kv", keys_and_values([entries[JOINED][..., :size]]))) if JOINED in entries else entries
 
 
 @_strategy("absorb")
@@ -409,11 +428,24 @@ class Paged(RowRecurrence):
         cache = self.write(entries, cache, score)
         return self.attend(q, entries, cache, read, score), cache
 
+    def in_stack(self, cache: Cache, at: Int[Array, ""]) -> "Paged":
+        """The strategy for layer `at` of a stacked cache [layers ...] whose layers are joined (`cache.joined_layers`): its pages and
+        slots come after those of earlier layers."""
+        counts = entry_counts(cache)
+
+        def moved(index: Int[Any, "*B"], kind: str) -> Int[Any, "*B"]:
+            count = counts.get(kind, 0)
+            return jnp.where((index >= 0) & (index < count), index + at * count, -1)
+
+        windows = {window: (first, moved(table, WINDOW)) for window, (first, table) in self.windows.items()}
+        table, slots = moved(self.table, ""), moved(self.slots, ROW)
+        return Paged(table, slots, self.lengths, self.new, self.t, self.absorb, self.angles, windows)
+
     def write(self, entries: Cache, cache: Cache, score: Score) -> Cache:
         """The pools with the tokens of this call. Not for rings."""
         own, prefix, pools = self._pools(entries, cache, score)
         if JOINED in pools:
-            entries = {JOINED: join_heads(entries["k"], entries["v"])}
+            entries = {JOINED: with_longer_heads(join_heads(entries["k"], entries["v"]), pools[JOINED].shape[-1])}
         where = own._places(*next(iter(pools.values())).shape[:2])
         return cache | {prefix + n: write_entries(pools[n], where, new) for n, new in entries.items()}
 
@@ -454,12 +486,13 @@ class Paged(RowRecurrence):
         pages, page = next(iter(pools.values())).shape[:2]
         if read.narrows or fits_one_block(self.table, page):
             mine = {n: gather_pages(pool, self.table, total).astype(q.dtype) for n, pool in pools.items()}
-            return meet(q, _parted(mine), read, score, See(at, token_positions(self.table, total, pages, page)), self.absorb)
+            see = See(at, token_positions(self.table, total, pages, page))
+            return meet(q, _parted(mine, q.shape[-1]), read, score, see, self.absorb)
         plain = replace(score, sinks=None)
 
         def met(entries: Cache, see: See) -> tuple[Array, Array]:
             entries = {n: a.astype(q.dtype) for n, a in entries.items()}
-            return meet(q, _parted(entries), read, plain, see, self.absorb, lse=True)
+            return meet(q, _parted(entries, q.shape[-1]), read, plain, see, self.absorb, lse=True)
 
         return over_blocks(met, pools, self.table, total, at, score)[0].astype(q.dtype)
 

@@ -31,7 +31,7 @@ from jaxtyping import Array, Bool, Int
 
 from argosy.ops.attention import NOWHERE
 from argosy.ops.narrow import Narrow, empty
-from argosy.ops.paged.ragged import reads_joined
+from argosy.ops.paged.ragged import joined_size
 from argosy.ops.precision import sums_in
 from argosy.parallel.scope import activation_spec, on_several_devices
 
@@ -194,9 +194,10 @@ def _joined(entries: list[CacheEntry], dtype: Any) -> list[CacheEntry]:
     if set(tokens) != {"k", "v"} or tokens["k"] != tokens["v"]:
         return entries
     heads, size = tokens["k"]
-    if not reads_joined(heads, size, dtype):
+    filled = joined_size(heads, size, dtype)
+    if filled is None:
         return entries
-    return [CacheEntry(JOINED, (2 * heads, size), paged_[0].kind), *(e for e in entries if e not in paged_)]
+    return [CacheEntry(JOINED, (2 * heads, filled), paged_[0].kind), *(e for e in entries if e not in paged_)]
 
 
 def layouts(specs: Specs, caches: Any) -> dict[str, dict[str, Any]]:
@@ -241,6 +242,29 @@ def is_windowed(cache: Cache, entries: Cache) -> bool:
 def row_states(cache: Cache) -> Cache:
     """The entries per sequence, by plain name."""
     return {key.removeprefix(ROW): a for key, a in cache.items() if key.startswith(ROW)}
+
+
+# ---------------------------------------------------------------- stacked layers
+
+
+def joined_layers(cache: Cache) -> Cache:
+    """A stacked cache [layers pages ...] as one of all layers [layers * pages ...]. A kernel reads one layer's pages there in place;
+    taken out of the stack, they would be copied for it, and copied back."""
+    return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), cache)
+
+
+def parted_layers(cache: Cache, layers: int) -> Cache:
+    """The inverse of `joined_layers`."""
+    return jax.tree.map(lambda a: a.reshape(layers, -1, *a.shape[1:]), cache)
+
+
+def entry_counts(cache: Cache) -> dict[str, int]:
+    """Of one layer of a stacked cache: the number of pages, of pages of a window, and of rows, by `""`, `WINDOW` and `ROW`."""
+    counts: dict[str, int] = {}
+    for key, entry in cache.items():
+        kind = key.partition(".")[0] + "." if "." in key else ""
+        counts[ROW if kind == RING else kind] = jax.tree.leaves(entry)[0].shape[1]
+    return counts
 
 
 # ---------------------------------------------------------------- copying and rolling back sequences

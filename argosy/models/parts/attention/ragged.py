@@ -8,7 +8,7 @@ what earlier rows wrote in the same call. Rings and states are read as they were
 row.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -53,6 +53,10 @@ class Ragged:
     def joined(self, parts: list[Array]) -> Array:
         """The inverse of `split`."""
         return jnp.concatenate([part.reshape(1, -1, *part.shape[2:]) for part in parts], 1)
+
+    def in_stack(self, cache: Cache, at: Int[Array, ""]) -> "Ragged":
+        """As `Paged.in_stack`."""
+        return replace(self, groups=tuple(group.in_stack(cache, at) for group in self.groups))
 
     def __call__(self, q: Array, entries: Cache, cache: Cache | None, read: Read = HEADS, *, score: Score) -> Any:
         queries, new = self.split(q), {name: self.split(a) for name, a in entries.items()}

@@ -20,6 +20,7 @@ What flows through the layers is one array [B T D], or a tree of such arrays (st
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -30,8 +31,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.lax import dynamic_index_in_dim, dynamic_update_index_in_dim
 from jaxtyping import Array, Int
 
-from argosy.models.parts.attention.attend import Attend
-from argosy.models.parts.attention.cache import Cache, Caches, Spec, Specs
+from argosy.models.parts.attention.attend import Attend, StackedAttend
+from argosy.models.parts.attention.cache import Cache, Caches, Spec, Specs, joined_layers, parted_layers
 from argosy.models.parts.attention.rope import Turns, angles
 from argosy.models.parts.stack.hosted import any_hosted, brought
 from argosy.models.parts.stack.remat import INPUT, Remat, on_picked_weights, rematerialised
@@ -206,32 +207,37 @@ def run_group(
         marked: whether the inputs of layers carry a name for who recomputes them (`parts.stack.remat`).
     """
     uses = Counter(layer.kind for layer in group.layers)
-    weights = {kind: _by_repeat(own, uses[kind]) for kind, own in leaves.items()}
+    # A slice of several layers would be copied. Without caches there may be a backward pass, which sums gradients by repeats.
+    single = {kind for kind in leaves if caches and uses[kind] > 1}
+    weights = {kind: _by_repeat(own, uses[kind]) for kind, own in leaves.items() if kind not in single}
 
-    def body(carry: Any, weights: Any) -> Any:
-        x, caches, at = carry
+    def body(carry: Any, inputs: Any) -> Any:
+        (x, caches, at), (repeat, weights) = carry, inputs
         caches = caches and dict(caches)
         seen: Counter[str] = Counter()
         at, own = dict(at), {}
         for i, layer in enumerate(group.layers):
-            mine = weights[layer.kind]
-            if uses[layer.kind] > 1:
-                mine = _at(mine, seen[layer.kind])
+            if layer.kind in single:
+                mine = _layer(leaves[layer.kind], repeat * uses[layer.kind] + seen[layer.kind])
+            else:
+                mine = weights[layer.kind]
+                mine = _at(mine, seen[layer.kind]) if uses[layer.kind] > 1 else mine
             seen[layer.kind] += 1
-            cache = _taken(caches[names[i]], at[names[i]]) if caches else None
             x = jax.tree.map(lambda a: checkpoint_name(a, INPUT), x) if marked else x
-            x, cache, told = run_block(graphs[layer.kind], layer, mine, x, cache, attend, remat, condition=condition)
+            run = partial(run_block, graphs[layer.kind], layer, mine, x, remat=remat, condition=condition)
             if caches:
-                caches[names[i]] = _put(caches[names[i]], cache, at[names[i]])
+                x, caches[names[i]], told = _with_cache(run, caches[names[i]], attend, at[names[i]])
                 at[names[i]] = at[names[i]] + 1
+            else:
+                x, _, told = run(cache=None, attend=attend)
             own.setdefault(layer.kind, []).append(told)
         return (x, caches, at), {kind: _stack_trees(trees) for kind, trees in own.items()}
 
     carry = (x, caches, dict(at))
     if group.repeats == 1:
-        (x, caches, _), told = body(carry, jax.tree.map(lambda a: a[0], weights))
+        (x, caches, _), told = body(carry, (0, jax.tree.map(lambda a: a[0], weights)))
         return x, caches, told
-    (x, caches, _), told = jax.lax.scan(body, carry, weights)
+    (x, caches, _), told = jax.lax.scan(body, carry, (jnp.arange(group.repeats), weights))
     return x, caches, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), told)
 
 
@@ -441,15 +447,23 @@ def _at(tree: Any, i: int) -> Any:
     return jax.tree.map(lambda a: a[i], tree)
 
 
-def _taken(cache: Cache, at: Array) -> Cache:
-    """One layer of a stacked cache."""
-    return jax.tree.map(lambda a: dynamic_index_in_dim(a, at, keepdims=False), cache)
+def _layer(tree: Any, at: Array | int) -> Any:
+    """One layer of stacked arrays."""
+    return jax.tree.map(lambda a: dynamic_index_in_dim(a, at, keepdims=False), tree)
 
 
-def _put(cache: Cache, layer: Cache | None, at: Array) -> Cache:
-    """The stacked cache with one layer replaced."""
-    assert layer is not None
-    return jax.tree.map(lambda a, new: dynamic_update_index_in_dim(a, new, at, 0), cache, layer)
+def _with_cache(run: Callable[..., Any], stacked: Cache, attend: Attend, at: Array) -> tuple[Streams, Cache, dict[str, Array]]:
+    """A layer's results, and the stacked cache with what it wrote.
+
+    Args:
+        run: (cache, attend) -> what `run_block` returns.
+        at: the layer's place in the stack.
+    """
+    if isinstance(attend, StackedAttend):
+        x, cache, told = run(cache=joined_layers(stacked), attend=attend.in_stack(stacked, at))
+        return x, parted_layers(cache, len(jax.tree.leaves(stacked)[0])), told
+    x, cache, told = run(cache=_layer(stacked, at), attend=attend)
+    return x, jax.tree.map(lambda a, new: dynamic_update_index_in_dim(a, new, at, 0), stacked, cache), told
 
 
 def _stack_trees(trees: list[Any]) -> Any:

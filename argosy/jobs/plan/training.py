@@ -1,15 +1,6 @@
-"""`argosy plan`: what a run will need and do on devices that may be absent, before its first step.
-
-The analytic answer takes seconds. The compiler's takes a minute or more for large models, in a process of its own, because compilers
-for devices that are absent print to stderr, end the process over flags that they do not know, and take several GB. Its answers are
-kept by the content of the program.
-"""
+"""`argosy plan RECIPE`: what a run will need and do on devices that may be absent, before its first step."""
 
 import json
-import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +11,7 @@ from pydantic import Field
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.core.settings import Reading, Settings
+from argosy.jobs.plan.compiler import answer_of_compiler, kept_answer
 from argosy.run.plan.figures import Buffer, Figures, Traffic
 from argosy.run.settings.compose import compose
 from argosy.run.settings.run import Run
@@ -248,68 +240,23 @@ def _asked(assembly: Any, recipe: str, words: Sequence[str], device: str) -> Fig
 
         platform = assembly.target.platform
         return compiled_figures(assembly, prices_here(platform), ERRORS[platform])
-    with tempfile.TemporaryDirectory() as folder:
-        answer, log = Path(folder) / "answer.json", Path(folder) / "log.txt"
-        asked = {"recipe": recipe, "words": list(words), "device": device, "answer": str(answer)}
-        environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")}
-        command = [sys.executable, "-c", "from argosy.jobs.plan import answer_alone; answer_alone()", json.dumps(asked)]
-        with log.open("wb") as errors:
-            done = subprocess.run(command, env=environment | {"JAX_PLATFORMS": "cpu"}, stdout=errors, stderr=errors, check=False)
-        if not answer.exists():
-            last = [line for line in log.read_text(errors="replace").splitlines() if line.strip()][-1:]
-            raise BadInput(
-                f"the compiler for {device} ended with code {done.returncode}: {' '.join(last)[:300]}",
-                hint="compile=false gives the analytic answer",
-            )
-        return figures_from(json.loads(answer.read_text(encoding="utf-8")))
+    inputs = {"recipe": recipe, "words": list(words), "device": device}
+    return figures_from(answer_of_compiler("argosy.jobs.plan.training:compiled_answer", inputs, device))
 
 
-def answer_alone() -> None:
-    """The process that compiles: reads what is asked from its last argument, and writes the figures."""
-    asked = json.loads(sys.argv[-1])
-    import jax
-
-    # JAX cannot read programs for devices that are absent from its cache.
-    jax.config.update("jax_enable_compilation_cache", False)
+def compiled_answer(inputs: dict[str, Any]) -> dict[str, Any]:
+    """The figures of a run by the compiler of its devices, in the process that has it."""
     from argosy.parallel.target import Target
     from argosy.run.plan.compiled import compiled_figures
     from argosy.run.plan.speed import prices_of
 
-    target = Target.described(asked["device"]).compiled()
-    assembly = _assembled(plan_reading(asked["recipe"], asked["words"]).value, target)
-    stored = _stored(assembly, asked["device"])
-    if stored is not None and stored.exists():
-        text = stored.read_text(encoding="utf-8")
-    else:
-        chip = target.chip
-        assert chip is not None
-        text = json.dumps(asdict(compiled_figures(assembly, prices_of(chip), ERRORS[target.platform])))
-        if stored is not None:
-            stored.parent.mkdir(parents=True, exist_ok=True)
-            draft = stored.with_suffix(f".{os.getpid()}")
-            draft.write_text(text, encoding="utf-8")
-            draft.replace(stored)
-    Path(asked["answer"]).write_text(text, encoding="utf-8")
-
-
-def _stored(assembly: Any, device: str) -> Path | None:
-    """The file of the compiler's answer, named by the content of the program, the devices, and the versions."""
-    import hashlib
-    from importlib.metadata import version
-
-    from argosy.jobs.machine import cache_folder
-
-    folder = cache_folder("plans")
-    if folder is None:
-        return None
-    chip = assembly.target.chip
-    own = b"".join(path.read_bytes() for room in ("run/plan", "observe/hlo") for path in sorted((PACKAGE / room).glob("*.py")))
-    versions = [version("jax"), version(chip.library) if chip is not None else ""]
-    parts = [assembly.lower().as_text(), json.dumps(assembly.compiler_options), device, *versions, hashlib.sha256(own).hexdigest()]
-    return folder / f"{hashlib.sha256(chr(10).join(parts).encode()).hexdigest()[:32]}.json"
-
-
-PACKAGE = Path(__file__).parents[1]
+    target = Target.described(inputs["device"]).compiled()
+    assembly = _assembled(plan_reading(inputs["recipe"], inputs["words"]).value, target)
+    chip = target.chip
+    assert chip is not None
+    content = [assembly.lower().as_text(), json.dumps(assembly.compiler_options), inputs["device"]]
+    prices = prices_of(chip)
+    return kept_answer(content, chip.library, lambda: asdict(compiled_figures(assembly, prices, ERRORS[target.platform])))
 
 
 def figures_from(document: dict[str, Any]) -> Figures:

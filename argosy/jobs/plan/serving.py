@@ -1,0 +1,245 @@
+"""`argosy plan serve MODEL`: whether a server of a model fits on devices that may be absent, how many sequences it holds, and how fast
+it answers. No weight is read."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from argosy.core.errors import BadInput, UserError, nearest
+from argosy.core.settings import Settings, read_settings, words_layer
+from argosy.infer.settings import EngineSettings
+from argosy.jobs.plan.compiler import answer_of_compiler, kept_answer
+
+Say = Callable[[str], None]
+# By how much a step may be off, by the analytic model and by the compiler of TPUs.
+MODEL_ERROR, COMPILER_ERROR = 0.5, 0.25
+PRESETS = ("w8", "w4")
+
+
+class ServePlanSettings(Settings):
+    """What a server is planned for."""
+
+    device: str = "this"
+    """The devices: `this` machine's, or a kind with a number: v4-8, v5e-16, v5p-128, v6e-256, v7x-128 (a name as Google Cloud counts:
+    cores for v4, v5p and v7x, chips for the others), h100-8, h200-8."""
+    compile: bool = True
+    """Whether the compiler of TPUs is asked, where it is installed. false: the analytic answer alone."""
+    price: float | None = Field(None, gt=0)
+    """Price of a chip for an hour. With it, the cost of a million tokens of completions is shown."""
+    input_len: int = Field(1024, gt=0)
+    """Length of a prompt in tokens."""
+    output_len: int = Field(128, gt=0)
+    """Length of a completion in tokens."""
+    dtype: str | None = None
+    """Type of weights and activations, float32 or bfloat16. None: float32 on CPUs, bfloat16 elsewhere."""
+    quantization: str | None = None
+    """A preset of `argosy quantize`, such as w8 or w4, or a YAML file of rules, by which weights are quantized as they are read."""
+    tensor: int = Field(1, gt=0)
+    """Number of devices that share heads, feed-forward features, vocabulary and cache, for models that one device cannot hold."""
+    copies: int = Field(1, gt=0)
+    """Copies of the model, each with its own engine and cache, on its own device or on `tensor` of them."""
+    engine: EngineSettings = EngineSettings()
+
+
+def plan_serving(name: str, settings: ServePlanSettings, say: Say) -> dict[str, Any]:
+    """The answer as a document.
+
+    Args:
+        name: a preset, or a model on this machine.
+
+    Raises:
+        UserError: a mistake in the settings. A server that does not fit is none: `fits` is false.
+    """
+    from argosy.parallel.target import Target
+    from argosy.run.plan.serving import serving_memory, serving_rates, step_work, wanted_steps
+
+    target = Target.described(settings.device)
+    _check(settings, target)
+    model = _served(name, settings, target)
+    memory, size = serving_memory(model, settings.copies)
+    prices, limit = _prices(target), target.memory_bytes
+    keys = wanted_steps(model, size, settings.input_len, settings.output_len)
+    steps = {} if prices is None else {key: step_work(model, *key, prices) for key in keys}
+    fits, verdict, missing, found = limit is None or sum(memory.values()) <= limit, "model", None, {}
+    if fits and settings.compile and target.platform == "tpu" and not target.is_here:
+        missing = target.missing_compiler()
+        if missing is None:
+            say("asking the compiler; compile=false answers without it ...")
+            inputs = {"name": name, "settings": settings.model_dump(mode="json", exclude_unset=True), "pages": size.pages}
+            found = answer_of_compiler("argosy.jobs.plan.serving:compiled_serving_answer", inputs, settings.device)
+            verdict, fits = "compiler", found["fits"] and found["needed"] <= (limit or found["needed"])
+            memory["temporaries"] = max(0, found["needed"] - sum(memory[kind] for kind in ("weights", "cache")))
+            steps = {tuple(key): _step(*key[:2], *one) for key, *one in found["steps"]} if found["steps"] else steps
+    rates = serving_rates(model, size, settings.input_len, settings.output_len, steps) if steps else []
+    document = _document(name, settings, model, memory, size, rates)
+    best = max((rate.tokens_per_s for rate in rates), default=0.0) * settings.copies
+    chips = (target.hardware.chips / target.count if target.hardware else 1) * settings.tensor * settings.copies
+    return document | {
+        "fits": fits,
+        "verdict_by": verdict,
+        "error": COMPILER_ERROR if verdict == "compiler" else MODEL_ERROR,
+        "uncounted_kernels": found.get("uncounted", []),
+        "unknown_loops": found.get("unknown_loops", 0),
+        "missing_compiler": missing,
+        "cost_per_million_tokens": settings.price * chips / best * 1e6 / 3600 if settings.price and best else None,
+        "nearest": [] if fits else _nearest(name, settings, target),
+    }
+
+
+def _check(settings: ServePlanSettings, target: Any) -> None:
+    """Refuses what a plan does not count."""
+    engine = settings.engine
+    if settings.tensor * settings.copies > target.count:
+        what = f"tensor={settings.tensor} copies={settings.copies} take {settings.tensor * settings.copies} devices"
+        raise BadInput(f"{what}, and {target.name} has {target.count}", hint="fewer, or a larger device")
+    for name, asked in (("speculative", engine.speculative is not None), ("lora", engine.lora.enabled)):
+        if asked:
+            raise BadInput(f"engine.{name}: a plan counts neither drafts nor adapters", hint="leave it out: the rest is planned")
+
+
+def _served(name: str, settings: ServePlanSettings, target: Any) -> Any:
+    """The model as the server has it."""
+    from argosy.adapt.quant import by_layer
+    from argosy.adapt.qwix import as_rules
+    from argosy.adapt.rules import schemes_of
+    from argosy.models.parts.stack import Unroll
+    from argosy.run.plan.serving import served_model
+
+    config, schemes = _config_of(name)
+    if config.inputs == "images" or not getattr(config, "causal", False) or getattr(config, "scored", False):
+        raise BadInput(f"{name} generates no text, and a plan is of an engine that does", hint="a language model with a head")
+    if settings.quantization is not None:
+        if schemes:
+            raise BadInput(f"{name} is quantized already", hint="leave out `quantization`")
+        single = config.build(Unroll())
+        schemes = by_layer(single, schemes_of(single, as_rules(settings.quantization)))
+    return served_model(config, target, settings.engine, settings.dtype, settings.tensor, schemes)
+
+
+def _config_of(name: str) -> tuple[Any, dict[str, Any]]:
+    """The settings of a model, and the schemes of its weights that are stored in few bits."""
+    from argosy.checkpoint.open import open_model
+    from argosy.run.settings.recipe_files import preset_config, presets
+
+    if name in presets():
+        return preset_config(name), {}
+    if name.startswith("hf:"):
+        raise BadInput(f"{name} would be downloaded", hint="the name of a preset (`argosy models`), or a folder on this machine")
+    if not Path(name).exists():
+        hint = f"`argosy models` lists presets; {nearest(name, presets())}"
+        raise BadInput(f"no preset, file or folder is named `{name}`", hint=hint)
+    stored = open_model(name)
+    quantized = stored.quantized or stored.published()
+    return stored.config, {} if quantized is None else dict(quantized.schemes)
+
+
+def _prices(target: Any) -> Any:
+    from argosy.run.plan.measured import prices_here
+    from argosy.run.plan.speed import prices_of
+
+    return prices_here(target.platform) if target.chip is None else prices_of(target.chip)
+
+
+def compiled_serving_answer(inputs: dict[str, Any]) -> dict[str, Any]:
+    """The compiler's answer for the steps of a server, in the process that has it."""
+    from argosy.parallel.target import Target
+    from argosy.run.plan.compiled_serving import compiled_serving
+    from argosy.run.plan.serving import wanted_steps
+
+    settings = read_settings(ServePlanSettings, words_layer([])).value.model_validate(inputs["settings"])
+    target = Target.described(settings.device).compiled()
+    model = _served(inputs["name"], settings, target)
+    chip = target.chip
+    assert chip is not None
+    size = model.needs.size(settings.engine.slots, inputs["pages"])
+    keys = wanted_steps(model, size, settings.input_len, settings.output_len)
+
+    def make() -> dict[str, Any]:
+        found = compiled_serving(model, size, keys, _prices(target))
+        steps = [[key, dict(one.by_kind), [asdict(t) for t in one.traffic]] for key, one in found.steps.items()]
+        return asdict(found) | {"steps": steps}
+
+    return kept_answer(_content(model, size, keys, settings.device), chip.library, make)
+
+
+def _content(model: Any, size: Any, keys: Any, device: str) -> list[str]:
+    """What the compiler's answer depends on."""
+    from argosy.run.plan.compiled_serving import lowered_step
+
+    return [lowered_step(model, size, key).as_text() for key in keys] + [str(keys), device]
+
+
+def _step(decodes: int, prompt: int, by_kind: dict[str, float], traffic: list[dict[str, Any]]) -> Any:
+    from argosy.run.plan.figures import Traffic
+    from argosy.run.plan.serving import ServingStep
+
+    return ServingStep(decodes, prompt, by_kind, [Traffic(**one) for one in traffic])
+
+
+def _nearest(name: str, settings: ServePlanSettings, target: Any) -> list[dict[str, Any]]:
+    """Settings near these with which the server fits: at most two."""
+    from argosy.run.plan.serving import serving_memory
+
+    ways: list[dict[str, Any]] = [{"tensor": n} for n in (2, 4, 8, 16) if settings.tensor < n <= target.count // settings.copies]
+    ways += [{"quantization": preset} for preset in PRESETS if settings.quantization is None]
+    ways += [{"engine": settings.engine.model_copy(update={"context": n})} for n in (32_768, 8192, 2048)]
+    found: list[dict[str, Any]] = []
+    for way in ways:
+        other = settings.model_copy(update=way)
+        try:
+            memory = serving_memory(_served(name, other, target), other.copies)[0]
+        except UserError:
+            continue
+        if target.memory_bytes is not None and sum(memory.values()) <= target.memory_bytes:
+            key, value = next(iter(way.items()))
+            word = f"engine.context={value.context}" if key == "engine" else f"{key}={value}"
+            if not any(one["settings"][0].partition("=")[0] == word.partition("=")[0] for one in found):
+                found.append({"settings": [word], "memory_bytes": sum(memory.values())})
+        if len(found) == 2:
+            break
+    return found
+
+
+def _document(
+    name: str, settings: ServePlanSettings, model: Any, memory: dict[str, int], size: Any, rates: Sequence[Any]
+) -> dict[str, Any]:
+    from argosy.run.plan.serving import largest_weights
+
+    target, page = model.target, settings.engine.page
+    each = settings.input_len + settings.output_len
+    return {
+        "model": name,
+        "device": target.name,
+        "device_kind": target.kind,
+        "devices": settings.tensor * settings.copies,
+        "copies": settings.copies,
+        "tensor": settings.tensor,
+        "parameters": model.config.parameters(),
+        "dtype": model.dtype.name,
+        "quantization": settings.quantization,
+        "context": model.context,
+        "input_len": settings.input_len,
+        "output_len": settings.output_len,
+        "memory_bytes": {**memory, "total": sum(memory.values())},
+        "memory_limit_bytes": target.memory_bytes,
+        "cache_bytes_per_token": memory["cache"] / max(1, size.pages * page),
+        "cache_tokens": size.pages * page,
+        "cache_sequences": min(settings.engine.slots, size.pages // -(-each // page)),
+        "buffers": [asdict(one) for one in largest_weights(model)],
+        "rates": [
+            {
+                "sequences": rate.sequences * settings.copies,
+                "step_seconds": rate.step.seconds,
+                "time_to_first_token_s": rate.first_token_seconds,
+                "time_per_output_token_s": rate.token_seconds,
+                "output_tokens_per_s": rate.tokens_per_s * settings.copies,
+                "bound_by": rate.step.bound_by,
+                "seconds_by_kind": dict(rate.step.by_kind),
+                "collectives": [one.document() for one in rate.step.traffic],
+            }
+            for rate in rates
+        ],
+    }

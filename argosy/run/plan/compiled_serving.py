@@ -1,0 +1,121 @@
+"""The steps of an engine by the compiler of its devices, which may be absent: their memory and their time.
+
+The forward pass of each step is compiled as the engine calls it, with a cache of the size that it would have. How much of that a
+kernel of attention reads depends on the sequences, so its time is that of the analytic model.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from argosy.infer.engine.batch import BatchBuilder, sampler_rows
+from argosy.infer.engine.cache import CacheSize
+from argosy.infer.forward.passes import OneProgram
+from argosy.infer.forward.step import PageTables, StepSizes
+from argosy.models.parts.attention.cache import layouts
+from argosy.models.parts.attention.ragged import rows_share_pages
+from argosy.observe.hlo.estimate import Prices, price_program
+from argosy.observe.hlo.module import HloModule
+from argosy.observe.hlo.products import uncounted
+from argosy.parallel.scope import scope
+from argosy.run.plan.compiled import collective_traffic, out_of_memory
+from argosy.run.plan.serving import PlannedModel, ServingStep, StepKey, step_work
+
+# The kernel that reads pages in place.
+PAGED = "ragged_paged_attention"
+CACHE = "reading the cache"
+
+
+@dataclass(frozen=True)
+class CompiledServing:
+    """What the compiler says of the steps of an engine.
+
+    needed: bytes on each device of the largest of them, with all that it is given; 0 if it is refused without a number.
+    fits: whether the compiler accepts all of them.
+    steps: their times; () where one is refused.
+    uncounted: kernels whose work is unknown.
+    unknown_loops: loops of a length that depends on data, which count once.
+    """
+
+    needed: int
+    fits: bool
+    steps: Mapping[StepKey, ServingStep]
+    uncounted: Sequence[str] = ()
+    unknown_loops: int = 0
+
+
+def compiled_serving(model: PlannedModel, size: CacheSize, keys: Sequence[StepKey], prices: Prices) -> CompiledServing:
+    """The compiler's answer for these steps of a model whose target has devices."""
+    needed, loops, steps, kernels = 0, 0, dict[StepKey, ServingStep](), set[str]()
+    compiled: dict[StepSizes, Any] = {}
+    for key in keys:
+        sizes = step_sizes(model, key)
+        if sizes not in compiled:
+            try:
+                compiled[sizes] = lowered_step(model, size, key).compile()
+            except Exception as failure:
+                asked = out_of_memory(failure)
+                if asked is None:
+                    raise
+                return CompiledServing(asked, False, {})
+        program = compiled[sizes]
+        module = HloModule.read(program.as_text() or "")
+        needed, loops = max(needed, _needed(program)), max(loops, len(module.unknown_loops))
+        kernels |= set(uncounted(module))
+        steps[key] = _priced(model, module, step_work(model, *key, prices), prices)
+    return CompiledServing(needed, True, steps, sorted(name for name in kernels if not name.startswith(PAGED)), loops)
+
+
+def step_sizes(model: PlannedModel, key: StepKey) -> StepSizes:
+    """The sizes that the engine compiles a step for."""
+    decodes, prompt, _ = key
+    needs = model.needs
+    shares = rows_share_pages(needs.specs, needs.longest, slack=needs.longest)
+    tables = PageTables(needs.page, needs.pages, tuple(needs.windows))
+    with scope(model.mesh):
+        builder = BatchBuilder(model.settings, tables, shares, model.config.width)
+        return builder.decode_sizes(decodes) if decodes else builder.prompt_sizes(prompt)
+
+
+def lowered_step(model: PlannedModel, size: CacheSize, key: StepKey) -> Any:
+    """The forward pass of a step, lowered for the devices of a model."""
+    sizes, forward = step_sizes(model, key), OneProgram(model.module)
+    with scope(model.mesh):
+        caches = jax.eval_shape(lambda: model.needs.empty(model.settings.slots, size))
+        caches = jax.tree.map(lambda a, spec: _described(model, a, spec), caches, layouts(model.needs.specs, caches))
+        weights = {at: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=model.places[at]) for at, a in model.shapes.items()}
+        counts = (model.settings.slots, sizes.words, sampler_rows(key[0] or 1))
+        last, words, picked = (_described(model, jax.ShapeDtypeStruct((n,), jnp.int32), PartitionSpec()) for n in counts)
+        return forward.program(forward.step_kind).lower(weights, caches, (last, words), (picked,), sizes)
+
+
+def _described(model: PlannedModel, a: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(model.mesh, spec))
+
+
+def _needed(program: Any) -> int:
+    found = program.memory_analysis()
+    kept = ("argument", "output", "temp", "generated_code")
+    total = sum(int(getattr(found, f"{name}_size_in_bytes", 0) or 0) for name in kept)
+    return total - int(getattr(found, "alias_size_in_bytes", 0) or 0)
+
+
+def _priced(model: PlannedModel, module: HloModule, own: ServingStep, prices: Prices) -> ServingStep:
+    """The time of a compiled step.
+
+    Args:
+        own: the same step by the analytic model.
+    """
+    count = model.target.count
+    reading = next(seconds for kind, seconds in own.by_kind.items() if kind in (CACHE, "attention"))
+    found = price_program(module, prices, count, {PAGED: (reading / model.config.layers, CACHE)})
+    names = {"products": next(iter(own.by_kind)), "memory": "other instructions"}
+    by_kind: dict[str, float] = {}
+    for kind, seconds in found.by_kind.items():
+        by_kind[names.get(kind, kind)] = by_kind.get(names.get(kind, kind), 0.0) + seconds
+    times = {computation.name: n for computation, n in module.running()}
+    return ServingStep(own.decodes, own.prompt, by_kind, collective_traffic(found.collectives, dict(model.mesh.shape), times))

@@ -1,0 +1,316 @@
+"""What serving a model takes on devices that may be absent: its weights, its cache, and the time of a step of the engine.
+
+A step reads the weights once for all of its tokens, and the cache of each sequence that decodes. So with few sequences it takes the
+time of reading the weights, and with many that of their products, or of reading the cache.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from argosy.adapt.quant import Scheme, apply_schemes, are_alike
+from argosy.core.dims import LOOKED_UP
+from argosy.core.errors import BadInput
+from argosy.infer.engine.cache import (
+    OF_DEVICE,
+    CacheNeeds,
+    CacheSize,
+    bytes_on_each,
+    cache_needs,
+    check_sequence_fits,
+    host_room,
+)
+from argosy.infer.sampling.sampler import empty_slots
+from argosy.infer.settings import EngineSettings
+from argosy.models.parts.stack import Unroll
+from argosy.models.parts.weight import kept_in, logical, variables
+from argosy.observe.environment import memory_bytes
+from argosy.observe.hlo.estimate import Prices
+from argosy.parallel.mesh import MeshSettings
+from argosy.parallel.scope import scope
+from argosy.parallel.target import Target
+from argosy.run.plan.figures import Buffer, Traffic
+from argosy.weights.build import default_run, tensor_places
+
+# Seconds of a collective from each device to the next, for which it waits however little it sends ("How to Scale Your Model").
+HOP_S = 1e-6
+# Copies of the logits in float32 in the sampler: as they are, sorted, and their exponentials.
+LOGITS = 3
+# Arrays as wide as the feed-forward layer, and as the model, that a layer holds at once.
+WIDE, NARROW = 3, 6
+LARGEST = 8
+
+
+# A step: sequences that decode, prompt tokens, and the tokens of each sequence in the cache.
+StepKey = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """A model as a server would have it, without its weights.
+
+    module: a description, quantized where schemes say so.
+    target: the devices of one copy: `mesh` has them all.
+    shapes: each weight as it is kept; places: how it lies on the mesh.
+    needs: the memory of its cache.
+    settings: of the engine.
+    """
+
+    config: Any
+    module: Any
+    target: Target
+    mesh: Any
+    shapes: Mapping[str, jax.ShapeDtypeStruct]
+    places: Mapping[str, Any]
+    needs: CacheNeeds
+    settings: EngineSettings
+
+    @property
+    def dtype(self) -> Any:
+        return self.module.dtype
+
+    @property
+    def context(self) -> int:
+        return self.needs.longest
+
+    def bytes_of(self, address: str) -> float:
+        """Bytes of a weight on each device."""
+        shape = self.shapes[address]
+        bits = jax.dtypes.itemsize_bits(shape.dtype)
+        # In the memory of a CPU, XLA gives each number a byte at least.
+        return math.prod(self.places[address].shard_shape(shape.shape)) * (max(8, bits) if self.target.shares_memory else bits) / 8
+
+    def cache_bytes(self, size: CacheSize) -> int:
+        """Bytes of the whole cache on each device, with the states of recurrent layers."""
+        return bytes_on_each(self.needs.specs, self.mesh, lambda: self.needs.empty(self.settings.slots, size))
+
+    def read_bytes(self, length: int) -> float:
+        """Bytes of the cache of one sequence of so many tokens, on each device."""
+        needs = replace(self.needs, longest=max(1, length), windows={w: n for w, n in self.needs.windows.items() if w.tokens < length})
+        pages = needs.bytes(self.mesh, needs.size(1, needs.pages))
+        states = bytes_on_each(needs.specs, self.mesh, lambda: needs.empty(1, CacheSize(0, {})))
+        return pages + states
+
+
+def served_model(
+    config: Any, target: Target, settings: EngineSettings, dtype: str | None, tensor: int, schemes: Mapping[str, Scheme]
+) -> PlannedModel:
+    """A model as `argosy serve` loads it on some devices.
+
+    Args:
+        target: all devices; a copy takes the first `tensor` of them.
+        dtype: of weights and activations; None: float32 on CPUs, bfloat16 elsewhere.
+        schemes: of contractions that are quantized, by their per-layer names.
+
+    Raises:
+        BadInput: so many devices cannot share the model, or the cache that the settings ask for does not fit it.
+    """
+    if tensor > target.count:
+        raise BadInput(f"tensor = {tensor}, but {target.name} has {target.count}", hint=f"tensor={target.count}, or a larger device")
+    own = replace(target, count=tensor, devices=target.devices[:tensor])
+    mesh = own.mesh(MeshSettings(fsdp=1, tensor=tensor))
+    layout = default_run(config, target.platform)
+    if not are_alike(config.build(layout), schemes):
+        layout = Unroll()
+    module = config.build(layout)
+    apply_schemes(module, schemes)
+    module.dtype = jnp.dtype(dtype or ("float32" if target.platform == "cpu" else "bfloat16"))
+    shapes = {address: jax.ShapeDtypeStruct(v.shape, kept_in(v, module.dtype)) for address, v in variables(module).items()}
+    context = min(settings.context or config.context, config.context)
+    with scope(mesh):
+        needs = cache_needs(module.layers.holds(), settings, module.dtype, context)
+    return PlannedModel(config, module, own, mesh, shapes, tensor_places(module, mesh), needs, settings)
+
+
+# ---------------------------------------------------------------- memory
+
+
+def serving_memory(model: PlannedModel, copies: int) -> tuple[dict[str, int], CacheSize]:
+    """Bytes by kind on each device, of the machine where devices share its memory; and the pages of the cache, as the engine would
+    choose them.
+
+    Raises:
+        BadInput: the cache that the settings ask for holds no sequence of their length.
+    """
+    settings, target = model.settings, model.target
+    weights = int(sum(model.bytes_of(address) for address in model.shapes))
+    # On CPUs copies have the same weights.
+    times = copies if target.shares_memory else 1
+    sampler = jax.eval_shape(lambda: empty_slots(settings.slots, model.config.vocab))
+    memory = {"weights": weights, "sampler": times * sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(sampler))}
+    if settings.pages is not None:
+        size = model.needs.size(settings.slots, settings.pages)
+        check_sequence_fits(size.pages, settings.page, model.context)
+    else:
+        size = model.needs.fitting(settings.slots, _room(model, weights, copies), model.mesh, strict=settings.memory is not None)
+    memory["cache"] = times * model.cache_bytes(size)
+    memory["temporaries"] = times * _temporaries(model)
+    return memory, size
+
+
+def _room(model: PlannedModel, weights: int, copies: int) -> float:
+    """Bytes for the cache on each device, as `infer.engine.cache.room_for_cache` finds them."""
+    target = model.target
+    if model.settings.memory is not None:
+        return float(model.settings.memory)
+    if target.shares_memory:
+        free = memory_bytes()[1]
+        return host_room(None if free is None else max(0, free - weights)) / (target.count * copies)
+    return OF_DEVICE * max(0.0, float(target.memory_bytes or 0) - weights)
+
+
+def _temporaries(model: PlannedModel) -> int:
+    """Bytes of the arrays of the largest step, on each device."""
+    settings, config = model.settings, model.config
+    tokens = max(settings.budget, settings.budget_decoding + settings.slots)
+    wide = (getattr(config, "ffn", None) or 4 * config.width) / model.target.count
+    return int(tokens * (WIDE * wide + NARROW * config.width) * model.dtype.itemsize + LOGITS * 4 * settings.slots * config.vocab)
+
+
+def largest_weights(model: PlannedModel) -> list[Buffer]:
+    """The largest weights on a device."""
+
+    def buffer(address: str) -> Buffer:
+        shape = model.shapes[address]
+        return Buffer(address, f"{shape.dtype}{list(model.places[address].shard_shape(shape.shape))}", int(model.bytes_of(address)))
+
+    return sorted(map(buffer, model.shapes), key=lambda one: -one.bytes)[:LARGEST]
+
+
+# ---------------------------------------------------------------- time
+
+
+@dataclass(frozen=True)
+class ServingStep:
+    """The time of a step of the engine.
+
+    decodes: sequences that decode; prompt: prompt tokens.
+    by_kind: seconds of work on a device.
+    traffic: the collectives between devices.
+    """
+
+    decodes: int
+    prompt: int
+    by_kind: Mapping[str, float]
+    traffic: Sequence[Traffic]
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.by_kind.values()) + sum(one.exposed_seconds for one in self.traffic)
+
+    @property
+    def bound_by(self) -> str:
+        """What most of the time goes to, with its share."""
+        parts = {**self.by_kind, "communication": sum(one.exposed_seconds for one in self.traffic)}
+        most = max(parts, key=lambda kind: parts[kind])
+        return f"{most} ({parts[most] / self.seconds:.0%} of a step)"
+
+
+def step_work(model: PlannedModel, decodes: int, prompt: int, length: int, prices: Prices) -> ServingStep:
+    """The time of a step, by FLOPs and bytes.
+
+    Args:
+        length: tokens of each sequence that are in the cache.
+    """
+    config, count = model.config, model.target.count
+    head = 2 * config.width * config.vocab
+    each = config.flops(1) - config.mixing_flops(1)
+    products = (decodes * each + prompt * (each - head) + head * bool(prompt)) / count / prices.flops_per_s
+    weights = read_weights(model, decodes + prompt) / prices.bytes_per_s
+    mixing = (decodes + prompt) * config.mixing_flops(max(length, 1)) / max(length, 1) / count / prices.flops_per_s
+    # Rows of a prompt share what they read of their sequence.
+    sequences = decodes + bool(prompt)
+    cache = sequences * model.read_bytes(length) / prices.bytes_per_s
+    # The slower of reading and computing hides the other.
+    by_kind = {"reading the weights": weights} if weights > products else {"matrix products": products}
+    by_kind |= {"reading the cache": cache} if cache > mixing else {"attention": mixing}
+    return ServingStep(decodes, prompt, by_kind, _step_traffic(model, decodes + prompt, decodes + bool(prompt), prices))
+
+
+def read_weights(model: PlannedModel, tokens: int) -> float:
+    """Bytes of weights that a step with so many tokens reads on each device. Of experts those that a token is sent to, if all are
+    equally likely."""
+    experts, axes = model.config.experts, logical(model.module)
+    touched = 1.0 if experts is None else 1 - (1 - experts.active / experts.count) ** tokens
+    total = 0.0
+    for address in model.shapes:
+        names = [name for name in axes[address] if name != "layers"]
+        if LOOKED_UP & set(names[:1]) and not (model.config.tied and names[0] == "vocab"):
+            continue
+        total += model.bytes_of(address) * (touched if names[:1] == ["experts"] else 1.0)
+    return total
+
+
+def _step_traffic(model: PlannedModel, tokens: int, rows: int, prices: Prices) -> list[Traffic]:
+    n, config = model.target.count, model.config
+    if n == 1:
+        return []
+    layers = config.layers
+    sums, logits = 2 * layers * tokens * config.width * model.dtype.itemsize, 4 * rows * config.vocab
+    ring = prices.ring_bytes_per_s
+    timed = [
+        ("all-reduce", sums, 2 * layers, 2 * (n - 1) / n * sums / ring + 2 * layers * 2 * (n - 1) * HOP_S),
+        ("all-gather", logits, 1, (n - 1) / n * logits / ring + (n - 1) * HOP_S),
+    ]
+    return [Traffic(kind, "tensor", size, times, seconds, seconds) for kind, size, times, seconds in timed]
+
+
+@dataclass(frozen=True)
+class ServingRate:
+    """What clients see of one copy of a model with so many sequences at a time.
+
+    sequences: that run at a time.
+    step: a step in which they all decode.
+    first_token_seconds: from a prompt's first step to its first token, if nothing else runs.
+    tokens_per_s: tokens of completions a second over all sequences, with the time that their prompts take.
+    """
+
+    sequences: int
+    step: ServingStep
+    first_token_seconds: float
+    tokens_per_s: float
+
+    @property
+    def token_seconds(self) -> float:
+        """Seconds between two tokens of a sequence, on average over a completion."""
+        return self.sequences / self.tokens_per_s
+
+
+def prompt_steps(model: PlannedModel, input_len: int) -> list[tuple[int, int]]:
+    """The steps of a prompt alone: (its tokens, those in the cache before)."""
+    budget = model.settings.budget
+    return [(min(budget, input_len - at), at) for at in range(0, input_len, budget)]
+
+
+def serving_rates(
+    model: PlannedModel, size: CacheSize, input_len: int, output_len: int, steps: Mapping[StepKey, ServingStep]
+) -> list[ServingRate]:
+    """The rates with 1, 8, 32 ... sequences at a time, as many as there are slots and pages for.
+
+    Args:
+        steps: those of `wanted_steps`.
+    """
+    prompt = sum(steps[0, tokens, before].seconds for tokens, before in prompt_steps(model, input_len))
+    rates = []
+    for n in concurrencies(model, size, input_len + output_len):
+        step = steps[n, 0, input_len + output_len // 2]
+        # While a prompt is computed, nothing else gets a token: the same seconds, wherever its parts stand among the steps.
+        seconds = n * prompt + output_len * step.seconds
+        rates.append(ServingRate(n, step, prompt, n * output_len / seconds))
+    return rates
+
+
+def concurrencies(model: PlannedModel, size: CacheSize, length: int) -> list[int]:
+    """Numbers of sequences of this length that are looked at: up to those that run at a time."""
+    most = max(1, min(model.settings.slots, size.pages // -(-length // model.settings.page)))
+    return sorted({n for n in (1, 8, 32, 128, 512) if n < most} | {most})
+
+
+def wanted_steps(model: PlannedModel, size: CacheSize, input_len: int, output_len: int) -> list[StepKey]:
+    """The steps that `serving_rates` looks at."""
+    prompts = [(0, tokens, before) for tokens, before in prompt_steps(model, input_len)]
+    return prompts + [(n, 0, input_len + output_len // 2) for n in concurrencies(model, size, input_len + output_len)]

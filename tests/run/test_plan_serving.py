@@ -1,0 +1,215 @@
+"""`argosy plan serve`: memory and time of an engine on devices that are not here, against engines that are, and counts by hand."""
+
+import json
+import math
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from argosy.cli import main
+from argosy.infer.engine.engine import Engine
+from argosy.infer.load import random_lm
+from argosy.infer.settings import EngineSettings
+from argosy.jobs.plan.serving import ServePlanSettings, plan_serving
+from argosy.models.gemma import GemmaConfig
+from argosy.models.llama import LlamaConfig
+from argosy.models.parts.attention.cache import bytes_of_caches
+from argosy.models.parts.weight import split
+from argosy.observe.hlo.estimate import Prices
+from argosy.parallel.target import Target
+from argosy.run.plan import compiled_serving
+from argosy.run.plan.serving import read_weights, served_model, serving_memory, serving_rates, step_work, wanted_steps
+from argosy.run.settings.recipe_files import preset_config
+from argosy.weights.build import tensor_shardings
+
+PRICES = Prices(flops_per_s=1e12, bytes_per_s=1e11, ring_bytes_per_s=1e10)
+
+
+def planned(name: str, **how: Any) -> dict[str, Any]:
+    engine = how.pop("engine", {})
+    return plan_serving(name, ServePlanSettings(compile=False, engine=EngineSettings(**engine), **how), lambda _: None)
+
+
+@pytest.mark.parametrize("family", [LlamaConfig, GemmaConfig])
+@pytest.mark.parametrize("engine", [{}, {"pages": 512}, {"cache_dtype": "int8"}], ids=["plain", "pages", "int8"])
+def test_memory_is_what_an_engine_allocates(family, engine):
+    config = next(iter(family.examples().values()))
+    settings = EngineSettings(slots=4, page=4, **engine)
+    lm = random_lm(config, 0)
+    own = Engine(lm.module, settings)
+    model = served_model(config, Target.here(jax.devices()[:1]), settings, None, 1, {})
+    memory, size = serving_memory(model, 1)
+    assert memory["weights"] == sum(a.nbytes for a in jax.tree.leaves(split(lm.module)[1]))
+    assert size == own.runner.cache_size
+    assert memory["cache"] == bytes_of_caches(own.runner.caches)
+    assert memory["sampler"] == sum(np.asarray(a).nbytes for a in jax.tree.leaves(own.runner.slots))
+
+
+def test_devices_that_share_a_model_have_the_shares_that_its_weights_get():
+    config = preset_config("argosy-1m")
+    model = served_model(config, Target.here(), EngineSettings(), None, 2, {})
+    places = tensor_shardings(model.module, 2)
+    for address, shape in model.shapes.items():
+        assert model.bytes_of(address) == math.prod(places[address].shard_shape(shape.shape)) * shape.dtype.itemsize
+    one, two = (planned("llama3.1-8b", device="v5e-8", tensor=n, engine={"context": 2048, "pages": 512}) for n in (1, 2))
+    assert two["memory_bytes"]["weights"] == pytest.approx(one["memory_bytes"]["weights"] / 2, rel=1e-3)
+    assert two["memory_bytes"]["cache"] == one["memory_bytes"]["cache"] / 2
+    kinds = [(t["kind"], t["count"]) for t in two["rates"][0]["collectives"]]
+    assert kinds == [("all-reduce", 64), ("all-gather", 1)]
+    assert not one["rates"][0]["collectives"]
+
+
+def test_a_large_model_takes_what_arithmetic_says():
+    found = planned("llama3.1-8b", device="h100-8", engine={"context": 8192}, price=2.0)
+    # 32 layers with 8 heads of 128 for keys and values, in bfloat16.
+    assert found["cache_bytes_per_token"] == 32 * 2 * 8 * 128 * 2
+    assert found["memory_bytes"]["weights"] == 2 * 8_030_261_248
+    # All weights but the embedding, which is looked up, at 0.85 of 3.35 TB/s; and 1,088 tokens of cache.
+    read = 2 * (8_030_261_248 - 128_256 * 4096) + 1088 * 131_072
+    one = found["rates"][0]
+    assert one["sequences"] == 1
+    assert one["step_seconds"] == pytest.approx(read / (0.85 * 3.35e12), rel=0.01)
+    assert one["bound_by"].startswith("reading the weights")
+    last = found["rates"][-1]
+    assert last["sequences"] == found["cache_sequences"] == 32
+    # One of 8 GPUs, in hours.
+    assert found["cost_per_million_tokens"] == pytest.approx(2.0 / 3600 / last["output_tokens_per_s"] * 1e6)
+    two = planned("llama3.1-8b", device="h100-8", engine={"context": 8192}, price=2.0, copies=2)
+    assert two["rates"][-1]["output_tokens_per_s"] == pytest.approx(2 * last["output_tokens_per_s"])
+    assert two["cost_per_million_tokens"] == pytest.approx(found["cost_per_million_tokens"])
+
+
+def test_a_few_tokens_read_few_experts():
+    config = preset_config("mixtral-8x7b")
+    model = served_model(config, Target.described("h100-8"), EngineSettings(context=4096), None, 8, {})
+    outside = read_weights(model, 0)
+    experts = read_weights(model, 10_000) - outside
+    # Two of eight for one token, and for two tokens those that either has.
+    assert read_weights(model, 1) - outside == pytest.approx(experts / 4)
+    assert read_weights(model, 2) - outside == pytest.approx(experts * (1 - 0.75**2))
+    assert experts == pytest.approx(32 * 8 * 3 * 4096 * 14_336 * 2 / 8, rel=1e-3)
+
+
+def test_products_bound_long_steps_and_the_cache_long_sequences():
+    model = served_model(preset_config("llama3.1-8b"), Target.described("h100-8"), EngineSettings(), None, 1, {})
+    assert step_work(model, 1, 0, 100, PRICES).bound_by.startswith("reading the weights")
+    assert step_work(model, 0, 2048, 0, PRICES).bound_by.startswith("matrix products")
+    assert step_work(model, 64, 0, 100_000, PRICES).bound_by.startswith("reading the cache")
+    prompt = step_work(model, 0, 2048, 0, PRICES)
+    assert prompt.by_kind["matrix products"] == pytest.approx(2048 * 2 * (8_030_261_248 - 2 * 128_256 * 4096) / 1e12, rel=0.01)
+
+
+def test_rates_count_the_time_of_prompts():
+    config = preset_config("llama3.1-8b")
+    model = served_model(config, Target.described("h100-8"), EngineSettings(context=4096, budget=512), None, 1, {})
+    _, size = serving_memory(model, 1)
+    keys = wanted_steps(model, size, 1300, 100)
+    assert keys[:3] == [(0, 512, 0), (0, 512, 512), (0, 276, 1024)]
+    steps = {key: step_work(model, *key, PRICES) for key in keys}
+    rates = serving_rates(model, size, 1300, 100, steps)
+    assert [rate.sequences for rate in rates] == [1, 8, 32]
+    first = sum(steps[key].seconds for key in keys[:3])
+    for rate in rates:
+        assert rate.first_token_seconds == pytest.approx(first)
+        assert rate.tokens_per_s == pytest.approx(rate.sequences * 100 / (rate.sequences * first + 100 * rate.step.seconds))
+        assert rate.token_seconds == pytest.approx(rate.sequences / rate.tokens_per_s)
+
+
+def test_weights_in_few_bits_take_less_and_are_read_faster():
+    plain, few = (planned("llama3.1-8b", device="v5e-8", quantization=q, engine={"context": 2048}) for q in (None, "w4"))
+    assert few["memory_bytes"]["weights"] < 0.4 * plain["memory_bytes"]["weights"]
+    assert few["rates"][0]["step_seconds"] < 0.4 * plain["rates"][0]["step_seconds"]
+
+
+def test_what_does_not_fit_is_refused_with_settings_that_do(capsys: pytest.CaptureFixture[str]):
+    assert main(["plan", "serve", "llama3.1-8b", "device=v5e-8", "compile=false", "--json"]) == 2
+    out, said = capsys.readouterr()
+    found = json.loads(out)
+    assert not found["fits"]
+    assert "does not fit on v5e-8" in said
+    assert "tensor=2" in said.partition("hint:")[2]
+    for one in found["nearest"]:
+        words = dict(word.split("=") for word in one["settings"])
+        engine = {"context": int(words.pop("engine.context"))} if "engine.context" in words else {}
+        other = planned("llama3.1-8b", device="v5e-8", engine=engine, **{k: int(v) if v.isdecimal() else v for k, v in words.items()})
+        assert other["fits"], one
+        assert other["memory_bytes"]["total"] == one["memory_bytes"]
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ([], "one model"),
+        (["argosy-1m", "llama3.1-8b"], "one model"),
+        (["minilm-l6"], "generates no text"),
+        (["nowhere"], "no preset, file or folder"),
+        (["hf:me/mine"], "would be downloaded"),
+        (["argosy-1m", "engine.speculative=ngram"], "engine.speculative"),
+        (["argosy-1m", "engine.lora.enabled=true"], "engine.lora"),
+        (["llama3.1-8b", "device=v5e-8", "tensor=16"], "v5e-8 has 8"),
+        (["llama3.1-8b", "device=v5e-8", "tensor=4", "copies=4"], "take 16 devices"),
+        (["argosy-1m", "quantization=w3"], "w3"),
+        (["argosy-1m", "engine.pages=1"], "holds no sequence"),
+        (["argosy-1m", "data.batch=8"], "data.batch"),
+    ],
+)
+def test_mistakes_are_answered(words, said, capsys: pytest.CaptureFixture[str]):
+    assert main(["plan", "serve", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_server_on_this_machine_is_planned(capsys: pytest.CaptureFixture[str]):
+    assert main(["plan", "serve", "argosy-1m", "input_len=32", "output_len=16"]) == 0
+    out = capsys.readouterr().out
+    assert "argosy-1m on this: 1 copy on 1 device" in out
+    assert "memory of this machine" in out
+    assert "reading the" in out
+
+
+def test_steps_are_compiled_for_sizes_that_the_engine_has():
+    config = preset_config("llama3.1-8b")
+    model = served_model(config, Target.described("v5e-8"), EngineSettings(context=4096, slots=12), None, 8, {})
+    _, size = serving_memory(model, 1)
+    sizes = {compiled_serving.step_sizes(model, key) for key in wanted_steps(model, size, 700, 100)}
+    assert {(s.decodes, s.rows) for s in sizes} == {(4, 0), (8, 0), (16, 0), (0, 16), (0, 8)}
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_a_compiled_step_copies_no_layer_of_the_cache(tensor):
+    """Layers that run in a loop read their pages of the whole stack in place. A slice would be copied for the kernel that reads it."""
+    config = preset_config("llama3.1-8b").model_copy(update={"layers": 4, "vocab": 512})
+    target = Target.described("v5e-8").compiled()
+    model = served_model(config, target, EngineSettings(context=4096, pages=4096), None, tensor, {})
+    _, size = serving_memory(model, 1)
+    key = (32, 0, 1000)
+    program = compiled_serving.lowered_step(model, size, key).compile()
+    found, cache = program.memory_analysis(), model.cache_bytes(size)
+    assert found.alias_size_in_bytes >= cache
+    # A layer's pages are a fourth of the cache.
+    assert found.temp_size_in_bytes < cache / 16
+    assert compiled_serving.PAGED in program.as_text()
+    answer = compiled_serving.compiled_serving(model, size, [key], PRICES)
+    assert answer.fits
+    assert answer.needed > cache
+    assert not answer.uncounted
+    assert not answer.unknown_loops
+    kinds = {t.kind for t in answer.steps[key].traffic}
+    assert kinds == (set() if tensor == 1 else {"all-reduce", "all-gather"})
+
+
+@pytest.mark.tpu
+def test_the_compiler_is_asked_where_it_is_installed(capsys: pytest.CaptureFixture[str]):
+    words = ["argosy-1m", "device=v5e-1", "input_len=32", "output_len=16", "engine.slots=2", "--json"]
+    assert main(["plan", "serve", *words]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["verdict_by"], found["missing_compiler"], found["error"]) == ("compiler", None, 0.25)
+    assert [one["sequences"] for one in found["rates"]] == [1, 2]
+    assert all(one["step_seconds"] > 0 for one in found["rates"])
+    assert main(["plan", "serve", *words, "compile=false"]) == 0
+    other = json.loads(capsys.readouterr().out)
+    assert other["verdict_by"] == "model"
+    same = ("weights", "cache", "sampler")
+    assert [found["memory_bytes"][kind] for kind in same] == [other["memory_bytes"][kind] for kind in same]
