@@ -20,7 +20,15 @@ from argosy.models.parts.weight import split
 from argosy.observe.hlo.estimate import Prices
 from argosy.parallel.target import Target
 from argosy.run.plan import compiled_serving
-from argosy.run.plan.serving import read_weights, served_model, serving_memory, serving_rates, step_work, wanted_steps
+from argosy.run.plan.serving import (
+    expert_seconds,
+    read_weights,
+    served_model,
+    serving_memory,
+    serving_rates,
+    step_work,
+    wanted_steps,
+)
 from argosy.run.settings.recipe_files import preset_config
 from argosy.weights.build import tensor_shardings
 
@@ -90,6 +98,11 @@ def test_a_few_tokens_read_few_experts():
     assert read_weights(model, 1) - outside == pytest.approx(experts / 4)
     assert read_weights(model, 2) - outside == pytest.approx(experts * (1 - 0.75**2))
     assert experts == pytest.approx(32 * 8 * 3 * 4096 * 14_336 * 2 / 8, rel=1e-3)
+    # Reading bounds one token, products many; without experts there is no such time.
+    assert expert_seconds(model, 1, PRICES) == pytest.approx(experts / 4 / PRICES.bytes_per_s)
+    assert expert_seconds(model, 4096, PRICES) == pytest.approx(4096 * experts / 4 / PRICES.flops_per_s)
+    dense = served_model(preset_config("llama3.1-8b"), Target.described("h100-8"), EngineSettings(), None, 1, {})
+    assert expert_seconds(dense, 100, PRICES) == 0.0
 
 
 def test_products_bound_long_steps_and_the_cache_long_sequences():

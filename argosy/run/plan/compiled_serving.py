@@ -1,7 +1,8 @@
 """The steps of an engine by the compiler of its devices, which may be absent: their memory and their time.
 
 The forward pass of each step is compiled as the engine calls it, with a cache of the size that it would have. How much of that a
-kernel of attention reads depends on the sequences, so its time is that of the analytic model.
+kernel of attention reads depends on the sequences, and which experts a kernel of grouped products reads on their tokens, so the times
+of both are those of the analytic model.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,14 +21,14 @@ from argosy.models.parts.attention.cache import layouts
 from argosy.models.parts.attention.ragged import rows_share_pages
 from argosy.observe.hlo.estimate import Prices, price_program
 from argosy.observe.hlo.module import HloModule
-from argosy.observe.hlo.products import uncounted
+from argosy.observe.hlo.products import kernel_name, uncounted
 from argosy.parallel.scope import scope
 from argosy.run.plan.compiled import collective_traffic, out_of_memory
-from argosy.run.plan.serving import PlannedModel, ServingStep, StepKey, step_work
+from argosy.run.plan.serving import PlannedModel, ServingStep, StepKey, expert_seconds, step_work
 
-# The kernel that reads pages in place.
-PAGED = "ragged_paged_attention"
-CACHE = "reading the cache"
+# The kernel that reads pages in place, and the one that multiplies by experts.
+PAGED, GROUPED = "ragged_paged_attention", "gmm"
+CACHE, EXPERTS = "reading the cache", "experts"
 
 
 @dataclass(frozen=True)
@@ -112,10 +113,18 @@ def _priced(model: PlannedModel, module: HloModule, own: ServingStep, prices: Pr
     """
     count = model.target.count
     reading = next(seconds for kind, seconds in own.by_kind.items() if kind in (CACHE, "attention"))
-    found = price_program(module, prices, count, {PAGED: (reading / model.config.layers, CACHE)})
+    times = {computation.name: n for computation, n in module.running()}
+    work = {PAGED: (reading, CACHE), GROUPED: (expert_seconds(model, own.decodes + own.prompt, prices), EXPERTS)}
+    calls = {name: _calls(module, name) for name in work}
+    found = price_program(module, prices, count, {name: (work[name][0] / n, work[name][1]) for name, n in calls.items() if n})
     names = {"products": next(iter(own.by_kind)), "memory": "other instructions"}
     by_kind: dict[str, float] = {}
     for kind, seconds in found.by_kind.items():
         by_kind[names.get(kind, kind)] = by_kind.get(names.get(kind, kind), 0.0) + seconds
-    times = {computation.name: n for computation, n in module.running()}
     return ServingStep(own.decodes, own.prompt, by_kind, collective_traffic(found.collectives, dict(model.mesh.shape), times))
+
+
+def _calls(module: HloModule, kernel: str) -> int:
+    """How often a step calls a kernel, by how its name begins."""
+    of = [(times, i) for c, times in module.running() for i in c.instructions if i.opcode == "custom-call"]
+    return sum(times for times, i in of if kernel_name(i).startswith(kernel))

@@ -245,6 +245,18 @@ def read_weights(model: PlannedModel, tokens: int) -> float:
     return total
 
 
+def expert_seconds(model: PlannedModel, tokens: int, prices: Prices) -> float:
+    """The time of the experts in a step with so many tokens, on each device: that of reading those that a token is sent to, or of their
+    products."""
+    experts = model.config.experts
+    if experts is None:
+        return 0.0
+    reading = (read_weights(model, tokens) - read_weights(model, 0)) / prices.bytes_per_s
+    axes = logical(model.module)
+    sizes = [math.prod(s.shape) for a, s in model.shapes.items() if [n for n in axes[a] if n != "layers"][:1] == ["experts"]]
+    return max(reading, 2 * tokens * sum(sizes) * experts.active / experts.count / model.target.count / prices.flops_per_s)
+
+
 def _step_traffic(model: PlannedModel, tokens: int, rows: int, prices: Prices) -> list[Traffic]:
     n, config = model.target.count, model.config
     if n == 1:
