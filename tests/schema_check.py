@@ -52,6 +52,9 @@ def check(schema: Any, value: Any, root: Any = None, at: str = "") -> Iterator[s
         elif word == "additionalProperties":
             for key in value.keys() - schema.get("properties", {}).keys() if obj else ():
                 yield from check(rule, value[key], root, f"{at}.{key}")
+        elif word == "propertyNames":
+            for key in value if obj else ():
+                yield from check(rule, key, root, f"{at}.{key}")
         elif word == "required":
             yield from (f"{at}: lacks {key}" for key in rule if obj and key not in value)
         elif word == "pattern":

@@ -124,6 +124,8 @@ def rotated_model(stored: Any) -> Any:
     """
     if stored.adapted is not None:
         raise Unsupported(f"{stored.path} has adapters, which read the stream as it was", hint="merge them first: argosy convert")
+    if stored.companions is not None and (stored.companions / "modules.json").is_file():
+        raise _refused("it embeds texts, and its vectors would be rotated")
     weights = RotatedTensors(stored.config, stored.weights)
     return replace(stored, config=weights.config, weights=weights, blocks=None)
 
@@ -143,6 +145,8 @@ def rotation_plan(config: Any) -> RotationPlan:
     Raises:
         Unsupported: its structure does not allow it; the message says why.
     """
+    if getattr(config, "scored", False):
+        raise _refused("its head scores texts")
     model = config.build(Unroll())
     norms = _norms(model)
     turns: dict[str, list[AxisRotation]] = {}

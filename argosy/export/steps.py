@@ -16,6 +16,7 @@ from pydantic import Field, model_validator
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput, nearest
 from argosy.core.formats.image_files import read_image, resized
+from argosy.core.sequences import common_length
 from argosy.core.settings import Settings
 from argosy.data.framing import TextFrame, framed
 from argosy.data.tokenizers import Tokenizer
@@ -223,8 +224,10 @@ def tokenized(
             raise BadInput(f"`{step.input}`: {text[:40]!r} has {len(row)} tokens, and this signature takes {longest}")
     found = padded_rows(step, rows)
     if step.prompt_length:
-        sizes = {prompt: len(step.first) + len(before) for prompt, before in _before(step, tokenizer, prompts).items()}
-        found[step.prompt_length] = np.array([sizes.get(prompt, 0) for prompt in prompts], np.int32)
+        before = _before(step, tokenizer, prompts)
+        # A token may belong to the end of a prompt and the beginning of its text: it is pooled.
+        sizes = [common_length(before[prompt], row) if prompt else 0 for prompt, row in zip(prompts, ids, strict=True)]
+        found[step.prompt_length] = np.array([len(step.first) + n if n else 0 for n in sizes], np.int32)
     if isinstance(step, TokenizePairsStep) and step.types:
         kinds = np.zeros_like(found[step.tokens])
         for i, (row, second) in enumerate(zip(rows, seconds or (), strict=True)):

@@ -18,6 +18,7 @@ from jaxtyping import Float
 
 from argosy.core.errors import BadInput
 from argosy.core.progress import Say, telling
+from argosy.core.sequences import common_length
 from argosy.data.framing import frame_of
 from argosy.infer.completions import Prompt
 from argosy.infer.forward.sequences import length_bucket
@@ -65,6 +66,8 @@ def embed(
     if prompt is not None and prompt_name is not None:
         raise BadInput("prompt and prompt_name", hint="one of them")
     encoder = SentenceEncoder(lm, pooling)
+    if (prompt or prompt_name is not None) and not all(isinstance(text, str) for text in texts):
+        raise BadInput("a prompt before token ids, which are used as they are", hint="strings, or ids that begin with the prompt's")
     rows = encoder.ids(texts, encoder.context, prompt=encoder.steps.prompt_named(prompt_name) if prompt is None else prompt)
     out = np.zeros((len(rows), lm.config.embedding_width), np.float32)
     # The longest first: if one does not fit in memory, that fails at once.
@@ -127,10 +130,14 @@ class SentenceEncoder:
             whole = [prompt, *(prompt + self._clean(str(texts[i])) for i in strings)]
             before, *found = self.lm.tokenizer.encode_many([t.lower() if self.steps.lower else t for t in whole])
             first, last = (first, last) if special else ([], [])
-            unpooled = len(first) + len(before) if prompt and not self.steps.include_prompt else 0
+            leaves_out = bool(prompt) and not self.steps.include_prompt
             for i, ids in zip(strings, found, strict=True):
                 cut = ids if most is None else ids[: max(most - len(first) - len(last), 0)]
-                rows[i] = TextTokens([*first, *cut, *last], unpooled)
+                # A token may belong to the end of the prompt and the beginning of the text: it is pooled.
+                own = common_length(before, ids) if leaves_out else 0
+                if own and own >= len(cut) and (len(cut) < len(ids) or not last):
+                    raise BadInput("a text of which nothing is left beside its prompt", hint="a longer text, or a shorter prompt")
+                rows[i] = TextTokens([*first, *cut, *last], len(first) + own if own else 0)
         for row in rows:
             if not row:
                 raise BadInput("a text without tokens", hint="a sequence has at least its [CLS]")

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from argosy.core.errors import BadInput
-from argosy.export.steps import DecodeImageStep
+from argosy.export.steps import DecodeImageStep, TokenizeStep
 from argosy.predict.padding import batch_axis
 from argosy.predict.protocol import InferenceProtocol, InferRequest, InferResponse, input_specs, optional_field
 from argosy.predict.repository import LoadedVersion
@@ -134,13 +134,14 @@ class InferenceRoutes:
             is_image: the body's type is that of an image; the answer is then JSON.
         """
         of, size = self._found(request).bundle.manifest.signature(), len(body)
-        specs = input_specs(of)
+        files = {step.input for step in of.preprocess if isinstance(step, DecodeImageStep)}
+        if is_image and not files:
+            raise ApiError("this model takes no image files", status=415)
+        optional = {step.prompt_name for step in of.preprocess if isinstance(step, TokenizeStep)}
+        specs = [spec for spec in input_specs(of) if spec["name"] not in optional]
         if len(specs) != 1:
             raise ApiError(f"a body without JSON is for models with one input; this one has {len(specs)}")
         (spec,) = specs
-        takes_file = any(isinstance(step, DecodeImageStep) and step.input == spec["name"] for step in of.preprocess)
-        if is_image and not takes_file:
-            raise ApiError("this model takes no image files", status=415)
         if spec["datatype"] == TEXT:
             # As the binary extension writes an element: its length, then its bytes.
             data = memoryview(struct.pack("<I", size) + body)

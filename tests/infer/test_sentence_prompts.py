@@ -15,6 +15,7 @@ import argosy
 from argosy.core.errors import BadInput
 from argosy.data.tokenizers.load import find_tokenizer
 from argosy.export.bundle import Bundle
+from argosy.export.steps import TokenizeStep, tokenized
 from argosy.infer.lm import LM
 from argosy.models import FAMILIES
 from argosy.serve import run
@@ -115,3 +116,20 @@ def test_a_folder_without_prompts_is_written_without_their_file(tmp_path: Path):
     write_steps(tmp_path, EmbeddingSteps("mean"), 8)
     assert not (tmp_path / "config_sentence_transformers.json").exists()
     assert json.loads((tmp_path / "1_Pooling" / "config.json").read_text())["include_prompt"] is True
+
+
+def test_a_token_of_the_prompt_and_of_the_text_is_pooled():
+    """In byte-level BPE a prompt's last blank belongs to the first word of the text."""
+    tokenizer = find_tokenizer(str(shared("tokenizers/cl100k_base.tiktoken")))
+    step = TokenizeStep(prompt="query: ", prompt_length="after")
+    found = tokenized(step, tokenizer, ["bees", "war and peace"], None)
+    for row, after, text in zip(found["tokens"], found["after"], ("bees", "war and peace"), strict=True):
+        assert 0 < after < len(row)
+        assert tokenizer.decode([int(i) for i in row[after:] if i]).strip() == text
+
+
+def test_a_prompt_is_refused_where_nothing_follows_it(without):
+    with pytest.raises(BadInput, match="token ids"):
+        without.embed([[101, 102]], prompt_name="query")
+    with pytest.raises(BadInput, match="nothing is left"):
+        without.embed(["bees"], prompt="query " * 40)

@@ -23,6 +23,7 @@ from argosy.jobs.convert import open_source
 from argosy.jobs.quantize import quantize
 from argosy.models.parts.stack import Unroll
 from argosy.models.parts.weight import put
+from argosy.weights.hub.sentence_steps import EmbeddingSteps, write_steps
 
 TOKENS = [[5, 9, 100, 23, 7, 60]]
 READERS = ("self_attn.q", "self_attn.k", "self_attn.v", "mlp.gate", "mlp.up")
@@ -60,6 +61,12 @@ def test_a_structure_that_does_not_allow_it_is_refused_before_a_file_is_written(
         quantize(str(tmp_path / "plain"), tmp_path / "out", preset_rules("w4"), rotate="hadamard")
     assert [path.name for path in tmp_path.iterdir()] == ["plain"]
     assert load_lm(tmp_path / "plain").config == config
+    # What reads the last hidden states would see them rotated.
+    encoder = tmp_path / "encoder"
+    shutil.copytree(shared("models/stories260k"), encoder, copy_function=shutil.copyfile)
+    write_steps(encoder, EmbeddingSteps("last", normalize=True, tokens=64), 64)
+    with pytest.raises(Unsupported, match="embeds texts"):
+        quantize(str(encoder), tmp_path / "out", preset_rules("w4"), rotate="hadamard")
 
 
 @pytest.fixture(scope="module")

@@ -621,6 +621,7 @@ def test_too_few_devices_are_a_mistake_before_the_model_is_read():
 
 
 def test_copies_of_an_encoder_are_refused():
-    lm: Any = type("Encodes", (), {"config": type("Config", (), {"causal": False})})
+    config = type("Config", (), {"causal": False, "scored": False, "inputs": "tokens"})
+    lm: Any = type("Encodes", (), {"config": config, "companions": None})
     with pytest.raises(BadInput, match="copies of an encoder"):
         run.running_server(lm, "bert", ServeSettings(copies=2), None)

@@ -107,8 +107,10 @@ def serving_text(answered: Mapping[str, Any]) -> str:
         f"{plural(answered['cache_sequences'], 'sequence')} of {answered['input_len']:,} + {answered['output_len']:,} tokens at a time",
         "",
     ]
+    if answered["devices"] < answered["devices_there"]:
+        lines.insert(1, f"{answered['devices']} of {plural(answered['devices_there'], 'device')}: `copies` and `tensor` use more")
     if not answered["rates"]:
-        return "\n".join([*lines, "no speed is known for this device"])
+        return "\n".join([*lines, "no speed is known for this device"] if answered["fits"] else lines[:-1])
     rows = [
         (
             str(one["sequences"]), _brief(one["time_to_first_token_s"]), _brief(one["step_seconds"]),
@@ -117,7 +119,8 @@ def serving_text(answered: Mapping[str, Any]) -> str:
         for one in answered["rates"]
     ]  # fmt: skip
     lines += columns(("sequences", "first token", "a step", "tokens/s", "a step is bound by"), rows, (0, 1, 2, 3)).splitlines()
-    lines += [f"by a static estimate that may be {answered['error']:.0%} off"]
+    how = "the compiler's cycles; no device was measured" if answered["verdict_by"] == "compiler" else "bytes and FLOPs: a lower bound"
+    lines += [f"by {how}"]
     if answered["cost_per_million_tokens"]:
         lines += [f"{answered['cost_per_million_tokens']:,.2f} for a million tokens of completions"]
     if answered["unknown_loops"]:

@@ -15,6 +15,7 @@ from dataclasses import replace
 import numpy as np
 
 from argosy.core.errors import BadInput
+from argosy.core.sequences import common_length
 from argosy.data.batch import Batch, Field
 from argosy.data.chat.conversations import NOTHING
 from argosy.data.encode import DocumentEncoder
@@ -53,13 +54,13 @@ class LabeledEncoder(DocumentEncoder):
         self.read = self.unanswered = self.surplus = 0
         # The texts of a record that may have fewer.
         self.most = 2 + encoding.negatives if format == NEGATIVES else None
-        # What is before each text of a record and before all further ones; and how many tokens that is, with the frame's first.
+        # What is before each text of a record and before all further ones; and its tokens.
         columns = COMPARED.get(format, ("text",))
         if unknown := [name for name in encoding.prompts if name not in columns]:
             what = f"data.prompts.{unknown[0]}, and `{format}` records have no such text"
             raise BadInput(what, hint=f"their texts are {', '.join(columns)}")
         self.prompts = [encoding.prompts.get(name, "") for name in columns] if encoding.prompts else []
-        self.sizes = [len(self.frame.first) + len(self.tokenizer.encode(text)) if text else 0 for text in self.prompts]
+        self.before = [self.tokenizer.encode(text) for text in self.prompts]
 
     def encode(self, documents: list[Document]) -> Iterator[Encoded]:
         """The encoded records in order: one text or pair each, with the texts that belong to it in `group`.
@@ -115,7 +116,10 @@ class LabeledEncoder(DocumentEncoder):
             return NOTHING
         tokens, second = framed(self.frame, text, pair)
         values = {SECOND: float(second), CLOSING: float(len(self.frame.last))} | ({} if self.most is None else {PRESENT: 1.0})
-        values |= {PROMPT: float(self.sizes[min(place, len(self.sizes) - 1)])} if self.prompts else {}
+        if self.prompts:
+            # A token may belong to the end of a prompt and the beginning of its text: it is pooled.
+            size = common_length(self.before[min(place, len(self.before) - 1)], text)
+            values[PROMPT] = float(len(self.frame.first) + size if size else 0)
         if "label" in record.columns:
             numbers = label_numbers(record.columns["label"], self.labels, record.where)
             values |= {f"{LABEL}{i}": number for i, number in enumerate(numbers)}

@@ -7,7 +7,7 @@ always found, as in every other program.
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
 from tokenizers.models import WordPiece
 
+from argosy.core.errors import Damaged
 from argosy.data.tokenizers import Span, Tokenizer, well_formed
 from argosy.data.tokenizers.byte import byte_names
 from argosy.data.tokenizers.config import TokenizerConfig, damaged, parse_object
@@ -127,7 +128,9 @@ class FastTokenizer(Tokenizer):
 
     def _ending(self, adds_eos: Any) -> tuple[int, ...]:
         """The ids after every text: those of the file's post-processor, or `eos` where the config asks for it."""
-        with refusals(self._path):
+        alone, framed = list[int](), list[int]()
+        # A vocabulary may have neither this letter nor a token for what is unknown.
+        with suppress(Damaged), refusals(self._path):
             alone, framed = (self._library.encode("a", add_special_tokens=special).ids for special in (False, True))
         starts = [at for at in range(len(framed)) if alone and framed[at : at + len(alone)] == alone]
         after = tuple(framed[starts[0] + len(alone) :]) if starts else ()

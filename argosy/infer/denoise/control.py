@@ -58,12 +58,15 @@ def with_span(plan: SamplingPlan, start: float, end: float) -> SamplingPlan:
     """The plan with the evaluations at which a ControlNet acts.
 
     Raises:
-        BadInput: start and end are not in order within 0..1.
+        BadInput: start and end are not in order within 0..1, or no evaluation lies between them.
     """
     if not 0 <= start < end <= 1:
         raise BadInput(f"control_start = {start} and control_end = {end}: shares of the steps, 0 <= start < end <= 1")
     count = plan.evaluations
     acts = [not (i / count < start or (i + 1) / count > end) for i in range(count)]
+    if not any(acts):
+        what = f"no evaluation of {count} lies between control_start = {start} and control_end = {end}, so the ControlNet would not act"
+        raise BadInput(what, hint="a wider span, or more steps")
     return plan if all(acts) else plan._replace(control=np.asarray(acts, np.float32))
 
 

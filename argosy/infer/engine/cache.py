@@ -53,7 +53,7 @@ def room_for_cache(weights: Leaves, copies: int = 1, memory: int | None = None) 
     return host_room(memory_bytes()[1]) / max(len(devices) * copies, 1)
 
 
-def host_room(free: int | None) -> float:
+def host_room(free: float | int | None) -> float:
     """Bytes that caches may take in the memory of a CPU, of which so much is free."""
     return CACHE if free is None else min(CACHE, _in_steps(OF_FREE * free))
 

@@ -14,8 +14,6 @@ from argosy.infer.settings import EngineSettings
 from argosy.jobs.plan.compiler import answer_of_compiler, kept_answer
 
 Say = Callable[[str], None]
-# By how much a step may be off, by the analytic model and by the compiler of TPUs.
-MODEL_ERROR, COMPILER_ERROR = 0.5, 0.25
 PRESETS = ("w8", "w4")
 
 
@@ -30,7 +28,7 @@ class ServePlanSettings(Settings):
     price: float | None = Field(None, gt=0)
     """Price of a chip for an hour. With it, the cost of a million tokens of completions is shown."""
     input_len: int = Field(1024, gt=0)
-    """Length of a prompt in tokens."""
+    """Length of a prompt in tokens. Where neither length is given, both are shorter for models that read less."""
     output_len: int = Field(128, gt=0)
     """Length of a completion in tokens."""
     dtype: str | None = None
@@ -59,6 +57,10 @@ def plan_serving(name: str, settings: ServePlanSettings, say: Say) -> dict[str, 
     target = Target.described(settings.device)
     _check(settings, target)
     model = _served(name, settings, target)
+    settings = _with_lengths(settings, model.context)
+    if settings.input_len + settings.output_len > model.context:
+        what = f"input_len + output_len = {settings.input_len + settings.output_len:,}, and {name} reads {model.context:,} tokens"
+        raise BadInput(what, hint="shorter sequences")
     memory, size = serving_memory(model, settings.copies)
     prices, limit = _prices(target), target.memory_bytes
     keys = wanted_steps(model, size, settings.input_len, settings.output_len)
@@ -73,20 +75,27 @@ def plan_serving(name: str, settings: ServePlanSettings, say: Say) -> dict[str, 
             verdict, fits = "compiler", found["fits"] and found["needed"] <= (limit or found["needed"])
             memory["temporaries"] = max(0, found["needed"] - sum(memory[kind] for kind in ("weights", "cache")))
             steps = {tuple(key): _step(*key[:2], *one) for key, *one in found["steps"]} if found["steps"] else steps
-    rates = serving_rates(model, size, settings.input_len, settings.output_len, steps) if steps else []
-    document = _document(name, settings, model, memory, size, rates)
+    rates = serving_rates(model, size, settings.input_len, settings.output_len, steps) if steps and fits else []
+    document = _document(name, settings, model, memory, size, rates, target.count)
     best = max((rate.tokens_per_s for rate in rates), default=0.0) * settings.copies
     chips = (target.hardware.chips / target.count if target.hardware else 1) * settings.tensor * settings.copies
     return document | {
         "fits": fits,
         "verdict_by": verdict,
-        "error": COMPILER_ERROR if verdict == "compiler" else MODEL_ERROR,
         "uncounted_kernels": found.get("uncounted", []),
         "unknown_loops": found.get("unknown_loops", 0),
         "missing_compiler": missing,
         "cost_per_million_tokens": settings.price * chips / best * 1e6 / 3600 if settings.price and best else None,
         "nearest": [] if fits else _nearest(name, settings, target),
     }
+
+
+def _with_lengths(settings: ServePlanSettings, context: int) -> ServePlanSettings:
+    """The settings, with shorter sequences where the default ones are longer than the model reads."""
+    if {"input_len", "output_len"} & settings.model_fields_set or settings.input_len + settings.output_len <= context:
+        return settings
+    output = max(1, context // 4)
+    return settings.model_copy(update={"input_len": max(1, context - output), "output_len": output})
 
 
 def _check(settings: ServePlanSettings, target: Any) -> None:
@@ -107,8 +116,13 @@ def _served(name: str, settings: ServePlanSettings, target: Any) -> Any:
     from argosy.adapt.rules import schemes_of
     from argosy.models.parts.stack import Unroll
     from argosy.run.plan.serving import served_model
+    from argosy.weights.build import as_dtype
 
     config, schemes = _config_of(name)
+    if settings.dtype is not None:
+        as_dtype(settings.dtype)
+    if settings.engine.context is not None:
+        config.for_context(settings.engine.context)
     if config.inputs == "images" or not getattr(config, "causal", False) or getattr(config, "scored", False):
         raise BadInput(f"{name} generates no text, and a plan is of an engine that does", hint="a language model with a head")
     if settings.quantization is not None:
@@ -132,6 +146,8 @@ def _config_of(name: str) -> tuple[Any, dict[str, Any]]:
         hint = f"`argosy models` lists presets; {nearest(name, presets())}"
         raise BadInput(f"no preset, file or folder is named `{name}`", hint=hint)
     stored = open_model(name)
+    if stored.companions is not None and (stored.companions / "modules.json").is_file():
+        raise BadInput(f"{name} embeds texts, and a plan is of an engine that generates text", hint="a language model with a head")
     quantized = stored.quantized or stored.published()
     return stored.config, {} if quantized is None else dict(quantized.schemes)
 
@@ -204,7 +220,7 @@ def _nearest(name: str, settings: ServePlanSettings, target: Any) -> list[dict[s
 
 
 def _document(
-    name: str, settings: ServePlanSettings, model: Any, memory: dict[str, int], size: Any, rates: Sequence[Any]
+    name: str, settings: ServePlanSettings, model: Any, memory: dict[str, int], size: Any, rates: Sequence[Any], count: int
 ) -> dict[str, Any]:
     from argosy.run.plan.serving import largest_weights
 
@@ -215,6 +231,7 @@ def _document(
         "device": target.name,
         "device_kind": target.kind,
         "devices": settings.tensor * settings.copies,
+        "devices_there": count,
         "copies": settings.copies,
         "tensor": settings.tensor,
         "parameters": model.config.parameters(),

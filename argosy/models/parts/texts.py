@@ -93,10 +93,11 @@ def text_vectors(
 def pool_tokens(
     x: Float[Array, "B T D"], segments: Int[Array, "B T"], pooling: str, slots: int = 1, after: Int[Array, "B s"] | None = None
 ) -> Float[Array, "B s D"]:
-    """Pools the vectors of each slot's tokens into one; 0 in empty slots, but for `cls` and `last`. `after` as in `text_vectors`."""
+    """Pools the vectors of each slot's tokens into one; 0 where there are none. `after` as in `text_vectors`."""
     own = _of_slots(segments, slots, after)
     if pooling in ("cls", "last"):
-        return jnp.take_along_axis(x, _ends(own, last=pooling == "last")[:, :, None], 1)
+        picked = jnp.take_along_axis(x, _ends(own, last=pooling == "last")[:, :, None], 1)
+        return jnp.where(jnp.any(own, 1)[:, :, None], picked, 0.0)
     if pooling == "max":
         largest = [jnp.max(jnp.where(own[:, :, k, None], x, -jnp.inf), 1) for k in range(slots)]
         return jnp.where(jnp.any(own, 1)[:, :, None], jnp.stack(largest, 1), 0.0)

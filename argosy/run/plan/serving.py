@@ -214,14 +214,15 @@ def step_work(model: PlannedModel, decodes: int, prompt: int, length: int, price
     """The time of a step, by FLOPs and bytes.
 
     Args:
-        length: tokens of each sequence that are in the cache.
+        length: tokens of each sequence that are in the cache before the step.
     """
     config, count = model.config, model.target.count
     head = 2 * config.width * config.vocab
     each = config.flops(1) - config.mixing_flops(1)
     products = (decodes * each + prompt * (each - head) + head * bool(prompt)) / count / prices.flops_per_s
     weights = read_weights(model, decodes + prompt) / prices.bytes_per_s
-    mixing = (decodes + prompt) * config.mixing_flops(max(length, 1)) / max(length, 1) / count / prices.flops_per_s
+    # A prompt's own tokens see half of each other on average.
+    mixing = (decodes * _mixing(config, length) + prompt * _mixing(config, length + prompt // 2)) / count / prices.flops_per_s
     # Rows of a prompt share what they read of their sequence.
     sequences = decodes + bool(prompt)
     cache = sequences * model.read_bytes(length) / prices.bytes_per_s
@@ -231,8 +232,13 @@ def step_work(model: PlannedModel, decodes: int, prompt: int, length: int, price
     return ServingStep(decodes, prompt, by_kind, _step_traffic(model, decodes + prompt, decodes + bool(prompt), prices))
 
 
+def _mixing(config: Any, length: int) -> float:
+    """FLOPs of the attention of one token to so many."""
+    return config.mixing_flops(max(length, 1)) / max(length, 1)
+
+
 def read_weights(model: PlannedModel, tokens: int) -> float:
-    """Bytes of weights that a step with so many tokens reads on each device. Of experts those that a token is sent to, if all are
+    """Bytes of weights that a step with so many tokens reads on each device. Experts to which no token is sent are not read; all are
     equally likely."""
     experts, axes = model.config.experts, logical(model.module)
     touched = 1.0 if experts is None else 1 - (1 - experts.active / experts.count) ** tokens

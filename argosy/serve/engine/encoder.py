@@ -243,6 +243,8 @@ class EncoderService(ServedModel[EncoderFront]):
             raise ApiError("`truncate_prompt_tokens` is -1, or at least 2", param="truncate_prompt_tokens")
         most = self.context if most == -1 else most
         prompt = self.prompt(prompt_name)
+        if prompt_name is not None and param == "input" and not all(isinstance(t, str) for t in texts):
+            raise ApiError("`prompt_name` is for texts; token ids are used as they are", param="prompt_name")
         try:
             found = self.front.engine.ids([t if isinstance(t, str) else t[:most] for t in texts], most, special=special, prompt=prompt)
         except ArgosyError as error:

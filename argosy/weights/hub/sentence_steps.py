@@ -146,7 +146,9 @@ def trained_steps(objective: Any, data: Any, stored: EmbeddingSteps | None) -> E
             default = next((name for name, kept in prompts.items() if kept == text), "default")
             own = {default: text}
         prompts |= own
-    how: dict[str, Any] = {"include_prompt": getattr(objective, "include_prompt", True)}
+    # Without prompts in training, the stored ones stay as they were.
+    pools = stored.include_prompt if stored and not texts else getattr(objective, "include_prompt", True)
+    how: dict[str, Any] = {"include_prompt": pools}
     return EmbeddingSteps(objective.text_pooling, True, data.sequence, prompts=prompts, default_prompt=default, **how)
 
 

@@ -105,6 +105,7 @@ def test_mistakes_are_named(folders, pipes, tmp_path):
     pipe, (_, how) = pipes["pipeline-sd-controlnet"], given("pipeline-sd-controlnet")
     for arguments, what in (
         ({"control_start": 0.5, "control_end": 0.5}, "control_start = 0.5 and control_end = 0.5"),
+        ({"control_start": 0.51, "control_end": 0.54, "steps": 5}, "no evaluation of 6"),
         ({"control_scale": -1.0}, "control_scale = -1"),
     ):
         with pytest.raises(BadInput, match=what):

@@ -259,7 +259,7 @@ def parted_layers(cache: Cache, layers: int) -> Cache:
 
 
 def entry_counts(cache: Cache) -> dict[str, int]:
-    """Of one layer of a stacked cache: the number of pages, of pages of a window, and of rows, by `""`, `WINDOW` and `ROW`."""
+    """How many pages, pages of a window, and rows a layer of a stacked cache has, by `""`, `WINDOW` and `ROW`."""
     counts: dict[str, int] = {}
     for key, entry in cache.items():
         kind = key.partition(".")[0] + "." if "." in key else ""

@@ -38,7 +38,7 @@ from argosy.models.parts.stack.hosted import any_hosted, brought
 from argosy.models.parts.stack.remat import INPUT, Remat, on_picked_weights, rematerialised
 from argosy.models.parts.stack.watch import OUTPUT, TOLD, Listening, WatchedAttend
 from argosy.models.parts.weight import Leaves, merge, split
-from argosy.parallel.scope import constrain
+from argosy.parallel.scope import constrain, platform
 
 # {kind: {name: [layers of that kind ...]}}.
 Aux = dict[str, dict[str, Array]]
@@ -459,7 +459,8 @@ def _with_cache(run: Callable[..., Any], stacked: Cache, attend: Attend, at: Arr
         run: (cache, attend) -> what `run_block` returns.
         at: the layer's place in the stack.
     """
-    if isinstance(attend, StackedAttend):
+    # XLA for CPUs has no kernel that needs a layer apart, and lays out joined layers with one key head anew in every layer.
+    if isinstance(attend, StackedAttend) and platform() != "cpu":
         x, cache, told = run(cache=joined_layers(stacked), attend=attend.in_stack(stacked, at))
         return x, parted_layers(cache, len(jax.tree.leaves(stacked)[0])), told
     x, cache, told = run(cache=_layer(stacked, at), attend=attend)
