@@ -12,6 +12,7 @@ from argosy.cli import main
 from argosy.infer.engine.engine import Engine
 from argosy.infer.load import random_lm
 from argosy.infer.settings import EngineSettings
+from argosy.jobs.plan import serving
 from argosy.jobs.plan.serving import ServePlanSettings, plan_serving
 from argosy.models.gemma import GemmaConfig
 from argosy.models.llama import LlamaConfig
@@ -159,6 +160,7 @@ def test_what_does_not_fit_is_refused_with_settings_that_do(capsys: pytest.Captu
         ([], "one model"),
         (["argosy-1m", "llama3.1-8b"], "one model"),
         (["minilm-l6"], "generates no text"),
+        (["wan2.1-t2v-1.3b", "engine.context=512"], "generates no text"),
         (["nowhere"], "no preset, file or folder"),
         (["hf:me/mine"], "would be downloaded"),
         (["argosy-1m", "engine.speculative=ngram"], "engine.speculative"),
@@ -178,12 +180,24 @@ def test_mistakes_are_answered(words, said, capsys: pytest.CaptureFixture[str]):
     assert said in capsys.readouterr().err
 
 
+def test_a_step_that_the_compiler_refuses_needs_more_than_there_is(monkeypatch: pytest.MonkeyPatch):
+    """The compiler names the bytes of the temporaries, or none."""
+    monkeypatch.setattr(Target, "missing_compiler", lambda self: None)
+    for needed in (0, 50 << 30):
+        monkeypatch.setattr(serving, "answer_of_compiler", lambda *_, n=needed: {"fits": False, "needed": n, "steps": []})
+        settings = ServePlanSettings(device="v5e-1", engine=EngineSettings(context=2048, pages=256))
+        found = plan_serving("llama3.2-1b", settings, lambda _: None)
+        assert (found["fits"], found["verdict_by"], found["rates"]) == (False, "compiler", [])
+        assert found["memory_bytes"]["temporaries"] >= max(needed, 1)
+
+
 def test_a_server_on_this_machine_is_planned(capsys: pytest.CaptureFixture[str]):
     assert main(["plan", "serve", "argosy-1m", "input_len=32", "output_len=16"]) == 0
     out = capsys.readouterr().out
     assert "argosy-1m on this: 1 copy on 1 device" in out
     assert "memory of this machine" in out
     assert "reading the" in out
+    assert "lower bound" not in out
 
 
 def test_steps_are_compiled_for_sizes_that_the_engine_has():

@@ -47,14 +47,14 @@ class InputSums:
 class InputStatistics:
     """Statistics of the inputs of a contraction on calibration data, as numpy arrays. The fields are those of `InputSums`.
 
-    kept: what a method has computed of the Gram matrix, for the next contraction that reads the same inputs.
+    factors: those of the Gram matrix that a method has computed, for the next contraction that reads the same inputs.
     """
 
     gram: Float[np.ndarray, "G I I"]
     absolute: Float[np.ndarray, "G I"]
     largest: Float[np.ndarray, "G I"]
     tokens: Float[np.ndarray, " G"]
-    kept: dict[Any, np.ndarray] = field(default_factory=dict, repr=False, compare=False)
+    factors: dict[Any, np.ndarray] = field(default_factory=dict, repr=False, compare=False)
 
     @staticmethod
     def of(sums: InputSums) -> "InputStatistics":

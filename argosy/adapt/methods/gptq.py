@@ -73,14 +73,18 @@ def _spread_over(scales: Array, shape: tuple[int, ...]) -> Array:
     return jnp.broadcast_to(spread(scales, shape), shape)
 
 
-def _factor(inputs: "InputStatistics", g: int, order: np.ndarray, how: tuple[float, bool]) -> Float[np.ndarray, "I I"]:
-    """The factor of a Gram matrix. That of a matrix without experts is kept: queries, keys and values read the same inputs. Those of
-    experts would be as large as all of their Gram matrices."""
+def _factor(inputs: "InputStatistics", g: int, order: np.ndarray, key: tuple[float, bool]) -> Float[np.ndarray, "I I"]:
+    """The factor of a Gram matrix. Queries, keys and values read the same inputs, so a layer without experts computes it once. Experts
+    keep none: all of their factors would be as large as all of their Gram matrices.
+
+    Args:
+        key: what the factor depends on besides the matrix: the damping, and whether channels are ordered by activation.
+    """
     if len(inputs.gram) > 1:
-        return inverse_factor(inputs.gram[g], order, how[0])
-    if how not in inputs.kept:
-        inputs.kept[how] = inverse_factor(inputs.gram[g], order, how[0])
-    return inputs.kept[how]
+        return inverse_factor(inputs.gram[g], order, key[0])
+    if key not in inputs.factors:
+        inputs.factors[key] = inverse_factor(inputs.gram[g], order, key[0])
+    return inputs.factors[key]
 
 
 def inverse_factor(gram: Float[np.ndarray, "I I"], order: np.ndarray, damping: float) -> Float[np.ndarray, "I I"]:

@@ -107,8 +107,8 @@ def serving_text(answered: Mapping[str, Any]) -> str:
         f"{plural(answered['cache_sequences'], 'sequence')} of {answered['input_len']:,} + {answered['output_len']:,} tokens at a time",
         "",
     ]
-    if answered["devices"] < answered["devices_there"]:
-        lines.insert(1, f"{answered['devices']} of {plural(answered['devices_there'], 'device')}: `copies` and `tensor` use more")
+    if answered["devices"] < answered["devices_available"]:
+        lines.insert(1, f"{answered['devices']} of {plural(answered['devices_available'], 'device')}: `copies` and `tensor` use more")
     if not answered["rates"]:
         return "\n".join([*lines, "no speed is known for this device"] if answered["fits"] else lines[:-1])
     rows = [
@@ -119,10 +119,14 @@ def serving_text(answered: Mapping[str, Any]) -> str:
         for one in answered["rates"]
     ]  # fmt: skip
     lines += columns(("sequences", "first token", "a step", "tokens/s", "a step is bound by"), rows, (0, 1, 2, 3)).splitlines()
-    how = "the compiler's cycles; no device was measured" if answered["verdict_by"] == "compiler" else "bytes and FLOPs: a lower bound"
-    lines += [f"by {how}"]
+    how = "by bytes and FLOPs: a lower bound"
+    if answered["verdict_by"] == "compiler":
+        how = "by the compiler's cycles; no device was measured"
+    elif answered["device_kind"] == "cpu":
+        how = "by bytes and FLOPs, at the speeds of a copy and a product here; a step that mostly reads may take a third of this"
+    lines += [how]
     if answered["cost_per_million_tokens"]:
-        lines += [f"{answered['cost_per_million_tokens']:,.2f} for a million tokens of completions"]
+        lines += [f"{answered['cost_per_million_tokens']:,.2f} for a million tokens of completions, at the highest rate"]
     if answered["unknown_loops"]:
         loops = plural(answered["unknown_loops"], "loop")
         lines += ["", f"note: {loops} of a length that depends on the data count once, so a step takes longer"]

@@ -23,12 +23,12 @@ class Control:
 
     images: [N Y X 3] in 0..1.
     scales: [R] factors on what is added to each skip, and to the middle.
-    away: [R] the same, of rows without their prompts.
+    null_scales: [R] the same, of rows without their prompts.
     """
 
     images: np.ndarray
     scales: np.ndarray
-    away: np.ndarray
+    null_scales: np.ndarray
 
     def put_on(self, conditions: Conditions, null: Conditions | None, rows: slice) -> tuple[Conditions, Conditions | None]:
         """The conditions of some of the images, and of what guidance leads away from, with their control."""
@@ -37,7 +37,7 @@ class Control:
         def with_control(base: Conditions, scales: np.ndarray) -> Conditions:
             return base._replace(control=images, control_scale=np.tile(scales, (len(images), 1)))
 
-        return with_control(conditions, self.scales), None if null is None else with_control(null, self.away)
+        return with_control(conditions, self.scales), None if null is None else with_control(null, self.null_scales)
 
 
 def control_of(config: ControlNetConfig, images: np.ndarray, scale: float, guess_mode: bool) -> Control:

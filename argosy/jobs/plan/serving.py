@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import Field
 
 from argosy.core.errors import BadInput, UserError, nearest
-from argosy.core.settings import Settings, read_settings, words_layer
+from argosy.core.settings import Settings
 from argosy.infer.settings import EngineSettings
 from argosy.jobs.plan.compiler import answer_of_compiler, kept_answer
 
@@ -73,7 +73,9 @@ def plan_serving(name: str, settings: ServePlanSettings, say: Say) -> dict[str, 
             inputs = {"name": name, "settings": settings.model_dump(mode="json", exclude_unset=True), "pages": size.pages}
             found = answer_of_compiler("argosy.jobs.plan.serving:compiled_serving_answer", inputs, settings.device)
             verdict, fits = "compiler", found["fits"] and found["needed"] <= (limit or found["needed"])
-            memory["temporaries"] = max(0, found["needed"] - sum(memory[kind] for kind in ("weights", "cache")))
+            # Of a program that is refused, the compiler says what it asks for beside the weights and the cache, or nothing.
+            given = memory["weights"] + memory["cache"] if found["fits"] else 0
+            memory["temporaries"] = max(0 if found["fits"] else memory["temporaries"], found["needed"] - given)
             steps = {tuple(key): _step(*key[:2], *one) for key, *one in found["steps"]} if found["steps"] else steps
     rates = serving_rates(model, size, settings.input_len, settings.output_len, steps) if steps and fits else []
     document = _document(name, settings, model, memory, size, rates, target.count)
@@ -119,12 +121,12 @@ def _served(name: str, settings: ServePlanSettings, target: Any) -> Any:
     from argosy.weights.build import as_dtype
 
     config, schemes = _config_of(name)
+    if config.inputs == "images" or not getattr(config, "causal", False) or getattr(config, "scored", False):
+        raise BadInput(f"{name} generates no text, and a plan is of an engine that does", hint="a language model with a head")
     if settings.dtype is not None:
         as_dtype(settings.dtype)
     if settings.engine.context is not None:
         config.for_context(settings.engine.context)
-    if config.inputs == "images" or not getattr(config, "causal", False) or getattr(config, "scored", False):
-        raise BadInput(f"{name} generates no text, and a plan is of an engine that does", hint="a language model with a head")
     if settings.quantization is not None:
         if schemes:
             raise BadInput(f"{name} is quantized already", hint="leave out `quantization`")
@@ -165,7 +167,7 @@ def compiled_serving_answer(inputs: dict[str, Any]) -> dict[str, Any]:
     from argosy.run.plan.compiled_serving import compiled_serving
     from argosy.run.plan.serving import wanted_steps
 
-    settings = read_settings(ServePlanSettings, words_layer([])).value.model_validate(inputs["settings"])
+    settings = ServePlanSettings.model_validate(inputs["settings"])
     target = Target.described(settings.device).compiled()
     model = _served(inputs["name"], settings, target)
     chip = target.chip
@@ -231,7 +233,7 @@ def _document(
         "device": target.name,
         "device_kind": target.kind,
         "devices": settings.tensor * settings.copies,
-        "devices_there": count,
+        "devices_available": count,
         "copies": settings.copies,
         "tensor": settings.tensor,
         "parameters": model.config.parameters(),
