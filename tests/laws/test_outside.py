@@ -91,10 +91,10 @@ def test_it_obeys_the_laws_that_compile_nothing(name: str, example: str, monkeyp
     law(example, monkeypatch) if "monkeypatch" in signature(law).parameters else law(example)
 
 
-def test_it_decodes_from_pages(example: str):
+def test_it_decodes_from_pages(example: str, monkeypatch: pytest.MonkeyPatch):
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         full = test_family.whole(example)[:3]
-        test_family.test_paged_decode_equals_full(example, "scan", lambda case: full)
+        test_family.test_paged_decode_equals_full(example, "scan", lambda case: full, monkeypatch)
 
 
 @pytest.mark.slow
