@@ -18,7 +18,7 @@ from argosy.cli import main
 from argosy.core.caches import most_bytes
 from argosy.jobs import doctor
 from argosy.jobs.history import listing as runs
-from argosy.jobs.models import describe
+from argosy.jobs.models import Cached, cache_bytes, describe
 from argosy.models.llama import LlamaConfig
 from argosy.models.parts.weight import abstract, parameter_count
 from argosy.observe import environment
@@ -448,3 +448,9 @@ def test_size_is_that_of_the_files(here):
     run = make_run(here / "a")
     files = [f for f in (run / "checkpoints/20").rglob("*") if f.is_file() and f.name != "manifest.json"]
     assert runs.size_bytes(run, 20) == sum(f.stat().st_size for f in files)
+
+
+def test_a_cache_holds_as_many_tokens_as_its_window_and_states_in_float32():
+    kept = [Cached(3, 10, 0, None), Cached(2, 10, 0, 4), Cached(1, 0, 5, None)]
+    assert cache_bytes(kept, 8, 2) == 3 * 2 * 10 * 8 + 2 * 2 * 10 * 4 + 4 * 5
+    assert cache_bytes(kept, 3, 2) == 3 * 2 * 10 * 3 + 2 * 2 * 10 * 3 + 4 * 5

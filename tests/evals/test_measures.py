@@ -70,6 +70,12 @@ def test_batches_hold_every_sequence_once_within_their_tokens(tokens: int):
     assert [max(lengths[i] for i in p) for p in found] == sorted((max(lengths[i] for i in p) for p in found), reverse=True)
 
 
+def test_lengths_are_powers_of_two_and_the_midpoints_between_them():
+    assert sorted({length_bucket(n, 8) for n in range(1, 65)}) == [8, 12, 16, 24, 32, 48, 64]
+    assert all(n <= length_bucket(n, 8) for n in range(1, 65))
+    assert [length_bucket(n, 8) for n in (8, 9, 12, 13, 16, 17)] == [8, 12, 12, 16, 16, 24]
+
+
 def test_a_batch_scores_as_one_at_a_time_and_few_sizes_are_compiled(lm: LM):
     rng = np.random.default_rng(1)
     rows = [rng.integers(0, 256, n).tolist() for n in rng.integers(2, 49, 11)]

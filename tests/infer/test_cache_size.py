@@ -18,7 +18,7 @@ from argosy.infer.load import random_lm
 from argosy.infer.settings import EngineSettings
 from argosy.models import FAMILIES
 from argosy.models.parts.attention.cache import AttentionWindow, bytes_of_caches
-from argosy.models.parts.stack import Unroll
+from argosy.models.parts.stack import Scan, Unroll
 from argosy.models.parts.weight import abstract
 from argosy.observe.memory import resident_bytes
 
@@ -103,3 +103,12 @@ def test_the_size_of_the_cache_may_be_given_in_bytes():
         Engine(model, EngineSettings(page=4, context=32, memory=size // 50))
     with pytest.raises(ValidationError, match="both set the size"):
         EngineSettings(memory=1, pages=1)
+
+
+@pytest.mark.parametrize("family, example", [("llama", "plain"), ("gemma", "3"), ("qwen3_next", "mixed")])
+def test_stacked_caches_have_as_many_layers_as_the_plan_has_of_each_kind(family: str, example: str):
+    config = FAMILIES[family].examples()[example]
+    stacked, single = (config.build(run()).layers.holds() for run in (Scan, Unroll))
+    assert sum(layers or 0 for _, layers in stacked.values()) == len(single) == config.layers
+    assert all(layers is None for _, layers in single.values())
+    assert max(layers or 0 for _, layers in stacked.values()) > 1

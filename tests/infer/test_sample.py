@@ -19,6 +19,7 @@ from argosy.infer.sampling.sample import (
     Sampling,
     apply_penalties,
     draw_filtered,
+    has_filter,
     has_penalty,
     likeliest,
     lowest_by_bits,
@@ -379,3 +380,10 @@ def test_occurrences_are_counted_up_to_what_two_bytes_hold_and_never_from_0_agai
     assert int(slots.history[0, 7]) == 65_534
     slots, _ = sampler.sample(slots, jnp.zeros((1, vocab)).at[0, 3].set(9.0), jnp.zeros(1, jnp.int32))
     assert int(slots.history[0, 3]) == 5
+
+
+@pytest.mark.parametrize("filters", [{"top_k": 1}, {"top_p": 0.5}, {"min_p": 0.1}, {"typical_p": 0.5}])
+def test_each_filter_alone_is_a_filter(filters: dict[str, float]):
+    none = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
+    rows = {name: jnp.asarray([filters.get(name, value), value]) for name, value in none.items()}
+    assert np.asarray(has_filter(rows)).tolist() == [True, False]

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from argosy.adapt.search.patterns import mixed_rules
 from argosy.adapt.search.sensitivity import SensitivityMeter
 from argosy.checkpoint.open import open_model
 from argosy.cli import main
+from argosy.cli.verbs.quantize import Quantize, check_search
 from argosy.core.errors import BadInput, Unsupported
 from argosy.data.settings import DataSettings
 from argosy.infer.lm import LM
@@ -262,3 +264,17 @@ def test_search_mistakes_are_one_error_before_work_starts(out, words, what, tmp_
     assert "measuring" not in said
     assert [path.name for path in tmp_path.iterdir()] == ["taken.yml"]
     assert (tmp_path / "taken.yml").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("target", "words", "what"),
+    [
+        ("rules.yml", {}, "rules.yml is a file of rules, which only a search writes"),
+        ("folder", {"search": 4.5}, "a search writes a file of rules, and folder does not end in .yml"),
+        ("rules.yml", {"search": 4.5, "preset": "w4"}, "preset is for writing a model"),
+        ("rules.yml", {"search": 4.5}, "search needs calibration data"),
+    ],
+)
+def test_settings_that_are_not_those_of_a_search_are_refused(target: str, words: dict[str, Any], what: str):
+    with pytest.raises(BadInput, match=what):
+        check_search(Quantize(**words), target)

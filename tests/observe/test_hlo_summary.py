@@ -17,7 +17,7 @@ from argosy.core.errors import BadInput
 from argosy.jobs.hlo import program_file, read_program
 from argosy.observe.hlo import cost
 from argosy.observe.hlo.module import HloModule
-from argosy.observe.hlo.summary import program_differences, summarize
+from argosy.observe.hlo.summary import Difference, program_differences, summarize
 from argosy.parallel.mesh import MeshSettings
 
 
@@ -149,3 +149,9 @@ def test_what_is_no_program_says_how_to_get_one(tmp_path: Path):
     (tmp_path / "x.txt").write_text("module {")
     with pytest.raises(BadInput, match="no text of an HLO module"):
         read_program(tmp_path / "x.txt")
+
+
+def test_a_row_that_only_one_program_has_counts_with_all_its_bytes():
+    assert Difference("buffers", "x", {"bytes": 7}, {"bytes": 9}).bytes == 2
+    assert Difference("buffers", "x", None, {"bytes": 9}).bytes == 9
+    assert Difference("buffers", "x", {"bytes": 7}, None).bytes == -7

@@ -233,3 +233,8 @@ def test_a_run_that_is_killed_and_resumed_has_its_wall_time_by_cause(tmp_path: P
     assert found.lost_steps <= len(steps) - len(set(steps))
     assert 0 < found.goodput < 1
     assert "Time by cause, 2 starts" in (run / "report.html").read_text()
+
+
+def test_lines_that_are_not_those_of_a_start_are_left_out(tmp_path: Path):
+    strange = "[1]\n" + json.dumps({"start": "a", "began": 1000.0}) + "\n" + '"start"\n'
+    assert account(written(tmp_path, TWICE, rest=strange)) == account(written(tmp_path, TWICE))

@@ -181,3 +181,10 @@ def test_weights_that_no_rule_splits_are_said():
     assert whole == "1.79 KiB of weights (10%) on every device, as no rule splits them: odd [63, 7], norm [16]"
     copies = Mesh(np.asarray(jax.devices()).reshape(8), ("data",))
     assert "whole" not in mesh_header(copies, kept)
+
+
+def test_slices_that_are_left_over_hold_copies_and_processes_do_not():
+    settings = BetweenSettings(fsdp=2)
+    assert {name: size for name, size in settings.resolve(8, slices=True).items() if size > 1} == {"data": 4, "fsdp": 2}
+    with pytest.raises(BadInput):
+        settings.resolve(8, slices=False)

@@ -7,7 +7,7 @@ from jax.sharding import PartitionSpec as P
 from argosy.core.errors import BadInput
 from argosy.parallel.mesh import MeshSettings
 from argosy.parallel.place import batch_sharding
-from argosy.parallel.rules import DEFAULT
+from argosy.parallel.rules import DEFAULT, edited
 
 MESH = MeshSettings(data=2, fsdp=4)
 
@@ -45,3 +45,17 @@ def test_layers_are_split_over_stages_and_rows_outside_of_them():
     assert DEFAULT.weight(("layers", "embed", "ffn"), (3, 64, 70), mesh.shape) == P(None, "fsdp", None)
     assert DEFAULT.activation("B T D", (8, 6, 64), mesh.shape) == P(("data", "fsdp", "stage"), None, None)
     assert batch_sharding(mesh).spec == P(("data", "fsdp", "expert"))
+
+
+@pytest.mark.parametrize(
+    ("rule", "what", "hint"),
+    [
+        ("embd:tensor", "no axis of weights is called `embd`", "did you mean `embed`?"),
+        ("qqqq:tensor", "no axis of weights is called `qqqq`", "axes of weights: "),
+        ("embed:tensr", "the mesh has no axis `tensr`", "data, tensor, or none"),
+    ],
+)
+def test_rules_of_ones_own_that_name_nothing_are_refused(rule: str, what: str, hint: str):
+    with pytest.raises(BadInput, match=what) as caught:
+        edited(DEFAULT, [rule], ["data", "tensor"])
+    assert hint in (caught.value.hint or "")

@@ -65,3 +65,12 @@ def test_the_figures():
         *(f"| `{name}` |" for name in REWARDS._items),
     ):
         assert text in GUIDE, text
+
+
+def test_a_gguf_file_is_no_reward_and_one_that_does_not_exist_is_not_called_a_file(tmp_path: Path):
+    path = tmp_path / "reward.gguf"
+    with pytest.raises(BadInput, match="no reward"):
+        open_rewards([RewardSettings(of=str(path))], 1)
+    path.touch()
+    with pytest.raises(BadInput, match="which has no head of scores"):
+        open_rewards([RewardSettings(of=str(path))], 1)

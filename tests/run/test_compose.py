@@ -13,7 +13,7 @@ from argosy.core.errors import BadInput, SettingsError, UnknownName
 from argosy.core.registry import Registry
 from argosy.core.settings import Choice, Settings
 from argosy.run.settings.compose import compose, editor_schema
-from argosy.run.settings.recipe_files import CONFIGS, preset_config, presets, recipes
+from argosy.run.settings.recipe_files import CONFIGS, preset_config, presets, presets_of_family, recipes
 from argosy.run.settings.run import Run as TrainingRun
 from argosy.train.objectives import OBJECTIVES
 from argosy.train.objectives.preferences.dpo import LOSSES as DPO_LOSSES
@@ -441,3 +441,11 @@ def test_a_bound_says_what_was_wanted():
 def test_records_have_as_many_negatives_as_are_compared(words, negatives):
     made = compose(TrainingRun, "embed", ["model=minilm-l6", "init.weights=none", "data.source=n.jsonl", *words]).value
     assert made.data.negatives == negatives
+
+
+def test_presets_of_a_family_are_those_whose_names_begin_with_it():
+    names = ["gemma2-2b", "gemma-7b", "phi-4", "phi4-mini", "gpt-oss-20b", "gemmaxl"]
+    assert presets_of_family("gemma", names) == ["gemma2-2b", "gemma-7b"]
+    assert presets_of_family("phi", names) == ["phi-4", "phi4-mini"]
+    assert presets_of_family("gpt_oss", names) == ["gpt-oss-20b"]
+    assert presets_of_family("ph", names) == []

@@ -29,7 +29,7 @@ from argosy.serve.admin import Admin
 from argosy.serve.app import App
 from argosy.serve.engine import replicas
 from argosy.serve.engine.front import Front
-from argosy.serve.engine.replicas import ReplicaFront
+from argosy.serve.engine.replicas import ReplicaFront, RequestGroup
 from argosy.serve.metrics import EngineMetrics
 from argosy.serve.service import Service
 from argosy.serve.settings import AdminSettings, ServerLimits, ServeSettings
@@ -625,3 +625,7 @@ def test_copies_of_an_encoder_are_refused():
     lm: Any = type("Encodes", (), {"config": config, "companions": None})
     with pytest.raises(BadInput, match="copies of an encoder"):
         run.running_server(lm, "bert", ServeSettings(copies=2), None)
+
+
+def test_a_prompt_loads_a_copy_by_its_completions_and_its_scores():
+    assert RequestGroup([0, 1], [0]).load == 3 * RequestGroup([2], []).load
