@@ -19,10 +19,12 @@ from argosy.checkpoint.open import open_model
 from argosy.checkpoint.save import Progress, write_model_folder
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput
+from argosy.core.formats.safetensors import tensors_file
 from argosy.core.hub.download import local_model
 from argosy.core.hub.names import name_of_path
 from argosy.core.process.signals import before_leaving
 from argosy.data.tokenizers.load import matching
+from argosy.models import FAMILIES
 from argosy.observe import memory
 from argosy.run.settings.recipe_files import no_model
 from argosy.weights import manifest
@@ -30,14 +32,21 @@ from argosy.weights.build import stored_tokenizer
 from argosy.weights.gguf.mixtures import MIXTURES, Mixture
 from argosy.weights.gguf.writer import GGUFContent, gguf_content
 from argosy.weights.hub.reader import MappedTensors, check_tied_head
+from argosy.weights.hub.single_file import single_file_entries
 from argosy.weights.model import COMPANIONS, OpenedModel
 from argosy.weights.peft.merge import merged_weights
 from argosy.weights.peft.reader import check_base, config_for, read_contents
 from argosy.weights.peft.sites import FILES
 from argosy.weights.peft.writer import write_adapter
-from argosy.weights.stream import largest_tensor, streamed
+from argosy.weights.staging import StagedFile
+from argosy.weights.stream import in_order, largest_tensor, streamed
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+# What a target that ends so is.
+FILES_OF = {".gguf": "gguf", ".safetensors": "single_file"}
+DIFFUSERS_INDEX = "model_index.json"
+# Folders of a diffusers folder whose models a single file has.
+SINGLE_FILE_PARTS = ("transformer", "unet", "vae", "text_encoder", "text_encoder_2")
 MIXTURE_OF = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 # The interpreter with its libraries takes 210 MB of it, slabs being written 130 MB.
 REST_BYTES = 500_000_000
@@ -56,11 +65,12 @@ def convert(
     say: Say = lambda _: None,
     progress: Progress = lambda new, all, kept: None,
 ) -> dict[str, Any]:
-    """Writes `source` to the new folder `target`, or a GGUF file. Returns what was written. A run that trained adapters is merged with
-    its base.
+    """Writes `source` to the new folder `target`, or a file. Returns what was written. A run that trained adapters is merged with its
+    base.
 
     Args:
-        to: hub, argosy or gguf; or peft, for the adapters of a run alone, unmerged. A target that ends in .gguf is a GGUF file.
+        to: hub, argosy or gguf; single_file, for models of images in their authors' names; or peft, for the adapters of a run alone,
+            unmerged. A target that ends in .gguf or .safetensors is such a file.
         dtype: float32, float16 or bfloat16; None keeps each tensor's type.
         shard_gb: the largest file of a Hub folder, in 1e9 bytes.
         adapter: a PEFT folder to merge during the conversion.
@@ -71,6 +81,8 @@ def convert(
     """
     to = target_format(target, to)
     start = time.monotonic()
+    if to == "single_file":
+        return write_single_file(source, target, dtype, adapter, CountedProgress(progress), start, say)
     original = stored = open_source(source, say)
     if to == "peft":
         return adapters_alone(stored, source, target, dtype, adapter, start)
@@ -128,16 +140,17 @@ def convert(
 
 
 def target_format(target: Path, to: str) -> str:
-    """The format of a target: gguf if its name ends so, and `to` names no other.
+    """The format of a target: that of its ending, if it is a file's, and `to` names no other.
 
     Raises:
         BadInput: the name and `to` do not belong together.
     """
-    is_gguf = target.suffix == ".gguf"
-    if (to == "gguf") != is_gguf and to != "hub":
-        hint = "name a file that ends in .gguf" if to == "gguf" else "name a new folder"
-        raise BadInput(f"{target} and to={to}", hint=hint)
-    return "gguf" if is_gguf else to
+    named = FILES_OF.get(target.suffix)
+    if to in FILES_OF.values() and named != to:
+        raise BadInput(f"{target} and to={to}", hint=f"name a file that ends in {next(end for end in FILES_OF if FILES_OF[end] == to)}")
+    if named is not None and to not in (named, "hub"):
+        raise BadInput(f"{target} and to={to}", hint="name a new folder")
+    return named or to
 
 
 def write_gguf(
@@ -153,6 +166,47 @@ def write_gguf(
     content = gguf_content(stored.config, stored.weights, mixture, tokenizer=tokenizer, hub=stored.hub, name=target.stem, say=say)
     content.write(target, identity, progress)
     return content
+
+
+def write_single_file(
+    source: str, target: Path, dtype: str | None, adapter: str | None, progress: "CountedProgress", start: float, say: Say
+) -> dict[str, Any]:
+    """Writes the models of a diffusers folder, or a denoiser, as one file in their authors' names, completely or not at all.
+
+    Raises:
+        BadInput: the models have no such names, a setting would be read back otherwise, or the target exists.
+    """
+    if adapter is not None:
+        hint = "argosy.load(FOLDER, adapter=FILE).save(OUT) merges it; then convert OUT"
+        raise BadInput("adapter is not merged into a single file", hint=hint)
+    folder = Path(local_model(source, say))
+    models = {part: streamed(open_model(folder / part, say)) for part in SINGLE_FILE_PARTS if (folder / part).is_dir()}
+    if not (folder / DIFFUSERS_INDEX).is_file():
+        denoiser = open_source(source, say)
+        models = {"unet" if isinstance(denoiser.config, FAMILIES["unet"]) else "transformer": denoiser}
+    entries = single_file_entries(models, DTYPES[dtype] if dtype else None)
+    written = models if "unet" in models else {"transformer": models["transformer"]}
+    if left := models.keys() - written.keys():
+        say(f"{target.name} has the denoiser alone, as Black Forest Labs published it; {', '.join(sorted(left))} are left out")
+    file = tensors_file(target.name, entries, {"format": "pt"})
+    identity = {"source": [identity_of(one, "single_file", dtype, 0)["source"] for one in written.values()], "dtype": dtype or "kept"}
+    with StagedFile(target, identity) as part:
+        kept = part.plan([file])
+        progress(0, file.bytes, kept)
+        part.progress = lambda new: progress(new, file.bytes, kept)
+        part.write([file], in_order)
+        part.commit()
+    return {
+        "source": source,
+        "target": str(target),
+        "format": "single_file",
+        "tensors": len(entries),
+        "parameters": sum(math.prod(entry.shape) for entry in entries),
+        "bytes": progress.all,
+        "kept_bytes": progress.kept,
+        "seconds": time.monotonic() - start,
+        "memory": memory_used(list(written.values())),
+    }
 
 
 def adapters_alone(

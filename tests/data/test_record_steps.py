@@ -8,7 +8,7 @@ import data_files
 import pytest
 from test_prepare import Bytes
 
-from argosy.core.errors import BadInput, UserError
+from argosy.core.errors import BadInput, Damaged, UserError
 from argosy.data.pipeline import build, find
 from argosy.data.settings import DataSettings
 from argosy.data.sources import Document, Source
@@ -178,6 +178,58 @@ def test_data_sets_of_the_hub_from_folders_in_its_layout(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(BadInput, match="package datasets, which is not installed"):
         list(find_source(DataSettings(source=f"hf:{folder}")).documents())
+
+
+def hub_rows(folder, count, first=0):
+    folder.mkdir(exist_ok=True)
+    for number in range(3):
+        rows = [{"text": f"row {first + 1000 * number + i} of a text", "tags": ["a"]} for i in range(count)]
+        (folder / f"train-{number}.jsonl").write_bytes(data_files.jsonl(rows))
+    return folder
+
+
+def test_a_stream_of_the_hub_has_the_rows_of_the_data_set_and_keeps_nothing(tmp_path, monkeypatch):
+    """Longer than a batch of Arrow, in several files."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "hub"))
+    folder = hub_rows(tmp_path / "set", 700)
+    streamed = find_source(DataSettings(source=f"hf:{folder}", online=True))
+    texts = [document.text for document in streamed.documents()]
+    assert not list((tmp_path / "hub").rglob("*.arrow"))
+    whole = find_source(DataSettings(source=f"hf:{folder}"))
+    assert texts == [document.text for document in whole.documents()]
+    assert len(set(texts)) == 2100
+    assert streamed.ignored == ("tags",)
+    again = find_source(DataSettings(source=f"hf:{folder}", online=True))
+    assert again.fingerprint() == streamed.fingerprint() != whole.fingerprint()
+    with pytest.raises(BadInput, match="has no split `tset`"):
+        list(find_source(DataSettings(source=f"hf:{folder}:tset", online=True)).documents())
+    hub_rows(folder, 700, first=5)
+    assert find_source(DataSettings(source=f"hf:{folder}", online=True)).fingerprint() != streamed.fingerprint()
+    with (folder / "train-2.jsonl").open("ab") as file:
+        file.write(b'{"text": ')
+    with pytest.raises(Damaged, match="the stream of the data set ended"):
+        list(find_source(DataSettings(source=f"hf:{folder}", online=True)).documents())
+
+
+def test_a_stream_of_the_hub_resumes_at_any_row(tmp_path, monkeypatch):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "hub"))
+    settings = DataSettings(source=f"hf:{hub_rows(tmp_path / 'set', 40)}", online=True, sequence=16, batch=4)
+    stream = build(settings, Bytes(), vocab=258, seed=0)
+    states, rows = [], []
+    for _ in range(12):
+        states.append(json.loads(json.dumps(stream.state())))
+        rows.append(next(stream)["tokens"])
+    stream.close()
+    for at in (11, 3, 7):
+        other = build(settings, Bytes(), vocab=258, seed=0)
+        other.restore(states[at])
+        for wanted in rows[at:]:
+            assert (next(other)["tokens"] == wanted).all()
+        other.close()
 
 
 def test_a_data_set_of_the_hub_resumes(tmp_path, monkeypatch):

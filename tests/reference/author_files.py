@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from diffusers.loaders import single_file_utils as theirs
-from image_models import SD, UNET, VAE, XL, array, flux, noise, unet
+from image_models import CLIP, SD, UNET, VAE, XL, array, clip, flux, noise, unet
 
 FLUX = {"patch_size": 1, "in_channels": 16, "num_layers": 2, "num_single_layers": 1, "attention_head_dim": 128,
         "num_attention_heads": 1, "joint_attention_dim": 30, "pooled_projection_dim": 28, "axes_dims_rope": (16, 56, 56),
@@ -23,6 +23,8 @@ SINGLE_FILES: dict[str, tuple[str, dict[str, Any]]] = {
     "single-xl": ("UNet2DConditionModel", LDM | XL | {
         "block_out_channels": (64, 128), "cross_attention_dim": 2048, "attention_head_dim": (1, 2), "addition_time_embed_dim": 256,
         "projection_class_embeddings_input_dim": 14 + 6 * 256}),
+    "single-openclip": ("CLIPTextModelWithProjection", CLIP | {
+        "hidden_size": 64, "num_attention_heads": 1, "hidden_act": "gelu", "eos_token_id": 89, "projection_dim": 14}),
 }  # fmt: skip
 AUTOENCODER = VAE | {"block_out_channels": (32, 32), "down_block_types": ("DownEncoderBlock2D",) * 2, "norm_num_groups": 32,
                      "up_block_types": ("UpDecoderBlock2D",) * 2}  # fmt: skip
@@ -51,6 +53,21 @@ def flux_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     for name, shape in linear.items():
         shapes |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
     return shapes
+
+
+def openclip_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """OpenCLIP's names and shapes in a file of Stable Diffusion XL."""
+    d, f, start = c["hidden_size"], c["intermediate_size"], "conditioner.embedders.1.model."
+    shapes: dict[str, tuple[int, ...]] = {"token_embedding.weight": (c["vocab_size"], d), "text_projection": (d, c["projection_dim"])}
+    shapes |= {"positional_embedding": (c["max_position_embeddings"], d), "ln_final.weight": (d,), "ln_final.bias": (d,)}
+    for i in range(c["num_hidden_layers"]):
+        at = f"transformer.resblocks.{i}"
+        shapes |= {f"{at}.attn.in_proj_weight": (3 * d, d), f"{at}.attn.in_proj_bias": (3 * d,)}
+        for name, rows, columns in (("attn.out_proj", d, d), ("mlp.c_fc", f, d), ("mlp.c_proj", d, f)):
+            shapes |= {f"{at}.{name}.weight": (rows, columns), f"{at}.{name}.bias": (rows,)}
+        for name in ("ln_1", "ln_2"):
+            shapes |= {f"{at}.{name}.weight": (d,), f"{at}.{name}.bias": (d,)}
+    return {start + name: shape for name, shape in shapes.items()}
 
 
 def ldm_unet_name(name: str, c: dict[str, Any]) -> str:
@@ -96,6 +113,8 @@ def author_shapes(name: str, fresh: Any) -> dict[str, tuple[int, ...]]:
     kind, config = SINGLE_FILES[name]
     if name == "single-flux":
         return flux_shapes(config)
+    if name == "single-openclip":
+        return openclip_shapes(config)
     state = fresh(kind, config).state_dict()
     shapes = {f"model.diffusion_model.{ldm_unet_name(key, config)}": tuple(value.shape) for key, value in state.items()}
     for key, value in fresh("AutoencoderKL", AUTOENCODER).state_dict().items():
@@ -119,6 +138,11 @@ def author_golden(name: str, weights: dict[str, np.ndarray], fresh: Any, draw: n
         model.load_state_dict(state, strict=True)
         with torch.no_grad():
             return flux(model, draw)
+    if name == "single-openclip":
+        state = theirs.convert_open_clip_checkpoint(model, given, prefix="conditioner.embedders.1.model.")
+        model.load_state_dict(state, strict=True)
+        with torch.no_grad():
+            return clip(model, draw)
     model.load_state_dict(theirs.convert_ldm_unet_checkpoint(dict(given), dict(model.config)), strict=True)
     vae = fresh("AutoencoderKL", AUTOENCODER)
     vae.load_state_dict(theirs.convert_ldm_vae_checkpoint(dict(given), dict(vae.config)), strict=True)

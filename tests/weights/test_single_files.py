@@ -14,6 +14,8 @@ from safetensors.numpy import load_file, save_file
 
 import argosy
 from argosy.checkpoint.open import open_model
+from argosy.checkpoint.save import write_model_folder
+from argosy.cli import main
 from argosy.core.errors import BadInput
 from argosy.core.formats import Arrays
 from argosy.core.keymap import KeyMap
@@ -135,3 +137,89 @@ def test_models_that_read_an_image_and_incomplete_files_are_named(tmp_path: Path
         save_file(tensors, tmp_path / f"{i}.safetensors")
         with pytest.raises(BadInput, match=what):
             open_model(tmp_path / f"{i}.safetensors")
+
+
+# ---------------------------------------------------------------- writing
+
+
+def pipeline_of(file: Path, folder: Path, **changes: dict) -> Path:
+    """The models of a file as the folders of a pipeline."""
+    for part, one in single_file_parts(file).items():
+        config = one.config.model_copy(update=changes.get(part, {}))
+        write_model_folder(folder / part, "hub", config, one.weights, {}, None)
+    (folder / "model_index.json").write_text("{}")
+    return folder
+
+
+def clip_tensors(start: str) -> dict[str, np.ndarray]:
+    config = ClipTextConfig(vocab=30, width=64, layers=2, ffn=20, heads=1, context=9)
+    draw, table = np.random.default_rng(0), KeyMap(*config.hub_rows())
+    weights = {name: draw.normal(size=w.shape).astype(np.float32) for name, w in abstract(config.build(Unroll())).items()}
+    return {start + entry.name: np.ascontiguousarray(entry.make()) for entry in table.inverse(Arrays(weights))}
+
+
+def test_openclip_is_the_encoder_that_diffusers_reads(tmp_path: Path):
+    """The second encoder of Stable Diffusion XL, with queries, keys and values in one matrix and its projection the other way round."""
+    save_file(tensors_of("single-xl") | tensors_of("single-openclip"), tmp_path / "xl.safetensors")
+    golden, part = np.load(GOLDENS / "single-openclip" / "golden.npz"), single_file_parts(tmp_path / "xl.safetensors")["text_encoder_2"]
+    module, tokens = load_model(part).module, jnp.asarray(golden["tokens"], jnp.int32)
+    module.config = part.config.model_copy(update={"eos": 89})
+    hidden, penultimate = module.states(tokens, part.config.attend(jnp.ones_like(tokens)))
+    assert relative(hidden, golden["out_hidden"]) < TOLERANCE
+    assert relative(penultimate, golden["out_penultimate"]) < TOLERANCE
+    assert relative(module.pooled(hidden, tokens), golden["out_pooled"]) < TOLERANCE
+
+
+def test_the_last_layer_of_stable_diffusion_2_is_left_out_as_in_diffusers_folders(tmp_path: Path):
+    """Its encoder has 24 layers, of which the states before the last are read."""
+    start, layer = "cond_stage_model.model.", "transformer.resblocks.0."
+    given = {name.removeprefix("conditioner.embedders.1.model."): w for name, w in tensors_of("single-openclip").items()}
+    one = {name.removeprefix(layer): w for name, w in given.items() if name.startswith(layer)}
+    given |= {f"transformer.resblocks.{i}.{name}": w for i in range(24) for name, w in one.items()}
+    given["logit_scale"] = np.zeros((), np.float32)
+    save_file(tensors_of("single-sd") | {start + name: w for name, w in given.items()}, tmp_path / "sd2.safetensors")
+    config = single_file_parts(tmp_path / "sd2.safetensors")["text_encoder"].config
+    assert (config.layers, config.projection, config.activation) == (23, None, "gelu")
+
+
+@pytest.mark.parametrize("name", ["flux", "flux alone", "sd", "sd 2", "xl"])
+def test_what_is_written_is_the_file_that_was_read(name: str, tmp_path: Path, capsys: pytest.CaptureFixture):
+    """Name by name and bit by bit, through the folders of a pipeline: diffusers' converters read the same file."""
+    tensors = tensors_of(f"single-{name.split()[0]}")
+    openclip = tensors_of("single-openclip")
+    if name == "sd":
+        tensors |= clip_tensors("cond_stage_model.transformer.")
+    if name == "sd 2":
+        prefix = "conditioner.embedders.1.model."
+        tensors |= {n.replace(prefix, "cond_stage_model.model."): w for n, w in openclip.items() if "text_projection" not in n}
+    if name == "xl":
+        tensors |= clip_tensors("conditioner.embedders.0.transformer.") | openclip
+    save_file(tensors, tmp_path / "given.safetensors")
+    source = pipeline_of(tmp_path / "given.safetensors", tmp_path / "pipeline")
+    source = source / "transformer" if name == "flux alone" else source
+    assert main(["convert", str(source), str(tmp_path / "written.safetensors")]) == 0
+    assert f"{len(tensors)} tensors" in capsys.readouterr().out
+    written = load_file(tmp_path / "written.safetensors")
+    assert written.keys() == tensors.keys()
+    for key, w in tensors.items():
+        np.testing.assert_array_equal(written[key], w, err_msg=key)
+    assert main(["convert", str(source), str(tmp_path / "written.safetensors")]) == 2
+    assert "exists" in capsys.readouterr().err
+    assert main(["convert", str(source), str(tmp_path / "half.safetensors"), "dtype=bfloat16"]) == 0
+    half, whole = ((tmp_path / f"{name}.safetensors").stat().st_size for name in ("half", "written"))
+    assert half < 0.6 * whole
+
+
+def test_models_that_would_be_read_back_otherwise_are_not_written(tmp_path: Path):
+    file = written("single-sd", tmp_path)
+    folder = pipeline_of(file, tmp_path / "scaled", vae={"scale": 0.5})
+    with pytest.raises(BadInput, match=r"vae: scale=0.5 would be read back as 0.18215"):
+        convert(str(folder), tmp_path / "out.safetensors", "hub", None)
+    other = write_pipeline(GOLDENS / "pipeline-sd3", tmp_path / "sd3")
+    with pytest.raises(BadInput, match="no single file in its authors' names is written of SD3Config"):
+        convert(str(other), tmp_path / "out.safetensors", "hub", None)
+    with pytest.raises(BadInput, match="to=argosy"):
+        convert(str(folder), tmp_path / "out.safetensors", "argosy", None)
+    with pytest.raises(BadInput, match=r"ends in .safetensors"):
+        convert(str(folder), tmp_path / "out", "single_file", None)
+    assert not (tmp_path / "out.safetensors").exists()

@@ -1,4 +1,4 @@
-"""`argosy convert SOURCE TARGET [to=hub, argosy, gguf or peft] [dtype=...]`, and `argosy convert A --check B`."""
+"""`argosy convert SOURCE TARGET [to=hub, argosy, gguf, single_file or peft] [dtype=...]`, and `argosy convert A --check B`."""
 
 import os
 import sys
@@ -27,9 +27,10 @@ MOST_LISTED = 20
 class Convert(Settings):
     """The output of the conversion."""
 
-    to: Literal["hub", "argosy", "gguf", "peft"] = "hub"
-    """Format to write: a Hub folder, an Argosy checkpoint or a GGUF file, into which adapters are merged; or the adapters of a run
-    alone, as a folder of the PEFT library. A target that ends in .gguf is a GGUF file."""
+    to: Literal["hub", "argosy", "gguf", "single_file", "peft"] = "hub"
+    """Format to write: a Hub folder, an Argosy checkpoint or a GGUF file, into which adapters are merged; models of images as one file
+    in their authors' names; or the adapters of a run alone, as a folder of the PEFT library. A target that ends in .gguf is a GGUF
+    file, one that ends in .safetensors a single file."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Type of the tensors. None: as they are in the source."""
     adapter: str | None = None
@@ -50,10 +51,12 @@ def convert(
     source: Annotated[
         str, typer.Argument(help="Hub folder, .gguf file, run, checkpoint or hf:OWNER/NAME", show_default=False)
     ],
-    target: Annotated[str | None, typer.Argument(help="a new folder, or a new file that ends in .gguf", show_default=False)] = None,
+    target: Annotated[
+        str | None, typer.Argument(help="a new folder, or a new file that ends in .gguf or .safetensors", show_default=False)
+    ] = None,
     words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[to=hub|argosy|gguf|peft] [dtype=...] [adapter=FOLDER] [shard_gb=5]", show_default=False),
+        typer.Argument(metavar="[to=hub|argosy|gguf|single_file|peft] [dtype=...] [adapter=FOLDER] [shard_gb=5]", show_default=False),
     ] = None,
     check: Annotated[
         str | None, typer.Option("--check", metavar="OTHER", help="compare with this model; write nothing [tolerance=]")

@@ -3,18 +3,19 @@
     hf:NAME            the split `train`, or the only one          hf:NAME:SPLIT          hf:NAME:SUBSET:SPLIT
     hf:NAME@REVISION   a commit, branch or tag                     hf:FOLDER:SPLIT        a folder of files, or of `save_to_disk`
 
-A data set is downloaded whole, as Arrow files that are mapped: so its order is fixed, and a run resumes exactly. Streams of `datasets`
-are not used, because one with a shuffle buffer loses rows and repeats others when it resumes; files are read where they are by
+A data set is downloaded whole, as Arrow files that are mapped: so its order is fixed, and a run resumes exactly. With `data.online` it
+is a stream, of which nothing is kept. Its rows come in the order of the data set, without the shuffle buffer of `datasets`, which loses
+rows and repeats others when it resumes; so the position is the number of a document here too. One file is read where it is by
 `data.source=hf://datasets/NAME/FILE.parquet`.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from argosy.core.errors import BadInput, nearest
+from argosy.core.errors import BadInput, Damaged, nearest
 from argosy.core.input_files import InputFile
 from argosy.data.sources.arrow import BATCH_ROWS, ArrowRows, counted
 from argosy.data.sources.opening import content_hash
@@ -30,6 +31,8 @@ class HubDataset(ArrowRows):
     """One split of a data set of the Hub."""
 
     kind = "hf"
+    # What identifies the contents of a stream; None: it is none.
+    version: str | None = None
 
     def __init__(
         self,
@@ -38,16 +41,17 @@ class HubDataset(ArrowRows):
         format: str = "auto",
         columns: Mapping[str, str] | None = None,
         steps: RecordSteps | None = None,
+        streams: bool = False,
     ):
         super().__init__(format=format, columns=columns, steps=steps)
         if not (found := SPEC.fullmatch(spec)):
             raise BadInput(f"`hf:{spec}` names no data set", hint="hf:NAME, hf:NAME@REVISION or hf:NAME:SPLIT")
-        self.spec, self.name, self.revision = spec, found["name"], found["revision"]
+        self.spec, self.name, self.revision, self.streams = spec, found["name"], found["revision"], streams
         self.subset, self.split = (found["first"], found["second"]) if found["second"] else (None, found["first"])
 
     @classmethod
     def from_settings(cls, argument: str, settings: "DataSettings") -> Self:
-        return cls(argument, format=settings.format, columns=settings.columns, steps=settings.steps)
+        return cls(argument, format=settings.format, columns=settings.columns, steps=settings.steps, streams=settings.online)
 
     @property
     def place(self) -> str:
@@ -55,7 +59,7 @@ class HubDataset(ArrowRows):
 
     @cached_property
     def dataset(self) -> Any:
-        """The split, as `datasets` has it.
+        """The split, as `datasets` has it: a stream if this is one, unless it lies in a folder that `save_to_disk` wrote.
 
         Raises:
             BadInput: `datasets` is not installed, or there is no such data set, subset or split.
@@ -70,11 +74,17 @@ class HubDataset(ArrowRows):
             if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
                 found = datasets.load_from_disk(str(folder))
             else:
-                found = datasets.load_dataset(str(folder) if folder.is_dir() else self.name, self.subset, revision=self.revision)
+                what = str(folder) if folder.is_dir() else self.name, self.subset
+                if self.streams:
+                    builder = datasets.load_dataset_builder(*what, revision=self.revision)
+                    # Of the files of a folder, their names, sizes and times; of a repository, its commit.
+                    self.version, found = f"{builder.config_id} {builder.hash}", builder.as_streaming_dataset()
+                else:
+                    found = datasets.load_dataset(*what, revision=self.revision)
         except Exception as error:
             said = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
             raise BadInput(f"no data set `{self.name}`: {said}", where=f"data.source={self.place}") from error
-        if not isinstance(found, datasets.DatasetDict):
+        if not isinstance(found, dict):
             return found
         names = [str(name) for name in found]
         split = self.split or ("train" if "train" in names else names[0] if len(names) == 1 else None)
@@ -86,10 +96,26 @@ class HubDataset(ArrowRows):
 
     def tables(self) -> Iterator[tuple[int, Any]]:
         batches = self.dataset.with_format("arrow").iter(BATCH_ROWS)
-        yield from counted(batch for table in batches for batch in table.to_batches())
+        tables = batches if self.version is None else self._unbroken(batches)
+        yield from counted(batch for table in tables for batch in table.to_batches())
+
+    def _unbroken(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """The batches of a stream.
+
+        Raises:
+            Damaged: it ends with an error, after the attempts of `datasets`.
+        """
+        try:
+            yield from batches
+        except Exception as error:
+            said = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+            hint = "if the network failed, the same command resumes; without `data.online` the data set is downloaded first"
+            raise Damaged(f"the stream of the data set ended: {said}", where=f"data.source={self.place}", hint=hint) from error
 
     def fingerprint(self) -> dict[str, Any]:
         data = self.dataset
+        if self.version is not None:
+            return {"source": self.kind, "source.version": self.version} | self.read_fingerprint()
         files = [content_hash(InputFile(file["filename"])) for file in data.cache_files]
         made = {"source": self.kind, "source.sha256": " ".join(files) or str(data._fingerprint), "source.rows": len(data)}
         return made | self.read_fingerprint()

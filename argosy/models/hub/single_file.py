@@ -3,7 +3,8 @@ shapes tell: such a file has no config.json.
 
     Flux.1                        Black Forest Labs: `double_blocks.0.img_attn.qkv.weight`, queries, keys and values in one
     Stable Diffusion 1, 2, XL     CompVis and Stability AI: `model.diffusion_model.input_blocks.1.0.in_layers.0.weight`, with the
-                                  autoencoder (`first_stage_model.`) and text encoders beside it
+                                  autoencoder (`first_stage_model.`) and text encoders beside it; that of 2 and the second of
+                                  XL in OpenCLIP's names: `transformer.resblocks.0.attn.in_proj_weight`
 """
 
 import re
@@ -172,6 +173,51 @@ def clip_settings(shapes: Shapes) -> dict[str, Any]:
         "context": shapes["text_model.embeddings.position_embedding.weight"][0],
         "eos": 2,
     }
+
+
+def openclip_settings(shapes: Shapes, projects: bool) -> dict[str, Any]:
+    """The settings of OpenCLIP's text encoder with these tensors, with heads of 64 features.
+
+    Args:
+        projects: whether its vector is projected, as that of Stable Diffusion XL is. Stable Diffusion 2 reads its states alone.
+    """
+    vocab, width = shapes["token_embedding.weight"]
+    return {
+        "vocab": vocab,
+        "width": width,
+        "layers": part_count(shapes, "transformer.resblocks"),
+        "heads": width // 64,
+        "ffn": shapes["transformer.resblocks.0.mlp.c_fc.weight"][0],
+        "context": shapes["positional_embedding"][0],
+        "activation": "gelu",
+        "projection": shapes["text_projection"][1] if projects else None,
+    }
+
+
+def openclip_rows(config: Any) -> tuple[list[KeyRow], dict[str, int]]:
+    """The table of OpenCLIP's names of its text encoder, and the sizes its rows use."""
+    layers, at = range(config.layers), "transformer.resblocks.{l}"
+    rows = [
+        KeyRow("token_embedding.weight", "embed.w", "V D -> V D"),
+        KeyRow("positional_embedding", "positions.w", "A D -> A D"),
+        KeyRow("ln_final.weight", "norm.scale", "D -> D"),
+        KeyRow("ln_final.bias", "norm.b", "D -> D"),
+    ]
+    qkv = [f"layers.{{l}}.attn.{x}" for x in "qkv"]
+    weights, biases = tuple(f"{path}.w" for path in qkv), tuple(f"{path}.b" for path in qkv)
+    rows.append(KeyRow(f"{at}.attn.in_proj_weight", weights, "((N|K|K) H) D -> D N H, D K H, D K H", layers))
+    rows.append(KeyRow(f"{at}.attn.in_proj_bias", biases, "((N|K|K) H) -> N H, K H, K H", layers))
+    for theirs, ours, weight, bias in (
+        ("attn.out_proj", "attn.o", "D (N H) -> N H D", "D -> D"),
+        ("mlp.c_fc", "mlp.up", "F D -> D F", "F -> F"),
+        ("mlp.c_proj", "mlp.down", "D F -> F D", "D -> D"),
+    ):
+        rows.append(KeyRow(f"{at}.{theirs}.weight", f"layers.{{l}}.{ours}.w", weight, layers))
+        rows.append(KeyRow(f"{at}.{theirs}.bias", f"layers.{{l}}.{ours}.b", bias, layers))
+    for theirs, ours in (("ln_1", "attn_norm"), ("ln_2", "mlp_norm")):
+        rows.append(KeyRow(f"{at}.{theirs}.weight", f"layers.{{l}}.{ours}.scale", "D -> D", layers))
+        rows.append(KeyRow(f"{at}.{theirs}.bias", f"layers.{{l}}.{ours}.b", "D -> D", layers))
+    return rows + ([KeyRow("text_projection", "pooler.w", "D O -> D O")] if config.projection else []), config.dims
 
 
 def unet_rows(config: Any) -> tuple[list[KeyRow], dict[str, int]]:

@@ -1,8 +1,10 @@
-"""Opens a file that authors published themselves: Flux.1's denoiser, or the models of Stable Diffusion 1, 2 and XL in one file.
+"""Files as authors published them: Flux.1's denoiser, or the models of Stable Diffusion 1, 2 and XL in one file. They are read and
+written.
 
-    FILE.safetensors -> {"transformer": ...}, or {"unet": ..., "vae": ..., "text_encoder": ...}
+    FILE.safetensors <-> {"transformer": ...}, or {"unet": ..., "vae": ..., "text_encoder": ..., "text_encoder_2": ...}
 
-Such a file has neither settings nor a tokenizer: settings follow from the shapes of its tensors (`models.hub.single_file`).
+Such a file has neither settings nor a tokenizer: settings follow from the shapes of its tensors (`models.hub.single_file`), so a model
+whose settings would be read back otherwise is not written.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,19 +12,29 @@ from pathlib import Path
 from typing import Any
 
 from argosy.core.errors import BadInput
-from argosy.core.formats import TensorView
+from argosy.core.formats import TensorEntry, TensorView
 from argosy.core.formats.safetensors import SafeTensors
 from argosy.core.keymap import KeyMap
 from argosy.models import FAMILIES
 from argosy.models.hub import single_file as names
 from argosy.weights.hub.reader import MappedTensors
+from argosy.weights.hub.writer import cast_weights
 from argosy.weights.model import OpenedModel
+
+# Reads settings from the shapes of tensors.
+Settings = Callable[[Mapping[str, tuple[int, ...]]], dict[str, Any]]
 
 DENOISER = "model.diffusion_model."
 FLUX, UNET = "double_blocks.0.img_attn.qkv.weight", "input_blocks.0.0.weight"
 VAE = "first_stage_model."
-# CLIP's text encoder, of Stable Diffusion 1 and the first of XL.
+# OpenAI's text encoder, of Stable Diffusion 1 and the first of XL.
 CLIPS = ("cond_stage_model.transformer.", "conditioner.embedders.0.transformer.")
+# OpenCLIP's, of Stable Diffusion 2 and the second of XL.
+OPENCLIP, OPENCLIP_2 = "cond_stage_model.model.", "conditioner.embedders.1.model."
+# The last layer of OpenCLIP's in Stable Diffusion 2: its output is not read, and diffusers' folders have it not.
+UNREAD = "transformer.resblocks.23."
+# Settings that no tensor tells and that the folder of the pipeline gives.
+UNTOLD = frozenset(("size", "eos"))
 # A part of the names in files of other kinds, what they are, and what to do with them.
 OTHERS = (
     (".lora_", "low-rank adapters", "argosy.load(FOLDER, adapter=FILE)"),
@@ -71,11 +83,69 @@ def single_file_parts(path: Path) -> dict[str, OpenedModel]:
         vae = {name: source for name, source in vae.items() if name.startswith(("encoder.", "decoder.", "quant", "post_quant"))}
         settings = lambda shapes: names.vae_settings(shapes, width.text_width)  # noqa: E731
         parts["vae"] = _opened(path, file, vae, "autoencoder_kl", settings, names.vae_rows)
-    clip = next((found for start in CLIPS if (found := _under(file, start))), {})
-    if clip:
+    if clip := next((found for start in CLIPS if (found := _under(file, start))), {}):
         clip = {name: source for name, source in clip.items() if not name.endswith("position_ids")}
         parts["text_encoder"] = _opened(path, file, clip, "clip_text", names.clip_settings, lambda config: config.hub_rows())
+    if clip := _under(file, OPENCLIP):
+        parts["text_encoder"] = _openclip(path, file, clip, False)
+    if clip := _under(file, OPENCLIP_2):
+        parts["text_encoder_2"] = _openclip(path, file, clip, True)
     return parts
+
+
+def _openclip(path: Path, file: SafeTensors, own: Mapping[str, str], projects: bool) -> OpenedModel:
+    unused = {"logit_scale", "attn_mask"} | (set() if projects else {"text_projection"})
+    own = {name: source for name, source in own.items() if name not in unused and (projects or not name.startswith(UNREAD))}
+    return _opened(path, file, own, "clip_text", lambda shapes: names.openclip_settings(shapes, projects), names.openclip_rows)
+
+
+def single_file_entries(parts: Mapping[str, OpenedModel], dtype: Any = None) -> list[TensorEntry]:
+    """The tensors of a pipeline's models in their authors' names. Nothing is read yet.
+
+    Args:
+        parts: by the names of their folders in a pipeline of diffusers; the denoiser alone, or others with it.
+        dtype: the type of the tensors, as in `cast_weights`.
+
+    Raises:
+        BadInput: there is no denoiser with such names, or a model would be read back with other settings.
+    """
+    if (flux := parts.get("transformer")) is not None and isinstance(flux.config, FAMILIES["flux"]):
+        return _entries("transformer", flux, "", names.flux_settings, names.flux_rows, dtype)
+    unet = parts.get("unet")
+    if unet is None or not isinstance(unet.config, FAMILIES["unet"]):
+        known = ", ".join(type(one.config).__name__ for one in parts.values())
+        hint = "Flux.1 in Black Forest Labs' names; Stable Diffusion 1, 2 and XL in Stability AI's"
+        raise BadInput(f"no single file in its authors' names is written of {known}", hint=hint)
+    width = unet.config.text_width
+    entries = _entries("unet", unet, DENOISER, names.unet_settings, names.unet_rows, dtype)
+    if vae := parts.get("vae"):
+        entries += _entries("vae", vae, VAE, lambda shapes: names.vae_settings(shapes, width), names.vae_rows, dtype)
+    for part, starts in (("text_encoder", (*CLIPS, OPENCLIP)), ("text_encoder_2", (OPENCLIP_2,))):
+        if (clip := parts.get(part)) is None:
+            continue
+        if clip.config.activation == "gelu" or part == "text_encoder_2":
+            start, projects = starts[-1], part == "text_encoder_2"
+            settings = lambda shapes, projects=projects: names.openclip_settings(shapes, projects)  # noqa: E731
+            entries += _entries(part, clip, start, settings, names.openclip_rows, dtype)
+        else:
+            start = CLIPS["text_encoder_2" in parts]
+            entries += _entries(part, clip, start, names.clip_settings, lambda config: config.hub_rows(), dtype)
+    return entries
+
+
+def _entries(
+    part: str, model: OpenedModel, start: str, settings: Settings, rows: Callable[[Any], Any], dtype: Any
+) -> list[TensorEntry]:
+    """The tensors of a model, which would be read back as it is."""
+    entries = list(KeyMap(*rows(model.config)).inverse(cast_weights(model.config, model.weights, dtype)))
+    try:
+        found = settings({entry.name: entry.shape for entry in entries})
+    except KeyError as error:
+        raise BadInput(f"{part}: no published file has such a model: {error} is missing") from None
+    for name, value in found.items():
+        if name not in UNTOLD and value != (own := getattr(model.config, name)):
+            raise BadInput(f"{part}: {name}={own} would be read back as {value}, since such a file has no settings")
+    return [entry._replace(name=start + entry.name) for entry in entries]
 
 
 def _under(file: SafeTensors, start: str) -> dict[str, str]:
@@ -88,7 +158,7 @@ def _opened(
     file: SafeTensors,
     own: Mapping[str, str],
     family: str,
-    settings: Callable[[Mapping[str, tuple[int, ...]]], dict[str, Any]],
+    settings: Settings,
     rows: Callable[[Any], Any],
 ) -> OpenedModel:
     shapes = {name: file.shape(source) for name, source in own.items()}
