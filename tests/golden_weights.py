@@ -24,7 +24,7 @@ def drawn(tensors: dict[str, list], seed: int) -> dict[str, np.ndarray]:
     out = {}
     for name, (shape, mean, deviation, *source) in tensors.items():
         noise = np.random.default_rng([seed, zlib.crc32((source or [name])[0].encode())]).standard_normal(shape)
-        out[name] = np.ascontiguousarray(mean + deviation * noise, np.float32)
+        out[name] = np.ascontiguousarray(mean + deviation * noise, np.float32).reshape(shape)
     return out
 
 

@@ -143,7 +143,7 @@ def fill_base(
         else:
             there = f"{below}.{leaf}" if below else leaf
             kind = own[there].dtype if dtype is None else kept_in(own[there], dtype)
-            keep(there, np.ascontiguousarray(array.astype(kind, copy=False)))
+            keep(there, np.asarray(array.astype(kind, copy=False), order="C"))
         if adapted is not None and fresh and leaf == "w":
             started = adapted.start_from(array.astype(np.float32, copy=False), iterations)
             for factor, value in started.items():

@@ -18,7 +18,7 @@ class EvalSettings(Settings):
 
     tasks: str | None = None
     """Tasks, separated by commas: `perplexity,arc_easy,bbh`. A prefix such as `bbh` or `arc` names all tasks that start with it. None:
-    the tasks in the file of `data`. `images` evaluates a run that draws images.
+    the tasks in the file of `data`. `images` evaluates a run or a diffusers folder that draws images.
     """
     data: str | None = None
     """A folder of task files, or one file: JSONL in a layout of the guide, or any text for perplexity."""
@@ -34,6 +34,9 @@ class EvalSettings(Settings):
     """Images: steps from noise to image. None: those of the run."""
     guidance: float | None = Field(None, ge=0)
     """Images: scale of classifier-free guidance, 1 for none. None: that of the run."""
+    clip: str | None = None
+    """Images: a CLIP, by which drawn images are compared with what they were drawn from (CLIP score): a folder of transformers'
+    `CLIPModel`, or hf:OWNER/NAME. None: they are not."""
     chat: bool = False
     """Sends each question as a user's message, rendered with the model's chat template."""
     window: int | None = Field(None, gt=0)

@@ -15,7 +15,7 @@ from argosy.core.settings.scalars import yaml_line
 from argosy.core.settings.words import CALL
 from argosy.infer.settings import DraftModel, EngineSettings
 from argosy.jobs import machine
-from argosy.jobs.image_models import draws_images
+from argosy.jobs.image_models import draws_images, embeds_images
 
 # A server loads a model without the settings of runs, which import every objective and environment: 0.1 s of its start.
 if TYPE_CHECKING:
@@ -39,7 +39,8 @@ def load(
     quantization: str | Sequence[Any] | None = None,
 ) -> Any:
     """Loads a language model: `.config`, `.module`, `.tokenizer`, `.logits`, `.generate`, `.save`. An encoder has `.embed`
-    instead of `.logits` and `.generate`; a diffusers folder, or a run that trained a denoiser, is an `ImagePipeline`, with `.images`.
+    instead of `.logits` and `.generate`; a diffusers folder, or a run that trained a denoiser, is an `ImagePipeline`, with `.images`;
+    CLIP with both towers is an `ImageTextEncoder`, with `.embed` and `.embed_images`.
 
     Turns on JAX's persistent compilation cache, as commands do, unless JAX_COMPILATION_CACHE_DIR or jax.config names a folder.
 
@@ -115,6 +116,11 @@ def load(
         raise BadInput(f"controlnet steers models of a diffusers folder, and {model} is none", hint="leave it out")
     if single_file is not None:
         raise BadInput(f"single_file takes the place of models of a diffusers folder, and {model} is none", hint="leave it out")
+    if embeds_images(model):
+        given = {"quantization": quantization, "adapter": adapter, "tensor": tensor if tensor != 1 else None}
+        if named := [name for name, value in given.items() if value is not None]:
+            raise BadInput(f"{named[0]}: not built for CLIP with both towers", hint="leave it out")
+        return _image_text_encoder(model, dtype)
     rules = None if quantization is None else as_rules(quantization)
     if rules is not None and blocks is True:
         raise BadInput("`quantization` and `blocks` each say how weights are kept", hint="leave one out")
@@ -151,6 +157,14 @@ def _pipeline(model: str | Path, dtype: Any, adapter: Any, single_file: Any, con
             return pipeline
     pipeline.exporter = _export_images
     return pipeline
+
+
+def _image_text_encoder(model: str | Path, dtype: Any) -> Any:
+    from argosy.checkpoint.open import open_model
+    from argosy.infer.clip import ImageTextEncoder
+    from argosy.weights.build import load_model
+
+    return ImageTextEncoder(load_model(open_model(model, _say), dtype=dtype))
 
 
 def _export_images(pipeline: Any, folder: str | Path, **how: Any) -> Any:

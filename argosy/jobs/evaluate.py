@@ -32,6 +32,8 @@ def prepared(model: str, settings: EvalSettings) -> tuple[list[PlannedTask], Oth
     """
     if is_missing(model):
         raise no_model(model)
+    if given := sorted({"clip", "guidance", "steps"} & settings.model_fields_set):
+        raise BadInput(f"{', '.join(given)}: only tasks=images reads this", hint="tasks=images, or leave it out")
     planned = plan(settings)
     for one in planned:
         before = examples(one, settings.seed)

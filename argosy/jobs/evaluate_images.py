@@ -1,9 +1,11 @@
-"""`argosy eval RUN tasks=images`: the images of a denoiser beside those of its data."""
+"""`argosy eval MODEL tasks=images`: the images of a denoiser beside those of its data, and with `clip=` beside their captions."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from argosy.checkpoint.open import open_model
 from argosy.checkpoint.step.load import read_meta
@@ -13,8 +15,12 @@ from argosy.data.images.shards import image_data
 from argosy.data.settings import DataSettings
 from argosy.data.sources import RowSource
 from argosy.data.tables import find
-from argosy.evals.images.evaluate import ImageJudges, draw_classes, images_of
+from argosy.evals.images.captions import CaptionJudge, beside
+from argosy.evals.images.evaluate import ImageJudges, LabeledImages, draw_prompts, images_of
 from argosy.evals.settings import IMAGES, EvalSettings
+from argosy.infer.clip import ImageTextEncoder
+from argosy.infer.denoise.folder import load_diffusers
+from argosy.infer.denoise.pipeline import ImagePipeline, in_color
 from argosy.infer.denoise.runs import load_pipeline
 from argosy.jobs.image_models import draws_images
 
@@ -22,36 +28,149 @@ from argosy.jobs.image_models import draws_images
 COUNT = 1000
 # Real images that are compared with.
 MOST = 10_000
+# Images that are drawn, and compared, at once: by captions, and by classes.
+FEW, MANY = 8, 256
+# The caption of a class, as CLIP's authors write it.
+OF_CLASS = "a photo of a {}."
 
 
 def evaluate_images(model: str, settings: EvalSettings, say: Callable[[str], None]) -> dict[str, Any]:
     """The results as one document.
 
     Raises:
-        BadInput: the model draws no images, or its data is not there.
+        BadInput: the model draws no images, its data is not there or has no captions to compare with, or `clip` is no CLIP.
     """
     model = local_model(model, say)
-    if not draws_images(model) or (Path(model) / "model_index.json").is_file():
-        raise BadInput(f"{model} is no run that draws images", hint="tasks=images is for runs of `argosy train diffusion`")
+    if not draws_images(model):
+        hint = "tasks=images is for runs of `argosy train diffusion`, and folders of diffusers"
+        raise BadInput(f"{model} draws no images", hint=hint)
     start = time.monotonic()
+    is_folder = (Path(model) / "model_index.json").is_file()
+    encoder = None if settings.clip is None else opened_clip(settings.clip, settings.dtype)
+    figures, count = (_figures_of_folder if is_folder else _figures_of_run)(model, settings, encoder, say)
+    return {"tasks": {IMAGES: figures | {"n": count, "truncated": 0, "shots": 0, "seconds": round(time.monotonic() - start, 3)}}}
+
+
+def opened_clip(folder: str, dtype: Any = None) -> ImageTextEncoder:
+    """The CLIP that `clip` names.
+
+    Raises:
+        BadInput, Damaged: there is no model, it is no CLIP with both towers, or it has no tokenizer.
+    """
+    from argosy.jobs.api import load
+
+    found = load(folder, dtype=dtype)
+    if not isinstance(found, ImageTextEncoder):
+        hint = "a folder of transformers' CLIPModel, such as hf:openai/clip-vit-base-patch32"
+        raise BadInput(f"clip={folder} is no CLIP with both towers", hint=hint)
+    if found.tokenizer is None:
+        raise BadInput(f"clip={folder} has no tokenizer", hint="copy tokenizer.json beside its weights")
+    return found
+
+
+def _figures_of_run(
+    model: str, settings: EvalSettings, encoder: ImageTextEncoder | None, say: Callable[[str], None]
+) -> tuple[dict[str, float], int]:
+    """The figures of a run, and how many images were drawn."""
     stored = (read_meta(open_model(model).path).get("settings") or {}).get("data")
     if stored is None:
         raise BadInput(f"{model} does not say what it was trained on", hint="give the run itself")
     data = DataSettings(**stored | ({} if settings.data is None else {"source": settings.data}))
     # Images of all buckets are compared at one size.
     data = data.model_copy(update={"image": data.image.model_copy(update={"buckets": None})})
-    source = find(image_data(data))
     pipeline = load_pipeline(model, settings.dtype, say)
+    tables = [_rows(data, pipeline, held_out) for held_out in (False, True)]
+    train, held_out = (images_of(table, MOST) for table in tables)
+    reads_text, count = "text" in pipeline.config.conditions, settings.limit or COUNT
+    captions = _captions(tables[1], held_out.labels, reads_text)
+    if reads_text and captions is None:
+        raise BadInput("this run draws from captions, and its data has none", where=f"data.source={data.source}")
+    if encoder is not None and captions is None:
+        what = "clip compares images with captions, and this data has neither captions nor names of classes"
+        raise BadInput(what, where=f"data.source={data.source}", hint="leave out `clip`")
+    say("training the judges")
+    judges = ImageJudges(train, held_out, settings.seed)
+    # Captions of held-out images in turn, or all classes.
+    classes = pipeline.config.classes_known
+    rows = np.arange(count) % (len(held_out.images) if reads_text else max(classes, 1))
+    labels = held_out.labels[rows] if reads_text else rows.astype(np.int32)
+    prompts = [captions[row] for row in rows] if reads_text and captions else [str(label) if classes else "" for label in labels]
+    size = train.images.shape[1:3]
+    at_once = FEW if reads_text else MANY
+    drawn = np.concatenate(list(draw_prompts(pipeline, prompts, settings.seed, size, _told(say), at_once, **_how(settings))))
+    figures = judges.figures(LabeledImages(drawn[..., : train.images.shape[-1]] * 2 - 1, labels))
+    if encoder is not None and captions is not None:
+        say("comparing with captions")
+        wanted = prompts if reads_text else _class_captions(tables[1].table.class_names, labels)
+        judge, real = CaptionJudge(encoder, [*wanted, *captions[:count]]), in_color(held_out.images[:count] / 2 + 0.5)
+        own = [judge.figures(judge.cosines(images), texts) for images, texts in ((drawn, wanted), (real, captions[:count]))]
+        figures |= beside(*own)
+    return figures, count
+
+
+def _figures_of_folder(
+    folder: str, settings: EvalSettings, encoder: ImageTextEncoder | None, say: Callable[[str], None]
+) -> tuple[dict[str, float], int]:
+    """The CLIP score of a folder of diffusers on the captions of `data`, and how many images were drawn. A batch of images is in memory
+    at a time."""
+    if encoder is None or settings.data is None:
+        what = "the images of a diffusers folder are compared with captions of data, by CLIP"
+        raise BadInput(what, hint="argosy eval FOLDER tasks=images data=images/ clip=CLIP_FOLDER limit=100")
+    pipeline = load_diffusers(folder, dtype=settings.dtype, say=say)
+    data = DataSettings(source=settings.data, held_out=0)
+    if Path(settings.data).suffix != ".npz":
+        data = data.model_copy(update={"image": data.image.model_copy(update={"size": min(pipeline.defaults.size)})})
+    table = _rows(data, pipeline, False)
+    captions = _captions(table, np.zeros(0, np.int32), True)
+    if captions is None:
+        hint = "NAME.txt beside NAME.png, or `text` in metadata.jsonl"
+        raise BadInput("this data has no captions", where=f"data={settings.data}", hint=hint)
+    count = min(settings.limit or COUNT, len(captions))
+    judge = CaptionJudge(encoder, captions[:count])
+    found = []
+    for images in draw_prompts(pipeline, captions[:count], settings.seed, table.table.size, _told(say), FEW, **_how(settings)):
+        found.append(judge.cosines(images))
+    say("comparing real images with their captions")
+    real = [judge.cosines(in_color(images / 2 + 0.5)) for images in _parts(table, count)]
+    return beside(*(judge.figures(np.concatenate(each), captions[:count]) for each in (found, real))), count
+
+
+def _rows(data: DataSettings, pipeline: ImagePipeline, held_out: bool) -> Any:
+    """The rows of a split, as images: the pipeline's autoencoder, if it has one, reads them."""
+    source = find(image_data(data))
     if not isinstance(source, RowSource):
         raise BadInput("this data has no images", where=f"data.source={data.source}")
     space: Any = pipeline.config.id_spaces
-    tables = [source.rows(sequence=1, vocab=space, seed=data.seed or 0, held_out=held_out) for held_out in (False, True)]
-    train, held_out = (images_of(table, MOST) for table in tables)
-    say("training the judges")
-    judges = ImageJudges(train, held_out, settings.seed)
-    how = {name: value for name in ("steps", "guidance") if (value := getattr(settings, name)) is not None}
-    count = settings.limit or COUNT
-    tell = lambda done, of: say(f"{done} of {of} images")  # noqa: E731
-    drawn = draw_classes(pipeline, count, settings.seed, train.images.shape[1:3], tell, **how)
-    figures = judges.figures(drawn)
-    return {"tasks": {IMAGES: figures | {"n": count, "truncated": 0, "shots": 0, "seconds": round(time.monotonic() - start, 3)}}}
+    if pipeline.autoencoder is not None:
+        space = space._replace(channels=pipeline.autoencoder.config.channels, multiple=space.multiple * pipeline.factor)
+    return source.rows(sequence=1, vocab=space, seed=data.seed or 0, held_out=held_out)
+
+
+def _captions(rows: Any, labels: np.ndarray, own: bool) -> list[str] | None:
+    """The caption of each row; None if there are none.
+
+    Args:
+        labels: the class of each row.
+        own: each image has its own; else they follow from the names of classes.
+    """
+    table = rows.table
+    if own:
+        return None if table.captions is None else [table.captions[int(i)] for i in rows.chosen]
+    return _class_captions(table.class_names, labels) if table.class_names and table.labels is not None else None
+
+
+def _class_captions(names: Sequence[str], labels: np.ndarray) -> list[str]:
+    return [OF_CLASS.format(names[int(label)]) for label in labels]
+
+
+def _parts(rows: Any, count: int) -> Iterator[np.ndarray]:
+    for at in range(0, count, FEW):
+        yield rows.gather(np.arange(at, min(at + FEW, count)))["images"]
+
+
+def _how(settings: EvalSettings) -> dict[str, Any]:
+    return {name: value for name in ("steps", "guidance") if (value := getattr(settings, name)) is not None}
+
+
+def _told(say: Callable[[str], None]) -> Callable[[int, int], None]:
+    return lambda done, of: say(f"{done} of {of} images")

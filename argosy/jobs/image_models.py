@@ -1,4 +1,4 @@
-"""Which models draw images, known from their files without jax; and how the size of an image is written."""
+"""Which models draw or read images, known from their files without jax; and how the size of an image is written."""
 
 import json
 from pathlib import Path
@@ -35,6 +35,15 @@ def draws_images(model: str | Path, say: Say = lambda _: None) -> bool:
     return family in FAMILIES and FAMILIES[family].inputs == "images"
 
 
+def embeds_images(model: str | Path, say: Say = lambda _: None) -> bool:
+    """Whether a MODEL argument is a CLIP with both towers: a Hub folder or a checkpoint."""
+    folder = Path(local_model(model, say))
+    family = _family(folder)
+    if family is None and (folder / "config.json").is_file():
+        return _json(folder / "config.json").get("model_type") in FAMILIES["clip"].hub_types
+    return family is not None and family in FAMILIES and FAMILIES[family].inputs == "image_texts"
+
+
 def _family(folder: Path) -> Any:
     """The family of a run's or a checkpoint's model; None for anything else."""
     if not folder.is_dir():
@@ -44,10 +53,14 @@ def _family(folder: Path) -> Any:
         if (settings := parent / "settings.yml").is_file():
             return (yaml_layer(settings).values.get("model") or {}).get("family")
     meta = folder / "meta.json"
-    if not meta.is_file():
-        return None
+    model = _json(meta).get("model") if meta.is_file() else None
+    return model.get("family") if isinstance(model, dict) else None
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """The object in a file; an empty one where it is damaged, which whoever opens the model says."""
     try:
-        return (json.loads(meta.read_text(encoding="utf-8")).get("model") or {}).get("family")
-    except (ValueError, AttributeError):
-        # Whoever opens the checkpoint says that it is damaged.
-        return None
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -28,6 +28,8 @@ COMPANIONS = (
     "sentence_bert_config.json",
     "config_sentence_transformers.json",
     "1_Pooling/config.json",
+    # Models that see say there how images are resized and normalized.
+    "preprocessor_config.json",
 )
 """Patterns of the small files that are copied with a model from folder to folder, byte for byte."""
 

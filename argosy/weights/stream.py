@@ -69,7 +69,7 @@ def in_order(array: np.ndarray) -> np.ndarray:
         return array if map_of(array) is not None else array.copy()
     # jax has no 64-bit numbers by default.
     if array.nbytes < SMALL_BYTES or array.dtype.itemsize > 4:
-        return np.ascontiguousarray(array)
+        return np.asarray(array, order="C")
     plain = array.view(f"u{array.dtype.itemsize}")
     return np.asarray(jax.device_put(plain, jax.local_devices(backend="cpu")[0])).view(array.dtype)
 

@@ -1,18 +1,24 @@
 """Distances between sets of images against their definitions, the judges on images that are easy to tell, and a run's figures."""
 
 import json
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 import scipy.linalg
+from golden_weights import write_model, write_pipeline
 from helpers import Heard
 
 import argosy
 from argosy.cli import main
 from argosy.core.errors import BadInput
+from argosy.evals.images.captions import CaptionJudge, beside
 from argosy.evals.images.distances import diversity, frechet_distance, kernel_distance, nearest_distances
 from argosy.evals.images.evaluate import ImageJudges, LabeledImages
 from argosy.evals.images.features import KernelJudge, train_features
+
+GOLDENS = Path(__file__).parents[1] / "goldens" / "images"
 
 
 def normal(seed, *shape, scale=1.0):
@@ -84,15 +90,89 @@ def test_the_net_and_the_judge_learn_the_classes_apart():
     assert (KernelJudge(*train)(test.images) == test.labels).mean() > 0.97
 
 
+class Given:
+    """What transformers' CLIPModel makes of three images and texts."""
+
+    def __init__(self):
+        self.golden = np.load(GOLDENS / "clip" / "golden.npz")
+
+    def embed(self, texts, normalize):
+        rows = self.golden["out_texts"][["one", "two", "three"].index(texts[0]) :][: len(texts)]
+        return rows / np.linalg.norm(rows, axis=1, keepdims=True)
+
+    def embed_images(self, images, normalize):
+        return self.golden["out_images"] / np.linalg.norm(self.golden["out_images"], axis=1, keepdims=True)
+
+
+def test_the_clip_score_is_that_of_its_definition():
+    """100 max(cos, 0), the cosines being transformers' logits without their scale."""
+    given, captions = Given(), ["one", "two", "three"]
+    scale = np.linalg.norm(given.golden["out_scores"]) / np.linalg.norm(given.embed_images(None, True) @ given.embed(captions, True).T)
+    cosines = given.golden["out_scores"] / scale
+    judge = CaptionJudge(given, ["one", "one", "two", "three"])
+    found = judge.figures(judge.cosines(np.zeros((3, 2, 2, 3))), captions)
+    assert (np.diag(cosines) < 0).any()
+    assert found["clip_score"] == pytest.approx(100 * np.maximum(np.diag(cosines), 0).mean(), rel=1e-5)
+    others = [cosines[0, 1], cosines[1, 0], cosines[2, 0]]  # the next caption but one's own, going round twice as far each second row
+    assert found["clip_score_mismatched"] == pytest.approx(100 * np.maximum(others, 0).mean(), rel=1e-5)
+    assert found["clip_accuracy"] == (cosines.argmax(1) == np.arange(3)).mean()
+    assert "clip_accuracy" not in CaptionJudge(given, ["one"]).figures(cosines[:1, :1], ["one"]), "one caption alone is always nearest"
+    assert list(beside(found, {"clip_score": 3.0, "clip_score_mismatched": 2.0, "clip_accuracy": 1.0})) == [
+        "clip_score", "clip_score_real", "clip_score_mismatched", "clip_accuracy", "clip_accuracy_real"
+    ]  # fmt: skip
+
+
+def clip_folder(folder):
+    """A small random CLIP with its tokenizer."""
+    made = write_model(GOLDENS / "clip", folder)
+    for file in (GOLDENS / "pipeline-sd" / "tokenizer").iterdir():
+        shutil.copyfile(file, made / file.name)
+    return made
+
+
+def test_a_diffusers_folder_is_compared_with_captions(tmp_path, capsys):
+    """Beside real images of the same captions; without captions or CLIP it is said what is missing."""
+    from PIL import Image
+
+    folder, clip = write_pipeline(GOLDENS / "pipeline-sd", tmp_path / "sd"), clip_folder(tmp_path / "clip")
+    (tmp_path / "real").mkdir()
+    for i, caption in enumerate(["a red fox", "nothing", "snow", "a red fox"]):
+        Image.fromarray(np.random.default_rng(i).integers(0, 256, (26, 30, 3), np.uint8)).save(tmp_path / "real" / f"{i}.png")
+        (tmp_path / "real" / f"{i}.txt").write_text(caption, encoding="utf-8")
+    words = ["eval", str(folder), "tasks=images", f"clip={clip}", "steps=1", "guidance=1", "--json"]
+    assert main([*words, f"data={tmp_path / 'real'}", "limit=3"]) == 0
+    figures = json.loads(capsys.readouterr().out)["tasks"]["images"]
+    assert figures["n"] == 3
+    assert {"clip_score", "clip_score_real", "clip_score_mismatched", "clip_accuracy", "clip_accuracy_real"} <= set(figures)
+    pipe, judge = argosy.load(folder), argosy.load(clip)
+    texts = ["a red fox", "nothing", "snow"]
+    drawn = pipe.images(texts, steps=1, guidance=1.0, seed=[0, 1, 2], output="float")
+    cosines = judge.embed_images(list(drawn), normalize=True) @ judge.embed(texts, normalize=True).T
+    assert figures["clip_score"] == pytest.approx(100 * np.maximum(np.diag(cosines), 0).mean(), rel=1e-4)
+    assert main(words) == 2
+    assert "compared with captions of data" in capsys.readouterr().err
+    np.savez(tmp_path / "plain.npz", images=np.full((3, *pipe.defaults.size, 3), 200, np.uint8))
+    assert main([*words, f"data={tmp_path / 'plain.npz'}"]) == 2
+    assert "this data has no captions" in capsys.readouterr().err
+
+
 def test_a_run_is_evaluated_and_keeps_its_figures(tmp_path, capsys):
     images = blobs(0, 120)
-    np.savez(tmp_path / "blobs.npz", images=np.clip((images.images + 2) / 4, 0, 1), labels=images.labels)
+    names = ["red fox", "snow"]
+    np.savez(tmp_path / "blobs.npz", images=np.clip((images.images + 2) / 4, 0, 1), labels=images.labels, class_names=names)
     sizes = ["model.size=4", "model.width=16", "model.layers=1", "model.heads=2", "model.classes=2", "model.waves=16"]
     how = [f"data.source={tmp_path / 'blobs.npz'}", "data.batch=16", f"dir={tmp_path / 'run'}", "eval.batches=1"]
     argosy.fit("diffusion", *sizes, *how, view=Heard(), steps=2)
-    assert main(["eval", str(tmp_path / "run"), "tasks=images", "limit=20", "steps=2", "--json"]) == 0
+    clip = clip_folder(tmp_path / "clip")
+    assert main(["eval", str(tmp_path / "run"), "tasks=images", "limit=20", "steps=2", f"clip={clip}", "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)["tasks"]["images"]
     assert figures["n"] == 20
     assert figures["fid"] > figures["fid_floor"]
     assert 0 <= figures["accuracy"] <= 1
+    # Random weights: the score says nothing, but images of a class are compared with the name of that class.
+    assert {"clip_score", "clip_score_real", "clip_score_mismatched", "clip_accuracy", "clip_accuracy_real"} <= set(figures)
+    assert main(["eval", str(tmp_path / "run"), "tasks=images", "limit=20", f"clip={tmp_path / 'run'}"]) == 2
+    assert "no CLIP with both towers" in capsys.readouterr().err
+    assert main(["eval", str(clip), "tasks=perplexity", f"clip={clip}"]) == 2
+    assert "only tasks=images reads this" in capsys.readouterr().err
     assert "fid_floor" in (tmp_path / "run" / "report.html").read_text()

@@ -21,16 +21,44 @@ def array(value: torch.Tensor) -> np.ndarray:
 # ---------------------------------------------------------------- text encoders
 
 
-def clip(model: Any, draw: np.random.Generator) -> Any:
+def clip_ids(draw: np.random.Generator) -> np.ndarray:
     """Rows end in their end-of-text token; what follows is padding. The end-of-text token is the largest id, as in every vocabulary."""
     ids = draw.integers(3, 88, (3, 21))
     ids[:, 0] = 88
     for row, length in enumerate((21, 9, 14)):
         ids[row, length - 1 :] = 89
+    return ids
+
+
+def clip(model: Any, draw: np.random.Generator) -> Any:
+    ids = clip_ids(draw)
     said = model(torch.from_numpy(ids), output_hidden_states=True)
     found = {"hidden": said.last_hidden_state, "penultimate": said.hidden_states[-2]}
     found["pooled"] = said.text_embeds if hasattr(said, "text_embeds") else said.pooler_output
     return {"tokens": ids}, {name: array(value) for name, value in found.items()}
+
+
+PICTURES = ((20, 31), (45, 17), (15, 15))
+
+
+def clip_towers(model: Any, draw: np.random.Generator) -> Any:
+    """Both towers, from images as the processor prepares them: of several sizes, resized and cropped."""
+    from transformers import CLIPImageProcessor
+
+    size = model.config.vision_config.image_size
+    prepare = CLIPImageProcessor(size={"shortest_edge": size}, crop_size={"height": size, "width": size})
+    pictures = [draw.integers(0, 256, (*sides, 3)).astype(np.uint8) for sides in PICTURES]
+    # Noise alone looks alike everywhere.
+    pictures = [np.uint8(0.5 * picture + np.linspace(0, 127, picture.shape[1])[None, :, None]) for picture in pictures]
+    pixels = prepare(pictures, return_tensors="pt")["pixel_values"].float()
+    ids = clip_ids(draw)
+    said = model(input_ids=torch.from_numpy(ids), pixel_values=pixels)
+    vision = model.vision_model(pixels)
+    found = {"pixels": pixels, "texts": model.text_projection(model.text_model(torch.from_numpy(ids)).pooler_output)}
+    found |= {"images": model.visual_projection(vision.pooler_output), "hidden": vision.last_hidden_state}
+    found |= {"scores": said.logits_per_image}
+    given = {f"picture_{i}": picture for i, picture in enumerate(pictures)}
+    return given | {"tokens": ids}, {name: array(value) for name, value in found.items()}
 
 
 def t5(model: Any, draw: np.random.Generator) -> Any:
@@ -44,6 +72,8 @@ def t5(model: Any, draw: np.random.Generator) -> Any:
 
 CLIP = {"vocab_size": 90, "hidden_size": 28, "intermediate_size": 52, "num_hidden_layers": 3, "num_attention_heads": 4,
         "max_position_embeddings": 21, "bos_token_id": 88}  # fmt: skip
+CLIP_VISION = {"hidden_size": 36, "intermediate_size": 50, "num_hidden_layers": 2, "num_attention_heads": 3, "image_size": 15,
+               "patch_size": 5}  # fmt: skip
 T5 = {"vocab_size": 90, "d_model": 30, "d_kv": 6, "d_ff": 44, "num_layers": 3, "num_heads": 4, "relative_attention_num_buckets": 8,
       "relative_attention_max_distance": 20, "feed_forward_proj": "gated-gelu"}  # fmt: skip
 
@@ -250,6 +280,8 @@ def without_up(sizes: dict) -> dict:
 MODELS: dict[str, tuple[str, dict, Any]] = {
     "clip-l": ("CLIPTextModel", CLIP | {"hidden_act": "quick_gelu", "eos_token_id": 2}, clip),
     "clip-g": ("CLIPTextModelWithProjection", CLIP | {"hidden_act": "gelu", "eos_token_id": 89, "projection_dim": 14}, clip),
+    "clip": ("CLIPModel", {"text_config": CLIP | {"hidden_act": "quick_gelu", "eos_token_id": 89}, "vision_config": CLIP_VISION,
+                           "projection_dim": 14}, clip_towers),
     "t5": ("T5EncoderModel", T5, t5),
     "t5-plain": ("T5EncoderModel", T5 | {"feed_forward_proj": "relu"}, t5),
     "umt5": ("UMT5EncoderModel", T5, t5),

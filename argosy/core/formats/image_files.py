@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 ImageFormat = Literal["png", "jpeg", "webp"]
 AnimationFormat = Literal["png", "webp", "gif"]
+Resampling = Literal["lanczos", "bilinear", "bicubic"]
 # Pillow's own bound against files that are small and decode to gigabytes.
 MOST_PIXELS = 89_478_485
 
@@ -59,14 +60,14 @@ def read_image(data: bytes, most_pixels: int = MOST_PIXELS) -> "np.ndarray":
         raise BadInput(f"no image that can be read: {' '.join(str(error).split())[:200] or type(error).__name__}") from None
 
 
-def resized(image: "np.ndarray", height: int, width: int) -> "np.ndarray":
-    """The image [H W C] uint8 at another size, by Lanczos' filter."""
+def resized(image: "np.ndarray", height: int, width: int, resampling: Resampling = "lanczos") -> "np.ndarray":
+    """The image [H W C] uint8 at another size, by a filter of Pillow."""
     import numpy as np
 
     if image.shape[:2] == (height, width):
         return image
     module = pillow()
-    return np.array(module.fromarray(image).resize((width, height), module.Resampling.LANCZOS))
+    return np.array(module.fromarray(image).resize((width, height), module.Resampling[resampling.upper()]))
 
 
 def image_file(image: "np.ndarray", kind: ImageFormat = "png", quality: int = 95) -> bytes:

@@ -7,7 +7,7 @@
     diversity        deviation within a class, drawn over real
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -96,12 +96,24 @@ def draw_classes(
     """So many images, of all classes in turn, each from noise of its own."""
     classes = pipeline.config.classes_known
     labels = np.arange(count) % max(classes, 1)
-    found = []
-    for at in range(0, count, batch):
-        some = range(at, min(at + batch, count))
-        prompts = [str(labels[i]) if classes else "" for i in some]
-        seeds = [seed + i for i in some]
-        drawn = pipeline.images(prompts, seed=seeds, size=size, output="float", batch=batch, **how)
-        found.append(drawn[..., : pipeline.config.channels] * 2 - 1)
-        progress(some[-1] + 1, count)
-    return LabeledImages(np.concatenate(found).astype(np.float32), labels.astype(np.int32))
+    prompts = [str(label) if classes else "" for label in labels]
+    drawn = np.concatenate(list(draw_prompts(pipeline, prompts, seed, size, progress, batch, **how)))
+    channels = pipeline.config.channels if pipeline.autoencoder is None else 3
+    return LabeledImages(drawn[..., :channels] * 2 - 1, labels.astype(np.int32))
+
+
+def draw_prompts(
+    pipeline: Any,
+    prompts: Sequence[str],
+    seed: int = 0,
+    size: tuple[int, int] | None = None,
+    progress: Callable[[int, int], None] = lambda done, of: None,
+    batch: int = 256,
+    **how: Any,
+) -> Iterator[np.ndarray]:
+    """An image of each prompt, each from noise of its own: batches [B H W 3] float32 in 0..1."""
+    for at in range(0, len(prompts), batch):
+        some = prompts[at : at + batch]
+        seeds = [seed + at + i for i in range(len(some))]
+        yield pipeline.images(some, seed=seeds, size=size, output="float", batch=batch, **how).astype(np.float32)
+        progress(at + len(some), len(prompts))

@@ -14,7 +14,7 @@ from argosy.core.settings import Settings
 from argosy.models import parts
 from argosy.models.hub.rows import scaled_rows
 
-InputKind = Literal["tokens", "clicks", "images"]
+InputKind = Literal["tokens", "clicks", "images", "image_texts"]
 
 
 class ModelConfig(Settings):
@@ -38,7 +38,7 @@ class ModelConfig(Settings):
     causal: ClassVar[bool] = False
     # Whether it predicts tokens.
     inputs: ClassVar[InputKind] = "tokens"
-    # What it reads: tokens; clicks, which are rows of numbers and categories; or images and latents.
+    # What it reads: tokens; clicks, which are rows of numbers and categories; images and latents; or images beside texts.
     adapted: ClassVar[str | None] = None
     # Which contractions get adapters unless told otherwise, as a pattern of their paths. None: every matrix of `layers` except routers.
 

@@ -29,28 +29,7 @@ class ClipTextHub:
             KeyRow("text_model.final_layer_norm.weight", "norm.scale", "D -> D"),
             KeyRow("text_model.final_layer_norm.bias", "norm.b", "D -> D"),
         ]
-        rows += hub.of_layers(
-            range(self.layers),
-            *(
-                (f"self_attn.{theirs}_proj.{end}", f"attn.{ours}.{own}", reading)
-                for theirs, ours, weight, bias in (
-                    ("q", "q", "(N H) D -> D N H", "(N H) -> N H"),
-                    ("k", "k", "(K H) D -> D K H", "(K H) -> K H"),
-                    ("v", "v", "(K H) D -> D K H", "(K H) -> K H"),
-                    ("out", "o", "D (N H) -> N H D", "D -> D"),
-                )
-                for end, own, reading in (("weight", "w", weight), ("bias", "b", bias))
-            ),
-            ("mlp.fc1.weight", "mlp.up.w", "F D -> D F"),
-            ("mlp.fc1.bias", "mlp.up.b", "F -> F"),
-            ("mlp.fc2.weight", "mlp.down.w", "D F -> F D"),
-            ("mlp.fc2.bias", "mlp.down.b", "D -> D"),
-            ("layer_norm1.weight", "attn_norm.scale", "D -> D"),
-            ("layer_norm1.bias", "attn_norm.b", "D -> D"),
-            ("layer_norm2.weight", "mlp_norm.scale", "D -> D"),
-            ("layer_norm2.bias", "mlp_norm.b", "D -> D"),
-            prefix="text_model.encoder.layers.{l}.",
-        )
+        rows += hub.of_layers(range(self.layers), *layer_names(), prefix="text_model.encoder.layers.{l}.")
         return rows + ([KeyRow(PROJECTION, "pooler.w", "O D -> D O")] if self.projection else []), self.dims
 
     def fitted(self: Any, names: Collection[str]) -> Any:
@@ -68,6 +47,31 @@ class ClipTextHub:
         kind = PROJECTING if self.projection else "CLIPTextModel"
         written = {"model_type": "clip_text_model", "architectures": [kind]} | TABLE.write(self)
         return self.agreed(written | ({"projection_dim": self.projection} if self.projection else {}))
+
+
+def layer_names() -> list[tuple[str, str, str]]:
+    """The tensors of a layer of either tower: (their name, ours, reading)."""
+    attention = [
+        (f"self_attn.{theirs}_proj.{end}", f"attn.{ours}.{own}", reading)
+        for theirs, ours, weight, bias in (
+            ("q", "q", "(N H) D -> D N H", "(N H) -> N H"),
+            ("k", "k", "(K H) D -> D K H", "(K H) -> K H"),
+            ("v", "v", "(K H) D -> D K H", "(K H) -> K H"),
+            ("out", "o", "D (N H) -> N H D", "D -> D"),
+        )
+        for end, own, reading in (("weight", "w", weight), ("bias", "b", bias))
+    ]
+    return [
+        *attention,
+        ("mlp.fc1.weight", "mlp.up.w", "F D -> D F"),
+        ("mlp.fc1.bias", "mlp.up.b", "F -> F"),
+        ("mlp.fc2.weight", "mlp.down.w", "D F -> F D"),
+        ("mlp.fc2.bias", "mlp.down.b", "D -> D"),
+        ("layer_norm1.weight", "attn_norm.scale", "D -> D"),
+        ("layer_norm1.bias", "attn_norm.b", "D -> D"),
+        ("layer_norm2.weight", "mlp_norm.scale", "D -> D"),
+        ("layer_norm2.bias", "mlp_norm.b", "D -> D"),
+    ]
 
 
 TABLE = ConfigTable(
@@ -92,5 +96,5 @@ TABLE = ConfigTable(
         "hidden_act": "quick_gelu",
         "eos_token_id": 49407,
     },
-    harmless=frozenset(["projection_dim", "initializer_factor", "dropout", "tie_word_embeddings"]),
+    harmless=frozenset(["projection_dim", "initializer_factor", "dropout", "tie_word_embeddings", "pruned_heads"]),
 )

@@ -45,11 +45,12 @@ OF_REWARDS = Also(
 )
 
 # What models read, in words, and the objectives that train them.
-INPUTS = {"tokens": "tokens", "clicks": "numbers and categories", "images": "images"}
+INPUTS = {"tokens": "tokens", "clicks": "numbers and categories", "images": "images", "image_texts": "images beside texts"}
 OBJECTIVES_OF = {
     "tokens": "objective=next_token trains language models",
     "clicks": "objective=rank and objective=retrieve train rankers",
     "images": "objective=diffusion and dreambooth train denoisers, controlnet ControlNets, and autoencode autoencoders",
+    "image_texts": "training CLIP is not built: it evaluates images",
 }
 
 

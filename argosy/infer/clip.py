@@ -1,0 +1,143 @@
+"""`ImageTextEncoder`: vectors of images and of texts in one space, by CLIP. `argosy.load(FOLDER)` of a CLIPModel returns it."""
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float
+
+from argosy.core.errors import BadInput
+from argosy.infer.denoise.prompts import PromptReader
+from argosy.infer.embed import unit_vectors
+from argosy.models.clip_towers import ClipTowersConfig
+from argosy.models.parts.weight import merge, split
+from argosy.weights.build import LoadedModel
+from argosy.weights.hub.image_steps import read_image_steps
+
+# Texts or images that are computed at once.
+BATCH = 16
+
+
+class ImageTextEncoder:
+    """CLIP: `embed(texts)`, `embed_images(images)` and `scores(images, texts)`.
+
+    Args:
+        loaded: the model, with its folder's small files.
+
+    Raises:
+        BadInput: its images are prepared in a way that is not built.
+    """
+
+    def __init__(self, loaded: LoadedModel):
+        self.loaded, self.module, self.tokenizer = loaded, loaded.module, loaded.tokenizer
+        self.steps = read_image_steps(loaded.companions, self.config.vision.size)
+        # Colors become gray in no way that transformers has.
+        if self.config.vision.channels != 3:
+            raise BadInput(f"images of {self.config.vision.channels} channels: a CLIP that reads colors, 3, is built")
+        graph, self._leaves = split(self.module)
+        self._images = _image_program(graph, self.module.dtype)
+        self._reader: PromptReader | None = None
+
+    @property
+    def config(self) -> ClipTowersConfig:
+        """Its settings."""
+        config: Any = self.loaded.config
+        return config
+
+    @property
+    def scale(self) -> float:
+        """What a cosine is multiplied by: exp(logit_scale)."""
+        return float(np.exp(np.asarray(self.module.scale[...], np.float64)))
+
+    def embed(self, texts: Sequence[str], normalize: bool = False) -> Float[np.ndarray, "N O"]:
+        """The vector of each text. A text beyond the context loses its end.
+
+        Args:
+            normalize: scales vectors to length 1.
+
+        Raises:
+            BadInput: one text in place of a list, or a model without a tokenizer.
+        """
+        if isinstance(texts, str):
+            raise BadInput("embed takes a list of texts, not one text", hint="embed([text])")
+        reader = self._text_reader()
+        found = [np.asarray(reader.states(some)["pooled"], np.float32) for some in _in_parts(list(texts))]
+        return self._joined(found, normalize)
+
+    def embed_images(self, images: Sequence[Any], normalize: bool = False) -> Float[np.ndarray, "N O"]:
+        """The vector of each image, [H W 3] uint8 or floats in 0..1, of any sizes.
+
+        Raises:
+            BadInput: another shape or other numbers; or Pillow, which resizes, is not installed.
+        """
+        found = []
+        for some in _in_parts(images):
+            ready = np.stack([self.steps(as_pixels(image)) for image in some])
+            rows = 1 << (len(ready) - 1).bit_length()
+            padded = np.concatenate([ready, np.zeros((rows - len(ready), *ready.shape[1:]), np.float32)])
+            found.append(np.asarray(self._images(self._leaves, padded), np.float32)[: len(ready)])
+        return self._joined(found, normalize)
+
+    def scores(self, images: Sequence[Any], texts: Sequence[str]) -> Float[np.ndarray, "N M"]:
+        """exp(logit_scale) times the cosine of each image with each text: CLIPModel's `logits_per_image`. Arguments and errors as
+        `embed_images` and `embed`."""
+        return self.scale * self.embed_images(images, normalize=True) @ self.embed(texts, normalize=True).T
+
+    def save(self, folder: str | Path, format: Literal["hub", "argosy"] = "hub", dtype: Any = None) -> None:
+        """Writes model and tokenizer as a Hub folder, which transformers reads, or as an Argosy checkpoint."""
+        from argosy.checkpoint.save import save_model
+
+        save_model(self.loaded, Path(folder), format, dtype)
+
+    def check_predicts(self) -> None:
+        """Raises:
+        BadInput: always; it predicts no tokens.
+        """
+        hint = "argosy eval MODEL tasks=images clip=FOLDER scores drawn images; in Python, `embed` and `embed_images` return vectors"
+        raise BadInput("this model is CLIP: it predicts no tokens and draws no images", hint=hint)
+
+    def _text_reader(self) -> PromptReader:
+        if self.tokenizer is None:
+            raise BadInput("this model came without a tokenizer", hint="copy tokenizer.json beside its weights")
+        if self._reader is None:
+            self._reader = PromptReader(self.module.text, self.tokenizer, self.config.context, "CLIP")
+        return self._reader
+
+    def _joined(self, found: list[np.ndarray], normalize: bool) -> np.ndarray:
+        vectors = np.concatenate(found) if found else np.zeros((0, self.config.embedding_width), np.float32)
+        return unit_vectors(vectors) if normalize else vectors
+
+
+def as_pixels(image: Any) -> np.ndarray:
+    """An image [H W 3] uint8, from uint8 or floats in 0..1.
+
+    Raises:
+        BadInput: another shape or other numbers.
+    """
+    given = np.asarray(image)
+    if given.ndim != 3 or given.shape[-1] != 3 or not given.size:
+        raise BadInput(f"an image of {list(given.shape)}: [H W 3] is read")
+    if given.dtype == np.uint8:
+        return given
+    if not np.issubdtype(given.dtype, np.floating) or not (given.min() >= 0 and given.max() <= 1):
+        raise BadInput(f"an image of {given.dtype.name} from {given.min()} to {given.max()}", hint="uint8, or floats in 0..1")
+    return np.rint(given * 255).astype(np.uint8)
+
+
+def _in_parts(values: Sequence[Any]) -> Iterator[Sequence[Any]]:
+    for at in range(0, len(values), BATCH):
+        yield values[at : at + BATCH]
+
+
+@lru_cache(maxsize=4)
+def _image_program(graph: Any, dtype: Any) -> Any:
+    def images(leaves: Any, pixels: Any) -> Any:
+        model = merge(graph, leaves)
+        model.dtype = dtype
+        return model.images(pixels).astype(jnp.float32)
+
+    return jax.jit(images)

@@ -1,0 +1,115 @@
+"""How images are prepared for a model that reads them: preprocessor_config.json of transformers' CLIPImageProcessor.
+
+    resize the shorter side     crop the middle     times 1/255     minus mean, over deviation of each channel
+
+A step that is not built is an error. Resampling is Pillow's, as there.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from argosy.core.errors import BadInput, Damaged
+from argosy.core.formats.image_files import Resampling, resized
+from argosy.data.tokenizers.config import read_object
+
+FILE = "preprocessor_config.json"
+# Those of OpenAI's CLIP.
+MEAN, DEVIATION = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+# Pillow's numbers of its filters.
+FILTERS: dict[int, Resampling] = {1: "lanczos", 2: "bilinear", 3: "bicubic"}
+
+
+@dataclass(frozen=True)
+class ImageSteps:
+    """The steps from an image to what a model reads.
+
+    shorter: pixels of the shorter side after resizing; None: images are not resized.
+    crop: height and width of the middle part that is read; None: all of it.
+    resampling: Pillow's filter.
+    factor: pixels are multiplied by it.
+    mean, deviation: of each channel.
+    """
+
+    shorter: int | None
+    crop: tuple[int, int] | None
+    resampling: Resampling = "bicubic"
+    factor: float = 1 / 255
+    mean: tuple[float, ...] = MEAN
+    deviation: tuple[float, ...] = DEVIATION
+
+    def __call__(self, image: np.ndarray) -> Float[np.ndarray, "H W 3"]:
+        """What a model reads of an image [H W 3] uint8.
+
+        Raises:
+            BadInput: the part to crop is larger than the image.
+        """
+        height, width = image.shape[:2]
+        if self.shorter is not None:
+            short, long = sorted((height, width))
+            longer = int(self.shorter * long / short)
+            height, width = (self.shorter, longer) if height <= width else (longer, self.shorter)
+            image = resized(image, height, width, self.resampling)
+        if self.crop is not None:
+            rows, columns = self.crop
+            if rows > height or columns > width:
+                what = f"{FILE}: a part of {columns}x{rows} pixels of an image of {width}x{height}"
+                raise BadInput(what, hint="a larger size, or no crop")
+            top, left = (height - rows) // 2, (width - columns) // 2
+            image = image[top : top + rows, left : left + columns]
+        return ((image * self.factor - np.array(self.mean)) / np.array(self.deviation)).astype(np.float32)
+
+
+def read_image_steps(folder: Path | None, size: int) -> ImageSteps:
+    """The steps of a model's folder; without the file, those of OpenAI's CLIP.
+
+    Args:
+        size: height and width of the images that the model reads.
+
+    Raises:
+        BadInput: a step that is not built, or a size that the model does not read.
+        Damaged: the file has invalid contents.
+    """
+    if folder is None or not (folder / FILE).is_file():
+        return ImageSteps(size, (size, size))
+    said = read_object(folder / FILE)
+    try:
+        steps = _steps(said)
+    except (TypeError, ValueError, LookupError) as error:
+        raise Damaged(f"{FILE} has invalid contents: {error}", where=str(folder / FILE)) from None
+    if steps.crop != (size, size):
+        given = "any size" if steps.crop is None else "{1}x{0} pixels".format(*steps.crop)
+        what = f"{FILE}: images of {given}, and the model reads {size}x{size}"
+        raise BadInput(what, where=str(folder / FILE), hint="do_center_crop with that crop_size")
+    return steps
+
+
+def _steps(said: Mapping[str, Any]) -> ImageSteps:
+    shorter = None
+    if said.get("do_resize", True):
+        size = said.get("size", {"shortest_edge": 224})
+        if isinstance(size, Mapping) and set(size) != {"shortest_edge"}:
+            raise BadInput(f"{FILE}: `size` = {dict(size)} is not built", hint="shortest_edge is")
+        shorter = int(size["shortest_edge"] if isinstance(size, Mapping) else size)
+    crop = None
+    if said.get("do_center_crop", True):
+        given = said.get("crop_size", 224)
+        crop = (int(given["height"]), int(given["width"])) if isinstance(given, Mapping) else (int(given), int(given))
+    number = said.get("resample", 3)
+    if number not in FILTERS:
+        hint = f"one of {', '.join(f'{n} ({name})' for n, name in FILTERS.items())}"
+        raise BadInput(f"{FILE}: `resample` = {number} is not built", hint=hint)
+    factor = float(said.get("rescale_factor", 1 / 255)) if said.get("do_rescale", True) else 1.0
+    normal = said.get("do_normalize", True)
+    mean, deviation = (_colors(said.get(key, default)) for key, default in (("image_mean", MEAN), ("image_std", DEVIATION)))
+    return ImageSteps(shorter, crop, FILTERS[number], factor, mean if normal else (0.0,) * 3, deviation if normal else (1.0,) * 3)
+
+
+def _colors(values: Sequence[float]) -> tuple[float, ...]:
+    if len(values) != 3:
+        raise ValueError(f"{len(values)} numbers for three channels")
+    return tuple(map(float, values))
