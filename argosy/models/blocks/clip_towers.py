@@ -80,9 +80,6 @@ class ClipTowers(nnx.Module):
 
     def __call__(self, images: Float[Array, "B H W C"], tokens: Int[Array, "b T"]) -> Float[Array, "B b"]:
         """The score of each image with each text: exp(scale) times the cosine of their vectors."""
-        image, text = unit(self.images(images).astype(jnp.float32)), unit(self.texts(tokens).astype(jnp.float32))
+        vectors = (x.astype(jnp.float32) for x in (self.images(images), self.texts(tokens)))
+        image, text = (x / jnp.linalg.norm(x, axis=-1, keepdims=True) for x in vectors)
         return jnp.exp(self.scale[...].astype(jnp.float32)) * (image @ text.T)
-
-
-def unit(x: Float[Array, "B O"]) -> Float[Array, "B O"]:
-    return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
