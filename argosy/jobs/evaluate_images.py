@@ -15,7 +15,7 @@ from argosy.data.images.shards import image_data
 from argosy.data.settings import DataSettings
 from argosy.data.sources import RowSource
 from argosy.data.tables import find
-from argosy.evals.images.captions import CaptionJudge, beside
+from argosy.evals.images.captions import CaptionJudge, figures_with_real
 from argosy.evals.images.evaluate import ImageJudges, LabeledImages, draw_prompts, images_of
 from argosy.evals.settings import IMAGES, EvalSettings
 from argosy.infer.clip import ImageTextEncoder
@@ -104,7 +104,7 @@ def _figures_of_run(
         wanted = prompts if reads_text else _class_captions(tables[1].table.class_names, labels)
         judge, real = CaptionJudge(encoder, [*wanted, *captions[:count]]), in_color(held_out.images[:count] / 2 + 0.5)
         own = [judge.figures(judge.cosines(images), texts) for images, texts in ((drawn, wanted), (real, captions[:count]))]
-        figures |= beside(*own)
+        figures |= figures_with_real(*own)
     return figures, count
 
 
@@ -132,7 +132,7 @@ def _figures_of_folder(
         found.append(judge.cosines(images))
     say("comparing real images with their captions")
     real = [judge.cosines(in_color(images / 2 + 0.5)) for images in _parts(table, count)]
-    return beside(*(judge.figures(np.concatenate(each), captions[:count]) for each in (found, real))), count
+    return figures_with_real(*(judge.figures(np.concatenate(each), captions[:count]) for each in (found, real))), count
 
 
 def _rows(data: DataSettings, pipeline: ImagePipeline, held_out: bool) -> Any:

@@ -13,7 +13,7 @@ from helpers import Heard
 import argosy
 from argosy.cli import main
 from argosy.core.errors import BadInput
-from argosy.evals.images.captions import CaptionJudge, beside
+from argosy.evals.images.captions import CaptionJudge, figures_with_real
 from argosy.evals.images.distances import diversity, frechet_distance, kernel_distance, nearest_distances
 from argosy.evals.images.evaluate import ImageJudges, LabeledImages
 from argosy.evals.images.features import KernelJudge, train_features
@@ -117,7 +117,7 @@ def test_the_clip_score_is_that_of_its_definition():
     assert found["clip_score_mismatched"] == pytest.approx(100 * np.maximum(others, 0).mean(), rel=1e-5)
     assert found["clip_accuracy"] == (cosines.argmax(1) == np.arange(3)).mean()
     assert "clip_accuracy" not in CaptionJudge(given, ["one"]).figures(cosines[:1, :1], ["one"]), "one caption alone is always nearest"
-    assert list(beside(found, {"clip_score": 3.0, "clip_score_mismatched": 2.0, "clip_accuracy": 1.0})) == [
+    assert list(figures_with_real(found, {"clip_score": 3.0, "clip_score_mismatched": 2.0, "clip_accuracy": 1.0})) == [
         "clip_score", "clip_score_real", "clip_score_mismatched", "clip_accuracy", "clip_accuracy_real"
     ]  # fmt: skip
 

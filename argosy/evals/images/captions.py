@@ -56,7 +56,7 @@ def score(cosines: Float[np.ndarray, "N"]) -> float:
     return float(SCALE * np.maximum(cosines, 0).mean())
 
 
-def beside(drawn: dict[str, float], real: dict[str, float]) -> dict[str, float]:
+def figures_with_real(drawn: dict[str, float], real: dict[str, float]) -> dict[str, float]:
     """The figures of drawn images, each followed by that of real ones."""
     found = {}
     for name, value in drawn.items():
