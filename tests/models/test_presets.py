@@ -35,8 +35,21 @@ PUBLISHED = {
     "qwen3-8b": 8_190_735_360,
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-235b-a22b": 235_093_634_560,
-    "wan2.1-t2v-1.3b": 1_418_996_800,                       # as diffusers builds it
+    # Denoisers as diffusers 0.42.1 builds them; of Stable Diffusion 3 also the grid of positions, which lies in its files as a buffer.
+    "dit-xl-2": 675_129_632 - 256 * 1152,                   # the paper's, without its table of positions
+    "flux1-dev": 11_901_408_320,
+    "flux1-schnell": 11_891_178_560,
+    "flux2-dev": 32_223_281_152,
+    "flux2-klein-4b": 3_875_544_576,
+    "sd1.5": 859_520_964,
+    "sd2.1": 865_910_724,
+    "sd3-medium": 2_028_328_000 + 192**2 * 1536,
+    "sd3.5-large": 8_056_627_520 + 192**2 * 2432,
+    "sd3.5-medium": 2_243_171_520 + 384**2 * 1536,
+    "sdxl": 2_567_463_684,
+    "wan2.1-t2v-1.3b": 1_418_996_800,
     "wan2.1-t2v-14b": 14_288_491_584,
+    "z-image": 6_154_908_736,
 }
 ACTIVE = {
     "mixtral-8x7b": 12.9,        # arXiv:2401.04088

@@ -21,6 +21,7 @@ from argosy.run.plan.compiled import compiled_figures, out_of_memory
 from argosy.run.plan.figures import KINDS
 from argosy.run.plan.nearest import changed_run
 from argosy.run.settings.compose import compose
+from argosy.run.settings.recipe_files import preset_config
 from argosy.run.settings.run import Run
 
 LARGE = ("model=llama2-70b",)
@@ -287,3 +288,19 @@ def test_models_that_read_no_tokens_are_planned(recipe):
     assert answer["fits"]
     assert answer["tokens_per_step"] >= 4
     assert answer["step_seconds"] > 0
+
+
+@pytest.mark.parametrize("model, device", [
+    ("flux1-dev", "v5p-128"),
+    pytest.param("sdxl", "h100-8", marks=pytest.mark.slow),
+    pytest.param("wan2.1-t2v-14b", "v6e-64", marks=pytest.mark.slow),
+])  # fmt: skip
+def test_denoisers_are_planned_by_name_without_their_encoders(model: str, device: str):
+    words = [f"model={model}", "objective.condition=text", "sample.every=none", "data.batch=64"]
+    how = PlanSettings(device=device, compile=False)
+    found, half = (plan("diffusion", [*words, f"data.image.size={size}"], how, lambda text: None) for size in (64, 32))
+    assert found["parameters"] == preset_config(model).parameters()
+    # A quarter of the image's tokens; the text's are as many as before.
+    assert 1.5 < found["flops_per_step"] / half["flops_per_step"] < 5
+    assert found["memory_bytes"]["activations"] > 1.5 * half["memory_bytes"]["activations"]
+    assert found["memory_bytes"]["parameters"] == half["memory_bytes"]["parameters"]

@@ -110,7 +110,8 @@ _NOT_WEIGHTS = "execution.offload=optimizer"
 _SUMMED = "diloco.every=0 sums gradients over mesh.data in every step"
 
 CONFLICTS: tuple[Conflict, ...] = (
-    *(Conflict("processes", other, NOT_BUILT, _ONE_PROCESS) for other in ("rollouts", "samples", "reference", "teacher")),
+    *(Conflict("processes", other, NOT_BUILT, _ONE_PROCESS) for other in ("rollouts", "reference", "teacher")),
+    Conflict("processes", "samples", NOT_BUILT, "sample.every=none; `argosy generate` draws from a checkpoint"),
     Conflict(
         "processes",
         "stage_on_cpu",

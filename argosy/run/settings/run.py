@@ -464,7 +464,8 @@ class Run(Settings):
         captions = "text" in self.objective.conditions
         if self.data.image.caption is not None and not captions:
             yield "data.image.caption is for models that read captions: objective.condition=text"
-        if captions and not self.encoders.reads_text:
+        # Data that is not read has states of captions without an encoder: `argosy plan`.
+        if captions and not self.encoders.reads_text and self.data.source != "synthetic":
             hint = "encoders.pipeline=FOLDER of diffusers, or encoders.text=FOLDER of an encoder"
             yield f"objective.condition = text, and nothing reads the captions: {hint}"
         if isinstance(self.objective, DreamBooth) and self.data.image.buckets is not None:
