@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from argosy.client.settings import BatchSettings, BenchSettings, ChatSettings
 from argosy.core.errors import BadInput, close_name, nearest
+from argosy.jobs.plan.serving import ServePlanSettings
 from argosy.predict.settings import PredictSettings
 from argosy.serve.settings import ServeSettings
 from argosy.serve.vllm_flags import ANSWERS, CHOICES, NAMED, OBJECTS, SETTINGS, SWITCHES
@@ -42,6 +43,22 @@ class Flags:
 
 
 SERVE = Flags("serve", ServeSettings.model_fields, SETTINGS, SWITCHES, CHOICES, objects=OBJECTS, named=NAMED, answers=ANSWERS)
+
+# The flags that say how large a server is and how fast.
+PLAN_SERVE = Flags(
+    "plan",
+    ServePlanSettings.model_fields,
+    {flag: key for flag, key in SETTINGS.items() if key.partition(".")[0] in ServePlanSettings.model_fields},
+    {flag: words for flag, words in SWITCHES.items() if all(word.startswith("engine.") for word in words)},
+    CHOICES,
+    objects=OBJECTS,
+    answers={
+        "--device": "device=v5e-8, h100-8 ...: the devices that the server would have",
+        "--random-input-len": "`input_len=N`",
+        "--random-output-len": "`output_len=N`",
+        **{flag: hint for flag, hint in ANSWERS.items() if flag != "--device"},
+    },
+)
 
 # Of Triton and TensorFlow Serving.
 PREDICT = Flags(

@@ -123,6 +123,10 @@ def hardware(name: str) -> Hardware:
     if rest or chips < 1:
         what = f"device={name}: {kind} counts {plural(chip.per_name, 'core')} a chip, so its number is even"
         raise BadInput(what, hint=f"device={kind}-{max(1, chips) * chip.per_name} has {plural(max(1, chips), 'chip')}")
+    if not chip.axes and chips > chip.host_chips and chips % chip.host_chips:
+        what = f"device={name}: a host has {chip.host_chips} of {kind}, so {chips} are on no whole number of hosts"
+        best = round(chips / chip.host_chips) * chip.host_chips
+        raise BadInput(what, hint=f"device={kind}-{best}; up to {chip.host_chips} are part of one host, whatever their number")
     shape = (chips,) if not chip.axes else _torus(chips, chip.axes)
     if shape is None or chips > chip.largest:
         near = [n for n in (2**k for k in range(14)) if n <= chip.largest and _torus(n, chip.axes)]

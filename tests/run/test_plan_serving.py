@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -9,7 +10,10 @@ import numpy as np
 import pytest
 
 from argosy.cli import main
+from argosy.core.errors import BadInput
 from argosy.infer.engine.engine import Engine
+from argosy.infer.forward.layers import LayerPrograms
+from argosy.infer.forward.passes import TOGETHER
 from argosy.infer.load import random_lm
 from argosy.infer.settings import EngineSettings
 from argosy.jobs.plan import serving
@@ -17,10 +21,12 @@ from argosy.jobs.plan.serving import ServePlanSettings, plan_serving
 from argosy.models.gemma import GemmaConfig
 from argosy.models.llama import LlamaConfig
 from argosy.models.parts.attention.cache import bytes_of_caches
-from argosy.models.parts.weight import split
+from argosy.models.parts.stack import Unroll
+from argosy.models.parts.weight import put, split
 from argosy.observe.hlo.estimate import Prices
+from argosy.ops.native import library
 from argosy.parallel.target import Target
-from argosy.run.plan import compiled_serving
+from argosy.run.plan import compiled_serving, measured
 from argosy.run.plan.serving import (
     expert_seconds,
     read_weights,
@@ -30,6 +36,7 @@ from argosy.run.plan.serving import (
     step_work,
     wanted_steps,
 )
+from argosy.run.plan.serving_cpu import programs_bytes, serving_step
 from argosy.run.settings.recipe_files import preset_config
 from argosy.weights.build import tensor_shardings
 
@@ -196,7 +203,8 @@ def test_a_server_on_this_machine_is_planned(capsys: pytest.CaptureFixture[str])
     out = capsys.readouterr().out
     assert "argosy-1m on this: 1 copy on 1 device" in out
     assert "memory of this machine" in out
-    assert "reading the" in out
+    assert "small instructions" in out
+    assert "process" in out
     assert "lower bound" not in out
 
 
@@ -245,3 +253,116 @@ def test_the_compiler_is_asked_where_it_is_installed(capsys: pytest.CaptureFixtu
     assert other["verdict_by"] == "model"
     same = ("weights", "cache", "sampler")
     assert [found["memory_bytes"][kind] for kind in same] == [other["memory_bytes"][kind] for kind in same]
+
+
+@pytest.mark.skipif(bool(library.load()), reason="no compiled kernels here")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_packed_weights_take_what_an_engine_packs(dtype):
+    """An engine alone with its model packs weights in place: those that a file has in bfloat16 in half the bytes."""
+    config = preset_config("argosy-1m")
+    lm = random_lm(config, 0)
+    device = jax.devices()[0]
+    rounded = {a: jax.device_put(w.astype(dtype).astype("float32"), device) for a, w in split(lm.module)[1].items()}
+    put(lm.module, rounded)
+    own = Engine(lm.module, EngineSettings(slots=4), exclusive=True)
+    own.runner.refresh_weights(lambda: None)
+    model = served_model(config, Target.here([device]), EngineSettings(slots=4), None, 1, {}, lambda _: dtype)
+    assert model.packed
+    assert serving_memory(model, 1)[0]["weights"] == sum(w.nbytes for w in own.runner.weights().values())
+    assert model.bytes_of("embed.w") == (2 if dtype == "bfloat16" else 4) * config.vocab * config.width
+    assert programs_bytes(model) > programs_bytes(replace(model, settings=EngineSettings(slots=1))) > 0
+
+
+def test_small_instructions_bound_little_models_on_a_cpu():
+    model = served_model(preset_config("argosy-1m"), Target.here(), EngineSettings(), None, 1, {}, lambda _: "bfloat16")
+    prices = replace(PRICES, read_bytes_per_s=2e10)
+    one, many = (serving_step(model, n, 0, 100, prices) for n in (1, 32))
+    assert one.bound_by.startswith("small instructions")
+    assert one.seconds < many.seconds < 32 * one.seconds
+    large = served_model(preset_config("llama3.1-8b"), Target.here(), EngineSettings(), None, 1, {}, lambda _: "bfloat16")
+    step = serving_step(large, 1, 0, 100, prices)
+    # All weights but the embedding, two bytes each where they are packed, at the price of reads.
+    each = 2 if large.packed else 4
+    assert step.by_kind["reading the weights"] == pytest.approx(each * (8_030_261_248 - 128_256 * 4096) / 2e10, rel=0.01)
+    # Elsewhere the step is the other model's.
+    described = served_model(preset_config("llama3.1-8b"), Target.described("h100-8"), EngineSettings(), None, 1, {})
+    assert serving_step(described, 1, 0, 100, PRICES) == step_work(described, 1, 0, 100, PRICES)
+
+
+def test_speeds_of_this_machine_are_the_best_ever_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(measured, "_file", lambda: tmp_path / "speed.json")
+    found = iter([measured.Speeds(1e11, 5e9, 3e10), measured.Speeds(2e11, 4e9, 2e10)])
+    monkeypatch.setattr(measured, "_measured", lambda: next(found))
+    prices_here = measured.prices_here.__wrapped__
+    assert prices_here("cpu").read_bytes_per_s == 3e10
+    again = prices_here("cpu")
+    assert (again.peak_flops_per_s, again.bytes_per_s, again.read_bytes_per_s) == (2e11, 5e9, 3e10)
+    assert prices_here("cpu", again=False) == again
+    # What an earlier version kept has no price of reads.
+    kept = json.loads((tmp_path / "speed.json").read_text())
+    (tmp_path / "speed.json").write_text(json.dumps({key: {"flops_per_s": 1e11, "bytes_per_s": 1e9} for key in kept}))
+    assert measured._stored() is None
+
+
+def test_a_folder_needs_no_weights(tmp_path):
+    """Only config.json: the type of the weights is what it says."""
+    config = preset_config("llama3.2-1b")
+    written = config.to_hub() | {"dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    folder, preset = (planned(str(name), device="v5e-1", engine={"context": 2048}) for name in (tmp_path, "llama3.2-1b"))
+    assert folder["memory_bytes"] == preset["memory_bytes"]
+    (tmp_path / "config.json").write_text(json.dumps(written | {"quantization_config": {"quant_method": "fp8"}}))
+    with pytest.raises(BadInput, match="few bits"):
+        planned(str(tmp_path), device="v5e-1")
+
+
+@pytest.mark.slow
+def test_published_weights_in_few_bits_are_planned_in_them():
+    """OpenAI's model card has 12.8 GiB for the checkpoint of gpt-oss 20B, and DeepSeek V3's 671B parameters are in FP8."""
+    small = planned("gpt-oss-20b", device="h100-1", engine={"context": 2048})
+    assert small["memory_bytes"]["weights"] == pytest.approx(12.8 * 2**30, rel=0.02)
+    assert small["published_in"] == "mxfp4"
+    plain = planned("gpt-oss-20b", device="h100-1", quantization="w8", engine={"context": 2048})
+    assert (plain["published_in"], plain["memory_bytes"]["weights"] > small["memory_bytes"]["weights"]) == (None, True)
+
+
+@pytest.mark.parametrize(
+    "words, setting",
+    [
+        (["--tensor-parallel-size", "2"], {"tensor": 2}),
+        (["--max-model-len", "4096"], {"context": 4096}),
+        (["--quantization", "w8"], {"quantization": "w8"}),
+    ],
+)
+def test_flags_of_vllm_are_settings(words, setting, capsys: pytest.CaptureFixture[str]):
+    assert main(["plan", "serve", "llama3.2-1b", "device=v5p-8", "compile=false", "--json", *words]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {name: found[name] for name in setting} == setting
+
+
+@pytest.mark.parametrize(
+    "word, said",
+    [
+        ("--gpu-memory-utilization=0.9", "engine.memory=BYTES"),
+        ("max_num_seqs=8", "`engine.slots`"),
+        ("kv_cache_dtype=fp8", "`engine.cache_dtype`"),
+        ("gpu_memory_utilization=0.9", "engine.memory=BYTES"),
+        ("--port=80", "no such option"),
+        ("host=1.2.3.4", "unknown setting `host`"),
+    ],
+)
+def test_what_vllm_calls_otherwise_is_answered(word, said, capsys: pytest.CaptureFixture[str]):
+    assert main(["plan", "serve", "llama3.1-8b", "device=v5e-8", word]) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert "did you mean `host`" not in err
+
+
+def test_layers_that_are_alike_share_a_program():
+    """Of 12 equal layers the first run of four is compiled; of five local ones and a global one, one each."""
+    for preset, changes, compiled in (
+        ("llama3.2-1b", {"layers": 12}, [0, 1, 2, 3]),
+        ("gemma3-1b", {"layers": 6}, [0, 5]),
+    ):
+        config = preset_config(preset).model_copy(update=changes)
+        assert sorted(LayerPrograms(config.build(Unroll()), TOGETHER).compiled_layers) == compiled

@@ -17,14 +17,14 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 WORDS = {"gathered_weights": "gathered weights"}
 
 
-@app.command()
+@app.command(context_settings={"ignore_unknown_options": True})
 def plan(
     recipe: Annotated[str, typer.Argument(help="a recipe's name, a YAML file, or `serve`", show_default=False)],
     words: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="[MODEL] [device=v5p-128] [compile=false] [search=true out=FILE] [price=N] [key=value ...]",
-            help="settings; after `serve` the model, a preset or one on this machine",
+            help="settings; after `serve` the model, a preset or one on this machine; flags of `vllm serve` work too",
             show_default=False,
         ),
     ] = None,
@@ -42,6 +42,8 @@ def plan(
       argosy plan serve llama3.1-8b device=v5e-8 tensor=4 engine.context=8192"""
     if recipe == "serve":
         return _serving(words or [], as_json)
+    if option := next((word for word in words or [] if word.startswith("-")), None):
+        raise BadInput(f"no such option: {option}", hint="settings have no dashes: NAME=VALUE")
     from argosy.jobs.plan.training import PlanSettings
 
     own = [word for word in words or [] if word.partition("=")[0] in PlanSettings.model_fields]
@@ -66,8 +68,10 @@ def plan(
 
 def _serving(words: list[str], as_json: bool) -> int:
     """`argosy plan serve MODEL`."""
+    from argosy.cli.flags import PLAN_SERVE, translated
     from argosy.jobs.plan.serving import ServePlanSettings, plan_serving
 
+    words = translated(words, PLAN_SERVE)
     names = [word for word in words if "=" not in word]
     if len(names) != 1:
         raise BadInput("plan serve takes one model", hint="argosy plan serve llama3.1-8b device=v5e-8")
@@ -93,6 +97,7 @@ def serving_text(answered: Mapping[str, Any]) -> str:
     copies = f"{answered['copies']} {'copies' if several else 'copy'} on {plural(answered['tensor'], 'device')}{' each' * several}"
     by = "the compiler" if answered["verdict_by"] == "compiler" else "the analytic model"
     form = f", {answered['quantization']}" if answered["quantization"] else ""
+    form += f", some in {answered['published_in']} as they are published" if answered["published_in"] else ""
     rows = [(kind, sized(size)) for kind, size in memory.items() if size and kind != "total"]
     rows.append(("in all", sized(memory["total"]) + (f" of {sized(limit)}" if limit else "")))
     whose = "each device" if answered["device_kind"] != "cpu" else "this machine"
@@ -123,7 +128,7 @@ def serving_text(answered: Mapping[str, Any]) -> str:
     if answered["verdict_by"] == "compiler":
         how = "by the compiler's cycles; no device was measured"
     elif answered["device_kind"] == "cpu":
-        how = "by bytes and FLOPs, at the speeds of a copy and a product here; a step that mostly reads may take a third of this"
+        how = "by bytes and FLOPs, at the speeds of a read and a product here; may be 25% off, and more while others compute here"
     lines += [how]
     if answered["cost_per_million_tokens"]:
         lines += [f"{answered['cost_per_million_tokens']:,.2f} for a million tokens of completions, at the highest rate"]

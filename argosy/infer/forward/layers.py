@@ -35,6 +35,12 @@ class LayerPrograms:
         self._runs = [(start, end, _layers(tuple(kinds[start:end]))) for start, end in equal_runs(alike, most)]
         self.outside = graph, model.dtype, AbsentWeights(absent)
 
+    @property
+    def compiled_layers(self) -> list[int]:
+        """The layers that are compiled: the first run of each kind, whose program the others share."""
+        first = {program: (start, end) for start, end, program in reversed(self._runs)}
+        return [i for start, end in first.values() for i in range(start, end)]
+
     def divided(self, weights: Leaves) -> tuple[Leaves, list[Leaves]]:
         """The weights outside the layers, and the weights of each layer by its own names."""
         layers = [{own: weights[a] for own, a in names.items() if a in weights} for names in self._addresses]

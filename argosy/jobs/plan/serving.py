@@ -3,26 +3,32 @@ it answers. No weight is read."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field
 
-from argosy.core.errors import BadInput, UserError, nearest
+from argosy.core.errors import BadInput, UserError
 from argosy.core.settings import Settings
 from argosy.infer.settings import EngineSettings
 from argosy.jobs.plan.compiler import answer_of_compiler, kept_answer
+from argosy.jobs.plan.served import PUBLISHED, planned_files
+from argosy.serve.settings import ServeSettings
+from argosy.serve.vllm_flags import NAMES
 
 Say = Callable[[str], None]
 PRESETS = ("w8", "w4")
+# Settings of `argosy serve` that say nothing of its size or speed.
+OF_SERVERS = {*ServeSettings.model_fields} - {"dtype", "quantization", "tensor", "copies", "engine"}
 
 
 class ServePlanSettings(Settings):
     """What a server is planned for."""
 
+    elsewhere: ClassVar = {name: hint for name, hint in NAMES.items() if not OF_SERVERS & {name, *hint.split("`")}}
+
     device: str = "this"
     """The devices: `this` machine's, or a kind with a number: v4-8, v5e-16, v5p-128, v6e-256, v7x-128 (a name as Google Cloud counts:
-    cores for v4, v5p and v7x, chips for the others), h100-8, h200-8."""
+    cores for v4, v5p and v7x, chips for the others), h100-8, h200-8 (up to 8, which are part of one host, or a multiple of 8)."""
     compile: bool = True
     """Whether the compiler of TPUs is asked, where it is installed. false: the analytic answer alone."""
     price: float | None = Field(None, gt=0)
@@ -51,10 +57,12 @@ def plan_serving(name: str, settings: ServePlanSettings, say: Say) -> dict[str, 
     Raises:
         UserError: a mistake in the settings. A server that does not fit is none: `fits` is false.
     """
+    from argosy.observe.memory import resident_bytes
     from argosy.parallel.target import Target
-    from argosy.run.plan.serving import serving_memory, serving_rates, step_work, wanted_steps
+    from argosy.run.plan.serving import serving_memory, serving_rates, wanted_steps
+    from argosy.run.plan.serving_cpu import programs_bytes, serving_step
 
-    target = Target.described(settings.device)
+    target, process = Target.described(settings.device), resident_bytes()
     _check(settings, target)
     model = _served(name, settings, target)
     settings = _with_lengths(settings, model.context)
@@ -62,9 +70,11 @@ def plan_serving(name: str, settings: ServePlanSettings, say: Say) -> dict[str, 
         what = f"input_len + output_len = {settings.input_len + settings.output_len:,}, and {name} reads {model.context:,} tokens"
         raise BadInput(what, hint="shorter sequences")
     memory, size = serving_memory(model, settings.copies)
+    if target.shares_memory:
+        memory["process"] = process + programs_bytes(model) * settings.copies
     prices, limit = _prices(target), target.memory_bytes
     keys = wanted_steps(model, size, settings.input_len, settings.output_len)
-    steps = {} if prices is None else {key: step_work(model, *key, prices) for key in keys}
+    steps = {} if prices is None else {key: serving_step(model, *key, prices) for key in keys}
     fits, verdict, missing, found = limit is None or sum(memory.values()) <= limit, "model", None, {}
     if fits and settings.compile and target.platform == "tpu" and not target.is_here:
         missing = target.missing_compiler()
@@ -82,6 +92,7 @@ def plan_serving(name: str, settings: ServePlanSettings, say: Say) -> dict[str, 
     best = max((rate.tokens_per_s for rate in rates), default=0.0) * settings.copies
     chips = (target.hardware.chips / target.count if target.hardware else 1) * settings.tensor * settings.copies
     return document | {
+        "published_in": None if settings.quantization else PUBLISHED.get(name, {}).get("weights"),
         "fits": fits,
         "verdict_by": verdict,
         "uncounted_kernels": found.get("uncounted", []),
@@ -120,7 +131,8 @@ def _served(name: str, settings: ServePlanSettings, target: Any) -> Any:
     from argosy.run.plan.serving import served_model
     from argosy.weights.build import as_dtype
 
-    config, schemes = _config_of(name)
+    found = planned_files(name)
+    config, schemes = found.config, found.schemes
     if config.inputs == "images" or not getattr(config, "causal", False) or getattr(config, "scored", False):
         raise BadInput(f"{name} generates no text, and a plan is of an engine that does", hint="a language model with a head")
     if settings.dtype is not None:
@@ -128,30 +140,11 @@ def _served(name: str, settings: ServePlanSettings, target: Any) -> Any:
     if settings.engine.context is not None:
         config.for_context(settings.engine.context)
     if settings.quantization is not None:
-        if schemes:
+        if schemes and not found.is_preset:
             raise BadInput(f"{name} is quantized already", hint="leave out `quantization`")
         single = config.build(Unroll())
         schemes = by_layer(single, schemes_of(single, as_rules(settings.quantization)))
-    return served_model(config, target, settings.engine, settings.dtype, settings.tensor, schemes)
-
-
-def _config_of(name: str) -> tuple[Any, dict[str, Any]]:
-    """The settings of a model, and the schemes of its weights that are stored in few bits."""
-    from argosy.checkpoint.open import open_model
-    from argosy.run.settings.recipe_files import preset_config, presets
-
-    if name in presets():
-        return preset_config(name), {}
-    if name.startswith("hf:"):
-        raise BadInput(f"{name} would be downloaded", hint="the name of a preset (`argosy models`), or a folder on this machine")
-    if not Path(name).exists():
-        hint = f"`argosy models` lists presets; {nearest(name, presets())}"
-        raise BadInput(f"no preset, file or folder is named `{name}`", hint=hint)
-    stored = open_model(name)
-    if stored.companions is not None and (stored.companions / "modules.json").is_file():
-        raise BadInput(f"{name} embeds texts, and a plan is of an engine that generates text", hint="a language model with a head")
-    quantized = stored.quantized or stored.published()
-    return stored.config, {} if quantized is None else dict(quantized.schemes)
+    return served_model(config, target, settings.engine, settings.dtype, settings.tensor, schemes, found.dtype)
 
 
 def _prices(target: Any) -> Any:

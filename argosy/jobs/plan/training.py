@@ -32,7 +32,7 @@ class PlanSettings(Settings):
 
     device: str = "this"
     """The devices: `this` machine's, or a kind with a number: v4-8, v5e-16, v5p-128, v6e-256, v7x-128 (a name as Google Cloud counts:
-    cores for v4, v5p and v7x, chips for the others), h100-8, h200-8."""
+    cores for v4, v5p and v7x, chips for the others), h100-8, h200-8 (up to 8, which are part of one host, or a multiple of 8)."""
     compile: bool = True
     """Whether the compiler of the devices is asked, where it is installed. false: the analytic answer alone, in seconds."""
     search: bool = False

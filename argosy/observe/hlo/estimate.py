@@ -47,6 +47,7 @@ class Prices:
     peak_flops_per_s: the peak, of which kernels reach a share.
     ring_bytes_per_s: bytes a second that a device receives in a ring along one axis of the mesh.
     rings: rings that a collective over all devices may use at once.
+    read_bytes_per_s: of weights that are read and not written; 0: `bytes_per_s`.
     """
 
     flops_per_s: float
@@ -55,6 +56,7 @@ class Prices:
     clock_hz: float = 0.0
     peak_flops_per_s: float = 0.0
     rings: int = 1
+    read_bytes_per_s: float = 0.0
 
 
 @dataclass(frozen=True)

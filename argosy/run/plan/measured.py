@@ -1,4 +1,4 @@
-"""What work costs on this machine: a product and a copy, measured in half a second and kept for the next time.
+"""What work costs on this machine: a product, a copy and reading a weight, measured in a second and kept for the next time.
 
 Other processes slow a measurement, and never speed it up, so the best of all that were made counts.
 """
@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +20,22 @@ from argosy.core.process.cores import core_count
 from argosy.observe.environment import processor_name
 from argosy.observe.hardware import CHIPS
 from argosy.observe.hlo.estimate import Prices
+from argosy.ops.native import library, products
+from argosy.ops.native.products import packed
 from argosy.run.plan.speed import PRODUCTS, prices_of
 
 # Sizes of the product and of the copy, and seconds for each.
 SIZE, COPIED, SPENT_S = 512, 1 << 24, 0.2
+# Rows and columns of the weight that is read: 64 MiB, more than caches hold.
+READ = 4096
+
+
+class Speeds(NamedTuple):
+    """The best speeds that were measured: products, copies (bytes read and written), and weights that are read."""
+
+    flops_per_s: float = 0.0
+    bytes_per_s: float = 0.0
+    read_bytes_per_s: float = 0.0
 
 
 @cache
@@ -36,21 +49,34 @@ def prices_here(platform: str, again: bool = True) -> Prices | None:
         kind = jax.devices()[0].device_kind
         chip = next((chip for chip in CHIPS.values() if chip.kind == kind), None)
         return None if chip is None else prices_of(chip)
-    stored = _stored()
-    flops, moved = stored or (0.0, 0.0)
-    if again or not stored:
-        measured = _measured()
-        flops, moved = max(flops, measured[0]), max(moved, measured[1])
-        _store(flops, moved)
-    return Prices(flops_per_s=PRODUCTS[platform] * flops, bytes_per_s=moved, ring_bytes_per_s=moved, peak_flops_per_s=flops)
+    speeds = stored = _stored()
+    if again or stored is None:
+        speeds = Speeds(*map(max, stored or Speeds(), _measured()))
+        _store(speeds)
+    assert speeds is not None
+    flops, moved, read = speeds
+    share = PRODUCTS[platform]
+    return Prices(share * flops, moved, ring_bytes_per_s=moved, peak_flops_per_s=flops, read_bytes_per_s=read)
 
 
-def _measured() -> tuple[float, float]:
-    """FLOPs and bytes a second."""
+def _measured() -> Speeds:
     x, long = jnp.ones((SIZE, SIZE)), jnp.ones((COPIED,), jnp.float32)
     product, copied = jax.jit(lambda x: x @ x), jax.jit(lambda x: x + 1)
     flops = 2 * SIZE**3 / _best(lambda: product(x).block_until_ready())
-    return flops, 8 * COPIED / _best(lambda: copied(long).block_until_ready())
+    moved = 8 * COPIED / _best(lambda: copied(long).block_until_ready())
+    return Speeds(flops, moved, 4 * READ**2 / _best(_read()))
+
+
+def _read() -> Callable[[], object]:
+    """Multiplies one row with a large weight, as a decode step does: by a compiled kernel where there is one."""
+    row, weight = jnp.ones((1, READ)), jnp.ones((READ, READ), jnp.float32)
+    library.load()
+    if library.unavailable():
+        by_xla = jax.jit(lambda x, w: x @ w)
+        return lambda: by_xla(row, weight).block_until_ready()
+    # A third is no bfloat16, in which weights take half as many bytes.
+    panels, by_kernel = packed(weight / 3, 1, True), jax.jit(products.product)
+    return lambda: by_kernel(row, panels).block_until_ready()
 
 
 def _best(call: Callable[[], object]) -> float:
@@ -71,17 +97,17 @@ def _key() -> str:
     return f"{processor_name()}, {core_count()} cores, {jax.device_count()} devices"
 
 
-def _stored() -> tuple[float, float] | None:
+def _stored() -> Speeds | None:
     """What was measured on this kind of processor before; None if nothing was."""
     path = _file()
     with suppress(OSError, ValueError, KeyError, TypeError):
         if path is not None:
             found = json.loads(path.read_text(encoding="utf-8"))[_key()]
-            return float(found["flops_per_s"]), float(found["bytes_per_s"])
+            return Speeds(*(float(found[name]) for name in Speeds._fields))
     return None
 
 
-def _store(flops: float, moved: float) -> None:
+def _store(speeds: Speeds) -> None:
     path = _file()
     if path is None:
         return
@@ -89,7 +115,7 @@ def _store(flops: float, moved: float) -> None:
         every = {}
         with suppress(OSError, ValueError):
             every = dict(json.loads(path.read_text(encoding="utf-8")))
-        every[_key()] = {"flops_per_s": flops, "bytes_per_s": moved}
+        every[_key()] = speeds._asdict()
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_suffix(f".{os.getpid()}")
         draft.write_text(json.dumps(every), encoding="utf-8")

@@ -5,9 +5,9 @@ time of reading the weights, and with many that of their products, or of reading
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from argosy.adapt.quant import Scheme, apply_schemes, are_alike
 from argosy.core.dims import LOOKED_UP
 from argosy.core.errors import BadInput
+from argosy.infer.cpu.panels import packer_of, panel_forms
 from argosy.infer.engine.cache import (
     OF_DEVICE,
     CacheNeeds,
@@ -30,6 +31,9 @@ from argosy.models.parts.stack import Unroll
 from argosy.models.parts.weight import kept_in, logical, variables
 from argosy.observe.environment import memory_bytes
 from argosy.observe.hlo.estimate import Prices
+from argosy.ops.native import library
+from argosy.ops.native.codes import PANEL
+from argosy.ops.native.products import SMALLEST
 from argosy.parallel.mesh import MeshSettings
 from argosy.parallel.scope import scope
 from argosy.parallel.target import Target
@@ -58,6 +62,7 @@ class PlannedModel:
     shapes: each weight as it is kept; places: how it lies on the mesh.
     needs: the memory of its cache.
     settings: of the engine.
+    packed: bytes of the weights that the engine packs for the kernels of a CPU (`infer.cpu.panels`).
     """
 
     config: Any
@@ -68,6 +73,7 @@ class PlannedModel:
     places: Mapping[str, Any]
     needs: CacheNeeds
     settings: EngineSettings
+    packed: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def dtype(self) -> Any:
@@ -79,6 +85,8 @@ class PlannedModel:
 
     def bytes_of(self, address: str) -> float:
         """Bytes of a weight on each device."""
+        if address in self.packed:
+            return self.packed[address]
         shape = self.shapes[address]
         bits = jax.dtypes.itemsize_bits(shape.dtype)
         # In the memory of a CPU, XLA gives each number a byte at least.
@@ -97,7 +105,13 @@ class PlannedModel:
 
 
 def served_model(
-    config: Any, target: Target, settings: EngineSettings, dtype: str | None, tensor: int, schemes: Mapping[str, Scheme]
+    config: Any,
+    target: Target,
+    settings: EngineSettings,
+    dtype: str | None,
+    tensor: int,
+    schemes: Mapping[str, Scheme],
+    stored: Callable[[str], Any] | None = None,
 ) -> PlannedModel:
     """A model as `argosy serve` loads it on some devices.
 
@@ -105,6 +119,8 @@ def served_model(
         target: all devices; a copy takes the first `tensor` of them.
         dtype: of weights and activations; None: float32 on CPUs, bfloat16 elsewhere.
         schemes: of contractions that are quantized, by their per-layer names.
+        stored: gives the type in which a file has a weight, by its per-layer name; None: weights are packed by nobody, because others
+            use them too.
 
     Raises:
         BadInput: so many devices cannot share the model, or the cache that the settings ask for does not fit it.
@@ -113,7 +129,9 @@ def served_model(
         raise BadInput(f"tensor = {tensor}, but {target.name} has {target.count}", hint=f"tensor={target.count}, or a larger device")
     own = replace(target, count=tensor, devices=target.devices[:tensor])
     mesh = own.mesh(MeshSettings(fsdp=1, tensor=tensor))
-    layout = default_run(config, target.platform)
+    # On one CPU the engine runs stacked layers over views of each.
+    alone = target.platform == "cpu" and tensor == 1
+    layout = Unroll() if alone else default_run(config, target.platform)
     if not are_alike(config.build(layout), schemes):
         layout = Unroll()
     module = config.build(layout)
@@ -123,7 +141,28 @@ def served_model(
     context = min(settings.context or config.context, config.context)
     with scope(mesh):
         needs = cache_needs(module.layers.holds(), settings, module.dtype, context)
-    return PlannedModel(config, module, own, mesh, shapes, tensor_places(module, mesh), needs, settings)
+    packed = bytes_in_panels(module, shapes, stored) if alone and stored is not None else {}
+    return PlannedModel(config, module, own, mesh, shapes, tensor_places(module, mesh), needs, settings, packed)
+
+
+def bytes_in_panels(module: Any, shapes: Mapping[str, jax.ShapeDtypeStruct], stored: Callable[[str], Any]) -> dict[str, float]:
+    """Bytes of the weights of an unrolled model that an engine packs, by address. Weights that a file has in bfloat16 stay in it, those
+    of few bits stay in their codes."""
+    library.load()
+    if packer_of(module) is None:
+        return {}
+    found = {}
+    for address, (inner, first) in panel_forms(module).items():
+        shape, quantized = shapes[address].shape, address.endswith(".values")
+        bits = jax.dtypes.itemsize_bits(shapes[address].dtype)
+        if not quantized:
+            bits = 16 if jnp.dtype(stored(address)) == jnp.bfloat16 else 32
+        if math.prod(shape) < SMALLEST:
+            continue
+        kept = math.prod(shape[inner:] if first else shape[: len(shape) - inner])
+        columns = kept if quantized else -(-kept // PANEL) * PANEL
+        found[address] = math.prod(shape) // kept * columns * bits / 8
+    return found
 
 
 # ---------------------------------------------------------------- memory
@@ -210,12 +249,25 @@ class ServingStep:
         return f"{most} ({parts[most] / self.seconds:.0%} of a step)"
 
 
-def step_work(model: PlannedModel, decodes: int, prompt: int, length: int, prices: Prices) -> ServingStep:
-    """The time of a step, by FLOPs and bytes.
+class StepParts(NamedTuple):
+    """Seconds of the parts of a step of the engine on each device, each alone.
 
-    Args:
-        length: tokens of each sequence that are in the cache before the step.
+    weights, cache: reading them; products: multiplying with weights; mixing: scores and sums of attention.
     """
+
+    weights: float
+    products: float
+    cache: float
+    mixing: float
+
+    def by_kind(self) -> dict[str, float]:
+        """The slower of reading and computing, which hides the other."""
+        found = {"reading the weights": self.weights} if self.weights > self.products else {"matrix products": self.products}
+        return found | ({"reading the cache": self.cache} if self.cache > self.mixing else {"attention": self.mixing})
+
+
+def step_parts(model: PlannedModel, decodes: int, prompt: int, length: int, prices: Prices) -> StepParts:
+    """The parts of a step, by FLOPs and bytes. The arguments are those of `step_work`."""
     config, count = model.config, model.target.count
     head = 2 * config.width * config.vocab
     each = config.flops(1) - config.mixing_flops(1)
@@ -224,11 +276,17 @@ def step_work(model: PlannedModel, decodes: int, prompt: int, length: int, price
     # A prompt's own tokens see half of each other on average.
     mixing = (decodes * _mixing(config, length) + prompt * _mixing(config, length + prompt // 2)) / count / prices.flops_per_s
     # Rows of a prompt share what they read of their sequence.
-    sequences = decodes + bool(prompt)
-    cache = sequences * model.read_bytes(length) / prices.bytes_per_s
-    # The slower of reading and computing hides the other.
-    by_kind = {"reading the weights": weights} if weights > products else {"matrix products": products}
-    by_kind |= {"reading the cache": cache} if cache > mixing else {"attention": mixing}
+    cache = (decodes + bool(prompt)) * model.read_bytes(length) / prices.bytes_per_s
+    return StepParts(weights, products, cache, mixing)
+
+
+def step_work(model: PlannedModel, decodes: int, prompt: int, length: int, prices: Prices) -> ServingStep:
+    """The time of a step, by FLOPs and bytes.
+
+    Args:
+        length: tokens of each sequence that are in the cache before the step.
+    """
+    by_kind = step_parts(model, decodes, prompt, length, prices).by_kind()
     return ServingStep(decodes, prompt, by_kind, _step_traffic(model, decodes + prompt, decodes + bool(prompt), prices))
 
 
@@ -238,17 +296,22 @@ def _mixing(config: Any, length: int) -> float:
 
 
 def read_weights(model: PlannedModel, tokens: int) -> float:
-    """Bytes of weights that a step with so many tokens reads on each device. Experts to which no token is sent are not read; all are
-    equally likely."""
+    """Bytes of weights that a step with so many tokens reads on each device."""
+    return sum(weights_read(model, tokens).values())
+
+
+def weights_read(model: PlannedModel, tokens: int) -> dict[str, float]:
+    """Bytes of each weight that a step with so many tokens reads on each device. Experts to which no token is sent are not read; all
+    are equally likely."""
     experts, axes = model.config.experts, logical(model.module)
     touched = 1.0 if experts is None else 1 - (1 - experts.active / experts.count) ** tokens
-    total = 0.0
+    found = {}
     for address in model.shapes:
         names = [name for name in axes[address] if name != "layers"]
         if LOOKED_UP & set(names[:1]) and not (model.config.tied and names[0] == "vocab"):
             continue
-        total += model.bytes_of(address) * (touched if names[:1] == ["experts"] else 1.0)
-    return total
+        found[address] = model.bytes_of(address) * (touched if names[:1] == ["experts"] else 1.0)
+    return found
 
 
 def expert_seconds(model: PlannedModel, tokens: int, prices: Prices) -> float:
