@@ -40,6 +40,7 @@ class CorpusSummary:
     held_out_documents, held_out_tokens: the size of what is kept for evaluation.
     max_bytes: the limit on the text, where it cut any off.
     unreadable: image files that are damaged or too large.
+    stretched: control images whose sides have another ratio than those of their images.
     short_documents: documents of fewer than two tokens, which have no target and which packing by fit leaves out.
     duplicates: documents that occur before.
     tail_rows: the last rows of the last epoch, too few for a batch.
@@ -90,6 +91,7 @@ class CorpusSummary:
     short_documents: int = 0
     duplicates: int = 0
     unreadable: int = 0
+    stretched: int = 0
     tail_rows: int = 0
     ends_short: bool = False
     ends_after: int | None = None
@@ -126,7 +128,8 @@ class CorpusSummary:
     @property
     def text(self) -> str:
         """The summary as one paragraph."""
-        sentences = [self._what(), self._mixed(), self._bucketed(), self._left_out(), self._cut(), self._ignored(), self.warning]
+        sentences = [self._what(), self._mixed(), self._bucketed(), self._left_out(), self._cut(), self._stretched()]
+        sentences += [self._ignored(), self.warning]
         return " ".join(sentence for sentence in sentences if sentence)
 
     def _what(self) -> str:
@@ -228,6 +231,10 @@ class CorpusSummary:
             return f"Cut: {plural(self.cut, self.noun)} longer than a row of {self.sequence}{where} (data.too_long={self.too_long})."
         parted = f"Cut: {plural(self.parted, self.noun)} at the end of a row, to go on in the next one without what came before"
         return f"{parted} (data.packing=split)." if self.parted else ""
+
+    def _stretched(self) -> str:
+        many = plural(self.stretched, "control image")
+        return f"Stretched: {many}, whose sides have another ratio than those of their images." if self.stretched else ""
 
     def _ignored(self) -> str:
         names = ", ".join(f"`{name}`" for name in self.ignored)

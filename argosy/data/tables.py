@@ -182,7 +182,8 @@ def table_of(
         # A position is JSON, which has no tuples.
         spaces = vocab if isinstance(vocab, int) else " ".join(map(str, vocab))
         unreadable = len(getattr(source, "unreadable", ()))
-        summary = described(made["source"], settings, rows=rows, unreadable=unreadable)
+        stretched = len(getattr(source, "stretched", ()))
+        summary = described(made["source"], settings, rows=rows, unreadable=unreadable, stretched=stretched)
         return RowTable(rows, made | {"vocab": spaces}, None, summary)
     if isinstance(source, Corpus):
         return table_in_memory(source, split, settings, vocab)

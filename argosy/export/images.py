@@ -93,7 +93,7 @@ def denoise_signature(
     Raises:
         BadInput: the model cannot draw this size in so many steps.
     """
-    if pipeline.controlnet is not None:
+    if pipeline.controlnets:
         raise BadInput("bundles with a ControlNet are not built", hint="the folder of the pipeline without it")
     height, width = pipeline.checked_size(size)
     count = pipeline.defaults.steps if steps is None else steps

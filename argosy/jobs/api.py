@@ -31,7 +31,7 @@ def load(
     dtype: Any = None,
     adapter: str | Path | None = None,
     single_file: str | Path | None = None,
-    controlnet: str | Path | None = None,
+    controlnet: str | Path | Sequence[str | Path] | None = None,
     context: int | None = None,
     tensor: int = 1,
     engine: EngineSettings | Mapping[str, Any] | None = None,
@@ -56,7 +56,8 @@ def load(
         single_file: with a diffusers folder, a .safetensors file in its authors' names (Flux.1; Stable Diffusion 1, 2 and XL), whose
             models take the place of the folder's.
         controlnet: with a diffusers folder of Stable Diffusion 1, 2 or XL, a ControlNet that steers it by `images(control_image=...)`:
-            a folder of diffusers, a run of `argosy train controlnet`, a checkpoint of one, or hf:OWNER/NAME.
+            a folder of diffusers, a run of `argosy train controlnet`, a checkpoint of one, or hf:OWNER/NAME; or several, whose control
+            images `images` takes in their order.
         tensor: number of devices that share heads, feed-forward features, vocabulary and cache (arXiv:1909.08053).
         engine: settings of the engine under `generate`, by the names of `argosy serve` (`infer.settings.EngineSettings`), such as
             {"speculative": "ngram"}, or {"lora": {"enabled": True, "adapters": 2}} for `lm.load_adapter`. Its `context` is also that
@@ -140,7 +141,8 @@ def _pipeline(model: str | Path, dtype: Any, adapter: Any, single_file: Any, con
     if (Path(model) / "model_index.json").is_file():
         from argosy.infer.denoise.folder import load_diffusers
 
-        controlnet = None if controlnet is None else local_model(controlnet, _say)
+        nets = [controlnet] if isinstance(controlnet, str | Path) else controlnet or ()
+        controlnet = [local_model(net, _say) for net in nets]
         more: Any = {"single_file": single_file, "controlnet": controlnet, "say": _say}
         pipeline = load_diffusers(model, dtype=dtype, adapter=adapter, **more)
     else:

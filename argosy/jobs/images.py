@@ -63,17 +63,18 @@ class GenerateImages(Settings):
     """An image file to begin from (image to image), of any size. Needs the extra `images`."""
     strength: float = Field(0.6, gt=0, le=1)
     """Share of the steps that `source` goes through; at 1 nothing of it is left."""
-    controlnet: str | None = None
+    controlnet: str | tuple[str, ...] | None = None
     """A ControlNet that steers the UNet of a diffusers folder (Stable Diffusion 1, 2 and XL): a folder, a run of `argosy train
-    controlnet`, or hf:OWNER/NAME."""
-    control_image: str | None = None
-    """The image file that a ControlNet follows: edges, depths, poses, as it was trained on. Of any size. Needs the extra `images`."""
-    control_scale: float = Field(1.0, ge=0)
-    """How strongly the ControlNet acts; 1 is what it was trained for."""
-    control_start: float = Field(0.0, ge=0, lt=1)
-    """Share of the steps after which the ControlNet begins to act."""
-    control_end: float = Field(1.0, gt=0, le=1)
-    """Share of the steps after which the ControlNet does not act any more."""
+    controlnet`, or hf:OWNER/NAME. Several, [canny, depth], act together."""
+    control_image: str | tuple[str, ...] | None = None
+    """The image file that a ControlNet follows: edges, depths, poses, as it was trained on. Of any size, and resized to that of the
+    image; of several ControlNets a list, in their order. Needs the extra `images`."""
+    control_scale: float | tuple[float, ...] = 1.0
+    """How strongly the ControlNet acts, 0 or more; 1 is what it was trained for. Of several, one for all or a list."""
+    control_start: float | tuple[float, ...] = 0.0
+    """Share of the steps after which the ControlNet begins to act. Of several, one for all or a list."""
+    control_end: float | tuple[float, ...] = 1.0
+    """Share of the steps after which the ControlNet does not act any more. Of several, one for all or a list."""
     guess_mode: bool = False
     """The ControlNet acts on predictions with the prompt alone, and more weakly on fine details, as for an empty prompt."""
     single_file: str | None = None
@@ -95,11 +96,10 @@ def generate_images(
     if settings.compare and settings.step_cache is None:
         raise BadInput("compare without step_cache: nothing differs from the full drawing", hint="step_cache=0.1")
     size = parsed_size(settings.size)
-    source, control = (
-        None if name is None else _image(f"{key}={name}", name)
-        for key, name in (("source", settings.source), ("control_image", settings.control_image))
-    )
-    from argosy.core.formats.image_files import resized
+    source = None if settings.source is None else _image(f"source={settings.source}", settings.source)
+    names = settings.control_image or ()
+    controls = [_image(f"control_image={name}", name) for name in ([names] if isinstance(names, str) else names)]
+    from argosy.core.formats.image_files import is_stretched, resized
     from argosy.infer.denoise.pipeline import ImagePipeline
     from argosy.infer.denoise.step_cache import CacheReport
     from argosy.jobs.api import load
@@ -121,13 +121,19 @@ def generate_images(
         more = {"frames": settings.frames, "batch": 1}
     elif pipe.defaults.frames is not None:
         say(f"an image: this model draws videos too, frames={pipe.defaults.frames}")
-    if source is not None or control is not None:
+    if source is not None or controls:
         height, width = size = pipe.checked_size(size)
         more |= {} if source is None else {"image": resized(source, height, width)[None], "strength": settings.strength}
-        more |= {} if control is None else {"control_image": resized(control, height, width)[None]}
-    if pipe.controlnet is None and (given := sorted(CONTROL & settings.model_fields_set)):
+        for image in controls:
+            if is_stretched(image.shape, size):
+                rows, columns = image.shape[:2]
+                say(f"control_image: {columns}x{rows} pixels are stretched to {width}x{height}, as in diffusers; size= of its ratio keeps it")
+        fitted = [resized(image, height, width)[None] for image in controls]
+        if fitted:
+            more["control_image"] = fitted[0] if len(pipe.controlnets) == len(fitted) == 1 else fitted
+    if not pipe.controlnets and (given := sorted(CONTROL & settings.model_fields_set)):
         raise BadInput(f"{', '.join(given)}: this model has no ControlNet", hint="controlnet=FOLDER")
-    if pipe.controlnet is not None and control is None:
+    if pipe.controlnets and not controls:
         raise BadInput("a ControlNet without the image that it follows", hint="control_image=edges.png")
     drawing: dict[str, Any] = settings.model_dump(include=DRAWING)
     reports: list[CacheReport] = []

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from argosy.observe.readable import one_line
-from argosy.observe.terminal.picture import evaluated, headed, step_text
+from argosy.observe.terminal.picture import TOKEN, evaluated, headed, step_text
 
 
 class Logged:
@@ -17,19 +17,20 @@ class Logged:
 
     def __init__(self, view: Any, write: Callable[[str], None]):
         self.view, self.write = view, write
-        self.is_shown = True
+        self.is_shown, self.unit = True, TOKEN
 
     def say(self, text: str) -> None:
         self._write(text)
         self._show("say", text)
 
     def header(self, facts: Mapping[str, Any]) -> None:
+        self.unit = str(facts.get("unit", TOKEN))
         for line in headed(facts):
             self._write(line)
         self._show("header", facts)
 
     def step(self, step: int, numbers: Mapping[str, float]) -> None:
-        self._write(f"step {step}  {step_text(numbers)}")
+        self._write(f"step {step}  {step_text(numbers, self.unit)}")
         self._show("step", step, numbers)
 
     def evaluation(self, step: int, numbers: Mapping[str, float]) -> None:

@@ -8,6 +8,9 @@ from argosy.run.settings.run import Run
 if TYPE_CHECKING:
     from argosy.run.assembly.assembly import Assembly
 
+# What models read that read no tokens, as their runs count it.
+UNITS = {"images": "image", "clicks": "row"}
+
 
 def header_of(a: "Assembly", command: str, resumed: int | None) -> dict[str, Any]:
     """The header's facts by name.
@@ -58,7 +61,9 @@ def _ends(a: "Assembly") -> dict[str, str]:
 def _work(a: "Assembly") -> dict[str, Any]:
     """What a step computes; for rollouts, whose lengths are unknown, how many are sampled."""
     if a.run.rollout is None:
-        return {"tokens_per_step": a.batches.tokens_per_batch, "flops_per_step": a.flops_per_step}
+        counted = UNITS.get(a.run.model.inputs)
+        found = {"tokens_per_step": a.batches.tokens_per_batch, "flops_per_step": a.flops_per_step}
+        return found if counted is None else found | {"unit": counted}
     from argosy.run.rl.begin import rollout_header
 
     return rollout_header(a)

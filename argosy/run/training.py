@@ -262,6 +262,8 @@ class Training:
 
             header = header_of(self.assembly, self.command, self.resumed)
             self.view.header(header)
+            if processes.leads() and (warning := settings.schedule.unfinished(a.steps)):
+                self.view.say(warning)
             self.say_example()
 
             if processes.leads() and (line := plan_line(a, a.steps - began)):

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from argosy.core.counts import plural
 from argosy.core.registry import Registry
 from argosy.core.settings import Also, Settings
 
@@ -35,6 +36,14 @@ class Schedule(Settings):
 
     def build(self, steps: int) -> Factor:
         raise NotImplementedError
+
+    def unfinished(self, steps: int) -> str | None:
+        """What to say of a warm-up that is longer than the run; None: it is not."""
+        warm = _count(self.warmup, steps)
+        if warm <= steps:
+            return None
+        what = f"schedule.warmup={warm} is longer than the run of {plural(steps, 'step')}"
+        return f"{what}: the rate ends at {steps / warm:.2g} of optimizer.learning_rate. Below 1, warmup is a share of all steps"
 
     def warmed(self, steps: int, after: Factor, final: float = 1.0) -> Factor:
         """Warm-up followed by `after`, a function of the progress over the remaining steps: 0 at the first, 1 at the last.

@@ -14,6 +14,7 @@ from argosy.data.pipeline import build
 from argosy.data.settings import DataSettings
 from argosy.data.sources.find import find_source, is_textless
 from argosy.data.sources.kinds import reader_of
+from argosy.data.tables import table_of
 from argosy.models.diffusion.base import ImageSpace
 
 RGB, GRAY = ImageSpace(3, 2, 0), ImageSpace(1, 2, 0)
@@ -33,6 +34,21 @@ def images_of(folder, space=RGB, **image):
     rows = ImageFolder(str(folder), ImageSettings(**image)).rows(sequence=1, vocab=space, seed=0)
     batch = rows.gather(np.arange(len(rows)))
     return np.rint((batch["images"] + 1) * 127.5).astype(int), batch.get("labels")
+
+
+def test_control_images_of_another_ratio_are_counted(tmp_path):
+    lines = []
+    (tmp_path / "edges").mkdir()
+    for name, sides in (("a", (10, 20)), ("b", (20, 20)), ("c", (21, 41))):
+        Image.fromarray(np.zeros((20, 40, 3), np.uint8)).save(tmp_path / f"{name}.png")
+        Image.fromarray(np.zeros((*sides, 3), np.uint8)).save(tmp_path / "edges" / f"{name}.png")
+        lines.append({"file_name": f"{name}.png", "text": "x", "conditioning_image": f"edges/{name}.png"})
+    (tmp_path / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    settings = DataSettings(source=str(tmp_path), held_out=0, image={"size": 20})
+    source = find_source(settings)
+    assert source.stretched == ["b"]
+    told = table_of(source, "train", settings, None, ImageSpace(3, 1, 0), 0, None).summary.text
+    assert "Stretched: 1 control image, whose sides have another ratio" in told
 
 
 def test_classes_are_folders_in_the_order_of_their_names(tmp_path):

@@ -39,11 +39,10 @@ def test_it_is_that_of_diffusers(name: str, tmp_path: Path):
     golden = dict(np.load(GOLDENS / name / "golden.npz"))
     model = load_model(open_model(write_model(GOLDENS / name, tmp_path / name))).module
     given = {key: jnp.asarray(golden[key]) for key in ("text", "pooled", "sizes") if key in golden}
-    given["control"] = channels_last(golden["control"])
     scales = 0.75 * np.logspace(-1, 0, len(model.config.residual_channels) + 1, dtype=np.float32)
     for key, scale in (("residuals", None), ("guessed", np.tile(scales, (2, 1)))):
-        conditions = Conditions(**given, control_scale=scale)
-        found = jax.jit(model)(channels_last(golden["latents"]), jnp.asarray(golden["timestep"]), conditions)
+        inputs = channels_last(golden["latents"]), jnp.asarray(golden["timestep"]), Conditions(**given)
+        found = jax.jit(model)(*inputs, channels_last(golden["control"]), None if scale is None else jnp.asarray(scale))
         assert [one.shape[-1] for one in found] == [*model.config.residual_channels, model.config.widths[-1]]
         flat = jnp.concatenate([jnp.moveaxis(one, -1, 1).reshape(2, -1) for one in found], 1)
         assert relative(flat, golden[f"out_{key}"]) < TOLERANCE
@@ -67,7 +66,7 @@ def inputs_of(config: UNetConfig) -> tuple[Any, Any, Conditions]:
     normal = lambda *shape: jnp.asarray(draw.normal(size=shape), jnp.float32)  # noqa: E731
     pooled = {} if config.pooled_width is None else {"pooled": normal(2, config.pooled_width)}
     control = jnp.asarray(draw.random((2, 12, 8, 3)), jnp.float32)
-    return normal(2, 6, 4, config.channels), jnp.asarray([20.0, 900.0]), Conditions(text=normal(2, 5, 10), control=control, **pooled)
+    return normal(2, 6, 4, config.channels), jnp.asarray([20.0, 900.0]), Conditions(text=normal(2, 5, 10), control=(control,), **pooled)
 
 
 @pytest.mark.parametrize("name", ["sd", "xl"])
@@ -78,7 +77,7 @@ def test_counts_and_names_are_those_of_what_is_built(name: str):
     assert parameter_count(abstract(model)) == config.parameters()
     assert set(KeyMap(*config.hub_rows()).paths) == set(variables(model))
     latents, *rest = inputs_of(unet)
-    traced = contraction_flops(jax.make_jaxpr(lambda x: model(x, *rest))(latents).jaxpr)
+    traced = contraction_flops(jax.make_jaxpr(lambda x: model(x, *rest, rest[1].control[0]))(latents).jaxpr)
     assert traced == 2 * config.flops(3 * 2)
 
 
@@ -88,7 +87,7 @@ def test_it_begins_without_effect():
     for i, model in enumerate((unet, controlnet)):
         fill(model, jax.random.key(i), addresses=layer_addresses(model))
     inputs = inputs_of(unet.config)
-    steered, free = jax.jit(lambda *inputs: (ControlledUNet(unet, controlnet)(*inputs), unet(*inputs)))(*inputs)
+    steered, free = jax.jit(lambda *inputs: (ControlledUNet(unet, [controlnet])(*inputs), unet(*inputs)))(*inputs)
     np.testing.assert_array_equal(steered, free)
     zeros = {a for a, v in variables(controlnet).items() if a.endswith(".w") and not np.any(v[...])}
     places = [*(f"controlnet_down_blocks.{i}" for i in range(4)), "controlnet_mid_block", "controlnet_cond_embedding.conv_out"]

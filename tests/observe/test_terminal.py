@@ -15,7 +15,7 @@ import pytest
 import argosy
 from argosy.observe.log import Logged
 from argosy.observe.terminal.live import REDRAWS_PER_S, Terminal, can_redraw
-from argosy.observe.terminal.picture import POINTS, Picture, headed, preference_text
+from argosy.observe.terminal.picture import POINTS, Picture, headed, preference_text, step_text
 from argosy.run.view import Quiet
 
 FACTS = {
@@ -58,6 +58,12 @@ def drive(view: Terminal | Logged, steps: int = 200, every: int = 5) -> None:
         view.step(step, {"loss": 1 + 4 / step, "tokens_per_s": 45123.4, "lr": 3e-3, "grad_norm": 0.834})
     view.evaluation(steps, {"eval_loss": 1.25, "eval_perplexity": 3.49, "eval_bits_per_byte": 0.9})
     view.sample(steps, "def ", EVIL)
+
+
+def test_runs_on_images_count_images():
+    assert any("4 x 64 images" in line for line in headed({"steps": 4, "tokens_per_step": 64, "unit": "image"}))
+    assert any("256 images" in line for line in headed({"steps": 4, "tokens_per_step": 64, "unit": "image"}))
+    assert step_text({"tokens_per_s": 12.0}, "image") == "12 images/s"
 
 
 def test_a_pipe_gets_one_plain_line_a_step():
@@ -267,8 +273,6 @@ def test_importing_it_does_not_import_rich():
 
 
 def test_the_load_of_experts_is_reported():
-    from argosy.observe.terminal.picture import step_text
-
     assert step_text({"loss": 1.0, "expert_load_max": 1.74, "experts_dropped": 0.143}) == (
         "loss 1.0000  fullest expert 1.7x  dropped 14.3%"
     )

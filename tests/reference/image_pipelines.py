@@ -4,6 +4,7 @@ Weights are drawn as those of the small models; tokenizers have vocabularies of 
 merges.txt) for Flux, and as tokenizer.json for Stable Diffusion 3.
 """
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -261,7 +262,22 @@ def controlled_images(pipe: Any, latents: torch.Tensor, more: dict[str, Any]) ->
         ("span", {"control_guidance_start": 0.2, "control_guidance_end": 0.7, "num_inference_steps": 5}),
     ):
         found[f"out_{key}"] = pipe(list(PROMPTS), **more | how | own).images
-    return found
+    return found | several_controls(pipe, control, how, more)
+
+
+def several_controls(pipe: Any, control: np.ndarray, how: dict[str, Any], more: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Images of two ControlNets: the second has the tensors of the first turned upside down, and the first one's negative."""
+    from diffusers import MultiControlNetModel
+
+    second = copy.deepcopy(pipe.controlnet)
+    for tensor in second.parameters():
+        tensor.data = torch.flip(tensor.data, [0])
+    both = type(pipe)(**pipe.components | {"controlnet": MultiControlNetModel([pipe.controlnet, second])})
+    both.set_progress_bar_config(disable=True)
+    how = how | {"image": [torch.from_numpy(control), torch.from_numpy(1 - control)], "controlnet_conditioning_scale": [0.8, 0.5]}
+    spans = {"control_guidance_start": [0.0, 0.3], "control_guidance_end": [0.7, 1.0], "num_inference_steps": 5}
+    found = {"out_several": both(list(PROMPTS), **more | how | spans).images}
+    return found | {"out_several_guessed": both(list(PROMPTS), **more | how | {"guess_mode": True}).images}
 
 
 def cached_image(pipe: Any, latents: torch.Tensor, more: dict[str, Any]) -> dict[str, np.ndarray]:

@@ -129,3 +129,9 @@ def test_the_square_root_of_a_cooldown():
 def test_points_ascend():
     with pytest.raises(ValueError, match="ascending"):
         Piecewise(points=[{"step": 50, "factor": 0.1}, {"step": 20, "factor": 0.5}])
+
+
+def test_a_warm_up_longer_than_the_run_is_said():
+    assert Constant(warmup=500).unfinished(500) is None
+    assert Constant(warmup=0.9).unfinished(10) is None
+    assert "ends at 0.2 of optimizer.learning_rate" in (Constant(warmup=500).unfinished(100) or "")

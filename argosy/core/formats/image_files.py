@@ -7,6 +7,8 @@ from argosy.core.errors import BadInput
 from argosy.core.formats.png import png_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy as np
 
 ImageFormat = Literal["png", "jpeg", "webp"]
@@ -68,6 +70,12 @@ def resized(image: "np.ndarray", height: int, width: int, resampling: Resampling
         return image
     module = pillow()
     return np.array(module.fromarray(image).resize((width, height), module.Resampling[resampling.upper()]))
+
+
+def is_stretched(shape: "Sequence[int]", size: "Sequence[int]") -> bool:
+    """Whether an image of this height and width gets another ratio of its sides at another size. A pixel more or less is rounding."""
+    (height, width), (rows, columns) = shape[:2], size[:2]
+    return abs(width * rows / height - columns) >= 1 and abs(height * columns / width - rows) >= 1
 
 
 def image_file(image: "np.ndarray", kind: ImageFormat = "png", quality: int = 95) -> bytes:

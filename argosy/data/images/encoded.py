@@ -104,6 +104,16 @@ class EncodedImages(RowSource):
         made = json.dumps([source.fingerprint(), encoders.identity], sort_keys=True, default=str)
         self.folder = cache / "images" / hashlib.sha256(made.encode()).hexdigest()[:32]
 
+    @property
+    def unreadable(self) -> Sequence[str]:
+        """Images that were left out because they cannot be read."""
+        return getattr(self.source, "unreadable", ())
+
+    @property
+    def stretched(self) -> Sequence[str]:
+        """Images whose control image has another ratio of its sides."""
+        return getattr(self.source, "stretched", ())
+
     def rows(self, *, sequence: int, vocab: Any, seed: int, held_out: bool = False) -> "EncodedRows | BucketRows":
         space, buckets = self.encoders.space, self.source.settings.buckets
         asked = vocab if space is None else vocab._replace(channels=space.channels, multiple=space.multiple * vocab.multiple)

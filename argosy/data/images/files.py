@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 import numpy as np
 
 from argosy.core.errors import BadInput
-from argosy.core.formats.image_files import read_image, resized
+from argosy.core.formats.image_files import is_stretched, read_image, resized
 from argosy.data.images.buckets import bucket_sizes, nearest_bucket
 from argosy.data.images.settings import ImageSettings
 from argosy.data.images.table import ImageSource, ImageTable, SplitImages, held_out_rows
@@ -56,6 +56,8 @@ class ImageFiles(ImageSource):
         self.class_names: tuple[str, ...] = ()
         # Images that were left out because they cannot be read.
         self.unreadable: list[str] = []
+        # Images whose control image has another ratio of its sides.
+        self.stretched: list[str] = []
         self.decoded, self.kept_bytes = dict[int, np.ndarray](), 0
         self.files: list[ImageFile] = []
         self.sizes = set[tuple[int, int]]()
@@ -89,12 +91,12 @@ class ImageFiles(ImageSource):
         Raises:
             BadInput: it cannot be read.
         """
-        reading = where
+        reading, followed = where, None
         try:
             original = read_image(data)
             if control is not None:
                 reading = control[0]
-                read_image(control[1])
+                followed = read_image(control[1])
         except BadInput as error:
             if self.settings.invalid == "error" or "pillow" in error.what:
                 hint = error.hint or "mend or remove it; data.image.invalid=drop leaves such files out and counts them"
@@ -108,7 +110,9 @@ class ImageFiles(ImageSource):
         if self.kept_bytes + image.nbytes <= KEPT_BYTES:
             self.decoded[len(self.files)], self.kept_bytes = image, self.kept_bytes + image.nbytes
         digest = hashlib.sha256(data).digest()
-        if control is not None:
+        if control is not None and followed is not None:
+            if is_stretched(followed.shape, original.shape):
+                self.stretched.append(name)
             self.has_controls, digest = True, hashlib.sha256(digest + control[1]).digest()
         self.files.append(ImageFile(name, label, caption, digest, (image.shape[0], image.shape[1])))
         return True

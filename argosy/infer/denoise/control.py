@@ -1,15 +1,17 @@
-"""What a ControlNet is given for the images of a call: control images, factors on what it adds, and when it acts.
+"""What ControlNets are given for the images of a call: control images, factors on what each adds, and when it acts.
 
     factors    scale for every skip and the middle; in guess mode scale from 0.1 to 1 evenly in the logarithm, and 0 for rows
                without their prompts
     when       evaluation i of n acts if start <= i / n and (i + 1) / n <= end, as in diffusers
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.infer.denoise.plan import SamplingPlan
 from argosy.models.diffusion.base import Conditions
@@ -19,55 +21,71 @@ from argosy.models.diffusion.unet import UNetConfig
 
 @dataclass(frozen=True)
 class Control:
-    """The control of the images of a call.
+    """The control of the images of a call, for each ControlNet.
 
     images: [N Y X 3] in 0..1.
     scales: [R] factors on what is added to each skip, and to the middle.
     null_scales: [R] the same, of rows without their prompts.
     """
 
-    images: np.ndarray
-    scales: np.ndarray
-    null_scales: np.ndarray
+    images: Sequence[np.ndarray]
+    scales: Sequence[np.ndarray]
+    null_scales: Sequence[np.ndarray]
 
     def put_on(self, conditions: Conditions, null: Conditions | None, rows: slice) -> tuple[Conditions, Conditions | None]:
         """The conditions of some of the images, and of what guidance leads away from, with their control."""
-        images = self.images[rows]
+        images = tuple(one[rows] for one in self.images)
 
-        def with_control(base: Conditions, scales: np.ndarray) -> Conditions:
-            return base._replace(control=images, control_scale=np.tile(scales, (len(images), 1)))
+        def with_control(base: Conditions, scales: Sequence[np.ndarray]) -> Conditions:
+            return base._replace(control=images, control_scale=tuple(np.tile(one, (len(images[0]), 1)) for one in scales))
 
         return with_control(conditions, self.scales), None if null is None else with_control(null, self.null_scales)
 
 
-def control_of(config: ControlNetConfig, images: np.ndarray, scale: float, guess_mode: bool) -> Control:
-    """The control of images [N Y X 3].
+def control_of(configs: Sequence[ControlNetConfig], images: Sequence[np.ndarray], scales: Sequence[float], guess_mode: bool) -> Control:
+    """The control of images [N Y X 3], for each ControlNet.
 
     Raises:
-        BadInput: the scale is below 0.
+        BadInput: a scale is below 0.
     """
-    if not 0 <= scale < np.inf:
-        raise BadInput(f"control_scale = {scale}: 0 or more; 1 is what the ControlNet was trained for")
-    residuals = len(config.residual_channels) + 1
-    scales = np.logspace(-1, 0, residuals) if guess_mode else np.ones(residuals)
-    scales = (scale * scales).astype(np.float32)
-    return Control(images, scales, 0 * scales if guess_mode else scales)
+    found = []
+    for config, scale in zip(configs, scales, strict=True):
+        if not 0 <= scale < np.inf:
+            raise BadInput(f"control_scale = {scale}: 0 or more; 1 is what the ControlNet was trained for")
+        residuals = len(config.residual_channels) + 1
+        found.append((scale * (np.logspace(-1, 0, residuals) if guess_mode else np.ones(residuals))).astype(np.float32))
+    return Control(images, found, [0 * one for one in found] if guess_mode else found)
 
 
-def with_span(plan: SamplingPlan, start: float, end: float) -> SamplingPlan:
-    """The plan with the evaluations at which a ControlNet acts.
+def for_each(name: str, given: Any, count: int) -> list[Any]:
+    """An argument of each of so many ControlNets: a sequence, or one for all.
+
+    Raises:
+        BadInput: a sequence of another length.
+    """
+    if not isinstance(given, Sequence | np.ndarray):
+        return [given] * count
+    if len(given) != count:
+        raise BadInput(f"{name}: {len(given)} of them for {plural(count, 'ControlNet')}", hint="one for each, in their order")
+    return list(given)
+
+
+def with_span(plan: SamplingPlan, starts: Sequence[float], ends: Sequence[float]) -> SamplingPlan:
+    """The plan with the evaluations at which each ControlNet acts.
 
     Raises:
         BadInput: start and end are not in order within 0..1, or no evaluation lies between them.
     """
-    if not 0 <= start < end <= 1:
-        raise BadInput(f"control_start = {start} and control_end = {end}: shares of the steps, 0 <= start < end <= 1")
-    count = plan.evaluations
-    acts = [not (i / count < start or (i + 1) / count > end) for i in range(count)]
-    if not any(acts):
-        what = f"no evaluation of {count} lies between control_start = {start} and control_end = {end}, so the ControlNet would not act"
-        raise BadInput(what, hint="a wider span, or more steps")
-    return plan if all(acts) else plan._replace(control=np.asarray(acts, np.float32))
+    columns, count = [], plan.evaluations
+    for start, end in zip(starts, ends, strict=True):
+        if not 0 <= start < end <= 1:
+            raise BadInput(f"control_start = {start} and control_end = {end}: shares of the steps, 0 <= start < end <= 1")
+        columns.append([not (i / count < start or (i + 1) / count > end) for i in range(count)])
+        if not any(columns[-1]):
+            what = f"no evaluation of {count} lies between control_start = {start} and control_end = {end}"
+            what += ", so the ControlNet would not act"
+            raise BadInput(what, hint="a wider span, or more steps")
+    return plan if all(map(all, columns)) else plan._replace(control=np.asarray(columns, np.float32).T)
 
 
 def check_controlnet(controlnet: Any, unet: Any, factor: int) -> None:

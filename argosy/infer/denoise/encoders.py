@@ -105,7 +105,7 @@ def pipeline_around(
     defaults: ImageDefaults | None = None,
     dtype: Any = None,
     say: Say | None = None,
-    controlnet: Any = None,
+    controlnets: Sequence[Any] = (),
 ) -> ImagePipeline:
     """The pipeline of a denoiser with these encoders.
 
@@ -114,7 +114,7 @@ def pipeline_around(
         prompts: what makes conditions of prompts, in place of the text encoders, which are then not loaded.
         defaults: in place of the folder's.
         dtype: of the encoders' weights and activations.
-        controlnet: the module of a ControlNet, which steers the denoiser.
+        controlnets: the modules of ControlNets, which steer the denoiser.
 
     Raises:
         BadInput, Damaged: as `load_diffusers`, or a model that is named is of another kind.
@@ -136,7 +136,7 @@ def pipeline_around(
         defaults or ImageDefaults(1, 1.0, (denoiser.config.size_multiple,) * 2),
         autoencoder,
         say=say,
-        controlnet=controlnet,
+        controlnets=controlnets,
     )
     made.writer = writer
     return made

@@ -8,9 +8,10 @@ written as it was read: the scheduler's settings and the tokenizers byte for byt
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,8 @@ SCHEDULER = "scheduler/scheduler_config.json"
 # The folders of denoisers.
 DENOISERS = ("transformer", "unet")
 CONTROLNET = "controlnet"
+# The class that model_index.json names where there are several.
+SEVERAL = "MultiControlNetModel"
 # Tokens of T5 that Stable Diffusion 3 reads.
 SD3_TOKENS = 256
 # Layers of Qwen 3 whose outputs Flux.2 klein reads.
@@ -156,7 +159,8 @@ def _unet_pipeline(parts: PipelineParts, prompts: PromptEncoder, guidance: float
     own = {"prediction": parts.sampler.prediction, "pixels": vae.config.factor}
     module.config = module.config.model_copy(update=own)
     side = module.config.size * vae.config.factor
-    more: Any = {"say": parts.say, "controlnet": parts.models[CONTROLNET].module if CONTROLNET in parts.models else None}
+    nets = [model.module for part, model in parts.models.items() if part.startswith(CONTROLNET)]
+    more: Any = {"say": parts.say, "controlnets": nets}
     return ImagePipeline(module, prompts, parts.sampler, ImageDefaults(50, guidance, (side, side)), vae, **more)
 
 
@@ -204,7 +208,7 @@ def load_diffusers(
     adapter: str | Path | None = None,
     single_file: str | Path | None = None,
     denoiser: Any = None,
-    controlnet: str | Path | None = None,
+    controlnet: str | Path | Sequence[str | Path] | None = None,
     texts: bool = True,
     say: Say | None = None,
 ) -> ImagePipeline:
@@ -213,7 +217,7 @@ def load_diffusers(
     Args:
         single_file: a file in its authors' names (`weights.hub.single_file`), whose models take the place of the folder's.
         denoiser: a module in place of the folder's denoiser, whose weights are then not read; it may still lack its own.
-        controlnet: a ControlNet for the folder's UNet: a folder, a run or a checkpoint.
+        controlnet: a ControlNet for the folder's UNet, or several: a folder, a run or a checkpoint each.
         texts: whether the weights of text encoders are read. Without them a pipeline draws with other prompts, and cannot be saved.
         dtype: of weights and activations, as in `weights.build.load_model`. An autoencoder that says so stays in float32.
         adapter: a file of low-rank adapters (`weights.hub.image_lora`), merged into the weights as they are read.
@@ -228,9 +232,10 @@ def load_diffusers(
     name = str(index.get("_class_name"))
     if name not in KINDS:
         raise BadInput(f"{INDEX}: the pipeline {name} is not built", where=str(path), hint=nearest(name, KINDS))
-    if controlnet is not None:
+    nets = [] if controlnet is None else [controlnet] if isinstance(controlnet, str | Path) else list(controlnet)
+    if nets:
         name = _with_controlnet(name, path)
-        index = dict(index) | {"_class_name": name, CONTROLNET: ["diffusers", "ControlNetModel"]}
+        index = dict(index) | {"_class_name": name, CONTROLNET: ["diffusers", SEVERAL if len(nets) > 1 else "ControlNetModel"]}
     kind, opened = KINDS[name], dict[str, OpenedModel]()
     present = {part for part, library in index.items() if isinstance(library, list) and library[:1] != [None]}
     numbers = [part.removeprefix("text_encoder") for part in kind.models if part.startswith("text_encoder")]
@@ -240,12 +245,17 @@ def load_diffusers(
     for part in kind.models:
         if part not in present and part in kind.optional:
             continue
-        if part == CONTROLNET and controlnet is not None:
-            opened[part] = open_model(controlnet, say or (lambda _: None))
+        if part == CONTROLNET and nets:
+            opened |= {numbered(i): open_model(net, say or (lambda _: None)) for i, net in enumerate(nets)}
             continue
         if not (path / part).is_dir():
             raise BadInput(f"there is no folder {part}/", where=str(path), hint="copy or download the folder again")
         opened[part] = _open_part(path, part, index[part], say or (lambda _: None))
+    if index.get(CONTROLNET, [""])[-1] == SEVERAL and not nets:
+        for i in count(1):
+            if not (path / numbered(i)).is_dir():
+                break
+            opened[numbered(i)] = _open_part(path, numbered(i), index[CONTROLNET], say or (lambda _: None))
     if single_file is not None:
         others = single_file_parts(Path(single_file))
         if missing := sorted(others.keys() - opened.keys()):
@@ -291,8 +301,14 @@ def _with_controlnet(name: str, path: Path) -> str:
     if name in WITH_CONTROLNET:
         return WITH_CONTROLNET[name]
     has_one = name in WITH_CONTROLNET.values()
-    what = "the folder has a ControlNet already, and several are not built" if has_one else f"{name} with a ControlNet is not built"
-    raise BadInput(f"controlnet: {what}", where=str(path), hint="leave `controlnet` out")
+    what = "the folder has a ControlNet already" if has_one else f"{name} with a ControlNet is not built"
+    hint = "leave `controlnet` out, or give the folder of the pipeline without it and all ControlNets"
+    raise BadInput(f"controlnet: {what}", where=str(path), hint=hint if has_one else "leave `controlnet` out")
+
+
+def numbered(i: int) -> str:
+    """The folder of a pipeline's ControlNet: controlnet, controlnet_1, controlnet_2 and so on."""
+    return CONTROLNET if i == 0 else f"{CONTROLNET}_{i}"
 
 
 def opened_unet(folder: str | Path) -> tuple[OpenedModel, UNetConfig]:

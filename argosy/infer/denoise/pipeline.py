@@ -16,7 +16,7 @@ import numpy as np
 from argosy.core.errors import BadInput
 from argosy.core.progress import Say
 from argosy.infer.denoise.autoencoder import ImageAutoencoder, latent_frames
-from argosy.infer.denoise.control import Control, check_controlnet, control_of, with_span
+from argosy.infer.denoise.control import Control, check_controlnet, control_of, for_each, with_span
 from argosy.infer.denoise.finite import check_finite
 from argosy.infer.denoise.guidance import Guidance
 from argosy.infer.denoise.plan import SamplingPlan
@@ -70,10 +70,10 @@ class ImagePipeline:
         autoencoder: its module; None: the denoiser draws images themselves, in -1..1.
         guidance: how predictions with and without prompt become one.
         say: called with what is being compiled, if that takes longer than a second.
-        controlnet: its module, which steers a UNet by control images.
+        controlnets: their modules, which steer a UNet by control images.
 
     Raises:
-        BadInput: the ControlNet does not steer this denoiser.
+        BadInput: a ControlNet does not steer this denoiser.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class ImagePipeline:
         autoencoder: Any = None,
         guidance: Guidance | None = None,
         say: Say | None = None,
-        controlnet: Any = None,
+        controlnets: Sequence[Any] = (),
     ):
         self.denoiser, self.prompts, self.sampler, self.defaults = denoiser, prompts, sampler, defaults
         self.autoencoder, self.guidance, self.say = autoencoder, guidance or Guidance(), say
@@ -94,10 +94,11 @@ class ImagePipeline:
         # Set by `argosy.load`: bundles are of a later room.
         self.exporter: Callable[..., Any] | None = None
         self._autoencoder = None if autoencoder is None else ImageAutoencoder(autoencoder)
-        self.controlnet = controlnet
-        if controlnet is not None:
+        self.controlnets = tuple(controlnets)
+        for controlnet in controlnets:
             check_controlnet(controlnet.config, denoiser.config, self.factor)
-            denoiser = ControlledUNet(denoiser, controlnet)
+        if controlnets:
+            denoiser = ControlledUNet(denoiser, controlnets)
         self._graph, self._leaves = split(denoiser)
 
     def save(self, folder: str | Path) -> None:
@@ -143,9 +144,9 @@ class ImagePipeline:
         mask: Any = None,
         strength: float = 1.0,
         control_image: Any = None,
-        control_scale: float = 1.0,
-        control_start: float = 0.0,
-        control_end: float = 1.0,
+        control_scale: float | Sequence[float] = 1.0,
+        control_start: float | Sequence[float] = 0.0,
+        control_end: float | Sequence[float] = 1.0,
         guess_mode: bool = False,
         sampler: SamplerSettings | None = None,
         step_cache: float | None = None,
@@ -169,9 +170,10 @@ class ImagePipeline:
             mask: [N H W] 1 where `image` is drawn anew, 0 where it stays (inpainting).
             strength: the share of the steps that an image goes through; at 1 nothing of it is left.
             control_image: for a pipeline with a ControlNet, images of edges, depths or poses that it follows, [N H W 3] uint8, or
-                floats in 0..1.
-            control_scale: how strongly the ControlNet acts; 1 is what it was trained for.
-            control_start, control_end: the share of the steps after which it begins to act, and after which it does not act any more.
+                floats in 0..1; for a pipeline with several, a list of these, in the order of the ControlNets.
+            control_scale: how strongly the ControlNet acts; 1 is what it was trained for. Of several, one for all or one for each.
+            control_start, control_end: the share of the steps after which it begins to act, and after which it does not act any more;
+                one for all or one for each.
             guess_mode: the ControlNet acts on predictions with the prompt alone, and more weakly on fine details.
             sampler: in place of the model's own.
             step_cache: reuses what the layers after the first changed, until the change of the first one has moved by more than this
@@ -211,7 +213,9 @@ class ImagePipeline:
         steps = self.defaults.steps if steps is None else steps
         plan = self.plan(how, steps, (height, width), 1.0 if image is None else strength, 1 if frames is None else shape[0])
         control = self.control(control_image, len(rows), (height, width), control_scale, guess_mode)
-        plan = plan if control is None else with_span(plan, control_start, control_end)
+        if control is not None:
+            spans = ("control_start", control_start), ("control_end", control_end)
+            plan = with_span(plan, *(for_each(name, given, len(self.controlnets)) for name, given in spans))
         scale = self.defaults.guidance if guidance is None else guidance
         found = []
         for at in range(0, len(rows), batch):
@@ -332,20 +336,29 @@ class ImagePipeline:
             cached.count(run.evaluations, run.layer_runs)
         return latents
 
-    def control(self, image: Any, count: int, size: tuple[int, int], scale: float, guess_mode: bool) -> Control | None:
-        """What the ControlNet is given, of arguments of `images`; None without one.
+    def control(
+        self, image: Any, count: int, size: tuple[int, int], scale: float | Sequence[float], guess_mode: bool
+    ) -> Control | None:
+        """What the ControlNets are given, of arguments of `images`; None without any.
 
         Raises:
-            BadInput: control images do not fit, there is no ControlNet for them, or the ControlNet has none.
+            BadInput: control images do not fit, there is no ControlNet for them, or a ControlNet has none.
         """
-        if self.controlnet is None:
+        nets = self.controlnets
+        if not nets:
             if image is not None:
                 raise BadInput("a control image without a ControlNet", hint="argosy.load(FOLDER, controlnet=FOLDER)")
             return None
         if image is None:
             raise BadInput("this pipeline has a ControlNet, and there is no image that it follows", hint="control_image=")
-        given = given_images(image, "control_image", count, size)
-        return control_of(self.controlnet.config, np.repeat(given, count // len(given), 0), scale, guess_mode)
+        if len(nets) > 1 and not isinstance(image, list | tuple):
+            raise BadInput(f"control_image: one for each of {len(nets)} ControlNets", hint="control_image=[edges, depths]")
+        images = []
+        for one in for_each("control_image", image, len(nets)) if len(nets) > 1 else [image]:
+            given = given_images(one, "control_image", count, size)
+            images.append(np.repeat(given, count // len(given), 0))
+        scales = for_each("control_scale", scale, len(nets))
+        return control_of([net.config for net in nets], images, scales, guess_mode)
 
     def warm_up(self, batch: int, step_cache: float | None = None) -> None:
         """Compiles what draws so many images of the default size together, step by step."""

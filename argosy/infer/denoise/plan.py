@@ -56,7 +56,7 @@ class SamplingPlan(NamedTuple):
     begin: alpha and sigma of the first sample.
     scale: factors on the initial noise and on the result.
     clip: [S] the largest value of a predicted image; infinite where nothing is clipped.
-    control: [S] above 0 where a ControlNet acts; None: at each evaluation.
+    control: [S C] above 0 where each of the ControlNets acts; None: all act at each evaluation.
     """
 
     timestep: Any

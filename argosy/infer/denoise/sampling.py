@@ -193,7 +193,9 @@ def padded_drawing(drawing: Drawing) -> Drawing:
     def longer(a: Any) -> Any:
         return None if a is None else np.concatenate([a, *[a[-1:]] * more])
 
-    conditions, null = (None if c is None else Conditions(*map(longer, c)) for c in (drawing.conditions, drawing.null))
+    conditions, null = (
+        None if c is None else Conditions(*jax.tree.map(longer, tuple(c))) for c in (drawing.conditions, drawing.null)
+    )
     arrays = {name: longer(getattr(drawing, name)) for name in ("scale", "image", "mask", "noise")}
     seeds = [*drawing.seeds, *[drawing.seeds[-1]] * more]
     return replace(drawing, seeds=seeds, conditions=cast(Conditions, conditions), null=null, **arrays)

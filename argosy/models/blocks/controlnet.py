@@ -1,5 +1,6 @@
-"""The module of a ControlNet (`models.diffusion.controlnet` has the equations), and a UNet that it steers."""
+"""The module of a ControlNet (`models.diffusion.controlnet` has the equations), and a UNet that one or several of them steer."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,15 +15,22 @@ from argosy.models.diffusion.base import Conditions
 class ControlNet(UNetEncoder):
     """Noisy latents, time steps, texts and control images to what a UNet adds on its way up."""
 
-    def __call__(self, latents: Float[Array, "B H W C"], timestep: Float[Array, "B"], conditions: Conditions) -> list[Array]:
-        """The residuals of each skip [B h w O], and last that of the middle; multiplied by `conditions.control_scale`."""
+    def __call__(
+        self,
+        latents: Float[Array, "B H W C"],
+        timestep: Float[Array, "B"],
+        conditions: Conditions,
+        control: Float[Array, "B Y X 3"],
+        scale: Float[Array, "B R"] | None = None,
+    ) -> list[Array]:
+        """The residuals of each skip [B h w O], and last that of the middle; multiplied by `scale`."""
         of: Any = self
-        height, width = conditions.control.shape[1:3]
+        height, width = control.shape[1:3]
         c = self.condition(timestep, conditions, height, width)
-        x = of.conv_in(latents.astype(self.dtype)) + self.embedded(conditions.control)
+        x = of.conv_in(latents.astype(self.dtype)) + self.embedded(control)
         left, middle = self.encoded(x, c, conditions.text.astype(self.dtype))
         found = [of.controlnet_down_blocks[i](skip) for i, skip in enumerate(left)] + [of.controlnet_mid_block(middle)]
-        if (scale := conditions.control_scale) is None:
+        if scale is None:
             return found
         return [one * scale[:, i, None, None, None].astype(one.dtype) for i, one in enumerate(found)]
 
@@ -37,10 +45,10 @@ class ControlNet(UNetEncoder):
 
 
 class ControlledUNet(nnx.Module):
-    """A UNet with a ControlNet, which acts where there is a control image: called like the UNet."""
+    """A UNet with ControlNets, which act where there are control images: called like the UNet. What they add is summed."""
 
-    def __init__(self, unet: UNet, controlnet: ControlNet):
-        self.unet, self.controlnet = unet, controlnet
+    def __init__(self, unet: UNet, controlnets: Sequence[ControlNet]):
+        self.unet, self.controlnets = unet, nnx.List(controlnets)
 
     @property
     def config(self) -> Any:
@@ -52,12 +60,17 @@ class ControlledUNet(nnx.Module):
         if conditions.control is None:
             return self.unet(latents, timestep, conditions)
 
-        def residuals() -> list[Array]:
-            return self.controlnet(latents, timestep, conditions)
+        found: list[Array] = []
+        for i, (net, control) in enumerate(zip(self.controlnets, conditions.control, strict=True)):
+            scale = None if conditions.control_scale is None else conditions.control_scale[i]
+            acts = None if conditions.control_acts is None else conditions.control_acts[i]
 
-        def nothing() -> list[Array]:
-            return [jnp.zeros(one.shape, one.dtype) for one in jax.eval_shape(residuals)]
+            def residuals(net: Any = net, control: Any = control, scale: Any = scale) -> list[Array]:
+                return net(latents, timestep, conditions, control, scale)
 
-        acts = conditions.control_acts
-        found = residuals() if acts is None else jax.lax.cond(acts > 0, residuals, nothing)
+            def nothing(residuals: Any = residuals) -> list[Array]:
+                return [jnp.zeros(one.shape, one.dtype) for one in jax.eval_shape(residuals)]
+
+            more = residuals() if acts is None else jax.lax.cond(acts > 0, residuals, nothing)
+            found = [a + b for a, b in zip(found, more, strict=True)] if found else more
         return self.unet(latents, timestep, conditions, found)

@@ -35,9 +35,9 @@ class Conditions(NamedTuple):
     sizes: [B 6] for SDXL: height and width before cropping, top and left of the crop, height and width of the image, in pixels. None:
         the image was not cropped.
     interval: [B] for models of mean velocities: from the time step back to the end of the step. None: empty.
-    control: [B Y X 3] images in 0..1 for a ControlNet beside the model, in pixels. None: it does not act.
-    control_scale: [B R] factors on what it gives for each of the model's skips, and for the middle. None: 1.
-    control_acts: [] above 0 if it acts at this step. None: it does.
+    control: for each ControlNet beside the model, [B Y X 3] images in 0..1, in pixels. None: none acts.
+    control_scale: for each, [B R] factors on what it gives for each of the model's skips, and for the middle. None: 1.
+    control_acts: [C] above 0 for those that act at this step. None: all do.
     """
 
     labels: Any = None

@@ -160,9 +160,9 @@ def _head(record: RunRecord) -> str:
         facts.append(("bits per byte", f"{bits[-1][1]:.3f}", under))
     if tokens := numbers(record.lines, "tokens"):
         work = record.facts.get("flops_per_step")
-        facts.append(("tokens", count_text(tokens[-1][1]), flops_text(work * step) if work else f"{tokens[-1][1]:,.0f}"))
+        facts.append((f"{_unit(record)}s", count_text(tokens[-1][1]), flops_text(work * step) if work else f"{tokens[-1][1]:,.0f}"))
     if speed := numbers(record.lines, "tokens_per_s"):
-        facts.append(("tokens/s", f"{median([y for _, y in speed]):,.0f}", "median"))
+        facts.append((f"{_unit(record)}s/s", f"{median([y for _, y in speed]):,.0f}", "median"))
     if spent := seconds_by_cause(record.lines):
         facts.append(("time", lasted(sum(spent.values())), "all sessions"))
     cells = "".join(f"<div><dt>{a}</dt><dd>{html_text(b)}<small>{html_text(c)}</small></dd></div>" for a, b, c in facts)
@@ -347,10 +347,14 @@ def _speed(record: RunRecord) -> str:
     speed = numbers(record.lines, "tokens_per_s")
     if not speed:
         return ""
-    return section_of(
-        "Tokens per second",
-        chart([Series("tokens/s", speed, color=2)], "tokens/s", y="tokens/s", height=220, zero=True),
-    )
+    each = f"{_unit(record)}s"
+    picture = chart([Series(f"{each}/s", speed, color=2)], f"{each}/s", y=f"{each}/s", height=220, zero=True)
+    return section_of(f"{each.capitalize()} per second", picture)
+
+
+def _unit(record: RunRecord) -> str:
+    """What the run counts: tokens, images or rows."""
+    return str(record.facts.get("unit", "token"))
 
 
 def _optimizer(record: RunRecord) -> str:

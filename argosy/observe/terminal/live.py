@@ -55,6 +55,7 @@ class Terminal:
         """Prints what the run is about to do, and starts the live picture."""
         self.picture.steps = int(facts.get("steps") or 0)
         self.picture.tokens_per_step = int(facts.get("tokens_per_step") or 0)
+        self.picture.unit = str(facts.get("unit", self.picture.unit))
         for line in headed(facts):
             self.say(line)
         if self.is_live:

@@ -8,7 +8,7 @@ from typing import Any
 
 from argosy.observe.readable import decimals
 
-COLUMNS = {"loss": "loss", "eval_loss": "eval loss", "lr": "learning rate", "grad_norm": "grad norm", "tokens_per_s": "tokens/s"}
+COLUMNS = {"loss": "loss", "eval_loss": "eval loss", "lr": "learning rate", "grad_norm": "grad norm", "tokens_per_s": "{}s/s"}
 # Rows that are shown, and the least seconds between two changes of the table.
 ROWS, PACE_S = 20, 0.5
 
@@ -25,7 +25,7 @@ class Notebook:
 
     def __init__(self) -> None:
         self.rows: dict[int, dict[str, float]] = {}
-        self.title, self.shown, self.handle = "", 0.0, None
+        self.title, self.shown, self.handle, self.unit = "", 0.0, None, "token"
 
     def __enter__(self) -> "Notebook":
         return self
@@ -37,6 +37,7 @@ class Notebook:
         print(text, file=sys.stderr)
 
     def header(self, facts: Mapping[str, Any]) -> None:
+        self.unit = str(facts.get("unit", self.unit))
         self.title = f"{facts.get('model', '')}, {facts.get('steps', '?')} steps"
         self._show()
 
@@ -59,7 +60,7 @@ class Notebook:
     def table(self) -> str:
         """The table as HTML."""
         names = [name for name in COLUMNS if any(name in row for row in self.rows.values())]
-        head = "".join(f"<th>{word}</th>" for word in ("step", *(COLUMNS[name] for name in names)))
+        head = "".join(f"<th>{word}</th>" for word in ("step", *(COLUMNS[name].format(self.unit) for name in names)))
         body = ""
         for step, row in sorted(self.rows.items())[-ROWS:]:
             cells = (decimals(row[name]) if name in row else "" for name in names)

@@ -28,6 +28,8 @@ MOST_CLASSES = 8
 PREFERENCES = ("rewards/accuracy", "accuracy", "rewards/margin", *SIDES)
 # The x axis is logarithmic if it ends at least this many times later than it begins.
 LOG_FROM = 50.0
+# What a run counts, unless its header says something else: images, or rows.
+TOKEN = "token"
 
 
 class Picture:
@@ -37,6 +39,7 @@ class Picture:
         self.x, self.steps, self.now, self.is_over = x, 0, 0, False
         # Tokens of a step: they turn the rate of the first logged steps into seconds. 0: unknown.
         self.tokens_per_step = 0
+        self.unit = TOKEN
         self.sample: tuple[int, str, str] | None = None  # step, prompt, text
         self.numbers: Mapping[str, float] = {}
         self.evals: dict[int, Mapping[str, float]] = {}
@@ -76,7 +79,7 @@ class Picture:
     def line(self) -> str:
         """The last step in one line."""
         left = f"  {lasted(self.left_s)} left" if self.left_s else ""
-        words = "  ".join(filter(None, (step_text(self.numbers), preference_text(self.numbers))))
+        words = "  ".join(filter(None, (step_text(self.numbers, self.unit), preference_text(self.numbers))))
         return f"{self.place(self.now)}  {words}{left}"
 
     # ---------------------------------------------------------------- the live picture
@@ -116,7 +119,7 @@ class Picture:
     def _number_lines(self) -> list[str]:
         if not self.numbers:
             return [f"no step logged yet, {lasted(time.monotonic() - self._began)}"] if not self.is_over else []
-        lines = [step_text(self.numbers), *filter(None, [preference_text(self.numbers)])]
+        lines = [step_text(self.numbers, self.unit), *filter(None, [preference_text(self.numbers)])]
         if self.evals:
             step = max(list(self.evals))
             lines.append(f"{curve.MARK} {evaluated(self.evals[step])} at step {step}")
@@ -169,7 +172,7 @@ WIDE = (
 def headed(facts: Mapping[str, Any]) -> list[str]:
     """A run's header: long entries on lines of their own, short ones in two columns."""
     facts = dict(facts)
-    tokens, steps = facts.pop("tokens_per_step", None), facts.pop("steps", None)
+    tokens, steps, unit = facts.pop("tokens_per_step", None), facts.pop("steps", None), facts.pop("unit", TOKEN)
     work, devices = facts.pop("flops_per_step", None), facts.pop("devices", 1)
     facts.pop("vocab", None)
     wide = {
@@ -185,11 +188,11 @@ def headed(facts: Mapping[str, Any]) -> list[str]:
     if "device" in facts:
         short["devices"] = f"{devices} x {facts.pop('device')}"
     if steps:
-        short["steps"] = f"{steps:,}" + (f" x {plural(tokens, 'token')}" if tokens else "")
+        short["steps"] = f"{steps:,}" + (f" x {plural(tokens, unit)}" if tokens else "")
     if work:
         short["compute"] = f"{flops_text(work)} a step"
     if steps and tokens:
-        short["total"] = f"{count_text(tokens * steps)} tokens" + (f", {flops_text(work * steps)}" if work else "")
+        short["total"] = f"{count_text(tokens * steps)} {unit}s" + (f", {flops_text(work * steps)}" if work else "")
     short |= {name: str(value) for name, value in facts.items()}
     cells = [f"{name:<12}{value}" for name, value in short.items()]
     pairs = [f"{left:<40}{right}".rstrip() for left, right in zip(cells[::2], [*cells[1::2], ""])]
@@ -214,8 +217,12 @@ def memory_words(sizes: Mapping[str, int]) -> str:
     return f"{sized(sizes['total'])}: {kinds}{beside}"
 
 
-def step_text(numbers: Mapping[str, float]) -> str:
-    """The numbers of a step that are worth watching, as text."""
+def step_text(numbers: Mapping[str, float], unit: str = TOKEN) -> str:
+    """The numbers of a step that are worth watching, as text.
+
+    Args:
+        unit: what the run counts.
+    """
     words = [f"reward {numbers['reward']:.3f}"] if "reward" in numbers else []
     if "answers/tokens" in numbers:
         turns = f" in {numbers['turns']:.1f} turns" if "turns" in numbers else ""
@@ -224,7 +231,7 @@ def step_text(numbers: Mapping[str, float]) -> str:
     if "loss" in numbers:
         words.append(f"loss {decimals(numbers['loss'])}")
     if "tokens_per_s" in numbers:
-        words.append(f"{numbers['tokens_per_s']:,.0f} tokens/s")
+        words.append(f"{numbers['tokens_per_s']:,.0f} {unit}s/s")
     if "lr" in numbers:
         words.append(f"lr {numbers['lr']:.2e}")
     if "grad_norm" in numbers:

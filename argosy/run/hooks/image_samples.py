@@ -92,7 +92,7 @@ class SteeredDrawings:
         """The grid's images with these weights, uint8 [N H W 3]."""
         a, run, size = self.assembly, self.assembly.run, self.controls.shape[1:3]
         unet = model_for(a.roles[UNET].graph, a.decided.precision, a.frozen[UNET])
-        how: Any = {"prompts": a.prompts, "dtype": a.decided.dtype, "controlnet": module}
+        how: Any = {"prompts": a.prompts, "dtype": a.decided.dtype, "controlnets": [module]}
         pipeline = pipeline_around(unet, run.encoders, defaults=ImageDefaults(run.sample.steps, run.sample.guidance, size), **how)
         seeds = [run.seed + i for i in range(self.columns)]
         drawn = pipeline.images(self.prompts, seed=seeds, batch=64, control_image=self.controls)

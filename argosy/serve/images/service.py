@@ -54,7 +54,7 @@ class ImageService:
     """
 
     def __init__(self, pipeline: ImagePipeline, name: str, settings: ImageServeSettings):
-        if pipeline.controlnet is not None:
+        if pipeline.controlnets:
             what = "a server of images takes no control images, and this pipeline has a ControlNet"
             raise BadInput(what, hint="the folder of the pipeline without it; argosy generate MODEL ... control_image=FILE")
         self.pipeline, self.name, self.settings = pipeline, name, settings

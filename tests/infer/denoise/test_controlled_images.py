@@ -1,6 +1,7 @@
 """ControlNets: small pipelines against what diffusers draws (tests/reference/image_pipelines.py), folders, the verb, and mistakes."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,11 @@ import numpy as np
 import pytest
 from golden_weights import write_model, write_pipeline
 from PIL import Image
+from safetensors.numpy import load_file, save_file
 
 import argosy
 from argosy.core.errors import BadInput
+from argosy.core.formats.image_files import is_stretched
 from argosy.infer.denoise.pipeline import ImagePipeline
 from argosy.jobs.images import GenerateImages, generate_images
 from argosy.serve.images.service import ImageService
@@ -21,6 +24,7 @@ NAMES = ["pipeline-sd-controlnet", "pipeline-sdxl-controlnet"]
 PROMPTS = ["a red fox in the snow", "nothing"]
 TOLERANCE = 5e-5  # of the brightest pixel, as for pipelines without control
 SIZE = (48, 32)
+WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +82,50 @@ def test_a_controlnet_of_its_own_steers_a_plain_pipeline_and_is_saved_with_it(fo
             pipe.images(PROMPTS, **free | bad)
 
 
+@pytest.fixture(scope="module")
+def both(folders, tmp_path_factory) -> tuple[ImagePipeline, dict[str, Any]]:
+    """A plain pipeline with two ControlNets, as the golden has them, and the arguments of its images."""
+    folder, scratch = folders[NAMES[0]], tmp_path_factory.mktemp("several")
+    second = shutil.copytree(folder / "controlnet", scratch / "second")
+    tensors = load_file(second / WEIGHTS)
+    save_file({name: np.ascontiguousarray(w[::-1]) for name, w in tensors.items()}, second / WEIGHTS, metadata={"format": "pt"})
+    plain = shutil.copytree(folder, scratch / "plain")
+    shutil.rmtree(plain / "controlnet")
+    index = json.loads((plain / "model_index.json").read_text(encoding="utf-8"))
+    del index["controlnet"]
+    (plain / "model_index.json").write_text(json.dumps(index | {"_class_name": "StableDiffusionPipeline"}), encoding="utf-8")
+    _, how = given(NAMES[0])
+    how |= {"control_image": [how["control_image"], 1 - how["control_image"]], "control_scale": [0.8, 0.5]}
+    return argosy.load(plain, controlnet=[folder / "controlnet", second]), how
+
+
+def test_several_controlnets_draw_what_diffusers_draws(both, tmp_path):
+    """Each with its image, its scale and its span of steps; from a folder that was saved with them too."""
+    (pipe, how), golden = both, np.load(GOLDENS / NAMES[0] / "golden.npz")
+    spans = {"control_start": [0.0, 0.3], "control_end": [0.7, 1.0], "steps": 5}
+    pipe.save(tmp_path / "saved")
+    index = json.loads((tmp_path / "saved" / "model_index.json").read_text(encoding="utf-8"))
+    assert index["controlnet"] == ["diffusers", "MultiControlNetModel"]
+    for one in (pipe, argosy.load(tmp_path / "saved")):
+        assert np.abs(one.images(PROMPTS, **how | spans) - golden["out_several"]).max() < TOLERANCE
+    assert np.abs(pipe.images(PROMPTS, **how, guess_mode=True) - golden["out_several_guessed"]).max() < TOLERANCE
+    for key, bad, what in (
+        ("control_image", how["control_image"][0], "one for each of 2 ControlNets"),
+        ("control_image", how["control_image"][:1], "control_image: 1 of them for 2 ControlNets"),
+        ("control_scale", [1.0] * 3, "control_scale: 3 of them for 2 ControlNets"),
+        ("control_end", [1.0, 0.0], "control_start = 0.0 and control_end = 0.0"),
+    ):
+        with pytest.raises(BadInput, match=what):
+            pipe.images(PROMPTS, **how | {key: bad})
+
+
+def test_a_control_image_of_another_ratio_is_stretched():
+    assert not is_stretched((48, 32, 3), (96, 64))
+    assert is_stretched((48, 33, 3), (48, 32))
+    assert not is_stretched((1000, 667, 3), (48, 32))
+    assert is_stretched((30, 40, 3), (48, 32))
+
+
 @pytest.mark.slow
 def test_an_image_is_the_same_in_any_batch(pipes):
     _, how = given("pipeline-sd-controlnet")
@@ -92,9 +140,15 @@ def test_the_verb_draws_what_python_draws(folders, pipes, tmp_path):
     control = draw.integers(0, 256, (*SIZE, 3)).astype(np.uint8)
     Image.fromarray(control).save(tmp_path / "edges.png")
     words = {"image": str(tmp_path / "out.png"), "control_image": str(tmp_path / "edges.png"), "size": "32x48", "steps": 2}
-    generate_images(str(folders["pipeline-sd-controlnet"]), "a fox", GenerateImages(**words, control_scale=0.5))
+    said: list[str] = []
+    plain_and_net = write_pipeline(GOLDENS / "pipeline-sd", tmp_path / "plain"), folders["pipeline-sd-controlnet"] / "controlnet"
+    generate_images(str(folders["pipeline-sd-controlnet"]), "a fox", GenerateImages(**words, control_scale=0.5), said.append)
     with Image.open(tmp_path / "out.png") as file:
-        drawn = np.asarray(file)
+        drawn = np.array(file)
+    assert not any("stretched" in line for line in said)
+    two = {**words, "control_image": [words["control_image"]] * 2, "size": "48x48", "controlnet": [f"{plain_and_net[1]}"] * 2}
+    generate_images(str(plain_and_net[0]), "a fox", GenerateImages(**two, control_scale=[0.5, 0.2]), said.append)
+    assert any("32x48 pixels are stretched to 48x48" in line for line in said)
     wanted = pipes["pipeline-sd-controlnet"].images("a fox", size=SIZE, steps=2, control_image=control, control_scale=0.5)[0]
     assert np.abs(drawn.astype(int) - wanted).max() <= 1
 

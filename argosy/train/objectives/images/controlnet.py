@@ -47,7 +47,7 @@ class ControlNetDiffusion(Diffusion):
     def __call__(self, models: "Models", batch: "dict[str, Array]", key: Any) -> "Loss":
         from argosy.models.blocks.controlnet import ControlledUNet
 
-        return super().__call__({"model": ControlledUNet(models[UNET], models["model"])}, batch, key)
+        return super().__call__({"model": ControlledUNet(models[UNET], [models["model"]])}, batch, key)
 
     def conditions_of(self, config: Any, batch: "dict[str, Array]", key: Any) -> "Conditions":
-        return super().conditions_of(config, batch, key)._replace(control=batch["control"])
+        return super().conditions_of(config, batch, key)._replace(control=(batch["control"],))
