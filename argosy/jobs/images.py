@@ -127,7 +127,8 @@ def generate_images(
         for image in controls:
             if is_stretched(image.shape, size):
                 rows, columns = image.shape[:2]
-                say(f"control_image: {columns}x{rows} pixels are stretched to {width}x{height}, as in diffusers; size= of its ratio keeps it")
+                how = "as in diffusers; size= of its ratio keeps it"
+                say(f"control_image: {columns}x{rows} pixels are stretched to {width}x{height}, {how}")
         fitted = [resized(image, height, width)[None] for image in controls]
         if fitted:
             more["control_image"] = fitted[0] if len(pipe.controlnets) == len(fitted) == 1 else fitted

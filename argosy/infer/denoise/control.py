@@ -57,17 +57,17 @@ def control_of(configs: Sequence[ControlNetConfig], images: Sequence[np.ndarray]
     return Control(images, found, [0 * one for one in found] if guess_mode else found)
 
 
-def for_each(name: str, given: Any, count: int) -> list[Any]:
+def for_each(name: str, argument: Any, count: int) -> list[Any]:
     """An argument of each of so many ControlNets: a sequence, or one for all.
 
     Raises:
         BadInput: a sequence of another length.
     """
-    if not isinstance(given, Sequence | np.ndarray):
-        return [given] * count
-    if len(given) != count:
-        raise BadInput(f"{name}: {len(given)} of them for {plural(count, 'ControlNet')}", hint="one for each, in their order")
-    return list(given)
+    if not isinstance(argument, Sequence | np.ndarray):
+        return [argument] * count
+    if len(argument) != count:
+        raise BadInput(f"{name}: {len(argument)} of them for {plural(count, 'ControlNet')}", hint="one for each, in their order")
+    return list(argument)
 
 
 def with_span(plan: SamplingPlan, starts: Sequence[float], ends: Sequence[float]) -> SamplingPlan:
