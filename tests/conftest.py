@@ -93,8 +93,28 @@ def _programs_of_described_devices(request: pytest.FixtureRequest) -> Iterator[N
     reset_cache()
 
 
-# What a worker may have in memory at the end of a file before it forgets its programs, in bytes and in pieces.
-MOST_RESIDENT_BYTES, MOST_MAPS = 1_500_000_000, 10_000
+# What a worker may have in memory before it forgets its programs: in bytes after a test and after a file, and in pieces.
+MOST_BYTES, MOST_BYTES_LATER, MOST_MAPS = 1_800_000_000, 1_300_000_000, 10_000
+
+
+def _resident_bytes() -> int:
+    memory = Path("/proc/self/statm")
+    return int(memory.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if memory.exists() else 0
+
+
+def _forget_programs() -> None:
+    jax.clear_caches()
+    if sys.platform == "linux":
+        # The C library would keep what is freed: of 1.6 GB, 0.6 are left.
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+@pytest.fixture(autouse=True)
+def _little_memory() -> Iterator[None]:
+    """The programs of some files alone took 3.5 GB."""
+    yield
+    if _resident_bytes() > MOST_BYTES:
+        _forget_programs()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -102,14 +122,9 @@ def _few_programs() -> Iterator[None]:
     """A worker that kept the programs of half of the suite had 4.5 GB. Linux also maps at most 65,530 pieces of memory into a process,
     of which each program takes several, and XLA aborts it there."""
     yield
-    memory, maps = Path("/proc/self/statm"), Path("/proc/self/maps")
-    if not memory.exists():
-        return
-    resident = int(memory.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    if resident > MOST_RESIDENT_BYTES or len(maps.read_bytes().splitlines()) > MOST_MAPS:
-        jax.clear_caches()
-        # The C library would keep what is freed: of 1.6 GB, 0.6 are left.
-        ctypes.CDLL(None).malloc_trim(0)
+    maps = Path("/proc/self/maps")
+    if _resident_bytes() > MOST_BYTES_LATER or (maps.exists() and len(maps.read_bytes().splitlines()) > MOST_MAPS):
+        _forget_programs()
 
 
 @pytest.fixture(scope="module")
