@@ -206,7 +206,8 @@ def test_progress_tells_bytes(tmp_path, monkeypatch):
 
 
 def test_memory_is_bounded(tmp_path, monkeypatch):
-    """Of an endless supply of documents no more than a group is asked for ahead."""
+    """Of an endless supply of documents no more than three groups are there, of 7 documents each: one is read, one is encoded and one
+    is written."""
     monkeypatch.setattr(module, "GROUP_BYTES", 1000)
     alive: list[int] = []
     writer_add = module.SplitWriter.add
@@ -222,7 +223,7 @@ def test_memory_is_bounded(tmp_path, monkeypatch):
 
     def add(self, *arguments):
         alive.pop()
-        assert len(alive) < 12
+        assert len(alive) < 3 * 7
         writer_add(self, *arguments)
 
     monkeypatch.setattr(module.SplitWriter, "add", add)

@@ -77,6 +77,27 @@ def qwen_tokenizer() -> Qwen2Tokenizer:
     return made
 
 
+def mistral_tokenizer() -> Any:
+    """All bytes, padded on the left; the conversation has a system message, and contents in parts. Published folders have a processor
+    around it, which needs torchvision and makes the same tokens of texts."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    own = Tokenizer(models.BPE(vocab={entry: i for i, entry in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[]))
+    own.pre_tokenizer, own.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    marks = ["[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[IMG]", "[IMG_BREAK]", "[IMG_END]"]
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=own, bos_token="<s>", eos_token="</s>", pad_token="<pad>", additional_special_tokens=marks,
+        padding_side="left", model_max_length=4096,
+    )  # fmt: skip
+    template = (
+        "{{ bos_token }}{% for m in messages %}{% set name = 'SYSTEM_PROMPT' if m.role == 'system' else 'INST' %}[{{ name }}]"
+        "{% for part in m.content %}{{ part.text }}{% endfor %}[/{{ name }}]{% endfor %}"
+    )
+    made.chat_template = template
+    return made
+
+
 def old_files(tokenizer: CLIPTokenizer, folder: Path) -> None:
     """A tokenizer's folder as those that were published: a vocabulary and its merges."""
     vocab, merges = clip_vocabulary()
@@ -134,6 +155,20 @@ PIPELINES: dict[str, tuple[str, dict, dict[str, tuple[str, dict]]]] = {
             "text_encoder": ("Qwen3ForCausalLM", QWEN3 | {"hidden_size": 12, "intermediate_size": 14, "num_attention_heads": 2,
                                                           "num_key_value_heads": 1, "head_dim": 6, "num_hidden_layers": 28,
                                                           "max_window_layers": 28}),
+        },
+    ),
+    "pipeline-flux2-dev": (
+        "Flux2Pipeline",
+        FLOW,
+        {
+            "transformer": ("Flux2Transformer2DModel", FLUX2 | {"joint_attention_dim": 36, "num_layers": 1, "num_single_layers": 1}),
+            "vae": ("AutoencoderKLFlux2", FLUX2_VAE),
+            "text_encoder": ("Mistral3ForConditionalGeneration", {
+                "text_config": {"model_type": "mistral", "vocab_size": 270, "hidden_size": 12, "intermediate_size": 14,
+                                "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 6, "num_hidden_layers": 31,
+                                "max_position_embeddings": 1024, "sliding_window": None},
+                "vision_config": {"model_type": "pixtral", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
+                                  "num_attention_heads": 1, "head_dim": 8, "image_size": 28, "patch_size": 14}}),
         },
     ),
     "pipeline-z-image": (
@@ -202,6 +237,10 @@ def write_tokenizers(name: str, folder: Path) -> dict[str, Any]:
         made = {"tokenizer": t5_tokenizer()}
         made["tokenizer"].save_pretrained(folder / "tokenizer")
         return made
+    if name == "pipeline-flux2-dev":
+        made = {"tokenizer": mistral_tokenizer()}
+        made["tokenizer"].save_pretrained(folder / "tokenizer")
+        return made
     if name in ("pipeline-z-image", "pipeline-flux2"):
         made = {"tokenizer": qwen_tokenizer()}
         made["tokenizer"].save_pretrained(folder / "tokenizer")
@@ -229,6 +268,9 @@ def images_of(pipe: Any, name: str) -> dict[str, np.ndarray]:
         if name == "pipeline-sdxl":
             free, plain = (pipe(PROMPTS, latents=given, guidance_scale=scale, **more).images for scale in (4.0, 1.0))
             return {"latents": latents, "out_images": free, "out_plain": plain}
+        if name == "pipeline-flux2-dev":
+            given = torch.from_numpy(latents := np.random.default_rng(7).standard_normal(PACKED).astype(np.float32))
+            return {"latents": latents, "out_images": pipe(prompt=list(PROMPTS), latents=given, guidance_scale=4.0, **more).images}
         if name == "pipeline-flux2":
             given = torch.from_numpy(latents := np.random.default_rng(7).standard_normal(PACKED).astype(np.float32))
             free, plain = (pipe(prompt=list(PROMPTS), latents=given, guidance_scale=scale, **more).images for scale in (4.0, 1.0))

@@ -76,7 +76,8 @@ def load(kind: str, sizes: dict, weights: dict[str, np.ndarray]) -> torch.nn.Mod
         save_file(weights, file, metadata={"format": "pt"})
         again = class_of(kind).from_pretrained(scratch)
         if hasattr(again.config, "_attn_implementation"):
-            again.set_attn_implementation("eager")
+            # As pipelines run it: of padding before a text, which sees nothing, eager attention would take the mean of all tokens.
+            again.set_attn_implementation("sdpa" if kind.startswith("Mistral3") else "eager")
         return again.eval().float()
 
 

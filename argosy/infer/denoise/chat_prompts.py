@@ -1,9 +1,10 @@
 """Conditions of prompts by language models: a prompt is a message of a conversation, and the denoiser reads the states of some layers.
 
-    Z-Image         text: states before the last layer, of the words of the conversation alone
-    Flux.2 klein    text: states of three layers side by side, of padding too
+    Z-Image                 text: states before the last layer, of the words of the conversation alone
+    Flux.2 dev and klein    text: states of three layers side by side, of padding too
 
-A conversation is cut at the longest length, which is said. Padding stands behind the words: it sees them, and nothing sees it.
+A conversation is cut at the longest length, which is said. Padding stands behind the words, or before them where the tokenizer says so:
+nothing sees it, and it sees the words before it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,8 +31,8 @@ from argosy.ops.attention import Score, See
 
 @dataclass(frozen=True)
 class PaddedTexts(Packed):
-    """A strategy of attention: each token sees the words up to it (`segments` is 1 for words and 0 for padding). Positions count
-    padding, as transformers does with a mask."""
+    """A strategy of attention: each token sees the words up to it (`segments` is 1 for words and 0 for padding); padding before them
+    gets zeros. Positions count padding, as transformers does with a mask."""
 
     @property
     def positions(self) -> Int[Array, "B T"]:
@@ -39,7 +40,9 @@ class PaddedTexts(Packed):
 
     def __call__(self, q: Array, entries: Any, cache: Any, read: Any = HEADS, *, score: Score) -> Any:
         see = See(self.positions, self.positions, jnp.ones_like(self.segments), self.segments)
-        return meet(q, entries, read, score, see, self.absorb), cache
+        y = meet(q, entries, read, score, see, self.absorb)
+        # As PyTorch's attention has it where nothing is seen.
+        return jnp.where(jnp.cumsum(self.segments, 1)[..., None, None] > 0, y, 0), cache
 
 
 jax.tree_util.register_dataclass(PaddedTexts, ["segments", "angles"], ["absorb"])
@@ -55,6 +58,9 @@ class ChatReader:
         layers: whose outputs are read, counted from 1; 0 is the embedding. They stand side by side.
         name: what error messages call it.
         variables: of the template, such as `enable_thinking`.
+        system: a message before the prompt; contents are then lists of parts, as templates of models that see take them, and no answer
+            begins. None: there is none.
+        pads_left: whether padding stands before the words.
         say: called with what a prompt lost.
 
     Raises:
@@ -70,8 +76,12 @@ class ChatReader:
         name: str,
         variables: Mapping[str, Any],
         say: Say | None = None,
+        *,
+        system: str | None = None,
+        pads_left: bool = False,
     ):
         self.module, self.tokenizer, self.length, self.name, self.say = module, tokenizer, length, name, say
+        self.system, self.pads_left = system, pads_left
         self.variables, self._template = variables, choose_template(tokenizer.chat_templates)
         if wrong := [i for i in layers if not 0 <= i <= module.config.layers]:
             raise BadInput(f"{name}: layer {wrong[0]} is read, and it has {plural(module.config.layers, 'layer')}")
@@ -83,17 +93,24 @@ class ChatReader:
     def tokens(self, texts: Sequence[str]) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B T"]]:
         """The ids of conversations, and 1 where they are no padding."""
         out, words = (np.full((len(texts), self.length), fill, np.int32) for fill in (self._pad, 0))
-        special = self.tokenizer.special
+        special, answers = self.tokenizer.special, self.system is None
         conversations = [
-            render(self._template, [{"role": "user", "content": text}], special, add_generation_prompt=True, **self.variables)
-            for text in texts
+            render(self._template, self._messages(text), special, add_generation_prompt=answers, **self.variables) for text in texts
         ]
         for row, ids in enumerate(self.tokenizer.encode_many(conversations, special=True)):
             if len(ids) > self.length and self.say is not None:
                 lost = self.tokenizer.decode(ids[self.length :])
                 self.say(f"{self.name} reads {plural(self.length, 'token')}; a prompt loses its end: {lost!r}")
-            out[row, : len(ids)], words[row, : len(ids)] = ids[: self.length], 1
+            ids = ids[: self.length]
+            place = slice(self.length - len(ids), None) if self.pads_left else slice(len(ids))
+            out[row, place], words[row, place] = ids, 1
         return out, words
+
+    def _messages(self, text: str) -> list[dict[str, Any]]:
+        if self.system is None:
+            return [{"role": "user", "content": text}]
+        said = (("system", self.system), ("user", text))
+        return [{"role": role, "content": [{"type": "text", "text": part}]} for role, part in said]
 
     def states(self, texts: Sequence[str]) -> tuple[Float[Array, "B T E"], Int[Array, "B T"]]:
         """The states of the layers, float32, and 1 where they are no padding.
@@ -144,7 +161,7 @@ class ZImagePrompts:
 
 
 class Flux2Prompts:
-    """Prompts of Flux.2 klein: the states of three layers of Qwen 3, those of padding too.
+    """Prompts of Flux.2: the states of three layers of Mistral Small 3 (dev) or Qwen 3 (klein), those of padding too.
 
     Args:
         reader: the encoder.

@@ -49,8 +49,13 @@ CONTROLNET = "controlnet"
 SEVERAL = "MultiControlNetModel"
 # Tokens of T5 that Stable Diffusion 3 reads.
 SD3_TOKENS = 256
-# Layers of Qwen 3 whose outputs Flux.2 klein reads.
-FLUX2_LAYERS = (9, 18, 27)
+# Layers whose outputs Flux.2 reads: klein of Qwen 3, dev of Mistral Small 3.
+FLUX2_LAYERS, FLUX2_DEV_LAYERS = (9, 18, 27), (10, 20, 30)
+# The message before every prompt of Flux.2 dev, in the words with which it was trained (black-forest-labs/flux2, system_messages.py).
+FLUX2_SYSTEM = (
+    "You are an AI that reasons about image descriptions. You give structured responses focusing on object relationships, object\n"
+    "attribution and actions without speculation."
+)
 
 
 @dataclass(frozen=True)
@@ -122,11 +127,25 @@ def z_image_pipeline(parts: PipelineParts) -> ImagePipeline:
 
 def flux2_pipeline(parts: PipelineParts) -> ImagePipeline:
     """Flux.2 klein: distilled to four steps without guidance, or not."""
-    denoiser, vae, encoder = parts.denoiser, parts.models["vae"].module, parts.models["text_encoder"].module
+    denoiser, encoder = parts.denoiser, parts.models["text_encoder"].module
     length, tokenizer = denoiser.config.text_tokens, load_tokenizer(parts.path / "tokenizer")
     reader = ChatReader(encoder, tokenizer, length, FLUX2_LAYERS, "text_encoder", {"enable_thinking": False}, parts.say)
+    return _flux2_pipeline(parts, reader, *((4, 1.0) if parts.index.get("is_distilled") else (50, 4.0)))
+
+
+def flux2_dev_pipeline(parts: PipelineParts) -> ImagePipeline:
+    """Flux.2 dev, which follows guidance as an input."""
+    encoder, folder = parts.models["text_encoder"].module, parts.path / "tokenizer"
+    how: Any = {"system": FLUX2_SYSTEM, "pads_left": read_config(folder).raw.get("padding_side") == "left"}
+    length, tokenizer = parts.denoiser.config.text_tokens, load_tokenizer(folder)
+    reader = ChatReader(encoder, tokenizer, length, FLUX2_DEV_LAYERS, "text_encoder", {}, parts.say, **how)
+    return _flux2_pipeline(parts, reader, 50, 4.0)
+
+
+def _flux2_pipeline(parts: PipelineParts, reader: ChatReader, steps: int, guidance: float) -> ImagePipeline:
+    denoiser, vae = parts.denoiser, parts.models["vae"].module
     side = 64 * vae.config.factor
-    defaults = ImageDefaults(4, 1.0, (side, side)) if parts.index.get("is_distilled") else ImageDefaults(50, 4.0, (side, side))
+    defaults = ImageDefaults(steps, guidance, (side, side))
     # Its pipeline gives noise levels of its own, evenly from 1 to 1/steps, and a shift of its own.
     shift = parts.sampler.shift.model_copy(update={"empirical": parts.sampler.shift.dynamic})
     sampler = parts.sampler.model_copy(update={"spacing": "trailing", "shift": shift})
@@ -188,6 +207,7 @@ KINDS = {
     "StableDiffusion3Pipeline": PipelineKind(
         ("transformer", "vae", "text_encoder", "text_encoder_2", "text_encoder_3"), sd3_pipeline, ("text_encoder_3",)
     ),
+    "Flux2Pipeline": PipelineKind(("transformer", "vae", "text_encoder"), flux2_dev_pipeline),
     "Flux2KleinPipeline": PipelineKind(("transformer", "vae", "text_encoder"), flux2_pipeline),
     "ZImagePipeline": PipelineKind(("transformer", "vae", "text_encoder"), z_image_pipeline),
     "WanPipeline": PipelineKind(("transformer", "vae", "text_encoder"), wan_pipeline),
@@ -271,6 +291,8 @@ def load_diffusers(
     if adapter is not None:
         tensors: dict[str, Any] = {part: one.weights for part, one in opened.items()}
         for part, updates in image_updates(adapter, {part: one.reader for part, one in tensors.items()}).items():
+            if _is_partly_read(path / part):
+                raise BadInput(f"adapters of {part}, whose other towers are copied as they are, are not merged", where=str(adapter))
             weights = tensors[part].with_reader(UpdatedTensors(tensors[part].reader, updates))
             opened[part] = replace(opened[part], weights=weights)
     models = dict[str, LoadedModel]()
@@ -404,7 +426,10 @@ def save_diffusers(parts: PipelineParts, pipe: ImagePipeline, folder: Path) -> N
     scheduler = None if pipe.sampler == parts.sampler else scheduler_config(pipe.sampler)
     folder.mkdir(parents=True)
     for part, model in parts.models.items():
-        save_model(model, folder / part, "hub", None)
+        if _is_partly_read(parts.path / part):
+            shutil.copytree(parts.path / part, folder / part)
+        else:
+            save_model(model, folder / part, "hub", None)
     for part, library in parts.index.items():
         if part.startswith("tokenizer") and isinstance(library, list) and (parts.path / part).is_dir():
             shutil.copytree(parts.path / part, folder / part)
@@ -417,6 +442,11 @@ def save_diffusers(parts: PipelineParts, pipe: ImagePipeline, folder: Path) -> N
         written["scheduler"] = ["diffusers", scheduler["_class_name"]]
     _write_json(folder / INDEX, written)
     folder.rename(target)
+
+
+def _is_partly_read(folder: Path) -> bool:
+    """Whether a folder has other towers beside the text model that is read, which would not be written again."""
+    return "text_config" in read_json_object(folder / "config.json")
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:

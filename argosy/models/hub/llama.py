@@ -5,22 +5,30 @@ from typing import Any, ClassVar
 
 from argosy.core.keymap import KeyRow
 from argosy.models.hub import rows as hub
-from argosy.models.hub.config import SIZES, ConfigTable, read_pattern, read_rope, write_pattern, write_rope
+from argosy.models.hub.config import SIZES, ConfigTable, read_pattern, read_rope, text_config, write_pattern, write_rope
 from argosy.models.settings import Rope
 
 
 class LlamaHub:
     """Reads and writes Hub folders of this family; a base class of its config."""
 
-    hub_types: ClassVar[tuple[str, ...]] = ("llama", "mistral", "ministral")
+    hub_types: ClassVar[tuple[str, ...]] = ("llama", "mistral", "ministral", "mistral3")
     # Sentence encoders are saved without a head.
-    hub_prefixes: ClassVar[tuple[str, ...]] = ("model.",)
+    hub_prefixes: ClassVar[tuple[str, ...]] = ("model.", "language_model.")
+    hub_left_out: ClassVar[tuple[str, ...]] = ("vision_tower.*", "multi_modal_projector.*")
 
     def hub_rows(self: Any) -> tuple[list[KeyRow], dict[str, int]]:
         layers = range(self.layers)
         rows = hub.attention_key_rows(layers, bias=self.attention_bias, out_bias=self.attention_bias)
         rows += hub.glu(layers, bias=self.mlp_bias) + hub.norms(layers, hub.PRE_NORMS) + hub.ends(self.tied, scores=self.scores)
         return rows, self.dims
+
+    @classmethod
+    def hub_text(cls, config: dict[str, Any]) -> dict[str, Any]:
+        """Mistral Small 3.1 is published with a vision tower; `text_config` describes the text model."""
+        # Whether the head is the embedding is said outside of it.
+        tied = {name: config[name] for name in ("tie_word_embeddings",) if name in config}
+        return text_config(config, "mistral3", {"model_type": "mistral", "architectures": ["MistralForCausalLM"]} | tied)
 
     @classmethod
     def from_hub(cls: Any, config: dict[str, Any]) -> Any:

@@ -17,7 +17,10 @@ from argosy.infer.denoise.settings import SamplerSettings
 from argosy.weights.hub.image_lora import image_updates
 
 GOLDENS = Path(__file__).parents[2] / "goldens" / "images"
-NAMES = ["pipeline-flux", "pipeline-flux2", "pipeline-sd3", "pipeline-z-image", "pipeline-wan", "pipeline-sd", "pipeline-sdxl"]
+NAMES = [
+    "pipeline-flux", "pipeline-flux2", "pipeline-flux2-dev", "pipeline-sd3", "pipeline-z-image", "pipeline-wan", "pipeline-sd",
+    "pipeline-sdxl",
+]  # fmt: skip
 PROMPTS = ["a red fox in the snow", "nothing"]
 TOLERANCE = 5e-5  # of the brightest pixel, after three steps; 1.5e-5 was measured, and 1e-5 holds for every module alone
 SIZE = (48, 32)
@@ -54,6 +57,15 @@ def test_flux2_draws_what_diffusers_draws(pipes: dict[str, ImagePipeline]):
     how = {"steps": 3, "size": SIZE, "latents": golden["latents"], "output": "float"}
     assert np.abs(pipe.images(PROMPTS, guidance=4.0, **how) - golden["out_images"]).max() < TOLERANCE
     assert np.abs(pipe.images(PROMPTS, guidance=1.0, **how) - golden["out_plain"]).max() < TOLERANCE
+
+
+def test_flux2_dev_draws_what_diffusers_draws(pipes: dict[str, ImagePipeline]):
+    """Its encoder is the text model of one that sees, with a message before the prompt and padding before both."""
+    golden, pipe = np.load(GOLDENS / "pipeline-flux2-dev" / "golden.npz"), pipes["pipeline-flux2-dev"]
+    how = {"steps": 3, "size": SIZE, "latents": golden["latents"], "output": "float"}
+    assert np.abs(pipe.images(PROMPTS, guidance=4.0, **how) - golden["out_images"]).max() < TOLERANCE
+    with pytest.raises(BadInput, match="negative"):
+        pipe.images(PROMPTS, guidance=4.0, negative="snow", **how)
 
 
 def test_z_image_draws_what_diffusers_draws(pipes: dict[str, ImagePipeline]):
