@@ -16,11 +16,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
 from jax import export
+from jax.sharding import Mesh, NamedSharding
 
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput, Damaged, Unsupported, complaint
@@ -36,10 +37,12 @@ from argosy.export.calls import (
     unpadded_outputs,
 )
 from argosy.export.manifest import BundleManifest, BundleProgram, BundleSignature, dtype_of_name
+from argosy.export.mesh import device_count, device_mesh, sharding_of
 from argosy.export.steps import DecodeImageStep, TokenizeStep, bundled_tokenizer, decoded_images, step_result, tokenized
 from argosy.export.verify import WARN, days_left, open_bundle_weights, verify_bundle
 from argosy.ops.programs.programs import Program, Programs
 from argosy.ops.programs.store import ProgramStore
+from argosy.parallel.place import on_devices
 
 RENEW = "`argosy bundle refresh BUNDLE` renews its programs from the bundle itself; the weights stay as they are"
 
@@ -51,11 +54,13 @@ class Bundle:
     path: its folder.
     manifest: its description.
     platform: the platform that its programs run on: cpu, cuda, rocm or tpu.
+    mesh: the devices that its programs run on together; None: one device, or it was opened without being run.
     """
 
     path: Path
     manifest: BundleManifest
     platform: str
+    mesh: Mesh | None
     _weights: Mapping[str, SafeTensors] = field(repr=False)
     _stamps: Mapping[Path, os.stat_result] = field(repr=False)
     _arrays: dict[str, jax.Array] = field(default_factory=dict, init=False, repr=False)
@@ -71,18 +76,21 @@ class Bundle:
         key: str | Path | None = None,
         say: Callable[[str], None] = lambda _: None,
         expired: bool = False,
-    ) -> "Bundle":
+        runs: bool = True,
+    ) -> Self:
         """Verifies a bundle completely and maps its weights. Nothing is compiled yet.
 
         Args:
             key: a file with the public key whose owner must have signed it.
             say: called with a warning, from a month before the end of jax's promise to read its programs.
             expired: whether to try to read programs after that.
+            runs: whether its programs will be run, for which its devices must be there.
 
         Raises:
             BadInput: there is no bundle.
             Damaged: a file differs from the manifest; the message names it.
-            Unsupported: another format, no program for this platform, or programs that are too old for this jax.
+            Unsupported: another format, no program for this platform or this number of devices, or programs that are too old for this
+                jax.
         """
         folder = Path(path)
         stamps = {file: file.stat() for file in (folder / "weights").glob("*")}
@@ -94,8 +102,9 @@ class Bundle:
                 what = f"signature `{name}` has programs for {', '.join(signature.platforms)}, and this process runs on {platform}"
                 hint = f"export the model again with platforms={','.join([*signature.platforms, platform])}"
                 raise Unsupported(what, where=str(folder), hint=hint)
+        mesh = device_mesh(manifest.mesh, folder) if runs else None
         opened = [(weights, open_bundle_weights(folder, weights)) for weights in manifest.weights]
-        return cls(folder, manifest, platform, {name: file for weights, file in opened for name in weights.tensors}, stamps)
+        return cls(folder, manifest, platform, mesh, {name: file for weights, file in opened for name in weights.tensors}, stamps)
 
     def run(self, inputs: Mapping[str, Any], signature: str | None = None) -> dict[str, Any]:
         """Calls a signature.
@@ -144,7 +153,7 @@ class Bundle:
         with self._run.ahead(store, say):
             for (_, fixed), (of, program) in wanted.items():
                 arrays = filled_inputs(of, dict(fixed))
-                self._run(self._program(of, program), _shapes(arrays), self._signature_weights(of), arrays)
+                self._run(self._program(of, program), _shapes(arrays), self._signature_weights(of), self._on_devices(arrays))
         return len(wanted)
 
     def warm_up(self, signature: str | None = None) -> int:
@@ -153,7 +162,7 @@ class Bundle:
         count = 0
         for program in [program for program in of.programs if self.platform in program.platforms]:
             if program.shapes:
-                self._called(of, program, filled_inputs(of, program.shapes))
+                self.run_arrays(filled_inputs(of, program.shapes), signature)
             elif of.example:
                 self.run(of.example, signature)
             else:
@@ -204,6 +213,10 @@ class Bundle:
     def _tokenizers(self) -> dict[str, Tokenizer]:
         return {}
 
+    @cached_property
+    def _splits(self) -> dict[str, list[str | None]]:
+        return self.manifest.splits()
+
     def preprocessed(self, signature: BundleSignature, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """The inputs after the steps before the program have run."""
         found = dict(inputs)
@@ -228,16 +241,26 @@ class Bundle:
 
     def _called(self, signature: BundleSignature, program: BundleProgram, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         call = self._program(signature, program)
-        outputs = self._run(call, _shapes(arrays), self._signature_weights(signature), dict(arrays))
+        outputs = self._run(call, _shapes(arrays), self._signature_weights(signature), self._on_devices(arrays))
         return {name: np.asarray(value) for name, value in outputs.items()}
 
     def _signature_weights(self, signature: BundleSignature) -> dict[str, jax.Array]:
-        """The weights of a signature on the device, where they stay."""
+        """The weights of a signature on the device, where they stay; of several devices, each gets its share."""
         with self._lock:
             for name in signature.weights:
                 if name not in self._arrays:
-                    self._arrays[name] = jax.device_put(self.weight(name))
+                    self._arrays[name] = on_devices(self.weight(name), self._place(name))
             return {name: self._arrays[name] for name in signature.weights}
+
+    def _place(self, name: str) -> NamedSharding | None:
+        return None if self.mesh is None else sharding_of(self._splits[name], self.mesh)
+
+    def _on_devices(self, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
+        """Inputs as a program takes them: all of each on every device of a mesh, which may be those of several processes."""
+        if self.mesh is None:
+            return dict(arrays)
+        everywhere = sharding_of([], self.mesh)
+        return {name: on_devices(a, everywhere) for name, a in arrays.items()}
 
     def _program(self, signature: BundleSignature, program: BundleProgram) -> Program:
         """The program as a function (weights, inputs) -> outputs."""
@@ -340,6 +363,7 @@ def check_program(exported: export.Exported, program: BundleProgram, signature: 
         outputs = avals(exported.out_tree, exported.out_avals)
         same = not keywords and read_weights == weights and read_inputs == described(signature.inputs)
         same &= outputs == described(signature.outputs) and set(program.platforms) <= set(exported.platforms)
+        same &= exported.nr_devices == device_count(bundle.manifest.mesh)
     except (TypeError, ValueError, AttributeError):
         same = False
     if not same:

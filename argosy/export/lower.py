@@ -14,10 +14,12 @@ import jax
 import jax.numpy as jnp
 from jax import export
 from jax.errors import ConcretizationTypeError, InconclusiveDimensionOperation
+from jax.sharding import NamedSharding, PartitionSpec
 
 from argosy.core.errors import BadInput, Unsupported, complaint
 from argosy.models.parts.weight import Leaves, abstract, merge, split
 from argosy.ops.op import implementations
+from argosy.parallel.scope import scope
 
 PLATFORMS = ("cpu", "cuda", "tpu")
 # What `jax.export` lowers for.
@@ -43,12 +45,18 @@ def portable(platforms: Sequence[str]) -> Iterator[None]:
 
 
 def export_program(
-    function: NamedFunction, weights: Leaves, inputs: Mapping[str, Any], *, platforms: Sequence[str] = PLATFORMS
+    function: NamedFunction,
+    weights: Leaves,
+    inputs: Mapping[str, Any],
+    *,
+    platforms: Sequence[str] = PLATFORMS,
+    places: Mapping[str, NamedSharding] | None = None,
 ) -> export.Exported:
     """Lowers a function of named weights and inputs.
 
     Args:
         weights, inputs: arrays, or shapes and types, which may leave sizes open.
+        places: how weights are split over a mesh of several devices, which all have the inputs and get the outputs. None: one device.
 
     Raises:
         BadInput: an unknown platform, or weights or inputs that do not fit the function.
@@ -58,7 +66,13 @@ def export_program(
         raise BadInput(f"platform `{unknown[0]}`", hint=f"of {', '.join(KNOWN_PLATFORMS)}")
     like = {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in weights.items()}
     with portable(platforms), export_errors():
-        return export.export(jax.jit(function), platforms=list(platforms))(like, dict(inputs))
+        if places is None:
+            return export.export(jax.jit(function), platforms=list(platforms))(like, dict(inputs))
+        mesh = next(iter(places.values())).mesh
+        everywhere, own = NamedSharding(mesh, PartitionSpec()), {name: places[name] for name in like}
+        with scope(mesh):
+            program = jax.jit(function, in_shardings=(own, everywhere), out_shardings=everywhere)
+            return export.export(program, platforms=list(platforms))(like, dict(inputs))
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, ValidationError, mode
 
 from argosy.core.errors import BadInput, Damaged, Unsupported, complaint
 from argosy.core.settings import Settings
+from argosy.export.mesh import fits_mesh
 from argosy.export.steps import (
     DetokenizeStep,
     InputStep,
@@ -24,6 +25,7 @@ from argosy.export.steps import (
     ProbabilitiesStep,
     TokenizeStep,
 )
+from argosy.parallel.mesh import ORDER
 
 # Counts up when the files of a bundle are laid out in another way.
 FORMAT = 1
@@ -113,6 +115,13 @@ class TensorLayout(Settings):
 
     shape: list[int]
     dtype: str
+    split: list[str | None] = Field(default_factory=list)
+    """The axis of the bundle's mesh that each of its axes is split over. Empty: every device has the whole tensor."""
+
+    @model_serializer(mode="wrap")
+    def _without_split(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """A bundle for one device has the same text as when no other was known."""
+        return {name: value for name, value in written(self).items() if name != "split" or value}
 
 
 class WeightsFile(Settings):
@@ -148,6 +157,13 @@ class BundleManifest(Settings):
     """The implementation of each op in its programs, by op."""
     lineage: dict[str, Any] = Field(default_factory=dict)
     """The model, run, data and parent that the bundle was made from."""
+    mesh: dict[str, int] = Field(default_factory=dict)
+    """The number of devices along each axis of the mesh that its programs run on together. Empty: one device."""
+
+    @model_serializer(mode="wrap")
+    def _without_mesh(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """A bundle for one device has the same text as when no other was known."""
+        return {name: value for name, value in written(self).items() if name != "mesh" or value}
 
     def signature(self, name: str | None = None) -> BundleSignature:
         """A signature by name; None: the default.
@@ -159,6 +175,10 @@ class BundleManifest(Settings):
         if name not in self.signatures:
             raise BadInput(f"this bundle has no signature `{name}`", hint=f"it has {', '.join(self.signatures)}")
         return self.signatures[name]
+
+    def splits(self) -> dict[str, list[str | None]]:
+        """For each tensor, the axis of the mesh that each of its axes is split over; empty for a tensor that is not split."""
+        return {name: layout.split for file in self.weights for name, layout in file.tensors.items()}
 
 
 def bundle_text(manifest: BundleManifest) -> str:
@@ -241,6 +261,12 @@ def _check_names(manifest: BundleManifest, where: str) -> None:
             raise Damaged(f"`{weights.file}` is not named by its contents", where=f"in {where}")
     if manifest.default not in manifest.signatures:
         raise Damaged(f"the default signature `{manifest.default}` is missing", where=f"in {where}")
+    if any(axis not in ORDER or size < 2 for axis, size in manifest.mesh.items()):
+        raise Damaged(f"its mesh is {manifest.mesh}", where=f"in {where}")
+    for weights in manifest.weights:
+        for name, layout in weights.tensors.items():
+            if not fits_mesh(layout.split, layout.shape, manifest.mesh):
+                raise Damaged(f"tensor `{name}` of shape {layout.shape} cannot be split as {layout.split}", where=f"in {where}")
     stored = {name for weights in manifest.weights for name in weights.tensors}
     for name, signature in manifest.signatures.items():
         if unknown := [spec.dtype for spec in (*signature.inputs, *signature.outputs) if spec.dtype not in DTYPES]:

@@ -9,16 +9,20 @@ from typing import Any
 import jax
 import numpy as np
 from jax import export
+from jax.sharding import NamedSharding
 
 from argosy.core.errors import BadInput, Unsupported
 from argosy.core.settings import dump
 from argosy.export.lower import PLATFORMS, export_program, portable_implementations
 from argosy.export.manifest import BundleManifest, BundleSignature, dtype_of_name
+from argosy.export.mesh import ExportMesh, described_mesh
 from argosy.export.signatures import BATCH, LENGTH, model_signature, split_program
 from argosy.export.write import BundleContents, tensor_entry, write_bundle
 from argosy.infer.embed import embeds
 from argosy.infer.lm import LM
 from argosy.models import FAMILIES
+from argosy.models.parts.weight import logical, variables
+from argosy.parallel.rules import DEFAULT, shardings
 
 Say = Callable[[str], None]
 # Sizes of an axis: all, or these.
@@ -34,6 +38,7 @@ def export_model(
     batch: int | Sequence[int] | None = None,
     length: int | Sequence[int] | None = None,
     max_tokens: int | None = None,
+    mesh: ExportMesh | Mapping[str, int] | None = None,
     lineage: Mapping[str, Any] | None = None,
     say: Say = lambda _: None,
     **how: Any,
@@ -48,12 +53,14 @@ def export_model(
         batch: batch sizes, with a program for each; smaller batches are padded. None: any size, compiled on first use.
         length: sequence lengths, with a program for each; for `generate`, lengths of prompts. None: any length.
         max_tokens: for `generate`, limit of a completion in tokens.
+        mesh: the devices that its programs run on together, such as {"tensor": 2}; they need not be there. None: one device.
         lineage: the origin of the model, for the manifest.
         say: called with progress messages.
         how: further arguments of `write_bundle`, such as `store` and `sign`.
 
     Raises:
-        BadInput: the model has no such signature, a size is wrong, or the target exists; nothing is written.
+        BadInput: the model has no such signature, a size is wrong, the mesh splits no weight, or the target exists; nothing is
+            written.
         Unsupported: the weights are kept in blocks of a file, or a program cannot be portable.
     """
     if lm.in_blocks:
@@ -65,6 +72,7 @@ def export_model(
         raise BadInput("max_tokens is for signature=generate")
     contents = BundleContents({}, {}, lineage=model_lineage(lm) | dict(lineage or {}))
     contents.implementations = portable_implementations(platforms)
+    places = weight_places(lm.module, mesh)
     for name in dict.fromkeys(names):
         lengths = listed_sizes("length", length)
         sizes = {} if name != "generate" else {"max_tokens": max_tokens, "prompt_tokens": max(lengths) if lengths else None}
@@ -77,14 +85,37 @@ def export_model(
             found = found.model_copy(update={"limits": found.limits | {LENGTH: max(lengths)}})
         say(f"lowering `{name}` for {', '.join(platforms)}")
         shapes = combined({BATCH: listed_sizes("batch", batch), LENGTH: lengths})
+        how_lowered: dict[str, Any] = {"platforms": platforms, "places": places}
         contents.programs[name] = [
-            (fixed, export_program(program, weights, abstract_inputs(found, fixed), platforms=platforms)) for fixed in shapes
+            (fixed, export_program(program, weights, abstract_inputs(found, fixed), **how_lowered)) for fixed in shapes
         ]
         contents.signatures[name] = found.model_copy(update={"weights": sorted(weights)})
         contents.weights = [tensor_entry(address, value) for address, value in weights.items()]
+    if places is not None:
+        contents.mesh = dict(next(iter(places.values())).mesh.shape)
+        specs: dict[str, list[Any]] = {address: list(place.spec) for address, place in places.items()}
+        contents.splits = {address: spec for address, spec in specs.items() if any(spec)}
     if lm.tokenizer is not None:
         contents.files = tokenizer_files(lm.tokenizer)
     return write_bundle(target, contents, **how)
+
+
+def weight_places(module: Any, mesh: ExportMesh | Mapping[str, int] | None) -> dict[str, NamedSharding] | None:
+    """How weights are split over a mesh whose devices are absent, by the rules that training and serving have; None: one device.
+
+    Raises:
+        BadInput: the mesh splits no weight.
+    """
+    sizes = (mesh if isinstance(mesh, ExportMesh) else ExportMesh(**(mesh or {}))).sizes()
+    if not sizes:
+        return None
+    shapes = {address: value.shape for address, value in variables(module).items()}
+    found = shardings(logical(module), shapes, DEFAULT, described_mesh(sizes))
+    used = {axis for place in found.values() for axis in place.spec}
+    if unused := [axis for axis in sizes if axis not in used]:
+        what = f"mesh.{unused[0]} = {sizes[unused[0]]} divides no weight of this model"
+        raise BadInput(what, hint="a number that divides its heads, its feed-forward features or its width, such as a power of two")
+    return found
 
 
 def listed_sizes(name: str, sizes: int | Sequence[int] | None) -> list[int] | None:

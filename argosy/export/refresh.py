@@ -16,7 +16,9 @@ from jax import export
 
 from argosy.export.bundle import Bundle
 from argosy.export.manifest import BundleManifest, bundle_digest
+from argosy.export.mesh import described_mesh, sharding_of
 from argosy.export.write import BundleContents, write_bundle
+from argosy.parallel.scope import scope
 
 
 def refresh_bundle(
@@ -42,7 +44,7 @@ def refresh_bundle(
         Unsupported: this version of jax can no longer read the programs.
     """
     path = Path(path)
-    bundle = Bundle.open(path, key=key, expired=True)
+    bundle = Bundle.open(path, key=key, expired=True, runs=False)
     manifest = bundle.manifest
     contents = BundleContents(
         {name: signature.model_copy(update={"programs": []}) for name, signature in manifest.signatures.items()},
@@ -50,11 +52,12 @@ def refresh_bundle(
         implementations=manifest.implementations,
         lineage=manifest.lineage | {"parent": bundle_digest(manifest)},
         linked={path / file.file: file for file in manifest.weights},
+        mesh=manifest.mesh,
     )
     for name, signature in manifest.signatures.items():
         for program in signature.programs:
             say(f"exporting {program.file} with jax {jax.__version__}")
-            contents.programs[name].append((program.shapes, exported_again(bundle.exported(program))))
+            contents.programs[name].append((program.shapes, exported_again(bundle.exported(program), manifest)))
     used = {file.file for file in manifest.weights} | {p.file for s in manifest.signatures.values() for p in s.programs}
     contents.files = {name: (path / name).read_bytes() for name in manifest.files if name not in used}
     pending = Path(target) if target is not None else path.with_name(f"{path.name}.{uuid4().hex[:8]}.new")
@@ -64,8 +67,9 @@ def refresh_bundle(
     return found
 
 
-def exported_again(exported: export.Exported) -> export.Exported:
-    """The same program, exported by this version of jax."""
+def exported_again(exported: export.Exported, manifest: BundleManifest) -> export.Exported:
+    """The same program, exported by this version of jax, for the mesh of its bundle."""
+
 
     def program(*args: Any) -> Any:
         return exported.call(*args)
@@ -74,7 +78,14 @@ def exported_again(exported: export.Exported) -> export.Exported:
         exported.in_tree, [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in exported.in_avals]
     )
     assert not keywords
-    return export.export(jax.jit(program), platforms=list(exported.platforms))(*args)
+    platforms = list(exported.platforms)
+    if not manifest.mesh:
+        return export.export(jax.jit(program), platforms=platforms)(*args)
+    mesh = described_mesh(manifest.mesh)
+    splits, everywhere = manifest.splits(), sharding_of([], mesh)
+    places = {name: sharding_of(splits[name], mesh) for name in args[0]}
+    with scope(mesh):
+        return export.export(jax.jit(program, in_shardings=(places, everywhere), out_shardings=everywhere), platforms=platforms)(*args)
 
 
 def _replace(path: Path, pending: Path) -> None:

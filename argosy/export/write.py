@@ -55,6 +55,8 @@ class BundleContents:
     implementations: the implementation of each op in the programs.
     lineage: the origin of the bundle.
     linked: existing files of weights by path, with their tensors.
+    mesh: the number of devices along each axis of the programs' mesh; empty: one device.
+    splits: for tensors that are split over it, the mesh axis of each of their axes.
     """
 
     signatures: dict[str, BundleSignature]
@@ -64,6 +66,8 @@ class BundleContents:
     implementations: dict[str, str] = field(default_factory=dict)
     lineage: dict[str, Any] = field(default_factory=dict)
     linked: dict[Path, WeightsFile] = field(default_factory=dict)
+    mesh: dict[str, int] = field(default_factory=dict)
+    splits: dict[str, list[str | None]] = field(default_factory=dict)
 
 
 def tensor_entry(name: str, value: Any) -> TensorEntry:
@@ -105,7 +109,7 @@ def write_bundle(
     with StagedFolder(target, None, progress) as staged:
         staged.plan([*weights, *others])
         staged.write([*weights, *others])
-        listed = [_named_by_content(staged, file, shard, store) for file, shard in zip(weights, shards)]
+        listed = [_named_by_content(staged, file, shard, store, contents.splits) for file, shard in zip(weights, shards)]
         listed += [_linked(staged, path, file) for path, file in contents.linked.items()]
         used = {file.file: file for file in listed}
         records = {name: FileRecord(**staged.done[name]) for name in [file.name for file in others] + list(used)}
@@ -119,6 +123,7 @@ def write_bundle(
             readable_until=(now + WINDOW).date().isoformat(),
             implementations=contents.implementations,
             lineage=contents.lineage,
+            mesh=contents.mesh,
         )
         text = bundle_text(manifest)
         last = [] if sign is None else [of_bytes(SEAL, sign_manifest(text.encode(), sign))]
@@ -155,7 +160,13 @@ def _program_files(contents: BundleContents) -> tuple[list[File], dict[str, Bund
     return files, signatures
 
 
-def _named_by_content(staged: StagedFolder, file: File, shard: Sequence[TensorEntry], store: str | Path | None) -> WeightsFile:
+def _named_by_content(
+    staged: StagedFolder,
+    file: File,
+    shard: Sequence[TensorEntry],
+    store: str | Path | None,
+    splits: Mapping[str, list[str | None]],
+) -> WeightsFile:
     """Renames a file of weights to its hash; with a store, it is the same file as the equal one there."""
     record = staged.done.pop(file.name)
     name = f"weights/{record['sha256']}.safetensors"
@@ -164,7 +175,9 @@ def _named_by_content(staged: StagedFolder, file: File, shard: Sequence[TensorEn
     staged.done[name] = record
     if store is not None:
         _shared(staged.folder / name, Path(store), record)
-    tensors = {entry.name: TensorLayout(shape=list(entry.shape), dtype=str(entry.dtype)) for entry in shard}
+    tensors = {
+        entry.name: TensorLayout(shape=list(entry.shape), dtype=str(entry.dtype), split=splits.get(entry.name, [])) for entry in shard
+    }
     return WeightsFile(file=name, tensors=tensors)
 
 
@@ -213,19 +226,19 @@ def tool_versions(contents: BundleContents) -> dict[str, str]:
     """The versions of the tools that write the programs."""
     conventions = {exported.calling_convention_version for some in contents.programs.values() for _, exported in some}
     return {
-        "argosy": _installed("argosy"),
+        "argosy": installed_version("argosy"),
         "jax": jax.__version__,
-        "jaxlib": _installed("jaxlib"),
+        "jaxlib": installed_version("jaxlib"),
         "stablehlo": _stablehlo_version(),
         "calling_convention": ", ".join(map(str, sorted(conventions))),
     }
 
 
-def _installed(package: str) -> str:
+def installed_version(package: str) -> str:
+    """The version of a package; "unknown" for a source tree that is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
-        # A source tree that is not installed.
         return "unknown"
 
 

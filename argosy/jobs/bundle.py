@@ -50,6 +50,7 @@ def compared_bundles(a: str, b: str) -> dict[str, Any]:
     differences = {
         part: _differences(first[part], second[part]) for part in ("signatures", "versions", "implementations", "lineage", "files")
     }
+    differences["mesh"] = _differences(left.mesh, right.mesh)
     return {
         "a": a,
         "b": b,

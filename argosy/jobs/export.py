@@ -46,7 +46,7 @@ def export_bundle(
 
     if draws_images(model, say):
         _check_drawing(signatures, how)
-        how = {name: value for name, value in how.items() if name not in ("length", "max_tokens")}
+        how = {name: value for name, value in how.items() if name not in ("length", "max_tokens", "mesh")}
         say(f"loading {model}")
         pipeline = load(model, dtype=dtype, quantization=quantization, adapter=adapter)
         manifest = pipeline.export(target, steps=steps, size=size, lineage=source_lineage(model), say=say, **how)
@@ -66,6 +66,8 @@ def _check_drawing(signatures: Sequence[str] | None, how: dict[str, Any]) -> Non
     """
     if other := [name for name in signatures or () if name != "denoise"]:
         raise BadInput(f"signature={other[0]}: this model draws images", hint="signature=denoise")
+    if how.get("mesh") is not None:
+        raise BadInput("mesh: bundles of models that draw images are for one device", hint="leave it out")
     if named := [name for name in ("length", "max_tokens") if how.get(name) is not None]:
         raise BadInput(f"{named[0]} is for models of text, and this model draws images", hint="leave it out")
 
@@ -108,6 +110,7 @@ def bundle_facts(manifest: BundleManifest) -> dict[str, Any]:
         "readable_until": manifest.readable_until,
         "implementations": manifest.implementations,
         "lineage": manifest.lineage,
+        "mesh": manifest.mesh,
     }
 
 

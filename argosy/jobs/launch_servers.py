@@ -2,6 +2,7 @@
 anything is written or starts.
 """
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +19,10 @@ from argosy.web.settings import WebSettings
 Servers = Mapping[str, Callable[[Sequence[str]], WebSettings]]
 
 
+# A server that ran for so long before it failed may start again any number of times.
+STEADY_S = 600.0
+
+
 @dataclass(frozen=True)
 class ServerLaunch:
     """A launch of servers without mistakes.
@@ -32,6 +37,18 @@ class ServerLaunch:
     settings: Any
     command: Command
     server: WebSettings
+
+
+class Uptime:
+    """What the progress of a server is, for whom restarts in a row are counted: that it ran for `STEADY_S` since the last call."""
+
+    def __init__(self) -> None:
+        self._called, self._times = time.monotonic(), 0
+
+    def __call__(self) -> int:
+        before, self._called = self._called, time.monotonic()
+        self._times += self._called - before > STEADY_S
+        return self._times
 
 
 def prepared_server(engine: str, words: Sequence[str], verb: Sequence[str], servers: Servers) -> ServerLaunch:

@@ -273,12 +273,23 @@ def checks(settings: LocalLaunch) -> list[ScriptCheck]:
     return [ScriptCheck(("processes", "devices"), lambda: devices_of(0, settings, os.environ)), ScriptCheck(("logs",), logs)]
 
 
-def run(words: Sequence[str], settings: LocalLaunch, say: Say, progress: Callable[[], object] = lambda: None) -> int:
+# What there is no progress without, and what becomes of a run that fails too often, in words.
+CHECKPOINTS = "a new checkpoint", "; what is saved stays"
+
+
+def run(
+    words: Sequence[str],
+    settings: LocalLaunch,
+    say: Say,
+    progress: Callable[[], object] = lambda: None,
+    about: tuple[str, str] = CHECKPOINTS,
+) -> int:
     """Runs a command as a group of processes until it succeeds, is stopped, or fails too often. Returns its exit code.
 
     Args:
         words: the command, the program first.
         progress: returns a value that changes when the run makes progress: its newest checkpoint.
+        about: progress in words, and what becomes of a run that fails too often.
     """
     logs, failed = Path(settings.logs or tempfile.mkdtemp(prefix="argosy-logs-")), False
 
@@ -289,7 +300,7 @@ def run(words: Sequence[str], settings: LocalLaunch, say: Say, progress: Callabl
 
     code = 1
     try:
-        code = supervise(start, settings, say, progress, logs)
+        code = supervise(start, settings, say, progress, logs, about)
     finally:
         # Nobody was told where they are.
         if settings.logs is None and not failed and code in (0, 2, *STOPPED):
@@ -298,7 +309,12 @@ def run(words: Sequence[str], settings: LocalLaunch, say: Say, progress: Callabl
 
 
 def supervise(
-    start: Callable[[int], LocalGang], settings: LocalLaunch, say: Say, progress: Callable[[], object], logs: Path | None = None
+    start: Callable[[int], LocalGang],
+    settings: LocalLaunch,
+    say: Say,
+    progress: Callable[[], object],
+    logs: Path | None = None,
+    about: tuple[str, str] = CHECKPOINTS,
 ) -> int:
     """The loop of `run`, for groups of any kind.
 
@@ -328,7 +344,7 @@ def supervise(
             if stop.code or failures > settings.restarts:
                 if not stop.code:
                     times = plural(failures, "time")
-                    say(f"it failed {times} without a new checkpoint, and restarts={settings.restarts}; what is saved stays{printed}")
+                    say(f"it failed {times} without {about[0]}, and restarts={settings.restarts}{about[1]}{printed}")
                 return stop.code or ending.code
             ran = f"{time.monotonic() - begun:.0f} s"
             say(f"starting all {settings.processes} processes again, which had run for {ran}{printed} (restart {attempt})")

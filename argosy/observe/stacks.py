@@ -24,6 +24,12 @@ EVERY_S = 1.0
 LEAST_S, TIMES = 30.0, 10
 
 
+def write_when_asked(file: IO[Any]) -> None:
+    """Writes the stacks of all threads to a file at SIGUSR1, with which a supervisor asks where processes are."""
+    if hasattr(faulthandler, "register"):
+        faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+
+
 class Watchdog:
     """Ends the process if it does not call `alive` in time, after it wrote the stacks of all threads.
 
@@ -40,9 +46,7 @@ class Watchdog:
         self.file: IO[Any] = stacks.open("a") if stacks is not None else sys.stderr
         self._slowest: float | None = None
         self._last = self._armed = time.monotonic()
-        if hasattr(faulthandler, "register"):
-            # Whoever watches over several processes asks the others where they are.
-            faulthandler.register(signal.SIGUSR1, file=self.file, all_threads=True)
+        write_when_asked(self.file)
         self._arm(limit_s)
 
     def alive(self) -> None:

@@ -16,7 +16,7 @@ from argosy.core.errors import BadInput
 
 # Settings hold rules, and are read without jax.
 if TYPE_CHECKING:
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+    from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def edited(rules: Rules, custom: Sequence[str], mesh_axes: Sequence[str]) -> Rul
 
 
 def shardings(
-    axes: Mapping[str, Sequence[str]], shapes: Mapping[str, Sequence[int]], rules: Rules, mesh: "Mesh"
+    axes: Mapping[str, Sequence[str]], shapes: Mapping[str, Sequence[int]], rules: Rules, mesh: "Mesh | AbstractMesh"
 ) -> "dict[str, NamedSharding]":
     """The sharding of every weight, by address."""
     from jax.sharding import NamedSharding

@@ -15,7 +15,7 @@ import asyncio
 import gc
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -93,12 +93,20 @@ class Repository:
     Args:
         say: called when a version is loaded, refused or unloaded.
         store: where compiled programs are stored.
+        open_bundle: opens a bundle as `Bundle.open` does, perhaps in other processes too.
     """
 
     def __init__(
-        self, path: Path, settings: PredictSettings, metrics: PredictMetrics, say: Say, store: ProgramStore | None = None
+        self,
+        path: Path,
+        settings: PredictSettings,
+        metrics: PredictMetrics,
+        say: Say,
+        store: ProgramStore | None = None,
+        open_bundle: Callable[..., Bundle] = Bundle.open,
     ):
         self.path, self.settings, self.metrics, self.say, self.store = path, settings, metrics, say, store
+        self.open_bundle = open_bundle
         self.models: Mapping[str, ModelState] = {}
         self._loading = threading.Lock()
         self._loader = ThreadPoolExecutor(1, "loads models")
@@ -247,13 +255,13 @@ class Repository:
 
     def _load_version(self, state: ModelState, name: str, number: int, path: Path) -> None:
         """Loads a version unless it is loaded, or was refused, as it is. Whatever is wrong with it disturbs no other."""
-        old, batcher = state.versions.get(number), None
+        old, bundle, batcher = state.versions.get(number), None, None
         try:
             stamp = _stamp(path)
             if (old is not None and old.stamp == stamp) or state.refused.get(number) == stamp:
                 return
             state.refused[number] = stamp
-            bundle = Bundle.open(path, key=self.settings.key_file, say=self.say)
+            bundle = self.open_bundle(path, key=self.settings.key_file, say=self.say)
             batching = state.settings.batching or self.settings.batching
             batcher = Batcher(bundle, batching, self.metrics.batches(name, number))
             if self.settings.warm_up:
@@ -261,6 +269,8 @@ class Repository:
         except Exception as error:
             if batcher is not None:
                 batcher.close()
+            if bundle is not None:
+                bundle.close()
             why = _reason(error)
             if old is None:
                 state.reasons = {**state.reasons, number: why}

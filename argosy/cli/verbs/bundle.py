@@ -9,6 +9,7 @@ import typer
 from argosy.cli.output import Doing, answer, conclude, say
 from argosy.core.counts import plural
 from argosy.core.settings import Settings, read_settings, words_layer
+from argosy.export.mesh import device_count, mesh_text
 from argosy.observe.readable import columns, lasted, sized
 
 app = typer.Typer(
@@ -164,6 +165,8 @@ def shown_bundle(facts: dict[str, Any]) -> str:
         shapes = [program["shapes"] for program in signature["programs"][:MOST_LISTED]]
         sizes = "; ".join(", ".join(f"{axis} {size}" for axis, size in some.items()) or "any size" for some in shapes)
         lines.append(f"programs for {', '.join(platforms)}: {sizes}" + (f"; steps: {', '.join(steps)}" if steps else "") + "\n")
+    if facts["mesh"]:
+        lines.append(f"all programs run on {device_count(facts['mesh'])} devices together: {mesh_text(facts['mesh'])}")
     versions = ", ".join(f"{name} {value}" for name, value in facts["versions"].items())
     lines.append(f"{plural(facts['tensors'], 'tensor')}, {plural(len(facts['files']), 'file')}, {sized(facts['bytes'])}")
     lines.append(f"written {facts['written']} by {versions}")

@@ -1,5 +1,6 @@
 """`argosy export MODEL OUT [signature=...] [platforms=cpu,cuda,tpu] [batch=1,4,16]`."""
 
+import math
 import re
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -11,6 +12,7 @@ from argosy.cli.output import Doing, conclude
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput, UnknownName
 from argosy.core.settings import Settings, read_settings, words_layer
+from argosy.export.mesh import ExportMesh
 from argosy.jobs.image_models import parsed_size
 from argosy.observe.readable import lasted, sized
 
@@ -50,6 +52,8 @@ class Export(Settings):
     """A preset of `argosy quantize`, such as w8 or w4, or a YAML file of rules. Folders that are quantized already stay so."""
     adapter: str | None = None
     """A folder of low-rank adapters, which become part of the program."""
+    mesh: ExportMesh = ExportMesh()
+    """The devices that its programs run on together, for a model that one host cannot hold. They need not be here."""
     store: str | None = None
     """A folder of weight files that bundles on the same file system share by hard links."""
     sign: str | None = None
@@ -78,6 +82,7 @@ def export_words(
     signatures = None if settings.signature is None else names_of("signature", settings.signature, SIGNATURES)
     how: dict[str, Any] = settings.model_dump(include={"max_tokens", "dtype", "quantization", "adapter", "store", "sign", "steps"})
     how["size"] = parsed_size(settings.size)
+    how["mesh"] = settings.mesh if settings.mesh.sizes() else None
     how |= {"platforms": platforms, "batch": sizes_in("batch", settings.batch), "length": sizes_in("length", settings.length)}
     with Doing() as doing:
         doing("loading jax")
@@ -117,7 +122,8 @@ def sizes_in(key: str, text: int | str | None) -> list[int] | None:
 def exported_text(result: dict[str, Any]) -> str:
     """A summary of the written bundle, in a few lines."""
     programs = sum(len(signature["programs"]) for signature in result["signatures"].values())
+    devices = f" for {plural(math.prod(result['mesh'].values()), 'device')}" if result["mesh"] else ""
     counts = f"{plural(programs, 'program')}, {plural(result['tensors'], 'tensor')}, {sized(result['bytes'])}"
-    text = f"{result['target']}: {', '.join(result['signatures'])}; {counts}, in {lasted(result['seconds'])}\n"
+    text = f"{result['target']}: {', '.join(result['signatures'])}{devices}; {counts}, in {lasted(result['seconds'])}\n"
     text += f"newer versions of jax read it until {result['readable_until']} at least; sha256 {result['sha256']}\n"
     return text + f"next: argosy bundle run {result['target']}"

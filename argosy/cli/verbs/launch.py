@@ -33,7 +33,7 @@ def launch(
 
     \b
     Engines (`argosy launch engine=NAME --help` lists the settings of one):
-      local      processes of this machine
+      local      processes of this machine; also one server of bundles that are split over them: -- predict REPOSITORY
       ray        processes on a Ray cluster
       slurm      writes a job script for sbatch, or submits it
       jobset     writes a Kubernetes manifest
@@ -56,6 +56,8 @@ def launch(
         return 0
     if (engine := named_engine(own)) in SERVING:
         return launch_server(engine, own, verb)
+    if engine == "local" and verb[:1] == ["predict"]:
+        return launch_together(own, verb)
     from argosy.jobs.launch import prepared, progress_of
 
     made = prepared(own, verb)
@@ -69,6 +71,23 @@ def launch(
 
     start = ray.run if made.engine == "ray" else local.run
     return start([sys.executable, "-m", "argosy", *verb], made.settings, say, progress_of(made))
+
+
+def launch_together(words: list[str], verb: list[str]) -> int:
+    """Runs one server as several processes of this machine, for bundles that are split over the devices of all of them."""
+    from argosy.cli.flags import PREDICT, translated
+    from argosy.core.errors import mistakes_of, raise_mistakes
+    from argosy.jobs.launch_servers import STEADY_S, Uptime, prepared_server, server_readers
+    from argosy.launch import local
+    from argosy.predict.repository import check_repository
+    from argosy.web.process import check_open
+
+    readers = server_readers(translated, {"predict": PREDICT})
+    made = prepared_server("local", words, verb, {"predict": readers["predict"]})
+    checks = [check.run for check in local.checks(made.settings)]
+    raise_mistakes(mistakes_of(*checks, lambda: check_open(made.server), lambda: check_repository(Path(made.command.words[1]))))
+    about = f"{STEADY_S / 60:.0f} minutes of service", ""
+    return local.run([sys.executable, "-m", "argosy", *made.command.words], made.settings, say, Uptime(), about)
 
 
 def launch_server(engine: str, words: list[str], verb: list[str]) -> int:

@@ -3,6 +3,7 @@
 import os
 from importlib.util import find_spec
 from pathlib import Path
+from socket import socket
 from typing import Annotated
 
 import typer
@@ -13,6 +14,7 @@ from argosy.core.errors import BadInput
 from argosy.core.process import signals
 from argosy.core.settings import read_settings, words_layer
 from argosy.jobs import machine
+from argosy.launch.cluster import ProcessPlace, detect_place, join
 from argosy.predict.settings import PredictSettings
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
@@ -33,30 +35,71 @@ def predict(
     """Serves bundles over HTTP and gRPC: the Open Inference Protocol, TensorFlow Serving's REST, OpenAI embeddings."""
     settings = read_settings(PredictSettings, words_layer(translated(words or [], PREDICT))).value
     settings = settings.model_copy(update={"api_key": settings.api_key or os.environ.get(KEY) or None})
-    from argosy.web.process import bound_socket, check_open, server_address
+    from argosy.web.process import check_open, server_address
 
     check_open(settings)
     if settings.grpc is not None and find_spec("grpc") is None:
         what = "gRPC needs the package `grpcio`, which is not installed"
         raise BadInput(what, hint="pip install 'argosy[grpc]', or leave `grpc` out")
+    place = detect_place(os.environ)
+    if place is not None and place.rank:
+        raise typer.Exit(follow_leader(place))
     with Doing() as doing:
         doing("loading jax")
         machine.start_jax()
+        leader = None
+        if place is None:
+            listener, reserved = prepared(Path(repository), settings)
+        else:
+            join(place)
+            from argosy.jobs.predict_processes import lead
+
+            (listener, reserved), leader = lead(lambda: prepared(Path(repository), settings))
         from argosy.ops.programs.store import open_store
         from argosy.predict.metrics import PredictMetrics
-        from argosy.predict.repository import Repository, check_repository
+        from argosy.predict.repository import Repository
         from argosy.predict.run import serve_repository
 
-        check_repository(Path(repository))
-        listener = bound_socket(settings.host, settings.port)
-        reserved = None if settings.grpc is None else bound_socket(settings.host, settings.grpc, "grpc")
         doing(f"loading {repository}")
         store = open_store(machine.programs_folder(), say, sources=False)
-        found = Repository(Path(repository), settings, PredictMetrics(), say, store)
+        opened = {} if leader is None else {"open_bundle": leader.open}
+        found = Repository(Path(repository), settings, PredictMetrics(), say, store, **opened)
         found.look()
     url = server_address(listener, settings)
     if reserved is not None:
         url += f" and grpc{server_address(reserved, settings).removeprefix('http')}"
     with signals.asked_to_stop("finishing what runs; again to end now") as stop:
-        serve_repository(found, listener, reserved, stop=stop, ready=lambda: say(f"ready on {url}"))
-    raise typer.Exit(stop.code)
+
+        def asked() -> int:
+            return stop.code or (leader.asked if leader is not None else 0)
+
+        serve_repository(found, listener, reserved, stop=asked, ready=lambda: say(f"ready on {url}"))
+        if leader is not None:
+            leader.end(asked())
+    raise typer.Exit(asked())
+
+
+def follow_leader(place: ProcessPlace) -> int:
+    """Runs this process as one that follows process 0. Returns its exit code."""
+    with signals.asked_to_stop("finishing what runs; again to end now") as stop:
+        machine.start_jax()
+        join(place)
+        from argosy.jobs.predict_processes import follow
+
+        return follow(stop, say)
+
+
+def prepared(repository: Path, settings: PredictSettings) -> tuple[socket, socket | None]:
+    """The sockets of a server of a repository: of HTTP, and of gRPC if it is wanted.
+
+    Raises:
+        BadInput: there is no bundle, or an address is taken.
+    """
+    from argosy.predict.repository import check_repository
+    from argosy.web.process import bound_socket
+
+    check_repository(repository)
+    return (
+        bound_socket(settings.host, settings.port),
+        None if settings.grpc is None else bound_socket(settings.host, settings.grpc, "grpc"),
+    )

@@ -1,0 +1,115 @@
+"""Bundles whose programs run on several devices together, each with its share of the weights.
+
+A program is lowered for a mesh of devices that need not be there. The manifest says the mesh, and along which of its axes each tensor
+is split, so that a process reads its share alone. Nothing here knows of models.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from pydantic import Field
+
+from argosy.core.counts import plural
+from argosy.core.errors import Unsupported
+from argosy.core.settings import Settings
+from argosy.core.settings.schema import Also
+from argosy.parallel.mesh import ORDER
+
+# Settings are read without jax.
+if TYPE_CHECKING:
+    from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+_COPIES = "several servers hold copies: argosy launch engine=kubernetes replicas=N -- predict REPOSITORY"
+
+
+class ExportMesh(Settings):
+    """The devices that the programs of a bundle run on together."""
+
+    elsewhere: ClassVar = {
+        "data": _COPIES,
+        "context": "bundles split no sequences; mesh.tensor splits heads",
+        "expert": "mesh.tensor splits the features of each expert",
+        "stage": "bundles split no layers; mesh.tensor splits what is in them",
+    }
+
+    tensor: Annotated[int, Also("tp", "tensor_parallel_size", "tp_size", "tensor_parallel_degree")] = Field(1, ge=1)
+    """Number of shares of the heads, the feed-forward features and the vocabulary. It communicates in every layer."""
+    fsdp: Annotated[int, Also("dp_shard")] = Field(1, ge=1)
+    """Number of shares of weights that are gathered layer by layer as they are used, times `tensor`; rows are split over it too."""
+
+    def sizes(self) -> dict[str, int]:
+        """The axes with several devices, outermost first. Empty: one device."""
+        return {name: size for name in ORDER if (size := getattr(self, name, 1)) > 1}
+
+
+def device_count(sizes: Mapping[str, int]) -> int:
+    """The number of devices of a mesh; 1 without axes."""
+    return math.prod(sizes.values())
+
+
+def described_mesh(sizes: Mapping[str, int]) -> "AbstractMesh":
+    """A mesh whose devices are absent, to lower programs for."""
+    from jax.sharding import AbstractMesh, AxisType
+
+    return AbstractMesh(tuple(sizes[axis] for axis in _ordered(sizes)), _ordered(sizes), (AxisType.Auto,) * len(sizes))
+
+
+def device_mesh(sizes: Mapping[str, int], folder: Path) -> "Mesh | None":
+    """The mesh of a bundle over the devices of all processes; one process takes the first of its devices. None: one device.
+
+    Raises:
+        Unsupported: it is for another number of devices.
+    """
+    import jax
+    import numpy as np
+    from jax.sharding import AxisType, Mesh
+
+    count, devices, processes = device_count(sizes), jax.devices(), jax.process_count()
+    if count > len(devices) or (processes > 1 and count != len(devices)):
+        shape = f" ({mesh_text(sizes)})" if sizes else ""
+        owner = "this process has" if processes == 1 else f"the {processes} processes have"
+        what = f"its programs are for {plural(count, 'device')}{shape}, and {owner} {len(devices)}"
+        raise Unsupported(what, where=str(folder), hint=_hint(count, devices[0].platform, processes))
+    if not sizes:
+        return None
+    grid = np.array(devices[:count], dtype=object).reshape([sizes[axis] for axis in _ordered(sizes)])
+    return Mesh(grid, _ordered(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def _hint(count: int, platform: str, processes: int) -> str:
+    if processes > 1 and count == 1:
+        return "`argosy predict` without `argosy launch` serves it; or export it with mesh.tensor=N for N devices"
+    if platform == "cpu" and processes == 1:
+        return f"to try it on a CPU: XLA_FLAGS=--xla_force_host_platform_device_count={count}"
+    return "export it with mesh.tensor=N for N devices"
+
+
+def mesh_text(sizes: Mapping[str, int]) -> str:
+    """A mesh in readable form, such as fsdp 2 x tensor 4."""
+    return " x ".join(f"{axis} {sizes[axis]}" for axis in _ordered(sizes))
+
+
+def _ordered(sizes: Mapping[str, int]) -> tuple[str, ...]:
+    return tuple(axis for axis in ORDER if axis in sizes)
+
+
+def sharding_of(split: Sequence[str | None], mesh: "Mesh | AbstractMesh") -> "NamedSharding":
+    """The sharding of an array.
+
+    Args:
+        split: the mesh axis that each of its axes is split over; empty: every device has all of it.
+    """
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    return NamedSharding(mesh, PartitionSpec(*split))
+
+
+def fits_mesh(split: Sequence[str | None], shape: Sequence[int], sizes: Mapping[str, int]) -> bool:
+    """Whether an array of this shape can be split so over a mesh of these sizes."""
+    if not split:
+        return True
+    used = [axis for axis in split if axis is not None]
+    known = len(set(used)) == len(used) and all(axis in sizes for axis in used)
+    return known and len(split) == len(shape) and all(axis is None or size % sizes[axis] == 0 for axis, size in zip(split, shape))

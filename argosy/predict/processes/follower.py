@@ -1,0 +1,100 @@
+"""A process that follows the leader of a server (`predict.processes.leader`).
+
+Programs run in this thread, in the order of their messages. Bundles are opened, compiled and closed in another one, so that batches of
+those that answer already go on meanwhile.
+"""
+
+import json
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+from argosy.core.errors import ArgosyError, BadInput, complaint
+from argosy.core.process.channel import Channel
+from argosy.core.progress import Say
+from argosy.export.bundle import Bundle
+from argosy.export.manifest import bundle_digest
+from argosy.predict.processes.messages import packed_message, unpacked_message
+
+LOOK_S = 0.25
+
+
+class LeaderLost(Exception):
+    """The leader ended without a word."""
+
+
+def connected(address: Mapping[str, Any], rank: int) -> socket.socket:
+    """A connection to the leader."""
+    connection = socket.create_connection((address["host"], address["port"]))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    Channel(connection.fileno()).send(json.dumps({"token": address["token"], "rank": rank}).encode())
+    return connection
+
+
+class ProcessFollower:
+    """What this process has open for the leader.
+
+    Args:
+        connection: a connection to the leader.
+        stop: the exit code for which this process was asked to stop; 0: it was not. The leader is told, and decides.
+        say: called with what a bundle says when it is opened.
+    """
+
+    def __init__(self, connection: socket.socket, stop: Callable[[], int], say: Say):
+        self._connection, self._channel, self.stop, self.say = connection, Channel(connection.fileno()), stop, say
+        self._sending = threading.Lock()
+        self.bundles: dict[int, Bundle] = {}
+
+    def follow(self) -> int:
+        """Follows until the leader ends this process. Returns the exit code.
+
+        Raises:
+            LeaderLost: the leader ended without a word.
+            Exception: a program failed. The other processes wait for it, so this one cannot go on.
+        """
+        told = False
+        with ThreadPoolExecutor(1, "loads models") as loader, self._connection:
+            while True:
+                if (code := self.stop()) and not told:
+                    told = True
+                    self._say({"asked": code})
+                try:
+                    head, arrays = unpacked_message(self._channel.receive(LOOK_S))
+                except TimeoutError:
+                    continue
+                except EOFError:
+                    raise LeaderLost from None
+                match head["do"]:
+                    case "end":
+                        return head["code"]
+                    case "run":
+                        # What does not fit a program is refused by the leader too, which answers for it.
+                        with suppress(BadInput):
+                            self.bundles[head["bundle"]].run_arrays(arrays, head["signature"])
+                    case _:
+                        loader.submit(self._load, head)
+
+    def _load(self, head: Mapping[str, Any]) -> None:
+        answer: dict[str, Any] = {"number": head["number"]}
+        try:
+            match head["do"]:
+                case "open":
+                    bundle = Bundle.open(head["path"], key=head["key"], say=self.say)
+                    self.bundles[head["bundle"]] = bundle
+                    answer["digest"] = bundle_digest(bundle.manifest)
+                case "compile":
+                    self.bundles[head["bundle"]].compile(head["sizes"])
+                case "close" if (bundle := self.bundles.pop(head["bundle"], None)) is not None:
+                    bundle.close()
+        except Exception as error:
+            # The leader says why a version is not loaded; the others go on.
+            answer["failed"] = error.what if isinstance(error, ArgosyError) else f"{type(error).__name__}: {complaint(error)}"
+        self._say(answer)
+
+    def _say(self, head: Mapping[str, Any]) -> None:
+        # The main thread notices where the leader is gone.
+        with self._sending, suppress(OSError):
+            self._channel.send(packed_message(head))

@@ -1,0 +1,223 @@
+"""The leader of the processes of a server: tells the others what to do, and notices when one of them ends.
+
+    message    what a follower does                                       it answers
+    open       opens a bundle                                             with the bundle's digest, or why it cannot
+    compile    compiles programs of these sizes                           when it is done
+    run        calls a program, in the order of these messages            nothing: the program itself waits for all processes
+    close      releases a bundle                                          when it is done
+    end        ends with this exit code
+
+Batches are computed one at a time, each from its message to its outputs. Bundles are opened and compiled meanwhile.
+"""
+
+import hmac
+import json
+import secrets
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from argosy.core.errors import ArgosyError
+from argosy.core.process.channel import Channel
+from argosy.core.progress import Say
+from argosy.export.bundle import Bundle
+from argosy.export.manifest import bundle_digest
+from argosy.ops.programs.store import ProgramStore
+from argosy.predict.processes.messages import packed_message, unpacked_message
+
+# How long followers have to connect, and a stranger to say who it is.
+CONNECT_S, HELLO_S = 300.0, 5.0
+WATCH_S = 0.5
+
+
+class ProcessListener:
+    """The address at which followers find their leader.
+
+    Args:
+        host: the address of this process that the others reach.
+    """
+
+    def __init__(self, host: str):
+        self.token = secrets.token_hex(32)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self.socket = socket.create_server((host, 0), family=family)
+        self.host, self.port = host, self.socket.getsockname()[1]
+
+    @property
+    def address(self) -> dict[str, Any]:
+        """What a follower needs to connect, as JSON."""
+        return {"host": self.host, "port": self.port, "token": self.token}
+
+    def accept(self, followers: int) -> dict[int, socket.socket]:
+        """Waits for all followers. Returns their connections by rank. A stranger, who does not know the token, is turned away.
+
+        Raises:
+            ArgosyError: not all of them come.
+        """
+        found, until = dict[int, socket.socket](), time.monotonic() + CONNECT_S
+        with self.socket as listener:
+            while len(found) < followers:
+                listener.settimeout(max(0.01, until - time.monotonic()))
+                try:
+                    connection, _ = listener.accept()
+                except TimeoutError:
+                    missing = [str(rank) for rank in range(1, followers + 1) if rank not in found]
+                    raise ArgosyError(f"process {', '.join(missing)} of this server did not connect in {CONNECT_S:.0f} s") from None
+                try:
+                    hello = json.loads(Channel(connection.fileno()).receive(HELLO_S))
+                    known = hmac.compare_digest(hello["token"], self.token)
+                    rank = int(hello["rank"])
+                except (OSError, EOFError, TimeoutError, ValueError, KeyError, TypeError):
+                    known, rank = False, 0
+                if not known or rank in found or not 1 <= rank <= followers:
+                    connection.close()
+                    continue
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                found[rank] = connection
+        return found
+
+
+class ProcessLeader:
+    """The followers of this process.
+
+    Args:
+        connections: a connection to each, by rank.
+        lost: called in another thread with the rank of a follower that ended.
+
+    asked: the exit code for which a follower was asked to stop; 0 while none was.
+    """
+
+    def __init__(self, connections: Mapping[int, socket.socket], lost: Callable[[int], object]):
+        self._connections, self.lost, self.asked = connections, lost, 0
+        self._channels = {rank: Channel(connection.fileno()) for rank, connection in connections.items()}
+        self._running, self._sending, self._ended = threading.Lock(), threading.Lock(), threading.Event()
+        self._numbers = count(1)
+        self._answers: dict[tuple[int, int], Future[dict[str, Any]]] = {}
+        self._watcher = threading.Thread(target=self._watch, name="watches the processes", daemon=True)
+        self._watcher.start()
+
+    # ---------------------------------------------------------------- bundles
+
+    def open(self, path: Path, *, key: str | None, say: Say) -> "FollowedBundle":
+        """Opens a bundle in all processes. Arguments and errors are those of `Bundle.open`.
+
+        Raises:
+            ArgosyError: it cannot be opened in another process, or is another one there.
+        """
+        number = next(self._numbers)
+        answers = self._tell({"do": "open", "bundle": number, "path": str(path.absolute()), "key": key})
+        try:
+            bundle = FollowedBundle.open(path, key=key, say=say)
+            bundle.number, bundle.leader = number, self
+            digest = bundle_digest(bundle.manifest)
+            if other := [rank for rank, said in self._waited(answers).items() if said["digest"] != digest]:
+                raise ArgosyError(f"process {other[0]} has another bundle at {path}", hint="all processes read one file system")
+        except BaseException:
+            self._tell({"do": "close", "bundle": number})
+            raise
+        return bundle
+
+    def compile(self, bundle: int, sizes: Mapping[str, Iterable[Mapping[str, int]]], work: Callable[[], int]) -> int:
+        """Does the leader's part of compiling while followers do theirs."""
+        answers = self._tell({"do": "compile", "bundle": bundle, "sizes": sizes})
+        done = work()
+        self._waited(answers)
+        return done
+
+    def run(self, bundle: int, signature: str, arrays: Mapping[str, np.ndarray], work: Callable[[], Any]) -> Any:
+        """Does the leader's part of a batch while followers do theirs."""
+        with self._running:
+            self._send(packed_message({"do": "run", "bundle": bundle, "signature": signature}, arrays))
+            return work()
+
+    def close(self, bundle: int) -> None:
+        """Releases a bundle in the followers."""
+        self._waited(self._tell({"do": "close", "bundle": bundle}))
+
+    def end(self, code: int) -> None:
+        """Ends all followers with this exit code."""
+        self._ended.set()
+        with suppress(OSError):
+            self._send(packed_message({"do": "end", "code": code}))
+        self._watcher.join()
+        for connection in self._connections.values():
+            connection.close()
+
+    # ---------------------------------------------------------------- messages
+
+    def _tell(self, head: dict[str, Any]) -> dict[int, "Future[dict[str, Any]]"]:
+        """Sends what each follower answers. Returns their answers by rank."""
+        number = next(self._numbers)
+        answers = {rank: Future[dict[str, Any]]() for rank in self._channels}
+        self._answers |= {(rank, number): answer for rank, answer in answers.items()}
+        self._send(packed_message(head | {"number": number}))
+        return answers
+
+    def _send(self, message: bytes) -> None:
+        with self._sending:
+            for channel in self._channels.values():
+                channel.send(message)
+
+    def _waited(self, answers: Mapping[int, "Future[dict[str, Any]]"]) -> dict[int, dict[str, Any]]:
+        """The answers of all followers.
+
+        Raises:
+            ArgosyError: one of them could not do it.
+        """
+        found = {rank: answer.result() for rank, answer in answers.items()}
+        for rank, said in found.items():
+            if "failed" in said:
+                raise ArgosyError(f"{said['failed']} (in process {rank})")
+        return found
+
+    def _watch(self) -> None:
+        """Reads what followers say, until they or this server end."""
+        left = dict(self._channels)
+        while left and not (self._ended.is_set()):
+            readable, _, _ = select.select([*left.values()], [], [], WATCH_S)
+            for rank, channel in list(left.items()):
+                if channel not in readable:
+                    continue
+                try:
+                    while (data := channel.arrived()) is not None:
+                        self._heard(rank, unpacked_message(data).head)
+                except EOFError:
+                    del left[rank]
+                    if not self._ended.is_set():
+                        self.lost(rank)
+
+    def _heard(self, rank: int, said: dict[str, Any]) -> None:
+        if "asked" in said:
+            self.asked = said["asked"]
+        elif (answer := self._answers.pop((rank, said["number"]), None)) is not None:
+            answer.set_result(said)
+
+
+class FollowedBundle(Bundle):
+    """A bundle that is open in all processes of a server: what it computes, all of them compute."""
+
+    number: int
+    leader: ProcessLeader
+
+    def run_arrays(self, arrays: Mapping[str, np.ndarray], signature: str | None = None) -> dict[str, Any]:
+        name = self.manifest.default if signature is None else signature
+        return self.leader.run(self.number, name, arrays, lambda: super(FollowedBundle, self).run_arrays(arrays, signature))
+
+    def compile(
+        self, sizes: Mapping[str, Iterable[Mapping[str, int]]], store: ProgramStore | None = None, say: Say | None = None
+    ) -> int:
+        listed = {name: list(every) for name, every in sizes.items()}
+        return self.leader.compile(self.number, listed, lambda: super(FollowedBundle, self).compile(listed, store, say))
+
+    def close(self) -> None:
+        super().close()
+        self.leader.close(self.number)

@@ -1,0 +1,307 @@
+"""One server over several processes: the front door in the first, the others in lock step."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import ml_dtypes
+import numpy as np
+import pytest
+from helpers import free_port
+from laws.families import CASES, built
+from predict_servers import write_scaled
+
+from argosy.cli import main
+from argosy.core.process.channel import Channel
+from argosy.export.bundle import Bundle
+from argosy.export.model import export_model
+from argosy.infer.lm import LM
+from argosy.jobs.launch_servers import STEADY_S, Uptime
+from argosy.models.parts.stack import Unroll
+from argosy.predict.metrics import PredictMetrics
+from argosy.predict.processes.follower import LeaderLost, ProcessFollower, connected
+from argosy.predict.processes.leader import ProcessLeader, ProcessListener
+from argosy.predict.processes.messages import packed_message, unpacked_message
+from argosy.predict.repository import Repository
+from argosy.predict.settings import PredictSettings
+
+
+def test_messages_carry_arrays_of_every_type():
+    arrays = {
+        "a": np.arange(6, dtype=np.int32).reshape(2, 3),
+        "one": np.asarray(7, np.uint32),
+        "none": np.zeros((0, 4), np.float32),
+        "half": np.asarray([[1.5], [-2]], ml_dtypes.bfloat16),
+    }
+    head, found = unpacked_message(packed_message({"do": "run", "bundle": 3}, arrays))
+    assert head == {"do": "run", "bundle": 3}
+    for name, array in arrays.items():
+        assert found[name].dtype == array.dtype
+        np.testing.assert_array_equal(found[name], array)
+
+
+class Pair:
+    """A leader and a follower in this process, whose bundles are for one device each."""
+
+    def __init__(self) -> None:
+        mine, theirs = socket.socketpair()
+        self.lost: list[int] = []
+        self.stop = 0
+        self.leader = ProcessLeader({1: mine}, self.lost.append)
+        self.follower = ProcessFollower(theirs, lambda: self.stop, lambda _: None)
+        self.pool = ThreadPoolExecutor(1)
+        self.followed = self.pool.submit(self.follower.follow)
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    made = Pair()
+    yield made
+    if not made.followed.done():
+        made.leader.end(0)
+    made.pool.shutdown()
+
+
+def until(true: Callable[[], Any], seconds: float = 30) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def repository_of(folder: Path, pair: Pair, said: list[str]) -> Repository:
+    return Repository(folder, PredictSettings(), PredictMetrics(), said.append, None, pair.leader.open)
+
+
+def test_a_follower_opens_runs_and_closes_what_the_leader_does(pair, tmp_path, monkeypatch):
+    write_scaled(tmp_path / "scaled" / "1", 2.0)
+    ran, original = list[Any](), Bundle.run_arrays
+
+    def run_arrays(self: Bundle, arrays: Any, signature: str | None = None) -> Any:
+        if type(self) is Bundle:
+            ran.append((signature, {name: np.array(a) for name, a in arrays.items()}))
+        return original(self, arrays, signature)
+
+    monkeypatch.setattr(Bundle, "run_arrays", run_arrays)
+    said: list[str] = []
+    repository = repository_of(tmp_path, pair, said)
+    repository.look()
+    version = repository.find("scaled")
+    (bundle,) = pair.follower.bundles.values()
+    assert bundle.manifest == version.bundle.manifest
+    warm, ran[:] = len(ran), []
+    assert warm
+    for i in range(5):
+        found = version.bundle.run({"x": np.full((2, 3), i, np.float32)})
+        np.testing.assert_array_equal(found["y"], np.full((2, 3), 2.0 * i))
+    until(lambda: len(ran) == 5)
+    assert [(name, arrays["x"][0, 0]) for name, arrays in ran] == [("call", float(i)) for i in range(5)]
+    write_scaled(tmp_path / "scaled" / "2", 3.0)
+    repository.look()
+    assert [b.path.name for b in pair.follower.bundles.values()] == ["2"]
+    assert "scaled version 1 is unloaded" in said
+    repository.close()
+
+
+def test_what_a_follower_cannot_open_is_not_loaded(pair, tmp_path, monkeypatch):
+    write_scaled(tmp_path / "scaled" / "1", 2.0)
+    other = write_scaled(tmp_path / "elsewhere", 3.0)
+    original = pair.follower._load
+
+    def load(head: dict[str, Any]) -> None:
+        original(head | ({"path": path} if head["do"] == "open" else {}))
+
+    monkeypatch.setattr(pair.follower, "_load", load)
+    nothing = tmp_path / "nothing", r"no bundle at .*nothing.* \(in process 1\)"
+    for elsewhere, why in (nothing, (other, "process 1 has another bundle at")):
+        path, said = str(elsewhere), list[str]()
+        repository = repository_of(tmp_path / "scaled", pair, said)
+        repository.look()
+        assert re.search(why, said[-1]), said
+        until(lambda: not pair.follower.bundles)
+        repository.close()
+
+
+def test_an_end_without_a_word_is_noticed_on_both_sides(tmp_path):
+    pair = Pair()
+    pair.leader._connections[1].close()
+    with pytest.raises(LeaderLost):
+        pair.followed.result(30)
+    pair.leader.end(0)
+    pair = Pair()
+    pair.follower._connection.shutdown(socket.SHUT_RDWR)
+    until(lambda: pair.lost == [1])
+    with pytest.raises(LeaderLost):
+        pair.followed.result(30)
+    pair.leader.end(0)
+
+
+def test_a_follower_that_is_asked_to_stop_asks_the_leader(pair):
+    pair.stop = 143
+    until(lambda: pair.leader.asked == 143)
+    assert not pair.followed.done()
+    pair.leader.end(pair.leader.asked)
+    assert pair.followed.result(30) == 143
+
+
+def test_only_the_processes_of_the_server_connect():
+    listener = ProcessListener("127.0.0.1")
+    with ThreadPoolExecutor(1) as pool:
+        accepted = pool.submit(listener.accept, 2)
+        hello = {"token": listener.token, "rank": 1}
+        wrong = [json.dumps(hello | part).encode() for part in ({"token": "guess"}, {"rank": 3})]
+        for words in [b"GET / HTTP/1.1", b"[]", *wrong]:
+            with socket.create_connection((listener.host, listener.port)) as one:
+                Channel(one.fileno()).send(words)
+                one.setblocking(True)
+                assert one.recv(1) == b""
+        first, second = (connected(listener.address, rank) for rank in (2, 1))
+        found = accepted.result(30)
+    assert sorted(found) == [1, 2]
+    for connection in (first, second, *found.values()):
+        connection.close()
+
+
+def test_a_server_that_ran_for_long_may_fail_any_number_of_times(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    uptime = Uptime()
+    before = uptime()
+    clock[0] += STEADY_S / 2
+    assert uptime() == before
+    clock[0] += STEADY_S + 1
+    assert uptime() != before
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["-- predict {folder} prot=1"], "unknown setting `prot`"),
+        (["proceses=2 -- predict {folder}"], "unknown setting `proceses`"),
+        (["-- predict {folder}/nothing"], "no such folder"),
+        (["-- predict"], "names no models"),
+        (["-- predict {folder} host=0.0.0.0"], "lets everybody on the network use this server"),
+    ],
+)
+def test_mistakes_of_a_launch_are_found_before_it_starts(tmp_path, capsys, words, why):
+    write_scaled(tmp_path / "scaled" / "1", 2.0)
+    assert main(["launch", *words[0].format(folder=tmp_path).split()]) == 2
+    assert why in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- real processes
+
+
+@contextmanager
+def launched(repository: Path, logs: Path) -> Iterator[tuple[int, list[str], subprocess.Popen[str]]]:
+    """A server of two processes with two devices each: its port, what it says, which grows, and its supervisor."""
+    port, said = free_port(), list[str]()
+    base = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
+    words = [sys.executable, "-m", "argosy", "launch", "processes=2", "devices=2", f"logs={logs}", "--", "predict", str(repository)]
+    with subprocess.Popen([*words, f"port={port}"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=base) as process:
+        reader = threading.Thread(target=lambda: said.extend(map(str.strip, process.stdout)))  # type: ignore[arg-type]
+        reader.start()
+        try:
+            wait_ready(said, process)
+            yield port, said, process
+        finally:
+            process.terminate()
+            try:
+                process.wait(60)
+            finally:
+                process.kill()
+                reader.join()
+
+
+def wait_ready(said: list[str], process: subprocess.Popen[str], times: int = 1) -> None:
+    until(lambda: process.poll() is not None or sum("ready on " in line for line in said) == times, 300)
+    assert process.poll() is None, said
+
+
+def members(process: subprocess.Popen[str]) -> dict[int, int]:
+    """The processes of a server by rank."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    found = {}
+    for child in map(int, children):
+        environment = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+        found |= {int(word.removeprefix(b"ARGOSY_RANK=")): child for word in environment if word.startswith(b"ARGOSY_RANK=")}
+    return found
+
+
+def private_bytes(pid: int) -> int:
+    """The memory that a process shares with no file."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(re.search(r"RssAnon:\s+(\d+) kB", status)[1]) * 1024  # type: ignore[index]
+
+
+def asked(port: int, tokens: list[list[int]]) -> np.ndarray:
+    rows = [{"tokens": row, "mask": [1] * len(row)} for row in tokens]
+    answer = httpx.post(f"http://127.0.0.1:{port}/v1/models/llama:predict", json={"instances": rows}, timeout=60)
+    assert answer.status_code == 200, answer.text
+    return np.asarray(answer.json()["predictions"], np.float32)
+
+
+@pytest.mark.slow
+def test_two_processes_serve_a_model_that_is_split_over_both(tmp_path):
+    case = CASES["llama-window"]
+    lm = LM(case, built(case, Unroll()))
+    how: dict[str, Any] = {"platforms": ["cpu"], "length": [8, 16]}
+    export_model(lm, tmp_path / "repository" / "llama" / "1", mesh={"tensor": 2, "fsdp": 2}, **how)
+    export_model(lm, tmp_path / "repository" / "plain" / "1", **how)
+    alone = Bundle.open(tmp_path / "repository" / "plain" / "1")
+    rng = np.random.default_rng(0)
+    texts = [[rng.integers(3, case.vocab, size=length).tolist()] for length in rng.integers(1, 17, size=40)]
+    want = [alone.run({"tokens": np.asarray(text, np.int32)})["logits"] for text in texts]
+
+    def check(port: int) -> None:
+        with ThreadPoolExecutor(8) as pool:
+            for got, right in zip(pool.map(lambda text: asked(port, text), texts), want, strict=True):
+                np.testing.assert_allclose(got, right, rtol=0, atol=1e-4 * np.abs(right).max())
+
+    with launched(tmp_path / "repository", tmp_path / "logs") as (port, said, process):
+        assert "plain version 1 is not loaded: its programs are for 1 device, and the 2 processes have 4" in said
+        check(port)
+        # Loads and unloads reach both.
+        for verb in ("unload", "load"):
+            assert httpx.post(f"http://127.0.0.1:{port}/v2/repository/models/llama/{verb}", timeout=120).status_code == 200
+        check(port)
+        os.kill(members(process)[1], signal.SIGKILL)
+        wait_ready(said, process, 2)
+        assert "error: process 1 of this server ended, and a model is split over all of them: all end" in said
+        assert "process 1 of 2 ended by SIGKILL" in said
+        check(port)
+        # One that is asked to stop has all of them drain.
+        os.kill(members(process)[1], signal.SIGTERM)
+        assert process.wait(60) == 143
+
+
+@pytest.mark.slow
+def test_a_process_holds_its_share_of_the_weights(tmp_path):
+    """240 MB of weights, which each process would hold if they were not split."""
+    settings = {"width": 512, "ffn": 8192, "layers": 4, "heads": 8, "kv_heads": 8, "vocab": 8192, "context": 64}
+    config = CASES["llama-plain"].model_copy(update=settings)
+    lm = LM(config, built(config, Unroll()))
+    weights = 4 * config.parameters()
+    assert weights > 2e8
+    used = {}
+    for name, mesh in (("split", {"tensor": 4}), ("small", None)):
+        model = lm if mesh else LM(CASES["llama-plain"], built(CASES["llama-plain"], Unroll()))
+        sizes: Any = mesh or {"tensor": 2, "fsdp": 2}
+        export_model(model, tmp_path / name / "llama" / "1", platforms=["cpu"], mesh=sizes, batch=1, length=8)
+        with launched(tmp_path / name, tmp_path / "logs") as (port, _, process):
+            asked(port, [[1, 2, 3]])
+            used[name] = {rank: private_bytes(pid) for rank, pid in members(process).items()}
+    for rank in (0, 1):
+        assert used["split"][rank] - used["small"][rank] < 0.75 * weights, used
