@@ -59,8 +59,8 @@ def export_model(
         how: further arguments of `write_bundle`, such as `store` and `sign`.
 
     Raises:
-        BadInput: the model has no such signature, a size is wrong, the mesh splits no weight, or the target exists; nothing is
-            written.
+        BadInput: the model has no such signature, a size is wrong, the mesh splits no weight or needs listed sizes, or the target
+            exists; nothing is written.
         Unsupported: the weights are kept in blocks of a file, or a program cannot be portable.
     """
     if lm.in_blocks:
@@ -85,6 +85,8 @@ def export_model(
             found = found.model_copy(update={"limits": found.limits | {LENGTH: max(lengths)}})
         say(f"lowering `{name}` for {', '.join(platforms)}")
         shapes = combined({BATCH: listed_sizes("batch", batch), LENGTH: lengths})
+        if places is not None:
+            check_closed(lm.module, found, shapes[0])
         how_lowered: dict[str, Any] = {"platforms": platforms, "places": places}
         contents.programs[name] = [
             (fixed, export_program(program, weights, abstract_inputs(found, fixed), **how_lowered)) for fixed in shapes
@@ -116,6 +118,19 @@ def weight_places(module: Any, mesh: ExportMesh | Mapping[str, int] | None) -> d
         what = f"mesh.{unused[0]} = {sizes[unused[0]]} divides no weight of this model"
         raise BadInput(what, hint="a number that divides its heads, its feed-forward features or its width, such as a power of two")
     return found
+
+
+def check_closed(module: Any, signature: BundleSignature, fixed: Mapping[str, int]) -> None:
+    """Checks that a program for several devices can be compiled when its sizes are known: jaxlib 0.10.2 crashes where it fills in sizes
+    of programs that send rows to experts.
+
+    Raises:
+        BadInput: a size is left open in a model with experts.
+    """
+    opened = {size for spec in signature.inputs for size in spec.shape if isinstance(size, str) and size not in fixed}
+    if opened and any("experts" in axes for axes in logical(module).values()):
+        what = f"{' and '.join(sorted(opened))} left open, in a model with experts on several devices"
+        raise BadInput(what, hint="list the sizes: batch=1,4 length=128")
 
 
 def listed_sizes(name: str, sizes: int | Sequence[int] | None) -> list[int] | None:

@@ -411,7 +411,7 @@ class LM:
         """Writes the model as a bundle, which runs without its source (`argosy export`). Returns its manifest.
 
         Args:
-            how: signature, platforms, batch, length, max_tokens, store, sign, as in `export.model.export_model`.
+            how: signature, platforms, batch, length, max_tokens, mesh, store, sign, as in `export.model.export_model`.
 
         Raises:
             BadInput: the model has no such signature, the folder exists, or the model is not from `argosy.load`.

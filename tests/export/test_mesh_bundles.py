@@ -127,6 +127,13 @@ def test_a_mesh_that_splits_nothing_is_refused(tmp_path):
     assert not (tmp_path / "b").exists()
 
 
+@pytest.mark.parametrize("sizes", [{}, {"batch": 2}, {"length": 16}])
+def test_experts_on_several_devices_need_listed_sizes(tmp_path, sizes):
+    """XLA's compiler crashes where it fills in open ones."""
+    with pytest.raises(BadInput, match="left open, in a model with experts"):
+        export_model(model_of("mixtral-plain"), tmp_path / "b", mesh={"tensor": 2}, **sizes)
+
+
 def test_other_axes_are_answered():
     assert read_settings(ExportMesh, words_layer(["tensor=2"])).value.sizes() == {"tensor": 2}
     for word, hint in (("stage=2", "bundles split no layers"), ("data=2", "several servers hold copies"), ("tp=2", "`tensor`")):
@@ -146,7 +153,7 @@ def test_the_command_line_exports_for_devices_that_are_absent(tmp_path, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("run", [Unroll(), Scan()], ids=["unroll", "scan"])
-@pytest.mark.parametrize("case", ["gpt_oss-plain", "gemma-3", "bert-plain", "qwen3_next-plain"])
+@pytest.mark.parametrize("case", ["mixtral-plain", "gpt_oss-plain", "deepseek-2", "gemma-3", "bert-plain", "qwen3_next-plain"])
 def test_other_families_compute_on_four_devices_what_they_do_on_one(case, run, tmp_path):
     lm, found = model_of(case, run), []
     tokens = np.asarray(tokens_of(CASES[case], 4, 16))
