@@ -49,12 +49,12 @@ def predict(
         machine.start_jax()
         leader = None
         if place is None:
-            listener, reserved = prepared(Path(repository), settings)
+            listener, reserved = server_sockets(Path(repository), settings)
         else:
             join(place)
             from argosy.jobs.predict_processes import lead
 
-            (listener, reserved), leader = lead(lambda: prepared(Path(repository), settings))
+            (listener, reserved), leader = lead(lambda: server_sockets(Path(repository), settings))
         from argosy.ops.programs.store import open_store
         from argosy.predict.metrics import PredictMetrics
         from argosy.predict.repository import Repository
@@ -89,7 +89,7 @@ def follow_leader(place: ProcessPlace) -> int:
         return follow(stop, say)
 
 
-def prepared(repository: Path, settings: PredictSettings) -> tuple[socket, socket | None]:
+def server_sockets(repository: Path, settings: PredictSettings) -> tuple[socket, socket | None]:
     """The sockets of a server of a repository: of HTTP, and of gRPC if it is wanted.
 
     Raises:
