@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -21,7 +21,8 @@ from argosy.evals.rows import (
     read_rows,
 )
 from argosy.evals.settings import EvalSettings
-from argosy.evals.tasks import ANSWERS, PERPLEXITY, PLAIN, TASKS, Task
+from argosy.evals.tasks import ANSWERS, OF_VECTORS, PERPLEXITY, PLAIN, RETRIEVAL, TASKS, Task
+from argosy.evals.vectors.corpus import FILES, RetrievalCorpus, find_corpus, read_corpus
 
 WHERE = "files of JSON lines named by task, such as arc_easy.jsonl; the guide to evaluation says where to get them"
 
@@ -35,6 +36,7 @@ class PlannedTask:
     pool: rows that examples are drawn from.
     limit: windows of a text.
     records: of rows that training learns answers from, and the format that they have.
+    corpus: the documents that queries search.
     """
 
     task: Task
@@ -46,16 +48,18 @@ class PlannedTask:
     limit: int | None = None
     records: Sequence[SourceRecord] = ()
     format: str = ""
+    corpus: RetrievalCorpus = field(default_factory=RetrievalCorpus)
 
     def __str__(self) -> str:
         """`arc_easy (the first 100 of 600 rows, 5 shots)`."""
         if self.task.kind == "perplexity" and not self.rows:
             some = f", the first {plural(self.limit, 'window')}" if self.limit else ""
             return f"{self.task.name} of {self.path}{some}"
-        many = plural(self.total, "row")
+        many = f"{self.total:,} {'query' if self.total == 1 else 'queries'}" if self.corpus.ids else plural(self.total, "row")
         some = many if len(self.rows) == self.total else f"the first {len(self.rows)} of {many}"
         # Which of the columns of a file are read is not seen from its name.
         found = f", answers of `{self.format}` records" if self.format else ", `text`" if self.task.kind == "perplexity" else ""
+        found += f", {plural(len(self.corpus.ids), 'document')}" if self.corpus.ids else ""
         shots = f", {plural(self.shots, 'shot')}" if self.shots else ""
         return f"{self.task.name} ({some}{found}{shots})"
 
@@ -123,6 +127,8 @@ def _of_file(path: Path, settings: EvalSettings) -> list[PlannedTask]:
         if len(some) > 1:
             what = f"{len(some)} tasks and one file"
             raise BadInput(what, where=f"data={path}", hint="data=FOLDER with a file for each task")
+        if some[0].kind == RETRIEVAL:
+            raise BadInput(f"{path} is a file, and retrieval has several", hint=f"data=FOLDER with {FILES}")
         if some[0].name == PERPLEXITY and "text" not in rows[0]:
             if (format := answered(path, rows[0])) is None:
                 raise no_layout(path, rows[0])
@@ -144,6 +150,8 @@ def _of_records(task: Task, path: Path, rows: list[Fields], format: str, setting
 
 
 def _of_folder(task: Task, folder: Path, settings: EvalSettings) -> PlannedTask:
+    if task.kind == RETRIEVAL:
+        return _of_corpus(task, find_corpus(folder), settings)
     if task.name != PERPLEXITY:
         path = find_task_file(task, folder)
         return _checked(task, path, read_rows(path), settings)
@@ -152,6 +160,12 @@ def _of_folder(task: Task, folder: Path, settings: EvalSettings) -> PlannedTask:
     if not Path(settings.text).is_file():
         raise BadInput(f"no file {settings.text}", where="set by text")
     return _of_file(Path(settings.text), settings.model_copy(update={"tasks": PERPLEXITY}))[0]
+
+
+def _of_corpus(task: Task, folder: Path, settings: EvalSettings) -> PlannedTask:
+    _check_settings(task, settings)
+    rows, corpus = read_corpus(folder)
+    return PlannedTask(task, folder, rows[: settings.limit], len(rows), [], 0, corpus=corpus)
 
 
 def find_task_file(task: Task, folder: Path) -> Path:
@@ -190,17 +204,36 @@ def _checked(task: Task, path: Path, rows: list[Fields], settings: EvalSettings)
 
         check_instructions(path, rows)
     _check_settings(task, settings)
+    for name in ("score", "label") if task.kind in OF_VECTORS else ():
+        if name in LAYOUTS[task.layout] and len({row[name] for row in rows[: settings.limit]}) < 2:
+            what = f"every `{name}` of {path} is {rows[0][name]}"
+            raise BadInput(what, hint="rows of different ones; limit= takes the first rows alone")
     shots = task.shots if settings.shots is None else settings.shots
     return PlannedTask(task, path, rows[: settings.limit], len(rows), _pool(task, path, rows) if shots else [], shots)
 
 
 def _check_settings(task: Task, settings: EvalSettings) -> None:
+    if task.kind in OF_VECTORS:
+        _check_vectors(task, settings)
     if task.kind == "answers":
         _check_answers(task, settings)
     if settings.chat and (task.kind == "perplexity" or task.layout == "options"):
         raise BadInput(f"chat=true: {task.name} asks no question", hint="leave chat=true out, or name other tasks")
     if settings.shots and task.kind in ("perplexity", "ifeval"):
         raise BadInput(f"shots={settings.shots}: {task.name} takes no examples", hint="leave shots out")
+
+
+def _check_vectors(task: Task, settings: EvalSettings) -> None:
+    """Raises: BadInput: a setting means nothing for vectors."""
+    for name in ("chat", "shots", "window", "stride", "max_tokens"):
+        if value := getattr(settings, name):
+            raise BadInput(f"{name}={value}: {task.name} compares vectors", hint=f"leave {name} out")
+    if settings.against and task.kind != RETRIEVAL:
+        what = f"against={settings.against}: the figures of {task.name} are of all rows together, not of each"
+        raise BadInput(what, hint="leave it out")
+    for name in ("query_prompt", "document_prompt"):
+        if getattr(settings, name) is not None and task.kind != RETRIEVAL:
+            raise BadInput(f"{name}: {task.name} has neither queries nor documents", hint="tasks=retrieval has both")
 
 
 def _check_answers(task: Task, settings: EvalSettings) -> None:

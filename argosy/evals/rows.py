@@ -6,6 +6,7 @@ a score over the remaining rows would be that of another task.
 
 import gzip
 import json
+import math
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -30,6 +31,8 @@ LAYOUTS: dict[str, dict[str, str]] = {
     "input-target": {"input": "text", "target": "text"},
     "question-answer": {"question": "text", "answer": "text"},
     "context-answer": {"context": "text", "answer": "text"},
+    "scored-pairs": {"sentence1": "text", "sentence2": "text", "score": "number"},
+    "labeled-pairs": {"sentence1": "text", "sentence2": "text", "label": "class"},
     "text": {"text": "text"},
 }
 # Formats of training data whose records have one answer.
@@ -40,6 +43,8 @@ HOLDS = {
     "choices": "a list of at least two texts",
     "objects": "a list of objects",
     "place": "the place of the right choice, from 0",
+    "number": "a number",
+    "class": "0 or 1",
 }
 
 
@@ -167,6 +172,10 @@ def check_task_rows(path: Path, rows: list[Fields], layout: str, task: str, more
 def _holds(value: Any, what: str) -> bool:
     if what == "text":
         return isinstance(value, str)
+    if what == "number":
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if what == "class":
+        return type(value) is int and value in (0, 1)
     if what == "place":
         return isinstance(value, int) and not isinstance(value, bool)
     if not isinstance(value, list) or len(value) < (2 if what == "choices" else 1):

@@ -11,6 +11,9 @@ from argosy.evals import completion_loss as answers
 from argosy.evals.plan import PlannedTask
 from argosy.evals.settings import EvalSettings
 from argosy.evals.statistics import MeanWithError, RowScores, means
+from argosy.evals.tasks import OF_VECTORS
+from argosy.evals.vectors import measures
+from argosy.infer.embed import check_embeds
 
 MEASURES: dict[str, Callable[..., tuple[list[RowScores], int]]] = {
     "perplexity": perplexity.measure_perplexity,
@@ -19,6 +22,14 @@ MEASURES: dict[str, Callable[..., tuple[list[RowScores], int]]] = {
     "continuation": choice.evaluate_continuation,
     "generation": generation.evaluate_generation,
     "ifeval": generation.evaluate_instructions,
+    "similarity": measures.evaluate_text_pairs,
+    "pairs": measures.evaluate_text_pairs,
+    "retrieval": measures.evaluate_retrieval,
+}
+# Figures of all rows together, where they are no means over rows.
+FIGURES: dict[str, Callable[[Sequence[RowScores]], dict[str, MeanWithError]]] = {
+    "similarity": measures.correlations,
+    "pairs": measures.separations,
 }
 # Called with a task, the number of its rows that are done, and of how many (0: not known).
 Progress = Callable[[PlannedTask, int, int], None]
@@ -70,7 +81,7 @@ def evaluate_tasks(
         EvaluationStopped: `stopped` returned True.
         BadInput: as in `check_evaluable`, or the settings do not apply to this model.
     """
-    check_evaluable(lm, settings)
+    check_evaluable(lm, settings, plan)
     for planned in plan:
         def tick(done: int, planned: PlannedTask = planned) -> None:
             if stopped():
@@ -80,16 +91,22 @@ def evaluate_tasks(
         tick(0)
         start = time.monotonic()
         rows, truncated = MEASURES[planned.task.kind](lm, planned, settings, tick)
-        yield TaskResult(planned, rows, truncated, time.monotonic() - start, with_perplexity(means(rows)))
+        numbers = FIGURES[planned.task.kind](rows) if planned.task.kind in FIGURES else with_perplexity(means(rows))
+        yield TaskResult(planned, rows, truncated, time.monotonic() - start, numbers)
 
 
-def check_evaluable(lm: Any, settings: EvalSettings) -> None:
-    """Checks that a model can be evaluated.
+def check_evaluable(lm: Any, settings: EvalSettings, plan: Sequence[PlannedTask]) -> None:
+    """Checks that a model can be evaluated on these tasks.
 
     Raises:
-        BadInput: it is an encoder, has no tokenizer, or has no chat template and chat=true.
+        BadInput: it predicts no tokens, or makes no vectors of texts, and a task needs that; it has no tokenizer, or has no chat
+            template and chat=true.
     """
-    lm.check_predicts()
+    for planned in plan:
+        if planned.task.kind in OF_VECTORS:
+            check_embeds(lm)
+        else:
+            lm.check_predicts()
     if lm.tokenizer is None:
         raise BadInput("this model came without a tokenizer", hint="put its tokenizer files into the model's folder")
     if settings.chat and not getattr(lm.tokenizer, "chat_templates", None):

@@ -45,9 +45,14 @@ class EvalSettings(Settings):
     """Perplexity: tokens from one window to the next. Smaller than the window, each token sees more of the text before it, and windows
     cost window/stride times as much. None: the window, so each token is read once."""
     batch: int = Field(2048, gt=0)
-    """Tokens per forward pass, padding included, for log-probabilities. A larger value uses a larger device better, and needs more
-    memory for activations; on two CPU cores 1024 to 2048 is the fastest.
+    """Tokens per forward pass, padding included, for log-probabilities and vectors. A larger value uses a larger device better, and
+    needs more memory for activations; on two CPU cores 1024 to 2048 is the fastest.
     """
+    query_prompt: str | None = None
+    """Retrieval: what is put before each query, such as `query: `; "" for nothing. None: the folder's prompt `query`, or its default.
+    """
+    document_prompt: str | None = None
+    """Retrieval: what is put before each document. None: the folder's prompt `document`, `passage` or `corpus`, or its default."""
     max_tokens: int | None = Field(None, gt=0)
     """Limit of a generated completion in tokens. None: the task's own limit."""
     dtype: str | None = None

@@ -8,8 +8,12 @@ from dataclasses import dataclass
 from string import Formatter
 from typing import Any, Literal
 
-Kind = Literal["perplexity", "answers", "choice", "continuation", "generation", "ifeval"]
-PERPLEXITY = "perplexity"
+Kind = Literal[
+    "perplexity", "answers", "choice", "continuation", "generation", "ifeval", "similarity", "pairs", "retrieval"
+]
+PERPLEXITY, RETRIEVAL = "perplexity", "retrieval"
+# Kinds of tasks for vectors of texts.
+OF_VECTORS = ("similarity", "pairs", "retrieval")
 
 
 @dataclass(frozen=True)
@@ -140,6 +144,9 @@ _ALL = [
         stop=(),
         max_tokens=1280,
     ),
+    Task("sts", "similarity", "scored-pairs", "how alike two sentences are, by their vectors"),
+    Task("pairs", "pairs", "labeled-pairs", "whether two sentences belong together, by their vectors"),
+    Task(RETRIEVAL, "retrieval", "query", "searches of a corpus by vectors"),
 ]
 TASKS: dict[str, Task] = {task.name: task for task in _ALL}
 
@@ -153,6 +160,8 @@ PLAIN: dict[str, Task] = {
     "input-target": Task("", "generation", "input-target", "", "{input}", answer="target"),
     "question-answer": Task("", "generation", "question-answer", "", "Question: {question}\nAnswer:", answer="answer"),
     "context-answer": Task("", "generation", "context-answer", "", "{context}", answer="answer"),
+    "scored-pairs": TASKS["sts"],
+    "labeled-pairs": TASKS["pairs"],
     "text": TASKS[PERPLEXITY],
 }
 # Tasks over the records that training learns from; their layouts are the formats of `data.sources.records`.

@@ -13,7 +13,7 @@ from argosy.export.write import installed_version
 from argosy.launch.cluster import LOST, STACKS, PeerLost, lost_peers
 from argosy.observe.stacks import write_when_asked
 from argosy.parallel import processes
-from argosy.predict.processes.follower import LeaderLost, ProcessFollower, connected
+from argosy.predict.processes.follower import LeaderLost, ProcessFollower, leader_connection
 from argosy.predict.processes.leader import ProcessLeader, ProcessListener
 
 T = TypeVar("T")
@@ -45,7 +45,7 @@ def follow(stop: Stop, say: Say) -> int:
     def no_address() -> dict[str, object]:
         raise AssertionError("process 0 alone has an address")
 
-    connection = connected(processes.broadcast(NAME, no_address), processes.rank())
+    connection = leader_connection(processes.broadcast(NAME, no_address), processes.rank())
     try:
         with lost_peers():
             return ProcessFollower(connection, lambda: stop.code, say).follow()

@@ -26,7 +26,8 @@ from argosy.web.body import read_body
 from argosy.web.errors import ApiError, Json, input_error, unknown_model
 from argosy.web.fields import ClassifyFields, RerankFields, ScoreFields, VectorFields
 from argosy.web.json_text import parsed_object
-from argosy.web.ranking import DOCUMENT, QUERY, check_counts, reranked, scored
+from argosy.web.ranking import check_counts, reranked, scored
+from argosy.weights.hub.sentence_steps import DOCUMENT_PROMPTS, QUERY_PROMPTS
 
 SCORES = "scores"
 
@@ -69,7 +70,7 @@ class PoolingRoutes:
     async def rerank(self, request: Request) -> Response:
         fields = RerankFields.of(parsed_object(bytes(await read_body(request, self.service.settings.limits))))
         queries = [fields.query] * len(fields.documents)
-        scores, name, tokens = await self._pairs(request, fields, queries, fields.documents, (QUERY, DOCUMENT))
+        scores, name, tokens = await self._pairs(request, fields, queries, fields.documents, (QUERY_PROMPTS, DOCUMENT_PROMPTS))
         return self._answer("rerank", name, fields, reranked(scores, fields), tokens)
 
     # ---------------------------------------------------------------- calls

@@ -7,9 +7,6 @@ from argosy.core.counts import plural
 from argosy.web.errors import ApiError
 from argosy.web.fields import RerankFields
 
-# The names that sentence-transformers gives to the prompts of queries and of documents; a model's first one is used.
-QUERY, DOCUMENT = ("query",), ("document", "passage", "corpus")
-
 
 def check_counts(first: Sequence[str], second: Sequence[str]) -> None:
     """Checks that texts can be scored in pairs: one against each of several, or two equally long lists.

@@ -31,7 +31,7 @@ from argosy.infer.lm import LM
 from argosy.jobs.launch_servers import STEADY_S, Uptime
 from argosy.models.parts.stack import Unroll
 from argosy.predict.metrics import PredictMetrics
-from argosy.predict.processes.follower import LeaderLost, ProcessFollower, connected
+from argosy.predict.processes.follower import LeaderLost, ProcessFollower, leader_connection
 from argosy.predict.processes.leader import ProcessLeader, ProcessListener
 from argosy.predict.processes.messages import packed_message, unpacked_message
 from argosy.predict.repository import Repository
@@ -167,7 +167,7 @@ def test_only_the_processes_of_the_server_connect():
                 Channel(one.fileno()).send(words)
                 one.setblocking(True)
                 assert one.recv(1) == b""
-        first, second = (connected(listener.address, rank) for rank in (2, 1))
+        first, second = (leader_connection(listener.address, rank) for rank in (2, 1))
         found = accepted.result(30)
     assert sorted(found) == [1, 2]
     for connection in (first, second, *found.values()):

@@ -37,7 +37,7 @@ def evaluates(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON document on stdout")] = False,
 ) -> None:
-    """Evaluates a model: perplexity, multiple choice, exact match, IFEval, drawn images."""
+    """Evaluates a model: perplexity, multiple choice, exact match, IFEval, vectors of texts, drawn images."""
     settings = read_settings(EvalSettings, words_layer(words or [])).value
     if settings.tasks == IMAGES:
         _images(model, settings, as_json)
@@ -53,7 +53,7 @@ def evaluates(
         doing(f"loading {model}")
         lm = load(model, dtype=settings.dtype, adapter=settings.adapter, quantization=settings.quantization)
         lm.say = doing
-        check_evaluable(lm, settings)
+        check_evaluable(lm, settings, planned)
         doing.done()
         with signals.asked_to_stop("stopping; the tasks that are finished are printed; again to end now") as stop:
             document, stopped = evaluate.evaluate(lm, planned, settings, others, Steps(doing), stop)

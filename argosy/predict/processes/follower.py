@@ -26,7 +26,7 @@ class LeaderLost(Exception):
     """The leader ended without a word."""
 
 
-def connected(address: Mapping[str, Any], rank: int) -> socket.socket:
+def leader_connection(address: Mapping[str, Any], rank: int) -> socket.socket:
     """A connection to the leader."""
     connection = socket.create_connection((address["host"], address["port"]))
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -16,7 +16,8 @@ from argosy.serve.openai.completions import read_prompts
 from argosy.serve.openai.fields import EmbeddingFields
 from argosy.web.errors import ApiError
 from argosy.web.fields import RerankFields, ScoreFields, VectorFields
-from argosy.web.ranking import DOCUMENT, QUERY, check_counts, reranked, scored
+from argosy.web.ranking import check_counts, reranked, scored
+from argosy.weights.hub.sentence_steps import DOCUMENT_PROMPTS, QUERY_PROMPTS
 
 
 @dataclass
@@ -120,8 +121,8 @@ def prepare_rerank(service: EncoderService, body: Any) -> EmbeddingJob:
     service.check_model(fields.model)
     steps = service.front.engine.steps
     rows = [
-        *service.rows([fields.query], fields.truncate_prompt_tokens, "query", prompt_name=steps.role(QUERY)),
-        *service.rows(fields.documents, fields.truncate_prompt_tokens, "documents", prompt_name=steps.role(DOCUMENT)),
+        *service.rows([fields.query], fields.truncate_prompt_tokens, "query", prompt_name=steps.role(QUERY_PROMPTS)),
+        *service.rows(fields.documents, fields.truncate_prompt_tokens, "documents", prompt_name=steps.role(DOCUMENT_PROMPTS)),
     ]
 
     def answer(vectors: Float[np.ndarray, "N D"]) -> dict[str, Any]:

@@ -15,6 +15,8 @@ from argosy.core.errors import BadInput, Damaged, nearest
 from argosy.data.tokenizers.config import read_object, read_text
 
 POOLINGS = ("mean", "cls", "max", "last")
+# Names of the prompts before queries and before documents; sentence-transformers takes the first that a folder has.
+QUERY_PROMPTS, DOCUMENT_PROMPTS = ("query",), ("document", "passage", "corpus")
 # Their names in 1_Pooling/config.json.
 MODES = {
     "mean": "pooling_mode_mean_tokens",

@@ -1,0 +1,103 @@
+"""Evaluates sentence vectors: their cosines on pairs, and searches with them.
+
+Texts of pairs have the default prompt of the model's folder; queries and documents have those of these names, where the folder has
+them. A search compares a query with every document.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from argosy.evals.plan import PlannedTask
+from argosy.evals.settings import EvalSettings
+from argosy.evals.statistics import MeanWithError, RowScores
+from argosy.evals.vectors.metrics import RECALL_AT, best_documents, pair_figures, pearson, ranking_figures, spearman
+from argosy.infer.embed import SentenceEncoder, unit_vectors
+from argosy.weights.hub.sentence_steps import DOCUMENT_PROMPTS, QUERY_PROMPTS
+
+Tick = Callable[[int], None]
+# Texts of a batch, at most; and queries whose scores are in memory at once.
+MOST_ROWS, MOST_QUERIES = 256, 64
+
+
+class TextVectors:
+    """Vectors of texts at length 1.
+
+    Args:
+        tick: called with the share of the task's rows that is done, as a number of rows.
+        texts: the texts of the task.
+
+    truncated: texts that were longer than the model reads.
+    """
+
+    def __init__(self, lm: Any, planned: PlannedTask, settings: EvalSettings, tick: Tick, texts: int):
+        self.encoder, self.tokens, self.tick = SentenceEncoder(lm, say=lm.say), settings.batch, tick
+        self.truncated, self._done, self._rows_per_text = 0, 0, len(planned.rows) / texts
+
+    def role(self, names: tuple[str, ...], given: str | None) -> str:
+        """The prompt of queries or documents: the given one, else that of the folder."""
+        steps = self.encoder.steps
+        return steps.prompt_named(steps.role(names)) if given is None else given
+
+    def of(self, texts: Sequence[str], prompt: str | None = None) -> Float[np.ndarray, "N D"]:
+        """The vectors of texts; each different text is computed once.
+
+        Args:
+            prompt: is put before each; None: the folder's default.
+        """
+        distinct = list(dict.fromkeys(texts))
+        whole = self.encoder.ids(distinct, prompt=prompt)
+        rows = self.encoder.ids(distinct, self.encoder.context, prompt=prompt)
+        self.truncated += sum(len(a) > len(b) for a, b in zip(whole, rows))
+        out = np.zeros((len(rows), self.encoder.lm.config.embedding_width), np.float32)
+        order, at = sorted(range(len(rows)), key=lambda i: -len(rows[i])), 0
+        while at < len(order):
+            count = min(MOST_ROWS, max(1, self.tokens // len(rows[order[at]])))
+            # A power of two, which programs are compiled for.
+            chosen = order[at : at + (1 << (count.bit_length() - 1))]
+            out[chosen] = self.encoder.pooled([rows[i] for i in chosen])
+            at += len(chosen)
+            self.tick(int((self._done + at * len(texts) / len(order)) * self._rows_per_text))
+        self._done += len(texts)
+        place = {text: i for i, text in enumerate(distinct)}
+        return unit_vectors(self.encoder.finished(out))[[place[text] for text in texts]]
+
+
+def evaluate_text_pairs(lm: Any, planned: PlannedTask, settings: EvalSettings, tick: Tick) -> tuple[list[RowScores], int]:
+    """The cosine of each pair beside its score or label, and how many texts were cut."""
+    vectors = TextVectors(lm, planned, settings, tick, 2 * len(planned.rows))
+    wanted = "score" if planned.task.kind == "similarity" else "label"
+    both = vectors.of([row[name] for row in planned.rows for name in ("sentence1", "sentence2")])
+    cosines = np.einsum("ND,ND->N", both[::2], both[1::2], dtype=np.float64)
+    found = [{"cosine": float(cosine), wanted: float(row[wanted])} for row, cosine in zip(planned.rows, cosines, strict=True)]
+    return [RowScores(number, values) for number, values in enumerate(found)], vectors.truncated
+
+
+def evaluate_retrieval(lm: Any, planned: PlannedTask, settings: EvalSettings, tick: Tick) -> tuple[list[RowScores], int]:
+    """The figures of each query, and how many texts were cut."""
+    corpus = planned.corpus
+    vectors = TextVectors(lm, planned, settings, tick, len(corpus.texts) + len(planned.rows))
+    documents = vectors.of(corpus.texts, vectors.role(DOCUMENT_PROMPTS, settings.document_prompt))
+    queries = vectors.of([row["query"] for row in planned.rows], vectors.role(QUERY_PROMPTS, settings.query_prompt))
+    found = []
+    for at in range(0, len(planned.rows), MOST_QUERIES):
+        scores = queries[at : at + MOST_QUERIES] @ documents.T
+        for row, its in zip(planned.rows[at : at + MOST_QUERIES], scores):
+            ranked = best_documents(its, corpus.ids, max(RECALL_AT))
+            found.append(RowScores(len(found), ranking_figures(ranked, row["relevant"]), {}, {"id": row["id"], "ranked": ranked[:10]}))
+        tick(len(planned.rows))
+    return found, vectors.truncated
+
+
+def correlations(rows: Sequence[RowScores]) -> dict[str, MeanWithError]:
+    """Spearman's and Pearson's correlation of cosines with scores."""
+    cosines, scores = (np.asarray([row.values[name] for row in rows]) for name in ("cosine", "score"))
+    return {"spearman": MeanWithError(spearman(cosines, scores), None), "pearson": MeanWithError(pearson(cosines, scores), None)}
+
+
+def separations(rows: Sequence[RowScores]) -> dict[str, MeanWithError]:
+    """How well cosines tell the two labels apart."""
+    found = pair_figures(*(np.asarray([row.values[name] for row in rows]) for name in ("cosine", "label")))
+    return {name: MeanWithError(value, None) for name, value in found._asdict().items()}
