@@ -84,4 +84,4 @@ def best_documents(scores: Float[np.ndarray, " N"], ids: Sequence[str], count: i
     if count < len(ids):
         least = np.partition(scores, len(ids) - count)[len(ids) - count]
         some = np.flatnonzero(scores >= least)
-    return [ids[i] for i in sorted(some, key=lambda i: (scores[i], ids[i]), reverse=True)[:count]]
+    return [ids[i] for i in sorted(some.tolist(), key=lambda i: (scores[i], ids[i]), reverse=True)[:count]]
