@@ -443,12 +443,12 @@ def test_models_that_cannot_be_evaluated(lm: LM, change: dict, what: str):
     if "config" in change:
         parts["config"] = type("Encoder", (), {"causal": False, "inputs": "tokens", "scored": False})()
     with pytest.raises(BadInput, match=what):
-        run.check_evaluable(LM(**parts), EvalSettings())
+        run.check_evaluable(LM(**parts), EvalSettings(), [planned("copa", [])])
 
 
 def test_chat_needs_a_template(lm: LM):
     with pytest.raises(BadInput, match="no chat template"):
-        run.check_evaluable(lm, EvalSettings(chat=True))
+        run.check_evaluable(lm, EvalSettings(chat=True), [planned("copa", [])])
 
 
 def test_a_stop_gives_up_the_task_that_runs_and_keeps_those_before(lm: LM, tmp_path: Path):

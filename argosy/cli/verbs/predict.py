@@ -70,13 +70,13 @@ def predict(
         url += f" and grpc{server_address(reserved, settings).removeprefix('http')}"
     with signals.asked_to_stop("finishing what runs; again to end now") as stop:
 
-        def asked() -> int:
+        def stop_code() -> int:
             return stop.code or (leader.asked if leader is not None else 0)
 
-        serve_repository(found, listener, reserved, stop=asked, ready=lambda: say(f"ready on {url}"))
+        serve_repository(found, listener, reserved, stop=stop_code, ready=lambda: say(f"ready on {url}"))
         if leader is not None:
-            leader.end(asked())
-    raise typer.Exit(asked())
+            leader.end(stop_code())
+    raise typer.Exit(stop_code())
 
 
 def follow_leader(place: ProcessPlace) -> int:

@@ -36,10 +36,10 @@ class TextVectors:
         self.encoder, self.tokens, self.tick = SentenceEncoder(lm, say=lm.say), settings.batch, tick
         self.truncated, self._done, self._rows_per_text = 0, 0, len(planned.rows) / texts
 
-    def role(self, names: tuple[str, ...], given: str | None) -> str:
+    def role(self, names: tuple[str, ...], prompt: str | None) -> str:
         """The prompt of queries or documents: the given one, else that of the folder."""
         steps = self.encoder.steps
-        return steps.prompt_named(steps.role(names)) if given is None else given
+        return steps.prompt_named(steps.role(names)) if prompt is None else prompt
 
     def of(self, texts: Sequence[str], prompt: str | None = None) -> Float[np.ndarray, "N D"]:
         """The vectors of texts; each different text is computed once.
