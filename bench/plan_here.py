@@ -3,11 +3,13 @@
     ./run python bench/plan_here.py [GROUP ...] [turns=3]     groups: training, adapters, rollouts, engine; all by default
 
 Each shape is planned and run in turn, each in a process of its own, as often as `turns` says; a row has the medians. Taken is the
-resident memory (of training its largest, of the engine after two rounds that fill its cache), and the tenth of the steps that are
-fastest: other processes slow a step, and never speed it up. Engines find their programs on disk, as at a second start.
+resident memory (of training its largest, of the engine after two rounds that fill its cache), and the step that a tenth of all are
+faster than: other processes slow a step, and never speed it up. Of rollouts the time is that of sampling one. Engines find their
+programs on disk, as at a second start.
 """
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -17,8 +19,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+# Predicted and taken memory in bytes, then predicted and taken seconds.
+Pair = Callable[[], tuple[float, float, float, float]]
 ARGOSY = [sys.executable, "-c", "from argosy.cli import main; raise SystemExit(main())"]
 PROMPT, ANSWER = 128, 128
+# A process with room keeps what it frees, which makes it faster and says nothing of its needs.
+FRUGAL = {"MALLOC_TRIM_THRESHOLD_": "131072", "MALLOC_ARENA_MAX": "1"}
 # Of engines: a preset, what is changed, and the sequences at a time.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm2": ("smollm2-135m", {"layers": 4, "context": 512}),
@@ -34,15 +40,97 @@ ENGINES = (
     ("experts", 8), ("latent", 1), ("latent", 8), ("qwen", 1), ("qwen", 8),
 )  # fmt: skip
 
+# Recipes and settings of runs that train on random tokens.
+TRAINED = (
+    ("tiny",),
+    ("tiny", "data.batch=32"),
+    ("tiny", "model.width=128", "model.ffn=352", "model.layers=4"),
+    ("tiny", "model.width=256", "model.ffn=704", "model.layers=4", "data.batch=16"),
+    ("tiny", "model.width=256", "model.ffn=704", "model.layers=8", "execution.remat=full"),
+    ("tiny", "model.width=384", "model.ffn=1024", "model.layers=6", "data.sequence=256"),
+    ("tiny", "model.width=512", "model.ffn=1408", "model.layers=4", "accumulate=2"),
+    ("tiny", "model.width=512", "model.ffn=1408", "model.layers=8"),
+    ("bench-31m",),
+    ("bench-31m", "data.batch=4", "execution.remat=dots"),
+)
+# Of adapters: those of four layers of SmolLM2.
+ADAPTERS = ("lora", "qlora", "dora")
+SFT = ("data.source=synthetic", "data.sequence=256", "data.batch=4")
+# Of rollouts: the room for a prompt; and the trained model, completions and their tokens.
+PROMPTS = 96
+ROLLOUTS = ((str(STORIES), 32, 64), ("smollm2", 16, 64))
+
+
+# ---------------------------------------------------------------- training
+
+
+def trained(recipe: str, *words: str) -> tuple[int, list[dict[str, Any]]]:
+    """The largest resident memory of a run of 12 steps, and its lines of metrics."""
+    with tempfile.TemporaryDirectory() as folder:
+        more = ["steps=12", "log.every=1", "eval.batches=0", f"dir={folder}/run", "checkpoint.every=1000"]
+        with open(f"{folder}/log.txt", "wb") as log:
+            command = [*ARGOSY, "train", recipe, *words, *more]
+            child = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | FRUGAL)
+            status, usage = os.wait4(child.pid, 0)[1:]
+        child.returncode = os.waitstatus_to_exitcode(status)
+        if child.returncode:
+            raise SystemExit(Path(folder, "log.txt").read_text(encoding="utf-8")[-2000:])
+        lines = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return usage.ru_maxrss * 1024, [line for line in lines if "tokens_per_s" in line]
+
+
+def training_pair(recipe: str, *words: str) -> tuple[float, float, float, float]:
+    told = planned(recipe, *words)
+    used, lines = trained(recipe, *words)
+    times = sorted(told["tokens_per_step"] / line["tokens_per_s"] for line in lines[1:])
+    return told["memory_bytes"]["total"], used, told["step_seconds"], times[len(times) // 10]
+
+
+def training_shapes(scratch: Path) -> list[tuple[str, Pair]]:
+    return [(" ".join(shape), lambda s=shape: training_pair(*s, "data.source=synthetic")) for shape in TRAINED]
+
+
+def adapter_shapes(scratch: Path) -> list[tuple[str, Pair]]:
+    def pair(kind: str) -> tuple[float, float, float, float]:
+        return training_pair("sft", f"model={model_folder('smollm2', scratch)}", f"adapter={kind}", *SFT)
+
+    return [(f"sft smollm2 adapter={kind}", lambda k=kind: pair(k)) for kind in ADAPTERS]
+
+
+def rollout_shapes(scratch: Path) -> list[tuple[str, Pair]]:
+    """The time is that of a rollout: its prompts and its completions."""
+    prompts, reward = scratch / "prompts.jsonl", scratch / "reward.py"
+    text = "Once upon a time there was a little girl who had {} red apples and a dog, and she"
+    prompts.write_text("".join(json.dumps({"prompt": text.format(i)}) + "\n" for i in range(64)), encoding="utf-8")
+    reward.write_text("def length(completions, **_):\n    return [float(len(str(one)) % 7) for one in completions]\n", encoding="utf-8")
+
+    def pair(name: str, count: int, tokens: int) -> tuple[float, float, float, float]:
+        sizes = [f"data.batch={count}", f"rollout.tokens={tokens}", f"data.sequence={tokens + PROMPTS}", "rollout.ignore_eos=true"]
+        words = [f"model={model_folder(name, scratch)}", *sizes, "eval.before=false", "init.tokenizer_mismatch=allow"]
+        told = planned("grpo", *words)
+        used, lines = trained("grpo", *words, f"data.source={prompts}", f"reward={reward}:length")
+        times = sorted(line["generate_s"] for line in lines[1:])
+        rollout = told["rollouts"]
+        need = max(told["memory_bytes"]["total"], rollout["memory_bytes"]["total"])
+        return need, used, rollout["seconds"], times[len(times) // 10]
+
+    return [(f"grpo {Path(name).name}, {n} x {tokens}", lambda a=(name, n, tokens): pair(*a)) for name, n, tokens in ROLLOUTS]
+
+
+def model_folder(name: str, scratch: Path) -> Path:
+    """The folder of a model, written at its first use."""
+    folder = scratch / name if name in MODELS else Path(name)
+    if not folder.exists():
+        subprocess.run([sys.executable, __file__, "--write", name, str(folder)], check=True, capture_output=True)
+    return folder
+
 
 # ---------------------------------------------------------------- the engine
 
 
-def engine_shapes(scratch: Path) -> list[tuple[str, Callable[[], tuple[float, float, float, float]]]]:
+def engine_shapes(scratch: Path) -> list[tuple[str, Pair]]:
     def pair(name: str, count: int) -> tuple[float, float, float, float]:
-        folder = scratch / name if name in MODELS else Path(name)
-        if not folder.exists():
-            subprocess.run([sys.executable, __file__, "--write", name, str(folder)], check=True, capture_output=True)
+        folder = model_folder(name, scratch)
         words = [f"engine.slots={count}", f"engine.pages={count * (PROMPT + ANSWER) // 16}", f"engine.context={PROMPT + ANSWER}"]
         sizes = [f"input_len={PROMPT}", f"output_len={ANSWER}"]
         told = planned("serve", str(folder), *words, *sizes)
@@ -129,13 +217,13 @@ def main(*words: str) -> None:
                 print(f"{shape:60} {memory:>18} {need / used - 1:>+6.0%} {speed:>18} {step / taken - 1:>+6.0%}", flush=True)
 
 
-GROUPS = {"engine": engine_shapes}
+GROUPS = {"training": training_shapes, "adapters": adapter_shapes, "rollouts": rollout_shapes, "engine": engine_shapes}
 
 if __name__ == "__main__":
-    kind, *rest = sys.argv[1:] or ["engine"]
+    kind, *rest = sys.argv[1:] or [""]
     if kind == "--write":
         write_model(*rest)
     elif kind == "--serve":
         serve(*rest)
     else:
-        main(kind, *rest)
+        main(*sys.argv[1:])

@@ -1,6 +1,5 @@
-"""What `argosy plan` predicts, beside what was taken.
+"""What `argosy plan` predicts, beside what was published and what compilers say. plan_here.py has what was taken on this machine.
 
-    plan_table.py here [n=10]       ten shapes on this machine: memory and time of a step, predicted and taken
     plan_table.py published         MFU of MaxText's published runs, and what the analytic model says of the same shapes
     plan_table.py pods [NAME ...]   models on 64 chips of a v5p by their compiler, which takes minutes for each
     plan_table.py serving [MODEL DEVICE TENSOR]    steps of servers by their compiler: with 1, 8 and 32 sequences of 1,024 tokens
@@ -11,30 +10,13 @@ batches are ours where none is published.
 """
 
 import json
-import os
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
 from argosy.infer.settings import EngineSettings
 from argosy.jobs.plan.serving import ServePlanSettings, plan_serving
 from argosy.jobs.plan.training import PlanSettings, plan
 
-# Settings of the shapes that are trained here.
-HERE = (
-    ("tiny",),
-    ("tiny", "data.batch=32"),
-    ("tiny", "model.width=128", "model.ffn=352", "model.layers=4"),
-    ("tiny", "model.width=256", "model.ffn=704", "model.layers=4", "data.batch=16"),
-    ("tiny", "model.width=256", "model.ffn=704", "model.layers=8", "execution.remat=full"),
-    ("tiny", "model.width=384", "model.ffn=1024", "model.layers=6", "data.sequence=256"),
-    ("tiny", "model.width=512", "model.ffn=1408", "model.layers=4", "accumulate=2"),
-    ("tiny", "model.width=512", "model.ffn=1408", "model.layers=8"),
-    ("bench-31m",),
-    ("bench-31m", "data.batch=4", "execution.remat=dots"),
-)
 # MaxText's runs: model, chips, settings, percent.
 PUBLISHED = (
     ("llama2-70b", "v5p-1024", ("data.sequence=4096", "data.batch=1024", "execution.remat=full"), 65.4),
@@ -69,25 +51,6 @@ SERVED = (
 
 def planned(recipe: str, *words: str, **how: Any) -> dict[str, Any]:
     return plan(recipe, words, PlanSettings(**how), lambda _: None)
-
-
-def here(count: int) -> None:
-    """A row for each shape: predicted and taken, each in a process of its own."""
-    print(f"{'shape':75} {'memory MB':>18} {'off':>6} {'ms a step':>16} {'off':>6}")
-    for shape in HERE[:count]:
-        common = [*shape, "data.source=synthetic"]
-        argosy = [sys.executable, "-c", "from argosy.cli import main; raise SystemExit(main())"]
-        told = json.loads(subprocess.run([*argosy, "plan", *common, "--json"], capture_output=True, check=True).stdout)
-        with tempfile.TemporaryDirectory() as folder:
-            more = ["steps=12", "log.every=1", "eval.batches=0", f"dir={folder}/run", "checkpoint.every=1000"]
-            child = subprocess.Popen([*argosy, "train", *common, *more], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-            used = os.wait4(child.pid, 0)[2].ru_maxrss * 1024
-            lines = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]
-        times = sorted(told["tokens_per_step"] / line["tokens_per_s"] for line in lines if "tokens_per_s" in line)
-        taken = times[len(times) // 4]
-        need, step = told["memory_bytes"]["total"], told["step_seconds"]
-        memory, speed = f"{need / 1e6:.0f} / {used / 1e6:.0f}", f"{1000 * step:.1f} / {1000 * taken:.1f}"
-        print(f"{' '.join(shape):75} {memory:>18} {need / used - 1:>+6.0%} {speed:>16} {step / taken - 1:>+6.0%}", flush=True)
 
 
 def published() -> None:
@@ -131,7 +94,4 @@ def compiled(device: str, recipe: str, *words: str) -> None:
 
 if __name__ == "__main__":
     kind, *rest = sys.argv[1:] or ["published"]
-    if kind == "here":
-        here(int((rest or ["n=10"])[0].partition("=")[2]))
-    else:
-        {"published": published, "pods": pods, "serving": serving, "compiled": compiled}[kind](*rest)
+    {"published": published, "pods": pods, "serving": serving, "compiled": compiled}[kind](*rest)

@@ -56,6 +56,8 @@ def plan(
     if found["fits"]:
         return 0
     memory = found["memory_bytes"]
+    if (rollouts := found.get("rollouts")) is not None and not rollouts["fits"]:
+        memory = rollouts["memory_bytes"]
     where = ", ".join(f"{one['name']} {sized(one['bytes'])}" for one in found["buffers"][:3])
     ways = " or ".join(" ".join(one["settings"]) for one in found["nearest"])
     needs = f"a device needs {sized(memory['total'])} and has {sized(found['memory_limit_bytes'])}"
@@ -128,7 +130,7 @@ def serving_text(answered: Mapping[str, Any]) -> str:
     if answered["verdict_by"] == "compiler":
         how = "by the compiler's cycles; no device was measured"
     elif answered["device_kind"] == "cpu":
-        how = "by bytes and FLOPs, at the speeds of a read and a product here; may be 25% off, and more while others compute here"
+        how = "by bytes and FLOPs, at the speeds of a read and a product here; more than 25% off while others compute here"
     lines += [how]
     if answered["cost_per_million_tokens"]:
         lines += [f"{answered['cost_per_million_tokens']:,.2f} for a million tokens of completions, at the highest rate"]
@@ -142,7 +144,33 @@ def serving_text(answered: Mapping[str, Any]) -> str:
 
 def plan_text(answered: Mapping[str, Any]) -> str:
     """The answer as text."""
-    return "\n".join([*_head(answered), "", *_memory(answered), "", *_time(answered), *_collectives(answered), *_rest(answered)])
+    parts = [*_head(answered), "", *_memory(answered), "", *_time(answered), *_rollouts(answered), *_collectives(answered)]
+    return "\n".join([*parts, *_rest(answered)])
+
+
+def _rollouts(found: Mapping[str, Any]) -> list[str]:
+    """What the rollouts of a run take."""
+    if (one := found.get("rollouts")) is None:
+        return []
+    memory, limit = one["memory_bytes"], one["memory_limit_bytes"]
+    rows = [(kind, sized(size)) for kind, size in memory.items() if size and kind != "total"]
+    rows.append(("in all", sized(memory["total"]) + (f" of {sized(limit)}" if limit else "")))
+    lines = [
+        "",
+        f"a rollout: {plural(one['completions'], 'completion')} of {one['output_len']:,} tokens to "
+        f"{plural(one['prompts'], 'prompt')} of {one['input_len']:,}, {one['sequences']} at a time, weights {one['weights']}",
+        *columns(("memory while it is sampled", ""), rows).splitlines(),
+    ]
+    if one["decode_step_seconds"] is None:
+        return lines
+    each = f" for {plural(one['updates'], 'update')}" if one["updates"] > 1 else ""
+    return [
+        *lines,
+        f"{_brief(one['seconds'])}{each}: prompts {_brief(one['prefill_seconds'])}, {one['decode_steps']:,} decode steps of "
+        f"{_brief(one['decode_step_seconds'])}, bound by {one['bound_by']}",
+        f"in a step: rollouts {_brief(found['rollout_seconds'])}, the update {_brief(found['update_seconds'])}"
+        + (f", log-probabilities {_brief(found['scoring_seconds'])}" if found["scoring_seconds"] else ""),
+    ]
 
 
 def _head(found: Mapping[str, Any]) -> list[str]:

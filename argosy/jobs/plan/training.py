@@ -1,7 +1,7 @@
 """`argosy plan RECIPE`: what a run will need and do on devices that may be absent, before its first step."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,8 @@ from argosy.run.settings.compose import compose
 from argosy.run.settings.run import Run
 
 Say = Callable[[str], None]
-# What a plan of a run with rollouts leaves out.
-SAMPLES = "of the update alone: sampling takes most of the time of such a run, and its cache is not counted"
+# What a plan of a run with rollouts takes for granted.
+SAMPLES = "completions are taken to reach rollout.tokens, and prompts to fill what these leave of a row; rewards take no time"
 DAY_S, HOUR_S = 86_400, 3_600
 # By how much the analytic model must exceed the memory for a refusal without the compiler.
 CERTAIN = 1.15
@@ -52,6 +52,7 @@ class Planned:
     missing: the package that brings the compiler, where it is not installed.
     changed: settings that were changed because the recipe's do not fit the number of devices.
     nearest: settings with which it fits, where it does not.
+    rollouts: the plan of its rollouts, if it has any (`run.plan.rollouts`).
     """
 
     assembly: Any
@@ -60,6 +61,7 @@ class Planned:
     missing: str | None
     changed: tuple[str, ...]
     nearest: list[Any]
+    rollouts: Any = None
 
     @property
     def figures(self) -> Figures:
@@ -87,15 +89,18 @@ def plan(recipe: str, words: Sequence[str], settings: PlanSettings, say: Say) ->
     model = _modeled(assembly)
     compiler, missing = None, None
     hopeless = model.limit is not None and model.total > CERTAIN * model.limit and not target.shares_memory
-    # Updates from rollouts are several programs, and most of the time is sampling.
     samples = assembly.run.rollout is not None
+    rollouts = _with_rollouts(assembly, model, target) if samples else None
+    if samples and settings.compile and not hopeless and target.is_here:
+        compiler = _asked(assembly, recipe, words, settings.device)
+    # Elsewhere the model answers: updates from rollouts are several programs.
     if settings.compile and not hopeless and not samples:
         missing = target.missing_compiler()
         if missing is None and (target.is_here or target.platform == "tpu"):
             say("asking the compiler; compile=false answers without it ...")
             compiler = _asked(assembly, recipe, words, settings.device)
-    result = Planned(assembly, model, compiler, missing, changed, [])
-    if not result.figures.fits:
+    result = Planned(assembly, model, compiler, missing, changed, [], rollouts)
+    if not result.figures.fits and not samples:
         from argosy.run.plan.nearest import nearest_fits
 
         result.nearest = nearest_fits(assembly)
@@ -161,19 +166,30 @@ def plan_reading(recipe: str, words: Sequence[str]) -> Reading[Run]:
 
     given = {word.partition("=")[0]: word.partition("=")[2] for word in words}
     more = [] if any(key.startswith("data.source") or key == "data" for key in given) else _source_of(recipe)
+    if not any(key.startswith(("reward", "environment")) for key in given):
+        more += _reward_of(recipe)
     if given.get("adapter", "none") != "none" and given.get("model") in presets() and "init.weights" not in given:
         # A preset stands for its trained weights, which are not read.
         more.append(f"init.weights={given['model']}")
     return compose(Run, recipe, [*more, *words])
 
 
-def _source_of(recipe: str) -> list[str]:
-    """A word that names data, if the recipe names none."""
+def _needs(recipe: str) -> list[Mapping[str, Any]]:
+    """What a recipe leaves to the user, by layer."""
     from argosy.run.settings.compose import NEEDS
     from argosy.run.settings.recipe_files import recipe_layers
 
-    needs = [layer.values.get(NEEDS) or {} for layer in recipe_layers(recipe)]
-    return ["data.source=synthetic"] if any("source" in (need.get("data") or {}) for need in needs) else []
+    return [layer.values.get(NEEDS) or {} for layer in recipe_layers(recipe)]
+
+
+def _source_of(recipe: str) -> list[str]:
+    """A word that names data, if the recipe names none."""
+    return ["data.source=synthetic"] if any("source" in (need.get("data") or {}) for need in _needs(recipe)) else []
+
+
+def _reward_of(recipe: str) -> list[str]:
+    """A word that names a reward, which a plan does not compute, if the recipe names none."""
+    return ["reward=maths"] if any(str(key).startswith("reward") for need in _needs(recipe) for key in need) else []
 
 
 def _settled(recipe: str, words: Sequence[str], target: Any) -> tuple[list[str], tuple[str, ...]]:
@@ -196,33 +212,51 @@ def _assembled(run: Run, target: Any) -> Any:
     from argosy.run.assembly.assemble import assemble
     from argosy.run.assembly.decided import Decided
 
+    if run.rollout is not None:
+        from argosy.run.plan.rollouts import trainer_target
+
+        target = trainer_target(target, run)
     return assemble(run, Decided.here(run, target), target=target, reads=False)
 
 
 def _modeled(assembly: Any) -> Figures:
-    """The analytic answer."""
+    """The analytic answer; of a run with rollouts for an update."""
     from argosy.run.plan.memory import memory_by_kind
-    from argosy.run.plan.speed import prices_of, work_of
+    from argosy.run.plan.speed import work_of
 
     target = assembly.target
+    if assembly.run.rollout is not None:
+        from argosy.run.plan.rollouts import update_assembly
+
+        assembly = update_assembly(assembly)
     memory = _memory_here(assembly) if target.shares_memory else memory_by_kind(assembly)
     fits = target.memory_bytes is None or sum(memory.values()) <= target.memory_bytes
-    chip, buffers = target.chip, []
+    buffers, prices = [], _prices(target)
     if not fits:
         from argosy.run.plan.compiled import state_buffers
 
         buffers = state_buffers(assembly)
-    if chip is None:
-        from argosy.run.plan.measured import prices_here
-
-        prices = prices_here(target.platform)
-        if prices is None:
-            return Figures("model", memory, target.memory_bytes, fits, buffers=buffers)
-    else:
-        prices = prices_of(chip)
+    if prices is None:
+        return Figures("model", memory, target.memory_bytes, fits, buffers=buffers)
     work = work_of(assembly, prices)
     compute = sum(work.by_kind.values())
     return Figures("model", memory, target.memory_bytes, fits, compute, work.traffic, buffers, work.by_kind, MODEL_ERROR)
+
+
+def _prices(target: Any) -> Any:
+    """What work costs on these devices; None if it is unknown."""
+    from argosy.run.plan.measured import prices_here
+    from argosy.run.plan.speed import prices_of
+
+    return prices_here(target.platform) if target.chip is None else prices_of(target.chip)
+
+
+def _with_rollouts(assembly: Any, update: Figures, target: Any) -> Any:
+    """The plan of a run's rollouts."""
+    from argosy.run.plan.rollouts import rollout_plan
+
+    state = update.memory["parameters"] + update.memory["optimizer"] + update.memory.get("process", 0)
+    return rollout_plan(assembly, state, _prices(target), target)
 
 
 def _memory_here(assembly: Any) -> dict[str, int]:
@@ -272,6 +306,8 @@ def plan_document(result: Planned, recipe: str, settings: PlanSettings) -> dict[
     a, figures = result.assembly, result.figures
     target, run = a.target, a.run
     step, flops = figures.step_seconds, model_flops(a)
+    more = _rollout_fields(result)
+    step = more.get("step_seconds", step)
     chip = target.chip
     peak = chip.flops_per_s * target.count if chip is not None else None
     seconds = step * a.steps if step else None
@@ -313,7 +349,43 @@ def plan_document(result: Planned, recipe: str, settings: PlanSettings) -> dict[
         "note": SAMPLES if run.rollout is not None else "",
         "missing_compiler": result.missing,
         "nearest": [one.document() for one in result.nearest],
+        **more,
     }
+
+
+def _rollout_fields(result: Planned) -> dict[str, Any]:
+    """What rollouts change in the answer: a step is an update with its share of the rollouts that it learns from."""
+    found, figures = result.rollouts, result.figures
+    if found is None:
+        return {}
+    from argosy.run.plan.rollouts import scoring_seconds
+
+    run = result.assembly.run
+    more = {"turns of environments": run.environment.played, "rollout.resample": run.rollout.resample}
+    left_out = [name for name, there in more.items() if there]
+    note = SAMPLES + (f"; not counted: {', '.join(left_out)}" if left_out else "")
+    fields: dict[str, Any] = {"rollouts": found.document(), "fits": figures.fits and found.fits, "note": note}
+    update = figures.step_seconds
+    if not fields["fits"]:
+        fields["bound_by"] = "memory: it does not fit"
+    if update is None or found.decode is None:
+        return fields
+    scoring = scoring_seconds(result.assembly, figures.by_kind.get("products", 0.0))
+    waits = found.exposed_seconds
+    step = max(update + scoring, waits) if found.beside else update + scoring + waits
+    fields |= {
+        "step_seconds": step,
+        "update_seconds": update,
+        "scoring_seconds": scoring,
+        "rollout_seconds": waits,
+        "seconds_by_kind": {**figures.by_kind, "scoring": scoring, "rollouts": waits},
+    }
+    if fields["fits"]:
+        parts = {"rollouts": waits, "update": update + scoring}
+        most = max(parts, key=lambda name: parts[name])
+        why = f"{found.decode.bound_by}, decoding" if most == "rollouts" else figures.bound_by
+        fields["bound_by"] = f"{'rollouts' if most == 'rollouts' else 'the update'} ({parts[most] / step:.0%} of a step): {why}"
+    return fields
 
 
 def _replicated(assembly: Any) -> str:

@@ -54,7 +54,7 @@ def assemble(
     mesh, (source, tokenizer) = checked["mesh"], checked["source"]
     replicas.check(run, mesh)
     if not reads:
-        data = unread_data(run)
+        data = unread_data(run, decided, mesh)
     elif run.rollout is None:
         data = stored_data(run, decided, mesh, source, tokenizer, progress, say)
     else:

@@ -40,7 +40,12 @@ class DataParts:
 
 
 class UnreadBatches(Batches):
-    """Batches of which only the shapes are known, for a run that is planned and not started."""
+    """Batches of which only the shapes are known, for a run that is planned and not started.
+
+    shape: that of the parts of a rollout; None for other batches.
+    """
+
+    shape: Any = None
 
     def __init__(self, run: Run):
         self.fingerprint, self.bytes_per_token = {}, None
@@ -76,9 +81,18 @@ def image_sizes(run: Run) -> dict[str, int]:
     return {"h": side, "w": side, "c": model.channels} | text | control
 
 
-def unread_data(run: Run) -> DataParts:
-    """The parts of a run whose data is not read."""
-    return DataParts(UnreadBatches(run), UnreadBatches(run) if run.eval.batches else None, BatchUpdates())
+def unread_data(run: Run, decided: Decided, mesh: Any) -> DataParts:
+    """The parts of a run whose data is not read, and from whose model nothing is sampled."""
+    if run.rollout is None:
+        return DataParts(UnreadBatches(run), UnreadBatches(run) if run.eval.batches else None, BatchUpdates())
+    from argosy.run.rl.parts import part_shape
+    from argosy.run.rl.updates import RolloutUpdates
+
+    batches = UnreadBatches(run)
+    batches.shape = part_shape(run, mesh, decided.shared_prompts)
+    batches.sizes = batches.shape.sizes
+    batches.tokens_per_batch //= run.rollout.minibatches
+    return DataParts(batches, None, RolloutUpdates((TEACHER,) if run.objective.roles.get(TEACHER) else ()))
 
 
 def stored_data(

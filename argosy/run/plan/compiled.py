@@ -20,6 +20,7 @@ from argosy.run.memory import compiled_need
 from argosy.run.plan.figures import Buffer, Figures, Traffic
 from argosy.run.plan.memory import memory_by_kind
 from argosy.run.plan.nearest import nearest_fits
+from argosy.run.plan.rollouts import update_assembly
 from argosy.run.plan.speed import work_of
 
 # A compiler's message about too little memory.
@@ -52,6 +53,8 @@ def compiled_figures(assembly: Any, prices: Prices | None, error: float) -> Figu
         prices: what work costs; None: times are not predicted.
         error: the share by which times may be off.
     """
+    if assembly.run.rollout is not None:
+        return _of_rollouts(assembly, prices, error)
     target, guess = assembly.target, memory_by_kind(assembly)
     try:
         program = compile_lowered(assembly.lower(), assembly.compiler_options)
@@ -82,6 +85,18 @@ def compiled_figures(assembly: Any, prices: Prices | None, error: float) -> Figu
         "compiler", memory, target.memory_bytes, fits, priced.compute_seconds, traffic, buffers, priced.by_kind, error,
         uncounted(module), len(module.unknown_loops),
     )  # fmt: skip
+
+
+def _of_rollouts(assembly: Any, prices: Prices | None, error: float) -> Figures:
+    """The prediction for an update from rollouts on this machine: the memory of its programs, and the time by the model."""
+    target = assembly.target
+    memory = dict(compiled_need(assembly, assembly.compile()).sizes)
+    fits = target.memory_bytes is None or sum(memory.values()) <= target.memory_bytes
+    if prices is None:
+        return Figures("compiler", memory, target.memory_bytes, fits, error=error)
+    work = work_of(update_assembly(assembly), prices)
+    seconds = sum(work.by_kind.values())
+    return Figures("compiler", memory, target.memory_bytes, fits, seconds, work.traffic, (), work.by_kind, error)
 
 
 def _memory(assembly: Any, program: Any, guess: dict[str, int]) -> dict[str, int]:

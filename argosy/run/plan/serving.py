@@ -187,7 +187,7 @@ def serving_memory(model: PlannedModel, copies: int) -> tuple[dict[str, int], Ca
     else:
         size = model.needs.fitting(settings.slots, _room(model, weights, copies), model.mesh, strict=settings.memory is not None)
     memory["cache"] = times * model.cache_bytes(size)
-    memory["temporaries"] = times * _temporaries(model)
+    memory["temporaries"] = times * step_temporaries(model)
     return memory, size
 
 
@@ -202,7 +202,7 @@ def _room(model: PlannedModel, weights: int, copies: int) -> float:
     return OF_DEVICE * max(0.0, float(target.memory_bytes or 0) - weights)
 
 
-def _temporaries(model: PlannedModel) -> int:
+def step_temporaries(model: PlannedModel) -> int:
     """Bytes of the arrays of the largest step, on each device."""
     settings, config = model.settings, model.config
     tokens = max(settings.budget, settings.budget_decoding + settings.slots)

@@ -62,7 +62,8 @@ class PartArrays:
     """The arrays of a part: rows are split over devices, per-completion arrays are on every device."""
 
     def __init__(self, assembly: Assembly):
-        self.shape = rollouts_of(assembly).batches.shape
+        batches: Any = assembly.batches
+        self.shape: PartShape = batches.shape
         self.fields: Fields = {**assembly.run.objective.reads(), **shared_of(self.shape)}
         # The arrays that log-probabilities are computed from.
         self.scored = (*ROWS, *shared_of(self.shape), "places")
