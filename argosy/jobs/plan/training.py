@@ -372,7 +372,7 @@ def _rollout_fields(result: Planned) -> dict[str, Any]:
         return fields
     scoring = scoring_seconds(result.assembly, figures.by_kind.get("products", 0.0))
     waits = found.exposed_seconds
-    step = max(update + scoring, waits) if found.beside else update + scoring + waits
+    step = max(update + scoring, waits) if found.overlaps else update + scoring + waits
     fields |= {
         "step_seconds": step,
         "update_seconds": update,

@@ -37,8 +37,8 @@ SUMS = 4
 
 
 @dataclass(frozen=True)
-class Lengths:
-    """The sizes of a rollout.
+class RolloutSize:
+    """How large a rollout is.
 
     completions, prompts: how many; greedy: further completions that rewards are compared with.
     input, output: tokens of a prompt and of a completion.
@@ -68,10 +68,10 @@ class RolloutPlan:
     prefill, decode: a step of prompts, and one in which as many sequences decode as there are slots for.
     prefill_steps, decode_steps: how many of them a rollout has.
     updates: of a rollout.
-    beside: whether sampling runs while updates do.
+    overlaps: whether sampling runs while updates do.
     """
 
-    lengths: Lengths
+    lengths: RolloutSize
     engine: PlannedModel
     size: CacheSize
     weights: str
@@ -81,7 +81,7 @@ class RolloutPlan:
     prefill_steps: int
     decode_steps: int
     updates: int
-    beside: bool
+    overlaps: bool
 
     @property
     def prefill_seconds(self) -> float:
@@ -131,13 +131,13 @@ class RolloutPlan:
         }
 
 
-def lengths_of_rollout(assembly: Any) -> Lengths:
+def lengths_of_rollout(assembly: Any) -> RolloutSize:
     """The sizes of the rollouts of a run: prompts fill what completions of full length leave of a row."""
     run, rollout = assembly.run, assembly.run.rollout
     prompts = run.data.batch // rollout.completions
     greedy = prompts if getattr(run.objective, "needs_greedy", False) else 0
     prompt = max(1, run.data.sequence - rollout.tokens)
-    return Lengths(run.data.batch, prompts, greedy, prompt, rollout.tokens, assembly.decided.shared_prompts)
+    return RolloutSize(run.data.batch, prompts, greedy, prompt, rollout.tokens, assembly.decided.shared_prompts)
 
 
 def update_assembly(assembly: Any) -> Any:
