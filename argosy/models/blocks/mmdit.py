@@ -14,12 +14,13 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from argosy.models.parts.attention.attend import HEADS, Attend
+from argosy.models.parts.attention.rope import turn_neighbors
 from argosy.models.parts.einsum import Einsum
 from argosy.models.parts.mlp import MLP
 from argosy.models.parts.modulation import modulate, sinusoid
 from argosy.models.parts.norm import RMSNorm
 from argosy.ops.attention import Score
-from argosy.ops.precision import wide
+from argosy.ops.precision import sums_in
 
 LEGEND = (
     ("I", "patch"), ("W", "waves"), ("E", "embedder"), ("G", "modulation"), ("M", "modulated"), ("S", "text"), ("O", "pooled"),
@@ -123,10 +124,8 @@ def joint_attention(
 
 def turned(x: Float[Array, "B T N H"], turns: tuple[Array, Array]) -> Float[Array, "B T N H"]:
     """Turns each pair of neighboring features by its angle."""
-    y = wide(x)
-    cos, sin = (t[:, :, None].astype(y.dtype) for t in turns)
-    a, b = y[..., 0::2], y[..., 1::2]
-    return jnp.stack([a * cos - b * sin, b * cos + a * sin], -1).reshape(y.shape).astype(x.dtype)
+    cos, sin = (t[:, :, None].astype(sums_in(x.dtype)) for t in turns)
+    return turn_neighbors(x, cos, sin).astype(x.dtype)
 
 
 def axial_turns(positions: np.ndarray, axes: tuple[int, ...], base: float = 1e4) -> tuple[np.ndarray, np.ndarray]:
