@@ -287,6 +287,7 @@ def test_models_that_read_no_tokens_are_planned(recipe):
     answer = plan(recipe, [], PlanSettings(device="v5p-8", compile=False), lambda _: None)
     assert answer["fits"]
     assert answer["tokens_per_step"] >= 4
+    assert answer["unit"] == ("images" if recipe == "diffusion" else "rows")
     assert answer["step_seconds"] > 0
 
 

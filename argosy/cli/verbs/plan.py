@@ -176,9 +176,10 @@ def _rollouts(found: Mapping[str, Any]) -> list[str]:
 def _head(found: Mapping[str, Any]) -> list[str]:
     mesh = " x ".join(f"{axis} {size}" for axis, size in found["mesh"].items()) or "one device"
     by = "the compiler" if found["verdict_by"] == "compiler" else "the analytic model"
+    count = f"{found['tokens_per_step']:,} {found['unit']}"
     return [
         f"{found['recipe']} on {found['device']}: {plural(found['devices'], 'device')}, {mesh}",
-        f"{found['parameters']:,} parameters, {found['flops_per_step']:.3g} FLOPs and {found['tokens_per_step']:,} tokens a step, "
+        f"{found['parameters']:,} parameters, {found['flops_per_step']:.3g} FLOPs and {count} a step, "
         f"{found['precision']}, remat {found['remat']}",
         f"{'fits' if found['fits'] else 'does not fit'}, says {by}",
     ]
@@ -198,7 +199,7 @@ def _time(found: Mapping[str, Any]) -> list[str]:
         return ["a step: no speed is known for this device"]
     step, error = found["step_seconds"], found["step_seconds_error"]
     mfu = f", {found['mfu']:.1%} MFU" if found["mfu"] else ""
-    speed = f"{found['tokens_per_s']:,.0f} tokens a second"
+    speed = f"{found['tokens_per_s']:,.0f} {found['unit']} a second"
     cost = f", {found['cost']:,.0f} in all" if found["cost"] else ""
     return [
         f"a step: {_brief(step)} by a static estimate that may be {error:.0%} off{mfu}, {speed}",
@@ -239,7 +240,7 @@ def _rest(found: Mapping[str, Any]) -> list[str]:
             (f"{one['tokens_per_s']:,.0f}", sized(one["memory_bytes"]), " ".join(w for w in one["settings"] if not w.endswith("=1")))
             for one in found["ranking"]
         ]
-        lines += ["", *columns(("tokens/s", "memory", "by the analytic model"), rows, (0, 1)).splitlines()]
+        lines += ["", *columns((f"{found['unit']}/s", "memory", "by the analytic model"), rows, (0, 1)).splitlines()]
         lines += [f"written to {found['out']}"] if found["out"] else []
     if found["missing_compiler"]:
         lines += ["", f"`pip install {found['missing_compiler']}` brings the compiler, whose answer is nearer"]

@@ -12,6 +12,7 @@ from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.core.settings import Reading, Settings
 from argosy.jobs.plan.compiler import answer_of_compiler, kept_answer
+from argosy.run.header import UNITS
 from argosy.run.plan.figures import Buffer, Figures, Traffic
 from argosy.run.settings.compose import compose
 from argosy.run.settings.run import Run
@@ -334,6 +335,8 @@ def plan_document(result: Planned, recipe: str, settings: PlanSettings) -> dict[
         "seconds_by_kind": dict(figures.by_kind),
         "parameters": a.parameters,
         "tokens_per_step": tokens,
+        # What counts as a token: a row of other data is one.
+        "unit": f"{UNITS.get(run.model.inputs, 'token')}s",
         "flops_per_step": int(flops),
         "mesh": {axis: size for axis, size in dict(a.mesh.shape).items() if size > 1},
         "precision": a.decided.precision,
