@@ -32,6 +32,7 @@ def load(
     adapter: str | Path | None = None,
     single_file: str | Path | None = None,
     controlnet: str | Path | Sequence[str | Path] | None = None,
+    embeddings: str | Path | Sequence[str | Path] | None = None,
     context: int | None = None,
     tensor: int = 1,
     engine: EngineSettings | Mapping[str, Any] | None = None,
@@ -58,6 +59,8 @@ def load(
         controlnet: with a diffusers folder of Stable Diffusion 1, 2 or XL, a ControlNet that steers it by `images(control_image=...)`:
             a folder of diffusers, a run of `argosy train controlnet`, a checkpoint of one, or hf:OWNER/NAME; or several, whose control
             images `images` takes in their order.
+        embeddings: with a diffusers folder of Stable Diffusion 1 or 2, a file of learned embeddings (textual inversion), or a folder
+            with `learned_embeds.safetensors`, or hf:OWNER/NAME; or several. Prompts name their tokens: "a <cat-toy> on the moon".
         tensor: number of devices that share heads, feed-forward features, vocabulary and cache (arXiv:1909.08053).
         engine: settings of the engine under `generate`, by the names of `argosy serve` (`infer.settings.EngineSettings`), such as
             {"speculative": "ngram"}, or {"lora": {"enabled": True, "adapters": 2}} for `lm.load_adapter`. Its `context` is also that
@@ -112,7 +115,9 @@ def load(
         if quantization is not None or tensor != 1:
             named = "quantization" if quantization is not None else "tensor"
             raise BadInput(f"{named}: not built for models that draw images", hint="leave it out")
-        return _pipeline(model, dtype, adapter, single_file, controlnet)
+        return _pipeline(model, dtype, adapter, single_file, controlnet, embeddings)
+    if embeddings is not None:
+        raise BadInput(f"embeddings are read by the text encoder of a diffusers folder, and {model} is none", hint="leave it out")
     if controlnet is not None:
         raise BadInput(f"controlnet steers models of a diffusers folder, and {model} is none", hint="leave it out")
     if single_file is not None:
@@ -134,7 +139,7 @@ def load(
     return _checked(lm)
 
 
-def _pipeline(model: str | Path, dtype: Any, adapter: Any, single_file: Any, controlnet: Any) -> Any:
+def _pipeline(model: str | Path, dtype: Any, adapter: Any, single_file: Any, controlnet: Any, embeddings: Any) -> Any:
     """A diffusers folder, or a run that trained a denoiser, as an `ImagePipeline`; an autoencoder as an `ImageAutoencoder`."""
     from argosy.infer.denoise.pipeline import ImagePipeline
 
@@ -143,13 +148,18 @@ def _pipeline(model: str | Path, dtype: Any, adapter: Any, single_file: Any, con
 
         nets = [controlnet] if isinstance(controlnet, str | Path) else controlnet or ()
         controlnet = [local_model(net, _say) for net in nets]
-        more: Any = {"single_file": single_file, "controlnet": controlnet, "say": _say}
+        files = [embeddings] if isinstance(embeddings, str | Path) else embeddings or ()
+        files = [local_model(file, _say) for file in files]
+        more: Any = {"single_file": single_file, "controlnet": controlnet, "embeddings": files, "say": _say}
         pipeline = load_diffusers(model, dtype=dtype, adapter=adapter, **more)
     else:
         if single_file is not None:
             raise BadInput("single_file: takes the place of models of a diffusers folder", hint="give a folder with a model_index.json")
         if controlnet is not None:
             raise BadInput("controlnet: steers the UNet of a diffusers folder", hint="give a folder with a model_index.json")
+        if embeddings is not None:
+            what = "embeddings: read by the text encoder of a diffusers folder"
+            raise BadInput(what, hint="give a folder with a model_index.json")
         if adapter is not None:
             raise BadInput("adapter: a run's own adapters are merged as it is loaded", hint="give a diffusers folder, or leave it out")
         from argosy.infer.denoise.runs import load_images

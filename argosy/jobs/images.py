@@ -29,6 +29,8 @@ class GenerateImages(Settings):
         "guidance_scale": "did you mean `guidance`?",
         "negative_prompt": "did you mean `negative`?",
         "num_frames": "did you mean `frames`?",
+        "textual_inversion": "did you mean `embeddings`?",
+        "learned_embeds": "did you mean `embeddings`?",
         "controlnet_conditioning_scale": "did you mean `control_scale`?",
         "control_guidance_start": "did you mean `control_start`?",
         "control_guidance_end": "did you mean `control_end`?",
@@ -77,6 +79,9 @@ class GenerateImages(Settings):
     """Share of the steps after which the ControlNet does not act any more. Of several, one for all or a list."""
     guess_mode: bool = False
     """The ControlNet acts on predictions with the prompt alone, and more weakly on fine details, as for an empty prompt."""
+    embeddings: str | tuple[str, ...] | None = None
+    """Learned embeddings of Stable Diffusion 1 or 2 (textual inversion), whose tokens the prompt names: a .safetensors file, a folder with
+    `learned_embeds.safetensors`, or hf:OWNER/NAME; or several of them, [a, b]."""
     single_file: str | None = None
     """A .safetensors file in its authors' names, whose models take the place of those of the diffusers folder."""
     dtype: str | None = None
@@ -105,7 +110,8 @@ def generate_images(
     from argosy.jobs.api import load
 
     say(f"loading {model}")
-    pipe = load(model, dtype=settings.dtype, single_file=settings.single_file, controlnet=settings.controlnet)
+    how: Any = {"single_file": settings.single_file, "controlnet": settings.controlnet, "embeddings": settings.embeddings}
+    pipe = load(model, dtype=settings.dtype, **how)
     if not isinstance(pipe, ImagePipeline):
         raise BadInput(f"{model} draws no images", hint="leave out `image=`, which is for models that do")
 

@@ -17,6 +17,9 @@ from safetensors.torch import save_file
 from transformers import CLIPTokenizer, Qwen2Tokenizer, T5Tokenizer
 
 PROMPTS = ["a red fox in the snow", "nothing"]
+# A learned token, and prompts with it: also where no blank is beside it.
+LEARNED = "<snow-fox>"
+LEARNED_PROMPTS = ["a <snow-fox> in the snow", "fox,<snow-fox>!"]
 LATENTS = (2, 4, 12, 8)
 # Of the first-block cache.
 THRESHOLD = 0.9
@@ -339,6 +342,20 @@ def cached_image(pipe: Any, latents: torch.Tensor, more: dict[str, Any]) -> dict
     pipe.transformer.disable_cache()
     head._should_compute_remaining_blocks = plain
     return {"out_cached": image, "computed": np.array(decided, np.float32)}
+
+
+def learned_images(pipe: Any, folder: Path) -> np.ndarray:
+    """Images with a learned token of two vectors (textual inversion), from a file that is kept beside the golden."""
+    width = pipe.text_encoder.config.hidden_size
+    rows = np.random.default_rng(12).normal(0, 0.5, (2, width)).astype(np.float32)
+    save_file({LEARNED: torch.from_numpy(rows)}, folder / "learned_embeds.safetensors")
+    whole = copy.deepcopy(pipe)
+    whole.load_textual_inversion(str(folder / "learned_embeds.safetensors"))
+    whole.set_progress_bar_config(disable=True)
+    given = torch.from_numpy(np.random.default_rng(7).standard_normal(LATENTS).astype(np.float32))
+    how = {"num_inference_steps": 3, "output_type": "np", "height": LATENTS[2] * 4, "width": LATENTS[3] * 4, "guidance_scale": 4.0}
+    with torch.no_grad():
+        return whole(LEARNED_PROMPTS, latents=given, **how).images
 
 
 def lora_file(pipe: Any, name: str, folder: Path) -> Path | None:

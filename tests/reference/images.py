@@ -21,7 +21,7 @@ import torch
 import transformers
 from author_files import SINGLE_FILES, author_golden, author_shapes
 from image_models import MODELS
-from image_pipelines import PIPELINES, SCHEDULERS, WITHOUT, images_of, lora_file, write_tokenizers
+from image_pipelines import PIPELINES, SCHEDULERS, WITHOUT, images_of, learned_images, lora_file, write_tokenizers
 from safetensors import safe_open
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -127,6 +127,8 @@ def make_pipeline(name: str) -> None:
         shutil.copyfile(Path(scratch) / "model_index.json", folder / "model_index.json")
         shutil.copytree(Path(scratch) / "scheduler", folder / "scheduler")
     found = images_of(pipe, name)
+    if name == "pipeline-sd":
+        found["out_learned"] = learned_images(pipe, folder)
     if (lora := lora_file(pipe, name, folder)) is not None:
         pipe.load_lora_weights(lora)
         found["out_lora"] = images_of(pipe, name)["out_images"]

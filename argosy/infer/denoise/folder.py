@@ -37,6 +37,7 @@ from argosy.models.diffusion.unet import UNetConfig
 from argosy.weights.build import LoadedModel, as_dtype, load_model
 from argosy.weights.hub.config import read_json_object
 from argosy.weights.hub.image_lora import UpdatedTensors, image_updates
+from argosy.weights.hub.learned_embeddings import read_learned_embeddings
 from argosy.weights.hub.single_file import single_file_parts
 from argosy.weights.model import OpenedModel
 
@@ -66,6 +67,7 @@ class PipelineParts:
     index: its model_index.json.
     models: as they were loaded.
     sampler: as the folder has it.
+    embeddings: files of learned embeddings, which the first text encoder reads.
     """
 
     path: Path
@@ -73,6 +75,7 @@ class PipelineParts:
     models: Mapping[str, LoadedModel]
     sampler: SamplerSettings
     say: Say | None = field(default=None, compare=False)
+    embeddings: Sequence[str | Path] = ()
 
     @property
     def denoiser(self) -> Any:
@@ -90,7 +93,8 @@ class PipelineParts:
         said = read_config(folder).raw.get("model_max_length")
         context = module.config.context
         longest = min(int(said), context) if isinstance(said, int | float) and said > 0 else context
-        return PromptReader(module, load_tokenizer(folder), length or longest, f"text_encoder{end}", self.say)
+        learned = read_learned_embeddings(self.embeddings, module.config.width)
+        return PromptReader(module, load_tokenizer(folder), length or longest, f"text_encoder{end}", self.say, learned)
 
 
 def flux_pipeline(parts: PipelineParts) -> ImagePipeline:
@@ -229,6 +233,7 @@ def load_diffusers(
     single_file: str | Path | None = None,
     denoiser: Any = None,
     controlnet: str | Path | Sequence[str | Path] | None = None,
+    embeddings: str | Path | Sequence[str | Path] | None = None,
     texts: bool = True,
     say: Say | None = None,
 ) -> ImagePipeline:
@@ -238,6 +243,8 @@ def load_diffusers(
         single_file: a file in its authors' names (`weights.hub.single_file`), whose models take the place of the folder's.
         denoiser: a module in place of the folder's denoiser, whose weights are then not read; it may still lack its own.
         controlnet: a ControlNet for the folder's UNet, or several: a folder, a run or a checkpoint each.
+        embeddings: files of learned embeddings (textual inversion), or folders with one, of Stable Diffusion 1 and 2
+            (`weights.hub.learned_embeddings`).
         texts: whether the weights of text encoders are read. Without them a pipeline draws with other prompts, and cannot be saved.
         dtype: of weights and activations, as in `weights.build.load_model`. An autoencoder that says so stays in float32.
         adapter: a file of low-rank adapters (`weights.hub.image_lora`), merged into the weights as they are read.
@@ -256,6 +263,10 @@ def load_diffusers(
     if nets:
         name = _with_controlnet(name, path)
         index = dict(index) | {"_class_name": name, CONTROLNET: ["diffusers", SEVERAL if len(nets) > 1 else "ControlNetModel"]}
+    files = [] if embeddings is None else [embeddings] if isinstance(embeddings, str | Path) else list(embeddings)
+    if files and KINDS[name].make is not sd_pipeline:
+        what = f"embeddings: learned embeddings of {name} are not built"
+        raise BadInput(what, where=str(path), hint="those of Stable Diffusion 1 and 2 are")
     kind, opened = KINDS[name], dict[str, OpenedModel]()
     present = {part for part, library in index.items() if isinstance(library, list) and library[:1] != [None]}
     numbers = [part.removeprefix("text_encoder") for part in kind.models if part.startswith("text_encoder")]
@@ -308,7 +319,7 @@ def load_diffusers(
             models[part] = _loaded(one, dtype)
     if not (path / SCHEDULER).is_file():
         raise BadInput(f"there is no {SCHEDULER}", where=str(path), hint="copy or download the folder again")
-    pipe = kind.make(PipelineParts(path, index, models, sampler_of(read_json_object(path / SCHEDULER)), say))
+    pipe = kind.make(PipelineParts(path, index, models, sampler_of(read_json_object(path / SCHEDULER)), say, files))
     if texts:
         pipe.writer = partial(save_diffusers, PipelineParts(path, index, models, pipe.sampler, say))
     return pipe

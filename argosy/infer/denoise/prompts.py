@@ -11,7 +11,8 @@ leave it out. A longer text loses its end, which is said.
 """
 
 import html
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -27,6 +28,9 @@ from argosy.infer.denoise.finite import check_finite
 from argosy.models.diffusion.base import Conditions
 from argosy.models.parts.weight import merge, split
 
+# Address of the table of tokens in every text encoder.
+EMBEDDING = "embed.w"
+
 
 class PromptReader:
     """A text encoder and its tokenizer: texts to states.
@@ -37,11 +41,31 @@ class PromptReader:
         length: tokens that every text is padded or cut to.
         name: what error messages call it.
         say: called with what a text lost.
+        learned: [n D] rows of each learned token, which stand where its name is in a text (textual inversion).
     """
 
-    def __init__(self, module: Any, tokenizer: Any, length: int, name: str, say: Say | None = None):
+    def __init__(
+        self,
+        module: Any,
+        tokenizer: Any,
+        length: int,
+        name: str,
+        say: Say | None = None,
+        learned: Mapping[str, Float[np.ndarray, "n D"]] | None = None,
+    ):
         self.module, self.tokenizer, self.length, self.name, self.say = module, tokenizer, length, name, say
         graph, self._leaves = split(module)
+        self._learned: dict[str, list[int]] = {}
+        if learned:
+            # The table of this program alone: the module stays as its folder has it.
+            table = self._leaves[EMBEDDING]
+            rows = np.concatenate(list(learned.values()))
+            self._leaves = self._leaves | {EMBEDDING: jnp.concatenate([table, jnp.asarray(rows, table.dtype)])}
+            at = len(table)
+            for token, own in learned.items():
+                self._learned[token.lower()] = list(range(at, at := at + len(own)))
+            names = sorted(self._learned, key=len, reverse=True)
+            self._token = re.compile(f"({'|'.join(map(re.escape, names))})", re.IGNORECASE)
         self._program = _states(graph, module.dtype)
         first, last = (self._special(role) for role in module.config.framing)
         self._frame = first, last
@@ -59,13 +83,34 @@ class PromptReader:
         out = np.full((len(texts), self.length), self._pad, np.int32)
         words = np.zeros_like(out)
         room = self.length - len(first) - len(last)
-        for row, ids in enumerate(self.tokenizer.encode_many(list(texts), special=True)):
+        for row, ids in enumerate(self._encoded(texts)):
             if len(ids) > room and self.say is not None:
-                lost = self.tokenizer.decode(ids[room:])
+                lost = self._decoded(ids[room:])
                 self.say(f"{self.name} reads {plural(self.length, 'token')}; a prompt loses its end: {lost!r}")
             whole = [*first, *ids[:room], *last]
             out[row, : len(whole)], words[row, : len(whole)] = whole, 1
         return out, words
+
+    def _encoded(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of each text. Learned tokens part it, as added tokens do in transformers."""
+        if not self._learned:
+            return self.tokenizer.encode_many(list(texts), special=True)
+        parts = [self._token.split(text) for text in texts]
+        plain = iter(self.tokenizer.encode_many([part for one in parts for part in one[::2]], special=True))
+        found = []
+        for one in parts:
+            ids: list[int] = []
+            for i, part in enumerate(one):
+                ids += self._learned[part.lower()] if i % 2 else next(plain)
+            found.append(ids)
+        return found
+
+    def _decoded(self, ids: Sequence[int]) -> str:
+        """The text of ids, the names of learned tokens among them."""
+        of = {rows[0]: token for token, rows in self._learned.items()}
+        rest = {row for rows in self._learned.values() for row in rows}
+        named = [of[i] for i in ids if i in of]
+        return " ".join([self.tokenizer.decode([i for i in ids if i not in rest]), *named]).strip()
 
     def states(self, texts: Sequence[str], *, masked: bool = False) -> "TextStates":
         """What the encoder makes of texts.

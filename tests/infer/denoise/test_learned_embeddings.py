@@ -1,0 +1,96 @@
+"""Learned embeddings (textual inversion): a small pipeline against what diffusers draws with them, the verb, and mistakes."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from golden_weights import write_pipeline
+from PIL import Image
+from safetensors.numpy import load_file, save_file
+
+import argosy
+from argosy.core.errors import BadInput
+from argosy.jobs.images import GenerateImages, generate_images
+
+GOLDEN = Path(__file__).parents[2] / "goldens" / "images" / "pipeline-sd"
+FILE = GOLDEN / "learned_embeds.safetensors"
+PROMPTS = ["a <snow-fox> in the snow", "fox,<snow-fox>!"]
+TOLERANCE = 5e-5  # of the brightest pixel
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return write_pipeline(GOLDEN, tmp_path_factory.mktemp("learned") / "sd")
+
+
+@pytest.fixture(scope="module")
+def pipe(folder):
+    return argosy.load(folder, embeddings=FILE)
+
+
+def test_it_draws_what_diffusers_draws(folder, pipe):
+    golden = np.load(GOLDEN / "golden.npz")
+    how = {"steps": 3, "guidance": 4.0, "size": (48, 32), "latents": golden["latents"], "output": "float"}
+    learned = pipe.images(PROMPTS, **how)
+    assert np.abs(learned - golden["out_learned"]).max() < TOLERANCE
+    assert np.abs(learned - argosy.load(folder).images(PROMPTS, **how)).max() > 0.02, "without them, the name is spelled by letters"
+
+
+def test_a_token_stands_for_its_rows(pipe):
+    reader = pipe.prompts.clip
+    vocab = reader.module.config.vocab
+    (ids,) = reader.ids(["a <Snow-Fox><snow-fox> fox"])
+    learned = [vocab, vocab + 1]
+    plain = {text: list(reader.tokenizer.encode(text)) for text in ("a", "fox")}
+    assert list(ids[1 : ids.tolist().index(89)]) == [*plain["a"], *learned, *learned, *plain["fox"]]
+    assert reader.module.embed.shape[0] == vocab, "the module stays as its folder has it"
+
+
+def test_a_prompt_that_loses_a_learned_token_says_so(folder):
+    said: list[str] = []
+    pipe = argosy.load(folder, embeddings=FILE)
+    pipe.prompts.clip.say = said.append
+    pipe.prompts.clip.ids(["a red fox in the snow " * 4 + "<snow-fox>"])
+    assert "<snow-fox>" in said[0]
+
+
+def test_files_of_other_programs_and_folders(folder, tmp_path):
+    rows = load_file(FILE)["<snow-fox>"]
+    save_file({"emb_params": rows}, tmp_path / "snow.safetensors")
+    save_file({"<one>": rows[0]}, tmp_path / "learned_embeds.safetensors")
+    reader = argosy.load(folder, embeddings=[tmp_path / "snow.safetensors", tmp_path]).prompts.clip
+    vocab = reader.module.config.vocab
+    assert list(reader.ids(["snow <one>"])[0][1:4]) == [vocab, vocab + 1, vocab + 2]
+
+
+@pytest.mark.slow
+def test_the_verb_draws_with_them(folder, pipe, tmp_path):
+    words = {"image": str(tmp_path / "out.png"), "size": "32x48", "steps": 1, "embeddings": str(FILE)}
+    generate_images(str(folder), PROMPTS[0], GenerateImages(**words))
+    with Image.open(tmp_path / "out.png") as file:
+        drawn = np.array(file)
+    assert np.abs(drawn.astype(int) - pipe.images(PROMPTS[0], size=(48, 32), steps=1)[0]).max() <= 1
+
+
+def test_mistakes_are_named(folder, tmp_path):
+    rows = load_file(FILE)["<snow-fox>"]
+    files = {
+        "two": ({"a": rows, "b": rows}, "has 2 tensors"),
+        "wide": ({"a": rows[:, :5].copy()}, r"rows of \[2, 5\], and the text encoder reads rows of 28"),
+        "xl": ({"clip_l": rows, "clip_g": rows}, "of Stable Diffusion XL"),
+    }
+    for name, (tensors, what) in files.items():
+        save_file(tensors, tmp_path / f"{name}.safetensors")
+        with pytest.raises(BadInput, match=what):
+            argosy.load(folder, embeddings=tmp_path / f"{name}.safetensors")
+    with pytest.raises(BadInput, match="in another file too"):
+        argosy.load(folder, embeddings=[FILE, FILE])
+    with pytest.raises(BadInput, match="there is no such file"):
+        argosy.load(folder, embeddings=tmp_path / "none.safetensors")
+    shutil.copyfile(FILE, tmp_path / "learned.bin")
+    with pytest.raises(BadInput, match=r"is no \.safetensors file"):
+        argosy.load(folder, embeddings=tmp_path / "learned.bin")
+    xl = write_pipeline(GOLDEN.parent / "pipeline-sdxl", tmp_path / "xl-folder")
+    with pytest.raises(BadInput, match="StableDiffusionXLPipeline are not built"):
+        argosy.load(xl, embeddings=FILE)
