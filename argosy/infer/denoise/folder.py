@@ -457,7 +457,9 @@ def save_diffusers(parts: PipelineParts, pipe: ImagePipeline, folder: Path) -> N
 
 def _is_partly_read(folder: Path) -> bool:
     """Whether a folder has other towers beside the text model that is read, which would not be written again."""
-    return "text_config" in read_json_object(folder / "config.json")
+    config = folder / "config.json"
+    # ControlNets that were given beside the folder are not in it.
+    return config.is_file() and "text_config" in read_json_object(config)
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
