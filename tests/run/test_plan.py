@@ -8,9 +8,12 @@ from typing import Any
 import jax
 import pytest
 
+import argosy
 from argosy.cli import main
 from argosy.core.errors import BadInput
+from argosy.infer.load import random_lm
 from argosy.jobs.plan.training import PlanSettings, figures_from, plan, plan_reading
+from argosy.observe.hardware import hardware
 from argosy.observe.hlo.estimate import Prices, price_program
 from argosy.observe.hlo.module import HloModule
 from argosy.run.assembly.assemble import assemble
@@ -305,3 +308,28 @@ def test_denoisers_are_planned_by_name_without_their_encoders(model: str, device
     assert 1.5 < found["flops_per_step"] / half["flops_per_step"] < 5
     assert found["memory_bytes"]["activations"] > 1.5 * half["memory_bytes"]["activations"]
     assert found["memory_bytes"]["parameters"] == half["memory_bytes"]["parameters"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapter", ["lora", "qlora"])
+def test_memory_under_adapters_is_what_the_run_allocates(adapter, tmp_path):
+    """The header of a run has what XLA allocates for its compiled step beside the arrays that are there."""
+    config = preset_config("argosy-1m").model_copy(update={"width": 256, "ffn": 512})
+    random_lm(config, 0).save(tmp_path / "model", format="hub")
+    words = [f"model={tmp_path}/model", f"adapter={adapter}", "data.source=synthetic", "data.sequence=64", "data.batch=8"]
+    told = plan("sft", words, PlanSettings(), lambda _: None)
+    assert told["verdict_by"] == "compiler"
+    run = argosy.fit("sft", *words, f"dir={tmp_path}/run", "steps=1", "eval.batches=0", "init.tokenizer_mismatch=allow")
+    lines = (Path(run.dir) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    taken = next(json.loads(line)["header"]["memory"] for line in lines if "header" in line)
+    for kind in ("parameters", "gradients", "optimizer", "activations"):
+        assert told["memory_bytes"][kind] == pytest.approx(taken[kind], rel=0.05), kind
+    weights = told["memory_bytes"]["parameters"] / config.parameters()
+    assert weights > 3 if adapter == "lora" else weights < 3
+
+
+def test_gpus_are_part_of_a_host_or_whole_hosts():
+    assert [hardware(name).hosts for name in ("h100-3", "h100-8", "h200-16")] == [1, 1, 2]
+    with pytest.raises(BadInput, match="whole number of hosts") as found:
+        hardware("h100-12")
+    assert "h100-16" in str(found.value.hint) or "h100-8" in str(found.value.hint)
