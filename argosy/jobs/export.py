@@ -9,7 +9,7 @@ from argosy.core.errors import BadInput
 from argosy.core.hub.download import local_model
 from argosy.core.hub.names import name_of_path
 from argosy.export.manifest import BundleManifest, bundle_digest
-from argosy.jobs.image_models import draws_images
+from argosy.jobs.image_models import check_one_tower, draws_images
 from argosy.weights.staging import is_occupied
 
 Say = Callable[[str], None]
@@ -53,6 +53,7 @@ def export_bundle(
         return bundle_facts(manifest) | {"source": model, "target": target, "seconds": time.monotonic() - start}
     if steps is not None or size is not None or "denoise" in (signatures or ()):
         raise BadInput("signature=denoise, steps and size are for models that draw images", hint="leave them out")
+    check_one_tower(model, "export", say)
     say(f"loading {model}")
     lm = load(model, dtype=dtype, quantization=quantization, adapter=adapter)
     lineage = source_lineage(model) | ({} if quantization is None else {"quantization": quantization})

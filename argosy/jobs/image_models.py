@@ -44,6 +44,17 @@ def embeds_images(model: str | Path, say: Say = lambda _: None) -> bool:
     return family is not None and family in FAMILIES and FAMILIES[family].inputs == "image_texts"
 
 
+def check_one_tower(model: str | Path, verb: str, say: Say = lambda _: None) -> None:
+    """Checks that a MODEL argument is no CLIP with both towers, for a verb that has no use for one.
+
+    Raises:
+        BadInput: it is one.
+    """
+    if embeds_images(model, say):
+        hint = "argosy eval MODEL tasks=images clip=FOLDER scores drawn images; in Python, argosy.load(FOLDER).embed_images(images)"
+        raise BadInput(f"argosy {verb} of CLIP with both towers is not built", where=str(model), hint=hint)
+
+
 def _family(folder: Path) -> Any:
     """The family of a run's or a checkpoint's model; None for anything else."""
     if not folder.is_dir():

@@ -11,10 +11,11 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from golden_weights import write_pipeline
+from golden_weights import write_model, write_pipeline
 from helpers import Heard
 
 import argosy
+from argosy.cli import main
 from argosy.core.errors import BadInput, UserError
 from argosy.core.formats.image_files import read_image
 from argosy.jobs.export import export_bundle
@@ -43,6 +44,13 @@ def test_the_kind_of_a_model_is_known_from_its_files(run: str, tmp_path: Path):
     assert not draws_images("llama3.2-1b")
     (tmp_path / "model_index.json").write_text("{}")
     assert draws_images(tmp_path)
+
+
+@pytest.mark.parametrize("verb", ["serve", "chat", "export"])
+def test_verbs_without_a_use_for_clip_say_so(verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    folder = write_model(FLUX.parent / "clip", tmp_path / "clip")
+    assert main([verb, str(folder), *([str(tmp_path / "bundle")] if verb == "export" else [])]) == 2
+    assert f"argosy {verb} of CLIP with both towers is not built" in capsys.readouterr().err
 
 
 def drawn(run: str, **words: Any) -> list[dict[str, Any]]:

@@ -22,6 +22,7 @@ from argosy.core.hub.names import model_name
 from argosy.core.process import signals
 from argosy.core.settings import SettingsLayer, read_settings, words_layer
 from argosy.jobs import machine
+from argosy.jobs.image_models import check_one_tower
 
 # Default limit on the tokens of a conversation: a cache of 128k tokens takes gigabytes.
 CONTEXT = 8192
@@ -106,6 +107,7 @@ def open_chat(model: str, settings: ChatSettings) -> Iterator[tuple[ChatSession,
         from argosy.serve.app import App
         from argosy.serve.settings import ServerLimits, ServeSettings
 
+        check_one_tower(model, "chat", doing)
         doing(f"loading {model}")
         stored: Any = {name: getattr(settings, name) for name in ("dtype", "adapter", "quantization")}
         lm = load(model, **stored, context=settings.context, blocks="auto")

@@ -14,7 +14,7 @@ from argosy.core.hub.names import model_name
 from argosy.core.process import signals
 from argosy.core.settings import read_settings, words_layer
 from argosy.jobs import machine
-from argosy.jobs.image_models import draws_images
+from argosy.jobs.image_models import check_one_tower, draws_images
 from argosy.serve.images.settings import ImageServeSettings
 from argosy.serve.settings import ServeSettings
 
@@ -69,6 +69,7 @@ def serve(
         from argosy.web.process import bound_socket, server_address
 
         run.check_server(settings)
+        check_one_tower(model, "serve", doing)
         listener, admin_listener = bound_socket(settings.host, settings.port), run.admin_socket(settings)
         doing(f"loading {model}")
         how: Any = {name: getattr(settings, name) for name in ("dtype", "adapter", "tensor", "quantization")}
