@@ -116,14 +116,14 @@ def single_file_entries(parts: Mapping[str, OpenedModel], dtype: Any = None) -> 
         known = ", ".join(type(one.config).__name__ for one in parts.values())
         hint = "Flux.1 in Black Forest Labs' names; Stable Diffusion 1, 2 and XL in Stability AI's"
         raise BadInput(f"no single file in its authors' names is written of {known}", hint=hint)
-    width = unet.config.text_width
+    width: int = unet.config.text_width  # pyright: ignore[reportAttributeAccessIssue]
     entries = _entries("unet", unet, DENOISER, names.unet_settings, names.unet_rows, dtype)
     if vae := parts.get("vae"):
         entries += _entries("vae", vae, VAE, lambda shapes: names.vae_settings(shapes, width), names.vae_rows, dtype)
     for part, starts in (("text_encoder", (*CLIPS, OPENCLIP)), ("text_encoder_2", (OPENCLIP_2,))):
         if (clip := parts.get(part)) is None:
             continue
-        if clip.config.activation == "gelu" or part == "text_encoder_2":
+        if getattr(clip.config, "activation", None) == "gelu" or part == "text_encoder_2":
             start, projects = starts[-1], part == "text_encoder_2"
             settings = lambda shapes, projects=projects: names.openclip_settings(shapes, projects)  # noqa: E731
             entries += _entries(part, clip, start, settings, names.openclip_rows, dtype)
