@@ -97,6 +97,8 @@ class Hardware:
 
     @property
     def hosts(self) -> int:
+        if self.chip.axes == 2 and self.chips <= ON_ONE_HOST:
+            return 1
         return max(1, -(-self.chips // self.chip.host_chips))
 
     @property
@@ -105,6 +107,10 @@ class Hardware:
         if self.chip.axes == 3:
             return tuple(all(n % 4 == 0 for n in self.shape) for _ in self.shape)
         return tuple(n >= 16 for n in self.shape)
+
+
+# Slices of v5e and v6e with up to so many chips are on one host; larger ones have hosts of 4 (cloud.google.com/tpu/docs/v5e, v6e).
+ON_ONE_HOST = 8
 
 
 def hardware(name: str) -> Hardware:

@@ -138,7 +138,7 @@ class Target:
         if chip.axes == 3 and all(self.hardware.wraps):
             # Without these, XLA sees no torus, and gathers become sums of padded arrays.
             how = {"wrap": self.hardware.wraps, "chips_per_host_bounds": (2, 2, 1)}
-        elif self.hardware.chips < chip.host_chips:
+        elif self.hardware.hosts == 1 and self.hardware.chips != chip.host_chips:
             how = {"chips_per_host_bounds": (*shape, 1)[:3] if chip.axes == 2 else shape}
         name = f"{chip.topology}:{'x'.join(map(str, shape))}"
         try:
