@@ -110,7 +110,7 @@ def embed_signature(lm: LM) -> ModelSignature:
     if lm.tokenizer is not None:
         first, last = frame_tokens(lm)
         how: Any = {"prompt": steps.prompt, "prompts": dict(steps.prompts), "lower": steps.lower, "cut": True}
-        how |= {"strip": not lm.config.causal}
+        how |= {"strip": True}
         how |= {} if steps.include_prompt else {"prompt_length": PROMPT_LENGTH}
         texts = [TokenizeStep(first=first, last=last, **how)]
     about = f"{steps.pooling} of the tokens"

@@ -43,7 +43,7 @@ class TokenizeStep(Settings):
     prompt_length: str = ""
     """The program's input that receives the number of tokens up to the end of the prompt, which are not pooled. Empty: all are."""
     strip: bool = False
-    """Whether blanks around a text are removed."""
+    """Whether blanks around a text and its prompt are removed."""
     lower: bool = False
     """Whether texts are converted to lower case."""
     cut: bool = False
@@ -331,7 +331,7 @@ def _before(step: TokenizeStep, tokenizer: Tokenizer, prompts: Sequence[str]) ->
 
 
 def _ids(step: TokenizeStep, tokenizer: Tokenizer, texts: list[str], prompts: Sequence[str]) -> list[list[int]]:
-    found = [prompt + (text.strip() if step.strip else text) for prompt, text in zip(prompts, texts, strict=True)]
+    found = [(prompt + text).strip() if step.strip else prompt + text for prompt, text in zip(prompts, texts, strict=True)]
     return tokenizer.encode_many([text.lower() if step.lower else text for text in found])
 
 

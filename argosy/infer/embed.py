@@ -127,7 +127,8 @@ class SentenceEncoder:
         if strings:
             first, last = frame_tokens(self.lm)
             prompt = self.steps.prompt if prompt is None else prompt
-            whole = [prompt, *(prompt + self._clean(str(texts[i])) for i in strings)]
+            # Blanks around prompt and text are no part of them, as in sentence-transformers.
+            whole = [prompt, *((prompt + str(texts[i])).strip() for i in strings)]
             before, *found = self.lm.tokenizer.encode_many([t.lower() if self.steps.lower else t for t in whole])
             first, last = (first, last) if special else ([], [])
             leaves_out = bool(prompt) and not self.steps.include_prompt
@@ -171,10 +172,6 @@ class SentenceEncoder:
     def _run(self, inputs: Sequence[np.ndarray]) -> Float[np.ndarray, "B D"]:
         with self._model.on_mesh():
             return np.asarray(self._program(self._weights, *inputs))
-
-    def _clean(self, text: str) -> str:
-        """The text as it is tokenized. Encoders of words see no blanks around it; to language models they are tokens."""
-        return text if self.lm.config.causal else text.strip()
 
     def finished(
         self, vectors: Float[np.ndarray, "N D"], normalize: bool | None = None, dimensions: int | None = None

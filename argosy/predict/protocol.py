@@ -15,7 +15,7 @@ from starlette.requests import Request
 
 from argosy.core.errors import BadInput
 from argosy.export.manifest import BundleSignature
-from argosy.export.steps import ProbabilitiesStep
+from argosy.export.steps import ProbabilitiesStep, TokenizeStep
 from argosy.predict.classes import best_classes, class_count
 from argosy.predict.ensemble import Ensemble
 from argosy.predict.padding import batch_axis
@@ -206,17 +206,37 @@ class InferenceProtocol:
         if type(priority) is not int:
             raise ApiError("parameters.priority is no whole number")
         of = _signature(find(), signature)
+        arrays = {**request.arrays, **_named_prompt(of, request)}
         check_types(of, request.inputs)
         outputs = _outputs_of(request, of)
         classes = _classes_of(request, of)
         limits = [limit for limit in (timeout / 1e6 if timeout else None, seconds) if limit is not None]
         most = min(limits, default=None)
-        version, result = await self.service.call(connection, find, request.arrays, signature, most, priority)
+        version, result = await self.service.call(connection, find, arrays, signature, most, priority)
         binary = frozenset(name for name, is_binary in outputs.items() if is_binary)
         answer = {name: result.outputs[name] for name in outputs}
         for name, count in classes.items():
             answer[name] = best_classes(of, name, answer[name], count)
         return InferResponse(version, answer, binary)
+
+
+def _named_prompt(of: BundleSignature, request: InferRequest) -> dict[str, str]:
+    """The input that `parameters.prompt_name` stands for: the prompt of every text.
+
+    Raises:
+        ApiError: it is no name, the signature has no prompts, or the input is there too.
+    """
+    name = request.parameters.get("prompt_name")
+    if name is None:
+        return {}
+    if not isinstance(name, str):
+        raise ApiError("parameters.prompt_name is no name")
+    step = next((step for step in of.preprocess if isinstance(step, TokenizeStep) and step.prompts), None)
+    if step is None:
+        raise ApiError("parameters.prompt_name: this signature has no prompts")
+    if step.prompt_name in request.arrays:
+        raise ApiError(f"parameters.prompt_name and input `{step.prompt_name}`: one of them")
+    return {step.prompt_name: name}
 
 
 def _platform(version: LoadedVersion) -> str:

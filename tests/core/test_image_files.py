@@ -63,9 +63,13 @@ def test_sixteen_bits_are_scaled_and_thirty_two_refused():
 
 
 def test_a_file_that_is_no_image_or_too_large_is_refused():
-    with pytest.raises(BadInput, match="no image that can be read"):
+    with pytest.raises(BadInput, match=r"^error: no image that can be read: 21 bytes of text$"):
         read_image(b"GIF89a but not really")
-    with pytest.raises(BadInput, match="no image that can be read"):
+    with pytest.raises(BadInput, match=r"^error: no image that can be read: no bytes$"):
+        read_image(b"")
+    with pytest.raises(BadInput, match=r"^error: no image that can be read: 8 bytes of a PDF document$"):
+        read_image(b"%PDF-1.7")
+    with pytest.raises(BadInput, match="no image that can be read: 2,000 bytes of a PNG image, "):
         read_image(png_bytes(np.random.default_rng(0).integers(0, 256, (40, 40, 3)).astype(np.uint8))[:2000])
     with pytest.raises(BadInput, match="30x20 pixels: at most 500"):
         read_image(png_bytes(SLOPE), 500)

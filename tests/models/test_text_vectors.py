@@ -101,6 +101,28 @@ def test_texts_end_as_the_tokenizer_ends_them(folder: Path):
     assert relative(again.embed(TEXTS), lm.embed(TEXTS)) < 1e-6
 
 
+def test_blanks_around_texts_are_left_out(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """sentence-transformers tokenizes `str(text).strip()`, the prompt included, whatever the model."""
+    lm = argosy.load(folder)
+    lm.export(tmp_path / "bundle", platforms=["cpu"])
+    bundle, seen = Bundle.open(tmp_path / "bundle"), list[str]()
+    kind = type(lm.tokenizer)
+    original = kind.encode_many
+
+    def encode_many(self: Any, texts: Any, *args: Any) -> Any:
+        seen.extend(texts)
+        return original(self, texts, *args)
+
+    monkeypatch.setattr(kind, "encode_many", encode_many)
+    for name, prompt in ((None, ""), ("query", PROMPT)):
+        padded, want = f"  {TEXTS[0]}\n ", f"{prompt}  {TEXTS[0]}".strip()
+        lm.embed([padded], prompt_name=name)
+        assert seen[-1] == want
+        seen.clear()
+        bundle.run({"text": [padded], "prompt_name": name or ""})
+        assert seen[-1] == want
+
+
 def test_a_bundle_embeds_and_pads_on_either_side(folder: Path, tmp_path: Path):
     lm = argosy.load(folder)
     lm.export(tmp_path / "bundle", platforms=["cpu"])

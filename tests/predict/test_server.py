@@ -350,6 +350,12 @@ def test_embeddings_by_openais_client(tmp_path: Path):
                  {"name": "prompt_name", "shape": [1], "datatype": "BYTES", "data": ["query"]}]  # fmt: skip
         tensors = httpx.post(f"{address}/v2/models/small/infer", json={"inputs": named}, timeout=30).json()["outputs"]
         np.testing.assert_allclose(np.reshape(tensors[0]["data"], after.shape), after, atol=1e-5)
+        by_parameter = {"inputs": named[:1], "parameters": {"prompt_name": "query"}}
+        assert httpx.post(f"{address}/v2/models/small/infer", json=by_parameter, timeout=30).json()["outputs"] == tensors
+        for change, why in (({"inputs": named}, "one of them"), ({"parameters": {"prompt_name": "querry"}}, "no prompt `querry`"),
+                            ({"parameters": {"prompt_name": 1}}, "is no name")):  # fmt: skip
+            refused = httpx.post(f"{address}/v2/models/small/infer", json=by_parameter | change, timeout=30)
+            assert (refused.status_code, why in refused.json()["error"]) == (400, True)
         ranked = httpx.post(f"{address}/rerank", json={"query": texts[0], "documents": texts[1:]}, timeout=30).json()["results"]
         cosines = at_unit_length(expected[1:]) @ at_unit_length(after[:1])[0]
         assert sorted(one["relevance_score"] for one in ranked) == pytest.approx(sorted(cosines.tolist()), rel=1e-4)

@@ -3,8 +3,10 @@
 import io
 from typing import TYPE_CHECKING, Any, Literal
 
+from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.core.formats.png import png_bytes
+from argosy.core.formats.recognize import HEAD_BYTES, binary_kind, is_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -59,7 +61,19 @@ def read_image(data: bytes, most_pixels: int = MOST_PIXELS) -> "np.ndarray":
         raise
     except Exception as error:
         # Pillow's readers raise errors of many kinds on damaged files.
-        raise BadInput(f"no image that can be read: {' '.join(str(error).split())[:200] or type(error).__name__}") from None
+        said = " ".join(str(error).split())[:200]
+        # That of a file of no known kind names a Python object.
+        why = "" if "cannot identify" in said else f", {said or type(error).__name__}"
+        raise BadInput(f"no image that can be read: {described_bytes(data)}{why}") from None
+
+
+def described_bytes(data: bytes) -> str:
+    """What bytes are, by their first ones, and how many there are."""
+    if not data:
+        return "no bytes"
+    head = data[:HEAD_BYTES]
+    kind = binary_kind(head)
+    return f"{plural(len(data), 'byte')} of {kind[0] if kind is not None else 'text' if is_text(head) else 'an unknown kind'}"
 
 
 def resized(image: "np.ndarray", height: int, width: int, resampling: Resampling = "lanczos") -> "np.ndarray":
