@@ -69,6 +69,7 @@ class CorpusSummary:
     endless: records whose answer ends with no special token.
     identical: pairs whose answers are the same.
     surplus: negatives beyond those of a record.
+    absent: negatives that records lack.
     slots: sequences of a packed row, at most.
 
     parts: the sources of a mixture.
@@ -116,6 +117,7 @@ class CorpusSummary:
     endless: int = 0
     identical: int = 0
     surplus: int = 0
+    absent: int = 0
     placeholders: tuple[str, ...] = ()
     slots: int | None = None
     parts: tuple[MixedPart, ...] = ()
@@ -203,6 +205,8 @@ class CorpusSummary:
             parts.append(f"{plural(self.identical, self.noun)} whose rejected answer is the chosen one")
         if self.surplus:
             parts.append(f"{plural(self.surplus, 'negative')} beyond those of a record (data.negatives)")
+        if self.absent:
+            parts.append(f"{plural(self.absent, 'negative')} that records lack: empty places, computed all the same (data.packing=fit: not)")
         if self.unanswered:
             why = "" if self.compared else " (data.learn=answers)"
             lacking = "a word" if self.format in LABELED else "an answer"

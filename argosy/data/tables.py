@@ -277,7 +277,7 @@ def summary_of(prepared: Prepared, settings: DataSettings, rows: PackedRows | No
         settings.source_name, settings, prepared.train, rows, prepared.fingerprint,
         ignored=tuple(records.get("ignored", ())), unanswered=records.get("unanswered", 0), rendered=records.get("rendered"),
         learn=records.get("learn"), endless=records.get("endless", 0), identical=records.get("identical", 0),
-        surplus=records.get("surplus", 0),
+        surplus=records.get("surplus", 0), absent=records.get("absent", 0),
         bytes=train["bytes"], held_out_documents=held_out["documents"], held_out_tokens=held_out["tokens"],
         files=source.get("files"), source_bytes=source.get("disk_bytes"), max_bytes=source.get("max_bytes"),
         duplicates=source.get("duplicates", 0),

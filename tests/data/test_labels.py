@@ -132,6 +132,7 @@ def test_a_negative_that_a_record_lacks_has_an_empty_slot(tmp_path):
     assert texts == ["a0", "p0", "n1", "n2", "a1", "p1", "", "", "a2", "p2", "m1", ""]
     assert batch["live"][:, 0].tolist() == [float(bool(text)) for text in texts]
     assert "1 negative beyond those of a record (data.negatives)" in batches.summary().text
+    assert "3 negatives that records lack: empty places, computed all the same" in batches.summary().text
     assert "3 examples" in batches.summary().text
     batches.close()
     batches = build(DataSettings(source=str(path), batch=4, packing="fit", **how), load_tokenizer("byte"), **together)

@@ -240,6 +240,7 @@ def record_counts(encoder: DocumentEncoder, source: Source) -> dict[str, Any]:
         found |= {"endless": endless} if (endless := getattr(encoder, "endless", 0)) else {}
         found |= {"identical": identical} if (identical := getattr(encoder, "identical", 0)) else {}
         found |= {"surplus": surplus} if (surplus := getattr(encoder, "surplus", 0)) else {}
+        found |= {"absent": absent} if (absent := getattr(encoder, "absent", 0)) else {}
     return found
 
 

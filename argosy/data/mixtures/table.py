@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 # Numbers of a summary that add up.
 COUNTS = ("held_out_documents", "held_out_tokens", "short_documents", "special_documents", "unanswered", "cut", "dropped", "unlearned",
-          "parted", "endless", "identical", "surplus", "duplicates")  # fmt: skip
+          "parted", "endless", "identical", "surplus", "absent", "duplicates")  # fmt: skip
 
 
 @dataclass(frozen=True)

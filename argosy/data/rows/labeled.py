@@ -38,9 +38,10 @@ class LabeledEncoder(DocumentEncoder):
     read: number of records.
     unanswered: number of records without any token of a text.
     surplus: number of negatives beyond those of a record.
+    absent: number of negatives that records lack.
     """
 
-    counted = (*DocumentEncoder.counted, "read", "unanswered", "surplus")
+    counted = (*DocumentEncoder.counted, "read", "unanswered", "surplus", "absent")
 
     def __init__(self, encoding: Encoding, format: str):
         """Raises:
@@ -51,7 +52,7 @@ class LabeledEncoder(DocumentEncoder):
             raise BadInput(what, hint="leave `data.learn` out")
         super().__init__(encoding)
         self.frame, self.labels = frame_of(encoding.tokenizer, encoding.bos), encoding.labels
-        self.read = self.unanswered = self.surplus = 0
+        self.read = self.unanswered = self.surplus = self.absent = 0
         # The texts of a record that may have fewer.
         self.most = 2 + encoding.negatives if format == NEGATIVES else None
         # What is before each text of a record and before all further ones; and its tokens.
@@ -85,7 +86,9 @@ class LabeledEncoder(DocumentEncoder):
                 self.unanswered += 1
                 yield NOTHING
                 continue
-            each += [self.missing()] * ((self.most or 0) - len(each))
+            absent = max((self.most or 0) - len(each), 0)
+            self.absent += absent
+            each += [self.missing()] * absent
             yield Encoded(each[0].tokens, values=each[0].values, group=tuple(each[1:]))
 
     def prompted(self, text: str, place: int) -> str:
