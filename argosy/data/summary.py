@@ -206,7 +206,8 @@ class CorpusSummary:
         if self.surplus:
             parts.append(f"{plural(self.surplus, 'negative')} beyond those of a record (data.negatives)")
         if self.absent:
-            parts.append(f"{plural(self.absent, 'negative')} that records lack: empty places, computed all the same (data.packing=fit: not)")
+            costs = "" if self.packing == "fit" else ": empty places, computed all the same (not with data.packing=fit)"
+            parts.append(f"{plural(self.absent, 'negative')} that records lack{costs}")
         if self.unanswered:
             why = "" if self.compared else " (data.learn=answers)"
             lacking = "a word" if self.format in LABELED else "an answer"
