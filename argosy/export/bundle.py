@@ -82,8 +82,8 @@ class Bundle:
 
         Args:
             key: a file with the public key whose owner must have signed it.
-            say: called with a warning, from a month before the end of jax's promise to read its programs.
-            expired: whether to try to read programs after that.
+            say: called with a warning in the last month in which jax guarantees to read these programs.
+            expired: whether to try to read programs whose guarantee has ended.
             runs: whether its programs will be run, for which its devices must be there.
 
         Raises:

@@ -22,7 +22,7 @@ from argosy.models.settings import Activation, LinearScaling, Rope
 
 
 def block(config: "GemmaConfig", kind: str) -> "parts.Block":
-    """One layer. All layers are of one kind."""
+    """One layer. Local and global layers have the same weights, and differ in their reach and rotary base alone."""
 
     def head_norm(heads: int) -> "parts.RMSNorm":
         return parts.RMSNorm(config.H, config.norm_eps, offset=1.0, letters="H")

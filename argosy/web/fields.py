@@ -44,7 +44,7 @@ INSTEAD = {f"guided_{name}": f'"structured_outputs": {{"{name}": ...}}' for name
 
 
 def as_list(value: Any) -> Any:
-    """One text as a list of one."""
+    """A text as a list of one, None as an empty list; other values as they are."""
     return [] if value is None else [value] if isinstance(value, str) else value
 
 

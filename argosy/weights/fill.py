@@ -34,8 +34,8 @@ def read_into(
 def stored_arrays(
     model: Any, weights: TensorReader, *, dtype: Any = None, but: Collection[str] = (), without: Collection[str] = ()
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """The weights of a model in its layout, one stored array at a time, with their addresses. Arguments and errors are those of
-    `read_into`.
+    """The weights of a model in its layout, one stored array at a time, with their addresses. Other arguments and errors
+    are those of `read_into`.
 
     Args:
         without: addresses that are not read.

@@ -31,7 +31,9 @@ def test_devices_that_are_absent_have_meshes_shardings_and_a_platform():
 
 
 @pytest.mark.tpu
-@pytest.mark.parametrize("name", ["v4-8", "v5p-2", "v5p-16", "v5p-128", "v5e-1", "v5e-8", "v5e-16", "v6e-8", "v6e-256", "v7x-8", "v7x-128"])
+@pytest.mark.parametrize(
+    "name", ["v4-8", "v5p-2", "v5p-16", "v5p-128", "v5e-1", "v5e-8", "v5e-16", "v6e-8", "v6e-256", "v7x-8", "v7x-128"]
+)
 def test_a_compiler_describes_the_devices_that_the_table_names(monkeypatch: pytest.MonkeyPatch, name: str):
     described_tpus(monkeypatch, "v5e:2x2")
     target = Target.described(name)

@@ -149,7 +149,7 @@ class _Cursor:
         return struct.unpack("<Q", self.take(8))[0]
 
     def count(self, what: str, least_bytes: int) -> int:
-        """A number of items that take at least `least_bytes` bytes each, checked against the remaining bytes."""
+        """Reads a number of items that take at least `least_bytes` bytes each, checked against the remaining bytes."""
         count = self.u64()
         if count * least_bytes > self.left:
             raise self.wrong(f"{count} {what} do not fit into the {self.left} bytes left")

@@ -182,7 +182,7 @@ def all_rendered(
 
 
 def request_of(job: RenderJob, number: int, special: Mapping[str, str]) -> dict[str, Any]:
-    """The request of a job, as the process reads it.
+    """A job as the request that is sent to the rendering process.
 
     Raises:
         BadInput: the template is too long, or its variables are not JSON.

@@ -67,7 +67,7 @@ class TeacherPrompt(NamedTuple):
     """A prompt in the teacher's tokens, ready for a completion.
 
     tokens: the tokens.
-    end: the teacher's token in place of a special token that ends the completion.
+    end: the teacher's token that stands for the student's special token at the end of a completion; None: the one of the same role.
     """
 
     tokens: Sequence[int]

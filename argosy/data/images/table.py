@@ -70,7 +70,7 @@ class SplitImages(NamedTuple):
     """Images of one split and one size.
 
     table: all images of the source, at that size.
-    chosen: numbers of the split's images there.
+    chosen: indices into `table` of the images of the split.
     """
 
     table: ImageTable

@@ -97,7 +97,7 @@ class GroupRows:
         return len(self.groups) * self.per_group
 
     def gather(self, rows: np.ndarray) -> Batch:
-        """The batch of whole groups of rows: from [B] row numbers to arrays of B rows, and of B / per_group groups."""
+        """The batch of these rows [B], which are whole groups. Arrays by row have B entries, arrays by group B / per_group."""
         numbers = rows[:: self.per_group] // self.per_group
         if (rows != (numbers[:, None] * self.per_group + np.arange(self.per_group)).ravel()).any():
             raise ValueError("the rows asked for are not whole groups")

@@ -288,7 +288,7 @@ class ImagePipeline:
     def conditions(
         self, texts: Sequence[str], negatives: Sequence[str | None], scale: float
     ) -> tuple[Conditions, Conditions | None]:
-        """Conditions of prompts, and of what guidance leads away from; None where it does not act."""
+        """Conditions of the prompts, and of the negative prompts; None for the latter if guidance needs none."""
         found = self.prompts.encode(texts)
         if "guidance" in self.config.conditions:
             if any(negatives):

@@ -57,10 +57,10 @@ class Shift(Settings):
     """Whether mu follows Flux.2's own fit to positions and steps, in place of the line."""
 
     def of(self, positions: int | None, steps: int = 1) -> float:
-        """k for an image of so many positions of the network, in so many steps.
+        """The factor k for an image that is so many tokens to the network, drawn in so many steps.
 
         Raises:
-            BadInput: k depends on them and they are not known.
+            BadInput: k depends on the tokens, and they are not known.
         """
         if not self.dynamic:
             return self.factor

@@ -17,7 +17,7 @@ NAMED = {"t": "\t", "r": "\r", "n": "\n", "\\": "\\", '"': '"', "[": "[", "]": "
 
 
 def unescape(text: str) -> str:
-    """A grammar in GBNF whose escapes are those that the translator reads.
+    """Rewrites the escapes of a GBNF grammar into those that llguidance reads.
 
     Raises:
         BadInput: an unknown escape, or a number that is no character.

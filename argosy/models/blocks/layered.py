@@ -51,7 +51,7 @@ class LayeredDenoiser(nnx.Module):
     def begin(
         self, latents: Float[Array, "B *F H W C"], timestep: Float[Array, "B"], conditions: Conditions
     ) -> tuple[Any, DenoiserStep]:
-        """What flows into the first layer, an array or {image, text}, and what layers read."""
+        """The input of the first layer (an array, or {image, text}), and what every layer reads besides."""
         raise NotImplementedError
 
     def layered(self, streams: Any, step: DenoiserStep, part: LayerPart = "all") -> Any:

@@ -149,8 +149,8 @@ _lock = threading.Lock()
 
 @contextlib.contextmanager
 def without_compilation_cache() -> Iterator[None]:
-    """Programs compiled inside, with the option `ANEW`, do not come from JAX's compilation cache, in any thread. XLA:CPU serializes a
-    program that was itself deserialized without some of its functions, and calling it then fails."""
+    """A context in which programs that are compiled with the option `ANEW` do not come from JAX's compilation cache, in any thread.
+    When XLA:CPU serializes a program that it had deserialized, some functions are lost, and calling the result fails."""
     with _lock:
         # The first caller saves the settings, and the last one restores them.
         _compiling.append(_caches())
