@@ -111,7 +111,7 @@ class QuantizedEinsum(Contraction):
     Args:
         of: the contraction it replaces.
         w: its quantized weight, or the shapes of it.
-        scheme: the scheme by which `codes` quantizes other values of the weight.
+        scheme: how new values of the weight are quantized (`codes`).
     """
 
     values: Codes

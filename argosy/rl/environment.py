@@ -48,8 +48,8 @@ class Turn(NamedTuple):
 
 
 class Environment(Protocol):
-    """The interface of an environment. The parameters of `reset` name what it receives of `prompt`, `seed` and the columns of the data.
-    """
+    """The interface of an environment. `reset` is given those of `prompt`, `seed` and the columns of the data that it has parameters
+    for."""
 
     def reset(self, **given: Any) -> Observation: ...
 

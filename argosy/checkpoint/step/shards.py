@@ -23,7 +23,7 @@ from argosy.core.errors import Unsupported
 from argosy.core.formats import Shape, TensorEntry
 from argosy.core.formats.files import File, of_text
 from argosy.core.formats.zarr import described_shards, shard_file
-from argosy.core.formats.zarr_parts import Laid, Spans, aligned_memory, laid, read_parts
+from argosy.core.formats.zarr_parts import Spans, StoredArray, aligned_memory, laid, read_parts
 from argosy.core.process.cores import core_count
 
 # At most so many arrays are copied off the devices at once.
@@ -199,7 +199,9 @@ def array_shapes(folder: Path, item: str) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def _arrays(
-    stored: Mapping[str, Laid | None], group: Mapping[str, Mapping[Spans, np.ndarray]], wanted: Mapping[str, jax.ShapeDtypeStruct]
+    stored: Mapping[str, StoredArray | None],
+    group: Mapping[str, Mapping[Spans, np.ndarray]],
+    wanted: Mapping[str, jax.ShapeDtypeStruct],
 ) -> dict[str, jax.Array]:
     read_parts((array, spans, part) for name, parts in group.items() if (array := stored[name]) for spans, part in parts.items())
 

@@ -37,7 +37,7 @@ def read_image(data: bytes, most_pixels: int = MOST_PIXELS) -> "np.ndarray":
     """An image file as [H W 3] uint8, or [H W 4] if it has transparency, turned as its camera says (EXIF).
 
     Raises:
-        BadInput: it is no image, is cut off, has more pixels, or pixels of 32 bits.
+        BadInput: it is no image, is cut off, has more than `most_pixels` pixels, or pixels of 32 bits.
     """
     import numpy as np
 

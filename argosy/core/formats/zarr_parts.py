@@ -32,11 +32,11 @@ Spans = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
-class Laid:
+class StoredArray:
     """An array on disk.
 
     each: shape of the part in one file. At the end of an axis it may go beyond the array.
-    chunks: chunks of a file.
+    chunks: number of chunks in each file.
     """
 
     folder: Path
@@ -55,7 +55,7 @@ class Laid:
         return self.folder.joinpath("c", *map(str, at))
 
 
-def laid(folder: Path) -> Laid | None:
+def laid(folder: Path) -> StoredArray | None:
     """The layout of a stored array; None if it was not written by `zarr.array_files` and `zarr.shard_file`."""
     try:
         stored = json.loads((folder / "zarr.json").read_bytes())
@@ -65,7 +65,7 @@ def laid(folder: Path) -> Laid | None:
         chunks = each[0] // inner[0] if each else 1
         if len(each) != len(shape) or not describes(stored, TensorEntry(folder.name, each, dtype, lambda: np.empty(0)), chunks):
             return None
-        return Laid(folder, shape, dtype, each, chunks)
+        return StoredArray(folder, shape, dtype, each, chunks)
     except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, ZeroDivisionError):
         return None
 
@@ -78,7 +78,7 @@ def aligned_memory(shape: Shape, dtype: np.dtype) -> np.ndarray:
     return room[begin : begin + size].view(dtype).reshape(shape)
 
 
-def read_parts(parts: Iterable[tuple[Laid, Spans, np.ndarray]]) -> None:
+def read_parts(parts: Iterable[tuple[StoredArray, Spans, np.ndarray]]) -> None:
     """Fills arrays with parts of arrays on disk. parts: (array, which part, what is filled, in C order).
 
     Raises:
@@ -93,7 +93,7 @@ def read_parts(parts: Iterable[tuple[Laid, Spans, np.ndarray]]) -> None:
             pass
 
 
-def _pieces(array: Laid, spans: Spans, out: np.ndarray) -> Iterator[tuple[Laid, tuple[int, ...], Spans, np.ndarray]]:
+def _pieces(array: StoredArray, spans: Spans, out: np.ndarray) -> Iterator[tuple[StoredArray, tuple[int, ...], Spans, np.ndarray]]:
     """What is read at a time: (array, file, part of the file, what is filled)."""
     for at in array.cells(spans):
         begins = [i * size for i, size in zip(at, array.each, strict=True)]
@@ -107,7 +107,7 @@ def _pieces(array: Laid, spans: Spans, out: np.ndarray) -> Iterator[tuple[Laid, 
             yield array, at, part, into[row : row + rows] if into.ndim else into
 
 
-def _read(array: Laid, at: tuple[int, ...], spans: Spans, into: np.ndarray) -> None:
+def _read(array: StoredArray, at: tuple[int, ...], spans: Spans, into: np.ndarray) -> None:
     path, size = array.file(at), array.dtype.itemsize
     _check(array, path)
     whole = all(span == (0, n) for span, n in zip(spans[1:], array.each[1:], strict=True))
@@ -126,7 +126,7 @@ def _read(array: Laid, at: tuple[int, ...], spans: Spans, into: np.ndarray) -> N
             left = left[count:]
 
 
-def _check(array: Laid, path: Path) -> None:
+def _check(array: StoredArray, path: Path) -> None:
     index = index_of(array.each, array.dtype, array.chunks)
     size = math.prod(array.each) * array.dtype.itemsize
     with path.open("rb", buffering=0) as file:

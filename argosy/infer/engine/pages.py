@@ -145,13 +145,13 @@ class PagePool:
         return [*shared, *fresh]
 
     def publish(self, page: int, content: PageHash) -> None:
-        """Registers the hash of a full page. If another page has the same hash already, that one keeps being found."""
+        """Registers the hash of a full page. If another page has it already, that one stays the one that is found."""
         if self.reuse and content not in self._page_of:
             self._forget(page)
             self._hash_of[page], self._page_of[content] = content, page
 
     def publish_tail(self, page: int, content: PageHash) -> None:
-        """Registers a page in which a prompt ends. If there is one for this prompt already, that one keeps being found."""
+        """Registers the page in which a prompt ends, so that `tail` finds it. If this prompt has one already, that one stays."""
         if self.reuse and content not in self._tails and page not in self._tail_of:
             self._tail_of[page], self._tails[content] = content, page
 

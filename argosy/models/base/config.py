@@ -108,7 +108,8 @@ class ModelConfig(Settings):
         raise NotImplementedError
 
     def hub_scaled(self, rows: Sequence[KeyRow], names: Collection[str]) -> list[KeyRow]:
-        """The rows for a folder with these tensors, some of which may be values and their scales."""
+        """The rows of the table of names for a Hub folder with these tensors. A weight that is stored quantized is read from its values
+        and its scales."""
         return scaled_rows(rows, names, self.hub_blocks)
 
     def fitted(self, names: Collection[str]) -> Any:

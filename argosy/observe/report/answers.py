@@ -12,7 +12,7 @@ BEST, ANSWER = 4, 400
 
 
 def answers_section(kept: Sequence[Mapping[str, Any]]) -> str:
-    """The best and the worst of the answers that were kept of the last rollout, and of the first. Empty where none were kept."""
+    """The best and the worst of the kept answers, of the last rollout and of the first. Empty where none were kept."""
     if not kept:
         return ""
     # After a kill the rollouts since the last checkpoint are written again with the same answers.

@@ -57,8 +57,8 @@ def prctl(option, *values):
 
 
 def count_apart(ways, keep_fsuid, folder):
-    """Makes the kernel count this process's threads separately from those of other processes, or counts the existing ones. Returns the
-    way that worked, and the number of threads and processes that already count.
+    """Makes the limit on threads (RLIMIT_NPROC) count this process's alone; where that is impossible, counts those that the user has.
+    Returns the way that worked, and the number of threads and processes that are in the count already.
     """
     for way in ways:
         if way == "uid" and os.geteuid() == 0 and own_uid(keep_fsuid, folder):

@@ -171,9 +171,9 @@ def rollout_plan(assembly: Any, state: int, prices: Prices | None, target: Targe
     """The plan of the rollouts of a run.
 
     Args:
-        state: bytes of the trainer's state and frozen models on each device, or on all of a machine.
+        state: bytes of the trainer's state and frozen models on each device; where devices share the machine's memory, on all of them.
         prices: what work costs; None: times are not predicted.
-        target: all devices; None: those of the trainer.
+        target: the devices of trainer and rollouts together; None: those of the trainer are all.
     """
     run, rollout, lengths = assembly.run, assembly.run.rollout, lengths_of_rollout(assembly)
     apart = rollout.devices is not None

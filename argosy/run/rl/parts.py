@@ -59,7 +59,8 @@ def rollouts_of(assembly: Assembly) -> RolloutParts:
 
 
 class PartArrays:
-    """The arrays of a part: rows are split over devices, per-completion arrays are on every device."""
+    """The arrays of one part of packed completions (`rl.rollouts.packing`): rows are split over the devices, and every device has the
+    numbers of each completion."""
 
     def __init__(self, assembly: Assembly):
         batches: Any = assembly.batches

@@ -67,7 +67,7 @@ class ResponseFormat(Protocol):
         ...
 
     def step(self, job: "GenerationJob", place: int, piece: ChoicePiece, parts: CompletionParts) -> Documents:
-        """Stream documents for one new token."""
+        """The documents that a stream sends for one new token."""
         ...
 
     def closing(self, job: "GenerationJob") -> Documents:

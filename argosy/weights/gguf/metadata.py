@@ -61,7 +61,7 @@ class Metadata:
         return None
 
     def count(self, key: str, otherwise: int | None = None) -> int:
-        """A count. If it is missing, records the mistake and returns 1."""
+        """Reads a count. If it is missing and there is no `otherwise`, records the mistake and returns 1."""
         value = self.some(key) or otherwise
         if value is None:
             self.add_problem(key, "is missing")

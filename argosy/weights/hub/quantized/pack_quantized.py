@@ -42,13 +42,13 @@ class PackQuantized(PackedModule):
 
     @staticmethod
     def of(name: str, tensors: TensorReader, args: dict[str, Any], **activations: Any) -> "PackQuantized":
-        """Checks the tensors of a module.
+        """The weight of the module of this name, after a check of its tensors.
 
         Args:
-            args: of the weights, in config.json.
+            args: the entry `weights` of the quantization in config.json.
 
         Raises:
-            BadInput, Damaged: as `check_tensor`; or this number of bits is not supported.
+            BadInput, Damaged: as `check_tensor`; or the number of bits is not supported.
         """
         bits = args.get("num_bits", 8)
         if bits not in INTEGERS or args.get("type", "int") != "int":
