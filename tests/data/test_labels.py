@@ -143,8 +143,9 @@ def test_a_negative_that_a_record_lacks_has_an_empty_slot(tmp_path):
 
 
 def test_each_column_has_its_prompt_and_its_length(tmp_path):
+    """Blanks around a text are left out, as where it is embedded."""
     path = tmp_path / "n.jsonl"
-    rows = [{"anchor": "a", "positive": "p", "negatives": ["n", "m"]}, {"anchor": "b", "positive": "", "negatives": ["n"]},
+    rows = [{"anchor": "a \n", "positive": " p", "negatives": ["n", "m\t"]}, {"anchor": "b", "positive": "", "negatives": ["n"]},
             {"anchor": "b", "positive": "q", "negatives": []}]  # fmt: skip
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     how = {"negatives": 2, "held_out": 0, "sequence": 8, "shuffle": False, "cache": str(tmp_path / "cache"), "batch": 8, "bos": True}

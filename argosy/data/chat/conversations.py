@@ -24,7 +24,7 @@ from argosy.data.encode import DocumentEncoder
 from argosy.data.encoding import ALPACA, TEMPLATE_HINT, Encoding
 from argosy.data.pack import Encoded
 from argosy.data.sources import Document, Source, SourceRecord
-from argosy.data.sources.labeled import NEGATIVES
+from argosy.data.sources.labeled import COMPARED, NEGATIVES
 from argosy.data.sources.records import LABELED
 from argosy.data.tokenizers.config import DEFAULT
 
@@ -223,6 +223,7 @@ def record_identity(source: Source, encoding: Encoding) -> dict[str, Any]:
         return {}
     if source.format in LABELED:
         counted: dict[str, Any] = {"negatives": encoding.negatives} if source.format == NEGATIVES else {}
+        counted |= {"blanks": "left out"} if source.format in COMPARED else {}
         counted |= {"prompts": json.dumps(dict(encoding.prompts), sort_keys=True)} if encoding.prompts else {}
         return {"labels": json.dumps(list(encoding.labels))} | ({"learn": "all"} if encoding.learn == "all" else {}) | counted
     return {"learn": encoding.learn, "template": encoding.template_hash, "records": RECORDS_VERSION}

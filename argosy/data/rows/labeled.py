@@ -55,6 +55,8 @@ class LabeledEncoder(DocumentEncoder):
         self.read = self.unanswered = self.surplus = self.absent = 0
         # The texts of a record that may have fewer.
         self.most = 2 + encoding.negatives if format == NEGATIVES else None
+        # Blanks around texts that become vectors are left out, as when they are embedded.
+        self.strips = format in COMPARED
         # What is before each text of a record and before all further ones; and its tokens.
         columns = COMPARED.get(format, ("text",))
         if unknown := [name for name in encoding.prompts if name not in columns]:
@@ -93,7 +95,8 @@ class LabeledEncoder(DocumentEncoder):
 
     def prompted(self, text: str, place: int) -> str:
         """The text at a place in its record, after its prompt; an empty text stays empty."""
-        return self.prompts[min(place, len(self.prompts) - 1)] + text if self.prompts and text else text
+        text = self.prompts[min(place, len(self.prompts) - 1)] + text if self.prompts and text else text
+        return text.strip() if self.strips else text
 
     def shortened(self, record: SourceRecord) -> SourceRecord:
         """A record without the texts that it has beyond those of every record."""
