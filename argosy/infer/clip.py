@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Float
 
 from argosy.core.errors import BadInput
+from argosy.infer.denoise.finite import check_finite
 from argosy.infer.denoise.prompts import PromptReader
 from argosy.infer.embed import unit_vectors
 from argosy.models.clip_towers import ClipTowersConfig
@@ -68,6 +69,10 @@ class ImageTextEncoder:
         found = [np.asarray(reader.states(some)["pooled"], np.float32) for some in _in_parts(list(texts))]
         return self._joined(found, normalize)
 
+    def cut(self, texts: Sequence[str]) -> int:
+        """How many texts are longer than the context, and lose their ends."""
+        return self._text_reader().cut(texts)
+
     def embed_images(self, images: Sequence[Any], normalize: bool = False) -> Float[np.ndarray, "N O"]:
         """The vector of each image, [H W 3] uint8 or floats in 0..1, of any sizes.
 
@@ -109,6 +114,7 @@ class ImageTextEncoder:
 
     def _joined(self, found: list[np.ndarray], normalize: bool) -> np.ndarray:
         vectors = np.concatenate(found) if found else np.zeros((0, self.config.embedding_width), np.float32)
+        check_finite("CLIP", vectors)
         return unit_vectors(vectors) if normalize else vectors
 
 

@@ -188,6 +188,8 @@ def write_single_file(
     written = models if "unet" in models else {"transformer": models["transformer"]}
     if left := models.keys() - written.keys():
         say(f"{target.name} has the denoiser alone, as Black Forest Labs published it; {', '.join(sorted(left))} are left out")
+    if "unet" in models:
+        say("no tensor says whether a UNet predicts noise or v: whoever reads the file has to know")
     file = tensors_file(target.name, entries, {"format": "pt"})
     identity = {"source": [identity_of(one, "single_file", dtype, 0)["source"] for one in written.values()], "dtype": dtype or "kept"}
     with StagedFile(target, identity) as part:

@@ -1,5 +1,6 @@
 """`argosy eval MODEL tasks=images`: the images of a denoiser beside those of its data, and with `clip=` beside their captions."""
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ import numpy as np
 
 from argosy.checkpoint.open import open_model
 from argosy.checkpoint.step.load import read_meta
+from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.core.hub.download import local_model
 from argosy.data.images.shards import image_data
@@ -26,8 +28,8 @@ from argosy.jobs.image_models import draws_images
 
 # Images that are drawn: enough for a standard error of the accuracy below 0.016.
 COUNT = 1000
-# Real images that are compared with.
-MOST = 10_000
+# Real images that are compared with: so many, and so many bytes of them in float32.
+MOST, MOST_BYTES = 10_000, 1_000_000_000
 # Images that are drawn, and compared, at once: by captions, and by classes.
 FEW, MANY = 8, 256
 # The caption of a class, as CLIP's authors write it.
@@ -47,8 +49,10 @@ def evaluate_images(model: str, settings: EvalSettings, say: Callable[[str], Non
     start = time.monotonic()
     is_folder = (Path(model) / "model_index.json").is_file()
     encoder = None if settings.clip is None else opened_clip(settings.clip, settings.dtype)
-    figures, count = (_figures_of_folder if is_folder else _figures_of_run)(model, settings, encoder, say)
-    return {"tasks": {IMAGES: figures | {"n": count, "truncated": 0, "shots": 0, "seconds": round(time.monotonic() - start, 3)}}}
+    figures, count, cut = (_figures_of_folder if is_folder else _figures_of_run)(model, settings, encoder, say)
+    if cut:
+        say(f"CLIP reads the beginning of {plural(cut, 'caption')} alone: they are longer than its context")
+    return {"tasks": {IMAGES: figures | {"n": count, "truncated": cut, "shots": 0, "seconds": round(time.monotonic() - start, 3)}}}
 
 
 def opened_clip(folder: str, dtype: Any = None) -> ImageTextEncoder:
@@ -70,8 +74,8 @@ def opened_clip(folder: str, dtype: Any = None) -> ImageTextEncoder:
 
 def _figures_of_run(
     model: str, settings: EvalSettings, encoder: ImageTextEncoder | None, say: Callable[[str], None]
-) -> tuple[dict[str, float], int]:
-    """The figures of a run, and how many images were drawn."""
+) -> tuple[dict[str, float], int, int]:
+    """The figures of a run, how many images were drawn, and how many captions CLIP cuts."""
     stored = (read_meta(open_model(model).path).get("settings") or {}).get("data")
     if stored is None:
         raise BadInput(f"{model} does not say what it was trained on", hint="give the run itself")
@@ -80,8 +84,11 @@ def _figures_of_run(
     data = data.model_copy(update={"image": data.image.model_copy(update={"buckets": None})})
     pipeline = load_pipeline(model, settings.dtype, say)
     tables = [_rows(data, pipeline, held_out) for held_out in (False, True)]
-    train, held_out = (images_of(table, MOST) for table in tables)
-    reads_text, count = "text" in pipeline.config.conditions, settings.limit or COUNT
+    most = max(2, min(MOST, MOST_BYTES // (12 * math.prod(tables[0].table.size))))
+    if any(len(table) > most for table in tables):
+        say(f"images are compared with the first {most:,} of each split")
+    train, held_out = (images_of(table, most) for table in tables)
+    reads_text, count, cut = "text" in pipeline.config.conditions, settings.limit or COUNT, 0
     captions = _captions(tables[1], held_out.labels, reads_text)
     if reads_text and captions is None:
         raise BadInput("this run draws from captions, and its data has none", where=f"data.source={data.source}")
@@ -91,7 +98,10 @@ def _figures_of_run(
     say("training the judges")
     judges = ImageJudges(train, held_out, settings.seed)
     # Captions of held-out images in turn, or all classes.
-    classes = pipeline.config.classes_known
+    classes, names = pipeline.config.classes_known, tables[1].table.class_names
+    if encoder is not None and not reads_text and len(names) < classes:
+        what = f"the model draws {classes} classes, and this data names {len(names)}"
+        raise BadInput(what, where=f"data.source={data.source}", hint="leave out `clip`")
     rows = np.arange(count) % (len(held_out.images) if reads_text else max(classes, 1))
     labels = held_out.labels[rows] if reads_text else rows.astype(np.int32)
     prompts = [captions[row] for row in rows] if reads_text and captions else [str(label) if classes else "" for label in labels]
@@ -99,20 +109,24 @@ def _figures_of_run(
     at_once = FEW if reads_text else MANY
     drawn = np.concatenate(list(draw_prompts(pipeline, prompts, settings.seed, size, _told(say), at_once, **_how(settings))))
     figures = judges.figures(LabeledImages(drawn[..., : train.images.shape[-1]] * 2 - 1, labels))
+    if tables[1].table.labels is None:
+        # The judge knows one class.
+        figures = {name: value for name, value in figures.items() if not name.startswith("accuracy")}
     if encoder is not None and captions is not None:
         say("comparing with captions")
-        wanted = prompts if reads_text else _class_captions(tables[1].table.class_names, labels)
-        judge, real = CaptionJudge(encoder, [*wanted, *captions[:count]]), in_color(held_out.images[:count] / 2 + 0.5)
-        own = [judge.figures(judge.cosines(images), texts) for images, texts in ((drawn, wanted), (real, captions[:count]))]
-        figures |= figures_with_real(*own)
-    return figures, count
+        wanted = prompts if reads_text else _class_captions(names, labels)
+        own_captions = captions[: min(count, len(held_out.images))]
+        judge, real = CaptionJudge(encoder, [*wanted, *own_captions]), in_color(held_out.images[:count] / 2 + 0.5)
+        own = [judge.figures(judge.cosines(images), texts) for images, texts in ((drawn, wanted), (real, own_captions))]
+        figures, cut = figures | figures_with_real(*own), judge.cut
+    return figures, count, cut
 
 
 def _figures_of_folder(
     folder: str, settings: EvalSettings, encoder: ImageTextEncoder | None, say: Callable[[str], None]
-) -> tuple[dict[str, float], int]:
-    """The CLIP score of a folder of diffusers on the captions of `data`, and how many images were drawn. A batch of images is in memory
-    at a time."""
+) -> tuple[dict[str, float], int, int]:
+    """The CLIP score of a folder of diffusers on the captions of `data`, how many images were drawn, and how many captions CLIP cuts. A
+    batch of images is in memory at a time."""
     if encoder is None or settings.data is None:
         what = "the images of a diffusers folder are compared with captions of data, by CLIP"
         raise BadInput(what, hint="argosy eval FOLDER tasks=images data=images/ clip=CLIP_FOLDER limit=100")
@@ -132,7 +146,7 @@ def _figures_of_folder(
         found.append(judge.cosines(images))
     say("comparing real images with their captions")
     real = [judge.cosines(in_color(images / 2 + 0.5)) for images in _parts(table, count)]
-    return figures_with_real(*(judge.figures(np.concatenate(each), captions[:count]) for each in (found, real))), count
+    return figures_with_real(*(judge.figures(np.concatenate(each), captions[:count]) for each in (found, real))), count, judge.cut
 
 
 def _rows(data: DataSettings, pipeline: ImagePipeline, held_out: bool) -> Any:

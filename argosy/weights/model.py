@@ -30,6 +30,7 @@ COMPANIONS = (
     "1_Pooling/config.json",
     # Models that see say there how images are resized and normalized.
     "preprocessor_config.json",
+    "processor_config.json",
 )
 """Patterns of the small files that are copied with a model from folder to folder, byte for byte."""
 

@@ -100,6 +100,9 @@ class Given:
         rows = self.golden["out_texts"][["one", "two", "three"].index(texts[0]) :][: len(texts)]
         return rows / np.linalg.norm(rows, axis=1, keepdims=True)
 
+    def cut(self, texts):
+        return sum(len(text) > 4 for text in texts)
+
     def embed_images(self, images, normalize):
         return self.golden["out_images"] / np.linalg.norm(self.golden["out_images"], axis=1, keepdims=True)
 
@@ -110,6 +113,7 @@ def test_the_clip_score_is_that_of_its_definition():
     scale = np.linalg.norm(given.golden["out_scores"]) / np.linalg.norm(given.embed_images(None, True) @ given.embed(captions, True).T)
     cosines = given.golden["out_scores"] / scale
     judge = CaptionJudge(given, ["one", "one", "two", "three"])
+    assert judge.cut == 1
     found = judge.figures(judge.cosines(np.zeros((3, 2, 2, 3))), captions)
     assert (np.diag(cosines) < 0).any()
     assert found["clip_score"] == pytest.approx(100 * np.maximum(np.diag(cosines), 0).mean(), rel=1e-5)
@@ -136,19 +140,23 @@ def test_a_diffusers_folder_is_compared_with_captions(tmp_path, capsys):
 
     folder, clip = write_pipeline(GOLDENS / "pipeline-sd", tmp_path / "sd"), clip_folder(tmp_path / "clip")
     (tmp_path / "real").mkdir()
-    for i, caption in enumerate(["a red fox", "nothing", "snow", "a red fox"]):
+    for i, caption in enumerate(["a red fox", "nothing", "snow", "a red fox " * 20]):
         Image.fromarray(np.random.default_rng(i).integers(0, 256, (26, 30, 3), np.uint8)).save(tmp_path / "real" / f"{i}.png")
         (tmp_path / "real" / f"{i}.txt").write_text(caption, encoding="utf-8")
     words = ["eval", str(folder), "tasks=images", f"clip={clip}", "steps=1", "guidance=1", "--json"]
     assert main([*words, f"data={tmp_path / 'real'}", "limit=3"]) == 0
     figures = json.loads(capsys.readouterr().out)["tasks"]["images"]
-    assert figures["n"] == 3
+    assert (figures["n"], figures["truncated"]) == (3, 0)
     assert {"clip_score", "clip_score_real", "clip_score_mismatched", "clip_accuracy", "clip_accuracy_real"} <= set(figures)
     pipe, judge = argosy.load(folder), argosy.load(clip)
     texts = ["a red fox", "nothing", "snow"]
     drawn = pipe.images(texts, steps=1, guidance=1.0, seed=[0, 1, 2], output="float")
     cosines = judge.embed_images(list(drawn), normalize=True) @ judge.embed(texts, normalize=True).T
     assert figures["clip_score"] == pytest.approx(100 * np.maximum(np.diag(cosines), 0).mean(), rel=1e-4)
+    assert main([*words, f"data={tmp_path / 'real'}"]) == 0
+    out = capsys.readouterr()
+    assert json.loads(out.out)["tasks"]["images"]["truncated"] == 1
+    assert "CLIP reads the beginning of 1 caption alone" in out.err
     assert main(words) == 2
     assert "compared with captions of data" in capsys.readouterr().err
     np.savez(tmp_path / "plain.npz", images=np.full((3, *pipe.defaults.size, 3), 200, np.uint8))

@@ -15,6 +15,7 @@ from argosy.core.errors import BadInput, UserError
 from argosy.data.tokenizers.load import find_tokenizer
 from argosy.evals.plan import plan
 from argosy.evals.settings import EvalSettings
+from argosy.evals.vectors import measures
 from argosy.evals.vectors.metrics import best_documents, pair_figures, pearson, ranking_figures, spearman
 from argosy.infer.lm import LM
 from argosy.jobs.api import load
@@ -215,6 +216,14 @@ def precision(cosines: list[float], rows: list[dict[str, Any]]) -> float:
     return float((np.cumsum(right) / np.arange(1, len(right) + 1))[right].mean())
 
 
+def test_vectors_that_are_not_finite_are_an_error(encoder, tmp_path, capsys, monkeypatch):
+    """Their order would be the file's, and their figures perfect."""
+    small_set(tmp_path / "set")
+    monkeypatch.setattr(measures.SentenceEncoder, "pooled", lambda self, rows: np.full((len(rows), 32), np.nan, np.float32))
+    assert main(["eval", str(encoder), "tasks=retrieval", f"data={tmp_path / 'set'}"]) == 1
+    assert "numbers that are not finite" in capsys.readouterr().err
+
+
 def test_texts_that_are_cut_are_counted(encoder, tmp_path, capsys):
     long = "a ship sails " * 40
     lines(tmp_path / "sts.jsonl", [SCORED[0], SCORED[1] | {"sentence2": long}, {"sentence1": long, "sentence2": "a", "score": 3}])
@@ -233,7 +242,6 @@ def test_searches_of_two_models_are_compared_query_by_query(encoder, tmp_path, c
 
 
 def test_prompts_of_queries_and_documents_are_honoured(encoder, tmp_path, monkeypatch):
-    from argosy.evals.vectors import measures
 
     model = load(encoder)
     small_set(tmp_path / "set")

@@ -12,7 +12,7 @@ from helpers import relative
 from safetensors.numpy import load_file
 
 import argosy
-from argosy.core.errors import BadInput
+from argosy.core.errors import BadInput, Damaged
 from argosy.core.keymap import KeyMap
 from argosy.jobs.convert import convert
 from argosy.models.clip_towers import ClipTowersConfig
@@ -142,3 +142,10 @@ def test_steps_that_are_not_built_are_named(tmp_path):
         steps(size={"height": 3, "width": 3})
     with pytest.raises(BadInput, match="16x16 pixels, and the model reads 15x15"):
         steps(crop_size={"height": 16, "width": 16})
+    with pytest.raises(Damaged, match="image_std"):
+        steps(image_std=[0, 0, 0])
+    # As transformers 5 writes a processor of texts and images.
+    (tmp_path / "preprocessor_config.json").unlink()
+    whole = {"image_processor": {"crop_size": 15, "size": 15, "image_mean": [0.25] * 3}, "processor_class": "CLIPProcessor"}
+    (tmp_path / "processor_config.json").write_text(json.dumps(whole), encoding="utf-8")
+    assert read_image_steps(tmp_path, 15).mean == (0.25,) * 3

@@ -28,3 +28,12 @@ def test_the_form_for_tpus_is_the_plain_one(dtype: str, monkeypatch: pytest.Monk
         np.testing.assert_allclose(np.asarray(product, np.float32), np.asarray(plain, np.float32), rtol=0, atol=near * largest)
     first = np.asarray(x, np.float32)[..., 0] * np.cos(angle)[..., 0] - np.asarray(x, np.float32)[..., 1] * np.sin(angle)[..., 0]
     np.testing.assert_allclose(np.asarray(both("tpu")[0])[..., 0], first, rtol=1e-5, atol=1e-6)
+
+
+def test_the_product_keeps_all_digits_on_tpus(monkeypatch: pytest.MonkeyPatch):
+    """Their matrix units round to bfloat16 unless they are told not to."""
+    monkeypatch.setattr(rope, "platform", lambda: "tpu")
+    x, angle = jnp.ones((1, 2, 1, 4)), jnp.ones((1, 2, 1, 2))
+    products = [eqn for eqn in jax.make_jaxpr(rope.turn_neighbors)(x, angle, angle).eqns if "dot_general" in str(eqn)]
+    assert products
+    assert all("HIGHEST" in str(eqn) for eqn in products)

@@ -24,6 +24,7 @@ from laws.families import CASES, built
 from predict_servers import write_scaled
 
 from argosy.cli import main
+from argosy.core.errors import BadInput
 from argosy.core.process.channel import Channel
 from argosy.export.bundle import Bundle
 from argosy.export.model import export_model
@@ -134,6 +135,29 @@ def test_what_a_follower_cannot_open_is_not_loaded(pair, tmp_path, monkeypatch):
         repository.close()
 
 
+def test_a_leader_that_fails_alone_ends_all(pair, tmp_path, monkeypatch):
+    """Its followers are in the batch already, and would be one behind for ever."""
+    write_scaled(tmp_path / "scaled" / "1", 2.0)
+    repository = repository_of(tmp_path, pair, [])
+    repository.look()
+    bundle, original = repository.find("scaled").bundle, Bundle.run_arrays
+
+    def run_arrays(self: Bundle, arrays: Any, signature: str | None = None) -> Any:
+        if type(self) is not Bundle:
+            raise MemoryError
+        return original(self, arrays, signature)
+
+    with pytest.raises(BadInput):
+        bundle.run({"x": np.zeros((2, 3), np.int32)})
+    assert not pair.lost
+    monkeypatch.setattr(Bundle, "run_arrays", run_arrays)
+    with pytest.raises(MemoryError):
+        bundle.run({"x": np.zeros((2, 3), np.float32)})
+    assert pair.lost == [0]
+    monkeypatch.undo()
+    repository.close()
+
+
 def test_an_end_without_a_word_is_noticed_on_both_sides(tmp_path):
     pair = Pair()
     pair.leader._connections[1].close()
@@ -162,7 +186,7 @@ def test_only_the_processes_of_the_server_connect():
         accepted = pool.submit(listener.accept, 2)
         hello = {"token": listener.token, "rank": 1}
         wrong = [json.dumps(hello | part).encode() for part in ({"token": "guess"}, {"rank": 3})]
-        for words in [b"GET / HTTP/1.1", b"[]", *wrong]:
+        for words in [b"GET / HTTP/1.1", b"[]", b'{"token": "x", "rank": 1e999}', b"[" * 100_000, *wrong]:
             with socket.create_connection((listener.host, listener.port)) as one:
                 Channel(one.fileno()).send(words)
                 one.setblocking(True)

@@ -215,6 +215,10 @@ def test_models_that_would_be_read_back_otherwise_are_not_written(tmp_path: Path
     folder = pipeline_of(file, tmp_path / "scaled", vae={"scale": 0.5})
     with pytest.raises(BadInput, match=r"vae: scale=0.5 would be read back as 0.18215"):
         convert(str(folder), tmp_path / "out.safetensors", "hub", None)
+    for part, change, what in (("vae", {"shift": 0.25}, "shift=0.25"), ("unet", {"norm_eps": 1e-3}, "norm_eps=0.001")):
+        odd = pipeline_of(file, tmp_path / part, **{part: change})
+        with pytest.raises(BadInput, match=f"{part}: {what} would be read back as"):
+            convert(str(odd), tmp_path / "out.safetensors", "hub", None)
     other = write_pipeline(GOLDENS / "pipeline-sd3", tmp_path / "sd3")
     with pytest.raises(BadInput, match="no single file in its authors' names is written of SD3Config"):
         convert(str(other), tmp_path / "out.safetensors", "hub", None)

@@ -25,12 +25,15 @@ class CaptionJudge:
     Args:
         encoder: CLIP: `embed` and `embed_images` (`infer.clip.ImageTextEncoder`).
         captions: all that images may have; equal ones count once.
+
+    cut: how many of them are longer than what the encoder reads, which is their beginning.
     """
 
     def __init__(self, encoder: Any, captions: Sequence[str]):
         self.encoder = encoder
         self.number = {text: i for i, text in enumerate(dict.fromkeys(captions))}
         self.vectors = encoder.embed(list(self.number), normalize=True)
+        self.cut = encoder.cut(list(self.number))
 
     def cosines(self, images: Float[np.ndarray, "N H W 3"]) -> Float[np.ndarray, "N C"]:
         """The cosine of each image, in 0..1, with each different caption."""

@@ -14,6 +14,7 @@ from argosy.evals.plan import PlannedTask
 from argosy.evals.settings import EvalSettings
 from argosy.evals.statistics import MeanWithError, RowScores
 from argosy.evals.vectors.metrics import RECALL_AT, best_documents, pair_figures, pearson, ranking_figures, spearman
+from argosy.infer.denoise.finite import check_finite
 from argosy.infer.embed import SentenceEncoder, unit_vectors
 from argosy.weights.hub.sentence_steps import DOCUMENT_PROMPTS, QUERY_PROMPTS
 
@@ -60,6 +61,7 @@ class TextVectors:
             out[chosen] = self.encoder.pooled([rows[i] for i in chosen])
             at += len(chosen)
             self.tick(int((self._done + at * len(texts) / len(order)) * self._rows_per_text))
+        check_finite("the vectors of texts", out)
         self._done += len(texts)
         place = {text: i for i, text in enumerate(distinct)}
         return unit_vectors(self.encoder.finished(out))[[place[text] for text in texts]]

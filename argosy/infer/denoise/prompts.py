@@ -77,6 +77,11 @@ class PromptReader:
         in a text is that token: the padding of OpenCLIP is an exclamation mark."""
         return self._padded(texts)[0]
 
+    def cut(self, texts: Sequence[str]) -> int:
+        """How many texts are longer than what is read of one."""
+        room = self.length - sum(map(len, self._frame))
+        return sum(len(ids) > room for ids in self._encoded(texts))
+
     def _padded(self, texts: Sequence[str]) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B T"]]:
         """The ids of texts, and 1 where they are no padding."""
         first, last = self._frame

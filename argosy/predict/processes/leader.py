@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from argosy.core.errors import ArgosyError
+from argosy.core.errors import ArgosyError, BadInput
 from argosy.core.process.channel import Channel
 from argosy.core.progress import Say
 from argosy.export.bundle import Bundle
@@ -75,8 +75,9 @@ class ProcessListener:
                 try:
                     hello = json.loads(Channel(connection.fileno()).receive(HELLO_S))
                     known = hmac.compare_digest(hello["token"], self.token)
-                    rank = int(hello["rank"])
-                except (OSError, EOFError, TimeoutError, ValueError, KeyError, TypeError):
+                    rank = int(hello["rank"]) if known else 0
+                except Exception:
+                    # Whatever a stranger sends.
                     known, rank = False, 0
                 if not known or rank in found or not 1 <= rank <= followers:
                     connection.close()
@@ -91,7 +92,7 @@ class ProcessLeader:
 
     Args:
         connections: a connection to each, by rank.
-        lost: called in another thread with the rank of a follower that ended.
+        lost: called in another thread with the rank of a follower that ended, or with 0 where this process alone failed in a batch.
 
     asked: the exit code for which a follower was asked to stop; 0 while none was.
     """
@@ -134,10 +135,18 @@ class ProcessLeader:
         return done
 
     def run(self, bundle: int, signature: str, arrays: Mapping[str, np.ndarray], work: Callable[[], Any]) -> Any:
-        """Does the leader's part of a batch while followers do theirs."""
+        """Does the leader's part of a batch while followers do theirs. If the leader alone fails, all processes end: the others would
+        take its next batch for this one."""
         with self._running:
             self._send(packed_message({"do": "run", "bundle": bundle, "signature": signature}, arrays))
-            return work()
+            try:
+                return work()
+            except BadInput:
+                # The followers refuse it too.
+                raise
+            except BaseException:
+                self.lost(0)
+                raise
 
     def close(self, bundle: int) -> None:
         """Releases a bundle in the followers."""

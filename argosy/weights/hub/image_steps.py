@@ -18,6 +18,8 @@ from argosy.core.formats.image_files import Resampling, resized
 from argosy.data.tokenizers.config import read_object
 
 FILE = "preprocessor_config.json"
+# transformers 5 writes the settings of a processor of texts and images into one file.
+WHOLE = "processor_config.json"
 # Those of OpenAI's CLIP.
 MEAN, DEVIATION = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 # Pillow's numbers of its filters.
@@ -74,18 +76,26 @@ def read_image_steps(folder: Path | None, size: int) -> ImageSteps:
         BadInput: a step that is not built, or a size that the model does not read.
         Damaged: the file has invalid contents.
     """
-    if folder is None or not (folder / FILE).is_file():
+    said = None if folder is None else next((found for name in (FILE, WHOLE) if (found := _read(folder / name)) is not None), None)
+    if folder is None or said is None:
         return ImageSteps(size, (size, size))
-    said = read_object(folder / FILE)
     try:
         steps = _steps(said)
     except (TypeError, ValueError, LookupError) as error:
-        raise Damaged(f"{FILE} has invalid contents: {error}", where=str(folder / FILE)) from None
+        raise Damaged(f"{FILE} has invalid contents: {error}", where=str(folder)) from None
     if steps.crop != (size, size):
         given = "any size" if steps.crop is None else "{1}x{0} pixels".format(*steps.crop)
         what = f"{FILE}: images of {given}, and the model reads {size}x{size}"
         raise BadInput(what, where=str(folder / FILE), hint="do_center_crop with that crop_size")
     return steps
+
+
+def _read(path: Path) -> Mapping[str, Any] | None:
+    """The settings of images in a file; None: there are none."""
+    if not path.is_file():
+        return None
+    said = read_object(path)
+    return said if path.name == FILE else said.get("image_processor")
 
 
 def _steps(said: Mapping[str, Any]) -> ImageSteps:
@@ -106,6 +116,8 @@ def _steps(said: Mapping[str, Any]) -> ImageSteps:
     factor = float(said.get("rescale_factor", 1 / 255)) if said.get("do_rescale", True) else 1.0
     normal = said.get("do_normalize", True)
     mean, deviation = (_colors(said.get(key, default)) for key, default in (("image_mean", MEAN), ("image_std", DEVIATION)))
+    if not all(np.isfinite(value) and value > 0 for value in deviation):
+        raise ValueError(f"image_std = {list(deviation)}")
     return ImageSteps(shorter, crop, FILTERS[number], factor, mean if normal else (0.0,) * 3, deviation if normal else (1.0,) * 3)
 
 

@@ -22,7 +22,7 @@ from argosy.weights.hub.writer import cast_weights
 from argosy.weights.model import OpenedModel
 
 # Reads settings from the shapes of tensors.
-Settings = Callable[[Mapping[str, tuple[int, ...]]], dict[str, Any]]
+ReadSettings = Callable[[Mapping[str, tuple[int, ...]]], dict[str, Any]]
 
 DENOISER = "model.diffusion_model."
 FLUX, UNET = "double_blocks.0.img_attn.qkv.weight", "input_blocks.0.0.weight"
@@ -33,8 +33,8 @@ CLIPS = ("cond_stage_model.transformer.", "conditioner.embedders.0.transformer."
 OPENCLIP, OPENCLIP_2 = "cond_stage_model.model.", "conditioner.embedders.1.model."
 # The last layer of OpenCLIP's in Stable Diffusion 2: its output is not read, and diffusers' folders have it not.
 UNREAD = "transformer.resblocks.23."
-# Settings that no tensor tells and that the folder of the pipeline gives.
-UNTOLD = frozenset(("size", "eos"))
+# Settings that no tensor tells: the folder of the pipeline gives them, or they change no number that is drawn but by rounding.
+UNTOLD = frozenset(("size", "eos", "prediction", "pixels", "force_upcast"))
 # A part of the names in files of other kinds, what they are, and what to do with them.
 OTHERS = (
     (".lora_", "low-rank adapters", "argosy.load(FOLDER, adapter=FILE)"),
@@ -134,7 +134,7 @@ def single_file_entries(parts: Mapping[str, OpenedModel], dtype: Any = None) -> 
 
 
 def _entries(
-    part: str, model: OpenedModel, start: str, settings: Settings, rows: Callable[[Any], Any], dtype: Any
+    part: str, model: OpenedModel, start: str, settings: ReadSettings, rows: Callable[[Any], Any], dtype: Any
 ) -> list[TensorEntry]:
     """The tensors of a model, which would be read back as it is."""
     entries = list(KeyMap(*rows(model.config)).inverse(cast_weights(model.config, model.weights, dtype)))
@@ -142,8 +142,10 @@ def _entries(
         found = settings({entry.name: entry.shape for entry in entries})
     except KeyError as error:
         raise BadInput(f"{part}: no published file has such a model: {error} is missing") from None
-    for name, value in found.items():
-        if name not in UNTOLD and value != (own := getattr(model.config, name)):
+    again = type(model.config)(**found)
+    for name in type(again).model_fields:
+        own, value = getattr(model.config, name), getattr(again, name)
+        if name not in UNTOLD and value != own:
             raise BadInput(f"{part}: {name}={own} would be read back as {value}, since such a file has no settings")
     return [entry._replace(name=start + entry.name) for entry in entries]
 
@@ -158,7 +160,7 @@ def _opened(
     file: SafeTensors,
     own: Mapping[str, str],
     family: str,
-    settings: Settings,
+    settings: ReadSettings,
     rows: Callable[[Any], Any],
 ) -> OpenedModel:
     shapes = {name: file.shape(source) for name, source in own.items()}
