@@ -370,7 +370,8 @@ class Journal:
         found = cls._read(folder, fingerprint)
         if found is None:
             if any(folder.iterdir()):
-                say(f"writing {folder} was killed before it finished; it starts over")
+                least = f"its first {JOURNAL_BYTES >> 20} MiB of text and tokens"
+                say(f"writing {folder} ended before {least} were noted, or was of other data; it starts over")
                 shutil.rmtree(folder)
                 folder.mkdir()
             return cls(folder, fingerprint, {})

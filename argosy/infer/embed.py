@@ -230,6 +230,9 @@ def check_embeds(lm: "LM") -> None:
     Raises:
         BadInput: it does not.
     """
+    if lm.config.inputs != "tokens":
+        hint = "`embed` of argosy.load(FOLDER) gives its vectors; tasks=images clip=FOLDER compares drawn images with captions"
+        raise BadInput("this model is no encoder of sentences", hint=hint)
     if not lm.config.causal or embeds(lm):
         return
     hint = "its folder has no modules.json of sentence-transformers; lm.embed(texts, pooling=\"last\") reads it all the same"

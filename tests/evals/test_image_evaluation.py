@@ -164,6 +164,13 @@ def test_a_diffusers_folder_is_compared_with_captions(tmp_path, capsys):
     assert "this data has no captions" in capsys.readouterr().err
 
 
+def test_clip_is_no_encoder_of_sentences(tmp_path, capsys):
+    rows = [json.dumps({"sentence1": "a", "sentence2": "b", "score": score}) for score in (1, 2)]
+    (tmp_path / "sts.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    assert main(["eval", str(clip_folder(tmp_path / "clip")), "tasks=sts", f"data={tmp_path / 'sts.jsonl'}"]) == 2
+    assert "this model is no encoder of sentences" in capsys.readouterr().err
+
+
 def test_a_run_is_evaluated_and_keeps_its_figures(tmp_path, capsys):
     images = blobs(0, 120)
     names = ["red fox", "snow"]

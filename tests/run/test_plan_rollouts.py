@@ -137,3 +137,8 @@ def test_rollouts_are_described(capsys: pytest.CaptureFixture[str]):
     out = capsys.readouterr().out
     assert "a rollout: 64 completions of 512 tokens to 8 prompts of 512, 64 at a time, weights shared" in out
     assert "in a step: rollouts" in out
+
+
+def test_completions_that_leave_no_room_for_prompts_are_refused_at_once(capsys):
+    assert main(["plan", "grpo", "model=qwen3-0.6b", "device=h100-8", "rollout.tokens=1e9"]) == 2
+    assert "has no room for a prompt before an answer of 1000000000 tokens" in capsys.readouterr().err

@@ -73,6 +73,8 @@ def predict(
         def stop_code() -> int:
             return stop.code or (leader.asked if leader is not None else 0)
 
+        if found.models and not any(state.versions for state in found.models.values()):
+            say("no model is loaded, for the reasons above; the server waits for one, and /v2/health/ready answers 503 until then")
         serve_repository(found, listener, reserved, stop=stop_code, ready=lambda: say(f"ready on {url}"))
         if leader is not None:
             leader.end(stop_code())

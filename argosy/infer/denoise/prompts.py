@@ -101,6 +101,8 @@ class PromptReader:
         if not self._learned:
             return self.tokenizer.encode_many(list(texts), special=True)
         parts = [self._token.split(text) for text in texts]
+        if self.say is not None and any(texts) and all(len(one) == 1 for one in parts):
+            self.say(f"no prompt names {', '.join(self._learned)}, so the learned embeddings change nothing")
         plain = iter(self.tokenizer.encode_many([part for one in parts for part in one[::2]], special=True))
         found = []
         for one in parts:

@@ -96,7 +96,8 @@ def plan(recipe: str, words: Sequence[str], settings: PlanSettings, say: Say) ->
         compiler = _asked(assembly, recipe, words, settings.device)
     # Elsewhere the model answers: updates from rollouts are several programs.
     if settings.compile and not hopeless and not samples:
-        missing = target.missing_compiler()
+        # For GPUs the model answers, with their compiler or without.
+        missing = target.missing_compiler() if target.platform == "tpu" else None
         if missing is None and (target.is_here or target.platform == "tpu"):
             say("asking the compiler; compile=false answers without it ...")
             compiler = _asked(assembly, recipe, words, settings.device)
@@ -214,8 +215,11 @@ def _assembled(run: Run, target: Any) -> Any:
     from argosy.run.assembly.decided import Decided
 
     if run.rollout is not None:
+        from argosy.rl.rollouts.fitting import no_room
         from argosy.run.plan.rollouts import trainer_target
 
+        if run.data.sequence <= run.rollout.tokens:
+            raise no_room(run.data.sequence, run.rollout.tokens)
         target = trainer_target(target, run)
     return assemble(run, Decided.here(run, target), target=target, reads=False)
 

@@ -71,10 +71,15 @@ def check_sizes(batch: int, rollout: Rollout, shape: PartShape, most: int | None
         what = f"data.batch = {batch} answers do not divide into groups of {n}{by}"
         mistakes.append(BadInput(what, hint=f"make it a multiple of {n * rollout.minibatches}"))
     if shape.sequence <= rollout.tokens:
-        what = f"data.sequence = {shape.sequence} has no room for a prompt before an answer of {rollout.tokens} tokens"
-        hint = f"rollout.tokens={max(1, shape.sequence // 2)}, or a longer data.sequence, at most the model's context"
-        mistakes.append(BadInput(what, where="rollout.tokens", hint=hint))
+        mistakes.append(no_room(shape.sequence, rollout.tokens))
     if most is not None and most < prompts:
         what = f"data.epochs: {most} prompts are fewer than the {prompts} of a rollout"
         mistakes.append(BadInput(what, hint="raise data.epochs, or lower data.batch"))
     raise_mistakes(mistakes)
+
+
+def no_room(sequence: int, tokens: int) -> BadInput:
+    """The mistake of rows that hold no prompt before a completion of so many tokens."""
+    what = f"data.sequence = {sequence} has no room for a prompt before an answer of {tokens} tokens"
+    hint = f"rollout.tokens={max(1, sequence // 2)}, or a longer data.sequence, at most the model's context"
+    return BadInput(what, where="rollout.tokens", hint=hint)
