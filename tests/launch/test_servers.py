@@ -145,7 +145,7 @@ def test_a_manifest_is_written_by_the_command_line(tmp_path: Path):
         (["engine=kubernetes", "image=a", "--", "train", "tiny"], "cannot run `train`"),
         (["engine=rayserve", "--", "predict", "/models", "port=0"], "port=0 with engine=rayserve"),
         (["engine=rayserve", "--", "predict", "/models", "tls_key=a"], "tls_key with engine=rayserve"),
-        (["processes=2", "--", "predict", "/models"], "several processes cannot run `predict`"),
+        (["processes=2", "--", "predict", "/models"], "no such folder: `/models`"),
     ],
 )
 def test_mistakes_are_told_before_anything_is_written(capsys: pytest.CaptureFixture[str], words: list[str], message: str):

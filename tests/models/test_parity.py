@@ -76,7 +76,7 @@ one_of_each_family = pytest.mark.parametrize(
 
 OPTIONS = ["tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "norm_topk_prob"]
 # Read, but no class of transformers: Kimi K2's config.json is DeepSeek-V3's, Gemma 3's and Llama 4's hold their text model's.
-ALIASES = {"kimi_k2", "gemma3", "llama4"}
+ALIASES = {"kimi_k2", "gemma3", "llama4", "mistral3"}
 
 
 def test_every_option_is_met_both_ways():

@@ -54,7 +54,7 @@ def turn_neighbors(x: Float[Array, "B T N H"], cos: Float[Array, "B T 1 pairs"],
     """Turns each pair of neighboring features, in the type of the cosines.
 
     An array of pairs has a last axis of 2, of whose tiles TPUs use a 64th. There, a product with a matrix of zeros and ones puts each
-    feature in the place of its neighbor, exactly: an eighth of the cycles forward, a sixth backward (docs/measured.md).
+    feature in the place of its neighbor, exactly: Flux.1's step takes 7 to 12 % less (docs/measured.md).
     """
     y = x.astype(cos.dtype)
     if platform() != "tpu":
