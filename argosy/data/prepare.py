@@ -21,14 +21,12 @@ import hashlib
 import json
 import os
 import shutil
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -40,7 +38,7 @@ from argosy.data.chat.conversations import nothing_to_learn, record_counts, reco
 from argosy.data.encode import DocumentEncoder
 from argosy.data.encoding import Encoding
 from argosy.data.order import of_sequences
-from argosy.data.pack import Corpus, Encoded
+from argosy.data.pack import Corpus
 from argosy.data.rows.encoders import encoder_for
 from argosy.data.sources import Capped, Document, Source, is_prepared
 from argosy.data.split_writer import DTYPES, FLOAT, GROUP_BYTES, SplitWriter, sha256
@@ -202,19 +200,19 @@ def write(
         made = {split: SplitWriter(partial / split, encoder.dtype, states.get(split)) for split in SPLITS}
         writers = {split: files.enter_context(closing(writer)) for split, writer in made.items()}
         # What an earlier writer has done is read again, since what is held out and left out may depend on it, and not encoded.
-        for group in encoded_ahead(grouped(islice(source.documents(), read, None)), encoder):
-            for document, encoded in zip(group.documents, group.encoded):
+        for group in grouped(islice(source.documents(), read, None)):
+            for document, encoded in zip(group, encoder.encode(group)):
                 size_bytes = len(document.text.encode())
                 # Records have no text whose bytes their tokens could be compared with.
                 text_bytes = size_bytes if document.record is None else 0
                 writers["held_out" if chooser.takes(document) else "train"].add(encoded, text_bytes)
                 done += size_bytes
                 unsaved += size_bytes + len(encoded.tokens)
-            read += len(group.documents)
+            read += len(group)
             if progress:
                 progress(done, source.size_bytes)
-            if group.state is not None and unsaved >= JOURNAL_BYTES:
-                state = {"documents": read, "bytes": done, "chooser": vars(chooser), "encoder": group.state}
+            if encoder.resumes and unsaved >= JOURNAL_BYTES:
+                state = {"documents": read, "bytes": done, "chooser": vars(chooser), "encoder": encoder.state()}
                 journal.write(state | {"splits": {split: writer.state() for split, writer in writers.items()}})
                 unsaved = 0
         encoder.close()
@@ -249,37 +247,6 @@ def write(
         file.flush()
         os.fsync(file.fileno())
     sync(partial)
-
-
-class EncodedGroup(NamedTuple):
-    """Documents and their tokens.
-
-    state: what the encoder depends on after them, for a journal; None: it does not resume.
-    """
-
-    documents: list[Document]
-    encoded: list[Encoded]
-    state: dict[str, Any] | None
-
-
-def encoded_ahead(groups: Iterable[list[Document]], encoder: DocumentEncoder) -> Iterator[EncodedGroup]:
-    """The groups, encoded in order by a thread: while it is in the tokenizer, which leaves Python's lock, the next group is read and
-    the one before is written. Nobody else may use the encoder until the end."""
-
-    def encode(group: list[Document]) -> EncodedGroup:
-        return EncodedGroup(group, list(encoder.encode(group)), encoder.state() if encoder.resumes else None)
-
-    pool = ThreadPoolExecutor(1, "encoder")
-    waiting: deque[Future[EncodedGroup]] = deque()
-    try:
-        for group in groups:
-            waiting.append(pool.submit(encode, group))
-            if len(waiting) > 1:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 def grouped(documents: Iterable[Document]) -> Iterator[list[Document]]:
