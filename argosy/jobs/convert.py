@@ -38,7 +38,7 @@ from argosy.weights.peft.merge import merged_weights
 from argosy.weights.peft.reader import check_base, config_for, read_contents
 from argosy.weights.peft.sites import FILES
 from argosy.weights.peft.writer import write_adapter
-from argosy.weights.staging import StagedFile
+from argosy.weights.staging import write_staged
 from argosy.weights.stream import in_order, largest_tensor, streamed
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
@@ -180,8 +180,9 @@ def write_single_file(
         hint = "argosy.load(FOLDER, adapter=FILE).save(OUT) merges it; then convert OUT"
         raise BadInput("adapter is not merged into a single file", hint=hint)
     folder = Path(local_model(source, say))
-    models = {part: streamed(open_model(folder / part, say)) for part in SINGLE_FILE_PARTS if (folder / part).is_dir()}
-    if not (folder / DIFFUSERS_INDEX).is_file():
+    if (folder / DIFFUSERS_INDEX).is_file():
+        models = {part: streamed(open_model(folder / part, say)) for part in SINGLE_FILE_PARTS if (folder / part).is_dir()}
+    else:
         denoiser = open_source(source, say)
         models = {"unet" if isinstance(denoiser.config, FAMILIES["unet"]) else "transformer": denoiser}
     entries = single_file_entries(models, DTYPES[dtype] if dtype else None)
@@ -190,14 +191,8 @@ def write_single_file(
         say(f"{target.name} has the denoiser alone, as Black Forest Labs published it; {', '.join(sorted(left))} are left out")
     if "unet" in models:
         say("no tensor says whether a UNet predicts noise or v: whoever reads the file has to know")
-    file = tensors_file(target.name, entries, {"format": "pt"})
     identity = {"source": [identity_of(one, "single_file", dtype, 0)["source"] for one in written.values()], "dtype": dtype or "kept"}
-    with StagedFile(target, identity) as part:
-        kept = part.plan([file])
-        progress(0, file.bytes, kept)
-        part.progress = lambda new: progress(new, file.bytes, kept)
-        part.write([file], in_order)
-        part.commit()
+    write_staged(target, tensors_file(target.name, entries, {"format": "pt"}), identity, in_order, progress)
     return {
         "source": source,
         "target": str(target),

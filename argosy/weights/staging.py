@@ -219,6 +219,27 @@ class StagedFile(StagedFolder):
             _remove_rest(self.folder)
 
 
+def write_staged(
+    target: Path, file: File, identity: Identity | None, order: Order, progress: Callable[[int, int, int], None]
+) -> None:
+    """Writes one file, completely or not at all. After a kill, the same call starts anew.
+
+    Args:
+        identity: what identifies this conversion.
+        order: returns the same numbers, contiguous in memory.
+        progress: called with bytes written since the last call, bytes in all, bytes kept from a process that was killed.
+
+    Raises:
+        BadInput: the target exists, or the disk is too small.
+    """
+    with StagedFile(target, identity) as part:
+        kept = part.plan([file])
+        progress(0, file.bytes, kept)
+        part.progress = lambda new: progress(new, file.bytes, kept)
+        part.write([file], order)
+        part.commit()
+
+
 # ---------------------------------------------------------------- helpers
 
 

@@ -25,7 +25,7 @@ class StoredSizes(Protocol):
 
 
 def streamed(stored: OpenedModel) -> OpenedModel:
-    """The same model. Of the tensors that were read, only the latest stays in memory."""
+    """The same model, which keeps no tensor that was read but the latest in memory."""
     weights = stored.weights
     if stored.adapted is not None:
         adapted = stored.adapted.with_base(streamed(stored.adapted.base))

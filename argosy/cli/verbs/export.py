@@ -1,6 +1,5 @@
 """`argosy export MODEL OUT [signature=...] [platforms=cpu,cuda,tpu] [batch=1,4,16]`."""
 
-import math
 import re
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -12,7 +11,7 @@ from argosy.cli.output import Doing, conclude
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput, UnknownName
 from argosy.core.settings import Settings, read_settings, words_layer
-from argosy.export.mesh import ExportMesh
+from argosy.export.mesh import ExportMesh, device_count
 from argosy.jobs.image_models import parsed_size
 from argosy.observe.readable import lasted, sized
 
@@ -122,7 +121,7 @@ def sizes_in(key: str, text: int | str | None) -> list[int] | None:
 def exported_text(result: dict[str, Any]) -> str:
     """A summary of the written bundle, in a few lines."""
     programs = sum(len(signature["programs"]) for signature in result["signatures"].values())
-    devices = f" for {plural(math.prod(result['mesh'].values()), 'device')}" if result["mesh"] else ""
+    devices = f" for {plural(device_count(result['mesh']), 'device')}" if result["mesh"] else ""
     counts = f"{plural(programs, 'program')}, {plural(result['tensors'], 'tensor')}, {sized(result['bytes'])}"
     text = f"{result['target']}: {', '.join(result['signatures'])}{devices}; {counts}, in {lasted(result['seconds'])}\n"
     text += f"newer versions of jax read it until {result['readable_until']} at least; sha256 {result['sha256']}\n"

@@ -79,7 +79,7 @@ def _discounted(grades: Sequence[int]) -> float:
 
 
 def best_documents(scores: Float[np.ndarray, " N"], ids: Sequence[str], count: int) -> list[str]:
-    """The ids of the best documents. Of equal scores the later id comes first, as in trec_eval."""
+    """The ids of the best documents. Equal scores are ordered by id, the later one first, as in trec_eval."""
     some = np.arange(len(ids))
     if count < len(ids):
         least = np.partition(scores, len(ids) - count)[len(ids) - count]

@@ -171,7 +171,8 @@ class ImagePipeline:
             strength: the share of the steps that an image goes through; at 1 nothing of it is left.
             control_image: for a pipeline with a ControlNet, images of edges, depths or poses that it follows, [N H W 3] uint8, or
                 floats in 0..1; for a pipeline with several, a list of these, in the order of the ControlNets.
-            control_scale: how strongly the ControlNet acts; 1 is what it was trained for. Of several, one for all or one for each.
+            control_scale: how strongly the ControlNet acts; 1 is what it was trained for. One number for all ControlNets, or
+                one for each.
             control_start, control_end: the share of the steps after which it begins to act, and after which it does not act any more;
                 one for all or one for each.
             guess_mode: the ControlNet acts on predictions with the prompt alone, and more weakly on fine details.
@@ -193,6 +194,9 @@ class ImagePipeline:
             raise BadInput(f"{len(texts)} prompts, n = {n}, batch = {batch}: at least 1 of each")
         seeds = [seed] * len(texts) if isinstance(seed, int) else list(seed)
         negatives = [negative] * len(texts) if negative is None or isinstance(negative, str) else list(negative)
+        said = " ".join(text.lower() for text in [*texts, *negatives] if text)
+        if (unnamed := [token for token in getattr(self.prompts, "learned_tokens", ()) if token not in said]) and self.say is not None:
+            self.say(f"no prompt names {', '.join(unnamed)}: the learned embeddings of these change nothing")
         for name, given in (("seeds", seeds), ("negative prompts", negatives)):
             if len(given) != len(texts):
                 raise BadInput(f"{len(given)} {name} for {len(texts)} prompts")

@@ -42,6 +42,8 @@ class PromptReader:
         name: what error messages call it.
         say: called with what a text lost.
         learned: [n D] rows of each learned token, which stand where its name is in a text (textual inversion).
+
+    learned: the ids of each learned token's rows, by its name in lower case.
     """
 
     def __init__(
@@ -55,7 +57,7 @@ class PromptReader:
     ):
         self.module, self.tokenizer, self.length, self.name, self.say = module, tokenizer, length, name, say
         graph, self._leaves = split(module)
-        self._learned: dict[str, list[int]] = {}
+        self.learned: dict[str, list[int]] = {}
         if learned:
             # The table of this program alone: the module stays as its folder has it.
             table = self._leaves[EMBEDDING]
@@ -63,8 +65,8 @@ class PromptReader:
             self._leaves = self._leaves | {EMBEDDING: jnp.concatenate([table, jnp.asarray(rows, table.dtype)])}
             at = len(table)
             for token, own in learned.items():
-                self._learned[token.lower()] = list(range(at, at := at + len(own)))
-            names = sorted(self._learned, key=len, reverse=True)
+                self.learned[token.lower()] = list(range(at, at := at + len(own)))
+            names = sorted(self.learned, key=len, reverse=True)
             self._token = re.compile(f"({'|'.join(map(re.escape, names))})", re.IGNORECASE)
         self._program = _states(graph, module.dtype)
         first, last = (self._special(role) for role in module.config.framing)
@@ -98,24 +100,22 @@ class PromptReader:
 
     def _encoded(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of each text. Learned tokens part it, as added tokens do in transformers."""
-        if not self._learned:
+        if not self.learned:
             return self.tokenizer.encode_many(list(texts), special=True)
         parts = [self._token.split(text) for text in texts]
-        if self.say is not None and any(texts) and all(len(one) == 1 for one in parts):
-            self.say(f"no prompt names {', '.join(self._learned)}, so the learned embeddings change nothing")
         plain = iter(self.tokenizer.encode_many([part for one in parts for part in one[::2]], special=True))
         found = []
         for one in parts:
             ids: list[int] = []
             for i, part in enumerate(one):
-                ids += self._learned[part.lower()] if i % 2 else next(plain)
+                ids += self.learned[part.lower()] if i % 2 else next(plain)
             found.append(ids)
         return found
 
     def _decoded(self, ids: Sequence[int]) -> str:
         """The text of ids, the names of learned tokens among them."""
-        of = {rows[0]: token for token, rows in self._learned.items()}
-        rest = {row for rows in self._learned.values() for row in rows}
+        of = {rows[0]: token for token, rows in self.learned.items()}
+        rest = {row for rows in self.learned.values() for row in rows}
         named = [of[i] for i in ids if i in of]
         return " ".join([self.tokenizer.decode([i for i in ids if i not in rest]), *named]).strip()
 
@@ -216,6 +216,11 @@ class SDPrompts:
 
     def __init__(self, clip: PromptReader):
         self.clip = clip
+
+    @property
+    def learned_tokens(self) -> list[str]:
+        """The tokens that stand for learned embeddings, in lower case."""
+        return list(self.clip.learned)
 
     def encode(self, texts: Sequence[str]) -> Conditions:
         return Conditions(text=_float32(self.clip.states(texts)["hidden"]))

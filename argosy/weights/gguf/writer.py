@@ -26,7 +26,7 @@ from argosy.weights.gguf.metadata import KIND, ROPE_TENSORS, Metadata
 from argosy.weights.gguf.mixtures import Mixture, is_float32, type_of
 from argosy.weights.gguf.reader import READERS
 from argosy.weights.gguf.rows import Described
-from argosy.weights.staging import StagedFile
+from argosy.weights.staging import write_staged
 from argosy.weights.stream import in_order
 
 # The tensors that tell a reader which parts a model has, by the weights that they hold.
@@ -51,22 +51,9 @@ class GGUFContent:
         return gguf_file(name, self.meta, self.tensors)
 
     def write(self, target: Path, identity: Mapping[str, Any] | None, progress: Callable[[int, int, int], None]) -> None:
-        """Writes the file, completely or not at all. After a kill, the same call starts anew.
-
-        Args:
-            identity: what identifies this conversion.
-            progress: called with bytes written since the last call, bytes in all, bytes kept from a process that was killed.
-
-        Raises:
-            BadInput: the target exists, a weight is not finite, or the disk is too small.
-        """
-        file = self.file(target.name)
-        with StagedFile(target, identity) as part:
-            kept = part.plan([file])
-            progress(0, file.bytes, kept)
-            part.progress = lambda new: progress(new, file.bytes, kept)
-            part.write([file], in_order)
-            part.commit()
+        """Writes the file, completely or not at all. Arguments and errors as `staging.write_staged`; and BadInput: a weight is not
+        finite."""
+        write_staged(target, self.file(target.name), identity, in_order, progress)
 
 
 def gguf_content(

@@ -55,6 +55,17 @@ def test_a_prompt_that_loses_a_learned_token_says_so(folder):
     assert "<snow-fox>" in said[0]
 
 
+def test_a_token_that_neither_prompt_names_is_said(folder):
+    """Learned embeddings of what to lead away from stand in the negative prompt alone."""
+    said: list[str] = []
+    pipe, how = argosy.load(folder, embeddings=FILE), {"steps": 1, "size": (16, 16)}
+    pipe.say = said.append
+    pipe.images("a fox", negative="<Snow-Fox>", **how)
+    assert not [text for text in said if "learned" in text]
+    pipe.images("a snow-fox", negative="snow", **how)
+    assert [text for text in said if "no prompt names <snow-fox>" in text]
+
+
 def test_files_of_other_programs_and_folders(folder, tmp_path):
     rows = load_file(FILE)["<snow-fox>"]
     save_file({"emb_params": rows}, tmp_path / "snow.safetensors")
