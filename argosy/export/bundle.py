@@ -127,11 +127,31 @@ class Bundle:
         of = self.manifest.signature(signature)
         sizes = named_sizes(of, arrays)
         program = chosen_program(of, self.platform, sizes)
-        outputs = self._called(of, program, padded_inputs(of, arrays, program))
-        found: dict[str, Any] = unpadded_outputs(of, outputs, sizes)
+        outputs = self.computed(of, program, padded_inputs(of, arrays, program))
+        found: dict[str, Any] = unpadded_outputs(of, {name: np.asarray(value) for name, value in outputs.items()}, sizes)
         for step in of.postprocess:
             found[step.output] = step_result(step, found, self.tokenizer)
         return found
+
+    def computed(
+        self, signature: BundleSignature, program: BundleProgram, arrays: Mapping[str, np.ndarray]
+    ) -> dict[str, jax.Array]:
+        """The outputs of a program on the devices, for inputs of its sizes."""
+        call = self._program(signature, program)
+        return self._run(call, _shapes(arrays), self._signature_weights(signature), self._on_devices(arrays))
+
+    def load(self) -> None:
+        """Reads the programs of this platform, and puts all weights on the devices: from here on a call reads no file of the bundle but
+        the tokenizer.
+
+        Raises:
+            Damaged: a file was altered after the bundle was opened.
+            Unsupported: this version of jax cannot read a program.
+        """
+        for of in self.manifest.signatures.values():
+            for program in [program for program in of.programs if self.platform in program.platforms]:
+                self._program(of, program)
+            self._signature_weights(of)
 
     def compile(
         self, sizes: Mapping[str, Iterable[Mapping[str, int]]], store: ProgramStore | None = None, say: Say | None = None
@@ -238,11 +258,6 @@ class Bundle:
         shape = next(i.shape for i in signature.inputs if i.name == step.tokens)
         longest = signature.limits.get(str(shape[1]), shape[1] if isinstance(shape[1], int) else None)
         return tokenized(step, self.tokenizer(step.folder), texts[0], longest, *texts[1:])
-
-    def _called(self, signature: BundleSignature, program: BundleProgram, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        call = self._program(signature, program)
-        outputs = self._run(call, _shapes(arrays), self._signature_weights(signature), self._on_devices(arrays))
-        return {name: np.asarray(value) for name, value in outputs.items()}
 
     def _signature_weights(self, signature: BundleSignature) -> dict[str, jax.Array]:
         """The weights of a signature on the device, where they stay; of several devices, each gets its share."""

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from argosy.core.errors import ArgosyError, BadInput, UserError, complaint, problems_of
+from argosy.core.errors import ArgosyError, BadInput, FailedElsewhere, UserError, complaint, problems_of
 from argosy.core.process.resident import trim
 from argosy.core.progress import Say
 from argosy.core.settings import read_settings, yaml_layer
@@ -274,8 +274,13 @@ class Repository:
             why = _reason(error)
             if old is None:
                 state.reasons = {**state.reasons, number: why}
-            kept = "; the one that was loaded stays" if old is not None else ""
-            self.say(f"{name} version {number} is not loaded: {why}{kept}")
+            what = f"{name} version {number} is not loaded: {why}{'; the one that was loaded stays' if old is not None else ''}"
+            if isinstance(error, FailedElsewhere):
+                # Some machines see a file of a shared file system later than others: the next look tries again.
+                state.refused.pop(number, None)
+                self._say_once(state, what)
+            else:
+                self.say(what)
             return
         state.refused.pop(number, None)
         state.versions = {**state.versions, number: LoadedVersion(name, number, path, bundle, batcher, stamp)}

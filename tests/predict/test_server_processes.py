@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -88,14 +89,14 @@ def repository_of(folder: Path, pair: Pair, said: list[str]) -> Repository:
 
 def test_a_follower_opens_runs_and_closes_what_the_leader_does(pair, tmp_path, monkeypatch):
     write_scaled(tmp_path / "scaled" / "1", 2.0)
-    ran, original = list[Any](), Bundle.run_arrays
+    ran, original = list[Any](), Bundle.computed
 
-    def run_arrays(self: Bundle, arrays: Any, signature: str | None = None) -> Any:
+    def computed(self: Bundle, signature: Any, program: Any, arrays: Any) -> Any:
         if type(self) is Bundle:
-            ran.append((signature, {name: np.array(a) for name, a in arrays.items()}))
-        return original(self, arrays, signature)
+            ran.append((signature, program, {name: np.array(a) for name, a in arrays.items()}))
+        return original(self, signature, program, arrays)
 
-    monkeypatch.setattr(Bundle, "run_arrays", run_arrays)
+    monkeypatch.setattr(Bundle, "computed", computed)
     said: list[str] = []
     repository = repository_of(tmp_path, pair, said)
     repository.look()
@@ -108,7 +109,10 @@ def test_a_follower_opens_runs_and_closes_what_the_leader_does(pair, tmp_path, m
         found = version.bundle.run({"x": np.full((2, 3), i, np.float32)})
         np.testing.assert_array_equal(found["y"], np.full((2, 3), 2.0 * i))
     until(lambda: len(ran) == 5)
-    assert [(name, arrays["x"][0, 0]) for name, arrays in ran] == [("call", float(i)) for i in range(5)]
+    of = bundle.manifest.signatures["call"]
+    assert [(signature, program, arrays["x"][0, 0]) for signature, program, arrays in ran] == [
+        (of, of.programs[0], float(i)) for i in range(5)
+    ]
     write_scaled(tmp_path / "scaled" / "2", 3.0)
     repository.look()
     assert [b.path.name for b in pair.follower.bundles.values()] == ["2"]
@@ -132,7 +136,57 @@ def test_what_a_follower_cannot_open_is_not_loaded(pair, tmp_path, monkeypatch):
         repository.look()
         assert re.search(why, said[-1]), said
         until(lambda: not pair.follower.bundles)
-        repository.close()
+    # It is tried again, for the follower may see the files later, and said once.
+    repository.look()
+    assert len(said) == 1
+    path = str(tmp_path / "scaled" / "1")
+    repository.look()
+    np.testing.assert_array_equal(repository.find("scaled").bundle.run({"x": np.ones((1, 3), np.float32)})["y"], 2)
+    repository.close()
+
+
+@pytest.mark.parametrize("in_leader", [True, False])
+def test_a_bundle_that_one_process_alone_finds_altered_is_not_loaded(pair, tmp_path, monkeypatch, in_leader):
+    """The other has opened it. Batches of other models go on."""
+    write_scaled(tmp_path / "altered" / "1", 3.0)
+    write_scaled(tmp_path / "whole" / "1", 2.0)
+    original, alone = Bundle.load, threading.Lock()
+
+    def load(self: Bundle) -> None:
+        with alone:
+            if self.path.parent.name != "altered" or (type(self) is not Bundle) is not in_leader:
+                return original(self)
+            (program,) = (self.path / "programs").iterdir()
+            before = program.read_bytes()
+            program.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
+            try:
+                original(self)
+            finally:
+                program.write_bytes(before)
+
+    monkeypatch.setattr(Bundle, "load", load)
+    said: list[str] = []
+    # Without warm-up a batch would be the first to read the files.
+    settings = PredictSettings(warm_up=False)
+    repository = Repository(tmp_path, settings, PredictMetrics(), said.append, None, pair.leader.open)
+    repository.look()
+    where = "" if in_leader else r" \(in process 1\)"
+    assert re.fullmatch(rf"altered version 1 is not loaded: programs/\S+ was altered after the bundle was opened{where}", said[0]), said
+    until(lambda: len(pair.follower.bundles) == 1)
+    np.testing.assert_array_equal(repository.find("whole").bundle.run({"x": np.ones((2, 3), np.float32)})["y"], 2)
+    assert not pair.lost
+    repository.close()
+
+
+def test_a_batch_reads_no_file(pair, tmp_path):
+    folder = write_scaled(tmp_path / "scaled" / "1", 2.0)
+    repository = Repository(tmp_path, PredictSettings(warm_up=False), PredictMetrics(), print, None, pair.leader.open)
+    repository.look()
+    bundle = repository.find("scaled").bundle
+    for file in [*folder.glob("programs/*"), *folder.glob("weights/*")]:
+        file.unlink()
+    np.testing.assert_array_equal(bundle.run({"x": np.ones((2, 3), np.float32)})["y"], 2)
+    repository.close()
 
 
 def test_a_leader_that_fails_alone_ends_all(pair, tmp_path, monkeypatch):
@@ -140,17 +194,17 @@ def test_a_leader_that_fails_alone_ends_all(pair, tmp_path, monkeypatch):
     write_scaled(tmp_path / "scaled" / "1", 2.0)
     repository = repository_of(tmp_path, pair, [])
     repository.look()
-    bundle, original = repository.find("scaled").bundle, Bundle.run_arrays
+    bundle, original = repository.find("scaled").bundle, Bundle.computed
 
-    def run_arrays(self: Bundle, arrays: Any, signature: str | None = None) -> Any:
+    def computed(self: Bundle, signature: Any, program: Any, arrays: Any) -> Any:
         if type(self) is not Bundle:
             raise MemoryError
-        return original(self, arrays, signature)
+        return original(self, signature, program, arrays)
 
     with pytest.raises(BadInput):
         bundle.run({"x": np.zeros((2, 3), np.int32)})
     assert not pair.lost
-    monkeypatch.setattr(Bundle, "run_arrays", run_arrays)
+    monkeypatch.setattr(Bundle, "computed", computed)
     with pytest.raises(MemoryError):
         bundle.run({"x": np.zeros((2, 3), np.float32)})
     assert pair.lost == [0]
@@ -270,9 +324,9 @@ def private_bytes(pid: int) -> int:
     return int(re.search(r"RssAnon:\s+(\d+) kB", status)[1]) * 1024  # type: ignore[index]
 
 
-def asked(port: int, tokens: list[list[int]]) -> np.ndarray:
+def asked(port: int, tokens: list[list[int]], model: str = "llama") -> np.ndarray:
     rows = [{"tokens": row, "mask": [1] * len(row)} for row in tokens]
-    answer = httpx.post(f"http://127.0.0.1:{port}/v1/models/llama:predict", json={"instances": rows}, timeout=60)
+    answer = httpx.post(f"http://127.0.0.1:{port}/v1/models/{model}:predict", json={"instances": rows}, timeout=60)
     assert answer.status_code == 200, answer.text
     return np.asarray(answer.json()["predictions"], np.float32)
 
@@ -284,19 +338,27 @@ def test_two_processes_serve_a_model_that_is_split_over_both(tmp_path):
     how: dict[str, Any] = {"platforms": ["cpu"], "length": [8, 16]}
     export_model(lm, tmp_path / "repository" / "llama" / "1", mesh={"tensor": 2, "fsdp": 2}, **how)
     export_model(lm, tmp_path / "repository" / "plain" / "1", **how)
+    shutil.copytree(tmp_path / "repository" / "llama", tmp_path / "repository" / "halfway")
+    (weights,) = (tmp_path / "repository" / "halfway" / "1" / "weights").iterdir()
+    weights.rename(tmp_path / "rest")
     alone = Bundle.open(tmp_path / "repository" / "plain" / "1")
     rng = np.random.default_rng(0)
     texts = [[rng.integers(3, case.vocab, size=length).tolist()] for length in rng.integers(1, 17, size=40)]
     want = [alone.run({"tokens": np.asarray(text, np.int32)})["logits"] for text in texts]
 
-    def check(port: int) -> None:
+    def check(port: int, model: str = "llama") -> None:
         with ThreadPoolExecutor(8) as pool:
-            for got, right in zip(pool.map(lambda text: asked(port, text), texts), want, strict=True):
+            for got, right in zip(pool.map(lambda text: asked(port, text, model), texts), want, strict=True):
                 np.testing.assert_allclose(got, right, rtol=0, atol=1e-4 * np.abs(right).max())
 
     with launched(tmp_path / "repository", tmp_path / "logs") as (port, said, process):
         assert "plain version 1 is not loaded: its programs are for 1 device, and the 2 processes have 4" in said
+        assert f"halfway version 1 is not loaded: weights/{weights.name} is missing" in said
         check(port)
+        # The copy goes on.
+        (tmp_path / "rest").rename(weights)
+        assert httpx.post(f"http://127.0.0.1:{port}/v2/repository/models/halfway/load", timeout=120).status_code == 200
+        check(port, "halfway")
         # Loads and unloads reach both.
         for verb in ("unload", "load"):
             assert httpx.post(f"http://127.0.0.1:{port}/v2/repository/models/llama/{verb}", timeout=120).status_code == 200

@@ -12,7 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
-from argosy.core.errors import ArgosyError, BadInput, complaint
+import jax
+import numpy as np
+
+from argosy.core.errors import ArgosyError, complaint
 from argosy.core.process.channel import Channel
 from argosy.core.progress import Say
 from argosy.export.bundle import Bundle
@@ -71,11 +74,16 @@ class ProcessFollower:
                     case "end":
                         return head["code"]
                     case "run":
-                        # What does not fit a program is refused by the leader too, which answers for it.
-                        with suppress(BadInput):
-                            self.bundles[head["bundle"]].run_arrays(arrays, head["signature"])
+                        self._run(head, arrays)
                     case _:
                         loader.submit(self._load, head)
+
+    def _run(self, head: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
+        """Takes part in a batch. The leader has the outputs: here they stay on the devices."""
+        bundle = self.bundles[head["bundle"]]
+        of = bundle.manifest.signature(head["signature"])
+        program = next(program for program in of.programs if program.file == head["program"])
+        jax.block_until_ready(bundle.computed(of, program, arrays))
 
     def _load(self, head: Mapping[str, Any]) -> None:
         answer: dict[str, Any] = {"number": head["number"]}
@@ -85,6 +93,8 @@ class ProcessFollower:
                     bundle = Bundle.open(head["path"], key=head["key"], say=self.say)
                     self.bundles[head["bundle"]] = bundle
                     answer["digest"] = bundle_digest(bundle.manifest)
+                case "load":
+                    self.bundles[head["bundle"]].load()
                 case "compile":
                     self.bundles[head["bundle"]].compile(head["sizes"])
                 case "close" if (bundle := self.bundles.pop(head["bundle"], None)) is not None:

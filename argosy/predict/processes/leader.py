@@ -2,12 +2,16 @@
 
     message    what a follower does                                       it answers
     open       opens a bundle                                             with the bundle's digest, or why it cannot
-    compile    compiles programs of these sizes                           when it is done
+    load       reads its programs, and its share of the weights           when it is done, or why it cannot
+    compile    compiles programs of these sizes                           when it is done, or why it cannot
     run        calls a program, in the order of these messages            nothing: the program itself waits for all processes
     close      releases a bundle                                          when it is done
     end        ends with this exit code
 
 Batches are computed one at a time, each from its message to its outputs. Bundles are opened and compiled meanwhile.
+
+Whatever can be wrong with a bundle's files is found by `open` and `load`, on which all processes agree before the next message. A batch
+reads no file: if one process alone failed there, the others would wait for it for ever, and all would have to end.
 """
 
 import hmac
@@ -24,13 +28,14 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
-from argosy.core.errors import ArgosyError, BadInput
+from argosy.core.errors import ArgosyError, FailedElsewhere
 from argosy.core.process.channel import Channel
 from argosy.core.progress import Say
 from argosy.export.bundle import Bundle
-from argosy.export.manifest import bundle_digest
+from argosy.export.manifest import BundleProgram, BundleSignature, bundle_digest
 from argosy.ops.programs.store import ProgramStore
 from argosy.predict.processes.messages import packed_message, unpacked_message
 
@@ -109,21 +114,27 @@ class ProcessLeader:
     # ---------------------------------------------------------------- bundles
 
     def open(self, path: Path, *, key: str | None, say: Say) -> "FollowedBundle":
-        """Opens a bundle in all processes. Arguments and errors are those of `Bundle.open`.
+        """Opens a bundle in all processes, with its weights on their devices. Arguments and errors are those of `Bundle.open` and
+        `Bundle.load`. After an error no process has it.
 
         Raises:
-            ArgosyError: it cannot be opened in another process, or is another one there.
+            FailedElsewhere: another process cannot open it, or has another one at its path.
         """
-        number = next(self._numbers)
+        number, bundle = next(self._numbers), None
         answers = self._tell({"do": "open", "bundle": number, "path": str(path.absolute()), "key": key})
         try:
             bundle = FollowedBundle.open(path, key=key, say=say)
             bundle.number, bundle.leader = number, self
             digest = bundle_digest(bundle.manifest)
             if other := [rank for rank, said in self._waited(answers).items() if said["digest"] != digest]:
-                raise ArgosyError(f"process {other[0]} has another bundle at {path}", hint="all processes read one file system")
+                raise FailedElsewhere(f"process {other[0]} has another bundle at {path}: all have to read one file system")
+            answers = self._tell({"do": "load", "bundle": number})
+            bundle.load()
+            self._waited(answers)
         except BaseException:
             self._tell({"do": "close", "bundle": number})
+            if bundle is not None:
+                Bundle.close(bundle)
             raise
         return bundle
 
@@ -134,16 +145,17 @@ class ProcessLeader:
         self._waited(answers)
         return done
 
-    def run(self, bundle: int, signature: str, arrays: Mapping[str, np.ndarray], work: Callable[[], Any]) -> Any:
+    def run(self, head: Mapping[str, Any], arrays: Mapping[str, np.ndarray], work: Callable[[], Any]) -> Any:
         """Does the leader's part of a batch while followers do theirs. If the leader alone fails, all processes end: the others would
-        take its next batch for this one."""
+        take its next batch for this one.
+
+        Args:
+            head: the bundle's number, the signature and the program.
+        """
         with self._running:
-            self._send(packed_message({"do": "run", "bundle": bundle, "signature": signature}, arrays))
+            self._send(packed_message({"do": "run", **head}, arrays))
             try:
-                return work()
-            except BadInput:
-                # The followers refuse it too.
-                raise
+                return jax.block_until_ready(work())
             except BaseException:
                 self.lost(0)
                 raise
@@ -180,12 +192,12 @@ class ProcessLeader:
         """The answers of all followers.
 
         Raises:
-            ArgosyError: one of them could not do it.
+            FailedElsewhere: one of them could not do it.
         """
         found = {rank: answer.result() for rank, answer in answers.items()}
         for rank, said in found.items():
             if "failed" in said:
-                raise ArgosyError(f"{said['failed']} (in process {rank})")
+                raise FailedElsewhere(f"{said['failed']} (in process {rank})")
         return found
 
     def _watch(self) -> None:
@@ -217,9 +229,12 @@ class FollowedBundle(Bundle):
     number: int
     leader: ProcessLeader
 
-    def run_arrays(self, arrays: Mapping[str, np.ndarray], signature: str | None = None) -> dict[str, Any]:
-        name = self.manifest.default if signature is None else signature
-        return self.leader.run(self.number, name, arrays, lambda: super(FollowedBundle, self).run_arrays(arrays, signature))
+    def computed(
+        self, signature: BundleSignature, program: BundleProgram, arrays: Mapping[str, np.ndarray]
+    ) -> dict[str, jax.Array]:
+        name = next(name for name, of in self.manifest.signatures.items() if of is signature)
+        head = {"bundle": self.number, "signature": name, "program": program.file}
+        return self.leader.run(head, arrays, lambda: super(FollowedBundle, self).computed(signature, program, arrays))
 
     def compile(
         self, sizes: Mapping[str, Iterable[Mapping[str, int]]], store: ProgramStore | None = None, say: Say | None = None
