@@ -6,8 +6,10 @@
     tokenizer/       the tokenizer of the data
     adapter/         what a run of adapters trained, for the PEFT library
     reference.json   sha256 of the weights that the run compares with; reference/  their log-probabilities of each sequence
-    teacher.json     the frozen model beside the trained one (a teacher, or the UNet that a ControlNet steers): where it is, and sha256
-                     of the files of its weights
+    teacher.json     the frozen model beside the trained one (a teacher, or the UNet that a ControlNet steers or that reads a learned
+                     token): where it is, and sha256 of the files of its weights
+    text_encoder.json  text_encoder_2.json  the same of the encoders that a learned token is for
+    learned_embeds.safetensors  what a run of textual inversion trained, for diffusers
     rollbacks.json   the batches that rollbacks left out
     evaluations.jsonl  one line per `argosy eval` of the run
     life/            where its time went, over all starts; a file for each process (`observe.life`)
@@ -32,6 +34,7 @@ from uuid import uuid4
 from argosy.checkpoint.resume import Difference, differences
 from argosy.core.addresses import is_address, local_path
 from argosy.core.errors import ArgosyError, BadInput, Damaged
+from argosy.core.formats.files import File, write_file
 from argosy.core.locks import LOCK
 from argosy.core.settings import Reading, Settings, SettingsLayer, dump, flatten, yaml_layer, yaml_text_layer
 from argosy.core.settings.explain import annotated
@@ -171,12 +174,12 @@ class RunDirectory:
     def write_reference_weights(self, sha256: str) -> None:
         self.store.write_text(REFERENCE, json.dumps({"weights": sha256}) + "\n")
 
-    def teacher(self) -> dict[str, Any] | None:
-        """The stored description of the frozen model beside the trained one; None if there is none yet."""
-        return json.loads(self.store.read_text(TEACHER)) if self.store.exists(TEACHER) else None
+    def teacher(self, name: str = TEACHER) -> dict[str, Any] | None:
+        """The stored description of the frozen model beside the trained one; None if there is none yet. name: of the file."""
+        return json.loads(self.store.read_text(name)) if self.store.exists(name) else None
 
-    def write_teacher(self, described: Mapping[str, Any]) -> None:
-        self.store.write_text(TEACHER, json.dumps(described) + "\n")
+    def write_teacher(self, described: Mapping[str, Any], name: str = TEACHER) -> None:
+        self.store.write_text(name, json.dumps(described) + "\n")
 
     def rollbacks(self) -> list[dict[str, Any]]:
         """The rollbacks of the run, oldest first."""
@@ -337,6 +340,17 @@ class RunDirectory:
         """The generation settings that `write_tokenizer` saved; empty if there are none."""
         name = f"{TOKENIZER}/{GENERATION}"
         return json.loads(self.store.read_text(name)) if self.store.exists(name) else {}
+
+    def write_file(self, file: File) -> None:
+        """Replaces a file of the run."""
+        if not self.writes:
+            return
+        with self._scratch() as scratch:
+            write_file(scratch / file.name, file)
+            if self.store.is_local:
+                (scratch / file.name).replace(self.path / file.name)
+            else:
+                self.store.put_file(file.name, scratch / file.name)
 
     def write_adapter(self, write: Callable[[Path], None]) -> None:
         """Replaces the adapters of the run. write: writes them into a folder that does not exist yet."""

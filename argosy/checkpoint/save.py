@@ -22,12 +22,14 @@ from argosy.core.settings import dump
 from argosy.core.settings.schema import Choice
 from argosy.data.tokenizers.load import is_vocabulary
 from argosy.models import FAMILIES
+from argosy.models.diffusion.learned_embeddings import LearnedEmbeddingsConfig
 from argosy.models.parts.einsum import Contraction, Einsum
 from argosy.models.parts.weight import variables
 from argosy.ops.native.products import Panels
 from argosy.weights import manifest
 from argosy.weights.build import as_dtype
 from argosy.weights.fill import check_fit, model_weights
+from argosy.weights.hub.learned_embeddings import learned_arrays, learned_embeddings_file
 from argosy.weights.hub.quantized.writer import compressed_files
 from argosy.weights.hub.writer import cast_weights, companion_files, hub_files
 from argosy.weights.peft.writer import contents_of, write_adapter
@@ -124,7 +126,9 @@ def write_model_folder(
         raise BadInput(f"{folder} is not empty", hint="name a new folder; nothing is ever overwritten")
     check_fit(quantized_model(config, schemes or {}), weights)
     hub = _with_ids(hub, tokenizer)
-    if format == "hub":
+    if format == "hub" and isinstance(config, LearnedEmbeddingsConfig):
+        files = [learned_embeddings_file(config.token, learned_arrays(config, weights, dtype))]
+    elif format == "hub":
         files = hub_files(config, weights, hub=hub, dtype=dtype, shard_bytes=shard_bytes)
     elif format == "compressed-tensors":
         files = compressed_files(config, weights, schemes or {}, hub=hub, dtype=dtype, shard_bytes=shard_bytes)

@@ -158,7 +158,7 @@ def _pipeline(model: str | Path, dtype: Any, adapter: Any, single_file: Any, con
         if controlnet is not None:
             raise BadInput("controlnet: steers the UNet of a diffusers folder", hint="give a folder with a model_index.json")
         if embeddings is not None:
-            what = "embeddings: read by the text encoder of a diffusers folder"
+            what = "embeddings: read by the text encoders of a diffusers folder"
             raise BadInput(what, hint="give a folder with a model_index.json")
         if adapter is not None:
             raise BadInput("adapter: a run's own adapters are merged as it is loaded", hint="give a diffusers folder, or leave it out")

@@ -25,12 +25,14 @@ from argosy.core.hub.names import name_of_path
 from argosy.core.process.signals import before_leaving
 from argosy.data.tokenizers.load import matching
 from argosy.models import FAMILIES
+from argosy.models.diffusion.learned_embeddings import LearnedEmbeddingsConfig
 from argosy.observe import memory
 from argosy.run.settings.recipe_files import no_model
 from argosy.weights import manifest
 from argosy.weights.build import stored_tokenizer
 from argosy.weights.gguf.mixtures import MIXTURES, Mixture
 from argosy.weights.gguf.writer import GGUFContent, gguf_content
+from argosy.weights.hub.learned_embeddings import learned_arrays, learned_embeddings_file
 from argosy.weights.hub.reader import MappedTensors, check_tied_head
 from argosy.weights.hub.single_file import single_file_entries
 from argosy.weights.model import COMPANIONS, OpenedModel
@@ -69,7 +71,7 @@ def convert(
     base.
 
     Args:
-        to: hub, argosy or gguf; single_file, for models of images in their authors' names; or peft, for the adapters of a run alone,
+        to: hub, argosy or gguf; single_file, for models of images in their authors' names and for learned embeddings; or peft, for the adapters of a run alone,
             unmerged. A target that ends in .gguf or .safetensors is such a file.
         dtype: float32, float16 or bfloat16; None keeps each tensor's type.
         shard_gb: the largest file of a Hub folder, in 1e9 bytes.
@@ -184,6 +186,8 @@ def write_single_file(
         models = {part: streamed(open_model(folder / part, say)) for part in SINGLE_FILE_PARTS if (folder / part).is_dir()}
     else:
         denoiser = open_source(source, say)
+        if isinstance(denoiser.config, LearnedEmbeddingsConfig):
+            return write_learned_embeddings(denoiser, source, target, dtype, progress, start)
         models = {"unet" if isinstance(denoiser.config, FAMILIES["unet"]) else "transformer": denoiser}
     entries = single_file_entries(models, DTYPES[dtype] if dtype else None)
     written = models if "unet" in models else {"transformer": models["transformer"]}
@@ -203,6 +207,26 @@ def write_single_file(
         "kept_bytes": progress.kept,
         "seconds": time.monotonic() - start,
         "memory": memory_used(list(written.values())),
+    }
+
+
+def write_learned_embeddings(
+    stored: OpenedModel, source: str, target: Path, dtype: str | None, progress: "CountedProgress", start: float
+) -> dict[str, Any]:
+    """Writes the rows of a learned token as one file, completely or not at all."""
+    rows = learned_arrays(stored.config, stored.weights, DTYPES[dtype] if dtype else None)
+    file = learned_embeddings_file(stored.config.token, rows, target.name)
+    write_staged(target, file, {"source": identity_of(stored, "single_file", dtype, 0)["source"]}, in_order, progress)
+    return {
+        "source": source,
+        "target": str(target),
+        "format": "single_file",
+        "tensors": len(rows),
+        "parameters": sum(own.size for own in rows),
+        "bytes": progress.all,
+        "kept_bytes": progress.kept,
+        "seconds": time.monotonic() - start,
+        "memory": memory_used([stored]),
     }
 
 

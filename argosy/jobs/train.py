@@ -20,6 +20,7 @@ from argosy.core.process.allocator import share_one_arena
 from argosy.core.progress import telling
 from argosy.core.settings import COMMAND_LINE, Reading
 from argosy.core.storage import Store
+from argosy.models.diffusion.learned_embeddings import LearnedEmbeddingsConfig
 from argosy.observe.goodput import Clock
 from argosy.observe.life import RunLife
 from argosy.observe.log import Logged
@@ -144,6 +145,8 @@ def _locked(
             last = _last_numbers(directory)
             if meta is not None and "base" in meta:
                 keep_adapter(directory, log.say)
+            if isinstance(settings.model, LearnedEmbeddingsConfig):
+                keep_learned_embeddings(directory)
             return Outcome(directory.place, good, settings.steps, 0, last, {}, good)
         kept = directory.with_provenance(reading)
         life = RunLife(Store(directory.store.root), clock, processes.rank())
@@ -163,6 +166,8 @@ def _locked(
         life.sign(ended=True)
     if training.base:
         keep_adapter(directory, log.say)
+    if isinstance(settings.model, LearnedEmbeddingsConfig):
+        keep_learned_embeddings(directory)
     return outcome
 
 
@@ -189,6 +194,25 @@ def keep_adapter(directory: RunDirectory, say: Callable[[str], None]) -> None:
         directory.write_adapter(lambda folder: write_adapter(folder, stored.config, adapters, base, whole, dropout))
     except Unsupported as error:
         say(f"no PEFT folder: {error.what}; `argosy convert {directory} FOLDER` merges them")
+
+
+def keep_learned_embeddings(directory: RunDirectory) -> None:
+    """Writes the rows of a learned token of the newest checkpoint as a file of the run, as diffusers reads it.
+
+    A kill before this loses nothing: the next start of the run writes it.
+    """
+    if not directory.writes:
+        return
+    # As a reader does: several processes do not verify together here.
+    checkpoints = RunDirectory(directory.store.root).checkpoints
+    step = checkpoints.latest_good()
+    if step is None:
+        return
+    from argosy.checkpoint.open import open_model
+    from argosy.weights.hub.learned_embeddings import learned_arrays, learned_embeddings_file
+
+    stored = open_model(checkpoints.path(step))
+    directory.write_file(learned_embeddings_file(stored.config.token, learned_arrays(stored.config, stored.weights)))
 
 
 def _last_numbers(directory: RunDirectory) -> dict[str, float]:

@@ -76,7 +76,11 @@ def _weights(settings: Run, resumed: int | None) -> str:
         return f"from step {resumed} of this run"
     if init.weights:
         return f"from {init.weights}"
-    return f"from the state of {init.state}" if init.state else f"random, from seed {settings.seed}"
+    if init.state:
+        return f"from the state of {init.state}"
+    if (word := getattr(settings.objective, "initializer", None)) is not None:
+        return f"those of the word {word!r} in {settings.encoders.pipeline}"
+    return f"random, from seed {settings.seed}"
 
 
 def _adapter(a: "Assembly") -> dict[str, str]:

@@ -14,6 +14,7 @@ from argosy.core.process.allocator import keep_freed_memory
 from argosy.core.process.signals import asked_to_stop
 from argosy.core.progress import telling
 from argosy.core.settings import Reading, dump, flatten
+from argosy.models.diffusion.learned_embeddings import LearnedEmbeddingsConfig
 from argosy.observe.goodput import Clock
 from argosy.observe.life import RunLife
 from argosy.observe.log import Logged
@@ -126,6 +127,11 @@ class Training:
             state, self.origin = state_from(self.assembly, init.state, self.view.say)
             self.hub = dict(self.origin.hub)
             return state
+        if isinstance(self.settings.model, LearnedEmbeddingsConfig):
+            from argosy.run.start.learned_tokens import put_first_rows
+
+            put_first_rows(self.assembly)
+            self.view.say(f"{self.settings.model.token} begins as the word {self.settings.objective.initializer}")
         with telling(self.view.say, "drawing the weights ..."):
             return self.assembly.start()
 
@@ -211,13 +217,13 @@ class Training:
         reference.settle_reference(self.assembly, self.directory, weights, self.view.say)
 
     def settle_teacher(self) -> None:
-        """Prepares the teacher that the objective learns from, or the UNet that a ControlNet steers, if it has one."""
+        """Prepares the teacher that the objective learns from, and the frozen models of a diffusers folder, if it has any."""
         from argosy.run.distillation import teacher
 
         if self.assembly.teacher is not None:
             teacher.settle_teacher(self.assembly, self.assembly.teacher, self.directory, self.view.say)
-        if self.assembly.unet is not None:
-            self.assembly.unet.settle(self.assembly, self.directory, self.view.say)
+        for part in self.assembly.parts.values():
+            part.settle(self.assembly, self.directory, self.view.say)
 
     # ---------------------------------------------------------------- the loop and its hooks
 

@@ -345,12 +345,20 @@ def cached_image(pipe: Any, latents: torch.Tensor, more: dict[str, Any]) -> dict
 
 
 def learned_images(pipe: Any, folder: Path) -> np.ndarray:
-    """Images with a learned token of two vectors (textual inversion), from a file that is kept beside the golden."""
-    width = pipe.text_encoder.config.hidden_size
-    rows = np.random.default_rng(12).normal(0, 0.5, (2, width)).astype(np.float32)
-    save_file({LEARNED: torch.from_numpy(rows)}, folder / "learned_embeds.safetensors")
+    """Images with a learned token of two vectors (textual inversion), from a file that is kept beside the golden; of XL with rows for
+    both encoders, which are loaded one after the other."""
+    encoders, draw = [pipe.text_encoder, *filter(None, [getattr(pipe, "text_encoder_2", None)])], np.random.default_rng(12)
+    names = [LEARNED] if len(encoders) == 1 else ["clip_l", "clip_g"]
+    rows = {name: draw.normal(0, 0.5, (2, one.config.hidden_size)).astype(np.float32) for name, one in zip(names, encoders)}
+    file = folder / "learned_embeds.safetensors"
+    save_file({name: torch.from_numpy(own) for name, own in rows.items()}, file, metadata={"token": LEARNED})
     whole = copy.deepcopy(pipe)
-    whole.load_textual_inversion(str(folder / "learned_embeds.safetensors"))
+    if len(encoders) == 1:
+        whole.load_textual_inversion(str(file))
+    else:
+        for name, end in (("clip_l", ""), ("clip_g", "_2")):
+            parts = {"text_encoder": getattr(whole, f"text_encoder{end}"), "tokenizer": getattr(whole, f"tokenizer{end}")}
+            whole.load_textual_inversion({LEARNED: torch.from_numpy(rows[name])}, **parts)
     whole.set_progress_bar_config(disable=True)
     given = torch.from_numpy(np.random.default_rng(7).standard_normal(LATENTS).astype(np.float32))
     how = {"num_inference_steps": 3, "output_type": "np", "height": LATENTS[2] * 4, "width": LATENTS[3] * 4, "guidance_scale": 4.0}

@@ -127,7 +127,7 @@ def make_pipeline(name: str) -> None:
         shutil.copyfile(Path(scratch) / "model_index.json", folder / "model_index.json")
         shutil.copytree(Path(scratch) / "scheduler", folder / "scheduler")
     found = images_of(pipe, name)
-    if name == "pipeline-sd":
+    if name in ("pipeline-sd", "pipeline-sdxl"):
         found["out_learned"] = learned_images(pipe, folder)
     if (lora := lora_file(pipe, name, folder)) is not None:
         pipe.load_lora_weights(lora)

@@ -1,6 +1,7 @@
 """`argosy train RECIPE [key=value ...]`."""
 
 import os
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -80,8 +81,10 @@ def train(
         if model.inputs == "images":
             follows = f"argosy eval {outcome.dir} tasks=images"
         if "unet" in reading.value.objective.roles:
-            steered = reading.value.encoders.pipeline
-            follows = f"argosy generate {steered} PROMPT image=out.png controlnet={outcome.dir} control_image=FILE"
+            token, pipeline = getattr(model, "token", None), reading.value.encoders.pipeline
+            drawn = f"{shlex.quote(f'a photo of a {token}')}" if token else "PROMPT"
+            more = f"embeddings={outcome.dir}" if token else f"controlnet={outcome.dir} control_image=FILE"
+            follows = f"argosy generate {pipeline} {drawn} image=out.png {more}"
         say(f"{outcome.dir}: step {outcome.step}. Next: {follows}{shown}")
     if outcome.exit_code:
         say(

@@ -43,6 +43,7 @@ CAPTION_FIELDS = {
     "text_mask": Field("B s", np.int32, "row"),
     "pooled": Field("B o", np.float32, "row"),
 }
+PROMPTS = Field("B n t", np.int32, "row")
 MANIFEST = "manifest.json"
 # Images that are encoded at once, and texts.
 IMAGES_AT_ONCE, TEXTS_AT_ONCE = 8, 16
@@ -86,6 +87,8 @@ class EncodedImages(RowSource):
         cache: the folder that holds a folder for each source and encoders.
         dropout: share of captions that are replaced by the empty one in training.
         say: called with what is being computed.
+        prompts: ids [P n t] of prompts for n text encoders, in place of captions: the empty one, and those of which each image is given
+            one, drawn anew in each epoch.
     """
 
     def __init__(
@@ -96,8 +99,9 @@ class EncodedImages(RowSource):
         *,
         dropout: float = 0.0,
         say: Say = lambda _: None,
+        prompts: np.ndarray | None = None,
     ):
-        self.source, self.encoders, self.dropout, self.say = source, encoders, dropout, say
+        self.source, self.encoders, self.dropout, self.say, self.prompts = source, encoders, dropout, say, prompts
         if encoders.space is not None and source.settings.crop == "random":
             what = "latents are computed once for each image, and data.image.crop=random crops anew in each epoch"
             raise BadInput(what, where=source.where, hint="data.image.crop=center; data.image.flip=true is built")
@@ -134,10 +138,11 @@ class EncodedImages(RowSource):
         rows = ImageRows(table, chosen, self.source.settings, seed, trains=not held_out)
         store = EncodedStore(self.folder / name)
         store.fill(rows, self.encoders, self.say)
-        return EncodedRows(rows, store, channels, 0.0 if held_out else self.dropout)
+        return EncodedRows(rows, store, channels, 0.0 if held_out else self.dropout, self.prompts)
 
     def fingerprint(self) -> dict[str, Any]:
-        return self.source.fingerprint() | {"encoders": self.encoders.identity, "dropout": self.dropout}
+        prompts = {} if self.prompts is None else {"prompts": hashlib.sha256(self.prompts.tobytes()).hexdigest()}
+        return self.source.fingerprint() | {"encoders": self.encoders.identity, "dropout": self.dropout} | prompts
 
 
 class EncodedStore:
@@ -202,26 +207,29 @@ class EncodedStore:
 
 
 class EncodedRows:
-    """The rows of one split: latents or images, with states of captions.
+    """The rows of one split: latents or images, with states of captions or ids of prompts.
 
     Args:
         rows: the images.
         channels: of the latents, as the model reads them.
+        prompts: as `EncodedImages` takes them.
     """
 
     per_group = 1
     reads_places = True
     tokens_per_row = 1
 
-    def __init__(self, rows: ImageRows, store: EncodedStore, channels: int, dropout: float):
-        self.images, self.store, self.dropout = rows, store, dropout
+    def __init__(
+        self, rows: ImageRows, store: EncodedStore, channels: int, dropout: float, prompts: np.ndarray | None = None
+    ):
+        self.images, self.store, self.dropout, self.prompts = rows, store, dropout, prompts
         self.table, self.chosen, self.settings = rows.table, rows.chosen, rows.settings
         arrays = store.arrays
         if "latents" in arrays and arrays["latents"].shape[-1] != channels:
             what = f"the autoencoder's latents have {plural(arrays['latents'].shape[-1], 'channel')}, and the model reads {channels}"
             raise BadInput(what, hint=f"model.channels={arrays['latents'].shape[-1]}, or another autoencoder")
         captions = {name: field for name, field in CAPTION_FIELDS.items() if name in arrays}
-        self.fields: Fields = dict(rows.fields) | captions
+        self.fields: Fields = dict(rows.fields) | captions | ({} if prompts is None else {"prompts": PROMPTS})
         self._captions = np.zeros(0, np.int64)
         if store.texts and (captions := rows.table.captions) is not None:
             self._captions = np.array([store.texts[captions[int(i)]] for i in rows.chosen], np.int64)
@@ -235,6 +243,7 @@ class EncodedRows:
         if "latents" in arrays:
             sizes |= dict(zip("hwc", arrays["latents"].shape[2:], strict=True))
         sizes |= dict(zip("se", arrays["text"].shape[1:], strict=True)) if "text" in arrays else {}
+        sizes |= {} if self.prompts is None else dict(zip("nt", self.prompts.shape[1:], strict=True))
         return sizes | ({"o": arrays["pooled"].shape[1]} if "pooled" in arrays else {})
 
     @property
@@ -261,6 +270,12 @@ class EncodedRows:
             empty = np.array([float(bits[3]) < self.dropout * WIDTH for bits in drawn])
             captions = np.where(empty, 0, self._captions[rows])
             made |= {name: np.asarray(arrays[name][captions]) for name in CAPTION_FIELDS if name in arrays}
+        if self.prompts is not None:
+            # The number that decides about the empty prompt also decides which other one it is.
+            shares = np.array([float(bits[3]) / WIDTH for bits in drawn])
+            each = (shares - self.dropout) / (1 - self.dropout) * (len(self.prompts) - 1)
+            chosen = np.where(shares < self.dropout, 0, 1 + np.minimum(each.astype(np.int64), len(self.prompts) - 2))
+            made["prompts"] = self.prompts[chosen]
         return made
 
 

@@ -173,7 +173,7 @@ class ImageRows:
         return {"control": found.astype(np.float32) * np.float32(1 / self.table.white)}
 
     def drawn(self, place: int) -> np.ndarray:
-        """Four random numbers for a place in the run: of the crop's height and width, of the mirror, and of the condition's dropout."""
+        """Four random numbers for a place in the run: of the crop's height and width, of the mirror, and of the caption or prompt."""
         return splitmix(self.seed, np.arange(4, dtype=np.uint64) + np.uint64(4 * place))
 
     def prepared(self, row: int, place: int) -> np.ndarray:

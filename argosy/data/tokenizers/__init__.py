@@ -145,6 +145,11 @@ class Tokenizer(ABC):
     def piece(self, token: int, first: bool) -> bytes:
         """The bytes of a token; some lose their space where they come `first`. Unknown ids have none."""
 
+    def id_of(self, name: str) -> int | None:
+        """The id of the token that is called so in the vocabulary; None if there is none."""
+        ids = self.encode(name, special=True)
+        return ids[0] if len(ids) == 1 and self.piece(ids[0], True) == name.encode() else None
+
     @abstractmethod
     def save(self, folder: str | Path) -> None:
         """Writes files from which `find_tokenizer` makes an equal tokenizer."""

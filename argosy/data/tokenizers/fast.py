@@ -76,6 +76,9 @@ class FastTokenizer(Tokenizer):
             encodings = library.encode_batch_fast([well_formed(text) for text in texts], add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
+    def id_of(self, name: str) -> int | None:
+        return self._library.token_to_id(name)
+
     def piece(self, token: int, first: bool) -> bytes:
         key = token, first
         if key not in self._pieces:

@@ -25,6 +25,7 @@ from argosy.infer.denoise.settings import SamplerSettings
 from argosy.models.autoencoders.base import AutoencoderConfig
 from argosy.models.diffusion.base import Conditions, ImageSpace
 from argosy.models.diffusion.controlnet import ControlNetConfig
+from argosy.models.diffusion.learned_embeddings import LearnedEmbeddingsConfig
 from argosy.weights.build import load_model, stored_tokenizer
 from argosy.weights.hub.config import read_json_object
 from argosy.weights.manifest import hash_file
@@ -90,9 +91,11 @@ class RunEncoders:
     def _opened(self) -> ImagePipeline:
         if self._pipeline is None:
             # A description of the denoiser, without weights: nothing is drawn with it.
-            steers = isinstance(self.config, ControlNetConfig)
-            config = opened_unet(str(self.settings.pipeline))[1] if steers else self.config
-            self._pipeline = pipeline_around(config.build(), self.settings, dtype=self.dtype, say=self.say)
+            beside = isinstance(self.config, ControlNetConfig | LearnedEmbeddingsConfig)
+            config = opened_unet(str(self.settings.pipeline))[1] if beside else self.config
+            # Without captions no text encoder is read.
+            prompts = None if self.reads_text or self.settings.text else NoPrompts()
+            self._pipeline = pipeline_around(config.build(), self.settings, prompts=prompts, dtype=self.dtype, say=self.say)
         return self._pipeline
 
 

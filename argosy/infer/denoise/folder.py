@@ -23,12 +23,12 @@ from argosy.core.errors import BadInput, Damaged, nearest
 from argosy.core.progress import Say
 from argosy.core.settings import dump
 from argosy.core.settings.schema import Choice
-from argosy.data.tokenizers.config import read_config
 from argosy.data.tokenizers.load import load_tokenizer
 from argosy.infer.denoise.chat_prompts import ChatReader, Flux2Prompts, ZImagePrompts
 from argosy.infer.denoise.hub import sampler_of, scheduler_config
+from argosy.infer.denoise.learned import LearnedToken, learned_layer, learned_rows
 from argosy.infer.denoise.pipeline import ImageDefaults, ImagePipeline, PromptEncoder
-from argosy.infer.denoise.prompts import FluxPrompts, PromptReader, SD3Prompts, SDPrompts, SDXLPrompts, WanPrompts
+from argosy.infer.denoise.prompts import FluxPrompts, PromptReader, SD3Prompts, SDPrompts, SDXLPrompts, WanPrompts, prompt_length
 from argosy.infer.denoise.settings import SamplerSettings
 from argosy.models import FAMILIES
 from argosy.models.diffusion.controlnet import ControlNetConfig
@@ -37,7 +37,7 @@ from argosy.models.diffusion.unet import UNetConfig
 from argosy.weights.build import LoadedModel, as_dtype, load_model
 from argosy.weights.hub.config import read_json_object
 from argosy.weights.hub.image_lora import UpdatedTensors, image_updates
-from argosy.weights.hub.learned_embeddings import read_learned_embeddings
+from argosy.weights.hub.learned_embeddings import LearnedRows
 from argosy.weights.hub.single_file import single_file_parts
 from argosy.weights.model import OpenedModel
 
@@ -67,7 +67,7 @@ class PipelineParts:
     index: its model_index.json.
     models: as they were loaded.
     sampler: as the folder has it.
-    embeddings: files of learned embeddings, which the first text encoder reads.
+    learned: the rows of each learned token, for each text encoder in its order; empty without any.
     """
 
     path: Path
@@ -75,7 +75,7 @@ class PipelineParts:
     models: Mapping[str, LoadedModel]
     sampler: SamplerSettings
     say: Say | None = field(default=None, compare=False)
-    embeddings: Sequence[str | Path] = ()
+    learned: Sequence[LearnedRows] = ()
 
     @property
     def denoiser(self) -> Any:
@@ -90,11 +90,9 @@ class PipelineParts:
         """
         end = "" if number == 1 else f"_{number}"
         module, folder = self.models[f"text_encoder{end}"].module, self.path / f"tokenizer{end}"
-        said = read_config(folder).raw.get("model_max_length")
-        context = module.config.context
-        longest = min(int(said), context) if isinstance(said, int | float) and said > 0 else context
-        learned = read_learned_embeddings(self.embeddings, module.config.width)
-        return PromptReader(module, load_tokenizer(folder), length or longest, f"text_encoder{end}", self.say, learned)
+        learned = self.learned[number - 1] if self.learned else None
+        longest = length or prompt_length(folder, module.config.context)
+        return PromptReader(module, load_tokenizer(folder), longest, f"text_encoder{end}", self.say, learned)
 
 
 def flux_pipeline(parts: PipelineParts) -> ImagePipeline:
@@ -221,6 +219,8 @@ WITH_CONTROLNET = {
     "StableDiffusionPipeline": "StableDiffusionControlNetPipeline",
     "StableDiffusionXLPipeline": "StableDiffusionXLControlNetPipeline",
 }
+# Objectives that train something else for the UNet of a diffusers folder, and what that is.
+BESIDE_UNETS = {"controlnet": "a ControlNet", "textual_inversion": "a learned token"}
 # Parts that no picture is drawn with here: inputs of image prompts, and checks of what was drawn.
 UNUSED = ("feature_extractor", "image_encoder", "safety_checker")
 
@@ -233,7 +233,7 @@ def load_diffusers(
     single_file: str | Path | None = None,
     denoiser: Any = None,
     controlnet: str | Path | Sequence[str | Path] | None = None,
-    embeddings: str | Path | Sequence[str | Path] | None = None,
+    embeddings: str | Path | LearnedToken | Sequence[str | Path | LearnedToken] | None = None,
     texts: bool = True,
     say: Say | None = None,
 ) -> ImagePipeline:
@@ -243,8 +243,8 @@ def load_diffusers(
         single_file: a file in its authors' names (`weights.hub.single_file`), whose models take the place of the folder's.
         denoiser: a module in place of the folder's denoiser, whose weights are then not read; it may still lack its own.
         controlnet: a ControlNet for the folder's UNet, or several: a folder, a run or a checkpoint each.
-        embeddings: files of learned embeddings (textual inversion), or folders with one, of Stable Diffusion 1 and 2
-            (`weights.hub.learned_embeddings`).
+        embeddings: learned embeddings (textual inversion) of Stable Diffusion 1, 2 and XL: files (`weights.hub.learned_embeddings`),
+            folders with one, runs of `argosy train textual_inversion`, or tokens with their rows.
         texts: whether the weights of text encoders are read. Without them a pipeline draws with other prompts, and cannot be saved.
         dtype: of weights and activations, as in `weights.build.load_model`. An autoencoder that says so stays in float32.
         adapter: a file of low-rank adapters (`weights.hub.image_lora`), merged into the weights as they are read.
@@ -263,10 +263,10 @@ def load_diffusers(
     if nets:
         name = _with_controlnet(name, path)
         index = dict(index) | {"_class_name": name, CONTROLNET: ["diffusers", SEVERAL if len(nets) > 1 else "ControlNetModel"]}
-    files = [] if embeddings is None else [embeddings] if isinstance(embeddings, str | Path) else list(embeddings)
-    if files and KINDS[name].make is not sd_pipeline:
+    tokens = [] if embeddings is None else [embeddings] if isinstance(embeddings, str | Path | LearnedToken) else list(embeddings)
+    if tokens and KINDS[name].make not in (sd_pipeline, sdxl_pipeline):
         what = f"embeddings: learned embeddings of {name} are not built"
-        raise BadInput(what, where=str(path), hint="those of Stable Diffusion 1 and 2 are")
+        raise BadInput(what, where=str(path), hint="those of Stable Diffusion 1, 2 and XL are")
     kind, opened = KINDS[name], dict[str, OpenedModel]()
     present = {part for part, library in index.items() if isinstance(library, list) and library[:1] != [None]}
     numbers = [part.removeprefix("text_encoder") for part in kind.models if part.startswith("text_encoder")]
@@ -319,7 +319,9 @@ def load_diffusers(
             models[part] = _loaded(one, dtype)
     if not (path / SCHEDULER).is_file():
         raise BadInput(f"there is no {SCHEDULER}", where=str(path), hint="copy or download the folder again")
-    pipe = kind.make(PipelineParts(path, index, models, sampler_of(read_json_object(path / SCHEDULER)), say, files))
+    widths = [one.config.width for part, one in models.items() if part.startswith("text_encoder")] if tokens else []
+    learned = learned_rows(tokens, widths) if tokens else []
+    pipe = kind.make(PipelineParts(path, index, models, sampler_of(read_json_object(path / SCHEDULER)), say, learned))
     if texts:
         pipe.writer = partial(save_diffusers, PipelineParts(path, index, models, pipe.sampler, say))
     return pipe
@@ -344,15 +346,18 @@ def numbered(i: int) -> str:
     return CONTROLNET if i == 0 else f"{CONTROLNET}_{i}"
 
 
-def opened_unet(folder: str | Path) -> tuple[OpenedModel, UNetConfig]:
+def opened_unet(folder: str | Path, what: str = "a ControlNet") -> tuple[OpenedModel, UNetConfig]:
     """The UNet of a diffusers folder, and its settings with those that the folder has elsewhere.
+
+    Args:
+        what: what is for UNets alone, in errors.
 
     Raises:
         BadInput, Damaged: as `load_diffusers`, or its denoiser is no UNet.
     """
     path = Path(folder)
     if not (path / "unet").is_dir():
-        raise BadInput("a ControlNet steers the UNet of Stable Diffusion 1, 2 or XL, and this folder has none", where=str(path))
+        raise BadInput(f"{what} is for the UNet of Stable Diffusion 1, 2 or XL, and this folder has none", where=str(path))
     stored, vae = open_model(path / "unet"), open_model(path / "vae")
     own = {"prediction": sampler_of(read_json_object(path / SCHEDULER)).prediction, "pixels": getattr(vae.config, "factor", 1)}
     if not isinstance(stored.config, UNetConfig):
@@ -360,14 +365,14 @@ def opened_unet(folder: str | Path) -> tuple[OpenedModel, UNetConfig]:
     return stored, stored.config.model_copy(update=own)
 
 
-def denoiser_layers(folder: str | Path, controlnet: bool = False) -> dict[str, Any]:
+def denoiser_layers(folder: str | Path, objective_name: str = "") -> dict[str, Any]:
     """The settings of a run that trains the denoiser of a diffusers folder: the meaning of `model=FOLDER`.
 
     Args:
-        controlnet: whether the run trains a ControlNet for it in its place.
+        objective_name: `controlnet` and `textual_inversion` train a ControlNet or learned embeddings for it in its place.
 
     Raises:
-        BadInput, Damaged: as `load_diffusers`; or the model has no ControlNets.
+        BadInput, Damaged: as `load_diffusers`; or the model has no ControlNets, or learned embeddings.
     """
     path = Path(folder)
     index = read_json_object(path / INDEX)
@@ -391,16 +396,25 @@ def denoiser_layers(folder: str | Path, controlnet: bool = False) -> dict[str, A
     else:
         objective |= {"betas": sampler.noise.model_dump(exclude={"kind"}), "timesteps": {"name": "uniform"}}
     weights = str(path / part)
-    if controlnet:
-        steered = ControlNetConfig.of_unet(opened_unet(path)[1])
+    init: dict[str, Any] = {"weights": weights}
+    model: dict[str, Any]
+    if objective_name in BESIDE_UNETS:
+        what = BESIDE_UNETS[objective_name]
+        unet = opened_unet(path, what)[1]
         if isinstance(sampler.noise, EDMNoise):
-            raise BadInput("a ControlNet for a model that was trained with EDM's noise is not built", where=str(path))
-        model: dict[str, Any] = {"family": Choice(FAMILIES, tag="family").name_of(steered)} | dump(steered)
+            raise BadInput(f"{what} for a model that was trained with EDM's noise is not built", where=str(path))
+        if objective_name == "textual_inversion":
+            if KINDS[str(index["_class_name"])].make not in (sd_pipeline, sdxl_pipeline):
+                raise BadInput(f"{what} of {index['_class_name']} is not built", where=str(path))
+            model, init = {"family": "learned_embeddings"} | learned_layer(path, unet), {}
+        else:
+            steered = ControlNetConfig.of_unet(unet)
+            model = {"family": Choice(FAMILIES, tag="family").name_of(steered)} | dump(steered)
     else:
         model = model_layer(weights) | own
     return {
         "model": model,
-        "init": {"weights": weights},
+        "init": init,
         "encoders": {"pipeline": str(path)},
         "objective": objective,
     }

@@ -14,6 +14,7 @@ import html
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,7 +25,9 @@ from jaxtyping import Array, Float, Int
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.core.progress import Say
+from argosy.data.tokenizers.config import read_config
 from argosy.infer.denoise.finite import check_finite
+from argosy.models.blocks.clip import text_states, unet_conditions
 from argosy.models.diffusion.base import Conditions
 from argosy.models.parts.weight import merge, split
 
@@ -32,44 +35,37 @@ from argosy.models.parts.weight import merge, split
 EMBEDDING = "embed.w"
 
 
-class PromptReader:
-    """A text encoder and its tokenizer: texts to states.
+class PromptTokens:
+    """Texts to the ids that a text encoder reads, padded to one length. Learned tokens have the ids after those of the vocabulary.
 
     Args:
-        module: of CLIP or T5.
+        config: of the encoder.
         tokenizer: of its vocabulary.
         length: tokens that every text is padded or cut to.
-        name: what error messages call it.
+        name: what error messages call the encoder.
         say: called with what a text lost.
-        learned: [n D] rows of each learned token, which stand where its name is in a text (textual inversion).
+        learned: the number of rows of each learned token.
 
     learned: the ids of each learned token's rows, by its name in lower case.
+
+    Raises:
+        BadInput: a learned token is in the vocabulary already, or a special token of the tokenizer is none.
     """
 
     def __init__(
-        self,
-        module: Any,
-        tokenizer: Any,
-        length: int,
-        name: str,
-        say: Say | None = None,
-        learned: Mapping[str, Float[np.ndarray, "n D"]] | None = None,
+        self, config: Any, tokenizer: Any, length: int, name: str, say: Say | None = None, learned: Mapping[str, int] | None = None
     ):
-        self.module, self.tokenizer, self.length, self.name, self.say = module, tokenizer, length, name, say
-        graph, self._leaves = split(module)
+        self.tokenizer, self.length, self.name, self.say = tokenizer, length, name, say
         self.learned: dict[str, list[int]] = {}
-        if learned:
-            # The table of this program alone: the module stays as its folder has it.
-            table = self._leaves[EMBEDDING]
-            rows = np.concatenate(list(learned.values()))
-            self._leaves = self._leaves | {EMBEDDING: jnp.concatenate([table, jnp.asarray(rows, table.dtype)])}
-            at = len(table)
-            for token, own in learned.items():
-                self.learned[token.lower()] = list(range(at, at := at + len(own)))
-            names = sorted(self.learned, key=len, reverse=True)
-            self._token = re.compile(f"({'|'.join(map(re.escape, names))})", re.IGNORECASE)
-        self._program = _states(graph, module.dtype)
-        first, last = (self._special(role) for role in module.config.framing)
+        at = config.vocab
+        for token, rows in (learned or {}).items():
+            if tokenizer.id_of(token) is not None:
+                what = f"the learned token {token!r} is in the vocabulary of {name} already"
+                raise BadInput(what, hint="another name, such as <cat-toy>: of a file with emb_params, that of the file")
+            self.learned[token.lower()] = list(range(at, at := at + rows))
+        names = sorted(self.learned, key=len, reverse=True)
+        self._token = re.compile(f"({'|'.join(map(re.escape, names))})", re.IGNORECASE)
+        first, last = (self._special(role) for role in config.framing)
         self._frame = first, last
         pad = self._special("pad_token")
         self._pad = pad[0] if pad else (last[0] if last else 0)
@@ -77,20 +73,20 @@ class PromptReader:
     def ids(self, texts: Sequence[str]) -> Int[np.ndarray, "B T"]:
         """The ids of texts, with the special tokens around them, padded to one length. As in transformers, the name of a special token
         in a text is that token: the padding of OpenCLIP is an exclamation mark."""
-        return self._padded(texts)[0]
+        return self.padded(texts)[0]
 
     def cut(self, texts: Sequence[str]) -> int:
         """How many texts are longer than what is read of one."""
         room = self.length - sum(map(len, self._frame))
-        return sum(len(ids) > room for ids in self._encoded(texts))
+        return sum(len(ids) > room for ids in self.encoded(texts))
 
-    def _padded(self, texts: Sequence[str]) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B T"]]:
+    def padded(self, texts: Sequence[str]) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B T"]]:
         """The ids of texts, and 1 where they are no padding."""
         first, last = self._frame
         out = np.full((len(texts), self.length), self._pad, np.int32)
         words = np.zeros_like(out)
         room = self.length - len(first) - len(last)
-        for row, ids in enumerate(self._encoded(texts)):
+        for row, ids in enumerate(self.encoded(texts)):
             if len(ids) > room and self.say is not None:
                 lost = self._decoded(ids[room:])
                 self.say(f"{self.name} reads {plural(self.length, 'token')}; a prompt loses its end: {lost!r}")
@@ -98,8 +94,8 @@ class PromptReader:
             out[row, : len(whole)], words[row, : len(whole)] = whole, 1
         return out, words
 
-    def _encoded(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text. Learned tokens part it, as added tokens do in transformers."""
+    def encoded(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of each text alone. Learned tokens part it, as added tokens do in transformers, within words too."""
         if not self.learned:
             return self.tokenizer.encode_many(list(texts), special=True)
         parts = [self._token.split(text) for text in texts]
@@ -119,6 +115,43 @@ class PromptReader:
         named = [of[i] for i in ids if i in of]
         return " ".join([self.tokenizer.decode([i for i in ids if i not in rest]), *named]).strip()
 
+    def _special(self, role: str | None) -> list[int]:
+        if role is None or not (text := self.tokenizer.special.get(role)):
+            return []
+        ids = self.tokenizer.encode(text, special=True)
+        if len(ids) != 1:
+            raise BadInput(f"the {role} of the tokenizer of {self.name}, {text!r}, is not one token")
+        return ids
+
+
+class PromptReader(PromptTokens):
+    """A text encoder and its tokenizer: texts to states.
+
+    Args:
+        module: of CLIP or T5.
+        learned: [n D] rows of each learned token, which stand where its name is in a text (textual inversion).
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        tokenizer: Any,
+        length: int,
+        name: str,
+        say: Say | None = None,
+        learned: Mapping[str, Float[np.ndarray, "n D"]] | None = None,
+    ):
+        learned = learned or {}
+        super().__init__(module.config, tokenizer, length, name, say, {token: len(rows) for token, rows in learned.items()})
+        self.module = module
+        graph, self._leaves = split(module)
+        if learned:
+            # The table of this program alone: the module stays as its folder has it.
+            table = self._leaves[EMBEDDING]
+            rows = np.concatenate(list(learned.values()))
+            self._leaves = self._leaves | {EMBEDDING: jnp.concatenate([table, jnp.asarray(rows, table.dtype)])}
+        self._program = _states(graph, module.dtype)
+
     def states(self, texts: Sequence[str], *, masked: bool = False) -> "TextStates":
         """What the encoder makes of texts.
 
@@ -130,19 +163,11 @@ class PromptReader:
         """
         unique = list(dict.fromkeys(texts))
         rows = 1 << (len(unique) - 1).bit_length()
-        tokens, words = self._padded([*unique, *[""] * (rows - len(unique))])
+        tokens, words = self.padded([*unique, *[""] * (rows - len(unique))])
         found = self._program(self._leaves, jnp.asarray(tokens), words if masked else np.ones_like(words))
         check_finite(self.name, found)
         order = jnp.asarray([unique.index(text) for text in texts])
         return jax.tree.map(lambda a: a[order], found | {"mask": jnp.asarray(words)})
-
-    def _special(self, role: str | None) -> list[int]:
-        if role is None or not (text := self.tokenizer.special.get(role)):
-            return []
-        ids = self.tokenizer.encode(text, special=True)
-        if len(ids) != 1:
-            raise BadInput(f"the {role} of the tokenizer of {self.name}, {text!r}, is not one token")
-        return ids
 
 
 # {hidden, penultimate, pooled, mask}: states of all tokens; those before the last layer and one vector for each text, of CLIP alone; 1
@@ -158,8 +183,7 @@ def _states(graph: Any, dtype: Any) -> Callable[..., TextStates]:
         attend = model.config.attend(segments)
         if not hasattr(model, "states"):
             return {"hidden": model.hidden(tokens, attend)[0]}
-        hidden, penultimate = model.states(tokens, attend)
-        return {"hidden": hidden, "penultimate": penultimate, "pooled": model.pooled(hidden, tokens)}
+        return text_states(model, tokens, attend)
 
     return jax.jit(states)
 
@@ -223,7 +247,7 @@ class SDPrompts:
         return list(self.clip.learned)
 
     def encode(self, texts: Sequence[str]) -> Conditions:
-        return Conditions(text=_float32(self.clip.states(texts)["hidden"]))
+        return Conditions(text=unet_conditions([self.clip.states(texts)])[0])
 
     def null(self, count: int) -> Conditions:
         return self.encode([""] * count)
@@ -279,10 +303,14 @@ class SDXLPrompts:
     def __init__(self, clips: Sequence[PromptReader], zeros: bool):
         self.clips, self.zeros = clips, zeros
 
+    @property
+    def learned_tokens(self) -> list[str]:
+        """The tokens that stand for learned embeddings, in lower case."""
+        return list(dict.fromkeys(token for clip in self.clips for token in clip.learned))
+
     def encode(self, texts: Sequence[str]) -> Conditions:
-        states = [clip.states(texts) for clip in self.clips]
-        side = jnp.concatenate([_float32(one["penultimate"]) for one in states], -1)
-        return Conditions(text=side, pooled=_float32(states[-1]["pooled"]))
+        text, pooled = unet_conditions([clip.states(texts) for clip in self.clips])
+        return Conditions(text=text, pooled=pooled)
 
     def null(self, count: int) -> Conditions:
         found = self.encode([""] * count)
@@ -291,3 +319,9 @@ class SDXLPrompts:
 
 def _float32(a: Float[Array, "..."]) -> Float[Array, "..."]:
     return a.astype(jnp.float32)
+
+
+def prompt_length(tokenizer: Path, context: int) -> int:
+    """The tokens of a prompt: as many as the folder of a tokenizer says, and at most those of the encoder."""
+    said = read_config(tokenizer).raw.get("model_max_length")
+    return min(int(said), context) if isinstance(said, int | float) and said > 0 else context

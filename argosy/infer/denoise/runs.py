@@ -17,6 +17,7 @@ from argosy.infer.denoise.settings import SamplerSettings
 from argosy.models.autoencoders.base import AutoencoderConfig
 from argosy.models.diffusion.base import DenoiserConfig
 from argosy.models.diffusion.controlnet import ControlNetConfig
+from argosy.models.diffusion.learned_embeddings import LearnedEmbeddingsConfig
 from argosy.models.diffusion.noise import EDMNoise
 from argosy.train.objectives import OBJECTIVES
 from argosy.train.objectives.images.diffusion import Diffusion
@@ -90,6 +91,9 @@ def load_pipeline(path: str | Path, dtype: Any = None, warn: Callable[[str], Non
     if isinstance(stored.config, ControlNetConfig):
         what = f"{path} is a ControlNet, which steers another model"
         raise BadInput(what, hint=f"argosy.load(FOLDER, controlnet={path}); argosy generate FOLDER ... controlnet={path}")
+    if isinstance(stored.config, LearnedEmbeddingsConfig):
+        what = f"{path} has learned embeddings, which the text encoder of another model reads"
+        raise BadInput(what, hint=f"argosy.load(FOLDER, embeddings={path}); argosy generate FOLDER ... embeddings={path}")
     if not isinstance(stored.config, DenoiserConfig):
         raise BadInput(f"{path} is an autoencoder, which draws nothing", hint=f"encoders.autoencoder={path} trains a denoiser on it")
     settings = read_meta(stored.path).get("settings") or {}

@@ -1,6 +1,6 @@
 """The module of CLIP's text encoder (`models.clip` has the equations)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from argosy.models.parts.attention.attend import Attend
 from argosy.models.parts.einsum import Einsum
+from argosy.models.parts.inputs import Inputs, as_inputs
 from argosy.models.parts.norm import LayerNorm
 from argosy.models.parts.stack import Aux, Execution, Layer, Stack
 from argosy.models.parts.stack.watch import OUTPUT, WatchedAttend
@@ -29,16 +30,22 @@ class ClipTextEncoder(nnx.Module):
         self.norm = LayerNorm(config.width, config.norm_eps)
         self.pooler = Einsum("BD,DO->BO", config.dims) if config.projection else None
 
-    def embedded(self, tokens: Int[Array, "B T"], attend: Attend) -> Float[Array, "B T D"]:
+    def embedded(self, tokens: Int[Array, "B T"] | Inputs, attend: Attend) -> Float[Array, "B T D"]:
         """The input of the first layer."""
-        return (self.embed.take(tokens) + self.positions.take(attend.positions)).astype(self.dtype)
+        inputs = as_inputs(tokens)
+        if inputs.overlay is None:
+            x = self.embed.take(inputs.ids)
+        else:
+            # Learned tokens have ids past the vocabulary.
+            x = inputs.overlay.onto(self.embed.take(jnp.minimum(inputs.ids, self.config.vocab - 1)))
+        return (x + self.positions.take(attend.positions)).astype(self.dtype)
 
-    def hidden(self, tokens: Int[Array, "B T"], attend: Attend, cache: Any = None) -> tuple[Float[Array, "B T D"], Any, Aux]:
+    def hidden(self, tokens: Int[Array, "B T"] | Inputs, attend: Attend, cache: Any = None) -> tuple[Float[Array, "B T D"], Any, Aux]:
         """A vector for each token, the unchanged cache, and the aux outputs of the layers."""
         x, cache, aux = self.layers(self.embedded(tokens, attend), cache, attend)
         return constrain(self.norm(x), "B T D"), cache, aux
 
-    def states(self, tokens: Int[Array, "B T"], attend: Attend) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
+    def states(self, tokens: Int[Array, "B T"] | Inputs, attend: Attend) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
         """A vector for each token, and the stream before the last layer, which SDXL and SD3 read."""
         x, _, aux = self.hidden(tokens, WatchedAttend(attend, outputs=True))
         layers, _ = self.layers.layer_aux(aux)
@@ -60,3 +67,20 @@ class ClipTextEncoder(nnx.Module):
 
     def __call__(self, tokens: Int[Array, "B T"], attend: Attend, cache: Any = None) -> tuple[Float[Array, "B T D"], Any, Aux]:
         return self.hidden(tokens, attend, cache)
+
+
+def text_states(model: Any, tokens: Int[Array, "B T"] | Inputs, attend: Attend) -> dict[str, Array]:
+    """What denoisers read of prompts: `hidden` and `penultimate` [B T D], the states after and before the last layer, and `pooled`
+    [B O]. A learned token has an id past the vocabulary, so with ids of 2023 and older (`LEGACY_EOS`) it is where the one vector is
+    read, as in transformers."""
+    hidden, penultimate = model.states(tokens, attend)
+    return {"hidden": hidden, "penultimate": penultimate, "pooled": model.pooled(hidden, as_inputs(tokens).ids)}
+
+
+def unet_conditions(states: Sequence[Mapping[str, Array]]) -> tuple[Float[Array, "B T E"], Float[Array, "B O"] | None]:
+    """The text states and the one vector that the UNets of Stable Diffusion read, float32: of one encoder (1 and 2) its states, and no
+    vector; of two (XL) those before the last layer, side by side, and the vector of the second."""
+    if len(states) == 1:
+        return states[0]["hidden"].astype(jnp.float32), None
+    side = jnp.concatenate([one["penultimate"].astype(jnp.float32) for one in states], -1)
+    return side, states[-1]["pooled"].astype(jnp.float32)

@@ -29,8 +29,8 @@ from argosy.run.assembly.products import ProductChoice
 from argosy.run.assembly.winners import winners_of
 from argosy.run.distillation.served import ServedTeacher
 from argosy.run.distillation.teacher import Teacher
+from argosy.run.frozen.pipeline_parts import FrozenPart
 from argosy.run.frozen.role import Role
-from argosy.run.frozen.unet import SteeredUNet
 from argosy.run.memory import batch_shapes
 from argosy.run.settings.run import Run
 from argosy.train.beside import parted
@@ -104,7 +104,7 @@ class Assembly:
     target: the devices that it is built for.
     frozen: weights of the frozen models by role, once they are read.
     teacher: in distillation, the model to learn from.
-    unet: the frozen model that a ControlNet steers.
+    parts: frozen models of the diffusers folder that what is trained belongs to, by role; empty without any.
     rollouts: the parts of sampling, if batches are sampled from the run's own model.
     prompts: what a denoiser that reads captions is asked to draw during training.
     """
@@ -127,7 +127,7 @@ class Assembly:
     roles: dict[str, Role]
     target: Target
     teacher: Teacher | ServedTeacher | None = None
-    unet: SteeredUNet | None = None
+    parts: dict[str, FrozenPart] = field(default_factory=dict)
     rollouts: "RolloutParts | None" = None
     prompts: "SamplePrompts | None" = None
     frozen: dict[str, Any] = field(default_factory=dict)

@@ -21,7 +21,9 @@ from argosy.run.assembly.class_images import class_images
 from argosy.run.assembly.decided import Decided
 from argosy.run.settings.run import Run
 from argosy.train.objectives.images.controlnet import ControlNetDiffusion
+from argosy.run.start.learned_tokens import template_ids
 from argosy.train.objectives.images.dreambooth import DreamBooth
+from argosy.train.objectives.images.textual_inversion import TextualInversion
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,8 @@ class EncodedData:
         dropout = run.objective.label_dropout if run.objective.condition == "text" else 0.0
         how: Any = {"dropout": dropout, "say": say}
         cache = corpus_cache(run.data)
+        if isinstance(run.objective, TextualInversion):
+            how["prompts"] = template_ids(run.model, run.objective, str(run.encoders.pipeline))
         self.source: RowSource = EncodedImages(images, self.encoders, cache, **how)
         if isinstance(run.objective, DreamBooth):
             folder = class_images(run, run.objective, decided.dtype, say)

@@ -25,12 +25,11 @@ from argosy.run.distillation.address import is_endpoint
 from argosy.run.distillation.served import ServedTeacher
 from argosy.run.distillation.teacher import ROLE as TEACHER
 from argosy.run.distillation.teacher import Teacher
+from argosy.run.frozen.pipeline_parts import FrozenPart, frozen_parts
 from argosy.run.frozen.role import Role
-from argosy.run.frozen.unet import SteeredUNet
 from argosy.run.settings.run import Run
 from argosy.train.beside import CRITIC
 from argosy.train.objectives.distillation import projection
-from argosy.train.objectives.images.controlnet import UNET
 from argosy.train.optimizers.groups import freeze_groups
 
 
@@ -41,7 +40,7 @@ class ModelParts:
     model: Any
     adapters: AdapterParts
     teacher: Teacher | ServedTeacher | None
-    unet: SteeredUNet | None
+    parts: dict[str, FrozenPart]
     roles: dict[str, Role]
 
 
@@ -71,10 +70,9 @@ def build_model(run: Run, decided: Decided, mesh: Mesh, tokenizer: Tokenizer | N
     if isinstance(teacher, Teacher) and kind == "online":
         roles[TEACHER] = teacher.role
         projection.attach(model, run.objective, roles)
-    unet = SteeredUNet(run, decided, mesh) if UNET in run.objective.roles else None
-    if unet is not None:
-        roles[UNET] = unet.role
-    return ModelParts(model, adapters, teacher, unet, roles)
+    parts = frozen_parts(run, decided, mesh)
+    roles |= {name: part.role for name, part in parts.items()}
+    return ModelParts(model, adapters, teacher, parts, roles)
 
 
 def _check_trained(run: Run, model: Any) -> None:

@@ -1,4 +1,4 @@
-"""A frozen model beside the trained one, whose weights are read from where they are stored: a teacher, or a UNet that is steered."""
+"""A frozen model beside the trained one, whose weights are read from where they are stored: a teacher, or a part of a diffusers folder."""
 
 from functools import cached_property
 from typing import Any
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from argosy.checkpoint.base import ModelRole, describe_base
 from argosy.checkpoint.open import open_same
-from argosy.checkpoint.run_directory import RunDirectory
+from argosy.checkpoint.run_directory import TEACHER, RunDirectory
 from argosy.core.progress import Say
 from argosy.models.parts.weight import Leaves, abstract, logical, split
 from argosy.parallel.rules import shardings
@@ -52,20 +52,23 @@ class FrozenModel:
         read_into(model, (stored or self.stored).weights, dtype=dtype, place=lambda a: role.shapes[a].sharding)
         return split(model)[1]
 
-    def same(self, name: str, directory: RunDirectory, say: Say, model_role: str) -> tuple[dict[str, Any], OpenedModel]:
+    def same(
+        self, name: str, directory: RunDirectory, say: Say, model_role: str, record: str = TEACHER
+    ) -> tuple[dict[str, Any], OpenedModel]:
         """The model as it was when the run began: what is recorded of it, and it.
 
         Args:
             name: where it is.
             model_role: its role in the run, for errors.
+            record: the file of the run that describes it.
 
         Raises:
             BadInput: it is gone, or it has changed since the run began.
         """
-        known = directory.teacher()
+        known = directory.teacher(record)
         if known is None:
             described = describe_base(self.stored, name)
-            directory.write_teacher(described)
+            directory.write_teacher(described, record)
             return described, self.stored
         back = "put it back, or start again with dir=NEW"
         return known, open_same(known, say, thorough=True, role=ModelRole(model_role, back, back))

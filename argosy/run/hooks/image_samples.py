@@ -2,7 +2,8 @@
 
 A denoiser draws classes or prompts, from the same noise every time, so that grids compare. With an average of the weights there are two
 grids, since the average lags behind: early in a run it draws noise while the weights themselves draw images already. An autoencoder
-draws held-out images beside what comes back of them, and a ControlNet control images above what they steer to.
+draws held-out images beside what comes back of them, and a ControlNet control images above what they steer to, and a learned
+token stands in the prompts.
 """
 
 from typing import Any
@@ -14,9 +15,13 @@ from argosy.core.formats.png import image_grid, png_bytes
 from argosy.core.storage import Store
 from argosy.infer.denoise.autoencoder import ImageAutoencoder
 from argosy.infer.denoise.encoders import autoencoder_factor, pipeline_around
+from argosy.infer.denoise.folder import load_diffusers
+from argosy.infer.denoise.learned import LearnedToken
 from argosy.infer.denoise.pipeline import ImageDefaults, as_uint8, in_color
 from argosy.infer.denoise.runs import pipeline_of
 from argosy.models.autoencoders.base import AutoencoderConfig
+from argosy.models.diffusion.controlnet import ControlNetConfig
+from argosy.models.diffusion.learned_embeddings import LearnedEmbeddingsConfig
 from argosy.models.parts.weight import merge
 from argosy.observe.metrics import Metrics
 from argosy.run.assembly.assembly import Assembly
@@ -35,8 +40,9 @@ class ImageSamplingHook:
     def __init__(self, assembly: Assembly, settings: Run, metrics: Metrics, view: View, store: Store):
         self.assembly, self.settings, self.metrics, self.view, self.store = assembly, settings, metrics, view, store
         autoencodes = isinstance(settings.model, AutoencoderConfig)
-        steers = assembly.unet is not None
-        self.grid: Any = (Reconstructions if autoencodes else SteeredDrawings if steers else Drawings)(assembly)
+        steers, learns = (isinstance(settings.model, kind) for kind in (ControlNetConfig, LearnedEmbeddingsConfig))
+        kind = Reconstructions if autoencodes else SteeredDrawings if steers else LearnedDrawings if learns else Drawings
+        self.grid: Any = kind(assembly)
 
     def __call__(self, now: Any) -> None:
         if is_stopping(now, self.assembly.steps):
@@ -97,6 +103,36 @@ class SteeredDrawings:
         seeds = [run.seed + i for i in range(self.columns)]
         drawn = pipeline.images(self.prompts, seed=seeds, batch=64, control_image=self.controls)
         return np.concatenate([as_uint8(self.controls), drawn])
+
+
+class LearnedDrawings:
+    """Images of prompts with a learned token: those of the settings in turn, or the first templates of the data.
+
+    Raises:
+        BadInput: a prompt of the settings does not name the token.
+    """
+
+    def __init__(self, assembly: Assembly):
+        self.assembly, run = assembly, assembly.run
+        token, sizes, factor = run.model.token, assembly.batches.sizes, autoencoder_factor(run.encoders)
+        self.size = factor * sizes["h"], factor * sizes["w"]
+        if missing := [text for text in run.sample.prompts if token.lower() not in text.lower()]:
+            raise BadInput(f"sample.prompts: {missing[0]!r} does not name the token {token}", hint=f"a photo of a {token}")
+        texts = run.sample.prompts or [template.format(token) for template in run.objective.prompts]
+        self.columns = min(run.sample.images, 10)
+        self.prompts = [texts[i % len(texts)] for i in range(run.sample.images)]
+
+    def draw(self, module: Any) -> np.ndarray:
+        """The grid's images with these weights, uint8 [N H W 3]."""
+        a, run = self.assembly, self.assembly.run
+        unet = model_for(a.roles[UNET].graph, a.decided.precision, a.frozen[UNET])
+        rows = [np.asarray(module.rows(name)) for name in run.model.encoders]
+        how: Any = {"dtype": a.decided.dtype, "denoiser": unet, "embeddings": LearnedToken(run.model.token, rows)}
+        # Encoders and autoencoder are read for each grid: in between, their memory is the training's.
+        pipeline = load_diffusers(str(run.encoders.pipeline), **how)
+        seeds = [run.seed + i for i in range(len(self.prompts))]
+        drawing: Any = {"steps": run.sample.steps, "guidance": run.sample.guidance, "size": self.size}
+        return pipeline.images(self.prompts, seed=seeds, batch=64, **drawing)
 
 
 class Reconstructions:

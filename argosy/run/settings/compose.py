@@ -102,7 +102,7 @@ def compose(
         layers = with_mesh(layers, configs)
     if "model" not in schema.model_fields:
         return read_settings(schema, *layers)
-    layers = with_folders(layers, controlnet=_chosen(schema, layers, "objective") == "controlnet")
+    layers = with_folders(layers, _chosen(schema, layers, "objective"))
     if with_examples:
         layers = [_examples_of(schema, needs, layers), *layers]
     check_needs(schema, str(recipe), layers, needs)

@@ -14,6 +14,7 @@ from argosy.infer.denoise.encoder_settings import EncoderSettings
 from argosy.models import FAMILIES
 from argosy.models.autoencoders.base import AutoencoderConfig
 from argosy.models.diffusion.controlnet import ControlNetConfig
+from argosy.models.diffusion.learned_embeddings import LearnedEmbeddingsConfig
 from argosy.models.settings import Kept
 from argosy.observe.trackers import TRACKERS
 from argosy.parallel.mesh import MeshSettings
@@ -32,6 +33,7 @@ from argosy.train.objectives.images.autoencode import Autoencode
 from argosy.train.objectives.images.controlnet import ControlNetDiffusion
 from argosy.train.objectives.images.dreambooth import DreamBooth
 from argosy.train.objectives.images.edm import EDM
+from argosy.train.objectives.images.textual_inversion import TextualInversion
 from argosy.train.optimizers import OPTIMIZERS
 from argosy.train.schedule import SCHEDULES, Constant
 from argosy.train.straggler_settings import StragglerSettings
@@ -49,7 +51,7 @@ INPUTS = {"tokens": "tokens", "clicks": "numbers and categories", "images": "ima
 OBJECTIVES_OF = {
     "tokens": "objective=next_token trains language models",
     "clicks": "objective=rank and objective=retrieve train rankers",
-    "images": "objective=diffusion and dreambooth train denoisers, controlnet ControlNets, and autoencode autoencoders",
+    "images": "objective=diffusion and dreambooth train denoisers, controlnet ControlNets, textual_inversion tokens, autoencode autoencoders",
     "image_texts": "training CLIP is not built: it evaluates images",
 }
 
@@ -407,6 +409,9 @@ class Run(Settings):
         if isinstance(self.model, ControlNetConfig) or isinstance(self.objective, ControlNetDiffusion):
             yield from self._broken_by_control()
             return
+        if isinstance(self.model, LearnedEmbeddingsConfig) or isinstance(self.objective, TextualInversion):
+            yield from self._broken_by_learned_token()
+            return
         if isinstance(self.model, AutoencoderConfig) != isinstance(self.objective, Autoencode):
             kind, other = ("an autoencoder", "autoencode") if isinstance(self.model, AutoencoderConfig) else ("a denoiser", "diffusion")
             yield f"the model is {kind}, which objective={other} trains"
@@ -451,6 +456,21 @@ class Run(Settings):
         if not self.adapter.trains_base:
             yield "adapters on a ControlNet are not built: adapter=none"
 
+    def _broken_by_learned_token(self) -> Iterator[str]:
+        """Learned embeddings are trained by their own objective, beside the models of a diffusers folder."""
+        if not isinstance(self.model, LearnedEmbeddingsConfig):
+            yield "objective=textual_inversion trains a token for the text encoders of a diffusers folder: model=FOLDER"
+        elif not isinstance(self.objective, TextualInversion):
+            yield "the model is a learned token, which objective=textual_inversion trains"
+        elif self.encoders.pipeline is None:
+            yield "encoders.pipeline is missing, whose text encoders read the token: model=FOLDER of diffusers sets it"
+        if self.encoders.text:
+            yield "encoders.text takes the place of the text encoders that the token is for: leave it out"
+        if self.data.image.caption is not None:
+            yield "data.image.caption: prompts come from objective.templates"
+        if not self.adapter.trains_base:
+            yield "adapters on learned embeddings are not built: adapter=none"
+
     def _broken_by_encoders(self) -> Iterator[str]:
         """Captions are read by text encoders, and only models of images have encoders."""
         if self.model.inputs != "images":
@@ -462,6 +482,8 @@ class Run(Settings):
                 yield "encoders are for denoisers"
             return
         captions = "text" in self.objective.conditions
+        if isinstance(self.objective, TextualInversion):
+            return
         if self.data.image.caption is not None and not captions:
             yield "data.image.caption is for models that read captions: objective.condition=text"
         # Data that is not read has states of captions without an encoder: `argosy plan`.

@@ -22,7 +22,7 @@ class TokenizerOfState(SettingsLayer):
     """The settings layer of the tokenizer that belongs to `init.state`, whichever layer names the model."""
 
 
-def with_folders(layers: list[SettingsLayer], controlnet: bool = False) -> list[SettingsLayer]:
+def with_folders(layers: list[SettingsLayer], objective: str = "") -> list[SettingsLayer]:
     """The layers with those of stored models inserted. `model=FOLDER` (a Hub folder, .gguf file, run directory, checkpoint or
     hf:OWNER/NAME) adds its architecture, weights and tokenizer; `init.weights=FOLDER` and `init.state=RUN` add its architecture and
     tokenizer. Model settings of the same or a later layer override the folder's. A layer that contains the complete model, such as a
@@ -31,7 +31,7 @@ def with_folders(layers: list[SettingsLayer], controlnet: bool = False) -> list[
     If layers give both `init.weights` and `init.state`, the later layer decides.
 
     Args:
-        controlnet: whether the run trains a ControlNet for the UNet of a diffusers folder.
+        objective: its name: some train something else for the denoiser of a diffusers folder, such as a ControlNet.
     """
     out: list[SettingsLayer] = []
     for layer in (with_commits(spelt_out(layer)) for layer in layers):
@@ -55,7 +55,7 @@ def with_folders(layers: list[SettingsLayer], controlnet: bool = False) -> list[
             continue
         out = overruled(out)
         # A state includes weights.
-        out.append(_shortened(_of_folder(folder, folder == named and state is None, controlnet), out))
+        out.append(_shortened(_of_folder(folder, folder == named and state is None, objective), out))
         if folder == named:
             rest = {key: value for key, value in layer.values["model"].items() if key != "preset"}
             layer = replace(layer, values={**layer.values, "model": rest})
@@ -101,13 +101,13 @@ def _without_init(layers: list[SettingsLayer], name: str) -> list[SettingsLayer]
     ]
 
 
-def _of_folder(folder: str, brings_weights: bool, controlnet: bool) -> SettingsLayer:
+def _of_folder(folder: str, brings_weights: bool, objective: str) -> SettingsLayer:
     from argosy.checkpoint.open import model_layer
 
     if (Path(folder) / "model_index.json").is_file():
         from argosy.infer.denoise.folder import denoiser_layers
 
-        values = denoiser_layers(folder, controlnet)
+        values = denoiser_layers(folder, objective)
         return StoredModel(folder, values if brings_weights else {k: v for k, v in values.items() if k != "init"})
     values: dict[str, Any] = {"model": model_layer(folder)}
     if brings_weights:

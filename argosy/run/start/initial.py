@@ -22,6 +22,7 @@ from argosy.core.settings import diff, dump
 from argosy.data.tokenizers.load import Tokenizer
 from argosy.data.tokenizers.matched import same_tokens
 from argosy.models.diffusion.controlnet import SHARED, ControlNetConfig
+from argosy.models.diffusion.learned_embeddings import LearnedEmbeddingsConfig
 from argosy.models.diffusion.unet import UNetConfig
 from argosy.models.parts.stack import stored_as
 from argosy.models.parts.stack.addresses import from_layers, layer_addresses, stored_addresses
@@ -30,6 +31,7 @@ from argosy.parallel.place import on_devices
 from argosy.rl.policy.critic import PREFIX
 from argosy.run.assembly.assembly import GUARD, Assembly
 from argosy.run.settings.run import Run
+from argosy.run.start.learned_tokens import put_first_rows
 from argosy.train.beside import CRITIC, alone
 from argosy.train.ema import RAW
 from argosy.train.state import TrainState, trained
@@ -218,6 +220,8 @@ def first_weights(assembly: Assembly, say: Callable[[str], None]) -> dict[str, A
         reader = StepReader(path, config_of(meta["model"]).build(stored_as(meta["decided"])))
         read_into(assembly.model, reader, place=places.__getitem__)
     else:
+        if isinstance(assembly.run.model, LearnedEmbeddingsConfig):
+            put_first_rows(assembly)
         assembly.draw()
     _, params, rest = trained(assembly.model)
     return params | rest

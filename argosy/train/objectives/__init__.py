@@ -4,7 +4,7 @@
     preferences/      sequences of a prompt and a completion that were compared or labeled: dpo, simpo, cpo, orpo, kto, reward models
     texts/            texts that are scored or embedded whole: classify, rerank, contrastive, similarity
     clicks/           clicks of users on items: rank, retrieve
-    images/           denoisers: diffusion, edm, mean_flow, dreambooth; controlnet; autoencoders: autoencode
+    images/           denoisers: diffusion, edm, mean_flow, dreambooth; controlnet; textual_inversion; autoencoders: autoencode
     distillation/     a teacher's distributions: distill, gkd, and across tokenizers uld, gold
 
 Objectives of reinforcement learning are in `rl.algorithms`. To add one: a file here, and its line below. A file of one's own needs no
@@ -39,6 +39,7 @@ OBJECTIVES = Registry(
         "mean_flow": f"{_HERE}.images.mean_flow:MeanFlow",
         "dreambooth": f"{_HERE}.images.dreambooth:DreamBooth",
         "controlnet": f"{_HERE}.images.controlnet:ControlNetDiffusion",
+        "textual_inversion": f"{_HERE}.images.textual_inversion:TextualInversion",
         "autoencode": f"{_HERE}.images.autoencode:Autoencode",
         "distill": f"{_HERE}.distillation.distill:Distill",
         "gkd": f"{_HERE}.distillation.gkd:GKD",

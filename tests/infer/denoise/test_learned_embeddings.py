@@ -15,6 +15,7 @@ from argosy.jobs.images import GenerateImages, generate_images
 
 GOLDEN = Path(__file__).parents[2] / "goldens" / "images" / "pipeline-sd"
 FILE = GOLDEN / "learned_embeds.safetensors"
+XL = GOLDEN.parent / "pipeline-sdxl"
 PROMPTS = ["a <snow-fox> in the snow", "fox,<snow-fox>!"]
 TOLERANCE = 5e-5  # of the brightest pixel
 
@@ -35,6 +36,41 @@ def test_it_draws_what_diffusers_draws(folder, pipe):
     learned = pipe.images(PROMPTS, **how)
     assert np.abs(learned - golden["out_learned"]).max() < TOLERANCE
     assert np.abs(learned - argosy.load(folder).images(PROMPTS, **how)).max() > 0.02, "without them, the name is spelled by letters"
+
+
+@pytest.fixture(scope="module")
+def xl(tmp_path_factory) -> Path:
+    return write_pipeline(XL, tmp_path_factory.mktemp("learned") / "xl")
+
+
+def test_both_encoders_of_xl_read_their_rows(xl, tmp_path):
+    golden, file = np.load(XL / "golden.npz"), XL / "learned_embeds.safetensors"
+    how = {"steps": 3, "guidance": 4.0, "size": (48, 32), "latents": golden["latents"], "output": "float"}
+    learned = argosy.load(xl, embeddings=file).images(PROMPTS, **how)
+    assert np.abs(learned - golden["out_learned"]).max() < TOLERANCE
+    # diffusers' script for XL writes the rows of the first encoder alone, whose name the second then spells.
+    rows = load_file(file)
+    save_file({"<snow-fox>": rows["clip_l"]}, tmp_path / "learned_embeds.safetensors")
+    alone = argosy.load(xl, embeddings=tmp_path).prompts
+    assert (len(alone.clips[0].learned), len(alone.clips[1].learned)) == (1, 0)
+    # Without metadata, the token is the name of the file.
+    save_file(rows, tmp_path / "snow.safetensors")
+    assert argosy.load(xl, embeddings=tmp_path / "snow.safetensors").prompts.learned_tokens == ["snow"]
+
+
+def test_a_token_of_the_vocabulary_is_refused_as_in_diffusers(folder, tmp_path):
+    save_file({"aa": load_file(FILE)["<snow-fox>"]}, tmp_path / "learned_embeds.safetensors")
+    with pytest.raises(BadInput, match="'aa' is in the vocabulary of text_encoder already"):
+        argosy.load(folder, embeddings=tmp_path)
+
+
+def test_a_token_stands_within_words_as_added_tokens_do(folder, tmp_path):
+    """transformers 5.23: with the added token `red`, `infrared redness` is i n f r a [red] [red] n e s s</w>."""
+    save_file({"emb_params": load_file(FILE)["<snow-fox>"][:1]}, tmp_path / "red.safetensors")
+    reader = argosy.load(folder, embeddings=tmp_path / "red.safetensors").prompts.clip
+    (ids,) = reader.encoded(["infrared redness"])
+    names = ["i", "n", "f", "r", "a</w>", 90, 90, "n", "e", "s", "s</w>"]
+    assert ids == [name if isinstance(name, int) else reader.tokenizer.id_of(name) for name in names]
 
 
 def test_a_token_stands_for_its_rows(pipe):
@@ -89,7 +125,7 @@ def test_mistakes_are_named(folder, tmp_path):
     files = {
         "two": ({"a": rows, "b": rows}, "has 2 tensors"),
         "wide": ({"a": rows[:, :5].copy()}, r"rows of \[2, 5\], and the text encoder reads rows of 28"),
-        "xl": ({"clip_l": rows, "clip_g": rows}, "of Stable Diffusion XL"),
+        "xl": ({"clip_l": rows, "clip_g": rows}, "of Stable Diffusion XL, with rows for two encoders, and this pipeline has one"),
     }
     for name, (tensors, what) in files.items():
         save_file(tensors, tmp_path / f"{name}.safetensors")
@@ -102,6 +138,6 @@ def test_mistakes_are_named(folder, tmp_path):
     shutil.copyfile(FILE, tmp_path / "learned.bin")
     with pytest.raises(BadInput, match=r"is no \.safetensors file"):
         argosy.load(folder, embeddings=tmp_path / "learned.bin")
-    xl = write_pipeline(GOLDEN.parent / "pipeline-sdxl", tmp_path / "xl-folder")
-    with pytest.raises(BadInput, match="StableDiffusionXLPipeline are not built"):
-        argosy.load(xl, embeddings=FILE)
+    flux = write_pipeline(GOLDEN.parent / "pipeline-flux", tmp_path / "flux")
+    with pytest.raises(BadInput, match="FluxPipeline are not built"):
+        argosy.load(flux, embeddings=FILE)

@@ -1,0 +1,80 @@
+"""Learned embeddings (textual inversion) as a pipeline reads them: from files, from runs, and in memory."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from argosy.checkpoint.open import open_model
+from argosy.checkpoint.run_directory import CHECKPOINTS
+from argosy.checkpoint.step.layout import META
+from argosy.core.errors import BadInput
+from argosy.infer.denoise.prompts import prompt_length
+from argosy.models.diffusion.learned_embeddings import ENCODERS, LearnedEmbeddingsConfig
+from argosy.models.diffusion.unet import UNetConfig
+from argosy.weights.hub.learned_embeddings import LearnedRows, add_learned_rows, read_learned_embeddings
+
+
+@dataclass(frozen=True)
+class LearnedToken:
+    """A token with its rows.
+
+    token: its name in prompts.
+    rows: [n D] for each text encoder, in its order.
+    """
+
+    token: str
+    rows: Sequence[np.ndarray]
+
+
+def learned_rows(tokens: Sequence[str | Path | LearnedToken], widths: Sequence[int]) -> list[LearnedRows]:
+    """The rows of each token for each text encoder.
+
+    Args:
+        tokens: files, folders with one, runs and checkpoints of `argosy train textual_inversion`, or the tokens themselves.
+        widths: of the encoders' embeddings, in their order.
+
+    Raises:
+        BadInput, Damaged: as `read_learned_embeddings`, or a run trained something else.
+    """
+    found: list[LearnedRows] = [{} for _ in widths]
+    for one in tokens:
+        if not isinstance(one, LearnedToken) and not is_run(one):
+            read_learned_embeddings(one, widths, found)
+            continue
+        own, where = (one, one.token) if isinstance(one, LearnedToken) else (trained_token(one), str(one))
+        add_learned_rows(found, own.token, dict(enumerate(own.rows)), widths, where)
+    return found
+
+
+def is_run(path: str | Path) -> bool:
+    """Whether a folder is a run, or a checkpoint: a run's newest checkpoint is newer than the file beside it."""
+    return (Path(path) / CHECKPOINTS).is_dir() or (Path(path) / META).is_file()
+
+
+def trained_token(path: str | Path) -> LearnedToken:
+    """The token that a run trained, at its last good checkpoint, or at one checkpoint.
+
+    Raises:
+        BadInput, Damaged: there is none, or it trained something else.
+    """
+    stored = open_model(path)
+    if not isinstance(stored.config, LearnedEmbeddingsConfig):
+        what = f"embeddings={path}: the run trained a model, and no learned embeddings"
+        raise BadInput(what, hint="a run of `argosy train textual_inversion`, or a file learned_embeds.safetensors")
+    rows = [np.asarray(stored.weights.read(name), np.float32) for name in stored.config.encoders]
+    return LearnedToken(stored.config.token, rows)
+
+
+def learned_layer(pipeline: Path, unet: UNetConfig) -> dict[str, Any]:
+    """The settings of learned embeddings for a diffusers folder, but for the token: `argosy train textual_inversion model=FOLDER`.
+
+    Args:
+        unet: the settings of its denoiser.
+    """
+    encoders: list[Any] = [open_model(pipeline / name) for name in ENCODERS if (pipeline / name).is_dir()]
+    tokens = prompt_length(pipeline / "tokenizer", encoders[0].config.context)
+    sizes = {"channels": unet.channels, "multiple": unet.size_multiple, "text_tokens": tokens}
+    return {"widths": [one.config.width for one in encoders]} | sizes

@@ -1,0 +1,78 @@
+"""Parts of a diffusers folder that are frozen beside what a run trains, with their weights on the devices in every step: the UNet that a
+ControlNet learns to steer, or that reads a learned token by its text encoders."""
+
+from pathlib import Path
+from typing import Any
+
+from argosy.checkpoint.open import open_model
+from argosy.checkpoint.run_directory import TEACHER, RunDirectory
+from argosy.core.errors import BadInput
+from argosy.core.progress import Say
+from argosy.infer.denoise.control import check_controlnet
+from argosy.infer.denoise.folder import opened_unet
+from argosy.models.clip import ClipTextConfig
+from argosy.models.diffusion.controlnet import ControlNetConfig
+from argosy.models.diffusion.learned_embeddings import LearnedEmbeddingsConfig
+from argosy.run.frozen.stored import FrozenModel
+from argosy.train.objectives.images.controlnet import UNET
+
+
+class FrozenPart(FrozenModel):
+    """A model of the diffusers folder that a run names in `encoders.pipeline`.
+
+    Args:
+        part: its folder there.
+        record: the file of the run that describes it.
+    """
+
+    def __init__(self, run: Any, decided: Any, mesh: Any, stored: Any, config: Any, part: str, record: str):
+        super().__init__(run, decided, mesh, stored, config)
+        self.part, self.record = part, record
+        self.name = str(Path(str(run.encoders.pipeline)) / part)
+
+    def settle(self, assembly: Any, directory: RunDirectory, say: Say) -> None:
+        """Reads the weights, before the run's first step.
+
+        Raises:
+            BadInput: the model is gone, or it has changed since the run began.
+        """
+        steered = isinstance(self.run.model, ControlNetConfig)
+        role = "the UNet that this run's ControlNet steers" if steered else f"the {self.part} that reads this run's token"
+        _, stored = self.same(self.name, directory, say, role, self.record)
+        say(f"{'UNet' if self.part == UNET else self.part} {self.name}, {self.config.parameters():,} parameters, frozen")
+        assembly.frozen[self.part] = self.read(stored)
+
+
+def frozen_parts(run: Any, decided: Any, mesh: Any) -> dict[str, FrozenPart]:
+    """The frozen models beside what a run trains, by their role; none unless the objective asks for them.
+
+    Raises:
+        BadInput, Damaged: there is none, or it is not the one of what is trained.
+    """
+    if UNET not in run.objective.roles:
+        return {}
+    folder = Path(str(run.encoders.pipeline))
+    stored, config = opened_unet(folder)
+    found = {UNET: FrozenPart(run, decided, mesh, stored, config, UNET, TEACHER)}
+    if isinstance(run.model, ControlNetConfig):
+        check_controlnet(run.model, config, config.pixels)
+    if isinstance(run.model, LearnedEmbeddingsConfig):
+        check_latents(run.model, config)
+        for name, width in zip(run.model.encoders, run.model.widths, strict=True):
+            encoder: Any = open_model(folder / name)
+            if not isinstance(encoder.config, ClipTextConfig) or encoder.config.width != width:
+                what = f"{folder / name} is a {type(encoder.config).__name__} of width {getattr(encoder.config, 'width', None)}"
+                raise BadInput(f"{what}, and the learned rows are of width {width}", hint="another dir=, or the folder as it was")
+            found[name] = FrozenPart(run, decided, mesh, encoder, encoder.config, name, f"{name}.json")
+    return found
+
+
+def check_latents(learned: LearnedEmbeddingsConfig, unet: Any) -> None:
+    """Checks that a run's learned embeddings are for the latents of a UNet.
+
+    Raises:
+        BadInput: they are not.
+    """
+    for name, own, theirs in (("channels", learned.channels, unet.channels), ("multiple", learned.multiple, unet.size_multiple)):
+        if own != theirs:
+            raise BadInput(f"model.{name} = {own}, and the UNet's is {theirs}", hint="model=FOLDER sets it")

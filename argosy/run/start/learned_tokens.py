@@ -1,0 +1,75 @@
+"""How a learned token begins: the rows of a word in the vocabularies of its text encoders, and the prompts that it stands in."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from argosy.checkpoint.open import open_model
+from argosy.core.counts import plural
+from argosy.core.errors import BadInput
+from argosy.data.tokenizers.load import load_tokenizer
+from argosy.infer.denoise.prompts import EMBEDDING, PromptTokens, prompt_length
+from argosy.models.diffusion.learned_embeddings import LearnedEmbeddingsConfig
+from argosy.models.parts.weight import put
+from argosy.parallel.place import on_devices
+
+
+def prompt_tokens(model: LearnedEmbeddingsConfig, pipeline: str) -> Iterator[tuple[Path, Any, PromptTokens]]:
+    """Each text encoder of a diffusers folder, opened, with what makes ids of prompts that name the token.
+
+    Raises:
+        BadInput, Damaged: a tokenizer is missing, or its vocabulary has the token already.
+    """
+    for name in model.encoders:
+        folder = Path(pipeline) / name
+        opened: Any = open_model(folder)
+        tokenizer = Path(pipeline) / name.replace("text_encoder", "tokenizer")
+        length = prompt_length(tokenizer, opened.config.context)
+        yield folder, opened, PromptTokens(opened.config, load_tokenizer(tokenizer), length, name, None, {model.token: model.vectors})
+
+
+def template_ids(model: LearnedEmbeddingsConfig, objective: Any, pipeline: str) -> np.ndarray:
+    """The ids [P n t] of the empty prompt and of all templates, for each text encoder.
+
+    Raises:
+        BadInput: as `prompt_tokens`; the encoders read prompts of several lengths; or a prompt loses the token.
+    """
+    texts, found = ["", *(template.format(model.token) for template in objective.prompts)], []
+    for folder, _, tokens in prompt_tokens(model, pipeline):
+        if tokens.length != model.text_tokens:
+            what = f"{folder} reads {plural(tokens.length, 'token')}, and model.text_tokens = {model.text_tokens}"
+            raise BadInput(what, hint="text encoders that read prompts of several lengths are not built")
+        own = set(tokens.learned[model.token.lower()])
+        ids = tokens.ids(texts)
+        if cut := [text for text, row in zip(texts[1:], ids[1:], strict=True) if not own <= set(row.tolist())]:
+            raise BadInput(f"a prompt of {plural(tokens.length, 'token')} loses the learned ones: {cut[0]!r}", hint="a shorter prompt")
+        found.append(ids)
+    initial_ids(model, objective, pipeline)
+    return np.stack(found, 1)
+
+
+def initial_ids(model: LearnedEmbeddingsConfig, objective: Any, pipeline: str) -> list[int]:
+    """The id of the word that the token begins as, for each text encoder.
+
+    Raises:
+        BadInput: it is no single token.
+    """
+    found = []
+    for folder, _, tokens in prompt_tokens(model, pipeline):
+        (ids,) = tokens.encoded([objective.initializer])
+        if len(ids) != 1:
+            what = f"objective.initializer = {objective.initializer!r} is {plural(len(ids), 'token')} of {folder}, and one is needed"
+            raise BadInput(what, hint="a common word in its singular, such as toy")
+        found += ids
+    return found
+
+
+def put_first_rows(assembly: Any) -> None:
+    """Puts the rows of `objective.initializer` into the model, as often as the token has rows."""
+    run, places = assembly.run, assembly.places.params | assembly.places.rest
+    ids = initial_ids(run.model, run.objective, str(run.encoders.pipeline))
+    for (folder, opened, _), number in zip(prompt_tokens(run.model, str(run.encoders.pipeline)), ids, strict=True):
+        row = np.asarray(opened.weights.read(EMBEDDING), np.float32)[number]
+        put(assembly.model, {folder.name: on_devices(np.tile(row, (run.model.vectors, 1)), places[folder.name])})
