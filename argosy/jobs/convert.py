@@ -71,8 +71,8 @@ def convert(
     base.
 
     Args:
-        to: hub, argosy or gguf; single_file, for models of images in their authors' names and for learned embeddings; or peft, for the adapters of a run alone,
-            unmerged. A target that ends in .gguf or .safetensors is such a file.
+        to: hub, argosy or gguf; single_file, for models of images in their authors' names and for learned embeddings; or peft, for the
+            adapters of a run alone, unmerged. A target that ends in .gguf or .safetensors is such a file.
         dtype: float32, float16 or bfloat16; None keeps each tensor's type.
         shard_gb: the largest file of a Hub folder, in 1e9 bytes.
         adapter: a PEFT folder to merge during the conversion.
@@ -214,8 +214,9 @@ def write_learned_embeddings(
     stored: OpenedModel, source: str, target: Path, dtype: str | None, progress: "CountedProgress", start: float
 ) -> dict[str, Any]:
     """Writes the rows of a learned token as one file, completely or not at all."""
-    rows = learned_arrays(stored.config, stored.weights, DTYPES[dtype] if dtype else None)
-    file = learned_embeddings_file(stored.config.token, rows, target.name)
+    config: Any = stored.config
+    rows = learned_arrays(config, stored.weights, DTYPES[dtype] if dtype else None)
+    file = learned_embeddings_file(config.token, rows, target.name)
     write_staged(target, file, {"source": identity_of(stored, "single_file", dtype, 0)["source"]}, in_order, progress)
     return {
         "source": source,

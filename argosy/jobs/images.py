@@ -80,8 +80,8 @@ class GenerateImages(Settings):
     guess_mode: bool = False
     """The ControlNet acts on predictions with the prompt alone, and more weakly on fine details, as for an empty prompt."""
     embeddings: str | tuple[str, ...] | None = None
-    """Learned embeddings of Stable Diffusion 1 or 2 (textual inversion), whose tokens the prompt names: a .safetensors file, a folder
-    with `learned_embeds.safetensors`, or hf:OWNER/NAME; or several of them, [a, b]."""
+    """Learned embeddings of Stable Diffusion 1, 2 or XL (textual inversion), whose tokens the prompt names: a run of `argosy train
+    textual_inversion`, a .safetensors file, a folder with `learned_embeds.safetensors`, or hf:OWNER/NAME; or several of them, [a, b]."""
     single_file: str | None = None
     """A .safetensors file in its authors' names, whose models take the place of those of the diffusers folder."""
     dtype: str | None = None

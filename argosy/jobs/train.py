@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from argosy.checkpoint.run_directory import RunDirectory
 from argosy.core.command import command_name as as_run
@@ -212,7 +212,8 @@ def keep_learned_embeddings(directory: RunDirectory) -> None:
     from argosy.weights.hub.learned_embeddings import learned_arrays, learned_embeddings_file
 
     stored = open_model(checkpoints.path(step))
-    directory.write_file(learned_embeddings_file(stored.config.token, learned_arrays(stored.config, stored.weights)))
+    config: Any = stored.config
+    directory.write_file(learned_embeddings_file(config.token, learned_arrays(config, stored.weights)))
 
 
 def _last_numbers(directory: RunDirectory) -> dict[str, float]:

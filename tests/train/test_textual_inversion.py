@@ -17,7 +17,7 @@ import argosy
 from argosy.checkpoint.open import open_model
 from argosy.core.errors import UserError
 from argosy.core.storage import Store
-from argosy.infer.denoise.folder import opened_unet
+from argosy.infer.denoise.folder import load_diffusers, opened_unet
 from argosy.infer.denoise.learned import LearnedToken
 from argosy.jobs.convert import convert
 from argosy.models.diffusion.learned_embeddings import LearnedEmbeddingsConfig
@@ -60,9 +60,9 @@ def config_for(name: str, vectors: int) -> LearnedEmbeddingsConfig:
 
 @pytest.mark.parametrize("name", ["sd", "sdxl"])
 def test_the_loss_is_that_of_the_pipeline_with_the_token(name: str, models: dict[str, Path]):
-    """With states of prompts as a pipeline with these rows makes them; and the gradient reaches every row, and nothing else is asked."""
+    """States of prompts are those of a pipeline with these rows, and the gradient reaches every row."""
     folder, config = models[name], config_for(name, 2)
-    objective = TextualInversion(initializer="fox", teaches="style", timesteps="uniform")
+    objective = TextualInversion(initializer="fox", templates=("the {}", "a {} fox", "{} here"), timesteps="uniform")
     ids = template_ids(config, objective, str(folder))
     draw = np.random.default_rng(3)
     rows = [draw.normal(0, 0.5, (2, width)).astype(np.float32) for width in config.widths]
@@ -72,9 +72,10 @@ def test_the_loss_is_that_of_the_pipeline_with_the_token(name: str, models: dict
     unet: Any = load_model(stored).module
     unet.config = unet_config
     frozen = {"unet": unet} | {part: load_model(open_model(folder / part)).module for part in config.encoders}
-    chosen = np.array([0, 1, 5, 16])
-    batch: dict[str, Any] = {"images": jnp.asarray(draw.normal(size=(4, 4, 4, 4)), jnp.float32), "row": jnp.arange(4, dtype=jnp.int32)}
-    prompts = argosy.load(folder, embeddings=LearnedToken(TOKEN, rows)).prompts
+    chosen = np.array([0, 1, 2, 3])
+    images = jnp.asarray(draw.normal(size=(4, 4, 4, 4)), jnp.float32)
+    batch: dict[str, Any] = {"images": images, "row": jnp.arange(4, dtype=jnp.int32)}
+    prompts = load_diffusers(folder, embeddings=LearnedToken(TOKEN, rows)).prompts
     found = prompts.encode(["", *(objective.prompts[i - 1].format(TOKEN) for i in chosen[1:])])
     pooled = jnp.zeros((4, 1)) if found.pooled is None else found.pooled
     known = batch | {"text": found.text, "text_mask": jnp.ones(found.text.shape[:2], jnp.int32), "pooled": pooled}
@@ -99,7 +100,7 @@ def test_counts_and_templates(models: dict[str, Path]):
     assert ids.shape == (3, 1, 21)
     assert ids[1, 0, 1:4].tolist() == [90, 91, 92]
     assert not (ids[0] >= 90).any(), "the empty prompt names no token"
-    assert initial_ids(config, objective, str(models["sd"])) == [53]
+    assert initial_ids(config, objective, str(models["sd"])) == [55]
 
 
 @pytest.mark.slow
@@ -121,7 +122,7 @@ def test_only_the_rows_move_and_a_run_resumes_bit_for_bit(name: str, models: dic
     # The rows began as those of the word, and all of them moved by a few learning rates.
     stored = open_model(tmp_path / "whole")
     for part in stored.config.encoders:
-        word = np.asarray(open_model(model / part).weights.read("embed.w"))[53]
+        word = np.asarray(open_model(model / part).weights.read("embed.w"))[55]
         moved = np.abs(stored.weights.read(part) - word)
         assert (moved.max(1) > 1e-4).all()
         assert moved.max() < 0.02
@@ -129,7 +130,8 @@ def test_only_the_rows_move_and_a_run_resumes_bit_for_bit(name: str, models: dic
     names = [[TOKEN] if name == "sd" else ["clip_l", "clip_g"]] * 2
     convert(str(tmp_path / "whole"), tmp_path / "folder", "hub", None)
     convert(str(tmp_path / "whole"), tmp_path / "cat.safetensors", "hub", None)
-    assert [sorted(load_file(file)) for file in (tmp_path / "folder" / "learned_embeds.safetensors", tmp_path / "cat.safetensors")] == names
+    written = tmp_path / "folder" / "learned_embeds.safetensors", tmp_path / "cat.safetensors"
+    assert [sorted(load_file(file)) for file in written] == names
     plain, prompts = argosy.load(model), [f"a photo of a {TOKEN}", "a red fox"]
     drawing: dict[str, Any] = {"steps": 2, "size": 16, "output": "float"}
     drawn = [
@@ -152,7 +154,7 @@ def test_only_the_rows_move_and_a_run_resumes_bit_for_bit(name: str, models: dic
 def test_mistakes_are_named_before_anything_is_read(models: dict[str, Path], data: Path, tmp_path: Path):
     model = models["sd"]
     for more, what in (
-        ("objective.initializer=foxes", "objective.initializer = 'foxes' is 4 tokens"),
+        ("objective.initializer=foxes", "objective.initializer = 'foxes' is 5 tokens"),
         ("model.token=aa", "the learned token 'aa' is in the vocabulary of text_encoder already"),
         ("model.vectors=19", "loses the learned ones: 'a photo of a <cat-toy>'"),
         ("objective.templates=[plain]", "'plain' has no {} where the token stands"),
@@ -160,7 +162,7 @@ def test_mistakes_are_named_before_anything_is_read(models: dict[str, Path], dat
         ("adapter=lora", "adapters on learned embeddings are not built"),
         ("encoders.pipeline=null", "encoders.pipeline is missing"),
         (f"model={model / 'unet'}", "objective=textual_inversion trains a token for the text encoders of a diffusers folder"),
-        ("objective=diffusion", "the model is a|model.family"),
+        ("objective=diffusion", "`initializer` belongs to `name: textual_inversion`"),
     ):
         with pytest.raises(UserError, match=what):
             argosy.fit(*words(model, data, tmp_path / "run", more), view=Heard(), steps=1)

@@ -23,12 +23,21 @@ from argosy.core.errors import BadInput, Damaged, nearest
 from argosy.core.progress import Say
 from argosy.core.settings import dump
 from argosy.core.settings.schema import Choice
+from argosy.data.tokenizers.config import read_config
 from argosy.data.tokenizers.load import load_tokenizer
 from argosy.infer.denoise.chat_prompts import ChatReader, Flux2Prompts, ZImagePrompts
 from argosy.infer.denoise.hub import sampler_of, scheduler_config
 from argosy.infer.denoise.learned import LearnedToken, learned_layer, learned_rows
 from argosy.infer.denoise.pipeline import ImageDefaults, ImagePipeline, PromptEncoder
-from argosy.infer.denoise.prompts import FluxPrompts, PromptReader, SD3Prompts, SDPrompts, SDXLPrompts, WanPrompts, prompt_length
+from argosy.infer.denoise.prompts import (
+    FluxPrompts,
+    PromptReader,
+    SD3Prompts,
+    SDPrompts,
+    SDXLPrompts,
+    WanPrompts,
+    prompt_length,
+)
 from argosy.infer.denoise.settings import SamplerSettings
 from argosy.models import FAMILIES
 from argosy.models.diffusion.controlnet import ControlNetConfig

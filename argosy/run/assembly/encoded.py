@@ -20,8 +20,8 @@ from argosy.models.diffusion.base import Conditions
 from argosy.run.assembly.class_images import class_images
 from argosy.run.assembly.decided import Decided
 from argosy.run.settings.run import Run
-from argosy.train.objectives.images.controlnet import ControlNetDiffusion
 from argosy.run.start.learned_tokens import template_ids
+from argosy.train.objectives.images.controlnet import ControlNetDiffusion
 from argosy.train.objectives.images.dreambooth import DreamBooth
 from argosy.train.objectives.images.textual_inversion import TextualInversion
 

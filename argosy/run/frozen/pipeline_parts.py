@@ -1,5 +1,5 @@
-"""Parts of a diffusers folder that are frozen beside what a run trains, with their weights on the devices in every step: the UNet that a
-ControlNet learns to steer, or that reads a learned token by its text encoders."""
+"""Parts of a diffusers folder that are frozen beside what a run trains, with their weights on the devices in every step: the UNet that
+a ControlNet learns to steer, or a UNet and the text encoders that read a learned token."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""A frozen model beside the trained one, whose weights are read from where they are stored: a teacher, or a part of a diffusers folder."""
+"""A frozen model beside the trained one, whose weights are read from where they are stored: a teacher, or a part of a pipeline."""
 
 from functools import cached_property
 from typing import Any

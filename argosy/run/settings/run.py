@@ -12,9 +12,6 @@ from argosy.core.settings import Also, BrokenRules, Choice, MayChange, Repeats, 
 from argosy.data.settings import DataSettings
 from argosy.infer.denoise.encoder_settings import EncoderSettings
 from argosy.models import FAMILIES
-from argosy.models.autoencoders.base import AutoencoderConfig
-from argosy.models.diffusion.controlnet import ControlNetConfig
-from argosy.models.diffusion.learned_embeddings import LearnedEmbeddingsConfig
 from argosy.models.settings import Kept
 from argosy.observe.trackers import TRACKERS
 from argosy.parallel.mesh import MeshSettings
@@ -22,6 +19,7 @@ from argosy.rl.algorithms import ALGORITHMS
 from argosy.rl.environments.settings import ENVIRONMENTS
 from argosy.rl.rewards.settings import RewardSettings
 from argosy.rl.rollouts.settings import Rollout
+from argosy.run.settings.image_rules import broken_by_conditions, broken_by_encoders
 from argosy.run.settings.other_trainers import ELSEWHERE
 from argosy.run.settings.profile import ProfileSettings
 from argosy.train.beside import CRITIC
@@ -29,11 +27,6 @@ from argosy.train.diloco_settings import DilocoSettings
 from argosy.train.ema import EmaSettings
 from argosy.train.guard_settings import GuardSettings
 from argosy.train.objectives import OBJECTIVES
-from argosy.train.objectives.images.autoencode import Autoencode
-from argosy.train.objectives.images.controlnet import ControlNetDiffusion
-from argosy.train.objectives.images.dreambooth import DreamBooth
-from argosy.train.objectives.images.edm import EDM
-from argosy.train.objectives.images.textual_inversion import TextualInversion
 from argosy.train.optimizers import OPTIMIZERS
 from argosy.train.schedule import SCHEDULES, Constant
 from argosy.train.straggler_settings import StragglerSettings
@@ -51,7 +44,7 @@ INPUTS = {"tokens": "tokens", "clicks": "numbers and categories", "images": "ima
 OBJECTIVES_OF = {
     "tokens": "objective=next_token trains language models",
     "clicks": "objective=rank and objective=retrieve train rankers",
-    "images": "objective=diffusion and dreambooth train denoisers, controlnet ControlNets, textual_inversion tokens, autoencode autoencoders",
+    "images": "objective=diffusion and dreambooth train denoisers, controlnet ControlNets, textual_inversion tokens, autoencode VAEs",
     "image_texts": "training CLIP is not built: it evaluates images",
 }
 
@@ -364,7 +357,7 @@ class Run(Settings):
             what = f"the model reads {INPUTS[reads]}, and the objective trains models that read {INPUTS[trained]}"
             raise ValueError(f"{what}; {OBJECTIVES_OF[reads]}")
         if reads != "tokens":
-            if broken := [*self._broken_by_conditions(), *self._broken_by_encoders(), *self._broken_by_parts()]:
+            if broken := [*broken_by_conditions(self), *broken_by_encoders(self), *self._broken_by_parts()]:
                 raise BrokenRules(broken)
             return self
         if not self.model.causal and not self.objective.needs.encoders:
@@ -401,99 +394,6 @@ class Run(Settings):
                 f"model.context = {self.model.context} tokens"
             )
         yield from self._broken_by_parts()
-
-    def _broken_by_conditions(self) -> Iterator[str]:
-        """What a denoiser reads beside images is what its objective gives it."""
-        if self.model.inputs != "images":
-            return
-        if isinstance(self.model, ControlNetConfig) or isinstance(self.objective, ControlNetDiffusion):
-            yield from self._broken_by_control()
-            return
-        if isinstance(self.model, LearnedEmbeddingsConfig) or isinstance(self.objective, TextualInversion):
-            yield from self._broken_by_learned_token()
-            return
-        if isinstance(self.model, AutoencoderConfig) != isinstance(self.objective, Autoencode):
-            kind, other = ("an autoencoder", "autoencode") if isinstance(self.model, AutoencoderConfig) else ("a denoiser", "diffusion")
-            yield f"the model is {kind}, which objective={other} trains"
-            return
-        if isinstance(self.model, AutoencoderConfig):
-            return
-        read, given = set(self.model.conditions), self.objective.conditions
-        if "interval" in read and "interval" not in given:
-            yield "model.intervals is for objective=mean_flow, which trains what reads them"
-            return
-        if "interval" in given and "interval" not in read:
-            yield "objective=mean_flow trains models that read intervals: model.family=dit model.intervals=true"
-            return
-        if self.objective.needs.forward and self.execution.products == "amx":
-            yield "objective=mean_flow differentiates the model forward, which execution.products=amx does not: xla"
-        if self.objective.needs.forward and self.execution.attention not in (None, "reference"):
-            name = self.execution.attention
-            yield f"objective=mean_flow differentiates the model forward, which execution.attention={name} does not: reference"
-        if "interval" in given and self.model.prediction != "velocity":
-            yield f"objective=mean_flow trains velocities, and model.prediction = {self.model.prediction}"
-        if isinstance(self.objective, EDM) and self.model.prediction not in ("edm", "v"):
-            yield f"objective=edm trains model.prediction=edm or v, and it is {self.model.prediction}"
-        if isinstance(self.objective, EDM) and self.objective.min_snr is not None:
-            yield "objective.min_snr is not for objective=edm, whose loss weighs all levels alike: leave it out"
-        if isinstance(self.objective, EDM) and "betas" in self.objective.model_fields_set:
-            yield "objective.betas is not for objective=edm: objective.noise"
-        if self.model.prediction == "edm" and not isinstance(self.objective, EDM):
-            yield "model.prediction = edm is for objective=edm"
-        if missing := sorted(read - given):
-            yield f"the model reads {' and '.join(missing)}, and objective.condition = {self.objective.condition} gives none"
-        if not read & given and given:
-            yield f"objective.condition = {self.objective.condition}, and the model does not read it: objective.condition=none"
-
-    def _broken_by_control(self) -> Iterator[str]:
-        """A ControlNet is trained by its own objective, beside the UNet of a diffusers folder."""
-        if not isinstance(self.model, ControlNetConfig):
-            yield "objective=controlnet trains a ControlNet for the UNet of a diffusers folder: model=FOLDER"
-        elif not isinstance(self.objective, ControlNetDiffusion):
-            yield "the model is a ControlNet, which objective=controlnet trains"
-        elif self.encoders.pipeline is None:
-            yield "encoders.pipeline is missing, whose UNet the ControlNet steers: model=FOLDER of diffusers sets it"
-        if not self.adapter.trains_base:
-            yield "adapters on a ControlNet are not built: adapter=none"
-
-    def _broken_by_learned_token(self) -> Iterator[str]:
-        """Learned embeddings are trained by their own objective, beside the models of a diffusers folder."""
-        if not isinstance(self.model, LearnedEmbeddingsConfig):
-            yield "objective=textual_inversion trains a token for the text encoders of a diffusers folder: model=FOLDER"
-        elif not isinstance(self.objective, TextualInversion):
-            yield "the model is a learned token, which objective=textual_inversion trains"
-        elif self.encoders.pipeline is None:
-            yield "encoders.pipeline is missing, whose text encoders read the token: model=FOLDER of diffusers sets it"
-        if self.encoders.text:
-            yield "encoders.text takes the place of the text encoders that the token is for: leave it out"
-        if self.data.image.caption is not None:
-            yield "data.image.caption: prompts come from objective.templates"
-        if not self.adapter.trains_base:
-            yield "adapters on learned embeddings are not built: adapter=none"
-
-    def _broken_by_encoders(self) -> Iterator[str]:
-        """Captions are read by text encoders, and only models of images have encoders."""
-        if self.model.inputs != "images":
-            if self.encoders.used:
-                yield "encoders are for models of images"
-            return
-        if isinstance(self.model, AutoencoderConfig):
-            if self.encoders.used:
-                yield "encoders are for denoisers"
-            return
-        captions = "text" in self.objective.conditions
-        if isinstance(self.objective, TextualInversion):
-            return
-        if self.data.image.caption is not None and not captions:
-            yield "data.image.caption is for models that read captions: objective.condition=text"
-        # Data that is not read has states of captions without an encoder: `argosy plan`.
-        if captions and not self.encoders.reads_text and self.data.source != "synthetic":
-            hint = "encoders.pipeline=FOLDER of diffusers, or encoders.text=FOLDER of an encoder"
-            yield f"objective.condition = text, and nothing reads the captions: {hint}"
-        if isinstance(self.objective, DreamBooth) and self.data.image.buckets is not None:
-            yield "pairs of a subject and its class are of one size: leave data.image.buckets out"
-        if self.encoders.text and not captions:
-            yield "encoders.text reads captions, and objective.condition=text is not set"
 
     def _broken_by_parts(self) -> Iterator[str]:
         """The rules of every run about adapters and the parts of a batch that do not hold."""

@@ -53,7 +53,7 @@ def read_learned_embeddings(path: str | Path, widths: Sequence[int], found: Sequ
         token, order = tensors.metadata.get(TOKEN, file.stem), [OF_XL.index(name) for name in names]
     elif len(names) != 1:
         what = f"embeddings={path} has {len(names)} tensors, and a file of learned embeddings has one, named by its token"
-        raise BadInput(what, hint="learned_embeds.safetensors of diffusers' textual_inversion.py, or clip_l and clip_g for two encoders")
+        raise BadInput(what, hint="learned_embeds.safetensors of diffusers' textual_inversion.py; clip_l and clip_g for two encoders")
     else:
         token, order = file.stem if names[0] == UNNAMED else names[0], [-1]
     rows = [np.asarray(tensors.read(name), np.float32) for name in names]

@@ -35,12 +35,14 @@ OBJECT_TEMPLATES = (
     "a photo of a cool {}", "a photo of a small {}",
 )  # fmt: skip
 # Prompts for how an image looks.
-STYLE_TEMPLATES = tuple(
-    f"a {kind} in the style of {{}}"
-    for kind in ("painting", "rendering", "cropped painting", "clean painting", "dirty painting", "dark painting", "picture",
-                 "cool painting", "close-up painting", "bright painting", "good painting", "rendition", "nice painting",
-                 "small painting", "weird painting", "large painting")  # fmt: skip
-)
+STYLE_TEMPLATES = (
+    "a painting in the style of {}", "a rendering in the style of {}", "a cropped painting in the style of {}",
+    "a clean painting in the style of {}", "a dirty painting in the style of {}", "a dark painting in the style of {}",
+    "a picture in the style of {}", "a cool painting in the style of {}", "a close-up painting in the style of {}",
+    "a bright painting in the style of {}", "a good painting in the style of {}", "a rendition in the style of {}",
+    "a nice painting in the style of {}", "a small painting in the style of {}", "a weird painting in the style of {}",
+    "a large painting in the style of {}",
+)  # fmt: skip
 
 
 class TextualInversion(Diffusion):

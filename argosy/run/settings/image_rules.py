@@ -1,0 +1,110 @@
+"""The rules between the settings of a run that trains a model of images, each with what it says where it does not hold."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from argosy.models.autoencoders.base import AutoencoderConfig
+from argosy.models.diffusion.controlnet import ControlNetConfig
+from argosy.models.diffusion.learned_embeddings import LearnedEmbeddingsConfig
+from argosy.train.objectives.images.autoencode import Autoencode
+from argosy.train.objectives.images.controlnet import ControlNetDiffusion
+from argosy.train.objectives.images.dreambooth import DreamBooth
+from argosy.train.objectives.images.edm import EDM
+from argosy.train.objectives.images.textual_inversion import TextualInversion
+
+
+def broken_by_conditions(run: Any) -> Iterator[str]:
+    """What a denoiser reads beside images is what its objective gives it."""
+    if run.model.inputs != "images":
+        return
+    if isinstance(run.model, ControlNetConfig) or isinstance(run.objective, ControlNetDiffusion):
+        yield from _broken_by_control(run)
+        return
+    if isinstance(run.model, LearnedEmbeddingsConfig) or isinstance(run.objective, TextualInversion):
+        yield from _broken_by_learned_token(run)
+        return
+    if isinstance(run.model, AutoencoderConfig) != isinstance(run.objective, Autoencode):
+        kind, other = ("an autoencoder", "autoencode") if isinstance(run.model, AutoencoderConfig) else ("a denoiser", "diffusion")
+        yield f"the model is {kind}, which objective={other} trains"
+        return
+    if isinstance(run.model, AutoencoderConfig):
+        return
+    read, given = set(run.model.conditions), run.objective.conditions
+    if "interval" in read and "interval" not in given:
+        yield "model.intervals is for objective=mean_flow, which trains what reads them"
+        return
+    if "interval" in given and "interval" not in read:
+        yield "objective=mean_flow trains models that read intervals: model.family=dit model.intervals=true"
+        return
+    if run.objective.needs.forward and run.execution.products == "amx":
+        yield "objective=mean_flow differentiates the model forward, which execution.products=amx does not: xla"
+    if run.objective.needs.forward and run.execution.attention not in (None, "reference"):
+        name = run.execution.attention
+        yield f"objective=mean_flow differentiates the model forward, which execution.attention={name} does not: reference"
+    if "interval" in given and run.model.prediction != "velocity":
+        yield f"objective=mean_flow trains velocities, and model.prediction = {run.model.prediction}"
+    if isinstance(run.objective, EDM) and run.model.prediction not in ("edm", "v"):
+        yield f"objective=edm trains model.prediction=edm or v, and it is {run.model.prediction}"
+    if isinstance(run.objective, EDM) and run.objective.min_snr is not None:
+        yield "objective.min_snr is not for objective=edm, whose loss weighs all levels alike: leave it out"
+    if isinstance(run.objective, EDM) and "betas" in run.objective.model_fields_set:
+        yield "objective.betas is not for objective=edm: objective.noise"
+    if run.model.prediction == "edm" and not isinstance(run.objective, EDM):
+        yield "model.prediction = edm is for objective=edm"
+    if missing := sorted(read - given):
+        yield f"the model reads {' and '.join(missing)}, and objective.condition = {run.objective.condition} gives none"
+    if not read & given and given:
+        yield f"objective.condition = {run.objective.condition}, and the model does not read it: objective.condition=none"
+
+
+def _broken_by_control(run: Any) -> Iterator[str]:
+    """A ControlNet is trained by its own objective, beside the UNet of a diffusers folder."""
+    if not isinstance(run.model, ControlNetConfig):
+        yield "objective=controlnet trains a ControlNet for the UNet of a diffusers folder: model=FOLDER"
+    elif not isinstance(run.objective, ControlNetDiffusion):
+        yield "the model is a ControlNet, which objective=controlnet trains"
+    elif run.encoders.pipeline is None:
+        yield "encoders.pipeline is missing, whose UNet the ControlNet steers: model=FOLDER of diffusers sets it"
+    if not run.adapter.trains_base:
+        yield "adapters on a ControlNet are not built: adapter=none"
+
+
+def _broken_by_learned_token(run: Any) -> Iterator[str]:
+    """Learned embeddings are trained by their own objective, beside the models of a diffusers folder."""
+    if not isinstance(run.model, LearnedEmbeddingsConfig):
+        yield "objective=textual_inversion trains a token for the text encoders of a diffusers folder: model=FOLDER"
+    elif not isinstance(run.objective, TextualInversion):
+        yield "the model is a learned token, which objective=textual_inversion trains"
+    elif run.encoders.pipeline is None:
+        yield "encoders.pipeline is missing, whose text encoders read the token: model=FOLDER of diffusers sets it"
+    if run.encoders.text:
+        yield "encoders.text takes the place of the text encoders that the token is for: leave it out"
+    if run.data.image.caption is not None:
+        yield "data.image.caption: prompts come from objective.templates"
+    if not run.adapter.trains_base:
+        yield "adapters on learned embeddings are not built: adapter=none"
+
+
+def broken_by_encoders(run: Any) -> Iterator[str]:
+    """Captions are read by text encoders, and only models of images have encoders."""
+    if run.model.inputs != "images":
+        if run.encoders.used:
+            yield "encoders are for models of images"
+        return
+    if isinstance(run.model, AutoencoderConfig):
+        if run.encoders.used:
+            yield "encoders are for denoisers"
+        return
+    captions = "text" in run.objective.conditions
+    if isinstance(run.objective, TextualInversion):
+        return
+    if run.data.image.caption is not None and not captions:
+        yield "data.image.caption is for models that read captions: objective.condition=text"
+    # Data that is not read has states of captions without an encoder: `argosy plan`.
+    if captions and not run.encoders.reads_text and run.data.source != "synthetic":
+        hint = "encoders.pipeline=FOLDER of diffusers, or encoders.text=FOLDER of an encoder"
+        yield f"objective.condition = text, and nothing reads the captions: {hint}"
+    if isinstance(run.objective, DreamBooth) and run.data.image.buckets is not None:
+        yield "pairs of a subject and its class are of one size: leave data.image.buckets out"
+    if run.encoders.text and not captions:
+        yield "encoders.text reads captions, and objective.condition=text is not set"
