@@ -34,7 +34,6 @@ from uuid import uuid4
 from argosy.checkpoint.resume import Difference, differences
 from argosy.core.addresses import is_address, local_path
 from argosy.core.errors import ArgosyError, BadInput, Damaged
-from argosy.core.formats.files import File, write_file
 from argosy.core.locks import LOCK
 from argosy.core.settings import Reading, Settings, SettingsLayer, dump, flatten, yaml_layer, yaml_text_layer
 from argosy.core.settings.explain import annotated
@@ -49,6 +48,7 @@ if TYPE_CHECKING:
     from argosy.checkpoint.checkpoints import Checkpoints
     from argosy.checkpoint.settings import CheckpointSettings
     from argosy.checkpoint.tiers.tiered import TieredCheckpoints
+    from argosy.core.formats.files import File
 
 SETTINGS, LOG, REPORT, TOKENIZER, CHECKPOINTS = "settings.yml", "log.txt", "report.html", "tokenizer", "checkpoints"
 # What DreamBooth draws before its first step.
@@ -341,8 +341,10 @@ class RunDirectory:
         name = f"{TOKENIZER}/{GENERATION}"
         return json.loads(self.store.read_text(name)) if self.store.exists(name) else {}
 
-    def write_file(self, file: File) -> None:
+    def write_file(self, file: "File") -> None:
         """Replaces a file of the run."""
+        from argosy.core.formats.files import write_file
+
         if not self.writes:
             return
         with self._scratch() as scratch:

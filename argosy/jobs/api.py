@@ -59,8 +59,9 @@ def load(
         controlnet: with a diffusers folder of Stable Diffusion 1, 2 or XL, a ControlNet that steers it by `images(control_image=...)`:
             a folder of diffusers, a run of `argosy train controlnet`, a checkpoint of one, or hf:OWNER/NAME; or several, whose control
             images `images` takes in their order.
-        embeddings: with a diffusers folder of Stable Diffusion 1, 2 or XL, learned embeddings (textual inversion): a file, a folder with
-            `learned_embeds.safetensors`, a run of `argosy train textual_inversion`, or hf:OWNER/NAME; or several. Prompts name their tokens: "a <cat-toy> on the moon".
+        embeddings: with a diffusers folder of Stable Diffusion 1, 2 or XL, learned embeddings (textual inversion): a file, a folder
+            with `learned_embeds.safetensors`, a run of `argosy train textual_inversion`, or hf:OWNER/NAME; or several. Prompts name
+            their tokens: "a <cat-toy> on the moon".
         tensor: number of devices that share heads, feed-forward features, vocabulary and cache (arXiv:1909.08053).
         engine: settings of the engine under `generate`, by the names of `argosy serve` (`infer.settings.EngineSettings`), such as
             {"speculative": "ngram"}, or {"lora": {"enabled": True, "adapters": 2}} for `lm.load_adapter`. Its `context` is also that

@@ -81,7 +81,7 @@ class GenerateImages(Settings):
     """The ControlNet acts on predictions with the prompt alone, and more weakly on fine details, as for an empty prompt."""
     embeddings: str | tuple[str, ...] | None = None
     """Learned embeddings of Stable Diffusion 1, 2 or XL (textual inversion), whose tokens the prompt names: a run of `argosy train
-    textual_inversion`, a .safetensors file, a folder with `learned_embeds.safetensors`, or hf:OWNER/NAME; or several of them, [a, b]."""
+    textual_inversion`, a .safetensors file, a folder with `learned_embeds.safetensors`, or hf:OWNER/NAME; or several, [a, b]."""
     single_file: str | None = None
     """A .safetensors file in its authors' names, whose models take the place of those of the diffusers folder."""
     dtype: str | None = None

@@ -30,7 +30,7 @@ from argosy.weights.build import load_model
 from argosy.weights.manifest import hash_file
 
 GOLDENS = Path(__file__).parents[1] / "goldens" / "images"
-TOKEN = "<cat-toy>"
+TOKEN = "<fox-toy>"
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +156,7 @@ def test_mistakes_are_named_before_anything_is_read(models: dict[str, Path], dat
     for more, what in (
         ("objective.initializer=foxes", "objective.initializer = 'foxes' is 5 tokens"),
         ("model.token=aa", "the learned token 'aa' is in the vocabulary of text_encoder already"),
-        ("model.vectors=19", "loses the learned ones: 'a photo of a <cat-toy>'"),
+        ("model.vectors=19", "loses the learned ones: 'a photo of a <fox-toy>'"),
         ("objective.templates=[plain]", "'plain' has no {} where the token stands"),
         ("data.image.caption=x", "prompts come from objective.templates"),
         ("adapter=lora", "adapters on learned embeddings are not built"),
@@ -166,6 +166,9 @@ def test_mistakes_are_named_before_anything_is_read(models: dict[str, Path], dat
     ):
         with pytest.raises(UserError, match=what):
             argosy.fit(*words(model, data, tmp_path / "run", more), view=Heard(), steps=1)
+    # The padding of its second tokenizer is the letter a.
+    with pytest.raises(UserError, match="has 'a' in it, a special token of"):
+        argosy.fit(*words(models["sdxl"], data, tmp_path / "run", "model.token=<cat>"), view=Heard(), steps=1)
     assert not (tmp_path / "run" / "checkpoints").exists()
     flux = write_pipeline(GOLDENS / "pipeline-flux", tmp_path / "flux")
     with pytest.raises(UserError, match="a learned token is for the UNet of Stable Diffusion 1, 2 or XL"):

@@ -355,18 +355,18 @@ def numbered(i: int) -> str:
     return CONTROLNET if i == 0 else f"{CONTROLNET}_{i}"
 
 
-def opened_unet(folder: str | Path, what: str = "a ControlNet") -> tuple[OpenedModel, UNetConfig]:
+def opened_unet(folder: str | Path, subject: str = "a ControlNet") -> tuple[OpenedModel, UNetConfig]:
     """The UNet of a diffusers folder, and its settings with those that the folder has elsewhere.
 
     Args:
-        what: what is for UNets alone, in errors.
+        subject: what is for UNets alone, in errors.
 
     Raises:
         BadInput, Damaged: as `load_diffusers`, or its denoiser is no UNet.
     """
     path = Path(folder)
     if not (path / "unet").is_dir():
-        raise BadInput(f"{what} is for the UNet of Stable Diffusion 1, 2 or XL, and this folder has none", where=str(path))
+        raise BadInput(f"{subject} is for the UNet of Stable Diffusion 1, 2 or XL, and this folder has none", where=str(path))
     stored, vae = open_model(path / "unet"), open_model(path / "vae")
     own = {"prediction": sampler_of(read_json_object(path / SCHEDULER)).prediction, "pixels": getattr(vae.config, "factor", 1)}
     if not isinstance(stored.config, UNetConfig):

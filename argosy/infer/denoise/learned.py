@@ -41,7 +41,7 @@ def learned_rows(tokens: Sequence[str | Path | LearnedToken], widths: Sequence[i
     """
     found: list[LearnedRows] = [{} for _ in widths]
     for one in tokens:
-        if not isinstance(one, LearnedToken) and not is_run(one):
+        if not isinstance(one, LearnedToken) and not _is_run(one):
             read_learned_embeddings(one, widths, found)
             continue
         own, where = (one, one.token) if isinstance(one, LearnedToken) else (trained_token(one), str(one))
@@ -49,7 +49,7 @@ def learned_rows(tokens: Sequence[str | Path | LearnedToken], widths: Sequence[i
     return found
 
 
-def is_run(path: str | Path) -> bool:
+def _is_run(path: str | Path) -> bool:
     """Whether a folder is a run, or a checkpoint: a run's newest checkpoint is newer than the file beside it."""
     return (Path(path) / CHECKPOINTS).is_dir() or (Path(path) / META).is_file()
 

@@ -34,13 +34,16 @@ def template_ids(model: LearnedEmbeddingsConfig, objective: Any, pipeline: str) 
     """The ids [P n t] of the empty prompt and of all templates, for each text encoder.
 
     Raises:
-        BadInput: as `prompt_tokens`; the encoders read prompts of several lengths; or a prompt loses the token.
+        BadInput: as `prompt_tokens`; the token has a special one in its name; the encoders read prompts of several lengths; or a prompt loses the token.
     """
     texts, found = ["", *(template.format(model.token) for template in objective.prompts)], []
     for folder, _, tokens in prompt_tokens(model, pipeline):
         if tokens.length != model.text_tokens:
             what = f"{folder} reads {plural(tokens.length, 'token')}, and model.text_tokens = {model.text_tokens}"
             raise BadInput(what, hint="text encoders that read prompts of several lengths are not built")
+        if inner := [name for name in tokens.tokenizer.special.values() if name.lower() in model.token.lower()]:
+            what = f"model.token = {model.token!r} has {inner[0]!r} in it, a special token of {folder}, at which other programs part it"
+            raise BadInput(what, hint="another name")
         own = set(tokens.learned[model.token.lower()])
         ids = tokens.ids(texts)
         if cut := [text for text, row in zip(texts[1:], ids[1:], strict=True) if not own <= set(row.tolist())]:

@@ -29,12 +29,12 @@ TOKEN = "token"
 LearnedRows = dict[str, Float[np.ndarray, "n D"]]
 
 
-def read_learned_embeddings(path: str | Path, widths: Sequence[int], found: Sequence[LearnedRows]) -> None:
+def read_learned_embeddings(path: str | Path, widths: Sequence[int], known: Sequence[LearnedRows]) -> None:
     """Adds the rows of a file, or of a folder with `learned_embeds.safetensors`, to those that are read already.
 
     Args:
         widths: of the text encoders' embeddings, in their order.
-        found: the rows of each encoder.
+        known: the rows of each encoder.
 
     Raises:
         BadInput: there is no such file, it holds something else, rows are of another model, or the token is there already.
@@ -57,11 +57,11 @@ def read_learned_embeddings(path: str | Path, widths: Sequence[int], found: Sequ
     else:
         token, order = file.stem if names[0] == UNNAMED else names[0], [-1]
     rows = [np.asarray(tensors.read(name), np.float32) for name in names]
-    add_learned_rows(found, token, dict(zip(order, rows, strict=True)), widths, str(path))
+    add_learned_rows(known, token, dict(zip(order, rows, strict=True)), widths, str(path))
 
 
 def add_learned_rows(
-    found: Sequence[LearnedRows], token: str, rows: Mapping[int, np.ndarray], widths: Sequence[int], path: str
+    known: Sequence[LearnedRows], token: str, rows: Mapping[int, np.ndarray], widths: Sequence[int], path: str
 ) -> None:
     """Adds the rows of one token to those that are read already.
 
@@ -72,7 +72,7 @@ def add_learned_rows(
     Raises:
         BadInput: rows are of another model, or the token is there already.
     """
-    if not token.strip() or any(token.lower() in map(str.lower, one) for one in found):
+    if not token.strip() or any(token.lower() in map(str.lower, one) for one in known):
         raise BadInput(f"embeddings={path}: the token {token!r} is {'no text' if not token.strip() else 'in another file too'}")
     for number, own in rows.items():
         own = own[None] if own.ndim == 1 else own
@@ -84,7 +84,7 @@ def add_learned_rows(
         if not fits or own.shape[1] != widths[number]:
             read = " or ".join(f"{width}" for width in widths)
             raise BadInput(f"embeddings={path} has rows of {list(own.shape)}, and the text encoder reads rows of {read} numbers")
-        found[number][token] = own
+        known[number][token] = own
 
 
 def learned_arrays(config: Any, weights: TensorReader, dtype: Any = None) -> list[Float[np.ndarray, "n D"]]:
