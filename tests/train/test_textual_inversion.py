@@ -127,7 +127,7 @@ def test_only_the_rows_move_and_a_run_resumes_bit_for_bit(name: str, models: dic
         assert (moved.max(1) > 1e-4).all()
         assert moved.max() < 0.02
     # What is written draws as the run does, and other prompts draw what they drew.
-    names = [[TOKEN] if name == "sd" else ["clip_l", "clip_g"]] * 2
+    names = [[TOKEN] if name == "sd" else ["clip_g", "clip_l"]] * 2
     convert(str(tmp_path / "whole"), tmp_path / "folder", "hub", None)
     convert(str(tmp_path / "whole"), tmp_path / "cat.safetensors", "hub", None)
     written = tmp_path / "folder" / "learned_embeds.safetensors", tmp_path / "cat.safetensors"

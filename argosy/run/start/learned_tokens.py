@@ -34,7 +34,8 @@ def template_ids(model: LearnedEmbeddingsConfig, objective: Any, pipeline: str) 
     """The ids [P n t] of the empty prompt and of all templates, for each text encoder.
 
     Raises:
-        BadInput: as `prompt_tokens`; the token has a special one in its name; the encoders read prompts of several lengths; or a prompt loses the token.
+        BadInput: as `prompt_tokens`; the token has a special one in its name; the encoders read prompts of several lengths; or a prompt
+            loses the token.
     """
     texts, found = ["", *(template.format(model.token) for template in objective.prompts)], []
     for folder, _, tokens in prompt_tokens(model, pipeline):
