@@ -1,6 +1,6 @@
 """A model in the form that Google's Tunix trains: `PeftTrainer(ForTunix(lm), ...)`, with adapters or without.
 
-Tunix (google-tunix, an extra: `pip install 'argosy[tunix]'`) calls `model(tokens, positions, cache, attention_mask)` and wants logits
+Tunix (google-tunix, an extra: `pip install '.[tunix]'`) calls `model(tokens, positions, cache, attention_mask)` and wants logits
 and a cache. It finds adapters by their type, `nnx.LoRAParam`, which is that of `adapt.lora`, and then trains them alone; otherwise
 every `nnx.Param`. This file imports nothing of Tunix, so it works with any trainer of NNX modules that calls a model so.
 

@@ -61,7 +61,8 @@ def open_model(path: str | Path, warn: Callable[[str], None] = lambda _: None) -
     if (path / "model_index.json").is_file():
         inner = next((name for name in ("transformer", "unet") if (path / name).is_dir()), "vae")
         what = f"{path} is a pipeline of diffusers, with a model in each of its folders"
-        raise BadInput(what, hint=f"one of them, such as {path / inner}; argosy.load and argosy generate take the whole")
+        whole = "argosy.load, argosy generate and `argosy convert A --check B` take the whole"
+        raise BadInput(what, hint=f"one of them, such as {path / inner}; {whole}")
     if path.is_file():
         raise BadInput(
             f"{path} is a file, but neither .gguf nor .safetensors",

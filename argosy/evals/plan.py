@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from argosy.core.counts import plural
-from argosy.core.errors import BadInput, UnknownName, mistakes_of, raise_mistakes
+from argosy.core.errors import BadInput, UnknownName, UserError, mistakes_of, raise_mistakes
 from argosy.data.sources import SourceRecord
 from argosy.evals.rows import (
     LAYOUTS,
@@ -20,10 +20,11 @@ from argosy.evals.rows import (
     read_records,
     read_rows,
 )
-from argosy.evals.settings import EvalSettings
+from argosy.evals.settings import IMAGES, EvalSettings
 from argosy.evals.tasks import ANSWERS, OF_VECTORS, PERPLEXITY, PLAIN, RETRIEVAL, TASKS, Task
 from argosy.evals.vectors.corpus import FILES, RetrievalCorpus, find_corpus, read_corpus
 
+LISTED = (*TASKS, IMAGES)
 WHERE = "files of JSON lines named by task, such as arc_easy.jsonl; the guide to evaluation says where to get them"
 
 
@@ -96,7 +97,7 @@ def names(tasks: str | None) -> list[Task]:
     raise_mistakes([_unknown(name) for name in given if not _named(name)])
     found = {task.name: task for name in given for task in _named(name)}
     if not found:
-        raise BadInput("no tasks", hint=f"tasks=NAME,...: {', '.join(TASKS)}")
+        raise BadInput("no tasks", hint=f"tasks=NAME,...: {', '.join(LISTED)}")
     return list(found.values())
 
 
@@ -105,9 +106,11 @@ def _named(name: str) -> list[Task]:
     return [TASKS[name]] if name in TASKS else [task for task in TASKS.values() if task.name.startswith(f"{name}_")]
 
 
-def _unknown(name: str) -> UnknownName:
-    error, close = UnknownName("task", name, TASKS), get_close_matches(name, TASKS, n=1, cutoff=0.6)
-    error.where = f"tasks are {', '.join(TASKS)}"
+def _unknown(name: str) -> UserError:
+    if name == IMAGES:
+        return BadInput(f"tasks={IMAGES} beside other tasks: it is of models that draw", hint=f"tasks={IMAGES} alone")
+    error, close = UnknownName("task", name, LISTED), get_close_matches(name, LISTED, n=1, cutoff=0.6)
+    error.where = f"tasks are {', '.join(LISTED)}"
     error.hint = f"did you mean `{close[0]}`?" if close else "`data=FILE.jsonl` evaluates a file of your own"
     return error
 

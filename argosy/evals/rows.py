@@ -31,14 +31,15 @@ LAYOUTS: dict[str, dict[str, str]] = {
     "input-target": {"input": "text", "target": "text"},
     "question-answer": {"question": "text", "answer": "text"},
     "context-answer": {"context": "text", "answer": "text"},
-    "scored-pairs": {"sentence1": "text", "sentence2": "text", "score": "number"},
-    "labeled-pairs": {"sentence1": "text", "sentence2": "text", "label": "class"},
+    "scored-pairs": {"sentence1": "sentence", "sentence2": "sentence", "score": "number"},
+    "labeled-pairs": {"sentence1": "sentence", "sentence2": "sentence", "label": "class"},
     "text": {"text": "text"},
 }
 # Formats of training data whose records have one answer.
 ANSWERED = ("completion", "messages", "alpaca", "sharegpt")
 HOLDS = {
     "text": "text",
+    "sentence": "a text with something in it",
     "texts": "a list of texts",
     "choices": "a list of at least two texts",
     "objects": "a list of objects",
@@ -172,6 +173,8 @@ def check_task_rows(path: Path, rows: list[Fields], layout: str, task: str, more
 def _holds(value: Any, what: str) -> bool:
     if what == "text":
         return isinstance(value, str)
+    if what == "sentence":
+        return isinstance(value, str) and bool(value.strip())
     if what == "number":
         return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if what == "class":

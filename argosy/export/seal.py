@@ -7,6 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from argosy.core.command import install_extra
 from argosy.core.errors import BadInput, Damaged, Unsupported
 from argosy.export.manifest import MANIFEST, SEAL
 
@@ -74,4 +75,4 @@ def _library() -> tuple[Any, Any]:
         return keys, import_module("cryptography.hazmat.primitives.serialization")
     except ImportError:
         what = "signatures need the package `cryptography`, which is not installed"
-        raise Unsupported(what, hint="pip install 'argosy[sign]'") from None
+        raise Unsupported(what, hint=install_extra("sign")) from None

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from argosy.core.caches import clear_cache, most_bytes
+from argosy.core.command import install_extra, install_package
 from argosy.jobs import machine
 from argosy.observe import environment
 from argosy.observe.readable import lasted, sized
@@ -78,7 +79,7 @@ def clear_programs() -> dict[str, int]:
 
 def check_packages(facts: Mapping[str, Any]) -> list[Finding]:
     absent = [name for name, v in facts["versions"].items() if v == "not installed" and name != "argosy"]
-    hint = "install argosy again, from its checkout: pip install ."
+    hint = f"install argosy again: {install_package('.', '-e ')} in its checkout"
     return [Finding(BROKEN, f"not installed: {', '.join(absent)}", hint)] if absent else []
 
 
@@ -97,12 +98,12 @@ def check_devices(facts: Mapping[str, Any]) -> list[Finding]:
     if facts["gpus"] and "cpu" in (platforms or ""):
         return [Finding(NOTE, f"{len(facts['gpus'])} GPUs, unused: JAX_PLATFORMS={platforms}", "unset JAX_PLATFORMS")]
     if facts["gpus"]:
-        hint = "`./run --gpu VERB` makes an environment with CUDA; by hand: pip install '.[gpu]'"
+        hint = f"in a checkout `./run --gpu VERB` makes an environment with CUDA; by hand: {install_extra('gpu')}"
         if not variables.get("CUDA_VISIBLE_DEVICES", "all").strip("-1 "):
             hint = "CUDA_VISIBLE_DEVICES hides them: unset it"
         return [Finding(WARNING, f"{len(facts['gpus'])} GPUs ({facts['gpus'][0]}), but jax only sees the CPU", hint)]
     if Path("/dev/accel0").exists():
-        hint = "`./run --tpu VERB` makes an environment with libtpu; by hand: pip install '.[tpu]'"
+        hint = f"in a checkout `./run --tpu VERB` makes an environment with libtpu; by hand: {install_extra('tpu')}"
         return [Finding(WARNING, "there is a TPU, but jax only sees the CPU", hint)]
     return []
 

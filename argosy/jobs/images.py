@@ -118,7 +118,7 @@ def generate_images(
     def progress(done: int, every: int) -> None:
         # Five lines at most, where lines do not replace each other.
         if done == every or done % -(-every // 4) == 0:
-            say(f"step {done} of {every}")
+            say(f"evaluation {done} of {every}")
 
     pipe.say = say
     more: dict[str, Any] = {}

@@ -22,6 +22,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from argosy.core.command import install_extra
 from argosy.core.errors import ATTEMPT, SUPERVISED, ArgosyError, BadInput, Unsupported
 from argosy.core.process import signals
 from argosy.core.process.cores import core_count
@@ -223,14 +224,14 @@ def placed(settings: Ray, kind: type = Host) -> tuple[list[Any], Any]:
 
 
 @contextmanager
-def connected(at: str | None, slots: int, needs: str = "engine=ray", extra: str = "argosy[ray]") -> Iterator[None]:
+def connected(at: str | None, slots: int, needs: str = "engine=ray", install: str | None = None) -> Iterator[None]:
     """A context with a connection to Ray.
 
     Args:
         at: address of a cluster; None: the address in RAY_ADDRESS, or a new Ray on this machine.
         slots: smallest number of cores of a new Ray: on a machine with few cores they are shared.
         needs: the setting that needs Ray, for errors.
-        extra: the extra that installs it, for errors.
+        install: the command that installs it, for errors; None: that of the extra `ray`.
 
     Raises:
         Unsupported: ray is not installed.
@@ -242,8 +243,7 @@ def connected(at: str | None, slots: int, needs: str = "engine=ray", extra: str 
     try:
         ray()
     except ImportError:
-        hint = f"install it beside Argosy: pip install '{extra}'"
-        raise Unsupported(f"{needs} needs Ray, which is not installed", hint=hint) from None
+        raise Unsupported(f"{needs} needs Ray, which is not installed", hint=install or install_extra("ray")) from None
     address = at or os.environ.get("RAY_ADDRESS")
     own: dict[str, Any] = {} if address else {"include_dashboard": False}
     if not address and slots > core_count():

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
+from argosy.core.command import install_package
 from argosy.core.errors import BadInput, Unsupported
 from argosy.observe.environment import memory_bytes
 from argosy.observe.hardware import Chip, Hardware, hardware
@@ -125,7 +126,7 @@ class Target:
         if self.devices or self.hardware is None:
             return self
         if missing := self.missing_compiler():
-            raise Unsupported(f"the compiler for {self.name} is not installed", hint=f"pip install {missing}")
+            raise Unsupported(f"the compiler for {self.name} is not installed", hint=install_package(missing))
         if self.platform != "tpu":
             raise Unsupported(f"programs for {self.name} are compiled where there is one", hint="compile=false gives the estimate")
         from jax.experimental import topologies

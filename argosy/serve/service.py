@@ -13,10 +13,12 @@ from argosy.data.chat.template import choose_template
 from argosy.infer.cpu.panels import count_in_blocks
 from argosy.infer.engine.request import Request
 from argosy.infer.lm import LM
+from argosy.infer.placement import weights_mesh
 from argosy.infer.tools.grammar import Grammar, TooManyGrammars
 from argosy.infer.tools.notations import template_notation
 from argosy.observe.readable import sized
 from argosy.ops.native import library
+from argosy.parallel.unsplit import unsplit_weights
 from argosy.serve.engine.admission import Admission
 from argosy.serve.engine.front import Front
 from argosy.serve.engine.replicas import ReplicaFront
@@ -168,6 +170,8 @@ class Service(ServedModel[Front | ReplicaFront]):
         count, size = count_in_blocks(weights)
         if count:
             lines.insert(1, f"weights: the codes of {plural(count, 'weight')} are multiplied as they are: {sized(size)}")
+        if (mesh := weights_mesh(weights)) is not None and (whole := unsplit_weights(mesh, weights)):
+            lines.append(f"whole: {whole}")
         if why := library.failure():
             lines.append(f"no compiled kernels: {why}; several requests at a time take up to twice as long")
         return lines

@@ -15,6 +15,7 @@ import pytest
 from data_files import KINDS
 from test_prepare import Bytes
 
+from argosy.core.command import install_extra
 from argosy.core.errors import ArgosyError, BadInput, Damaged
 from argosy.core.formats.crc32c import crc32c
 from argosy.data.encoding import Encoding
@@ -300,7 +301,7 @@ def test_without_pyarrow_the_error_has_the_line_that_installs_it(tmp_path, monke
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
     with pytest.raises(BadInput, match="pyarrow, which is not installed") as caught:
         texts(tmp_path / "a.parquet")
-    assert caught.value.hint == "pip install 'argosy[data]'"
+    assert caught.value.hint == install_extra("data")
 
 
 def test_a_path_that_bagz_reads_as_several_files_is_refused(tmp_path, monkeypatch):
@@ -314,7 +315,7 @@ def test_a_path_that_bagz_reads_as_several_files_is_refused(tmp_path, monkeypatc
     monkeypatch.setitem(__import__("sys").modules, "bagz", None)
     with pytest.raises(BadInput, match="bagz, which is not installed") as missing:
         texts(tmp_path / "a.bagz")
-    assert missing.value.hint == "pip install 'argosy[bagz]'"
+    assert missing.value.hint == install_extra("bagz")
 
 
 def test_the_checksum_is_that_of_the_standard():

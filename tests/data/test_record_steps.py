@@ -2,10 +2,12 @@
 
 import json
 import random
+import re
 import sys
 
 import data_files
 import pytest
+from helpers import free_port
 from test_prepare import Bytes
 
 from argosy.core.errors import BadInput, Damaged, UserError
@@ -16,7 +18,6 @@ from argosy.data.sources.duplicates import near_keys, signature
 from argosy.data.sources.find import find_source
 
 FUNCTIONS = """
-import re
 LIMIT = 3
 
 def asked(row):
@@ -146,6 +147,33 @@ def test_near_duplicates_are_found_as_often_as_the_overlap_says():
     assert same == near_keys(Document("the same WORDS and more of them"))
 
 
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("rows/gone.jsonl", "no file `rows/gone.jsonl`"),
+        ("./gone", "no folder `./gone`"),
+        ("rows/of/gone", "no folder `rows/of/gone`"),
+        ("rows/one.jsonl", "`rows/one.jsonl` is a file"),
+        ("gone/gone", "`gone/gone` is not in the cache, and the Hub cannot be reached"),
+    ],
+)
+@pytest.mark.parametrize("online", [False, True])
+def test_a_path_after_hf_is_no_wait_for_the_network(tmp_path, monkeypatch, name, why, online):
+    from huggingface_hub import constants
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "one.jsonl").write_text('{"text": "one"}\n')
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{free_port()}")
+    # The attempts of `datasets` take half a minute.
+    monkeypatch.setattr("time.sleep", lambda _: pytest.fail("it waits"))
+    with pytest.raises(BadInput, match=re.escape(why)) as caught:
+        list(find_source(DataSettings(source=f"hf:{name}", online=online)).documents())
+    assert "data.source=" in str(caught.value.hint)
+    assert not constants.HF_HUB_OFFLINE
+
+
 def test_data_sets_of_the_hub_from_folders_in_its_layout(tmp_path, monkeypatch):
     """A folder of files named by split, and what `save_to_disk` writes; as in `datasets` itself."""
     import datasets
@@ -173,7 +201,7 @@ def test_data_sets_of_the_hub_from_folders_in_its_layout(tmp_path, monkeypatch):
     with pytest.raises(BadInput, match="has no split `tset`") as caught:
         list(find_source(DataSettings(source=f"hf:{folder}:tset")).documents())
     assert "did you mean `test`" in str(caught.value.hint)
-    with pytest.raises(BadInput, match="no data set `gone/gone`"):
+    with pytest.raises(BadInput, match="`gone/gone` is not in the cache, and the Hub cannot be reached"):
         list(find_source(DataSettings(source="hf:gone/gone")).documents())
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(BadInput, match="package datasets, which is not installed"):

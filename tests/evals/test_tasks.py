@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from helpers import shared
 
-from argosy.core.errors import BadInput, UnknownName
+from argosy.core.errors import BadInput, UnknownName, UserError
 from argosy.evals import extract
 from argosy.evals.plan import find_task_file, names, plan
 from argosy.evals.prompts import choices, examples, few_shot_example, question
@@ -187,6 +187,8 @@ def test_a_file_that_is_no_task_file(tmp_path: Path, text: str, what: str):
     ("words", "what"),
     [
         ({}, "no tasks"),
+        ({"tasks": "imges"}, "unknown task `imges`"),
+        ({"tasks": "images,perplexity"}, "tasks=images beside other tasks"),
         ({"tasks": "arc_easy"}, "no task files"),
         ({"tasks": "arc_easy", "data": "gone"}, "no file or folder gone"),
         ({"tasks": "perplexity", "data": "."}, "perplexity needs a text"),
@@ -205,7 +207,7 @@ def test_settings_that_fit_no_task(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     write(tmp_path / "winogrande.jsonl", [{"context_options": ["a", "b"], "continuation": "c", "gold": 1}])
     write(tmp_path / "letters.jsonl", [{"question": "q", "choices": ["a", "b"], "gold": 1}])
     (tmp_path / "a.txt").write_text("words")
-    with pytest.raises(BadInput, match=what):
+    with pytest.raises(UserError, match=what):
         plan(EvalSettings(**words))
 
 

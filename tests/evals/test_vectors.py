@@ -158,6 +158,7 @@ SCORED = [{"sentence1": "a boat", "sentence2": "a ship", "score": 5}, {"sentence
     [
         ("sts", [SCORED[0]], {}, "every `score` of .* is 5"),
         ("sts", [SCORED[0] | {"score": "high"}, SCORED[1]], {}, "`score` should be a number"),
+        ("sts", [SCORED[0], SCORED[1] | {"sentence2": " "}], {}, "`sentence2` should be a text with something in it"),
         ("sts", SCORED, {"against": "other.jsonl"}, "the figures of sts are of all rows together"),
         ("sts", SCORED, {"chat": True}, "sts compares vectors"),
         ("sts", SCORED, {"query_prompt": "query: "}, "sts has neither queries nor documents"),

@@ -14,6 +14,7 @@ from jax.sharding import SingleDeviceSharding
 from laws.families import CASES, built
 
 from argosy.cli import main
+from argosy.cli.verbs.export import next_line
 from argosy.core.errors import BadInput, Damaged
 from argosy.export.bundle import Bundle
 from argosy.export.manifest import MANIFEST, bundle_digest
@@ -235,3 +236,22 @@ def test_programs_compile_for_tpus(case, signature, tmp_path, monkeypatch):
     compiled = jax.jit(exported.call).lower(weights, inputs).compile()
     stored = sum(bundle.weight(name).nbytes for name in of.weights)
     assert compiled.memory_analysis().argument_size_in_bytes >= stored, "weights are arguments"
+
+
+@pytest.mark.parametrize(
+    ("mesh", "platforms", "line"),
+    [
+        ({}, ["cpu", "tpu"], "next: argosy bundle run 'a b'"),
+        ({}, ["cuda", "tpu"], "next, where there is a device of cuda or tpu: argosy bundle run 'a b'"),
+        ({"tensor": 2, "fsdp": 2}, ["tpu"], "next, where there are 4 devices of tpu: argosy bundle run 'a b'"),
+        (
+            {"tensor": 2},
+            ["cpu", "tpu"],
+            "next: JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=2 argosy bundle run 'a b'\n"
+            "      (without the two variables where there are 2 devices)",
+        ),
+    ],
+)
+def test_the_next_line_is_a_command_that_runs(mesh, platforms, line, monkeypatch):
+    monkeypatch.delenv("ARGOSY_COMMAND", raising=False)
+    assert next_line({"target": "a b", "mesh": mesh, "signatures": {"logits": {"programs": [{"platforms": platforms}]}}}) == line

@@ -7,7 +7,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from golden_weights import write_model
+from golden_weights import write_model, write_pipeline
 from helpers import shared
 from safetensors.numpy import load_file, save_file
 
@@ -133,3 +133,24 @@ def test_distances_of_zeros():
     zero, one = np.zeros(3, np.float32), np.ones(3, np.float32)
     assert distances(zero, zero) == {"max_abs": 0.0, "relative": 0.0, "cosine": 1.0, "largest": 0.0}
     assert distances(one, zero) == {"max_abs": 1.0, "relative": np.inf, "cosine": 0.0, "largest": 0.0}
+
+
+def test_pipelines_are_compared_part_by_part(tmp_path, capsys):
+    golden = GOLDEN.parents[1] / "images" / "pipeline-sd"
+    a, b = (write_pipeline(golden, tmp_path / name) for name in "ab")
+    told = compare(str(a), str(b))
+    assert told["equal"]
+    assert told["tensors"] == sum(len(load_file(path)) for path in a.glob("*/*.safetensors"))
+    file = next((b / "text_encoder").glob("*.safetensors"))
+    tensors = load_file(file)
+    name = next(name for name in tensors if name.endswith("final_layer_norm.bias"))
+    tensors[name][0] += 1
+    save_file(tensors, file)
+    scheduler = b / "scheduler" / "scheduler_config.json"
+    scheduler.write_text(json.dumps(json.loads(scheduler.read_text()) | {"beta_end": 0.5}))
+    assert main(["convert", str(a), "--check", str(b), "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert [found["name"].partition("/")[0] for found in told["differences"]] == ["text_encoder"]
+    assert [found["name"] for found in told["settings"]] == ["scheduler/beta_end"]
+    shutil.rmtree(b / "vae")
+    assert compare(str(a), str(b))["only_in_a"] == ["vae/"]

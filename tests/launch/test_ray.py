@@ -27,7 +27,7 @@ def test_without_ray_the_error_says_how_to_install_it(monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(Unsupported, match="not installed") as caught, engine.connected(None, 1):
         pass
-    assert "argosy[ray]" in str(caught.value)
+    assert "[ray]'" in str(caught.value)
 
 
 @pytest.fixture(scope="module")

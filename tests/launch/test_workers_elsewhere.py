@@ -26,7 +26,7 @@ def test_what_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(Unsupported, match="not installed") as caught, open_workers({"a": Group()}, engine="ray"):
         pass
-    assert "argosy[ray]" in str(caught.value)
+    assert "[ray]'" in str(caught.value)
     monkeypatch.setitem(sys.modules, "pathwaysutils", None)
     assert not workers_inline.pathways()
     # The devices are there already: this asks for none.
@@ -38,7 +38,7 @@ def test_what_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch):
             pass
     finally:
         jax.config.update("jax_platforms", before)
-    assert "argosy[pathways]" in str(caught.value)
+    assert "[pathways]'" in str(caught.value)
 
 
 @needs_ray

@@ -80,6 +80,27 @@ def test_settings_that_need_less_come_before_more_devices():
     assert not any(word.startswith("device=") for word in first)
 
 
+@pytest.mark.slow
+def test_adapters_that_do_not_fit_have_hints_of_their_own():
+    """A base of 8 B parameters in bfloat16 takes all of a v5e's memory."""
+    words = ("model=llama3.1-8b", "adapter=lora", "adapter.rank=4", "data.sequence=1024")
+    found = planned("sft", *words, device="v5e-1", compile=False)
+    assert not found["fits"]
+    (first, *_) = (one["settings"] for one in found["nearest"])
+    assert first == ["adapter=qlora", "execution.remat=full"]
+    assert planned("sft", *words, *first, device="v5e-1", compile=False)["fits"]
+
+
+@pytest.mark.slow
+def test_ranks_that_do_not_fit_are_lowered():
+    words = ("model=llama3.2-1b", "adapter=dora", "adapter.rank=2048", "data.sequence=1024", "execution.remat=full", "data.batch=1")
+    found = planned("sft", *words, device="v5e-1", compile=False)
+    assert not found["fits"]
+    assert found["nearest"][0]["settings"] == ["adapter.rank=128"]
+    keys = [[word.partition("=")[0] for word in one["settings"]] for one in found["nearest"]]
+    assert len(keys) == len({*map(tuple, keys)})
+
+
 def test_a_wrong_device_and_a_wrong_setting_are_mistakes(capsys: pytest.CaptureFixture[str]):
     assert main(["plan", "tiny", "device=v6q-4"]) == 2
     assert "device=v6q-4" in capsys.readouterr().err

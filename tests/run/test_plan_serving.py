@@ -77,6 +77,16 @@ def test_devices_that_share_a_model_have_the_shares_that_its_weights_get():
     assert not one["rates"][0]["collectives"]
 
 
+def test_weights_that_devices_do_not_share_are_said():
+    """Three devices divide neither the 32 heads nor the features of Llama 3.1 8B, but its vocabulary."""
+    config = preset_config("llama3.1-8b")
+    found = planned("llama3.1-8b", device="h100-4", tensor=3)
+    split = 2 * config.vocab * config.width
+    assert found["memory_bytes"]["weights"] == pytest.approx(2 * (config.parameters() - split + split / 3), rel=1e-3)
+    assert f"({1 - split / config.parameters():.0%}) on every device, as no rule splits them: layers.0.mlp." in found["replicated"]
+    assert planned("llama3.1-8b", device="h100-4", tensor=4)["replicated"] == ""
+
+
 def test_a_large_model_takes_what_arithmetic_says():
     found = planned("llama3.1-8b", device="h100-8", engine={"context": 8192}, price=2.0)
     # 32 layers with 8 heads of 128 for keys and values, in bfloat16.

@@ -1,6 +1,7 @@
 """`argosy export MODEL OUT [signature=...] [platforms=cpu,cuda,tpu] [batch=1,4,16]`."""
 
 import re
+from shlex import quote
 from typing import Annotated, Any, ClassVar, Literal
 
 import typer
@@ -8,6 +9,7 @@ from pydantic import Field
 
 from argosy.adapt.methods.settings import AT_LOAD
 from argosy.cli.output import Doing, conclude
+from argosy.core.command import command_name
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput, UnknownName
 from argosy.core.settings import Settings, read_settings, words_layer
@@ -125,4 +127,17 @@ def exported_text(result: dict[str, Any]) -> str:
     counts = f"{plural(programs, 'program')}, {plural(result['tensors'], 'tensor')}, {sized(result['bytes'])}"
     text = f"{result['target']}: {', '.join(result['signatures'])}{devices}; {counts}, in {lasted(result['seconds'])}\n"
     text += f"newer versions of jax read it until {result['readable_until']} at least; sha256 {result['sha256']}\n"
-    return text + f"next: argosy bundle run {result['target']}"
+    return text + next_line(result)
+
+
+def next_line(result: dict[str, Any]) -> str:
+    """The command that runs a written bundle, and where."""
+    command, count = f"{command_name()} bundle run {quote(result['target'])}", device_count(result["mesh"])
+    platforms = {p for signature in result["signatures"].values() for program in signature["programs"] for p in program["platforms"]}
+    if "cpu" not in platforms:
+        devices = f"{count} devices" if count > 1 else "a device"
+        return f"next, where there {'are' if count > 1 else 'is'} {devices} of {' or '.join(sorted(platforms))}: {command}"
+    if count == 1:
+        return f"next: {command}"
+    flags = f"JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count={count}"
+    return f"next: {flags} {command}\n      (without the two variables where there are {count} devices)"

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from argosy.cli.output import answer, say
+from argosy.core.command import install_package
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.core.settings import read_settings, words_layer
@@ -116,6 +117,8 @@ def serving_text(answered: Mapping[str, Any]) -> str:
     ]
     if answered["devices"] < answered["devices_available"]:
         lines.insert(1, f"{answered['devices']} of {plural(answered['devices_available'], 'device')}: `copies` and `tensor` use more")
+    if answered["replicated"]:
+        lines += [f"whole: {answered['replicated']}", ""]
     if not answered["rates"]:
         return "\n".join([*lines, "no speed is known for this device"] if answered["fits"] else lines[:-1])
     rows = [
@@ -138,7 +141,7 @@ def serving_text(answered: Mapping[str, Any]) -> str:
         loops = plural(answered["unknown_loops"], "loop")
         lines += ["", f"note: {loops} of a length that depends on the data count once, so a step takes longer"]
     if answered["missing_compiler"]:
-        lines += ["", f"`pip install {answered['missing_compiler']}` brings the compiler, whose answer is nearer"]
+        lines += ["", f"`{install_package(answered['missing_compiler'])}` brings the compiler, whose answer is nearer"]
     return "\n".join(lines)
 
 
@@ -243,5 +246,5 @@ def _rest(found: Mapping[str, Any]) -> list[str]:
         lines += ["", *columns((f"{found['unit']}/s", "memory", "by the analytic model"), rows, (0, 1)).splitlines()]
         lines += [f"written to {found['out']}"] if found["out"] else []
     if found["missing_compiler"]:
-        lines += ["", f"`pip install {found['missing_compiler']}` brings the compiler, whose answer is nearer"]
+        lines += ["", f"`{install_package(found['missing_compiler'])}` brings the compiler, whose answer is nearer"]
     return lines

@@ -10,6 +10,7 @@ import typer
 
 from argosy.cli.flags import PREDICT, translated
 from argosy.cli.output import Doing, say
+from argosy.core.command import install_extra
 from argosy.core.errors import BadInput
 from argosy.core.process import signals
 from argosy.core.settings import read_settings, words_layer
@@ -40,7 +41,7 @@ def predict(
     check_open(settings)
     if settings.grpc is not None and find_spec("grpc") is None:
         what = "gRPC needs the package `grpcio`, which is not installed"
-        raise BadInput(what, hint="pip install 'argosy[grpc]', or leave `grpc` out")
+        raise BadInput(what, hint=f"{install_extra('grpc')}; or leave `grpc` out")
     place = detect_place(os.environ)
     if place is not None and place.rank:
         raise typer.Exit(follow_leader(place))

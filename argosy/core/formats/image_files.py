@@ -3,6 +3,7 @@
 import io
 from typing import TYPE_CHECKING, Any, Literal
 
+from argosy.core.command import install_extra
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.core.formats.png import png_bytes
@@ -29,7 +30,7 @@ def pillow() -> Any:
     try:
         from PIL import Image
     except ImportError:
-        raise BadInput("reading image files needs the package `pillow`", hint="pip install 'argosy[images]'") from None
+        raise BadInput("reading image files needs the package `pillow`", hint=install_extra("images")) from None
     return Image
 
 

@@ -11,11 +11,14 @@ rows and repeats others when it resumes; so the position is the number of a docu
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from argosy.core.command import install_extra
 from argosy.core.errors import BadInput, Damaged, nearest
+from argosy.core.hub.reach import unreachable_dataset, without_hub
 from argosy.core.input_files import InputFile
 from argosy.data.sources.arrow import BATCH_ROWS, ArrowRows, counted
 from argosy.data.sources.opening import content_hash
@@ -26,11 +29,15 @@ if TYPE_CHECKING:
 
 SPEC = re.compile(r"(?P<name>[^:@]+)(@(?P<revision>[^:]+))?(:(?P<first>[^:]+))?(:(?P<second>[^:]+))?")
 
+KINDS = (".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet")
+FILE_ENDINGS = tuple(f"{kind}{packed}" for kind in KINDS for packed in ("", ".gz", ".zst"))
+
 
 class HubDataset(ArrowRows):
     """One split of a data set of the Hub."""
 
     kind = "hf"
+    FILES = "a data set of the Hub is hf:OWNER/NAME; files and folders of this machine are data.source=PATH, without `hf:`"
     # What identifies the contents of a stream; None: it is none.
     version: str | None = None
 
@@ -68,20 +75,21 @@ class HubDataset(ArrowRows):
             import datasets
         except ImportError:
             what = "data sets of the Hub are read by the package datasets, which is not installed"
-            raise BadInput(what, where=f"data.source={self.place}", hint="pip install 'argosy[hub]'") from None
+            raise BadInput(what, where=f"data.source={self.place}", hint=install_extra("hub")) from None
         folder = Path(self.name).expanduser()
+        self._check_path(folder)
+        unreachable = None if folder.is_dir() else unreachable_dataset(self.name, self.revision)
         try:
             if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
                 found = datasets.load_from_disk(str(folder))
             else:
-                what = str(folder) if folder.is_dir() else self.name, self.subset
-                if self.streams:
-                    builder = datasets.load_dataset_builder(*what, revision=self.revision)
-                    # Of the files of a folder, their names, sizes and times; of a repository, its commit.
-                    self.version, found = f"{builder.config_id} {builder.hash}", builder.as_streaming_dataset()
-                else:
-                    found = datasets.load_dataset(*what, revision=self.revision)
+                with nullcontext() if unreachable is None else _cache_alone():
+                    found = self._loaded(str(folder) if folder.is_dir() else self.name)
         except Exception as error:
+            if unreachable is not None:
+                what = f"the data set `{self.name}` is not in the cache, and the Hub cannot be reached: {unreachable}"
+                hint = f"{self.FILES}; HF_HOME says where the cache is"
+                raise BadInput(what, where=f"data.source={self.place}", hint=hint) from error
             said = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
             raise BadInput(f"no data set `{self.name}`: {said}", where=f"data.source={self.place}") from error
         if not isinstance(found, dict):
@@ -93,6 +101,25 @@ class HubDataset(ArrowRows):
             hint = f"{nearest(split, names)}; " if split else ""
             raise BadInput(what, where=f"data.source={self.place}", hint=f"{hint}hf:{self.name}:SPLIT, of {', '.join(names)}")
         return found[str(split)]
+
+    def _loaded(self, path: str) -> Any:
+        import datasets
+
+        if not self.streams:
+            return datasets.load_dataset(path, self.subset, revision=self.revision)
+        builder = datasets.load_dataset_builder(path, self.subset, revision=self.revision)
+        # Of the files of a folder, their names, sizes and times; of a repository, its commit.
+        self.version = f"{builder.config_id} {builder.hash}"
+        return builder.as_streaming_dataset()
+
+    def _check_path(self, path: Path) -> None:
+        """Raises: BadInput: the name is that of a file, or can only be a path of this machine, and nothing is there."""
+        if path.is_file():
+            raise BadInput(f"`{self.name}` is a file", where=f"data.source={self.place}", hint=f"data.source={self.name}")
+        is_path = self.name.startswith((".", "/", "~")) or self.name.count("/") > 1 or path.name.endswith(FILE_ENDINGS)
+        if is_path and not path.is_dir():
+            what = f"no {'file' if path.name.endswith(FILE_ENDINGS) else 'folder'} `{self.name}`"
+            raise BadInput(what, where=f"data.source={self.place}", hint=self.FILES)
 
     def tables(self) -> Iterator[tuple[int, Any]]:
         batches = self.dataset.with_format("arrow").iter(BATCH_ROWS)
@@ -119,3 +146,16 @@ class HubDataset(ArrowRows):
         files = [content_hash(InputFile(file["filename"])) for file in data.cache_files]
         made = {"source": self.kind, "source.sha256": " ".join(files) or str(data._fingerprint), "source.rows": len(data)}
         return made | self.read_fingerprint()
+
+
+@contextmanager
+def _cache_alone() -> Iterator[None]:
+    """Inside, `datasets` looks into its cache alone."""
+    from datasets import config
+
+    before, config.HF_HUB_OFFLINE = config.HF_HUB_OFFLINE, True
+    try:
+        with without_hub():
+            yield
+    finally:
+        config.HF_HUB_OFFLINE = before

@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from typing import Any, BinaryIO, cast
 
+from argosy.core.command import install_extra
 from argosy.core.errors import BadInput, Damaged, nearest
 from argosy.core.formats.recognize import HEAD_BYTES, refuse_binary
 from argosy.core.input_files import InputFile, reading
@@ -41,7 +42,7 @@ def needed(package: str, readers: str, extra: str = "data") -> Any:
         return import_module(package)
     except ImportError:
         what = f"{readers} are read by the package {package.partition('.')[0]}, which is not installed"
-        raise BadInput(what, hint=f"pip install 'argosy[{extra}]'") from None
+        raise BadInput(what, hint=install_extra(extra)) from None
 
 
 def base_name(name: str) -> str:

@@ -6,14 +6,18 @@ other. Two tensors are in memory at a time, and differences are summed in float6
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from argosy.checkpoint.save import Progress
+from argosy.core.errors import BadInput
 from argosy.core.formats import TensorReader, is_apart, read_part
 from argosy.core.formats.files import pieces
-from argosy.jobs.convert import memory_used, open_source
+from argosy.core.hub.download import local_model
+from argosy.jobs.convert import DIFFUSERS_INDEX, memory_used, open_source
+from argosy.weights.hub.config import read_json_object
 from argosy.weights.model import OpenedModel
 from argosy.weights.stream import in_order, tensor_bytes
 
@@ -29,15 +33,19 @@ def compare(
     say: Callable[[str], None] = lambda _: None,
     progress: Progress = lambda new, all, kept: None,
 ) -> dict[str, Any]:
-    """Compares two models. `equal` in the result is true if nothing differs.
+    """Compares two models, or two diffusers folders model by model, with their samplers. `equal` in the result is true if nothing
+    differs.
 
     Args:
         tolerance: None: every byte must be equal. A number: types may differ, and values may differ by this share of the largest
             magnitude in `b`.
 
     Raises:
-        BadInput, Damaged: one of them is not a model.
+        BadInput, Damaged: one of them is not a model, or is a diffusers folder and the other is none.
     """
+    folders = Path(local_model(a, say)), Path(local_model(b, say))
+    if all((folder / DIFFUSERS_INDEX).is_file() for folder in folders):
+        return {"a": a, "b": b, **_compared_parts(*folders, tolerance, say, progress)}
     one, other = open_source(a, say), open_source(b, say)
     names = [name for name in one.weights.names if name in other.weights.names]
     only = [name for name in one.weights.names if name not in other.weights.names]
@@ -56,6 +64,58 @@ def compare(
         "differences": differences,
         "memory": memory_used([one, other]),
     }
+
+
+def _compared_parts(a: Path, b: Path, tolerance: float | None, say: Callable[[str], None], progress: Progress) -> dict[str, Any]:
+    """The comparison of two diffusers folders: names begin with those of their parts."""
+    in_a, in_b = _parts(a), _parts(b)
+    both, found = [name for name in in_a if name in in_b], dict[str, dict[str, Any]]()
+    if not both:
+        raise BadInput(f"{a} and {b} have no part of the same name", where=f"{', '.join(in_a)}; {', '.join(in_b)}")
+    for name in both:
+        say(f"comparing {name} ...")
+        found[name] = compare(str(a / name), str(b / name), tolerance, say=say, progress=progress)
+    joined: dict[str, Any] = {
+        "only_in_a": [f"{name}/" for name in in_a if name not in in_b],
+        "only_in_b": [f"{name}/" for name in in_b if name not in in_a],
+        "settings": _sampler_settings(a, b),
+        "differences": [],
+    }
+    for name, one in found.items():
+        joined["only_in_a"] += [f"{name}/{tensor}" for tensor in one["only_in_a"]]
+        joined["only_in_b"] += [f"{name}/{tensor}" for tensor in one["only_in_b"]]
+        joined["settings"] += [s | {"name": f"{name}/{s['name']}"} for s in one["settings"]]
+        joined["differences"] += [d | {"name": f"{name}/{d['name']}"} for d in one["differences"]]
+    return {
+        "equal": not any(joined.values()),
+        "tolerance": tolerance,
+        "tensors": sum(one["tensors"] for one in found.values()),
+        **joined,
+        "memory": max((one["memory"] for one in found.values()), key=lambda memory: memory["bound_bytes"]),
+    }
+
+
+def _parts(folder: Path) -> list[str]:
+    """The models of a diffusers folder.
+
+    Raises:
+        BadInput: it has none.
+    """
+    found = sorted(path.parent.name for path in folder.glob("*/config.json"))
+    if not found:
+        raise BadInput(f"{folder} has a {DIFFUSERS_INDEX}, and no folder with a model")
+    return found
+
+
+def _sampler_settings(a: Path, b: Path) -> list[dict[str, Any]]:
+    """The settings in which the samplers of two diffusers folders differ."""
+    one, other = (_sampler(folder / "scheduler" / "scheduler_config.json") for folder in (a, b))
+    names = [name for name in dict.fromkeys([*one, *other]) if name != "_diffusers_version" and one.get(name) != other.get(name)]
+    return [{"name": f"scheduler/{name}", "a": one.get(name), "b": other.get(name)} for name in names]
+
+
+def _sampler(path: Path) -> dict[str, Any]:
+    return read_json_object(path) if path.is_file() else {}
 
 
 def _settings(one: OpenedModel, other: OpenedModel) -> list[dict[str, Any]]:

@@ -217,7 +217,7 @@ def _nearest(name: str, settings: ServePlanSettings, target: Any) -> list[dict[s
 def _document(
     name: str, settings: ServePlanSettings, model: Any, memory: dict[str, int], size: Any, rates: Sequence[Any], count: int
 ) -> dict[str, Any]:
-    from argosy.run.plan.serving import largest_weights
+    from argosy.run.plan.serving import largest_weights, unsplit_text
 
     target, page = model.target, settings.engine.page
     each = settings.input_len + settings.output_len
@@ -241,6 +241,7 @@ def _document(
         "cache_tokens": size.pages * page,
         "cache_sequences": min(settings.engine.slots, size.pages // -(-each // page)),
         "buffers": [asdict(one) for one in largest_weights(model)],
+        "replicated": unsplit_text(model),
         "rates": [
             {
                 "sequences": rate.sequences * settings.copies,

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
+from argosy.core.command import install_package
 from argosy.core.errors import ArgosyError, BadInput, Unsupported
 from argosy.core.progress import Say
 from argosy.launch.ray import connected
@@ -51,7 +52,8 @@ def launch(command: Command, settings: RayServe, server: Any, build: Callable[[]
         ArgosyError: there is no Ray or no room in it, or the models cannot be served.
     """
     begin = time.monotonic()
-    with connected(settings.address, slots=int(settings.replicas * settings.cpus) + 1, needs="engine=rayserve", extra="ray[serve]"):
+    slots, install = int(settings.replicas * settings.cpus) + 1, install_package("ray[serve]")
+    with connected(settings.address, slots=slots, needs="engine=rayserve", install=install):
         serve = serve_library()
         # It tells of every step, and warns of options that it was given before.
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
@@ -83,8 +85,8 @@ def serve_library() -> Any:
     try:
         return import_module("ray.serve")
     except ImportError:
-        hint = "install it beside Argosy: pip install 'ray[serve]'"
-        raise Unsupported("engine=rayserve needs Ray Serve, which is not installed", hint=hint) from None
+        what = "engine=rayserve needs Ray Serve, which is not installed"
+        raise Unsupported(what, hint=install_package("ray[serve]")) from None
 
 
 def last_line(error: Exception) -> str:

@@ -4,6 +4,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+from argosy.core.command import install_extra
 from argosy.core.errors import BadInput
 
 
@@ -14,8 +15,8 @@ def check_package(package: str, tracker: str) -> None:
         BadInput: it is not.
     """
     if find_spec(package) is None:
-        hint = f"pip install 'argosy[{tracker}]'"
-        raise BadInput(f"the package {package} is not installed", where=f"set by track={tracker}", hint=hint)
+        what = f"the package {package} is not installed"
+        raise BadInput(what, where=f"set by track={tracker}", hint=install_extra(tracker))
 
 
 def tracker_package(package: str, tracker: str) -> Any:

@@ -1,4 +1,4 @@
-"""The built-in reward `math_verify`: the library of that name (Apache-2.0), which `pip install 'argosy[maths]'` brings.
+"""The built-in reward `math_verify`: the library of that name (Apache-2.0), which `pip install '.[maths]'` brings.
 
 It has an algebra system under it: 34 MB, and two seconds of CPU to import in each process. Its answers differ from those of `maths` in
 some cases, so each has its own name.

@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from argosy.core.command import install_extra
 from argosy.core.errors import BadInput, Unsupported, UserError, nearest, raise_mistakes
 from argosy.core.registry import Registry
 from argosy.rl.rewards.settings import RewardSettings
@@ -56,7 +57,8 @@ def source_of(reward: RewardSettings) -> dict[str, Any] | Path:
 
 def _builtin(of: str, timeout: float) -> dict[str, Any]:
     if of == "math_verify" and find_spec("math_verify") is None:
-        raise BadInput("the reward `math_verify` needs the library of that name", hint="pip install 'argosy[maths]', or use `maths`")
+        what = "the reward `math_verify` needs the library of that name"
+        raise BadInput(what, hint=f"{install_extra('maths')}; or use `maths`")
     if of == "code" and (reasons := available()):
         raise Unsupported(f"the reward `code` cannot run code here: {'; '.join(reasons)}", hint="it needs Linux with Landlock")
     module, _, function = REWARDS._items[of].partition(":")

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from argosy.adapt.settings import Lora, LowRank, Qlora
 from argosy.core.errors import UserError
 from argosy.observe.hardware import CHIPS
 from argosy.parallel.place import row_shares
@@ -37,6 +38,8 @@ def nearest_fits(assembly: Any) -> list[Change]:
     for words, target in _candidates(assembly):
         if len(found) == NAMED or time.process_time() - began > LIMIT_S:
             break
+        if changed_keys(words) in [changed_keys(change.words) for change in found]:
+            continue
         try:
             run = changed_run(assembly.run, [word for word in words if not word.startswith("device=")])
             other = assemble(run, Decided.here(run, target), target=target, reads=False)
@@ -48,10 +51,19 @@ def nearest_fits(assembly: Any) -> list[Change]:
     return found
 
 
+def changed_keys(words: Sequence[str]) -> list[str]:
+    """The settings that words change."""
+    return [word.partition("=")[0] for word in words]
+
+
 def changed_run(run: Any, words: Sequence[str]) -> Any:
-    """The settings of a run with other numbers or names in some of them: `data.batch=8`."""
+    """The settings of a run with other numbers or names in some of them: `data.batch=8`. `adapter=qlora` keeps what both kinds have."""
     for word in words:
         key, _, text = word.partition("=")
+        if key == "adapter":
+            own = {name: value for name, value in run.adapter if name in LowRank.model_fields}
+            run = run.model_copy(update={"adapter": Qlora(**own)})
+            continue
         *above, last = key.split(".")
         group = run
         for name in above:
@@ -67,19 +79,30 @@ def changed_run(run: Any, words: Sequence[str]) -> Any:
 
 
 def _candidates(assembly: Any) -> Iterator[tuple[tuple[str, ...], Target]]:
-    """Changes from the smallest to the largest: recompute, split, fewer rows, more devices."""
+    """Changes from the smallest to the largest: recompute, lower ranks, fewer rows, a base of few bits, another mesh, more devices."""
     run, target, mesh = assembly.run, assembly.target, assembly.mesh
     room, memory = target.memory_bytes or 0, memory_by_kind(assembly)
     state = memory["parameters"] + memory["optimizer"] + memory["gradients"]
     again = ("execution.remat=full",) if run.execution.remat != "full" else ()
+    # Gradients and optimizer state are those of the adapters, and of modules beside them.
+    ranks = [n for n in (128, 32, 8) if isinstance(run.adapter, LowRank) and n < run.adapter.rank]
+    small = memory["optimizer"] + memory["gradients"] < 0.1 * room
+    lower_ranks = [] if small else [((*again, f"adapter.rank={n}"), target) for n in ranks]
     if state < room:
         if again:
             yield again, target
+        yield from lower_ranks
         least = row_shares(mesh) * run.accumulate * run.objective.rows_per_group
         batch = run.data.batch // 2
         while batch >= least:
             yield (*again, f"data.batch={batch}"), target
             batch //= 4
+    else:
+        yield from lower_ranks
+    if type(run.adapter) is Lora and run.adapter.init == "zero" and run.adapter.onto is None:
+        yield ("adapter=qlora",), target
+        if again:
+            yield ("adapter=qlora", *again), target
     if mesh.size > 1 and mesh.shape["fsdp"] * mesh.shape["stage"] < mesh.size:
         yield ("mesh.fsdp=-1", "mesh.data=1", "mesh.tensor=1", *again), target
     if target.hardware is None:

@@ -37,6 +37,7 @@ from argosy.ops.native.products import SMALLEST
 from argosy.parallel.mesh import MeshSettings
 from argosy.parallel.scope import scope
 from argosy.parallel.target import Target
+from argosy.parallel.unsplit import unsplit_weights
 from argosy.run.plan.figures import Buffer, Traffic
 from argosy.weights.build import default_run, tensor_places
 
@@ -208,6 +209,12 @@ def step_temporaries(model: PlannedModel) -> int:
     tokens = max(settings.budget, settings.budget_decoding + settings.slots)
     wide = (getattr(config, "ffn", None) or 4 * config.width) / model.target.count
     return int(tokens * (WIDE * wide + NARROW * config.width) * model.dtype.itemsize + LOGITS * 4 * settings.slots * config.vocab)
+
+
+def unsplit_text(model: PlannedModel) -> str:
+    """The weights that every device has whole, although `tensor` splits weights; "" where they are few."""
+    shapes = {a: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=model.places[a]) for a, s in model.shapes.items()}
+    return unsplit_weights(model.mesh, shapes)
 
 
 def largest_weights(model: PlannedModel) -> list[Buffer]:

@@ -47,7 +47,7 @@ def test_images_are_written_as_the_pipeline_draws_them(folder: Path, tmp_path: P
     for file, image in zip(files, drawn, strict=True):
         apart = png_pixels(file.read_bytes()).astype(int) - image
         assert np.abs(apart).max() <= 1  # rounding of another process
-    assert "step 2 of 2" in done.stderr
+    assert "evaluation 2 of 2" in done.stderr
 
 
 @pytest.mark.parametrize("ending", [".webp", ".gif", ".png"])

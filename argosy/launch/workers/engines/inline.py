@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from argosy.core.command import install_extra
 from argosy.core.errors import BadInput, Unsupported
 from argosy.launch.workers.arrays.transfers import placements
 from argosy.launch.workers.arrays.trees import apart, described, together, unpacked
@@ -56,8 +57,8 @@ def pathways() -> bool:
     try:
         library = import_module("pathwaysutils")
     except ImportError:
-        hint = "install it beside Argosy: pip install 'argosy[pathways]'"
-        raise Unsupported(f"JAX_PLATFORMS={PROXY} needs pathwaysutils, which is not installed", hint=hint) from None
+        what = f"JAX_PLATFORMS={PROXY} needs pathwaysutils, which is not installed"
+        raise Unsupported(what, hint=install_extra("pathways")) from None
     library.initialize()
     return True
 

@@ -1,0 +1,44 @@
+"""The weights that a mesh does not split, although it splits weights: their axes do not divide by its sizes."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from argosy.core.counts import plural
+from argosy.observe.readable import sized
+
+# Of all weights, by bytes: less is not said.
+TOLERANCE = 0.02
+# Mesh axes that split weights.
+SPLITTING = ("fsdp", "tensor", "expert", "stage")
+# Weights that are named.
+NAMED = 3
+
+
+def unsplit_weights(mesh: Mesh, weights: Mapping[str, Any]) -> str:
+    """The weights that every device has whole, although the mesh splits weights; "" where they are few.
+
+    Args:
+        weights: arrays, or their shapes with shardings, by address.
+    """
+    if all(mesh.shape.get(axis, 1) == 1 for axis in SPLITTING):
+        return ""
+    # A quantized weight is several arrays.
+    arrays = [(address, array) for address, weight in weights.items() for array in jax.tree.leaves(weight)]
+    arrays = [(address, array) for address, array in arrays if isinstance(array.sharding, NamedSharding)]
+    kept = {address: array for address, array in arrays if all(axis is None for axis in array.sharding.spec)}
+    taken = sum(map(_bytes, kept.values()))
+    share = taken / max(sum(_bytes(array) for _, array in arrays), 1)
+    if share <= TOLERANCE:
+        return ""
+    largest = sorted(kept, key=lambda address: _bytes(kept[address]), reverse=True)[:NAMED]
+    named = ", ".join(f"{address} {list(kept[address].shape)}" for address in largest)
+    more = f" and {plural(len(kept) - NAMED, 'other')}" if len(kept) > NAMED else ""
+    return f"{sized(taken)} of weights ({share:.0%}) on every device, as no rule splits them: {named}{more}"
+
+
+def _bytes(array: Any) -> int:
+    return math.prod(array.shape) * array.dtype.itemsize
