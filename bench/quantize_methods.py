@@ -4,8 +4,8 @@
 
 A cell is a preset by a method: `argosy quantize`, a process of its own, and then the folder is measured here. Rows come as JSON in
 `results=FILE.jsonl` and as a table at the end; a cell that the file has is not measured again, so the command goes on after a kill.
-Methods: those of `argosy quantize`; with `!` one gets no data; `hadamard+` in front rotates first; `qwix` is the same preset by Qwix
-(`qwix_model.py`), which rounds to nearest. A preset that ends in .yml is a file of rules. `windows` limits the text.
+Methods: those of `argosy quantize`; with `!` one gets no data; `hadamard+` or `quarot+` in front rotates first; `qwix` is the same
+preset by Qwix (`qwix_model.py`), which rounds to nearest. A preset that ends in .yml is a file of rules. `windows` limits the text.
 `tasks=arc_easy,lambada folder=FOLDER limit=50` adds accuracies. `embed=yes`, for an encoder: the mean cosine of embeddings of lines of
 the text with those of the model as it is. `speed=yes`: tokens a second of one greedy stream, for the first method of a preset, since a
 method changes none of it.
@@ -116,9 +116,9 @@ def cell(model: str, preset: str, method: str, files: tuple[str, str], how: dict
     calibration, test = files
     if method == "qwix":
         return qwix_cell(model, preset, test, how, exact)
-    name = method.removeprefix("hadamard+").rstrip("!")
+    rotate, _, name = method.rstrip("!").rpartition("+")
     rounding = f"{'rules' if preset.endswith('.yml') else 'preset'}={preset}"
-    words = ["rotate=hadamard"] if method.startswith("hadamard+") else []
+    words = [f"rotate={rotate}"] if rotate else []
     words += [f"method={name}"] if name != "nearest" else []
     if not method.endswith("!"):
         words += [f"data.source={calibration}", f"samples={how['samples']}", f"data.sequence={how['sequence']}"]

@@ -1434,6 +1434,13 @@ EDITS = [
         ("tests/adapt/test_rotation.py::test_a_rotated_model_is_the_same_function",),
     ),
     Edit(
+        "experts whose features are split rotate those of their device",
+        "argosy/models/parts/moe/dispatch.py",
+        "hadamard_transform(jax.lax.all_gather(h, self.features, axis=1, tiled=True))",
+        "jax.lax.all_gather(hadamard_transform(h), self.features, axis=1, tiled=True)",
+        ("tests/models/test_moe.py::test_biases_of_split_experts_count_once",),
+    ),
+    Edit(
         "a history of magnitudes that never forgets",
         "argosy/adapt/scaling.py",
         "jnp.concatenate([seen.value[..., :1], history[..., :-1]], -1)",

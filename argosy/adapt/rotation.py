@@ -5,34 +5,43 @@ the model computes stays the same (Ashkboos et al. 2024, QuaRot, arXiv:2404.0045
     reads x:   y = RMSNorm(x) g W    becomes    y = RMSNorm(x') (R' g W)
     writes x:  x + y W               becomes    x' + y (W R)
     values:    v' = v Q, and W_o takes Q' v, in each head
+    online:    down reads h H, and becomes H' W_down; W_o takes H' a across heads; queries and keys are q H and k H
 
 So weights of norms are first folded into the matrices that read them. A tied head then has weights of its own, because the final norm
-is folded into it alone. R and Q are Hadamard matrices with random signs from a fixed seed (`adapt.hadamard`).
+is folded into it alone. R and Q are Hadamard matrices with random signs from a fixed seed (`adapt.hadamard`). `rotate=hadamard` changes
+weights alone. `rotate=quarot` also has the rotations that follow a nonlinearity, which the model then computes while it runs: they are
+the setting `rotations` of its config (`models.parts.rotations`).
 
-How it differs from the papers: nothing is rotated while the model runs, so data within the feed-forward layer, and across the heads
-that the output projection reads, has its outliers still; no rotation is learned.
+How it differs from the papers: no rotation is learned; sizes without a Hadamard matrix (`ops.hadamard`).
 
 Weights are rotated one by one, as they are read. A block must read the stream through RMSNorm alone: a norm with a mean, a norm of what
 a sublayer adds, or one after the addition, is refused by name.
 """
 
+from collections import Counter
 from collections.abc import KeysView
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from argosy.adapt.hadamard import hadamard_rotation
+from argosy.core.counts import plural
 from argosy.core.errors import Unsupported
 from argosy.core.formats import Shape, TensorReader
 from argosy.models.parts.attention.heads import Attention
 from argosy.models.parts.block import Block
 from argosy.models.parts.decoder import Decoder
 from argosy.models.parts.einsum import Contraction
+from argosy.models.parts.mlp import GLU, MLP
+from argosy.models.parts.moe import MoE
 from argosy.models.parts.norm import RMSNorm
 from argosy.models.parts.stack import Unroll
 from argosy.models.parts.weight import variables
+from argosy.models.settings import Rotation
+from argosy.ops.hadamard import hadamard_transform, is_hadamard_size
 
 # Of the random signs: the same model is rotated in the same way.
 SEED = 0
@@ -44,12 +53,12 @@ class AxisRotation(NamedTuple):
     """The rotation of one axis of a weight.
 
     axis: its index from the front.
-    values: whether it is the axis of value heads; otherwise that of the residual stream.
+    kind: stream: the residual stream; values: within a value head; online: data that is rotated while the model runs.
     norm: the address of the norm whose weight is folded in, or "".
     """
 
     axis: int
-    values: bool = False
+    kind: Literal["stream", "values", "online"] = "stream"
     norm: str = ""
 
 
@@ -70,18 +79,20 @@ class RotatedTensors:
     Args:
         config: the config of the stored model.
         weights: its weights, by per-layer name.
+        online: rotations of data while the model runs, which its weights are turned to match.
 
     Raises:
-        Unsupported: the structure does not allow it.
+        Unsupported: the structure does not allow it, or the model has rotations already.
     """
 
-    def __init__(self, config: Any, weights: TensorReader):
-        self.weights, self.plan = weights, rotation_plan(config)
+    def __init__(self, config: Any, weights: TensorReader, online: tuple[Rotation, ...] = ()):
+        self.weights, self.plan, self.online = weights, rotation_plan(config, online), online
         self.unties = bool(config.tied)
         width = config.dims["D"]
         self.stream, self.is_hadamard = hadamard_rotation(width, SEED)
         self.heads = hadamard_rotation(config.dims["H"], SEED + 1)[0] if "H" in config.dims else None
-        self.config = config.model_copy(update={"tied": False}) if self.unties else config
+        rotations = config.rotations + online
+        self.config = config.model_copy(update={"rotations": rotations} | ({"tied": False} if self.unties else {}))
         names = [*weights.names, *([HEAD] if self.unties else [])]
         self._names = dict.fromkeys(names)
 
@@ -110,14 +121,23 @@ class RotatedTensors:
             w = np.moveaxis(w, turn.axis, -1)
             if turn.norm:
                 w = w * (np.asarray(self.weights.read(turn.norm), np.float32) + self.plan.norms[turn.norm])
-            matrix = self.heads if turn.values else self.stream
-            assert matrix is not None
-            w = np.moveaxis(w @ matrix.astype(np.float32), -1, turn.axis)
+            w = np.moveaxis(self._turned(w, turn.kind), -1, turn.axis)
         return np.ascontiguousarray(w).astype(self.dtype(name))
 
+    def _turned(self, w: np.ndarray, kind: str) -> np.ndarray:
+        """A weight whose last axis is rotated."""
+        if kind == "online":
+            return np.asarray(hadamard_transform(jnp.asarray(w)))
+        matrix = self.heads if kind == "values" else self.stream
+        assert matrix is not None
+        return w @ matrix.astype(np.float32)
 
-def rotated_model(stored: Any) -> Any:
+
+def rotated_model(stored: Any, online: tuple[Rotation, ...] = ()) -> Any:
     """An opened model (`weights.model.OpenedModel`), rotated as its weights are read.
+
+    Args:
+        online: as of `RotatedTensors`.
 
     Raises:
         Unsupported: the structure does not allow it, or it has adapters.
@@ -126,7 +146,7 @@ def rotated_model(stored: Any) -> Any:
         raise Unsupported(f"{stored.path} has adapters, which read the stream as it was", hint="merge them first: argosy convert")
     if stored.companions is not None and (stored.companions / "modules.json").is_file():
         raise _refused("it embeds texts, and its vectors would be rotated")
-    weights = RotatedTensors(stored.config, stored.weights)
+    weights = RotatedTensors(stored.config, stored.weights, online)
     return replace(stored, config=weights.config, weights=weights, blocks=None)
 
 
@@ -136,15 +156,38 @@ def describe_rotation(weights: RotatedTensors) -> str:
     if not weights.is_hadamard:
         kind = "an orthogonal matrix that is random in its odd part, because no Hadamard matrix of this size is known here"
     untied = "; the tied head gets weights of its own, because the final norm is folded into it" if weights.unties else ""
-    return f"the stream of {len(weights.stream)} channels is rotated by {kind}{untied}"
+    return f"the stream of {len(weights.stream)} channels is rotated by {kind}{untied}{_described_online(weights)}"
 
 
-def rotation_plan(config: Any) -> RotationPlan:
+def _described_online(weights: RotatedTensors) -> str:
+    """What of a model is rotated while it runs: the end of a sentence."""
+    if not weights.online:
+        return ""
+    counts = Counter(name.rpartition(".attn.o.w")[1] or "mlp" for name, turns in weights.plan.turns.items() if _is_online(turns))
+    said = [f"the inputs of {plural(counts['mlp'], 'down projection')}"] if counts["mlp"] else []
+    if counts[".attn.o.w"]:
+        said.append(f"queries, keys and heads of {plural(counts['.attn.o.w'], 'layer')}")
+    sizes = {weights.shape(name)[turn.axis] for name, turns in weights.plan.turns.items() for turn in turns if turn.kind == "online"}
+    odd = sorted(size for size in sizes if not is_hadamard_size(size))
+    hartley = f" ({' and '.join(map(str, odd))} by a Hartley transform in part)" if odd else ""
+    return f"; {' and '.join(said)} are rotated while the model runs{hartley}"
+
+
+def _is_online(turns: list[AxisRotation]) -> bool:
+    return any(turn.kind == "online" for turn in turns)
+
+
+def rotation_plan(config: Any, online: tuple[Rotation, ...] = ()) -> RotationPlan:
     """The rotations of a model's weights.
 
+    Args:
+        online: as of `RotatedTensors`.
+
     Raises:
-        Unsupported: its structure does not allow it; the message says why.
+        Unsupported: its structure does not allow it, or it has rotations already; the message says why.
     """
+    if online and config.rotations:
+        raise _refused(f"its data is rotated already (rotations = {', '.join(config.rotations)})")
     if getattr(config, "scored", False):
         raise _refused("its head scores texts")
     model = config.build(Unroll())
@@ -169,7 +212,14 @@ def rotation_plan(config: Any) -> RotationPlan:
             for part, letters in (("v.w", "DKH"), ("v.b", "KH"), ("o.w", "NHD")):
                 name = f"layers.{i}.attn.{part}"
                 if part != "v.b" or attention.v.b is not None:
-                    turns.setdefault(name, []).append(AxisRotation(letters.index("H"), values=True))
+                    turns.setdefault(name, []).append(AxisRotation(letters.index("H"), "values"))
+            if "heads" in online:
+                turns[f"layers.{i}.attn.o.w"].append(AxisRotation(0, "online"))
+    if "ffn" in online:
+        for path, of in nnx.iter_modules(model):
+            if isinstance(of, GLU | MLP | MoE):
+                name = ".".join(map(str, (*path, "down.w")))
+                turns[name].append(AxisRotation(of.down.spec.index(of.down.inner), "online"))
     changed = {*turns, *norms}
     rest = [a for a, v in variables(model).items() if STREAM in v.get_metadata()["meaning"].axes and a not in changed]
     if rest:
@@ -209,4 +259,4 @@ def _norms(model: Any) -> dict[str, float]:
 
 
 def _refused(why: str) -> Unsupported:
-    return Unsupported(f"rotate=hadamard: {why}", hint="leave out `rotate`: other methods need no such structure")
+    return Unsupported(f"rotate: {why}", hint="leave out `rotate`: other methods need no such structure")

@@ -84,7 +84,7 @@ def save_model(lm: Saved, folder: Path, format: Literal["hub", "argosy", "peft"]
     schemes = by_layer(lm.module, {name: of.scheme for name, of in own.items() if isinstance(of, QuantizedEinsum)})
     if schemes and format == "hub":
         hint = 'format="argosy" keeps them quantized'
-        raise BadInput(f"{plural(len(schemes), 'weight is', 'weights are')} quantized, which a Hub folder has no place for", hint=hint)
+        raise BadInput(f"{plural(len(schemes), 'weight', 'is', 'are')} quantized, which a Hub folder has no place for", hint=hint)
     dtype = None if dtype is None else as_dtype(dtype)
     came_in = lm.hub.get("dtype") or lm.hub.get("torch_dtype")
     weights = model_weights(lm.module)

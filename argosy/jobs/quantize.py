@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from argosy.adapt.rotation import describe_rotation, rotated_model
 from argosy.adapt.rules import Rule, check_dynamic, schemes_of
 from argosy.checkpoint.save import Progress, write_model_folder
 from argosy.core.counts import plural
-from argosy.core.errors import BadInput
+from argosy.core.errors import BadInput, Unsupported
 from argosy.core.formats import TensorReader
 from argosy.core.process.signals import before_leaving
 from argosy.core.settings import dump
@@ -32,6 +32,7 @@ from argosy.data.settings import DataSettings
 from argosy.jobs.convert import DTYPES, CountedProgress, identity_of, open_source
 from argosy.models.parts.einsum import Contraction
 from argosy.models.parts.stack import Unroll
+from argosy.models.settings import Rotation
 from argosy.ops.quantized import Quantized
 from argosy.weights.build import stored_tokenizer
 from argosy.weights.hub.quantized.writer import compressed_files
@@ -66,7 +67,8 @@ def quantize(
         method: how weights are rounded.
         data: calibration data; None: there is none.
         samples: number of sequences of calibration data.
-        rotate: hadamard: the residual stream and the value heads are rotated first (`adapt.rotation`); None: they are not.
+        rotate: hadamard: the residual stream and the value heads are rotated first (`adapt.rotation`); quarot: the written model also
+            rotates data while it runs; None: nothing is rotated.
         dtype: the type of the weights that are not quantized; None keeps each one's.
         to: argosy, or compressed-tensors: a Hub folder.
 
@@ -85,7 +87,10 @@ def quantize(
     if stored.quantized is not None:
         raise BadInput(f"{source} is quantized already", hint="quantize the model it came from; or `argosy convert` makes floats of it")
     if rotate is not None:
-        stored = rotated_model(stored)
+        if rotate == "quarot" and to != "argosy":
+            what = f"to={to} has no place here for rotations while the model runs, so its readers would compute something else"
+            raise Unsupported(what, hint="rotate=hadamard, which changes weights alone; or Argosy's own format: leave out `to`")
+        stored = rotated_model(stored, get_args(Rotation) if rotate == "quarot" else ())
         say(describe_rotation(stored.weights))
     order = {name.removesuffix(".w"): i for i, name in enumerate(stored.weights.names)}
     model = stored.config.build(Unroll())

@@ -13,6 +13,8 @@ from argosy.core.registry import Registry
 from argosy.core.settings import Also, Choice, Settings
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu"]
+# What is rotated while a model runs (`parts.rotations`).
+Rotation = Literal["ffn", "heads", "keys"]
 # What layers mark by name, so that rematerialization can keep it (`parts.stack.remat`).
 Kept = Literal["qkv", "attention", "attention_out", "ffn", "experts"]
 

@@ -6,12 +6,16 @@ import pytest
 from helpers import relative
 from laws.families import CASES, built, marked, tokens_of
 
-from argosy.adapt.hadamard import hadamard_rotation, paley_part
+from argosy.adapt.hadamard import hadamard_rotation
 from argosy.adapt.rotation import RotatedTensors, rotation_plan
 from argosy.core.errors import Unsupported
 from argosy.core.formats import Arrays
-from argosy.models.parts.stack import Unroll
+from argosy.models.parts.attention.attend import Packed
+from argosy.models.parts.stack import Scan, Unroll
 from argosy.models.parts.weight import put, split
+from argosy.ops.hadamard import paley_part
+
+ONLINE = ("ffn", "heads", "keys")
 
 
 def forward(model, tokens):
@@ -54,6 +58,74 @@ def test_a_rotated_model_is_the_same_function(name):
     assert {a for a in leaves if leaves[a].shape and not np.array_equal(rotated.read(a), leaves[a])} >= set(changed)
 
 
+@pytest.mark.parametrize("name", marked(CASES, ("llama", "gpt_oss")))
+def test_what_is_rotated_while_the_model_runs_changes_no_number(name):
+    """As QuaRot's: the model computes what it did, with weights that are others, in both layouts."""
+    config = CASES[name]
+    leaves = {a: np.asarray(w) for a, w in split(built(config, Unroll()))[1].items()}
+    try:
+        rotated, online = RotatedTensors(config, Arrays(leaves)), RotatedTensors(config, Arrays(leaves), ONLINE)
+    except Unsupported:
+        return
+    tokens = tokens_of(config)
+    expected = np.asarray(forward(built(config, Unroll()), tokens))
+    other = online.config.build(Unroll())
+    assert online.config.rotations == ONLINE
+    put(other, {name: jnp.asarray(online.read(name)) for name in online.names})
+    assert relative(forward(other, tokens), expected) < 3e-5
+    downs = [a for a in leaves if a.endswith("down.w")]
+    assert downs
+    assert all(relative(online.read(a), rotated.read(a)) > 1e-2 for a in downs)
+    # Without its part of the work, each rotation changes the function.
+    across_heads = any(turn.kind == "online" for a, turns in online.plan.turns.items() if a.endswith("o.w") for turn in turns)
+    for left in ("ffn", "heads") if across_heads else ("ffn",):
+        partial = online.config.model_copy(update={"rotations": tuple(one for one in ONLINE if one != left)}).build(Unroll())
+        put(partial, {name: jnp.asarray(online.read(name)) for name in online.names})
+        assert relative(forward(partial, tokens), expected) > 1e-3, left
+
+
+@pytest.mark.parametrize("name", marked(CASES, ("llama",)))
+def test_rotations_are_the_same_in_scanned_layers(name):
+    config = CASES[name]
+    if not config.causal:
+        with pytest.raises(ValueError, match="rotations are built for models that predict tokens"):
+            type(config).model_validate(config.model_dump() | {"rotations": ("ffn",)})
+        return
+    config = config.model_copy(update={"rotations": ONLINE})
+    tokens = tokens_of(config)
+    assert relative(forward(built(config, Scan()), tokens), forward(built(config, Unroll()), tokens)) < 2e-5
+
+
+def test_keys_are_spread_before_they_are_kept(monkeypatch):
+    """One feature of every key fifty times as large: after the rotation no feature of what the cache holds is."""
+    config = CASES["llama-plain"]
+    leaves = {a: np.array(w) for a, w in split(built(config, Unroll()))[1].items()}
+    leaves["layers.0.attn.k.w"][..., 3] *= 50
+    peaks, keys, attend = [], [], Packed.__call__
+    monkeypatch.setattr(Packed, "__call__", lambda self, q, kv, *rest, **how: keys.append(kv["k"]) or attend(self, q, kv, *rest, **how))
+    for rotations in ((), ("keys",)):
+        model = config.model_copy(update={"rotations": rotations}).build(Unroll())
+        put(model, {a: jnp.asarray(w) for a, w in leaves.items()})
+        keys.clear()
+        forward(model, tokens_of(config))
+        k = np.asarray(keys[0])
+        peaks.append(np.abs(k).max(-1).mean() / np.sqrt(np.square(k).mean()))
+    assert peaks[1] < 0.75 * peaks[0]
+
+
+def test_a_model_is_rotated_once():
+    config = CASES["llama-plain"].model_copy(update={"rotations": ("ffn",)})
+    with pytest.raises(Unsupported, match="rotated already"):
+        rotation_plan(config, ONLINE)
+    # Its weights may still be rotated as others are.
+    leaves = {a: np.asarray(w) for a, w in split(built(config, Unroll()))[1].items()}
+    rotated = RotatedTensors(config, Arrays(leaves))
+    other = rotated.config.build(Unroll())
+    put(other, {name: jnp.asarray(rotated.read(name)) for name in rotated.names})
+    tokens = tokens_of(config)
+    assert relative(forward(other, tokens), forward(built(config, Unroll()), tokens)) < 2e-5
+
+
 def test_which_structures_are_refused():
     """By the name of the part that does not allow it; all others are rotated."""
     said = dict.fromkeys(("gemma", "olmo"), "post_attn_norm")
@@ -65,7 +137,7 @@ def test_which_structures_are_refused():
         if why is None:
             assert rotation_plan(config).turns, name
             continue
-        with pytest.raises(Unsupported, match=f"rotate=hadamard: .*{why}") as error:
+        with pytest.raises(Unsupported, match=f"rotate: .*{why}") as error:
             rotation_plan(config)
         assert error.value.hint
 

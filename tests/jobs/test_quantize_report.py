@@ -98,6 +98,7 @@ def test_every_value_is_in_a_bin():
         (["report=gone/page.html"], "no folder"),
         (["text=gone.txt"], "gone.txt"),
         (["windows=3"], "windows is for text"),
+        (["rotate=quarot", "to=compressed-tensors"], "rotate=quarot is for Argosy's own format"),
     ],
 )
 def test_mistakes_are_said_before_work(words, said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

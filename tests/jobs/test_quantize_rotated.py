@@ -1,4 +1,5 @@
-"""`argosy quantize ... rotate=hadamard`: the rotated model loads anywhere, with a head of its own where it was tied."""
+"""`argosy quantize ... rotate=hadamard`: the rotated model loads anywhere, with a head of its own where it was tied. `rotate=quarot`: it
+also rotates data while it runs, with every verb, and other formats refuse it."""
 
 import json
 import shutil
@@ -19,7 +20,8 @@ from argosy.core.errors import Unsupported
 from argosy.data.settings import DataSettings
 from argosy.infer.lm import LM
 from argosy.infer.load import load_lm
-from argosy.jobs.convert import open_source
+from argosy.infer.settings import EngineSettings
+from argosy.jobs.convert import convert, open_source
 from argosy.jobs.quantize import quantize
 from argosy.models.parts.stack import Unroll
 from argosy.models.parts.weight import put
@@ -43,11 +45,33 @@ def test_a_rotated_folder_answers_as_the_model_does(to: str, tmp_path: Path):
         assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
 
 
-def test_methods_calibrate_the_rotated_model(tmp_path: Path):
+def test_a_folder_that_rotates_while_it_runs_answers_as_the_model_does(tmp_path: Path):
+    """From caches too, which hold rotated keys, in eight bits or in floats."""
+    source, said = shared("models/stories260k"), []
+    plain = argosy.load(source)
+    quantize(str(source), tmp_path / "out", preset_rules("w8a8"), rotate="quarot", say=said.append)
+    assert any("5 down projections and queries, keys and heads of 5 layers are rotated while the model runs" in line for line in said)
+    lm, narrow = (load_lm(tmp_path / "out", engine=EngineSettings(cache_dtype=form)) for form in (None, "int8"))
+    assert lm.config.rotations == ("ffn", "heads", "keys")
+    assert relative(lm.logits(TOKENS), plain.logits(TOKENS)) < 0.02
+    expected = plain.generate(["Once upon a time"], max_tokens=24, temperature=0.0)[0].tokens
+    assert lm.generate(["Once upon a time"], max_tokens=24, temperature=0.0)[0].tokens == expected
+    assert narrow.generate(["Once upon a time"], max_tokens=24, temperature=0.0)[0].tokens == expected
+    with pytest.raises(Unsupported, match=r"rotations = \('ffn', 'heads', 'keys'\)"):
+        convert(str(tmp_path / "out"), tmp_path / "hub", "hub", None)
+    with pytest.raises(Unsupported, match="rotations"):
+        convert(str(tmp_path / "out"), tmp_path / "out.gguf", "gguf", None)
+    with pytest.raises(Unsupported, match="no place here for rotations"):
+        quantize(str(source), tmp_path / "other", preset_rules("w8a8"), rotate="quarot", to="compressed-tensors")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
+@pytest.mark.parametrize("rotate", ["hadamard", pytest.param("quarot", marks=pytest.mark.slow)])
+def test_methods_calibrate_the_rotated_model(rotate: str, tmp_path: Path):
     source, text = shared("models/stories260k"), tmp_path / "text.txt"
     text.write_text(shared("text/tinystories_sample.txt").read_text(encoding="utf-8")[:9000], encoding="utf-8")
     data = DataSettings(source=str(text), sequence=64)
-    how = {"rotate": "hadamard", "method": GPTQ(), "data": data, "samples": 16}
+    how = {"rotate": rotate, "method": GPTQ(), "data": data, "samples": 16}
     rows = quantize(str(source), tmp_path / "out", preset_rules("w4"), **how)["weights"]
     assert all(row["output_error"] < row["nearest_error"] for row in rows)
     plain, lm = argosy.load(source), argosy.load(tmp_path / "out")

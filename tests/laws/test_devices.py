@@ -142,6 +142,16 @@ def test_a_mesh_changes_no_number(name, run):
     same(updated(config, run, None), updated(config, run, GRID), metrics)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["experts", "dense"])
+def test_rotations_of_split_features_change_no_number(name):
+    """A rotation needs all features of a token, and all of its heads, which a tensor axis splits."""
+    config = changed(name).model_copy(update={"rotations": ("ffn", "heads", "keys")})
+    plain, one = updated(changed(name), Scan(), None), updated(config, Scan(), None)
+    assert abs(one[0]["loss"] - plain[0]["loss"]) > 1e-4
+    same(one, updated(config, Scan(), GRID))
+
+
 @pytest.mark.parametrize("name", [n if n == "dense" else pytest.param(n, marks=pytest.mark.slow) for n in CHANGES])
 def test_other_rules_change_no_number(name):
     """Weights laid out otherwise than activations expect."""

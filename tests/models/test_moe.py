@@ -144,9 +144,12 @@ def test_a_capacity_that_nobody_reaches_drops_nothing():
     assert (np.asarray(said["dropped"]) == 0).all()
 
 
-def test_biases_of_split_experts_count_once():
-    """Features over a tensor axis: the parts of the last product are summed, and its bias is not one of them."""
+@pytest.mark.parametrize("rotates", [False, True])
+def test_biases_of_split_experts_count_once(rotates):
+    """Features over a tensor axis: the parts of the last product are summed, and its bias is not one of them. A rotation of the
+    features needs those of all devices."""
     moe = made(HOWS["softmax"], bias=True)
+    moe.rotates = rotates
     graph, weights = split(moe)
     x, live = inputs(B=2)
 

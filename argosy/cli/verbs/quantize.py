@@ -47,10 +47,11 @@ class Quantize(Settings):
     """
     candidates: Annotated[list[str], Repeats()] = Field(default_factory=lambda: list(CANDIDATES))
     """Presets among which `search` chooses, at least two: `candidates=w8 candidates=w4`."""
-    rotate: Literal["none", "hadamard"] = "none"
-    """hadamard: rotates the model before it is quantized, so that no channel has outliers, as in QuaRot (arXiv:2404.00456) but without
-        rotations at run time. The float model computes the same function. It helps activations of four bits; models whose norms do not
-        allow it are refused.
+    rotate: Literal["none", "hadamard", "quarot"] = "none"
+    """Rotates the model before it is quantized, so that no channel has outliers; the float model computes the same function. It helps
+        activations of four bits; models whose norms do not allow it are refused. hadamard: the residual stream and value heads, in
+        stored weights alone. quarot: all of QuaRot (arXiv:2404.00456), so the written model also rotates what down and output
+        projections read, and queries and keys, while it runs; Argosy's own format alone has it.
     """
     report: str | None = None
     """An HTML file for a report: the format, error and size of each weight, and a recommendation."""
@@ -145,7 +146,12 @@ def check_target(settings: Quantize, target: str, is_gguf: bool) -> None:
     if settings.text is None and "windows" in settings.model_fields_set:
         raise BadInput("windows is for text", hint="text=FILE")
     if is_gguf and settings.rotate != "none":
-        raise BadInput("rotate=hadamard is for folders", hint="GGUF files here have no rotated weights")
+        raise BadInput(f"rotate={settings.rotate} is for folders", hint="GGUF files here have no rotated weights")
+    if settings.rotate == "quarot" and settings.to == "compressed-tensors":
+        raise BadInput(
+            "rotate=quarot is for Argosy's own format: other readers would leave out what the model rotates while it runs",
+            hint="rotate=hadamard changes weights alone",
+        )
     if is_gguf and (settings.preset is None or settings.rules is not None or settings.dtype is not None):
         raise BadInput("a GGUF file has a preset, and neither rules nor a dtype", hint=presets)
 

@@ -9,10 +9,10 @@ from pydantic import Field, model_validator
 
 from argosy.core.dims import named_axes
 from argosy.core.errors import BadInput
-from argosy.core.settings import Also
+from argosy.core.settings import Also, Repeats
 from argosy.models import parts
 from argosy.models.base.config import SCORING, ModelConfig, numbered_labels
-from argosy.models.settings import Activation, Experts, Reach, Rope
+from argosy.models.settings import Activation, Experts, Reach, Rope, Rotation
 
 
 class LanguageConfig(ModelConfig):
@@ -56,6 +56,12 @@ class LanguageConfig(ModelConfig):
     """The meaning of scores. regression: the number itself; single_label_classification: logits of a softmax;
     multi_label_classification: logits of one sigmoid per class. None: a sigmoid for one score and a softmax for several.
     """
+    rotations: Annotated[tuple[Rotation, ...], Repeats()] = ()
+    """Data that is multiplied by a Hadamard matrix while the model runs, so that few bits lose less (QuaRot, arXiv:2404.00456). ffn:
+    what down projections read, as R4 of SpinQuant (arXiv:2405.16406); heads: what output projections of attention read, across heads;
+    keys: queries and keys after their positions, R3. `argosy quantize rotate=quarot` sets all three and turns the weights to match;
+    FLOPs are counted without it.
+    """
 
     @property
     def recurrent(self) -> bool:
@@ -95,6 +101,14 @@ class LanguageConfig(ModelConfig):
         if len(set(self.labels)) < len(self.labels):
             twice = next(name for name in self.labels if self.labels.count(name) > 1)
             raise ValueError(f"labels: two classes are called `{twice}`")
+        return self
+
+    @model_validator(mode="after")
+    def _rotations_are_built(self) -> "LanguageConfig":
+        if self.rotations and not self.causal:
+            raise ValueError("rotations are built for models that predict tokens, not for encoders")
+        if len(set(self.rotations)) < len(self.rotations):
+            raise ValueError(f"rotations names one twice: {', '.join(self.rotations)}")
         return self
 
     @model_validator(mode="after")

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float
 
 from argosy.models.parts.einsum import Einsum
 from argosy.models.settings import Activation
+from argosy.ops.hadamard import hadamard_transform
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
@@ -21,9 +22,13 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 
 
 class GLU(nnx.Module):
-    """down(act(gate(x)) * up(x)): D to F, gated, and back."""
+    """down(act(gate(x)) * up(x)): D to F, gated, and back.
+
+    rotates: whether what `down` reads is rotated (`parts.rotations`).
+    """
 
     marks = ("ffn",)
+    rotates = False
 
     def __init__(self, dims: dict[str, int], activation: Activation = "silu", *, bias: bool = False):
         self.activation = activation
@@ -33,13 +38,18 @@ class GLU(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         gate, up = checkpoint_name(self.gate(x), "ffn"), checkpoint_name(self.up(x), "ffn")
-        return self.down(ACTIVATIONS[self.activation](gate) * up)
+        h = ACTIVATIONS[self.activation](gate) * up
+        return self.down(hadamard_transform(h) if self.rotates else h)
 
 
 class MLP(nnx.Module):
-    """down(act(up(x))): D to F and back."""
+    """down(act(up(x))): D to F and back.
+
+    rotates: as of `GLU`.
+    """
 
     marks = ("ffn",)
+    rotates = False
 
     def __init__(self, dims: dict[str, int], activation: Activation = "gelu", *, bias: bool = True):
         self.activation = activation
@@ -47,4 +57,5 @@ class MLP(nnx.Module):
         self.down = Einsum("BTF,FD->BTD", dims, bias=bias)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        return self.down(ACTIVATIONS[self.activation](checkpoint_name(self.up(x), "ffn")))
+        h = ACTIVATIONS[self.activation](checkpoint_name(self.up(x), "ffn"))
+        return self.down(hadamard_transform(h) if self.rotates else h)

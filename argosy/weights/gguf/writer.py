@@ -116,7 +116,8 @@ def _described(config: Any, outline: "Outline") -> Described:
         lost = meta.problems or [str(error)]
     if found is None or lost:
         what = problem_list(lost, 8)
-        raise Unsupported(f"a GGUF file of the architecture `{meta.kind}` cannot hold this model: {what}", hint="to=hub holds it")
+        hint = "Argosy's own format holds it: to=argosy; and to=hub, if the Hub's has such a model"
+        raise Unsupported(f"a GGUF file of the architecture `{meta.kind}` cannot hold this model: {what}", hint=hint)
     return found
 
 

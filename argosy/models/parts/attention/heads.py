@@ -22,6 +22,7 @@ from argosy.models.parts.norm import over_rms
 from argosy.models.parts.weight import Draw, Meaning, weight
 from argosy.models.settings import Reach
 from argosy.ops.attention import Score
+from argosy.ops.hadamard import hadamard_transform
 from argosy.ops.precision import sums_in, wide
 
 
@@ -36,9 +37,13 @@ class Attention(nnx.Module):
         bias: adds biases to queries, keys and values; out_bias: to the output.
         norms: builds the norm of queries and that of keys, from the number of their heads.
         cap, sinks: as in `Score`; sinks are learned, one per head.
+
+    rotates_keys: whether queries and keys are rotated after their positions (`parts.rotations`).
+    rotates_heads: whether what `o` reads is rotated across heads.
     """
 
     marks = ("qkv", "attention", "attention_out")
+    rotates_keys = rotates_heads = False
 
     def __init__(
         self,
@@ -76,10 +81,13 @@ class Attention(nnx.Module):
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = scale_queries(rotate_heads(q, each, attend), each, attend), rotate_heads(k, each, attend)
+        if self.rotates_keys:
+            q, k = hadamard_transform(q), hadamard_transform(k)
         score = Score(self.scale, each.window, self.cap, None if self.sinks is None else self.sinks[...], each.chunked)
         q, k, v = (checkpoint_name(a, "qkv") for a in (q, k, self.v(x)))
         y, cache = attend(q, {"k": k, "v": v}, cache, HEADS, score=score)
-        return checkpoint_name(self.o(checkpoint_name(y, "attention")), "attention_out"), cache
+        y = checkpoint_name(y, "attention")
+        return checkpoint_name(self.o(hadamard_transform(y, -2) if self.rotates_heads else y), "attention_out"), cache
 
 
 def rotate_heads(x: Float[Array, "B T N H"], each: Reach, attend: Attend) -> Float[Array, "B T N H"]:

@@ -72,10 +72,13 @@ class MoE(nnx.Module):
         activation: of the gate, also in the shared expert.
         act: a function of gate and up that replaces activation(gate) * up.
         bias: adds biases to the router and to the experts' projections (gpt-oss).
+
+    rotates: whether what `down` reads is rotated (`parts.rotations`); the shared expert has its own.
     """
 
     called = "experts"
     marks = ("experts",)
+    rotates = False
 
     def __init__(
         self,
@@ -135,7 +138,8 @@ class MoE(nnx.Module):
         mine = axes_in(rows)
         over = frozenset(axis for axis, size in axis_sizes().items() if size > 1)
         if not over:
-            return self.dispatch(LocalExperts(self.gate, self.up, self.down, self.settings, self.acted), x, weights, chosen)
+            alone = LocalExperts(self.gate, self.up, self.down, self.settings, self.acted, rotates=self.rotates)
+            return self.dispatch(alone, x, weights, chosen)
         apart = {name: getattr(self, name).before_split() for name in ("gate", "up", "down")}
         stored, used = ({name: expert_specs(part, over, rows) for name, part in apart.items()} for rows in (None, mine))
         graphs, leaves = {}, {}
@@ -151,7 +155,8 @@ class MoE(nnx.Module):
                 merge(graphs[name], {a: _gathered(leaf, stored[name][a], used[name][a]) for a, leaf in leaves[name].items()})
                 for name in ("gate", "up", "down")
             )
-            part = LocalExperts(gate, up, down, self.settings, self.acted, features, axis, axis is not None and axis not in mine)
+            together = axis is not None and axis not in mine
+            part = LocalExperts(gate, up, down, self.settings, self.acted, features, axis, together, self.rotates)
             y, passed = self.dispatch(part, x, weights, chosen)
             return (y if features is None else jax.lax.psum(y, features)), passed
 

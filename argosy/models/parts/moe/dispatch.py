@@ -25,6 +25,7 @@ from argosy.models.parts.einsum import Contraction, Route
 from argosy.models.parts.moe.exchange import exchanged, exchanged_in_rounds
 from argosy.models.parts.moe.sorting import inverse, sorted_by, weighted_rows
 from argosy.models.settings import Experts
+from argosy.ops.hadamard import hadamard_transform
 
 Act = Callable[[Array, Array], Array]
 
@@ -36,6 +37,7 @@ class LocalExperts(NamedTuple):
         device only.
     axis: the mesh axis that splits the experts; each of its devices has as many, one after the other.
     together: its devices have the same rows.
+    rotates: whether what `down` reads is rotated (`parts.rotations`).
     """
 
     gate: Contraction
@@ -46,13 +48,23 @@ class LocalExperts(NamedTuple):
     features: str | None = None
     axis: str | None = None
     together: bool = False
+    rotates: bool = False
 
     def __call__(self, rows: Float[Array, "A D"], route: Route) -> Float[Array, "A D"]:
         gate, up = (checkpoint_name(project(rows, route), "experts") for project in (self.gate, self.up))
-        y = self.down.product(self.acted(gate, up), route)
+        h = self.acted(gate, up)
+        y = self.down.product(self._rotated(h) if self.rotates else h, route)
         if self.features is None or self.down.bias is None:
             return self.down.biased(y, route)
         return jnp.where(jax.lax.axis_index(self.features) == 0, self.down.biased(y, route), y)
+
+    def _rotated(self, h: Float[Array, "A M"]) -> Float[Array, "A M"]:
+        """The features of this device, after the rotation of all."""
+        if self.features is None:
+            return hadamard_transform(h)
+        # Each number is a sum over the features of all devices.
+        whole = hadamard_transform(jax.lax.all_gather(h, self.features, axis=1, tiled=True))
+        return jax.lax.dynamic_slice_in_dim(whole, jax.lax.axis_index(self.features) * h.shape[1], h.shape[1], 1)
 
     @property
     def shares(self) -> int:
