@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
 
+import jax
 import numpy as np
 
 from argosy.adapt.calibration.calibrate import CalibratedWeights, calibrate
@@ -25,6 +26,7 @@ from argosy.checkpoint.save import Progress, write_model_folder
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput, Unsupported
 from argosy.core.formats import TensorReader
+from argosy.core.process.resident import trim
 from argosy.core.process.signals import before_leaving
 from argosy.core.settings import dump
 from argosy.core.settings.schema import Choice
@@ -119,6 +121,9 @@ def quantize(
         identity |= {"data": tokens.identity}
         with before_leaving(calibrating):
             calibrated = calibrated_layers(stored, schemes, method, tokens, kept_layers, identity, say)
+        # Programs of the layers are not run again, and take more memory than the largest weight of a small model.
+        jax.clear_caches()
+        trim()
 
     def rounded(name: str, of: Contraction, w: np.ndarray) -> Quantized:
         if calibrated is not None and name in calibrated.places:

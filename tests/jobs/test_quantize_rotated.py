@@ -1,5 +1,5 @@
-"""`argosy quantize ... rotate=hadamard`: the rotated model loads anywhere, with a head of its own where it was tied. `rotate=quarot`: it
-also rotates data while it runs, with every verb, and other formats refuse it."""
+"""`argosy quantize ... rotate=hadamard`: the rotated model loads anywhere, with a head of its own where it was tied. `rotate=quarot`:
+it also rotates data while it runs, and other formats refuse it."""
 
 import json
 import shutil

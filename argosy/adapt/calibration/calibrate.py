@@ -127,7 +127,7 @@ def _calibrate_layer(
 
     leaves = runner.read(i)
     for name in runner.names[i]:
-        if not bool(jnp.isfinite(leaves[f"{name}.w"]).all()):
+        if not np.isfinite(np.asarray(leaves[f"{name}.w"])).all():
             what = f"`layers.{i}.{name}.w` has numbers that are not finite"
             raise BadInput(what, hint="is the source damaged? copy or download it again")
     table: list[Row] = []
@@ -217,9 +217,10 @@ def _round(
     """
     usable = None if inputs is None or not inputs.sufficient.any() else inputs
     quantized = method.quantize(of, w, of.scheme, usable)
-    rounded = as_floats(quantized)
-    size = float(jnp.linalg.norm(w))
-    row: Row = {"error": float(jnp.linalg.norm(rounded - w)) / size if size else 0.0}
+    # In numpy, as `output_error`.
+    rounded, exact = np.asarray(as_floats(quantized)), np.asarray(w)
+    size = float(np.linalg.norm(exact.ravel()))
+    row: Row = {"error": float(np.linalg.norm((rounded - exact).ravel())) / size if size else 0.0}
     if inputs is None:
         return quantized, row | {"output_error": None, "nearest_error": None, "uncalibrated": 1.0}
     before, scales = original

@@ -25,6 +25,8 @@ from argosy.ops.quantized import Quantized
 
 # Modules outside the layers that their inputs do not depend on.
 AFTER = ("head.", "norm.", "pooler.", "mtp.")
+# The embedding of tokens.
+EMBED = "embed.w"
 
 
 class LayerRunner:
@@ -65,9 +67,14 @@ class LayerRunner:
         # A model of its own: what is put into variables that it shared with `plain` would stay in memory.
         graph, own = split(self.plain)
         inside = [a for a in own if not a.startswith(("layers.", *AFTER))]
-        model = merge(graph, own | {a: jnp.asarray(self.weights.read(a), jnp.float32) for a in inside})
-        for tokens, segments in batches:
-            yield np.asarray(model.embedded(jnp.asarray(tokens), _strategy(self.causal, jnp.asarray(segments))))
+        pairs = list(batches)
+        # The rows of the embedding that the data reads, and which of them each token is: a copy of all is half of a small model.
+        ids = np.unique(np.concatenate([np.ravel(tokens) for tokens, _ in pairs]))
+        read = {a: self.weights.read(a) if a != EMBED else self.weights.read(a)[ids] for a in inside}
+        model = merge(graph, own | {a: jnp.asarray(w, jnp.float32) for a, w in read.items()})
+        for tokens, segments in pairs:
+            rows = jnp.asarray(np.searchsorted(ids, tokens), jnp.int32)
+            yield np.asarray(model.embedded(rows, _strategy(self.causal, jnp.asarray(segments))))
 
     def statistics(self, i: int, leaves: Leaves, batches: Iterator[tuple[Any, Any]]) -> dict[str, InputStatistics]:
         """Statistics of the inputs of each contraction that is quantized.

@@ -150,16 +150,13 @@ def _solved(format: Format, w: Array, scale: Array, minimum: Array | None, facto
 
 
 def output_error(of: Contraction, w: Any, rounded: Any, inputs: "InputStatistics") -> float:
-    """The root mean square of what rounding changes in the output, over that of the output, on calibration data."""
-    exact = as_matrices(of, jnp.asarray(w, jnp.float32))
-    change = as_matrices(of, jnp.asarray(rounded, jnp.float32)) - exact
-    return float(_relative(exact, change, jnp.asarray(inputs.gram)))
+    """The root mean square of what rounding changes in the output, over that of the output, on calibration data. In numpy, because a
+    compiled program for each shape of matrix takes more memory than a layer of a small model."""
+    exact, other = (as_matrices(of, np.asarray(a, np.float32)) for a in (w, rounded))
+    whole, change = (max(sum(map(_squared_output, m, inputs.gram)), 0.0) for m in (exact, other - exact))
+    return float(np.sqrt(change / whole)) if whole > 0 else 0.0
 
 
-@jax.jit
-def _relative(exact: Array, change: Array, gram: Array) -> Array:
-    def squares(m: Array) -> Array:
-        return jnp.maximum(jnp.sum(m * jnp.einsum("gij,gjo->gio", gram, m, precision="highest")), 0.0)
-
-    whole = squares(exact)
-    return jnp.where(whole > 0, jnp.sqrt(squares(change) / jnp.where(whole > 0, whole, 1.0)), 0.0)
+def _squared_output(m: Float[np.ndarray, "I O"], gram: Float[np.ndarray, "I I"]) -> float:
+    """The sum of the squares of X m, from X'X."""
+    return float(np.vdot(m, gram @ m))

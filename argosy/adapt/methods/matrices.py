@@ -1,6 +1,7 @@
 """The weight of a contraction as matrices, one for each expert: [G I O], summed letters by kept letters."""
 
 import math
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,13 +11,13 @@ from argosy.adapt.formats.format import Weight
 from argosy.models.parts.einsum import Contraction
 
 
-def as_matrices(of: Contraction, w: Weight) -> Float[Array, "G I O"]:
-    """A weight of one layer as matrices; one without experts."""
+def as_matrices(of: Contraction, w: Weight) -> Any:
+    """A weight of one layer as matrices [G I O], one without experts; of numpy if the weight is."""
     sizes = dict(zip(of.spec, w.shape, strict=True))
     groups, inputs, outputs = _letters(of)
     order = [of.spec.index(letter) for letter in groups + inputs + outputs]
     shape = [math.prod(sizes[letter] for letter in letters) for letters in (groups, inputs, outputs)]
-    return jnp.transpose(w, order).reshape(shape)
+    return (np if isinstance(w, np.ndarray) else jnp).transpose(w, order).reshape(shape)
 
 
 def from_matrices(of: Contraction, m: Float[Array | np.ndarray, "G I O"], shape: tuple[int, ...]) -> Float[Array, "..."]:
