@@ -158,5 +158,6 @@ def output_error(of: Contraction, w: Any, rounded: Any, inputs: "InputStatistics
 
 
 def _squared_output(m: Float[np.ndarray, "I O"], gram: Float[np.ndarray, "I I"]) -> float:
-    """The sum of the squares of X m, from X'X."""
-    return float(np.vdot(m, gram @ m))
+    """The sum of the squares of X m, from X'X; NaN if an input is."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        return float(np.vdot(m, gram @ m))
