@@ -81,6 +81,65 @@ def test_a_range_of_tar_files_is_the_folder_of_their_images(pictures, tmp_path):
     assert is_textless(image_data(settings).source)
 
 
+@pytest.fixture(scope="module")
+def edges(pictures) -> list[bytes]:
+    """A control image of each picture: half as high and wide, and of one channel."""
+    files = []
+    for picture in pictures:
+        with Image.open(io.BytesIO(picture)) as image:
+            image.convert("L").resize((12, 16)).save(file := io.BytesIO(), "PNG")
+        files.append(file.getvalue())
+    return files
+
+
+def test_control_images_are_those_of_the_folder(pictures, edges, tmp_path):
+    """diffusers' columns in Parquet; in a tar file, `conditioning_image` before the ending, or the ending that the settings name."""
+    (tmp_path / "folder" / "edges").mkdir(parents=True)
+    lines, ends = [], ("png", "jpg", "webp")
+    for i in range(6):
+        name = f"{i:04}.{ends[i % 3]}"
+        (tmp_path / "folder" / name).write_bytes(pictures[i])
+        (tmp_path / "folder" / "edges" / f"{i}.png").write_bytes(edges[i])
+        lines.append({"file_name": name, "text": f"picture {i}", "conditioning_image": f"edges/{i}.png"})
+    (tmp_path / "folder" / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    settings = ImageSettings(size=16, crop="random", flip=True)
+    wanted, rows = gathered(ImageFolder(str(tmp_path / "folder"), settings))
+    members = members_of(pictures, range(6), txt=lambda i: f"picture {i}")
+    for kind, columns in (("conditioning_image.png", {}), ("seg.png", {"controls": "seg.png"})):
+        both = members | {f"a/{i:04}.{kind}": edges[i] for i in range(6)}
+        tarred(tmp_path / "a.tar", {name: both[name] for name in sorted(both)})
+        found, own = gathered(ImageShards(str(tmp_path / "a.tar"), settings, columns=columns))
+        assert own.table.captions == rows.table.captions
+        assert all((found[name] == wanted[name]).all() for name in ("images", "control"))
+    assert wanted["control"].shape == (6, 16, 16, 3)
+    for image, control, columns in (("image", "conditioning_image", {}), ("shot", "hint", {"images": "shot", "controls": "hint"})):
+        table = {image: [{"bytes": one} for one in pictures], control: edges, "text": [f"picture {i}" for i in range(6)]}
+        pyarrow.parquet.write_table(pyarrow.table(table), tmp_path / "a.parquet", row_group_size=1)
+        found, _ = gathered(ImageShards(str(tmp_path / "a.parquet"), settings, columns=columns))
+        assert all((found[name] == wanted[name]).all() for name in ("images", "control"))
+    # Control images belong to what the data is.
+    plain = tarred(tmp_path / "plain.tar", {name: members[name] for name in sorted(members)})
+    steered = ImageShards(str(tmp_path / "a.tar"), settings, columns={"controls": "seg.png"})
+    assert ImageShards(str(plain), settings).fingerprint() != steered.fingerprint()
+
+
+def test_control_images_that_are_missing_or_several_are_named(pictures, edges, tmp_path):
+    members = members_of(pictures, range(3)) | {f"a/{i:04}.conditioning_image.png": edges[i] for i in range(3)}
+    one = "a/0001.conditioning_image.png"
+    cases = (
+        ({name: data for name, data in members.items() if name != one}, "without a control image, which others have: a.tar/a/0001"),
+        (members | {"a/0001.control.png": edges[0]}, "a record with several control images: conditioning_image.png, control.png"),
+        (members | {one: b"none"}, "a/0001, its control image"),
+    )
+    for own, what in cases:
+        tarred(tmp_path / "a.tar", {name: own[name] for name in sorted(own)})
+        with pytest.raises(BadInput, match=what):
+            ImageShards(str(tmp_path / "a.tar"), ImageSettings(size=16))
+    pyarrow.parquet.write_table(pyarrow.table({"image": pictures}), tmp_path / "a.parquet")
+    with pytest.raises(BadInput, match="no column `edges`, which data.columns.controls names"):
+        ImageShards(str(tmp_path / "a.parquet"), ImageSettings(size=16), columns={"controls": "edges"})
+
+
 def test_parquet_of_datasets_has_its_classes(pictures, tmp_path):
     kinds = {"image": datasets.Image(), "label": datasets.ClassLabel(names=list(NAMES)), "text": datasets.Value("string")}
     images = [{"bytes": data, "path": None} for data in pictures]

@@ -2,11 +2,12 @@
 
     0001.jpg  0001.txt  0001.json  0001.cls    files whose names are equal up to the first point are one record: an image, its caption
                                                (`.txt`, or `text` or `caption` of the JSON object) and its class (`.cls`, or `label`)
-    image, text, label                         columns of a Parquet file: images are bytes, or structures with `bytes`
+    0001.conditioning_image.png                its control image, for ControlNets
+    image, text, label, conditioning_image     columns of a Parquet file: images are bytes, or structures with `bytes`
 
-`data.columns.images=NAME`, `captions` and `labels` name others: endings of files, keys of JSON objects, columns. A pattern has
-wildcards, or a range in braces: `shard-{000..010}.tar`. Images are read again where they are in the shard, so tar files are not packed.
-A Parquet file's whole group of rows is read for one image, so large sets want small groups: `datasets` writes 100 rows.
+`data.columns.images=NAME`, `controls`, `captions` and `labels` name others: endings of files, keys of JSON objects, columns. A pattern
+has wildcards, or a range in braces: `shard-{000..010}.tar`. Images are read again where they are in the shard, so tar files are not
+packed. A Parquet file's whole group of rows is read for one image, so large sets want small groups: `datasets` writes 100 rows.
 """
 
 import json
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 COLUMNS = {
     "images": ("image", "images", "img", *(ending[1:] for ending in IMAGE_NAMES)),
+    "controls": ("conditioning_image", "control_image", "control", "conditioning"),
     "captions": ("text", "caption", "txt", "captions", "prompt"),
     "labels": ("label", "cls", "labels", "class"),
 }
@@ -46,6 +48,8 @@ class ShardRecord(NamedTuple):
     at: where the image is, as the shard reads it again.
     label: its class, a number or a name; None: there is none.
     caption: its text; None: there is none.
+    control: the bytes of its control image's file; None: there is none.
+    control_at: where that is.
     """
 
     name: str
@@ -53,12 +57,14 @@ class ShardRecord(NamedTuple):
     at: Any
     label: int | str | None
     caption: str | None
+    control: bytes | None = None
+    control_at: Any = None
 
 
 class ImageShard(ABC):
     """One file of images.
 
-    columns: names that the settings give for `images`, `captions` and `labels`.
+    columns: names that the settings give for `images`, `controls`, `captions` and `labels`.
     """
 
     # Names of classes that the file knows.
@@ -118,14 +124,26 @@ class TarShard(ImageShard):
 
     def _record(self, stem: str, fields: dict[str, Any], images: dict[str, tuple[bytes, Any]]) -> ShardRecord:
         where = f"{self.file}, {stem}"
+        controls = {ending: image for ending, image in images.items() if self._is_control(ending)}
         if (asked := self.columns.get("images")) is not None:
             images = {ending: image for ending, image in images.items() if ending == asked}
+        else:
+            images = {ending: image for ending, image in images.items() if ending not in controls}
         if len(images) != 1:
             what = f"several images: {', '.join(images)}" if images else f"no image{'' if asked is None else f' `{asked}`'}"
             raise BadInput(f"a record with {what}", where=where, hint="data.columns.images=ENDING names that of the images")
+        if len(controls) > 1:
+            what = f"a record with several control images: {', '.join(controls)}"
+            raise BadInput(what, where=where, hint="data.columns.controls=ENDING names that of the control images")
         data, at = next(iter(images.values()))
-        caption = self.chosen("captions", fields, where)
-        return ShardRecord(stem, data, at, self.chosen("labels", fields, where), None if caption is None else str(caption).strip())
+        caption, control = self.chosen("captions", fields, where), next(iter(controls.values()), (None, None))
+        said = None if caption is None else str(caption).strip()
+        return ShardRecord(stem, data, at, self.chosen("labels", fields, where), said, *control)
+
+    def _is_control(self, ending: str) -> bool:
+        """Whether a file with this ending is a control image: `conditioning_image.png`, or the ending that the settings name."""
+        asked = self.columns.get("controls")
+        return ending.rpartition(".")[0] in COLUMNS["controls"] if asked is None else ending == asked
 
     def _members(self) -> Iterator[tuple[str, str, bytes, tuple[int, int]]]:
         """Name, ending after the first point, bytes, and place of each file that is an image or a text."""
@@ -165,12 +183,16 @@ class ParquetShard(ImageShard):
         if not self.column:
             what = "no column of images" if asked is None else f"no column `{asked}`"
             raise BadInput(what, where=str(file), hint=f"it has {', '.join(names)}; data.columns.images=NAME names it")
+        self.control_column = next((name for name in self._names("controls") if name in names), None)
+        if self.control_column is None and "controls" in columns:
+            what = f"no column `{columns['controls']}`, which data.columns.controls names"
+            raise BadInput(what, where=str(file), hint=f"it has {', '.join(names)}")
         wanted = dict.fromkeys((*COLUMNS["captions"], *COLUMNS["labels"], *columns.values()))
-        self.others = [name for name in wanted if name in names and name != self.column]
+        self.others = [name for name in wanted if name in names and name not in (self.column, self.control_column)]
         features = json.loads((schema.metadata or {}).get(b"huggingface", b"{}")).get("info", {}).get("features", {})
         label = next((name for name in self._names("labels") if name in names), "")
         self.class_names = tuple((features.get(label) or {}).get("names") or ())
-        self.groups = OrderedDict[int, list[bytes]]()
+        self.groups = OrderedDict[tuple[int, str], list[bytes]]()
 
     def _opened(self, use: Callable[[Any], Any]) -> Any:
         """What a function gives for the open file.
@@ -194,37 +216,39 @@ class ParquetShard(ImageShard):
     def records(self) -> Iterator[ShardRecord]:
         row = 0
         for group in range(self.row_groups):
-            images, others = self._images(group), self._rows(group, self.others)
+            images, others = self._images(group, self.column), self._rows(group, self.others)
+            controls = None if self.control_column is None else self._images(group, self.control_column)
             for i, image in enumerate(images):
                 where, fields = f"{self.file}, row {row}", others[i] if others else {}
                 caption = self.chosen("captions", fields, where)
                 found = None if caption is None else str(caption).strip()
-                yield ShardRecord(str(row), image, (group, i), self.chosen("labels", fields, where), found)
+                control = (None, None) if controls is None else (controls[i], (group, i, self.control_column))
+                yield ShardRecord(str(row), image, (group, i, self.column), self.chosen("labels", fields, where), found, *control)
                 row += 1
 
     def read(self, at: Any) -> bytes:
-        return self._images(at[0])[at[1]]
+        return self._images(at[0], at[2])[at[1]]
 
-    def _images(self, group: int) -> list[bytes]:
-        """The files of a group's images.
+    def _images(self, group: int, column: str) -> list[bytes]:
+        """The files of a column's images in a group.
 
         Raises:
             BadInput: an image is not there, or is a path.
         """
-        if group not in self.groups:
+        if (key := (group, column)) not in self.groups:
             found = []
-            for i, row in enumerate(self._rows(group, [self.column])):
-                value = row[self.column]
+            for i, row in enumerate(self._rows(group, [column])):
+                value = row[column]
                 data = value.get("bytes") if isinstance(value, dict) else value
                 if not isinstance(data, bytes):
                     where = f"{self.file}, row {i} of group {group}"
-                    raise BadInput(f"`{self.column}` holds no bytes of an image", where=where, hint="the file has images, not paths")
+                    raise BadInput(f"`{column}` holds no bytes of an image", where=where, hint="the file has images, not paths")
                 found.append(data)
-            self.groups[group] = found
-            while len(self.groups) > GROUPS_KEPT:
+            self.groups[key] = found
+            while len(self.groups) > GROUPS_KEPT * (1 if self.control_column is None else 2):
                 self.groups.popitem(last=False)
-        self.groups.move_to_end(group)
-        return self.groups[group]
+        self.groups.move_to_end(key)
+        return self.groups[key]
 
 
 class ImageShards(ImageFiles):
@@ -240,16 +264,21 @@ class ImageShards(ImageFiles):
             raise BadInput(f"data.columns.{min(unknown)} is no column of images", hint=f"columns: {', '.join(COLUMNS)}")
         files = image_shard_files(path)
         self.shards = [{"tar": TarShard, "parquet": ParquetShard}[file_kind(file)](file, columns or {}) for file in files]
-        # The shard of each image, and where it is there.
-        self.places: list[tuple[int, Any]] = []
-        labels = list[Any]()
+        # The shard of each image, and where it and its control image are there.
+        self.places: list[tuple[int, Any, Any]] = []
+        labels, lacking = list[Any](), list[str]()
         for number, shard in enumerate(self.shards):
             for record in shard.records():
                 name = f"{files[number].name}/{record.name}"
-                if self.add(name, f"{files[number]}, {record.name}", record.image, None, record.caption):
-                    self.places.append((number, record.at))
+                where = f"{files[number]}, {record.name}"
+                control = None if record.control is None else (f"{where}, its control image", record.control)
+                if self.add(name, where, record.image, None, record.caption, control):
+                    self.places.append((number, record.at, record.control_at))
                     labels.append(record.label)
+                    lacking += [name] if control is None else []
         self.check_added()
+        if self.has_controls and lacking:
+            raise BadInput(f"an image without a control image, which others have: {lacking[0]}", where=self.place)
         self._check_complete(labels)
 
     def _check_complete(self, labels: list[Any]) -> None:
@@ -276,7 +305,11 @@ class ImageShards(ImageFiles):
         return cls(argument, settings.image, settings.held_out, settings.columns)
 
     def encoded(self, row: int) -> bytes:
-        shard, at = self.places[row]
+        shard, at, _ = self.places[row]
+        return self.shards[shard].read(at)
+
+    def encoded_control(self, row: int) -> bytes:
+        shard, _, at = self.places[row]
         return self.shards[shard].read(at)
 
     @property

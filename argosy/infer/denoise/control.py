@@ -49,12 +49,18 @@ def control_of(configs: Sequence[ControlNetConfig], images: Sequence[np.ndarray]
         BadInput: a scale is below 0.
     """
     found = []
-    for config, scale in zip(configs, scales, strict=True):
+    for i, (config, scale) in enumerate(zip(configs, scales, strict=True)):
         if not 0 <= scale < np.inf:
-            raise BadInput(f"control_scale = {scale}: 0 or more; 1 is what the ControlNet was trained for")
+            what = f"control_scale = {scale}{numbered_net(i, len(configs))}: 0 or more; 1 is what the ControlNet was trained for"
+            raise BadInput(what)
         residuals = len(config.residual_channels) + 1
         found.append((scale * (np.logspace(-1, 0, residuals) if guess_mode else np.ones(residuals))).astype(np.float32))
     return Control(images, found, [0 * one for one in found] if guess_mode else found)
+
+
+def numbered_net(i: int, count: int) -> str:
+    """Which of several ControlNets an error is of, as its end; empty for a single one."""
+    return "" if count == 1 else f" of ControlNet {i + 1} of {count}"
 
 
 def for_each(name: str, argument: Any, count: int) -> list[Any]:
@@ -77,29 +83,30 @@ def with_span(plan: SamplingPlan, starts: Sequence[float], ends: Sequence[float]
         BadInput: start and end are not in order within 0..1, or no evaluation lies between them.
     """
     columns, count = [], plan.evaluations
-    for start, end in zip(starts, ends, strict=True):
+    for number, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        span = f"control_start = {start} and control_end = {end}{numbered_net(number, len(starts))}"
         if not 0 <= start < end <= 1:
-            raise BadInput(f"control_start = {start} and control_end = {end}: shares of the steps, 0 <= start < end <= 1")
+            raise BadInput(f"{span}: shares of the steps, 0 <= start < end <= 1")
         columns.append([not (i / count < start or (i + 1) / count > end) for i in range(count)])
         if not any(columns[-1]):
-            what = f"no evaluation of {count} lies between control_start = {start} and control_end = {end}"
-            what += ", so the ControlNet would not act"
+            what = f"no evaluation of {count} lies between {span}, so the ControlNet would not act"
             raise BadInput(what, hint="a wider span, or more steps")
     return plan if all(map(all, columns)) else plan._replace(control=np.asarray(columns, np.float32).T)
 
 
-def check_controlnet(controlnet: Any, unet: Any, factor: int) -> None:
+def check_controlnet(controlnet: Any, unet: Any, factor: int, which: str = "") -> None:
     """Checks that a ControlNet steers a denoiser.
 
     Args:
         controlnet, unet: their settings.
         factor: an image is so many times as high and wide as its latents.
+        which: its number among several, such as " 2 of 3".
 
     Raises:
         BadInput: it does not.
     """
     if not isinstance(controlnet, ControlNetConfig):
-        what = f"controlnet: the model is a {type(controlnet).__name__} and no ControlNet"
+        what = f"controlnet: the model{which} is a {type(controlnet).__name__} and no ControlNet"
         raise BadInput(what, hint="a folder of a ControlNetModel, or a run of `argosy train controlnet`")
     if not isinstance(unet, UNetConfig):
         what = f"controlnet: it steers UNets (Stable Diffusion 1, 2 and XL), and the model is a {type(unet).__name__}"
@@ -107,7 +114,8 @@ def check_controlnet(controlnet: Any, unet: Any, factor: int) -> None:
     names = ("channels", "widths", "layers", "text_width", "pooled_width")
     for name, own, theirs in ((n, getattr(controlnet, n), getattr(unet, n)) for n in names):
         if own != theirs:
-            raise BadInput(f"the ControlNet is of another model: its {name} = {own}, and the UNet's {name} = {theirs}")
+            raise BadInput(f"the ControlNet{which} is of another model: its {name} = {own}, and the UNet's {name} = {theirs}")
     if controlnet.factor != factor:
-        what = f"the ControlNet is for images {controlnet.factor} times as high as latents, and here they are {factor} times as high"
+        sizes = f"{controlnet.factor} times as high as latents, and here they are {factor} times as high"
+        what = f"the ControlNet{which} is for images {sizes}"
         raise BadInput(what, hint="a ControlNet that was trained with this autoencoder")

@@ -16,7 +16,7 @@ import numpy as np
 from argosy.core.errors import BadInput
 from argosy.core.progress import Say
 from argosy.infer.denoise.autoencoder import ImageAutoencoder, latent_frames
-from argosy.infer.denoise.control import Control, check_controlnet, control_of, for_each, with_span
+from argosy.infer.denoise.control import Control, check_controlnet, control_of, for_each, numbered_net, with_span
 from argosy.infer.denoise.finite import check_finite
 from argosy.infer.denoise.guidance import Guidance
 from argosy.infer.denoise.plan import SamplingPlan
@@ -95,8 +95,9 @@ class ImagePipeline:
         self.exporter: Callable[..., Any] | None = None
         self._autoencoder = None if autoencoder is None else ImageAutoencoder(autoencoder)
         self.controlnets = tuple(controlnets)
-        for controlnet in controlnets:
-            check_controlnet(controlnet.config, denoiser.config, self.factor)
+        for i, controlnet in enumerate(controlnets):
+            which = "" if len(controlnets) == 1 else f" {i + 1} of {len(controlnets)}"
+            check_controlnet(controlnet.config, denoiser.config, self.factor, which)
         if controlnets:
             denoiser = ControlledUNet(denoiser, controlnets)
         self._graph, self._leaves = split(denoiser)
@@ -358,8 +359,8 @@ class ImagePipeline:
         if len(nets) > 1 and not isinstance(image, list | tuple):
             raise BadInput(f"control_image: one for each of {len(nets)} ControlNets", hint="control_image=[edges, depths]")
         images = []
-        for one in for_each("control_image", image, len(nets)) if len(nets) > 1 else [image]:
-            given = given_images(one, "control_image", count, size)
+        for i, one in enumerate(for_each("control_image", image, len(nets)) if len(nets) > 1 else [image]):
+            given = given_images(one, f"control_image{numbered_net(i, len(nets))}", count, size)
             images.append(np.repeat(given, count // len(given), 0))
         scales = for_each("control_scale", scale, len(nets))
         return control_of([net.config for net in nets], images, scales, guess_mode)

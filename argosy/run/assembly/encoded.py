@@ -83,7 +83,7 @@ class EncodedData:
             BadInput: there are none.
         """
         if all(table.controls is None for held_out in (False, True) for table, _ in self.images.splits(held_out, channels)):
-            hint = "`conditioning_image` in each line of metadata.jsonl; an array `conditioning_images`"
+            hint = "`conditioning_image` in each line of metadata.jsonl, or a column of that name; an array `conditioning_images`"
             raise BadInput("a ControlNet reads control images, and this data has none", where=self.images.where, hint=hint)
 
     def finish(self, sizes: Mapping[str, int]) -> SamplePrompts | None:

@@ -113,7 +113,9 @@ def test_several_controlnets_draw_what_diffusers_draws(both, tmp_path):
         ("control_image", how["control_image"][0], "one for each of 2 ControlNets"),
         ("control_image", how["control_image"][:1], "control_image: 1 of them for 2 ControlNets"),
         ("control_scale", [1.0] * 3, "control_scale: 3 of them for 2 ControlNets"),
-        ("control_end", [1.0, 0.0], "control_start = 0.0 and control_end = 0.0"),
+        ("control_end", [1.0, 0.0], "control_start = 0.0 and control_end = 0.0 of ControlNet 2 of 2"),
+        ("control_scale", [1.0, -1.0], "control_scale = -1.0 of ControlNet 2 of 2"),
+        ("control_image", [how["control_image"][0], how["control_image"][1][:, :8]], "control_image of ControlNet 2 of 2"),
     ):
         with pytest.raises(BadInput, match=what):
             pipe.images(PROMPTS, **how | {key: bad})
