@@ -8,11 +8,12 @@ Nothing else of a model changes: Gal et al. 2022 (An Image is Worth One Word, ar
 Letters of this file: J rows of a token, D width of an encoder's embedding.
 """
 
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, field_validator, model_validator
 
 from argosy.core.keymap import KeyRow
+from argosy.core.settings import Also
 from argosy.models import parts
 from argosy.models.base.config import InputKind, ModelConfig
 from argosy.models.diffusion.base import ImageSpace
@@ -28,9 +29,9 @@ class LearnedEmbeddingsConfig(ModelConfig):
     # Nothing of the data's captions is read: prompts are made from templates.
     conditions: ClassVar[frozenset[str]] = frozenset()
 
-    token: str
+    token: Annotated[str, Also("placeholder_token")]
     """The name of the token in prompts, such as <cat-toy>. It is no token of the vocabulary."""
-    vectors: int = Field(1, gt=0)
+    vectors: Annotated[int, Also("num_vectors")] = Field(1, gt=0)
     """Rows J that stand for the token."""
     widths: tuple[int, ...] = Field(min_length=1, max_length=len(ENCODERS))
     """Width D of the embedding of each text encoder."""

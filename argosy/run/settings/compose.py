@@ -14,6 +14,7 @@ depend on a choice (`when`):
 """
 
 import re
+import shlex
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
@@ -255,7 +256,7 @@ def check_needs(schema: type[Settings], recipe: str, layers: list[SettingsLayer]
     missing = [key for key in missing if key != "model" or not gone]
     errors = [*gone]
     if missing:
-        words = " ".join(f"{key.partition(OR)[0]}={example}" for key, example in needs.items())
+        words = shlex.join(f"{key.partition(OR)[0]}={example}" for key, example in needs.items())
         named = " and ".join(f"`{key.replace(OR, f'`{OR}`')}`" for key in missing)
         more = f"; {REWARDS}" if any("reward" in key.split(OR) for key in missing) else ""
         errors.append(BadInput(f"`{recipe}` needs {named}", where=mistakes.NOBODY, hint=f"argosy train {recipe} {words}{more}"))
