@@ -6,9 +6,9 @@
 
 Edits are made in a copy of the tree, one at a time. A module is sampled by the number of its edits; those that no test file imports
 are counted and left out. Of the test files that import it, or a module that does, those run that name the function or its class, then
-those of its name and room. Left out are edits that change little that can be seen: texts of messages, and numbers above nine, which
-are mostly sizes and limits. Prints each edit that survived; exit code 1 where fewer than `least` (0.8) of the edits are caught. What
-survives is read by a person, and becomes a test or nothing.
+those of its name and room; if these pass, the next ones. Left out are edits that change little that can be seen: texts of messages, and
+numbers above nine, which are mostly sizes and limits. Prints each edit that survived; exit code 1 where fewer than `least` (0.8) of the
+edits are caught. What survives is read by a person, and becomes a test or nothing.
 
 Differs from mutmut and cosmic-ray: they run the whole suite, or the tests that cover a line, for each edit; one run of this suite takes
 minutes and compiles programs.
@@ -28,7 +28,7 @@ from typing import NamedTuple
 from known_wrong import ROOT, copy_of_the_tree, environment
 
 SECONDS = 180  # of the tests of one edit
-MOST_FILES = 5  # test files of one edit
+FILES, MORE_FILES = 5, 15  # test files of one edit: the nearest, and those that run if they pass
 LARGEST = 9  # number that is edited
 
 COMPARISONS = {
@@ -160,7 +160,7 @@ def nearest(files: dict[str, int], module: str, names: tuple[str, ...]) -> list[
         named = sum(re.search(rf"\b{name}\b", text) is not None for name in names)
         return -named, stem not in Path(file).stem, files[file], Path(file).parts[1] != room, len(text)
 
-    return sorted(files, key=order)[:MOST_FILES]
+    return sorted(files, key=order)[: FILES + MORE_FILES]
 
 
 def sampled(count: int, seed: int, room: str = "") -> tuple[list[tuple[Mutation, list[str]]], float]:
@@ -199,17 +199,24 @@ def mutation(path: Path, number: int) -> tuple[Mutation, tuple[str, ...]]:
 
 
 def caught(tree: Path, change: Mutation, files: list[str]) -> bool:
-    """Whether a test fails, or hangs, with the change."""
+    """Whether a test fails with the change, or a test of the nearest files hangs."""
     before = (tree / change.file).read_text(encoding="utf-8")
     (tree / change.file).write_text(change.source, encoding="utf-8")
+    try:
+        parts = ((files[:FILES], True), (files[FILES:], False))
+        return any(_fails(tree, part, hangs) for part, hangs in parts if part)
+    finally:
+        (tree / change.file).write_text(before, encoding="utf-8")
+
+
+def _fails(tree: Path, files: list[str], hangs: bool) -> bool:
+    """Whether a test of these files fails; `hangs` if they take too long."""
     words = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not tpu and not slow", "-p", "no:cacheprovider", *files]
     try:
         done = subprocess.run(words, cwd=tree, env=environment(tree), capture_output=True, timeout=SECONDS)
         return done.returncode not in (0, 5)
     except subprocess.TimeoutExpired:
-        return True
-    finally:
-        (tree / change.file).write_text(before, encoding="utf-8")
+        return hangs
 
 
 def main(words: list[str]) -> int:

@@ -4,9 +4,9 @@
     ./run python tests/slow_cases.py durations.txt [seconds=600]
 
 Writes `slow_cases.txt`: each line is a test that `conftest.py` marks `slow`. Of a test with several cases the fastest ones stay, at
-least one; the costliest tests go first, until the others take so many seconds of a core. Tests of a few lines that a fixture makes slow
-stay, since the next test would pay for it. What is slow already stays so. Seconds are divided by `load`, for a run
-beside other work.
+least one if it takes two seconds at most or is a law of families; the costliest tests go first, until the others take so many seconds
+of a core. Tests of a few lines that a fixture makes slow stay, since the next test would pay for it. What is slow already stays so.
+Seconds are divided by `load`, for a run beside other work.
 """
 
 import re
@@ -16,8 +16,10 @@ from pathlib import Path
 
 FILE = Path(__file__).with_name("slow_cases.txt")
 LINE = re.compile(r"\s*([\d.]+)s (call|setup|teardown)\s+(tests/\S+::.+)$")
-# The cases of a test that stay take together at most so many seconds, or there is but one.
-KEPT_S = 0.8
+# The cases of a test that stay take together at most so many seconds, or there is but one, of at most so many.
+KEPT_S, ALONE_S = 0.8, 2.0
+# Tests of which one case stays whatever it takes.
+LAWS = "tests/laws/test_family.py"
 
 
 def durations_of(text: str) -> tuple[dict[str, float], float]:
@@ -42,7 +44,7 @@ def slow_cases(calls: dict[str, float], fixtures: float, seconds: float) -> list
     for cases in tests.values():
         kept = 0.0
         for i, (duration, name) in enumerate(sorted(cases)):
-            if "[" not in name or (i and kept + duration > KEPT_S):
+            if "[" not in name or (i and kept + duration > KEPT_S) or (duration > ALONE_S and not name.startswith(LAWS)):
                 units.append((duration, [name]))
             else:
                 kept += duration

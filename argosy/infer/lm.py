@@ -15,6 +15,7 @@ from argosy.adapt.qwix import as_rules
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.core.progress import Say
+from argosy.infer.chat import chat_ids
 from argosy.infer.classify import TextOrPair, classify
 from argosy.infer.completions import Completion, CompletionStream, Prompt, beam_search, check_prompts, token_ids
 from argosy.infer.cpu.panels import count_in_blocks
@@ -28,14 +29,13 @@ from argosy.infer.sampling.repetition import Repetition
 from argosy.infer.sampling.sample import Seed
 from argosy.infer.scores import rewards
 from argosy.infer.settings import EngineSettings
+from argosy.infer.speculation.tokenizers import check_tokenizers
 from argosy.infer.tools.grammar import Grammar, Grammars, read_structure
 from argosy.models.parts.weight import split
 from argosy.weights.gguf.blocks import Origin
 
 # A server compiles grammars in several threads.
 _MAKING = threading.Lock()
-# Text by which two tokenizers are told apart.
-SAMPLE = "Speculation: 1 of 2 models drafts, né?"
 
 
 @dataclass
@@ -73,7 +73,7 @@ class LM:
 
     def __post_init__(self) -> None:
         if self.draft is not None:
-            check_draft(self, self.draft)
+            check_tokenizers(self.tokenizer, self.draft.tokenizer)
 
     def __repr__(self) -> str:
         words = "no tokenizer" if self.tokenizer is None else f"{self.tokenizer.vocab:,} tokens"
@@ -252,25 +252,8 @@ class LM:
             BadInput: there is no tokenizer or no template, the template refuses these messages, or the last one cannot be continued.
             Omitted: the template leaves out a message, a tool or the documents.
         """
-        templates = getattr(self.tokenizer, "chat_templates", None) or {}
-        if not templates and (template is None or self.tokenizer is None):
-            raise BadInput(
-                "this model has no chat template", hint="generate without --chat, or give messages as one text"
-            )
-        from argosy.data.chat.omissions import check_complete, with_known_roles
-        from argosy.data.chat.template import choose_template, render
-
         how: Any = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
-        chosen = template if template is not None else choose_template(templates, tools=bool(tools))
-        messages, special = with_known_roles(messages, chosen), self.tokenizer.special
-        text = render(chosen, messages, special, tools=tools, **how, **variables)
-
-        def again(**given: Any) -> str:
-            return render(chosen, special=special, add_generation_prompt=add_generation_prompt, **(variables | given))
-
-        check_complete(again, text, chosen, messages, tools, variables.get("documents"))
-        ids = self.tokenizer.encode(text, special=True)
-        return [self.tokenizer.bos, *ids] if add_special_tokens and self.tokenizer.adds_bos else ids
+        return chat_ids(self.tokenizer, messages, tools, template, **how, add_special_tokens=add_special_tokens, **variables)
 
     # ---------------------------------------------------------------- vectors
 
@@ -518,14 +501,3 @@ class LM:
             raise BadInput(f"token id {wrong} is outside the model's vocabulary of {self.config.vocab}")
         if length > self.config.context:
             raise BadInput(f"{plural(length, 'token', 'is', 'are')} more than the model's context of {self.config.context}")
-
-
-def check_draft(lm: LM, draft: LM) -> None:
-    """Checks that a draft model has the tokenizer of the model.
-
-    Raises:
-        BadInput: it has another one.
-    """
-    tokenizers = [one.tokenizer for one in (lm, draft) if one.tokenizer is not None]
-    if len({tuple(tokenizer.encode(SAMPLE)) for tokenizer in tokenizers}) > 1:
-        raise BadInput("the draft model has another tokenizer", hint="two models of one tokenizer")

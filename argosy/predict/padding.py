@@ -14,6 +14,8 @@ from argosy.predict.settings import BatchingSettings
 Arrays = Mapping[str, np.ndarray]
 # The shortest length that programs are compiled for, of axes besides that of the batch.
 SHORTEST = 16
+# Up to twice the shortest, every fourth length has programs: there a step of eight would be a sixth of the work.
+STEP = 4
 # Lengths up to half as much again have programs between powers of two.
 FINE = 128
 
@@ -57,9 +59,9 @@ class BatchPlan:
             limit = signature.limits.get(at)
             if at not in fixed and at != axis and limit is not None:
                 powers = [SHORTEST << i for i in range(20) if SHORTEST << i < limit]
-                # Of short ones between powers of two too: a text of 20 tokens is filled up to 24, and not to 32.
-                halves = [3 * size // 2 for size in powers if size <= FINE and 3 * size // 2 < limit]
-                sizes[at] = [*sorted([*powers, *halves]), limit]
+                halves = [3 * size // 2 for size in powers if size <= FINE]
+                between = {*powers, *range(SHORTEST, 2 * SHORTEST, STEP), *halves}
+                sizes[at] = [*sorted(size for size in between if size < limit), limit]
         return cls(signature, axis, most, settings.max_batch_tokens, sizes)
 
     def rows_at(self, sizes: Mapping[str, int]) -> int:

@@ -16,7 +16,8 @@ from argosy.data.encoding import template_text
 from argosy.data.tokenizers.config import DEFAULT
 from argosy.infer.embed import SentenceEncoder, embeds
 from argosy.infer.engine.replicas import check_device_count
-from argosy.infer.lm import LM, check_draft
+from argosy.infer.lm import LM
+from argosy.infer.speculation.tokenizers import check_tokenizers
 from argosy.infer.tools.channels import MARKS, channel_marks
 from argosy.ops.programs.store import ProgramStore
 from argosy.serve.admin import Admin
@@ -108,7 +109,7 @@ def build_service(
         what = f"reasoning_parser={settings.reasoning_parser} needs {lacking}"
         raise BadInput(what, hint="leave it out, or set reasoning_parser=none")
     if draft is not None:
-        check_draft(lm, draft)
+        check_tokenizers(lm.tokenizer, draft.tokenizer)
     front = build_front(lm, name, settings, say, draft, programs)
     defaults, templates = default_sampling(lm.generation), settings.request_chat_template
     store = ResponseStore(settings.stored_responses) if settings.stored_responses else None

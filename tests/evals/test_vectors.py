@@ -265,3 +265,18 @@ def test_a_model_without_vectors_is_refused(tmp_path, capsys):
     lines(tmp_path / "sts.jsonl", SCORED)
     assert main(["eval", str(shared("models/stories260k")), "tasks=sts", f"data={tmp_path}"]) == 2
     assert "predicts tokens and is not an encoder" in capsys.readouterr().err
+
+
+def test_progress_grows_to_the_number_of_rows(encoder, tmp_path):
+    """Ten queries and twenty documents: a document counts as much as a query."""
+    queries = [{"_id": str(i), "text": f"query {i}"} for i in range(10)]
+    lines(tmp_path / "queries.jsonl", queries)
+    lines(tmp_path / "corpus.jsonl", [{"_id": str(i), "title": "", "text": f"document {i}"} for i in range(20)])
+    (tmp_path / "qrels").mkdir()
+    relevant = "".join(f"{i}\t{i}\t1\n" for i in range(10))
+    (tmp_path / "qrels" / "test.tsv").write_text("query-id\tcorpus-id\tscore\n" + relevant, encoding="utf-8")
+    settings, seen = EvalSettings(tasks="retrieval", data=str(tmp_path), batch=32), list[int]()
+    measures.evaluate_retrieval(load(encoder), plan(settings)[0], settings, seen.append)
+    assert seen == sorted(seen)
+    assert len(seen) > 4
+    assert seen[-1] == 10

@@ -9,9 +9,10 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from argosy.models.parts.attention.attend import HEADS, Attend, Carry
+from argosy.models.parts.attention.attend import HEADS, Attend
 from argosy.models.parts.attention.cache import Cache, Spec
 from argosy.models.parts.attention.heads import Attention, rotate_heads
+from argosy.models.parts.attention.recurrence import Carry
 from argosy.models.parts.einsum import Einsum
 from argosy.models.parts.norm import RMSNorm
 from argosy.models.parts.weight import Draw, Meaning, weight

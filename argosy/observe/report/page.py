@@ -8,6 +8,7 @@ import base64
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median_high
 from typing import TYPE_CHECKING, Any
 
 from argosy.core.counts import plural
@@ -162,7 +163,7 @@ def _head(record: RunRecord) -> str:
         work = record.facts.get("flops_per_step")
         facts.append((f"{_unit(record)}s", count_text(tokens[-1][1]), flops_text(work * step) if work else f"{tokens[-1][1]:,.0f}"))
     if speed := numbers(record.lines, "tokens_per_s"):
-        facts.append((f"{_unit(record)}s/s", f"{median([y for _, y in speed]):,.0f}", "median"))
+        facts.append((f"{_unit(record)}s/s", f"{median_high([y for _, y in speed]):,.0f}", "median"))
     if spent := seconds_by_cause(record.lines):
         facts.append(("time", lasted(sum(spent.values())), "all sessions"))
     cells = "".join(f"<div><dt>{a}</dt><dd>{html_text(b)}<small>{html_text(c)}</small></dd></div>" for a, b, c in facts)
@@ -494,9 +495,3 @@ def _environment(record: RunRecord) -> str:
 
 def _command(record: RunRecord) -> str:
     return section_of("Run it again", code_of(record.command)) if record.command else ""
-
-
-def median(values: Sequence[float]) -> float:
-    """The median, which the slower first and last steps do not affect."""
-    ordered = sorted(values)
-    return ordered[len(ordered) // 2]

@@ -149,6 +149,11 @@ def test_the_unchanged_header_is_accepted(tmp_path):
     assert SafeTensors.open(tmp_path / "x").read("x").tolist() == [0, 0]
 
 
+def test_as_many_axes_as_the_limit_are_read(tmp_path):
+    (tmp_path / "a.safetensors").write_bytes(file_of(one(shape=[1] * 31 + [2]), b"\0" * 8))
+    assert SafeTensors.open(tmp_path / "a.safetensors").shape("x") == (1,) * 31 + (2,)
+
+
 def test_errors_name_the_tensor_and_fit_a_line(tmp_path):
     name = "evil\n\x1b[31m" + "x" * 100_000
     (tmp_path / "x").write_bytes(file_of({name: one()["x"]}, b"\0" * 7))

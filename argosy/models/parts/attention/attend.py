@@ -18,7 +18,7 @@ split over devices and pipelines without knowing the strategy. A model has no se
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,7 @@ from argosy.models.parts.attention.cache import (
     row_states,
     with_tokens,
 )
+from argosy.models.parts.attention.recurrence import Carry, Recurrence, RowRecurrence
 from argosy.models.parts.attention.segments import row_places, segment_positions, segment_starts, window_segments
 from argosy.ops.attention import Score, See, attention
 from argosy.ops.narrow import write_entries
@@ -116,31 +117,6 @@ class Heads:
 
 
 HEADS = Heads()
-
-
-class Carry(NamedTuple):
-    """For a recurrent layer: the state after the last token of the previous call (None: there was none), where sequences start,
-    and which tokens are real. Tokens that are not real must not change the state."""
-
-    state: Cache | None
-    starts: Bool[Array, "B T"]
-    live: Bool[Array, "B T"]
-
-
-Recurrence = Callable[[tuple[Array, ...], Carry], tuple[Array, Cache]]
-
-
-class RowRecurrence:
-    """The recurrence of strategies whose calls are rows [B T ...], each row one sequence or a part of it."""
-
-    def recur(self: Any, step: Recurrence, inputs: tuple[Array, ...], cache: Cache | None) -> tuple[Array, Cache | None]:
-        """A recurrence over the rows of a call.
-
-        Args:
-            step: of inputs [B T ...] and the `Carry` of these rows; gives [B T ...], and the state after the last token.
-        """
-        y, state = step(inputs, self.carry(cache))
-        return y, self.keep(cache, state)
 
 
 @runtime_checkable

@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from argosy.models.parts.attention.attend import HEADS, Angled, Paged, Read, Recurrence
+from argosy.models.parts.attention.attend import HEADS, Angled, Paged, Read
 from argosy.models.parts.attention.cache import Cache, Specs, is_ring
+from argosy.models.parts.attention.recurrence import Recurrence
 from argosy.ops.attention import Score
 
 

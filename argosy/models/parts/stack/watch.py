@@ -13,8 +13,9 @@ from typing import Any
 import jax
 from jaxtyping import Array, Bool, Int
 
-from argosy.models.parts.attention.attend import HEADS, Angled, Attend, Read, Recurrence
+from argosy.models.parts.attention.attend import HEADS, Angled, Attend, Read
 from argosy.models.parts.attention.cache import Cache
+from argosy.models.parts.attention.recurrence import Recurrence
 from argosy.ops.attention import Score
 
 # What the names of these aux outputs begin with; OUTPUT: the residual stream after a layer.
