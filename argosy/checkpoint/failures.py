@@ -5,7 +5,8 @@ import re
 
 
 def root_of(failure: BaseException) -> str:
-    """The first line of the innermost cause. TensorStore tells the system's reason after hundreds of characters: then that alone."""
+    """The first line of the innermost cause. TensorStore gives the system's reason after hundreds of characters; then
+    only that reason."""
     while failure.__cause__ is not None:
         failure = failure.__cause__
     if reason := re.search(r"os_error_code='(\d+)'", str(failure)):

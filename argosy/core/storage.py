@@ -341,7 +341,11 @@ def _append(path: Path, line: str) -> None:
 
 
 class _Lines:
-    """A file of lines in an object store, which cannot append to files. old: what is there, None until it is read. new: what is not."""
+    """A file of lines in an object store, which cannot append to files.
+
+    old: the lines that it holds; None until they are read.
+    new: lines that are not written yet.
+    """
 
     def __init__(self):
         self.old: bytearray | None = None

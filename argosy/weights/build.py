@@ -224,10 +224,10 @@ def in_blocks(blocks: BlockedWeights, forms: Mapping[str, tuple[int, bool, bool]
 
 
 def check_memory(config: LanguageConfig, dtype: Any, rows: Mapping[str, BlockRows] = NONE) -> None:
-    """Checks that the weights fit into memory, where memory is the computer's own.
+    """On CPUs, checks that the weights fit into the computer's memory.
 
     Args:
-        rows: those that stay in blocks.
+        rows: the weights that stay in their file's blocks.
 
     Raises:
         BadInput: they do not.

@@ -42,7 +42,7 @@ class Mark:
 class SettingsLayer:
     """One source of settings: its origin and its values.
 
-    words: of `key=value` words, each key with its values and their marks in order, for keys that may be repeated
+    words: for a layer of `key=value` words, each key with its values and their marks in order, as keys may be repeated
     (`core.settings.repeats`).
     """
 

@@ -176,7 +176,8 @@ def warm(environment):
 
 
 def _received(parent, pid):
-    """The next message of the parent. Ends the process with the parent, whose end a forked process may hold open."""
+    """The next message of the parent. If the parent has ended, this process ends too, even while a process that the parent forked holds
+    the pipe open."""
     while True:
         try:
             return json.loads(parent.receive(LOOK_S))

@@ -35,6 +35,7 @@ class ImageSettings(Settings):
     white is 1."""
 
     def fingerprint(self) -> dict[str, Any]:
-        """What decides the rows, by name. Left out where it is what every older run did, so that those resume."""
+        """The settings that decide the rows, by name. A setting that has the value of every older run is left out, so that those
+        resume."""
         later = ("buckets", "caption")
         return {f"image.{name}": value for name, value in self.model_dump().items() if name not in later or value is not None}

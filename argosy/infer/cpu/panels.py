@@ -103,7 +103,7 @@ class PanelPacker:
 
 
 def packer_of(model: Any, *options: Any) -> PanelPacker | None:
-    """The packer of a model's weights; None if it does not compute in float32, or there are no kernels for packed weights.
+    """The packer of a model's weights; None if the model does not compute in float32, or there are no kernels for packed weights.
 
     Args:
         options: of `PanelPacker`.

@@ -133,9 +133,9 @@ class EngineCache:
     # ---------------------------------------------------------------- the engine
 
     def engine(self, parts: EngineParts, lengths: Sequence[int], say: Say | None = None) -> Engine:
-        """An engine with room for sequences of these lengths, many of them one after the other. Requests that run in a smaller one
-        end there; another takes its place at once only where a sequence would not fit. The settings' slots and
-        context are the most that it grows to; their pages are the pages that it has.
+        """An engine with room for sequences of these lengths; those that do not fit beside the others wait. A larger engine takes the
+        place of a smaller one at once only if a sequence would not fit, and requests that run in the smaller one end there. It grows
+        to the slots and the context of the settings at most, and has their number of pages from the start.
 
         Raises:
             BadInput: as `Engine`.

@@ -112,7 +112,7 @@ def flux_rows(config: Any) -> tuple[list[KeyRow], dict[str, int]]:
 
 
 def unet_settings(shapes: Shapes) -> dict[str, Any]:
-    """The settings of a UNet with these tensors. What it predicts no tensor tells.
+    """The settings of a UNet with these tensors. No tensor tells what it predicts, noise or v.
 
     Raises:
         BadInput: it reads an image beside the noise, or it is none of Stable Diffusion 1, 2 and XL.
@@ -227,7 +227,8 @@ def unet_rows(config: Any) -> tuple[list[KeyRow], dict[str, int]]:
 
 
 def vae_rows(config: Any) -> tuple[list[KeyRow], dict[str, int]]:
-    """The table of Stability AI's names of an autoencoder, and the sizes its rows use. Its attention is of convolutions of one tap."""
+    """The table of Stability AI's names of an autoencoder, and the sizes its rows use. The projections of its attention are
+    convolutions of one pixel."""
     rows, sizes = config.hub_rows()
     last = len(config.widths) - 1
     found = []
