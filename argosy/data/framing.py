@@ -7,6 +7,7 @@ The tokenizers of transformers frame one text and two texts in this way. A token
 encoder.
 """
 
+import html
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -57,3 +58,9 @@ def framed(frame: TextFrame, text: Sequence[int], pair: Sequence[int] | None = N
         return [*frame.first, *text, *frame.last], 0
     head = [*frame.first, *text, *frame.between]
     return [*head, *other, *frame.last], len(head)
+
+
+def unescaped(text: str) -> str:
+    """A text in which names of characters (`&amp;`) are the characters, twice over, and white space is one blank: what pipelines of Wan
+    read."""
+    return " ".join(html.unescape(html.unescape(text)).split())

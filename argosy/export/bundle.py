@@ -38,7 +38,16 @@ from argosy.export.calls import (
 )
 from argosy.export.manifest import BundleManifest, BundleProgram, BundleSignature, dtype_of_name
 from argosy.export.mesh import device_count, device_mesh, sharding_of
-from argosy.export.steps import DecodeImageStep, TokenizeStep, bundled_tokenizer, decoded_images, step_result, tokenized
+from argosy.export.steps import (
+    DecodeImageStep,
+    TokenizePromptStep,
+    TokenizeStep,
+    bundled_tokenizer,
+    decoded_images,
+    step_result,
+    tokenized,
+    tokenized_prompts,
+)
 from argosy.export.verify import WARN, days_left, open_bundle_weights, verify_bundle
 from argosy.ops.programs.programs import Program, Programs
 from argosy.ops.programs.store import ProgramStore
@@ -249,6 +258,8 @@ class Bundle:
             if isinstance(step, DecodeImageStep):
                 dtype = next(spec.dtype for spec in signature.inputs if spec.name == step.image)
                 found[step.image] = decoded_images(step, found.pop(step.input), dtype_of_name(dtype))
+            elif isinstance(step, TokenizePromptStep):
+                found |= tokenized_prompts(step, self.tokenizer, found.pop(step.input))
             else:
                 texts = [found.pop(name, None) for name in step.texts]
                 found |= self._tokenized(step, signature, texts)

@@ -1,9 +1,10 @@
 """Exports pipelines that draw images as bundles: `argosy export MODEL OUT signature=denoise`.
 
-    denoise    conditions, seed [batch], guidance [batch] -> images [batch, H, W, 3] uint8
+    denoise    prompt, negative_prompt, seed, index, guidance [batch] -> images [batch, H, W, 3] uint8, finite [batch]
 
-A program holds the whole way from noise to pixels: the sampler's table for a number of steps, the denoiser with and without its
-conditions, and the decoder. Size and steps are those of the export. An image is the one that `ImagePipeline.images` draws for its seed.
+A program holds the whole way from ids of prompts to pixels: the text encoders, the sampler's table for a number of steps, the denoiser
+with and without its conditions, and the decoder. Size and steps are those of the export. An image is the one that
+`ImagePipeline.images` draws for its seed and index. Models of classes take labels in place of prompts.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,7 @@ from argosy.core.errors import BadInput
 from argosy.export.lower import PLATFORMS, export_program, portable_implementations
 from argosy.export.manifest import BundleManifest, BundleSignature, TensorSignature
 from argosy.export.model import abstract_inputs, combined, listed_sizes
+from argosy.export.prompts import BundledPrompts, bundled_prompts
 from argosy.export.signatures import BATCH, split_program
 from argosy.export.write import BundleContents, tensor_entry, write_bundle
 from argosy.infer.denoise.pipeline import ImagePipeline
@@ -34,11 +36,16 @@ ABOUT = {
 }
 
 
+PROMPTED = {"prompt": ["a red boat"], "seed": [0]}
+
+
 class PipelineModule(nnx.Module):
     """The modules of a pipeline as one, with the conditions that guidance leads away from, of one row."""
 
-    def __init__(self, pipeline: ImagePipeline, null: Conditions | None):
+    def __init__(self, pipeline: ImagePipeline, prompts: BundledPrompts | None, null: Conditions | None):
         self.denoiser, self.dtype = pipeline.denoiser, pipeline.denoiser.dtype
+        if prompts is not None:
+            self.encoders = prompts.modules
         if pipeline.autoencoder is not None:
             self.autoencoder = pipeline.autoencoder
         if null is not None:
@@ -71,9 +78,13 @@ def export_images(
     Raises:
         BadInput: the model cannot draw this size in so many steps, or the target exists; nothing is written.
     """
-    signature, function, module = denoise_signature(pipeline, steps, size)
+    guided = "guidance" not in pipeline.config.conditions and pipeline.defaults.guidance != 1
+    prompts = bundled_prompts(pipeline.prompts, guided)
+    signature, function, module = denoise_signature(pipeline, prompts, guided, steps, size)
     program, weights = split_program(module, function)
     contents = BundleContents({}, {}, lineage=dict(lineage or {}))
+    if prompts is not None:
+        contents.files = prompts.files
     contents.implementations = portable_implementations(platforms)
     say(f"lowering `denoise` for {', '.join(platforms)}")
     contents.programs["denoise"] = [
@@ -86,9 +97,13 @@ def export_images(
 
 
 def denoise_signature(
-    pipeline: ImagePipeline, steps: int | None, size: int | tuple[int, int] | None
+    pipeline: ImagePipeline, prompts: BundledPrompts | None, guided: bool, steps: int | None, size: int | tuple[int, int] | None
 ) -> tuple[BundleSignature, Callable[..., dict[str, Any]], nnx.Module]:
     """The signature, its computation (module, inputs) -> outputs, and the module.
+
+    Args:
+        prompts: the text encoders; None: the program takes conditions.
+        guided: whether predictions are led away from those without conditions.
 
     Raises:
         BadInput: the model cannot draw this size in so many steps.
@@ -101,22 +116,36 @@ def denoise_signature(
     config, null = pipeline.config, pipeline.prompts.null(1)
     shape = (height // pipeline.factor, width // pipeline.factor, config.channels)
     learned, scale = "guidance" in config.conditions, pipeline.defaults.guidance
-    guided = not learned and scale != 1
     if not any(value is not None for value in null):
         raise BadInput("this pipeline reads no conditions that a bundle could take as inputs")
-    specs = [_input(name, value, config) for name, value in null._asdict().items() if value is not None]
+    if prompts is None:
+        specs = [_input(name, value, config) for name, value in null._asdict().items() if value is not None]
+    else:
+        specs = list(prompts.inputs())
     specs.append(TensorSignature(name="seed", shape=[BATCH], dtype="int32", description="of the noise", minimum=0))
+    about = "number of the image among those of its prompt and seed"
+    specs.append(TensorSignature(name="index", shape=[BATCH], dtype="int32", description=about, default=0, minimum=0))
     if learned or guided:
         about = "how strongly an image follows its conditions"
         specs.append(TensorSignature(name="guidance", shape=[BATCH], dtype="float32", description=about, default=scale, minimum=0))
-    output = TensorSignature(name="images", shape=[BATCH, height, width, 3], dtype="uint8", description="RGB")
+    outputs = [
+        TensorSignature(name="images", shape=[BATCH, height, width, 3], dtype="uint8", description="RGB"),
+        TensorSignature(name="finite", shape=[BATCH], dtype="bool", description="whether every number was finite"),
+    ]
 
     def function(module: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        conditions = Conditions(**{name: inputs[name] for name in Conditions._fields if name in inputs and name != "guidance"})
+        rows = inputs["seed"].shape[0]
+        if prompts is None:
+            conditions = Conditions(**{name: inputs[name] for name in Conditions._fields if name in inputs and name != "guidance"})
+        else:
+            conditions = prompts.conditions(module.encoders, inputs)
         if learned:
             conditions = conditions._replace(guidance=inputs["guidance"])
-        rows = inputs["seed"].shape[0]
-        keys = jax.vmap(lambda seed: jax.random.fold_in(jax.random.key(seed), 0))(inputs["seed"].astype(jnp.uint32))
+        away = Conditions()
+        if guided:
+            none = {k: jnp.broadcast_to(v[...], (rows, *v.shape[1:])) for k, v in module.null.items()}
+            away = Conditions(**none) if prompts is None else prompts.base(module.encoders, inputs, none)
+        keys = jax.vmap(lambda seed, i: jax.random.fold_in(jax.random.key(seed), i))(inputs["seed"].astype(jnp.uint32), inputs["index"])
 
         def predict(x: Float[Array, "B H W C"], timestep: Float[Array, ""], level: Float[Array, "2"]) -> Float[Array, "B H W C"]:
             times = jnp.broadcast_to(timestep, (rows,))
@@ -124,8 +153,7 @@ def denoise_signature(
             found = module.denoiser(x, times, own).astype(jnp.float32)
             if not guided:
                 return found
-            away = {k: jnp.broadcast_to(v[...], (rows, *v.shape[1:])) for k, v in module.null.items()}
-            base_conditions = step_conditions(config, Conditions(**away), timestep, level, rows)
+            base_conditions = step_conditions(config, away, timestep, level, rows)
             base = module.denoiser(x, times, base_conditions).astype(jnp.float32)
             return pipeline.guidance.apply(found, base, inputs["guidance"], timestep)
 
@@ -137,18 +165,20 @@ def denoise_signature(
         else:
             images = module.autoencoder.decode(module.autoencoder.from_latents(latents)).astype(jnp.float32)
         images = jnp.repeat(images, 3, -1) if images.shape[-1] == 1 else images
-        return {"images": jnp.rint(jnp.clip(images / 2 + 0.5, 0, 1) * 255).astype(jnp.uint8)}
+        finite = jnp.isfinite(latents).all((1, 2, 3)) & jnp.isfinite(images).all((1, 2, 3))
+        return {"finite": finite, "images": jnp.rint(jnp.clip(images / 2 + 0.5, 0, 1) * 255).astype(jnp.uint8)}
 
     signature = BundleSignature(
         description=f"an image of {width}x{height} pixels for each row, drawn in {count} steps of {pipeline.sampler.name}",
         inputs=specs,
-        outputs=[output],
+        outputs=outputs,
         programs=[],
         weights=[],
         padding=[BATCH],
-        example={"labels": [0], "seed": [0]} if null.labels is not None else {},
+        preprocess=[] if prompts is None else list(prompts.steps),
+        example={"labels": [0], "seed": [0]} if null.labels is not None else {} if prompts is None else PROMPTED,
     )
-    return signature, function, PipelineModule(pipeline, null if guided else None)
+    return signature, function, PipelineModule(pipeline, prompts, null if guided else None)
 
 
 def _input(name: str, value: Any, config: Any) -> TensorSignature:

@@ -23,7 +23,6 @@ from argosy.export.steps import (
     LabelsStep,
     NormalizeStep,
     ProbabilitiesStep,
-    TokenizeStep,
 )
 from argosy.parallel.mesh import ORDER
 
@@ -274,5 +273,6 @@ def _check_names(manifest: BundleManifest, where: str) -> None:
         if missing := [tensor for tensor in signature.weights if tensor not in stored]:
             raise Damaged(f"signature `{name}` takes `{missing[0]}`, which no file holds", where=f"in {where}")
         for step in signature.preprocess:
-            if isinstance(step, TokenizeStep) and not any(file.startswith(step.folder + "/") for file in manifest.files):
-                raise Damaged(f"signature `{name}` has a tokenizer in `{step.folder}`, which holds no file", where=f"in {where}")
+            for folder in step.folders:
+                if not any(file.startswith(folder + "/") for file in manifest.files):
+                    raise Damaged(f"signature `{name}` has a tokenizer in `{folder}`, which holds no file", where=f"in {where}")

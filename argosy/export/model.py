@@ -176,12 +176,16 @@ def abstract_inputs(signature: BundleSignature, fixed: Mapping[str, int]) -> dic
     }
 
 
-def tokenizer_files(tokenizer: Any) -> dict[str, bytes]:
-    """The files from which an equal tokenizer is read."""
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer.save(folder)
-        root = Path(folder)
-        return {f"tokenizer/{path.relative_to(root)}": path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
+def tokenizer_files(tokenizer: Any, folder: str = "tokenizer") -> dict[str, bytes]:
+    """The files from which an equal tokenizer is read.
+
+    Args:
+        folder: their folder in the bundle.
+    """
+    with tempfile.TemporaryDirectory() as place:
+        tokenizer.save(place)
+        root = Path(place)
+        return {f"{folder}/{path.relative_to(root)}": path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
 
 
 def model_lineage(lm: LM) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from argosy.core.errors import BadInput, nearest
 from argosy.core.formats.image_files import read_image, resized
 from argosy.core.sequences import common_length
 from argosy.core.settings import Settings
-from argosy.data.framing import TextFrame, framed
+from argosy.data.framing import TextFrame, framed, unescaped
 from argosy.data.tokenizers import Tokenizer
 
 
@@ -63,6 +63,11 @@ class TokenizeStep(Settings):
         """Names of the program's inputs that it produces."""
         return [self.tokens, self.mask, *([self.prompt_length] if self.prompt_length else [])]
 
+    @property
+    def folders(self) -> list[str]:
+        """The folders of its tokenizers."""
+        return [self.folder]
+
 
 class TokenizePairsStep(TokenizeStep):
     """Converts texts, or pairs of texts, to rows of ids. In a pair that is too long, the end of the longer text is cut."""
@@ -82,6 +87,60 @@ class TokenizePairsStep(TokenizeStep):
     @property
     def results(self) -> list[str]:
         return [*super().results, *([self.types] if self.types else [])]
+
+
+class EncoderTokens(Settings):
+    """How one text encoder reads prompts: rows of a fixed length, whose padding it may read like words."""
+
+    folder: str
+    """The folder of the tokenizer's files."""
+    length: int = Field(gt=0)
+    """Ids of a row."""
+    first: list[int] = Field(default_factory=list)
+    """Ids before each text."""
+    last: list[int] = Field(default_factory=list)
+    """Ids after each text."""
+    before: str = ""
+    """Text before each text: the beginning of a conversation."""
+    after: str = ""
+    """Text after each text."""
+    pad: int = Field(ge=0)
+    """The id of padding."""
+    pad_left: bool = False
+    """Whether padding stands before the text; else after it."""
+    tokens: str
+    """The program's input that receives the ids."""
+    mask: str
+    """The program's input that receives 1 for each token of the text and 0 for padding."""
+
+
+class TokenizePromptStep(Settings):
+    """Converts prompts to ids, for every text encoder of a model that draws. In a prompt the name of a special token is that token. An
+    encoder with shorter rows loses the end of a prompt; a prompt that no encoder reads to its end is an error.
+    """
+
+    step: Literal["tokenize_prompt"] = "tokenize_prompt"
+    input: str = "prompt"
+    """The input to tokenize, a list of texts."""
+    encoders: list[EncoderTokens] = Field(min_length=1)
+    """The text encoders."""
+    unescape: bool = False
+    """Whether names of characters (`&amp;`) become the characters, and white space one blank."""
+
+    @property
+    def texts(self) -> list[str]:
+        """Names of its inputs."""
+        return [self.input]
+
+    @property
+    def results(self) -> list[str]:
+        """Names of the program's inputs that it produces."""
+        return [name for encoder in self.encoders for name in (encoder.tokens, encoder.mask)]
+
+    @property
+    def folders(self) -> list[str]:
+        """The folders of its tokenizers."""
+        return [encoder.folder for encoder in self.encoders]
 
 
 class DecodeImageStep(Settings):
@@ -133,6 +192,11 @@ class DecodeImageStep(Settings):
         return [self.image]
 
     @property
+    def folders(self) -> list[str]:
+        """The folders of its tokenizers: none."""
+        return []
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """The shape of one image."""
         sizes = {"H": self.height, "W": self.width, "C": self.channels}
@@ -140,7 +204,7 @@ class DecodeImageStep(Settings):
 
 
 # Steps before a program.
-InputStep = TokenizeStep | TokenizePairsStep | DecodeImageStep
+InputStep = TokenizeStep | TokenizePairsStep | TokenizePromptStep | DecodeImageStep
 
 
 class NormalizeStep(Settings):
@@ -233,6 +297,36 @@ def tokenized(
         for i, (row, second) in enumerate(zip(rows, seconds or (), strict=True)):
             kinds[i, second or len(row) : len(row)] = 1
         found[step.types] = kinds
+    return found
+
+
+def tokenized_prompts(step: TokenizePromptStep, tokenizer: Callable[[str], Tokenizer], texts: Any) -> dict[str, np.ndarray]:
+    """The inputs of the program for these prompts.
+
+    Args:
+        tokenizer: returns the tokenizer in a folder of the bundle.
+
+    Raises:
+        BadInput: a value is no text, or no encoder reads it to its end.
+    """
+    texts = _texts(step.input, texts)
+    plain = [unescaped(text) for text in texts] if step.unescape else texts
+    found, cut = {}, [True] * len(texts)
+    for encoder in step.encoders:
+        room = encoder.length - len(encoder.first) - len(encoder.last)
+        tokens = np.full((len(texts), encoder.length), encoder.pad, np.int32)
+        mask = np.zeros_like(tokens)
+        whole = [encoder.before + text + encoder.after for text in plain]
+        for i, ids in enumerate(tokenizer(encoder.folder).encode_many(whole, special=True)):
+            row = [*encoder.first, *ids[:room], *encoder.last]
+            place = slice(encoder.length - len(row), None) if encoder.pad_left else slice(len(row))
+            tokens[i, place], mask[i, place] = row, 1
+            cut[i] = cut[i] and len(ids) > room
+        found |= {encoder.tokens: tokens, encoder.mask: mask}
+    if any(cut):
+        longest = max(encoder.length - len(encoder.first) - len(encoder.last) for encoder in step.encoders)
+        text = texts[cut.index(True)]
+        raise BadInput(f"`{step.input}`: {text[:40]!r} has more tokens than the {longest} that this model reads", hint="a shorter one")
     return found
 
 

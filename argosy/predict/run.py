@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from argosy.predict.images import BundleImageRoutes
 from argosy.predict.openai import OpenAIRoutes
 from argosy.predict.page import FOLDER, model_page_routes
 from argosy.predict.pooling import PoolingRoutes
@@ -41,6 +42,7 @@ def predict_app(service: PredictService) -> Starlette:
     routes = [
         *InferenceRoutes(service).routes(),
         *OpenAIRoutes(service).routes(),
+        *BundleImageRoutes(service).routes(),
         *PoolingRoutes(service).routes(),
         *TensorFlowRoutes(service).routes(),
         Route("/metrics", metrics, methods=["GET"]),

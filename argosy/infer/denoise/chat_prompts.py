@@ -22,11 +22,15 @@ from argosy.core.errors import BadInput
 from argosy.core.progress import Say
 from argosy.data.chat.template import choose_template, render
 from argosy.infer.denoise.finite import check_finite
+from argosy.infer.denoise.prompts import EncoderPrompts, TextStates
 from argosy.models.diffusion.base import Conditions
 from argosy.models.parts.attention.attend import HEADS, Packed, meet
 from argosy.models.parts.stack.watch import OUTPUT, WatchedAttend
 from argosy.models.parts.weight import merge, split
 from argosy.ops.attention import Score, See
+
+# Prompts by which it is seen that a template leaves prompts as they are.
+PROBES = ("a1b2c3", "two  words,\nand {{ more }} <b>", "")
 
 
 @dataclass(frozen=True)
@@ -63,9 +67,15 @@ class ChatReader:
         pads_left: whether padding stands before the words.
         say: called with what a prompt lost.
 
+    frame: ids before and after each conversation: none.
+    learned: learned tokens: none.
+    pad: the id of padding.
+
     Raises:
         BadInput: the tokenizer has no chat template, or the model has fewer layers.
     """
+
+    frame: tuple[list[int], list[int]] = ([], [])
 
     def __init__(
         self,
@@ -86,18 +96,16 @@ class ChatReader:
         if wrong := [i for i in layers if not 0 <= i <= module.config.layers]:
             raise BadInput(f"{name}: layer {wrong[0]} is read, and it has {plural(module.config.layers, 'layer')}")
         pad = tokenizer.special.get("pad_token")
-        self._pad = tokenizer.encode(pad, special=True)[0] if pad else 0
+        self.pad = tokenizer.encode(pad, special=True)[0] if pad else 0
+        self.learned: dict[str, list[int]] = {}
         graph, self._leaves = split(module)
-        self._program = _layer_states(graph, module.dtype, tuple(layers))
+        self.layers = tuple(layers)
+        self._program = _layer_states(graph, module.dtype, self.layers)
 
     def tokens(self, texts: Sequence[str]) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B T"]]:
         """The ids of conversations, and 1 where they are no padding."""
-        out, words = (np.full((len(texts), self.length), fill, np.int32) for fill in (self._pad, 0))
-        special, answers = self.tokenizer.special, self.system is None
-        conversations = [
-            render(self._template, self._messages(text), special, add_generation_prompt=answers, **self.variables) for text in texts
-        ]
-        for row, ids in enumerate(self.tokenizer.encode_many(conversations, special=True)):
+        out, words = (np.full((len(texts), self.length), fill, np.int32) for fill in (self.pad, 0))
+        for row, ids in enumerate(self.tokenizer.encode_many([self._conversation(text) for text in texts], special=True)):
             if len(ids) > self.length and self.say is not None:
                 lost = self.tokenizer.decode(ids[self.length :])
                 self.say(f"{self.name} reads {plural(self.length, 'token')}; a prompt loses its end: {lost!r}")
@@ -106,14 +114,33 @@ class ChatReader:
             out[row, place], words[row, place] = ids, 1
         return out, words
 
+    @property
+    def around(self) -> tuple[str, str]:
+        """The text that the template puts before and after each prompt.
+
+        Raises:
+            BadInput: the template changes prompts.
+        """
+        before, _, after = self._conversation(PROBES[0]).partition(PROBES[0])
+        if changed := [text for text in PROBES if self._conversation(text) != before + text + after]:
+            raise BadInput(f"{self.name}: the chat template does more with a prompt than to stand around it: {changed[0]!r}")
+        return before, after
+
+    def _conversation(self, text: str) -> str:
+        special, answers = self.tokenizer.special, self.system is None
+        return render(self._template, self._messages(text), special, add_generation_prompt=answers, **self.variables)
+
     def _messages(self, text: str) -> list[dict[str, Any]]:
         if self.system is None:
             return [{"role": "user", "content": text}]
         said = (("system", self.system), ("user", text))
         return [{"role": role, "content": [{"type": "text", "text": part}]} for role, part in said]
 
-    def states(self, texts: Sequence[str]) -> tuple[Float[Array, "B T E"], Int[Array, "B T"]]:
-        """The states of the layers, float32, and 1 where they are no padding.
+    def states(self, texts: Sequence[str], *, masked: bool = True) -> TextStates:
+        """The states of the layers, float32, as `hidden`, and `mask`.
+
+        Args:
+            masked: nothing attends to padding; always.
 
         Raises:
             BadInput: the template refuses a prompt.
@@ -125,7 +152,11 @@ class ChatReader:
         found = self._program(self._leaves, jnp.asarray(tokens), jnp.asarray(words))
         check_finite(self.name, found)
         order = np.array([unique.index(text) for text in texts])
-        return found[order], jnp.asarray(words[order])
+        return {"hidden": found[order], "mask": jnp.asarray(words[order])}
+
+    def computed(self, model: Any, tokens: Int[Array, "B T"], segments: Int[Array, "B T"]) -> TextStates:
+        """`layer_states`, of the model with other weights."""
+        return {"hidden": layer_states(model, tokens, segments, self.layers)}
 
 
 @lru_cache(maxsize=16)
@@ -133,45 +164,33 @@ def _layer_states(graph: Any, dtype: Any, layers: tuple[int, ...]) -> Callable[.
     def states(leaves: Any, tokens: Int[Array, "B T"], words: Int[Array, "B T"]) -> Float[Array, "B T E"]:
         model = merge(graph, leaves)
         model.dtype = dtype
-        attend = PaddedTexts(words)
-        _, _, aux = model.hidden(tokens, WatchedAttend(attend, outputs=True))
-        told, _ = model.layers.layer_aux(aux)
-        found = [model.embedded(tokens, attend) if i == 0 else told[i - 1][OUTPUT] for i in layers]
-        return jnp.concatenate(found, -1).astype(jnp.float32)
+        return layer_states(model, tokens, words, layers)
 
     return jax.jit(states)
 
 
-class ZImagePrompts:
-    """Prompts of Z-Image: the states of Qwen 3 before its last layer.
-
-    Args:
-        reader: the encoder.
-    """
-
-    def __init__(self, reader: ChatReader):
-        self.reader = reader
-
-    def encode(self, texts: Sequence[str]) -> Conditions:
-        text, mask = self.reader.states(texts)
-        return Conditions(text=text, text_mask=mask)
-
-    def null(self, count: int) -> Conditions:
-        return self.encode([""] * count)
+def layer_states(model: Any, tokens: Int[Array, "B T"], words: Int[Array, "B T"], layers: Sequence[int]) -> Float[Array, "B T E"]:
+    """The outputs of layers of a language model side by side, float32; 0 is the embedding."""
+    attend = PaddedTexts(words)
+    _, _, aux = model.hidden(tokens, WatchedAttend(attend, outputs=True))
+    told, _ = model.layers.layer_aux(aux)
+    found = [model.embedded(tokens, attend) if i == 0 else told[i - 1][OUTPUT] for i in layers]
+    return jnp.concatenate(found, -1).astype(jnp.float32)
 
 
-class Flux2Prompts:
-    """Prompts of Flux.2: the states of three layers of Mistral Small 3 (dev) or Qwen 3 (klein), those of padding too.
+class ZImagePrompts(EncoderPrompts):
+    """Prompts of Z-Image: the states of Qwen 3 before its last layer."""
 
-    Args:
-        reader: the encoder.
-    """
+    masked = True
 
-    def __init__(self, reader: ChatReader):
-        self.reader = reader
+    def conditions(self, states: Sequence[TextStates]) -> Conditions:
+        return Conditions(text=states[0]["hidden"], text_mask=states[0]["mask"])
 
-    def encode(self, texts: Sequence[str]) -> Conditions:
-        return Conditions(text=self.reader.states(texts)[0])
 
-    def null(self, count: int) -> Conditions:
-        return self.encode([""] * count)
+class Flux2Prompts(EncoderPrompts):
+    """Prompts of Flux.2: the states of three layers of Mistral Small 3 (dev) or Qwen 3 (klein), those of padding too."""
+
+    masked = True
+
+    def conditions(self, states: Sequence[TextStates]) -> Conditions:
+        return Conditions(text=states[0]["hidden"])

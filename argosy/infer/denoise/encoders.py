@@ -131,7 +131,7 @@ def pipeline_around(
     if settings.autoencoder is not None:
         autoencoder, writer = load_model(_opened_autoencoder(settings.autoencoder), dtype=dtype).module, None
     if settings.text is not None and own is None:
-        prompts, writer = TextPrompts(text_reader(settings.text, settings.text_tokens, dtype, say)), None
+        prompts, writer = TextPrompts([text_reader(settings.text, settings.text_tokens, dtype, say)]), None
     made = ImagePipeline(
         denoiser,
         prompts or NoPrompts(),

@@ -34,7 +34,6 @@ from argosy.infer.denoise.prompts import (
     PromptReader,
     SD3Prompts,
     SDPrompts,
-    SDXLPrompts,
     WanPrompts,
     prompt_length,
 )
@@ -107,7 +106,7 @@ class PipelineParts:
 def flux_pipeline(parts: PipelineParts) -> ImagePipeline:
     """Flux.1: dev follows guidance as an input, schnell draws in few steps without any."""
     config, vae = parts.denoiser.config, parts.models["vae"].module
-    prompts = FluxPrompts(parts.reader(1), parts.reader(2, config.text_tokens))
+    prompts = FluxPrompts([parts.reader(1), parts.reader(2, config.text_tokens)])
     side = 128 * vae.config.factor
     defaults = ImageDefaults(28, 3.5, (side, side)) if config.guided else ImageDefaults(4, 1.0, (side, side))
     # Its pipeline gives noise levels of its own, evenly from 1 to 1/steps.
@@ -118,8 +117,8 @@ def flux_pipeline(parts: PipelineParts) -> ImagePipeline:
 def sd3_pipeline(parts: PipelineParts) -> ImagePipeline:
     """Stable Diffusion 3 and 3.5, with T5 or without."""
     config, vae = parts.denoiser.config, parts.models["vae"].module
-    t5 = parts.reader(3, SD3_TOKENS) if "text_encoder_3" in parts.models else None
-    prompts = SD3Prompts([parts.reader(1), parts.reader(2)], t5, config.text_width, SD3_TOKENS)
+    t5 = [parts.reader(3, SD3_TOKENS)] if "text_encoder_3" in parts.models else []
+    prompts = SD3Prompts([parts.reader(1), parts.reader(2), *t5], config.text_width, SD3_TOKENS)
     side = config.size * vae.config.factor
     return ImagePipeline(parts.denoiser, prompts, parts.sampler, ImageDefaults(28, 7.0, (side, side)), vae, say=parts.say)
 
@@ -129,7 +128,7 @@ def z_image_pipeline(parts: PipelineParts) -> ImagePipeline:
     denoiser, vae, encoder = parts.denoiser, parts.models["vae"].module, parts.models["text_encoder"].module
     length, thinks = denoiser.config.text_tokens, {"enable_thinking": True}
     tokenizer, before_last = load_tokenizer(parts.path / "tokenizer"), encoder.config.layers - 1
-    prompts = ZImagePrompts(ChatReader(encoder, tokenizer, length, [before_last], "text_encoder", thinks, parts.say))
+    prompts = ZImagePrompts([ChatReader(encoder, tokenizer, length, [before_last], "text_encoder", thinks, parts.say)])
     side = 128 * vae.config.factor
     # Its pipeline gives noise levels of its own, evenly from 1 to 1/steps, and counts a scale of guidance of 0 as none: 5 is 6 here.
     sampler = parts.sampler.model_copy(update={"spacing": "trailing"})
@@ -160,7 +159,7 @@ def _flux2_pipeline(parts: PipelineParts, reader: ChatReader, steps: int, guidan
     # Its pipeline gives noise levels of its own, evenly from 1 to 1/steps, and a shift of its own.
     shift = parts.sampler.shift.model_copy(update={"empirical": parts.sampler.shift.dynamic})
     sampler = parts.sampler.model_copy(update={"spacing": "trailing", "shift": shift})
-    return ImagePipeline(denoiser, Flux2Prompts(reader), sampler, defaults, vae, say=parts.say)
+    return ImagePipeline(denoiser, Flux2Prompts([reader]), sampler, defaults, vae, say=parts.say)
 
 
 def wan_pipeline(parts: PipelineParts) -> ImagePipeline:
@@ -168,19 +167,19 @@ def wan_pipeline(parts: PipelineParts) -> ImagePipeline:
     if parts.index.get("expand_timesteps"):
         raise BadInput(f"{INDEX}: expand_timesteps, of Wan 2.2, is not built", where=str(parts.path), hint="Wan 2.1 is")
     denoiser, vae = parts.denoiser, parts.models["vae"].module
-    prompts = WanPrompts(parts.reader(1, denoiser.config.text_tokens))
+    prompts = WanPrompts([parts.reader(1, denoiser.config.text_tokens)])
     return ImagePipeline(denoiser, prompts, parts.sampler, ImageDefaults(50, 5.0, (480, 832), 81), vae, say=parts.say)
 
 
 def sd_pipeline(parts: PipelineParts) -> ImagePipeline:
     """Stable Diffusion 1 and 2."""
-    return _unet_pipeline(parts, SDPrompts(parts.reader(1)), 7.5)
+    return _unet_pipeline(parts, SDPrompts([parts.reader(1)]), 7.5)
 
 
 def sdxl_pipeline(parts: PipelineParts) -> ImagePipeline:
     """Stable Diffusion XL."""
     zeros = bool(parts.index.get("force_zeros_for_empty_prompt", True))
-    return _unet_pipeline(parts, SDXLPrompts([parts.reader(1), parts.reader(2)], zeros), 5.0)
+    return _unet_pipeline(parts, SDPrompts([parts.reader(1), parts.reader(2)], zeros), 5.0)
 
 
 def _unet_pipeline(parts: PipelineParts, prompts: PromptEncoder, guidance: float) -> ImagePipeline:

@@ -10,12 +10,11 @@ Texts are padded to one length, and padding is read like words: so these models 
 leave it out. A longer text loses its end, which is said.
 """
 
-import html
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +24,7 @@ from jaxtyping import Array, Float, Int
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.core.progress import Say
+from argosy.data.framing import unescaped
 from argosy.data.tokenizers.config import read_config
 from argosy.infer.denoise.finite import check_finite
 from argosy.models.blocks.clip import text_states, unet_conditions
@@ -33,6 +33,11 @@ from argosy.models.parts.weight import merge, split
 
 # Address of the table of tokens in every text encoder.
 EMBEDDING = "embed.w"
+
+
+# {hidden, penultimate, pooled, mask}: states of all tokens; those before the last layer and one vector for each text, of CLIP alone; 1
+# where a token is no padding.
+TextStates = dict[str, Array]
 
 
 class PromptTokens:
@@ -47,10 +52,16 @@ class PromptTokens:
         learned: the number of rows of each learned token.
 
     learned: the ids of each learned token's rows, by its name in lower case.
+    frame: ids before and after each text.
+    around: the text before and after each text: none.
+    pad: the id of padding.
+    pads_left: whether padding stands before the text: never.
 
     Raises:
         BadInput: a learned token is in the vocabulary already, or a special token of the tokenizer is none.
     """
+
+    around, pads_left = ("", ""), False
 
     def __init__(
         self, config: Any, tokenizer: Any, length: int, name: str, say: Say | None = None, learned: Mapping[str, int] | None = None
@@ -66,9 +77,8 @@ class PromptTokens:
         names = sorted(self.learned, key=len, reverse=True)
         self._token = re.compile(f"({'|'.join(map(re.escape, names))})", re.IGNORECASE)
         first, last = (self._special(role) for role in config.framing)
-        self._frame = first, last
-        pad = self._special("pad_token")
-        self._pad = pad[0] if pad else (last[0] if last else 0)
+        self.frame, pad = (first, last), self._special("pad_token")
+        self.pad = pad[0] if pad else (last[0] if last else 0)
 
     def ids(self, texts: Sequence[str]) -> Int[np.ndarray, "B T"]:
         """The ids of texts, with the special tokens around them, padded to one length. As in transformers, the name of a special token
@@ -77,13 +87,13 @@ class PromptTokens:
 
     def cut(self, texts: Sequence[str]) -> int:
         """How many texts are longer than what is read of one."""
-        room = self.length - sum(map(len, self._frame))
+        room = self.length - sum(map(len, self.frame))
         return sum(len(ids) > room for ids in self.encoded(texts))
 
     def padded(self, texts: Sequence[str]) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B T"]]:
         """The ids of texts, and 1 where they are no padding."""
-        first, last = self._frame
-        out = np.full((len(texts), self.length), self._pad, np.int32)
+        first, last = self.frame
+        out = np.full((len(texts), self.length), self.pad, np.int32)
         words = np.zeros_like(out)
         room = self.length - len(first) - len(last)
         for row, ids in enumerate(self.encoded(texts)):
@@ -152,7 +162,7 @@ class PromptReader(PromptTokens):
             self._leaves = self._leaves | {EMBEDDING: jnp.concatenate([table, jnp.asarray(rows, table.dtype)])}
         self._program = _states(graph, module.dtype)
 
-    def states(self, texts: Sequence[str], *, masked: bool = False) -> "TextStates":
+    def states(self, texts: Sequence[str], *, masked: bool = False) -> TextStates:
         """What the encoder makes of texts.
 
         Args:
@@ -169,10 +179,9 @@ class PromptReader(PromptTokens):
         order = jnp.asarray([unique.index(text) for text in texts])
         return jax.tree.map(lambda a: a[order], found | {"mask": jnp.asarray(words)})
 
-
-# {hidden, penultimate, pooled, mask}: states of all tokens; those before the last layer and one vector for each text, of CLIP alone; 1
-# where a token is no padding.
-TextStates = dict[str, Array]
+    def computed(self, model: Any, tokens: Int[Array, "B T"], segments: Int[Array, "B T"]) -> TextStates:
+        """`encoder_states`, of the encoder with other weights."""
+        return encoder_states(model, tokens, segments)
 
 
 @lru_cache(maxsize=16)
@@ -180,141 +189,137 @@ def _states(graph: Any, dtype: Any) -> Callable[..., TextStates]:
     def states(leaves: Any, tokens: Int[Array, "B T"], segments: Int[Array, "B T"]) -> TextStates:
         model = merge(graph, leaves)
         model.dtype = dtype
-        attend = model.config.attend(segments)
-        if not hasattr(model, "states"):
-            return {"hidden": model.hidden(tokens, attend)[0]}
-        return text_states(model, tokens, attend)
+        return encoder_states(model, tokens, segments)
 
     return jax.jit(states)
 
 
-class FluxPrompts:
-    """Prompts of Flux: states of T5, the vector of CLIP.
+def encoder_states(model: Any, tokens: Int[Array, "B T"], segments: Int[Array, "B T"]) -> TextStates:
+    """What a text encoder makes of tokens, without `mask`.
 
     Args:
-        clip, t5: the two encoders.
+        segments: 0 for tokens that are not attended to.
+    """
+    attend = model.config.attend(segments)
+    return text_states(model, tokens, attend) if hasattr(model, "states") else {"hidden": model.hidden(tokens, attend)[0]}
+
+
+class TextReader(Protocol):
+    """A text encoder with its tokenizer: `PromptReader`, or `chat_prompts.ChatReader`."""
+
+    module: Any
+    tokenizer: Any
+    length: int
+    learned: dict[str, list[int]]
+    frame: tuple[list[int], list[int]]
+    pad: int
+    pads_left: bool
+
+    @property
+    def around(self) -> tuple[str, str]: ...
+    def states(self, texts: Sequence[str], *, masked: bool = False) -> TextStates: ...
+    def computed(self, model: Any, tokens: Array, segments: Array) -> TextStates: ...
+
+
+class EncoderPrompts:
+    """Prompts that text encoders read, each with a tokenizer.
+
+    readers: the encoders.
+    masked: whether padding is not attended to; else it is read like words.
+    unescapes: whether texts are read as `data.framing.unescaped` gives them.
     """
 
-    def __init__(self, clip: PromptReader, t5: PromptReader):
-        self.clip, self.t5 = clip, t5
+    masked, unescapes = False, False
+
+    def __init__(self, readers: Sequence[TextReader]):
+        self.readers = tuple(readers)
+
+    @property
+    def learned_tokens(self) -> list[str]:
+        """The tokens that stand for learned embeddings, in lower case."""
+        return list(dict.fromkeys(token for reader in self.readers for token in reader.learned))
 
     def encode(self, texts: Sequence[str]) -> Conditions:
-        return Conditions(text=_float32(self.t5.states(texts)["hidden"]), pooled=_float32(self.clip.states(texts)["pooled"]))
+        plain = [unescaped(text) for text in texts] if self.unescapes else texts
+        return self.conditions([reader.states(plain, masked=self.masked) for reader in self.readers])
 
     def null(self, count: int) -> Conditions:
         return self.encode([""] * count)
 
+    def conditions(self, states: Sequence[TextStates]) -> Conditions:
+        """The conditions of what each encoder makes of the texts."""
+        raise NotImplementedError
 
-class SD3Prompts:
+
+class FluxPrompts(EncoderPrompts):
+    """Prompts of Flux: the vector of CLIP, which is the first encoder, and states of T5."""
+
+    def conditions(self, states: Sequence[TextStates]) -> Conditions:
+        clip, t5 = states
+        return Conditions(text=_float32(t5["hidden"]), pooled=_float32(clip["pooled"]))
+
+
+class SD3Prompts(EncoderPrompts):
     """Prompts of Stable Diffusion 3.
 
     Args:
-        clips: the two encoders of CLIP.
-        t5: None: the model runs without it, on zeros.
+        readers: the two encoders of CLIP, and T5 or not: the model then runs on zeros.
         width: of the denoiser's text states.
         length: tokens of T5.
     """
 
-    def __init__(self, clips: Sequence[PromptReader], t5: PromptReader | None, width: int, length: int):
-        self.clips, self.t5, self.width, self.length = clips, t5, width, length
+    def __init__(self, readers: Sequence[TextReader], width: int, length: int):
+        super().__init__(readers)
+        self.width, self.length = width, length
 
-    def encode(self, texts: Sequence[str]) -> Conditions:
-        states = [clip.states(texts) for clip in self.clips]
-        side = jnp.concatenate([_float32(one["penultimate"]) for one in states], -1)
+    def conditions(self, states: Sequence[TextStates]) -> Conditions:
+        clips, t5 = states[:2], states[2:]
+        side = jnp.concatenate([_float32(one["penultimate"]) for one in clips], -1)
         side = jnp.pad(side, ((0, 0), (0, 0), (0, self.width - side.shape[-1])))
-        none = jnp.zeros((len(texts), self.length, self.width), jnp.float32)
-        below = none if self.t5 is None else _float32(self.t5.states(texts)["hidden"])
-        pooled = jnp.concatenate([_float32(one["pooled"]) for one in states], -1)
+        below = _float32(t5[0]["hidden"]) if t5 else jnp.zeros((len(side), self.length, self.width), jnp.float32)
+        pooled = jnp.concatenate([_float32(one["pooled"]) for one in clips], -1)
         return Conditions(text=jnp.concatenate([side, below], 1), pooled=pooled)
 
-    def null(self, count: int) -> Conditions:
-        return self.encode([""] * count)
 
-
-class SDPrompts:
-    """Prompts of Stable Diffusion 1 and 2: the states of CLIP.
+class SDPrompts(EncoderPrompts):
+    """Prompts of Stable Diffusion 1 and 2, by one CLIP, and XL, by two (`unet_conditions`).
 
     Args:
-        clip: the encoder.
+        zeros: whether guidance leads away from zeros where there is no negative prompt, as the base model of XL was trained.
     """
 
-    def __init__(self, clip: PromptReader):
-        self.clip = clip
+    def __init__(self, readers: Sequence[TextReader], zeros: bool = False):
+        super().__init__(readers)
+        self.zeros = zeros
 
-    @property
-    def learned_tokens(self) -> list[str]:
-        """The tokens that stand for learned embeddings, in lower case."""
-        return list(self.clip.learned)
-
-    def encode(self, texts: Sequence[str]) -> Conditions:
-        return Conditions(text=unet_conditions([self.clip.states(texts)])[0])
-
-    def null(self, count: int) -> Conditions:
-        return self.encode([""] * count)
-
-
-class TextPrompts:
-    """Prompts of any text encoder: its states of all tokens, zeros for padding, and their mean over the tokens of the text.
-
-    Args:
-        reader: the encoder.
-    """
-
-    def __init__(self, reader: PromptReader):
-        self.reader = reader
-
-    def encode(self, texts: Sequence[str]) -> Conditions:
-        states = self.reader.states(texts, masked=True)
-        mask = states["mask"].astype(jnp.float32)[..., None]
-        text = _float32(states["hidden"]) * mask
-        return Conditions(text=text, pooled=text.sum(1) / jnp.maximum(mask.sum(1), 1))
-
-    def null(self, count: int) -> Conditions:
-        return self.encode([""] * count)
-
-
-class WanPrompts:
-    """Prompts of Wan: the states of UMT5, zeros for padding, which the denoiser reads. As its pipeline does, names of characters
-    (`&amp;`) become the characters, and white space one blank; what `ftfy` mends there is left as it is.
-
-    Args:
-        t5: the encoder.
-    """
-
-    def __init__(self, t5: PromptReader):
-        self.t5 = t5
-
-    def encode(self, texts: Sequence[str]) -> Conditions:
-        states = self.t5.states([" ".join(html.unescape(html.unescape(text)).split()) for text in texts], masked=True)
-        return Conditions(text=_float32(states["hidden"]) * states["mask"].astype(jnp.float32)[..., None])
-
-    def null(self, count: int) -> Conditions:
-        return self.encode([""] * count)
-
-
-class SDXLPrompts:
-    """Prompts of Stable Diffusion XL: the states of both CLIPs before the last layer, side by side, and the vector of the second.
-
-    Args:
-        clips: the two encoders.
-        zeros: whether guidance leads away from zeros where there is no negative prompt, as the base model was trained.
-    """
-
-    def __init__(self, clips: Sequence[PromptReader], zeros: bool):
-        self.clips, self.zeros = clips, zeros
-
-    @property
-    def learned_tokens(self) -> list[str]:
-        """The tokens that stand for learned embeddings, in lower case."""
-        return list(dict.fromkeys(token for clip in self.clips for token in clip.learned))
-
-    def encode(self, texts: Sequence[str]) -> Conditions:
-        text, pooled = unet_conditions([clip.states(texts) for clip in self.clips])
+    def conditions(self, states: Sequence[TextStates]) -> Conditions:
+        text, pooled = unet_conditions(states)
         return Conditions(text=text, pooled=pooled)
 
     def null(self, count: int) -> Conditions:
-        found = self.encode([""] * count)
+        found = super().null(count)
         return Conditions(*jax.tree.map(jnp.zeros_like, tuple(found))) if self.zeros else found
+
+
+class TextPrompts(EncoderPrompts):
+    """Prompts of any text encoder: its states of all tokens, zeros for padding, and their mean over the tokens of the text."""
+
+    masked = True
+
+    def conditions(self, states: Sequence[TextStates]) -> Conditions:
+        mask = states[0]["mask"].astype(jnp.float32)[..., None]
+        text = _float32(states[0]["hidden"]) * mask
+        return Conditions(text=text, pooled=text.sum(1) / jnp.maximum(mask.sum(1), 1))
+
+
+class WanPrompts(EncoderPrompts):
+    """Prompts of Wan: the states of UMT5, zeros for padding, which the denoiser reads. As its pipeline does, names of characters
+    (`&amp;`) become the characters, and white space one blank; what `ftfy` mends there is left as it is."""
+
+    masked, unescapes = True, True
+
+    def conditions(self, states: Sequence[TextStates]) -> Conditions:
+        return Conditions(text=_float32(states[0]["hidden"]) * states[0]["mask"].astype(jnp.float32)[..., None])
 
 
 def _float32(a: Float[Array, "..."]) -> Float[Array, "..."]:

@@ -5,7 +5,6 @@ A stream sends OpenAI's events: `image_generation.partial_image` and `image_gene
 """
 
 import asyncio
-import base64
 import time
 from collections.abc import AsyncGenerator
 from importlib.metadata import version
@@ -17,8 +16,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from argosy.core.errors import BadInput
-from argosy.core.formats.image_files import image_file, pillow
 from argosy.infer.denoise.engine import ImageEvent
 from argosy.infer.denoise.pipeline import as_uint8
 from argosy.serve.images.fields import ImageFields
@@ -69,8 +66,7 @@ class ImageRoutes:
         return await self._answer(request, form.fields, "image_edit", form.image, form.mask)
 
     async def _answer(self, request: Request, fields: ImageFields, kind: str, image: Any = None, mask: Any = None) -> Response:
-        if fields.output_format != "png":
-            check_format(fields.output_format)
+        fields.check_format()
         events = self.service.events(fields, image, mask)
         seconds = self.service.settings.limits.seconds
         if fields.stream:
@@ -79,8 +75,8 @@ class ImageRoutes:
             first = await while_connected(request.receive, _within(anext(documents), seconds))
             return EventStream(first, documents, seconds, named=True, failure=_failure)
         images = await while_connected(request.receive, _within(_all(events, fields.n), seconds))
-        files = await asyncio.to_thread(lambda: [_file(image, fields) for image in images])
-        return Json({"created": int(time.time()), "data": [{"b64_json": file} for file in files]} | _about(images[0], fields))
+        files = await asyncio.to_thread(lambda: [fields.file(as_uint8(image)) for image in images])
+        return Json({"created": int(time.time()), "data": [{"b64_json": file} for file in files]} | fields.about(images[0]))
 
     async def models(self, request: Request) -> Response:
         about = {"id": self.service.name, "object": "model", "created": self.service.created, "owned_by": "argosy"}
@@ -134,8 +130,8 @@ async def _documents(events: AsyncGenerator[tuple[int, ImageEvent]], fields: Ima
                 if fields.progress:
                     yield {"type": f"{kind}.progress", "index": number, "done": event.done, "evaluations": event.evaluations}
                 continue
-            about = {"b64_json": await asyncio.to_thread(_file, event.image, fields), "created_at": int(time.time()), "index": number}
-            about |= _about(event.image, fields)
+            file = await asyncio.to_thread(lambda image=event.image: fields.file(as_uint8(image)))
+            about = {"b64_json": file, "created_at": int(time.time()), "index": number} | fields.about(event.image)
             if event.kind == "preview":
                 yield {"type": f"{kind}.partial_image", "partial_image_index": sent[number]} | about
                 sent[number] += 1
@@ -147,24 +143,3 @@ async def _documents(events: AsyncGenerator[tuple[int, ImageEvent]], fields: Ima
 
 def _failure(error: ApiError) -> dict[str, Any]:
     return {"type": "error"} | error.body()
-
-
-def check_format(kind: str) -> None:
-    """Raises:
-    ApiError: this server cannot write files of this format.
-    """
-    try:
-        pillow()
-    except BadInput:
-        what = f"`output_format`: this server writes png; {kind} needs the package `pillow`"
-        raise ApiError(what, param="output_format", code="unsupported_parameter") from None
-
-
-def _file(image: Any, fields: ImageFields) -> str:
-    """An image [H W 3] in 0..1 as a file in base64."""
-    return base64.b64encode(image_file(as_uint8(image), fields.output_format, fields.output_compression)).decode()
-
-
-def _about(image: Any, fields: ImageFields) -> dict[str, Any]:
-    about = {"size": f"{image.shape[1]}x{image.shape[0]}", "output_format": fields.output_format}
-    return about | {"background": "opaque", "quality": "auto"}

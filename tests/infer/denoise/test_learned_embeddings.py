@@ -67,14 +67,14 @@ def test_a_token_of_the_vocabulary_is_refused_as_in_diffusers(folder, tmp_path):
 def test_a_token_stands_within_words_as_added_tokens_do(folder, tmp_path):
     """transformers 5.23: with the added token `red`, `infrared redness` is i n f r a [red] [red] n e s s</w>."""
     save_file({"emb_params": load_file(FILE)["<snow-fox>"][:1]}, tmp_path / "red.safetensors")
-    reader = argosy.load(folder, embeddings=tmp_path / "red.safetensors").prompts.clip
+    reader = argosy.load(folder, embeddings=tmp_path / "red.safetensors").prompts.readers[0]
     (ids,) = reader.encoded(["infrared redness"])
     names = ["i", "n", "f", "r", "a</w>", 90, 90, "n", "e", "s", "s</w>"]
     assert ids == [name if isinstance(name, int) else reader.tokenizer.id_of(name) for name in names]
 
 
 def test_a_token_stands_for_its_rows(pipe):
-    reader = pipe.prompts.clip
+    reader = pipe.prompts.readers[0]
     vocab = reader.module.config.vocab
     (ids,) = reader.ids(["a <Snow-Fox><snow-fox> fox"])
     learned = [vocab, vocab + 1]
@@ -86,8 +86,8 @@ def test_a_token_stands_for_its_rows(pipe):
 def test_a_prompt_that_loses_a_learned_token_says_so(folder):
     said: list[str] = []
     pipe = argosy.load(folder, embeddings=FILE)
-    pipe.prompts.clip.say = said.append
-    pipe.prompts.clip.ids(["a red fox in the snow " * 4 + "<snow-fox>"])
+    pipe.prompts.readers[0].say = said.append
+    pipe.prompts.readers[0].ids(["a red fox in the snow " * 4 + "<snow-fox>"])
     assert "<snow-fox>" in said[0]
 
 
@@ -106,7 +106,7 @@ def test_files_of_other_programs_and_folders(folder, tmp_path):
     rows = load_file(FILE)["<snow-fox>"]
     save_file({"emb_params": rows}, tmp_path / "snow.safetensors")
     save_file({"<one>": rows[0]}, tmp_path / "learned_embeds.safetensors")
-    reader = argosy.load(folder, embeddings=[tmp_path / "snow.safetensors", tmp_path]).prompts.clip
+    reader = argosy.load(folder, embeddings=[tmp_path / "snow.safetensors", tmp_path]).prompts.readers[0]
     vocab = reader.module.config.vocab
     assert list(reader.ids(["snow <one>"])[0][1:4]) == [vocab, vocab + 1, vocab + 2]
 

@@ -1,0 +1,104 @@
+"""Prompts in bundles that draw: their ids are inputs of the program, which holds the text encoders.
+
+    prompt            -> prompt_ids, prompt_mask, prompt_ids_2 ...              a pair for each text encoder
+    negative_prompt   -> negative_prompt_ids ...                                optional, where guidance leads away from something
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array
+
+from argosy.core.errors import BadInput
+from argosy.export.manifest import TensorSignature
+from argosy.export.model import tokenizer_files
+from argosy.export.signatures import BATCH
+from argosy.export.steps import EncoderTokens, TokenizePromptStep
+from argosy.infer.denoise.prompts import EncoderPrompts
+from argosy.models.diffusion.base import Conditions
+
+PROMPT, NEGATIVE = "prompt", "negative_prompt"
+
+
+class BundledPrompts:
+    """The text encoders of a pipeline in its bundle.
+
+    Args:
+        guided: whether there are negative prompts.
+
+    Raises:
+        BadInput: the pipeline has learned embeddings, or a chat template that changes prompts.
+    """
+
+    def __init__(self, prompts: EncoderPrompts, guided: bool):
+        if tokens := prompts.learned_tokens:
+            what = f"bundles with learned embeddings ({', '.join(tokens)}) are not built"
+            raise BadInput(what, hint="the pipeline without `embeddings`")
+        self.prompts = prompts
+        ends = [f"_{i + 1}" if i else "" for i in range(len(prompts.readers))]
+        self.readers = dict(zip(ends, prompts.readers, strict=True))
+        self.steps = [self._step(name) for name in (PROMPT, *([NEGATIVE] if guided else []))]
+
+    @property
+    def files(self) -> dict[str, bytes]:
+        """The files of the tokenizers."""
+        every = (tokenizer_files(reader.tokenizer, f"tokenizer{end}") for end, reader in self.readers.items())
+        return {name: content for files in every for name, content in files.items()}
+
+    @property
+    def modules(self) -> nnx.Dict:
+        """The text encoders."""
+        return nnx.Dict({f"text_encoder{end}": reader.module for end, reader in self.readers.items()})
+
+    def _step(self, name: str) -> TokenizePromptStep:
+        encoders = []
+        for end, reader in self.readers.items():
+            (first, last), (before, after) = reader.frame, reader.around
+            names: Any = {"folder": f"tokenizer{end}", "tokens": f"{name}_ids{end}", "mask": f"{name}_mask{end}"}
+            around: Any = {"first": first, "last": last, "before": before, "after": after}
+            encoders.append(EncoderTokens(**names, **around, length=reader.length, pad=reader.pad, pad_left=reader.pads_left))
+        return TokenizePromptStep(input=name, encoders=encoders, unescape=self.prompts.unescapes)
+
+    def inputs(self) -> Iterator[TensorSignature]:
+        """The inputs of the program. Those of negative prompts may be left out."""
+        for step in self.steps:
+            of, default = step.input.replace("_", " "), 0 if step.input == NEGATIVE else None
+            for encoder, reader in zip(step.encoders, self.readers.values(), strict=True):
+                how: Any = {"shape": [BATCH, encoder.length], "dtype": "int32", "default": default, "minimum": 0}
+                about, most = f"ids of the {of} by `{encoder.folder}`", reader.module.config.vocab - 1
+                yield TensorSignature(name=encoder.tokens, description=about, pad=encoder.pad, maximum=most, **how)
+                yield TensorSignature(name=encoder.mask, description="1 for tokens, 0 for padding", maximum=1, **how)
+
+    def conditions(self, modules: Mapping[str, Any], inputs: Mapping[str, Any]) -> Conditions:
+        """The conditions of the prompts."""
+        for end, reader in self.readers.items():
+            modules[f"text_encoder{end}"].dtype = reader.module.dtype
+        return self._encoded(self.steps[0], modules, inputs)
+
+    def base(self, modules: Mapping[str, Any], inputs: Mapping[str, Any], none: Mapping[str, Array]) -> Conditions:
+        """What guidance leads away from, after `conditions`: in each row the negative prompt, or `none`."""
+        step = self.steps[1]
+        given = jnp.stack([inputs[encoder.mask].any(1) for encoder in step.encoders]).any(0)
+
+        def encoded() -> dict[str, Array]:
+            found = self._encoded(step, modules, inputs)._asdict()
+            return {k: jnp.where(given.reshape(-1, *(1,) * (v.ndim - 1)), found[k], v) for k, v in none.items()}
+
+        # Encoders run for negative prompts only if there are any.
+        return Conditions(**jax.lax.cond(given.any(), encoded, lambda: dict(none)))
+
+    def _encoded(self, step: TokenizePromptStep, modules: Mapping[str, Any], inputs: Mapping[str, Any]) -> Conditions:
+        states = []
+        for encoder, (end, reader) in zip(step.encoders, self.readers.items(), strict=True):
+            module, mask = modules[f"text_encoder{end}"], inputs[encoder.mask]
+            attended = mask if self.prompts.masked else jnp.ones_like(mask)
+            states.append(reader.computed(module, inputs[encoder.tokens], attended) | {"mask": mask})
+        return self.prompts.conditions(states)
+
+
+def bundled_prompts(prompts: Any, guided: bool) -> BundledPrompts | None:
+    """The text encoders of a pipeline in its bundle; None where the program takes classes."""
+    return BundledPrompts(prompts, guided) if isinstance(prompts, EncoderPrompts) else None

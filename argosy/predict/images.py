@@ -1,0 +1,94 @@
+"""OpenAI's /v1/images/generations, for bundles whose default signature draws images of prompts (`export.images`)."""
+
+import asyncio
+import secrets
+import time
+from typing import Any
+
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from argosy.core.counts import plural
+from argosy.export.manifest import BundleSignature
+from argosy.export.steps import TokenizePromptStep
+from argosy.predict.repository import LoadedVersion
+from argosy.predict.service import PredictService
+from argosy.web.body import read_json_body
+from argosy.web.errors import ApiError, Json, unknown_model
+from argosy.web.images import GenerationFields
+
+IMAGES, FINITE = "images", "finite"
+# As in OpenAI's API.
+MOST_IMAGES = 10
+
+
+class BundleImageRoutes:
+    """/v1/images/generations."""
+
+    def __init__(self, service: PredictService):
+        self.service = service
+
+    def routes(self) -> list[Route]:
+        return [Route("/v1/images/generations", self.generations, methods=["POST"])]
+
+    async def generations(self, request: Request) -> Response:
+        fields = GenerationFields.of(await read_json_body(request, self.service.settings.limits))
+        fields.check_format()
+        name = self._name(fields)
+        version = self.service.find(name)
+        inputs = image_inputs(version.bundle.manifest.signature(), fields, name)
+        _, found = await self.service.call(request, lambda: self.service.find(name), inputs, None)
+        if not np.asarray(found.outputs[FINITE]).all():
+            raise ApiError("numbers that are not finite were drawn", status=500)
+        images = np.asarray(found.outputs[IMAGES])
+        files = await asyncio.to_thread(lambda: [fields.file(image) for image in images])
+        return Json({"created": int(time.time()), "data": [{"b64_json": file} for file in files]} | fields.about(images[0]))
+
+    def _name(self, fields: GenerationFields) -> str:
+        """The model of a request; the only one that draws, where it names none."""
+        models = self.service.repository.models
+        if fields.model is not None:
+            if fields.model not in models:
+                raise unknown_model(fields.model)
+            return fields.model
+        draws = [name for name, state in models.items() if any(draws_prompts(one) for one in state.versions.values())]
+        if len(draws) != 1:
+            raise ApiError(f"`model` is missing: {plural(len(draws), 'model')} of this server draw images of prompts", param="model")
+        return draws[0]
+
+
+def draws_prompts(version: LoadedVersion) -> bool:
+    """Whether the default signature of a version draws images of prompts."""
+    of = version.bundle.manifest.signature()
+    is_prompted = any(isinstance(step, TokenizePromptStep) for step in of.preprocess)
+    return is_prompted and {IMAGES, FINITE} <= {spec.name for spec in of.outputs}
+
+
+def image_inputs(of: BundleSignature, fields: GenerationFields, name: str) -> dict[str, Any]:
+    """The inputs of a signature for a request.
+
+    Raises:
+        ApiError: the signature draws no prompts, another size, or takes no guidance or negative prompt; or too many images are wanted.
+    """
+    outputs = {spec.name: spec for spec in of.outputs}
+    prompts = [step.input for step in of.preprocess if isinstance(step, TokenizePromptStep)]
+    if not prompts or not {IMAGES, FINITE} <= set(outputs):
+        raise ApiError(f"model `{name}` draws no images of prompts", param="model", code="wrong_kind_of_model")
+    height, width = outputs[IMAGES].shape[1:3]
+    if fields.area() not in (None, (height, width)):
+        raise ApiError(f"`size`: this model was exported for {width}x{height}", param="size")
+    if fields.n > MOST_IMAGES:
+        raise ApiError(f"`n`: {fields.n} images, this server allows {MOST_IMAGES}", param="n")
+    seed = secrets.randbits(31) if fields.seed is None else fields.seed
+    found: dict[str, Any] = {prompts[0]: [fields.prompt] * fields.n, "seed": [seed] * fields.n, "index": list(range(fields.n))}
+    if fields.negative_prompt is not None:
+        if len(prompts) < 2:
+            raise ApiError("`negative_prompt` has no effect on this model", param="negative_prompt", code="unsupported_parameter")
+        found[prompts[1]] = [fields.negative_prompt] * fields.n
+    if fields.guidance_scale is not None:
+        if "guidance" not in {spec.name for spec in of.inputs}:
+            raise ApiError("`guidance_scale` has no effect on this model", param="guidance_scale", code="unsupported_parameter")
+        found["guidance"] = [fields.guidance_scale] * fields.n
+    return found
