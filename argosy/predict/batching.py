@@ -31,7 +31,7 @@ from argosy.predict.settings import BatchingSettings
 # Characters of a request that the event loop tokenizes itself; asking a thread takes as long.
 SHORT_TEXT = 4096
 # Programs that are compiled before a signature answers, and the tokens of those that are called too.
-MOST_PROGRAMS, CALLED_TOKENS = 64, 512
+MOST_PROGRAMS, CALLED_TOKENS = 72, 512
 
 
 class QueueFull(Exception):

@@ -1,6 +1,7 @@
 """The server of bundles as a process: its protocols, its versions, and what it refuses."""
 
 import asyncio
+import base64
 import json
 import os
 import shutil
@@ -16,11 +17,13 @@ import httpx
 import numpy as np
 import openai
 import pytest
+from golden_weights import write_pipeline
 from helpers import shared
 from predict_servers import serving, write_scaled
 from starlette.requests import Request
 
 import argosy
+from argosy.core.formats.image_files import read_image
 from argosy.data.tokenizers.load import find_tokenizer
 from argosy.export.bundle import Bundle
 from argosy.export.steps import at_unit_length
@@ -324,6 +327,38 @@ def test_mistakes_are_said_before_a_server_starts(words: list[str], said: str, t
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=os.environ | {"JAX_PLATFORMS": "cpu"})
     assert done.returncode == 2
     assert said in done.stderr
+
+
+def test_images_by_openais_client(tmp_path: Path):
+    """A bundle of a small Stable Diffusion draws what its pipeline draws."""
+    pipe = argosy.load(write_pipeline(Path(__file__).parents[1] / "goldens" / "images" / "pipeline-sd", tmp_path / "pipeline"))
+    how = {"steps": 2, "size": 16}
+    pipe.export(tmp_path / "models" / "small" / "1", platforms=["cpu"], batch=[2], **how)
+    write_scaled(tmp_path / "models" / "scaled" / "1", 2.0)
+    expected = pipe.images("a red fox", negative="snow", guidance=3.0, seed=5, n=2, **how)
+    extra = {"negative_prompt": "snow", "guidance_scale": 3.0, "seed": 5}
+    with (
+        serving(tmp_path / "models", "warm_up=false") as (address, _),
+        openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client,
+    ):
+        for model in ({"model": "small"}, {}):
+            found = client.images.generate(prompt="a red fox", n=2, size="16x16", extra_body=extra, **model)
+            images = [read_image(base64.b64decode(one.b64_json)) for one in found.data]
+            assert np.abs(np.stack(images).astype(int) - expected).max() <= 1
+        different = client.images.generate(model="small", prompt="a red fox")
+        assert different.data[0].b64_json != client.images.generate(model="small", prompt="a red fox").data[0].b64_json
+        for words, why in (
+            ({"size": "32x32"}, "exported for 16x16"),
+            ({"n": 11}, "allows 10"),
+            ({"model": "scaled"}, "draws no images of prompts"),
+            ({"prompt": "a red fox in the snow " * 30}, "more tokens than"),
+            ({"extra_body": {"num_inference_steps": 9}}, "num_inference_steps"),
+            ({"stream": True}, "stream"),
+        ):
+            with pytest.raises(openai.BadRequestError, match=why):
+                client.images.generate(**{"model": "small", "prompt": "a red fox"} | words)
+        with pytest.raises(openai.NotFoundError, match="does not exist"):
+            client.images.generate(model="other", prompt="a red fox")
 
 
 def test_embeddings_by_openais_client(tmp_path: Path):

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -204,6 +204,7 @@ def encoder_states(model: Any, tokens: Int[Array, "B T"], segments: Int[Array, "
     return text_states(model, tokens, attend) if hasattr(model, "states") else {"hidden": model.hidden(tokens, attend)[0]}
 
 
+@runtime_checkable
 class TextReader(Protocol):
     """A text encoder with its tokenizer: `PromptReader`, or `chat_prompts.ChatReader`."""
 

@@ -144,11 +144,25 @@ async function run(event) {
 }
 
 function shown(output) {
+  const head = el("p", {}, el("b", {}, output.name), el("span", { class: "soft" }, ` ${output.datatype} [${output.shape.join(", ")}]`));
+  const [count, height, width, colors] = output.shape;
+  if (output.datatype === "UINT8" && output.shape.length === 4 && colors === 3) {
+    const size = height * width * 3;
+    return el("div", {}, head, ...Array.from({ length: count }, (_, i) => picture(output.data.slice(i * size, (i + 1) * size), height, width)));
+  }
   const more = output.data.length - MOST_VALUES;
   const text = output.data.slice(0, MOST_VALUES).map(value => (typeof value === "string" ? value : String(+value.toPrecision?.(6) || value)));
   const end = more > 0 ? ` … and ${more.toLocaleString("en")} more` : "";
-  return el("div", {}, el("p", {}, el("b", {}, output.name), el("span", { class: "soft" }, ` ${output.datatype} [${output.shape.join(", ")}]`)),
-    el("pre", {}, text.join(output.datatype === "BYTES" ? "\n" : ", ") + end));
+  return el("div", {}, head, el("pre", {}, text.join(output.datatype === "BYTES" ? "\n" : ", ") + end));
+}
+
+/** An image of colors, row by row. */
+function picture(colors, height, width) {
+  const canvas = el("canvas", { height, width });
+  const pixels = new Uint8ClampedArray(height * width * 4).fill(255);
+  colors.forEach((color, i) => { pixels[4 * Math.floor(i / 3) + i % 3] = color; });
+  canvas.getContext("2d").putImageData(new ImageData(pixels, width, height), 0, 0);
+  return canvas;
 }
 
 $("version").addEventListener("change", showSignatures);
