@@ -855,16 +855,16 @@ EDITS = [
     ),
     Edit(
         "BOS twice before a conversation",
-        "argosy/infer/lm.py",
-        "ids = self.tokenizer.encode(text, special=True)",
-        "ids = [self.tokenizer.bos, *self.tokenizer.encode(text, special=True)]",
+        "argosy/infer/chat.py",
+        "ids = tokenizer.encode(text, special=True)",
+        "ids = [tokenizer.bos, *tokenizer.encode(text, special=True)]",
         ("tests/infer/test_encode.py",),
     ),
     Edit(
         "special tokens of a conversation as text",
-        "argosy/infer/lm.py",
-        "ids = self.tokenizer.encode(text, special=True)",
-        "ids = self.tokenizer.encode(text)",
+        "argosy/infer/chat.py",
+        "ids = tokenizer.encode(text, special=True)",
+        "ids = tokenizer.encode(text)",
         ("tests/infer/test_encode.py",),
     ),
     Edit(

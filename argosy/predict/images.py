@@ -17,7 +17,7 @@ from argosy.predict.repository import LoadedVersion
 from argosy.predict.service import PredictService
 from argosy.web.body import read_json_body
 from argosy.web.errors import ApiError, Json, unknown_model
-from argosy.web.images import GenerationFields
+from argosy.web.images import ImageGenerationFields
 
 IMAGES, FINITE = "images", "finite"
 # As in OpenAI's API.
@@ -34,7 +34,7 @@ class BundleImageRoutes:
         return [Route("/v1/images/generations", self.generations, methods=["POST"])]
 
     async def generations(self, request: Request) -> Response:
-        fields = GenerationFields.of(await read_json_body(request, self.service.settings.limits))
+        fields = ImageGenerationFields.of(await read_json_body(request, self.service.settings.limits))
         fields.check_format()
         name = self._name(fields)
         version = self.service.find(name)
@@ -46,7 +46,7 @@ class BundleImageRoutes:
         files = await asyncio.to_thread(lambda: [fields.file(image) for image in images])
         return Json({"created": int(time.time()), "data": [{"b64_json": file} for file in files]} | fields.about(images[0]))
 
-    def _name(self, fields: GenerationFields) -> str:
+    def _name(self, fields: ImageGenerationFields) -> str:
         """The model of a request; the only one that draws, where it names none."""
         models = self.service.repository.models
         if fields.model is not None:
@@ -66,7 +66,7 @@ def draws_prompts(version: LoadedVersion) -> bool:
     return is_prompted and {IMAGES, FINITE} <= {spec.name for spec in of.outputs}
 
 
-def image_inputs(of: BundleSignature, fields: GenerationFields, name: str) -> dict[str, Any]:
+def image_inputs(of: BundleSignature, fields: ImageGenerationFields, name: str) -> dict[str, Any]:
     """The inputs of a signature for a request.
 
     Raises:

@@ -16,7 +16,7 @@ from argosy.web.fields import IGNORED, Fields
 SIZE = re.compile(r"(\d{1,5})x(\d{1,5})")
 
 
-class GenerationFields(Fields):
+class ImageGenerationFields(Fields):
     """A request for images of a prompt.
 
     size: "WIDTHxHEIGHT" in pixels, or "auto".

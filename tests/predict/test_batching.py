@@ -421,7 +421,10 @@ def sequences(limit: int) -> BundleSignature:
 
 def test_long_rows_make_small_batches():
     plan = BatchPlan.of(sequences(8192), BatchingSettings(max_batch_size=32, max_batch_tokens=4096))
-    assert plan.padded([{"batch": 3, "length": 20}]) == {"batch": 4, "length": 24}
+    assert plan.padded([{"batch": 3, "length": 20}]) == {"batch": 4, "length": 20}
+    lengths = [1, 17, 21, 25, 29, 33, 49, 65, 8192]
+    padded = [plan.padded([{"batch": 1, "length": length}])["length"] for length in lengths]
+    assert padded == [16, 20, 24, 28, 32, 48, 64, 96, 8192]
     assert [plan.rows_at({"batch": 1, "length": length}) for length in (20, 128, 129, 2048, 4097)] == [32, 32, 21, 2, 1]
     combinations = plan.combinations()
     assert combinations is not None

@@ -4,10 +4,10 @@ from pydantic import Field
 
 from argosy.serve.images.settings import ImageLimits
 from argosy.web.errors import ApiError
-from argosy.web.images import GenerationFields
+from argosy.web.images import ImageGenerationFields
 
 
-class ImageFields(GenerationFields):
+class ImageFields(ImageGenerationFields):
     """A request for images.
 
     partial_images: how many images on the way a stream sends.

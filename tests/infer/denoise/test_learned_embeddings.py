@@ -52,7 +52,7 @@ def test_both_encoders_of_xl_read_their_rows(xl, tmp_path):
     rows = load_file(file)
     save_file({"<snow-fox>": rows["clip_l"]}, tmp_path / "learned_embeds.safetensors")
     alone = argosy.load(xl, embeddings=tmp_path).prompts
-    assert (len(alone.clips[0].learned), len(alone.clips[1].learned)) == (1, 0)
+    assert [len(reader.learned) for reader in alone.readers] == [1, 0]
     # Without metadata, the token is the name of the file.
     save_file(rows, tmp_path / "snow.safetensors")
     assert argosy.load(xl, embeddings=tmp_path / "snow.safetensors").prompts.learned_tokens == ["snow"]
