@@ -155,8 +155,8 @@ class ChatReader:
         return {"hidden": found[order], "mask": jnp.asarray(words[order])}
 
     def computed(self, model: Any, tokens: Int[Array, "B T"], segments: Int[Array, "B T"]) -> TextStates:
-        """`layer_states`, of the model with other weights."""
-        return {"hidden": layer_states(model, tokens, segments, self.layers)}
+        """`joined_layer_states`, of the model with other weights."""
+        return {"hidden": joined_layer_states(model, tokens, segments, self.layers)}
 
 
 @lru_cache(maxsize=16)
@@ -164,12 +164,12 @@ def _layer_states(graph: Any, dtype: Any, layers: tuple[int, ...]) -> Callable[.
     def states(leaves: Any, tokens: Int[Array, "B T"], words: Int[Array, "B T"]) -> Float[Array, "B T E"]:
         model = merge(graph, leaves)
         model.dtype = dtype
-        return layer_states(model, tokens, words, layers)
+        return joined_layer_states(model, tokens, words, layers)
 
     return jax.jit(states)
 
 
-def layer_states(model: Any, tokens: Int[Array, "B T"], words: Int[Array, "B T"], layers: Sequence[int]) -> Float[Array, "B T E"]:
+def joined_layer_states(model: Any, tokens: Int[Array, "B T"], words: Int[Array, "B T"], layers: Sequence[int]) -> Float[Array, "B T E"]:
     """The outputs of layers of a language model side by side, float32; 0 is the embedding."""
     attend = PaddedTexts(words)
     _, _, aux = model.hidden(tokens, WatchedAttend(attend, outputs=True))
