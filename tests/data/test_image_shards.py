@@ -136,7 +136,7 @@ def test_control_images_that_are_missing_or_several_are_named(pictures, edges, t
         with pytest.raises(BadInput, match=what):
             ImageShards(str(tmp_path / "a.tar"), ImageSettings(size=16))
     pyarrow.parquet.write_table(pyarrow.table({"image": pictures}), tmp_path / "a.parquet")
-    with pytest.raises(BadInput, match="no column `edges`, which data.columns.controls names"):
+    with pytest.raises(BadInput, match=r"no column `edges`, which data\.columns\.controls names"):
         ImageShards(str(tmp_path / "a.parquet"), ImageSettings(size=16), columns={"controls": "edges"})
 
 

@@ -115,7 +115,7 @@ class ChatReader:
         return out, words
 
     @property
-    def around(self) -> tuple[str, str]:
+    def affixes(self) -> tuple[str, str]:
         """The text that the template puts before and after each prompt.
 
         Raises:
@@ -169,7 +169,9 @@ def _layer_states(graph: Any, dtype: Any, layers: tuple[int, ...]) -> Callable[.
     return jax.jit(states)
 
 
-def joined_layer_states(model: Any, tokens: Int[Array, "B T"], words: Int[Array, "B T"], layers: Sequence[int]) -> Float[Array, "B T E"]:
+def joined_layer_states(
+    model: Any, tokens: Int[Array, "B T"], words: Int[Array, "B T"], layers: Sequence[int]
+) -> Float[Array, "B T E"]:
     """The outputs of layers of a language model side by side, float32; 0 is the embedding."""
     attend = PaddedTexts(words)
     _, _, aux = model.hidden(tokens, WatchedAttend(attend, outputs=True))

@@ -53,7 +53,7 @@ class PromptTokens:
 
     learned: the ids of each learned token's rows, by its name in lower case.
     frame: ids before and after each text.
-    around: the text before and after each text: none.
+    affixes: the text before and after each text: none.
     pad: the id of padding.
     pads_left: whether padding stands before the text: never.
 
@@ -61,7 +61,7 @@ class PromptTokens:
         BadInput: a learned token is in the vocabulary already, or a special token of the tokenizer is none.
     """
 
-    around, pads_left = ("", ""), False
+    affixes, pads_left = ("", ""), False
 
     def __init__(
         self, config: Any, tokenizer: Any, length: int, name: str, say: Say | None = None, learned: Mapping[str, int] | None = None
@@ -217,7 +217,7 @@ class TextReader(Protocol):
     pads_left: bool
 
     @property
-    def around(self) -> tuple[str, str]: ...
+    def affixes(self) -> tuple[str, str]: ...
     def states(self, texts: Sequence[str], *, masked: bool = False) -> TextStates: ...
     def computed(self, model: Any, tokens: Array, segments: Array) -> TextStates: ...
 
