@@ -53,6 +53,15 @@ Say = Callable[[str], None]
 Progress = Callable[[int, int | None], None]
 
 
+class WriterStopped(KeyboardInterrupt):
+    """A writer of a prepared corpus was asked to stop.
+
+    kept: whether the next one goes on from what it had written, or starts over.
+    """
+
+    kept = False
+
+
 @dataclass(frozen=True)
 class Prepared:
     """An open prepared corpus; `train` and `held_out` are mapped, not read."""
@@ -122,6 +131,7 @@ def prepare(
     keep_tokenizer: bool = False,
     progress: Progress | None = None,
     say: Say = lambda text: None,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> Prepared:
     """Tokenizes a source into `folder`, or opens the folder if it was made from the same source and settings.
 
@@ -133,8 +143,10 @@ def prepare(
         keep_tokenizer: whether the tokenizer is saved in the folder too.
         progress: called with the bytes of text so far, after each group of documents.
         say: called with a sentence if an earlier writer was killed and its work goes on, or starts over.
+        stopped: asked before each document whether to stop.
 
     Raises:
+        WriterStopped: `stopped` said so. The same call goes on where this one was.
         BadInput: there are no documents, or the folder holds something else.
         ArgosyError: the disk is full; unfinished files are removed.
     """
@@ -151,7 +163,7 @@ def prepare(
             if keep_tokenizer:
                 shutil.rmtree(partial / TOKENIZER, ignore_errors=True)
                 encoding.tokenizer.save(partial / TOKENIZER)
-            write(partial, source, encoder, held_out, fingerprint, settings or {}, progress, journal)
+            write(partial, source, encoder, held_out, fingerprint, settings or {}, progress, journal, stopped)
             journal.remove()
             partial.rename(folder)
             sync(folder.parent)
@@ -189,8 +201,13 @@ def write(
     settings: Mapping[str, Any],
     progress: Progress | None,
     journal: "Journal",
+    stopped: Callable[[], bool],
 ) -> None:
-    """Writes the unfinished folder: both splits, then the manifest."""
+    """Writes the unfinished folder: both splits, then the manifest.
+
+    Raises:
+        WriterStopped: `stopped` said so.
+    """
     chooser, state = HeldOut(share), journal.state
     read, done = state.get("documents", 0), state.get("bytes", 0)
     vars(chooser).update(state.get("chooser", {}))
@@ -199,22 +216,33 @@ def write(
         states = state.get("splits", {})
         made = {split: SplitWriter(partial / split, encoder.dtype, states.get(split)) for split in SPLITS}
         writers = {split: files.enter_context(closing(writer)) for split, writer in made.items()}
-        # What an earlier writer has done is read again, since what is held out and left out may depend on it, and not encoded.
-        for group in grouped(islice(source.documents(), read, None)):
-            for document, encoded in zip(group, encoder.encode(group)):
-                size_bytes = len(document.text.encode())
-                # Records have no text whose bytes their tokens could be compared with.
-                text_bytes = size_bytes if document.record is None else 0
-                writers["held_out" if chooser.takes(document) else "train"].add(encoded, text_bytes)
-                done += size_bytes
-                unsaved += size_bytes + len(encoded.tokens)
-            read += len(group)
-            if progress:
-                progress(done, source.size_bytes)
-            if encoder.resumes and unsaved >= JOURNAL_BYTES:
-                state = {"documents": read, "bytes": done, "chooser": vars(chooser), "encoder": encoder.state()}
-                journal.write(state | {"splits": {split: writer.state() for split, writer in writers.items()}})
-                unsaved = 0
+
+        def note() -> None:
+            state = {"documents": read, "bytes": done, "chooser": vars(chooser), "encoder": encoder.state()}
+            journal.write(state | {"splits": {split: writer.state() for split, writer in writers.items()}})
+
+        try:
+            # What an earlier writer has done is read again, since what is held out and left out may depend on it, and not encoded.
+            for group in grouped(islice(until(stopped, source.documents()), read, None)):
+                for document, encoded in zip(group, encoder.encode(group)):
+                    size_bytes = len(document.text.encode())
+                    # Records have no text whose bytes their tokens could be compared with.
+                    text_bytes = size_bytes if document.record is None else 0
+                    writers["held_out" if chooser.takes(document) else "train"].add(encoded, text_bytes)
+                    done += size_bytes
+                    unsaved += size_bytes + len(encoded.tokens)
+                read += len(group)
+                if progress:
+                    progress(done, source.size_bytes)
+                if encoder.resumes and unsaved >= JOURNAL_BYTES:
+                    note()
+                    unsaved = 0
+        except WriterStopped as stop:
+            # It is raised between groups, when all of them are written.
+            if encoder.resumes and unsaved:
+                note()
+            stop.kept = journal.path.exists()
+            raise
         encoder.close()
     train, held_out = writers["train"], writers["held_out"]
     total = train.tokens + held_out.tokens
@@ -247,6 +275,18 @@ def write(
         file.flush()
         os.fsync(file.fileno())
     sync(partial)
+
+
+def until(stopped: Callable[[], bool], documents: Iterable[Document]) -> Iterator[Document]:
+    """The documents.
+
+    Raises:
+        WriterStopped: `stopped` said so before one of them.
+    """
+    for document in documents:
+        if stopped():
+            raise WriterStopped
+        yield document
 
 
 def grouped(documents: Iterable[Document]) -> Iterator[list[Document]]:
@@ -338,7 +378,7 @@ class Journal:
         if found is None:
             if any(folder.iterdir()):
                 least = f"its first {JOURNAL_BYTES >> 20} MiB of text and tokens"
-                say(f"writing {folder} ended before {least} were noted, or was of other data; it starts over")
+                say(f"writing {folder} was killed before {least} were noted, or was of other data; it starts over")
                 shutil.rmtree(folder)
                 folder.mkdir()
             return cls(folder, fingerprint, {})

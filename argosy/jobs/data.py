@@ -66,12 +66,18 @@ def documents_of(settings: DataSettings) -> Source:
     return source
 
 
-def prepare(settings: DataSettings, target: Path, say: Say, progress: Progress | None = None) -> dict[str, Any]:
+def prepare(
+    settings: DataSettings, target: Path, say: Say, progress: Progress | None = None, stopped: Callable[[], bool] = lambda: False
+) -> dict[str, Any]:
     """Tokenizes a source into the folder `target`, with the tokenizer and the settings beside the tokens. Returns a summary.
 
-    If it is killed, it leaves nothing under that name; the same command then starts over and says so.
+    If it is stopped or killed, it leaves nothing under that name; the same command then goes on from what is noted, and says so.
+
+    Args:
+        stopped: asked before each document whether to stop.
 
     Raises:
+        WriterStopped: `stopped` said so.
         UserError: no such source or tokenizer, or the folder holds something else.
     """
     from argosy.data.prepare import SPLITS
@@ -83,7 +89,7 @@ def prepare(settings: DataSettings, target: Path, say: Say, progress: Progress |
     made_with = {name: value for name, value in dump(settings).items() if name in ("source", *MADE_WITH)}
     encoding = Encoding.of_settings(tokenizer, settings)
     kept: dict[str, Any] = {"held_out": settings.held_out, "settings": made_with, "keep_tokenizer": True}
-    prepared = write(source, encoding, target, **kept, progress=progress, say=say)
+    prepared = write(source, encoding, target, **kept, progress=progress, say=say, stopped=stopped)
     summary = pipeline.summary_of(prepared, settings)
     if summary.warning:
         say(summary.warning)

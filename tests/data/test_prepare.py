@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
+from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
 
@@ -298,6 +300,61 @@ def test_an_interrupted_writer_goes_on_with_the_same_result(tmp_path, monkeypatc
     if texts is not weighed:
         # Later attempts begin behind what earlier ones wrote.
         assert len(encoded) - len(set(encoded)) < len(encoded) / 2
+
+
+def test_a_writer_that_is_asked_to_stop_notes_what_is_done(tmp_path, monkeypatch):
+    """Long before the journal is due."""
+    monkeypatch.setattr(module, "GROUP_BYTES", 1000)
+    whole = prepare(TextsInMemory(stories(600)), Encoding(Bytes()), tmp_path / "whole")
+    sizes, said = list[int](), list[str]()
+
+    def cut(stopped: Callable[[], bool]) -> None:
+        seen = {"progress": lambda done, _: sizes.append(done), "say": said.append}
+        prepare(TextsInMemory(stories(600)), Encoding(Bytes()), tmp_path / "cut", **seen, stopped=stopped)
+
+    with pytest.raises(module.WriterStopped) as caught:
+        cut(lambda: len(sizes) > 3)
+    assert caught.value.kept
+    assert len(sizes) == 4
+    cut(lambda: False)
+    assert "goes on there" in said[0]
+    assert sizes == sorted(set(sizes))
+    assert open_prepared(tmp_path / "cut", verify=True).manifest == whole.manifest
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_command_goes_on_after_a_signal(tmp_path, number):
+    """A tokenizer of words takes seconds for 10 MB, and the journal is due after 32 MiB."""
+    text = tmp_path / "text.jsonl"
+    text.write_text("".join(f"{json.dumps({'text': ' '.join([story] * 8)})}\n" for story in stories(40_000)))
+    words = [sys.executable, "-m", "argosy", "data", "prepare", str(text)]
+    tokenizer = f"tokenizer={shared('tokenizers/smollm2')}"
+
+    def run(name: str) -> subprocess.Popen[str]:
+        return subprocess.Popen([*words, str(tmp_path / name), tokenizer], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    with run("cut") as first:
+        tokens = tmp_path / ".cut.partial" / "train" / "tokens.bin"
+        until = time.monotonic() + 60
+        while not tokens.exists() or not tokens.stat().st_size:
+            assert time.monotonic() < until
+            assert first.poll() is None
+            time.sleep(0.01)
+        first.send_signal(number)
+        said = first.communicate(timeout=60)[1]
+    assert first.returncode == 128 + number, said
+    assert "the same command goes on from there" in said
+    assert not (tmp_path / "cut").exists()
+    done = json.loads((tmp_path / ".cut.partial" / module.JOURNAL).read_text())["documents"]
+    assert 0 < done < 40_000
+    for name in ("cut", "whole"):
+        with run(name) as process:
+            said = process.communicate(timeout=300)[1]
+        assert process.returncode == 0, said
+        assert (f"interrupted after {done:,} documents; it goes on there" in said) == (name == "cut")
+    manifests = [open_prepared(tmp_path / name, verify=True).manifest for name in ("cut", "whole")]
+    assert manifests[0] == manifests[1]
 
 
 def test_a_journal_of_another_corpus_or_with_damage_starts_over(tmp_path, monkeypatch):

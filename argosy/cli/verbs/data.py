@@ -9,6 +9,7 @@ import typer
 from pydantic import Field
 
 from argosy.cli.output import answer, can_color, conclude, say
+from argosy.core.process import signals
 from argosy.core.settings import Settings, read_settings, words_layer
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
@@ -48,11 +49,17 @@ def prepare(
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Tokenizes a corpus once, into a folder that training reads without copying it into memory. The folder keeps the tokenizer
-    and the settings. If this is killed, the folder does not appear, and the same command starts over."""
+    and the settings. If this is stopped or killed, the folder does not appear, and the same command goes on from there."""
+    from argosy.data.prepare import WriterStopped
     from argosy.jobs import data as job
 
     settings = job.data_settings(source, words or [])
-    result = job.prepare(settings, Path(target), say, PreparationProgress())
+    with signals.asked_to_stop("noting what is written; again to end now") as stop:
+        try:
+            result = job.prepare(settings, Path(target), say, PreparationProgress(), stop)
+        except WriterStopped as stopped:
+            say(f"{target} is not finished; the same command {'goes on from there' if stopped.kept else 'starts over'}")
+            raise typer.Exit(stop.code) from None
     conclude(prepared_text(result), result, as_json)
 
 
