@@ -15,7 +15,7 @@ from argosy.infer.engine.engine import Engine
 from argosy.infer.forward.layers import LayerPrograms
 from argosy.infer.forward.passes import TOGETHER
 from argosy.infer.load import random_lm
-from argosy.infer.settings import EngineSettings
+from argosy.infer.settings import DraftModel, EngineSettings, LoraSettings, NGram
 from argosy.jobs.plan import serving
 from argosy.jobs.plan.serving import ServePlanSettings, plan_serving
 from argosy.models.gemma import GemmaConfig
@@ -27,12 +27,14 @@ from argosy.observe.hlo.estimate import Prices
 from argosy.ops.native import library
 from argosy.parallel.target import Target
 from argosy.run.plan import compiled_serving, measured
+from argosy.run.plan.drafts import as_draft, drafted_step, tokens_per_step
 from argosy.run.plan.serving import (
     expert_seconds,
     read_weights,
     served_model,
     serving_memory,
     serving_rates,
+    step_parts,
     step_work,
     wanted_steps,
 )
@@ -61,6 +63,59 @@ def test_memory_is_what_an_engine_allocates(family, engine):
     assert size == own.runner.cache_size
     assert memory["cache"] == bytes_of_caches(own.runner.caches)
     assert memory["sampler"] == sum(np.asarray(a).nbytes for a in jax.tree.leaves(own.runner.slots))
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_memory_of_drafts_is_what_an_engine_allocates(alike):
+    """The draft model's cache has the model's pages, and arrays of its own."""
+    config = next(iter(LlamaConfig.examples().values()))
+    smaller = config if alike else config.model_copy(update={"layers": 1})
+    settings = EngineSettings(slots=4, page=4, speculative=DraftModel(model="draft", tokens=3))
+    lm, draft = random_lm(config, 0), random_lm(smaller, 1)
+    own = Engine(lm.module, settings, draft=draft.module)
+    here = Target.here(jax.devices()[:1])
+    model = served_model(config, here, settings, None, 1, {})
+    described = served_model(smaller, here, EngineSettings(slots=4, page=4), None, 1, {})
+    memory, size = serving_memory(replace(model, draft=as_draft(described, model)), 1)
+    assert memory["draft model"] == sum(a.nbytes for a in jax.tree.leaves(split(draft.module)[1]))
+    assert size == own.runner.cache_size
+    assert memory["cache"] == bytes_of_caches((own.runner.caches, own.runner.speculation.drafter.caches))
+
+
+def test_memory_of_adapters_is_what_an_engine_allocates():
+    config = next(iter(LlamaConfig.examples().values()))
+    settings = EngineSettings(slots=4, page=4, lora=LoraSettings(enabled=True, adapters=3, rank=5))
+    lm = random_lm(config, 0)
+    own = Engine(lm.module, settings)
+    model = served_model(config, Target.here(jax.devices()[:1]), settings, None, 1, {})
+    memory, _ = serving_memory(model, 1)
+    assert memory["adapters"] == sum(a.nbytes for a in own.adapters.arrays.values()) > 0
+    assert memory["weights"] == sum(a.nbytes for a in jax.tree.leaves(split(lm.module)[1]))
+    # Every token is multiplied with the factors of all adapters, and a step reads them.
+    plain = served_model(config, Target.here(jax.devices()[:1]), EngineSettings(slots=4, page=4), None, 1, {})
+    sizes = sum(a.size for a in own.adapters.arrays.values())
+    more = step_parts(model, 2, 0, 8, PRICES).products - step_parts(plain, 2, 0, 8, PRICES).products
+    assert more == pytest.approx(2 * 2 * sizes / PRICES.flops_per_s)
+    assert read_weights(model, 2) - read_weights(plain, 2) == memory["adapters"]
+
+
+def test_drafts_cost_passes_and_give_tokens():
+    """Three of four accepted: 1 + 3/4 + 9/16 tokens of a step with two drafts."""
+    assert tokens_per_step(NGram(tokens=2), 0.75) == 2.3125
+    assert (tokens_per_step(None, 0.75), tokens_per_step(NGram(tokens=4), 0)) == (1, 1)
+    target, k = Target.described("h100-1"), 2
+    plain = served_model(preset_config("llama3.2-1b"), target, EngineSettings(context=4096), None, 1, {})
+    settings = EngineSettings(context=4096, speculative=DraftModel(model="draft", tokens=k))
+    drafted = replace(served_model(preset_config("llama3.2-1b"), target, settings, None, 1, {}), draft=plain)
+    step, verified = drafted_step(drafted, 8, 0, 1000, PRICES), step_work(plain, 8 * (1 + k), 0, 1000, PRICES)
+    assert step.decodes == 8
+    assert step.seconds == pytest.approx(verified.seconds + k * step_work(plain, 8, 0, 1000, PRICES).seconds)
+    prompt = drafted_step(drafted, 0, 512, 0, PRICES).seconds
+    assert prompt == pytest.approx(2 * step_work(plain, 0, 512, 0, PRICES).seconds)
+    found = planned("llama3.2-1b", device="h100-1", acceptance=0.0, engine={"speculative": NGram(tokens=k), "context": 4096})
+    rate = found["rates"][0]
+    assert found["tokens_per_step"] == 1
+    assert rate["output_tokens_per_s"] == pytest.approx(128 / (rate["time_to_first_token_s"] + 128 * rate["step_seconds"]))
 
 
 def test_devices_that_share_a_model_have_the_shares_that_its_weights_get():
@@ -180,8 +235,11 @@ def test_what_does_not_fit_is_refused_with_settings_that_do(capsys: pytest.Captu
         (["wan2.1-t2v-1.3b", "engine.context=512"], "generates no text"),
         (["nowhere"], "no preset, file or folder"),
         (["hf:me/mine"], "would be downloaded"),
-        (["argosy-1m", "engine.speculative=ngram"], "engine.speculative"),
-        (["argosy-1m", "engine.lora.enabled=true"], "engine.lora"),
+        (["argosy-1m", "engine.speculative=mtp"], "engine.speculative=mtp"),
+        (["argosy-1m", "acceptance=0.5"], "there are no drafts"),
+        (["argosy-1m", "engine.speculative=ngram", "acceptance=1"], "acceptance"),
+        (["argosy-1m", "engine.speculative=draft_model", "engine.speculative.model=llama3.2-1b"], "128256 tokens, the model"),
+        (["argosy-1m", "engine.lora.enabled=true", "engine.lora.where=nothing"], "matches `nothing`"),
         (["llama3.1-8b", "device=v5e-8", "tensor=16"], "v5e-8 has 8"),
         (["llama3.1-8b", "device=v5e-8", "tensor=4", "copies=4"], "take 16 devices"),
         (["argosy-1m", "quantization=w3"], "w3"),

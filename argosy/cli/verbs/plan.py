@@ -135,6 +135,11 @@ def serving_text(answered: Mapping[str, Any]) -> str:
     elif answered["device_kind"] == "cpu":
         how = "by bytes and FLOPs, at the speeds of a read and a product here; more than 25% off while others compute here"
     lines += [how]
+    if (drafts := answered["speculative"]) is not None:
+        lines += [
+            f"steps verify {plural(drafts['tokens'], 'draft')}, and give {answered['tokens_per_step']:.2f} tokens where "
+            f"{answered['acceptance']:.0%} of them are accepted, which is assumed: acceptance=N says another share"
+        ]
     if answered["cost_per_million_tokens"]:
         lines += [f"{answered['cost_per_million_tokens']:,.2f} for a million tokens of completions, at the highest rate"]
     if answered["unknown_loops"]:

@@ -114,6 +114,27 @@ class _Bank:
     carrying: set[str] = field(default_factory=set)
 
 
+def put_banks(model: Any, settings: LoraSettings) -> dict[str, Contraction]:
+    """Puts banks on the contractions of a model that match. Returns these, without banks, by name.
+
+    Raises:
+        BadInput: nothing that matches can carry adapters.
+    """
+    kinds: dict[str, AdapterIds] = {}
+    banks: dict[str, Contraction] = {}
+    for name, of in find(model, settings.where).items():
+        if refused(name, of, model.config.tied) is None:
+            # The layers of a block see the same tokens, and share the variable: it is one array of each layer's program.
+            owner = ".".join(name.split(".")[:2])
+            stacked = of.shape[: of.stacked]
+            one = kinds.setdefault(owner, AdapterIds(jax.ShapeDtypeStruct((*stacked, 1, 1), jnp.int32), meaning=Meaning("BT")))
+            put_at(model, name, Bank(of, settings.adapters, settings.rank, one))
+            banks[name] = of
+    if not banks:
+        raise BadInput(f"engine.lora.where: nothing that matches `{settings.where}` can carry adapters")
+    return banks
+
+
 class Adapters:
     """The adapters of one engine.
 
@@ -165,18 +186,7 @@ class Adapters:
             return self._bank.model
         out = merge(graph, {address: jax.ShapeDtypeStruct(a.shape, a.dtype) for address, a in leaves.items()})
         out.dtype = model.dtype
-        kinds: dict[str, AdapterIds] = {}
-        banks: dict[str, Contraction] = {}
-        for name, of in find(out, self.settings.where).items():
-            if refused(name, of, self.config.tied) is None:
-                # The layers of a block see the same tokens, and share the variable: it is one array of each layer's program.
-                owner = ".".join(name.split(".")[:2])
-                stacked = of.shape[: of.stacked]
-                one = kinds.setdefault(owner, AdapterIds(jax.ShapeDtypeStruct((*stacked, 1, 1), jnp.int32), meaning=Meaning("BT")))
-                put_at(out, name, Bank(of, self.settings.adapters, self.settings.rank, one))
-                banks[name] = of
-        if not banks:
-            raise BadInput(f"engine.lora.where: nothing that matches `{self.settings.where}` can carry adapters")
+        banks = put_banks(out, self.settings)
         self._describe(out, banks, weights_mesh(leaves))
         self._bank.model = out
         return out

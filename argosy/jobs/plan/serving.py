@@ -2,14 +2,14 @@
 it answers. No weight is read."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, ClassVar
 
 from pydantic import Field
 
 from argosy.core.errors import BadInput, UserError
 from argosy.core.settings import Settings
-from argosy.infer.settings import EngineSettings
+from argosy.infer.settings import MTP, DraftModel, EngineSettings, LoraSettings
 from argosy.jobs.plan.compiler import answer_of_compiler, kept_answer
 from argosy.jobs.plan.served import PUBLISHED, planned_files
 from argosy.serve.settings import ServeSettings
@@ -37,6 +37,9 @@ class ServePlanSettings(Settings):
     """Length of a prompt in tokens. Where neither length is given, both are shorter for models that read less."""
     output_len: int = Field(128, gt=0)
     """Length of a completion in tokens."""
+    acceptance: float = Field(0.7, ge=0, lt=1)
+    """With `engine.speculative`: the probability that a draft is accepted if those before it are. It depends on the texts and on the
+    draft model; a server's /metrics count it."""
     dtype: str | None = None
     """Type of weights and activations, float32 or bfloat16. None: float32 on CPUs, bfloat16 elsewhere."""
     quantization: str | None = None
@@ -59,8 +62,9 @@ def plan_serving(name: str, settings: ServePlanSettings, say: Say) -> dict[str, 
     """
     from argosy.observe.memory import resident_bytes
     from argosy.parallel.target import Target
+    from argosy.run.plan.drafts import drafted_step, tokens_per_step
     from argosy.run.plan.serving import serving_memory, serving_rates, wanted_steps
-    from argosy.run.plan.serving_cpu import programs_bytes, serving_step
+    from argosy.run.plan.serving_cpu import programs_bytes
 
     target, process = Target.described(settings.device), resident_bytes()
     _check(settings, target)
@@ -71,12 +75,16 @@ def plan_serving(name: str, settings: ServePlanSettings, say: Say) -> dict[str, 
         raise BadInput(what, hint="shorter sequences")
     memory, size = serving_memory(model, settings.copies)
     if target.shares_memory:
-        memory["process"] = process + programs_bytes(model) * settings.copies
+        programs = sum(programs_bytes(one) for one in (model, model.draft) if one is not None)
+        memory["process"] = process + programs * settings.copies
     prices, limit = _prices(target), target.memory_bytes
     keys = wanted_steps(model, size, settings.input_len, settings.output_len)
-    steps = {} if prices is None else {key: serving_step(model, *key, prices) for key in keys}
+    steps = {} if prices is None else {key: drafted_step(model, *key, prices) for key in keys}
+    # Programs of adapters and of drafts are not compiled here.
+    plain = settings.engine.speculative is None and not settings.engine.lora.enabled
+    per_step = tokens_per_step(settings.engine.speculative, settings.acceptance)
     fits, verdict, missing, found = limit is None or sum(memory.values()) <= limit, "model", None, {}
-    if fits and settings.compile and target.platform == "tpu" and not target.is_here:
+    if fits and plain and settings.compile and target.platform == "tpu" and not target.is_here:
         missing = target.missing_compiler()
         if missing is None:
             say("asking the compiler; compile=false answers without it ...")
@@ -87,12 +95,13 @@ def plan_serving(name: str, settings: ServePlanSettings, say: Say) -> dict[str, 
             given = memory["weights"] + memory["cache"] if found["fits"] else 0
             memory["temporaries"] = max(0 if found["fits"] else memory["temporaries"], found["needed"] - given)
             steps = {tuple(key): _step(*key[:2], *one) for key, *one in found["steps"]} if found["steps"] else steps
-    rates = serving_rates(model, size, settings.input_len, settings.output_len, steps) if steps and fits else []
+    rates = serving_rates(model, size, settings.input_len, settings.output_len, steps, per_step) if steps and fits else []
     document = _document(name, settings, model, memory, size, rates, target.count)
     best = max((rate.tokens_per_s for rate in rates), default=0.0) * settings.copies
     chips = (target.hardware.chips / target.count if target.hardware else 1) * settings.tensor * settings.copies
     return document | {
         "published_in": None if settings.quantization else PUBLISHED.get(name, {}).get("weights"),
+        "tokens_per_step": per_step,
         "fits": fits,
         "verdict_by": verdict,
         "uncounted_kernels": found.get("uncounted", []),
@@ -117,13 +126,37 @@ def _check(settings: ServePlanSettings, target: Any) -> None:
     if settings.tensor * settings.copies > target.count:
         what = f"tensor={settings.tensor} copies={settings.copies} take {settings.tensor * settings.copies} devices"
         raise BadInput(f"{what}, and {target.name} has {target.count}", hint="fewer, or a larger device")
-    for name, asked in (("speculative", engine.speculative is not None), ("lora", engine.lora.enabled)):
-        if asked:
-            raise BadInput(f"engine.{name}: a plan counts neither drafts nor adapters", hint="leave it out: the rest is planned")
+    if isinstance(engine.speculative, MTP):
+        hint = "leave it out: the rest is planned; ngram and draft_model are counted"
+        raise BadInput("engine.speculative=mtp: a plan does not count drafts of the model's own module", hint=hint)
+    if engine.speculative is None and "acceptance" in settings.model_fields_set:
+        raise BadInput(f"acceptance={settings.acceptance:g}: there are no drafts", hint="engine.speculative=ngram, or leave it out")
 
 
 def _served(name: str, settings: ServePlanSettings, target: Any) -> Any:
-    """The model as the server has it."""
+    """The model as the server has it, with its draft model.
+
+    Raises:
+        UserError: there is no such model, it cannot be served so, or the draft model does not go with it.
+    """
+    model, how = _described(name, settings, target), settings.engine.speculative
+    if not isinstance(how, DraftModel):
+        return model
+    from argosy.run.plan.drafts import as_draft
+
+    engine = settings.engine.model_copy(update={"speculative": None, "lora": LoraSettings(), "context": None})
+    draft = _described(how.model, settings.model_copy(update={"quantization": None, "engine": engine}), target)
+    if draft.config.vocab != model.config.vocab:
+        what = f"the draft model has {draft.config.vocab} tokens, the model {model.config.vocab}"
+        raise BadInput(what, hint="two models of one tokenizer")
+    if draft.config.context < model.context:
+        what = f"the draft model's context of {draft.config.context} tokens is shorter than {model.context}"
+        raise BadInput(what, hint=f"engine.context={draft.config.context}, or another draft model")
+    return replace(model, draft=as_draft(draft, model))
+
+
+def _described(name: str, settings: ServePlanSettings, target: Any) -> Any:
+    """A model as the server has it."""
     from argosy.adapt.quant import by_layer
     from argosy.adapt.qwix import as_rules
     from argosy.adapt.rules import schemes_of
@@ -235,6 +268,9 @@ def _document(
         "context": model.context,
         "input_len": settings.input_len,
         "output_len": settings.output_len,
+        "speculative": None if settings.engine.speculative is None else settings.engine.speculative.model_dump(mode="json"),
+        "acceptance": None if settings.engine.speculative is None else settings.acceptance,
+        "lora": settings.engine.lora.model_dump(mode="json") if settings.engine.lora.enabled else None,
         "memory_bytes": {**memory, "total": sum(memory.values())},
         "memory_limit_bytes": target.memory_bytes,
         "cache_bytes_per_token": memory["cache"] / max(1, size.pages * page),

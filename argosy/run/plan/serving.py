@@ -12,10 +12,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from argosy.adapt.bank import AdapterIds
 from argosy.adapt.quant import Scheme, apply_schemes, are_alike
 from argosy.core.dims import LOOKED_UP
 from argosy.core.errors import BadInput
 from argosy.infer.cpu.panels import packer_of, panel_forms
+from argosy.infer.engine.adapters import put_banks
 from argosy.infer.engine.cache import (
     OF_DEVICE,
     CacheNeeds,
@@ -64,6 +66,8 @@ class PlannedModel:
     needs: the memory of its cache.
     settings: of the engine.
     packed: bytes of the weights that the engine packs for the kernels of a CPU (`infer.cpu.panels`).
+    factors: addresses of the factors of adapters, of which requests name one each.
+    draft: the model that drafts its tokens; None: it has none.
     """
 
     config: Any
@@ -75,6 +79,8 @@ class PlannedModel:
     needs: CacheNeeds
     settings: EngineSettings
     packed: Mapping[str, float] = field(default_factory=dict)
+    factors: frozenset[str] = frozenset()
+    draft: "PlannedModel | None" = None
 
     @property
     def dtype(self) -> Any:
@@ -138,12 +144,15 @@ def served_model(
     module = config.build(layout)
     apply_schemes(module, schemes)
     module.dtype = jnp.dtype(dtype or ("float32" if target.platform == "cpu" else "bfloat16"))
-    shapes = {address: jax.ShapeDtypeStruct(v.shape, kept_in(v, module.dtype)) for address, v in variables(module).items()}
+    banks = put_banks(module, settings.lora) if settings.lora.enabled else {}
+    weights = {address: v for address, v in variables(module).items() if not isinstance(v, AdapterIds)}
+    shapes = {address: jax.ShapeDtypeStruct(v.shape, kept_in(v, module.dtype)) for address, v in weights.items()}
     context = min(settings.context or config.context, config.context)
     with scope(mesh):
         needs = cache_needs(module.layers.holds(), settings, module.dtype, context)
     packed = bytes_in_panels(module, shapes, stored) if alone and stored is not None else {}
-    return PlannedModel(config, module, own, mesh, shapes, tensor_places(module, mesh), needs, settings, packed)
+    factors = frozenset(f"{name}.{side}" for name in banks for side in "ab")
+    return PlannedModel(config, module, own, mesh, shapes, tensor_places(module, mesh), needs, settings, packed, factors)
 
 
 def bytes_in_panels(module: Any, shapes: Mapping[str, jax.ShapeDtypeStruct], stored: Callable[[str], Any]) -> dict[str, float]:
@@ -177,18 +186,27 @@ def serving_memory(model: PlannedModel, copies: int) -> tuple[dict[str, int], Ca
         BadInput: the cache that the settings ask for holds no sequence of their length.
     """
     settings, target = model.settings, model.target
-    weights = int(sum(model.bytes_of(address) for address in model.shapes))
+    adapters = int(sum(map(model.bytes_of, model.factors)))
+    weights, draft = int(sum(map(model.bytes_of, model.shapes))) - adapters, model.draft
     # On CPUs copies have the same weights.
     times = copies if target.shares_memory else 1
     sampler = jax.eval_shape(lambda: empty_slots(settings.slots, model.config.vocab))
-    memory = {"weights": weights, "sampler": times * sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(sampler))}
+    memory = {"weights": weights, "adapters": adapters}
+    memory |= {} if draft is None else {"draft model": int(sum(map(draft.bytes_of, draft.shapes)))}
+    taken = sum(memory.values())
+    memory |= {"sampler": times * sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(sampler))}
     if settings.pages is not None:
         size = model.needs.size(settings.slots, settings.pages)
         check_sequence_fits(size.pages, settings.page, model.context)
     else:
-        size = model.needs.fitting(settings.slots, _room(model, weights, copies), model.mesh, strict=settings.memory is not None)
+        besides = 0 if draft is None else draft.needs.bytes(draft.mesh, CacheSize(1, {}))
+        size = model.needs.fitting(settings.slots, _room(model, taken, copies), model.mesh, besides, strict=settings.memory is not None)
     memory["cache"] = times * model.cache_bytes(size)
     memory["temporaries"] = times * step_temporaries(model)
+    if draft is not None:
+        # In the same pages, with arrays of its own.
+        memory["cache"] += times * draft.cache_bytes(CacheSize(size.pages, {}))
+        memory["temporaries"] = max(memory["temporaries"], times * step_temporaries(draft))
     return memory, size
 
 
@@ -278,13 +296,21 @@ def step_parts(model: PlannedModel, decodes: int, prompt: int, length: int, pric
     config, count = model.config, model.target.count
     head = 2 * config.width * config.vocab
     each = config.flops(1) - config.mixing_flops(1)
-    products = (decodes * each + prompt * (each - head) + head * bool(prompt)) / count / prices.flops_per_s
+    products = (decodes * each + prompt * (each - head) + head * bool(prompt) + (decodes + prompt) * factor_flops(model)) / count
+    products /= prices.flops_per_s
     weights = read_weights(model, decodes + prompt) / prices.bytes_per_s
     # A prompt's own tokens see half of each other on average.
     mixing = (decodes * _mixing(config, length) + prompt * _mixing(config, length + prompt // 2)) / count / prices.flops_per_s
     # Rows of a prompt share what they read of their sequence.
     cache = (decodes + bool(prompt)) * model.read_bytes(length) / prices.bytes_per_s
     return StepParts(weights, products, cache, mixing)
+
+
+def factor_flops(model: PlannedModel) -> float:
+    """FLOPs of the factors of all adapters for one token: each token is multiplied with those of every adapter."""
+    axes, experts = logical(model.module), model.config.experts
+    share = {True: 1.0 if experts is None else experts.active / experts.count, False: 1.0}
+    return sum(2 * math.prod(model.shapes[a].shape) * share["experts" in axes[a]] for a in model.factors)
 
 
 def step_work(model: PlannedModel, decodes: int, prompt: int, length: int, prices: Prices) -> ServingStep:
@@ -375,19 +401,21 @@ def prompt_steps(model: PlannedModel, input_len: int) -> list[tuple[int, int]]:
 
 
 def serving_rates(
-    model: PlannedModel, size: CacheSize, input_len: int, output_len: int, steps: Mapping[StepKey, ServingStep]
+    model: PlannedModel, size: CacheSize, input_len: int, output_len: int, steps: Mapping[StepKey, ServingStep],
+    per_step: float = 1.0,
 ) -> list[ServingRate]:
     """The rates with 1, 8, 32 ... sequences at a time, as many as there are slots and pages for.
 
     Args:
         steps: those of `wanted_steps`.
+        per_step: tokens that a sequence gets of a step, on average.
     """
     prompt = sum(steps[0, tokens, before].seconds for tokens, before in prompt_steps(model, input_len))
     rates = []
     for n in concurrencies(model, size, input_len + output_len):
         step = steps[n, 0, input_len + output_len // 2]
         # While a prompt is computed, nothing else gets a token: the same seconds, wherever its parts stand among the steps.
-        seconds = n * prompt + output_len * step.seconds
+        seconds = n * prompt + output_len / per_step * step.seconds
         rates.append(ServingRate(n, step, prompt, n * output_len / seconds))
     return rates
 
