@@ -7,7 +7,7 @@ is, gets a preview if it asked for one, and may leave. An image is the same in a
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from argosy.core.errors import ArgosyError
+from argosy.infer.denoise.control import for_each, with_span
 from argosy.infer.denoise.pipeline import ImagePipeline
 from argosy.infer.denoise.plan import SamplingPlan
 from argosy.infer.denoise.sampling import Drawing
@@ -121,6 +122,11 @@ class ImageEngine:
         mask: Any = None,
         strength: float = 1.0,
         step_cache: float | None = None,
+        control_image: Any = None,
+        control_scale: float | Sequence[float] = 1.0,
+        control_start: float | Sequence[float] = 0.0,
+        control_end: float | Sequence[float] = 1.0,
+        guess_mode: bool = False,
     ) -> ImageRequest:
         """An image to draw. Arguments are those of `ImagePipeline.images`, for one image.
 
@@ -128,7 +134,7 @@ class ImageEngine:
             image, mask: [1 h w C] latents and [1 h w 1], as `ImagePipeline.encode_given` gives them.
 
         Raises:
-            BadInput: the size, the steps or the prompt do not fit the model.
+            BadInput: the size, the steps, the prompt or control images do not fit the model.
         """
         pipe, defaults = self.pipeline, self.pipeline.defaults
         if step_cache is not None:
@@ -138,7 +144,15 @@ class ImageEngine:
         share = 1.0 if image is None else strength
         plan = pipe.plan(pipe.sampler, count, area, share)
         conditions, null = pipe.conditions([prompt], [negative], scale)
-        key = (area, count, share, null is None, image is None, mask is None, step_cache)
+        key: tuple[Any, ...] = (area, count, share, null is None, image is None, mask is None, step_cache)
+        control = pipe.control(control_image, 1, area, control_scale, guess_mode)
+        if control is not None:
+            nets = len(pipe.controlnets)
+            spans = [for_each(*one, nets) for one in (("control_start", control_start), ("control_end", control_end))]
+            plan = with_span(plan, *spans)
+            conditions, null = control.put_on(conditions, null, slice(None))
+            # Images of a batch share a plan, and so the steps at which each ControlNet acts.
+            key += tuple(map(tuple, spans))
         more: Any = {"previews": previews, "image": image, "mask": mask, "step_cache": step_cache}
         return ImageRequest(conditions, null, seed, number, scale, area, plan, key, emit, **more)
 

@@ -374,6 +374,11 @@ class ImagePipeline:
         plan = self.plan(self.sampler, self.defaults.steps, self.defaults.size)
         shape, seeds = (height, width, self.config.channels), [(0, i) for i in range(batch)]
         away = None if learned or self.defaults.guidance == 1 else null
+        if self.controlnets:
+            blank = [np.zeros((1, *self.defaults.size, 3), np.float32)] * len(self.controlnets)
+            control = self.control(blank if len(blank) > 1 else blank[0], batch, self.defaults.size, 1.0, False)
+            assert control is not None
+            conditions, away = control.put_on(conditions, away, slice(None))
         run = self.sampling(Drawing(plan, seeds, scale, conditions, away, shape, cache_threshold=step_cache))
         run.step(0)
         self.decode(run.latents()[:batch])

@@ -1,9 +1,15 @@
 """The fields of /v1/images/generations and /v1/images/edits: OpenAI's, and what diffusion adds under diffusers' names."""
 
+import base64
+import binascii
+
+import numpy as np
 from pydantic import Field
 
+from argosy.core.errors import BadInput
+from argosy.core.formats.image_files import read_image
 from argosy.serve.images.settings import ImageLimits
-from argosy.web.errors import ApiError
+from argosy.web.errors import ApiError, input_error
 from argosy.web.images import ImageGenerationFields
 
 
@@ -13,6 +19,9 @@ class ImageFields(ImageGenerationFields):
     partial_images: how many images on the way a stream sends.
     num_inference_steps, strength: as diffusers names them.
     step_cache: threshold of step caching, in place of the server's.
+    control_image: for a model with a ControlNet, the image that it follows: a file in base64, or as a `data:` URL. Of any size, and
+        resized to that of the images; of several ControlNets a list, in their order.
+    control_scale, control_start, control_end, guess_mode: as `ImagePipeline.images` takes them.
     progress: adds an event after each evaluation to a stream.
     """
 
@@ -20,7 +29,31 @@ class ImageFields(ImageGenerationFields):
     partial_images: int = Field(0, ge=0, le=3)
     num_inference_steps: int | None = Field(None, ge=1)
     step_cache: float | None = Field(None, gt=0)
+    control_image: str | list[str] | None = None
+    control_scale: float | list[float] = 1.0
+    control_start: float | list[float] = 0.0
+    control_end: float | list[float] = 1.0
+    guess_mode: bool = False
     progress: bool = False
+
+    def controls(self, limits: ImageLimits) -> list[np.ndarray]:
+        """The control images [H W 3], uint8.
+
+        Raises:
+            ApiError: one is no base64, or no image within the limits.
+        """
+        given = self.control_image or []
+        texts = [given] if isinstance(given, str) else given
+        found = []
+        for text in texts:
+            try:
+                data = base64.b64decode(text.partition(",")[2] if text.startswith("data:") else text, validate=True)
+                found.append(read_image(data, 4 * limits.pixels)[..., :3])
+            except binascii.Error:
+                raise ApiError("`control_image` is no base64", param="control_image") from None
+            except BadInput as error:
+                raise ApiError(f"`control_image`: {input_error(error).message}", param="control_image") from None
+        return found
 
     def check(self, limits: ImageLimits) -> None:
         """Raises:

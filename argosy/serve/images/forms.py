@@ -1,5 +1,6 @@
 """The form of /v1/images/edits: an image, a mask, and fields as texts (multipart/form-data)."""
 
+import base64
 import json
 from collections.abc import AsyncGenerator
 from typing import Any, NamedTuple
@@ -19,8 +20,11 @@ from argosy.web.errors import ApiError, input_error
 FILES = ("image", "image[]", "mask")
 # Fields that are no texts: numbers, and those that are true or false.
 NUMBERS = ("n", "num_inference_steps", "seed", "guidance_scale", "strength", "partial_images", "output_compression")
-SWITCHES = ("stream", "progress")
-MOST_FIELDS, MOST_FILES = 64, 4
+SWITCHES = ("stream", "progress", "guess_mode")
+# Numbers, or lists of one for each ControlNet; and the files that ControlNets follow.
+SPANS = ("control_scale", "control_start", "control_end")
+CONTROLS = ("control_image", "control_image[]")
+MOST_FIELDS, MOST_FILES = 64, 8
 
 
 class EditForm(NamedTuple):
@@ -73,7 +77,11 @@ async def _sorted(form: FormData) -> tuple[dict[str, bytes], dict[str, Any]]:
     """
     files: dict[str, bytes] = {}
     given: dict[str, Any] = {}
+    controls: list[str] = []
     for name, value in form.multi_items():
+        if name in CONTROLS:
+            controls.append(base64.b64encode(await value.read()).decode() if isinstance(value, UploadFile) else value)
+            continue
         to = "image" if name == "image[]" else name
         if to in files or to in given:
             raise ApiError(f"`{to[:64]}` is given twice: one image is read", param=to[:64])
@@ -85,11 +93,11 @@ async def _sorted(form: FormData) -> tuple[dict[str, bytes], dict[str, Any]]:
             raise ApiError(f"`{to}` is no file", param=to)
         else:
             given[to] = _parsed(to, value)
-    return files, given
+    return files, given | ({"control_image": controls} if controls else {})
 
 
 def _parsed(name: str, text: str) -> Any:
-    if name not in (*NUMBERS, *SWITCHES):
+    if name not in (*NUMBERS, *SWITCHES, *SPANS):
         return text
     try:
         return json.loads(text)

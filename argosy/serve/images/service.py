@@ -10,6 +10,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from argosy.core.errors import ArgosyError, BadInput
+from argosy.core.formats.image_files import resized
 from argosy.infer.denoise.engine import EngineClosed, ImageEngine, ImageEvent, ImageRequest, QueueOverflow
 from argosy.infer.denoise.pipeline import ImagePipeline
 from argosy.infer.denoise.step_cache import check_step_cache
@@ -18,6 +19,8 @@ from argosy.serve.images.forms import EditForm, fit_form
 from argosy.serve.images.settings import ImageServeSettings
 from argosy.web.errors import ApiError, input_error, service_unavailable
 
+# The fields of ControlNets.
+CONTROL = ("control_image", "control_scale", "control_start", "control_end", "guess_mode")
 SECONDS = tuple(0.05 * (1 << i) for i in range(15))
 
 
@@ -54,9 +57,6 @@ class ImageService:
     """
 
     def __init__(self, pipeline: ImagePipeline, name: str, settings: ImageServeSettings):
-        if pipeline.controlnets:
-            what = "a server of images takes no control images, and this pipeline has a ControlNet"
-            raise BadInput(what, hint="the folder of the pipeline without it; argosy generate MODEL ... control_image=FILE")
         self.pipeline, self.name, self.settings = pipeline, name, settings
         if settings.step_cache is not None:
             check_step_cache(pipeline.denoiser, settings.step_cache)
@@ -145,11 +145,33 @@ class ImageService:
                 how["image"], how["mask"] = self.pipeline.encode_given(image, mask, 1, how["size"])
             if isinstance(fields, EditFields):
                 how["strength"] = fields.strength
+            how |= self._control(fields, how["size"])
             # The prompt is encoded once for all of its images.
             first = self.engine.request(fields.prompt, _emitter(0, loop, queue), **how)
             return [replace(first, number=i, emit=_emitter(i, loop, queue)) for i in range(fields.n)]
         except BadInput as error:
             raise input_error(error) from None
+
+    def _control(self, fields: ImageFields, size: tuple[int, int] | None) -> dict[str, Any]:
+        """What ControlNets are given, as arguments of `ImageEngine.request`.
+
+        Raises:
+            ApiError: the model has no ControlNet, or a control image cannot be read.
+            BadInput: the size does not fit the model.
+        """
+        given = [name for name in CONTROL if name in fields.model_fields_set]
+        nets = len(self.pipeline.controlnets)
+        if given and not nets:
+            raise ApiError(f"`{given[0]}`: this server's model has no ControlNet", param=given[0])
+        if not nets:
+            return {}
+        height, width = self.pipeline.checked_size(size)
+        images = [resized(image, height, width)[None] for image in fields.controls(self.settings.limits)]
+        if len(images) != nets:
+            needed = "the image that its ControlNet follows" if nets == 1 else f"{nets} images, one for each ControlNet"
+            raise ApiError(f"`control_image`: this server's model needs {needed}", param="control_image")
+        how: dict[str, Any] = {name: getattr(fields, name) for name in CONTROL if name != "control_image"}
+        return how | {"control_image": images if nets > 1 else images[0]}
 
     async def drain(self) -> None:
         """Refuses new requests. Returns when running ones have ended, or after `drain` seconds."""

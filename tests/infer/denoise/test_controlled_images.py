@@ -16,8 +16,6 @@ from argosy.core.errors import BadInput
 from argosy.core.formats.image_files import is_stretched
 from argosy.infer.denoise.pipeline import ImagePipeline
 from argosy.jobs.images import GenerateImages, generate_images
-from argosy.serve.images.service import ImageService
-from argosy.serve.images.settings import ImageServeSettings
 
 GOLDENS = Path(__file__).parents[2] / "goldens" / "images"
 NAMES = ["pipeline-sd-controlnet", "pipeline-sdxl-controlnet"]
@@ -181,8 +179,6 @@ def test_mistakes_are_named(folders, pipes, tmp_path):
         generate_images(str(plain), "a fox", GenerateImages(**words, control_scale=0.5))
     with pytest.raises(BadInput, match="a ControlNet without the image that it follows"):
         generate_images(str(folders["pipeline-sd-controlnet"]), "a fox", GenerateImages(**words))
-    with pytest.raises(BadInput, match="takes no control images"):
-        ImageService(pipe, "sd", ImageServeSettings())
     with pytest.raises(BadInput, match="bundles with a ControlNet are not built"):
         pipe.export(tmp_path / "bundle")
     folder = write_model(GOLDENS / "controlnet-sd", tmp_path / "pooled")

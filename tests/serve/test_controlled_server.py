@@ -1,0 +1,125 @@
+"""A server of a pipeline with ControlNets: control images in JSON and in forms draw what Python draws; mistakes are named."""
+
+import base64
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+from golden_weights import write_pipeline
+from safetensors.numpy import load_file, save_file
+from serve.image_servers import Server, class_pipeline, serving
+
+import argosy
+from argosy.core.formats.image_files import read_image
+from argosy.core.formats.png import png_bytes
+from argosy.infer.denoise.pipeline import ImagePipeline
+
+GOLDEN = Path(__file__).parents[1] / "goldens" / "images" / "pipeline-sd-controlnet"
+# Height and width, which are those of the control images.
+SIZE = (16, 24)
+DRAW = np.random.default_rng(5)
+DEPTHS, PHOTO = (DRAW.integers(0, 256, (*SIZE, 3)).astype(np.uint8) for _ in range(2))
+# White but for a corner: it changes what is drawn.
+EDGES = np.full((*SIZE, 3), 255, np.uint8)
+EDGES[:4, :6] = 0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """That of the golden, whose ControlNet looks closer at its control image: as it was drawn, that changes three levels of 255."""
+    made = write_pipeline(GOLDEN, tmp_path_factory.mktemp("controlled") / "sd")
+    (file,) = (made / "controlnet").glob("*.safetensors")
+    tensors = load_file(file)
+    name = "controlnet_cond_embedding.conv_out.weight"
+    save_file(tensors | {name: 30 * tensors[name]}, file, metadata={"format": "pt"})
+    return made
+
+
+@pytest.fixture(scope="module")
+def pipe(folder: Path) -> ImagePipeline:
+    return argosy.load(folder)
+
+
+@pytest.fixture(scope="module")
+def server(pipe: ImagePipeline) -> Iterator[Server]:
+    with serving(pipe) as found:
+        yield found
+
+
+def text_of(image: np.ndarray) -> str:
+    return base64.b64encode(png_bytes(image)).decode()
+
+
+def drawn(document: Any) -> list[np.ndarray]:
+    return [read_image(base64.b64decode(one["b64_json"])).astype(int) for one in document["data"]]
+
+
+def test_control_images_in_json_draw_what_python_draws(server: Server, pipe: ImagePipeline):
+    how: dict[str, Any] = {"seed": 3, "num_inference_steps": 3, "guidance_scale": 3.0, "control_scale": 0.8, "control_end": 0.7}
+    with openai.OpenAI(base_url=f"{server[0]}/v1", api_key="none", max_retries=0) as client:
+        more = how | {"control_image": f"data:image/png;base64,{text_of(EDGES)}"}
+        found = drawn(client.images.generate(prompt="a red fox", n=2, size="24x16", extra_body=more).model_dump())
+    arguments: dict[str, Any] = {"n": 2, "seed": 3, "steps": 3, "guidance": 3.0, "size": SIZE}
+    control = {"control_image": EDGES[None], "control_scale": 0.8, "control_end": 0.7}
+    expected = pipe.images("a red fox", **arguments, **control)
+    assert all(np.abs(one - image).max() <= 1 for one, image in zip(found, expected, strict=True))
+    other = pipe.images("a red fox", **arguments, **control | {"control_image": 255 - EDGES[None]})
+    assert np.abs(other.astype(int) - expected).max() > 3, "the control image decides"
+
+
+def test_a_form_has_the_control_image_as_a_file(server: Server, pipe: ImagePipeline):
+    files = {name: ("a.png", png_bytes(image), "image/png") for name, image in (("image", PHOTO), ("control_image", EDGES))}
+    data = {"prompt": "snow", "seed": "1", "num_inference_steps": "4", "strength": "0.6", "guess_mode": "true", "control_scale": "0.5"}
+    answer = httpx.post(f"{server[0]}/v1/images/edits", files=files, data=data, timeout=60)
+    assert answer.status_code == 200, answer.text
+    how: dict[str, Any] = {"seed": 1, "steps": 4, "strength": 0.6, "guess_mode": True, "control_scale": 0.5, "size": SIZE}
+    expected = pipe.images("snow", image=PHOTO[None], control_image=EDGES[None], **how)
+    assert np.abs(drawn(answer.json())[0] - expected[0]).max() <= 1
+
+
+@pytest.mark.parametrize(
+    ("more", "param", "says"),
+    [
+        ({}, "control_image", "needs the image that its ControlNet follows"),
+        ({"control_image": "%%"}, "control_image", "is no base64"),
+        ({"control_image": base64.b64encode(b"text").decode()}, "control_image", "`control_image`: "),
+        ({"control_image": [text_of(EDGES)] * 2}, "control_image", "needs the image that its ControlNet follows"),
+        ({"control_image": text_of(EDGES), "control_scale": -1}, None, "control_scale = -1.0"),
+        ({"control_image": text_of(EDGES), "control_start": 0.9, "control_end": 0.5}, None, "0 <= start < end <= 1"),
+    ],
+)
+def test_mistakes_are_named(server: Server, more: dict[str, Any], param: str | None, says: str):
+    answer = httpx.post(f"{server[0]}/v1/images/generations", json={"prompt": "a fox", "num_inference_steps": 2} | more, timeout=60)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param), error
+    assert says in error["message"]
+
+
+def test_a_model_without_a_controlnet_refuses_their_fields():
+    with serving(class_pipeline()) as (address, _, _):
+        answer = httpx.post(f"{address}/v1/images/generations", json={"prompt": "fox", "control_scale": 0.5})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "control_scale"
+
+
+@pytest.mark.slow
+def test_several_controlnets_have_an_image_each_and_a_warm_up(folder: Path, tmp_path: Path):
+    second = shutil.copytree(folder / "controlnet", tmp_path / "second")
+    plain = write_pipeline(GOLDEN.parent / "pipeline-sd", tmp_path / "sd")
+    pipe = argosy.load(plain, controlnet=[folder / "controlnet", second])
+    with serving(pipe) as (address, service, _):
+        service.warm_up()
+        body: dict[str, Any] = {"prompt": "a fox", "seed": 2, "num_inference_steps": 2, "size": "24x16", "control_scale": [0.8, 0.4]}
+        images, where = [text_of(EDGES), text_of(DEPTHS)], f"{address}/v1/images/generations"
+        answer = httpx.post(where, json=body | {"control_image": images}, timeout=60)
+        assert answer.status_code == 200, answer.text
+        lacking = httpx.post(where, json=body | {"control_image": images[0]}, timeout=60)
+        assert "needs 2 images, one for each ControlNet" in lacking.json()["error"]["message"]
+    how: dict[str, Any] = {"seed": 2, "steps": 2, "size": SIZE, "control_scale": [0.8, 0.4]}
+    expected = pipe.images("a fox", control_image=[EDGES[None], DEPTHS[None]], **how)
+    assert np.abs(drawn(answer.json())[0] - expected[0]).max() <= 1
