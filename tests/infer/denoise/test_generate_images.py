@@ -100,6 +100,16 @@ def test_mistakes_with_videos_are_named(folder: Path, wan: Path, tmp_path: Path)
             generate_images(str(model), "a fox", GenerateImages(**words))
 
 
+def test_without_pillow_animated_files_are_refused_and_folders_of_frames_are_not(wan: Path, tmp_path: Path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(BadInput, match="needs the package `pillow`"):
+        generate_images(str(wan), "a fox", GenerateImages(image=f"{tmp_path}/out.webp", frames=5))
+    # Another mistake, which is found later.
+    for words in ({"image": f"{tmp_path}/frames/", "frames": 6}, {"image": f"{tmp_path}/out.png", "size": "20x20"}):
+        with pytest.raises(BadInput, match="multiple"):
+            generate_images(str(wan), "a fox", GenerateImages(**words))
+
+
 def test_mistakes_are_named_before_anything_is_loaded(folder: Path, tmp_path: Path):
     for words, named in (
         ([f"image={tmp_path}/out.bmp"], "files end in"),
