@@ -72,6 +72,7 @@ def test_control_images_in_json_draw_what_python_draws(server: Server, pipe: Ima
     assert np.abs(other.astype(int) - expected).max() > 3, "the control image decides"
 
 
+@pytest.mark.slow
 def test_a_form_has_the_control_image_as_a_file(server: Server, pipe: ImagePipeline):
     files = {name: ("a.png", png_bytes(image), "image/png") for name, image in (("image", PHOTO), ("control_image", EDGES))}
     data = {"prompt": "snow", "seed": "1", "num_inference_steps": "4", "strength": "0.6", "guess_mode": "true", "control_scale": "0.5"}

@@ -58,7 +58,7 @@ def config_for(name: str, vectors: int) -> LearnedEmbeddingsConfig:
     return LearnedEmbeddingsConfig(token=TOKEN, vectors=vectors, widths=widths, channels=4, multiple=2, text_tokens=21)
 
 
-@pytest.mark.parametrize("name", ["sd", "sdxl"])
+@pytest.mark.parametrize("name", ["sd", pytest.param("sdxl", marks=pytest.mark.slow)])
 def test_the_loss_is_that_of_the_pipeline_with_the_token(name: str, models: dict[str, Path]):
     """States of prompts are those of a pipeline with these rows, and the gradient reaches every row."""
     folder, config = models[name], config_for(name, 2)
