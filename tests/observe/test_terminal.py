@@ -264,6 +264,13 @@ def test_facts_that_are_not_known_beforehand_are_reported():
     assert "reward      exact match" in text
 
 
+def test_a_long_fact_does_not_run_into_the_next():
+    assert headed({"ends": "by data.epochs, before steps=500", "precision": "float32"}) == [
+        "ends        by data.epochs, before steps=500  precision   float32"
+    ]
+    assert headed({"layers": "unroll", "products": "xla"}) == ["layers      unroll                      products    xla"]
+
+
 def test_importing_it_does_not_import_rich():
     listed = "[m for m in sys.modules if m in ('rich', 'jax', 'numpy')]"
     code = f"import json, sys, argosy.observe.terminal.live; print(json.dumps({listed}))"

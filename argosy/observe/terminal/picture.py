@@ -195,7 +195,7 @@ def headed(facts: Mapping[str, Any]) -> list[str]:
         short["total"] = f"{count_text(tokens * steps)} {unit}s" + (f", {flops_text(work * steps)}" if work else "")
     short |= {name: str(value) for name, value in facts.items()}
     cells = [f"{name:<12}{value}" for name, value in short.items()]
-    pairs = [f"{left:<40}{right}".rstrip() for left, right in zip(cells[::2], [*cells[1::2], ""])]
+    pairs = [f"{left:<38}  {right}".rstrip() for left, right in zip(cells[::2], [*cells[1::2], ""])]
     return [*(f"{name:<12}{wide[name]}" for name in wide), *pairs]
 
 
