@@ -90,6 +90,12 @@ def test_the_net_and_the_judge_learn_the_classes_apart():
     assert (KernelJudge(*train)(test.images) == test.labels).mean() > 0.97
 
 
+def test_the_width_of_the_judges_kernel_is_half_of_the_median_squared_distance():
+    """Three images of one pixel at 0, 1 and 3: squared distances of 1, 4 and 9, each twice."""
+    judge = KernelJudge(np.array([0.0, 1.0, 3.0]).reshape(3, 1, 1, 1), np.array([0, 1, 1]))
+    assert judge.width == 2
+
+
 class Given:
     """What transformers' CLIPModel makes of three images and texts."""
 
