@@ -7,9 +7,9 @@
 Edits are made in a copy of the tree, one at a time. A module is sampled by the number of its edits; those that no test file imports
 are counted and left out. Of the test files that import it, or a module that does, those run that name the function or its class, then
 those of its name and room; if these pass, the next ones. Left out are edits that change little that can be seen: texts of messages,
-numbers above nine, which are mostly sizes and limits, and families' `examples`, whose sizes are chosen for tests. Prints each edit that
-survived; exit code 1 where fewer than `least` (0.8) of the edits are caught. What survives is read by a person, and becomes a test or
-nothing.
+numbers above nine, which are mostly sizes and limits, families' `examples`, whose sizes are chosen for tests, and `strict=`. Prints
+each edit that survived; exit code 1 where fewer than `least` (0.8) of the edits are caught. What survives is read by a person, and
+becomes a test or nothing.
 
 Differs from mutmut and cosmic-ray: they run the whole suite, or the tests that cover a line, for each edit; one run of this suite takes
 minutes and compiles programs.
@@ -110,7 +110,7 @@ def places(tree: ast.Module) -> list[tuple[ast.AST, tuple[str, ...]]]:
     def inside(node: ast.AST, names: tuple[str, ...], in_function: bool) -> None:
         if isinstance(node, ast.Raise | ast.Assert | ast.JoinedStr | ast.AnnAssign):
             return
-        if isinstance(node, ast.FunctionDef) and node.name == "examples":
+        if (isinstance(node, ast.FunctionDef) and node.name == "examples") or (isinstance(node, ast.keyword) and node.arg == "strict"):
             return
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             is_function = in_function or not isinstance(node, ast.ClassDef)
@@ -216,7 +216,8 @@ def _fails(tree: Path, files: list[str], hangs: bool) -> bool:
     """Whether a test of these files fails; `hangs` if they take too long."""
     words = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not tpu and not slow", "-p", "no:cacheprovider", *files]
     try:
-        done = subprocess.run(words, cwd=tree, env=environment(tree), capture_output=True, timeout=SECONDS)
+        seconds = SECONDS if hangs else SECONDS // 2
+        done = subprocess.run(words, cwd=tree, env=environment(tree), capture_output=True, timeout=seconds)
         return done.returncode not in (0, 5)
     except subprocess.TimeoutExpired:
         return hangs
