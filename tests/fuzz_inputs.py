@@ -389,8 +389,9 @@ def read_config(folder: Path) -> None:
 
 def build(config: Any) -> None:
     """The model of a config, every weight a description; what is counted from the config alone."""
-    assert config.layers <= 10_000, f"a model of {config.layers} layers"
-    if config.layers > MOST_LAYERS:
+    layers = getattr(config, "layers", 0)  # models of convolutions, and those of two towers, count theirs otherwise
+    assert layers <= 10_000, f"a model of {layers} layers"
+    if layers > MOST_LAYERS:
         config = config.model_copy(update={"layers": MOST_LAYERS})
     config.build()
     config.parameters()
