@@ -63,7 +63,7 @@ class BundledPrompts:
         return TokenizePromptStep(input=name, encoders=encoders, unescape=self.prompts.unescapes)
 
     def inputs(self) -> Iterator[TensorSignature]:
-        """The inputs of the program. Those of negative prompts may be left out."""
+        """The inputs of the program. Negative prompts are optional."""
         for step in self.steps:
             of, default = step.input.replace("_", " "), 0 if step.input == NEGATIVE else None
             for encoder, reader in zip(step.encoders, self.readers.values(), strict=True):

@@ -9,16 +9,17 @@ from argosy.core.errors import BadInput
 def chat_ids(
     tokenizer: Any,
     messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    template: str | None = None,
-    *,
-    add_generation_prompt: bool = True,
-    continue_final_message: bool = False,
-    add_special_tokens: bool = False,
-    **variables: Any,
+    tools: Sequence[Mapping[str, Any]] | None,
+    template: str | None,
+    variables: Mapping[str, Any],
+    generation: Mapping[str, bool],
+    special_tokens: bool,
 ) -> list[int]:
-    """A conversation as token ids, rendered with a template of the tokenizer, or another one. Arguments and errors are those of
-    `LM.chat_prompt`.
+    """A conversation as token ids, rendered with a template of the tokenizer, or another one. Errors are those of `LM.chat_prompt`.
+
+    Args:
+        generation: `add_generation_prompt` and `continue_final_message`.
+        special_tokens: `add_special_tokens`; the other arguments have the names that they have there.
     """
     templates = getattr(tokenizer, "chat_templates", None) or {}
     if not templates and (template is None or tokenizer is None):
@@ -26,14 +27,13 @@ def chat_ids(
     from argosy.data.chat.omissions import check_complete, with_known_roles
     from argosy.data.chat.template import choose_template, render
 
-    how: Any = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
     chosen = template if template is not None else choose_template(templates, tools=bool(tools))
     messages, special = with_known_roles(messages, chosen), tokenizer.special
-    text = render(chosen, messages, special, tools=tools, **how, **variables)
+    text = render(chosen, messages, special, tools=tools, **generation, **variables)
 
     def again(**given: Any) -> str:
-        return render(chosen, special=special, add_generation_prompt=add_generation_prompt, **(variables | given))
+        return render(chosen, special=special, add_generation_prompt=generation["add_generation_prompt"], **{**variables, **given})
 
     check_complete(again, text, chosen, messages, tools, variables.get("documents"))
     ids = tokenizer.encode(text, special=True)
-    return [tokenizer.bos, *ids] if add_special_tokens and tokenizer.adds_bos else ids
+    return [tokenizer.bos, *ids] if special_tokens and tokenizer.adds_bos else ids

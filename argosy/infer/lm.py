@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from argosy.adapt.lora import merge, unmerge
 from argosy.adapt.methods.settings import RoundingMethod
 from argosy.adapt.qwix import as_rules
 from argosy.core.counts import plural
@@ -252,8 +253,8 @@ class LM:
             BadInput: there is no tokenizer or no template, the template refuses these messages, or the last one cannot be continued.
             Omitted: the template leaves out a message, a tool or the documents.
         """
-        how: Any = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
-        return chat_ids(self.tokenizer, messages, tools, template, **how, add_special_tokens=add_special_tokens, **variables)
+        how = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
+        return chat_ids(self.tokenizer, messages, tools, template, variables, how, add_special_tokens)
 
     # ---------------------------------------------------------------- vectors
 
@@ -364,8 +365,6 @@ class LM:
         Raises:
             BadInput: there is no adapter, or one is on a quantized weight.
         """
-        from argosy.adapt.lora import merge
-
         kept: dict[str, Any] = {}
         names = merge(self.module, kept if keep else None)
         self.merged = kept
@@ -377,8 +376,6 @@ class LM:
         Raises:
             BadInput: nothing was kept.
         """
-        from argosy.adapt.lora import unmerge
-
         if not self.merged:
             raise BadInput("no merged adapters were kept", hint="lm.merge(keep=True)")
         names, self.merged = unmerge(self.module, self.merged), {}

@@ -34,6 +34,7 @@ from argosy.run.view import Quiet, View
 
 if TYPE_CHECKING:
     from argosy.run.assembly.assembly import Assembly
+    from argosy.weights.model import OpenedModel
 
 __all__ = ["Quiet", "View", "run", "train"]
 
@@ -171,22 +172,30 @@ def _locked(
     return outcome
 
 
+def newest_checkpoint(directory: RunDirectory) -> "OpenedModel | None":
+    """The newest good checkpoint of a run; None in a process that writes none of its files, or where there is none."""
+    if not directory.writes:
+        return None
+    # As a reader does: several processes do not verify together here.
+    checkpoints = RunDirectory(directory.store.root).checkpoints
+    step = checkpoints.latest_good()
+    if step is None:
+        return None
+    from argosy.checkpoint.open import open_model
+
+    return open_model(checkpoints.path(step))
+
+
 def keep_adapter(directory: RunDirectory, say: Callable[[str], None]) -> None:
     """Writes the adapters of the newest checkpoint of a run that trains some as a PEFT folder of the run.
 
     A kill before this loses nothing: the next start of the run writes them.
     """
-    if not directory.writes:
+    stored = newest_checkpoint(directory)
+    if stored is None:
         return
-    # As a reader does: several processes do not verify together here.
-    checkpoints = RunDirectory(directory.store.root).checkpoints
-    step = checkpoints.latest_good()
-    if step is None:
-        return
-    from argosy.checkpoint.open import open_model
     from argosy.weights.peft.writer import write_adapter
 
-    stored = open_model(checkpoints.path(step))
     adapted = stored.adapted
     assert adapted is not None
     try:
@@ -201,17 +210,11 @@ def keep_learned_embeddings(directory: RunDirectory) -> None:
 
     A kill before this loses nothing: the next start of the run writes it.
     """
-    if not directory.writes:
+    stored = newest_checkpoint(directory)
+    if stored is None:
         return
-    # As a reader does: several processes do not verify together here.
-    checkpoints = RunDirectory(directory.store.root).checkpoints
-    step = checkpoints.latest_good()
-    if step is None:
-        return
-    from argosy.checkpoint.open import open_model
     from argosy.weights.hub.learned_embeddings import learned_arrays, learned_embeddings_file
 
-    stored = open_model(checkpoints.path(step))
     config: Any = stored.config
     directory.write_file(learned_embeddings_file(config.token, learned_arrays(config, stored.weights)))
 

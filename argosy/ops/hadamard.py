@@ -26,6 +26,7 @@ from argosy.ops.precision import sums_in
 # The largest Hadamard matrix of Paley that a transform multiplies with: 11008 = 2 x 5504 has one, and no fast product.
 LARGEST = 512
 
+
 def hadamard_transform(x: Float[Array, "..."], axis: int = -1) -> Float[Array, "..."]:
     """The product of x, along an axis, with an orthogonal matrix that spreads each number over all; summed in float32 at least."""
     kind, shape = sums_in(x.dtype), x.shape

@@ -1,8 +1,9 @@
 """The time of a step of a server whose tokens are drafted.
 
 A step with k drafts samples them one after the other, by a pass of the draft model each, or finds them in the text (n-grams), and
-computes k + 1 rows of each sequence at once, which read the weights once. Of k drafts, each of which is accepted with probability a if
-those before it are, a sequence gets (1 - a^(k + 1)) / (1 - a) tokens on average (Leviathan et al. 2023, arXiv:2211.17192).
+computes k + 1 rows of each sequence at once, which read the weights once. If each draft is accepted
+with probability a once those before it are, a sequence gets (1 - a^(k + 1)) / (1 - a) tokens of k drafts on average (Leviathan et al.
+2023, arXiv:2211.17192).
 """
 
 from dataclasses import replace

@@ -19,8 +19,8 @@ class ImageFields(ImageGenerationFields):
     partial_images: how many images on the way a stream sends.
     num_inference_steps, strength: as diffusers names them.
     step_cache: threshold of step caching, in place of the server's.
-    control_image: for a model with a ControlNet, the image that it follows: a file in base64, or as a `data:` URL. Of any size, and
-        resized to that of the images; of several ControlNets a list, in their order.
+    control_image: for a model with a ControlNet, the image that it follows: a file in base64, or as a `data:` URL. It is resized to
+        the size of the images. For several ControlNets it is a list, in their order.
     control_scale, control_start, control_end, guess_mode: as `ImagePipeline.images` takes them.
     progress: adds an event after each evaluation to a stream.
     """
@@ -36,16 +36,20 @@ class ImageFields(ImageGenerationFields):
     guess_mode: bool = False
     progress: bool = False
 
+    @property
+    def control_files(self) -> list[str]:
+        """The files of the control images."""
+        given = self.control_image or []
+        return [given] if isinstance(given, str) else given
+
     def controls(self, limits: ImageLimits) -> list[np.ndarray]:
         """The control images [H W 3], uint8.
 
         Raises:
             ApiError: one is no base64, or no image within the limits.
         """
-        given = self.control_image or []
-        texts = [given] if isinstance(given, str) else given
         found = []
-        for text in texts:
+        for text in self.control_files:
             try:
                 data = base64.b64decode(text.partition(",")[2] if text.startswith("data:") else text, validate=True)
                 found.append(read_image(data, 4 * limits.pixels)[..., :3])

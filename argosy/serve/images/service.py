@@ -166,10 +166,10 @@ class ImageService:
         if not nets:
             return {}
         height, width = self.pipeline.checked_size(size)
-        images = [resized(image, height, width)[None] for image in fields.controls(self.settings.limits)]
-        if len(images) != nets:
+        if len(fields.control_files) != nets:
             needed = "the image that its ControlNet follows" if nets == 1 else f"{nets} images, one for each ControlNet"
             raise ApiError(f"`control_image`: this server's model needs {needed}", param="control_image")
+        images = [resized(image, height, width)[None] for image in fields.controls(self.settings.limits)]
         how: dict[str, Any] = {name: getattr(fields, name) for name in CONTROL if name != "control_image"}
         return how | {"control_image": images if nets > 1 else images[0]}
 
