@@ -1652,7 +1652,7 @@ def main(words: list[str]) -> int:
             begin = time.monotonic()
             end, by = tried(tree, edit)
             survived += end != "caught"
-            print(f"{edit.what:54}{end:9} {time.monotonic() - begin:5.0f} s  {by}", flush=True)
+            print(f"{edit.what:54} {end:9}{time.monotonic() - begin:5.0f} s  {by}", flush=True)
     print(f"{len(chosen) - survived} of {len(chosen)} caught")
     return 1 if survived else 0
 
