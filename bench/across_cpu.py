@@ -55,22 +55,24 @@ def records(folder: Path) -> tuple[Path, list[str]]:
 
 
 def last(run: Path, name: str) -> float:
-    found = by_step(read(Store(run)), name)
-    return found[max(found)] if found else float("nan")
+    values = by_step(read(Store(run)), name)
+    return values[max(values)] if values else float("nan")
 
 
 def judged(run: Path, prompts: list[str]) -> tuple[float, float]:
     """Nats a byte of sampled answers by the teacher, and bytes of an answer."""
     student, teacher = argosy.load(str(run)), argosy.load(str(TEACHER))
-    said = [one.text for seed in range(SAMPLES) for one in student.generate(prompts, max_tokens=48, temperature=1.0, seed=seed)]
-    whole, asked = (teacher.score(texts) for texts in ([p + a for p, a in zip(prompts * SAMPLES, said)], prompts * SAMPLES))
-    size = sum(len(text.encode()) for text in said)
-    return -sum(float(a.sum() - b.sum()) for a, b in zip(whole, asked)) / max(size, 1), size / len(said)
+    sampled = [student.generate(prompts, max_tokens=48, temperature=1.0, seed=seed) for seed in range(SAMPLES)]
+    completions = [completion.text for group in sampled for completion in group]
+    texts = [prompt + completion for prompt, completion in zip(prompts * SAMPLES, completions)]
+    whole, prompt_scores = teacher.score(texts), teacher.score(prompts * SAMPLES)
+    size = sum(len(text.encode()) for text in completions)
+    return -sum(float(a.sum() - b.sum()) for a, b in zip(whole, prompt_scores)) / max(size, 1), size / len(completions)
 
 
 def main() -> None:
     steps = int(sys.argv[1]) if len(sys.argv) > 1 else STEPS
-    chosen = {name: RUNS[name] for name in sys.argv[2:]} or RUNS
+    runs = {name: RUNS[name] for name in sys.argv[2:]} or RUNS
     folder = Path(tempfile.mkdtemp())
     try:
         tokenizer, base, (data, prompts) = folder / "tokenizer", folder / "base", records(folder)
@@ -78,8 +80,8 @@ def main() -> None:
         subprocess.run(command, cwd=Path(__file__).parents[1], check=True)
         words = [f"data.tokenizer={tokenizer}", f"data.source={data}", "data.held_out=0.1", "data.sequence=128", "data.batch=16"]
         words += [f"data.cache={folder / 'cache'}", "eval.batches=4", "checkpoint.every=100000", "log.every=50"]
-        how = ["objective=next_token", "data.packing=fit", "data.learn=all", "optimizer=adamw", "optimizer.learning_rate=3e-3"]
-        argosy.fit("tiny", *words, *STUDENT, *how, "schedule=cosine", f"steps={BASE}", f"dir={base}", f"eval.every={BASE}")
+        base_words = ["objective=next_token", "data.packing=fit", "data.learn=all", "optimizer=adamw", "optimizer.learning_rate=3e-3"]
+        argosy.fit("tiny", *words, *STUDENT, *base_words, "schedule=cosine", f"steps={BASE}", f"dir={base}", f"eval.every={BASE}")
         heads = "| | given ce | given uld | own uld | aligned | nats a byte | bytes | seconds |\n|---|---|---|---|---|---|---|---|"
         print(f"{steps} steps of 16 answers of at most 48 tokens\n\n{heads}", flush=True)
         words += ["rollout.tokens=48"]
@@ -87,13 +89,13 @@ def main() -> None:
         still = ["objective.student_fraction=0", "optimizer.learning_rate=1e-12", "steps=1", "eval.every=1"]
         words += ["objective.hybrid=false"]
         untouched = {"untouched": still, "untouched, hybrid": [*still, "objective.hybrid=true"]}
-        for number, (name, how) in enumerate((untouched | chosen).items()):
-            where, began = folder / str(number), time.monotonic()
-            argosy.fit("gold", *words, *STUDENT, f"steps={steps}", f"eval.every={steps}", *how, f"dir={where}")
-            seconds = time.monotonic() - began
-            found = [last(where, f"eval_{kind}") for kind in ("given_cross_entropy", "given_uld", "uld", "aligned")]
+        for number, (name, run_words) in enumerate((untouched | runs).items()):
+            where, start = folder / str(number), time.monotonic()
+            argosy.fit("gold", *words, *STUDENT, f"steps={steps}", f"eval.every={steps}", *run_words, f"dir={where}")
+            seconds = time.monotonic() - start
+            metrics = [last(where, f"eval_{kind}") for kind in ("given_cross_entropy", "given_uld", "uld", "aligned")]
             nats, size = judged(where, prompts)
-            print(f"| {name} | {' | '.join(f'{each:.3f}' for each in found)} | {nats:.3f} | {size:.0f} | {seconds:.0f} |", flush=True)
+            print(f"| {name} | {' | '.join(f'{each:.3f}' for each in metrics)} | {nats:.3f} | {size:.0f} | {seconds:.0f} |", flush=True)
     finally:
         shutil.rmtree(folder)
 

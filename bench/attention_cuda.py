@@ -47,34 +47,34 @@ def program(
 
     def loss(q: Any, k: Any, v: Any, segments: Any) -> Any:
         at = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (rows, T))
-        own = segments if packed else None
-        see = See(at, at, own, own, causal=causal, aligned=True)
+        segment_ids = segments if packed else None
+        see = See(at, at, segment_ids, segment_ids, causal=causal, aligned=True)
         # The sines keep XLA from finding that nothing depends on the output.
-        met = rematerialised(lambda q, k, v: jnp.sin(attention(q, k, jnp.sin(v), see, score)), remat)
-        return jnp.sum(met(q, k, v).astype(jnp.float32))
+        attend = rematerialised(lambda q, k, v: jnp.sin(attention(q, k, jnp.sin(v), see, score)), remat)
+        return jnp.sum(attend(q, k, v).astype(jnp.float32))
 
     n = len(devices)
     mesh = MeshSettings(fsdp=n // 2 or 1, tensor=2 if n > 1 else 1).build(devices)
     place = NamedSharding(mesh, PartitionSpec("fsdp"))
     described = partial(jax.ShapeDtypeStruct, sharding=place)
-    given = [described((rows, T, heads, size), jnp.bfloat16) for heads, size in ((N, H), (K, H), (K, U))]
+    inputs = [described((rows, T, heads, size), jnp.bfloat16) for heads, size in ((N, H), (K, H), (K, U))]
     with scope(mesh):
-        traced = jax.jit(jax.value_and_grad(loss, (0, 1, 2))).trace(*given, described((rows, T), jnp.int32))
+        traced = jax.jit(jax.value_and_grad(loss, (0, 1, 2))).trace(*inputs, described((rows, T), jnp.int32))
         return traced.lower(lowering_platforms=("cuda",)).compile().as_text() or ""
 
 
 def main() -> None:
-    known = xla_bridge.canonicalize_platform
+    canonicalize = xla_bridge.canonicalize_platform
     # "gpu" is not resolved where no GPU is (github.com/jax-ml/jax/issues/23971).
-    xla_bridge.canonicalize_platform = lambda name: "cuda" if name in ("gpu", "cuda") else known(name)
+    xla_bridge.canonicalize_platform = lambda name: "cuda" if name in ("gpu", "cuda") else canonicalize(name)
     print("| attention | kernels | seconds |\n|---|---|---|")
     for name, (*shape, count) in SHAPES.items():
         topology: Any = topologies.get_topology_desc(
             platform="cuda", topology_name="", target_config=H100, topology=f"1x1x{count}"
         )
         begin = time.perf_counter()
-        found = re.findall(r'custom_call_target="__cudnn\$([^"]*)"', program(topology.devices, *shape))
-        print(f"| {name} | {', '.join(found)} | {time.perf_counter() - begin:.1f} |", flush=True)
+        kernels = re.findall(r'custom_call_target="__cudnn\$([^"]*)"', program(topology.devices, *shape))
+        print(f"| {name} | {', '.join(kernels)} | {time.perf_counter() - begin:.1f} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -24,9 +24,9 @@ from argosy.export.calls import filled_inputs
 def main(words: Sequence[str]) -> None:
     sizes = {"batch": 16, "length": 128} | {name: int(size) for name, size in (word.split("=") for word in words if "=" in word)}
     bundle = Bundle.open(next(word for word in words if "=" not in word))
-    known = xla_bridge.canonicalize_platform
+    canonicalize = xla_bridge.canonicalize_platform
     # "gpu" is not resolved where no GPU is (github.com/jax-ml/jax/issues/23971).
-    xla_bridge.canonicalize_platform = lambda name: "cuda" if name in ("gpu", "cuda") else known(name)
+    xla_bridge.canonicalize_platform = lambda name: "cuda" if name in ("gpu", "cuda") else canonicalize(name)
     topology: Any = topologies.get_topology_desc(platform="cuda", topology_name="", target_config=H100, topology="1x1x1")
     place = SingleDeviceSharding(topology.devices[0])
     print("| signature | compiled in s | weights, MB | outputs | temporaries |\n| --- | --- | --- | --- | --- |")
@@ -38,9 +38,9 @@ def main(words: Sequence[str]) -> None:
         begin = time.perf_counter()
         compiled = jax.jit(bundle.exported(program).call).trace(*arguments).lower(lowering_platforms=("cuda",)).compile()
         memory: Any = compiled.memory_analysis()
-        sent = memory.argument_size_in_bytes / 1e6
+        argument_mb = memory.argument_size_in_bytes / 1e6
         print(
-            f"| {name} | {time.perf_counter() - begin:.1f} | {sent:.1f} | "
+            f"| {name} | {time.perf_counter() - begin:.1f} | {argument_mb:.1f} | "
             f"{memory.output_size_in_bytes / 1e6:.2f} | {memory.temp_size_in_bytes / 1e6:.1f} |",
             flush=True,
         )

@@ -61,9 +61,9 @@ def measure(name: str, make: Callable[[], Any], turns: int) -> None:
     places = dict.fromkeys(weights, place)
     update = jax.jit(lambda x: x @ x / 40)
     x = jax.block_until_ready(update(weights["w0"]))
-    left = iter(range(12))
-    alone = steps(update, x, lambda: next(left, None) is None)
-    stalls, saves, found, floors, longest = [], [], [], [], []
+    remaining = iter(range(12))
+    alone = steps(update, x, lambda: next(remaining, None) is None)
+    stalls, saves, restores, floors, longest = [], [], [], [], []
     checkpoints = make()
     checkpoints.reserve(weights, state).join()
     for turn in range(1, turns + 1):
@@ -82,27 +82,27 @@ def measure(name: str, make: Callable[[], Any], turns: int) -> None:
 
         # One that is not counted: imports, and files that are in memory.
         restore()
-        found.append(timed(restore))
+        restores.append(timed(restore))
         floors.append(timed(lambda c=again, s=turn: floor(c.path(s))))
 
     def median(values: Any) -> str:
         return f"{statistics.median(values):.2f}"
 
-    restored, hashed = [statistics.median(w for w, _ in one) for one in (found, floors)]
-    cpu = [median(c for _, c in one) for one in (found, floors)]
+    restored, hashed = [statistics.median(w for w, _ in times) for times in (restores, floors)]
+    cpu = [median(c for _, c in times) for times in (restores, floors)]
     saved = " | ".join(map(median, (alone, stalls, longest, saves)))
     print(f"| {name} | {saved} | {restored:.2f} ({cpu[0]}) | {hashed:.2f} ({cpu[1]}) | {restored / hashed:.2f} |", flush=True)
 
 
 def main(words: list[str]) -> None:
-    given = {"turns": "5", "folder": tempfile.gettempdir()} | dict(word.split("=") for word in words)
-    folder = Path(tempfile.mkdtemp(dir=given["folder"]))
+    options = {"turns": "5", "folder": tempfile.gettempdir()} | dict(word.split("=") for word in words)
+    folder = Path(tempfile.mkdtemp(dir=options["folder"]))
     print("| tier | step alone, s | save() returns after | longest step of a save | written after | restored in (CPU) | "
           "read and hashed in (CPU) | ratio |\n| --- | --- | --- | --- | --- | --- | --- | --- |")  # fmt: skip
     try:
         keep = CheckpointSettings(keep=1, keep_best=0)
-        measure("persistent", lambda: Checkpoints(folder / "run", keep), int(given["turns"]))
-        measure("local", lambda: LocalCheckpoints(folder / "local"), int(given["turns"]))
+        measure("persistent", lambda: Checkpoints(folder / "run", keep), int(options["turns"]))
+        measure("local", lambda: LocalCheckpoints(folder / "local"), int(options["turns"]))
     finally:
         shutil.rmtree(folder)
 

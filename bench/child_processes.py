@@ -51,9 +51,9 @@ def main() -> None:
 def rewards(file: Path, calls: int) -> None:
     texts = ["four words are here"] * 64
     for workers in (1, 2):
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         with open_rewards([RewardSettings(of=f"{file}:none")], workers=workers, columns=[]) as scores:
-            start = time.perf_counter() - began
+            start = time.perf_counter() - start_time
             show(f"reward, processes: {workers}", calls, partial(scores, texts, texts, {}), start)
 
 
@@ -64,7 +64,7 @@ def templates(calls: int) -> None:
 
 def environments(file: Path, calls: int) -> None:
     source = {"of": "Echo", "file": str(file), "function": "Echo", "source": file.read_text(), "args": {}}
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     pool = EnvironmentPool(source, 10.0, [])
     try:
         played = pool.open()
@@ -75,7 +75,7 @@ def environments(file: Path, calls: int) -> None:
                 pool.look([played], 1.0)
 
         ask({"reset": {}})
-        start = time.perf_counter() - began
+        start = time.perf_counter() - start_time
         show("environment", calls, lambda: ask({"step": "on"}), start)
         show("environment, new process", calls // 4, lambda: pool.end(pool.open()))
     finally:

@@ -20,15 +20,15 @@ def conversations(count: int, turns: int) -> list[list[dict[str, str]]]:
     """Instructions as conversations of so many turns each."""
     lines = (DATA / "instruct" / "instruction_1100.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
-    found = []
+    chats = []
     for number in range(count):
         messages = []
         for turn in range(turns):
             row = rows[(number * turns + turn) % len(rows)]
-            asked = "\n\n".join(part for part in (row["instruction"], row["input"]) if part)
-            messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": row["output"]}]
-        found.append(messages)
-    return found
+            prompt = "\n\n".join(part for part in (row["instruction"], row["input"]) if part)
+            messages += [{"role": "user", "content": prompt}, {"role": "assistant", "content": row["output"]}]
+        chats.append(messages)
+    return chats
 
 
 def main() -> None:
@@ -40,12 +40,12 @@ def main() -> None:
     for name in TEMPLATES:
         tokenizer.chat_templates = {"default": (DATA / "chat_templates" / f"{name}.jinja").read_text()}
         for turns in (1, 4):
-            given = conversations(count, turns)
-            chat_mask.encode_with_mask(tokenizer, given[0])
+            sample = conversations(count, turns)
+            chat_mask.encode_with_mask(tokenizer, sample[0])
             start = time.perf_counter()
-            alone = [chat_mask.encode_with_mask(tokenizer, messages) for messages in given[: count // 5]]
+            alone = [chat_mask.encode_with_mask(tokenizer, messages) for messages in sample[: count // 5]]
             print(f"| {name} | {turns} | one by one | {len(alone) / (time.perf_counter() - start):,.0f} |", flush=True)
-            many = [chat_mask.MaskedConversation(messages) for messages in given]
+            many = [chat_mask.MaskedConversation(messages) for messages in sample]
             way = chat_mask.Way(tokenizer.chat_templates)
             list(chat_mask.encode_all(tokenizer, many[:64], way))
             start = time.perf_counter()

@@ -45,12 +45,12 @@ def main() -> None:
     words.add_argument("folder", type=Path)
     words.add_argument("--gb", type=float, default=8)
     words.add_argument("--shard-gb", type=float, default=5)
-    given = words.parse_args()
-    given.folder.mkdir(parents=True)
+    options = words.parse_args()
+    options.folder.mkdir(parents=True)
     try:
-        run(given.folder, given.gb, given.shard_gb)
+        run(options.folder, options.gb, options.shard_gb)
     finally:
-        shutil.rmtree(given.folder)
+        shutil.rmtree(options.folder)
 
 
 def run(folder: Path, gb: float, shard_gb: float) -> None:
@@ -119,11 +119,11 @@ def row(name: str, source: Path, target: Path, *words: str) -> None:
     copied = copy_s(source, target.with_name("copy"))
     forget(source)
     start = time.monotonic()
-    told = json.loads(
+    report = json.loads(
         subprocess.run(command(source, target, *words, "--json"), check=True, stdout=subprocess.PIPE).stdout
     )
     seconds = time.monotonic() - start
-    gb, memory = size(source) / 1e9, told["memory"]
+    gb, memory = size(source) / 1e9, report["memory"]
     print(
         f"| {name} | {gb:.2f} | {seconds:.1f} | {gb / seconds:.2f} | {memory['peak_bytes'] / 1e6:.0f} "
         f"| {memory['bound_bytes'] / 1e6:.0f} | {copied:.1f} | {gb / copied:.2f} | {copied / seconds:.0%} |",
@@ -149,15 +149,15 @@ def killed(name: str, first: Path, source: Path, target: Path, *words: str) -> N
         time.sleep(0.05)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    written = size(part) / 1e9
+    written_gb = size(part) / 1e9
     start = time.monotonic()
-    told = json.loads(
+    report = json.loads(
         subprocess.run(command(source, target, *words, "--json"), check=True, stdout=subprocess.PIPE).stdout
     )
     seconds = time.monotonic() - start
-    kept = told["kept_bytes"] / 1e9
+    kept_gb = report["kept_bytes"] / 1e9
     print(
-        f"{name}, killed with {written:.2f} GB written: resumed in {seconds:.1f} s, {kept:.2f} GB kept; {check(first, target)}",
+        f"{name}, killed with {written_gb:.2f} GB written: resumed in {seconds:.1f} s, {kept_gb:.2f} GB kept; {check(first, target)}",
         flush=True,
     )
 

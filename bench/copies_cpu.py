@@ -37,13 +37,14 @@ def started(model: str, copies: int, slots: int, context: int) -> dict[str, floa
     lm = argosy.load(model, random=None if Path(model).exists() else 0)
     before, begun = time.process_time(), time.perf_counter()
     loaded = rss()
-    how = ServeSettings(copies=copies, engine=EngineSettings(slots=slots, context=context))
-    front = build_front(lm, "model", how, None)
-    found = {"cpu_s": time.process_time() - before, "wall_s": time.perf_counter() - begun, "loaded_mb": loaded, "mb": rss()}
-    found["programs"] = sum(engine.stats.compilations for engine in front.engines)
-    found["cache_mb"] = sum(a.nbytes for engine in front.engines for one in engine.runner.caches.values() for a in one.values()) / 1e6
+    settings = ServeSettings(copies=copies, engine=EngineSettings(slots=slots, context=context))
+    front = build_front(lm, "model", settings, None)
+    figures = {"cpu_s": time.process_time() - before, "wall_s": time.perf_counter() - begun, "loaded_mb": loaded, "mb": rss()}
+    figures["programs"] = sum(engine.stats.compilations for engine in front.engines)
+    caches = [cache for engine in front.engines for cache in engine.runner.caches.values()]
+    figures["cache_mb"] = sum(a.nbytes for cache in caches for a in cache.values()) / 1e6
     front.close()
-    return found
+    return figures
 
 
 def rss() -> float:
@@ -62,10 +63,10 @@ def starts(model: str, slots: str, context: str) -> None:
                 env = os.environ | more | {"JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1", "XLA_FLAGS": f"{FLAG}={copies}"}
                 words = [sys.executable, __file__, "one", model, str(copies), slots, context]
                 done = subprocess.run(words, env=env, check=True, stdout=subprocess.PIPE, text=True)
-                one = json.loads(done.stdout.splitlines()[-1])
-                line = f"{copies} copies, cache {cache}: {one['programs']:3.0f} programs  {one['cpu_s']:6.1f} CPU s"
-                memory = f"{one['mb']:6.0f} MB ({one['loaded_mb']:.0f} before, caches {one['cache_mb']:.0f})"
-                print(f"{line}  {one['wall_s']:6.1f} s  {memory}  load {os.getloadavg()[0]:.1f}", flush=True)
+                figures = json.loads(done.stdout.splitlines()[-1])
+                line = f"{copies} copies, cache {cache}: {figures['programs']:3.0f} programs  {figures['cpu_s']:6.1f} CPU s"
+                memory = f"{figures['mb']:6.0f} MB ({figures['loaded_mb']:.0f} before, caches {figures['cache_mb']:.0f})"
+                print(f"{line}  {figures['wall_s']:6.1f} s  {memory}  load {os.getloadavg()[0]:.1f}", flush=True)
 
 
 async def talk(front: Any, clients: int) -> tuple[float, list[int]]:
@@ -74,25 +75,25 @@ async def talk(front: Any, clients: int) -> tuple[float, list[int]]:
 
     rng = random.Random(0)
     idle: list[list[int]] = [[] for _ in range(CONVERSATIONS)]
-    left = CONVERSATIONS * TURNS
+    requests_left = CONVERSATIONS * TURNS
     before = [engine.stats.drawn_tokens for engine in front.engines]
-    asked = reused = 0
+    prompt_tokens = reused = 0
 
     async def client() -> None:
-        nonlocal asked, reused, left
-        while left and idle:
-            left -= 1
+        nonlocal prompt_tokens, reused, requests_left
+        while requests_left and idle:
+            requests_left -= 1
             ids = idle.pop(rng.randrange(len(idle)))
             ids += [rng.randrange(3, 500) for _ in range(ASKED)]
             async with front.open([Request(list(ids), ANSWERED)]) as answers:
                 ids += [event.token async for _, event in answers]
                 reused += answers.reused(0)
-            asked += len(ids) - ANSWERED
+            prompt_tokens += len(ids) - ANSWERED
             if len(ids) < TURNS * (ASKED + ANSWERED):
                 idle.append(ids)
 
     await asyncio.gather(*(client() for _ in range(clients)))
-    return reused / asked, [engine.stats.drawn_tokens - then for engine, then in zip(front.engines, before)]
+    return reused / prompt_tokens, [engine.stats.drawn_tokens - then for engine, then in zip(front.engines, before)]
 
 
 def routed(model: str) -> None:
@@ -108,13 +109,14 @@ def routed(model: str) -> None:
     front: Any = build_front(load_lm(model), "model", ServeSettings(copies=2, engine=engine), None)
     by_prefix = ReplicaFront._with_longest_prefix
     for clients in (1, 4, 8):
-        for slack, chosen in ((0, lambda self, numbers, request: numbers), *((slack, by_prefix) for slack in (0, 2, 4, 8))):
-            name = f"slack {slack}" if chosen is by_prefix else "turns"
-            ReplicaFront._with_longest_prefix = chosen
+        for slack, choose in ((0, lambda self, numbers, request: numbers), *((slack, by_prefix) for slack in (0, 2, 4, 8))):
+            name = f"slack {slack}" if choose is by_prefix else "turns"
+            ReplicaFront._with_longest_prefix = choose
             copies.SLACK = slack
-            asyncio.run(front.together(lambda engines: [one.reset_prefix_cache() for one in engines]))
-            share, made = asyncio.run(talk(front, clients))
-            print(f"{clients:3} at a time, {name:7}: {share:4.0%} of prompt tokens cached, tokens of the copies {made}", flush=True)
+            asyncio.run(front.together(lambda engines: [engine.reset_prefix_cache() for engine in engines]))
+            share, drawn_tokens = asyncio.run(talk(front, clients))
+            line = f"{clients:3} at a time, {name:7}: {share:4.0%} of prompt tokens cached, tokens of the copies {drawn_tokens}"
+            print(line, flush=True)
     front.close()
 
 

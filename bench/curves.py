@@ -40,19 +40,19 @@ def draw(
     picture(path, series, label, y=y, level=level)
 
 
-def picture(path: Path, series: Sequence[Series], label: str, **how: Any) -> None:
+def picture(path: Path, series: Sequence[Series], label: str, **options: Any) -> None:
     """Writes series as an SVG with their names above.
 
     Args:
-        how: of `argosy.observe.report.charts.chart`.
+        options: of `argosy.observe.report.charts.chart`.
     """
-    drawn = chart(series, label, height=300, **how)
-    key, left = "", 90.0 if len(series) > 3 else 200.0
-    for one in series:
-        key += f'<rect class="c{one.color}" x="{left:.0f}" y="4" width="10" height="10"/>'
-        key += f'<text x="{left + 15:.0f}" y="13">{escape(one.name)}</text>'
-        left += 34 + 6.6 * len(one.name)
-    head, body = drawn.split(">", 1)
+    svg = chart(series, label, height=300, **options)
+    key, x = "", 90.0 if len(series) > 3 else 200.0
+    for line in series:
+        key += f'<rect class="c{line.color}" x="{x:.0f}" y="4" width="10" height="10"/>'
+        key += f'<text x="{x + 15:.0f}" y="13">{escape(line.name)}</text>'
+        x += 34 + 6.6 * len(line.name)
+    head, body = svg.split(">", 1)
     head = head.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
     paper = '<rect width="100%" height="100%" fill="#fdfdfc"/>'
     path.parent.mkdir(parents=True, exist_ok=True)

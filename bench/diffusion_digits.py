@@ -23,8 +23,8 @@ SHOWN = ("accuracy", "fid", "kid", "cas", "nearest", "copies", "diversity")
 
 
 def main(path: str, words: list[str]) -> None:
-    own = dict(word.split("=", 1) for word in words if word.startswith(("count=", "dir=")))
-    folder = Path(own.get("dir", mkdtemp())) / "run"
+    options = dict(word.split("=", 1) for word in words if word.startswith(("count=", "dir=")))
+    folder = Path(options.get("dir", mkdtemp())) / "run"
     more = [word for word in words if not word.startswith(("count=", "dir="))]
     start = time.monotonic()
     argosy.fit("diffusion", f"data.source={path}", "data.image.white=16", f"dir={folder}", *more)
@@ -37,9 +37,9 @@ def main(path: str, words: list[str]) -> None:
     judges, rows = ImageJudges(train, held_out), []
     for steps, guidance in DRAWINGS:
         begun = time.monotonic()
-        drawn = draw_classes(pipeline, int(own.get("count", 1000)), steps=steps, guidance=guidance)
+        images = draw_classes(pipeline, int(options.get("count", 1000)), steps=steps, guidance=guidance)
         seconds = time.monotonic() - begun
-        figures = judges.figures(drawn)
+        figures = judges.figures(images)
         rows.append([str(steps), f"{guidance:g}", *(f"{figures[name]:.3f}" for name in SHOWN), f"{seconds:.1f}"])
     bounds = judges.bounds
     real = [bounds["accuracy_real"], bounds["fid_floor"], bounds["kid_floor"], None, bounds["nearest_real"], None, 1.0]

@@ -31,8 +31,8 @@ SHOWN = ("accuracy", "fid", "kid", "cas", "diversity")
 
 
 def main(path: str, words: list[str]) -> None:
-    own = dict(word.split("=", 1) for word in words if word.startswith(("count=", "dir=")))
-    folder, rows, judges = Path(own.get("dir", mkdtemp())), [], None
+    options = dict(word.split("=", 1) for word in words if word.startswith(("count=", "dir=")))
+    folder, rows, judges = Path(options.get("dir", mkdtemp())), [], None
     more = [word for word in words if not word.startswith(("count=", "dir="))]
     for name, objective in RUNS.items():
         start = time.monotonic()
@@ -42,15 +42,16 @@ def main(path: str, words: list[str]) -> None:
         if judges is None:
             source = find(DataSettings(source=path, held_out=0.2, image={"white": 16}))
             space = pipeline.config.id_spaces
-            judges = ImageJudges(*(images_of(source.rows(sequence=1, vocab=space, seed=0, held_out=held)) for held in (False, True)))
+            splits = (source.rows(sequence=1, vocab=space, seed=0, held_out=held_out) for held_out in (False, True))
+            judges = ImageJudges(*map(images_of, splits))
         samplers = [EULER]
         if name == "edm":
             samplers = [pipeline.sampler, pipeline.sampler.model_copy(update={"name": "dpmpp_2m"})]
         for sampler in samplers:
             for steps in STEPS:
-                drawn = draw_classes(pipeline, int(own.get("count", 1000)), steps=steps, guidance=1.0, sampler=sampler)
-                figures, evaluations = judges.figures(drawn), pipeline.plan(sampler, steps, pipeline.defaults.size).evaluations
-                rows.append([name, sampler.name, str(steps), str(evaluations), *(f"{figures[shown]:.3f}" for shown in SHOWN)])
+                images = draw_classes(pipeline, int(options.get("count", 1000)), steps=steps, guidance=1.0, sampler=sampler)
+                figures, evaluations = judges.figures(images), pipeline.plan(sampler, steps, pipeline.defaults.size).evaluations
+                rows.append([name, sampler.name, str(steps), str(evaluations), *(f"{figures[figure]:.3f}" for figure in SHOWN)])
     assert judges is not None
     bounds = judges.bounds
     real = [bounds["accuracy_real"], bounds["fid_floor"], bounds["kid_floor"], None, 1.0]

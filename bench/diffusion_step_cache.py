@@ -38,21 +38,21 @@ SHOWN = ("accuracy", "fid", "diversity")
 
 
 def main(path: str, words: list[str]) -> None:
-    own = dict(word.split("=", 1) for word in words if word.startswith(OWN))
-    folder = Path(own.get("dir", mkdtemp())) / "flow"
+    options = dict(word.split("=", 1) for word in words if word.startswith(OWN))
+    folder = Path(options.get("dir", mkdtemp())) / "flow"
     argosy.fit("diffusion", f"data.source={path}", "data.image.white=16", f"dir={folder}", *(w for w in words if not w.startswith(OWN)))
     pipeline = argosy.load(folder)
     source, space = find(DataSettings(source=path, held_out=0.2, image={"white": 16})), pipeline.config.id_spaces
-    judges = ImageJudges(*(images_of(source.rows(sequence=1, vocab=space, seed=0, held_out=held)) for held in (False, True)))
-    count, steps, batch = (int(own.get(name, default)) for name, default in (("count", 1000), ("steps", 50), ("batch", 8)))
+    judges = ImageJudges(*(images_of(source.rows(sequence=1, vocab=space, seed=0, held_out=held_out)) for held_out in (False, True)))
+    count, steps, batch = (int(options.get(name, default)) for name, default in (("count", 1000), ("steps", 50), ("batch", 8)))
     rows = []
     for threshold in THRESHOLDS:
-        how = {"steps": steps, "guidance": 1.0, "batch": batch, "step_cache": threshold}
+        sampling = {"steps": steps, "guidance": 1.0, "batch": batch, "step_cache": threshold}
         reports: list[CacheReport] = []
-        drawn = draw_classes(pipeline, count, **how, compare=threshold is not None, report=reports.append)
+        images = draw_classes(pipeline, count, **sampling, compare=threshold is not None, report=reports.append)
         reused = 100 * sum(r.reused for r in reports) / (sum(r.evaluations for r in reports) or 1)
         errors = [e for r in reports for e in r.errors] or [0.0]
-        figures = judges.figures(drawn)
+        figures = judges.figures(images)
         cells = [f"{reused:.0f} %", f"{sum(errors) / len(errors):.3f}", f"{max(errors):.3f}"]
         rows.append([f"{threshold or 'off'}", *cells, *(f"{figures[name]:.3f}" for name in SHOWN)])
     print(columns(("threshold", "reused", "error", "largest", *SHOWN), rows, figures=tuple(range(1, len(SHOWN) + 4))))

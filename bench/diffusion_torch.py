@@ -135,10 +135,10 @@ def ours(kind: str, steps: int) -> dict[str, Any]:
         updates, state = optimizer.update(gradient, state, leaves)
         return optax.apply_updates(leaves, updates), state
 
-    held = [leaves, optimizer.init(leaves)]
+    carry = [leaves, optimizer.init(leaves)]
 
     def step() -> None:
-        held[:] = jax.block_until_ready(train(*held))
+        carry[:] = jax.block_until_ready(train(*carry))
 
     return {
         "parameters": parameter_count(leaves),
@@ -162,12 +162,12 @@ def unet_config(kind: Any) -> Any:
 
 def main() -> None:
     python = sys.argv[1]
-    given = dict(word.split("=") for word in sys.argv[2:])
-    turns, steps = int(given.get("turns", 3)), int(given.get("steps", 8))
+    options = dict(word.split("=") for word in sys.argv[2:])
+    turns, steps = int(options.get("turns", 3)), int(options.get("steps", 8))
     print("| model | work | argosy ms | torch eager ms | ratio | CPU ms | CPU ms of torch |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for kind in ("flux", "unet"):
-        found: dict[str, list[Any]] = {"argosy": [], "torch": []}
+        results: dict[str, list[Any]] = {"argosy": [], "torch": []}
         for _ in range(turns):
             for name, command in (
                 ("torch", [python, "-c", TORCH, kind, str(Path(__file__).parent), str(steps)]),
@@ -176,11 +176,11 @@ def main() -> None:
                 done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | {"HF_HUB_OFFLINE": "1"})
                 if done.returncode:
                     raise SystemExit(done.stderr[-3000:])
-                found[name].append(json.loads(done.stdout.splitlines()[-1]))
-        assert found["argosy"][0]["parameters"] == found["torch"][0]["parameters"], found
-        millions = found["argosy"][0]["parameters"] / 1e6
+                results[name].append(json.loads(done.stdout.splitlines()[-1]))
+        assert results["argosy"][0]["parameters"] == results["torch"][0]["parameters"], results
+        millions = results["argosy"][0]["parameters"] / 1e6
         for work in ("draw", "train"):
-            wall, cpu = ({n: 1e3 * statistics.median(one[work][i] for one in found[n]) for n in found} for i in range(2))
+            wall, cpu = ({n: 1e3 * statistics.median(result[work][i] for result in results[n]) for n in results} for i in range(2))
             times = f"{wall['argosy']:.0f} | {wall['torch']:.0f} | {wall['torch'] / wall['argosy']:.2f}"
             print(f"| {kind}, {millions:.1f}M | {work} | {times} | {cpu['argosy']:.0f} | {cpu['torch']:.0f} |")
 

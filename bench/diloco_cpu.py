@@ -50,7 +50,7 @@ def main() -> None:
                 losses.append(next(line["eval_loss"] for line in reversed(lines) if "eval_loss" in line))
                 last = next(line for line in reversed(lines) if "loss" in line)
             apart = f"{last['replicas_apart']:.3g} / {last['outer_grad_norm']:.3g}" if "replicas_apart" in last else ""
-            print(f"| {name} | {mean(losses):.4f} | {', '.join(f'{one:.4f}' for one in losses)} | {sums:.3g} | {apart} |", flush=True)
+            print(f"| {name} | {mean(losses):.4f} | {', '.join(f'{loss:.4f}' for loss in losses)} | {sums:.3g} | {apart} |", flush=True)
 
 
 if __name__ == "__main__":

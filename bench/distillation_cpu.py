@@ -72,14 +72,14 @@ def common(steps: int, folder: Path) -> list[str]:
 
 
 def last(run: Path, name: str) -> float:
-    found = by_step(read(Store(run)), name)
-    return found[max(found)] if found else float("nan")
+    values = by_step(read(Store(run)), name)
+    return values[max(values)] if values else float("nan")
 
 
 def main() -> None:
     picture, words = picture_of(sys.argv[1:])
     steps, seeds = (int(words[i]) if len(words) > i else default for i, default in enumerate((STEPS, SEEDS)))
-    chosen = {name: RUNS[name] for name in words[2:]} or RUNS
+    runs = {name: RUNS[name] for name in words[2:]} or RUNS
     curves: dict[str, list[dict[int, float]]] = {}
     labels: list[float] = []
     folder = Path(tempfile.mkdtemp())
@@ -90,18 +90,18 @@ def main() -> None:
         argosy.fit("sft", *common(1, folder), f"model={TEACHER}", "optimizer.learning_rate=1e-12", f"dir={where}")
         best = last(where, "eval_loss")
         print(f"| the teacher | {best:.3f} | | | | |", flush=True)
-        for number, (name, words) in enumerate(chosen.items()):
-            found, seconds = [], []
+        for number, (name, words) in enumerate(runs.items()):
+            metrics, seconds = [], []
             for seed in range(seeds):
-                where, began = folder / f"{number}.{seed}", time.monotonic()
+                where, start = folder / f"{number}.{seed}", time.monotonic()
                 argosy.fit("tiny", *common(steps, folder), *STUDENT, *words, f"seed={seed}", f"dir={where}")
-                seconds.append(time.monotonic() - began)
-                found.append([last(where, f"eval_{kind}") for kind in ("loss", "kl", "agreement")])
+                seconds.append(time.monotonic() - start)
+                metrics.append([last(where, f"eval_{kind}") for kind in ("loss", "kl", "agreement")])
                 if name in DRAWN:
                     curves.setdefault(DRAWN[name], []).append(by_step(read(Store(where)), "eval_loss"))
-                print(f"{name}, seed {seed}: {found[-1]}, {seconds[-1]:.0f} s", file=sys.stderr, flush=True)
-            _, kl, agreement = np.mean(found, 0)
-            losses = [each[0] for each in found]
+                print(f"{name}, seed {seed}: {metrics[-1]}, {seconds[-1]:.0f} s", file=sys.stderr, flush=True)
+            _, kl, agreement = np.mean(metrics, 0)
+            losses = [each[0] for each in metrics]
             labels = losses if name == "labels" else labels
             less = spread([a - b for a, b in zip(labels, losses)]) if labels and name != "labels" else ""
             more = " | " if np.isnan(kl) else f"{kl:.4f} | {agreement:.3f}"

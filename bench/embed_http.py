@@ -24,12 +24,12 @@ CLIENTS = (1, 16)
 def requests_of(count: int, host: str) -> list[bytes]:
     """Requests with random words between the ids of [CLS] and [SEP]."""
     draws = np.random.default_rng(0).integers(2000, 20000, (count, 18))
-    found = []
+    requests = []
     for row in draws:
         body = json.dumps({"input": [101, *row.tolist(), 102], "encoding_format": "base64"}).encode()
         head = f"POST /v1/embeddings HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        found.append(head.encode() + body)
-    return found
+        requests.append(head.encode() + body)
+    return requests
 
 
 async def client(host: str, port: int, requests: list[bytes], until: float, took: list[float]) -> None:

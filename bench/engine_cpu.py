@@ -60,18 +60,18 @@ def forward(preset: str = "smollm2-135m", *rows: str) -> None:
         d["slot"][:], d["length"][:], d["table"][:] = np.arange(count), HELD, -1
         d["table"][:, :10] = np.arange(10 * count).reshape(count, 10)
         picks, calls = np.arange(count, dtype=np.int32), {}
-        ahead, given = Programs(), (words, picks, sizes)
+        ahead, inputs = Programs(), (words, picks, sizes)
         prepares = WeightPreparation(model, panels=True)
         kinds = {"OneProgram": OneProgram(model), "ByLayer": ByLayer(model, preparation=prepares)}
         kinds["ByLayer prepared ahead"] = ByLayer(model, run=ahead, preparation=prepares)
-        for name, one in kinds.items():
-            weights = one.prepared(engine.weights())
+        for name, forward in kinds.items():
+            weights = forward.prepared(engine.weights())
             if name.endswith("ahead"):
                 with ahead.ahead():
-                    one.step(weights, abstract_arrays(engine.runner.caches), abstract_arrays(engine.runner.slots.last), *given)
+                    forward.step(weights, abstract_arrays(engine.runner.caches), abstract_arrays(engine.runner.slots.last), *inputs)
 
-            def call(one: Any = one, weights: Any = weights, given: Any = given) -> Any:
-                logits, engine.runner.caches, _ = one.step(weights, engine.runner.caches, engine.runner.slots.last, *given)
+            def call(forward: Any = forward, weights: Any = weights, inputs: Any = inputs) -> Any:
+                logits, engine.runner.caches, _ = forward.step(weights, engine.runner.caches, engine.runner.slots.last, *inputs)
                 return logits
 
             calls[name] = call
@@ -89,14 +89,15 @@ def adapters(preset: str = "smollm2-135m", *rows: str) -> None:
     """A decode step of rows that hold 150 tokens each: of an engine without adapters, of one that has room for four, and of that one
     with another of four adapters in each row. In turn."""
     model = random_lm(preset_config(preset), 0).module
-    lora = {"enabled": True, "adapters": 4, "rank": 16}
-    engines = {name: Engine(model, EngineSettings(slots=32, context=2048, lora=how)) for name, how in (("none", {}), ("room", lora))}
+    kinds: Any = (("none", {}), ("room", {"enabled": True, "adapters": 4, "rank": 16}))
+    engines = {name: Engine(model, EngineSettings(slots=32, context=2048, lora=settings)) for name, settings in kinds}
     engines["used"] = engines["room"]
     banks = engines["room"].adapters
     assert banks is not None
     banks._bank.arrays = {name: jnp.full(a.shape, 1e-3, a.dtype) for name, a in banks.arrays.items()}
-    held = sum(a.nbytes for a in banks.arrays.values())
-    print(f"factors: {held / 1e6:.0f} MB beside {sum(a.nbytes for a in engines['none'].weights().values()) / 1e6:.0f} MB", flush=True)
+    factor_bytes = sum(a.nbytes for a in banks.arrays.values())
+    weight_bytes = sum(a.nbytes for a in engines["none"].weights().values())
+    print(f"factors: {factor_bytes / 1e6:.0f} MB beside {weight_bytes / 1e6:.0f} MB", flush=True)
     weights = {name: engine.runner.forward.prepared(engine.weights()) for name, engine in engines.items()}
     for count in [int(word) for word in rows] or [1, 8, 32]:
         sizes = engines["none"].runner.batches.decode_sizes(count)
@@ -127,9 +128,9 @@ def adapters(preset: str = "smollm2-135m", *rows: str) -> None:
 def blocks(file: str, *rows: str) -> None:
     """A decode step of rows that hold 150 tokens each, with the weights packed in the file's blocks and in float32; their logits are
     compared bit for bit."""
-    how, engines, weights = EngineSettings(slots=32, context=2048), {}, {}
+    settings, engines, weights = EngineSettings(slots=32, context=2048), {}, {}
     for name in ("float32", "blocks"):
-        engines[name] = Engine(load_lm(file, blocks=name == "blocks").module, how, exclusive=True)
+        engines[name] = Engine(load_lm(file, blocks=name == "blocks").module, settings, exclusive=True)
         weights[name] = engines[name].runner.forward.prepared(engines[name].weights())
         size = sum(a.nbytes for a in jax.tree.leaves(weights[name]))
         print(f"{name}: {size / 1e6:.1f} MB of weights", flush=True)
@@ -141,9 +142,9 @@ def blocks(file: str, *rows: str) -> None:
         d["table"][:, :10] = np.arange(10 * count).reshape(count, 10)
         picks = np.arange(count, dtype=np.int32)
 
-        def call(name: str, given: Any = (words, picks, sizes)) -> Any:
+        def call(name: str, inputs: Any = (words, picks, sizes)) -> Any:
             runner = engines[name].runner
-            logits, runner.caches, _ = runner.forward.step(weights[name], runner.caches, runner.slots.last, *given)
+            logits, runner.caches, _ = runner.forward.step(weights[name], runner.caches, runner.slots.last, *inputs)
             return logits
 
         assert np.asarray(call("blocks")).tobytes() == np.asarray(call("float32")).tobytes()
@@ -154,17 +155,17 @@ def blocks(file: str, *rows: str) -> None:
         for name, times in spent.items():
             wall, cpu = 1e3 * np.median(times, 0)
             least = 1e3 * np.min(times, 0)
-            told = f"{wall:.1f} ms a step (least {least[0]:.1f}), {cpu:.1f} CPU ms (least {least[1]:.1f})"
-            print(f"{count} rows, {name}: {told}", flush=True)
+            summary = f"{wall:.1f} ms a step (least {least[0]:.1f}), {cpu:.1f} CPU ms (least {least[1]:.1f})"
+            print(f"{count} rows, {name}: {summary}", flush=True)
 
 
 def cache(folder: str, text: str, *rows: str) -> None:
     """A decode step of rows that hold 150 tokens each, and 1,000; then the text's first 2,048 tokens, computed in calls of 256."""
     lm = load_lm(folder)
     for count in [int(word) for word in rows] or [1, 8, 32]:
-        for held in (HELD, 1000):
+        for cached in (HELD, 1000):
             # One more page than the step writes to, for each row.
-            each = held // 16 + 1
+            each = cached // 16 + 1
             engines = {
                 form: Engine(lm.module, EngineSettings(slots=32, context=2048, pages=max(128, count * each), cache_dtype=form))
                 for form in (None, *FORMS)
@@ -173,13 +174,13 @@ def cache(folder: str, text: str, *rows: str) -> None:
             sizes = engines[None].runner.batches.decode_sizes(count)
             words = np.zeros(sizes.words, np.int32)
             d, *_ = split_words(words, sizes)
-            d["slot"][:], d["length"][:], d["table"][:] = np.arange(count), held, -1
+            d["slot"][:], d["length"][:], d["table"][:] = np.arange(count), cached, -1
             d["table"][:, :each] = np.arange(each * count).reshape(count, each)
             picks = np.arange(count, dtype=np.int32)
 
-            def call(engine: Engine, given: Any = (words, picks, sizes), weights: Any = weights) -> Any:
+            def call(engine: Engine, inputs: Any = (words, picks, sizes), weights: Any = weights) -> Any:
                 runner = engine.runner
-                logits, runner.caches, _ = runner.forward.step(weights, runner.caches, runner.slots.last, *given)
+                logits, runner.caches, _ = runner.forward.step(weights, runner.caches, runner.slots.last, *inputs)
                 return logits
 
             spent: dict[str | None, list[tuple[float, float]]] = {form: [] for form in engines}
@@ -192,8 +193,8 @@ def cache(folder: str, text: str, *rows: str) -> None:
                 wall, cpu = 1e3 * np.median(times, 0)
                 more = 100 * (np.median(np.asarray(times) / base, 0) - 1)
                 size = bytes_of_caches(engines[form].runner.caches) / engines[form].pages.count * count * each / 1e6
-                told = f"{wall:.1f} ms a step ({more[0]:+.0f} %), {cpu:.1f} CPU ms ({more[1]:+.0f} %), {size:.1f} MB of pages in use"
-                print(f"{count} rows of {held}, {form or 'float32'}: {told}", flush=True)
+                summary = f"{wall:.1f} ms a step ({more[0]:+.0f} %), {cpu:.1f} CPU ms ({more[1]:+.0f} %), {size:.1f} MB of pages in use"
+                print(f"{count} rows of {cached}, {form or 'float32'}: {summary}", flush=True)
     quality(lm, Path(text).read_text())
 
 
@@ -218,8 +219,8 @@ def quality(lm: Any, text: str, most: int = 2048, width: int = 256) -> None:
             same.append(before[i].argmax(-1) == chances.argmax(-1))
         kl, loss, top = (np.concatenate(a) for a in (apart, losses, same))
         apart_by = f"KL {kl.mean():.2e} (largest {kl.max():.1e}), {100 * top.mean():.2f} % same likeliest"
-        told = f"perplexity {np.exp(loss.mean()):.4f}, {apart_by}"
-        print(f"{len(loss)} tokens, {form or 'float32'}: {told}", flush=True)
+        summary = f"perplexity {np.exp(loss.mean()):.4f}, {apart_by}"
+        print(f"{len(loss)} tokens, {form or 'float32'}: {summary}", flush=True)
 
 
 def _logits(model: Any, x: Any) -> Any:
@@ -230,11 +231,11 @@ def generate(preset: str = "smollm2-135m", *prompts: str) -> None:
     lm, rng = random_lm(preset_config(preset), 0), np.random.default_rng(0)
     for count in [int(word) for word in prompts] or [1, 8, 32]:
         for turn in range(4):
-            given = [rng.integers(3, lm.config.vocab, PROMPT).tolist() for _ in range(count)]
-            wall, cpu = clocked(lambda given=given: lm.generate(given, ANSWER, ignore_eos=True))
-            made = count * ANSWER
+            prompts = [rng.integers(3, lm.config.vocab, PROMPT).tolist() for _ in range(count)]
+            wall, cpu = clocked(lambda prompts=prompts: lm.generate(prompts, ANSWER, ignore_eos=True))
+            tokens = count * ANSWER
             first = " (first)" if not turn else ""
-            print(f"{count} prompts{first}: {made / wall:.0f} tokens/s, {1e3 * cpu / made:.1f} CPU ms a token", flush=True)
+            print(f"{count} prompts{first}: {tokens / wall:.0f} tokens/s, {1e3 * cpu / tokens:.1f} CPU ms a token", flush=True)
 
 
 def sampler_(vocabulary: str = "49152") -> None:
@@ -242,18 +243,18 @@ def sampler_(vocabulary: str = "49152") -> None:
     for rows in (1, 8, 32):
         state, owners = sampler.empty_slots(32, V), jnp.arange(rows, dtype=jnp.int32)
         logits = jnp.asarray(3 * np.random.default_rng(0).standard_normal((rows, V)), jnp.float32)
-        began = time.process_time()
+        start = time.process_time()
         program = sampler.sample.lower(state, logits, owners).compile()
-        print(f"{rows} rows: compiled in {time.process_time() - began:.1f} CPU s", flush=True)
-        for how in ({}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9}, {"temperature": 1.0, "typical_p": 0.9}):
-            columns = {name: jnp.asarray(column) for name, column in sampling_columns([Sampling(**how)] * 32).items()}
+        print(f"{rows} rows: compiled in {time.process_time() - start:.1f} CPU s", flush=True)
+        for options in ({}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9}, {"temperature": 1.0, "typical_p": 0.9}):
+            columns = {name: jnp.asarray(column) for name, column in sampling_columns([Sampling(**options)] * 32).items()}
             state, spent = state._replace(settings=columns), []
             for _ in range(8):
-                began = time.process_time()
+                start = time.process_time()
                 state, out = program(state, logits, owners)
                 jax.block_until_ready(out)
-                spent.append(time.process_time() - began)
-            print(f"  {how or 'greedy'}: {1e3 * min(spent):.1f} CPU ms a step", flush=True)
+                spent.append(time.process_time() - start)
+            print(f"  {options or 'greedy'}: {1e3 * min(spent):.1f} CPU ms a step", flush=True)
 
 
 # Answers go on to the limit of tokens, through every kind of token that JSON has.
@@ -272,9 +273,9 @@ SCHEMA = {
 def schema(tokenizer: str, preset: str = "smollm2-135m", *rows: str) -> None:
     lm = random_lm(preset_config(preset), 0)
     lm.tokenizer = find_tokenizer(Path(tokenizer))
-    began = time.process_time()
+    start = time.process_time()
     grammar = lm.grammar({"json": SCHEMA})
-    print(f"trie of {lm.config.vocab} tokens and grammar: {time.process_time() - began:.2f} CPU s", flush=True)
+    print(f"trie of {lm.config.vocab} tokens and grammar: {time.process_time() - start:.2f} CPU s", flush=True)
     spent: list[float] = []
     counted(spent)
     for count in [int(word) for word in rows] or [1, 8, 32]:
@@ -283,14 +284,14 @@ def schema(tokenizer: str, preset: str = "smollm2-135m", *rows: str) -> None:
         for turn in range(9 if count < 32 else 4):
             for name, structured in turns.items():
                 del spent[:]
-                how: Any = {"ignore_eos": True, "temperature": 1.0, "structured": structured}
-                took = clocked(lambda given=prompts, how=how: lm.generate(given, ANSWER, **how))
+                options: Any = {"ignore_eos": True, "temperature": 1.0, "structured": structured}
+                took = clocked(lambda prompts=prompts, options=options: lm.generate(prompts, ANSWER, **options))
                 if turn:
                     times[name].append((1e3 * took[0] / ANSWER, 1e3 * took[1] / ANSWER))
         masks = 1e3 * sum(spent) / ANSWER
-        wall, cpu = (np.asarray([[one[i] for one in times[name]] for name in turns]) for i in (0, 1))
-        for name, one in times.items():
-            print(f"{count} rows, {name}: {np.median(one, 0)[0]:.1f} ms a step, {np.median(one, 0)[1]:.1f} CPU ms", flush=True)
+        wall, cpu = (np.asarray([[run[i] for run in times[name]] for name in turns]) for i in (0, 1))
+        for name, runs in times.items():
+            print(f"{count} rows, {name}: {np.median(runs, 0)[0]:.1f} ms a step, {np.median(runs, 0)[1]:.1f} CPU ms", flush=True)
         ratio = [100 * (float(np.median(a[1] / a[0])) - 1) for a in (wall, cpu)]
         print(f"{count} rows: {ratio[0]:+.1f} % wall, {ratio[1]:+.1f} % CPU (pairs, median); masks {masks:.2f} ms a step", flush=True)
 
@@ -315,33 +316,33 @@ def speculate(model: str, drafts: str = "4", *rows: str) -> None:
     lm = load_lm(model)
     for count in [int(word) for word in rows] or [1, 8]:
         plain = EngineSettings(slots=count, context=1024, reuse=False)
-        how = plain.model_copy(update={"speculative": NGram(tokens=int(drafts))})
-        engines = {"without": Engine(lm.module, plain, exclusive=True), "with": Engine(lm.module, how, exclusive=True)}
+        speculative = plain.model_copy(update={"speculative": NGram(tokens=int(drafts))})
+        engines = {"without": Engine(lm.module, plain, exclusive=True), "with": Engine(lm.module, speculative, exclusive=True)}
         for text, prompt in TEXTS.items():
             sampling = Sampling(temperature=float(text == "prose"))
-            asked = [Request(lm.encode(prompt), 2 * ANSWER, sampling, row=row) for row in range(count)]
+            requests = [Request(lm.encode(prompt), 2 * ANSWER, sampling, row=row) for row in range(count)]
             times: dict[str, list[tuple[float, float]]] = {name: [] for name in engines}
-            found: dict[str, Any] = {}
+            tokens: dict[str, Any] = {}
             before = {name: counts(engine) for name, engine in engines.items()}
             for turn in range(TURNS + 1):
                 for name, engine in engines.items():
-                    began = time.perf_counter(), time.process_time()
-                    found[name] = [[event.token for event in events] for events in engine.generate(asked)]
-                    took = time.perf_counter() - began[0], time.process_time() - began[1]
+                    start = time.perf_counter(), time.process_time()
+                    tokens[name] = [[event.token for event in events] for events in engine.generate(requests)]
+                    took = time.perf_counter() - start[0], time.process_time() - start[1]
                     times[name] += [took] if turn else []
-            made = sum(map(len, found["with"]))
+            token_count = sum(map(len, tokens["with"]))
             for name, engine in engines.items():
                 steps, drafted, accepted = (np.subtract(counts(engine), before[name]) // (TURNS + 1)).tolist()
-                wall, cpu = 1e3 * np.median(times[name], 0) / made
+                wall, cpu = 1e3 * np.median(times[name], 0) / token_count
                 words = f"{steps} steps, {wall:.1f} ms a token, {cpu:.1f} CPU ms; {accepted} of {drafted} drafts accepted"
                 print(f"{count} rows, {text}, {name}: {words}", flush=True)
-            print(f"{count} rows, {text}: {'the same' if found['with'] == found['without'] else 'OTHER'} tokens", flush=True)
+            print(f"{count} rows, {text}: {'the same' if tokens['with'] == tokens['without'] else 'OTHER'} tokens", flush=True)
 
 
 def counts(engine: Engine) -> tuple[int, int, int]:
     """Steps, drafts, and accepted drafts so far."""
-    found = engine.speculation
-    return (engine.stats.steps, 0, 0) if found is None else (engine.stats.steps, found.drafted, sum(found.accepted))
+    speculation = engine.speculation
+    return (engine.stats.steps, 0, 0) if speculation is None else (engine.stats.steps, speculation.drafted, sum(speculation.accepted))
 
 
 def counted(spent: list[float]) -> None:
@@ -350,11 +351,11 @@ def counted(spent: list[float]) -> None:
 
     inner = engine.mask_rows
 
-    def masks(*given: Any) -> Any:
-        began = time.perf_counter()
-        found = inner(*given)
-        spent.append(time.perf_counter() - began)
-        return found
+    def masks(*arguments: Any) -> Any:
+        start = time.perf_counter()
+        mask = inner(*arguments)
+        spent.append(time.perf_counter() - start)
+        return mask
 
     engine.mask_rows = masks
 

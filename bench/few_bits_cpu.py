@@ -39,16 +39,16 @@ def main(model: str, train: str, test: str, *words: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         before = str(Path(folder) / "before")
         argosy("quantize", model, before, f"preset={preset}")
-        found = [perplexity(one, test, sequence) for one in (model, before)]
-        print(f"{'(before)':10} {'':>12} {found[0]:11.3f} {found[1]:11.3f}", flush=True)
-        for kind, own in kinds.items():
+        perplexities = [perplexity(path, test, sequence) for path in (model, before)]
+        print(f"{'(before)':10} {'':>12} {perplexities[0]:11.3f} {perplexities[1]:11.3f}", flush=True)
+        for kind, settings in kinds.items():
             run, out = str(Path(folder) / kind), str(Path(folder) / f"{kind}.quantized")
-            argosy("train", "pretrain", *common, *own, f"dir={run}")
+            argosy("train", "pretrain", *common, *settings, f"dir={run}")
             lines = [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
             losses = [line["loss"] for line in lines if "loss" in line][-20:]
             argosy("quantize", run, out, f"preset={preset}")
-            found = [perplexity(one, test, sequence) for one in (run, out)]
-            print(f"{kind:10} {sum(losses) / len(losses):12.4f} {found[0]:11.3f} {found[1]:11.3f}", flush=True)
+            perplexities = [perplexity(path, test, sequence) for path in (run, out)]
+            print(f"{kind:10} {sum(losses) / len(losses):12.4f} {perplexities[0]:11.3f} {perplexities[1]:11.3f}", flush=True)
 
 
 if __name__ == "__main__":

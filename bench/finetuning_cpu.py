@@ -42,19 +42,19 @@ def files(folder: Path, chat: bool) -> tuple[Path, Path]:
     """Training data and held-out data: conversations for a model with a chat template, texts for one without. Held-out answers are the
     chosen ones of preference pairs, because those are kept apart in their corpus."""
     rows = [json.loads(line) for line in DATA.read_text(encoding="utf-8").splitlines()]
-    asked = [f"{row['instruction']}\n{row['input']}".strip() for row in rows]
+    prompts = [f"{row['instruction']}\n{row['input']}".strip() for row in rows]
     if chat:
-        train = [{"messages": [said("user", a), said("assistant", row["output"])]} for a, row in zip(asked, rows)]
+        train = [{"messages": [said("user", a), said("assistant", row["output"])]} for a, row in zip(prompts, rows)]
         no = [said("assistant", "no")]
         right = [[said("assistant", row["output"])] for row in rows]
-        test = [{"prompt": [said("user", a)], "chosen": one, "rejected": no} for a, one in zip(asked, right)]
+        test = [{"prompt": [said("user", a)], "chosen": answer, "rejected": no} for a, answer in zip(prompts, right)]
     else:
-        train = [{"prompt": f"{a}\n", "completion": row["output"]} for a, row in zip(asked, rows)]
-        test = [{"prompt": f"{a}\n", "chosen": row["output"], "rejected": "no"} for a, row in zip(asked, rows)]
-    made = {"train.jsonl": train[:-HELD_OUT], "test.jsonl": test[-HELD_OUT:]}
-    for name, some in made.items():
+        train = [{"prompt": f"{a}\n", "completion": row["output"]} for a, row in zip(prompts, rows)]
+        test = [{"prompt": f"{a}\n", "chosen": row["output"], "rejected": "no"} for a, row in zip(prompts, rows)]
+    files = {"train.jsonl": train[:-HELD_OUT], "test.jsonl": test[-HELD_OUT:]}
+    for name, some in files.items():
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in some), encoding="utf-8")
-    return tuple(folder / name for name in made)  # type: ignore[return-value]
+    return tuple(folder / name for name in files)  # type: ignore[return-value]
 
 
 def said(role: str, content: str) -> dict[str, str]:
@@ -102,26 +102,26 @@ def main() -> None:
         for name, (words, rates) in ways.items():
 
             def trained(rate: float, seed: int, name: str = name, words: list[str] = words) -> tuple[np.ndarray, float]:
-                run, began = folder / f"{name} {rate} {seed}", time.monotonic()
+                run, start = folder / f"{name} {rate} {seed}", time.monotonic()
                 common = [f"model={model}", f"data.source={train}", f"data.sequence={SEQUENCE}", f"data.batch={BATCH}"]
                 common += [f"steps={steps}", f"seed={seed}", "eval.batches=0", "data.held_out=0", f"optimizer.learning_rate={rate}"]
                 common += [f"data.cache={folder / 'cache'}", f"dir={run}", "log.every=20", "checkpoint.every=100000"]
                 argosy.fit("sft", *common, *words)
-                took = time.monotonic() - began
-                found = losses(run, test)[0]
+                took = time.monotonic() - start
+                run_losses = losses(run, test)[0]
                 shutil.rmtree(run)
-                return found, took
+                return run_losses, took
 
             tried = {rate: trained(rate, 0) for rate in rates}
-            for rate, (found, took) in tried.items():
-                print(f"| {name}, first seed | {rate:g} | {mean(found, counts)[0]:.3f} | | {took:.0f} |", flush=True)
+            for rate, (sums, took) in tried.items():
+                print(f"| {name}, first seed | {rate:g} | {mean(sums, counts)[0]:.3f} | | {took:.0f} |", flush=True)
             best = min(tried, key=lambda rate: tried[rate][0].sum())
             runs = [tried[best], *(trained(best, seed) for seed in range(1, seeds))]
-            found = np.mean([run for run, _ in runs], 0)
-            full = found if full is None else full
-            apart = "" if found is full else "{:+.3f} ± {:.3f}".format(*mean(found - full, counts))
+            sums = np.mean([run for run, _ in runs], 0)
+            full = sums if full is None else full
+            apart = "" if sums is full else "{:+.3f} ± {:.3f}".format(*mean(sums - full, counts))
             each = ", ".join(f"{mean(run, counts)[0]:.3f}" for run, _ in runs)
-            figures = "{:.3f} ± {:.3f}".format(*mean(found, counts))
+            figures = "{:.3f} ± {:.3f}".format(*mean(sums, counts))
             print(f"| **{name}** | {best:g} | {figures} ({each}) | {apart} | {np.mean([t for _, t in runs]):.0f} |", flush=True)
     finally:
         shutil.rmtree(folder)

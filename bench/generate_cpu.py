@@ -37,17 +37,17 @@ def sampler() -> None:
     for V in (32_768, 131_072, 262_144):
         logits = jnp.asarray(3 * np.random.default_rng(0).standard_normal((4, V)), jnp.float32)
         keys, row = jax.random.split(jax.random.key(0), 4), []
-        for how in SETTINGS.values():
-            settings, step = sampling_columns([how] * 4), jax.jit(lambda x, s, k: next_tokens(x, x, s, k))
+        for sampling in SETTINGS.values():
+            settings, step = sampling_columns([sampling] * 4), jax.jit(lambda x, s, k: next_tokens(x, x, s, k))
             call = partial(step, logits, settings, keys)
             row.append(1e3 * best(lambda call=call: jax.block_until_ready(call()), 6))
         print(f"| {V:,} | " + " | ".join(f"{ms:.1f}" for ms in row) + " |", flush=True)
 
 
 def start(preset: str = "smollm2-135m") -> None:
-    began = time.process_time()
+    start_time = time.process_time()
     lm = random_lm(preset_config(preset), 0)
-    print(f"random weights {time.process_time() - began:.1f}", flush=True)
+    print(f"random weights {time.process_time() - start_time:.1f}", flush=True)
     calls = {
         "first, 16 tokens": ([PROMPT], 16, {}),
         "again": ([PROMPT], 16, {}),
@@ -60,8 +60,8 @@ def start(preset: str = "smollm2-135m") -> None:
         "prompt of 100": ([PROMPT * 20], 16, {}),
         "prompt of 100 again": ([PROMPT * 20], 16, {}),
     }
-    for name, (prompts, most, how) in calls.items():
-        print(f"{name} {best(lambda p=prompts, m=most, h=how: lm.generate(p, m, ignore_eos=True, **h), 1, 0):.1f}", flush=True)
+    for name, (prompts, most, options) in calls.items():
+        print(f"{name} {best(lambda p=prompts, m=most, h=options: lm.generate(p, m, ignore_eos=True, **h), 1, 0):.1f}", flush=True)
 
 
 def decode(*presets: str) -> None:
@@ -78,9 +78,9 @@ def best(call, times: int, warm: int = 1) -> float:
         call()
     spent = []
     for _ in range(times):
-        began = time.process_time()
+        start_time = time.process_time()
         call()
-        spent.append(time.process_time() - began)
+        spent.append(time.process_time() - start_time)
     return min(spent)
 
 

@@ -55,17 +55,17 @@ def main() -> int:
     words.add_argument("parts", nargs="*", help=", ".join(LIMITS))
     words.add_argument("--tiny", action="store_true")
     words.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
-    given = words.parse_args()
-    if unknown := [name for name in given.parts if name not in LIMITS]:
+    options = words.parse_args()
+    if unknown := [name for name in options.parts if name not in LIMITS]:
         words.error(f"no part {unknown[0]}: {', '.join(LIMITS)}")
-    if given.here:
+    if options.here:
         sys.path.insert(0, str(ROOT))
-        PARTS[given.parts[0]](given.tiny)
+        PARTS[options.parts[0]](options.tiny)
         return 0
     failed = []
-    for name in given.parts or LIMITS:
+    for name in options.parts or LIMITS:
         begin = time.monotonic()
-        command = [sys.executable, __file__, name, "--here", *(["--tiny"] if given.tiny else [])]
+        command = [sys.executable, __file__, name, "--here", *(["--tiny"] if options.tiny else [])]
         print(f"\n## {name}\n", flush=True)
         try:
             code = subprocess.run(command, cwd=ROOT, timeout=LIMITS[name]).returncode
@@ -89,7 +89,7 @@ def peaks() -> tuple[float, float] | None:
     import jax
 
     kind = jax.devices()[0].device_kind
-    return next((found for name, found in PEAKS.items() if name in kind), None)
+    return next((peak for name, peak in PEAKS.items() if name in kind), None)
 
 
 def seconds_of(call: Callable[[], Any], turns: int) -> float:
@@ -185,7 +185,7 @@ def cases(tiny: bool) -> Iterator[tuple[str, str, str, str, Callable[[], Any], C
 
     random = np.random.default_rng(0)
 
-    def drawn(*shape: int) -> Any:
+    def normal(*shape: int) -> Any:
         return jnp.asarray(random.normal(size=shape), jnp.float32)
 
     def both(op: Any, name: str, refused: tuple[Any, ...], function: Callable[..., Any], args: tuple[Any, ...], dtype: str) -> Any:
@@ -194,8 +194,8 @@ def cases(tiny: bool) -> Iterator[tuple[str, str, str, str, Callable[[], Any], C
         if op[name].refuses(*refused) is not None:
             return None
 
-        def loss(implementation: Any, *given: Any) -> Any:
-            y = function(implementation, *given)
+        def loss(implementation: Any, *arguments: Any) -> Any:
+            y = function(implementation, *arguments)
             return jnp.sum(jnp.sin(y.astype(jnp.float32))), y
 
         def result(implementation: Any) -> Any:
@@ -203,8 +203,8 @@ def cases(tiny: bool) -> Iterator[tuple[str, str, str, str, Callable[[], Any], C
 
         mine, other = result(op[name]), result(op[op.default])
 
-        def of(program: Any, given: tuple[Any, ...]) -> Any:
-            (_, y), gradients = program(*given)
+        def of(program: Any, arguments: tuple[Any, ...]) -> Any:
+            (_, y), gradients = program(*arguments)
             return y, gradients
 
         def exact() -> Any:
@@ -213,16 +213,16 @@ def cases(tiny: bool) -> Iterator[tuple[str, str, str, str, Callable[[], Any], C
 
         return partial(of, mine, low), exact
 
-    slots, page, pages, held = (4, 16, 32, 40) if tiny else (32, 16, 4096, 1000)
+    slots, page, pages, cached = (4, 16, 32, 40) if tiny else (32, 16, 4096, 1000)
     for case, (queries, N, K, H) in {"decoding": (1, 8, 2, 128), "chunks of 4": (4, 8, 2, 128)}.items():
-        q = drawn(slots, queries, N, H)
-        pools = drawn(pages, page, K, H), drawn(pages, page, K, H)
-        need = -(-held // page)
+        q = normal(slots, queries, N, H)
+        pools = normal(pages, page, K, H), normal(pages, page, K, H)
+        need = -(-cached // page)
         grid = np.full((slots, need + 2), -1, np.int32)
         grid[:, :need] = random.permutation(pages)[: slots * need].reshape(slots, need) if slots * need <= pages else (
             random.integers(0, pages, (slots, need))
         )
-        lengths = jnp.asarray(held - np.arange(slots) % 7, jnp.int32)
+        lengths = jnp.asarray(cached - np.arange(slots) % 7, jnp.int32)
         at = lengths[:, None] - queries + jnp.arange(queries, dtype=jnp.int32)
         tables, score = jnp.asarray(grid), Score(H**-0.5)
         for name in PAGED_ATTENTION.preferred:
@@ -250,7 +250,7 @@ def cases(tiny: bool) -> Iterator[tuple[str, str, str, str, Callable[[], Any], C
         "window": (2, T, 4, 4, 64, T // 4, True),
     }
     for case, (B, length, N, K, H, window, packed) in shapes.items():
-        q, k, v = drawn(B, length, N, H), drawn(B, length, K, H), drawn(B, length, K, H)
+        q, k, v = normal(B, length, N, H), normal(B, length, K, H), normal(B, length, K, H)
         at = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (B, length))
         segments = jnp.where(at < length // 3, 1, 2) if packed else None
         see, score = See(at, at, segments, segments, aligned=True), Score(H**-0.5, window)
@@ -261,10 +261,10 @@ def cases(tiny: bool) -> Iterator[tuple[str, str, str, str, Callable[[], Any], C
                 def attend(implementation: Any, q: Any, k: Any, v: Any, see: Any = see, score: Any = score) -> Any:
                     return implementation.run(q, k, v, see, score)
 
-                if found := both(ATTENTION, name, (*low, see, score, False), attend, (q, k, v), dtype):
-                    yield "attention", case, name, dtype, *found
+                if errors := both(ATTENTION, name, (*low, see, score, False), attend, (q, k, v), dtype):
+                    yield "attention", case, name, dtype, *errors
     rows, D, M, E = (64, 32, 48, 4) if tiny else (8192, 2048, 1024, 16)
-    x, w, sizes = drawn(rows, D), drawn(E, D, M) * D**-0.5, jnp.full(E, rows // E, jnp.int32)
+    x, w, sizes = normal(rows, D), normal(E, D, M) * D**-0.5, jnp.full(E, rows // E, jnp.int32)
     for name in GROUPED_MATMUL.preferred:
         for dtype in ("float32", "bfloat16"):
 
@@ -272,16 +272,16 @@ def cases(tiny: bool) -> Iterator[tuple[str, str, str, str, Callable[[], Any], C
                 return implementation.run(x, w, sizes)
 
             refused = x.astype(dtype), w.astype(dtype)
-            if found := both(GROUPED_MATMUL, name, refused, multiply, (x, w), dtype):
-                yield "grouped matmul", "even experts", name, dtype, *found
-    a, b = drawn(rows, D), drawn(D, M)
+            if errors := both(GROUPED_MATMUL, name, refused, multiply, (x, w), dtype):
+                yield "grouped matmul", "even experts", name, dtype, *errors
+    a, b = normal(rows, D), normal(D, M)
     for name in MATMUL:
 
         def product(implementation: Any, a: Any, b: Any) -> Any:
             return implementation.run(a, b, 1, 0, a.dtype)
 
-        if name != MATMUL.default and (found := both(MATMUL, name, (), product, (a, b), "float32")):
-            yield "products", f"{rows} x {D} x {M}", name, "float32", *found
+        if name != MATMUL.default and (errors := both(MATMUL, name, (), product, (a, b), "float32")):
+            yield "products", f"{rows} x {D} x {M}", name, "float32", *errors
 
 
 # ---------------------------------------------------------------- training
@@ -292,25 +292,25 @@ def train(tiny: bool) -> None:
     import jax
 
     words = training_words(tiny)
-    how = "attention", "remat", "run"
-    row = table(*how, "ms a step", "tokens/s", "MFU", "GiB: predicted", "compiler", "peak", "losses of steps 1 to 4")
+    settings = "attention", "remat", "run"
+    row = table(*settings, "ms a step", "tokens/s", "MFU", "GiB: predicted", "compiler", "peak", "losses of steps 1 to 4")
     failed = 0
     fast = "cudnn" if jax.default_backend() == "gpu" else "blocked"
     for name, remat, layers in (fast, "none", "scan"), (fast, "none", "unroll"), ("reference", "full", "scan"):
         # A process each: a device's peak of memory is that of the whole process.
-        given = [f"execution.{word}={value}" for word, value in zip(how, (name, remat, layers), strict=True)]
-        command = [sys.executable, "-c", STEP, json.dumps([*words, *given]), str(4 if tiny else 8)]
+        run_words = [f"execution.{word}={value}" for word, value in zip(settings, (name, remat, layers), strict=True)]
+        command = [sys.executable, "-c", STEP, json.dumps([*words, *run_words]), str(4 if tiny else 8)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMITS["train"] // 2)
         if done.returncode:
             failed += 1
             row(name, remat, layers, "failed", *[""] * 5, (done.stderr.strip().splitlines() or [""])[-1][:100])
             continue
-        told = json.loads(done.stdout.strip().splitlines()[-1])
-        known = peaks()
-        mfu = f"{told['flops'] / told['seconds'] / known[0]:.1%}" if known else "-"
-        sizes = [f"{told[kind] / 2**30:.2f}" for kind in ("predicted", "compiler", "peak")]
-        losses = " ".join(f"{loss:.4f}" for loss in told["losses"][:4])
-        row(name, remat, layers, f"{1e3 * told['seconds']:.1f}", f"{told['tokens'] / told['seconds']:,.0f}", mfu, *sizes, losses)
+        report = json.loads(done.stdout.strip().splitlines()[-1])
+        peak = peaks()
+        mfu = f"{report['flops'] / report['seconds'] / peak[0]:.1%}" if peak else "-"
+        sizes = [f"{report[kind] / 2**30:.2f}" for kind in ("predicted", "compiler", "peak")]
+        losses = " ".join(f"{loss:.4f}" for loss in report["losses"][:4])
+        row(name, remat, layers, f"{1e3 * report['seconds']:.1f}", f"{report['tokens'] / report['seconds']:,.0f}", mfu, *sizes, losses)
     if failed:
         raise SystemExit(f"{failed} ways failed")
 
@@ -377,13 +377,13 @@ def decode(tiny: bool) -> None:
         if form != np.dtype(dtype).name:
             lm.quantize(form)
         size = sum(a.nbytes for address, a in split(lm.module)[1].items() if not address.startswith("embed.") or lm.config.tied)
-        known = peaks()
+        peak = peaks()
         for rows in (1, 8, 32):
-            drawn = np.random.default_rng(rows)
+            rng = np.random.default_rng(rows)
 
-            def spent(count: int, lm: Any = lm, rows: int = rows, drawn: Any = drawn) -> float:
+            def spent(count: int, lm: Any = lm, rows: int = rows, rng: Any = rng) -> float:
                 """Seconds of an answer to prompts that were not asked before: the prefix cache knows none of them."""
-                ids = drawn.integers(3, lm.config.vocab, (rows, length)).tolist()
+                ids = rng.integers(3, lm.config.vocab, (rows, length)).tolist()
                 begin = time.perf_counter()
                 lm.generate(ids, max_tokens=count, temperature=0.0, ignore_eos=True)
                 return time.perf_counter() - begin
@@ -391,7 +391,7 @@ def decode(tiny: bool) -> None:
             spent(new), spent(1)
             first, whole = spent(1), spent(new)
             step = (whole - first) / (new - 1)
-            floor = f"{1e3 * size / known[1]:.2f}" if known else "-"
+            floor = f"{1e3 * size / peak[1]:.2f}" if peak else "-"
             row(form, rows, f"{rows * (new - 1) / (whole - first):,.0f}", f"{1e3 * step:.2f}", floor, f"{first:.3f}")
 
 
@@ -416,10 +416,10 @@ def profile(tiny: bool) -> None:
     dtype = jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32
     lm = random_lm(preset_config(preset), 0, dtype=dtype, engine=EngineSettings(slots=32, context=length + new + 1))
     for rows in (1, 32):
-        drawn = np.random.default_rng(rows)
+        rng = np.random.default_rng(rows)
 
-        def answer(lm: Any = lm, rows: int = rows, drawn: Any = drawn) -> None:
-            ids = drawn.integers(3, lm.config.vocab, (rows, length)).tolist()
+        def answer(lm: Any = lm, rows: int = rows, rng: Any = rng) -> None:
+            ids = rng.integers(3, lm.config.vocab, (rows, length)).tolist()
             lm.generate(ids, max_tokens=new, temperature=0.0, ignore_eos=True)
 
         answer()
@@ -472,7 +472,7 @@ def verbs(tiny: bool) -> None:
     """Verbs as processes, in a folder of their own."""
     steps = 10 if tiny else 200
     run, few = "runs/tiny", "runs/tiny-w4"
-    told = [
+    commands = [
         ["train", "tiny", f"dir={run}", f"data.source={ROOT / 'README.md'}", f"steps={steps}"],
         ["train", run, f"steps={2 * steps}"],
         ["generate", run, "Once upon", "max_tokens=16"],
@@ -482,7 +482,7 @@ def verbs(tiny: bool) -> None:
     row = table("command", "seconds", "last line")
     failed = 0
     with tempfile.TemporaryDirectory() as folder:
-        for words in told:
+        for words in commands:
             begin = time.monotonic()
             command = [sys.executable, "-m", "argosy", *words]
             paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))

@@ -46,8 +46,8 @@ class Step:
         guarded, begin = updates.guarded, states.begin
         bare = variant is None
         with (
-            patch.object(updates, "guarded", (lambda step, how: step) if bare else guarded),
-            patch.object(states, "begin", (lambda how: None) if bare else begin),
+            patch.object(updates, "guarded", (lambda step, guard: step) if bare else guarded),
+            patch.object(states, "begin", (lambda guard: None) if bare else begin),
             patch.object(Assembly, "_guard", (lambda self, arrays: None) if bare else Assembly._guard),
         ):
             a = assemble(settings, Decided.here(settings))
@@ -68,23 +68,23 @@ class Step:
 
 
 def main() -> None:
-    given = {"steps": 20, "rounds": 9} | {
+    options = {"steps": 20, "rounds": 9} | {
         key: int(value) for key, _, value in (word.partition("=") for word in sys.argv[1:])
     }
     print("| model | variant | s | CPU s | s, of no guard | CPU s, of no guard | loss |\n|---|---|---|---|---|---|---|")
     for shape, words in SHAPES.items():
         steps = {name: Step(words, variant) for name, variant in VARIANTS.items()}
-        found: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
-        for turn in range(given["rounds"] + 1):
+        times: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
+        for turn in range(options["rounds"] + 1):
             for name, step in steps.items():
-                took = step.run(given["steps"])
+                took = step.run(options["steps"])
                 # The first turn touches memory for the first time.
-                found[name] += [took] if turn else []
-        bare = found["no guard"]
-        for name, took in found.items():
-            wall, cpu = (median(one[i] / other[i] for one, other in zip(took, bare, strict=True)) for i in (0, 1))
+                times[name] += [took] if turn else []
+        bare = times["no guard"]
+        for name, took in times.items():
+            wall, cpu = (median(pair[i] / other[i] for pair, other in zip(took, bare, strict=True)) for i in (0, 1))
             loss = float(steps[name].metrics["loss"])
-            middle = [median(one[i] for one in took) for i in (0, 1)]
+            middle = [median(pair[i] for pair in took) for i in (0, 1)]
             print(
                 f"| {shape} | {name} | {middle[0]:.4f} | {middle[1]:.4f} | {wall:.3f} | {cpu:.3f} | {loss!r} |",
                 flush=True,

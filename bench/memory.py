@@ -42,12 +42,12 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as scratch:
             command = [sys.executable, "-c", PROGRAM, str(Path(scratch, "run")), *COMMON, *words]
             done = subprocess.run(command, capture_output=True, text=True, check=True)
-        found = json.loads(done.stdout.splitlines()[-1])
-        need, taken = found["header"]["memory"], found["taken"]
+        result = json.loads(done.stdout.splitlines()[-1])
+        need, peak = result["header"]["memory"], result["taken"]
         state = need["parameters"] + need["gradients"] + need["optimizer"]
-        cells = [f"{found['header']['parameters']:,}", *(f"{n / 1e6:,.0f} MB" for n in (state, need["activations"]))]
-        cells += [f"{n / 1e6:,.0f} MB" for n in (need["total"], taken)]
-        print(f"| {name} | {' | '.join(cells)} | {need['total'] / taken:.2f} |", flush=True)
+        cells = [f"{result['header']['parameters']:,}", *(f"{n / 1e6:,.0f} MB" for n in (state, need["activations"]))]
+        cells += [f"{n / 1e6:,.0f} MB" for n in (need["total"], peak)]
+        print(f"| {name} | {' | '.join(cells)} | {need['total'] / peak:.2f} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -26,12 +26,12 @@ ROUNDS, SEQUENCES, PROMPT, ANSWER = 2, 32, 128, 64
 
 
 def row(stage: str) -> None:
-    found = {}
+    sizes = {}
     for name in (stage, f"{stage}, trimmed"):
         lines = Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
-        found = {key: int(value.split()[0]) / 1000 for key, value in (line.split(":") for line in lines)}
-        rss, own = found["Rss"], found["Anonymous"]
-        print(f"| {name} | {rss:,.0f} | {own:,.0f} | {rss - own:,.0f} | {peak_bytes() / 1e6:,.0f} |", flush=True)
+        sizes = {key: int(value.split()[0]) / 1000 for key, value in (line.split(":") for line in lines)}
+        rss, anonymous = sizes["Rss"], sizes["Anonymous"]
+        print(f"| {name} | {rss:,.0f} | {anonymous:,.0f} | {rss - anonymous:,.0f} | {peak_bytes() / 1e6:,.0f} |", flush=True)
         trim()
 
 

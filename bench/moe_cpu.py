@@ -30,16 +30,16 @@ def main() -> None:
     words.add_argument("--rounds", type=int, default=3)
     words.add_argument("--ffn", type=int, nargs="+", default=[256, 512], help="width of an expert")
     words.add_argument("--only", help=argparse.SUPPRESS)
-    given = words.parse_args()
-    if given.only:
-        print(json.dumps(ours(given.ffn[0]) if given.only == "argosy" else theirs(given.only, given.ffn[0])))
+    options = words.parse_args()
+    if options.only:
+        print(json.dumps(ours(options.ffn[0]) if options.only == "argosy" else theirs(options.only, options.ffn[0])))
         return
     print(f"{EXPERTS} experts, top {TOP}, width {WIDTH}, {TOKENS} tokens, float32, {threads()} threads")
-    print(f"medians (best) of {given.rounds} rounds\n")
+    print(f"medians (best) of {options.rounds} rounds\n")
     print("| expert width | | forward ms | argosy is | CPU ms | forward and backward ms | argosy is | CPU ms |")
     print("|---|---|---|---|---|---|---|---|")
-    for ffn in given.ffn:
-        table(ffn, given.torch, given.rounds)
+    for ffn in options.ffn:
+        table(ffn, options.torch, options.rounds)
 
 
 def threads() -> int:
@@ -47,14 +47,14 @@ def threads() -> int:
 
 
 def table(ffn: int, torch: str | None, rounds: int) -> None:
-    told: dict[str, list[dict[str, Any]]] = {}
+    runs_of: dict[str, list[dict[str, Any]]] = {}
     for _ in range(rounds):
         for name in ("argosy", *(TORCH if torch else ())):
-            told.setdefault(name, []).append(apart(torch if name in TORCH and torch else sys.executable, name, ffn))
+            runs_of.setdefault(name, []).append(apart(torch if name in TORCH and torch else sys.executable, name, ffn))
     flops = 2 * TOKENS * WIDTH * (EXPERTS + 3 * TOP * ffn)
-    peak = max(run["peak"] for run in told["argosy"])
-    mine = {mode: median(run[mode]["wall"] for run in told["argosy"]) for mode in REPEATS}
-    for name, runs in told.items():
+    peak = max(run["peak"] for run in runs_of["argosy"])
+    mine = {mode: median(run[mode]["wall"] for run in runs_of["argosy"]) for mode in REPEATS}
+    for name, runs in runs_of.items():
         if "refused" in runs[0]:
             print(f"| {ffn} | transformers {name} | {runs[0]['refused']} | | | | | |")
             continue
@@ -83,8 +83,8 @@ def apart(python: str, name: str, ffn: int) -> dict[str, Any]:
         "OMP_NUM_THREADS": "2",
     }
     command = [python, __file__, "--only", name, "--ffn", str(ffn)]
-    told = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
-    return json.loads(told.stdout.splitlines()[-1])
+    completed = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    return json.loads(completed.stdout.splitlines()[-1])
 
 
 def timed(run: Callable[[], Any], repeats: int) -> dict[str, float]:
@@ -116,14 +116,14 @@ def ours(ffn: int) -> dict[str, Any]:
 
     forward = jax.jit(block)
     both = jax.jit(jax.grad(lambda weights, x: jnp.sum(jnp.sin(block(weights, x))), (0, 1)))
-    told: dict[str, Any] = {
+    times: dict[str, Any] = {
         mode: timed(lambda run=run: jax.block_until_ready(run(weights, x)), REPEATS[mode])
         for mode, run in (("forward", forward), ("both", both))
     }
     square = jnp.ones((2048, 2048))
     product = jax.jit(jnp.dot)
     best = min(timed(lambda: product(square, square).block_until_ready(), 1)["wall"] for _ in range(8))
-    return told | {"peak": 2 * 2048**3 / best}
+    return times | {"peak": 2 * 2048**3 / best}
 
 
 def theirs(name: str, ffn: int) -> dict[str, Any]:

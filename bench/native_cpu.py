@@ -40,15 +40,15 @@ def medians(calls: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
     spent: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(TURNS + 1):
         for name, call in calls.items():
-            began = time.perf_counter()
+            start = time.perf_counter()
             jax.block_until_ready(call())
             if turn:
-                spent[name].append(time.perf_counter() - began)
+                spent[name].append(time.perf_counter() - start)
     return {name: 1e3 * float(np.median(times)) for name, times in spent.items()}
 
 
-def shown(what: str, found: Mapping[str, float]) -> None:
-    print(f"{what}: " + ", ".join(f"{name} {ms:.2f}" for name, ms in found.items()), flush=True)
+def shown(title: str, times: Mapping[str, float]) -> None:
+    print(f"{title}: " + ", ".join(f"{name} {ms:.2f}" for name, ms in times.items()), flush=True)
 
 
 def products(*rows: str) -> None:
@@ -62,10 +62,10 @@ def products(*rows: str) -> None:
         "bfloat16": ([packed(w, 1, True) for w in halves], product),
     }
     size = sum(w.nbytes for w in plain)
-    began = time.perf_counter()
+    start = time.perf_counter()
     sum(float(np.asarray(w).sum()) for w in plain)
     print(
-        f"{size / 1e6:.0f} MB of weights, summed by NumPy on one core in {1e3 * (time.perf_counter() - began):.0f} ms"
+        f"{size / 1e6:.0f} MB of weights, summed by NumPy on one core in {1e3 * (time.perf_counter() - start):.0f} ms"
     )
     for count in [int(word) for word in rows] or [1, 2, 4, 8, 16, 32, 64, 128, 512]:
         inputs = {k: jnp.asarray(rng.normal(size=(count, k)).astype(np.float32)) for k in (WIDTH, FFN)}
@@ -98,16 +98,16 @@ def training(*rows: str) -> None:
             x, w, g = (jnp.asarray(rng.normal(size=shape).astype(np.float32)) for shape in ((M, K), (K, N), (M, N)))
             calls: dict[str, Callable[[], Any]] = {}
             for name in matmul.MATMUL:
-                for what, (a, b, *order) in {"y": (x, w, 1, 0), "dx": (g, w, 1, 1), "dw": (x, g, 0, 0)}.items():
+                for operand, (a, b, *order) in {"y": (x, w, 1, 0), "dx": (g, w, 1, 1), "dw": (x, g, 0, 0)}.items():
                     with implementations(products=name):
                         program = (
                             jax.jit(partial(matmul.matmul, a_summed=order[0], b_summed=order[1])).lower(a, b).compile()
                         )
-                    calls[f"{name} {what}"] = partial(program, a, b)
-            found = medians(calls)
+                    calls[f"{name} {operand}"] = partial(program, a, b)
+            times = medians(calls)
             for name in matmul.MATMUL:
-                total[name] = total.get(name, 0) + count * sum(found[f"{name} {what}"] for what in ("y", "dx", "dw"))
-            shown(f"{M} x {K} x {N}, GFLOP/s", {name: 2e-6 * M * K * N / ms for name, ms in found.items()})
+                total[name] = total.get(name, 0) + count * sum(times[f"{name} {operand}"] for operand in ("y", "dx", "dw"))
+            shown(f"{M} x {K} x {N}, GFLOP/s", {name: 2e-6 * M * K * N / ms for name, ms in times.items()})
         shown(f"all products of a step of {M} tokens, ms", total)
 
 
@@ -122,11 +122,11 @@ def attention() -> None:
             lengths[:, None] - T + np.arange(T, dtype=np.int32),
         )
         q = jnp.asarray(rng.normal(size=(B, T, N, H)).astype(np.float32))
-        given, score = (q, pools, *map(jnp.asarray, (table, lengths, at))), Score(H**-0.5)
+        inputs, score = (q, pools, *map(jnp.asarray, (table, lengths, at))), Score(H**-0.5)
 
-        def by(name: str, given: Any = given, score: Score = score) -> Callable[[], Any]:
+        def by(name: str, inputs: Any = inputs, score: Score = score) -> Callable[[], Any]:
             compiled = jax.jit(lambda *arrays: PAGED_ATTENTION[name].run(*arrays, score))
-            return lambda: compiled(*given)
+            return lambda: compiled(*inputs)
 
         names = ["native", "blocked"] + ["rows"] * (T == 1)
         shown(

@@ -32,8 +32,8 @@ def main() -> None:
             model = config_of("dense", width=1024, ffn=4096, vocab=4096, layers=8).build(Scan(remat))
             mesh = MeshSettings(fsdp=count).build(devices[:count])
             m = lowered_step(model, mesh, 4, 256, "bfloat16", optimizer=AdamW(), offload=offload).compile().memory_analysis()
-            found = (m.argument_size_in_bytes, m.temp_size_in_bytes, m.host_argument_size_in_bytes, m.host_temp_size_in_bytes)
-            print(f"| {count} | {remat} | {offload} | {' | '.join(f'{n / 1e6:,.0f}' for n in found)} |", flush=True)
+            sizes = (m.argument_size_in_bytes, m.temp_size_in_bytes, m.host_argument_size_in_bytes, m.host_temp_size_in_bytes)
+            print(f"| {count} | {remat} | {offload} | {' | '.join(f'{n / 1e6:,.0f}' for n in sizes)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -46,8 +46,8 @@ def prompts(folder: Path) -> Path:
 
 
 def last(run: Path, name: str) -> float:
-    found = by_step(read(Store(run)), name)
-    return found[max(found)] if found else float("nan")
+    values = by_step(read(Store(run)), name)
+    return values[max(values)] if values else float("nan")
 
 
 def main() -> None:
@@ -64,17 +64,17 @@ def main() -> None:
         print(f"{steps} steps of 32 answers of at most 64 tokens\n\n{heads}", flush=True)
         untouched = {"untouched": ["objective.student_fraction=0", "optimizer.learning_rate=1e-12", "steps=1"]}
         for number, (name, words) in enumerate((untouched | RUNS).items()):
-            where, began = folder / str(number), time.monotonic()
-            how = [f"steps={steps}", f"eval.every={steps}", *words]
-            argosy.fit("gkd", *common, *how, f"dir={where}")
-            seconds = time.monotonic() - began
+            where, start = folder / str(number), time.monotonic()
+            run_words = [f"steps={steps}", f"eval.every={steps}", *words]
+            argosy.fit("gkd", *common, *run_words, f"dir={where}")
+            seconds = time.monotonic() - start
             # The same student once more, to be evaluated by the reverse divergence.
             again = ["objective.student_fraction=0", "objective.divergence=reverse"]
             again += ["optimizer.learning_rate=1e-12", "steps=1", "eval.every=1"]
             argosy.fit("gkd", *common, *again, f"init.weights={where}", f"dir={where}.again")
-            found = [last(where, f"eval_{name}") for name in ("kl", "given_kl", "agreement")]
+            metrics = [last(where, f"eval_{name}") for name in ("kl", "given_kl", "agreement")]
             reverse = last(Path(f"{where}.again"), "eval_loss")
-            print(f"| {name} | {found[0]:.3f} | {reverse:.3f} | {found[1]:.3f} | {found[2]:.3f} | {seconds:.0f} |", flush=True)
+            print(f"| {name} | {metrics[0]:.3f} | {reverse:.3f} | {metrics[1]:.3f} | {metrics[2]:.3f} | {seconds:.0f} |", flush=True)
     finally:
         shutil.rmtree(folder)
 

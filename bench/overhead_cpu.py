@@ -66,7 +66,7 @@ def cpu_s(pid: int) -> float:
 
 
 def children(pid: int) -> list[int]:
-    return [int(one) for task in Path(f"/proc/{pid}/task").iterdir() for one in (task / "children").read_text().split()]
+    return [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
 
 
 def logged(run: Path) -> int:
@@ -74,38 +74,39 @@ def logged(run: Path) -> int:
     return path.read_bytes().count(b'"grad_norm"') if path.exists() else 0
 
 
-def wait_for(what: Callable[[], bool], one: subprocess.Popen[bytes], said: Path) -> None:
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes], log: Path) -> None:
     end = time.monotonic() + PATIENCE_S
-    while not what():
-        if one.poll() is not None or time.monotonic() > end:
-            raise SystemExit(said.read_text()[-3000:])
+    while not condition():
+        if process.poll() is not None or time.monotonic() > end:
+            raise SystemExit(log.read_text()[-3000:])
         time.sleep(0.02)
 
 
-def measure(folder: Path, given: dict[str, str], every: int) -> dict[str, float]:
+def measure(folder: Path, options: dict[str, str], every: int) -> dict[str, float]:
     """Means over the steps after the first ones."""
-    steps, seconds, run, said = int(given["steps"]), float(given["seconds"]), folder / "run", folder / "said"
-    width = int(given["width"])
+    steps, seconds, run, log = int(options["steps"]), float(options["seconds"]), folder / "run", folder / "said"
+    width = int(options["width"])
     words = [
         "train", "tiny", "data.source=synthetic", f"dir={run}", f"steps={WARM + steps + 1}", "data.sequence=32", "data.batch=8",
         f"model.width={width}", f"model.ffn={4 * width}", "model.layers=8", "model.vocab=1024", f"checkpoint.every={every}",
         "log.every=1", "eval.batches=0",
     ]  # fmt: skip
     folder.mkdir()
-    own = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    own |= {"JAX_PLATFORMS": "cpu", "BENCH_STEP_S": given["seconds"]}
-    with said.open("wb") as out:
-        one = subprocess.Popen([sys.executable, "-c", SUPERVISES, given["processes"], SLEEPS, *words], stdout=out, stderr=out, env=own)
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    environment |= {"JAX_PLATFORMS": "cpu", "BENCH_STEP_S": options["seconds"]}
+    with log.open("wb") as out:
+        command = [sys.executable, "-c", SUPERVISES, options["processes"], SLEEPS, *words]
+        process = subprocess.Popen(command, stdout=out, stderr=out, env=environment)
         try:
-            wait_for(lambda: logged(run) >= WARM, one, said)
-            ranks = children(one.pid)
-            begun, before, above = time.monotonic(), [cpu_s(rank) for rank in ranks], cpu_s(one.pid)
-            wait_for(lambda: logged(run) >= WARM + steps, one, said)
+            wait_for(lambda: logged(run) >= WARM, process, log)
+            ranks = children(process.pid)
+            begun, before, above = time.monotonic(), [cpu_s(rank) for rank in ranks], cpu_s(process.pid)
+            wait_for(lambda: logged(run) >= WARM + steps, process, log)
             wall = time.monotonic() - begun
-            spent, above = [cpu_s(rank) - first for rank, first in zip(ranks, before, strict=True)], cpu_s(one.pid) - above
+            spent, above = [cpu_s(rank) - first for rank, first in zip(ranks, before, strict=True)], cpu_s(process.pid) - above
         finally:
-            one.terminate()
-            one.wait()
+            process.terminate()
+            process.wait()
     return {
         "longer_s": wall / steps - seconds, "longer": wall / steps / seconds - 1, "supervisor_cpu_s": above / steps,
         "process_cpu_s": max(spent) / steps, "cpu": (above + max(spent)) / steps / seconds,
@@ -114,22 +115,22 @@ def measure(folder: Path, given: dict[str, str], every: int) -> dict[str, float]
 
 def hashing(run: Path) -> tuple[float, float]:
     """GB of the newest checkpoint, and seconds that one thread hashes them."""
-    newest = max((one for one in (run / "checkpoints").iterdir() if one.name.isdigit()), key=lambda one: int(one.name))
+    newest = max((path for path in (run / "checkpoints").iterdir() if path.name.isdigit()), key=lambda path: int(path.name))
     files = [file for file in newest.rglob("*") if file.is_file()]
-    held = [file.read_bytes() for file in files]
+    contents = [file.read_bytes() for file in files]
     begun = time.perf_counter()
-    for one in held:
-        hashlib.sha256(one).digest()
-    return sum(map(len, held)) / 1e9, time.perf_counter() - begun
+    for content in contents:
+        hashlib.sha256(content).digest()
+    return sum(map(len, contents)) / 1e9, time.perf_counter() - begun
 
 
 def main(words: list[str]) -> None:
-    given = {"steps": "120", "seconds": "1.0", "processes": "2", "every": "60", "width": "512"}
-    given |= dict(word.split("=") for word in words)
+    options = {"steps": "120", "seconds": "1.0", "processes": "2", "every": "60", "width": "512"}
+    options |= dict(word.split("=") for word in words)
     with tempfile.TemporaryDirectory() as place:
-        for name, every in (("without saving", 10**9), (f"saved every {given['every']} steps", int(given["every"]))):
-            found = measure(Path(place, name), given, every)
-            print(json.dumps({"run": name} | {key: round(value, 5) for key, value in found.items()}), flush=True)
+        for name, every in (("without saving", 10**9), (f"saved every {options['every']} steps", int(options["every"]))):
+            figures = measure(Path(place, name), options, every)
+            print(json.dumps({"run": name} | {key: round(value, 5) for key, value in figures.items()}), flush=True)
         size, took = hashing(Path(place, name, "run"))
         print(json.dumps({"checkpoint_gb": round(size, 3), "hashing_s": round(took, 3)}))
 

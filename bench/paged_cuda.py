@@ -43,9 +43,9 @@ SHAPES = {
 
 
 def main() -> None:
-    known = xla_bridge.canonicalize_platform
+    canonicalize = xla_bridge.canonicalize_platform
     # "gpu" is not resolved where no GPU is (github.com/jax-ml/jax/issues/23971).
-    xla_bridge.canonicalize_platform = lambda name: "cuda" if name in ("gpu", "cuda") else known(name)
+    xla_bridge.canonicalize_platform = lambda name: "cuda" if name in ("gpu", "cuda") else canonicalize(name)
     topology: Any = topologies.get_topology_desc(platform="cuda", topology_name="", target_config=H100, topology="1x1x1")
     place = SingleDeviceSharding(topology.devices[0])
     described = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=place)  # noqa: E731
@@ -53,10 +53,10 @@ def main() -> None:
     for name, (rows, queries, heads, keys, size, dtype, window, cap) in SHAPES.items():
         score = Score(size**-0.5, window=window, cap=cap)
         pool = described((4096, 16, keys, size), dtype)
-        given = described((rows, queries, heads, size), dtype), (pool, pool), described((rows, 512), jnp.int32)
-        given = (*given, described((rows,), jnp.int32), described((rows, queries), jnp.int32))
+        inputs = described((rows, queries, heads, size), dtype), (pool, pool), described((rows, 512), jnp.int32)
+        inputs = (*inputs, described((rows,), jnp.int32), described((rows, queries), jnp.int32))
         begin = time.perf_counter()
-        traced = jax.jit(lambda *a, score=score: triton(*a, score)).trace(*given)
+        traced = jax.jit(lambda *a, score=score: triton(*a, score)).trace(*inputs)
         program = traced.lower(lowering_platforms=("cuda",)).compile()
         assert "triton" in (program.as_text() or "")
         memory: Any = program.memory_analysis()

@@ -80,10 +80,10 @@ def trained(recipe: str, *words: str) -> tuple[int, list[dict[str, Any]]]:
 
 
 def training_pair(recipe: str, *words: str) -> tuple[float, float, float, float]:
-    told = planned(recipe, *words)
+    prediction = planned(recipe, *words)
     used, lines = trained(recipe, *words)
-    times = sorted(told["tokens_per_step"] / line["tokens_per_s"] for line in lines[1:])
-    return told["memory_bytes"]["total"], used, told["step_seconds"], times[len(times) // 10]
+    times = sorted(prediction["tokens_per_step"] / line["tokens_per_s"] for line in lines[1:])
+    return prediction["memory_bytes"]["total"], used, prediction["step_seconds"], times[len(times) // 10]
 
 
 def training_shapes(scratch: Path) -> list[tuple[str, Pair]]:
@@ -107,11 +107,11 @@ def rollout_shapes(scratch: Path) -> list[tuple[str, Pair]]:
     def pair(name: str, count: int, tokens: int) -> tuple[float, float, float, float]:
         sizes = [f"data.batch={count}", f"rollout.tokens={tokens}", f"data.sequence={tokens + PROMPTS}", "rollout.ignore_eos=true"]
         words = [f"model={model_folder(name, scratch)}", *sizes, "eval.before=false", "init.tokenizer_mismatch=allow"]
-        told = planned("grpo", *words)
+        prediction = planned("grpo", *words)
         used, lines = trained("grpo", *words, f"data.source={prompts}", f"reward={reward}:length")
         times = sorted(line["generate_s"] for line in lines[1:])
-        rollout = told["rollouts"]
-        need = max(told["memory_bytes"]["total"], rollout["memory_bytes"]["total"])
+        rollout = prediction["rollouts"]
+        need = max(prediction["memory_bytes"]["total"], rollout["memory_bytes"]["total"])
         return need, used, rollout["seconds"], times[len(times) // 10]
 
     return [(f"grpo {Path(name).name}, {n} x {tokens}", lambda a=(name, n, tokens): pair(*a)) for name, n, tokens in ROLLOUTS]
@@ -133,12 +133,12 @@ def engine_shapes(scratch: Path) -> list[tuple[str, Pair]]:
         folder = model_folder(name, scratch)
         words = [f"engine.slots={count}", f"engine.pages={count * (PROMPT + ANSWER) // 16}", f"engine.context={PROMPT + ANSWER}"]
         sizes = [f"input_len={PROMPT}", f"output_len={ANSWER}"]
-        told = planned("serve", str(folder), *words, *sizes)
+        prediction = planned("serve", str(folder), *words, *sizes)
         serve = [sys.executable, __file__, "--serve", str(folder), *words]
-        taken = json.loads(output(serve))
+        measured = json.loads(output(serve))
         # The first start compiles, which takes memory that later ones do not.
-        taken = json.loads(output(serve)) if taken["compiled"] else taken
-        return told["memory_bytes"]["total"], taken["memory"], told["rates"][-1]["step_seconds"], taken["step"]
+        measured = json.loads(output(serve)) if measured["compiled"] else measured
+        return prediction["memory_bytes"]["total"], measured["memory"], prediction["rates"][-1]["step_seconds"], measured["step"]
 
     return [(f"{Path(name).name}, {count} at a time", lambda n=name, c=count: pair(n, c)) for name, count in ENGINES]
 
@@ -182,13 +182,13 @@ def serve(folder: str, *words: str) -> None:
         for prompt in draw.integers(0, engine.vocab, (settings.slots, PROMPT)).tolist():
             engine.add(Request(prompt, ANSWER))
         while engine.busy:
-            before, began = engine.stats.prompt_tokens, time.perf_counter()
+            before, start = engine.stats.prompt_tokens, time.perf_counter()
             engine.step()
             if engine.stats.prompt_tokens == before and len(engine.scheduler.running) == settings.slots:
-                steps.append(time.perf_counter() - began)
+                steps.append(time.perf_counter() - start)
     steps.sort()
-    found = {"memory": resident_bytes(), "step": steps[len(steps) // 10], "median": median(steps)}
-    print(json.dumps(found | {"compiled": engine.stats.compilations}))
+    figures = {"memory": resident_bytes(), "step": steps[len(steps) // 10], "median": median(steps)}
+    print(json.dumps(figures | {"compiled": engine.stats.compilations}))
 
 
 # ---------------------------------------------------------------- pairs
@@ -212,9 +212,9 @@ def main(*words: str) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         for group in groups:
             for shape, pair in GROUPS[group](Path(scratch)):
-                need, used, step, taken = (median(column) for column in zip(*(pair() for _ in range(turns)), strict=True))
-                memory, speed = f"{need / 1e6:.0f} / {used / 1e6:.0f}", f"{1000 * step:.2f} / {1000 * taken:.2f}"
-                print(f"{shape:60} {memory:>18} {need / used - 1:>+6.0%} {speed:>18} {step / taken - 1:>+6.0%}", flush=True)
+                need, used, step, step_taken = (median(column) for column in zip(*(pair() for _ in range(turns)), strict=True))
+                memory, speed = f"{need / 1e6:.0f} / {used / 1e6:.0f}", f"{1000 * step:.2f} / {1000 * step_taken:.2f}"
+                print(f"{shape:60} {memory:>18} {need / used - 1:>+6.0%} {speed:>18} {step / step_taken - 1:>+6.0%}", flush=True)
 
 
 GROUPS = {"training": training_shapes, "adapters": adapter_shapes, "rollouts": rollout_shapes, "engine": engine_shapes}

@@ -28,9 +28,10 @@ def exposed_share(model: str, more: Sequence[str], chips: int, fixed: bool) -> t
     tensor = max(1, chips // rows)
     parts = max(1, rows // (EACH * chips))
     words = [f"model={model}", "data.sequence=4096", f"data.batch={rows}", f"accumulate={parts}", f"mesh.tensor={tensor}", *more]
-    how = PlanSettings(device=f"v5p-{2 * chips}", compile=False)
-    found = plan("pretrain", [*words, "execution.remat=full"], how, lambda _: None)
-    return sum(one["exposed_seconds"] for one in found["collectives"]) / found["step_seconds"], found["mfu"]
+    settings = PlanSettings(device=f"v5p-{2 * chips}", compile=False)
+    prediction = plan("pretrain", [*words, "execution.remat=full"], settings, lambda _: None)
+    exposed = sum(collective["exposed_seconds"] for collective in prediction["collectives"])
+    return exposed / prediction["step_seconds"], prediction["mfu"]
 
 
 def main(words: list[str]) -> None:

@@ -49,17 +49,17 @@ SERVED = (
 )
 
 
-def planned(recipe: str, *words: str, **how: Any) -> dict[str, Any]:
-    return plan(recipe, words, PlanSettings(**how), lambda _: None)
+def planned(recipe: str, *words: str, **settings: Any) -> dict[str, Any]:
+    return plan(recipe, words, PlanSettings(**settings), lambda _: None)
 
 
 def published() -> None:
     """A row for each published run."""
     print(f"{'model':15} {'device':10} {'published':>9} {'model':>7} {'GiB a device':>12}  bound by")
     for model, device, words, percent in PUBLISHED:
-        told = planned("pretrain", f"model={model}", *words, device=device, compile=False)
-        size = told["memory_bytes"]["total"] / 2**30
-        print(f"{model:15} {device:10} {percent:>8.1f}% {told['mfu']:>6.1%} {size:>12.1f}  {told['bound_by']}", flush=True)
+        prediction = planned("pretrain", f"model={model}", *words, device=device, compile=False)
+        size = prediction["memory_bytes"]["total"] / 2**30
+        print(f"{model:15} {device:10} {percent:>8.1f}% {prediction['mfu']:>6.1%} {size:>12.1f}  {prediction['bound_by']}", flush=True)
 
 
 def pods(*names: str) -> None:
@@ -67,28 +67,30 @@ def pods(*names: str) -> None:
     print(f"{'run':10} {'GB a device':>11} {'step s':>8} {'MFU':>6} {'exposed s':>9}  largest collectives, GB")
     for name in names or PODS:
         words = ("data.sequence=4096", "data.batch=128", "execution.remat=full", *PODS[name])
-        told = planned("pretrain", *{word.partition("=")[0]: word for word in words}.values(), device="v5p-128")
-        found = sorted(told["collectives"], key=lambda one: -one["bytes"])[:3]
-        moved = ", ".join(f"{one['kind']} over {one['axis']} {one['bytes'] / 1e9:.1f}" for one in found)
-        exposed, size = sum(one["exposed_seconds"] for one in told["collectives"]), told["memory_bytes"]["total"] / 1e9
-        print(f"{name:10} {size:>11.1f} {told['step_seconds']:>8.2f} {told['mfu']:>6.1%} {exposed:>9.2f}  {moved}", flush=True)
+        prediction = planned("pretrain", *{word.partition("=")[0]: word for word in words}.values(), device="v5p-128")
+        largest = sorted(prediction["collectives"], key=lambda collective: -collective["bytes"])[:3]
+        volumes = ", ".join(f"{each['kind']} over {each['axis']} {each['bytes'] / 1e9:.1f}" for each in largest)
+        exposed = sum(each["exposed_seconds"] for each in prediction["collectives"])
+        size = prediction["memory_bytes"]["total"] / 1e9
+        step, mfu = prediction["step_seconds"], prediction["mfu"]
+        print(f"{name:10} {size:>11.1f} {step:>8.2f} {mfu:>6.1%} {exposed:>9.2f}  {volumes}", flush=True)
 
 
-def serving(*one: str) -> None:
+def serving(*server: str) -> None:
     """A row for each server, by the compiler."""
     print(f"{'model':12} {'device':8} {'GB a device':>11} {'prompt ms':>9}  steps, ms, with so many sequences")
-    for model, device, tensor in [(one[0], one[1], int(one[2]))] if one else SERVED:
+    for model, device, tensor in [(server[0], server[1], int(server[2]))] if server else SERVED:
         settings = ServePlanSettings(device=device, tensor=tensor, engine=EngineSettings(context=8192))
-        told = plan_serving(model, settings, lambda _: None)
-        steps = ", ".join(f"{rate['sequences']}: {1000 * rate['step_seconds']:.1f}" for rate in told["rates"])
-        size, first = told["memory_bytes"]["total"] / 1e9, 1000 * told["rates"][0]["time_to_first_token_s"]
+        prediction = plan_serving(model, settings, lambda _: None)
+        steps = ", ".join(f"{rate['sequences']}: {1000 * rate['step_seconds']:.1f}" for rate in prediction["rates"])
+        size, first = prediction["memory_bytes"]["total"] / 1e9, 1000 * prediction["rates"][0]["time_to_first_token_s"]
         print(f"{model:12} {device:8} {size:>11.1f} {first:>9.1f}  {steps}", flush=True)
 
 
 def compiled(device: str, recipe: str, *words: str) -> None:
     """The analytic model beside the compiler."""
-    told = planned(recipe, *words, device=device)
-    print(json.dumps({key: told[key] for key in ("verdict_by", "memory_bytes", "memory_bytes_by_model", "step_seconds",
+    prediction = planned(recipe, *words, device=device)
+    print(json.dumps({key: prediction[key] for key in ("verdict_by", "memory_bytes", "memory_bytes_by_model", "step_seconds",
                                                 "step_seconds_by_model", "mfu", "collectives", "bound_by")}, indent=1))  # fmt: skip
 
 

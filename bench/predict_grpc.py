@@ -31,10 +31,10 @@ async def measured_grpc(address: str, message: bytes, clients: int, seconds: flo
     warm, end = begin + min(1.0, seconds / 4), begin + seconds
 
     async def client(call: grpc.aio.UnaryUnaryMultiCallable) -> None:
-        while (sent := time.perf_counter()) < end:
+        while (start := time.perf_counter()) < end:
             await call(message, timeout=30)
-            if sent > warm:
-                times.append(time.perf_counter() - sent)
+            if start > warm:
+                times.append(time.perf_counter() - start)
 
     async with grpc.aio.insecure_channel(address) as channel:
         call = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
@@ -72,10 +72,10 @@ def main(words: Sequence[str]) -> None:
                 for _ in range(int(options["rounds"])):
                     for kind in ("REST, JSON", "gRPC, bytes"):
                         if kind.startswith("REST"):
-                            found = measured(url, path, [text], clients, seconds)
+                            load = measured(url, path, [text], clients, seconds)
                         else:
-                            found = asyncio.run(measured_grpc(address, message, clients, seconds))
-                        figures = f"{found['a_second']:,.0f} | {found['p50']:.1f} | {found['p99']:.1f}"
+                            load = asyncio.run(measured_grpc(address, message, clients, seconds))
+                        figures = f"{load['a_second']:,.0f} | {load['p50']:.1f} | {load['p99']:.1f}"
                         print(f"| {kind} | {clients} | {figures} |", flush=True)
             process.terminate()
 

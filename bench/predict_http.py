@@ -25,10 +25,10 @@ def sentences(count: int, words: int = 18) -> list[str]:
 
 
 def v2_request(text: str, binary: bool) -> bytes:
-    asked: dict[str, object] = {"inputs": [{"name": "text", "datatype": "BYTES", "shape": [1], "data": [text]}]}
+    body: dict[str, object] = {"inputs": [{"name": "text", "datatype": "BYTES", "shape": [1], "data": [text]}]}
     if binary:
-        asked["parameters"] = {"binary_data_output": True}
-    return json.dumps(asked).encode()
+        body["parameters"] = {"binary_data_output": True}
+    return json.dumps(body).encode()
 
 
 class Connection:
@@ -66,23 +66,23 @@ def measured(url: str, path: str, bodies: Sequence[bytes], clients: int, seconds
     messages = [f"{head}{len(body)}\r\n\r\n".encode() + body for body in bodies]
     selector, times, number = selectors.DefaultSelector(), [], 0
     some = [Connection(host, port) for _ in range(clients)]
-    for one in some:
-        selector.register(one.socket, selectors.EVENT_READ, one)
-        one.send(messages[number % len(messages)])
+    for connection in some:
+        selector.register(connection.socket, selectors.EVENT_READ, connection)
+        connection.send(messages[number % len(messages)])
         number += 1
     begin = time.perf_counter()
     warm = begin + min(1.0, seconds / 4)
     while (now := time.perf_counter()) < begin + seconds:
         for key, _ in selector.select(1.0):
-            one = key.data
-            if one.read():
+            connection = key.data
+            if connection.read():
                 now = time.perf_counter()
-                if one.sent > warm:
-                    times.append(now - one.sent)
-                one.send(messages[number % len(messages)])
+                if connection.sent > warm:
+                    times.append(now - connection.sent)
+                connection.send(messages[number % len(messages)])
                 number += 1
-    for one in some:
-        one.socket.close()
+    for connection in some:
+        connection.socket.close()
     if not times:
         raise SystemExit("no request was answered in time")
     times.sort()
@@ -104,8 +104,8 @@ def main(words: Sequence[str]) -> None:
         bodies = [v2_request(text, options["binary"] == "true") for text in sentences(64)]
     print("| clients | requests/s | p50 ms | p99 ms |\n| --- | --- | --- | --- |")
     for clients in map(int, options["clients"].split(",")):
-        found = measured(url, path, bodies, clients, float(options["seconds"]))
-        print(f"| {clients} | {found['a_second']:,.0f} | {found['p50']:.1f} | {found['p99']:.1f} |", flush=True)
+        load = measured(url, path, bodies, clients, float(options["seconds"]))
+        print(f"| {clients} | {load['a_second']:,.0f} | {load['p50']:.1f} | {load['p99']:.1f} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -109,9 +109,9 @@ if __name__ == "__main__":
 def running(words: Sequence[str], path: str) -> Iterator[int]:
     """The process of a server that answers, while the block runs."""
     process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
-    began = time.perf_counter()
+    start = time.perf_counter()
     try:
-        while process.poll() is None and time.perf_counter() - began < 300:
+        while process.poll() is None and time.perf_counter() - start < 300:
             with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{PORT}{path}", timeout=5):
                 yield process.pid
                 return
@@ -150,18 +150,18 @@ def main(words: Sequence[str]) -> None:
             "FastAPI, ONNX Runtime": ([python, f"{work}/run_fastapi.py", folder, onnx, str(PORT)], "/health", "/predict"),
             "LitServe, ONNX Runtime": ([python, f"{work}/run_lit.py", folder, onnx, str(PORT)], "/health", "/predict"),
         }
-        found: dict[tuple[str, int], list[tuple[float, ...]]] = {}
+        loads: dict[tuple[str, int], list[tuple[float, ...]]] = {}
         for turn in range(int(options["turns"])):
             for name, (command, health, path) in list(peers.items())[:: 1 if turn % 2 == 0 else -1]:
                 bodies = [v2_request(text, False) for text in sentences(64)] if "argosy" in name else plain
                 with running(command, health) as group:
                     for clients in map(int, options["clients"].split(",")):
-                        before, began = cpu_seconds(group), time.perf_counter()
-                        one = measured(f"http://127.0.0.1:{PORT}", path, bodies, clients, float(options["seconds"]))
-                        spent = (cpu_seconds(group) - before) / (one["a_second"] * (time.perf_counter() - began))
-                        found.setdefault((name, clients), []).append((one["a_second"], one["p50"], one["p99"], 1e3 * spent))
+                        before, start = cpu_seconds(group), time.perf_counter()
+                        load = measured(f"http://127.0.0.1:{PORT}", path, bodies, clients, float(options["seconds"]))
+                        spent = (cpu_seconds(group) - before) / (load["a_second"] * (time.perf_counter() - start))
+                        loads.setdefault((name, clients), []).append((load["a_second"], load["p50"], load["p99"], 1e3 * spent))
         print("| server | clients | requests/s | p50 ms | p99 ms | CPU ms a request |\n| --- | --- | --- | --- | --- | --- |")
-        for (name, clients), rows in sorted(found.items(), key=lambda one: (one[0][1], one[0][0])):
+        for (name, clients), rows in sorted(loads.items(), key=lambda pair: (pair[0][1], pair[0][0])):
             rate, p50, p99, spent = (statistics.median(column) for column in zip(*rows))
             print(f"| {name} | {clients} | {rate:,.0f} | {p50:.1f} | {p99:.1f} | {spent:.1f} |")
 

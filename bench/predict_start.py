@@ -28,22 +28,22 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 def started(repository: str, caches: Path) -> tuple[float, ...]:
     """Wall and CPU seconds until ready, MB, and milliseconds of the first request and of the median of the next hundred."""
-    began = time.perf_counter()
+    start = time.perf_counter()
     command = [sys.executable, "-P", "-m", "argosy", "predict", repository, "port=0"]
     env = {**os.environ, "XDG_CACHE_HOME": str(caches)}
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=env) as process:
         assert process.stderr is not None
-        said = []
+        log = []
         for line in process.stderr:
-            said.append(line)
-            if found := re.match(r"ready on http://([\d.]+):(\d+)", line):
+            log.append(line)
+            if match := re.match(r"ready on http://([\d.]+):(\d+)", line):
                 break
         else:
-            raise SystemExit("".join(said))
-        wall = time.perf_counter() - began
+            raise SystemExit("".join(log))
+        wall = time.perf_counter() - start
         fields = Path(f"/proc/{process.pid}/stat").read_text().rsplit(")", 1)[1].split()
         status = dict(line.split(":", 1) for line in Path(f"/proc/{process.pid}/status").read_text().splitlines())
-        client, times = http.client.HTTPConnection(found[1], int(found[2]), timeout=60), []
+        client, times = http.client.HTTPConnection(match[1], int(match[2]), timeout=60), []
         for text in sentences(101):
             begin = time.perf_counter()
             client.request("POST", "/v2/models/model/infer", v2_request(text, False), {"Content-Type": "application/json"})
@@ -67,9 +67,9 @@ def main(words: Sequence[str]) -> None:
         subprocess.run(export, check=True, capture_output=True)
         caches = Path(folder) / "caches"
 
-        def row(name: str, found: list[tuple[float, ...]]) -> None:
-            wall, cpu, resident, first, rest = (statistics.median(one) for one in zip(*found))
-            least = f" ({min(one[0] for one in found):.1f} at least)" if len(found) > 1 else ""
+        def row(name: str, starts: list[tuple[float, ...]]) -> None:
+            wall, cpu, resident, first, rest = (statistics.median(column) for column in zip(*starts))
+            least = f" ({min(times[0] for times in starts):.1f} at least)" if len(starts) > 1 else ""
             print(f"| {name} | {wall:.1f}{least} | {cpu:.1f} | {resident:,.0f} | {first:.1f} | {rest:.1f} |", flush=True)
 
         row("cold", [started(f"{folder}/models", caches)])

@@ -56,10 +56,10 @@ def files(folder: Path) -> tuple[Path, Path, Path]:
         prompt = f"{row['instruction']}\n{row['input']}\n"
         labeled += [{"prompt": prompt, "completion": row[name], "label": name == "chosen"} for name in ("chosen", "rejected")]
     plain = [{"prompt": f"{r['instruction']}\n{r['input']}\n", "chosen": r["chosen"], "rejected": r["rejected"]} for r in pairs]
-    made = {"train.jsonl": plain[:-HELD_OUT], "labeled.jsonl": labeled, "test.jsonl": plain[-HELD_OUT:]}
-    for name, some in made.items():
+    files = {"train.jsonl": plain[:-HELD_OUT], "labeled.jsonl": labeled, "test.jsonl": plain[-HELD_OUT:]}
+    for name, some in files.items():
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in some))
-    return tuple(folder / name for name in made)  # type: ignore[return-value]
+    return tuple(folder / name for name in files)  # type: ignore[return-value]
 
 
 def held_out(path: Path, folder: Path, model: Path) -> Any:
@@ -87,7 +87,7 @@ def main() -> None:
     steps, seeds = (int(sys.argv[i]) if len(sys.argv) > i else default for i, default in ((1, STEPS), (2, SEEDS)))
     model = Path(sys.argv[3]) if len(sys.argv) > 3 else MODEL
     runs = RUNS if model.resolve() == MODEL.resolve() else LARGER
-    chosen = {name: runs[name] for name in sys.argv[4:]} or runs
+    selected = {name: runs[name] for name in sys.argv[4:]} or runs
     folder = Path(tempfile.mkdtemp())
     try:
         train, labeled, test_file = files(folder)
@@ -97,8 +97,8 @@ def main() -> None:
         print("| | accuracy | likelier | chosen | rejected | wall s | CPU s |\n|---|---|---|---|---|---|---|")
         row = np.mean(first_means[:, 0] > first_means[:, 1]), *first.mean(0)
         print(f"| before | | {row[0]:.3f} | {row[1]:.1f} | {row[2]:.1f} | | |", flush=True)
-        for name, (recipe, words) in chosen.items():
-            found: list[list[float]] = []
+        for name, (recipe, words) in selected.items():
+            figures: list[list[float]] = []
             for seed in range(seeds):
                 data, run = labeled if recipe == "kto" else train, folder / f"{name} {seed}"
                 common = [f"model={model}", f"data.source={data}", f"data.sequence={SEQUENCE}", "data.batch=16", f"steps={steps}"]
@@ -109,10 +109,10 @@ def main() -> None:
                 sums, means = measured(str(run), test)
                 gained = sums - first
                 better = float(np.mean(gained[:, 0] > gained[:, 1])), float(np.mean(means[:, 0] > means[:, 1]))
-                found.append([*better, *map(float, sums.mean(0)), wall, cpu])
-                print(f"{name}, seed {seed}: {' '.join(f'{value:.3f}' for value in found[-1])}", file=sys.stderr, flush=True)
+                figures.append([*better, *map(float, sums.mean(0)), wall, cpu])
+                print(f"{name}, seed {seed}: {' '.join(f'{value:.3f}' for value in figures[-1])}", file=sys.stderr, flush=True)
                 shutil.rmtree(run)
-            columns = [list(values) for values in zip(*found)]
+            columns = [list(values) for values in zip(*figures)]
             cells = [spread(values, digits) for values, digits in zip(columns[:4], (3, 3, 1, 1))]
             cells += [f"{np.median(values):.0f}" for values in columns[4:]]
             print(f"| {name} | {' | '.join(cells)} |", flush=True)

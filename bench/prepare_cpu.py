@@ -31,16 +31,16 @@ RECORD_CHARACTERS = 2000
 
 def records(size_bytes: int) -> list[str]:
     """Texts of about RECORD_CHARACTERS, cut at line breaks."""
-    found, part, total = [], "", 0
+    texts, part, total = [], "", 0
     for document in StandardLibrary().documents():
         for line in document.text.splitlines(keepends=True):
             part += line
             if len(part) >= RECORD_CHARACTERS:
-                found.append(part)
+                texts.append(part)
                 total, part = total + len(part), ""
                 if total >= size_bytes:
-                    return found
-    return found
+                    return texts
+    return texts
 
 
 def written(folder: Path, texts: list[str]) -> dict[str, Path]:
@@ -60,7 +60,7 @@ def alone(texts: list[str]) -> Callable[[], int]:
 
     def run() -> int:
         parts = (texts[at : at + 1000] for at in range(0, len(texts), 1000))
-        return sum(len(one.ids) for part in parts for one in encoder.encode_batch_fast(part, add_special_tokens=False))
+        return sum(len(encoded.ids) for part in parts for encoded in encoder.encode_batch_fast(part, add_special_tokens=False))
 
     return run
 
@@ -70,8 +70,8 @@ def prepared(path: Path, folder: Path) -> Callable[[], int]:
 
     def run() -> int:
         source = find_source(DataSettings(source=str(path)))
-        made = prepare(source, encoding, folder / f"{path.suffix[1:]}{next(number)}")  # type: ignore[arg-type]
-        return len(made.train.tokens) + len(made.held_out.tokens)
+        prepared = prepare(source, encoding, folder / f"{path.suffix[1:]}{next(number)}")  # type: ignore[arg-type]
+        return len(prepared.train.tokens) + len(prepared.held_out.tokens)
 
     return run
 
@@ -80,13 +80,13 @@ def main() -> None:
     words = argparse.ArgumentParser(description=__doc__)
     words.add_argument("--megabytes", type=int, default=16)
     words.add_argument("--runs", type=int, default=3)
-    given = words.parse_args()
-    texts = records(given.megabytes * 10**6)
+    options = words.parse_args()
+    texts = records(options.megabytes * 10**6)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         ways = {"tokenizers alone": alone(texts)} | {kind: prepared(path, folder) for kind, path in written(folder, texts).items()}
         best: dict[str, tuple[float, int]] = {}
-        for _ in range(given.runs):
+        for _ in range(options.runs):
             for way, run in ways.items():
                 start = time.perf_counter()
                 tokens = run()

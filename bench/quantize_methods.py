@@ -49,8 +49,8 @@ def argosy(*words: str) -> tuple[dict[str, Any], float, float]:
         process = subprocess.Popen([sys.executable, "-m", "argosy", *words, "--json"], stdout=out, stderr=err)
         peak, status = 0.0, 0
         while True:
-            found = re.search(r"VmHWM:\s*(\d+) kB", Path(f"/proc/{process.pid}/status").read_text())
-            peak = float(found[1]) / 1e3 if found else peak
+            match = re.search(r"VmHWM:\s*(\d+) kB", Path(f"/proc/{process.pid}/status").read_text())
+            peak = float(match[1]) / 1e3 if match else peak
             done, status, usage = os.wait4(process.pid, os.WNOHANG)
             if done:
                 break
@@ -63,20 +63,20 @@ def argosy(*words: str) -> tuple[dict[str, Any], float, float]:
         return json.loads(out.read()), usage.ru_utime + usage.ru_stime, peak
 
 
-def measures(lm: Any, text: str, how: dict[str, str], exact: np.ndarray | None) -> tuple[dict[str, float], np.ndarray | None]:
+def measures(lm: Any, text: str, options: dict[str, str], exact: np.ndarray | None) -> tuple[dict[str, float], np.ndarray | None]:
     """Perplexity and the accuracy of each task; of an encoder the mean cosine with `exact`, embeddings of the model as it is, and its
     embeddings."""
-    if how["embed"] == "yes":
+    if options["embed"] == "yes":
         lines = [line for line in Path(text).read_text(encoding="utf-8").splitlines() if len(line) > 40]
-        found = np.asarray(lm.embed(lines[: int(how["windows"])]))
-        return {"cosine": 1.0 if exact is None else float(np.mean(np.sum(found * exact, -1)))}, found
-    settings = [EvalSettings(text=text, tasks="perplexity", window=int(how["sequence"]), limit=int(how["windows"]))]
-    if how["tasks"]:
-        settings.append(EvalSettings(tasks=how["tasks"], data=how["folder"], limit=int(how["limit"])))
+        embeddings = np.asarray(lm.embed(lines[: int(options["windows"])]))
+        return {"cosine": 1.0 if exact is None else float(np.mean(np.sum(embeddings * exact, -1)))}, embeddings
+    settings = [EvalSettings(text=text, tasks="perplexity", window=int(options["sequence"]), limit=int(options["windows"]))]
+    if options["tasks"]:
+        settings.append(EvalSettings(tasks=options["tasks"], data=options["folder"], limit=int(options["limit"])))
     out: dict[str, float] = {}
-    for one in settings:
-        planned, others = evaluate.prepared(__file__, one)
-        document, _ = evaluate.evaluate(lm, planned, one, others, lambda *_: None, lambda: False)
+    for setting in settings:
+        planned, others = evaluate.prepared(__file__, setting)
+        document, _ = evaluate.evaluate(lm, planned, setting, others, lambda *_: None, lambda: False)
         for name, task in document["tasks"].items():
             out |= {name: task["perplexity"]} if name == "perplexity" else {name: 100 * task["acc"]}
     return out, None
@@ -93,13 +93,13 @@ def speed(lm: Any) -> float:
     return (2 * TOKENS - 1) / min(long - short for short, long in zip(times[2::2], times[3::2], strict=True))
 
 
-def qwix_cell(model: str, preset: str, test: str, how: dict[str, str], exact: np.ndarray | None) -> dict[str, Any]:
+def qwix_cell(model: str, preset: str, test: str, options: dict[str, str], exact: np.ndarray | None) -> dict[str, Any]:
     """A cell of Qwix.
 
     Raises:
         NoQwix: it cannot.
     """
-    if how["embed"] == "yes":
+    if options["embed"] == "yes":
         raise NoQwix("embeddings are read by another method than `__call__`, which Qwix does not intercept")
     lm = load(model)
     start = time.monotonic()
@@ -108,31 +108,33 @@ def qwix_cell(model: str, preset: str, test: str, how: dict[str, str], exact: np
     seconds = time.monotonic() - start
     scorer = QwixScorer(module, lm.config.attend)
     lm.sequences = lambda: scorer  # type: ignore[method-assign]
-    return measures(lm, test, how, exact)[0] | {"seconds": seconds}
+    return measures(lm, test, options, exact)[0] | {"seconds": seconds}
 
 
-def cell(model: str, preset: str, method: str, files: tuple[str, str], how: dict[str, str], exact: Any, timed: bool) -> dict[str, Any]:
+def cell(
+    model: str, preset: str, method: str, files: tuple[str, str], options: dict[str, str], exact: Any, timed: bool
+) -> dict[str, Any]:
     """What one preset by one method costs."""
     calibration, test = files
     if method == "qwix":
-        return qwix_cell(model, preset, test, how, exact)
+        return qwix_cell(model, preset, test, options, exact)
     rotate, _, name = method.rstrip("!").rpartition("+")
     rounding = f"{'rules' if preset.endswith('.yml') else 'preset'}={preset}"
     words = [f"rotate={rotate}"] if rotate else []
     words += [f"method={name}"] if name != "nearest" else []
     if not method.endswith("!"):
-        words += [f"data.source={calibration}", f"samples={how['samples']}", f"data.sequence={how['sequence']}"]
+        words += [f"data.source={calibration}", f"samples={options['samples']}", f"data.sequence={options['sequence']}"]
     with tempfile.TemporaryDirectory() as folder:
         start, out = time.monotonic(), str(Path(folder) / "out")
         result, spent, peak = argosy("quantize", model, out, rounding, *words)
         row: dict[str, Any] = {"seconds": time.monotonic() - start, "CPU s": spent, "peak MB": peak}
         weights = result["weights"]
-        numbers, size = (sum(one[key] for one in weights) for key in ("numbers", "bytes"))
-        row |= {"bits": 8 * size / numbers, "error": float(np.mean([one["error"] for one in weights]))}
-        errors = [one["output_error"] for one in weights if one.get("output_error") is not None]
+        numbers, size = (sum(weight[key] for weight in weights) for key in ("numbers", "bytes"))
+        row |= {"bits": 8 * size / numbers, "error": float(np.mean([weight["error"] for weight in weights]))}
+        errors = [weight["output_error"] for weight in weights if weight.get("output_error") is not None]
         row |= {"output error": float(np.mean(errors))} if errors else {}
         lm = load(out)
-        row |= measures(lm, test, how, exact)[0]
+        row |= measures(lm, test, options, exact)[0]
         return row | ({"tokens/s": speed(lm)} if timed else {})
 
 
@@ -150,22 +152,22 @@ def shown(rows: list[dict[str, Any]]) -> str:
 
 
 def main(model: str, calibration: str, test: str, *words: str) -> None:
-    how = WORDS | dict(word.split("=", 1) for word in words)
-    file = Path(how["results"]) if how["results"] else None
+    options = WORDS | dict(word.split("=", 1) for word in words)
+    file = Path(options["results"]) if options["results"] else None
     rows = [json.loads(line) for line in file.read_text().splitlines()] if file and file.exists() else []
     lm = load(model)
     # The embeddings of the model as it is are needed again, so this row is never skipped for an encoder.
-    before, exact = measures(lm, test, how, None) if how["embed"] == "yes" or not rows else ({}, None)
+    before, exact = measures(lm, test, options, None) if options["embed"] == "yes" or not rows else ({}, None)
     cells = [("as it is", "")] if not rows else []
-    cells += [(preset, method) for method in how["methods"].split(",") for preset in how["presets"].split(",")]
+    cells += [(preset, method) for method in options["methods"].split(",") for preset in options["presets"].split(",")]
     for preset, method in cells:
         if any((row["preset"], row["method"]) == (preset, method) for row in rows):
             continue
         row: dict[str, Any] = {"preset": preset, "method": method}
-        timed = how["speed"] == "yes" and not any(one["preset"] == preset for one in rows)
+        timed = options["speed"] == "yes" and not any(earlier["preset"] == preset for earlier in rows)
         try:
             row |= before | ({"tokens/s": speed(lm)} if timed else {}) if not method else {}
-            row |= cell(model, preset, method, (calibration, test), how, exact, timed) if method else {}
+            row |= cell(model, preset, method, (calibration, test), options, exact, timed) if method else {}
         except (NoQwix, RuntimeError, UserError) as error:
             row["refused"] = str(error)
         lm = None

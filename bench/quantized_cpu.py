@@ -60,19 +60,19 @@ def quality(engines: dict[str, Any], weights: dict[str, Any], ids: np.ndarray, w
 
 
 def main(model: str, *words: str) -> None:
-    how = dict(word.split("=", 1) for word in words if "=" in word)
-    rows, turns = [int(n) for n in how.get("rows", "1,8,32").split(",")], int(how.get("turns", 20))
+    options = dict(word.split("=", 1) for word in words if "=" in word)
+    rows, turns = [int(n) for n in options.get("rows", "1,8,32").split(",")], int(options.get("turns", 20))
     engines, weights = {}, {}
     for name in [word for word in words if "=" not in word] or PRESETS:
         activations, _, source = name.rpartition(":")
         settings = EngineSettings(slots=32, context=2048, pages=512, activations=activations or None)
         engines[name] = Engine(loaded(model, source).module, settings, exclusive=True)
         weights[name] = engines[name].runner.forward.prepared(engines[name].weights())
-    if "text" in how:
-        ids = load_lm(model).encode(Path(how["text"]).read_text(encoding="utf-8")[:16384])[:2049]
+    if "text" in options:
+        ids = load_lm(model).encode(Path(options["text"]).read_text(encoding="utf-8")[:16384])[:2049]
         print("| weights | perplexity | KL, nats | same likeliest, % |\n|---|---|---|---|", flush=True)
         quality(engines, weights, np.asarray(ids))
-    size = {name: sum(a.nbytes for a in jax.tree.leaves(own)) / 1e6 for name, own in weights.items()}
+    size = {name: sum(a.nbytes for a in jax.tree.leaves(arrays)) / 1e6 for name, arrays in weights.items()}
     print("| weights | MB | rows | tokens/s | ms | least | CPU ms |\n|---|---|---|---|---|---|---|", flush=True)
     for count in rows:
         sizes = next(iter(engines.values())).runner.batches.decode_sizes(count)
@@ -80,11 +80,11 @@ def main(model: str, *words: str) -> None:
         d, *_ = split_words(state, sizes)
         d["slot"][:], d["length"][:], d["table"][:] = np.arange(count), HELD, -1
         d["table"][:, :10] = np.arange(10 * count).reshape(count, 10)
-        given = state, np.arange(count, dtype=np.int32), sizes
+        inputs = state, np.arange(count, dtype=np.int32), sizes
 
-        def call(name: str, given: Any = given) -> Any:
+        def call(name: str, inputs: Any = inputs) -> Any:
             runner = engines[name].runner
-            logits, runner.caches, _ = runner.forward.step(weights[name], runner.caches, runner.slots.last, *given)
+            logits, runner.caches, _ = runner.forward.step(weights[name], runner.caches, runner.slots.last, *inputs)
             return logits
 
         spent: dict[str, list[tuple[float, float]]] = {name: [] for name in engines}

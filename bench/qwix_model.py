@@ -36,8 +36,8 @@ def qwix_rules(model: Any, preset: str) -> list[Any]:
     out = []
     for name, scheme in schemes_of(model, preset_rules(preset)).items():
         of = at(model, name)
-        kept = granularity_of(scheme.granularity, scheme.format.block)[1]
-        if scheme.weights not in TYPES or scheme.activations not in (None, *TYPES) or kept != 1 or scheme.is_static:
+        axis_count = granularity_of(scheme.granularity, scheme.format.block)[1]
+        if scheme.weights not in TYPES or scheme.activations not in (None, *TYPES) or axis_count != 1 or scheme.is_static:
             raise NoQwix(f"no rule for {preset}")
         last = max(i for i, letter in enumerate(of.spec) if letter in of.inner)
         block = scheme.block(of)[last]
@@ -78,8 +78,8 @@ class QwixScorer:
 
         def run(state: Any, ids: Any, segments: Any) -> tuple[Any, Any]:
             logits = nnx.merge(graph, state)(ids, attend(segments))[0].astype(jnp.float32)[:, :-1]
-            chosen = jnp.take_along_axis(logits, ids[:, 1:, None], -1)[..., 0]
-            return chosen - jax.nn.logsumexp(logits, -1), logits.argmax(-1) == ids[:, 1:]
+            target = jnp.take_along_axis(logits, ids[:, 1:, None], -1)[..., 0]
+            return target - jax.nn.logsumexp(logits, -1), logits.argmax(-1) == ids[:, 1:]
 
         self.run = jax.jit(run)
 

@@ -59,15 +59,15 @@ def written(path: Path, rows: list[Any]) -> Path:
 def accuracy(model: str, test: list[Any]) -> float:
     """The share of greedy answers that are the sum and end there."""
     lm = argosy.load(model)
-    found = lm.generate([row["prompt"] for row in test], TOKENS)
-    right = [a.text.strip() == row["answer"] and a.finish_reason == "stop" for a, row in zip(found, test, strict=True)]
+    completions = lm.generate([row["prompt"] for row in test], TOKENS)
+    right = [a.text.strip() == row["answer"] and a.finish_reason == "stop" for a, row in zip(completions, test, strict=True)]
     return float(np.mean(right))
 
 
 def main() -> None:
     picture, words = picture_of(sys.argv[1:])
     steps, seeds = (int(words[i]) if len(words) > i else default for i, default in enumerate((STEPS, SEEDS)))
-    chosen = words[2:] or list(RECIPES)
+    recipes = words[2:] or list(RECIPES)
     curves: dict[str, list[dict[int, float]]] = {}
     folder = Path(tempfile.mkdtemp())
     try:
@@ -81,25 +81,25 @@ def main() -> None:
         print("| recipe | updates | accuracy after | least, most | reward, first and last rollouts | seconds |")
         print("|---|---|---|---|---|---|")
         prompts = written(folder / "asking.jsonl", asking)
-        for recipe in chosen:
+        for recipe in recipes:
             after, first, last, seconds = [], [], [], []
             for seed in range(seeds):
                 run = folder / f"{recipe}-{seed}"
                 words = [f"model={folder / 'base'}", f"data.source={prompts}", f"reward={folder / 'reward.py'}:right", f"seed={seed}"]
-                began = time.monotonic()
+                start = time.monotonic()
                 argosy.fit(recipe, *words, *COMMON, *RECIPES[recipe], f"steps={steps}", f"dir={run}")
-                seconds.append(time.monotonic() - began)
+                seconds.append(time.monotonic() - start)
                 rewards = list(by_step(read(Store(run)), "reward").values())
                 first.append(float(np.mean(rewards[:5])))
                 last.append(float(np.mean(rewards[-5:])))
                 after.append(accuracy(str(run), test))
                 if picture is not None:
-                    found = {step: accuracy(str(run / "checkpoints" / str(step)), test) for step in range(EVERY, steps, EVERY)}
-                    curves.setdefault(recipe, []).append({0: before} | found | {steps: after[-1]})
+                    accuracies = {step: accuracy(str(run / "checkpoints" / str(step)), test) for step in range(EVERY, steps, EVERY)}
+                    curves.setdefault(recipe, []).append({0: before} | accuracies | {steps: after[-1]})
                     print(f"{recipe}, seed {seed}: {curves[recipe][-1]}, {seconds[-1]:.0f} s", file=sys.stderr, flush=True)
                 shutil.rmtree(run)
-            told = spread(after), f"{min(after):.3f}, {max(after):.3f}", f"{np.mean(first):.3f}, {np.mean(last):.3f}"
-            print(f"| {recipe} | {steps} | {told[0]} | {told[1]} | {told[2]} | {np.median(seconds):.0f} |", flush=True)
+            cells = spread(after), f"{min(after):.3f}, {max(after):.3f}", f"{np.mean(first):.3f}, {np.mean(last):.3f}"
+            print(f"| {recipe} | {steps} | {cells[0]} | {cells[1]} | {cells[2]} | {np.median(seconds):.0f} |", flush=True)
         if picture is not None:
             draw(picture, curves, "greedy accuracy by step", "accuracy on sums never seen")
     finally:

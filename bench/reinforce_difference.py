@@ -40,11 +40,11 @@ def words_of(case: Any) -> list[str]:
     model = dump(Run(model=case.model_copy(update={"vocab": 258, "context": 256})))["model"]
 
     def flat(tree: dict[str, Any], way: str) -> list[str]:
-        found: list[str] = []
+        words: list[str] = []
         for name, value in tree.items():
             here = f"{way}.{name}"
-            found += flat(value, here) if isinstance(value, dict) else [f"{here}={json.dumps(value)}"]
-        return found
+            words += flat(value, here) if isinstance(value, dict) else [f"{here}={json.dumps(value)}"]
+        return words
 
     return flat({name: value for name, value in model.items() if name != "preset"}, "model")
 
@@ -52,21 +52,21 @@ def words_of(case: Any) -> list[str]:
 def measured(folder: Path, words: list[str]) -> list[float]:
     """The differences of the first rollout of a run."""
     run = Path(tempfile.mkdtemp(dir=folder))
-    own = [f"data.source={folder / 'prompts.jsonl'}", f"reward={folder / 'rewards.py'}:length", f"dir={run}"]
-    argosy.fit("grpo", *words, *COMMON, *own, steps=1)
+    run_words = [f"data.source={folder / 'prompts.jsonl'}", f"reward={folder / 'rewards.py'}:length", f"dir={run}"]
+    argosy.fit("grpo", *words, *COMMON, *run_words, steps=1)
     return [by_step(read(Store(run)), name)[1] for name in NAMES]
 
 
 def main(models: list[str]) -> None:
     cases = examples()
-    chosen: dict[str, list[str]] = {name: words_of(cases[case]) for name, case in STRUCTURES.items()}
-    chosen |= {Path(path).name: [f"model={path}"] for path in [str(STORIES), *models]}
+    words_by_name: dict[str, list[str]] = {name: words_of(cases[case]) for name, case in STRUCTURES.items()}
+    words_by_name |= {Path(path).name: [f"model={path}"] for path in [str(STORIES), *models]}
     print("| model | engine | largest difference, nats | mean | effective share |\n|---|---|---|---|---|", flush=True)
     with tempfile.TemporaryDirectory() as where:
         folder = Path(where)
         (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"{i} + {i} ="}) + "\n" for i in range(8)))
         (folder / "rewards.py").write_text("def length(completions):\n    return [float(len(text)) for text in completions]\n")
-        for name, words in chosen.items():
+        for name, words in words_by_name.items():
             for kind in ("same", "int8"):
                 most, mean, share = measured(folder, [*words, f"rollout.weights={kind}"])
                 print(f"| {name} | {kind} | {most:.1e} | {mean:.1e} | {share:.6f} |", flush=True)

@@ -84,10 +84,10 @@ print("FOUND", json.dumps({"times": Times.at}))
 def found_by(command: list[str]) -> dict[str, Any]:
     """What a process prints last, as JSON. Its malloc takes huge pages, as that of `argosy train` does by itself."""
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"})
-    found = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
-    if not found:
+    lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
+    if not lines:
         raise SystemExit(done.stderr[-2000:])
-    return json.loads(found[0].removeprefix("FOUND "))
+    return json.loads(lines[0].removeprefix("FOUND "))
 
 
 def per_step(at: list[Any]) -> tuple[float, float]:
@@ -119,18 +119,19 @@ def main() -> None:
         (folder / "reward.py").write_text(REWARD)
         theirs = None
         if python != "none":
-            how = {"dir": str(folder / "trl"), "reward": str(folder / "reward.py"), "batch": len(rows) * each, "each": each}
-            how |= {"tokens": tokens, "steps": steps, "bf16": bf16}
-            told = found_by([python, "-c", TRL, model, json.dumps(rows), json.dumps(how)])
-            theirs = per_step(told["times"])
-            print(f"prompts of {min(told['lengths'])} to {max(told['lengths'])} tokens")
+            options = {"dir": str(folder / "trl"), "reward": str(folder / "reward.py"), "batch": len(rows) * each, "each": each}
+            options |= {"tokens": tokens, "steps": steps, "bf16": bf16}
+            report = found_by([python, "-c", TRL, model, json.dumps(rows), json.dumps(options)])
+            theirs = per_step(report["times"])
+            print(f"prompts of {min(report['lengths'])} to {max(report['lengths'])} tokens")
         run = folder / "run"
         sequence = PROMPT + each * (tokens + 1) if chat else 128
-        own: dict[str, Any] = {"model": model, "data.source": folder / "prompts.jsonl", "reward": f"{folder / 'reward.py'}:score"}
-        own |= {"dir": run, "data.batch": len(rows) * each, "data.sequence": sequence, "data.held_out": 0, "eval.batches": 0}
-        own |= {"rollout.completions": each, "rollout.tokens": tokens, "rollout.ignore_eos": "true"}
-        own |= {"steps": steps, "checkpoint.every": 10000}
-        settings = [f"{name}={value}" for name, value in (own | words).items()]
+        run_settings: dict[str, Any] = {"model": model, "data.source": folder / "prompts.jsonl"}
+        run_settings["reward"] = f"{folder / 'reward.py'}:score"
+        run_settings |= {"dir": run, "data.batch": len(rows) * each, "data.sequence": sequence, "data.held_out": 0, "eval.batches": 0}
+        run_settings |= {"rollout.completions": each, "rollout.tokens": tokens, "rollout.ignore_eos": "true"}
+        run_settings |= {"steps": steps, "checkpoint.every": 10000}
+        settings = [f"{name}={value}" for name, value in (run_settings | words).items()]
         ours = per_step(found_by([sys.executable, "-c", ARGOSY, *settings])["times"])
         lines = [line for line in read(Store(run)) if "loss" in line][WARM:]
         spent = {name: float(np.median([line[name] for line in lines])) for name in ("generate_s", "logps_s", "reward_s")}

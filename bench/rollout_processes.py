@@ -44,7 +44,7 @@ json.dump(times, open(sys.argv[1], "w"))
 
 
 def main(steps: int = 12, turns: int = 2) -> None:
-    found: dict[str, list[list[tuple[float, dict[str, float]]]]] = {name: [] for name in WAYS}
+    results: dict[str, list[list[tuple[float, dict[str, float]]]]] = {name: [] for name in WAYS}
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"{i}+{i % 7}="}) + "\n" for i in range(400)))
@@ -55,15 +55,15 @@ def main(steps: int = 12, turns: int = 2) -> None:
                 out = folder / f"{turn}-{i}"
                 command = [sys.executable, "-c", PROGRAM, f"{out}.json", *common, *words, f"dir={out}"]
                 subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
-                found[name].append(json.loads(Path(f"{out}.json").read_text()))
+                results[name].append(json.loads(Path(f"{out}.json").read_text()))
     print("| sampled | s a step | generate_s | weights_s | losses |\n|---|---|---|---|---|")
-    losses = {name: [numbers["loss"] for _, numbers in runs[-1]] for name, runs in found.items()}
+    losses = {name: [numbers["loss"] for _, numbers in runs[-1]] for name, runs in results.items()}
     first = losses[next(iter(WAYS))]
-    for name, runs in found.items():
+    for name, runs in results.items():
         spent = [b[0] - a[0] for run in runs for a, b in pairwise(run[3:])]
         cells = [statistics.median(spent)]
         for metric in ("generate_s", "weights_s"):
-            cells.append(statistics.median(one[1].get(metric, 0.0) for run in runs for one in run[3:]))
+            cells.append(statistics.median(numbers.get(metric, 0.0) for run in runs for _, numbers in run[3:]))
         apart = max(abs(a - b) for a, b in zip(losses[name], first))
         print(f"| {name} | {' | '.join(f'{cell:.3f}' for cell in cells)} | {'the same' if not apart else f'{apart:.1e} apart'} |")
 

@@ -27,11 +27,11 @@ PORT, TICK = 8765, os.sysconf("SC_CLK_TCK")
 def running(words: list[str]) -> Iterator[int]:
     """The process of a server that answers, while the block runs."""
     process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    began = time.perf_counter()
+    start = time.perf_counter()
     try:
-        while process.poll() is None and time.perf_counter() - began < 300:
+        while process.poll() is None and time.perf_counter() - start < 300:
             with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{PORT}/health", timeout=5):
-                print(f"  ready after {time.perf_counter() - began:.1f} s", flush=True)
+                print(f"  ready after {time.perf_counter() - start:.1f} s", flush=True)
                 yield process.pid
                 return
             time.sleep(0.1)
@@ -61,22 +61,22 @@ def load(clients: int, prompts: int, seed: int) -> dict[str, Any]:
 
 def measured(words: list[str], turn: int) -> dict[int, dict[str, float]]:
     """The figures of one server, by number of clients."""
-    found = {}
+    figures = {}
     with running(words) as process:
         for clients, prompts in CLIENTS.items():
             cpu = cpu_seconds(process)
-            said = load(clients, prompts, 100 * turn + clients)
-            made = 64 * (prompts + clients)
-            found[clients] = {
-                "tokens/s": said["output_throughput"],
-                "TTFT ms": said["median_ttft_ms"],
-                "TPOT ms": said["median_tpot_ms"],
-                "CPU ms": 1e3 * (cpu_seconds(process) - cpu) / made,
+            report = load(clients, prompts, 100 * turn + clients)
+            tokens = 64 * (prompts + clients)
+            figures[clients] = {
+                "tokens/s": report["output_throughput"],
+                "TTFT ms": report["median_ttft_ms"],
+                "TPOT ms": report["median_tpot_ms"],
+                "CPU ms": 1e3 * (cpu_seconds(process) - cpu) / tokens,
                 "RSS MB": megabytes(process, "VmRSS"),
                 "peak MB": megabytes(process, "VmHWM"),
             }
-            print(f"  {clients:3} " + "  ".join(f"{k} {v:.1f}" for k, v in found[clients].items()), flush=True)
-    return found
+            print(f"  {clients:3} " + "  ".join(f"{k} {v:.1f}" for k, v in figures[clients].items()), flush=True)
+    return figures
 
 
 def main(model: str, *words: str) -> None:
@@ -84,16 +84,16 @@ def main(model: str, *words: str) -> None:
     servers = {"argosy": [sys.executable, "-m", "argosy", "serve", model, f"port={PORT}", "name=model", *settings]}
     if others:
         llama, gguf = others
-        how = ["-t", str(os.cpu_count()), "-c", str(32 * 512), "-np", "32", "--alias", "model"]
-        servers["llama.cpp"] = [llama, "-m", gguf, "--port", str(PORT), *how]
+        llama_words = ["-t", str(os.cpu_count()), "-c", str(32 * 512), "-np", "32", "--alias", "model"]
+        servers["llama.cpp"] = [llama, "-m", gguf, "--port", str(PORT), *llama_words]
     order = [*servers, *reversed(servers)] if len(servers) > 1 else [*servers, *servers]
-    found: dict[str, list[dict[int, dict[str, float]]]] = {name: [] for name in servers}
+    figures: dict[str, list[dict[int, dict[str, float]]]] = {name: [] for name in servers}
     for turn, name in enumerate(order):
         print(name, flush=True)
-        found[name].append(measured(servers[name], turn))
-    columns = list(found["argosy"][0][1])
+        figures[name].append(measured(servers[name], turn))
+    columns = list(figures["argosy"][0][1])
     print("| server | clients | " + " | ".join(columns) + " |\n|---|---|" + "---|" * len(columns))
-    for name, turns in found.items():
+    for name, turns in figures.items():
         for clients in CLIENTS:
             row = (statistics.median(turn[clients][column] for turn in turns) for column in columns)
             print(f"| {name} | {clients} | " + " | ".join(f"{value:.1f}" for value in row) + " |")

@@ -69,8 +69,8 @@ def main() -> None:
             for head in HEADS:
                 for side in SIDES:
                     compiled(device, side, head)
-                    found = [instructions(folder, kernel) for kernel in KERNELS]
-                    cells = (name, head, side, *(n for n, _ in found), sum(n for n, _ in found), sum(s for _, s in found))
+                    counts = [instructions(folder, kernel) for kernel in KERNELS]
+                    cells = (name, head, side, *(n for n, _ in counts), sum(n for n, _ in counts), sum(s for _, s in counts))
                     print(f"| {' | '.join(map(str, cells))} |", flush=True)
                     for path in folder.iterdir():
                         path.unlink()

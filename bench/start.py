@@ -24,19 +24,19 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 def started(model: str, words: list[str], **env: str) -> tuple[float, ...]:
     """Wall and CPU seconds until ready; resident memory and its peak in MB."""
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     command = [sys.executable, "-P", "-m", "argosy", "serve", model, "port=0", *words]
     env = {**os.environ, "XDG_CACHE_HOME": str(CACHES), **env}
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=env) as process:
         assert process.stderr is not None
-        said = []
+        log = []
         for line in process.stderr:
-            said.append(line)
+            log.append(line)
             if line.startswith("ready on"):
                 break
         else:
-            raise SystemExit("".join(said))
-        wall = time.perf_counter() - began
+            raise SystemExit("".join(log))
+        wall = time.perf_counter() - start_time
         fields = Path(f"/proc/{process.pid}/stat").read_text().rsplit(")", 1)[1].split()
         status = dict(line.split(":", 1) for line in Path(f"/proc/{process.pid}/status").read_text().splitlines())
         resident, peak = (int(status[name].split()[0]) / 1000 for name in ("VmRSS", "VmHWM"))
@@ -50,9 +50,9 @@ def starts(model: str, turns: int, words: list[str]) -> None:
     shutil.rmtree(CACHES, ignore_errors=True)
     print("| start | until ready, s | CPU s | resident, MB | peak |\n| --- | --- | --- | --- | --- |")
 
-    def row(name: str, found: list[tuple[float, ...]]) -> None:
-        wall, cpu, resident, peak = (statistics.median(one) for one in zip(*found))
-        least = f" ({min(one[0] for one in found):.1f} at least)" if len(found) > 1 else ""
+    def row(name: str, starts: list[tuple[float, ...]]) -> None:
+        wall, cpu, resident, peak = (statistics.median(column) for column in zip(*starts))
+        least = f" ({min(times[0] for times in starts):.1f} at least)" if len(starts) > 1 else ""
         print(f"| {name} | {wall:.1f}{least} | {cpu:.1f} | {resident:,.0f} | {peak:,.0f} |", flush=True)
 
     # Programs that are kept are compiled anew, so JAX's cache is filled by a start that keeps none.

@@ -16,16 +16,16 @@ import time
 
 
 def main(words: list[str]) -> None:
-    given = {"steps": "60", "seconds": "1.0", "processes": "2"} | dict(word.split("=") for word in words)
+    options = {"steps": "60", "seconds": "1.0", "processes": "2"} | dict(word.split("=") for word in words)
     if "ARGOSY_RANK" not in os.environ:
-        supervise(int(given["processes"]), words)
+        supervise(int(options["processes"]), words)
         return
     from argosy.launch.cluster import detect_place, join
 
     place = detect_place(os.environ)
     assert place is not None
     join(place)
-    measure(int(given["steps"]), float(given["seconds"]))
+    measure(int(options["steps"]), float(options["seconds"]))
 
 
 def supervise(count: int, words: list[str]) -> None:
@@ -37,8 +37,8 @@ def supervise(count: int, words: list[str]) -> None:
     for rank in range(count):
         out = subprocess.DEVNULL if rank else None
         started.append(subprocess.Popen([sys.executable, __file__, *words], env=base | {"ARGOSY_RANK": str(rank)}, stdout=out))
-    for one in started:
-        one.wait()
+    for process in started:
+        process.wait()
     port.close()
 
 
@@ -61,8 +61,8 @@ def measure(steps: int, seconds: float) -> None:
     for _ in range(10):
         update(None, None)
     before = (time.process_time() - before) / 10
-    said: list[str] = []
-    pace = PaceMeter(StragglerSettings(), jax.local_devices(), clock, lambda: 0, said.append, lambda line: None)
+    warnings: list[str] = []
+    pace = PaceMeter(StragglerSettings(), jax.local_devices(), clock, lambda: 0, warnings.append, lambda line: None)
     pace.host = f"rank-{processes.rank()}"
     measured = pace(update)
     walls: dict[str, list[float]] = {"without": [], "with": []}
@@ -85,7 +85,7 @@ def measure(steps: int, seconds: float) -> None:
         "processes": processes.process_count(), "step_s": seconds, "longer_s": round(longer, 6), "share": round(longer / seconds, 5),
         "median_longer_s": round(statistics.median(walls["with"]) - statistics.median(walls["without"]), 6),
         "cpu_s": round(busy, 6), "cpu_before_s": round(before, 6), "cpu_share": round((busy - before) / seconds, 5),
-        "probes": pace.probes, "probe_s": round(pace.probe_s, 5), "spacing": pace.spacing, "said": said,
+        "probes": pace.probes, "probe_s": round(pace.probe_s, 5), "spacing": pace.spacing, "said": warnings,
     }, indent=1))  # fmt: skip
 
 

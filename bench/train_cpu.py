@@ -32,20 +32,20 @@ def main() -> None:
     words.add_argument("--rounds", type=int, default=3)
     words.add_argument("--steps", type=int, default=8)
     words.add_argument("--products", nargs="*", default=[None], help="values of execution.products, in turn")
-    given = words.parse_args()
+    options = words.parse_args()
     peak = matmul_peak()
     print(f"matmul peak, 2048^3 float32: {peak / 1e9:.0f} GFLOP/s")
     print(
         "| round | | best s | median s | tokens/s | CPU s a step | GFLOP/s | of peak |\n|---|---|---|---|---|---|---|---|"
     )
     ratios = []
-    for i in range(given.rounds):
+    for i in range(options.rounds):
         middle = 0.0
-        for products in given.products:
-            best, middle, cpu = ours(given.steps, products)
+        for products in options.products:
+            best, middle, cpu = ours(options.steps, products)
             row(i, f"argosy train {products or ''}", best, middle, cpu, peak)
-        if given.torch and given.script:
-            other, other_middle, other_cpu = torch_eager(given.torch, given.script, given.steps)
+        if options.torch and options.script:
+            other, other_middle, other_cpu = torch_eager(options.torch, options.script, options.steps)
             row(i, "torch eager", other, other_middle, other_cpu, peak)
             ratios.append(other_middle / middle)
     if ratios:
@@ -91,8 +91,8 @@ def torch_eager(python: str, script: str, steps: int) -> tuple[float, float, flo
         "--steps",
         str(steps),
     ]
-    told = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
-    return told["best_s"], told["med_s"], told["cpu_s"]
+    report = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
+    return report["best_s"], report["med_s"], report["cpu_s"]
 
 
 def matmul_peak() -> float:

@@ -65,10 +65,10 @@ def rows_of(batch: Any) -> dict[str, np.ndarray]:
     for row in range(shape[0]):
         at = 0
         for segment in range(1, fields["segments"][row].max() + 1):
-            own = np.flatnonzero(fields["segments"][row] == segment)
-            here = slice(at, at := at + len(own) + 1)
-            rows["tokens"][row, here] = [*fields["tokens"][row, own], fields["targets"][row, own[-1]]]
-            rows["mask"][row, here] = [0, *fields["mask"][row, own]]
+            columns = np.flatnonzero(fields["segments"][row] == segment)
+            here = slice(at, at := at + len(columns) + 1)
+            rows["tokens"][row, here] = [*fields["tokens"][row, columns], fields["targets"][row, columns[-1]]]
+            rows["mask"][row, here] = [0, *fields["mask"][row, columns]]
             rows["segments"][row, here] = segment
     return rows
 
@@ -116,18 +116,18 @@ def main() -> int:
     rows = [json.loads(line) for line in DATA.read_text(encoding="utf-8").splitlines()]
     plain = [{"prompt": f"{r['instruction']}\n{r['input']}\n", "completion": r["output"]} for r in rows]
     (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in plain), encoding="utf-8")
-    shown = sorted({1, 2, steps // 4, steps // 2, steps})
-    print("| | " + " | ".join(f"step {step}" for step in shown) + " | largest relative difference |")
-    print("|---|" + "---|" * (len(shown) + 1))
+    shown_steps = sorted({1, 2, steps // 4, steps // 2, steps})
+    print("| | " + " | ".join(f"step {step}" for step in shown_steps) + " | largest relative difference |")
+    print("|---|" + "---|" * (len(shown_steps) + 1))
     try:
         for name, (rate, words) in WAYS.items():
             ours, theirs = losses(steps, rate, words, folder)
             assert len(ours) == len(theirs) == steps, f"{len(ours)} and {len(theirs)} losses"
             apart = float(np.max(np.abs(np.array(ours) - theirs) / np.abs(theirs)))
             worst = max(worst, apart)
-            for who, found in ((f"{name}: ours", ours), ("Tunix", theirs)):
-                figures = " | ".join(f"{found[step - 1]:.6f}" for step in shown)
-                print(f"| {who} | {figures} | {f'{apart:.1e}' if found is ours else ''} |", flush=True)
+            for who, series in ((f"{name}: ours", ours), ("Tunix", theirs)):
+                figures = " | ".join(f"{series[step - 1]:.6f}" for step in shown_steps)
+                print(f"| {who} | {figures} | {f'{apart:.1e}' if series is ours else ''} |", flush=True)
     finally:
         shutil.rmtree(folder)
     return int(worst > SAME)

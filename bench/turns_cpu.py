@@ -60,7 +60,7 @@ def main() -> None:
     try:
         (folder / "game.py").write_text(CODE)
         (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"{i}:"}) + "\n" for i in range(10)))
-        given = [f"data.source={folder / 'prompts.jsonl'}", f"environment={folder / 'game.py'}:Sides"]
+        source = [f"data.source={folder / 'prompts.jsonl'}", f"environment={folder / 'game.py'}:Sides"]
         print("| game | credit | reward, 1st quarter | 2nd | 3rd | last | above `answer` |")
         print("|---|---|---|---|---|---|---|")
         for game in games:
@@ -68,19 +68,19 @@ def main() -> None:
             for way in WAYS:
                 quarters = []
                 for seed in range(seeds):
-                    own = [f"environment.args.turns={TURNS}", f"environment.args.until={str(GAMES[game]).lower()}", f"seed={seed}"]
-                    own += [f"objective.credit.by={way}", f"steps={steps}", f"dir={folder / 'run'}"]
-                    argosy.fit("grpo", *given, *MODEL, *RUN, *own)
+                    run_words = [f"environment.args.turns={TURNS}", f"environment.args.until={str(GAMES[game]).lower()}"]
+                    run_words += [f"seed={seed}", f"objective.credit.by={way}", f"steps={steps}", f"dir={folder / 'run'}"]
+                    argosy.fit("grpo", *source, *MODEL, *RUN, *run_words)
                     rewards = by_step(read(Store(folder / "run")), "reward")
                     quarters.append([float(np.mean(part)) for part in np.array_split(list(rewards.values()), 4)])
                     if game == games[0]:
                         curves.setdefault(way, []).append(averaged(rewards, 3))
                     shutil.rmtree(folder / "run")
-                told = [spread(list(values)) for values in zip(*quarters, strict=True)]
-                whole = [float(np.mean(one)) for one in quarters]
+                cells = [spread(list(values)) for values in zip(*quarters, strict=True)]
+                whole = [float(np.mean(quarter)) for quarter in quarters]
                 plain = plain or whole
-                told += ["" if way == WAYS[0] else spread([a - b for a, b in zip(whole, plain, strict=True)])]
-                print(f"| {game} | {way} | {' | '.join(told)} |", flush=True)
+                cells += ["" if way == WAYS[0] else spread([a - b for a, b in zip(whole, plain, strict=True)])]
+                print(f"| {game} | {way} | {' | '.join(cells)} |", flush=True)
         if picture is not None:
             draw(picture, curves, "reward by update", "mean reward of an answer")
     finally:

@@ -77,17 +77,17 @@ def trained(model: nnx.Module, images: np.ndarray, labels: np.ndarray, steps: in
 def main(file: str, target: str, kind: str = "convolution") -> float:
     with np.load(file) as data:
         images, labels = data["images"], data["labels"]
-    known = 4 * len(images) // 5
+    train_count = 4 * len(images) // 5
     model = {"convolution": Convolution, "mlp": MLP}[kind](nnx.Rngs(0))
-    served = Digits(trained(model, images[:known], labels[:known]))
-    found = np.asarray(nnx.jit(lambda served, x: served(x))(served, jnp.asarray(images[known:]))["digit"])
-    accuracy = float(np.mean(found == labels[known:]))
+    served = Digits(trained(model, images[:train_count], labels[:train_count]))
+    predicted = np.asarray(nnx.jit(lambda served, x: served(x))(served, jnp.asarray(images[train_count:]))["digit"])
+    accuracy = float(np.mean(predicted == labels[train_count:]))
     # Image files are taken too: white digits on black, as the arrays are.
     files = DecodeImageStep(height=8, width=8, channels=1, layout="HW", rescale_factor=16 / 255, background=0)
     names = LabelsStep(names=["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"])
     steps = {"preprocess": [files], "postprocess": [names]}
     argosy.export(served, (jnp.zeros((1, 8, 8), jnp.uint8),), target, batch="symbolic", description="handwritten digits", **steps)
-    print(f"{accuracy:.1%} of {len(found)} unseen digits; {target} is written")
+    print(f"{accuracy:.1%} of {len(predicted)} unseen digits; {target} is written")
     return accuracy
 
 

@@ -144,10 +144,10 @@ def lowered_step(
         name: jax.ShapeDtypeStruct((rows, length), jnp.dtype(f.dtype), sharding=batch_sharding(mesh))
         for name, f in goal.reads().items()
     }
-    how: dict[str, Any] = {"accumulate": accumulate, "gather": GatherOnce(weights) if gather == "once" else None}
+    options: dict[str, Any] = {"accumulate": accumulate, "gather": GatherOnce(weights) if gather == "once" else None}
     if offloads:
-        how["stays"] = lambda *_: jnp.zeros((), bool)
-    step = make_step(training_graph(model), goal, optimizer, rate, precision=precision, **how)
+        options["stays"] = lambda *_: jnp.zeros((), bool)
+    step = make_step(training_graph(model), goal, optimizer, rate, precision=precision, **options)
     with scope(mesh):
         return jax.jit(step, donate_argnums=0, out_shardings=(places, None)).lower(described, batch)
 
@@ -159,8 +159,8 @@ def table() -> str:
         "|---|---|---|---|---|---|---|",
     ]
     models = {name: config_of(name) for name in MODELS}
-    own = models["experts"]
-    models["experts, capacity 1.25"] = own.model_copy(update={"moe": own.moe.model_copy(update={"capacity": 1.25})})
+    experts = models["experts"]
+    models["experts, capacity 1.25"] = experts.model_copy(update={"moe": experts.moe.model_copy(update={"capacity": 1.25})})
     for name, config in models.items():
         for mesh, sizes in (MESHES | EXPERT_MESHES if name.startswith("experts") else MESHES).items():
             c = step_cost(config, sizes)

@@ -86,12 +86,12 @@ XLA's float32. Infinities and numbers above 3.38e38 become NaN, and numbers belo
 
 def table(head: Rows, rows: Rows) -> str:
     lines = [*head, *rows]
-    made = ["| " + " | ".join(line) + " |" for line in lines]
-    return "\n".join([made[0], "|" + "---|" * len(lines[0]), *made[1:]])
+    out = ["| " + " | ".join(line) + " |" for line in lines]
+    return "\n".join([out[0], "|" + "---|" * len(lines[0]), *out[1:]])
 
 
 def preferred(choices: Mapping[str, tuple[str, ...]]) -> str:
-    rows = [(label, ", ".join(f"`{one}`" for one in choices[name])) for name, label in PLATFORMS.items()]
+    rows = [(label, ", ".join(f"`{choice}`" for choice in choices[name])) for name, label in PLATFORMS.items()]
     return table([("program for", "tries in this order")], rows)
 
 
@@ -103,10 +103,11 @@ def known(op: str) -> str:
     return table([("implementation", "what is known of its speed")], [(f"`{name}`", text) for name, text in SPEED[op].items()])
 
 
-def refusals(cases: Mapping[str, tuple[Any, ...]], asked: Mapping[str, Callable[..., str | None]]) -> str:
+def refusals(cases: Mapping[str, tuple[Any, ...]], refusal_of: Mapping[str, Callable[..., str | None]]) -> str:
     """A row for each case: what each implementation says."""
-    head = ("asked for", *(f"`{name}`" for name in asked))
-    return table([head], [(case, *(refuse(*given) or "yes" for refuse in asked.values())) for case, given in cases.items()])
+    head = ("asked for", *(f"`{name}`" for name in refusal_of))
+    rows = [(case, *(refuse(*arguments) or "yes" for refuse in refusal_of.values())) for case, arguments in cases.items()]
+    return table([head], rows)
 
 
 def attention_cases(B: int = 2, T: int = 1024) -> dict[str, tuple[Any, ...]]:
@@ -118,25 +119,25 @@ def attention_cases(B: int = 2, T: int = 1024) -> dict[str, tuple[Any, ...]]:
     def arrays(H: int = 128, U: int = 0, dtype: Any = jnp.bfloat16, length: Any = T) -> tuple[Any, ...]:
         return tuple(jax.ShapeDtypeStruct((B, length, n, h), dtype) for n, h in ((8, H), (2, H), (2, U or H)))
 
-    see, score, given = See(ids(), ids(), ids(), ids(), aligned=True), Score(0.1), arrays()
+    see, score, inputs = See(ids(), ids(), ids(), ids(), aligned=True), Score(0.1), arrays()
     sinks = jax.ShapeDtypeStruct((8,), jnp.float32)
     picked = replace(see, picked=jax.ShapeDtypeStruct((B, T, T), jnp.bool_))
     unknown = jax.export.symbolic_shape("T")[0]
     return {
-        "causal, packed": (*given, see, score, False),
-        "both directions": (*given, replace(see, causal=False), score, False),
-        "a window": (*given, see, replace(score, window=128), False),
-        "a window in both directions": (*given, replace(see, causal=False), replace(score, window=128), False),
-        "chunks": (*given, see, replace(score, window=128, chunked=True), False),
-        "a soft cap": (*given, see, replace(score, cap=30.0), False),
-        "sinks": (*given, see, replace(score, sinks=sinks), False),
+        "causal, packed": (*inputs, see, score, False),
+        "both directions": (*inputs, replace(see, causal=False), score, False),
+        "a window": (*inputs, see, replace(score, window=128), False),
+        "a window in both directions": (*inputs, replace(see, causal=False), replace(score, window=128), False),
+        "chunks": (*inputs, see, replace(score, window=128, chunked=True), False),
+        "a soft cap": (*inputs, see, replace(score, cap=30.0), False),
+        "sinks": (*inputs, see, replace(score, sinks=sinks), False),
         "float32": (*arrays(dtype=jnp.float32), see, score, False),
         "heads of 80": (*arrays(80), see, score, False),
         "heads of 256": (*arrays(256), see, score, False),
         "keys of 192, values of 128": (*arrays(192, 128), see, score, False),
-        "the log-sum-exp": (*given, see, score, True),
-        "an indexer's choice of keys": (*given, picked, score, False),
-        "new tokens against a cache": (*given, replace(see, aligned=False), score, False),
+        "the log-sum-exp": (*inputs, see, score, True),
+        "an indexer's choice of keys": (*inputs, picked, score, False),
+        "new tokens against a cache": (*inputs, replace(see, aligned=False), score, False),
         "an unknown length": (*arrays(length=unknown), see, score, False),
     }
 
@@ -172,10 +173,10 @@ def paged_cases() -> dict[str, tuple[Any, ...]]:
 def blocks() -> str:
     cases = {"whole": None, "window 128": 128, "window 1024": 1024, "window 4096": 4096}
     rows = [
-        (GENERATIONS[kind], size, what, *(str(block_of(T, window, True, head, 2, kind)) for T in (1024, 4096, 32768)))
+        (GENERATIONS[kind], size, label, *(str(block_of(T, window, True, head, 2, kind)) for T in (1024, 4096, 32768)))
         for kind in INSTRUCTIONS
         for head, size in ((128, "to 128"), (256, "to 256"))
-        for what, window in cases.items()
+        for label, window in cases.items()
     ]
     return table([("TPU", "heads", "attention", "1,024 tokens", "4,096", "32,768")], rows)
 
@@ -197,7 +198,7 @@ def page() -> str:
     }
     pages = {
         "rows": paged_rows.ROWS.refuses,
-        "triton": lambda *given: paged_triton.triton_refusal(given[0], given[1], given[4]),
+        "triton": lambda *arguments: paged_triton.triton_refusal(arguments[0], arguments[1], arguments[4]),
         "ragged": on_a_tpu,
     }
     ops = (attention.ATTENTION, paged_attention.PAGED_ATTENTION, matmul.MATMUL, grouped.GROUPED_MATMUL)

@@ -80,8 +80,8 @@ def names_of(schema: type[Settings], prefix: str = "") -> Iterator[tuple[str, st
         inner = [kind.of] if kind.kind == "group" else []
         if isinstance(kind.of, Choice):
             inner = [kind.of.pick(option) for option in kind.of.registry]
-        for one in inner:
-            yield from names_of(one, f"{prefix}{name}.")
+        for settings in inner:
+            yield from names_of(settings, f"{prefix}{name}.")
 
 
 def seams_page() -> str:

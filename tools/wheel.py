@@ -41,10 +41,10 @@ def faults(wheel: Path, archive: Path) -> list[str]:
     out += [f"the wheel's version is {metadata['Version']}, not {project['version']}"] * (metadata["Version"] != project["version"])
     if not any(name.endswith("licenses/LICENSE") for name in names):
         out.append("the wheel has no license")
-    wanted = {requirement.split(">")[0].lower().replace("_", "-") for requirement in project["dependencies"]}
-    required = [one for one in metadata.get_all("Requires-Dist", []) if "extra ==" not in one]
-    stated = {one.split(">")[0].split("<")[0].lower().replace("_", "-") for one in required}
-    out += [f"the wheel does not require {name}" for name in sorted(wanted - stated)]
+    declared = {requirement.split(">")[0].lower().replace("_", "-") for requirement in project["dependencies"]}
+    required = [requirement for requirement in metadata.get_all("Requires-Dist", []) if "extra ==" not in requirement]
+    stated = {requirement.split(">")[0].split("<")[0].lower().replace("_", "-") for requirement in required}
+    out += [f"the wheel does not require {name}" for name in sorted(declared - stated)]
     with tarfile.open(archive) as file:
         inside = {name.partition("/")[2] for name in file.getnames()}
     out += [f"the source archive has no {name}" for name in ("pyproject.toml", "LICENSE", "README.md", "run") if name not in inside]
@@ -59,28 +59,29 @@ def trial(wheel: Path, python: str, folder: Path, quickstart: bool) -> None:
     env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     env |= {"XDG_CACHE_HOME": str(folder / "cache"), "JAX_PLATFORMS": "cpu"}
     code = "import argosy, jax, sys; print(argosy.__file__, 'jax', jax.__version__, 'Python', sys.version.split()[0])"
-    told = subprocess.run([home / "python", "-c", code], cwd=folder, env=env, check=True, capture_output=True, text=True).stdout
-    if str(ROOT) in told:
-        raise SystemExit(f"error: the checkout is used, not the wheel: {told}")
-    print(told.strip())
+    output = subprocess.run([home / "python", "-c", code], cwd=folder, env=env, check=True, capture_output=True, text=True).stdout
+    if str(ROOT) in output:
+        raise SystemExit(f"error: the checkout is used, not the wheel: {output}")
+    print(output.strip())
     words = [["--version"], ["models"], ["train", "--help"], *([["quickstart", f"dir={folder / 'first'}"]] if quickstart else [])]
-    for one in words:
-        subprocess.run([home / "argosy", *one], cwd=folder, env=env, check=True, stdout=subprocess.DEVNULL if one != words[0] else None)
+    for command in words:
+        stdout = subprocess.DEVNULL if command != words[0] else None
+        subprocess.run([home / "argosy", *command], cwd=folder, env=env, check=True, stdout=stdout)
 
 
 def main() -> int:
-    given = dict(word.partition("=")[::2] for word in sys.argv[1:])
-    if unknown := set(given) - {"python", "quickstart"}:
+    options = dict(word.partition("=")[::2] for word in sys.argv[1:])
+    if unknown := set(options) - {"python", "quickstart"}:
         print(f"error: no setting `{min(unknown)}`\n\nhint: python=3.13, quickstart=no", file=sys.stderr)
         return 2
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         wheel, archive = build(folder)
         print(f"{wheel.name}, {wheel.stat().st_size / 1e6:.1f} MB; {archive.name}, {archive.stat().st_size / 1e6:.1f} MB")
-        if found := faults(wheel, archive):
-            print("\n".join(f"error: {one}" for one in found), file=sys.stderr)
+        if problems := faults(wheel, archive):
+            print("\n".join(f"error: {problem}" for problem in problems), file=sys.stderr)
             return 1
-        trial(wheel, given.get("python", f"{sys.version_info[0]}.{sys.version_info[1]}"), folder, given.get("quickstart") != "no")
+        trial(wheel, options.get("python", f"{sys.version_info[0]}.{sys.version_info[1]}"), folder, options.get("quickstart") != "no")
     print("the wheel works")
     return 0
 
