@@ -34,15 +34,15 @@ def evaluate_multiple_choice(lm: Any, planned: PlannedTask, settings: EvalSettin
         places.append(list(range(len(pairs), len(pairs) + len(both))))
         pairs += [make(lm, number, before(number) + context, rest) for context, rest in both]
     scored = likelihoods(lm, pairs, settings.batch, tick)
-    found = []
+    row_scores = []
     for number, (row, its) in enumerate(zip(planned.rows, places, strict=True)):
         logprobs = np.array([scored.likelihoods[i].logprob for i in its])
         values = {"acc": float(logprobs.argmax() == row["gold"])}
         if task.layout == "choices":
             sizes = np.array([max(len(choice.strip().encode()), 1) for choice in choices(task, row)])
             values["acc_norm"] = float((logprobs / sizes).argmax() == row["gold"])
-        found.append(RowScores(number, values, {}, {"logprobs": logprobs.tolist(), "gold": row["gold"]}))
-    return found, scored.truncated
+        row_scores.append(RowScores(number, values, {}, {"logprobs": logprobs.tolist(), "gold": row["gold"]}))
+    return row_scores, scored.truncated
 
 
 def evaluate_continuation(lm: Any, planned: PlannedTask, settings: EvalSettings, tick: Tick) -> Found:
@@ -54,8 +54,8 @@ def evaluate_continuation(lm: Any, planned: PlannedTask, settings: EvalSettings,
         for number, row in enumerate(planned.rows)
     ]
     scored = likelihoods(lm, pairs, settings.batch, tick)
-    found = [
-        RowScores(number, {"acc": float(one.greedy), "loss": -one.logprob}, {}, {"continuation": row["continuation"]})
-        for number, (row, one) in enumerate(zip(planned.rows, scored.likelihoods, strict=True))
+    row_scores = [
+        RowScores(number, {"acc": float(likelihood.greedy), "loss": -likelihood.logprob}, {}, {"continuation": row["continuation"]})
+        for number, (row, likelihood) in enumerate(zip(planned.rows, scored.likelihoods, strict=True))
     ]
-    return found, scored.truncated
+    return row_scores, scored.truncated

@@ -28,7 +28,7 @@ def measure_completion_loss(lm: Any, planned: PlannedTask, settings: EvalSetting
     """
     encoder = ConversationEncoder(Encoding(lm.tokenizer))
     try:
-        encoded = list(encoder.encode([Document(record=one) for one in planned.records]))
+        encoded = list(encoder.encode([Document(record=record) for record in planned.records]))
     except BadInput as error:
         if error.hint == TEMPLATE_HINT:
             # data.template is a setting of training.
@@ -39,19 +39,19 @@ def measure_completion_loss(lm: Any, planned: PlannedTask, settings: EvalSetting
     # Nothing follows the last token, so a sequence may have one more than the context.
     most, rows = lm.config.context + 1, list[np.ndarray]()
     learned: list[np.ndarray] = []
-    for record, one in zip(planned.records, encoded, strict=True):
-        if one.weights is None or not one.weights[1:].any():
+    for record, sequence in zip(planned.records, encoded, strict=True):
+        if sequence.weights is None or not sequence.weights[1:].any():
             raise BadInput("a record without an answer to evaluate", where=record.where, hint="leave it out of the file")
-        ids, weights = one.tokens[-most:].astype(np.int64), one.weights[-most:] > 0
+        ids, weights = sequence.tokens[-most:].astype(np.int64), sequence.weights[-most:] > 0
         rows.append(ids)
         learned.append(weights[1:])
         if not learned[-1].any():
             raise BadInput(f"what follows the answer fills the context of {lm.config.context} tokens", where=record.where)
-    found, done, sequences = dict[int, RowScores](), 0, lm.sequences()
+    row_scores, done, sequences = dict[int, RowScores](), 0, lm.sequences()
     for places in length_batches([len(ids) - 1 for ids in rows], settings.batch, lm.config.context):
         for i, scores in zip(places, sequences.scores([rows[i] for i in places]), strict=True):
             each = -scores.logprobs[learned[i]].astype(np.float64)
-            found[i] = RowScores(i, {"loss": float(each.mean())}, {"loss": float(len(each))})
+            row_scores[i] = RowScores(i, {"loss": float(each.mean())}, {"loss": float(len(each))})
         done += len(places)
         tick(done)
-    return [found[i] for i in range(len(rows))], sum(len(one.tokens) > most for one in encoded)
+    return [row_scores[i] for i in range(len(rows))], sum(len(sequence.tokens) > most for sequence in encoded)

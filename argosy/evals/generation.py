@@ -21,13 +21,13 @@ CHAT = 256
 def evaluate_generation(lm: Any, planned: PlannedTask, settings: EvalSettings, tick: Tick) -> tuple[list[RowScores], int]:
     """Whether the answer to each row is right, and how many prompts were cut."""
     texts, cut = generate_completions(lm, planned, settings, tick)
-    found = []
+    row_scores = []
     for number, (row, text) in enumerate(zip(planned.rows, texts, strict=True)):
         strict, flexible = extract.is_right(planned.task, row, text)
         values = {"exact_match": float(strict), "exact_match_flexible": float(flexible)}
-        shown = {"text": text, "target": extract.expected_answer(planned.task, row)}
-        found.append(RowScores(number, values, {}, shown))
-    return found, cut
+        answer = {"text": text, "target": extract.expected_answer(planned.task, row)}
+        row_scores.append(RowScores(number, values, {}, answer))
+    return row_scores, cut
 
 
 def evaluate_instructions(lm: Any, planned: PlannedTask, settings: EvalSettings, tick: Tick) -> tuple[list[RowScores], int]:

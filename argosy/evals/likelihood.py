@@ -55,15 +55,15 @@ def pair(lm: Any, row: int, context: str, continuation: str) -> Pair:
     Raises:
         BadInput: the continuation has no token of its own.
     """
-    kept = context.rstrip()
-    continuation = context[len(kept) :] + continuation
-    if not kept:
+    prefix = context.rstrip()
+    continuation = context[len(prefix) :] + continuation
+    if not prefix:
         start = lm.tokenizer.bos if lm.tokenizer.bos is not None else lm.tokenizer.eos
         if start is None:
             raise BadInput("an empty context, and the tokenizer has no token that begins a text", where=f"row {row + 1}")
         before, whole = [start], [start, *lm.tokenizer.encode(continuation)]
     else:
-        before, whole = lm.encode(kept), lm.encode(kept + continuation)
+        before, whole = lm.encode(prefix), lm.encode(prefix + continuation)
     if len(whole) <= len(before):
         raise BadInput(f"the continuation {continuation!r} has no token of its own", where=f"row {row + 1}")
     return Pair(row, before, whole[len(before) :])
@@ -82,50 +82,50 @@ def likelihoods(lm: Any, pairs: Sequence[Pair], batch: int, tick: Tick = lambda 
     """
     # Nothing follows the last token, so a sequence may have one more than the context.
     most = lm.config.context + 1
-    rows = [(one.context + one.continuation)[-most:] for one in pairs]
-    found: dict[int, Likelihood] = {}
-    left = _Left(pairs, tick)
+    rows = [(pair.context + pair.continuation)[-most:] for pair in pairs]
+    pair_scores: dict[int, Likelihood] = {}
+    counter = _RowCounter(pairs, tick)
     sequences = lm.sequences()
-    shared = _questions(pairs) if all(len(one.continuation) == 1 for one in pairs) else []
+    shared = _questions(pairs) if all(len(pair.continuation) == 1 for pair in pairs) else []
     for some in length_batches([len(rows[places[0]]) - 1 for places in shared], batch, lm.config.context):
         group = [shared[i] for i in some]
         firsts = [rows[places[0]][:-1] for places in group]
         logprobs = sequences.followers(firsts, [[pairs[i].continuation[0] for i in places] for places in group])
         for places, each in zip(group, logprobs, strict=True):
             # Which token of the whole vocabulary is the likeliest is not asked of choices.
-            found |= {i: Likelihood(float(logprob), False) for i, logprob in zip(places, each)}
-            left.done(places)
-    rest = [i for i in range(len(pairs)) if i not in found]
+            pair_scores |= {i: Likelihood(float(logprob), False) for i, logprob in zip(places, each)}
+            counter.done(places)
+    rest = [i for i in range(len(pairs)) if i not in pair_scores]
     for some in length_batches([len(rows[i]) - 1 for i in rest], batch, lm.config.context):
         places = [rest[i] for i in some]
         for i, scores in zip(places, sequences.scores([rows[i] for i in places]), strict=True):
-            own = min(len(pairs[i].continuation), len(scores.logprobs))
-            logprob = float(scores.logprobs[-own:].astype(np.float64).sum())
-            found[i] = Likelihood(logprob, bool(scores.greedy[-own:].all()))
-        left.done(places)
-    cut = sum(len(one.context) + len(one.continuation) > most for one in pairs)
-    return PairScores([found[i] for i in range(len(pairs))], cut)
+            length = min(len(pairs[i].continuation), len(scores.logprobs))
+            logprob = float(scores.logprobs[-length:].astype(np.float64).sum())
+            pair_scores[i] = Likelihood(logprob, bool(scores.greedy[-length:].all()))
+        counter.done(places)
+    cut = sum(len(pair.context) + len(pair.continuation) > most for pair in pairs)
+    return PairScores([pair_scores[i] for i in range(len(pairs))], cut)
 
 
 def _questions(pairs: Sequence[Pair]) -> list[list[int]]:
     """The places of the pairs of each context that has several."""
-    found: dict[tuple[int, tuple[int, ...]], list[int]] = {}
-    for i, one in enumerate(pairs):
-        found.setdefault((one.row, tuple(one.context)), []).append(i)
-    return [places for places in found.values() if len(places) > 1]
+    groups: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+    for i, pair in enumerate(pairs):
+        groups.setdefault((pair.row, tuple(pair.context)), []).append(i)
+    return [places for places in groups.values() if len(places) > 1]
 
 
-class _Left:
+class _RowCounter:
     """Counts the rows whose pairs have all been scored."""
 
     def __init__(self, pairs: Sequence[Pair], tick: Tick):
         self.pairs, self.tick, self.rows = pairs, tick, 0
-        self.left: dict[int, int] = {}
-        for one in pairs:
-            self.left[one.row] = self.left.get(one.row, 0) + 1
+        self.pairs_left: dict[int, int] = {}
+        for pair in pairs:
+            self.pairs_left[pair.row] = self.pairs_left.get(pair.row, 0) + 1
 
     def done(self, places: Sequence[int]) -> None:
         for i in places:
-            self.left[self.pairs[i].row] -= 1
-            self.rows += not self.left[self.pairs[i].row]
+            self.pairs_left[self.pairs[i].row] -= 1
+            self.rows += not self.pairs_left[self.pairs[i].row]
         self.tick(self.rows)

@@ -49,18 +49,18 @@ def text_windows(length: int, window: int, stride: int) -> Iterator[TextWindow]:
 
 def window_losses(lm: Any, texts: Sequence[Sequence[int]], window: int, stride: int, batch: int, tick: Tick) -> list[list[np.ndarray]]:
     """The loss of each token, in nats, of each window of each text."""
-    every = [(i, one) for i, ids in enumerate(texts) for one in text_windows(len(ids), window, stride)]
-    found: dict[int, np.ndarray] = {}
+    every = [(i, span) for i, ids in enumerate(texts) for span in text_windows(len(ids), window, stride)]
+    losses: dict[int, np.ndarray] = {}
     sequences = lm.sequences()
-    for places in length_batches([one.end - one.start - 1 for _, one in every], batch, lm.config.context):
+    for places in length_batches([span.end - span.start - 1 for _, span in every], batch, lm.config.context):
         rows = [texts[every[k][0]][every[k][1].start : every[k][1].end] for k in places]
         for k, scores in zip(places, sequences.scores(rows), strict=True):
-            one = every[k][1]
-            found[k] = -scores.logprobs[one.counts - one.start - 1 :].astype(np.float64)
-        tick(len(found))
+            span = every[k][1]
+            losses[k] = -scores.logprobs[span.counts - span.start - 1 :].astype(np.float64)
+        tick(len(losses))
     out: list[list[np.ndarray]] = [[] for _ in texts]
     for k, (i, _) in enumerate(every):
-        out[i].append(found[k])
+        out[i].append(losses[k])
     return out
 
 
@@ -82,9 +82,9 @@ def measure_perplexity(lm: Any, planned: PlannedTask, settings: EvalSettings, ti
     if not planned.rows and settings.limit:
         texts = [texts[0][: window + 1 + (settings.limit - 1) * stride]]
     scored = window_losses(lm, texts, window, stride, settings.batch, tick)
-    if not any(len(one) for text in scored for one in text):
+    if not any(len(part) for text in scored for part in text):
         raise BadInput(f"{planned.path} has nothing to score", hint="a text needs two tokens, or one after the token that begins it")
-    found = []
+    row_scores = []
     kind = kind_of_rows([len(part) for part in scored[0]], len(documents))
     for i, parts in enumerate(scored):
         loss, sizes = np.concatenate([*parts, np.zeros(0)]), encoded[i][1][1 : len(texts[i])]
@@ -92,8 +92,8 @@ def measure_perplexity(lm: Any, planned: PlannedTask, settings: EvalSettings, ti
             if end > at:
                 total, tokens, n_bytes = float(loss[at:end].sum()), float(end - at), float(max(sum(sizes[at:end]), 1))
                 values = {"loss": total / tokens, "bits_per_byte": total / math.log(2) / n_bytes}
-                found.append(RowScores(len(found), values, {"loss": tokens, "bits_per_byte": n_bytes}, {"kind": kind}))
-    return found, 0
+                row_scores.append(RowScores(len(row_scores), values, {"loss": tokens, "bits_per_byte": n_bytes}, {"kind": kind}))
+    return row_scores, 0
 
 
 def _encoded(lm: Any, text: str) -> tuple[list[int], list[int]]:

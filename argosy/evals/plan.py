@@ -59,10 +59,10 @@ class PlannedTask:
         many = f"{self.total:,} {'query' if self.total == 1 else 'queries'}" if self.corpus.ids else plural(self.total, "row")
         some = many if len(self.rows) == self.total else f"the first {len(self.rows)} of {many}"
         # Which of the columns of a file are read is not seen from its name.
-        found = f", answers of `{self.format}` records" if self.format else ", `text`" if self.task.kind == "perplexity" else ""
-        found += f", {plural(len(self.corpus.ids), 'document')}" if self.corpus.ids else ""
+        details = f", answers of `{self.format}` records" if self.format else ", `text`" if self.task.kind == "perplexity" else ""
+        details += f", {plural(len(self.corpus.ids), 'document')}" if self.corpus.ids else ""
         shots = f", {plural(self.shots, 'shot')}" if self.shots else ""
-        return f"{self.task.name} ({some}{found}{shots})"
+        return f"{self.task.name} ({some}{details}{shots})"
 
 
 def plan(settings: EvalSettings) -> list[PlannedTask]:
@@ -81,10 +81,10 @@ def plan(settings: EvalSettings) -> list[PlannedTask]:
         return _of_file(data, settings)
     if not data.is_dir():
         raise BadInput(f"no file or folder {data}", where="set by data", hint=f"data=FOLDER holds {WHERE}")
-    found: list[PlannedTask] = []
-    some = names(settings.tasks)
-    raise_mistakes(mistakes_of(*(lambda task=task: found.append(_of_folder(task, data, settings)) for task in some)))
-    return found
+    plans: list[PlannedTask] = []
+    tasks = names(settings.tasks)
+    raise_mistakes(mistakes_of(*(lambda task=task: plans.append(_of_folder(task, data, settings)) for task in tasks)))
+    return plans
 
 
 def names(tasks: str | None) -> list[Task]:
@@ -93,15 +93,15 @@ def names(tasks: str | None) -> list[Task]:
     Raises:
         UnknownName: a name is neither a task nor the beginning of some. BadInput: there is none.
     """
-    given = [name for name in (part.strip() for part in (tasks or "").split(",")) if name]
-    raise_mistakes([_unknown(name) for name in given if not _named(name)])
-    found = {task.name: task for name in given for task in _named(name)}
-    if not found:
+    requested = [name for name in (part.strip() for part in (tasks or "").split(",")) if name]
+    raise_mistakes([_unknown(name) for name in requested if not _match_tasks(name)])
+    matches = {task.name: task for name in requested for task in _match_tasks(name)}
+    if not matches:
         raise BadInput("no tasks", hint=f"tasks=NAME,...: {', '.join(LISTED)}")
-    return list(found.values())
+    return list(matches.values())
 
 
-def _named(name: str) -> list[Task]:
+def _match_tasks(name: str) -> list[Task]:
     name = re.sub(r"_\d+$", "", name.removesuffix(".jsonl"))
     return [TASKS[name]] if name in TASKS else [task for task in TASKS.values() if task.name.startswith(f"{name}_")]
 
@@ -117,29 +117,29 @@ def _unknown(name: str) -> UserError:
 
 def _of_file(path: Path, settings: EvalSettings) -> list[PlannedTask]:
     if not is_rows(path):
-        some = names(settings.tasks or PERPLEXITY)
-        if [task.name for task in some] != [PERPLEXITY]:
-            what = f"{path} is not a file of JSON lines, which {some[0].name} needs"
-            raise BadInput(what, hint="perplexity takes any text; other tasks take FILE.jsonl or a folder")
+        tasks = names(settings.tasks or PERPLEXITY)
+        if [task.name for task in tasks] != [PERPLEXITY]:
+            problem = f"{path} is not a file of JSON lines, which {tasks[0].name} needs"
+            raise BadInput(problem, hint="perplexity takes any text; other tasks take FILE.jsonl or a folder")
         _check_settings(TASKS[PERPLEXITY], settings)
         return [PlannedTask(TASKS[PERPLEXITY], path, [], 0, [], 0, settings.limit)]
     rows = read_rows(path)
     stem = path.name.removesuffix(".gz").rpartition(".")[0]
     if settings.tasks:
-        some = names(settings.tasks)
-        if len(some) > 1:
-            what = f"{len(some)} tasks and one file"
-            raise BadInput(what, where=f"data={path}", hint="data=FOLDER with a file for each task")
-        if some[0].kind == RETRIEVAL:
+        tasks = names(settings.tasks)
+        if len(tasks) > 1:
+            problem = f"{len(tasks)} tasks and one file"
+            raise BadInput(problem, where=f"data={path}", hint="data=FOLDER with a file for each task")
+        if tasks[0].kind == RETRIEVAL:
             raise BadInput(f"{path} is a file, and retrieval has several", hint=f"data=FOLDER with {FILES}")
-        if some[0].name == PERPLEXITY and "text" not in rows[0]:
+        if tasks[0].name == PERPLEXITY and "text" not in rows[0]:
             if (format := answered(path, rows[0])) is None:
                 raise no_layout(path, rows[0])
             return [_of_records(replace(ANSWERS, name=PERPLEXITY), path, rows, format, settings)]
-        return [_checked(some[0], path, rows, settings)]
-    known = _named(stem)
-    if len(known) == 1 and all(field in rows[0] for field in LAYOUTS[known[0].layout]):
-        return [_checked(known[0], path, rows, settings)]
+        return [_checked(tasks[0], path, rows, settings)]
+    matches = _match_tasks(stem)
+    if len(matches) == 1 and all(field in rows[0] for field in LAYOUTS[matches[0].layout]):
+        return [_checked(matches[0], path, rows, settings)]
     has_layout = any(all(field in rows[0] for field in fields) for fields in LAYOUTS.values())
     if not has_layout and (format := answered(path, rows[0])) is not None:
         return [_of_records(replace(ANSWERS, name=stem), path, rows, format, settings)]
@@ -177,21 +177,21 @@ def find_task_file(task: Task, folder: Path) -> Path:
     Raises:
         BadInput: there is none, or several.
     """
-    found = list(_files(task.name, folder))
-    if not found:
-        what = f"no file of {task.name} in {folder}"
-        raise BadInput(what, where=f"looked for {task.name}.jsonl, there and one folder below", hint=f"data=FOLDER holds {WHERE}")
-    if len(found) > 1:
-        raise BadInput(f"{len(found)} files of {task.name}", where=", ".join(map(str, found[:4])), hint="data=FILE names one")
-    return found[0]
+    paths = list(_files(task.name, folder))
+    if not paths:
+        problem = f"no file of {task.name} in {folder}"
+        raise BadInput(problem, where=f"looked for {task.name}.jsonl, there and one folder below", hint=f"data=FOLDER holds {WHERE}")
+    if len(paths) > 1:
+        raise BadInput(f"{len(paths)} files of {task.name}", where=", ".join(map(str, paths[:4])), hint="data=FILE names one")
+    return paths[0]
 
 
 def _files(stem: str, folder: Path) -> Iterator[Path]:
-    wanted = re.compile(rf"{re.escape(stem)}(_\d+|_test)?\.(jsonl|ndjson)(\.gz)?")
+    pattern = re.compile(rf"{re.escape(stem)}(_\d+|_test)?\.(jsonl|ndjson)(\.gz)?")
     inside = sorted(path for path in folder.iterdir() if path.is_dir())
     for place in (folder, *inside):
         for path in sorted(place.iterdir()):
-            if wanted.fullmatch(path.name) and path.is_file():
+            if pattern.fullmatch(path.name) and path.is_file():
                 yield path
 
 
@@ -209,8 +209,8 @@ def _checked(task: Task, path: Path, rows: list[Fields], settings: EvalSettings)
     _check_settings(task, settings)
     for name in ("score", "label") if task.kind in OF_VECTORS else ():
         if name in LAYOUTS[task.layout] and len({row[name] for row in rows[: settings.limit]}) < 2:
-            what = f"every `{name}` of {path} is {rows[0][name]}"
-            raise BadInput(what, hint="rows of different ones; limit= takes the first rows alone")
+            problem = f"every `{name}` of {path} is {rows[0][name]}"
+            raise BadInput(problem, hint="rows of different ones; limit= takes the first rows alone")
     shots = task.shots if settings.shots is None else settings.shots
     return PlannedTask(task, path, rows[: settings.limit], len(rows), _pool(task, path, rows) if shots else [], shots)
 
@@ -232,8 +232,8 @@ def _check_vectors(task: Task, settings: EvalSettings) -> None:
         if value := getattr(settings, name):
             raise BadInput(f"{name}={value}: {task.name} compares vectors", hint=f"leave {name} out")
     if settings.against and task.kind != RETRIEVAL:
-        what = f"against={settings.against}: the figures of {task.name} are of all rows together, not of each"
-        raise BadInput(what, hint="leave it out")
+        problem = f"against={settings.against}: the figures of {task.name} are of all rows together, not of each"
+        raise BadInput(problem, hint="leave it out")
     for name in ("query_prompt", "document_prompt"):
         if getattr(settings, name) is not None and task.kind != RETRIEVAL:
             raise BadInput(f"{name}: {task.name} has neither queries nor documents", hint="tasks=retrieval has both")
@@ -244,17 +244,17 @@ def _check_answers(task: Task, settings: EvalSettings) -> None:
         raise BadInput(f"chat=true: {task.name} has answers, and messages go through the chat template", hint="leave chat=true out")
     for name in ("shots", "window", "stride"):
         if (value := getattr(settings, name)) is not None:
-            what = f"{name}={value}: {task.name} has answers, of which each is read whole with its prompt"
-            raise BadInput(what, hint=f"leave {name} out")
+            problem = f"{name}={value}: {task.name} has answers, of which each is read whole with its prompt"
+            raise BadInput(problem, hint=f"leave {name} out")
 
 
 def _pool(task: Task, path: Path, rows: list[Fields]) -> list[Fields]:
     """The rows that examples are drawn from: those of the task's own file for it, if that lies beside."""
-    beside = [p for p in _files(task.examples, path.parent) if p.parent == path.parent] if task.examples else []
-    if not beside:
+    example_files = [p for p in _files(task.examples, path.parent) if p.parent == path.parent] if task.examples else []
+    if not example_files:
         return rows
-    found = read_rows(beside[0])
-    check_task_rows(beside[0], found, task.layout, task.name, task.fields)
-    return found
+    examples = read_rows(example_files[0])
+    check_task_rows(example_files[0], examples, task.layout, task.name, task.fields)
+    return examples
 
 

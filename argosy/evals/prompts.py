@@ -54,26 +54,26 @@ def examples(planned: PlannedTask, seed: int) -> Callable[[int], str]:
         BadInput: there are fewer rows to draw from than examples.
     """
     task, shots = planned.task, planned.shots
-    drawn: dict[Any, list[tuple[Any, Fields]]] = {}
+    candidates: dict[Any, list[tuple[Any, Fields]]] = {}
     for i in random.Random(seed).sample(range(len(planned.pool)), len(planned.pool)):
-        drawn.setdefault(planned.pool[i].get(task.alike), []).append((_asked(task, planned.pool[i]), planned.pool[i]))
+        candidates.setdefault(planned.pool[i].get(task.alike), []).append((_identity(task, planned.pool[i]), planned.pool[i]))
 
     def before(number: int) -> str:
         row = planned.rows[number]
         intro = task.before.format(**row) if task.before else ""
         if not shots:
             return intro
-        asked = _asked(task, row)
-        others = (one for text, one in drawn.get(row.get(task.alike), []) if text != asked)
+        identity = _identity(task, row)
+        others = (example for text, example in candidates.get(row.get(task.alike), []) if text != identity)
         some = list(islice(others, shots))
         if len(some) < shots:
             among = f" of {task.alike} `{row.get(task.alike)}`" if task.alike else ""
             raise BadInput(f"shots={shots}, and there are {len(some)} other rows{among}", where=str(planned.path))
-        return intro + "".join(few_shot_example(task, one) + BETWEEN for one in some)
+        return intro + "".join(few_shot_example(task, example) + BETWEEN for example in some)
 
     return before
 
 
-def _asked(task: Task, row: Mapping[str, Any]) -> Any:
-    """Rows that must not be among the examples."""
+def _identity(task: Task, row: Mapping[str, Any]) -> Any:
+    """What two rows share that ask the same: a row is no example for those of its own identity."""
     return tuple(row["context_options"]) if task.layout == "options" else question(task, row)

@@ -108,9 +108,9 @@ def layout_of(path: Path, row: Mapping[str, Any]) -> str:
 
 def no_layout(path: Path, row: Mapping[str, Any]) -> BadInput:
     """The error for a file whose first row is nothing that can be evaluated."""
-    known = "; ".join(", ".join(fields) for fields in [*LAYOUTS.values(), *(FORMATS[one][0] for one in ANSWERED)])
+    layouts = "; ".join(", ".join(fields) for fields in [*LAYOUTS.values(), *(FORMATS[name][0] for name in ANSWERED)])
     return BadInput(
-        f"{path} has rows of no known layout", where=f"fields: {', '.join(map(str, row))}", hint=f"layouts are {known}"
+        f"{path} has rows of no known layout", where=f"fields: {', '.join(map(str, row))}", hint=f"layouts are {layouts}"
     )
 
 
@@ -122,17 +122,17 @@ def answered(path: Path, row: Mapping[str, Any]) -> str | None:
         BadInput: training reads it, and it has no loss of answers; or it could be of several formats.
     """
     has = {name: value for name, value in row.items() if value is not None}
-    fits = [one for one in RecordReader().fitting(has) if one != "text"]
+    fits = [name for name in RecordReader().fitting(has) if name != "text"]
     where = f"fields: {', '.join(map(str, row))}"
     if len(fits) > 1:
-        raise BadInput(f"{path} could hold {' or '.join(f'`{one}`' for one in fits)} records", where=where)
+        raise BadInput(f"{path} could hold {' or '.join(f'`{name}`' for name in fits)} records", where=where)
     if not fits or fits[0] in ANSWERED:
         return fits[0] if fits else None
     raise BadInput(
         f"{path} holds `{fits[0]}` records, which have no loss of one answer to evaluate",
         where=where,
         hint="training with held-out records evaluates them; argosy eval reads records with one answer: "
-        + "; ".join(", ".join(FORMATS[one][0]) for one in ANSWERED),
+        + "; ".join(", ".join(FORMATS[name][0]) for name in ANSWERED),
     )
 
 
@@ -163,29 +163,29 @@ def check_task_rows(path: Path, rows: list[Fields], layout: str, task: str, more
                 hint = f"rows of {task} have {', '.join(fields)}"
                 raise BadInput(f"no field `{field}`", where=where, hint=hint)
             if not _holds(row[field], holds):
-                raise BadInput(f"`{field}` should be {HOLDS[holds]}, not {_shown(row[field])}", where=where)
+                raise BadInput(f"`{field}` should be {HOLDS[holds]}, not {_excerpt(row[field])}", where=where)
         options = row["context_options"] if layout == "options" else row.get("choices", ())
         if "gold" in LAYOUTS[layout] and not 0 <= row["gold"] < len(options):
-            what = f"gold = {row['gold']}, and there are {plural(len(options), 'choice')}"
-            raise BadInput(what, where=where, hint=f"0 to {len(options) - 1}")
+            problem = f"gold = {row['gold']}, and there are {plural(len(options), 'choice')}"
+            raise BadInput(problem, where=where, hint=f"0 to {len(options) - 1}")
 
 
-def _holds(value: Any, what: str) -> bool:
-    if what == "text":
+def _holds(value: Any, kind: str) -> bool:
+    if kind == "text":
         return isinstance(value, str)
-    if what == "sentence":
+    if kind == "sentence":
         return isinstance(value, str) and bool(value.strip())
-    if what == "number":
+    if kind == "number":
         return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if what == "class":
+    if kind == "class":
         return type(value) is int and value in (0, 1)
-    if what == "place":
+    if kind == "place":
         return isinstance(value, int) and not isinstance(value, bool)
-    if not isinstance(value, list) or len(value) < (2 if what == "choices" else 1):
+    if not isinstance(value, list) or len(value) < (2 if kind == "choices" else 1):
         return False
-    return all(isinstance(item, dict if what == "objects" else str) for item in value)
+    return all(isinstance(item, dict if kind == "objects" else str) for item in value)
 
 
-def _shown(value: Any) -> str:
+def _excerpt(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 40 else f"{text[:37]}..."

@@ -55,8 +55,8 @@ class TaskResult:
     def document(self) -> dict[str, Any]:
         """The result as JSON. `stderr` is that of the first metric; of others it is `NAME_stderr`."""
         out: dict[str, Any] = {}
-        for name, found in self.numbers.items():
-            out |= {name: found.value, ("stderr" if not out else f"{name}_stderr"): found.stderr}
+        for name, mean in self.numbers.items():
+            out |= {name: mean.value, ("stderr" if not out else f"{name}_stderr"): mean.stderr}
         if self.planned.task.kind in ("perplexity", "answers"):
             out["tokens"] = int(sum(row.weight("loss") for row in self.rows))
         if self.rows and (kind := self.rows[0].answer.get("kind")):
@@ -118,9 +118,9 @@ def with_perplexity(numbers: Mapping[str, MeanWithError]) -> dict[str, MeanWithE
     from math import exp, inf
 
     out: dict[str, MeanWithError] = {}
-    for name, found in numbers.items():
-        out[name] = found
+    for name, mean in numbers.items():
+        out[name] = mean
         if name == "loss":
-            value = exp(found.value) if found.value < 700 else inf
-            out["perplexity"] = MeanWithError(value, None if found.stderr is None else found.stderr * value)
+            value = exp(mean.value) if mean.value < 700 else inf
+            out["perplexity"] = MeanWithError(value, None if mean.stderr is None else mean.stderr * value)
     return out

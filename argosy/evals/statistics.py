@@ -61,11 +61,11 @@ def paired(rows: Sequence[RowScores], baseline: Sequence[RowScores], name: str) 
     Returns:
         difference: the first minus the second; stderr; interval: of 95 %, by the normal approximation; n: the rows that both have.
     """
-    known = {row.number: row for row in baseline if name in row.values}
-    both = [(row, known[row.number]) for row in rows if name in row.values and row.number in known]
+    by_number = {row.number: row for row in baseline if name in row.values}
+    both = [(row, by_number[row.number]) for row in rows if name in row.values and row.number in by_number]
     if not both:
         return {"difference": None, "stderr": None, "interval": None, "n": 0}
-    found = mean([a.values[name] - b.values[name] for a, b in both], [a.weight(name) for a, _ in both])
-    half = None if found.stderr is None else NORMAL_95 * found.stderr
-    interval = None if half is None else [found.value - half, found.value + half]
-    return {"difference": found.value, "stderr": found.stderr, "interval": interval, "n": len(both)}
+    difference = mean([a.values[name] - b.values[name] for a, b in both], [a.weight(name) for a, _ in both])
+    half = None if difference.stderr is None else NORMAL_95 * difference.stderr
+    interval = None if half is None else [difference.value - half, difference.value + half]
+    return {"difference": difference.value, "stderr": difference.stderr, "interval": interval, "n": len(both)}

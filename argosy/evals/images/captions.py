@@ -46,12 +46,12 @@ class CaptionJudge:
             captions: the one of each image.
         """
         count, rows = len(self.number), np.arange(len(cosines))
-        own = np.array([self.number[text] for text in captions])
-        found = {"clip_score": score(cosines[rows, own])}
+        columns = np.array([self.number[text] for text in captions])
+        figures = {"clip_score": score(cosines[rows, columns])}
         if count > 1:
-            found["clip_score_mismatched"] = score(cosines[rows, (own + 1 + rows % (count - 1)) % count])
-            found["clip_accuracy"] = float((cosines.argmax(1) == own).mean())
-        return found
+            figures["clip_score_mismatched"] = score(cosines[rows, (columns + 1 + rows % (count - 1)) % count])
+            figures["clip_accuracy"] = float((cosines.argmax(1) == columns).mean())
+        return figures
 
 
 def score(cosines: Float[np.ndarray, "N"]) -> float:
@@ -61,9 +61,9 @@ def score(cosines: Float[np.ndarray, "N"]) -> float:
 
 def figures_with_real(drawn: dict[str, float], real: dict[str, float]) -> dict[str, float]:
     """The figures of drawn images, each followed by that of real ones."""
-    found = {}
+    figures = {}
     for name, value in drawn.items():
-        found[name] = value
+        figures[name] = value
         if name in real and name != "clip_score_mismatched":
-            found[f"{name}_real"] = real[name]
-    return found
+            figures[f"{name}_real"] = real[name]
+    return figures

@@ -26,19 +26,19 @@ def frechet_distance(features: np.ndarray, others: np.ndarray) -> float:
 def kernel_distance(features: np.ndarray, others: np.ndarray) -> float:
     """KID of features [N D]."""
     d, x, y = features.shape[1], features.astype(np.float64), others.astype(np.float64)
-    own = [_off_diagonal((z @ z.T / d + 1) ** 3) for z in (x, y)]
-    return float(own[0] + own[1] - 2 * ((x @ y.T / d + 1) ** 3).mean())
+    inner_means = [_off_diagonal((z @ z.T / d + 1) ** 3) for z in (x, y)]
+    return float(inner_means[0] + inner_means[1] - 2 * ((x @ y.T / d + 1) ** 3).mean())
 
 
 def nearest_distances(images: np.ndarray, others: np.ndarray, block: int = 512) -> np.ndarray:
     """The distance of each image [N ...] to the nearest of others, over their pixels."""
     b = others.reshape(len(others), -1).astype(np.float64)
     squares = (b * b).sum(1)
-    found = []
+    distances = []
     for at in range(0, len(images), block):
         a = images[at : at + block].reshape(-1, b.shape[1]).astype(np.float64)
-        found.append(np.sqrt(np.clip((a * a).sum(1)[:, None] - 2 * a @ b.T + squares, 0, None).min(1)))
-    return np.concatenate(found)
+        distances.append(np.sqrt(np.clip((a * a).sum(1)[:, None] - 2 * a @ b.T + squares, 0, None).min(1)))
+    return np.concatenate(distances)
 
 
 def diversity(images: np.ndarray, labels: np.ndarray, others: np.ndarray, their_labels: np.ndarray) -> float:

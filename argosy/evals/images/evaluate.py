@@ -39,11 +39,11 @@ class ImageJudges:
         self.judge = KernelJudge(*train)
         self.real = self.net.features(held_out.images)
         noise = np.random.default_rng(seed).uniform(-1, 1, held_out.images.shape)
-        own, noisy = self.net.features(train.images), self.net.features(noise)
+        features_train, noisy = self.net.features(train.images), self.net.features(noise)
         self.bounds = {
-            "fid_floor": frechet_distance(own, self.real),
+            "fid_floor": frechet_distance(features_train, self.real),
             "fid_noise": frechet_distance(noisy, self.real),
-            "kid_floor": kernel_distance(own, self.real),
+            "kid_floor": kernel_distance(features_train, self.real),
             "kid_noise": kernel_distance(noisy, self.real),
             "accuracy_real": float((self.judge(held_out.images) == held_out.labels).mean()),
             "nearest_real": float(np.median(nearest_distances(held_out.images, train.images))),
@@ -54,7 +54,7 @@ class ImageJudges:
         features, nearest = self.net.features(drawn.images), nearest_distances(drawn.images, self.train.images)
         several = len(np.unique(drawn.labels)) > 1
         right = self.judge(drawn.images) == drawn.labels
-        found = {
+        figures = {
             "fid": frechet_distance(features, self.real),
             "kid": kernel_distance(features, self.real),
             "accuracy": float(right.mean()),
@@ -63,8 +63,8 @@ class ImageJudges:
             "diversity": diversity(*drawn, *self.held_out),
         }
         if several:
-            found["cas"] = float((KernelJudge(*drawn)(self.held_out.images) == self.held_out.labels).mean())
-        return {name: value for pair in ORDER for name in pair if (value := (found | self.bounds).get(name)) is not None}
+            figures["cas"] = float((KernelJudge(*drawn)(self.held_out.images) == self.held_out.labels).mean())
+        return {name: value for pair in ORDER for name in pair if (value := (figures | self.bounds).get(name)) is not None}
 
 
 ORDER = (
@@ -91,15 +91,15 @@ def draw_classes(
     size: tuple[int, int] | None = None,
     progress: Callable[[int, int], None] = lambda done, of: None,
     batch: int = 256,
-    **how: Any,
+    **sampling: Any,
 ) -> LabeledImages:
     """So many images, of all classes in turn, each from noise of its own."""
     classes = pipeline.config.classes_known
     labels = np.arange(count) % max(classes, 1)
     prompts = [str(label) if classes else "" for label in labels]
-    drawn = np.concatenate(list(draw_prompts(pipeline, prompts, seed, size, progress, batch, **how)))
+    images = np.concatenate(list(draw_prompts(pipeline, prompts, seed, size, progress, batch, **sampling)))
     channels = pipeline.config.channels if pipeline.autoencoder is None else 3
-    return LabeledImages(drawn[..., :channels] * 2 - 1, labels.astype(np.int32))
+    return LabeledImages(images[..., :channels] * 2 - 1, labels.astype(np.int32))
 
 
 def draw_prompts(
@@ -109,11 +109,11 @@ def draw_prompts(
     size: tuple[int, int] | None = None,
     progress: Callable[[int, int], None] = lambda done, of: None,
     batch: int = 256,
-    **how: Any,
+    **sampling: Any,
 ) -> Iterator[np.ndarray]:
     """An image of each prompt, each from noise of its own: batches [B H W 3] float32 in 0..1."""
     for at in range(0, len(prompts), batch):
         some = prompts[at : at + batch]
         seeds = [seed + at + i for i in range(len(some))]
-        yield pipeline.images(some, seed=seeds, size=size, output="float", batch=batch, **how).astype(np.float32)
+        yield pipeline.images(some, seed=seeds, size=size, output="float", batch=batch, **sampling).astype(np.float32)
         progress(at + len(some), len(prompts))

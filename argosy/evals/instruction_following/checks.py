@@ -53,25 +53,25 @@ def check_instructions(path: Path, rows: Sequence[Fields]) -> None:
     """
     for number, row in enumerate(rows):
         where = f"{path}, row {number + 1} of {len(rows)}"
-        kinds, given = row["instruction_id_list"], row["kwargs"]
-        if len(kinds) != len(given):
-            raise BadInput(f"{len(kinds)} instructions and arguments for {len(given)}", where=where)
-        for kind, arguments in zip(kinds, given):
+        kinds, kwargs = row["instruction_id_list"], row["kwargs"]
+        if len(kinds) != len(kwargs):
+            raise BadInput(f"{len(kinds)} instructions and arguments for {len(kwargs)}", where=where)
+        for kind, arguments in zip(kinds, kwargs):
             if kind not in CHECKS:
                 raise UnknownName("instruction", kind, CHECKS, where=where)
             _check_arguments(kind, {k: v for k, v in arguments.items() if v is not None}, where)
 
 
-def _check_arguments(kind: str, given: Mapping[str, Any], where: str) -> None:
+def _check_arguments(kind: str, arguments: Mapping[str, Any], where: str) -> None:
     takes = CHECKS[kind].takes
-    if missing := [name for name in takes if name not in given]:
+    if missing := [name for name in takes if name not in arguments]:
         raise BadInput(f"{kind} needs `{missing[0]}`", where=where)
-    if unknown := [name for name in given if name not in takes]:
+    if unknown := [name for name in arguments if name not in takes]:
         raise BadInput(f"{kind} has no argument `{unknown[0]}`", where=where)
-    for name, value in given.items():
+    for name, value in arguments.items():
         if not _ACCEPTS[takes[name]](value):
             raise BadInput(f"`{name}` of {kind} should be {takes[name]}, not {value!r}", where=where)
-    for name, expression in _expressions(given):
+    for name, expression in _expressions(arguments):
         try:
             re.compile(expression)
         except (re.error, OverflowError, RecursionError) as error:
@@ -79,9 +79,9 @@ def _check_arguments(kind: str, given: Mapping[str, Any], where: str) -> None:
             raise BadInput(f"`{name}` of {kind} is no regular expression: {error}", where=where, hint=hint) from None
 
 
-def _expressions(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _expressions(arguments: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """The arguments that are regular expressions, as in the authors' program, with what is searched for."""
-    for name, value in given.items():
+    for name, value in arguments.items():
         if name in EXPRESSIONS:
             texts = value if isinstance(value, list) else [value]
             yield from ((name, EXPRESSIONS[name](text)) for text in texts)
@@ -142,8 +142,8 @@ def letter_frequency(response: str, letter: str, let_frequency: int, let_relatio
 
 def in_language(response: str, language: str) -> bool:
     """The whole response is in one language. A response without letters is in any, as in the authors' program."""
-    found = language_of(response)
-    return found is None or found == language
+    guess = language_of(response)
+    return guess is None or guess == language
 
 
 def english_capital(response: str) -> bool:
@@ -234,7 +234,7 @@ def is_json(response: str) -> bool:
 
 def title(response: str) -> bool:
     """`<<a title>>` on one line."""
-    return any(found.lstrip("<").rstrip(">").strip() for found in re.findall(r"<<[^\n]+>>", response))
+    return any(match.lstrip("<").rstrip(">").strip() for match in re.findall(r"<<[^\n]+>>", response))
 
 
 def two_responses(response: str) -> bool:

@@ -16,15 +16,15 @@ from argosy.evals.statistics import RowScores
 def instruction_accuracies(number: int, row: Mapping[str, Any], response: str) -> RowScores:
     """The four accuracies of a row. At the instruction level its weight is its number of instructions."""
     each = list(zip(row["instruction_id_list"], row["kwargs"], strict=True))
-    strict = [_follows(kind, response, given) for kind, given in each]
-    loose = [any(_follows(kind, version, given) for version in loose_responses(response)) for kind, given in each]
+    strict = [_follows(kind, response, arguments) for kind, arguments in each]
+    loose = [any(_follows(kind, version, arguments) for version in loose_responses(response)) for kind, arguments in each]
     values, weights = {}, {}
-    for name, held in (("strict", strict), ("loose", loose)):
-        values[f"prompt_level_{name}_acc"] = float(all(held))
-        values[f"inst_level_{name}_acc"] = sum(held) / len(held)
-        weights[f"inst_level_{name}_acc"] = float(len(held))
-    shown = {"text": response, "followed": {kind: bool(s) for (kind, _), s in zip(each, strict)}}
-    return RowScores(number, values, weights, shown)
+    for name, verdicts in (("strict", strict), ("loose", loose)):
+        values[f"prompt_level_{name}_acc"] = float(all(verdicts))
+        values[f"inst_level_{name}_acc"] = sum(verdicts) / len(verdicts)
+        weights[f"inst_level_{name}_acc"] = float(len(verdicts))
+    answer = {"text": response, "followed": {kind: bool(s) for (kind, _), s in zip(each, strict)}}
+    return RowScores(number, values, weights, answer)
 
 
 def loose_responses(response: str) -> list[str]:
@@ -34,5 +34,5 @@ def loose_responses(response: str) -> list[str]:
     return [text.replace("*", "") if bare else text for text, bare in product(cut, (False, True))]
 
 
-def _follows(kind: str, response: str, given: Mapping[str, Any]) -> bool:
-    return bool(response.strip()) and follows(kind, response, given)
+def _follows(kind: str, response: str, arguments: Mapping[str, Any]) -> bool:
+    return bool(response.strip()) and follows(kind, response, arguments)

@@ -119,9 +119,9 @@ def _of_words(text: str, frequent: dict[str, str]) -> str:
     spoken = Counter(word for some in frequent.values() for word in set(some.split()))
     scores = {}
     for language, some in frequent.items():
-        own = set(some.split())
+        vocabulary = set(some.split())
         # A word that several languages share speaks less for each.
-        score = sum(1 / spoken[word] for word in words if word in own)
+        score = sum(1 / spoken[word] for word in words if word in vocabulary)
         scores[language] = score + 0.1 * sum(text.count(letter) for letter in LETTERS.get(language, ""))
     # The first named is the likeliest where nothing speaks for any.
     return max(scores, key=lambda language: scores[language])

@@ -17,7 +17,7 @@ _END = re.compile(r"""(?P<word>\S*?)(?P<mark>\.\.\.+|…|[.!?]+)(?P<close>["'”
 def sentences_of(text: str) -> list[str]:
     """Sentences. They end with `.`, `!` or `?` before a blank; a line break alone ends none. A full stop after an abbreviation or an
     initial ends none, and three dots only before a capital."""
-    found, at = [], 0
+    sentences, at = [], 0
     for match in _END.finditer(text):
         mark, after = match["mark"], (match["next"] or "").lstrip("\"'“‘([*")
         word = match["word"].lstrip("\"'“‘([*").lower()
@@ -29,9 +29,9 @@ def sentences_of(text: str) -> list[str]:
         else:
             ends = not mark.startswith(("..", "…")) or after[:1].isupper()
         if ends or not after:
-            found.append(text[at : match.end()].strip())
+            sentences.append(text[at : match.end()].strip())
             at = match.end()
-    return [sentence for sentence in (*found, text[at:].strip()) if sentence]
+    return [sentence for sentence in (*sentences, text[at:].strip()) if sentence]
 
 
 _WORD = re.compile(r"[^\s,;:!?()\[\]{}<>\"“”`]+")
@@ -40,10 +40,10 @@ _CONTRACTION = re.compile(r"(?i)(.+?)(n't|'(?:s|m|d|re|ve|ll))$")
 
 def words_apart(text: str) -> list[str]:
     """Words, with contractions as two (`DON'T` is `DO` and `N'T`), as NLTK divides them."""
-    found: list[str] = []
+    words: list[str] = []
     for word in _WORD.findall(text.replace("’", "'")):
         parts = [part for part in re.split(r"(?:--+|\.\.\.+)", word) if part]
         for part in parts:
             match = _CONTRACTION.fullmatch(part.rstrip("."))
-            found += match.groups() if match else [part]
-    return found
+            words += match.groups() if match else [part]
+    return words

@@ -28,11 +28,12 @@ def find_corpus(folder: Path) -> Path:
     Raises:
         BadInput: there is none, or several.
     """
-    found = [one for one in (folder, *sorted(p for p in folder.iterdir() if p.is_dir())) if _file(one, CORPUS) is not None]
-    if len(found) != 1:
-        what = f"{len(found) or 'no'} retrieval sets in {folder}"
-        raise BadInput(what, where=", ".join(map(str, found[:4])) or f"looked for {CORPUS}", hint=f"data=FOLDER with {FILES}")
-    return found[0]
+    inside = sorted(path for path in folder.iterdir() if path.is_dir())
+    folders = [candidate for candidate in (folder, *inside) if _file(candidate, CORPUS) is not None]
+    if len(folders) != 1:
+        problem = f"{len(folders) or 'no'} retrieval sets in {folder}"
+        raise BadInput(problem, where=", ".join(map(str, folders[:4])) or f"looked for {CORPUS}", hint=f"data=FOLDER with {FILES}")
+    return folders[0]
 
 
 def read_corpus(folder: Path) -> tuple[list[Fields], RetrievalCorpus]:
@@ -43,7 +44,7 @@ def read_corpus(folder: Path) -> tuple[list[Fields], RetrievalCorpus]:
     """
     documents, queries = (_texts(folder, name) for name in (CORPUS, QUERIES))
     grades: dict[str, dict[str, int]] = {}
-    path = next((found for name in JUDGEMENTS if (found := _file(folder, name)) is not None), None)
+    path = next((file for name in JUDGEMENTS if (file := _file(folder, name)) is not None), None)
     if path is None:
         raise BadInput(f"{folder} has no {JUDGEMENTS[0]}", hint=f"a retrieval set is {FILES}")
     for number, line in enumerate(read_task_text(path).splitlines(), 1):
@@ -57,8 +58,8 @@ def read_corpus(folder: Path) -> tuple[list[Fields], RetrievalCorpus]:
         if len(parts) != 3 or not _is_grade(parts[2]):
             raise BadInput(f"no judgement: {line[:60]!r}", where=where, hint="query id, document id and grade, with tabs between them")
         query, document, grade = parts
-        for name, known, it in ((QUERIES, queries, query), (CORPUS, documents, document)):
-            if it not in known:
+        for name, ids, it in ((QUERIES, queries, query), (CORPUS, documents, document)):
+            if it not in ids:
                 raise BadInput(f"`{it[:60]}` is no id in {name}", where=where)
         grades.setdefault(query, {})[document] = int(grade)
     rows = [{"id": query, "query": queries[query], "relevant": of} for query, of in grades.items()]
@@ -80,7 +81,7 @@ def _texts(folder: Path, name: str) -> dict[str, str]:
     path = _file(folder, name)
     if path is None:
         raise BadInput(f"{folder} has no {name}", hint=f"a retrieval set is {FILES}")
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for number, row in enumerate(read_rows(path), 1):
         where = f"{path}, row {number}"
         id, title, text = row.get("_id", row.get("id")), row.get("title") or "", row.get("text")
@@ -88,7 +89,7 @@ def _texts(folder: Path, name: str) -> dict[str, str]:
             raise BadInput("no `_id` with a `text`", where=where, hint="rows have _id, text and maybe title")
         if not (whole := f"{title} {text}".strip()):
             raise BadInput("a text without anything in it", where=where)
-        if str(id) in found:
+        if str(id) in texts:
             raise BadInput(f"`{str(id)[:60]}` is the id of two rows", where=where)
-        found[str(id)] = whole
-    return found
+        texts[str(id)] = whole
+    return texts

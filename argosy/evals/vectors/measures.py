@@ -57,9 +57,9 @@ class TextVectors:
         while at < len(order):
             count = min(MOST_ROWS, max(1, self.tokens // len(rows[order[at]])))
             # A power of two, which programs are compiled for.
-            chosen = order[at : at + (1 << (count.bit_length() - 1))]
-            out[chosen] = self.encoder.pooled([rows[i] for i in chosen])
-            at += len(chosen)
+            batch = order[at : at + (1 << (count.bit_length() - 1))]
+            out[batch] = self.encoder.pooled([rows[i] for i in batch])
+            at += len(batch)
             self.tick(int((self._done + at * len(texts) / len(order)) * self._rows_per_text))
         check_finite("the vectors of texts", out)
         self._done += len(texts)
@@ -70,11 +70,11 @@ class TextVectors:
 def evaluate_text_pairs(lm: Any, planned: PlannedTask, settings: EvalSettings, tick: Tick) -> tuple[list[RowScores], int]:
     """The cosine of each pair beside its score or label, and how many texts were cut."""
     vectors = TextVectors(lm, planned, settings, tick, 2 * len(planned.rows))
-    wanted = "score" if planned.task.kind == "similarity" else "label"
+    target = "score" if planned.task.kind == "similarity" else "label"
     both = vectors.of([row[name] for row in planned.rows for name in ("sentence1", "sentence2")])
     cosines = np.einsum("ND,ND->N", both[::2], both[1::2], dtype=np.float64)
-    found = [{"cosine": float(cosine), wanted: float(row[wanted])} for row, cosine in zip(planned.rows, cosines, strict=True)]
-    return [RowScores(number, values) for number, values in enumerate(found)], vectors.truncated
+    row_values = [{"cosine": float(cosine), target: float(row[target])} for row, cosine in zip(planned.rows, cosines, strict=True)]
+    return [RowScores(number, values) for number, values in enumerate(row_values)], vectors.truncated
 
 
 def evaluate_retrieval(lm: Any, planned: PlannedTask, settings: EvalSettings, tick: Tick) -> tuple[list[RowScores], int]:
@@ -83,14 +83,15 @@ def evaluate_retrieval(lm: Any, planned: PlannedTask, settings: EvalSettings, ti
     vectors = TextVectors(lm, planned, settings, tick, len(corpus.texts) + len(planned.rows))
     documents = vectors.of(corpus.texts, vectors.role(DOCUMENT_PROMPTS, settings.document_prompt))
     queries = vectors.of([row["query"] for row in planned.rows], vectors.role(QUERY_PROMPTS, settings.query_prompt))
-    found = []
+    row_scores = []
     for at in range(0, len(planned.rows), MOST_QUERIES):
         scores = queries[at : at + MOST_QUERIES] @ documents.T
         for row, its in zip(planned.rows[at : at + MOST_QUERIES], scores):
             ranked = best_documents(its, corpus.ids, max(RECALL_AT))
-            found.append(RowScores(len(found), ranking_figures(ranked, row["relevant"]), {}, {"id": row["id"], "ranked": ranked[:10]}))
+            answer = {"id": row["id"], "ranked": ranked[:10]}
+            row_scores.append(RowScores(len(row_scores), ranking_figures(ranked, row["relevant"]), {}, answer))
         tick(len(planned.rows))
-    return found, vectors.truncated
+    return row_scores, vectors.truncated
 
 
 def correlations(rows: Sequence[RowScores]) -> dict[str, MeanWithError]:
@@ -101,5 +102,5 @@ def correlations(rows: Sequence[RowScores]) -> dict[str, MeanWithError]:
 
 def separations(rows: Sequence[RowScores]) -> dict[str, MeanWithError]:
     """How well cosines tell the two labels apart."""
-    found = pair_figures(*(np.asarray([row.values[name] for row in rows]) for name in ("cosine", "label")))
-    return {name: MeanWithError(value, None) for name, value in found._asdict().items()}
+    figures = pair_figures(*(np.asarray([row.values[name] for row in rows]) for name in ("cosine", "label")))
+    return {name: MeanWithError(value, None) for name, value in figures._asdict().items()}

@@ -49,12 +49,12 @@ def pair_figures(scores: Float[np.ndarray, " N"], labels: Int[np.ndarray, " N"])
     scores, labels = scores[order], labels[order]
     # The last pair of each score: thresholds lie behind these.
     ends = np.append(np.flatnonzero(np.diff(scores)), len(scores) - 1)
-    found, read, total = np.cumsum(labels)[ends], ends + 1, int(labels.sum())
-    precision, recall = found / read, found / total
+    true_positives, read, total = np.cumsum(labels)[ends], ends + 1, int(labels.sum())
+    precision, recall = true_positives / read, true_positives / total
     ap = float(np.sum(np.diff(recall, prepend=0.0) * precision))
     # Right: those with label 1 above the threshold, and with label 0 below it; all may lie below.
-    right = np.append(found + (len(labels) - total) - (read - found), len(labels) - total)
-    return PairFigures(ap, float(right.max() / len(labels)), float((2 * found / (read + total)).max()))
+    right = np.append(true_positives + (len(labels) - total) - (read - true_positives), len(labels) - total)
+    return PairFigures(ap, float(right.max() / len(labels)), float((2 * true_positives / (read + total)).max()))
 
 
 def ranking_figures(ranked: Sequence[str], relevant: Mapping[str, int]) -> dict[str, float]:
@@ -64,13 +64,13 @@ def ranking_figures(ranked: Sequence[str], relevant: Mapping[str, int]) -> dict[
         ranked: ids of documents, the best first.
         relevant: the grade of each judged document; those above 0 are relevant.
     """
-    grades = [max(relevant.get(one, 0), 0) for one in ranked]
+    grades = [max(relevant.get(document, 0), 0) for document in ranked]
     best = sorted((grade for grade in relevant.values() if grade > 0), reverse=True)
     ideal = _discounted(best[:CUT])
     first = next((i for i, grade in enumerate(grades[:CUT]) if grade), None)
-    found = {f"ndcg_at_{CUT}": _discounted(grades[:CUT]) / ideal if ideal else 0.0}
-    found[f"mrr_at_{CUT}"] = 0.0 if first is None else 1 / (first + 1)
-    return found | {f"recall_at_{k}": sum(grade > 0 for grade in grades[:k]) / len(best) if best else 0.0 for k in RECALL_AT}
+    figures = {f"ndcg_at_{CUT}": _discounted(grades[:CUT]) / ideal if ideal else 0.0}
+    figures[f"mrr_at_{CUT}"] = 0.0 if first is None else 1 / (first + 1)
+    return figures | {f"recall_at_{k}": sum(grade > 0 for grade in grades[:k]) / len(best) if best else 0.0 for k in RECALL_AT}
 
 
 def _discounted(grades: Sequence[int]) -> float:
