@@ -101,11 +101,11 @@ def peft_base(folder: Path) -> str:
     Raises:
         BadInput: the base is not on this machine, and it is not said to be on the Hub.
     """
-    said = read_json_object(folder / CONFIG)
-    name = said.get("base_model_name_or_path")
-    if name and not Path(str(name)).exists() and (is_hub(name) or name_of_path(folder) or said.get("revision")):
+    keys = read_json_object(folder / CONFIG)
+    name = keys.get("base_model_name_or_path")
+    if name and not Path(str(name)).exists() and (is_hub(name) or name_of_path(folder) or keys.get("revision")):
         # Adapters from the Hub name their base by its name there.
-        revision = said.get("revision")
+        revision = keys.get("revision")
         return str(HubName.parse(str(name)) if is_hub(name) else HubName(str(name), revision))
     if not name or not Path(str(name)).exists():
         hint = f'argosy.load(MODEL, adapter="{folder}") names it; or write its folder as base_model_name_or_path'
@@ -122,9 +122,9 @@ def open_peft(folder: Path, base: OpenedModel) -> OpenedModel:
     """
     if base.adapted is not None:
         # They were trained on merged weights.
-        what = f"the base of these adapters, {base.path}, has adapters itself"
+        problem = f"the base of these adapters, {base.path}, has adapters itself"
         hint = f"argosy convert {base.path} FOLDER merges those: name that folder as the base"
-        raise BadInput(what, where=str(folder / CONFIG), hint=hint)
+        raise BadInput(problem, where=str(folder / CONFIG), hint=hint)
     config = config_for(folder, base.config)
 
     def read() -> PeftContents:
@@ -140,10 +140,10 @@ def open_peft(folder: Path, base: OpenedModel) -> OpenedModel:
 def stack_adapters(under: PeftContents, above: PeftContents, config: Any) -> PeftContents:
     """Two adapters on one base as one: the ranks together, each with its own gain in B."""
     specs, out = contractions(config), dict(under.adapters)
-    for name, one in above.adapters.items():
+    for name, adapter in above.adapters.items():
         if (other := out.get(name)) is None:
-            out[name] = one
+            out[name] = adapter
             continue
-        b = np.concatenate([np.float32(each.gain) * each.b for each in (other, one)], len(specs[name].group))
-        out[name] = Adapter(np.concatenate([other.a, one.a], -1), b, 1.0)
+        b = np.concatenate([np.float32(each.gain) * each.b for each in (other, adapter)], len(specs[name].group))
+        out[name] = Adapter(np.concatenate([other.a, adapter.a], -1), b, 1.0)
     return PeftContents(out, {**under.whole, **above.whole}, above.dropout)

@@ -128,8 +128,8 @@ def load_model(
         check_memory(config, dtype, rows)
     base = OverlaidTensors(stored.adapted.base.weights if stored.adapted else stored.weights, Arrays(contents.whole))
     place = None if tensor == 1 else tensor_shardings(model, tensor).__getitem__
-    for address, one in rows.items():
-        put(model, {address: one.packed()})
+    for address, block_rows in rows.items():
+        put(model, {address: block_rows.packed()})
     if quantized is not None:
         read_into(model, OverlaidTensors(quantized.reader, Arrays(contents.whole)), dtype=dtype, place=place)
     else:
@@ -139,9 +139,9 @@ def load_model(
         mark_retrained(model, contents.whole)
         precompute_norms(model)
         if tensor > 1:
-            on, own = tensor_shardings(model, tensor), variables(model)
-            factors = [at for name in names for factor in FACTORS if (at := f"{name}.{factor}") in own]
-            put(model, {address: jax.device_put(own[address].get_value(), on[address]) for address in factors})
+            on, model_weights = tensor_shardings(model, tensor), variables(model)
+            factors = [at for name in names for factor in FACTORS if (at := f"{name}.{factor}") in model_weights]
+            put(model, {address: jax.device_put(model_weights[address].get_value(), on[address]) for address in factors})
     model.dtype = dtype
     tokenizer = stored_tokenizer(stored)
     if tokenizer is not None and tokenizer.vocab > config.vocab:
@@ -162,7 +162,7 @@ def _under_adapters(stored: OpenedModel) -> QuantizedWeights | None:
     """The codes of the base of trained adapters, where the run kept them: those of a run whose adapters start from zero, and beside
     which no weight was trained."""
     adapted = stored.adapted
-    if adapted is None or adapted.is_quantized or adapted.whole or any(one.m is not None for one in adapted.adapters.values()):
+    if adapted is None or adapted.is_quantized or adapted.whole or any(adapter.m is not None for adapter in adapted.adapters.values()):
         return None
     return adapted.base.quantized or adapted.base.published()
 
@@ -188,13 +188,13 @@ def tensor_shardings(model: Any, tensor: int, devices: Sequence[Any] | None = No
 def tensor_places(model: Any, mesh: Any) -> dict[str, NamedSharding]:
     """As `tensor_shardings`, over a mesh whose devices may be absent."""
     tensor = mesh.shape["tensor"]
-    found = shardings(logical(model), {a: v.shape for a, v in variables(model).items()}, DEFAULT, mesh)
-    if tensor > 1 and all(not any(place.spec) for place in found.values()):
+    places = shardings(logical(model), {a: v.shape for a, v in variables(model).items()}, DEFAULT, mesh)
+    if tensor > 1 and all(not any(place.spec) for place in places.values()):
         raise BadInput(
             f"tensor = {tensor} divides neither the heads, nor the feed-forward features, nor the vocabulary of this model",
             hint="a number that divides the heads, such as a power of two",
         )
-    return found
+    return places
 
 
 def random_model(config: LanguageConfig, seed: int, *, dtype: Any = None, run: Execution | None = None) -> LoadedModel:
@@ -219,8 +219,8 @@ def dtypes_of(stored: OpenedModel) -> dict[str, Any]:
 
 def in_blocks(blocks: BlockedWeights, forms: Mapping[str, tuple[int, bool, bool]]) -> dict[str, BlockRows]:
     """The weights of these forms, by address, that the file has in blocks."""
-    found = {address: blocks.of(address, *form) for address, form in forms.items()}
-    return {address: rows for address, rows in found.items() if rows is not None}
+    candidates = {address: blocks.of(address, *form) for address, form in forms.items()}
+    return {address: rows for address, rows in candidates.items() if rows is not None}
 
 
 def check_memory(config: LanguageConfig, dtype: Any, rows: Mapping[str, BlockRows] = NONE) -> None:
@@ -234,8 +234,8 @@ def check_memory(config: LanguageConfig, dtype: Any, rows: Mapping[str, BlockRow
     """
     if jax.default_backend() == "cpu":
         count, kind = config.parameters(), np.dtype(dtype)
-        apart = sum(math.prod(one.shape) for one in rows.values())
-        needed = (count - apart) * kind.itemsize + sum(one.nbytes for one in rows.values())
+        apart = sum(math.prod(weight.shape) for weight in rows.values())
+        needed = (count - apart) * kind.itemsize + sum(weight.nbytes for weight in rows.values())
         check_fits(needed, f"{count:,} weights in {kind.name}{' and the blocks of the file' if rows else ''}")
 
 
@@ -246,8 +246,8 @@ def check_quantized_memory(model: Any, dtype: Any) -> None:
         BadInput: they do not fit.
     """
     if jax.default_backend() == "cpu":
-        own = variables(model).values()
-        needed = sum(math.prod(v.shape) * np.dtype(kept_in(v, dtype)).itemsize for v in own)
+        model_weights = variables(model).values()
+        needed = sum(math.prod(v.shape) * np.dtype(kept_in(v, dtype)).itemsize for v in model_weights)
         check_fits(needed, f"{model.config.parameters():,} weights, quantized")
 
 
@@ -259,11 +259,11 @@ def as_dtype(dtype: Any) -> Any:
     """
     if dtype is None:
         return default_dtype()
-    known = ["float32", "bfloat16", "float16", *(["float64"] if jax.config.read("jax_enable_x64") else [])]
-    found = next((jnp.dtype(name) for name in known if dtype in (name, getattr(jnp, name), jnp.dtype(name))), None)
-    if found is None:
-        raise BadInput(f"models do not compute in dtype `{dtype}`", hint=f"{', '.join(known[:-1])} or {known[-1]}")
-    return found
+    names = ["float32", "bfloat16", "float16", *(["float64"] if jax.config.read("jax_enable_x64") else [])]
+    match = next((jnp.dtype(name) for name in names if dtype in (name, getattr(jnp, name), jnp.dtype(name))), None)
+    if match is None:
+        raise BadInput(f"models do not compute in dtype `{dtype}`", hint=f"{', '.join(names[:-1])} or {names[-1]}")
+    return match
 
 
 def default_dtype() -> Any:

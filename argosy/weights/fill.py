@@ -40,12 +40,12 @@ def stored_arrays(
     Args:
         without: addresses that are not read.
     """
-    names, own = layer_addresses(model), variables(model)
+    names, model_weights = layer_addresses(model), variables(model)
     check_fit(model, weights, but)
     # In the order in which they are stored, so that a stack of layers is read once.
     order = {name: i for i, name in enumerate(weights.names)}
-    own = {address: v for address, v in own.items() if address not in but and address not in without}
-    for address, v in sorted(own.items(), key=lambda item: order[names(item[0])[0]]):
+    model_weights = {address: v for address, v in model_weights.items() if address not in but and address not in without}
+    for address, v in sorted(model_weights.items(), key=lambda item: order[names(item[0])[0]]):
         stacked = len(v.shape) > len(v.get_metadata()["meaning"].letters)
         target = np.dtype(kept_in(v, dtype or jnp.float32))
         if stacked:
@@ -63,10 +63,10 @@ def check_fit(model: Any, weights: TensorReader, but: Collection[str] = ()) -> N
     Raises:
         BadInput: names every difference, the first eight in full.
     """
-    own = variables(model)
+    model_weights = variables(model)
     expected = {}
     for name, (address, i) in stored_addresses(model).items():
-        expected[name] = tuple(own[address].shape if i is None else own[address].shape[1:])
+        expected[name] = tuple(model_weights[address].shape if i is None else model_weights[address].shape[1:])
     for name in but:
         expected.pop(name, None)
     here = set(weights.names)

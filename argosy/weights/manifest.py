@@ -84,8 +84,8 @@ def compare_files(folder: Path, files: Mapping[str, Any]) -> dict[str, ArgosyErr
     # The largest first, so that no core is left with one at the end.
     order = sorted(files, key=lambda name: -files[name]["bytes"])
     with ThreadPoolExecutor(min(THREADS, core_count()), "verify") as pool:
-        found = dict(zip(order, pool.map(compare_file, order)))
-    return {name: found[name] for name in files}
+        problems = dict(zip(order, pool.map(compare_file, order)))
+    return {name: problems[name] for name in files}
 
 
 def _unread(path: Path, error: OSError) -> ArgosyError:
@@ -139,8 +139,8 @@ def parse_manifest(data: bytes, where: str) -> Files:
     if not good:
         raise Damaged("the manifest differs from what was written", where=where)
     if version is None:
-        what = "this checkpoint was written before the first release, and nothing reads such run directories"
-        raise BadInput(what, where=where, hint="train again with dir=NEW")
+        problem = "this checkpoint was written before the first release, and nothing reads such run directories"
+        raise BadInput(problem, where=where, hint="train again with dir=NEW")
     if version != FORMAT:
         raise BadInput(f"this checkpoint has format {version}, and this version of argosy reads format {FORMAT}", where=where)
     return files

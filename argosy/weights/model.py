@@ -69,6 +69,6 @@ def config_of(dumped: dict[str, Any]) -> LanguageConfig:
         BadInput: the family is not registered here, or it does not have these settings.
     """
     if (family := str(dumped.get("family"))) not in FAMILIES:
-        what = f"a model of the family `{family}`, which is not registered"
-        raise BadInput(what, hint=f"import the package that has it; {nearest(family, FAMILIES)}")
+        problem = f"a model of the family `{family}`, which is not registered"
+        raise BadInput(problem, hint=f"import the package that has it; {nearest(family, FAMILIES)}")
     return Choice(FAMILIES, tag="family").build(dumped)  # type: ignore[return-value]

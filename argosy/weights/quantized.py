@@ -105,12 +105,12 @@ class RoundedTensors:
         self._shapes: Leaves = dict(self._in_order(variables(model)))
         self._last: tuple[str, Quantized] | None = None
 
-    def _in_order(self, own: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    def _in_order(self, model_weights: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         """The names, in the order in which the weights are stored."""
         for name in self.weights.names:
             module = name.removesuffix(".w")
             parts = [f"{module}.{part}" for part in PARTS] if module in self.contractions and name.endswith(".w") else [name]
-            yield from ((part, own[part]) for part in parts if part in own)
+            yield from ((part, model_weights[part]) for part in parts if part in model_weights)
 
     @property
     def names(self) -> KeysView[str]:
@@ -161,17 +161,17 @@ def describe_schemes(schemes: Mapping[str, Scheme]) -> list[dict[str, Any]]:
     return [asdict(scheme) | {"modules": names} for scheme, names in out.items()]
 
 
-def read_schemes(described: list[dict[str, Any]], where: str) -> dict[str, Scheme]:
+def read_schemes(descriptions: list[dict[str, Any]], where: str) -> dict[str, Scheme]:
     """Parses the result of `describe_schemes`.
 
     Raises:
         BadInput: it has a format that this version does not know.
     """
     out = {}
-    for one in described:
-        one = dict(one)
+    for description in descriptions:
+        description = dict(description)
         try:
-            names, scheme = one.pop("modules"), Scheme(**one)
+            names, scheme = description.pop("modules"), Scheme(**description)
             scheme.check()
         except (KeyError, TypeError, ValueError) as error:
             raise BadInput(f"weights are quantized in a way that is not known here: {error}", where=where) from None

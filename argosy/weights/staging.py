@@ -70,17 +70,17 @@ class StagedFolder:
         expected = {file.name: file.bytes for file in files}
         likely = {
             name: self.folder / name
-            for name, found in listed.items()
-            if expected.get(name) == found["bytes"] and (self.folder / name).is_file()
+            for name, digest in listed.items()
+            if expected.get(name) == digest["bytes"] and (self.folder / name).is_file()
         }
         with ThreadPoolExecutor() as hashers:
-            for name, found in zip(likely, hashers.map(manifest.hash_file, likely.values())):
-                if found == listed[name]:
-                    self.done[name] = found
-        kept = sum(found["bytes"] for found in self.done.values())
-        check_space(self.target.parent, sum(expected.values()) - kept)
+            for name, digest in zip(likely, hashers.map(manifest.hash_file, likely.values())):
+                if digest == listed[name]:
+                    self.done[name] = digest
+        kept_bytes = sum(digest["bytes"] for digest in self.done.values())
+        check_space(self.target.parent, sum(expected.values()) - kept_bytes)
         self._begin()
-        return kept
+        return kept_bytes
 
     def write(self, files: Iterable[File], order: Order = np.ascontiguousarray) -> None:
         """Writes the files that are not complete yet.
@@ -88,7 +88,7 @@ class StagedFolder:
         Raises:
             ArgosyError: the system reports an error; complete files are kept.
         """
-        with _refused(self.folder):
+        with _FileErrors(self.folder):
             for file in files:
                 if file.name not in self.done:
                     self._write(file, order)
@@ -96,7 +96,7 @@ class StagedFolder:
 
     def commit(self) -> None:
         """Renames the folder to its target once everything in it is on disk."""
-        with _refused(self.folder):
+        with _FileErrors(self.folder):
             inside = [path for path in self.folder.rglob("*") if path.name != JOURNAL]
             # All at the end: one by one, small files cost 20 ms each.
             for path in (*inside, self.folder):
@@ -149,12 +149,12 @@ class StagedFolder:
 
     def _begin(self) -> None:
         """Creates and locks the folder, with a journal of the files that are complete."""
-        with _refused(self.folder):
+        with _FileErrors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             if self._lock is None:
                 self._hold()
             pending = self.folder / (JOURNAL + ".new")
-            lines = [{"facts": self.identity}, *({"file": name} | found for name, found in self.done.items())]
+            lines = [{"facts": self.identity}, *({"file": name} | digest for name, digest in self.done.items())]
             pending.write_text("".join(json.dumps(line) + "\n" for line in lines))
             pending.replace(self.folder / JOURNAL)
             self._is_begun = True
@@ -164,8 +164,8 @@ class StagedFolder:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            what = f"another process is writing {self.folder}"
-            raise Busy(what, hint="wait for it, or name another target") from None
+            problem = f"another process is writing {self.folder}"
+            raise Busy(problem, hint="wait for it, or name another target") from None
         except OSError as error:
             if error.errno not in NO_LOCKS:
                 raise
@@ -185,13 +185,13 @@ class StagedFolder:
         self._writer.do(partial(self._whole, file, output))
 
     def _whole(self, file: File, output: HashedOutput) -> None:
-        found = output.close()
+        digest = output.close()
         self._outputs.discard(output)
-        if found["bytes"] != file.bytes:
-            raise ValueError(f"`{file.name}` has {found['bytes']} bytes, announced as {file.bytes}")
+        if digest["bytes"] != file.bytes:
+            raise ValueError(f"`{file.name}` has {digest['bytes']} bytes, announced as {file.bytes}")
         with (self.folder / JOURNAL).open("a") as journal:
-            journal.write(json.dumps({"file": file.name} | found) + "\n")
-        self.done[file.name] = found
+            journal.write(json.dumps({"file": file.name} | digest) + "\n")
+        self.done[file.name] = digest
 
 
 class StagedFile(StagedFolder):
@@ -211,7 +211,7 @@ class StagedFile(StagedFolder):
 
     def commit(self) -> None:
         """Renames the file to its target once it is on disk."""
-        with _refused(self.folder):
+        with _FileErrors(self.folder):
             file = self.folder / self.target.name
             sync(file)
             file.rename(self.target)
@@ -233,9 +233,9 @@ def write_staged(
         BadInput: the target exists, or the disk is too small.
     """
     with StagedFile(target, identity) as part:
-        kept = part.plan([file])
-        progress(0, file.bytes, kept)
-        part.progress = lambda new: progress(new, file.bytes, kept)
+        kept_bytes = part.plan([file])
+        progress(0, file.bytes, kept_bytes)
+        part.progress = lambda new: progress(new, file.bytes, kept_bytes)
         part.write([file], order)
         part.commit()
 
@@ -276,7 +276,7 @@ def _clear(folder: Path) -> None:
             path.unlink()
 
 
-class _refused:
+class _FileErrors:
     """Turns errors of the operating system about files into ours."""
 
     def __init__(self, folder: Path):
@@ -286,6 +286,6 @@ class _refused:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, OSError):
-            what = (error.strerror or str(error)).lower()
+            reason = (error.strerror or str(error)).lower()
             hint = "complete files are kept: fix this, and the same command continues"
-            raise ArgosyError(f"cannot write {self.folder}: {what}", hint=hint) from error
+            raise ArgosyError(f"cannot write {self.folder}: {reason}", hint=hint) from error

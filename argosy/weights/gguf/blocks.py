@@ -54,21 +54,21 @@ class BlockRows:
         def read(columns: slice) -> IntegerBlocks:
             return blocks(self.type, self.raw[self.order[columns]])
 
-        own = {"shape": self.shape, "inner": self.inner, "first": self.first, "experts": self.experts}
+        layout = {"shape": self.shape, "inner": self.inner, "first": self.first, "experts": self.experts}
         if self.experts:
             # One matrix, in whose panels experts follow each other: an expert's columns are whole panels.
             columns = len(self.order), math.prod(self.shape) // len(self.order)
-            found = replace(packed_blocks(read, CODES[self.type], columns, 1, False, like=like), **own)
+            panels = replace(packed_blocks(read, CODES[self.type], columns, 1, False, like=like), **layout)
         else:
-            found = packed_blocks(read, CODES[self.type], self.shape, self.inner, self.first, like=like)
+            panels = packed_blocks(read, CODES[self.type], self.shape, self.inner, self.first, like=like)
         drop(self.raw.ctypes.data, self.raw.nbytes)
-        return found
+        return panels
 
     @property
     def nbytes(self) -> int:
         """The size of the packed weight."""
-        one = blocks(self.type, self.raw[:1])
-        return packed_bytes(len(self.order), one, CODES[self.type])
+        first_row = blocks(self.type, self.raw[:1])
+        return packed_bytes(len(self.order), first_row, CODES[self.type])
 
 
 class BlockedWeights:
@@ -115,12 +115,12 @@ class BlockedWeights:
     def _numbers(self, name: str, theirs: str, by_row: bool, inner: int, first: bool, experts: int) -> np.ndarray | None:
         """The numbers of their tensor's rows or columns where the weight has its own, [kept summed]; None if made from several."""
         places = IndexTensors(self.mapped.reader, by_row)
-        found = self.mapped.with_reader(places).read(name)
+        numbers = self.mapped.with_reader(places).read(name)
         if places.asked != {theirs}:
             return None
-        own = found.shape[1:] if experts else found.shape
-        summed = math.prod(own[:inner] if first else own[len(own) - inner :])
-        matrices = found.reshape(max(experts, 1), *((summed, -1) if first else (-1, summed)))
+        shape = numbers.shape[1:] if experts else numbers.shape
+        summed = math.prod(shape[:inner] if first else shape[len(shape) - inner :])
+        matrices = numbers.reshape(max(experts, 1), *((summed, -1) if first else (-1, summed)))
         return (matrices.transpose(0, 2, 1) if first else matrices).reshape(-1, summed)
 
 
@@ -137,8 +137,8 @@ class Origin:
 
     def rows(self, address: str, weight: Any, inner: int, first: bool) -> BlockRows | None:
         """A weight as it lies in the file; None if it does not, or no longer. Other arguments are those of `BlockedWeights.of`."""
-        known = self._of.get(address)
-        if known is None or known() is not weight or weight.dtype != np.float32 or self.blocks.has_changed:
+        reference = self._of.get(address)
+        if reference is None or reference() is not weight or weight.dtype != np.float32 or self.blocks.has_changed:
             return None
         return self.blocks.of(address, inner, first)
 
@@ -171,10 +171,10 @@ class IndexTensors:
 
 def _stamp(file: GGUF) -> tuple[int, ...] | None:
     try:
-        found = file.path.stat()
+        stat = file.path.stat()
     except OSError:
         return None
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 def alike(a: np.ndarray) -> bool:

@@ -39,9 +39,9 @@ class Metadata:
     @property
     def unasked(self) -> list[str]:
         """The keys of this architecture in the file that nothing has read."""
-        start, known = f"{self.kind}.", self.asked | HARMLESS
+        start, expected = f"{self.kind}.", self.asked | HARMLESS
         keys = {key.removeprefix(start): value for key, value in self.file.meta.items() if key.startswith(start)}
-        unread = {key: value for key, value in keys.items() if key not in known and _is_present(value)}
+        unread = {key: value for key, value in keys.items() if key not in expected and _is_present(value)}
         return [f"{quoted(start + key)} = {quoted(str(value), 40)} is not understood" for key, value in unread.items()]
 
     def get(self, key: str) -> Any:
@@ -237,8 +237,8 @@ def llama3(divisors: np.ndarray, base: float) -> Llama3Scaling:
     ramp = np.flatnonzero((divisors > 1.001) & (divisors < 0.999 * factor))
     scaling = Llama3Scaling(factor=max(factor, 1.0))
     if len(ramp):
-        kept = (1 / divisors[ramp[0]] - 1 / factor) / (1 - 1 / factor)
-        turns = scaling.low + float(kept) * (scaling.high - scaling.low)
+        smooth = (1 / divisors[ramp[0]] - 1 / factor) / (1 - 1 / factor)
+        turns = scaling.low + float(smooth) * (scaling.high - scaling.low)
         scaling = Llama3Scaling(factor=factor, original=round(turns * 2 * math.pi / float(plain[ramp[0]])))
     if np.allclose(plain / scaling.apply(plain, base)[0], divisors, rtol=1e-4):
         return scaling

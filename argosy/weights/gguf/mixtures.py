@@ -75,11 +75,11 @@ def usual_type(name: str, shape: Shape, mixture: Mixture, config: Any, architect
         return "Q8_0" if mixture.type == "Q8_0" or shape[-1] % BY_NAME[mixture.type].values else "Q6_K"
     eight = config.experts is not None and config.experts.count == 8
     if re.search(r"attn_(v|qkv)\.weight", name):
-        wanted = "Q6_K" if mixture.more and _has_more_bits(name, config.layers) else mixture.type
+        value_type = "Q6_K" if mixture.more and _has_more_bits(name, config.layers) else mixture.type
         # Llama 2 and 3 and Qwen 2 of 70B: eight query heads share a value head.
-        if wanted == "Q4_K" and config.layers == 80 and config.heads > config.K and architecture in ("llama", "qwen2"):
-            wanted = "Q5_K"
-        return "Q8_0" if eight else wanted
+        if value_type == "Q4_K" and config.layers == 80 and config.heads > config.K and architecture in ("llama", "qwen2"):
+            value_type = "Q5_K"
+        return "Q8_0" if eight else value_type
     if "attn_k.weight" in name and eight:
         return "Q8_0"
     if "ffn_down" in name and mixture.more and _has_more_bits(name, config.layers):

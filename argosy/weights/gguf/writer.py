@@ -79,13 +79,13 @@ def gguf_content(
     """
     if type(config) not in DESCRIBERS:
         family = Choice(FAMILIES, tag="family").name_of(config)
-        known = ", ".join(name for name in FAMILIES if FAMILIES[name] in DESCRIBERS)
-        raise Unsupported(f"the family `{family}` cannot be written as GGUF", hint=f"families that can be: {known}")
+        families = ", ".join(name for name in FAMILIES if FAMILIES[name] in DESCRIBERS)
+        raise Unsupported(f"the family `{family}` cannot be written as GGUF", hint=f"families that can be: {families}")
     architecture, keys = DESCRIBERS[type(config)](config)
     meta = {KIND: architecture, "general.type": "model"} | ({"general.name": name} if name else {})
     meta |= {f"{architecture}.{key}": value for key, value in keys.items()}
     factors = frequencies(config)
-    described = _described(config, Outline(meta, _telling(weights) | {n: a.shape for n, a in factors.items()}, factors))
+    described = _describe(config, Outline(meta, _telling(weights) | {n: a.shape for n, a in factors.items()}, factors))
     exact = float32_addresses(config.build())
     table = KeyMap(described.rows, described.sizes, ignore=ROPE_TENSORS)
     entries = list(table.inverse(weights))
@@ -93,7 +93,8 @@ def gguf_content(
     tensors = []
     for entry in entries:
         stays = not exact.isdisjoint(paths[entry.name])
-        kind = "F32" if stays else _kept(entry) if mixture is None else type_of(entry.name, entry.shape, mixture, config, architecture)
+        usual = _own_type(entry) if mixture is None else type_of(entry.name, entry.shape, mixture, config, architecture)
+        kind = "F32" if stays else usual
         tensors.append(EncodedTensor(_raised(entry) if described.raised else entry, kind))
     tensors += [EncodedTensor(TensorEntry(n, a.shape, a.dtype, lambda a=a: a), "F32") for n, a in factors.items()]  # type: ignore[misc]
     number = _file_type(tensors) if mixture is None else mixture.number
@@ -101,24 +102,24 @@ def gguf_content(
     return GGUFContent(meta | _tokens(tokenizer, config.vocab, hub or {}, say), tensors)
 
 
-def _described(config: Any, outline: "Outline") -> Described:
+def _describe(config: Any, outline: "Outline") -> Described:
     """How the reader will see the file.
 
     Raises:
         Unsupported: it would see another model.
     """
     meta = Metadata(outline)  # type: ignore[arg-type]
-    found = None
+    described = None
     try:
-        found = READERS[meta.kind](meta)
-        lost = [*meta.problems, *meta.unasked] or list(_differences(config, found.config))
+        described = READERS[meta.kind](meta)
+        lost = [*meta.problems, *meta.unasked] or list(_differences(config, described.config))
     except (ValueError, BadInput) as error:
         lost = meta.problems or [str(error)]
-    if found is None or lost:
-        what = problem_list(lost, 8)
+    if described is None or lost:
+        problems = problem_list(lost, 8)
         hint = "Argosy's own format holds it: to=argosy; and to=hub, if the Hub's has such a model"
-        raise Unsupported(f"a GGUF file of the architecture `{meta.kind}` cannot hold this model: {what}", hint=hint)
-    return found
+        raise Unsupported(f"a GGUF file of the architecture `{meta.kind}` cannot hold this model: {problems}", hint=hint)
+    return described
 
 
 class Outline:
@@ -142,14 +143,14 @@ class Outline:
 
 
 def _telling(weights: TensorReader) -> dict[str, Shape]:
-    found = {}
+    shapes = {}
     for path in weights.names:
         head, _, rest = path.partition(".")
         layer, _, rest = rest.partition(".") if head == "layers" else ("", "", path)
         if rest in TELLING:
             shape = weights.shape(path)
-            found[f"blk.{layer}.{TELLING[rest]}" if layer else TELLING[rest]] = shape
-    return found
+            shapes[f"blk.{layer}.{TELLING[rest]}" if layer else TELLING[rest]] = shape
+    return shapes
 
 
 def _differences(ours: Any, theirs: Any) -> Iterable[str]:
@@ -185,16 +186,16 @@ def _turns(config: Any) -> Any:
     """What the rotary scaling comes to, to five digits; None for one that depends on the length."""
     rope: Rope = config.rope
     try:
-        found, factor = rope.frequencies(rope.rotated_size(config.H))
+        frequencies, factor = rope.frequencies(rope.rotated_size(config.H))
     except ValueError:
         return math.nan
-    return [f"{x:.4e}" for x in (*found, factor)]
+    return [f"{x:.4e}" for x in (*frequencies, factor)]
 
 
-def _kept(entry: TensorEntry) -> str:
+def _own_type(entry: TensorEntry) -> str:
     """The type as it is, where llama.cpp takes it."""
-    known = {"float16": "F16", "bfloat16": "BF16"}
-    return "F32" if is_float32(entry.name, entry.shape) else known.get(entry.dtype.name, "F32")
+    types = {"float16": "F16", "bfloat16": "BF16"}
+    return "F32" if is_float32(entry.name, entry.shape) else types.get(entry.dtype.name, "F32")
 
 
 def _file_type(tensors: list[EncodedTensor]) -> int:

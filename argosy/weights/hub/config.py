@@ -106,10 +106,10 @@ def check_quantised(hub: dict[str, Any], where: str) -> None:
         return
     if method in METHODS:
         return check_layout(quantization, where)
-    how = f"`{method}`" + (f" in blocks of {str(blocks)[:40]}" if method == "fp8" else "")
-    known = f"{', '.join(METHODS)}, mxfp4, and fp8 in blocks of {FP8_BLOCK}"
-    hint = f"supported are {known}; or take the original weights, or a GGUF file"
-    raise BadInput(f"weights quantized by {how} are not supported", where=where, hint=hint)
+    description = f"`{method}`" + (f" in blocks of {str(blocks)[:40]}" if method == "fp8" else "")
+    supported = f"{', '.join(METHODS)}, mxfp4, and fp8 in blocks of {FP8_BLOCK}"
+    hint = f"supported are {supported}; or take the original weights, or a GGUF file"
+    raise BadInput(f"weights quantized by {description} are not supported", where=where, hint=hint)
 
 
 def is_packed(hub: dict[str, Any]) -> bool:
@@ -140,4 +140,4 @@ def check_bounds(hub: dict[str, Any], where: str) -> None:
 def depth(value: Any, most: int) -> int:
     """How deeply a JSON value is nested; counting stops at `most` + 1."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return 1 + max((depth(one, most - 1) for one in inner), default=0) if most >= 0 else 0
+    return 1 + max((depth(child, most - 1) for child in inner), default=0) if most >= 0 else 0

@@ -79,7 +79,7 @@ def image_updates(path: str | Path, weights: Mapping[str, TensorReader]) -> dict
     """
     path = Path(path)
     file = SafeTensors.open(path / FILE if path.is_dir() else path)
-    found: dict[tuple[str, str], dict[str, np.ndarray]] = {}
+    by_tensor: dict[tuple[str, str], dict[str, np.ndarray]] = {}
     unknown = []
     for name in file.names:
         end = next((end for end in ENDS if name.endswith(end)), None)
@@ -87,21 +87,21 @@ def image_updates(path: str | Path, weights: Mapping[str, TensorReader]) -> dict
         if end is None or place is None:
             unknown.append(name)
         else:
-            found.setdefault(place, {})[ENDS[end]] = file.read(name)
+            by_tensor.setdefault(place, {})[ENDS[end]] = file.read(name)
     if unknown:
         hint = "names of diffusers (transformer., unet., text_encoder.) and of kohya's trainer for Stable Diffusion 1 and 2 are read"
         many = plural(len(unknown), "tensor fits", "tensors fit")
         raise BadInput(f"{many} no weight of this pipeline: {some(unknown)}", where=str(path), hint=hint)
-    said = json.loads(file.metadata.get("lora_adapter_metadata") or "{}")
+    metadata = json.loads(file.metadata.get("lora_adapter_metadata") or "{}")
     out: dict[str, dict[str, LowRankUpdate]] = {}
-    for (part, tensor), factors in found.items():
+    for (part, tensor), factors in by_tensor.items():
         if not {"down", "up"} <= factors.keys():
             raise BadInput(f"{part}/{tensor}: only one of the two factors of its adapter is there", where=str(path))
         down, up = factors["down"], factors["up"]
         shape, rank = weights[part].shape(tensor), len(down)
         if (up.shape[0], up.shape[1], down[0].size) != (shape[0], rank, int(np.prod(shape[1:]))):
             raise BadInput(f"{part}/{tensor} is {list(shape)}, and its adapter {list(up.shape)} x {list(down.shape)}", where=str(path))
-        alpha = float(factors["alpha"].reshape(-1)[0]) if "alpha" in factors else _alpha(said, part, tensor, rank)
+        alpha = float(factors["alpha"].reshape(-1)[0]) if "alpha" in factors else _alpha(metadata, part, tensor, rank)
         out.setdefault(part, {})[tensor] = LowRankUpdate(down, up, alpha / rank)
     return out
 
@@ -125,9 +125,9 @@ def _place(name: str, weights: Mapping[str, TensorReader]) -> tuple[str, str] | 
     return None
 
 
-def _alpha(said: Mapping[str, Any], part: str, tensor: str, rank: int) -> float:
+def _alpha(metadata: Mapping[str, Any], part: str, tensor: str, rank: int) -> float:
     """alpha from the metadata that diffusers writes; the rank where there is none."""
-    patterns = said.get(f"{part}.alpha_pattern") or {}
+    patterns = metadata.get(f"{part}.alpha_pattern") or {}
     module = tensor.removesuffix(".weight")
-    own = next((alpha for name, alpha in patterns.items() if module == name or module.endswith(f".{name}")), None)
-    return float(own if own is not None else said.get(f"{part}.lora_alpha", rank))
+    match = next((alpha for name, alpha in patterns.items() if module == name or module.endswith(f".{name}")), None)
+    return float(match if match is not None else metadata.get(f"{part}.lora_alpha", rank))

@@ -59,8 +59,8 @@ class ImageSteps:
         if self.crop is not None:
             rows, columns = self.crop
             if rows > height or columns > width:
-                what = f"{FILE}: a part of {columns}x{rows} pixels of an image of {width}x{height}"
-                raise BadInput(what, hint="a larger size, or no crop")
+                problem = f"{FILE}: a part of {columns}x{rows} pixels of an image of {width}x{height}"
+                raise BadInput(problem, hint="a larger size, or no crop")
             top, left = (height - rows) // 2, (width - columns) // 2
             image = image[top : top + rows, left : left + columns]
         return ((image * self.factor - np.array(self.mean)) / np.array(self.deviation)).astype(np.float32)
@@ -76,17 +76,17 @@ def read_image_steps(folder: Path | None, size: int) -> ImageSteps:
         BadInput: a step that is not built, or a size that the model does not read.
         Damaged: the file has invalid contents.
     """
-    said = None if folder is None else next((found for name in (FILE, WHOLE) if (found := _read(folder / name)) is not None), None)
-    if folder is None or said is None:
+    settings = None if folder is None else next((file for name in (FILE, WHOLE) if (file := _read(folder / name)) is not None), None)
+    if folder is None or settings is None:
         return ImageSteps(size, (size, size))
     try:
-        steps = _steps(said)
+        steps = _steps(settings)
     except (TypeError, ValueError, LookupError) as error:
         raise Damaged(f"{FILE} has invalid contents: {error}", where=str(folder)) from None
     if steps.crop != (size, size):
-        given = "any size" if steps.crop is None else "{1}x{0} pixels".format(*steps.crop)
-        what = f"{FILE}: images of {given}, and the model reads {size}x{size}"
-        raise BadInput(what, where=str(folder / FILE), hint="do_center_crop with that crop_size")
+        input_size = "any size" if steps.crop is None else "{1}x{0} pixels".format(*steps.crop)
+        problem = f"{FILE}: images of {input_size}, and the model reads {size}x{size}"
+        raise BadInput(problem, where=str(folder / FILE), hint="do_center_crop with that crop_size")
     return steps
 
 
@@ -94,28 +94,29 @@ def _read(path: Path) -> Mapping[str, Any] | None:
     """The settings of images in a file; None: there are none."""
     if not path.is_file():
         return None
-    said = read_object(path)
-    return said if path.name == FILE else said.get("image_processor")
+    settings = read_object(path)
+    return settings if path.name == FILE else settings.get("image_processor")
 
 
-def _steps(said: Mapping[str, Any]) -> ImageSteps:
+def _steps(settings: Mapping[str, Any]) -> ImageSteps:
     shorter = None
-    if said.get("do_resize", True):
-        size = said.get("size", {"shortest_edge": 224})
+    if settings.get("do_resize", True):
+        size = settings.get("size", {"shortest_edge": 224})
         if isinstance(size, Mapping) and set(size) != {"shortest_edge"}:
             raise BadInput(f"{FILE}: `size` = {dict(size)} is not built", hint="shortest_edge is")
         shorter = int(size["shortest_edge"] if isinstance(size, Mapping) else size)
     crop = None
-    if said.get("do_center_crop", True):
-        given = said.get("crop_size", 224)
-        crop = (int(given["height"]), int(given["width"])) if isinstance(given, Mapping) else (int(given), int(given))
-    number = said.get("resample", 3)
+    if settings.get("do_center_crop", True):
+        crop_size = settings.get("crop_size", 224)
+        sides = (crop_size["height"], crop_size["width"]) if isinstance(crop_size, Mapping) else (crop_size, crop_size)
+        crop = int(sides[0]), int(sides[1])
+    number = settings.get("resample", 3)
     if number not in FILTERS:
         hint = f"one of {', '.join(f'{n} ({name})' for n, name in FILTERS.items())}"
         raise BadInput(f"{FILE}: `resample` = {number} is not built", hint=hint)
-    factor = float(said.get("rescale_factor", 1 / 255)) if said.get("do_rescale", True) else 1.0
-    normal = said.get("do_normalize", True)
-    mean, deviation = (_colors(said.get(key, default)) for key, default in (("image_mean", MEAN), ("image_std", DEVIATION)))
+    factor = float(settings.get("rescale_factor", 1 / 255)) if settings.get("do_rescale", True) else 1.0
+    normal = settings.get("do_normalize", True)
+    mean, deviation = (_colors(settings.get(key, default)) for key, default in (("image_mean", MEAN), ("image_std", DEVIATION)))
     if not all(np.isfinite(value) and value > 0 for value in deviation):
         raise ValueError(f"image_std = {list(deviation)}")
     return ImageSteps(shorter, crop, FILTERS[number], factor, mean if normal else (0.0,) * 3, deviation if normal else (1.0,) * 3)

@@ -29,12 +29,12 @@ TOKEN = "token"
 LearnedRows = dict[str, Float[np.ndarray, "n D"]]
 
 
-def read_learned_embeddings(path: str | Path, widths: Sequence[int], known: Sequence[LearnedRows]) -> None:
+def read_learned_embeddings(path: str | Path, widths: Sequence[int], encoder_rows: Sequence[LearnedRows]) -> None:
     """Adds the rows of a file, or of a folder with `learned_embeds.safetensors`, to those that are read already.
 
     Args:
         widths: of the text encoders' embeddings, in their order.
-        known: the rows of each encoder.
+        encoder_rows: the rows of each encoder.
 
     Raises:
         BadInput: there is no such file, it holds something else, rows are of another model, or the token is there already.
@@ -52,16 +52,17 @@ def read_learned_embeddings(path: str | Path, widths: Sequence[int], known: Sequ
     if names and set(names) <= set(OF_XL):
         token, order = tensors.metadata.get(TOKEN, file.stem), [OF_XL.index(name) for name in names]
     elif len(names) != 1:
-        what = f"embeddings={path} has {len(names)} tensors, and a file of learned embeddings has one, named by its token"
-        raise BadInput(what, hint="learned_embeds.safetensors of diffusers' textual_inversion.py; clip_l and clip_g for two encoders")
+        problem = f"embeddings={path} has {len(names)} tensors, and a file of learned embeddings has one, named by its token"
+        hint = "learned_embeds.safetensors of diffusers' textual_inversion.py; clip_l and clip_g for two encoders"
+        raise BadInput(problem, hint=hint)
     else:
         token, order = file.stem if names[0] == UNNAMED else names[0], [-1]
     rows = [np.asarray(tensors.read(name), np.float32) for name in names]
-    add_learned_rows(known, token, dict(zip(order, rows, strict=True)), widths, str(path))
+    add_learned_rows(encoder_rows, token, dict(zip(order, rows, strict=True)), widths, str(path))
 
 
 def add_learned_rows(
-    known: Sequence[LearnedRows], token: str, rows: Mapping[int, np.ndarray], widths: Sequence[int], path: str
+    encoder_rows: Sequence[LearnedRows], token: str, rows: Mapping[int, np.ndarray], widths: Sequence[int], path: str
 ) -> None:
     """Adds the rows of one token to those that are read already.
 
@@ -72,19 +73,19 @@ def add_learned_rows(
     Raises:
         BadInput: rows are of another model, or the token is there already.
     """
-    if not token.strip() or any(token.lower() in map(str.lower, one) for one in known):
+    if not token.strip() or any(token.lower() in map(str.lower, tokens) for tokens in encoder_rows):
         raise BadInput(f"embeddings={path}: the token {token!r} is {'no text' if not token.strip() else 'in another file too'}")
-    for number, own in rows.items():
-        own = own[None] if own.ndim == 1 else own
-        fits = own.ndim == 2 and len(own) > 0
-        number = next((i for i, width in enumerate(widths) if fits and own.shape[1] == width), 0) if number < 0 else number
+    for number, embedding in rows.items():
+        embedding = embedding[None] if embedding.ndim == 1 else embedding
+        fits = embedding.ndim == 2 and len(embedding) > 0
+        number = next((i for i, width in enumerate(widths) if fits and embedding.shape[1] == width), 0) if number < 0 else number
         if number >= len(widths):
-            what = f"embeddings={path} is of Stable Diffusion XL, with rows for two encoders, and this pipeline has one"
-            raise BadInput(what, hint="a folder of Stable Diffusion XL")
-        if not fits or own.shape[1] != widths[number]:
+            problem = f"embeddings={path} is of Stable Diffusion XL, with rows for two encoders, and this pipeline has one"
+            raise BadInput(problem, hint="a folder of Stable Diffusion XL")
+        if not fits or embedding.shape[1] != widths[number]:
             read = " or ".join(f"{width}" for width in widths)
-            raise BadInput(f"embeddings={path} has rows of {list(own.shape)}, and the text encoder reads rows of {read} numbers")
-        known[number][token] = own
+            raise BadInput(f"embeddings={path} has rows of {list(embedding.shape)}, and the text encoder reads rows of {read} numbers")
+        encoder_rows[number][token] = embedding
 
 
 def learned_arrays(config: Any, weights: TensorReader, dtype: Any = None) -> list[Float[np.ndarray, "n D"]]:
@@ -95,5 +96,5 @@ def learned_arrays(config: Any, weights: TensorReader, dtype: Any = None) -> lis
 def learned_embeddings_file(token: str, rows: Sequence[Float[np.ndarray, "n D"]], name: str = FILE) -> File:
     """The file of a token's rows, as diffusers reads it: of one encoder under the token's name, of both as `clip_l` and `clip_g`."""
     names = (token,) if len(rows) == 1 else OF_XL
-    entries = [TensorEntry(key, own.shape, own.dtype, lambda own=own: own) for key, own in zip(names, rows, strict=True)]
+    entries = [TensorEntry(key, array.shape, array.dtype, lambda array=array: array) for key, array in zip(names, rows, strict=True)]
     return tensors_file(name, entries, {"format": "pt", TOKEN: token})

@@ -28,14 +28,16 @@ from argosy.weights.model import OpenedModel
 from argosy.weights.quantized import QuantizedWeights
 
 
-def with_expected_names(reader: TensorReader, prefixes: Sequence[str], old: Mapping[str, str], known: Collection[str]) -> TensorReader:
+def with_expected_names(
+    reader: TensorReader, prefixes: Sequence[str], old: Mapping[str, str], expected: Collection[str]
+) -> TensorReader:
     """The tensors under the names the model expects. Their names may differ by a prefix (a model saved with or without its head
     has different prefixes) or by an old ending. Where a tensor exists under both names, the expected one is used."""
     name_of = {name: name for name in reader.names}
-    for name in set(reader.names) - set(known):
+    for name in set(reader.names) - set(expected):
         newer = next((name.removesuffix(end) + new for end, new in old.items() if name.endswith(end)), name)
         others = [newer, *(other for prefix in prefixes for other in (prefix + newer, newer.removeprefix(prefix)))]
-        if (other := next((other for other in others if other in known), name)) not in name_of:
+        if (other := next((other for other in others if other in expected), name)) not in name_of:
             name_of[other] = name_of.pop(name)
     return TensorView(reader, names=name_of)
 
@@ -117,9 +119,9 @@ def open_folder(folder: Path, warn: Callable[[str], None] = lambda _: None) -> O
     if is_headless(hub, config, tensors.names):
         config = config.model_copy(update={"tied": True})
     for key in type(config).model_fields:
-        stated, found = getattr(declared, key), getattr(config, key)
-        if stated != found and key not in config.hub_unsaid:
-            warn(f"{folder}: config.json has {key} = {stated}, but the tensors have {key} = {found}, which is used")
+        stated, actual = getattr(declared, key), getattr(config, key)
+        if stated != actual and key not in config.hub_unsaid:
+            warn(f"{folder}: config.json has {key} = {stated}, but the tensors have {key} = {actual}, which is used")
     left_out = [n for n in tensors.names if any(fnmatchcase(n, pattern) for pattern in config.hub_left_out)]
     if left_out:
         many = plural(len(left_out), "tensor", "is", "are")
@@ -181,12 +183,12 @@ def check_vocabulary(rows: list[KeyRow], sizes: Mapping[str, int], tensors: Tens
         axes, shape = Rearrangement.parse(row.reading).left[0].axes, tensors.shape(row.names)
         if ("V",) not in axes or len(shape) != len(axes):
             continue
-        found = shape[axes.index(("V",))]
-        if found != sizes["V"]:
+        count = shape[axes.index(("V",))]
+        if count != sizes["V"]:
             raise BadInput(
-                f"config.json says `vocab_size` is {sizes['V']}, and `{row.names}` has {plural(found, 'row')}",
+                f"config.json says `vocab_size` is {sizes['V']}, and `{row.names}` has {plural(count, 'row')}",
                 where=f"in {where}",
-                hint=f'if the vocabulary was padded or extended, write "vocab_size": {found} into config.json',
+                hint=f'if the vocabulary was padded or extended, write "vocab_size": {count} into config.json',
             )
 
 

@@ -81,11 +81,11 @@ def read_steps(folder: Path, pooling: str | None = None, otherwise: str = "mean"
         BadInput: a step, or a way to pool, that is not built.
         Damaged: files with invalid contents.
     """
-    beside = read_object(folder / "sentence_bert_config.json")
-    tokens = beside.get("max_seq_length") or read_object(folder / "tokenizer_config.json").get("model_max_length")
+    bert_config = read_object(folder / "sentence_bert_config.json")
+    tokens = bert_config.get("max_seq_length") or read_object(folder / "tokenizer_config.json").get("model_max_length")
     prompts, default = _prompts(read_object(folder / "config_sentence_transformers.json"), str(folder))
     most = int(tokens) if isinstance(tokens, int | float) and tokens > 0 else None
-    read: dict[str, Any] = {"pooling": pooling or otherwise, "tokens": most, "lower": bool(beside.get("do_lower_case"))}
+    read: dict[str, Any] = {"pooling": pooling or otherwise, "tokens": most, "lower": bool(bert_config.get("do_lower_case"))}
     for kind, where in _modules(folder):
         if kind == "Pooling":
             config = read_object(folder / where / "config.json")
@@ -104,7 +104,7 @@ def _modules(folder: Path) -> list[tuple[str, str]]:
         return []
     try:
         listed = json.loads(read_text(folder / "modules.json", 1 << 20))
-        return [(str(one["type"]).rpartition(".")[2], str(one["path"])) for one in listed]
+        return [(str(module["type"]).rpartition(".")[2], str(module["path"])) for module in listed]
     except (ValueError, TypeError, KeyError):
         raise Damaged("modules.json lists no modules", where=str(folder)) from None
 
@@ -113,21 +113,21 @@ def _pooling(config: Mapping[str, Any], where: str) -> str:
     """The single pooling mode that a Pooling module is set to."""
     modes = [config["pooling_mode"]] if isinstance(config.get("pooling_mode"), str) else []
     modes += [key for key, value in config.items() if key.startswith("pooling_mode_") and value is True]
-    found = [name for name in POOLINGS if name in modes or MODES[name] in modes or SHORT.get(name) in modes]
-    if len(modes) != 1 or not found:
+    matches = [name for name in POOLINGS if name in modes or MODES[name] in modes or SHORT.get(name) in modes]
+    if len(modes) != 1 or not matches:
         raise BadInput(f"pooling by {' and '.join(modes) or 'nothing'} is not built", where=where, hint="pass pooling=")
-    return found[0]
+    return matches[0]
 
 
 def _prompts(config: Mapping[str, Any], where: str) -> tuple[dict[str, str], str | None]:
     """The prompts by name, and the name of the default one. A prompt that is null is an empty text."""
-    given, default = config.get("prompts") or {}, config.get("default_prompt_name")
-    if not isinstance(given, dict) or not all(isinstance(text, str | None) for text in given.values()):
+    prompts, default = config.get("prompts") or {}, config.get("default_prompt_name")
+    if not isinstance(prompts, dict) or not all(isinstance(text, str | None) for text in prompts.values()):
         raise Damaged("`prompts` in config_sentence_transformers.json are no texts by name", where=where)
-    if default is not None and default not in given:
-        what = f"default_prompt_name is `{str(default)[:64]}`, and `prompts` in config_sentence_transformers.json has no such name"
-        raise Damaged(what, where=where)
-    return {name: text or "" for name, text in given.items()}, default
+    if default is not None and default not in prompts:
+        problem = f"default_prompt_name is `{str(default)[:64]}`, and `prompts` in config_sentence_transformers.json has no such name"
+        raise Damaged(problem, where=where)
+    return {name: text or "" for name, text in prompts.items()}, default
 
 
 def trained_steps(objective: Any, data: Any, stored: EmbeddingSteps | None) -> EmbeddingSteps:
@@ -142,16 +142,16 @@ def trained_steps(objective: Any, data: Any, stored: EmbeddingSteps | None) -> E
     if texts:
         graded = "sentence1" in texts or "sentence2" in texts
         names = {"sentence1": "sentence1", "sentence2": "sentence2"} if graded else {"query": "anchor", "document": "positive"}
-        own = {name: texts.get(column, "") for name, column in names.items()}
-        if len(set(own.values())) == 1:
-            text = next(iter(own.values()))
-            default = next((name for name, kept in prompts.items() if kept == text), "default")
-            own = {default: text}
-        prompts |= own
+        training_prompts = {name: texts.get(column, "") for name, column in names.items()}
+        if len(set(training_prompts.values())) == 1:
+            text = next(iter(training_prompts.values()))
+            default = next((name for name, prompt in prompts.items() if prompt == text), "default")
+            training_prompts = {default: text}
+        prompts |= training_prompts
     # Without prompts in training, the stored ones stay as they were.
     pools = stored.include_prompt if stored and not texts else getattr(objective, "include_prompt", True)
-    how: dict[str, Any] = {"include_prompt": pools}
-    return EmbeddingSteps(objective.text_pooling, True, data.sequence, prompts=prompts, default_prompt=default, **how)
+    options: dict[str, Any] = {"include_prompt": pools}
+    return EmbeddingSteps(objective.text_pooling, True, data.sequence, prompts=prompts, default_prompt=default, **options)
 
 
 def write_steps(folder: Path, steps: EmbeddingSteps, width: int) -> None:
@@ -161,15 +161,15 @@ def write_steps(folder: Path, steps: EmbeddingSteps, width: int) -> None:
         width: numbers of a vector.
     """
     listed = [("", "Transformer"), ("1_Pooling", "Pooling"), *([("2_Normalize", "Normalize")] if steps.normalize else [])]
-    known = "sentence_transformers.models"
-    modules = [{"idx": i, "name": str(i), "path": path, "type": f"{known}.{kind}"} for i, (path, kind) in enumerate(listed)]
+    package = "sentence_transformers.models"
+    modules = [{"idx": i, "name": str(i), "path": path, "type": f"{package}.{kind}"} for i, (path, kind) in enumerate(listed)]
     pooling = {"word_embedding_dimension": width, **{mode: name == steps.pooling for name, mode in MODES.items()}}
     pooling |= {"include_prompt": steps.include_prompt}
-    beside = {"max_seq_length": steps.tokens, "do_lower_case": steps.lower}
+    bert_config = {"max_seq_length": steps.tokens, "do_lower_case": steps.lower}
     (folder / "1_Pooling").mkdir(exist_ok=True)
-    files: dict[str, Any] = {"modules.json": modules, "1_Pooling/config.json": pooling, "sentence_bert_config.json": beside}
+    files: dict[str, Any] = {"modules.json": modules, "1_Pooling/config.json": pooling, "sentence_bert_config.json": bert_config}
     if steps.prompts:
-        named = {"prompts": dict(steps.prompts), "default_prompt_name": steps.default_prompt, "similarity_fn_name": "cosine"}
-        files["config_sentence_transformers.json"] = named
+        prompt_config = {"prompts": dict(steps.prompts), "default_prompt_name": steps.default_prompt, "similarity_fn_name": "cosine"}
+        files["config_sentence_transformers.json"] = prompt_config
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

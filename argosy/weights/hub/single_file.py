@@ -74,18 +74,18 @@ def single_file_parts(path: Path) -> dict[str, OpenedModel]:
     file = SafeTensors.open(path)
     inner = _under(file, DENOISER) or {name: name for name in file.names}
     if FLUX in inner:
-        return {"transformer": _opened(path, file, inner, "flux", names.flux_settings, names.flux_rows)}
+        return {"transformer": _open_part(path, file, inner, "flux", names.flux_settings, names.flux_rows)}
     if UNET not in inner or not inner[UNET].startswith(DENOISER):
-        raise _refused(path, list(file.names))
-    parts = {"unet": _opened(path, file, inner, "unet", names.unet_settings, names.unet_rows)}
+        raise _refusal(path, list(file.names))
+    parts = {"unet": _open_part(path, file, inner, "unet", names.unet_settings, names.unet_rows)}
     width: Any = parts["unet"].config
     if vae := _under(file, VAE):
         vae = {name: source for name, source in vae.items() if name.startswith(("encoder.", "decoder.", "quant", "post_quant"))}
         settings = lambda shapes: names.vae_settings(shapes, width.text_width)  # noqa: E731
-        parts["vae"] = _opened(path, file, vae, "autoencoder_kl", settings, names.vae_rows)
-    if clip := next((found for start in CLIPS if (found := _under(file, start))), {}):
+        parts["vae"] = _open_part(path, file, vae, "autoencoder_kl", settings, names.vae_rows)
+    if clip := next((sources for start in CLIPS if (sources := _under(file, start))), {}):
         clip = {name: source for name, source in clip.items() if not name.endswith("position_ids")}
-        parts["text_encoder"] = _opened(path, file, clip, "clip_text", names.clip_settings, lambda config: config.hub_rows())
+        parts["text_encoder"] = _open_part(path, file, clip, "clip_text", names.clip_settings, lambda config: config.hub_rows())
     if clip := _under(file, OPENCLIP):
         parts["text_encoder"] = _openclip(path, file, clip, False)
     if clip := _under(file, OPENCLIP_2):
@@ -93,10 +93,10 @@ def single_file_parts(path: Path) -> dict[str, OpenedModel]:
     return parts
 
 
-def _openclip(path: Path, file: SafeTensors, own: Mapping[str, str], projects: bool) -> OpenedModel:
+def _openclip(path: Path, file: SafeTensors, sources: Mapping[str, str], projects: bool) -> OpenedModel:
     unused = {"logit_scale", "attn_mask"} | (set() if projects else {"text_projection"})
-    own = {name: source for name, source in own.items() if name not in unused and (projects or not name.startswith(UNREAD))}
-    return _opened(path, file, own, "clip_text", lambda shapes: names.openclip_settings(shapes, projects), names.openclip_rows)
+    sources = {name: source for name, source in sources.items() if name not in unused and (projects or not name.startswith(UNREAD))}
+    return _open_part(path, file, sources, "clip_text", lambda shapes: names.openclip_settings(shapes, projects), names.openclip_rows)
 
 
 def single_file_entries(parts: Mapping[str, OpenedModel], dtype: Any = None) -> list[TensorEntry]:
@@ -113,9 +113,9 @@ def single_file_entries(parts: Mapping[str, OpenedModel], dtype: Any = None) -> 
         return _entries("transformer", flux, "", names.flux_settings, names.flux_rows, dtype)
     unet = parts.get("unet")
     if unet is None or not isinstance(unet.config, FAMILIES["unet"]):
-        known = ", ".join(type(one.config).__name__ for one in parts.values())
+        families = ", ".join(type(model.config).__name__ for model in parts.values())
         hint = "Flux.1 in Black Forest Labs' names; Stable Diffusion 1, 2 and XL in Stability AI's"
-        raise BadInput(f"no single file in its authors' names is written of {known}", hint=hint)
+        raise BadInput(f"no single file in its authors' names is written of {families}", hint=hint)
     width: int = unet.config.text_width  # pyright: ignore[reportAttributeAccessIssue]
     entries = _entries("unet", unet, DENOISER, names.unet_settings, names.unet_rows, dtype)
     if vae := parts.get("vae"):
@@ -139,14 +139,14 @@ def _entries(
     """The tensors of a model, which would be read back as it is."""
     entries = list(KeyMap(*rows(model.config)).inverse(cast_weights(model.config, model.weights, dtype)))
     try:
-        found = settings({entry.name: entry.shape for entry in entries})
+        read_back = settings({entry.name: entry.shape for entry in entries})
     except KeyError as error:
         raise BadInput(f"{part}: no published file has such a model: {error} is missing") from None
-    again = type(model.config)(**found)
+    again = type(model.config)(**read_back)
     for name in type(again).model_fields:
-        own, value = getattr(model.config, name), getattr(again, name)
-        if name not in UNTOLD and value != own:
-            raise BadInput(f"{part}: {name}={own} would be read back as {value}, since such a file has no settings")
+        stated, value = getattr(model.config, name), getattr(again, name)
+        if name not in UNTOLD and value != stated:
+            raise BadInput(f"{part}: {name}={stated} would be read back as {value}, since such a file has no settings")
     return [entry._replace(name=start + entry.name) for entry in entries]
 
 
@@ -155,28 +155,28 @@ def _under(file: SafeTensors, start: str) -> dict[str, str]:
     return {name.removeprefix(start): name for name in file.names if name.startswith(start)}
 
 
-def _opened(
+def _open_part(
     path: Path,
     file: SafeTensors,
-    own: Mapping[str, str],
+    sources: Mapping[str, str],
     family: str,
     settings: ReadSettings,
     rows: Callable[[Any], Any],
 ) -> OpenedModel:
-    shapes = {name: file.shape(source) for name, source in own.items()}
+    shapes = {name: file.shape(source) for name, source in sources.items()}
     try:
         config: Any = FAMILIES[family](**settings(shapes))
     except BadInput as error:
         raise BadInput(error.what, where=str(path), hint=error.hint) from None
     except (KeyError, IndexError, ValueError) as error:
         raise BadInput(f"the tensors do not fit a {family}: {error}", where=str(path)) from None
-    weights = MappedTensors(KeyMap(*rows(config)), TensorView(file, names=own), str(path))
+    weights = MappedTensors(KeyMap(*rows(config)), TensorView(file, names=sources), str(path))
     return OpenedModel(path, "file", config, weights)
 
 
-def _refused(path: Path, found: list[str]) -> BadInput:
-    for part, what, hint in OTHERS:
-        if any(part in name for name in found):
-            return BadInput(f"{path} looks like {what}, which is not read from a single file", hint=hint)
-    what = f"{path} is of no kind that is read: its tensors begin with {', '.join(sorted(found)[:3])}"
-    return BadInput(what, hint="Flux.1 in Black Forest Labs' names; Stable Diffusion 1, 2 and XL in Stability AI's")
+def _refusal(path: Path, tensor_names: list[str]) -> BadInput:
+    for part, kind, hint in OTHERS:
+        if any(part in name for name in tensor_names):
+            return BadInput(f"{path} looks like {kind}, which is not read from a single file", hint=hint)
+    problem = f"{path} is of no kind that is read: its tensors begin with {', '.join(sorted(tensor_names)[:3])}"
+    return BadInput(problem, hint="Flux.1 in Black Forest Labs' names; Stable Diffusion 1, 2 and XL in Stability AI's")

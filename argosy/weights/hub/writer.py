@@ -52,13 +52,13 @@ def hub_config_file(config: LanguageConfig, hub: dict[str, Any] | None, kind: st
         kind: the name of the type of most tensors.
         more: further keys.
     """
-    own = config.to_hub()
-    if is_diffusers(own):
-        written = without_quantization(hub) | own | more
-        del written["model_type"]
+    keys = config.to_hub()
+    if is_diffusers(keys):
+        contents = without_quantization(hub) | keys | more
+        del contents["model_type"]
     else:
-        written = without_quantization(hub) | _kept_type(hub, own) | {"dtype": kind, "torch_dtype": kind} | more
-    return of_text("config.json", json.dumps(written, indent=2) + "\n")
+        contents = without_quantization(hub) | _kept_type(hub, keys) | {"dtype": kind, "torch_dtype": kind} | more
+    return of_text("config.json", json.dumps(contents, indent=2) + "\n")
 
 
 def save_folder(

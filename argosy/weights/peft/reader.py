@@ -67,11 +67,11 @@ def read_adapter(folder: str | Path, config: Any) -> Mapping[str, Adapter]:
     contents = read_contents(folder, config)
     hint = "argosy.load(MODEL, adapter=FOLDER) takes one alone; argosy convert merges it"
     if contents.whole:
-        what = f"modules trained in full beside other adapters are not built: {some(sorted(contents.whole))}"
-        raise Unsupported(what, where=str(folder), hint=hint)
+        problem = f"modules trained in full beside other adapters are not built: {some(sorted(contents.whole))}"
+        raise Unsupported(problem, where=str(folder), hint=hint)
     if contents.base:
-        what = f"weights of the base beside other adapters are not built: {some(sorted(contents.base))}"
-        raise Unsupported(what, where=str(folder), hint=f"save it with save_embedding_layers=False; or {hint}")
+        problem = f"weights of the base beside other adapters are not built: {some(sorted(contents.base))}"
+        raise Unsupported(problem, where=str(folder), hint=f"save it with save_embedding_layers=False; or {hint}")
     return contents.adapters
 
 
@@ -88,10 +88,10 @@ def config_for(folder: str | Path, config: Any) -> Any:
         return config
     if "scores" not in type(config).model_fields:
         raise Unsupported("models of this family have no head of scores yet", where=str(folder / CONFIG))
-    file, wanted = SafeTensors.open(folder / WEIGHTS), f"{PREFIX}score.weight"
-    if wanted not in file.names:
-        raise BadInput(f"the task type is {SCORES}, and there is no `{wanted}`", where=str(folder))
-    return config.model_copy(update={"scores": file.shape(wanted)[0]})
+    file, weight_name = SafeTensors.open(folder / WEIGHTS), f"{PREFIX}score.weight"
+    if weight_name not in file.names:
+        raise BadInput(f"the task type is {SCORES}, and there is no `{weight_name}`", where=str(folder))
+    return config.model_copy(update={"scores": file.shape(weight_name)[0]})
 
 
 def read_contents(folder: str | Path, config: Any) -> PeftContents:
@@ -134,10 +134,10 @@ def read_contents(folder: str | Path, config: Any) -> PeftContents:
     choosing = tuple(f"{PREFIX}{module}.lora_" for module, _, _, weights in modules_of(config) if weights[0].chooses)
     if index := [name for name in set(file.names) - used if choosing and name.startswith(choosing)]:
         if any(file.read(name).any() for name in index if ".lora_B." in name):
-            what = (
+            problem = (
                 f"adapters on the indexer of sparse attention, which only selects keys: {some(sorted(index))}"
             )
-            raise Unsupported(what, hint="leave it out of target_modules")
+            raise Unsupported(problem, hint="leave it out of target_modules")
         # B is zero there, because no gradient reaches it.
         used.update(index)
     whole, names = _read_whole(keys, file, config, folder)
@@ -145,12 +145,12 @@ def read_contents(folder: str | Path, config: Any) -> PeftContents:
     used.update(names, base_names)
     for _, head in tied_names(config):
         if any(name.startswith(f"{PREFIX}{head.removesuffix('weight')}lora_") for name in file.names):
-            what = f"an adapter on `{head.removesuffix('.weight')}`, which is tied to the embedding: not built"
-            raise Unsupported(what, where=str(folder), hint="untie the head first, or leave it out of the adapter")
+            problem = f"an adapter on `{head.removesuffix('.weight')}`, which is tied to the embedding: not built"
+            raise Unsupported(problem, where=str(folder), hint="untie the head first, or leave it out of the adapter")
     if strange := sorted(set(file.names) - used):
         hint = nearest(strange[0], [name for site in sites(config) for name in site.names()])
-        what = f"{plural(len(strange), 'tensor', 'belongs', 'belong')} to no module of this model: {', '.join(strange[:4])}"
-        raise BadInput(what, where=str(folder), hint=hint)
+        problem = f"{plural(len(strange), 'tensor', 'belongs', 'belong')} to no module of this model: {', '.join(strange[:4])}"
+        raise BadInput(problem, where=str(folder), hint=hint)
     if not out:
         raise BadInput("the folder has no adapter", where=str(folder))
     return PeftContents(out, whole, _number(keys.get("lora_dropout") or 0.0, "lora_dropout"), base)
@@ -170,14 +170,14 @@ def _read_whole(
     for embedding, head in tied_names(config):
         both = [name for name in (embedding, head) if name in theirs.names]
         if both == [head] or (both == [embedding] and not keys.get("ensure_weight_tying")):
-            what = f"`{both[0]}` was trained in full, and the model ties `{embedding}` and `{head}`, so that PEFT unties them"
-            raise Unsupported(what, where=str(folder), hint="untie the model first, or train again with ensure_weight_tying")
-    found = table.ours_of(theirs.names)
-    said = [name for name in keys.get("modules_to_save") or () if any(_ends(known, name) for known in table.names)]
-    if absent := [name for name in said if not any(_ends(there, name) for there in found)]:
+            problem = f"`{both[0]}` was trained in full, and the model ties `{embedding}` and `{head}`, so that PEFT unties them"
+            raise Unsupported(problem, where=str(folder), hint="untie the model first, or train again with ensure_weight_tying")
+    matches = table.ours_of(theirs.names)
+    module_names = [name for name in keys.get("modules_to_save") or () if any(_ends(tensor, name) for tensor in table.names)]
+    if absent := [name for name in module_names if not any(_ends(there, name) for there in matches)]:
         raise BadInput(f"modules_to_save has {some(absent)}, and the file no such tensors", where=str(folder))
-    whole = {path: np.asarray(table.read(theirs, path)) for path in dict.fromkeys(p for paths in found.values() for p in paths)}
-    used = {PREFIX + name for name in found} | {PREFIX + head for _, head in tied_names(config)}
+    whole = {path: np.asarray(table.read(theirs, path)) for path in dict.fromkeys(p for paths in matches.values() for p in paths)}
+    used = {PREFIX + name for name in matches} | {PREFIX + head for _, head in tied_names(config)}
     return whole, used & set(file.names)
 
 
@@ -186,9 +186,9 @@ def _read_base(file: SafeTensors, config: Any) -> tuple[dict[str, np.ndarray], s
     table = KeyMap(*config.hub_rows())
     names = {name.removeprefix(PREFIX).replace(f".{UNDER}", "."): name for name in file.names if f".{UNDER}" in name}
     theirs = TensorView(file, names=names)
-    found = table.ours_of(theirs.names)
-    paths = dict.fromkeys(path for paths in found.values() for path in paths)
-    return {path: np.asarray(table.read(theirs, path)) for path in paths}, {names[name] for name in found}
+    matches = table.ours_of(theirs.names)
+    paths = dict.fromkeys(path for paths in matches.values() for path in paths)
+    return {path: np.asarray(table.read(theirs, path)) for path in paths}, {names[name] for name in matches}
 
 
 def check_base(contents: PeftContents, weights: TensorReader) -> None:
@@ -201,8 +201,8 @@ def check_base(contents: PeftContents, weights: TensorReader) -> None:
         ours = weights.read(name)
         small = min(ours.dtype, theirs.dtype, key=lambda kind: kind.itemsize)
         if ours.shape != theirs.shape or not np.array_equal(ours.astype(small), theirs.astype(small)):
-            what = f"the folder's own `{UNDER}weight` of `{name.removesuffix('.w')}` is not that of the base model"
-            raise Unsupported(what, hint="they were trained on a changed base, such as one with more tokens: load them onto that")
+            problem = f"the folder's own `{UNDER}weight` of `{name.removesuffix('.w')}` is not that of the base model"
+            raise Unsupported(problem, hint="they were trained on a changed base, such as one with more tokens: load them onto that")
 
 
 def _ends(tensor: str, module: str) -> bool:
@@ -216,12 +216,12 @@ def _check(keys: Mapping[str, Any], folder: Path) -> None:
         raise Unsupported(f"adapters of type {keys['peft_type']} are not built", hint="only low-rank adapters (LORA) are")
     wrong = [f"{key} = {keys[key]!r}" for key, plain in PLAIN.items() if key in keys and keys[key] not in plain]
     if wrong:
-        what = f"{', '.join(wrong)}: not built"
-        raise Unsupported(what, where=where, hint="merge the adapter with PEFT first")
+        problem = f"{', '.join(wrong)}: not built"
+        raise Unsupported(problem, where=where, hint="merge the adapter with PEFT first")
     if (start := keys.get("init_lora_weights")) not in PLAIN_INITS:
-        what = f"init_lora_weights = {start!r} changes the weights of the base each time that PEFT loads this folder: not built"
+        problem = f"init_lora_weights = {start!r} changes the weights of the base each time that PEFT loads this folder: not built"
         hint = "save it with PEFT's path_initial_model_for_weight_conversion, which makes it plain LoRA, or merge it with PEFT first"
-        raise Unsupported(what, where=where, hint=hint)
+        raise Unsupported(problem, where=where, hint=hint)
     if not isinstance(patterns := keys.get("alpha_pattern") or {}, dict):
         raise BadInput("alpha_pattern is not an object", where=where, hint="it maps names of modules to alphas")
     if isinstance(modules := keys.get("modules_to_save") or [], str) or not all(isinstance(name, str) for name in modules):
@@ -242,8 +242,8 @@ def _number(value: Any, name: str, where: str = CONFIG) -> float:
         BadInput: it is something else.
     """
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        shown = "null" if value is None else repr(value)[:40]
-        raise BadInput(f"`{name}` is {shown}, not a number", where=where)
+        text = "null" if value is None else repr(value)[:40]
+        raise BadInput(f"`{name}` is {text}, not a number", where=where)
     return float(value)
 
 

@@ -97,7 +97,7 @@ def sites(config: Any) -> list[Site]:
     """Every module of the Hub's model that a low-rank adapter fits."""
     out = []
     for module, names, row, weights in modules_of(config):
-        if not weights[0].chooses and (hows := _hows(row.reading, weights)) is not None:
+        if not weights[0].chooses and (hows := _readings(row.reading, weights)) is not None:
             out.append(Site(module, names, *hows, table=weights[0].is_lookup))
     return out
 
@@ -128,11 +128,11 @@ def contractions(config: Any) -> dict[str, Contraction]:
     return {".".join(map(str, path)): m for path, m in modules if isinstance(m, Contraction)}
 
 
-def _hows(how: str, weights: Sequence[Contraction]) -> tuple[str, str, str] | None:
+def _readings(reading: str, weights: Sequence[Contraction]) -> tuple[str, str, str] | None:
     """How A, B and the magnitudes are read, derived from how the weights are read; None if the Hub's weight is not a matrix of
     inputs and outputs."""
     weight = weights[0]
-    left, right = how.split("->")
+    left, right = reading.split("->")
     theirs, parts = _axes(left), [_axes(part) for part in right.split(",")]
     summed = [axis for axis, letter in zip(parts[0], weight.spec) if letter in weight.inner]
     group = [axis for axis, letter in zip(parts[0], weight.spec) if letter in weight.group]
@@ -141,10 +141,10 @@ def _hows(how: str, weights: Sequence[Contraction]) -> tuple[str, str, str] | No
     if len(theirs) != 2 or sum(side) != 1:
         return None
     inputs, outputs = theirs[side.index(True)], theirs[side.index(False)]
-    kept = [[a for a, x in zip(part, w.spec) if x in w.out and x not in w.inner] for part, w in zip(parts, weights)]
+    out_axes = [[a for a, x in zip(part, w.spec) if x in w.out and x not in w.inner] for part, w in zip(parts, weights)]
     how_a = f"r {inputs} -> {' '.join([*group, *summed, 'r'])}"
-    how_b = f"{outputs} r -> {', '.join(' '.join([*group, 'r', *axes]) for axes in kept)}"
-    how_m = f"{outputs} -> {', '.join(' '.join([*group, *axes]) for axes in kept)}"
+    how_b = f"{outputs} r -> {', '.join(' '.join([*group, 'r', *axes]) for axes in out_axes)}"
+    how_m = f"{outputs} -> {', '.join(' '.join([*group, *axes]) for axes in out_axes)}"
     return how_a, how_b, how_m
 
 
@@ -170,5 +170,5 @@ def tied_names(config: Any) -> Iterator[tuple[str, str]]:
 def check_tied_adapter(site: Site, config: Any) -> None:
     """PEFT adapts the embedding and leaves a tied head unchanged; here they are one weight, so this is refused."""
     if site.table and config.tied:
-        what = f"an adapter on `{site.module}`, to which the head is tied: not built"
-        raise Unsupported(what, hint="untie the head first, or leave the embedding out of the adapter")
+        problem = f"an adapter on `{site.module}`, to which the head is tied: not built"
+        raise Unsupported(problem, hint="untie the head first, or leave the embedding out of the adapter")

@@ -52,14 +52,14 @@ def adapters_of(model: Any) -> dict[str, Adapter]:
         BadInput: the model has no adapters.
     """
     modules = {".".join(map(str, path)): m for path, m in nnx.iter_modules(model) if isinstance(m, LoRA)}
-    own = split(model)[1]
+    arrays = split(model)[1]
     layers: dict[str, dict[str, np.ndarray]] = {}
     of: dict[str, LoRA] = {}
     for layer, (address, i) in stored_addresses(model).items():
         stored, _, factor = address.rpartition(".")
         if stored in modules and factor in FACTORS:
             name = layer.rpartition(".")[0]
-            layers.setdefault(name, {})[factor] = np.asarray(own[address] if i is None else own[address][i])
+            layers.setdefault(name, {})[factor] = np.asarray(arrays[address] if i is None else arrays[address][i])
             of[name] = modules[stored]
     out = {}
     for name, factors in sorted(layers.items()):
@@ -81,9 +81,9 @@ def contents_of(model: Any) -> PeftContents:
     Raises:
         BadInput: the model has no adapters.
     """
-    own, mine = split(model)[1], retrained(model)
+    arrays, mine = split(model)[1], retrained(model)
     places = {name: at for name, at in stored_addresses(model).items() if at[0] in mine}
-    whole = {name: np.asarray(own[address] if i is None else own[address][i]) for name, (address, i) in places.items()}
+    whole = {name: np.asarray(arrays[address] if i is None else arrays[address][i]) for name, (address, i) in places.items()}
     adapters = adapters_of(model)
     return PeftContents(adapters, whole, max(module.dropout for module in find(model, ".*", LoRA).values()))
 
@@ -122,10 +122,10 @@ def write_adapter(
     files = [tensors_file(WEIGHTS, entries, {"format": "pt"})]
     if isinstance(config, DenoiserConfig) and not in_full and not magnitudes - {False}:
         files.append(image_adapter_file(config, theirs, modules))
-    said = _config(modules, base, magnitudes.pop()) | {"lora_dropout": dropout}
-    said |= {"modules_to_save": sorted({name.rpartition(".")[0] for name in in_full}) or None}
-    said |= {"task_type": SCORES} if config.scored else {}
-    files.append(of_text(CONFIG, json.dumps(said, indent=2) + "\n"))
+    adapter_config = _config(modules, base, magnitudes.pop()) | {"lora_dropout": dropout}
+    adapter_config |= {"modules_to_save": sorted({name.rpartition(".")[0] for name in in_full}) or None}
+    adapter_config |= {"task_type": SCORES} if config.scored else {}
+    files.append(of_text(CONFIG, json.dumps(adapter_config, indent=2) + "\n"))
     # The folder is written completely or not at all.
     with StagedFolder(folder, None) as part:
         part.plan(files)
@@ -168,9 +168,9 @@ def image_adapter_file(
         TensorEntry(f"{part}.{name.removeprefix(PREFIX)}", array.shape, array.dtype, lambda array=array: array)
         for name, array in sorted(theirs.items())
     ]
-    said = _config(modules, None, False)
-    kept = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "target_modules")
-    metadata = {f"{part}.{key}": said[key] for key in kept}
+    adapter_config = _config(modules, None, False)
+    keys = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "target_modules")
+    metadata = {f"{part}.{key}": adapter_config[key] for key in keys}
     return tensors_file(IMAGE_FILE, entries, {"format": "pt", "lora_adapter_metadata": json.dumps(metadata, sort_keys=True)})
 
 
@@ -183,8 +183,8 @@ def _whole_theirs(config: Any, whole: Mapping[str, np.ndarray]) -> dict[str, np.
     mine = [row for row in mine if any(path in whole for path in _paths(row))]
     for row in mine:
         if lost := [path for path in _paths(row) if path not in whole]:
-            what = f"`{row.names}` is one weight for the PEFT library, of which {some(lost)} was not trained in full"
-            raise Unsupported(what, hint="adapter.train=... for all of them, or merge instead")
+            problem = f"`{row.names}` is one weight for the PEFT library, of which {some(lost)} was not trained in full"
+            raise Unsupported(problem, hint="adapter.train=... for all of them, or merge instead")
     out = {}
     for entry in KeyMap(mine, sizes).inverse(Arrays(whole)):
         out[entry.name] = np.ascontiguousarray(entry.make(), np.float32)
@@ -199,8 +199,8 @@ def _at(row: KeyRow, layer: int | None) -> KeyRow:
     """A row at one layer."""
 
     def filled(names: Any) -> Any:
-        one = isinstance(names, str)
-        return names.replace("{l}", str(layer)) if one else tuple(name.replace("{l}", str(layer)) for name in names)
+        single = isinstance(names, str)
+        return names.replace("{l}", str(layer)) if single else tuple(name.replace("{l}", str(layer)) for name in names)
 
     # The library's model has no modules that predict further tokens, which hold copies.
     return replace(row, names=filled(row.names), paths=filled(row.paths), layers=None, copies=())
@@ -213,8 +213,8 @@ def _theirs(
     present = [part for part in parts if part is not None]
     dora = [part.m is not None for part in present]
     if any(dora) and not (all(dora) and len(present) == len(parts)):
-        what = f"DoRA on a part of `{site.module}`, which is one matrix for the PEFT library"
-        raise Unsupported(what, hint=f"adapt all of {', '.join(site.weights)}, or merge instead")
+        problem = f"DoRA on a part of `{site.module}`, which is one matrix for the PEFT library"
+        raise Unsupported(problem, hint=f"adapt all of {', '.join(site.weights)}, or merge instead")
     shared = len(present) == len(parts) and all(
         part.gain == present[0].gain and np.array_equal(part.a, present[0].a) for part in present
     )
@@ -249,12 +249,12 @@ def _config(modules: Mapping[str, tuple[int, float]], base: str | None, dora: bo
     rank = max(set(ranks), key=ranks.count)
     alphas = {module: gain * r for module, (r, gain) in modules.items()}
     alpha = max(set(alphas.values()), key=list(alphas.values()).count)
-    known = None if base is None else HubName.parse(base) if is_hub(base) else name_of_path(base)
+    hub_name = None if base is None else HubName.parse(base) if is_hub(base) else name_of_path(base)
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base if known is None else known.repository,
-        "revision": known.revision if known else None,
+        "base_model_name_or_path": base if hub_name is None else hub_name.repository,
+        "revision": hub_name.revision if hub_name else None,
         "r": rank,
         "lora_alpha": alpha,
         "lora_dropout": 0.0,

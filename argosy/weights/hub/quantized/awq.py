@@ -48,8 +48,8 @@ class AwqPacked(PackedModule):
         version = str(settings.get("version", "gemm")).lower()[:20]
         bits, zeros = settings.get("bits", settings.get("w_bit", 4)), settings.get("zero_point", True)
         if version != "gemm" or bits != 4 or not zeros:
-            how = f"version {version}, {str(bits)[:20]} bits, {'zero points' if zeros else 'no zero points'}"
-            raise BadInput(f"`awq` with {how} is not supported", hint="version gemm with 4 bits and zero points is")
+            variant = f"version {version}, {str(bits)[:20]} bits, {'zero points' if zeros else 'no zero points'}"
+            raise BadInput(f"`awq` with {variant} is not supported", hint="version gemm with 4 bits and zero points is")
         inputs, words = check_tensor(tensors, f"{name}.qweight", INT32)
         group = group_of(settings.get("group_size", settings.get("q_group_size", 128)), inputs, name)
         check_tensor(tensors, f"{name}.qzeros", INT32, (inputs // group, words))

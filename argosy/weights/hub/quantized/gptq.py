@@ -56,8 +56,8 @@ class GptqPacked(PackedModule):
         """
         bits, version = settings.get("bits", 4), str(settings.get("checkpoint_format", "gptq"))[:20]
         if bits not in INTEGERS or version not in ("gptq", "gptq_v2"):
-            what = f"`gptq` with {str(bits)[:20]} bits, packed as {version}, is not supported"
-            raise BadInput(what, hint="2, 4 or 8 bits of gptq or gptq_v2 are")
+            problem = f"`gptq` with {str(bits)[:20]} bits, packed as {version}, is not supported"
+            raise BadInput(problem, hint="2, 4 or 8 bits of gptq or gptq_v2 are")
         words, outputs = check_tensor(tensors, f"{name}.qweight", INT32)
         inputs = words * (32 // bits)
         group = group_of(settings.get("group_size", 128), inputs, name)
@@ -82,8 +82,8 @@ class GptqPacked(PackedModule):
 
     def values(self, tensors: TensorReader) -> np.ndarray:
         if not self.minima and f"{self.name}.qzeros" in self.tensors and (self._zeros(tensors) != 1 << (self.bits - 1)).any():
-            what = f"{quoted(f'{self.name}.qzeros')}: zero points differ from the middle"
-            raise Damaged(what, hint="config.json says symmetric (`sym`): is it the one that belongs to these weights?")
+            problem = f"{quoted(f'{self.name}.qzeros')}: zero points differ from the middle"
+            raise Damaged(problem, hint="config.json says symmetric (`sym`): is it the one that belongs to these weights?")
         return signed_if_eight(unpacked_words(tensors.read(f"{self.name}.qweight"), self.bits, 0).T, self.bits)
 
     def scale(self, tensors: TensorReader) -> np.ndarray:

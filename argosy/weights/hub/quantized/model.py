@@ -40,14 +40,14 @@ def quantized_weights(
         tensors: the folder's own.
         warn: called with a sentence about packed weights that are read as floats.
     """
-    schemes, floats, known, blocks = {}, list[str](), dict[Any, Any](), read("blocks")
+    schemes, floats, cache, blocks = {}, list[str](), dict[Any, Any](), read("blocks")
     for name, of in find(config.build(Unroll()), ".*").items():
         modules = sources.get(f"{name}.w", ())
         if all(module is None for module in modules):
             continue
         scheme = None
         if not any(module is None for module in modules):
-            scheme = _scheme(name, of, [module for module in modules if module is not None], blocks, tensors, known)
+            scheme = _scheme(name, of, [module for module in modules if module is not None], blocks, tensors, cache)
         if scheme is None:
             floats.append(name)
         else:
@@ -62,7 +62,7 @@ def quantized_weights(
 
 
 def _scheme(
-    name: str, of: Contraction, modules: list[PackedModule], blocks: Any, tensors: TensorReader, known: dict[Any, Any]
+    name: str, of: Contraction, modules: list[PackedModule], blocks: Any, tensors: TensorReader, cache: dict[Any, Any]
 ) -> Scheme | None:
     """How a weight is quantized that is made from these modules; None: in no way that a scheme says."""
     kinds = {(m.format, m.minima, m.activations, m.activation_block, m.activations_scale) for m in modules}
@@ -70,12 +70,12 @@ def _scheme(
         return None
     format, minima, activations, activation_block, activations_scale = kinds.pop()
     kind = (re.sub(r"\d+", "", name), tuple(sorted({(m.format, m.shape, m.block) for m in modules})), len(modules))
-    if all(m.columns is None for m in modules) and kind in known:
-        granularity = known[kind]
+    if all(m.columns is None for m in modules) and kind in cache:
+        granularity = cache[kind]
     else:
-        granularity = known[kind] = _granularity(f"{name}.w", of, modules[0], blocks)
+        granularity = cache[kind] = _granularity(f"{name}.w", of, modules[0], blocks)
         if any(m.columns is not None for m in modules):
-            del known[kind]
+            del cache[kind]
     if granularity is None:
         return None
     calibration = "minmax" if minima else "absmax"
@@ -92,10 +92,10 @@ def _are_equal_outer(of: Contraction, modules: list[PackedModule], tensors: Tens
 def _granularity(path: str, of: Contraction, module: PackedModule, blocks: Any) -> str | int | None:
     """The widest granularity whose blocks, in our axes, lie within theirs."""
     # Experts are packed alike.
-    one = blocks.is_apart(path)
-    numbers = blocks.read_part(path, 0) if one else blocks.read(path)
+    is_apart = blocks.is_apart(path)
+    numbers = blocks.read_part(path, 0) if is_apart else blocks.read(path)
     for granularity in _granularities(module):
-        block = Scheme(module.format, granularity).block(of)[int(one) :]
+        block = Scheme(module.format, granularity).block(of)[int(is_apart) :]
         if all(size % each == 0 for size, each in zip(numbers.shape, block, strict=True)):
             tiles = numbers.reshape([n for size, each in zip(numbers.shape, block, strict=True) for n in (size // each, each)])
             axes = tuple(range(1, tiles.ndim, 2))
@@ -125,13 +125,13 @@ class PackedArrays:
             name: of for name, of in find(model, ".*").items() if name in schemes and isinstance(of, QuantizedEinsum)
         }
         self._parts = {part: read(part) for part in ("floats", "values", "scale", "minimum", "outer", "x_scale")}
-        own = variables(model)
+        model_weights = variables(model)
         self._shapes: dict[str, Any] = {}
         for name in self._parts["floats"].names:
             module = name.removesuffix(".w")
             quantized = module in self.contractions and name.endswith(".w")
             names = [f"{module}.{part}" for part in PARTS] if quantized else [name]
-            self._shapes |= {each: own[each] for each in names if each in own}
+            self._shapes |= {each: model_weights[each] for each in names if each in model_weights}
 
     @property
     def names(self) -> KeysView[str]:

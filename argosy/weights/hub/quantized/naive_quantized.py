@@ -78,5 +78,5 @@ def _block(args: dict[str, Any], shape: tuple[int, ...], name: str) -> tuple[int
     sides = args.get("block_structure")
     if strategy == "block" and isinstance(sides, list) and len(sides) == 2 and all(type(n) is int and n > 0 for n in sides):
         return sides[0], sides[1]
-    what = f"{quoted(name)}: scales by the strategy `{str(strategy)[:40]}` are not supported"
-    raise BadInput(what, hint="tensor, channel, group and block are")
+    problem = f"{quoted(name)}: scales by the strategy `{str(strategy)[:40]}` are not supported"
+    raise BadInput(problem, hint="tensor, channel, group and block are")

@@ -52,13 +52,13 @@ class PackQuantized(PackedModule):
         """
         bits = args.get("num_bits", 8)
         if bits not in INTEGERS or args.get("type", "int") != "int":
-            what = f"{quoted(name)}: {str(args.get('type', 'int'))[:20]} of {str(bits)[:20]} bits, packed, is not supported"
-            raise BadInput(what, hint="int of 2, 4 or 8 bits is")
+            problem = f"{quoted(name)}: {str(args.get('type', 'int'))[:20]} of {str(bits)[:20]} bits, packed, is not supported"
+            raise BadInput(problem, hint="int of 2, 4 or 8 bits is")
         rows, words = check_tensor(tensors, f"{name}.weight_packed", INT32)
         shape = _stated_shape(tensors, f"{name}.weight_shape")
         if shape[0] != rows or -(-shape[1] * bits // 32) != words:
-            what = f"`weight_packed` is {[rows, words]}, which does not hold {list(shape)} numbers of {bits} bits"
-            raise BadInput(f"{quoted(name)}: {what}")
+            problem = f"`weight_packed` is {[rows, words]}, which does not hold {list(shape)} numbers of {bits} bits"
+            raise BadInput(f"{quoted(name)}: {problem}")
         group = group_of(args.get("group_size"), shape[1], name)
         scales = check_tensor(tensors, f"{name}.weight_scale", FLOATS, (rows, shape[1] // group))
         names, minima = ["weight_packed", "weight_scale", "weight_shape"], not args.get("symmetric", True)
@@ -92,13 +92,13 @@ def column_groups(tensors: TensorReader, name: str, columns: int, group: int) ->
         Damaged: it names a group that does not exist.
     """
     check_tensor(tensors, name, (np.dtype(np.int32), np.dtype(np.int64)), (columns,))
-    found = np.asarray(tensors.read(name))
+    groups = np.asarray(tensors.read(name))
     # -1: the module was not ordered.
-    if (found == -1).all() or np.array_equal(found, np.arange(columns) // group):
+    if (groups == -1).all() or np.array_equal(groups, np.arange(columns) // group):
         return None
-    if found.min() < 0 or found.max() >= columns // group:
-        raise Damaged(f"{quoted(name)}: groups from {found.min()} to {found.max()} of {columns // group}")
-    return found
+    if groups.min() < 0 or groups.max() >= columns // group:
+        raise Damaged(f"{quoted(name)}: groups from {groups.min()} to {groups.max()} of {columns // group}")
+    return groups
 
 
 def _stated_shape(tensors: TensorReader, name: str) -> tuple[int, int]:

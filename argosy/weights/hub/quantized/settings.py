@@ -101,13 +101,13 @@ def _groups(settings: dict[str, Any], where: str) -> list[dict[str, Any]]:
         BadInput: there are none, or they are no objects.
     """
     groups = settings.get("config_groups")
-    found = list(groups.values()) if isinstance(groups, dict) else []
-    if not found or not all(isinstance(g, dict) and isinstance(g.get("targets"), list) for g in found):
+    entries = list(groups.values()) if isinstance(groups, dict) else []
+    if not entries or not all(isinstance(g, dict) and isinstance(g.get("targets"), list) for g in entries):
         raise BadInput("`config_groups` of `quantization_config` is no object of groups with targets", where=where)
-    found = [group for group in found if group.get("weights")]
-    if not found or not all(isinstance(group["weights"], dict) for group in found):
+    entries = [group for group in entries if group.get("weights")]
+    if not entries or not all(isinstance(group["weights"], dict) for group in entries):
         raise BadInput("`config_groups` of `quantization_config` quantizes no weights", where=where)
-    return found
+    return entries
 
 
 def _group_for(groups: list[dict[str, Any]], name: str) -> dict[str, Any] | None:

@@ -98,7 +98,7 @@ def compressed_files(
     plain = list(table.inverse(cast_weights(config, whole["plain"], kinds)))
     entries = {part: {e.name: e for e in table.inverse(whole[part])} for part in whole if part != "plain"}
     modules: dict[str, WrittenModule] = {}
-    known: dict[Any, WrittenModule] = {}
+    cache: dict[Any, WrittenModule] = {}
     out: list[TensorEntry] = []
     for entry in plain:
         paths = table.ours_of([entry.name]).get(entry.name, ())
@@ -107,21 +107,21 @@ def compressed_files(
             out.append(entry)
             continue
         if not names or not entry.name.endswith(".weight") or len(entry.shape) != 2:
-            what = f"`{entry.name}`: compressed-tensors has no place for experts that are fused into one tensor"
-            raise Unsupported(what, hint=WAY_OUT)
+            problem = f"`{entry.name}`: compressed-tensors has no place for experts that are fused into one tensor"
+            raise Unsupported(problem, hint=WAY_OUT)
         scheme, of = schemes[names[0]], contractions[names[0]]
         key = re.sub(r"\d+", "", entry.name), entry.shape, scheme
-        if key not in known:
-            known[key] = _written_module(names[0], scheme, of, entry.shape, entries["blocks"][entry.name])
-        modules[entry.name.removesuffix(".weight")] = known[key]
-        out += _packed_entries(entry.name.removesuffix(".weight"), known[key], {part: entries[part][entry.name] for part in entries})
-    kept = [entry.name for entry in plain if entry.dtype != PACKED]
+        if key not in cache:
+            cache[key] = _written_module(names[0], scheme, of, entry.shape, entries["blocks"][entry.name])
+        modules[entry.name.removesuffix(".weight")] = cache[key]
+        out += _packed_entries(entry.name.removesuffix(".weight"), cache[key], {part: entries[part][entry.name] for part in entries})
+    plain_names = [entry.name for entry in plain if entry.dtype != PACKED]
     kind = Counter(str(entry.dtype) for entry in plain if entry.dtype != PACKED).most_common(1)[0][0]
     linear = {f"{name}.w" for name, of in find(config.build(Unroll()), ".*").items() if not of.is_lookup}
-    left = [name for name in kept if set(table.ours_of([name]).get(name, ())) & linear]
+    unquantized = [n.removesuffix(".weight") for n in plain_names if set(table.ours_of([n]).get(n, ())) & linear]
     return [
         *folder_files(out, shard_bytes),
-        hub_config_file(config, hub, kind, quantization_config=_described(modules, [n.removesuffix(".weight") for n in left])),
+        hub_config_file(config, hub, kind, quantization_config=_quantization_config(modules, unquantized)),
     ]
 
 
@@ -137,8 +137,8 @@ def _check_parts(name: str, paths: Sequence[str], contractions: Mapping[str, Qua
     """
     names = [path.removesuffix(".w") for path in paths if _is_code(path, contractions)]
     if names and (len(names) < len(paths) or len({contractions[n].scheme for n in names}) != 1):
-        what = f"`{name}` is one tensor on the Hub, and its parts are quantized in different ways: {', '.join(paths)}"
-        raise Unsupported(what, hint="one rule for all of them")
+        problem = f"`{name}` is one tensor on the Hub, and its parts are quantized in different ways: {', '.join(paths)}"
+        raise Unsupported(problem, hint="one rule for all of them")
     if any(contractions[n].is_lookup for n in names):
         raise Unsupported(f"`{names[0]}`: compressed-tensors packs matrices of layers, not embeddings", hint=WAY_OUT)
 
@@ -159,8 +159,8 @@ def _written_module(name: str, scheme: Scheme, of: QuantizedEinsum, shape: Shape
     each = dict(zip(of.spec, scheme.block(of)[of.stacked :], strict=True))
     columns = math.prod(each[letter] for letter in of.inner)
     columns = shape[1] if columns == math.prod(of.sizes[letter] for letter in of.inner) else columns
-    kept = [letter for letter in of.spec if letter not in of.inner + of.group]
-    is_tensor = columns == shape[1] and all(each[letter] == of.sizes[letter] for letter in kept)
+    outputs = [letter for letter in of.spec if letter not in of.inner + of.group]
+    is_tensor = columns == shape[1] and all(each[letter] == of.sizes[letter] for letter in outputs)
     symmetric = scheme.calibration != "minmax"
     args: dict[str, Any] = {"symmetric": symmetric, "dynamic": False, "group_size": None}
     where = f"`{name}` in {scheme.weights}"
@@ -211,13 +211,13 @@ def _data(scheme: Scheme, where: str) -> dict[str, Any] | None:
     args = {"symmetric": True, "dynamic": not scheme.is_static, "group_size": None}
     kind = PRODUCTS.get((scheme.weights, scheme.activations))
     if kind is None:
-        what = f"{where}, with data in {scheme.activations}: transformers and vLLM do not multiply these"
-        raise Unsupported(what, hint="int8 with int8 or int4, fp8_e4m3 with fp8_e4m3; or leave out `activations`")
+        problem = f"{where}, with data in {scheme.activations}: transformers and vLLM do not multiply these"
+        raise Unsupported(problem, hint="int8 with int8 or int4, fp8_e4m3 with fp8_e4m3; or leave out `activations`")
     args |= {"num_bits": kind[0], "type": kind[1]}
     if scheme.is_static:
         if scheme.weights != scheme.activations:
-            what = f"{where}, with data in {scheme.activations} by a static scale: vLLM does not multiply these"
-            raise Unsupported(what, hint="activations_scale: dynamic, or the weights in the same format")
+            problem = f"{where}, with data in {scheme.activations} by a static scale: vLLM does not multiply these"
+            raise Unsupported(problem, hint="activations_scale: dynamic, or the weights in the same format")
         return args | {"strategy": "tensor"}
     if scheme.activations == "mxfp4":
         return args | {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
@@ -236,16 +236,16 @@ def _divides(blocks: TensorEntry, block: Shape) -> bool:
     return bool((of_tiles(np.maximum) == of_tiles(np.minimum)).all())
 
 
-def _described(modules: Mapping[str, WrittenModule], left: list[str]) -> dict[str, Any]:
+def _quantization_config(modules: Mapping[str, WrittenModule], unquantized: list[str]) -> dict[str, Any]:
     """`quantization_config`."""
     groups: dict[tuple[str, str, str], list[str]] = {}
     for name, module in modules.items():
         groups.setdefault(module.kind, []).append(name)
     layouts = sorted({module.layout for module in modules.values()})
-    described = {}
+    config_groups = {}
     for i, names in enumerate(groups.values()):
         module = modules[names[0]]
-        described[f"group_{i}"] = {
+        config_groups[f"group_{i}"] = {
             "targets": names if len(groups) > 1 else ["Linear"],
             "weights": module.weights,
             "input_activations": module.data,
@@ -253,14 +253,14 @@ def _described(modules: Mapping[str, WrittenModule], left: list[str]) -> dict[st
             "format": module.layout,
         }
     # A tied head is a module, and no tensor.
-    ignored = [*left, *(["lm_head"] if "lm_head" not in [*modules, *left] else [])]
+    ignored = [*unquantized, *(["lm_head"] if "lm_head" not in [*modules, *unquantized] else [])]
     return {
         "quant_method": "compressed-tensors",
         "format": layouts[0] if len(layouts) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "kv_cache_scheme": None,
         "ignore": ignored,
-        "config_groups": described,
+        "config_groups": config_groups,
     }
 
 
