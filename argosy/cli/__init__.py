@@ -116,15 +116,16 @@ def _run_app(module: ModuleType, verb: str, words: list[str]) -> int:
         message = getattr(error, "format_message", None)
         if message is None:
             raise
-        what, hint = _lower(message().rstrip(".")), f"`{name} --help` shows what it takes"
-        if verb in ("train", "sweep") and what.lower().startswith("missing argument 'recipe'"):
+        problem, hint = _lower(message().rstrip(".")), f"`{name} --help` shows what it takes"
+        if verb in ("train", "sweep") and problem.lower().startswith("missing argument 'recipe'"):
             from argosy.run.settings.recipe_files import recipes, recipes_named
 
             raise BadInput(f"{verb} needs a recipe", where=recipes_named(recipes()), hint=f"`{name} tiny`") from None
         if set(getattr(error, "possibilities", None) or ()) <= {"--help"}:  # Typer has no option of a similar name
             typed = _without_dashes(verb, str(getattr(error, "option_name", "") or ""), words)
-            what, hint = (f"no such option: {error.option_name}", typed) if typed else (what, hint)  # pyright: ignore[reportAttributeAccessIssue]
-        raise BadInput(what, hint=hint) from None
+            if typed:
+                problem, hint = f"no such option: {error.option_name}", typed  # pyright: ignore[reportAttributeAccessIssue]
+        raise BadInput(problem, hint=hint) from None
 
 
 def _without_dashes(verb: str, option: str, words: list[str]) -> str | None:

@@ -175,21 +175,21 @@ def translated(words: Sequence[str], flags: Flags = SERVE) -> list[str]:
     Raises:
         BadInput: a flag that is not known, that has no meaning here, or that lacks its value.
     """
-    found, rest = [], list(words)
+    translation, rest = [], list(words)
     while rest:
         word = rest.pop(0)
         if not word.startswith("-"):
-            found.append(word)
+            translation.append(word)
             continue
         flag, equals, value = word.partition("=")
         flag = flag.replace("_", "-")
         if flag in flags.switches and not equals:
-            found += flags.switches[flag]
+            translation += flags.switches[flag]
         elif flag in flags.named:
             values = [value] if equals else []
             while rest and not equals and _names(rest[0]):
                 values.append(rest.pop(0))
-            found.append(f"{flags.named[flag]}={json.dumps(dict(_named(flag, one) for one in values))}")
+            translation.append(f"{flags.named[flag]}={json.dumps(dict(_name_and_path(flag, text) for text in values))}")
         elif flag in flags.settings or flag in flags.choices or flag in flags.objects:
             if not equals and (not rest or rest[0].startswith("--")):
                 setting = flags.settings.get(flag) or next(iter(flags.objects.get(flag, ())), None)
@@ -198,10 +198,10 @@ def translated(words: Sequence[str], flags: Flags = SERVE) -> list[str]:
             values = [value] if equals else [rest.pop(0)]
             while flag in flags.several and rest and not rest[0].startswith("-") and "=" not in rest[0]:
                 values.append(rest.pop(0))
-            found += _words(flag, " ".join(values), flags)
+            translation += _words(flag, " ".join(values), flags)
         else:
             raise BadInput(f"no such option: {flag}", hint=flags.answers.get(flag) or _similar(flag, value, flags))
-    return found
+    return translation
 
 
 def _similar(flag: str, value: str, flags: Flags) -> str:
@@ -219,7 +219,7 @@ def _names(word: str) -> bool:
     return word.startswith("{") or bool(equals and not word.startswith("-") and name.split(".")[0] not in OURS)
 
 
-def _named(flag: str, text: str) -> tuple[str, str]:
+def _name_and_path(flag: str, text: str) -> tuple[str, str]:
     """The name and the path in `name=path`, or in {"name": ..., "path": ...}.
 
     Raises:
@@ -228,8 +228,8 @@ def _named(flag: str, text: str) -> tuple[str, str]:
     name, _, path = text.partition("=")
     if text.startswith("{"):
         with suppress(ValueError):
-            given = json.loads(text)
-            name, path = given.get("name"), given.get("path")
+            fields = json.loads(text)
+            name, path = fields.get("name"), fields.get("path")
     if not (isinstance(name, str) and isinstance(path, str) and name and path):
         raise BadInput(f"{flag} {text[:80]}", hint=f"{flag} NAME=FOLDER")
     return name, path
@@ -249,13 +249,13 @@ def _words(flag: str, value: str, flags: Flags) -> list[str]:
 def _object(flag: str, value: str, group: str, names: Mapping[str, str]) -> list[str]:
     """The settings of a JSON object. Without a method it is a draft model, as in vLLM."""
     try:
-        given = json.loads(value)
+        fields = json.loads(value)
     except ValueError:
-        given = None
-    if not isinstance(given, dict):
+        fields = None
+    if not isinstance(fields, dict):
         raise BadInput(f"{flag} {value} is no JSON object", hint="""such as '{"method": "ngram", "num_speculative_tokens": 4}'""")
-    if unknown := [name for name in given if name not in names]:
+    if unknown := [name for name in fields if name not in names]:
         raise BadInput(f"{flag}: `{unknown[0]}` is not supported", hint=nearest(unknown[0], names))
     # A method is read before the settings that belong to it.
-    ordered = sorted(({"method": "draft_model"} | given).items(), key=lambda item: item[0] != "method")
-    return [f"{group}.{names[name]}={one}" for name, one in ordered]
+    ordered = sorted(({"method": "draft_model"} | fields).items(), key=lambda item: item[0] != "method")
+    return [f"{group}.{names[name]}={value}" for name, value in ordered]

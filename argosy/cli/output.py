@@ -58,9 +58,9 @@ class Doing:
         self.is_live = self.stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
         self.is_shown = False
 
-    def __call__(self, what: str) -> None:
+    def __call__(self, activity: str) -> None:
         print(
-            f"\r\033[K{what} ..." if self.is_live else f"{what} ...", end="" if self.is_live else "\n", file=self.stream
+            f"\r\033[K{activity} ..." if self.is_live else f"{activity} ...", end="" if self.is_live else "\n", file=self.stream
         )
         self.stream.flush()
         self.is_shown = self.is_live

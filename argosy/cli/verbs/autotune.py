@@ -39,30 +39,30 @@ def autotune(
     machine.start_jax()
     from argosy.jobs.autotune import AutotuneSettings, tuned_document
 
-    own = [word for word in words if word.partition("=")[0] in AutotuneSettings.model_fields]
-    rest = [word for word in words if word not in own]
+    setting_words = [word for word in words if word.partition("=")[0] in AutotuneSettings.model_fields]
+    rest = [word for word in words if word not in setting_words]
     if rest and recipe is None:
         raise BadInput(f"`{rest[0]}` is a setting of a run, and no recipe is named", hint=f"argosy autotune RECIPE {' '.join(rest)}")
-    found = tuned_document(recipe, rest, read_settings(AutotuneSettings, words_layer(own)).value, say)
-    answer(_text(found), found, as_json)
+    document = tuned_document(recipe, rest, read_settings(AutotuneSettings, words_layer(setting_words)).value, say)
+    answer(_text(document), document, as_json)
 
 
-def _text(found: Mapping[str, Any]) -> str:
-    parts = [found["device"]]
-    for case in found["cases"]:
-        rows = [_row(one, one["implementation"] == case["winner"]) for one in case["implementations"]]
+def _text(document: Mapping[str, Any]) -> str:
+    parts = [document["device"]]
+    for case in document["cases"]:
+        rows = [_row(implementation, implementation["implementation"] == case["winner"]) for implementation in case["implementations"]]
         parts.append(f"{case['case']}\n" + columns(("", "ms", "speed", "difference", ""), rows, figures=(1, 2, 3)))
-    places = [f"winners are kept in {path}" for path in found["written"]]
+    places = [f"winners are kept in {path}" for path in document["written"]]
     parts.append("\n".join(places) or "winners are kept nowhere: out=FILE names a file")
     return "\n\n".join(parts)
 
 
-def _row(one: Mapping[str, Any], wins: bool) -> tuple[str, ...]:
-    said = "winner" if wins else "default" if one["default"] else ""
+def _row(implementation: Mapping[str, Any], wins: bool) -> tuple[str, ...]:
+    remark = "winner" if wins else "default" if implementation["default"] else ""
     return (
-        one["implementation"],
-        "-" if one["seconds"] is None else f"{1000 * one['seconds']:.3g}",
-        "-" if one["ratio"] is None else f"{one['ratio']:.2f} x",
-        "-" if one["error"] is None else f"{one['error']:.1e}",
-        one["reason"] or said,
+        implementation["implementation"],
+        "-" if implementation["seconds"] is None else f"{1000 * implementation['seconds']:.3g}",
+        "-" if implementation["ratio"] is None else f"{implementation['ratio']:.2f} x",
+        "-" if implementation["error"] is None else f"{implementation['error']:.1e}",
+        implementation["reason"] or remark,
     )

@@ -98,14 +98,14 @@ def run_batch(
 
 def begun_with(model: str, requests: Path, settings: BatchSettings) -> dict[str, Any]:
     """The settings that completions depend on."""
-    own = {name: getattr(settings, name) for name in ("name", "seed", "dtype")}
-    own["adapter"] = file_stamp(settings.adapter) if settings.adapter else None
-    own["lora_modules"] = {name: file_stamp(folder) for name, folder in settings.lora_modules.items()}
+    completion_settings = {name: getattr(settings, name) for name in ("name", "seed", "dtype")}
+    completion_settings["adapter"] = file_stamp(settings.adapter) if settings.adapter else None
+    completion_settings["lora_modules"] = {name: file_stamp(folder) for name, folder in settings.lora_modules.items()}
     remote = is_url(model)
     return {
         "input": {"address": str(requests.resolve()), **file_fingerprint(requests)},
         "model": {"address": Http(model).url} if remote else file_stamp(model),
-        "settings": {"seed": settings.seed} if remote else own | {"engine.context": settings.engine.context},
+        "settings": {"seed": settings.seed} if remote else completion_settings | {"engine.context": settings.engine.context},
     }
 
 
@@ -127,11 +127,11 @@ def server_of(model: str, settings: BatchSettings) -> Iterator[tuple[ClientTrans
         stored: Any = {name: getattr(settings, name) for name in ("dtype", "adapter", "quantization")}
         lm = load(model, **stored, context=settings.engine.context, blocks="auto")
         limits = ServerLimits(queue=NO_LIMIT, queue_tokens=2**62, seconds=NO_LIMIT)
-        how = ServeSettings(
+        serve_settings = ServeSettings(
             engine=settings.engine, limits=limits, warm_up=False, seed=settings.seed, lora_modules=settings.lora_modules
         )
         draft = draft_of(settings.engine, settings.dtype)
-        service = run.running_server(lm, settings.name or model_name(model), how, doing, draft)
+        service = run.running_server(lm, settings.name or model_name(model), serve_settings, doing, draft)
     service.front.engine.say = None
     try:
         yield AsgiTransport(App(service).asgi), 1
@@ -180,10 +180,10 @@ def _summary(out: BatchOutput, total: int, before: int, tokens: int, seconds: fl
     }
 
 
-def _text_of(found: dict[str, Any]) -> str:
-    text = f"{found['output']}: {found['rows']:,} rows, {found['completion_tokens']:,} tokens"
-    if found["rows"] > found["resumed"]:
-        text += f", {found['tokens_per_s']:.1f} tokens/s"
-    if found["failed"]:
-        text += f"; {found['failed']:,} failed, the first: {found['first_error']}"
+def _text_of(summary: dict[str, Any]) -> str:
+    text = f"{summary['output']}: {summary['rows']:,} rows, {summary['completion_tokens']:,} tokens"
+    if summary["rows"] > summary["resumed"]:
+        text += f", {summary['tokens_per_s']:.1f} tokens/s"
+    if summary["failed"]:
+        text += f"; {summary['failed']:,} failed, the first: {summary['first_error']}"
     return text

@@ -56,7 +56,7 @@ def serve(
 ) -> int:
     url, rest = address(translated(words, BENCH_SERVE))
     settings = read_settings(BenchSettings, words_layer(rest)).value
-    urls = [Http(one).url for one in (url, settings.against) if one is not None]
+    urls = [Http(target).url for target in (url, settings.against) if target is not None]
     if settings.save and not Path(settings.save).absolute().parent.is_dir():
         raise BadInput(f"`save`: no folder {Path(settings.save).parent}")
     from argosy.client import bench_report as report
@@ -67,21 +67,21 @@ def serve(
     with Doing() as doing:
         # In a log, hundreds of such lines would be noise.
         progress = doing if doing.is_live else None
-        servers = [BenchServer(one, settings, api_key_of(settings.api_key), progress) for one in urls]
+        servers = [BenchServer(url, settings, api_key_of(settings.api_key), progress) for url in urls]
         rounds = asyncio.run(run_bench(servers, source, settings.rounds if settings.against else 1))
-    found = [report.round_figures(one, settings) | {"server": one.server} for one in rounds]
+    figures = [report.round_figures(bench_round, settings) | {"server": bench_round.server} for bench_round in rounds]
     if settings.against:
-        document = report.compare_rounds(found, urls[0], urls[-1])
+        document = report.compare_rounds(figures, urls[0], urls[-1])
         text = report.comparison_text(document, settings)
     else:
-        document = {name: value for name, value in found[0].items() if name != "server"}
+        document = {name: value for name, value in figures[0].items() if name != "server"}
         text = report.round_text(document, settings)
-    for one, its in zip(rounds, found):
-        warn(one, its, settings)
+    for bench_round, its in zip(rounds, figures):
+        warn(bench_round, its, settings)
     if settings.save:
-        save(Path(settings.save), document, [report.request_details(one) for one in rounds])
+        save(Path(settings.save), document, [report.request_details(bench_round) for bench_round in rounds])
     answer(text, document, as_json)
-    return 1 if any(one["failed"] for one in found) else 0
+    return 1 if any(numbers["failed"] for numbers in figures) else 0
 
 
 def address(words: list[str]) -> tuple[str, list[str]]:
@@ -116,7 +116,7 @@ def save(path: Path, document: dict[str, Any], rounds: list[dict[str, list[Any]]
     """Writes the results, including those of every request. The file is replaced only when it is complete."""
     whole = document | (rounds[0] if "rounds" not in document else {})
     if "rounds" in document:
-        whole["rounds"] = [one | its for one, its in zip(document["rounds"], rounds)]
+        whole["rounds"] = [numbers | its for numbers, its in zip(document["rounds"], rounds)]
     text = json.dumps(whole, allow_nan=False)
     new = path.with_name(f".{path.name}.{os.getpid()}")
     try:

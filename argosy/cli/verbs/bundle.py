@@ -54,8 +54,8 @@ def show(bundle: Annotated[str, BUNDLE], as_json: Annotated[bool, JSON] = False)
     """Shows signatures, sizes, versions and lineage; reads the manifest alone."""
     from argosy.jobs.bundle import show_bundle
 
-    found = show_bundle(bundle)
-    answer(shown_bundle(found), found, as_json)
+    document = show_bundle(bundle)
+    answer(shown_bundle(document), document, as_json)
 
 
 @app.command("verify")
@@ -68,10 +68,10 @@ def verify_files(
     settings = read_settings(Verify, words_layer(words or [])).value
     from argosy.jobs.bundle import verified_bundle
 
-    found = verified_bundle(bundle, settings.key)
-    signed = ", signed; key=PUB.pem checks by whom" if found["signed"] else ""
+    document = verified_bundle(bundle, settings.key)
+    signed = ", signed; key=PUB.pem checks by whom" if document["signed"] else ""
     by = f", signed by the owner of {settings.key}" if settings.key else signed
-    answer(f"{bundle}: {plural(found['files'], 'file')}, {sized(found['bytes'])}, all as written{by}", found, as_json)
+    answer(f"{bundle}: {plural(document['files'], 'file')}, {sized(document['bytes'])}, all as written{by}", document, as_json)
 
 
 @app.command("run")
@@ -94,11 +94,11 @@ def run(
         from argosy.jobs.bundle import run_bundle
 
         machine.start_jax()
-        how = settings.model_dump(include={"signature", "output", "key"})
-        found = run_bundle(bundle, source, say=say, **how)
+        options = settings.model_dump(include={"signature", "output", "key"})
+        outputs = run_bundle(bundle, source, say=say, **options)
     # Where a file has the outputs, nobody needs to read them here.
     tell = answer if settings.output is None else conclude
-    tell("\n".join(f"{name}: {output_text(value)}" for name, value in found.items()), found, as_json)
+    tell("\n".join(f"{name}: {output_text(value)}" for name, value in outputs.items()), outputs, as_json)
 
 
 @app.command("diff")
@@ -110,9 +110,9 @@ def compare(
     """Compares two bundles by their manifests; exit code 0 if they are equal but for their dates, 1 if not."""
     from argosy.jobs.bundle import compared_bundles
 
-    found = compared_bundles(a, b)
-    answer(differences_text(found), found, as_json)
-    if not found["equal"]:
+    document = compared_bundles(a, b)
+    answer(differences_text(document), document, as_json)
+    if not document["equal"]:
         raise typer.Exit(1)
 
 
@@ -142,9 +142,9 @@ def refresh(
         manifest = refresh_bundle(bundle, target, key=settings.key, sign=settings.sign, say=doing)
     if was_signed and settings.sign is None:
         say(f"{bundle} was signed, and {target or 'what replaced it'} is not: sign=KEY.pem signs it")
-    found = {"path": target or bundle} | bundle_facts(manifest)
+    document = {"path": target or bundle} | bundle_facts(manifest)
     text = f"{target or bundle}: jax {manifest.versions['jax']}; newer versions read it until {manifest.readable_until} at least"
-    conclude(text, found, as_json)
+    conclude(text, document, as_json)
 
 
 def shown_bundle(facts: dict[str, Any]) -> str:

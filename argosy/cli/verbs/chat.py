@@ -52,7 +52,7 @@ Examples:
 In the session:
   Ctrl-C stops an answer; at an empty prompt it ends the session, as Ctrl-D does.
   A line that ends with a backslash continues on the next one; so do lines between two \"\"\".
-""" + "\n".join(f"  {name} {what}" for name, what in COMMANDS.items())
+""" + "\n".join(f"  {name} {description}" for name, description in COMMANDS.items())
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -114,16 +114,16 @@ def open_chat(model: str, settings: ChatSettings) -> Iterator[tuple[ChatSession,
         plain = settings.plain or not getattr(lm.tokenizer, "chat_templates", None)
         context = settings.context or min(lm.config.context, CONTEXT)
         engine = EngineSettings(slots=1, context=context, speculative=settings.engine.speculative)
-        how = ServeSettings(engine=engine, limits=ServerLimits(seconds=2**28, body=2**26), warm_up=False, seed=settings.seed)
+        serve_settings = ServeSettings(engine=engine, limits=ServerLimits(seconds=2**28, body=2**26), warm_up=False, seed=settings.seed)
         name = settings.model or model_name(model)
-        service = run.build_service(lm, name, how, doing, draft_of(engine, settings.dtype))
+        service = run.build_service(lm, name, serve_settings, doing, draft_of(engine, settings.dtype))
     try:
         if plain and settings.system is not None:
             raise BadInput("this model has no chat template, so it takes no system message", hint="leave out `system`")
         if plain and not settings.plain:
             say("this model has no chat template: what is typed is continued as plain text")
-        own = " ".join(f"{key}={value}" for key, value in service.defaults.items())
-        say(f"{service.name}: sampled with {own} where `/set` says nothing")
+        defaults = " ".join(f"{key}={value}" for key, value in service.defaults.items())
+        say(f"{service.name}: sampled with {defaults} where `/set` says nothing")
         talk = ChatSession(AsgiTransport(App(service).asgi), service.name, sampled(settings), system=settings.system, plain=plain)
         yield talk, service.front.engine
     finally:
@@ -252,8 +252,8 @@ class Session:
         if words:
             current = SettingsLayer("this session", self.talk.how.model_dump(exclude_unset=True))
             self.talk.how = read_settings(ChatSampling, current, words_layer(words.split())).value
-        given: dict[str, Any] = {name: value for name, value in self.talk.how if value is not None}
-        say(" ".join(f"{name}={value}" for name, value in given.items()) or "the model's own sampling")
+        sampling: dict[str, Any] = {name: value for name, value in self.talk.how if value is not None}
+        say(" ".join(f"{name}={value}" for name, value in sampling.items()) or "the model's own sampling")
 
     def undo_(self, _: str) -> None:
         say(f"removed: {self.talk.undo()[:60]}")
@@ -274,7 +274,7 @@ class Session:
         say(f"{self.talk.totals}; {len(self.talk.messages)} messages")
 
     def help_(self, _: str) -> None:
-        say("\n".join(f"{name} {what}" for name, what in COMMANDS.items()))
+        say("\n".join(f"{name} {description}" for name, description in COMMANDS.items()))
 
 
 def _path(file: str) -> Path:

@@ -84,10 +84,10 @@ def show_difference(
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Lists the settings in which two recipes, files or runs differ."""
-    found = diff(compose(root(), a).value, compose(root(), b).value)
-    width = max((len(key) for key, _, _ in found), default=0)
-    lines = [f"{key:{width}}  {value_text(left)} -> {value_text(right)}" for key, left, right in found]
-    document = [{"key": key, "a": left, "b": right} for key, left, right in found]
+    differences = diff(compose(root(), a).value, compose(root(), b).value)
+    width = max((len(key) for key, _, _ in differences), default=0)
+    lines = [f"{key:{width}}  {value_text(left)} -> {value_text(right)}" for key, left, right in differences]
+    document = [{"key": key, "a": left, "b": right} for key, left, right in differences]
     answer("\n".join(lines) or "no difference", document, as_json)
 
 

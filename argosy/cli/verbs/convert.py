@@ -72,21 +72,21 @@ def convert(
         return
     if target is None:
         raise BadInput("no target", hint="`argosy convert SOURCE TARGET`, or `argosy convert A --check B`")
-    how = read_settings(Convert, words_layer(words or [])).value
+    settings = read_settings(Convert, words_layer(words or [])).value
     from argosy.jobs.convert import convert as job
 
     with ConversionProgress("written") as progress:
         result = job(
-            *(source, Path(target), how.to, how.dtype),
-            shard_gb=how.shard_gb,
-            adapter=how.adapter,
+            *(source, Path(target), settings.to, settings.dtype),
+            shard_gb=settings.shard_gb,
+            adapter=settings.adapter,
             say=progress.say,
             progress=progress,
         )
     text = f"{target}: {result['tensors']} tensors, {result['parameters']:,} parameters, {result['format']} format\n"
     rate = (result["bytes"] - result["kept_bytes"]) / max(result["seconds"], 1e-9)
-    kept = f", {_size(result['kept_bytes'])} of them kept from before" if result["kept_bytes"] else ""
-    text += f"{_size(result['bytes'])} in {lasted(result['seconds'])}{kept}, {_size(rate)}/s; {memory(result['memory'])}"
+    resumed = f", {_size(result['kept_bytes'])} of them kept from before" if result["kept_bytes"] else ""
+    text += f"{_size(result['bytes'])} in {lasted(result['seconds'])}{resumed}, {_size(rate)}/s; {memory(result['memory'])}"
     conclude(text, result, as_json)
 
 
@@ -95,11 +95,11 @@ def _check(a: str, b: str, words: list[str], as_json: bool) -> None:
         raise BadInput(
             f"`{words[0]}` and --check", hint="a target to write, or --check and another model to compare with"
         )
-    how = read_settings(CheckedConversion, words_layer(words)).value
+    settings = read_settings(CheckedConversion, words_layer(words)).value
     from argosy.jobs.history.compare import compare
 
     with ConversionProgress("compared") as progress:
-        result = compare(a, b, how.tolerance, say=progress.say, progress=progress)
+        result = compare(a, b, settings.tolerance, say=progress.say, progress=progress)
     answer(compared_text(result), result, as_json)
     if not result["equal"]:
         raise typer.Exit(1)
@@ -121,7 +121,7 @@ def compared_text(result: dict[str, Any]) -> str:
     """Equal, or the first differences, one per line."""
     lines = [f"only in {result[side]}: {name}" for side in ("a", "b") for name in result[f"only_in_{side}"]]
     lines += [f"setting {s['name']}: {s['a']} | {s['b']}" for s in result["settings"]]
-    lines += [_line(found) for found in result["differences"]]
+    lines += [_line(difference) for difference in result["differences"]]
     rest = [f"and {len(lines) - MOST_LISTED} more; --json lists all"] if len(lines) > MOST_LISTED else []
     within = f" within {result['tolerance']:g}" if result["tolerance"] is not None else ""
     verdict = f"equal{within}" if result["equal"] else f"differences: {len(lines)}{within}"
@@ -129,14 +129,14 @@ def compared_text(result: dict[str, Any]) -> str:
     return "\n".join([*lines[:MOST_LISTED], *rest, verdict, memory(result["memory"])])
 
 
-def _line(found: dict[str, Any]) -> str:
-    if found["what"] == "shape":
-        return f"{found['name']}: shape {found['a']} | {found['b']}"
-    types = f"{found['a']} | {found['b']}, " if found["a"] != found["b"] else ""
+def _line(difference: dict[str, Any]) -> str:
+    if difference["what"] == "shape":
+        return f"{difference['name']}: shape {difference['a']} | {difference['b']}"
+    types = f"{difference['a']} | {difference['b']}, " if difference["a"] != difference["b"] else ""
     apart = (
-        f"{found['max_abs']:.3g} apart at most, {found['relative']:.3g} of the largest, cosine {found['cosine']:.9f}"
+        f"{difference['max_abs']:.3g} apart at most, {difference['relative']:.3g} of the largest, cosine {difference['cosine']:.9f}"
     )
-    return f"{found['name']}: {types}{apart}"
+    return f"{difference['name']}: {types}{apart}"
 
 
 class ConversionProgress:
@@ -150,23 +150,23 @@ class ConversionProgress:
         self.new = 0
         self.width = 0
 
-    def __call__(self, new: int, all: int, kept: int) -> None:
+    def __call__(self, new: int, all: int, kept_bytes: int) -> None:
         now = time.monotonic()
         if not self.new:
             self.start = now  # what went before was looking
-            if kept and not new:
-                self.say(f"resuming: {_size(kept)} of {_size(all)} are already written and intact")
+            if kept_bytes and not new:
+                self.say(f"resuming: {_size(kept_bytes)} of {_size(all)} are already written and intact")
         self.new += new
         if now - self.shown >= (REDRAW_S if self.is_live else TELL_S):
             self.shown = now
-            self._show(self.line(all, kept, now - self.start))
+            self._show(self.line(all, kept_bytes, now - self.start))
 
-    def line(self, all: int, kept: int, seconds: float) -> str:
+    def line(self, all: int, kept_bytes: int, seconds: float) -> str:
         """Bytes, share, speed, time left."""
-        at = kept + self.new
+        at = kept_bytes + self.new
         rate = self.new / max(seconds, 1e-9)
-        left = lasted((all - at) / rate) if rate else "?"
-        return f"{_size(at)} of {_size(all)} {self.done}, {at / max(all, 1):.0%}, {_size(rate)}/s, {left} left"
+        eta = lasted((all - at) / rate) if rate else "?"
+        return f"{_size(at)} of {_size(all)} {self.done}, {at / max(all, 1):.0%}, {_size(rate)}/s, {eta} left"
 
     def say(self, text: str) -> None:
         """Prints a message above the line."""

@@ -89,11 +89,11 @@ def tokenizer(
     """Trains a byte-level BPE on a corpus."""
     from argosy.jobs import data as job
 
-    how = read_settings(Vocabulary, words_layer(words or [])).value
-    settings = job.data_settings(source, []).model_copy(update={"max_bytes": how.max_bytes})
-    result = job.train_tokenizer(settings, how.vocab, Path(target))
-    if result["vocab"] < how.vocab:
-        say(f"the text has repeated pairs for {result['vocab']} tokens only; {how.vocab} were asked for")
+    vocabulary = read_settings(Vocabulary, words_layer(words or [])).value
+    settings = job.data_settings(source, []).model_copy(update={"max_bytes": vocabulary.max_bytes})
+    result = job.train_tokenizer(settings, vocabulary.vocab, Path(target))
+    if result["vocab"] < vocabulary.vocab:
+        say(f"the text has repeated pairs for {result['vocab']} tokens only; {vocabulary.vocab} were asked for")
     conclude(f"{target}: {result['vocab']:,} tokens, from {result['bytes']:,} bytes of text", result, as_json)
 
 

@@ -24,16 +24,16 @@ def doctor(
         answer(f"removed {removed['programs']} compiled programs, {sized(removed['bytes'])}", removed, as_json)
         return 0
 
-    found = examine()
-    answer(_text_of(found), found, as_json)
-    return 0 if found["ok"] else 1
+    document = examine()
+    answer(_text_of(document), document, as_json)
+    return 0 if document["ok"] else 1
 
 
-def _text_of(found: Mapping[str, Any]) -> str:
+def _text_of(document: Mapping[str, Any]) -> str:
     """What was found as text: facts in columns, then the problems."""
-    machine, cache, pages = found["machine"], found["cache"], found["huge_pages"]
+    machine, cache, pages = document["machine"], document["cache"], document["huge_pages"]
     sections = {
-        "versions": found["versions"],
+        "versions": document["versions"],
         "machine": {
             "system": machine["system"],
             "processor": machine["processor"],
@@ -41,25 +41,25 @@ def _text_of(found: Mapping[str, Any]) -> str:
             "cores": f"{machine['cores']:g}, load {machine['load']}",
             "memory": of(machine["memory_free_bytes"], machine["memory_bytes"]),
             "huge pages": pages["state"] + (f" ({pages['system']})" if pages["system"] else ""),
-            "kernels": found["kernels"]["library"] or f"none: {found['kernels']['why_not']}",
-            "open files": found["open_files"] or "unlimited",
+            "kernels": document["kernels"]["library"] or f"none: {document['kernels']['why_not']}",
+            "open files": document["open_files"] or "unlimited",
         },
-        "devices": _devices(found["jax"]),
-        "disk": {name: f"{of(d['free_bytes'], d['total_bytes'])}  {d['path']}" for name, d in found["disk"].items()},
+        "devices": _devices(document["jax"]),
+        "disk": {name: f"{of(d['free_bytes'], d['total_bytes'])}  {d['path']}" for name, d in document["disk"].items()},
         "compiled programs": {
             "kept": f"{cache['programs']}, {sized(cache['bytes'])}",
             "at most": f"{sized(cache['most_bytes'])} (ARGOSY_CACHE_GB); --clear-cache removes them",
             "in": cache["folder"],
         },
-        "variables": found["variables"] or {"none": "that matter"},
+        "variables": document["variables"] or {"none": "that matter"},
     }
     width = max(len(name) for rows in sections.values() for name in rows)
     lines = []
     for title, rows in sections.items():
         lines += [title, *(f"  {name:<{width}}  {value}" for name, value in rows.items()), ""]
-    for finding in found["findings"]:
+    for finding in document["findings"]:
         lines += [f"{finding['level']}: {finding['problem']}", f"  hint: {finding['hint']}"]
-    serious = [f for f in found["findings"] if f["level"] != "note"]
+    serious = [f for f in document["findings"] if f["level"] != "note"]
     return "\n".join([*lines, *([] if serious else ["nothing is wrong"])])
 
 

@@ -57,12 +57,12 @@ def evaluates(
         doing.done()
         with signals.asked_to_stop("stopping; the tasks that are finished are printed; again to end now") as stop:
             document, stopped = evaluate.evaluate(lm, planned, settings, others, Steps(doing), stop)
-    kept = evaluate.keep(model, settings, document)
+    run_dir = evaluate.keep(model, settings, document)
     # Without a file that holds the results, the answer is all there is of them.
-    tell = conclude if kept is not None or settings.rows else answer
+    tell = conclude if run_dir is not None or settings.rows else answer
     tell(_table(document["tasks"]) if document["tasks"] else "no task was finished", document, as_json)
-    if kept is not None:
-        say(f"added to {kept}, whose report.html shows it")
+    if run_dir is not None:
+        say(f"added to {run_dir}, whose report.html shows it")
     if stopped:
         raise typer.Exit(stop.code)
 
@@ -78,10 +78,10 @@ def _images(model: str, settings: EvalSettings, as_json: bool) -> None:
 
         document = evaluate_images(model, settings, doing)
         doing.done()
-    kept = evaluate.keep(model, settings, document)
+    run_dir = evaluate.keep(model, settings, document)
     answer(_table(document["tasks"]), document, as_json)
-    if kept is not None:
-        say(f"added to {kept}, whose report.html shows it")
+    if run_dir is not None:
+        say(f"added to {run_dir}, whose report.html shows it")
 
 
 class Steps:
@@ -110,11 +110,11 @@ def _table(tasks: Mapping[str, Mapping[str, Any]]) -> str:
             notes.append(f"{name}: n counts {numbers['rows']}, because there are few windows")
         if numbers["truncated"]:
             notes.append(f"{name}: {numbers['truncated']:,} sequences lost tokens from the left, to fit the context")
-        for metric, found in numbers.get("against", {}).items():
-            interval = found["interval"]
+        for metric, comparison in numbers.get("against", {}).items():
+            interval = comparison["interval"]
             between = "" if interval is None else f"{interval[0]:+.4f} to {interval[1]:+.4f}"
-            difference = "" if found["difference"] is None else f"{found['difference']:+.4f}"
-            differences.append([name, metric, difference, between, f"{found['n']:,}"])
+            difference = "" if comparison["difference"] is None else f"{comparison['difference']:+.4f}"
+            differences.append([name, metric, difference, between, f"{comparison['n']:,}"])
     parts = [columns(("task", "metric", "value", "stderr", "n"), rows, figures=(2, 3, 4)), *notes]
     if differences:
         head = ("task", "metric", "difference", "95 % interval", "n")

@@ -81,30 +81,30 @@ def export_words(
     settings = read_settings(Export, words_layer(words or [])).value
     platforms = names_of("platforms", settings.platforms, PLATFORMS)
     signatures = None if settings.signature is None else names_of("signature", settings.signature, SIGNATURES)
-    how: dict[str, Any] = settings.model_dump(include={"max_tokens", "dtype", "quantization", "adapter", "store", "sign", "steps"})
-    how["size"] = parsed_size(settings.size)
-    how["mesh"] = settings.mesh if settings.mesh.sizes() else None
-    how |= {"platforms": platforms, "batch": sizes_in("batch", settings.batch), "length": sizes_in("length", settings.length)}
+    options: dict[str, Any] = settings.model_dump(include={"max_tokens", "dtype", "quantization", "adapter", "store", "sign", "steps"})
+    options["size"] = parsed_size(settings.size)
+    options["mesh"] = settings.mesh if settings.mesh.sizes() else None
+    options |= {"platforms": platforms, "batch": sizes_in("batch", settings.batch), "length": sizes_in("length", settings.length)}
     with Doing() as doing:
         doing("loading jax")
         from argosy.jobs.export import export_bundle
 
-        result = export_bundle(model, target, signatures=signatures, say=doing, **how)
+        result = export_bundle(model, target, signatures=signatures, say=doing, **options)
     conclude(exported_text(result), result, as_json)
 
 
-def names_of(key: str, text: str, known: tuple[str, ...]) -> list[str]:
+def names_of(key: str, text: str, choices: tuple[str, ...]) -> list[str]:
     """Names separated by commas.
 
     Raises:
         UnknownName: one that is not known.
     """
-    found = [name.strip() for name in text.split(",") if name.strip()]
-    if wrong := [name for name in found if name not in known]:
-        raise UnknownName(key.removesuffix("s"), wrong[0], known)
-    if not found:
-        raise BadInput(f"{key}={text}", hint=f"{key}={','.join(known)}")
-    return list(dict.fromkeys(found))
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if wrong := [name for name in names if name not in choices]:
+        raise UnknownName(key.removesuffix("s"), wrong[0], choices)
+    if not names:
+        raise BadInput(f"{key}={text}", hint=f"{key}={','.join(choices)}")
+    return list(dict.fromkeys(names))
 
 
 def sizes_in(key: str, text: int | str | None) -> list[int] | None:

@@ -109,45 +109,45 @@ def generate(
         return draw(model, prompt, settings, chat, as_json)
     if draws_images(model, say):
         raise BadInput(f"{model} draws images", hint="image=out.png")
-    how = read_settings(Generate, words_layer([literal(word) for word in settings])).value
-    if how.logprobs and not as_json:
+    options = read_settings(Generate, words_layer([literal(word) for word in settings])).value
+    if options.logprobs and not as_json:
         raise BadInput("logprobs need --json", hint="add --json")
-    structured, text = structured_of(how), read_prompt(prompt)
+    structured, text = structured_of(options), read_prompt(prompt)
     with Doing() as doing:
         doing("loading jax")
         machine.start_jax()
         from argosy.jobs.api import load
 
         doing(f"loading {model}")
-        stored: Any = {name: getattr(how, name) for name in ("dtype", "adapter", "quantization")}
-        lm = load(model, **stored, engine=with_adapters(how.engine), blocks="auto")
+        stored: Any = {name: getattr(options, name) for name in ("dtype", "adapter", "quantization")}
+        lm = load(model, **stored, engine=with_adapters(options.engine), blocks="auto")
     lm.check_predicts()
-    sampling = chosen_sampling(how, lm.generation)
-    if how.n > 1 and not sampling.get("temperature"):
-        raise BadInput(f"n={how.n} completions at temperature 0 would be equal", hint="set temperature, such as 0.7")
+    sampling = chosen_sampling(options, lm.generation)
+    if options.n > 1 and not sampling.get("temperature"):
+        raise BadInput(f"n={options.n} completions at temperature 0 would be equal", hint="set temperature, such as 0.7")
     ids = lm.chat_prompt([{"role": "user", "content": text}]) if chat else lm.encode(text) or start_of(lm)
     answers = lm.pieces(
-        [ids] * how.n,
-        how.max_tokens,
-        stop=[how.stop] if how.stop else [],
-        ignore_eos=how.ignore_eos,
-        seed=how.seed,
+        [ids] * options.n,
+        options.max_tokens,
+        stop=[options.stop] if options.stop else [],
+        ignore_eos=options.ignore_eos,
+        seed=options.seed,
         structured=structured,
         **sampling,
     )
     with Doing() as doing:
         # Once text streams, a line that replaces itself would erase it.
         streams = False
-        lm.say = lambda what: None if streams else doing(what)
+        lm.say = lambda activity: None if streams else doing(activity)
         for piece in answers:
             streams = True
             doing.done()
-            if not as_json and piece.row == 0 and how.n == 1:
+            if not as_json and piece.row == 0 and options.n == 1:
                 print(piece.text, end="", flush=True)
-    document = [document_of(c, how.logprobs) for c in answers.completions]
+    document = [document_of(c, options.logprobs) for c in answers.completions]
     if as_json:
         answer("", document, True)
-    elif how.n > 1:
+    elif options.n > 1:
         print("\n---\n".join(c.text for c in answers.completions))
     else:
         print()
@@ -155,20 +155,20 @@ def generate(
 
 def draw(model: str, prompt: str | None, settings: list[str], chat: bool, as_json: bool) -> None:
     """Draws images of the prompt, and prints the names of their files."""
-    how = read_settings(GenerateImages, words_layer(settings)).value
+    options = read_settings(GenerateImages, words_layer(settings)).value
     if chat:
         raise BadInput("--chat is for text", hint="leave it out")
     text = read_prompt(prompt)
     with Doing() as doing:
         doing("loading jax")
         machine.start_jax()
-        written = generate_images(model, text, how, doing)
-    if cached := written[0].get("step_cache"):
+        images = generate_images(model, text, options, doing)
+    if cached := images[0].get("step_cache"):
         say(f"step caching reused {cached['reused']} of {cached['evaluations']} evaluations")
         if "error" in cached:
-            worst = max(one["step_cache"]["error"] for one in written)
-            say(f"error of the latents against the full drawing, of their size: {worst:.2g}{' at most' if how.n > 1 else ''}")
-    answer("\n".join(one["file"] for one in written), written, as_json)
+            worst = max(image["step_cache"]["error"] for image in images)
+            say(f"error of the latents against the full drawing, of their size: {worst:.2g}{' at most' if options.n > 1 else ''}")
+    answer("\n".join(image["file"] for image in images), images, as_json)
 
 
 def split_prompt(words: list[str]) -> tuple[str | None, list[str]]:
@@ -181,9 +181,9 @@ def split_prompt(words: list[str]) -> tuple[str | None, list[str]]:
 def is_setting(word: str) -> bool:
     """`max_tokens=5` is one, and `maxtokens=5` was meant to be; `x = 5` and `if a==b:` are prompts."""
     name, equals, value = word.partition("=")
-    meant = name.startswith("engine.") or get_close_matches(name, NAMES, n=1, cutoff=0.8)
-    meant = meant and all(part.isidentifier() for part in name.split("."))
-    return bool(equals and value and meant) and not value.startswith("=")
+    plausible = name.startswith("engine.") or get_close_matches(name, NAMES, n=1, cutoff=0.8)
+    plausible = plausible and all(part.isidentifier() for part in name.split("."))
+    return bool(equals and value and plausible) and not value.startswith("=")
 
 
 def literal(word: str) -> str:
@@ -219,11 +219,11 @@ def structured_of(settings: Generate) -> dict[str, Any] | None:
         BadInput: several constraints are given, or a file cannot be read.
     """
     names = ("json_schema", "json_object", "regex", "choice", "grammar")
-    given = {name: value for name in names if (value := getattr(settings, name)) not in (None, False, ())}
-    if len(given) > 1:
-        raise BadInput(f"{' and '.join(given)} exclude each other", hint="give one of them")
-    files = {name: _read_text(given[name]) for name in ("json_schema", "grammar") if name in given}
-    return {{"json_schema": "json"}.get(name, name): files.get(name, value) for name, value in given.items()} or None
+    constraints = {name: value for name in names if (value := getattr(settings, name)) not in (None, False, ())}
+    if len(constraints) > 1:
+        raise BadInput(f"{' and '.join(constraints)} exclude each other", hint="give one of them")
+    files = {name: _read_text(constraints[name]) for name in ("json_schema", "grammar") if name in constraints}
+    return {{"json_schema": "json"}.get(name, name): files.get(name, value) for name, value in constraints.items()} or None
 
 
 def start_of(lm: Any) -> list[int]:
@@ -241,20 +241,20 @@ def chosen_sampling(settings: Generate, generation: Any) -> dict[str, Any]:
     greedy."""
     filters = ("temperature", "top_k", "top_p", "min_p", "typical_p")
     names = (*filters, "repetition_penalty", "presence_penalty", "frequency_penalty")
-    given = {name: getattr(settings, name) for name in names if getattr(settings, name) is not None}
-    given |= {name: value for name in ("logit_bias", "bad_words", "min_tokens") if (value := getattr(settings, name))}
+    sampling = {name: getattr(settings, name) for name in names if getattr(settings, name) is not None}
+    sampling |= {name: value for name in ("logit_bias", "bad_words", "min_tokens") if (value := getattr(settings, name))}
     draws = bool(generation.get("do_sample"))
     ours = names if draws else names[len(filters) :]  # penalties also apply to greedy decoding
-    own = {name: generation[name] for name in ours if generation.get(name) is not None}
+    defaults = {name: generation[name] for name in ours if generation.get(name) is not None}
     if draws:
-        own = {"temperature": 1.0, "top_k": 50} | own  # the defaults of transformers
+        defaults = {"temperature": 1.0, "top_k": 50} | defaults  # the defaults of transformers
     # Greedy decoding has no use for filters.
-    left = given if given.get("temperature") != 0 else {*given, *filters}
-    own = {name: value for name, value in own.items() if name not in left}
-    if own:
-        say("sampling as its generation config says: " + " ".join(f"{k}={v}" for k, v in own.items()))
-        given = own | given
-    return given
+    excluded = sampling if sampling.get("temperature") != 0 else {*sampling, *filters}
+    defaults = {name: value for name, value in defaults.items() if name not in excluded}
+    if defaults:
+        say("sampling as its generation config says: " + " ".join(f"{k}={v}" for k, v in defaults.items()))
+        sampling = defaults | sampling
+    return sampling
 
 
 def document_of(completion: Any, logprobs: bool) -> dict[str, Any]:

@@ -33,39 +33,40 @@ def hlo_words(
     """Shows a compiled program of a CPU, GPU or TPU: operations by kind and layer, biggest values, collectives; or how two differ."""
     rest = list(words or [])
     other = rest.pop(0) if rest and "=" not in rest[0] else None
-    how = read_settings(HloWords, words_layer(rest)).value
+    settings = read_settings(HloWords, words_layer(rest)).value
     from argosy.jobs.hlo import program_file, read_program
     from argosy.observe.hlo.summary import program_differences, summarize
 
     path = program_file(program)
-    found = summarize(read_program(path))
+    summary = summarize(read_program(path))
     if other is None:
-        document = asdict(found) | {"program": str(path), "flops": found.flops, "bytes": found.bytes}
+        document = asdict(summary) | {"program": str(path), "flops": summary.flops, "bytes": summary.bytes}
         document["values"] = document["values"][:200]
-        answer(_text(str(path), found, how.rows), document, as_json)
+        answer(_text(str(path), summary, settings.rows), document, as_json)
         return
-    beside = program_file(other)
-    against = summarize(read_program(beside))
-    rows = program_differences(found, against)
-    document = {"a": str(path), "b": str(beside), "flops": [found.flops, against.flops], "bytes": [found.bytes, against.bytes]}
-    answer(_compared(document, rows, how.rows), document | {"differences": [asdict(one) for one in rows]}, as_json)
+    other_path = program_file(other)
+    other_summary = summarize(read_program(other_path))
+    rows = program_differences(summary, other_summary)
+    both = summary, other_summary
+    document = {"a": str(path), "b": str(other_path), "flops": [s.flops for s in both], "bytes": [s.bytes for s in both]}
+    answer(_compared(document, rows, settings.rows), document | {"differences": [asdict(row) for row in rows]}, as_json)
 
 
-def _text(path: str, found: Any, most: int) -> str:
+def _text(path: str, summary: Any, most: int) -> str:
     work = ("", "runs", "FLOP", "bytes")
     parts = [
-        f"{path}: {flops_text(found.flops)} of products, {sized(found.bytes)} in and out of operations, "
-        f"{sized(found.argument_bytes)} of arguments"
-        + (f"; {len(found.unknown_loops)} loops of unknown length count once" if found.unknown_loops else "")
+        f"{path}: {flops_text(summary.flops)} of products, {sized(summary.bytes)} in and out of operations, "
+        f"{sized(summary.argument_bytes)} of arguments"
+        + (f"; {len(summary.unknown_loops)} loops of unknown length count once" if summary.unknown_loops else "")
     ]
-    for title, rows in (("by kind", found.kinds), ("by layer", found.layers)):
-        shown = [(one.name, count_text(one.count), count_text(one.flops) if one.flops else "", sized(one.bytes)) for one in rows[:most]]
-        parts.append(f"{title}\n{columns(work, shown, figures=(1, 2, 3))}")
-    values = [(one.name, sized(one.bytes), one.type, one.kind, one.layer) for one in found.values[:most]]
+    for title, rows in (("by kind", summary.kinds), ("by layer", summary.layers)):
+        table = [(row.name, count_text(row.count), count_text(row.flops) if row.flops else "", sized(row.bytes)) for row in rows[:most]]
+        parts.append(f"{title}\n{columns(work, table, figures=(1, 2, 3))}")
+    values = [(value.name, sized(value.bytes), value.type, value.kind, value.layer) for value in summary.values[:most]]
     parts.append("biggest values\n" + columns(("", "bytes", "type", "kind", "layer"), values, figures=(1,)))
     transfers = [
-        (one.kind, str(one.devices), count_text(one.count), sized(one.bytes), f"{one.asynchronous / one.count:.0%}", one.layer)
-        for one in found.transfers[:most]
+        (op.kind, str(op.devices), count_text(op.count), sized(op.bytes), f"{op.asynchronous / op.count:.0%}", op.layer)
+        for op in summary.transfers[:most]
     ]
     head = ("", "devices", "runs", "bytes", "asynchronous", "layer")
     parts.append("collectives\n" + columns(head, transfers, figures=(1, 2, 3, 4)) if transfers else "no collectives")
@@ -79,13 +80,13 @@ def _compared(document: Mapping[str, Any], rows: Sequence[Any], most: int) -> st
         flops = f", {count_text(row['flops'])} FLOP" if row.get("flops") else ""
         return f"{count_text(row.get('count', 0))} x, {sized(row.get('bytes', 0))}{flops}"
 
-    flops, moved = document["flops"], document["bytes"]
-    first = f"{flops_text(flops[0])} and {flops_text(flops[1])} of products; {sized(moved[0])} and {sized(moved[1])} in and out"
+    flops, traffic = document["flops"], document["bytes"]
+    first = f"{flops_text(flops[0])} and {flops_text(flops[1])} of products; {sized(traffic[0])} and {sized(traffic[1])} in and out"
     if not rows:
         return f"{first}\nno differences"
-    shown = [(one.table, one.name, cell(one.before), cell(one.after), _signed(one.bytes)) for one in rows[:most]]
+    table = [(row.table, row.name, cell(row.before), cell(row.after), _signed(row.bytes)) for row in rows[:most]]
     more = f"\n{len(rows) - most} more; rows={len(rows)} shows all" if len(rows) > most else ""
-    return f"{first}\n\n{columns(('', '', 'first', 'second', 'bytes'), shown, figures=(4,))}{more}"
+    return f"{first}\n\n{columns(('', '', 'first', 'second', 'bytes'), table, figures=(4,))}{more}"
 
 
 def _signed(n_bytes: int) -> str:

@@ -50,27 +50,27 @@ def launch(
       argosy launch engine=kubernetes image=REGISTRY/argosy:1 volume=models secret=keys replicas=3 -- predict /models
     """
     at = next((i for i, word in enumerate(words) if "=" not in word or word.startswith("-")), len(words))
-    own, verb = words[:at], words[at + (words[at : at + 1] == ["--"]) :]
+    setting_words, verb = words[:at], words[at + (words[at : at + 1] == ["--"]) :]
     if words[at : at + 1] in (["--help"], ["-h"]):
-        sys.stdout.write(help_of(named_engine(own)))
+        sys.stdout.write(help_of(named_engine(setting_words)))
         return 0
-    if (engine := named_engine(own)) in SERVING:
-        return launch_server(engine, own, verb)
+    if (engine := named_engine(setting_words)) in SERVING:
+        return launch_server(engine, setting_words, verb)
     if engine == "local" and verb[:1] == ["predict"]:
-        return launch_together(own, verb)
+        return launch_together(setting_words, verb)
     from argosy.jobs.launch import prepared, progress_of
 
-    made = prepared(own, verb)
-    if made.engine in WRITTEN:
+    job = prepared(setting_words, verb)
+    if job.engine in WRITTEN:
         from argosy.jobs.launch_paths import remarks
 
-        for remark in remarks(made):
+        for remark in remarks(job):
             say(remark)
-        return import_module(f"argosy.launch.{made.engine}").launch(made.command, made.settings, say)
+        return import_module(f"argosy.launch.{job.engine}").launch(job.command, job.settings, say)
     from argosy.launch import local, ray
 
-    start = ray.run if made.engine == "ray" else local.run
-    return start([sys.executable, "-m", "argosy", *verb], made.settings, say, progress_of(made))
+    start = ray.run if job.engine == "ray" else local.run
+    return start([sys.executable, "-m", "argosy", *verb], job.settings, say, progress_of(job))
 
 
 def launch_together(words: list[str], verb: list[str]) -> int:
@@ -83,11 +83,11 @@ def launch_together(words: list[str], verb: list[str]) -> int:
     from argosy.web.process import check_open
 
     readers = server_readers(translated, {"predict": PREDICT})
-    made = prepared_server("local", words, verb, {"predict": readers["predict"]})
-    checks = [check.run for check in local.checks(made.settings)]
-    raise_mistakes(mistakes_of(*checks, lambda: check_open(made.server), lambda: check_repository(Path(made.command.words[1]))))
+    job = prepared_server("local", words, verb, {"predict": readers["predict"]})
+    checks = [check.run for check in local.checks(job.settings)]
+    raise_mistakes(mistakes_of(*checks, lambda: check_open(job.server), lambda: check_repository(Path(job.command.words[1]))))
     about = f"{STEADY_S / 60:.0f} minutes of service", ""
-    return local.run([sys.executable, "-m", "argosy", *made.command.words], made.settings, say, Uptime(), about)
+    return local.run([sys.executable, "-m", "argosy", *job.command.words], job.settings, say, Uptime(), about)
 
 
 def launch_server(engine: str, words: list[str], verb: list[str]) -> int:
@@ -95,22 +95,22 @@ def launch_server(engine: str, words: list[str], verb: list[str]) -> int:
     from argosy.cli.flags import PREDICT, SERVE, translated
     from argosy.jobs.launch_servers import prepared_server, server_readers
 
-    made = prepared_server(engine, words, verb, server_readers(translated, {"predict": PREDICT, "serve": SERVE}))
+    job = prepared_server(engine, words, verb, server_readers(translated, {"predict": PREDICT, "serve": SERVE}))
     if engine != "rayserve":
-        return import_module(f"argosy.launch.servers.{engine}").launch(made.command, made.settings, say)
+        return import_module(f"argosy.launch.servers.{engine}").launch(job.command, job.settings, say)
     from argosy.jobs.replicas import replica_app
     from argosy.launch.servers import ray_serve
     from argosy.web.process import check_open
 
-    ray_serve.check_replicated(made.command, made.server)
-    check_open(made.server)
-    models, server = str(Path(made.command.words[1]).resolve()), made.server.model_dump()
+    ray_serve.check_replicated(job.command, job.server)
+    check_open(job.server)
+    models, server = str(Path(job.command.words[1]).resolve()), job.server.model_dump()
 
     def build() -> Any:
         return replica_app(models, server)
 
     with signals.asked_to_stop("finishing what runs; again to end now") as stop:
-        ray_serve.launch(made.command, made.settings, made.server, build, say, stop)
+        ray_serve.launch(job.command, job.settings, job.server, build, say, stop)
     return stop.code
 
 

@@ -28,13 +28,13 @@ def models(context: typer.Context, as_json: Annotated[bool, JSON] = False) -> No
         return
     from argosy.jobs.models import listing
 
-    found = listing()
+    document = listing()
     rows = [
         (p["name"], p["family"], f"{p['parameters']:,}", "" if p["context"] is None else f"{p['context']:,}")
-        for p in found["presets"]
+        for p in document["presets"]
     ]
     text = columns(("preset", "family", "parameters", "context"), rows, figures=(2, 3))
-    answer(f"families: {', '.join(found['families'])}\n\n{text}", found, as_json)
+    answer(f"families: {', '.join(document['families'])}\n\n{text}", document, as_json)
 
 
 @app.command("show")
@@ -46,48 +46,48 @@ def show(
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Shows the block of a model, its sizes, parameters, FLOPs and memory, and the recipes that use it."""
-    how = read_settings(Show, words_layer(words or [])).value
+    settings = read_settings(Show, words_layer(words or [])).value
     from argosy.jobs.models import describe
 
-    found = describe(name, how.context)
-    answer(_text_of(found), found, as_json)
+    document = describe(name, settings.context)
+    answer(_text_of(document), document, as_json)
 
 
-def _text_of(found: dict[str, Any]) -> str:
+def _text_of(document: dict[str, Any]) -> str:
     """The description as text."""
-    total, at = found["parameters"], f"at {found['context']:,} tokens"
-    parts = ", ".join(f"{name} {n / total:.1%}" for name, n in found["parts"].items())
-    weights = ", ".join(f"{sized(n)} in {dtype}" for dtype, n in found["weight_bytes"].items())
-    cache, token = found["cache_bytes"], found["cache_bytes_per_token"]
-    window = f", window {found['window']:,}" if found["window"] else ""
-    active = found["parameters_active"]
-    met = f", {active:,} ({count_text(active)}) of them for each token" if active != total and found["experts"] else ""
-    state = f", beside {sized(found['state_bytes'])} a sequence" if found["state_bytes"] else ""
+    total, at = document["parameters"], f"at {document['context']:,} tokens"
+    parts = ", ".join(f"{name} {n / total:.1%}" for name, n in document["parts"].items())
+    weights = ", ".join(f"{sized(n)} in {dtype}" for dtype, n in document["weight_bytes"].items())
+    cache, token = document["cache_bytes"], document["cache_bytes_per_token"]
+    window = f", window {document['window']:,}" if document["window"] else ""
+    active = document["parameters_active"]
+    active_text = f", {active:,} ({count_text(active)}) of them for each token" if active != total and document["experts"] else ""
+    state = f", beside {sized(document['state_bytes'])} a sequence" if document["state_bytes"] else ""
     facts = {
-        "parameters": f"{total:,} ({count_text(total)}){met}",
+        "parameters": f"{total:,} ({count_text(total)}){active_text}",
         "": parts,
-        "sizes": "  ".join(f"{letter} {size}" for letter, size in found["dims"].items() if size),
-        "forward": f"{flops_text(found['flops_per_token_at_1'])} a token, "
-        f"{flops_text(found['flops_per_token'])} {at}, attention in full; "
-        f"backward {flops_text(found['flops_per_token_backward'])}",
+        "sizes": "  ".join(f"{letter} {size}" for letter, size in document["dims"].items() if size),
+        "forward": f"{flops_text(document['flops_per_token_at_1'])} a token, "
+        f"{flops_text(document['flops_per_token'])} {at}, attention in full; "
+        f"backward {flops_text(document['flops_per_token_backward'])}",
         "weights": weights,
         "cache": f"{sized(token['bfloat16'])} a token in bfloat16, {sized(token['float32'])} in float32{state}",
         " ": f"{sized(cache['bfloat16'])} and {sized(cache['float32'])} {at}{window}",
-        "training": training_text(found["training_bytes"], at),
-        "recipes": recipes_text(found["recipes"]),
-        "modules": ", ".join(found["modules"]),
+        "training": training_text(document["training_bytes"], at),
+        "recipes": recipes_text(document["recipes"]),
+        "modules": ", ".join(document["modules"]),
     }
     lines = [f"  {name:<12}{value}".rstrip() for name, value in facts.items() if value]
-    return "\n".join([f"{found['name']}: {found['family']}", "", found["block"], "", *lines])
+    return "\n".join([f"{document['name']}: {document['family']}", "", document["block"], "", *lines])
 
 
 def training_text(need: dict[str, int] | None, at: str) -> str:
     """Memory to train: the state, and activations of one sequence."""
     if need is None:
         return ""
-    kept, recomputed = sized(need["activations"]), sized(need["activations_recomputed"])
+    activations, recomputed = sized(need["activations"]), sized(need["activations_recomputed"])
     return (
-        f"{sized(need['state'])} of weights, gradients and AdamW in float32; activations of a sequence {at} {kept}, "
+        f"{sized(need['state'])} of weights, gradients and AdamW in float32; activations of a sequence {at} {activations}, "
         f"{recomputed} with execution.remat=full"
     )
 

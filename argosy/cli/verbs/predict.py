@@ -40,8 +40,8 @@ def predict(
 
     check_open(settings)
     if settings.grpc is not None and find_spec("grpc") is None:
-        what = "gRPC needs the package `grpcio`, which is not installed"
-        raise BadInput(what, hint=f"{install_extra('grpc')}; or leave `grpc` out")
+        problem = "gRPC needs the package `grpcio`, which is not installed"
+        raise BadInput(problem, hint=f"{install_extra('grpc')}; or leave `grpc` out")
     place = detect_place(os.environ)
     if place is not None and place.rank:
         raise typer.Exit(follow_leader(place))
@@ -64,8 +64,8 @@ def predict(
         doing(f"loading {repository}")
         store = open_store(machine.programs_folder(), say, sources=False)
         opened = {} if leader is None else {"open_bundle": leader.open}
-        found = Repository(Path(repository), settings, PredictMetrics(), say, store, **opened)
-        found.look()
+        bundles = Repository(Path(repository), settings, PredictMetrics(), say, store, **opened)
+        bundles.look()
     url = server_address(listener, settings)
     if reserved is not None:
         url += f" and grpc{server_address(reserved, settings).removeprefix('http')}"
@@ -74,9 +74,9 @@ def predict(
         def stop_code() -> int:
             return stop.code or (leader.asked if leader is not None else 0)
 
-        if found.models and not any(state.versions for state in found.models.values()):
+        if bundles.models and not any(state.versions for state in bundles.models.values()):
             say("no model is loaded, for the reasons above; the server waits for one, and /v2/health/ready answers 503 until then")
-        serve_repository(found, listener, reserved, stop=stop_code, ready=lambda: say(f"ready on {url}"))
+        serve_repository(bundles, listener, reserved, stop=stop_code, ready=lambda: say(f"ready on {url}"))
         if leader is not None:
             leader.end(stop_code())
     raise typer.Exit(stop_code())

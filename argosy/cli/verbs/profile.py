@@ -34,10 +34,10 @@ def profile_words(
     as_json: Annotated[bool, typer.Option("--json", help="one JSON document on stdout")] = False,
 ) -> None:
     """Shows where the time of steps goes: by layer, by kind and by operation. With steps=N, captures steps of a running job."""
-    how = read_settings(ProfileWords, words_layer(words or [])).value
+    settings = read_settings(ProfileWords, words_layer(words or [])).value
     from argosy.jobs.profile import profile
     from argosy.observe.profile.table import as_document
     from argosy.observe.profile.text import profile_text
 
-    found = profile(run, how.steps, at=how.at, timeout=how.timeout, say=say)
-    answer(profile_text(found, how.rows), as_document(found), as_json)
+    table = profile(run, settings.steps, at=settings.at, timeout=settings.timeout, say=say)
+    answer(profile_text(table, settings.rows), as_document(table), as_json)

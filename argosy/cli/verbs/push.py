@@ -45,13 +45,13 @@ def push_words(
     as_json: Annotated[bool, typer.Option("--json", help="one JSON document on stdout")] = False,
 ) -> None:
     """Uploads a model to the Hub, as safetensors with a card written from its lineage, in one commit."""
-    how = read_settings(Push, words_layer(words or [])).value
+    settings = read_settings(Push, words_layer(words or [])).value
     from argosy.jobs.push import push
 
-    result = push(model, target, **{name: getattr(how, name) for name in Push.model_fields}, say=say)
-    lines = [f"{sized(one['bytes']):>9}  {one['path']}" for one in result["files"]]
-    lines += [f"  removed  {one}" for one in result["removed"]]
-    if how.dry:
+    result = push(model, target, **{name: getattr(settings, name) for name in Push.model_fields}, say=say)
+    lines = [f"{sized(file['bytes']):>9}  {file['path']}" for file in result["files"]]
+    lines += [f"  removed  {path}" for path in result["removed"]]
+    if settings.dry:
         lines = [f"would go to {result['url']}:", *lines, "", *([] if result["card"] == "kept" else [result["card_text"]])]
     else:
         lines = [*lines, f"{result['url']}, commit {str(result['commit'])[:12]}: argosy generate hf:{result['repository']}"]

@@ -114,9 +114,9 @@ def quantize(
         else:
             to = settings.to or "argosy"
             data = settings.data if "source" in settings.data.model_fields_set else None
-            how: Any = {"method": settings.method, "data": data, "samples": settings.samples, "dtype": settings.dtype, "to": to}
-            how["rotate"] = None if settings.rotate == "none" else settings.rotate
-            result = job(model, Path(target), rules, **how, say=progress.say, progress=progress)
+            options: Any = {"method": settings.method, "data": data, "samples": settings.samples, "dtype": settings.dtype, "to": to}
+            options["rotate"] = None if settings.rotate == "none" else settings.rotate
+            result = job(model, Path(target), rules, **options, say=progress.say, progress=progress)
         if measured is not None:
             result["perplexity"] = reports.measure_change(model, target, *measured, progress.say)
     if settings.report is not None:
@@ -180,8 +180,8 @@ def write_rules(model: str, target: str, settings: Quantize, as_json: bool) -> N
     from argosy.jobs.quantize_search import search_recipe
 
     with ConversionProgress("written") as progress:
-        how: Any = {"samples": settings.samples, "say": progress.say}
-        result = search_recipe(model, Path(target), float(settings.search or 0), settings.candidates, settings.data, **how)
+        options: Any = {"samples": settings.samples, "say": progress.say}
+        result = search_recipe(model, Path(target), float(settings.search or 0), settings.candidates, settings.data, **options)
     conclude(described_recipe(result), result, as_json)
 
 
@@ -192,8 +192,8 @@ def rules_of(settings: Quantize) -> list[Rule]:
         BadInput: neither or both settings are given, or the file has mistakes, as in `read_rules`.
     """
     if (settings.preset is None) == (settings.rules is None):
-        what = "neither a preset nor rules are" if settings.preset is None else "both a preset and rules are"
-        raise BadInput(f"{what} given", hint=f"preset={'|'.join(PRESETS)}, or rules=FILE.yml")
+        problem = "neither a preset nor rules are" if settings.preset is None else "both a preset and rules are"
+        raise BadInput(f"{problem} given", hint=f"preset={'|'.join(PRESETS)}, or rules=FILE.yml")
     return preset_rules(settings.preset) if settings.preset is not None else read_rules(Path(str(settings.rules)))
 
 
@@ -209,16 +209,16 @@ def described(result: dict[str, Any]) -> str:
     for key, rows in groups.items():
         numbers, size = (sum(row[name] for row in rows) for name in ("numbers", "bytes"))
         errors = ["error", *(["output_error", "nearest_error"] if is_calibrated else [])]
-        found = [[row[name] for row in rows if row[name] is not None] for name in errors]
-        worst = [f"{max(some):.4f}" if some else "" for some in found]
+        values = [[row[name] for row in rows if row[name] is not None] for name in errors]
+        worst = [f"{max(some):.4f}" if some else "" for some in values]
         lines.append([*key, str(len(rows)), f"{8 * size / numbers:.2f}", f"{size / 1e6:.1f}", *worst])
     head = ("module", "weights", "scales for", "data", "layers", "bits", "MB", "largest RMS error")
     head += ("of the output", "by nearest") if is_calibrated else ()
-    kept = result["kept"]
-    rest = f"{plural(kept['tensors'], 'tensor')} kept ({kept['bytes'] / 1e6:.1f} MB), such as {', '.join(kept['largest'])}"
-    written = f"{result['target']}: {result['bytes'] / 1e6:.1f} MB in {lasted(result['seconds'])}"
+    plain = result["kept"]
+    rest = f"{plural(plain['tensors'], 'tensor')} kept ({plain['bytes'] / 1e6:.1f} MB), such as {', '.join(plain['largest'])}"
+    summary = f"{result['target']}: {result['bytes'] / 1e6:.1f} MB in {lasted(result['seconds'])}"
     if change := result.get("perplexity"):
-        written += f"\nperplexity {change['before']:.4g} before, {change['after']:.4g} after, over {change['tokens']:,.0f} tokens"
+        summary += f"\nperplexity {change['before']:.4g} before, {change['after']:.4g} after, over {change['tokens']:,.0f} tokens"
     if narrow := result.get("narrow"):
         rest += f"\nrows of {plural(len(narrow), 'tensor')} are no whole number of blocks, which have another type, such as {narrow[0]}"
     if scarce := [row for row in result["weights"] if row.get("uncalibrated")]:
@@ -227,7 +227,7 @@ def described(result: dict[str, Any]) -> str:
         rest += f"{share:.0%} of {name}"
     if any(row.get("balanced") for row in result["weights"]) and (rigid := [r for r in result["weights"] if not r["balanced"]]):
         rest += f"\n{plural(len(rigid), 'weight')} have inputs that cannot be scaled exactly, such as {rigid[0]['name']}"
-    return "\n".join([columns(head, lines, figures=tuple(range(4, len(head)))), rest, written])
+    return "\n".join([columns(head, lines, figures=tuple(range(4, len(head)))), rest, summary])
 
 
 def described_recipe(result: dict[str, Any]) -> str:

@@ -28,7 +28,7 @@ def quickstart(
 ) -> int:
     """Trains a small model from raw text on this machine, kills and resumes a run, generates, exports and reports. Takes one to two
     minutes on two free cores, and downloads nothing."""
-    how = read_settings(Quickstart, words_layer(words or [])).value
+    settings = read_settings(Quickstart, words_layer(words or [])).value
     say("No downloads, no account: nothing leaves this machine. Loading jax ...")
     machine.start_jax()
     from argosy.jobs.quickstart.acts import Stage
@@ -42,7 +42,7 @@ def quickstart(
 
     say(machine.machine_summary())
     with Terminal() as view:
-        story = job(how.dir, Stage(say, view, stream))
+        story = job(settings.dir, Stage(say, view, stream))
     if as_json:
         conclude("", asdict(story), True)
     return story.exit_code

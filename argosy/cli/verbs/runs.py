@@ -34,14 +34,14 @@ def list_runs(
     """Lists the runs under a folder, the last written first. `list` may be left out."""
     from argosy.jobs.history import listing as runs
 
-    found = [runs.summary(path) for path in runs.find(root)]
+    summaries = [runs.summary(path) for path in runs.find(root)]
     numbers = {"loss": "loss", "reward": "reward", "eval_loss": "eval"}
-    if not any("reward" in s.numbers for s in found):
+    if not any("reward" in s.numbers for s in summaries):
         del numbers["reward"]
     head = ("run", "state", "step", *numbers.values(), "tokens", "last write")
-    table = columns(head, [_row(s, numbers) for s in found], figures=range(2, len(head)))
-    problems = "".join(f"\n{s.path}: {s.problem}" for s in found if s.problem)
-    answer(table + problems if found else f"no run under {root}", [s.document() for s in found], as_json)
+    table = columns(head, [_row(s, numbers) for s in summaries], figures=range(2, len(head)))
+    problems = "".join(f"\n{s.path}: {s.problem}" for s in summaries if s.problem)
+    answer(table + problems if summaries else f"no run under {root}", [s.document() for s in summaries], as_json)
 
 
 @app.command("show")
@@ -53,17 +53,17 @@ def show(
     """Shows one run: state, checkpoints, last numbers, and the settings that are not defaults."""
     from argosy.jobs.history import listing as runs
 
-    found = runs.summary(run, verify=verify)
-    settings = runs.settings(found.path) if found.steps else []
-    document = found.document() | {"settings": {key: {"value": value, "set_by": who} for key, value, who in settings}}
-    facts = {"state": found.state, "step": _steps(found), "last write": _ago(found.written_s)}
-    facts |= {"problem": found.problem} if found.problem else {}
-    facts |= {"time": f"{lasted(found.life.wall)}: {found.life.words()}"} if found.life else {}
-    kept = [f"{step} ({_size(found.path, step)})" for step in found.checkpoints]
-    facts |= {"checkpoints": ", ".join(kept) or "none"} | {k: runs.shown(v) for k, v in found.numbers.items()}
-    lines = [str(found.path), *(f"  {name:<20}{value}" for name, value in facts.items()), ""]
-    chosen = [(key, runs.shown(value), who) for key, value, who in settings if who != "default"]
-    answer("\n".join([*lines, columns(("setting", "value", "set by"), chosen)] if chosen else lines), document, as_json)
+    summary = runs.summary(run, verify=verify)
+    settings = runs.settings(summary.path) if summary.steps else []
+    document = summary.document() | {"settings": {key: {"value": value, "set_by": who} for key, value, who in settings}}
+    facts = {"state": summary.state, "step": _steps(summary), "last write": _ago(summary.written_s)}
+    facts |= {"problem": summary.problem} if summary.problem else {}
+    facts |= {"time": f"{lasted(summary.life.wall)}: {summary.life.words()}"} if summary.life else {}
+    checkpoints = [f"{step} ({_size(summary.path, step)})" for step in summary.checkpoints]
+    facts |= {"checkpoints": ", ".join(checkpoints) or "none"} | {k: runs.shown(v) for k, v in summary.numbers.items()}
+    lines = [str(summary.path), *(f"  {name:<20}{value}" for name, value in facts.items()), ""]
+    overrides = [(key, runs.shown(value), who) for key, value, who in settings if who != "default"]
+    answer("\n".join([*lines, columns(("setting", "value", "set by"), overrides)] if overrides else lines), document, as_json)
 
 
 @app.command("compare")
@@ -74,8 +74,8 @@ def compare(
     """Puts runs side by side: the settings that differ, and the last numbers of each."""
     from argosy.jobs.history import listing as runs
 
-    found = runs.compare(dirs)
-    answer(comparison(found), found, as_json)
+    document = runs.compare(dirs)
+    answer(comparison(document), document, as_json)
 
 
 def comparison(result: dict[str, Any]) -> str:
@@ -101,15 +101,15 @@ def by_run(corner: str, names: Sequence[str], rows: Mapping[str, Sequence[str]])
     return columns(["run", *rows], turned, figures=range(1, len(rows) + 1))
 
 
-def _row(found: Any, names: Iterable[str]) -> list[str]:
+def _row(summary: Any, names: Iterable[str]) -> list[str]:
     # A number that rounds to zero has no sign.
-    numbers = [f"{x:z.4f}" if (x := found.numbers.get(name)) is not None else "-" for name in names]
-    tokens = "-" if (count := found.numbers.get("tokens")) is None else count_text(count)
-    return [str(found.path), found.state, _steps(found), *numbers, tokens, _ago(found.written_s)]
+    numbers = [f"{x:z.4f}" if (x := summary.numbers.get(name)) is not None else "-" for name in names]
+    tokens = "-" if (count := summary.numbers.get("tokens")) is None else count_text(count)
+    return [str(summary.path), summary.state, _steps(summary), *numbers, tokens, _ago(summary.written_s)]
 
 
-def _steps(found: Any) -> str:
-    return f"{found.step or 0}/{found.steps}" if found.steps else "-"
+def _steps(summary: Any) -> str:
+    return f"{summary.step or 0}/{summary.steps}" if summary.steps else "-"
 
 
 def _ago(written_s: float | None) -> str:

@@ -72,17 +72,17 @@ def serve(
         check_one_tower(model, "serve", doing)
         listener, admin_listener = bound_socket(settings.host, settings.port), run.admin_socket(settings)
         doing(f"loading {model}")
-        how: Any = {name: getattr(settings, name) for name in ("dtype", "adapter", "tensor", "quantization")}
+        options: Any = {name: getattr(settings, name) for name in ("dtype", "adapter", "tensor", "quantization")}
         # Copies share the memory of their weights, which packed ones cannot.
-        how["blocks"] = "auto" if settings.copies == 1 else False
-        lm = load(model, **how, context=settings.engine.context)
+        options["blocks"] = "auto" if settings.copies == 1 else False
+        lm = load(model, **options, context=settings.engine.context)
         if settings.chat_template is not None:
             run.set_chat_template(lm, settings.chat_template)
         name = settings.name or model_name(model)
         draft = draft_of(settings.engine, settings.dtype, settings.tensor)
         service = run.running_server(lm, name, settings, doing, draft, open_store(machine.programs_folder(), say))
     # A line that replaces itself would stay on the terminal.
-    service.front.says(lambda what: say(f"{what} ..."))
+    service.front.says(lambda activity: say(f"{activity} ..."))
     for line in service.about:
         say(line)
     if admin_listener is not None:
@@ -114,7 +114,7 @@ def _serve_images(model: str, words: list[str]) -> NoReturn:
         if settings.warm_up:
             service.warm_up()
     # A line that replaces itself would stay on the terminal.
-    pipeline.say = lambda what: say(f"{what} ...")
+    pipeline.say = lambda activity: say(f"{activity} ...")
     for line in service.about:
         say(line)
     url = server_address(listener, settings)

@@ -26,8 +26,8 @@ def sweep(
     from argosy.jobs.sweep import Combination, combinations
     from argosy.jobs.sweep import sweep as job
 
-    found = combinations(recipe, words)
-    say(f"{len(found)} runs of {recipe}; loading jax ...")
+    grid = combinations(recipe, words)
+    say(f"{len(grid)} runs of {recipe}; loading jax ...")
     machine.start_jax()
     from argosy.jobs.train import train
     from argosy.observe.terminal.live import Terminal
@@ -36,14 +36,14 @@ def sweep(
         with Terminal() as view:
             return train(recipe, list(combination.words), view).exit_code
 
-    code = job(found, run, say)
+    code = job(grid, run, say)
     if code > 1:
         say("stopped; the same command resumes the sweep")
         return code
     from argosy.cli.verbs.runs import comparison
     from argosy.jobs.history import listing as runs
 
-    done = [one.dir for one in found if runs.is_run(one.dir)]
+    done = [combination.dir for combination in grid if runs.is_run(combination.dir)]
     if len(done) > 1:
         compared = runs.compare(done)
         conclude(comparison(compared), compared, as_json)

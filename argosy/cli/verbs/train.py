@@ -73,7 +73,7 @@ def train(
     if skipped := int(outcome.last.get("skipped", 0)):
         say(f"{skipped:,} of {plural(outcome.step, 'step')} were skipped: docs/guides/faults.md")
     if outcome.done and outcome.seconds:
-        shown = f", or open {outcome.dir}/report.html" if isinstance(outcome.dir, Path) else ""
+        report = f", or open {outcome.dir}/report.html" if isinstance(outcome.dir, Path) else ""
         # What scores or ranks generates nothing.
         model, embedded = reading.value.model, reading.value.objective.text_pooling is not None
         generates = model.causal and not model.scored and not embedded
@@ -82,10 +82,10 @@ def train(
             follows = f"argosy eval {outcome.dir} tasks=images"
         if "unet" in reading.value.objective.roles:
             token, pipeline = getattr(model, "token", None), reading.value.encoders.pipeline
-            drawn = f"{shlex.quote(f'a photo of a {token}')}" if token else "PROMPT"
+            prompt = f"{shlex.quote(f'a photo of a {token}')}" if token else "PROMPT"
             more = f"embeddings={outcome.dir}" if token else f"controlnet={outcome.dir} control_image=FILE"
-            follows = f"argosy generate {pipeline} {drawn} image=out.png {more}"
-        say(f"{outcome.dir}: step {outcome.step}. Next: {follows}{shown}")
+            follows = f"argosy generate {pipeline} {prompt} image=out.png {more}"
+        say(f"{outcome.dir}: step {outcome.step}. Next: {follows}{report}")
     if outcome.exit_code:
         say(
             f"stopped at step {outcome.step} of {outcome.steps}: {saved_words(outcome)}, and the same command {next_start(outcome)}"
