@@ -92,8 +92,8 @@ def _number(environment: Environment, name: str) -> int:
     """
     value = environment.get(name)
     if value is None or not re.fullmatch(r"\d+", value.strip()):
-        said = "is not set" if value is None else f"is {value!r}, not a whole number"
-        raise BadInput(f"{name} {said}", where="environment of this process", hint="every process of a run needs it")
+        problem = "is not set" if value is None else f"is {value!r}, not a whole number"
+        raise BadInput(f"{name} {problem}", where="environment of this process", hint="every process of a run needs it")
     return int(value)
 
 
@@ -163,9 +163,9 @@ def _from_tpu(environment: Environment) -> tuple[str, int, int] | None:
     if leader := environment.get("MEGASCALE_COORDINATOR_ADDRESS"):
         # The host of rank 0, with a port of libtpu's own.
         host = leader if leader.count(":") > 1 and not leader.startswith("[") else re.sub(r":\d+$", "", leader)
-        slices, own = (_number(environment, f"MEGASCALE_{name}") for name in ("NUM_SLICES", "SLICE_ID"))
+        slices, slice_id = (_number(environment, f"MEGASCALE_{name}") for name in ("NUM_SLICES", "SLICE_ID"))
         each, worker = max(len(hosts), 1), _number(environment, "TPU_WORKER_ID") if hosts else 0
-        return with_port(host), slices * each, own * each + worker
+        return with_port(host), slices * each, slice_id * each + worker
     if len(hosts) < 2:
         return None
     return with_port(hosts[0]), len(hosts), _number(environment, "TPU_WORKER_ID")
@@ -269,16 +269,16 @@ def _wait(place: ProcessPlace, host: str, wait: int, joined: threading.Event) ->
     """Says that this process waits, and ends it with an error where the others do not come."""
     if joined.wait(min(QUIET_S, wait)):
         return
-    who, known = f"process {place.rank} of {place.processes}", ""
+    who, remark = f"process {place.rank} of {place.processes}", ""
     try:
         socket.getaddrinfo(host.strip("[]"), None)
     except OSError as error:
-        known = f"; no address of {host} is known ({error.strerror})"
-    print(f"{who} waits for the others at {place.coordinator}, {wait} s at most{known}", file=sys.stderr, flush=True)
+        remark = f"; no address of {host} is known ({error.strerror})"
+    print(f"{who} waits for the others at {place.coordinator}, {wait} s at most{remark}", file=sys.stderr, flush=True)
     if joined.wait(wait - min(QUIET_S, wait)):
         return
-    what, hint = f"{who} waited {wait} s for the others at {place.coordinator}{known}", "ARGOSY_JOIN_S waits longer"
-    print(ArgosyError(what, hint=f"start all of them with the same coordinator; {hint}"), file=sys.stderr, flush=True)
+    problem, hint = f"{who} waited {wait} s for the others at {place.coordinator}{remark}", "ARGOSY_JOIN_S waits longer"
+    print(ArgosyError(problem, hint=f"start all of them with the same coordinator; {hint}"), file=sys.stderr, flush=True)
     os._exit(ArgosyError.exit_code)
 
 
@@ -290,11 +290,11 @@ def _end_with(parent: int) -> None:
 
 
 def _not_joined(place: ProcessPlace, error: Exception) -> ArgosyError:
-    said = (str(error).splitlines() or [type(error).__name__])[0][:200]
+    message = (str(error).splitlines() or [type(error).__name__])[0][:200]
     who = f"process {place.rank} of {place.processes}"
-    if "in use" in said or "bind" in said.lower():
-        return ArgosyError(f"{who} cannot listen on {place.coordinator}: {said}", hint="another program uses the port")
-    return ArgosyError(f"{who} could not join at {place.coordinator}", where=said)
+    if "in use" in message or "bind" in message.lower():
+        return ArgosyError(f"{who} cannot listen on {place.coordinator}: {message}", hint="another program uses the port")
+    return ArgosyError(f"{who} could not join at {place.coordinator}", where=message)
 
 
 def _leave_at_once() -> None:
@@ -327,14 +327,14 @@ def lost_peers() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        said = (str(error).splitlines() or [""])[0]
-        if type(error).__name__ not in ("JaxRuntimeError", "XlaRuntimeError") or not _LOST.search(said):
+        message = (str(error).splitlines() or [""])[0]
+        if type(error).__name__ not in ("JaxRuntimeError", "XlaRuntimeError") or not _LOST.search(message):
             raise
-        what = "another process of this run ended or cannot be reached"
+        problem = "another process of this run ended or cannot be reached"
         hint = "its own messages say why; the same command resumes from the last checkpoint"
         if NATIVE in os.environ:
             # The supervisor says who and where.
             with suppress(OSError):
-                os.write(2, f"{said}\n".encode())
-            raise PeerLost(what) from None
-        raise PeerLost(what, where=said[:200], hint=hint) from None
+                os.write(2, f"{message}\n".encode())
+            raise PeerLost(problem) from None
+        raise PeerLost(problem, where=message[:200], hint=hint) from None

@@ -25,7 +25,7 @@ ENGINES.add("rayserve", RayServe)
 def _tell_of_each_other() -> None:
     """A setting of another engine is answered with that engine's name."""
     for name, schema in ENGINES.items():
-        others = {other: set(one.model_fields) - set(schema.model_fields) for other, one in ENGINES.items() if other != name}
+        others = {other: set(its.model_fields) - set(schema.model_fields) for other, its in ENGINES.items() if other != name}
         schema.elsewhere = {
             key: f"it is a setting of {' and '.join(f'engine={other}' for other, has in others.items() if key in has)}"
             for key in set().union(*others.values())
@@ -37,5 +37,5 @@ _tell_of_each_other()
 
 def named_engine(words: Iterable[str]) -> str:
     """The engine in the words `engine=NAME`."""
-    found = [word.partition("=")[2] for word in words if word.startswith("engine=")]
-    return found[-1] if found else "local"
+    names = [word.partition("=")[2] for word in words if word.startswith("engine=")]
+    return names[-1] if names else "local"

@@ -64,13 +64,13 @@ def devices(settings: JobSet, between: bool) -> Devices | None:
         return Devices(each, groups, settings.nodes > 1, f"nodes = {settings.nodes} x gpus = {settings.gpus}")
     if settings.tpu not in TPUS:
         return None
-    shown = f"nodes = {settings.nodes} x chips = {settings.chips}"
+    formula = f"nodes = {settings.nodes} x chips = {settings.chips}"
     if settings.slices > 1:
-        shown = f"slices = {settings.slices} x {shown}"
-        return Devices(settings.nodes * settings.chips, settings.slices, True, shown)
+        formula = f"slices = {settings.slices} x {formula}"
+        return Devices(settings.nodes * settings.chips, settings.slices, True, formula)
     if between:
-        return Devices(settings.chips, settings.nodes, False, shown)
-    return Devices(settings.nodes * settings.chips, 1, False, shown)
+        return Devices(settings.chips, settings.nodes, False, formula)
+    return Devices(settings.nodes * settings.chips, 1, False, formula)
 
 
 def render(command: Command, settings: JobSet) -> dict[str, Any]:
@@ -153,7 +153,7 @@ def pod(command: Command, settings: JobSet) -> dict[str, Any]:
 
 def environment(settings: JobSet) -> list[dict[str, Any]]:
     """The environment variables from which a process finds its place; Kubernetes itself sets JOB_COMPLETION_INDEX."""
-    own = [
+    variables = [
         {"name": "JOBSET_NAME", "value": settings.name},
         {"name": "REPLICATED_JOB_NAME", "value": WORKERS},
         {"name": "ARGOSY_PROCESSES", "value": str(settings.slices * settings.nodes)},
@@ -161,9 +161,9 @@ def environment(settings: JobSet) -> list[dict[str, Any]]:
         {"name": SUPERVISED, "value": "1"},
     ]
     if settings.slices == 1:
-        return own
+        return variables
     return [
-        *own,
+        *variables,
         {"name": "JOB_INDEX", "valueFrom": annotation("job-index")},
         {"name": "PROCESSES_IN_JOB", "value": str(settings.nodes)},
         {"name": "MEGASCALE_COORDINATOR_ADDRESS", "value": f"{settings.name}-{WORKERS}-0-0.{settings.name}"},

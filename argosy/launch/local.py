@@ -136,31 +136,31 @@ class LocalGang:
     def __init__(self, words: Sequence[str], settings: LocalLaunch, attempt: int, environment: Mapping[str, str], logs: Path):
         self.settings, self.folder = settings, Path(tempfile.mkdtemp(prefix="argosy-"))
         self.logs: Path | None = logs
-        self.port, own = HeldPort(), dict(environment)
-        own |= {"ARGOSY_COORDINATOR": f"127.0.0.1:{self.port.number}", "ARGOSY_PROCESSES": str(settings.processes)}
-        own |= {ATTEMPT: str(attempt), PARENT: str(os.getpid()), STUCK: str(settings.stuck), SUPERVISED: "1"}
+        self.port, variables = HeldPort(), dict(environment)
+        variables |= {"ARGOSY_COORDINATOR": f"127.0.0.1:{self.port.number}", "ARGOSY_PROCESSES": str(settings.processes)}
+        variables |= {ATTEMPT: str(attempt), PARENT: str(os.getpid()), STUCK: str(settings.stuck), SUPERVISED: "1"}
         self.members: list[LocalProcess] = []
         try:
             for rank in range(settings.processes):
-                self.members.append(self._start(words, rank, own))
+                self.members.append(self._start(words, rank, variables))
         except BaseException:
             self.kill()
             self.close()
             raise
 
     def _start(self, words: Sequence[str], rank: int, environment: dict[str, str]) -> LocalProcess:
-        own = environment | {"ARGOSY_RANK": str(rank), STACKS: str(self._stacks_of(rank)), WHERE: str(self._where_of(rank))}
+        variables = environment | {"ARGOSY_RANK": str(rank), STACKS: str(self._stacks_of(rank)), WHERE: str(self._where_of(rank))}
         log = log_of(self.logs, rank) if self.logs is not None else None
-        own |= {NATIVE: str(log.absolute())} if log is not None else {}
-        own |= devices_of(rank, self.settings, environment)
-        shown = rank == 0 and self.settings.logs is None
-        pipe: Any = {} if shown else {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        variables |= {NATIVE: str(log.absolute())} if log is not None else {}
+        variables |= devices_of(rank, self.settings, environment)
+        to_terminal = rank == 0 and self.settings.logs is None
+        pipe: Any = {} if to_terminal else {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         # A session of its own: Ctrl-C in this terminal comes here, and is passed on once.
         process: Any = subprocess.Popen(
-            words, env=own, start_new_session=True, stdin=subprocess.DEVNULL, **pipe
+            words, env=variables, start_new_session=True, stdin=subprocess.DEVNULL, **pipe
         )
         member = LocalProcess(rank, process, log=log, log_from=log.stat().st_size if log is not None and log.exists() else 0)
-        if not shown:
+        if not to_terminal:
             member.reader = threading.Thread(target=self._read, args=(member,), daemon=True)
             member.reader.start()
         return member
@@ -196,17 +196,17 @@ class LocalGang:
                 # One is enough: they agree on the step after which they stop. One that does not train yet ends at once.
                 self.signal(stop.code - 128)
             if first is None:
-                first = next((one for one in self._by_end() if one.code), None)
+                first = next((member for member in self._by_end() if member.code), None)
                 if first is not None:
-                    left = self._ask_for_stacks(first)
-                    silent = left if first.lost_another else []
+                    suspects = self._ask_for_stacks(first)
+                    silent = suspects if first.lost_another else []
                     # Those that lost a peer end by themselves; what is stuck or stopped does not.
                     until = time.monotonic() + (self.settings.grace if first.code in FOR_GOOD else 0)
             if time.monotonic() > until:
                 self.kill()
             time.sleep(LOOK_S)
         self._settle()
-        first = next((one for one in self._by_end() if one.code), None)
+        first = next((member for member in self._by_end() if member.code), None)
         places = {member.rank: whereabouts(self._where_of(member.rank)) for member in self.members}
         return ProcessEnding(_as_exit(first.code or 0) if first else 0, first, self._stacks(), silent, places)
 
@@ -222,14 +222,14 @@ class LocalGang:
             return []
         # A moment, in which those that notice by themselves end.
         time.sleep(DUMP_S)
-        left = [member for member in self.members if member.code is None]
-        for member in left:
+        running = [member for member in self.members if member.code is None]
+        for member in running:
             member.process.send_signal(signal.SIGUSR1)
-        for member in left:
+        for member in running:
             member.was_stopped = member.is_stopped
-        if left:
+        if running:
             time.sleep(DUMP_S)
-        return [member for member in left if member.was_stopped] or left
+        return [member for member in running if member.was_stopped] or running
 
     def _stacks(self) -> str:
         texts = {member.rank: self._said_in_stacks(member) for member in self.members}
@@ -346,16 +346,16 @@ def supervise(
                     times = plural(failures, "time")
                     say(f"it failed {times} without {about[0]}, and restarts={settings.restarts}{about[1]}{printed}")
                 return stop.code or ending.code
-            ran = f"{time.monotonic() - begun:.0f} s"
-            say(f"starting all {settings.processes} processes again, which had run for {ran}{printed} (restart {attempt})")
+            duration = f"{time.monotonic() - begun:.0f} s"
+            say(f"starting all {settings.processes} processes again, which had run for {duration}{printed} (restart {attempt})")
 
 
 def log_of(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.log"
 
 
-def _at(ending: ProcessEnding, one: LocalProcess) -> str:
-    place = ending.places.get(one.rank)
+def _at(ending: ProcessEnding, member: LocalProcess) -> str:
+    place = ending.places.get(member.rank)
     return f", {place}" if place else ""
 
 
@@ -379,9 +379,9 @@ def _show(ending: ProcessEnding, say: Say, count: int, only_others: bool = False
     first = ending.first
     if first is None:
         return
-    for one in ending.silent:
-        why = "a signal had stopped it" if one.was_stopped else "no message of it arrived"
-        say(f"process {one.rank} of {count} did not answer any more{_at(ending, one)}: {why}, and the others ended without it")
+    for member in ending.silent:
+        why = "a signal had stopped it" if member.was_stopped else "no message of it arrived"
+        say(f"process {member.rank} of {count} did not answer any more{_at(ending, member)}: {why}, and the others ended without it")
     if ending.silent:
         return
     if not only_others:
@@ -420,14 +420,14 @@ def devices_of(rank: int, settings: LocalLaunch, environment: Mapping[str, str])
     if not cards or environment.get("JAX_PLATFORMS") == "cpu":
         return {"JAX_NUM_CPU_DEVICES": str(settings.devices or environment.get("JAX_NUM_CPU_DEVICES") or 1)}
     if len(cards) % settings.processes:
-        what = f"{len(cards)} GPUs do not divide among {settings.processes} processes"
-        raise BadInput(what, hint="choose processes= so that they do, or name some of them in CUDA_VISIBLE_DEVICES")
+        problem = f"{len(cards)} GPUs do not divide among {settings.processes} processes"
+        raise BadInput(problem, hint="choose processes= so that they do, or name some of them in CUDA_VISIBLE_DEVICES")
     each = len(cards) // settings.processes
     return {"CUDA_VISIBLE_DEVICES": ",".join(cards[rank * each : (rank + 1) * each])}
 
 
 def gpus(environment: Mapping[str, str], folder: Path = Path("/proc/driver/nvidia/gpus")) -> list[str]:
     """The GPUs that this process may use, by their names in CUDA_VISIBLE_DEVICES."""
-    if (named := environment.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return [one.strip() for one in named.split(",") if one.strip() and one.strip() != "-1"]
+    if (visible := environment.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [card.strip() for card in visible.split(",") if card.strip() and card.strip() != "-1"]
     return [str(i) for i, _ in enumerate(folder.iterdir())] if folder.is_dir() else []

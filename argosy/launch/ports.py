@@ -38,14 +38,14 @@ def bound(host: str, port: int) -> socket.socket:
     Raises:
         OSError: another program uses it without sharing.
     """
-    one = socket.socket()
+    sock = socket.socket()
     try:
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        one.bind((host, port))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        sock.bind((host, port))
     except BaseException:
-        one.close()
+        sock.close()
         raise
-    return one
+    return sock
 
 
 def is_taken(host: str, port: int) -> bool:

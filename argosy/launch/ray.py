@@ -63,9 +63,9 @@ class Host:
 
     def start(self, words: Sequence[str], environment: Mapping[str, str], folder: str) -> None:
         """Starts the process, in `folder` if this machine has it."""
-        own = {**os.environ, **environment, PARENT: str(os.getpid()), STACKS: str(self._stacks)}
+        variables = {**os.environ, **environment, PARENT: str(os.getpid()), STACKS: str(self._stacks)}
         self._process = subprocess.Popen(
-            words, env=own, cwd=folder if Path(folder).is_dir() else None, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            words, env=variables, cwd=folder if Path(folder).is_dir() else None, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         threading.Thread(target=self._follow, args=(self._process,), daemon=True).start()
@@ -155,14 +155,14 @@ class RayGang(LocalGang):
             hosts = ray().get([actor.address.remote() for actor in self._actors])
             alone = len({host for host, _ in hosts}) == 1
             host, port = hosts[0]
-            own = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)}
-            own |= {"ARGOSY_COORDINATOR": f"127.0.0.1:{port}" if alone else with_port(f"{host}:{port}")}
-            own |= {"ARGOSY_PROCESSES": str(settings.processes), ATTEMPT: str(attempt)}
-            own |= {STUCK: str(settings.stuck), SUPERVISED: "1"}
+            variables = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)}
+            variables |= {"ARGOSY_COORDINATOR": f"127.0.0.1:{port}" if alone else with_port(f"{host}:{port}")}
+            variables |= {"ARGOSY_PROCESSES": str(settings.processes), ATTEMPT: str(attempt)}
+            variables |= {STUCK: str(settings.stuck), SUPERVISED: "1"}
             if not settings.gpus:
-                own |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(settings.devices or 1)}
+                variables |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(settings.devices or 1)}
             starts = [
-                actor.start.remote(list(words), own | {"ARGOSY_RANK": str(rank)}, os.getcwd())
+                actor.start.remote(list(words), variables | {"ARGOSY_RANK": str(rank)}, os.getcwd())
                 for rank, actor in enumerate(self._actors)
             ]
             ray().get(starts)
@@ -175,8 +175,8 @@ class RayGang(LocalGang):
         except BaseException as error:
             self.close()
             if isinstance(error, Exception) and not isinstance(error, ArgosyError):
-                what = f"Ray could not start the processes: {(str(error).splitlines() or [type(error).__name__])[0][:200]}"
-                raise ArgosyError(what) from None
+                problem = f"Ray could not start the processes: {(str(error).splitlines() or [type(error).__name__])[0][:200]}"
+                raise ArgosyError(problem) from None
             raise
 
     def _said_in_stacks(self, member: LocalProcess) -> str:
@@ -209,12 +209,12 @@ def placed(settings: Ray, kind: type = Host) -> tuple[list[Any], Any]:
         ray().util.remove_placement_group(group)
         if type(error).__name__ != "GetTimeoutError":
             raise
-        what = f"Ray has no room for {settings.processes} processes with {need} each after {settings.wait:.0f} s"
+        problem = f"Ray has no room for {settings.processes} processes with {need} each after {settings.wait:.0f} s"
         has = {name: count for name, count in ray().cluster_resources().items() if name in ("CPU", "GPU")}
-        raise ArgosyError(what, where=f"the cluster has {has}", hint="ask for less, or wait=SECONDS for longer") from None
-    made, strategies = ray().remote(kind), import_module("ray.util.scheduling_strategies")
+        raise ArgosyError(problem, where=f"the cluster has {has}", hint="ask for less, or wait=SECONDS for longer") from None
+    actor_class, strategies = ray().remote(kind), import_module("ray.util.scheduling_strategies")
     actors = [
-        made.options(
+        actor_class.options(
             num_cpus=settings.cpus, num_gpus=settings.gpus, max_concurrency=4, max_restarts=0,
             scheduling_strategy=strategies.PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank),
         ).remote()
@@ -245,17 +245,17 @@ def connected(at: str | None, slots: int, needs: str = "engine=ray", install: st
     except ImportError:
         raise Unsupported(f"{needs} needs Ray, which is not installed", hint=install or install_extra("ray")) from None
     address = at or os.environ.get("RAY_ADDRESS")
-    own: dict[str, Any] = {} if address else {"include_dashboard": False}
+    options: dict[str, Any] = {} if address else {"include_dashboard": False}
     if not address and slots > core_count():
-        own["num_cpus"] = slots
+        options["num_cpus"] = slots
     try:
         with warnings.catch_warnings():
             # Ray forks to start its own programs, which replace the copy of this process at once: JAX has no part in them.
             warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
-            ray().init(address=address or "local", log_to_driver=False, logging_level="ERROR", **own)
+            ray().init(address=address or "local", log_to_driver=False, logging_level="ERROR", **options)
     except Exception as error:
-        said = (str(error).splitlines() or [type(error).__name__])[0][:200]
-        raise BadInput(f"no Ray cluster at {address or 'this machine'}: {said}", hint="address=HOST:PORT names it") from None
+        message = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        raise BadInput(f"no Ray cluster at {address or 'this machine'}: {message}", hint="address=HOST:PORT names it") from None
     finally:
         # Ray's own handler would end this process before the run has saved.
         for number, handler in before.items():

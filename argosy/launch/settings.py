@@ -190,8 +190,8 @@ class JobSet(ScriptSettings):
                 chips *= int(size)
             if chips != self.nodes * self.chips:
                 each = " of each slice" if self.slices > 1 else ""
-                what = f"topology = {self.topology} has {chips} chips; nodes x chips{each} = {self.nodes} x {self.chips}"
-                raise ValueError(f"{what}; nodes={chips // self.chips} fits it" if chips % self.chips == 0 else what)
+                problem = f"topology = {self.topology} has {chips} chips; nodes x chips{each} = {self.nodes} x {self.chips}"
+                raise ValueError(f"{problem}; nodes={chips // self.chips} fits it" if chips % self.chips == 0 else problem)
         if not self.mount.startswith("/"):
             raise ValueError(f"mount = {self.mount!r} is no absolute path")
         return self
@@ -261,7 +261,7 @@ def seconds_of(time: str) -> int:
     if match is None:
         raise ValueError(f"time = {time!r} is no time limit such as 90, 1:30:00 or 2-12:00:00")
     days, *rest = match.groups()
-    numbers = [int(one) for one in rest if one is not None]
+    numbers = [int(part) for part in rest if part is not None]
     # After days come hours; otherwise one or two numbers begin with minutes.
     units = (3600, 60, 1) if days is not None or len(numbers) == 3 else (60, 1)
     return int(days or 0) * 86400 + sum(number * unit for number, unit in zip(numbers, units))

@@ -51,10 +51,10 @@ def devices(settings: SkyPilot, between: bool) -> Devices | None:
     Args:
         between: whether the mesh has sizes between groups of devices.
     """
-    named = re.fullmatch(r"(?!tpu)[\w-]+(?::(\d+))?", settings.accelerators or "", re.IGNORECASE)
-    if named is None:
+    match = re.fullmatch(r"(?!tpu)[\w-]+(?::(\d+))?", settings.accelerators or "", re.IGNORECASE)
+    if match is None:
         return None
-    gpus = int(named[1] or 1)
+    gpus = int(match[1] or 1)
     each, groups = (gpus, settings.nodes) if between else (settings.nodes * gpus, 1)
     return Devices(each, groups, settings.nodes > 1, f"nodes = {settings.nodes} x accelerators = {settings.accelerators}")
 

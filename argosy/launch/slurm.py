@@ -100,8 +100,8 @@ def checks(command: Command, settings: Slurm) -> list[ScriptCheck]:
     def folder() -> None:
         directory = local_path(command.folder)
         if "://" in directory:
-            what = f"a job script does not see the checkpoints in {directory}, which tell whether the run goes on"
-            raise BadInput(what, hint="dir=FOLDER on a file system of the cluster")
+            problem = f"a job script does not see the checkpoints in {directory}, which tell whether the run goes on"
+            raise BadInput(problem, hint="dir=FOLDER on a file system of the cluster")
 
     program = ScriptCheck(("program",), lambda: as_argument(program_of(settings)))
     return [program, ScriptCheck((), folder), ScriptCheck(("submit",), lambda: check_sbatch(settings))]
@@ -126,12 +126,12 @@ def devices(settings: Slurm, between: bool) -> Devices | None:
     """
     if not settings.gpus:
         return None
-    shown = f"nodes = {settings.nodes} x gpus = {settings.gpus}"
+    formula = f"nodes = {settings.nodes} x gpus = {settings.gpus}"
     if between and settings.nodes > 1:
-        return Devices(settings.gpus, settings.nodes, True, shown)
+        return Devices(settings.gpus, settings.nodes, True, formula)
     if between:
-        return Devices(settings.gpus // settings.per_node, settings.per_node, False, shown)
-    return Devices(settings.nodes * settings.gpus, 1, False, shown)
+        return Devices(settings.gpus // settings.per_node, settings.per_node, False, formula)
+    return Devices(settings.nodes * settings.gpus, 1, False, formula)
 
 
 def program_of(settings: Slurm) -> str:
@@ -179,7 +179,7 @@ def render(command: Command, settings: Slurm, folder: Path) -> str:
 
 def options(settings: Slurm) -> list[str]:
     """The options of `sbatch` for the job script."""
-    named = {
+    flags = {
         "job-name": settings.name,
         "nodes": settings.nodes,
         "ntasks-per-node": settings.per_node,
@@ -194,4 +194,4 @@ def options(settings: Slurm) -> list[str]:
         "output": settings.output,
         "open-mode": "append",
     }
-    return [*(f"--{name}={value}" for name, value in named.items() if value is not None), "--requeue", *settings.options]
+    return [*(f"--{name}={value}" for name, value in flags.items() if value is not None), "--requeue", *settings.options]

@@ -25,21 +25,21 @@ def server_container(words: tuple[str, ...], settings: ServerPods, port: int = P
     Raises:
         BadInput: the command has a setting that the manifest makes, or the server would be open to anybody.
     """
-    named = settings_of(words)
+    server_settings = settings_of(words)
     for name in ("host", "port", "api_key"):
-        if name in named:
+        if name in server_settings:
             hint = "secret=NAME holds the key" if name == "api_key" else "leave it out: pods listen on their own address"
             raise BadInput(f"{name}= in the command", hint=hint)
-    if (settings.secret is None) == (named.get("open", "false") != "true"):
-        what = "anybody in the cluster could use the servers" if settings.secret is None else "secret= and open=true"
-        raise BadInput(what, hint="secret=NAME, a Secret with the entry api-key; or open=true in the command")
+    if (settings.secret is None) == (server_settings.get("open", "false") != "true"):
+        problem = "anybody in the cluster could use the servers" if settings.secret is None else "secret= and open=true"
+        raise BadInput(problem, hint="secret=NAME, a Secret with the entry api-key; or open=true in the command")
     ports = [{"name": "http", "containerPort": port, "protocol": "TCP"}]
     if (grpc := grpc_port(words)) is not None:
         if grpc in (0, port):
             raise BadInput(f"grpc={grpc} in the command", hint=f"a port of its own, such as 8001; {port} is that of HTTP")
         ports.append({"name": "grpc", "containerPort": grpc, "protocol": "TCP"})
     live, ready = ({"path": path, "port": port} for path in PROBES[words[0]])
-    if "tls_certificate" in named:
+    if "tls_certificate" in server_settings:
         # The kubelet does not check certificates.
         live, ready = live | {"scheme": "HTTPS"}, ready | {"scheme": "HTTPS"}
     command = [*as_argument(settings.program), *words, "host=0.0.0.0", f"port={port}"]
@@ -63,15 +63,15 @@ def server_container(words: tuple[str, ...], settings: ServerPods, port: int = P
     return container | ({"resources": resources} if resources else {})
 
 
-def probe(get: Mapping[str, Any], **how: int) -> dict[str, Any]:
+def probe(get: Mapping[str, Any], **fields: int) -> dict[str, Any]:
     # Servers with a key answer probes without one; the Host header is that of a pod's address.
-    return {"httpGet": dict(get), "timeoutSeconds": 5, **how}
+    return {"httpGet": dict(get), "timeoutSeconds": 5, **fields}
 
 
 def grpc_port(words: tuple[str, ...]) -> int | None:
     """The port of gRPC that a command names."""
-    named = settings_of(words).get("grpc", "null")
-    return None if named in ("null", "none", "") else int(named)
+    port = settings_of(words).get("grpc", "null")
+    return None if port in ("null", "none", "") else int(port)
 
 
 def node_selector(settings: ServerPods) -> dict[str, Any]:

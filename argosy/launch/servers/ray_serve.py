@@ -58,10 +58,10 @@ def launch(command: Command, settings: RayServe, server: Any, build: Callable[[]
         # It tells of every step, and warns of options that it was given before.
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         say(f"connected to Ray after {time.monotonic() - begin:.0f} s; starting {settings.replicas} replicas")
-        how: dict[str, Any] = {"num_replicas": settings.replicas, "max_ongoing_requests": settings.ongoing}
-        how["ray_actor_options"] = {"num_cpus": settings.cpus, "num_gpus": settings.gpus}
-        how["graceful_shutdown_timeout_s"] = server.drain
-        deployment = serve.deployment(name="predict", **how)(serve.ingress(build)(Replica))
+        options: dict[str, Any] = {"num_replicas": settings.replicas, "max_ongoing_requests": settings.ongoing}
+        options["ray_actor_options"] = {"num_cpus": settings.cpus, "num_gpus": settings.gpus}
+        options["graceful_shutdown_timeout_s"] = server.drain
+        deployment = serve.deployment(name="predict", **options)(serve.ingress(build)(Replica))
         try:
             serve.start(http_options={"host": server.host, "port": server.port})
             try:
@@ -85,8 +85,8 @@ def serve_library() -> Any:
     try:
         return import_module("ray.serve")
     except ImportError:
-        what = "engine=rayserve needs Ray Serve, which is not installed"
-        raise Unsupported(what, hint=install_package("ray[serve]")) from None
+        problem = "engine=rayserve needs Ray Serve, which is not installed"
+        raise Unsupported(problem, hint=install_package("ray[serve]")) from None
 
 
 def last_line(error: Exception) -> str:

@@ -117,8 +117,8 @@ def open_workers(
         if not isinstance(group, Group):
             raise BadInput(f"the group `{name}` is {group!r}", hint=f'{{"{name}": Group(processes=2)}}')
         group.check(name)
-    given = {"address": (address, engine == "ray"), "logs": (logs, engine != "inline")}
-    for name, (value, takes) in given.items():
+    options = {"address": (address, engine == "ray"), "logs": (logs, engine != "inline")}
+    for name, (value, takes) in options.items():
         if value is not None and not takes:
             raise BadInput(f"engine={engine} takes no {name}=")
     if logs is not None:
@@ -127,17 +127,17 @@ def open_workers(
         begin, offers = _engine(engine, groups, logs, address, wait, stack)
         if offers is not None:
             stack.callback(offers.close)
-        made: dict[str, WorkerGroup] = {}
+        worker_groups: dict[str, WorkerGroup] = {}
         try:
-            for name, one in groups.items():
-                start = one.started_with if one.start is not None else None
-                made[name] = WorkerGroup(name, partial(begin, name), start, one.restarts, say or _say)
+            for name, group in groups.items():
+                start = group.started_with if group.start is not None else None
+                worker_groups[name] = WorkerGroup(name, partial(begin, name), start, group.restarts, say or _say)
             # All start at the same time.
-            for opened in [group.open() for group in made.values()]:
+            for opened in [group.open() for group in worker_groups.values()]:
                 opened.result()
-            yield Workers(made, offers)
+            yield Workers(worker_groups, offers)
         finally:
-            close_all(made.values())
+            close_all(worker_groups.values())
 
 
 def _engine(

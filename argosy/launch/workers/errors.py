@@ -34,9 +34,9 @@ class WorkerLost(ArgosyError):
     ):
         self.group, self.rank, self.code, self.why, self.meant = group, rank, code, why, meant
         self.printed = [line for line in printed if line.strip()][-SHOWN:]
-        shown = "".join(f"\n  [{group} {rank}] {line}" for line in self.printed)
-        what = f"process {rank} of the group `{group}` {why}{shown}"
-        super().__init__(what, hint=f'workers["{group}"].restart() starts the group again; what it held is gone')
+        tail = "".join(f"\n  [{group} {rank}] {line}" for line in self.printed)
+        problem = f"process {rank} of the group `{group}` {why}{tail}"
+        super().__init__(problem, hint=f'workers["{group}"].restart() starts the group again; what it held is gone')
 
     def again(self) -> "WorkerLost":
         """A copy of this error: raising the same exception repeatedly would make its traceback grow."""

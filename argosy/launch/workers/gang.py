@@ -43,14 +43,14 @@ class WorkerGang:
         processes: int,
         start: Start,
         stuck: float | None,
-        told: Callable[[int, str], None],
+        print_line: Callable[[int, str], None],
         died: Callable[[WorkerLost], None],
     ):
         self.name, self.stuck = name, stuck
         self.lost: WorkerLost | None = None
         self._died, self._lock = died, threading.Lock()
         self.members = [
-            WorkerProcess(rank, lambda line, rank=rank: told(rank, line), self._ended) for rank in range(processes)
+            WorkerProcess(rank, lambda line, rank=rank: print_line(rank, line), self._ended) for rank in range(processes)
         ]
         for member, transport in zip(self.members, start(name, self.members)):
             member.transport = transport
@@ -101,17 +101,17 @@ class WorkerGang:
         with self._lock:
             self.lost = self.lost or WorkerLost("was ended by its controller", self.name, 0, meant=True)
         for do, patience in (("leave", LEAVE_S), ("kill", LEAVE_S)):
-            left = [one for one in self.members if one.transport is not None and one.code is None]
-            for member in left:
+            running = [member for member in self.members if member.transport is not None and member.code is None]
+            for member in running:
                 with suppress(OSError):
                     getattr(member.transport, do)()
             until = time.monotonic() + patience
-            for member in left:
+            for member in running:
                 member.over.wait(max(0.0, until - time.monotonic()))
 
     # ---------------------------------------------------------------- questions
 
-    def _all(self, asked: Mapping[int, Future[Any]], stuck: float | None = None, meet: bool = False) -> list[Any]:
+    def _all(self, futures: Mapping[int, Future[Any]], stuck: float | None = None, meet: bool = False) -> list[Any]:
         """The answers of processes, by rank. meet: they may wait for each other, so that one that fails holds the others up.
 
         Raises:
@@ -119,23 +119,23 @@ class WorkerGang:
             ArgosyError: it cannot be done, as a process said.
         """
         begun, failed = time.monotonic(), None
-        left, rank_of = set(asked.values()), {one: rank for rank, one in asked.items()}
-        while left:
+        pending, rank_of = set(futures.values()), {future: rank for rank, future in futures.items()}
+        while pending:
             until = begun + stuck if stuck is not None else float("inf")
             if failed is not None and meet:
                 until = min(until, failed[0] + ALONE_S)
             wait_s = None if until == float("inf") else max(0.0, until - time.monotonic())
-            done, left = wait(left, timeout=wait_s, return_when=FIRST_COMPLETED)
-            if any(isinstance(one.exception(), WorkerEnded) for one in done):
+            done, pending = wait(pending, timeout=wait_s, return_when=FIRST_COMPLETED)
+            if any(isinstance(future.exception(), WorkerEnded) for future in done):
                 self.check()
-            for one in done:
-                if failed is None and "failed" in one.result():
-                    failed = time.monotonic(), rank_of[one], one.result()["failed"]
-            if not done and left:
-                self._give_up(min(rank_of[one] for one in left), failed, time.monotonic() - begun)
+            for future in done:
+                if failed is None and "failed" in future.result():
+                    failed = time.monotonic(), rank_of[future], future.result()["failed"]
+            if not done and pending:
+                self._give_up(min(rank_of[future] for future in pending), failed, time.monotonic() - begun)
         if failed is not None:
             raise self._error(failed[1], failed[2])
-        return [one.result()["done"] for one in asked.values()]
+        return [future.result()["done"] for future in futures.values()]
 
     def _give_up(self, rank: int, failed: Any, waited: float) -> None:
         if failed is not None:
@@ -150,18 +150,18 @@ class WorkerGang:
         self.lose(WorkerLost(why, self.name, rank, None, list(self.members[rank].printed)))
         self.check()
 
-    def _error(self, rank: int, said: Mapping[str, Any]) -> ArgosyError:
-        kind = {"input": BadInput, "PeerGone": PeerGone, "Damaged": Damaged}.get(said["kind"])
-        if kind is None and said["kind"] != "raised":
+    def _error(self, rank: int, reply: Mapping[str, Any]) -> ArgosyError:
+        kind = {"input": BadInput, "PeerGone": PeerGone, "Damaged": Damaged}.get(reply["kind"])
+        if kind is None and reply["kind"] != "raised":
             kind = ArgosyError
         if kind is None:
-            return WorkerError(said["what"], self.name, rank, said["traceback"])
-        where = said.get("where") or f"in process {rank} of the group `{self.name}`"
-        return kind(said["what"], where=where, hint=said.get("hint"))
+            return WorkerError(reply["what"], self.name, rank, reply["traceback"])
+        where = reply.get("where") or f"in process {rank} of the group `{self.name}`"
+        return kind(reply["what"], where=where, hint=reply.get("hint"))
 
-    def _ask(self, kind: str, said: Any, stuck: float | None = None, meet: bool = False) -> list[Any]:
+    def _ask(self, kind: str, payload: Any, stuck: float | None = None, meet: bool = False) -> list[Any]:
         self.check()
-        return self._all({member.rank: member.ask(kind, said) for member in self.members}, stuck, meet)
+        return self._all({member.rank: member.ask(kind, payload) for member in self.members}, stuck, meet)
 
     # ---------------------------------------------------------------- commands
 
@@ -174,13 +174,14 @@ class WorkerGang:
         Raises:
             BadInput: the processes have different values.
         """
-        found: list[tuple[bytes, list[Leaf]]] = self._ask("describe", number)
-        check_alike(self.name, [leaves for _, leaves in found])
-        for rank, (skeleton, _) in enumerate(found):
-            if skeleton != found[0][0] and _shown(skeleton) != _shown(found[0][0]):
-                what = f"what process {rank} of the group `{self.name}` returned differs from what process 0 did"
-                raise BadInput(what, hint="Ref.values() brings that of each")
-        return TransferSource(self.name, number, found[0][0], [leaves for _, leaves in found], [one.address for one in self.members])
+        replies: list[tuple[bytes, list[Leaf]]] = self._ask("describe", number)
+        check_alike(self.name, [leaves for _, leaves in replies])
+        for rank, (skeleton, _) in enumerate(replies):
+            if skeleton != replies[0][0] and _as_text(skeleton) != _as_text(replies[0][0]):
+                problem = f"what process {rank} of the group `{self.name}` returned differs from what process 0 did"
+                raise BadInput(problem, hint="Ref.values() brings that of each")
+        addresses = [member.address for member in self.members]
+        return TransferSource(self.name, number, replies[0][0], [leaves for _, leaves in replies], addresses)
 
     def pull(self, number: int, source: TransferSource, sharding: Any) -> int:
         """Fetches a value from another group, and stores it as `number`. Returns the number of bytes received."""
@@ -193,13 +194,13 @@ class WorkerGang:
             BadInput: the processes have different values, or a leaf is neither an array nor a plain value.
         """
         source = self.source(number)
-        wanted: dict[int, list[tuple[int, Box]]] = {}
+        requests: dict[int, list[tuple[int, Box]]] = {}
         for index in range(len(source.leaves[0])):
             seen: set[Box] = set()
             for rank, leaves in enumerate(source.leaves):
-                wanted.setdefault(rank, []).extend((index, box) for box in leaves[index].boxes if box not in seen)
+                requests.setdefault(rank, []).extend((index, box) for box in leaves[index].boxes if box not in seen)
                 seen |= set(leaves[index].boxes)
-        return self._assembled(source.skeleton, source.leaves[0], number, wanted)
+        return self._assembled(source.skeleton, source.leaves[0], number, requests)
 
     def values(self, number: int) -> list[Any]:
         """The values of each process, by rank.
@@ -211,21 +212,21 @@ class WorkerGang:
         for rank, (skeleton, leaves) in enumerate(self._ask("describe", number)):
             for leaf in leaves:
                 if leaf.crc is None and len(self.members) > 1 and 0 not in leaf.shape and leaf.boxes != (whole(leaf.shape),):
-                    what = f"{leaf.path} is an array of all processes of the group `{self.name}`"
-                    raise BadInput(what, hint="Ref.value() brings it")
-            wanted = {rank: [(index, box) for index, leaf in enumerate(leaves) for box in leaf.boxes]}
-            out.append(self._assembled(skeleton, leaves, number, wanted))
+                    problem = f"{leaf.path} is an array of all processes of the group `{self.name}`"
+                    raise BadInput(problem, hint="Ref.value() brings it")
+            requests = {rank: [(index, box) for index, leaf in enumerate(leaves) for box in leaf.boxes]}
+            out.append(self._assembled(skeleton, leaves, number, requests))
         return out
 
-    def _assembled(self, skeleton: bytes, leaves: Sequence[Leaf], number: int, wanted: Mapping[int, list[tuple[int, Box]]]) -> Any:
+    def _assembled(self, skeleton: bytes, leaves: Sequence[Leaf], number: int, requests: Mapping[int, list[tuple[int, Box]]]) -> Any:
         import jax
         import numpy as np
 
         arrays = [np.empty(leaf.shape, jax.numpy.dtype(leaf.dtype)) for leaf in leaves]
-        asked = {rank: self.members[rank].ask("value", {"number": number, "wanted": some}) for rank, some in wanted.items()}
-        for shards in self._all(asked):
+        futures = {rank: self.members[rank].ask("value", {"number": number, "wanted": some}) for rank, some in requests.items()}
+        for shards in self._all(futures):
             for index, box, data in shards:
-                arrays[index][tuple(slice(*one) for one in box)] = data
+                arrays[index][tuple(slice(*span) for span in box)] = data
         return together(pickle.loads(skeleton), arrays)
 
     def free(self, numbers: Sequence[int]) -> None:
@@ -233,7 +234,7 @@ class WorkerGang:
             member.tell("free", list(numbers))
 
 
-def _shown(skeleton: bytes) -> str:
+def _as_text(skeleton: bytes) -> str:
     """The same text for the same values: equal things may be pickled differently."""
     import jax
 

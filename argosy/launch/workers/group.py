@@ -58,7 +58,7 @@ class WorkerGroup:
 
     # ---------------------------------------------------------------- for users
 
-    def run(self, function: Any, /, *arguments: Any, **named: Any) -> Ref:
+    def run(self, function: Any, /, *arguments: Any, **kwargs: Any) -> Ref:
         """Calls a function in every process of the group, after all earlier calls; returns at once.
 
         Args:
@@ -73,13 +73,13 @@ class WorkerGroup:
 
         def number(ref: Ref) -> int:
             if ref.group is not self:
-                what = f"{ref!r} is an argument in the group `{self.name}`"
-                raise BadInput(what, hint=f'workers.move(ref, to="{self.name}") brings it there')
+                problem = f"{ref!r} is an argument in the group `{self.name}`"
+                raise BadInput(problem, hint=f'workers.move(ref, to="{self.name}") brings it there')
             ref._check()
             refs.append(ref)
             return ref.number
 
-        data = packed((arguments, named), number, Ref)
+        data = packed((arguments, kwargs), number, Ref)
 
         def call(life: GroupLife, new: int) -> int:
             for ref in refs:
@@ -138,20 +138,20 @@ class WorkerGroup:
         self, ref: Ref, do: Callable[[GroupLife, int], int], after: Callable[[BaseException | None], None] = lambda _: None
     ) -> Ref:
         """Lets the thread make a value. after: is called in any case, with what went wrong."""
-        future, number, kept, what = ref._future, ref.number, weakref.ref(ref), ref.what
+        future, number, weak_ref, description = ref._future, ref.number, weakref.ref(ref), ref.what
 
         def work() -> None:
             try:
                 self._check_open()
                 assert self._life is not None
                 self._life.check()
-                if (alive := kept()) is not None:
+                if (alive := weak_ref()) is not None:
                     alive.life = self._life
                 del alive
                 done = do(self._life, number)
             except BaseException as error:
-                if kept() is None and not isinstance(error, WorkerLost):
-                    self._say(f"{what} failed in the group `{self.name}`, and nothing waits for it: {error}")
+                if weak_ref() is None and not isinstance(error, WorkerLost):
+                    self._say(f"{description} failed in the group `{self.name}`, and nothing waits for it: {error}")
                 future.set_exception(error)
                 after(error)
             else:
@@ -162,12 +162,12 @@ class WorkerGroup:
         return ref
 
     def _work(self) -> None:
-        while (one := self._queue.get()) is not None:
-            if callable(one):
-                one()
+        while (entry := self._queue.get()) is not None:
+            if callable(entry):
+                entry()
             elif self._life is not None and self._life.lost is None:
-                self._life.free([one])
-            del one
+                self._life.free([entry])
+            del entry
 
     def open(self) -> Future[None]:
         """Starts the group; the future says when it has started, or why it has not."""
@@ -175,7 +175,7 @@ class WorkerGroup:
         self._queue.put(lambda: self._again(opened))
         return opened
 
-    def _again(self, told: Future[None]) -> None:
+    def _again(self, future: Future[None]) -> None:
         try:
             if self._life is not None:
                 self._life.close()
@@ -187,9 +187,9 @@ class WorkerGroup:
             if self._start is not None:
                 self._start_in(life, *self._start)
         except BaseException as error:
-            told.set_exception(error)
+            future.set_exception(error)
         else:
-            told.set_result(None)
+            future.set_result(None)
 
     def _start_in(self, life: GroupLife, function: Any, arguments: tuple[Any, ...]) -> None:
         new = Ref(self, name_of(function))
@@ -236,8 +236,8 @@ class WorkerGroup:
         # A thread that did not end in time leaves calls behind: whoever waits for one is told.
         with suppress(queue.Empty):
             while True:
-                if callable(one := self._queue.get_nowait()):
-                    one()
+                if callable(task := self._queue.get_nowait()):
+                    task()
 
 
 def close_all(groups: Iterable[WorkerGroup]) -> None:

@@ -31,8 +31,8 @@ class WorkerProcess:
     died: called, from a thread, when it has ended.
     """
 
-    def __init__(self, rank: int, told: Callable[[str], None], died: Callable[["WorkerProcess"], None]):
-        self.rank, self.told, self.died = rank, told, died
+    def __init__(self, rank: int, print_line: Callable[[str], None], died: Callable[["WorkerProcess"], None]):
+        self.rank, self.print_line, self.died = rank, print_line, died
         self.printed: deque[str] = deque(maxlen=KEPT)
         self.code: int | None = None
         self.over = threading.Event()
@@ -43,7 +43,7 @@ class WorkerProcess:
         self.joined: Future[Any] = Future()
         self._asked: dict[int, Future[Any]] = {0: self.joined}
 
-    def ask(self, kind: str, said: Any) -> Future[Any]:
+    def ask(self, kind: str, payload: Any) -> Future[Any]:
         future: Future[Any] = Future()
         with self._lock:
             if self.code is not None:
@@ -51,16 +51,16 @@ class WorkerProcess:
                 return future
             number, self._next = self._next, self._next + 1
             self._asked[number] = future
-        self._send(number, kind, said)
+        self._send(number, kind, payload)
         return future
 
-    def tell(self, kind: str, said: Any) -> None:
+    def tell(self, kind: str, payload: Any) -> None:
         """Asks for nothing in return."""
-        self._send(-1, kind, said)
+        self._send(-1, kind, payload)
 
-    def _send(self, number: int, kind: str, said: Any) -> None:
+    def _send(self, number: int, kind: str, payload: Any) -> None:
         if self.transport is not None:
-            self.transport.send(pickle.dumps((number, kind, said), protocol=5))
+            self.transport.send(pickle.dumps((number, kind, payload), protocol=5))
 
     def heard(self, data: bytes) -> None:
         number, outcome = pickle.loads(data)
@@ -71,12 +71,12 @@ class WorkerProcess:
 
     def prints(self, line: str) -> None:
         self.printed.append(line)
-        self.told(line)
+        self.print_line(line)
 
     def ended(self, code: int) -> None:
         with self._lock:
-            self.code, asked, self._asked = code, self._asked, {}
+            self.code, futures, self._asked = code, self._asked, {}
         self.died(self)
         self.over.set()
-        for future in asked.values():
+        for future in futures.values():
             future.set_exception(WorkerEnded())

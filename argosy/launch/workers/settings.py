@@ -51,10 +51,10 @@ class Group:
         if not re.fullmatch(r"[A-Za-z][\w-]*", name):
             raise BadInput(f"`{name}` is no name for a group", hint="letters, digits, - and _")
         least = {"processes": 1, "devices": 1, "cpus": 1, "restarts": 0}
-        for what, least_of_it in least.items():
-            value = getattr(self, what)
+        for setting, least_of_it in least.items():
+            value = getattr(self, setting)
             if not isinstance(value, int) or value < least_of_it:
-                raise BadInput(f"{what}={value!r}", where=where, hint=f"a whole number of {least_of_it} or more")
+                raise BadInput(f"{setting}={value!r}", where=where, hint=f"a whole number of {least_of_it} or more")
         if self.stuck is not None and not self.stuck > 0:
             raise BadInput(f"stuck={self.stuck!r}", where=where, hint="seconds, or None")
         sizes_of(self.mesh, self.processes * self.devices, where)
@@ -75,15 +75,15 @@ class Group:
 
     def variables(self, rank: int, coordinator: str, environment: Mapping[str, str]) -> dict[str, str]:
         """The environment of a process."""
-        own = {name: value for name, value in environment.items() if name not in OWN}
+        variables = {name: value for name, value in environment.items() if name not in OWN}
         # The number of devices is the group's.
-        own["XLA_FLAGS"] = re.sub(r"--xla_force_host_platform_device_count=\d+", "", own.get("XLA_FLAGS", "")).strip()
+        variables["XLA_FLAGS"] = re.sub(r"--xla_force_host_platform_device_count=\d+", "", variables.get("XLA_FLAGS", "")).strip()
         # Into a pipe Python would print by blocks.
-        own.setdefault("PYTHONUNBUFFERED", "1")
+        variables.setdefault("PYTHONUNBUFFERED", "1")
         if not self.gpus:
-            own |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(self.devices)}
+            variables |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(self.devices)}
         if self.processes > 1:
-            own |= {"ARGOSY_COORDINATOR": coordinator, "ARGOSY_PROCESSES": str(self.processes), "ARGOSY_RANK": str(rank)}
-        return own | dict(self.environment)
+            variables |= {"ARGOSY_COORDINATOR": coordinator, "ARGOSY_PROCESSES": str(self.processes), "ARGOSY_RANK": str(rank)}
+        return variables | dict(self.environment)
 
 

@@ -41,7 +41,7 @@ class Offers:
         skeleton, leaves = described(value, several=False)
         with self._lock:
             if self._listener is None:
-                self._listener = Listener(self.host, lambda asked, peer: answer(self._arrays, asked, peer))
+                self._listener = Listener(self.host, lambda request, peer: answer(self._arrays, request, peer))
             self._count += 1
             self._offered[self._count] = arrays
             return TransferSource(NAME, self._count, skeleton, [leaves], [self._listener.address])

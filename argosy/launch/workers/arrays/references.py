@@ -143,9 +143,9 @@ def name_of(function: Any) -> str:
     hint = "workers import functions by name: put it into a module, at the top"
     if module == "__main__":
         raise BadInput(f"`{name}` is in the program itself, which workers do not run", hint=hint)
-    found: Any = sys.modules.get(module)
+    target: Any = sys.modules.get(module)
     for part in name.split("."):
-        found = getattr(found, part, None)
-    if found is not function:
+        target = getattr(target, part, None)
+    if target is not function:
         raise BadInput(f"`{module}:{name}` cannot be imported by that name", hint=hint)
     return f"{module}:{name}"

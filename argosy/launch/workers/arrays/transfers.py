@@ -71,12 +71,12 @@ def check_alike(group: str, leaves: Sequence[Sequence[Leaf]]) -> None:
         BadInput: they do not.
     """
     for rank, others in enumerate(leaves[1:], 1):
-        for one, other in zip(leaves[0], others):
-            same = (one.path, one.shape, one.dtype) == (other.path, other.shape, other.dtype)
-            if not same or (one.crc != other.crc and None not in (one.crc, other.crc)):
-                what = f"{one.path} of process {rank} of the group `{group}` is another than that of process 0"
+        for leaf, other in zip(leaves[0], others):
+            same = (leaf.path, leaf.shape, leaf.dtype) == (other.path, other.shape, other.dtype)
+            if not same or (leaf.crc != other.crc and None not in (leaf.crc, other.crc)):
+                problem = f"{leaf.path} of process {rank} of the group `{group}` is another than that of process 0"
                 hint = "Ref.values() brings that of each; an array over here().mesh is one of all processes"
-                raise BadInput(what, hint=hint)
+                raise BadInput(problem, hint=hint)
         if len(leaves[0]) != len(others):
             raise BadInput(f"process {rank} of the group `{group}` returned {len(others)} arrays, process 0 {len(leaves[0])}")
 
@@ -175,26 +175,26 @@ def pull(source: TransferSource, skeleton: Any, mesh: Mesh, sharding: Any, rank:
     pieces: dict[int, list[ShardPiece]] = {}
     for index, (leaf, place) in enumerate(zip(first, shardings)):
         dtype = jax.numpy.dtype(leaf.dtype)
-        boxes = {box_of(one, leaf.shape) for one in place.addressable_devices_indices_map(leaf.shape).values()}
-        own = {box: np.empty(tuple(stop - start for start, stop in box), dtype) for box in sorted(boxes)}
-        buffers.append(own)
+        boxes = {box_of(slices, leaf.shape) for slices in place.addressable_devices_indices_map(leaf.shape).values()}
+        local_buffers = {box: np.empty(tuple(stop - start for start, stop in box), dtype) for box in sorted(boxes)}
+        buffers.append(local_buffers)
         if leaf.shape and 0 in leaf.shape:
             continue
         have: dict[Box, list[int]] = {}
         for owner, leaves in enumerate(source.leaves):
             for box in leaves[index].boxes:
                 have.setdefault(box, []).append(owner)
-        for box, buffer in own.items():
-            found = 0
+        for box, buffer in local_buffers.items():
+            coverage = 0
             for other, owners in have.items():
                 if (common := overlap(box, other)) is not None:
                     piece = ShardPiece(index, common, buffer[within(common, box)] if common else buffer)
                     pieces.setdefault(owners[(rank + index) % len(owners)], []).append(piece)
-                    found += volume(common)
-            if found < volume(box):
+                    coverage += volume(common)
+            if coverage < volume(box):
                 raise BadInput(f"no process of the group `{source.group}` has all of {leaf.path}")
     total = fetched(source, pieces)
-    return together(skeleton, [_on_devices(*one) for one in zip(first, shardings, buffers)]), total
+    return together(skeleton, [_on_devices(*arguments) for arguments in zip(first, shardings, buffers)]), total
 
 
 def placements(skeleton: Any, leaves: Sequence[Leaf], mesh: Mesh, sharding: Any) -> list[NamedSharding]:
@@ -216,24 +216,24 @@ def placements(skeleton: Any, leaves: Sequence[Leaf], mesh: Mesh, sharding: Any)
             sharding, numbers, is_leaf=is_spec,
         )  # fmt: skip
     except ValueError as error:
-        said = str(error).splitlines()[0][:200]
-        raise BadInput(f"sharding= does not fit what is moved: {said}", hint="a PartitionSpec, or a tree of them") from None
+        message = str(error).splitlines()[0][:200]
+        raise BadInput(f"sharding= does not fit what is moved: {message}", hint="a PartitionSpec, or a tree of them") from None
     out = []
     for leaf, spec in zip(leaves, specs):
         if (narrow := jax.dtypes.canonicalize_dtype(jax.numpy.dtype(leaf.dtype))) != jax.numpy.dtype(leaf.dtype):
-            what = f"{leaf.path} is {leaf.dtype}, which would become {narrow} in a jax array"
-            raise BadInput(what, hint="make it that before, or set JAX_ENABLE_X64=1 in the group's environment")
+            problem = f"{leaf.path} is {leaf.dtype}, which would become {narrow} in a jax array"
+            raise BadInput(problem, hint="make it that before, or set JAX_ENABLE_X64=1 in the group's environment")
         if not is_spec(spec):
             raise BadInput(f"sharding= has a {type(spec).__name__} for {leaf.path}", hint="a PartitionSpec, or a tree of them")
         try:
-            one = NamedSharding(mesh, spec or PartitionSpec())
-            one.shard_shape(leaf.shape)
+            placement = NamedSharding(mesh, spec or PartitionSpec())
+            placement.shard_shape(leaf.shape)
         # IndexError: it has more axes than the array.
         except (ValueError, IndexError) as error:
-            shown = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
-            what = f"{leaf.path} {leaf.shape} cannot be sharded as {spec} over the mesh {shown}"
-            raise BadInput(what, where=str(error).splitlines()[0][:200]) from None
-        out.append(one)
+            mesh_text = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
+            problem = f"{leaf.path} {leaf.shape} cannot be sharded as {spec} over the mesh {mesh_text}"
+            raise BadInput(problem, where=str(error).splitlines()[0][:200]) from None
+        out.append(placement)
     return out
 
 
@@ -248,23 +248,23 @@ def fetched(source: TransferSource, pieces: Mapping[int, list[ShardPiece]]) -> i
             done[rank] = error
 
     threads = [threading.Thread(target=ask, args=(rank,), daemon=True) for rank in pieces]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     total = 0
-    for rank, one in sorted(done.items()):
-        if isinstance(one, OSError):
-            what = f"process {rank} of the group `{source.group}` did not send what it was asked for: {one.strerror or one}"
-            raise PeerGone(what) from None
-        if isinstance(one, Exception):
-            raise one
-        total += one
+    for rank, outcome in sorted(done.items()):
+        if isinstance(outcome, OSError):
+            problem = f"process {rank} of the group `{source.group}` did not send what it was asked for: {outcome.strerror or outcome}"
+            raise PeerGone(problem) from None
+        if isinstance(outcome, Exception):
+            raise outcome
+        total += outcome
     return total
 
 
 def _from_one(address: Address, number: int, pieces: Sequence[ShardPiece]) -> int:
-    request = json.dumps({"number": number, "pieces": [(one.leaf, one.box) for one in pieces]}).encode()
+    request = json.dumps({"number": number, "pieces": [(piece.leaf, piece.box) for piece in pieces]}).encode()
     if len(request) > MOST_ASKED:
         raise BadInput(f"{len(pieces):,} pieces are more than one request names", hint="move fewer arrays at a time")
 
@@ -284,7 +284,7 @@ def _from_one(address: Address, number: int, pieces: Sequence[ShardPiece]) -> in
             raise OSError(f"it answered with {size:,} bytes")
         if size:
             raise ArgosyError(receive_exactly(peer, size).decode("utf-8", "replace"))
-        return sum(one.receive(peer) for one in pieces)
+        return sum(piece.receive(peer) for piece in pieces)
 
 
 def _on_devices(leaf: Leaf, place: NamedSharding, buffers: Mapping[Box, np.ndarray]) -> jax.Array:

@@ -62,9 +62,9 @@ def apart(tree: Any, label: str, hint: str, keep: tuple[type, ...] = ()) -> tupl
     Raises:
         BadInput: a leaf is neither an array nor a plain value.
     """
-    found, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda one: isinstance(one, keep))
+    pairs, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: isinstance(node, keep))
     paths, arrays, leaves = [], [], []
-    for keys, leaf in found:
+    for keys, leaf in pairs:
         path = f"{label}{jax.tree_util.keystr(keys)}"
         if isinstance(leaf, (*PLAIN, *keep)):
             leaves.append(leaf)
@@ -94,8 +94,8 @@ def packed(arguments: Any, number_of: Callable[[Any], int], kind: type) -> bytes
     """
     hint = "functions take arrays, plain values, and what the same group has (a Ref)"
     skeleton, _, arrays = apart(arguments, "the arguments", hint, keep=(kind,))
-    leaves = jax.tree.map(lambda one: WorkerValue(number_of(one)) if isinstance(one, kind) else one, skeleton)
-    return pickle.dumps((leaves, [np.asarray(one) for one in arrays]), protocol=5)
+    leaves = jax.tree.map(lambda leaf: WorkerValue(number_of(leaf)) if isinstance(leaf, kind) else leaf, skeleton)
+    return pickle.dumps((leaves, [np.asarray(array) for array in arrays]), protocol=5)
 
 
 def unpacked(data: bytes, value_of: Callable[[int], Any]) -> Any:
@@ -105,7 +105,7 @@ def unpacked(data: bytes, value_of: Callable[[int], Any]) -> Any:
         value_of: returns the worker's value of a number, for each `WorkerValue`.
     """
     skeleton, arrays = pickle.loads(data)
-    return jax.tree.map(lambda one: value_of(one.number) if isinstance(one, WorkerValue) else one, together(skeleton, arrays))
+    return jax.tree.map(lambda leaf: value_of(leaf.number) if isinstance(leaf, WorkerValue) else leaf, together(skeleton, arrays))
 
 
 # ---------------------------------------------------------------- arrays
@@ -124,7 +124,7 @@ def whole(shape: Sequence[int]) -> Box:
 
 def box_of(index: Any, shape: Sequence[int]) -> Box:
     """The slices of a shard, from jax's index."""
-    return tuple(one.indices(size)[:2] for one, size in zip(index, shape))
+    return tuple(axis_slice.indices(size)[:2] for axis_slice, size in zip(index, shape))
 
 
 def shards_of(array: Any) -> dict[Box, Any]:
@@ -147,8 +147,8 @@ def described(tree: Any, several: bool) -> tuple[bytes, list[Leaf]]:
     skeleton, paths, arrays = apart(tree, "the result", hint)
     leaves = []
     for path, array in zip(paths, arrays):
-        own = is_own(array)
-        crc = zlib.crc32(as_bytes(np.asarray(array))) if own and several else None
+        is_local = is_own(array)
+        crc = zlib.crc32(as_bytes(np.asarray(array))) if is_local and several else None
         leaves.append(Leaf(path, tuple(array.shape), str(array.dtype), tuple(shards_of(array)) if array.size else (), crc))
     return pickle.dumps(skeleton, protocol=5), leaves
 
@@ -166,8 +166,8 @@ def bytes_of(array: np.ndarray) -> memoryview:
 
 def overlap(box: Box, other: Box) -> Box | None:
     """The intersection of two boxes; None if it is empty."""
-    found = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, other))
-    return None if any(start >= stop for start, stop in found) else found
+    intersection = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, other))
+    return None if any(start >= stop for start, stop in intersection) else intersection
 
 
 def within(box: Box, outer: Box) -> tuple[slice, ...]:

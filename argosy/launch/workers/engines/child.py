@@ -78,22 +78,22 @@ class Worker:
     def listen(self) -> None:
         """Reads commands until the controller is gone; then this process ends."""
         while (data := _received(self.controller)) is not None:
-            number, kind, said = pickle.loads(data)
+            number, kind, payload = pickle.loads(data)
             if kind in ("call", "pull"):
-                self.todo.put((number, kind, said))
+                self.todo.put((number, kind, payload))
             elif kind == "free":
-                for one in said:
-                    self.objects.pop(one, None)
+                for key in payload:
+                    self.objects.pop(key, None)
             else:
-                self.answer(number, kind, said)
+                self.answer(number, kind, payload)
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):
                 stream.flush()
         os._exit(0)
 
-    def answer(self, number: int, kind: str, said: Any) -> None:
+    def answer(self, number: int, kind: str, payload: Any) -> None:
         try:
-            self.reply(number, {"done": getattr(self, kind)(said)})
+            self.reply(number, {"done": getattr(self, kind)(payload)})
         except BaseException as error:
             self.reply(number, {"failed": _failure(error, ours=kind != "call" or isinstance(error, _Unknown))})
 
@@ -113,11 +113,11 @@ class Worker:
             join(place)
         count = len(jax.local_devices())
         if count != self.hello["devices"]:
-            what = f"a process of the group `{self.hello['group']}` has {count} devices, not {self.hello['devices']}"
-            raise BadInput(what, hint="Group(devices=...) counts the devices of each process")
-        mesh = mesh_over(sorted(jax.devices(), key=lambda one: (one.process_index, one.id)), self.hello["mesh"])
+            problem = f"a process of the group `{self.hello['group']}` has {count} devices, not {self.hello['devices']}"
+            raise BadInput(problem, hint="Group(devices=...) counts the devices of each process")
+        mesh = mesh_over(sorted(jax.devices(), key=lambda device: (device.process_index, device.id)), self.hello["mesh"])
         settle(Here(self.hello["group"], self.hello["rank"], self.hello["processes"], mesh))
-        listener = Listener(self.hello["host"], lambda asked, peer: answer(self.arrays, asked, peer))
+        listener = Listener(self.hello["host"], lambda request, peer: answer(self.arrays, request, peer))
         return {"address": listener.address, "pid": os.getpid()}
 
     def arrays(self, number: int) -> list[Any]:
@@ -130,41 +130,41 @@ class Worker:
             raise BadInput(f"the group `{self.hello['group']}` does not have value {number} any more", hint="it was freed")
         return self.objects[number]
 
-    def call(self, said: dict[str, Any]) -> None:
+    def call(self, payload: dict[str, Any]) -> None:
         """Calls a function, and keeps its result once it is computed."""
         import jax
 
         from argosy.launch.workers.arrays.trees import unpacked
 
         try:
-            function = function_of(said["function"])
-            words, named = unpacked(said["arguments"], self.stored)
+            function = function_of(payload["function"])
+            words, kwargs = unpacked(payload["arguments"], self.stored)
         except UserError as error:
             raise _Unknown(error.what, where=error.where, hint=error.hint) from None
-        self.objects[said["number"]] = jax.block_until_ready(function(*words, **named))
+        self.objects[payload["number"]] = jax.block_until_ready(function(*words, **kwargs))
 
     def describe(self, number: int) -> tuple[bytes, list[Any]]:
         from argosy.launch.workers.arrays.trees import described
 
         return described(self.stored(number), several=self.hello["processes"] > 1)
 
-    def value(self, said: dict[str, Any]) -> list[tuple[int, Any, Any]]:
+    def value(self, payload: dict[str, Any]) -> list[tuple[int, Any, Any]]:
         """The array shards that the controller requests from this process: (index of the array, box, numpy array)."""
         import numpy as np
 
         from argosy.launch.workers.arrays.trees import shards_of
 
-        arrays = self.arrays(said["number"])
-        return [(index, box, np.asarray(shards_of(arrays[index])[box])) for index, box in said["wanted"]]
+        arrays = self.arrays(payload["number"])
+        return [(index, box, np.asarray(shards_of(arrays[index])[box])) for index, box in payload["wanted"]]
 
-    def pull(self, said: dict[str, Any]) -> int:
+    def pull(self, payload: dict[str, Any]) -> int:
         from argosy.launch.workers.arrays.transfers import pull
         from argosy.launch.workers.engines.here import here
 
-        source = said["source"]
-        skeleton, sharding = pickle.loads(source.skeleton), pickle.loads(said["sharding"])
+        source = payload["source"]
+        skeleton, sharding = pickle.loads(source.skeleton), pickle.loads(payload["sharding"])
         tree, total = pull(source, skeleton, here().mesh, sharding, self.hello["rank"])
-        self.objects[said["number"]] = tree
+        self.objects[payload["number"]] = tree
         return total
 
     def run(self) -> None:

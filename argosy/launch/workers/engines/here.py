@@ -42,10 +42,10 @@ def here() -> Here:
     Raises:
         BadInput: it is no worker.
     """
-    found = thread.get() or _Process.here
-    if found is None:
+    place = thread.get() or _Process.here
+    if place is None:
         raise BadInput("this process is no worker", hint='call the function by workers["NAME"].run')
-    return found
+    return place
 
 
 def settle(place: Here) -> None:
@@ -72,11 +72,11 @@ def sizes_of(mesh: Mapping[str, int], devices: int, where: str) -> dict[str, int
         BadInput: their product is not the number of devices.
     """
     sizes = dict(mesh)
-    known = math.prod(size for size in sizes.values() if size != -1)
+    product = math.prod(size for size in sizes.values() if size != -1)
     wrong = [size for size in sizes.values() if not isinstance(size, int) or size < -1 or size == 0]
-    shown = ", ".join(f"{name}={size}" for name, size in sizes.items())
+    mesh_text = ", ".join(f"{name}={size}" for name, size in sizes.items())
     if wrong or not sizes or list(sizes.values()).count(-1) > 1:
-        raise BadInput(f"a mesh of {shown or 'no axes'}", where=where, hint="sizes are 1 or more, and at most one is -1: the rest")
-    if (-1 in sizes.values() and devices % known) or (-1 not in sizes.values() and known != devices):
-        raise BadInput(f"a mesh of {shown} over {devices} devices", where=where, hint="the sizes multiply to the devices")
-    return {name: devices // known if size == -1 else size for name, size in sizes.items()}
+        raise BadInput(f"a mesh of {mesh_text or 'no axes'}", where=where, hint="sizes are 1 or more, and at most one is -1: the rest")
+    if (-1 in sizes.values() and devices % product) or (-1 not in sizes.values() and product != devices):
+        raise BadInput(f"a mesh of {mesh_text} over {devices} devices", where=where, hint="the sizes multiply to the devices")
+    return {name: devices // product if size == -1 else size for name, size in sizes.items()}

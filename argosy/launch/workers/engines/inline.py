@@ -34,7 +34,7 @@ def inline(groups: Mapping[str, Group]) -> Callable[[str, Callable[[WorkerLost],
         Unsupported: a group needs separate processes.
     """
     for name, group in groups.items():
-        if wrong := [what for what in ("stuck", "environment", "restarts") if getattr(group, what)]:
+        if wrong := [field for field in ("stuck", "environment", "restarts") if getattr(group, field)]:
             hint = "a thread cannot be ended, and has no environment: engine=local and engine=ray have processes"
             raise Unsupported(f"engine=inline has no {wrong[0]}", where=f"group `{name}`", hint=hint)
     pathways()
@@ -57,8 +57,8 @@ def pathways() -> bool:
     try:
         library = import_module("pathwaysutils")
     except ImportError:
-        what = f"JAX_PLATFORMS={PROXY} needs pathwaysutils, which is not installed"
-        raise Unsupported(what, hint=install_extra("pathways")) from None
+        problem = f"JAX_PLATFORMS={PROXY} needs pathwaysutils, which is not installed"
+        raise Unsupported(problem, hint=install_extra("pathways")) from None
     library.initialize()
     return True
 
@@ -95,12 +95,12 @@ class Inline:
         return self.objects[number]
 
     def call(self, number: int, function: str, arguments: bytes) -> None:
-        found = function_of(function)
-        words, named = unpacked(arguments, self.stored)
+        target = function_of(function)
+        words, kwargs = unpacked(arguments, self.stored)
         token = thread.set(Here(self.name, 0, 1, self.mesh))
         try:
             with jax.default_device(self.mesh.devices.flat[0]):
-                out = jax.block_until_ready(found(*words, **named))
+                out = jax.block_until_ready(target(*words, **kwargs))
         except Exception as error:
             first = (str(error) or type(error).__name__).splitlines()[0]
             text = "".join(traceback.format_exception(error))
@@ -117,20 +117,20 @@ class Inline:
         _, leaves = described(source, several=False)
         skeleton, _, arrays = apart(source, "the result", "")
         places = placements(skeleton, leaves, self.mesh, pickle.loads(pickle.dumps(sharding)))
-        moved = [jax.device_put(_apart_from(one, self.mesh), place) for one, place in zip(arrays, places)]
-        self.objects[number] = jax.block_until_ready(together(skeleton, moved))
-        return sum(_bytes_of(one) for one in moved)
+        copies = [jax.device_put(_apart_from(array, self.mesh), place) for array, place in zip(arrays, places)]
+        self.objects[number] = jax.block_until_ready(together(skeleton, copies))
+        return sum(_bytes_of(array) for array in copies)
 
     def value(self, number: int) -> Any:
         skeleton, _, arrays = apart(self.stored(number), "the result", "return arrays and plain values to bring or move them")
-        return together(skeleton, [np.array(one) for one in arrays])
+        return together(skeleton, [np.array(array) for array in arrays])
 
     def values(self, number: int) -> list[Any]:
         return [self.value(number)]
 
     def free(self, numbers: Sequence[int]) -> None:
-        for one in numbers:
-            self.objects.pop(one, None)
+        for number in numbers:
+            self.objects.pop(number, None)
 
 
 def _apart_from(array: Any, mesh: jax.sharding.Mesh) -> Any:
@@ -144,6 +144,6 @@ def _apart_from(array: Any, mesh: jax.sharding.Mesh) -> Any:
 def _bytes_of(array: jax.Array) -> int:
     """The bytes of all its shards; those that are alike count once."""
     boxes = {str(index): shard for shard in array.addressable_shards for index in [shard.index]}
-    return sum(one.data.nbytes for one in boxes.values())
+    return sum(shard.data.nbytes for shard in boxes.values())
 
 

@@ -29,13 +29,13 @@ class LocalWorkers:
         self._cards: dict[tuple[str, int], list[str]] = {}
         # Of the last start of each group.
         self._ports: dict[str, HeldPort] = {}
-        there, wanted = gpus(self.environment), 0
+        there, gpu_count = gpus(self.environment), 0
         for name, group in self.groups.items():
             for rank in range(group.processes if group.gpus else 0):
-                self._cards[name, rank] = there[wanted : wanted + group.devices]
-                wanted += group.devices
-        if wanted > len(there):
-            raise BadInput(f"the groups want {wanted} GPUs, and this machine has {len(there)}")
+                self._cards[name, rank] = there[gpu_count : gpu_count + group.devices]
+                gpu_count += group.devices
+        if gpu_count > len(there):
+            raise BadInput(f"the groups want {gpu_count} GPUs, and this machine has {len(there)}")
 
     def __call__(self, name: str, members: Sequence[WorkerProcess]) -> list[Transport]:
         # The processes of the start before have ended.
@@ -46,15 +46,15 @@ class LocalWorkers:
         started: list[Transport] = []
         try:
             for member in members:
-                own = group.variables(member.rank, coordinator, self.environment)
+                variables = group.variables(member.rank, coordinator, self.environment)
                 if (name, member.rank) in self._cards:
-                    own |= {"CUDA_VISIBLE_DEVICES": ",".join(self._cards[name, member.rank])}
+                    variables |= {"CUDA_VISIBLE_DEVICES": ",".join(self._cards[name, member.rank])}
                 hello = group.hello(name, member.rank, "127.0.0.1")
-                said = (member.heard, member.prints, member.ended)
-                started.append(Process(hello, own, os.getcwd(), sys.path, *said))
+                callbacks = (member.heard, member.prints, member.ended)
+                started.append(Process(hello, variables, os.getcwd(), sys.path, *callbacks))
         except BaseException:
-            for one in started:
-                one.kill()
+            for transport in started:
+                transport.kill()
             raise
         return started
 

@@ -61,8 +61,8 @@ class Process:
         self.process, self.pid = self.child.process, self.child.pid
         self.send(pickle.dumps({**hello, "parent": os.getpid()}))
         self._threads = [threading.Thread(target=do, daemon=True) for do in (self._read, self._follow)]
-        for one in (*self._threads, *(threading.Thread(target=do, daemon=True) for do in (self._write, self._watch))):
-            one.start()
+        for thread in (*self._threads, *(threading.Thread(target=do, daemon=True) for do in (self._write, self._watch))):
+            thread.start()
 
     def send(self, data: bytes) -> None:
         """Sends a message, from a thread, so that a stopped process delays nobody."""
@@ -105,8 +105,8 @@ class Process:
         with self._killing:
             # The number may be another's from now on.
             self._over = True
-        for one in self._threads:
-            one.join(LAST_S)
+        for thread in self._threads:
+            thread.join(LAST_S)
         self._out.put(None)
         self.leave()
         self.child.close()

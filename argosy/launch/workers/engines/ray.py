@@ -44,9 +44,9 @@ class Keeper:
         paths: list[str],
     ) -> int:  # fmt: skip
         """Starts the process; returns its id."""
-        own = group.variables(rank, coordinator, {**os.environ, **passed_on})
-        said = [self._teller(kind) for kind in ("heard", "prints", "ended")]
-        self._process = Process(group.hello(name, rank, host), own, folder, paths, *said)
+        variables = group.variables(rank, coordinator, {**os.environ, **passed_on})
+        callbacks = [self._teller(kind) for kind in ("heard", "prints", "ended")]
+        self._process = Process(group.hello(name, rank, host), variables, folder, paths, *callbacks)
         return self._process.pid
 
     def _teller(self, kind: str) -> Callable[[Any], None]:
@@ -86,10 +86,10 @@ class RayWorker:
     def leave(self) -> None:
         self._do("leave")
 
-    def _do(self, what: str, *arguments: Any) -> None:
+    def _do(self, method: str, *arguments: Any) -> None:
         # An actor that is gone is noticed by `_follow`.
         with suppress(Exception):
-            self.actor.do.remote(what, *arguments)
+            self.actor.do.remote(method, *arguments)
 
     def _follow(self) -> None:
         while self.member.code is None:
@@ -99,8 +99,8 @@ class RayWorker:
                 # The actor, or its machine, is gone, and its process with it.
                 self.member.prints((str(error).splitlines() or [type(error).__name__])[0][:200])
                 news = [("ended", KILLED)]
-            for kind, what in news:
-                getattr(self.member, kind)(what)
+            for kind, payload in news:
+                getattr(self.member, kind)(payload)
 
 
 class RayWorkers:
@@ -154,8 +154,8 @@ class RayWorkers:
         except Exception as error:
             self._give_back(name)
             # The last line of a traceback.
-            said = (str(error).strip().splitlines() or [type(error).__name__])[-1][:200]
-            raise ArgosyError(f"Ray could not start the group `{name}`: {said}") from None
+            message = (str(error).strip().splitlines() or [type(error).__name__])[-1][:200]
+            raise ArgosyError(f"Ray could not start the group `{name}`: {message}") from None
         return [RayWorker(actor, member, pid) for actor, member, pid in zip(actors, members, pids)]
 
     def _give_back(self, name: str) -> None:
