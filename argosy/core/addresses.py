@@ -34,5 +34,5 @@ def local_path(place: str | Path) -> str:
     machine, _, path = str(place).removeprefix(LOCAL).partition("/")
     if machine in ("", "localhost") and path:
         return f"/{path}"
-    what = f"{place} names the machine `{machine}`" if machine else f"{place} names no path"
-    raise BadInput(what, hint=f"three slashes for a path of this machine: {LOCAL}/{machine or 'PATH'}{path and '/'}{path}")
+    problem = f"{place} names the machine `{machine}`" if machine else f"{place} names no path"
+    raise BadInput(problem, hint=f"three slashes for a path of this machine: {LOCAL}/{machine or 'PATH'}{path and '/'}{path}")

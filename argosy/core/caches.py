@@ -25,12 +25,12 @@ def one_at_a_time(lock: Path, say: Say) -> Iterator[None]:
     import fcntl
 
     lock.parent.mkdir(parents=True, exist_ok=True)
-    with lock.open("a") as held:
+    with lock.open("a") as file:
         try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             say(f"waiting for another process that writes in {lock.parent}")
-            fcntl.flock(held, fcntl.LOCK_EX)
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
@@ -53,20 +53,20 @@ def bound_cache(folder: Path, most: int, every_s: float = 86_400.0) -> int:
         if not folder.is_dir() or (stamp.exists() and time.time() - stamp.stat().st_mtime < every_s):
             return 0
         stamp.touch()
-        about = [(one, one.stat()) for one in folder.iterdir() if one.is_file() and one != stamp]
+        about = [(path, path.stat()) for path in folder.iterdir() if path.is_file() and path != stamp]
     except OSError:
         # A cache that cannot be looked at costs nothing else.
         return 0
-    left, removed = sum(stat.st_size for _, stat in about), 0
+    remaining, removed = sum(stat.st_size for _, stat in about), 0
     # Whichever is later: file systems may not write the time of reading.
-    for path, stat in sorted(about, key=lambda one: max(one[1].st_atime, one[1].st_mtime)):
-        if left <= most:
+    for path, stat in sorted(about, key=lambda entry: max(entry[1].st_atime, entry[1].st_mtime)):
+        if remaining <= most:
             break
         try:
             path.unlink()
         except OSError:
             continue
-        left, removed = left - stat.st_size, removed + stat.st_size
+        remaining, removed = remaining - stat.st_size, removed + stat.st_size
     return removed
 
 

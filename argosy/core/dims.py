@@ -45,5 +45,5 @@ LOOKED_UP = frozenset(("vocab", "positions", "token_types", "classes"))
 
 def named_axes(letters: Iterable[str], legend: Legend = ()) -> tuple[str, ...]:
     """The names of axes, from their letters; a letter without a name stands for itself."""
-    own = dict(legend)
-    return tuple(own.get(letter) or LEGEND.get(letter, letter) for letter in letters)
+    names = dict(legend)
+    return tuple(names.get(letter) or LEGEND.get(letter, letter) for letter in letters)

@@ -110,8 +110,8 @@ class SettingsError(UserError):
 
     def __init__(self, problems: Sequence[UserError], good: Mapping[str, Any] | None = None):
         self.problems = list(problems)
-        what = f"{len(self.problems)} wrong settings" if len(self.problems) > 1 else self.problems[0].what
-        super().__init__(what, good=good)
+        problem = f"{len(self.problems)} wrong settings" if len(self.problems) > 1 else self.problems[0].what
+        super().__init__(problem, good=good)
 
     def __str__(self) -> str:
         return "\n\n".join(map(str, self.problems))
@@ -124,13 +124,13 @@ def problems_of(error: UserError) -> list[UserError]:
 
 def mistakes_of(*checks: Callable[[], object]) -> list[UserError]:
     """Runs every check, also after one that failed, and returns the mistakes of all of them."""
-    found: list[UserError] = []
+    problems: list[UserError] = []
     for check in checks:
         try:
             check()
         except UserError as error:
-            found += problems_of(error)
-    return found
+            problems += problems_of(error)
+    return problems
 
 
 def raise_mistakes(mistakes: Sequence[UserError]) -> None:
@@ -148,8 +148,8 @@ def complaint(error: Exception) -> str:
     if isinstance(error, ArgosyError):
         return error.what.splitlines()[0]
     if (errors := getattr(error, "errors", None)) is not None:  # a validation's
-        one = errors()[0]
-        return f"{'.'.join(map(str, one['loc']))}: {one['msg']}"
+        first_error = errors()[0]
+        return f"{'.'.join(map(str, first_error['loc']))}: {first_error['msg']}"
     return (str(error) or type(error).__name__).splitlines()[0][:200]
 
 

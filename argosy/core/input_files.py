@@ -136,8 +136,8 @@ def reading(where: str):
     except Exception as error:
         if not is_address(where):
             raise
-        said = (str(error).strip().splitlines() or [""])[0]
-        raise BadInput(f"cannot read the file: {said or type(error).__name__}"[:200], where=where) from None
+        message = (str(error).strip().splitlines() or [""])[0]
+        raise BadInput(f"cannot read the file: {message or type(error).__name__}"[:200], where=where) from None
 
 
 def has_wildcards(place: str) -> bool:
@@ -151,35 +151,35 @@ def matching_files(place: str) -> list[InputFile]:
     Raises:
         BadInput: a file of a range is not there.
     """
-    if (found := RANGE.search(place)) is not None:
-        first, last = found.groups()
-        names = (place[: found.start()] + f"{i:0{len(first)}}" + place[found.end() :] for i in range(int(first), int(last) + 1))
+    if (match := RANGE.search(place)) is not None:
+        first, last = match.groups()
+        names = (place[: match.start()] + f"{i:0{len(first)}}" + place[match.end() :] for i in range(int(first), int(last) + 1))
         parts = {name: matching_files(name) for name in names}
-        if lacking := [name for name, files in parts.items() if not files]:
-            raise BadInput(f"no such file: `{lacking[0]}`", where=place, hint="a range in braces names files that are all there")
+        if missing := [name for name, files in parts.items() if not files]:
+            raise BadInput(f"no such file: `{missing[0]}`", where=place, hint="a range in braces names files that are all there")
         return [file for files in parts.values() for file in files]
     if not is_address(place):
-        found = (InputFile(path) for path in sorted(glob(str(Path(local_path(place)).expanduser()), recursive=True)))
-        return [file for file in found if file.is_file]
+        local_files = (InputFile(path) for path in sorted(glob(str(Path(local_path(place)).expanduser()), recursive=True)))
+        return [file for file in local_files if file.is_file]
     files, address = file_system(place)
     with reading(place):
         paths = sorted(files.glob(address))
     return [file for file in (InputFile(files.unstrip_protocol(path)) for path in paths) if file.is_file]
 
 
-def files_below(folder: InputFile, wanted: Callable[[str], bool]) -> list[InputFile]:
+def files_below(folder: InputFile, is_wanted: Callable[[str], bool]) -> list[InputFile]:
     """The files below a folder whose names are wanted, sorted by their relative paths; hidden ones are not."""
     if folder.is_local:
         root = folder.path
         paths = [path for path in root.rglob("*") if path.is_file()]
-        named = {path.relative_to(root).as_posix(): InputFile(path) for path in paths}
+        by_path = {path.relative_to(root).as_posix(): InputFile(path) for path in paths}
     else:
         files, address = file_system(folder.place)
         with reading(folder.place):
-            found = files.find(address)
-        named = {str(PurePosixPath(path).relative_to(address)): InputFile(files.unstrip_protocol(path)) for path in found}
-    visible = {name: file for name, file in named.items() if not any(part.startswith(".") for part in name.split("/"))}
-    return [visible[name] for name in sorted(visible) if wanted(visible[name].name)]
+            addresses = files.find(address)
+        by_path = {str(PurePosixPath(path).relative_to(address)): InputFile(files.unstrip_protocol(path)) for path in addresses}
+    visible = {name: file for name, file in by_path.items() if not any(part.startswith(".") for part in name.split("/"))}
+    return [visible[name] for name in sorted(visible) if is_wanted(visible[name].name)]
 
 
 def common_folder(files: Iterable[InputFile]) -> str:

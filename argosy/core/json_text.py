@@ -17,9 +17,9 @@ def parse_json(text: str) -> Any:
         ValueError: it is no JSON, or a text in it holds half of a surrogate pair.
         RecursionError: it is nested too deeply.
     """
-    found = json.loads(text)
+    value = json.loads(text)
     # Quick looks at the text spare nearly every value the walk.
     suspicious = ("\\u" in text and ESCAPED.search(text)) or (not text.isascii() and HALF.search(text))
-    if suspicious and (half := HALF.search(json.dumps(found, ensure_ascii=False))):
+    if suspicious and (half := HALF.search(json.dumps(value, ensure_ascii=False))):
         raise ValueError(f"\\u{ord(half[0]):04x} is half of a surrogate pair, and no character")
-    return found
+    return value

@@ -206,9 +206,9 @@ class KeyMap:
     def __init__(self, rows: Iterable[KeyRow], sizes: Sizes, ignore: Sequence[str] = IGNORED):
         self.sizes, self.ignore = dict(sizes), tuple(ignore)
         self._groups = [group for row in rows for group in _groups(row, self.sizes)]
-        self._by_name = _once((name, group) for group in self._groups for name in group.names)
-        self._by_path = _once((path, (group, i)) for group in self._groups for i, path in enumerate(group.paths))
-        self._tied = _once((name, group) for group in self._groups for name in group.tied)
+        self._by_name = _unique((name, group) for group in self._groups for name in group.names)
+        self._by_path = _unique((path, (group, i)) for group in self._groups for i, path in enumerate(group.paths))
+        self._tied = _unique((name, group) for group in self._groups for name in group.tied)
         if both := self._tied.keys() & self._by_name.keys():
             raise ValueError(f"{sorted(both)} are tied and have a row of their own")
 
@@ -283,8 +283,8 @@ class KeyMap:
         return self._expert(reader, group, i, e)
 
     def _expert(self, reader: TensorReader, group: _Group, i: int, e: int) -> np.ndarray:
-        one = move(_sources(reader, group, e), *group.reading, i, self.sizes | {"E": 1})
-        return one[0] if group.is_stacked else one
+        weight = move(_sources(reader, group, e), *group.reading, i, self.sizes | {"E": 1})
+        return weight[0] if group.is_stacked else weight
 
     def inverse(self, weights: TensorReader) -> Iterator[TensorEntry]:
         """Their tensors made from ours, as entries for `safetensors.write_folder`. Each of ours is read when its entry is
@@ -297,7 +297,7 @@ class KeyMap:
         expected = [(group.our_shapes(self.sizes), group.row.optional) for group in self._groups]
         shapes = {path: weights.shape(path) for path in weights.names}
         _check_fit(expected, shapes, hint="is this the config of these weights?")
-        held = _Held(weights)
+        cache = _ReadCache(weights)
         for group in self._groups:
             if group.paths[0] not in shapes:
                 continue
@@ -308,31 +308,31 @@ class KeyMap:
             dtype = _one_dtype(weights, group.paths)
             for e in range(len(group.sources[0])):
                 for i, names in enumerate(group.sources):
-                    yield self._entry(names[e], dtype, held, group, i, e)
+                    yield self._entry(names[e], dtype, cache, group, i, e)
             for name in group.row.copies:
-                yield self._entry(name, dtype, held, group, 0, 0)
+                yield self._entry(name, dtype, cache, group, 0, 0)
 
-    def _entry(self, name: str, dtype: np.dtype, held: "_Held", group: _Group, i: int, e: int) -> TensorEntry:
-        by_part = group.is_stacked and held.is_parted
+    def _entry(self, name: str, dtype: np.dtype, cache: "_ReadCache", group: _Group, i: int, e: int) -> TensorEntry:
+        by_part = group.is_stacked and cache.is_parted
         return TensorEntry(
             name,
             group.reading.left[i].shape(self.sizes),
             dtype,
-            partial(self._make, held, group, i, e),
-            partial(self._parts, held, group, i) if by_part else None,
+            partial(self._make, cache, group, i, e),
+            partial(self._parts, cache, group, i) if by_part else None,
         )
 
-    def _make(self, held: "_Held", group: _Group, i: int, e: int) -> np.ndarray:
-        ours = held.of(group) if group.expert_axes is None else held.of_expert(group, e)
+    def _make(self, cache: "_ReadCache", group: _Group, i: int, e: int) -> np.ndarray:
+        ours = cache.of(group) if group.expert_axes is None else cache.of_expert(group, e)
         return move(ours, group.reading.right, group.reading.left, i, self.sizes)
 
-    def _parts(self, held: "_Held", group: _Group, i: int) -> Iterator[np.ndarray]:
+    def _parts(self, cache: "_ReadCache", group: _Group, i: int) -> Iterator[np.ndarray]:
         for e in range(self.sizes["E"]):
-            ours = [x[None] for x in held.of_expert(group, e)]
+            ours = [x[None] for x in cache.of_expert(group, e)]
             yield move(ours, group.reading.right, group.reading.left, i, self.sizes | {"E": 1})[0]
 
 
-class _Held:
+class _ReadCache:
     """Holds our tensors of one group at a time (or one expert of them, where possible), so that a tensor from which several of
     theirs are cut is read once."""
 
@@ -380,7 +380,7 @@ def _shapes(reader: TensorReader, names: Iterable[str]) -> dict[str, Shape]:
     return {name: reader.shape(name) for name in names if name in reader.names}
 
 
-def _once(items: Iterable[tuple[str, T]]) -> dict[str, T]:
+def _unique(items: Iterable[tuple[str, T]]) -> dict[str, T]:
     table: dict[str, T] = {}
     for name, item in items:
         if name in table:
@@ -411,16 +411,16 @@ def _check_fit(
 ) -> None:
     """Raises BadInput listing everything missing, unexpected and of the wrong shape. An optional group may be missing
     entirely."""
-    missing, misshapen, known = [], [], set(ignored)
+    missing, misshapen, known_names = [], [], set(ignored)
     for expected, optional in groups:
-        known |= expected.keys()
+        known_names |= expected.keys()
         absent = [name for name in expected if name not in shapes]
         if not (optional and len(absent) == len(expected)):
             missing += [f"`{name}` is missing" for name in absent]
         for name, shape in expected.items():
             if name in shapes and tuple(shapes[name]) != shape:
                 misshapen.append(f"`{name}` is {list(shapes[name])}, expected {list(shape)}")
-    unexpected = [f"`{name}` has no place" for name in shapes if name not in known]
+    unexpected = [f"`{name}` has no place" for name in shapes if name not in known_names]
     if missing or unexpected or misshapen:
         counts = f"{len(missing)} missing, {len(unexpected)} unexpected, {len(misshapen)} misshapen"
         problems = problem_list([*misshapen, *missing, *unexpected])

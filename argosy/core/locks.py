@@ -36,9 +36,9 @@ def _holder() -> dict[str, Any]:
 
 
 def _busy(holder: dict[str, Any], where: str) -> Busy:
-    who = f"process {holder.get('pid', '?')} on {holder.get('host', '?')}" if holder else "another process"
+    owner = f"process {holder.get('pid', '?')} on {holder.get('host', '?')}" if holder else "another process"
     hint = "wait for it, end it, or give another directory: dir=NEW"
-    return Busy(f"{who} holds this run", where=f"in {where}", hint=hint)
+    return Busy(f"{owner} holds this run", where=f"in {where}", hint=hint)
 
 
 def _parsed(text: str) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def _parsed(text: str) -> dict[str, Any]:
 class KernelLock:
     """A kernel lock on a file. Only its holder may remove it, with its folder; two processes never lock two files of one name."""
 
-    _held: ClassVar[set["KernelLock"]] = set()
+    _open_locks: ClassVar[set["KernelLock"]] = set()
 
     def __init__(self, path: Path):
         import fcntl
@@ -75,11 +75,11 @@ class KernelLock:
             os.close(self._file)
         os.ftruncate(self._file, 0)
         os.write(self._file, json.dumps(_holder()).encode())
-        self._held.add(self)
+        self._open_locks.add(self)
 
     def release(self) -> None:
-        if self in self._held:
-            self._held.discard(self)
+        if self in self._open_locks:
+            self._open_locks.discard(self)
             os.ftruncate(self._file, 0)
             os.close(self._file)
 
@@ -92,9 +92,9 @@ class KernelLock:
     @classmethod
     def _forked(cls) -> None:
         # The parent keeps its lock; a child that outlives it must not hold the run.
-        for lock in cls._held:
+        for lock in cls._open_locks:
             os.close(lock._file)
-        cls._held.clear()
+        cls._open_locks.clear()
 
 
 os.register_at_fork(after_in_child=KernelLock._forked)

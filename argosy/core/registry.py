@@ -50,7 +50,7 @@ class Registry(Mapping[str, Any]):
         """
         if isinstance(item, str) and not all(item.partition(":")):
             raise ValueError(f"{self.noun} `{name}`: `{item}` is not module:name")
-        if name in self._items and _named(self._items[name]) != _named(item):
+        if name in self._items and _import_path(self._items[name]) != _import_path(item):
             raise ValueError(f"{self.noun} `{name}` is already registered as {self._items[name]!r}")
         self._items.setdefault(
             name, item
@@ -120,7 +120,7 @@ def from_file(noun: str, name: str) -> Any:
     return getattr(module, attribute)
 
 
-def _named(item: Any) -> Any:
+def _import_path(item: Any) -> Any:
     """A class or function as "module:name"; anything else unchanged."""
     is_named = hasattr(item, "__module__") and hasattr(item, "__qualname__")
     return f"{item.__module__}:{item.__qualname__}" if is_named else item

@@ -97,8 +97,8 @@ class Store:
 
     def flush(self, name: str | None = None) -> None:
         """Writes lines that are still buffered: of one file, or of all."""
-        for one in self._lines if name is None else (name,):
-            self._flush(one)
+        for file in self._lines if name is None else (name,):
+            self._flush(file)
 
     def _flush(self, name: str) -> None:
         if name in self._lines:
@@ -118,12 +118,12 @@ class Store:
         with _our_errors(self, name):
             if self.is_local:
                 folder = self.local_path(name)
-                found = os.listdir(folder) if folder.is_dir() else []
+                names = os.listdir(folder) if folder.is_dir() else []
             else:
                 address = self._address(name) if name else self._base
                 paths = self._files.ls(address, detail=False) if self._files.isdir(address) else []
-                found = [path.rstrip("/").rpartition("/")[2] for path in paths if path.rstrip("/") != address]
-        return sorted(name for name in found if not name.startswith("."))
+                names = [path.rstrip("/").rpartition("/")[2] for path in paths if path.rstrip("/") != address]
+        return sorted(name for name in names if not name.startswith("."))
 
     def remove(self, name: str) -> None:
         """Removes a file, or a directory with its contents; does nothing if there is none."""
@@ -292,15 +292,15 @@ def _our_errors(store: Store, name: str) -> Iterator[None]:
     except PermissionError:
         raise BadInput(f"no permission for `{name}`", where=f"in {store.root}") from None
     except OSError as error:
-        what = (error.strerror or str(error)).lower()
+        problem = (error.strerror or str(error)).lower()
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         hint = "free some space; what was written before is intact" if full else None
-        raise ArgosyError(f"`{name}`: {what}", where=f"in {store.root}", hint=hint) from error
+        raise ArgosyError(f"`{name}`: {problem}", where=f"in {store.root}", hint=hint) from error
     except Exception as error:
         if store.is_local:
             raise
-        what = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-        raise ArgosyError(f"`{name}`: {what}", where=f"in {store.root}") from error
+        problem = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        raise ArgosyError(f"`{name}`: {problem}", where=f"in {store.root}") from error
 
 
 # ---- bytes on this machine

@@ -31,13 +31,13 @@ def block_shift() -> list[list[int]]:
     """The checksum after a block of zeros, for each byte of the checksum before: [4][256]."""
     import numpy as np
 
-    found = []
+    tables = []
     for place in range(4):
         sums = np.arange(256, dtype=np.uint32) << np.uint32(8 * place)
         for _ in range(BLOCK_BYTES):
             sums = byte_table()[sums & 255] ^ (sums >> np.uint32(8))
-        found.append(sums.tolist())
-    return found
+        tables.append(sums.tolist())
+    return tables
 
 
 @cache
@@ -68,14 +68,14 @@ def crc32c(strings: Sequence[bytes]) -> list[int]:
     for column in np.ascontiguousarray(blocks.T):
         sums = table[(sums ^ column) & 255] ^ (sums >> np.uint32(8))
     a, b, c, d = block_shift()
-    found, at, each = [], 0, sums.tolist()
+    checksums, at, each = [], 0, sums.tolist()
     for data, count in zip(strings, counts):
         value = 0
         for block in each[at : at + count]:
             value = a[value & 255] ^ b[value >> 8 & 255] ^ c[value >> 16 & 255] ^ d[value >> 24] ^ block
         at += count
-        found.append(value ^ 0xFFFFFFFF if len(data) >= 4 else _short(data))
-    return found
+        checksums.append(value ^ 0xFFFFFFFF if len(data) >= 4 else _short(data))
+    return checksums
 
 
 def _short(data: bytes) -> int:

@@ -80,8 +80,8 @@ def _half(scale: np.ndarray) -> np.ndarray:
 
 def _inverse(scale: np.ndarray) -> np.ndarray:
     """1 / scale, and 0 where the scale is 0, or so small that this is infinite."""
-    found = 1 / scale
-    return np.where(np.isfinite(found), found, np.float32(0))
+    inverse = 1 / scale
+    return np.where(np.isfinite(inverse), inverse, np.float32(0))
 
 
 # ---- 32 values per block
@@ -149,17 +149,17 @@ def _scale_and_minimum(x: np.ndarray, most: int, first: float, steps: int) -> tu
 
     def codes(count: Any) -> np.ndarray:
         """The range from the best minimum so far to the largest number, divided by `count`."""
-        found = x - shift[..., None]
-        found *= (np.float32(count) / (largest - shift))[..., None]
-        return np.clip(np.rint(found, out=found), 0, most, out=found)
+        scaled = x - shift[..., None]
+        scaled *= (np.float32(count) / (largest - shift))[..., None]
+        return np.clip(np.rint(scaled, out=scaled), 0, most, out=scaled)
 
     def error(q: np.ndarray, scale: np.ndarray, shift: np.ndarray) -> np.ndarray:
-        found = scale[..., None] * q
-        found += shift[..., None]
-        found -= x
-        found *= found
-        found *= weights
-        return found.sum(-1)
+        difference = scale[..., None] * q
+        difference += shift[..., None]
+        difference -= x
+        difference *= difference
+        difference *= weights
+        return difference.sum(-1)
 
     scale = 1 / (np.float32(most) / (largest - shift))
     best = error(codes(most), scale, shift)
@@ -173,10 +173,10 @@ def _scale_and_minimum(x: np.ndarray, most: int, first: float, steps: int) -> tu
         shifted = (of_q2 * of_x - of_q * of_qx) / determinant
         above = shifted > 0
         new, shifted = np.where(above, of_qx / of_q2, new), np.where(above, 0, shifted)
-        found = error(q, new, shifted)
-        better = (determinant > 0) & (found < best)
-        for kept, value in ((best, found), (scale, new), (shift, shifted)):
-            kept[better] = value[better]
+        errors = error(q, new, shifted)
+        better = (determinant > 0) & (errors < best)
+        for target, value in ((best, errors), (scale, new), (shift, shifted)):
+            target[better] = value[better]
     return np.where(is_level, 0, scale), -shift
 
 

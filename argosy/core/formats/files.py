@@ -81,9 +81,9 @@ def check_space(folder: Path, needed: int) -> None:
 
 def write_all(out: BinaryIO, slab: np.ndarray) -> None:
     """Writes all bytes of a slab. Linux writes at most 2 GB per call, and sometimes less."""
-    left = slab.data
-    while left:
-        left = left[out.write(left) :]
+    rest = slab.data
+    while rest:
+        rest = rest[out.write(rest) :]
 
 
 def slabs(entry: TensorEntry, order: Order) -> Iterator[np.ndarray]:

@@ -110,9 +110,9 @@ class GGUF:
         place = self.places[name]
         if place.kind.dtype is None:
             raw = self.raw(name)
-            found = dequantize(place.kind.name, raw).reshape(place.shape)
+            values = dequantize(place.kind.name, raw).reshape(place.shape)
             drop(raw.ctypes.data, raw.nbytes)
-            return found
+            return values
         view = self.data[place.begin : place.begin + place.bytes].view(place.kind.dtype)
         return np.require(view.reshape(place.shape), requirements="A")
 
@@ -120,9 +120,9 @@ class GGUF:
         """Reads one entry of the first axis of a tensor with several axes; only that entry is dequantized."""
         if (kind := self.places[name].kind).dtype is None:
             raw = self.raw(name)[i]
-            found = dequantize(kind.name, raw)
+            values = dequantize(kind.name, raw)
             drop(raw.ctypes.data, raw.nbytes)
-            return found
+            return values
         return self.read(name)[i]
 
 
@@ -148,11 +148,11 @@ class _Cursor:
     def u64(self) -> int:
         return struct.unpack("<Q", self.take(8))[0]
 
-    def count(self, what: str, least_bytes: int) -> int:
+    def count(self, noun: str, least_bytes: int) -> int:
         """Reads a number of items that take at least `least_bytes` bytes each, checked against the remaining bytes."""
         count = self.u64()
         if count * least_bytes > self.left:
-            raise self.wrong(f"{count} {what} do not fit into the {self.left} bytes left")
+            raise self.wrong(f"{count} {noun} do not fit into the {self.left} bytes left")
         return count
 
     def text(self, most: int | None = None) -> str:
@@ -164,8 +164,8 @@ class _Cursor:
         except UnicodeDecodeError:
             raise self.wrong(f"text before byte {self.at} is not UTF-8") from None
 
-    def wrong(self, what: str) -> Damaged:
-        return damaged_container(self.path, what)
+    def wrong(self, problem: str) -> Damaged:
+        return damaged_container(self.path, problem)
 
 
 def _preamble(cursor: _Cursor) -> tuple[int, int, int]:
@@ -244,8 +244,8 @@ def _places(cursor: _Cursor, tensors: int, alignment: int) -> dict[str, GGUFTens
 
 
 def _place(cursor: _Cursor, name: str, alignment: int) -> GGUFTensor:
-    def wrong(what: str) -> Damaged:
-        return cursor.wrong(f"tensor {quoted(name)}: {what}")
+    def wrong(problem: str) -> Damaged:
+        return cursor.wrong(f"tensor {quoted(name)}: {problem}")
 
     axes = cursor.u32()
     if axes > MOST_AXES:

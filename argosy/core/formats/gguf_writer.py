@@ -89,8 +89,8 @@ class EncodedTensor:
         with np.errstate(invalid="ignore"):
             change = float(np.square(stored.reshape(w.shape) - w, dtype=np.float64).sum())
         if not math.isfinite(change):
-            what = "has numbers that are not finite" if not np.isfinite(w).all() else f"has numbers that are beyond {self.type}"
-            raise BadInput(f"`{self.entry.name}` {what}", hint="the source is damaged, or needs a wider type: nothing was written")
+            problem = "has numbers that are not finite" if not np.isfinite(w).all() else f"has numbers that are beyond {self.type}"
+            raise BadInput(f"`{self.entry.name}` {problem}", hint="the source is damaged, or needs a wider type: nothing was written")
         return RoundingError(errors.size + float(np.square(w, dtype=np.float64).sum()), errors.change + change)
 
 
@@ -105,11 +105,11 @@ def gguf_file(name: str, meta: Mapping[str, Any], tensors: Sequence[EncodedTenso
     """
     head = b"GGUF" + struct.pack("<IQQ", VERSION, len(tensors), len(meta))
     head += b"".join(_text(key) + _value(value) for key, value in meta.items())
-    at, described = 0, []
+    at, tensor_infos = 0, []
     for tensor in tensors:
-        described.append(_described(tensor, at))
+        tensor_infos.append(_tensor_info(tensor, at))
         at += _aligned(tensor.bytes)
-    head += b"".join(described)
+    head += b"".join(tensor_infos)
     head += bytes(_aligned(len(head)) - len(head))
 
     def slabs(order: Order) -> Iterator[np.ndarray]:
@@ -126,7 +126,7 @@ def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def _described(tensor: EncodedTensor, at: int) -> bytes:
+def _tensor_info(tensor: EncodedTensor, at: int) -> bytes:
     """Name, shape, type and place. ggml has the innermost axis first."""
     shape: Shape = tensor.entry.shape
     if len(shape) > MOST_AXES or shape[-1] % tensor.kind.values:

@@ -62,10 +62,10 @@ def read_image(data: bytes, most_pixels: int = MOST_PIXELS) -> "np.ndarray":
         raise
     except Exception as error:
         # Pillow's readers raise errors of many kinds on damaged files.
-        said = " ".join(str(error).split())[:200]
+        message = " ".join(str(error).split())[:200]
         # That of a file of no known kind names a Python object.
-        why = "" if "cannot identify" in said else f", {said or type(error).__name__}"
-        raise BadInput(f"no image that can be read: {described_bytes(data)}{why}") from None
+        reason = "" if "cannot identify" in message else f", {message or type(error).__name__}"
+        raise BadInput(f"no image that can be read: {described_bytes(data)}{reason}") from None
 
 
 def described_bytes(data: bytes) -> str:

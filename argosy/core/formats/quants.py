@@ -258,11 +258,11 @@ def blocks(name: str, raw: np.ndarray) -> IntegerBlocks:
     kind = BY_NAME[name]
     # Infinite scales come from the file itself.
     with np.errstate(all="ignore"):
-        found = kind.decode(np.ascontiguousarray(raw.reshape(-1, kind.bytes))) if kind.decode else None
-    assert isinstance(found, IntegerBlocks)
+        integers = kind.decode(np.ascontiguousarray(raw.reshape(-1, kind.bytes))) if kind.decode else None
+    assert isinstance(integers, IntegerBlocks)
     rows = len(raw)
-    minimum = None if found.minimum is None else found.minimum.reshape(rows, -1)
-    return IntegerBlocks(found.q.reshape(rows, -1), found.scale.reshape(rows, -1), minimum)
+    minimum = None if integers.minimum is None else integers.minimum.reshape(rows, -1)
+    return IntegerBlocks(integers.q.reshape(rows, -1), integers.scale.reshape(rows, -1), minimum)
 
 
 def dequantize(name: str, raw: np.ndarray) -> np.ndarray:
@@ -274,8 +274,8 @@ def dequantize(name: str, raw: np.ndarray) -> np.ndarray:
     """
     kind = BY_NAME.get(name)
     if kind is None or kind.decode is None:
-        known = ", ".join(k.name for k in TYPES.values() if k.decode)
-        raise Unsupported(f"the GGUF type {name} cannot be decoded", hint=f"types that can be: {known}")
+        names = ", ".join(k.name for k in TYPES.values() if k.decode)
+        raise Unsupported(f"the GGUF type {name} cannot be decoded", hint=f"types that can be: {names}")
     if raw.shape[-1] % kind.bytes:
         raise ValueError(f"{raw.shape[-1]} bytes are not a whole number of {name} blocks of {kind.bytes}")
     blocks = raw.reshape(-1, kind.bytes)
@@ -284,8 +284,8 @@ def dequantize(name: str, raw: np.ndarray) -> np.ndarray:
     # Infinite scales come from the file itself.
     with np.errstate(all="ignore"):
         for start in range(0, len(blocks), step):
-            found = kind.decode(np.ascontiguousarray(blocks[start : start + step]))
-            out[start : start + step] = found.decoded() if isinstance(found, IntegerBlocks) else found
+            values = kind.decode(np.ascontiguousarray(blocks[start : start + step]))
+            out[start : start + step] = values.decoded() if isinstance(values, IntegerBlocks) else values
     return out.reshape(*raw.shape[:-1], raw.shape[-1] // kind.bytes * kind.values)
 
 

@@ -57,9 +57,9 @@ def binary_kind(head: bytes) -> tuple[str, str] | None:
     Args:
         head: its first HEAD_BYTES, or all of it.
     """
-    for at, mark, what, hint in SIGNATURES:
+    for at, mark, kind, hint in SIGNATURES:
         if head.startswith(mark, at) and (mark not in WORDS or not is_text(head)):
-            return what, hint
+            return kind, hint
     if head.startswith(b"PK\x03\x04") or head.startswith(b"PK\x05\x06"):
         return zipped(head)
     if head.startswith(PICKLE):
@@ -104,6 +104,6 @@ def refuse_binary(head: bytes, where: str) -> None:
     Raises:
         BadInput: they belong to another kind of file, which the message names.
     """
-    if (found := binary_kind(head)) is not None:
-        what, hint = found
-        raise BadInput(f"this is {what}, not text", where=where, hint=hint)
+    if (signature := binary_kind(head)) is not None:
+        kind, hint = signature
+        raise BadInput(f"this is {kind}, not text", where=where, hint=hint)

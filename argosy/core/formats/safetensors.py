@@ -158,8 +158,8 @@ def _no_constant(text: str) -> None:
 
 
 def _place(name: str, entry: Any, path: Path) -> TensorSpan:
-    def wrong(what: str) -> Damaged:
-        return damaged_container(path, f"tensor {quoted(name)}: {what}")
+    def wrong(problem: str) -> Damaged:
+        return damaged_container(path, f"tensor {quoted(name)}: {problem}")
 
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise wrong("not described by dtype, shape and data_offsets")
@@ -189,8 +189,8 @@ def _check_tiling(places: Mapping[str, TensorSpan], size: int, path: Path) -> No
     at = 0
     for name, place in sorted(places.items(), key=lambda item: (item[1].begin, item[1].end)):
         if place.begin != at:
-            what = "overlaps the one before" if place.begin < at else f"leaves a hole of {place.begin - at} bytes"
-            raise damaged_container(path, f"tensor {quoted(name)} {what}")
+            problem = "overlaps the one before" if place.begin < at else f"leaves a hole of {place.begin - at} bytes"
+            raise damaged_container(path, f"tensor {quoted(name)} {problem}")
         if place.end > size:
             raise damaged_container(path, f"tensor {quoted(name)} ends at byte {place.end} of {size}: the file is cut short")
         at = place.end

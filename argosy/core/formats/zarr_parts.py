@@ -116,22 +116,22 @@ def _read(array: StoredArray, at: tuple[int, ...], spans: Spans, into: np.ndarra
         into[...] = values[tuple(slice(*span) for span in spans)]
         return
     begin = spans[0][0] * math.prod(array.each[1:]) * size if spans else 0
-    left = into.reshape(-1).view(np.uint8).data
+    rest = into.reshape(-1).view(np.uint8).data
     with path.open("rb", buffering=0) as file:
         file.seek(begin)
-        while left:
-            count = file.readinto(left)
+        while rest:
+            count = file.readinto(rest)
             if not count:
                 raise damaged_container(path, "it ends early")
-            left = left[count:]
+            rest = rest[count:]
 
 
 def _check(array: StoredArray, path: Path) -> None:
     index = index_of(array.each, array.dtype, array.chunks)
     size = math.prod(array.each) * array.dtype.itemsize
     with path.open("rb", buffering=0) as file:
-        if (found := os.fstat(file.fileno()).st_size) != size + len(index):
-            raise damaged_container(path, f"it has {found} bytes, which is not the size of {list(array.each)} of {array.dtype}")
+        if (file_bytes := os.fstat(file.fileno()).st_size) != size + len(index):
+            raise damaged_container(path, f"it has {file_bytes} bytes, which is not the size of {list(array.each)} of {array.dtype}")
         file.seek(size)
         if file.read(len(index)) != index:
             raise damaged_container(path, "its chunks are not in order")

@@ -87,9 +87,9 @@ def _download(name: HubName, small: bool, say: Say) -> Path:
         if is_unreachable(error):
             return _cached(name, small, error)
         raise hub_error(error, name) from None
-    commit, files = str(info.sha), [one.rfilename for one in info.siblings or []]
-    wanted = model_files(files, str(name), name.file, small=small)
-    patterns = [escape(one) for one in wanted]
+    commit, files = str(info.sha), [sibling.rfilename for sibling in info.siblings or []]
+    selection = model_files(files, str(name), name.file, small=small)
+    patterns = [escape(path) for path in selection]
     revision = name.revision or constants.DEFAULT_REVISION
     try:
         # By the name of the revision, so that the cache remembers which commit it is.
@@ -99,8 +99,8 @@ def _download(name: HubName, small: bool, say: Say) -> Path:
             folder = snapshot_download(name.repository, revision=commit, allow_patterns=patterns, tqdm_class=_progress(name, say))
     except client_errors() as error:
         if is_unreachable(error):
-            what = f"the connection to the Hub broke while {name} was downloaded"
-            raise ArgosyError(what, where=_first(error), hint="the same command resumes: complete files are kept") from None
+            problem = f"the connection to the Hub broke while {name} was downloaded"
+            raise ArgosyError(problem, where=_first(error), hint="the same command resumes: complete files are kept") from None
         raise hub_error(error, name) from None
     _remove_stale(Path(folder).parents[1] / "blobs")
     return Path(folder)
@@ -117,27 +117,27 @@ def _cached(name: HubName, small: bool, error: Exception) -> Path:
 
     from argosy.core.hub.selection import model_files
 
-    why = "HF_HUB_OFFLINE=1" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} cannot be reached: {_first(error)}"
+    reason = "HF_HUB_OFFLINE=1" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} cannot be reached: {_first(error)}"
     hint = f"with a network, `argosy models show {name}` downloads it; HF_HOME says where the cache is"
     listed = getattr(huggingface_hub, "get_cached_repo_tree", None)
     patterns = None
     try:
         if listed is not None:
-            files = [one.path for one in listed(name.repository, revision=name.revision)]
-            patterns = [escape(one) for one in model_files(files, str(name), name.file, small=small)]
+            files = [entry.path for entry in listed(name.repository, revision=name.revision)]
+            patterns = [escape(path) for path in model_files(files, str(name), name.file, small=small)]
         return Path(
             snapshot_download(name.repository, revision=name.revision, allow_patterns=patterns, local_files_only=True)
         )
     except errors.LocalEntryNotFoundError as missing:
         part = type(missing).__name__ == "IncompleteSnapshotError"
-        what = f"{name} is {'only in part' if part else 'not'} in the cache, and the Hub cannot be asked"
-        raise BadInput(what, where=why, hint=hint) from None
+        problem = f"{name} is {'only in part' if part else 'not'} in the cache, and the Hub cannot be asked"
+        raise BadInput(problem, where=reason, hint=hint) from None
     except BadInput:
         raise
     except Exception as unknown:
         if type(unknown).__name__ != "CachedRepoTreeNotFoundError":
             raise
-        raise BadInput(f"{name} is not in the cache, and the Hub cannot be asked", where=why, hint=hint) from None
+        raise BadInput(f"{name} is not in the cache, and the Hub cannot be asked", where=reason, hint=hint) from None
 
 
 def _http_error() -> type[Exception]:
@@ -168,14 +168,14 @@ def hub_error(error: Exception, name: HubName) -> ArgosyError:
 
     page = f"{constants.ENDPOINT}/{name.repository}"
     if isinstance(error, errors.GatedRepoError):
-        what = f"{name} is gated: its owner must allow you to download it"
-        return BadInput(what, where=page, hint=f"accept its terms on that page, then {_LOG_IN}")
+        problem = f"{name} is gated: its owner must allow you to download it"
+        return BadInput(problem, where=page, hint=f"accept its terms on that page, then {_LOG_IN}")
     if isinstance(error, errors.RevisionNotFoundError):
-        known = _revisions(name)
-        return BadInput(f"{name.repository} has no revision `{name.revision}`", where=page, hint=nearest(str(name.revision), known))
+        revisions = _revisions(name)
+        return BadInput(f"{name.repository} has no revision `{name.revision}`", where=page, hint=nearest(str(name.revision), revisions))
     if isinstance(error, errors.RepositoryNotFoundError):
-        what = f"no model `{name.repository}` on the Hub, or it is private"
-        return BadInput(what, where=page, hint=f"the spelling is OWNER/NAME; for a private one, {_LOG_IN}")
+        problem = f"no model `{name.repository}` on the Hub, or it is private"
+        return BadInput(problem, where=page, hint=f"the spelling is OWNER/NAME; for a private one, {_LOG_IN}")
     if isinstance(error, errors.HFValidationError):
         return BadInput(f"`{name}` names no model of the Hub", where=_first(error))
     status = getattr(getattr(error, "response", None), "status_code", None)
@@ -194,7 +194,7 @@ def _revisions(name: HubName) -> list[str]:
     except Exception:
         # The error is already about something else.
         return []
-    return [one.name for one in (*refs.branches, *refs.tags)]
+    return [ref.name for ref in (*refs.branches, *refs.tags)]
 
 
 def _remove_stale(blobs: Path) -> None:

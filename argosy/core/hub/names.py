@@ -40,11 +40,11 @@ class HubName:
         Raises:
             BadInput: it is none.
         """
-        found = _NAME.fullmatch(text.removeprefix(HUB).removeprefix("//"))
-        file = found["file"] if found else None
-        if found is None or (file is not None and (file.startswith("/") or ".." in file.split("/"))):
+        match = _NAME.fullmatch(text.removeprefix(HUB).removeprefix("//"))
+        file = match["file"] if match else None
+        if match is None or (file is not None and (file.startswith("/") or ".." in file.split("/"))):
             raise BadInput(f"`{text}` names no model of the Hub", hint=FORM)
-        return HubName(found["repository"], found["revision"], file)
+        return HubName(match["repository"], match["revision"], file)
 
     @property
     def is_pinned(self) -> bool:
@@ -70,13 +70,13 @@ _SNAPSHOT = re.compile(r"models--(?P<name>[^/]+)/snapshots/(?P<commit>[0-9a-f]{4
 
 def name_of_path(path: str | Path) -> HubName | None:
     """The name and the commit of a model in the cache of the Hub; None for other paths."""
-    found = _SNAPSHOT.search(Path(path).absolute().as_posix())
-    return HubName(found["name"].replace("--", "/"), found["commit"], found["file"]) if found else None
+    match = _SNAPSHOT.search(Path(path).absolute().as_posix())
+    return HubName(match["name"].replace("--", "/"), match["commit"], match["file"]) if match else None
 
 
 def model_name(model: str | Path) -> str:
     """What a model is called where nobody names it: the last part of its name on the Hub, or of its path."""
-    known = HubName.parse(str(model)) if is_hub(model) else name_of_path(model)
-    if known is None:
+    hub_name = HubName.parse(str(model)) if is_hub(model) else name_of_path(model)
+    if hub_name is None:
         return Path(model).resolve().name
-    return PurePosixPath(known.file).name if known.file else known.short
+    return PurePosixPath(hub_name.file).name if hub_name.file else hub_name.short

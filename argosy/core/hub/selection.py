@@ -38,14 +38,14 @@ def model_files(files: Collection[str], name: str, file: str | None = None, *, s
         return _of_pipeline(files, name)
     if CHECKPOINT in files and not small:
         # A folder that this package wrote in its own layout.
-        return [one for one in files if not _is_pickle(one)]
-    taken = _small(files, "")
+        return [path for path in files if not _is_pickle(path)]
+    small_files = _small(files, "")
     if small:
-        return taken
+        return small_files
     weights = _weights(files, "")
     if not weights:
         return _without_safetensors(files, name)
-    return taken + weights
+    return small_files + weights
 
 
 def _of_file(files: Collection[str], name: str, file: str, small: bool) -> list[str]:
@@ -53,62 +53,62 @@ def _of_file(files: Collection[str], name: str, file: str, small: bool) -> list[
         if _is_pickle(file):
             raise BadInput(f"{file} is a pickle, which may run code as it is read", where=name, hint="name a .gguf file or a folder")
         return [] if small and file.endswith(".gguf") else [file]
-    inside = [one for one in files if one.startswith(f"{file}/")]
+    inside = [path for path in files if path.startswith(f"{file}/")]
     if not inside:
-        known = sorted({one for one in files if one.endswith(".gguf")} | {one.split("/")[0] for one in files if "/" in one})
-        hint = f"it has {', '.join(known[:8])}" if known else "leave out what follows the last colon"
+        choices = sorted({path for path in files if path.endswith(".gguf")} | {path.split("/")[0] for path in files if "/" in path})
+        hint = f"it has {', '.join(choices[:8])}" if choices else "leave out what follows the last colon"
         raise BadInput(f"{name} has no file or folder `{file}`", hint=hint)
-    own = model_files([one.removeprefix(f"{file}/") for one in inside], f"{name}:{file}", small=small)
-    return [f"{file}/{one}" for one in own]
+    selection = model_files([path.removeprefix(f"{file}/") for path in inside], f"{name}:{file}", small=small)
+    return [f"{file}/{path}" for path in selection]
 
 
 def _of_pipeline(files: Collection[str], name: str) -> list[str]:
-    folders = sorted({one.split("/")[0] for one in files if one.count("/") == 1})
-    taken = [PIPELINE, *(one for one in files if one in ("README.md",) or fnmatchcase(one, "LICENSE*"))]
+    folders = sorted({path.split("/")[0] for path in files if path.count("/") == 1})
+    selection = [PIPELINE, *(path for path in files if path in ("README.md",) or fnmatchcase(path, "LICENSE*"))]
     for folder in folders:
         if folder in UNUSED:
             continue
         small = _small(files, f"{folder}/")
         weights = _weights(files, f"{folder}/")
-        if not weights and any(_is_pickle(one) for one in files if one.startswith(f"{folder}/")):
+        if not weights and any(_is_pickle(path) for path in files if path.startswith(f"{folder}/")):
             raise _only_pickles(name, f"{folder}/")
-        taken += small + weights
-    return taken
+        selection += small + weights
+    return selection
 
 
 def _small(files: Collection[str], folder: str) -> list[str]:
     """The files of one folder that are not weights."""
-    inside = [one.removeprefix(folder) for one in files if one.startswith(folder)]
-    direct = [one for one in inside if "/" not in one and any(fnmatchcase(one, pattern) for pattern in SMALL)]
-    deeper = [one for one in inside if "/" in one and any(fnmatchcase(one, pattern) for pattern in BELOW)]
-    return [f"{folder}{one}" for one in (*direct, *deeper) if not one.endswith(".bin.index.json")]
+    inside = [path.removeprefix(folder) for path in files if path.startswith(folder)]
+    direct = [path for path in inside if "/" not in path and any(fnmatchcase(path, pattern) for pattern in SMALL)]
+    deeper = [path for path in inside if "/" in path and any(fnmatchcase(path, pattern) for pattern in BELOW)]
+    return [f"{folder}{path}" for path in (*direct, *deeper) if not path.endswith(".bin.index.json")]
 
 
 def _weights(files: Collection[str], folder: str) -> list[str]:
     """The safetensors of one folder, in the order in which `SafetensorsFolder` prefers them."""
-    inside = {one.removeprefix(folder) for one in files if one.startswith(folder)}
+    inside = {path.removeprefix(folder) for path in files if path.startswith(folder)}
     for stem in STEMS:
         if f"{stem}.safetensors" in inside:
             return [f"{folder}{stem}.safetensors"]
     for stem in STEMS:
         if f"{stem}.safetensors.index.json" in inside:
-            shards = sorted(one for one in inside if fnmatchcase(one, f"{stem}-?????-of-?????.safetensors"))
+            shards = sorted(path for path in inside if fnmatchcase(path, f"{stem}-?????-of-?????.safetensors"))
             # Shards may have any name; the index, which is not here yet, lists them.
-            every = shards or sorted(one for one in inside if "/" not in one and one.endswith(".safetensors"))
-            return [f"{folder}{one}" for one in every]
+            every = shards or sorted(path for path in inside if "/" not in path and path.endswith(".safetensors"))
+            return [f"{folder}{path}" for path in every]
     return [f"{folder}{ADAPTER}"] if ADAPTER in inside else []
 
 
 def _without_safetensors(files: Collection[str], name: str) -> list[str]:
-    blocks = sorted(one for one in files if one.endswith(".gguf"))
+    blocks = sorted(path for path in files if path.endswith(".gguf"))
     if len(blocks) == 1:
         return blocks
     if blocks:
-        listed = ", ".join(f"`{name}:{one}`" for one in blocks[:6])
+        listed = ", ".join(f"`{name}:{path}`" for path in blocks[:6])
         raise BadInput(f"{name} has {len(blocks)} .gguf files", hint=f"name one of them: {listed}{', ...' * (len(blocks) > 6)}")
     if any(map(_is_pickle, files)):
         raise _only_pickles(name)
-    other = sorted(one for one in files if one.endswith(".safetensors"))
+    other = sorted(path for path in files if path.endswith(".safetensors"))
     where = f"it has {', '.join(other[:4])}" if other else f"it has {', '.join(sorted(files)[:6]) or 'no files'}"
     raise BadInput(f"{name} has no model.safetensors, no index of shards and no .gguf file", where=where)
 

@@ -66,23 +66,23 @@ def push_files(
             if name.revision:
                 api.create_branch(name.repository, branch=name.revision, exist_ok=True)
         present = _present(api, name)
-        removed = [one for one in present if one not in files and any(fnmatchcase(one, pattern) for pattern in WEIGHTS)]
+        removed = [path for path in present if path not in files and any(fnmatchcase(path, pattern) for pattern in WEIGHTS)]
         kept_card = CARD in present and CARD in files and not replaces_card and not _is_written(api, name)
         if kept_card:
             say(f"{url} has a card that was written by hand, which stays; card=replace replaces it")
         if dry:
             return Pushed(None, url, kept_card, removed)
-        sent: list[Any] = [
+        additions: list[Any] = [
             CommitOperationAdd(path_in_repo=file, path_or_fileobj=content if isinstance(content, bytes) else str(content))
             for file, content in sorted(files.items())
             if file != CARD or not kept_card
         ]
-        for number, one in enumerate(sent, 1):
+        for number, addition in enumerate(additions, 1):
             # Those that belong into git go with the commit.
-            api.preupload_lfs_files(name.repository, additions=[one], revision=name.revision)
-            if one._upload_mode == "lfs":
-                say(f"{one.path_in_repo}: uploaded, {number} of {len(sent)} files")
-        operations = [*sent, *(CommitOperationDelete(path_in_repo=one) for one in removed)]
+            api.preupload_lfs_files(name.repository, additions=[addition], revision=name.revision)
+            if addition._upload_mode == "lfs":
+                say(f"{addition.path_in_repo}: uploaded, {number} of {len(additions)} files")
+        operations = [*additions, *(CommitOperationDelete(path_in_repo=path) for path in removed)]
         info = api.create_commit(name.repository, operations, commit_message=message, revision=name.revision)
     except client_errors() as error:
         raise _upload_error(error, name, dry) from None
@@ -121,7 +121,8 @@ def _upload_error(error: Exception, name: HubName, dry: bool) -> ArgosyError:
         hint = "a dry run sends nothing, and asks the Hub what is there; HF_ENDPOINT names another"
         return ArgosyError("the Hub cannot be reached", where=complaint(error), hint=hint)
     if is_unreachable(error):
-        what = f"the connection to the Hub broke while {name.repository} was uploaded"
-        return ArgosyError(what, where=complaint(error), hint="the same command resumes: large files that arrived are not sent again")
-    found = hub_error(error, name)
-    return found if isinstance(found, BadInput) else ArgosyError(f"{name.repository} could not be uploaded", where=complaint(error))
+        problem = f"the connection to the Hub broke while {name.repository} was uploaded"
+        hint = "the same command resumes: large files that arrived are not sent again"
+        return ArgosyError(problem, where=complaint(error), hint=hint)
+    failure = hub_error(error, name)
+    return failure if isinstance(failure, BadInput) else ArgosyError(f"{name.repository} could not be uploaded", where=complaint(error))

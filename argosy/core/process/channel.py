@@ -99,12 +99,12 @@ class Channel:
 
 def ready(descriptor: int, event: int, until: float | None) -> bool:
     """Waits until a descriptor can be read or written, or its other end is closed. Returns False if the time `until` came first."""
-    left = None if until is None else max(0.0, until - time.monotonic())
+    timeout = None if until is None else max(0.0, until - time.monotonic())
     waiting = select.poll()
     waiting.register(descriptor, event)
     try:
-        return bool(waiting.poll(None if left is None else left * 1000))
+        return bool(waiting.poll(None if timeout is None else timeout * 1000))
     except OSError:
         # A process that may open no file may not poll one either (RLIMIT_NOFILE is 0).
         sides = ([descriptor], [], []) if event == select.POLLIN else ([], [descriptor], [])
-        return any(select.select(*sides, left))
+        return any(select.select(*sides, timeout))

@@ -49,7 +49,7 @@ class ChildProcess:
             alive, self._lifeline = os.pipe()
             descriptors.insert(0, alive)
         self._owner = os.getpid()
-        numbers = [str(one) for one in descriptors]
+        numbers = [str(descriptor) for descriptor in descriptors]
         options = {"stdin": subprocess.DEVNULL, "stdout": 2, "start_new_session": True, "pass_fds": descriptors} | options
         try:
             process: Any = subprocess.Popen([sys.executable, *words, *numbers], env=environment, **options)
@@ -86,9 +86,9 @@ class ChildProcess:
             EOFError: it has ended.
         """
         # In this order: what it sent before its end has arrived by now.
-        over = self.is_over
+        has_ended = self.is_over
         message = self.channel.arrived()
-        if message is None and over:
+        if message is None and has_ended:
             raise EOFError("it ended")
         return message
 

@@ -25,9 +25,9 @@ def core_count() -> int:
 
 def _quota() -> float | None:
     """The cores of the control group, of version 2 or 1; None: no limit."""
-    found = _read("cpu.max").split() or [_read("cpu/cpu.cfs_quota_us").strip(), _read("cpu/cpu.cfs_period_us").strip()]
-    if len(found) == 2 and all(number.isdecimal() and int(number) for number in found):
-        return round(int(found[0]) / int(found[1]), 2)
+    numbers = _read("cpu.max").split() or [_read("cpu/cpu.cfs_quota_us").strip(), _read("cpu/cpu.cfs_period_us").strip()]
+    if len(numbers) == 2 and all(number.isdecimal() and int(number) for number in numbers):
+        return round(int(numbers[0]) / int(numbers[1]), 2)
     return None
 
 

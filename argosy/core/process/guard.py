@@ -62,24 +62,24 @@ def _guard(lifeline: int, pid: int, closed: tuple[int, ...]) -> int:
     """Waits for the end of a child or of the lifeline's other side, and ends the rest. Returns the child's status."""
     woken, wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     # A signal to every process of a job ends the child, and by that the guard.
-    for one in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(one, signal.SIG_IGN)
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
-    for one in closed:
-        os.close(one)
+    for descriptor in closed:
+        os.close(descriptor)
     # `select` takes no descriptors above 1,023, and these are numbered as the trainer's are.
     waiting = select.poll()
     waiting.register(lifeline, select.POLLIN)
     waiting.register(woken, select.POLLIN)
     status, ready = reaped(pid), set[int]()
     while status is None and lifeline not in ready:
-        ready = {one for one, _ in waiting.poll()}
+        ready = {descriptor for descriptor, _ in waiting.poll()}
         if woken in ready:
             os.read(woken, 1 << 12)
         status = reaped(pid)
     kill_started(os.getpid())
-    return next((one for one in (status, reaped(pid)) if one is not None), int(signal.SIGKILL))
+    return next((code for code in (status, reaped(pid)) if code is not None), int(signal.SIGKILL))
 
 
 def _exit(status: int) -> None:
@@ -99,8 +99,8 @@ def reaped(pid: int) -> int | None:
     lives."""
     status = None
     with contextlib.suppress(ChildProcessError):
-        while (found := os.waitpid(-1, os.WNOHANG))[0]:
-            status = found[1] if found[0] == pid else status
+        while (child := os.waitpid(-1, os.WNOHANG))[0]:
+            status = child[1] if child[0] == pid else status
     return status
 
 
@@ -121,11 +121,11 @@ def collect_orphans() -> None:
 def kill_started(pid: int) -> None:
     """Kills, on Linux, what a process has started and what those have, until nothing of it is left."""
     for _ in range(MOST_KILLS):
-        found = started_by(pid)
-        for one in found:
+        descendants = started_by(pid)
+        for descendant in descendants:
             with contextlib.suppress(OSError):
-                os.kill(one, signal.SIGKILL)
-        if not found:
+                os.kill(descendant, signal.SIGKILL)
+        if not descendants:
             return
         time.sleep(BETWEEN_KILLS_S)
 
@@ -135,20 +135,20 @@ def started_by(pid: int) -> list[int]:
     if sys.platform != "linux":
         return []
     children = children_of if os.path.exists(f"/proc/{pid}/task/{pid}/children") else all_children().get
-    found = [pid]
-    for one in found:
-        found += children(one) or ()
-    return [one for one in found[1:] if stat(one)[0] not in b"ZX"]
+    pids = [pid]
+    for parent in pids:
+        pids += children(parent) or ()
+    return [child for child in pids[1:] if stat(child)[0] not in b"ZX"]
 
 
 def children_of(pid: int) -> list[int]:
     """The children of a process, as the kernel lists them (where it is built with CONFIG_PROC_CHILDREN)."""
-    found: list[int] = []
+    children: list[int] = []
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
             with open(f"/proc/{pid}/task/{thread}/children", "rb") as file:
-                found += map(int, file.read().split())
-    return found
+                children += map(int, file.read().split())
+    return children
 
 
 def all_children() -> dict[int, list[int]]:

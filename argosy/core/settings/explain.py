@@ -75,8 +75,8 @@ def _started(info: FieldInfo) -> str:
 
 def class_summary(cls: type[Settings]) -> str:
     """The first paragraph of what a class says of itself."""
-    own = cls.__dict__.get("__doc__") or ""
-    return " ".join(own.strip().split("\n\n")[0].split())
+    docstring = cls.__dict__.get("__doc__") or ""
+    return " ".join(docstring.strip().split("\n\n")[0].split())
 
 
 def _cell(text: str | None) -> str:
@@ -127,11 +127,11 @@ class _AsWritten(GenerateJsonSchema):
     """Accepts in editors what `core.settings` accepts: `25k` as a number, `none`, `off` as a switch, `lang: no` as text."""
 
     def model_schema(self, schema: Any) -> dict[str, Any]:
-        found = super().model_schema(schema)
+        document = super().model_schema(schema)
         for name, info in documented(schema["cls"]).items():
-            if info.description and name in (properties := found.get("properties", {})):
+            if info.description and name in (properties := document.get("properties", {})):
                 properties[name] = {"description": info.description} | properties[name]
-        return found
+        return document
 
     def str_schema(self, schema: Any) -> dict[str, Any]:
         return super().str_schema(schema) | {"type": ["string", "number", "boolean"]}
@@ -151,8 +151,8 @@ class _AsWritten(GenerateJsonSchema):
 
 def json_schema(schema: type[Settings]) -> dict[str, Any]:
     """JSON Schema (2020-12) of one layer of these settings: valid without the keys that other layers set."""
-    found = schema.model_json_schema(schema_generator=_AsWritten)
-    return _without_required({"$schema": "https://json-schema.org/draft/2020-12/schema", **found})
+    document = schema.model_json_schema(schema_generator=_AsWritten)
+    return _without_required({"$schema": "https://json-schema.org/draft/2020-12/schema", **document})
 
 
 def _without_required(node: Any) -> Any:
@@ -162,9 +162,9 @@ def _without_required(node: Any) -> Any:
     if not isinstance(node, dict):
         return node
     tags = {name for name, item in node.get("properties", {}).items() if isinstance(item, dict) and "const" in item}
-    kept = {key: item for key, item in node.items() if key != "required" or not isinstance(item, list)}
-    kept = {key: _without_required(item) for key, item in kept.items()}
-    return kept | ({"required": sorted(tags)} if tags else {})
+    rest = {key: item for key, item in node.items() if key != "required" or not isinstance(item, list)}
+    rest = {key: _without_required(item) for key, item in rest.items()}
+    return rest | ({"required": sorted(tags)} if tags else {})
 
 
 # ---- one run
@@ -216,8 +216,8 @@ def _field(tree: Any, path: list[str]) -> FieldInfo | Choice | None:
             tree = tree[int(name) if isinstance(tree, list | tuple) else name] if tree else None
             continue
         if name not in type(tree).model_fields:
-            found = shape_of(info) if info else None
-            return found.of if found and found.kind == "choice" and i == len(path) - 1 else None
+            field_shape = shape_of(info) if info else None
+            return field_shape.of if field_shape and field_shape.kind == "choice" and i == len(path) - 1 else None
         info, tree = documented(type(tree))[name], getattr(tree, name)
     return info
 
@@ -248,7 +248,7 @@ def _aligned_comments(lines: Iterable[tuple[str, str | None]]) -> str:
     """Lines with their comments aligned in one column; very long lines do not move the column."""
     lines = list(lines)
     width = max((len(line) for line, _ in lines if len(line) <= 60), default=0)
-    return "\n".join(f"{line:{width}}  # {who}" if who else line for line, who in lines)
+    return "\n".join(f"{line:{width}}  # {comment}" if comment else line for line, comment in lines)
 
 
 def _lines(values: Any, key: str, indent: str, origin: dict[str, str]) -> Iterator[tuple[str, str | None]]:

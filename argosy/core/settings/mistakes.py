@@ -77,22 +77,22 @@ def unknown_key(key: str, where: str | None, names: KnownNames) -> UserError:
 
 
 def _nearest_key(key: str, names: KnownNames) -> str:
-    known, choices = sorted(set(names.known)), names.choices
+    keys, choices = sorted(set(names.known)), names.choices
     group, _, leaf = key.rpartition(".")
-    if key in known:
+    if key in keys:
         return f"in a file, write `{leaf}` under `{group}`, without the dot"
-    if group in known and not any(other.startswith(f"{group}.") for other in known):
+    if group in keys and not any(other.startswith(f"{group}.") for other in keys):
         return names.elsewhere.get(key) or f"`{group}` is one value, without keys of its own"
     if answer := _of_other_trainers(key, names):
         return answer
     if owner := _other_owner(group, leaf, choices):
         return owner
-    likest = max(known, key=lambda other: _likeness(key, other), default="")
+    likest = max(keys, key=lambda other: _likeness(key, other), default="")
     if _likeness(key, likest) > 0:
         return f"did you mean `{likest}`?"
-    if same := [other for other in known if other.rpartition(".")[2] == leaf]:
+    if same := [other for other in keys if other.rpartition(".")[2] == leaf]:
         return f"did you mean `{same[0]}`?"
-    leaves = {other.rpartition(".")[2]: other for other in reversed(known)}
+    leaves = {other.rpartition(".")[2]: other for other in reversed(keys)}
     if close := get_close_matches(leaf, leaves, n=1, cutoff=0.75):
         return f"did you mean `{leaves[close[0]]}`?"
     foreign = [*names.also, *names.elsewhere]
@@ -100,7 +100,7 @@ def _nearest_key(key: str, names: KnownNames) -> str:
         answer := _of_other_trainers(close[0], names)
     ):
         return answer if answer.startswith("did you mean") else f"`{close[0]}`: {answer}"
-    siblings = [other.rpartition(".")[2] for other in known if other.rpartition(".")[0] == group]
+    siblings = [other.rpartition(".")[2] for other in keys if other.rpartition(".")[0] == group]
     return nearest(leaf, siblings, all_names=names.all_keys) or f"{names.all_keys} lists every setting"
 
 
@@ -113,8 +113,8 @@ def _of_other_trainers(key: str, names: KnownNames) -> str | None:
     ends = [".".join(parts[i:]) for i in range(len(parts))]
     for name in ends:
         if ours := names.also.get(name):
-            meant = f"did you mean `{next((k for k in ours if k.rpartition('.')[0] == group), ours[0])}`?"
-            return f"{meant} {note}" if (note := names.notes.get(name)) else meant
+            suggestion = f"did you mean `{next((k for k in ours if k.rpartition('.')[0] == group), ours[0])}`?"
+            return f"{suggestion} {note}" if (note := names.notes.get(name)) else suggestion
         if sentence := names.elsewhere.get(name):
             return sentence
         if name in names.known and "." in name:
@@ -127,10 +127,10 @@ def _of_other_trainers(key: str, names: KnownNames) -> str | None:
 
 def _of_another_choice(name: str, names: KnownNames) -> str | None:
     """The answer to a name for a key that only another class of a choice has: `lora_r` where `adapter` is none."""
-    for key, (choice, chosen) in names.choices.items():
+    for key, (choice, current) in names.choices.items():
         # Classes of model families import jax.
         for other in choice.registry if choice.tag == "name" else ():
-            for field_name, info in choice.pick(other).model_fields.items() if other != chosen else ():
+            for field_name, info in choice.pick(other).model_fields.items() if other != current else ():
                 for mark in marks(info, Also):
                     if name in mark.names:
                         return f"did you mean `{key}={other} {key}.{field_name}=...`? {mark.note}".rstrip()
@@ -160,8 +160,8 @@ def _other_owner(group: str, leaf: str, choices: Mapping[str, tuple[Choice, str]
 def unnamed(key: str, choice: Choice, layer: SettingsLayer | None) -> UserError:
     """The error for a choice without a name."""
     names = ", ".join(list(choice.registry)[:8])
-    what = f"`{key}` names no {choice.registry.noun}"
-    return BadInput(what, where=_by(layer, key), hint=f"write `{key}=NAME`, one of {names}")
+    problem = f"`{key}` names no {choice.registry.noun}"
+    return BadInput(problem, where=_by(layer, key), hint=f"write `{key}=NAME`, one of {names}")
 
 
 def not_that(expected: str, value: Any, layer: SettingsLayer, key: str, hint: str | None = None) -> UserError:
@@ -188,8 +188,8 @@ def wrong(key: str, info: FieldInfo, errors: list[Any], setter: Setter) -> list[
         about = f": {first_sentence(info.description)}" if first_sentence(info.description) else ""
         return [BadInput(f"`{key}` is required", where=NOBODY, hint=f"add `{key}={(info.examples or ['...'])[0]}`{about}")]
     options = [member for member in members(info.annotation) if member is not type(None)]
-    if len(options) > 1 and (said := next((error for error in errors if error["type"] == "value_error"), None)):
-        return [_wrong_part(key, info, said, setter)]
+    if len(options) > 1 and (value_error := next((error for error in errors if error["type"] == "value_error"), None)):
+        return [_wrong_part(key, info, value_error, setter)]
     # Pydantic reports each member of the union; the key is reported once.
     if len(options) > 1:
         first = next((e for e in errors if e["type"] == "finite_number"), errors[0])
@@ -270,11 +270,11 @@ def _kind(error: Any) -> str:
 
 def wanted(hint: Any) -> str:
     """A type in plain words: `a whole number or none`."""
-    names = dict.fromkeys(_wanted(member) for member in members(hint))
+    names = dict.fromkeys(_type_words(member) for member in members(hint))
     return " or ".join(names)
 
 
-def _wanted(hint: Any) -> str:
+def _type_words(hint: Any) -> str:
     if get_origin(hint) is Literal:
         return "one of " + ", ".join(yaml_line(option) for option in get_args(hint))
     kind = get_origin(hint) or hint

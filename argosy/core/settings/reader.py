@@ -68,9 +68,9 @@ class SettingsReader:
         """Reads one group of settings. Returns `_FAILED` if it has mistakes."""
         hint = lambda value: mistakes.in_group(cls, key, value)  # noqa: E731
         layered, all_good = self._mappings(f"`{key}` is a group of settings", key, layered, hint)
-        for one in layered:
-            for name in [name for name in one.value if name not in cls.model_fields and name != tag]:
-                self._unknown(dotted(key, name), one, one.value[name])
+        for entry in layered:
+            for name in [name for name in entry.value if name not in cls.model_fields and name != tag]:
+                self._unknown(dotted(key, name), entry, entry.value[name])
         values: dict[str, Any] = {}
         # Groups and choices that only their defaults fill.
         defaults: set[str] = set()
@@ -78,14 +78,14 @@ class SettingsReader:
         for name, info in cls.model_fields.items():
             path = dotted(key, name)
             recent = layered[_since_changed(cls, info, layered) :]
-            its = [LayerValue(one.layer, one.value[name]) for one in recent if name in one.value]
+            entries = [LayerValue(entry.layer, entry.value[name]) for entry in recent if name in entry.value]
             self.known.append(path)
             for also, note in ((also, mark.note) for mark in marks(info, Also) for also in mark.names):
                 self.also.setdefault(also, []).append(path)
                 self.notes.setdefault(also, note)
-            if its or shape_of(info).kind in ("group", "choice"):
-                values[name] = self._part(info, path, _default(info) + its)
-                if not its:
+            if entries or shape_of(info).kind in ("group", "choice"):
+                values[name] = self._part(info, path, _default(info) + entries)
+                if not entries:
                     defaults.add(name)
             if values.get(name) is _FAILED:
                 failed.add(name)
@@ -100,16 +100,16 @@ class SettingsReader:
     def _part(self, info: FieldInfo, key: str, layered: list[LayerValue]) -> Any:
         kind = shape_of(info)
         for mark in marks(info, Repeats):
-            if wrong := [problem for one in layered for problem in mark.misplaced(key, one.layer)]:
+            if wrong := [problem for entry in layered for problem in mark.misplaced(key, entry.layer)]:
                 self.problems += wrong
                 return _FAILED
-            layered = [LayerValue(*mark.merged(key, one.layer, one.value)) for one in layered]
+            layered = [LayerValue(*mark.merged(key, entry.layer, entry.value)) for entry in layered]
         return self._leaf(info.annotation, key, layered) if kind.kind == "leaf" else self._read(kind, key, layered)
 
     def _read(self, kind: FieldShape, key: str, layered: list[LayerValue]) -> Any:
         """Reads a value that has parts. None discards what earlier layers gave."""
         if kind.can_be_none:
-            last = max((i for i, one in enumerate(layered) if one.value is None), default=-1)
+            last = max((i for i, entry in enumerate(layered) if entry.value is None), default=-1)
             if last == len(layered) - 1:
                 self._set(key, layered)
                 return None
@@ -119,19 +119,19 @@ class SettingsReader:
 
     def _choice(self, choice: Choice, key: str, layered: list[LayerValue]) -> Any:
         noun, tag = choice.registry.noun, f"{key}.{choice.tag}"
-        for one in layered:
-            if isinstance(value := one.value, Mapping) and {SELF, choice.tag} <= value.keys():
-                alone, named = value[SELF], value[choice.tag]
-                if isinstance(alone, str) and choice.named(alone).get(choice.tag) != named:
-                    what = f"`{key}` is {alone}, and `{tag}` is {named}"
-                    self.problems.append(BadInput(what, where=f"set by {one.layer.where(key)}", hint="leave one of both out"))
+        for entry in layered:
+            if isinstance(value := entry.value, Mapping) and {SELF, choice.tag} <= value.keys():
+                alone, tag_name = value[SELF], value[choice.tag]
+                if isinstance(alone, str) and choice.named(alone).get(choice.tag) != tag_name:
+                    problem = f"`{key}` is {alone}, and `{tag}` is {tag_name}"
+                    self.problems.append(BadInput(problem, where=f"set by {entry.layer.where(key)}", hint="leave one of both out"))
         layered, all_good = self._mappings(
-            f"`{key}` should name the {noun}", key, [_tagged(choice, one) for one in layered]
+            f"`{key}` should name the {noun}", key, [_tagged(choice, entry) for entry in layered]
         )
         self.known.append(tag)
         if not all_good:
             return _FAILED
-        namers = [LayerValue(one.layer, one.value[choice.tag]) for one in layered if one.value.get(choice.tag) is not None]
+        namers = [LayerValue(entry.layer, entry.value[choice.tag]) for entry in layered if entry.value.get(choice.tag) is not None]
         if not namers:
             self.problems.append(mistakes.unnamed(key, choice, layered[-1].layer if layered else None))
             return _FAILED
@@ -154,8 +154,8 @@ class SettingsReader:
         nearest = close[0] if close else next(iter(choice.registry))
         self.choices[key] = (choice, nearest)
         before = len(self.problems)
-        its = _since_named(layered, choice.tag) if close else []
-        self.group(choice.pick(nearest), key, its, choice.tag)
+        entries = _since_named(layered, choice.tag) if close else []
+        self.group(choice.pick(nearest), key, entries, choice.tag)
         # Nothing is missing from a group whose name is not known.
         self.problems[before:] = [p for p in self.problems[before:] if close and p.where != mistakes.NOBODY]
 
@@ -171,30 +171,30 @@ class SettingsReader:
     def _dict(self, item: Any, key: str, layered: list[LayerValue]) -> Any:
         layered, all_good = self._mappings(f"`{key}` is a mapping", key, layered)
         values: dict[str, Any] = {}
-        for name in dict.fromkeys(name for one in layered for name in one.value):
-            its = [LayerValue(one.layer, one.value[name]) for one in layered if name in one.value]
-            values[name] = self._read(shape(item), dotted(key, name), its)
+        for name in dict.fromkeys(name for entry in layered for name in entry.value):
+            entries = [LayerValue(entry.layer, entry.value[name]) for entry in layered if name in entry.value]
+            values[name] = self._read(shape(item), dotted(key, name), entries)
         return values if all_good and all(value is not _FAILED for value in values.values()) else _FAILED
 
     def _leaf(self, hint: Any, key: str, layered: list[LayerValue]) -> Any:
         """Reads a leaf by its type; the last layer wins. Mappings are merged; none removes a name from a mapping whose values
         cannot be none."""
         can_be_mapping = takes(hint, {})
-        own = []
-        for one in layered:
-            if isinstance(one.value, Mapping) and not can_be_mapping:
-                for name in [name for name in one.value if name != SELF]:
-                    self._unknown(dotted(key, name), one, one.value[name])
-                own += [LayerValue(one.layer, one.value[SELF])] if SELF in one.value else []
+        entries = []
+        for entry in layered:
+            if isinstance(entry.value, Mapping) and not can_be_mapping:
+                for name in [name for name in entry.value if name != SELF]:
+                    self._unknown(dotted(key, name), entry, entry.value[name])
+                entries += [LayerValue(entry.layer, entry.value[SELF])] if SELF in entry.value else []
             else:
-                own.append(one)
-        if not own:
+                entries.append(entry)
+        if not entries:
             return _FAILED
-        self._set(key, own)
+        self._set(key, entries)
         merged: Any = None
-        for one in own:
-            value = meant(hint, one.value, one.layer.text, key)
-            merged = self._merged(hint, key, merged, LayerValue(one.layer, value))
+        for entry in entries:
+            value = meant(hint, entry.value, entry.layer.text, key)
+            merged = self._merged(hint, key, merged, LayerValue(entry.layer, value))
         return merged
 
     def _merged(self, hint: Any, key: str, old: Any, new: LayerValue) -> Any:
@@ -226,12 +226,12 @@ class SettingsReader:
         if _WHOLE in failed:
             wrong = [e for e in wrong if e["type"] != "missing"]
         for name in dict.fromkeys(str(e["loc"][0]) for e in wrong):
-            its = [e for e in wrong if e["loc"][0] == name]
-            self.problems += mistakes.wrong(dotted(key, name), documented(cls)[name], its, self.setter.get)
+            field_errors = [e for e in wrong if e["loc"][0] == name]
+            self.problems += mistakes.wrong(dotted(key, name), documented(cls)[name], field_errors, self.setter.get)
         if not (failed or wrong):
             leaves = self._leaves()
-            broken = [what for e in errors for what in mistakes.messages(e)]
-            self.problems += [mistakes.broken_rule(key, leaves, what, self.setter.get) for what in broken]
+            broken = [problem for e in errors for problem in mistakes.messages(e)]
+            self.problems += [mistakes.broken_rule(key, leaves, problem, self.setter.get) for problem in broken]
         return _FAILED
 
     def _leaves(self) -> list[str]:
@@ -239,33 +239,33 @@ class SettingsReader:
         return [path for path in self.known if path not in groups]
 
     def _mappings(
-        self, what: str, key: str, layered: list[LayerValue], hint: Callable[[Any], str | None] = lambda value: None
+        self, problem: str, key: str, layered: list[LayerValue], hint: Callable[[Any], str | None] = lambda value: None
     ) -> tuple[list[LayerValue], bool]:
         """The mappings among `layered`, and whether all are mappings; the others are recorded as mistakes."""
         good: list[LayerValue] = []
         all_good = True
-        for one in layered:
-            value = _explicit(one.value) if isinstance(one.value, Settings) else one.value
-            if value is None and one.layer.text(key) == "":
+        for entry in layered:
+            value = _explicit(entry.value) if isinstance(entry.value, Settings) else entry.value
+            if value is None and entry.layer.text(key) == "":
                 # A heading in a file with nothing under it.
                 continue
             if isinstance(value, Mapping) and SELF not in value:
-                good.append(LayerValue(one.layer, value))
+                good.append(LayerValue(entry.layer, value))
             else:
                 all_good = False
-                self.problems.append(mistakes.not_that(what, value, one.layer, key, hint(value)))
+                self.problems.append(mistakes.not_that(problem, value, entry.layer, key, hint(value)))
         return good, all_good
 
-    def _unknown(self, key: str, one: LayerValue, value: Any) -> None:
+    def _unknown(self, key: str, entry: LayerValue, value: Any) -> None:
         """Records an unknown key; for an unknown group with a single leaf, the leaf."""
         while isinstance(value, Mapping) and len(value) == 1:
             name, value = next(iter(value.items()))
             key = dotted(key, name)
-        self.unknown.append((key, f"set by {one.layer.where(key)}"))
+        self.unknown.append((key, f"set by {entry.layer.where(key)}"))
 
     def _set(self, key: str, layered: list[LayerValue], added: bool = False) -> None:
         before = self.tried.get(key, []) if added else []
-        self.tried[key] = before + [(one.layer.origin, one.value) for one in layered]
+        self.tried[key] = before + [(entry.layer.origin, entry.value) for entry in layered]
         if layered and layered[-1].layer.origin != DEFAULT:
             self.setter[key] = layered[-1].layer
 
@@ -276,31 +276,31 @@ def _default(info: FieldInfo) -> list[LayerValue]:
     return [LayerValue(SettingsLayer(DEFAULT, {}), info.get_default(call_default_factory=True))]
 
 
-def _tagged(choice: Choice, one: LayerValue) -> LayerValue:
+def _tagged(choice: Choice, entry: LayerValue) -> LayerValue:
     """Expands a choice's shorthand: a name alone, or a name beside keys, is the tag. Where a choice has the name `none`, none is it."""
-    value = one.value
+    value = entry.value
     if "none" in choice.registry:
         absent = next((key for key in (SELF, choice.tag) if isinstance(value, Mapping) and value.get(key, "") is None), None)
         value = "none" if value is None else {**value, absent: "none"} if absent is not None else value
     if isinstance(value, Settings):
-        return LayerValue(one.layer, {choice.tag: choice.name_of(value), **_explicit(value)})
+        return LayerValue(entry.layer, {choice.tag: choice.name_of(value), **_explicit(value)})
     if isinstance(value, str):
-        return LayerValue(one.layer, choice.named(value))
+        return LayerValue(entry.layer, choice.named(value))
     if isinstance(value, Mapping) and isinstance(value.get(SELF), str):
-        return LayerValue(one.layer, choice.named(value[SELF]) | {k: v for k, v in value.items() if k != SELF})
-    return LayerValue(one.layer, value)
+        return LayerValue(entry.layer, choice.named(value[SELF]) | {k: v for k, v in value.items() if k != SELF})
+    return LayerValue(entry.layer, value)
 
 
 def _since_named(layered: list[LayerValue], tag: str) -> list[LayerValue]:
     """What layers gave since the tag last changed."""
-    name, kept = None, []
-    for one in layered:
-        named = one.value.get(tag)
-        if named is not None and named != name:
-            kept = kept if name is None else []
-            name = named
-        kept.append(one)
-    return kept
+    name, entries = None, []
+    for entry in layered:
+        tag_name = entry.value.get(tag)
+        if tag_name is not None and tag_name != name:
+            entries = entries if name is None else []
+            name = tag_name
+        entries.append(entry)
+    return entries
 
 
 def _since_changed(cls: type[Settings], info: FieldInfo, layered: list[LayerValue]) -> int:
@@ -308,9 +308,9 @@ def _since_changed(cls: type[Settings], info: FieldInfo, layered: list[LayerValu
     first = 0
     for mark in marks(info, BelongsTo):
         value = cls.model_fields[mark.key].get_default(call_default_factory=True)
-        for number, one in enumerate(layered):
-            if one.value.get(mark.key, value) != value:
-                value, first = one.value[mark.key], max(first, number)
+        for number, entry in enumerate(layered):
+            if entry.value.get(mark.key, value) != value:
+                value, first = entry.value[mark.key], max(first, number)
     return first
 
 

@@ -35,15 +35,15 @@ class Repeats:
             return layer, None
         items: list[Any] = []
         marks = {name: mark for name, mark in layer.marks.items() if not name.startswith(f"{key}.")}
-        for word, its in words:
+        for word, word_marks in words:
             parts = list(word) if isinstance(word, list | tuple) else [word]
             for number, part in enumerate(parts):
                 before = f"{key}.{number}" if isinstance(word, list | tuple) else key
                 at = f"{key}.{len(items)}"
                 items.append(self._item(part))
-                marks |= dict(_moved(its, before, at))
-                if items[-1] is not part and before in its:
-                    marks[f"{at}.{self.item}"] = its[before]
+                marks |= dict(_moved(word_marks, before, at))
+                if items[-1] is not part and before in word_marks:
+                    marks[f"{at}.{self.item}"] = word_marks[before]
         return SettingsLayer(layer.origin, layer.values, marks, layer.words), items
 
     def misplaced(self, key: str, layer: SettingsLayer) -> Iterator[UserError]:
@@ -52,8 +52,8 @@ class Repeats:
             if word.startswith(f"{key}."):
                 leaf = word.rpartition(".")[2]
                 example = f'{key}="{{{self.item}: ..., {leaf}: ...}}"' if self.item else f"{key}=[...]"
-                what = f"`{word}`: an item of a list has no key of its own on the {layer.origin}"
-                yield BadInput(what, where=f"set by {layer.origin}", hint=f"write the whole item: `{example}`")
+                problem = f"`{word}`: an item of a list has no key of its own on the {layer.origin}"
+                yield BadInput(problem, where=f"set by {layer.origin}", hint=f"write the whole item: `{example}`")
 
     def _item(self, value: Any) -> Any:
         plain = self.item is not None and not isinstance(value, Mapping | Settings | list | tuple)
@@ -68,10 +68,10 @@ class Repeats:
         return core_schema.no_info_before_validator_function(self._listed, handler(source))
 
     def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
-        found = dict(handler(schema["schema"]))
-        own = found.get("items", {})
-        item = {"anyOf": [own, {"type": ["string", "number", "boolean"]}]} if self.item else own
-        return {"anyOf": [{**found, "items": item}, item]}
+        array_schema = dict(handler(schema["schema"]))
+        item_schema = array_schema.get("items", {})
+        item = {"anyOf": [item_schema, {"type": ["string", "number", "boolean"]}]} if self.item else item_schema
+        return {"anyOf": [{**array_schema, "items": item}, item]}
 
 
 def _moved(marks: Mapping[str, Mark], before: str, after: str) -> Iterator[tuple[str, Mark]]:

@@ -125,12 +125,12 @@ def documented(cls: type[Settings]) -> dict[str, FieldInfo]:
 @cache
 def _documentation(path: str) -> dict[str, dict[str, str]]:
     """Class by its qualified name -> field -> the string under it, from one source file."""
-    found: dict[str, dict[str, str]] = {}
+    documentation: dict[str, dict[str, str]] = {}
 
     def visit(body: list[ast.stmt], prefix: str) -> None:
         for node in body:
             if isinstance(node, ast.ClassDef):
-                found[prefix + node.name] = dict(_documented_names(node.body))
+                documentation[prefix + node.name] = dict(_documented_names(node.body))
             if isinstance(node, ast.ClassDef | ast.FunctionDef):
                 visit(node.body, f"{prefix}{node.name}.")
 
@@ -140,7 +140,7 @@ def _documentation(path: str) -> dict[str, dict[str, str]]:
     except (OSError, SyntaxError, ValueError):
         # Compiled, or in an archive.
         return {}
-    return found
+    return documentation
 
 
 def _documented_names(body: list[ast.stmt]) -> Iterator[tuple[str, str]]:
@@ -261,17 +261,17 @@ _SHAPES: dict[int, tuple[FieldInfo, FieldShape]] = {}
 
 def shape_of(info: FieldInfo) -> FieldShape:
     """How a field is read. A default of none allows none."""
-    known = _SHAPES.get(id(info))
-    if known is None:
-        known = _SHAPES[id(info)] = info, _shape_of(info)
-    return known[1]
+    cached = _SHAPES.get(id(info))
+    if cached is None:
+        cached = _SHAPES[id(info)] = info, _shape_of(info)
+    return cached[1]
 
 
 def _shape_of(info: FieldInfo) -> FieldShape:
     choice = next((mark for mark in info.metadata if isinstance(mark, Choice)), None)
     # Pydantic keeps the annotation and the choice apart.
-    found = shape(Annotated[info.annotation, choice] if choice else info.annotation)
-    return replace(found, can_be_none=found.can_be_none or info.default is None)
+    field_shape = shape(Annotated[info.annotation, choice] if choice else info.annotation)
+    return replace(field_shape, can_be_none=field_shape.can_be_none or info.default is None)
 
 
 def shape(hint: Any) -> FieldShape:
@@ -372,9 +372,9 @@ def _meant_by_one(options: tuple[Any, ...], value: Any, text_of: Callable[[str],
             return meant(option, value, text_of, key)
     if isinstance(value, str) and type(None) in options and scalar(value) is None:
         return None
-    found = [meant(option, value, text_of, key) for option in options]
-    good = (one for option, one in zip(options, found) if takes(option, one))
-    return next(good, next((one for one in found if isinstance(one, RefusedValue)), value))
+    readings = [meant(option, value, text_of, key) for option in options]
+    good = (reading for option, reading in zip(options, readings) if takes(option, reading))
+    return next(good, next((reading for reading in readings if isinstance(reading, RefusedValue)), value))
 
 
 def _items(hint: Any, value: list | tuple, text_of: Callable[[str], str | None], key: str) -> Any:
@@ -391,6 +391,6 @@ def _switch(value: Any) -> Any:
 def _number(hint: type, value: Any) -> Any:
     if isinstance(value, bool):
         return RefusedValue(value)
-    found = parse_number(value) if isinstance(value, str) else None
-    value = value if found is None or (hint is int and isinstance(found, float)) else found
+    number = parse_number(value) if isinstance(value, str) else None
+    value = value if number is None or (hint is int and isinstance(number, float)) else number
     return RefusedValue(value) if hint is int and isinstance(value, int) and abs(value) >= 2**63 else value

@@ -153,12 +153,12 @@ class _NodeReader:
         self.problems: list[UserError] = []
         self.nodes = 0
 
-    def read(self, node: yaml.Node, key: str, around: tuple[int, ...] = ()) -> Any:
-        """The value of the node at the dotted `key`, inside the nodes `around` it."""
+    def read(self, node: yaml.Node, key: str, ancestors: tuple[int, ...] = ()) -> Any:
+        """The value of the node at the dotted `key`, inside its `ancestors`."""
         self.nodes += 1
-        if id(node) in around or self.nodes > MOST_NODES:
+        if id(node) in ancestors or self.nodes > MOST_NODES:
             raise BadInput("YAML aliases that expand without end", where=self._where(node))
-        around = (*around, id(node))
+        ancestors = (*ancestors, id(node))
         line = node.start_mark.line + 1 if self.lines else None
         plain = isinstance(node, yaml.ScalarNode) and not node.style
         if key:
@@ -168,10 +168,10 @@ class _NodeReader:
         if isinstance(node, yaml.ScalarNode):
             return scalar(node.value) if plain else node.value
         if isinstance(node, yaml.SequenceNode):
-            return [self.read(item, f"{key}.{i}", around) for i, item in enumerate(node.value)]
-        return self._mapping(node, key, around)
+            return [self.read(item, f"{key}.{i}", ancestors) for i, item in enumerate(node.value)]
+        return self._mapping(node, key, ancestors)
 
-    def _mapping(self, node: yaml.Node, key: str, around: tuple[int, ...]) -> dict[str, Any]:
+    def _mapping(self, node: yaml.Node, key: str, ancestors: tuple[int, ...]) -> dict[str, Any]:
         values: dict[str, Any] = {}
         for name, value in node.value:
             if not isinstance(name, yaml.ScalarNode):
@@ -179,14 +179,14 @@ class _NodeReader:
                 continue
             if name.value in values:
                 self._problem(f"`{_dotted(key, name.value)}` is set twice", name, "keep one of the two")
-            values[name.value] = self.read(value, _dotted(key, name.value), around)
+            values[name.value] = self.read(value, _dotted(key, name.value), ancestors)
         return values
 
     def _where(self, node: yaml.Node) -> str:
         return f"in {self.origin}:{node.start_mark.line + 1}" if self.lines else f"in {self.origin}"
 
-    def _problem(self, what: str, node: yaml.Node, hint: str) -> None:
-        self.problems.append(BadInput(what, where=self._where(node), hint=hint))
+    def _problem(self, problem: str, node: yaml.Node, hint: str) -> None:
+        self.problems.append(BadInput(problem, where=self._where(node), hint=hint))
 
 
 def _dotted(key: str, name: str) -> str:
@@ -205,9 +205,9 @@ def words_layer(words: Iterable[str], origin: str = COMMAND_LINE) -> SettingsLay
     """
     values: dict[str, Any] = {}
     marks: dict[str, Mark] = {}
-    given: dict[str, list[tuple[Any, Mapping[str, Mark]]]] = {}
+    words_by_key: dict[str, list[tuple[Any, Mapping[str, Mark]]]] = {}
     problems: list[UserError] = []
-    words, apart = _joined(list(words))
+    words, apart = _join_spaced_words(list(words))
     for key, text in apart:
         hint = f"write `{key}={text}` without blanks"
         problems.append(BadInput(f"blanks around the `=` of `{key}`", where=_inside(origin), hint=hint))
@@ -224,19 +224,19 @@ def words_layer(words: Iterable[str], origin: str = COMMAND_LINE) -> SettingsLay
             problems.append(error)
         else:
             marks |= its_marks
-            given.setdefault(key, []).append((value, its_marks))
+            words_by_key.setdefault(key, []).append((value, its_marks))
             # A copy: a later word may change the tree, and a key that `Repeats` reads each word as it was.
             _put(values, key.split("."), deepcopy(value))
     if problems:
         raise SettingsError(problems)
-    return SettingsLayer(origin, values, marks, given)
+    return SettingsLayer(origin, values, marks, words_by_key)
 
 
 def _inside(origin: str) -> str:
     return f"on the {origin}" if origin == COMMAND_LINE else f"in {origin}"
 
 
-def _joined(words: list[str]) -> tuple[list[str], list[tuple[str, str]]]:
+def _join_spaced_words(words: list[str]) -> tuple[list[str], list[tuple[str, str]]]:
     """The words without those of `steps = 5`, `steps= 5` and `steps =5`, and (key, value) of these."""
     good: list[str] = []
     apart: list[tuple[str, str]] = []
