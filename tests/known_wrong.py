@@ -834,8 +834,8 @@ EDITS = [
     Edit(
         "an embedding's scale for each feature",
         "argosy/adapt/formats/blocks.py",
-        "summed = of.kept if of.is_lookup else of.inner\n    kept",
-        "summed = of.inner\n    kept",
+        "summed = of.kept if of.is_lookup else of.inner\n    outer",
+        "summed = of.inner\n    outer",
         (f"{SURGERY}an_outlier_word_of_an_embedding_costs_the_others_nothing",),
     ),
     Edit(

@@ -29,42 +29,43 @@ class Bank(ContractionWrapper):
         chosen: the adapter of each token; one variable for all contractions that read the same tokens.
     """
 
-    def __init__(self, of: Contraction, adapters: int, rank: int, chosen: AdapterIds):
-        self.eq, self.legend, self.of, self.chosen = of.eq, of.legend, of, chosen
+    def __init__(self, of: Contraction, adapters: int, rank: int, ids: AdapterIds):
+        self.eq, self.legend, self.of, self.chosen = of.eq, of.legend, of, ids
         self.adapters, self.rank = adapters, rank
         lead, sizes = of.shape[: of.stacked], of.sizes
         inner, outer = of.group + of.inner, "".join(letter for letter in of.spec if letter in of.out)
         between = "".join(letter for letter in of.x if letter not in of.inner) + "r"
         self.down, self.up = f"{of.x},{inner}r->{between}", f"{between},{of.group}r{outer}->{of.out}"
-        ends, starts, kept = ([sizes[letter] for letter in letters] for letters in (inner, of.group, outer))
+        ends, starts, outer_sizes = ([sizes[letter] for letter in letters] for letters in (inner, of.group, outer))
         zeros = Draw("constant", 0.0)
         self.a = weight((*lead, *ends, adapters, rank), Meaning(inner + "nr", legend=of.legend), zeros, Frozen)
-        self.b = weight((*lead, *starts, adapters, rank, *kept), Meaning(of.group + "nr" + outer, legend=of.legend), zeros, Frozen)
+        meaning = Meaning(of.group + "nr" + outer, legend=of.legend)
+        self.b = weight((*lead, *starts, adapters, rank, *outer_sizes), meaning, zeros, Frozen)
 
     def product(self, x: Float[Array, "..."], route: Route | None = None, *, dtype: object = None) -> Float[Array, "..."]:
-        chosen = self.chosen[...]
+        ids = self.chosen[...]
         if route is not None:
             if route.token is None:
                 raise ValueError(f"{self.eq}: the tokens of these rows are not known")
-            chosen = chosen.reshape(-1)[route.token]
+            ids = ids.reshape(-1)[route.token]
         whole = self.of.product(x, route, dtype=dtype)
-        low = self._own(contract(self.down, x, self._side_by_side(self.a[...], len(self.of.group + self.of.inner)), route), chosen)
+        low = self._mask_others(contract(self.down, x, self._side_by_side(self.a[...], len(self.of.group + self.of.inner)), route), ids)
         return whole + contract(self.up, low, self._side_by_side(self.b[...], len(self.of.group)), route, dtype=dtype)
 
     def via(self, eq: str, x: Float[Array, "..."], *, dtype: object = None) -> Float[Array, "..."]:
         raise ValueError(f"{eq}: adapters of single tokens are on {self.eq} only")
 
     def take(self, ids: Int[Array, "..."]) -> Float[Array, "... D"]:
-        low = self._own(self._side_by_side(self.a[...], 1)[ids], self.chosen[...])
+        low = self._mask_others(self._side_by_side(self.a[...], 1)[ids], self.chosen[...])
         return self.of.take(ids) + low @ self._side_by_side(self.b[...], 0)
 
     def _side_by_side(self, factor: Array, at: int) -> Array:
         """A factor with the columns of all adapters as one axis, which is number `at`."""
         return factor.reshape(*factor.shape[:at], self.adapters * self.rank, *factor.shape[at + 2 :])
 
-    def _own(self, low: Float[Array, "... r"], chosen: Int[Array, "..."]) -> Float[Array, "... r"]:
+    def _mask_others(self, low: Float[Array, "... r"], ids: Int[Array, "..."]) -> Float[Array, "... r"]:
         """Zeros in the columns of other adapters. Padding may contain NaN, so nothing is multiplied."""
-        mine = chosen[..., None] == jnp.arange(self.adapters)
+        mine = ids[..., None] == jnp.arange(self.adapters)
         columns = low.reshape(*low.shape[:-1], self.adapters, self.rank)
         return jnp.where(mine[..., None], columns, 0).reshape(low.shape)
 

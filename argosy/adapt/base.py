@@ -43,15 +43,15 @@ def frozen(model: nnx.Module, dtype: Any = None, but: Sequence[str] = ()) -> Non
         but: names of modules whose weights become `Retrained` instead, in their own type.
     """
     for address, v in variables(model).items():
-        own = {key: v.get_metadata()[key] for key in ("meaning", "draw")}
+        metadata = {key: v.get_metadata()[key] for key in ("meaning", "draw")}
         if isinstance(v, nnx.Param) and any(inside(address, name) for name in but):
-            put_at(model, address, Retrained(v.get_value(), **own))
+            put_at(model, address, Retrained(v.get_value(), **metadata))
             continue
         kind = Still if isinstance(v, Moved) else Frozen if isinstance(v, nnx.Param) else type(v)
         value = v.get_value()
         if dtype is not None and isinstance(value, jax.ShapeDtypeStruct):
-            value = jax.ShapeDtypeStruct(value.shape, kept_in(kind(value, **own), dtype))
-        put_at(model, address, kind(value, **own))
+            value = jax.ShapeDtypeStruct(value.shape, kept_in(kind(value, **metadata), dtype))
+        put_at(model, address, kind(value, **metadata))
 
 
 def retrained(model: nnx.Module) -> set[str]:
@@ -83,23 +83,23 @@ def lay(model: nnx.Module, adapters: Mapping[str, Any]) -> dict[str, np.ndarray]
     """
     names, leaves = layer_addresses(model), dict[str, np.ndarray]()
     for name, of in find(model, ".*").items():
-        own = [adapters.get(address.removesuffix(".w")) for address in names(f"{name}.w")]
-        if all(one is None for one in own):
+        layer_adapters = [adapters.get(address.removesuffix(".w")) for address in names(f"{name}.w")]
+        if all(adapter is None for adapter in layer_adapters):
             continue
         if any(isinstance(v, Retrained) for v in variables(of).values()):
-            what = f"adapter.train matches {name}, which has an adapter of the base"
-            raise BadInput(what, hint="adapter.onto=merge, or leave it out of adapter.train")
-        rank = max(one.a.shape[-1] for one in own if one is not None)
+            problem = f"adapter.train matches {name}, which has an adapter of the base"
+            raise BadInput(problem, hint="adapter.onto=merge, or leave it out of adapter.train")
+        rank = max(adapter.a.shape[-1] for adapter in layer_adapters if adapter is not None)
         put_at(model, name, fixed := Fixed(of, rank))
         a, b = (np.zeros(v.shape, np.float32) for v in (fixed.a, fixed.b))
-        for layer, one in enumerate(own):
-            if one is None:
+        for layer, adapter in enumerate(layer_adapters):
+            if adapter is None:
                 continue
-            here = (layer,) * of.stacked
-            width = one.a.shape[-1]
-            a[here][..., :width] = one.a
+            index = (layer,) * of.stacked
+            width = adapter.a.shape[-1]
+            a[index][..., :width] = adapter.a
             lead = (slice(None),) * len(of.group)
-            b[here][(*lead, slice(0, width))] = one.gain * one.b
+            b[index][(*lead, slice(0, width))] = adapter.gain * adapter.b
         leaves |= {f"{name}.a": a, f"{name}.b": b}
     return leaves
 
@@ -122,7 +122,7 @@ def fill_base(
         fresh: whether the factors that start from the weights (PiSSA's and DoRA's) are filled too.
         iterations: number of iterations of PiSSA's randomized SVD; None: the exact SVD.
     """
-    own = variables(model)
+    by_address = variables(model)
 
     def keep(address: str, value: Any) -> None:
         put(model, {address: on_devices(value, place(address) if place else None)})
@@ -141,9 +141,9 @@ def fill_base(
                     keep(f"{below}.{part}", value)
             array = np.asarray(codes.dequantized()) if adapted and fresh else array
         else:
-            there = f"{below}.{leaf}" if below else leaf
-            kind = own[there].dtype if dtype is None else kept_in(own[there], dtype)
-            keep(there, np.asarray(array.astype(kind, copy=False), order="C"))
+            target = f"{below}.{leaf}" if below else leaf
+            kind = by_address[target].dtype if dtype is None else kept_in(by_address[target], dtype)
+            keep(target, np.asarray(array.astype(kind, copy=False), order="C"))
         if adapted is not None and fresh and leaf == "w":
             started = adapted.start_from(array.astype(np.float32, copy=False), iterations)
             for factor, value in started.items():

@@ -77,8 +77,8 @@ class LoRA(ContractionWrapper):
         if rank < 1:
             raise ValueError(f"rank {rank}")
         if dropout and of.several and not of.is_lookup:
-            what = f"dropout on {of.eq}, whose weight other equations contract too, is not built"
-            raise Unsupported(what, hint="leave it out of adapter.where, or adapter.dropout=0")
+            problem = f"dropout on {of.eq}, whose weight other equations contract too, is not built"
+            raise Unsupported(problem, hint="leave it out of adapter.where, or adapter.dropout=0")
         self.dropout = dropout
         self.eq, self.legend, self.gain = of.eq, of.legend, alpha / rank if gain is None else gain
         lead, sizes = of.shape[: of.stacked], of.sizes | {"r": rank}
@@ -116,8 +116,8 @@ class LoRA(ContractionWrapper):
         key: nnx.Variable | None = getattr(self, "key", None)
         if key is None:
             return x
-        kept = jax.random.bernoulli(key[...], 1 - self.dropout, x.shape)
-        return jnp.where(kept, x / jnp.asarray(1 - self.dropout, x.dtype), jnp.zeros((), x.dtype))
+        mask = jax.random.bernoulli(key[...], 1 - self.dropout, x.shape)
+        return jnp.where(mask, x / jnp.asarray(1 - self.dropout, x.dtype), jnp.zeros((), x.dtype))
 
     def via(self, eq: str, x: Float[Array, "..."], *, dtype: Any = None) -> Float[Array, "..."]:
         before, out = eq.split("->")
@@ -238,9 +238,9 @@ class DoRA(LoRA):
         """A copy with its ratio computed from all features, since a shard could only compute the norms of its own."""
         if getattr(self, "ratio", None) is not None:
             return self
-        own = nnx.merge(*nnx.split(self))
-        own.settle()
-        return own
+        clone = nnx.merge(*nnx.split(self))
+        clone.settle()
+        return clone
 
     def start_from(self, w: np.ndarray, iterations: int | None = None) -> dict[str, np.ndarray]:
         return {"m": np.sqrt(np.sum(np.square(w, dtype=np.float32), self._inner_axes()))}
@@ -263,8 +263,8 @@ def dropping(model: nnx.Module, key: Array) -> None:
     for path, module in [*nnx.iter_modules(model)]:
         if not isinstance(module, LoRA) or not module.dropout:
             continue
-        own = names(".".join([*map(str, path), "a"]))
-        hashes = np.asarray([zlib.crc32(name.encode()) for name in own], np.uint32)
+        layer_names = names(".".join([*map(str, path), "a"]))
+        hashes = np.asarray([zlib.crc32(name.encode()) for name in layer_names], np.uint32)
         keys = jax.vmap(partial(jax.random.fold_in, jax.random.fold_in(key, FOLDED)))(hashes)
         module.key = Key(keys if module.stacked else keys[0], meaning=Meaning(""), draw=Draw("constant"))
 
@@ -290,23 +290,23 @@ def _adapted(model: nnx.Module) -> dict[str, LoRA]:
     return find(model, ".*", LoRA)
 
 
-def merge(model: nnx.Module, kept: dict[str, LoRA] | None = None) -> list[str]:
+def merge(model: nnx.Module, merged: dict[str, LoRA] | None = None) -> list[str]:
     """Merges every adapter into its weight, one after the other. Returns the names of their contractions.
 
     Args:
-        kept: filled with the merged adapters, for `unmerge`; None: the unmerged weights are freed.
+        merged: filled with the merged adapters, for `unmerge`; None: the unmerged weights are freed.
 
     Raises:
         BadInput: there is no adapter, or one is on a quantized weight, where rounding would lose it.
     """
-    found = _adapted(model)
-    if quantised := [name for name, adapted in found.items() if not isinstance(adapted.of, Einsum)]:
+    adapters = _adapted(model)
+    if quantised := [name for name, adapted in adapters.items() if not isinstance(adapted.of, Einsum)]:
         raise BadInput(f"adapters on quantized weights cannot be merged: {some(quantised)}")
-    names = list(found)
-    if kept is not None:
-        kept |= found
+    names = list(adapters)
+    if merged is not None:
+        merged |= adapters
     # Each is freed once it is merged.
-    found.clear()
+    adapters.clear()
     for name in names:
         put_at(model, name, at(model, name).merged())
     return names
@@ -318,8 +318,8 @@ def unmerge(model: nnx.Module, merged: Mapping[str, LoRA]) -> list[str]:
     Raises:
         BadInput: the model lacks a contraction, or one has another shape; nothing is changed then.
     """
-    own = {name: module for name, module in find(model, ".*").items() if name in merged}
-    wrong = [name for name, adapted in merged.items() if name not in own or own[name].shape != adapted.shape]
+    contractions = {name: module for name, module in find(model, ".*").items() if name in merged}
+    wrong = [name for name, adapted in merged.items() if name not in contractions or contractions[name].shape != adapted.shape]
     if wrong:
         hint = "give the model that they were merged into, in the same layout"
         raise BadInput(f"no such contraction, or one of another shape: {some(wrong)}", hint=hint)

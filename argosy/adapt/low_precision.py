@@ -104,18 +104,18 @@ def _largest(x: Array) -> Array:
 
 
 def _rounded(
-    name: str, x: Array, own: str, out: str, history: Array | None, row: int, key: Array | None = None
+    name: str, x: Array, letters: str, out: str, history: Array | None, row: int, key: Array | None = None
 ) -> tuple[str, Quantized]:
     """A factor with these letters of a product with that output, rounded, and its letters."""
     format = FORMATS[name]
     if history is not None:
         before = jnp.max(history[row])
         high = jnp.where(before > 0, before, format.largest).reshape((1,) * x.ndim)
-        return own, format.rounded(x, x.shape, Limits(high))
-    summed = [i for i, letter in enumerate(own) if letter not in out]
+        return letters, format.rounded(x, x.shape, Limits(high))
+    summed = [i for i, letter in enumerate(letters) if letter not in out]
     if key is None:
-        return own, by_row(name, x, summed)
-    return own, _stochastic(x, summed, key)
+        return letters, by_row(name, x, summed)
+    return letters, _stochastic(x, summed, key)
 
 
 def by_row(name: str, x: Array, summed: Sequence[int]) -> Quantized:
@@ -145,14 +145,14 @@ def _product(eq: str, a: tuple[str, Quantized], b: tuple[str, Quantized], dtype:
         z = jnp.einsum(eq, x.values, y.values, preferred_element_type=jnp.int32).astype(kind)
     else:
         z = _dot_general(eq, x.values, y.values, kind)
-    for own, one in ((own_a, x), (own_b, y)):
-        if one.scale.size == 1:
-            z = z * one.scales.reshape(()).astype(kind)
+    for letters, factor in ((own_a, x), (own_b, y)):
+        if factor.scale.size == 1:
+            z = z * factor.scales.reshape(()).astype(kind)
             continue
-        kept = [letter for letter in own if letter in out]
-        scale = jnp.squeeze(one.scales, [i for i, letter in enumerate(own) if letter not in out])
-        scale = jnp.transpose(scale, sorted(range(len(kept)), key=lambda i: out.index(kept[i])))
-        sizes = dict(zip(sorted(kept, key=out.index), scale.shape, strict=True))
+        out_letters = [letter for letter in letters if letter in out]
+        scale = jnp.squeeze(factor.scales, [i for i, letter in enumerate(letters) if letter not in out])
+        scale = jnp.transpose(scale, sorted(range(len(out_letters)), key=lambda i: out.index(out_letters[i])))
+        sizes = dict(zip(sorted(out_letters, key=out.index), scale.shape, strict=True))
         z = z * scale.reshape([sizes.get(letter, 1) for letter in out]).astype(kind)
     return z
 
@@ -163,8 +163,8 @@ def _dot_general(eq: str, a: Array, b: Array, kind: Any) -> Array:
     own_a, own_b = before.split(",")
     summed = [letter for letter in own_a if letter in own_b and letter not in out]
     batch = [letter for letter in own_a if letter in own_b and letter in out]
-    places = [[own.index(letter) for letter in some] for some in (summed, batch) for own in (own_a, own_b)]
+    places = [[letters.index(letter) for letter in some] for some in (summed, batch) for letters in (own_a, own_b)]
     numbers = ((places[0], places[1]), (places[2], places[3]))
     y = jax.lax.dot_general(a, b, numbers, preferred_element_type=kind)
-    left = [*batch, *(c for c in own_a if c in out and c not in batch), *(c for c in own_b if c in out and c not in batch)]
-    return jnp.transpose(y, [left.index(letter) for letter in out])
+    order = [*batch, *(c for c in own_a if c in out and c not in batch), *(c for c in own_b if c in out and c not in batch)]
+    return jnp.transpose(y, [order.index(letter) for letter in out])

@@ -184,8 +184,8 @@ def quantized(of: Contraction, scheme: Scheme) -> QuantizedEinsum:
     """
     name = scheme.weights
     if not isinstance(of, Einsum):
-        what = "is quantized already" if isinstance(of, QuantizedEinsum) else "has an adapter"
-        raise BadInput(f"{name}: {of.eq} {what}", hint="quantize the plain model first, then put adapters on it")
+        problem = "is quantized already" if isinstance(of, QuantizedEinsum) else "has an adapter"
+        raise BadInput(f"{name}: {of.eq} {problem}", hint="quantize the plain model first, then put adapters on it")
     w = of.w.get_value()
     if isinstance(w, Panels):
         raise BadInput(f"{name}: the weight of {of.eq} is packed for answers alone", hint="load the model without blocks=True")
@@ -206,19 +206,19 @@ def apply_schemes(model: nnx.Module, schemes: Mapping[str, Scheme]) -> list[str]
     if not schemes:
         # A network of convolutions has no contractions to look through.
         return []
-    names, out, known = layer_addresses(model), list[str](), set[str]()
+    names, out, all_layers = layer_addresses(model), list[str](), set[str]()
     for name, of in find(model, ".*").items():
         layers = [address.removesuffix(".w") for address in names(f"{name}.w")]
-        own = [schemes.get(layer) for layer in layers]
-        if all(one is None for one in own):
+        layer_schemes = [schemes.get(layer) for layer in layers]
+        if all(scheme is None for scheme in layer_schemes):
             continue
-        first = next(one for one in own if one is not None)
-        if any(one != first for one in own):
+        first = next(scheme for scheme in layer_schemes if scheme is not None)
+        if any(scheme != first for scheme in layer_schemes):
             raise Unsupported(f"the layers of {name} are quantized in different ways, and stacked", hint="execution.layers=unroll")
         put_at(model, name, quantized(of, first))
         out.append(name)
-        known |= set(layers)
-    if missing := schemes.keys() - known:
+        all_layers |= set(layers)
+    if missing := schemes.keys() - all_layers:
         raise BadInput(f"the model has no {', '.join(sorted(missing)[:3])}", hint="do the model's settings belong to these weights?")
     return out
 
@@ -226,7 +226,7 @@ def apply_schemes(model: nnx.Module, schemes: Mapping[str, Scheme]) -> list[str]
 def by_layer(model: nnx.Module, schemes: Mapping[str, Scheme]) -> dict[str, Scheme]:
     """Schemes by the per-layer names of contractions, from their names in the model's layout."""
     names = layer_addresses(model)
-    return {address.removesuffix(".w"): one for name, one in schemes.items() for address in names(f"{name}.w")}
+    return {address.removesuffix(".w"): scheme for name, scheme in schemes.items() for address in names(f"{name}.w")}
 
 
 def are_alike(model: nnx.Module, schemes: Mapping[str, Scheme]) -> bool:

@@ -43,24 +43,24 @@ def as_rules(rules: "str | Sequence[Any]") -> list[Rule]:
     """
     if isinstance(rules, str):
         return rules_named(rules)
-    return [_as_rule(one, number) for number, one in enumerate(rules, 1)]
+    return [_as_rule(rule, number) for number, rule in enumerate(rules, 1)]
 
 
-def _as_rule(one: Any, number: int) -> Rule:
-    if isinstance(one, Rule):
-        return one
+def _as_rule(rule: Any, number: int) -> Rule:
+    if isinstance(rule, Rule):
+        return rule
     where = f"rule {number}"
     try:
-        if isinstance(one, dict):
-            return read_settings(RuleFile, SettingsLayer("rules", {"rules": [one]})).value.rules[0]
-        if hasattr(one, "module_path") and hasattr(one, "weight_qtype"):
-            return rule_of_qwix(one)
+        if isinstance(rule, dict):
+            return read_settings(RuleFile, SettingsLayer("rules", {"rules": [rule]})).value.rules[0]
+        if hasattr(rule, "module_path") and hasattr(rule, "weight_qtype"):
+            return rule_of_qwix(rule)
     except BadInput as error:
         raise BadInput(f"{where}: {error.what}", hint=error.hint) from None
     except ValueError as error:
         raise BadInput(f"{where}: {_first_line(error)}", hint="docs/guides/quantization.md lists the keys of a rule") from None
     hint = "a preset by name, or a list of argosy.adapt.rules.Rule, of mappings, or of qwix.QuantizationRule"
-    raise BadInput(f"{where} is a {type(one).__name__}, and no rule", hint=hint)
+    raise BadInput(f"{where} is a {type(rule).__name__}, and no rule", hint=hint)
 
 
 def rule_of_qwix(rule: Any) -> Rule:
@@ -76,26 +76,26 @@ def rule_of_qwix(rule: Any) -> Rule:
     if ops and not ops >= CONTRACTIONS:
         hint = "a product with a weight is dot_general or einsum as the device likes: name both, or leave op_names empty"
         raise _unknown("op_names", rule.op_names, hint)
-    said: dict[str, Any] = {"where": module_pattern(rule.module_path)}
+    settings: dict[str, Any] = {"where": module_pattern(rule.module_path)}
     weights = _format("weight_qtype", rule.weight_qtype)
     activations = _format("act_qtype", rule.act_qtype)
     tile = rule.tile_size
     if weights is None:
         if activations is not None:
             raise _unknown("act_qtype", rule.act_qtype, "it has an effect only with weight_qtype, in Qwix too")
-        return Rule(**said)
+        return Rule(**settings)
     if tile is not None and (isinstance(tile, float) or tile < 1):
         raise _unknown("tile_size", tile, "a number of weights, such as 32")
-    said |= {"weights": weights, "calibration": _calibration(rule.weight_calibration_method)}
+    settings |= {"weights": weights, "calibration": _calibration(rule.weight_calibration_method)}
     if tile is not None:
-        said["granularity"] = tile
+        settings["granularity"] = tile
     elif not weights.startswith(("mx", "nv")):
         # Formats here have blocks of their own, and Qwix gives a channel one scale.
-        said["granularity"] = "channel"
+        settings["granularity"] = "channel"
     if activations is not None:
-        said |= {"activations": activations, "activation_block": tile}
+        settings |= {"activations": activations, "activation_block": tile}
     try:
-        return Rule(**said)
+        return Rule(**settings)
     except ValueError as error:
         raise BadInput(_first_line(error), hint="a rule of Qwix that no rule here can say") from None
 
@@ -110,12 +110,12 @@ def _others(rule: Any) -> dict[str, tuple[Any, ...]]:
     if not is_dataclass(rule):
         return DEFAULTS
     out = dict[str, tuple[Any, ...]]()
-    for one in fields(rule):
-        if one.name in FIELDS:
+    for field in fields(rule):
+        if field.name in FIELDS:
             continue
-        if one.default is MISSING:
-            raise _unknown(one.name, getattr(rule, one.name), "only rules that quantize weights and data are taken")
-        out[one.name] = DEFAULTS.get(one.name, (one.default,))
+        if field.default is MISSING:
+            raise _unknown(field.name, getattr(rule, field.name), "only rules that quantize weights and data are taken")
+        out[field.name] = DEFAULTS.get(field.name, (field.default,))
     return out
 
 

@@ -41,11 +41,11 @@ def put_qwix_params(model: Any, params: Mapping[str, Any]) -> list[str]:
         Unsupported: a type or a block that cannot be said here.
     """
     leaves = dict(_leaves(params))
-    own = variables(model)
-    unknown, missing = leaves.keys() - own.keys(), own.keys() - leaves.keys()
+    by_address = variables(model)
+    unknown, missing = leaves.keys() - by_address.keys(), by_address.keys() - leaves.keys()
     if unknown or missing:
-        what = f"no parameter `{min(missing)}`" if missing else f"a parameter `{min(unknown)}` that the model does not have"
-        raise BadInput(f"the tree of Qwix has {what}", hint="its names are those of `argosy models show`, with a level for each dot")
+        problem = f"no parameter `{min(missing)}`" if missing else f"a parameter `{min(unknown)}` that the model does not have"
+        raise BadInput(f"the tree of Qwix has {problem}", hint="its names are those of `argosy models show`, with a level for each dot")
     contractions, names = find(model, ".*"), list[str]()
     for address, leaf in leaves.items():
         if not isinstance(leaf, Mapping):
@@ -80,13 +80,13 @@ def qwix_params(model: Any) -> dict[str, Any]:
 def _leaves(tree: Mapping[str, Any], way: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
     """The leaves by dotted name; quantized ones are the dicts with their arrays."""
     for key, value in tree.items():
-        here = (*way, str(key))
+        path = (*way, str(key))
         if not isinstance(value, Mapping):
-            yield ".".join(here), value
+            yield ".".join(path), value
         elif QVALUE in value:
-            yield ".".join(here[:-1] if key == ARRAY else here), value
+            yield ".".join(path[:-1] if key == ARRAY else path), value
         else:
-            yield from _leaves(value, here)
+            yield from _leaves(value, path)
 
 
 def _set(tree: dict[str, Any], address: str, value: Any) -> None:
@@ -126,9 +126,9 @@ def _granularity(of: Contraction, name: str, block: tuple[int, ...]) -> Granular
     summed = [i + of.stacked for i, letter in enumerate(of.spec) if letter in of.inner]
     along = int(np.prod([block[i] for i in summed]))
     options: tuple[Granularity, ...] = ("channel", "tensor", along)
-    for one in options:
-        if block_of(of, one) == block:
-            return one
+    for option in options:
+        if block_of(of, option) == block:
+            return option
     raise Unsupported(f"`{name}`: scales of blocks {block} of {of.eq} cannot be said here", hint=WAY_OUT)
 
 
@@ -142,8 +142,8 @@ def _leaf(name: str, of: QuantizedEinsum) -> dict[str, Any]:
     if kind == "nf4":
         return {QVALUE: values.astype(jnp.uint4), SCALE: w.scales}
     shift = 8 if FORMATS[kind].bits == 4 else 0
-    kept = jnp.int4 if shift else values.dtype
-    out = {QVALUE: (values.astype(jnp.int8) - shift).astype(kept) if shift else values, SCALE: w.scales}
+    dtype = jnp.int4 if shift else values.dtype
+    out = {QVALUE: (values.astype(jnp.int8) - shift).astype(dtype) if shift else values, SCALE: w.scales}
     if w.minimum is not None:
-        out[ZERO] = (jnp.round(w.minimum / w.scales) - shift).astype(kept)
+        out[ZERO] = (jnp.round(w.minimum / w.scales) - shift).astype(dtype)
     return out

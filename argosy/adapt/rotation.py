@@ -164,13 +164,13 @@ def _described_online(weights: RotatedTensors) -> str:
     if not weights.online:
         return ""
     counts = Counter(name.rpartition(".attn.o.w")[1] or "mlp" for name, turns in weights.plan.turns.items() if _is_online(turns))
-    said = [f"the inputs of {plural(counts['mlp'], 'down projection')}"] if counts["mlp"] else []
+    rotations = [f"the inputs of {plural(counts['mlp'], 'down projection')}"] if counts["mlp"] else []
     if counts[".attn.o.w"]:
-        said.append(f"queries, keys and heads of {plural(counts['.attn.o.w'], 'layer')}")
+        rotations.append(f"queries, keys and heads of {plural(counts['.attn.o.w'], 'layer')}")
     sizes = {weights.shape(name)[turn.axis] for name, turns in weights.plan.turns.items() for turn in turns if turn.kind == "online"}
     odd = sorted(size for size in sizes if not is_hadamard_size(size))
     hartley = f" ({' and '.join(map(str, odd))} by a Hartley transform in part)" if odd else ""
-    return f"; {' and '.join(said)} are rotated while the model runs{hartley}"
+    return f"; {' and '.join(rotations)} are rotated while the model runs{hartley}"
 
 
 def _is_online(turns: list[AxisRotation]) -> bool:
@@ -258,5 +258,5 @@ def _norms(model: Any) -> dict[str, float]:
     return {f"{name}.scale": norm.offset for name, norm in out.items()}
 
 
-def _refused(why: str) -> Unsupported:
-    return Unsupported(f"rotate: {why}", hint="leave out `rotate`: other methods need no such structure")
+def _refused(reason: str) -> Unsupported:
+    return Unsupported(f"rotate: {reason}", hint="leave out `rotate`: other methods need no such structure")

@@ -58,7 +58,7 @@ class Rule(Settings):
     """
 
     @model_validator(mode="after")
-    def _known(self) -> "Rule":
+    def _check_names(self) -> "Rule":
         for key, names in (("weights", NAMES), ("activations", ACTIVATIONS)):
             name = getattr(self, key)
             if name is not None and name not in names:
@@ -124,11 +124,11 @@ class QuantizedTraining(Settings):
 
     @model_validator(mode="after")
     def _fits(self) -> "QuantizedTraining":
-        given = [name for name in ("preset", "rules") if getattr(self, name) is not None]
-        if self.train == "qat" and len(given) != 1:
+        sources = [name for name in ("preset", "rules") if getattr(self, name) is not None]
+        if self.train == "qat" and len(sources) != 1:
             raise ValueError("train=qat needs either a preset or rules")
-        if self.train != "qat" and given:
-            raise ValueError(f"{given[0]} is for train=qat")
+        if self.train != "qat" and sources:
+            raise ValueError(f"{sources[0]} is for train=qat")
         if self.train in ("none", "qat") and self.where != LAYERS:
             raise ValueError("where is for train=int8 and train=fp8; qat takes it from its rules")
         if self.train != "fp8" and self.scaling != "dynamic":
@@ -201,15 +201,15 @@ def preset_rules(name: str) -> list[Rule]:
     Raises:
         BadInput: there is no preset of this name.
     """
-    known = name if name in PRESETS else ALIASES.get(name.lower(), "")
-    if known not in PRESETS:
+    preset = name if name in PRESETS else ALIASES.get(name.lower(), "")
+    if preset not in PRESETS:
         hint = nearest(name, PRESETS, len(PRESETS))
         if name.lower() in METHODS:
             hint = f"{name} is a method: `argosy quantize MODEL OUT preset=w4 method={name}`"
         elif GGUF_PRESET.fullmatch(name.lower()):
             hint = f"a GGUF file has it: `argosy quantize MODEL OUT.gguf preset={name.lower()}`"
         raise BadInput(f"no preset `{name}`", hint=hint)
-    return [Rule(**PRESETS[known])]
+    return [Rule(**PRESETS[preset])]
 
 
 def read_rules(path: Path) -> list[Rule]:
@@ -267,18 +267,18 @@ def schemes_of(model: Any, rules: list[Rule], *, is_calibrated: bool = False) ->
     out: dict[str, Scheme | None] = {}
     for number, rule in enumerate(rules, 1):
         try:
-            found = find(model, rule.where)
+            matches = find(model, rule.where)
         except BadInput as error:
             raise BadInput(f"rule {number}: {error.what}", where=error.where, hint=error.hint or WAY_OUT) from None
-        new = [name for name in found if name not in out]
+        new = [name for name in matches if name not in out]
         if not new:
             hint = "the first rule that matches decides: put the narrow ones first"
             raise BadInput(f"rule {number}: everything that `{rule.where}` matches has an earlier rule", hint=hint)
         out |= dict.fromkeys(new, rule.scheme())
-    chosen = {name: scheme for name, scheme in out.items() if scheme is not None}
-    if not chosen:
+    schemes = {name: scheme for name, scheme in out.items() if scheme is not None}
+    if not schemes:
         raise BadInput("no rule quantizes anything", hint="preset=w8, or a rule with `weights`")
-    if outside := [name for name, scheme in chosen.items() if scheme.is_static and not name.startswith("layers.")]:
-        what = f"activations_scale=static: calibration data reaches matrices of the layers alone, not `{outside[0]}`"
-        raise BadInput(what, hint="activations_scale: dynamic in a rule for it")
-    return chosen
+    if outside := [name for name, scheme in schemes.items() if scheme.is_static and not name.startswith("layers.")]:
+        problem = f"activations_scale=static: calibration data reaches matrices of the layers alone, not `{outside[0]}`"
+        raise BadInput(problem, hint="activations_scale: dynamic in a rule for it")
+    return schemes

@@ -86,8 +86,8 @@ def with_scaling(model: Any, key: Array | None = None) -> None:
     for path, module in modules:
         if not getattr(module, "stochastic", False):
             continue
-        own = names(".".join([*map(str, path), "w"]))
-        hashes = np.asarray([zlib.crc32(name.encode()) for name in own], np.uint32)
+        layer_names = names(".".join([*map(str, path), "w"]))
+        hashes = np.asarray([zlib.crc32(name.encode()) for name in layer_names], np.uint32)
         keys = jax.vmap(partial(jax.random.fold_in, jax.random.fold_in(key, FOLDED)))(hashes)
         data = jax.random.key_data(keys)
         module.key = StepKey(data if module.stacked else data[0], meaning=Meaning(""), draw=Draw())

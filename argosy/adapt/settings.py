@@ -143,15 +143,15 @@ class LowRank(Settings):
         heads = [HEAD] if model.config.causal else [HEAD, POOLER]
         for rule in [*self.train, *(heads if model.config.scored else [])]:
             try:
-                found = find_parts(model, rule)
+                parts = find_parts(model, rule)
             except BadInput as error:
                 tied = rule == HEAD and model.config.tied
                 hint = "the head is tied to the embedding: adapter.train=embed trains both" if tied else error.hint or WAY_OUT
                 raise BadInput(f"adapter.train: {error.what}", where=error.where, hint=hint) from None
-            held = [v for a, v in variables(model).items() if any(inside(a, name) for name in found)]
-            if not any(isinstance(v, nnx.Param | Frozen) for v in held):
+            weights = [v for a, v in variables(model).items() if any(inside(a, name) for name in parts)]
+            if not any(isinstance(v, nnx.Param | Frozen) for v in weights):
                 raise BadInput(f"adapter.train: nothing that gradients train matches `{rule}`", hint=WAY_OUT)
-            names += [name for name in found if name not in names]
+            names += [name for name in parts if name not in names]
         return names
 
     def _swap(self, model: Any, key: str, where: str | None, make: "Callable[[Contraction], Contraction]") -> list[str]:
@@ -162,17 +162,17 @@ class LowRank(Settings):
 
         whole = self.whole(model)
         try:
-            found = find(model, where or model.config.adapted or LAYERS)
+            contractions = find(model, where or model.config.adapted or LAYERS)
         except BadInput as error:
             raise BadInput(f"adapter.{key}: {error.what}", where=error.where, hint=error.hint or WAY_OUT) from None
-        both = [name for name in found if any(inside(name, other) for other in whole)]
+        both = [name for name in contractions if any(inside(name, other) for other in whole)]
         if both and where is not None:
             raise BadInput(f"adapter.{key} and adapter.train both match {some(both)}", hint="leave them out of one")
-        names = [name for name in found if name not in both]
+        names = [name for name in contractions if name not in both]
         if not names:
             raise BadInput("adapter.train leaves nothing to put an adapter on", hint="adapter=none trains every weight")
         for name in names:
-            put_at(model, name, make(found[name]))
+            put_at(model, name, make(contractions[name]))
         return names
 
 

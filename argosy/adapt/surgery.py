@@ -27,12 +27,12 @@ def find(model: nnx.Module, where: str, of: type | tuple[type, ...] = Contractio
         BadInput: nothing matches, or the pattern is not a regular expression.
     """
     rule = _compiled(where)
-    found: dict[str, Any] = {}
+    modules: dict[str, Any] = {}
     names: list[str] = []
     choosing = False
     for path, node in sorted(nnx.iter_modules(model), key=lambda item: len(item[0])):
         name = ".".join(map(str, path))
-        if not isinstance(node, of) or any(name.startswith(outer + ".") for outer in found):
+        if not isinstance(node, of) or any(name.startswith(outer + ".") for outer in modules):
             continue
         kind = _kind_name(model, name)
         matches = bool(rule.fullmatch(name) or rule.fullmatch(kind))
@@ -41,12 +41,12 @@ def find(model: nnx.Module, where: str, of: type | tuple[type, ...] = Contractio
             continue
         names.append(kind)
         if matches:
-            found[name] = node
-    if choosing and not found:
+            modules[name] = node
+    if choosing and not modules:
         raise BadInput(f"`{where}`: everything that matches only selects", hint="it is neither trained nor adapted")
-    if not found:
+    if not modules:
         raise BadInput(f"nothing in the model matches `{where}`", hint=nearest(where, set(names)))
-    return found
+    return modules
 
 
 def find_parts(model: nnx.Module, where: str) -> list[str]:
@@ -57,17 +57,17 @@ def find_parts(model: nnx.Module, where: str) -> list[str]:
         BadInput: nothing matches, or the pattern is not a regular expression.
     """
     rule, holding = _compiled(where), [f"{address}." for address in variables(model)]
-    found, names = list[str](), set[str]()
+    parts, names = list[str](), set[str]()
     for path, _ in sorted(nnx.iter_modules(model), key=lambda item: len(item[0])):
         name = ".".join(map(str, path))
-        if not name or any(inside(name, outer) for outer in found) or not any(a.startswith(name + ".") for a in holding):
+        if not name or any(inside(name, outer) for outer in parts) or not any(a.startswith(name + ".") for a in holding):
             continue
         names.add(_kind_name(model, name))
         if _matches(model, rule, name):
-            found.append(name)
-    if not found:
+            parts.append(name)
+    if not parts:
         raise BadInput(f"nothing in the model matches `{where}`", hint=nearest(where, names))
-    return found
+    return parts
 
 
 def inside(name: str, outer: str) -> bool:
@@ -79,10 +79,10 @@ def swap(
     model: nnx.Module, where: str, make: Callable[[Any], Any], of: type | tuple[type, ...] = Contraction
 ) -> list[str]:
     """Replaces every matching contraction by `make(contraction)`. Returns their names, at least one."""
-    found = find(model, where, of)
-    for name, node in found.items():
+    modules = find(model, where, of)
+    for name, node in modules.items():
         put_at(model, name, make(node))
-    return list(found)
+    return list(modules)
 
 
 def at(model: nnx.Module, name: str) -> Any:
@@ -116,15 +116,15 @@ def graft(model: nnx.Module, leaves: Mapping[str, Any], where: str = ".*") -> li
     Raises:
         BadInput: nothing matches, or a shape differs.
     """
-    rule, own = _compiled(where), variables(model)
-    chosen: Leaves = {a: v for a, v in leaves.items() if a in own and _matches(model, rule, a)}
-    if not chosen:
-        raise BadInput(f"no weight of both models matches `{where}`", hint=nearest(where, own))
-    wrong = [f"{a}: {tuple(v.shape)} into {tuple(own[a].shape)}" for a, v in chosen.items() if v.shape != own[a].shape]
+    rule, by_address = _compiled(where), variables(model)
+    copied: Leaves = {a: v for a, v in leaves.items() if a in by_address and _matches(model, rule, a)}
+    if not copied:
+        raise BadInput(f"no weight of both models matches `{where}`", hint=nearest(where, by_address))
+    wrong = [f"{a}: {tuple(v.shape)} into {tuple(by_address[a].shape)}" for a, v in copied.items() if v.shape != by_address[a].shape]
     if wrong:
         raise BadInput(f"{plural(len(wrong), 'weight', 'differs', 'differ')} in shape: {'; '.join(wrong[:4])}")
-    put(model, chosen)
-    return list(chosen)
+    put(model, copied)
+    return list(copied)
 
 
 def _retype(model: nnx.Module, where: str, old: type[nnx.Variable], new: type[nnx.Variable]) -> list[str]:
@@ -137,7 +137,7 @@ def _retype(model: nnx.Module, where: str, old: type[nnx.Variable], new: type[nn
         if isinstance(v, Codes):
             quantized = True
             continue
-        put_at(model, address, new(v.get_value(), **_own(v.get_metadata())))
+        put_at(model, address, new(v.get_value(), **_weight_metadata(v.get_metadata())))
         done.append(address)
     if quantized and not done:
         raise BadInput(f"`{where}` matches quantized weights", hint="quantized weights are never trained: put adapters on them")
@@ -148,7 +148,7 @@ def _retype(model: nnx.Module, where: str, old: type[nnx.Variable], new: type[nn
     return done
 
 
-def _own(metadata: Mapping[str, Any]) -> dict[str, Any]:
+def _weight_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
     return {k: metadata[k] for k in ("draw", "meaning") if k in metadata}
 
 

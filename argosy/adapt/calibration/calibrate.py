@@ -59,7 +59,7 @@ class CalibratedWeights:
         places = dict[str, tuple[int, str]]()
         for i in range(self.folder.layers):
             names = self.folder.read_layer(i)[0].names
-            places |= {f"layers.{i}.{own}": (i, name) for name in names if (own := name.removeprefix(CHANGED)) != name}
+            places |= {f"layers.{i}.{weight_name}": (i, name) for name in names if (weight_name := name.removeprefix(CHANGED)) != name}
         return places
 
     def changed(self, weights: TensorReader) -> TensorReader:
@@ -69,17 +69,17 @@ class CalibratedWeights:
         def change(name: str, read: Callable[[], np.ndarray], part: int | None) -> np.ndarray:
             if name not in places:
                 return read()
-            layer, own = places[name]
-            array = self.folder.read_layer(layer)[0].read(own)
+            layer, stored_name = places[name]
+            array = self.folder.read_layer(layer)[0].read(stored_name)
             return array if part is None else array[part]
 
         return TensorView(weights, dtypes=dict.fromkeys(places, np.dtype(np.float32)), change=change)
 
     def read(self, name: str, of: QuantizedEinsum) -> Quantized:
         """A quantized weight, by its per-layer name."""
-        layer, own = self.places[name]
+        layer, stored_name = self.places[name]
         file, _ = self.folder.read_layer(layer)
-        arrays = {part: jnp.asarray(file.read(f"{own}.{part}")) for part in PARTS if getattr(of, part) is not None}
+        arrays = {part: jnp.asarray(file.read(f"{stored_name}.{part}")) for part in PARTS if getattr(of, part) is not None}
         return Quantized(**dict.fromkeys(PARTS) | arrays, **of.fixed)
 
 
@@ -100,7 +100,7 @@ def calibrate(
         BadInput: a weight is not finite.
     """
     rows = max(1, BATCH // data.tokens.shape[1])
-    count, places, found = len(runner.plan), dict[str, tuple[int, str]](), dict[str, Row]()
+    count, places, row_by_name = len(runner.plan), dict[str, tuple[int, str]](), dict[str, Row]()
     start = folder.layers
     if start == 0 and not folder.has_inputs(0):
         parts = range(0, len(data.tokens), rows)
@@ -114,8 +114,8 @@ def calibrate(
     for i in range(count):
         for row in folder.read_layer(i)[1]:
             name = f"layers.{i}.{row['name']}"
-            places[name], found[name] = (i, row["name"]), row
-    return CalibratedWeights(folder, places, found)
+            places[name], row_by_name[name] = (i, row["name"]), row
+    return CalibratedWeights(folder, places, row_by_name)
 
 
 def _calibrate_layer(
@@ -128,8 +128,8 @@ def _calibrate_layer(
     leaves = runner.read(i)
     for name in runner.names[i]:
         if not np.isfinite(np.asarray(leaves[f"{name}.w"])).all():
-            what = f"`layers.{i}.{name}.w` has numbers that are not finite"
-            raise BadInput(what, hint="is the source damaged? copy or download it again")
+            problem = f"`layers.{i}.{name}.w` has numbers that are not finite"
+            raise BadInput(problem, hint="is the source damaged? copy or download it again")
     table: list[Row] = []
     quantized: dict[str, Quantized] = {}
     statistics = runner.statistics(i, leaves, batches()) if runner.names[i] else {}
@@ -155,8 +155,8 @@ def _calibrate_layer(
         for part in PARTS
         if (array := getattr(w, part)) is not None
     }
-    kept = {name: w for name, w in changed.items() if name.removesuffix(".w") not in quantized}
-    folder.write_layer(i, arrays | {f"{CHANGED}{name}": np.asarray(w) for name, w in kept.items()}, table)
+    unquantized = {name: w for name, w in changed.items() if name.removesuffix(".w") not in quantized}
+    folder.write_layer(i, arrays | {f"{CHANGED}{name}": np.asarray(w) for name, w in unquantized.items()}, table)
 
 
 def _largest_input(name: str, inputs: InputStatistics | None) -> float:
@@ -192,8 +192,8 @@ def _balanced(
         names = [name for name in pair.readers if name in statistics and statistics[name].sufficient.any()]
         if not names:
             continue
-        own = {name: runner.contraction(i, name) for name in names}
-        readers = [BalancedReader(of, now[f"{name}.w"], of.scheme, statistics[name]) for name, of in own.items()]
+        reader_contractions = {name: runner.contraction(i, name) for name in names}
+        readers = [BalancedReader(of, now[f"{name}.w"], of.scheme, statistics[name]) for name, of in reader_contractions.items()]
         source = contractions.get(pair.source)
         s = method.channel_scales(pair, readers, source.sizes[source.group] if source is not None and source.group else 1)
         changed |= fold_scales(block, now, contractions, pair, s)

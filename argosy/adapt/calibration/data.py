@@ -61,10 +61,10 @@ def calibration_data(
     settings = settings.model_copy(update={"sequence": sequence, "batch": 1, "epochs": 1, "prefetch": 0})
     batches = build(settings, tokenizer, vocab=vocab, seed=0)
     try:
-        found = [batch for _, batch in zip(range(samples), batches)]
+        sequences = [batch for _, batch in zip(range(samples), batches)]
     finally:
         batches.close()
-    if len(found) < samples:
-        what = f"{settings.source_name} has {plural(len(found), 'sequence')} of {sequence} tokens, fewer than samples={samples}"
-        raise BadInput(what, hint=f"more data, samples={len(found)}, or a shorter data.sequence")
-    return CalibrationData(*(np.concatenate([batch[name] for batch in found]) for name in ("tokens", "segments")))
+    if len(sequences) < samples:
+        problem = f"{settings.source_name} has {plural(len(sequences), 'sequence')} of {sequence} tokens, fewer than samples={samples}"
+        raise BadInput(problem, hint=f"more data, samples={len(sequences)}, or a shorter data.sequence")
+    return CalibrationData(*(np.concatenate([batch[name] for batch in sequences]) for name in ("tokens", "segments")))

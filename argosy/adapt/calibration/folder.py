@@ -39,15 +39,15 @@ class CalibrationFolder:
 
     def __init__(self, path: Path, identity: Mapping[str, Any], shape: tuple[int, int, int]):
         self.path, self.shape = path, shape
-        written = json.loads(json.dumps(identity))
+        current = json.loads(json.dumps(identity))
         if not (path / IDENTITY).is_file():
             if path.exists() and any(path.iterdir()):
                 raise BadInput(f"{path} is in the way", hint="move it: calibration keeps its layers there")
             check_space(path.parent, 2 * int(np.prod(shape, dtype=np.int64)) * 4)
-            write_file(path / IDENTITY, of_text(IDENTITY, json.dumps(written)))
+            write_file(path / IDENTITY, of_text(IDENTITY, json.dumps(current)))
             return
         before = json.loads((path / IDENTITY).read_text())
-        differ = [f"{k} was {before.get(k)}, is {written.get(k)}" for k in before | written if before.get(k) != written.get(k)]
+        differ = [f"{k} was {before.get(k)}, is {current.get(k)}" for k in before | current if before.get(k) != current.get(k)]
         if differ:
             hint = "finish that with the same command, remove the folder, or name another target"
             raise BadInput(f"{path} is an unfinished calibration of another kind", where="; ".join(differ), hint=hint)

@@ -55,8 +55,8 @@ class LayerRunner:
 
     def read(self, i: int) -> Leaves:
         """The weights of a layer, by their names within the layer."""
-        own = variables(self.block(i))
-        return {name: jnp.asarray(self.weights.read(f"layers.{i}.{name}"), jnp.float32) for name in own}
+        by_address = variables(self.block(i))
+        return {name: jnp.asarray(self.weights.read(f"layers.{i}.{name}"), jnp.float32) for name in by_address}
 
     def embedded(self, batches: Iterator[tuple[Any, Any]]) -> Iterator[np.ndarray]:
         """The inputs of the first layer.
@@ -65,13 +65,13 @@ class LayerRunner:
             batches: yields tokens [B T] and their segments.
         """
         # A model of its own: what is put into variables that it shared with `plain` would stay in memory.
-        graph, own = split(self.plain)
-        inside = [a for a in own if not a.startswith(("layers.", *AFTER))]
+        graph, state = split(self.plain)
+        inside = [a for a in state if not a.startswith(("layers.", *AFTER))]
         pairs = list(batches)
         # The rows of the embedding that the data reads, and which of them each token is: a copy of all is half of a small model.
         ids = np.unique(np.concatenate([np.ravel(tokens) for tokens, _ in pairs]))
         read = {a: self.weights.read(a) if a != EMBED else self.weights.read(a)[ids] for a in inside}
-        model = merge(graph, own | {a: jnp.asarray(w, jnp.float32) for a, w in read.items()})
+        model = merge(graph, state | {a: jnp.asarray(w, jnp.float32) for a, w in read.items()})
         for tokens, segments in pairs:
             rows = jnp.asarray(np.searchsorted(ids, tokens), jnp.int32)
             yield np.asarray(model.embedded(rows, _strategy(self.causal, jnp.asarray(segments))))
@@ -92,8 +92,8 @@ class LayerRunner:
                 sums = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
             sums = run(leaves, x, segments, sums)
         assert sums is not None
-        found = [InputStatistics.of(one) for one in sums]
-        return {name: found[places[name]] for name in self.names[i] if name in places}
+        statistics = [InputStatistics.of(input_sums) for input_sums in sums]
+        return {name: statistics[places[name]] for name in self.names[i] if name in places}
 
     def contractions(self, i: int) -> dict[str, Contraction]:
         """All contractions of a layer with shapes for weights, by their names within the layer, including those that only select."""
@@ -112,20 +112,20 @@ class LayerRunner:
         graph, _ = split(block)
         if (kind := (graph, self.plan[i])) not in self._pairs:
             run = _layer(graph, self.plan[i], self.causal)
-            exact, found = run(leaves, x, segments), list[BalancedPair]()
+            exact, pairs = run(leaves, x, segments), list[BalancedPair]()
             for pair in candidate_pairs(block, contractions):
                 s = random_scales(contractions.get(pair.source), source_size(pair, contractions))
                 if is_same(exact, run(leaves | fold_scales(block, leaves, contractions, pair, s), x, segments)):
-                    found.append(pair)
-            self._pairs[kind] = found
+                    pairs.append(pair)
+            self._pairs[kind] = pairs
         return self._pairs[kind]
 
     def outputs(self, i: int, leaves: Leaves, quantized: Mapping[str, Quantized], x: Any, segments: Any) -> np.ndarray:
         """The output of a layer with quantized weights."""
-        graph, own = split(getattr(self.rounded.layers, str(i)))
-        weights = {a: leaves[a] for a in own if a in leaves}
+        graph, state = split(getattr(self.rounded.layers, str(i)))
+        weights = {a: leaves[a] for a in state if a in leaves}
         for name, w in quantized.items():
-            weights |= {a: getattr(w, a.removeprefix(f"{name}.")) for a in own if a.startswith(f"{name}.") and a not in leaves}
+            weights |= {a: getattr(w, a.removeprefix(f"{name}.")) for a in state if a.startswith(f"{name}.") and a not in leaves}
         return np.asarray(_layer(graph, self.plan[i], self.causal)(weights, x, segments))
 
     def rounded_output(self, i: int, leaves: Leaves, schemes: Mapping[str, Scheme], x: Array, segments: Array) -> Array:

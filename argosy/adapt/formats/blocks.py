@@ -42,10 +42,10 @@ def block_of(of: "Contraction", granularity: Granularity, default: int | None = 
     """
     tile = granularity_of(granularity, default)
     summed = of.kept if of.is_lookup else of.inner
-    kept = "".join(letter for letter in of.spec if letter not in summed + of.group)
+    outer = "".join(letter for letter in of.spec if letter not in summed + of.group)
     sizes = of.sizes
     shared = dict.fromkeys(of.spec, 1)
-    for letters, block in ((summed, tile[0]), (kept, tile[1])):
+    for letters, block in ((summed, tile[0]), (outer, tile[1])):
         # In the order of the weight's own axes.
         letters = "".join(letter for letter in of.spec if letter in letters)
         shared |= dict(zip(letters, along([sizes[letter] for letter in letters], block), strict=True))

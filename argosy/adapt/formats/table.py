@@ -23,8 +23,8 @@ FP8, OCP = "Micikevicius et al. 2022, arXiv:2209.05433", "OCP Microscaling Forma
 NVIDIA = "NVIDIA 2025, arXiv:2509.25149"
 
 FORMATS = {
-    one.name: one
-    for one in (
+    number_format.name: number_format
+    for number_format in (
         Format("int8", Integers(8), source=JACOB),
         Format("int4", Integers(4), 64, source=JACOB),
         Format("int2", Integers(2), 32, source=JACOB),

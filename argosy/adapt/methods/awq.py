@@ -48,25 +48,25 @@ def awq_scales(pair: BalancedPair, readers: Sequence[BalancedReader], groups: in
         steps: number of exponents to try.
     """
     magnitudes = np.mean([mean_magnitudes(pair, reader, groups) for reader in readers], 0)
-    best, chosen = np.inf, np.ones_like(magnitudes)
+    best, best_scales = np.inf, np.ones_like(magnitudes)
     for step in range(steps):
         s = np.maximum(magnitudes, 1e-4) ** (step / steps)
         s = (s / np.sqrt(s.max(1, keepdims=True) * s.min(1, keepdims=True))).astype(np.float32)
         error = sum(_error(pair, reader, s) for reader in readers)
         if error < best:
-            best, chosen = error, s
-    return chosen
+            best, best_scales = error, s
+    return best_scales
 
 
 def mean_magnitudes(pair: BalancedPair, reader: BalancedReader, groups: int) -> Float[np.ndarray, "G C"]:
     """The mean |x| of the producer's channels: of each expert, or of all its tokens."""
-    found = reader.inputs.absolute if groups > 1 else reader.inputs.absolute.sum(0, keepdims=True)
+    totals = reader.inputs.absolute if groups > 1 else reader.inputs.absolute.sum(0, keepdims=True)
     tokens = reader.inputs.tokens if groups > 1 else reader.inputs.tokens.sum(keepdims=True)
-    return producer_channels(reader.of, pair, found / np.maximum(tokens, 1.0)[:, None], largest=False)
+    return producer_channels(reader.of, pair, totals / np.maximum(tokens, 1.0)[:, None], largest=False)
 
 
 def _error(pair: BalancedPair, reader: BalancedReader, s: Float[np.ndarray, "G C"]) -> float:
     of, w, scheme, inputs = reader
-    own = reader_scales(of, pair, s)
-    scaled = w * along_inputs(of, jnp.asarray(own), w.shape)
-    return output_error(of, scaled, scheme.quantize(of, scaled).dequantized(), divided_inputs(inputs, own)) ** 2
+    scales = reader_scales(of, pair, s)
+    scaled = w * along_inputs(of, jnp.asarray(scales), w.shape)
+    return output_error(of, scaled, scheme.quantize(of, scaled).dequantized(), divided_inputs(inputs, scales)) ** 2

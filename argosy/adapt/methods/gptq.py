@@ -97,8 +97,8 @@ def inverse_factor(gram: Float[np.ndarray, "I I"], order: np.ndarray, damping: f
     a = np.empty((size, size), np.float64, order="F")
     # Part by part, without a whole copy in between.
     for start in range(0, size, 512):
-        own = backwards[start : start + 512]
-        a[:, start : start + 512] = gram[own][:, backwards].T
+        channels = backwards[start : start + 512]
+        a[:, start : start + 512] = gram[channels][:, backwards].T
     diagonal = np.diag(a).copy()
     mean = float(diagonal.mean()) or 1.0
     # A channel without inputs has nothing to do with others.
@@ -130,17 +130,17 @@ def _solved(format: Format, w: Array, scale: Array, minimum: Array | None, facto
         def part(a: Array) -> Array:
             return jax.lax.dynamic_slice_in_dim(a, start, TOGETHER)
 
-        own, s, m = part(w), part(scale), part(minimum)
+        block, s, m = part(w), part(scale), part(minimum)
         upper = jax.lax.dynamic_slice(factor, (start, start), (TOGETHER, TOGETHER))
 
         def channel(i: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-            own, rounded, errors = state
-            q = nearest_elements(format, (own[i] + m[i]) / s[i], is_asymmetric=is_asymmetric) * s[i] - m[i]
-            error = (own[i] - q) / upper[i, i]
+            block, rounded, errors = state
+            q = nearest_elements(format, (block[i] + m[i]) / s[i], is_asymmetric=is_asymmetric) * s[i] - m[i]
+            error = (block[i] - q) / upper[i, i]
             later = jnp.where(jnp.arange(TOGETHER) > i, upper[i], 0.0)
-            return own - later[:, None] * error, rounded.at[i].set(q), errors.at[i].set(error)
+            return block - later[:, None] * error, rounded.at[i].set(q), errors.at[i].set(error)
 
-        own, rounded, errors = jax.lax.fori_loop(0, TOGETHER, channel, (own, jnp.zeros_like(own), jnp.zeros_like(own)))
+        block, rounded, errors = jax.lax.fori_loop(0, TOGETHER, channel, (block, jnp.zeros_like(block), jnp.zeros_like(block)))
         later = jnp.where(places[None] >= start + TOGETHER, part(factor), 0.0)
         w = w - jnp.matmul(later.T, errors, precision="highest")
         return w, jax.lax.dynamic_update_slice_in_dim(out, rounded, start, 0)

@@ -62,10 +62,10 @@ def _search(
         return jnp.sum(tiles, axes)
 
     def better(best: tuple[Array, Array], factor: Array) -> tuple[tuple[Array, Array], None]:
-        least, chosen = best
+        least, best_factor = best
         now = error(factor)
-        return (jnp.minimum(now, least), jnp.where(now < least, factor, chosen)), None
+        return (jnp.minimum(now, least), jnp.where(now < least, factor, best_factor)), None
 
     first = error(jnp.float32(1.0))
-    (_, chosen), _ = jax.lax.scan(better, (first, jnp.ones_like(first)), jnp.asarray(np.asarray(factors[1:], np.float32)))
-    return Limits(limits.high * chosen, None if limits.low is None else limits.low * chosen)
+    (_, best_factor), _ = jax.lax.scan(better, (first, jnp.ones_like(first)), jnp.asarray(np.asarray(factors[1:], np.float32)))
+    return Limits(limits.high * best_factor, None if limits.low is None else limits.low * best_factor)

@@ -35,9 +35,9 @@ def smooth_scales(pair: BalancedPair, readers: "Sequence[BalancedReader]", group
     data, weights = list[np.ndarray](), list[np.ndarray]()
     for reader in readers:
         rows = np.asarray(abs(as_matrices(reader.of, reader.w)).max(2))
-        for found, into in ((reader.inputs.largest, data), (rows, weights)):
-            own = found if groups > 1 else found.max(0, keepdims=True)
-            into.append(producer_channels(reader.of, pair, own, largest=True))
-    x, w = (np.maximum(np.max(found, 0), LEAST) for found in (data, weights))
+        for maxima, into in ((reader.inputs.largest, data), (rows, weights)):
+            grouped = maxima if groups > 1 else maxima.max(0, keepdims=True)
+            into.append(producer_channels(reader.of, pair, grouped, largest=True))
+    x, w = (np.maximum(np.max(maxima, 0), LEAST) for maxima in (data, weights))
     s = x**alpha / w ** (1 - alpha)
     return (s / np.exp(np.log(s).mean(1, keepdims=True))).astype(np.float32)

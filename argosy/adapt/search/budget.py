@@ -49,17 +49,17 @@ def within_budget(groups: Sequence[Mapping[str, PresetCost]], budget: int) -> li
     """
     hulls = [convex_hull(costs) for costs in groups]
     places = [0] * len(groups)
-    left = budget - sum(costs[hull[0]].bits for costs, hull in zip(groups, hulls, strict=True))
+    remaining = budget - sum(costs[hull[0]].bits for costs, hull in zip(groups, hulls, strict=True))
     while True:
         best: tuple[float, int, int] | None = None
         for i, (costs, hull) in enumerate(zip(groups, hulls, strict=True)):
             if places[i] + 1 == len(hull):
                 continue
             now, step = (costs[hull[place]] for place in (places[i], places[i] + 1))
-            if step.bits - now.bits <= left and (best is None or gain(now, step) > best[0]):
+            if step.bits - now.bits <= remaining and (best is None or gain(now, step) > best[0]):
                 best = (gain(now, step), i, step.bits - now.bits)
         if best is None:
             return [hull[place] for hull, place in zip(hulls, places, strict=True)]
         _, i, bits = best
         places[i] += 1
-        left -= bits
+        remaining -= bits

@@ -36,8 +36,8 @@ class MeasuredDivergences:
         except (ValueError, TypeError, KeyError):
             raise BadInput(f"{path} is in the way", hint="move it: a search keeps there what it has measured") from None
         if before != dict(identity):
-            what = f"{path} is an unfinished search with another model or other data"
-            raise BadInput(what, hint="finish that with the same command, remove the file, or name another target")
+            problem = f"{path} is an unfinished search with another model or other data"
+            raise BadInput(problem, hint="finish that with the same command, remove the file, or name another target")
         path.write_bytes(b"".join(line + b"\n" for line in whole) or json.dumps(dict(identity)).encode() + b"\n")
 
     def __len__(self) -> int:

@@ -21,11 +21,11 @@ def mixed_rules(presets: Mapping[str, str]) -> list[Rule]:
         by_preset[preset, module].add(int(layer))
     common = Counter(presets.values()).most_common(1)[0][0]
     shared: dict[tuple[str, tuple[int, ...] | None], list[str]] = defaultdict(list)
-    for (preset, module), own in by_preset.items():
+    for (preset, module), layer_numbers in by_preset.items():
         if preset != common:
-            shared[preset, None if own == layers[module] else tuple(sorted(own))].append(module)
+            shared[preset, None if layer_numbers == layers[module] else tuple(sorted(layer_numbers))].append(module)
     # Rules do not overlap, except with the last one.
-    wheres = [(preset, pattern(own, modules)) for (preset, own), modules in shared.items()]
+    wheres = [(preset, pattern(layer_numbers, modules)) for (preset, layer_numbers), modules in shared.items()]
     rules = [preset_rules(preset)[0].model_copy(update={"where": where}) for preset, where in wheres]
     return [*rules, *preset_rules(common)]
 

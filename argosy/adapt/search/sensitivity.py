@@ -38,11 +38,11 @@ class SensitivityMeter:
     def __init__(self, runner: LayerRunner, data: CalibrationData):
         self.runner, self.data = runner, data
         self.leaves = [runner.read(i) for i in range(len(runner.plan))]
-        for i, own in enumerate(self.leaves):
-            for name, w in own.items():
+        for i, leaves in enumerate(self.leaves):
+            for name, w in leaves.items():
                 if not bool(jnp.isfinite(w).all()):
-                    what = f"`layers.{i}.{name}` has numbers that are not finite"
-                    raise BadInput(what, hint="is the source damaged? copy or download it again")
+                    problem = f"`layers.{i}.{name}` has numbers that are not finite"
+                    raise BadInput(problem, hint="is the source damaged? copy or download it again")
         rows = max(1, BATCH // data.tokens.shape[1])
         parts = [slice(at, at + rows) for at in range(0, len(data.tokens), rows)]
         self.segments = [jnp.asarray(data.segments[part]) for part in parts]
@@ -54,8 +54,10 @@ class SensitivityMeter:
     def _from(self, i: int, x: Array, schemes: Mapping[str, Scheme], segments: Array) -> Array:
         """The output of the last layer, from the input of layer i."""
         for at in range(i, len(self.leaves)):
-            own = {name.removeprefix(f"layers.{at}."): one for name, one in schemes.items() if name.startswith(f"layers.{at}.")}
-            x = self.runner.rounded_output(at, self.leaves[at], own, x, segments)
+            layer_schemes = {
+                name.removeprefix(f"layers.{at}."): scheme for name, scheme in schemes.items() if name.startswith(f"layers.{at}.")
+            }
+            x = self.runner.rounded_output(at, self.leaves[at], layer_schemes, x, segments)
         return x
 
     def divergence(self, schemes: Mapping[str, Scheme], i: int = 0, inputs: Sequence[Array] | None = None) -> float:
@@ -68,8 +70,8 @@ class SensitivityMeter:
         """
         total = 0.0
         for x, exact, segments in zip(inputs or self.inputs, self.exact, self.segments, strict=True):
-            found = self._from(i, x, schemes, segments)
-            total += float(self._divergence(self._head, exact, found, segments))
+            rounded = self._from(i, x, schemes, segments)
+            total += float(self._divergence(self._head, exact, rounded, segments))
         return total / self.data.size
 
     def sensitivities(
@@ -90,10 +92,10 @@ class SensitivityMeter:
         def rounding(name: str, preset: str, i: int) -> float:
             if measured is not None and (before := measured.get(name, preset)) is not None:
                 return before
-            found = self.divergence({name: schemes[preset]}, i, inputs)
+            divergence = self.divergence({name: schemes[preset]}, i, inputs)
             if measured is not None:
-                measured.add(name, preset, found)
-            return found
+                measured.add(name, preset, divergence)
+            return divergence
 
         for i, names in enumerate(self.runner.names):
             for name in (f"layers.{i}.{name}" for name in names):
@@ -116,7 +118,7 @@ def _head(runner: LayerRunner) -> tuple[Any, Leaves, Any]:
     def run(weights: Leaves, exact: Float[Array, "B T D"], rounded: Float[Array, "B T D"], segments: Int[Array, "B T"]) -> Array:
         model = merge(graph, descriptions | weights)
 
-        def one(parts: tuple[Array, Array, Array]) -> Array:
+        def divergence(parts: tuple[Array, Array, Array]) -> Array:
             p, q = (log_probs(model.unembed(model.norm(x[None])))[0] for x in parts[:2])
             return jnp.sum(jnp.where(parts[2] > 0, forward(q, p), 0.0))
 
@@ -125,14 +127,14 @@ def _head(runner: LayerRunner) -> tuple[Any, Leaves, Any]:
         flat = [x.reshape(-1, x.shape[-1]) for x in (exact, rounded)]
         flat = [jnp.pad(x, ((0, rest), (0, 0))).reshape(-1, size, x.shape[-1]) for x in flat]
         live = jnp.pad(segments.reshape(-1), (0, rest)).reshape(-1, size)
-        return jnp.sum(jax.lax.map(one, (*flat, live)))
+        return jnp.sum(jax.lax.map(divergence, (*flat, live)))
 
     return graph, weights, run
 
 
 def bits_of(runner: LayerRunner, name: str, scheme: Scheme) -> tuple[int, int]:
     """The bits of a matrix in a format, including scales, and its number of weights."""
-    layer, own = name.removeprefix("layers.").split(".", 1)
-    of = runner.contractions(int(layer))[own]
+    layer, module = name.removeprefix("layers.").split(".", 1)
+    of = runner.contractions(int(layer))[module]
     w: Any = jax.ShapeDtypeStruct(of.shape, np.float32)
     return 8 * jax.eval_shape(lambda w: scheme.quantize(of, w), w).nbytes, int(np.prod(of.shape))
