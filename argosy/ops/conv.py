@@ -31,13 +31,13 @@ def causal_conv(
     before = jnp.where(_wide(starts[:, :1], x), 0, before.astype(x.dtype))
     x = jnp.concatenate([before, x], 1)
     sequence = jnp.concatenate([jnp.zeros_like(starts, jnp.int32, shape=(starts.shape[0], back)), _count(starts)], 1)
-    here = sequence[:, back:]
+    token_sequence = sequence[:, back:]
     y = jnp.zeros_like(x[:, back:], sums_in(x.dtype))
     for i in range(back + 1):
-        seen = jnp.where(_wide(sequence[:, i : i + T] == here, x), x[:, i : i + T], 0)
+        seen = jnp.where(_wide(sequence[:, i : i + T] == token_sequence, x), x[:, i : i + T], 0)
         y = y + seen.astype(y.dtype) * w[..., i].astype(y.dtype)
     at = jnp.sum(live, 1, dtype=jnp.int32)[:, None] + jnp.arange(back, dtype=jnp.int32)
-    last = jnp.max(jnp.where(live, here, 0), 1, keepdims=True)
+    last = jnp.max(jnp.where(live, token_sequence, 0), 1, keepdims=True)
     same = jnp.take_along_axis(sequence, at, 1) == last
     return y.astype(x.dtype), jnp.where(_wide(same, x), jnp.take_along_axis(x, _wide(at, x), 1), 0)
 

@@ -120,9 +120,9 @@ def _forward(x: Array, w: Array, targets: Array, order: str) -> tuple[Losses, An
     return (lse - right, lse), (x, w, targets, exps, share / z)
 
 
-def _backward(order: str, kept: Any, g: Losses) -> Any:
+def _backward(order: str, residuals: Any, g: Losses) -> Any:
     """d/dlogits = (g_nll + g_lse) p - g_nll onehot(target)."""
-    x, w, targets, exps, share = kept
+    x, w, targets, exps, share = residuals
     every, right = (g[0] + g[1])[:, None], g[0][:, None]
     dx = -right * wide(_columns(w, targets, order))
     parts = []

@@ -96,18 +96,18 @@ def chunked(
     keys = jnp.moveaxis(k, 2, 3)[:, :, :, None]
     sides = jnp.concatenate([v * rate[..., None], keys * (past * rate)[..., None]], -1)
     solved = unit_solve(system, sides)
-    told, asked = solved[..., : v.shape[-1]], solved[..., v.shape[-1] :]
+    u, w = solved[..., : v.shape[-1]], solved[..., v.shape[-1] :]
     seen = jnp.einsum("BCIKH,BCJKH->BCKIJ", q, k)[:, :, :, None] * between
 
     def step(state: Array, chunk: tuple[Array, ...]) -> tuple[Array, Array]:
-        q, k, told, asked, seen, past, left = chunk
-        written = told - jnp.einsum("BKGIH,BKGHU->BKGIU", asked, state)
+        q, k, u, w, seen, past, to_end = chunk
+        v_new = u - jnp.einsum("BKGIH,BKGHU->BKGIU", w, state)
         y = jnp.einsum("BIKH,BKGHU->BKGIU", q, state) * past[..., None]
-        y = y + jnp.einsum("BKGIJ,BKGJU->BKGIU", seen, written)
-        new = jnp.einsum("BJKH,BKGJU->BKGHU", k, written * left[..., None])
+        y = y + jnp.einsum("BKGIJ,BKGJU->BKGIU", seen, v_new)
+        new = jnp.einsum("BJKH,BKGJU->BKGHU", k, v_new * to_end[..., None])
         return state * past[..., -1, None, None] + new, y
 
-    chunks = (q, k, told, asked, seen, past, between[..., -1, :])
+    chunks = (q, k, u, w, seen, past, between[..., -1, :])
     state, y = jax.lax.scan(step, state, tuple(jnp.moveaxis(a, 1, 0) for a in chunks))
     y = jnp.moveaxis(y, (0, 4), (1, 2))  # [B C I K G U]
     return y.reshape(y.shape[0], y.shape[1] * size, *y.shape[3:])[:, :T], state
@@ -126,8 +126,8 @@ def _forward(system: Array, sides: Array) -> tuple[Array, tuple[Array, Array]]:
     return x, (inverse, x)
 
 
-def _backward(kept: tuple[Array, Array], dx: Array) -> tuple[Array, Array]:
-    inverse, x = kept
+def _backward(residuals: tuple[Array, Array], dx: Array) -> tuple[Array, Array]:
+    inverse, x = residuals
     dsides = _product("...IJ,...IX->...JX", inverse, dx)
     return -jnp.tril(_product("...IX,...JX->...IJ", dsides, x), -1), dsides
 

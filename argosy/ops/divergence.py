@@ -48,8 +48,8 @@ def log_probs(logits: Float[Array, "*R V"], temperature: float = 1.0) -> LogProb
 
 def _expected(log_p: LogProbs, log_ratio: LogProbs) -> Each:
     """sum p log_ratio, where outcomes of probability 0 add nothing, to the gradient either."""
-    there = log_p > -jnp.inf
-    return jnp.sum(jnp.where(there, jnp.exp(log_p) * jnp.where(there, log_ratio, 0.0), 0.0), -1)
+    possible = log_p > -jnp.inf
+    return jnp.sum(jnp.where(possible, jnp.exp(log_p) * jnp.where(possible, log_ratio, 0.0), 0.0), -1)
 
 
 def forward(student: LogProbs, teacher: LogProbs, beta: float = 0.0) -> Each:

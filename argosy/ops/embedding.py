@@ -34,9 +34,9 @@ def embedding_rows(w: Float[Array, "V D"], axes: tuple[str, ...], ids: Int[Array
 
     def local(w: Array, ids: Array) -> Array:
         every = jax.lax.all_gather(ids, features)
-        found = w[every] if vocab is None else _of_part(w, every, vocab)
-        found = jax.lax.all_to_all(found, features, 0, 3, tiled=True)[0]
-        return found if vocab is None else jax.lax.psum(found, vocab)
+        vectors = w[every] if vocab is None else _of_part(w, every, vocab)
+        vectors = jax.lax.all_to_all(vectors, features, 0, 3, tiled=True)[0]
+        return vectors if vocab is None else jax.lax.psum(vectors, vocab)
 
     names, out = frozenset(axis_sizes()), PartitionSpec(*rows, None)
     return jax.shard_map(local, in_specs=(stored, rows), out_specs=out, axis_names=names, check_vma=False)(w, ids)
@@ -44,6 +44,6 @@ def embedding_rows(w: Float[Array, "V D"], axes: tuple[str, ...], ids: Int[Array
 
 def _of_part(w: Array, ids: Array, axis: str) -> Array:
     """Rows of a vocabulary that is split over a mesh axis; 0 for those of other devices."""
-    own = w.shape[0]
-    at = ids - jax.lax.axis_index(axis) * own
-    return jnp.where(((at >= 0) & (at < own))[..., None], w[jnp.clip(at, 0, own - 1)], 0)
+    size = w.shape[0]
+    at = ids - jax.lax.axis_index(axis) * size
+    return jnp.where(((at >= 0) & (at < size))[..., None], w[jnp.clip(at, 0, size - 1)], 0)

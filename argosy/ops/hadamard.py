@@ -51,8 +51,8 @@ def hadamard_factors(n: int) -> tuple[np.ndarray, np.ndarray]:
         power = n & -n
         matrix = _hartley(n // power)
     sizes = [2**i for i in range(power.bit_length())]
-    left = min(sizes, key=lambda size: size + n // size)
-    return _sylvester(np.ones((1, 1)), left), _sylvester(matrix, power // left)
+    side = min(sizes, key=lambda size: size + n // size)
+    return _sylvester(np.ones((1, 1)), side), _sylvester(matrix, power // side)
 
 
 def is_hadamard_size(n: int) -> bool:
@@ -111,6 +111,6 @@ def _paley_1(q: int) -> np.ndarray:
 
 
 def _paley_2(q: int) -> np.ndarray:
-    one = np.asarray([[1.0, 1.0], [1.0, -1.0]])
+    hadamard_2 = np.asarray([[1.0, 1.0], [1.0, -1.0]])
     two = np.asarray([[1.0, -1.0], [-1.0, -1.0]])
-    return np.kron(_bordered(q, 1.0), one) + np.kron(np.eye(q + 1), two)
+    return np.kron(_bordered(q, 1.0), hadamard_2) + np.kron(np.eye(q + 1), two)

@@ -60,10 +60,10 @@ def _wide_forward(product: Callable[[Array, Array, Any], Array], a: Array, b: Ar
 
 
 def _wide_backward(
-    product: Callable[[Array, Array, Any], Array], dtype: Any, kept: tuple[Array, Array], g: Array
+    product: Callable[[Array, Array, Any], Array], dtype: Any, residuals: tuple[Array, Array], g: Array
 ) -> tuple[Array, Array]:
-    kind = kept[0].dtype
-    return jax.vjp(lambda a, b: product(a, b, kind), *kept)[1](g.astype(kind))
+    kind = residuals[0].dtype
+    return jax.vjp(lambda a, b: product(a, b, kind), *residuals)[1](g.astype(kind))
 
 
 _wide.defvjp(_wide_forward, _wide_backward)
@@ -96,9 +96,9 @@ def _forward(a: Array, b: Array, a_summed: int, b_summed: int, parts: int) -> tu
     return _product(a, b, a_summed, b_summed, parts), (a, b)
 
 
-def _backward(a_summed: int, b_summed: int, parts: int, kept: tuple[Array, Array], g: Array) -> tuple[Array, Array]:
+def _backward(a_summed: int, b_summed: int, parts: int, residuals: tuple[Array, Array], g: Array) -> tuple[Array, Array]:
     """Each gradient is a product with g, in the order of axes of what it is the gradient of."""
-    a, b = kept
+    a, b = residuals
     da = (g, b, 1, 1 - b_summed) if a_summed else (b, g, 1 - b_summed, 1)
     db = (g, a, 0, 1 - a_summed) if b_summed else (a, g, 1 - a_summed, 0)
     return _product(*da, parts), _product(*db, parts)

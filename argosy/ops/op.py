@@ -27,7 +27,7 @@ from argosy.core.errors import BadInput, Unsupported
 from argosy.core.registry import Registry
 from argosy.parallel.scope import platform
 
-_named: ContextVar[Mapping[str, str]] = ContextVar("implementations", default=MappingProxyType({}))
+_requested: ContextVar[Mapping[str, str]] = ContextVar("implementations", default=MappingProxyType({}))
 _winners: ContextVar[Mapping[str, str]] = ContextVar("winners", default=MappingProxyType({}))
 _cases: ContextVar[dict[str, "Case"] | None] = ContextVar("cases", default=None)
 
@@ -35,11 +35,11 @@ _cases: ContextVar[dict[str, "Case"] | None] = ContextVar("cases", default=None)
 @contextmanager
 def implementations(**names: str | None) -> Iterator[None]:
     """Programs traced inside use these implementations, by the key of the op; None leaves the choice to the op."""
-    token = _named.set(dict(_named.get()) | {op: name for op, name in names.items() if name is not None})
+    token = _requested.set(dict(_requested.get()) | {op: name for op, name in names.items() if name is not None})
     try:
         yield
     finally:
-        _named.reset(token)
+        _requested.reset(token)
 
 
 @contextmanager
@@ -67,7 +67,7 @@ def recorded_cases() -> Iterator[dict[str, "Case"]]:
 
 def requested_implementations() -> dict[str, str]:
     """The implementations that programs traced here use by name, by the key of their op or the name of the case."""
-    return dict(_named.get()) | dict(_winners.get())
+    return dict(_requested.get()) | dict(_winners.get())
 
 
 @runtime_checkable
@@ -152,17 +152,17 @@ class Op(Registry):
 
     def __getitem__(self, name: str) -> Any:
         base, _, size = name.partition(":")
-        found = super().__getitem__(base if size.isdecimal() else name)
+        implementation = super().__getitem__(base if size.isdecimal() else name)
         if not size.isdecimal():
-            return found
-        if found.blocks is Implementation._field_defaults["blocks"]:
+            return implementation
+        if implementation.blocks is Implementation._field_defaults["blocks"]:
             raise BadInput(f"{self.title} `{base}` has no sizes of blocks", where=name, hint=f"`{base}`")
-        return found._replace(run=partial(found.run, block=int(size)))
+        return implementation._replace(run=partial(implementation.run, block=int(size)))
 
     @property
     def requested(self) -> str | None:
         """The implementation that `implementations` names, or None."""
-        return _named.get().get(self.key)
+        return _requested.get().get(self.key)
 
     @property
     def preferred(self) -> tuple[str, ...]:
@@ -177,15 +177,15 @@ class Op(Registry):
             UnknownName: there is no implementation of this name.
         """
         if name := implementation or self.requested:
-            chosen: Implementation = self[name]
-            if reason := chosen.refuses(*args):
+            choice: Implementation = self[name]
+            if reason := choice.refuses(*args):
                 raise Unsupported(f"{self.title} `{name}`: {reason}")
-            return chosen
+            return choice
         if self._case is not None and (_winners.get() or _cases.get() is not None):
             winner = self._winner(args)
             if winner is not None:
                 return winner
-        return next(found for name in self.preferred if (found := self[name]).refuses(*args) is None)
+        return next(candidate for name in self.preferred if (candidate := self[name]).refuses(*args) is None)
 
     def _winner(self, args: tuple[Any, ...]) -> Implementation | None:
         """The winner for these arguments, if there is one that does not refuse them; records their case where cases are recorded."""
@@ -196,10 +196,10 @@ class Op(Registry):
             cases.setdefault(case.name, case)
         name = _winners.get().get(case.name)
         # An own implementation may be missing by now.
-        if name is None or name.partition(":")[0] not in self or any(self[one].refuses(*args) is None for one in self.always):
+        if name is None or name.partition(":")[0] not in self or any(self[other].refuses(*args) is None for other in self.always):
             return None
-        found: Implementation = self[name]
-        return found if found.refuses(*args) is None else None
+        implementation: Implementation = self[name]
+        return implementation if implementation.refuses(*args) is None else None
 
     def case(self, *args: Any) -> Any:
         """The case of these arguments; None if none describes them."""

@@ -98,8 +98,8 @@ class Quantized:
                 return None
             return a[ids // (size // a.shape[0])] if a.shape[0] > 1 else jnp.broadcast_to(a[0], (*ids.shape, *a.shape[1:]))
 
-        own: Any = {name: picked(getattr(self, name)) for name in ("scale", "minimum", "outer")}
-        return replace(self, values=values[ids], **own, packed=packed).dequantized()
+        fields: Any = {name: picked(getattr(self, name)) for name in ("scale", "minimum", "outer")}
+        return replace(self, values=values[ids], **fields, packed=packed).dequantized()
 
 
 def powers_of_two(exponents: UInt8[Array, "..."]) -> Float[Array, "..."]:

@@ -40,8 +40,8 @@ def relation_divergence(ours: Sides, theirs: Sides, segments: Int[Array, "B T"],
     @jax.checkpoint
     def of_head(total: Array, head: list[Array]) -> tuple[Array, None]:
         a, b, c, d = head
-        own, other = log_relation(a, b, seen), log_relation(c, d, seen)
-        apart = jnp.where(seen, jnp.exp(other) * (other - own), 0.0)
+        log_ours, other = log_relation(a, b, seen), log_relation(c, d, seen)
+        apart = jnp.where(seen, jnp.exp(other) * (other - log_ours), 0.0)
         return total + jnp.sum(apart, -1), None
 
     start = jnp.zeros(segments.shape, cut[0].dtype)

@@ -19,5 +19,5 @@ def sorted_distance(p: Float[Array, "*R V"], q: Float[Array, "*R U"]) -> Float[A
 
 
 def _falling(p: Float[Array, "*R V"], size: int) -> Float[Array, "*R S"]:
-    made = jnp.flip(jnp.sort(p, -1), -1)
-    return jnp.pad(made, [(0, 0)] * (p.ndim - 1) + [(0, size - p.shape[-1])])
+    ordered = jnp.flip(jnp.sort(p, -1), -1)
+    return jnp.pad(ordered, [(0, 0)] * (p.ndim - 1) + [(0, size - p.shape[-1])])

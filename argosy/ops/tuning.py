@@ -70,35 +70,35 @@ def measure(op: Op, case: Case, seconds: float, memory: int | None = None) -> li
     inputs, more = case.arguments()
     names = candidates(op, case, inputs, more)
     if memory is not None and case.reference_bytes > SHARE * memory:
-        why = "the reference, which it is compared with, has no memory"
-        return [Measurement(name, i == 0, reason=why) for i, name in enumerate(names)]
+        reason = "the reference, which it is compared with, has no memory"
+        return [Measurement(name, i == 0, reason=reason) for i, name in enumerate(names)]
     exact = tuple(wide(a) if jnp.issubdtype(a.dtype, jnp.floating) else a for a in inputs)
     with jax.default_matmul_precision("highest"):
         expected = _program(op, op.default, case, exact, more)()
-    found = [Measurement(name, i == 0) for i, name in enumerate(names)]
+    measurements = [Measurement(name, i == 0) for i, name in enumerate(names)]
     programs: dict[str, Callable[[], Any]] = {}
-    for one in found:
+    for measurement in measurements:
         try:
-            program = _program(op, one.implementation, case, inputs, more)
-            one.error = difference(program(), expected)
-            programs[one.implementation] = program
+            program = _program(op, measurement.implementation, case, inputs, more)
+            measurement.error = difference(program(), expected)
+            programs[measurement.implementation] = program
         except Exception as error:
             # Whatever a compiler or a kernel says: the others are measured.
-            one.reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:120] if str(error).strip() else ''}"
-    default = found[0]
+            measurement.reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:120] if str(error).strip() else ''}"
+    default = measurements[0]
     if default.implementation not in programs:
-        return found
+        return measurements
     tolerance = max(TOLERANCES.get(inputs[0].dtype.name, 0.0), default.error or 0.0)
-    for one in found:
-        if one.implementation not in programs:
+    for measurement in measurements:
+        if measurement.implementation not in programs:
             continue
-        _time(one, programs[default.implementation], programs[one.implementation], seconds)
-        if one.error is None or not one.error <= tolerance:
-            one.reason = "wrong: its result differs from the reference's"
-            one.error = one.error if one.error is not None and math.isfinite(one.error) else None
-    if (first := winner(found)) is not None:
+        _time(measurement, programs[default.implementation], programs[measurement.implementation], seconds)
+        if measurement.error is None or not measurement.error <= tolerance:
+            measurement.reason = "wrong: its result differs from the reference's"
+            measurement.error = measurement.error if measurement.error is not None and math.isfinite(measurement.error) else None
+    if (first := winner(measurements)) is not None:
         _time(first, programs[default.implementation], programs[first.implementation], seconds)
-    return found
+    return measurements
 
 
 def candidates(op: Op, case: Case, inputs: Sequence[Any], more: dict[str, Any]) -> list[str]:
@@ -107,12 +107,13 @@ def candidates(op: Op, case: Case, inputs: Sequence[Any], more: dict[str, Any]) 
     accepted = [name for name in op if op[name].refuses(*arguments) is None]
     default = next(name for name in op.preferred if name in accepted)
     names = [default, *(name for name in accepted if name != default)]
-    return [one for name in names for one in (name, *(f"{name}:{size}" for size in op[name].blocks(*arguments)))]
+    return [candidate for name in names for candidate in (name, *(f"{name}:{size}" for size in op[name].blocks(*arguments)))]
 
 
 def winner(measurements: Sequence[Measurement]) -> Measurement | None:
     """The fastest that is worth a choice; None if the default is as good."""
-    return max((one for one in measurements if one.wins), key=lambda one: one.ratio or 0.0, default=None)
+    winners = (measurement for measurement in measurements if measurement.wins)
+    return max(winners, key=lambda measurement: measurement.ratio or 0.0, default=None)
 
 
 def difference(arrays: Sequence[Any], expected: Sequence[Any]) -> float:
@@ -138,20 +139,20 @@ def _program(op: Op, name: str, case: Case, inputs: Sequence[Any], more: dict[st
     return lambda: jax.block_until_ready(compiled(tuple(inputs), more))
 
 
-def _time(one: Measurement, default: Callable[[], Any], own: Callable[[], Any], seconds: float) -> None:
+def _time(measurement: Measurement, default: Callable[[], Any], candidate: Callable[[], Any], seconds: float) -> None:
     pairs: list[tuple[float, float]] = []
     end = time.perf_counter() + seconds
     while len(pairs) < PAIRS[0] or (time.perf_counter() < end and len(pairs) < PAIRS[1]):
         # Which is first alternates: the first may find caches of the processor filled by the other.
-        order = (default, own) if len(pairs) % 2 == 0 else (own, default)
+        order = (default, candidate) if len(pairs) % 2 == 0 else (candidate, default)
         times = {call: _elapsed(call) for call in order}
-        pairs.append((times[default], times[own]))
-    one.seconds = statistics.median(mine for _, mine in pairs)
-    one.ratio = 1.0 if one.default else statistics.median(theirs / mine for theirs, mine in pairs)
-    one.faster = sum(mine < theirs for theirs, mine in pairs) / len(pairs)
+        pairs.append((times[default], times[candidate]))
+    measurement.seconds = statistics.median(mine for _, mine in pairs)
+    measurement.ratio = 1.0 if measurement.default else statistics.median(theirs / mine for theirs, mine in pairs)
+    measurement.faster = sum(mine < theirs for theirs, mine in pairs) / len(pairs)
 
 
 def _elapsed(call: Callable[[], Any]) -> float:
-    began = time.perf_counter()
+    start = time.perf_counter()
     call()
-    return time.perf_counter() - began
+    return time.perf_counter() - start

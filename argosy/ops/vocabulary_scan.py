@@ -68,8 +68,8 @@ def _forward(x: Array, w: Array, targets: Array, layout: HeadLayout) -> tuple[Lo
     return (nll, lse), (x, w, targets, lse)
 
 
-def _backward(layout: HeadLayout, kept: Any, g: Losses) -> Any:
-    x, w, targets, lse = kept
+def _backward(layout: HeadLayout, residuals: Any, g: Losses) -> Any:
+    x, w, targets, lse = residuals
     three = PartitionSpec(*layout.rows, None)
     specs = (three, layout.weight, *[layout.rows] * 4)
     run = _on_devices(partial(_local_gradients, layout), specs, (three, layout.weight))
@@ -80,12 +80,12 @@ def _backward(layout: HeadLayout, kept: Any, g: Losses) -> Any:
 vocabulary_scan.defvjp(_forward, _backward)
 
 
-def _on_devices(local: Any, given: tuple[PartitionSpec, ...], out: tuple[PartitionSpec, ...]) -> Any:
+def _on_devices(local: Any, in_specs: tuple[PartitionSpec, ...], out: tuple[PartitionSpec, ...]) -> Any:
     """`local` on each device's own part, where there are several."""
     names = frozenset(axis_sizes())
     if max(axis_sizes().values(), default=1) == 1:
         return local
-    return jax.shard_map(local, in_specs=given, out_specs=out, axis_names=names, check_vma=False)
+    return jax.shard_map(local, in_specs=in_specs, out_specs=out, axis_names=names, check_vma=False)
 
 
 class _Blocks(NamedTuple):
@@ -103,12 +103,12 @@ class _Blocks(NamedTuple):
 
     def at(self, i: Array) -> tuple[Array, Int[Array, "C"]]:
         """Block i, gathered, in the order of the head, and the ids of its columns; `NOBODY` for those of another block."""
-        layout, own = self.layout, self.columns()
-        first = jnp.minimum(i * self.size, own - self.size)
+        layout, columns = self.layout, self.columns()
+        first = jnp.minimum(i * self.size, columns - self.size)
         block = jax.lax.dynamic_slice_in_dim(self.w, first, self.size, layout.order.index("V"))
         at = first + jnp.arange(self.size)
         axis = layout.axis("V")
-        ids = jnp.where(at >= i * self.size, at + (0 if axis is None else jax.lax.axis_index(axis) * own), NOBODY)
+        ids = jnp.where(at >= i * self.size, at + (0 if axis is None else jax.lax.axis_index(axis) * columns), NOBODY)
         if (inner := layout.axis("D")) is not None:
             block = jax.lax.all_gather(block, inner, axis=layout.order.index("D"), tiled=True)
         if axis is not None and layout.shares_rows(axis):
@@ -136,10 +136,10 @@ class _Blocks(NamedTuple):
 
 
 def _blocks(layout: HeadLayout, w: Array, rows: int, dtype: Any) -> _Blocks:
-    own = w.shape[layout.order.index("V")]
-    size = -(-own // max(1, -(-rows // layout.chunk)))
-    size = min(own, -(-size // LANES) * LANES)
-    return _Blocks(w.astype(dtype), layout, size, -(-own // size))
+    columns = w.shape[layout.order.index("V")]
+    size = -(-columns // max(1, -(-rows // layout.chunk)))
+    size = min(columns, -(-size // LANES) * LANES)
+    return _Blocks(w.astype(dtype), layout, size, -(-columns // size))
 
 
 def _logits(layout: HeadLayout, x: Array, block: Array, ids: Array) -> tuple[Array, Array | None]:
@@ -152,7 +152,7 @@ def _logits(layout: HeadLayout, x: Array, block: Array, ids: Array) -> tuple[Arr
 
 
 def _local_losses(layout: HeadLayout, x: Array, w: Array, targets: Array) -> Losses:
-    rows, wanted = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
+    rows, flat_targets = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
     head = _blocks(layout, w, len(rows), x.dtype)
 
     def body(carry: tuple[Array, Array, Array], i: Array) -> Any:
@@ -161,7 +161,7 @@ def _local_losses(layout: HeadLayout, x: Array, w: Array, targets: Array) -> Los
         logits, _ = _logits(layout, rows, block, ids)
         higher = jnp.maximum(top, jnp.max(logits, -1))
         total = total * jnp.exp(top - higher) + jnp.sum(jnp.exp(logits - higher[:, None]), -1)
-        return (higher, total, right + jnp.sum(jnp.where(ids == wanted[:, None], logits, 0), -1)), None
+        return (higher, total, right + jnp.sum(jnp.where(ids == flat_targets[:, None], logits, 0), -1)), None
 
     dtype = sums_in(x.dtype)
     # The lowest number instead of -inf, whose difference with itself is no number.
@@ -181,7 +181,7 @@ def _local_gradients(
     layout: HeadLayout, x: Array, w: Array, targets: Array, lse: Array, of_nll: Array, of_lse: Array
 ) -> tuple[Array, Array]:
     """d loss / d logits = (g_nll + g_lse) p - g_nll onehot(target)."""
-    rows, wanted, lse = x.reshape(-1, x.shape[-1]), targets.reshape(-1), lse.reshape(-1, 1)
+    rows, flat_targets, lse = x.reshape(-1, x.shape[-1]), targets.reshape(-1), lse.reshape(-1, 1)
     every, right = (of_nll + of_lse).reshape(-1, 1), of_nll.reshape(-1, 1)
     head = _blocks(layout, w, len(rows), x.dtype)
     v = layout.order.index("V")
@@ -190,7 +190,7 @@ def _local_gradients(
         dx, dw = carry
         block, ids = head.at(i)
         logits, slope = _logits(layout, rows, block, ids)
-        pull = every * jnp.exp(logits - lse) - jnp.where(ids == wanted[:, None], right, 0)
+        pull = every * jnp.exp(logits - lse) - jnp.where(ids == flat_targets[:, None], right, 0)
         pull = (pull if slope is None else pull * slope).astype(x.dtype)
         dx = dx + matmul(pull, block, 1, v, dtype=dx.dtype)
         pair = (pull, rows) if v == 0 else (rows, pull)

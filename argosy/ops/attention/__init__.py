@@ -78,8 +78,8 @@ class See:
 
 def of_segments(q: Int[Array, "B T"], k: Int[Array, "B S"], prefix: Int[Array, "B T"] | None) -> Bool[Array, "B T S"]:
     """Which keys are of the query's segment, or of the one that is its prefix. The prefix 0 is none, also where padding has it."""
-    own = q[:, :, None] == k[:, None, :]
-    return own if prefix is None else own | ((prefix[:, :, None] == k[:, None, :]) & (prefix > 0)[:, :, None])
+    mask = q[:, :, None] == k[:, None, :]
+    return mask if prefix is None else mask | ((prefix[:, :, None] == k[:, None, :]) & (prefix > 0)[:, :, None])
 
 
 def attention(

@@ -79,9 +79,9 @@ def _block_size(T: int, block: int) -> int:
 def _masked(s: Array, block: _Block, segments: Segments, window: int | None, groups: int) -> Array:
     """Scores [B K rows keys], with `UNSEEN` for keys that a row does not see. Rows are (query head of the group, time)."""
     see = jnp.asarray(block.visible(window))[None]
-    own, prefix = segments
-    if own is not None:
-        mine, theirs = own[:, block.start : block.stop], own[:, block.low : block.stop]
+    ids, prefix = segments
+    if ids is not None:
+        mine, theirs = ids[:, block.start : block.stop], ids[:, block.low : block.stop]
         see = see & of_segments(mine, theirs, prefix if prefix is None else prefix[:, block.start : block.stop])
     B, K, rows, keys = s.shape
     apart = s.reshape(B, K, groups, rows // groups, keys)
@@ -117,7 +117,7 @@ def _attend(q: Array, k: Array, v: Array, segments: Segments, scale: float, wind
 def _forward(q: Array, k: Array, v: Array, segments: Segments, scale: float, window: int | None, size: int) -> Any:
     T, N, K = q.shape[1], q.shape[2], k.shape[2]
     kt, vt = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
-    outs, kept = [], []
+    outs, saved = [], []
     for block in query_blocks(T, window, size):
         rows = _rows(q * scale, K, block)
         keys, values = kt[:, :, block.low : block.stop], vt[:, :, block.low : block.stop]
@@ -128,12 +128,12 @@ def _forward(q: Array, k: Array, v: Array, segments: Segments, scale: float, win
         p = p.astype(v.dtype)
         out = (_dot(p, values, (3, 2)) * z).astype(v.dtype)
         outs.append(out)
-        kept.append((rows, p, z, out))
-    return _unrows(outs, N), (kt, vt, kept, segments)
+        saved.append((rows, p, z, out))
+    return _unrows(outs, N), (kt, vt, saved, segments)
 
 
-def _backward(scale: float, window: int | None, size: int, kept: Any, g: Array) -> Any:
-    kt, vt, saved, segments = kept
+def _backward(scale: float, window: int | None, size: int, residuals: Any, g: Array) -> Any:
+    kt, vt, saved, segments = residuals
     T, N = g.shape[1:3]
     K = kt.shape[1]
     dq, dk, dv = [], [], []

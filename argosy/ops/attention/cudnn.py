@@ -61,10 +61,10 @@ def _call(
     if segments is not None or (window is not None and not causal):
         # With a mask the kernel wants an even length. No token has the segment of the padding.
         behind = (0, T % 2)
-        own = jnp.zeros(q.shape[:2], jnp.int32) if segments is None else segments
-        own = jnp.pad(own, ((0, 0), behind, *[(0, 0)] * (own.ndim - 2)), constant_values=-1)
-        own, prefix = (own, None) if own.ndim == 2 else (own[..., 0], own[..., 1])
-        mask = of_segments(own, own, prefix)
+        ids = jnp.zeros(q.shape[:2], jnp.int32) if segments is None else segments
+        ids = jnp.pad(ids, ((0, 0), behind, *[(0, 0)] * (ids.ndim - 2)), constant_values=-1)
+        ids, prefix = (ids, None) if ids.ndim == 2 else (ids[..., 0], ids[..., 1])
+        mask = of_segments(ids, ids, prefix)
         if window is not None:
             at = jnp.arange(T + T % 2)
             mask &= jnp.abs(at[:, None] - at[None, :]) < window
@@ -88,15 +88,15 @@ def _refuses(q: Array, k: Array, v: Array, see: See, score: Score, lse: bool) ->
         return f"a kernel for NVIDIA GPUs; this program is for {platform()}"
     if not any(map(find_spec, PLUGINS)):
         return "needs JAX's plugin for CUDA, which is not installed"
-    if (found := _capability()) is not None and found < LEAST:
-        return f"a kernel for compute capability {LEAST} (Ampere) and later; this GPU has {found}"
+    if (capability := _capability()) is not None and capability < LEAST:
+        return f"a kernel for compute capability {LEAST} (Ampere) and later; this GPU has {capability}"
     return cudnn_refusal(q, k, v, see, score, lse)
 
 
 def _capability() -> float | None:
     """The compute capability of the first device; None if it is no GPU, when programs are compiled for described ones."""
-    found = getattr(jax.devices()[0], "compute_capability", None)
-    return None if found is None else float(found)
+    capability = getattr(jax.devices()[0], "compute_capability", None)
+    return None if capability is None else float(capability)
 
 
 def cudnn_refusal(q: Array, k: Array, v: Array, see: See, score: Score, lse: bool) -> str | None:

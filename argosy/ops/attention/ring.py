@@ -144,8 +144,8 @@ def _forward(rule: RingCall, q: Array, k: Array, v: Array, segments: Array, sink
     return out, (q, k, v, segments, sinks, *out)
 
 
-def _backward(rule: RingCall, kept: Any, g: tuple[Array, Array]) -> Any:
-    q, k, v, segments, sinks, y, lse = kept
+def _backward(rule: RingCall, residuals: Any, g: tuple[Array, Array]) -> Any:
+    q, k, v, segments, sinks, y, lse = residuals
     dy, dlse = g
     # Of softmax: dscore = p (g v' - delta), with delta = sum(g y), less the gradient of the log-sum-exp itself.
     delta = jnp.sum(wide(dy) * wide(y), -1) - dlse
@@ -228,14 +228,14 @@ def _both(rule: RingCall, mine: RingQueries, keys: Keys, of: Any) -> tuple[Array
     def step(carry: Any, i: Array) -> Any:
         keys, y, lse = carry
         keys = _turned(rule.n, keys)
-        return (keys, *_met(rule, mine, keys, i, y, lse, of)), None
+        return (keys, *_merge_step(rule, mine, keys, i, y, lse, of)), None
 
     steps = rule.steps(mine.q.shape[1])
     (_, y, lse), _ = lax.scan(step, (keys, y, lse), jnp.arange(1, steps, dtype=jnp.int32))
     return y, lse
 
 
-def _met(rule: RingCall, mine: RingQueries, keys: Keys, i: Array, y: Array, lse: Array, of: Any) -> tuple[Array, Array]:
+def _merge_step(rule: RingCall, mine: RingQueries, keys: Keys, i: Array, y: Array, lse: Array, of: Any) -> tuple[Array, Array]:
     """The outputs so far merged with those over keys that have made i steps."""
     if not rule.balanced:
         return _merge((y, lse), of(mine, keys))
@@ -244,8 +244,8 @@ def _met(rule: RingCall, mine: RingQueries, keys: Keys, i: Array, y: Array, lse:
     upper = _merge((y[:, high], lse[:, high]), of(mine.cut(high), _cut(keys, low)))
     # Keys from an earlier device are all before the earlier queries too; of a later one, all are before the later queries.
     earlier = lax.axis_index(AXIS) >= i
-    which, pick = (lambda a, b: jax.tree.map(partial(jnp.where, earlier), a, b)), jnp.where
-    more = of(which(mine.cut(low), mine.cut(high)), which(_cut(keys, low), _cut(keys, high)))
+    select, pick = (lambda a, b: jax.tree.map(partial(jnp.where, earlier), a, b)), jnp.where
+    more = of(select(mine.cut(low), mine.cut(high)), select(_cut(keys, low), _cut(keys, high)))
     before = _merge((y[:, low], lse[:, low]), more)
     after = _merge(upper, more)
     lower = tuple(pick(earlier, a, b) for a, b in zip(before, (y[:, low], lse[:, low])))
@@ -276,10 +276,10 @@ def _round_again(rule: RingCall, mine: RingQueries, keys: Keys) -> tuple[Array, 
             return (dq + more[0], (keys, dk + more[1], dv + more[2])), None
         up = _gradients(rule, mine.cut(high), _cut(keys, low))
         earlier = lax.axis_index(AXIS) >= i
-        which = lambda a, b: jax.tree.map(partial(jnp.where, earlier), a, b)  # noqa: E731
-        more = _gradients(rule, which(mine.cut(low), mine.cut(high)), which(_cut(keys, low), _cut(keys, high)))
+        select = lambda a, b: jax.tree.map(partial(jnp.where, earlier), a, b)  # noqa: E731
+        more = _gradients(rule, select(mine.cut(low), mine.cut(high)), select(_cut(keys, low), _cut(keys, high)))
         none = jax.tree.map(jnp.zeros_like, more)
-        first, second = which(more, none), which(none, more)
+        first, second = select(more, none), select(none, more)
         dq = dq + jnp.concatenate([first[0], up[0] + second[0]], 1)
         dk = dk + jnp.concatenate([up[1] + first[1], second[1]], 1)
         dv = dv + jnp.concatenate([up[2] + first[2], second[2]], 1)

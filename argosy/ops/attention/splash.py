@@ -98,13 +98,13 @@ def _call(
         jnp.pad(a, ((0, 0), behind, (0, 0), (0, more))).transpose(0, 2, 1, 3)
         for a, more in zip((scaled, k, v), wider)
     ]
-    own = None
+    ids = None
     if segments is not None or (length > T and not causal):
         # No token has the segment of the padding. Causal queries do not see what is behind them.
-        own = jnp.zeros(q.shape[:2], jnp.int32) if segments is None else segments
-        own = jnp.pad(own, ((0, 0), behind), constant_values=-1)
-        own = kernels.SegmentIds(own, own)
-    out = jax.vmap(kernel, (0, 0, 0, 0, None))(*rows, own, sinks)
+        ids = jnp.zeros(q.shape[:2], jnp.int32) if segments is None else segments
+        ids = jnp.pad(ids, ((0, 0), behind), constant_values=-1)
+        ids = kernels.SegmentIds(ids, ids)
+    out = jax.vmap(kernel, (0, 0, 0, 0, None))(*rows, ids, sinks)
     y = (out[0] if lse else out).transpose(0, 2, 1, 3)[:, :T, :, :U]
     return (y, out[1][0].transpose(0, 2, 1)[:, :T]) if lse else y
 
@@ -155,8 +155,8 @@ def splash_refusal(q: Array, k: Array, v: Array, see: See, score: Score, lse: bo
 def _blocks(q: Array, k: Array, v: Array, see: See, score: Score, lse: bool) -> list[int]:
     """The sides that splash_blocks knows, except the one that it chooses."""
     T, head = q.shape[1], max(-(-a.shape[-1] // HEAD) * HEAD for a in (q, v))
-    own = block_of(T, score.window, see.causal, head, q.dtype.itemsize, device_kind())
-    return [side for side in INSTRUCTIONS[LIKE][0] if side != own and side < 2 * T]
+    default = block_of(T, score.window, see.causal, head, q.dtype.itemsize, device_kind())
+    return [side for side in INSTRUCTIONS[LIKE][0] if side != default and side < 2 * T]
 
 
 SPLASH = Implementation(splash, _refuses, _blocks)

@@ -36,9 +36,9 @@ def split_over_mesh(
     copies = 1 if k.shape[2] % _devices(q) == 0 else _devices(q) // k.shape[2]
     if copies > 1:
         k, v = (jnp.repeat(a, copies, axis=2) for a in (k, v))
-    own = PartitionSpec(rows, None, heads, None)
-    places = (own, own, own, PartitionSpec(rows, None), PartitionSpec(heads))
-    out = (own, PartitionSpec(rows, None, heads)) if lse else own
+    spec = PartitionSpec(rows, None, heads, None)
+    places = (spec, spec, spec, PartitionSpec(rows, None), PartitionSpec(heads))
+    out = (spec, PartitionSpec(rows, None, heads)) if lse else spec
     return jax.shard_map(kernel, in_specs=places, out_specs=out, check_vma=False)(q, k, v, segments, sinks)
 
 

@@ -33,8 +33,8 @@ def _forward(x: Array, w: Array, sizes: Array) -> tuple[Array, tuple[Array, Arra
     return _blocked(x, w, sizes), (x, w, sizes)
 
 
-def _backward(kept: tuple[Array, Array, Array], g: Float[Array, "X M"]) -> tuple[Any, ...]:
-    x, w, sizes = kept
+def _backward(residuals: tuple[Array, Array, Array], g: Float[Array, "X M"]) -> tuple[Any, ...]:
+    x, w, sizes = residuals
     dx = _rows_times(g, w, sizes, (1, 1))
     integers = not jnp.issubdtype(w.dtype, jnp.floating)
     dw = np.zeros(w.shape, jax.dtypes.float0) if integers else _outer(x, g, sizes).astype(w.dtype)
@@ -52,9 +52,9 @@ BLOCKED = Implementation(_blocked, _refuses)
 
 def _rows_times(x: Float[Array, "X K"], w: Real[Array, "E ..."], sizes: Array, axes: tuple[int, int]) -> Array:
     """Each row times the weight of its expert, contracting axis axes[0] of the rows and axes[1] of that weight."""
-    kept = w.shape[2 - axes[1]]
+    width = w.shape[2 - axes[1]]
 
-    def one(expert: Array, start: Array, stop: Array, out: Array) -> Array:
+    def expert_rows(expert: Array, start: Array, stop: Array, out: Array) -> Array:
         weight = dynamic_index_in_dim(w, expert, keepdims=False).astype(x.dtype)
 
         def block(out: Array, low: Array, size: int, mine: Bool[Array, "rows 1"] | None) -> Array:
@@ -65,14 +65,14 @@ def _rows_times(x: Float[Array, "X K"], w: Real[Array, "E ..."], sizes: Array, a
 
         return _in_blocks(block, x.shape[0], start, stop, out)
 
-    return _over_experts(one, sizes, jnp.zeros((x.shape[0], kept), x.dtype))
+    return _over_experts(expert_rows, sizes, jnp.zeros((x.shape[0], width), x.dtype))
 
 
 def _outer(x: Float[Array, "X D"], g: Float[Array, "X M"], sizes: Array) -> Float[Array, "E D M"]:
     """The gradient of the weights, in float32 at least: x' g over the rows of each expert."""
     shape = (x.shape[1], g.shape[1])
 
-    def one(expert: Array, start: Array, stop: Array, out: Array) -> Array:
+    def expert_gradient(expert: Array, start: Array, stop: Array, out: Array) -> Array:
         def block(total: Array, low: Array, size: int, mine: Bool[Array, "rows 1"] | None) -> Array:
             of_x, of_g = _slice(x, low, size), _slice(g, low, size)
             # Masks both: rows that no expert owns may contain anything, and 0 * NaN is NaN.
@@ -83,17 +83,17 @@ def _outer(x: Float[Array, "X D"], g: Float[Array, "X M"], sizes: Array) -> Floa
         total = _in_blocks(block, x.shape[0], start, stop, jnp.zeros(shape, sums_in(x.dtype)))
         return updated_index(out, total, expert, 0)
 
-    return _over_experts(one, sizes, jnp.zeros((sizes.shape[0], *shape), sums_in(x.dtype)))
+    return _over_experts(expert_gradient, sizes, jnp.zeros((sizes.shape[0], *shape), sums_in(x.dtype)))
 
 
-def _over_experts(one: Callable[[Array, Array, Array, Array], Array], sizes: Array, out: Array) -> Array:
-    """`one(expert, start, stop, out)` for each expert that has rows."""
+def _over_experts(compute: Callable[[Array, Array, Array, Array], Array], sizes: Array, out: Array) -> Array:
+    """`compute(expert, start, stop, out)` for each expert that has rows."""
     stops = jnp.cumsum(sizes)
     busy = jnp.argsort(sizes == 0, stable=True)
 
     def step(i: Array, out: Array) -> Array:
         expert = busy[i]
-        return one(expert, stops[expert] - sizes[expert], stops[expert], out)
+        return compute(expert, stops[expert] - sizes[expert], stops[expert], out)
 
     return fori_loop(0, jnp.sum(sizes > 0), step, out)
 

@@ -33,8 +33,8 @@ def _forward(x: Array, w: Array, sizes: Array) -> tuple[Array, tuple[Array, Arra
     return _rows_times(x, w, sizes, transposed=False), (x, w, sizes)
 
 
-def _backward(kept: tuple[Array, Array, Array], g: Float[Array, "X M"]) -> tuple[Any, ...]:
-    x, w, sizes = kept
+def _backward(residuals: tuple[Array, Array, Array], g: Float[Array, "X M"]) -> tuple[Any, ...]:
+    x, w, sizes = residuals
     return _rows_times(g, w, sizes, transposed=True), _outer(x, g, sizes), np.zeros(sizes.shape, jax.dtypes.float0)
 
 

@@ -42,8 +42,8 @@ def packed_blocks(
     code = _code_of(limits)
 
     def codes(columns: slice) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        found = read(columns)
-        return found.q.view(np.uint8) + np.uint8(code.zero), found.scale, found.minimum
+        integers = read(columns)
+        return integers.q.view(np.uint8) + np.uint8(code.zero), integers.scale, integers.minimum
 
     return _packed(codes, code, shape, inner, first, like)
 
@@ -70,9 +70,9 @@ def packed_quantized(w: Quantized, inner: int, first: bool) -> Panels | None:
         w: in the memory of one CPU device.
         inner, first: as in `Panels`.
     """
-    if (found := _codes_of(w)) is None:
+    if (coded := _codes_of(w)) is None:
         return None
-    codes, code = found
+    codes, code = coded
     scale = np.asarray(w.scales)
     minimum = None if w.minimum is None else np.asarray(w.minimum, np.float32)
     summed = slice(None, inner) if first else slice(len(w.shape) - inner, None)
@@ -106,20 +106,20 @@ def packed_experts(w: Quantized, inner: int, first: bool) -> Panels | None:
         w, inner, first: as in `packed_quantized`; axes are those of one expert.
     """
     names = [name for name in ("values", "scale", "minimum", "outer") if getattr(w, name) is not None]
-    arrays, found = {name: np.asarray(getattr(w, name)) for name in names}, list[Panels]()
+    arrays, experts = {name: np.asarray(getattr(w, name)) for name in names}, list[Panels]()
     for e in range(w.shape[0]):
-        own: Any = {name: jnp.asarray(a[e if len(a) > 1 else 0]) for name, a in arrays.items()}
-        if (one := packed_quantized(replace(w, **own, x_scale=None, activations=None), inner, first)) is None:
+        fields: Any = {name: jnp.asarray(a[e if len(a) > 1 else 0]) for name, a in arrays.items()}
+        if (packed := packed_quantized(replace(w, **fields, x_scale=None, activations=None), inner, first)) is None:
             return None
-        found.append(one)
+        experts.append(packed)
     place = w.values.sharding if isinstance(w.values, jax.Array) and w.values.committed else None
 
     def whole(name: str) -> Any:
-        parts = [np.asarray(a) for one in found if (a := getattr(one, name)) is not None]
+        parts = [np.asarray(a) for expert in experts if (a := getattr(expert, name)) is not None]
         return jax.device_put(np.concatenate(parts), place) if parts else None
 
     panels = {name: whole(name) for name in ("values", "scale", "minimum")}
-    return replace(found[0], **panels, shape=w.values.shape, unpacked=w.shape, experts=w.shape[0])
+    return replace(experts[0], **panels, shape=w.values.shape, unpacked=w.shape, experts=w.shape[0])
 
 
 def _codes_of(w: Quantized) -> tuple[np.ndarray, CodeFormat] | None:

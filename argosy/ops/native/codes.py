@@ -73,8 +73,8 @@ def panel_layout(codes: np.ndarray, blocks: int, bits: int) -> np.ndarray:
         half = PANEL // 2
         fields = [parts[:, :, c : c + half, j : j + 4] for j in range(0, deep, 4) for c in (0, half)]
         parts = fields[0].copy()
-        for i, one in enumerate(fields[1:], 1):
-            parts |= one << (bits * i)
+        for i, field in enumerate(fields[1:], 1):
+            parts |= field << (bits * i)
     return np.ascontiguousarray(parts).reshape(panels, -1, group_bytes(bits))
 
 

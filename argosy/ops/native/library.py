@@ -112,25 +112,25 @@ def built() -> Path:
 
 def _headers() -> Path:
     """XLA's, which come with jaxlib; found without importing it."""
-    found = importlib.util.find_spec("jaxlib")
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec("jaxlib")
+    if spec is None or spec.origin is None:
         raise Unavailable("jaxlib is not installed")
-    return Path(found.origin).parent / "include"
+    return Path(spec.origin).parent / "include"
 
 
 def _compiler() -> str | None:
     names = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
-    return next((found for name in names if (found := shutil.which(name))), None)
+    return next((path for name in names if (path := shutil.which(name))), None)
 
 
 @lru_cache(maxsize=4)
 def _key(compiler: str) -> str:
     try:
-        said = subprocess.run([compiler, "--version"], capture_output=True, timeout=TIMEOUT_S, check=False).stdout
+        compiler_version = subprocess.run([compiler, "--version"], capture_output=True, timeout=TIMEOUT_S, check=False).stdout
     except (OSError, subprocess.SubprocessError) as e:
         raise Unavailable(f"{compiler} does not run: {e}") from None
     files = [path.read_bytes() for path in (*SOURCES, *HEADERS)]
-    parts = [*files, said, " ".join([*COMPILED, *LINKED]).encode(), version("jaxlib").encode(), _processor().encode()]
+    parts = [*files, compiler_version, " ".join([*COMPILED, *LINKED]).encode(), version("jaxlib").encode(), _processor().encode()]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:24]
 
 
@@ -138,8 +138,8 @@ def _processor() -> str:
     """What `-march=native` depends on."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().split("\n\n")[0].splitlines() if info.exists() else []
-    kept = [line for line in lines if line.split("\t")[0].strip() in ("model name", "flags", "Features", "CPU part")]
-    return "\n".join([platform.machine(), platform.processor(), *kept])
+    facts = [line for line in lines if line.split("\t")[0].strip() in ("model name", "flags", "Features", "CPU part")]
+    return "\n".join([platform.machine(), platform.processor(), *facts])
 
 
 def _build(compiler: str, target: Path) -> None:
@@ -147,8 +147,8 @@ def _build(compiler: str, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="building-", dir=target.parent) as folder, ThreadPoolExecutor(len(SOURCES)) as threads:
         objects = [str(Path(folder, source.stem).with_suffix(".o")) for source in SOURCES]
-        made = [[*COMPILED, "-isystem", str(_headers()), "-c", str(source), "-o", to] for source, to in zip(SOURCES, objects)]
-        list(threads.map(lambda words: _call(compiler, words), made))
+        commands = [[*COMPILED, "-isystem", str(_headers()), "-c", str(source), "-o", to] for source, to in zip(SOURCES, objects)]
+        list(threads.map(lambda words: _call(compiler, words), commands))
         unfinished = Path(folder, target.name)
         _call(compiler, [*LINKED, *objects, "-o", str(unfinished)])
         unfinished.chmod(0o700)
@@ -170,6 +170,6 @@ def _check_owner(target: Path) -> None:
     """A library is code: it is loaded only if nobody else can have written it."""
     if not hasattr(os, "getuid"):
         return
-    found = target.stat()
-    if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    status = target.stat()
+    if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise Unavailable(f"{target} belongs to another user, or others may write it")

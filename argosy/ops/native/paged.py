@@ -33,9 +33,9 @@ def attend(
     sinks = jnp.zeros(0, jnp.float32) if score.sinks is None else score.sinks.astype(jnp.float32)
     shapes = [(*q.shape[:3], values.shape[-1]), q.shape[:3]]
     call = jax.ffi.ffi_call("argosy_paged_attention", [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes])
-    given = (q.astype(jnp.float32), keys, values, *(a.astype(jnp.int32) for a in (table, lengths, at)), sinks)
-    how = {"scale": np.float32(score.scale), "cap": np.float32(score.cap or 0), "window": np.int64(score.window or 0)}
-    y, total = call(*given, **how)
+    operands = (q.astype(jnp.float32), keys, values, *(a.astype(jnp.int32) for a in (table, lengths, at)), sinks)
+    attributes = {"scale": np.float32(score.scale), "cap": np.float32(score.cap or 0), "window": np.int64(score.window or 0)}
+    y, total = call(*operands, **attributes)
     return (y.astype(q.dtype), total) if lse else y.astype(q.dtype)
 
 

@@ -79,8 +79,8 @@ class Panels:
     @property
     def kept(self) -> tuple[int, ...]:
         """The sizes of the axes that a product keeps; of experts those of one."""
-        own = self.sizes[1:] if self.experts else self.sizes
-        return own[self.inner :] if self.first else own[: len(own) - self.inner]
+        sizes = self.sizes[1:] if self.experts else self.sizes
+        return sizes[self.inner :] if self.first else sizes[: len(sizes) - self.inner]
 
     @property
     def summed(self) -> int:
@@ -202,8 +202,8 @@ def integer_product(
     Raises:
         Unsupported: a gradient is asked for.
     """
-    given = jnp.zeros(0, jnp.float32) if scale is None else scale.astype(jnp.float32).reshape(1)
-    return _integer_product(x, w, given, _rows(sizes), bits, scales)
+    static_scale = jnp.zeros(0, jnp.float32) if scale is None else scale.astype(jnp.float32).reshape(1)
+    return _integer_product(x, w, static_scale, _rows(sizes), bits, scales)
 
 
 def multiplies_integers(w: Panels, scales: int) -> bool:
@@ -225,16 +225,16 @@ def _product(x: Array, w: Panels, sizes: Array) -> Array:
     if w.scale is None:
         return jax.ffi.ffi_call("argosy_product", out)(x, w.values)
     code, levels = w.code, jnp.asarray(np.asarray(w.code.levels, np.float32))
-    how = {"bits": np.int64(code.bits), "zero": np.int64(code.zero), "numbers": np.int64(NUMBERS.index(code.numbers))}
-    return jax.ffi.ffi_call("argosy_blocks_product", out)(x, w.values, w.scale, _minimum(w), levels, sizes, **how)
+    attributes = {"bits": np.int64(code.bits), "zero": np.int64(code.zero), "numbers": np.int64(NUMBERS.index(code.numbers))}
+    return jax.ffi.ffi_call("argosy_blocks_product", out)(x, w.values, w.scale, _minimum(w), levels, sizes, **attributes)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def _integer_product(x: Array, w: Panels, scale: Array, sizes: Array, bits: int, scales: int) -> Array:
     out = jax.ShapeDtypeStruct((x.shape[0], math.prod(w.kept)), jnp.float32)
-    how = {"bits": w.code.bits, "zero": w.code.zero, "scales": scales, "x_bits": bits}
+    attributes = {"bits": w.code.bits, "zero": w.code.zero, "scales": scales, "x_bits": bits}
     call = jax.ffi.ffi_call("argosy_integer_product", out)
-    return call(x, scale, w.values, w.scale, _minimum(w), sizes, **{name: np.int64(value) for name, value in how.items()})
+    return call(x, scale, w.values, w.scale, _minimum(w), sizes, **{name: np.int64(value) for name, value in attributes.items()})
 
 
 def _minimum(w: Panels) -> Array:

@@ -37,11 +37,11 @@ def blocked(
         return paged.paged_reference(q, pools, table, lengths, at, score, lse=lse)
     plain = replace(score, sinks=None)
 
-    def met(entries: dict[str, Array], see: See) -> tuple[Array, Array]:
+    def attend(entries: dict[str, Array], see: See) -> tuple[Array, Array]:
         keys, values = paged.keys_and_values(entries[name].astype(q.dtype) for name in sorted(entries))
         return attention(q, keys, values, see, plain, lse=True)
 
-    y, total = over_blocks(met, {str(i): pool for i, pool in enumerate(pools)}, table, lengths, at, score)
+    y, total = over_blocks(attend, {str(i): pool for i, pool in enumerate(pools)}, table, lengths, at, score)
     return (y.astype(q.dtype), total) if lse else y.astype(q.dtype)
 
 
@@ -51,7 +51,7 @@ def fits_one_block(table: Int[Array, "B P"], page: int) -> bool:
 
 
 def over_blocks(
-    met: Callable[[dict[str, Array], See], tuple[Array, Array]],
+    attend: Callable[[dict[str, Array], See], tuple[Array, Array]],
     pools: Mapping[str, Float[Array, "pages page *rest"] | Narrow],
     table: Int[Array, "B P"],
     lengths: Int[Array, "B"],
@@ -61,7 +61,7 @@ def over_blocks(
     """Attention over the pages of each row, one block at a time: (y, log-sum-exp).
 
     Args:
-        met: attention over one block, called with {name of a pool: [B S ...]} and a `See`; returns (y, lse). It must ignore
+        attend: attention over one block, called with {name of a pool: [B S ...]} and a `See`; returns (y, lse). It must ignore
             `score.sinks`, which are added once, after the loop.
         lengths, at: as in `paged_attention`.
     """
@@ -72,11 +72,11 @@ def over_blocks(
 
     def block(i: Array | int) -> tuple[Array, Array]:
         mine = jax.lax.dynamic_slice_in_dim(table, i * each, each, 1)
-        left = lengths - i * size
-        k_at = paged.token_positions(mine, left, pages, page)
+        remaining = lengths - i * size
+        k_at = paged.token_positions(mine, remaining, pages, page)
         k_at = jnp.where(k_at < NOWHERE, k_at + i * size, NOWHERE)
-        y, own = met({name: paged.gather_pages(pool, mine, left) for name, pool in pools.items()}, See(at, k_at))
-        return wide(y), own
+        y, lse = attend({name: paged.gather_pages(pool, mine, remaining) for name, pool in pools.items()}, See(at, k_at))
+        return wide(y), lse
 
     shapes = jax.eval_shape(lambda: block(0))
     nothing = jnp.zeros(shapes[0].shape, shapes[0].dtype), jnp.full(shapes[1].shape, UNSEEN, shapes[1].dtype)

@@ -72,9 +72,9 @@ def _call(
     order = jnp.argsort(new == 0, stable=True)
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(new[order], dtype=jnp.int32)])
     # The place of each query among the flat ones; past their end for padding.
-    own = jnp.zeros(B, jnp.int32).at[order].set(starts[:-1])
+    row_starts = jnp.zeros(B, jnp.int32).at[order].set(starts[:-1])
     t = jnp.arange(T, dtype=jnp.int32)
-    places = jnp.where(t < new[:, None], own[:, None] + t, B * T).reshape(-1)
+    places = jnp.where(t < new[:, None], row_starts[:, None] + t, B * T).reshape(-1)
     flat = jnp.zeros((B * T, N, H), pool.dtype).at[places].set(q.reshape(B * T, N, H).astype(pool.dtype), mode="drop")
     y = kernel(
         flat,
@@ -95,8 +95,8 @@ def _blocks(pool: Array, tokens: int, pages: int) -> dict[str, int]:
     gets buffers of `BUFFERS`."""
     if jax.default_backend() == "tpu":
         return {}
-    one = pool[0].size * pool.dtype.itemsize
-    return {"num_kv_pages_per_block": max(1, min(pages, BUFFERS // (2 * one))), "num_queries_per_block": min(tokens, 32)}
+    page_bytes = pool[0].size * pool.dtype.itemsize
+    return {"num_kv_pages_per_block": max(1, min(pages, BUFFERS // (2 * page_bytes))), "num_queries_per_block": min(tokens, 32)}
 
 
 def ragged_refusal(heads: int, size: int, dtype: Any) -> str | None:

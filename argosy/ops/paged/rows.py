@@ -38,25 +38,25 @@ def by_rows(
     def some(rows: tuple[Array, ...]) -> tuple[Array, Array]:
         q, table, lengths, at = rows
 
-        def met(entries: dict[str, Array], see: See) -> tuple[Array, Array]:
+        def attend(entries: dict[str, Array], see: See) -> tuple[Array, Array]:
             keys, values = paged.keys_and_values(entries[name].astype(q.dtype) for name in sorted(entries))
             return as_one_product(q, keys, values, see, score)
 
-        named = {str(i): pool for i, pool in enumerate(pools)}
+        named_pools = {str(i): pool for i, pool in enumerate(pools)}
         if not fits_one_block(table, pools[0].shape[1]):
-            return over_blocks(met, named, table, lengths, at, score)
+            return over_blocks(attend, named_pools, table, lengths, at, score)
         see = See(at, paged.token_positions(table, lengths, *pools[0].shape[:2]))
-        y, total = met({name: paged.gather_pages(pool, table, lengths) for name, pool in named.items()}, see)
+        y, total = attend({name: paged.gather_pages(pool, table, lengths) for name, pool in named_pools.items()}, see)
         return with_sinks(wide(y), total, score)
 
-    B, given, each = len(q), (q, table, lengths, at), rows_together(pools, table)
+    B, operands, each = len(q), (q, table, lengths, at), rows_together(pools, table)
     if each >= B:
-        y, total = some(given)
+        y, total = some(operands)
     else:
         # A row beyond the last one has no token and a page of nobody.
         rest = -B % each
         fill = (0, -1, 0, 0)
-        padded = [jnp.pad(a, [(0, rest)] + [(0, 0)] * (a.ndim - 1), constant_values=n) for a, n in zip(given, fill)]
+        padded = [jnp.pad(a, [(0, rest)] + [(0, 0)] * (a.ndim - 1), constant_values=n) for a, n in zip(operands, fill)]
         groups = tuple(a.reshape(-1, each, *a.shape[1:]) for a in padded)
         y, total = (a.reshape(-1, *a.shape[2:])[:B] for a in jax.lax.map(some, groups))
     return (y.astype(q.dtype), total) if lse else y.astype(q.dtype)
@@ -65,8 +65,8 @@ def by_rows(
 def rows_together(pools: paged.Pools, table: Int[Array, "B P"]) -> int:
     """Rows whose keys and values of one block fit into TOGETHER bytes, as a power of two."""
     tokens = min(max(BLOCK, pools[0].shape[1]), table.shape[1] * pools[0].shape[1])
-    one = 4 * tokens * sum(math.prod(pool.shape[2:]) for pool in pools)
-    return 1 << max(TOGETHER // max(one, 1), 1).bit_length() - 1
+    row_bytes = 4 * tokens * sum(math.prod(pool.shape[2:]) for pool in pools)
+    return 1 << max(TOGETHER // max(row_bytes, 1), 1).bit_length() - 1
 
 
 def as_one_product(
@@ -75,8 +75,8 @@ def as_one_product(
     """Attention of one query a row, without sinks: (y, log-sum-exp)."""
     B, _, N, H = q.shape
     S, K, U = v.shape[1:]
-    own = jnp.eye(K, dtype=bool)[None, :, None, :, None]
-    spread = jnp.where(own, q.reshape(B, K, N // K, 1, H), jnp.zeros((), q.dtype)).reshape(B, N, K * H)
+    head_mask = jnp.eye(K, dtype=bool)[None, :, None, :, None]
+    spread = jnp.where(head_mask, q.reshape(B, K, N // K, 1, H), jnp.zeros((), q.dtype)).reshape(B, N, K * H)
     s = jnp.einsum("BND,BSD->BNS", spread, k.reshape(B, S, K * H), preferred_element_type=sums_in(q.dtype)) * score.scale
     if score.cap is not None:
         s = score.cap * jnp.tanh(s / score.cap)

@@ -47,9 +47,9 @@ def triton(
     if on_several_devices():
         # XLA cannot split a kernel; each device computes its own heads.
         heads, whole = PartitionSpec(None, None, *_split(pools[0]), None), PartitionSpec()
-        given = (heads, (heads, heads), whole, whole, whole)
+        in_specs = (heads, (heads, heads), whole, whole, whole)
         out = (heads, PartitionSpec(None, None, *_split(pools[0])))
-        call = jax.shard_map(call, in_specs=given, out_specs=out, check_vma=False)
+        call = jax.shard_map(call, in_specs=in_specs, out_specs=out, check_vma=False)
     y, total = call(q, pools, table, lengths, at)
     y, total = with_sinks(y, total, score)
     return (y.astype(q.dtype), total) if lse else y.astype(q.dtype)
@@ -131,22 +131,22 @@ def _kernel(
         i = lowest + i
         ids = table_ref[pl.ds(i * each - begin // page, each)]
         token = i * size + jnp.arange(size, dtype=jnp.int32)
-        there = jnp.broadcast_to(((ids >= 0) & (ids < pages))[:, None], (each, page)).reshape(size) & (token < length)
+        valid = jnp.broadcast_to(((ids >= 0) & (ids < pages))[:, None], (each, page)).reshape(size) & (token < length)
         ids = jnp.clip(ids, 0, pages - 1)
-        k = jnp.where(there[:, None], k_ref[ids].reshape(size, H), jnp.zeros((), k_ref.dtype))
-        v = jnp.where(there[:, None], v_ref[ids].reshape(size, U), jnp.zeros((), v_ref.dtype))
+        k = jnp.where(valid[:, None], k_ref[ids].reshape(size, H), jnp.zeros((), k_ref.dtype))
+        v = jnp.where(valid[:, None], v_ref[ids].reshape(size, U), jnp.zeros((), v_ref.dtype))
         s = plt.dot(q, k.T, precision=jax.lax.Precision.HIGHEST) * score.scale
         if score.cap is not None:
             s = score.cap * jnp.tanh(s / score.cap)
         ahead = at[:, None] - token[None, :]
-        seen = there[None, :] & (ahead >= 0)
+        seen = valid[None, :] & (ahead >= 0)
         if score.window is not None:
             seen &= ahead < score.window
         s = jnp.where(seen, s, UNSEEN)
         now = jnp.maximum(most, jnp.max(s, 1))
         shrink, p = jnp.exp(most - now), jnp.where(seen, jnp.exp(s - now[:, None]), 0.0)
-        own = plt.dot(p.astype(v.dtype), v, precision=jax.lax.Precision.HIGHEST)
-        return y * shrink[:, None] + own, now, weight * shrink + jnp.sum(p, 1)
+        product = plt.dot(p.astype(v.dtype), v, precision=jax.lax.Precision.HIGHEST)
+        return y * shrink[:, None] + product, now, weight * shrink + jnp.sum(p, 1)
 
     nothing = jnp.zeros((R, U), jnp.float32), jnp.full(R, UNSEEN, jnp.float32), jnp.zeros(R, jnp.float32)
     y, most, weight = jax.lax.fori_loop(0, jnp.maximum(highest - lowest, 0), block, nothing)

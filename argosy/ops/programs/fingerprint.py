@@ -65,23 +65,23 @@ def _words(value: Any) -> Iterator[str]:
         # By its name: a program of a bundle is named where flax is not imported.
         yield _of_graph(value)
     elif dataclasses.is_dataclass(value):
-        yield _named(type(value))
+        yield _import_path(type(value))
         yield from _words([(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)])
     elif type(value).__name__ == "NodeRef":
         yield f"node {value.index}"
     elif callable(value) and hasattr(value, "__qualname__"):
-        yield _named(value)
+        yield _import_path(value)
     else:
         raise NoFingerprint(f"{type(value).__module__}.{type(value).__qualname__}")
 
 
-def _named(value: Any) -> str:
+def _import_path(value: Any) -> str:
     """The name of a class or function that can be imported."""
     module, name = value.__module__, value.__qualname__
-    found: Any = sys.modules.get(module or "")
+    imported: Any = sys.modules.get(module or "")
     for part in name.split("."):
-        found = getattr(found, part, None)
-    if found is not value or module.partition(".")[0] not in TRUSTED:
+        imported = getattr(imported, part, None)
+    if imported is not value or module.partition(".")[0] not in TRUSTED:
         raise NoFingerprint(f"{module}.{name}")
     return f"{module}.{name}"
 
@@ -89,7 +89,7 @@ def _named(value: Any) -> str:
 def _function(value: types.FunctionType) -> Iterator[str]:
     module = value.__module__ or ""
     if "<" not in value.__qualname__:
-        yield _named(value)
+        yield _import_path(value)
         return
     if module.partition(".")[0] not in TRUSTED:
         raise NoFingerprint(f"{module}.{value.__qualname__}")
@@ -100,21 +100,21 @@ def _function(value: types.FunctionType) -> Iterator[str]:
 
 
 def _sequence(value: Any) -> Iterator[str]:
-    yield f"{_named(type(value))} {len(value)}"
-    for one in value:
-        yield from _words(one)
+    yield f"{_import_path(type(value))} {len(value)}"
+    for element in value:
+        yield from _words(element)
 
 
 def _mapping(value: Any) -> Iterator[str]:
-    yield f"{_named(type(value))} {len(value)}"
-    for key, one in value.items():
+    yield f"{_import_path(type(value))} {len(value)}"
+    for key, element in value.items():
         yield from _words(key)
-        yield from _words(one)
+        yield from _words(element)
 
 
 def _set(value: Any) -> Iterator[str]:
     yield f"{type(value).__name__} {len(value)}"
-    yield from sorted(fingerprint(one) for one in value)
+    yield from sorted(fingerprint(element) for element in value)
 
 
 def _array(value: Any) -> Iterator[str]:
@@ -132,7 +132,7 @@ def _tree(value: Any) -> Iterator[str]:
 
 
 def _pydantic(value: pydantic.BaseModel) -> Iterator[str]:
-    yield _named(type(value))
+    yield _import_path(type(value))
     yield from _words([(name, getattr(value, name)) for name in type(value).model_fields])
 
 
@@ -159,12 +159,12 @@ def _partial(value: Any) -> Iterator[str]:
 
 # The first kind that fits.
 _WRITERS: list[tuple[Any, Callable[[Any], Iterator[str]]]] = [
-    (enum.Enum, lambda value: iter([f"{_named(type(value))}.{value.name}"])),
+    (enum.Enum, lambda value: iter([f"{_import_path(type(value))}.{value.name}"])),
     (PLAIN_TYPES, lambda value: iter([f"{type(value).__name__} {value!r}"])),
     (np.dtype, lambda value: iter([f"dtype {value}"])),
     (np.generic, lambda value: iter([f"{value.dtype} {value.item()!r}"])),
     (np.ndarray, _array),
-    (type, lambda value: iter([_named(value)])),
+    (type, lambda value: iter([_import_path(value)])),
     (jax.ShapeDtypeStruct, lambda value: _words((value.shape, value.dtype, value.sharding, value.weak_type))),
     (jax.sharding.Sharding, _sharding),
     (jax.tree_util.PyTreeDef, _tree),
@@ -179,7 +179,7 @@ _WRITERS: list[tuple[Any, Callable[[Any], Iterator[str]]]] = [
 
 @functools.cache
 def _writer(kind: type) -> Callable[[Any], Iterator[str]] | None:
-    return next((write for known, write in _WRITERS if issubclass(kind, known)), None)
+    return next((write for base, write in _WRITERS if issubclass(kind, base)), None)
 
 
 @functools.cache
@@ -212,8 +212,8 @@ def environment_fingerprint(sources: bool = True) -> str:
 def options_fingerprint() -> str:
     """The fingerprint of the current tracing options: jax's options, named implementations, and whether our kernels are available."""
     # An attribute is the value in this thread; some options have none.
-    found = {name: getattr(jax.config, name, value) for name, value in sorted(jax.config.values.items())}
-    options = {name: str(value) for name, value in found.items() if not name.startswith(PLAIN_OPTIONS)}
+    settings = {name: getattr(jax.config, name, value) for name, value in sorted(jax.config.values.items())}
+    options = {name: str(value) for name, value in settings.items() if not name.startswith(PLAIN_OPTIONS)}
     return fingerprint(options, requested_implementations(), library.unavailable() == "")
 
 
@@ -233,8 +233,8 @@ def _processor() -> list[str]:
     """The facts that the machine code of a CPU depends on: its model, its features, and the cores that work is divided among."""
     try:
         lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
-        found = [line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part", "isa"))]
+        facts = [line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part", "isa"))]
     except OSError:
-        found = [platform.processor()]
+        facts = [platform.processor()]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return [platform.machine(), *found, f"{cores} cores"]
+    return [platform.machine(), *facts, f"{cores} cores"]

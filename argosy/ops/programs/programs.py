@@ -112,11 +112,11 @@ class Programs:
         return self._called(program, at, *arguments)
 
     def _called(self, program: Program, at: Hashable, *arguments: Any) -> Any:
-        found = self._ready.get((program, at))
-        if found is None:
+        executable = self._ready.get((program, at))
+        if executable is None:
             return program(*arguments)
         try:
-            return found(*program.dynamic(arguments))
+            return executable(*program.dynamic(arguments))
         except (TypeError, ValueError):
             # Raised before anything runs: other types, shapes or devices than it was compiled for.
             self._ready.pop((program, at), None)
@@ -185,14 +185,14 @@ class _Ahead:
         else:
             lowered = program.lower(*arguments)
             future, outputs = self.pool.submit(self._compiled, lowered, key), lowered.out_info
-        found, tree = jax.tree.flatten(outputs)
+        leaves, tree = jax.tree.flatten(outputs)
         homes = {a.sharding for a in jax.tree.leaves(arguments) if getattr(a, "sharding", None) is not None}
         if any(isinstance(home, jax.sharding.NamedSharding) for home in homes):
             # XLA decides how results are laid out over several devices.
             places = jax.tree.leaves(future.result().output_shardings)
         else:
-            places = [next(iter(homes), None)] * len(found)
-        shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place) for a, place in zip(found, places, strict=True)]
+            places = [next(iter(homes), None)] * len(leaves)
+        shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place) for a, place in zip(leaves, places, strict=True)]
         outputs = jax.tree.unflatten(tree, shapes)
         self._waiting[program, at], self.outputs[program, at] = future, outputs
         return outputs
@@ -203,9 +203,9 @@ class _Ahead:
 
     def finished(self, say: Say | None) -> dict[tuple[Program, Hashable], Any]:
         """Every program, once all are ready."""
-        while left := len(wait(self._waiting.values(), timeout=1).not_done):
+        while pending := len(wait(self._waiting.values(), timeout=1).not_done):
             if say is not None:
-                say(f"preparing {left} of {len(self._waiting)} programs")
+                say(f"preparing {pending} of {len(self._waiting)} programs")
         return {name: future.result() for name, future in self._waiting.items()}
 
     def _loaded(self, stored: StoredProgram, key: str, program: Program, arguments: tuple[Any, ...]) -> Any:
@@ -223,17 +223,17 @@ class _Ahead:
             if not self.compiled:
                 self.anew.enter_context(without_compilation_cache())
             self.compiled += 1
-        made = lowered.compile(compiler_options=ANEW)
-        self.store.write(key, made)
-        return made
+        executable = lowered.compile(compiler_options=ANEW)
+        self.store.write(key, executable)
+        return executable
 
 
 def abstract_arrays(tree: Any) -> Any:
     """Arrays as descriptions: shape, type, and the devices of those that are bound to some."""
-    return jax.tree.map(_described, tree)
+    return jax.tree.map(_describe, tree)
 
 
-def _described(a: Any) -> jax.ShapeDtypeStruct:
+def _describe(a: Any) -> jax.ShapeDtypeStruct:
     if isinstance(a, jax.Array):
         return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding if a.committed else None, weak_type=a.weak_type)
     return a if isinstance(a, jax.ShapeDtypeStruct) else jax.ShapeDtypeStruct(np.shape(a), np.asarray(a).dtype)

@@ -78,10 +78,10 @@ class ProgramStore:
             content = path.read_bytes()
         except OSError:
             return None
-        found = _unpacked(path.name, content)
+        program = _unpacked(path.name, content)
         with contextlib.suppress(OSError):
-            path.unlink() if found is None else os.utime(path)
-        return found
+            path.unlink() if program is None else os.utime(path)
+        return program
 
     def write(self, key: str, program: Any) -> bool:
         """Keeps a program that was compiled inside `without_compilation_cache`; returns whether it could be kept. Programs that call
@@ -106,19 +106,19 @@ class ProgramStore:
 
     def tidy(self, most: int = MOST_BYTES) -> None:
         """Removes the entries that were used longest ago, until the rest takes at most so many bytes."""
-        found = []
+        entries = []
         with contextlib.suppress(OSError):
             for path in self.folder.iterdir():
                 with contextlib.suppress(OSError):
                     about = path.stat()
-                    found.append((about.st_mtime, about.st_size, path))
-        left = sum(size for _, size, _ in found)
-        for _, size, path in sorted(found):
-            if left <= most:
+                    entries.append((about.st_mtime, about.st_size, path))
+        remaining = sum(size for _, size, _ in entries)
+        for _, size, path in sorted(entries):
+            if remaining <= most:
                 return
             with contextlib.suppress(OSError):
                 path.unlink()
-            left -= size
+            remaining -= size
 
 
 def array_signature(tree: Any) -> tuple[Any, ...]:
