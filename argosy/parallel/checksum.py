@@ -31,18 +31,18 @@ def by_device(places: Sequence[NamedSharding], mesh: Mesh) -> Callable[[Sequence
         return jnp.stack([checksum(a) for a in arrays])[None]
 
     rows = PartitionSpec(tuple(mesh.axis_names))
-    found = jax.shard_map(local, mesh=mesh, in_specs=tuple(place.spec for place in places), out_specs=rows, check_vma=False)
-    compiled = jax.jit(found, out_shardings=everywhere)
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=tuple(place.spec for place in places), out_specs=rows, check_vma=False)
+    compiled = jax.jit(mapped, out_shardings=everywhere)
     return lambda arrays: compiled(*arrays)
 
 
 def copies(place: Any, shape: tuple[int, ...], mesh: Mesh) -> list[list[int]]:
     """The devices, by their number in the mesh, that hold the same part of an array; each part that more than one device holds."""
-    held: dict[Any, list[int]] = {}
+    holders: dict[Any, list[int]] = {}
     parts = place.devices_indices_map(shape)
     for number, device in enumerate(mesh.devices.flat):
-        held.setdefault(tuple((one.start, one.stop) for one in parts[device]), []).append(number)
-    return [numbers for numbers in held.values() if len(numbers) > 1]
+        holders.setdefault(tuple((axis_slice.start, axis_slice.stop) for axis_slice in parts[device]), []).append(number)
+    return [numbers for numbers in holders.values() if len(numbers) > 1]
 
 
 def odd_ones(sums: np.ndarray, groups: Sequence[Sequence[int]]) -> list[int]:
@@ -57,5 +57,5 @@ def odd_ones(sums: np.ndarray, groups: Sequence[Sequence[int]]) -> list[int]:
         if len(values) == 1:
             continue
         most = values[counts == counts.max()]
-        odd += [one for one in group if len(most) > 1 or sums[one] != most[0]]
+        odd += [device for device in group if len(most) > 1 or sums[device] != most[0]]
     return odd

@@ -48,10 +48,10 @@ class GatherOnce:
         return any(axis in _rows(mesh) and mesh.shape[axis] > 1 for mesh, axis in axes)
 
     def place(self, address: str) -> NamedSharding:
-        own = self.places[address]
-        mesh: Any = own.mesh
-        kept = (tuple(axis for axis in _axes(entry) if axis not in _rows(mesh)) for entry in own.spec)
-        return NamedSharding(mesh, PartitionSpec(*(axes or None for axes in kept)))
+        sharding = self.places[address]
+        mesh: Any = sharding.mesh
+        entries = (tuple(axis for axis in _axes(entry) if axis not in _rows(mesh)) for entry in sharding.spec)
+        return NamedSharding(mesh, PartitionSpec(*(axes or None for axes in entries)))
 
 
 def _rows(mesh: Any) -> set[str]:

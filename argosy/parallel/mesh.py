@@ -40,8 +40,8 @@ def _check(sizes: dict[str, int]) -> None:
     BadInput: two sizes are -1, or one is 0.
     """
     if list(sizes.values()).count(-1) > 1 or 0 in sizes.values():
-        shown = ", ".join(f"{name} = {size}" for name, size in sizes.items() if size in (-1, 0))
-        raise BadInput(f"{shown}: at most one axis of a mesh may be -1, and none 0", hint="-1 takes all remaining devices")
+        listing = ", ".join(f"{name} = {size}" for name, size in sizes.items() if size in (-1, 0))
+        raise BadInput(f"{listing}: at most one axis of a mesh may be -1, and none 0", hint="-1 takes all remaining devices")
 
 
 class BetweenSettings(Settings):
@@ -152,7 +152,7 @@ class MeshSettings(Settings):
 
     @field_validator("rules")
     @classmethod
-    def _known(cls, rules: list[str]) -> list[str]:
+    def _check_rules(cls, rules: list[str]) -> list[str]:
         try:
             edited(DEFAULT, rules, ORDER)
         except BadInput as error:
@@ -223,15 +223,15 @@ def device_groups(devices: Sequence[Any], between: BetweenSettings) -> tuple[lis
         BadInput: they are of different sizes.
     """
     slices, processes = ({getattr(d, name, 0) or 0 for d in devices} for name in ("slice_index", "process_index"))
-    asked = any(getattr(between, name) not in (None, 1) for name in ORDER)
+    is_set = any(getattr(between, name) not in (None, 1) for name in ORDER)
     several = len(slices) > 1
-    if not asked and not (several and devices[0].platform == "tpu"):
+    if not is_set and not (several and devices[0].platform == "tpu"):
         return [list(devices)], False
     name = "slice_index" if several else "process_index"
     groups = [[d for d in devices if (getattr(d, name, 0) or 0) == key] for key in sorted(slices if several else processes)]
     if len({len(group) for group in groups}) > 1:
-        what = f"{'slices' if several else 'processes'} have different numbers of devices: {', '.join(str(len(g)) for g in groups)}"
-        raise BadInput(what, hint="leave mesh.between out" if not several else "give each slice as many devices")
+        problem = f"{'slices' if several else 'processes'} have different numbers of devices: {', '.join(str(len(g)) for g in groups)}"
+        raise BadInput(problem, hint="leave mesh.between out" if not several else "give each slice as many devices")
     return groups, several
 
 
@@ -269,13 +269,13 @@ def _filled(sizes: dict[str, int], count: int, name: str, counted: str) -> dict[
         sizes[open_axes[0]] = count // fixed
     if math.prod(sizes.values()) != count:
         if open_axes:
-            what = f"{name} {_shown(sizes)}: {fixed} does not divide {counted}, so nothing is left for {open_axes[0]}"
+            problem = f"{name} {_format_sizes(sizes)}: {fixed} does not divide {counted}, so nothing is left for {open_axes[0]}"
             trial = f"XLA_FLAGS=--xla_force_host_platform_device_count={fixed}"
             hint = f"sizes whose product divides {count}; to try it on a CPU, {trial} makes {fixed} devices"
-            raise BadInput(what, hint=hint)
-        raise BadInput(f"{name} {_shown(sizes)} does not make {counted}", hint="set one of its axes to -1")
+            raise BadInput(problem, hint=hint)
+        raise BadInput(f"{name} {_format_sizes(sizes)} does not make {counted}", hint="set one of its axes to -1")
     return sizes
 
 
-def _shown(sizes: dict[str, int]) -> str:
+def _format_sizes(sizes: dict[str, int]) -> str:
     return " x ".join(f"{name} {size}" for name, size in sizes.items() if name not in SPECIAL or size != 1)

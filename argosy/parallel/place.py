@@ -65,12 +65,12 @@ def rows_here(mesh: Mesh, rows: int, rules: Rules = DEFAULT) -> tuple[int, int]:
     Raises:
         Unsupported: processes read some of the same rows, and others not; or the rows are not as many for each.
     """
-    found = process_rows(mesh, rules)
-    shares = found.shares
-    if not found.divide or rows % found.total:
-        what = "the processes do not each read one share of the rows of a batch"
-        raise Unsupported(what, hint="of mesh.data, mesh.fsdp and mesh.expert, let the first above 1 be a multiple of the processes")
-    return shares.index(found.of[jax.process_index()]), len(shares)
+    positions = process_rows(mesh, rules)
+    shares = positions.shares
+    if not positions.divide or rows % positions.total:
+        problem = "the processes do not each read one share of the rows of a batch"
+        raise Unsupported(problem, hint="of mesh.data, mesh.fsdp and mesh.expert, let the first above 1 be a multiple of the processes")
+    return shares.index(positions.of[jax.process_index()]), len(shares)
 
 
 def on_devices(array: Any, place: Any) -> Any:
@@ -88,15 +88,15 @@ def place_batch(batch: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Ar
     sharding = batch_sharding(mesh)
     if sharding.is_fully_addressable:
         return {name: jax.make_array_from_process_local_data(sharding, rows) for name, rows in batch.items()}
-    found = process_rows(mesh)
-    own = found.of[jax.process_index()]
+    positions = process_rows(mesh)
+    local_positions = positions.of[jax.process_index()]
 
     def placed(rows: np.ndarray) -> jax.Array:
-        each = len(rows) // len(own)
-        shape = (each * found.total, *rows.shape[1:])
+        each = len(rows) // len(local_positions)
+        shape = (each * positions.total, *rows.shape[1:])
 
         def part(index: Any) -> np.ndarray:
-            at = own.index((index[0].start or 0) // each)
+            at = local_positions.index((index[0].start or 0) // each)
             return rows[at * each : (at + 1) * each]
 
         return jax.make_array_from_callback(shape, sharding, part)

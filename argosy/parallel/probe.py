@@ -42,12 +42,12 @@ class Probe:
         self._pool = ThreadPoolExecutor(len(self.devices), "probe") if len(self.devices) > 1 else None
         self._products = 1
         self()
-        once = max(self())
-        self._products = processes.broadcast("probe", lambda: max(1, round(LEAST_S / once)))
-        began = time.perf_counter()
+        product_s = max(self())
+        self._products = processes.broadcast("probe", lambda: max(1, round(LEAST_S / product_s)))
+        start = time.perf_counter()
         self()
         # All of it, as the steps wait for it.
-        self.took_s = time.perf_counter() - began
+        self.took_s = time.perf_counter() - start
 
     def __call__(self) -> list[float]:
         """Seconds of each device, all at once. Nothing else should be under way on them."""
@@ -60,12 +60,12 @@ class Probe:
             self._pool.shutdown()
 
     def _timed(self, matrix: Any) -> float:
-        found = []
+        times = []
         for _ in range(TIMES):
-            began = time.perf_counter()
+            start = time.perf_counter()
             jax.block_until_ready(self._program(matrix, self._products))
-            found.append(time.perf_counter() - began)
-        return min(found)
+            times.append(time.perf_counter() - start)
+        return min(times)
 
 
 def _products(matrix: Any, count: Any) -> Any:

@@ -71,12 +71,12 @@ def broadcast(name: str, make: Callable[[], T]) -> T:
         return make()
     key = _next(name)
     if not leads():
-        found = json.loads(_wait_for(key))
+        message = json.loads(_wait_for(key))
         _set(f"argosy/{name}/{READ}/{rank()}", str(_calls[name]))
-        if "failed" in found:
+        if "failed" in message:
             _ends()
-            raise FailedElsewhere(found["what"], found["failed"])
-        return found["value"]
+            raise FailedElsewhere(message["what"], message["failed"])
+        return message["value"]
     _drop_read(name)
     try:
         value = make()
@@ -104,13 +104,13 @@ def run_together(name: str, work: Callable[[], T]) -> T:
     _drop(name)
     _set(f"{key}/{rank()}", json.dumps(mine))
     for other in range(process_count()):
-        found = json.loads(_wait_for(f"{key}/{other}")) if other != rank() else mine
-        if not found:
+        status = json.loads(_wait_for(f"{key}/{other}")) if other != rank() else mine
+        if not status:
             continue
         _ends()
         if other == rank() and error is not None:
             raise error
-        raise FailedElsewhere(f"{found['what']} (in process {other})", found["failed"])
+        raise FailedElsewhere(f"{status['what']} (in process {other})", status["failed"])
     return done  # pyright: ignore[reportReturnType]
 
 
@@ -118,9 +118,9 @@ def one_by_one(name: str, work: Callable[[], T]) -> T:
     """Like `run_together`, but the leader finishes before the others begin, so that they find its results in a cache."""
     if process_count() == 1:
         return work()
-    made: list[T] = []
-    broadcast(name, lambda: made.append(work()))
-    return run_together(name, lambda: made[0] if leads() else work())
+    results: list[T] = []
+    broadcast(name, lambda: results.append(work()))
+    return run_together(name, lambda: results[0] if leads() else work())
 
 
 def all_gather(name: str, value: Any) -> list[Any]:
@@ -140,7 +140,7 @@ def check_same_facts(facts: dict[str, str], hints: dict[str, str]) -> None:
         BadInput: they do not; in the process of the lowest rank that differs from rank 0. FailedElsewhere: in all others.
     """
     every = all_gather("alike", facts)
-    differ = [(other, name) for other, its in enumerate(every) for name in facts if its.get(name) != every[0].get(name)]
+    differ = [(other, name) for other, their_facts in enumerate(every) for name in facts if their_facts.get(name) != every[0].get(name)]
     if not differ:
         return
     other, name = differ[0]
@@ -204,9 +204,9 @@ class Stopping:
 
     def _watch(self) -> None:
         while not self._over.wait(LOOK_S):
-            if (found := _look_for(f"{self._key}/asked")) is None:
+            if (exit_code := _look_for(f"{self._key}/asked")) is None:
                 continue
-            self.follow(int(found))
+            self.follow(int(exit_code))
             with self._lock:
                 # The next call counts as this one, whether its step is under way or not.
                 _set(f"{self._key}/at/{rank()}", str(self.calls + 1))
@@ -228,15 +228,15 @@ class Board:
     def all(self) -> dict[int, Any]:
         """The messages by rank, of those processes that have set one."""
         try:
-            found = _client().key_value_dir_get(f"{self._key}/")
+            entries = _client().key_value_dir_get(f"{self._key}/")
         except jax.errors.JaxRuntimeError:
             return {}
-        return {int(key.rpartition("/")[2]): json.loads(value) for key, value in found}
+        return {int(key.rpartition("/")[2]): json.loads(value) for key, value in entries}
 
     def leaders(self) -> Any:
         """The leader's message; None if it has not set one yet."""
-        found = _look_for(f"{self._key}/0")
-        return None if found is None else json.loads(found)
+        message = _look_for(f"{self._key}/0")
+        return None if message is None else json.loads(message)
 
 
 # ---------------------------------------------------------------- the coordination service
@@ -272,16 +272,16 @@ def _drop(name: str) -> None:
 def _drop_read(name: str) -> None:
     """Removes what the leader said in earlier calls that all others have read. They answer none of these calls, so each says how far it
     is, under one key that it overwrites."""
-    found = {key.rpartition("/")[2]: int(value) for key, value in _client().key_value_dir_get(f"argosy/{name}/{READ}/")}
-    done = min(found.values()) if len(found) == process_count() - 1 else 0
+    calls_read = {key.rpartition("/")[2]: int(value) for key, value in _client().key_value_dir_get(f"argosy/{name}/{READ}/")}
+    done = min(calls_read.values()) if len(calls_read) == process_count() - 1 else 0
     for call in range(_dropped[name] + 1, done + 1):
         _client().key_value_delete(f"argosy/{name}/{call}")
         _dropped[name] = call
 
 
 def _failure(error: BaseException) -> dict[str, Any]:
-    what = error.what if isinstance(error, ArgosyError) else f"{type(error).__name__}: {error}"
-    return {"failed": error.exit_code if isinstance(error, ArgosyError) else 1, "what": what.splitlines()[0] if what else ""}
+    problem = error.what if isinstance(error, ArgosyError) else f"{type(error).__name__}: {error}"
+    return {"failed": error.exit_code if isinstance(error, ArgosyError) else 1, "what": problem.splitlines()[0] if problem else ""}
 
 
 def _set(key: str, value: str) -> None:

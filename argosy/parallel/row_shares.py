@@ -31,7 +31,7 @@ class RowPositions(NamedTuple):
     def divide(self) -> bool:
         """Whether they cut the batch into equal shares."""
         shares = self.shares
-        return len({len(own) for own in shares}) == 1 and sum(len(own) for own in shares) == self.total
+        return len({len(positions) for positions in shares}) == 1 and sum(len(positions) for positions in shares) == self.total
 
 
 def row_positions(grid: Any, names: Sequence[str], rows: Sequence[str]) -> RowPositions:
@@ -51,5 +51,5 @@ def row_positions(grid: Any, names: Sequence[str], rows: Sequence[str]) -> RowPo
     for number, devices in enumerate(np.transpose(grid, split + others).reshape(count, -1)):
         for device in devices:
             read.setdefault(device.process_index, set()).add(number)
-    return RowPositions({process: tuple(sorted(own)) for process, own in read.items()}, count)
+    return RowPositions({process: tuple(sorted(positions)) for process, positions in read.items()}, count)
 

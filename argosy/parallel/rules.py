@@ -48,16 +48,16 @@ class Rules:
         from jax.sharding import PartitionSpec
 
         out: list[tuple[str, ...] | None] = []
-        taken: set[str] = set()
+        used: set[str] = set()
         for letter, size in zip(letters.split(), shape, strict=True):
-            kept, product = [], 1
+            axes, product = [], 1
             for axis in self.activations.get(LEGEND.get(letter, letter), ()):
                 n = sizes.get(axis, 1)
-                if n > 1 and axis not in taken and isinstance(size, int) and size % (product * n) == 0:
-                    kept.append(axis)
+                if n > 1 and axis not in used and isinstance(size, int) and size % (product * n) == 0:
+                    axes.append(axis)
                     product *= n
-            taken.update(kept)
-            out.append(tuple(kept) or None)
+            used.update(axes)
+            out.append(tuple(axes) or None)
         return PartitionSpec(*out)
 
 
@@ -110,22 +110,22 @@ def edited(rules: Rules, custom: Sequence[str], mesh_axes: Sequence[str]) -> Rul
         BadInput: a rule is malformed, or names an axis that does not exist or whose sharding is fixed.
     """
     pairs: list[tuple[str, str]] = []
-    known = sorted({*LEGEND.values(), *(logical for logical, _ in DEFAULT.weights)} - set(FIXED))
+    logical_axes = sorted({*LEGEND.values(), *(logical for logical, _ in DEFAULT.weights)} - set(FIXED))
     for text in custom:
         logical, _, physical = (part.strip() for part in text.partition(":"))
         if logical in FIXED:
             axis = dict(rules.weights)[logical]
             raise BadInput(f"`{text}`: mesh.{axis} alone splits `{logical}`", hint=f"leave it out; mesh.{axis}=N splits them")
-        if logical not in known:
-            near = get_close_matches(logical, known, n=1)
-            hint = f"did you mean `{near[0]}`?" if near else f"axes of weights: {', '.join(known)}"
+        if logical not in logical_axes:
+            near = get_close_matches(logical, logical_axes, n=1)
+            hint = f"did you mean `{near[0]}`?" if near else f"axes of weights: {', '.join(logical_axes)}"
             raise BadInput(f"`{text}`: no axis of weights is called `{logical}`", hint=hint)
         if physical not in (*mesh_axes, "none"):
             raise BadInput(f"`{text}`: the mesh has no axis `{physical}`", hint=f"{', '.join(mesh_axes)}, or none")
         pairs.append((logical, physical))
-    named = {logical for logical, _ in pairs}
-    kept = tuple((logical, physical) for logical, physical in rules.weights if logical not in named)
-    return replace(rules, weights=(*((a, b) for a, b in pairs if b != "none"), *kept))
+    custom_axes = {logical for logical, _ in pairs}
+    builtin = tuple((logical, physical) for logical, physical in rules.weights if logical not in custom_axes)
+    return replace(rules, weights=(*((a, b) for a, b in pairs if b != "none"), *builtin))
 
 
 def shardings(

@@ -131,9 +131,9 @@ def default_device() -> Any:
 def _device() -> Any:
     """The device that programs are compiled for, or the name of its platform; None for jax's default backend."""
     mesh = jax.sharding.get_abstract_mesh()
-    described = None if mesh.empty else getattr(mesh, "abstract_device", None)
-    if described is not None and described.platform:
-        return described
+    device = None if mesh.empty else getattr(mesh, "abstract_device", None)
+    if device is not None and device.platform:
+        return device
     return jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
 
 

@@ -75,9 +75,9 @@ class Target:
         """
         if name == THIS:
             return cls.here()
-        found = hardware(name)
-        chip = found.chip
-        return cls(found.name, chip.platform, chip.kind, found.devices, found.hosts, chip.memory_bytes, hardware=found)
+        spec = hardware(name)
+        chip = spec.chip
+        return cls(spec.name, chip.platform, chip.kind, spec.devices, spec.hosts, chip.memory_bytes, hardware=spec)
 
     @property
     def is_here(self) -> bool:
@@ -135,15 +135,15 @@ class Target:
         for key, value in quiet.items():
             os.environ.setdefault(key, value)
         chip, shape = self.hardware.chip, self.hardware.shape
-        how: dict[str, Any] = {}
+        options: dict[str, Any] = {}
         if chip.axes == 3 and all(self.hardware.wraps):
             # Without these, XLA sees no torus, and gathers become sums of padded arrays.
-            how = {"wrap": self.hardware.wraps, "chips_per_host_bounds": (2, 2, 1)}
+            options = {"wrap": self.hardware.wraps, "chips_per_host_bounds": (2, 2, 1)}
         elif self.hardware.hosts == 1 and self.hardware.chips != chip.host_chips:
-            how = {"chips_per_host_bounds": (*shape, 1)[:3] if chip.axes == 2 else shape}
+            options = {"chips_per_host_bounds": (*shape, 1)[:3] if chip.axes == 2 else shape}
         name = f"{chip.topology}:{'x'.join(map(str, shape))}"
         try:
-            devices = topologies.get_topology_desc(platform="tpu", topology_name=name, **how).devices
+            devices = topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices
         except Exception as error:
             reason = (str(error).splitlines() or ["no reason given"])[0][:200]
             raise Unsupported(f"the compiler describes no {self.name} ({name}): {reason}", hint="compile=false") from None
@@ -160,8 +160,8 @@ def backend() -> str:
     try:
         return jax.default_backend()
     except RuntimeError as error:
-        asked = f"JAX_PLATFORMS={os.environ['JAX_PLATFORMS']}" if os.environ.get("JAX_PLATFORMS") else None
+        setting = f"JAX_PLATFORMS={os.environ['JAX_PLATFORMS']}" if os.environ.get("JAX_PLATFORMS") else None
         reason = (str(error).splitlines() or ["no reason given"])[0][:200]
         raise BadInput(
-            f"jax has no such device: {reason}", where=asked, hint="`argosy doctor` lists the devices there are"
+            f"jax has no such device: {reason}", where=setting, hint="`argosy doctor` lists the devices there are"
         ) from None

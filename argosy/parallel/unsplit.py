@@ -29,15 +29,15 @@ def unsplit_weights(mesh: Mesh, weights: Mapping[str, Any]) -> str:
     # A quantized weight is several arrays.
     arrays = [(address, array) for address, weight in weights.items() for array in jax.tree.leaves(weight)]
     arrays = [(address, array) for address, array in arrays if isinstance(array.sharding, NamedSharding)]
-    kept = {address: array for address, array in arrays if all(axis is None for axis in array.sharding.spec)}
-    taken = sum(map(_bytes, kept.values()))
-    share = taken / max(sum(_bytes(array) for _, array in arrays), 1)
+    replicated = {address: array for address, array in arrays if all(axis is None for axis in array.sharding.spec)}
+    size_bytes = sum(map(_bytes, replicated.values()))
+    share = size_bytes / max(sum(_bytes(array) for _, array in arrays), 1)
     if share <= TOLERANCE:
         return ""
-    largest = sorted(kept, key=lambda address: _bytes(kept[address]), reverse=True)[:NAMED]
-    named = ", ".join(f"{address} {list(kept[address].shape)}" for address in largest)
-    more = f" and {plural(len(kept) - NAMED, 'other')}" if len(kept) > NAMED else ""
-    return f"{sized(taken)} of weights ({share:.0%}) on every device, as no rule splits them: {named}{more}"
+    largest = sorted(replicated, key=lambda address: _bytes(replicated[address]), reverse=True)[:NAMED]
+    listing = ", ".join(f"{address} {list(replicated[address].shape)}" for address in largest)
+    more = f" and {plural(len(replicated) - NAMED, 'other')}" if len(replicated) > NAMED else ""
+    return f"{sized(size_bytes)} of weights ({share:.0%}) on every device, as no rule splits them: {listing}{more}"
 
 
 def _bytes(array: Any) -> int:
