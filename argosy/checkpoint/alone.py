@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 
-def _made(_name: str, make: Callable[[], Any]) -> Any:
+def _call(_name: str, make: Callable[[], Any]) -> Any:
     return make()
 
 
@@ -13,7 +13,7 @@ ALONE = SimpleNamespace(
     process_count=lambda: 1,
     rank=lambda: 0,
     leads=lambda: True,
-    broadcast=_made,
-    run_together=_made,
+    broadcast=_call,
+    run_together=_call,
     all_gather=lambda _name, value: [value],
 )

@@ -60,17 +60,17 @@ def files_of(stored: OpenedModel) -> list[Path]:
     return [stored.path / manifest.NAME] if stored.kind == "argosy" else sorted(stored.path.glob("*.safetensors"))
 
 
-def check_exists(described: Mapping[str, Any], role: ModelRole) -> None:
+def check_exists(description: Mapping[str, Any], role: ModelRole) -> None:
     """Checks that a described model still exists at its path.
 
     Raises:
         BadInput: it does not.
     """
-    if is_missing(path := described["path"]):
+    if is_missing(path := description["path"]):
         raise BadInput(f"{role.model} is not at {path}", hint=role.missing)
 
 
-def check_same_weights(stored: OpenedModel, described: Mapping[str, Any], role: ModelRole, thorough: bool) -> None:
+def check_same_weights(stored: OpenedModel, description: Mapping[str, Any], role: ModelRole, thorough: bool) -> None:
     """Checks that a model's weight files match their description.
 
     Args:
@@ -79,12 +79,12 @@ def check_same_weights(stored: OpenedModel, described: Mapping[str, Any], role: 
     Raises:
         BadInput: they differ.
     """
-    path = described["path"]
+    path = description["path"]
     files = {file.name: file for file in files_of(stored)}
-    if files.keys() != described["files"].keys():
-        what = f"{path} has {', '.join(sorted(files))}, and {role.model} {', '.join(sorted(described['files']))}"
-        raise BadInput(what, hint=role.mismatch)
-    for name, expected in described["files"].items():
+    if files.keys() != description["files"].keys():
+        problem = f"{path} has {', '.join(sorted(files))}, and {role.model} {', '.join(sorted(description['files']))}"
+        raise BadInput(problem, hint=role.mismatch)
+    for name, expected in description["files"].items():
         about = files[name].stat()
         if not thorough and (about.st_size, about.st_mtime_ns) == (expected["bytes"], expected["mtime_ns"]):
             continue

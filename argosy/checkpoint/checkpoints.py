@@ -133,12 +133,13 @@ class Checkpoints(Tier):
 
     def _fault(self, step: int) -> ArgosyError | None:
         """What is wrong with a step, the same in all processes; None where nothing is."""
-        own = self._own_fault(step)
-        faults = self._group.all_gather("faults", None if own is None else [type(own).__name__, own.what, own.where, own.hint])
+        local_fault = self._own_fault(step)
+        facts = None if local_fault is None else [type(local_fault).__name__, local_fault.what, local_fault.where, local_fault.hint]
+        faults = self._group.all_gather("faults", facts)
         if (first := next((fault for fault in faults if fault is not None), None)) is None:
             return None
-        kind, what, where, hint = first
-        return FAULTS.get(kind, ArgosyError)(what, where=where, hint=hint)
+        kind, problem, where, hint = first
+        return FAULTS.get(kind, ArgosyError)(problem, where=where, hint=hint)
 
     def _own_fault(self, step: int) -> ArgosyError | None:
         """What is wrong with this process's part of the files of a step."""
@@ -164,8 +165,8 @@ class Checkpoints(Tier):
         """
         return self.medium.local(step, is_description) if self._group.process_count() > 1 else self.medium.local(step)
 
-    def prepare(self, step: int, wanted: Mapping[str, Mapping[str, Any]]) -> None:
-        """Fetches the shards that the devices of this process need. wanted: {item: {name: sharding}}.
+    def prepare(self, step: int, shardings: Mapping[str, Mapping[str, Any]]) -> None:
+        """Fetches the shards that the devices of this process need. shardings: {item: {name: sharding}}.
 
         Raises:
             Damaged: one has changed since it was verified.
@@ -173,7 +174,7 @@ class Checkpoints(Tier):
             FailedElsewhere: one of these, in another process.
         """
         if self._group.process_count() > 1:
-            needed = shards.needed_files(self.path(step), wanted, self.medium.files(step))
+            needed = shards.needed_files(self.path(step), shardings, self.medium.files(step))
             self._group.run_together("shards fetched", lambda: self.medium.local(step, needed.__contains__))
 
     def meta(self, step: int) -> dict[str, Any]:
@@ -217,14 +218,14 @@ class Checkpoints(Tier):
     def write(self, step: int, items: shards.Items, copies: HostCopies, meta: str) -> None:
         group = self._group
         try:
-            described, own = shards.description_files(items, meta), shards.shard_files(items)
+            descriptions, shard_files = shards.description_files(items, meta), shards.shard_files(items)
             group.broadcast("checkpoint begins", lambda: self._begin(step))
-            written = group.run_together("checkpoint shards", lambda: self.medium.put(step, own, self._pace))
-            every = group.all_gather("checkpoint hashes", written)
+            hashes = group.run_together("checkpoint shards", lambda: self.medium.put(step, shard_files, self._pace))
+            every = group.all_gather("checkpoint hashes", hashes)
 
             def commit() -> None:
-                files = {name: its for own in every for name, its in own.items()}
-                files |= self.medium.put(step, described, self._pace)
+                files = {name: info for rank_files in every for name, info in rank_files.items()}
+                files |= self.medium.put(step, descriptions, self._pace)
                 self.medium.commit(step, dict(sorted(files.items())))
                 self.retire_or_say(step)
 

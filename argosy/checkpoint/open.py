@@ -60,9 +60,9 @@ def open_model(path: str | Path, warn: Callable[[str], None] = lambda _: None) -
         return _open_newest(path, Checkpoints(path / CHECKPOINTS, warn=warn), warn)
     if (path / "model_index.json").is_file():
         inner = next((name for name in ("transformer", "unet") if (path / name).is_dir()), "vae")
-        what = f"{path} is a pipeline of diffusers, with a model in each of its folders"
+        problem = f"{path} is a pipeline of diffusers, with a model in each of its folders"
         whole = "argosy.load, argosy generate and `argosy convert A --check B` take the whole"
-        raise BadInput(what, hint=f"one of them, such as {path / inner}; {whole}")
+        raise BadInput(problem, hint=f"one of them, such as {path / inner}; {whole}")
     if path.is_file():
         raise BadInput(
             f"{path} is a file, but neither .gguf nor .safetensors",
@@ -86,8 +86,8 @@ def model_layer(path: str | Path) -> dict[str, Any]:
     config = open_model(path).config
     # A head that it does not have is left to whoever trains one.
     heads = () if config.scored else ("scores", "labels", "problem_type")
-    own = {key: value for key, value in dump(config).items() if key not in heads}
-    return {"family": Choice(FAMILIES, tag="family").name_of(config)} | own
+    values = {key: value for key, value in dump(config).items() if key not in heads}
+    return {"family": Choice(FAMILIES, tag="family").name_of(config)} | values
 
 
 def open_base(base: Mapping[str, Any], warn: Callable[[str], None] = lambda _: None, *, thorough: bool = False) -> OpenedModel:
@@ -103,7 +103,7 @@ def open_base(base: Mapping[str, Any], warn: Callable[[str], None] = lambda _: N
     return open_same(base, warn, thorough=thorough, role=UNDER_ADAPTERS)
 
 
-def open_same(described: Mapping[str, Any], warn: Callable[[str], None], *, thorough: bool, role: ModelRole) -> OpenedModel:
+def open_same(description: Mapping[str, Any], warn: Callable[[str], None], *, thorough: bool, role: ModelRole) -> OpenedModel:
     """The model that `base.describe_base` described.
 
     Args:
@@ -112,9 +112,9 @@ def open_same(described: Mapping[str, Any], warn: Callable[[str], None], *, thor
     Raises:
         BadInput: it is not there, or its weights are others.
     """
-    check_exists(described, role)
-    stored = open_model(described["path"], warn)
-    check_same_weights(stored, described, role, thorough)
+    check_exists(description, role)
+    stored = open_model(description["path"], warn)
+    check_same_weights(stored, description, role, thorough)
     return stored
 
 
@@ -163,8 +163,8 @@ def _open_step(folder: Path, warn: Callable[[str], None] = lambda _: None) -> Op
     except KeyError as missing:
         raise Damaged(f"{META} has no {missing}", where=str(folder)) from None
     # A converted model has them in its folder, and a run's step in the run directory.
-    beside = [folder, folder.parent.parent / TOKENIZER]
-    companions = next((folder for folder in beside if matching(folder, COMPANIONS)), None)
+    folders = [folder, folder.parent.parent / TOKENIZER]
+    companions = next((folder for folder in folders if matching(folder, COMPANIONS)), None)
     if "base" in meta:
         adapted = open_adapted(folder, config, meta, open_base(meta["base"], warn))
         return OpenedModel(folder, "argosy", config, adapted.weights, companions, meta.get("hub", {}), adapted)

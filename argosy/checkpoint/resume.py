@@ -16,10 +16,10 @@ Difference = tuple[str, Any, Any]
 def differences(stored: Mapping[str, Any], settings: Settings) -> list[Difference]:
     """The settings that differ from a checkpoint's and must not. A setting that did not exist when the checkpoint was written
     counts as its default."""
-    was, now = flatten(stored), flatten(settings)
+    old, now = flatten(stored), flatten(settings)
     out = []
-    for key in dict.fromkeys([*now, *was]):
-        before = was[key] if key in was else default_of(settings, key)
+    for key in dict.fromkeys([*now, *old]):
+        before = old[key] if key in old else default_of(settings, key)
         after = now.get(key)
         if before != after and not may_change(settings, key):
             out.append((key, before, after))

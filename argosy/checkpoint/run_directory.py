@@ -128,7 +128,7 @@ class RunDirectory:
     def _belongs(self, step: int, meta: Mapping[str, Any]) -> bool:
         """Whether a step was made after the rollbacks that went back to before it."""
         made_after = meta.get("rollbacks", [])
-        return all(one in made_after for one in self.rollbacks() if one["restored"] < step)
+        return all(rollback in made_after for rollback in self.rollbacks() if rollback["restored"] < step)
 
     @property
     def id(self) -> str:
@@ -147,8 +147,8 @@ class RunDirectory:
     def steps(self) -> list[int]:
         """Committed steps, oldest first."""
         inside = self.store.list(CHECKPOINTS)
-        found = [n for n in inside if n.isdecimal() and self.store.exists(f"{CHECKPOINTS}/{n}/{manifest.NAME}")]
-        return sorted(map(int, found))
+        names = [n for n in inside if n.isdecimal() and self.store.exists(f"{CHECKPOINTS}/{n}/{manifest.NAME}")]
+        return sorted(map(int, names))
 
     def add_evaluation(self, document: Mapping[str, Any]) -> None:
         """Adds the results of an evaluation."""
@@ -159,13 +159,13 @@ class RunDirectory:
         """The results of all evaluations, oldest first; lines that a kill has torn are left out."""
         if not self.store.exists(EVALUATIONS):
             return []
-        found = []
+        evaluations = []
         for line in self.store.read_text(EVALUATIONS).splitlines():
             try:
-                found.append(dict(json.loads(line)))
+                evaluations.append(dict(json.loads(line)))
             except (ValueError, TypeError):
                 continue
-        return found
+        return evaluations
 
     def reference_weights(self) -> str | None:
         """The sha256 of the weights that the run compares with; None if it is not known yet."""
@@ -178,8 +178,8 @@ class RunDirectory:
         """The stored description of the frozen model beside the trained one; None if there is none yet. name: of the file."""
         return json.loads(self.store.read_text(name)) if self.store.exists(name) else None
 
-    def write_teacher(self, described: Mapping[str, Any], name: str = TEACHER) -> None:
-        self.store.write_text(name, json.dumps(described) + "\n")
+    def write_teacher(self, description: Mapping[str, Any], name: str = TEACHER) -> None:
+        self.store.write_text(name, json.dumps(description) + "\n")
 
     def rollbacks(self) -> list[dict[str, Any]]:
         """The rollbacks of the run, oldest first."""
@@ -198,10 +198,10 @@ class RunDirectory:
         with self.store.open(name) as file:
             data = file.read()
         try:
-            found = np.load(io.BytesIO(data))
+            logps = np.load(io.BytesIO(data))
         except (ValueError, EOFError):
             return None  # a kill tore it
-        return found if found.shape == (documents,) else None
+        return logps if logps.shape == (documents,) else None
 
     def write_reference(self, split: str, table: "np.ndarray") -> None:
         import numpy as np
@@ -267,7 +267,7 @@ class RunDirectory:
         changed = differences(stored, settings)
         if not changed:
             return
-        listed = "; ".join(f"{key}: {_shown(was)} there, {_shown(now)} now" for key, was, now in changed)
+        listed = "; ".join(f"{key}: {_format(before)} there, {_format(now)} now" for key, before, now in changed)
         raise BadInput(f"{self} holds a run with other settings", where=listed, hint=_way_out(self, changed, settings))
 
     def stored(self) -> tuple[dict[str, Any], dict[str, str]]:
@@ -279,8 +279,8 @@ class RunDirectory:
         for step in reversed(self.steps()):
             try:
                 text = self.store.read_text(f"{CHECKPOINTS}/{step}/meta.json")
-                written = json.loads(self.store.read_text(f"{CHECKPOINTS}/{step}/{manifest.NAME}"))["files"]["meta.json"]
-                if hashlib.sha256(text.encode()).hexdigest() != written["sha256"]:
+                entry = json.loads(self.store.read_text(f"{CHECKPOINTS}/{step}/{manifest.NAME}"))["files"]["meta.json"]
+                if hashlib.sha256(text.encode()).hexdigest() != entry["sha256"]:
                     continue
                 meta = json.loads(text)
                 return dict(meta["settings"]), dict(meta.get("origin") or {})
@@ -296,9 +296,9 @@ class RunDirectory:
         if not self.has_run:
             return reading
         values, origin = self.stored()
-        was, now = flatten(values), flatten(dump(reading.value))
-        kept = {key: origin[key] for key, value in now.items() if key in origin and was.get(key) == value}
-        return Reading(reading.value, reading.origin | kept, reading.tried, reading.choices)
+        before, now = flatten(values), flatten(dump(reading.value))
+        unchanged = {key: origin[key] for key, value in now.items() if key in origin and before.get(key) == value}
+        return Reading(reading.value, reading.origin | unchanged, reading.tried, reading.choices)
 
     # ---------------------------------------------------------------- writing
 
@@ -422,7 +422,7 @@ def check_run(store: Store) -> None:
     raise BadInput(f"{store.root} is not a run directory", where=f"it holds no {SETTINGS}", hint="name the `dir` of a run")
 
 
-def _shown(value: Any) -> Any:
+def _format(value: Any) -> Any:
     return "none" if value is None else value
 
 
@@ -444,15 +444,15 @@ def _way_out(run: Any, changed: list[Difference], settings: Any) -> str:
 
 def _check_place(path: Path) -> None:
     """Checks that the directory can be created, before anything is built that would be lost."""
-    here = next(p for p in (path, *path.absolute().parents) if p.exists())
-    if not here.is_dir():
-        raise BadInput(f"{here} is a file", hint="dir=NEW names another directory")
+    ancestor = next(p for p in (path, *path.absolute().parents) if p.exists())
+    if not ancestor.is_dir():
+        raise BadInput(f"{ancestor} is a file", hint="dir=NEW names another directory")
     try:
-        with tempfile.TemporaryFile(dir=here):
+        with tempfile.TemporaryFile(dir=ancestor):
             pass
     except OSError as error:
-        what = (error.strerror or str(error)).lower()
-        raise BadInput(f"cannot write in {here}: {what}", hint="dir=NEW names another directory") from None
+        problem = (error.strerror or str(error)).lower()
+        raise BadInput(f"cannot write in {ancestor}: {problem}", hint="dir=NEW names another directory") from None
 
 
 def settings_elsewhere(address: str) -> SettingsLayer:

@@ -77,11 +77,11 @@ def save_model(lm: Saved, folder: Path, format: Literal["hub", "argosy", "peft"]
         write_adapter(folder, lm.config, contents.adapters, base, contents.whole, contents.dropout)
         return
     # A network of convolutions has no contractions.
-    own = find(lm.module, ".*") if any(isinstance(node, Contraction) for _, node in nnx.iter_modules(lm.module)) else {}
-    if adapted := [name for name, of in own.items() if not isinstance(of, Einsum | QuantizedEinsum)]:
+    contractions = find(lm.module, ".*") if any(isinstance(node, Contraction) for _, node in nnx.iter_modules(lm.module)) else {}
+    if adapted := [name for name, of in contractions.items() if not isinstance(of, Einsum | QuantizedEinsum)]:
         hint = 'lm.merge() first, or format="peft" for the adapters alone'
         raise BadInput(f"the model has adapters, such as on {adapted[0]}", hint=hint)
-    schemes = by_layer(lm.module, {name: of.scheme for name, of in own.items() if isinstance(of, QuantizedEinsum)})
+    schemes = by_layer(lm.module, {name: of.scheme for name, of in contractions.items() if isinstance(of, QuantizedEinsum)})
     if schemes and format == "hub":
         hint = 'format="argosy" keeps them quantized'
         raise BadInput(f"{plural(len(schemes), 'weight', 'is', 'are')} quantized, which a Hub folder has no place for", hint=hint)
@@ -105,7 +105,7 @@ def write_model_folder(
     *,
     shard_bytes: float = 5e9,
     identity: Mapping[str, Any] | None = None,
-    progress: Progress = lambda new, all, kept: None,
+    progress: Progress = lambda new, all, reused: None,
     schemes: Mapping[str, Scheme] | None = None,
 ) -> None:
     """Writes a model from its per-layer weights, with a slab of one tensor in memory at a time.
@@ -137,9 +137,9 @@ def write_model_folder(
     files += companion_files(companions)
     all_bytes = sum(file.bytes for file in files)
     with StagedFolder(folder, identity) as part:
-        kept = part.plan(files)
-        progress(0, all_bytes, kept)
-        part.progress = lambda new: progress(new, all_bytes, kept)
+        reused = part.plan(files)
+        progress(0, all_bytes, reused)
+        part.progress = lambda new: progress(new, all_bytes, reused)
         part.write(files, in_order)
         if tokenizer is not None and not any(is_vocabulary(file.name) for file in files):
             tokenizer.save(part.folder)
@@ -178,6 +178,6 @@ def _entry(weights: TensorReader, name: str) -> TensorEntry:
 def _manifest_of(part: StagedFolder) -> File:
     """The manifest, from the hashes taken while writing; only files that the tokenizer saved are read again."""
     saved = [f for f in part.folder.iterdir() if f.is_file() and not f.name.startswith((".", manifest.NAME))]
-    beside = {f.name: manifest.hash_file(f, sync=True) for f in saved if f.name not in part.done}
-    files = dict(sorted((part.done | beside).items()))
+    extra_files = {f.name: manifest.hash_file(f, sync=True) for f in saved if f.name not in part.done}
+    files = dict(sorted((part.done | extra_files).items()))
     return of_text(manifest.NAME, manifest.manifest_text(files))

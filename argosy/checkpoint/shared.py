@@ -25,8 +25,9 @@ def check_shared(store: Store) -> None:
         except Missing:
             same = False
         if not same:
-            what = f"process {processes.rank()} does not see the files that process 0 writes in {store.root}"
-            raise BadInput(what, hint="dir= must be a folder that all machines of the run share, or an address such as gs://BUCKET/RUN")
+            problem = f"process {processes.rank()} does not see the files that process 0 writes in {store.root}"
+            hint = "dir= must be a folder that all machines of the run share, or an address such as gs://BUCKET/RUN"
+            raise BadInput(problem, hint=hint)
 
     try:
         processes.run_together("shared files seen", look)

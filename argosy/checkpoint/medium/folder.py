@@ -33,7 +33,7 @@ class Folder(Medium):
             if error is not None:
                 raise error
 
-    def local(self, step: int, wanted: Wanted = lambda name: True) -> Path:
+    def local(self, step: int, is_wanted: Wanted = lambda name: True) -> Path:
         return self.folder(step)
 
     def release(self) -> None: ...

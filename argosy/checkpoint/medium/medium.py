@@ -70,7 +70,7 @@ class Medium(ABC):
         """
 
     @abstractmethod
-    def local(self, step: int, wanted: Wanted = lambda name: True) -> Path:
+    def local(self, step: int, is_wanted: Wanted = lambda name: True) -> Path:
         """A folder of this machine with the files of a step that are wanted.
 
         Raises:

@@ -53,9 +53,9 @@ class ObjectStore(Medium):
         else:
             _each(lambda name: download(self.store, f"{step}/{name}", files[name]), files)
 
-    def local(self, step: int, wanted: Wanted = lambda name: True) -> Path:
+    def local(self, step: int, is_wanted: Wanted = lambda name: True) -> Path:
         folder, files = self._copy(step)
-        missing = [name for name in files if wanted(name) and not (folder / name).exists()]
+        missing = [name for name in files if is_wanted(name) and not (folder / name).exists()]
         # The largest first, so that no thread is left with one at the end.
         missing.sort(key=lambda name: -files[name]["bytes"])
         _each(lambda name: download(self.store, f"{step}/{name}", files[name], folder / name), missing)

@@ -43,8 +43,8 @@ class SavePace:
         last, self._last = self._last, (time.perf_counter(), time.process_time(), time.thread_time())
         if last is None:
             return not self._awaited.is_set()
-        wall, process, own = (now - then for now, then in zip(self._last, last, strict=True))
-        return process > (self._cores - SPARE) * wall and not self._awaited.wait(self._rest * own)
+        wall, process, thread = (now - then for now, then in zip(self._last, last, strict=True))
+        return process > (self._cores - SPARE) * wall and not self._awaited.wait(self._rest * thread)
 
 
 def remove_files(folder: Path, pace: SavePace) -> None:

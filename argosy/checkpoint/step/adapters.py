@@ -35,7 +35,7 @@ def open_adapted(folder: Path, config: Any, meta: Mapping[str, Any], base: Opene
     except KeyError as missing:
         raise Damaged(f"meta.json has no {missing}", where=str(folder)) from None
     try:
-        held = ReadLock(folder)
+        lock = ReadLock(folder)
     except FileNotFoundError:
         raise BadInput(f"no checkpoint at {folder}") from None
 
@@ -48,7 +48,7 @@ def open_adapted(folder: Path, config: Any, meta: Mapping[str, Any], base: Opene
         return contents_of(model)
 
     if settings.onto != "stack":
-        return AdaptedModel(settings, base, config, read, held)
+        return AdaptedModel(settings, base, config, read, lock)
     if (under := base.adapted) is None:
         raise Damaged("the adapters were stacked on others, which are not in their base", where=str(folder))
-    return AdaptedModel(settings, under.base, config, lambda: stack_adapters(under.contents, read(), config), held)
+    return AdaptedModel(settings, under.base, config, lambda: stack_adapters(under.contents, read(), config), lock)

@@ -24,14 +24,14 @@ def write_files(folder: Path, files: Iterable[File], pace: SavePace | None = Non
         pace: limits the speed, to leave the cores to training; None: full speed.
     """
     files = list(files)
-    found = {file.name: _write(folder / file.name, file, pace) for file in files}
+    hashes = {file.name: _write(folder / file.name, file, pace) for file in files}
     small = [folder / file.name for file in files if file.bytes < SMALL_BYTES]
     while small and pace is not None and pace.worked():
         sync(small.pop())
     # Most of a small file's time is waiting for the disk, which takes in one go what was written before and is waited for together.
     with ThreadPoolExecutor(manifest.THREADS, "sync") as pool:
         list(pool.map(sync, small))
-    return found
+    return hashes
 
 
 def _write(path: Path, file: File, pace: SavePace | None) -> dict[str, Any]:

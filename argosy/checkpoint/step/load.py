@@ -40,12 +40,12 @@ def load_weights(folder: Path, shardings: Mapping[str, Any] | None = None, dtype
 
 
 def load_item(folder: Path, item: str, shardings: Mapping[str, Any] | None = None, dtype: Any = None) -> Arrays:
-    here = SingleDeviceSharding(_host())
-    wanted = {
-        name: jax.ShapeDtypeStruct(a.shape, dtype or a.dtype, sharding=shardings[name] if shardings else here)
+    host = SingleDeviceSharding(_host())
+    targets = {
+        name: jax.ShapeDtypeStruct(a.shape, dtype or a.dtype, sharding=shardings[name] if shardings else host)
         for name, a in stored_shapes(folder, item).items()
     }
-    return _guarded(folder, lambda: shards.read_arrays(folder, item, wanted))
+    return _guarded(folder, lambda: shards.read_arrays(folder, item, targets))
 
 
 def load_data(folder: Path) -> Arrays:

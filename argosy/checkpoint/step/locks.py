@@ -28,12 +28,12 @@ class ReadLock:
             self.release()
             return
         try:
-            there = os.path.sameopenfile(self._file, now := os.open(folder / NAME, os.O_RDONLY))
+            is_same = os.path.sameopenfile(self._file, now := os.open(folder / NAME, os.O_RDONLY))
             os.close(now)
         except OSError:
             self.release()
             raise
-        if not there:
+        if not is_same:
             self.release()
             raise FileNotFoundError(errno.ENOENT, "it was replaced while its lock was awaited", str(folder / NAME))
 

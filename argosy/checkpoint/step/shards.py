@@ -88,7 +88,7 @@ def copied_sizes(items: Mapping[str, Mapping[str, Any]], replicas: bool = False)
 
 
 def _arrays_of(items: Mapping[str, Mapping[str, Any]]) -> Iterator[Any]:
-    return (array for own in items.values() for array in own.values())
+    return (array for arrays in items.values() for array in arrays.values())
 
 
 def _shards_of(array: Any, replicas: bool) -> dict[tuple[int, ...], Any]:
@@ -136,7 +136,7 @@ def description_files(items: Items, meta: str) -> list[File]:
     return [*files, *catalog(items), of_text(META, meta)]
 
 
-def read_arrays(folder: Path, item: str, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+def read_arrays(folder: Path, item: str, targets: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
     """Arrays of a checkpoint onto their shardings; each process reads only what its devices hold.
 
     What this module wrote is read into memory that on a CPU becomes the array's own.
@@ -145,25 +145,25 @@ def read_arrays(folder: Path, item: str, wanted: Mapping[str, jax.ShapeDtypeStru
         Damaged, OSError: a file cannot be read, or is not what its metadata say.
     """
     out: dict[str, jax.Array] = {}
-    stored = {name: laid(folder / item / name) for name in wanted}
+    stored = {name: laid(folder / item / name) for name in targets}
     group: dict[str, dict[Spans, np.ndarray]] = {}
     size = 0
-    for name, like in wanted.items():
+    for name, like in targets.items():
         array = stored[name]
         if array is None:
             out[name] = _by_tensorstore(folder, item, name, like)
             continue
         if size >= GROUP_BYTES:
             # Transfers read the memory of a group until they are done.
-            out |= jax.block_until_ready(_arrays(stored, group, wanted))
+            out |= jax.block_until_ready(_arrays(stored, group, targets))
             group, size = {}, 0
         assert like.sharding is not None
         indices = like.sharding.addressable_devices_indices_map(array.shape).values()
         every = {_spans(index, array.shape) for index in indices}
         group[name] = {spans: aligned_memory(tuple(stop - start for start, stop in spans), array.dtype) for spans in every}
         size += sum(part.nbytes for part in group[name].values())
-    out |= _arrays(stored, group, wanted)
-    return {name: out[name] for name in wanted}
+    out |= _arrays(stored, group, targets)
+    return {name: out[name] for name in targets}
 
 
 def read_on_host(folder: Path, item: str, names: Iterable[str] | None = None) -> dict[str, np.ndarray]:
@@ -201,12 +201,12 @@ def array_shapes(folder: Path, item: str) -> dict[str, jax.ShapeDtypeStruct]:
 def _arrays(
     stored: Mapping[str, StoredArray | None],
     group: Mapping[str, Mapping[Spans, np.ndarray]],
-    wanted: Mapping[str, jax.ShapeDtypeStruct],
+    targets: Mapping[str, jax.ShapeDtypeStruct],
 ) -> dict[str, jax.Array]:
     read_parts((array, spans, part) for name, parts in group.items() if (array := stored[name]) for spans, part in parts.items())
 
     def put(name: str, parts: Mapping[Spans, np.ndarray]) -> jax.Array:
-        like = wanted[name]
+        like = targets[name]
         assert like.sharding is not None
         return jax.make_array_from_callback(
             like.shape, like.sharding, lambda index: parts[_spans(index, like.shape)].astype(like.dtype, copy=False)
@@ -229,16 +229,16 @@ def _by_tensorstore(folder: Path, item: str, name: str, like: jax.ShapeDtypeStru
     return jax.make_array_from_callback(like.shape, like.sharding, part)
 
 
-def needed_files(folder: Path, wanted: Mapping[str, Mapping[str, Any]], files: Iterable[str]) -> set[str]:
+def needed_files(folder: Path, shardings: Mapping[str, Mapping[str, Any]], files: Iterable[str]) -> set[str]:
     """The files of the shards that `read_arrays` opens in this process.
 
     Args:
         folder: a step, with what describes it.
-        wanted: {item: {name: sharding}}.
+        shardings: {item: {name: sharding}}.
         files: all files of the step.
     """
     needed = set[str]()
-    for item, places in wanted.items():
+    for item, places in shardings.items():
         for name, sharding in places.items():
             if (array := laid(folder / item / name)) is None:
                 # Orbax wrote it, into files that its arrays share.

@@ -77,27 +77,27 @@ class LocalCheckpoints(Tier):
 
     def steps(self) -> list[int]:
         """Steps of which this host has files, oldest first."""
-        return sorted({step for step, _ in self._here()})
+        return sorted({step for step, _ in self._local_steps()})
 
     def own_steps(self) -> list[int]:
         """Steps of this process, oldest first. Folders of other processes of the host may vanish at any time when a run ends."""
-        return sorted(int(one.name) for one in self.folder.iterdir() if one.name.isdecimal()) if self.folder.is_dir() else []
+        return sorted(int(folder.name) for folder in self.folder.iterdir() if folder.name.isdecimal()) if self.folder.is_dir() else []
 
     def latest_good(self) -> int | None:
         """The newest step of which all files are found and good, over all processes. Newer ones lack some, and are removed."""
-        here = self._here()
-        every = processes.all_gather("local steps", [f"{step} {digest}" for step, digest in sorted(here)])
+        local_steps = self._local_steps()
+        every = processes.all_gather("local steps", [f"{step} {digest}" for step, digest in sorted(local_steps)])
         keys = {(int(step), digest) for keys in every for step, digest in map(str.split, keys)}
         for key in sorted(keys, reverse=True):
             home, scratch = self.folder / str(key[0]), self.folder / RESTORED / str(key[0])
-            self._restored = restore_step(key, here.get(key, []), home, scratch, self.warn)
+            self._restored = restore_step(key, local_steps.get(key, []), home, scratch, self.warn)
             if self._restored is not None:
                 self.drop_newer(key[0])
                 return key[0]
         self.drop_newer(-1)
         return None
 
-    def _here(self) -> dict[StepKey, list[Path]]:
+    def _local_steps(self) -> dict[StepKey, list[Path]]:
         """The steps of this host, with their folders, those of this process first."""
         others = (folder for folder in sorted(self.root.iterdir()) if folder != self.folder and folder.is_dir())
         return steps_on_host([self.folder, *others], self.belongs)
@@ -113,15 +113,15 @@ class LocalCheckpoints(Tier):
     def meta(self, step: int) -> dict[str, Any]:
         return read_meta(self.path(step))
 
-    def prepare(self, step: int, wanted: Mapping[str, Mapping[str, Any]]) -> None:
-        """Fetches the shards that the devices of this process need and this host lacks. wanted: {item: {name: sharding}}.
+    def prepare(self, step: int, shardings: Mapping[str, Mapping[str, Any]]) -> None:
+        """Fetches the shards that the devices of this process need and this host lacks. shardings: {item: {name: sharding}}.
 
         Raises:
             ArgosyError: a peer ended meanwhile; in all processes.
         """
         restored = self._restored
         assert restored is not None
-        names = sorted(shards.needed_files(self.path(step), wanted, restored.files))
+        names = sorted(shards.needed_files(self.path(step), shardings, restored.files))
         fetched = processes.run_together("local shards fetched", lambda: restored.fetch(names))
         if from_others := sum(processes.all_gather("local bytes fetched", fetched)):
             self.warn(f"{from_others / 1e6:.1f} MB of local checkpoint {step} came from other hosts")
@@ -145,12 +145,12 @@ class LocalCheckpoints(Tier):
             # Every process writes what describes the step too.
             files = [*shards.shard_files(items), *shards.description_files(items, meta)]
             processes.run_together("local clean", lambda: self._begin(folder))
-            written = processes.run_together("local shards", lambda: step_files.write_files(folder, files, self._pace))
-            every = processes.all_gather("local hashes", written)
-            found = processes.run_together("local equal", lambda: _merged(every))
+            hashes = processes.run_together("local shards", lambda: step_files.write_files(folder, files, self._pace))
+            every = processes.all_gather("local hashes", hashes)
+            merged = processes.run_together("local equal", lambda: _merged(every))
             if self.copies > 1:
-                self._copy(folder, every, found)
-            processes.run_together("local committed", lambda: manifest.commit(folder, dict(sorted(found.items()))))
+                self._copy(folder, every, merged)
+            processes.run_together("local committed", lambda: manifest.commit(folder, dict(sorted(merged.items()))))
         except BaseException as failure:
             self._failure = failure
             shutil.rmtree(folder, ignore_errors=True)
@@ -163,20 +163,20 @@ class LocalCheckpoints(Tier):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
 
-    def _copy(self, folder: Path, every: list[manifest.Files], found: manifest.Files) -> None:
+    def _copy(self, folder: Path, every: list[manifest.Files], files: manifest.Files) -> None:
         """Fetches what processes of other hosts wrote, so that each shard is on `copies` hosts."""
         offer = offer_files("local offer of copies", {name: folder / name for name in every[processes.rank()]})
         try:
             offers = processes.all_gather("local copies", offer.address)
-            processes.run_together("local copied", lambda: self._fetch_copies(folder, every, found, offers))
+            processes.run_together("local copied", lambda: self._fetch_copies(folder, every, files, offers))
         finally:
             offer.close()
 
-    def _fetch_copies(self, folder: Path, every: list[manifest.Files], found: manifest.Files, offers: list[Any]) -> None:
+    def _fetch_copies(self, folder: Path, every: list[manifest.Files], files: manifest.Files, offers: list[Any]) -> None:
         for source in copy_sources(self.places, processes.rank(), self.copies):
             for name in every[source]:
                 if not (folder / name).exists():
-                    peers.fetch(tuple(offers[source]), name, folder / name, found[name])
+                    peers.fetch(tuple(offers[source]), name, folder / name, files[name])
 
     # ---------------------------------------------------------------- retire
 
@@ -197,21 +197,21 @@ class LocalCheckpoints(Tier):
 
     def _remove_higher_ranks(self) -> None:
         """One process of each host does: a run with fewer processes than before never saves into the folders of the others."""
-        here = [rank for rank, place in enumerate(self.places) if place == self.places[processes.rank()]]
-        if processes.rank() == min(here):
-            left: list[Path] = []
+        ranks = [rank for rank, place in enumerate(self.places) if place == self.places[processes.rank()]]
+        if processes.rank() == min(ranks):
+            folders: list[Path] = []
             # Another process of the host may remove the root when it has removed its own.
             with suppress(FileNotFoundError):
-                left = list(self.root.iterdir())
-            for folder in left:
+                folders = list(self.root.iterdir())
+            for folder in folders:
                 if folder.name.isdecimal() and int(folder.name) >= processes.process_count():
                     shutil.rmtree(folder, ignore_errors=True)
 
     def drop_newer(self, step: int) -> None:
         """Removes the steps of this process after that one."""
-        for one in list(self.folder.iterdir()):
-            if one.name.isdecimal() and int(one.name) > step:
-                _remove(one)
+        for folder in list(self.folder.iterdir()):
+            if folder.name.isdecimal() and int(folder.name) > step:
+                _remove(folder)
         processes.run_together("local dropped", lambda: None)
 
 
@@ -219,11 +219,11 @@ def copy_sources(places: list[str], rank: int, copies: int) -> list[int]:
     """The ranks whose shards a rank keeps too: those of the hosts before its own, which their processes share among them."""
     hosts = list(dict.fromkeys(places))
     mine = [other for other, place in enumerate(places) if place == places[rank]]
-    at, found = hosts.index(places[rank]), []
+    at, sources = hosts.index(places[rank]), []
     for back in range(1, copies):
         theirs = [other for other, place in enumerate(places) if place == hosts[at - back]]
-        found += [other for i, other in enumerate(theirs) if i % len(mine) == mine.index(rank)]
-    return found
+        sources += [other for i, other in enumerate(theirs) if i % len(mine) == mine.index(rank)]
+    return sources
 
 
 def _merged(every: list[manifest.Files]) -> manifest.Files:
@@ -232,12 +232,12 @@ def _merged(every: list[manifest.Files]) -> manifest.Files:
     Raises:
         ArgosyError: two processes wrote one file with other bytes: copies of a shard have come apart.
     """
-    found: manifest.Files = {}
-    for rank, its in enumerate(every):
-        for name, described in its.items():
-            if found.setdefault(name, described) != described:
+    files: manifest.Files = {}
+    for rank, rank_files in enumerate(every):
+        for name, info in rank_files.items():
+            if files.setdefault(name, info) != info:
                 raise ArgosyError(f"process {rank} holds another copy of {name} than a process before it")
-    return found
+    return files
 
 
 def _remove(step: Path, pace: SavePace | None = None) -> None:

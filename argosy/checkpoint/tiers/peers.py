@@ -52,8 +52,8 @@ class Listener:
             timeout = TOKEN_S
 
             def handle(self) -> None:
-                given = self.rfile.readline(100).decode("latin-1").strip()
-                if not hmac.compare_digest(given.encode(), token.encode()):
+                received = self.rfile.readline(100).decode("latin-1").strip()
+                if not hmac.compare_digest(received.encode(), token.encode()):
                     return
                 self.connection.settimeout(PATIENCE_S)
                 answer(self.rfile, self.connection)
@@ -129,22 +129,22 @@ def fetch(address: Address, name: str, path: Path, expected: Mapping[str, Any] |
 
 def _received(address: Address, name: str, pending: Path, expected: Mapping[str, Any] | None) -> None:
     with connect(address, name) as peer:
-        left = _LENGTH.unpack(receive_exactly(peer, _LENGTH.size))[0]
-        if left == _NONE:
+        remaining = _LENGTH.unpack(receive_exactly(peer, _LENGTH.size))[0]
+        if remaining == _NONE:
             raise ArgosyError(f"the process at {address[0]} does not have {name}")
         # Before anything is written: another size would fill the disk first.
-        if expected is not None and left != expected["bytes"]:
-            what = f"{name} did not arrive as it was written: {left} bytes, not {expected['bytes']}"
-            raise Damaged(what, where=f"from {address[0]}")
-        if left > MOST_UNKNOWN_BYTES and expected is None:
-            raise ArgosyError(f"{name} has {left} bytes, more than {MOST_UNKNOWN_BYTES}", where=f"from {address[0]}")
+        if expected is not None and remaining != expected["bytes"]:
+            problem = f"{name} did not arrive as it was written: {remaining} bytes, not {expected['bytes']}"
+            raise Damaged(problem, where=f"from {address[0]}")
+        if remaining > MOST_UNKNOWN_BYTES and expected is None:
+            raise ArgosyError(f"{name} has {remaining} bytes, more than {MOST_UNKNOWN_BYTES}", where=f"from {address[0]}")
         with pending.open("wb", buffering=0) as out:
-            while left:
-                chunk = peer.recv(min(left, CHUNK_BYTES))
+            while remaining:
+                chunk = peer.recv(min(remaining, CHUNK_BYTES))
                 if not chunk:
                     raise ConnectionError("the connection ended early")
                 out.write(chunk)
-                left -= len(chunk)
+                remaining -= len(chunk)
 
 
 def with_retries(work: Callable[[], T]) -> T:

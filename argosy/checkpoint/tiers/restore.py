@@ -67,7 +67,7 @@ def steps_on_host(folders: Iterable[Path], belongs: Callable[[int, Mapping[str, 
         folders: one for each process that ever ran here.
         belongs: whether the run made a step, with these metadata, on its way to where it is now.
     """
-    found: dict[StepKey, list[Path]] = {}
+    steps: dict[StepKey, list[Path]] = {}
     for folder in (step for parent in folders for step in parent.iterdir() if step.name.isdecimal()):
         try:
             files = manifest.read_manifest(folder)
@@ -78,8 +78,8 @@ def steps_on_host(folders: Iterable[Path], belongs: Callable[[int, Mapping[str, 
         with suppress(ArgosyError):
             if not belongs(int(folder.name), read_meta(folder)):
                 continue
-        found.setdefault((int(folder.name), manifest.manifest_digest(files)), []).append(folder)
-    return found
+        steps.setdefault((int(folder.name), manifest.manifest_digest(files)), []).append(folder)
+    return steps
 
 
 def restore_step(key: StepKey, folders: list[Path], home: Path, scratch: Path, warn: Callable[[str], None]) -> RestoredStep | None:
@@ -135,14 +135,14 @@ def _good_files(folders: list[Path], files: manifest.Files) -> dict[str, Path]:
     """Where each file of a step is on this host, unless it is damaged."""
     paths = dict[str, Path]()
     for folder in folders:
-        there = {name: files[name] for name in files if name not in paths and (folder / name).exists()}
-        paths |= {name: folder / name for name, fault in manifest.compare_files(folder, there).items() if fault is None}
+        present = {name: files[name] for name in files if name not in paths and (folder / name).exists()}
+        paths |= {name: folder / name for name, fault in manifest.compare_files(folder, present).items() if fault is None}
     return paths
 
 
 def _offer_step(folders: list[Path], paths: Mapping[str, Path]) -> tuple[peers.Offer, list[Any]]:
-    described = {manifest.NAME: folders[0] / manifest.NAME} if folders else {}
-    offer = offer_files("local offer", {**paths, **described})
+    manifest_files = {manifest.NAME: folders[0] / manifest.NAME} if folders else {}
+    offer = offer_files("local offer", {**paths, **manifest_files})
     return offer, processes.all_gather("local offers", offer.address)
 
 

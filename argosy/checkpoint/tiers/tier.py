@@ -56,8 +56,8 @@ class Tier(ABC):
         """The metadata saved with a step."""
 
     @abstractmethod
-    def prepare(self, step: int, wanted: Mapping[str, Mapping[str, Any]]) -> None:
-        """Brings what this process will read of a step to its path. wanted: {item: {name: sharding}}."""
+    def prepare(self, step: int, shardings: Mapping[str, Mapping[str, Any]]) -> None:
+        """Brings what this process will read of a step to its path. shardings: {item: {name: sharding}}."""
 
     @abstractmethod
     def is_saved(self, step: int) -> bool:
@@ -159,9 +159,9 @@ class Tier(ABC):
             # A save fails in all processes.
             processes.fail_together()
             remedy = "free some space or fix the permissions" if isinstance(failure, OSError) else "mend that"
-            kept = "the run has no checkpoint, and starts anew" if self.lacks_all() else "earlier checkpoints are intact"
+            status = "the run has no checkpoint, and starts anew" if self.lacks_all() else "earlier checkpoints are intact"
             raise ArgosyError(
                 f"{self._noun} could not be written: {root_of(failure)}",
                 where=where,
-                hint=f"{kept}; {remedy}, and run the same command again",
+                hint=f"{status}; {remedy}, and run the same command again",
             ) from failure

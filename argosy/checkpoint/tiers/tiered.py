@@ -30,14 +30,14 @@ class TieredCheckpoints:
 
     def latest_good(self) -> int | None:
         """The newest good step of any tier. Persistent ones that are older than the newest local one are not read."""
-        found = self.local.latest_good()
-        newer = self.persistent.latest_good(above=found)
-        self._resumes = found if newer is None else None
+        local_step = self.local.latest_good()
+        newer = self.persistent.latest_good(above=local_step)
+        self._resumes = local_step if newer is None else None
         if self._resumes is None:
             self.local.dismiss()
         else:
-            self.warn(f"the newest good checkpoint is a local one, of step {found}")
-        return newer if newer is not None else found
+            self.warn(f"the newest good checkpoint is a local one, of step {local_step}")
+        return newer if newer is not None else local_step
 
     def go_back(self) -> int | None:
         """The newest good persistent step. Local ones after it are removed: a run that goes back makes other steps than they are."""
@@ -56,8 +56,8 @@ class TieredCheckpoints:
     def meta(self, step: int) -> dict[str, Any]:
         return self._tier(step).meta(step)
 
-    def prepare(self, step: int, wanted: Mapping[str, Mapping[str, Any]]) -> None:
-        self._tier(step).prepare(step, wanted)
+    def prepare(self, step: int, shardings: Mapping[str, Mapping[str, Any]]) -> None:
+        self._tier(step).prepare(step, shardings)
 
     def reserve(self, weights: Arrays, state: Arrays) -> threading.Thread:
         """Takes memory for the copies of a save, in a thread. The tiers share it."""
