@@ -24,8 +24,8 @@ def is_beside(address: str) -> bool:
 
 def parted(by_address: Mapping[str, T]) -> tuple[dict[str, T], dict[str, T]]:
     """Splits a mapping by address: the model's entries, and those of parts beside it."""
-    own = {address: leaf for address, leaf in by_address.items() if not is_beside(address)}
-    return own, {address: leaf for address, leaf in by_address.items() if address not in own}
+    of_model = {address: leaf for address, leaf in by_address.items() if not is_beside(address)}
+    return of_model, {address: leaf for address, leaf in by_address.items() if address not in of_model}
 
 
 @contextmanager

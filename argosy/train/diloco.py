@@ -80,9 +80,9 @@ def alone(step: Callable[..., Any]) -> Callable[..., Any]:
     )
 
     def update(state: TrainState, batch: Any, frozen: Any = None) -> tuple[TrainState, dict[str, Array]]:
-        own: dict[str, Any] = state.optimizer
-        replicas, inner, metrics = of_all(state.step, state.key, own[REPLICAS], state.rest, own[INNER], batch, frozen or {})
-        return replace(state, step=state.step + 1, optimizer=own | {REPLICAS: replicas, INNER: inner}), metrics
+        optimizer: dict[str, Any] = state.optimizer
+        replicas, inner, metrics = of_all(state.step, state.key, optimizer[REPLICAS], state.rest, optimizer[INNER], batch, frozen or {})
+        return replace(state, step=state.step + 1, optimizer=optimizer | {REPLICAS: replicas, INNER: inner}), metrics
 
     return update
 

@@ -37,12 +37,12 @@ class Diverged(Final):
 
 def begin(settings: GuardSettings) -> dict[str, np.ndarray]:
     """The initial state of the guard: whether it halted; the numbers of skipped steps in a row and in total; the last losses."""
-    kept = {FLAG: np.zeros((), np.int32)}
+    state = {FLAG: np.zeros((), np.int32)}
     if "skip" in settings.actions:
-        kept |= {"in_row": np.zeros((), np.int32), SKIPPED: np.zeros((), np.int32)}
+        state |= {"in_row": np.zeros((), np.int32), SKIPPED: np.zeros((), np.int32)}
     if settings.spike != "off":
-        kept |= {"losses": np.zeros((settings.window,), np.float32), "seen": np.zeros((), np.int32)}
-    return kept
+        state |= {"losses": np.zeros((settings.window,), np.float32), "seen": np.zeros((), np.int32)}
+    return state
 
 
 @dataclass(frozen=True)
@@ -62,18 +62,18 @@ def judged(before: Mapping[str, Array], loss: Array, norm: Array, settings: Guar
     kind = jnp.where(finite, jnp.where(spike, SPIKE, GOOD), NONFINITE).astype(jnp.int32)
     bad = kind != GOOD
     halts = (kind == NONFINITE) & (settings.nonfinite != "skip") | (kind == SPIKE) & (settings.spike != "skip")
-    kept: dict[str, Array] = {}
+    state: dict[str, Array] = {}
     if "skip" in settings.actions:
-        kept["in_row"] = jnp.where(bad, before["in_row"] + 1, 0)
-        kept[SKIPPED] = before[SKIPPED] + bad.astype(jnp.int32)
-        halts = halts | bad & (kept["in_row"] > settings.in_row)
+        state["in_row"] = jnp.where(bad, before["in_row"] + 1, 0)
+        state[SKIPPED] = before[SKIPPED] + bad.astype(jnp.int32)
+        halts = halts | bad & (state["in_row"] > settings.in_row)
     if settings.spike != "off":
         pushed = before["losses"].at[before["seen"] % settings.window].set(loss.astype(jnp.float32))
-        kept["losses"] = jnp.where(finite, pushed, before["losses"])
-        kept["seen"] = before["seen"] + finite.astype(jnp.int32)
+        state["losses"] = jnp.where(finite, pushed, before["losses"])
+        state["seen"] = before["seen"] + finite.astype(jnp.int32)
     halted = (before[FLAG] != 0) | halts
-    kept = {name: jnp.where(halted, before[name], value) for name, value in kept.items()} | {FLAG: halted.astype(jnp.int32)}
-    return StepVerdict(kind, bad | (before[FLAG] != 0), halted, kept)
+    state = {name: jnp.where(halted, before[name], value) for name, value in state.items()} | {FLAG: halted.astype(jnp.int32)}
+    return StepVerdict(kind, bad | (before[FLAG] != 0), halted, state)
 
 
 def guarded(step: Callable[..., Any], settings: GuardSettings) -> Callable[..., Any]:
@@ -84,26 +84,26 @@ def guarded(step: Callable[..., Any], settings: GuardSettings) -> Callable[..., 
 
     def update(state: TrainState, *args: Any) -> tuple[TrainState, dict[str, Array]]:
         new, metrics = step(state, *args)
-        found = judged(state.guard, metrics["loss"], metrics["grad_norm"], settings)
+        verdict = judged(state.guard, metrics["loss"], metrics["grad_norm"], settings)
 
         def choose(old: Array, now: Array) -> Array:
             on_host = jax.typeof(now).memory_space == jax.memory.Space.Host
-            return now if old is now or on_host else jnp.where(found.stays, old, now)
+            return now if old is now or on_host else jnp.where(verdict.stays, old, now)
 
-        def chosen(old: Any, now: Any) -> Any:
+        def choose_tree(old: Any, now: Any) -> Any:
             return jax.tree.map(choose, old, now)
 
         out = TrainState(
-            jnp.where(found.halted, state.step, new.step),
-            chosen(state.params, new.params),
-            chosen(state.rest, new.rest),
-            chosen(state.optimizer, new.optimizer),
+            jnp.where(verdict.halted, state.step, new.step),
+            choose_tree(state.params, new.params),
+            choose_tree(state.rest, new.rest),
+            choose_tree(state.optimizer, new.optimizer),
             state.key,
-            found.kept,
-            chosen(state.ema, new.ema),
+            verdict.kept,
+            choose_tree(state.ema, new.ema),
         )
-        told = {VERDICT: found.kind + HALTED * found.halted.astype(jnp.int32)}
-        return out, metrics | told | ({SKIPPED: found.kept[SKIPPED]} if SKIPPED in found.kept else {})
+        guard_metrics = {VERDICT: verdict.kind + HALTED * verdict.halted.astype(jnp.int32)}
+        return out, metrics | guard_metrics | ({SKIPPED: verdict.kept[SKIPPED]} if SKIPPED in verdict.kept else {})
 
     return update
 
@@ -111,10 +111,10 @@ def guarded(step: Callable[..., Any], settings: GuardSettings) -> Callable[..., 
 def limit(losses: Array, seen: Array, settings: GuardSettings) -> Array:
     """The loss above which there is a spike; infinite until half a window is known. losses: [window], of which `seen` were written."""
     count = jnp.minimum(seen, settings.window)
-    there = jnp.arange(settings.window) < count
+    valid = jnp.arange(settings.window) < count
 
     def median(values: Array) -> Array:
-        ranked = jnp.sort(jnp.where(there, values, jnp.inf))
+        ranked = jnp.sort(jnp.where(valid, values, jnp.inf))
         return (ranked[jnp.maximum(count - 1, 0) // 2] + ranked[count // 2]) / 2
 
     middle = median(losses)
@@ -179,12 +179,12 @@ class Watch:
         Raises:
             Halted: the state halted at this step.
         """
-        left = dict(metrics)
-        verdict = int(np.asarray(left.pop(VERDICT)))
+        rest = dict(metrics)
+        verdict = int(np.asarray(rest.pop(VERDICT)))
         if verdict == GOOD:
-            return left
-        bad = Bad(step, verdict % HALTED, {name: float(np.asarray(left[name])) for name in ("loss", "grad_norm")})
+            return rest
+        bad = Bad(step, verdict % HALTED, {name: float(np.asarray(rest[name])) for name in ("loss", "grad_norm")})
         if verdict >= HALTED:
             raise Halted(bad)
         self.skipped(bad)
-        return left
+        return rest

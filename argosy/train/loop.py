@@ -114,9 +114,9 @@ class Meter:
         self.pace = None
         steps = step - (self._logged_step or 0)
         counted = numbers.get("tokens")
-        made = steps * self.tokens_per_step if counted is None else counted - (self._logged_tokens or 0)
+        new_tokens = steps * self.tokens_per_step if counted is None else counted - (self._logged_tokens or 0)
         numbers["tokens"] = step * self.tokens_per_step if counted is None else counted
-        numbers["tokens_per_s"] = made / max(self._spent_s(), 1e-9)
+        numbers["tokens_per_s"] = new_tokens / max(self._spent_s(), 1e-9)
         numbers["data_wait_s"] = self._spent_s("data")
         self.tell(step, numbers)
         self.begin(step, counted)

@@ -53,20 +53,20 @@ def hosted(rule_of: Callable[[Collection[str]], Any], weights: Collection[str], 
             raise TypeError("the update of state on the host needs `params` and `stays`")
         leaves, tree = jax.tree_util.tree_flatten_with_path(state)
         old = dict(leaves)
-        new, moved = dict(old), {}
+        new, new_updates = dict(old), {}
         for address, gradient in updates.items():
             # The containers of a weight's own state are those of all, with one address.
-            own, form = jax.tree_util.tree_flatten_with_path(jax.eval_shape(rules[address].init, {address: params[address]}))
-            turn = _Turn(rules[address], address, [path for path, _ in own], form, old, weights, stays)
+            entries, form = jax.tree_util.tree_flatten_with_path(jax.eval_shape(rules[address].init, {address: params[address]}))
+            turn = _Turn(rules[address], address, [path for path, _ in entries], form, old, weights, stays)
             arrays = [old[path] for path in turn.inside]
             if on_host(params[address]):
-                moved[address], arrays, numbers = _in_place(turn, gradient, arrays, params[address], *pieces[address])
+                new_updates[address], arrays, numbers = _in_place(turn, gradient, arrays, params[address], *pieces[address])
             elif address in pieces:
-                moved[address], arrays, numbers = _in_pieces(turn, gradient, arrays, params[address], *pieces[address])
+                new_updates[address], arrays, numbers = _in_pieces(turn, gradient, arrays, params[address], *pieces[address])
             else:
-                moved[address], arrays, numbers = turn(gradient, arrays, params[address])
+                new_updates[address], arrays, numbers = turn(gradient, arrays, params[address])
             new |= dict(zip(turn.inside, arrays)) | dict(zip(turn.beside, numbers))
-        return moved, jax.tree.unflatten(tree, [new[path] for path, _ in leaves])
+        return new_updates, jax.tree.unflatten(tree, [new[path] for path, _ in leaves])
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -86,41 +86,42 @@ class _Turn:
         """The update, the new arrays, on the host, and the new numbers."""
         before = self.old | {path: jax.device_put(a, Space.Device) for path, a in zip(self.inside, arrays)}
         state = jax.tree.unflatten(self.form, [before[path] for path in self.paths])
-        moved, state = self.rule.update({self.address: gradient}, state, {self.address: param})
+        new_updates, state = self.rule.update({self.address: gradient}, state, {self.address: param})
         after = {path: jnp.where(self.stays, before[path], leaf) for path, leaf in zip(self.paths, jax.tree.leaves(state))}
-        there = [jax.device_put(after[path], Space.Host) for path in self.inside]
-        return moved[self.address], there, [after[path] for path in self.beside]
+        host_arrays = [jax.device_put(after[path], Space.Host) for path in self.inside]
+        return new_updates[self.address], host_arrays, [after[path] for path in self.beside]
 
 
 def _in_pieces(turn: _Turn, gradient: Any, arrays: list[Any], param: Any, axis: int, count: int) -> Any:
     """`turn` for one piece after the other, each of which takes the place of what it was made from."""
     size = gradient.shape[axis] // count
 
-    def one(carry: Any, i: Any) -> Any:
+    def update_piece(carry: Any, i: Any) -> Any:
         gradient, arrays = carry
         cut = [jax.lax.dynamic_slice_in_dim(a, i * size, size, axis) for a in (gradient, param, *arrays)]
-        moved, made, numbers = turn(cut[0], cut[2:], cut[1])
-        new = [jax.lax.dynamic_update_slice_in_dim(a, b, i * size, axis) for a, b in zip((gradient, *arrays), (moved, *made))]
+        new_updates, new_arrays, numbers = turn(cut[0], cut[2:], cut[1])
+        pairs = zip((gradient, *arrays), (new_updates, *new_arrays))
+        new = [jax.lax.dynamic_update_slice_in_dim(a, b, i * size, axis) for a, b in pairs]
         return (new[0], new[1:]), numbers
 
-    (moved, arrays), numbers = jax.lax.scan(one, (gradient, arrays), jnp.arange(count, dtype=jnp.int32))
-    return moved, arrays, [each[-1] for each in numbers]
+    (new_updates, arrays), numbers = jax.lax.scan(update_piece, (gradient, arrays), jnp.arange(count, dtype=jnp.int32))
+    return new_updates, arrays, [each[-1] for each in numbers]
 
 
 def _in_place(turn: _Turn, gradient: Any, arrays: list[Any], param: Any, axis: int, count: int) -> Any:
     """As `_in_pieces`, for a weight in the host's memory: its pieces are updated there, and it is what is returned for an update."""
     size = gradient.shape[axis] // count
 
-    def one(carry: Any, i: Any) -> Any:
+    def update_piece(carry: Any, i: Any) -> Any:
         cut = [jax.lax.dynamic_slice_in_dim(a, i * size, size, axis) for a in (gradient, *carry)]
         before = jax.device_put(cut[1], Space.Device)
-        moved, made, numbers = turn(cut[0], cut[2:], before)
-        updated: Any = optax.apply_updates(before, moved)
+        new_updates, new_arrays, numbers = turn(cut[0], cut[2:], before)
+        updated: Any = optax.apply_updates(before, new_updates)
         after = jnp.where(turn.stays, before, updated)
-        new = [jax.device_put(after, Space.Host), *made]
+        new = [jax.device_put(after, Space.Host), *new_arrays]
         return tuple(jax.lax.dynamic_update_slice_in_dim(a, b, i * size, axis) for a, b in zip(carry, new)), numbers
 
-    (param, *arrays), numbers = jax.lax.scan(one, (param, *arrays), jnp.arange(count, dtype=jnp.int32))
+    (param, *arrays), numbers = jax.lax.scan(update_piece, (param, *arrays), jnp.arange(count, dtype=jnp.int32))
     return param, arrays, [each[-1] for each in numbers]
 
 
@@ -133,7 +134,7 @@ def pieces_for(optimizer: Any, meanings: Any, shapes: Mapping[str, Any], places:
             updated whole.
     """
     stacked = stacked_among(meanings)
-    found = {address: (0, shapes[address].shape[0]) for address in stacked}
+    pieces = {address: (0, shapes[address].shape[0]) for address in stacked}
     for address in optimizer.apart(meanings) - stacked:
         shape, spec = shapes[address].shape, places[address].spec
         need = math.ceil(math.prod(shape) * shapes[address].dtype.itemsize / PIECE)
@@ -144,8 +145,8 @@ def pieces_for(optimizer: Any, meanings: Any, shapes: Mapping[str, Any], places:
                 cuts.append((counts[0], axis))
         if need > 1 and cuts:
             count, axis = min(cuts)
-            found[address] = axis, count
-    return found
+            pieces[address] = axis, count
+    return pieces
 
 
 def weights_on_host(places: Mapping[str, NamedSharding], meanings: Any) -> dict[str, NamedSharding]:

@@ -42,8 +42,8 @@ class Schedule(Settings):
         warm = _count(self.warmup, steps)
         if warm <= steps:
             return None
-        what = f"schedule.warmup={warm} is longer than the run of {plural(steps, 'step')}"
-        return f"{what}: the rate ends at {steps / warm:.2g} of optimizer.learning_rate. Below 1, warmup is a share of all steps"
+        message = f"schedule.warmup={warm} is longer than the run of {plural(steps, 'step')}"
+        return f"{message}: the rate ends at {steps / warm:.2g} of optimizer.learning_rate. Below 1, warmup is a share of all steps"
 
     def warmed(self, steps: int, after: Factor, final: float = 1.0) -> Factor:
         """Warm-up followed by `after`, a function of the progress over the remaining steps: 0 at the first, 1 at the last.
@@ -141,8 +141,8 @@ class WSD(Schedule):
     def build(self, steps: int) -> Factor:
         import jax.numpy as jnp
 
-        left = max(1, span(steps - _count(self.warmup, steps), self.final))
-        share = min(1.0, _count(self.decay, steps) / left) or 1 / left
+        remaining = max(1, span(steps - _count(self.warmup, steps), self.final))
+        share = min(1.0, _count(self.decay, steps) / remaining) or 1 / remaining
         fallen = {"linear": lambda q: q, "sqrt": jnp.sqrt, "cosine": lambda q: 0.5 * (1 - jnp.cos(math.pi * q))}[self.shape]
 
         def after(p: Any) -> Any:
@@ -246,7 +246,7 @@ class Piecewise(Schedule):
         def after(step: Any) -> Any:
             if self.between == "linear":
                 return jnp.interp(step, jnp.asarray(at, jnp.float32), jnp.asarray(values, jnp.float32))
-            passed = sum((step >= one).astype(jnp.int32) for one in at[1:]) if self.points else jnp.zeros((), jnp.int32)
+            passed = sum((step >= boundary).astype(jnp.int32) for boundary in at[1:]) if self.points else jnp.zeros((), jnp.int32)
             return jnp.asarray(values, jnp.float32)[passed]
 
         return self.warmed_up(warm, after)

@@ -68,8 +68,8 @@ def training_graph(model: nnx.Module) -> Any:
 
 def meanings_of(model: nnx.Module) -> Meanings:
     """The meaning and the number of stored axes of every trained weight."""
-    own = variables(model)
-    return {a: (v.get_metadata()["meaning"], len(v.shape)) for a, v in own.items() if isinstance(v, nnx.Param)}
+    by_address = variables(model)
+    return {a: (v.get_metadata()["meaning"], len(v.shape)) for a, v in by_address.items() if isinstance(v, nnx.Param)}
 
 
 def flattened(tree: Any) -> dict[str, Any]:

@@ -88,16 +88,16 @@ def make_step(
         if accumulate == 1:
             grads, loss = gradients(state, frozen or {}, batch, key)
         else:
-            parts, held = in_parts(batch, accumulate, objective), state
+            parts, gathered = in_parts(batch, accumulate, objective), state
             if gather is not None:
-                held = replace(state, params=gather.whole(state.params), rest=gather.whole(state.rest))
+                gathered = replace(state, params=gather.whole(state.params), rest=gather.whole(state.rest))
 
             def of_part(part: Batch, key: Array) -> tuple[Leaves, Loss]:
-                grads, loss = gradients(held, frozen or {}, part | known, key)
+                grads, loss = gradients(gathered, frozen or {}, part | shared_values, key)
                 return grads if gather is None else gather.shares(grads), loss
 
             with nullcontext() if gather is None else gather.in_scope():
-                known = shared(held, frozen or {}, parts, key)
+                shared_values = shared(gathered, frozen or {}, parts, key)
                 grads, loss = _summed(of_part, parts, key)
         return updated(state, grads, loss, optimizer, rate, stays)
 
@@ -127,8 +127,8 @@ def make_parts(
             loss = objective(models_for(params, rest, frozen, key), part, key)
             return loss.loss.total, loss
 
-        made = _gradients(total, params, rest)
-        return made if sums is None else _added(sums, made)
+        grads_and_loss = _gradients(total, params, rest)
+        return grads_and_loss if sums is None else _added(sums, grads_and_loss)
 
     def finish(state: TrainState, sums: Any) -> tuple[TrainState, Metrics]:
         grads, loss = sums
@@ -142,7 +142,7 @@ def _gradients(total: Callable[[Leaves, Leaves], tuple[Array, Loss]], params: Le
     (grads, seen), loss = jax.grad(
         lambda params, histories: total(params, rest | histories), argnums=(0, 1), has_aux=True
     )(params, histories_of(rest))
-    updates = {address: RuleUpdate(LargestMagnitude(one), remembered) for address, one in seen.items()}
+    updates = {address: RuleUpdate(LargestMagnitude(amax), remembered) for address, amax in seen.items()}
     return grads, loss._replace(updates=loss.updates | updates)
 
 
@@ -157,20 +157,20 @@ def updated(
     """The next state from gradients that are sums over targets, and the metrics."""
     grads = jax.tree.map(lambda g: g / jnp.maximum(loss.loss.weight, 1e-30), grads)
     norm, mean_loss = optax.tree.norm(grads), loss.loss.value()
-    told = {} if stays is None else {"stays": stays(state.guard, mean_loss, norm)}
+    kwargs = {} if stays is None else {"stays": stays(state.guard, mean_loss, norm)}
     with jax.named_scope("optimizer"):
-        updates, new = optimizer.update(grads, state.optimizer, state.params, **told)
+        updates, new = optimizer.update(grads, state.optimizer, state.params, **kwargs)
     # Those of the host's memory are updated where they are (`train.offload`).
-    here = {a: u for a, u in updates.items() if not on_host(u)}
-    params: Any = updates | optax.apply_updates({a: state.params[a] for a in here}, here)
+    device_updates = {a: u for a, u in updates.items() if not on_host(u)}
+    params: Any = updates | optax.apply_updates({a: state.params[a] for a in device_updates}, device_updates)
     metrics = {"loss": mean_loss} | {name: mean.value() for name, mean in loss.metrics.items()}
     metrics |= {
         "grad_norm": norm,
         "lr": jnp.asarray(rate(steps_of(state.optimizer, state.step))),
         "targets": loss.loss.weight,
     }
-    moved = {a: own.rule(state.rest[a], own.statistic) for a, own in loss.updates.items()}
-    return TrainState(state.step + 1, params, state.rest | moved, new, state.key), metrics
+    rest_updates = {a: update.rule(state.rest[a], update.statistic) for a, update in loss.updates.items()}
+    return TrainState(state.step + 1, params, state.rest | rest_updates, new, state.key), metrics
 
 
 def steps_of(optimizer: Any, step: Array) -> Array:
@@ -219,12 +219,12 @@ def _summed(of_part: Callable[[Batch, Array], Any], parts: Batch, key: Array) ->
     first = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), parts)
     zero = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(of_part, first, key))
 
-    def one(so_far: Any, piece: Any) -> tuple[Any, None]:
+    def step(so_far: Any, piece: Any) -> tuple[Any, None]:
         i, part = piece
-        made = of_part(part, jax.random.fold_in(key, i))
-        return _added(so_far, made), None
+        term = of_part(part, jax.random.fold_in(key, i))
+        return _added(so_far, term), None
 
-    return jax.lax.scan(one, zero, (jnp.arange(count), parts))[0]
+    return jax.lax.scan(step, zero, (jnp.arange(count), parts))[0]
 
 
 def _added(a: Any, b: Any) -> Any:

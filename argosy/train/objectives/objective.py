@@ -49,7 +49,7 @@ class Needs:
     @property
     def asked_format(self) -> str | None:
         """The format of records that it trains on, where that is never detected but asked for."""
-        return next((one for one in self.formats if one in ASKED_FOR and one != PROMPT), None)
+        return next((name for name in self.formats if name in ASKED_FOR and name != PROMPT), None)
 
 
 class Objective:

@@ -36,28 +36,28 @@ def with_routers(loss: Loss, model: Any, aux: Aux, rows: Float[Array, "B"]) -> L
     Raises:
         ValueError: the config has experts, but no layer returned aux outputs for them.
     """
-    how = getattr(model.config, "experts", None)
-    if how is None:
+    experts = getattr(model.config, "experts", None)
+    if experts is None:
         return loss
-    layers = [own for own in aux.values() if "load" in own]
+    layers = [layer for layer in aux.values() if "load" in layer]
     if not layers:
         raise ValueError(f"{type(model.config).__name__} has experts, and none of its layers has their aux outputs")
-    load = jnp.concatenate([own["load"] for own in layers])  # [L E]
-    share = load * how.count / jnp.maximum(jnp.sum(load, -1, keepdims=True), 1.0)  # 1: an even load
+    load = jnp.concatenate([layer["load"] for layer in layers])  # [L E]
+    share = load * experts.count / jnp.maximum(jnp.sum(load, -1, keepdims=True), 1.0)  # 1: an even load
     weight = jnp.sum(rows)
     names = {"balance": "router_balance", "router_z": "router_z", "dropped": "experts_dropped"}
     metrics = {
-        metric: WeightedMean(jnp.sum(jnp.mean(jnp.concatenate([own[name] for own in layers]), 0) * rows), weight)
+        metric: WeightedMean(jnp.sum(jnp.mean(jnp.concatenate([layer[name] for layer in layers]), 0) * rows), weight)
         for name, metric in names.items()
-        if all(name in own for own in layers)
+        if all(name in layer for layer in layers)
     }
-    total = loss.loss.total + how.balance * metrics["router_balance"].total + how.z_loss * metrics["router_z"].total
+    total = loss.loss.total + experts.balance * metrics["router_balance"].total + experts.z_loss * metrics["router_z"].total
     metrics |= {
         "expert_load_max": WeightedMean(jnp.max(share) * weight, weight),
         "experts_idle": WeightedMean(jnp.mean(load == 0) * weight, weight),
     }
-    rule = ByLoad(how.bias_rate)
-    updates = {a: RuleUpdate(own, rule) for a, own in _by_address(model, aux).items()} if how.bias else {}
+    rule = ByLoad(experts.bias_rate)
+    updates = {a: RuleUpdate(layer_load, rule) for a, layer_load in _by_address(model, aux).items()} if experts.bias else {}
     return Loss(WeightedMean(total, loss.loss.weight), loss.metrics | metrics, loss.updates | updates)
 
 

@@ -49,14 +49,14 @@ def losses(
     if splits("time"):
         # Flat rows would have to be gathered first.
         return by_times(lambda x, targets: from_logits(model.unembed(x) / temperature, targets), rows, x, targets)
-    found: Any
+    flat_losses: Any
     flat = targets.reshape(-1)
     if way == "blocks" and plain:
-        found = vocabulary_blocks((x if temperature == 1.0 else x * by).reshape(-1, x.shape[-1]), plain[0], flat, plain[1])
+        flat_losses = vocabulary_blocks((x if temperature == 1.0 else x * by).reshape(-1, x.shape[-1]), plain[0], flat, plain[1])
     else:
         every = x.reshape(-1, x.shape[-1])
-        found = row_chunks(lambda rows: model.unembed(rows[:, None])[:, 0] / temperature, every, flat, min(rows, len(flat)))
-    return found[0].reshape(targets.shape), found[1].reshape(targets.shape)
+        flat_losses = row_chunks(lambda rows: model.unembed(rows[:, None])[:, 0] / temperature, every, flat, min(rows, len(flat)))
+    return flat_losses[0].reshape(targets.shape), flat_losses[1].reshape(targets.shape)
 
 
 def rows_at_once(chunk: int, shape: tuple[int, ...]) -> int:

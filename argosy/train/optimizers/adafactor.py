@@ -83,7 +83,7 @@ class Adafactor(Optimizer):
 
         def update(updates: Any, state: Any, params: Any = None) -> Any:
             count = state.count + 1
-            moved, rows, columns, nu = dict[str, Any](), dict[str, Any](), dict[str, Any](), dict[str, Any]()
+            new_updates, rows, columns, nu = dict[str, Any](), dict[str, Any](), dict[str, Any](), dict[str, Any]()
             for a, g in updates.items():
                 b = (1 - count.astype(g.dtype) ** -self.exponent).astype(g.dtype)
                 square = jnp.square(g) + TINY
@@ -98,8 +98,8 @@ class Adafactor(Optimizer):
                     u = g / jnp.sqrt(share) / jnp.sqrt(columns[a])
                 if self.threshold is not None:
                     u = u / jnp.maximum(1.0, rms(a, u) / self.threshold)
-                moved[a] = u * jnp.maximum(LEAST, rms(a, params[a])) if self.relative else u
-            return moved, AdafactorState(count, rows, columns, nu)
+                new_updates[a] = u * jnp.maximum(LEAST, rms(a, params[a])) if self.relative else u
+            return new_updates, AdafactorState(count, rows, columns, nu)
 
         mean = optax.GradientTransformation(init, update)
         return optax.chain(mean, decayed(decays), optax.scale_by_learning_rate(rate))

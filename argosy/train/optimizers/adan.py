@@ -53,7 +53,7 @@ class Adan(Optimizer):
 
         def update(updates: Any, state: Any, params: Any = None) -> Any:
             count = state.count + 1
-            moved, mu, differences, nu = dict[str, Any](), dict[str, Any](), dict[str, Any](), dict[str, Any]()
+            new_updates, mu, differences, nu = dict[str, Any](), dict[str, Any](), dict[str, Any](), dict[str, Any]()
             for a, g in updates.items():
                 t = count.astype(g.dtype)
                 difference = jnp.where(state.count == 0, 0, g - state.last[a])
@@ -61,8 +61,8 @@ class Adan(Optimizer):
                 differences[a] = self.b2 * state.differences[a] + (1 - self.b2) * difference
                 nu[a] = self.b3 * state.nu[a] + (1 - self.b3) * jnp.square(g + self.b2 * difference)
                 way = mu[a] / (1 - self.b1**t) + self.b2 * differences[a] / (1 - self.b2**t)
-                moved[a] = way / (jnp.sqrt(nu[a] / (1 - self.b3**t)) + self.eps)
-            return moved, AdanState(count, mu, differences, nu, dict(updates))
+                new_updates[a] = way / (jnp.sqrt(nu[a] / (1 - self.b3**t)) + self.eps)
+            return new_updates, AdanState(count, mu, differences, nu, dict(updates))
 
         mean = optax.GradientTransformation(init, update)
         return optax.chain(mean, decayed(decays), optax.scale_by_learning_rate(rate))

@@ -111,9 +111,9 @@ class Optimizer(Settings):
             from argosy.train.optimizers.lookahead import with_slow_weights
             from argosy.train.optimizers.state_types import with_state_type
 
-            own = {a: meanings[a] for a in weights}
-            rule = self.rule(lambda step: self.learning_rate * factor(step), own, self.decays(own, factors))
-            rule = with_state_type(self.state, rule, own, self.nonnegative, self.exact)
+            selected = {a: meanings[a] for a in weights}
+            rule = self.rule(lambda step: self.learning_rate * factor(step), selected, self.decays(selected, factors))
+            rule = with_state_type(self.state, rule, selected, self.nonnegative, self.exact)
             return with_slow_weights(in_groups(rule, factors), self.lookahead)
 
         if on_host is None:
@@ -121,11 +121,11 @@ class Optimizer(Settings):
         from argosy.train.offload import hosted
 
         if not self.separable:
-            what = f"{type(self).__name__} reads all weights at once, and state on the host is updated weight by weight"
-            raise BadInput(what, where="set by execution.offload", hint="execution.offload=none")
+            problem = f"{type(self).__name__} reads all weights at once, and state on the host is updated weight by weight"
+            raise BadInput(problem, where="set by execution.offload", hint="execution.offload=none")
         if factors.by_layer:
-            what = "groups that tell the layers of a stack apart are for state on the device"
-            raise BadInput(what, where="set by execution.offload", hint="execution.offload=none")
+            problem = "groups that tell the layers of a stack apart are for state on the device"
+            raise BadInput(problem, where="set by execution.offload", hint="execution.offload=none")
         return _lenient(optax.chain(clip, hosted(rule_of, meanings, on_host)))
 
     def check(self, meanings: Meanings) -> None:
@@ -176,9 +176,9 @@ def by_label(rules: Mapping[str, Transformation], labels: Mapping[str, str]) -> 
         out: dict[str, Any] = {}
         new: dict[str, Any] = {}
         for label, rule in rules.items():
-            moved: Any
-            moved, new[label] = rule.update(part(updates, label), state[label], part(params, label))
-            out |= moved
+            new_updates: Any
+            new_updates, new[label] = rule.update(part(updates, label), state[label], part(params, label))
+            out |= new_updates
         return {a: out[a] for a in updates}, new
 
     return optax.GradientTransformation(init, update)
@@ -206,6 +206,6 @@ def scaled(optimizer: Any, prefix: str, factor: float) -> Any:
     import optax
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:
-        return {a: factor * own if a.startswith(prefix) else own for a, own in updates.items()}, state
+        return {a: factor * update if a.startswith(prefix) else update for a, update in updates.items()}, state
 
     return optax.chain(optimizer, optax.GradientTransformation(lambda params: optax.EmptyState(), update))

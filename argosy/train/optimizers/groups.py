@@ -57,8 +57,8 @@ def check_groups_match(groups: Sequence[OptimizerGroup], names: Sequence[str]) -
     for group in groups:
         if not any(_matches(group.match, name) for name in names):
             modules = {".".join(name.split(".")[:n]) for name in names for n in range(1, name.count(".") + 2)}
-            what = f"no trained weight matches `{group.match}`"
-            raise BadInput(what, where="set by optimizer.groups", hint=nearest(group.match, modules) or NAMES)
+            problem = f"no trained weight matches `{group.match}`"
+            raise BadInput(problem, where="set by optimizer.groups", hint=nearest(group.match, modules) or NAMES)
 
 
 def freeze_groups(model: Any, groups: Sequence[OptimizerGroup]) -> list[str]:
@@ -77,8 +77,12 @@ def freeze_groups(model: Any, groups: Sequence[OptimizerGroup]) -> list[str]:
         return []
     layers = layer_addresses(model)
     names = {address: layers(address) for address, v in variables(model).items() if isinstance(v, nnx.Param)}
-    check_groups_match(groups, [name for own in names.values() for name in own])
-    frozen = [a for a, own in names.items() if all((group := matching_group(name, groups)) and group.freeze for name in own)]
+    check_groups_match(groups, [name for layer_names in names.values() for name in layer_names])
+    frozen = [
+        a
+        for a, layer_names in names.items()
+        if all((group := matching_group(name, groups)) and group.freeze for name in layer_names)
+    ]
     for address in frozen:
         freeze(model, re.escape(address))
     return frozen
@@ -112,20 +116,20 @@ class GroupFactors:
         """
         names = {address: layers(address) for address in meanings}
         # Groups that only freeze may have left nothing to train (`freeze_groups`), which checked them.
-        check_groups_match([g for g in groups if not g.freeze], [name for own in names.values() for name in own])
-        depth = 1 + max((int(m[1]) for own in names.values() for name in own if (m := LAYER.search(name))), default=-1)
+        check_groups_match([g for g in groups if not g.freeze], [name for layer_names in names.values() for name in layer_names])
+        depth = 1 + max((int(m[1]) for layer_names in names.values() for name in layer_names if (m := LAYER.search(name))), default=-1)
         rates, decays, partial = dict[str, Any](), dict[str, Any](), dict[str, Any]()
         for address, (meaning, stored) in meanings.items():
-            found = [matching_group(name, groups) for name in names[address]]
-            each = [1.0 if group is None else group.rate for group in found]
+            matching = [matching_group(name, groups) for name in names[address]]
+            each = [1.0 if group is None else group.rate for group in matching]
             if layer_decay is not None:
-                each = [own * layer_decay ** _above(name, meaning, depth) for own, name in zip(each, names[address])]
-            if any(own != 1.0 for own in each):
+                each = [rate * layer_decay ** _above(name, meaning, depth) for rate, name in zip(each, names[address])]
+            if any(rate != 1.0 for rate in each):
                 rates[address] = _by_layer(each, stored, len(meaning.letters))
-            if any(group is not None and group.weight_decay is not None for group in found):
-                decays[address] = [None if group is None else group.weight_decay for group in found], stored, len(meaning.letters)
-            if any(group is not None and group.freeze for group in found):
-                partial[address] = _by_layer([group is None or not group.freeze for group in found], stored, len(meaning.letters))
+            if any(group is not None and group.weight_decay is not None for group in matching):
+                decays[address] = [None if group is None else group.weight_decay for group in matching], stored, len(meaning.letters)
+            if any(group is not None and group.freeze for group in matching):
+                partial[address] = _by_layer([group is None or not group.freeze for group in matching], stored, len(meaning.letters))
         return cls(rates, decays, partial)
 
     def decay(self, address: str, usual: float) -> Any:
@@ -133,13 +137,13 @@ class GroupFactors:
         if address not in self.decay_of:
             return usual
         each, stored, letters = self.decay_of[address]
-        return _by_layer([usual if own is None else own for own in each], stored, letters)
+        return _by_layer([usual if decay is None else decay for decay in each], stored, letters)
 
     @property
     def by_layer(self) -> bool:
         """Whether layers of one stack have different factors."""
         arrays = [*self.rates.values(), *self.partial.values(), *(self.decay(a, 0.0) for a in self.decay_of)]
-        return any(not isinstance(one, float | bool) for one in arrays)
+        return any(not isinstance(factor, float | bool) for factor in arrays)
 
     def masked(self) -> Any:
         """The transformation that takes the gradients of frozen layers away, so that they do not count in the clipped norm."""
@@ -154,8 +158,8 @@ class GroupFactors:
 
 def _above(name: str, meaning: Any, depth: int) -> int:
     """How many layers, the head among them, lie above a weight."""
-    if found := LAYER.search(name):
-        return depth - int(found[1])
+    if match := LAYER.search(name):
+        return depth - int(match[1])
     # Embeddings are looked up; a head's rows are too, but it sums over features.
     is_lookup = bool(LOOKED_UP & set(meaning.axes)) and name.split(".")[0] != "head"
     return depth + 1 if is_lookup else 0
@@ -163,7 +167,7 @@ def _above(name: str, meaning: Any, depth: int) -> int:
 
 def _by_layer(each: list[Any], stored: int, letters: int) -> Any:
     """One number, if all layers have the same, or an array of one for each layer, [L, 1, ...]."""
-    if all(own == each[0] for own in each):
+    if all(number == each[0] for number in each):
         return each[0]
     import numpy as np
 
@@ -183,8 +187,8 @@ def in_groups(rule: Any, factors: GroupFactors) -> Any:
 
     def update(updates: Any, state: Any, params: Any = None, **others: Any) -> Any:
         done: Any = optax.with_extra_args_support(rule).update(updates, state, params, **others)
-        moved: dict[str, Any] = done[0]
-        moved = {a: factors.rates[a] * u if a in factors.rates else u for a, u in moved.items()}
-        return {a: jnp.where(factors.partial[a], u, 0) if a in factors.partial else u for a, u in moved.items()}, done[1]
+        new_updates: dict[str, Any] = done[0]
+        new_updates = {a: factors.rates[a] * u if a in factors.rates else u for a, u in new_updates.items()}
+        return {a: jnp.where(factors.partial[a], u, 0) if a in factors.partial else u for a, u in new_updates.items()}, done[1]
 
     return optax.GradientTransformationExtraArgs(rule.init, update)

@@ -42,11 +42,11 @@ def with_slow_weights(rule: Any, settings: LookaheadSettings) -> Any:
 
     def update(updates: Any, state: Any, params: Any = None, **others: Any) -> Any:
         done: Any = optax.with_extra_args_support(rule).update(updates, state.rule, params, **others)
-        moved: dict[str, Any] = done[0]
+        new_updates: dict[str, Any] = done[0]
         count = state.count + 1
         due = count % settings.every == 0
-        slow = {a: jnp.where(due, s + settings.rate * (params[a] + moved[a] - s), s) for a, s in state.slow.items()}
-        moved = {a: jnp.where(due, slow[a] - params[a], u) for a, u in moved.items()}
-        return moved, LookaheadState(count, slow, done[1])
+        slow = {a: jnp.where(due, s + settings.rate * (params[a] + new_updates[a] - s), s) for a, s in state.slow.items()}
+        new_updates = {a: jnp.where(due, slow[a] - params[a], u) for a, u in new_updates.items()}
+        return new_updates, LookaheadState(count, slow, done[1])
 
     return optax.GradientTransformationExtraArgs(init, update)

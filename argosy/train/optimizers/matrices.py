@@ -54,10 +54,10 @@ class MatrixView(NamedTuple):
         sizes = [shape[i] if i in self.lead or i in side else 1 for i in self.order]
         return factor.reshape(*sizes, factor.shape[-1]).transpose(*self._back, len(shape))
 
-    def collected(self, kept: Any) -> Any:
+    def collected(self, factor: Any) -> Any:
         """A factor of the state as [..., k, k]."""
-        moved = kept.transpose(*self.order, kept.ndim - 1)
-        return moved.reshape(*moved.shape[: len(self.lead)], -1, kept.shape[-1])
+        transposed = factor.transpose(*self.order, factor.ndim - 1)
+        return transposed.reshape(*transposed.shape[: len(self.lead)], -1, factor.shape[-1])
 
     @property
     def _back(self) -> tuple[int, ...]:

@@ -23,8 +23,8 @@ class MatrixOptimizer(Optimizer):
 
     def check(self, meanings: Meanings) -> None:
         if not any(m.is_matrix for m, _ in meanings.values()):
-            what = f"optimizer {type(self).__name__.lower()}: none of the trained weights is a matrix"
-            raise BadInput(what, hint="use optimizer=adamw")
+            problem = f"optimizer {type(self).__name__.lower()}: none of the trained weights is a matrix"
+            raise BadInput(problem, hint="use optimizer=adamw")
 
     def apart(self, meanings: Meanings) -> frozenset[str]:
         return frozenset(a for a in super().apart(meanings) if not meanings[a][0].is_matrix)

@@ -86,7 +86,7 @@ class Prodigy(Optimizer):
             now = jnp.maximum(d, estimate).astype(kind)
             # The learning rate follows in `scale_by_learning_rate`, and its correction here.
             step = d * (lr / jnp.maximum(jnp.asarray(rate(state.count), kind), 1e-38) if self.bias_correction else 1.0)
-            moved = {a: step * (mu[a] / (jnp.sqrt(nu[a]) + now * self.eps) + decays[a] * params[a]) for a in updates}
-            return moved, ProdigyState(count, mu, nu, gradients, state.start, now, progress)
+            new_updates = {a: step * (mu[a] / (jnp.sqrt(nu[a]) + now * self.eps) + decays[a] * params[a]) for a in updates}
+            return new_updates, ProdigyState(count, mu, nu, gradients, state.start, now, progress)
 
         return optax.chain(optax.GradientTransformation(init, update), optax.scale_by_learning_rate(rate))

@@ -74,14 +74,14 @@ class ScheduleFree(Optimizer):
             weight = largest**self.power
             total = state.weight + weight
             c = jnp.where(total > 0, weight / jnp.maximum(total, 1e-38), 0)
-            moved, nu, z = dict[str, Any](), dict[str, Any](), dict[str, Any]()
+            new_updates, nu, z = dict[str, Any](), dict[str, Any](), dict[str, Any]()
             for a, g in updates.items():
                 nu[a] = self.b2 * state.nu[a] + (1 - self.b2) * jnp.square(g)
                 way = g / (jnp.sqrt(nu[a] / (1 - self.b2 ** t.astype(kind))) + self.eps) + decays[a] * params[a]
                 z[a] = state.z[a] - lr * way
                 # b1 x' + (1 - b1) z' - y, with x' = (1 - c) x + c z': what the authors add to y.
-                moved[a] = c * (state.z[a] - params[a]) + lr * (self.b1 * (1 - c) - 1) * way
-            return moved, ScheduleFreeState(optax.ScaleByScheduleState(t), nu, z, largest, total, state.b1)
+                new_updates[a] = c * (state.z[a] - params[a]) + lr * (self.b1 * (1 - c) - 1) * way
+            return new_updates, ScheduleFreeState(optax.ScaleByScheduleState(t), nu, z, largest, total, state.b1)
 
         return optax.GradientTransformation(init, update)
 
@@ -91,8 +91,8 @@ def average_of(optimizer: Any, params: Mapping[str, Any]) -> dict[str, Any] | No
     import jax
 
     is_state = lambda part: isinstance(part, ScheduleFreeState)  # noqa: E731
-    found = [part for part in jax.tree.leaves(optimizer, is_leaf=is_state) if is_state(part)]
-    if not found:
+    states = [part for part in jax.tree.leaves(optimizer, is_leaf=is_state) if is_state(part)]
+    if not states:
         return None
-    z, b1 = found[0].z, found[0].b1
+    z, b1 = states[0].z, states[0].b1
     return {a: (w - (1 - b1) * z[a]) / b1 for a, w in params.items()}

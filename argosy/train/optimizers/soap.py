@@ -81,8 +81,8 @@ class SOAP(MatrixOptimizer):
                 out = {}
                 for a, w in params.items():
                     if axes := sides(a, w.shape).get(side):
-                        kept = [n if i in views[a].lead + axes else 1 for i, n in enumerate(w.shape)]
-                        out[a] = jnp.zeros([*kept, views[a].sizes(w.shape)[SIDES.index(side)]], w.dtype)
+                        shape = [n if i in views[a].lead + axes else 1 for i, n in enumerate(w.shape)]
+                        out[a] = jnp.zeros([*shape, views[a].sizes(w.shape)[SIDES.index(side)]], w.dtype)
                 return out
 
             factors = [empty(side) for side in (*SIDES, *SIDES)]
@@ -122,9 +122,9 @@ class SOAP(MatrixOptimizer):
             return view.stored(move, shape), new
 
         def update(updates: Any, state: Any, params: Any = None) -> Any:
-            made = {a: matrix_update(a, g, state) for a, g in updates.items()}
-            fields = {f: {a: new[f] for a, (_, new) in made.items() if f in new} for f in SoapState._fields[1:]}
-            return {a: move for a, (move, _) in made.items()}, SoapState(state.count + 1, **fields)
+            results = {a: matrix_update(a, g, state) for a, g in updates.items()}
+            fields = {f: {a: new[f] for a, (_, new) in results.items() if f in new} for f in SoapState._fields[1:]}
+            return {a: move for a, (move, _) in results.items()}, SoapState(state.count + 1, **fields)
 
         return optax.GradientTransformation(init, update)
 

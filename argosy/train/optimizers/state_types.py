@@ -125,7 +125,7 @@ def with_state_type(kind: str, rule: Any, meanings: Mapping[str, Any], nonnegati
         return jax.tree_util.tree_map_with_path(unpacked, state, is_leaf=lambda node: is_average(node) or is_packed(node))
 
     def update(updates: Any, state: Any, params: Any = None, **others: Any) -> Any:
-        moved, new = optax.with_extra_args_support(rule).update(updates, unpack(state, params), params, **others)
-        return moved, pack(new)
+        new_updates, new = optax.with_extra_args_support(rule).update(updates, unpack(state, params), params, **others)
+        return new_updates, pack(new)
 
     return optax.GradientTransformationExtraArgs(lambda params: pack(rule.init(params)), update)

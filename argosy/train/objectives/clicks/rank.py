@@ -52,8 +52,8 @@ def ranking_metrics(scores: "Float[Array, 'B']", batch: "dict[str, Array]") -> "
     """The AUC of scores, and AUC and log loss of the known probabilities."""
     import jax.numpy as jnp
 
-    known = jnp.clip(batch["probability"], 1e-7, 1 - 1e-7)
-    logit = jnp.log(known) - jnp.log1p(-known)
+    probability = jnp.clip(batch["probability"], 1e-7, 1 - 1e-7)
+    logit = jnp.log(probability) - jnp.log1p(-probability)
     label = batch["label"]
     return {"auc": auc(scores, label), "best_auc": auc(logit, label), "best_loss": log_loss(logit, label)}
 

@@ -45,11 +45,11 @@ class Retrieve(Settings, Objective):
         scores = (users @ model.items(items).T).astype(jnp.float32) / model.config.temperature
         same = items[:, None] == items[None]
         corrected = scores - jnp.log(jnp.sum(same, 0, dtype=jnp.float32))
-        own = jnp.diagonal(scores)
-        each = jax.nn.logsumexp(corrected, -1) - own
+        positives = jnp.diagonal(scores)
+        each = jax.nn.logsumexp(corrected, -1) - positives
         clicks = jnp.sum(weight)
         metrics = {}
         for prefix, by in (("", scores), ("best_", batch["p"] @ batch["q"].T)):
             rank = jnp.sum((by > jnp.diagonal(by)[:, None]) & ~same, -1)
             metrics |= {f"{prefix}recall@{k}": WeightedMean(jnp.sum(jnp.where(rank < k, weight, 0.0)), clicks) for k in RECALLS}
-        return Loss(WeightedMean(jnp.sum(weight * each), clicks), metrics | {"auc": auc(own, weight)})
+        return Loss(WeightedMean(jnp.sum(weight * each), clicks), metrics | {"auc": auc(positives, weight)})

@@ -42,14 +42,14 @@ def distillation_loss(settings: DivergenceObjective, models: Models, batch: dict
     x, student, aux = layer_states(terms, model, batch)
     teacher = []
     if settings.roles[ROLE] == "cached":
-        known = [batch[name] for name in CACHED]
+        teacher_outputs = [batch[name] for name in CACHED]
     else:
         last, teacher, _ = jax.lax.stop_gradient(layer_states(terms, models[ROLE], batch))
-        known = [last]
-    of_targets = _compared(settings, models, x, batch, known)
+        teacher_outputs = [last]
+    of_targets = _compared(settings, models, x, batch, teacher_outputs)
     if terms.hidden != "none":
         project = getattr(model, PROJECTION, lambda a: a)
-        of_targets["hidden"] = hidden_term(terms, project, student, teacher, (x, known[0]))
+        of_targets["hidden"] = hidden_term(terms, project, student, teacher, (x, teacher_outputs[0]))
     of_targets |= relation_terms(terms, student, teacher, batch["segments"])
     mask = batch["mask"]
     weight = jnp.sum(mask)
@@ -65,33 +65,34 @@ def distillation_loss(settings: DivergenceObjective, models: Models, batch: dict
 
 
 def _compared(
-    settings: DivergenceObjective, models: Models, x: Float[Array, "B T D"], batch: dict[str, Array], known: list[Array]
+    settings: DivergenceObjective, models: Models, x: Float[Array, "B T D"], batch: dict[str, Array], teacher_outputs: list[Array]
 ) -> TargetTerms:
     """The terms of each target, [B T] each.
 
     Args:
         x: the input of the student's head.
-        known: the input of the teacher's head, or its cached tokens.
+        teacher_outputs: the input of the teacher's head, or its cached tokens.
     """
     model, teacher_model, targets = models["model"], models.get(ROLE), batch["targets"]
 
-    def of_rows(x: Array, targets: Array, *known: Array) -> TargetTerms:
+    def of_rows(x: Array, targets: Array, *teacher_outputs: Array) -> TargetTerms:
         """Rows [R ...] to [R]."""
-        rows = [a[:, None] for a in (x, *known)] if teacher_model is not None else [x[:, None]]
+        rows = [a[:, None] for a in (x, *teacher_outputs)] if teacher_model is not None else [x[:, None]]
         student = model.unembed(rows[0])[:, 0]
         if teacher_model is None:
-            return _of_top(settings, student, targets, Top(*known))
+            return _of_top(settings, student, targets, Top(*teacher_outputs))
         return of_logits(settings, student, jax.lax.stop_gradient(teacher_model.unembed(rows[1]))[:, 0], targets)
 
     if in_chunks(settings, models, targets.size):
-        flat = [a.reshape(-1, *a.shape[2:]) for a in (x, targets, *known)]
+        flat = [a.reshape(-1, *a.shape[2:]) for a in (x, targets, *teacher_outputs)]
         compared = by_chunks(of_rows, min(rows_at_once(settings.chunk, targets.shape), targets.size), *flat)
         return {name: values.reshape(targets.shape) for name, values in compared.items()}
     # Kept for the backward pass are the logits alone, not every array that is made of them.
     student = model.unembed(x)
     if teacher_model is None:
-        return jax.checkpoint(partial(_of_top, settings))(student, targets, Top(*known))
-    return jax.checkpoint(partial(of_logits, settings))(student, jax.lax.stop_gradient(teacher_model.unembed(known[0])), targets)
+        return jax.checkpoint(partial(_of_top, settings))(student, targets, Top(*teacher_outputs))
+    teacher = jax.lax.stop_gradient(teacher_model.unembed(teacher_outputs[0]))
+    return jax.checkpoint(partial(of_logits, settings))(student, teacher, targets)
 
 
 def in_chunks(settings: DivergenceObjective, models: Models, targets: int) -> bool:
@@ -111,10 +112,10 @@ def of_logits(
     return _between(settings, logps, teacher_logps) | _of_labels(student, targets, jnp.argmax(teacher, -1))
 
 
-def _of_top(settings: DivergenceObjective, student: Float[Array, "*R V"], targets: Int[Array, "*R"], known: Top) -> TargetTerms:
+def _of_top(settings: DivergenceObjective, student: Float[Array, "*R V"], targets: Int[Array, "*R"], top: Top) -> TargetTerms:
     """Compares with a teacher's likeliest tokens, which are at the temperature."""
-    logps = coarse(student, known.ids, settings.temperature)
-    return _between(settings, logps, known.outcomes) | _of_labels(student, targets, known.ids[..., 0])
+    logps = coarse(student, top.ids, settings.temperature)
+    return _between(settings, logps, top.outcomes) | _of_labels(student, targets, top.ids[..., 0])
 
 
 def _between(settings: DivergenceObjective, student: Array, teacher: Array) -> TargetTerms:

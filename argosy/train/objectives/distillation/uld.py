@@ -112,8 +112,8 @@ def uld(settings: ULD, models: "Models", batch: "dict[str, Array]") -> "Loss":
     earlier = _before(logps, batch["group"], last)
     # Groups have the same numbers in both; the student's last target of a group is the only one that is read.
     summed = _of_group(teacher_logps, batch["teacher_group"], batch["group"])
-    known = jax.lax.stop_gradient(summed - jnp.take_along_axis(teacher_logps, at, 1))
-    terms = _distances(settings, models, x, jnp.take_along_axis(y, at[..., None], 1), earlier, known)
+    teacher_before = jax.lax.stop_gradient(summed - jnp.take_along_axis(teacher_logps, at, 1))
+    terms = _distances(settings, models, x, jnp.take_along_axis(y, at[..., None], 1), earlier, teacher_before)
     counted = jnp.where(last, mask, 0.0)
     sums = {name: jnp.sum(jnp.where(last, counted.astype(each.dtype) * each, 0.0)) for name, each in terms.items()}
     cross_entropy = jnp.sum(nll * mask.astype(nll.dtype))
@@ -128,15 +128,15 @@ def uld(settings: ULD, models: "Models", batch: "dict[str, Array]") -> "Loss":
 
 
 def _of_group(
-    values: "Float[Array, 'B U']", group: "Int[Array, 'B U']", wanted: "Int[Array, 'B T']"
+    values: "Float[Array, 'B U']", group: "Int[Array, 'B U']", target_group: "Int[Array, 'B T']"
 ) -> "Float[Array, 'B T']":
     """For each wanted group of a row, the sum of the values in it. Groups are numbered from 1; there are at most T."""
     import jax
     import jax.numpy as jnp
 
-    most = wanted.shape[1] + 1
+    most = target_group.shape[1] + 1
     summed = jax.vmap(lambda row, number: jax.ops.segment_sum(row, number, most))(jnp.where(group > 0, values, 0.0), group)
-    return jnp.take_along_axis(summed, wanted, 1)
+    return jnp.take_along_axis(summed, target_group, 1)
 
 
 def _before(logps: "Float[Array, 'B T']", group: "Int[Array, 'B T']", last: "Array") -> "Float[Array, 'B T']":
@@ -185,8 +185,8 @@ def hybrid(settings: ULD, p: "Float[Array, 'R V']", q: "Float[Array, 'R U']", ma
 
     student_ids, teacher_ids = matched.ids
     others = (np.setdiff1d(np.arange(of.shape[1]), ids) for of, ids in ((p, student_ids), (q, teacher_ids)))
-    known = (jnp.log(jnp.maximum(of[:, ids], LEAST)) for of, ids in ((p, student_ids), (q, teacher_ids)))
+    matched_logps = (jnp.log(jnp.maximum(of[:, ids], LEAST)) for of, ids in ((p, student_ids), (q, teacher_ids)))
     share = len(matched) / q.shape[1] if settings.matched is None else settings.matched
-    same = DIVERGENCES[_ENDS.get(settings.beta, "jsd")](*known, settings.beta)
+    same = DIVERGENCES[_ENDS.get(settings.beta, "jsd")](*matched_logps, settings.beta)
     rest = sorted_distance(*(of[:, ids] for of, ids in zip((p, q), others)))
     return {"uld": share * same + (1 - share) * rest, "matched": same, "unmatched": rest}

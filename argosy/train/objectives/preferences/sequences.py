@@ -81,8 +81,8 @@ def tie_of(dtype: Any) -> float:
 
 def by_slot(values: Float[Array, "B T"], segments: Int[Array, "B T"], slots: int) -> Float[Array, "B s"]:
     """Sums over the tokens of each slot."""
-    own = segments[:, :, None] == jnp.arange(1, slots + 1, dtype=segments.dtype)
-    return jnp.sum(jnp.where(own, values[:, :, None], 0.0), 1)
+    mask = segments[:, :, None] == jnp.arange(1, slots + 1, dtype=segments.dtype)
+    return jnp.sum(jnp.where(mask, values[:, :, None], 0.0), 1)
 
 
 def sequences(settings: TokenObjective, model: Any, batch: dict[str, Array]) -> tuple[SequenceLogps, Aux]:

@@ -45,8 +45,8 @@ def text_hashes(batch: dict[str, Array]) -> UInt32[Array, "B s"]:
     segments, slots = batch["segments"], batch["live"].shape[1]
     powers = np.cumprod(np.full(segments.shape[1], 0x9E3779B1, np.uint32), dtype=np.uint32)
     terms = (batch["tokens"].astype(jnp.uint32) + jnp.uint32(1)) * jnp.asarray(powers)[Bidirectional(segments).positions]
-    own = segments[:, :, None] == jnp.arange(1, slots + 1, dtype=segments.dtype)
-    return jnp.sum(jnp.where(own, terms[:, :, None], jnp.uint32(0)), 1, dtype=jnp.uint32)
+    mask = segments[:, :, None] == jnp.arange(1, slots + 1, dtype=segments.dtype)
+    return jnp.sum(jnp.where(mask, terms[:, :, None], jnp.uint32(0)), 1, dtype=jnp.uint32)
 
 
 def unit_rows(vectors: Float[Array, "*n D"]) -> Float[Array, "*n D"]:

@@ -57,12 +57,12 @@ class Classify(Settings, Objective):
 
     def derived(self, figures: dict[str, float]) -> dict[str, float]:
         """The mean F1 of the classes, and the accuracy of always answering the most frequent class."""
-        found = {}
+        metrics = {}
         if f1 := [value for name, value in figures.items() if name.startswith(F1)]:
-            found["f1_macro"] = sum(f1) / len(f1)
+            metrics["f1_macro"] = sum(f1) / len(f1)
         if shares := [value for name, value in figures.items() if name.startswith(SHARE)]:
-            found["majority_accuracy"] = max(shares)
-        return found
+            metrics["majority_accuracy"] = max(shares)
+        return metrics
 
 
 def classification_loss(
@@ -97,33 +97,38 @@ def classification_loss(
         return Loss(mean(apart**2), {"mae": mean(jnp.abs(apart))})
     if problem_type == MULTIPLE:
         each = jnp.mean(jnp.maximum(scores, 0) - scores * label + jnp.log1p(jnp.exp(-jnp.abs(scores))), -1)
-        chosen, true = (scores > 0).astype(jnp.float32), (label > 0.5).astype(jnp.float32)
-        metrics = {"accuracy": mean(jnp.all(chosen == true, -1).astype(jnp.float32))}
-        return Loss(mean(each), metrics | of_classes(chosen, true, live, names, shares=False))
+        predicted, true = (scores > 0).astype(jnp.float32), (label > 0.5).astype(jnp.float32)
+        metrics = {"accuracy": mean(jnp.all(predicted == true, -1).astype(jnp.float32))}
+        return Loss(mean(each), metrics | of_classes(predicted, true, live, names, shares=False))
     index = label[..., 0].astype(jnp.int32)
     logp = jax.nn.log_softmax(scores)
     each = -jnp.take_along_axis(logp, index[..., None], -1)[..., 0]
     if settings.label_smoothing:
         each = (1 - settings.label_smoothing) * each - settings.label_smoothing * jnp.mean(logp, -1)
     best = jnp.argmax(scores, -1)
-    chosen, true = (jax.nn.one_hot(i, scores.shape[-1], dtype=jnp.float32) for i in (best, index))
+    predicted, true = (jax.nn.one_hot(i, scores.shape[-1], dtype=jnp.float32) for i in (best, index))
     metrics = {"accuracy": mean((best == index).astype(jnp.float32))}
-    return Loss(mean(each), metrics | of_classes(chosen, true, live, names, shares=True))
+    return Loss(mean(each), metrics | of_classes(predicted, true, live, names, shares=True))
 
 
 def of_classes(
-    chosen: "Float[Array, 'B s Z']", true: "Float[Array, 'B s Z']", live: "Float[Array, 'B s']", names: tuple[str, ...], *, shares: bool
+    predicted: "Float[Array, 'B s Z']",
+    true: "Float[Array, 'B s Z']",
+    live: "Float[Array, 'B s']",
+    names: tuple[str, ...],
+    *,
+    shares: bool,
 ) -> "dict[str, WeightedMean]":
-    """F1 of each class, and with `shares` how many of the texts have it. F1 is 2 TP / (chosen + true), a mean whose weight is the sum
-    below the line, so it is exact over any number of batches."""
+    """F1 of each class, and with `shares` how many of the texts have it. F1 is 2 TP / (predicted + true), a mean whose weight is the
+    sum below the line, so it is exact over any number of batches."""
     import jax.numpy as jnp
 
     from argosy.train.objectives.loss import WeightedMean
 
     if len(names) > MOST_CLASSES:
         return {}
-    chosen, true = chosen * live[..., None], true * live[..., None]
-    both, either, texts = jnp.sum(chosen * true, (0, 1)), jnp.sum(chosen + true, (0, 1)), jnp.sum(live)
-    found = {f"{F1}{name}": WeightedMean(2 * both[i], either[i]) for i, name in enumerate(names)}
+    predicted, true = predicted * live[..., None], true * live[..., None]
+    both, either, texts = jnp.sum(predicted * true, (0, 1)), jnp.sum(predicted + true, (0, 1)), jnp.sum(live)
+    metrics = {f"{F1}{name}": WeightedMean(2 * both[i], either[i]) for i, name in enumerate(names)}
     counts = jnp.sum(true, (0, 1))
-    return found | ({f"{SHARE}{name}": WeightedMean(counts[i], texts) for i, name in enumerate(names)} if shares else {})
+    return metrics | ({f"{SHARE}{name}": WeightedMean(counts[i], texts) for i, name in enumerate(names)} if shares else {})

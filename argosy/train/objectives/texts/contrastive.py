@@ -86,8 +86,8 @@ class Contrastive(Settings, Objective):
         # [n ...] of each place in a group: a row's slots after one another.
         apart = [[a[place::group].reshape(-1, *a.shape[2:]) for a in (vectors, hashes, live)] for place in range(group)]
         anchors, anchor_keys, of_anchors = apart[0]
-        documents, keys, there = (jnp.concatenate(each) for each in zip(*apart[1:], strict=True))
-        loss = contrastive_loss(self, anchors, anchor_keys, of_anchors, documents, keys, there)
+        documents, keys, valid = (jnp.concatenate(each) for each in zip(*apart[1:], strict=True))
+        loss = contrastive_loss(self, anchors, anchor_keys, of_anchors, documents, keys, valid)
         return with_routers(loss, models["model"], aux, jnp.sum(batch["live"], 1))
 
 
@@ -98,7 +98,7 @@ def contrastive_loss(
     live: "Bool[Array, 'N']",
     documents: "Float[Array, 'R D']",
     keys: "UInt32[Array, 'R']",
-    there: "Bool[Array, 'R']",
+    valid: "Bool[Array, 'R']",
 ) -> "Loss":
     """The loss of a batch. Document i is the positive of anchor i.
 
@@ -117,38 +117,38 @@ def contrastive_loss(
     def mean(values: "Array") -> WeightedMean:
         return WeightedMean(jnp.sum(jnp.where(live, values, 0.0)), jnp.sum(live.astype(jnp.float32)))
 
-    n, own = len(anchors), jnp.eye(len(anchors), len(documents), dtype=bool)
-    same = (keys[:n, None] == keys[None]) & ~own
-    allowed = there[None] & ~same
+    n, positive = len(anchors), jnp.eye(len(anchors), len(documents), dtype=bool)
+    same = (keys[:n, None] == keys[None]) & ~positive
+    allowed = valid[None] & ~same
     widths = settings.dimensions or [anchors.shape[-1]]
     losses = []
     for width in widths:
         cosines = cosines_of(width)
-        each = _missed(settings.scale * cosines, own, allowed)
+        each = _missed(settings.scale * cosines, positive, allowed)
         if settings.symmetric:
-            twins = (anchor_keys[:, None] == anchor_keys[None]) & ~own[:, :n]
-            back = _missed(settings.scale * cosines[:, :n].T, own[:, :n], live[None] & ~twins)
+            twins = (anchor_keys[:, None] == anchor_keys[None]) & ~positive[:, :n]
+            back = _missed(settings.scale * cosines[:, :n].T, positive[:, :n], live[None] & ~twins)
             each = (each + back) / 2
         losses.append(each)
     cosines = cosines_of(anchors.shape[-1])
-    right = jnp.sum(jnp.where(own, cosines, 0.0), 1)
-    rank = jnp.sum((cosines > right[:, None]) & allowed & ~own, 1)
-    negatives = jnp.sum((allowed & ~own).astype(jnp.float32), 1)
+    right = jnp.sum(jnp.where(positive, cosines, 0.0), 1)
+    rank = jnp.sum((cosines > right[:, None]) & allowed & ~positive, 1)
+    negatives = jnp.sum((allowed & ~positive).astype(jnp.float32), 1)
     metrics = {
         "recall@1": mean((rank < 1).astype(jnp.float32)),
         "recall@10": mean((rank < 10).astype(jnp.float32)),
         "mrr": mean(1.0 / (1.0 + rank.astype(jnp.float32))),
         "negatives": mean(negatives),
         "cosine/positive": mean(right),
-        "cosine/negative": mean(jnp.sum(jnp.where(allowed & ~own, cosines, 0.0), 1) / jnp.maximum(negatives, 1.0)),
+        "cosine/negative": mean(jnp.sum(jnp.where(allowed & ~positive, cosines, 0.0), 1) / jnp.maximum(negatives, 1.0)),
     }
     return Loss(mean(jnp.mean(jnp.stack(losses), 0)), metrics)
 
 
-def _missed(scores: "Float[Array, 'N R']", own: "Bool[Array, 'N R']", allowed: "Bool[Array, 'N R']") -> "Float[Array, 'N']":
+def _missed(scores: "Float[Array, 'N R']", positive: "Bool[Array, 'N R']", allowed: "Bool[Array, 'N R']") -> "Float[Array, 'N']":
     """Minus the log-probability of each row's own column among those that are allowed and its own."""
     import jax
     import jax.numpy as jnp
 
-    scores = jnp.where(allowed | own, scores, -jnp.inf)
-    return jax.nn.logsumexp(scores, 1) - jnp.sum(jnp.where(own, scores, 0.0), 1)
+    scores = jnp.where(allowed | positive, scores, -jnp.inf)
+    return jax.nn.logsumexp(scores, 1) - jnp.sum(jnp.where(positive, scores, 0.0), 1)

@@ -67,13 +67,13 @@ def similarity_loss(
 
     from argosy.train.objectives.loss import Loss, WeightedMean
 
-    cosines, label, there = (a.reshape(-1) for a in (cosines, label, live > 0))
-    above = (label[:, None] > label[None]) & there[:, None] & there[None]
+    cosines, label, valid = (a.reshape(-1) for a in (cosines, label, live > 0))
+    above = (label[:, None] > label[None]) & valid[:, None] & valid[None]
     apart = jnp.where(above, settings.scale * (cosines[None] - cosines[:, None]), -jnp.inf)
     loss, count = jax.nn.logsumexp(jnp.append(apart.reshape(-1), 0.0)), jnp.sum(live)
     right = jnp.sum(jnp.where(above, jnp.where(apart < 0, 1.0, jnp.where(apart == 0, 0.5, 0.0)), 0.0))
     metrics = {
         "ordered": WeightedMean(right, jnp.sum(above.astype(jnp.float32))),
-        "cosine": WeightedMean(jnp.sum(jnp.where(there, cosines, 0.0)), count),
+        "cosine": WeightedMean(jnp.sum(jnp.where(valid, cosines, 0.0)), count),
     }
     return Loss(WeightedMean(loss * count, count), metrics)
