@@ -153,14 +153,14 @@ class DeepSeekConfig(DeepSeekHub, LanguageConfig):
         return self._alone().flops(tokens) if self.mtp else super().flops(tokens)
 
     def mixing_flops(self, tokens: int) -> int:
-        met = self.heads * (self.head_size + self.rope_size + self.value_size)
-        return 2 * tokens * tokens * met * self.layers + self._index_flops(tokens)
+        features = self.heads * (self.head_size + self.rope_size + self.value_size)
+        return 2 * tokens * tokens * features * self.layers + self._index_flops(tokens)
 
     def choosing_flops(self, tokens: int) -> int:
         if self.index is None:
             return 0
-        how, d = self.index, self.dims
-        weights = d["Q"] * how.heads * how.size + self.width * (how.size + how.heads)
+        index, d = self.index, self.dims
+        weights = d["Q"] * index.heads * index.size + self.width * (index.size + index.heads)
         return 2 * tokens * weights * self.layers + self._index_flops(tokens)
 
     def _index_flops(self, tokens: int) -> int:

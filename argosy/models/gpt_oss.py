@@ -58,11 +58,11 @@ class GptOssConfig(GptOssHub, DecoderConfig):
     @classmethod
     def examples(cls) -> dict[str, Any]:
         odd: dict[str, Any] = {"vocab": 113, "width": 44, "ffn": 38, "heads": 4, "context": 200}
-        chosen = {"ffn": 38, "score": "softmax_chosen"}
+        experts = {"ffn": 38, "score": "softmax_chosen"}
         scaled = Rope(base=150_000.0, scaling=Yarn(factor=8, original=16, truncate=False))
         return {
             "unbiased": cls(
-                **odd, layers=3, head_size=14, attention_bias=False, limit=0.3, moe=Experts(count=5, active=3, **chosen)
+                **odd, layers=3, head_size=14, attention_bias=False, limit=0.3, moe=Experts(count=5, active=3, **experts)
             ),
             "plain": cls(
                 **odd,
@@ -73,6 +73,6 @@ class GptOssConfig(GptOssHub, DecoderConfig):
                 pattern="LG",
                 rope=scaled,
                 limit=0.5,
-                moe=Experts(count=6, active=2, **chosen),
+                moe=Experts(count=6, active=2, **experts),
             ),
         }

@@ -47,8 +47,8 @@ class Llama3Scaling(Settings):
         turns = self.original * freq / (2 * math.pi)
         # Llama 4 Scout has no ramp: low and high are 1.
         ramp = max(self.high - self.low, 1e-9)
-        kept = np.clip((turns - self.low) / ramp, 0, 1)
-        return freq * kept + freq / self.factor * (1 - kept), 1.0
+        unscaled = np.clip((turns - self.low) / ramp, 0, 1)
+        return freq * unscaled + freq / self.factor * (1 - unscaled), 1.0
 
 
 class Yarn(Settings):
@@ -153,8 +153,8 @@ class Rope(Settings):
             ValueError: the sections do not fit the features or the axes.
         """
         if self.sections is None or len(self.sections) != axes or sum(self.sections) != size // 2:
-            what = f"positions with {axes} axes need as many sections of {size // 2} pairs in all"
-            raise ValueError(f"rope.sections = {self.sections}: {what}")
+            problem = f"positions with {axes} axes need as many sections of {size // 2} pairs in all"
+            raise ValueError(f"rope.sections = {self.sections}: {problem}")
         return self.sections
 
     def decided(self, context: int) -> "Rope":

@@ -79,8 +79,8 @@ class ModelConfig(Settings):
         in full, without subtracting for causality or windows. A backward pass costs twice as much."""
         # Embeddings are looked up, and a pooler sees one vector per sequence.
         apart = LOOKED_UP | {"pooled"}
-        met = (t for t in filled_tensors(*self.hub_rows()) if t.path.endswith(".w") and not apart & set(named_axes(t.axes)))
-        return int(2 * tokens * sum(t.size * t.layers * self._share(t.axes) for t in met)) + self.mixing_flops(tokens)
+        tensors = (t for t in filled_tensors(*self.hub_rows()) if t.path.endswith(".w") and not apart & set(named_axes(t.axes)))
+        return int(2 * tokens * sum(t.size * t.layers * self._share(t.axes) for t in tensors)) + self.mixing_flops(tokens)
 
     def training_flops(self, tokens: int) -> int:
         """FLOPs of a forward and a backward pass over a row of `tokens` positions."""
@@ -133,29 +133,29 @@ class ModelConfig(Settings):
         Raises:
             Unsupported: no architecture on the Hub has this combination of options.
         """
-        what = f"the Hub has no architecture for models of this kind ({type(self).__name__})"
-        raise Unsupported(what, hint='Argosy\'s own format keeps it: to=argosy, lm.save(..., format="argosy")')
+        problem = f"the Hub has no architecture for models of this kind ({type(self).__name__})"
+        raise Unsupported(problem, hint='Argosy\'s own format keeps it: to=argosy, lm.save(..., format="argosy")')
 
-    def agreed(self, written: dict[str, Any]) -> dict[str, Any]:
+    def agreed(self, hub_config: dict[str, Any]) -> dict[str, Any]:
         """Returns the config.json if reading it gives this model again.
 
         Raises:
             Unsupported: it does not; names the settings that would be lost.
         """
         hint = 'Argosy\'s own format keeps every setting: to=argosy, lm.save(..., format="argosy")'
-        written |= self.hub_head(written)
+        hub_config |= self.hub_head(hub_config)
         try:
-            again = with_scores(type(self).from_hub(written), written).resolved()
+            again = with_scores(type(self).from_hub(hub_config), hub_config).resolved()
         except (ArgosyError, ValueError) as error:
             raise Unsupported(
-                f"the Hub's `{written['model_type']}` has no such model: {complaint(error)}", hint=hint
+                f"the Hub's `{hub_config['model_type']}` has no such model: {complaint(error)}", hint=hint
             ) from None
         mine, theirs = (_without_training(config.model_dump()) for config in (self.resolved(), again))
         if lost := list(_differing(mine, theirs)):
-            raise Unsupported(f"the Hub's `{written['model_type']}` cannot express {', '.join(lost)} of this model", hint=hint)
-        return written
+            raise Unsupported(f"the Hub's `{hub_config['model_type']}` cannot express {', '.join(lost)} of this model", hint=hint)
+        return hub_config
 
-    def hub_head(self, written: Mapping[str, Any]) -> dict[str, Any]:
+    def hub_head(self, hub_config: Mapping[str, Any]) -> dict[str, Any]:
         """The keys of config.json that describe another head than the usual one."""
         return {}
 
@@ -175,8 +175,8 @@ def with_scores(config: Any, hub: Mapping[str, Any]) -> Any:
     if not any(str(name).endswith(SCORING) for name in hub.get("architectures") or ()):
         return config
     if not getattr(type(config), "can_score", False):
-        what = f"a `{hub.get('model_type')}` with a head of scores ({SCORING}) is not built"
-        raise BadInput(what)
+        problem = f"a `{hub.get('model_type')}` with a head of scores ({SCORING}) is not built"
+        raise BadInput(problem)
     # transformers writes labels only if there are not two.
     names = hub.get("id2label")
     names = names if isinstance(names, dict) and names else {"0": "LABEL_0", "1": "LABEL_1"}
@@ -194,12 +194,12 @@ def numbered_labels(count: int) -> tuple[str, ...]:
 
 def _problem_type(hub: Mapping[str, Any], scores: int) -> str | None:
     """What scores mean. A cross-encoder of sentence-transformers says so by its activation: Identity leaves a score as it is."""
-    found = hub.get("problem_type")
-    if found is not None and found not in PROBLEM_TYPES:
-        raise BadInput(f"config.json: unknown `problem_type` {found!r}", hint=f"one of {', '.join(PROBLEM_TYPES)}")
-    own = hub.get("sentence_transformers")
-    activation = str(own.get("activation_fn") if isinstance(own, dict) else "").rpartition(".")[2]
-    return "regression" if found is None and scores == 1 and activation == "Identity" else found
+    problem_type = hub.get("problem_type")
+    if problem_type is not None and problem_type not in PROBLEM_TYPES:
+        raise BadInput(f"config.json: unknown `problem_type` {problem_type!r}", hint=f"one of {', '.join(PROBLEM_TYPES)}")
+    cross_encoder = hub.get("sentence_transformers")
+    activation = str(cross_encoder.get("activation_fn") if isinstance(cross_encoder, dict) else "").rpartition(".")[2]
+    return "regression" if problem_type is None and scores == 1 and activation == "Identity" else problem_type
 
 
 def _differing(mine: Any, theirs: Any, at: str = "") -> Iterator[str]:
@@ -217,7 +217,7 @@ def _without_training(settings: dict[str, Any]) -> dict[str, Any]:
     if (scaling := (settings.get("rope") or {}).get("scaling")) and "table" in scaling:
         settings["rope"] = settings["rope"] | {"scaling": scaling | {"table": None}}
     moe = settings.get("moe")
-    kept = {k: v for k, v in moe.items() if k not in ("z_loss", "bias_rate", "capacity", "balance", "balance_over")} if moe else moe
+    moe_keys = {k: v for k, v in moe.items() if k not in ("z_loss", "bias_rate", "capacity", "balance", "balance_over")} if moe else moe
     # What a denoiser predicts is written in the settings of its scheduler.
     elsewhere = {name: None for name in ("preset", "prediction") if name in settings}
-    return settings | elsewhere | ({"moe": kept} if moe else {})
+    return settings | elsewhere | ({"moe": moe_keys} if moe else {})

@@ -114,11 +114,11 @@ class LanguageConfig(ModelConfig):
     @model_validator(mode="after")
     def _experts_have_names(self) -> "LanguageConfig":
         """Refuses parts of experts for which the family has no Hub rows: they would be built but not counted, read or written."""
-        how = self.experts
+        experts = self.experts
         strange = [
             part
             for part in ("shared", "shared_gate", "bias")
-            if how and getattr(how, part) and part not in self.moe_parts
+            if experts and getattr(experts, part) and part not in self.moe_parts
         ]
         if strange:
             raise ValueError(f"{', '.join(f'moe.{part}' for part in strange)}: experts of this family do not have this")
@@ -156,11 +156,11 @@ class LanguageConfig(ModelConfig):
         rope = getattr(self, "rope", None)
         return self if rope is None else self.model_copy(update={"rope": rope.decided(tokens)})
 
-    def hub_head(self, written: Mapping[str, Any]) -> dict[str, Any]:
+    def hub_head(self, hub_config: Mapping[str, Any]) -> dict[str, Any]:
         """The class and the labels of a head of scores."""
         if not self.scored:
             return {}
-        (kind,) = written["architectures"]
+        (kind,) = hub_config["architectures"]
         return {
             "architectures": [re.sub("(ForCausalLM|LMHeadModel|Model)$", SCORING, kind)],
             "id2label": {str(i): label for i, label in enumerate(self.label_names)},

@@ -81,9 +81,9 @@ class AutoencoderKL(nnx.Module):
     def _middle(self, of: Any, x: Array) -> Array:
         x = resnet(of.resnets[0], x)
         if self.config.attention:
-            one, (B, H, W, C) = of.attentions[0], x.shape
-            flat = one.group_norm(x).reshape(B, H * W, C)
-            x = x + net_attention(one, flat, flat, 1).reshape(x.shape)
+            attention, (B, H, W, C) = of.attentions[0], x.shape
+            flat = attention.group_norm(x).reshape(B, H * W, C)
+            x = x + net_attention(attention, flat, flat, 1).reshape(x.shape)
         return resnet(of.resnets[1], x)
 
     def _ends(self, of: Any, x: Array) -> Array:

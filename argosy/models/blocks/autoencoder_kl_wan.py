@@ -169,6 +169,6 @@ def _as_video(x: Array) -> Array:
     return x if x.ndim == 5 else x[:, None]
 
 
-def _like(x: Array, given: Array) -> Array:
+def _like(x: Array, reference: Array) -> Array:
     """x as an image where one was given."""
-    return x if given.ndim == 5 else x[:, 0]
+    return x if reference.ndim == 5 else x[:, 0]

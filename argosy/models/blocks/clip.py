@@ -82,5 +82,5 @@ def unet_conditions(states: Sequence[Mapping[str, Array]]) -> tuple[Float[Array,
     vector; of two (XL) those before the last layer, side by side, and the vector of the second."""
     if len(states) == 1:
         return states[0]["hidden"].astype(jnp.float32), None
-    side = jnp.concatenate([one["penultimate"].astype(jnp.float32) for one in states], -1)
+    side = jnp.concatenate([state["penultimate"].astype(jnp.float32) for state in states], -1)
     return side, states[-1]["pooled"].astype(jnp.float32)

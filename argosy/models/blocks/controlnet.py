@@ -28,11 +28,11 @@ class ControlNet(UNetEncoder):
         height, width = control.shape[1:3]
         c = self.condition(timestep, conditions, height, width)
         x = of.conv_in(latents.astype(self.dtype)) + self.embedded(control)
-        left, middle = self.encoded(x, c, conditions.text.astype(self.dtype))
-        found = [of.controlnet_down_blocks[i](skip) for i, skip in enumerate(left)] + [of.controlnet_mid_block(middle)]
+        skips, middle = self.encoded(x, c, conditions.text.astype(self.dtype))
+        residuals = [of.controlnet_down_blocks[i](skip) for i, skip in enumerate(skips)] + [of.controlnet_mid_block(middle)]
         if scale is None:
-            return found
-        return [one * scale[:, i, None, None, None].astype(one.dtype) for i, one in enumerate(found)]
+            return residuals
+        return [residual * scale[:, i, None, None, None].astype(residual.dtype) for i, residual in enumerate(residuals)]
 
     def embedded(self, control: Float[Array, "B Y X 3"]) -> Float[Array, "B H W C"]:
         """A control image in 0..1, at the size of latents."""
@@ -60,7 +60,7 @@ class ControlledUNet(nnx.Module):
         if conditions.control is None:
             return self.unet(latents, timestep, conditions)
 
-        found: list[Array] = []
+        total: list[Array] = []
         for i, (net, control) in enumerate(zip(self.controlnets, conditions.control, strict=True)):
             scale = None if conditions.control_scale is None else conditions.control_scale[i]
             acts = None if conditions.control_acts is None else conditions.control_acts[i]
@@ -69,8 +69,8 @@ class ControlledUNet(nnx.Module):
                 return net(latents, timestep, conditions, control, scale)
 
             def nothing(residuals: Any = residuals) -> list[Array]:
-                return [jnp.zeros(one.shape, one.dtype) for one in jax.eval_shape(residuals)]
+                return [jnp.zeros(shape.shape, shape.dtype) for shape in jax.eval_shape(residuals)]
 
             more = residuals() if acts is None else jax.lax.cond(acts > 0, residuals, nothing)
-            found = [a + b for a, b in zip(found, more, strict=True)] if found else more
-        return self.unet(latents, timestep, conditions, found)
+            total = [a + b for a, b in zip(total, more, strict=True)] if total else more
+        return self.unet(latents, timestep, conditions, total)

@@ -110,9 +110,9 @@ class Flux2(SingleStreamDenoiser):
             if conditions.guidance is None:
                 raise ValueError("this model reads the scale of guidance")
             c = c + self.guidance(sinusoid(1000 * conditions.guidance, config.waves).astype(self.dtype))
-        moved = jax.nn.silu(c)
-        modulations = {"image": self.image_modulation(moved), "text": self.text_modulation(moved)}
-        modulations["both"] = self.single_modulation(moved)
+        activated = jax.nn.silu(c)
+        modulations = {"image": self.image_modulation(activated), "text": self.text_modulation(activated)}
+        modulations["both"] = self.single_modulation(activated)
         condition = SharedCondition(modulations, self.turns(rows, text.shape[1], height, width))
         attend = Bidirectional(jnp.ones((rows, text.shape[1] + x.shape[1]), jnp.int32))
         return {"image": x, "text": text}, DenoiserStep(attend, condition, c, (height, width))

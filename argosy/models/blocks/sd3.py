@@ -55,8 +55,8 @@ class SD3Block(nnx.Module):
         h = image + m[2][:, None] * self.image.attn.o(y[:, text.shape[1] :])  # pyright: ignore[reportOptionalCall]
         if self.second is not None:
             alone = Bidirectional(jnp.ones(image.shape[:2], jnp.int32))
-            own = joint_attention([self.second(modulate(image, m[6], m[7]))], alone)
-            h = h + m[8][:, None] * self.second.o(own)  # pyright: ignore[reportOptionalCall]
+            image_y = joint_attention([self.second(modulate(image, m[6], m[7]))], alone)
+            h = h + m[8][:, None] * self.second.o(image_y)  # pyright: ignore[reportOptionalCall]
         out = {"image": h + m[5][:, None] * self.image.mlp(modulate(h, m[3], m[4])), "text": text}  # pyright: ignore[reportOptionalCall]
         if self.text.mlp is not None and self.text.attn.o is not None:
             h = text + t[2][:, None] * self.text.attn.o(y[:, : text.shape[1]])

@@ -27,18 +27,18 @@ class UNetEncoder(nnx.Module):
     ) -> tuple[list[Array], Float[Array, "B h w O"]]:
         """What the way down leaves for the way up, and the middle's output, from the output of `conv_in`."""
         of: Any = self
-        left = [x]
+        skips = [x]
         for level in range(len(self.config.widths)):
             block = of.down_blocks[level]
             for j in range(self.config.layers):
                 x = self._layer(block, j, x, c, text, level)
-                left.append(x)
+                skips.append(x)
             if hasattr(block, "downsamplers"):
                 x = block.downsamplers[0].conv(x)
-                left.append(x)
+                skips.append(x)
         x = resnet(of.mid_block.resnets[0], x, c)
         x = self._transformer(of.mid_block.attentions[0], x, text, self.config.heads[-1])
-        return left, resnet(of.mid_block.resnets[1], x, c)
+        return skips, resnet(of.mid_block.resnets[1], x, c)
 
     def condition(self, timestep: Float[Array, "B"], conditions: Conditions, height: int, width: int) -> Float[Array, "B E"]:
         """The vector of the time step, in XL with that of the text and of the image's sizes.
@@ -67,8 +67,8 @@ class UNetEncoder(nnx.Module):
         y = of.proj_in(y.reshape(B, H * W, C)) if self.config.linear else of.proj_in(y).reshape(B, H * W, C)
         for j in range(len(of.transformer_blocks)):
             block = of.transformer_blocks[j]
-            own = block.norm1(y)
-            y = y + net_attention(block.attn1, own, own, heads)
+            normed = block.norm1(y)
+            y = y + net_attention(block.attn1, normed, normed, heads)
             y = y + net_attention(block.attn2, block.norm2(y), text, heads)
             up, gate = jnp.split(block.ff.net[0].proj(block.norm3(y)), 2, -1)
             y = y + block.ff.net[2](up * jax.nn.gelu(gate, approximate=False))
@@ -94,13 +94,13 @@ class UNet(UNetEncoder):
         config, text = self.config, conditions.text.astype(self.dtype)
         height, width = (side * config.pixels for side in latents.shape[1:3])
         c = self.condition(timestep, conditions, height, width)
-        left, x = self.encoded(of.conv_in(latents.astype(self.dtype)), c, text)
+        skips, x = self.encoded(of.conv_in(latents.astype(self.dtype)), c, text)
         if residuals is not None:
-            *left, x = (mine + theirs.astype(self.dtype) for mine, theirs in zip([*left, x], residuals, strict=True))
+            *skips, x = (mine + theirs.astype(self.dtype) for mine, theirs in zip([*skips, x], residuals, strict=True))
         for i in range(len(config.widths)):
             block, level = of.up_blocks[i], len(config.widths) - 1 - i
             for j in range(config.layers + 1):
-                x = self._layer(block, j, jnp.concatenate([x, left.pop()], -1), c, text, level)
+                x = self._layer(block, j, jnp.concatenate([x, skips.pop()], -1), c, text, level)
             if hasattr(block, "upsamplers"):
                 x = block.upsamplers[0].conv(twice(x))
         x = of.conv_out(jax.nn.silu(of.conv_norm_out(x)))

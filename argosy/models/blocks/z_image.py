@@ -103,10 +103,10 @@ class ZImage(LayeredDenoiser):
         live = (jnp.arange(text.shape[1]) < lengths[:, None]).astype(jnp.int32)
         turns = self.turns(lengths, text.shape[1], height // config.patch, width // config.patch)
         of_image, of_text = ([t[:, :count] for t in turns], [t[:, count:] for t in turns])
-        here = jnp.ones((rows, count), jnp.int32)
-        x, _, _ = self.image_layers(x, None, Bidirectional(here), TimeCondition(c, (of_image[0], of_image[1])))
+        image_segments = jnp.ones((rows, count), jnp.int32)
+        x, _, _ = self.image_layers(x, None, Bidirectional(image_segments), TimeCondition(c, (of_image[0], of_image[1])))
         text, _, _ = self.text_layers(text, None, Bidirectional(live), TimeCondition(c, (of_text[0], of_text[1])))
-        attend = Bidirectional(jnp.concatenate([here, live], 1))
+        attend = Bidirectional(jnp.concatenate([image_segments, live], 1))
         return jnp.concatenate([x, text], 1), DenoiserStep(attend, TimeCondition(c, turns), c, (height, width))
 
     def end(self, streams: Float[Array, "B T D"], step: DenoiserStep) -> Float[Array, "B H W C"]:
@@ -117,11 +117,11 @@ class ZImage(LayeredDenoiser):
 
     def texts(self, conditions: Conditions) -> tuple[Float[Array, "B T D"], Int[Array, "B"]]:
         """The texts, filled up with the learned token after their words, and how many words each has."""
-        given = conditions.text.astype(self.dtype)
-        text = self.text_embed(self.text_norm(given))
+        states = conditions.text.astype(self.dtype)
+        text = self.text_embed(self.text_norm(states))
         mask = conditions.text_mask
-        mask = jnp.ones(given.shape[:2], jnp.int32) if mask is None else mask
-        more = ((0, 0), (0, self.config.filled_up(given.shape[1]) - given.shape[1]))
+        mask = jnp.ones(states.shape[:2], jnp.int32) if mask is None else mask
+        more = ((0, 0), (0, self.config.filled_up(states.shape[1]) - states.shape[1]))
         text, mask = jnp.pad(text, (*more, (0, 0))), jnp.pad(mask, more)
         return jnp.where(mask[..., None] > 0, text, self.text_pad[...].astype(text.dtype)), jnp.sum(mask, 1)
 

@@ -20,19 +20,19 @@ class AutoencoderKLWanHub:
 
     @classmethod
     def from_hub(cls: Any, config: dict[str, Any]) -> Any:
-        made = cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in TABLE.read(config).items()})
-        if config.get("out_channels", made.channels) != made.channels:
+        settings = cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in TABLE.read(config).items()})
+        if config.get("out_channels", settings.channels) != settings.channels:
             raise BadInput("config.json: `out_channels` differs from `in_channels`, which is not built")
-        for key, derived in (("scale_factor_spatial", made.factor), ("scale_factor_temporal", made.frame_factor)):
+        for key, derived in (("scale_factor_spatial", settings.factor), ("scale_factor_temporal", settings.frame_factor)):
             if config.get(key, derived) != derived:
                 raise BadInput(f"config.json: `{key}` = {config[key]}, and its levels make {derived}")
-        return made
+        return settings
 
     def to_hub(self: Any) -> dict[str, Any]:
-        written = {"_class_name": WAN_AUTOENCODER, "model_type": WAN_AUTOENCODER, "out_channels": self.channels} | TABLE.write(self)
-        written |= {"attn_scales": [], "is_residual": False, "patch_size": None, "dropout": 0.0}
-        written |= {"scale_factor_spatial": self.factor, "scale_factor_temporal": self.frame_factor}
-        return self.agreed({key: list(value) if isinstance(value, tuple) else value for key, value in written.items()})
+        config = {"_class_name": WAN_AUTOENCODER, "model_type": WAN_AUTOENCODER, "out_channels": self.channels} | TABLE.write(self)
+        config |= {"attn_scales": [], "is_residual": False, "patch_size": None, "dropout": 0.0}
+        config |= {"scale_factor_spatial": self.factor, "scale_factor_temporal": self.frame_factor}
+        return self.agreed({key: list(value) if isinstance(value, tuple) else value for key, value in config.items()})
 
 
 TABLE = ConfigTable(

@@ -23,7 +23,7 @@ class AutoencoderKLHub:
     def from_hub(cls: Any, config: dict[str, Any]) -> Any:
         read = KL_TABLE.read(config)
         for key, kind in (("down_block_types", "DownEncoderBlock2D"), ("up_block_types", "UpDecoderBlock2D")):
-            if other := sorted({str(one) for one in config.get(key) or ()} - {kind}):
+            if other := sorted({str(block) for block in config.get(key) or ()} - {kind}):
                 raise BadInput(f"config.json: `{key}` with {', '.join(other)} is not built", hint=f"only {kind} is")
         if config.get("out_channels", 3) != config.get("in_channels", 3):
             raise BadInput("config.json: `out_channels` differs from `in_channels`, which is not built")
@@ -31,10 +31,10 @@ class AutoencoderKLHub:
 
     def to_hub(self: Any) -> dict[str, Any]:
         levels = len(self.widths)
-        written = {"_class_name": "AutoencoderKL", "model_type": "AutoencoderKL", "out_channels": self.channels}
-        written |= {"down_block_types": ["DownEncoderBlock2D"] * levels, "up_block_types": ["UpDecoderBlock2D"] * levels}
-        written |= {"act_fn": "silu"} | KL_TABLE.write(self)
-        return self.agreed(written | {"block_out_channels": list(self.widths), "shift_factor": self.shift or None})
+        config = {"_class_name": "AutoencoderKL", "model_type": "AutoencoderKL", "out_channels": self.channels}
+        config |= {"down_block_types": ["DownEncoderBlock2D"] * levels, "up_block_types": ["UpDecoderBlock2D"] * levels}
+        config |= {"act_fn": "silu"} | KL_TABLE.write(self)
+        return self.agreed(config | {"block_out_channels": list(self.widths), "shift_factor": self.shift or None})
 
 
 class AutoencoderKLFlux2Hub:
@@ -46,25 +46,25 @@ class AutoencoderKLFlux2Hub:
 
     @classmethod
     def from_hub(cls: Any, config: dict[str, Any]) -> Any:
-        own = ("batch_norm_eps", "batch_norm_momentum", "patch_size", "decoder_block_out_channels")
+        extra_keys = ("batch_norm_eps", "batch_norm_momentum", "patch_size", "decoder_block_out_channels")
         if list(config.get("patch_size", (2, 2))) != [2, 2]:
             raise BadInput(f"config.json: `patch_size` = {config['patch_size']}: only [2, 2] is built")
         if config.get("decoder_block_out_channels") not in (None, config.get("block_out_channels")):
             raise BadInput("config.json: `decoder_block_out_channels` differs from `block_out_channels`, which is not built")
         defaults = {"latent_channels": 32, "block_out_channels": (128, 256, 512, 512), "layers_per_block": 2}
-        plain = {key: value for key, value in config.items() if key not in own}
+        plain = {key: value for key, value in config.items() if key not in extra_keys}
         read: Any = AutoencoderKLHub.from_hub.__func__(cls, defaults | plain)  # type: ignore[attr-defined]
         return read.model_copy(update={"scale": 1.0, "force_upcast": False, "stats_eps": config.get("batch_norm_eps", 1e-4)})
 
     def to_hub(self: Any) -> dict[str, Any]:
         levels = len(self.widths)
-        written = {"_class_name": "AutoencoderKLFlux2", "model_type": "AutoencoderKLFlux2", "out_channels": self.channels}
-        written |= {"down_block_types": ["DownEncoderBlock2D"] * levels, "up_block_types": ["UpDecoderBlock2D"] * levels}
-        written |= {"act_fn": "silu"} | KL_TABLE.write(self)
+        config = {"_class_name": "AutoencoderKLFlux2", "model_type": "AutoencoderKLFlux2", "out_channels": self.channels}
+        config |= {"down_block_types": ["DownEncoderBlock2D"] * levels, "up_block_types": ["UpDecoderBlock2D"] * levels}
+        config |= {"act_fn": "silu"} | KL_TABLE.write(self)
         for key in ("scaling_factor", "shift_factor", "force_upcast"):
-            del written[key]
-        own = {"block_out_channels": list(self.widths), "batch_norm_eps": self.stats_eps, "patch_size": [2, 2]}
-        return self.agreed(written | own | {"decoder_block_out_channels": None})
+            del config[key]
+        extra = {"block_out_channels": list(self.widths), "batch_norm_eps": self.stats_eps, "patch_size": [2, 2]}
+        return self.agreed(config | extra | {"decoder_block_out_channels": None})
 
 
 class AutoencoderTinyHub:
@@ -85,18 +85,18 @@ class AutoencoderTinyHub:
 
     def to_hub(self: Any) -> dict[str, Any]:
         if self.numbered or self.pools:
-            written = {"model_type": AUTHORS, "architectures": [AUTHORS]} | TINY_TABLE.write(self)
-            written["num_blocks"] = list(self.encoder_blocks)
-            del written["num_encoder_blocks"], written["num_decoder_blocks"]
-            return self.agreed(written | {"block_out_channels": self.width})
+            config = {"model_type": AUTHORS, "architectures": [AUTHORS]} | TINY_TABLE.write(self)
+            config["num_blocks"] = list(self.encoder_blocks)
+            del config["num_encoder_blocks"], config["num_decoder_blocks"]
+            return self.agreed(config | {"block_out_channels": self.width})
         kind = "AutoencoderTiny"
-        written = {"_class_name": kind, "model_type": kind, "act_fn": "relu", "out_channels": self.channels} | TINY_TABLE.write(self)
-        del written["midblock_global_pool"], written["group_norm_groups"]
+        config = {"_class_name": kind, "model_type": kind, "act_fn": "relu", "out_channels": self.channels} | TINY_TABLE.write(self)
+        del config["midblock_global_pool"], config["group_norm_groups"]
         for key, blocks in (("encoder_block_out_channels", self.encoder_blocks), ("decoder_block_out_channels", self.decoder_blocks)):
-            written[key] = [self.width] * len(blocks)
-        lists = {key: list(written[key]) for key in ("num_encoder_blocks", "num_decoder_blocks")}
+            config[key] = [self.width] * len(blocks)
+        lists = {key: list(config[key]) for key in ("num_encoder_blocks", "num_decoder_blocks")}
         whole = int(self.magnitude) if self.magnitude == int(self.magnitude) else self.magnitude
-        return self.agreed(written | lists | {"latent_magnitude": whole})
+        return self.agreed(config | lists | {"latent_magnitude": whole})
 
 
 WIDTHS = ("block_out_channels", "encoder_block_out_channels", "decoder_block_out_channels")

@@ -71,11 +71,11 @@ class BertHub:
 
     def to_hub(self: Any) -> dict[str, Any]:
         """The config.json as transformers writes it, plus `has_pooler`, which in transformers is an argument of the class."""
-        written = {"model_type": "bert", "architectures": ["BertModel"]} | TABLE.write(self)
+        config = {"model_type": "bert", "architectures": ["BertModel"]} | TABLE.write(self)
         if self.first:
-            written |= {"model_type": "roberta", "architectures": ["RobertaModel"], "pad_token_id": self.first - 1}
-            written |= {"max_position_embeddings": self.first + self.context}
-        return self.agreed(written)
+            config |= {"model_type": "roberta", "architectures": ["RobertaModel"], "pad_token_id": self.first - 1}
+            config |= {"max_position_embeddings": self.first + self.context}
+        return self.agreed(config)
 
 
 TABLE = ConfigTable(

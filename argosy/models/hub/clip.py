@@ -45,21 +45,21 @@ class ClipTextHub:
 
     def to_hub(self: Any) -> dict[str, Any]:
         kind = PROJECTING if self.projection else "CLIPTextModel"
-        written = {"model_type": "clip_text_model", "architectures": [kind]} | TABLE.write(self)
-        return self.agreed(written | ({"projection_dim": self.projection} if self.projection else {}))
+        config = {"model_type": "clip_text_model", "architectures": [kind]} | TABLE.write(self)
+        return self.agreed(config | ({"projection_dim": self.projection} if self.projection else {}))
 
 
 def layer_names() -> list[tuple[str, str, str]]:
     """The tensors of a layer of either tower: (their name, ours, reading)."""
     attention = [
-        (f"self_attn.{theirs}_proj.{end}", f"attn.{ours}.{own}", reading)
+        (f"self_attn.{theirs}_proj.{end}", f"attn.{ours}.{leaf}", reading)
         for theirs, ours, weight, bias in (
             ("q", "q", "(N H) D -> D N H", "(N H) -> N H"),
             ("k", "k", "(K H) D -> D K H", "(K H) -> K H"),
             ("v", "v", "(K H) D -> D K H", "(K H) -> K H"),
             ("out", "o", "D (N H) -> N H D", "D -> D"),
         )
-        for end, own, reading in (("weight", "w", weight), ("bias", "b", bias))
+        for end, leaf, reading in (("weight", "w", weight), ("bias", "b", bias))
     ]
     return [
         *attention,

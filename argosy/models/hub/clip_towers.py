@@ -30,26 +30,26 @@ class ClipTowersHub:
             KeyRow("vision_model.embeddings.patch_embedding.weight", "vision.patch.w", f"{d} c p q -> (p q c) {d}"),
             KeyRow("vision_model.embeddings.position_embedding.weight", "vision.positions.w", f"{a} {d} -> {a} {d}"),
             *(
-                KeyRow(f"vision_model.{theirs}.{end}", f"vision.{ours}.{own}", f"{d} -> {d}")
+                KeyRow(f"vision_model.{theirs}.{end}", f"vision.{ours}.{leaf}", f"{d} -> {d}")
                 # transformers' own spelling.
                 for theirs, ours in (("pre_layrnorm", "pre_norm"), ("post_layernorm", "norm"))
-                for end, own in (("weight", "scale"), ("bias", "b"))
+                for end, leaf in (("weight", "scale"), ("bias", "b"))
             ),
             KeyRow("visual_projection.weight", "vision.pooler.w", f"O {d} -> {d} O"),
             KeyRow("logit_scale", "scale", " -> "),
         ]
         layers, at = range(self.vision.layers), ("vision_model.encoder.layers.{l}.", "vision.layers.{l}.")
         rows += [KeyRow(at[0] + theirs, at[1] + ours, _renamed(reading), layers) for theirs, ours, reading in layer_names()]
-        own = {VISION_AXES.get(letter, letter): size for letter, size in self.vision.dims.items() if letter != "I"}
-        return rows, sizes | own | {"c": self.vision.channels, "p": self.vision.patch, "q": self.vision.patch}
+        vision_sizes = {VISION_AXES.get(letter, letter): size for letter, size in self.vision.dims.items() if letter != "I"}
+        return rows, sizes | vision_sizes | {"c": self.vision.channels, "p": self.vision.patch, "q": self.vision.patch}
 
     @classmethod
     def from_hub(cls: Any, config: dict[str, Any]) -> Any:
         parts = {}
         for name in ("text", "vision"):
             # Folders written before 2023 have what differs from the defaults in a second mapping, which wins.
-            given = {**(config.get(f"{name}_config") or {}), **(config.get(f"{name}_config_dict") or {})}
-            parts[name] = {key: value for key, value in given.items() if value is not None}
+            tower = {**(config.get(f"{name}_config") or {}), **(config.get(f"{name}_config_dict") or {})}
+            parts[name] = {key: value for key, value in tower.items() if value is not None}
         if not (parts["vision"] or parts["text"]):
             raise BadInput("config.json of CLIP has neither `text_config` nor `vision_config`")
         text = TABLE.read(parts["text"]) | {"projection": config.get("projection_dim", 512)}
@@ -58,8 +58,8 @@ class ClipTowersHub:
     def to_hub(self: Any) -> dict[str, Any]:
         text = {"model_type": "clip_text_model", "projection_dim": self.text.projection} | TABLE.write(self.text)
         vision = {"model_type": "clip_vision_model", "projection_dim": self.text.projection} | VISION_TABLE.write(self.vision)
-        written = {"model_type": "clip", "architectures": ["CLIPModel"], "projection_dim": self.text.projection}
-        return self.agreed(written | {"text_config": text, "vision_config": vision})
+        config = {"model_type": "clip", "architectures": ["CLIPModel"], "projection_dim": self.text.projection}
+        return self.agreed(config | {"text_config": text, "vision_config": vision})
 
 
 def _renamed(reading: str) -> str:

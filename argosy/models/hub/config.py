@@ -76,9 +76,9 @@ class ConfigTable:
             BadInput: keys that are not understood, or values that are not built.
         """
         config = dict(self.defaults) | dict(config)
-        known = {theirs for theirs, _ in self.rows} | set(self.fixed) | HARMLESS | ROPE_KEYS | self.harmless
+        understood = {theirs for theirs, _ in self.rows} | set(self.fixed) | HARMLESS | ROPE_KEYS | self.harmless
         # transformers writes keys with a leading underscore for its own use.
-        unknown = sorted(k for k in set(config) - known if not k.startswith("_"))
+        unknown = sorted(k for k in set(config) - understood if not k.startswith("_"))
         problems = [f"`{k}` = {config[k]!r} is not understood and may change the results" for k in unknown]
         for key, allowed in self.fixed.items():
             if key in config and config[key] not in allowed:
@@ -98,14 +98,14 @@ class ConfigTable:
         return read
 
     def write(self, settings: Any) -> dict[str, Any]:
-        written = {theirs: attrgetter(ours)(settings) for theirs, ours in self.rows}
+        config = {theirs: attrgetter(ours)(settings) for theirs, ours in self.rows}
         for theirs in [theirs for theirs, ours in self.rows if ours == BALANCE]:
-            written[ROUTED] = bool(written[theirs])
-            if not written[ROUTED]:
+            config[ROUTED] = bool(config[theirs])
+            if not config[ROUTED]:
                 # The value in the original folder's config.json is kept.
-                del written[theirs]
-        acts = {theirs: written[theirs] for theirs, ours in self.rows if ours == "activation"}
-        return written | {theirs: WRITTEN.get(act, act) for theirs, act in acts.items()}
+                del config[theirs]
+        acts = {theirs: config[theirs] for theirs, ours in self.rows if ours == "activation"}
+        return config | {theirs: WRITTEN.get(act, act) for theirs, act in acts.items()}
 
 
 def text_config(config: dict[str, Any], model_type: str, text: dict[str, Any]) -> dict[str, Any]:
@@ -122,8 +122,8 @@ def text_config(config: dict[str, Any], model_type: str, text: dict[str, Any]) -
     inner = config.get("text_config")
     if not isinstance(inner, dict):
         raise BadInput(f"config.json: a `{model_type}` without a `text_config` that describes its text model")
-    kept = {k: v for k, v in config.items() if k.endswith("token_id") or k in ("torch_dtype", "dtype")}
-    return kept | inner | text
+    shared = {k: v for k, v in config.items() if k.endswith("token_id") or k in ("torch_dtype", "dtype")}
+    return shared | inner | text
 
 
 def _put(tree: dict[str, Any], path: list[str], value: Any) -> None:
@@ -163,8 +163,8 @@ def write_pattern(spans: str) -> dict[str, Any]:
 
 def read_dense(config: Mapping[str, Any], layers: int) -> tuple[int, ...]:
     """The layers without experts, in Qwen's format: a list of them, and every n-th layer has experts."""
-    every, named = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
-    return tuple(i for i in range(layers) if i in named or (i + 1) % every)
+    every, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
+    return tuple(i for i in range(layers) if i in dense or (i + 1) % every)
 
 
 def read_rope(
@@ -202,8 +202,8 @@ def read_rope(
     # Newer writers add the original context here too.
     if kind == "default":
         scaling.pop("original_max_position_embeddings", None)
-    if left := {k for k, v in scaling.items() if v is not None} - set(names):
-        raise BadInput(f"config.json: rope scaling `{kind}` with {', '.join(sorted(left))}: not understood")
+    if unknown := {k for k, v in scaling.items() if v is not None} - set(names):
+        raise BadInput(f"config.json: rope scaling `{kind}` with {', '.join(sorted(unknown))}: not understood")
     return (
         out
         if kind == "default"
@@ -223,15 +223,15 @@ def _rope_keys(config: Mapping[str, Any], layer_type: str | None, defaults: Mapp
     """
     parameters, added = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
     if layer_type in parameters:
-        own = parameters[layer_type] or {}
-        return {**own, **added} if layer_type == "full_attention" else dict(own)
+        layer_parameters = parameters[layer_type] or {}
+        return {**layer_parameters, **added} if layer_type == "full_attention" else dict(layer_parameters)
     if not added:
         return dict(parameters)
     for key, default in defaults.items():
         value = parameters.get(key)
         if value is not None and added.get(key) is None and config.get(key) is None and value != default:
-            what = f"config.json: `rope_scaling` replaces `rope_parameters`, and with it {key} = {value}"
-            raise BadInput(what, hint=f"write the scaling into `rope_parameters`, or `{key}` into `rope_scaling` too")
+            problem = f"config.json: `rope_scaling` replaces `rope_parameters`, and with it {key} = {value}"
+            raise BadInput(problem, hint=f"write the scaling into `rope_parameters`, or `{key}` into `rope_scaling` too")
     return dict(added)
 
 

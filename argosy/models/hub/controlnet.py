@@ -19,8 +19,8 @@ class ControlNetHub:
         return cls(**read | {"embedding": tuple(read["embedding"])})
 
     def to_hub(self: Any) -> dict[str, Any]:
-        written = {"_class_name": CONTROLNET, "model_type": CONTROLNET} | TABLE.write(self) | written_levels(self)
-        return self.agreed(written | {"conditioning_embedding_out_channels": list(self.embedding)})
+        config = {"_class_name": CONTROLNET, "model_type": CONTROLNET} | TABLE.write(self) | written_levels(self)
+        return self.agreed(config | {"conditioning_embedding_out_channels": list(self.embedding)})
 
 
 TABLE = ConfigTable(

@@ -83,19 +83,19 @@ class DeepSeekHub:
             paths = tuple(path.replace("layers.{l}", f"mtp.{d}.block") for path in paths)
             return replace(row, names=str(row.names).replace(hub.LAYER, theirs), paths=paths, layers=None)
 
-        once = range(1)
+        single = range(1)
         return [
             KeyRow(f"{theirs}enorm.weight", f"mtp.{d}.embed_norm.scale", "D -> D"),
             KeyRow(f"{theirs}hnorm.weight", f"mtp.{d}.hidden_norm.scale", "D -> D"),
             KeyRow(f"{theirs}eh_proj.weight", f"mtp.{d}.proj.w", "D twice -> twice D"),
             KeyRow(f"{theirs}shared_head.norm.weight", f"mtp.{d}.norm.scale", "D -> D"),
-            *map(renamed, self._attention_rows(once) + self._expert_rows(once)),
+            *map(renamed, self._attention_rows(single) + self._expert_rows(single)),
         ]
 
     def fitted(self: Any, names: Collection[str]) -> Any:
         """Without `mtp` if its tensors are missing: transformers writes its key, but not its tensors."""
-        there = any(name.startswith(f"model.layers.{self.layers}.") for name in names)
-        return self if there else self._alone()
+        has_tensors = any(name.startswith(f"model.layers.{self.layers}.") for name in names)
+        return self if has_tensors else self._alone()
 
     @classmethod
     def from_hub(cls: Any, config: dict[str, Any]) -> Any:
@@ -106,27 +106,27 @@ class DeepSeekHub:
         read = TABLES[kind].read(config)
         if config.get("num_key_value_heads") not in (None, read["heads"]):
             raise BadInput("config.json: latent attention has as many `num_key_value_heads` as `num_attention_heads`")
-        written = dict(TABLES[kind].defaults) | config
-        moe = read["moe"] | EXPERTS[kind] | {"shared": (written["n_shared_experts"] or 0) * read["moe"]["ffn"]}
-        if written.get("topk_method") == "greedy":
+        merged = dict(TABLES[kind].defaults) | config
+        moe = read["moe"] | EXPERTS[kind] | {"shared": (merged["n_shared_experts"] or 0) * read["moe"]["ffn"]}
+        if merged.get("topk_method") == "greedy":
             moe |= {"groups": 1, "kept_groups": 1}
         read |= _read_layer_lists(config, read["layers"])
-        pairs = "halves" if written.get("rope_interleave") is False else "interleaved"
+        pairs = "halves" if merged.get("rope_interleave") is False else "interleaved"
         return cls(**read | {"moe": moe}, rope=Rope(**read_rope(config), pairs=pairs))
 
     def to_hub(self: Any) -> dict[str, Any]:
         """V2 if experts are scored by softmax, V3.2 if there is an indexer, otherwise V3."""
         kind = "deepseek_v2" if self.moe.score == "softmax" else "deepseek_v32" if self.index else "deepseek_v3"
-        written = {"model_type": kind, "architectures": [ARCHITECTURES[kind]]} | TABLES[kind].write(self)
-        written |= {"num_key_value_heads": self.heads, "n_shared_experts": self.moe.shared // self.moe.ffn or None}
-        written |= {"moe_layer_freq": 1, "head_dim": self.rope_size}
+        config = {"model_type": kind, "architectures": [ARCHITECTURES[kind]]} | TABLES[kind].write(self)
+        config |= {"num_key_value_heads": self.heads, "n_shared_experts": self.moe.shared // self.moe.ffn or None}
+        config |= {"moe_layer_freq": 1, "head_dim": self.rope_size}
         if kind == "deepseek_v2":
             method = "greedy" if self.moe.groups == 1 else "group_limited_greedy"
-            return self.agreed(written | {"topk_method": method, "scoring_func": "softmax"} | write_rope(self.rope))
-        written |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "num_mtp_layers": self.mtp}
+            return self.agreed(config | {"topk_method": method, "scoring_func": "softmax"} | write_rope(self.rope))
+        config |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "num_mtp_layers": self.mtp}
         if kind == "deepseek_v3":
-            written |= {"rope_interleave": self.rope.pairs == "interleaved"}
-        return self.agreed(written | write_rope(self.rope))
+            config |= {"rope_interleave": self.rope.pairs == "interleaved"}
+        return self.agreed(config | write_rope(self.rope))
 
 
 def _read_layer_lists(config: dict[str, Any], layers: int) -> dict[str, int]:

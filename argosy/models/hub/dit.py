@@ -31,8 +31,8 @@ class DiTHub:
 
     def tensor_rows(self: Any) -> tuple[list[KeyRow], dict[str, int]]:
         """The table of names, and the sizes its rows use."""
-        own = self.layer_embedders
-        others = () if own else tuple(range(1, self.layers))
+        per_layer = self.layer_embedders
+        others = () if per_layer else tuple(range(1, self.layers))
         embedder = "transformer_blocks.0.norm1.emb."
         rows = [
             KeyRow("pos_embed.proj.weight", "patch.w", "D C p q -> (p q C) D"),
@@ -45,7 +45,7 @@ class DiTHub:
         for theirs, ours, reading in (*EMBEDDER, *(INTERVAL if self.intervals else ())):
             copies = tuple(f"transformer_blocks.{layer}.norm1.emb.{theirs}" for layer in others)
             rows.append(KeyRow(embedder + theirs, f"embedder.{ours}", reading, copies=copies))
-        over = range(self.layers)
+        indexes = range(self.layers)
         layers = [
             *_linear("norm1.linear", "modulation", "modulation modulated", "D"),
             *_linear("attn1.to_q", "attn.q", "N H", "D"),
@@ -57,10 +57,10 @@ class DiTHub:
         ]
         if self.qk_norm:
             layers += [(f"attn1.norm_{x}.weight", f"attn.{x}_norm.scale", "H -> H") for x in "qk"]
-        rows += hub.of_layers(over, *layers, prefix=LAYER)
-        if own:
+        rows += hub.of_layers(indexes, *layers, prefix=LAYER)
+        if per_layer:
             apart = [(f"norm1.emb.{theirs}", f"embedder.{ours}", reading) for theirs, ours, reading in EMBEDDER]
-            rows += hub.of_layers(over[1:], *apart, prefix=LAYER)
+            rows += hub.of_layers(indexes[1:], *apart, prefix=LAYER)
         d = self.dims
         sizes = {"p": self.patch, "q": self.patch, "C": self.channels, "out": d["O"] // self.patch**2}
         names = {"waves": d["W"], "embedder": d["E"], "classes": d["Y"], "modulation": 6, "final_modulation": 2, "modulated": d["M"]}
@@ -77,11 +77,11 @@ class DiTHub:
         return cls(**{"prediction": "epsilon"} | read)
 
     def to_hub(self: Any) -> dict[str, Any]:
-        written = TABLE.write(_Written(self))
-        written |= {"_class_name": "DiTTransformer2DModel", "model_type": "DiTTransformer2DModel"}
-        written |= {} if self.layer_embedders else {"shared_embedder": True}
-        written |= {"intervals": True} if self.intervals else {}
-        return self.agreed(written)
+        config = TABLE.write(_Written(self))
+        config |= {"_class_name": "DiTTransformer2DModel", "model_type": "DiTTransformer2DModel"}
+        config |= {} if self.layer_embedders else {"shared_embedder": True}
+        config |= {"intervals": True} if self.intervals else {}
+        return self.agreed(config)
 
 
 class _Written:

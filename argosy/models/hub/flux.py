@@ -53,8 +53,8 @@ class FluxHub:
         return cls(**read | {"channels": read["channels"] // 4, "axes": tuple(read["axes"])})
 
     def to_hub(self: Any) -> dict[str, Any]:
-        written = {"_class_name": FLUX, "model_type": FLUX, "patch_size": 1, "out_channels": None} | TABLE.write(self)
-        return self.agreed(written | {"in_channels": self.channels * self.patch**2, "axes_dims_rope": list(self.axes)})
+        config = {"_class_name": FLUX, "model_type": FLUX, "patch_size": 1, "out_channels": None} | TABLE.write(self)
+        return self.agreed(config | {"in_channels": self.channels * self.patch**2, "axes_dims_rope": list(self.axes)})
 
 
 def modulation_rows(theirs: str, ours: str, parts: int, layers: Sequence[int]) -> list[KeyRow]:

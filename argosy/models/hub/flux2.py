@@ -43,8 +43,8 @@ class Flux2Hub:
         rows.append(KeyRow(f"{block}.to_out.weight", (f"{at}.attn.o.w", f"{at}.down.w"), "D (N H|F) -> N H D, F D", single))
         rows += [FINAL[0], *linear_rows("proj_out", "final.out", "I", "D", bias=False)]
         d = self.dims
-        own = {"waves": d["W"], "embedder": d["E"], "modulated": d["M"], "text": d["S"], "modulation3": 3, "modulation6": 6}
-        return rows, d | own
+        named_sizes = {"waves": d["W"], "embedder": d["E"], "modulated": d["M"], "text": d["S"], "modulation3": 3, "modulation6": 6}
+        return rows, d | named_sizes
 
     @classmethod
     def from_hub(cls: Any, config: dict[str, Any]) -> Any:
@@ -54,8 +54,8 @@ class Flux2Hub:
         return cls(**read | {"axes": tuple(read["axes"])})
 
     def to_hub(self: Any) -> dict[str, Any]:
-        written = {"_class_name": FLUX2, "model_type": FLUX2, "patch_size": 1, "out_channels": None, "eps": 1e-6} | TABLE.write(self)
-        return self.agreed(written | {"axes_dims_rope": list(self.axes)})
+        config = {"_class_name": FLUX2, "model_type": FLUX2, "patch_size": 1, "out_channels": None, "eps": 1e-6} | TABLE.write(self)
+        return self.agreed(config | {"axes_dims_rope": list(self.axes)})
 
 
 TABLE = ConfigTable(

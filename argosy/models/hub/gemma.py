@@ -51,21 +51,21 @@ class GemmaHub:
     def to_hub(self: Any) -> dict[str, Any]:
         """The config.json of the Gemma in transformers that has these options."""
         kind = "gemma" if not self.post_norms else "gemma3_text" if self.qk_norm else "gemma2"
-        written = {"model_type": kind, "architectures": [ARCHITECTURES[kind]]} | TABLES[kind].write(self)
-        written |= {"num_key_value_heads": self.K, "head_dim": self.H}
+        config = {"model_type": kind, "architectures": [ARCHITECTURES[kind]]} | TABLES[kind].write(self)
+        config |= {"num_key_value_heads": self.K, "head_dim": self.H}
         if kind == "gemma":
-            written |= {"hidden_activation": written["hidden_act"]}
+            config |= {"hidden_activation": config["hidden_act"]}
         else:
-            written |= {"query_pre_attn_scalar": self.query_scalar or self.H} | write_pattern(self.spans)
+            config |= {"query_pre_attn_scalar": self.query_scalar or self.H} | write_pattern(self.spans)
         if kind != "gemma3_text":
-            written |= write_rope(self.rope)
+            config |= write_rope(self.rope)
         else:
             whole, local = write_rope(self.rope), write_rope(self.local_rope or self.rope)
-            written |= {"rope_theta": whole["rope_theta"], "rope_scaling": whole["rope_scaling"]}
-            written |= {"rope_local_base_freq": local["rope_theta"]}
+            config |= {"rope_theta": whole["rope_theta"], "rope_scaling": whole["rope_scaling"]}
+            config |= {"rope_local_base_freq": local["rope_theta"]}
             both = {"full_attention": whole["rope_parameters"], "sliding_attention": local["rope_parameters"]}
-            written |= {"rope_parameters": both, "attn_logit_softcapping": self.score_cap}
-        return self.agreed(written)
+            config |= {"rope_parameters": both, "attn_logit_softcapping": self.score_cap}
+        return self.agreed(config)
 
 
 POST_NORMS = {

@@ -51,18 +51,18 @@ class GPT2Hub:
 
     def to_hub(self: Any) -> dict[str, Any]:
         """The config.json as transformers writes it."""
-        written = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]} | TABLE.write(self)
+        config = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]} | TABLE.write(self)
         if self.activation == "gelu_tanh":
             # The only name that readers from 2019 know.
-            written["activation_function"] = "gelu_new"
-        return self.agreed(written)
+            config["activation_function"] = "gelu_new"
+        return self.agreed(config)
 
 
 LAYER = "transformer.h.{l}."
 
 
-def _each(names: tuple[str, ...], what: str) -> tuple[str, ...]:
-    return tuple(f"layers.{{l}}.{name}.{what}" for name in names)
+def _each(names: tuple[str, ...], leaf: str) -> tuple[str, ...]:
+    return tuple(f"layers.{{l}}.{name}.{leaf}" for name in names)
 
 
 TABLE = ConfigTable(

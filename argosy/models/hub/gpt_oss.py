@@ -50,9 +50,9 @@ class GptOssHub:
 
     def to_hub(self: Any) -> dict[str, Any]:
         """The config.json as transformers writes it."""
-        written = {"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"]} | TABLE.write(self)
-        written |= {"num_key_value_heads": self.K, "head_dim": self.H, "experts_per_token": self.moe.active}
-        return self.agreed(written | write_pattern(self.spans) | write_rope(self.rope))
+        config = {"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"]} | TABLE.write(self)
+        config |= {"num_key_value_heads": self.K, "head_dim": self.H, "experts_per_token": self.moe.active}
+        return self.agreed(config | write_pattern(self.spans) | write_rope(self.rope))
 
 
 # The rotary positions transformers assumes if config.json has none: those of the released models.

@@ -41,9 +41,9 @@ class LlamaHub:
         mixed = len(set(self.spans)) > 1
         kind = ("ministral", "MinistralForCausalLM") if mixed else ("mistral", "MistralForCausalLM")
         kind = kind if self.window else ("llama", "LlamaForCausalLM")
-        written = {"model_type": kind[0], "architectures": [kind[1]]} | TABLES[kind[0]].write(self)
-        written |= {"head_dim": self.H, "num_key_value_heads": self.K} | write_rope(self.rope)
-        return self.agreed(written | (write_pattern(self.spans) if mixed else {}))
+        config = {"model_type": kind[0], "architectures": [kind[1]]} | TABLES[kind[0]].write(self)
+        config |= {"head_dim": self.H, "num_key_value_heads": self.K} | write_rope(self.rope)
+        return self.agreed(config | (write_pattern(self.spans) if mixed else {}))
 
 
 # By `model_type`: keys, the defaults of transformers, and keys that it never reads.

@@ -49,19 +49,19 @@ class Llama4Hub:
 
     def to_hub(self: Any) -> dict[str, Any]:
         """The config.json as transformers writes it."""
-        written = ARCHITECTURE | TABLE.write(self) | {"num_key_value_heads": self.K, "head_dim": self.H}
+        config = ARCHITECTURE | TABLE.write(self) | {"num_key_value_heads": self.K, "head_dim": self.H}
         # Transformers requires one even if no layer is local.
-        written |= {"attention_chunk_size": self.window or 8192}
-        written |= {"no_rope_layers": [int(span == "L") for span in self.spans]}
-        written |= {"layer_types": [KINDS[span] for span in self.spans]}
-        written |= {"moe_layers": [i for i, kind in enumerate(self.kinds) if kind == "experts"]}
+        config |= {"attention_chunk_size": self.window or 8192}
+        config |= {"no_rope_layers": [int(span == "L") for span in self.spans]}
+        config |= {"layer_types": [KINDS[span] for span in self.spans]}
+        config |= {"moe_layers": [i for i, kind in enumerate(self.kinds) if kind == "experts"]}
         fed = self.resolved().moe_pattern
         if fed == "E".rjust(len(fed), "D"):  # vLLM reads no list
-            written |= {"interleave_moe_layer_step": len(fed)}
-        written |= {"attn_temperature_tuning": self.temper is not None}
+            config |= {"interleave_moe_layer_step": len(fed)}
+        config |= {"attn_temperature_tuning": self.temper is not None}
         if self.temper is not None:
-            written |= {"floor_scale": self.temper.floor, "attn_scale": self.temper.scale}
-        return self.agreed(written | write_rope(self.rope))
+            config |= {"floor_scale": self.temper.floor, "attn_scale": self.temper.scale}
+        return self.agreed(config | write_rope(self.rope))
 
 
 def _spans(config: dict[str, Any], layers: int) -> str:
@@ -84,9 +84,9 @@ def _spans(config: dict[str, Any], layers: int) -> str:
 
 def _fed(config: dict[str, Any], layers: int) -> str:
     """E or D for each layer: from a list of layers with experts, otherwise every n-th layer has them."""
-    named, every = config.get("moe_layers"), config.get("interleave_moe_layer_step", 1)
-    has = [(i + 1) % every == 0 if named is None else i in named for i in range(layers)]
-    return shortest_pattern("".join("E" if one else "D" for one in has))
+    sparse, every = config.get("moe_layers"), config.get("interleave_moe_layer_step", 1)
+    has = [(i + 1) % every == 0 if sparse is None else i in sparse for i in range(layers)]
+    return shortest_pattern("".join("E" if is_sparse else "D" for is_sparse in has))
 
 
 ARCHITECTURE = {"model_type": "llama4_text", "architectures": ["Llama4ForCausalLM"]}

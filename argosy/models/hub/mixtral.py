@@ -32,8 +32,8 @@ class MixtralHub:
 
     def to_hub(self: Any) -> dict[str, Any]:
         """The config.json as transformers writes it."""
-        written = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]} | TABLE.write(self)
-        return self.agreed(written | {"head_dim": self.H, "num_key_value_heads": self.K} | write_rope(self.rope))
+        config = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]} | TABLE.write(self)
+        return self.agreed(config | {"head_dim": self.H, "num_key_value_heads": self.K} | write_rope(self.rope))
 
 
 TABLE = ConfigTable(

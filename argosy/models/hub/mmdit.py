@@ -15,9 +15,9 @@ def linear_rows(
     theirs: str, ours: str, out: str, summed: str, layers: Sequence[int] | None = None, *, bias: bool = True
 ) -> list[KeyRow]:
     """The rows of a linear layer, torch's weight [out, in]."""
-    left = [f"({axes})" if " " in axes else axes for axes in (out, summed)]
-    rows = [KeyRow(f"{theirs}.weight", f"{ours}.w", f"{left[0]} {left[1]} -> {summed} {out}", layers)]
-    return rows + ([KeyRow(f"{theirs}.bias", f"{ours}.b", f"{left[0]} -> {out}", layers)] if bias else [])
+    grouped = [f"({axes})" if " " in axes else axes for axes in (out, summed)]
+    rows = [KeyRow(f"{theirs}.weight", f"{ours}.w", f"{grouped[0]} {grouped[1]} -> {summed} {out}", layers)]
+    return rows + ([KeyRow(f"{theirs}.bias", f"{ours}.b", f"{grouped[0]} -> {out}", layers)] if bias else [])
 
 
 def qk_norm_rows(theirs: str, ours: str, layers: Sequence[int] | None = None) -> list[KeyRow]:
@@ -58,5 +58,5 @@ def embedder_rows(theirs: str, ours: str, inputs: str) -> list[KeyRow]:
 
 def mmdit_sizes(dims: dict[str, int], patch: int, channels: int) -> dict[str, int]:
     """The sizes of the names that these rows use."""
-    own = {"waves": dims["W"], "embedder": dims["E"], "modulated": dims["M"], "text": dims["S"], "pooled": dims["O"]}
-    return dims | own | {"p": patch, "q": patch, "C": channels}
+    named_sizes = {"waves": dims["W"], "embedder": dims["E"], "modulated": dims["M"], "text": dims["S"], "pooled": dims["O"]}
+    return dims | named_sizes | {"p": patch, "q": patch, "C": channels}

@@ -73,14 +73,14 @@ def site_rows(sites: Iterable[LayerSite]) -> tuple[list[KeyRow], dict[str, int]]
 
 def site_flops(sites: Iterable[LayerSite], positions: int, text: int = 0) -> int:
     """FLOPs of the layers for an image with so many positions at level 0, and a text of so many tokens."""
-    found = 0
+    flops = 0
     for site in sites:
         if site.kind not in NORMS and site.reads_first:
             weights = site.inner * site.outer * site.frame_taps * (site.taps**2 if site.kind in ("conv", "causal") else 1)
             level = site.level or 0
             times = 1 if site.level is None else positions * 4 ** max(-level, 0) // 4 ** max(level, 0)
-            found += 2 * weights * (text if site.reads_text else times)
-    return found
+            flops += 2 * weights * (text if site.reads_text else times)
+    return flops
 
 
 def resnet_sites(name: str, inner: int, outer: int, level: int, time: int | None = None) -> list[LayerSite]:

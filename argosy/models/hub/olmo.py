@@ -39,13 +39,13 @@ class OlmoHub:
     def to_hub(self: Any) -> dict[str, Any]:
         """OLMo 3 if there is a window, otherwise OLMo 2."""
         kind = "olmo3" if self.window or self.local_rope else "olmo2"
-        written = {"model_type": kind, "architectures": [kind.replace("olmo", "Olmo") + "ForCausalLM"]}
-        written |= TABLES[kind].write(self) | {"num_key_value_heads": self.K} | write_rope(self.rope)
+        config = {"model_type": kind, "architectures": [kind.replace("olmo", "Olmo") + "ForCausalLM"]}
+        config |= TABLES[kind].write(self) | {"num_key_value_heads": self.K} | write_rope(self.rope)
         if kind == "olmo2":
-            return self.agreed(written)
+            return self.agreed(config)
         local = write_rope(self.local_rope or self.rope)["rope_parameters"]
-        both = {"full_attention": written["rope_parameters"], "sliding_attention": local}
-        return self.agreed(written | write_pattern(self.spans) | {"rope_parameters": both})
+        both = {"full_attention": config["rope_parameters"], "sliding_attention": local}
+        return self.agreed(config | write_pattern(self.spans) | {"rope_parameters": both})
 
 
 POST_NORMS = {"post_attn_norm": "post_attention_layernorm", "post_mlp_norm": "post_feedforward_layernorm"}

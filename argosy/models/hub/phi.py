@@ -48,9 +48,9 @@ class PhiHub:
 
     def to_hub(self: Any) -> dict[str, Any]:
         """The config.json as transformers writes it."""
-        written = {"model_type": "phi3", "architectures": ["Phi3ForCausalLM"]} | TABLE.write(self) | write_rope(self.rope)
+        config = {"model_type": "phi3", "architectures": ["Phi3ForCausalLM"]} | TABLE.write(self) | write_rope(self.rope)
         original = getattr(self.rope.scaling, "original", self.context)
-        return self.agreed(written | {"num_key_value_heads": self.K, "original_max_position_embeddings": original})
+        return self.agreed(config | {"num_key_value_heads": self.K, "original_max_position_embeddings": original})
 
 
 def _newer(config: dict[str, Any]) -> dict[str, Any]:

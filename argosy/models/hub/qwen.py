@@ -45,19 +45,19 @@ class QwenHub:
         """The config.json of the architecture in transformers that has these options."""
         moe = self.moe
         kind = ("qwen3" if self.qk_norm else "qwen2") + ("_moe" if moe else "")
-        written = {"model_type": kind, "architectures": [ARCHITECTURES[kind]]} | TABLES[kind].write(self)
-        written |= {"num_key_value_heads": self.K} | write_rope(self.rope)
-        written |= {} if kind == "qwen2" else {"head_dim": self.H}
+        config = {"model_type": kind, "architectures": [ARCHITECTURES[kind]]} | TABLES[kind].write(self)
+        config |= {"num_key_value_heads": self.K} | write_rope(self.rope)
+        config |= {} if kind == "qwen2" else {"head_dim": self.H}
         if moe:
-            written |= {"decoder_sparse_step": 1, "mlp_only_layers": list(self.dense)}
+            config |= {"decoder_sparse_step": 1, "mlp_only_layers": list(self.dense)}
         if kind == "qwen3_moe" and moe:
-            written |= {"num_local_experts": moe.count}
-        written |= {"use_sliding_window": bool(self.window), "sliding_window": self.window}
+            config |= {"num_local_experts": moe.count}
+        config |= {"use_sliding_window": bool(self.window), "sliding_window": self.window}
         # Its windows are in all layers or in none.
         if kind == "qwen3_moe":
-            return self.agreed(written)
+            return self.agreed(config)
         first = {} if moe else {"max_window_layers": (self.spans + "L").find("L")}
-        return self.agreed(written | first | write_pattern(self.spans))
+        return self.agreed(config | first | write_pattern(self.spans))
 
 
 def windows(config: dict[str, Any], read: dict[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ class Qwen3NextHub:
         """Small letters in the rows are sizes of the delta net."""
         layers = range(self.layers)
         recurrent, full = ([i for i in layers if self.spans[i] == span] for span in "RG")
-        dense, sparse = ([i for i in layers if (i in self.dense) == told] for told in (True, False))
+        dense, sparse = ([i for i in layers if (i in self.dense) == is_dense] for is_dense in (True, False))
         rows = hub.norms(layers, hub.PRE_NORMS) + _attention(full, self.attention_bias) + _delta_net(recurrent)
         rows += hub.glu(dense) + hub.experts(sparse) + hub.glu(sparse, "mlp.shared_expert", "mlp.shared", "shared")
         rows += hub.of_layers(
@@ -46,13 +46,13 @@ class Qwen3NextHub:
 
     def to_hub(self: Any) -> dict[str, Any]:
         """The config.json as transformers writes it, which always includes the share of a head with rotary positions."""
-        written = {"model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"]} | TABLE.write(self)
-        written |= {"num_key_value_heads": self.K, "head_dim": self.H} | write_rope(self.rope)
-        written |= {"decoder_sparse_step": 1, "mlp_only_layers": list(self.dense)}
-        written |= {"partial_rotary_factor": self.rope.part}
-        written["rope_parameters"] |= {"partial_rotary_factor": self.rope.part}
+        config = {"model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"]} | TABLE.write(self)
+        config |= {"num_key_value_heads": self.K, "head_dim": self.H} | write_rope(self.rope)
+        config |= {"decoder_sparse_step": 1, "mlp_only_layers": list(self.dense)}
+        config |= {"partial_rotary_factor": self.rope.part}
+        config["rope_parameters"] |= {"partial_rotary_factor": self.rope.part}
         names = {span: kind for kind, span in KINDS.items()}
-        return self.agreed(written | {"layer_types": [names[span] for span in self.spans]})
+        return self.agreed(config | {"layer_types": [names[span] for span in self.spans]})
 
 
 def _spans(config: dict[str, Any], layers: int) -> str:

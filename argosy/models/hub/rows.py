@@ -115,8 +115,8 @@ def table_rows(dims: Mapping[str, int], widths: Mapping[str, Sequence[int]]) -> 
     """
     rows, sizes = [KeyRow("embeddings.weight", "embed.w", "V D -> V D")], dict(dims)
     for path, some in widths.items():
-        more, own = dense_layers(path, some)
-        rows, sizes = rows + more, sizes | own
+        more, stack_sizes = dense_layers(path, some)
+        rows, sizes = rows + more, sizes | stack_sizes
     return rows, sizes
 
 

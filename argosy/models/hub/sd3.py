@@ -63,9 +63,9 @@ class SD3Hub:
         return cls(**read | {"dual_layers": tuple(config.get("dual_attention_layers") or ())})
 
     def to_hub(self: Any) -> dict[str, Any]:
-        written = {"_class_name": SD3, "model_type": SD3, "out_channels": self.channels} | TABLE.write(self)
+        config = {"_class_name": SD3, "model_type": SD3, "out_channels": self.channels} | TABLE.write(self)
         more = {"qk_norm": "rms_norm" if self.qk_norm else None, "dual_attention_layers": list(self.dual_layers)}
-        return self.agreed(written | more | {"caption_projection_dim": self.width})
+        return self.agreed(config | more | {"caption_projection_dim": self.width})
 
 
 TABLE = ConfigTable(

@@ -51,8 +51,8 @@ def flux_settings(shapes: Shapes) -> dict[str, Any]:
     """
     width, packed = shapes["img_in.weight"]
     if (out := shapes["final_layer.linear.weight"][0]) != packed:
-        what = f"a Flux that reads {packed} numbers of a patch and gives {out}, which is not built"
-        raise BadInput(what, hint="models that fill, or follow depth or edges, read an image beside the noise")
+        problem = f"a Flux that reads {packed} numbers of a patch and gives {out}, which is not built"
+        raise BadInput(problem, hint="models that fill, or follow depth or edges, read an image beside the noise")
     (head,) = shapes["double_blocks.0.img_attn.norm.query_norm.scale"]
     if head not in FLUX_AXES:
         raise BadInput(f"a Flux with heads of {head} features: how they turn is known for {', '.join(map(str, FLUX_AXES))} alone")
@@ -119,12 +119,12 @@ def unet_settings(shapes: Shapes) -> dict[str, Any]:
     """
     channels, out = shapes["input_blocks.0.0.weight"][1], shapes["out.2.weight"][0]
     if channels != out:
-        what = f"a UNet that reads {channels} channels and gives {out}, which is not built"
-        raise BadInput(what, hint="models that fill or edit images read one beside the noise")
+        problem = f"a UNet that reads {channels} channels and gives {out}, which is not built"
+        raise BadInput(problem, hint="models that fill or edit images read one beside the noise")
     text = next((shape[1] for name, shape in shapes.items() if name.endswith("attn2.to_k.weight")), None)
     if text not in STABLE_DIFFUSION:
-        known = ", ".join(map(str, STABLE_DIFFUSION))
-        raise BadInput(f"a UNet that reads text states of {text} numbers: {known} are those of Stable Diffusion 1, 2 and XL")
+        text_widths = ", ".join(map(str, STABLE_DIFFUSION))
+        raise BadInput(f"a UNet that reads text states of {text} numbers: {text_widths} are those of Stable Diffusion 1, 2 and XL")
     blocks = part_count(shapes, "input_blocks")
     halves = [i for i in range(blocks) if f"input_blocks.{i}.0.op.weight" in shapes]
     layers = (halves[0] if halves else blocks) - 1
@@ -231,19 +231,19 @@ def vae_rows(config: Any) -> tuple[list[KeyRow], dict[str, int]]:
     convolutions of one pixel."""
     rows, sizes = config.hub_rows()
     last = len(config.widths) - 1
-    found = []
+    renamed = []
     for row in rows:
         is_matrix = "attentions" in row.names and row.names.endswith(".weight") and "group_norm" not in row.names
         reading = row.reading.replace(" ->", " 1 1 ->") if is_matrix else row.reading
-        found.append(replace(row, names=_vae_name(row.names, last), reading=reading))
-    return found, sizes
+        renamed.append(replace(row, names=_vae_name(row.names, last), reading=reading))
+    return renamed, sizes
 
 
 def part_count(shapes: Collection[str], path: str) -> int:
     """How many numbered parts there are under a path."""
     start = f"{path}."
-    found = {name.removeprefix(start).partition(".")[0] for name in shapes if name.startswith(start)}
-    return len([number for number in found if number.isdigit()])
+    numbers = {name.removeprefix(start).partition(".")[0] for name in shapes if name.startswith(start)}
+    return len([number for number in numbers if number.isdigit()])
 
 
 def _unet_name(name: Any, config: Any) -> str:

@@ -33,7 +33,7 @@ class T5Hub:
         ]
         if self.shared_bias:
             rows.append(KeyRow(f"encoder.block.0.{TABLE_OF}", "bias.w", "A N -> A N"))
-        own = [] if self.shared_bias else [(TABLE_OF, "bias.w", "A N -> A N")]
+        bias_rows = [] if self.shared_bias else [(TABLE_OF, "bias.w", "A N -> A N")]
         up = [("wi_0", "gate"), ("wi_1", "up")] if self.gated else [("wi", "up")]
         rows += hub.of_layers(
             range(self.layers),
@@ -45,7 +45,7 @@ class T5Hub:
             *((f"layer.1.DenseReluDense.{theirs}.weight", f"mlp.{ours}.w", "F D -> D F") for theirs, ours in up),
             ("layer.1.DenseReluDense.wo.weight", "mlp.down.w", "D F -> F D"),
             ("layer.1.layer_norm.weight", "mlp_norm.scale", "D -> D"),
-            *own,
+            *bias_rows,
             prefix="encoder.block.{l}.",
         )
         return rows, self.dims
@@ -61,13 +61,13 @@ class T5Hub:
         return cls(**{"context": 512} | read | more)
 
     def to_hub(self: Any) -> dict[str, Any]:
-        kinds = {how: name for name, how in FEED_FORWARDS.items()}
+        kinds = {feed_forward: name for name, feed_forward in FEED_FORWARDS.items()}
         kind, names = ("t5", "T5EncoderModel") if self.shared_bias else ("umt5", "UMT5EncoderModel")
         proj = kinds.get((self.gated, self.activation), f"{'gated-' * self.gated}{self.activation}")
-        written = {"model_type": kind, "architectures": [names], "feed_forward_proj": proj}
+        config = {"model_type": kind, "architectures": [names], "feed_forward_proj": proj}
         # As transformers writes encoders alone.
-        written["is_encoder_decoder"] = kind == "umt5"
-        return self.agreed(written | TABLE.write(self))
+        config["is_encoder_decoder"] = kind == "umt5"
+        return self.agreed(config | TABLE.write(self))
 
 
 TABLE = ConfigTable(

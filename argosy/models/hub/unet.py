@@ -27,9 +27,9 @@ class UNetHub:
         return cls(**read)
 
     def to_hub(self: Any) -> dict[str, Any]:
-        written = {"_class_name": UNET, "model_type": UNET, "out_channels": self.channels} | TABLE.write(self) | written_levels(self)
-        written["up_block_types"] = [CROSS[1] if n else PLAIN[1] for n in reversed(self.transformers)]
-        return self.agreed(written)
+        config = {"_class_name": UNET, "model_type": UNET, "out_channels": self.channels} | TABLE.write(self) | written_levels(self)
+        config["up_block_types"] = [CROSS[1] if n else PLAIN[1] for n in reversed(self.transformers)]
+        return self.agreed(config)
 
 
 def read_levels(config: dict[str, Any]) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def read_levels(config: dict[str, Any]) -> dict[str, Any]:
 def written_levels(settings: Any) -> dict[str, Any]:
     """What `read_levels` reads."""
     layers: Any = [n or 1 for n in settings.transformers[:-1]] + [settings.transformers[-1] or settings.middle_transformer]
-    written = {
+    config = {
         "block_out_channels": list(settings.widths),
         "down_block_types": [CROSS[0] if n else PLAIN[0] for n in settings.transformers],
         "attention_head_dim": settings.heads[0] if len(set(settings.heads)) == 1 else list(settings.heads),
@@ -63,9 +63,9 @@ def written_levels(settings: Any) -> dict[str, Any]:
     }
     if settings.pooled_width is not None:
         inputs = settings.pooled_width + 6 * settings.size_waves
-        written |= {"addition_embed_type": "text_time", "addition_time_embed_dim": settings.size_waves}
-        written |= {"projection_class_embeddings_input_dim": inputs}
-    return written
+        config |= {"addition_embed_type": "text_time", "addition_time_embed_dim": settings.size_waves}
+        config |= {"projection_class_embeddings_input_dim": inputs}
+    return config
 
 
 def _check_kinds(key: str, kinds: Any, built: int) -> None:
@@ -75,10 +75,10 @@ def _check_kinds(key: str, kinds: Any, built: int) -> None:
 
 def _each(value: Any, levels: int) -> tuple[int, ...]:
     """One number for each level."""
-    found = tuple(value) if isinstance(value, list | tuple) else (value,) * levels
-    if len(found) != levels or not all(isinstance(one, int) for one in found):
+    numbers = tuple(value) if isinstance(value, list | tuple) else (value,) * levels
+    if len(numbers) != levels or not all(isinstance(number, int) for number in numbers):
         raise BadInput(f"config.json: {value!r} is no number for each of {levels} levels")
-    return found
+    return numbers
 
 
 ROWS = [

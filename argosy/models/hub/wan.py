@@ -40,8 +40,8 @@ class WanHub:
         rows.append(KeyRow("scale_shift_table", "table", "1 modulation2 D -> modulation2 D"))
         rows += linear_rows("proj_out", "out", "I", "D")
         d = self.dims
-        own = {"waves": d["W"], "embedder": d["E"], "modulated": d["M"], "text": d["S"], "modulation2": 2, "modulation6": 6}
-        return rows, d | own | {"p": self.patch, "q": self.patch, "C": self.channels}
+        named_sizes = {"waves": d["W"], "embedder": d["E"], "modulated": d["M"], "text": d["S"], "modulation2": 2, "modulation6": 6}
+        return rows, d | named_sizes | {"p": self.patch, "q": self.patch, "C": self.channels}
 
     @classmethod
     def from_hub(cls: Any, config: dict[str, Any]) -> Any:
@@ -50,14 +50,14 @@ class WanHub:
         if frames != 1 or len(set(sides)) != 1:
             raise BadInput(f"config.json: `patch_size` = {[frames, *sides]}: only squares of one frame are built")
         if config.get("out_channels", read["channels"]) not in (None, read["channels"]):
-            what = f"config.json: `out_channels` = {config['out_channels']} differs from `in_channels`, which is not built"
-            raise BadInput(what, hint="models that begin from an image read more channels; text to video is built")
+            problem = f"config.json: `out_channels` = {config['out_channels']} differs from `in_channels`, which is not built"
+            raise BadInput(problem, hint="models that begin from an image read more channels; text to video is built")
         return cls(**read | {"patch": sides[0]})
 
     def to_hub(self: Any) -> dict[str, Any]:
-        written = {"_class_name": WAN, "model_type": WAN, "out_channels": self.channels, "qk_norm": QK_NORM} | TABLE.write(self)
-        written |= {"image_dim": None, "added_kv_proj_dim": None, "pos_embed_seq_len": None}
-        return self.agreed(written | {"patch_size": [1, self.patch, self.patch]})
+        config = {"_class_name": WAN, "model_type": WAN, "out_channels": self.channels, "qk_norm": QK_NORM} | TABLE.write(self)
+        config |= {"image_dim": None, "added_kv_proj_dim": None, "pos_embed_seq_len": None}
+        return self.agreed(config | {"patch_size": [1, self.patch, self.patch]})
 
 
 QK_NORM = "rms_norm_across_heads"

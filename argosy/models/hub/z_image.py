@@ -38,15 +38,15 @@ class ZImageHub:
             for name, out, summed in (("w1", "F", "D"), ("w3", "F", "D"), ("w2", "D", "F")):
                 part = {"w1": "gate", "w3": "up", "w2": "down"}[name]
                 rows += linear_rows(f"{at}.feed_forward.{name}", f"{to}.mlp.{part}", out, summed, count, bias=False)
-            rows += [KeyRow(f"{at}.{theirs}.weight", f"{to}.{own}.scale", "D -> D", count) for own, theirs in NORMS.items()]
+            rows += [KeyRow(f"{at}.{theirs}.weight", f"{to}.{norm}.scale", "D -> D", count) for norm, theirs in NORMS.items()]
             if ours != "text_layers":
                 rows += linear_rows(f"{at}.adaLN_modulation.0", f"{to}.modulation", "modulation4 modulated", "time_vector", count)
         last = f"all_final_layer.{size}"
         rows += linear_rows(f"{last}.adaLN_modulation.1", "final_scale", "D", "time_vector")
         rows += linear_rows(f"{last}.linear", "final_out", "I", "D")
         d = self.dims
-        own = {"waves": d["W"], "embedder": d["E"], "time_vector": d["Q"], "modulated": d["M"], "text": d["S"], "modulation4": 4}
-        return rows, d | own
+        axes = {"waves": d["W"], "embedder": d["E"], "time_vector": d["Q"], "modulated": d["M"], "text": d["S"], "modulation4": 4}
+        return rows, d | axes
 
     @classmethod
     def from_hub(cls: Any, config: dict[str, Any]) -> Any:
@@ -55,15 +55,15 @@ class ZImageHub:
         if len(patches) != 1:
             raise BadInput(f"config.json: `all_patch_size` = {list(patches)}: only one size of patches is built")
         if config.get("n_kv_heads", read["heads"]) != read["heads"]:
-            what = f"config.json: `n_kv_heads` = {config['n_kv_heads']} differs from `n_heads` = {read['heads']}, which is not built"
-            raise BadInput(what)
-        own = {"patch": patches[0], "axes": tuple(read["axes"]), "time_width": min(read["width"], TIME_WIDTH)}
-        return cls(**read | own)
+            problem = f"config.json: `n_kv_heads` = {config['n_kv_heads']} differs from `n_heads` = {read['heads']}, which is not built"
+            raise BadInput(problem)
+        derived = {"patch": patches[0], "axes": tuple(read["axes"]), "time_width": min(read["width"], TIME_WIDTH)}
+        return cls(**read | derived)
 
     def to_hub(self: Any) -> dict[str, Any]:
-        written = {"_class_name": Z_IMAGE, "model_type": Z_IMAGE} | TABLE.write(self)
-        own = {"all_patch_size": [self.patch], "all_f_patch_size": [1], "n_kv_heads": self.heads, "axes_dims": list(self.axes)}
-        return self.agreed(written | own)
+        config = {"_class_name": Z_IMAGE, "model_type": Z_IMAGE} | TABLE.write(self)
+        extra = {"all_patch_size": [self.patch], "all_f_patch_size": [1], "n_kv_heads": self.heads, "axes_dims": list(self.axes)}
+        return self.agreed(config | extra)
 
 
 TABLE = ConfigTable(

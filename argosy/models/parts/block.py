@@ -52,11 +52,11 @@ class Block(nnx.Module):
         if pre and after:
             raise ValueError("a block has norms before its sublayers or after the additions, not both")
         self.attn, self.mlp, self.norm_after, self.cached = mixer, mlp, after is not None, cached
-        around = pre or after
+        norm = pre or after
         if mixer is not None:
-            self.attn_norm, self.post_attn_norm = around and around(), post and post()
+            self.attn_norm, self.post_attn_norm = norm and norm(), post and post()
         if mlp is not None:
-            self.mlp_norm, self.post_mlp_norm = around and around(), post and post()
+            self.mlp_norm, self.post_mlp_norm = norm and norm(), post and post()
 
     @property
     def formula(self) -> str:
@@ -65,9 +65,9 @@ class Block(nnx.Module):
         added = f"norm({read})" if self._has("post") else read
         return f"norm(x + {added})" if self.norm_after else f"x + {added}"
 
-    def _has(self, which: str) -> bool:
+    def _has(self, kind: str) -> bool:
         part = "attn" if self.attn is not None else "mlp"
-        return getattr(self, f"{part}_norm" if which == "norm" else f"post_{part}_norm") is not None
+        return getattr(self, f"{part}_norm" if kind == "norm" else f"post_{part}_norm") is not None
 
     def holds(self, each: Any) -> Spec:
         """What the mixer keeps of earlier tokens."""

@@ -35,9 +35,9 @@ class Conv(nnx.Module):
         self.b = weight((outer,), Meaning("O", legend=LEGEND), Draw("constant", 0.0)) if bias else None
 
     def __call__(self, x: Float[Array, "B H W I"]) -> Float[Array, "B h w O"]:
-        how = ("NHWC", "HWIO", "NHWC")
+        layout = ("NHWC", "HWIO", "NHWC")
         pads = (self.padding, self.padding)
-        y = jax.lax.conv_general_dilated(x, self.w[...].astype(x.dtype), (self.stride,) * 2, pads, dimension_numbers=how)
+        y = jax.lax.conv_general_dilated(x, self.w[...].astype(x.dtype), (self.stride,) * 2, pads, dimension_numbers=layout)
         return y if self.b is None else y + self.b[...].astype(x.dtype)
 
 
@@ -58,9 +58,9 @@ class CausalConv(nnx.Module):
 
     def __call__(self, x: Float[Array, "B F H W I"], stride: int = 1) -> Float[Array, "B f H W O"]:
         """stride: the number of frames is divided by it."""
-        how = ("NDHWC", "DHWIO", "NDHWC")
+        layout = ("NDHWC", "DHWIO", "NDHWC")
         pads = ((0, 0), self.padding, self.padding)
-        y = jax.lax.conv_general_dilated(x, self.w[...].astype(x.dtype), (stride, 1, 1), pads, dimension_numbers=how)
+        y = jax.lax.conv_general_dilated(x, self.w[...].astype(x.dtype), (stride, 1, 1), pads, dimension_numbers=layout)
         return y if self.b is None else y + self.b[...].astype(x.dtype)
 
 

@@ -121,7 +121,7 @@ def _quantized(eq: str, x: Array, w: Quantized, route: Route | None) -> Float[Ar
     """Scales along kept letters multiply the output, scales along summed letters the input. With scales along both, or along
     blocks, the weight is dequantized first. Computes in float32 at least."""
     letters, spec, out = eq.replace("->", ",").split(",")
-    own, kind = {a for a, n in zip(spec, w.scale.shape) if n > 1}, sums_in(x.dtype)
+    scaled_letters, kind = {a for a, n in zip(spec, w.scale.shape) if n > 1}, sums_in(x.dtype)
     in_blocks = any(n not in (1, size) for n, size in zip(w.scale.shape, w.shape))
     group = {a for a in spec if a not in letters + out}
 
@@ -131,9 +131,9 @@ def _quantized(eq: str, x: Array, w: Quantized, route: Route | None) -> Float[Ar
         if route is None:
             order = "".join(letter for letter in target if letter in spec)
             shared = tuple(i for i, letter in enumerate(spec) if letter not in target)
-            moved = jnp.einsum(f"{''.join(c for c in spec if c in target)}->{order}", jnp.squeeze(a, shared))
-            sizes = dict(zip(order, moved.shape))
-            return moved.reshape([sizes.get(letter, 1) for letter in target])
+            ordered = jnp.einsum(f"{''.join(c for c in spec if c in target)}->{order}", jnp.squeeze(a, shared))
+            sizes = dict(zip(order, ordered.shape))
+            return ordered.reshape([sizes.get(letter, 1) for letter in target])
         shared = tuple(i for i, letter in enumerate(spec) if letter not in target and letter not in group)
         per_expert = jnp.squeeze(a, shared)
         return jnp.broadcast_to(per_expert, (w.shape[0], *per_expert.shape[1:]))[route.expert]
@@ -141,10 +141,10 @@ def _quantized(eq: str, x: Array, w: Quantized, route: Route | None) -> Float[Ar
     data, summed = None, tuple(i for i, a in enumerate(letters) if a in spec and a not in out)
     if w.activations is not None:
         data = w.activations.quantize(x, summed, w.x_scale)
-    kept, inward = own <= set(out) | group, own <= set(letters) | group
-    separate = not in_blocks and w.is_linear and (kept or (inward and w.minimum is None))
+    along_outputs, inward = scaled_letters <= set(out) | group, scaled_letters <= set(letters) | group
+    separate = not in_blocks and w.is_linear and (along_outputs or (inward and w.minimum is None))
     if data is not None:
-        if separate and kept and route is None and w.minimum is None and _multiplies_integers(data, w, summed):
+        if separate and along_outputs and route is None and w.minimum is None and _multiplies_integers(data, w, summed):
             y = jnp.einsum(eq, data.values, w.values, preferred_element_type=jnp.int32).astype(kind)
             rows = jnp.squeeze(data.scales, [i for i, a in enumerate(letters) if a not in out])
             rest = dict(zip([a for a in letters if a in out], rows.shape))
@@ -153,7 +153,7 @@ def _quantized(eq: str, x: Array, w: Quantized, route: Route | None) -> Float[Ar
         x = data.dequantized(x.dtype)
     if not separate:
         return _plain(eq, x, w.dequantized(x.dtype), route, kind).astype(kind)
-    if not kept:
+    if not along_outputs:
         x = (x.astype(kind) * along(w.scales, letters)).astype(x.dtype)
         return _plain(eq, x, w.values, route, kind).astype(kind)
     y = _plain(eq, x, w.values, route, kind).astype(kind) * along(w.scales, out)
@@ -199,11 +199,11 @@ def _product(eq: str, x: Array, w: Array, inner: str, dtype: Any) -> Array:
     """The contraction as one matrix product with merged axes: XLA:CPU runs it with four axes 15 % slower."""
     _, spec, _ = eq.replace("->", ",").split(",")
     n, first = len(inner), spec.startswith(inner)
-    kept = w.shape[n:] if first else w.shape[: len(spec) - n]
+    out_shape = w.shape[n:] if first else w.shape[: len(spec) - n]
     size = math.prod(x.shape[-n:])
     flat = w.reshape(size, -1) if first else w.reshape(-1, size)
     y = matmul(x.reshape(-1, size), flat, 1, 0 if first else 1, dtype=dtype)
-    return y.reshape(*x.shape[:-n], *kept)
+    return y.reshape(*x.shape[:-n], *out_shape)
 
 
 class Letters(NamedTuple):

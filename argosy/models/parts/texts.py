@@ -46,17 +46,17 @@ def text_places(segments: Int[Array, "B T"], slots: int, *, last: bool) -> Int[A
     return _ends(_of_slots(segments, slots, None), last=last)
 
 
-def _ends(own: Bool[Array, "B T s"], *, last: bool) -> Int[Array, "B s"]:
+def _ends(mask: Bool[Array, "B T s"], *, last: bool) -> Int[Array, "B s"]:
     if not last:
-        return jnp.argmax(own, 1).astype(jnp.int32)
-    after = own.shape[1] - 1 - jnp.argmax(own[:, ::-1], 1)
-    return jnp.where(jnp.any(own, 1), after, 0).astype(jnp.int32)
+        return jnp.argmax(mask, 1).astype(jnp.int32)
+    after = mask.shape[1] - 1 - jnp.argmax(mask[:, ::-1], 1)
+    return jnp.where(jnp.any(mask, 1), after, 0).astype(jnp.int32)
 
 
 def _of_slots(segments: Int[Array, "B T"], slots: int, after: Int[Array, "B s"] | None) -> Bool[Array, "B T s"]:
     """Whether a token belongs to the text of a slot, and is not among its first `after` ones."""
-    own = segments[:, :, None] == jnp.arange(1, slots + 1, dtype=segments.dtype)
-    return own if after is None else own & (jnp.cumsum(own, 1, dtype=jnp.int32) > after[:, None])
+    mask = segments[:, :, None] == jnp.arange(1, slots + 1, dtype=segments.dtype)
+    return mask if after is None else mask & (jnp.cumsum(mask, 1, dtype=jnp.int32) > after[:, None])
 
 
 def text_scores(
@@ -94,12 +94,12 @@ def pool_tokens(
     x: Float[Array, "B T D"], segments: Int[Array, "B T"], pooling: str, slots: int = 1, after: Int[Array, "B s"] | None = None
 ) -> Float[Array, "B s D"]:
     """Pools the vectors of each slot's tokens into one; 0 where there are none. `after` as in `text_vectors`."""
-    own = _of_slots(segments, slots, after)
+    mask = _of_slots(segments, slots, after)
     if pooling in ("cls", "last"):
-        picked = jnp.take_along_axis(x, _ends(own, last=pooling == "last")[:, :, None], 1)
-        return jnp.where(jnp.any(own, 1)[:, :, None], picked, 0.0)
+        picked = jnp.take_along_axis(x, _ends(mask, last=pooling == "last")[:, :, None], 1)
+        return jnp.where(jnp.any(mask, 1)[:, :, None], picked, 0.0)
     if pooling == "max":
-        largest = [jnp.max(jnp.where(own[:, :, k, None], x, -jnp.inf), 1) for k in range(slots)]
-        return jnp.where(jnp.any(own, 1)[:, :, None], jnp.stack(largest, 1), 0.0)
-    share = own.astype(x.dtype)
+        largest = [jnp.max(jnp.where(mask[:, :, k, None], x, -jnp.inf), 1) for k in range(slots)]
+        return jnp.where(jnp.any(mask, 1)[:, :, None], jnp.stack(largest, 1), 0.0)
+    share = mask.astype(x.dtype)
     return jnp.einsum("BTD,BTs->BsD", x, share) / jnp.maximum(share.sum(1), 1)[:, :, None]

@@ -204,11 +204,11 @@ def fill(
         _draw_rows(key, kinds, place)
         return todo
     for chunk in _chunks(kinds):
-        layout = tuple((kind, tuple((len(one.hashes), one.stacked) for one in some)) for kind, some in chunk)
-        drawn = _drawer(layout, place and tuple(place(one.address) for _, some in chunk for one in some))
-        hashes = [np.asarray([h for one in some for h in one.hashes], np.uint32) for _, some in chunk]
-        values = [np.asarray([one.value for one in some for _ in one.hashes], kind.dtype) for kind, some in chunk]
-        for one, array in zip([one for _, some in chunk for one in some], drawn(key, hashes, values), strict=True):
+        layout = tuple((kind, tuple((len(entry.hashes), entry.stacked) for entry in some)) for kind, some in chunk)
+        drawer = _drawer(layout, place and tuple(place(entry.address) for _, some in chunk for entry in some))
+        hashes = [np.asarray([h for entry in some for h in entry.hashes], np.uint32) for _, some in chunk]
+        values = [np.asarray([entry.value for entry in some for _ in entry.hashes], kind.dtype) for kind, some in chunk]
+        for one, array in zip([entry for _, some in chunk for entry in some], drawer(key, hashes, values), strict=True):
             one.variable.set_value(array)
     return todo
 
@@ -247,7 +247,7 @@ def _padded(kinds: dict[_Kind, list[_Todo]]) -> int:
     """The normal numbers that `_draw_rows` draws: every tensor of a layer is as long as the longest."""
     normal = {kind: some for kind, some in kinds.items() if kind.draw == "normal"}
     longest = max((math.prod(kind.shape) for kind in normal), default=0)
-    return _up(longest) * _up(sum(len(one.hashes) for some in normal.values() for one in some))
+    return _up(longest) * _up(sum(len(entry.hashes) for some in normal.values() for entry in some))
 
 
 def _draw_rows(key: Key[Array, ""], kinds: dict[_Kind, list[_Todo]], place: Callable[..., Any] | None) -> None:
@@ -258,21 +258,21 @@ def _draw_rows(key: Key[Array, ""], kinds: dict[_Kind, list[_Todo]], place: Call
 
     normal: dict[Any, list[tuple[_Kind, _Todo]]] = {}
     for kind, some in kinds.items():
-        for one in some:
+        for entry in some:
             if kind.draw == "normal":
-                normal.setdefault(kind.dtype, []).append((kind, one))
+                normal.setdefault(kind.dtype, []).append((kind, entry))
             else:
-                put(one, np.full((len(one.hashes),) * one.stacked + kind.shape, one.value, kind.dtype))
+                put(entry, np.full((len(entry.hashes),) * entry.stacked + kind.shape, entry.value, kind.dtype))
     for dtype, some in normal.items():
-        names = np.asarray([h for _, one in some for h in one.hashes], np.uint32)
-        values = np.asarray([one.value for _, one in some for _ in one.hashes], dtype)
+        names = np.asarray([h for _, entry in some for h in entry.hashes], np.uint32)
+        values = np.asarray([entry.value for _, entry in some for _ in entry.hashes], dtype)
         # Rounded up to powers of two, so that most models share a program. What a row begins with does not depend on its length.
         size = _up(max(math.prod(kind.shape) for kind, _ in some))
         more = (0, _up(len(names)) - len(names))
         rows, at = np.asarray(_rows(key, np.pad(names, more), np.pad(values, more), size, dtype)), 0
-        for kind, one in some:
-            count, shape = len(one.hashes), (len(one.hashes),) * one.stacked + kind.shape
-            put(one, np.ascontiguousarray(rows[at : at + count, : math.prod(kind.shape)]).reshape(shape))
+        for kind, entry in some:
+            count, shape = len(entry.hashes), (len(entry.hashes),) * entry.stacked + kind.shape
+            put(entry, np.ascontiguousarray(rows[at : at + count, : math.prod(kind.shape)]).reshape(shape))
             at += count
 
 
@@ -297,11 +297,11 @@ def _chunks(kinds: dict[_Kind, list[_Todo]]) -> Iterator[_Chunk]:
     def size(kind: _Kind, todo: _Todo) -> int:
         return len(todo.hashes) * math.prod(kind.shape) * kind.dtype.itemsize
 
-    if sum(size(kind, one) for kind, some in kinds.items() for one in some) <= AT_ONCE:
+    if sum(size(kind, entry) for kind, some in kinds.items() for entry in some) <= AT_ONCE:
         yield list(kinds.items())
         return
     for kind, some in kinds.items():
-        each = max(1, AT_ONCE // max(size(kind, one) for one in some))
+        each = max(1, AT_ONCE // max(size(kind, entry) for entry in some))
         for at in range(0, len(some), each):
             yield [(kind, some[at : at + each])]
 
@@ -314,14 +314,14 @@ def _drawer(layout: tuple[Any, ...], places: tuple[Any, ...] | None) -> Callable
         out = []
         for (kind, weights), names, scales in zip(layout, hashes, values, strict=True):
 
-            def one(name: Array, value: Array, kind: _Kind = kind) -> Array:
+            def tensor(name: Array, value: Array, kind: _Kind = kind) -> Array:
                 if kind.draw == "normal":
                     return value * jax.random.normal(jax.random.fold_in(key, name), kind.shape, kind.dtype)
                 return jnp.full(kind.shape, value, kind.dtype)
 
-            drawn, at = jax.vmap(one)(names, scales), 0
+            tensors, at = jax.vmap(tensor)(names, scales), 0
             for count, stacked in weights:
-                out.append(drawn[at : at + count] if stacked else drawn[at])
+                out.append(tensors[at : at + count] if stacked else tensors[at])
                 at += count
         return out
 

@@ -328,8 +328,8 @@ class Contiguous(RowRecurrence):
             return meet_ring(q, entries, rings, before, self.at, self.live, read, score, self.absorb), cache
         row, S = jnp.arange(B)[:, None], cache[next(iter(entries))].shape[1]
         where = nobodys(jnp.where(self.live, self.at, S), S)
-        written = {n: cache[n].at[row, where].set(new.astype(cache[n].dtype), mode="drop") for n, new in entries.items()}
-        cache = cache | written
+        updated = {n: cache[n].at[row, where].set(new.astype(cache[n].dtype), mode="drop") for n, new in entries.items()}
+        cache = cache | updated
         if self.fresh:
             return self._fresh(q, entries, read, score), cache
         k_at = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), (B, S))
@@ -409,20 +409,20 @@ class Paged(RowRecurrence):
         slots come after those of earlier layers."""
         counts = entry_counts(cache)
 
-        def moved(index: Int[Any, "*B"], kind: str) -> Int[Any, "*B"]:
+        def shifted(index: Int[Any, "*B"], kind: str) -> Int[Any, "*B"]:
             count = counts.get(kind, 0)
             return jnp.where((index >= 0) & (index < count), index + at * count, -1)
 
-        windows = {window: (first, moved(table, WINDOW)) for window, (first, table) in self.windows.items()}
-        table, slots = moved(self.table, ""), moved(self.slots, ROW)
+        windows = {window: (first, shifted(table, WINDOW)) for window, (first, table) in self.windows.items()}
+        table, slots = shifted(self.table, ""), shifted(self.slots, ROW)
         return Paged(table, slots, self.lengths, self.new, self.t, self.absorb, self.angles, windows)
 
     def write(self, entries: Cache, cache: Cache, score: Score) -> Cache:
         """The pools with the tokens of this call. Not for rings."""
-        own, prefix, pools = self._pools(entries, cache, score)
+        strategy, prefix, pools = self._pools(entries, cache, score)
         if JOINED in pools:
             entries = {JOINED: with_longer_heads(join_heads(entries["k"], entries["v"]), pools[JOINED].shape[-1])}
-        where = own._places(*next(iter(pools.values())).shape[:2])
+        where = strategy._places(*next(iter(pools.values())).shape[:2])
         return cache | {prefix + n: write_entries(pools[n], where, new) for n, new in entries.items()}
 
     def attend(self, q: Array, entries: Cache, cache: Cache, read: Read, score: Score) -> Array:
@@ -431,22 +431,22 @@ class Paged(RowRecurrence):
         Args:
             entries: for its names.
         """
-        own, _, pools = self._pools(entries, cache, score)
-        total = own.lengths + own.new
+        strategy, _, pools = self._pools(entries, cache, score)
+        total = strategy.lengths + strategy.new
         if read is HEADS and not score.chunked:
             both = (pools[JOINED],) if JOINED in pools else (pools["k"], pools["v"])
-            return paged_attention(q, both, own.table, total, own.positions, score)
-        return own._met(q, pools, total, read, score)
+            return paged_attention(q, both, strategy.table, total, strategy.positions, score)
+        return strategy._attend_through(q, pools, total, read, score)
 
     def _pools(self, entries: Cache, cache: Cache, score: Score) -> tuple["Paged", str, Cache]:
         """The strategy for a layer's pools, what their names in the cache begin with, and the pools by plain name."""
-        own, prefix = self, ""
+        strategy, prefix = self, ""
         if is_windowed(cache, entries):
             prefix = WINDOW
             page = next(a for name, a in cache.items() if name.startswith(WINDOW)).shape[1]
-            own = self._in_window(score, page)
+            strategy = self._in_window(score, page)
         names = (JOINED,) if prefix + JOINED in cache else tuple(entries)
-        return own, prefix, {name: cache[prefix + name] for name in names}
+        return strategy, prefix, {name: cache[prefix + name] for name in names}
 
     def _in_window(self, score: Score, page: int) -> "Paged":
         """The strategy for the pools of a window, as if sequences began where their pages there begin: what a query sees depends on
@@ -456,7 +456,7 @@ class Paged(RowRecurrence):
         first, table = self.windows[AttentionWindow(score.window, score.chunked)]
         return Paged(table, self.slots, self.lengths - first * page, self.new, self.t, self.absorb)
 
-    def _met(self, q: Array, pools: Cache, total: Int[Array, "B"], read: Read, score: Score) -> Array:
+    def _attend_through(self, q: Array, pools: Cache, total: Int[Array, "B"], read: Read, score: Score) -> Array:
         """Attention through a `Read`: over a block of pages at a time, unless the read must see all tokens at once."""
         at = self.positions
         pages, page = next(iter(pools.values())).shape[:2]
@@ -466,19 +466,19 @@ class Paged(RowRecurrence):
             return meet(q, _parted(mine, q.shape[-1]), read, score, see, self.absorb)
         plain = replace(score, sinks=None)
 
-        def met(entries: Cache, see: See) -> tuple[Array, Array]:
+        def attend(entries: Cache, see: See) -> tuple[Array, Array]:
             entries = {n: a.astype(q.dtype) for n, a in entries.items()}
             return meet(q, _parted(entries, q.shape[-1]), read, plain, see, self.absorb, lse=True)
 
-        return over_blocks(met, pools, self.table, total, at, score)[0].astype(q.dtype)
+        return over_blocks(attend, pools, self.table, total, at, score)[0].astype(q.dtype)
 
     def _places(self, pages: int, page: int) -> tuple[Array, Array]:
         """Page and place of each token; past the last page for tokens that are not new."""
         P = self.table.shape[1]
         number = self.positions // page
-        own = jnp.take_along_axis(self.table, jnp.clip(number, 0, P - 1), axis=1)
+        page_ids = jnp.take_along_axis(self.table, jnp.clip(number, 0, P - 1), axis=1)
         mine = self.live & (number >= 0) & (number < P)
-        return jnp.where(mine, nobodys(own, pages), pages), self.positions % page
+        return jnp.where(mine, nobodys(page_ids, pages), pages), self.positions % page
 
     def carry(self, cache: Cache | None) -> Carry:
         state = cache and {n: jnp.take(p, self.slots, axis=0, mode="clip") for n, p in row_states(cache).items()}

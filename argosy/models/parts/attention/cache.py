@@ -167,7 +167,7 @@ def _allocate(
     windows: Mapping[AttentionWindow, int] = MappingProxyType({}),
     narrow: str | None = None,
 ) -> Caches:
-    def one(spec: Spec, layers: int | None) -> Cache:
+    def allocate(spec: Spec, layers: int | None) -> Cache:
         lead = () if layers is None else (layers,)
         place = {"token": token, "row": (rows,)}
         entries = list(spec.entries(longest, slack))
@@ -184,7 +184,7 @@ def _allocate(
         # No kernel reads scales in a joined pool.
         return {e.key: zeros(e) for e in (_joined(entries, dtype) if joined and not narrow else entries)}
 
-    return {name: one(*spec) for name, spec in specs.items()}
+    return {name: allocate(*spec) for name, spec in specs.items()}
 
 
 def _joined(entries: list[CacheEntry], dtype: Any) -> list[CacheEntry]:
@@ -209,11 +209,11 @@ def layouts(specs: Specs, caches: Any) -> dict[str, dict[str, Any]]:
 
     def layout(key: str, shape: tuple[int, ...], letters: Mapping[str, str], heads: int) -> PartitionSpec:
         name = key.split(".")[-1]
-        named = letters.get("k" if name == JOINED else name, "").split()
-        whole = (None,) * (len(shape) - len(named))
+        axis_letters = letters.get("k" if name == JOINED else name, "").split()
+        whole = (None,) * (len(shape) - len(axis_letters))
         # A joined pool is split between heads, never between keys and values of one.
         sizes = shape[len(whole) :] if name != JOINED else (heads, *shape[len(whole) + 1 :])
-        return PartitionSpec(*whole, *activation_spec(" ".join(named), sizes))
+        return PartitionSpec(*whole, *activation_spec(" ".join(axis_letters), sizes))
 
     def of(spec: Spec, cache: Mapping[str, Any]) -> dict[str, Any]:
         letters, shapes = dict(spec.letters), dict(spec.token)
@@ -326,8 +326,8 @@ def with_pages_copied(specs: Specs, caches: Caches, pages: Int[Array, "B"], to: 
 
         return jax.tree.map(copied, cache)
 
-    made = {name: with_copies(name, cache) for name, cache in caches.items()}
-    return laid_out(specs, made) if on_several_devices() else made
+    new_caches = {name: with_copies(name, cache) for name, cache in caches.items()}
+    return laid_out(specs, new_caches) if on_several_devices() else new_caches
 
 
 def nobodys(index: Int[Array, "*B"], size: int) -> Int[Array, "*B"]:
@@ -368,9 +368,9 @@ def rings_with_new(
     k_at = jnp.concatenate([jnp.where(old >= 0, old, NOWHERE), jnp.where(live, at, NOWHERE)], 1)
 
     def joined(name: str) -> Array:
-        own = (old >= 0).reshape(*old.shape, *(1,) * (past[name].ndim - 2))
-        kept = jnp.where(own, past[name], jnp.zeros((), past[name].dtype))
-        return jnp.concatenate([kept.astype(dtype), entries[name].astype(dtype)], 1)
+        valid = (old >= 0).reshape(*old.shape, *(1,) * (past[name].ndim - 2))
+        ring = jnp.where(valid, past[name], jnp.zeros((), past[name].dtype))
+        return jnp.concatenate([ring.astype(dtype), entries[name].astype(dtype)], 1)
 
     return {name: joined(name) for name in entries}, k_at
 

@@ -95,8 +95,8 @@ def summed(query: IndexQuery, keys: Float[Array, "B S J"]) -> Float[Array, "B T 
 
     def head_sum(q: Float[Array, "B T I J"], weights: Float[Array, "B T I"]) -> Float[Array, "B T S"]:
         with jax.default_matmul_precision("highest"):
-            met = jnp.einsum("BTIJ,BSJ->BTIS", wide(q), keys)
-            return jnp.einsum("BTIS,BTI->BTS", jax.nn.relu(met), weights)
+            products = jnp.einsum("BTIJ,BSJ->BTIS", wide(q), keys)
+            return jnp.einsum("BTIS,BTI->BTS", jax.nn.relu(products), weights)
 
     B, T, I, _ = query.q.shape
     sizes = (B, T, I, keys.shape[1])
@@ -112,6 +112,6 @@ def top_k_mask(scores: Float[Array, "B T S"], k: int) -> Bool[Array, "B T S"]:
     S = scores.shape[-1]
     # With symbolic sizes, S may turn out to be less than k.
     wide = scores if isinstance(S, int) else jnp.pad(scores, ((0, 0), (0, 0), (0, k)), constant_values=-jnp.inf)
-    chosen = jax.lax.top_k(wide, k)[1]
+    indexes = jax.lax.top_k(wide, k)[1]
     mark = jax.vmap(jax.vmap(lambda row, at: jnp.zeros_like(row, bool).at[at].set(True)))
-    return mark(wide, chosen)[..., :S]
+    return mark(wide, indexes)[..., :S]

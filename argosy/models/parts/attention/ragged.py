@@ -65,15 +65,15 @@ class Ragged:
         parts = [{name: a[i] for name, a in new.items()} for i in range(len(self.groups))]
         out = []
         if cache is None or is_ring(cache, entries):
-            for group, mine, own, part in zip(self.groups, queries, reads, parts):
-                y, cache = group(mine, part, cache, own, score=score)
+            for group, mine, row_read, part in zip(self.groups, queries, reads, parts):
+                y, cache = group(mine, part, cache, row_read, score=score)
                 out.append(y)
             return self.joined(out), cache
         # Groups write to pages of their own, so all may write before any reads. A read between two writes would make XLA copy the pool.
         for group, part in zip(self.groups, parts):
             cache = group.write(part, cache, score)
-        for group, mine, own, part in zip(self.groups, queries, reads, parts):
-            out.append(group.attend(mine, part, cache, own, score))
+        for group, mine, row_read, part in zip(self.groups, queries, reads, parts):
+            out.append(group.attend(mine, part, cache, row_read, score))
         return self.joined(out), cache
 
     def recur(self, step: Recurrence, inputs: tuple[Array, ...], cache: Cache | None) -> tuple[Array, Cache | None]:

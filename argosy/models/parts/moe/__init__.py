@@ -47,21 +47,21 @@ def choose(
         rank = logits
     elif settings.groups > 1:
         rank = jnp.where(_looked_at(rank, settings), rank, -jnp.inf)
-    chosen = jax.lax.top_k(rank, settings.active)[1]
-    weights = jnp.take_along_axis(scores, chosen, -1)
+    indexes = jax.lax.top_k(rank, settings.active)[1]
+    weights = jnp.take_along_axis(scores, indexes, -1)
     if settings.score == "softmax_chosen":
         weights = jax.nn.softmax(weights)
     elif settings.normalized:
         weights = weights / (jnp.sum(weights, -1, keepdims=True) + 1e-20)
-    return weights * settings.scale, chosen
+    return weights * settings.scale, indexes
 
 
 def _looked_at(rank: Float[Array, "B T E"], settings: Experts) -> Bool[Array, "B T E"]:
     groups = rank.reshape(*rank.shape[:-1], settings.groups, -1)
     strength = groups.max(-1) if settings.group_strength == "max" else jax.lax.top_k(groups, 2)[0].sum(-1)
     best = jax.lax.top_k(strength, settings.kept_groups)[1]
-    kept = jnp.any(best[..., None] == jnp.arange(settings.groups), -2)
-    return jnp.repeat(kept, groups.shape[-1], -1)
+    in_best = jnp.any(best[..., None] == jnp.arange(settings.groups), -2)
+    return jnp.repeat(in_best, groups.shape[-1], -1)
 
 
 class MoE(nnx.Module):
@@ -108,13 +108,13 @@ class MoE(nnx.Module):
         # By default accelerators multiply float32 as bfloat16 or TF32.
         with jax.default_matmul_precision("highest"):
             logits = constrain(self.router(wide(x)), "B T E")
-        weights, chosen = self.choices(logits)
-        chosen = jnp.where(live[..., None], chosen, self.settings.count)
-        y, passed = self.dispatched(x, weights, chosen)
+        weights, indexes = self.choices(logits)
+        indexes = jnp.where(live[..., None], indexes, self.settings.count)
+        y, passed = self.dispatched(x, weights, indexes)
         if self.shared is not None:
             z = self.shared(x)
             y = y + (z if self.shared_gate is None else jax.nn.sigmoid(self.shared_gate(x)) * z)
-        return y, passed | router_aux(logits, chosen, live, self.settings)
+        return y, passed | router_aux(logits, indexes, live, self.settings)
 
     def choices(self, logits: Float[Array, "B T E"]) -> tuple[Float[Array, "B T k"], Int[Array, "B T k"]]:
         """`choose` on the devices of the tokens: XLA gathers the rows of all devices for a `top_k`."""
@@ -129,19 +129,19 @@ class MoE(nnx.Module):
         )(logits, *bias)
 
     def dispatched(
-        self, x: Float[Array, "B T D"], weights: Float[Array, "B T k"], chosen: Int[Array, "B T k"]
+        self, x: Float[Array, "B T D"], weights: Float[Array, "B T k"], indexes: Int[Array, "B T k"]
     ) -> tuple[Float[Array, "B T D"], dict[str, Float[Array, "B"]]]:
-        """The weighted sum over the experts of each token, computed on the devices of the tokens; `chosen` is E for no expert."""
+        """The weighted sum over the experts of each token, computed on the devices of the tokens; `indexes` is E for no expert."""
         rows = activation_spec("B T", x.shape[:2])
         if self.dispatch.whole:
             rows = PartitionSpec(rows[0], None)
         mine = axes_in(rows)
-        over = frozenset(axis for axis, size in axis_sizes().items() if size > 1)
-        if not over:
+        mesh_axes = frozenset(axis for axis, size in axis_sizes().items() if size > 1)
+        if not mesh_axes:
             alone = LocalExperts(self.gate, self.up, self.down, self.settings, self.acted, rotates=self.rotates)
-            return self.dispatch(alone, x, weights, chosen)
+            return self.dispatch(alone, x, weights, indexes)
         apart = {name: getattr(self, name).before_split() for name in ("gate", "up", "down")}
-        stored, used = ({name: expert_specs(part, over, rows) for name, part in apart.items()} for rows in (None, mine))
+        stored, used = ({name: expert_specs(part, mesh_axes, rows) for name, part in apart.items()} for rows in (None, mine))
         graphs, leaves = {}, {}
         for name, part in apart.items():
             graphs[name], leaves[name] = split(part)
@@ -150,20 +150,20 @@ class MoE(nnx.Module):
                 leaves[name]["w"] = leaves[name]["w"].astype(x.dtype)
         axis, features, _ = used["down"][next(a for a in ("w", "values", "of.w", "of.values") if a in used["down"])]
 
-        def local(leaves: Any, x: Array, weights: Array, chosen: Array) -> Any:
+        def local(leaves: Any, x: Array, weights: Array, indexes: Array) -> Any:
             gate, up, down = (
                 merge(graphs[name], {a: _gathered(leaf, stored[name][a], used[name][a]) for a, leaf in leaves[name].items()})
                 for name in ("gate", "up", "down")
             )
             together = axis is not None and axis not in mine
             part = LocalExperts(gate, up, down, self.settings, self.acted, features, axis, together, self.rotates)
-            y, passed = self.dispatch(part, x, weights, chosen)
+            y, passed = self.dispatch(part, x, weights, indexes)
             return (y if features is None else jax.lax.psum(y, features)), passed
 
         three = PartitionSpec(*rows, None)
         out = (three, PartitionSpec(rows[0]))
         return jax.shard_map(local, in_specs=(stored, three, three, three), out_specs=out, check_vma=False)(
-            leaves, x, weights, chosen
+            leaves, x, weights, indexes
         )
 
     def acted(self, gate: Float[Array, "X M"], up: Float[Array, "X M"]) -> Float[Array, "X M"]:
@@ -195,9 +195,9 @@ def _gathered(leaf: Array, stored: PartitionSpec, used: PartitionSpec) -> Array:
     if leaf.shape[:1] == (1,) and stored[0] == used[0]:
         # XLA for TPUs scatters no axis behind one of size 1: it sums everywhere and cuts.
         return _gathered(leaf[0], PartitionSpec(*stored[1:]), PartitionSpec(*used[1:]))[None]
-    for i, (own, kept) in enumerate(zip(stored, used)):
-        if own != kept:
-            leaf = jax.lax.all_gather(leaf, own, axis=i, tiled=True)
+    for i, (stored_axis, used_axis) in enumerate(zip(stored, used)):
+        if stored_axis != used_axis:
+            leaf = jax.lax.all_gather(leaf, stored_axis, axis=i, tiled=True)
     return leaf
 
 
@@ -210,23 +210,23 @@ def with_capacity(model: nnx.Module) -> nnx.Module:
 
 
 def router_aux(
-    logits: Float[Array, "B T E"], chosen: Int[Array, "B T k"], live: Bool[Array, "B T"], settings: Experts
+    logits: Float[Array, "B T E"], indexes: Int[Array, "B T k"], live: Bool[Array, "B T"], settings: Experts
 ) -> dict[str, Array]:
     """Load and aux losses of one layer, over its live tokens."""
     real = live.astype(logits.dtype)
-    counts = jnp.sum((chosen[..., None] == jnp.arange(settings.count)).astype(logits.dtype), (1, 2))  # [B E]; nothing is kept of it
+    counts = jnp.sum((indexes[..., None] == jnp.arange(settings.count)).astype(logits.dtype), (1, 2))  # [B E]; nothing is kept of it
     scores = jax.nn.sigmoid(logits) if settings.score == "sigmoid" else jax.nn.softmax(logits)
     shares = jnp.sum(real[..., None] * scores / jnp.sum(scores, -1, keepdims=True), 1)  # [B E]
     tokens = jnp.sum(real, 1, keepdims=True)  # [B 1]
     lse = jax.nn.logsumexp(logits, -1)
     f, P = counts, shares
     if settings.balance_over == "batch":
-        f, P, over = jnp.sum(counts, 0, keepdims=True), jnp.sum(shares, 0, keepdims=True), jnp.sum(tokens)
+        f, P, divisor = jnp.sum(counts, 0, keepdims=True), jnp.sum(shares, 0, keepdims=True), jnp.sum(tokens)
     else:
-        over = tokens
-    over = jnp.maximum(over, 1.0)
+        divisor = tokens
+    divisor = jnp.maximum(divisor, 1.0)
     return {
         "load": jnp.sum(counts, 0),
-        "balance": jnp.broadcast_to(settings.count * jnp.sum(f / over * (P / over), 1), real.shape[:1]),
+        "balance": jnp.broadcast_to(settings.count * jnp.sum(f / divisor * (P / divisor), 1), real.shape[:1]),
         "router_z": jnp.sum(real * lse * lse, 1) / jnp.maximum(tokens[:, 0], 1.0),
     }

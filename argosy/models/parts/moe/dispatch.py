@@ -96,7 +96,7 @@ class Dispatch(Protocol):
         experts: LocalExperts,
         x: Float[Array, "B T D"],
         weights: Float[Array, "B T k"],
-        chosen: Int[Array, "B T k"],
+        indexes: Int[Array, "B T k"],
     ) -> tuple[Float[Array, "B T D"], dict[str, Float[Array, "B"]]]: ...
 
 
@@ -107,15 +107,15 @@ class Sorted:
     whole = False
 
     def __call__(
-        self, experts: LocalExperts, x: Float[Array, "B T D"], weights: Float[Array, "B T k"], chosen: Int[Array, "B T k"]
+        self, experts: LocalExperts, x: Float[Array, "B T D"], weights: Float[Array, "B T k"], indexes: Int[Array, "B T k"]
     ) -> tuple[Float[Array, "B T D"], dict[str, Float[Array, "B"]]]:
-        k, D = chosen.shape[-1], x.shape[-1]
+        k, D = indexes.shape[-1], x.shape[-1]
         apart = experts.axis is not None and not experts.together
         E = experts.settings.count if apart else experts.local_experts
         if experts.together:
-            here = (chosen >= experts.first) & (chosen < experts.first + E)
-            chosen = jnp.where(here, chosen - experts.first, E)
-        flat, weights = chosen.reshape(-1), weights.reshape(-1, k)
+            is_local = (indexes >= experts.first) & (indexes < experts.first + E)
+            indexes = jnp.where(is_local, indexes - experts.first, E)
+        flat, weights = indexes.reshape(-1), weights.reshape(-1, k)
         order = sorted_by(flat, E)
         sizes = jnp.bincount(flat, length=E).astype(jnp.int32)
         scales = weights.reshape(-1) if experts.settings.weigh == "input" else None
@@ -129,7 +129,7 @@ class Sorted:
             if scales is not None:
                 rows = rows * scales[order, None].astype(x.dtype)
             y = experts(rows, Route(sizes, jnp.minimum(flat[order], E - 1), token=token))
-        weights = jnp.where(chosen.reshape(-1, k) < E, weights, 0.0)
+        weights = jnp.where(indexes.reshape(-1, k) < E, weights, 0.0)
         y = weighted_rows(y, weights.astype(y.dtype), order, inverse(order).reshape(-1, k)).reshape(x.shape)
         return (jax.lax.psum(y, experts.axis) if experts.together else y), {}
 
@@ -146,18 +146,18 @@ class Capacity:
         return min(tokens, math.ceil(self.factor * tokens * settings.active / settings.count))
 
     def __call__(
-        self, experts: LocalExperts, x: Float[Array, "B T D"], weights: Float[Array, "B T k"], chosen: Int[Array, "B T k"]
+        self, experts: LocalExperts, x: Float[Array, "B T D"], weights: Float[Array, "B T k"], indexes: Int[Array, "B T k"]
     ) -> tuple[Float[Array, "B T D"], dict[str, Float[Array, "B"]]]:
-        (B, T, k), E = chosen.shape, experts.settings.count
+        (B, T, k), E = indexes.shape, experts.settings.count
         places = self.places(T, experts.settings)
         # First choices come first.
-        ranked = chosen.swapaxes(1, 2).reshape(B, k * T)
+        ranked = indexes.swapaxes(1, 2).reshape(B, k * T)
         order = jax.vmap(lambda row: sorted_by(row, E))(ranked)
         sizes = jnp.sum(ranked[:, :, None] == jnp.arange(E), 1)  # [B E]; XLA fuses the comparison into the sum
         starts = jnp.cumsum(sizes, 1) - sizes
         back = jax.vmap(inverse)(order)
         place = back - jnp.take_along_axis(starts, jnp.minimum(ranked, E - 1), 1)
-        kept = (ranked < E) & (place < places)
+        fits = (ranked < E) & (place < places)
 
         # Place p of expert e has the p-th row that chose it.
         p = jnp.arange(places)
@@ -170,11 +170,11 @@ class Capacity:
         rows = jnp.where(filled.reshape(B, -1, 1), rows, 0).reshape(B, E, places, -1).swapaxes(0, 1)
         y = exchanged(experts, rows.reshape(E, B * places, -1)).reshape(E, B, places, -1)
 
-        at = jnp.where(kept, jnp.minimum(ranked, E - 1) * places + place, 0)
+        at = jnp.where(fits, jnp.minimum(ranked, E - 1) * places + place, 0)
         picked = jnp.take_along_axis(y.swapaxes(0, 1).reshape(B, E * places, -1), at[:, :, None], 1)
-        picked = jnp.where(kept[:, :, None], picked, 0).reshape(B, k, T, -1)
+        picked = jnp.where(fits[:, :, None], picked, 0).reshape(B, k, T, -1)
         assigned = jnp.sum(ranked < E, 1).astype(jnp.float32)
-        dropped = 1 - jnp.sum(kept, 1).astype(jnp.float32) / jnp.maximum(assigned, 1.0)
+        dropped = 1 - jnp.sum(fits, 1).astype(jnp.float32) / jnp.maximum(assigned, 1.0)
         y = jnp.sum(picked * weights.swapaxes(1, 2)[..., None].astype(y.dtype), 1)
         y = jax.lax.psum(y, experts.axis) if experts.together else y
         return y, {"dropped": jnp.where(assigned > 0, dropped, 0.0)}

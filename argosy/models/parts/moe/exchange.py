@@ -33,14 +33,14 @@ ROOM = 1.25
 def exchanged(experts: Any, rows: Float[Array, "E R D"]) -> Float[Array, "E R D"]:
     """R rows of each expert through it. Where the devices have the same rows, each computes those of its experts, and gives zeros
     for the others."""
-    (E, R, D), own = rows.shape, experts.local_experts
+    (E, R, D), local_count = rows.shape, experts.local_experts
     if experts.axis is None:
         return _evenly(experts, rows)
     if experts.together:
-        y = _evenly(experts, jax.lax.dynamic_slice_in_dim(rows, experts.first, own))
+        y = _evenly(experts, jax.lax.dynamic_slice_in_dim(rows, experts.first, local_count))
         return jax.lax.dynamic_update_slice_in_dim(jnp.zeros((E, *y.shape[1:]), y.dtype), y, experts.first, 0)
-    here = _swapped(experts, rows.reshape(-1, own, R, D)).swapaxes(0, 1)
-    y = _evenly(experts, here.reshape(own, -1, D)).reshape(own, -1, R, D)
+    received = _swapped(experts, rows.reshape(-1, local_count, R, D)).swapaxes(0, 1)
+    y = _evenly(experts, received.reshape(local_count, -1, D)).reshape(local_count, -1, R, D)
     return _swapped(experts, y.swapaxes(0, 1)).reshape(E, R, D)
 
 
@@ -71,12 +71,12 @@ def exchanged_in_rounds(
         expert: of each assignment; E for none.
         sizes: the number of assignments of each expert.
     """
-    n, own = experts.shares, experts.local_experts
+    n, local_count = experts.shares, experts.local_experts
     A, k = len(expert), len(expert) // len(x)
-    counts = jnp.sum(sizes.reshape(n, own), 1)
+    counts = jnp.sum(sizes.reshape(n, local_count), 1)
     starts = jnp.cumsum(counts) - counts
     # A token goes to an expert once.
-    most = len(x) * min(k, own)
+    most = len(x) * min(k, local_count)
     places = min(most, math.ceil(ROOM * A / n))
     graphs, leaves = zip(*(split(part) for part in (experts.gate, experts.up, experts.down)))
 
@@ -92,12 +92,12 @@ def exchanged_in_rounds(
         if scales is not None:
             rows = rows * scales[picked][..., None].astype(x.dtype)
         rows = _swapped(experts, jnp.where(filled[..., None], rows, 0))
-        chosen = _swapped(experts, jnp.where(filled, expert[picked] - own * jnp.arange(n)[:, None], own)).reshape(-1)
+        local_id = _swapped(experts, jnp.where(filled, expert[picked] - local_count * jnp.arange(n)[:, None], local_count)).reshape(-1)
         parts = (merge(graph, part) for graph, part in zip(graphs, leaves))
         local = experts._replace(**dict(zip(("gate", "up", "down"), parts)))
-        inward = sorted_by(chosen, own)
+        inward = sorted_by(local_id, local_count)
         outward = inverse(inward)
-        route = Route(jnp.bincount(chosen, length=own).astype(jnp.int32), jnp.minimum(chosen[inward], own - 1))
+        route = Route(jnp.bincount(local_id, length=local_count).astype(jnp.int32), jnp.minimum(local_id[inward], local_count - 1))
         # The places of a first round that even loads fill.
         with jax.named_scope(f"{FILLED}{round(100 * A / (n * places))}"):
             y = local(permuted(rows.reshape(-1, x.shape[-1]), inward, outward), route)
@@ -137,11 +137,11 @@ def in_rounds(
         single: there is one round, whatever `rounds` says.
     """
     flat, tree = jax.tree.flatten(args)
-    moved = [i for i, a in enumerate(flat) if jnp.issubdtype(a.dtype, jnp.inexact)]
+    inexact = [i for i, a in enumerate(flat) if jnp.issubdtype(a.dtype, jnp.inexact)]
 
-    def of_moved(i: Any, flat: list[Array]) -> Callable[[list[Array]], Array]:
+    def of_inexact(i: Any, flat: list[Array]) -> Callable[[list[Array]], Array]:
         def run(some: list[Array]) -> Array:
-            whole = dict(enumerate(flat)) | dict(zip(moved, some))
+            whole = dict(enumerate(flat)) | dict(zip(inexact, some))
             return work(i, jax.tree.unflatten(tree, [whole[at] for at in range(len(flat))]))
 
         return run
@@ -159,24 +159,24 @@ def in_rounds(
         return added(flat, work(0, jax.tree.unflatten(tree, flat)), rounds)
 
     def forward(flat: list[Array], rounds: Array) -> tuple[Array, Any]:
-        first, pull = jax.vjp(of_moved(0, flat), [flat[at] for at in moved])
+        first, pull = jax.vjp(of_inexact(0, flat), [flat[at] for at in inexact])
         return added(flat, first, rounds), (flat, rounds, pull)
 
-    def backward(kept: Any, g: Array) -> Any:
-        flat, rounds, pull = kept
+    def backward(residuals: Any, g: Array) -> Any:
+        flat, rounds, pull = residuals
         args = jax.tree.unflatten(tree, flat)
 
         def of(i: Any) -> Array:
             return g.at[where(i, args)].get(mode="fill", fill_value=0)
 
         def step(i: Any, sums: list[Array]) -> list[Array]:
-            (own,) = jax.vjp(of_moved(i, flat), [flat[at] for at in moved])[1](of(i))
-            return [a + b for a, b in zip(sums, own)]
+            (gradients,) = jax.vjp(of_inexact(i, flat), [flat[at] for at in inexact])[1](of(i))
+            return [a + b for a, b in zip(sums, gradients)]
 
         (sums,) = pull(of(0))
         with jax.named_scope(SELDOM):
             sums = sums if single else jax.lax.fori_loop(1, rounds, step, sums)
-        out = {i: np.zeros(a.shape, jax.dtypes.float0) for i, a in enumerate(flat)} | dict(zip(moved, sums))
+        out = {i: np.zeros(a.shape, jax.dtypes.float0) for i, a in enumerate(flat)} | dict(zip(inexact, sums))
         return [out[i] for i in range(len(flat))], np.zeros(jnp.shape(rounds), jax.dtypes.float0)
 
     run.defvjp(forward, backward)

@@ -34,8 +34,8 @@ def _permuted(x: Array, order: Array, back: Array) -> tuple[Array, tuple[Array, 
     return x[order], (order, back)
 
 
-def _unpermuted(kept: tuple[Array, Array], g: Array) -> tuple[Any, ...]:
-    order, back = kept
+def _unpermuted(residuals: tuple[Array, Array], g: Array) -> tuple[Any, ...]:
+    order, back = residuals
     return g[back], np.zeros(order.shape, jax.dtypes.float0), np.zeros(back.shape, jax.dtypes.float0)
 
 
@@ -56,8 +56,8 @@ def _gathered(y: Array, weights: Array, order: Array, back: Array) -> tuple[Arra
     return weighted_rows(y, weights, order, back), (y, weights, order, back)
 
 
-def _spread(kept: tuple[Array, ...], g: Float[Array, "X D"]) -> tuple[Any, ...]:
-    y, weights, order, back = kept
+def _spread(residuals: tuple[Array, ...], g: Float[Array, "X D"]) -> tuple[Any, ...]:
+    y, weights, order, back = residuals
     rows = g[order // back.shape[1]]
     dweights = jnp.sum(wide(y * rows), -1)[back].astype(weights.dtype)
     nothing = (np.zeros(indexes.shape, jax.dtypes.float0) for indexes in (order, back))

@@ -131,7 +131,7 @@ class Unroll:
     def __call__(
         self, stack: "Stack", x: Streams, caches: Caches | None, attend: Attend, condition: Any = None
     ) -> tuple[Streams, Caches | None, Aux]:
-        kept, aux = {}, {}
+        new_caches, aux = {}, {}
         for i, layer in enumerate(stack.plan):
             name = str(i)
             # Split per layer, because layers of a kind may have different adapters.
@@ -139,9 +139,9 @@ class Unroll:
             cache = caches[name] if caches else None
             # Profiles name layers by these scopes.
             with jax.named_scope(f"layers.{i}"):
-                x, kept[name], own = run_block(graph, layer, weights, x, cache, attend, self.remat, True, condition)
-            aux.setdefault(layer.kind, []).append(own)
-        return x, caches and kept, {kind: _stack_trees(own) for kind, own in aux.items()}
+                x, new_caches[name], layer_aux = run_block(graph, layer, weights, x, cache, attend, self.remat, True, condition)
+            aux.setdefault(layer.kind, []).append(layer_aux)
+        return x, caches and new_caches, {kind: _stack_trees(trees) for kind, trees in aux.items()}
 
 
 @dataclass(frozen=True)
@@ -167,8 +167,8 @@ class Scan:
             names = [stack.cache_name(layer) for layer in group.layers]
             at = {name: jnp.asarray(first[name], jnp.int32) for name in dict.fromkeys(names)} if caches else {}
             with jax.named_scope("layers"):
-                x, caches, told = run_group(group, graphs, leaves, x, attend, self.remat, caches, names, at, condition=condition)
-            aux.append(told)
+                x, caches, group_aux = run_group(group, graphs, leaves, x, attend, self.remat, caches, names, at, condition=condition)
+            aux.append(group_aux)
             for name in names:
                 first[name] += group.repeats
         return x, caches, join_groups(aux)
@@ -209,13 +209,13 @@ def run_group(
     uses = Counter(layer.kind for layer in group.layers)
     # A slice of several layers would be copied. Without caches there may be a backward pass, which sums gradients by repeats.
     single = {kind for kind in leaves if caches and uses[kind] > 1}
-    weights = {kind: _by_repeat(own, uses[kind]) for kind, own in leaves.items() if kind not in single}
+    weights = {kind: _by_repeat(kind_leaves, uses[kind]) for kind, kind_leaves in leaves.items() if kind not in single}
 
     def body(carry: Any, inputs: Any) -> Any:
         (x, caches, at), (repeat, weights) = carry, inputs
         caches = caches and dict(caches)
         seen: Counter[str] = Counter()
-        at, own = dict(at), {}
+        at, aux_by_kind = dict(at), {}
         for i, layer in enumerate(group.layers):
             if layer.kind in single:
                 mine = _layer(leaves[layer.kind], repeat * uses[layer.kind] + seen[layer.kind])
@@ -226,19 +226,19 @@ def run_group(
             x = jax.tree.map(lambda a: checkpoint_name(a, INPUT), x) if marked else x
             run = partial(run_block, graphs[layer.kind], layer, mine, x, remat=remat, condition=condition)
             if caches:
-                x, caches[names[i]], told = _with_cache(run, caches[names[i]], attend, at[names[i]])
+                x, caches[names[i]], layer_aux = _with_cache(run, caches[names[i]], attend, at[names[i]])
                 at[names[i]] = at[names[i]] + 1
             else:
-                x, _, told = run(cache=None, attend=attend)
-            own.setdefault(layer.kind, []).append(told)
-        return (x, caches, at), {kind: _stack_trees(trees) for kind, trees in own.items()}
+                x, _, layer_aux = run(cache=None, attend=attend)
+            aux_by_kind.setdefault(layer.kind, []).append(layer_aux)
+        return (x, caches, at), {kind: _stack_trees(trees) for kind, trees in aux_by_kind.items()}
 
     carry = (x, caches, dict(at))
     if group.repeats == 1:
-        (x, caches, _), told = body(carry, (0, jax.tree.map(lambda a: a[0], weights)))
-        return x, caches, told
-    (x, caches, _), told = jax.lax.scan(body, carry, (jnp.arange(group.repeats), weights))
-    return x, caches, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), told)
+        (x, caches, _), aux = body(carry, (0, jax.tree.map(lambda a: a[0], weights)))
+        return x, caches, aux
+    (x, caches, _), aux = jax.lax.scan(body, carry, (jnp.arange(group.repeats), weights))
+    return x, caches, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), aux)
 
 
 class LayerGroup(NamedTuple):
@@ -304,8 +304,8 @@ class Stack(nnx.Module):
     def __init__(self, plan: Sequence[Layer], make: Callable[[str], Any], *, run: Execution | None = None):
         self.plan, self.run = tuple(plan), (run := run or Unroll())
         self.kinds = tuple(dict.fromkeys(layer.kind for layer in self.plan))
-        if taken := [kind for kind in self.kinds if kind.isdigit() or hasattr(self, kind)]:
-            raise ValueError(f"kinds of layers cannot be named {taken}")
+        if invalid := [kind for kind in self.kinds if kind.isdigit() or hasattr(self, kind)]:
+            raise ValueError(f"kinds of layers cannot be named {invalid}")
         if run.stacked:
             for name, (kind, indexes) in self.stored().items():
                 setattr(self, name, _deepened(make(kind), len(indexes)))
@@ -376,12 +376,12 @@ class Stack(nnx.Module):
 
     def layer_aux(self, aux: Aux) -> tuple[list[dict[str, Array]], Aux]:
         """What every layer of the plan told (`parts.stack.watch`), and the other aux outputs."""
-        places, found = self.indexes(), dict[int, dict[str, Array]]()
-        for kind, own in aux.items():
+        places, by_layer = self.indexes(), dict[int, dict[str, Array]]()
+        for kind, arrays in aux.items():
             for place, i in enumerate(places[kind]):
-                found[i] = {name: _at(a, place) for name, a in own.items() if name.startswith(TOLD)}
-        rest = {kind: {name: a for name, a in own.items() if not name.startswith(TOLD)} for kind, own in aux.items()}
-        return [found[i] for i in range(len(self.plan))], rest
+                by_layer[i] = {name: _at(a, place) for name, a in arrays.items() if name.startswith(TOLD)}
+        rest = {kind: {name: a for name, a in arrays.items() if not name.startswith(TOLD)} for kind, arrays in aux.items()}
+        return [by_layer[i] for i in range(len(self.plan))], rest
 
     def rotary_axes(self) -> set[int]:
         """Numbers of axes, besides one, that rotary positions of all layers may have; empty if none."""
@@ -415,10 +415,10 @@ def unrolled(model: Any) -> Any:
             continue
         for name, (_, indexes) in stack.stored().items():
             graph, leaves = split(getattr(stack, name))
-            one = {address: jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for address, a in leaves.items()}
+            layer = {address: jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for address, a in leaves.items()}
             delattr(stack, name)
             for i in indexes:
-                setattr(stack, str(i), merge(graph, one))
+                setattr(stack, str(i), merge(graph, layer))
         stack.run = Unroll(stack.run.remat)
     return out
 
@@ -461,10 +461,10 @@ def _with_cache(run: Callable[..., Any], stacked: Cache, attend: Attend, at: Arr
     """
     # XLA for CPUs has no kernel that needs a layer apart, and lays out joined layers with one key head anew in every layer.
     if isinstance(attend, StackedAttend) and platform() != "cpu":
-        x, cache, told = run(cache=joined_layers(stacked), attend=attend.in_stack(stacked, at))
-        return x, parted_layers(cache, len(jax.tree.leaves(stacked)[0])), told
-    x, cache, told = run(cache=_layer(stacked, at), attend=attend)
-    return x, jax.tree.map(lambda a, new: dynamic_update_index_in_dim(a, new, at, 0), stacked, cache), told
+        x, cache, aux = run(cache=joined_layers(stacked), attend=attend.in_stack(stacked, at))
+        return x, parted_layers(cache, len(jax.tree.leaves(stacked)[0])), aux
+    x, cache, aux = run(cache=_layer(stacked, at), attend=attend)
+    return x, jax.tree.map(lambda a, new: dynamic_update_index_in_dim(a, new, at, 0), stacked, cache), aux
 
 
 def _stack_trees(trees: list[Any]) -> Any:

@@ -40,7 +40,7 @@ def _run_group_range(stack: Stack, group: LayerGroup, x: Streams, attend: Attend
     graphs, leaves = group_parts(stack, group)
     uses = Counter(layer.kind for layer in group.layers)
 
-    def one(x: Streams, repeat: Any, j: int) -> Streams:
+    def run_layer(x: Streams, repeat: Any, j: int) -> Streams:
         layer = group.layers[j]
         place = repeat * uses[layer.kind] + sum(before.kind == layer.kind for before in group.layers[:j])
         weights = jax.tree.map(lambda a: dynamic_index_in_dim(a, place, keepdims=False), leaves[layer.kind])
@@ -48,15 +48,15 @@ def _run_group_range(stack: Stack, group: LayerGroup, x: Streams, attend: Attend
 
     def body(x: Streams, repeat: Any) -> tuple[Streams, None]:
         for j in range(period):
-            x = one(x, repeat, j)
+            x = run_layer(x, repeat, j)
         return x, None
 
     repeats = range(-(-first // period), last // period)
     with jax.named_scope("layers"):
         for i in range(first, repeats.start * period if repeats else last):
-            x = one(x, i // period, i % period)
+            x = run_layer(x, i // period, i % period)
         if repeats:
             x, _ = jax.lax.scan(body, x, jnp.arange(repeats.start, repeats.stop))
             for i in range(repeats.stop * period, last):
-                x = one(x, i // period, i % period)
+                x = run_layer(x, i // period, i % period)
     return x

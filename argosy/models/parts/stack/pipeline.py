@@ -64,15 +64,15 @@ class Pipeline:
         while groups:
             group, graphs, leaves = groups[0], *group_parts(stack, groups[0])
             if group.repeats % self.stages:
-                groups, (x, _, told) = groups[1:], run_group(
+                groups, (x, _, group_aux) = groups[1:], run_group(
                     group, graphs, leaves, x, attend, self.remat, condition=condition
                 )
             else:
                 # The rounds of a group follow each other.
                 more = list(takewhile(lambda other: other.round, groups[1:]))
                 all_leaves = [leaves, *(group_parts(stack, other)[1] for other in more)]
-                groups, (x, told) = groups[1 + len(more) :], self.staged(group, graphs, all_leaves, x, (attend, condition))
-            aux.append(told)
+                groups, (x, group_aux) = groups[1 + len(more) :], self.staged(group, graphs, all_leaves, x, (attend, condition))
+            aux.append(group_aux)
         return x, caches, join_groups(aux)
 
     def staged(
@@ -113,48 +113,48 @@ class Pipeline:
             def of(a: Array, m: Array) -> Array:
                 return whole(lax.dynamic_index_in_dim(a, m, 1, keepdims=False))
 
-            def entering(enters: Array, m: Array, came: Streams) -> Streams:
-                return jax.tree.map(lambda a, b: jnp.where(enters, of(a, m), b), x, came)
+            def entering(enters: Array, m: Array, received: Streams) -> Streams:
+                return jax.tree.map(lambda a, b: jnp.where(enters, of(a, m), b), x, received)
 
-            def sent(y: Streams) -> Streams:
+            def send(y: Streams) -> Streams:
                 return jax.tree.map(lambda a: lax.ppermute(a, AXIS, ring), y)
 
-            def step(came: Streams, t: Array) -> tuple[Streams, tuple[Streams, Aux]]:
+            def step(received: Streams, t: Array) -> tuple[Streams, tuple[Streams, Aux]]:
                 # A stage without a microbatch, before its first and after its last, computes on some rows. Nothing reads the result.
-                here = entering(s == 0, jnp.minimum(t, M - 1), came)
+                inputs = entering(s == 0, jnp.minimum(t, M - 1), received)
                 attend, condition = jax.tree.unflatten(form, [of(a, jnp.clip(t - s, 0, M - 1)) for a in strategy])
-                y, _, told = run_group(mine, graphs, leaves[0], here, attend, self.remat, condition=condition)
-                return sent(y), (y, told)
+                y, _, aux = run_group(mine, graphs, leaves[0], inputs, attend, self.remat, condition=condition)
+                return send(y), (y, aux)
 
-            def step_of_rounds(came: Streams, t: Array) -> tuple[Streams, tuple[Streams, Aux]]:
+            def step_of_rounds(received: Streams, t: Array) -> tuple[Streams, tuple[Streams, Aux]]:
                 # S microbatches make all their rounds, then the next S: what the last stage sends is taken up at once.
                 i = jnp.clip(t - s, 0, M * R - 1)
                 r, m = i // S % R, i // (S * R) * S + i % S
-                here = entering((s == 0) & (r == 0), m, came)
-                y, told = picked(stacked, r, here, jax.tree.unflatten(form, [of(a, m) for a in strategy]))
-                return sent(y), (y, told)
+                inputs = entering((s == 0) & (r == 0), m, received)
+                y, aux = picked(stacked, r, inputs, jax.tree.unflatten(form, [of(a, m) for a in strategy]))
+                return send(y), (y, aux)
 
-            def run(stacked: Any, r: Array, here: Streams, context: tuple[Attend, Any]) -> tuple[Streams, Aux]:
-                own = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, r, keepdims=False), stacked)
+            def run(stacked: Any, r: Array, inputs: Streams, context: tuple[Attend, Any]) -> tuple[Streams, Aux]:
+                round_leaves = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, r, keepdims=False), stacked)
                 attend, condition = context
-                y, _, told = run_group(
-                    mine, graphs, own, here, attend, self.remat, marked=True, condition=condition
+                y, _, aux = run_group(
+                    mine, graphs, round_leaves, inputs, attend, self.remat, marked=True, condition=condition
                 )
-                return y, told
+                return y, aux
 
             picked, steps = on_picked_weights(run, self.remat), M * R + S - 1
             stacked = jax.tree.map(lambda *a: jnp.stack(a), *leaves) if R > 1 else None
             first = jax.tree.map(lambda a: of(a, jnp.int32(0)), x)
-            _, (y, told) = lax.scan(step_of_rounds if R > 1 else step, first, jnp.arange(steps))
+            _, (y, aux) = lax.scan(step_of_rounds if R > 1 else step, first, jnp.arange(steps))
             y = jax.tree.map(partial(handed_out, s), y)
-            told = jax.tree.map(lambda a: by_round(lax.dynamic_slice_in_dim(a, s, M * R)), told)
-            return y, {kind: {name: jax.vmap(partial(together, name))(a) for name, a in own.items()} for kind, own in told.items()}
+            aux = jax.tree.map(lambda a: by_round(lax.dynamic_slice_in_dim(a, s, M * R)), aux)
+            return y, {kind: {name: jax.vmap(partial(together, name))(a) for name, a in arrays.items()} for kind, arrays in aux.items()}
 
         def handed_out(s: Array, y: Array) -> Array:
             """What the last stage has computed in all steps, each stage with its share of the rows."""
-            own = jnp.where(s == S - 1, last(y[S - 1 :]), 0)
-            own = jnp.moveaxis(own.reshape(M, apart, -1, *own.shape[2:]), 0, 1)
-            return lax.psum_scatter(summable(own), AXIS, scatter_dimension=1, tiled=True).astype(y.dtype)
+            output = jnp.where(s == S - 1, last(y[S - 1 :]), 0)
+            output = jnp.moveaxis(output.reshape(M, apart, -1, *output.shape[2:]), 0, 1)
+            return lax.psum_scatter(summable(output), AXIS, scatter_dimension=1, tiled=True).astype(y.dtype)
 
         def by_round(a: Array) -> Array:
             """[M R ...] in the order of the steps as [R M ...]."""
@@ -179,8 +179,8 @@ class Pipeline:
             axis_names={AXIS},
             check_vma=False,
         )
-        y, told = run(jnp.arange(S), leaves, jax.tree.map(cut, x), [cut(a) for a in strategy])
-        return jax.tree.map(lambda a, like: a.reshape(like.shape), y, x), jax.tree.map(whole, told)
+        y, aux = run(jnp.arange(S), leaves, jax.tree.map(cut, x), [cut(a) for a in strategy])
+        return jax.tree.map(lambda a, like: a.reshape(like.shape), y, x), jax.tree.map(whole, aux)
 
 
 def _rows(x: Streams) -> int:

@@ -48,17 +48,17 @@ def rematerialised(function: Callable[..., Any], remat: Remat, unrolled: bool = 
     """
     if remat == "none":
         return function
-    again = jax.checkpoint(function, policy=_kept(remat))
+    again = jax.checkpoint(function, policy=_policy(remat))
     return _apart(again) if unrolled and platform() == "cpu" else again
 
 
-def _kept(remat: Remat, *more: str) -> Callable[..., bool]:
+def _policy(remat: Remat, *more: str) -> Callable[..., bool]:
     """The policy of `dots` or `full`, with more names."""
-    kind, *kept = (remat,) if isinstance(remat, str) else remat
-    names = jax.checkpoint_policies.save_only_these_names(KEPT, *kept, *more, *([PRODUCT] if kind == "dots" else []))
+    kind, *saved = (remat,) if isinstance(remat, str) else remat
+    names = jax.checkpoint_policies.save_only_these_names(KEPT, *saved, *more, *([PRODUCT] if kind == "dots" else []))
 
-    def keeps(primitive: Any, *given: Any, **params: Any) -> Any:
-        return primitive.name in KEPT_PRIMITIVES or names(primitive, *given, **params)
+    def keeps(primitive: Any, *args: Any, **params: Any) -> Any:
+        return primitive.name in KEPT_PRIMITIVES or names(primitive, *args, **params)
 
     return keeps
 
@@ -67,20 +67,20 @@ def on_picked_weights(function: Callable[..., Any], remat: Remat) -> Callable[..
     """A part of a loop which picks its weights anew in each step, and whose layers mark their inputs as `INPUT`. The backward pass
     picks them again, where it would keep those of every step; else it keeps what `rematerialised` layers keep."""
     if remat != "none":
-        return jax.checkpoint(function, policy=_kept(remat, INPUT), prevent_cse=False)
+        return jax.checkpoint(function, policy=_policy(remat, INPUT), prevent_cse=False)
     return jax.checkpoint(function, prevent_cse=False, policy=lambda primitive, *_, **__: primitive.name not in PICKING)
 
 
-def check_kept(model: nnx.Module, kept: Iterable[str]) -> None:
+def check_kept(model: nnx.Module, names: Iterable[str]) -> None:
     """Checks that a layer of the model marks each name. What marks names lists them in its class, as `marks`.
 
     Raises:
         BadInput: none does, so keeping it would change nothing.
     """
-    there = {name for _, module in nnx.iter_modules(model) for name in getattr(module, "marks", ())}
-    if missing := [name for name in kept if name not in there]:
-        what = f"execution.keep: no layer of this model has {' or '.join(missing)}"
-        raise BadInput(what, hint=f"it has {', '.join(name for name in NAMES if name in there) or 'none of the names'}")
+    marked = {name for _, module in nnx.iter_modules(model) for name in getattr(module, "marks", ())}
+    if missing := [name for name in names if name not in marked]:
+        problem = f"execution.keep: no layer of this model has {' or '.join(missing)}"
+        raise BadInput(problem, hint=f"it has {', '.join(name for name in NAMES if name in marked) or 'none of the names'}")
 
 
 def _apart(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -107,7 +107,7 @@ def _apart(function: Callable[..., Any]) -> Callable[..., Any]:
             incoming, shape = jax.tree.flatten(gradient)
             moving = [i for i, leaf in enumerate(incoming) if leaf.dtype != jax.dtypes.float0]
 
-            def taken(pull: Any, leaves: list[Array]) -> Any:
+            def pull_back(pull: Any, leaves: list[Array]) -> Any:
                 all_inputs = list(incoming)
                 for i, leaf in zip(moving, leaves):
                     all_inputs[i] = leaf
@@ -117,8 +117,8 @@ def _apart(function: Callable[..., Any]) -> Callable[..., Any]:
                 return [jnp.zeros(leaf.shape, leaf.dtype) for leaf in floats_like]
 
             leaves = [incoming[i] for i in moving]
-            floats_like = jax.eval_shape(taken, pull, leaves)
-            return jax.lax.cond(_always(leaves[0]), taken, never, pull, leaves), None
+            floats_like = jax.eval_shape(pull_back, pull, leaves)
+            return jax.lax.cond(_always(leaves[0]), pull_back, never, pull, leaves), None
 
         run.defvjp(forward, backward)
         return run(floats, others)
