@@ -57,18 +57,18 @@ LANGUAGE_MODELING: Fields = {
 }
 
 
-def check_fields(wanted: Fields, there: Fields) -> None:
+def check_fields(required: Fields, provided: Fields) -> None:
     """Compares the fields that an objective reads with those that the data provides.
 
     Raises:
         BadInput: the data lacks a field, has it per token where the objective reads one per sequence (or another such pair), or has it
             in a type that does not convert.
     """
-    for name, field in wanted.items():
-        if name not in there:
-            listed = ", ".join(f"`{other}`" for other in there)
+    for name, field in required.items():
+        if name not in provided:
+            listed = ", ".join(f"`{other}`" for other in provided)
             raise BadInput(f"this data has no field `{name}`", where="read by the objective", hint=f"it has {listed}")
-        has = there[name]
+        has = provided[name]
         if field.per != has.per or len(field.axes.split()) != len(has.axes.split()):
             raise BadInput(
                 f"the field `{name}` is [{has.axes}] per {has.per} in this data, and the objective reads [{field.axes}] per "
@@ -197,16 +197,16 @@ class BatchWrapper(Batches):
         self.inner.close()
 
 
-def check_same(was: Fingerprint, now: Fingerprint) -> None:
+def check_same(saved: Fingerprint, now: Fingerprint) -> None:
     """Compares the fingerprint of a saved state with that of the data at hand.
 
     Raises:
         UserError: they differ; the message names every key with both values.
     """
-    keys = [key for key in sorted(was.keys() | now.keys()) if was.get(key) != now.get(key)]
+    keys = [key for key in sorted(saved.keys() | now.keys()) if saved.get(key) != now.get(key)]
     if not keys:
         return
-    differences = "; ".join(f"{key} was {_short(was.get(key))}, is {_short(now.get(key))}" for key in keys)
+    differences = "; ".join(f"{key} was {_short(saved.get(key))}, is {_short(now.get(key))}" for key in keys)
     raise UserError(
         f"the data is not what the saved position belongs to: {', '.join(keys)}",
         where=differences,

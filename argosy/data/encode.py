@@ -67,22 +67,22 @@ class DocumentEncoder:
             parts.append(self._ready(document))
             begun.append(self.begun)
         whole = iter(
-            self.tokenizer.encode_many([text for these in parts for text, rest in these if not rest], self.special)
+            self.tokenizer.encode_many([text for document_parts in parts for text, rest in document_parts if not rest], self.special)
         )
         rests = iter(
-            self.tokenizer.encode_rest([text for these in parts for text, rest in these if rest], self.special)
+            self.tokenizer.encode_rest([text for document_parts in parts for text, rest in document_parts if rest], self.special)
         )
-        for document, these, was in zip(documents, parts, begun):
-            encoded = [next(rests if rest else whole) for _, rest in these]
+        for document, document_parts, has_begun in zip(documents, parts, begun):
+            encoded = [next(rests if rest else whole) for _, rest in document_parts]
             # Nearly every document is one part, whose ids need no copy.
             body = encoded[0] if len(encoded) == 1 else list(chain.from_iterable(encoded))
             body = body if document.tokens is None else np.asarray(document.tokens).tolist()
-            starts = not was and (bool(these) or document.ends or document.tokens is not None)
+            starts = not has_begun and (bool(document_parts) or document.ends or document.tokens is not None)
             before = self.before if starts and body[:1] != self.before else []
-            self.last = body[-1] if body else self.last if was else None
+            self.last = body[-1] if body else self.last if has_begun else None
             after = self.after if document.ends and [self.last] != self.after else []
             ids = self._checked([*before, *body, *after])
-            opening = starts or (was and self.opening)
+            opening = starts or (has_begun and self.opening)
             self.opening = opening and not len(ids)
             yield Encoded(ids, weights_of(document, len(body), len(before), len(after)), begins=opening and len(ids) > 0)
 
@@ -92,8 +92,8 @@ class DocumentEncoder:
 
     def state(self) -> dict[str, Any]:
         """What depends on the documents so far, for JSON."""
-        found = {name: getattr(self, name) for name in self.counted}
-        return {name: sorted(value) if isinstance(value, set) else value for name, value in found.items()}
+        fields = {name: getattr(self, name) for name in self.counted}
+        return {name: sorted(value) if isinstance(value, set) else value for name, value in fields.items()}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continues where an encoder with this state was."""
@@ -128,19 +128,19 @@ class DocumentEncoder:
     def _look_for_names(self, text: str, ends: bool) -> None:
         """Counts documents with names of special tokens that stay text."""
         names = None if self.special or self.named else self.tokenizer.special_names
-        if names is not None and (found := names.search(text)):
+        if names is not None and (match := names.search(text)):
             self.named = True
             self.special_documents += 1
-            if found[0] not in self.special_names[:NAMES_SHOWN]:
-                self.special_names = [*self.special_names, found[0]][:NAMES_SHOWN]
+            if match[0] not in self.special_names[:NAMES_SHOWN]:
+                self.special_names = [*self.special_names, match[0]][:NAMES_SHOWN]
         self.named = self.named and not ends
 
     def _checked(self, ids: list[int]) -> np.ndarray:
         tokens = np.array(ids, np.int64)
         if len(tokens) and not (tokens.min() >= 0 and tokens.max() < self.tokenizer.vocab):
             wrong = tokens[(tokens < 0) | (tokens >= self.tokenizer.vocab)][0]
-            what = f"token {wrong} is outside the tokenizer's vocabulary of {self.tokenizer.vocab}"
-            raise BadInput(what, hint="`data.tokenizer=NAME` is the tokenizer that made the tokens")
+            problem = f"token {wrong} is outside the tokenizer's vocabulary of {self.tokenizer.vocab}"
+            raise BadInput(problem, hint="`data.tokenizer=NAME` is the tokenizer that made the tokens")
         return tokens.astype(self.dtype)
 
 
@@ -185,9 +185,9 @@ def weights_of(document: Document, length: int, before: int, after: int) -> np.n
     if document.weights is not None:
         inner = np.asarray(document.weights, np.float32)
         if inner.ndim and len(inner) != length:
-            what = f"{plural(len(inner), 'weight')} for a document of {plural(length, 'token')}"
+            problem = f"{plural(len(inner), 'weight')} for a document of {plural(length, 'token')}"
             hint = "one for each token that `data.tokenizer` makes of the text, or one number for all of them"
-            raise BadInput(what, where=document.where, hint=hint)
+            raise BadInput(problem, where=document.where, hint=hint)
         inner = np.broadcast_to(inner, length)
         return np.concatenate([np.zeros(before, np.float32), inner, np.repeat(inner[-1:], after)])
     if document.learn is None:

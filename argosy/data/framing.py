@@ -51,8 +51,8 @@ def framed(frame: TextFrame, text: Sequence[int], pair: Sequence[int] | None = N
     if room is not None and len(text) + len(other) > room:
         # Both lose their end until they are equally long, then each as much.
         half = max(room // 2, 0)
-        kept = max(room - len(other), half + room % 2 if len(text) >= len(other) else half)
-        text = text[: max(kept, 0)]
+        text_length = max(room - len(other), half + room % 2 if len(text) >= len(other) else half)
+        text = text[: max(text_length, 0)]
         other = other[: max(room - len(text), 0)]
     if pair is None:
         return [*frame.first, *text, *frame.last], 0

@@ -34,11 +34,11 @@ def example(batch: Batch, tokenizer: "Tokenizer | None", most: int = 600) -> str
     """The first sequence of each row of a batch as text, at most so many characters of each, the middle left out."""
     parts = []
     for row in range(len(batch["tokens"])):
-        own = {name: array[row] for name, array in batch.items()}
-        if not len(places := np.flatnonzero(own["segments"] == 1)):
+        fields = {name: array[row] for name, array in batch.items()}
+        if not len(places := np.flatnonzero(fields["segments"] == 1)):
             # A text that the record lacks.
             continue
-        text = segment_text(own, places, tokenizer, color=False).strip("\n")
+        text = segment_text(fields, places, tokenizer, color=False).strip("\n")
         parts.append(text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}")
     return "\n--\n".join(parts)
 

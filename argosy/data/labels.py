@@ -61,18 +61,18 @@ def found_labels(settings: "DataSettings") -> LabelSet:
         if (record := document.record) is None:
             continue
         raw, where = record.columns["label"], record.where
-        here = label_kind(raw, where)
+        current = label_kind(raw, where)
         # An empty list may be of any kind of several classes.
-        here = kind if here == "none" and kind else here
-        if kind not in ("", "none", here):
-            what = f"a label that is {here}, after labels that are {kind}"
-            raise BadInput(what, where=where, hint=f"{first} has the first; all labels of a file are of one kind")
-        kind, first = here, first or where
-        counts.update(raw if isinstance(raw, list) and here != "numbers for classes" else [] if isinstance(raw, list) else [raw])
+        current = kind if current == "none" and kind else current
+        if kind not in ("", "none", current):
+            problem = f"a label that is {current}, after labels that are {kind}"
+            raise BadInput(problem, where=where, hint=f"{first} has the first; all labels of a file are of one kind")
+        kind, first = current, first or where
+        counts.update(raw if isinstance(raw, list) and current != "numbers for classes" else [] if isinstance(raw, list) else [raw])
         longest = max(longest, len(raw)) if isinstance(raw, list) else longest
-        if len(counts) > MOST_CLASSES and here != "a number":
-            what = f"more than {MOST_CLASSES:,} classes"
-            raise BadInput(what, where=where, hint="is `label` the right column? data.columns.label=NAME reads another")
+        if len(counts) > MOST_CLASSES and current != "a number":
+            problem = f"more than {MOST_CLASSES:,} classes"
+            raise BadInput(problem, where=where, hint="is `label` the right column? data.columns.label=NAME reads another")
     if not kind:
         raise BadInput("no record has a label", where=f"data.source={settings.source_name}")
     return _label_set(kind, counts, longest, settings.source_name)
@@ -86,15 +86,15 @@ def _label_set(kind: str, counts: "Counter[Any]", longest: int, source: str) -> 
         return LabelSet(_numbered(longest), problem)
     if kind in ("a name", "names"):
         names = tuple(sorted(counts))
-        found = {name: counts[name] for name in names}
+        class_counts = {name: counts[name] for name in names}
     else:
         numbers = Counter({int(number): count for number, count in counts.items()})
         names = _numbered(max(numbers, default=-1) + 1)
-        found = {name: numbers.get(i, 0) for i, name in enumerate(names)}
+        class_counts = {name: numbers.get(i, 0) for i, name in enumerate(names)}
     if len(names) == 1 and problem == SINGLE:
         hint = "is `label` the right column? data.columns.label=NAME reads another"
         raise BadInput(f"every record has the label {names[0]}", where=f"data.source={source}", hint=hint)
-    return LabelSet(names, problem, found)
+    return LabelSet(names, problem, class_counts)
 
 
 def _numbered(count: int) -> tuple[str, ...]:
@@ -116,14 +116,14 @@ def label_kind(raw: Any, where: str) -> str:
     if isinstance(raw, list):
         if not raw:
             return "none"
-        if all(isinstance(one, str) for one in raw):
+        if all(isinstance(label, str) for label in raw):
             return "names"
-        if all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in raw):
+        if all(isinstance(label, int) and not isinstance(label, bool) and label >= 0 for label in raw):
             return "classes"
-        if all(isinstance(one, float) and 0 <= one <= 1 for one in raw):
+        if all(isinstance(label, float) and 0 <= label <= 1 for label in raw):
             return "numbers for classes"
-    what = f"`label` is {str(raw)[:40]}"
-    raise BadInput(what, where=where, hint='a name, the number of a class, a number with a point, or a list: "good", 1, 3.5, ["a"]')
+    problem = f"`label` is {str(raw)[:40]}"
+    raise BadInput(problem, where=where, hint='a name, the number of a class, a number with a point, or a list: "good", 1, 3.5, ["a"]')
 
 
 def label_numbers(raw: Any, names: Sequence[str], where: str) -> list[float]:
@@ -144,8 +144,8 @@ def label_numbers(raw: Any, names: Sequence[str], where: str) -> list[float]:
             raise BadInput(f"a label of {plural(len(raw), 'number')} for {len(names)} classes", where=where)
         return list(raw)
     if isinstance(raw, list):
-        chosen = {_index(one, names, where) for one in raw}
-        return [float(i in chosen) for i in range(len(names))]
+        indexes = {_index(label, names, where) for label in raw}
+        return [float(i in indexes) for i in range(len(names))]
     return [float(_index(raw, names, where))]
 
 

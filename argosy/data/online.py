@@ -45,8 +45,8 @@ class OnlineBatches(Batches):
         from grain.experimental import ThreadPrefetchDatasetIterator
 
         if settings.epochs is not None and processes > 1:
-            what = "several processes cannot end online data together: `data.epochs` counts each one's own documents"
-            raise BadInput(what, hint="leave `data.epochs` out, or prepare the corpus (`data.online=false`)")
+            problem = "several processes cannot end online data together: `data.epochs` counts each one's own documents"
+            raise BadInput(problem, hint="leave `data.epochs` out, or prepare the corpus (`data.online=false`)")
         check_fields(fields, LANGUAGE_MODELING)
         identity = source_identity(source, tokenizer, settings)
         self.fingerprint = ordered(identity, settings, seed)
@@ -59,7 +59,7 @@ class OnlineBatches(Batches):
         windows = Windows(source, settings, identity, make, seed, process, processes, fields)
         self.held = [ThreadPrefetchDatasetIterator(windows, settings.prefetch)]
         # Grain's iterator closes itself when deleted, which prints a traceback once the interpreter shuts down.
-        self.release = weakref.finalize(self, lambda held: held.pop().close(), self.held)
+        self.release = weakref.finalize(self, lambda iterators: iterators.pop().close(), self.held)
 
     def __next__(self) -> Batch:
         return next(self.iterator)
@@ -77,30 +77,30 @@ class OnlineBatches(Batches):
             encoder.skip(document)
         limit = self.settings.max_bytes
         cut = limit is not None and (source.disk_bytes is None or source.disk_bytes > limit)
-        known: dict[str, Any] = {
+        facts: dict[str, Any] = {
             "files": source.files,
             "source_bytes": source.disk_bytes,
             "max_bytes": limit if cut else None,
         }
-        known |= {"special_documents": encoder.special_documents, "special_names": tuple(encoder.special_names)}
+        facts |= {"special_documents": encoder.special_documents, "special_names": tuple(encoder.special_names)}
         if self.source.format != "text":
             rendered = encoder.encoding.rendering(self.source.format)
-            known |= {"rendered": rendered, "learn": self.settings.learn}
-        known |= {"ignored": self.source.ignored, "ends_short": self.settings.epochs is not None}
-        return described(self.settings.source_name, self.settings, identity=self.identity, online=True, **known)
+            facts |= {"rendered": rendered, "learn": self.settings.learn}
+        facts |= {"ignored": self.source.ignored, "ends_short": self.settings.epochs is not None}
+        return described(self.settings.source_name, self.settings, identity=self.identity, online=True, **facts)
 
     def position(self) -> dict[str, Any]:
         return self.iterator.get_state() | self.among
 
     def seek(self, position: dict[str, Any]) -> None:
-        wanted = whole_numbers(position, Windows.POSITION)
+        target = whole_numbers(position, Windows.POSITION)
         if position and any(position.get(name) != number for name, number in self.among.items()):
             raise BadInput(
                 "the position in online data holds only for the same process of as many: "
                 + "; ".join(f"`{name}` was {position.get(name)}, is {number}" for name, number in self.among.items()),
                 hint="with a prepared corpus (`data.online=false`) a run resumes under any number of processes",
             )
-        self.iterator.set_state(wanted)
+        self.iterator.set_state(target)
 
     def close(self) -> None:
         self.release()
@@ -153,13 +153,13 @@ class Windows:
             for first, rows in self.windows(document):
                 order = Order(len(rows), self.seed if self.settings.shuffle else None)
                 window = picked(rows.gather(order(epoch * len(rows) + np.arange(len(rows)))), self.fields)
-                for taken in range(row, len(rows)):
-                    one = {name: array[taken : taken + 1] for name, array in window.items()}
-                    yield {"epoch": epoch, "document": first, "row": taken + 1}, one
+                for index in range(row, len(rows)):
+                    batch = {name: array[index : index + 1] for name, array in window.items()}
+                    yield {"epoch": epoch, "document": first, "row": index + 1}, batch
                 row, empty = 0, False
             if empty:
-                who = f"process {self.process} of {self.processes}"
-                raise BadInput(f"the corpus holds nothing to train on for {who}", where=self.settings.source_name)
+                worker = f"process {self.process} of {self.processes}"
+                raise BadInput(f"the corpus holds nothing to train on for {worker}", where=self.settings.source_name)
             epoch, document = epoch + 1, 0
 
     def windows(self, start: int) -> Iterator[tuple[int, PackedRows]]:

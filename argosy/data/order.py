@@ -32,8 +32,8 @@ class Order:
         epochs, rows = np.divmod(places, self.rows)
         if self.seed is not None:
             for epoch in np.unique(epochs).tolist():
-                here = epochs == epoch
-                rows[here] = self.shuffled(epoch, rows[here])
+                mask = epochs == epoch
+                rows[mask] = self.shuffled(epoch, rows[mask])
         return rows
 
     def shuffled(self, epoch: int, rows: np.ndarray) -> np.ndarray:
@@ -72,8 +72,8 @@ class BlockOrder(Order):
     def shuffled(self, epoch: int, rows: np.ndarray) -> np.ndarray:
         windows, out = rows // self.per_window, np.zeros_like(rows)
         for window in np.unique(windows).tolist():
-            here = windows == window
-            out[here] = self.window_rows(epoch, window)[rows[here] - window * self.per_window]
+            mask = windows == window
+            out[mask] = self.window_rows(epoch, window)[rows[mask] - window * self.per_window]
         return out
 
     def window_rows(self, epoch: int, window: int) -> np.ndarray:
@@ -127,8 +127,8 @@ def check_blocks(settings: DataSettings, packing: str, other: str | None = None)
     if other is not None:
         raise BadInput(f"blocks of rows are shuffled in one table of rows, not in {other}", where=where, hint="leave it out")
     if packing == "fit":
-        what = "data.packing=fit puts documents from anywhere into a row, so rows of a block do not lie together"
-        raise BadInput(what, where=where, hint="set `data.packing=split` or `alone`, or leave `data.shuffle_block` out")
+        problem = "data.packing=fit puts documents from anywhere into a row, so rows of a block do not lie together"
+        raise BadInput(problem, where=where, hint="set `data.packing=split` or `alone`, or leave `data.shuffle_block` out")
 
 
 def of_records(identity: Fingerprint) -> bool:
@@ -150,8 +150,8 @@ def packing_of(settings: DataSettings, identity: Fingerprint) -> str:
     if not of_sequences(identity):
         return settings.packing or ("fit" if of_records(identity) else "split")
     if settings.packing == "split":
-        what = f"data.packing=split would cut `{identity['source.format']}` records, which are compared as a whole"
-        raise BadInput(what, hint="set `data.packing=fit`, or leave it out")
+        problem = f"data.packing=split would cut `{identity['source.format']}` records, which are compared as a whole"
+        raise BadInput(problem, hint="set `data.packing=fit`, or leave it out")
     return settings.packing or "alone"
 
 
@@ -163,18 +163,18 @@ def too_long_of(settings: DataSettings, identity: Fingerprint) -> str:
     """
     if of_sequences(identity):
         if settings.too_long == "continue":
-            what = f"data.too_long=continue would cut `{identity['source.format']}` records, which are compared as a whole"
-            raise BadInput(what, hint="set `data.too_long=drop`, `cut_prompt`, `cut` or `error`, or leave it out")
+            problem = f"data.too_long=continue would cut `{identity['source.format']}` records, which are compared as a whole"
+            raise BadInput(problem, hint="set `data.too_long=drop`, `cut_prompt`, `cut` or `error`, or leave it out")
         if settings.too_long == "cut_prompt" and identity["source.format"] in ("stepwise", *LABELED):
-            what = "data.too_long=cut_prompt is for pairs and labeled answers"
-            raise BadInput(what, hint="set `data.too_long=drop`, `cut` or `error`")
+            problem = "data.too_long=cut_prompt is for pairs and labeled answers"
+            raise BadInput(problem, hint="set `data.too_long=drop`, `cut` or `error`")
         return settings.too_long or ("cut" if identity["source.format"] in LABELED else "drop")
     if settings.too_long == "cut_prompt":
-        what = "data.too_long=cut_prompt is for pairs and labeled answers, which are one prompt and its answers"
-        raise BadInput(what, hint="set `data.too_long=cut`, `drop` or `error`, or leave it out")
+        problem = "data.too_long=cut_prompt is for pairs and labeled answers, which are one prompt and its answers"
+        raise BadInput(problem, hint="set `data.too_long=cut`, `drop` or `error`, or leave it out")
     if settings.too_long is not None and packing_of(settings, identity) == "split":
-        what = f"data.too_long={settings.too_long} is for whole documents: data.packing=split joins them and cuts the stream"
-        raise BadInput(what, hint="set `data.packing=fit` or `alone`, or leave `data.too_long` out")
+        problem = f"data.too_long={settings.too_long} is for whole documents: data.packing=split joins them and cuts the stream"
+        raise BadInput(problem, hint="set `data.packing=fit` or `alone`, or leave `data.too_long` out")
     return settings.too_long or ("cut" if of_records(identity) else "continue")
 
 
@@ -197,11 +197,11 @@ def whole_numbers(position: dict[str, Any], names: tuple[str, ...]) -> dict[str,
     Raises:
         BadInput: it is not a position of this kind of pipeline.
     """
-    found = {name: position.get(name, None if position else 0) for name in names}
-    for name, value in found.items():
+    numbers = {name: position.get(name, None if position else 0) for name in names}
+    for name, value in numbers.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise BadInput(f"not a position in this data: `{name}` is {value!r}", where="the saved position")
-    return found
+    return numbers
 
 
 def picked(batch: Batch, fields: Fields) -> Batch:

@@ -115,14 +115,14 @@ class SplitRows:
         tokens, starts, width = self.corpus.tokens, self.corpus.starts, self.sequence + 1
         first = rows.astype(np.int64) * self.sequence
         last = np.minimum(first + width, len(tokens))
-        beside = self.corpus.target_arrays
-        blank = Blank(len(rows), width, {name: self.fields[name].dtype for name in beside})
+        columns = self.corpus.target_arrays
+        blank = Blank(len(rows), width, {name: self.fields[name].dtype for name in columns})
         cuts = zip(np.searchsorted(starts, first, side="right"), np.searchsorted(starts, last, side="left"))
         for row, (start, stop, (low, high)) in enumerate(zip(first.tolist(), last.tolist(), cuts)):
             blank.window[row, : stop - start] = tokens[start:stop]
             blank.begins[row, starts[low:high] - start] = True
             blank.filled[row] = stop - start
-            for name, column in beside.items():
+            for name, column in columns.items():
                 blank.beside[name][row, : stop - start] = column[start:stop]
         return _finish(blank)
 
@@ -130,11 +130,11 @@ class SplitRows:
 class Blank:
     """Arrays of T + 1 tokens per row while rows are filled. `begins` marks the first token of documents, except in column 0."""
 
-    def __init__(self, rows: int, width: int, beside: Mapping[str, np.dtype]):
+    def __init__(self, rows: int, width: int, columns: Mapping[str, np.dtype]):
         self.window = np.zeros((rows, width), np.int32)
         self.begins = np.zeros((rows, width), bool)
         self.filled = np.zeros(rows, np.int64)
-        self.beside = {name: np.zeros((rows, width), dtype) for name, dtype in beside.items()}
+        self.beside = {name: np.zeros((rows, width), dtype) for name, dtype in columns.items()}
 
 
 def _finish(blank: Blank) -> Batch:
@@ -188,15 +188,15 @@ class FitRows:
         long, short = places > self.sequence, places > 0
         if too_long == "error" and long.any():
             are = "is" if long.sum() == 1 else "are"
-            what = f"{long.sum():,} of {plural(len(places), 'document')} {are} longer than a row of {self.sequence:,} tokens"
+            problem = f"{long.sum():,} of {plural(len(places), 'document')} {are} longer than a row of {self.sequence:,} tokens"
             where = f"the longest has {places.max() + 1:,} tokens (data.too_long=error)"
-            raise BadInput(what, where=where, hint="raise `data.sequence`, or set `data.too_long=cut` or `drop`")
-        left = short & ~long if too_long == "drop" else short
-        begin, size = self.corpus.starts[:-1][left], np.minimum(places[left], self.sequence)
+            raise BadInput(problem, where=where, hint="raise `data.sequence`, or set `data.too_long=cut` or `drop`")
+        usable = short & ~long if too_long == "drop" else short
+        begin, size = self.corpus.starts[:-1][usable], np.minimum(places[usable], self.sequence)
         learns = self.learned(begin, size) > 0
         self.dropped = int(long.sum()) if too_long == "drop" else 0
         self.unlearned = int((~learns).sum())
-        self.cut = int((long[left] & learns).sum())
+        self.cut = int((long[usable] & learns).sum())
         return begin[learns], size[learns]
 
     def learned(self, begin: np.ndarray, size: np.ndarray) -> np.ndarray:
@@ -259,12 +259,12 @@ def best_fit_decreasing(sizes: np.ndarray, capacity: int) -> np.ndarray:
         fitting = rooms >> size
         if fitting:
             room = size + (fitting & -fitting).bit_length() - 1
-            chosen = with_room[room].pop()
+            bin_index = with_room[room].pop()
             rooms &= ~(1 << room) if not with_room[room] else -1
         else:
-            room, chosen, bins = capacity, bins, bins + 1
-        bin_of[item] = chosen
-        with_room[room - size].append(chosen)
+            room, bin_index, bins = capacity, bins, bins + 1
+        bin_of[item] = bin_index
+        with_room[room - size].append(bin_index)
         rooms |= 1 << (room - size)
     return bin_of
 
@@ -333,7 +333,7 @@ def corpus_of(encoded: Iterable[Encoded]) -> Corpus:
         weights = np.concatenate([np.ones(len(p.tokens), np.uint8) if p.weights is None else p.weights for p in pieces])
     names = set(pieces[0].columns)
     if odd := next((piece for piece in pieces if set(piece.columns) != names), None):
-        lacking = ", ".join(f"`{name}`" for name in sorted(names ^ set(odd.columns)))
-        raise BadInput(f"only some documents have the column {lacking}")
+        listed = ", ".join(f"`{name}`" for name in sorted(names ^ set(odd.columns)))
+        raise BadInput(f"only some documents have the column {listed}")
     columns = {name: np.concatenate([piece.columns[name] for piece in pieces]) for name in sorted(names)}
     return Corpus(np.concatenate([piece.tokens for piece in pieces]), starts, weights, columns)

@@ -82,8 +82,8 @@ def build(
     rows = mixed.places_per_epoch * rows_per_group if mixed and mixed.places_per_epoch else len(table.rows)
     count = ENDLESS if settings.epochs is None else int(settings.epochs * rows) // settings.batch
     if not count:
-        what = f"{settings.epochs:g} epochs of {rows} rows do not fill a batch of {settings.batch}"
-        raise BadInput(what, hint="lower `data.batch` or `data.sequence`, or raise `data.epochs`")
+        problem = f"{settings.epochs:g} epochs of {rows} rows do not fill a batch of {settings.batch}"
+        raise BadInput(problem, hint="lower `data.batch` or `data.sequence`, or raise `data.epochs`")
     other = "a mixture" if mixed else "buckets of images" if isinstance(table.rows, BucketRows) else None
     check_blocks(settings, packing_of(settings, table.identity), other)
     if isinstance(table.rows, BucketRows):
@@ -140,15 +140,15 @@ def share_of(batch: int, process: int, processes: int, per_group: int = 1) -> sl
     """
     if batch % (processes * per_group):
         groups = f" in groups of {per_group} rows" if per_group > 1 else ""
-        what = f"a batch of {plural(batch, 'row')} does not divide among {processes} processes{groups}"
-        raise BadInput(what, where="data.batch", hint=f"make it a multiple of {processes * per_group}")
+        problem = f"a batch of {plural(batch, 'row')} does not divide among {processes} processes{groups}"
+        raise BadInput(problem, where="data.batch", hint=f"make it a multiple of {processes * per_group}")
     each = batch // per_group // processes
     return slice(process * each, (process + 1) * each)
 
 
-def ungrouped(wanted: int, rows: int) -> BadInput:
+def ungrouped(expected: int, rows: int) -> BadInput:
     """The error for data whose rows do not come in the groups that the objective expects."""
-    has, reads = (f"groups of {count} rows" if count > 1 else "single rows" for count in (rows, wanted))
+    has, reads = (f"groups of {count} rows" if count > 1 else "single rows" for count in (rows, expected))
     return BadInput(f"the objective reads {reads}, and this data has {has}")
 
 
@@ -189,26 +189,26 @@ class BatchBlocks:
         # Past the end stands -1 - r, for a row r whose arrays have the right shape.
         rows = (np.where(groups < 0, -1 - groups, groups)[:, None] * self.per_group + np.arange(self.per_group)).ravel()
         gathered = self.rows.gather(rows, places) if self.by_place else self.rows.gather(rows)  # type: ignore[call-arg]
-        made = picked(gathered, self.of_table)
+        batch = picked(gathered, self.of_table)
         if ROW in self.fields:
-            made[ROW] = rows.astype(self.fields[ROW].dtype)
+            batch[ROW] = rows.astype(self.fields[ROW].dtype)
         # Past the end of the last batch of an evaluation.
         if (groups < 0).any():
-            there = {"group": groups >= 0, "row": np.repeat(groups >= 0, self.per_group)}
-            there["token"] = there["row"]
-            made = {name: blanked(array, there[self.fields[name].per]) for name, array in made.items()}
-            if ROW in made:
-                made[ROW] = np.where(there["row"], made[ROW], -1)
-        return made
+            live = {"group": groups >= 0, "row": np.repeat(groups >= 0, self.per_group)}
+            live["token"] = live["row"]
+            batch = {name: blanked(array, live[self.fields[name].per]) for name, array in batch.items()}
+            if ROW in batch:
+                batch[ROW] = np.where(live["row"], batch[ROW], -1)
+        return batch
 
     def entries(self, name: str) -> int:
         """The number of entries of a field in one batch."""
         return len(self.share) * (1 if self.fields[name].per == "group" else self.per_group)
 
 
-def blanked(array: np.ndarray, there: np.ndarray) -> np.ndarray:
-    """The array with zeros where `there` is False."""
-    return np.where(there.reshape(-1, *[1] * (array.ndim - 1)), array, np.zeros((), array.dtype))
+def blanked(array: np.ndarray, live: np.ndarray) -> np.ndarray:
+    """The array with zeros where `live` is False."""
+    return np.where(live.reshape(-1, *[1] * (array.ndim - 1)), array, np.zeros((), array.dtype))
 
 
 class RowBatches(Batches):
@@ -246,15 +246,15 @@ class RowBatches(Batches):
         if self.mixed and self.mixed.places_per_epoch:
             rows = self.mixed.places_per_epoch * self.blocks.per_group
         ends = None if self.blocks.count == ENDLESS else self.blocks.count
-        made = steps if steps is None or ends is None else min(steps, ends)
+        batches = steps if steps is None or ends is None else min(steps, ends)
         reached = ends is not None and (steps is None or steps >= ends)
         tail = int((self.epochs or 0) * rows) - (ends or 0) * batch if reached and self.epochs else 0
-        epochs = None if made is None or (self.mixed and not self.mixed.places_per_epoch) else made * batch / rows
+        epochs = None if batches is None or (self.mixed and not self.mixed.places_per_epoch) else batches * batch / rows
         if isinstance(self.blocks.rows, BucketRows) and isinstance(self.blocks.order, BucketOrder):
-            parts = self.blocks.rows.parts(None if made is None else self.blocks.order.draws(made))
+            parts = self.blocks.rows.parts(None if batches is None else self.blocks.order.draws(batches))
             return replace(self.table.summary, epochs=epochs, ends_after=ends, buckets=parts)
         if self.mixed:
-            parts = self.mixed.parts if made is None else self.mixed.seen(made * batch // self.blocks.per_group)
+            parts = self.mixed.parts if batches is None else self.mixed.seen(batches * batch // self.blocks.per_group)
             return replace(self.table.summary, epochs=epochs, ends_after=ends, tail_rows=tail, parts=parts)
         return replace(self.table.summary, epochs=epochs, ends_after=ends, tail_rows=tail)
 

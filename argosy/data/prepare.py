@@ -94,8 +94,8 @@ class Prepared:
             Damaged: a file differs from what was written; the message names the first.
         """
         for split in SPLITS:
-            for name, written in self.manifest["splits"][split]["files"].items():
-                if sha256(self.folder / split / name) != written["sha256"]:
+            for name, entry in self.manifest["splits"][split]["files"].items():
+                if sha256(self.folder / split / name) != entry["sha256"]:
                     raise Damaged("a prepared corpus is not what was written", where=str(self.folder / split / name))
 
 
@@ -116,9 +116,9 @@ class HeldOut:
         most = min(2 * self.share, (1 + self.share) / 2) * self.seen
         if not (alone and self.share and self.held + len(data) <= most):
             return False
-        drawn = int.from_bytes(hashlib.sha256(data).digest()[:8], "big") / 2**64
-        self.held += len(data) if drawn < self.share else 0
-        return drawn < self.share
+        draw = int.from_bytes(hashlib.sha256(data).digest()[:8], "big") / 2**64
+        self.held += len(data) if draw < self.share else 0
+        return draw < self.share
 
 
 def prepare(
@@ -176,19 +176,19 @@ def prepare(
 
 def corpus_identity(source: Source, encoding: Encoding, held_out: float) -> Fingerprint:
     """The settings that decide the tokens. Keys that were added later are left out at their defaults, so that older runs resume."""
-    made = {"tokenizer": encoding.tokenizer.fingerprint, "bos": encoding.puts_bos, "held_out": held_out}
-    made |= {"special": True} if encoding.special else {}
+    identity = {"tokenizer": encoding.tokenizer.fingerprint, "bos": encoding.puts_bos, "held_out": held_out}
+    identity |= {"special": True} if encoding.special else {}
     # Once, each MiB of a text began with a space of its own.
-    made |= {"parts": "joined"} if encoding.tokenizer.puts_space else {}
-    return source.fingerprint() | made | record_identity(source, encoding)
+    identity |= {"parts": "joined"} if encoding.tokenizer.puts_space else {}
+    return source.fingerprint() | identity | record_identity(source, encoding)
 
 
 def _same(prepared: Prepared, fingerprint: Fingerprint) -> Prepared:
     """The corpus that is already there, if it is what was asked for."""
-    was = prepared.fingerprint
-    if keys := [key for key in sorted(was.keys() | fingerprint.keys()) if was.get(key) != fingerprint.get(key)]:
-        what = f"the folder holds another prepared corpus: {', '.join(keys)} differ"
-        raise BadInput(what, where=str(prepared.folder), hint="choose another folder, or remove this one")
+    stored = prepared.fingerprint
+    if keys := [key for key in sorted(stored.keys() | fingerprint.keys()) if stored.get(key) != fingerprint.get(key)]:
+        problem = f"the folder holds another prepared corpus: {', '.join(keys)} differ"
+        raise BadInput(problem, where=str(prepared.folder), hint="choose another folder, or remove this one")
     return prepared
 
 
@@ -214,8 +214,8 @@ def write(
     unsaved = 0
     with ExitStack() as files:
         states = state.get("splits", {})
-        made = {split: SplitWriter(partial / split, encoder.dtype, states.get(split)) for split in SPLITS}
-        writers = {split: files.enter_context(closing(writer)) for split, writer in made.items()}
+        split_writers = {split: SplitWriter(partial / split, encoder.dtype, states.get(split)) for split in SPLITS}
+        writers = {split: files.enter_context(closing(writer)) for split, writer in split_writers.items()}
 
         def note() -> None:
             state = {"documents": read, "bytes": done, "chooser": vars(chooser), "encoder": encoder.state()}
@@ -251,11 +251,11 @@ def write(
         read = source.source if isinstance(source, Capped) else source
         where = str(getattr(read, "path", fingerprint["source"]))
         raise nothing_to_learn(encoder, where) or BadInput("the corpus is empty: no document holds any text", where=where, hint=hint)
-    wanted = int(share * total) - held_out.tokens
+    missing = int(share * total) - held_out.tokens
     if source.format != "text":
-        wanted = train.tail_of_documents(wanted, of_sequences(fingerprint) or 1) if share else 0
-    if held_out.tokens < share * total / 2 and wanted > 1:  # a lone token has no target
-        held_out.take_tail(train, wanted, encoder)
+        missing = train.tail_of_documents(missing, of_sequences(fingerprint) or 1) if share else 0
+    if held_out.tokens < share * total / 2 and missing > 1:  # a lone token has no target
+        held_out.take_tail(train, missing, encoder)
     splits = {split: writer.manifest() for split, writer in writers.items()}
     manifest = {
         "format": FORMAT,
@@ -334,24 +334,24 @@ def open_prepared(folder: str | Path, *, verify: bool = False) -> Prepared:
     return prepared
 
 
-def open_split(folder: Path, written: dict[str, Any], dtype: np.dtype) -> Corpus:
+def open_split(folder: Path, manifest: dict[str, Any], dtype: np.dtype) -> Corpus:
     """One split's corpus, after checks that read only the index."""
-    tokens, documents = int(written["tokens"]), int(written["documents"])
+    tokens, documents = int(manifest["tokens"]), int(manifest["documents"])
     sizes = {"tokens.bin": tokens * dtype.itemsize, "documents.bin": (documents + 1) * 8}
     sizes |= {name: tokens * kind.itemsize for name, kind in DTYPES.items()}
-    numbers = {name: {"value": documents, "column": tokens}.get(name.split(".")[0]) for name in written["files"]}
+    numbers = {name: {"value": documents, "column": tokens}.get(name.split(".")[0]) for name in manifest["files"]}
     sizes |= {name: count * FLOAT.itemsize for name, count in numbers.items() if count is not None}
-    for name in {"tokens.bin", "documents.bin", *written["files"]}:
+    for name in {"tokens.bin", "documents.bin", *manifest["files"]}:
         path = folder / name
         if name not in sizes or not path.is_file() or path.stat().st_size != sizes[name]:
-            found = path.stat().st_size if path.is_file() else "no file"
-            what = f"a prepared corpus is incomplete: {sizes.get(name)} bytes expected, {found} found"
-            raise Damaged(what, where=str(path))
+            actual = path.stat().st_size if path.is_file() else "no file"
+            problem = f"a prepared corpus is incomplete: {sizes.get(name)} bytes expected, {actual} found"
+            raise Damaged(problem, where=str(path))
     starts = _mapped(folder / "documents.bin", np.dtype("<i8"))
     if starts[0] != 0 or starts[-1] != tokens or (np.diff(starts) <= 0).any():
         raise Damaged("the index of a prepared corpus does not ascend", where=str(folder / "documents.bin"))
-    weights = next((_mapped(folder / name, kind) for name, kind in DTYPES.items() if name in written["files"]), None)
-    kinds = {kind: {n.split(".")[1]: _mapped(folder / n, FLOAT) for n in written["files"] if n.startswith(f"{kind}.")}
+    weights = next((_mapped(folder / name, kind) for name, kind in DTYPES.items() if name in manifest["files"]), None)
+    kinds = {kind: {n.split(".")[1]: _mapped(folder / n, FLOAT) for n in manifest["files"] if n.startswith(f"{kind}.")}
              for kind in ("column", "value")}  # fmt: skip
     return Corpus(_mapped(folder / "tokens.bin", dtype), starts, weights, kinds["column"], kinds["value"])
 
@@ -374,25 +374,25 @@ class Journal:
     def opened(cls, folder: Path, fingerprint: Fingerprint, encoder: DocumentEncoder, say: Say) -> "Journal":
         """The journal of a folder, and its encoder where the journal says that it was. What another corpus or a damaged journal left
         is removed."""
-        found = cls._read(folder, fingerprint)
-        if found is None:
+        content = cls._read(folder, fingerprint)
+        if content is None:
             if any(folder.iterdir()):
                 least = f"its first {JOURNAL_BYTES >> 20} MiB of text and tokens"
                 say(f"writing {folder} was killed before {least} were noted, or was of other data; it starts over")
                 shutil.rmtree(folder)
                 folder.mkdir()
             return cls(folder, fingerprint, {})
-        encoder.restore(found["encoder"])
-        say(f"writing {folder} was interrupted after {found['documents']:,} documents; it goes on there")
-        return cls(folder, fingerprint, found)
+        encoder.restore(content["encoder"])
+        say(f"writing {folder} was interrupted after {content['documents']:,} documents; it goes on there")
+        return cls(folder, fingerprint, content)
 
     @staticmethod
     def _read(folder: Path, fingerprint: Fingerprint) -> dict[str, Any] | None:
         try:
-            found = json.loads((folder / JOURNAL).read_bytes())
-            sizes = {split: found["splits"][split]["files"] for split in SPLITS}
+            content = json.loads((folder / JOURNAL).read_bytes())
+            sizes = {split: content["splits"][split]["files"] for split in SPLITS}
             whole = all((folder / split / name).stat().st_size >= size for split in SPLITS for name, size in sizes[split].items())
-            return found if whole and found["fingerprint"] == json.loads(json.dumps(fingerprint)) else None
+            return content if whole and content["fingerprint"] == json.loads(json.dumps(fingerprint)) else None
         except (OSError, ValueError, KeyError, TypeError):
             return None
 

@@ -259,7 +259,7 @@ class DataSettings(Settings):
     @classmethod
     def _sources(cls, value: Any) -> Any:
         """Reads the sources of a mixture one by one, so that a mistake is named with its source and key."""
-        return [mixed_source(one, number) for number, one in enumerate(value, 1)] if isinstance(value, list | tuple) else value
+        return [mixed_source(source, number) for number, source in enumerate(value, 1)] if isinstance(value, list | tuple) else value
 
     @property
     def steps(self) -> RecordSteps:
@@ -280,5 +280,5 @@ class DataSettings(Settings):
         """
         if isinstance(self.source, str):
             return self.source
-        what = "a mixture of sources is for training on rows of data, and this reads one source"
-        raise BadInput(what, where=f"data.source={self.source_name}", hint="name one source")
+        problem = "a mixture of sources is for training on rows of data, and this reads one source"
+        raise BadInput(problem, where=f"data.source={self.source_name}", hint="name one source")

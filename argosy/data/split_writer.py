@@ -64,15 +64,15 @@ class SplitWriter:
         self.bytes += size_bytes
         if not len(encoded.tokens):
             return
-        for one in (encoded, *encoded.group):
-            if one.begins:
+        for part in (encoded, *encoded.group):
+            if part.begins:
                 self.files["documents.bin"].write(np.array([self.tokens], "<i8").tobytes())
                 self.documents += 1
-            for name, value in (one.values or encoded.values).items():
+            for name, value in (part.values or encoded.values).items():
                 self.number(f"value.{name}.bin", np.array([value]))
-            for name, column in one.columns.items():
+            for name, column in part.columns.items():
                 self.number(f"column.{name}.bin", column)
-            self.put(one.tokens, one.weights)
+            self.put(part.tokens, part.weights)
 
     def number(self, name: str, values: np.ndarray) -> None:
         """Adds numbers of documents or tokens. All documents must have the same columns."""
@@ -85,8 +85,8 @@ class SplitWriter:
         if weights is not None and (weights != 1).any():
             self.need("learn.bin" if np.isin(weights, (0, 1)).all() else "weights.bin")
         if self.weights:
-            given = np.ones(len(tokens)) if weights is None else weights
-            self.files[self.weights].write(given.astype(DTYPES[self.weights]).tobytes())
+            values = np.ones(len(tokens)) if weights is None else weights
+            self.files[self.weights].write(values.astype(DTYPES[self.weights]).tobytes())
         self.tokens += len(tokens)
 
     def need(self, name: str) -> None:

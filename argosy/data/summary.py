@@ -130,11 +130,11 @@ class CorpusSummary:
     @property
     def text(self) -> str:
         """The summary as one paragraph."""
-        sentences = [self._what(), self._mixed(), self._bucketed(), self._left_out(), self._cut(), self._stretched()]
+        sentences = [self._source_sentence(), self._mixed(), self._bucketed(), self._left_out(), self._cut(), self._stretched()]
         sentences += [self._ignored(), self.warning]
         return " ".join(sentence for sentence in sentences if sentence)
 
-    def _what(self) -> str:
+    def _source_sentence(self) -> str:
         parts = []
         if self.format:
             parts.append(f"`{self.format}` by {self.rendered}" if self.rendered else f"`{self.format}`")
@@ -184,12 +184,12 @@ class CorpusSummary:
             each.append(f"{part.name} ({plural(part.rows, 'image')}{passes})")
             unseen += 0 if part.epochs is None else max(0, part.rows - round(part.epochs * part.rows))
             small += [part.name] if part.rows < (self.batch or 0) else []
-        said = f"Buckets: {'; '.join(each)}. A batch is of one bucket."
+        text = f"Buckets: {'; '.join(each)}. A batch is of one bucket."
         if small:
-            said += f" Fewer images than a batch of {self.batch}, so that a batch holds some of them again: {', '.join(small)}."
+            text += f" Fewer images than a batch of {self.batch}, so that a batch holds some of them again: {', '.join(small)}."
         if unseen:
-            said += f" Not seen, because their buckets have no further batch in this run: {plural(unseen, 'image')}."
-        return said
+            text += f" Not seen, because their buckets have no further batch in this run: {plural(unseen, 'image')}."
+        return text
 
     def _left_out(self) -> str:
         parts = []
@@ -209,12 +209,12 @@ class CorpusSummary:
             costs = "" if self.packing == "fit" else ": empty places, computed all the same (not with data.packing=fit)"
             parts.append(f"{plural(self.absent, 'negative')} that records lack{costs}")
         if self.unanswered:
-            why = "" if self.compared else " (data.learn=answers)"
-            lacking = "a word" if self.format in LABELED else "an answer"
-            parts.append(f"{plural(self.unanswered, self.noun)} without {lacking}{why}")
+            reason = "" if self.compared else " (data.learn=answers)"
+            noun = "a word" if self.format in LABELED else "an answer"
+            parts.append(f"{plural(self.unanswered, self.noun)} without {noun}{reason}")
         if self.dropped:
-            why = "whose answer leaves no room for its prompt" if self.too_long == "cut_prompt" else "longer than a row"
-            parts.append(f"{plural(self.dropped, self.noun)} {why} (data.too_long={self.too_long})")
+            reason = "whose answer leaves no room for its prompt" if self.too_long == "cut_prompt" else "longer than a row"
+            parts.append(f"{plural(self.dropped, self.noun)} {reason} (data.too_long={self.too_long})")
         if self.unlearned:
             parts.append(f"{plural(self.unlearned, self.noun)} whose answer begins after the end of a row (data.sequence)")
         if self.unreadable:

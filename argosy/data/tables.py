@@ -85,24 +85,26 @@ def check_prepared(prepared: Prepared, settings: DataSettings) -> None:
     Raises:
         BadInput: one differs; it cannot be changed after the fact.
     """
-    made = prepared.fingerprint
-    was = {
-        "held_out": made.get("held_out"), "max_bytes": made.get("source.max_bytes"), "bos": made.get("bos"),
-        "documents": made.get("source.documents", "whole"), "invalid": made.get("source.invalid", "error"),
-        "encoding": made.get("source.encoding", "utf-8"),
-        "special": made.get("special", False), "format": made.get("source.format", "text"),
-        "columns": json.loads(made.get("source.columns", "{}")), "learn": made.get("learn", "answers" if "labels" in made else "all"),
-        "labels": json.loads(str(made.get("labels", "[]"))), "negatives": made.get("negatives", settings.negatives),
-        "prompts": json.loads(str(made.get("prompts", "{}"))),
+    fingerprint = prepared.fingerprint
+    stored = {
+        "held_out": fingerprint.get("held_out"), "max_bytes": fingerprint.get("source.max_bytes"), "bos": fingerprint.get("bos"),
+        "documents": fingerprint.get("source.documents", "whole"), "invalid": fingerprint.get("source.invalid", "error"),
+        "encoding": fingerprint.get("source.encoding", "utf-8"),
+        "special": fingerprint.get("special", False), "format": fingerprint.get("source.format", "text"),
+        "columns": json.loads(fingerprint.get("source.columns", "{}")),
+        "learn": fingerprint.get("learn", "answers" if "labels" in fingerprint else "all"),
+        "labels": json.loads(str(fingerprint.get("labels", "[]"))), "negatives": fingerprint.get("negatives", settings.negatives),
+        "prompts": json.loads(str(fingerprint.get("prompts", "{}"))),
     }  # fmt: skip
-    kept = prepared.manifest.get("settings") or {}
-    was |= {"map": kept.get("map"), "filter": kept.get("filter"), "deduplicate": made.get("source.deduplicate", "no")}
+    stored_settings = prepared.manifest.get("settings") or {}
+    stored |= {"map": stored_settings.get("map"), "filter": stored_settings.get("filter")}
+    stored |= {"deduplicate": fingerprint.get("source.deduplicate", "no")}
     check_template(prepared, settings)
-    for name in (name for name in MADE_WITH if name in was and name in settings.model_fields_set):
+    for name in (name for name in MADE_WITH if name in stored and name in settings.model_fields_set):
         value = getattr(settings, name)
-        if value != was[name] and value != UNDECIDED.get(name, was[name]):
+        if value != stored[name] and value != UNDECIDED.get(name, stored[name]):
             raise BadInput(
-                f"the corpus was prepared with data.{name}={was[name]}, not {value}",
+                f"the corpus was prepared with data.{name}={stored[name]}, not {value}",
                 where=str(prepared.folder),
                 hint=f"leave `data.{name}` out, or prepare the corpus again with `{name}={value}`",
             )
@@ -118,11 +120,11 @@ def check_template(prepared: Prepared, settings: DataSettings) -> None:
         return
     from argosy.data.tokenizers.load import load_tokenizer
 
-    made = prepared.fingerprint.get("template")
-    if made is None or Encoding(load_tokenizer(prepared.tokenizer), template=settings.template).template_hash != made:
-        was = (prepared.manifest.get("settings") or {}).get("template") or ("the tokenizer's" if made else "none")
+    template_hash = prepared.fingerprint.get("template")
+    if template_hash is None or Encoding(load_tokenizer(prepared.tokenizer), template=settings.template).template_hash != template_hash:
+        stored = (prepared.manifest.get("settings") or {}).get("template") or ("the tokenizer's" if template_hash else "none")
         raise BadInput(
-            f"the corpus was prepared with another chat template than data.template={settings.template}: {was}",
+            f"the corpus was prepared with another chat template than data.template={settings.template}: {stored}",
             where=str(prepared.folder),
             hint=f"leave `data.template` out, or prepare the corpus again with `template={settings.template}`",
         )
@@ -142,8 +144,8 @@ def tokenizer_for(settings: DataSettings) -> "Tokenizer | None":
     places = [settings.source] if isinstance(settings.source, str) else [mixed.path for mixed in settings.source]
     first = next((place for place in places if is_prepared(place)), None)
     if "tokenizer" not in settings.model_fields_set and first is not None:
-        kept = open_prepared(first).tokenizer
-        return with_template(load_tokenizer(kept or settings.tokenizer), settings.template)
+        stored = open_prepared(first).tokenizer
+        return with_template(load_tokenizer(stored or settings.tokenizer), settings.template)
     return with_template(load_tokenizer(settings.tokenizer), settings.template)
 
 
@@ -159,8 +161,8 @@ def fitting(tokenizer: "Tokenizer | None", settings: DataSettings, vocab: int) -
     if tokenizer is None:
         raise BadInput("text needs a tokenizer", where=f"data.source={settings.source_name}", hint="set `data.tokenizer`")
     if tokenizer.vocab > vocab:
-        what = f"the tokenizer has {tokenizer.vocab:,} tokens, the model only {vocab:,}"
-        raise BadInput(what, where=f"data.tokenizer={settings.tokenizer}", hint=f"set `model.vocab={tokenizer.vocab}`")
+        problem = f"the tokenizer has {tokenizer.vocab:,} tokens, the model only {vocab:,}"
+        raise BadInput(problem, where=f"data.tokenizer={settings.tokenizer}", hint=f"set `model.vocab={tokenizer.vocab}`")
     return tokenizer
 
 
@@ -178,13 +180,13 @@ def table_of(
     if isinstance(source, RowSource):
         rows = source.rows(sequence=settings.sequence, vocab=vocab, seed=seed, held_out=split == "held_out")
         _needed(rows, split, settings)
-        made = source.fingerprint()
+        identity = source.fingerprint()
         # A position is JSON, which has no tuples.
         spaces = vocab if isinstance(vocab, int) else " ".join(map(str, vocab))
         unreadable = len(getattr(source, "unreadable", ()))
         stretched = len(getattr(source, "stretched", ()))
-        summary = described(made["source"], settings, rows=rows, unreadable=unreadable, stretched=stretched)
-        return RowTable(rows, made | {"vocab": spaces}, None, summary)
+        summary = described(identity["source"], settings, rows=rows, unreadable=unreadable, stretched=stretched)
+        return RowTable(rows, identity | {"vocab": spaces}, None, summary)
     if isinstance(source, Corpus):
         return table_in_memory(source, split, settings, vocab)
     tokenizer = fitting(tokenizer, settings, vocab)
@@ -192,9 +194,9 @@ def table_of(
         return held_out_online(source, settings, tokenizer, limit)
     prepared = source if isinstance(source, Prepared) else cached(source, settings, tokenizer, progress)
     if prepared.fingerprint.get("tokenizer") != tokenizer.fingerprint:
-        kept = f"leave it out, or set `data.tokenizer={prepared.tokenizer}`" if prepared.tokenizer else "set that one"
-        what = f"the corpus was prepared with another tokenizer than `{settings.tokenizer}`"
-        raise BadInput(what, where=str(prepared.folder), hint=f"{kept}; or prepare the corpus again")
+        remedy = f"leave it out, or set `data.tokenizer={prepared.tokenizer}`" if prepared.tokenizer else "set that one"
+        problem = f"the corpus was prepared with another tokenizer than `{settings.tokenizer}`"
+        raise BadInput(problem, where=str(prepared.folder), hint=f"{remedy}; or prepare the corpus again")
     rows = _needed(planned(prepared, split, settings), split, settings)
     return RowTable(rows, prepared.fingerprint, prepared.bytes_per_token(split), summary_of(prepared, settings, rows))
 
@@ -215,10 +217,10 @@ def table_in_memory(corpus: Corpus, split: str, settings: DataSettings, vocab: i
 
 def packed(corpus: Corpus, settings: DataSettings, identity: Fingerprint) -> PackedRows:
     """The rows of a corpus under the settings; `identity` says what it was made from."""
-    how = settings.sequence, packing_of(settings, identity), too_long_of(settings, identity)
+    layout = settings.sequence, packing_of(settings, identity), too_long_of(settings, identity)
     if together := of_sequences(identity):
-        return sequence_rows(corpus, str(identity["source.format"]), together, *how)
-    return rows_of(corpus, how[1], how[0], how[2])
+        return sequence_rows(corpus, str(identity["source.format"]), together, *layout)
+    return rows_of(corpus, layout[1], layout[0], layout[2])
 
 
 def planned(prepared: Prepared, split: str, settings: DataSettings) -> PackedRows:
@@ -226,10 +228,10 @@ def planned(prepared: Prepared, split: str, settings: DataSettings) -> PackedRow
     a million documents."""
     corpus = prepared.train if split == "train" else prepared.held_out
     files = json.dumps(prepared.manifest["splits"][split]["files"], sort_keys=True)
-    made = prepared.fingerprint
-    key = (str(prepared.folder), files, packing_of(settings, made), settings.sequence, too_long_of(settings, made))
+    fingerprint = prepared.fingerprint
+    key = (str(prepared.folder), files, packing_of(settings, fingerprint), settings.sequence, too_long_of(settings, fingerprint))
     if key not in KEPT:
-        KEPT[key] = packed(corpus, settings, made)
+        KEPT[key] = packed(corpus, settings, fingerprint)
         while len(KEPT) > PLANS:
             KEPT.popitem(last=False)
     return KEPT[key]
@@ -291,9 +293,9 @@ def _needed(rows: PackedRows, split: str, settings: DataSettings) -> PackedRows:
         purpose, hint = ("train", "") if split == "train" else ("evaluate", "raise `data.held_out`, or ")
         counts = counts_of(rows)
         if counts.dropped or counts.unlearned:
-            what = f"nothing to {purpose} on is left: every record is longer than a row of {settings.sequence} tokens, or has no "
-            what += "answer within it"
-            raise BadInput(what, where=settings.source_name, hint="raise `data.sequence`")
+            problem = f"nothing to {purpose} on is left: every record is longer than a row of {settings.sequence} tokens, or has no "
+            problem += "answer within it"
+            raise BadInput(problem, where=settings.source_name, hint="raise `data.sequence`")
         raise BadInput(f"the corpus holds nothing to {purpose} on", where=settings.source_name, hint=f"{hint}give more text")
     return rows
 
@@ -347,11 +349,11 @@ def held_out_online(source: Source, settings: DataSettings, tokenizer: "Tokenize
     enough = ENDLESS if limit is None else limit * settings.batch * settings.sequence + 1
     encoded, tokens, size_bytes = [], 0, 0
     for group in grouped(document for document in source.documents() if chooser.takes(document)):
-        for document, one in zip(group, encoder.encode(group)):
+        for document, piece in zip(group, encoder.encode(group)):
             if tokens < enough:
-                encoded.append(one)
+                encoded.append(piece)
                 text_bytes = len(document.text.encode()) if document.record is None else 0
-                tokens, size_bytes = tokens + len(one.tokens), size_bytes + text_bytes
+                tokens, size_bytes = tokens + len(piece.tokens), size_bytes + text_bytes
         if tokens >= enough:
             break
     corpus = corpus_of(encoded)

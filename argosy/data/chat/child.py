@@ -100,11 +100,11 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
     def rendered(self, template, variables, most_characters):
         """The text, and the spans of it that an assistant wrote."""
         self.parts, self.spans = [], []
-        left = most_characters
+        remaining = most_characters
         self.variables, self.given = variables, None
         for part in self.compiled(template).generate(**variables):
-            left -= len(part)
-            if left < 0:
+            remaining -= len(part)
+            if remaining < 0:
                 raise TooLong(f"the text is longer than {most_characters} characters")
             self.parts.append(part)
         return {"text": "".join(self.parts), "spans": self.spans}
@@ -129,15 +129,15 @@ def _refuse(message):
 def answers(environment, request):
     """The results of all jobs of a request, each with its parts."""
     environment.now = None if request["now"] is None else datetime.fromisoformat(request["now"])
-    found = []
+    results = []
     for job in request["jobs"]:
         template, messages = request["templates"][job["template"]], job["variables"]["messages"]
-        found.append([
+        results.append([
             _answer(environment, template, job["most_characters"],
                    job["variables"] | {"messages": messages[:count], "add_generation_prompt": prompt})
             for count, prompt in job["parts"]
         ])  # fmt: skip
-    return {"jobs": found}
+    return {"jobs": results}
 
 
 def _answer(environment, template, most_characters, variables):

@@ -70,19 +70,19 @@ class ConversationEncoder(DocumentEncoder):
             BadInput: the template refuses a record, or does not write the assistant's words; the message names file and line.
         """
         records = [document.record for document in documents if document.record is not None]
-        chats = encode_all(self.tokenizer, [self.conversation(one) for one in records if self.is_chat(one)], self.way)
+        chats = encode_all(self.tokenizer, [self.conversation(record) for record in records if self.is_chat(record)], self.way)
         for record in records:
             is_chat = self.is_chat(record)
-            found = next(chats) if is_chat else self.completion(record)
-            if isinstance(found, BadInput):
-                where = f"{record.where}: {found.where}" if found.where else record.where
-                raise BadInput(found.what, where=where, hint=found.hint)
+            content = next(chats) if is_chat else self.completion(record)
+            if isinstance(content, BadInput):
+                where = f"{record.where}: {content.where}" if content.where else record.where
+                raise BadInput(content.what, where=where, hint=content.hint)
             self.read += 1
             if self.learn == "answers" and not says_something(record):
                 self.unanswered += 1
                 yield NOTHING
                 continue
-            yield self.finished(self.weighted(found, record, is_chat), is_chat, weighted=record.weights is not None)
+            yield self.finished(self.weighted(content, record, is_chat), is_chat, weighted=record.weights is not None)
 
     def skip(self, document: Document) -> None:
         """Skips a record; only names of special tokens in its texts are counted."""
@@ -102,8 +102,8 @@ class ConversationEncoder(DocumentEncoder):
             return True
         if record.prompt is None:
             if self.name == ALPACA:
-                what = "messages, and instructions with a system message or earlier turns, do not fit Alpaca's text"
-                raise BadInput(what, where=record.where, hint="leave `data.template` out")
+                problem = "messages, and instructions with a system message or earlier turns, do not fit Alpaca's text"
+                raise BadInput(problem, where=record.where, hint="leave `data.template` out")
             raise BadInput("messages need a chat template, and this tokenizer has none", where=record.where, hint=TEMPLATE_HINT)
         return False
 
@@ -129,8 +129,9 @@ class ConversationEncoder(DocumentEncoder):
         if weights is None:
             return record.learned
         if self.learn == "all":
-            what = "weights of messages, and data.learn=all learns what stands between them too"
-            raise BadInput(what, where=record.where, hint="leave `data.learn` out, or give a weight for the record or for each token")
+            problem = "weights of messages, and data.learn=all learns what stands between them too"
+            hint = "leave `data.learn` out, or give a weight for the record or for each token"
+            raise BadInput(problem, where=record.where, hint=hint)
         return tuple(weight * counts for weight, counts in zip(weights, record.learned or (True,) * len(weights)))
 
     def weighted(self, token_ids: Ids, record: SourceRecord, is_chat: bool) -> Ids:
@@ -201,8 +202,8 @@ def says_something(record: SourceRecord) -> bool:
     if record.messages is None:
         return True
     learned = record.learned or [True] * len(record.messages)
-    own = [message for message, counts in zip(record.messages, learned) if counts and message.get("role") == "assistant"]
-    return any(str(value).strip() for message in own for name, value in message.items() if name not in ("role", "name") and value)
+    messages = [message for message, counts in zip(record.messages, learned) if counts and message.get("role") == "assistant"]
+    return any(str(value).strip() for message in messages for name, value in message.items() if name not in ("role", "name") and value)
 
 
 def with_template(tokenizer: "Tokenizer", template: str | None) -> "Tokenizer":
@@ -234,15 +235,15 @@ def record_counts(encoder: DocumentEncoder, source: Source) -> dict[str, Any]:
     ignored = [*source.ignored, *(["tools"] if getattr(encoder, "toolless", 0) else [])]
     ignored += [f"{name} of messages" for name in sorted(getattr(encoder, "unwritten", ()))]
     ignored += [f"{name} of chat_template_kwargs" for name in sorted(getattr(encoder, "unread", ()))]
-    found: dict[str, Any] = {"ignored": ignored} if ignored else {}
+    counts: dict[str, Any] = {"ignored": ignored} if ignored else {}
     if (read := getattr(encoder, "read", None)) is not None:
         rendered = encoder.encoding.rendering(source.format)
-        found |= {"read": read, "unanswered": getattr(encoder, "unanswered", 0), "rendered": rendered, "learn": encoder.encoding.learn}
-        found |= {"endless": endless} if (endless := getattr(encoder, "endless", 0)) else {}
-        found |= {"identical": identical} if (identical := getattr(encoder, "identical", 0)) else {}
-        found |= {"surplus": surplus} if (surplus := getattr(encoder, "surplus", 0)) else {}
-        found |= {"absent": absent} if (absent := getattr(encoder, "absent", 0)) else {}
-    return found
+        counts |= {"read": read, "unanswered": getattr(encoder, "unanswered", 0), "rendered": rendered, "learn": encoder.encoding.learn}
+        counts |= {"endless": endless} if (endless := getattr(encoder, "endless", 0)) else {}
+        counts |= {"identical": identical} if (identical := getattr(encoder, "identical", 0)) else {}
+        counts |= {"surplus": surplus} if (surplus := getattr(encoder, "surplus", 0)) else {}
+        counts |= {"absent": absent} if (absent := getattr(encoder, "absent", 0)) else {}
+    return counts
 
 
 def nothing_to_learn(encoder: DocumentEncoder, where: str) -> BadInput | None:
@@ -251,12 +252,12 @@ def nothing_to_learn(encoder: DocumentEncoder, where: str) -> BadInput | None:
         return None
     if identical := getattr(encoder, "identical", 0):
         have = "has" if identical == 1 else "have"
-        what = f"of {plural(encoder.read, 'pair')}, {identical:,} {have} a rejected answer equal to the chosen one"
-        what += f" and {encoder.unanswered:,} an empty answer" if encoder.unanswered else ""
-        return BadInput(what, where=where, hint="are both columns the right ones? `data.columns.rejected=NAME` reads another")
+        problem = f"of {plural(encoder.read, 'pair')}, {identical:,} {have} a rejected answer equal to the chosen one"
+        problem += f" and {encoder.unanswered:,} an empty answer" if encoder.unanswered else ""
+        return BadInput(problem, where=where, hint="are both columns the right ones? `data.columns.rejected=NAME` reads another")
     if not encoder.unanswered:
         return None
-    what = f"none of {plural(encoder.unanswered, 'record')} has an answer to learn"
-    return BadInput(what, where=where, hint="`data.learn=all` learns every token")
+    problem = f"none of {plural(encoder.unanswered, 'record')} has an answer to learn"
+    return BadInput(problem, where=where, hint="`data.learn=all` learns every token")
 
 

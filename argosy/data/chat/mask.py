@@ -94,14 +94,14 @@ def encode_with_mask(
         BadInput: as `render_with_mask`; and where no token is an assistant's, since nothing would be trained.
     """
     way = Way(tokenizer.chat_templates, template, now)
-    (found,) = encode_chunk(tokenizer, [MaskedConversation(messages, tools, extra)], way, CHILD)
-    if isinstance(found, BadInput):
-        raise found
-    if not any(found[1]):
+    (ids_and_mask,) = encode_chunk(tokenizer, [MaskedConversation(messages, tools, extra)], way, CHILD)
+    if isinstance(ids_and_mask, BadInput):
+        raise ids_and_mask
+    if not any(ids_and_mask[1]):
         raise BadInput(
             "no token of this conversation is an assistant's", hint="give at least one message of an assistant"
         )
-    return found
+    return ids_and_mask
 
 
 def encode_all(tokenizer: Tokenizer, conversations: Sequence[MaskedConversation], way: Way) -> Iterator[Ids | BadInput]:
@@ -114,8 +114,8 @@ def encode_all(tokenizer: Tokenizer, conversations: Sequence[MaskedConversation]
             lambda number: encode_chunk(tokenizer, chunks[number], way, processes[number % len(processes)]),
             range(len(chunks)),
         )
-        for found in work:
-            yield from found
+        for chunk in work:
+            yield from chunk
 
 
 def encode_chunk(
@@ -125,24 +125,24 @@ def encode_chunk(
     now = way.now or datetime.now()  # one clock for all renders
     ends = [tokenizer.decode([token], skip_special=False) for token in tokenizer.hidden]
     jobs = []
-    templates = [choose_template(way.templates, name=way.name, tools=bool(one.tools)) for one in conversations]
-    conversations = [in_known_roles(one, template) for one, template in zip(conversations, templates)]
-    for one, template in zip(conversations, templates):
-        whole = [(len(one.messages), False)]
-        parts = _parts_of(template, one.messages) if way.masked else whole
-        jobs.append(RenderJob(template, one.messages, parts, {"tools": one.tools} | dict(one.variables)))
-    found: list[Ids | BadInput] = []
-    for one, job, answers in zip(conversations, jobs, all_rendered(jobs, tokenizer.special, now, child)):
+    templates = [choose_template(way.templates, name=way.name, tools=bool(conversation.tools)) for conversation in conversations]
+    conversations = [in_known_roles(conversation, template) for conversation, template in zip(conversations, templates)]
+    for conversation, template in zip(conversations, templates):
+        whole = [(len(conversation.messages), False)]
+        parts = _parts_of(template, conversation.messages) if way.masked else whole
+        jobs.append(RenderJob(template, conversation.messages, parts, {"tools": conversation.tools} | dict(conversation.variables)))
+    results: list[Ids | BadInput] = []
+    for conversation, job, answers in zip(conversations, jobs, all_rendered(jobs, tokenizer.special, now, child)):
         try:
             renders = Renders(job, tokenizer.special, now, way.name or "default", dict(zip(job.parts, answers)), child)
             turns = renders.turns(ends) if way.masked else {}
             renders.check_calls(turns)
-            spans = kept(turns, one)
-            weights = None if one.learned is None else [one.learned[place] for place in spans]
-            found.append(encoded(tokenizer, renders.whole, list(spans.values()), way.masked, weights=weights))
+            spans = kept(turns, conversation)
+            weights = None if conversation.learned is None else [conversation.learned[place] for place in spans]
+            results.append(encoded(tokenizer, renders.whole, list(spans.values()), way.masked, weights=weights))
         except BadInput as error:
-            found.append(error)
-    return found
+            results.append(error)
+    return results
 
 
 def in_known_roles(conversation: MaskedConversation, template: str) -> MaskedConversation:
@@ -289,8 +289,8 @@ class Renders:
 
     def of(self, count: int, prompt: bool = False) -> str:
         """The rendered text of the first `count` messages."""
-        known = self.known.get((count, prompt))
-        return self.render_once(self.messages, count, prompt) if known is None else checked_answer(known)["text"]
+        answer = self.known.get((count, prompt))
+        return self.render_once(self.messages, count, prompt) if answer is None else checked_answer(answer)["text"]
 
     def attempt(self, count: int, prompt: bool = False) -> str | None:
         """The same as `of`; None if the template refuses to render a part of the conversation, such as one without a question."""
@@ -354,8 +354,8 @@ class Renders:
 
     def with_other_words(self, place: int) -> str:
         """The whole text with the words of one message replaced, which shows the text around them."""
-        said = self.messages[place].get("content")
-        if not isinstance(said, str) or not said.strip():
+        content = self.messages[place].get("content")
+        if not isinstance(content, str) or not content.strip():
             raise self.unclear(place)
         other = {**self.messages[place], "content": PROBE}
         try:
@@ -395,12 +395,12 @@ class Renders:
         """A question as text, and the text that the template adds after it to open a reply."""
         question = [{"role": "user", "content": PROBE}]
         try:
-            asked, opened = self.render_once(question, 1), self.render_once(question, 1, prompt=True)
+            prefix, opened = self.render_once(question, 1), self.render_once(question, 1, prompt=True)
         except BadInput:
             raise self.unclear(place) from None
-        if not opened.startswith(asked):
+        if not opened.startswith(prefix):
             raise self.unclear(place)
-        return asked, opened[len(asked) :]
+        return prefix, opened[len(prefix) :]
 
     def same_stop(self, start: int, through: str, ends: Collection[str]) -> int | None:
         """The position after the first special token that also ends the turn when it is the last one; None unless the turn is then the
@@ -415,10 +415,10 @@ class Renders:
         """The position after the special token that follows the words, for templates whose last turn ends with another token."""
         other = self.with_other_words(place)
         stop = len(self.whole) - common_length(self.whole[::-1], other[::-1])
-        found = max((end for end in ends if end and self.whole.startswith(end, stop)), key=len, default=None)
-        if found is None:
+        ending = max((end for end in ends if end and self.whole.startswith(end, stop)), key=len, default=None)
+        if ending is None:
             raise self.unclear(place)
-        return stop + len(found)
+        return stop + len(ending)
 
     def unclear(self, place: int) -> BadInput:
         return BadInput(

@@ -29,17 +29,17 @@ def with_known_roles(messages: Sequence[Message], template: str) -> list[dict[st
     """Messages with the role `developer` changed to `system`, for a template without that role. Leading system messages are then merged
     into one, because many templates refuse a second. An assistant's refusal becomes its content, if it has no other.
     """
-    found = [_with_refusal(message) for message in messages]
-    if "developer" in template or not any(message.get("role") == "developer" for message in found):
-        return found
-    for message in found:
+    copies = [_with_refusal(message) for message in messages]
+    if "developer" in template or not any(message.get("role") == "developer" for message in copies):
+        return copies
+    for message in copies:
         if message.get("role") == "developer":
             message["role"] = "system"
-    count = next((i for i, message in enumerate(found) if message.get("role") != "system"), len(found))
-    texts = [message.get("content") for message in found[:count]]
+    count = next((i for i, message in enumerate(copies) if message.get("role") != "system"), len(copies))
+    texts = [message.get("content") for message in copies[:count]]
     if count < 2 or not all(isinstance(text, str) for text in texts):
-        return found
-    return [found[0] | {"content": "\n\n".join(map(str, texts))}, *found[count:]]
+        return copies
+    return [copies[0] | {"content": "\n\n".join(map(str, texts))}, *copies[count:]]
 
 
 def check_complete(
@@ -65,15 +65,15 @@ def check_complete(
     marked = [_marked(message, marks) for message in messages]
     with_tools = None if tools is None else [_marked_tool(tool, marks) for tool in tools]
     with_documents = None if documents is None else [
-        {name: marks(value, "the documents", "documents", i) for name, value in one.items()}
-        for i, one in enumerate(documents)
+        {name: marks(value, "the documents", "documents", i) for name, value in document.items()}
+        for i, document in enumerate(documents)
     ]  # fmt: skip
     try:
-        found = render(messages=marked, tools=with_tools, documents=with_documents)
+        rendered = render(messages=marked, tools=with_tools, documents=with_documents)
     except BadInput:
         # The template reads what a text says; without its marks it has taken this conversation.
         return
-    marks.check(found)
+    marks.check(rendered)
 
 
 class Marks:
@@ -91,20 +91,20 @@ class Marks:
         # By mark: what it is put behind, and the part of the request. Of a group, one mark that is found is enough.
         self.known: list[tuple[str, str, str, Any]] = []
 
-    def __call__(self, value: Any, what: str, part: str, group: Any = None) -> Any:
+    def __call__(self, value: Any, noun: str, part: str, group: Any = None) -> Any:
         """A text with a mark after it; other values, and empty texts, unchanged."""
         if not isinstance(value, str) or not value.strip():
             return value
         mark = f"{self.prefix}{len(self.known)}{SUFFIX}"
-        self.known.append((mark, what, part, mark if group is None else group))
+        self.known.append((mark, noun, part, mark if group is None else group))
         return value + mark
 
     def check(self, text: str) -> None:
         """Raises: Omitted: a mark is missing."""
-        there = {group for mark, _, _, group in self.known if mark in text}
-        for _, what, part, group in self.known:
-            if group not in there:
-                error = Omitted(f"the chat template of this model leaves out {what}", hint="leave it out, or give another template")
+        present = {group for mark, _, _, group in self.known if mark in text}
+        for _, noun, part, group in self.known:
+            if group not in present:
+                error = Omitted(f"the chat template of this model leaves out {noun}", hint="leave it out, or give another template")
                 error.param = part
                 raise error
 
@@ -155,21 +155,21 @@ def _doubtful(message: Message, place: int, text: str, template: str) -> bool:
 
 def _marked(message: Message, marks: Marks) -> dict[str, Any]:
     role = str(message.get("role"))[:32]
-    found = {**message, "content": marks(message.get("content"), f"a message of role `{role}`", "messages")}
+    marked = {**message, "content": marks(message.get("content"), f"a message of role `{role}`", "messages")}
     for name in extra_fields(message):
-        found[name] = marks(message[name], f"the `{name}` of a message of role `{role}`", "messages")
+        marked[name] = marks(message[name], f"the `{name}` of a message of role `{role}`", "messages")
     if calls := message.get("tool_calls"):
-        found["tool_calls"] = [_marked_function(call, marks, "the call of", "messages") for call in calls]
-    return found
+        marked["tool_calls"] = [_marked_function(call, marks, "the call of", "messages") for call in calls]
+    return marked
 
 
 def _marked_tool(tool: Mapping[str, Any], marks: Marks) -> dict[str, Any]:
     return _marked_function(tool, marks, "the tool", "tools")
 
 
-def _marked_function(given: Mapping[str, Any], marks: Marks, what: str, part: str) -> dict[str, Any]:
-    function = given.get("function")
+def _marked_function(entry: Mapping[str, Any], marks: Marks, noun: str, part: str) -> dict[str, Any]:
+    function = entry.get("function")
     if not isinstance(function, Mapping):
-        return dict(given)
+        return dict(entry)
     name = function.get("name")
-    return {**given, "function": {**function, "name": marks(name, f"{what} `{str(name)[:64]}`", part)}}
+    return {**entry, "function": {**function, "name": marks(name, f"{noun} `{str(name)[:64]}`", part)}}

@@ -111,10 +111,10 @@ def choose_template(templates: Mapping[str, str], *, name: str | None = None, to
     """
     if not templates:
         raise BadInput("this tokenizer has no chat template", hint=NO_TEMPLATE)
-    chosen = name or ("tool_use" if tools and "tool_use" in templates else "default")
-    if chosen not in templates:
-        raise BadInput(f"no chat template `{chosen}`", hint=nearest(chosen, templates))
-    return templates[chosen]
+    key = name or ("tool_use" if tools and "tool_use" in templates else "default")
+    if key not in templates:
+        raise BadInput(f"no chat template `{key}`", hint=nearest(key, templates))
+    return templates[key]
 
 
 @dataclass(frozen=True)
@@ -162,14 +162,14 @@ def all_rendered(
     A job that is refused, or that kills its process, does not affect the others: those are rendered again without it.
     """
     numbers = {template: number for number, template in enumerate(dict.fromkeys(job.template for job in jobs))}
-    asked: list[dict[str, Any] | BadInput] = []
+    requests: list[dict[str, Any] | BadInput] = []
     for job in jobs:
         try:
-            asked.append(request_of(job, numbers[job.template], special))
+            requests.append(request_of(job, numbers[job.template], special))
         except BadInput as error:
-            asked.append(error)
+            requests.append(error)
     request = {"templates": list(numbers), "now": now and now.isoformat()}
-    good = [one for one in asked if not isinstance(one, BadInput)]
+    good = [entry for entry in requests if not isinstance(entry, BadInput)]
     try:
         answers = iter(child.ask(request | {"jobs": good})["jobs"] if good else ())
     except BadInput as error:
@@ -177,7 +177,7 @@ def all_rendered(
             return [all_rendered([job], special, now, child)[0] for job in jobs]
         return [[error] * len(jobs[0].parts)]
     return [
-        [one] * len(job.parts) if isinstance(one, BadInput) else next(answers) for job, one in zip(jobs, asked)
+        [entry] * len(job.parts) if isinstance(entry, BadInput) else next(answers) for job, entry in zip(jobs, requests)
     ]
 
 
@@ -191,10 +191,10 @@ def request_of(job: RenderJob, number: int, special: Mapping[str, str]) -> dict[
         raise BadInput(f"a chat template of {len(job.template):,} characters", hint=f"at most {TEMPLATE_CHARACTERS:,}")
     variables = {"messages": list(job.messages), "documents": None} | dict(special) | dict(job.variables)
     try:
-        given = json.dumps(variables)
+        variables_json = json.dumps(variables)
     except (TypeError, ValueError, RecursionError) as error:
         raise BadInput(f"the conversation is not JSON: {str(error)[:200]}") from None
-    most = LEAST_CHARACTERS + 4 * len(given)
+    most = LEAST_CHARACTERS + 4 * len(variables_json)
     return {"template": number, "variables": variables, "most_characters": most, "parts": list(job.parts)}
 
 
@@ -205,12 +205,12 @@ def refusal(kind: str, message: str) -> BadInput:
         return BadInput(f"the chat template is not Jinja: {message}")
     if kind in ("MemoryError", "RecursionError", "TooLong"):
         return costly(message or "it wants too much memory")
-    what = message if kind == "TemplateError" else f"{message} ({kind})"
-    return BadInput(f"the chat template refuses these messages: {' '.join(what.split())}")
+    reason = message if kind == "TemplateError" else f"{message} ({kind})"
+    return BadInput(f"the chat template refuses these messages: {' '.join(reason.split())}")
 
 
-def costly(why: str) -> BadInput:
-    return BadInput("the chat template costs too much", where=why, hint="use another template: this one may mean harm")
+def costly(reason: str) -> BadInput:
+    return BadInput("the chat template costs too much", where=reason, hint="use another template: this one may mean harm")
 
 
 class Child:
@@ -234,11 +234,11 @@ class Child:
                 process.send(json.dumps(request).encode(), WALL_S)
                 return json.loads(process.receive(WALL_S))
             except TimeoutError:
-                why = f"it runs for more than {WALL_S} s"
+                reason = f"it runs for more than {WALL_S} s"
             except (EOFError, OSError):
-                why = "its process ended: too much time or memory"
+                reason = "its process ended: too much time or memory"
             self._end()
-        raise costly(why)
+        raise costly(reason)
 
     def _running(self) -> ChildProcess:
         if self._process is None or self._process.is_over:

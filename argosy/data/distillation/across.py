@@ -142,9 +142,9 @@ class Across:
                 self.stretch(out, ids, at, end, at == 0, at == begin > 0)
                 at = end
                 continue
-            if own := [ends] if ends is not None and at == len(ids) - 1 else self.role(ids[at]):
-                out.groups.append(AlignedSpan((at, at + 1), (len(out.teacher), len(out.teacher) + len(own))))
-                out.teacher += own
+            if teacher_ids := [ends] if ends is not None and at == len(ids) - 1 else self.role(ids[at]):
+                out.groups.append(AlignedSpan((at, at + 1), (len(out.teacher), len(out.teacher) + len(teacher_ids))))
+                out.teacher += teacher_ids
             at += 1
 
     def role(self, token: int) -> list[int]:
@@ -152,10 +152,10 @@ class Across:
         if token not in self.special:
             ours, theirs = self.student, self.teacher
             roles = [(ours.eos, theirs.eos), (ours.bos, theirs.bos)]
-            own = next((there for here, there in roles if here == token and there is not None), None)
+            match = next((teacher_id for student_id, teacher_id in roles if student_id == token and teacher_id is not None), None)
             # A beginning that the teacher has not is nothing, an end is its name as text.
             text = "" if token == ours.bos else ours.piece(token, False).decode(errors="ignore")
-            self.special[token] = [own] if own is not None else theirs.encode(text, special=True)
+            self.special[token] = [match] if match is not None else theirs.encode(text, special=True)
         return self.special[token]
 
     def stretch(self, out: Aligned, ids: Sequence[int], begin: int, end: int, first: bool, rest: bool = False) -> None:
@@ -169,10 +169,12 @@ class Across:
         cut = whole_characters(pieces)
         a, b = cut or (0, len(pieces))
         text = b"".join(pieces[a:b]).decode(errors="replace")
-        made, at = self.teacher.encode_rest([text])[0] if rest else self.teacher.encode(text), len(out.teacher)
-        out.teacher += made
+        teacher_ids, at = self.teacher.encode_rest([text])[0] if rest else self.teacher.encode(text), len(out.teacher)
+        out.teacher += teacher_ids
         # Some tokenizers put a space in front of a text, which is none of its bytes.
-        ways = [[self.teacher.piece(token, alone and place == 0) for place, token in enumerate(made)] for alone in (not rest, False)]
+        ways = [
+            [self.teacher.piece(token, alone and place == 0) for place, token in enumerate(teacher_ids)] for alone in (not rest, False)
+        ]
         theirs = next((way for way in ways if b"".join(way) == text.encode()), ways[0])
         out.unreadable |= (a, b) != (0, len(pieces)) or cut is None
         out.rewritten |= b"".join(theirs) != text.encode()
@@ -213,9 +215,9 @@ def whole_characters(pieces: Sequence[bytes]) -> tuple[int, int] | None:
     """The longest range of tokens that is valid text: rows may begin and end inside a character. None: it contains other invalid bytes.
     """
     most = min(4, len(pieces))
-    for left in range(2 * most):
-        for a in range(max(0, left - most), min(left, most) + 1):
-            b = len(pieces) - (left - a)
+    for dropped in range(2 * most):
+        for a in range(max(0, dropped - most), min(dropped, most) + 1):
+            b = len(pieces) - (dropped - a)
             try:
                 b"".join(pieces[a:b]).decode()
             except UnicodeDecodeError:
@@ -280,31 +282,31 @@ def aligned_fields(
     """
     rows, length = batch["tokens"].shape
     sizes = {"B": rows, "T": length, "U": places}
-    made = {name: np.zeros([sizes[a] for a in of.axes.split()], of.dtype) for name, of in FIELDS.items()}
+    fields = {name: np.zeros([sizes[a] for a in of.axes.split()], of.dtype) for name, of in FIELDS.items()}
     for row, segments in enumerate(batch["segments"]):
         at = number = 0
         for segment in range(1, int(segments.max(initial=0)) + 1):
-            here = np.flatnonzero(segments == segment)
-            if not len(here):
+            positions = np.flatnonzero(segments == segment)
+            if not len(positions):
                 continue
-            found = aligned(row, here)
-            theirs = found.teacher[: places - at]
-            if len(theirs) < len(found.teacher):
-                cut(len(found.teacher))
+            alignment = aligned(row, positions)
+            theirs = alignment.teacher[: places - at]
+            if len(theirs) < len(alignment.teacher):
+                cut(len(alignment.teacher))
             end = at + len(theirs)
-            made["teacher_tokens"][row, at:end] = theirs
-            made["teacher_targets"][row, at : max(end - 1, at)] = theirs[1:]
-            made["teacher_segments"][row, at:end] = segment
-            for (a, b), (c, d) in found.groups:
+            fields["teacher_tokens"][row, at:end] = theirs
+            fields["teacher_targets"][row, at : max(end - 1, at)] = theirs[1:]
+            fields["teacher_segments"][row, at:end] = segment
+            for (a, b), (c, d) in alignment.groups:
                 # The first token of a document has nothing before it that predicts it.
                 if a < 1 or c < 1 or d > len(theirs):
                     continue
-                ours = here[0] + np.arange(a - 1, b - 1)
+                ours = positions[0] + np.arange(a - 1, b - 1)
                 if not (batch["mask"][row, ours] > 0).all():
                     continue
                 number += 1
-                made["group"][row, ours] = number
-                made["teacher_group"][row, at + c - 1 : at + d - 1] = number
-                made["last"][row, ours[-1]], made["teacher_last"][row, ours[-1]] = 1, at + d - 2
+                fields["group"][row, ours] = number
+                fields["teacher_group"][row, at + c - 1 : at + d - 1] = number
+                fields["last"][row, ours[-1]], fields["teacher_last"][row, ours[-1]] = 1, at + d - 2
             at = end
-    return batch | made
+    return batch | fields

@@ -111,8 +111,8 @@ class Likeliest:
         rest = np.zeros(mask.shape, np.float32)
         for place, row in enumerate(rows.tolist()):
             if row >= 0:
-                here, found = mask[place] > 0, self.read(row)
-                ids[place, here], logps[place, here], rest[place, here] = found
+                targets, cached = mask[place] > 0, self.read(row)
+                ids[place, targets], logps[place, targets], rest[place, targets] = cached
         return {"teacher_ids": ids, "teacher_logps": logps, "teacher_rest": rest}
 
     @contextmanager

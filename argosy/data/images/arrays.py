@@ -38,8 +38,8 @@ class ImageArrays(ImageSource):
         self.path = self.file.path
         self.columns = dict(columns or {})
         if settings.buckets is not None:
-            what = "data.image.buckets is for image files, which have sizes of their own, and the images of an array have one"
-            raise BadInput(what, where=str(self.path), hint="leave data.image.buckets out")
+            problem = "data.image.buckets is for image files, which have sizes of their own, and the images of an array have one"
+            raise BadInput(problem, where=str(self.path), hint="leave data.image.buckets out")
         if unknown := set(self.columns) - set(COLUMNS):
             raise BadInput(f"data.columns.{min(unknown)} is no column of images", hint=f"columns: {', '.join(COLUMNS)}")
         self.tables = self._read()
@@ -60,9 +60,9 @@ class ImageArrays(ImageSource):
         return [SplitImages(self.tables[0], np.flatnonzero(mask == held_out))]
 
     def fingerprint(self) -> dict[str, Any]:
-        made = {"source": "arrays", "source.sha256": content_hash(self.file), "held_out": self.held_out}
-        made |= {f"source.{name}": column for name, column in sorted(self.columns.items())}
-        return made | self.settings.fingerprint()
+        fingerprint = {"source": "arrays", "source.sha256": content_hash(self.file), "held_out": self.held_out}
+        fingerprint |= {f"source.{name}": column for name, column in sorted(self.columns.items())}
+        return fingerprint | self.settings.fingerprint()
 
     def _read(self) -> list[ImageTable]:
         try:
@@ -70,8 +70,8 @@ class ImageArrays(ImageSource):
                 arrays = {name: file[name] for name in file.files}
         except (ValueError, OSError, EOFError, KeyError) as error:
             raise BadInput(f"not a NumPy file of arrays: {error}", where=str(self.path)) from None
-        own = "images" not in self.columns and "images" not in arrays and "train_images" in arrays
-        splits = ("train_", "test_") if own and "test_images" in arrays else ("train_",) if own else ("",)
+        has_splits = "images" not in self.columns and "images" not in arrays and "train_images" in arrays
+        splits = ("train_", "test_") if has_splits and "test_images" in arrays else ("train_",) if has_splits else ("",)
         return [self._table(arrays, prefix) for prefix in splits]
 
     def _table(self, arrays: dict[str, np.ndarray], prefix: str) -> ImageTable:
@@ -80,24 +80,24 @@ class ImageArrays(ImageSource):
 
         where, images, labels, captions = str(self.path), column("images"), column("labels"), column("captions")
         if images is None:
-            wanted = self.columns.get("images", "images")
+            expected = self.columns.get("images", "images")
             raise BadInput(
-                f"no array `{wanted}`", where=where, hint=f"it has {', '.join(arrays)}; data.columns.images=NAME names another"
+                f"no array `{expected}`", where=where, hint=f"it has {', '.join(arrays)}; data.columns.images=NAME names another"
             )
         if images.ndim not in (3, 4) or images.dtype.kind not in "uif" or not images.size:
-            what = f"`images` is {images.dtype} {list(images.shape)}, not [N H W] or [N H W C] numbers"
-            raise BadInput(what, where=where, hint="channels come last: transpose(0, 2, 3, 1) from channels first")
+            problem = f"`images` is {images.dtype} {list(images.shape)}, not [N H W] or [N H W C] numbers"
+            raise BadInput(problem, where=where, hint="channels come last: transpose(0, 2, 3, 1) from channels first")
         images = images[..., None] if images.ndim == 3 else images
         if images.shape[-1] not in (1, 3, 4) and images.shape[1] in (1, 3, 4):
-            what = f"`images` has its {images.shape[1]} channels first: {list(images.shape)}"
-            raise BadInput(what, where=where, hint="channels come last: transpose(0, 2, 3, 1)")
+            problem = f"`images` has its {images.shape[1]} channels first: {list(images.shape)}"
+            raise BadInput(problem, where=where, hint="channels come last: transpose(0, 2, 3, 1)")
         white = self.settings.white or (1.0 if images.dtype.kind == "f" else 255.0)
         self._check_values(images, white)
         controls = column("conditioning_images")
-        wanted = (*images.shape[:3], 3), images.dtype
-        if controls is not None and (controls.shape, controls.dtype) != wanted:
-            what = f"`conditioning_images` is {controls.dtype} {list(controls.shape)}, not {images.dtype} [N H W 3] like `images`"
-            raise BadInput(what, where=where)
+        expected = (*images.shape[:3], 3), images.dtype
+        if controls is not None and (controls.shape, controls.dtype) != expected:
+            problem = f"`conditioning_images` is {controls.dtype} {list(controls.shape)}, not {images.dtype} [N H W 3] like `images`"
+            raise BadInput(problem, where=where)
         for name, other in (("labels", labels), ("captions", captions)):
             if other is not None and len(other) != len(images):
                 raise BadInput(f"{len(images):,} images and {len(other):,} {name}", where=where)
@@ -108,8 +108,8 @@ class ImageArrays(ImageSource):
         height, width = images.shape[1:3]
         size = self.settings.size
         if size is not None and size > min(height, width):
-            what = f"data.image.size = {size}, and the images are {height} x {width}"
-            raise BadInput(what, where=where, hint="arrays are cropped and not resized: choose a smaller size")
+            problem = f"data.image.size = {size}, and the images are {height} x {width}"
+            raise BadInput(problem, where=where, hint="arrays are cropped and not resized: choose a smaller size")
         return ImageTable(
             images,
             None if labels is None else labels.astype(np.int32),
@@ -129,9 +129,9 @@ class ImageArrays(ImageSource):
             row = int(np.flatnonzero(~np.isfinite(images.reshape(len(images), -1)).all(1))[0])
             raise BadInput(f"image {row} has numbers that are not finite", where=str(self.path))
         if low < 0 or high > white:
-            what = f"images have numbers from {low:g} to {high:g}, and black is 0, white {white:g}"
-            raise BadInput(what, where=str(self.path), hint="data.image.white=NUMBER says what white is; shift so that black is 0")
+            problem = f"images have numbers from {low:g} to {high:g}, and black is 0, white {white:g}"
+            raise BadInput(problem, where=str(self.path), hint="data.image.white=NUMBER says what white is; shift so that black is 0")
         if self.settings.white is None and high < DARK * white:
-            what = f"images have numbers up to {high:g}, and white is {white:g}: all of them would be nearly black"
+            problem = f"images have numbers up to {high:g}, and white is {white:g}: all of them would be nearly black"
             hint = f"data.image.white={high:g}; or data.image.white={white:g} if they are so dark"
-            raise BadInput(what, where=str(self.path), hint=hint)
+            raise BadInput(problem, where=str(self.path), hint=hint)

@@ -35,12 +35,12 @@ def bucket_sizes(size: int, step: int, shortest: int | None = None, longest: int
     shortest = -(-(shortest or size // 2) // step) * step
     longest = (longest or 2 * size) // step * step
     square = size // step * step
-    found = {(square, square)}
+    sizes = {(square, square)}
     for width in range(shortest, longest + 1, step):
         height = min(longest, size * size // width // step * step)
         if height >= shortest:
-            found |= {(height, width), (width, height)}
-    return sorted(found)
+            sizes |= {(height, width), (width, height)}
+    return sorted(sizes)
 
 
 def nearest_bucket(height: int, width: int, sizes: Sequence[tuple[int, int]]) -> int:
@@ -66,7 +66,7 @@ class BucketOrder:
         # Batches of each bucket before the schedule begins anew.
         self.turns = self.counts if repeats else -(-self.counts // batch)
         seeds = [None if seed is None else named_seed(seed, f"bucket {b}") for b in range(len(self.counts))]
-        self.orders = [Order(count, one) for count, one in zip(self.counts.tolist(), seeds)]
+        self.orders = [Order(count, bucket_seed) for count, bucket_seed in zip(self.counts.tolist(), seeds)]
         self._schedule: tuple[int, np.ndarray, np.ndarray] | None = None
 
     @property
@@ -99,14 +99,14 @@ class BucketOrder:
         rows = np.zeros(len(places), np.int64)
         batches = places // self.batch
         for batch in np.unique(batches).tolist():
-            here = batches == batch
+            mask = batches == batch
             bucket, number = self.turn(batch)
-            draws = number * self.batch + places[here] % self.batch
+            draws = number * self.batch + places[mask] % self.batch
             offset, count = int(self.offsets[bucket]), int(self.counts[bucket])
             if self.repeats:
-                rows[here] = offset + self.orders[bucket](draws)
+                rows[mask] = offset + self.orders[bucket](draws)
             else:
-                rows[here] = np.where(draws < count, offset + draws, -1 - offset)
+                rows[mask] = np.where(draws < count, offset + draws, -1 - offset)
         return rows
 
     def draws(self, batches: int) -> np.ndarray:

@@ -103,10 +103,10 @@ class EncodedImages(RowSource):
     ):
         self.source, self.encoders, self.dropout, self.say, self.prompts = source, encoders, dropout, say, prompts
         if encoders.space is not None and source.settings.crop == "random":
-            what = "latents are computed once for each image, and data.image.crop=random crops anew in each epoch"
-            raise BadInput(what, where=source.where, hint="data.image.crop=center; data.image.flip=true is built")
-        made = json.dumps([source.fingerprint(), encoders.identity], sort_keys=True, default=str)
-        self.folder = cache / "images" / hashlib.sha256(made.encode()).hexdigest()[:32]
+            problem = "latents are computed once for each image, and data.image.crop=random crops anew in each epoch"
+            raise BadInput(problem, where=source.where, hint="data.image.crop=center; data.image.flip=true is built")
+        identity = json.dumps([source.fingerprint(), encoders.identity], sort_keys=True, default=str)
+        self.folder = cache / "images" / hashlib.sha256(identity.encode()).hexdigest()[:32]
 
     @property
     def unreadable(self) -> Sequence[str]:
@@ -120,22 +120,22 @@ class EncodedImages(RowSource):
 
     def rows(self, *, sequence: int, vocab: Any, seed: int, held_out: bool = False) -> "EncodedRows | BucketRows":
         space, buckets = self.encoders.space, self.source.settings.buckets
-        asked = vocab if space is None else vocab._replace(channels=space.channels, multiple=space.multiple * vocab.multiple)
-        made = []
-        for table, chosen in self.source.splits(held_out, vocab.channels if space is None else space.channels):
+        image_space = vocab if space is None else vocab._replace(channels=space.channels, multiple=space.multiple * vocab.multiple)
+        parts = []
+        for table, indexes in self.source.splits(held_out, vocab.channels if space is None else space.channels):
             name = ("held_out" if held_out else "train") + ("" if buckets is None else "-{}x{}".format(*table.size))
-            made.append(self._rows_of(table, chosen, asked, vocab.channels, seed, held_out, name))
-        return made[0] if buckets is None else BucketRows(made)
+            parts.append(self._rows_of(table, indexes, image_space, vocab.channels, seed, held_out, name))
+        return parts[0] if buckets is None else BucketRows(parts)
 
     def _rows_of(
-        self, table: ImageTable, chosen: np.ndarray, asked: Any, channels: int, seed: int, held_out: bool, name: str
+        self, table: ImageTable, indexes: np.ndarray, space: Any, channels: int, seed: int, held_out: bool, name: str
     ) -> "EncodedRows":
         """Rows of one size, encoded into the folder of this name."""
-        check_images(table, asked, self.source.where, self.source.settings)
+        check_images(table, space, self.source.where, self.source.settings)
         if self.encoders.reads_text and table.captions is None:
             hint = "NAME.txt beside NAME.png; `text` in metadata.jsonl; an array `captions`; data.image.caption gives all the same one"
             raise BadInput("the model reads captions, and this data has none", where=self.source.where, hint=hint)
-        rows = ImageRows(table, chosen, self.source.settings, seed, trains=not held_out)
+        rows = ImageRows(table, indexes, self.source.settings, seed, trains=not held_out)
         store = EncodedStore(self.folder / name)
         store.fill(rows, self.encoders, self.say)
         return EncodedRows(rows, store, channels, 0.0 if held_out else self.dropout, self.prompts)
@@ -172,22 +172,22 @@ class EncodedStore:
                 self.arrays[name] = np.load(path, mmap_mode="r")
 
     def _write(
-        self, what: str, count: int, at_once: int, compute: Callable[[int, int], dict[str, np.ndarray]], say: Say
+        self, noun: str, count: int, at_once: int, compute: Callable[[int, int], dict[str, np.ndarray]], say: Say
     ) -> None:
         """Computes rows from where an earlier process ended, and writes down how far it is after each part."""
-        done = self._manifest().get(what, 0)
-        arrays, told = dict[str, np.ndarray](), -1
+        done = self._manifest().get(noun, 0)
+        arrays, last_tenth = dict[str, np.ndarray](), -1
         for at in range(done, count, at_once):
-            if (tenth := 10 * at // count) > told:
-                say(f"encoding {what}: {at:,} of {count:,}")
-                told = tenth
+            if (tenth := 10 * at // count) > last_tenth:
+                say(f"encoding {noun}: {at:,} of {count:,}")
+                last_tenth = tenth
             for name, values in compute(at, min(at + at_once, count)).items():
                 if name not in arrays:
                     arrays[name] = self._opened(name, (count, *values.shape[1:]), values.dtype, begins=not at)
                 arrays[name][at : at + len(values)] = values
             for array in arrays.values():
                 array.flush()  # type: ignore[attr-defined]
-            self._say_done(what, min(at + at_once, count))
+            self._say_done(noun, min(at + at_once, count))
 
     def _opened(self, name: str, shape: tuple[int, ...], dtype: np.dtype, begins: bool) -> np.ndarray:
         path = self.folder / f"{name}.npy"
@@ -199,9 +199,9 @@ class EncodedStore:
         path = self.folder / MANIFEST
         return json.loads(path.read_text()) if path.is_file() else {}
 
-    def _say_done(self, what: str, rows: int) -> None:
+    def _say_done(self, noun: str, rows: int) -> None:
         path = self.folder / f"{MANIFEST}.part"
-        path.write_text(json.dumps(self._manifest() | {what: rows}))
+        path.write_text(json.dumps(self._manifest() | {noun: rows}))
         sync(path)
         os.replace(path, self.folder / MANIFEST)
 
@@ -226,8 +226,8 @@ class EncodedRows:
         self.table, self.chosen, self.settings = rows.table, rows.chosen, rows.settings
         arrays = store.arrays
         if "latents" in arrays and arrays["latents"].shape[-1] != channels:
-            what = f"the autoencoder's latents have {plural(arrays['latents'].shape[-1], 'channel')}, and the model reads {channels}"
-            raise BadInput(what, hint=f"model.channels={arrays['latents'].shape[-1]}, or another autoencoder")
+            problem = f"the autoencoder's latents have {plural(arrays['latents'].shape[-1], 'channel')}, and the model reads {channels}"
+            raise BadInput(problem, hint=f"model.channels={arrays['latents'].shape[-1]}, or another autoencoder")
         captions = {name: field for name, field in CAPTION_FIELDS.items() if name in arrays}
         self.fields: Fields = dict(rows.fields) | captions | ({} if prompts is None else {"prompts": PROMPTS})
         self._captions = np.zeros(0, np.int64)
@@ -254,29 +254,29 @@ class EncodedRows:
 
     def gather(self, rows: np.ndarray, places: np.ndarray | None = None) -> Batch:
         places, arrays = rows if places is None else places, self.store.arrays
-        drawn = [self.images.drawn(place) for place in places.tolist()]
-        made = dict[str, Any]()
+        draws = [self.images.drawn(place) for place in places.tolist()]
+        batch = dict[str, Any]()
         if "latents" in arrays:
-            mirrored = np.array([bool(bits[2] >> np.uint64(63)) and self.settings.flip for bits in drawn], np.int64)
-            made["images"] = arrays["latents"][rows, mirrored]
+            mirrored = np.array([bool(bits[2] >> np.uint64(63)) and self.settings.flip for bits in draws], np.int64)
+            batch["images"] = arrays["latents"][rows, mirrored]
             if self.table.labels is not None:
-                made["labels"] = self.table.labels[self.chosen[rows]].astype(np.int32)
+                batch["labels"] = self.table.labels[self.chosen[rows]].astype(np.int32)
             # Control images are not encoded: a ControlNet reads pixels.
-            made |= self.images.controls(rows, places)
+            batch |= self.images.controls(rows, places)
         else:
-            made = self.images.gather(rows, places)
+            batch = self.images.gather(rows, places)
         if len(self._captions):
             # The empty caption is the first.
-            empty = np.array([float(bits[3]) < self.dropout * WIDTH for bits in drawn])
+            empty = np.array([float(bits[3]) < self.dropout * WIDTH for bits in draws])
             captions = np.where(empty, 0, self._captions[rows])
-            made |= {name: np.asarray(arrays[name][captions]) for name in CAPTION_FIELDS if name in arrays}
+            batch |= {name: np.asarray(arrays[name][captions]) for name in CAPTION_FIELDS if name in arrays}
         if self.prompts is not None:
             # The number that decides about the empty prompt also decides which other one it is.
-            shares = np.array([float(bits[3]) / WIDTH for bits in drawn])
+            shares = np.array([float(bits[3]) / WIDTH for bits in draws])
             each = (shares - self.dropout) / (1 - self.dropout) * (len(self.prompts) - 1)
-            chosen = np.where(shares < self.dropout, 0, 1 + np.minimum(each.astype(np.int64), len(self.prompts) - 2))
-            made["prompts"] = self.prompts[chosen]
-        return made
+            prompt_ids = np.where(shares < self.dropout, 0, 1 + np.minimum(each.astype(np.int64), len(self.prompts) - 2))
+            batch["prompts"] = self.prompts[prompt_ids]
+        return batch
 
 
 def encoded_images(rows: ImageRows, at: int, end: int, encode: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:

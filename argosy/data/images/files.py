@@ -134,17 +134,17 @@ class ImageFiles(ImageSource):
         if (size := self.settings.size) is None:
             return image
         height, width = image.shape[:2]
-        wanted = self.bucket_sizes[nearest_bucket(height, width, self.bucket_sizes)] if self.bucket_sizes else (size, size)
-        scale = max(wanted[0] / height, wanted[1] / width)
-        return resized(image, max(wanted[0], round(height * scale)), max(wanted[1], round(width * scale)))
+        target = self.bucket_sizes[nearest_bucket(height, width, self.bucket_sizes)] if self.bucket_sizes else (size, size)
+        scale = max(target[0] / height, target[1] / width)
+        return resized(image, max(target[0], round(height * scale)), max(target[1], round(width * scale)))
 
     def __len__(self) -> int:
         return len(self.files)
 
     def picture(self, row: int) -> np.ndarray:
         """The decoded image of a row."""
-        kept = self.decoded.get(row)
-        return self._prepared(read_image(self.encoded(row))) if kept is None else kept
+        cached = self.decoded.get(row)
+        return self._prepared(read_image(self.encoded(row))) if cached is None else cached
 
     def control(self, row: int) -> np.ndarray:
         """The decoded control image of a row, as high and wide as its image."""
@@ -169,21 +169,22 @@ class ImageFiles(ImageSource):
     def stored_splits(self, held_out: bool, channels: int) -> list[SplitImages]:
         size = self.settings.size
         square = self.table(channels, min(self.sizes) if size is None else (size, size))
-        chosen = np.flatnonzero(held_out_rows(square.identities, self.held_out) == held_out)
+        indexes = np.flatnonzero(held_out_rows(square.identities, self.held_out) == held_out)
         if not self.bucket_sizes:
-            return [SplitImages(square, chosen)]
-        buckets = np.array(self.bucket_of)[chosen]
+            return [SplitImages(square, indexes)]
+        buckets = np.array(self.bucket_of)[indexes]
         # A split without images has the bucket of the square.
         numbers = np.unique(buckets).tolist() or [nearest_bucket(1, 1, self.bucket_sizes)]
-        return [SplitImages(self.table(channels, self.bucket_sizes[b]), chosen[buckets == b]) for b in numbers]
+        return [SplitImages(self.table(channels, self.bucket_sizes[b]), indexes[buckets == b]) for b in numbers]
 
     def fingerprint(self) -> dict[str, Any]:
         """Names count, because they set the order; where the folder or archive is does not."""
         digest = hashlib.sha256()
         for file in self.files:
             digest.update(json.dumps([file.name, file.label, file.caption, file.digest.hex()]).encode())
-        made = {"source": self.kind, "source.files": len(self.files), "source.sha256": digest.hexdigest(), "held_out": self.held_out}
-        return made | self.settings.fingerprint()
+        fingerprint = {"source": self.kind, "source.files": len(self.files), "source.sha256": digest.hexdigest()}
+        fingerprint |= {"held_out": self.held_out}
+        return fingerprint | self.settings.fingerprint()
 
 
 class ChannelsOf:

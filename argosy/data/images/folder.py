@@ -56,8 +56,8 @@ class ImageFolder(ImageFiles):
 
 def image_paths(root: Path) -> list[Path]:
     """The image files below a folder, in the order of their relative paths; hidden ones are not among them."""
-    found = (path for path in root.rglob("*") if path.suffix.lower() in ENDINGS)
-    seen = [path for path in found if not any(part.startswith(".") for part in path.relative_to(root).parts)]
+    paths = (path for path in root.rglob("*") if path.suffix.lower() in ENDINGS)
+    seen = [path for path in paths if not any(part.startswith(".") for part in path.relative_to(root).parts)]
     return sorted(seen, key=lambda path: path.relative_to(root).as_posix())
 
 
@@ -68,14 +68,14 @@ def control_paths(root: Path) -> dict[str, Path]:
         BadInput: some lines have one and others have none, or its file is missing.
     """
     rows = _lines(root / METADATA)
-    named = {name: next((row[key] for key in CONTROL_KEYS if key in row), None) for name, row in rows.items()}
-    given = {name: root / str(value) for name, value in named.items() if value is not None}
-    if given and (lacking := sorted(named.keys() - given.keys())):
-        what = f"`{CONTROL_KEYS[0]}` is in some lines of {METADATA} and not in others: {lacking[0]}"
-        raise BadInput(what, where=str(root / METADATA))
-    if missing := sorted(str(path) for path in given.values() if not path.is_file()):
+    values = {name: next((row[key] for key in CONTROL_KEYS if key in row), None) for name, row in rows.items()}
+    controls = {name: root / str(value) for name, value in values.items() if value is not None}
+    if controls and (lines_without := sorted(values.keys() - controls.keys())):
+        problem = f"`{CONTROL_KEYS[0]}` is in some lines of {METADATA} and not in others: {lines_without[0]}"
+        raise BadInput(problem, where=str(root / METADATA))
+    if missing := sorted(str(path) for path in controls.values() if not path.is_file()):
         raise BadInput(f"{plural(len(missing), 'control image')} of {METADATA} without a file", where=missing[0])
-    return given
+    return controls
 
 
 def _lines(where: Path) -> dict[str, dict[str, Any]]:
@@ -105,21 +105,21 @@ def described_files(root: Path, paths: list[Path]) -> tuple[tuple[str, ...], lis
     nothing: list[Any] = [None] * len(paths)
     if (root / METADATA).is_file():
         return _by_metadata(root, paths)
-    beside = [path.with_suffix(".txt") for path in paths]
-    if any(path.is_file() for path in beside):
+    caption_files = [path.with_suffix(".txt") for path in paths]
+    if any(path.is_file() for path in caption_files):
         images = {path.with_suffix("") for path in paths}
         alone = sorted(path for path in root.rglob("*.txt") if path.with_suffix("") not in images)
         if alone:
             raise BadInput(f"{plural(len(alone), 'caption')} without an image", where=str(alone[0]))
-        if missing := [path for path, text in zip(paths, beside) if not text.is_file()]:
+        if missing := [path for path, text in zip(paths, caption_files) if not text.is_file()]:
             raise BadInput(f"{plural(len(missing), 'image')} without a caption", where=str(missing[0]), hint="NAME.txt beside NAME.png")
-        return (), nothing, [path.read_text(encoding="utf-8").strip() for path in beside]
+        return (), nothing, [path.read_text(encoding="utf-8").strip() for path in caption_files]
     folders = [path.relative_to(root).parts[:-1] for path in paths]
     if not any(folders):
         return (), nothing, nothing
     if loose := [path for path, folder in zip(paths, folders) if not folder]:
-        what = f"{plural(len(loose), 'image')} beside the folders of classes"
-        raise BadInput(what, where=str(loose[0]), hint="a folder for each class")
+        problem = f"{plural(len(loose), 'image')} beside the folders of classes"
+        raise BadInput(problem, where=str(loose[0]), hint="a folder for each class")
     names = sorted({folder[0] for folder in folders})
     return tuple(names), [names.index(folder[0]) for folder in folders], nothing
 
@@ -132,14 +132,14 @@ def _by_metadata(root: Path, paths: list[Path]) -> tuple[tuple[str, ...], list[i
         raise BadInput(f"{plural(len(missing), 'image')} without a line in {METADATA}", where=str(root / missing[0]))
     if alone := sorted(rows.keys() - set(names)):
         raise BadInput(f"{plural(len(alone), 'line')} of {METADATA} without an image: {alone[0]}", where=str(where))
-    told = [rows[name] for name in names]
+    lines = [rows[name] for name in names]
     for key in ("text", "label"):
-        if lacking := [name for name, row in zip(names, told) if (key in row) != (key in told[0])]:
-            raise BadInput(f"`{key}` is in some lines of {METADATA} and not in others: {lacking[0]}", where=str(where))
-    captions: list[Any] = [row.get("text") for row in told]
-    if "label" not in told[0]:
+        if lines_without := [name for name, row in zip(names, lines) if (key in row) != (key in lines[0])]:
+            raise BadInput(f"`{key}` is in some lines of {METADATA} and not in others: {lines_without[0]}", where=str(where))
+    captions: list[Any] = [row.get("text") for row in lines]
+    if "label" not in lines[0]:
         return (), [None] * len(paths), captions
-    if all(isinstance(row["label"], int) for row in told):
-        return (), [row["label"] for row in told], captions
-    classes = sorted({str(row["label"]) for row in told})
-    return tuple(classes), [classes.index(str(row["label"])) for row in told], captions
+    if all(isinstance(row["label"], int) for row in lines):
+        return (), [row["label"] for row in lines], captions
+    classes = sorted({str(row["label"]) for row in lines})
+    return tuple(classes), [classes.index(str(row["label"])) for row in lines], captions

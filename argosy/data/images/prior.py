@@ -72,5 +72,5 @@ class PriorRows:
         parts = self.subject.gather(pairs, places), self.prior.gather(self.order(places), places)
         # Images of the class have no control images.
         shared = {name: array for name, array in parts[0].items() if name in parts[1]}
-        made = {name: np.stack([part[name] for part in parts], 1).reshape(-1, *array.shape[1:]) for name, array in shared.items()}
-        return made | {"prior": np.tile(np.array([0, 1], np.float32), len(pairs))}
+        batch = {name: np.stack([part[name] for part in parts], 1).reshape(-1, *array.shape[1:]) for name, array in shared.items()}
+        return batch | {"prior": np.tile(np.array([0, 1], np.float32), len(pairs))}

@@ -92,9 +92,9 @@ class ImageShard(ABC):
         Raises:
             BadInput: the settings name a field that is not there.
         """
-        if (asked := self.columns.get(column)) is not None and asked not in fields:
-            raise BadInput(f"no `{asked}`, which data.columns.{column} names", where=where, hint=f"it has {', '.join(fields)}")
-        names = COLUMNS[column] if asked is None else (asked,)
+        if (field := self.columns.get(column)) is not None and field not in fields:
+            raise BadInput(f"no `{field}`, which data.columns.{column} names", where=where, hint=f"it has {', '.join(fields)}")
+        names = COLUMNS[column] if field is None else (field,)
         return next((fields[name] for name in names if fields.get(name) is not None), None)
 
 
@@ -125,25 +125,25 @@ class TarShard(ImageShard):
     def _record(self, stem: str, fields: dict[str, Any], images: dict[str, tuple[bytes, Any]]) -> ShardRecord:
         where = f"{self.file}, {stem}"
         controls = {ending: image for ending, image in images.items() if self._is_control(ending)}
-        if (asked := self.columns.get("images")) is not None:
-            images = {ending: image for ending, image in images.items() if ending == asked}
+        if (requested := self.columns.get("images")) is not None:
+            images = {ending: image for ending, image in images.items() if ending == requested}
         else:
             images = {ending: image for ending, image in images.items() if ending not in controls}
         if len(images) != 1:
-            what = f"several images: {', '.join(images)}" if images else f"no image{'' if asked is None else f' `{asked}`'}"
-            raise BadInput(f"a record with {what}", where=where, hint="data.columns.images=ENDING names that of the images")
+            problem = f"several images: {', '.join(images)}" if images else f"no image{'' if requested is None else f' `{requested}`'}"
+            raise BadInput(f"a record with {problem}", where=where, hint="data.columns.images=ENDING names that of the images")
         if len(controls) > 1:
-            what = f"a record with several control images: {', '.join(controls)}"
-            raise BadInput(what, where=where, hint="data.columns.controls=ENDING names that of the control images")
+            problem = f"a record with several control images: {', '.join(controls)}"
+            raise BadInput(problem, where=where, hint="data.columns.controls=ENDING names that of the control images")
         data, at = next(iter(images.values()))
         caption, control = self.chosen("captions", fields, where), next(iter(controls.values()), (None, None))
-        said = None if caption is None else str(caption).strip()
-        return ShardRecord(stem, data, at, self.chosen("labels", fields, where), said, *control)
+        text = None if caption is None else str(caption).strip()
+        return ShardRecord(stem, data, at, self.chosen("labels", fields, where), text, *control)
 
     def _is_control(self, ending: str) -> bool:
         """Whether a file with this ending is a control image: `conditioning_image.png`, or the ending that the settings name."""
-        asked = self.columns.get("controls")
-        return ending.rpartition(".")[0] in COLUMNS["controls"] if asked is None else ending == asked
+        requested = self.columns.get("controls")
+        return ending.rpartition(".")[0] in COLUMNS["controls"] if requested is None else ending == requested
 
     def _members(self) -> Iterator[tuple[str, str, bytes, tuple[int, int]]]:
         """Name, ending after the first point, bytes, and place of each file that is an image or a text."""
@@ -178,17 +178,17 @@ class ParquetShard(ImageShard):
         super().__init__(file, columns)
         schema, self.row_groups = self._opened(lambda opened: (opened.schema_arrow, opened.num_row_groups))
         names = schema.names
-        asked = columns.get("images")
-        self.column = next((name for name in (COLUMNS["images"] if asked is None else (asked,)) if name in names), "")
+        requested = columns.get("images")
+        self.column = next((name for name in (COLUMNS["images"] if requested is None else (requested,)) if name in names), "")
         if not self.column:
-            what = "no column of images" if asked is None else f"no column `{asked}`"
-            raise BadInput(what, where=str(file), hint=f"it has {', '.join(names)}; data.columns.images=NAME names it")
+            problem = "no column of images" if requested is None else f"no column `{requested}`"
+            raise BadInput(problem, where=str(file), hint=f"it has {', '.join(names)}; data.columns.images=NAME names it")
         self.control_column = next((name for name in self._names("controls") if name in names), None)
         if self.control_column is None and "controls" in columns:
-            what = f"no column `{columns['controls']}`, which data.columns.controls names"
-            raise BadInput(what, where=str(file), hint=f"it has {', '.join(names)}")
-        wanted = dict.fromkeys((*COLUMNS["captions"], *COLUMNS["labels"], *columns.values()))
-        self.others = [name for name in wanted if name in names and name not in (self.column, self.control_column)]
+            problem = f"no column `{columns['controls']}`, which data.columns.controls names"
+            raise BadInput(problem, where=str(file), hint=f"it has {', '.join(names)}")
+        readable = dict.fromkeys((*COLUMNS["captions"], *COLUMNS["labels"], *columns.values()))
+        self.others = [name for name in readable if name in names and name not in (self.column, self.control_column)]
         features = json.loads((schema.metadata or {}).get(b"huggingface", b"{}")).get("info", {}).get("features", {})
         label = next((name for name in self._names("labels") if name in names), "")
         self.class_names = tuple((features.get(label) or {}).get("names") or ())
@@ -221,9 +221,9 @@ class ParquetShard(ImageShard):
             for i, image in enumerate(images):
                 where, fields = f"{self.file}, row {row}", others[i] if others else {}
                 caption = self.chosen("captions", fields, where)
-                found = None if caption is None else str(caption).strip()
+                text = None if caption is None else str(caption).strip()
                 control = (None, None) if controls is None else (controls[i], (group, i, self.control_column))
-                yield ShardRecord(str(row), image, (group, i, self.column), self.chosen("labels", fields, where), found, *control)
+                yield ShardRecord(str(row), image, (group, i, self.column), self.chosen("labels", fields, where), text, *control)
                 row += 1
 
     def read(self, at: Any) -> bytes:
@@ -236,15 +236,15 @@ class ParquetShard(ImageShard):
             BadInput: an image is not there, or is a path.
         """
         if (key := (group, column)) not in self.groups:
-            found = []
+            images = []
             for i, row in enumerate(self._rows(group, [column])):
                 value = row[column]
                 data = value.get("bytes") if isinstance(value, dict) else value
                 if not isinstance(data, bytes):
                     where = f"{self.file}, row {i} of group {group}"
                     raise BadInput(f"`{column}` holds no bytes of an image", where=where, hint="the file has images, not paths")
-                found.append(data)
-            self.groups[key] = found
+                images.append(data)
+            self.groups[key] = images
             while len(self.groups) > GROUPS_KEPT * (1 if self.control_column is None else 2):
                 self.groups.popitem(last=False)
         self.groups.move_to_end(key)
@@ -266,7 +266,7 @@ class ImageShards(ImageFiles):
         self.shards = [{"tar": TarShard, "parquet": ParquetShard}[file_kind(file)](file, columns or {}) for file in files]
         # The shard of each image, and where it and its control image are there.
         self.places: list[tuple[int, Any, Any]] = []
-        labels, lacking = list[Any](), list[str]()
+        labels, without_control = list[Any](), list[str]()
         for number, shard in enumerate(self.shards):
             for record in shard.records():
                 name = f"{files[number].name}/{record.name}"
@@ -275,10 +275,10 @@ class ImageShards(ImageFiles):
                 if self.add(name, where, record.image, None, record.caption, control):
                     self.places.append((number, record.at, record.control_at))
                     labels.append(record.label)
-                    lacking += [name] if control is None else []
+                    without_control += [name] if control is None else []
         self.check_added()
-        if self.has_controls and lacking:
-            raise BadInput(f"an image without a control image, which others have: {lacking[0]}", where=self.place)
+        if self.has_controls and without_control:
+            raise BadInput(f"an image without a control image, which others have: {without_control[0]}", where=self.place)
         self._check_complete(labels)
 
     def _check_complete(self, labels: list[Any]) -> None:
@@ -287,10 +287,10 @@ class ImageShards(ImageFiles):
         Raises:
             BadInput: some images have a class or a caption, and others have none.
         """
-        for what, values in (("class", labels), ("caption", [file.caption for file in self.files])):
-            lacking = [file.name for file, value in zip(self.files, values) if value is None]
-            if lacking and len(lacking) < len(values):
-                raise BadInput(f"an image without a {what}, which others have: {lacking[0]}", where=self.place)
+        for noun, values in (("class", labels), ("caption", [file.caption for file in self.files])):
+            without = [file.name for file, value in zip(self.files, values) if value is None]
+            if without and len(without) < len(values):
+                raise BadInput(f"an image without a {noun}, which others have: {without[0]}", where=self.place)
         if labels[0] is None:
             return
         names = next((shard.class_names for shard in self.shards if shard.class_names), ())

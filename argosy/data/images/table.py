@@ -88,11 +88,11 @@ def image_identity(picture: np.ndarray, caption: str | None) -> int:
 def held_out_rows(identities: np.ndarray, share: float) -> np.ndarray:
     """Which images are kept for evaluation: those whose hash falls below the share; the last ones if that gives less than half of
     it, as in a small set."""
-    chosen = identities < np.uint64(min(share, 1.0) * 2.0**64) if share else np.zeros(len(identities), bool)
-    wanted = int(share * len(identities))
-    if chosen.sum() < wanted / 2 or chosen.all():
-        chosen = np.arange(len(identities)) >= len(identities) - wanted
-    return chosen
+    mask = identities < np.uint64(min(share, 1.0) * 2.0**64) if share else np.zeros(len(identities), bool)
+    count = int(share * len(identities))
+    if mask.sum() < count / 2 or mask.all():
+        mask = np.arange(len(identities)) >= len(identities) - count
+    return mask
 
 
 class ImageSource(RowSource):
@@ -111,18 +111,18 @@ class ImageSource(RowSource):
 
     def splits(self, held_out: bool, channels: int) -> list[SplitImages]:
         """The images of a split with so many channels, if the source can convert them: of each bucket, where there are any."""
-        found = self.stored_splits(held_out, channels)
+        splits = self.stored_splits(held_out, channels)
         if (caption := self.settings.caption) is None:
-            return found
-        captions = [caption] * (len(found[0].table.pictures) if found else 0)
-        return [SplitImages(replace(table, captions=captions), chosen) for table, chosen in found]
+            return splits
+        captions = [caption] * (len(splits[0].table.pictures) if splits else 0)
+        return [SplitImages(replace(table, captions=captions), indexes) for table, indexes in splits]
 
     def rows(self, *, sequence: int, vocab: Any, seed: int, held_out: bool = False) -> "ImageRows | BucketRows":
-        made = []
-        for table, chosen in self.splits(held_out, vocab.channels):
+        parts = []
+        for table, indexes in self.splits(held_out, vocab.channels):
             check_images(table, vocab, self.where, self.settings)
-            made.append(ImageRows(table, chosen, self.settings, seed, trains=not held_out))
-        return made[0] if self.settings.buckets is None else BucketRows(made)
+            parts.append(ImageRows(table, indexes, self.settings, seed, trains=not held_out))
+        return parts[0] if self.settings.buckets is None else BucketRows(parts)
 
 
 class ImageRows:
@@ -136,8 +136,8 @@ class ImageRows:
     # Tokens of a row, as rates count them: one for an image.
     tokens_per_row = 1
 
-    def __init__(self, table: ImageTable, chosen: np.ndarray, settings: ImageSettings, seed: int, trains: bool):
-        self.table, self.chosen, self.settings = table, chosen, settings if trains else without_chance(settings)
+    def __init__(self, table: ImageTable, indexes: np.ndarray, settings: ImageSettings, seed: int, trains: bool):
+        self.table, self.chosen, self.settings = table, indexes, settings if trains else without_chance(settings)
         self.fields: Fields = {"images": IMAGES} | ({"labels": LABELS} if table.labels is not None else {})
         self.fields |= {} if table.controls is None else {"control": CONTROL}
         self.seed = mix(np.array([seed % 2**64], np.uint64))
@@ -159,18 +159,18 @@ class ImageRows:
     def gather(self, rows: np.ndarray, places: np.ndarray | None = None) -> Batch:
         places = rows if places is None else places
         images = [self.prepared(*pair) for pair in zip(rows.tolist(), places.tolist(), strict=True)]
-        made: Batch = {"images": np.stack(images)}
+        batch: Batch = {"images": np.stack(images)}
         if self.table.labels is not None:
-            made["labels"] = self.table.labels[self.chosen[rows]].astype(np.int32)
-        return made | self.controls(rows, places)
+            batch["labels"] = self.table.labels[self.chosen[rows]].astype(np.int32)
+        return batch | self.controls(rows, places)
 
     def controls(self, rows: np.ndarray, places: np.ndarray) -> Batch:
         """The control images of rows, cropped and mirrored as their images; nothing without any."""
         if (controls := self.table.controls) is None:
             return {}
         pairs = zip(rows.tolist(), places.tolist(), strict=True)
-        found = np.stack([self._placed(controls[int(self.chosen[row])], place) for row, place in pairs])
-        return {"control": found.astype(np.float32) * np.float32(1 / self.table.white)}
+        images = np.stack([self._placed(controls[int(self.chosen[row])], place) for row, place in pairs])
+        return {"control": images.astype(np.float32) * np.float32(1 / self.table.white)}
 
     def drawn(self, place: int) -> np.ndarray:
         """Four random numbers for a place in the run: of the crop's height and width, of the mirror, and of the caption or prompt."""
@@ -183,9 +183,9 @@ class ImageRows:
 
     def _placed(self, picture: np.ndarray, place: int) -> np.ndarray:
         """An image, cropped and mirrored as its place in the run says."""
-        drawn = self.drawn(place)
-        picture = cropped(picture, self.table.size, self.settings.crop == "random", drawn[:2])
-        return picture[:, ::-1] if self.settings.flip and drawn[2] >> np.uint64(63) else picture
+        draws = self.drawn(place)
+        picture = cropped(picture, self.table.size, self.settings.crop == "random", draws[:2])
+        return picture[:, ::-1] if self.settings.flip and draws[2] >> np.uint64(63) else picture
 
 
 def without_chance(settings: ImageSettings) -> ImageSettings:
@@ -193,10 +193,10 @@ def without_chance(settings: ImageSettings) -> ImageSettings:
     return settings.model_copy(update={"crop": "center", "flip": False})
 
 
-def cropped(picture: np.ndarray, size: tuple[int, int], random: bool, drawn: np.ndarray) -> np.ndarray:
+def cropped(picture: np.ndarray, size: tuple[int, int], random: bool, draws: np.ndarray) -> np.ndarray:
     """The part of an image with this size, at its center or at a random place."""
-    spare = [have - wanted for have, wanted in zip(picture.shape[:2], size, strict=True)]
-    at = [int(bits % np.uint64(room + 1)) if random else room // 2 for room, bits in zip(spare, drawn, strict=True)]
+    spare = [have - target for have, target in zip(picture.shape[:2], size, strict=True)]
+    at = [int(bits % np.uint64(room + 1)) if random else room // 2 for room, bits in zip(spare, draws, strict=True)]
     return picture[at[0] : at[0] + size[0], at[1] : at[1] + size[1]]
 
 
@@ -208,15 +208,15 @@ def check_images(table: ImageTable, space: Any, where: str, settings: ImageSetti
     """
     height, width = table.size
     if table.channels != space.channels:
-        what = f"images have {plural(table.channels, 'channel')}, and the model reads {space.channels}"
-        raise BadInput(what, where=where, hint=f"model.channels={table.channels}")
+        problem = f"images have {plural(table.channels, 'channel')}, and the model reads {space.channels}"
+        raise BadInput(problem, where=where, hint=f"model.channels={table.channels}")
     if height % space.multiple or width % space.multiple:
-        what = f"images of {height} x {width} do not divide into the model's patches of {space.multiple}"
+        problem = f"images of {height} x {width} do not divide into the model's patches of {space.multiple}"
         size = max(space.multiple, height // space.multiple * space.multiple)
-        wanted = f"size={size}" if settings.buckets is None else f"buckets={-(-settings.buckets // space.multiple) * space.multiple}"
-        raise BadInput(what, where=where, hint=f"data.image.{wanted}, or another model.patch")
+        setting = f"size={size}" if settings.buckets is None else f"buckets={-(-settings.buckets // space.multiple) * space.multiple}"
+        raise BadInput(problem, where=where, hint=f"data.image.{setting}, or another model.patch")
     if space.classes and table.labels is None:
         raise BadInput("the model reads classes, and this data has none", where=where, hint="labels: an array, or a folder a class")
     if space.classes and table.classes > space.classes:
-        what = f"the data has {table.classes} classes, and the model knows {space.classes}"
-        raise BadInput(what, where=where, hint=f"model.classes={table.classes}")
+        problem = f"the data has {table.classes} classes, and the model knows {space.classes}"
+        raise BadInput(problem, where=where, hint=f"model.classes={table.classes}")

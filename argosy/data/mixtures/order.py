@@ -101,12 +101,12 @@ class OrderByWeight:
         stage_of = np.searchsorted(starts, places, side="right") - 1
         blocks = (places - starts[stage_of]) // BLOCK
         for number, block in sorted(set(zip(stage_of.tolist(), blocks.tolist()))):
-            here = (stage_of == number) & (blocks == block)
+            mask = (stage_of == number) & (blocks == block)
             stage = self.stages[number]
-            within = (places[here] - stage.start) % BLOCK
+            within = (places[mask] - stage.start) % BLOCK
             labels, ranks = self.block(number, block)
-            source[here] = labels[within]
-            draw[here] = stage.before[labels[within]] + block * stage.quotas[labels[within]] + ranks[within]
+            source[mask] = labels[within]
+            draw[mask] = stage.before[labels[within]] + block * stage.quotas[labels[within]] + ranks[within]
         return source, draw
 
     def block(self, stage: int, number: int) -> tuple[np.ndarray, np.ndarray]:
@@ -142,8 +142,8 @@ def quotas_of(weights: Sequence[float]) -> np.ndarray:
     share = np.asarray(weights, np.float64) / np.sum(weights)
     if (small := (share > 0) & (share < 0.5 / BLOCK)).any():
         least = float(share[small].min())
-        what = f"a weight is {least:.2g} of the whole, and a mixture is exact to 1/{BLOCK}"
-        raise BadInput(what, where="data.source", hint="leave that source out, or raise its weight")
+        problem = f"a weight is {least:.2g} of the whole, and a mixture is exact to 1/{BLOCK}"
+        raise BadInput(problem, where="data.source", hint="leave that source out, or raise its weight")
     exact = share * BLOCK
     quotas = np.maximum(np.floor(exact).astype(np.int64), share > 0)
     order = np.argsort(-(exact - np.floor(exact)), kind="stable")
@@ -169,15 +169,15 @@ class MixedOrder:
         self.sizes, self.order = np.asarray(sizes, np.int64), order
         self.offsets = np.cumsum(self.sizes) - self.sizes
         seeds = [None if seed is None else named_seed(seed, f"source {number}") for number in range(len(sizes))]
-        self.orders = [Order(size, one) for size, one in zip(self.sizes.tolist(), seeds)]
+        self.orders = [Order(size, source_seed) for size, source_seed in zip(self.sizes.tolist(), seeds)]
 
     def __call__(self, places: np.ndarray) -> np.ndarray:
         """The rows at some places; both int64 [B]."""
         source, draw = self.order(places)
         rows = np.zeros(len(places), np.int64)
         for number in np.unique(source).tolist():
-            here = source == number
-            rows[here] = self.offsets[number] + self.orders[number](draw[here])
+            mask = source == number
+            rows[mask] = self.offsets[number] + self.orders[number](draw[mask])
         return rows
 
 

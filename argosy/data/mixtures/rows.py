@@ -24,15 +24,15 @@ class MixedRows:
         shared = [name for name in tables[0].fields if all(name in table.fields for table in tables)]
         self.fields: Fields = {name: self._field(name) for name in shared}
         for table, name in zip(tables[1:], names[1:]):
-            what = f"`{names[0]}` and `{name}` cannot be mixed"
-            if any(hasattr(one, "bucket_axes") for one in (tables[0], table)):
+            problem = f"`{names[0]}` and `{name}` cannot be mixed"
+            if any(hasattr(other, "bucket_axes") for other in (tables[0], table)):
                 hint = "leave data.image.buckets out"
-                raise BadInput(f"{what}: images in buckets come from one source", where="data.source", hint=hint)
+                raise BadInput(f"{problem}: images in buckets come from one source", where="data.source", hint=hint)
             if table.per_group != self.per_group:
-                raise BadInput(f"{what}: their rows come in groups of {self.per_group} and {table.per_group}", where="data.source")
+                raise BadInput(f"{problem}: their rows come in groups of {self.per_group} and {table.per_group}", where="data.source")
             if (sizes := dict(getattr(table, "own_sizes", {}))) != self.own_sizes:
                 hint = "`data.packing=alone` gives each record a row"
-                raise BadInput(f"{what}: their rows have the sizes {self.own_sizes} and {sizes}", where="data.source", hint=hint)
+                raise BadInput(f"{problem}: their rows have the sizes {self.own_sizes} and {sizes}", where="data.source", hint=hint)
         self.ends = np.cumsum([len(table) for table in tables])
 
     def _field(self, name: str) -> Field:
@@ -45,22 +45,23 @@ class MixedRows:
 
     def gather(self, rows: np.ndarray) -> Batch:
         source = np.searchsorted(self.ends, rows, side="right")
-        starts, made = self.ends - [len(table) for table in self.tables], dict[str, Any]()
+        starts, batch = self.ends - [len(table) for table in self.tables], dict[str, Any]()
         for number in np.unique(source).tolist():
-            here = np.flatnonzero(source == number)
-            found = self.tables[number].gather(rows[here] - starts[number])
+            places = np.flatnonzero(source == number)
+            part = self.tables[number].gather(rows[places] - starts[number])
             for name, field in self.fields.items():
                 # A group's rows are of one source, and come together.
                 per_group = field.per == "group"
-                at, count = (here[:: self.per_group] // self.per_group, len(rows) // self.per_group) if per_group else (here, len(rows))
-                if name not in made:
-                    made[name] = np.zeros((count, *found[name].shape[1:]), field.dtype)
-                made[name][at] = found[name]
-        return made
+                whole = places, len(rows)
+                at, count = (places[:: self.per_group] // self.per_group, len(rows) // self.per_group) if per_group else whole
+                if name not in batch:
+                    batch[name] = np.zeros((count, *part[name].shape[1:]), field.dtype)
+                batch[name][at] = part[name]
+        return batch
 
     @property
     def counts(self) -> PackCounts:
         each = [counts_of(table) for table in self.tables]
-        total = {name: sum(getattr(one, name) for one in each) for name in ("cut", "dropped", "unlearned", "parted", "targets")}
-        learned = sum(one.targets if one.learned is None else one.learned for one in each)
-        return PackCounts(**total, learned=learned if any(one.learned is not None for one in each) else None)
+        total = {name: sum(getattr(part, name) for part in each) for name in ("cut", "dropped", "unlearned", "parted", "targets")}
+        learned = sum(part.targets if part.learned is None else part.learned for part in each)
+        return PackCounts(**total, learned=learned if any(part.learned is not None for part in each) else None)

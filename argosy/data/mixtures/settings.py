@@ -85,8 +85,8 @@ class MixedSource(Settings):
     @property
     def overrides(self) -> dict[str, Any]:
         """The settings of data that this source has for itself."""
-        own = set(type(self).model_fields) - {"path", "weight", "epochs"}
-        return {name: getattr(self, name) for name in own & self.model_fields_set if getattr(self, name) is not None}
+        names = set(type(self).model_fields) - {"path", "weight", "epochs"}
+        return {name: getattr(self, name) for name in names & self.model_fields_set if getattr(self, name) is not None}
 
 
 def mixed_source(value: Any, number: int) -> MixedSource:
@@ -103,6 +103,6 @@ def mixed_source(value: Any, number: int) -> MixedSource:
         first = error.errors()[0]
         key = str(first["loc"][0]) if first["loc"] else "path"
         if first["type"] == "extra_forbidden":
-            said = nearest(key, MixedSource.model_fields)
-            raise ValueError(f"no key `{key}` in source {number}; {said}") from None
+            hint = nearest(key, MixedSource.model_fields)
+            raise ValueError(f"no key `{key}` in source {number}; {hint}") from None
         raise ValueError(f"wrong `{key}` in source {number}: {first['msg'].removeprefix('Value error, ')}") from None

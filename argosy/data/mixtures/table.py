@@ -68,7 +68,7 @@ def find_mixture(settings: DataSettings) -> DataMixture:
     assert isinstance(settings.source, list)
     check_mixture(settings)
     parts = ((mixed, part_settings(mixed, settings)) for mixed in settings.source)
-    return DataMixture(settings, tuple(MixturePart(mixed, own, find(own)) for mixed, own in parts))
+    return DataMixture(settings, tuple(MixturePart(mixed, resolved, find(resolved)) for mixed, resolved in parts))
 
 
 def check_mixture(settings: DataSettings) -> None:
@@ -80,18 +80,19 @@ def check_mixture(settings: DataSettings) -> None:
     assert isinstance(settings.source, list)
     weighted = [mixed for mixed in settings.source if mixed.weight is not None]
     if weighted and len(weighted) < len(settings.source):
-        lacking = next(mixed for mixed in settings.source if mixed.weight is None)
-        what = f"`{weighted[0].path}` has a weight, and `{lacking.path}` has none"
-        raise BadInput(what, where="data.source", hint="give every source a weight, or none")
+        unweighted = next(mixed for mixed in settings.source if mixed.weight is None)
+        problem = f"`{weighted[0].path}` has a weight, and `{unweighted.path}` has none"
+        raise BadInput(problem, where="data.source", hint="give every source a weight, or none")
     if weighted and (both := next((mixed for mixed in weighted if mixed.epochs is not None), None)):
-        what = f"`{both.path}` has a weight and epochs, and either decides how often it is seen"
-        raise BadInput(what, where="data.source", hint="leave one out")
+        problem = f"`{both.path}` has a weight and epochs, and either decides how often it is seen"
+        raise BadInput(problem, where="data.source", hint="leave one out")
     if weighted and settings.epochs is not None:
-        what = "data.epochs counts passes, and a mixture with weights has none"
-        raise BadInput(what, where=f"data.epochs={settings.epochs:g}", hint="set `steps`, or give sources `epochs` in place of weights")
+        problem = "data.epochs counts passes, and a mixture with weights has none"
+        hint = "set `steps`, or give sources `epochs` in place of weights"
+        raise BadInput(problem, where=f"data.epochs={settings.epochs:g}", hint=hint)
     if weighted and settings.mixture_temperature is not None:
-        what = "data.mixture_temperature makes weights of sizes, and the sources have weights"
-        raise BadInput(what, where=f"data.mixture_temperature={settings.mixture_temperature:g}", hint="leave one out")
+        problem = "data.mixture_temperature makes weights of sizes, and the sources have weights"
+        raise BadInput(problem, where=f"data.mixture_temperature={settings.mixture_temperature:g}", hint="leave one out")
     if settings.online:
         raise BadInput("a mixture is not read online", where="data.source", hint="leave `data.online` off")
 
@@ -102,8 +103,8 @@ def part_settings(mixed: MixedSource, settings: DataSettings, **more: Any) -> Da
     Args:
         more: settings that decide, whatever the source has.
     """
-    given = {name: getattr(settings, name) for name in settings.model_fields_set - {"source"}}
-    return DataSettings(**given | mixed.overrides | more, source=mixed.path)
+    inherited = {name: getattr(settings, name) for name in settings.model_fields_set - {"source"}}
+    return DataSettings(**inherited | mixed.overrides | more, source=mixed.path)
 
 
 def find_data(settings: DataSettings) -> Source | RowSource | Prepared | DataMixture:
@@ -166,7 +167,7 @@ def mixture_table(
     """
     tables: list[RowTable] = []
     names: list[str] = []
-    kept: list[MixturePart] = []
+    used: list[MixturePart] = []
     refused: UserError | None = None
     for part in mixture.parts:
         if split == "held_out" and not holds_out(part.settings, part.source):
@@ -180,7 +181,7 @@ def mixture_table(
             refused = error
             continue
         names.append(part.mixed.path)
-        kept.append(part)
+        used.append(part)
     if not tables:
         raise refused or BadInput("no source of the mixture holds anything out", where="data.held_out")
     rows = MixedRows([table.rows for table in tables], names)
@@ -188,12 +189,12 @@ def mixture_table(
     if split == "train":
         groups = [len(table.rows) // rows.per_group for table in tables]
         tokens = [_tokens_of(table) / size for table, size in zip(tables, groups)]
-        order = mixed_order([part.mixed for part in kept], groups, tokens, rows.per_group, mixture.settings, seed)
+        order = mixed_order([part.mixed for part in used], groups, tokens, rows.per_group, mixture.settings, seed)
     settings = mixture.settings
-    identity = _identity(kept, tables, settings)
-    known = [table.bytes_per_token for table in tables]
+    identity = _identity(used, tables, settings)
+    ratios = [table.bytes_per_token for table in tables]
     sizes = [len(table.rows) for table in tables]
-    bytes_per_token = None if None in known else float(np.average([value or 0.0 for value in known], weights=sizes))
+    bytes_per_token = None if None in ratios else float(np.average([value or 0.0 for value in ratios], weights=sizes))
     parts = tuple(
         MixedPart(name, len(table.rows), table.summary.tokens, table.summary.text) for name, table in zip(names, tables)
     )
@@ -202,14 +203,14 @@ def mixture_table(
 
 def _identity(parts: list[MixturePart], tables: list[RowTable], settings: DataSettings) -> Fingerprint:
     """Everything that decides the rows and their order, of each source, by number."""
-    made: Fingerprint = {"source": "mixture", "source.count": len(parts)}
+    identity: Fingerprint = {"source": "mixture", "source.count": len(parts)}
     for number, (part, table) in enumerate(zip(parts, tables)):
-        own = table.identity
-        own |= {"packing": packing_of(part.settings, own), "too_long": too_long_of(part.settings, own)}
+        table_identity = table.identity
+        table_identity |= {"packing": packing_of(part.settings, table_identity), "too_long": too_long_of(part.settings, table_identity)}
         share: Any = (part.mixed.epochs or 1.0) if part.mixed.weight is None else part.mixed.weight
-        own |= {"weight": json.dumps(share), "by": "size" if part.mixed.weight is None else "weight"}
-        made |= {f"{name} of {number}": value for name, value in own.items()}
-    return made | {"weight_unit": settings.weight_unit, "temperature": settings.mixture_temperature}
+        table_identity |= {"weight": json.dumps(share), "by": "size" if part.mixed.weight is None else "weight"}
+        identity |= {f"{name} of {number}": value for name, value in table_identity.items()}
+    return identity | {"weight_unit": settings.weight_unit, "temperature": settings.mixture_temperature}
 
 
 def mixed_order(
@@ -253,12 +254,12 @@ def _summary(tables: list[RowTable], settings: DataSettings, rows: MixedRows) ->
     each = [table.summary for table in tables]
 
     def total(name: str) -> int:
-        return sum(getattr(one, name) or 0 for one in each)
+        return sum(getattr(summary, name) or 0 for summary in each)
 
-    known = {name: total(name) or None for name in ("files", "source_bytes", "bytes", "documents", "tokens")}
+    totals = {name: total(name) or None for name in ("files", "source_bytes", "bytes", "documents", "tokens")}
     counts = {name: total(name) for name in COUNTS}
-    names = tuple(dict.fromkeys(name for one in each for name in one.special_names))
-    ignored = tuple(dict.fromkeys(name for one in each for name in one.ignored))
+    names = tuple(dict.fromkeys(name for summary in each for name in summary.special_names))
+    ignored = tuple(dict.fromkeys(name for summary in each for name in summary.ignored))
     size: dict[str, Any] = {"rows": len(rows), "sequence": settings.sequence, "batch": settings.batch}
-    made: dict[str, Any] = known | counts | size | {"special_names": names, "ignored": ignored}
-    return CorpusSummary(source=settings.source_name, **made)
+    fields: dict[str, Any] = totals | counts | size | {"special_names": names, "ignored": ignored}
+    return CorpusSummary(source=settings.source_name, **fields)

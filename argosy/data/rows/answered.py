@@ -84,13 +84,14 @@ class AnsweredPrompts:
             BadInput: a template refuses a record, there is no template, or a prompt is empty; the message names the record.
         """
         if self.encoder is None:
-            return [Answered(one) for one in self.prompts(first, count)]
+            return [Answered(prompt) for prompt in self.prompts(first, count)]
         of = self.prompts
         count = count if of.most is None else min(count, of.most - first)
         rows = of.order(np.arange(first, first + max(count, 0)))
         records = [of.records[row] for row in rows.tolist() if row >= 0]
-        found = self.encoder.encode([Document(record=one) for one in records])
-        return [divided(one, encoded) if len(encoded.tokens) else one.where for one, encoded in zip(records, found, strict=True)]
+        results = self.encoder.encode([Document(record=record) for record in records])
+        pairs = zip(records, results, strict=True)
+        return [divided(record, encoded) if len(encoded.tokens) else record.where for record, encoded in pairs]
 
 
 def divided(record: SourceRecord, encoded: Any) -> Answered:
@@ -105,12 +106,12 @@ def divided(record: SourceRecord, encoded: Any) -> Answered:
         begin -= 1
     if not begin:
         raise BadInput("an answer without a prompt", where=record.where, hint="data.bos=true begins it with that token")
-    asked: Any = record.prompt
+    question: Any = record.prompt
     if record.messages is not None:
         of = record.learned or [True] * len(record.messages)
-        said = [i for i, one in enumerate(record.messages) if one.get("role") == "assistant" and of[i]]
-        asked = record.messages[: said[-1]] if said else record.messages
-    prompt = Prompt(asked or "", ids[:begin], {}, record.where, tools=record.tools, variables=record.variables)
+        replies = [i for i, message in enumerate(record.messages) if message.get("role") == "assistant" and of[i]]
+        question = record.messages[: replies[-1]] if replies else record.messages
+    prompt = Prompt(question or "", ids[:begin], {}, record.where, tools=record.tools, variables=record.variables)
     return Answered(prompt, ids[begin : end + 1])
 
 
@@ -129,21 +130,21 @@ def answered_prompts(
         has = "no prompts" if not isinstance(source, Source) else f"`{source.format}` records"
         hint = "prompts with completions, conversations, or prompts alone with data.format=prompt"
         raise BadInput(f"the student answers prompts, and this data has {has}", where=where, hint=hint)
-    held, records, others = HeldOut(settings.held_out), list[SourceRecord](), list[SourceRecord]()
+    chooser, records, others = HeldOut(settings.held_out), list[SourceRecord](), list[SourceRecord]()
     for document in source.documents():
         assert document.record is not None
-        (others if held.takes(document) else records).append(document.record)
+        (others if chooser.takes(document) else records).append(document.record)
     if not records:
         raise BadInput("no prompts", where=where, hint="the file is empty")
     seed = seed if settings.seed is None else settings.seed
-    made: Fingerprint = source.fingerprint() | {"held_out": settings.held_out, "tokenizer": tokenizer.fingerprint}
+    fingerprint: Fingerprint = source.fingerprint() | {"held_out": settings.held_out, "tokenizer": tokenizer.fingerprint}
     encoding = Encoding.of_settings(tokenizer, settings)
-    made |= {"template": encoding.template_hash, "bos": settings.bos, "special": settings.special}
+    fingerprint |= {"template": encoding.template_hash, "bos": settings.bos, "special": settings.special}
     check_blocks(settings, "alone", "prompts")
-    made |= {"seed": seed, "shuffle": settings.shuffle, "format": source.format}
+    fingerprint |= {"seed": seed, "shuffle": settings.shuffle, "format": source.format}
 
     def read(some: list[SourceRecord], order: Order, most: int | None = None) -> AnsweredPrompts:
-        prompts = Prompts(some, encoding, order, made, settings.source_name, most)
+        prompts = Prompts(some, encoding, order, fingerprint, settings.source_name, most)
         return AnsweredPrompts(prompts, None if source.format == PROMPT else ConversationEncoder(encoding))
 
     most = None if settings.epochs is None else int(settings.epochs * len(records))
@@ -160,5 +161,5 @@ def check_settings(settings: DataSettings) -> None:
     fields = type(settings).model_fields
     for name in OF_ROWS:
         if name in fields and getattr(settings, name) != fields[name].default:
-            what = f"data.{name} is for rows of given answers, and here the student answers prompts"
-            raise BadInput(what, hint=f"leave `data.{name}` out; objective=distill learns from given answers alone")
+            problem = f"data.{name} is for rows of given answers, and here the student answers prompts"
+            raise BadInput(problem, hint=f"leave `data.{name}` out; objective=distill learns from given answers alone")

@@ -19,8 +19,8 @@ def encoder_for(source: Source, encoding: Encoding) -> DocumentEncoder:
         BadInput: there are prompts for other records than those of texts that are compared, or as the encoder.
     """
     if encoding.prompts and source.format not in COMPARED:
-        what = f"data.prompts is for texts that become vectors, and this data is `{source.format}`"
-        raise BadInput(what, hint="leave `data.prompts` out")
+        problem = f"data.prompts is for texts that become vectors, and this data is `{source.format}`"
+        raise BadInput(problem, hint="leave `data.prompts` out")
     if source.format == "text":
         return DocumentEncoder(encoding)
     if source.format in LABELED:
@@ -32,5 +32,5 @@ def encoder_for(source: Source, encoding: Encoding) -> DocumentEncoder:
 
 def sequence_rows(corpus: Corpus, format: str, per_group: int, sequence: int, packing: str, too_long: str) -> SequenceRows:
     """The rows of a corpus of sequences."""
-    made = LabeledRows if format in LABELED else SequenceRows
-    return made(corpus, per_group, sequence, packing, too_long)
+    table_class = LabeledRows if format in LABELED else SequenceRows
+    return table_class(corpus, per_group, sequence, packing, too_long)

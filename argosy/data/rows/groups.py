@@ -84,12 +84,12 @@ class GroupRows:
     def _check(self, example: Example, where: str, vocab: int) -> None:
         count = len(example.tokens)
         if not 2 <= count <= self.sequence + 1:
-            what = f"an example of {plural(count, 'token')}, where a row takes 2 to {self.sequence + 1}"
-            raise BadInput(what, where=where, hint="raise `data.sequence`, or cut the example")
+            problem = f"an example of {plural(count, 'token')}, where a row takes 2 to {self.sequence + 1}"
+            raise BadInput(problem, where=where, hint="raise `data.sequence`, or cut the example")
         if wrong := next((token for token in example.tokens if not 0 <= token < vocab), None):
             raise BadInput(f"token {wrong} is outside the vocabulary of {vocab}", where=where)
-        given = {**example.columns, **example.inputs} | ({} if example.weights is None else {"weights": example.weights})
-        for name, values in given.items():
+        columns = {**example.columns, **example.inputs} | ({} if example.weights is None else {"weights": example.weights})
+        for name, values in columns.items():
             if len(values) != count:
                 raise BadInput(f"`{name}` has {plural(len(values), 'number')} for {plural(count, 'token')}", where=where)
 
@@ -104,18 +104,18 @@ class GroupRows:
         batch: Batch = {}
         for name, field_ in self.fields.items():
             if field_.per == "token":
-                own = self._tables["input"][name].shape[1:] if name in self._tables["input"] else ()
-                batch[name] = np.zeros((len(rows), self.sequence, *own), field_.dtype)
+                shape = self._tables["input"][name].shape[1:] if name in self._tables["input"] else ()
+                batch[name] = np.zeros((len(rows), self.sequence, *shape), field_.dtype)
         for at, row in enumerate(rows.tolist()):
             example = self.groups[row // self.per_group].examples[row % self.per_group]
-            here = at, slice(0, len(example.tokens) - 1)
-            batch["tokens"][here], batch["targets"][here] = example.tokens[:-1], example.tokens[1:]
-            batch["segments"][here] = 1
-            batch["mask"][here] = 1 if example.weights is None else example.weights[1:]
+            index = at, slice(0, len(example.tokens) - 1)
+            batch["tokens"][index], batch["targets"][index] = example.tokens[:-1], example.tokens[1:]
+            batch["segments"][index] = 1
+            batch["mask"][index] = 1 if example.weights is None else example.weights[1:]
             for name in self._tables["token"]:
-                batch[name][here] = example.columns[name][1:]
+                batch[name][index] = example.columns[name][1:]
             for name in self._tables["input"]:
-                batch[name][here] = np.asarray(example.inputs[name])[:-1]
+                batch[name][index] = np.asarray(example.inputs[name])[:-1]
         batch |= {name: table[rows] for name, table in self._tables["row"].items()}
         return batch | {name: table[numbers] for name, table in self._tables["group"].items()}
 
@@ -133,7 +133,7 @@ class Examples(RowSource):
         digest = hashlib.sha256()
         for group in self.groups:
             for example in group.examples:
-                digest.update(f"row {_described(example.tokens)} {_described(example.weights)}".encode())
+                digest.update(f"row {_array_digest(example.tokens)} {_array_digest(example.weights)}".encode())
                 digest.update(f"{_mapped(example.columns)} {_mapped(example.values)}".encode())
                 digest.update(_mapped(example.inputs).encode())
             digest.update(f"group {_mapped(group.values)}".encode())
@@ -151,13 +151,13 @@ def stacked(items: Sequence[Mapping[str, Any]], noun: str, tokens: bool = False)
         BadInput: names or shapes differ.
     """
     names = list(items[0]) if items else []
-    for number, one in enumerate(items):
-        if set(one) != set(names):
-            lacking = ", ".join(f"`{name}`" for name in sorted(set(one) ^ set(names)))
-            raise BadInput(f"only some have the {noun} {lacking}", where=f"number 0 and number {number} differ")
+    for number, item in enumerate(items):
+        if set(item) != set(names):
+            listed = ", ".join(f"`{name}`" for name in sorted(set(item) ^ set(names)))
+            raise BadInput(f"only some have the {noun} {listed}", where=f"number 0 and number {number} differ")
     tables = {}
     for name in names:
-        arrays = [number_array(one[name]) for one in items]
+        arrays = [number_array(item[name]) for item in items]
         if tokens:
             if len({array.shape[1:] for array in arrays}) > 1:
                 raise BadInput(f"the {noun} `{name}` has entries of different shapes")
@@ -184,10 +184,10 @@ def _axes_of(per: str, table: np.ndarray) -> str:
     return " ".join(["B", *"abcdef"[: table.ndim - 1]])
 
 
-def _described(values: Any) -> str:
+def _array_digest(values: Any) -> str:
     array = np.asarray(values if values is not None else [])
     return f"{array.dtype} {array.shape} {hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()}"
 
 
 def _mapped(values: Mapping[str, Any]) -> str:
-    return " ".join(f"{name}={_described(values[name])}" for name in sorted(values))
+    return " ".join(f"{name}={_array_digest(values[name])}" for name in sorted(values))

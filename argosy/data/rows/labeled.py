@@ -48,8 +48,8 @@ class LabeledEncoder(DocumentEncoder):
         BadInput: tokens are to be learned, or a prompt is for a column that records do not have.
         """
         if encoding.learn != "answers":
-            what = f"data.learn={encoding.learn} is for fine-tuning: of `{format}` records no token is learned"
-            raise BadInput(what, hint="leave `data.learn` out")
+            problem = f"data.learn={encoding.learn} is for fine-tuning: of `{format}` records no token is learned"
+            raise BadInput(problem, hint="leave `data.learn` out")
         super().__init__(encoding)
         self.frame, self.labels = frame_of(encoding.tokenizer, encoding.bos), encoding.labels
         self.read = self.unanswered = self.surplus = self.absent = 0
@@ -60,8 +60,8 @@ class LabeledEncoder(DocumentEncoder):
         # What is before each text of a record and before all further ones; and its tokens.
         columns = COMPARED.get(format, ("text",))
         if unknown := [name for name in encoding.prompts if name not in columns]:
-            what = f"data.prompts.{unknown[0]}, and `{format}` records have no such text"
-            raise BadInput(what, hint=f"their texts are {', '.join(columns)}")
+            problem = f"data.prompts.{unknown[0]}, and `{format}` records have no such text"
+            raise BadInput(problem, hint=f"their texts are {', '.join(columns)}")
         self.prompts = [encoding.prompts.get(name, "") for name in columns] if encoding.prompts else []
         self.before = [self.tokenizer.encode(text) for text in self.prompts]
 
@@ -73,9 +73,9 @@ class LabeledEncoder(DocumentEncoder):
         """
         records = [self.shortened(document.record) for document in documents if document.record is not None]
         every = [
-            (self.prompted(one.prompt or "", i), one.completion)
+            (self.prompted(part.prompt or "", i), part.completion)
             for record in records
-            for i, one in enumerate((record, *record.others))
+            for i, part in enumerate((record, *record.others))
         ]
         texts = [text for pair in every for text in pair if text is not None]
         for text in texts:
@@ -83,8 +83,8 @@ class LabeledEncoder(DocumentEncoder):
         ids = iter(self.tokenizer.encode_many(texts, self.special))
         for record in records:
             self.read += 1
-            each = [self.sequence(one, ids, i) for i, one in enumerate((record, *record.others))]
-            if any(one is NOTHING for one in each):
+            each = [self.sequence(part, ids, i) for i, part in enumerate((record, *record.others))]
+            if any(part is NOTHING for part in each):
                 self.unanswered += 1
                 yield NOTHING
                 continue
@@ -138,9 +138,9 @@ class LabeledRows(SequenceRows):
     def __init__(self, corpus: Corpus, per_group: int, sequence: int, packing: str = "alone", too_long: str = "cut"):
         super().__init__(corpus, per_group, sequence, packing, too_long)
         self.numbers = sum(name.startswith(LABEL) for name in corpus.values)
-        named = {name: field for name, field in self.fields.items() if not name.startswith(LABEL)}
+        fields = {name: field for name, field in self.fields.items() if not name.startswith(LABEL)}
         label = {"label": Field("B s z", np.float32, "row")} if self.numbers else {}
-        self.fields = named | label
+        self.fields = fields | label
 
     @property
     def own_sizes(self) -> dict[str, int]:

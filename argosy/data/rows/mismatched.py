@@ -36,7 +36,7 @@ class MismatchedRecords:
         """
         kind = is_chat(record)
         if kind not in self._runs:
-            self._runs[kind] = _Runs(one for one in self._records() if is_chat(one) == kind)
+            self._runs[kind] = _Runs(record for record in self._records() if is_chat(record) == kind)
         return self._runs[kind].of(record)
 
 
@@ -56,15 +56,15 @@ class _Runs:
         return run
 
     def of(self, record: SourceRecord) -> SourceRecord:
-        asked, self.place = prompt_key(record), self.place + 1
-        while self.current is None or prompt_key(self.current[0]) != asked:
+        key, self.place = prompt_key(record), self.place + 1
+        while self.current is None or prompt_key(self.current[0]) != key:
             if self.following is None:
                 raise ValueError(f"{record.where} comes before a record that was asked for earlier")
             self.current, self.following, self.place = self.following, self._next(), 0
-        others = self.following or next((run for run in self.beginning if prompt_key(run[0]) != asked), None)
+        others = self.following or next((run for run in self.beginning if prompt_key(run[0]) != key), None)
         if others is None:
-            what = "KTO compares with answers to other prompts, and all records have the same one"
-            raise BadInput(what, where=record.where, hint="give examples with at least two prompts")
+            problem = "KTO compares with answers to other prompts, and all records have the same one"
+            raise BadInput(problem, where=record.where, hint="give examples with at least two prompts")
         return others[self.place % len(others)]
 
 
@@ -73,11 +73,11 @@ def runs_of(records: Iterable[SourceRecord]) -> Iterator[list[SourceRecord]]:
     run: list[SourceRecord] = []
     prompt: Any = None
     for record in records:
-        asked = prompt_key(record)
-        if run and asked != prompt:
+        key = prompt_key(record)
+        if run and key != prompt:
             yield run
             run = []
-        prompt = asked
+        prompt = key
         if len(run) < KEPT:
             run.append(record)
     if run:

@@ -97,37 +97,37 @@ class Prompts:
         """
         count = count if self.most is None else min(count, self.most - first)
         rows = self.order(np.arange(first, first + max(count, 0)))
-        found = enumerate(rows.tolist(), first)
-        return [replace(self.rendered(self.records[row]), place=place) for place, row in found if row >= 0]
+        numbered = enumerate(rows.tolist(), first)
+        return [replace(self.rendered(self.records[row]), place=place) for place, row in numbered if row >= 0]
 
     @cached_property
     def special_names(self) -> dict[str, int]:
         """Names of special tokens that are plain text in prompts, with the number of prompts in which each occurs first. Such prompts
         were rendered by a chat template elsewhere. Empty for prompts of messages.
         """
-        found: dict[str, int] = {}
+        counts: dict[str, int] = {}
         pattern = self.tokenizer.special_names
         if self.encoding.special or pattern is None:
-            return found
+            return counts
         for record in self.records:
             if record.messages is None and (name := pattern.search(record.prompt or "")):
-                found[name[0]] = found.get(name[0], 0) + 1
-        return found
+                counts[name[0]] = counts.get(name[0], 0) + 1
+        return counts
 
     @cached_property
     def ignored(self) -> tuple[str, ...]:
         """Fields of messages that their template does not write, as in fine-tuning."""
-        found: dict[str, None] = {}
+        names: dict[str, None] = {}
         for record in self.records if self.templates else ():
             if record.messages is None:
                 continue
             template = self.template_for(self.tools or record.tools)
             if record.tools and "tools" not in template:
-                found["tools"] = None
-            found |= dict.fromkeys(f"{name} of chat_template_kwargs" for name in record.variables if name not in template)
+                names["tools"] = None
+            names |= dict.fromkeys(f"{name} of chat_template_kwargs" for name in record.variables if name not in template)
             fields = {name for message in record.messages for name in extra_fields(message)}
-            found |= dict.fromkeys(f"{name} of messages" for name in sorted(fields) if not self._is_written(template, name))
-        return tuple(found)
+            names |= dict.fromkeys(f"{name} of messages" for name in sorted(fields) if not self._is_written(template, name))
+        return tuple(names)
 
     def _is_written(self, template: str, field: str) -> bool:
         if (template, field) not in self._writes:
@@ -142,7 +142,7 @@ class Prompts:
         """
         common: set[str] | None = None
         for record in self.records:
-            texts = [record.prompt or ""] if record.messages is None else [str(one.get("content")) for one in record.messages]
+            texts = [record.prompt or ""] if record.messages is None else [str(message.get("content")) for message in record.messages]
             names = {name for text in texts for name in PLACEHOLDER.findall(text)}
             common = names if common is None else common & names
             if not common:
@@ -179,9 +179,9 @@ class Prompts:
         Raises:
             BadInput: the template refuses it.
         """
-        chosen = self.template_for(tools)
-        how: dict[str, Any] = {"tools": tools, "add_generation_prompt": True, "now": CLOCK}
-        return render(chosen, with_known_roles(messages, chosen), self.tokenizer.special, **how, **variables)
+        template = self.template_for(tools)
+        options: dict[str, Any] = {"tools": tools, "add_generation_prompt": True, "now": CLOCK}
+        return render(template, with_known_roles(messages, template), self.tokenizer.special, **options, **variables)
 
     def template_for(self, tools: Any) -> str:
         """The chat template for conversations with or without tools."""
@@ -209,8 +209,8 @@ class Lengths:
             return f"{self.looked:,} prompts have room for an answer{rest}" if rest else ""
         has, is_ = ("has", "it is") if self.long == 1 else ("have", "they are")
         limit = f"{self.longest} tokens (data.sequence - rollout.tokens)"
-        which = f"{self.long:,} of {plural(self.looked, 'prompt')} {has} more than {limit}"
-        return f"{which} and so no room for an answer: {is_} passed over{rest}"
+        subject = f"{self.long:,} of {plural(self.looked, 'prompt')} {has} more than {limit}"
+        return f"{subject} and so no room for an answer: {is_} passed over{rest}"
 
 
 def lengths_of(prompts: Callable[[int, int], Sequence[Any]], count: int, longest: int, within_s: float) -> Lengths:
@@ -228,12 +228,12 @@ def lengths_of(prompts: Callable[[int, int], Sequence[Any]], count: int, longest
     looked = long = 0
     begun = time.monotonic()
     while looked < count and time.monotonic() - begun < within_s:
-        found = prompts(looked, min(LOOKED_AT, count - looked))
-        if not found:
+        batch = prompts(looked, min(LOOKED_AT, count - looked))
+        if not batch:
             break
-        looked += len(found)
-        each = (getattr(one, "prompt", one) for one in found)
-        long += sum(len(getattr(one, "tokens", ())) > longest for one in each)
+        looked += len(batch)
+        each = (getattr(item, "prompt", item) for item in batch)
+        long += sum(len(getattr(prompt, "tokens", ())) > longest for prompt in each)
     return Lengths(longest, count, looked, long)
 
 
@@ -250,41 +250,41 @@ def prompts_of(settings: DataSettings, tokenizer: "Tokenizer", seed: int) -> tup
     else:
         parts = [settings.model_copy(update={"format": PROMPT})]
     sizes, records, others = list[int](), list[SourceRecord](), list[SourceRecord]()
-    made: Fingerprint = {}
+    fingerprint: Fingerprint = {}
     for number, part in enumerate(parts):
         source = find_source(part)
         if not isinstance(source, Source) or source.format != PROMPT:
-            what = "reinforcement learning reads prompts from files of records, and this source has none"
-            raise BadInput(what, where=f"data.source={part.source_name}", hint='lines like {"prompt": "...", "answer": "..."}')
-        held, before = HeldOut(part.held_out), len(records)
+            problem = "reinforcement learning reads prompts from files of records, and this source has none"
+            raise BadInput(problem, where=f"data.source={part.source_name}", hint='lines like {"prompt": "...", "answer": "..."}')
+        chooser, before = HeldOut(part.held_out), len(records)
         for document in source.documents():
             assert document.record is not None
-            (others if held.takes(document) else records).append(document.record)
+            (others if chooser.takes(document) else records).append(document.record)
         sizes.append(len(records) - before)
         if not sizes[-1]:
             raise BadInput("no prompts", where=f"data.source={part.source_name}", hint="the file is empty")
         of = f" of {number}" if isinstance(settings.source, list) else ""
-        made |= {f"{name}{of}": value for name, value in (source.fingerprint() | {"held_out": part.held_out}).items()}
+        fingerprint |= {f"{name}{of}": value for name, value in (source.fingerprint() | {"held_out": part.held_out}).items()}
     seed = seed if settings.seed is None else settings.seed
-    made |= {"tokenizer": tokenizer.fingerprint}
+    fingerprint |= {"tokenizer": tokenizer.fingerprint}
     encoding = Encoding.of_settings(tokenizer, settings)
-    made |= {"template": encoding.template_hash, "bos": settings.bos, "special": settings.special}
+    fingerprint |= {"template": encoding.template_hash, "bos": settings.bos, "special": settings.special}
     check_blocks(settings, "alone", "prompts")
-    made |= {"seed": seed, "shuffle": settings.shuffle}
-    order, once = Order(len(records), seed if settings.shuffle else None), Order(len(others), None, repeats=False)
+    fingerprint |= {"seed": seed, "shuffle": settings.shuffle}
+    order, held_out_order = Order(len(records), seed if settings.shuffle else None), Order(len(others), None, repeats=False)
     places = len(records)
     if isinstance(settings.source, list):
         # How many prompts a step takes is the rollout's business, so their places at a step are not known here.
         if any(isinstance(mixed.weight, dict) for mixed in settings.source):
-            what = "weights by step are for rows of data, not for prompts"
-            raise BadInput(what, where="data.source", hint="give each file one weight")
+            problem = "weights by step are for rows of data, not for prompts"
+            raise BadInput(problem, where="data.source", hint="give each file one weight")
         order = mixed_order(settings.source, sizes, [1.0] * len(sizes), 1, settings, seed)
         places = order.order.places_per_epoch or places
-        made |= {f"share of {number}": str((mixed.weight, mixed.epochs)) for number, mixed in enumerate(settings.source)}
-        made |= {"temperature": settings.mixture_temperature}
+        fingerprint |= {f"share of {number}": str((mixed.weight, mixed.epochs)) for number, mixed in enumerate(settings.source)}
+        fingerprint |= {"temperature": settings.mixture_temperature}
     most = None if settings.epochs is None else int(settings.epochs * places)
-    held_out = Prompts(others, encoding, once, made, settings.source_name) if others else None
-    return Prompts(records, encoding, order, made, settings.source_name, most), held_out
+    held_out = Prompts(others, encoding, held_out_order, fingerprint, settings.source_name) if others else None
+    return Prompts(records, encoding, order, fingerprint, settings.source_name, most), held_out
 
 
 # Settings that say something about rows of given tokens, with their defaults.
@@ -298,10 +298,10 @@ def check_prompt_settings(settings: DataSettings) -> None:
         BadInput: a setting would be.
     """
     if settings.format not in ("auto", PROMPT):
-        what = f"data.format={settings.format}, and reinforcement learning reads prompts"
-        raise BadInput(what, hint="leave it out; data.columns.prompt=NAME reads the prompt from another column")
+        problem = f"data.format={settings.format}, and reinforcement learning reads prompts"
+        raise BadInput(problem, hint="leave it out; data.columns.prompt=NAME reads the prompt from another column")
     fields = type(settings).model_fields
     for name in OF_ROWS:
         if name in fields and getattr(settings, name) != fields[name].default:
-            what = f"data.{name} is for answers that are in the data, and here they are generated"
-            raise BadInput(what, hint=f"leave `data.{name}` out")
+            problem = f"data.{name} is for answers that are in the data, and here they are generated"
+            raise BadInput(problem, hint=f"leave `data.{name}` out")

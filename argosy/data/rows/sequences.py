@@ -50,8 +50,8 @@ class SequenceEncoder(ConversationEncoder):
             BadInput: as ConversationEncoder; or prompts are to be learned.
         """
         if encoding.learn != "answers":
-            what = f"data.learn={encoding.learn} is for fine-tuning: of `{format}` records only the answers count"
-            raise BadInput(what, hint="leave `data.learn` out")
+            problem = f"data.learn={encoding.learn} is for fine-tuning: of `{format}` records only the answers count"
+            raise BadInput(problem, hint="leave `data.learn` out")
         super().__init__(encoding)
         self.format, self.identical = format, 0
         self.others = None if source is None else MismatchedRecords(lambda: records_of(source.documents()))
@@ -74,18 +74,18 @@ class SequenceEncoder(ConversationEncoder):
                 self.identical += 1
                 yield NOTHING
                 continue
-            named = self.special_documents
-            found = [next(chats) if self.is_chat(row) else self.completion(row) for row in group]
-            if error := next((one for one in found if isinstance(one, BadInput)), None):
+            before = self.special_documents
+            encodings = [next(chats) if self.is_chat(row) else self.completion(row) for row in group]
+            if error := next((encoding for encoding in encodings if isinstance(encoding, BadInput)), None):
                 where = f"{record.where}: {error.where}" if error.where else record.where
                 raise BadInput(error.what, where=where, hint=error.hint)
-            self.special_documents = named + (self.special_documents > named)
+            self.special_documents = before + (self.special_documents > before)
             if not all(says_something(row) for row in group):
                 self.unanswered += 1
                 yield NOTHING
                 continue
             unanswered, endless = self.unanswered, self.endless
-            each = [self.sequence(row, ids) for row, ids in zip(group, found)]
+            each = [self.sequence(row, ids) for row, ids in zip(group, encodings)]
             self.endless = endless + (self.endless > endless)
             if self.unanswered > unanswered:
                 self.unanswered = unanswered + 1
@@ -128,11 +128,11 @@ class SequenceEncoder(ConversationEncoder):
         """One encoded sequence, with its learned tokens."""
         if not record.steps:
             return self.finished(content, self.is_chat(record))
-        made, right = self.finished(content, False, ends=False), np.zeros(0, np.float32)
-        if made.weights is not None:
-            right = np.zeros(len(made.tokens), np.float32)
-            right[np.flatnonzero(made.weights)] = [label for _, label in record.steps]
-        return replace(made, columns={"right": right})
+        encoded, right = self.finished(content, False, ends=False), np.zeros(0, np.float32)
+        if encoded.weights is not None:
+            right = np.zeros(len(encoded.tokens), np.float32)
+            right[np.flatnonzero(encoded.weights)] = [label for _, label in record.steps]
+        return replace(encoded, columns={"right": right})
 
 
 def records_of(documents: Iterable[Document]) -> Iterator[SourceRecord]:
@@ -173,33 +173,33 @@ class SequenceRows:
         long = np.any(sizes > sequence, axis=1).reshape(-1)
         if too_long == "error" and long.any():
             are = "is" if long.sum() == 1 else "are"
-            what = f"{long.sum():,} of {plural(len(long), 'record')} {are} longer than a row of {sequence:,} tokens"
+            problem = f"{long.sum():,} of {plural(len(long), 'record')} {are} longer than a row of {sequence:,} tokens"
             where = f"the longest sequence has {sizes.max():,} tokens (data.too_long=error)"
-            raise BadInput(what, where=where, hint="raise `data.sequence`, or set `data.too_long=cut_prompt`, `cut` or `drop`")
+            raise BadInput(problem, where=where, hint="raise `data.sequence`, or set `data.too_long=cut_prompt`, `cut` or `drop`")
         # [groups] tokens that are left out at the beginning of each sequence.
         self.skipped = np.zeros(len(sizes), np.int64)
-        kept = ~long if too_long == "drop" else np.ones(len(long), bool)
+        fits = ~long if too_long == "drop" else np.ones(len(long), bool)
         if too_long == "cut_prompt":
             # The same of both, so that they stay answers to one prompt, of which at least one token is left.
             more = np.maximum(sizes.max(1) - sequence, 0)
-            kept = ~long | (more < self.prompts(sizes).min(1))
-            self.skipped = np.where(kept, more, 0)
+            fits = ~long | (more < self.prompts(sizes).min(1))
+            self.skipped = np.where(fits, more, 0)
             sizes = sizes - self.skipped[:, None]
         sizes = np.minimum(sizes, sequence)
         learns = (self.learned_of(sizes) > 0).all(1)
-        self.dropped = int((~kept).sum())
-        self.unlearned = int((kept & ~learns).sum())
-        self.cut = int((kept & learns & long).sum())
+        self.dropped = int((~fits).sum())
+        self.unlearned = int((fits & ~learns).sum())
+        self.cut = int((fits & learns & long).sum())
         # [groups kept] numbers of groups, and the tokens of each sequence.
-        self.groups, self.sizes = np.flatnonzero(kept & learns), sizes
+        self.groups, self.sizes = np.flatnonzero(fits & learns), sizes
         needed = sizes[self.groups].max(1, initial=0)
         row_of = best_fit_decreasing(needed, sequence) if packing == "fit" else np.arange(len(needed))
         order = np.argsort(row_of, kind="stable")
         self.order, counts = self.groups[order], np.bincount(row_of)
         self.offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         self.slots = int(counts.max(initial=1))
-        named = {"live": np.float32, "document": np.int32, **dict.fromkeys(corpus.values, np.float32)}
-        self.stored: Fields = {**corpus.fields, **{name: Field("B s", dtype, "row") for name, dtype in named.items()}}
+        types = {"live": np.float32, "document": np.int32, **dict.fromkeys(corpus.values, np.float32)}
+        self.stored: Fields = {**corpus.fields, **{name: Field("B s", dtype, "row") for name, dtype in types.items()}}
         self.fields: Fields = self.stored
 
     @property

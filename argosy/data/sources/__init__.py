@@ -98,23 +98,23 @@ class SourceRecord:
     def words(self) -> str:
         """Its content, without the names of roles and columns."""
         if self.messages is None:
-            own = f"{self.prompt or ''}{self.completion or ''}"
+            text = f"{self.prompt or ''}{self.completion or ''}"
         else:
-            own = "\n".join(str(message["content"]) for message in self.messages)
-        return "\n".join([own, *(other.words for other in self.others)])
+            text = "\n".join(str(message["content"]) for message in self.messages)
+        return "\n".join([text, *(other.words for other in self.others)])
 
     @property
     def text(self) -> str:
         """Everything that decides its tokens, as JSON."""
-        said: list[Any] = [self.messages, self.learned, self.tools, self.variables, self.prompt, self.completion]
+        content: list[Any] = [self.messages, self.learned, self.tools, self.variables, self.prompt, self.completion]
         # Left out where there is none, so that what is held out of older corpora stays the same.
         if self.others or self.values or self.steps:
-            said += [[other.text for other in self.others], self.values, self.steps]
+            content += [[other.text for other in self.others], self.values, self.steps]
         if self.columns:
-            said.append(self.columns)
+            content.append(self.columns)
         if self.weights is not None:
-            said.append({"weights": self.weights})
-        return json.dumps(said, ensure_ascii=False, sort_keys=True)
+            content.append({"weights": self.weights})
+        return json.dumps(content, ensure_ascii=False, sort_keys=True)
 
 
 @dataclass(frozen=True)
@@ -237,16 +237,16 @@ class Capped(DerivedSource):
         self.size_bytes = limit if source.size_bytes is None else min(source.size_bytes, limit)
 
     def documents(self) -> Iterator[Document]:
-        left, inside, self.max_bytes = self.limit, False, None
+        remaining, inside, self.max_bytes = self.limit, False, None
         for document in self.source.documents():
             size = len(document.text.encode())
-            if size > left or not left:
+            if size > remaining or not remaining:
                 self.max_bytes = self.limit
                 # A record is read whole or not at all, and so is a text whose weights count its tokens.
-                if (left or inside) and document.record is None and not isinstance(document.weights, Sequence):
-                    yield replace(document, text=document.text.encode()[:left].decode(errors="ignore"), ends=True)
+                if (remaining or inside) and document.record is None and not isinstance(document.weights, Sequence):
+                    yield replace(document, text=document.text.encode()[:remaining].decode(errors="ignore"), ends=True)
                 return
-            left, inside = left - size, not document.ends
+            remaining, inside = remaining - size, not document.ends
             yield document
 
     def fingerprint(self) -> dict[str, Any]:
@@ -289,9 +289,9 @@ def missing(file: InputFile) -> BadInput:
             return BadInput(f"no folder `{path}`", hint=f"nothing is downloaded: {fetched}, then data.source={path.name}/FILE")
         return BadInput(f"no such data source: `{path}`", hint=f"there is no folder `{path.parent}`")
     # Names alone: with their folder in front, any two of its files are alike.
-    beside = {child.name: str(path.with_name(child.name)) for child in path.parent.iterdir() if child.name[0] != "."}
-    near = get_close_matches(path.name, [*beside, *SOURCES], n=1)
-    close = [beside.get(name, name) for name in near]
+    siblings = {child.name: str(path.with_name(child.name)) for child in path.parent.iterdir() if child.name[0] != "."}
+    near = get_close_matches(path.name, [*siblings, *SOURCES], n=1)
+    close = [siblings.get(name, name) for name in near]
     return BadInput(
         f"no such data source: `{path}`",
         where="no such file or folder, and no registered name",

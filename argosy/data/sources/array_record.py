@@ -41,9 +41,9 @@ class RecordContainer(RecordFile):
                     yield record_columns(data, where), where
                     number += 1
         except (RuntimeError, IndexError, ValueError) as error:
-            said = str(error).strip() or "it is cut off, or bytes of it are wrong"
-            what = f"a damaged {self.noun} file: {said}".splitlines()[0][:200]
-            raise Damaged(what, where=f"{self.path}, record {number}") from None
+            message = str(error).strip() or "it is cut off, or bytes of it are wrong"
+            problem = f"a damaged {self.noun} file: {message}".splitlines()[0][:200]
+            raise Damaged(problem, where=f"{self.path}, record {number}") from None
 
 
 class ArrayRecords(RecordContainer):
@@ -78,7 +78,7 @@ def record_columns(data: bytes, where: str) -> dict[str, Any]:
     except UnicodeDecodeError:
         raise BadInput("a record that is neither a tf.Example nor text", where=where) from None
     try:
-        found = parse_json(text) if text.startswith("{") else None
+        columns = parse_json(text) if text.startswith("{") else None
     except (ValueError, RecursionError):
-        found = None
-    return found if isinstance(found, dict) else {"text": text}
+        columns = None
+    return columns if isinstance(columns, dict) else {"text": text}

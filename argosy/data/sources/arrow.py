@@ -41,12 +41,12 @@ class ArrowRows(RecordSource):
 
     def columns_of(self, names: list[str]) -> list[str] | None:
         """The columns to read; None: all."""
-        wanted = self.reader.columns_read()
+        columns = self.reader.columns_read()
         # A function of the user's may read any. Names with points are paths into structures for pyarrow.
-        if wanted is None or self.steps or any("." in name for name in names):
+        if columns is None or self.steps or any("." in name for name in names):
             return None
-        self.reader.ignored |= dict.fromkeys(name for name in names if name not in wanted)
-        return [name for name in names if name in wanted]
+        self.reader.ignored |= dict.fromkeys(name for name in names if name not in columns)
+        return [name for name in names if name in columns]
 
     def pruned(self, batch: Any) -> Any:
         names = self.columns_of(batch.schema.names)
@@ -80,8 +80,8 @@ class ParquetFile(RecordFile, ArrowRows):
                 where = place
                 yield fields, place
         except (lib.ArrowException, OSError) as error:
-            what = f"a damaged {self.noun} file: {error}".splitlines()[0][:200]
-            raise Damaged(what, where=where if where == self.place else f"after {where}") from None
+            problem = f"a damaged {self.noun} file: {error}".splitlines()[0][:200]
+            raise Damaged(problem, where=where if where == self.place else f"after {where}") from None
         except UnicodeDecodeError:
             raise Damaged(f"a damaged {self.noun} file: a text that is not UTF-8", where=where) from None
 

@@ -79,8 +79,8 @@ class ClickRows:
         logit = STRENGTH * (user * item).sum(1) / np.sqrt(FACTORS) + numbers @ WEIGHTS + OFFSET
         probability = 1 / (1 + np.exp(-logit))
         label = uniform(bits[:, 2]) < probability
-        made = {"numbers": numbers, "label": label, "probability": probability, "p": user, "q": item}
-        return {name: value.astype(np.float32) for name, value in made.items()} | {"categories": ids.astype(np.int32)}
+        fields = {"numbers": numbers, "label": label, "probability": probability, "p": user, "q": item}
+        return {name: value.astype(np.float32) for name, value in fields.items()} | {"categories": ids.astype(np.int32)}
 
 
 def factor_places(ids: np.ndarray) -> np.ndarray:

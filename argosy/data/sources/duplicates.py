@@ -68,17 +68,17 @@ def signature(text: str) -> np.ndarray:
     grams = np.zeros(len(words) - WORDS_OF_GRAM + 1, np.uint64)
     for place in range(WORDS_OF_GRAM):
         grams = splitmix(np.zeros(1, np.uint64), grams ^ words[place : place + len(grams)])
-    found = np.full(BANDS * ROWS_OF_BAND, np.iinfo(np.uint64).max)
+    minima = np.full(BANDS * ROWS_OF_BAND, np.iinfo(np.uint64).max)
     factors, offsets = hash_functions()
     # In parts, so that a long text needs little memory.
     for at in range(0, len(grams), 4096):
         hashes = grams[None, at : at + 4096] * factors + offsets
-        found = np.minimum(found, (hashes >> np.uint64(32)).min(axis=1))
-    return found
+        minima = np.minimum(minima, (hashes >> np.uint64(32)).min(axis=1))
+    return minima
 
 
 @cache
 def hash_functions() -> tuple[np.ndarray, np.ndarray]:
     """Odd factors and offsets of multiply-shift hashing, uint64 [n, 1] each."""
-    drawn = splitmix(np.array([1], np.uint64), np.arange(2 * BANDS * ROWS_OF_BAND, dtype=np.uint64)).reshape(2, -1, 1)
-    return drawn[0] | np.uint64(1), drawn[1]
+    numbers = splitmix(np.array([1], np.uint64), np.arange(2 * BANDS * ROWS_OF_BAND, dtype=np.uint64)).reshape(2, -1, 1)
+    return numbers[0] | np.uint64(1), numbers[1]

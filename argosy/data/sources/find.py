@@ -45,12 +45,12 @@ def source_in_file(place: str, settings: DataSettings) -> Source | RowSource:
     """
     kind = from_file("data source", place)
     if not (isinstance(kind, type) and issubclass(kind, Source | RowSource)):
-        what = f"the data source `{place}` is no class of sources"
-        raise BadInput(what, hint="derive it from argosy.data.sources.Source, and define `documents` and `fingerprint`")
+        problem = f"the data source `{place}` is no class of sources"
+        raise BadInput(problem, hint="derive it from argosy.data.sources.Source, and define `documents` and `fingerprint`")
     source = kind.from_settings("", settings)
-    described = source.fingerprint
+    base_fingerprint = source.fingerprint
     digest = hashlib.sha256(Path(place.rpartition(":")[0]).read_bytes()).hexdigest()
-    source.fingerprint = lambda: described() | {"source.code": f"{kind.__name__} {digest}"}  # type: ignore[method-assign]
+    source.fingerprint = lambda: base_fingerprint() | {"source.code": f"{kind.__name__} {digest}"}  # type: ignore[method-assign]
     return source
 
 
@@ -65,14 +65,14 @@ def check_described(source: DocumentOrigin, settings: DataSettings) -> None:
         hint = "JSON lines, CSV, Parquet and the like have records; `jsonl:FILE` reads a file of any name as JSON lines"
         raise BadInput(f"data.{name} is for records, and this source has none", where=f"data.source={settings.source_name}", hint=hint)
     if settings.steps and not (isinstance(source, Source) and source.has_columns):
-        what, hint = "data.map and data.filter are for records, and this source has none", "`jsonl:FILE` reads a file as JSON lines"
-        raise BadInput(what, where=f"data.source={settings.source_name}", hint=hint)
+        problem, hint = "data.map and data.filter are for records, and this source has none", "`jsonl:FILE` reads a file as JSON lines"
+        raise BadInput(problem, where=f"data.source={settings.source_name}", hint=hint)
     if settings.deduplicate != "no" and not isinstance(source, Source):
         raise BadInput("data.deduplicate is for documents", where=f"data.source={settings.source_name}", hint="leave it out")
     # A run that resumes has the defaults among its settings, so `learn=answers` cannot be told from saying nothing.
     if settings.template is not None and not (isinstance(source, Source) and source.format != "text"):
-        what = "data.template is for conversations, and this data is text: every token is learned"
-        raise BadInput(what, where=f"data.source={settings.source_name}", hint="leave `data.template` out")
+        problem = "data.template is for conversations, and this data is text: every token is learned"
+        raise BadInput(problem, where=f"data.source={settings.source_name}", hint="leave `data.template` out")
 
 
 def check_readable(settings: DataSettings) -> None:

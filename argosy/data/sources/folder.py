@@ -43,8 +43,8 @@ class FileSet(Source):
         self.paths = files_below(root, is_data) or files_below(root, is_json_file) if root.is_folder else matching_files(str(where))
         if not self.paths:
             if root.is_local and is_prepared(root.path.parent):
-                what = f"`{where}` is part of a prepared corpus"
-                raise BadInput(what, hint=f"name the whole of it: `data.source={root.path.parent}`")
+                problem = f"`{where}` is part of a prepared corpus"
+                raise BadInput(problem, hint=f"name the whole of it: `data.source={root.path.parent}`")
             if root.is_folder and (index := next(iter(files_below(root, lambda name: name == MOSAIC_INDEX)), None)):
                 hint = f"a folder of MDS shards is read by itself: `data.source={index.place.rpartition('/')[0]}`"
                 raise BadInput(f"no files to read: `{where}`", hint=hint)
@@ -66,18 +66,18 @@ class FileSet(Source):
 
     @classmethod
     def from_settings(cls, argument: str, settings: "DataSettings") -> Self:
-        how: dict[str, Any] = {"documents": settings.documents, "invalid": settings.invalid, "encoding": settings.encoding}
-        return cls(argument, **how, format=settings.format, columns=settings.columns, steps=settings.steps)
+        options: dict[str, Any] = {"documents": settings.documents, "invalid": settings.invalid, "encoding": settings.encoding}
+        return cls(argument, **options, format=settings.format, columns=settings.columns, steps=settings.steps)
 
     @cached_property
     def format(self) -> str:  # type: ignore[override]
         """The format of the first file of records; all others must have it."""
-        found = self.record_file(self.records[0], self.asked).format if self.records else "text"
-        if found != "text" and (texts := [path for path in self.paths if path not in self.records]):
-            what = f"a text file among files of `{found}` records"
+        record_format = self.record_file(self.records[0], self.asked).format if self.records else "text"
+        if record_format != "text" and (texts := [path for path in self.paths if path not in self.records]):
+            problem = f"a text file among files of `{record_format}` records"
             ending = PurePosixPath(base_name(self.records[0].name)).suffix or ".jsonl"
-            raise BadInput(what, where=str(texts[0]), hint=f"name the files of records alone: `data.source={self.root}/*{ending}`")
-        return found
+            raise BadInput(problem, where=str(texts[0]), hint=f"name the files of records alone: `data.source={self.root}/*{ending}`")
+        return record_format
 
     @property
     def ignored(self) -> tuple[str, ...]:
@@ -95,8 +95,8 @@ class FileSet(Source):
         return TextFile(path, documents=self.split, invalid=self.invalid, encoding=self.encoding)
 
     def record_file(self, path: InputFile, format: str) -> RecordFile:
-        how: dict[str, Any] = {"invalid": self.invalid, "columns": self.columns, "encoding": self.encoding, "steps": self.steps}
-        return SOURCES[self.kinds[path]](path, format=format, **how)
+        options: dict[str, Any] = {"invalid": self.invalid, "columns": self.columns, "encoding": self.encoding, "steps": self.steps}
+        return SOURCES[self.kinds[path]](path, format=format, **options)
 
     def fingerprint(self) -> dict[str, Any]:
         """Paths below the folder count, because they set the order; the folder's own place does not."""
@@ -104,9 +104,9 @@ class FileSet(Source):
         for path in self.paths:
             relative = path.full_place.removeprefix(self.root).replace("\\", "/").lstrip("/")
             digest.update(f"{relative}\0{content_hash(path)}\n".encode())
-        how = {"source.files": len(self.paths), "source.documents": self.split, "source.invalid": self.invalid}
-        how |= encoded_as(self.encoding) | read_as(self.format, self.columns) | self.steps.fingerprint()
-        return {"source": "folder", "source.sha256": digest.hexdigest()} | how
+        facts = {"source.files": len(self.paths), "source.documents": self.split, "source.invalid": self.invalid}
+        facts |= encoded_as(self.encoding) | read_as(self.format, self.columns) | self.steps.fingerprint()
+        return {"source": "folder", "source.sha256": digest.hexdigest()} | facts
 
     def modified(self) -> list[int]:
         return modified(self.paths)

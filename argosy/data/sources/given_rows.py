@@ -56,8 +56,8 @@ def _each(rows: Any) -> Iterator[Any]:
     if hasattr(rows, "iterrows"):
         return (row.to_dict() for _, row in rows.iterrows())
     if isinstance(rows, str | bytes) or not isinstance(rows, Iterable):
-        what = f"rows to train on are a list or the like, not {type(rows).__name__}"
-        raise BadInput(what, where="data", hint="data.source=FILE reads a file")
+        problem = f"rows to train on are a list or the like, not {type(rows).__name__}"
+        raise BadInput(problem, where="data", hint="data.source=FILE reads a file")
     return iter(rows)
 
 

@@ -51,10 +51,10 @@ class HubDataset(ArrowRows):
         streams: bool = False,
     ):
         super().__init__(format=format, columns=columns, steps=steps)
-        if not (found := SPEC.fullmatch(spec)):
+        if not (match := SPEC.fullmatch(spec)):
             raise BadInput(f"`hf:{spec}` names no data set", hint="hf:NAME, hf:NAME@REVISION or hf:NAME:SPLIT")
-        self.spec, self.name, self.revision, self.streams = spec, found["name"], found["revision"], streams
-        self.subset, self.split = (found["first"], found["second"]) if found["second"] else (None, found["first"])
+        self.spec, self.name, self.revision, self.streams = spec, match["name"], match["revision"], streams
+        self.subset, self.split = (match["first"], match["second"]) if match["second"] else (None, match["first"])
 
     @classmethod
     def from_settings(cls, argument: str, settings: "DataSettings") -> Self:
@@ -74,33 +74,33 @@ class HubDataset(ArrowRows):
         try:
             import datasets
         except ImportError:
-            what = "data sets of the Hub are read by the package datasets, which is not installed"
-            raise BadInput(what, where=f"data.source={self.place}", hint=install_extra("hub")) from None
+            problem = "data sets of the Hub are read by the package datasets, which is not installed"
+            raise BadInput(problem, where=f"data.source={self.place}", hint=install_extra("hub")) from None
         folder = Path(self.name).expanduser()
         self._check_path(folder)
         unreachable = None if folder.is_dir() else unreachable_dataset(self.name, self.revision)
         try:
             if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
-                found = datasets.load_from_disk(str(folder))
+                loaded = datasets.load_from_disk(str(folder))
             else:
                 with nullcontext() if unreachable is None else _cache_alone():
-                    found = self._loaded(str(folder) if folder.is_dir() else self.name)
+                    loaded = self._loaded(str(folder) if folder.is_dir() else self.name)
         except Exception as error:
             if unreachable is not None:
-                what = f"the data set `{self.name}` is not in the cache, and the Hub cannot be reached: {unreachable}"
+                problem = f"the data set `{self.name}` is not in the cache, and the Hub cannot be reached: {unreachable}"
                 hint = f"{self.FILES}; HF_HOME says where the cache is"
-                raise BadInput(what, where=f"data.source={self.place}", hint=hint) from error
-            said = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-            raise BadInput(f"no data set `{self.name}`: {said}", where=f"data.source={self.place}") from error
-        if not isinstance(found, dict):
-            return found
-        names = [str(name) for name in found]
+                raise BadInput(problem, where=f"data.source={self.place}", hint=hint) from error
+            message = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+            raise BadInput(f"no data set `{self.name}`: {message}", where=f"data.source={self.place}") from error
+        if not isinstance(loaded, dict):
+            return loaded
+        names = [str(name) for name in loaded]
         split = self.split or ("train" if "train" in names else names[0] if len(names) == 1 else None)
         if split not in names:
-            what = f"`{self.name}` has no split `{split}`" if split else f"`{self.name}` has several splits"
+            problem = f"`{self.name}` has no split `{split}`" if split else f"`{self.name}` has several splits"
             hint = f"{nearest(split, names)}; " if split else ""
-            raise BadInput(what, where=f"data.source={self.place}", hint=f"{hint}hf:{self.name}:SPLIT, of {', '.join(names)}")
-        return found[str(split)]
+            raise BadInput(problem, where=f"data.source={self.place}", hint=f"{hint}hf:{self.name}:SPLIT, of {', '.join(names)}")
+        return loaded[str(split)]
 
     def _loaded(self, path: str) -> Any:
         import datasets
@@ -118,8 +118,8 @@ class HubDataset(ArrowRows):
             raise BadInput(f"`{self.name}` is a file", where=f"data.source={self.place}", hint=f"data.source={self.name}")
         is_path = self.name.startswith((".", "/", "~")) or self.name.count("/") > 1 or path.name.endswith(FILE_ENDINGS)
         if is_path and not path.is_dir():
-            what = f"no {'file' if path.name.endswith(FILE_ENDINGS) else 'folder'} `{self.name}`"
-            raise BadInput(what, where=f"data.source={self.place}", hint=self.FILES)
+            problem = f"no {'file' if path.name.endswith(FILE_ENDINGS) else 'folder'} `{self.name}`"
+            raise BadInput(problem, where=f"data.source={self.place}", hint=self.FILES)
 
     def tables(self) -> Iterator[tuple[int, Any]]:
         batches = self.dataset.with_format("arrow").iter(BATCH_ROWS)
@@ -135,17 +135,17 @@ class HubDataset(ArrowRows):
         try:
             yield from batches
         except Exception as error:
-            said = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+            message = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
             hint = "if the network failed, the same command resumes; without `data.online` the data set is downloaded first"
-            raise Damaged(f"the stream of the data set ended: {said}", where=f"data.source={self.place}", hint=hint) from error
+            raise Damaged(f"the stream of the data set ended: {message}", where=f"data.source={self.place}", hint=hint) from error
 
     def fingerprint(self) -> dict[str, Any]:
         data = self.dataset
         if self.version is not None:
             return {"source": self.kind, "source.version": self.version} | self.read_fingerprint()
         files = [content_hash(InputFile(file["filename"])) for file in data.cache_files]
-        made = {"source": self.kind, "source.sha256": " ".join(files) or str(data._fingerprint), "source.rows": len(data)}
-        return made | self.read_fingerprint()
+        fingerprint = {"source": self.kind, "source.sha256": " ".join(files) or str(data._fingerprint), "source.rows": len(data)}
+        return fingerprint | self.read_fingerprint()
 
 
 @contextmanager

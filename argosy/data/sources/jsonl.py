@@ -62,10 +62,10 @@ def array_of(path: InputFile, invalid: str, encoding: str) -> list[Any]:
     if len(data) > ARRAY_BYTES:
         raise BadInput(f"a JSON array of more than {ARRAY_BYTES >> 20} MiB", where=str(path), hint=lines)
     try:
-        found = json.loads(decode(data, 0, path, invalid).removeprefix("\ufeff"))
+        values = json.loads(decode(data, 0, path, invalid).removeprefix("\ufeff"))
     except (ValueError, RecursionError) as e:
         hint = f"one object a line ends in .jsonl; `data.source=text:{path}` reads the file as text"
         raise BadInput(f"not JSON: {e}"[:200], where=str(path), hint=hint) from None
-    if not isinstance(found, list):
+    if not isinstance(values, list):
         raise BadInput("a .json file must be an array of objects", where=str(path), hint=lines)
-    return found
+    return values

@@ -75,7 +75,7 @@ def file_kind(file: InputFile) -> str:
         BadInput: the name says that it holds records, and the file is something else.
         Damaged: likewise, and nothing is known about what it is.
     """
-    named = named_kind(file.name)
+    expected = named_kind(file.name)
     with file.open() as raw:
         head = raw.read(HEAD_BYTES)
     for kind, marks in MARKS.items():
@@ -85,8 +85,8 @@ def file_kind(file: InputFile) -> str:
         return "tokens"
     if file.name.lower().endswith(".npz"):
         return "arrays"
-    if named in BY_NAME_ALONE and head:
-        return str(named)
+    if expected in BY_NAME_ALONE and head:
+        return str(expected)
     if base_name(file.name).endswith(MOSAIC_SHARD):
         raise BadInput("an MDS shard alone", where=str(file), hint=f"name its folder, which has the `{MOSAIC_INDEX}` that describes it")
     with opened(file, text=False) as stream:
@@ -95,15 +95,16 @@ def file_kind(file: InputFile) -> str:
             return "tar"
         if is_tfrecord(head):
             return "tfrecord"
-        if named is None or named in OF_TEXT:
-            if named is None and file.name.endswith(".bin") and head and not is_text(head):
+        if expected is None or expected in OF_TEXT:
+            if expected is None and file.name.endswith(".bin") and head and not is_text(head):
                 return "tokens"
-            return named or ("jsonl" if holds_objects(file.name, cast(BinaryIO, stream)) else "text")
+            return expected or ("jsonl" if holds_objects(file.name, cast(BinaryIO, stream)) else "text")
     if not head:
         raise BadInput("the file is empty", where=str(file))
     if binary_kind(head) is not None:
         refuse_binary(head, str(file))
-    raise Damaged(f"its name says {WHAT[named]}, and it does not begin like one", where=str(file), hint="text ends in .txt or .jsonl")
+    problem = f"its name says {WHAT[expected]}, and it does not begin like one"
+    raise Damaged(problem, where=str(file), hint="text ends in .txt or .jsonl")
 
 
 def named_kind(name: str) -> str | None:

@@ -52,10 +52,10 @@ def with_negatives(fields: Row, column: str) -> Row:
     """
     if column in fields:
         return fields if fields[column] is not None else {**fields, column: []}
-    found = sorted((int(match[1]), name) for name in fields if (match := NUMBERED.fullmatch(name)))
-    if not found:
+    numbered = sorted((int(match[1]), name) for name in fields if (match := NUMBERED.fullmatch(name)))
+    if not numbered:
         return fields
-    names = [name for _, name in found]
+    names = [name for _, name in numbered]
     rest = {name: value for name, value in fields.items() if name not in names}
     return {**rest, column: [fields[name] for name in names if fields[name] is not None]}
 
@@ -63,12 +63,13 @@ def with_negatives(fields: Row, column: str) -> Row:
 def contrasted_record(row: Row, where: str, kind: Any) -> SourceRecord:
     """A text with the one that it belongs to, and those that it does not; empty ones are left out."""
     _check_texts(row, ("anchor", "positive"), where, kind)
-    given = row[NEGATIVES]
-    if not isinstance(given, list):
-        raise BadInput(f"`{NEGATIVES}` is {kind(given)}, not a list of texts", where=where, hint='like ["one text", "another"]')
-    if (wrong := next((text for text in given if not isinstance(text, str)), None)) is not None:
+    negatives = row[NEGATIVES]
+    if not isinstance(negatives, list):
+        raise BadInput(f"`{NEGATIVES}` is {kind(negatives)}, not a list of texts", where=where, hint='like ["one text", "another"]')
+    if (wrong := next((text for text in negatives if not isinstance(text, str)), None)) is not None:
         raise BadInput(f"`{NEGATIVES}` has {kind(wrong)} among its texts", where=where, hint='like ["one text", "another"]')
-    first, *others = (SourceRecord(where=where, prompt=text) for text in (row["anchor"], row["positive"], *filter(str.strip, given)))
+    texts = (row["anchor"], row["positive"], *filter(str.strip, negatives))
+    first, *others = (SourceRecord(where=where, prompt=text) for text in texts)
     return replace(first, others=tuple(others))
 
 

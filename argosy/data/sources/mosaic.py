@@ -102,25 +102,25 @@ class MosaicDataset(RecordSource):
         Raises:
             Damaged: the sizes of its columns are not its own, or a value is not of its type.
         """
-        wanted = self.reader.columns_read() if self.reader.begun and not self.steps else None
-        found: dict[str, Any] = {}
+        columns = self.reader.columns_read() if self.reader.begun and not self.steps else None
+        fields: dict[str, Any] = {}
         try:
             at = NUMBER.size * sum(size is None for _, _, size in shard.columns)
-            given = iter(struct.unpack_from(f"<{at // NUMBER.size}I", data))
-            sizes = [next(given) if size is None else size for _, _, size in shard.columns]
+            stored_sizes = iter(struct.unpack_from(f"<{at // NUMBER.size}I", data))
+            sizes = [next(stored_sizes) if size is None else size for _, _, size in shard.columns]
             if at + sum(sizes) != len(data):
                 raise ValueError("the sizes of its columns are not those of the sample")
             for (name, encoding, _), size in zip(shard.columns, sizes):
-                read = decoder(encoding) if wanted is None or name in wanted else None
+                read = decoder(encoding) if columns is None or name in columns else None
                 value = None if read is None else read(bytes(data[at : at + size]))
                 at += size
                 if value is None:
                     self.reader.ignored |= {name: None}
                 else:
-                    found[name] = value
+                    fields[name] = value
         except (ValueError, struct.error, IndexError, KeyError, RecursionError) as error:
             raise Damaged(f"a damaged MDS shard: {error}"[:200], where=where) from None
-        return found
+        return fields
 
     def fingerprint(self) -> dict[str, Any]:
         digest = hashlib.sha256("\n".join(content_hash(shard.file) for shard in self.shards).encode()).hexdigest()
@@ -140,8 +140,8 @@ def read_mosaic_index(index: InputFile) -> list[MosaicShard]:
     where = str(index)
     try:
         with index.open() as file:
-            found = json.load(file)
-        shards = [mosaic_shard(shard, index) for shard in found["shards"]]
+            content = json.load(file)
+        shards = [mosaic_shard(shard, index) for shard in content["shards"]]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise Damaged(f"an index of MDS shards that cannot be understood: {error}"[:200], where=where) from None
     if not shards:
@@ -152,21 +152,21 @@ def read_mosaic_index(index: InputFile) -> list[MosaicShard]:
 def mosaic_shard(shard: Mapping[str, Any], index: InputFile) -> MosaicShard:
     """One shard of an index. Where both are there, the unpacked file is read."""
     if (shard["format"], shard["version"]) != ("mds", VERSION):
-        what = f"shards of format {shard['format']}, version {shard['version']}"
-        raise BadInput(what, where=str(index), hint=f"read are those of format mds, version {VERSION}")
+        problem = f"shards of format {shard['format']}, version {shard['version']}"
+        raise BadInput(problem, where=str(index), hint=f"read are those of format mds, version {VERSION}")
     raw, packed = shard["raw_data"], shard["zip_data"]
-    file, given = index.sibling(raw["basename"]), raw
+    file, entry = index.sibling(raw["basename"]), raw
     if not file.is_file and packed:
         kind = str(shard["compression"]).partition(":")[0]
         if kind not in PACKINGS:
             raise BadInput(f"a shard compressed by `{kind}`", where=str(index), hint=f"read are {', '.join(PACKINGS)}")
-        file, given = index.sibling(packed["basename"]), packed
+        file, entry = index.sibling(packed["basename"]), packed
     if not file.is_file:
         raise BadInput("a shard that the index names is missing", where=str(file), hint="copy the whole folder")
-    if file.size_bytes != given["bytes"]:
-        raise Damaged(f"a shard of {file.size_bytes:,} bytes that has {given['bytes']:,} in the index", where=str(file))
+    if file.size_bytes != entry["bytes"]:
+        raise Damaged(f"a shard of {file.size_bytes:,} bytes that has {entry['bytes']:,} in the index", where=str(file))
     columns = tuple(zip(shard["column_names"], shard["column_encodings"], shard["column_sizes"], strict=True))
-    return MosaicShard(file, int(shard["samples"]), int(raw["bytes"]), dict(given["hashes"]), columns)
+    return MosaicShard(file, int(shard["samples"]), int(raw["bytes"]), dict(entry["hashes"]), columns)
 
 
 def read_shard(shard: MosaicShard) -> tuple[memoryview, list[int]]:
@@ -176,17 +176,17 @@ def read_shard(shard: MosaicShard) -> tuple[memoryview, list[int]]:
         Damaged: it is not what the index says.
     """
     where = str(shard.file)
-    for name, written in shard.hashes.items():
+    for name, digest in shard.hashes.items():
         if name in hashlib.algorithms_available and not name.startswith("shake"):
             with shard.file.open() as file:
-                if hashlib.file_digest(file, name).hexdigest() != written:  # type: ignore[arg-type]
+                if hashlib.file_digest(file, name).hexdigest() != digest:  # type: ignore[arg-type]
                     raise Damaged(f"a damaged MDS shard: its {name} is not that of the index", where=where)
     with opened(shard.file, text=False) as stream:
         data = stream.read(shard.size_bytes + 1)
     first = NUMBER.size * (shard.samples + 2)
     if len(data) != shard.size_bytes or len(data) < first or NUMBER.unpack_from(data)[0] != shard.samples:
-        what = f"a damaged MDS shard: {len(data):,} bytes, not {shard.size_bytes:,} of {shard.samples:,} samples"
-        raise Damaged(what, where=where)
+        problem = f"a damaged MDS shard: {len(data):,} bytes, not {shard.size_bytes:,} of {shard.samples:,} samples"
+        raise Damaged(problem, where=where)
     offsets = np.frombuffer(data, "<u4", shard.samples + 1, NUMBER.size).astype(np.int64)
     if offsets[0] < first or offsets[-1] != len(data) or (np.diff(offsets) < 0).any():
         raise Damaged("a damaged MDS shard: its samples do not follow each other", where=where)

@@ -41,8 +41,8 @@ def needed(package: str, readers: str, extra: str = "data") -> Any:
     try:
         return import_module(package)
     except ImportError:
-        what = f"{readers} are read by the package {package.partition('.')[0]}, which is not installed"
-        raise BadInput(what, hint=install_extra(extra)) from None
+        problem = f"{readers} are read by the package {package.partition('.')[0]}, which is not installed"
+        raise BadInput(problem, hint=install_extra(extra)) from None
 
 
 def base_name(name: str) -> str:
@@ -111,9 +111,9 @@ class Transcoded(io.RawIOBase):
                 self.pending = self.decoder.decode(data, final=self.over).encode()
             except UnicodeDecodeError as error:
                 place = self.offset - waiting + error.start
-                what = f"not {self.encoding}: {error.reason} at offset {place:,}"
+                problem = f"not {self.encoding}: {error.reason} at offset {place:,}"
                 hint = "`data.encoding=NAME` names another; `data.invalid=replace` reads on"
-                raise BadInput(what, where=self.where, hint=hint) from None
+                raise BadInput(problem, where=self.where, hint=hint) from None
             self.offset += len(data)
         size = min(len(buffer), len(self.pending))
         buffer[:size], self.pending = self.pending[:size], self.pending[size:]
@@ -127,11 +127,11 @@ def text_encoding(name: str) -> str:
         BadInput: Python knows no such encoding.
     """
     try:
-        found = codecs.lookup(name)
-        "".encode(found.name)
+        codec = codecs.lookup(name)
+        "".encode(codec.name)
     except LookupError:
         raise BadInput(f"no text encoding `{name}`", where="data.encoding", hint=nearest(name, COMMON)) from None
-    return "utf-8" if found.name in ("utf-8", "utf-8-sig", "ascii") else found.name
+    return "utf-8" if codec.name in ("utf-8", "utf-8-sig", "ascii") else codec.name
 
 
 @contextmanager

@@ -27,59 +27,61 @@ ASSISTANT = "\n\nAssistant:"
 HINT = 'like {"prompt": "...", "chosen": "...", "rejected": "..."}'
 
 
-def preference(row: Row, has: Row, named: Callable[[str], str], read: ReadMessages, options: dict[str, Any], kind: Any) -> SourceRecord:
+def preference(
+    row: Row, has: Row, column_of: Callable[[str], str], read: ReadMessages, options: dict[str, Any], kind: Any
+) -> SourceRecord:
     """A pair: a record of the chosen answer that holds one of the rejected answer.
 
     Args:
         row, has: the columns under the format's names, and all columns of the file.
-        named: a column's name in the file.
+        column_of: a column's name in the file.
         options: where, tools and variables of records.
         kind: what a JSON value is, in words.
     """
     where, chosen, rejected = options["where"], row["chosen"], row["rejected"]
     if type(chosen) is not type(rejected) or not isinstance(chosen, str | list):
-        what = f"a chosen answer that is {kind(chosen)}, and a rejected one that is {kind(rejected)}"
-        raise BadInput(what, where=where, hint="both are texts, or both are lists of messages")
+        problem = f"a chosen answer that is {kind(chosen)}, and a rejected one that is {kind(rejected)}"
+        raise BadInput(problem, where=where, hint="both are texts, or both are lists of messages")
     values = {"margin": margin_of(row.get("margin"), where, kind)}
-    prompt = prompt_of(row, has, named, where, kind)
+    prompt = prompt_of(row, has, column_of, where, kind)
     if isinstance(chosen, str):
         if isinstance(prompt, list):
             raise BadInput("a prompt of messages, and answers that are texts", where=where, hint=HINT)
         if prompt is None:
             prompt, chosen, rejected = _apart(chosen, rejected)
-        one = replace(SourceRecord(where=where, prompt=prompt, completion=chosen), values=values)
-        return replace(one, others=(SourceRecord(where=where, prompt=prompt, completion=rejected),))
-    said, taught = read(chosen, named("chosen"))
-    other, other_taught = read(rejected, named("rejected"))
-    asked: list[dict[str, Any]] = []
+        record = replace(SourceRecord(where=where, prompt=prompt, completion=chosen), values=values)
+        return replace(record, others=(SourceRecord(where=where, prompt=prompt, completion=rejected),))
+    chosen_messages, taught = read(chosen, column_of("chosen"))
+    other, other_taught = read(rejected, column_of("rejected"))
+    question: list[dict[str, Any]] = []
     if isinstance(prompt, list):
-        asked, _ = read(prompt, named("prompt"))
+        question, _ = read(prompt, column_of("prompt"))
     elif prompt is not None:
-        asked = [{"role": "user", "content": prompt}]
-    both = [_conversation(asked, *one, prompt is None) for one in ((said, taught), (other, other_taught))]
-    common = shared([messages for messages, _ in both]) if prompt is None or starts(said, asked) else len(asked)
+        question = [{"role": "user", "content": prompt}]
+    both = [_conversation(question, *answer, prompt is None) for answer in ((chosen_messages, taught), (other, other_taught))]
+    common = shared([messages for messages, _ in both]) if prompt is None or starts(chosen_messages, question) else len(question)
     if not common:
-        what = "two conversations that begin with no common prompt"
-        raise BadInput(what, where=where, hint="give the prompt: `prompt`, or the same messages at the start of both")
-    made = [
+        problem = "two conversations that begin with no common prompt"
+        raise BadInput(problem, where=where, hint="give the prompt: `prompt`, or the same messages at the start of both")
+    records = [
         SourceRecord(messages=messages, learned=(*[False] * common, *learned[common:]), prompt_messages=common, **options)
         for messages, learned in both
     ]
-    return replace(made[0], others=(made[1],), values=values)
+    return replace(records[0], others=(records[1],), values=values)
 
 
 def instructed(row: Row, alpaca: Callable[[Row, str], SourceRecord], where: str, kind: Any) -> SourceRecord:
     """A pair of answers to an instruction, each as an Alpaca record."""
-    one, other = (alpaca({**row, "output": row[name]}, where) for name in ("chosen", "rejected"))
-    one, other = (replace(record, prompt_messages=len(record.messages or ()) - 1) for record in (one, other))
-    return replace(one, others=(other,), values={"margin": margin_of(row.get("margin"), where, kind)})
+    chosen, other = (alpaca({**row, "output": row[name]}, where) for name in ("chosen", "rejected"))
+    chosen, other = (replace(record, prompt_messages=len(record.messages or ()) - 1) for record in (chosen, other))
+    return replace(chosen, others=(other,), values={"margin": margin_of(row.get("margin"), where, kind)})
 
 
-def _conversation(asked: list[dict[str, Any]], said: list[dict[str, Any]], taught: list[bool], whole: bool) -> Messages:
+def _conversation(question: list[dict[str, Any]], answer: list[dict[str, Any]], taught: list[bool], whole: bool) -> Messages:
     """A whole conversation. Many files repeat the prompt in the answers' messages, where it is taken once."""
-    if whole or starts(said, asked):
-        return said, taught
-    return [*asked, *said], [*[False] * len(asked), *taught]
+    if whole or starts(answer, question):
+        return answer, taught
+    return [*question, *answer], [*[False] * len(question), *taught]
 
 
 def starts(messages: Sequence[Any], prompt: Sequence[Any]) -> bool:
@@ -94,7 +96,7 @@ def shared(both: Sequence[Sequence[Any]]) -> int:
     return min(common_length(*both), *(len(messages) - 1 for messages in both))
 
 
-def prompt_of(row: Row, has: Row, named: Callable[[str], str], where: str, kind: Any) -> Any:
+def prompt_of(row: Row, has: Row, column_of: Callable[[str], str], where: str, kind: Any) -> Any:
     """The prompt of a pair: a text or messages; None where both answers begin with it.
 
     Raises:
@@ -102,13 +104,13 @@ def prompt_of(row: Row, has: Row, named: Callable[[str], str], where: str, kind:
     """
     prompt = row.get("prompt")
     if prompt is None:
-        read = {named(name) for name in row}
+        read = {column_of(name) for name in row}
         if (column := next((name for name in ASKING if name in has and name not in read), None)) is not None:
-            what = "a preference pair without `prompt`"
-            raise BadInput(what, where=where, hint=f"if `{column}` is the prompt: data.columns.prompt={column}")
+            problem = "a preference pair without `prompt`"
+            raise BadInput(problem, where=where, hint=f"if `{column}` is the prompt: data.columns.prompt={column}")
         return None
     if not isinstance(prompt, str | list):
-        raise BadInput(f"`{named('prompt')}` is {kind(prompt)}", where=where, hint="a text, or a list of messages")
+        raise BadInput(f"`{column_of('prompt')}` is {kind(prompt)}", where=where, hint="a text, or a list of messages")
     return prompt
 
 
@@ -139,8 +141,8 @@ def labeled(row: Row, record: SourceRecord, where: str, kind: Any) -> SourceReco
     label = row["label"]
     if label not in (True, False) or isinstance(label, float):
         raise BadInput(f"`label` is {kind(label)}", where=where, hint="true for a good answer, false for a bad one")
-    asked = sum(1 for learned in record.learned or () if not learned) if record.messages is not None else 0
-    return replace(record, values={"desirable": float(label)}, prompt_messages=asked)
+    prompt_count = sum(1 for learned in record.learned or () if not learned) if record.messages is not None else 0
+    return replace(record, values={"desirable": float(label)}, prompt_messages=prompt_count)
 
 
 def stepwise(row: Row, where: str, kind: Any) -> SourceRecord:
@@ -151,6 +153,6 @@ def stepwise(row: Row, where: str, kind: Any) -> SourceRecord:
     if not (isinstance(steps, list) and steps and all(isinstance(step, str) and step.strip() for step in steps)):
         raise BadInput("`completions` is not a list of texts", where=where, hint='like ["First step.", "Second step."]')
     if not (isinstance(labels, list) and len(labels) == len(steps) and all(isinstance(label, bool) for label in labels)):
-        what = f"`labels` is not a list of {len(steps)} truth values, one for each step"
-        raise BadInput(what, where=where, hint="like [true, false]")
+        problem = f"`labels` is not a list of {len(steps)} truth values, one for each step"
+        raise BadInput(problem, where=where, hint="like [true, false]")
     return SourceRecord(where=where, prompt=prompt, completion="".join(f"{step}\n" for step in steps), steps=tuple(zip(steps, labels)))

@@ -96,12 +96,12 @@ class RecordFile(RecordSource):
 
     @classmethod
     def from_settings(cls, argument: str, settings: "DataSettings") -> Self:
-        how: dict[str, Any] = {"invalid": settings.invalid, "format": settings.format, "encoding": settings.encoding}
-        return cls(argument, columns=settings.columns, steps=settings.steps, **how)
+        options: dict[str, Any] = {"invalid": settings.invalid, "format": settings.format, "encoding": settings.encoding}
+        return cls(argument, columns=settings.columns, steps=settings.steps, **options)
 
     def fingerprint(self) -> dict[str, Any]:
-        made = {"source": self.kind, "source.sha256": content_hash(self.path), "source.invalid": self.invalid}
-        return made | encoded_as(self.encoding) | self.read_fingerprint()
+        fingerprint = {"source": self.kind, "source.sha256": content_hash(self.path), "source.invalid": self.invalid}
+        return fingerprint | encoded_as(self.encoding) | self.read_fingerprint()
 
     def modified(self) -> list[int]:
         return modified([self.path])
@@ -109,8 +109,8 @@ class RecordFile(RecordSource):
 
 def read_as(format: str, columns: Mapping[str, str]) -> dict[str, Any]:
     """How records are read, for a fingerprint. Nothing for text in the column `text`, so that older runs resume."""
-    made = {"source.format": format} if format != "text" else {}
-    return made | ({"source.columns": json.dumps(dict(columns), sort_keys=True)} if columns else {})
+    facts = {"source.format": format} if format != "text" else {}
+    return facts | ({"source.columns": json.dumps(dict(columns), sort_keys=True)} if columns else {})
 
 
 def plain(value: Any, where: str, column: str) -> Any:
@@ -129,8 +129,8 @@ def plain(value: Any, where: str, column: str) -> Any:
         try:
             return value.decode()
         except UnicodeDecodeError:
-            what = f"`{column}` holds bytes that are not text"
-            raise BadInput(what, where=where, hint="leave that column out of the file") from None
+            problem = f"`{column}` holds bytes that are not text"
+            raise BadInput(problem, where=where, hint="leave that column out of the file") from None
     if isinstance(value, Sequence):
         return [plain(inner, where, column) for inner in value]
     if isinstance(value, datetime | date | time):

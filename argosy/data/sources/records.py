@@ -103,12 +103,12 @@ def line_fields(line: str, where: str) -> dict[str, Any]:
         BadInput: it is not an object.
     """
     try:
-        found = parse_json(line)
+        fields = parse_json(line)
     except (ValueError, RecursionError) as e:
         raise BadInput(f"not a line of JSON: {e}"[:200], where=where) from None
-    if not isinstance(found, dict):
+    if not isinstance(fields, dict):
         raise BadInput("each line of a JSONL file must be an object", where=where, hint='like {"text": "..."}')
-    return found
+    return fields
 
 
 class RecordReader:
@@ -141,13 +141,13 @@ class RecordReader:
         if not self.begun:
             self.begin(fields, has, where)
         needs, may = FORMATS[self.format or "text"]
-        if lacking := [name for name in needs if self.named(name) not in has]:
-            raise self.other(lacking, has, where)
-        known = [name for name in (*needs, *may) if self.named(name) in has]
-        read = {self.named(name) for name in known} | self.of_weights
+        if missing := [name for name in needs if self.named(name) not in has]:
+            raise self.other(missing, has, where)
+        present = [name for name in (*needs, *may) if self.named(name) in has]
+        read = {self.named(name) for name in present} | self.of_weights
         if self.format != PROMPT:
             self.ignored |= dict.fromkeys(name for name in has if name not in read)
-        return {name: has[self.named(name)] for name in known}
+        return {name: has[self.named(name)] for name in present}
 
     @property
     def of_weights(self) -> set[str]:
@@ -164,10 +164,10 @@ class RecordReader:
             return None
         value = fields.get(column := self.columns[WEIGHTS])
         each: list[Any] = value if isinstance(value, list) else [value]
-        if not all(isinstance(one, int | float) and not isinstance(one, bool) and 0 <= one < inf for one in each):
-            held = "a list with something else" if isinstance(value, list) else kind(value)
+        if not all(isinstance(weight, int | float) and not isinstance(weight, bool) and 0 <= weight < inf for weight in each):
+            content = "a list with something else" if isinstance(value, list) else kind(value)
             hint = "a number of 0 or more, or a list of them: one for each message, or for each token"
-            raise BadInput(f"no weights in the field `{column}`: it holds {held}", where=where, hint=hint)
+            raise BadInput(f"no weights in the field `{column}`: it holds {content}", where=where, hint=hint)
         return tuple(map(float, value)) if isinstance(value, list) else float(each[0])
 
     def named(self, name: str) -> str:
@@ -186,38 +186,38 @@ class RecordReader:
         if self.format is None:
             fits = self.fitting(has)
             if len(fits) > 1:
-                what = f"this record could be {' or '.join(f'`{one}`' for one in fits)}"
-                hint = f"say which: {' or '.join(f'data.format={one}' for one in fits)}"
-                raise BadInput(what, where=where, hint=hint)
+                problem = f"this record could be {' or '.join(f'`{candidate}`' for candidate in fits)}"
+                hint = f"say which: {' or '.join(f'data.format={candidate}' for candidate in fits)}"
+                raise BadInput(problem, where=where, hint=hint)
             if not fits:
                 raise _unknown(has, where)
             self.format = fits[0]
         if WEIGHTS in self.columns and self.format not in WEIGHTED:
-            what = f"weights of tokens are for texts and conversations, and these are `{self.format}` records"
-            raise BadInput(what, where=where, hint="leave `data.columns.weights` out")
+            problem = f"weights of tokens are for texts and conversations, and these are `{self.format}` records"
+            raise BadInput(problem, where=where, hint="leave `data.columns.weights` out")
         self.begun = True
 
     def fitting(self, has: Row) -> list[str]:
         """The formats that a record has the columns of. One that needs more columns is meant, such as a pair beside `messages`; but not
         one that lacks a column which the settings rename."""
-        detected = [one for one in FORMATS if one not in ASKED_FOR]
-        fits = [one for one in detected if all(self.named(name) in has for name in FORMATS[one][0])]
+        detected = [candidate for candidate in FORMATS if candidate not in ASKED_FOR]
+        fits = [candidate for candidate in detected if all(self.named(name) in has for name in FORMATS[candidate][0])]
         renamed = {name for name in self.columns if name not in (*OF_A_MESSAGE, WEIGHTS)}
-        fits = [one for one in fits if renamed <= {*FORMATS[one][0], *FORMATS[one][1]}] or fits
+        fits = [candidate for candidate in fits if renamed <= {*FORMATS[candidate][0], *FORMATS[candidate][1]}] or fits
         if "triplet" in fits or NEGATIVES in fits:
-            fits = [one for one in fits if one != "pair"]
+            fits = [candidate for candidate in fits if candidate != "pair"]
         # A column `label` may be a class; only a truth value is KTO's.
         if "kto" in fits and not isinstance(has[self.named("label")], bool):
             fits.remove("kto")
-        return [one for one in fits if one in GROUPS] or fits
+        return [candidate for candidate in fits if candidate in GROUPS] or fits
 
-    def other(self, lacking: list[str], has: Row, where: str) -> BadInput:
-        columns = " and ".join(f"`{self.named(name)}`" for name in lacking)
+    def other(self, missing: list[str], has: Row, where: str) -> BadInput:
+        columns = " and ".join(f"`{self.named(name)}`" for name in missing)
         if self.format == "text":
             return BadInput(f"no text in the field {columns}", where=where, hint=f"this data is read as text; {_listed(has)}")
-        what = f"a record without {columns}"
-        way_out = f"data.columns.{lacking[0]}=NAME reads it from another column"
-        return BadInput(what, where=where, hint=f"this data is read as `{self.format}`; {_listed(has)}; {way_out}")
+        problem = f"a record without {columns}"
+        way_out = f"data.columns.{missing[0]}=NAME reads it from another column"
+        return BadInput(problem, where=where, hint=f"this data is read as `{self.format}`; {_listed(has)}; {way_out}")
 
     def columns_read(self) -> set[str] | None:
         """The names in the file of the columns that are read, once the format is known; None: all."""
@@ -245,17 +245,17 @@ class RecordReader:
             BadInput: something in it is not what the format says.
         """
         row = self.row(fields, where)
-        how = {"where": where, "tools": tools_of(row.get("tools"), where), "variables": variables_of(row, where)}
+        options = {"where": where, "tools": tools_of(row.get("tools"), where), "variables": variables_of(row, where)}
         if self.format == "alpaca":
             return alpaca(row, where)
         if self.format == "completion":
-            return self.completion(row, how, where)
+            return self.completion(row, options, where)
         if self.format == "kto":
-            return labeled(row, self.completion(row, how, where), where, kind)
+            return labeled(row, self.completion(row, options, where), where, kind)
         if self.format == "stepwise":
             return stepwise(row, where, kind)
         if self.format == PROMPT:
-            return self.asking(row, fields, how, where)
+            return self.asking(row, fields, options, where)
         if self.format == "classification":
             return classification_record(row, where, kind)
         if self.format == "rerank":
@@ -267,18 +267,18 @@ class RecordReader:
         if self.format == "preference" and "instruction" in row and "prompt" not in row:
             return instructed(row, alpaca, where, kind)
         if self.format == "preference":
-            read = lambda given, column: self.messages(given, column, where)  # noqa: E731
-            return preference(row, fields, self.named, read, how, kind)
+            read = lambda conversation, column: self.messages(conversation, column, where)  # noqa: E731
+            return preference(row, fields, self.named, read, options, kind)
         column = "messages" if self.format == "messages" else "conversations"
         messages, taught = self.messages(row[column], self.named(column), where)
         if row.get("system"):
             messages, taught = [system(row["system"], where), *messages], [True, *taught]
-        return SourceRecord(messages=messages, learned=None if all(taught) else tuple(taught), **how)
+        return SourceRecord(messages=messages, learned=None if all(taught) else tuple(taught), **options)
 
     def asking(self, row: Row, fields: Row, options: dict[str, Any], where: str) -> SourceRecord:
         """A prompt alone, with every other column of the file under its own name."""
-        prompt, taken = row["prompt"], {self.named(name) for name in (*FORMATS[PROMPT][0], *FORMATS[PROMPT][1])}
-        columns = {name: value for name, value in fields.items() if name not in taken}
+        prompt, columns_read = row["prompt"], {self.named(name) for name in (*FORMATS[PROMPT][0], *FORMATS[PROMPT][1])}
+        columns = {name: value for name, value in fields.items() if name not in columns_read}
         if isinstance(prompt, str):
             return SourceRecord(where=where, prompt=prompt, columns=columns)
         if not isinstance(prompt, list):
@@ -292,18 +292,20 @@ class RecordReader:
         if isinstance(prompt, str) and isinstance(answer, str):
             return SourceRecord(where=where, prompt=prompt, completion=answer)
         if not (isinstance(prompt, list) and isinstance(answer, list)):
-            what = f"a prompt that is {kind(prompt)}, and a completion that is {kind(answer)}"
-            raise BadInput(what, where=where, hint="both are texts, or both are lists of messages")
-        asked, _ = self.messages(prompt, self.named("prompt"), where)
-        said, taught = self.messages(answer, self.named("completion"), where)
-        return SourceRecord(messages=[*asked, *said], learned=(*[False] * len(asked), *taught), **options)
+            problem = f"a prompt that is {kind(prompt)}, and a completion that is {kind(answer)}"
+            raise BadInput(problem, where=where, hint="both are texts, or both are lists of messages")
+        question, _ = self.messages(prompt, self.named("prompt"), where)
+        reply, taught = self.messages(answer, self.named("completion"), where)
+        return SourceRecord(messages=[*question, *reply], learned=(*[False] * len(question), *taught), **options)
 
     def messages(self, conversation: Any, column: str, where: str) -> tuple[list[dict[str, Any]], list[bool]]:
         """Messages as templates read them, and which of them are learned if an assistant's."""
         if not isinstance(conversation, list) or not conversation:
-            what = "an empty list of messages" if conversation == [] else f"`{column}` is {kind(conversation)}, not a list of messages"
-            raise BadInput(what, where=where, hint='like [{"role": "user", "content": "..."}, ...]')
-        found, taught = [], []
+            problem = (
+                "an empty list of messages" if conversation == [] else f"`{column}` is {kind(conversation)}, not a list of messages"
+            )
+            raise BadInput(problem, where=where, hint='like [{"role": "user", "content": "..."}, ...]')
+        normalized, taught = [], []
         for place, message in enumerate(conversation):
             at = f"{where}, {column}[{place}]"
             if not isinstance(message, dict):
@@ -312,9 +314,9 @@ class RecordReader:
             weight = message.pop("weight", 1)
             if weight not in (0, 1):
                 raise BadInput(f"a message of weight {str(weight)[:20]}", where=at, hint="0: not learned; 1: learned")
-            found.append(self.message(message, at))
+            normalized.append(self.message(message, at))
             taught.append(bool(weight))
-        return found, taught
+        return normalized, taught
 
     def message(self, message: dict[str, Any], where: str) -> dict[str, Any]:
         """One message under the names that templates read."""
@@ -322,8 +324,8 @@ class RecordReader:
         if tag in message and self.named("role") not in message:
             speaker, content = message.pop(tag), message.pop(value, None)
             if not isinstance(speaker, str) or speaker not in TAGS:
-                what = f"a message from `{str(speaker)[:40]}`"
-                raise BadInput(what, where=where, hint=f"`{tag}` is one of {', '.join(TAGS)}")
+                problem = f"a message from `{str(speaker)[:40]}`"
+                raise BadInput(problem, where=where, hint=f"`{tag}` is one of {', '.join(TAGS)}")
             if not isinstance(content, str):
                 raise BadInput(f"a message without text in `{value}`", where=where, hint=_listed(message))
             if speaker == "function_call":
@@ -331,8 +333,8 @@ class RecordReader:
             return {"role": TAGS[speaker], "content": content} | message
         role = message.pop(self.named("role"), None)
         if role not in ROLES:
-            what = f"a message of the role `{str(role)[:40]}`" if role is not None else "a message without a role"
-            raise BadInput(what, where=where, hint=nearest(str(role), ROLES) if role is not None else _listed(message))
+            problem = f"a message of the role `{str(role)[:40]}`" if role is not None else "a message without a role"
+            raise BadInput(problem, where=where, hint=nearest(str(role), ROLES) if role is not None else _listed(message))
         content = _text_of(message.pop(self.named("content"), None), where)
         if "tool_calls" in message:
             message["tool_calls"] = calls_of(message["tool_calls"], where)
@@ -344,10 +346,10 @@ class RecordReader:
 def function_call(text: str, where: str) -> list[dict[str, Any]]:
     """The calls that a ShareGPT message `from: function_call` holds as JSON: one object, or several."""
     try:
-        given = parse_json(text)
+        content = parse_json(text)
     except (ValueError, RecursionError):
-        given = None
-    calls = given if isinstance(given, list) else [given]
+        content = None
+    calls = content if isinstance(content, list) else [content]
     if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
         raise BadInput("a function call that is not JSON", where=where, hint='like {"name": "f", "arguments": {}}')
     return calls_of([{"type": "function", "function": call} for call in calls], where)
@@ -367,7 +369,7 @@ def _text_of(content: Any, where: str) -> str:
 
 def calls_of(calls: Any, where: str) -> list[dict[str, Any]]:
     """Tool calls with their arguments as objects: OpenAI writes them as a JSON text, which templates would quote again."""
-    found = []
+    normalized = []
     for call in calls if isinstance(calls, list) else [calls]:
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -378,8 +380,8 @@ def calls_of(calls: Any, where: str) -> list[dict[str, Any]]:
                 arguments = parse_json(arguments or "{}")
             except (ValueError, RecursionError):
                 raise BadInput("the arguments of a tool call are not JSON", where=where) from None
-        found.append(call | {"function": function | {"arguments": {} if arguments is None else arguments}})
-    return found
+        normalized.append(call | {"function": function | {"arguments": {} if arguments is None else arguments}})
+    return normalized
 
 
 def tools_of(value: Any, where: str) -> list[Any] | None:
@@ -396,10 +398,10 @@ def tools_of(value: Any, where: str) -> list[Any] | None:
 
 def variables_of(row: Row, where: str) -> dict[str, Any]:
     """Further variables of the template."""
-    given = row.get("chat_template_kwargs", {})
-    if not isinstance(given, dict):
-        raise BadInput(f"`chat_template_kwargs` is {kind(given)}", where=where, hint='like {"enable_thinking": false}')
-    return given
+    variables = row.get("chat_template_kwargs", {})
+    if not isinstance(variables, dict):
+        raise BadInput(f"`chat_template_kwargs` is {kind(variables)}", where=where, hint='like {"enable_thinking": false}')
+    return variables
 
 
 def alpaca(row: Row, where: str) -> SourceRecord:
@@ -407,22 +409,22 @@ def alpaca(row: Row, where: str) -> SourceRecord:
     for name in ("instruction", "output", "input", "system"):
         if not isinstance(row.get(name, ""), str):
             raise BadInput(f"`{name}` is {kind(row[name])}, not a text", where=where)
-    asked, extra, said = row["instruction"], row.get("input", ""), row["output"]
+    instruction, extra, output = row["instruction"], row.get("input", ""), row["output"]
     history = row.get("history") or []
     if not isinstance(history, list) or not all(pair_of_texts(turn) for turn in history):
         raise BadInput("`history` is not a list of pairs of texts", where=where, hint='like [["question", "answer"]]')
     messages = [system(row["system"], where)] if row.get("system") else []
     for question, answer in history:
         messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    whole = f"{asked}\n\n{extra}" if extra else asked
-    messages += [{"role": "user", "content": whole}, {"role": "assistant", "content": said}]
-    text = (ALPACA_WITH_INPUT if extra else ALPACA).format(instruction=asked, input=extra)
+    whole = f"{instruction}\n\n{extra}" if extra else instruction
+    messages += [{"role": "user", "content": whole}, {"role": "assistant", "content": output}]
+    text = (ALPACA_WITH_INPUT if extra else ALPACA).format(instruction=instruction, input=extra)
     alone = not history and not row.get("system")
-    return SourceRecord(where=where, messages=messages, prompt=text if alone else None, completion=said if alone else None)
+    return SourceRecord(where=where, messages=messages, prompt=text if alone else None, completion=output if alone else None)
 
 
 def pair_of_texts(turn: Any) -> bool:
-    return isinstance(turn, list) and len(turn) == 2 and all(isinstance(one, str) for one in turn)
+    return isinstance(turn, list) and len(turn) == 2 and all(isinstance(text, str) for text in turn)
 
 
 def system(text: Any, where: str) -> dict[str, Any]:
@@ -448,7 +450,7 @@ def renamed(has: Row) -> str:
     if "prompt" in has:
         return "data.format=prompt reads prompts alone, which a model answers itself"
     for name, value in has.items():
-        if isinstance(value, list) and value and all(isinstance(one, dict) for one in value):
+        if isinstance(value, list) and value and all(isinstance(message, dict) for message in value):
             return f"if `{name[:40]}` are messages: data.columns.messages={name[:40]}"
     texts = sorted((name for name, value in has.items() if isinstance(value, str)), key=lambda name: -len(has[name]))
     if texts:
@@ -463,7 +465,7 @@ PAIRS = (("question", "answer"), ("query", "response"), ("prompt", "response"), 
 
 def _needed() -> str:
     """Every format with its columns, for a hint."""
-    return "; ".join(f"{one} ({', '.join(needs)})" for one, (needs, _) in FORMATS.items())
+    return "; ".join(f"{name} ({', '.join(needs)})" for name, (needs, _) in FORMATS.items())
 
 
 def _listed(has: Row) -> str:

@@ -49,8 +49,10 @@ class SeparatedValues(RecordFile):
                 elif cells:
                     yield self.record(names, cells, place[0]), place[0]
         except csv.Error as error:
-            what = "a quoted cell that does not end" if "unexpected end" in str(error) else f"not a table of separated values: {error}"
-            raise BadInput(what, where=place[0], hint=f"`data.source=text:{self.path}` reads the file as text") from None
+            problem = (
+                "a quoted cell that does not end" if "unexpected end" in str(error) else f"not a table of separated values: {error}"
+            )
+            raise BadInput(problem, where=place[0], hint=f"`data.source=text:{self.path}` reads the file as text") from None
 
     def delimiter(self, first: str) -> str:
         """The character between cells: a tab in `.tsv`, else what the first line has most of."""
@@ -60,8 +62,8 @@ class SeparatedValues(RecordFile):
 
     def record(self, names: list[str], cells: list[str], where: str) -> dict[str, Any]:
         if len(cells) != len(names):
-            what = f"a row of {len(cells)} cells in a table of {len(names)} columns"
-            raise BadInput(what, where=where, hint="cells that hold a separator or a line break stand in double quotes")
+            problem = f"a row of {len(cells)} cells in a table of {len(names)} columns"
+            raise BadInput(problem, where=where, hint="cells that hold a separator or a line break stand in double quotes")
         fields: dict[str, Any] = dict(zip(names, cells))
         for name in (*STRUCTURED, *([WEIGHTS] if self.reader.of_weights else [])):
             if (column := self.reader.named(name)) in fields:
@@ -105,6 +107,7 @@ def structured(cell: str) -> Any:
 
 def messages_of(cell: str) -> Any:
     """The messages that a cell holds as JSON; the cell itself where it is a text."""
-    found = structured(cell)
-    is_list = isinstance(found, list) and found and all(isinstance(one, Mapping) and {"role", "from"} & one.keys() for one in found)
-    return found if is_list else cell
+    content = structured(cell)
+    is_message = lambda value: isinstance(value, Mapping) and {"role", "from"} & value.keys()  # noqa: E731
+    is_list = isinstance(content, list) and content and all(map(is_message, content))
+    return content if is_list else cell

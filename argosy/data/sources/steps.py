@@ -34,9 +34,9 @@ class RecordSteps:
 
     @cached_property
     def functions(self) -> tuple[Callable[[Row], Any] | None, Callable[[Row], Any] | None]:
-        return tuple(None if of is None else user_function(of, key) for of, key in self._given())  # type: ignore[return-value]
+        return tuple(None if of is None else user_function(of, key) for of, key in self._settings())  # type: ignore[return-value]
 
-    def _given(self) -> tuple[tuple[str | None, str], ...]:
+    def _settings(self) -> tuple[tuple[str | None, str], ...]:
         return (self.mapping, "data.map"), (self.keeping, "data.filter")
 
     def __call__(self, fields: Mapping[str, Any], where: str) -> Iterator[Row]:
@@ -49,15 +49,15 @@ class RecordSteps:
         rows: Any = [dict(fields)] if change is None else _called(change, dict(fields), where, f"data.map={self.mapping}")
         rows = [] if rows is None else [rows] if isinstance(rows, Mapping) else rows
         if not isinstance(rows, list | tuple) or not all(isinstance(row, Mapping) for row in rows):
-            what = f"data.map={self.mapping} returned {type(rows).__name__}"
-            raise BadInput(what, where=where, hint="a mapping of columns, a list of them, or None for no record")
+            problem = f"data.map={self.mapping} returned {type(rows).__name__}"
+            raise BadInput(problem, where=where, hint="a mapping of columns, a list of them, or None for no record")
         for row in rows:
             if keep is None or _called(keep, dict(row), where, f"data.filter={self.keeping}"):
                 yield dict(row)
 
     def fingerprint(self) -> dict[str, Any]:
         """Nothing where there are no steps, so that older runs resume."""
-        return {f"source.{key[5:]}": _hash(of, key) for of, key in self._given() if of is not None}
+        return {f"source.{key[5:]}": _hash(of, key) for of, key in self._settings() if of is not None}
 
 
 def _called(function: Callable[[Row], Any], row: Row, where: str, name: str) -> Any:
@@ -66,8 +66,8 @@ def _called(function: Callable[[Row], Any], row: Row, where: str, name: str) -> 
     except ArgosyError:
         raise
     except Exception as error:
-        what = f"{name} failed: {type(error).__name__}: {error}".splitlines()[0][:200]
-        raise BadInput(what, where=where, hint=f"the record has {', '.join(map(str, row))}") from error
+        problem = f"{name} failed: {type(error).__name__}: {error}".splitlines()[0][:200]
+        raise BadInput(problem, where=where, hint=f"the record has {', '.join(map(str, row))}") from error
 
 
 def _split(of: str, key: str) -> tuple[Path, str]:
@@ -76,8 +76,8 @@ def _split(of: str, key: str) -> tuple[Path, str]:
         raise BadInput(f"`{of}` names no function", where=f"{key}={of}", hint=f"{key}=FILE.py:FUNCTION")
     path = Path(place).expanduser()
     if not path.is_file():
-        beside = [file.name for file in path.parent.glob("*.py")] if path.parent.is_dir() else []
-        raise BadInput(f"no file `{path}`", where=f"{key}={of}", hint=nearest(path.name, beside) if beside else None)
+        siblings = [file.name for file in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        raise BadInput(f"no file `{path}`", where=f"{key}={of}", hint=nearest(path.name, siblings) if siblings else None)
     return path, function
 
 
@@ -96,7 +96,7 @@ def user_function(of: str, key: str) -> Callable[[Row], Any]:
         BadInput: there is no such file or function, or the file fails.
     """
     path, function = _split(of, key)
-    found = from_file(key, f"{path}:{function}")
-    if not callable(found):
+    imported = from_file(key, f"{path}:{function}")
+    if not callable(imported):
         raise BadInput(f"`{function}` of `{path}` is no function", where=f"{key}={of}")
-    return found
+    return imported

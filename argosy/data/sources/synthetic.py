@@ -45,11 +45,11 @@ class SyntheticRows:
         width = self.sequence + 1
         counter = (rows.astype(np.uint64) + np.uint64(self.first))[:, None] * np.uint64(width)
         bits = splitmix(self.seed, counter + np.arange(width, dtype=np.uint64))
-        drawn = ((bits >> np.uint64(32)) * np.uint64(self.vocab) >> np.uint64(32)).astype(np.int32)
+        tokens = ((bits >> np.uint64(32)) * np.uint64(self.vocab) >> np.uint64(32)).astype(np.int32)
         shape = (len(rows), self.sequence)
         return {
-            "tokens": np.ascontiguousarray(drawn[:, :-1]),
-            "targets": np.ascontiguousarray(drawn[:, 1:]),
+            "tokens": np.ascontiguousarray(tokens[:, :-1]),
+            "targets": np.ascontiguousarray(tokens[:, 1:]),
             "segments": np.ones(shape, np.int32),
             "mask": np.ones(shape, np.float32),
         }

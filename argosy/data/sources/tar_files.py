@@ -32,15 +32,15 @@ class TarFile(RecordFile):
         for name, data in self.members():
             folder, _, base = name.rpartition("/")
             stem, _, ending = base.partition(".")
-            here = f"{self.path}, {name}"
+            member = f"{self.path}, {name}"
             if (folder, stem) != key:
                 if fields:
                     yield fields, where
-                key, fields, where = (folder, stem), {}, here
+                key, fields, where = (folder, stem), {}, member
             if (last := ending.rpartition(".")[2].lower()) not in TEXT_ENDINGS:
                 self.reader.ignored |= {ending: None}
             else:
-                fields |= member_columns(ending.lower(), last, data, here)
+                fields |= member_columns(ending.lower(), last, data, member)
         if fields:
             yield fields, where
 
@@ -94,8 +94,8 @@ def member_columns(ending: str, last: str, data: bytes, where: str) -> dict[str,
     except UnicodeDecodeError as error:
         raise BadInput(f"not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start:,}", where=where) from None
     if last == "json":
-        found = line_fields(text, where) if text.lstrip().startswith("{") else None
-        return found if found is not None else {ending: parsed(text, where)}
+        fields = line_fields(text, where) if text.lstrip().startswith("{") else None
+        return fields if fields is not None else {ending: parsed(text, where)}
     if last == "cls":
         return {ending: int(text) if text.strip().isdecimal() else text.strip()}
     return {"text": text, ending: text} if ending in ("txt", "text") else {ending: text}

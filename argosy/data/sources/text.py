@@ -45,8 +45,8 @@ class TextFile(Source):
         return paragraphs(pieces, self.path) if self.split == "paragraphs" else one_document(pieces)
 
     def fingerprint(self) -> dict[str, Any]:
-        how = {"source.documents": self.split, "source.invalid": self.invalid} | encoded_as(self.encoding)
-        return {"source": "text", "source.sha256": content_hash(self.path)} | how
+        facts = {"source.documents": self.split, "source.invalid": self.invalid} | encoded_as(self.encoding)
+        return {"source": "text", "source.sha256": content_hash(self.path)} | facts
 
     def modified(self) -> list[int]:
         return modified([self.path])
@@ -83,12 +83,12 @@ class TextsInMemory(Source):
 
 def one_document(pieces: Iterator[str]) -> Iterator[Document]:
     """One document, in its pieces."""
-    held = next(pieces, "")
+    previous = next(pieces, "")
     for piece in pieces:
-        yield Document(held, ends=False)
-        held = piece
-    if held:
-        yield Document(held)
+        yield Document(previous, ends=False)
+        previous = piece
+    if previous:
+        yield Document(previous)
 
 
 def paragraphs(pieces: Iterator[str], path: InputFile) -> Iterator[Document]:

@@ -72,8 +72,8 @@ class TfRecords(RecordFile):
             yield self.checked(group, sums, done)
 
     def checked(self, group: list[bytes], sums: list[int], first: int) -> list[bytes]:
-        for number, (found, written) in enumerate(zip(masked_crc32c(group), sums), first):
-            if found != written:
+        for number, (checksum, expected) in enumerate(zip(masked_crc32c(group), sums), first):
+            if checksum != expected:
                 where = f"{self.path}, record {number}"
                 raise Damaged("a damaged TFRecord file: the checksum of a record differs", where=where)
         return group
@@ -85,21 +85,21 @@ def tf_example(data: bytes, where: str) -> dict[str, Any]:
     Raises:
         BadInput: the data is no tf.Example, or a feature holds bytes that are no text.
     """
-    found: dict[str, Any] = {}
+    columns: dict[str, Any] = {}
     try:
         for number, features in fields(data, NAMELESS):
             for _, entry in fields(_message(features), NAMELESS) if number == 1 else ():
-                named = dict(fields(_message(entry), NAMELESS))
-                name = _message(named.get(1, b"")).decode()
-                values = feature(_message(named.get(2, b"")))
+                entry_fields = dict(fields(_message(entry), NAMELESS))
+                name = _message(entry_fields.get(1, b"")).decode()
+                values = feature(_message(entry_fields.get(2, b"")))
                 value = plain(values[0] if len(values) == 1 else values, where, name) if values else None
-                found[name] = value
+                columns[name] = value
     except (Damaged, TypeError, struct.error, UnicodeDecodeError):
-        found = {}
-    if not found:
-        what = "a record that is no tf.Example"
-        raise BadInput(what, where=where, hint="records of other kinds are not read: write tf.Example, Parquet or JSON lines")
-    return found
+        columns = {}
+    if not columns:
+        problem = "a record that is no tf.Example"
+        raise BadInput(problem, where=where, hint="records of other kinds are not read: write tf.Example, Parquet or JSON lines")
+    return columns
 
 
 def feature(data: bytes) -> list[Any]:
@@ -119,14 +119,14 @@ def feature(data: bytes) -> list[Any]:
 
 def integers(data: bytes) -> list[int]:
     """Packed numbers of seven bits a byte."""
-    found, value, shift = [], 0, 0
+    numbers, value, shift = [], 0, 0
     for byte in data:
         value |= (byte & 127) << shift
         shift += 7
         if byte < 128:
-            found.append(value)
+            numbers.append(value)
             value = shift = 0
-    return found
+    return numbers
 
 
 def _signed(value: int) -> int:

@@ -70,8 +70,8 @@ class TokenFile(Source):
         if (index := megatron_index(self.path)).is_file:
             dtype, starts = read_index(index)
             if int(starts[-1]) * dtype.itemsize != size:
-                what = f"the index says {int(starts[-1]) * dtype.itemsize:,} bytes of token ids, and the file has {size:,}"
-                raise Damaged(what, where=where)
+                problem = f"the index says {int(starts[-1]) * dtype.itemsize:,} bytes of token ids, and the file has {size:,}"
+                raise Damaged(problem, where=where)
             return np.memmap(self.path.path, dtype, "r"), starts
         with self.path.open() as file:
             head = file.read(12)
@@ -80,8 +80,8 @@ class TokenFile(Source):
             expected, name = LLM_C[magic]
             dtype = np.dtype(name)
             if version != expected or LLM_C_BYTES + count * dtype.itemsize != size:
-                what = f"a file of llm.c, version {version}, of {count:,} token ids that has {size:,} bytes"
-                raise Damaged(what, where=where)
+                problem = f"a file of llm.c, version {version}, of {count:,} token ids that has {size:,} bytes"
+                raise Damaged(problem, where=where)
             return np.memmap(self.path.path, dtype, "r", LLM_C_BYTES), None
         if size % 2:
             raise Damaged("a file of 16-bit token ids has an odd number of bytes: it is cut off, or no such file", where=where)
@@ -113,10 +113,10 @@ class TokenFile(Source):
                 inside = not last
 
     def fingerprint(self) -> dict[str, Any]:
-        made: dict[str, Any] = {"source": self.kind, "source.sha256": content_hash(self.path)}
+        fingerprint: dict[str, Any] = {"source": self.kind, "source.sha256": content_hash(self.path)}
         if self.starts is not None:
-            return made | {"source.index": content_hash(megatron_index(self.path))}
-        return made | {"source.eos": self.eos}
+            return fingerprint | {"source.index": content_hash(megatron_index(self.path))}
+        return fingerprint | {"source.eos": self.eos}
 
     def modified(self) -> list[int]:
         return modified([self.path])

@@ -183,10 +183,10 @@ class Tokenizer(ABC):
 
     def _splits_at(self, blank: str, special: bool) -> bool:
         rests = [f"{blank}b", f"{blank}{blank} b", f"{blank}\n12", f"{blank}.", f"{blank}日 a"]
-        for left in ("a", "in 12", "\n日本"):
+        for head in ("a", "in 12", "\n日本"):
             parts = self.encode_rest(rests, special)
             if any(
-                self.encode(left + rest, special) != self.encode(left, special) + ids for rest, ids in zip(rests, parts)
+                self.encode(head + rest, special) != self.encode(head, special) + ids for rest, ids in zip(rests, parts)
             ):
                 return False
         return True

@@ -73,8 +73,8 @@ def read_config(folder: Path) -> TokenizerConfig:
         Damaged: a file that is not JSON, or not an object of the expected shape.
     """
     config = read_object(folder / "tokenizer_config.json")
-    beside = read_object(folder / "special_tokens_map.json")
-    roles, more = texts_of(beside) | texts_of(config), dict.fromkeys([*more_of(beside), *more_of(config)])
+    special_map = read_object(folder / "special_tokens_map.json")
+    roles, more = texts_of(special_map) | texts_of(config), dict.fromkeys([*more_of(special_map), *more_of(config)])
     adds = config.get("add_bos_token")
     adds_bos = adds if isinstance(adds, bool) else None
     return TokenizerConfig(
@@ -84,13 +84,13 @@ def read_config(folder: Path) -> TokenizerConfig:
 
 def texts_of(config: Mapping[str, Any]) -> dict[str, str]:
     """The text of each role, which is given directly or as the `content` of an object."""
-    found = {}
+    texts = {}
     for role in ROLES:
         text = config.get(role)
         text = text.get("content") if isinstance(text, dict) else text
         if isinstance(text, str) and text:
-            found[role] = text
-    return found
+            texts[role] = text
+    return texts
 
 
 def more_of(config: Mapping[str, Any]) -> list[str]:
@@ -98,9 +98,9 @@ def more_of(config: Mapping[str, Any]) -> list[str]:
     lists = [config.get("additional_special_tokens"), config.get("extra_special_tokens")]
     entries = [
         entry
-        for one in lists
-        if isinstance(one, list | dict)
-        for entry in (one.values() if isinstance(one, dict) else one)
+        for group in lists
+        if isinstance(group, list | dict)
+        for entry in (group.values() if isinstance(group, dict) else group)
     ]
     texts = [entry.get("content") if isinstance(entry, dict) else entry for entry in entries]
     return [text for text in texts if isinstance(text, str) and text]
@@ -108,40 +108,40 @@ def more_of(config: Mapping[str, Any]) -> list[str]:
 
 def read_added(folder: Path, config: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
     """Tokens beside the vocabulary: `added_tokens_decoder` of the config, or the older added_tokens.json."""
-    found: dict[int, dict[str, Any]] = {}
+    added: dict[int, dict[str, Any]] = {}
     for text, number in read_object(folder / "added_tokens.json").items():
         if isinstance(number, int) and text:
-            found[number] = {"content": text, "special": False}
+            added[number] = {"content": text, "special": False}
     decoder = config.get("added_tokens_decoder")
     for number, token in decoder.items() if isinstance(decoder, dict) else ():
         content = token.get("content") if isinstance(token, dict) else None
         if not (number.isascii() and number.isdigit() and len(number) < 10 and isinstance(content, str) and content):
             raise damaged(folder / "tokenizer_config.json", "an entry of `added_tokens_decoder` is not a token")
-        found[int(number)] = {"content": content} | {
+        added[int(number)] = {"content": content} | {
             flag: bool(token.get(flag)) for flag in ("single_word", "lstrip", "rstrip", "normalized", "special")
         }
-    return found
+    return added
 
 
 def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Chat templates by name. A template in a file of its own takes precedence over the config."""
-    found: dict[str, str] = {}
+    templates: dict[str, str] = {}
     inside = config.get("chat_template", read_object(folder / "chat_template.json").get("chat_template"))
     if isinstance(inside, str):
-        found[DEFAULT] = inside
+        templates[DEFAULT] = inside
     elif isinstance(inside, dict):
-        found |= {name: text for name, text in inside.items() if isinstance(text, str)}
+        templates |= {name: text for name, text in inside.items() if isinstance(text, str)}
     for entry in inside if isinstance(inside, list) else ():
         if not (
             isinstance(entry, dict) and isinstance(entry.get("name"), str) and isinstance(entry.get("template"), str)
         ):
             raise damaged(folder / "tokenizer_config.json", "an entry of `chat_template` has no name or no template")
-        found[entry["name"]] = entry["template"]
+        templates[entry["name"]] = entry["template"]
     for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        found[path.stem] = read_text(path, CONFIG_BYTES)
+        templates[path.stem] = read_text(path, CONFIG_BYTES)
     if (folder / "chat_template.jinja").is_file():
-        found[DEFAULT] = read_text(folder / "chat_template.jinja", CONFIG_BYTES)
-    return found
+        templates[DEFAULT] = read_text(folder / "chat_template.jinja", CONFIG_BYTES)
+    return templates
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -56,11 +56,11 @@ def decoding(spec: Spec | None, path: Path) -> Decoding:
     if spec is None:
         return Decoding([lambda token, first: token if first else f" {token}"])
     specs = spec["decoders"] if spec["type"] == "Sequence" else [spec]
-    kinds = [one["type"] for one in specs]
+    kinds = [step["type"] for step in specs]
     fused = kinds.index("Fuse") if "Fuse" in kinds else len(kinds)
-    ends = [whole_strip(one, path) for one in specs[fused:]]
+    ends = [whole_strip(step, path) for step in specs[fused:]]
     strips, trims = sum(start for start, _ in ends), sum(stop for _, stop in ends)
-    steps = [_step_of(one, path) for one in specs[:fused]]
+    steps = [_step_of(step, path) for step in specs[:fused]]
     return Decoding(steps, strips, trims, EACH_BYTE if "ByteFallback" in kinds else "replace")
 
 

@@ -177,14 +177,14 @@ def add(library: Library, config: TokenizerConfig, path: Path) -> bool:
     Raises:
         Damaged: a token gets another id than the config says.
     """
-    known = library.get_added_tokens_decoder()
-    special = {token.content for token in known.values() if token.special}
-    new = {number: token for number, token in sorted(config.added.items()) if number not in known}
-    for number, told in new.items():
-        flags = {name: bool(told.get(name)) for name in ("single_word", "lstrip", "rstrip", "normalized", "special")}
-        library.add_tokens([AddedToken(told["content"], **flags)])
-        if library.token_to_id(told["content"]) != number:
-            raise damaged(path, f"the added token {told['content'][:40]!r} cannot have the id {number}")
+    existing = library.get_added_tokens_decoder()
+    special = {token.content for token in existing.values() if token.special}
+    new = {number: token for number, token in sorted(config.added.items()) if number not in existing}
+    for number, entry in new.items():
+        flags = {name: bool(entry.get(name)) for name in ("single_word", "lstrip", "rstrip", "normalized", "special")}
+        library.add_tokens([AddedToken(entry["content"], **flags)])
+        if library.token_to_id(entry["content"]) != number:
+            raise damaged(path, f"the added token {entry['content'][:40]!r} cannot have the id {number}")
     markup = [
         text for role, text in config.roles.items() if role != "unk_token"
     ]  # an unknown token in a text stays text
@@ -199,6 +199,6 @@ def without_prepend(text: str, path: Path) -> str:
     content = parse_object(text, path)
     normalizer = content["normalizer"]
     steps = normalizer["normalizers"] if normalizer["type"] == "Sequence" else [normalizer]
-    kept = [step for step in steps if step["type"] != "Prepend"]
-    content["normalizer"] = {"type": "Sequence", "normalizers": kept} if kept else None
+    remaining = [step for step in steps if step["type"] != "Prepend"]
+    content["normalizer"] = {"type": "Sequence", "normalizers": remaining} if remaining else None
     return json.dumps(content, ensure_ascii=False)

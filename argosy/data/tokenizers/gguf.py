@@ -106,10 +106,10 @@ class VocabularyTables:
     def role_ids(self) -> dict[str, int]:
         """The id of each role that the file names."""
         ids = {role: self.meta.get(f"{KEY}{word}_token_id") for word, role in ROLES.items()}
-        known = {role: number for role, number in ids.items() if isinstance(number, int)}
-        if wrong := next((number for number in known.values() if not 0 <= number < self.size), None):
+        present = {role: number for role, number in ids.items() if isinstance(number, int)}
+        if wrong := next((number for number in present.values() if not 0 <= number < self.size), None):
             raise damaged(self.path, f"the special token {wrong} is outside its {self.size} tokens")
-        return known
+        return present
 
 
 def byte_level(tables: VocabularyTables) -> Tokenizer:
@@ -117,7 +117,7 @@ def byte_level(tables: VocabularyTables) -> Tokenizer:
     from argosy.data.tokenizers.fast import FastTokenizer
 
     name = tables.meta.get(f"{KEY}pre", "default")
-    how = rule(str(name), f"`{KEY}pre` in {tables.path}")
+    bpe_rule = rule(str(name), f"`{KEY}pre` in {tables.path}")
     merges = [merge.split(" ", 1) for merge in tables.texts("merges")]
     if wrong := next((merge for merge in merges if len(merge) != 2), None):
         raise damaged(tables.path, f"the merge {wrong[0][:40]!r} is no pair")
@@ -127,7 +127,7 @@ def byte_level(tables: VocabularyTables) -> Tokenizer:
         if kind in (CONTROL, UNKNOWN, USER_DEFINED) and token
     ]
     vocab = {token: number for number, token in enumerate(tables.tokens)}
-    return FastTokenizer(byte_bpe(vocab, merges, how, added), tables.config(how.bos), tables.path)
+    return FastTokenizer(byte_bpe(vocab, merges, bpe_rule, added), tables.config(bpe_rule.bos), tables.path)
 
 
 def sentence_pieces(tables: VocabularyTables) -> Tokenizer:
@@ -154,9 +154,9 @@ def model_pieces(tables: VocabularyTables) -> list[tuple[str, int]]:
     """
     tokens, kinds = list(tables.tokens), list(tables.kinds)
     if UNKNOWN not in kinds:
-        named = tables.roles.get("unk_token", tokens.index("<unk>") if "<unk>" in tokens else None)
-        if named is not None:
-            kinds[named] = UNKNOWN
+        unknown = tables.roles.get("unk_token", tokens.index("<unk>") if "<unk>" in tokens else None)
+        if unknown is not None:
+            kinds[unknown] = UNKNOWN
     if kinds.count(UNKNOWN) != 1:
         raise damaged(tables.path, f"{kinds.count(UNKNOWN)} unknown tokens instead of one")
     names = [f"<0x{byte:02X}>" for byte in range(256)]

@@ -41,18 +41,18 @@ def gguf_tables(tokenizer: Tokenizer, vocab: int) -> dict[str, Any]:
         Unsupported: another kind, or tables that would encode otherwise.
     """
     if isinstance(tokenizer, PieceTokenizer):
-        found = _of_pieces(tokenizer)
+        tables = _of_pieces(tokenizer)
     elif isinstance(tokenizer, FastTokenizer):
-        found = _of_content(tokenizer)
+        tables = _of_content(tokenizer)
     else:
         raise _unsupported(f"a tokenizer of the kind {type(tokenizer).__name__}")
-    table = _with_fillers(found, vocab) | _ends(tokenizer)
+    table = _with_fillers(tables, vocab) | _ends(tokenizer)
     _check_alike(tokenizer, table)
     return table
 
 
-def _unsupported(what: str) -> Unsupported:
-    return Unsupported(f"{what} has no place in a GGUF file")
+def _unsupported(noun: str) -> Unsupported:
+    return Unsupported(f"{noun} has no place in a GGUF file")
 
 
 def _with_fillers(table: dict[str, Any], vocab: int) -> dict[str, Any]:
@@ -72,19 +72,19 @@ def _ends(tokenizer: Tokenizer) -> dict[str, Any]:
     ids |= {"bos_token": tokenizer.bos, "eos_token": tokenizer.eos, "pad_token": tokenizer.pad}
     out: dict[str, Any] = {f"{KEY}{word}_token_id": ids[role] for word, role in ROLES.items() if ids.get(role) is not None}
     out[f"{KEY}add_bos_token"] = tokenizer.adds_bos
-    named = {name: text for name, text in tokenizer.config.templates.items() if name != DEFAULT}
+    named_templates = {name: text for name, text in tokenizer.config.templates.items() if name != DEFAULT}
     if DEFAULT in tokenizer.config.templates:
         out["tokenizer.chat_template"] = tokenizer.config.templates[DEFAULT]
-    if named:
-        out["tokenizer.chat_templates"] = list(named)
-        out |= {f"tokenizer.chat_template.{name}": text for name, text in named.items()}
+    if named_templates:
+        out["tokenizer.chat_templates"] = list(named_templates)
+        out |= {f"tokenizer.chat_template.{name}": text for name, text in named_templates.items()}
     return out
 
 
 def _id_of(tokenizer: Tokenizer, text: str) -> int | None:
     """The id of a special token; None where its text is not one token."""
-    found = tokenizer.encode(text, special=True)
-    return found[0] if len(found) == 1 else None
+    ids = tokenizer.encode(text, special=True)
+    return ids[0] if len(ids) == 1 else None
 
 
 def _check_alike(tokenizer: Tokenizer, table: Mapping[str, Any]) -> None:

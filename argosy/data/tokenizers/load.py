@@ -91,8 +91,8 @@ def find_tokenizer(path: str | Path) -> Tokenizer | None:
 
 def matching(folder: Path, patterns: Iterable[str]) -> list[Path]:
     """The files of a folder that match glob patterns relative to it, in the order of the patterns, each once."""
-    found = (path for pattern in patterns for path in sorted(folder.glob(pattern)) if path.is_file())
-    return list(dict.fromkeys(found))
+    paths = (path for pattern in patterns for path in sorted(folder.glob(pattern)) if path.is_file())
+    return list(dict.fromkeys(paths))
 
 
 def is_vocabulary(name: str) -> bool:

@@ -33,8 +33,8 @@ def matched(student: "Tokenizer", teacher: "Tokenizer") -> Matched:
     pairs = [(token, theirs[piece]) for piece, token in ours.items() if piece in theirs]
     if student.eos is not None and teacher.eos is not None:
         pairs.append((student.eos, teacher.eos))
-    found = np.array(sorted(pairs), np.int32).reshape(-1, 2)
-    return Matched(found[:, 0].tobytes(), found[:, 1].tobytes())
+    sorted_pairs = np.array(sorted(pairs), np.int32).reshape(-1, 2)
+    return Matched(sorted_pairs[:, 0].tobytes(), sorted_pairs[:, 1].tobytes())
 
 
 def same_tokens(first: "Tokenizer", second: "Tokenizer") -> bool:

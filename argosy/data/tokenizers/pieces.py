@@ -57,7 +57,7 @@ class PieceTokenizer(Tokenizer):
         self._library = _processor(data, path)
         super().__init__(with_roles(config, self._library))
         size = len(self.model.pieces)
-        self._added = {number: str(told["content"]) for number, told in config.added.items() if number >= size}
+        self._added = {number: str(entry["content"]) for number, entry in config.added.items() if number >= size}
         self.vocab = max([size, *(number + 1 for number in self._added)])
         self.lasting, self.puts_space = self.model.trims, self.model.prefix or self.model.trims
         self.unknown = self._library.unk_id()
@@ -98,11 +98,11 @@ class PieceTokenizer(Tokenizer):
         first = self._continuing(text) if rest else self._library
         for token, library, part in self._parts(well_formed(text), special, first):
             if token is not None:
-                found = [(token, 0, len(part))]
+                pieces = [(token, 0, len(part))]
             else:
-                found = _aligned(library.encode(part, out_type="serialized_proto"), part, self._path)
-            ids += [number for number, _, _ in found]
-            spans += [(at + begin, at + end) for _, begin, end in found]
+                pieces = _aligned(library.encode(part, out_type="serialized_proto"), part, self._path)
+            ids += [number for number, _, _ in pieces]
+            spans += [(at + begin, at + end) for _, begin, end in pieces]
             at += len(part)
         return ids, spans
 
@@ -118,9 +118,9 @@ class PieceTokenizer(Tokenizer):
         return [self._encoded(well_formed(text), special, library) for text, library in zip(texts, libraries)]
 
     def blanks(self, special: bool) -> str:
-        found = super().blanks(special)
+        blanks = super().blanks(special)
         # A normalizer may turn line breaks into spaces.
-        return found if " " in found else ""
+        return blanks if " " in blanks else ""
 
     def _continuing(self, text: str) -> SentencePieceProcessor:
         """The processor of a text that continues another one. A model that trims takes away the space that the text begins
@@ -219,13 +219,13 @@ def _processor(data: bytes, path: Path) -> SentencePieceProcessor:
     try:
         library.load_from_serialized_proto(data)
     except RuntimeError as error:
-        what = re.sub(r"^\w+: (src/\S+\(\d+\) )?", "", str(error))  # without the name of its source file
-        raise damaged(path, what.strip("[] ")[:160] or "it is not a SentencePiece model") from None
+        problem = re.sub(r"^\w+: (src/\S+\(\d+\) )?", "", str(error))  # without the name of its source file
+        raise damaged(path, problem.strip("[] ")[:160] or "it is not a SentencePiece model") from None
     return library
 
 
 def with_roles(config: TokenizerConfig, library: SentencePieceProcessor) -> TokenizerConfig:
     """The config, with the model's own names for the roles that it leaves out."""
     ids = {"bos_token": library.bos_id(), "eos_token": library.eos_id(), "pad_token": library.pad_id()}
-    own = {role: library.id_to_piece(number) for role, number in ids.items() if number >= 0}
-    return config.filled(own)
+    roles = {role: library.id_to_piece(number) for role, number in ids.items() if number >= 0}
+    return config.filled(roles)

@@ -82,8 +82,8 @@ def from_ranks(text: str, config: TokenizerConfig, path: Path) -> tuple[str, Tok
     if len(ranks) < len(lines) or len(set(ranks.values())) < len(lines):
         raise damaged(path, "a token or a rank stands twice")
     special = dict(kind.special(max(ranks.values(), default=-1) + 1, config))
-    if taken := set(special.values()) & set(ranks.values()):
-        raise damaged(path, f"{len(taken)} special tokens have the rank of another")
+    if duplicates := set(special.values()) & set(ranks.values()):
+        raise damaged(path, f"{len(duplicates)} special tokens have the rank of another")
     names = byte_names()
     vocab = {"".join(names[byte] for byte in token): rank for token, rank in ranks.items()}
     added = [{"id": number, "content": name, "special": True} for name, number in special.items()]
