@@ -73,16 +73,16 @@ class Backlog:
         """Writes what waits, or says how much of it is lost."""
         if not self.store.is_local:
             self.flush()
-            if left := self.store.buffered(self.file):
-                self.say(f"the last {plural(left, 'line')} of {self.file} could not be written")
+            if line_count := self.store.buffered(self.file):
+                self.say(f"the last {plural(line_count, 'line')} of {self.file} could not be written")
             return
         with self._lock:
             try:
                 self._put()
             except ArgosyError as error:
-                left = len(self._left)
+                line_count = len(self._left)
                 self._left.clear()
-                self.say(f"{plural(left, 'line')} of {self.file} could not be written, and are lost: {error.what}")
+                self.say(f"{plural(line_count, 'line')} of {self.file} could not be written, and are lost: {error.what}")
 
     def _put(self) -> None:
         while self._left:

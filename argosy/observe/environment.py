@@ -41,14 +41,14 @@ print("\\n" + json.dumps({"backend": jax.default_backend(), "devices": found}))
 
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages that affect results; plug-ins only if they are installed."""
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for name in (*PACKAGES, *PLUGINS):
         try:
-            found[name] = version(name)
+            installed[name] = version(name)
         except PackageNotFoundError:
             if name in PACKAGES:
-                found[name] = "not installed"
-    return found
+                installed[name] = "not installed"
+    return installed
 
 
 def machine() -> dict[str, Any]:

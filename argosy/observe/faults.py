@@ -12,28 +12,29 @@ def bad_steps(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
     A step that was made again, after a kill or a rollback, counts as it was made last.
     """
-    found: list[Mapping[str, Any]] = []
+    faults: list[Mapping[str, Any]] = []
     for line in lines:
         if "header" in line:
             # The run began, or was resumed, at this step: those after it are made again. A rollback stays what it was.
-            found = [one for one in found if one["step"] <= line["step"] or one["action"] == "rollback"]
+            faults = [fault for fault in faults if fault["step"] <= line["step"] or fault["action"] == "rollback"]
         bad = line.get("bad")
         if not isinstance(bad, Mapping):
             continue
-        one = {"step": line["step"], **bad}
-        if one["action"] == "rollback":
-            found = [old for old in found if old["step"] <= one["restored"] or old["action"] == "rollback"]
+        fault = {"step": line["step"], **bad}
+        if fault["action"] == "rollback":
+            faults = [old for old in faults if old["step"] <= fault["restored"] or old["action"] == "rollback"]
         # A kill before a rollback was recorded makes it twice.
-        found = [old for old in found if (old["step"], old["action"], old["batch"]) != (one["step"], one["action"], one["batch"])]
-        found.append(one)
-    return found
+        identity = fault["step"], fault["action"], fault["batch"]
+        faults = [old for old in faults if (old["step"], old["action"], old["batch"]) != identity]
+        faults.append(fault)
+    return faults
 
 
 def faults_text(bad: Sequence[Mapping[str, Any]]) -> str:
     """ "2 steps were skipped; 1 rollback left out 7 batches"."""
-    skips = [one for one in bad if one["action"] == "skip"]
-    rolled = [one for one in bad if one["action"] == "rollback"]
-    left_out = {number for one in rolled for number in range(one["first"], one["last"] + 1)}
+    skips = [fault for fault in bad if fault["action"] == "skip"]
+    rolled = [fault for fault in bad if fault["action"] == "rollback"]
+    left_out = {number for fault in rolled for number in range(fault["first"], fault["last"] + 1)}
     words = [f"{plural(len(skips), 'step', 'was', 'were')} skipped"] if skips else []
     batches = f"{len(left_out):,} batch{'' if len(left_out) == 1 else 'es'}"
     words += [f"{plural(len(rolled), 'rollback')} left out {batches}"] if rolled else []

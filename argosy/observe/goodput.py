@@ -58,10 +58,10 @@ class Clock:
 
     def shares(self) -> dict[str, float]:
         """Seconds by cause, of causes that are not over too; time outside all causes is `other`."""
-        now, found = time.perf_counter(), dict(self.seconds)
+        now, seconds = time.perf_counter(), dict(self.seconds)
         within = 0.0
-        for one in reversed(self._running):
-            spent = now - one.start
-            found[one.cause] = found.get(one.cause, 0.0) + spent - one.inner - within
+        for span in reversed(self._running):
+            spent = now - span.start
+            seconds[span.cause] = seconds.get(span.cause, 0.0) + spent - span.inner - within
             within = spent
-        return found | {"other": max(0.0, now - self.started - sum(found.values()))}
+        return seconds | {"other": max(0.0, now - self.started - sum(seconds.values()))}

@@ -119,26 +119,26 @@ def hardware(name: str) -> Hardware:
     Raises:
         BadInput: there is no such kind or no such number of them.
     """
-    found = NAMED.match(name.strip().lower())
-    kind = OTHER_NAMES.get(found[1], found[1]) if found else ""
-    listed = ", ".join(f"{own}-{16 if chip.platform == 'tpu' else 8}" for own, chip in CHIPS.items())
-    if found is None or kind not in CHIPS:
+    match = NAMED.match(name.strip().lower())
+    kind = OTHER_NAMES.get(match[1], match[1]) if match else ""
+    listed = ", ".join(f"{kind}-{16 if chip.platform == 'tpu' else 8}" for kind, chip in CHIPS.items())
+    if match is None or kind not in CHIPS:
         raise BadInput(f"device={name} is no device that is known", hint=f"this, or a kind with a number: {listed}")
-    chip, count = CHIPS[kind], int(found[2])
+    chip, count = CHIPS[kind], int(match[2])
     chips, rest = divmod(count, chip.per_name)
     if rest or chips < 1:
-        what = f"device={name}: {kind} counts {plural(chip.per_name, 'core')} a chip, so its number is even"
-        raise BadInput(what, hint=f"device={kind}-{max(1, chips) * chip.per_name} has {plural(max(1, chips), 'chip')}")
+        problem = f"device={name}: {kind} counts {plural(chip.per_name, 'core')} a chip, so its number is even"
+        raise BadInput(problem, hint=f"device={kind}-{max(1, chips) * chip.per_name} has {plural(max(1, chips), 'chip')}")
     if not chip.axes and chips > chip.host_chips and chips % chip.host_chips:
-        what = f"device={name}: a host has {chip.host_chips} of {kind}, so {chips} are on no whole number of hosts"
+        problem = f"device={name}: a host has {chip.host_chips} of {kind}, so {chips} are on no whole number of hosts"
         best = round(chips / chip.host_chips) * chip.host_chips
-        raise BadInput(what, hint=f"device={kind}-{best}; up to {chip.host_chips} are part of one host, whatever their number")
+        raise BadInput(problem, hint=f"device={kind}-{best}; up to {chip.host_chips} are part of one host, whatever their number")
     shape = (chips,) if not chip.axes else _torus(chips, chip.axes)
     if shape is None or chips > chip.largest:
         near = [n for n in (2**k for k in range(14)) if n <= chip.largest and _torus(n, chip.axes)]
         best = min(near, key=lambda n: abs(math.log(n / chips)))
-        what = f"device={name}: no slice of {kind} has {chips} chips"
-        raise BadInput(what, hint=f"device={kind}-{best * chip.per_name} has {best}; up to {chip.largest} chips make a slice")
+        problem = f"device={name}: no slice of {kind} has {chips} chips"
+        raise BadInput(problem, hint=f"device={kind}-{best * chip.per_name} has {best}; up to {chip.largest} chips make a slice")
     return Hardware(f"{kind}-{count}", chip, shape)
 
 

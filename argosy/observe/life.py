@@ -62,9 +62,9 @@ class RunLife:
         self.store, self.clock, self.file = store, clock, f"{FOLDER}/{process}.jsonl"
         now = time.time()
         # Of the clock, which began before this object did.
-        began = now - clock.elapsed
-        self.began = min(_began.pop(), began) if _began else began
-        self.before = began - self.began
+        start = now - clock.elapsed
+        self.began = min(_began.pop(), start) if _began else start
+        self.before = start - self.began
         self.about = {"start": uuid4().hex[:12], "began": self.began}
         self.step: int | None = None
         self._written = 0.0
@@ -132,9 +132,9 @@ class Account:
     def words(self) -> str:
         """One line: the goodput, and the causes of the rest, the largest first."""
         rest = {cause: s for cause, s in self.seconds.items() if cause not in USEFUL and s >= 0.005 * self.wall}
-        shares = [f"{cause} {s / self.wall:.1%}" for cause, s in sorted(rest.items(), key=lambda one: -one[1])] if self.wall else []
+        shares = [f"{cause} {s / self.wall:.1%}" for cause, s in sorted(rest.items(), key=lambda item: -item[1])] if self.wall else []
         again = f"; {plural(self.lost_steps, 'step')} made again" if self.lost_steps else ""
-        return f"goodput {self.goodput:.1%} over {plural(self.starts, 'start')}{again}" + "".join(f"; {one}" for one in shares)
+        return f"goodput {self.goodput:.1%} over {plural(self.starts, 'start')}{again}" + "".join(f"; {share}" for share in shares)
 
     def document(self) -> dict[str, Any]:
         return vars(self) | {"goodput": self.goodput}
@@ -147,17 +147,17 @@ def account(store: Store) -> Account | None:
     longer cause of its own: what exceeds the shortest `step` of those that made a start together is `waiting` in `by_process`.
     """
     every = {int(name.partition(".")[0]): _read(store, name) for name in store.list(FOLDER) if name.partition(".")[0].isdecimal()}
-    own = every.get(0) or []
-    if not own:
+    first = every.get(0) or []
+    if not first:
         return None
-    whole = _added(own)
+    whole = _added(first)
     if len(every) == 1:
         return whole
-    found = {process: dict(_added(starts).seconds) for process, starts in sorted(every.items()) if starts}
+    by_process = {process: dict(_added(starts).seconds) for process, starts in sorted(every.items()) if starts}
     for process, waited in _waited(every).items():
-        found[process] |= {WAITING: waited, "step": found[process]["step"] - waited}
+        by_process[process] |= {WAITING: waited, "step": by_process[process]["step"] - waited}
     # What the first process waited in steps is no work of its own.
-    return Account(whole.starts, whole.wall, found[0], whole.lost_steps, found)
+    return Account(whole.starts, whole.wall, by_process[0], whole.lost_steps, by_process)
 
 
 def _waited(every: Mapping[int, Sequence[Sequence[Mapping[str, Any]]]]) -> dict[int, float]:
@@ -171,8 +171,8 @@ def _waited(every: Mapping[int, Sequence[Sequence[Mapping[str, Any]]]]) -> dict[
     waited: dict[int, float] = {}
     for steps in gangs.values():
         least = min(steps.values())
-        for process, own in steps.items():
-            waited[process] = waited.get(process, 0.0) + own - least
+        for process, step_seconds in steps.items():
+            waited[process] = waited.get(process, 0.0) + step_seconds - least
     return waited
 
 
@@ -206,7 +206,7 @@ def _kept_of(starts: Sequence[Sequence[Mapping[str, Any]]]) -> list[tuple[dict[s
     """Seconds by cause of each start, and the steps that it had to repeat."""
     begun = [[min(line["from"], line["step"]) for line in _begun(lines)] for lines in starts]
     # The earliest step that a later start resumed from, or went back to.
-    return [_kept(lines, min((s for steps in begun[i + 1 :] for s in steps), default=None)) for i, lines in enumerate(starts)]
+    return [_start_seconds(lines, min((s for steps in begun[i + 1 :] for s in steps), default=None)) for i, lines in enumerate(starts)]
 
 
 def _begun(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -214,25 +214,25 @@ def _begun(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return [line for line in lines if line.get("from") is not None and line.get("step") is not None]
 
 
-def _kept(lines: Sequence[Mapping[str, Any]], until: int | None) -> tuple[dict[str, float], int]:
+def _start_seconds(lines: Sequence[Mapping[str, Any]], until: int | None) -> tuple[dict[str, float], int]:
     """Seconds of one start by cause, and the steps of it that were made again. until: the earliest step that a later start resumed
     from."""
     last, begun = lines[-1], _begun(lines)
     if not begun:
         return dict(last["seconds"]), 0
-    told, again = _with_rollbacks(begun)
+    by_line, again = _with_rollbacks(begun)
     if until is None or last["step"] <= until:
-        return told[-1], again
+        return by_line[-1], again
     good = max((i for i, line in enumerate(begun) if line["step"] <= until), default=0)
     before = begun[good]
-    seconds = told[good] | {LOST: told[good].get(LOST, 0.0) + last["elapsed"] - before["elapsed"]}
+    seconds = by_line[good] | {LOST: by_line[good].get(LOST, 0.0) + last["elapsed"] - before["elapsed"]}
     return seconds, again + last["step"] - max(until, before["step"])
 
 
 def _with_rollbacks(begun: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, float]], int]:
     """Seconds by cause of each line of a start, and the steps that it made again itself. Where the step falls, the start went back to a
     checkpoint: what it did since then is lost, except compiling and restoring."""
-    told: list[dict[str, float]] = []
+    by_line: list[dict[str, float]] = []
     lost: dict[str, float] = {}
     again = 0
     for i, line in enumerate(begun):
@@ -241,7 +241,7 @@ def _with_rollbacks(begun: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, 
             good = max((j for j in range(i) if begun[j]["step"] <= line["step"]), default=0)
             again += begun[i - 1]["step"] - max(line["step"], begun[good]["step"])
             for cause in set(now) - {"start", "compile"}:
-                since = now[cause] - told[good].get(cause, 0.0)
+                since = now[cause] - by_line[good].get(cause, 0.0)
                 lost[cause], now[cause] = lost.get(cause, 0.0) + since, now[cause] - since
-        told.append(now | ({LOST: sum(lost.values())} if lost else {}))
-    return told, again
+        by_line.append(now | ({LOST: sum(lost.values())} if lost else {}))
+    return by_line, again

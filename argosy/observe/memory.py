@@ -8,17 +8,17 @@ from pathlib import Path
 def peak_bytes() -> int:
     """The largest resident set of this process so far. On Linux from /proc, because getrusage reports at least the size of the
     parent process."""
-    found = _status("VmHWM")
-    if found is not None:
-        return found
+    peak = _status("VmHWM")
+    if peak is not None:
+        return peak
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def resident_bytes() -> int:
     """The current resident set of this process; its peak if the system does not report the current one."""
-    found = _status("VmRSS")
-    return peak_bytes() if found is None else found
+    resident = _status("VmRSS")
+    return peak_bytes() if resident is None else resident
 
 
 def _status(name: str) -> int | None:

@@ -20,7 +20,7 @@ ANSWERS = "answers.jsonl"
 def conversation_text(line: Mapping[str, Any]) -> str:
     """The completion in a line of answers.jsonl: its text, or its turns with their speakers and advantages."""
     turns = line.get("turns")
-    return line["completion"] if not turns else "\n".join(f"{speaker(one)}: {said(one)}" for one in turns)
+    return line["completion"] if not turns else "\n".join(f"{speaker(turn)}: {turn_text(turn)}" for turn in turns)
 
 
 def speaker(message: Mapping[str, Any]) -> str:
@@ -28,10 +28,10 @@ def speaker(message: Mapping[str, Any]) -> str:
     return f"{message['role']} ({message['advantage']:+.2f})" if "advantage" in message else str(message["role"])
 
 
-def said(message: Mapping[str, Any]) -> str:
+def turn_text(message: Mapping[str, Any]) -> str:
     """The text of a message, and the tools that it calls."""
-    calls = [one["function"] for one in message.get("tool_calls") or ()]
-    words = [str(message.get("content") or ""), *(f"{one['name']}({json.dumps(one['arguments'])})" for one in calls)]
+    calls = [call["function"] for call in message.get("tool_calls") or ()]
+    words = [str(message.get("content") or ""), *(f"{call['name']}({json.dumps(call['arguments'])})" for call in calls)]
     return " ".join(word.strip() for word in words if word.strip())
 
 
@@ -75,8 +75,8 @@ def read(store: Store, file: str = FILE) -> list[dict[str, Any]]:
 
 def by_step(lines: list[dict[str, Any]], key: str) -> dict[int, Any]:
     """{step: value} of one number, the last value written for each step."""
-    found = {line["step"]: line[key] for line in lines if key in line}
-    return dict(sorted(found.items()))
+    values = {line["step"]: line[key] for line in lines if key in line}
+    return dict(sorted(values.items()))
 
 
 def _plain(value: Any) -> Any:

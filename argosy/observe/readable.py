@@ -64,9 +64,9 @@ def decimals(x: float) -> str:
 def change(before: float, after: float) -> str:
     """`4.24 to 2.34`: two decimals, or as many more as it takes to see both numbers and their difference."""
     for digits in range(2, 7):
-        one, other = f"{before:.{digits}f}", f"{after:.{digits}f}"
-        if (one != other or before == after) and all(not x or abs(x) >= 10 ** (1 - digits) for x in (before, after)):
-            return f"{one} to {other}"
+        first, second = f"{before:.{digits}f}", f"{after:.{digits}f}"
+        if (first != second or before == after) and all(not x or abs(x) >= 10 ** (1 - digits) for x in (before, after)):
+            return f"{first} to {second}"
     return f"{before:.3g} to {after:.3g}"
 
 

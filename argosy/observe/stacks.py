@@ -134,4 +134,4 @@ def _ranges(ranks: list[int]) -> str:
             out[-1].append(rank)
         else:
             out.append([rank])
-    return ", ".join(str(one[0]) if len(one) == 1 else f"{one[0]}-{one[-1]}" for one in out)
+    return ", ".join(str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}" for span in out)

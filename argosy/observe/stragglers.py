@@ -138,70 +138,72 @@ class Comparison:
         # Seconds of a step in the last window.
         self.step_s: float | None = None
 
-    def __call__(self, told: Mapping[int, ProcessTimes]) -> list[StragglerVerdict]:
+    def __call__(self, times: Mapping[int, ProcessTimes]) -> list[StragglerVerdict]:
         """What is new after these numbers. Every process must be there, in every call."""
-        if set(self._before) != set(told):
-            self._before = dict(told)
-            self._timed = dict(told)
+        if set(self._before) != set(times):
+            self._before = dict(times)
+            self._timed = dict(times)
             return []
-        if any(one.steps - self._before[p].steps < self.every or one.wall - self._before[p].wall < LEAST_S for p, one in told.items()):
+        pairs = [(current, self._before[p]) for p, current in times.items()]
+        if any(now.steps - before.steps < self.every or now.wall - before.wall < LEAST_S for now, before in pairs):
             return []
-        seen = self._hosts(told) | self._devices(told)
-        self._before = dict(told)
-        return self._judged(seen, told)
+        seen = self._hosts(times) | self._devices(times)
+        self._before = dict(times)
+        return self._judged(seen, times)
 
-    def _hosts(self, told: Mapping[int, ProcessTimes]) -> dict[Unit, _Seen]:
-        steps = {p: one.steps - self._before[p].steps for p, one in told.items()}
-        self.step_s = step_s = statistics.median((one.wall - self._before[p].wall) / steps[p] for p, one in told.items())
-        found: dict[Unit, _Seen] = {}
+    def _hosts(self, times: Mapping[int, ProcessTimes]) -> dict[Unit, _Seen]:
+        steps = {p: current.steps - self._before[p].steps for p, current in times.items()}
+        self.step_s = step_s = statistics.median((current.wall - self._before[p].wall) / steps[p] for p, current in times.items())
+        seen: dict[Unit, _Seen] = {}
         for cause in ON_HOST:
-            since = {p: (one.seconds[cause] - self._before[p].seconds[cause]) / steps[p] for p, one in told.items()}
-            exposed = {p: (one.exposed[cause] - self._before[p].exposed[cause]) / steps[p] for p, one in told.items()}
+            since = {p: (current.seconds[cause] - self._before[p].seconds[cause]) / steps[p] for p, current in times.items()}
+            exposed = {p: (current.exposed[cause] - self._before[p].exposed[cause]) / steps[p] for p, current in times.items()}
             spent = _measured(since)
             others = median_of_others(spent)
             for p, its in spent.items():
                 theirs = others[p]
                 above = min(its - theirs, exposed[p]) if math.isfinite(exposed[p]) else 0.0
                 slow = its > self.ratio * theirs and above > SHARE * step_s
-                found[p, cause, None] = _Seen(slow, its / theirs if theirs else None, above, above / step_s)
-        return found
+                seen[p, cause, None] = _Seen(slow, its / theirs if theirs else None, above, above / step_s)
+        return seen
 
-    def _devices(self, told: Mapping[int, ProcessTimes]) -> dict[Unit, _Seen]:
+    def _devices(self, times: Mapping[int, ProcessTimes]) -> dict[Unit, _Seen]:
         """Nothing, until every process has timed its devices again."""
-        if any(one.probes <= self._timed[p].probes for p, one in told.items()):
+        if any(current.probes <= self._timed[p].probes for p, current in times.items()):
             return {}
         each: dict[Unit, float] = {}
-        for p, one in told.items():
+        for p, current in times.items():
             before = self._timed[p]
-            sums = zip(one.devices, before.devices or [0.0] * len(one.devices), strict=True)
-            each |= {(p, DEVICE, i): (now - then) / (one.probes - before.probes) for i, (now, then) in enumerate(sums)}
-        self._timed = dict(told)
+            sums = zip(current.devices, before.devices or [0.0] * len(current.devices), strict=True)
+            each |= {(p, DEVICE, i): (now - then) / (current.probes - before.probes) for i, (now, then) in enumerate(sums)}
+        self._timed = dict(times)
         each = _measured(each)
         others = median_of_others(each)
-        found: dict[Unit, _Seen] = {}
+        seen: dict[Unit, _Seen] = {}
         for unit, its in each.items():
             theirs = others[unit]
             if theirs > 0:
-                found[unit] = _Seen(its > self.ratio * theirs, its / theirs, None, its / theirs - 1)
-        return found
+                seen[unit] = _Seen(its > self.ratio * theirs, its / theirs, None, its / theirs - 1)
+        return seen
 
-    def _judged(self, seen: Mapping[Unit, _Seen], told: Mapping[int, ProcessTimes]) -> list[StragglerVerdict]:
-        for unit, one in seen.items():
-            self._slow[unit] = self._slow.get(unit, 0) + 1 if one.slow else 0
-            self._fine[unit] = 0 if one.slow else self._fine.get(unit, 0) + 1
+    def _judged(self, seen: Mapping[Unit, _Seen], times: Mapping[int, ProcessTimes]) -> list[StragglerVerdict]:
+        for unit, comparison in seen.items():
+            self._slow[unit] = self._slow.get(unit, 0) + 1 if comparison.slow else 0
+            self._fine[unit] = 0 if comparison.slow else self._fine.get(unit, 0) + 1
         new: list[StragglerVerdict] = []
         for p, unit in list(self.named.items()):
             if self._fine[unit] >= self.windows:
                 del self.named[p]
-                new.append(StragglerVerdict(p, told[p].host, unit[1], device=_of_several(unit, told), is_recovered=True))
-        for p in sorted(told):
+                new.append(StragglerVerdict(p, times[p].host, unit[1], device=_of_several(unit, times), is_recovered=True))
+        for p in sorted(times):
             # Of several causes, the one for which the others wait longest.
-            slow = [(one.share, unit, one) for unit, one in seen.items() if unit[0] == p and self._slow[unit] >= self.windows]
+            units = [unit for unit in seen if unit[0] == p and self._slow[unit] >= self.windows]
+            slow = [(seen[unit].share, unit, seen[unit]) for unit in units]
             if p in self.named or not slow:
                 continue
-            _, unit, one = max(slow, key=lambda its: its[0])
+            _, unit, comparison = max(slow, key=lambda its: its[0])
             self.named[p] = unit
-            new.append(StragglerVerdict(p, told[p].host, unit[1], one.times, one.seconds, _of_several(unit, told)))
+            new.append(StragglerVerdict(p, times[p].host, unit[1], comparison.times, comparison.seconds, _of_several(unit, times)))
         return new
 
 
@@ -213,18 +215,18 @@ def _measured(numbers: Mapping[Any, float]) -> dict[Any, float]:
 def median_of_others(numbers: Mapping[Any, float]) -> dict[Any, float]:
     """For each, the median of all others; of a single one, itself. Sorted once: there may be thousands."""
     ranked = sorted(numbers, key=lambda unit: numbers[unit])
-    values, left = [numbers[unit] for unit in ranked], len(ranked) - 1
-    if not left:
+    values, other_count = [numbers[unit] for unit in ranked], len(ranked) - 1
+    if not other_count:
         return dict(numbers)
 
     def without(rank: int, at: int) -> float:
         return values[at if at < rank else at + 1]
 
-    return {unit: (without(i, (left - 1) // 2) + without(i, left // 2)) / 2 for i, unit in enumerate(ranked)}
+    return {unit: (without(i, (other_count - 1) // 2) + without(i, other_count // 2)) / 2 for i, unit in enumerate(ranked)}
 
 
-def _of_several(unit: Unit, told: Mapping[int, ProcessTimes]) -> int | None:
-    return unit[2] if len(told[unit[0]].devices) > 1 else None
+def _of_several(unit: Unit, times: Mapping[int, ProcessTimes]) -> int | None:
+    return unit[2] if len(times[unit[0]].devices) > 1 else None
 
 
 # ---------------------------------------------------------------- the report
@@ -232,23 +234,23 @@ def _of_several(unit: Unit, told: Mapping[int, ProcessTimes]) -> int | None:
 
 def stragglers(lines: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
     """The slow processes in a run's metrics: first and last step, process, and cause."""
-    found: list[list[Any]] = []
+    rows: list[list[Any]] = []
     for line in lines:
         if "header" in line:
             # Another start: what was slow then is not known to be.
-            for one in found:
-                one[1] = one[1] if one[1] is not None else max(one[0], line["step"])
+            for row in rows:
+                row[1] = row[1] if row[1] is not None else max(row[0], line["step"])
         its = line.get(KEY)
         if not isinstance(its, Mapping):
             continue
         if not its.get("is_recovered"):
             verdict = StragglerVerdict(**its)
-            found.append([line["step"], None, verdict.process, verdict])
+            rows.append([line["step"], None, verdict.process, verdict])
             continue
-        for one in found:
-            if one[2] == its["process"] and one[1] is None:
-                one[1] = line["step"]
+        for row in rows:
+            if row[2] == its["process"] and row[1] is None:
+                row[1] = line["step"]
     return [
         (f"{first:,} to {last:,}" if last is not None else f"{first:,} to the end", f"{process} on {verdict.host}", verdict.finding())
-        for first, last, process, verdict in found
+        for first, last, process, verdict in rows
     ]

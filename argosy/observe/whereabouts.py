@@ -46,4 +46,4 @@ def whereabouts(path: Path) -> str:
         step, _, cause = path.read_text().rstrip().partition(" ")
     except (OSError, ValueError):
         return ""
-    return ", ".join(one for one in (f"after step {int(step):,}" if step.isdigit() else "", WORDS.get(cause, "")) if one)
+    return ", ".join(part for part in (f"after step {int(step):,}" if step.isdigit() else "", WORDS.get(cause, "")) if part)

@@ -47,14 +47,14 @@ def cost(compiled: Any) -> Cost:
     XLA counts the body of a loop once, so only compare its FLOPs of programs with the same loops.
     """
     analysis, memory, program = compiled.cost_analysis() or {}, compiled.memory_analysis(), HloModule.read(compiled.as_text())
-    found = collectives(program)
+    transfers = collectives(program)
     return Cost(
         flops=analysis.get("flops", 0.0),
         temporary_bytes=memory.temp_size_in_bytes,
         argument_bytes=memory.argument_size_in_bytes,
-        collectives=bytes_by_kind(found, repeated=False),
+        collectives=bytes_by_kind(transfers, repeated=False),
         products=products.product_flops(program),
-        moved=bytes_by_kind(found),
+        moved=bytes_by_kind(transfers),
         uncounted=tuple(products.uncounted(program)),
         unknown_loops=tuple(program.unknown_loops),
     )

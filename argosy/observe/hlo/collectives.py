@@ -79,8 +79,8 @@ def collectives(program: HloModule, devices: int = 1) -> list[Collective]:
     Args:
         devices: number of devices, for collectives over all of them.
     """
-    found = list(_found(program, devices))
-    return [one for one in found if not one.alone]
+    candidates = list(_candidates(program, devices))
+    return [collective for collective in candidates if not collective.alone]
 
 
 def bytes_by_kind(all_: Sequence[Collective], repeated: bool = True) -> dict[str, int]:
@@ -89,13 +89,13 @@ def bytes_by_kind(all_: Sequence[Collective], repeated: bool = True) -> dict[str
     Args:
         repeated: counts the body of a loop as often as it runs.
     """
-    moved: Counter[str] = Counter()
-    for one in all_:
-        moved[one.kind] += one.bytes * (one.times if repeated else 1)
-    return dict(moved)
+    totals: Counter[str] = Counter()
+    for collective in all_:
+        totals[collective.kind] += collective.bytes * (collective.times if repeated else 1)
+    return dict(totals)
 
 
-def _found(program: HloModule, devices: int) -> Iterator[Collective]:
+def _candidates(program: HloModule, devices: int) -> Iterator[Collective]:
     fused = {called for c in program.computations.values() for i in c.instructions if i.opcode == "fusion" for _, called in i.called()}
     for computation, times in program.running():
         if computation.name in fused:
@@ -110,16 +110,16 @@ def _collectives_of(
     """The collectives that an instruction is, starts or holds."""
     opcode = instruction.opcode
 
-    def one(kind: str, size: int, of: Instruction, end: str | None) -> Collective:
+    def make(kind: str, size: int, of: Instruction, end: str | None) -> Collective:
         last = instruction.name if end is None else end
         groups = _groups(of, devices)
         return Collective(kind, size, times, groups, end is not None, computation.name, instruction.name, last, of.op_name)
 
     if opcode in KINDS:
-        yield one(opcode, instruction.bytes, instruction, None)
+        yield make(opcode, instruction.bytes, instruction, None)
     elif opcode in STARTS:
         end = _end_of(computation, instruction)
-        yield one(STARTS[opcode], end.bytes if end else _result(instruction), instruction, end.name if end else instruction.name)
+        yield make(STARTS[opcode], end.bytes if end else _result(instruction), instruction, end.name if end else instruction.name)
     elif opcode in ("async-start", "fusion"):
         for inner in _inside(program, instruction):
             collective = next((i for i in inner.instructions if i.opcode in KINDS), None)
@@ -127,11 +127,11 @@ def _collectives_of(
                 continue
             if opcode == "async-start":
                 end = _end_of(computation, instruction)
-                yield one(collective.opcode, collective.bytes, collective, end.name if end else instruction.name)
+                yield make(collective.opcode, collective.bytes, collective, end.name if end else instruction.name)
             elif inner.name.startswith(SCATTERS) and collective.opcode == "all-reduce":
-                yield one("reduce-scatter", instruction.bytes, collective, None)
+                yield make("reduce-scatter", instruction.bytes, collective, None)
             else:
-                yield from _fused(program, computation, instruction, inner, one)
+                yield from _fused(program, computation, instruction, inner, make)
 
 
 def _inside(program: HloModule, instruction: Instruction) -> Iterator[Computation]:
@@ -141,7 +141,7 @@ def _inside(program: HloModule, instruction: Instruction) -> Iterator[Computatio
 
 
 def _fused(
-    program: HloModule, computation: Computation, instruction: Instruction, inner: Computation, one: Callable[..., Collective]
+    program: HloModule, computation: Computation, instruction: Instruction, inner: Computation, make: Callable[..., Collective]
 ) -> Iterator[Collective]:
     """The collectives that a fusion starts, or holds whole; their copies in fusions that carry or end them do not count."""
     begun = [inner.by_name.get(i.operands[0]) for i in inner.instructions if BEGIN in i.attributes and i.operands]
@@ -150,15 +150,15 @@ def _fused(
         if collective.opcode not in KINDS:
             continue
         if not asynchronous:
-            yield one(collective.opcode, collective.bytes, collective, None)
+            yield make(collective.opcode, collective.bytes, collective, None)
         elif collective in begun:
             end = _chain_end(program, computation, instruction, collective)
-            yield one(collective.opcode, collective.bytes, collective, end or instruction.name)
+            yield make(collective.opcode, collective.bytes, collective, end or instruction.name)
 
 
 def _chain(instruction: Instruction) -> tuple[str, str]:
-    found = re.search(r'chain_id="(\d+)"', instruction.attributes)
-    return instruction.attribute("channel_id") or "", found[1] if found else ""
+    match = re.search(r'chain_id="(\d+)"', instruction.attributes)
+    return instruction.attribute("channel_id") or "", match[1] if match else ""
 
 
 def _chain_end(program: HloModule, computation: Computation, start: Instruction, collective: Instruction) -> str | None:
@@ -200,10 +200,10 @@ def _groups(instruction: Instruction, devices: int) -> np.ndarray:
         return np.asarray([int(n) for n in re.findall(r"\d+", pairs[1])], np.int64).reshape(-1, 2)
     start = instruction.attributes.find("replica_groups=")
     text = instruction.attributes[start + len("replica_groups=") :] if start >= 0 else ""
-    if found := AXES.match(text):
-        return _by_axes(found[1], found[2], found[3])
-    if found := IOTA.match(text):
-        return _iota(found[1], found[2], found[3])
+    if match := AXES.match(text):
+        return _by_axes(match[1], match[2], match[3])
+    if match := IOTA.match(text):
+        return _iota(match[1], match[2], match[3])
     listed = re.match(r"\{((?:\{[\d,]*\},?)+)\}", text)
     if listed is None:
         return np.arange(max(devices, 1))[None]
@@ -228,14 +228,14 @@ def _by_axes(mesh: str, ids: str | None, axes: str) -> np.ndarray:
     count = int(np.prod(list(sizes.values())))
     order = np.arange(count)
     if ids:
-        found = IOTA.match(ids)
-        order = _iota(found[1], found[2], found[3]).reshape(-1) if found else _simple_order(ids, count)
-    asked = [(name, int(before or 1), int(size or 0)) for name, before, size in SUB_AXIS.findall(axes)]
+        match = IOTA.match(ids)
+        order = _iota(match[1], match[2], match[3]).reshape(-1) if match else _simple_order(ids, count)
+    sub_axes = [(name, int(before or 1), int(size or 0)) for name, before, size in SUB_AXIS.findall(axes)]
     split: list[tuple[str, int, bool]] = []
     for name, size in sizes.items():
-        own = sorted((before, part or size) for n, before, part in asked if n == name)
+        pieces = sorted((before, part or size) for n, before, part in sub_axes if n == name)
         at = 1
-        for before, part in own:
+        for before, part in pieces:
             if before > at:
                 split.append((name, before // at, False))
             split.append((name, part, True))
@@ -251,7 +251,7 @@ def _by_axes(mesh: str, ids: str | None, axes: str) -> np.ndarray:
 
 def _simple_order(ids: str, count: int) -> np.ndarray:
     """Numbers of devices as `[2,4]T(1,0)`: an iota of this shape, transposed."""
-    found = re.match(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", ids)
-    if found is None:
+    match = re.match(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", ids)
+    if match is None:
         return np.arange(count)
-    return _iota(str(count), found[1], found[2]).reshape(-1)
+    return _iota(str(count), match[1], match[2]).reshape(-1)

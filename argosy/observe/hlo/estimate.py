@@ -95,7 +95,7 @@ def price_program(
     Args:
         kernels: seconds of one call, and the kind of work, of kernels whose time depends on data; by how their names begin.
     """
-    waiting = {(one.computation, one.start): one for one in collectives(module, devices)}
+    waiting = {(collective.computation, collective.start): collective for collective in collectives(module, devices)}
     inside = _inside(module)
     kinds: defaultdict[str, float] = defaultdict(float)
     timed: list[CollectiveTime] = []
@@ -105,30 +105,30 @@ def price_program(
             continue
         running: dict[str, tuple[Collective, list[float]]] = {}
         for instruction in computation.instructions:
-            known = [own for name, own in kernels.items() if kernel_name(instruction).startswith(name)] if kernels else []
-            seconds, kind = known[0] if known else _seconds(module, computation, instruction, prices)
-            if (one := waiting.get((computation.name, instruction.name))) is not None:
-                taken = collective_seconds(one, prices, devices)
-                if one.asynchronous and one.end != one.start:
-                    running[one.end] = (one, [taken, 0.0])
+            costs = [cost for name, cost in kernels.items() if kernel_name(instruction).startswith(name)] if kernels else []
+            seconds, kind = costs[0] if costs else _seconds(module, computation, instruction, prices)
+            if (collective := waiting.get((computation.name, instruction.name))) is not None:
+                duration = collective_seconds(collective, prices, devices)
+                if collective.asynchronous and collective.end != collective.start:
+                    running[collective.end] = (collective, [duration, 0.0])
                 else:
-                    timed.append(CollectiveTime(one, taken, taken))
-                    communication, exposed = communication + times * taken, exposed + times * taken
+                    timed.append(CollectiveTime(collective, duration, duration))
+                    communication, exposed = communication + times * duration, exposed + times * duration
                 continue
             if instruction.name in running:
-                one, (taken, beside) = running.pop(instruction.name)
-                left = max(0.0, taken - beside)
-                timed.append(CollectiveTime(one, taken, left))
-                communication, exposed = communication + times * taken, exposed + times * left
+                collective, (duration, overlap) = running.pop(instruction.name)
+                exposed_seconds = max(0.0, duration - overlap)
+                timed.append(CollectiveTime(collective, duration, exposed_seconds))
+                communication, exposed = communication + times * duration, exposed + times * exposed_seconds
                 continue
             for _, clocks in running.values():
                 clocks[1] += seconds
             compute += times * seconds
             kinds[kind] += times * seconds
-        for one, (taken, _) in running.values():
-            timed.append(CollectiveTime(one, taken, 0.0))
-            communication += times * taken
-    by_kind = {kind: s for kind, s in sorted(kinds.items(), key=lambda one: -one[1]) if s}
+        for collective, (duration, _) in running.values():
+            timed.append(CollectiveTime(collective, duration, 0.0))
+            communication += times * duration
+    by_kind = {kind: s for kind, s in sorted(kinds.items(), key=lambda item: -item[1]) if s}
     return Estimate(compute, communication, exposed, tuple(timed), by_kind)
 
 
@@ -151,13 +151,13 @@ def collective_seconds(collective: Collective, prices: Prices, devices: int) -> 
 def _inside(module: HloModule) -> set[str]:
     """Computations that run as parts of one instruction: fused ones, and those of reductions and sorts."""
     apart = ("body", "condition", "branch_computations", "true_computation", "false_computation")
-    found = set[str]()
+    names = set[str]()
     for computation in module.computations.values():
         for instruction in computation.instructions:
             if instruction.opcode in ("call", "async-start"):
                 continue
-            found |= {name for attribute, name in instruction.called() if attribute not in apart}
-    return found
+            names |= {name for attribute, name in instruction.called() if attribute not in apart}
+    return names
 
 
 def _seconds(module: HloModule, computation: Computation, instruction: Instruction, prices: Prices) -> tuple[float, str]:
@@ -172,15 +172,15 @@ def _seconds(module: HloModule, computation: Computation, instruction: Instructi
         return counted / (peak * share), "attention" if attention else "products"
     kind = "products" if _has_products(module, instruction) else "memory"
     if prices.clock_hz:
-        found = CYCLES.search(instruction.attributes)
-        cycles = int(found[1]) if found else 0
+        match = CYCLES.search(instruction.attributes)
+        cycles = int(match[1]) if match else 0
         if 0 < cycles < MOST_CYCLES:
             return cycles / prices.clock_hz, kind
         if call_target(instruction) != "tpu_custom_call":
             return 0.0, kind
     work = _flops_of(module, computation, instruction)
-    moved = _bytes_of(computation, instruction) / prices.bytes_per_s
-    return max(work / prices.flops_per_s, moved), "products" if work else kind
+    memory_seconds = _bytes_of(computation, instruction) / prices.bytes_per_s
+    return max(work / prices.flops_per_s, memory_seconds), "products" if work else kind
 
 
 def _has_products(module: HloModule, instruction: Instruction) -> bool:
@@ -196,10 +196,10 @@ def _called(module: HloModule, instruction: Instruction) -> Iterable[Computation
 
 
 def _flops_of(module: HloModule, computation: Computation, instruction: Instruction) -> int:
-    own = flops(computation, instruction) or 0
+    direct = flops(computation, instruction) or 0
     if instruction.opcode not in ("fusion", "custom-call"):
-        return own
-    return own + sum(_flops_of(module, c, i) for c in _called(module, instruction) for i in c.instructions)
+        return direct
+    return direct + sum(_flops_of(module, c, i) for c in _called(module, instruction) for i in c.instructions)
 
 
 def _bytes_of(computation: Computation, instruction: Instruction) -> int:

@@ -29,13 +29,13 @@ def trip_count(computations: Computations, computation: Computation, loop: Instr
     Args:
         computation: the computation that holds the loop.
     """
-    found = _known_trips(computations, computation, loop)
-    return 0 if found is None and re.search(rf"\b{SELDOM}\b", loop.op_name) else found
+    trips = _known_trips(computations, computation, loop)
+    return 0 if trips is None and re.search(rf"\b{SELDOM}\b", loop.op_name) else trips
 
 
 def _known_trips(computations: Computations, computation: Computation, loop: Instruction) -> int | None:
-    if found := TRIPS.search(loop.attributes):
-        return int(found[1])
+    if match := TRIPS.search(loop.attributes):
+        return int(match[1])
     called = dict(loop.called())
     condition, body = (computations.get(called.get(key, "")) for key in ("condition", "body"))
     if condition is None or body is None:
@@ -98,8 +98,8 @@ def _compared(
         inner = _callee(computations, instruction)
         if inner is None:
             return None
-        given = ((n, _scalar(computations, computation, name, bound)) for n, name in enumerate(instruction.operands))
-        return _compared(computations, inner, inner.root, {n: scalar for n, scalar in given if scalar is not None})
+        scalars = ((n, _scalar(computations, computation, name, bound)) for n, name in enumerate(instruction.operands))
+        return _compared(computations, inner, inner.root, {n: scalar for n, scalar in scalars if scalar is not None})
     if instruction.opcode in TRANSPARENT and (source := computation.by_name.get(instruction.operands[0])) is not None:
         return _compared(computations, computation, source, bound)
     return None
@@ -112,14 +112,14 @@ def _first(computation: Computation, loop: Instruction, index: int) -> int | Non
         return 0
     name = state.operands[index]
     for _ in range(MOST):
-        found = computation.by_name.get(name)
-        if found is None:
+        source = computation.by_name.get(name)
+        if source is None:
             return 0
-        if found.opcode == "constant":
-            return int(found.arguments) if re.fullmatch(r"-?\d+", found.arguments) else None
-        if found.opcode not in TRANSPARENT:
+        if source.opcode == "constant":
+            return int(source.arguments) if re.fullmatch(r"-?\d+", source.arguments) else None
+        if source.opcode not in TRANSPARENT:
             return 0
-        name = found.operands[0]
+        name = source.operands[0]
     return 0
 
 
@@ -130,22 +130,22 @@ def _step(computations: Computations, body: Computation, index: int) -> int:
         return 1
     name, computation, bound = root.operands[index], body, dict[int, Scalar]()
     for _ in range(MOST):
-        found = computation.by_name.get(name)
-        if found is None:
+        source = computation.by_name.get(name)
+        if source is None:
             return 1
-        if found.opcode in TRANSPARENT:
-            name = found.operands[0]
+        if source.opcode in TRANSPARENT:
+            name = source.operands[0]
             continue
-        if found.opcode == "fusion" and SCALAR.match(found.type) and (inner := _callee(computations, found)) is not None:
-            given = ((n, _scalar(computations, computation, operand, bound)) for n, operand in enumerate(found.operands))
-            bound = {n: scalar for n, scalar in given if scalar is not None}
+        if source.opcode == "fusion" and SCALAR.match(source.type) and (inner := _callee(computations, source)) is not None:
+            scalars = ((n, _scalar(computations, computation, operand, bound)) for n, operand in enumerate(source.operands))
+            bound = {n: scalar for n, scalar in scalars if scalar is not None}
             computation, name = inner, inner.root.name
             continue
-        if found.opcode in ("add", "subtract"):
-            sides = [_scalar(computations, computation, operand, bound) for operand in found.operands]
+        if source.opcode in ("add", "subtract"):
+            sides = [_scalar(computations, computation, operand, bound) for operand in source.operands]
             constants = [side.value for side in sides if side is not None and side.kind == "constant"]
             if len(constants) == 1:
-                return constants[0] if found.opcode == "add" else -constants[0]
+                return constants[0] if source.opcode == "add" else -constants[0]
         return 1
     return 1
 

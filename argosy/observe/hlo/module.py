@@ -24,9 +24,9 @@ class HloModule:
         computations: dict[str, Computation] = {}
         entry, current = "", None
         for line in joined_lines(text):
-            if found := HEADER.match(line):
-                current = computations[found[2]] = Computation(found[2])
-                entry = found[2] if found[1] else entry
+            if match := HEADER.match(line):
+                current = computations[match[2]] = Computation(match[2])
+                entry = match[2] if match[1] else entry
             elif line == "}":
                 current = None
             elif current is not None and (instruction := parse_instruction(line)) is not None:

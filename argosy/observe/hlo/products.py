@@ -44,8 +44,8 @@ def flops(computation: Computation, instruction: Instruction) -> int | None:
 
 def call_target(instruction: Instruction) -> str:
     """The name of what a custom call calls."""
-    found = TARGET.search(instruction.attributes)
-    return found[1] if found else ""
+    match = TARGET.search(instruction.attributes)
+    return match[1] if match else ""
 
 
 def kernel_name(instruction: Instruction) -> str:
@@ -55,8 +55,8 @@ def kernel_name(instruction: Instruction) -> str:
 
 
 def _operand(computation: Computation, instruction: Instruction, number: int) -> list[int]:
-    found = computation.by_name.get(instruction.operands[number]) if number < len(instruction.operands) else None
-    return dimensions(found.type) if found is not None else []
+    operand = computation.by_name.get(instruction.operands[number]) if number < len(instruction.operands) else None
+    return dimensions(operand.type) if operand is not None else []
 
 
 def _dot(computation: Computation, instruction: Instruction) -> int:
@@ -91,8 +91,8 @@ def _convolution(computation: Computation, instruction: Instruction) -> int:
 
 def _taps(instruction: Instruction, lhs: str, left: list[int], result: str, out: list[int]) -> int:
     """Pairs of an output position and a kernel position that meet an input, over all spatial axes."""
-    found = WINDOW.search(instruction.attributes)
-    fields = dict(part.split("=", 1) for part in found[1].split()) if found else {}
+    match = WINDOW.search(instruction.attributes)
+    fields = dict(part.split("=", 1) for part in match[1].split()) if match else {}
     spatial = sorted(c for c in lhs if c.isdigit())
     if not spatial:
         return 1
@@ -142,18 +142,18 @@ def _custom(computation: Computation, instruction: Instruction) -> int | None:
 
 
 def _cublas(computation: Computation, instruction: Instruction) -> int | None:
-    found = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', instruction.attributes)
-    if found is None:
+    match = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', instruction.attributes)
+    if match is None:
         return None
     left = _operand(computation, instruction, 0)
-    contracted = json.loads(f"[{found[1]}]")
+    contracted = json.loads(f"[{match[1]}]")
     return 2 * elements(tuple_elements(instruction.type)[0]) * math.prod(left[int(i)] for i in contracted)
 
 
 def _floats(computation: Computation, instruction: Instruction, rank: int) -> list[list[int]]:
     """Shapes of the operands of floats with this rank or more."""
-    found = [computation.by_name.get(name) for name in instruction.operands]
-    shapes = [dimensions(i.type) for i in found if i is not None and re.match(r"(bf|f)\d", i.type)]
+    operands = [computation.by_name.get(name) for name in instruction.operands]
+    shapes = [dimensions(i.type) for i in operands if i is not None and re.match(r"(bf|f)\d", i.type)]
     return [shape for shape in shapes if len(shape) >= rank]
 
 

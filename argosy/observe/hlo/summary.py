@@ -33,8 +33,8 @@ class OperationTotals:
     bytes: int = 0
 
     def with_operation(self, operation: Operation, times: int) -> "OperationTotals":
-        flops, moved = self.flops + times * operation.flops, self.bytes + times * operation.bytes
-        return replace(self, count=self.count + times, flops=flops, bytes=moved)
+        flops, n_bytes = self.flops + times * operation.flops, self.bytes + times * operation.bytes
+        return replace(self, count=self.count + times, flops=flops, bytes=n_bytes)
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class ProgramSummary:
 
 def summarize(program: HloModule) -> ProgramSummary:
     """The tables of a program."""
-    known = operations(program)
+    by_name = operations(program)
     inside = _inside_fusions(program)
     kinds: dict[str, OperationTotals] = {}
     layers: dict[str, OperationTotals] = {}
@@ -108,14 +108,14 @@ def summarize(program: HloModule) -> ProgramSummary:
         for instruction in computation.instructions:
             if instruction.opcode in NAMES:
                 continue
-            operation = known[instruction.name]
+            operation = by_name[instruction.name]
             for table, name in ((kinds, operation.kind), (layers, operation.layer)):
                 table[name] = table.get(name, OperationTotals(name)).with_operation(operation, times)
             size = type_bytes(instruction.type)
             values.append(Value(instruction.name, size, _short(instruction.type), operation.kind, operation.layer, times))
     entry: Computation = program.computations[program.entry]
     return ProgramSummary(
-        sum(type_bytes(one.type) for one in entry.instructions if one.opcode == "parameter"),
+        sum(type_bytes(instruction.type) for instruction in entry.instructions if instruction.opcode == "parameter"),
         sorted(kinds.values(), key=lambda work: -work.bytes),
         sorted(layers.values(), key=lambda work: -work.bytes),
         sorted(values, key=lambda value: -value.bytes),
@@ -125,13 +125,14 @@ def summarize(program: HloModule) -> ProgramSummary:
 
 
 def _transfers(program: HloModule) -> list[Transfer]:
-    found: dict[tuple[str, str, int], Transfer] = {}
-    for one in collectives(program):
-        key = (one.kind, layer_of(one.op_name), one.size)
-        old = found.get(key, Transfer(*key, 0, 0, 0))
-        moved, beside = old.bytes + one.bytes * one.times, old.asynchronous + one.times * one.asynchronous
-        found[key] = replace(old, count=old.count + one.times, bytes=moved, asynchronous=beside)
-    return sorted(found.values(), key=lambda transfer: -transfer.bytes)
+    transfers: dict[tuple[str, str, int], Transfer] = {}
+    for collective in collectives(program):
+        key = (collective.kind, layer_of(collective.op_name), collective.size)
+        old = transfers.get(key, Transfer(*key, 0, 0, 0))
+        n_bytes = old.bytes + collective.bytes * collective.times
+        asynchronous = old.asynchronous + collective.times * collective.asynchronous
+        transfers[key] = replace(old, count=old.count + collective.times, bytes=n_bytes, asynchronous=asynchronous)
+    return sorted(transfers.values(), key=lambda transfer: -transfer.bytes)
 
 
 def _inside_fusions(program: HloModule) -> set[str]:
@@ -174,7 +175,7 @@ def program_differences(a: ProgramSummary, b: ProgramSummary, values: int = 20) 
     """
     tables = {"kind": (a.kinds, b.kinds), "layer": (a.layers, b.layers)}
     rows: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-        table: ({one.name: asdict(one) for one in mine}, {one.name: asdict(one) for one in theirs})
+        table: ({totals.name: asdict(totals) for totals in mine}, {totals.name: asdict(totals) for totals in theirs})
         for table, (mine, theirs) in tables.items()
     }
     rows["collective"] = (_named_transfers(a.transfers), _named_transfers(b.transfers))
@@ -185,18 +186,18 @@ def program_differences(a: ProgramSummary, b: ProgramSummary, values: int = 20) 
         for name in dict.fromkeys([*mine, *theirs])
         if mine.get(name) != theirs.get(name)
     ]
-    return sorted(out, key=lambda one: -abs(one.bytes))
+    return sorted(out, key=lambda difference: -abs(difference.bytes))
 
 
 def _named_transfers(transfers: Sequence[Transfer]) -> dict[str, Any]:
-    return {f"{one.kind} over {one.devices}, {one.layer}": asdict(one) for one in transfers}
+    return {f"{transfer.kind} over {transfer.devices}, {transfer.layer}": asdict(transfer) for transfer in transfers}
 
 
 def _typed_values(values: Sequence[Value]) -> dict[str, Any]:
-    found: dict[str, dict[str, int]] = defaultdict(lambda: {"count": 0, "bytes": 0})
-    for one in values:
-        row = found[f"{one.type} {one.layer}"]
+    rows: dict[str, dict[str, int]] = defaultdict(lambda: {"count": 0, "bytes": 0})
+    for value in values:
+        row = rows[f"{value.type} {value.layer}"]
         row["count"] += 1
-        row["bytes"] += one.bytes
-    return dict(found)
+        row["bytes"] += value.bytes
+    return dict(rows)
 

@@ -52,8 +52,8 @@ class Instruction:
 
     def attribute(self, name: str) -> str | None:
         """The value of an attribute that is a word or stands in braces; None if it is not there."""
-        found = re.search(rf"\b{name}=(\{{[^}}]*\}}|[^,\s]+)", self.attributes)
-        return found[1] if found else None
+        match = re.search(rf"\b{name}=(\{{[^}}]*\}}|[^,\s]+)", self.attributes)
+        return match[1] if match else None
 
     def numbers(self, name: str) -> list[int]:
         """The numbers of an attribute such as `dimensions={0,1}`."""
@@ -62,8 +62,8 @@ class Instruction:
     @property
     def op_name(self) -> str:
         """The name that JAX gave the operation, such as `jit(step)/while/body/dot_general`; "" if it has none."""
-        found = re.search(r'op_name="([^"]*)"', self.attributes)
-        return found[1] if found else ""
+        match = re.search(r'op_name="([^"]*)"', self.attributes)
+        return match[1] if match else ""
 
     def called(self) -> Iterator[tuple[str, str]]:
         """The computations that it calls: (attribute, name)."""
@@ -95,30 +95,30 @@ class Computation:
 
 def joined_lines(text: str) -> Iterator[str]:
     """Lines of a module, with instructions that span several joined."""
-    held = ""
+    pending = ""
     lines = text.splitlines()
     for number, line in enumerate(lines):
         ends = line == "}" and (number + 1 == len(lines) or not lines[number + 1].strip())
         if ends or HEADER.match(line) or BEGINS.match(line):
-            if held:
-                yield held
-            held = ""
+            if pending:
+                yield pending
+            pending = ""
             if ends or not BEGINS.match(line):
                 yield line
             else:
-                held = line
-        elif held:
-            held += " " + line
-    if held:
-        yield held
+                pending = line
+        elif pending:
+            pending += " " + line
+    if pending:
+        yield pending
 
 
 def parse_instruction(line: str) -> Instruction | None:
     line = COMMENT.sub("", line)
-    named = NAMED.match(line)
-    if named is None:
+    match = NAMED.match(line)
+    if match is None:
         return None
-    start = named.end()
+    start = match.end()
     end = _closing(line, start) if line[start] == "(" else _type_end(line, start)
     opcode = OPCODE.match(line, end)
     if opcode is None:
@@ -126,7 +126,7 @@ def parse_instruction(line: str) -> Instruction | None:
     close = _closing(line, opcode.end() - 1)
     arguments = line[opcode.end() : close - 1]
     operands = tuple(re.findall(r"%([\w.$-]+)", arguments))
-    return Instruction(named[2], line[start:end], opcode[1], operands, arguments, line[close:], named[1] is not None)
+    return Instruction(match[2], line[start:end], opcode[1], operands, arguments, line[close:], match[1] is not None)
 
 
 def _closing(line: str, start: int) -> int:
@@ -149,8 +149,8 @@ def _type_end(line: str, start: int) -> int:
 
 def dimensions(type_: str) -> list[int]:
     """Sizes of the axes of an array; of the first array of a tuple."""
-    found = ARRAY.search(type_)
-    return [int(d.strip("<=")) for d in found[2].split(",") if d] if found else []
+    match = ARRAY.search(type_)
+    return [int(d.strip("<=")) for d in match[2].split(",") if d] if match else []
 
 
 def elements(type_: str) -> int:

@@ -121,8 +121,8 @@ def read_window(folder: Path) -> Window:
 
 def captures(run: Path) -> list[Path]:
     """The complete captures of a run, the oldest first."""
-    found = [path.parent for path in (run / FOLDER).glob(f"*/{WINDOW}") if path.parent.name.isdecimal()]
-    return sorted(found, key=lambda path: int(path.name))
+    folders = [path.parent for path in (run / FOLDER).glob(f"*/{WINDOW}") if path.parent.name.isdecimal()]
+    return sorted(folders, key=lambda path: int(path.name))
 
 
 class Requests:
@@ -142,21 +142,21 @@ class Requests:
         now = self.now()
         if now - self._looked < 1.0:
             return None
-        began, before = self._last
-        self._step_s = (now - began) / max(step - before, 1)
+        last_time, before = self._last
+        self._step_s = (now - last_time) / max(step - before, 1)
         self._looked, self._last = now, (now, step)
         try:
-            asked = json.loads(self.path.read_text(encoding="utf-8"))
+            request = json.loads(self.path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return None
-        if "first" not in asked and self.process == 0:
+        if "first" not in request and self.process == 0:
             # Others look once a second, and shared file systems show a file some seconds later.
             ahead = 1 if self.processes == 1 else 1 + int(10.0 / max(self._step_s, 1e-3))
-            asked |= {"first": step + ahead, "last": step + ahead + int(asked["steps"]) - 1}
-            write_json(self.path, asked)
-        if "first" not in asked or step >= asked["first"]:
+            request |= {"first": step + ahead, "last": step + ahead + int(request["steps"]) - 1}
+            write_json(self.path, request)
+        if "first" not in request or step >= request["first"]:
             return None
-        return int(asked["first"]), int(asked["last"]), str(asked["id"])
+        return int(request["first"]), int(request["last"]), str(request["id"])
 
     def done(self) -> None:
         if self.process == 0:

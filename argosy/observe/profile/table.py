@@ -90,7 +90,7 @@ def profile_of(window: Window, trace: Trace, program: HloModule | None) -> Profi
     Args:
         program: the compiled step; None: layers are unknown.
     """
-    known = {} if program is None else operations(program)
+    by_name = {} if program is None else operations(program)
     steps, wall = window.steps, window.wall_s
     idle = max(wall - trace.busy_s - sum(trace.others.values()), 0.0)
     data = min(window.data_s, idle)
@@ -101,7 +101,7 @@ def profile_of(window: Window, trace: Trace, program: HloModule | None) -> Profi
         work: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
         largest: dict[str, str] = {}
         for op, spent in trace.seconds.items():
-            about = known.get(op)
+            about = by_name.get(op)
             name = key(op, about)
             seconds[name] += spent
             times = trace.counts[op]
@@ -113,13 +113,13 @@ def profile_of(window: Window, trace: Trace, program: HloModule | None) -> Profi
                 largest[name] = op
         out = []
         for name, s in seconds.items():
-            flops, moved, count = (total / steps for total in work[name])
-            out.append(Row(name, s / steps, s / wall, flops or None, moved or None, count, largest[name]))
+            flops, n_bytes, count = (total / steps for total in work[name])
+            out.append(Row(name, s / steps, s / wall, flops or None, n_bytes or None, count, largest[name]))
         out += [Row(name, s / steps, s / wall) for name, s in host.items() if s > 0]
         return sorted(out, key=lambda row: -row.seconds)
 
     notes = []
-    if known and (missing := sum(s for op, s in trace.seconds.items() if op not in known)) > 0.02 * trace.busy_s:
+    if by_name and (missing := sum(s for op, s in trace.seconds.items() if op not in by_name)) > 0.02 * trace.busy_s:
         notes.append(f"{missing / trace.busy_s:.0%} of the time is in operations that the program's text does not name")
     if trace.devices > 1:
         notes.append(f"operations of the first of {trace.devices} devices")
@@ -141,7 +141,7 @@ def operations(program: HloModule) -> dict[str, Operation]:
         for instruction in computation.instructions:
             if instruction.opcode not in ("parameter", "constant", "get-tuple-element", "tuple"):
                 out[instruction.name] = Operation(
-                    layer_of(_named(program, instruction)),
+                    layer_of(_op_path(program, instruction)),
                     operation_kind(program, instruction),
                     _flops(program, computation, instruction),
                     _bytes(computation, instruction),
@@ -166,12 +166,12 @@ def operation_kind(program: HloModule, instruction: Instruction) -> str:
     opcode = instruction.opcode
     if opcode in ("fusion", "call", "async-start") and not is_container(instruction.name):
         called = [program.computations[name] for _, name in instruction.called() if name in program.computations]
-        inner = {one.opcode for computation in called for one in computation.instructions}
+        inner = {op.opcode for computation in called for op in computation.instructions}
         for kinds in (("dot", "convolution", "ragged-dot"), COLLECTIVES, ("reduce", "reduce-window", "sort"), ("scatter", "gather")):
-            if found := next((one for one in inner if one.startswith(kinds)), None):
-                return _kind(found)
+            if main_opcode := next((name for name in inner if name.startswith(kinds)), None):
+                return _kind(main_opcode)
         computing = inner - {"parameter", "constant", "tuple", "get-tuple-element", "broadcast", "convert", "iota"}
-        return _kind("copy") if computing and all(one in MOVES for one in computing) else "element by element"
+        return _kind("copy") if computing and all(name in MOVES for name in computing) else "element by element"
     if opcode == "custom-call":
         target = products.call_target(instruction)
         return "matrix products" if re.search(r"gemm|matmul|dot|cublas|onednn|ynn", target, re.IGNORECASE) else f"kernels ({target})"
@@ -197,7 +197,7 @@ def _kind_of_name(op: str) -> str:
     return _kind(re.sub(r"[.\d]+$", "", op).removeprefix("wrapped_").replace("_", "-"))
 
 
-def _named(program: HloModule, instruction: Instruction) -> str:
+def _op_path(program: HloModule, instruction: Instruction) -> str:
     """The path of an operation; of a fusion without one, that of what it computes."""
     if instruction.op_name:
         return instruction.op_name
@@ -209,18 +209,18 @@ def _flops(program: HloModule, computation: Computation, instruction: Instructio
     """FLOPs of the products of one execution, those inside a fusion too."""
     if is_container(instruction.name) or instruction.opcode == "while":
         return 0
-    own = products.flops(computation, instruction) or 0
+    flops = products.flops(computation, instruction) or 0
     for _, name in instruction.called():
         inner = program.computations.get(name)
         if inner is not None and instruction.opcode in ("fusion", "call"):
-            own += sum(_flops(program, inner, one) for one in inner.instructions)
-    return own
+            flops += sum(_flops(program, inner, op) for op in inner.instructions)
+    return flops
 
 
 def _bytes(computation: Computation, instruction: Instruction) -> int:
     """Bytes of the operands and the result of one execution."""
     operands = [computation.by_name[name] for name in instruction.operands if name in computation.by_name]
-    return type_bytes(instruction.type) + sum(type_bytes(one.type) for one in operands)
+    return type_bytes(instruction.type) + sum(type_bytes(operand.type) for operand in operands)
 
 
 def as_document(profile: Profile) -> Mapping[str, object]:

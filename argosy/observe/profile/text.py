@@ -38,8 +38,8 @@ def findings(profile: Profile) -> list[str]:
         out.append(f"the device is idle {shares[HOST]:.0%} of the time, while the host does something else")
     alike: dict[str, list[Row]] = defaultdict(list)
     for row in profile.layers:
-        if found := re.match(r"layers\.\d+(.*)", row.name):
-            alike[found[1]].append(row)
+        if match := re.match(r"layers\.\d+(.*)", row.name):
+            alike[match[1]].append(row)
     for rows in alike.values():
         middle = median(row.seconds for row in rows)
         slow = max(rows, key=lambda row: row.seconds)
@@ -52,15 +52,15 @@ def findings(profile: Profile) -> list[str]:
 
 def merged_layers(rows: Sequence[Row]) -> list[Row]:
     """Rows of single layers as one row for each of their parts."""
-    found: dict[str, list[Row]] = defaultdict(list)
+    groups: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
-        found[re.sub(r"layers\.\d+", "layers", row.name)].append(row)
+        groups[re.sub(r"layers\.\d+", "layers", row.name)].append(row)
     out = []
-    for name, own in found.items():
-        flops, moved = (sum(getattr(row, key) or 0.0 for row in own) or None for key in ("flops", "bytes"))
-        longest = max(own, key=lambda row: row.seconds).example
-        total = sum(row.seconds for row in own)
-        out.append(Row(name, total, sum(row.share for row in own), flops, moved, sum(row.count for row in own), longest))
+    for name, group in groups.items():
+        flops, n_bytes = (sum(getattr(row, key) or 0.0 for row in group) or None for key in ("flops", "bytes"))
+        longest = max(group, key=lambda row: row.seconds).example
+        total = sum(row.seconds for row in group)
+        out.append(Row(name, total, sum(row.share for row in group), flops, n_bytes, sum(row.count for row in group), longest))
     return sorted(out, key=lambda row: -row.seconds)
 
 
@@ -79,9 +79,9 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def _table(rows: Sequence[Row], most: int) -> str:
-    shown = [cells(row) for row in rows[:most]]
+    lines = [cells(row) for row in rows[:most]]
     if rest := rows[most:]:
         name = f"{len(rest)} more"
-        shown.append(cells(Row(name, sum(row.seconds for row in rest), sum(row.share for row in rest))))
+        lines.append(cells(Row(name, sum(row.seconds for row in rest), sum(row.share for row in rest))))
     total = Row("total", sum(row.seconds for row in rows), sum(row.share for row in rows))
-    return columns(HEAD, [*shown, cells(total)], figures=range(1, 7))
+    return columns(HEAD, [*lines, cells(total)], figures=range(1, 7))

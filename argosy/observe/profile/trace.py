@@ -72,12 +72,12 @@ def read_trace(folder: Path) -> Trace:
                     spans[name].append(span)
     if not spans:
         raise BadInput(f"the trace in {files[-1]} has no operations of a device", hint="the steps must run while it is taken")
-    total = {name: sum(one.end - one.start for one in own) for name, own in spans.items()}
+    total = {name: sum(span.end - span.start for span in group) for name, group in spans.items()}
     module = max(total, key=lambda name: total[name])
     seconds, counts, busy = shared_seconds(spans[module])
-    own = spans[module]
-    span_s = (max(one.end for one in own) - min(one.start for one in own)) / 1e9
-    others = {name: shared_seconds(own)[2] for name, own in spans.items() if name != module}
+    module_spans = spans[module]
+    span_s = (max(span.end for span in module_spans) - min(span.start for span in module_spans)) / 1e9
+    others = {name: shared_seconds(group)[2] for name, group in spans.items() if name != module}
     return Trace(seconds, counts, busy, span_s, max(len(devices), 1), module, others)
 
 
@@ -86,10 +86,10 @@ def shared_seconds(spans: Iterable[Span]) -> tuple[dict[str, float], dict[str, i
 
     An operation that contains another which runs, such as a loop, has no share of that time.
     """
-    ordered = sorted(spans, key=lambda one: (one.start, -one.end))
+    ordered = sorted(spans, key=lambda span: (span.start, -span.end))
     edges: list[tuple[float, int, int]] = []
-    for number, one in enumerate(ordered):
-        edges += [(one.start, 1, number), (one.end, 0, number)]
+    for number, span in enumerate(ordered):
+        edges += [(span.start, 1, number), (span.end, 0, number)]
     edges.sort()
     parents = _parents(ordered)
     running: dict[int, int] = {}      # the number of contained operations that run, by operation
@@ -126,9 +126,9 @@ def _parents(ordered: list[Span]) -> list[int]:
     run at the same time."""
     out: list[int] = []
     open_: list[int] = []
-    for number, one in enumerate(ordered):
-        open_ = [i for i in open_ if ordered[i].end > one.start]
-        inside = [i for i in open_ if ordered[i].end >= one.end and is_container(ordered[i].op) and i != number]
+    for number, span in enumerate(ordered):
+        open_ = [i for i in open_ if ordered[i].end > span.start]
+        inside = [i for i in open_ if ordered[i].end >= span.end and is_container(ordered[i].op) and i != number]
         out.append(inside[-1] if inside else -1)
         open_.append(number)
     return out

@@ -11,36 +11,36 @@ from argosy.observe.report.pieces import html_table, html_text, section_of
 BEST, ANSWER = 4, 400
 
 
-def answers_section(kept: Sequence[Mapping[str, Any]]) -> str:
+def answers_section(lines: Sequence[Mapping[str, Any]]) -> str:
     """The best and the worst of the kept answers, of the last rollout and of the first. Empty where none were kept."""
-    if not kept:
+    if not lines:
         return ""
     # After a kill the rollouts since the last checkpoint are written again with the same answers.
-    answers = {json.dumps(one, sort_keys=True): one for one in kept}.values()
-    rollouts = sorted({int(one["rollout"]) for one in answers})
-    tables = [_of_rollout(number, [one for one in answers if one["rollout"] == number]) for number in rollouts]
+    answers = {json.dumps(line, sort_keys=True): line for line in lines}.values()
+    rollouts = sorted({int(answer["rollout"]) for answer in answers})
+    tables = [_of_rollout(number, [answer for answer in answers if answer["rollout"] == number]) for number in rollouts]
     first = f"<details><summary>the first rollout</summary>{tables[0]}</details>" if len(tables) > 1 else ""
     return section_of("What it answers", tables[-1] + first)
 
 
 def _of_rollout(number: int, answers: Sequence[Mapping[str, Any]]) -> str:
-    ranked = sorted(answers, key=lambda one: -one["advantage"])
-    shown = ranked if len(ranked) <= 2 * BEST else [*ranked[:BEST], *ranked[-BEST:]]
+    ranked = sorted(answers, key=lambda answer: -answer["advantage"])
+    selection = ranked if len(ranked) <= 2 * BEST else [*ranked[:BEST], *ranked[-BEST:]]
     names = list(ranked[0]["rewards"])
     # Of distillation there are answers that nothing compares.
-    rewarded = bool(names) or any(one["advantage"] for one in answers)
-    scores = (lambda one: _scores(one, names)) if rewarded else lambda _: []
-    rows = [(_asked(one["prompt"]), html_text(conversation_text(one)[:ANSWER]), *scores(one)) for one in shown]
+    rewarded = bool(names) or any(answer["advantage"] for answer in answers)
+    scores = (lambda answer: _scores(answer, names)) if rewarded else lambda _: []
+    rows = [(_prompt_html(answer["prompt"]), html_text(conversation_text(answer)[:ANSWER]), *scores(answer)) for answer in selection]
     head = ("prompt", "answer", *names, "advantage") if rewarded else ("prompt", "answer")
     return f"<h3>rollout {number:,}</h3>{html_table(head, rows, numeric=2)}"
 
 
-def _asked(prompt: Any) -> str:
+def _prompt_html(prompt: Any) -> str:
     """A prompt in a soft color: a text, or what the last message says."""
     text = prompt if isinstance(prompt, str) else str(prompt[-1].get("content", ""))
     return f'<span class="prompt">{html_text(text[:ANSWER])}</span>'
 
 
-def _scores(one: Mapping[str, Any], names: Sequence[str]) -> list[str]:
-    values = [one["rewards"].get(name) for name in names]
-    return [*("none" if value is None else f"{value:.3g}" for value in values), f"{one['advantage']:+.2f}"]
+def _scores(answer: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+    values = [answer["rewards"].get(name) for name in names]
+    return [*("none" if value is None else f"{value:.3g}" for value in values), f"{answer['advantage']:+.2f}"]

@@ -81,7 +81,7 @@ def chart(
     """
     series = [s for s in series if s.points]
     frame = _frame(series, width, height, zero, [level[0]] if level else [])
-    body = [_grid(frame, x, y, marks), *(_band(s, frame) for s in series if s.band), *(_drawn(s, frame) for s in series)]
+    body = [_grid(frame, x, y, marks), *(_band(s, frame) for s in series if s.band), *(_series_svg(s, frame) for s in series)]
     if level is not None:
         body.append(_level(*level, frame))
     body.append('<g class="at" visibility="hidden"><line/><rect/><text></text></g>')
@@ -119,7 +119,7 @@ def running_mean(points: Sequence[Point], window: int) -> list[Point]:
 
 def _frame(series: Sequence[Series], width: int, height: int, zero: bool, levels: Sequence[float] = ()) -> Frame:
     xs = [x for s in series for x, _ in s.points]
-    ys = [y for s in series for _, *own in (*s.points, *s.band) for y in own]
+    ys = [y for s in series for _, *values in (*s.points, *s.band) for y in values]
     low, high = value_range([*ys, *levels])
     margin = (high - low) * 0.04
     low = 0.0 if zero and low >= 0 else low - margin
@@ -149,7 +149,7 @@ def _level(y: float, name: str, frame: Frame) -> str:
     return f'<path class="level" d="M{LEFT} {top:.1f}H{right}"/>{text}'
 
 
-def _drawn(series: Series, frame: Frame) -> str:
+def _series_svg(series: Series, frame: Frame) -> str:
     if series.is_dots:
         return _dots(series, frame)
     points = thinned(series.points)
@@ -176,8 +176,8 @@ def _line(series: Series, points: Sequence[Point], frame: Frame, kind: str, hove
 
 def _band(series: Series, frame: Frame) -> str:
     """An interval around a line: along its lower ends, and back along its upper ones."""
-    around = [(x, low) for x, low, _ in series.band] + [(x, high) for x, _, high in reversed(series.band)]
-    path = "L".join(f"{frame.left(x):.1f} {frame.top(y):.1f}" for x, y in around)
+    outline = [(x, low) for x, low, _ in series.band] + [(x, high) for x, _, high in reversed(series.band)]
+    path = "L".join(f"{frame.left(x):.1f} {frame.top(y):.1f}" for x, y in outline)
     return f'<path class="band c{series.color}" d="M{path}Z"/>'
 
 

@@ -110,14 +110,14 @@ def render_report(record: RunRecord) -> str:
         _time, _checkpoints, _settings, _environment, _command,
     ]  # fmt: skip
     body = "\n".join(filter(None, (part(record) for part in parts)))
-    made = f" on {html_text(record.date)}" if record.date else ""
-    return page(harmless(f"{record.name}: {record.state}"), f"{body}\n<footer>Made by Argosy{made}</footer>")
+    date = f" on {html_text(record.date)}" if record.date else ""
+    return page(harmless(f"{record.name}: {record.state}"), f"{body}\n<footer>Made by Argosy{date}</footer>")
 
 
 def numbers(lines: Sequence[Mapping[str, Any]], key: str) -> list[Point]:
     """(step, value) of one number, the last value written for each step; values that are not finite are left out."""
-    found = by_step([dict(line) for line in lines if isinstance(line.get("step"), int)], key)
-    return [(float(s), float(v)) for s, v in found.items() if isinstance(v, int | float) and math.isfinite(v)]
+    values = by_step([dict(line) for line in lines if isinstance(line.get("step"), int)], key)
+    return [(float(s), float(v)) for s, v in values.items() if isinstance(v, int | float) and math.isfinite(v)]
 
 
 def seconds_by_cause(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -136,9 +136,9 @@ def seconds_by_cause(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 def _head(record: RunRecord) -> str:
     losses, evals = numbers(record.lines, "loss"), numbers(record.lines, "eval_loss")
     step = int(max((x for x, _ in losses), default=0))
-    made = plural(record.steps or step, "step")
-    made = f"{step:,} of {made}" if record.steps else made
-    status = f"{record.state}, {made}" if losses else f"{record.state}; no step has been logged yet"
+    progress = plural(record.steps or step, "step")
+    progress = f"{step:,} of {progress}" if record.steps else progress
+    status = f"{record.state}, {progress}" if losses else f"{record.state}; no step has been logged yet"
     facts: list[tuple[str, str, str]] = []
     if parameters := record.facts.get("parameters"):
         facts.append(("parameters", count_text(parameters), f"{parameters:,}"))
@@ -152,9 +152,9 @@ def _head(record: RunRecord) -> str:
         best, at = min((y, x) for x, y in evals)
         first = f"{decimals(evals[0][1])} before; " if not evals[0][0] else ""
         facts.append(("eval loss", decimals(evals[-1][1]), f"{first}best {decimals(best)} at step {at:.0f}"))
-    if held := numbers(record.lines, "eval_reward"):
-        first = f"{held[0][1]:.3f} " + (f"at step {held[0][0]:.0f}" if held[0][0] else "before")
-        facts.append(("eval reward", f"{held[-1][1]:.3f}", f"{first}; greedy answers to held-out prompts"))
+    if eval_rewards := numbers(record.lines, "eval_reward"):
+        first = f"{eval_rewards[0][1]:.3f} " + (f"at step {eval_rewards[0][0]:.0f}" if eval_rewards[0][0] else "before")
+        facts.append(("eval reward", f"{eval_rewards[-1][1]:.3f}", f"{first}; greedy answers to held-out prompts"))
     if bits := numbers(record.lines, "eval_bits_per_byte"):
         perplexity = numbers(record.lines, "eval_perplexity")
         under = f"perplexity {perplexity[-1][1]:.4g}" if perplexity else ""
@@ -171,7 +171,7 @@ def _head(record: RunRecord) -> str:
     about = [str(record.facts[key]) for key in ("model", "data", "optimizer") if record.facts.get(key)]
     about += [f"{record.facts.get('devices', 1)} x {device}"] if device else []
     lines = [" · ".join(about), str(record.facts.get("corpus") or "")]
-    line = "".join(f'<p class="soft">{html_text(one)}</p>' for one in lines if one)
+    line = "".join(f'<p class="soft">{html_text(text)}</p>' for text in lines if text)
     return (
         f"<header><h1>{html_text(record.name)}</h1>"
         f"<p class=lead>{html_text(summary_sentence(record))}</p><p>{html_text(status)}</p>{line}"
@@ -187,7 +187,7 @@ def summary_sentence(record: RunRecord) -> str:
     family = {"gpt2": "GPT-2", "gpt_oss": "gpt-oss"}.get(
         family, family.replace("_", " ").capitalize() if family != "model" else family
     )
-    what = f"A {count_text(parameters)}-parameter {family}" if parameters else f"A {family}"
+    subject = f"A {count_text(parameters)}-parameter {family}" if parameters else f"A {family}"
     source = str(record.facts.get("data") or "")
     if source in PYTHON:
         learned = "write Python"
@@ -204,7 +204,7 @@ def summary_sentence(record: RunRecord) -> str:
     name = "reward" if numbers(record.lines, "reward") else "loss"
     values = numbers(record.lines, name)
     fell = f"; its {name} went from {change(values[0][1], values[-1][1])}" if len(values) > 1 else ""
-    return f"{what} {did}{took}{proof_words(record.story) or fell}."
+    return f"{subject} {did}{took}{proof_words(record.story) or fell}."
 
 
 def proof_words(story: Mapping[str, Any]) -> str:
@@ -212,10 +212,10 @@ def proof_words(story: Mapping[str, Any]) -> str:
     proof = story.get("proof")
     if not isinstance(proof, Mapping) or "killed_at" not in proof:
         return ""
-    how = (
+    outcome = (
         "a second run finished bit-identical" if proof.get("holds") else "a second run did NOT finish as it would have"
     )
-    return f"; killed at step {proof['killed_at']} of {proof.get('steps', '?')}, {how}"
+    return f"; killed at step {proof['killed_at']} of {proof.get('steps', '?')}, {outcome}"
 
 
 def _checks(record: RunRecord) -> str:
@@ -259,12 +259,12 @@ def _losses(record: RunRecord) -> str:
 
 def _bad(record: RunRecord) -> str:
     """The steps that were skipped, and the rollbacks."""
-    found = bad_steps(record.lines)
-    if not found:
+    faults = bad_steps(record.lines)
+    if not faults:
         return ""
-    rows = [tuple(map(html_text, row(one))) for one in found]
+    rows = [tuple(map(html_text, row(fault))) for fault in faults]
     table = html_table(("step", "batch", "found", "then"), rows, numeric=0)
-    return section_of("Bad steps", f"<p>{html_text(faults_text(found))}</p>" + table)
+    return section_of("Bad steps", f"<p>{html_text(faults_text(faults))}</p>" + table)
 
 
 def _profile(record: RunRecord) -> str:
@@ -278,34 +278,34 @@ def _profile(record: RunRecord) -> str:
 
 def _slow(record: RunRecord) -> str:
     """The processes that the others waited for."""
-    rows = [tuple(map(html_text, one)) for one in stragglers(record.lines)]
+    rows = [tuple(map(html_text, straggler)) for straggler in stragglers(record.lines)]
     return section_of("Slow processes", html_table(("steps", "process", "what"), rows, numeric=0)) if rows else ""
 
 
 def _rewards(record: RunRecord) -> str:
     """The mean reward of the answers of each rollout, and of greedy answers to held-out prompts."""
-    found, evals = numbers(record.lines, "reward"), numbers(record.lines, "eval_reward")
-    if not found:
+    rewards, evals = numbers(record.lines, "reward"), numbers(record.lines, "eval_reward")
+    if not rewards:
         return ""
-    series = [Series("reward", found, color=0), Series("held-out prompts, greedy", evals, is_dots=True, color=1)]
+    series = [Series("reward", rewards, color=0), Series("held-out prompts, greedy", evals, is_dots=True, color=1)]
     return section_of("Reward", legend_of(series) + chart(series, "reward by step", y="mean reward", height=320))
 
 
 def _preferences(record: RunRecord) -> str:
     """Preference objectives: how often the chosen completion wins, by which margin, and the rewards of both."""
-    drawn = (
+    plots = (
         (("rewards/accuracy", "accuracy"), "accuracy", True), (("rewards/margin",), "margin", True),
         (("rewards/chosen", "rewards/rejected"), "reward", False), (("scores/right", "scores/wrong"), "score of a step", False),
         (("logps/chosen", "logps/rejected"), "log-probability", False),
     )  # fmt: skip
     out = ""
-    for keys, title, zero in drawn:
+    for keys, title, zero in plots:
         series: list[Series] = []
         for key in keys:
             name = key.rpartition("/")[2]
             series.append(Series(name, numbers(record.lines, key), color=len(series)))
             series.append(Series(f"{name}, held out", numbers(record.lines, f"eval_{key}"), is_dots=True, color=len(series)))
-        if any(one.points for one in series):
+        if any(curve.points for curve in series):
             picture = chart(series, f"{title} by step", y=title, width=420, height=240, zero=zero)
             out += f"<div>{legend_of(series)}{picture}</div>"
     return section_of("Preferences", f'<div class="pair">{out}</div>') if out else ""
@@ -318,12 +318,12 @@ def _answers(record: RunRecord) -> str:
 def metrics_of(numbers: Mapping[str, Any]) -> list[tuple[str, float, float | None]]:
     """(metric, value, standard error) of the numbers of one task."""
     names = [name for name in numbers if name not in NO_METRICS and not name.endswith("_stderr")]
-    found = []
+    metrics = []
     for i, name in enumerate(names):
         value, error = numbers[name], numbers.get("stderr" if i == 0 else f"{name}_stderr")
         if isinstance(value, int | float) and not isinstance(value, bool):
-            found.append((name, float(value), float(error) if isinstance(error, int | float) else None))
-    return found
+            metrics.append((name, float(value), float(error) if isinstance(error, int | float) else None))
+    return metrics
 
 
 def metric_text(value: float) -> str:
@@ -333,10 +333,10 @@ def metric_text(value: float) -> str:
 
 def _evaluations(record: RunRecord) -> str:
     rows = []
-    for one in record.evaluations:
-        for i, (metric, value, error) in enumerate(metrics_of(one.numbers)):
-            first = (html_text(one.task), "" if one.step is None else f"{one.step:,}") if i == 0 else ("", "")
-            n = one.numbers.get("n")
+    for evaluation in record.evaluations:
+        for i, (metric, value, error) in enumerate(metrics_of(evaluation.numbers)):
+            first = (html_text(evaluation.task), "" if evaluation.step is None else f"{evaluation.step:,}") if i == 0 else ("", "")
+            n = evaluation.numbers.get("n")
             many = f"{n:,}" if i == 0 and isinstance(n, int) else ""
             spread = "" if error is None else f"± {metric_text(error)}"
             rows.append((first[0], html_text(metric), first[1], metric_text(value), spread, many))
@@ -403,9 +403,9 @@ def _time(record: RunRecord) -> str:
     if life is None:
         return section_of(title, bar(parts, "share of time by cause") + html_table(("cause", "seconds", "share"), rows, "few"))
     title = "Time by cause" + (f", {plural(life.starts, 'start')}" if life.starts > 1 else "")
-    said = f"<p>{html_text(life.words())}</p>"
+    summary = f"<p>{html_text(life.words())}</p>"
     table = html_table(("cause", "seconds", "share"), rows, "few")
-    return section_of(title, bar(parts, "share of time by cause") + said + table + _by_process(life))
+    return section_of(title, bar(parts, "share of time by cause") + summary + table + _by_process(life))
 
 
 def _color(cause: str) -> int:
@@ -416,9 +416,9 @@ def _by_process(life: Account) -> str:
     """Seconds by cause of each process, where a run has several."""
     if not life.by_process:
         return ""
-    found = [cause for cause in (*CAUSES, WAITING, LOST, DOWN) if any(s.get(cause) for s in life.by_process.values())]
-    rows = [(str(process), *(f"{s.get(c, 0.0):,.1f}" for c in found)) for process, s in life.by_process.items()]
-    return f"<h3>by process, seconds</h3>{html_table(('process', *found), rows)}"
+    causes = [cause for cause in (*CAUSES, WAITING, LOST, DOWN) if any(s.get(cause) for s in life.by_process.values())]
+    rows = [(str(process), *(f"{s.get(c, 0.0):,.1f}" for c in causes)) for process, s in life.by_process.items()]
+    return f"<h3>by process, seconds</h3>{html_table(('process', *causes), rows)}"
 
 
 def _samples(record: RunRecord) -> str:
@@ -427,13 +427,13 @@ def _samples(record: RunRecord) -> str:
     samples = [(s, str(prompts.get(s) or ""), str(t)) for s, t in by_step(lines, "sample").items()]
     if not samples:
         return ""
-    drawn = [_sample(*sample) for sample in samples]
+    blocks = [_sample(*sample) for sample in samples]
     rest = (
-        f"<details><summary>{plural(len(drawn) - 1, 'earlier sample')}</summary>{''.join(drawn[:-1])}</details>"
-        if len(drawn) > 1
+        f"<details><summary>{plural(len(blocks) - 1, 'earlier sample')}</summary>{''.join(blocks[:-1])}</details>"
+        if len(blocks) > 1
         else ""
     )
-    return section_of("What it writes", drawn[-1] + rest)
+    return section_of("What it writes", blocks[-1] + rest)
 
 
 def _images(record: RunRecord) -> str:
@@ -441,10 +441,10 @@ def _images(record: RunRecord) -> str:
     if not record.images:
         return ""
     steps = sorted({step for step, _, _ in record.images})
-    drawn = {step: [_grid(*one) for one in record.images if one[0] == step] for step in steps}
-    earlier = "".join("".join(drawn[step]) for step in steps[:-1])
+    grids = {step: [_grid(*image) for image in record.images if image[0] == step] for step in steps}
+    earlier = "".join("".join(grids[step]) for step in steps[:-1])
     rest = f"<details><summary>earlier steps</summary>{earlier}</details>" if earlier else ""
-    return section_of("What it draws", "".join(drawn[steps[-1]]) + rest)
+    return section_of("What it draws", "".join(grids[steps[-1]]) + rest)
 
 
 def _grid(step: int, drawn_by: str, png: bytes) -> str:
@@ -456,8 +456,8 @@ def _grid(step: int, drawn_by: str, png: bytes) -> str:
 
 def _sample(step: int, prompt: str, text: str) -> str:
     """A sample: the prompt in a soft color, the completion in the text color."""
-    asked = f'<span class="prompt">{html_text(prompt)}</span>' if prompt else ""
-    return f"<h3>step {step:,}</h3><pre>{asked}{html_text(text.rstrip())}</pre>"
+    prompt_html = f'<span class="prompt">{html_text(prompt)}</span>' if prompt else ""
+    return f"<h3>step {step:,}</h3><pre>{prompt_html}{html_text(text.rstrip())}</pre>"
 
 
 def _checkpoints(record: RunRecord) -> str:
@@ -478,13 +478,13 @@ def _settings(record: RunRecord) -> str:
         return ""
     head = ("setting", "value", "set by")
     rows = [(f"<code>{html_text(k)}</code>", f"<code>{html_text(v)}</code>", html_text(who)) for k, v, who in record.settings]
-    chosen = [row for row, (_, _, who) in zip(rows, record.settings) if who != DEFAULT]
-    chosen.sort(key=lambda row: row[2] not in TYPED)
-    left = [row for row, (_, _, who) in zip(rows, record.settings) if who == DEFAULT]
-    out = html_table(head, chosen, numeric=3) if chosen else ""
-    if left:
-        table = html_table(head, left, numeric=3)
-        out += f"<details><summary>{len(left)} left at their defaults</summary>{table}</details>"
+    overrides = [row for row, (_, _, who) in zip(rows, record.settings) if who != DEFAULT]
+    overrides.sort(key=lambda row: row[2] not in TYPED)
+    defaults = [row for row, (_, _, who) in zip(rows, record.settings) if who == DEFAULT]
+    out = html_table(head, overrides, numeric=3) if overrides else ""
+    if defaults:
+        table = html_table(head, defaults, numeric=3)
+        out += f"<details><summary>{len(defaults)} left at their defaults</summary>{table}</details>"
     return section_of("Settings", out)
 
 

@@ -16,8 +16,8 @@ def profile_section(profile: Profile) -> str:
         f"Steps {window.first} to {window.last}: {1e3 * profile.step_s:,.1f} ms a step, "
         f"of which the device is busy {1e3 * profile.busy_s:,.1f} ms."
     )
-    told = "".join(f"<p>{html_text(text)}</p>" for text in (first, *findings(profile), *profile.notes))
-    return section_of("Time of a step", told + _table(merged_layers(profile.layers)) + _table(profile.kinds))
+    paragraphs = "".join(f"<p>{html_text(text)}</p>" for text in (first, *findings(profile), *profile.notes))
+    return section_of("Time of a step", paragraphs + _table(merged_layers(profile.layers)) + _table(profile.kinds))
 
 
 def _table(rows: Sequence[Row]) -> str:

@@ -118,8 +118,8 @@ def histogram(values: Sequence[float]) -> str:
 
 def _cells(row: Mapping[str, Any], extra: Sequence[str]) -> list[str]:
     data = str(row.get("activations") or "as it is")
-    shown = ["" if row.get(key) is None else f"{row[key]:.4f}" for key in ("error", *extra)]
-    figures = [f"{bits_a_weight([row]):.2f}", sized(row["bytes"]), *shown]
+    errors = ["" if row.get(key) is None else f"{row[key]:.4f}" for key in ("error", *extra)]
+    figures = [f"{bits_a_weight([row]):.2f}", sized(row["bytes"]), *errors]
     return [html_text(str(row["weights"])), html_text(str(row.get("granularity") or "")), html_text(data), *figures]
 
 
@@ -142,8 +142,8 @@ def _kinds(result: Mapping[str, Any]) -> str:
         whole = dict(rows[0]) | most | {key: sum(row[key] for row in rows) for key in ("bytes", "numbers")}
         lines.append([html_text(kind), str(len(rows)), *_cells(whole, keys)])
     head = ("module", "layers", "weights", "scales for", "data", "bits", "size", "largest error", *names)
-    kept = result["kept"]
-    rest = f"{plural(kept['tensors'], 'tensor')} kept as they are ({sized(kept['bytes'])}), such as {', '.join(kept['largest'])}."
+    plain = result["kept"]
+    rest = f"{plural(plain['tensors'], 'tensor')} kept as they are ({sized(plain['bytes'])}), such as {', '.join(plain['largest'])}."
     return section_of("What became what", html_table(head, lines, "many", numeric=5) + f'<p class="soft">{html_text(rest)}</p>')
 
 

@@ -55,7 +55,7 @@ def plot(points: Sequence[Point], marks: Sequence[Point], width: int, height: in
     for x, y in marks:
         rows[row_of(y) // 4][column_of(x, width, low_x, high_x, log_x)] = MARK
     finer = (ticks(low_y, high_y, about) for about in (max(2, height // 2), height, 2 * height))
-    labeled = {row_of(y) // 4: short_number(y) for y in next((found for found in finer if len(found) > 1), [])}
+    labeled = {row_of(y) // 4: short_number(y) for y in next((candidate for candidate in finer if len(candidate) > 1), [])}
     label_width = max(map(len, labeled.values()), default=0)
     labels = [f"{labeled.get(i, ''):>{label_width}} {'┤' if i in labeled else '│'}" for i in range(height)]
     at = {column_of(x, width, low_x, high_x, log_x): short_number(x) for x in _x_ticks(low_x, high_x, width, log_x)}
@@ -109,10 +109,10 @@ def log_ticks(low: float, high: float) -> list[float]:
     """1, 10, 100, ... between low and high; 1, 2, 5, 10, ... if that gives fewer than three."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for steps in ((1,), (1, 2, 5)):
-        found = [m * 10.0**p for p in powers for m in steps if low <= m * 10.0**p <= high]
-        if len(found) >= 3:
+        values = [m * 10.0**p for p in powers for m in steps if low <= m * 10.0**p <= high]
+        if len(values) >= 3:
             break
-    return found or [low]
+    return values or [low]
 
 
 def short_number(x: float) -> str:

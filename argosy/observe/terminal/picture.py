@@ -52,9 +52,9 @@ class Picture:
         self.now, self.numbers = step, numbers
         self._times.append((time.monotonic(), step))
         # What is learned from rewards has a loss near 0 all the time.
-        drawn = numbers.get("reward", numbers.get("loss", math.nan))
-        if math.isfinite(drawn):
-            self._losses.append((float(step), drawn))
+        value = numbers.get("reward", numbers.get("loss", math.nan))
+        if math.isfinite(value):
+            self._losses.append((float(step), value))
         if len(self._losses) > POINTS:
             self._losses = curve.halved(self._losses)
 
@@ -78,9 +78,9 @@ class Picture:
 
     def line(self) -> str:
         """The last step in one line."""
-        left = f"  {lasted(self.left_s)} left" if self.left_s else ""
+        remaining = f"  {lasted(self.left_s)} left" if self.left_s else ""
         words = "  ".join(filter(None, (step_text(self.numbers, self.unit), preference_text(self.numbers))))
-        return f"{self.place(self.now)}  {words}{left}"
+        return f"{self.place(self.now)}  {words}{remaining}"
 
     # ---------------------------------------------------------------- the live picture
 
@@ -108,8 +108,8 @@ class Picture:
             # Copies, because the run continues while this draws.
             losses, evals = list(self._losses), list(self.evals.items())
             first = losses[0][0]
-            found = [(float(s), n.get("eval_reward", n.get("eval_loss", math.nan))) for s, n in evals]
-            marks = [mark for mark in found if math.isfinite(mark[1])]
+            points = [(float(s), n.get("eval_reward", n.get("eval_loss", math.nan))) for s, n in evals]
+            marks = [mark for mark in points if math.isfinite(mark[1])]
             marks = [mark for mark in marks if mark[0] >= first]
             log_x = self.x == "log" or (self.x == "auto" and self.steps >= LOG_FROM * first)
             plot = curve.plot(losses, marks, width - 8, height, log_x=log_x and first > 0)
@@ -213,8 +213,8 @@ def _wide(name: str, value: Any) -> str:
 def memory_words(sizes: Mapping[str, int]) -> str:
     """`814 MiB: parameters 3.50 MiB, ...`, from bytes by kind and in total; `host` is beside the total."""
     kinds = ", ".join(f"{kind} {sized(size)}" for kind, size in sizes.items() if kind not in ("total", "host") and size)
-    beside = f"; {sized(sizes['host'])} in the host's memory" if sizes.get("host") else ""
-    return f"{sized(sizes['total'])}: {kinds}{beside}"
+    host = f"; {sized(sizes['host'])} in the host's memory" if sizes.get("host") else ""
+    return f"{sized(sizes['total'])}: {kinds}{host}"
 
 
 def step_text(numbers: Mapping[str, float], unit: str = TOKEN) -> str:
@@ -246,12 +246,12 @@ def step_text(numbers: Mapping[str, float], unit: str = TOKEN) -> str:
 def preference_text(numbers: Mapping[str, float], before: str = "") -> str:
     """The numbers of a step that compares answers, as text: `accuracy 75.0%  margin 0.12 (chosen 0.1, rejected -0.02)`. Empty for
     other steps. before: what the names begin with, `eval_` of evaluations."""
-    found = {name: numbers[before + name] for name in PREFERENCES if before + name in numbers}
-    accuracy = next((found[name] for name in ("rewards/accuracy", "accuracy") if name in found), None)
+    preferences = {name: numbers[before + name] for name in PREFERENCES if before + name in numbers}
+    accuracy = next((preferences[name] for name in ("rewards/accuracy", "accuracy") if name in preferences), None)
     words = [] if accuracy is None else [f"accuracy {accuracy:.1%}"]
-    each = ", ".join(f"{name.partition('/')[2]} {x:.3g}" for name, x in found.items() if name in SIDES)
-    if "rewards/margin" in found:
-        words.append(f"margin {found['rewards/margin']:.3g}" + (f" ({each})" if each else ""))
+    each = ", ".join(f"{name.partition('/')[2]} {x:.3g}" for name, x in preferences.items() if name in SIDES)
+    if "rewards/margin" in preferences:
+        words.append(f"margin {preferences['rewards/margin']:.3g}" + (f" ({each})" if each else ""))
     elif each:
         words.append(each)
     return "  ".join(words)

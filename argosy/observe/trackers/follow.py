@@ -81,9 +81,9 @@ class Follower:
                     self.say(f"{self.name} answers again, and has caught up")
                 self.failed = False
             except Exception as error:
-                what = error.what if isinstance(error, ArgosyError) else f"{type(error).__name__}: {error}".splitlines()[0][:200]
+                problem = error.what if isinstance(error, ArgosyError) else f"{type(error).__name__}: {error}".splitlines()[0][:200]
                 if not self.failed:
-                    self.say(f"{self.name} fails, and the run goes on: {what}")
+                    self.say(f"{self.name} fails, and the run goes on: {problem}")
                 self.failed, self.connection = True, None
             if last:
                 return
@@ -158,13 +158,13 @@ class Trackers:
         self.followers = list(followers)
 
     def start(self) -> None:
-        for one in self.followers:
-            one.start()
+        for follower in self.followers:
+            follower.start()
 
     def close(self) -> None:
         ends = time.monotonic() + LAST_S
-        for one in self.followers:
-            one.close(max(0.1, ends - time.monotonic()))
+        for follower in self.followers:
+            follower.close(max(0.1, ends - time.monotonic()))
 
 
 def flat_config(settings: Mapping[str, Any]) -> dict[str, Any]:

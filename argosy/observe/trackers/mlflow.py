@@ -40,8 +40,8 @@ class MlflowRun:
         self.client.update_run(self.id, "RUNNING")
 
     def _created(self, settings: MLflow, run: TrackedRun) -> str:
-        found = self.client.get_experiment_by_name(settings.experiment)
-        experiment = found.experiment_id if found is not None else self.client.create_experiment(settings.experiment)
+        existing = self.client.get_experiment_by_name(settings.experiment)
+        experiment = existing.experiment_id if existing is not None else self.client.create_experiment(settings.experiment)
         created = self.client.create_run(experiment, run_name=run.name).info.run_id
         for name, value in run.config.items():
             self.client.log_param(created, name, str(value)[:PARAMETER])

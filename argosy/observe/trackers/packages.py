@@ -15,8 +15,8 @@ def check_package(package: str, tracker: str) -> None:
         BadInput: it is not.
     """
     if find_spec(package) is None:
-        what = f"the package {package} is not installed"
-        raise BadInput(what, where=f"set by track={tracker}", hint=install_extra(tracker))
+        problem = f"the package {package} is not installed"
+        raise BadInput(problem, where=f"set by track={tracker}", hint=install_extra(tracker))
 
 
 def tracker_package(package: str, tracker: str) -> Any:
