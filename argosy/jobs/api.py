@@ -84,12 +84,12 @@ def load(
         raise BadInput("random weights are not quantized as they are drawn", hint="lm.quantize(...) does it afterwards")
     if random is not None and tensor != 1:
         raise BadInput("random weights are on one device", hint="leave out `tensor`")
-    how = (
+    engine_settings = (
         engine
         if isinstance(engine, EngineSettings)
         else read_settings(EngineSettings, SettingsLayer("engine", engine or {})).value
     )
-    context = how.context if context is None else context
+    context = engine_settings.context if context is None else context
     machine.start_jax()
     from argosy.infer import load as loading
 
@@ -100,10 +100,10 @@ def load(
             raise BadInput(f"`{model}` is a recipe, not a preset", hint=f"presets are {', '.join(presets()[:8])}, ...")
         config = preset_config(str(model))
         if config.inputs == "images":
-            what = f"{model} draws images or videos with a text encoder and an autoencoder, and random weights have neither"
-            raise BadInput(what, hint="a diffusers folder; `argosy train diffusion model=PRESET` trains such a model")
+            problem = f"{model} draws images or videos with a text encoder and an autoencoder, and random weights have neither"
+            raise BadInput(problem, hint="a diffusers folder; `argosy train diffusion model=PRESET` trains such a model")
         _say(f"{model}: random weights from seed {random}")
-        lm = loading.random_lm(config, random, dtype=dtype, engine=how, draft=draft_of(how, dtype))
+        lm = loading.random_lm(config, random, dtype=dtype, engine=engine_settings, draft=draft_of(engine_settings, dtype))
         lm.exporter = _export
         return _checked(lm)
     model = local_model(model, _say)
@@ -114,8 +114,8 @@ def load(
         raise no_model(str(model))
     if draws_images(model):
         if quantization is not None or tensor != 1:
-            named = "quantization" if quantization is not None else "tensor"
-            raise BadInput(f"{named}: not built for models that draw images", hint="leave it out")
+            unsupported = "quantization" if quantization is not None else "tensor"
+            raise BadInput(f"{unsupported}: not built for models that draw images", hint="leave it out")
         return _pipeline(model, dtype, adapter, single_file, controlnet, embeddings)
     if embeddings is not None:
         raise BadInput(f"embeddings are read by the text encoder of a diffusers folder, and {model} is none", hint="leave it out")
@@ -124,14 +124,14 @@ def load(
     if single_file is not None:
         raise BadInput(f"single_file takes the place of models of a diffusers folder, and {model} is none", hint="leave it out")
     if embeds_images(model):
-        given = {"quantization": quantization, "adapter": adapter, "tensor": tensor if tensor != 1 else None}
-        if named := [name for name, value in given.items() if value is not None]:
-            raise BadInput(f"{named[0]}: not built for CLIP with both towers", hint="leave it out")
+        options = {"quantization": quantization, "adapter": adapter, "tensor": tensor if tensor != 1 else None}
+        if unsupported := [name for name, value in options.items() if value is not None]:
+            raise BadInput(f"{unsupported[0]}: not built for CLIP with both towers", hint="leave it out")
         return _image_text_encoder(model, dtype)
     rules = None if quantization is None else as_rules(quantization)
     if rules is not None and blocks is True:
         raise BadInput("`quantization` and `blocks` each say how weights are kept", hint="leave one out")
-    more: Any = {"engine": how, "draft": draft_of(how, dtype, tensor), "warn": _say, "rules": rules}
+    more: Any = {"engine": engine_settings, "draft": draft_of(engine_settings, dtype, tensor), "warn": _say, "rules": rules}
     more["blocks"] = bool(blocks) and rules is None
     lm = loading.load_lm(model, dtype=dtype, adapter=adapter, context=context, tensor=tensor, **more)
     lm.exporter = _export
@@ -159,8 +159,8 @@ def _pipeline(model: str | Path, dtype: Any, adapter: Any, single_file: Any, con
         if controlnet is not None:
             raise BadInput("controlnet: steers the UNet of a diffusers folder", hint="give a folder with a model_index.json")
         if embeddings is not None:
-            what = "embeddings: read by the text encoders of a diffusers folder"
-            raise BadInput(what, hint="give a folder with a model_index.json")
+            problem = "embeddings: read by the text encoders of a diffusers folder"
+            raise BadInput(problem, hint="give a folder with a model_index.json")
         if adapter is not None:
             raise BadInput("adapter: a run's own adapters are merged as it is loaded", hint="give a diffusers folder, or leave it out")
         from argosy.infer.denoise.runs import load_images
@@ -180,18 +180,18 @@ def _image_text_encoder(model: str | Path, dtype: Any) -> Any:
     return ImageTextEncoder(load_model(open_model(model, _say), dtype=dtype))
 
 
-def _export_images(pipeline: Any, folder: str | Path, **how: Any) -> Any:
+def _export_images(pipeline: Any, folder: str | Path, **options: Any) -> Any:
     """`pipeline.export`; writing bundles is imported when it is first called."""
     from argosy.export.images import export_images
 
-    return export_images(pipeline, folder, **how)
+    return export_images(pipeline, folder, **options)
 
 
-def _export(lm: "LM", folder: str | Path, **how: Any) -> Any:
+def _export(lm: "LM", folder: str | Path, **options: Any) -> Any:
     """`lm.export`; writing bundles is imported when it is first called."""
     from argosy.export.model import export_model
 
-    return export_model(lm, folder, **how)
+    return export_model(lm, folder, **options)
 
 
 def _checked(lm: "LM") -> "LM":
@@ -238,15 +238,15 @@ def fit(recipe: str, *words: str, view: "View | None" = None, **settings: Any) -
         from argosy.data.sources.given_rows import rows_file
 
         settings["data.source"] = rows_file(settings.pop("data"))
-    given = [*words, *(_word(key, value) for key, value in settings.items())]
+    setting_words = [*words, *(_word(key, value) for key, value in settings.items())]
     if view is not None:
-        outcome = train(recipe, given, view, CALL)
+        outcome = train(recipe, setting_words, view, CALL)
     else:
         from argosy.observe.terminal.live import Terminal
         from argosy.observe.terminal.notebook import Notebook, in_notebook
 
-        with Notebook() if in_notebook() else Terminal() as shown:
-            outcome = train(recipe, given, shown, CALL)
+        with Notebook() if in_notebook() else Terminal() as live:
+            outcome = train(recipe, setting_words, live, CALL)
     if outcome.exit_code == 130:
         raise KeyboardInterrupt
     if outcome.exit_code:
@@ -275,8 +275,8 @@ def _word(key: str, value: Any) -> str:
     try:
         return f"{key}={yaml_line(value)}"
     except TypeError:
-        what = f"`{key}` cannot be an object of type {type(value).__name__}"
-        raise BadInput(what, hint="settings are text, numbers, paths and mappings of these") from None
+        problem = f"`{key}` cannot be an object of type {type(value).__name__}"
+        raise BadInput(problem, hint="settings are text, numbers, paths and mappings of these") from None
 
 
 def _say(text: str) -> None:

@@ -51,21 +51,21 @@ def tuned_document(recipe: str | None, words: Sequence[str], settings: AutotuneS
     if not cases:
         raise BadInput(f"{recipe} has none of the ops {settings.ops}", hint="`argosy autotune` alone measures usual shapes")
     device, memory, file = tuned_device(), Target.here().memory_bytes, winners_file()
-    kept = stored_winners(file)
-    mine = kept.setdefault(device, {})
+    winners = stored_winners(file)
+    mine = winners.setdefault(device, {})
     rows = []
     for case in cases:
         say(f"measuring {case.name} ...")
-        found = measure(OPS[case.op], case, settings.seconds, memory)
-        best = winner(found)
+        timings = measure(OPS[case.op], case, settings.seconds, memory)
+        best = winner(timings)
         mine.pop(case.name, None)
         if best is not None:
-            mine[case.name] = _entry(best, found[0])
-        named = best and best.implementation
-        rows.append({"case": case.name, "op": case.op, "winner": named, "implementations": [*map(asdict, found)]})
+            mine[case.name] = _entry(best, timings[0])
+        winner_name = best and best.implementation
+        rows.append({"case": case.name, "op": case.op, "winner": winner_name, "implementations": [*map(asdict, timings)]})
     places = [path for path in (file, settings.out and Path(settings.out)) if path]
     for path in places:
-        write_winners(path, kept)
+        write_winners(path, winners)
     return {"device": device, "cases": rows, "written": [str(path) for path in places]}
 
 
@@ -82,11 +82,11 @@ def run_cases(recipe: str, words: Sequence[str]) -> list[Case]:
     run = plan_reading(recipe, words).value
     if run.rollout is not None:
         raise Unsupported("runs with rollouts are not tuned: their updates are several programs")
-    made = assemble(run, Decided.here(run), reads=False)
-    if made.mesh.size > 1:
-        raise Unsupported(f"autotune measures one device, and this run has {made.mesh.size}", hint="mesh.data=1 mesh.fsdp=1")
+    assembly = assemble(run, Decided.here(run), reads=False)
+    if assembly.mesh.size > 1:
+        raise Unsupported(f"autotune measures one device, and this run has {assembly.mesh.size}", hint="mesh.data=1 mesh.fsdp=1")
     with recorded_cases() as cases:
-        made.lower()
+        assembly.lower()
     return list(cases.values())
 
 

@@ -165,9 +165,9 @@ def read_inputs(source: str, texts: list[str], files: Sequence[str] = ()) -> dic
 
 def _object(text: str, where: str) -> dict[str, Any]:
     try:
-        found = parse_json(text)
+        document = parse_json(text)
     except (ValueError, RecursionError) as error:
         raise BadInput(f"{where} is no JSON: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(document, dict):
         raise BadInput(f"{where} is no JSON object", hint='{"NAME": [[1, 2]]}')
-    return found
+    return document

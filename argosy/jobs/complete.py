@@ -27,11 +27,11 @@ def complete(words: Sequence[str], verbs: Mapping[str, type[Settings] | None]) -
         rest = [word for word in rest if word not in ("show", "explain", "diff")]
         recipe = next((word for word in rest if "=" not in word), None)
         if recipe is None and "=" not in last:
-            own = (
+            subcommands = (
                 ["show", "explain", "diff", "new", "reference", "schema"] if verb == "config" and not before[1:] else []
             )
             files = [str(path) for path in sorted(Path.cwd().glob("*.yml"))] if last else []
-            return _beginning(last, [*own, *recipes(), *(Path(f).name for f in files)])
+            return _beginning(last, [*subcommands, *recipes(), *(Path(f).name for f in files)])
         return _settings_of_a_run(recipe or "tiny", last)
     if verb == "models":
         return _beginning(last, ["show"] if len(before) == 1 else presets())
@@ -64,8 +64,8 @@ def _settings_of_a_run(recipe: str, last: str) -> list[str]:
     key, equals, _ = last.partition("=")
     if not equals:
         groups = {k.rpartition(".")[0] for k in reading.names.known}
-        shown = [k for k in reading.names.known if k not in groups or k in reading.choices]
-        return _beginning(last, [f"{k}=" for k in shown])
+        keys = [k for k in reading.names.known if k not in groups or k in reading.choices]
+        return _beginning(last, [f"{k}=" for k in keys])
     if key in reading.choices:
         return _beginning(last, [f"{key}={name}" for name in reading.choices[key][0].registry])
     return _beginning(last, [f"{key}={v}" for v in _values(reading.value, key.split("."))])
@@ -90,15 +90,15 @@ def _values(tree: Any, path: list[str]) -> list[str]:
 
 
 def _options(hint: Any) -> list[str]:
-    found: list[str] = []
+    options: list[str] = []
     for member in members(hint):
         if get_origin(member) is Literal:
-            found += map(str, get_args(member))
+            options += map(str, get_args(member))
         elif member is bool:
-            found += ["true", "false"]
+            options += ["true", "false"]
         elif member is type(None):
-            found.append("none")
-    return found
+            options.append("none")
+    return options
 
 
 def _beginning(start: str, names: Any) -> list[str]:

@@ -65,7 +65,7 @@ def convert(
     shard_gb: float = 5.0,
     adapter: str | None = None,
     say: Say = lambda _: None,
-    progress: Progress = lambda new, all, kept: None,
+    progress: Progress = lambda new, all, kept_bytes: None,
 ) -> dict[str, Any]:
     """Writes `source` to the new folder `target`, or a file. Returns what was written. A run that trained adapters is merged with its
     base.
@@ -147,12 +147,12 @@ def target_format(target: Path, to: str) -> str:
     Raises:
         BadInput: the name and `to` do not belong together.
     """
-    named = FILES_OF.get(target.suffix)
-    if to in FILES_OF.values() and named != to:
+    ending_format = FILES_OF.get(target.suffix)
+    if to in FILES_OF.values() and ending_format != to:
         raise BadInput(f"{target} and to={to}", hint=f"name a file that ends in {next(end for end in FILES_OF if FILES_OF[end] == to)}")
-    if named is not None and to not in (named, "hub"):
+    if ending_format is not None and to not in (ending_format, "hub"):
         raise BadInput(f"{target} and to={to}", hint="name a new folder")
-    return named or to
+    return ending_format or to
 
 
 def write_gguf(
@@ -190,12 +190,12 @@ def write_single_file(
             return write_learned_embeddings(denoiser, source, target, dtype, progress, start)
         models = {"unet" if isinstance(denoiser.config, FAMILIES["unet"]) else "transformer": denoiser}
     entries = single_file_entries(models, DTYPES[dtype] if dtype else None)
-    written = models if "unet" in models else {"transformer": models["transformer"]}
-    if left := models.keys() - written.keys():
-        say(f"{target.name} has the denoiser alone, as Black Forest Labs published it; {', '.join(sorted(left))} are left out")
+    parts = models if "unet" in models else {"transformer": models["transformer"]}
+    if left_out := models.keys() - parts.keys():
+        say(f"{target.name} has the denoiser alone, as Black Forest Labs published it; {', '.join(sorted(left_out))} are left out")
     if "unet" in models:
         say("no tensor says whether a UNet predicts noise or v: whoever reads the file has to know")
-    identity = {"source": [identity_of(one, "single_file", dtype, 0)["source"] for one in written.values()], "dtype": dtype or "kept"}
+    identity = {"source": [identity_of(model, "single_file", dtype, 0)["source"] for model in parts.values()], "dtype": dtype or "kept"}
     write_staged(target, tensors_file(target.name, entries, {"format": "pt"}), identity, in_order, progress)
     return {
         "source": source,
@@ -206,7 +206,7 @@ def write_single_file(
         "bytes": progress.all,
         "kept_bytes": progress.kept,
         "seconds": time.monotonic() - start,
-        "memory": memory_used(list(written.values())),
+        "memory": memory_used(list(parts.values())),
     }
 
 
@@ -223,7 +223,7 @@ def write_learned_embeddings(
         "target": str(target),
         "format": "single_file",
         "tensors": len(rows),
-        "parameters": sum(own.size for own in rows),
+        "parameters": sum(row.size for row in rows),
         "bytes": progress.all,
         "kept_bytes": progress.kept,
         "seconds": time.monotonic() - start,
@@ -245,16 +245,16 @@ def adapters_alone(
         raise BadInput("to=peft takes neither dtype nor adapter: adapters are written in float32", hint="leave them out")
     adapters, whole, dropout, _ = stored.adapted.contents
     write_adapter(target, stored.config, adapters, str(stored.adapted.base.path), whole, dropout)
-    sizes = [array.size for one in adapters.values() for array in (one.a, one.b, one.m) if array is not None]
+    sizes = [array.size for adapter in adapters.values() for array in (adapter.a, adapter.b, adapter.m) if array is not None]
     sizes += [array.size for array in whole.values()]
-    written = sum(file.stat().st_size for file in target.iterdir())
+    n_bytes = sum(file.stat().st_size for file in target.iterdir())
     return {
         "source": source,
         "target": str(target),
         "format": "peft",
         "tensors": len(sizes),
         "parameters": sum(sizes),
-        "bytes": written,
+        "bytes": n_bytes,
         "kept_bytes": 0,
         "seconds": time.monotonic() - start,
         "memory": memory_used([stored]),
@@ -272,8 +272,8 @@ def open_source(source: str, say: Say = lambda _: None) -> OpenedModel:
         raise no_model(source)
     stored = streamed(open_model(source, say))
     check_tied_head(stored)
-    known = name_of_path(source)
-    return replace(stored, hub={**stored.hub, "_name_or_path": known.repository}) if known and stored.kind == "hub" else stored
+    hub_name = name_of_path(source)
+    return replace(stored, hub={**stored.hub, "_name_or_path": hub_name.repository}) if hub_name and stored.kind == "hub" else stored
 
 
 def identity_of(stored: OpenedModel, to: str, dtype: str | None, shard_gb: float) -> dict[str, Any]:
@@ -285,8 +285,8 @@ def identity_of(stored: OpenedModel, to: str, dtype: str | None, shard_gb: float
         for file in _files_of(stored.path):
             about = file.stat()
             digest.update(f"{file.name}\0{about.st_size}\0{about.st_mtime_ns}\n".encode())
-    how = {"to": to, "dtype": dtype or "kept"} | ({"shard_gb": shard_gb} if to == "hub" else {})
-    return {"source": f"{stored.kind} {digest.hexdigest()[:12]}", **how}
+    output = {"to": to, "dtype": dtype or "kept"} | ({"shard_gb": shard_gb} if to == "hub" else {})
+    return {"source": f"{stored.kind} {digest.hexdigest()[:12]}", **output}
 
 
 def _files_of(path: Path) -> list[Path]:
@@ -313,6 +313,6 @@ class CountedProgress:
     def __init__(self, progress: Progress):
         self.progress, self.all, self.kept = progress, 0, 0
 
-    def __call__(self, new: int, all: int, kept: int) -> None:
-        self.all, self.kept = all, kept
-        self.progress(new, all, kept)
+    def __call__(self, new: int, all: int, kept_bytes: int) -> None:
+        self.all, self.kept = all, kept_bytes
+        self.progress(new, all, kept_bytes)

@@ -56,9 +56,9 @@ def documents_of(settings: DataSettings) -> Source:
         BadInput: it has no text, or is already prepared.
     """
     if is_prepared(settings.source):
-        made = open_prepared(settings.single_source).manifest.get("settings", {}).get("source")
+        origin = open_prepared(settings.single_source).manifest.get("settings", {}).get("source")
         hint = f"train on it: `argosy train tiny data.source={settings.source_name}`"
-        hint += f"; the text it was made from is `{made}`" if made else "; here, name the text it was made from"
+        hint += f"; the text it was made from is `{origin}`" if origin else "; here, name the text it was made from"
         raise BadInput(f"`{settings.source_name}` is already prepared", hint=hint)
     source = find_source(settings)
     if not isinstance(source, Source):
@@ -88,13 +88,13 @@ def prepare(
         say(f"the tokenizer `{settings.tokenizer}` has no token for {len(missing)} of the 256 bytes: text with them loses them")
     made_with = {name: value for name, value in dump(settings).items() if name in ("source", *MADE_WITH)}
     encoding = Encoding.of_settings(tokenizer, settings)
-    kept: dict[str, Any] = {"held_out": settings.held_out, "settings": made_with, "keep_tokenizer": True}
-    prepared = write(source, encoding, target, **kept, progress=progress, say=say, stopped=stopped)
+    options: dict[str, Any] = {"held_out": settings.held_out, "settings": made_with, "keep_tokenizer": True}
+    prepared = write(source, encoding, target, **options, progress=progress, say=say, stopped=stopped)
     summary = pipeline.summary_of(prepared, settings)
     if summary.warning:
         say(summary.warning)
-    written = prepared.manifest["splits"]
-    splits = {split: {name: written[split][name] for name in ("documents", "tokens", "bytes")} for split in SPLITS}
+    totals = prepared.manifest["splits"]
+    splits = {split: {name: totals[split][name] for name in ("documents", "tokens", "bytes")} for split in SPLITS}
     return {
         "target": str(target), "tokenizer": settings.tokenizer, "vocab": prepared.manifest["vocab"], **splits,
         "summary": summary.text,

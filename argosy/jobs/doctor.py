@@ -44,7 +44,7 @@ def examine(devices: Callable[[], dict[str, Any]] = environment.device_facts) ->
     """Everything known about this machine, and `findings`. `ok` is false if something is broken."""
     folder = machine.cache_folder()
     place = folder or Path(tempfile.gettempdir())
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "versions": environment.versions(),
         "machine": environment.machine(),
         "jax": devices(),
@@ -62,16 +62,16 @@ def examine(devices: Callable[[], dict[str, Any]] = environment.device_facts) ->
         "clock_behind_s": _clock_behind_s(),
         "variables": environment.environment_variables(),
     }
-    findings = [finding for check in CHECKS for finding in check(found)]
+    findings = [finding for check in CHECKS for finding in check(facts)]
     order = (BROKEN, WARNING, NOTE)
-    found["findings"] = [vars(f) for f in sorted(findings, key=lambda f: order.index(f.level))]
-    return found | {"ok": all(f.level != BROKEN for f in findings)}
+    facts["findings"] = [vars(f) for f in sorted(findings, key=lambda f: order.index(f.level))]
+    return facts | {"ok": all(f.level != BROKEN for f in findings)}
 
 
 def clear_programs() -> dict[str, int]:
     """Removes the compiled programs of runs and servers. Returns how many, and their bytes."""
-    found = [clear_cache(folder) for folder in (machine.cache_folder(), machine.programs_folder()) if folder is not None]
-    return {"programs": sum(count for count, _ in found), "bytes": sum(removed for _, removed in found)}
+    counts = [clear_cache(folder) for folder in (machine.cache_folder(), machine.programs_folder()) if folder is not None]
+    return {"programs": sum(count for count, _ in counts), "bytes": sum(removed for _, removed in counts)}
 
 
 # ---------------------------------------------------------------- checks
@@ -120,17 +120,17 @@ def check_variables(facts: Mapping[str, Any]) -> list[Finding]:
     on = [name for name in wrong if variables.get(name, "").lower() in TRUE]
     out = [Finding(WARNING, f"{name}={variables[name]}: {wrong[name]}", f"unset {name}") for name in on]
     if "xla_force_host_platform_device_count" in variables.get("XLA_FLAGS", ""):
-        what = "XLA_FLAGS splits the CPU into several devices, which share its cores"
-        out.append(Finding(NOTE, what, "good for tests of sharding; unset XLA_FLAGS for speed"))
+        problem = "XLA_FLAGS splits the CPU into several devices, which share its cores"
+        out.append(Finding(NOTE, problem, "good for tests of sharding; unset XLA_FLAGS for speed"))
     if variables.get("XLA_PYTHON_CLIENT_ALLOCATOR") == "platform":
-        what = "XLA_PYTHON_CLIENT_ALLOCATOR=platform: every buffer is allocated anew, which is slow"
-        out.append(Finding(WARNING, what, "unset XLA_PYTHON_CLIENT_ALLOCATOR"))
+        problem = "XLA_PYTHON_CLIENT_ALLOCATOR=platform: every buffer is allocated anew, which is slow"
+        out.append(Finding(WARNING, problem, "unset XLA_PYTHON_CLIENT_ALLOCATOR"))
     return out
 
 
-def _check_disk(found: Mapping[str, Any]) -> list[Finding]:
+def _check_disk(facts: Mapping[str, Any]) -> list[Finding]:
     out = []
-    for place, about in found["disk"].items():
+    for place, about in facts["disk"].items():
         free = about["free_bytes"]
         if free is not None and free < 2 * GIB:
             level = BROKEN if free < GIB // 8 and place == "here" else WARNING
@@ -148,25 +148,25 @@ def check_cache(facts: Mapping[str, Any]) -> list[Finding]:
         hint = f"fix the permissions of the home directory, or {machine.CACHE_HINT}"
         return [Finding(WARNING, f"compiled programs cannot be kept in {cache['folder']}", hint)]
     if cache["bytes"] > 10 * GIB:
-        what = f"{sized(cache['bytes'])} of compiled programs are cached"
-        return [Finding(NOTE, what, f"`argosy doctor --clear-cache` removes them: {cache['folder']}")]
+        problem = f"{sized(cache['bytes'])} of compiled programs are cached"
+        return [Finding(NOTE, problem, f"`argosy doctor --clear-cache` removes them: {cache['folder']}")]
     return []
 
 
 def check_machine(facts: Mapping[str, Any]) -> list[Finding]:
     about, out = facts["machine"], []
     if about["memory_free_bytes"] is not None and about["memory_free_bytes"] < GIB:
-        what = f"{sized(about['memory_free_bytes'])} of memory free"
-        out.append(Finding(WARNING, what, "end other programs: the system kills a process that runs out of memory"))
+        problem = f"{sized(about['memory_free_bytes'])} of memory free"
+        out.append(Finding(WARNING, problem, "end other programs: the system kills a process that runs out of memory"))
     if about["load"] is not None and about["load"] > 1.5 * about["cores"]:
-        what = f"load {about['load']:g} on {about['cores']:g} core{'s' * (about['cores'] != 1)}: other programs are computing too"
-        out.append(Finding(NOTE, what, "times and tokens/s will be worse than this machine can do"))
+        problem = f"load {about['load']:g} on {about['cores']:g} core{'s' * (about['cores'] != 1)}: other programs are computing too"
+        out.append(Finding(NOTE, problem, "times and tokens/s will be worse than this machine can do"))
     if facts["open_files"] is not None and facts["open_files"] < 1024:
-        what = f"{facts['open_files']} open files allowed"
-        out.append(Finding(WARNING, what, "ulimit -n 4096, or checkpoints may fail"))
+        problem = f"{facts['open_files']} open files allowed"
+        out.append(Finding(WARNING, problem, "ulimit -n 4096, or checkpoints may fail"))
     if facts["clock_behind_s"] > 86400:
-        what = f"the clock is {lasted(facts['clock_behind_s'])} behind this program's own files"
-        out.append(Finding(WARNING, what, "set the clock: the newest run is found by it, and certificates are checked by it"))
+        problem = f"the clock is {lasted(facts['clock_behind_s'])} behind this program's own files"
+        out.append(Finding(WARNING, problem, "set the clock: the newest run is found by it, and certificates are checked by it"))
     return out
 
 
@@ -179,16 +179,16 @@ def check_huge_pages(facts: Mapping[str, Any]) -> list[Finding]:
         "off by ARGOSY_HUGE_PAGES": "unset ARGOSY_HUGE_PAGES",
         "off by GLIBC_TUNABLES": f"add {machine.TUNABLE} to GLIBC_TUNABLES",
     }
-    what = f"huge pages are {state}: a training step on the CPU takes 10 to 18 % longer"
-    return [Finding(NOTE, what, hints[state])] if state in hints else []
+    problem = f"huge pages are {state}: a training step on the CPU takes 10 to 18 % longer"
+    return [Finding(NOTE, problem, hints[state])] if state in hints else []
 
 
 def check_kernels(facts: Mapping[str, Any]) -> list[Finding]:
     if not (why := facts["kernels"]["why_not"]) or facts["jax"].get("backend", "cpu") != "cpu":
         return []
-    what = f"no compiled kernels: {why}; on this CPU, answering several requests takes up to twice as long"
+    problem = f"no compiled kernels: {why}; on this CPU, answering several requests takes up to twice as long"
     hint = f"unset {library.SWITCH}" if library.SWITCH in why else "they need a C++17 compiler, such as the package g++; $CXX names one"
-    return [Finding(NOTE, what, hint)]
+    return [Finding(NOTE, problem, hint)]
 
 
 CHECKS: tuple[Callable[[Mapping[str, Any]], list[Finding]], ...] = (

@@ -32,19 +32,19 @@ def prepared(model: str, settings: EvalSettings) -> tuple[list[PlannedTask], Oth
     """
     if is_missing(model):
         raise no_model(model)
-    if given := sorted({"clip", "guidance", "steps"} & settings.model_fields_set):
-        raise BadInput(f"{', '.join(given)}: only tasks=images reads this", hint="tasks=images, or leave it out")
+    if image_settings := sorted({"clip", "guidance", "steps"} & settings.model_fields_set):
+        raise BadInput(f"{', '.join(image_settings)}: only tasks=images reads this", hint="tasks=images, or leave it out")
     planned = plan(settings)
-    for one in planned:
-        before = examples(one, settings.seed)
-        for number in range(len(one.rows)):
+    for planned_task in planned:
+        before = examples(planned_task, settings.seed)
+        for number in range(len(planned_task.rows)):
             before(number)
     if settings.rows and not Path(settings.rows).resolve().parent.is_dir():
         raise BadInput(f"no folder for {settings.rows}", where="set by rows")
     if not settings.against:
         return planned, {}
     others = read_against(Path(settings.against))
-    if missing := [one.task.name for one in planned if one.task.name not in others]:
+    if missing := [planned_task.task.name for planned_task in planned if planned_task.task.name not in others]:
         where = f"it has {', '.join(others)}"
         raise BadInput(f"{settings.against} has no rows of {missing[0]}", where=where, hint="evaluate both models on the same tasks")
     return planned, others
@@ -56,15 +56,15 @@ def read_against(path: Path) -> dict[str, list[RowScores]]:
     Raises:
         BadInput: it is another kind of file.
     """
-    found: dict[str, list[RowScores]] = {}
+    by_task: dict[str, list[RowScores]] = {}
     for number, line in enumerate(read_rows(path), 1):
         try:
             row = RowScores(int(line["row"]), dict(line["values"]), dict(line["weights"]))
-            found.setdefault(str(line["task"]), []).append(row)
+            by_task.setdefault(str(line["task"]), []).append(row)
         except (KeyError, TypeError, ValueError):
             hint = "against=FILE takes a file that `rows=FILE` wrote"
             raise BadInput(f"{path} holds no rows of an evaluation", where=f"line {number}", hint=hint) from None
-    return found
+    return by_task
 
 
 def evaluate(
@@ -121,13 +121,13 @@ def run_of(model: str) -> tuple[Path, int | None] | None:
 
 def keep(model: str, settings: EvalSettings, document: Mapping[str, Any]) -> Path | None:
     """Adds the results to the model's run, and rewrites its report. Returns the run directory, if there is one."""
-    found = run_of(model)
-    if found is None or not document["tasks"]:
+    run = run_of(model)
+    if run is None or not document["tasks"]:
         return None
     from argosy.jobs.history.report import report
 
-    path, step = found
-    chosen = {name: value for name, value in dump(settings).items() if name in settings.model_fields_set}
-    RunDirectory(path).add_evaluation({"time": time.time(), "step": step, "settings": chosen, **document})
+    path, step = run
+    overrides = {name: value for name, value in dump(settings).items() if name in settings.model_fields_set}
+    RunDirectory(path).add_evaluation({"time": time.time(), "step": step, "settings": overrides, **document})
     report(path)
     return path

@@ -63,13 +63,13 @@ def opened_clip(folder: str, dtype: Any = None) -> ImageTextEncoder:
     """
     from argosy.jobs.api import load
 
-    found = load(folder, dtype=dtype)
-    if not isinstance(found, ImageTextEncoder):
+    encoder = load(folder, dtype=dtype)
+    if not isinstance(encoder, ImageTextEncoder):
         hint = "a folder of transformers' CLIPModel, such as hf:openai/clip-vit-base-patch32"
         raise BadInput(f"clip={folder} is no CLIP with both towers", hint=hint)
-    if found.tokenizer is None:
+    if encoder.tokenizer is None:
         raise BadInput(f"clip={folder} has no tokenizer", hint="copy tokenizer.json beside its weights")
-    return found
+    return encoder
 
 
 def _figures_of_run(
@@ -93,32 +93,32 @@ def _figures_of_run(
     if reads_text and captions is None:
         raise BadInput("this run draws from captions, and its data has none", where=f"data.source={data.source}")
     if encoder is not None and captions is None:
-        what = "clip compares images with captions, and this data has neither captions nor names of classes"
-        raise BadInput(what, where=f"data.source={data.source}", hint="leave out `clip`")
+        problem = "clip compares images with captions, and this data has neither captions nor names of classes"
+        raise BadInput(problem, where=f"data.source={data.source}", hint="leave out `clip`")
     say("training the judges")
     judges = ImageJudges(train, held_out, settings.seed)
     # Captions of held-out images in turn, or all classes.
     classes, names = pipeline.config.classes_known, tables[1].table.class_names
     if encoder is not None and not reads_text and len(names) < classes:
-        what = f"the model draws {classes} classes, and this data names {len(names)}"
-        raise BadInput(what, where=f"data.source={data.source}", hint="leave out `clip`")
+        problem = f"the model draws {classes} classes, and this data names {len(names)}"
+        raise BadInput(problem, where=f"data.source={data.source}", hint="leave out `clip`")
     rows = np.arange(count) % (len(held_out.images) if reads_text else max(classes, 1))
     labels = held_out.labels[rows] if reads_text else rows.astype(np.int32)
     prompts = [captions[row] for row in rows] if reads_text and captions else [str(label) if classes else "" for label in labels]
     size = train.images.shape[1:3]
     at_once = FEW if reads_text else MANY
-    drawn = np.concatenate(list(draw_prompts(pipeline, prompts, settings.seed, size, _told(say), at_once, **_how(settings))))
-    figures = judges.figures(LabeledImages(drawn[..., : train.images.shape[-1]] * 2 - 1, labels))
+    samples = np.concatenate(list(draw_prompts(pipeline, prompts, settings.seed, size, _progress(say), at_once, **_sampling(settings))))
+    figures = judges.figures(LabeledImages(samples[..., : train.images.shape[-1]] * 2 - 1, labels))
     if tables[1].table.labels is None:
         # The judge knows one class.
         figures = {name: value for name, value in figures.items() if not name.startswith("accuracy")}
     if encoder is not None and captions is not None:
         say("comparing with captions")
-        wanted = prompts if reads_text else _class_captions(names, labels)
+        sample_captions = prompts if reads_text else _class_captions(names, labels)
         own_captions = captions[: min(count, len(held_out.images))]
-        judge, real = CaptionJudge(encoder, [*wanted, *own_captions]), in_color(held_out.images[:count] / 2 + 0.5)
-        own = [judge.figures(judge.cosines(images), texts) for images, texts in ((drawn, wanted), (real, own_captions))]
-        figures, cut = figures | figures_with_real(*own), judge.cut
+        judge, real = CaptionJudge(encoder, [*sample_captions, *own_captions]), in_color(held_out.images[:count] / 2 + 0.5)
+        both = [judge.figures(judge.cosines(images), texts) for images, texts in ((samples, sample_captions), (real, own_captions))]
+        figures, cut = figures | figures_with_real(*both), judge.cut
     return figures, count, cut
 
 
@@ -128,8 +128,8 @@ def _figures_of_folder(
     """The CLIP score of a folder of diffusers on the captions of `data`, how many images were drawn, and how many captions CLIP cuts. A
     batch of images is in memory at a time."""
     if encoder is None or settings.data is None:
-        what = "the images of a diffusers folder are compared with captions of data, by CLIP"
-        raise BadInput(what, hint="argosy eval FOLDER tasks=images data=images/ clip=CLIP_FOLDER limit=100")
+        problem = "the images of a diffusers folder are compared with captions of data, by CLIP"
+        raise BadInput(problem, hint="argosy eval FOLDER tasks=images data=images/ clip=CLIP_FOLDER limit=100")
     pipeline = load_diffusers(folder, dtype=settings.dtype, say=say)
     data = DataSettings(source=settings.data, held_out=0)
     if Path(settings.data).suffix != ".npz":
@@ -141,12 +141,12 @@ def _figures_of_folder(
         raise BadInput("this data has no captions", where=f"data={settings.data}", hint=hint)
     count = min(settings.limit or COUNT, len(captions))
     judge = CaptionJudge(encoder, captions[:count])
-    found = []
-    for images in draw_prompts(pipeline, captions[:count], settings.seed, table.table.size, _told(say), FEW, **_how(settings)):
-        found.append(judge.cosines(images))
+    cosines = []
+    for images in draw_prompts(pipeline, captions[:count], settings.seed, table.table.size, _progress(say), FEW, **_sampling(settings)):
+        cosines.append(judge.cosines(images))
     say("comparing real images with their captions")
     real = [judge.cosines(in_color(images / 2 + 0.5)) for images in _parts(table, count)]
-    return figures_with_real(*(judge.figures(np.concatenate(each), captions[:count]) for each in (found, real))), count, judge.cut
+    return figures_with_real(*(judge.figures(np.concatenate(each), captions[:count]) for each in (cosines, real))), count, judge.cut
 
 
 def _rows(data: DataSettings, pipeline: ImagePipeline, held_out: bool) -> Any:
@@ -160,15 +160,15 @@ def _rows(data: DataSettings, pipeline: ImagePipeline, held_out: bool) -> Any:
     return source.rows(sequence=1, vocab=space, seed=data.seed or 0, held_out=held_out)
 
 
-def _captions(rows: Any, labels: np.ndarray, own: bool) -> list[str] | None:
+def _captions(rows: Any, labels: np.ndarray, per_image: bool) -> list[str] | None:
     """The caption of each row; None if there are none.
 
     Args:
         labels: the class of each row.
-        own: each image has its own; else they follow from the names of classes.
+        per_image: each image has its own; else they follow from the names of classes.
     """
     table = rows.table
-    if own:
+    if per_image:
         return None if table.captions is None else [table.captions[int(i)] for i in rows.chosen]
     return _class_captions(table.class_names, labels) if table.class_names and table.labels is not None else None
 
@@ -182,9 +182,9 @@ def _parts(rows: Any, count: int) -> Iterator[np.ndarray]:
         yield rows.gather(np.arange(at, min(at + FEW, count)))["images"]
 
 
-def _how(settings: EvalSettings) -> dict[str, Any]:
+def _sampling(settings: EvalSettings) -> dict[str, Any]:
     return {name: value for name in ("steps", "guidance") if (value := getattr(settings, name)) is not None}
 
 
-def _told(say: Callable[[str], None]) -> Callable[[int, int], None]:
+def _progress(say: Callable[[str], None]) -> Callable[[int, int], None]:
     return lambda done, of: say(f"{done} of {of} images")

@@ -26,13 +26,13 @@ def export_bundle(
     steps: int | None = None,
     size: tuple[int, int] | None = None,
     say: Say = lambda _: None,
-    **how: Any,
+    **options: Any,
 ) -> dict[str, Any]:
     """Writes a model as a bundle. Returns what was written.
 
     Args:
         dtype, quantization, adapter: as in `argosy.load`.
-        signatures, how: as in `export.model.export_model`.
+        signatures, options: as in `export.model.export_model`.
         steps, size: as in `export.images.export_images`, for models that draw images.
 
     Raises:
@@ -45,11 +45,11 @@ def export_bundle(
     from argosy.jobs.api import load
 
     if draws_images(model, say):
-        _check_drawing(signatures, how)
-        how = {name: value for name, value in how.items() if name not in ("length", "max_tokens", "mesh")}
+        _check_drawing(signatures, options)
+        options = {name: value for name, value in options.items() if name not in ("length", "max_tokens", "mesh")}
         say(f"loading {model}")
         pipeline = load(model, dtype=dtype, quantization=quantization, adapter=adapter)
-        manifest = pipeline.export(target, steps=steps, size=size, lineage=source_lineage(model), say=say, **how)
+        manifest = pipeline.export(target, steps=steps, size=size, lineage=source_lineage(model), say=say, **options)
         return bundle_facts(manifest) | {"source": model, "target": target, "seconds": time.monotonic() - start}
     if steps is not None or size is not None or "denoise" in (signatures or ()):
         raise BadInput("signature=denoise, steps and size are for models that draw images", hint="leave them out")
@@ -57,44 +57,44 @@ def export_bundle(
     say(f"loading {model}")
     lm = load(model, dtype=dtype, quantization=quantization, adapter=adapter)
     lineage = source_lineage(model) | ({} if quantization is None else {"quantization": quantization})
-    manifest = export_model(lm, target, signature=signatures, lineage=lineage, say=say, **how)
+    manifest = export_model(lm, target, signature=signatures, lineage=lineage, say=say, **options)
     return bundle_facts(manifest) | {"source": model, "target": target, "seconds": time.monotonic() - start}
 
 
-def _check_drawing(signatures: Sequence[str] | None, how: dict[str, Any]) -> None:
+def _check_drawing(signatures: Sequence[str] | None, options: dict[str, Any]) -> None:
     """Raises:
     BadInput: a setting is for models of another kind.
     """
     if other := [name for name in signatures or () if name != "denoise"]:
         raise BadInput(f"signature={other[0]}: this model draws images", hint="signature=denoise")
-    if how.get("mesh") is not None:
+    if options.get("mesh") is not None:
         raise BadInput("mesh: bundles of models that draw images are for one device", hint="leave it out")
-    if named := [name for name in ("length", "max_tokens") if how.get(name) is not None]:
-        raise BadInput(f"{named[0]} is for models of text, and this model draws images", hint="leave it out")
+    if unsupported := [name for name in ("length", "max_tokens") if options.get(name) is not None]:
+        raise BadInput(f"{unsupported[0]} is for models of text, and this model draws images", hint="leave it out")
 
 
 def source_lineage(model: str) -> dict[str, Any]:
     """The origin of a model: its name and kind; for a run also the recipe's data, weights and step."""
     model = local_model(model)
-    known = name_of_path(model)
-    name = str(known) if known else Path(model).name
+    hub_name = name_of_path(model)
+    name = str(hub_name) if hub_name else Path(model).name
     if (Path(model) / "model_index.json").is_file():
         return {"source": {"name": name, "kind": "diffusers"}}
     from argosy.checkpoint.open import open_model
 
     opened = open_model(model, lambda _: None)
-    found: dict[str, Any] = {"source": {"name": name, "kind": opened.kind}}
+    lineage: dict[str, Any] = {"source": {"name": name, "kind": opened.kind}}
     folders = (Path(model), *Path(model).absolute().parents[:2])
     settings = next((folder / "settings.yml" for folder in folders if (folder / "settings.yml").is_file()), None)
     if opened.kind == "argosy" and settings is not None:
         from argosy.core.settings import yaml_layer
 
         values = yaml_layer(settings).values
-        found["run"] = {"dir": settings.parent.name, "checkpoint": opened.path.name}
-        found["data"] = str((values.get("data") or {}).get("source"))
+        lineage["run"] = {"dir": settings.parent.name, "checkpoint": opened.path.name}
+        lineage["data"] = str((values.get("data") or {}).get("source"))
         if parent := (values.get("init") or {}).get("weights"):
-            found["parent"] = str(parent)
-    return found
+            lineage["parent"] = str(parent)
+    return lineage
 
 
 def bundle_facts(manifest: BundleManifest) -> dict[str, Any]:

@@ -25,12 +25,12 @@ def program_file(place: str) -> Path:
         raise BadInput(f"no run and no dump at {place}", hint="a run, a folder of XLA_FLAGS=--xla_dump_to=FOLDER, or a file")
     if (path / PROGRAM).is_file():
         return path / PROGRAM
-    captured = sorted((path / FOLDER).glob("*/process-0.hlo.txt"), key=lambda one: one.stat().st_mtime)
+    captured = sorted((path / FOLDER).glob("*/process-0.hlo.txt"), key=lambda file: file.stat().st_mtime)
     if captured:
         return captured[-1]
     for pattern in DUMPS:
-        if found := sorted(path.glob(pattern), key=lambda one: one.stat().st_size):
-            return found[-1]
+        if files := sorted(path.glob(pattern), key=lambda file: file.stat().st_size):
+            return files[-1]
     raise BadInput(f"{place} has no program", hint="profile.program=true writes that of a run when it starts; so does each capture")
 
 

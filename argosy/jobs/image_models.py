@@ -71,7 +71,7 @@ def _family(folder: Path) -> Any:
 def _json(path: Path) -> dict[str, Any]:
     """The object in a file; an empty one where it is damaged, which whoever opens the model says."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        document = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return document if isinstance(document, dict) else {}

@@ -110,8 +110,8 @@ def generate_images(
     from argosy.jobs.api import load
 
     say(f"loading {model}")
-    how: Any = {"single_file": settings.single_file, "controlnet": settings.controlnet, "embeddings": settings.embeddings}
-    pipe = load(model, dtype=settings.dtype, **how)
+    options: Any = {"single_file": settings.single_file, "controlnet": settings.controlnet, "embeddings": settings.embeddings}
+    pipe = load(model, dtype=settings.dtype, **options)
     if not isinstance(pipe, ImagePipeline):
         raise BadInput(f"{model} draws no images", hint="leave out `image=`, which is for models that do")
 
@@ -133,27 +133,27 @@ def generate_images(
         for image in controls:
             if is_stretched(image.shape, size):
                 rows, columns = image.shape[:2]
-                how = "as in diffusers; size= of its ratio keeps it"
-                say(f"control_image: {columns}x{rows} pixels are stretched to {width}x{height}, {how}")
+                remark = "as in diffusers; size= of its ratio keeps it"
+                say(f"control_image: {columns}x{rows} pixels are stretched to {width}x{height}, {remark}")
         fitted = [resized(image, height, width)[None] for image in controls]
         if fitted:
             more["control_image"] = fitted[0] if len(pipe.controlnets) == len(fitted) == 1 else fitted
-    if not pipe.controlnets and (given := sorted(CONTROL & settings.model_fields_set)):
-        raise BadInput(f"{', '.join(given)}: this model has no ControlNet", hint="controlnet=FOLDER")
+    if not pipe.controlnets and (control_settings := sorted(CONTROL & settings.model_fields_set)):
+        raise BadInput(f"{', '.join(control_settings)}: this model has no ControlNet", hint="controlnet=FOLDER")
     if pipe.controlnets and not controls:
         raise BadInput("a ControlNet without the image that it follows", hint="control_image=edges.png")
     drawing: dict[str, Any] = settings.model_dump(include=DRAWING)
     reports: list[CacheReport] = []
     images = pipe.images(prompt, size=size, **drawing, **more, progress=progress, report=reports.append)
-    written = []
+    records = []
     for i, (file, image) in enumerate(zip(_files(target, settings), images, strict=True)):
         (_write_image if settings.frames is None else _write_video)(file, image, settings)
         about = {"file": str(file), "seed": settings.seed, "number": i, "height": image.shape[-3], "width": image.shape[-2]}
-        written.append(about if settings.frames is None else about | {"frames": settings.frames})
+        records.append(about if settings.frames is None else about | {"frames": settings.frames})
         for report in reports:
             cached = {"evaluations": report.evaluations, "reused": report.reused}
-            written[-1]["step_cache"] = cached | ({"error": report.errors[i]} if report.errors else {})
-    return written
+            records[-1]["step_cache"] = cached | ({"error": report.errors[i]} if report.errors else {})
+    return records
 
 
 def _target(settings: GenerateImages) -> Path:
@@ -165,8 +165,8 @@ def _target(settings: GenerateImages) -> Path:
     target, kinds = Path(settings.image), KINDS if settings.frames is None else ANIMATIONS
     is_folder = settings.frames is not None and (not target.suffix or settings.image.endswith(("/", "\\")))
     if not is_folder and target.suffix.lower() not in kinds:
-        what = f"image={settings.image}: files {'' if settings.frames is None else 'of videos '}end in {', '.join(kinds)}"
-        raise BadInput(what, hint=f"image={target.with_suffix(next(iter(kinds)))}")
+        problem = f"image={settings.image}: files {'' if settings.frames is None else 'of videos '}end in {', '.join(kinds)}"
+        raise BadInput(problem, hint=f"image={target.with_suffix(next(iter(kinds)))}")
     if not target.parent.is_dir():
         raise BadInput(f"image={settings.image}: there is no folder {target.parent}", hint=f"mkdir -p {target.parent}")
     if settings.fps is not None and (settings.frames is None or is_folder):

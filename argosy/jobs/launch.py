@@ -93,14 +93,14 @@ def prepared(words: Sequence[str], verb: Sequence[str]) -> Launch:
     Raises:
         UserError: every mistake in both, and in their combination.
     """
-    engine, what, found = KnownEngine(named_engine(words)), Verb(), list[UserError]()
-    found += mistakes_of(lambda: read_engine(engine, words))
-    found += mistakes_of(lambda: read_verb(what, verb, sees_files=engine.name not in BLIND))
-    found += mistakes_of(*_checks(engine, what))
-    raise_mistakes(found)
-    assert what.command is not None
-    assert what.run is not None
-    return Launch(engine.name, engine.settings, what.command, what.run)
+    engine, parsed, mistakes = KnownEngine(named_engine(words)), Verb(), list[UserError]()
+    mistakes += mistakes_of(lambda: read_engine(engine, words))
+    mistakes += mistakes_of(lambda: read_verb(parsed, verb, sees_files=engine.name not in BLIND))
+    mistakes += mistakes_of(*_checks(engine, parsed))
+    raise_mistakes(mistakes)
+    assert parsed.command is not None
+    assert parsed.run is not None
+    return Launch(engine.name, engine.settings, parsed.command, parsed.run)
 
 
 def read_engine(engine: KnownEngine, words: Sequence[str]) -> None:
@@ -109,27 +109,27 @@ def read_engine(engine: KnownEngine, words: Sequence[str]) -> None:
     Raises:
         UserError: there is no such engine, or its settings have mistakes; all are reported.
     """
-    schema, own = ENGINES[engine.name], [word for word in words if not word.startswith("engine=")]
-    found = mistakes_of(lambda: words_layer(own))
-    broken = [word for word in own if mistakes_of(partial(words_layer, [word]))] if found else []
-    given = {word.partition("=")[0].strip() for word in own}
+    schema, setting_words = ENGINES[engine.name], [word for word in words if not word.startswith("engine=")]
+    mistakes = mistakes_of(lambda: words_layer(setting_words))
+    broken = [word for word in setting_words if mistakes_of(partial(words_layer, [word]))] if mistakes else []
+    keys = {word.partition("=")[0].strip() for word in setting_words}
     good: dict[str, Any] = {}
     try:
-        engine.settings = read_settings(schema, words_layer(word for word in own if word not in broken)).value
+        engine.settings = read_settings(schema, words_layer(word for word in setting_words if word not in broken)).value
     except UserError as error:
         # A word that cannot be read is no missing one.
         required = {f"`{word.partition('=')[0].strip()}` is required" for word in broken}
-        found += [one for one in problems_of(error) if one.what not in required]
+        mistakes += [mistake for mistake in problems_of(error) if mistake.what not in required]
         good = error.good
-    if not found:
+    if not mistakes:
         engine.good, engine.known = engine.settings, frozenset(schema.model_fields)
         return
     if engine.settings is not None:
         good = {name: getattr(engine.settings, name) for name in engine.settings.model_fields_set}
     engine.settings, engine.good = None, schema.model_construct(**good)
-    left = {name for name in schema.model_fields if name not in given and hasattr(engine.good, name)}
-    engine.known = frozenset(left | set(good))
-    raise_mistakes(found)
+    defaults = {name for name in schema.model_fields if name not in keys and hasattr(engine.good, name)}
+    engine.known = frozenset(defaults | set(good))
+    raise_mistakes(mistakes)
 
 
 def read_verb(verb: Verb, words: Sequence[str], sees_files: bool) -> None:
@@ -145,8 +145,8 @@ def read_verb(verb: Verb, words: Sequence[str], sees_files: bool) -> None:
         raise BadInput("launch needs a command", hint=f"`{as_run()} launch processes=2 -- train tiny`")
     if words[0] not in LAUNCHED:
         is_recipe = words[0] in recipes() or words[0].endswith((".yml", ".yaml"))
-        meant = get_close_matches(words[0], LAUNCHED, n=1)
-        hint = f"did you mean `{meant[0]}`?" if meant else f"they run {', '.join(LAUNCHED)}"
+        matches = get_close_matches(words[0], LAUNCHED, n=1)
+        hint = f"did you mean `{matches[0]}`?" if matches else f"they run {', '.join(LAUNCHED)}"
         if words[0] in ("predict", "serve"):
             hint = f"engine={', '.join(SERVING[:-1])} or {SERVING[-1]} runs servers"
         if is_recipe:
@@ -157,7 +157,7 @@ def read_verb(verb: Verb, words: Sequence[str], sees_files: bool) -> None:
         raise BadInput(f"`{' '.join(words)}` names no recipe", hint=f"`{as_run()} launch processes=2 -- train tiny`")
     recipe, settings = rest[0], rest[1:]
     is_file = recipe not in recipes() and not is_address(recipe) and Path(recipe).exists()
-    own = Path(recipe) if is_file else None
+    recipe_file = Path(recipe) if is_file else None
     try:
         verb.run = settled(recipe, settings) if sees_files else compose(Run, recipe, settings)
     except UserError as error:
@@ -166,51 +166,51 @@ def read_verb(verb: Verb, words: Sequence[str], sees_files: bool) -> None:
             # The settings may be right, and what they name is not.
             with suppress(UserError):
                 verb.good = values_of(compose(Run, recipe, settings))
-        named = [word.partition("=")[2] for word in settings if word.startswith("dir=")]
-        if not named and is_run_directory(recipe):
-            named = [recipe]
+        folders = [word.partition("=")[2] for word in settings if word.startswith("dir=")]
+        if not folders and is_run_directory(recipe):
+            folders = [recipe]
         # Where not even the recipe can be read, it may be the recipe that names the directory.
-        folder = named[-1] if named else (verb.good.get("dir") or run_folder(recipe)) if verb.good else ""
-        verb.command = Command(tuple(words), folder, own)
+        folder = folders[-1] if folders else (verb.good.get("dir") or run_folder(recipe)) if verb.good else ""
+        verb.command = Command(tuple(words), folder, recipe_file)
         raise
     verb.good = values_of(verb.run)
-    verb.command = Command(tuple(words), directory_of(verb.run, recipe), own)
+    verb.command = Command(tuple(words), directory_of(verb.run, recipe), recipe_file)
 
 
 def values_of(reading: Reading[Run]) -> dict[str, Any]:
     return {name: getattr(reading.value, name) for name in type(reading.value).model_fields}
 
 
-def _checks(engine: KnownEngine, what: Verb) -> list[Callable[[], object]]:
+def _checks(engine: KnownEngine, verb: Verb) -> list[Callable[[], object]]:
     """How an engine and a command go together, as far as both are known."""
     if engine.good is None:
         return []
-    found, module = list[Callable[[], object]](), SCHEDULERS.get(engine.name)
+    checks, module = list[Callable[[], object]](), SCHEDULERS.get(engine.name)
     if module is None:
-        own = local.checks(engine.good) if engine.name == "local" else []
+        engine_checks = local.checks(engine.good) if engine.name == "local" else []
     else:
-        own = module.checks(what.command, engine.good) if what.command is not None else []
-    found += [check.run for check in own if engine.known.issuperset(check.needs)]
-    if module is not None and isinstance(mesh := what.good.get("mesh"), MeshSettings):
+        engine_checks = module.checks(verb.command, engine.good) if verb.command is not None else []
+    checks += [check.run for check in engine_checks if engine.known.issuperset(check.needs)]
+    if module is not None and isinstance(mesh := verb.good.get("mesh"), MeshSettings):
         # Where the machines see the files, this was checked with them.
         if engine.name in BLIND:
-            found += blind(what.good, mesh)
-        if engine.settings is not None and what.good.get("rollout") is None:
+            checks += blind(verb.good, mesh)
+        if engine.settings is not None and verb.good.get("rollout") is None:
             devices = module.devices(engine.settings, mesh.is_between)
-            found += [] if devices is None else [lambda: check_mesh(what.good, mesh, devices)]
-    return found
+            checks += [] if devices is None else [lambda: check_mesh(verb.good, mesh, devices)]
+    return checks
 
 
 def blind(good: Mapping[str, Any], mesh: MeshSettings) -> list[Callable[[], object]]:
     """Checks that need none of the files in the settings: the rows and experts of a run must divide over the mesh axes whose sizes are
     set, whatever the devices.
     """
-    found: list[Callable[[], object]] = []
+    checks: list[Callable[[], object]] = []
     if (data := good.get("data")) is not None:
-        found.append(lambda: check_rows(data.batch, good.get("accumulate", 1), mesh))
+        checks.append(lambda: check_rows(data.batch, good.get("accumulate", 1), mesh))
     if (model := good.get("model")) is not None:
-        found.append(lambda: check_experts(model, mesh.shares("expert")))
-    return found
+        checks.append(lambda: check_experts(model, mesh.shares("expert")))
+    return checks
 
 
 def check_mesh(good: Mapping[str, Any], mesh: MeshSettings, devices: Devices) -> None:
@@ -235,8 +235,8 @@ def check_mesh(good: Mapping[str, Any], mesh: MeshSettings, devices: Devices) ->
     # Where the sizes that are set do not divide it, that is said already.
     if data is not None and not mistakes_of(lambda: check_rows(data.batch, accumulate, mesh)) and data.batch % parts:
         more = f", accumulate = {accumulate}" * (accumulate > 1) + f" and groups of {together} rows" * (together > 1)
-        what = f"data.batch = {data.batch} does not divide over the {plural(shares, 'device')} that split its rows{more}"
-        raise BadInput(what, where=where, hint=f"make it a multiple of {parts}, or split less over rows: mesh.tensor, mesh.stage")
+        problem = f"data.batch = {data.batch} does not divide over the {plural(shares, 'device')} that split its rows{more}"
+        raise BadInput(problem, where=where, hint=f"make it a multiple of {parts}, or split less over rows: mesh.tensor, mesh.stage")
 
 
 def progress_of(launch: Launch) -> Callable[[], object]:
@@ -245,10 +245,10 @@ def progress_of(launch: Launch) -> Callable[[], object]:
 
     def progress() -> object:
         try:
-            directory, found = RunDirectory(launch.command.folder), list[int]()
+            directory, local_steps = RunDirectory(launch.command.folder), list[int]()
             if local is not None and directory.store.exists(ID):
-                found = [int(p.parent.name) for p in Path(local).expanduser().glob(f"{directory.id}/*/*/manifest.json")]
-            return max(directory.steps(), default=None), max(found, default=None)
+                local_steps = [int(p.parent.name) for p in Path(local).expanduser().glob(f"{directory.id}/*/*/manifest.json")]
+            return max(directory.steps(), default=None), max(local_steps, default=None)
         except UserError:
             return None
 

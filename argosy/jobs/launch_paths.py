@@ -29,9 +29,9 @@ LOCAL = frozenset(("tmpfs", "ramfs", "overlay", "ext2", "ext3", "ext4", "xfs", "
 
 def remarks(launch: Launch) -> list[str]:
     """The remarks to the user before the file is written; a remark lists all paths that it concerns."""
-    named = dict(paths(launch.run.value))
+    paths_by_key = dict(paths(launch.run.value))
     if launch.engine == "slurm":
-        return of_slurm(launch, named)
+        return of_slurm(launch, paths_by_key)
     if launch.engine == "jobset":
         mounted, copied = launch.settings.volume is not None, None
         who, way = "pods", "put it on the volume or in the image, and name it as pods see it"
@@ -41,19 +41,19 @@ def remarks(launch: Launch) -> list[str]:
         who, way = "the machines", "give workdir=. and a path in this folder, or a path in mount="
     mount = launch.settings.mount if mounted else None
     near, here = [], []
-    for key, path in named.items():
+    for key, path in paths_by_key.items():
         if PurePosixPath(path).is_absolute():
             if Path(path).exists() and not (mount is not None and PurePosixPath(path).is_relative_to(mount)):
                 here.append(f"{key}={path}")
         elif path.startswith("~") or not is_copied(path, copied):
             near.append(f"{key}={path}")
-    found = []
+    notes = []
     if near:
         start = "in the copy of workdir" if copied is not None else "in a folder of their own"
-        found.append(remark(near, f"from this folder, and {who} start {start}", way))
+        notes.append(remark(near, f"from this folder, and {who} start {start}", way))
     if here:
-        found.append(remark(here, f"on this machine, which {who} do not see", way))
-    return found
+        notes.append(remark(here, f"on this machine, which {who} do not see", way))
+    return notes
 
 
 def is_copied(path: str, copied: Path | None) -> bool:
@@ -68,20 +68,20 @@ def any_file(path: Path) -> bool:
     return path.exists()
 
 
-def of_slurm(launch: Launch, named: dict[str, str]) -> list[str]:
+def of_slurm(launch: Launch, paths_by_key: dict[str, str]) -> list[str]:
     """Remarks about paths on local disks of this machine, which the machines of the job may lack."""
-    named = {"the folder of this command": os.getcwd(), "dir": launch.command.folder} | named
+    paths_by_key = {"the folder of this command": os.getcwd(), "dir": launch.command.folder} | paths_by_key
     if launch.command.recipe is not None:
-        named |= {"the recipe": str(launch.command.recipe)}
-    mounts, found = mounted(), []
-    for key, path in named.items():
+        paths_by_key |= {"the recipe": str(launch.command.recipe)}
+    mounts, local_paths = mounted(), []
+    for key, path in paths_by_key.items():
         kind = kind_of(Path(path), mounts)
         if kind in LOCAL:
-            found.append(f"{key} {path} ({kind})" if " " in key else f"{key}={path} ({kind})")
-    if not found:
+            local_paths.append(f"{key} {path} ({kind})" if " " in key else f"{key}={path} ({kind})")
+    if not local_paths:
         return []
     way = "put it on a file system of the cluster; if this disk is shared out from here, nothing is to be done"
-    return [remark(found, "on a disk of this machine, which others of the job may not see", way)]
+    return [remark(local_paths, "on a disk of this machine, which others of the job may not see", way)]
 
 
 def remark(paths: list[str], why: str, way: str) -> str:

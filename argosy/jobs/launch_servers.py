@@ -63,17 +63,17 @@ def prepared_server(engine: str, words: Sequence[str], verb: Sequence[str], serv
         UserError: every mistake in both.
     """
     if not verb or verb[0] not in servers:
-        asked = f"engine={engine} cannot run `{verb[0]}`" if verb else "launch needs a command"
-        raise BadInput(asked, hint=f"`{command_name()} launch engine={engine} ... -- {next(iter(servers))} /models`")
+        problem = f"engine={engine} cannot run `{verb[0]}`" if verb else "launch needs a command"
+        raise BadInput(problem, hint=f"`{command_name()} launch engine={engine} ... -- {next(iter(servers))} /models`")
     plain = [word for word in verb[1:] if "=" not in word and not word.startswith("-")]
     if len(plain) != 1:
         raise BadInput(f"`{' '.join(verb)}` names {len(plain) or 'no'} models", hint=f"{verb[0]} /models key=value ...")
-    own = [word for word in words if not word.startswith("engine=")]
+    setting_words = [word for word in words if not word.startswith("engine=")]
     rest = [word for word in verb[1:] if word != plain[0]]
     read: dict[str, Any] = {}
 
     def engine_settings() -> None:
-        read["engine"] = read_settings(ENGINES[engine], words_layer(own)).value
+        read["engine"] = read_settings(ENGINES[engine], words_layer(setting_words)).value
 
     def server_settings() -> None:
         read["server"] = servers[verb[0]](rest)

@@ -42,23 +42,23 @@ class Lineage:
     about: Mapping[str, str] = field(default_factory=dict)
 
 
-def hub_base(*named: Any) -> HubName | None:
+def hub_base(*names: Any) -> HubName | None:
     """The first of these that is the name of a model on the Hub, as `hf:OWNER/NAME`, as a path in its cache, or as OWNER/NAME."""
-    for one in (str(name) for name in named if name):
-        if one.startswith("hf:"):
-            return HubName.parse(one)
-        if (known := name_of_path(one)) is not None:
-            return known
-        if _HUB_ID.fullmatch(one) and not Path(one).exists():
-            return HubName(one)
+    for address in (str(name) for name in names if name):
+        if address.startswith("hf:"):
+            return HubName.parse(address)
+        if (hub_name := name_of_path(address)) is not None:
+            return hub_name
+        if _HUB_ID.fullmatch(address) and not Path(address).exists():
+            return HubName(address)
     return None
 
 
 def card_front(text: str) -> dict[str, Any]:
     """The front matter of a card; empty where there is none that can be read."""
-    found = re.match(r"---\s*\n(.*?)\n---\s*(\n|$)", text, re.DOTALL)
+    match = re.match(r"---\s*\n(.*?)\n---\s*(\n|$)", text, re.DOTALL)
     try:
-        return dict(yaml_text_layer(found[1], "README.md").values) if found else {}
+        return dict(yaml_text_layer(match[1], "README.md").values) if match else {}
     except Exception:
         # Cards are written by hand, and other people's.
         return {}
@@ -78,7 +78,7 @@ def model_card(name: HubName, lineage: Lineage, *, license: str | None = None, b
     if lineage.base is not None:
         front["base_model"] = lineage.base.repository
         front["base_model_relation"] = RELATIONS.get(lineage.kind, "finetune")
-    if sets := [one.repository for one in datasets(lineage.settings)]:
+    if sets := [dataset.repository for dataset in datasets(lineage.settings)]:
         front["datasets"] = sets
     if lineage.kind != "diffusers" and lineage.settings.get("model", {}).get("causal", True):
         front["pipeline_tag"] = "text-generation"
@@ -98,9 +98,9 @@ def model_card(name: HubName, lineage: Lineage, *, license: str | None = None, b
 def datasets(settings: Mapping[str, Any]) -> list[HubName]:
     """The data sets of the Hub among the sources of a run."""
     source = (settings.get("data") or {}).get("source")
-    places = [one.get("path") if isinstance(one, Mapping) else one for one in (source if isinstance(source, list) else [source])]
-    named = [re.match(r"hf:([\w.-]+/[\w.-]+)", str(place)) for place in places if place]
-    return [HubName(found[1]) for found in named if found]
+    places = [part.get("path") if isinstance(part, Mapping) else part for part in (source if isinstance(source, list) else [source])]
+    matches = [re.match(r"hf:([\w.-]+/[\w.-]+)", str(place)) for place in places if place]
+    return [HubName(match[1]) for match in matches if match]
 
 
 def _objective(settings: Mapping[str, Any]) -> str:
@@ -108,7 +108,7 @@ def _objective(settings: Mapping[str, Any]) -> str:
 
 
 def _summary(lineage: Lineage) -> str:
-    what = {
+    kind = {
         "peft": "Low-rank adapters",
         "diffusers": "A pipeline that draws images",
         "gguf": "A model in a GGUF file",
@@ -118,7 +118,7 @@ def _summary(lineage: Lineage) -> str:
     on = f" {'for' if lineage.kind == 'peft' else 'from'} `{base.repository}`" if base else ""
     commit = f", commit `{base.revision[:12]}`" if base and base.revision and base.is_pinned else ""
     trained = ", trained" if lineage.settings else ", written"
-    return f"{what}{on}{commit}{trained} with Argosy {version('argosy')}."
+    return f"{kind}{on}{commit}{trained} with Argosy {version('argosy')}."
 
 
 def _use(name: HubName, lineage: Lineage) -> str:
@@ -140,7 +140,7 @@ def _training(lineage: Lineage) -> list[tuple[str, str]]:
     data, optimizer = settings.get("data") or {}, settings.get("optimizer") or {}
     adapter = settings.get("adapter") or {}
     batch, sequence = data.get("batch"), data.get("sequence")
-    given = {
+    facts = {
         "objective": _objective(settings),
         "data": _data(data.get("source")),
         "steps": f"{lineage.step:,} of {settings.get('steps'):,}" if lineage.step is not None else settings.get("steps"),
@@ -151,14 +151,14 @@ def _training(lineage: Lineage) -> list[tuple[str, str]]:
         "precision": settings.get("precision"),
         "random seed": settings.get("seed"),
     }
-    return rows + [(key, str(value)) for key, value in given.items() if value is not None]
+    return rows + [(key, str(value)) for key, value in facts.items() if value is not None]
 
 
 def _data(source: Any) -> str | None:
     """Sources without the folders of this machine."""
-    places = [one.get("path") if isinstance(one, Mapping) else one for one in (source if isinstance(source, list) else [source])]
-    names = [str(one) if "://" in str(one) or str(one).startswith("hf:") else Path(str(one)).name for one in places if one]
-    return ", ".join(f"`{one}`" for one in names) or None
+    places = [part.get("path") if isinstance(part, Mapping) else part for part in (source if isinstance(source, list) else [source])]
+    names = [str(place) if "://" in str(place) or str(place).startswith("hf:") else Path(str(place)).name for place in places if place]
+    return ", ".join(f"`{name}`" for name in names) or None
 
 
 def _table(head: tuple[str, str], rows: Sequence[tuple[str, str]]) -> str:

@@ -72,13 +72,13 @@ def describe(name: str, context: int | None = None) -> dict[str, Any]:
 
     config = config_named(name)
     if config.inputs != "tokens":
-        what = f"{name} reads {config.inputs}, and models of tokens are described"
-        raise BadInput(what, hint="`argosy plan RECIPE model=NAME` tells parameters, FLOPs and memory")
+        problem = f"{name} reads {config.inputs}, and models of tokens are described"
+        raise BadInput(problem, hint="`argosy plan RECIPE model=NAME` tells parameters, FLOPs and memory")
     tokens = context or config.context
     if tokens > config.context:
         raise BadInput(f"context={tokens} is longer than the {config.context} tokens it was made for")
     model = config.build()
-    kept = what_is_kept(model)
+    cached = what_is_kept(model)
     parameters = config.parameters()
     work = config.flops(tokens)
     return {
@@ -95,10 +95,10 @@ def describe(name: str, context: int | None = None) -> dict[str, Any]:
         "flops_per_token_at_1": config.flops(1),
         "flops_per_token_backward": round((config.training_flops(tokens) - work) / tokens),
         "weight_bytes": {dtype: size * parameters for dtype, size in BYTES.items()},
-        "cache_bytes_per_token": {d: BYTES[d] * sum(k.layers * k.token for k in kept) for d in ("float32", "bfloat16")},
-        "cache_bytes": {d: cache_bytes(kept, tokens, BYTES[d]) for d in ("float32", "bfloat16")},
-        "state_bytes": STATE_BYTES * sum(k.layers * k.row for k in kept),
-        "window": next((k.span for k in kept if k.span), None),
+        "cache_bytes_per_token": {d: BYTES[d] * sum(k.layers * k.token for k in cached) for d in ("float32", "bfloat16")},
+        "cache_bytes": {d: cache_bytes(cached, tokens, BYTES[d]) for d in ("float32", "bfloat16")},
+        "state_bytes": STATE_BYTES * sum(k.layers * k.row for k in cached),
+        "window": next((k.span for k in cached if k.span), None),
         "block": _block(model),
         "modules": modules(config),
         "training_bytes": training_bytes(config, tokens) if config.causal else None,
@@ -142,18 +142,18 @@ def family_of(config: Any) -> str:
 
 def used_by(name: str) -> list[str]:
     """The recipes that train this preset."""
-    found = []
+    matches = []
     for recipe in recipes():
         try:
             layers = recipe_layers(recipe)
         except ArgosyError:
             # A recipe with a mistake reports it when it is run.
             continue
-        named = [layer.values.get("model") for layer in layers if layer.values.get("model") is not None]
-        last = named[-1].get("preset") if named and isinstance(named[-1], Mapping) else named[-1] if named else None
+        models = [layer.values.get("model") for layer in layers if layer.values.get("model") is not None]
+        last = models[-1].get("preset") if models and isinstance(models[-1], Mapping) else models[-1] if models else None
         if last == name:
-            found.append(recipe)
-    return found
+            matches.append(recipe)
+    return matches
 
 
 # ---------------------------------------------------------------- counting
@@ -168,13 +168,13 @@ def what_is_kept(model: Any) -> list[Cached]:
     return [Cached(layers, *about) for about, layers in out.items()]
 
 
-def cache_bytes(kept: Iterable[Cached], tokens: int, size: int) -> int:
+def cache_bytes(cached: Iterable[Cached], tokens: int, size: int) -> int:
     """Size of the cache for one sequence of `tokens` tokens, in bytes; a windowed layer needs no more than its window.
 
     Args:
         size: bytes of a cached number.
     """
-    return sum(k.layers * (size * k.token * min(tokens, k.span or tokens) + STATE_BYTES * k.row) for k in kept)
+    return sum(k.layers * (size * k.token * min(tokens, k.span or tokens) + STATE_BYTES * k.row) for k in cached)
 
 
 def parts(model: Any) -> dict[str, int]:
@@ -220,10 +220,10 @@ def _rows(layer: Any, reaches: list[str]) -> list[str]:
         part = getattr(layer, sub)
         shapes = {name: getattr(getattr(part, name), "w", None) for name in vars(part)}
         described = [f"{name} {'x'.join(map(str, w.shape))}" for name, w in shapes.items() if w is not None]
-        what = getattr(part, "called", SUBLAYERS[sub])
-        rows += [""] * bool(rows) + [formula.format(what), f"    {'  '.join(described)}"]
-        if isinstance(how := getattr(part, "how", None), Experts):
-            rows.append(f"    {_routing(how)}")
+        label = getattr(part, "called", SUBLAYERS[sub])
+        rows += [""] * bool(rows) + [formula.format(label), f"    {'  '.join(described)}"]
+        if isinstance(experts := getattr(part, "how", None), Experts):
+            rows.append(f"    {_routing(experts)}")
         if (index := getattr(part, "index", None)) is not None:
             sizes = index.q.sizes
             rows.append(f"    an indexer of {sizes['I']} heads of {sizes['J']} selects {index.topk:,} tokens")
@@ -231,11 +231,11 @@ def _rows(layer: Any, reaches: list[str]) -> list[str]:
     return rows
 
 
-def _routing(how: Experts) -> str:
+def _routing(experts: Experts) -> str:
     """How the experts of a token are chosen."""
-    groups = f" in {how.kept_groups} of {how.groups} groups" if how.groups > 1 else ""
-    shared = f", beside a shared expert of width {how.shared}" if how.shared else ""
-    return f"{how.active} of {how.count} experts{groups}, by {how.score.replace('_', ' of the ')}{shared}"
+    groups = f" in {experts.kept_groups} of {experts.groups} groups" if experts.groups > 1 else ""
+    shared = f", beside a shared expert of width {experts.shared}" if experts.shared else ""
+    return f"{experts.active} of {experts.count} experts{groups}, by {experts.score.replace('_', ' of the ')}{shared}"
 
 
 def _reach(each: Any, config: Any) -> str:

@@ -23,15 +23,15 @@ NAME = "predict"
 def lead(prepare: Callable[[], T]) -> tuple[T, ProcessLeader]:
     """Does what only process 0 does before models are loaded, and waits for the other processes. They fail too if that fails."""
     _prepare()
-    listeners, made = list[ProcessListener](), list[T]()
+    listeners, results = list[ProcessListener](), list[T]()
 
     def address() -> dict[str, object]:
-        made.append(prepare())
+        results.append(prepare())
         listeners.append(ProcessListener(processes.process_address()))
         return listeners[0].address
 
     processes.broadcast(NAME, address)
-    return made[0], ProcessLeader(listeners[0].accept(processes.process_count() - 1), _end_without)
+    return results[0], ProcessLeader(listeners[0].accept(processes.process_count() - 1), _end_without)
 
 
 def follow(stop: Stop, say: Say) -> int:
@@ -58,8 +58,8 @@ def _prepare() -> None:
     if STACKS in os.environ:
         # Open for as long as the process lives.
         write_when_asked(Path(os.environ[STACKS]).open("a"))  # noqa: SIM115
-    own = {name: installed_version(name) for name in ("argosy", "jax", "jaxlib")}
-    processes.check_same_facts(own, dict.fromkeys(own, "install the same packages everywhere"))
+    versions = {name: installed_version(name) for name in ("argosy", "jax", "jaxlib")}
+    processes.check_same_facts(versions, dict.fromkeys(versions, "install the same packages everywhere"))
 
 
 def _end_without(rank: int) -> None:

@@ -39,14 +39,14 @@ def profile(
         raise BadInput(f"{place} is not on this machine", hint="captures are files of a run directory here")
     if steps is not None:
         return read_profile(request_capture(run, steps, timeout, say))
-    found = captures(run)
+    folders = captures(run)
     if at is not None:
-        found = [one for one in found if int(one.name) == at]
-    if not found:
+        folders = [folder for folder in folders if int(folder.name) == at]
+    if not folders:
         running = listing.is_held(run)
         hint = "steps=3 captures three steps of it now" if running else "train with profile.steps=10-12, or ask while it runs: steps=3"
         raise BadInput(f"{run} has no capture{'' if at is None else f' that begins with step {at}'}", hint=hint)
-    return read_profile(max(found, key=lambda one: (one / "window.json").stat().st_mtime))
+    return read_profile(max(folders, key=lambda folder: (folder / "window.json").stat().st_mtime))
 
 
 def request_capture(run: Path, steps: int, timeout: float, say: Say) -> Path:
@@ -93,8 +93,8 @@ def profile_of_run(store: Store) -> Profile | None:
     if not store.is_local:
         return None
     try:
-        found = captures(store.local_path())
-        return read_profile(found[-1]) if found else None
+        folders = captures(store.local_path())
+        return read_profile(folders[-1]) if folders else None
     except (ArgosyError, OSError, ValueError, RuntimeError):
         # Reports are needed most for runs that went wrong.
         return None

@@ -48,12 +48,12 @@ class PushSource:
         """Files by their names in the repository: without hidden ones, unfinished ones and pickles."""
         if self.path.is_file():
             return {self.path.name: self.path}
-        found = {str(one.relative_to(self.path)): one for one in sorted(self.path.rglob("*")) if one.is_file()}
-        found = {name: one for name, one in found.items() if not any(part.startswith(".") for part in Path(name).parts)}
-        left = [name for name, one in found.items() if one.suffix == ".part" or any(one.match(pattern) for pattern in PICKLES)]
-        if left:
-            say(f"left out, because pickles may run code as they are read: {', '.join(left[:6])}{', ...' * (len(left) > 6)}")
-        return {name: one for name, one in found.items() if name not in left}
+        paths = {str(path.relative_to(self.path)): path for path in sorted(self.path.rglob("*")) if path.is_file()}
+        paths = {name: path for name, path in paths.items() if not any(part.startswith(".") for part in Path(name).parts)}
+        left_out = [name for name, path in paths.items() if path.suffix == ".part" or any(path.match(pattern) for pattern in PICKLES)]
+        if left_out:
+            say(f"left out, because pickles may run code as they are read: {', '.join(left_out[:6])}{', ...' * (len(left_out) > 6)}")
+        return {name: path for name, path in paths.items() if name not in left_out}
 
 
 def push(
@@ -93,7 +93,7 @@ def push(
         files[CARD] = model_card(name, source.lineage, license=license, base_card=base_card).encode()
     elif license is not None:
         raise BadInput(f"license={license}, and {Path(model) / CARD} is a card of its own", hint="write the license into it")
-    listed = [{"path": one, "bytes": len(c) if isinstance(c, bytes) else c.stat().st_size} for one, c in sorted(files.items())]
+    listed = [{"path": file, "bytes": len(c) if isinstance(c, bytes) else c.stat().st_size} for file, c in sorted(files.items())]
     text = files[CARD]
     card_text = text.decode() if isinstance(text, bytes) else text.read_text(encoding="utf-8")
     done = push_files(
@@ -156,7 +156,7 @@ def push_source(model: Path, *, merge: bool = False, dtype: str | None = None, s
 
 def run_lineage(model: Path, opened: Any) -> Lineage:
     """The lineage of a run or of one of its checkpoints."""
-    run = next((one for one in (model, *model.absolute().parents[:2]) if (one / SETTINGS).is_file()), None)
+    run = next((folder for folder in (model, *model.absolute().parents[:2]) if (folder / SETTINGS).is_file()), None)
     settings = {} if run is None else dict(yaml_layer(run / SETTINGS).values)
     init = settings.get("init") or {}
     base = hub_base(init.get("weights"), opened.adapted.base.path if opened.adapted else None, opened.hub.get("_name_or_path"))
@@ -172,14 +172,14 @@ def run_lineage(model: Path, opened: Any) -> Lineage:
 
 def _folder_lineage(model: Path, kind: str) -> Lineage:
     if kind == "peft":
-        said = read_json_object(model / "adapter_config.json")
-        base = hub_base(said.get("base_model_name_or_path"))
-        return Lineage(kind, base.at(str(said["revision"])) if base and said.get("revision") and not base.revision else base)
+        config = read_json_object(model / "adapter_config.json")
+        base = hub_base(config.get("base_model_name_or_path"))
+        return Lineage(kind, base.at(str(config["revision"])) if base and config.get("revision") and not base.revision else base)
     if kind != "hub":
         return Lineage(kind)
-    said = read_json_object(model / "config.json")
-    packed = (said.get("quantization_config") or {}).get("quant_method") == "compressed-tensors"
-    return Lineage("compressed-tensors" if packed else kind, hub_base(said.get("_name_or_path")))
+    config = read_json_object(model / "config.json")
+    packed = (config.get("quantization_config") or {}).get("quant_method") == "compressed-tensors"
+    return Lineage("compressed-tensors" if packed else kind, hub_base(config.get("_name_or_path")))
 
 
 def _base_card(lineage: Lineage) -> str:
@@ -199,6 +199,6 @@ def _staging(checkpoint: Path, to: str, dtype: str | None) -> Path:
     home = cache_home()
     if home is None:
         raise BadInput("no folder for the conversion: this user has no home directory", hint="set XDG_CACHE_HOME")
-    files = [(one.name, one.stat().st_size, one.stat().st_mtime_ns) for one in sorted(checkpoint.iterdir()) if one.is_file()]
+    files = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(checkpoint.iterdir()) if file.is_file()]
     identity = json.dumps([str(checkpoint.resolve()), files, to, dtype])
     return home / "push" / hashlib.sha256(identity.encode()).hexdigest()[:16]

@@ -60,7 +60,7 @@ def quantize(
     dtype: str | None = None,
     to: str = "argosy",
     say: Say = lambda _: None,
-    progress: Progress = lambda new, all, kept: None,
+    progress: Progress = lambda new, all, kept_bytes: None,
 ) -> dict[str, Any]:
     """Quantizes a model. Returns a report: a row for each weight, with its bytes and errors.
 
@@ -90,8 +90,8 @@ def quantize(
         raise BadInput(f"{source} is quantized already", hint="quantize the model it came from; or `argosy convert` makes floats of it")
     if rotate is not None:
         if rotate == "quarot" and to != "argosy":
-            what = f"to={to} has no place here for rotations while the model runs, so its readers would compute something else"
-            raise Unsupported(what, hint="rotate=hadamard, which changes weights alone; or Argosy's own format: leave out `to`")
+            problem = f"to={to} has no place here for rotations while the model runs, so its readers would compute something else"
+            raise Unsupported(problem, hint="rotate=hadamard, which changes weights alone; or Argosy's own format: leave out `to`")
         stored = rotated_model(stored, get_args(Rotation) if rotate == "quarot" else ())
         say(describe_rotation(stored.weights))
     order = {name.removesuffix(".w"): i for i, name in enumerate(stored.weights.names)}
@@ -102,7 +102,7 @@ def quantize(
     table = LayerTable()
     identity = identity_of(stored, to, dtype, 0) | {"rules": [dump(rule) for rule in rules], "method": described_method(method)}
     identity |= {} if rotate is None else {"rotate": rotate}
-    written = CountedProgress(progress)
+    count = CountedProgress(progress)
     kept_layers = target.with_name(f"{target.name}.calibration")
 
     def stopped() -> None:
@@ -138,7 +138,7 @@ def quantize(
             DTYPES[dtype] if dtype else None,
             stored_tokenizer(stored),
             identity=identity,
-            progress=written,
+            progress=count,
             schemes=schemes,
         )
     # What a killed process had written was not quantized again.
@@ -146,16 +146,16 @@ def quantize(
     if calibrated is not None:
         table.add_errors(calibrated)
         shutil.rmtree(kept_layers)
-    kept = [name for name in stored.weights.names if name.removesuffix(".w") not in schemes]
-    bytes_kept = sum(int(np.prod(stored.weights.shape(name))) * weights.dtype(name).itemsize for name in kept)
+    unquantized = [name for name in stored.weights.names if name.removesuffix(".w") not in schemes]
+    bytes_kept = sum(int(np.prod(stored.weights.shape(name))) * weights.dtype(name).itemsize for name in unquantized)
     return {
         "source": source,
         "target": str(target),
         "method": Choice(METHODS).name_of(method),
         "samples": None if data is None else samples,
         "weights": sorted(table.rows, key=lambda row: order[row["name"]]),
-        "kept": {"tensors": len(kept), "bytes": bytes_kept, "largest": largest(stored.weights, kept)},
-        "bytes": written.all,
+        "kept": {"tensors": len(unquantized), "bytes": bytes_kept, "largest": largest(stored.weights, unquantized)},
+        "bytes": count.all,
         "source_bytes": stored_bytes(stored.weights),
         "seconds": time.monotonic() - start,
     }

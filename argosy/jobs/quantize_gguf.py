@@ -25,7 +25,7 @@ def quantize_gguf(
     preset: str,
     *,
     say: Say = lambda _: None,
-    progress: Progress = lambda new, all, kept: None,
+    progress: Progress = lambda new, all, kept_bytes: None,
 ) -> dict[str, Any]:
     """Quantizes a model by rounding to nearest, as llama.cpp does. Returns a report like that of `quantize`: a row for each tensor that
     is not float32, and the names of tensors whose rows are too narrow for the preset's type.
@@ -38,26 +38,26 @@ def quantize_gguf(
         BadInput: the source is no model or quantized already, the target exists, or there is no such preset; nothing is written.
         Unsupported: the family or a setting has no place in a GGUF file.
     """
-    start, how = time.monotonic(), mixture(preset)
+    start, target_mixture = time.monotonic(), mixture(preset)
     stored = open_source(source, say)
     _check_plain(stored, source, say)
-    written = CountedProgress(progress)
+    count = CountedProgress(progress)
     identity = identity_of(stored, "gguf", None, 0) | {"preset": preset}
-    content = write_gguf(stored, target, how, stored_tokenizer(stored), identity, say, written)
-    kept = [tensor for tensor in content.tensors if tensor.type == "F32"]
-    largest = sorted(kept, key=lambda tensor: -tensor.bytes)[:3]
+    content = write_gguf(stored, target, target_mixture, stored_tokenizer(stored), identity, say, count)
+    float_tensors = [tensor for tensor in content.tensors if tensor.type == "F32"]
+    largest = sorted(float_tensors, key=lambda tensor: -tensor.bytes)[:3]
     others = [tensor for tensor in content.tensors if tensor.type != "F32"]
     return {
         "source": source,
         "target": str(target),
         "weights": [row(tensor) for tensor in others],
-        "narrow": [tensor.entry.name for tensor in others if _is_narrow(tensor, how, stored.config, content.meta[KIND])],
+        "narrow": [tensor.entry.name for tensor in others if _is_narrow(tensor, target_mixture, stored.config, content.meta[KIND])],
         "kept": {
-            "tensors": len(kept),
-            "bytes": sum(tensor.bytes for tensor in kept),
+            "tensors": len(float_tensors),
+            "bytes": sum(tensor.bytes for tensor in float_tensors),
             "largest": [tensor.entry.name for tensor in largest],
         },
-        "bytes": written.all,
+        "bytes": count.all,
         "seconds": time.monotonic() - start,
     }
 
@@ -77,9 +77,9 @@ def row(tensor: EncodedTensor) -> dict[str, Any]:
     }
 
 
-def _is_narrow(tensor: EncodedTensor, how: Mixture, config: Any, architecture: str) -> bool:
-    usual = usual_type(tensor.entry.name, tensor.entry.shape, how, config, architecture)
-    return (tensor.kind.dtype is None and usual != tensor.type) or (tensor.type == "F16") != (how.type == "F16")
+def _is_narrow(tensor: EncodedTensor, mixture: Mixture, config: Any, architecture: str) -> bool:
+    usual = usual_type(tensor.entry.name, tensor.entry.shape, mixture, config, architecture)
+    return (tensor.kind.dtype is None and usual != tensor.type) or (tensor.type == "F16") != (mixture.type == "F16")
 
 
 def _check_plain(stored: OpenedModel, source: str, say: Say) -> None:

@@ -35,12 +35,12 @@ def measure_change(source: str, target: str, settings: EvalSettings, planned: Se
     """The perplexity of a text by a model before and after it was quantized: `before`, `after`, `tokens`."""
     from argosy.infer.load import load_lm
 
-    found = []
+    figures = []
     for model in (source, target):
         say(f"measuring the perplexity of {model}")
         document, _ = evaluate(load_lm(model), planned, settings, {}, lambda *_: None, lambda: False)
-        found.append(document["tasks"]["perplexity"])
-    return {"before": found[0]["perplexity"], "after": found[1]["perplexity"], "tokens": found[1]["tokens"]}
+        figures.append(document["tasks"]["perplexity"])
+    return {"before": figures[0]["perplexity"], "after": figures[1]["perplexity"], "tokens": figures[1]["tokens"]}
 
 
 def check_report(path: str) -> None:

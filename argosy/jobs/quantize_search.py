@@ -62,8 +62,8 @@ def search_recipe(
     if stored.quantized is not None:
         raise BadInput(f"{source} is quantized already", hint="search with the model it came from")
     if not stored.config.causal or stored.config.scored:
-        what = f"search compares next tokens, and {source} predicts none"
-        raise Unsupported(what, hint="`argosy quantize MODEL OUT preset=w8`")
+        problem = f"search compares next tokens, and {source} predicts none"
+        raise Unsupported(problem, hint="`argosy quantize MODEL OUT preset=w8`")
     model = stored.config.build(Unroll())
     runner = LayerRunner(stored.config, stored.weights, by_layer(model, schemes_of(model, [Rule(weights="int8")])))
     sizes = matrix_bits(runner, schemes)
@@ -84,8 +84,8 @@ def search_recipe(
             name: {preset: PresetCost(sizes[name][1][preset], kl) for preset, kl in of.items()}
             for name, of in meter.sensitivities(schemes, layer_progress(say, "measured"), measured)
         }
-    chosen = dict(zip(costs, within_budget(list(costs.values()), int(budget * numbers)), strict=True))
-    recipes = {preset: dict.fromkeys(costs, preset) for preset in schemes} | {"mixed": chosen}
+    mixed_recipe = dict(zip(costs, within_budget(list(costs.values()), int(budget * numbers)), strict=True))
+    recipes = {preset: dict.fromkeys(costs, preset) for preset in schemes} | {"mixed": mixed_recipe}
     rows = {
         name: {
             "bits": sum(sizes[matrix][1][preset] for matrix, preset in recipe.items()) / numbers,
@@ -151,9 +151,9 @@ def preset_scheme(name: str) -> Scheme:
 
 def matrix_bits(runner: LayerRunner, schemes: Mapping[str, Scheme]) -> dict[str, tuple[int, dict[str, int]]]:
     """The numbers of each matrix and its bits by each scheme, by its per-layer name."""
-    names = [f"layers.{i}.{name}" for i, own in enumerate(runner.names) for name in own]
-    found = {name: {preset: bits_of(runner, name, scheme) for preset, scheme in schemes.items()} for name in names}
-    return {name: (next(iter(of.values()))[1], {preset: bits for preset, (bits, _) in of.items()}) for name, of in found.items()}
+    names = [f"layers.{i}.{name}" for i, layer_names in enumerate(runner.names) for name in layer_names]
+    bits_by_name = {name: {preset: bits_of(runner, name, scheme) for preset, scheme in schemes.items()} for name in names}
+    return {name: (next(iter(of.values()))[1], {preset: bits for preset, (bits, _) in of.items()}) for name, of in bits_by_name.items()}
 
 
 def check_budget(budget: float, uniform: Mapping[str, float]) -> None:

@@ -28,11 +28,11 @@ def replica_app(repository: str, settings: dict[str, Any]) -> Any:
     say = logging.getLogger("ray.serve").info
     server = PredictSettings(**settings)
     check_repository(Path(repository))
-    found = Repository(Path(repository), server, PredictMetrics(), say, open_store(machine.programs_folder(), say, sources=False))
-    found.look()
-    reasons = [f"{name}: {why}" for name, state in found.models.items() if not state.versions for why in state.reasons.values()]
+    bundles = Repository(Path(repository), server, PredictMetrics(), say, open_store(machine.programs_folder(), say, sources=False))
+    bundles.look()
+    reasons = [f"{name}: {why}" for name, state in bundles.models.items() if not state.versions for why in state.reasons.values()]
     if reasons:
         raise ArgosyError("; ".join(reasons))
     if server.poll is not None:
-        found.poll(server.poll)
-    return predict_app(PredictService(found, replicated=True))
+        bundles.poll(server.poll)
+    return predict_app(PredictService(bundles, replicated=True))

@@ -40,17 +40,17 @@ def combinations(recipe: str, words: Sequence[str]) -> list[Combination]:
     swept = [word for word in words if len(values[word]) > 1]
     if not swept:
         raise BadInput("no setting has several values", hint="list them: optimizer.learning_rate=1e-3,3e-3")
-    found = []
-    for own in itertools.product(*(values[word] for word in swept)):
-        name = ",".join(word.rpartition(".")[2] if _is_unique(word, swept) else word for word in own).replace("/", "_")
+    grid = []
+    for changes in itertools.product(*(values[word] for word in swept)):
+        name = ",".join(word.rpartition(".")[2] if _is_unique(word, swept) else word for word in changes).replace("/", "_")
         place = str(Path(folder) / name)
         fixed = [word for word in words if word not in swept]
-        found.append(Combination(own, (*fixed, *own, f"dir={place}"), place))
-    if len({c.dir for c in found}) < len(found):
+        grid.append(Combination(changes, (*fixed, *changes, f"dir={place}"), place))
+    if len({c.dir for c in grid}) < len(grid):
         raise BadInput("two runs of the sweep have the same settings", hint="name each value once")
-    for one in found:
-        settled(recipe, one.words)
-    return found
+    for combination in grid:
+        settled(recipe, combination.words)
+    return grid
 
 
 def sweep(runs: Sequence[Combination], train: Callable[[Combination], int], say: Callable[[str], None]) -> int:
@@ -63,10 +63,10 @@ def sweep(runs: Sequence[Combination], train: Callable[[Combination], int], say:
         0; 1 if a run failed; a signal's exit code if one stopped it, in which case the remaining runs are left out.
     """
     worst = 0
-    for number, one in enumerate(runs, 1):
-        say(f"\nrun {number} of {len(runs)}: {' '.join(one.changes)}")
+    for number, combination in enumerate(runs, 1):
+        say(f"\nrun {number} of {len(runs)}: {' '.join(combination.changes)}")
         try:
-            code = train(one)
+            code = train(combination)
         except UserError:
             raise
         except ArgosyError as error:

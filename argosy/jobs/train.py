@@ -118,11 +118,11 @@ def checked(settings: Run, say: Callable[[str], None] = lambda _: None) -> "Asse
     from argosy.run.start.initial import check_source
 
     def build() -> "Assembly":
-        made = assemble(settings, Decided.here(settings), say=say)
-        made.decided = with_winners(made)
-        check_source(settings, tokenizer=made.tokenizer)
-        check_served(made)
-        return made
+        assembly = assemble(settings, Decided.here(settings), say=say)
+        assembly.decided = with_winners(assembly)
+        check_source(settings, tokenizer=assembly.tokenizer)
+        check_served(assembly)
+        return assembly
 
     return processes.one_by_one("assemble", build)
 
@@ -149,12 +149,12 @@ def _locked(
             if isinstance(settings.model, LearnedEmbeddingsConfig):
                 keep_learned_embeddings(directory)
             return Outcome(directory.place, good, settings.steps, 0, last, {}, good)
-        kept = directory.with_provenance(reading)
+        full_reading = directory.with_provenance(reading)
         life = RunLife(Store(directory.store.root), clock, processes.rank())
         if where := os.environ.get(WHERE):
             clock.tell = Whereabouts(Path(where), lambda: life.step)
             clock.tell("start")
-        training = Training.begin(kept, directory, meta, log, clock, command, assembly)
+        training = Training.begin(full_reading, directory, meta, log, clock, command, assembly)
         state = training.fresh() if good is None else training.restored(good)
         directory.write_settings(training.reading)
         training.keep_tokenizer()

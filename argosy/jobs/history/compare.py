@@ -31,7 +31,7 @@ def compare(
     tolerance: float | None = None,
     *,
     say: Callable[[str], None] = lambda _: None,
-    progress: Progress = lambda new, all, kept: None,
+    progress: Progress = lambda new, all, kept_bytes: None,
 ) -> dict[str, Any]:
     """Compares two models, or two diffusers folders model by model, with their samplers. `equal` in the result is true if nothing
     differs.
@@ -46,12 +46,12 @@ def compare(
     folders = Path(local_model(a, say)), Path(local_model(b, say))
     if all((folder / DIFFUSERS_INDEX).is_file() for folder in folders):
         return {"a": a, "b": b, **_compared_parts(*folders, tolerance, say, progress)}
-    one, other = open_source(a, say), open_source(b, say)
-    names = [name for name in one.weights.names if name in other.weights.names]
-    only = [name for name in one.weights.names if name not in other.weights.names]
-    only_other = [name for name in other.weights.names if name not in one.weights.names]
-    settings = _settings(one, other)
-    differences = list(_differences(one, other, names, tolerance, progress))
+    first, second = open_source(a, say), open_source(b, say)
+    names = [name for name in first.weights.names if name in second.weights.names]
+    only = [name for name in first.weights.names if name not in second.weights.names]
+    only_other = [name for name in second.weights.names if name not in first.weights.names]
+    settings = _settings(first, second)
+    differences = list(_differences(first, second, names, tolerance, progress))
     return {
         "a": a,
         "b": b,
@@ -62,36 +62,36 @@ def compare(
         "only_in_b": only_other,
         "settings": settings,
         "differences": differences,
-        "memory": memory_used([one, other]),
+        "memory": memory_used([first, second]),
     }
 
 
 def _compared_parts(a: Path, b: Path, tolerance: float | None, say: Callable[[str], None], progress: Progress) -> dict[str, Any]:
     """The comparison of two diffusers folders: names begin with those of their parts."""
     in_a, in_b = _parts(a), _parts(b)
-    both, found = [name for name in in_a if name in in_b], dict[str, dict[str, Any]]()
+    both, comparisons = [name for name in in_a if name in in_b], dict[str, dict[str, Any]]()
     if not both:
         raise BadInput(f"{a} and {b} have no part of the same name", where=f"{', '.join(in_a)}; {', '.join(in_b)}")
     for name in both:
         say(f"comparing {name} ...")
-        found[name] = compare(str(a / name), str(b / name), tolerance, say=say, progress=progress)
+        comparisons[name] = compare(str(a / name), str(b / name), tolerance, say=say, progress=progress)
     joined: dict[str, Any] = {
         "only_in_a": [f"{name}/" for name in in_a if name not in in_b],
         "only_in_b": [f"{name}/" for name in in_b if name not in in_a],
         "settings": _sampler_settings(a, b),
         "differences": [],
     }
-    for name, one in found.items():
-        joined["only_in_a"] += [f"{name}/{tensor}" for tensor in one["only_in_a"]]
-        joined["only_in_b"] += [f"{name}/{tensor}" for tensor in one["only_in_b"]]
-        joined["settings"] += [s | {"name": f"{name}/{s['name']}"} for s in one["settings"]]
-        joined["differences"] += [d | {"name": f"{name}/{d['name']}"} for d in one["differences"]]
+    for name, comparison in comparisons.items():
+        joined["only_in_a"] += [f"{name}/{tensor}" for tensor in comparison["only_in_a"]]
+        joined["only_in_b"] += [f"{name}/{tensor}" for tensor in comparison["only_in_b"]]
+        joined["settings"] += [s | {"name": f"{name}/{s['name']}"} for s in comparison["settings"]]
+        joined["differences"] += [d | {"name": f"{name}/{d['name']}"} for d in comparison["differences"]]
     return {
         "equal": not any(joined.values()),
         "tolerance": tolerance,
-        "tensors": sum(one["tensors"] for one in found.values()),
+        "tensors": sum(comparison["tensors"] for comparison in comparisons.values()),
         **joined,
-        "memory": max((one["memory"] for one in found.values()), key=lambda memory: memory["bound_bytes"]),
+        "memory": max((comparison["memory"] for comparison in comparisons.values()), key=lambda memory: memory["bound_bytes"]),
     }
 
 
@@ -101,65 +101,65 @@ def _parts(folder: Path) -> list[str]:
     Raises:
         BadInput: it has none.
     """
-    found = sorted(path.parent.name for path in folder.glob("*/config.json"))
-    if not found:
+    names = sorted(path.parent.name for path in folder.glob("*/config.json"))
+    if not names:
         raise BadInput(f"{folder} has a {DIFFUSERS_INDEX}, and no folder with a model")
-    return found
+    return names
 
 
 def _sampler_settings(a: Path, b: Path) -> list[dict[str, Any]]:
     """The settings in which the samplers of two diffusers folders differ."""
-    one, other = (_sampler(folder / "scheduler" / "scheduler_config.json") for folder in (a, b))
-    names = [name for name in dict.fromkeys([*one, *other]) if name != "_diffusers_version" and one.get(name) != other.get(name)]
-    return [{"name": f"scheduler/{name}", "a": one.get(name), "b": other.get(name)} for name in names]
+    first, second = (_sampler(folder / "scheduler" / "scheduler_config.json") for folder in (a, b))
+    names = [name for name in dict.fromkeys([*first, *second]) if name != "_diffusers_version" and first.get(name) != second.get(name)]
+    return [{"name": f"scheduler/{name}", "a": first.get(name), "b": second.get(name)} for name in names]
 
 
 def _sampler(path: Path) -> dict[str, Any]:
     return read_json_object(path) if path.is_file() else {}
 
 
-def _settings(one: OpenedModel, other: OpenedModel) -> list[dict[str, Any]]:
+def _settings(first: OpenedModel, second: OpenedModel) -> list[dict[str, Any]]:
     """The settings in which the two differ: equal weights with another rope base are another model."""
-    a, b = (stored.config.resolved().model_dump(mode="json") for stored in (one, other))
-    if type(one.config) is not type(other.config):
-        return [{"name": "family", "a": type(one.config).__name__, "b": type(other.config).__name__}]
+    a, b = (stored.config.resolved().model_dump(mode="json") for stored in (first, second))
+    if type(first.config) is not type(second.config):
+        return [{"name": "family", "a": type(first.config).__name__, "b": type(second.config).__name__}]
     return [{"name": k, "a": a[k], "b": b[k]} for k in a if a[k] != b[k] and k != "preset"]
 
 
 def _differences(
-    one: OpenedModel, other: OpenedModel, names: list[str], tolerance: float | None, progress: Progress
+    first: OpenedModel, second: OpenedModel, names: list[str], tolerance: float | None, progress: Progress
 ) -> Iterator[dict[str, Any]]:
-    sizes = [tensor_bytes(one.weights.shape(name), one.weights.dtype(name)) for name in names]
+    sizes = [tensor_bytes(first.weights.shape(name), first.weights.dtype(name)) for name in names]
     progress(0, sum(sizes), 0)
     for name, n_bytes in zip(names, sizes):
-        if (found := _difference(one, other, name, tolerance)) is not None:
-            yield {"name": name} | found
+        if (difference := _difference(first, second, name, tolerance)) is not None:
+            yield {"name": name} | difference
         progress(n_bytes, sum(sizes), 0)
 
 
-def _difference(one: OpenedModel, other: OpenedModel, name: str, tolerance: float | None) -> dict[str, Any] | None:
+def _difference(first: OpenedModel, second: OpenedModel, name: str, tolerance: float | None) -> dict[str, Any] | None:
     """How the two differ; None if they are as equal as the tolerance asks."""
-    shapes = one.weights.shape(name), other.weights.shape(name)
+    shapes = first.weights.shape(name), second.weights.shape(name)
     if shapes[0] != shapes[1]:
         return {"what": "shape", "a": list(shapes[0]), "b": list(shapes[1])}
-    a, b = one.weights.dtype(name), other.weights.dtype(name)
+    a, b = first.weights.dtype(name), second.weights.dtype(name)
     types = {"a": a.name, "b": b.name}
-    if a == b and all(_same_bytes(x, y) for x, y in _pairs(one.weights, other.weights, name)):
+    if a == b and all(_same_bytes(x, y) for x, y in _pairs(first.weights, second.weights, name)):
         return None
-    found = _distances(slabs for pair in _pairs(one.weights, other.weights, name) for slabs in _slabs(*pair))
+    distances = _distances(slabs for pair in _pairs(first.weights, second.weights, name) for slabs in _slabs(*pair))
     if tolerance is not None:
-        return None if found["max_abs"] <= tolerance * found["largest"] else {"what": "values"} | types | found
-    what = "dtype" if types["a"] != types["b"] else "values"
-    return {"what": what} | types | found
+        return None if distances["max_abs"] <= tolerance * distances["largest"] else {"what": "values"} | types | distances
+    kind = "dtype" if types["a"] != types["b"] else "values"
+    return {"what": kind} | types | distances
 
 
-def _pairs(one: TensorReader, other: TensorReader, name: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _pairs(first: TensorReader, second: TensorReader, name: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """The tensor of both models; part by part if either is read in parts."""
-    if not (is_apart(one, name) or is_apart(other, name)):
-        yield one.read(name), other.read(name)
+    if not (is_apart(first, name) or is_apart(second, name)):
+        yield first.read(name), second.read(name)
         return
-    for i in range(one.shape(name)[0]):
-        yield read_part(one, name, i), read_part(other, name, i)
+    for i in range(first.shape(name)[0]):
+        yield read_part(first, name, i), read_part(second, name, i)
 
 
 def _same_bytes(a: np.ndarray, b: np.ndarray) -> bool:

@@ -75,8 +75,8 @@ def find(root: str | Path = "runs") -> list[Path | str]:
     """
     store = store_of(root)
     if not store.is_local:
-        found = [one for one in (store, *map(store.child, store.list())) if is_run(one.root)]
-        return [one.root for one in sorted(found, key=lambda one: -(written_s(one.root) or 0.0))]
+        stores = [child for child in (store, *map(store.child, store.list())) if is_run(child.root)]
+        return [child.root for child in sorted(stores, key=lambda child: -(written_s(child.root) or 0.0))]
     root = store.local_path()
     if not root.is_dir():
         hint = "`argosy train RECIPE` makes runs/RECIPE; `argosy runs FOLDER` looks elsewhere"
@@ -95,17 +95,17 @@ def summary(path: str | Path, *, verify: bool = False) -> Summary:
             BadInput: it is not a run directory.
     """
     path = require(path)
-    kept, steps, problem = checkpoints(path), None, None
+    saved_steps, steps, problem = checkpoints(path), None, None
     try:
         steps = as_int(stored(path).get("steps"))
     except ArgosyError as error:
         problem = f"{SETTINGS}: {error.what}"
-    for step in reversed(kept) if verify else kept[-1:]:
+    for step in reversed(saved_steps) if verify else saved_steps[-1:]:
         problem = problem or trouble(path, step, verify)
-    step = kept[-1] if kept else None
+    step = saved_steps[-1] if saved_steps else None
     state = DAMAGED if problem else DONE if step is not None and steps and step >= steps else CAN_RESUME
     state = RUNNING if state == CAN_RESUME and is_held(path) else state
-    return Summary(path, state, step, steps, _last_numbers(path), written_s(path), tuple(kept), problem, account(store_of(path)))
+    return Summary(path, state, step, steps, _last_numbers(path), written_s(path), tuple(saved_steps), problem, account(store_of(path)))
 
 
 def stored(path: str | Path) -> dict[str, Any]:
@@ -147,17 +147,17 @@ def compare(paths: Sequence[str | Path]) -> dict[str, Any]:
     """
     if len(paths) < 2:
         raise BadInput("one run is not a comparison", hint="argosy runs compare A B")
-    found = [require(path) for path in paths]
-    values = [stored(path) for path in found]
+    directories = [require(path) for path in paths]
+    values = [stored(path) for path in directories]
     keys = [key for other in values[1:] for key, _, _ in diff(values[0], other) if key != "dir"]
     flat = [flatten(v) for v in values]
-    ends = [summary(path) for path in found]
+    ends = [summary(path) for path in directories]
     numbers: dict[str, list[Any]] = {"state": [end.state for end in ends], "step": [end.step for end in ends]}
     for name in FINAL:
         if any(name in end.numbers for end in ends):
             numbers[name] = [end.numbers.get(name) for end in ends]
     differ = {key: [f.get(key) for f in flat] for key in dict.fromkeys(keys)}
-    return {"runs": [str(path) for path in found], "settings": differ, "numbers": numbers}
+    return {"runs": [str(path) for path in directories], "settings": differ, "numbers": numbers}
 
 
 # ---------------------------------------------------------------- files
@@ -248,11 +248,11 @@ def _trouble_elsewhere(store: Store, step: int, files: Mapping[str, Any], verify
     from argosy.checkpoint.medium.objects import download
 
     def of(name: str) -> str | None:
-        own, expected = f"{CHECKPOINTS}/{step}/{name}", files[name]
+        path, expected = f"{CHECKPOINTS}/{step}/{name}", files[name]
         try:
-            size = store.size(own)
+            size = store.size(path)
             if size == expected["bytes"] and verify:
-                download(store, own, expected)
+                download(store, path, expected)
         except Missing:
             return f"checkpoint {step}: {name} is missing"
         except Damaged:
@@ -284,8 +284,8 @@ def is_held(path: str | Path) -> bool:
 def _last_numbers(path: str | Path) -> dict[str, float]:
     """The last value written for each number, by step."""
     lines = [line for line in metrics.read(store_of(path)) if as_int(line.get("step")) is not None]
-    found = {name: metrics.by_step(lines, name) for name in FINAL}
-    last = {name: values[max(values)] for name, values in found.items() if values}
+    by_name = {name: metrics.by_step(lines, name) for name in FINAL}
+    last = {name: values[max(values)] for name, values in by_name.items() if values}
     return {name: float(v) for name, v in last.items() if isinstance(v, int | float) and math.isfinite(v)}
 
 
@@ -293,7 +293,7 @@ def written_s(path: str | Path) -> float | None:
     """Time of the run's last write, in seconds since 1970."""
     store = store_of(path)
     times = [store.written_s(name) for name in (metrics.FILE, SETTINGS) if store.exists(name)]
-    return max((one for one in times if one is not None), default=None)
+    return max((seconds for seconds in times if seconds is not None), default=None)
 
 
 def as_int(value: Any) -> int | None:

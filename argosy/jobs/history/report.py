@@ -42,7 +42,7 @@ def report(path: str | Path) -> Path | str:
 
 def record(path: Path | str) -> RunRecord:
     """Collects what the report shows of the run in a directory."""
-    found, store = runs.summary(path), runs.store_of(path)
+    summary, store = runs.summary(path), runs.store_of(path)
     try:
         values = runs.stored(path)
         settings = [(key, value, who) for key, value, who in runs.settings(path) if key != "dir"]
@@ -51,12 +51,12 @@ def record(path: Path | str) -> RunRecord:
     lines = metrics.read(store)
     return RunRecord(
         name=path.resolve().name if isinstance(path, Path) else path.rpartition("/")[2],
-        state=STATES.get(found.state, found.state),
+        state=STATES.get(summary.state, summary.state),
         lines=lines,
-        steps=found.steps,
+        steps=summary.steps,
         facts=facts(values, lines),
         settings=[(key, value_text(value), who) for key, value, who in settings],
-        checkpoints=[saved for step in found.checkpoints if (saved := _saved(store, step))],
+        checkpoints=[saved for step in summary.checkpoints if (saved := _saved(store, step))],
         environment=surroundings(),
         command=command(path, settings, lines),
         story=_story(store),
@@ -80,41 +80,41 @@ def _profile(store: Store) -> Any:
 
 def _images(store: Any, lines: Sequence[Mapping[str, Any]]) -> list[tuple[int, str, bytes]]:
     """The grids that a run of images drew, of which the last of each step counts."""
-    named = {line["sample_image"]: line for line in lines if "sample_image" in line}
-    found = []
-    for name, line in named.items():
+    by_name = {line["sample_image"]: line for line in lines if "sample_image" in line}
+    grids = []
+    for name, line in by_name.items():
         if store.exists(name):
             with store.open(name) as file:
-                found.append((int(line["step"]), f"by the {line.get('of', 'weights')}", file.read()))
-    return found
+                grids.append((int(line["step"]), f"by the {line.get('of', 'weights')}", file.read()))
+    return grids
 
 
 def facts(values: Mapping[str, Any], lines: list[dict[str, Any]]) -> dict[str, Any]:
     """A description of the run, from its settings and from the header that each of its processes logged."""
-    found = headers(lines)
+    description = headers(lines)
     try:
         config: Any = Choice(FAMILIES, tag="family").build(values["model"])
-        found["model"] = values["model"].get("preset") or values["model"]["family"]
-        found["family"], found["vocab"] = values["model"]["family"], getattr(config, "vocab", None)
-        found["data"], found["optimizer"] = values["data"]["source"], values["optimizer"]["name"]
-        found["parameters"], objective = config.parameters(), values.get("objective") or {}
-        found |= {"objective": objective["name"]} if "name" in objective else {}
+        description["model"] = values["model"].get("preset") or values["model"]["family"]
+        description["family"], description["vocab"] = values["model"]["family"], getattr(config, "vocab", None)
+        description["data"], description["optimizer"] = values["data"]["source"], values["optimizer"]["name"]
+        description["parameters"], objective = config.parameters(), values.get("objective") or {}
+        description |= {"objective": objective["name"]} if "name" in objective else {}
         # The header of a run of images knows their size.
         if values.get("rollout") is None and config.inputs != "images":
-            found["flops_per_step"] = values["data"]["batch"] * config.training_flops(values["data"]["sequence"])
+            description["flops_per_step"] = values["data"]["batch"] * config.training_flops(values["data"]["sequence"])
     except (ArgosyError, ValueError, KeyError, TypeError):
         # Settings of another version, or edited by hand: the page omits them.
         pass
-    return found
+    return description
 
 
 def headers(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The contents of all logged headers, later ones winning. The oldest versions called a header `facts`."""
-    found: dict[str, Any] = {}
+    contents: dict[str, Any] = {}
     for line in lines:
         for name in ("facts", "header"):
-            found |= line[name] if isinstance(line.get(name), dict) else {}
-    return found
+            contents |= line[name] if isinstance(line.get(name), dict) else {}
+    return contents
 
 
 def surroundings() -> dict[str, str]:
@@ -150,15 +150,15 @@ def _story(store: Store) -> dict[str, Any]:
 
 def _evaluations(path: Path | str) -> list[Evaluated]:
     """The last result of each task at each step."""
-    found: dict[tuple[str, int | None], Evaluated] = {}
+    results: dict[tuple[str, int | None], Evaluated] = {}
     for line in RunDirectory(path).evaluations():
         step = runs.as_int(line.get("step"))
         tasks = line.get("tasks")
         for name, numbers in tasks.items() if isinstance(tasks, dict) else ():
             if isinstance(numbers, dict):
-                found.pop((str(name), step), None)
-                found[str(name), step] = Evaluated(str(name), step, numbers)
-    return list(found.values())
+                results.pop((str(name), step), None)
+                results[str(name), step] = Evaluated(str(name), step, numbers)
+    return list(results.values())
 
 
 def _saved(store: Store, step: int) -> SavedCheckpoint | None:

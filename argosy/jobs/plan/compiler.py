@@ -80,6 +80,6 @@ def _file(content: Sequence[str], library: str) -> Path | None:
     folder = cache_folder("plans")
     if folder is None:
         return None
-    own = b"".join(path.read_bytes() for room in ("run/plan", "observe/hlo") for path in sorted((PACKAGE / room).glob("*.py")))
-    parts = [*content, version("jax"), version(library), hashlib.sha256(own).hexdigest()]
+    code = b"".join(path.read_bytes() for room in ("run/plan", "observe/hlo") for path in sorted((PACKAGE / room).glob("*.py")))
+    parts = [*content, version("jax"), version(library), hashlib.sha256(code).hexdigest()]
     return folder / f"{hashlib.sha256(chr(10).join(parts).encode()).hexdigest()[:32]}.json"

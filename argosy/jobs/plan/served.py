@@ -54,7 +54,7 @@ def planned_files(name: str) -> PlannedFiles:
         hint = f"`argosy models` lists presets; {nearest(name, presets())}"
         raise BadInput(f"no preset, file or folder is named `{name}`", hint=hint)
     if (path / "config.json").is_file() and not [*path.glob("*.safetensors*")]:
-        return _described(path)
+        return _without_weights(path)
     stored = open_model(name)
     if stored.companions is not None and (stored.companions / "modules.json").is_file():
         raise BadInput(f"{name} embeds texts, and a plan is of an engine that generates text", hint="a language model with a head")
@@ -79,7 +79,7 @@ def _published(name: str, config: Any) -> dict[str, Any]:
     return by_layer(single, schemes_of(single, [Rule(**PUBLISHED[name])]))
 
 
-def _described(folder: Path) -> PlannedFiles:
+def _without_weights(folder: Path) -> PlannedFiles:
     """A folder with config.json and no weights.
 
     Raises:
@@ -89,7 +89,7 @@ def _described(folder: Path) -> PlannedFiles:
 
     hub = read_json_object(folder / "config.json")
     if hub.get("quantization_config"):
-        what = f"{folder} has no weights, and config.json says that some are in few bits: the files of the weights say which"
-        raise BadInput(what, hint="without `quantization_config` in config.json, and quantization=fp8-blocks, mxfp4, w4 ...")
+        problem = f"{folder} has no weights, and config.json says that some are in few bits: the files of the weights say which"
+        raise BadInput(problem, hint="without `quantization_config` in config.json, and quantization=fp8-blocks, mxfp4, w4 ...")
     kind = str(hub.get("dtype") or hub.get("torch_dtype") or "bfloat16")
     return PlannedFiles(config_from(hub, str(folder / "config.json")), {}, lambda _: kind)

@@ -71,11 +71,11 @@ def plan_serving(name: str, settings: ServePlanSettings, say: Say) -> dict[str, 
     model = _served(name, settings, target)
     settings = _with_lengths(settings, model.context)
     if settings.input_len + settings.output_len > model.context:
-        what = f"input_len + output_len = {settings.input_len + settings.output_len:,}, and {name} reads {model.context:,} tokens"
-        raise BadInput(what, hint="shorter sequences")
+        problem = f"input_len + output_len = {settings.input_len + settings.output_len:,}, and {name} reads {model.context:,} tokens"
+        raise BadInput(problem, hint="shorter sequences")
     memory, size = serving_memory(model, settings.copies)
     if target.shares_memory:
-        programs = sum(programs_bytes(one) for one in (model, model.draft) if one is not None)
+        programs = sum(programs_bytes(part) for part in (model, model.draft) if part is not None)
         memory["process"] = process + programs * settings.copies
     prices, limit = _prices(target), target.memory_bytes
     keys = wanted_steps(model, size, settings.input_len, settings.output_len)
@@ -83,18 +83,18 @@ def plan_serving(name: str, settings: ServePlanSettings, say: Say) -> dict[str, 
     # Programs of adapters and of drafts are not compiled here.
     plain = settings.engine.speculative is None and not settings.engine.lora.enabled
     per_step = tokens_per_step(settings.engine.speculative, settings.acceptance)
-    fits, verdict, missing, found = limit is None or sum(memory.values()) <= limit, "model", None, {}
+    fits, verdict, missing, answer = limit is None or sum(memory.values()) <= limit, "model", None, {}
     if fits and plain and settings.compile and target.platform == "tpu" and not target.is_here:
         missing = target.missing_compiler()
         if missing is None:
             say("asking the compiler; compile=false answers without it ...")
             inputs = {"name": name, "settings": settings.model_dump(mode="json", exclude_unset=True), "pages": size.pages}
-            found = answer_of_compiler("argosy.jobs.plan.serving:compiled_serving_answer", inputs, settings.device)
-            verdict, fits = "compiler", found["fits"] and found["needed"] <= (limit or found["needed"])
+            answer = answer_of_compiler("argosy.jobs.plan.serving:compiled_serving_answer", inputs, settings.device)
+            verdict, fits = "compiler", answer["fits"] and answer["needed"] <= (limit or answer["needed"])
             # Of a program that is refused, the compiler says what it asks for beside the weights and the cache, or nothing.
-            given = memory["weights"] + memory["cache"] if found["fits"] else 0
-            memory["temporaries"] = max(0 if found["fits"] else memory["temporaries"], found["needed"] - given)
-            steps = {tuple(key): _step(*key[:2], *one) for key, *one in found["steps"]} if found["steps"] else steps
+            base_bytes = memory["weights"] + memory["cache"] if answer["fits"] else 0
+            memory["temporaries"] = max(0 if answer["fits"] else memory["temporaries"], answer["needed"] - base_bytes)
+            steps = {tuple(key): _step(*key[:2], *fields) for key, *fields in answer["steps"]} if answer["steps"] else steps
     rates = serving_rates(model, size, settings.input_len, settings.output_len, steps, per_step) if steps and fits else []
     document = _document(name, settings, model, memory, size, rates, target.count)
     best = max((rate.tokens_per_s for rate in rates), default=0.0) * settings.copies
@@ -104,8 +104,8 @@ def plan_serving(name: str, settings: ServePlanSettings, say: Say) -> dict[str, 
         "tokens_per_step": per_step,
         "fits": fits,
         "verdict_by": verdict,
-        "uncounted_kernels": found.get("uncounted", []),
-        "unknown_loops": found.get("unknown_loops", 0),
+        "uncounted_kernels": answer.get("uncounted", []),
+        "unknown_loops": answer.get("unknown_loops", 0),
         "missing_compiler": missing,
         "cost_per_million_tokens": settings.price * chips / best * 1e6 / 3600 if settings.price and best else None,
         "nearest": [] if fits else _nearest(name, settings, target),
@@ -124,8 +124,8 @@ def _check(settings: ServePlanSettings, target: Any) -> None:
     """Refuses what a plan does not count."""
     engine = settings.engine
     if settings.tensor * settings.copies > target.count:
-        what = f"tensor={settings.tensor} copies={settings.copies} take {settings.tensor * settings.copies} devices"
-        raise BadInput(f"{what}, and {target.name} has {target.count}", hint="fewer, or a larger device")
+        problem = f"tensor={settings.tensor} copies={settings.copies} take {settings.tensor * settings.copies} devices"
+        raise BadInput(f"{problem}, and {target.name} has {target.count}", hint="fewer, or a larger device")
     if isinstance(engine.speculative, MTP):
         hint = "leave it out: the rest is planned; ngram and draft_model are counted"
         raise BadInput("engine.speculative=mtp: a plan does not count drafts of the model's own module", hint=hint)
@@ -139,23 +139,23 @@ def _served(name: str, settings: ServePlanSettings, target: Any) -> Any:
     Raises:
         UserError: there is no such model, it cannot be served so, or the draft model does not go with it.
     """
-    model, how = _described(name, settings, target), settings.engine.speculative
-    if not isinstance(how, DraftModel):
+    model, speculative = _planned_model(name, settings, target), settings.engine.speculative
+    if not isinstance(speculative, DraftModel):
         return model
     from argosy.run.plan.drafts import as_draft
 
     engine = settings.engine.model_copy(update={"speculative": None, "lora": LoraSettings(), "context": None})
-    draft = _described(how.model, settings.model_copy(update={"quantization": None, "engine": engine}), target)
+    draft = _planned_model(speculative.model, settings.model_copy(update={"quantization": None, "engine": engine}), target)
     if draft.config.vocab != model.config.vocab:
-        what = f"the draft model has {draft.config.vocab} tokens, the model {model.config.vocab}"
-        raise BadInput(what, hint="two models of one tokenizer")
+        problem = f"the draft model has {draft.config.vocab} tokens, the model {model.config.vocab}"
+        raise BadInput(problem, hint="two models of one tokenizer")
     if draft.config.context < model.context:
-        what = f"the draft model's context of {draft.config.context} tokens is shorter than {model.context}"
-        raise BadInput(what, hint=f"engine.context={draft.config.context}, or another draft model")
+        problem = f"the draft model's context of {draft.config.context} tokens is shorter than {model.context}"
+        raise BadInput(problem, hint=f"engine.context={draft.config.context}, or another draft model")
     return replace(model, draft=as_draft(draft, model))
 
 
-def _described(name: str, settings: ServePlanSettings, target: Any) -> Any:
+def _planned_model(name: str, settings: ServePlanSettings, target: Any) -> Any:
     """A model as the server has it."""
     from argosy.adapt.quant import by_layer
     from argosy.adapt.qwix import as_rules
@@ -164,8 +164,8 @@ def _described(name: str, settings: ServePlanSettings, target: Any) -> Any:
     from argosy.run.plan.serving import served_model
     from argosy.weights.build import as_dtype
 
-    found = planned_files(name)
-    config, schemes = found.config, found.schemes
+    files = planned_files(name)
+    config, schemes = files.config, files.schemes
     if config.inputs == "images" or not getattr(config, "causal", False) or getattr(config, "scored", False):
         raise BadInput(f"{name} generates no text, and a plan is of an engine that does", hint="a language model with a head")
     if settings.dtype is not None:
@@ -173,11 +173,11 @@ def _described(name: str, settings: ServePlanSettings, target: Any) -> Any:
     if settings.engine.context is not None:
         config.for_context(settings.engine.context)
     if settings.quantization is not None:
-        if schemes and not found.is_preset:
+        if schemes and not files.is_preset:
             raise BadInput(f"{name} is quantized already", hint="leave out `quantization`")
         single = config.build(Unroll())
         schemes = by_layer(single, schemes_of(single, as_rules(settings.quantization)))
-    return served_model(config, target, settings.engine, settings.dtype, settings.tensor, schemes, found.dtype)
+    return served_model(config, target, settings.engine, settings.dtype, settings.tensor, schemes, files.dtype)
 
 
 def _prices(target: Any) -> Any:
@@ -202,9 +202,9 @@ def compiled_serving_answer(inputs: dict[str, Any]) -> dict[str, Any]:
     keys = wanted_steps(model, size, settings.input_len, settings.output_len)
 
     def make() -> dict[str, Any]:
-        found = compiled_serving(model, size, keys, _prices(target))
-        steps = [[key, dict(one.by_kind), [asdict(t) for t in one.traffic]] for key, one in found.steps.items()]
-        return asdict(found) | {"steps": steps}
+        compiled = compiled_serving(model, size, keys, _prices(target))
+        steps = [[key, dict(step.by_kind), [asdict(t) for t in step.traffic]] for key, step in compiled.steps.items()]
+        return asdict(compiled) | {"steps": steps}
 
     return kept_answer(_content(model, size, keys, settings.device), chip.library, make)
 
@@ -220,7 +220,7 @@ def _step(decodes: int, prompt: int, by_kind: dict[str, float], traffic: list[di
     from argosy.run.plan.figures import Traffic
     from argosy.run.plan.serving import ServingStep
 
-    return ServingStep(decodes, prompt, by_kind, [Traffic(**one) for one in traffic])
+    return ServingStep(decodes, prompt, by_kind, [Traffic(**fields) for fields in traffic])
 
 
 def _nearest(name: str, settings: ServePlanSettings, target: Any) -> list[dict[str, Any]]:
@@ -230,7 +230,7 @@ def _nearest(name: str, settings: ServePlanSettings, target: Any) -> list[dict[s
     ways: list[dict[str, Any]] = [{"tensor": n} for n in (2, 4, 8, 16) if settings.tensor < n <= target.count // settings.copies]
     ways += [{"quantization": preset} for preset in PRESETS if settings.quantization is None]
     ways += [{"engine": settings.engine.model_copy(update={"context": n})} for n in (32_768, 8192, 2048)]
-    found: list[dict[str, Any]] = []
+    nearest: list[dict[str, Any]] = []
     for way in ways:
         other = settings.model_copy(update=way)
         try:
@@ -240,11 +240,11 @@ def _nearest(name: str, settings: ServePlanSettings, target: Any) -> list[dict[s
         if target.memory_bytes is not None and sum(memory.values()) <= target.memory_bytes:
             key, value = next(iter(way.items()))
             word = f"engine.context={value.context}" if key == "engine" else f"{key}={value}"
-            if not any(one["settings"][0].partition("=")[0] == word.partition("=")[0] for one in found):
-                found.append({"settings": [word], "memory_bytes": sum(memory.values())})
-        if len(found) == 2:
+            if not any(entry["settings"][0].partition("=")[0] == word.partition("=")[0] for entry in nearest):
+                nearest.append({"settings": [word], "memory_bytes": sum(memory.values())})
+        if len(nearest) == 2:
             break
-    return found
+    return nearest
 
 
 def _document(
@@ -276,7 +276,7 @@ def _document(
         "cache_bytes_per_token": memory["cache"] / max(1, size.pages * page),
         "cache_tokens": size.pages * page,
         "cache_sequences": min(settings.engine.slots, size.pages // -(-each // page)),
-        "buffers": [asdict(one) for one in largest_weights(model)],
+        "buffers": [asdict(buffer) for buffer in largest_weights(model)],
         "replicated": unsplit_text(model),
         "rates": [
             {
@@ -287,7 +287,7 @@ def _document(
                 "output_tokens_per_s": rate.tokens_per_s * settings.copies,
                 "bound_by": rate.step.bound_by,
                 "seconds_by_kind": dict(rate.step.by_kind),
-                "collectives": [one.document() for one in rate.step.traffic],
+                "collectives": [transfer.document() for transfer in rate.step.traffic],
             }
             for rate in rates
         ],

@@ -83,7 +83,7 @@ def plan(recipe: str, words: Sequence[str], settings: PlanSettings, say: Say) ->
         say(f"{' '.join(changed)}: the recipe's batch does not divide over {plural(target.count, 'device')}")
 
     if settings.search:
-        return _searched(recipe, words, settings, target, say, bool(changed))
+        return _search(recipe, words, settings, target, say, bool(changed))
     if settings.out is not None:
         raise BadInput("out names the file of a search", hint="search=true")
     assembly = _assembled(plan_reading(recipe, words).value, target)
@@ -93,14 +93,14 @@ def plan(recipe: str, words: Sequence[str], settings: PlanSettings, say: Say) ->
     samples = assembly.run.rollout is not None
     rollouts = _with_rollouts(assembly, model, target) if samples else None
     if samples and settings.compile and not hopeless and target.is_here:
-        compiler = _asked(assembly, recipe, words, settings.device)
+        compiler = _compiler_figures(assembly, recipe, words, settings.device)
     # Elsewhere the model answers: updates from rollouts are several programs.
     if settings.compile and not hopeless and not samples:
         # For GPUs the model answers, with their compiler or without.
         missing = target.missing_compiler() if target.platform == "tpu" else None
         if missing is None and (target.is_here or target.platform == "tpu"):
             say("asking the compiler; compile=false answers without it ...")
-            compiler = _asked(assembly, recipe, words, settings.device)
+            compiler = _compiler_figures(assembly, recipe, words, settings.device)
     result = Planned(assembly, model, compiler, missing, changed, [], rollouts)
     if not result.figures.fits and not samples:
         from argosy.run.plan.nearest import nearest_fits
@@ -109,7 +109,7 @@ def plan(recipe: str, words: Sequence[str], settings: PlanSettings, say: Say) ->
     return plan_document(result, recipe, settings)
 
 
-def _searched(recipe: str, words: list[str], settings: PlanSettings, target: Any, say: Say, changed: bool) -> dict[str, Any]:
+def _search(recipe: str, words: list[str], settings: PlanSettings, target: Any, say: Say, changed: bool) -> dict[str, Any]:
     """The plan of the best settings, with the ranking.
 
     Args:
@@ -119,23 +119,23 @@ def _searched(recipe: str, words: list[str], settings: PlanSettings, target: Any
 
     if target.chip is None:
         raise BadInput("search=true compares devices of accelerators", hint="device=v5p-128, h100-8, ...")
-    given = {word.partition("=")[0] for word in words}
-    found = ranked(plan_reading(recipe, words).value, target, changed or "data.batch" not in given)
-    if not found:
-        what = f"{recipe} fits on {target.name} with no mesh that was tried"
-        raise BadInput(what, hint="`argosy plan` without search says what it needs")
-    own = settings.model_copy(update={"search": False, "out": None})
+    keys = {word.partition("=")[0] for word in words}
+    candidates = ranked(plan_reading(recipe, words).value, target, changed or "data.batch" not in keys)
+    if not candidates:
+        problem = f"{recipe} fits on {target.name} with no mesh that was tried"
+        raise BadInput(problem, hint="`argosy plan` without search says what it needs")
+    plan_settings = settings.model_copy(update={"search": False, "out": None})
     compiles = settings.compile and target.missing_compiler() is None and target.platform == "tpu"
     answers = []
-    for candidate in found[: 3 if compiles else 1]:
+    for candidate in candidates[: 3 if compiles else 1]:
         say(f"planning {' '.join(w for w in candidate.words if not w.endswith('=1'))} ...")
-        answer = plan(recipe, [*_without(words, candidate.words), *candidate.words], own, say)
+        answer = plan(recipe, [*_without(words, candidate.words), *candidate.words], plan_settings, say)
         answers.append(answer | {"settings": list(candidate.words)})
-    fitting = [one for one in answers if one["fits"]] or answers
-    best = max(fitting, key=lambda one: one["tokens_per_s"] or 0.0)
+    fitting = [answer for answer in answers if answer["fits"]] or answers
+    best = max(fitting, key=lambda answer: answer["tokens_per_s"] or 0.0)
     if settings.out is not None:
         _write_layer(recipe, best["settings"], Path(settings.out))
-    return best | {"ranking": [one.document() for one in found[:10]], "out": settings.out}
+    return best | {"ranking": [candidate.document() for candidate in candidates[:10]], "out": settings.out}
 
 
 def _without(words: Sequence[str], others: Sequence[str]) -> list[str]:
@@ -166,13 +166,13 @@ def plan_reading(recipe: str, words: Sequence[str]) -> Reading[Run]:
     """The settings; data that the recipe leaves to the user is not read, so its name is filled in."""
     from argosy.run.settings.recipe_files import presets
 
-    given = {word.partition("=")[0]: word.partition("=")[2] for word in words}
-    more = [] if any(key.startswith("data.source") or key == "data" for key in given) else _source_of(recipe)
-    if not any(key.startswith(("reward", "environment")) for key in given):
+    values = {word.partition("=")[0]: word.partition("=")[2] for word in words}
+    more = [] if any(key.startswith("data.source") or key == "data" for key in values) else _source_of(recipe)
+    if not any(key.startswith(("reward", "environment")) for key in values):
         more += _reward_of(recipe)
-    if given.get("adapter", "none") != "none" and given.get("model") in presets() and "init.weights" not in given:
+    if values.get("adapter", "none") != "none" and values.get("model") in presets() and "init.weights" not in values:
         # A preset stands for its trained weights, which are not read.
-        more.append(f"init.weights={given['model']}")
+        more.append(f"init.weights={values['model']}")
     return compose(Run, recipe, [*more, *words])
 
 
@@ -271,7 +271,7 @@ def _memory_here(assembly: Any) -> dict[str, int]:
     return dict(estimated_need(a.run, a.decided, a.shapes, a.places, a.mesh, a.target, a.roles, a.batches.sizes).sizes)
 
 
-def _asked(assembly: Any, recipe: str, words: Sequence[str], device: str) -> Figures:
+def _compiler_figures(assembly: Any, recipe: str, words: Sequence[str], device: str) -> Figures:
     """The compiler's answer: in this process for this machine, else in one of its own."""
     if assembly.target.is_here:
         from argosy.run.plan.compiled import compiled_figures
@@ -300,7 +300,7 @@ def compiled_answer(inputs: dict[str, Any]) -> dict[str, Any]:
 
 def figures_from(document: dict[str, Any]) -> Figures:
     """Figures from their JSON."""
-    traffic, buffers = [Traffic(**one) for one in document["traffic"]], [Buffer(**one) for one in document["buffers"]]
+    traffic, buffers = [Traffic(**fields) for fields in document["traffic"]], [Buffer(**fields) for fields in document["buffers"]]
     return Figures(**document | {"traffic": traffic, "buffers": buffers})
 
 
@@ -335,7 +335,7 @@ def plan_document(result: Planned, recipe: str, settings: PlanSettings) -> dict[
         "mfu": flops / step / peak if step and peak else None,
         "tokens_per_s": tokens / step if step else None,
         "bound_by": figures.bound_by,
-        "collectives": [one.document() for one in figures.traffic],
+        "collectives": [transfer.document() for transfer in figures.traffic],
         "seconds_by_kind": dict(figures.by_kind),
         "parameters": a.parameters,
         "tokens_per_step": tokens,
@@ -346,7 +346,7 @@ def plan_document(result: Planned, recipe: str, settings: PlanSettings) -> dict[
         "precision": a.decided.precision,
         "remat": run.execution.remat,
         "replicated": _replicated(a),
-        "buffers": [asdict(one) for one in figures.buffers],
+        "buffers": [asdict(buffer) for buffer in figures.buffers],
         "uncounted_kernels": list(figures.uncounted),
         "unknown_loops": figures.unknown_loops,
         "steps": a.steps,
@@ -355,15 +355,15 @@ def plan_document(result: Planned, recipe: str, settings: PlanSettings) -> dict[
         "changed": list(result.changed),
         "note": SAMPLES if run.rollout is not None else "",
         "missing_compiler": result.missing,
-        "nearest": [one.document() for one in result.nearest],
+        "nearest": [candidate.document() for candidate in result.nearest],
         **more,
     }
 
 
 def _rollout_fields(result: Planned) -> dict[str, Any]:
     """What rollouts change in the answer: a step is an update with its share of the rollouts that it learns from."""
-    found, figures = result.rollouts, result.figures
-    if found is None:
+    rollouts, figures = result.rollouts, result.figures
+    if rollouts is None:
         return {}
     from argosy.run.plan.rollouts import scoring_seconds
 
@@ -371,15 +371,15 @@ def _rollout_fields(result: Planned) -> dict[str, Any]:
     more = {"turns of environments": run.environment.played, "rollout.resample": run.rollout.resample}
     left_out = [name for name, there in more.items() if there]
     note = SAMPLES + (f"; not counted: {', '.join(left_out)}" if left_out else "")
-    fields: dict[str, Any] = {"rollouts": found.document(), "fits": figures.fits and found.fits, "note": note}
+    fields: dict[str, Any] = {"rollouts": rollouts.document(), "fits": figures.fits and rollouts.fits, "note": note}
     update = figures.step_seconds
     if not fields["fits"]:
         fields["bound_by"] = "memory: it does not fit"
-    if update is None or found.decode is None:
+    if update is None or rollouts.decode is None:
         return fields
     scoring = scoring_seconds(result.assembly, figures.by_kind.get("products", 0.0))
-    waits = found.exposed_seconds
-    step = max(update + scoring, waits) if found.overlaps else update + scoring + waits
+    waits = rollouts.exposed_seconds
+    step = max(update + scoring, waits) if rollouts.overlaps else update + scoring + waits
     fields |= {
         "step_seconds": step,
         "update_seconds": update,
@@ -390,7 +390,7 @@ def _rollout_fields(result: Planned) -> dict[str, Any]:
     if fields["fits"]:
         parts = {"rollouts": waits, "update": update + scoring}
         most = max(parts, key=lambda name: parts[name])
-        why = f"{found.decode.bound_by}, decoding" if most == "rollouts" else figures.bound_by
+        why = f"{rollouts.decode.bound_by}, decoding" if most == "rollouts" else figures.bound_by
         fields["bound_by"] = f"{'rollouts' if most == 'rollouts' else 'the update'} ({parts[most] / step:.0%} of a step): {why}"
     return fields
 

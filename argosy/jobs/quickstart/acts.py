@@ -84,11 +84,11 @@ def acts(path: Path, story: Story, stage: Stage) -> Story:
         outcome = train_run(reading, str(path), view, f"argosy quickstart dir={path}")
         if outcome.exit_code:
             return stopped(story, outcome.exit_code, stage)
-        taken = outcome.seconds.get("step", 0.0) + outcome.seconds.get("data", 0.0)
-        story.facts |= {"steps": outcome.step, "loss": outcome.last["loss"], "step_s": round(taken, 1)}
+        duration = outcome.seconds.get("step", 0.0) + outcome.seconds.get("data", 0.0)
+        story.facts |= {"steps": outcome.step, "loss": outcome.last["loss"], "step_s": round(duration, 1)}
         if view.seconds is not None:
             story.facts["predicted_s"] = round(view.seconds, 1)
-            stage.speak(f"   predicted {view.seconds:.0f} s of steps, took {taken:.0f} s")
+            stage.speak(f"   predicted {view.seconds:.0f} s of steps, took {duration:.0f} s")
     with stage.act(story, "proof", "A run killed with SIGKILL half-way, and resumed"):
         story.facts["proof"] = proof_of_resume(path, words, stage.speak)
     with stage.act(story, "talk", "The model continues a prompt"):
@@ -151,7 +151,7 @@ def proof_of_resume(path: Path, words: list[str], speak: Callable[[str], None]) 
     from argosy.jobs.quickstart.proof import prove
 
     folder = path / "proof"
-    proof = prove(folder, RECIPE, words, lambda what: speak(f"   {what}"))
+    proof = prove(folder, RECIPE, words, lambda text: speak(f"   {text}"))
     shutil.rmtree(folder)
     verdict = "equal, bit for bit" if proof.holds else "DIFFERENT"
     speak(f"   {proof.steps} losses and all weights: {verdict}")
