@@ -25,16 +25,17 @@ def check_disk(assembly: Any, folder: Path, steps: int, say: Callable[[str], Non
     Raises:
         BadInput: there is no room for one.
     """
-    how, one = assembly.run.checkpoint, checkpoint_bytes(assembly)
-    check_room(folder, one, "dir=NEW on another disk")
-    if how.local is not None:
-        check_room(Path(how.local).expanduser(), one // jax.process_count(), "checkpoint.local=FOLDER on another disk")
+    settings, checkpoint_size = assembly.run.checkpoint, checkpoint_bytes(assembly)
+    check_room(folder, checkpoint_size, "dir=NEW on another disk")
+    if settings.local is not None:
+        check_room(Path(settings.local).expanduser(), checkpoint_size // jax.process_count(), "checkpoint.local=FOLDER on another disk")
     # The next one is written before the oldest goes.
-    kept = how.keep + (how.keep_best if assembly.evals is not None else 0) + 1 - steps
-    if free_bytes(folder) < kept * one:
+    count = settings.keep + (settings.keep_best if assembly.evals is not None else 0) + 1 - steps
+    if free_bytes(folder) < count * checkpoint_size:
         say(
-            f"disk        {how.keep + how.keep_best} checkpoints of {sized(one)} are kept, and one more is written before the oldest "
-            f"goes: they do not fit into the {sized(free_bytes(folder))} that are free. Free some space, or lower checkpoint.keep"
+            f"disk        {settings.keep + settings.keep_best} checkpoints of {sized(checkpoint_size)} are kept, and one more is "
+            f"written before the oldest goes: they do not fit into the {sized(free_bytes(folder))} that are free. "
+            "Free some space, or lower checkpoint.keep"
         )
 
 
@@ -51,8 +52,8 @@ def check_room(folder: Path, need: int, elsewhere: str) -> None:
     """
     free = free_bytes(folder)
     if free < need:
-        what = f"a checkpoint takes {sized(need)}, and the disk of {folder} has {sized(free)} free"
-        raise BadInput(what, hint=f"free some space, or {elsewhere}")
+        problem = f"a checkpoint takes {sized(need)}, and the disk of {folder} has {sized(free)} free"
+        raise BadInput(problem, hint=f"free some space, or {elsewhere}")
 
 
 def checkpoint_bytes(assembly: Any) -> int:

@@ -22,11 +22,11 @@ def header_of(a: "Assembly", command: str, resumed: int | None) -> dict[str, Any
     from argosy.run.assembly import diloco, grid, stages
     from argosy.run.assembly.winners import winners_text
 
-    settings, found = a.run, versions()
+    settings, all_versions = a.run, versions()
     installed = {
-        name: found[name]
+        name: all_versions[name]
         for name in ("argosy", "python", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint")
-        if name in found
+        if name in all_versions
     }
     return {
         "command": command,
@@ -62,8 +62,8 @@ def _work(a: "Assembly") -> dict[str, Any]:
     """What a step computes; for rollouts, whose lengths are unknown, how many are sampled."""
     if a.run.rollout is None:
         counted = UNITS.get(a.run.model.inputs)
-        found = {"tokens_per_step": a.batches.tokens_per_batch, "flops_per_step": a.flops_per_step}
-        return found if counted is None else found | {"unit": counted}
+        fields = {"tokens_per_step": a.batches.tokens_per_batch, "flops_per_step": a.flops_per_step}
+        return fields if counted is None else fields | {"unit": counted}
     from argosy.run.rl.begin import rollout_header
 
     return rollout_header(a)
@@ -93,8 +93,8 @@ def _adapter(a: "Assembly") -> dict[str, str]:
         return {}
     settings, some, all_ = a.run.adapter, parameter_count(a.shapes.params), a.parameters
     kind = Choice(ADAPTERS).name_of(settings)
-    beside = f", beside {plural(len(a.adapters.retrained), 'weight')} in full" if a.adapters.retrained else ""
-    on = f"{kind}, rank {settings.rank}, on {plural(len(a.adapters.contractions), 'weight')}{beside}"
+    extra = f", beside {plural(len(a.adapters.retrained), 'weight')} in full" if a.adapters.retrained else ""
+    on = f"{kind}, rank {settings.rank}, on {plural(len(a.adapters.contractions), 'weight')}{extra}"
     return {"adapter": f"{on}; {some:,} trained ({some / all_:.2%})"}
 
 

@@ -77,8 +77,8 @@ class Need:
 
     def document(self) -> dict[str, int]:
         """Bytes by kind and in total, as JSON."""
-        own = {kind: self.sizes[kind] for kind in KINDS if kind in self.sizes} | {"total": self.total}
-        return own | ({"host": self.host} if self.host else {})
+        sizes = {kind: self.sizes[kind] for kind in KINDS if kind in self.sizes} | {"total": self.total}
+        return sizes | ({"host": self.host} if self.host else {})
 
     def check(self) -> None:
         """Checks that there is enough memory.
@@ -87,13 +87,13 @@ class Need:
             BadInput: there is too little; the message gives sizes by kind, and settings to change.
         """
         if self.host_limit is not None and self.host > self.host_limit:
-            what = f"execution.offload keeps {sized(self.host)} in the host's memory, and this machine has {sized(self.host_limit)}"
-            raise BadInput(what, hint="execution.offload=optimizer or none; mesh.fsdp=-1 over more machines")
+            problem = f"execution.offload keeps {sized(self.host)} in the host's memory, and this machine has {sized(self.host_limit)}"
+            raise BadInput(problem, hint="execution.offload=optimizer or none; mesh.fsdp=-1 over more machines")
         if self.limit is None or self.total <= self.limit:
             return
         parts = ", ".join(f"{kind} {sized(size)}" for kind, size in self.sizes.items() if size)
-        what = f"training needs {sized(self.total)} of memory, and {self.where} has {sized(self.limit)}"
-        raise BadInput(what, where=parts, hint=self.changes)
+        problem = f"training needs {sized(self.total)} of memory, and {self.where} has {sized(self.limit)}"
+        raise BadInput(problem, where=parts, hint=self.changes)
 
 
 def estimated_need(
@@ -118,8 +118,9 @@ def estimated_need(
     traced = 0
     if target.memory_bytes is not None:
         rows = run.data.batch // run.accumulate if run.rollout is None else run.rollout.rows_over(row_shares(mesh))
-        how = (run.objective, decided.precision, run.execution.recompute)
-        whole = activation_bytes(run.model, rows, run.data.sequence, *how, adapter=run.adapter, roles=roles, axis_sizes=axis_sizes)
+        arguments = (run.objective, decided.precision, run.execution.recompute)
+        options: Any = {"adapter": run.adapter, "roles": roles, "axis_sizes": axis_sizes}
+        whole = activation_bytes(run.model, rows, run.data.sequence, *arguments, **options)
         traced = whole // (1 if target.shares_memory else mesh.size)
     state = state_bytes(shapes, places, mesh, target, roles)
     need = _need(state, state["gradients"], int(TRUST * traced), run, mesh, target)
@@ -162,13 +163,13 @@ def activation_bytes(
     Layers are traced as a scan, which takes as long for 80 layers as for 2. Long sequences are extrapolated as a T + b T^2, because
     attention masks are created while tracing and would take 17 GB for 131k tokens.
     """
-    how = (config, rows, objective, precision, remat, adapter, roles, axis_sizes)
+    arguments = (config, rows, objective, precision, remat, adapter, roles, axis_sizes)
     if tokens <= 2 * TRACED:
-        return _traced_bytes(tokens, *how)
-    one, two = _traced_bytes(TRACED, *how), _traced_bytes(2 * TRACED, *how)
+        return _traced_bytes(tokens, *arguments)
+    single, double = _traced_bytes(TRACED, *arguments), _traced_bytes(2 * TRACED, *arguments)
     n = tokens / TRACED
-    b = max(0.0, (two - 2 * one) / 2)
-    return int((one - b) * n + b * n * n)
+    b = max(0.0, (double - 2 * single) / 2)
+    return int((single - b) * n + b * n * n)
 
 
 def _traced_bytes(
@@ -182,12 +183,12 @@ def _traced_bytes(
     roles: Mapping[str, Any],
     axis_sizes: Mapping[str, int],
 ) -> int:
-    kept, weights = _kept(tokens, config, rows, objective, precision, remat, adapter, roles, axis_sizes)
+    residuals, weights = _residuals(tokens, config, rows, objective, precision, remat, adapter, roles, axis_sizes)
     # The weights are among what is kept.
-    return max(0, _bytes(kept) - _bytes(weights))
+    return max(0, _bytes(residuals) - _bytes(weights))
 
 
-def _kept(
+def _residuals(
     tokens: int,
     config: Any,
     rows: int,
@@ -220,23 +221,23 @@ def _kept(
 
         return jax.vjp(loss, params)[1]
 
-    own, other = {a: shapes[a] for a in params}, {a: shapes[a] for a in rest}
+    param_shapes, rest_shapes = {a: shapes[a] for a in params}, {a: shapes[a] for a in rest}
     frozen = {role: of.shapes for role, of in roles.items()}
-    return jax.eval_shape(residuals, own, other, frozen, batch), (own, other, frozen)
+    return jax.eval_shape(residuals, param_shapes, rest_shapes, frozen, batch), (param_shapes, rest_shapes, frozen)
 
 
 def kept_arrays(assembly: Any) -> list[jax.ShapeDtypeStruct]:
     """Shapes of the activations that the backward pass of a run keeps for a part of its batch, over all devices: as they are traced
     for its devices, before XLA fuses any of them."""
     run, decided = assembly.run, assembly.decided
-    rows, how = run.data.batch // run.accumulate, (run.objective, decided.precision, run.execution.recompute)
+    rows, arguments = run.data.batch // run.accumulate, (run.objective, decided.precision, run.execution.recompute)
     with assembly.tracing():
-        kept, weights = _kept(
-            run.data.sequence, run.model, rows, *how, run.adapter, assembly.roles, assembly.batches.sizes
+        residuals, weights = _residuals(
+            run.data.sequence, run.model, rows, *arguments, run.adapter, assembly.roles, assembly.batches.sizes
         )
     there = Counter((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(weights))
     out = []
-    for leaf in jax.tree.leaves(kept):
+    for leaf in jax.tree.leaves(residuals):
         if not hasattr(leaf.dtype, "itemsize"):
             continue
         if there[leaf.shape, leaf.dtype]:
@@ -284,8 +285,8 @@ def state_bytes(shapes: Any, places: Any, mesh: Any, target: Target, roles: Mapp
     """Bytes of the state by kind; the parameters of frozen models count beside the model's."""
     params = _total(shapes.params, places.params, mesh, target)
     rest = _total(shapes.rest, places.rest, mesh, target)
-    own = [{a: s for a, s in role.shapes.items() if a not in role.shared} for role in roles.values()]
-    frozen = sum(_total(one, {a: s.sharding for a, s in one.items()}, mesh, target) for one in own)
+    unshared = [{a: s for a, s in role.shapes.items() if a not in role.shared} for role in roles.values()]
+    frozen = sum(_total(leaves, {a: s.sharding for a, s in leaves.items()}, mesh, target) for leaves in unshared)
     return {
         "parameters": params + rest + frozen,
         # They are on the device wherever the weights are.
@@ -346,6 +347,6 @@ def _need(sizes: dict[str, int], trained: int, activations: int, run: Any, mesh:
         if mesh.size > 1 and not run.mesh.splits("fsdp"):
             changes.append("mesh.fsdp=-1: weights split over the devices")
         if run.execution.offload != "weights" and not target.shares_memory:
-            what = {"none": "optimizer: the optimizer's state", "optimizer": "weights: the weights of the layers too,"}
-            changes.append(f"execution.offload={what[run.execution.offload]} in the host's memory")
+            next_offload = {"none": "optimizer: the optimizer's state", "optimizer": "weights: the weights of the layers too,"}
+            changes.append(f"execution.offload={next_offload[run.execution.offload]} in the host's memory")
     return Need(sizes, limit, where, "; ".join(changes), target.shares_memory)

@@ -36,8 +36,8 @@ class Outcome:
 def ending(outcome: Outcome) -> str:
     """The outcome of a run as one line for its log."""
     loss = f", loss {decimals(outcome.last['loss'])}" if "loss" in outcome.last else ""
-    how = f"stopped by signal {outcome.exit_code - 128}" if outcome.exit_code else "ended"
-    words = f"{how} at step {outcome.step} of {outcome.steps} after {lasted(sum(outcome.seconds.values()))}{loss}"
+    end = f"stopped by signal {outcome.exit_code - 128}" if outcome.exit_code else "ended"
+    words = f"{end} at step {outcome.step} of {outcome.steps} after {lasted(sum(outcome.seconds.values()))}{loss}"
     return f"{words}; {saved_words(outcome)}"
 
 

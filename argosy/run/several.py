@@ -30,9 +30,9 @@ def check_same_run(reading: Reading[Run]) -> None:
     """
     if processes.process_count() == 1:
         return
-    own = {name: version for name, version in versions().items() if name in ("argosy", "jax", "jaxlib", "flax", "optax")}
+    installed = {name: version for name, version in versions().items() if name in ("argosy", "jax", "jaxlib", "flax", "optax")}
     hints = {"settings": "start every process with the same words", "version": "install the same packages everywhere"}
-    processes.check_same_facts({"version": json.dumps(own), "settings": json.dumps(dump(reading.value), sort_keys=True)}, hints)
+    processes.check_same_facts({"version": json.dumps(installed), "settings": json.dumps(dump(reading.value), sort_keys=True)}, hints)
     check_shared(Store(str(reading.value.dir)))
 
 

@@ -161,8 +161,8 @@ class Training:
         restored = self.assembly.restored(load_weights(folder, weights) | frozen, load_item(folder, STATE, state))
         self.resumed = step
         self.view.say(f"resuming from step {step} of {self.settings.steps} in {self.directory}")
-        if said := resumed_on(self.assembly.decided.shared_prompts, self.assembly.mesh.devices.flat[0].platform):
-            self.view.say(said)
+        if note := resumed_on(self.assembly.decided.shared_prompts, self.assembly.mesh.devices.flat[0].platform):
+            self.view.say(note)
         now, reason = self.assembly.products
         if reason:
             before = self.assembly.decided.products
@@ -174,8 +174,8 @@ class Training:
         from argosy.run.assembly.assembly import scheduled_steps
 
         for name in changed_code(self.settings, meta.get("code", {})):
-            what = f"{name} is not the code of the run until step {meta['step']}: its file has changed"
-            self.view.say(f"{what}. The run goes on with the new one; dir=NEW starts another")
+            remark = f"{name} is not the code of the run until step {meta['step']}: its file has changed"
+            self.view.say(f"{remark}. The run goes on with the new one; dir=NEW starts another")
         before, step = int(meta["settings"]["steps"]), int(meta["step"])
         if before == self.settings.steps:
             return
@@ -252,10 +252,10 @@ class Training:
         metrics, answers = Metrics(store, say=self.view.say), Metrics(store, ANSWERS, self.view.say)
         trackers = self.trackers()
         last: dict[str, float] = {}
-        began, begun = int(state.step), list[bool]()
+        start, begun = int(state.step), list[bool]()
 
         def pace(seconds: float) -> None:
-            self.say_pace(seconds, a.steps - began)
+            self.say_pace(seconds, a.steps - start)
 
         def log_step(step: int, numbers: dict[str, float]) -> None:
             last.clear()
@@ -272,7 +272,7 @@ class Training:
                 self.view.say(warning)
             self.say_example()
 
-            if processes.leads() and (line := plan_line(a, a.steps - began)):
+            if processes.leads() and (line := plan_line(a, a.steps - start)):
                 self.view.say(f"plan        {line}")
 
             def compiled() -> tuple[Any, Any]:
@@ -303,7 +303,7 @@ class Training:
             saver = Saver(a, self.reading, self.directory.checkpoints, self.hub, self.base, life.saved, keep_lines)
             guard = Guarded(self, saver, metrics, life.went_back)
             meter = Meter(self.clock, a.batches.tokens_per_batch, log_step, settings.log.every, pace, guard.watch)
-            here = [one for one in a.mesh.devices.flat if one.process_index == jax.process_index()]
+            here = [device for device in a.mesh.devices.flat if device.process_index == jax.process_index()]
             comparing: Any = settings.stragglers, here, self.clock, lambda: life.step or 0, self.view.say, metrics.write
             with (
                 garbage.frozen_garbage(), asked_to_stop(STOPPING) as signaled,
@@ -327,14 +327,14 @@ class Training:
                         sampling = SamplingHook(a, settings, metrics, self.view, watch.between)
                     hooks.append(Every("samples", settings.sample.every, sampling))
                 hooks = [replace(hook, do=watch.patiently(hook.do)) for hook in hooks]
-                own: Any = {"process": jax.process_index(), "processes": processes.process_count()}
+                options: Any = {"process": jax.process_index(), "processes": processes.process_count()}
                 profiling = Profiling(settings.profile, store.local_path() if store.is_local else None, self.clock, update,
-                                      self.view.say, **own)  # fmt: skip
+                                      self.view.say, **options)  # fmt: skip
                 before, after = profiling.hooks(watch.patiently)
                 hooks = [before, *hooks, after]
-                if after.due(began, False):
+                if after.due(start, False):
                     with self.clock(after.name):
-                        after(Now(began, state, a.batches, False))
+                        after(Now(start, state, a.batches, False))
 
                 def stop() -> bool:
                     life.steps()
@@ -391,7 +391,7 @@ class Training:
         names = [dump(settings)["track"][i]["name"].rpartition(":")[2] for i in range(len(settings.track))]
         # Two of one kind have files of their own.
         files = [n if names.count(n) == 1 else f"{n}{i}" for i, n in enumerate(names)]
-        followers = [Follower(n, one, store, run, self.view.say) for n, one in zip(files, settings.track, strict=True)]
+        followers = [Follower(n, tracker, store, run, self.view.say) for n, tracker in zip(files, settings.track, strict=True)]
         return Trackers(followers if jax.process_index() == 0 else [])
 
     def evaluate_first(self, hooks: Sequence[Any], state: Any) -> None:
@@ -430,9 +430,9 @@ class Training:
         if self.assembly.rollouts is not None:
             text = prompt_text(self.assembly.rollouts.first_prompt(), tokenizer)
             self.view.say(f"the first prompt; its completions come at ⟦...⟧\n{text}\n")
-        elif (found := batches.example()) is not None:
+        elif (first_record := batches.example()) is not None:
             self.view.say(
-                f"the first record; what is in ⟦ ⟧ does not count in the loss:\n{example(found, tokenizer)}\n"
+                f"the first record; what is in ⟦ ⟧ does not count in the loss:\n{example(first_record, tokenizer)}\n"
             )
 
     def say_pace(self, seconds: float, steps: int) -> None:

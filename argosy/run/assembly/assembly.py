@@ -162,17 +162,17 @@ class Assembly:
         """
         key, inference = jax.random.key_data(state.key), state.inference_params
         weights = {name: leaf for name, leaf in (inference | state.rest).items() if name not in self.adapters.base}
-        weights, beside = parted(weights)
-        beside |= {f"{RAW}{a}": w for a, w in state.params.items()} if self.run.averages else {}
+        weights, extras = parted(weights)
+        extras |= {f"{RAW}{a}": w for a, w in state.params.items()} if self.run.averages else {}
         guard = {f"{GUARD}{name}": a for name, a in state.guard.items() if name != FLAG}
-        return weights, {"step": state.step, "key": key} | guard | beside | {
+        return weights, {"step": state.step, "key": key} | guard | extras | {
             f"optimizer.{name}": leaf for name, leaf in flattened(state.optimizer).items()
         }
 
     def restored(self, weights: dict[str, Any], arrays: dict[str, Any]) -> TrainState:
         """The state from what `packed` returned and the weights of the base, with arrays placed as `state_places` says."""
-        arrays, beside = parted(arrays)
-        weights = weights | beside
+        arrays, extras = parted(arrays)
+        weights = weights | extras
         optimizer = unflattened(self.shapes.optimizer, {k.removeprefix("optimizer."): v for k, v in arrays.items()})
         params, ema = {a: weights[a] for a in self.shapes.params}, None
         if self.run.averages:
@@ -187,9 +187,9 @@ class Assembly:
         # A checkpoint may lack a guard's arrays: its settings may change.
         state = {"step": everywhere, "key": everywhere} | {f"{GUARD}{name}": everywhere for name in GUARD_ARRAYS}
         state |= {f"optimizer.{name}": place for name, place in flattened(self.places.optimizer).items()}
-        weights, beside = parted(self.places.params | self.places.rest)
+        weights, extras = parted(self.places.params | self.places.rest)
         raw = {f"{RAW}{a}": place for a, place in self.places.params.items()} if self.run.averages else {}
-        return weights, state | beside | raw
+        return weights, state | extras | raw
 
     def _guard(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
         """The guard's arrays, from a checkpoint where they fit these settings, or as they begin."""
@@ -226,8 +226,8 @@ class Assembly:
         if self.run.objective.needs.forward and attention is None:
             # The others have a backward pass of their own, and none forward.
             attention = "reference"
-        chosen = implementations(attention=attention, experts=execution.experts, products=self.products.name)
-        with scope(self.mesh, self.run.mesh.table()), chosen, winners(winners_of(self)):
+        choices = implementations(attention=attention, experts=execution.experts, products=self.products.name)
+        with scope(self.mesh, self.run.mesh.table()), choices, winners(winners_of(self)):
             yield
 
     def batch_shapes(self, sizes: Mapping[str, int] | None = None) -> dict[str, jax.ShapeDtypeStruct]:

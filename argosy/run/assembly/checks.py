@@ -28,8 +28,8 @@ def check_implementations(execution: Any) -> None:
     Raises:
         UserError: an implementation does not exist.
     """
-    named = ((ATTENTION, execution.attention), (GROUPED_MATMUL, execution.experts), (MATMUL, execution.products))
-    raise_mistakes(mistakes_of(*(partial(registry.__getitem__, name) for registry, name in named if name is not None)))
+    choices = ((ATTENTION, execution.attention), (GROUPED_MATMUL, execution.experts), (MATMUL, execution.products))
+    raise_mistakes(mistakes_of(*(partial(registry.__getitem__, name) for registry, name in choices if name is not None)))
 
 
 def mesh_of(run: Run, target: Target) -> Mesh:
@@ -55,8 +55,8 @@ def mesh_of(run: Run, target: Target) -> Mesh:
             hint=f"make it a multiple of {shares * run.accumulate * together}",
         )
     if (context := mesh.shape["context"]) > 1 and run.data.sequence % (2 * context):
-        what = f"data.sequence = {run.data.sequence} does not divide into {2 * context} pieces, twice mesh.context"
-        raise BadInput(what, hint=f"make it a multiple of {2 * context}")
+        problem = f"data.sequence = {run.data.sequence} does not divide into {2 * context} pieces, twice mesh.context"
+        raise BadInput(problem, hint=f"make it a multiple of {2 * context}")
     return mesh
 
 
@@ -102,23 +102,23 @@ def check_formats(run: Run, source: Any) -> None:
         return
     if not isinstance(source, Source | Prepared):
         return
-    found = source.format if isinstance(source, Source) else source.fingerprint.get("source.format", "text")
-    wanted, name = run.objective.formats, Choice(OBJECTIVES).name_of(run.objective)
+    data_format = source.format if isinstance(source, Source) else source.fingerprint.get("source.format", "text")
+    formats, name = run.objective.formats, Choice(OBJECTIVES).name_of(run.objective)
     where = f"data.source={run.data.source_name}"
-    if wanted and found not in wanted:
-        columns = " or ".join(" and ".join(f"`{c}`" for c in FORMATS[one][0]) for one in wanted)
-        what = f"objective={name} trains on `{'` or `'.join(wanted)}` records, and this data is `{found}`"
-        own = "objective.negatives=N trains on records with N negatives; or " if found in run.objective.needs.formats else ""
-        raise BadInput(what, where=where, hint=f"{own}give records with {columns}; data.columns.NAME=COLUMN renames")
-    if not wanted and found in GROUPS:
+    if formats and data_format not in formats:
+        columns = " or ".join(" and ".join(f"`{c}`" for c in FORMATS[kind][0]) for kind in formats)
+        problem = f"objective={name} trains on `{'` or `'.join(formats)}` records, and this data is `{data_format}`"
+        prefix = "objective.negatives=N trains on records with N negatives; or " if data_format in run.objective.needs.formats else ""
+        raise BadInput(problem, where=where, hint=f"{prefix}give records with {columns}; data.columns.NAME=COLUMN renames")
+    if not formats and data_format in GROUPS:
         others = {
             "preference": "data.columns.completion=chosen trains on the chosen answers; data.format=messages reads other columns",
             "kto": "data.format=completion reads the answers without their labels",
             **dict.fromkeys(("pair", "triplet", "negatives"), "objective=contrastive trains on it"),
         }
-        what = f"objective={name} trains on single texts, and this data is `{found}`"
-        raise BadInput(what, where=where, hint=others.get(found, "objective=process_reward trains on it"))
+        problem = f"objective={name} trains on single texts, and this data is `{data_format}`"
+        raise BadInput(problem, where=where, hint=others.get(data_format, "objective=process_reward trains on it"))
     together, least = run.objective.rows_per_group, run.objective.needs.least_groups
     if (examples := run.data.batch // together) < least:
-        what = f"data.batch = {run.data.batch} holds {plural(examples, 'example')}, and objective={name} compares those of a batch"
-        raise BadInput(what, where=where, hint=f"make it at least {least * together}: an example is {plural(together, 'row')}")
+        problem = f"data.batch = {run.data.batch} holds {plural(examples, 'example')}, and objective={name} compares those of a batch"
+        raise BadInput(problem, where=where, hint=f"make it at least {least * together}: an example is {plural(together, 'row')}")

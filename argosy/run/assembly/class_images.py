@@ -29,8 +29,8 @@ def class_images(run: Run, objective: DreamBooth, dtype: Any, say: Say) -> Path:
     """
     folder = Path(objective.class_data_dir or f"{run.dir}/{CLASS_IMAGES}").expanduser()
     if is_address(str(objective.class_data_dir or run.dir)):
-        what = "images of the class are drawn into a local folder"
-        raise BadInput(what, where=str(folder), hint="objective.class_data_dir=FOLDER names one")
+        problem = "images of the class are drawn into a local folder"
+        raise BadInput(problem, where=str(folder), hint="objective.class_data_dir=FOLDER names one")
     there = len(image_paths(folder)) if folder.is_dir() else 0
     missing = range(there, objective.num_class_images)
     if not missing:

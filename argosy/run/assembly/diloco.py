@@ -30,8 +30,8 @@ def check(run: Any, mesh: Mesh) -> None:
         raise BadInput("the mesh has one replica: mesh.data is 1", where=where, hint=hint)
     if len(split := [f"mesh.{axis} = {mesh.shape[axis]}" for axis in WITHIN if mesh.shape[axis] > 1]) > 1:
         # jax 0.10.2: "Check failed" in spmd_partitioner_util.cc, for dense layers as for others.
-        what = f"{' and '.join(split)} within a replica: XLA aborts where it splits a replica over two axes"
-        raise Unsupported(what, where=where, hint="let one of them be 1")
+        problem = f"{' and '.join(split)} within a replica: XLA aborts where it splits a replica over two axes"
+        raise Unsupported(problem, where=where, hint="let one of them be 1")
 
 
 def check_model(run: Any, model: Any, steps: int) -> None:
@@ -48,13 +48,14 @@ def check_model(run: Any, model: Any, steps: int) -> None:
     if not every:
         return
     if steps % every:
-        left = f"the last {plural(steps % every, 'step')} would move no outer weights"
+        reason = f"the last {plural(steps % every, 'step')} would move no outer weights"
         ends = f"steps = {steps}" if steps == run.steps else f"the data ends after {plural(steps, 'step')}, which"
         hint = f"steps={steps - steps % every}" if steps > every else f"diloco.every={steps} or less"
-        raise BadInput(f"{ends} is no multiple of diloco.every = {every}: {left}", hint=hint)
-    if moved := [address for address, v in variables(model).items() if isinstance(v, Moved)]:
-        what = f"router biases that move by load ({some(moved, 2)}): not built over replicas yet"
-        raise Unsupported(what, where=WHERE.format(every), hint="model.moe.bias=false with model.moe.balance=0.01 balances by a loss")
+        raise BadInput(f"{ends} is no multiple of diloco.every = {every}: {reason}", hint=hint)
+    if biases := [address for address, v in variables(model).items() if isinstance(v, Moved)]:
+        problem = f"router biases that move by load ({some(biases, 2)}): not built over replicas yet"
+        hint = "model.moe.bias=false with model.moe.balance=0.01 balances by a loss"
+        raise Unsupported(problem, where=WHERE.format(every), hint=hint)
 
 
 def check_replicas(run: Any, mesh: Mesh, folder: Path) -> None:
@@ -71,22 +72,22 @@ def check_replicas(run: Any, mesh: Mesh, folder: Path) -> None:
     prefix = f"optimizer.{REPLICAS}."
     stored = next(a.shape[0] for name, a in stored_shapes(folder, STATE).items() if name.startswith(prefix))
     if stored != mesh.shape[AXIS]:
-        what = f"the run has {plural(stored, 'replica')}, and the mesh {mesh.shape[AXIS]}"
+        problem = f"the run has {plural(stored, 'replica')}, and the mesh {mesh.shape[AXIS]}"
         hint = f"resume with mesh.data x mesh.between.data = {stored}; init.weights=RUN dir=NEW starts others from its outer weights"
-        raise BadInput(what, where=str(folder), hint=hint)
+        raise BadInput(problem, where=str(folder), hint=hint)
 
 
 def left_over(run: Any, step: int) -> str:
     """A note for a run whose data ended between two outer steps, as after a rollback; "" if it did not."""
-    if not run.diloco.every or not (left := step % run.diloco.every):
+    if not run.diloco.every or not (remainder := step % run.diloco.every):
         return ""
-    return f"; its last {plural(left, 'step')} moved no outer weights, which are those of step {step - left} (diloco.every)"
+    return f"; its last {plural(remainder, 'step')} moved no outer weights, which are those of step {step - remainder} (diloco.every)"
 
 
 def diloco_header(run: Any, mesh: Mesh) -> dict[str, str]:
     """The header's line about replicas; empty without them."""
-    how = run.diloco
-    if not how.every:
+    every = run.diloco.every
+    if not every:
         return {}
     rows = run.data.batch // mesh.shape[AXIS]
-    return {"diloco": f"{mesh.shape[AXIS]} replicas of {plural(rows, 'row')} a step, an outer step every {plural(how.every, 'step')}"}
+    return {"diloco": f"{mesh.shape[AXIS]} replicas of {plural(rows, 'row')} a step, an outer step every {plural(every, 'step')}"}

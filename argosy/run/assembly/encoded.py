@@ -66,15 +66,15 @@ class EncodedData:
         if self.controlled:
             self._check_controls(3 if self.encoders.space is None else self.encoders.space.channels)
         dropout = run.objective.label_dropout if run.objective.condition == "text" else 0.0
-        how: Any = {"dropout": dropout, "say": say}
+        options: Any = {"dropout": dropout, "say": say}
         cache = corpus_cache(run.data)
         if isinstance(run.objective, TextualInversion):
-            how["prompts"] = template_ids(run.model, run.objective, str(run.encoders.pipeline))
-        self.source: RowSource = EncodedImages(images, self.encoders, cache, **how)
+            options["prompts"] = template_ids(run.model, run.objective, str(run.encoders.pipeline))
+        self.source: RowSource = EncodedImages(images, self.encoders, cache, **options)
         if isinstance(run.objective, DreamBooth):
             folder = class_images(run, run.objective, decided.dtype, say)
             image = run.data.image.model_copy(update={"caption": run.objective.class_prompt})
-            self.source = PriorImages(self.source, EncodedImages(ImageFolder(str(folder), image), self.encoders, cache, **how))
+            self.source = PriorImages(self.source, EncodedImages(ImageFolder(str(folder), image), self.encoders, cache, **options))
 
     def _check_controls(self, channels: int) -> None:
         """Checks that there are control images.
@@ -96,18 +96,18 @@ class EncodedData:
             BadInput: the states of captions have another width than the model reads.
         """
         widths = {"e": ("text_width", "states"), "o": ("pooled_width", "vector")}
-        for letter, (name, what) in widths.items() if self.encoders.reads_text else ():
-            wanted, given = getattr(self.run.model, name, None), sizes.get(letter)
-            if wanted is not None and given is not None and wanted != given:
-                said = f"the {what} of a caption: {given:,} numbers, and model.{name} = {wanted:,}"
-                raise BadInput(said, hint=f"model.{name}={given}, or another text encoder")
-        found = None
+        for letter, (name, label) in widths.items() if self.encoders.reads_text else ():
+            expected, actual = getattr(self.run.model, name, None), sizes.get(letter)
+            if expected is not None and actual is not None and expected != actual:
+                problem = f"the {label} of a caption: {actual:,} numbers, and model.{name} = {expected:,}"
+                raise BadInput(problem, hint=f"model.{name}={actual}, or another text encoder")
+        sample_prompts = None
         if self.run.sample.every and self.encoders.reads_text:
             captions, controls = self._examples()
             texts = tuple(dict.fromkeys(self.run.sample.prompts or captions))
-            found = SamplePrompts(texts, self.encoders.states(["", *texts]), controls, tuple(captions))
+            sample_prompts = SamplePrompts(texts, self.encoders.states(["", *texts]), controls, tuple(captions))
         self.encoders.release()
-        return found
+        return sample_prompts
 
     def _examples(self) -> tuple[list[str], np.ndarray | None]:
         """The first captions of the data, held-out ones, if there are; for a ControlNet with their control images, of one size."""
@@ -115,13 +115,13 @@ class EncodedData:
         for held_out in (True, False):
             parts = self.images.splits(held_out, channels)
             if not self.controlled:
-                found = [table.captions[int(i)] for table, chosen in parts if table.captions is not None for i in chosen]
-                if found:
-                    return found[: self.run.sample.images], None
+                captions = [table.captions[int(i)] for table, selection in parts if table.captions is not None for i in selection]
+                if captions:
+                    return captions[: self.run.sample.images], None
                 continue
-            for table, chosen in parts:
-                rows = np.arange(min(len(chosen), self.run.sample.images))
+            for table, selection in parts:
+                rows = np.arange(min(len(selection), self.run.sample.images))
                 if table.captions is not None and len(rows):
-                    shown = ImageRows(table, chosen, self.images.settings, 0, trains=False).controls(rows, rows)
-                    return [table.captions[int(chosen[i])] for i in rows], shown["control"]
+                    fields = ImageRows(table, selection, self.images.settings, 0, trains=False).controls(rows, rows)
+                    return [table.captions[int(selection[i])] for i in rows], fields["control"]
         return [""], None

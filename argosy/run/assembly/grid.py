@@ -17,6 +17,6 @@ def mesh_header(mesh: Mesh, weights: Mapping[str, Any]) -> dict[str, str]:
     if mesh.size == 1:
         return {}
     lines = {"mesh": " x ".join(f"{name} {size}" for name, size in mesh.shape.items() if size > 1)}
-    if left := unsplit_weights(mesh, weights):
-        lines["whole"] = left
+    if unsplit := unsplit_weights(mesh, weights):
+        lines["whole"] = unsplit
     return lines

@@ -81,10 +81,10 @@ def _check_trained(run: Run, model: Any) -> None:
     Raises:
         BadInput: some would.
     """
-    drawn = [] if run.init.weights or run.init.state else [a for a, v in variables(model).items() if isinstance(v, SelectionWeight)]
-    if drawn:
+    untrained = [] if run.init.weights or run.init.state else [a for a, v in variables(model).items() if isinstance(v, SelectionWeight)]
+    if untrained:
         raise BadInput(
-            f"{plural(len(drawn), 'weight')} of the sparse-attention indexer would keep their random values: nothing trains them",
+            f"{plural(len(untrained), 'weight')} of the sparse-attention indexer would keep their random values: nothing trains them",
             hint="start from trained weights (init.weights=FOLDER), or leave the indexer out: model.index=none",
         )
 
@@ -112,8 +112,8 @@ def kept_schemes(run: Run) -> Mapping[str, Scheme]:
     if type(adapter) is not Lora or adapter.init != "zero" or adapter.train or is_address(weights) or is_missing(weights):
         return {}
     stored = open_model(weights)
-    found = stored.quantized or stored.published()
-    return {} if found is None or stored.adapted is not None else found.schemes
+    quantized = stored.quantized or stored.published()
+    return {} if quantized is None or stored.adapted is not None else quantized.schemes
 
 
 def stacked_adapters(run: Run) -> Mapping[str, Any]:

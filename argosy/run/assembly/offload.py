@@ -23,5 +23,5 @@ def check_offload(decided: Any, mesh: Mesh | AbstractMesh) -> None:
     if device is not None and HOST not in {memory.kind for memory in device.addressable_memories()}:
         raise Unsupported(f"{device.device_kind} has no pinned memory of the host", where=where, hint="execution.offload=none")
     if decided.layers == "unroll":
-        what = "the optimizer's state goes to the device layer by layer, and these layers are a list (execution.run=unroll)"
-        raise BadInput(what, where=where, hint="execution.run=scan; a run that began with a list of layers keeps it")
+        problem = "the optimizer's state goes to the device layer by layer, and these layers are a list (execution.run=unroll)"
+        raise BadInput(problem, where=where, hint="execution.run=scan; a run that began with a list of layers keeps it")

@@ -15,14 +15,14 @@ def decided_sharing(run: Run, platform: str) -> bool:
     Raises:
         BadInput, Unsupported: the settings ask for sharing that is not possible.
     """
-    how = run.rollout
-    if how is None:
+    rollout = run.rollout
+    if rollout is None:
         return False
     reason = _why_not(run)
-    if how.share_prompts and reason is not None:
+    if rollout.share_prompts and reason is not None:
         raise reason
-    if how.share_prompts is not None:
-        return how.share_prompts
+    if rollout.share_prompts is not None:
+        return rollout.share_prompts
     # The kernel for TPUs has no such masks, and attention with windows would keep all scores.
     window, T = getattr(run.model, "window", None), run.data.sequence
     near = window is not None and window < T and "L" in getattr(run.model, "spans", "L")

@@ -24,8 +24,8 @@ def execution(run: Any, decided: Any, mesh: Mesh) -> Execution:
     """
     stages = mesh.shape[AXIS]
     if decided.rounds > 1 and decided.layers == "unroll":
-        what = f"execution.rounds = {decided.rounds} is of stacked layers, and these are a list (execution.run=unroll)"
-        raise BadInput(what, hint="execution.run=scan; a run that began with a list of layers keeps it")
+        problem = f"execution.rounds = {decided.rounds} is of stacked layers, and these are a list (execution.run=unroll)"
+        raise BadInput(problem, hint="execution.run=scan; a run that began with a list of layers keeps it")
     if stages == 1:
         if run.execution.microbatches is not None:
             hint = "leave it out, or write execution.microbatches=none; accumulate=N computes a batch in parts"
@@ -43,20 +43,21 @@ def microbatches(run: Any, mesh: Mesh) -> int:
     Raises:
         BadInput: the rows do not divide into them.
     """
-    stages, shares, asked = mesh.shape[AXIS], row_shares(mesh), run.execution.microbatches
+    stages, shares, requested = mesh.shape[AXIS], row_shares(mesh), run.execution.microbatches
     rows = run.data.batch // run.accumulate // shares
-    tried = [asked] if asked is not None else [stages * n for n in range(EACH, 0, -1)]
+    tried = [requested] if requested is not None else [stages * n for n in range(EACH, 0, -1)]
     for count in tried:
         if count % stages == 0 and rows % count == 0:
             return count
-    if asked is not None and asked % stages:
-        what = f"execution.microbatches = {asked} is no multiple of mesh.stage = {stages}"
-        raise BadInput(what, hint=f"at least {stages}, and better {EACH * stages}: more of them leave stages idle for less of the time")
-    each = run.accumulate * shares * (asked or stages)
-    what = f"data.batch = {run.data.batch} does not divide into {asked or stages} microbatches"
-    what += f" over {plural(shares, 'device')}" if shares > 1 else ""
-    what += f" and accumulate = {run.accumulate}" if run.accumulate > 1 else ""
-    raise BadInput(what, hint=f"make it a multiple of {each}")
+    if requested is not None and requested % stages:
+        problem = f"execution.microbatches = {requested} is no multiple of mesh.stage = {stages}"
+        hint = f"at least {stages}, and better {EACH * stages}: more of them leave stages idle for less of the time"
+        raise BadInput(problem, hint=hint)
+    each = run.accumulate * shares * (requested or stages)
+    problem = f"data.batch = {run.data.batch} does not divide into {requested or stages} microbatches"
+    problem += f" over {plural(shares, 'device')}" if shares > 1 else ""
+    problem += f" and accumulate = {run.accumulate}" if run.accumulate > 1 else ""
+    raise BadInput(problem, hint=f"make it a multiple of {each}")
 
 
 def check_groups(model: nnx.Module, stages: int, rounds: int) -> None:
@@ -72,11 +73,11 @@ def check_groups(model: nnx.Module, stages: int, rounds: int) -> None:
         if not any(n % (stages * rounds) == 0 for n in repeats):
             most = max(repeats)
             fits = [n for n in range(2, most + 1) if any(m % n == 0 for m in repeats)]
-            asked = f"mesh.stage = {stages}" + (f" and execution.rounds = {rounds}" if rounds > 1 else "")
-            what = f"{asked}: {len(stack.plan)} layers repeat {' + '.join(map(str, repeats))} times, in groups"
-            one = "stages times rounds" if rounds > 1 else "stages"
-            hint = f"{one} that divide one of them: {', '.join(map(str, fits))}" if fits else "no layers repeat: leave mesh.stage at 1"
-            raise BadInput(what, where=".".join(map(str, path)), hint=hint)
+            layout = f"mesh.stage = {stages}" + (f" and execution.rounds = {rounds}" if rounds > 1 else "")
+            problem = f"{layout}: {len(stack.plan)} layers repeat {' + '.join(map(str, repeats))} times, in groups"
+            size = "stages times rounds" if rounds > 1 else "stages"
+            hint = f"{size} that divide one of them: {', '.join(map(str, fits))}" if fits else "no layers repeat: leave mesh.stage at 1"
+            raise BadInput(problem, where=".".join(map(str, path)), hint=hint)
 
 
 def stages_header(run: Execution) -> dict[str, str]:

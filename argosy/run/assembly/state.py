@@ -66,8 +66,8 @@ def build_state(run: Run, decided: Decided, mesh: Mesh, model: Any, steps: int) 
     if offloads:
         places = _offloaded(run, model, state, places)
     if run.execution.gather == "once" and not GatherOnce(weights).gathers:
-        what = "no weight is split over mesh.fsdp, so there is nothing to gather once"
-        raise BadInput(what, where="set by execution.gather")
+        problem = "no weight is split over mesh.fsdp, so there is nothing to gather once"
+        raise BadInput(problem, where="set by execution.gather")
     if run.diloco.every:
         places = replace(places, optimizer=diloco.places(state.optimizer, weights, shapes, mesh))
 
@@ -90,6 +90,6 @@ def _offloaded(run: Run, model: Any, state: TrainState, places: TrainState) -> T
     if run.execution.offload == "weights":
         return replace(places, params=weights_on_host(places.params, meanings_of(model)))
     if not any(place.memory_kind == HOST for place in jax.tree.leaves(places.optimizer)):
-        what = f"{type(run.optimizer).__name__} keeps no arrays with these settings, so there is nothing to move to the host"
-        raise BadInput(what, where="set by execution.offload", hint="execution.offload=none")
+        problem = f"{type(run.optimizer).__name__} keeps no arrays with these settings, so there is nothing to move to the host"
+        raise BadInput(problem, where="set by execution.offload", hint="execution.offload=none")
     return places

@@ -44,7 +44,7 @@ def stored_winners(path: Path | None) -> dict[str, dict[str, Any]]:
     with suppress(OSError, ValueError, TypeError, AttributeError):
         if path is not None:
             stored = json.loads(path.read_text(encoding="utf-8"))
-            return {str(device): {name: dict(one) for name, one in cases.items()} for device, cases in stored.items()}
+            return {str(device): {name: dict(winner) for name, winner in cases.items()} for device, cases in stored.items()}
     return {}
 
 
@@ -55,10 +55,10 @@ def known_winners(device: str) -> dict[str, str]:
         BadInput: $ARGOSY_TUNED names no file of winners.
     """
     shared = os.environ.get(VARIABLE)
-    found = stored_winners(Path(shared) if shared else winners_file())
-    if shared and not found:
+    by_device = stored_winners(Path(shared) if shared else winners_file())
+    if shared and not by_device:
         raise BadInput(f"{shared} holds no winners", where=f"set by ${VARIABLE}", hint=f"`argosy autotune out={shared}` writes it")
-    return {name: str(one["implementation"]) for name, one in found.get(device, {}).items() if "implementation" in one}
+    return {name: str(winner["implementation"]) for name, winner in by_device.get(device, {}).items() if "implementation" in winner}
 
 
 def write_winners(path: Path, winners: Mapping[str, Mapping[str, Any]]) -> None:
@@ -79,13 +79,13 @@ def with_winners(a: "Assembly") -> Decided:
         return a.decided
     device, execution = tuned_device(a.mesh.devices.flat[0]), a.run.execution
     free = [op for op in ("attention", "experts") if getattr(execution, op) is None]
-    known = {name: winner for name, winner in known_winners(device).items() if name.partition(" ")[0] in free}
-    if not known:
+    candidates = {name: winner for name, winner in known_winners(device).items() if name.partition(" ")[0] in free}
+    if not candidates:
         return a.decided
     with recorded_cases() as cases:
         a.lower()
-    found = {name: known[name] for name in cases if name in known}
-    return replace(a.decided, winners={device: found}) if found else a.decided
+    matches = {name: candidates[name] for name in cases if name in candidates}
+    return replace(a.decided, winners={device: matches}) if matches else a.decided
 
 
 def winners_of(a: "Assembly") -> dict[str, str]:
@@ -97,5 +97,5 @@ def winners_of(a: "Assembly") -> dict[str, str]:
 
 def winners_text(a: "Assembly") -> str:
     """The winners by op; "" without any."""
-    chosen = {(name.partition(" ")[0], winner) for name, winner in winners_of(a).items()}
-    return ", ".join(f"{op} by `{winner}`" for op, winner in sorted(chosen))
+    pairs = {(name.partition(" ")[0], winner) for name, winner in winners_of(a).items()}
+    return ", ".join(f"{op} by `{winner}`" for op, winner in sorted(pairs))

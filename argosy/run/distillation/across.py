@@ -32,11 +32,11 @@ def teacher_places(run: Any, context: int) -> int:
     Raises:
         BadInput: the setting exceeds the teacher's context.
     """
-    asked = run.objective.teacher_sequence
-    if asked is not None and asked > context:
-        what = f"objective.teacher_sequence = {asked:,} is longer than the teacher's context of {context:,} tokens"
-        raise BadInput(what, where=f"objective.teacher={run.objective.teacher}", hint=f"objective.teacher_sequence={context}")
-    return asked or min(2 * run.data.sequence, context)
+    sequence = run.objective.teacher_sequence
+    if sequence is not None and sequence > context:
+        problem = f"objective.teacher_sequence = {sequence:,} is longer than the teacher's context of {context:,} tokens"
+        raise BadInput(problem, where=f"objective.teacher={run.objective.teacher}", hint=f"objective.teacher_sequence={context}")
+    return sequence or min(2 * run.data.sequence, context)
 
 
 class Both:
@@ -52,13 +52,13 @@ class Both:
         if tokenizer is None:
             raise BadInput("the teacher reads texts, and this data has no tokenizer", hint="data.tokenizer=FOLDER")
         if theirs is None:
-            what = "the teacher comes without a tokenizer, and it reads texts by its own"
-            raise BadInput(what, where=where, hint="put its tokenizer's files into its folder")
+            problem = "the teacher comes without a tokenizer, and it reads texts by its own"
+            raise BadInput(problem, where=where, hint="put its tokenizer's files into its folder")
         if theirs.vocab > stored.config.vocab:
-            what = f"the teacher's tokenizer has {theirs.vocab:,} tokens, and the model {stored.config.vocab:,}"
-            raise BadInput(what, where=where)
-        exact, own = ("gkd", "gold") if isinstance(run.objective, GOLD) else ("distill", "uld")
-        note = SAME.format(exact=exact, own=own) if theirs.fingerprint == tokenizer.fingerprint else None
+            problem = f"the teacher's tokenizer has {theirs.vocab:,} tokens, and the model {stored.config.vocab:,}"
+            raise BadInput(problem, where=where)
+        exact, current = ("gkd", "gold") if isinstance(run.objective, GOLD) else ("distill", "uld")
+        note = SAME.format(exact=exact, own=current) if theirs.fingerprint == tokenizer.fingerprint else None
         self.matched = matched(tokenizer, theirs) if run.objective.hybrid else None
         if self.matched is not None:
             share = f"{len(self.matched):,} of the teacher's {theirs.vocab:,} tokens"

@@ -21,8 +21,8 @@ def check_address(url: str) -> None:
     parts, where = urlsplit(url), "objective.teacher"
     if parts.username is not None or parts.password is not None:
         # Not shown: it holds a password.
-        what = "the address of the teacher holds a name or a password, which would be kept with the settings"
-        raise BadInput(what, where=where, hint=f"set {KEYS[0]} in the environment")
+        problem = "the address of the teacher holds a name or a password, which would be kept with the settings"
+        raise BadInput(problem, where=where, hint=f"set {KEYS[0]} in the environment")
     if not parts.hostname or parts.query or parts.fragment:
-        what = f"`{parts.scheme}://{parts.netloc}{parts.path}` is not the address of a server"
-        raise BadInput(what, where=where, hint="http://localhost:8000/v1")
+        problem = f"`{parts.scheme}://{parts.netloc}{parts.path}` is not the address of a server"
+        raise BadInput(problem, where=where, hint="http://localhost:8000/v1")

@@ -40,7 +40,7 @@ UNKNOWN = "\ufffd"
 class Unmoved(HTTPRedirectHandler):
     """Follows no redirect: the key must not be sent to another server."""
 
-    def redirect_request(self, *args: Any, **how: Any) -> None:
+    def redirect_request(self, *args: Any, **kwargs: Any) -> None:
         return None
 
 
@@ -68,44 +68,44 @@ class Endpoint:
             ArgosyError: it does not answer, or its numbers are invalid.
         """
         body = {"model": self.model, "prompt": list(ids), "max_tokens": 1, "temperature": 0, "prompt_logprobs": k}
-        found = self.request("completions", body)
+        reply = self.request("completions", body)
         try:
-            (choice,) = found["choices"]
+            (choice,) = reply["choices"]
             places = choice["prompt_logprobs"]
         except (KeyError, TypeError, ValueError):
             places = None
         if not isinstance(places, list):
-            what = f"{self.url} answers without `prompt_logprobs`, log-probabilities of given tokens"
+            problem = f"{self.url} answers without `prompt_logprobs`, log-probabilities of given tokens"
             hint = "vLLM and `argosy serve` have them; OpenAI's own API has those of generated tokens only"
-            raise BadInput(what, where=f"objective.teacher_model={self.model}", hint=hint)
+            raise BadInput(problem, where=f"objective.teacher_model={self.model}", hint=hint)
         if len(places) != len(ids):
-            what = f"{self.url} gives {len(places)} log-probabilities for a prompt of {len(ids)} tokens"
-            raise BadInput(what, where=f"objective.teacher_model={self.model}", hint="does the server add tokens to prompts?")
+            problem = f"{self.url} gives {len(places)} log-probabilities for a prompt of {len(ids)} tokens"
+            raise BadInput(problem, where=f"objective.teacher_model={self.model}", hint="does the server add tokens to prompts?")
         rows = [self.place(token, entry, k, vocab) for token, entry in zip(ids[1:], places[1:], strict=True)]
         logps = np.array([[p for _, p in row] for row in rows], np.float64).reshape(-1, k)
         rest = np.log(np.maximum(1 - np.exp(logps).sum(1), LEAST_REST))
-        made = np.array([[token for token, _ in row] for row in rows], np.int64).reshape(-1, k)
-        return TopTokens(made, logps.astype(np.float32), rest.astype(np.float32))
+        token_ids = np.array([[token for token, _ in row] for row in rows], np.int64).reshape(-1, k)
+        return TopTokens(token_ids, logps.astype(np.float32), rest.astype(np.float32))
 
     def place(self, token: int, entry: Any, k: int, vocab: int) -> list[tuple[int, float]]:
         """The k most likely tokens at one position, the most likely first."""
         if not isinstance(entry, dict) or str(token) not in entry:
-            what = f"{self.url} does not name token {token}, which it was given: its tokens are not this run's"
-            raise BadInput(what, where=f"objective.teacher_model={self.model}", hint="the teacher must have the student's tokenizer")
-        found = []
-        for name, one in entry.items():
-            number, logp = int(name), one.get("logprob")
-            self.check_token(number, one.get("decoded_token"), vocab)
+            problem = f"{self.url} does not name token {token}, which it was given: its tokens are not this run's"
+            raise BadInput(problem, where=f"objective.teacher_model={self.model}", hint="the teacher must have the student's tokenizer")
+        pairs = []
+        for name, fields in entry.items():
+            number, logp = int(name), fields.get("logprob")
+            self.check_token(number, fields.get("decoded_token"), vocab)
             if not isinstance(logp, int | float) or not math.isfinite(logp) or logp > 1e-3:
-                what = f"{self.url} gives token {number} the log-probability {logp!r}"
-                raise ArgosyError(what, hint="is the model that it serves whole?")
-            found.append((number, float(logp)))
-        found.sort(key=lambda pair: -pair[1])
-        if len(found) < k:
-            what = f"{self.url} names {len(found)} tokens of a place, not {k}"
-            hint = f"objective.top={len(found)}, or allow the server more (vLLM's --max-logprobs)"
-            raise BadInput(what, where="objective.top", hint=hint)
-        return found[:k]
+                problem = f"{self.url} gives token {number} the log-probability {logp!r}"
+                raise ArgosyError(problem, hint="is the model that it serves whole?")
+            pairs.append((number, float(logp)))
+        pairs.sort(key=lambda pair: -pair[1])
+        if len(pairs) < k:
+            problem = f"{self.url} names {len(pairs)} tokens of a place, not {k}"
+            hint = f"objective.top={len(pairs)}, or allow the server more (vLLM's --max-logprobs)"
+            raise BadInput(problem, where="objective.top", hint=hint)
+        return pairs[:k]
 
     def check_token(self, number: int, text: Any, vocab: int) -> None:
         """Compares a token of the server with this run's token of the same id.
@@ -113,13 +113,13 @@ class Endpoint:
         Raises:
             BadInput: they differ.
         """
-        own = self.tokenizer.piece(number, False).decode("utf-8", "replace") if number < self.tokenizer.vocab else None
-        same = text is None or own is None or UNKNOWN in f"{own}{text}" or own.strip() == str(text).strip()
+        piece = self.tokenizer.piece(number, False).decode("utf-8", "replace") if number < self.tokenizer.vocab else None
+        same = text is None or piece is None or UNKNOWN in f"{piece}{text}" or piece.strip() == str(text).strip()
         same = same or number in self.tokenizer.hidden
         if number >= vocab or not same:
             theirs = f"`{text}`" if isinstance(text, str) else "another one"
-            what = f"token {number} is {theirs} to {self.url}, and {f'`{own}`' if own is not None else 'none'} to the student"
-            raise BadInput(what, where=f"objective.teacher_model={self.model}", hint="the teacher must have the student's tokenizer")
+            problem = f"token {number} is {theirs} to {self.url}, and {f'`{piece}`' if piece is not None else 'none'} to the student"
+            raise BadInput(problem, where=f"objective.teacher_model={self.model}", hint="the teacher must have the student's tokenizer")
 
     # ---------------------------------------------------------------- HTTP
 
@@ -130,24 +130,24 @@ class Endpoint:
             BadInput: the server refuses it.
             ArgosyError: the server does not answer.
         """
-        where, said = f"{self.url.rstrip('/')}/{path}", ""
+        where, message = f"{self.url.rstrip('/')}/{path}", ""
         for wait in (*WAITS_S, None):
             try:
                 return self.request_once(where, body)
             except HTTPError as error:
                 words = self.without_key(error.read().decode("utf-8", "replace"))
-                said = f"HTTP {error.code}: {message_of(words)[:SHOWN]}"
+                message = f"HTTP {error.code}: {message_of(words)[:SHOWN]}"
                 if error.code not in AGAIN:
-                    raise _refused(error.code, said, where, self.model) from None
+                    raise _refusal(error.code, message, where, self.model) from None
                 wait = waited(error.headers.get("Retry-After"), wait)
             except (URLError, TimeoutError, OSError) as error:
-                said = self.without_key(str(getattr(error, "reason", error)))[:SHOWN]
+                message = self.without_key(str(getattr(error, "reason", error)))[:SHOWN]
             except ValueError:
-                said = "an answer that is not JSON"
+                message = "an answer that is not JSON"
             if wait is not None:
                 self.sleep(wait)
-        what = f"the teacher's server does not answer after {len(WAITS_S) + 1} tries: {said}"
-        raise ArgosyError(what, hint=f"{where}; what it has said is kept, and the same command goes on")
+        problem = f"the teacher's server does not answer after {len(WAITS_S) + 1} tries: {message}"
+        raise ArgosyError(problem, hint=f"{where}; what it has said is kept, and the same command goes on")
 
     def request_once(self, where: str, body: dict[str, Any]) -> Any:
         headers = {"Content-Type": "application/json"}
@@ -183,21 +183,21 @@ def waited(header: str | None, wait: float | None) -> float | None:
 def message_of(words: str) -> str:
     """The error message in the body of a reply."""
     try:
-        found = json.loads(words)
+        document = json.loads(words)
     except ValueError:
         return " ".join(words.split()) or "no words"
-    error = found.get("error", found) if isinstance(found, dict) else found
+    error = document.get("error", document) if isinstance(document, dict) else document
     return str(error.get("message", error) if isinstance(error, dict) else error)
 
 
-def _refused(code: int, said: str, where: str, model: str) -> BadInput:
+def _refusal(code: int, message: str, where: str, model: str) -> BadInput:
     """The error for a request that would be refused again."""
     hints = {
         401: f"set {KEYS[0]} in the environment",
         403: f"set {KEYS[0]} in the environment",
         404: f"is objective.teacher up to /v1, and objective.teacher_model={model} one of GET /v1/models?",
     }
-    if "vocabulary" in said:
+    if "vocabulary" in message:
         hints[code] = "the teacher must have the student's tokenizer; objective=uld learns across tokenizers from a folder of weights"
     hint = hints.get(code, "objective.top may be above what the server allows (20 by vLLM's default), or a text above its context")
-    return BadInput(f"the teacher's server refuses: {said}", where=where, hint=hint)
+    return BadInput(f"the teacher's server refuses: {message}", where=where, hint=hint)

@@ -36,15 +36,15 @@ class ServedTeacher:
         """Raises:
         BadInput: settings that a served teacher cannot honor.
         """
-        how = run.objective
-        check_address(how.teacher)
+        objective = run.objective
+        check_address(objective.teacher)
         if tokenizer is None:
-            what = "a served teacher's tokens are compared with the data's, which has no tokenizer"
-            raise BadInput(what, hint="data.tokenizer=FOLDER")
-        if how.top >= run.model.vocab:
-            raise BadInput(f"objective.top = {how.top}, and the student has {run.model.vocab:,} tokens", hint="objective.top=20")
-        self.run, self.given = run, how.teacher
-        self.endpoint = Endpoint(how.teacher, how.teacher_model, tokenizer)
+            problem = "a served teacher's tokens are compared with the data's, which has no tokenizer"
+            raise BadInput(problem, hint="data.tokenizer=FOLDER")
+        if objective.top >= run.model.vocab:
+            raise BadInput(f"objective.top = {objective.top}, and the student has {run.model.vocab:,} tokens", hint="objective.top=20")
+        self.run, self.given = run, objective.teacher
+        self.endpoint = Endpoint(objective.teacher, objective.teacher_model, tokenizer)
 
     def check(self) -> None:
         """Sends a short request to the server.
@@ -72,11 +72,13 @@ class ServedTeacher:
         with ThreadPoolExecutor(TOGETHER) as threads:
             for new, some in passes(todo, ROWS, "teacher", say, writer.flush):
                 batch = rows.gather(some[:new])
-                asked = [(place, *text) for place in range(new) for text in texts(batch, place)]
-                found = threads.map(lambda one: self.endpoint.top(one[2], self.run.objective.top, self.run.model.vocab), asked)
+                requests = [(place, *text) for place in range(new) for text in texts(batch, place)]
+                answers = threads.map(
+                    lambda request: self.endpoint.top(request[2], self.run.objective.top, self.run.model.vocab), requests
+                )
                 shape, k = batch["mask"].shape, self.run.objective.top
                 ids, logps, rest = np.zeros((*shape, k), np.int64), np.zeros((*shape, k), np.float32), np.zeros(shape, np.float32)
-                for (place, at, _), top in zip(asked, found, strict=True):
+                for (place, at, _), top in zip(requests, answers, strict=True):
                     ids[place, at], logps[place, at], rest[place, at] = top
                 for place, row in enumerate(some[:new].tolist()):
                     here = batch["mask"][place] > 0
@@ -85,15 +87,15 @@ class ServedTeacher:
 
 def texts(batch: Any, row: int) -> list[tuple[np.ndarray, list[int]]]:
     """The documents of a row that have targets in the loss: the indices of their targets, and their tokens."""
-    found, segments, mask = [], batch["segments"][row], batch["mask"][row]
+    documents, segments, mask = [], batch["segments"][row], batch["mask"][row]
     for segment in range(1, int(segments.max(initial=0)) + 1):
         places = np.flatnonzero(segments == segment)
         counted = np.flatnonzero(mask[places] > 0)
         if len(counted):
             # What is after the last target that counts is not asked.
             places = places[: counted[-1] + 1]
-            found.append((places, [*batch["tokens"][row, places].tolist(), int(batch["targets"][row, places[-1]])]))
-    return found
+            documents.append((places, [*batch["tokens"][row, places].tolist(), int(batch["targets"][row, places[-1]])]))
+    return documents
 
 
 def check_same_server(teacher: ServedTeacher, directory: RunDirectory) -> None:
@@ -102,12 +104,12 @@ def check_same_server(teacher: ServedTeacher, directory: RunDirectory) -> None:
     Raises:
         BadInput: it is another one.
     """
-    known = directory.teacher()
-    if known is None:
+    recorded = directory.teacher()
+    if recorded is None:
         directory.write_teacher(teacher.described)
-    elif known != teacher.described:
-        what = f"this run learns from {known.get('model')} at {known.get('endpoint')}"
-        raise BadInput(what, where=f"objective.teacher={teacher.given}", hint="name the same, or start again with dir=NEW")
+    elif recorded != teacher.described:
+        problem = f"this run learns from {recorded.get('model')} at {recorded.get('endpoint')}"
+        raise BadInput(problem, where=f"objective.teacher={teacher.given}", hint="name the same, or start again with dir=NEW")
 
 
 def check_served(assembly: Any) -> None:

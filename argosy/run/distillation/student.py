@@ -63,9 +63,10 @@ def student_rollouts(run: Run, mesh: Any, tokenizer: Any) -> RolloutParts:
 
 def _summary(run: Run) -> dict[str, str]:
     """The completions of a run, for its header."""
-    rollout, own = run.rollout, run.objective.student_fraction
+    rollout, fraction = run.rollout, run.objective.student_fraction
     assert rollout is not None
-    whose = "the student's" if own == 1 else f"the student's in {own:.0%} of the batches, otherwise the {run.objective.others}'s"
+    others = f"the student's in {fraction:.0%} of the batches, otherwise the {run.objective.others}'s"
+    whose = "the student's" if fraction == 1 else others
     groups = f", {rollout.completions} to each prompt" if rollout.completions > 1 else ""
     updates = f"; {plural(rollout.updates, 'update')} from each rollout" if rollout.updates > 1 else ""
     sizes = f"{plural(run.data.batch, 'completion')} of at most {plural(rollout.tokens, 'token')}{groups}, {whose}"

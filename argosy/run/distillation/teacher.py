@@ -50,39 +50,40 @@ class Teacher(FrozenModel):
     @cached_property
     def model(self) -> Any:
         """The model without weights. Its layers run with the student's strategy, and its vocabulary is matched to the student's."""
-        made = super().model
+        model = super().model
         if self.both is not None and self.both.matched is not None:
-            made.matched = self.both.matched
-        return made
+            model.matched = self.both.matched
+        return model
 
 
-def _check_model(run: Any, config: Any, given: str) -> None:
+def _check_model(run: Any, config: Any, teacher: str) -> None:
     """Checks that a model can teach this run's.
 
     Raises:
         BadInput: it cannot.
     """
-    where = f"{WHERE}={given}"
+    where = f"{WHERE}={teacher}"
     if not config.causal or config.scored:
         kind = "a reward model" if config.causal else "an encoder"
         raise BadInput(f"the teacher is {kind}, which predicts no tokens", where=where, hint="a language model")
     if is_across(run.objective):
         teacher_places(run, config.context)
     elif run.data.sequence > config.context:
-        what = f"data.sequence = {run.data.sequence:,} is longer than the teacher's context of {config.context:,} tokens"
-        raise BadInput(what, where=where, hint=f"data.sequence={config.context}")
-    for own, theirs in run.objective.layer_terms.layers.items():
-        for whose, number, layers in (("the student", own, run.model.layers), ("the teacher", theirs, config.layers)):
+        problem = f"data.sequence = {run.data.sequence:,} is longer than the teacher's context of {config.context:,} tokens"
+        raise BadInput(problem, where=where, hint=f"data.sequence={config.context}")
+    for ours, theirs in run.objective.layer_terms.layers.items():
+        for whose, number, layers in (("the student", ours, run.model.layers), ("the teacher", theirs, config.layers)):
             if not 0 <= number < layers:
-                what = f"objective.layers.{own}={theirs}: {whose} has {plural(layers, 'layer')}, 0 to {layers - 1}"
-                raise BadInput(what, where=where)
+                problem = f"objective.layers.{ours}={theirs}: {whose} has {plural(layers, 'layer')}, 0 to {layers - 1}"
+                raise BadInput(problem, where=where)
     check_relations(run, config, where)
     if run.objective.roles[ROLE] == "cached" and run.objective.top >= min(run.model.vocab, config.vocab):
-        what = f"objective.top = {run.objective.top}, and student and teacher have {run.model.vocab:,} and {config.vocab:,} tokens"
-        raise BadInput(what, where=where, hint="objective.logits=online has them all")
+        problem = f"objective.top = {run.objective.top}, and student and teacher have {run.model.vocab:,} and {config.vocab:,} tokens"
+        raise BadInput(problem, where=where, hint="objective.logits=online has them all")
     if run.objective.needs_teacher_ids and run.model.vocab > config.vocab:
-        what = f"the student has {run.model.vocab:,} ids, the teacher {config.vocab:,}: reverse divergence is infinite for the others"
-        raise BadInput(what, where=where, hint=f"objective.divergence=jsd or forward, or a student with model.vocab={config.vocab}")
+        sizes = f"the student has {run.model.vocab:,} ids, the teacher {config.vocab:,}"
+        problem = f"{sizes}: reverse divergence is infinite for the others"
+        raise BadInput(problem, where=where, hint=f"objective.divergence=jsd or forward, or a student with model.vocab={config.vocab}")
 
 
 def check_tokens(run: Any, stored: OpenedModel, tokenizer: Tokenizer | None) -> str | None:
@@ -91,22 +92,22 @@ def check_tokens(run: Any, stored: OpenedModel, tokenizer: Tokenizer | None) -> 
     Raises:
         BadInput: the tokens differ, or the teacher has no tokenizer.
     """
-    given, vocab = run.objective.teacher, stored.config.vocab
-    where = f"{WHERE}={given}"
+    teacher, vocab = run.objective.teacher, stored.config.vocab
+    where = f"{WHERE}={teacher}"
     if tokenizer is None:
         if run.model.vocab > vocab:
-            what = f"the data's tokens go up to the student's vocabulary of {run.model.vocab:,}, and the teacher has {vocab:,}"
-            raise BadInput(what, where=where, hint=f"model.vocab={vocab}")
+            problem = f"the data's tokens go up to the student's vocabulary of {run.model.vocab:,}, and the teacher has {vocab:,}"
+            raise BadInput(problem, where=where, hint=f"model.vocab={vocab}")
         return None
     theirs = stored_tokenizer(stored)
-    own = f"data.tokenizer={given}"
+    setting = f"data.tokenizer={teacher}"
     if theirs is None:
-        what = "the teacher comes without a tokenizer, so its tokens cannot be compared with the student's"
-        raise BadInput(what, where=where, hint="put its tokenizer's files into its folder")
+        problem = "the teacher comes without a tokenizer, so its tokens cannot be compared with the student's"
+        raise BadInput(problem, where=where, hint="put its tokenizer's files into its folder")
     if theirs.fingerprint == tokenizer.fingerprint:
         return None
     if difference := differing(tokenizer, theirs):
-        hint = f"objective=uld learns across tokenizers; {own} gives this one to a student with random weights"
+        hint = f"objective=uld learns across tokenizers; {setting} gives this one to a student with random weights"
         raise BadInput(f"the teacher has another tokenizer than the data: {difference}", where=where, hint=hint)
     return "the teacher's tokenizer has the same tokens, but other rules to cut text or other special tokens: it sees the data's"
 
@@ -122,10 +123,10 @@ def differing(ours: Tokenizer, theirs: Tokenizer) -> str | None:
     if not wrong:
         return None
     i, a, b = wrong[0]
-    return f"{len(wrong):,} of {ours.vocab:,} ids stand for another text, such as id {i}: {_shown(b)}, not {_shown(a)}"
+    return f"{len(wrong):,} of {ours.vocab:,} ids stand for another text, such as id {i}: {_quoted(b)}, not {_quoted(a)}"
 
 
-def _shown(piece: bytes) -> str:
+def _quoted(piece: bytes) -> str:
     return f"`{piece.decode('utf-8', 'backslashreplace')}`"
 
 
@@ -145,10 +146,10 @@ def settle_teacher(assembly: Any, teacher: Teacher | ServedTeacher, directory: R
     if teacher.note:
         say(teacher.note)
     say(f"teacher {teacher.given}, {teacher.config.parameters():,} parameters, frozen")
-    if beside := parted(assembly.shapes.params)[1]:
-        (shape,) = (leaf.shape for leaf in beside.values())
-        how = f"{plural(math.prod(shape), 'weight')} trained beside the model"
-        say(f"hidden states of {shape[0]} features are projected to its {shape[1]}: {how}")
+    if extras := parted(assembly.shapes.params)[1]:
+        (shape,) = (leaf.shape for leaf in extras.values())
+        remark = f"{plural(math.prod(shape), 'weight')} trained beside the model"
+        say(f"hidden states of {shape[0]} features are projected to its {shape[1]}: {remark}")
     if assembly.run.objective.roles[ROLE] == "cached":
         from argosy.run.distillation import teacher_cache
 

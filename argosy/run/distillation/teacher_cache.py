@@ -82,12 +82,12 @@ def fill_teacher_cache(assembly: Any, described: dict[str, Any], stored: Any, sa
         served = isinstance(assembly.teacher, ServedTeacher)
         key = assembly.teacher.key(inner) if served else _key_of(assembly, inner, described)
         path = corpus_cache(run.data) / "teacher" / f"{key}.{split}.npy"
-        kept = batches.kept = Likeliest(path, len(rows), run.objective.top, run.model.vocab)
-        wanted = visited(inner, run.steps if split == "train" else None)
-        if not len(kept.missing(wanted)):
+        cache = batches.kept = Likeliest(path, len(rows), run.objective.top, run.model.vocab)
+        visits = visited(inner, run.steps if split == "train" else None)
+        if not len(cache.missing(visits)):
             continue
-        with kept.writing(say) as writer:
-            todo = kept.missing(wanted)
+        with cache.writing(say) as writer:
+            todo = cache.missing(visits)
             kind = f"its {run.objective.top} likeliest tokens, {each} bytes a target"
             say(f"teacher: {kind}, of {plural(len(todo), 'row')}, kept in {path.parent}")
             if served:
@@ -105,33 +105,33 @@ def _compute(assembly: Any, rows: Any, todo: np.ndarray, leaves: Leaves, writer:
     program = _compiled(assembly, leaves, each)
     for new, some in passes(todo, each, "teacher", say, writer.flush):
         batch = rows.gather(some)
-        found = program(leaves, assembly.place_fields({name: batch[name] for name in INPUTS}))
-        ids, logps, rest = (np.asarray(a) for a in found)
+        outputs = program(leaves, assembly.place_fields({name: batch[name] for name in INPUTS}))
+        ids, logps, rest = (np.asarray(a) for a in outputs)
         for place, row in enumerate(some[:new].tolist()):
             here = batch["mask"][place] > 0
             if not np.isfinite(logps[place, here]).all():
-                what = f"the teacher gives probabilities that are not finite in row {row:,} of the data"
-                raise ArgosyError(what, hint="precision=float32 has a wider range; are its weights whole?")
+                problem = f"the teacher gives probabilities that are not finite in row {row:,} of the data"
+                raise ArgosyError(problem, hint="precision=float32 has a wider range; are its weights whole?")
             writer.add(row, TopTokens(ids[place, here], logps[place, here], rest[place, here]))
 
 
 def _compiled(assembly: Any, leaves: Leaves, rows: int) -> Any:
     """The program (weights, batch) -> `Top` of every place, [B T ...]."""
     run, graph = assembly.run, assembly.teacher.role.graph
-    how, precision, vocab = run.objective, assembly.decided.precision, run.model.vocab
+    objective, precision, vocab = run.objective, assembly.decided.precision, run.model.vocab
 
     def likeliest(leaves: Leaves, batch: Any) -> Top:
         model = model_for(graph, precision, leaves)
         x, _, _ = model.hidden(batch["tokens"], Packed(batch["segments"]))
 
         def of(x: Any) -> Top:
-            return top(resize_vocab(model.unembed(x), vocab), how.top, how.temperature)
+            return top(resize_vocab(model.unembed(x), vocab), objective.top, objective.temperature)
 
-        if not in_chunks(how, {"teacher": model}, batch["tokens"].size):
+        if not in_chunks(objective, {"teacher": model}, batch["tokens"].size):
             return of(x)
         flat = x.reshape(-1, x.shape[-1])
-        found = by_chunks(lambda x: jax.tree.map(lambda a: a[:, 0], of(x[:, None])), min(how.chunk, len(flat)), flat)
-        return jax.tree.map(lambda a: a.reshape(*x.shape[:2], *a.shape[1:]), found)
+        outputs = by_chunks(lambda x: jax.tree.map(lambda a: a[:, 0], of(x[:, None])), min(objective.chunk, len(flat)), flat)
+        return jax.tree.map(lambda a: a.reshape(*x.shape[:2], *a.shape[1:]), outputs)
 
     shapes = shapes_of({name: FIELDS[name] for name in INPUTS}, rows, run.data.sequence, 1, {}, batch_sharding(assembly.mesh))
     weights = {a: jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=w.sharding) for a, w in leaves.items()}

@@ -53,7 +53,7 @@ def frozen_parts(run: Any, decided: Any, mesh: Any) -> dict[str, FrozenPart]:
         return {}
     folder = Path(str(run.encoders.pipeline))
     stored, config = opened_unet(folder)
-    found = {UNET: FrozenPart(run, decided, mesh, stored, config, UNET, TEACHER)}
+    parts = {UNET: FrozenPart(run, decided, mesh, stored, config, UNET, TEACHER)}
     if isinstance(run.model, ControlNetConfig):
         check_controlnet(run.model, config, config.pixels)
     if isinstance(run.model, LearnedEmbeddingsConfig):
@@ -61,10 +61,10 @@ def frozen_parts(run: Any, decided: Any, mesh: Any) -> dict[str, FrozenPart]:
         for name, width in zip(run.model.encoders, run.model.widths, strict=True):
             encoder: Any = open_model(folder / name)
             if not isinstance(encoder.config, ClipTextConfig) or encoder.config.width != width:
-                what = f"{folder / name} is a {type(encoder.config).__name__} of width {getattr(encoder.config, 'width', None)}"
-                raise BadInput(f"{what}, and the learned rows are of width {width}", hint="another dir=, or the folder as it was")
-            found[name] = FrozenPart(run, decided, mesh, encoder, encoder.config, name, f"{name}.json")
-    return found
+                problem = f"{folder / name} is a {type(encoder.config).__name__} of width {getattr(encoder.config, 'width', None)}"
+                raise BadInput(f"{problem}, and the learned rows are of width {width}", hint="another dir=, or the folder as it was")
+            parts[name] = FrozenPart(run, decided, mesh, encoder, encoder.config, name, f"{name}.json")
+    return parts
 
 
 def check_latents(learned: LearnedEmbeddingsConfig, unet: Any) -> None:
@@ -73,6 +73,6 @@ def check_latents(learned: LearnedEmbeddingsConfig, unet: Any) -> None:
     Raises:
         BadInput: they are not.
     """
-    for name, own, theirs in (("channels", learned.channels, unet.channels), ("multiple", learned.multiple, unet.size_multiple)):
-        if own != theirs:
-            raise BadInput(f"model.{name} = {own}, and the UNet's is {theirs}", hint="model=FOLDER sets it")
+    for name, ours, theirs in (("channels", learned.channels, unet.channels), ("multiple", learned.multiple, unet.size_multiple)):
+        if ours != theirs:
+            raise BadInput(f"model.{name} = {ours}, and the UNet's is {theirs}", hint="model=FOLDER sets it")

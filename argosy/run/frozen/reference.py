@@ -66,9 +66,9 @@ class WithReference(BatchWrapper):
     def __next__(self) -> Batch:
         batch = dict(next(self.inner))
         document, live = batch.pop("document"), batch["live"] > 0
-        found = np.zeros(live.shape, np.float32)
-        found[live] = self.table[document[live]]
-        return batch | {ROLE: found}
+        logps = np.zeros(live.shape, np.float32)
+        logps[live] = self.table[document[live]]
+        return batch | {ROLE: logps}
 
 
 class ReferenceWeights:
@@ -102,36 +102,36 @@ def settle_reference(assembly: Any, directory: RunDirectory, weights: ReferenceW
     kind = assembly.run.objective.roles.get(ROLE)
     if kind is None:
         return
-    known = None if weights.fresh else directory.reference_weights()
-    if kind in ("online", "rollout") or known is None:
-        found = hash_of(weights.read())
-        if known is None:
-            directory.write_reference_weights(found)
-        elif found != known:
+    weights_hash = None if weights.fresh else directory.reference_weights()
+    if kind in ("online", "rollout") or weights_hash is None:
+        current_hash = hash_of(weights.read())
+        if weights_hash is None:
+            directory.write_reference_weights(current_hash)
+        elif current_hash != weights_hash:
             raise changed(assembly)
-        known = found
+        weights_hash = current_hash
     if kind == "online":
         # A copy, because the state's own buffers are given to the first step.
         shared = assembly.roles[ROLE].shared
         assembly.frozen[ROLE] = {a: array if a in shared else jnp.copy(array) for a, array in weights.read().items()}
         return
     if kind == "rollout":
-        own = {a: array for a, array in weights.read().items() if a not in assembly.roles[ROLE].shared}
-        assembly.frozen[ROLE] = {address: jnp.copy(array) for address, array in own.items()}
+        unshared = {a: array for a, array in weights.read().items() if a not in assembly.roles[ROLE].shared}
+        assembly.frozen[ROLE] = {address: jnp.copy(array) for address, array in unshared.items()}
         return
     splits = {"train": assembly.batches, "held_out": assembly.evals}
     for split, batches in splits.items():
         if batches is not None:
-            batches.table = _table_of(assembly, directory, split, batches.inner, weights, known, say)
+            batches.table = _table_of(assembly, directory, split, batches.inner, weights, weights_hash, say)
 
 
 def _table_of(
-    assembly: Any, directory: RunDirectory, split: str, batches: RowBatches, weights: ReferenceWeights, known: str, say: Say
+    assembly: Any, directory: RunDirectory, split: str, batches: RowBatches, weights: ReferenceWeights, weights_hash: str, say: Say
 ) -> np.ndarray:
     """The log-probability of every document that the run visits; NaN for others.
 
     Args:
-        known: the hash of the first weights.
+        weights_hash: the hash of the first weights.
     """
     rows, groups = batches.blocks.rows, visited(batches, assembly.run.steps if split == "train" else None)
     documents = rows.corpus.documents  # type: ignore[attr-defined]
@@ -139,12 +139,12 @@ def _table_of(
     if table is not None and not len(_missing(rows, groups, table)):
         return table
     folder = corpus_cache(assembly.run.data) / "reference"
-    with one_writer(folder / f"{_key_of(assembly, batches, known)}.{split}.npy", documents, say) as shared:
+    with one_writer(folder / f"{_key_of(assembly, batches, weights_hash)}.{split}.npy", documents, say) as shared:
         if table is not None:
             shared[:] = np.where(np.isnan(shared), table, shared)
         if len(todo := _missing(rows, groups, shared)):
             leaves = weights.read()
-            if not weights.fresh and hash_of(leaves) != known:
+            if not weights.fresh and hash_of(leaves) != weights_hash:
                 raise changed(assembly)
             _compute(assembly, rows, todo, leaves, shared, say)
         table = np.array(shared)
@@ -169,13 +169,13 @@ def _compute(assembly: Any, rows: Any, groups: np.ndarray, leaves: Leaves, table
     for _, some in passes(groups, each, "reference", say, keep):
         batch = rows.gather((some[:, None] * per_group + np.arange(per_group)).ravel())
         document = batch["document"]
-        found = np.asarray(program(leaves, assembly.place_fields({name: batch[name] for name in fields if name != "document"})))
+        logps = np.asarray(program(leaves, assembly.place_fields({name: batch[name] for name in fields if name != "document"})))
         there = document >= 0
-        if not np.isfinite(found[there]).all():
-            wrong = int(document[there][~np.isfinite(found[there])][0])
-            what = f"the model before its first step gives answer {wrong:,} of the data a log-probability that is not finite"
-            raise ArgosyError(what, hint="precision=float32 has a wider range; are the weights whole?")
-        table[document[there]] = found[there]
+        if not np.isfinite(logps[there]).all():
+            wrong = int(document[there][~np.isfinite(logps[there])][0])
+            problem = f"the model before its first step gives answer {wrong:,} of the data a log-probability that is not finite"
+            raise ArgosyError(problem, hint="precision=float32 has a wider range; are the weights whole?")
+        table[document[there]] = logps[there]
 
 
 def _compiled(assembly: Any, leaves: Leaves, rows: int, sizes: Mapping[str, int]) -> Any:
@@ -222,8 +222,8 @@ def _key_of(assembly: Any, batches: RowBatches, weights: str) -> str:
 def changed(assembly: Any) -> BadInput:
     """The error that a run's initial weights have changed."""
     init = assembly.run.init
-    what = "the weights that this run started from have changed, and its reference must be computed from them"
-    return BadInput(what, where=init.weights or init.state, hint="put them back, or start again with dir=NEW")
+    problem = "the weights that this run started from have changed, and its reference must be computed from them"
+    return BadInput(problem, where=init.weights or init.state, hint="put them back, or start again with dir=NEW")
 
 
 @contextmanager
@@ -231,10 +231,10 @@ def one_writer(path: Path, documents: int, say: Say) -> Iterator[np.ndarray]:
     """A memory-mapped file with one float32 per document, NaN where unknown. A lock admits one process at a time."""
     with one_at_a_time(path.with_suffix(".lock"), say):
         if not path.exists() or path.stat().st_size != 128 + 4 * documents:
-            made = path.with_name(f"{path.name}.{os.getpid()}")
-            with made.open("wb") as file:
+            temporary = path.with_name(f"{path.name}.{os.getpid()}")
+            with temporary.open("wb") as file:
                 np.save(file, np.full(documents, NOTHING))
-            made.replace(path)
+            temporary.replace(path)
         table = np.load(path, mmap_mode="r+")
         yield table
         table.flush()

@@ -43,8 +43,8 @@ def check_relations(run: Any, config: Any, where: str) -> None:
         for whose, layers, number in (("the student", student, i), ("the teacher", teacher, j)):
             number %= len(layers)
             if not layers[number]:
-                what = f"objective.relations: layer {number} of {whose} has no attention"
-                raise BadInput(what, where=where, hint="objective.layers names the student's layers, and the teacher's of each")
+                problem = f"objective.relations: layer {number} of {whose} has no attention"
+                raise BadInput(problem, where=where, hint="objective.layers names the student's layers, and the teacher's of each")
             for name in terms.relations:
                 x, _ = jax.eval_shape(lambda layers, name=name: relation_sides(layers, name), layers[number])
                 kind = f"{name} in layer {number} of {whose}"
@@ -52,5 +52,5 @@ def check_relations(run: Any, config: Any, where: str) -> None:
     if wrong := [f"the {width:,} features of {kind}" for kind, (width, heads) in widths.items() if width % heads]:
         common, heads = math.gcd(*(width for width, _ in widths.values())), max(heads for _, heads in widths.values())
         fits = max(n for n in range(1, heads + 1) if common % n == 0)
-        what = f"{heads} relation heads of equal size cannot be cut from {wrong[0]}"
-        raise BadInput(what, where=where, hint=f"objective.relation_heads={fits}; any divisor of {common:,} will do")
+        problem = f"{heads} relation heads of equal size cannot be cut from {wrong[0]}"
+        raise BadInput(problem, where=where, hint=f"objective.relation_heads={fits}; any divisor of {common:,} will do")

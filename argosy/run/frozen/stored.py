@@ -65,13 +65,13 @@ class FrozenModel:
         Raises:
             BadInput: it is gone, or it has changed since the run began.
         """
-        known = directory.teacher(record)
-        if known is None:
+        recorded = directory.teacher(record)
+        if recorded is None:
             described = describe_base(self.stored, name)
             directory.write_teacher(described, record)
             return described, self.stored
         back = "put it back, or start again with dir=NEW"
-        return known, open_same(known, say, thorough=True, role=ModelRole(model_role, back, back))
+        return recorded, open_same(recorded, say, thorough=True, role=ModelRole(model_role, back, back))
 
 
 def kept_as(stored: OpenedModel, precision: str) -> Any:

@@ -32,11 +32,11 @@ def passes(groups: np.ndarray, each: int, name: str, say: Say, keep: Callable[[]
     """Yields `each` groups at a time, as (number of new groups, groups [each]); the last ones are repeated to fill up. In between it
     reports progress, and calls `keep` to write results to disk.
     """
-    began = told = time.monotonic()
+    start = last_report = time.monotonic()
     for at in range(0, len(groups), each):
         some = groups[at : at + each]
         yield len(some), np.concatenate([some, np.repeat(some[-1:], each - len(some))])
-        if (now := time.monotonic()) - told > EVERY_S:
-            told, share = now, (at + len(some)) / len(groups)
+        if (now := time.monotonic()) - last_report > EVERY_S:
+            last_report, share = now, (at + len(some)) / len(groups)
             keep()
-            say(f"{name}: {share:.0%}, {lasted((now - began) * (1 / share - 1))} left")
+            say(f"{name}: {share:.0%}, {lasted((now - start) * (1 / share - 1))} left")

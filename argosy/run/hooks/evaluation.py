@@ -64,16 +64,16 @@ class Evaluation:
             sums.append(self._program(state, self.assembly.place(batch)))
             # One batch is under way and one is queued: a signal would wait for all that are queued.
             jax.block_until_ready(sums[-2:-1])
-        weights = {name: sum(float(one[name].weight) for one in sums) for name in sums[0]}
-        totals = {name: sum(float(one[name].total) for one in sums) for name in sums[0]}
-        found = {f"eval_{name}": totals[name] / max(weight, 1e-30) for name, weight in weights.items()}
-        loss = found["eval_loss"]
-        if "eval_cross_entropy" not in found:
-            figures = {name.removeprefix("eval_"): value for name, value in found.items()}
+        weights = {name: sum(float(batch_sums[name].weight) for batch_sums in sums) for name in sums[0]}
+        totals = {name: sum(float(batch_sums[name].total) for batch_sums in sums) for name in sums[0]}
+        metrics = {f"eval_{name}": totals[name] / max(weight, 1e-30) for name, weight in weights.items()}
+        loss = metrics["eval_loss"]
+        if "eval_cross_entropy" not in metrics:
+            figures = {name.removeprefix("eval_"): value for name, value in metrics.items()}
             more = self.assembly.run.objective.derived(figures)
-            return {"eval_loss": loss} | found | {f"eval_{name}": value for name, value in more.items()}
+            return {"eval_loss": loss} | metrics | {f"eval_{name}": value for name, value in more.items()}
         numbers = {"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 700.0))}
         if evals.bytes_per_token:
             numbers["eval_bits_per_byte"] = loss / math.log(2) / evals.bytes_per_token
         more = self.assembly.run.objective.needs.metrics
-        return numbers | {f"eval_{name}": found[f"eval_{name}"] for name in more}
+        return numbers | {f"eval_{name}": metrics[f"eval_{name}"] for name in more}

@@ -41,7 +41,7 @@ class Guarded:
         self.directory, self.view = training.directory, training.view
         self.rolled: list[dict[str, Any]] = processes.broadcast("rollbacks", self.directory.rollbacks)
         saver.rollbacks = self.rolled
-        self.batches = Numbered(training.assembly.batches, [(one["first"], one["last"]) for one in self.rolled])
+        self.batches = Numbered(training.assembly.batches, [(rollback["first"], rollback["last"]) for rollback in self.rolled])
         a = training.assembly
         replay = Replay(self.how.replay, a.places, a.shapes, a.mesh, a.adapters.base) if self.how.replay else None
         self.replay: Any = replay or (lambda update, state, batch, step: update(state, batch))
@@ -67,7 +67,7 @@ class Guarded:
             Diverged: a bad step stopped the run.
         """
 
-        def kept(state: Any, batch: Any) -> Any:
+        def update_and_keep(state: Any, batch: Any) -> Any:
             self.state, metrics = self.replay(update, state, batch, self.batches.steps)
             return self.state, metrics
 
@@ -81,7 +81,7 @@ class Guarded:
             self.batches.begin(int(state.step))
             bad: Bad | None = None
             try:
-                return fit(state, self.batches, kept)
+                return fit(state, self.batches, update_and_keep)
             except Halted as halted:
                 bad = halted.bad
             finally:
@@ -97,13 +97,13 @@ class Guarded:
             Halted: the step was bad, and the state halted.
             Corrupted: the devices computed it wrong.
         """
-        left = dict(metrics)
-        if (sums := left.pop(SUMS, None)) is not None:
+        numbers = dict(metrics)
+        if (sums := numbers.pop(SUMS, None)) is not None:
             try:
                 self.check(step, sums)
             except Corrupted as error:
                 processes.run_together("corrupted", lambda error=error: raised(error))
-        return self._watch(step, left)
+        return self._watch(step, numbers)
 
     def skipped(self, bad: Bad) -> None:
         """Reports a step that was skipped."""
@@ -118,7 +118,7 @@ class Guarded:
             Diverged: there is none.
         """
         seen = processes.all_gather("bad step", [bad.step, bad.kind])
-        if any(one != seen[0] for one in seen):
+        if any(entry != seen[0] for entry in seen):
             raise ArgosyError(f"processes disagree on which step was bad: {', '.join(map(str, seen))}")
         action = self.how.spike if bad.kind == SPIKE else self.how.nonfinite
         if action == "skip":
@@ -137,20 +137,20 @@ class Guarded:
             self.saver(Now(step, unhalted(self.state), before, True))
             checkpoints.wait()
         newest = processes.broadcast("newest", lambda: max(checkpoints.steps(), default=None))
-        kept = "no checkpoint is saved" if newest is None else f"checkpoint {newest} is good"
+        newest_text = "no checkpoint is saved" if newest is None else f"checkpoint {newest} is good"
         seen = f"loss {bad.numbers['loss']:.6g}, grad_norm {bad.numbers['grad_norm']:.6g}, batch {number}"
         place = "" if before is None else f" at {before.position()}"
 
         def fail() -> None:
-            what = f"{bad.cause} at step {bad.step}" + (f": {why}" if why else "")
-            raise Diverged(what, where=f"{seen}{place}; {kept}", hint=START_LOWER if why else GO_ON)
+            problem = f"{bad.cause} at step {bad.step}" + (f": {why}" if why else "")
+            raise Diverged(problem, where=f"{seen}{place}; {newest_text}", hint=START_LOWER if why else GO_ON)
 
         return processes.run_together("bad step", fail)
 
     def roll_back(self, bad: Bad) -> Any:
         """Restores the newest good checkpoint, and skips the batches from there up to the bad one."""
         number, _ = self.batches.of_step(bad.step)
-        if any(one["step"] == bad.step for one in self.rolled):
+        if any(rollback["step"] == bad.step for rollback in self.rolled):
             return self.stop(bad, "a rollback from there did not help, so it is not the data")
         if len(self.rolled) >= self.how.rollbacks:
             return self.stop(bad, f"the run was rolled back {plural(len(self.rolled), 'time')}, guard.rollbacks at most")

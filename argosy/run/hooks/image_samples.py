@@ -48,9 +48,9 @@ class ImageSamplingHook:
         if is_stopping(now, self.assembly.steps):
             return
         state = now.state
-        drawn = {"": state.inference_params} | ({"-raw": state.params} if state.is_averaged else {})
+        weight_sets = {"": state.inference_params} | ({"-raw": state.params} if state.is_averaged else {})
         count = 0
-        for end, params in drawn.items():
+        for end, params in weight_sets.items():
             name = f"{FOLDER}/{now.step:08d}{end}.png"
             module = merge(self.assembly.graph, params | state.rest)
             module.dtype = self.assembly.decided.dtype
@@ -98,11 +98,11 @@ class SteeredDrawings:
         """The grid's images with these weights, uint8 [N H W 3]."""
         a, run, size = self.assembly, self.assembly.run, self.controls.shape[1:3]
         unet = model_for(a.roles[UNET].graph, a.decided.precision, a.frozen[UNET])
-        how: Any = {"prompts": a.prompts, "dtype": a.decided.dtype, "controlnets": [module]}
-        pipeline = pipeline_around(unet, run.encoders, defaults=ImageDefaults(run.sample.steps, run.sample.guidance, size), **how)
+        options: Any = {"prompts": a.prompts, "dtype": a.decided.dtype, "controlnets": [module]}
+        pipeline = pipeline_around(unet, run.encoders, defaults=ImageDefaults(run.sample.steps, run.sample.guidance, size), **options)
         seeds = [run.seed + i for i in range(self.columns)]
-        drawn = pipeline.images(self.prompts, seed=seeds, batch=64, control_image=self.controls)
-        return np.concatenate([as_uint8(self.controls), drawn])
+        images = pipeline.images(self.prompts, seed=seeds, batch=64, control_image=self.controls)
+        return np.concatenate([as_uint8(self.controls), images])
 
 
 class LearnedDrawings:
@@ -127,9 +127,9 @@ class LearnedDrawings:
         a, run = self.assembly, self.assembly.run
         unet = model_for(a.roles[UNET].graph, a.decided.precision, a.frozen[UNET])
         rows = [np.asarray(module.rows(name)) for name in run.model.encoders]
-        how: Any = {"dtype": a.decided.dtype, "denoiser": unet, "embeddings": LearnedToken(run.model.token, rows)}
+        options: Any = {"dtype": a.decided.dtype, "denoiser": unet, "embeddings": LearnedToken(run.model.token, rows)}
         # Encoders and autoencoder are read for each grid: in between, their memory is the training's.
-        pipeline = load_diffusers(str(run.encoders.pipeline), **how)
+        pipeline = load_diffusers(str(run.encoders.pipeline), **options)
         seeds = [run.seed + i for i in range(len(self.prompts))]
         drawing: Any = {"steps": run.sample.steps, "guidance": run.sample.guidance, "size": self.size}
         return pipeline.images(self.prompts, seed=seeds, batch=64, **drawing)
@@ -145,8 +145,8 @@ class Reconstructions:
     def __init__(self, assembly: Assembly):
         batches = assembly.evals
         if batches is None:
-            what = "sample.every draws held-out images of an autoencoder, and none are held out"
-            raise BadInput(what, hint="data.held_out=0.05 and eval.batches=1, or leave sample.every out")
+            problem = "sample.every draws held-out images of an autoencoder, and none are held out"
+            raise BadInput(problem, hint="data.held_out=0.05 and eval.batches=1, or leave sample.every out")
         batches.rewind()
         self.images = np.asarray(next(iter(batches))["images"])[: min(max(assembly.run.sample.images // 2, 1), 10)]
         self.columns = len(self.images)

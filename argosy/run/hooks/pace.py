@@ -46,17 +46,17 @@ class PaceMeter:
 
     def __init__(
         self,
-        how: StragglerSettings,
+        settings: StragglerSettings,
         devices: Sequence[Any],
         clock: Clock,
         step: Callable[[], int],
         say: Callable[[str], None],
         write: Callable[[dict[str, Any]], None],
     ):
-        self.how, self.clock, self.step, self.say, self.write = how, clock, step, say, write
+        self.how, self.clock, self.step, self.say, self.write = settings, clock, step, say, write
         # CPU devices share their processors, so one stands for all.
         self.probe = Probe(devices[:1] if devices[0].platform == "cpu" else devices)
-        self.compare = Comparison(how.every, how.ratio, how.windows)
+        self.compare = Comparison(settings.every, settings.ratio, settings.windows)
         self.several = processes.process_count() > 1
         self.pause = max(SAY_S, processes.process_count() / MOST_A_SECOND)
         self.host = socket.gethostname()
@@ -82,10 +82,10 @@ class PaceMeter:
 
         def measured(state: Any, batch: Any) -> tuple[Any, Any]:
             self._begins()
-            made = update(state, batch)
+            outcome = update(state, batch)
             # Some metrics are numbers of the host.
-            self._last = [one for one in jax.tree.leaves(made[1]) if hasattr(one, "is_ready")][:1]
-            return made
+            self._last = [array for array in jax.tree.leaves(outcome[1]) if hasattr(array, "is_ready")][:1]
+            return outcome
 
         return measured
 
@@ -109,7 +109,7 @@ class PaceMeter:
                 STALLS: stalled - stood,
             }
             # Done before this one is dispatched: the devices had nothing to do.
-            waited = all(one.is_ready() for one in self._last or ())
+            waited = all(array.is_ready() for array in self._last or ())
             for cause, s in new.items():
                 self.seconds[cause] += s
                 if waited or (cause == STALLS and self.computes_itself):
@@ -125,29 +125,29 @@ class PaceMeter:
 
     def _time_devices(self) -> None:
         jax.block_until_ready(self._last)
-        began = time.perf_counter()
+        start = time.perf_counter()
         for i, s in enumerate(self.probe()):
             self.devices[i] += s
-        self.probe_s = time.perf_counter() - began
+        self.probe_s = time.perf_counter() - start
         self.probes += 1
 
     def _tell(self) -> None:
         """Says what the thread found."""
         while self._new:
-            one, step = self._new.popleft(), self.step()
-            self.say(one.words())
-            self.write({"step": step, KEY: one.document()})
+            verdict, step = self._new.popleft(), self.step()
+            self.say(verdict.words())
+            self.write({"step": step, KEY: verdict.document()})
 
     # ---------------------------------------------------------------- the thread
 
     def _watch(self) -> None:
         due = 0.0
         while True:
-            began = time.perf_counter()
+            start = time.perf_counter()
             if self._over.wait(TICK_S):
                 return
             now = time.perf_counter()
-            late = now - began - TICK_S
+            late = now - start - TICK_S
             if late > LATE_S:
                 self.stalled += late
             if now < due or self._now is None:
@@ -168,7 +168,7 @@ class PaceMeter:
             self._board.say(vars(now) | {"spacing": self.spacing})
             every = self._board.all()
             if len(every) == processes.process_count():
-                self._new += self.compare({p: _pace_words(one) for p, one in sorted(every.items())})
+                self._new += self.compare({p: _pace_words(message) for p, message in sorted(every.items())})
                 self.spacing = self.spaced()
         else:
             self._board.say(vars(now))

@@ -42,8 +42,8 @@ class Profiling:
         """Whether a capture begins after so many updates."""
         if self.run is None or self.capture is not None:
             return False
-        if self.requests is not None and (asked := self.requests.window(step)) is not None:
-            *window, self.request = asked
+        if self.requests is not None and (request := self.requests.window(step)) is not None:
+            *window, self.request = request
             self.window = (window[0], window[1])
         return self.window is not None and step == self.window[0] - 1
 
@@ -96,6 +96,6 @@ class Profiled:
 def write_program(program: Any, path: Path) -> None:
     """Writes the text of a compiled step, if it is one program."""
     text = getattr(program, "as_text", None)
-    if text is not None and (written := text()):
+    if text is not None and (program_text := text()):
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(written, encoding="utf-8")
+        path.write_text(program_text, encoding="utf-8")

@@ -44,17 +44,18 @@ class Replay:
 
     def __init__(self, every: int, places: Any, shapes: Any, mesh: Any, base: frozenset[str] = frozenset()):
         if mesh.devices.flat[0].platform == "gpu" and DETERMINISTIC not in os.environ.get("XLA_FLAGS", ""):
-            what = f"guard.replay = {every}: on GPUs a program may sum in another order each time, which this would take for corruption"
-            raise BadInput(what, hint=f"XLA_FLAGS={DETERMINISTIC} makes it deterministic")
+            problem = f"guard.replay = {every}: on GPUs a program may sum in another order each time, "
+            problem += "which this would take for corruption"
+            raise BadInput(problem, hint=f"XLA_FLAGS={DETERMINISTIC} makes it deterministic")
         self.every, self.mesh, self.base = every, mesh, base
         at, _ = jax.tree_util.tree_flatten_with_path(self._moving(places))
-        own = jax.tree.leaves(self._moving(shapes))
+        leaves = jax.tree.leaves(self._moving(shapes))
         self.names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in at]
         self._sums = by_device([place for _, place in at], mesh)
-        self._groups = [copies(place, tuple(a.shape), mesh) for (_, place), a in zip(at, own, strict=True)]
+        self._groups = [copies(place, tuple(a.shape), mesh) for (_, place), a in zip(at, leaves, strict=True)]
         # A step takes the buffer of the random key too.
-        taken = (self._moving(places), places.key)
-        self._copied = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=taken)
+        out_places = (self._moving(places), places.key)
+        self._copied = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=out_places)
 
     def __call__(self, update: Callable[[Any, Any], Any], state: Any, batch: Any, step: int) -> Any:
         """The state and the metrics after this step."""
@@ -81,7 +82,7 @@ class Replay:
         Raises:
             Corrupted: they differ.
         """
-        first, second = (np.asarray(one) for one in sums)
+        first, second = (np.asarray(checksum) for checksum in sums)
         if (first != second).any():
             devices, arrays = np.unique(np.nonzero(first != second)[0]), np.unique(np.nonzero(first != second)[1])
             raise Corrupted(
@@ -89,11 +90,11 @@ class Replay:
                 where=f"on {self._devices(devices)}; {self._arrays(arrays)}",
                 hint=self._hint(step),
             )
-        odd = {i: found for i, groups in enumerate(self._groups) if (found := odd_ones(second[:, i], groups))}
+        odd = {i: ids for i, groups in enumerate(self._groups) if (ids := odd_ones(second[:, i], groups))}
         if odd:
             raise Corrupted(
                 f"copies of the state differ between devices after step {step}",
-                where=f"on {self._devices(sorted({one for found in odd.values() for one in found}))}; {self._arrays(list(odd))}",
+                where=f"on {self._devices(sorted({device for ids in odd.values() for device in ids}))}; {self._arrays(list(odd))}",
                 hint=self._hint(step),
             )
 

@@ -83,7 +83,7 @@ class Saver:
         """
         if not now.step:
             return
-        best = sorted(kept for step, kept in self.eval_losses.items() if step != now.step)
+        best = sorted(eval_loss for step, eval_loss in self.eval_losses.items() if step != now.step)
         most = self.reading.value.checkpoint.keep_best
         self.eval_losses[now.step] = loss
         if most and math.isfinite(loss) and (len(best) < most or loss < best[most - 1]):

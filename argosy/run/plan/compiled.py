@@ -39,10 +39,10 @@ def out_of_memory(error: BaseException) -> int | None:
     text = str(error)
     if "RESOURCE_EXHAUSTED" not in text and "Ran out of memory" not in text:
         return None
-    found = NEEDS.search(text)
-    if found is None:
+    match = NEEDS.search(text)
+    if match is None:
         return 0
-    number, unit = (found[1], found[2]) if found[1] else (found[3], found[4])
+    number, unit = (match[1], match[2]) if match[1] else (match[3], match[4])
     return int(float(number) * UNITS[unit])
 
 
@@ -111,9 +111,9 @@ def _memory(assembly: Any, program: Any, guess: dict[str, int]) -> dict[str, int
     state = {"parameters": guess["parameters"], "optimizer": guess["optimizer"]}
     rest = sizes["argument"] + sizes["output"] - sizes["alias"] + sizes["temp"] + sizes["generated_code"] - sum(state.values())
     moving = {kind: guess[kind] for kind in ("gradients", "activations", "gathered_weights")}
-    known = sum(moving.values())
-    if known > rest:
-        moving = {kind: int(size * max(rest, 0) / known) for kind, size in moving.items()}
+    total = sum(moving.values())
+    if total > rest:
+        moving = {kind: int(size * max(rest, 0) / total) for kind, size in moving.items()}
     return state | moving | {"temporaries": max(0, rest - sum(moving.values()))}
 
 
@@ -121,19 +121,19 @@ def state_buffers(assembly: Any) -> list[Buffer]:
     """The largest arrays of the state on a device."""
     params = assembly.shapes.params | assembly.shapes.rest
     places = assembly.places.params | assembly.places.rest
-    found = []
+    buffers = []
     for address, shape in params.items():
         if not hasattr(shape, "shape"):
             continue
-        own = places[address].shard_shape(shape.shape)
-        found.append(Buffer(address, f"{shape.dtype}{list(own)}", math.prod(own) * shape.dtype.itemsize))
-    return sorted(found, key=lambda one: -one.bytes)[:LARGEST]
+        shard_shape = places[address].shard_shape(shape.shape)
+        buffers.append(Buffer(address, f"{shape.dtype}{list(shard_shape)}", math.prod(shard_shape) * shape.dtype.itemsize))
+    return sorted(buffers, key=lambda buffer: -buffer.bytes)[:LARGEST]
 
 
 def largest_buffers(module: HloModule, assembly: Any) -> list[Buffer]:
     """The largest arrays that a program makes on a device, each shape once, by the operation that made it."""
     fused = {name for c in module.computations.values() for i in c.instructions if i.opcode == "fusion" for _, name in i.called()}
-    found: dict[str, Buffer] = {}
+    buffers: dict[str, Buffer] = {}
     for computation, _ in module.running():
         if computation.name in fused:
             continue
@@ -141,34 +141,34 @@ def largest_buffers(module: HloModule, assembly: Any) -> list[Buffer]:
             if instruction.opcode in ALIASES or instruction.type.startswith("("):
                 continue
             plain = re.sub(r"\{[^}]*\}", "", instruction.type)
-            if plain not in found:
-                found[plain] = Buffer(_readable(instruction.op_name) or instruction.name, plain, type_bytes(plain))
-    return sorted(found.values(), key=lambda one: -one.bytes)[:LARGEST]
+            if plain not in buffers:
+                buffers[plain] = Buffer(_readable(instruction.op_name) or instruction.name, plain, type_bytes(plain))
+    return sorted(buffers.values(), key=lambda buffer: -buffer.bytes)[:LARGEST]
 
 
 def _readable(op_name: str) -> str:
     """JAX's name of an operation without what JAX adds around it."""
-    kept = [part for part in op_name.split("/") if part and not ADDED.match(part)]
+    parts = [part for part in op_name.split("/") if part and not ADDED.match(part)]
     where = "layers: " if "/while/" in op_name else ""
-    return where + "/".join(kept[-2:]) + (" (backward)" if "transpose(jvp" in op_name else "")
+    return where + "/".join(parts[-2:]) + (" (backward)" if "transpose(jvp" in op_name else "")
 
 
 def collective_traffic(timed: Iterable[CollectiveTime], mesh: dict[str, int], times: dict[str, int]) -> list[Traffic]:
     """Collectives by kind and axes, largest exposed time first."""
     groups: dict[tuple[str, str], list[CollectiveTime]] = defaultdict(list)
-    for one in timed:
-        axis = "x".join(one.collective.axes(mesh)) or "several"
-        groups[one.collective.kind, axis].append(one)
+    for timing in timed:
+        axis = "x".join(timing.collective.axes(mesh)) or "several"
+        groups[timing.collective.kind, axis].append(timing)
     out = []
     for (kind, axis), members in groups.items():
         size = sum(m.collective.bytes * m.collective.times for m in members)
-        beside = sum(m.collective.bytes * m.collective.times for m in members if m.collective.asynchronous)
+        asynchronous = sum(m.collective.bytes * m.collective.times for m in members if m.collective.asynchronous)
         seconds, exposed = (
             sum(getattr(m, name) * m.collective.times for m in members) for name in ("seconds", "exposed_seconds")
         )
         count = sum(m.collective.times for m in members)
-        out.append(Traffic(kind, axis, size, count, seconds, exposed, beside / size if size else 0.0))
-    return sorted(out, key=lambda one: -one.exposed_seconds)
+        out.append(Traffic(kind, axis, size, count, seconds, exposed, asynchronous / size if size else 0.0))
+    return sorted(out, key=lambda traffic: -traffic.exposed_seconds)
 
 
 def compile_update(assembly: Any) -> Any:
@@ -190,12 +190,12 @@ def compile_update(assembly: Any) -> Any:
 def memory_refusal(assembly: Any, needed: int) -> BadInput:
     """The mistake of a run whose step its compiler refuses."""
     target = assembly.target
-    asked = f"; the compiler asks for {sized(needed)} beside the state" if needed else ""
+    request = f"; the compiler asks for {sized(needed)} beside the state" if needed else ""
     has = f", which has {sized(target.memory_bytes)}" if target.memory_bytes else ""
-    named = ", ".join(f"{one.name} {sized(one.bytes)}" for one in state_buffers(assembly)[:3])
+    largest = ", ".join(f"{buffer.name} {sized(buffer.bytes)}" for buffer in state_buffers(assembly)[:3])
     ways = " or ".join(" ".join(change.words) for change in nearest_fits(assembly))
     return BadInput(
-        f"the training step does not fit on a device ({target.kind}){has}{asked}",
-        where=f"largest of the state: {named}",
+        f"the training step does not fit on a device ({target.kind}){has}{request}",
+        where=f"largest of the state: {largest}",
         hint=f"{ways} fits, by an estimate" if ways else "a smaller model, a smaller data.batch, or more devices",
     )

@@ -59,10 +59,10 @@ def compiled_serving(model: PlannedModel, size: CacheSize, keys: Sequence[StepKe
             try:
                 compiled[sizes] = lowered_step(model, size, key).compile()
             except Exception as failure:
-                asked = out_of_memory(failure)
-                if asked is None:
+                asked_bytes = out_of_memory(failure)
+                if asked_bytes is None:
                     raise
-                return CompiledServing(asked, False, {})
+                return CompiledServing(asked_bytes, False, {})
         program = compiled[sizes]
         module = HloModule.read(program.as_text() or "")
         needed, loops = max(needed, _needed(program)), max(loops, len(module.unknown_loops))
@@ -99,29 +99,30 @@ def _described(model: PlannedModel, a: jax.ShapeDtypeStruct, spec: PartitionSpec
 
 
 def _needed(program: Any) -> int:
-    found = program.memory_analysis()
-    kept = ("argument", "output", "temp", "generated_code")
-    total = sum(int(getattr(found, f"{name}_size_in_bytes", 0) or 0) for name in kept)
-    return total - int(getattr(found, "alias_size_in_bytes", 0) or 0)
+    analysis = program.memory_analysis()
+    parts = ("argument", "output", "temp", "generated_code")
+    total = sum(int(getattr(analysis, f"{name}_size_in_bytes", 0) or 0) for name in parts)
+    return total - int(getattr(analysis, "alias_size_in_bytes", 0) or 0)
 
 
-def _priced(model: PlannedModel, module: HloModule, own: ServingStep, prices: Prices) -> ServingStep:
+def _priced(model: PlannedModel, module: HloModule, estimate: ServingStep, prices: Prices) -> ServingStep:
     """The time of a compiled step.
 
     Args:
-        own: the same step by the analytic model.
+        estimate: the same step by the analytic model.
     """
     count = model.target.count
-    reading = next(seconds for kind, seconds in own.by_kind.items() if kind in (CACHE, "attention"))
+    reading = next(seconds for kind, seconds in estimate.by_kind.items() if kind in (CACHE, "attention"))
     times = {computation.name: n for computation, n in module.running()}
-    work = {PAGED: (reading, CACHE), GROUPED: (expert_seconds(model, own.decodes + own.prompt, prices), EXPERTS)}
+    work = {PAGED: (reading, CACHE), GROUPED: (expert_seconds(model, estimate.decodes + estimate.prompt, prices), EXPERTS)}
     calls = {name: _calls(module, name) for name in work}
-    found = price_program(module, prices, count, {name: (work[name][0] / n, work[name][1]) for name, n in calls.items() if n})
-    names = {"products": next(iter(own.by_kind)), "memory": "other instructions"}
+    priced = price_program(module, prices, count, {name: (work[name][0] / n, work[name][1]) for name, n in calls.items() if n})
+    names = {"products": next(iter(estimate.by_kind)), "memory": "other instructions"}
     by_kind: dict[str, float] = {}
-    for kind, seconds in found.by_kind.items():
+    for kind, seconds in priced.by_kind.items():
         by_kind[names.get(kind, kind)] = by_kind.get(names.get(kind, kind), 0.0) + seconds
-    return ServingStep(own.decodes, own.prompt, by_kind, collective_traffic(found.collectives, dict(model.mesh.shape), times))
+    traffic = collective_traffic(priced.collectives, dict(model.mesh.shape), times)
+    return ServingStep(estimate.decodes, estimate.prompt, by_kind, traffic)
 
 
 def _calls(module: HloModule, kernel: str) -> int:

@@ -30,12 +30,12 @@ def as_draft(draft: PlannedModel, model: PlannedModel) -> PlannedModel:
 
 def drafted_step(model: PlannedModel, decodes: int, prompt: int, length: int, prices: Prices) -> ServingStep:
     """The time of a step with its drafts; without speculation that of a plain one. The arguments are those of `step_work`."""
-    how = model.settings.speculative
-    drafts = 0 if how is None else how.tokens
+    speculative = model.settings.speculative
+    drafts = 0 if speculative is None else speculative.tokens
     step = serving_step(model, decodes * (1 + drafts), prompt, length, prices)
     if model.draft is None:
         return replace(step, decodes=decodes)
     # A prompt is computed by the draft model too, for its cache.
     passes = [serving_step(model.draft, 0, prompt, length, prices)] if prompt else []
     passes += [serving_step(model.draft, decodes, 0, length, prices)] * (drafts if decodes else 0)
-    return replace(step, decodes=decodes, by_kind={**step.by_kind, DRAFTING: sum(one.seconds for one in passes)})
+    return replace(step, decodes=decodes, by_kind={**step.by_kind, DRAFTING: sum(draft_step.seconds for draft_step in passes)})

@@ -75,7 +75,7 @@ class Figures:
 
     @property
     def exposed_seconds(self) -> float:
-        return sum(one.exposed_seconds for one in self.traffic)
+        return sum(transfer.exposed_seconds for transfer in self.traffic)
 
     @property
     def step_seconds(self) -> float | None:
@@ -91,7 +91,7 @@ class Figures:
         if not step:
             return "unknown: no speed is known for this device"
         if self.exposed_seconds > 0.5 * step:
-            most = max(self.traffic, key=lambda one: one.exposed_seconds)
+            most = max(self.traffic, key=lambda transfer: transfer.exposed_seconds)
             return f"communication: {most.kind} along {most.axis} takes {most.exposed_seconds / step:.0%} of a step alone"
         parts = {kind: seconds / step for kind, seconds in self.by_kind.items()}
         largest = max(parts, key=lambda kind: parts[kind], default="products")

@@ -54,17 +54,17 @@ def prices_here(platform: str, again: bool = True) -> Prices | None:
         speeds = Speeds(*map(max, stored or Speeds(), _measured()))
         _store(speeds)
     assert speeds is not None
-    flops, moved, read = speeds
+    flops, bandwidth, read = speeds
     share = PRODUCTS[platform]
-    return Prices(share * flops, moved, ring_bytes_per_s=moved, peak_flops_per_s=flops, read_bytes_per_s=read)
+    return Prices(share * flops, bandwidth, ring_bytes_per_s=bandwidth, peak_flops_per_s=flops, read_bytes_per_s=read)
 
 
 def _measured() -> Speeds:
     x, long = jnp.ones((SIZE, SIZE)), jnp.ones((COPIED,), jnp.float32)
     product, copied = jax.jit(lambda x: x @ x), jax.jit(lambda x: x + 1)
     flops = 2 * SIZE**3 / _best(lambda: product(x).block_until_ready())
-    moved = 8 * COPIED / _best(lambda: copied(long).block_until_ready())
-    return Speeds(flops, moved, 4 * READ**2 / _best(_read()))
+    bandwidth = 8 * COPIED / _best(lambda: copied(long).block_until_ready())
+    return Speeds(flops, bandwidth, 4 * READ**2 / _best(_read()))
 
 
 def _read() -> Callable[[], object]:
@@ -82,9 +82,9 @@ def _read() -> Callable[[], object]:
 def _best(call: Callable[[], object]) -> float:
     call()
     best, end = float("inf"), time.perf_counter() + SPENT_S
-    while (began := time.perf_counter()) < end:
+    while (start := time.perf_counter()) < end:
         call()
-        best = min(best, time.perf_counter() - began)
+        best = min(best, time.perf_counter() - start)
     return best
 
 
@@ -102,8 +102,8 @@ def _stored() -> Speeds | None:
     path = _file()
     with suppress(OSError, ValueError, KeyError, TypeError):
         if path is not None:
-            found = json.loads(path.read_text(encoding="utf-8"))[_key()]
-            return Speeds(*(float(found[name]) for name in Speeds._fields))
+            speeds = json.loads(path.read_text(encoding="utf-8"))[_key()]
+            return Speeds(*(float(speeds[name]) for name in Speeds._fields))
     return None
 
 

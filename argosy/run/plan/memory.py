@@ -33,8 +33,8 @@ def memory_by_kind(assembly: Any) -> dict[str, int]:
     run, mesh = assembly.run, assembly.mesh
     state = state_bytes(assembly.shapes, assembly.places, mesh, assembly.target, assembly.roles)
     itemsize, remat = assembly.decided.dtype.itemsize, run.execution.remat
-    kept, vocab = activations(assembly), getattr(run.model, "vocab", None)
-    logits = sum(size for size, shape in kept if shape[-1] == vocab)
+    arrays, vocab = activations(assembly), getattr(run.model, "vocab", None)
+    logits = sum(size for size, shape in arrays if shape[-1] == vocab)
     share = KEPT_SHARE[remat]
     layers, outside, outside_trained = _weights(assembly)
     split = mesh.shape["fsdp"] > 1
@@ -42,13 +42,13 @@ def memory_by_kind(assembly: Any) -> dict[str, int]:
     # The head's phase of the backward pass, and that of the layers: one follows the other, so the larger counts.
     head = {"gathered_weights": itemsize * outside * split, "temporaries": (LOGITS - 1) * logits, "activations": logits}
     inside = {"gathered_weights": itemsize * gathered, "temporaries": AGAIN_SHARE * recomputed(assembly), "activations": 0.0}
-    phase = max(head, inside, key=lambda one: sum(one.values()))
+    phase = max(head, inside, key=lambda part: sum(part.values()))
     return {
         "parameters": state["parameters"],
         "optimizer": state["optimizer"],
         # Those of embedding and head are summed in float32 before each device keeps its share.
         "gradients": state["gradients"] + int(4 * outside_trained * split),
-        "activations": int(share * (sum(size for size, _ in kept) - logits) + phase["activations"]),
+        "activations": int(share * (sum(size for size, _ in arrays) - logits) + phase["activations"]),
         "gathered_weights": int(_copies(assembly) + phase["gathered_weights"]),
         "temporaries": int(phase["temporaries"]),
     }
@@ -117,5 +117,5 @@ def recomputed(assembly: Any) -> int:
     execution = run.execution.model_copy(update={"remat": "none", "keep": []})
     without = replace(assembly, run=run.model_copy(update={"execution": execution}))
     every = sum(size for size, _ in activations(without))
-    kept = sum(size for size, _ in activations(assembly))
-    return int(max(0, every - kept) / layers)
+    saved_bytes = sum(size for size, _ in activations(assembly))
+    return int(max(0, every - saved_bytes) / layers)

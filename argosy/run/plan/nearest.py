@@ -33,12 +33,12 @@ class Change:
 
 def nearest_fits(assembly: Any) -> list[Change]:
     """Changes of settings with which a run fits, the smallest first; at most two, and none if no change that was tried helps."""
-    found: list[Change] = []
-    began = time.process_time()
+    changes: list[Change] = []
+    start = time.process_time()
     for words, target in _candidates(assembly):
-        if len(found) == NAMED or time.process_time() - began > LIMIT_S:
+        if len(changes) == NAMED or time.process_time() - start > LIMIT_S:
             break
-        if changed_keys(words) in [changed_keys(change.words) for change in found]:
+        if changed_keys(words) in [changed_keys(change.words) for change in changes]:
             continue
         try:
             run = changed_run(assembly.run, [word for word in words if not word.startswith("device=")])
@@ -47,8 +47,8 @@ def nearest_fits(assembly: Any) -> list[Change]:
             continue
         total = sum(memory_by_kind(other).values())
         if target.memory_bytes is not None and total <= target.memory_bytes:
-            found.append(Change(words, total))
-    return found
+            changes.append(Change(words, total))
+    return changes
 
 
 def changed_keys(words: Sequence[str]) -> list[str]:
@@ -61,8 +61,8 @@ def changed_run(run: Any, words: Sequence[str]) -> Any:
     for word in words:
         key, _, text = word.partition("=")
         if key == "adapter":
-            own = {name: value for name, value in run.adapter if name in LowRank.model_fields}
-            run = run.model_copy(update={"adapter": Qlora(**own)})
+            fields = {name: value for name, value in run.adapter if name in LowRank.model_fields}
+            run = run.model_copy(update={"adapter": Qlora(**fields)})
             continue
         *above, last = key.split(".")
         group = run
@@ -108,7 +108,7 @@ def _candidates(assembly: Any) -> Iterator[tuple[tuple[str, ...], Target]]:
     if target.hardware is None:
         return
     chip = target.hardware.chip
-    kind = next(name for name, own in CHIPS.items() if own is chip)
+    kind = next(name for name, candidate in CHIPS.items() if candidate is chip)
     count = target.hardware.chips
     for _ in range(12):
         count *= 2

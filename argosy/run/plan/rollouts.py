@@ -127,7 +127,7 @@ class RolloutPlan:
             "seconds": self.seconds,
             "updates": self.updates,
             "bound_by": None if decode is None else decode.bound_by,
-            "collectives": [] if decode is None else [one.document() for one in decode.traffic],
+            "collectives": [] if decode is None else [transfer.document() for transfer in decode.traffic],
         }
 
 
@@ -156,14 +156,14 @@ def trainer_target(target: Target, run: Any) -> Target:
         BadInput: none is left, or other processes sample.
     """
     if run.rollout is not None and run.rollout.processes is not None:
-        what = "rollout.processes: a plan counts the engine of the trainer's process alone"
-        raise BadInput(what, hint="leave it out; each process has a copy of the weights and a cache of its own")
+        problem = "rollout.processes: a plan counts the engine of the trainer's process alone"
+        raise BadInput(problem, hint="leave it out; each process has a copy of the weights and a cache of its own")
     apart = 0 if run.rollout is None else run.rollout.devices or 0
     if not apart:
         return target
     if apart >= target.count:
-        what = f"rollout.devices = {apart}, and {target.name} has {plural(target.count, 'device')}: none is left to train"
-        raise BadInput(what, hint="fewer, or a larger device")
+        problem = f"rollout.devices = {apart}, and {target.name} has {plural(target.count, 'device')}: none is left to train"
+        raise BadInput(problem, hint="fewer, or a larger device")
     return replace(target, count=target.count - apart, devices=target.devices[:-apart])
 
 
@@ -216,8 +216,8 @@ def _engine(assembly: Any, target: Target, settings: EngineSettings, apart: bool
     module.dtype = assembly.decided.dtype
     if apart:
         split = run.rollout.devices
-        own = replace(target, count=split, devices=target.devices[-split:])
-        mesh = own.mesh(MeshSettings(fsdp=1, tensor=split))
+        sampler_target = replace(target, count=split, devices=target.devices[-split:])
+        mesh = sampler_target.mesh(MeshSettings(fsdp=1, tensor=split))
         places = {a: place for a, place in tensor_places(module, mesh).items() if a in shapes}
     if run.rollout.weights == "int8":
         rounded = {a: jax.ShapeDtypeStruct(s.shape, jnp.int8) for a, s in shapes.items() if "layers" in a and len(s.shape) > 2}

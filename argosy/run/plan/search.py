@@ -49,7 +49,7 @@ def ranked(run: Any, target: Target, open_batch: bool) -> list[Candidate]:
     chip = target.chip
     if chip is None:
         return []
-    found = []
+    candidates = []
     for words in _candidates(run, target, open_batch):
         try:
             other = assemble(changed_run(run, words), Decided.here(run, target), target=target, reads=False)
@@ -58,9 +58,9 @@ def ranked(run: Any, target: Target, open_batch: bool) -> list[Candidate]:
         total = sum(memory_by_kind(other).values())
         if target.memory_bytes is None or total <= ROOM * target.memory_bytes:
             work = work_of(other, prices_of(chip))
-            seconds = sum(work.by_kind.values()) + sum(one.exposed_seconds for one in work.traffic)
-            found.append(Candidate(tuple(words), total, other.batches.tokens_per_batch / seconds, seconds))
-    return sorted(found, key=lambda one: -one.tokens_per_s)
+            seconds = sum(work.by_kind.values()) + sum(transfer.exposed_seconds for transfer in work.traffic)
+            candidates.append(Candidate(tuple(words), total, other.batches.tokens_per_batch / seconds, seconds))
+    return sorted(candidates, key=lambda candidate: -candidate.tokens_per_s)
 
 
 def _candidates(run: Any, target: Target, open_batch: bool) -> Iterator[list[str]]:

@@ -134,8 +134,8 @@ def served_model(
     """
     if tensor > target.count:
         raise BadInput(f"tensor = {tensor}, but {target.name} has {target.count}", hint=f"tensor={target.count}, or a larger device")
-    own = replace(target, count=tensor, devices=target.devices[:tensor])
-    mesh = own.mesh(MeshSettings(fsdp=1, tensor=tensor))
+    copy_target = replace(target, count=tensor, devices=target.devices[:tensor])
+    mesh = copy_target.mesh(MeshSettings(fsdp=1, tensor=tensor))
     # On one CPU the engine runs stacked layers over views of each.
     alone = target.platform == "cpu" and tensor == 1
     layout = Unroll() if alone else default_run(config, target.platform)
@@ -152,7 +152,7 @@ def served_model(
         needs = cache_needs(module.layers.holds(), settings, module.dtype, context)
     packed = bytes_in_panels(module, shapes, stored) if alone and stored is not None else {}
     factors = frozenset(f"{name}.{side}" for name in banks for side in "ab")
-    return PlannedModel(config, module, own, mesh, shapes, tensor_places(module, mesh), needs, settings, packed, factors)
+    return PlannedModel(config, module, copy_target, mesh, shapes, tensor_places(module, mesh), needs, settings, packed, factors)
 
 
 def bytes_in_panels(module: Any, shapes: Mapping[str, jax.ShapeDtypeStruct], stored: Callable[[str], Any]) -> dict[str, float]:
@@ -161,7 +161,7 @@ def bytes_in_panels(module: Any, shapes: Mapping[str, jax.ShapeDtypeStruct], sto
     library.load()
     if packer_of(module) is None:
         return {}
-    found = {}
+    sizes = {}
     for address, (inner, first) in panel_forms(module).items():
         shape, quantized = shapes[address].shape, address.endswith(".values")
         bits = jax.dtypes.itemsize_bits(shapes[address].dtype)
@@ -169,10 +169,10 @@ def bytes_in_panels(module: Any, shapes: Mapping[str, jax.ShapeDtypeStruct], sto
             bits = 16 if jnp.dtype(stored(address)) == jnp.bfloat16 else 32
         if math.prod(shape) < SMALLEST:
             continue
-        kept = math.prod(shape[inner:] if first else shape[: len(shape) - inner])
-        columns = kept if quantized else -(-kept // PANEL) * PANEL
-        found[address] = math.prod(shape) // kept * columns * bits / 8
-    return found
+        outputs = math.prod(shape[inner:] if first else shape[: len(shape) - inner])
+        columns = outputs if quantized else -(-outputs // PANEL) * PANEL
+        sizes[address] = math.prod(shape) // outputs * columns * bits / 8
+    return sizes
 
 
 # ---------------------------------------------------------------- memory
@@ -193,14 +193,15 @@ def serving_memory(model: PlannedModel, copies: int) -> tuple[dict[str, int], Ca
     sampler = jax.eval_shape(lambda: empty_slots(settings.slots, model.config.vocab))
     memory = {"weights": weights, "adapters": adapters}
     memory |= {} if draft is None else {"draft model": int(sum(map(draft.bytes_of, draft.shapes)))}
-    taken = sum(memory.values())
+    weight_bytes = sum(memory.values())
     memory |= {"sampler": times * sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(sampler))}
     if settings.pages is not None:
         size = model.needs.size(settings.slots, settings.pages)
         check_sequence_fits(size.pages, settings.page, model.context)
     else:
         besides = 0 if draft is None else draft.needs.bytes(draft.mesh, CacheSize(1, {}))
-        size = model.needs.fitting(settings.slots, _room(model, taken, copies), model.mesh, besides, strict=settings.memory is not None)
+        room = _room(model, weight_bytes, copies)
+        size = model.needs.fitting(settings.slots, room, model.mesh, besides, strict=settings.memory is not None)
     memory["cache"] = times * model.cache_bytes(size)
     memory["temporaries"] = times * step_temporaries(model)
     if draft is not None:
@@ -242,7 +243,7 @@ def largest_weights(model: PlannedModel) -> list[Buffer]:
         shape = model.shapes[address]
         return Buffer(address, f"{shape.dtype}{list(model.places[address].shard_shape(shape.shape))}", int(model.bytes_of(address)))
 
-    return sorted(map(buffer, model.shapes), key=lambda one: -one.bytes)[:LARGEST]
+    return sorted(map(buffer, model.shapes), key=lambda weight: -weight.bytes)[:LARGEST]
 
 
 # ---------------------------------------------------------------- time
@@ -264,12 +265,12 @@ class ServingStep:
 
     @property
     def seconds(self) -> float:
-        return sum(self.by_kind.values()) + sum(one.exposed_seconds for one in self.traffic)
+        return sum(self.by_kind.values()) + sum(transfer.exposed_seconds for transfer in self.traffic)
 
     @property
     def bound_by(self) -> str:
         """What most of the time goes to, with its share."""
-        parts = {**self.by_kind, "communication": sum(one.exposed_seconds for one in self.traffic)}
+        parts = {**self.by_kind, "communication": sum(transfer.exposed_seconds for transfer in self.traffic)}
         most = max(parts, key=lambda kind: parts[kind])
         return f"{most} ({parts[most] / self.seconds:.0%} of a step)"
 
@@ -287,8 +288,8 @@ class StepParts(NamedTuple):
 
     def by_kind(self) -> dict[str, float]:
         """The slower of reading and computing, which hides the other."""
-        found = {"reading the weights": self.weights} if self.weights > self.products else {"matrix products": self.products}
-        return found | ({"reading the cache": self.cache} if self.cache > self.mixing else {"attention": self.mixing})
+        kinds = {"reading the weights": self.weights} if self.weights > self.products else {"matrix products": self.products}
+        return kinds | ({"reading the cache": self.cache} if self.cache > self.mixing else {"attention": self.mixing})
 
 
 def step_parts(model: PlannedModel, decodes: int, prompt: int, length: int, prices: Prices) -> StepParts:
@@ -338,13 +339,13 @@ def weights_read(model: PlannedModel, tokens: int) -> dict[str, float]:
     are equally likely."""
     experts, axes = model.config.experts, logical(model.module)
     touched = 1.0 if experts is None else 1 - (1 - experts.active / experts.count) ** tokens
-    found = {}
+    sizes = {}
     for address in model.shapes:
         names = [name for name in axes[address] if name != "layers"]
         if LOOKED_UP & set(names[:1]) and not (model.config.tied and names[0] == "vocab"):
             continue
-        found[address] = model.bytes_of(address) * (touched if names[:1] == ["experts"] else 1.0)
-    return found
+        sizes[address] = model.bytes_of(address) * (touched if names[:1] == ["experts"] else 1.0)
+    return sizes
 
 
 def expert_seconds(model: PlannedModel, tokens: int, prices: Prices) -> float:

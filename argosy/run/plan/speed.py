@@ -76,13 +76,13 @@ def work_of(assembly: Any, prices: Prices, host_devices: int | None = None) -> S
     again = {"none": 0.0, "dots": 0.03, "full": 1 / 3}[remat] * products * _share_of_layers(run.model)
     peak = prices.peak_flops_per_s or prices.flops_per_s
     halved = 0.5 if getattr(run.model, "causal", False) else 1.0
-    own = sum(
+    param_count = sum(
         math.prod(assembly.places.params[a].shard_shape(s.shape)) for a, s in assembly.shapes.params.items() if hasattr(s, "shape")
     )
     seconds = {
         "products": (products + again) / size / prices.flops_per_s,
         "attention": halved * attention / size / (ATTENTION * peak),
-        "memory": (UPDATE * own + _passed(assembly)) / prices.bytes_per_s,
+        "memory": (UPDATE * param_count + _passed(assembly)) / prices.bytes_per_s,
     }
     if assembly.target.shares_memory:
         seconds["small instructions"] = SMALL_S * run.accumulate * (getattr(run.model, "layers", 1) or 1)

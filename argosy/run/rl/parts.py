@@ -72,8 +72,8 @@ class PartArrays:
 
     def shapes(self, only: Sequence[str] | None = None) -> dict[str, Any]:
         """Shapes, types and shardings."""
-        chosen = {name: self.fields[name] for name in only or self.fields}
-        arrays = shapes_of(chosen, self.shape.rows, self.shape.sequence, 1, self.shape.sizes, None)
+        fields = {name: self.fields[name] for name in only or self.fields}
+        arrays = shapes_of(fields, self.shape.rows, self.shape.sequence, 1, self.shape.sizes, None)
         return {name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=self._place_of(name)) for name, a in arrays.items()}
 
     def place(self, part: Batch) -> dict[str, Any]:
@@ -106,6 +106,6 @@ def part_shape(run: Run, mesh: Any, shared: bool = False) -> PartShape:
     assert rollout is not None
     rows = rollout.rows_over(shares)
     if rows % shares:
-        what = f"rollout.rows = {rows} does not divide over {plural(shares, 'device')}"
-        raise BadInput(what, hint=f"make it a multiple of {shares}")
+        problem = f"rollout.rows = {rows} does not divide over {plural(shares, 'device')}"
+        raise BadInput(problem, hint=f"make it a multiple of {shares}")
     return PartShape(rows, run.data.sequence, rollout.tokens, shared=shared)

@@ -38,14 +38,14 @@ def trainer_devices(settings: Rollout | None) -> list[Any]:
     """
     here = jax.devices()
     if settings is not None and settings.processes is not None and here[0].platform != "cpu":
-        what = f"rollout.processes on {here[0].platform}: processes that sample have CPU devices, and this one has all others"
-        raise Unsupported(what, hint="rollout.devices=N samples on devices of this process")
+        problem = f"rollout.processes on {here[0].platform}: processes that sample have CPU devices, and this one has all others"
+        raise Unsupported(problem, hint="rollout.devices=N samples on devices of this process")
     if settings is None or settings.devices is None:
         return here
     if settings.devices >= len(here):
         count = plural(len(here), "device")
-        what = f"rollout.devices = {settings.devices}, and this process has {count}: none is left to train"
-        raise BadInput(what, hint=f"to try it on a CPU: XLA_FLAGS=--xla_force_host_platform_device_count={settings.devices + 1}")
+        problem = f"rollout.devices = {settings.devices}, and this process has {count}: none is left to train"
+        raise BadInput(problem, hint=f"to try it on a CPU: XLA_FLAGS=--xla_force_host_platform_device_count={settings.devices + 1}")
     return here[: -settings.devices]
 
 
@@ -83,15 +83,15 @@ class RolloutEngine:
         Raises:
             ArgosyError: a copy differs from its source.
         """
-        own = policy_weights(state)
+        weights = policy_weights(state)
         if self.settings.devices is None:
-            return own
+            return weights
         if self._places is None:
-            self._places = self._placed(own)
-        copies = {a: jax.device_put(leaf, self._places[a]) for a, leaf in own.items()}
-        sent, arrived = np.asarray(checksums(list(own.values()))), np.asarray(checksums(list(copies.values())))
-        if not np.array_equal(sent, arrived):
-            wrong = [a for a, same in zip(own, (sent == arrived).tolist(), strict=True) if not same]
+            self._places = self._placed(weights)
+        copies = {a: jax.device_put(leaf, self._places[a]) for a, leaf in weights.items()}
+        source_sums, copy_sums = np.asarray(checksums(list(weights.values()))), np.asarray(checksums(list(copies.values())))
+        if not np.array_equal(source_sums, copy_sums):
+            wrong = [a for a, same in zip(weights, (source_sums == copy_sums).tolist(), strict=True) if not same]
             raise ArgosyError(
                 f"{plural(len(wrong), 'weight')} arrived changed on the devices that sample, such as {wrong[0]}",
                 hint="a device or its connection is faulty; nothing was learned from them, and checkpoints are good",

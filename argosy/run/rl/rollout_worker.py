@@ -32,10 +32,10 @@ class RolloutWorker:
         self.weights: Leaves = {}
         self.lm: LM | None = None
 
-    def take(self, moved: Mapping[str, jax.Array]) -> np.ndarray:
+    def take(self, leaves: Mapping[str, jax.Array]) -> np.ndarray:
         """Receives the weights that have changed. Returns the checksum of every weight, in the order of their addresses."""
         device = jax.local_devices()[0]
-        self.weights |= {a: jax.device_put(leaf, device) for a, leaf in moved.items()}
+        self.weights |= {a: jax.device_put(leaf, device) for a, leaf in leaves.items()}
         self.lm = self.engine(self.weights)
         self.lm.reset_prefix_cache()
         return np.asarray(checksums([self.weights[a] for a in sorted(self.weights)]))
@@ -49,7 +49,7 @@ class RolloutWorker:
             first: index of the first prompt among all prompts of the rollout.
         """
         assert self.lm is not None, "prompts before weights"
-        prompts = [one.tolist() for one in np.split(tokens, np.cumsum(lengths)[:-1])]
+        prompts = [prompt.tolist() for prompt in np.split(tokens, np.cumsum(lengths)[:-1])]
         sampling = Sampling.model_validate_json(options["sampling"])
         request = SamplingRequest(options["most"], sampling, tuple(options["seed"]), options["ignore_eos"])
         return joined_completions(sample_completions(self.lm, prompts, request, first=first))
@@ -63,10 +63,10 @@ class RolloutWorker:
 def joined_completions(answers: list[SampledCompletion]) -> dict[str, np.ndarray]:
     """Completions as concatenated arrays."""
     return {
-        "lengths": np.array([len(one.tokens) for one in answers], np.int64),
-        "tokens": np.array([token for one in answers for token in one.tokens], np.int64),
-        "logprobs": np.array([number for one in answers for number in one.logprobs], np.float64),
-        "ended": np.array([one.ended for one in answers], np.bool_),
+        "lengths": np.array([len(completion.tokens) for completion in answers], np.int64),
+        "tokens": np.array([token for completion in answers for token in completion.tokens], np.int64),
+        "logprobs": np.array([number for completion in answers for number in completion.logprobs], np.float64),
+        "ended": np.array([completion.ended for completion in answers], np.bool_),
     }
 
 

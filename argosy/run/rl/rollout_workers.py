@@ -112,14 +112,14 @@ class RolloutWorkers:
         """The weights of a state. Without `rollout.ahead` they are the state's own arrays, which must not be donated before they are
         used.
         """
-        own = policy_weights(state)
-        for address, leaf in own.items():
+        leaves = policy_weights(state)
+        for address, leaf in leaves.items():
             before = self._latest.get(address)
             if before is None or before.leaf is not leaf:
                 number = 0 if before is None else before.number + 1
                 self._latest[address] = WeightVersion(leaf, number, np.array(leaf) if self.how.ahead else leaf)
-        sums = np.asarray(checksums([own[a] for a in sorted(own)]))
-        return WeightVersions({address: self._latest[address] for address in sorted(own)}, sums)
+        sums = np.asarray(checksums([leaves[a] for a in sorted(leaves)]))
+        return WeightVersions({address: self._latest[address] for address in sorted(leaves)}, sums)
 
     def __call__(self, weights: WeightVersions) -> "Samplers":
         """The language model with these weights."""
@@ -140,12 +140,12 @@ class RolloutWorkers:
             while True:
                 try:
                     self.give(name, weights, samplers)
-                    found = split_completions(ask(self.workers[name]))
+                    completions = split_completions(ask(self.workers[name]))
                 except WorkerLost as error:
                     self.lost(name, error, samplers)
                 else:
                     self._lost[name] = 0
-                    return found
+                    return completions
 
     def give(self, name: str, weights: WeightVersions, samplers: "Samplers") -> None:
         """Sends a process the weights that it lacks.
@@ -154,21 +154,21 @@ class RolloutWorkers:
             WorkerLost: the process ended.
             ArgosyError: weights arrived changed.
         """
-        began, has = time.monotonic(), self._has[name]
-        moved = {a: one.sent for a, one in weights.versions.items() if has.get(a) != one.number}
-        if not moved:
+        start, has = time.monotonic(), self._has[name]
+        missing = {a: version.sent for a, version in weights.versions.items() if has.get(a) != version.number}
+        if not missing:
             return
         group = self.workers[name]
         # Of weights that are on their way nobody knows which have arrived.
         has.clear()
-        there = self.workers.send(moved, to=name)
+        there = self.workers.send(missing, to=name)
         sums = group.run(RolloutWorker.take, group.started, there).value()
         if not np.array_equal(sums, weights.sums):
             wrong = [a for a, same in zip(weights.versions, (sums == weights.sums).tolist(), strict=True) if not same]
             raise ArgosyError(f"{plural(len(wrong), 'weight')} arrived changed in the process `{name}`, such as {wrong[0]}")
-        has |= {a: one.number for a, one in weights.versions.items()}
+        has |= {a: version.number for a, version in weights.versions.items()}
         with self._counting:
-            samplers.weights_s = max(samplers.weights_s, time.monotonic() - began)
+            samplers.weights_s = max(samplers.weights_s, time.monotonic() - start)
 
     def lost(self, name: str, error: WorkerLost, samplers: "Samplers") -> None:
         """Restarts a process that has ended.
@@ -211,21 +211,21 @@ class Samplers:
         """
         names = self.workers.names
         places = np.array_split(np.arange(len(prompts)), len(names))
-        asked = [
+        futures = [
             self.workers._threads.submit(self.workers.share, name, self.given, sampling_task(prompts, share.tolist(), request), self)
             for name, share in zip(names, places, strict=True)
             if share.size
         ]
-        left: set[Future[list[SampledCompletion]]] = set(asked)
-        while left:
+        pending: set[Future[list[SampledCompletion]]] = set(futures)
+        while pending:
             if interrupted():
                 raise Interrupted("stopped while answers were generated")
-            done, left = wait(left, LOOK_S, FIRST_COMPLETED)
-            for one in done:
-                if (error := one.exception()) is not None:
-                    what = error.what if isinstance(error, ArgosyError) else f"{type(error).__name__}: {error}"
-                    raise SamplersLost(what, where="rollout.processes", hint=SAVED) from error
-        return [one for share in asked for one in share.result()]
+            done, pending = wait(pending, LOOK_S, FIRST_COMPLETED)
+            for future in done:
+                if (error := future.exception()) is not None:
+                    problem = error.what if isinstance(error, ArgosyError) else f"{type(error).__name__}: {error}"
+                    raise SamplersLost(problem, where="rollout.processes", hint=SAVED) from error
+        return [completion for share in futures for completion in share.result()]
 
     def sleep(self) -> None:
         """Frees the caches; returns at once."""
@@ -239,8 +239,8 @@ class Samplers:
 def sampling_task(prompts: Sequence[Sequence[int]], rows: Sequence[int], request: SamplingRequest) -> Ask:
     """A function that asks a process to complete the prompts in these neighboring rows."""
     some = [prompts[row] for row in rows]
-    tokens = np.concatenate([np.asarray(one, np.int64) for one in some])
-    lengths = np.array([len(one) for one in some], np.int64)
+    tokens = np.concatenate([np.asarray(prompt, np.int64) for prompt in some])
+    lengths = np.array([len(prompt) for prompt in some], np.int64)
     sampling = request.sampling.model_dump_json()
     options = {"most": request.most, "sampling": sampling, "seed": request.seed, "ignore_eos": request.ignore_eos}
     return lambda group: group.run(RolloutWorker.answer, group.started, tokens, lengths, rows[0], options).value()

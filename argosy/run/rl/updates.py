@@ -70,15 +70,15 @@ class RolloutUpdates:
             first = compile_lowered(jax.jit(add, out_shardings=places).lower(*arguments), a.compiler_options)
             more = jax.jit(add, donate_argnums=5, out_shardings=places)
             further = compile_lowered(more.lower(*arguments, sums), a.compiler_options)
-            moved = frozenset(sums[1].updates)
-            small = replace(shapes, rest={name: shapes.rest[name] for name in moved})
-            out = replace(a.places, rest={name: a.places.rest[name] for name in moved}), None
+            update_names = frozenset(sums[1].updates)
+            small = replace(shapes, rest={name: shapes.rest[name] for name in update_names})
+            out = replace(a.places, rest={name: a.places.rest[name] for name in update_names}), None
             last = compile_lowered(jax.jit(finish, donate_argnums=0, out_shardings=out).lower(small, sums), a.compiler_options)
         waiting = sum(
             math.prod(place.shard_shape(leaf.shape)) * leaf.dtype.itemsize
             for leaf, place in zip(jax.tree.leaves(shapes.optimizer), jax.tree.leaves(a.places.optimizer), strict=True)
         )
-        return RolloutUpdate(first, further, last, moved, waiting)
+        return RolloutUpdate(first, further, last, update_names, waiting)
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ def _of_run(used: Callable[[Any], Any]) -> Callable[[Situation], bool]:
     return lambda situation: bool(used(situation.run))
 
 
-def _over(axis: str) -> Callable[[Situation], bool]:
+def _splits_axis(axis: str) -> Callable[[Situation], bool]:
     return _of_run(lambda run: run.mesh.splits(axis))
 
 
@@ -67,9 +67,9 @@ def _experts_balanced_over_batch(run: Any) -> bool:
 FEATURES: dict[str, Feature] = {
     "processes": Feature("several processes", lambda situation: situation.processes > 1),
     "stage_on_cpu": Feature("mesh.stage on CPUs", lambda s: s.platform == "cpu" and s.run.mesh.splits("stage")),
-    "stage": Feature("mesh.stage", _over("stage")),
-    "context": Feature("mesh.context", _over("context")),
-    "expert": Feature("mesh.expert", _over("expert")),
+    "stage": Feature("mesh.stage", _splits_axis("stage")),
+    "context": Feature("mesh.context", _splits_axis("context")),
+    "expert": Feature("mesh.expert", _splits_axis("expert")),
     "rollouts": Feature("rollouts", _of_run(lambda run: run.rollout is not None)),
     "rollout_processes": Feature("rollout.processes", _of_run(lambda run: run.rollout and run.rollout.processes is not None)),
     "rollout_int8": Feature("rollout.weights=int8", _of_run(lambda run: run.rollout and run.rollout.weights != "same")),
@@ -171,13 +171,14 @@ def violated(situation: Situation) -> Iterator[UserError]:
     used = {key for key, feature in FEATURES.items() if feature.used(situation)}
     for conflict in CONFLICTS:
         if {conflict.feature, conflict.other} <= used:
-            one, other = FEATURES[conflict.feature].name, FEATURES[conflict.other].name
-            yield BadInput(f"{one} and {other} do not combine: {conflict.reason}", hint=conflict.hint)
+            first, second = FEATURES[conflict.feature].name, FEATURES[conflict.other].name
+            yield BadInput(f"{first} and {second} do not combine: {conflict.reason}", hint=conflict.hint)
 
 
 def combinations_table() -> str:
     """The table as Markdown."""
     rows = (
-        f"| {FEATURES[one.feature].name} | {FEATURES[one.other].name} | {one.reason} | {one.hint} |" for one in CONFLICTS
+        f"| {FEATURES[conflict.feature].name} | {FEATURES[conflict.other].name} | {conflict.reason} | {conflict.hint} |"
+        for conflict in CONFLICTS
     )
     return "\n".join(["| feature | other feature | why not | instead |", "| --- | --- | --- | --- |", *rows])

@@ -103,7 +103,7 @@ def compose(
         layers = with_mesh(layers, configs)
     if "model" not in schema.model_fields:
         return read_settings(schema, *layers)
-    layers = with_folders(layers, _chosen(schema, layers, "objective"))
+    layers = with_folders(layers, _choice_of(schema, layers, "objective"))
     if with_examples:
         layers = [_examples_of(schema, needs, layers), *layers]
     check_needs(schema, str(recipe), layers, needs)
@@ -122,8 +122,8 @@ def objective_layers(schema: type[Settings], layers: list[SettingsLayer]) -> lis
     if "objective" not in schema.model_fields:
         return []
     try:
-        objective = OBJECTIVES[_chosen(schema, layers, "objective")]
-        family = FAMILIES[_chosen(schema, layers, "model", "family")]
+        objective = OBJECTIVES[_choice_of(schema, layers, "objective")]
+        family = FAMILIES[_choice_of(schema, layers, "model", "family")]
     except (UnknownName, ImportError, AttributeError):
         # Reading the layers reports it.
         return []
@@ -137,11 +137,11 @@ def objective_layers(schema: type[Settings], layers: list[SettingsLayer]) -> lis
         values["model"] = {"scores": scores}
     if (format := objective.needs.asked_format) is not None and not is_given("data.format"):
         values["data"] = {"format": format}
-    if not is_given("data.negatives") and (negatives := _given(layers, "objective.negatives")) not in (None, 0, 1):
+    if not is_given("data.negatives") and (negatives := _last_value(layers, "objective.negatives")) not in (None, 0, 1):
         values["data"] = values.get("data", {}) | {"negatives": negatives}
     if objective.needs.labels:
-        for group, own in label_values(layers, is_given).items():
-            values[group] = values.get(group, {}) | own
+        for group, defaults in label_values(layers, is_given).items():
+            values[group] = values.get(group, {}) | defaults
     pools = "pooling" in getattr(objective, "model_fields", {})
     steps = stored_steps(layers) if pools else None
     if pools and steps is None and getattr(family, "causal", False) and not is_given("objective.pooling"):
@@ -150,8 +150,8 @@ def objective_layers(schema: type[Settings], layers: list[SettingsLayer]) -> lis
         if not is_given("objective.pooling"):
             values["objective"] = {"pooling": steps.pooling}
         if steps.prompt and not is_given("data.prompts"):
-            columns = TEXT_COLUMNS.get(_chosen(schema, layers, "objective"), ("anchor", "positive"))
-            columns = (*columns, "negative") if _given(layers, "objective.negatives") else columns
+            columns = TEXT_COLUMNS.get(_choice_of(schema, layers, "objective"), ("anchor", "positive"))
+            columns = (*columns, "negative") if _last_value(layers, "objective.negatives") else columns
             values["data"] = values.get("data", {}) | {"prompts": dict.fromkeys(columns, steps.prompt)}
         if (steps.prompt or is_given("data.prompts")) and not steps.include_prompt and not is_given("objective.include_prompt"):
             values["objective"] = values.get("objective", {}) | {"include_prompt": False}
@@ -169,25 +169,25 @@ def label_values(layers: list[SettingsLayer], is_given: Callable[[str], bool]) -
     classifier, they are that model's.
     """
     if is_given("model.scores"):
-        named = [layer.values["model"]["labels"] for layer in layers if _gives(layer.values, "model.labels")]
-        return {"data": {"labels": list(named[-1])}} if named and not is_given("data.labels") else {}
+        label_lists = [layer.values["model"]["labels"] for layer in layers if _gives(layer.values, "model.labels")]
+        return {"data": {"labels": list(label_lists[-1])}} if label_lists and not is_given("data.labels") else {}
     from argosy.data.labels import found_labels
 
-    given: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for layer in layers:
         data = layer.values.get("data")
-        own = data if isinstance(data, dict) else {}
-        if "source" in own:
-            given = {name: value for name, value in given.items() if name != "columns"}
-        given |= {name: own[name] for name in ("source", "columns", "invalid", "labels") if name in own}
+        fields = data if isinstance(data, dict) else {}
+        if "source" in fields:
+            values = {name: value for name, value in values.items() if name != "columns"}
+        values |= {name: fields[name] for name in ("source", "columns", "invalid", "labels") if name in fields}
     try:
-        settings = DataSettings.model_validate(given)
+        settings = DataSettings.model_validate(values)
     except ValidationError:
         # Reading the layers reports it.
         return {}
-    found = found_labels(settings)
-    names = tuple(settings.labels) or found.names
-    problem = {} if is_given("model.problem_type") else {"problem_type": found.problem_type}
+    labels = found_labels(settings)
+    names = tuple(settings.labels) or labels.names
+    problem = {} if is_given("model.problem_type") else {"problem_type": labels.problem_type}
     return {"data": {"labels": list(names)}, "model": {"scores": len(names) or 1, "labels": names} | problem}
 
 
@@ -200,8 +200,8 @@ def stored_steps(layers: list[SettingsLayer]) -> "EmbeddingSteps | None":
     from argosy.checkpoint.open import open_model
     from argosy.weights.hub.sentence_steps import read_steps
 
-    named = [weights for layer in layers if (weights := init_of(layer, "weights")) is not None]
-    companions = open_model(named[-1]).companions if named and is_model(named[-1]) else None
+    sources = [weights for layer in layers if (weights := init_of(layer, "weights")) is not None]
+    companions = open_model(sources[-1]).companions if sources and is_model(sources[-1]) else None
     if companions is None or not (companions / "modules.json").is_file():
         return None
     steps = read_steps(companions)
@@ -223,21 +223,21 @@ def with_conditions(
         out.append(replace(layer, values=values))
         needs |= flatten(layer.values.get(NEEDS) or {})
         for key, options in (layer.values.get(WHEN) or {}).items():
-            chosen = _chosen(schema, layers, key)
-            if isinstance(options, dict) and isinstance(options.get(chosen), dict):
-                prefix = f"{WHEN}.{key}.{chosen}."
+            choice = _choice_of(schema, layers, key)
+            if isinstance(options, dict) and isinstance(options.get(choice), dict):
+                prefix = f"{WHEN}.{key}.{choice}."
                 marks = {k.removeprefix(prefix): mark for k, mark in layer.marks.items() if k.startswith(prefix)}
-                out.append(SettingsLayer(layer.origin, options[chosen], marks))
+                out.append(SettingsLayer(layer.origin, options[choice], marks))
     return out, needs
 
 
-def _chosen(schema: type[Settings], layers: list[SettingsLayer], key: str, tag: str = "name") -> str:
+def _choice_of(schema: type[Settings], layers: list[SettingsLayer], key: str, tag: str = "name") -> str:
     """The name that the layers give to a choice at the root."""
     for layer in reversed(layers):
         value = layer.values.get(key, {})
-        given = [value[own] for own in (tag, SELF) if own in value] if isinstance(value, dict) else [value]
-        if given:
-            return "none" if given[0] is None else str(given[0])
+        names = [value[entry] for entry in (tag, SELF) if entry in value] if isinstance(value, dict) else [value]
+        if names:
+            return "none" if names[0] is None else str(names[0])
     field = schema.model_fields.get(key)
     return "" if field is None else str(field.default)
 
@@ -248,32 +248,32 @@ def check_needs(schema: type[Settings], recipe: str, layers: list[SettingsLayer]
     Raises:
         SettingsError: one is not; all other mistakes are reported with it.
     """
-    missing = [key for key in needs if not any(_gives(layer.values, one) for layer in layers for one in key.split(OR))]
+    missing = [key for key in needs if not any(_gives(layer.values, part) for layer in layers for part in key.split(OR))]
     if not missing:
         return
     # A model would have come with what the run starts from.
-    gone = mistakes_of(*(partial(check_start, init_of(one, "weights"), init_of(one, "state")) for one in layers))
-    missing = [key for key in missing if key != "model" or not gone]
-    errors = [*gone]
+    start_mistakes = mistakes_of(*(partial(check_start, init_of(layer, "weights"), init_of(layer, "state")) for layer in layers))
+    missing = [key for key in missing if key != "model" or not start_mistakes]
+    errors = [*start_mistakes]
     if missing:
         words = shlex.join(f"{key.partition(OR)[0]}={example}" for key, example in needs.items())
-        named = " and ".join(f"`{key.replace(OR, f'`{OR}`')}`" for key in missing)
+        needed = " and ".join(f"`{key.replace(OR, f'`{OR}`')}`" for key in missing)
         more = f"; {REWARDS}" if any("reward" in key.split(OR) for key in missing) else ""
-        errors.append(BadInput(f"`{recipe}` needs {named}", where=mistakes.NOBODY, hint=f"argosy train {recipe} {words}{more}"))
+        errors.append(BadInput(f"`{recipe}` needs {needed}", where=mistakes.NOBODY, hint=f"argosy train {recipe} {words}{more}"))
     try:
         read_settings(schema, *layers)
     except UserError as also:
         # What is needed may be a broken rule too.
-        ones = [one for key in missing for one in key.split(OR)]
-        said = ("`model`", "model ", *(f"{one} is missing" for one in ones), *(f"`{one}` is required" for one in ones))
-        errors += [p for p in problems_of(also) if not p.what.startswith(said)]
+        parts = [part for key in missing for part in key.split(OR)]
+        prefixes = ("`model`", "model ", *(f"{part} is missing" for part in parts), *(f"`{part}` is required" for part in parts))
+        errors += [p for p in problems_of(also) if not p.what.startswith(prefixes)]
     raise SettingsError(errors) from None
 
 
 def _examples_of(schema: type[Settings], needs: Mapping[str, Any], layers: list[SettingsLayer]) -> SettingsLayer:
     """A layer with an example for everything that a recipe needs and no layer gives; for a model, a preset as if it had weights."""
     values: dict[str, Any] = {}
-    encoder = "pooling" in OBJECTIVES[_chosen(schema, layers, "objective")].model_fields
+    encoder = "pooling" in OBJECTIVES[_choice_of(schema, layers, "objective")].model_fields
     for key, example in needs.items():
         names = key.split(OR)
         if any(_gives(layer.values, name) for layer in layers for name in names):
@@ -288,7 +288,7 @@ def _examples_of(schema: type[Settings], needs: Mapping[str, Any], layers: list[
     return SettingsLayer("an example", values)
 
 
-def _given(layers: list[SettingsLayer], key: str) -> Any:
+def _last_value(layers: list[SettingsLayer], key: str) -> Any:
     """The last value that layers give to a dotted key; None: none does."""
     return next((value for layer in reversed(layers) if (value := _value_of(layer.values, key)) is not None), None)
 
@@ -350,8 +350,8 @@ def key_meant(key: str) -> str:
     if key in names.known:
         return key
     hint = mistakes.unknown_key(key, None, names).hint or ""
-    meant = re.match(r"did you mean `([^`]+)`\?", hint)
-    return meant[1] if meant else key
+    match = re.match(r"did you mean `([^`]+)`\?", hint)
+    return match[1] if match else key
 
 
 # ---- presets among the layers
@@ -365,14 +365,14 @@ def with_preset(layers: list[SettingsLayer], configs: Path = CONFIGS, families: 
         return layers
     preset, where = _preset_of(layers[naming]), layers[naming].where("model.preset")
     try:
-        found = preset_layers(str(preset), configs, f"set by {where}")
+        stack = preset_layers(str(preset), configs, f"set by {where}")
     except UnknownName as error:
         if preset is not None and preset in families and error.name == preset:
             raise _a_family(str(preset), configs, f"set by {where}") from None
         if preset is not None and error.name == preset and ("/" in preset or preset.endswith((".gguf", ".safetensors"))):
             raise no_model(preset, f"set by {where}", configs) from None
         raise
-    beneath = [layer.under("model") for layer in found]
+    beneath = [layer.under("model") for layer in stack]
     return [*overruled(layers[:naming]), *beneath, *layers[naming:]]
 
 

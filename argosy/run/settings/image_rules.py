@@ -29,11 +29,11 @@ def broken_by_conditions(run: Any) -> Iterator[str]:
         return
     if isinstance(run.model, AutoencoderConfig):
         return
-    read, given = set(run.model.conditions), run.objective.conditions
-    if "interval" in read and "interval" not in given:
+    read, conditions = set(run.model.conditions), run.objective.conditions
+    if "interval" in read and "interval" not in conditions:
         yield "model.intervals is for objective=mean_flow, which trains what reads them"
         return
-    if "interval" in given and "interval" not in read:
+    if "interval" in conditions and "interval" not in read:
         yield "objective=mean_flow trains models that read intervals: model.family=dit model.intervals=true"
         return
     if run.objective.needs.forward and run.execution.products == "amx":
@@ -41,7 +41,7 @@ def broken_by_conditions(run: Any) -> Iterator[str]:
     if run.objective.needs.forward and run.execution.attention not in (None, "reference"):
         name = run.execution.attention
         yield f"objective=mean_flow differentiates the model forward, which execution.attention={name} does not: reference"
-    if "interval" in given and run.model.prediction != "velocity":
+    if "interval" in conditions and run.model.prediction != "velocity":
         yield f"objective=mean_flow trains velocities, and model.prediction = {run.model.prediction}"
     if isinstance(run.objective, EDM) and run.model.prediction not in ("edm", "v"):
         yield f"objective=edm trains model.prediction=edm or v, and it is {run.model.prediction}"
@@ -51,9 +51,9 @@ def broken_by_conditions(run: Any) -> Iterator[str]:
         yield "objective.betas is not for objective=edm: objective.noise"
     if run.model.prediction == "edm" and not isinstance(run.objective, EDM):
         yield "model.prediction = edm is for objective=edm"
-    if missing := sorted(read - given):
+    if missing := sorted(read - conditions):
         yield f"the model reads {' and '.join(missing)}, and objective.condition = {run.objective.condition} gives none"
-    if not read & given and given:
+    if not read & conditions and conditions:
         yield f"objective.condition = {run.objective.condition}, and the model does not read it: objective.condition=none"
 
 

@@ -22,22 +22,22 @@ def with_mesh(layers: list[SettingsLayer], configs: Path) -> list[SettingsLayer]
     """
     out: list[SettingsLayer] = []
     for layer in layers:
-        named = _named(layer)
-        if named is None:
+        mesh_name = _mesh_name(layer)
+        if mesh_name is None:
             out.append(layer)
             continue
-        out = [replace(one, values={k: v for k, v in one.values.items() if k != "mesh"}) for one in out]
-        out.append(_file(named, configs, f"set by {layer.where('mesh')}").under("mesh"))
-        given = layer.values["mesh"]
-        rest: dict[str, Any] = {k: v for k, v in given.items() if k != SELF} if isinstance(given, dict) else {}
+        out = [replace(earlier, values={k: v for k, v in earlier.values.items() if k != "mesh"}) for earlier in out]
+        out.append(_file(mesh_name, configs, f"set by {layer.where('mesh')}").under("mesh"))
+        mesh = layer.values["mesh"]
+        rest: dict[str, Any] = {k: v for k, v in mesh.items() if k != SELF} if isinstance(mesh, dict) else {}
         out.append(replace(layer, values={k: v for k, v in layer.values.items() if k != "mesh"} | ({"mesh": rest} if rest else {})))
     return out
 
 
-def _named(layer: SettingsLayer) -> str | None:
+def _mesh_name(layer: SettingsLayer) -> str | None:
     """The mesh that a layer names."""
-    given = layer.values.get("mesh")
-    name = given.get(SELF) if isinstance(given, dict) else given
+    mesh = layer.values.get("mesh")
+    name = mesh.get(SELF) if isinstance(mesh, dict) else mesh
     return name if isinstance(name, str) else None
 
 

@@ -22,13 +22,13 @@ class ProfileSettings(Settings):
     @field_validator("steps")
     @classmethod
     def _is_window(cls, steps: str | int | None) -> str | int | None:
-        found = None if steps is None else STEPS.fullmatch(str(steps))
-        if steps is not None and (found is None or int(found[1]) < 1 or int(found[2] or found[1]) < int(found[1])):
+        match = None if steps is None else STEPS.fullmatch(str(steps))
+        if steps is not None and (match is None or int(match[1]) < 1 or int(match[2] or match[1]) < int(match[1])):
             raise ValueError(f"profile.steps = {steps}: one step, or the first and the last, such as 10-12; steps count from 1")
         return steps
 
     @property
     def window(self) -> tuple[int, int] | None:
         """The first and the last step to capture."""
-        found = None if self.steps is None else STEPS.fullmatch(str(self.steps))
-        return None if found is None else (int(found[1]), int(found[2] or found[1]))
+        match = None if self.steps is None else STEPS.fullmatch(str(self.steps))
+        return None if match is None else (int(match[1]), int(match[2] or match[1]))

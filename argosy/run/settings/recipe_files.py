@@ -27,7 +27,7 @@ _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 def recipes(configs: Path = CONFIGS) -> list[str]:
     """The names of the recipes that come with the package."""
-    return list(_named(configs / "recipes"))
+    return list(_names_in(configs / "recipes"))
 
 
 def about(recipe: str, configs: Path = CONFIGS) -> str:
@@ -43,7 +43,7 @@ def run_folder(recipe: str | Path) -> str:
 
 def presets(configs: Path = CONFIGS) -> list[str]:
     """The names of all model presets: the package's, and those in the folders of $ARGOSY_PRESETS."""
-    return sorted({name for folder in _preset_folders(configs) for name in _named(folder)})
+    return sorted({name for folder in _preset_folders(configs) for name in _names_in(folder)})
 
 
 def recipe_layers(recipe: str | Path, configs: Path = CONFIGS) -> list[SettingsLayer]:
@@ -88,16 +88,16 @@ def no_model(name: str, where: str | None = None, configs: Path = CONFIGS) -> Us
             f"`{name}` is a preset: its name alone means random weights",
             hint="give the folder or file of its trained weights, or train one: argosy train RECIPE model=" + name,
         )
-    given = "model=" if where else ""
-    owner, _, own = name.partition("/")
+    prefix = "model=" if where else ""
+    owner, _, repository = name.partition("/")
     if _HUB_ID.fullmatch(name) and owner != "runs" and not Path(owner).exists():
-        same = [model for model in models if _plain(model) == _plain(own)]
+        same = [model for model in models if _plain(model) == _plain(repository)]
         random = f"; the preset `{same[0]}` has random weights" if same else ""
-        hint = f"of the Hub: {given}hf:{name}{random}"
+        hint = f"of the Hub: {prefix}hf:{name}{random}"
         return BadInput(f"no folder `{name}`", where=where, hint=hint)
-    what = "file" if name.endswith((".gguf", ".safetensors", ".yml", ".yaml")) else "folder"
+    kind = "file" if name.endswith((".gguf", ".safetensors", ".yml", ".yaml")) else "folder"
     hint = f"{'model=FOLDER takes ' if where else ''}a Hub folder, a .gguf file, a run directory, a checkpoint or hf:OWNER/NAME"
-    return BadInput(f"no such {what}: `{name}`", where=where, hint=hint)
+    return BadInput(f"no such {kind}: `{name}`", where=where, hint=hint)
 
 
 def check_start(weights: str | None, state: str | None) -> None:
@@ -123,7 +123,7 @@ def presets_of_family(name: str, models: Iterable[str]) -> list[str]:
     return [model for model in models if len(name) > 2 and begins.match(model)]
 
 
-def _named(folder: Path) -> Iterator[str]:
+def _names_in(folder: Path) -> Iterator[str]:
     for path in sorted(folder.rglob("*.yml")):
         yield path.relative_to(folder).with_suffix("").as_posix()
 
@@ -133,33 +133,33 @@ def _is_path(name: str) -> bool:
 
 
 def _recipe_file(name: str, configs: Path) -> Path:
-    known = recipes(configs)
-    if name in known:
+    names = recipes(configs)
+    if name in names:
         return configs / "recipes" / f"{name}.yml"
     if _is_path(name):
         return _run_file(Path(name))
-    raise _unknown_recipe(name, known, configs)
+    raise _unknown_recipe(name, names, configs)
 
 
-def _unknown_recipe(name: str, known: list[str], configs: Path) -> UserError:
+def _unknown_recipe(name: str, names: list[str], configs: Path) -> UserError:
     """The error for a name that is not a recipe; suggests the file with its ending, or explains that it names a model."""
     if "=" in name:
-        hint = f"name a recipe first: argosy train {_usual(known)} {name}"
-        return BadInput(f"`{name}` is a setting, not a recipe", where=recipes_named(known), hint=hint)
-    error = UnknownName("recipe", name, known)
+        hint = f"name a recipe first: argosy train {_usual(names)} {name}"
+        return BadInput(f"`{name}` is a setting, not a recipe", where=recipes_named(names), hint=hint)
+    error = UnknownName("recipe", name, names)
     for path in (Path(f"{name}{ending}") for ending in (".yml", ".yaml")):
         if path.is_file():
             return BadInput(error.what, hint=f"did you mean the file `{path}`?")
     if Path(name).is_file():
-        hint = f"a recipe ends in .yml; to train on a text: argosy train {_usual(known)} data.source={name}"
+        hint = f"a recipe ends in .yml; to train on a text: argosy train {_usual(names)} data.source={name}"
         return BadInput(error.what, where=f"`{name}` is a file", hint=hint)
-    if words := _objective_words(name, known):
+    if words := _objective_words(name, names):
         return BadInput(f"`{name}` is an objective, not a recipe", hint=f"name a recipe first: argosy train {words}")
     models = presets(configs)
-    for what, close in [("a model", [m for m in models if m == name]), ("a model family", presets_of_family(name, models))]:
-        if close and known:
-            hint = f"name a recipe first, then the model: {_usual(known)} model={close[0]}"
-            return BadInput(f"`{name}` is {what}, not a recipe", hint=hint)
+    for kind, close in [("a model", [m for m in models if m == name]), ("a model family", presets_of_family(name, models))]:
+        if close and names:
+            hint = f"name a recipe first, then the model: {_usual(names)} model={close[0]}"
+            return BadInput(f"`{name}` is {kind}, not a recipe", hint=hint)
     return error
 
 
@@ -174,30 +174,30 @@ _OF_MODELS = {
 }
 
 
-def _objective_words(name: str, known: list[str]) -> str | None:
+def _objective_words(name: str, names: list[str]) -> str | None:
     """The recipe and the setting that choose an objective, or a loss of DPO, of this name; None if there is none."""
     from argosy.train.objectives import OBJECTIVES
     from argosy.train.objectives.preferences.dpo import LOSSES as DPO_LOSSES
     from argosy.train.objectives.preferences.dpo import SMOOTHED
 
-    named = {_plain(one): one for one in OBJECTIVES}
+    by_plain = {_plain(objective): objective for objective in OBJECTIVES}
     words = {_plain(loss): f"dpo objective.losses.{loss}=1" for loss in DPO_LOSSES}
     words |= {_plain(loss): f"{words[_plain(loss)]} objective.label_smoothing=0.1" for loss in SMOOTHED}
-    for plain, one in named.items():
-        formats = OBJECTIVES[one].needs.formats
-        recipe = _RECIPES.get(formats[0], "sft") if formats else "distill" if "teacher" in OBJECTIVES[one].model_fields else "sft"
-        words[plain] = one if one in known else _OF_MODELS.get(one, f"{recipe} objective={one}")
-    found = words.get(_plain(name.replace("++", "pp")))
-    return found if found and found.partition(" ")[0] in known else None
+    for plain, objective in by_plain.items():
+        formats = OBJECTIVES[objective].needs.formats
+        recipe = _RECIPES.get(formats[0], "sft") if formats else "distill" if "teacher" in OBJECTIVES[objective].model_fields else "sft"
+        words[plain] = objective if objective in names else _OF_MODELS.get(objective, f"{recipe} objective={objective}")
+    choice = words.get(_plain(name.replace("++", "pp")))
+    return choice if choice and choice.partition(" ")[0] in names else None
 
 
-def recipes_named(known: list[str]) -> str:
+def recipes_named(names: list[str]) -> str:
     """A sentence that lists all recipes."""
-    return f"recipes are {', '.join(known)}"
+    return f"recipes are {', '.join(names)}"
 
 
-def _usual(known: list[str]) -> str:
-    return "tiny" if "tiny" in known or not known else known[0]
+def _usual(names: list[str]) -> str:
+    return "tiny" if "tiny" in names or not names else names[0]
 
 
 def _run_file(path: Path) -> Path:

@@ -66,7 +66,7 @@ class Init(Settings):
     """
 
     @model_validator(mode="after")
-    def _one(self) -> "Init":
+    def _check_exclusive(self) -> "Init":
         if self.weights and self.state:
             raise ValueError("weights and state are both set: state already includes weights")
         return self
@@ -277,15 +277,15 @@ class Run(Settings):
     def _consistent(self) -> "Run":
         reads, trained = self.model.inputs, self.objective.needs.inputs
         if reads != trained:
-            what = f"the model reads {INPUTS[reads]}, and the objective trains models that read {INPUTS[trained]}"
-            raise ValueError(f"{what}; {OBJECTIVES_OF[reads]}")
+            problem = f"the model reads {INPUTS[reads]}, and the objective trains models that read {INPUTS[trained]}"
+            raise ValueError(f"{problem}; {OBJECTIVES_OF[reads]}")
         if reads != "tokens":
             if broken := [*broken_by_conditions(self), *broken_by_encoders(self), *self._broken_by_parts()]:
                 raise BrokenRules(broken)
             return self
         if not self.model.causal and not self.objective.needs.encoders:
-            what = "model is an encoder: it predicts no tokens, and this objective trains what predicts them"
-            raise ValueError(f"{what}; objective=classify trains encoders, and so do contrastive, similarity and rerank")
+            problem = "model is an encoder: it predicts no tokens, and this objective trains what predicts them"
+            raise ValueError(f"{problem}; objective=classify trains encoders, and so do contrastive, similarity and rerank")
         if broken := [*self._broken_by_rewards(), *self._broken_by_sizes()]:
             raise BrokenRules(broken)
         return self
@@ -345,8 +345,8 @@ class Run(Settings):
         if self.rollout is None:
             yield "rollout is missing: an objective that learns from completions samples them"
         if rewarded and not self.reward and not (self.environment.played and self.environment.gives):
-            what = "reward is missing: reward=maths compares answers with the column `answer`, and reward=FILE.py:FUNCTION calls a "
-            yield what + "function of yours, `def FUNCTION(completions, **columns)`, which gives a number for each"
+            problem = "reward is missing: reward=maths compares answers with the column `answer`, and reward=FILE.py:FUNCTION calls a "
+            yield problem + "function of yours, `def FUNCTION(completions, **columns)`, which gives a number for each"
         if not rewarded and self.reward:
             yield "reward is for objectives that learn from rewards: this one learns from its teacher"
         if not rewarded and self.environment.played:

@@ -36,17 +36,17 @@ def with_folders(layers: list[SettingsLayer], objective: str = "") -> list[Setti
     out: list[SettingsLayer] = []
     for layer in (with_commits(spelt_out(layer)) for layer in layers):
         model = layer.values.get("model")
-        named = str(model["preset"]) if isinstance(model, dict) and model.get("preset") is not None else None
+        preset = str(model["preset"]) if isinstance(model, dict) and model.get("preset") is not None else None
         weights, state = init_of(layer, "weights"), init_of(layer, "state")
         if isinstance(model, dict) and "family" in model:
             out.append(layer)
             continue
-        folder = named if named is not None and is_model(named) else None
-        if folder is None and named is None:
-            folder = next((one for one in (weights, state) if one is not None and is_model(one)), None)
+        folder = preset if preset is not None and is_model(preset) else None
+        if folder is None and preset is None:
+            folder = next((source for source in (weights, state) if source is not None and is_model(source)), None)
         if state is not None:
             out = _without_init(out, "weights")
-        elif weights is not None or (folder is not None and folder == named):
+        elif weights is not None or (folder is not None and folder == preset):
             out = _without_init(out, "state")
         if state is not None and is_model(state) and (tokenizer := _tokenizer_of(state)) is not None:
             out.append(TokenizerOfState(state, {"data": {"tokenizer": tokenizer}}))
@@ -55,8 +55,8 @@ def with_folders(layers: list[SettingsLayer], objective: str = "") -> list[Setti
             continue
         out = overruled(out)
         # A state includes weights.
-        out.append(_shortened(_of_folder(folder, folder == named and state is None, objective), out))
-        if folder == named:
+        out.append(_shortened(_of_folder(folder, folder == preset and state is None, objective), out))
+        if folder == preset:
             rest = {key: value for key, value in layer.values["model"].items() if key != "preset"}
             layer = replace(layer, values={**layer.values, "model": rest})
         out.append(layer)
@@ -92,12 +92,12 @@ def init_of(layer: SettingsLayer, name: str) -> str | None:
 
 def _without_init(layers: list[SettingsLayer], name: str) -> list[SettingsLayer]:
     """Layers without `init.weights`, or without `init.state` and the tokenizers that came with it."""
-    kept = [layer for layer in layers if name != "state" or not isinstance(layer, TokenizerOfState)]
+    remaining = [layer for layer in layers if name != "state" or not isinstance(layer, TokenizerOfState)]
     return [
         replace(layer, values=dict(layer.values) | {"init": {k: v for k, v in layer.values["init"].items() if k != name}})
         if init_of(layer, name) is not None
         else layer
-        for layer in kept
+        for layer in remaining
     ]
 
 
@@ -126,15 +126,15 @@ def _tokenizer_of(folder: str) -> str | None:
     opened = open_model(folder)
     # A single file in its authors' names has none.
     places = (None if opened.kind == "file" else Path(local_model(folder)), opened.companions)
-    own = next((one for one in places if one is not None and find_tokenizer(one) is not None), None)
-    return None if own is None else folder if own == places[0] else str(own)
+    home = next((place for place in places if place is not None and find_tokenizer(place) is not None), None)
+    return None if home is None else folder if home == places[0] else str(home)
 
 
 def _shortened(stored: SettingsLayer, before: list[SettingsLayer]) -> SettingsLayer:
     """The layer of a stored model, with its context as `data.sequence` where a recipe's is longer: a recipe does not know the model."""
-    given = [layer.values["data"]["sequence"] for layer in before if "sequence" in (layer.values.get("data") or {})]
+    sequences = [layer.values["data"]["sequence"] for layer in before if "sequence" in (layer.values.get("data") or {})]
     context = stored.values["model"].get("context")
-    if not given or not isinstance(given[-1], int) or not isinstance(context, int) or given[-1] <= context:
+    if not sequences or not isinstance(sequences[-1], int) or not isinstance(context, int) or sequences[-1] <= context:
         return stored
     return replace(stored, values={**stored.values, "data": {**stored.values.get("data", {}), "sequence": context}})
 
@@ -155,5 +155,5 @@ def spelt_out(layer: SettingsLayer) -> SettingsLayer:
 
 def overruled(layers: list[SettingsLayer]) -> list[SettingsLayer]:
     """The layers below one that names another model: without their model settings, and without stored models."""
-    kept = [layer for layer in layers if not isinstance(layer, StoredModel)]
-    return [replace(layer, values={k: v for k, v in layer.values.items() if k != "model"}) for layer in kept]
+    remaining = [layer for layer in layers if not isinstance(layer, StoredModel)]
+    return [replace(layer, values={k: v for k, v in layer.values.items() if k != "model"}) for layer in remaining]

@@ -60,8 +60,8 @@ def weights_for(assembly: Assembly, model: str, say: Callable[[str], None]) -> t
     if assembly.adapters.base:
         say(f"base weights from {model}, frozen; adapters on {plural(len(assembly.adapters.contractions), 'contraction')}")
         if stored.adapted is not None:
-            how = "stay as they are under the new ones" if assembly.adapters.stacked else "are merged into them"
-            say(f"its own adapters on {plural(len(stored.adapted.adapters), 'weight')} {how}")
+            remark = "stay as they are under the new ones" if assembly.adapters.stacked else "are merged into them"
+            say(f"its own adapters on {plural(len(stored.adapted.adapters), 'weight')} {remark}")
     else:
         say(f"weights from {model}")
     if assembly.adapters.schemes:
@@ -89,8 +89,8 @@ def base_of(assembly: Assembly, base: dict[str, Any], say: Callable[[str], None]
         BadInput: they are missing, or have changed since the run began.
     """
     _fill_base(assembly, open_base(base, say, thorough=True), fresh=False)
-    own = split(assembly.model)[1]
-    return {address: own[address] for address in assembly.adapters.base}
+    arrays = split(assembly.model)[1]
+    return {address: arrays[address] for address in assembly.adapters.base}
 
 
 def _fill_from(assembly: Assembly, stored: OpenedModel) -> bool:
@@ -101,7 +101,7 @@ def _fill_from(assembly: Assembly, stored: OpenedModel) -> bool:
         _fill_base(assembly, stored, fresh=True)
         key = jax.random.key(assembly.run.seed)
         fill(assembly.model, key, addresses=layer_addresses(assembly.model), place=places.__getitem__)
-        return bool(_drawn(assembly, stored))
+        return bool(_fresh_names(assembly, stored))
     with alone(assembly.model) as parts:
         if CRITIC in parts:
             # The body of the weights, and a head that is drawn.
@@ -113,12 +113,12 @@ def _fill_from(assembly: Assembly, stored: OpenedModel) -> bool:
 
 
 def _fill_model(assembly: Assembly, stored: OpenedModel, places: dict[str, Any]) -> bool:
-    drawn = _drawn(assembly, stored)
-    read_into(assembly.model, stored.weights, place=places.__getitem__, but=drawn)
-    return bool(drawn)
+    fresh_names = _fresh_names(assembly, stored)
+    read_into(assembly.model, stored.weights, place=places.__getitem__, but=fresh_names)
+    return bool(fresh_names)
 
 
-def _drawn(assembly: Assembly, stored: OpenedModel) -> frozenset[str]:
+def _fresh_names(assembly: Assembly, stored: OpenedModel) -> frozenset[str]:
     """The weights of a head of scores that the run trains and that the model it starts from does not have. A pooler that it has is
     taken. For a ControlNet that begins as a copy of a UNet, all weights that only one of the two has."""
     if begins_from_unet(stored, assembly.run.model):
@@ -134,16 +134,16 @@ def _fill_base(assembly: Assembly, stored: OpenedModel, *, fresh: bool) -> None:
     weights, under = stored.weights, stored.adapted
     if assembly.adapters.schemes:
         apply_schemes(plain, assembly.adapters.schemes)
-        found = stored.quantized or stored.published()
-        assert found is not None
-        weights = found.reader
+        quantized = stored.quantized or stored.published()
+        assert quantized is not None
+        weights = quantized.reader
     if assembly.adapters.stacked and under is not None:
         weights = OverlaidTensors(under.base.weights, Arrays(under.whole))
         put(assembly.model, {a: on_devices(factor, places[a]) for a, factor in on_top(assembly).items()})
     fill_base(
         assembly.model,
         # bfloat16 only where the file has no more bits, so nothing is lost of what is trained in full.
-        stored_arrays(plain, weights, dtype=assembly.decided.base_dtype, but=_drawn(assembly, stored)),
+        stored_arrays(plain, weights, dtype=assembly.decided.base_dtype, but=_fresh_names(assembly, stored)),
         place=places.__getitem__,
         fresh=fresh,
         iterations=getattr(assembly.run.adapter, "pissa_iterations", None),
@@ -152,8 +152,8 @@ def _fill_base(assembly: Assembly, stored: OpenedModel, *, fresh: bool) -> None:
 
 def on_top(assembly: Assembly) -> dict[str, Any]:
     """The factors of frozen adapters, by their address under the trained ones."""
-    own = assembly.shapes.rest
-    return {a if a in own else a[:-1] + "of." + a[-1]: factor for a, factor in assembly.adapters.stacked.items()}
+    rest = assembly.shapes.rest
+    return {a if a in rest else a[:-1] + "of." + a[-1]: factor for a, factor in assembly.adapters.stacked.items()}
 
 
 def base_described(assembly: Assembly, stored: OpenedModel | None, name: str | None) -> dict[str, Any]:
@@ -180,12 +180,12 @@ def state_from(assembly: Assembly, run: str, say: Callable[[str], None]) -> tupl
         )
     # What a guard keeps is of the other run's losses.
     arrays = {name: a for name, a in load_item(path, STATE).items() if not name.startswith(GUARD)}
-    wanted = {name for name in assembly.state_places()[1] if not name.startswith(GUARD)}
+    expected = {name for name in assembly.state_places()[1] if not name.startswith(GUARD)}
     arrays = relaid(arrays, config.build(stored_as(meta["decided"])), assembly.model)
     # Of the weights themselves, where those that were read are an average.
     raw = {name.removeprefix(RAW): arrays.pop(name) for name in list(arrays) if name.startswith(RAW)}
-    wanted = {name for name in wanted if not name.startswith(RAW)}
-    if set(arrays) != wanted:
+    expected = {name for name in expected if not name.startswith(RAW)}
+    if set(arrays) != expected:
         raise BadInput(f"{run} was trained with another optimizer", hint="init.weights takes only its weights")
     if int(arrays["step"]) >= assembly.run.steps:
         raise BadInput(
@@ -245,16 +245,16 @@ def check_source(run: Run, say: Callable[[str], None] = lambda _: None, tokenize
     if run.init.state:
         path, meta = _step_of(run.init.state, say)
         if "base" in meta:
-            what = f"{run.init.state} trained adapters, and init.state does not take the state of those"
-            raise BadInput(what, where="set by init.state", hint=f"init.weights={run.init.state} takes its weights")
+            problem = f"{run.init.state} trained adapters, and init.state does not take the state of those"
+            raise BadInput(problem, where="set by init.state", hint=f"init.weights={run.init.state} takes its weights")
         if meta["settings"].get("diloco", {}).get("every"):
-            what = f"{run.init.state} trained replicas (diloco.every), and init.state does not take the state of those"
-            raise BadInput(what, where="set by init.state", hint=f"init.weights={run.init.state} takes its outer weights")
+            problem = f"{run.init.state} trained replicas (diloco.every), and init.state does not take the state of those"
+            raise BadInput(problem, where="set by init.state", hint=f"init.weights={run.init.state} takes its outer weights")
         _check_same(run.model, config_of(meta["model"]), run.init.state)
         theirs = stored_tokenizer(open_model(path, say)) if tokenizer is not None else None
         if tokenizer is not None and theirs is not None and theirs.fingerprint != tokenizer.fingerprint:
-            what = f"{run.init.state} was trained with another tokenizer than data.tokenizer = {run.data.tokenizer}"
-            raise BadInput(what, where="set by init.state", hint="leave data.tokenizer out: init.state brings its own")
+            problem = f"{run.init.state} was trained with another tokenizer than data.tokenizer = {run.data.tokenizer}"
+            raise BadInput(problem, where="set by init.state", hint="leave data.tokenizer out: init.state brings its own")
 
 
 def _check_tokenizer(run: Run, ours: Tokenizer, theirs: Tokenizer | None) -> None:
@@ -266,11 +266,12 @@ def _check_tokenizer(run: Run, ours: Tokenizer, theirs: Tokenizer | None) -> Non
     model, name, vocab = run.init.weights, run.data.tokenizer, run.model.vocab
     consent = "init.tokenizer_mismatch=allow trains all the same"
     if theirs is not None and not same_tokens(theirs, ours):
-        what = f"{model} was trained with another tokenizer than data.tokenizer = {name}: its ids mean other words"
-        raise BadInput(what, where="set by init.weights", hint=f"leave data.tokenizer out: the model brings its own; {consent}")
+        problem = f"{model} was trained with another tokenizer than data.tokenizer = {name}: its ids mean other words"
+        raise BadInput(problem, where="set by init.weights", hint=f"leave data.tokenizer out: the model brings its own; {consent}")
     if theirs is None and ours.vocab < LEAST_SHARE * vocab:
-        what = f"the tokenizer makes {ours.vocab:,} of the {vocab:,} ids of {model}, which brings none: it is probably another model's"
-        raise BadInput(what, where=f"data.tokenizer = {name}", hint=f"data.tokenizer=FOLDER names the model's own; {consent}")
+        problem = f"the tokenizer makes {ours.vocab:,} of the {vocab:,} ids of {model}, which brings none: "
+        problem += "it is probably another model's"
+        raise BadInput(problem, where=f"data.tokenizer = {name}", hint=f"data.tokenizer=FOLDER names the model's own; {consent}")
 
 
 def _step_of(run: str, say: Callable[[str], None]) -> tuple[Path, dict[str, Any]]:
@@ -314,8 +315,8 @@ def relaid(arrays: dict[str, Any], was: Any, now: Any) -> dict[str, Any]:
             out[name] = array
         else:
             mirrored.setdefault(name.removesuffix(address), {})[address] = array
-    for prefix, own in mirrored.items():
-        by_layer = {n: own[a] if i is None else own[a][i] for n, (a, i) in before.items() if a in own}
+    for prefix, leaves in mirrored.items():
+        by_layer = {n: leaves[a] if i is None else leaves[a][i] for n, (a, i) in before.items() if a in leaves}
         present = {a for n, (a, _) in stored_addresses(now).items() if n in by_layer}
         partial = from_layers(now, _Default(by_layer))
         out |= {prefix + a: partial[a] for a in addresses & present}
@@ -338,11 +339,11 @@ def in_pipeline(stored: OpenedModel, mine: Any) -> Any:
     """The settings of a stored model. Where its folder leaves some to the pipeline that it is a part of, they are those of the run."""
     if begins_from_unet(stored, mine):
         # Its sizes must be those of the UNet; what the UNet does not have is the run's own.
-        own = {name: getattr(mine, name) for name in type(mine).model_fields if name not in SHARED}
+        values = {name: getattr(mine, name) for name in type(mine).model_fields if name not in SHARED}
         unet: Any = stored.config
-        return ControlNetConfig.of_unet(unet).model_copy(update=own)
-    said = getattr(stored.config, "pipeline_settings", ()) if stored.kind == "hub" else ()
-    return stored.config.model_copy(update={name: getattr(mine, name) for name in said if hasattr(mine, name)})
+        return ControlNetConfig.of_unet(unet).model_copy(update=values)
+    names = getattr(stored.config, "pipeline_settings", ()) if stored.kind == "hub" else ()
+    return stored.config.model_copy(update={name: getattr(mine, name) for name in names if hasattr(mine, name)})
 
 
 def _check_same(mine: Any, theirs: Any, where: str) -> None:
@@ -351,8 +352,8 @@ def _check_same(mine: Any, theirs: Any, where: str) -> None:
         # The head is replaced.
         theirs = theirs.model_copy(update={"scores": mine.scored})
     # Names of classes change no weight.
-    told = {name: getattr(mine, name) for name in ("labels", "problem_type") if name in type(theirs).model_fields}
-    theirs = theirs.model_copy(update=told)
+    labels = {name: getattr(mine, name) for name in ("labels", "problem_type") if name in type(theirs).model_fields}
+    theirs = theirs.model_copy(update=labels)
     theirs_dumped, mine_dumped = dump(theirs.resolved()), dump(mine.resolved())
     changed = [(k, was, now) for k, was, now in diff(theirs_dumped, mine_dumped) if k not in ("preset", "context", "family")]
     if type(mine) is not type(theirs) or changed:

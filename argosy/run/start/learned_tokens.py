@@ -37,21 +37,22 @@ def template_ids(model: LearnedEmbeddingsConfig, objective: Any, pipeline: str) 
         BadInput: as `prompt_tokens`; the token has a special one in its name; the encoders read prompts of several lengths; or a prompt
             loses the token.
     """
-    texts, found = ["", *(template.format(model.token) for template in objective.prompts)], []
+    texts, all_ids = ["", *(template.format(model.token) for template in objective.prompts)], []
     for folder, _, tokens in prompt_tokens(model, pipeline):
         if tokens.length != model.text_tokens:
-            what = f"{folder} reads {plural(tokens.length, 'token')}, and model.text_tokens = {model.text_tokens}"
-            raise BadInput(what, hint="text encoders that read prompts of several lengths are not built")
+            problem = f"{folder} reads {plural(tokens.length, 'token')}, and model.text_tokens = {model.text_tokens}"
+            raise BadInput(problem, hint="text encoders that read prompts of several lengths are not built")
         if inner := [name for name in tokens.tokenizer.special.values() if name.lower() in model.token.lower()]:
-            what = f"model.token = {model.token!r} has {inner[0]!r} in it, a special token of {folder}, at which other programs part it"
-            raise BadInput(what, hint="another name")
-        own = set(tokens.learned[model.token.lower()])
+            problem = f"model.token = {model.token!r} has {inner[0]!r} in it, a special token of {folder}, "
+            problem += "at which other programs part it"
+            raise BadInput(problem, hint="another name")
+        learned_ids = set(tokens.learned[model.token.lower()])
         ids = tokens.ids(texts)
-        if cut := [text for text, row in zip(texts[1:], ids[1:], strict=True) if not own <= set(row.tolist())]:
+        if cut := [text for text, row in zip(texts[1:], ids[1:], strict=True) if not learned_ids <= set(row.tolist())]:
             raise BadInput(f"a prompt of {plural(tokens.length, 'token')} loses the learned ones: {cut[0]!r}", hint="a shorter prompt")
-        found.append(ids)
+        all_ids.append(ids)
     initial_ids(model, objective, pipeline)
-    return np.stack(found, 1)
+    return np.stack(all_ids, 1)
 
 
 def initial_ids(model: LearnedEmbeddingsConfig, objective: Any, pipeline: str) -> list[int]:
@@ -60,14 +61,14 @@ def initial_ids(model: LearnedEmbeddingsConfig, objective: Any, pipeline: str) -
     Raises:
         BadInput: it is no single token.
     """
-    found = []
+    all_ids = []
     for folder, _, tokens in prompt_tokens(model, pipeline):
         (ids,) = tokens.encoded([objective.initializer])
         if len(ids) != 1:
-            what = f"objective.initializer = {objective.initializer!r} is {plural(len(ids), 'token')} of {folder}, and one is needed"
-            raise BadInput(what, hint="a common word in its singular, such as toy")
-        found += ids
-    return found
+            problem = f"objective.initializer = {objective.initializer!r} is {plural(len(ids), 'token')} of {folder}, and one is needed"
+            raise BadInput(problem, hint="a common word in its singular, such as toy")
+        all_ids += ids
+    return all_ids
 
 
 def put_first_rows(assembly: Any) -> None:

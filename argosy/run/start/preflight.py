@@ -43,11 +43,11 @@ def settled(recipe: str, words: Iterable[str] = (), origin: str = COMMAND_LINE) 
             raise SettingsError([*problems_of(error), *others]) from None
         raise
     values = {name: getattr(reading.value, name) for name in type(reading.value).model_fields}
-    made = steps_made(reading, recipe)
-    if made:
+    done_steps = steps_made(reading, recipe)
+    if done_steps:
         # What a run starts from may be gone when it resumes.
         del values["init"]
-    checks = inputs(values) if made < reading.value.steps else []
+    checks = inputs(values) if done_steps < reading.value.steps else []
     mistakes = mistakes_of(*checks, lambda: RunDirectory(directory_of(reading, recipe)).admit(reading))
     raise_mistakes([*violated(Situation(reading.value)), *mistakes])
     return reading
@@ -118,8 +118,8 @@ def check_teacher(teacher: str, may_be_served: bool = False) -> None:
     if is_endpoint(teacher):
         check_address(teacher)
         if not may_be_served:
-            what = "a teacher that is a server gives its likeliest tokens on given text, which objective=distill learns from"
-            raise BadInput(what, where=f"objective.teacher={teacher}", hint="name the folder or file of its weights")
+            problem = "a teacher that is a server gives its likeliest tokens on given text, which objective=distill learns from"
+            raise BadInput(problem, where=f"objective.teacher={teacher}", hint="name the folder or file of its weights")
         return
     if is_missing(teacher):
         raise no_model(teacher, "set by objective.teacher")
@@ -137,9 +137,9 @@ def check_rows(batch: int, accumulate: int, mesh: MeshSettings) -> None:
         parts *= size
     # Without a mesh, `Run` itself compares the two.
     if sizes and batch % parts:
-        shown = " x ".join(f"{name} = {size}" for name, size in sizes.items())
-        shown += f" x accumulate = {accumulate}" if accumulate > 1 else ""
-        raise BadInput(f"data.batch = {batch} does not divide over {shown}", hint=f"make it a multiple of {parts}")
+        product = " x ".join(f"{name} = {size}" for name, size in sizes.items())
+        product += f" x accumulate = {accumulate}" if accumulate > 1 else ""
+        raise BadInput(f"data.batch = {batch} does not divide over {product}", hint=f"make it a multiple of {parts}")
 
 
 def check_experts(model: Any, shares: int) -> None:
@@ -156,8 +156,8 @@ def check_experts(model: Any, shares: int) -> None:
         raise BadInput(f"mesh.expert = {shares}: the model has no experts", hint=hint)
     if moe.count % shares:
         fits = ", ".join(str(n) for n in range(2, moe.count + 1) if moe.count % n == 0)
-        what = f"mesh.expert = {shares} does not divide the {moe.count} experts of the model"
-        raise BadInput(what, hint=f"mesh.expert may be {fits}" if fits else "leave mesh.expert at 1")
+        problem = f"mesh.expert = {shares} does not divide the {moe.count} experts of the model"
+        raise BadInput(problem, hint=f"mesh.expert may be {fits}" if fits else "leave mesh.expert at 1")
 
 
 def directory_of(reading: Reading[Run], recipe: str) -> str:
