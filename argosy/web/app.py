@@ -18,10 +18,11 @@ from argosy.web.guard import Guard
 from argosy.web.no_route import no_route
 
 
-def guarded_app(routes: Sequence[Route], **how: Any) -> Starlette:
+def guarded_app(routes: Sequence[Route], **settings: Any) -> Starlette:
     """An application with these routes behind a `Guard`, whose settings these are."""
     handlers = {ApiError: refusal_response, HTTPException: no_route, ClientDisconnect: gone, Exception: broken}
-    return Starlette(routes=routes, middleware=[Middleware(Guard, **how)], exception_handlers=handlers)  # pyright: ignore[reportArgumentType]
+    guard = Middleware(Guard, **settings)
+    return Starlette(routes=routes, middleware=[guard], exception_handlers=handlers)  # pyright: ignore[reportArgumentType]
 
 
 async def refusal_response(request: Request, error: Exception) -> Response:

@@ -63,14 +63,14 @@ def _decompressed(raw: bytearray, encoding: str, limits: WebLimits) -> bytearray
     """What a body holds. No more than the limit is ever decompressed."""
     stream = zlib.decompressobj(WINDOWS[encoding])
     try:
-        found = stream.decompress(raw, limits.body + 1)
+        content = stream.decompress(raw, limits.body + 1)
     except zlib.error:
-        found = None
-    if found is not None and len(found) > limits.body:
+        content = None
+    if content is not None and len(content) > limits.body:
         raise ApiError(f"the body has more than {limits.body} bytes", status=413)
-    if found is None or not stream.eof or stream.unused_data:
+    if content is None or not stream.eof or stream.unused_data:
         raise ApiError(f"the body is not in {encoding}")
-    return bytearray(found)
+    return bytearray(content)
 
 
 def _check_type(request: Request) -> None:

@@ -15,16 +15,16 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, Any]) -> A
         ClientDisconnect: it did.
     """
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(receive))
+    disconnect = asyncio.ensure_future(_disconnected(receive))
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ClientDisconnect
         return task.result()
     finally:
-        for one in (task, gone):
-            one.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+        for future in (task, disconnect):
+            future.cancel()
+        await asyncio.gather(task, disconnect, return_exceptions=True)
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -127,20 +127,20 @@ def input_error(error: ArgosyError, param: str | None = None) -> ApiError:
     return ApiError(f"{error.what} ({error.hint})" if error.hint else error.what, param=param)
 
 
-def validation_error(error: ValidationError, known: Iterable[str]) -> ApiError:
+def validation_error(error: ValidationError, field_names: Iterable[str]) -> ApiError:
     """The error for the first invalid field of a request."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     place = first["loc"]
     name = str(place[0]) if place else None
     param = shorten_for_echo(".".join(map(str, place[:3])) if name == "messages" else name)
     if first["type"] == "extra_forbidden":
-        close = get_close_matches(param or "", known, n=1, cutoff=0.6) if len(place) == 1 else []
+        close = get_close_matches(param or "", field_names, n=1, cutoff=0.6) if len(place) == 1 else []
         hint = f", did you mean `{close[0]}`?" if close else ""
         return ApiError(f"unknown field `{param}`{hint}", param=param, code="unknown_parameter")
     if first["type"] == "missing":
         return ApiError(f"`{param}` is missing", param=param, code="missing_required_parameter")
-    what = first["msg"].removeprefix("Value error, ")
-    return ApiError(f"`{param}`: {what[:1].lower()}{what[1:]}", param=param)
+    problem = first["msg"].removeprefix("Value error, ")
+    return ApiError(f"`{param}`: {problem[:1].lower()}{problem[1:]}", param=param)
 
 
 def shorten_for_echo(name: str | None) -> str | None:

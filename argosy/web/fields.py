@@ -77,18 +77,18 @@ class Fields(BaseModel):
     @classmethod
     def _supported(cls, body: Mapping[str, Any]) -> dict[str, Any]:
         """The body without fields that change nothing."""
-        left = {}
+        fields = {}
         for name, value in body.items():
-            known = name in cls.model_fields
-            if (value is None and (known or name in cls.neutral)) or (name in cls.ignored and not known):
+            is_field = name in cls.model_fields
+            if (value is None and (is_field or name in cls.neutral)) or (name in cls.ignored and not is_field):
                 continue
-            if not known and name in cls.neutral:
-                if any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in cls.neutral[name]):
+            if not is_field and name in cls.neutral:
+                if any(value == neutral and isinstance(value, bool) == isinstance(neutral, bool) for neutral in cls.neutral[name]):
                     continue
                 instead = f", write {INSTEAD[name]}" if name in INSTEAD else ""
                 raise ApiError(f"`{name}` is not supported{instead}", param=name, code="unsupported_parameter")
-            left[name] = value
-        return left
+            fields[name] = value
+        return fields
 
 
 class VectorFields(Fields):

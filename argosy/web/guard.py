@@ -40,7 +40,7 @@ class Guard:
         self.app, self.local, self.headers = app, local, headers
         self.public = frozenset((*PUBLIC, *public))
         self._key = None if key is None else expected_key(key)
-        self._apart = {path: expected_key(own) for path, own in (apart or {}).items()}
+        self._apart = {path: expected_key(route_key) for path, route_key in (apart or {}).items()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and (refusal := self._refusal(scope)):
@@ -53,8 +53,8 @@ class Guard:
         if len(headers) > self.headers or sum(len(name) + len(value) for name, value in headers.raw) > HEADER_BYTES:
             return ApiError(f"more than {self.headers} headers or {HEADER_BYTES} bytes of them", status=431)
         if self.local and not is_local(host_of(headers.get("host", ""))):
-            what = "this server answers to localhost only; one with `api_key=` or `open=true` answers to any name"
-            return ApiError(what, status=403, code="unknown_host")
+            problem = "this server answers to localhost only; one with `api_key=` or `open=true` answers to any name"
+            return ApiError(problem, status=403, code="unknown_host")
         origin = headers.get("origin")
         if self.local and origin is not None and not is_local(host_of(origin.partition("://")[2])):
             return ApiError("this server answers to pages of localhost only", status=403, code="unknown_origin")
@@ -79,9 +79,9 @@ def has_key(authorization: str, api_key: str, expected: bytes) -> bool:
         authorization: `Bearer KEY`. api_key: the value of `x-api-key`.
     """
     scheme, _, key = authorization.partition(" ")
-    sent = f"{scheme.lower()} {key.strip()}", f"bearer {api_key}"
+    credentials = f"{scheme.lower()} {key.strip()}", f"bearer {api_key}"
     # Both are always compared, so that timing does not reveal which one was sent.
-    return bool([one for one in sent if hmac.compare_digest(one.encode(), expected)])
+    return bool([credential for credential in credentials if hmac.compare_digest(credential.encode(), expected)])
 
 
 def host_of(header: str) -> str:

@@ -53,10 +53,10 @@ class ImageGenerationFields(Fields):
         """
         if self.size == "auto":
             return None
-        found = SIZE.fullmatch(self.size)
-        if found is None:
+        match = SIZE.fullmatch(self.size)
+        if match is None:
             raise ApiError("`size` is WIDTHxHEIGHT in pixels, or auto", param="size")
-        return int(found[2]), int(found[1])
+        return int(match[2]), int(match[1])
 
     def check_format(self) -> None:
         """Raises:
@@ -67,8 +67,8 @@ class ImageGenerationFields(Fields):
         try:
             pillow()
         except BadInput:
-            what = f"`output_format`: this server writes png; {self.output_format} needs the package `pillow`"
-            raise ApiError(what, param="output_format", code="unsupported_parameter") from None
+            problem = f"`output_format`: this server writes png; {self.output_format} needs the package `pillow`"
+            raise ApiError(problem, param="output_format", code="unsupported_parameter") from None
 
     def file(self, image: np.ndarray) -> str:
         """An image [H W 3] uint8 as a file in base64."""

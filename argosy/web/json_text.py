@@ -18,10 +18,10 @@ def parsed_json(raw: bytes) -> Any:
 
 def parsed_object(raw: bytes) -> dict[str, Any]:
     """Raises: ApiError: it is no JSON object."""
-    found = parsed_json(raw)
-    if not isinstance(found, dict):
+    document = parsed_json(raw)
+    if not isinstance(document, dict):
         raise ApiError("the body is no JSON object")
-    return found
+    return document
 
 
 def _no_number(text: str) -> None:

@@ -38,8 +38,8 @@ HEADERS = {
 def page_files(folder: Path) -> dict[str, Path]:
     """The files of a server's page by their paths on it: those of its folder, whose `index.html` is at `/`, and the shared ones."""
     files = sorted([*SHARED.iterdir(), *folder.iterdir()])
-    found = {f"/web/{path.name}": path for path in files if path.suffix in TYPES}
-    return {"/": found.pop("/web/index.html"), **found}
+    assets = {f"/web/{path.name}": path for path in files if path.suffix in TYPES}
+    return {"/": assets.pop("/web/index.html"), **assets}
 
 
 def page_routes(folder: Path, keyed: bool) -> list[Route]:

@@ -54,8 +54,8 @@ def bound_socket(host: str, port: int, setting: str = "port") -> socket.socket:
     """
     with contextlib.ExitStack() as undo:
         try:
-            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-            family, kind, protocol, _, address = found[0]
+            addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            family, kind, protocol, _, address = addresses[0]
             # With the protocol left out, asyncio does not set TCP_NODELAY: each answer on a connection that is kept waits 40 ms.
             listener = undo.enter_context(socket.socket(family, kind, protocol))
             # Connections of a server that has just ended do not keep the port.
@@ -112,7 +112,7 @@ class DrainingServer(uvicorn.Server):
         drain: returns when running requests have ended.
         stop: whether the process was asked to end.
         ready: called once the first request can be answered.
-        beside: a second server and its socket.
+        second: a second server and its socket.
     """
 
     def __init__(
@@ -121,11 +121,11 @@ class DrainingServer(uvicorn.Server):
         drain: Callable[[], Awaitable[None]],
         stop: Callable[[], Any],
         ready: Callable[[], object],
-        beside: tuple[SecondServer, socket.socket] | None = None,
+        second: tuple[SecondServer, socket.socket] | None = None,
     ):
         super().__init__(config)
         self.drain, self.stop, self.ready = drain, stop, ready
-        self.beside = beside
+        self.second = second
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -134,18 +134,18 @@ class DrainingServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        if self.beside is not None:
-            server, listener = self.beside
-            self._beside = asyncio.create_task(server.serve(sockets=[listener]))
-            while not (server.started or self._beside.done()):
+        if self.second is not None:
+            server, listener = self.second
+            self._second_task = asyncio.create_task(server.serve(sockets=[listener]))
+            while not (server.started or self._second_task.done()):
                 await asyncio.sleep(0.01)
         self.ready()
         self._stopping = asyncio.create_task(self._stop())
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        if self.beside is not None:
-            self.beside[0].should_exit = True
-            await self._beside
+        if self.second is not None:
+            self.second[0].should_exit = True
+            await self._second_task
         await super().shutdown(sockets)
 
     async def _stop(self) -> None:

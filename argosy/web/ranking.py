@@ -15,8 +15,8 @@ def check_counts(first: Sequence[str], second: Sequence[str]) -> None:
         ApiError: they cannot.
     """
     if len(first) not in (1, len(second)):
-        what = f"{plural(len(first), 'text')} in `text_1` and {len(second)} in `text_2`: give one `text_1`, or as many as `text_2`"
-        raise ApiError(what, param="text_1")
+        problem = f"{plural(len(first), 'text')} in `text_1` and {len(second)} in `text_2`: give one `text_1`, or as many as `text_2`"
+        raise ApiError(problem, param="text_1")
 
 
 def scored(scores: Sequence[float]) -> dict[str, Any]:
