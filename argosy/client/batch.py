@@ -56,7 +56,7 @@ async def complete_batch(
 async def _answer_all(source: Path, out: BatchOutput, server: ClientTransport, settings: BatchSettings, tries: int) -> None:
     gate = asyncio.Semaphore(settings.concurrent)
 
-    async def one(row: BatchRow) -> None:
+    async def answer_row(row: BatchRow) -> None:
         try:
             out.write(await _answered(row, server, row_seed(row, server, settings), tries))
         finally:
@@ -71,7 +71,7 @@ async def _answer_all(source: Path, out: BatchOutput, server: ClientTransport, s
                     out.write(invalid_row_result(row))
                     continue
                 await gate.acquire()
-                group.create_task(one(row))
+                group.create_task(answer_row(row))
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
 
@@ -85,18 +85,18 @@ def row_seed(row: BatchRow, server: ClientTransport, settings: BatchSettings) ->
 
 async def _answered(row: BatchRow, server: ClientTransport, more: Mapping[str, Any], tries: int) -> dict[str, Any]:
     body = json.dumps(row.body | more).encode()
-    for left in reversed(range(tries)):
+    for tries_left in reversed(range(tries)):
         wait = 1.0
         try:
             async with server.send("POST", row.url, body) as reply:
                 content = await reply.read()
         except ConnectionFailed:
-            if not left:
+            if not tries_left:
                 raise
         else:
             if reply.status not in NO_TIME:
                 return _document(row, reply.status, content)
-            if not left:
+            if not tries_left:
                 raise ConnectionFailed(f"no time for line {row.line}: {content[:200].decode('utf-8', 'replace')}")
             with suppress(ValueError):
                 wait = float(reply.headers.get("retry-after", "1"))

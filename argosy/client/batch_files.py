@@ -69,22 +69,22 @@ def read_batch_rows(path: Path) -> Iterator[BatchRow]:
 
 def _row(number: int, line: bytes) -> BatchRow:
     try:
-        given = json.loads(line)
+        request = json.loads(line)
     except (ValueError, RecursionError):
         return BatchRow(number, None, fault=f"line {number} is no JSON")
-    if not isinstance(given, dict):
+    if not isinstance(request, dict):
         return BatchRow(number, None, fault=f"line {number} is no JSON object")
-    name, url, body = given.get("custom_id"), given.get("url"), given.get("body")
-    known = name if isinstance(name, str) else None
+    name, url, body = request.get("custom_id"), request.get("url"), request.get("body")
+    custom_id = name if isinstance(name, str) else None
 
     def wrong(reason: str) -> BatchRow:
-        return BatchRow(number, known, fault=f"line {number}: {reason}")
+        return BatchRow(number, custom_id, fault=f"line {number}: {reason}")
 
-    if unknown := sorted(set(given) - FIELDS):
+    if unknown := sorted(set(request) - FIELDS):
         return wrong(f"unknown field `{unknown[0][:64]}`")
-    if known is None:
+    if custom_id is None:
         return wrong("`custom_id` is missing or no text")
-    if given.get("method") != "POST":
+    if request.get("method") != "POST":
         return wrong('`method` is not "POST"')
     if not isinstance(url, str) or not re.fullmatch(r"/[!-~]*", url):
         return wrong("`url` is no route, such as /v1/completions")
@@ -92,7 +92,7 @@ def _row(number: int, line: bytes) -> BatchRow:
         return wrong("`body` is no JSON object")
     if body.get("stream"):
         return wrong("`stream` is not for batches")
-    return BatchRow(number, known, url, body)
+    return BatchRow(number, custom_id, url, body)
 
 
 def file_fingerprint(path: Path) -> dict[str, Any]:
@@ -115,12 +115,12 @@ def file_stamp(model: str) -> dict[str, Any]:
     path = Path(model)
     if not path.exists():
         return {"address": model}
-    found: dict[str, Any] = {"address": str(path.resolve())}
+    stamp: dict[str, Any] = {"address": str(path.resolve())}
     if (path / "checkpoints").is_dir():
-        steps = [int(one.name) for one in (path / "checkpoints").iterdir() if one.name.isdecimal()]
-        return found | {"step": max(steps, default=None)}
-    files = sorted(one for one in path.iterdir() if one.is_file()) if path.is_dir() else [path]
-    return found | {"files": {one.name: [one.stat().st_size, one.stat().st_mtime_ns] for one in files}}
+        steps = [int(folder.name) for folder in (path / "checkpoints").iterdir() if folder.name.isdecimal()]
+        return stamp | {"step": max(steps, default=None)}
+    files = sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else [path]
+    return stamp | {"files": {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files}}
 
 
 def invalid_row_result(row: BatchRow) -> dict[str, Any]:
@@ -186,9 +186,9 @@ class BatchOutput:
             raise self._broken
         line = json.dumps(document, allow_nan=False).encode() + b"\n"
         try:
-            left = memoryview(line)
-            while left:
-                left = left[os.write(self._file, left) :]
+            remaining = memoryview(line)
+            while remaining:
+                remaining = remaining[os.write(self._file, remaining) :]
             if time.monotonic() - self._synced_at > SYNC_S:
                 self._synced_at = time.monotonic()
                 os.fsync(self._file)
@@ -196,8 +196,8 @@ class BatchOutput:
             # Half a line may be there, and nothing may follow it.
             with suppress(OSError):
                 os.ftruncate(self._file, self._whole)
-            what = f"cannot write {self.path}: {(error.strerror or '').lower()}"
-            self._broken = ArgosyError(what, hint="the same command resumes")
+            problem = f"cannot write {self.path}: {(error.strerror or '').lower()}"
+            self._broken = ArgosyError(problem, hint="the same command resumes")
             raise self._broken from None
         self._whole += len(line)
         self._count(document)
@@ -229,8 +229,8 @@ class BatchOutput:
         try:
             before = json.loads(self.note.read_text(encoding="utf-8"))
         except (OSError, ValueError):
-            what = f"{self.path} exists, but there is no record of the run that began it"
-            raise BadInput(what, where=f"{self.note} is missing or damaged", hint=another) from None
+            problem = f"{self.path} exists, but there is no record of the run that began it"
+            raise BadInput(problem, where=f"{self.note} is missing or damaged", hint=another) from None
         now = json.loads(json.dumps(begun))
         if different := list(_different(before, now)):
             raise BadInput(f"{self.path} was begun with {different[0]}", where="; ".join(different[1:]) or None, hint=another)
@@ -273,10 +273,10 @@ def _different(before: Any, now: Any, name: str = "") -> Iterator[str]:
             for key in sorted({*before, *now}):
                 yield from _different(before.get(key), now.get(key), key)
             return
-        old, new = ({k: v for k, v in one.items() if k != "address"} or one["address"] for one in (before, now))
+        old, new = ({k: v for k, v in tree.items() if k != "address"} or tree["address"] for tree in (before, now))
         if old != new:
-            moved = before["address"] != now["address"]
-            yield f"the {name} {before['address']}, not {now['address']}" if moved else f"another version of its {name}"
+            was_moved = before["address"] != now["address"]
+            yield f"the {name} {before['address']}, not {now['address']}" if was_moved else f"another version of its {name}"
     elif before != now:
         yield f"{name}={before}, not {now}"
 

@@ -93,9 +93,9 @@ class BenchServer:
         """
         if self.settings.model and self.settings.vocab:
             return
-        with self._named():
-            found = await ask(self.http, "GET", "/v1/models")
-        cards = found.get("data") if isinstance(found, dict) else None
+        with self._address_in_errors():
+            listing = await ask(self.http, "GET", "/v1/models")
+        cards = listing.get("data") if isinstance(listing, dict) else None
         if not isinstance(cards, list) or not all(isinstance(card, dict) for card in cards):
             raise ConnectionFailed(f"{self.http.url} lists no models at /v1/models", hint="is it a server of OpenAI's API?")
         card = next((c for c in cards if self.settings.model in (None, c.get("id"))), {})
@@ -115,19 +115,19 @@ class BenchServer:
         extra = 1 + settings.num_warmups
         samples = source.samples(extra + settings.num_prompts, seed, vocab, place)
         samples = await prepare_samples(self.http, source, samples, self.model, settings.api)
-        with self._named():
-            await self._asked(RequestOutcome(0.0), samples[0], time.perf_counter(), source)
-        await self._sent(samples[1:extra], [0.0] * (extra - 1), source)
+        with self._address_in_errors():
+            await self._send(RequestOutcome(0.0), samples[0], time.perf_counter(), source)
+        await self._send_all(samples[1:extra], [0.0] * (extra - 1), source)
         delays = arrivals(settings, np.random.default_rng([settings.seed, seed, 1]))
         # A collection in the middle of the round would be measured as the server's.
         gc.collect()
         cpu, start = time.process_time(), time.perf_counter()
-        outcomes = await self._sent(samples[extra:], delays, source)
+        outcomes = await self._send_all(samples[extra:], delays, source)
         spent, cpu = time.perf_counter() - start, time.process_time() - cpu
         return BenchRound(place, self.http.url, self.model, outcomes, spent, cpu)
 
     @contextmanager
-    def _named(self) -> Iterator[None]:
+    def _address_in_errors(self) -> Iterator[None]:
         """Says in an error which server it comes from."""
         try:
             yield
@@ -135,7 +135,7 @@ class BenchServer:
             error.where = error.where or (None if self.http.url in error.what else f"said {self.http.url}")
             raise
 
-    async def _sent(self, samples: Sequence[BenchSample], delays: Sequence[float], source: SampleSource) -> list[RequestOutcome]:
+    async def _send_all(self, samples: Sequence[BenchSample], delays: Sequence[float], source: SampleSource) -> list[RequestOutcome]:
         """Sends each sample at its time, in seconds from now."""
         most = self.settings.max_concurrency
         gate = asyncio.Semaphore(most) if most else None
@@ -147,7 +147,7 @@ class BenchServer:
                 await gate.acquire()
             outcome = RequestOutcome(time.perf_counter() - start)
             try:
-                await self._asked(outcome, sample, start + outcome.start, source)
+                await self._send(outcome, sample, start + outcome.start, source)
             except ArgosyError as error:
                 outcome.error = error.what
             finally:
@@ -166,13 +166,13 @@ class BenchServer:
                 tasks.append(group.create_task(measure(sample)))
         return [task.result() for task in tasks]
 
-    async def _asked(self, outcome: RequestOutcome, sample: BenchSample, began: float, source: SampleSource) -> None:
+    async def _send(self, outcome: RequestOutcome, sample: BenchSample, start: float, source: SampleSource) -> None:
         """Sends one request and fills in its outcome.
 
         Raises:
             ConnectionFailed, RequestRefused: there is no whole answer.
         """
-        last, usage = began, None
+        last, usage = start, None
         body = self.body(sample, source)
         outcome.max_tokens = body["max_tokens"]
         async with (
@@ -185,20 +185,20 @@ class BenchServer:
                 if text is None:
                     continue
                 now = time.perf_counter()
-                if last == began:
-                    outcome.ttft = now - began
+                if last == start:
+                    outcome.ttft = now - start
                 else:
                     outcome.itls.append(now - last)
                 last = now
                 outcome.text += text
-        outcome.latency = last - began
+        outcome.latency = last - start
         usage = usage if isinstance(usage, dict) else {}
         prompt, answer = usage.get("prompt_tokens"), usage.get("completion_tokens")
         if not isinstance(prompt, int) or not isinstance(answer, int):
             raise ConnectionFailed("the server sent no `usage`, so tokens cannot be counted")
         outcome.input_len, outcome.output_len = prompt, answer
         outcome.cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        if last == began:
+        if last == start:
             raise ConnectionFailed("the stream held no token")
 
     def body(self, sample: BenchSample, source: SampleSource) -> dict[str, Any]:
@@ -252,12 +252,12 @@ async def run_bench(servers: Sequence[BenchServer], source: SampleSource, rounds
         for server in servers:
             await server.find()
         vocab = min(server.vocab for server in servers)
-        found = []
+        bench_rounds = []
         for k in range(rounds):
             places = range(len(servers))
             for place in places if k % 2 == 0 else reversed(places):
-                found.append(await servers[place].round(source, k, vocab, place))
-        return found
+                bench_rounds.append(await servers[place].round(source, k, vocab, place))
+        return bench_rounds
     finally:
         for server in servers:
             await server.http.close()

@@ -102,18 +102,18 @@ def read_samples(path: Path, settings: BenchSettings) -> list[BenchSample]:
         raise BadInput(f"cannot read {path}: {(error.strerror or '').lower()}", hint=hint) from None
     start = text.lstrip()[:1]
     if start == "[":
-        found = _sharegpt(text, path, settings.output_len)
+        samples = _sharegpt(text, path, settings.output_len)
     elif start == "{":
-        found = [_of_line(line, n, path, settings.output_len) for n, line in enumerate(text.splitlines(), 1) if line.strip()]
+        samples = [_of_line(line, n, path, settings.output_len) for n, line in enumerate(text.splitlines(), 1) if line.strip()]
     else:
-        found = [BenchSample(line, settings.output_len or OUTPUT_LEN) for line in text.splitlines() if line.strip()]
-    if not found:
+        samples = [BenchSample(line, settings.output_len or OUTPUT_LEN) for line in text.splitlines() if line.strip()]
+    if not samples:
         raise BadInput(f"{path} holds no prompts")
-    if settings.api != "chat" and any(isinstance(s.prompt, list) and s.prompt and isinstance(s.prompt[0], dict) for s in found):
+    if settings.api != "chat" and any(isinstance(s.prompt, list) and s.prompt and isinstance(s.prompt[0], dict) for s in samples):
         raise BadInput(f"{path} holds chats", hint="api=chat")
-    if settings.api == "chat" and any(isinstance(s.prompt, list) and isinstance(s.prompt[0], int) for s in found):
+    if settings.api == "chat" and any(isinstance(s.prompt, list) and isinstance(s.prompt[0], int) for s in samples):
         raise BadInput(f"{path} holds token ids, which chats do not take", hint="api=completions")
-    return found
+    return samples
 
 
 def _of_line(line: str, number: int, path: Path, output_len: int | None) -> BenchSample:
@@ -126,7 +126,7 @@ def _of_line(line: str, number: int, path: Path, output_len: int | None) -> Benc
     prompt, most = row.get("prompt", row.get("messages")), row.get("max_tokens", row.get("output_tokens"))
     good = isinstance(prompt, str)
     if isinstance(prompt, list):
-        good = all(type(one) is int for one in prompt) or all(isinstance(one, dict) for one in prompt)
+        good = all(type(token) is int for token in prompt) or all(isinstance(message, dict) for message in prompt)
     if not (prompt and good) or not (most is None or (type(most) is int and most > 0)):
         raise BadInput(f"{where} has no `prompt` or `messages`, or no whole `max_tokens`")
     return BenchSample(prompt, output_len or most or OUTPUT_LEN)
@@ -138,14 +138,14 @@ def _sharegpt(text: str, path: Path, output_len: int | None) -> list[BenchSample
         rows = json.loads(text)
     except ValueError as error:
         raise BadInput(f"{path} is no JSON", where=str(error)) from None
-    found = []
+    samples = []
     for row in rows:
         turns = row.get("conversations", row.get("conversation")) if isinstance(row, dict) else None
         turns = [turn for turn in turns if isinstance(turn, dict)] if isinstance(turns, list) else []
-        said = [turn.get("value", turn.get("content")) for turn in turns[:2]]
-        if len(said) == 2 and all(isinstance(text, str) and text for text in said):
-            found.append(BenchSample(str(said[0]), output_len, str(said[1])))
-    return found
+        texts = [turn.get("value", turn.get("content")) for turn in turns[:2]]
+        if len(texts) == 2 and all(isinstance(text, str) and text for text in texts):
+            samples.append(BenchSample(str(texts[0]), output_len, str(texts[1])))
+    return samples
 
 
 def sharegpt_samples(samples: Sequence[BenchSample], lengths: Sequence[tuple[int, int]]) -> list[BenchSample]:
@@ -154,12 +154,12 @@ def sharegpt_samples(samples: Sequence[BenchSample], lengths: Sequence[tuple[int
     Args:
         lengths: tokens of each prompt and of its reply.
     """
-    found = []
+    usable_samples = []
     for sample, (prompt, reply) in zip(samples, lengths):
         most = sample.output_len or reply
         if prompt >= SHORTEST and most >= SHORTEST and prompt <= LONGEST_PROMPT and prompt + most <= LONGEST:
-            found.append(BenchSample(sample.prompt, most))
-    return found
+            usable_samples.append(BenchSample(sample.prompt, most))
+    return usable_samples
 
 
 async def prepare_samples(
@@ -175,27 +175,27 @@ async def prepare_samples(
         return [BenchSample(await detokenized_text(server, list(s.prompt), model), s.output_len) for s in samples]  # pyright: ignore[reportArgumentType]
     if any(sample.output_len is None for sample in samples):
         pairs = [(await token_count(server, str(s.prompt), model), await token_count(server, s.reply or "", model)) for s in samples]
-        if not (found := sharegpt_samples(samples, pairs)):
+        if not (usable_samples := sharegpt_samples(samples, pairs)):
             raise BadInput(f"none of {plural(len(samples), 'conversation')} has a length of {SHORTEST} to {plural(LONGEST, 'token')}")
-        return (found * -(-len(samples) // len(found)))[: len(samples)]
+        return (usable_samples * -(-len(samples) // len(usable_samples)))[: len(samples)]
     return samples
 
 
 async def token_count(server: ClientTransport, text: str, model: str) -> int:
     """Number of a text's tokens, by the server's /tokenize. Servers call the text `prompt` or, llama.cpp, `content`."""
-    found = await _first_of(server, "/tokenize", [{"model": model, "prompt": text}, {"content": text}], "tokens")
-    if not isinstance(found, list):
+    tokens = await _first_of(server, "/tokenize", [{"model": model, "prompt": text}, {"content": text}], "tokens")
+    if not isinstance(tokens, list):
         raise BadInput("the server has no /tokenize to count the tokens of ShareGPT's answers", hint="set `output_len`")
-    return len(found)
+    return len(tokens)
 
 
 async def detokenized_text(server: ClientTransport, ids: list[int], model: str) -> str:
     """The text of token ids, by the server's /detokenize."""
     bodies = [{"model": model, "tokens": ids}, {"tokens": ids}]
-    found = await _first_of(server, "/detokenize", bodies, "prompt", "content")
-    if not isinstance(found, str) or not found:
+    text = await _first_of(server, "/detokenize", bodies, "prompt", "content")
+    if not isinstance(text, str) or not text:
         raise BadInput("the server has no /detokenize to make random chats with", hint="api=completions, or data=FILE")
-    return found
+    return text
 
 
 async def _first_of(server: ClientTransport, path: str, bodies: list[dict[str, Any]], *names: str) -> Any:

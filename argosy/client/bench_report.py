@@ -24,12 +24,12 @@ RATES = ("request_throughput", "request_goodput", "output_throughput", "total_to
 
 def round_figures(round: BenchRound, settings: BenchSettings) -> dict[str, Any]:
     """All of a round, by vLLM's names. Times are in milliseconds, but `duration`; failed requests count in `failed` only."""
-    done = [one for one in round.outcomes if one.error is None]
-    failed = [one for one in round.outcomes if one.error is not None]
-    inputs, outputs = sum(one.input_len for one in done), sum(one.output_len for one in done)
+    done = [outcome for outcome in round.outcomes if outcome.error is None]
+    failed = [outcome for outcome in round.outcomes if outcome.error is not None]
+    inputs, outputs = sum(outcome.input_len for outcome in done), sum(outcome.output_len for outcome in done)
     seconds = round.duration
     goods = settings.goods
-    found: dict[str, Any] = {
+    figures: dict[str, Any] = {
         "date": time.strftime("%Y%m%d-%H%M%S"),
         "backend": "openai" if settings.api == "completions" else "openai-chat",
         "base_url": round.url,
@@ -45,9 +45,9 @@ def round_figures(round: BenchRound, settings: BenchSettings) -> dict[str, Any]:
         "first_error": failed[0].error if failed else None,
         "total_input_tokens": inputs,
         "total_output_tokens": outputs,
-        "total_cached_tokens": sum(one.cached for one in done),
+        "total_cached_tokens": sum(outcome.cached for outcome in done),
         "request_throughput": len(done) / seconds,
-        "request_goodput": sum(is_good(one, goods) for one in done) / seconds if goods else None,
+        "request_goodput": sum(is_good(outcome, goods) for outcome in done) / seconds if goods else None,
         "output_throughput": outputs / seconds,
         "total_token_throughput": (inputs + outputs) / seconds,
         "max_output_tokens_per_s": busiest_second(done),
@@ -55,27 +55,27 @@ def round_figures(round: BenchRound, settings: BenchSettings) -> dict[str, Any]:
         "client_cpu": round.cpu / seconds,
     }
     for name in settings.metrics:
-        found |= summary_statistics(name, latency_samples(done, name), settings.percentiles)
-    return found
+        figures |= summary_statistics(name, latency_samples(done, name), settings.percentiles)
+    return figures
 
 
 def latency_samples(done: Sequence[RequestOutcome], name: str) -> list[float]:
     """One metric of all requests, in milliseconds."""
     if name == "itl":
-        values = [gap for one in done for gap in one.itls]
+        values = [gap for outcome in done for gap in outcome.itls]
     elif name == "tpot":
-        values = [one.tpot for one in done if one.tpot is not None]
+        values = [outcome.tpot for outcome in done if outcome.tpot is not None]
     else:
-        values = [one.ttft if name == "ttft" else one.latency for one in done]
+        values = [outcome.ttft if name == "ttft" else outcome.latency for outcome in done]
     return [1000 * value for value in values]
 
 
 def summary_statistics(name: str, values: Sequence[float], percentiles: Sequence[float]) -> dict[str, float]:
     """Mean, median, standard deviation and percentiles; 0 where there is nothing, as in vLLM."""
     array = np.asarray(values or [0.0])
-    found = {f"mean_{name}_ms": float(array.mean()), f"median_{name}_ms": float(np.median(array))}
-    found[f"std_{name}_ms"] = float(array.std())
-    return found | {f"p{p:g}_{name}_ms": float(np.percentile(array, p)) for p in percentiles}
+    summary = {f"mean_{name}_ms": float(array.mean()), f"median_{name}_ms": float(np.median(array))}
+    summary[f"std_{name}_ms"] = float(array.std())
+    return summary | {f"p{p:g}_{name}_ms": float(np.percentile(array, p)) for p in percentiles}
 
 
 def is_good(outcome: RequestOutcome, goods: dict[str, float]) -> bool:
@@ -87,9 +87,9 @@ def is_good(outcome: RequestOutcome, goods: dict[str, float]) -> bool:
 def busiest_second(done: Sequence[RequestOutcome]) -> float:
     """The most tokens within a second of the clock. An answer's tokens are spread evenly over its events."""
     buckets: dict[int, float] = {}
-    for one in done:
-        at, each = one.start + one.ttft, one.output_len / (1 + len(one.itls))
-        for gap in (0.0, *one.itls):
+    for outcome in done:
+        at, each = outcome.start + outcome.ttft, outcome.output_len / (1 + len(outcome.itls))
+        for gap in (0.0, *outcome.itls):
             at += gap
             buckets[int(at)] = buckets.get(int(at), 0.0) + each
     return max(buckets.values(), default=0.0)
@@ -97,22 +97,22 @@ def busiest_second(done: Sequence[RequestOutcome]) -> float:
 
 def most_at_once(done: Sequence[RequestOutcome]) -> int:
     """The most requests that were open together."""
-    ends = sorted([(one.start, 1) for one in done] + [(one.start + one.latency, -1) for one in done])
+    ends = sorted([(outcome.start, 1) for outcome in done] + [(outcome.start + outcome.latency, -1) for outcome in done])
     return int(max(np.cumsum([step for _, step in ends]), default=0))
 
 
 def request_details(round: BenchRound) -> dict[str, list[Any]]:
     """The course of each request, by vLLM's names; times in seconds."""
-    ones = round.outcomes
+    outcomes = round.outcomes
     return {
-        "input_lens": [one.input_len for one in ones],
-        "output_lens": [one.output_len for one in ones],
-        "ttfts": [one.ttft for one in ones],
-        "itls": [one.itls for one in ones],
-        "latencies": [one.latency for one in ones],
-        "start_times": [one.start for one in ones],
-        "generated_texts": [one.text for one in ones],
-        "errors": [one.error or "" for one in ones],
+        "input_lens": [outcome.input_len for outcome in outcomes],
+        "output_lens": [outcome.output_len for outcome in outcomes],
+        "ttfts": [outcome.ttft for outcome in outcomes],
+        "itls": [outcome.itls for outcome in outcomes],
+        "latencies": [outcome.latency for outcome in outcomes],
+        "start_times": [outcome.start for outcome in outcomes],
+        "generated_texts": [outcome.text for outcome in outcomes],
+        "errors": [outcome.error or "" for outcome in outcomes],
     }
 
 
@@ -148,11 +148,11 @@ def compare_rounds(rounds: Sequence[dict[str, Any]], first: str, second: str) ->
         rounds: the figures of all rounds, by `base_url` of either server.
     """
     names = [name for name in rounds[0] if name in RATES or name.endswith("_ms") or name in ("duration", "failed")]
-    names = [name for name in names if all(one[name] is not None for one in rounds)]
+    names = [name for name in names if all(record[name] is not None for record in rounds)]
 
     def medians(which: int) -> dict[str, float]:
-        own = [one for one in rounds if one["server"] == which]
-        return {name: statistics.median(one[name] for one in own) for name in names}
+        records = [record for record in rounds if record["server"] == which]
+        return {name: statistics.median(record[name] for record in records) for name in names}
 
     a, b = medians(0), medians(1)
     ratios = {name: a[name] / b[name] if b[name] else None for name in names if name != "failed"}
@@ -166,7 +166,7 @@ def comparison_text(figures: dict[str, Any], settings: BenchSettings) -> str:
     names = [n for n in names if n in RATES or n.startswith(("median_", *(f"p{p:g}_" for p in settings.percentiles)))]
 
     def cell(which: int, name: str) -> str:
-        values = [one[name] for one in rounds if one["server"] == which]
+        values = [record[name] for record in rounds if record["server"] == which]
         return f"{statistics.median(values):.1f} ({min(values):.1f} to {max(values):.1f})"
 
     def ratio(name: str) -> str:
@@ -174,9 +174,9 @@ def comparison_text(figures: dict[str, Any], settings: BenchSettings) -> str:
         return "" if value is None else f"{value:.3f}"
 
     rows = [(name, cell(0, name), cell(1, name), ratio(name)) for name in names]
-    failed = [sum(one["failed"] for one in rounds if one["server"] == which) for which in (0, 1)]
+    failed = [sum(record["failed"] for record in rounds if record["server"] == which) for which in (0, 1)]
     rows.append(("failed", f"{failed[0]:,}", f"{failed[1]:,}", ""))
-    busy = max(one["client_cpu"] for one in rounds)
+    busy = max(record["client_cpu"] for record in rounds)
     each = len(rounds) // 2
     head = f"A  {figures['url']}\nB  {figures['against']}\n\nmedian of {each} rounds (lowest to highest), in the order A B B A\n\n"
     return head + columns(("", "A", "B", "A / B"), rows, figures=(1, 2, 3)) + f"\n\nCPU of this client: at most {busy:.1%} of a core"

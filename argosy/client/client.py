@@ -154,12 +154,12 @@ def error_of_body(status: int, body: bytes, headers: Mapping[str, str]) -> Reque
             message, code = error.get("message") or error.get("detail"), error.get("code")
         elif isinstance(error, str):
             message = error
-    what = str(message) if message else f"status {status}: {quote_bytes(body)}" if body else f"status {status}"
+    problem = str(message) if message else f"status {status}: {quote_bytes(body)}" if body else f"status {status}"
     try:
         wait = float(headers.get("retry-after", ""))
     except ValueError:
         wait = None
-    return RequestRefused(what, status=status, code=None if code is None else str(code), retry_after=wait)
+    return RequestRefused(problem, status=status, code=None if code is None else str(code), retry_after=wait)
 
 
 def quote_bytes(body: bytes) -> str:
@@ -194,14 +194,14 @@ class AsgiTransport:
             "client": ("127.0.0.1", 0), "server": ("127.0.0.1", 80),
         }  # fmt: skip
         messages: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
-        gone, was_read = asyncio.Event(), False
+        disconnect, was_read = asyncio.Event(), False
 
         async def receive() -> dict[str, Any]:
             nonlocal was_read
             if not was_read:
                 was_read = True
                 return {"type": "http.request", "body": content, "more_body": False}
-            await gone.wait()
+            await disconnect.wait()
             return {"type": "http.disconnect"}
 
         async def send(message: dict[str, Any]) -> None:
@@ -226,11 +226,11 @@ class AsgiTransport:
             if start is None:
                 await work
                 raise ConnectionFailed(f"no answer to {method} {path}")
-            found = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in start["headers"]}
-            yield HttpReply(start["status"], found, blocks())
+            reply_headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in start["headers"]}
+            yield HttpReply(start["status"], reply_headers, blocks())
         finally:
             # As a client that hangs up: the application ends the request and frees what it holds.
-            gone.set()
+            disconnect.set()
             await asyncio.wait({work})
             # Starlette raises again what it has answered with 500.
             if not work.cancelled():

@@ -85,8 +85,8 @@ class ChatSession:
         plain: the conversation is continued as one text, without a chat template.
     """
 
-    def __init__(self, server: ClientTransport, model: str, how: ChatSampling, *, system: str | None = None, plain: bool = False):
-        self.server, self.model, self.how, self.plain = server, model, how, plain
+    def __init__(self, server: ClientTransport, model: str, sampling: ChatSampling, *, system: str | None = None, plain: bool = False):
+        self.server, self.model, self.sampling, self.plain = server, model, sampling, plain
         # Called with the reasoning before an answer, which is not kept in the messages.
         self.aside: Callable[[str], Any] = lambda text: None
         self.messages: list[dict[str, str]] = []
@@ -133,9 +133,9 @@ class ChatSession:
         """
         if path.exists():
             _messages_of(path)
-        how = {name: value for name, value in self.how.model_dump().items() if name in ChatSampling.model_fields}
+        sampling = {name: value for name, value in self.sampling.model_dump().items() if name in ChatSampling.model_fields}
         try:
-            path.write_text(json.dumps({"messages": self.messages, "settings": how}, indent=2) + "\n", encoding="utf-8")
+            path.write_text(json.dumps({"messages": self.messages, "settings": sampling}, indent=2) + "\n", encoding="utf-8")
         except OSError as error:
             raise BadInput(f"cannot write {path}: {(error.strerror or '').lower()}") from None
 
@@ -207,8 +207,8 @@ class ChatSession:
 
     def request(self) -> tuple[str, dict[str, Any]]:
         """The route and the body that ask for the next answer."""
-        given = {name: getattr(self.how, name) for name in ChatSampling.model_fields}
-        body: dict[str, Any] = {"model": self.model} | {name: value for name, value in given.items() if value is not None}
+        sampling = {name: getattr(self.sampling, name) for name in ChatSampling.model_fields}
+        body: dict[str, Any] = {"model": self.model} | {name: value for name, value in sampling.items() if value is not None}
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         if not self.plain:
             return "/v1/chat/completions", body | {"messages": self.messages}
@@ -224,9 +224,9 @@ async def first_model(server: ClientTransport) -> str:
     Raises:
         ConnectionFailed, RequestRefused: it lists none.
     """
-    found = await ask(server, "GET", "/v1/models")
+    listing = await ask(server, "GET", "/v1/models")
     with suppress(LookupError, TypeError):
-        return str(found["data"][0]["id"])
+        return str(listing["data"][0]["id"])
     raise ConnectionFailed("the server lists no models at /v1/models", hint="is it a server of OpenAI's API? `model=NAME` names one")
 
 
@@ -246,18 +246,18 @@ def _piece(document: dict[str, Any]) -> tuple[str, str, str | None]:
 
 def _messages_of(path: Path) -> list[dict[str, str]]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        conversation = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise BadInput(f"cannot read {path}: {(error.strerror or '').lower()}") from None
     except ValueError:
         raise BadInput(f"{path} holds no conversation") from None
-    found = found.get("messages") if isinstance(found, dict) else found
+    conversation = conversation.get("messages") if isinstance(conversation, dict) else conversation
     roles = ("system", "user", "assistant")
-    if not isinstance(found, list) or not all(
-        isinstance(m, dict) and m.get("role") in roles and isinstance(m.get("content"), str) for m in found
+    if not isinstance(conversation, list) or not all(
+        isinstance(m, dict) and m.get("role") in roles and isinstance(m.get("content"), str) for m in conversation
     ):
         raise BadInput(f"{path} holds no conversation", hint="`/save` writes one: {\"messages\": [...]}")
-    messages = [{"role": m["role"], "content": m["content"]} for m in found]
+    messages = [{"role": m["role"], "content": m["content"]} for m in conversation]
     if any(m["role"] == "system" for m in messages[1:]):
         raise BadInput(f"{path}: a system message that is not the first")
     return messages

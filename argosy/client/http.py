@@ -42,10 +42,10 @@ class Http:
         self.host, self.tls = parts.hostname, parts.scheme == "https"
         self.port = port or (443 if self.tls else 80)
         self.prefix = parts.path.rstrip("/").removesuffix("/v1")
-        named = f"[{self.host}]" if ":" in self.host else self.host
-        self.url = f"{parts.scheme}://{named}:{self.port}{self.prefix}"
+        url_host = f"[{self.host}]" if ":" in self.host else self.host
+        self.url = f"{parts.scheme}://{url_host}:{self.port}{self.prefix}"
         self.seconds = seconds
-        self._headers = {"host": f"{named}:{self.port}", "accept": "application/json, text/event-stream"}
+        self._headers = {"host": f"{url_host}:{self.port}", "accept": "application/json, text/event-stream"}
         if key is not None:
             if not key.isascii() or not key.isprintable():
                 raise BadInput("the API key has characters that no header can carry")
@@ -189,12 +189,12 @@ class _Wire:
             while await self._line():
                 pass
         elif status in (204, 304) or length.isdecimal():
-            left = 0 if status in (204, 304) else int(length)
-            while left:
-                block = await self.reader.read(min(left, BLOCK))
+            remaining = 0 if status in (204, 304) else int(length)
+            while remaining:
+                block = await self.reader.read(min(remaining, BLOCK))
                 if not block:
                     raise EOFError
-                left -= len(block)
+                remaining -= len(block)
                 yield block
         else:
             while block := await self.reader.read(BLOCK):

@@ -90,13 +90,13 @@ class BenchSettings(Settings):
     @property
     def goods(self) -> dict[str, float]:
         """The limits of `goodput` by metric, in milliseconds."""
-        found = {}
+        limits = {}
         for word in (self.goodput or "").replace(",", " ").split():
             name, _, limit = word.partition(":")
             if name not in GOODS:
                 raise BadInput(f"`goodput`: unknown metric `{name}`", hint=nearest(name, GOODS))
-            found[name] = _number(limit, f"`goodput`: the limit of {name} is `{limit}`", "milliseconds, such as `ttft:200`")
-        return found
+            limits[name] = _number(limit, f"`goodput`: the limit of {name} is `{limit}`", "milliseconds, such as `ttft:200`")
+        return limits
 
     @property
     def metrics(self) -> list[str]:
@@ -111,10 +111,10 @@ class BenchSettings(Settings):
     def percentiles(self) -> list[float]:
         """The percentiles that are reported."""
         words = [word.strip() for word in self.metric_percentiles.split(",") if word.strip()]
-        found = [_number(word, f"`metric_percentiles`: `{word}`", "such as `50,99`") for word in words]
-        if wrong := [p for p in found if p > 100]:
+        percentiles = [_number(word, f"`metric_percentiles`: `{word}`", "such as `50,99`") for word in words]
+        if wrong := [p for p in percentiles if p > 100]:
             raise BadInput(f"`metric_percentiles`: {wrong[0]:g}", hint="0 to 100")
-        return found
+        return percentiles
 
 
 class BatchSettings(Settings):
@@ -210,11 +210,11 @@ class ChatSettings(ChatSampling):
     engine: ChatEngineSettings = ChatEngineSettings()
 
 
-def _number(text: str, what: str, hint: str) -> float:
+def _number(text: str, problem: str, hint: str) -> float:
     try:
         value = float(text)
     except ValueError:
         value = -1.0
     if not 0 <= value < float("inf"):
-        raise BadInput(what, hint=hint)
+        raise BadInput(problem, hint=hint)
     return value

@@ -73,7 +73,7 @@ def test_each_turn_finds_the_ones_before_it_in_the_prefix_cache(lm: LM):
 
 
 def test_an_answer_that_is_stopped_keeps_what_was_read(talk: ChatSession):
-    talk.how = ChatSampling(temperature=1.0, seed=2, max_tokens=60, stop="\x00")
+    talk.sampling = ChatSampling(temperature=1.0, seed=2, max_tokens=60, stop="\x00")
     pieces: list[str] = []
     answer = asyncio.run(talk.ask("hi", pieces.append, lambda: len(pieces) > 2))
     assert answer.stopped

@@ -250,9 +250,9 @@ class Session:
 
     def set_(self, words: str) -> None:
         if words:
-            current = SettingsLayer("this session", self.talk.how.model_dump(exclude_unset=True))
-            self.talk.how = read_settings(ChatSampling, current, words_layer(words.split())).value
-        sampling: dict[str, Any] = {name: value for name, value in self.talk.how if value is not None}
+            current = SettingsLayer("this session", self.talk.sampling.model_dump(exclude_unset=True))
+            self.talk.sampling = read_settings(ChatSampling, current, words_layer(words.split())).value
+        sampling: dict[str, Any] = {name: value for name, value in self.talk.sampling if value is not None}
         say(" ".join(f"{name}={value}" for name, value in sampling.items()) or "the model's own sampling")
 
     def undo_(self, _: str) -> None:
