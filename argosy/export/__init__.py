@@ -15,12 +15,12 @@ from typing import Any
 class _CallableRoom(ModuleType):
     """Lets `argosy.export` be both this room and the function that the room is for."""
 
-    def __call__(self, function: Any, args: Any, target: Any, **how: Any) -> Any:
+    def __call__(self, function: Any, args: Any, target: Any, **options: Any) -> Any:
         """Writes a function of arrays, or an `nnx.Module`, as a bundle. Arguments and errors are those of
         `argosy.export.function.export_function`."""
         from argosy.export.function import export_function
 
-        return export_function(function, args, target, **how)
+        return export_function(function, args, target, **options)
 
 
 sys.modules[__name__].__class__ = _CallableRoom

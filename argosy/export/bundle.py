@@ -108,9 +108,9 @@ class Bundle:
         platform = running_platform()
         for name, signature in manifest.signatures.items():
             if platform not in signature.platforms:
-                what = f"signature `{name}` has programs for {', '.join(signature.platforms)}, and this process runs on {platform}"
+                problem = f"signature `{name}` has programs for {', '.join(signature.platforms)}, and this process runs on {platform}"
                 hint = f"export the model again with platforms={','.join([*signature.platforms, platform])}"
-                raise Unsupported(what, where=str(folder), hint=hint)
+                raise Unsupported(problem, where=str(folder), hint=hint)
         mesh = device_mesh(manifest.mesh, folder) if runs else None
         opened = [(weights, open_bundle_weights(folder, weights)) for weights in manifest.weights]
         return cls(folder, manifest, platform, mesh, {name: file for weights, file in opened for name in weights.tensors}, stamps)
@@ -137,10 +137,10 @@ class Bundle:
         sizes = named_sizes(of, arrays)
         program = chosen_program(of, self.platform, sizes)
         outputs = self.computed(of, program, padded_inputs(of, arrays, program))
-        found: dict[str, Any] = unpadded_outputs(of, {name: np.asarray(value) for name, value in outputs.items()}, sizes)
+        results: dict[str, Any] = unpadded_outputs(of, {name: np.asarray(value) for name, value in outputs.items()}, sizes)
         for step in of.postprocess:
-            found[step.output] = step_result(step, found, self.tokenizer)
-        return found
+            results[step.output] = step_result(step, results, self.tokenizer)
+        return results
 
     def computed(
         self, signature: BundleSignature, program: BundleProgram, arrays: Mapping[str, np.ndarray]
@@ -172,18 +172,18 @@ class Bundle:
             store: where compiled programs are read from and written to.
             say: called every second with the remaining work.
         """
-        wanted = {}
+        programs = {}
         for name, every in sizes.items():
             of = self.manifest.signature(name)
             for program in [program for program in of.programs if self.platform in program.platforms]:
                 for some in every:
                     fixed = tuple(sorted((dict(some) | program.shapes).items()))
-                    wanted[program.file, fixed] = of, program
+                    programs[program.file, fixed] = of, program
         with self._run.ahead(store, say):
-            for (_, fixed), (of, program) in wanted.items():
+            for (_, fixed), (of, program) in programs.items():
                 arrays = filled_inputs(of, dict(fixed))
                 self._run(self._program(of, program), _shapes(arrays), self._signature_weights(of), self._on_devices(arrays))
-        return len(wanted)
+        return len(programs)
 
     def warm_up(self, signature: str | None = None) -> int:
         """Calls every program of fixed sizes once, and signatures with open sizes with their example. Returns the number of calls."""
@@ -248,22 +248,22 @@ class Bundle:
 
     def preprocessed(self, signature: BundleSignature, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """The inputs after the steps before the program have run."""
-        found = dict(inputs)
+        prepared = dict(inputs)
         for step in signature.preprocess:
-            if step.input not in found:
+            if step.input not in prepared:
                 continue
-            if twice := [name for name in step.results if name in found]:
-                made = "pixels are made of the file" if isinstance(step, DecodeImageStep) else "ids are made of the text"
-                raise BadInput(f"`{step.input}` and `{twice[0]}`", hint=f"one of them: {made}")
+            if twice := [name for name in step.results if name in prepared]:
+                reason = "pixels are made of the file" if isinstance(step, DecodeImageStep) else "ids are made of the text"
+                raise BadInput(f"`{step.input}` and `{twice[0]}`", hint=f"one of them: {reason}")
             if isinstance(step, DecodeImageStep):
                 dtype = next(spec.dtype for spec in signature.inputs if spec.name == step.image)
-                found[step.image] = decoded_images(step, found.pop(step.input), dtype_of_name(dtype))
+                prepared[step.image] = decoded_images(step, prepared.pop(step.input), dtype_of_name(dtype))
             elif isinstance(step, TokenizePromptStep):
-                found |= tokenized_prompts(step, self.tokenizer, found.pop(step.input))
+                prepared |= tokenized_prompts(step, self.tokenizer, prepared.pop(step.input))
             else:
-                texts = [found.pop(name, None) for name in step.texts]
-                found |= self._tokenized(step, signature, texts)
-        return found
+                texts = [prepared.pop(name, None) for name in step.texts]
+                prepared |= self._tokenized(step, signature, texts)
+        return prepared
 
     def _tokenized(self, step: TokenizeStep, signature: BundleSignature, texts: list[Any]) -> dict[str, Any]:
         shape = next(i.shape for i in signature.inputs if i.name == step.tokens)
@@ -312,9 +312,9 @@ class Bundle:
             return export.deserialize(bytearray(data))
         except Exception as error:
             versions = self.manifest.versions
-            what = f"{program.file} cannot be read by jax {jax.__version__}: {complaint(error)}"
+            problem = f"{program.file} cannot be read by jax {jax.__version__}: {complaint(error)}"
             hint = f"it was written by jax {versions.get('jax')}; with that version, {RENEW}"
-            raise Unsupported(what, where=str(self.path), hint=hint) from error
+            raise Unsupported(problem, where=str(self.path), hint=hint) from error
 
 
 def _shapes(arrays: Mapping[str, np.ndarray]) -> tuple[Any, ...]:
@@ -337,15 +337,15 @@ def check_window(manifest: BundleManifest, folder: Path, say: Callable[[str], No
         Unsupported: the promise has ended and `expired` is false, or this version is too old.
     """
     check_stablehlo(manifest, folder)
-    left, writer = days_left(manifest), manifest.versions.get("jax", "")
-    if left > WARN.days or jax.__version__ == writer:
+    days, writer = days_left(manifest), manifest.versions.get("jax", "")
+    if days > WARN.days or jax.__version__ == writer:
         return
-    if left >= 0:
-        until = f"{manifest.readable_until}, in {plural(left, 'day')}"
+    if days >= 0:
+        until = f"{manifest.readable_until}, in {plural(days, 'day')}"
         say(f"{folder}: newer versions of jax may not read its programs after {until}; {RENEW}")
     elif not expired:
-        what = f"its programs are from jax {writer}; newer versions promised to read them until {manifest.readable_until}"
-        raise Unsupported(what, where=str(folder), hint=f"with jax {writer}, or one of the six months after it, {RENEW}")
+        problem = f"its programs are from jax {writer}; newer versions promised to read them until {manifest.readable_until}"
+        raise Unsupported(problem, where=str(folder), hint=f"with jax {writer}, or one of the six months after it, {RENEW}")
 
 
 def check_stablehlo(manifest: BundleManifest, folder: Path) -> None:
@@ -356,11 +356,12 @@ def check_stablehlo(manifest: BundleManifest, folder: Path) -> None:
     """
     from jaxlib.mlir.dialects import stablehlo
 
-    written, known = (_numbers(text) for text in (manifest.versions.get("stablehlo", ""), stablehlo.get_current_version()))
-    if written > known:
+    texts = manifest.versions.get("stablehlo", ""), stablehlo.get_current_version()
+    programs_version, readable_version = map(_numbers, texts)
+    if programs_version > readable_version:
         versions = f"{manifest.versions['stablehlo']}, and jax {jax.__version__} reads {stablehlo.get_current_version()} at most"
-        what = f"its programs are StableHLO {versions}"
-        raise Unsupported(what, where=str(folder), hint=f"jax {manifest.versions.get('jax')}, which wrote them, or a newer one")
+        problem = f"its programs are StableHLO {versions}"
+        raise Unsupported(problem, where=str(folder), hint=f"jax {manifest.versions.get('jax')}, which wrote them, or a newer one")
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -381,8 +382,8 @@ def check_program(exported: export.Exported, program: BundleProgram, signature: 
         return {t.name: (tuple(str(program.shapes.get(str(n), n)) for n in t.shape), t.dtype) for t in tensors}
 
     def avals(tree: Any, leaves: Any) -> Any:
-        found = jax.tree.unflatten(tree, [(tuple(map(str, aval.shape)), str(aval.dtype)) for aval in leaves])
-        return found
+        shapes = jax.tree.unflatten(tree, [(tuple(map(str, aval.shape)), str(aval.dtype)) for aval in leaves])
+        return shapes
 
     try:
         (read_weights, read_inputs), keywords = avals(exported.in_tree, exported.in_avals)

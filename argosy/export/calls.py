@@ -17,23 +17,23 @@ def checked_inputs(signature: BundleSignature, inputs: Mapping[str, Any]) -> dic
     Raises:
         BadInput: an input is unknown, missing, or has another type or number of axes.
     """
-    known = {spec.name: spec for spec in signature.inputs}
+    specs = {spec.name: spec for spec in signature.inputs}
     texts = [name for step in signature.preprocess for name in step.texts]
     for name in inputs:
-        if name not in known:
-            raise BadInput(f"no input `{name}`", hint=nearest(name, [*texts, *known]))
-    found = {name: _as_array(known[name], value) for name, value in inputs.items()}
-    if missing := [spec.name for spec in signature.inputs if spec.name not in found and spec.default is None]:
+        if name not in specs:
+            raise BadInput(f"no input `{name}`", hint=nearest(name, [*texts, *specs]))
+    arrays = {name: _as_array(specs[name], value) for name, value in inputs.items()}
+    if missing := [spec.name for spec in signature.inputs if spec.name not in arrays and spec.default is None]:
         other = f"; or `{texts[0]}`" if texts else ""
-        raise BadInput(f"input `{missing[0]}` is missing", hint=f"it takes {', '.join(known)}{other}")
-    sizes = named_sizes(signature, found)
+        raise BadInput(f"input `{missing[0]}` is missing", hint=f"it takes {', '.join(specs)}{other}")
+    sizes = named_sizes(signature, arrays)
     for spec in signature.inputs:
-        if spec.name in found:
-            _check_range(spec, found[spec.name])
+        if spec.name in arrays:
+            _check_range(spec, arrays[spec.name])
         else:
             shape = [sizes[size] if isinstance(size, str) else size for size in spec.shape]
-            found[spec.name] = np.full(shape, spec.default, dtype_of_name(spec.dtype))
-    return {spec.name: found[spec.name] for spec in signature.inputs}
+            arrays[spec.name] = np.full(shape, spec.default, dtype_of_name(spec.dtype))
+    return {spec.name: arrays[spec.name] for spec in signature.inputs}
 
 
 def _as_array(spec: TensorSignature, value: Any) -> np.ndarray:
@@ -68,8 +68,8 @@ def _of_list(spec: TensorSignature, value: Any, dtype: np.dtype) -> np.ndarray:
     try:
         plain = np.asarray(value)
     except ValueError:
-        what = f"input `{spec.name}` has rows of different lengths"
-        raise BadInput(what, hint="fill them up, with mask 0 where there is one") from None
+        problem = f"input `{spec.name}` has rows of different lengths"
+        raise BadInput(problem, hint="fill them up, with mask 0 where there is one") from None
     if plain.size == 0:
         plain = plain.astype(dtype)
     kinds = {"b": "b", "i": "iu", "u": "iu"}.get(dtype.kind, "iuf")
@@ -80,10 +80,10 @@ def _of_list(spec: TensorSignature, value: Any, dtype: np.dtype) -> np.ndarray:
         if int(plain.min()) < limits.min or int(plain.max()) > limits.max:
             raise BadInput(f"input `{spec.name}` has numbers outside {spec.dtype}")
     with np.errstate(over="ignore"):
-        found = plain.astype(dtype)
-    if dtype.kind not in "biuc" and (np.isfinite(plain) & ~np.isfinite(found.astype(np.float64))).any():
+        array = plain.astype(dtype)
+    if dtype.kind not in "biuc" and (np.isfinite(plain) & ~np.isfinite(array.astype(np.float64))).any():
         raise BadInput(f"input `{spec.name}` has numbers outside {spec.dtype}")
-    return found
+    return array
 
 
 def shape_text(spec: TensorSignature) -> str:
@@ -109,8 +109,8 @@ def named_sizes(signature: BundleSignature, arrays: Mapping[str, np.ndarray]) ->
                     raise BadInput(f"input `{spec.name}` has shape {list(shape)}, and this signature takes {shape_text(spec)}")
                 continue
             if sizes.setdefault(expected, size) != size:
-                what = f"`{expected}` is {sizes[expected]} in input `{first[expected]}` and {size} in input `{spec.name}`"
-                raise BadInput(what, hint=f"`{spec.name}` has shape {shape_text(spec)}")
+                problem = f"`{expected}` is {sizes[expected]} in input `{first[expected]}` and {size} in input `{spec.name}`"
+                raise BadInput(problem, hint=f"`{spec.name}` has shape {shape_text(spec)}")
             first.setdefault(expected, spec.name)
             if size == 0:
                 raise BadInput(f"input `{spec.name}` has shape {list(shape)}: `{expected}` is 0")
@@ -128,9 +128,9 @@ def chosen_program(signature: BundleSignature, platform: str, sizes: Mapping[str
     mine = [program for program in signature.programs if platform in program.platforms]
     fitting = [program for program in mine if all(_fits(signature, name, sizes, size) for name, size in program.shapes.items())]
     if not fitting:
-        asked = ", ".join(f"{name} {size}" for name, size in sizes.items())
+        requested = ", ".join(f"{name} {size}" for name, size in sizes.items())
         there = "; ".join(", ".join(f"{name} {size}" for name, size in program.shapes.items()) for program in mine)
-        raise BadInput(f"no program for {asked}", hint=f"there are programs for {there}")
+        raise BadInput(f"no program for {requested}", hint=f"there are programs for {there}")
     return min(fitting, key=lambda program: [program.shapes[name] for name in sorted(program.shapes)])
 
 
@@ -140,11 +140,11 @@ def _fits(signature: BundleSignature, name: str, sizes: Mapping[str, int], size:
 
 def filled_inputs(signature: BundleSignature, sizes: Mapping[str, int]) -> dict[str, np.ndarray]:
     """Placeholder inputs of these sizes; named axes without a size have size 1."""
-    found = {}
+    arrays = {}
     for spec in signature.inputs:
         shape = [sizes.get(size, 1) if isinstance(size, str) else size for size in spec.shape]
-        found[spec.name] = np.full(shape, spec.pad if spec.default is None else spec.default, dtype_of_name(spec.dtype))
-    return found
+        arrays[spec.name] = np.full(shape, spec.pad if spec.default is None else spec.default, dtype_of_name(spec.dtype))
+    return arrays
 
 
 def padded_inputs(
@@ -169,10 +169,10 @@ def unpadded_outputs(
     Args:
         sizes: the sizes of named axes before padding.
     """
-    found = {}
+    unpadded = {}
     for spec in signature.outputs:
         array = outputs[spec.name]
         part = array[tuple(slice(sizes.get(str(name), size)) for name, size in zip(spec.shape, array.shape))]
         # numpy gives a number, and no array, for all of an array without axes.
-        found[spec.name] = np.asarray(part)
-    return found
+        unpadded[spec.name] = np.asarray(part)
+    return unpadded

@@ -45,7 +45,7 @@ def export_function(
     postprocess: Sequence[OutputStep] = (),
     description: str = "",
     lineage: Mapping[str, Any] | None = None,
-    **how: Any,
+    **options: Any,
 ) -> BundleManifest:
     """Writes a function of arrays as a bundle with one signature, whose inputs have the names of its parameters.
 
@@ -64,38 +64,43 @@ def export_function(
         postprocess: steps from its outputs to vectors of length 1, probabilities and classes, in their order.
         description: a sentence that says what it computes.
         lineage: its origin, for the manifest.
-        how: further arguments of `write_bundle`, such as `store` and `sign`.
+        options: further arguments of `write_bundle`, such as `store` and `sign`.
 
     Raises:
         BadInput: arguments are no arrays, names or steps do not fit, or the target exists; nothing is written.
         Unsupported: the function uses operations without a promise of compatibility, or branches on open sizes.
     """
     call, weights, values = _without_modules(function, args)
-    specs = _named(function, args, values, inputs)
-    given = {name: _abstract(name, value) for name, value in specs.items()}
+    specs = _named_arguments(function, args, values, inputs)
+    arguments = {name: _abstract(name, value) for name, value in specs.items()}
     shapes: list[dict[str, int]] = [{}]
     if batch is not None:
-        given = {name: jax.ShapeDtypeStruct(("batch", *value.shape[1:]), value.dtype) for name, value in _batched(given).items()}
+        arguments = {
+            name: jax.ShapeDtypeStruct(("batch", *value.shape[1:]), value.dtype) for name, value in _batched(arguments).items()
+        }
         sizes = None if batch == "symbolic" else listed_sizes("batch", batch)  # type: ignore[arg-type]
         shapes = [{}] if sizes is None else [{"batch": size} for size in sizes]
 
     names: list[str] = []
 
     def program(weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> dict[str, Any]:
-        found = _named_outputs(call(weights, *(inputs[name] for name in specs)), outputs)
-        names[:] = list(found)
-        return found
+        results = _named_outputs(call(weights, *(inputs[name] for name in specs)), outputs)
+        names[:] = list(results)
+        return results
 
-    opened = [_opened(given, fixed) for fixed in shapes]
+    opened = [_opened(arguments, fixed) for fixed in shapes]
     constants = Hoisted()
     with portable(platforms), export_errors():
         hoisted = [constants.function(program, weights, some) for some in opened]
     weights |= constants.constants
-    lowered = [export_program(one, weights, some, platforms=platforms) for one, some in zip(hoisted, opened, strict=True)]
+    lowered = [
+        export_program(computation, weights, some, platforms=platforms)
+        for computation, some in zip(hoisted, opened, strict=True)
+    ]
     programs = list(zip(shapes, lowered, strict=True))
-    found = BundleSignature(
+    bundle_signature = BundleSignature(
         description=description,
-        inputs=[_described(name, value, {}) for name, value in given.items()],
+        inputs=[_described(name, value, {}) for name, value in arguments.items()],
         outputs=_outputs_of(programs, names, batch is not None),
         programs=[],
         weights=sorted(weights),
@@ -104,11 +109,11 @@ def export_function(
         postprocess=list(postprocess),
         example={step.input: [_white_file(step)] for step in preprocess},
     )
-    _check_steps(found, preprocess, postprocess)
-    contents = BundleContents({signature: found}, {signature: programs}, [tensor_entry(n, a) for n, a in weights.items()])
+    _check_steps(bundle_signature, preprocess, postprocess)
+    contents = BundleContents({signature: bundle_signature}, {signature: programs}, [tensor_entry(n, a) for n, a in weights.items()])
     contents.lineage = {"function": _name_of(function)} | dict(lineage or {})
     contents.implementations = portable_implementations(platforms)
-    return write_bundle(target, contents, **how)
+    return write_bundle(target, contents, **options)
 
 
 def _check_steps(of: BundleSignature, before: Sequence[DecodeImageStep], after: Sequence[OutputStep]) -> None:
@@ -122,18 +127,19 @@ def _check_steps(of: BundleSignature, before: Sequence[DecodeImageStep], after: 
         if step.image not in specs:
             raise BadInput(f"decode_image makes `{step.image}`, and there is no such input", hint=nearest(step.image, list(specs)))
         if step.input in specs:
-            what = f"decode_image reads `{step.input}`, which is an input of the function too"
-            raise BadInput(what, hint="give the step another `input`")
+            problem = f"decode_image reads `{step.input}`, which is an input of the function too"
+            raise BadInput(problem, hint="give the step another `input`")
         shape = specs[step.image].shape
         if tuple(shape[1:]) != step.shape:
-            what = f"decode_image makes images of shape {list(step.shape)}, and `{step.image}` takes {shape_text(specs[step.image])}"
-            raise BadInput(what, hint="height, width, channels and layout of the step say the shape; the first axis is the batch")
-    made = {spec.name for spec in of.outputs}
+            problem = f"decode_image makes images of shape {list(step.shape)}, and `{step.image}` takes {shape_text(specs[step.image])}"
+            raise BadInput(problem, hint="height, width, channels and layout of the step say the shape; the first axis is the batch")
+    available = {spec.name for spec in of.outputs}
     for step in after:
         source = step.output if isinstance(step, NormalizeStep) else step.scores
-        if source not in made:
-            raise BadInput(f"the step `{step.step}` reads `{source}`, and there is no such output", hint=nearest(source, sorted(made)))
-        made.add(step.output)
+        if source not in available:
+            problem = f"the step `{step.step}` reads `{source}`, and there is no such output"
+            raise BadInput(problem, hint=nearest(source, sorted(available)))
+        available.add(step.output)
 
 
 def _white_file(step: DecodeImageStep) -> str:
@@ -170,20 +176,20 @@ def _without_modules(function: Any, args: Sequence[Any]) -> tuple[Callable[..., 
 
     def call(weights: Mapping[str, Any], *values: Any) -> Any:
         rest = iter(values)
-        found = []
+        operands = []
         for i in range(len(everything)):
             if i in modules:
                 names = {address: prefix[i] + address for address in modules[i][1]}
                 leaves = {a: jax.random.wrap_key_data(weights[n]) if n in keys else weights[n] for a, n in names.items()}
-                found.append(merge(modules[i][0], leaves))
+                operands.append(merge(modules[i][0], leaves))
             else:
-                found.append(function if i == 0 else next(rest))
-        return found[0](*found[1:])
+                operands.append(function if i == 0 else next(rest))
+        return operands[0](*operands[1:])
 
     return call, weights, [value for i, value in enumerate(args, 1) if i not in modules]
 
 
-def _named(function: Any, args: Sequence[Any], values: Sequence[Any], names: Sequence[str] | None) -> dict[str, Any]:
+def _named_arguments(function: Any, args: Sequence[Any], values: Sequence[Any], names: Sequence[str] | None) -> dict[str, Any]:
     """The arguments that are no modules, by the names of the parameters or by these.
 
     Raises:
@@ -198,8 +204,9 @@ def _named(function: Any, args: Sequence[Any], values: Sequence[Any], names: Seq
     except (TypeError, ValueError):
         parameters = []
     plain = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    found = [plain[i] if i < len(plain) else f"input_{i}" for i, value in enumerate(args) if not isinstance(value, nnx.Module)]
-    return dict(zip(found, values, strict=True))
+    arrays = [i for i, value in enumerate(args) if not isinstance(value, nnx.Module)]
+    parameter_names = [plain[i] if i < len(plain) else f"input_{i}" for i in arrays]
+    return dict(zip(parameter_names, values, strict=True))
 
 
 def _abstract(name: str, value: Any) -> Any:
@@ -213,26 +220,26 @@ def _abstract(name: str, value: Any) -> Any:
     try:
         array = jnp.asarray(value)
     except (TypeError, ValueError):
-        what = f"argument `{name}` is no array, but {type(value).__name__}"
-        raise BadInput(what, hint="a function of arrays: lambda x, y: fn({'x': x, 'y': y})") from None
+        problem = f"argument `{name}` is no array, but {type(value).__name__}"
+        raise BadInput(problem, hint="a function of arrays: lambda x, y: fn({'x': x, 'y': y})") from None
     return jax.ShapeDtypeStruct(array.shape, array.dtype)
 
 
-def _batched(given: Mapping[str, Any]) -> dict[str, Any]:
-    for name, value in given.items():
+def _batched(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    for name, value in arguments.items():
         if not value.shape:
             raise BadInput(f"batch: argument `{name}` has no axes", hint="leave out `batch`, and open sizes in `args`")
-    return dict(given)
+    return dict(arguments)
 
 
-def _opened(given: Mapping[str, Any], fixed: Mapping[str, int]) -> dict[str, Any]:
+def _opened(arguments: Mapping[str, Any], fixed: Mapping[str, int]) -> dict[str, Any]:
     """The inputs of one program: `batch` is a size that is fixed, or open."""
     size = fixed.get("batch") or export.symbolic_shape("batch")[0]
     return {
         name: jax.ShapeDtypeStruct(tuple(size if n == "batch" else n for n in value.shape), value.dtype)
         if "batch" in [n for n in value.shape if isinstance(n, str)]
         else value
-        for name, value in given.items()
+        for name, value in arguments.items()
     }
 
 
@@ -263,13 +270,13 @@ def _described(name: str, value: Any, symbols: Mapping[str, str]) -> TensorSigna
 
 def _outputs_of(programs: Sequence[tuple[dict[str, int], Any]], names: Sequence[str], batched: bool) -> list[TensorSignature]:
     """The outputs of all programs: an axis that is the size of the batch in each is called so."""
-    trees = [(fixed, jax.tree.unflatten(one.out_tree, one.out_avals)) for fixed, one in programs]
-    found = []
+    trees = [(fixed, jax.tree.unflatten(program.out_tree, program.out_avals)) for fixed, program in programs]
+    specs = []
     for name in names:
         fixed, first = trees[0][0], trees[0][1][name]
         shape = [n if isinstance(n, int) else str(n) for n in first.shape]
         if batched and fixed:
             same = bool(shape) and all(tree[name].shape[:1] == (sizes["batch"],) for sizes, tree in trees)
             shape = ["batch", *shape[1:]] if same else shape
-        found.append(TensorSignature(name=name, shape=shape, dtype=str(np.dtype(first.dtype))))
-    return found
+        specs.append(TensorSignature(name=name, shape=shape, dtype=str(np.dtype(first.dtype))))
+    return specs

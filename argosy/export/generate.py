@@ -52,7 +52,7 @@ def generated(
         logits = model.unembed(hidden)[:, 0]
         logits = logits.astype(sums_in(logits.dtype))
 
-        def drawn() -> Array:
+        def sample_tokens() -> Array:
             tiny = np.finfo(np.float32).tiny
             warm = jnp.where(temperature > 0, jnp.maximum(temperature, tiny), 1).astype(logits.dtype)
             # The largest becomes 0: at a temperature near 0, XLA's roundings of the others' quotients may differ between two uses.
@@ -60,7 +60,7 @@ def generated(
             here = jax.vmap(jax.random.fold_in, (0, None))(keys, at)
             return jnp.where(temperature > 0, draw_token(below / warm[:, None], here)[0], largest_token(logits))
 
-        return jax.lax.cond(jnp.any(temperature > 0), drawn, lambda: largest_token(logits))
+        return jax.lax.cond(jnp.any(temperature > 0), sample_tokens, lambda: largest_token(logits))
 
     def ended(token: Int[Array, "B"]) -> Any:
         return jnp.any(token[:, None] == ends[None, :], 1) if len(ends) else jnp.zeros_like(token, bool)

@@ -38,7 +38,7 @@ class Hoisted:
         like = {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in weights.items()}
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(like, dict(inputs))
         # `closed` keeps the arrays, so no other gets one's id.
-        names = {id(value): self._named(value) for value in _large_constants(closed)}
+        names = {id(value): self._constant_name(value) for value in _large_constants(closed)}
         if not names:
             return function
         tree = jax.tree.structure(shapes)
@@ -50,7 +50,7 @@ class Hoisted:
 
         return run
 
-    def _named(self, value: Any) -> str:
+    def _constant_name(self, value: Any) -> str:
         array = np.asarray(value)
         key = array.shape, str(array.dtype), hashlib.sha256(np.ascontiguousarray(array).tobytes()).digest()
         if key not in self._names:
@@ -73,22 +73,22 @@ def _large_constants(closed: Any) -> Iterator[Any]:
     for equation in closed.jaxpr.eqns:
         yield from (v.val for v in equation.invars if isinstance(v, Literal) and _is_large(v.val))
         for inner in _inner(equation.params):
-            found = list(_large_constants(inner))
-            if found and equation.primitive.name not in CALLS:
-                shapes = ", ".join(str(list(np.shape(value))) for value in found)
-                what = f"the function closes over arrays of shape {shapes} inside `{equation.primitive.name}`"
-                raise Unsupported(what, hint="make them arguments of the function, or attributes of an nnx.Module")
-            yield from found
+            constants = list(_large_constants(inner))
+            if constants and equation.primitive.name not in CALLS:
+                shapes = ", ".join(str(list(np.shape(value))) for value in constants)
+                problem = f"the function closes over arrays of shape {shapes} inside `{equation.primitive.name}`"
+                raise Unsupported(problem, hint="make them arguments of the function, or attributes of an nnx.Module")
+            yield from constants
 
 
 def _inner(params: Mapping[str, Any]) -> Iterator[Any]:
     """The functions in the parameters of an equation."""
     for value in params.values():
-        for one in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(one, ClosedJaxpr):
-                yield one
-            elif hasattr(one, "eqns"):
-                yield ClosedJaxpr(one, [])
+        for element in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(element, ClosedJaxpr):
+                yield element
+            elif hasattr(element, "eqns"):
+                yield ClosedJaxpr(element, [])
 
 
 def _evaluated(closed: Any, args: list[Any], replaced: Callable[[Any], Any]) -> list[Any]:
@@ -107,7 +107,7 @@ def _evaluated(closed: Any, args: list[Any], replaced: Callable[[Any], Any]) -> 
             results = _evaluated(inner, inputs, replaced)
         else:
             with equation.ctx.manager:
-                found = equation.primitive.bind(*inputs, **equation.primitive.get_bind_params(equation.params))
-            results = found if equation.primitive.multiple_results else [found]
+                output = equation.primitive.bind(*inputs, **equation.primitive.get_bind_params(equation.params))
+            results = output if equation.primitive.multiple_results else [output]
         values |= dict(zip(equation.outvars, results))
     return [read(v) for v in jaxpr.outvars]

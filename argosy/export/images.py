@@ -62,7 +62,7 @@ def export_images(
     batch: int | Sequence[int] | None = None,
     lineage: Mapping[str, Any] | None = None,
     say: Callable[[str], None] = lambda _: None,
-    **how: Any,
+    **options: Any,
 ) -> BundleManifest:
     """Writes a pipeline as a bundle.
 
@@ -73,7 +73,7 @@ def export_images(
         batch: batch sizes, with a program for each; smaller batches are padded. None: any size, compiled on first use.
         lineage: the origin of the model, for the manifest.
         say: called with progress messages.
-        how: further arguments of `write_bundle`, such as `store` and `sign`.
+        options: further arguments of `write_bundle`, such as `store` and `sign`.
 
     Raises:
         BadInput: the model cannot draw this size in so many steps, or the target exists; nothing is written.
@@ -93,7 +93,7 @@ def export_images(
     ]
     contents.signatures["denoise"] = signature.model_copy(update={"weights": sorted(weights)})
     contents.weights = [tensor_entry(address, value) for address, value in weights.items()]
-    return write_bundle(target, contents, **how)
+    return write_bundle(target, contents, **options)
 
 
 def denoise_signature(
@@ -149,13 +149,13 @@ def denoise_signature(
 
         def predict(x: Float[Array, "B H W C"], timestep: Float[Array, ""], level: Float[Array, "2"]) -> Float[Array, "B H W C"]:
             times = jnp.broadcast_to(timestep, (rows,))
-            own = step_conditions(config, conditions, timestep, level, rows)
-            found = module.denoiser(x, times, own).astype(jnp.float32)
+            current_conditions = step_conditions(config, conditions, timestep, level, rows)
+            prediction = module.denoiser(x, times, current_conditions).astype(jnp.float32)
             if not guided:
-                return found
+                return prediction
             base_conditions = step_conditions(config, away, timestep, level, rows)
             base = module.denoiser(x, times, base_conditions).astype(jnp.float32)
-            return pipeline.guidance.apply(found, base, inputs["guidance"], timestep)
+            return pipeline.guidance.apply(prediction, base, inputs["guidance"], timestep)
 
         state = initial_state(plan, first_noise(keys, shape))
         fresh = keys if plan.spread.any() else None

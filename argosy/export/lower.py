@@ -69,9 +69,9 @@ def export_program(
         if places is None:
             return export.export(jax.jit(function), platforms=list(platforms))(like, dict(inputs))
         mesh = next(iter(places.values())).mesh
-        everywhere, own = NamedSharding(mesh, PartitionSpec()), {name: places[name] for name in like}
+        everywhere, weight_shardings = NamedSharding(mesh, PartitionSpec()), {name: places[name] for name in like}
         with scope(mesh):
-            program = jax.jit(function, in_shardings=(own, everywhere), out_shardings=everywhere)
+            program = jax.jit(function, in_shardings=(weight_shardings, everywhere), out_shardings=everywhere)
             return export.export(program, platforms=list(platforms))(like, dict(inputs))
 
 
@@ -88,17 +88,17 @@ def export_errors() -> Iterator[None]:
         if isinstance(error, TypeError) and "_DimExpr" not in str(error):
             raise
         if "as an integer" in str(error):
-            what = "the function makes a number of a size that is left open, as len(x) does"
-            raise Unsupported(what, hint="x.shape[0] in place of len(x); or fixed sizes, such as batch=[1, 8, 32]") from error
-        what = f"the function cannot be exported with open sizes: {complaint(error)}"
-        raise Unsupported(what, hint="list the sizes: batch=1,4,16 length=128") from None
+            problem = "the function makes a number of a size that is left open, as len(x) does"
+            raise Unsupported(problem, hint="x.shape[0] in place of len(x); or fixed sizes, such as batch=[1, 8, 32]") from error
+        problem = f"the function cannot be exported with open sizes: {complaint(error)}"
+        raise Unsupported(problem, hint="list the sizes: batch=1,4,16 length=128") from None
     except ValueError as error:
         if "Cannot serialize code with custom calls" not in str(error):
             raise
         calls = sorted(set(re.findall(r'custom_call @([\w.$]+)|call_target_name = "([^"]+)"', str(error))))
-        names = ", ".join("".join(found) for found in calls) or "kernels"
-        what = f"the program calls {names}, which newer versions of jax may not know"
-        raise Unsupported(what, hint="use an implementation of plain XLA while exporting") from None
+        names = ", ".join("".join(groups) for groups in calls) or "kernels"
+        problem = f"the program calls {names}, which newer versions of jax may not know"
+        raise Unsupported(problem, hint="use an implementation of plain XLA while exporting") from None
 
 
 def lowered(

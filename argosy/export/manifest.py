@@ -63,9 +63,9 @@ class TensorSignature(Settings):
     """The largest number of an input, or one for each place of its last axis. None: any."""
 
     @model_serializer(mode="wrap")
-    def _without_open_ranges(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _without_open_ranges(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """A bundle from before there were ranges has the same text as when it was written."""
-        return {name: value for name, value in written(self).items() if value is not None or name not in ("minimum", "maximum")}
+        return {name: value for name, value in handler(self).items() if value is not None or name not in ("minimum", "maximum")}
 
 
 class BundleProgram(Settings):
@@ -118,9 +118,9 @@ class TensorLayout(Settings):
     """The axis of the bundle's mesh that each of its axes is split over. Empty: every device has the whole tensor."""
 
     @model_serializer(mode="wrap")
-    def _without_split(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _without_split(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """A bundle for one device has the same text as when no other was known."""
-        return {name: value for name, value in written(self).items() if name != "split" or value}
+        return {name: value for name, value in handler(self).items() if name != "split" or value}
 
 
 class WeightsFile(Settings):
@@ -160,9 +160,9 @@ class BundleManifest(Settings):
     """The number of devices along each axis of the mesh that its programs run on together. Empty: one device."""
 
     @model_serializer(mode="wrap")
-    def _without_mesh(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _without_mesh(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """A bundle for one device has the same text as when no other was known."""
-        return {name: value for name, value in written(self).items() if name != "mesh" or value}
+        return {name: value for name, value in handler(self).items() if name != "mesh" or value}
 
     def signature(self, name: str | None = None) -> BundleSignature:
         """A signature by name; None: the default.
@@ -218,18 +218,18 @@ def read_bundle_text(data: bytes, where: str) -> BundleManifest:
         raise altered
     # A later format may have other keys, so its number is read before anything else.
     if type(content.get("format")) is int and content["format"] != FORMAT:
-        what = f"{MANIFEST} has format {content['format']}, and this version of argosy reads format {FORMAT}"
-        raise Unsupported(what, where=where, hint="use the version of argosy that wrote it, or a newer one")
+        problem = f"{MANIFEST} has format {content['format']}, and this version of argosy reads format {FORMAT}"
+        raise Unsupported(problem, where=where, hint="use the version of argosy that wrote it, or a newer one")
     digest = content.pop("sha256", None)
     try:
-        found = BundleManifest.model_validate(content)
-        text = bundle_text(found).encode()
+        manifest = BundleManifest.model_validate(content)
+        text = bundle_text(manifest).encode()
     except (ValidationError, RecursionError) as error:
         raise Damaged(f"{MANIFEST}: {complaint(error)}", where=where) from None
-    if text != data or digest != bundle_digest(found):
+    if text != data or digest != bundle_digest(manifest):
         raise altered
-    _check_names(found, where)
-    return found
+    _check_names(manifest, where)
+    return manifest
 
 
 def dtype_of_name(name: str) -> np.dtype:

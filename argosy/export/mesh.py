@@ -70,8 +70,8 @@ def device_mesh(sizes: Mapping[str, int], folder: Path) -> "Mesh | None":
     if count > len(devices) or (processes > 1 and count != len(devices)):
         shape = f" ({mesh_text(sizes)})" if sizes else ""
         owner = "this process has" if processes == 1 else f"the {processes} processes have"
-        what = f"its programs are for {plural(count, 'device')}{shape}, and {owner} {len(devices)}"
-        raise Unsupported(what, where=str(folder), hint=_hint(count, devices[0].platform, processes))
+        problem = f"its programs are for {plural(count, 'device')}{shape}, and {owner} {len(devices)}"
+        raise Unsupported(problem, where=str(folder), hint=_hint(count, devices[0].platform, processes))
     if not sizes:
         return None
     grid = np.array(devices[:count], dtype=object).reshape([sizes[axis] for axis in _ordered(sizes)])
@@ -111,5 +111,5 @@ def fits_mesh(split: Sequence[str | None], shape: Sequence[int], sizes: Mapping[
     if not split:
         return True
     used = [axis for axis in split if axis is not None]
-    known = len(set(used)) == len(used) and all(axis in sizes for axis in used)
-    return known and len(split) == len(shape) and all(axis is None or size % sizes[axis] == 0 for axis, size in zip(split, shape))
+    axes_valid = len(set(used)) == len(used) and all(axis in sizes for axis in used)
+    return axes_valid and len(split) == len(shape) and all(axis is None or size % sizes[axis] == 0 for axis, size in zip(split, shape))

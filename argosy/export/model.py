@@ -41,7 +41,7 @@ def export_model(
     mesh: ExportMesh | Mapping[str, int] | None = None,
     lineage: Mapping[str, Any] | None = None,
     say: Say = lambda _: None,
-    **how: Any,
+    **options: Any,
 ) -> BundleManifest:
     """Writes a model as a bundle.
 
@@ -56,7 +56,7 @@ def export_model(
         mesh: the devices that its programs run on together, such as {"tensor": 2}; they need not be there. None: one device.
         lineage: the origin of the model, for the manifest.
         say: called with progress messages.
-        how: further arguments of `write_bundle`, such as `store` and `sign`.
+        options: further arguments of `write_bundle`, such as `store` and `sign`.
 
     Raises:
         BadInput: the model has no such signature, a size is wrong, the mesh splits no weight or needs listed sizes, or the target
@@ -64,8 +64,8 @@ def export_model(
         Unsupported: the weights are kept in blocks of a file, or a program cannot be portable.
     """
     if lm.in_blocks:
-        what = "weights in the blocks of a .gguf file are for kernels of this machine"
-        raise Unsupported(what, hint="load the model without `blocks`")
+        problem = "weights in the blocks of a .gguf file are for kernels of this machine"
+        raise Unsupported(problem, hint="load the model without `blocks`")
     default = "rank" if lm.config.inputs == "clicks" else "classify" if lm.config.scored else "embed" if embeds(lm) else "logits"
     names = [signature or default] if signature is None or isinstance(signature, str) else list(signature)
     if max_tokens is not None and "generate" not in names:
@@ -79,19 +79,19 @@ def export_model(
         plan = model_signature(lm, name, **sizes)
         program, weights = split_program(lm.module, plan.function)
         lengths = lengths or ([plan.fixed[LENGTH]] if LENGTH in plan.fixed else None)
-        found = plan.signature
+        bundle_signature = plan.signature
         if lengths is not None:
-            check_lengths(lengths, found.limits[LENGTH])
-            found = found.model_copy(update={"limits": found.limits | {LENGTH: max(lengths)}})
+            check_lengths(lengths, bundle_signature.limits[LENGTH])
+            bundle_signature = bundle_signature.model_copy(update={"limits": bundle_signature.limits | {LENGTH: max(lengths)}})
         say(f"lowering `{name}` for {', '.join(platforms)}")
         shapes = combined({BATCH: listed_sizes("batch", batch), LENGTH: lengths})
         if places is not None:
-            check_closed(lm.module, found, shapes[0])
-        how_lowered: dict[str, Any] = {"platforms": platforms, "places": places}
+            check_closed(lm.module, bundle_signature, shapes[0])
+        lowering: dict[str, Any] = {"platforms": platforms, "places": places}
         contents.programs[name] = [
-            (fixed, export_program(program, weights, abstract_inputs(found, fixed), **how_lowered)) for fixed in shapes
+            (fixed, export_program(program, weights, abstract_inputs(bundle_signature, fixed), **lowering)) for fixed in shapes
         ]
-        contents.signatures[name] = found.model_copy(update={"weights": sorted(weights)})
+        contents.signatures[name] = bundle_signature.model_copy(update={"weights": sorted(weights)})
         contents.weights = [tensor_entry(address, value) for address, value in weights.items()]
     if places is not None:
         contents.mesh = dict(next(iter(places.values())).mesh.shape)
@@ -99,7 +99,7 @@ def export_model(
         contents.splits = {address: spec for address, spec in specs.items() if any(spec)}
     if lm.tokenizer is not None:
         contents.files = tokenizer_files(lm.tokenizer)
-    return write_bundle(target, contents, **how)
+    return write_bundle(target, contents, **options)
 
 
 def weight_places(module: Any, mesh: ExportMesh | Mapping[str, int] | None) -> dict[str, NamedSharding] | None:
@@ -112,12 +112,12 @@ def weight_places(module: Any, mesh: ExportMesh | Mapping[str, int] | None) -> d
     if not sizes:
         return None
     shapes = {address: value.shape for address, value in variables(module).items()}
-    found = shardings(logical(module), shapes, DEFAULT, described_mesh(sizes))
-    used = {axis for place in found.values() for axis in place.spec}
+    places = shardings(logical(module), shapes, DEFAULT, described_mesh(sizes))
+    used = {axis for place in places.values() for axis in place.spec}
     if unused := [axis for axis in sizes if axis not in used]:
-        what = f"mesh.{unused[0]} = {sizes[unused[0]]} divides no weight of this model"
-        raise BadInput(what, hint="a number that divides its heads, its feed-forward features or its width, such as a power of two")
-    return found
+        problem = f"mesh.{unused[0]} = {sizes[unused[0]]} divides no weight of this model"
+        raise BadInput(problem, hint="a number that divides its heads, its feed-forward features or its width, such as a power of two")
+    return places
 
 
 def check_closed(module: Any, signature: BundleSignature, fixed: Mapping[str, int]) -> None:
@@ -129,8 +129,8 @@ def check_closed(module: Any, signature: BundleSignature, fixed: Mapping[str, in
     """
     opened = {size for spec in signature.inputs for size in spec.shape if isinstance(size, str) and size not in fixed}
     if opened and any("experts" in axes for axes in logical(module).values()):
-        what = f"{' and '.join(sorted(opened))} left open, in a model with experts on several devices"
-        raise BadInput(what, hint="list the sizes: batch=1,4 length=128")
+        problem = f"{' and '.join(sorted(opened))} left open, in a model with experts on several devices"
+        raise BadInput(problem, hint="list the sizes: batch=1,4 length=128")
 
 
 def listed_sizes(name: str, sizes: int | Sequence[int] | None) -> list[int] | None:
@@ -141,10 +141,10 @@ def listed_sizes(name: str, sizes: int | Sequence[int] | None) -> list[int] | No
     """
     if sizes is None:
         return None
-    found = sorted({sizes} if isinstance(sizes, int) else set(sizes))
-    if not found or found[0] < 1:
+    sorted_sizes = sorted({sizes} if isinstance(sizes, int) else set(sizes))
+    if not sorted_sizes or sorted_sizes[0] < 1:
         raise BadInput(f"{name} = {sizes}", hint=f"sizes of at least 1, such as {name}=1,4,16; or {name}=symbolic for any")
-    return found
+    return sorted_sizes
 
 
 def check_lengths(lengths: Sequence[int], most: int) -> None:

@@ -35,8 +35,8 @@ class BundledPrompts:
 
     def __init__(self, prompts: EncoderPrompts, guided: bool):
         if tokens := prompts.learned_tokens:
-            what = f"bundles with learned embeddings ({', '.join(tokens)}) are not built"
-            raise BadInput(what, hint="the pipeline without `embeddings`")
+            problem = f"bundles with learned embeddings ({', '.join(tokens)}) are not built"
+            raise BadInput(problem, hint="the pipeline without `embeddings`")
         self.prompts = prompts
         ends = [f"_{i + 1}" if i else "" for i in range(len(prompts.readers))]
         self.readers = dict(zip(ends, prompts.readers, strict=True))
@@ -67,10 +67,10 @@ class BundledPrompts:
         for step in self.steps:
             of, default = step.input.replace("_", " "), 0 if step.input == NEGATIVE else None
             for encoder, reader in zip(step.encoders, self.readers.values(), strict=True):
-                how: Any = {"shape": [BATCH, encoder.length], "dtype": "int32", "default": default, "minimum": 0}
+                tensor_fields: Any = {"shape": [BATCH, encoder.length], "dtype": "int32", "default": default, "minimum": 0}
                 about, most = f"ids of the {of} by `{encoder.folder}`", reader.module.config.vocab - 1
-                yield TensorSignature(name=encoder.tokens, description=about, pad=encoder.pad, maximum=most, **how)
-                yield TensorSignature(name=encoder.mask, description="1 for tokens, 0 for padding", maximum=1, **how)
+                yield TensorSignature(name=encoder.tokens, description=about, pad=encoder.pad, maximum=most, **tensor_fields)
+                yield TensorSignature(name=encoder.mask, description="1 for tokens, 0 for padding", maximum=1, **tensor_fields)
 
     def conditions(self, modules: Mapping[str, Any], inputs: Mapping[str, Any]) -> Conditions:
         """The conditions of the prompts."""
@@ -81,14 +81,14 @@ class BundledPrompts:
     def base(self, modules: Mapping[str, Any], inputs: Mapping[str, Any], none: Mapping[str, Array]) -> Conditions:
         """What guidance leads away from, after `conditions`: in each row the negative prompt, or `none`."""
         step = self.steps[1]
-        given = jnp.stack([inputs[encoder.mask].any(1) for encoder in step.encoders]).any(0)
+        has_negative = jnp.stack([inputs[encoder.mask].any(1) for encoder in step.encoders]).any(0)
 
         def encoded() -> dict[str, Array]:
-            found = self._encoded(step, modules, inputs)._asdict()
-            return {k: jnp.where(given.reshape(-1, *(1,) * (v.ndim - 1)), found[k], v) for k, v in none.items()}
+            conditions = self._encoded(step, modules, inputs)._asdict()
+            return {k: jnp.where(has_negative.reshape(-1, *(1,) * (v.ndim - 1)), conditions[k], v) for k, v in none.items()}
 
         # Encoders run for negative prompts only if there are any.
-        return Conditions(**jax.lax.cond(given.any(), encoded, lambda: dict(none)))
+        return Conditions(**jax.lax.cond(has_negative.any(), encoded, lambda: dict(none)))
 
     def _encoded(self, step: TokenizePromptStep, modules: Mapping[str, Any], inputs: Mapping[str, Any]) -> Conditions:
         states = []

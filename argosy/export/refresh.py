@@ -61,10 +61,10 @@ def refresh_bundle(
     used = {file.file for file in manifest.weights} | {p.file for s in manifest.signatures.values() for p in s.programs}
     contents.files = {name: (path / name).read_bytes() for name in manifest.files if name not in used}
     pending = Path(target) if target is not None else path.with_name(f"{path.name}.{uuid4().hex[:8]}.new")
-    found = write_bundle(pending, contents, sign=sign, now=now)
+    new_manifest = write_bundle(pending, contents, sign=sign, now=now)
     if target is None:
         _replace(path, pending)
-    return found
+    return new_manifest
 
 
 def exported_again(exported: export.Exported, manifest: BundleManifest) -> export.Exported:

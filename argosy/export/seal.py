@@ -26,12 +26,12 @@ def sign_manifest(data: bytes, key: str | Path) -> bytes:
     """
     keys, serialization = _library()
     try:
-        found = serialization.load_pem_private_key(_key_bytes(key), None)
+        private_key = serialization.load_pem_private_key(_key_bytes(key), None)
     except (ValueError, TypeError) as error:
         raise BadInput(f"{key} holds no private key without a password: {error}", hint=_HINT) from None
-    if not isinstance(found, keys.Ed25519PrivateKey):
+    if not isinstance(private_key, keys.Ed25519PrivateKey):
         raise BadInput(f"{key} holds no ed25519 key", hint=_HINT)
-    return found.sign(data)
+    return private_key.sign(data)
 
 
 def check_signature(data: bytes, signature: bytes, key: str | Path, where: str) -> None:
@@ -48,13 +48,13 @@ def check_signature(data: bytes, signature: bytes, key: str | Path, where: str) 
     """
     keys, serialization = _library()
     try:
-        found: Any = serialization.load_pem_public_key(_key_bytes(key))
+        public_key: Any = serialization.load_pem_public_key(_key_bytes(key))
     except ValueError as error:
         raise BadInput(f"{key} holds no public key: {error}", hint=_HINT) from None
-    if not isinstance(found, keys.Ed25519PublicKey):
+    if not isinstance(public_key, keys.Ed25519PublicKey):
         raise BadInput(f"{key} holds no ed25519 key", hint=_HINT)
     try:
-        found.verify(signature, data)
+        public_key.verify(signature, data)
     except import_module("cryptography.exceptions").InvalidSignature:
         raise Damaged(f"{SEAL} is no signature of {MANIFEST} by {key}", where=where) from None
 
@@ -74,5 +74,5 @@ def _library() -> tuple[Any, Any]:
         keys = import_module("cryptography.hazmat.primitives.asymmetric.ed25519")
         return keys, import_module("cryptography.hazmat.primitives.serialization")
     except ImportError:
-        what = "signatures need the package `cryptography`, which is not installed"
-        raise Unsupported(what, hint=install_extra("sign")) from None
+        problem = "signatures need the package `cryptography`, which is not installed"
+        raise Unsupported(problem, hint=install_extra("sign")) from None

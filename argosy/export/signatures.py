@@ -109,15 +109,16 @@ def embed_signature(lm: LM) -> ModelSignature:
     texts: list[InputStep] = []
     if lm.tokenizer is not None:
         first, last = frame_tokens(lm)
-        how: Any = {"prompt": steps.prompt, "prompts": dict(steps.prompts), "lower": steps.lower, "cut": True}
-        how |= {"strip": True}
-        how |= {} if steps.include_prompt else {"prompt_length": PROMPT_LENGTH}
-        texts = [TokenizeStep(first=first, last=last, **how)]
+        step_fields: Any = {"prompt": steps.prompt, "prompts": dict(steps.prompts), "lower": steps.lower, "cut": True}
+        step_fields |= {"strip": True}
+        step_fields |= {} if steps.include_prompt else {"prompt_length": PROMPT_LENGTH}
+        texts = [TokenizeStep(first=first, last=last, **step_fields)]
     about = f"{steps.pooling} of the tokens"
     inputs = tokens_and_mask(longest, lm.config.vocab)
     if not steps.include_prompt:
-        what: dict[str, Any] = {"dtype": "int32", "default": 0, "minimum": 0, "maximum": longest}
-        inputs.append(TensorSignature(name=PROMPT_LENGTH, shape=[BATCH], description="tokens of each row that are not pooled", **what))
+        tensor_fields: dict[str, Any] = {"dtype": "int32", "default": 0, "minimum": 0, "maximum": longest}
+        about_length = "tokens of each row that are not pooled"
+        inputs.append(TensorSignature(name=PROMPT_LENGTH, shape=[BATCH], description=about_length, **tensor_fields))
     vector = TensorSignature(name="embedding", shape=[BATCH, lm.config.embedding_width], dtype="float32", description=about)
     signature = BundleSignature(
         description="one vector for each text",
@@ -165,8 +166,8 @@ def classify_signature(lm: LM) -> ModelSignature:
         after.append(ProbabilitiesStep(step=config.activation_of_scores, names=names if config.scored > 1 else []))
     if config.activation_of_scores == "softmax":
         after.append(LabelsStep(names=names))
-    shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
-    output = TensorSignature(name="scores", shape=[BATCH, config.scored], dtype="float32", description=f"of {shown}")
+    names_text = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+    output = TensorSignature(name="scores", shape=[BATCH, config.scored], dtype="float32", description=f"of {names_text}")
     signature = BundleSignature(
         description="the class of each text" if config.scored > 1 else "the score of each text",
         inputs=inputs,
@@ -240,8 +241,8 @@ def _tower(
 ) -> ModelSignature:
     """A signature of one vector for each row."""
     output = TensorSignature(name="embedding", shape=[BATCH, lm.config.output], dtype="float32", description="at length 1")
-    how: Any = {"inputs": inputs, "outputs": [output], "programs": [], "weights": [], "padding": [BATCH], "example": example}
-    signature = BundleSignature(description="one vector for each row", **how)
+    fields: Any = {"inputs": inputs, "outputs": [output], "programs": [], "weights": [], "padding": [BATCH], "example": example}
+    signature = BundleSignature(description="one vector for each row", **fields)
     return ModelSignature(signature, lambda model, inputs: {"embedding": vectors(model, inputs).astype(jnp.float32)}, {})
 
 
@@ -284,14 +285,14 @@ def generate_signature(lm: LM, prompt_tokens: int | None = None, max_tokens: int
         tokens, lengths = generated(model, **inputs, room=new, stops=stops)
         return {"tokens": tokens, "lengths": lengths}
 
-    one: dict[str, Any] = {"name": "max_tokens", "shape": [], "dtype": "int32", "default": new, "minimum": 1, "maximum": new}
+    tensor_fields: dict[str, Any] = {"name": "max_tokens", "shape": [], "dtype": "int32", "default": new, "minimum": 1, "maximum": new}
     inputs = [
         *tokens_and_mask(prompt, lm.config.vocab),
         TensorSignature(
             name="temperature", shape=[BATCH], dtype="float32", default=0.0, minimum=0.0, description="0: the likeliest token"
         ),
         TensorSignature(name="seed", shape=[], dtype="uint32", default=0, description="of the random numbers above temperature 0"),
-        TensorSignature(**one, description=f"the most tokens of a completion, at most {new}"),
+        TensorSignature(**tensor_fields, description=f"the most tokens of a completion, at most {new}"),
     ]
     outputs = [
         TensorSignature(name="tokens", shape=[BATCH, new], dtype="int32", description="of the completions"),

@@ -286,18 +286,18 @@ def tokenized(
             raise BadInput(f"`{step.input}`: {text[:40]!r} has no tokens")
         if longest is not None and len(row) > longest:
             raise BadInput(f"`{step.input}`: {text[:40]!r} has {len(row)} tokens, and this signature takes {longest}")
-    found = padded_rows(step, rows)
+    arrays = padded_rows(step, rows)
     if step.prompt_length:
         before = _before(step, tokenizer, prompts)
         # A token may belong to the end of a prompt and the beginning of its text: it is pooled.
         sizes = [common_length(before[prompt], row) if prompt else 0 for prompt, row in zip(prompts, ids, strict=True)]
-        found[step.prompt_length] = np.array([len(step.first) + n if n else 0 for n in sizes], np.int32)
+        arrays[step.prompt_length] = np.array([len(step.first) + n if n else 0 for n in sizes], np.int32)
     if isinstance(step, TokenizePairsStep) and step.types:
-        kinds = np.zeros_like(found[step.tokens])
+        kinds = np.zeros_like(arrays[step.tokens])
         for i, (row, second) in enumerate(zip(rows, seconds or (), strict=True)):
             kinds[i, second or len(row) : len(row)] = 1
-        found[step.types] = kinds
-    return found
+        arrays[step.types] = kinds
+    return arrays
 
 
 def tokenized_prompts(step: TokenizePromptStep, tokenizer: Callable[[str], Tokenizer], texts: Any) -> dict[str, np.ndarray]:
@@ -311,7 +311,7 @@ def tokenized_prompts(step: TokenizePromptStep, tokenizer: Callable[[str], Token
     """
     texts = _texts(step.input, texts)
     plain = [unescaped(text) for text in texts] if step.unescape else texts
-    found, cut = {}, [True] * len(texts)
+    arrays, cut = {}, [True] * len(texts)
     for encoder in step.encoders:
         room = encoder.length - len(encoder.first) - len(encoder.last)
         tokens = np.full((len(texts), encoder.length), encoder.pad, np.int32)
@@ -322,12 +322,12 @@ def tokenized_prompts(step: TokenizePromptStep, tokenizer: Callable[[str], Token
             place = slice(encoder.length - len(row), None) if encoder.pad_left else slice(len(row))
             tokens[i, place], mask[i, place] = row, 1
             cut[i] = cut[i] and len(ids) > room
-        found |= {encoder.tokens: tokens, encoder.mask: mask}
+        arrays |= {encoder.tokens: tokens, encoder.mask: mask}
     if any(cut):
         longest = max(encoder.length - len(encoder.first) - len(encoder.last) for encoder in step.encoders)
         text = texts[cut.index(True)]
         raise BadInput(f"`{step.input}`: {text[:40]!r} has more tokens than the {longest} that this model reads", hint="a shorter one")
-    return found
+    return arrays
 
 
 def decoded_images(step: DecodeImageStep, files: Any, dtype: np.dtype) -> np.ndarray:
@@ -343,7 +343,7 @@ def decoded_images(step: DecodeImageStep, files: Any, dtype: np.dtype) -> np.nda
     files = files.tolist() if isinstance(files, np.ndarray) else [files] if isinstance(files, str | bytes) else files
     if not isinstance(files, list | tuple) or not files:
         raise BadInput(f"`{step.input}` takes a list of image files", hint=f'"{step.input}": ["iVBORw0KGgo..."], each in base64')
-    found = np.zeros((len(files), *step.shape), dtype)
+    images = np.zeros((len(files), *step.shape), dtype)
     for i, file in enumerate(files):
         try:
             image = read_image(_file_bytes(file))
@@ -358,8 +358,8 @@ def decoded_images(step: DecodeImageStep, files: Any, dtype: np.dtype) -> np.nda
         if dtype.kind in "iu":
             pixels = np.clip(np.rint(pixels), np.iinfo(dtype).min, np.iinfo(dtype).max)
         axes = pixels.transpose(2, 0, 1) if step.layout == "CHW" else pixels
-        found[i] = axes.reshape(step.shape).astype(dtype)
-    return found
+        images[i] = axes.reshape(step.shape).astype(dtype)
+    return images
 
 
 def _file_bytes(file: Any) -> bytes:
@@ -411,11 +411,11 @@ def _texts(name: str, texts: Any, count: int | None = None) -> list[str]:
 
 def _prompts(step: TokenizeStep, names: Any, count: int) -> list[str]:
     """The prompt of each text. One name is that of all texts."""
-    given = _texts(step.prompt_name, names)
-    given = given * count if len(given) == 1 else _texts(step.prompt_name, given, count)
-    if unknown := [name for name in given if name and name not in step.prompts]:
+    prompt_names = _texts(step.prompt_name, names)
+    prompt_names = prompt_names * count if len(prompt_names) == 1 else _texts(step.prompt_name, prompt_names, count)
+    if unknown := [name for name in prompt_names if name and name not in step.prompts]:
         raise BadInput(f"`{step.prompt_name}`: no prompt `{unknown[0][:64]}`", hint=nearest(unknown[0], list(step.prompts)))
-    return [step.prompts[name] if name else step.prompt for name in given]
+    return [step.prompts[name] if name else step.prompt for name in prompt_names]
 
 
 def _before(step: TokenizeStep, tokenizer: Tokenizer, prompts: Sequence[str]) -> dict[str, list[int]]:
@@ -425,8 +425,8 @@ def _before(step: TokenizeStep, tokenizer: Tokenizer, prompts: Sequence[str]) ->
 
 
 def _ids(step: TokenizeStep, tokenizer: Tokenizer, texts: list[str], prompts: Sequence[str]) -> list[list[int]]:
-    found = [(prompt + text).strip() if step.strip else prompt + text for prompt, text in zip(prompts, texts, strict=True)]
-    return tokenizer.encode_many([text.lower() if step.lower else text for text in found])
+    full_texts = [(prompt + text).strip() if step.strip else prompt + text for prompt, text in zip(prompts, texts, strict=True)]
+    return tokenizer.encode_many([text.lower() if step.lower else text for text in full_texts])
 
 
 def padded_rows(step: TokenizeStep, rows: Sequence[Sequence[int]]) -> dict[str, np.ndarray]:

@@ -184,17 +184,17 @@ def _named_by_content(
 def _shared(path: Path, store: Path, record: Mapping[str, Any]) -> None:
     """Makes a file and the one of its name in the store one file. An altered one there is replaced; bundles that have it keep it."""
     store.mkdir(parents=True, exist_ok=True)
-    kept = store / path.name
+    store_file = store / path.name
     pending = path.with_name(f".{path.name}.{os.getpid()}.link")
     try:
         while True:
-            if kept.is_file() and not kept.is_symlink() and hash_file(kept) == record:
-                os.link(kept, pending)
+            if store_file.is_file() and not store_file.is_symlink() and hash_file(store_file) == record:
+                os.link(store_file, pending)
                 pending.replace(path)
                 return
-            kept.unlink(missing_ok=True)
+            store_file.unlink(missing_ok=True)
             try:
-                os.link(path, kept)
+                os.link(path, store_file)
                 return
             except FileExistsError:
                 # Another process has put it there meanwhile.
@@ -203,8 +203,8 @@ def _shared(path: Path, store: Path, record: Mapping[str, Any]) -> None:
         pending.unlink(missing_ok=True)
         if error.errno not in _NO_LINKS:
             raise
-        what = f"{store} and {path.parent.parent.parent} cannot share files: {(error.strerror or '').lower()}"
-        raise ArgosyError(what, hint="a store is on the same file system as its bundles; or leave out `store`") from None
+        problem = f"{store} and {path.parent.parent.parent} cannot share files: {(error.strerror or '').lower()}"
+        raise ArgosyError(problem, hint="a store is on the same file system as its bundles; or leave out `store`") from None
 
 
 def _linked(staged: StagedFolder, path: Path, file: WeightsFile) -> WeightsFile:
