@@ -148,18 +148,18 @@ class Batcher:
         self._enqueue(calls)
         try:
             # The first part that fails ends the request: the others leave the queue.
-            found = [await calls[0].done] if len(calls) == 1 else await asyncio.gather(*(call.done for call in calls))
+            results = [await calls[0].done] if len(calls) == 1 else await asyncio.gather(*(call.done for call in calls))
         except BaseException:
             # The client went away, or a part failed. A call whose batch runs is computed to its end.
             self._withdraw(calls)
             raise
-        if len(found) == 1:
-            return found[0]
+        if len(results) == 1:
+            return results[0]
         return CallResult(
-            join_outputs([one.outputs for one in found]),
-            max(one.queued for one in found),
-            sum(one.computed for one in found),
-            max(one.rows for one in found),
+            join_outputs([result.outputs for result in results]),
+            max(result.queued for result in results),
+            sum(result.computed for result in results),
+            max(result.rows for result in results),
         )
 
     def _level(self, priority: int) -> int:
@@ -206,21 +206,21 @@ class Batcher:
         Raises:
             QueueFull: there are not so many; nothing is changed.
         """
-        gone: list[WaitingCall] = []
+        evicted: list[WaitingCall] = []
         for call in reversed(self.waiting):
             if rows <= 0 or not first < call:
                 break
-            gone.append(call)
+            evicted.append(call)
             rows -= call.places
         if rows > 0:
             raise QueueFull
-        self._remove(gone)
-        _tell((call, QueueFull()) for call in gone)
+        self._remove(evicted)
+        _tell((call, QueueFull()) for call in evicted)
 
     def _remove(self, calls: Sequence[WaitingCall]) -> None:
         """Takes calls from the queue."""
-        gone = set(map(id, calls))
-        self.waiting = [call for call in self.waiting if id(call) not in gone]
+        ids = set(map(id, calls))
+        self.waiting = [call for call in self.waiting if id(call) not in ids]
         self.waiting_rows = sum(call.places for call in self.waiting)
 
     def _withdraw(self, calls: Sequence[WaitingCall]) -> None:
@@ -266,7 +266,7 @@ class Batcher:
                 rows = sum(call.places for call in batch)
                 self.seen(batch[0].signature, len(batch), rows, seconds)
                 answers = zip(batch, outputs, strict=True)
-                _tell((call, CallResult(own, begin - call.arrived, seconds, rows)) for call, own in answers)
+                _tell((call, CallResult(call_outputs, begin - call.arrived, seconds, rows)) for call, call_outputs in answers)
             with self._changed:
                 self.running -= 1
 
@@ -279,13 +279,13 @@ class Batcher:
                         return []
                     self._changed.wait()
                 first = self.waiting[0]
-                left = first.arrived + self.settings.max_queue_delay_ms / 1e3 - time.perf_counter()
-                if self._closing or left <= 0 or self._rows_with(first) >= self.plan(first.signature).rows_at(first.sizes):
+                remaining = first.arrived + self.settings.max_queue_delay_ms / 1e3 - time.perf_counter()
+                if self._closing or remaining <= 0 or self._rows_with(first) >= self.plan(first.signature).rows_at(first.sizes):
                     self.running += 1
-                    return self._taken(first)
-                self._changed.wait(left)
+                    return self._take(first)
+                self._changed.wait(remaining)
 
-    def _taken(self, first: WaitingCall) -> list[WaitingCall]:
+    def _take(self, first: WaitingCall) -> list[WaitingCall]:
         """Takes the first call and those that fit beside it from the queue."""
         batch, rows, plan, sizes = [first], first.rows, self.plan(first.signature), dict(first.sizes)
         for call in self.waiting[1:]:
@@ -312,16 +312,16 @@ class Batcher:
         if batch[0].rows > below:
             # Smaller calls that went ahead of the first one could do so for ever.
             return batch
-        kept, fewer = [], 0
+        fitting, fewer = [], 0
         for call in batch:
             if fewer + call.rows <= below:
-                kept.append(call)
+                fitting.append(call)
                 fewer += call.rows
         if self.settings.batch_padding_policy == "batch_down":
-            return kept
-        part = plan.padded([call.sizes for call in kept])
+            return fitting
+        part = plan.padded([call.sizes for call in fitting])
         seconds, less = (self._seconds.get(_batch_key(batch[0].signature, sizes)) for sizes in (whole, part))
-        return kept if seconds is not None and less is not None and less / fewer < seconds / rows else batch
+        return fitting if seconds is not None and less is not None and less / fewer < seconds / rows else batch
 
     def _rows_with(self, first: WaitingCall) -> int:
         return sum(call.rows for call in self.waiting if call.group == first.group)
@@ -345,20 +345,20 @@ class Batcher:
 
     def warm_up(self, store: ProgramStore | None = None, say: Say | None = None) -> int:
         """Compiles the programs of every signature, at most `MOST_PROGRAMS` each, and calls those of one row. Returns their number."""
-        wanted: dict[str, list[dict[str, int]]] = {}
+        warm_sizes: dict[str, list[dict[str, int]]] = {}
         for name in self.bundle.manifest.signatures:
             sizes = self.plan(name).combinations()
             if sizes is None:
                 self.bundle.warm_up(name)
                 continue
-            wanted[name] = sizes[:MOST_PROGRAMS]
+            warm_sizes[name] = sizes[:MOST_PROGRAMS]
             if say is not None and len(sizes) > MOST_PROGRAMS:
                 fewer = "export with batch= and length=, or serve with batching.allowed_batch_sizes=, for fewer"
                 later = "compiled now, longer ones when they are first asked for"
                 say(f"`{name}` has {len(sizes)} sizes; {MOST_PROGRAMS} are {later} ({fewer})")
-        count = self.bundle.compile(wanted, store, say)
+        count = self.bundle.compile(warm_sizes, store, say)
         with ThreadPoolExecutor(core_count(), "warm up") as pool:
-            for name, sizes in wanted.items():
+            for name, sizes in warm_sizes.items():
                 of, axis = self.bundle.manifest.signature(name), self.plan(name).axis
                 # XLA links a program when it is first called, 40 ms for a small encoder. A lone request does not wait for that; a batch
                 # may, once, since calling all sizes would take seconds.
@@ -379,8 +379,8 @@ def _texts_in(value: Any) -> Iterator[str | bytes]:
     if isinstance(value, str | bytes):
         yield value
     elif isinstance(value, Iterable) and not isinstance(value, np.ndarray):
-        for one in value:
-            yield from _texts_in(one)
+        for element in value:
+            yield from _texts_in(element)
 
 
 def _batch_key(signature: str, sizes: Mapping[str, int]) -> Any:

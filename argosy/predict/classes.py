@@ -37,8 +37,8 @@ def class_count(spec: Mapping[str, Any], parameters: Mapping[str, Any]) -> int |
     if type(count) is not int or count < 1:
         raise ApiError("parameters.classification is no number of classes")
     if spec["datatype"] == TEXT or len(spec["shape"]) != 2:
-        what = f"output `{spec['name']}` has no scores of classes"
-        raise ApiError(f"{what}: classification is for outputs of shape [batch, classes]")
+        problem = f"output `{spec['name']}` has no scores of classes"
+        raise ApiError(f"{problem}: classification is for outputs of shape [batch, classes]")
     return count
 
 

@@ -61,7 +61,7 @@ class Ensemble:
         self.plan: EnsemblePlan = plan_ensemble(ensemble, self.signatures)
         about: dict[str, Any] = {"versions": {}, "written": "", "readable_until": "", "weights": [], "files": {}}
         self.manifest = BundleManifest(default=SIGNATURE, signatures={SIGNATURE: self.plan.signature}, **about)
-        self.settings: BatchingSettings = min((one.settings for one in batchers), key=lambda one: one.max_batch_size)
+        self.settings: BatchingSettings = min((batcher.settings for batcher in batchers), key=lambda batcher: batcher.max_batch_size)
         self.waiting: Sequence[Any] = ()
         self._running = 0
 
@@ -140,19 +140,19 @@ class Ensemble:
 
 def ensemble_order(ensembles: Mapping[str, EnsembleSettings]) -> list[str]:
     """Names of ensembles, with members before the ensembles that use them. In a cycle the order is arbitrary."""
-    found: dict[str, None] = {}
+    order: dict[str, None] = {}
 
     def visit(name: str, path: frozenset[str]) -> None:
-        if name in found or name in path:
+        if name in order or name in path:
             return
         for step in ensembles[name].steps:
             if step.model in ensembles:
                 visit(step.model, path | {name})
-        found[name] = None
+        order[name] = None
 
     for name in ensembles:
         visit(name, frozenset())
-    return list(found)
+    return list(order)
 
 
 def circle_of(name: str, ensembles: Mapping[str, EnsembleSettings]) -> str | None:

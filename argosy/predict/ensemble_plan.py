@@ -60,15 +60,15 @@ def plan_ensemble(settings: EnsembleSettings, members: Sequence[BundleSignature]
     levels = _levels(settings, inputs, writers)
     axes = _Axes()
     specs = _tensors(settings, members, inputs, outputs, axes)
-    named = axes.names(members)
+    axis_names = axes.names(members)
     signature = BundleSignature(
         description="; ".join(step.model for step in settings.steps),
-        inputs=[_renamed(specs[tensor], tensor, named) for tensor in specs if tensor not in writers],
-        outputs=[_renamed(specs[tensor], tensor, named) for tensor in results],
+        inputs=[_renamed(specs[tensor], tensor, axis_names) for tensor in specs if tensor not in writers],
+        outputs=[_renamed(specs[tensor], tensor, axis_names) for tensor in results],
         programs=[],
         weights=[],
-        padding=sorted(_padding(members, named)),
-        limits=_limits(members, named),
+        padding=sorted(_padding(members, axis_names)),
+        limits=_limits(members, axis_names),
     )
     return EnsemblePlan(signature, levels, inputs, outputs)
 
@@ -79,49 +79,49 @@ def _step(settings: EnsembleSettings, i: int) -> str:
 
 def member_inputs(of: BundleSignature) -> dict[str, TensorSignature]:
     """All inputs of a signature by name, texts included."""
-    found = {spec.name: spec for spec in of.inputs}
+    specs = {spec.name: spec for spec in of.inputs}
     for step in of.preprocess:
-        found |= {name: TensorSignature(name=name, shape=found[step.results[0]].shape[:1], dtype=TEXTS) for name in step.texts}
-    return found
+        specs |= {name: TensorSignature(name=name, shape=specs[step.results[0]].shape[:1], dtype=TEXTS) for name in step.texts}
+    return specs
 
 
 def member_outputs(of: BundleSignature) -> dict[str, TensorSignature]:
-    found = {spec.name: spec for spec in of.outputs}
+    specs = {spec.name: spec for spec in of.outputs}
     for step in of.postprocess:
         if isinstance(step, DetokenizeStep):
-            found[step.output] = TensorSignature(name=step.output, shape=found[step.tokens].shape[:1], dtype=TEXTS)
+            specs[step.output] = TensorSignature(name=step.output, shape=specs[step.tokens].shape[:1], dtype=TEXTS)
         elif isinstance(step, LabelsStep):
-            found[step.output] = TensorSignature(name=step.output, shape=found[step.scores].shape[:1], dtype=TEXTS)
+            specs[step.output] = TensorSignature(name=step.output, shape=specs[step.scores].shape[:1], dtype=TEXTS)
         elif isinstance(step, ProbabilitiesStep):
-            found[step.output] = found[step.scores].model_copy(update={"name": step.output, "description": "probabilities"})
-    return found
+            specs[step.output] = specs[step.scores].model_copy(update={"name": step.output, "description": "probabilities"})
+    return specs
 
 
 def _inputs(i: int, step: EnsembleStep, of: BundleSignature) -> dict[str, str]:
     """The tensors that a step reads, by its member's names. Required inputs that the map leaves out have their own names."""
-    known = member_inputs(of)
-    if unknown := [name for name in step.input_map if name not in known]:
-        raise BadInput(f"step {i + 1}: `{step.model}` has no input `{unknown[0]}`", hint=nearest(unknown[0], list(known)))
-    found = dict(step.input_map)
-    made = {}
+    specs = member_inputs(of)
+    if unknown := [name for name in step.input_map if name not in specs]:
+        raise BadInput(f"step {i + 1}: `{step.model}` has no input `{unknown[0]}`", hint=nearest(unknown[0], list(specs)))
+    tensors = dict(step.input_map)
+    sources = {}
     for text in of.preprocess:
-        made |= dict.fromkeys(text.results, text.input)
-        if text.results[0] not in found:
-            found.setdefault(text.input, text.input)
-        elif text.input in found:
+        sources |= dict.fromkeys(text.results, text.input)
+        if text.results[0] not in tensors:
+            tensors.setdefault(text.input, text.input)
+        elif text.input in tensors:
             raise BadInput(f"step {i + 1}: `{step.model}` makes `{text.results[0]}` of `{text.input}`: map one of them")
     for spec in of.inputs:
-        if spec.default is None and made.get(spec.name) not in found:
-            found.setdefault(spec.name, spec.name)
-    return found
+        if spec.default is None and sources.get(spec.name) not in tensors:
+            tensors.setdefault(spec.name, spec.name)
+    return tensors
 
 
 def _outputs(i: int, step: EnsembleStep, of: BundleSignature) -> dict[str, str]:
     """The tensors that a step writes. Without a map, all outputs have their own names; with one, the others are dropped."""
-    known = member_outputs(of)
-    if unknown := [name for name in step.output_map if name not in known]:
-        raise BadInput(f"step {i + 1}: `{step.model}` has no output `{unknown[0]}`", hint=nearest(unknown[0], list(known)))
-    return dict(step.output_map) or {name: name for name in known}
+    specs = member_outputs(of)
+    if unknown := [name for name in step.output_map if name not in specs]:
+        raise BadInput(f"step {i + 1}: `{step.model}` has no output `{unknown[0]}`", hint=nearest(unknown[0], list(specs)))
+    return dict(step.output_map) or {name: name for name in specs}
 
 
 def _levels(settings: EnsembleSettings, inputs: Sequence[Mapping[str, str]], writers: Mapping[str, int]) -> list[list[int]]:
@@ -132,8 +132,8 @@ def _levels(settings: EnsembleSettings, inputs: Sequence[Mapping[str, str]], wri
     while len(done) < len(waits):
         level = [i for i, others in enumerate(waits) if i not in done and others <= done]
         if not level:
-            left = ", ".join(_step(settings, i) for i in range(len(waits)) if i not in done)
-            raise BadInput(f"a circle of steps: each of {left} reads what another of them writes")
+            unordered = ", ".join(_step(settings, i) for i in range(len(waits)) if i not in done)
+            raise BadInput(f"a circle of steps: each of {unordered} reads what another of them writes")
         levels.append(level)
         done |= set(level)
     return levels
@@ -147,18 +147,18 @@ def _tensors(
     axes: "_Axes",
 ) -> dict[str, tuple[int, TensorSignature]]:
     """Each tensor as the first step that has it describes it, after all others were compared with that."""
-    found: dict[str, tuple[int, TensorSignature]] = {}
+    tensors: dict[str, tuple[int, TensorSignature]] = {}
     for i, of in enumerate(members):
-        for known, names in ((member_inputs(of), inputs[i]), (member_outputs(of), outputs[i])):
+        for specs, names in ((member_inputs(of), inputs[i]), (member_outputs(of), outputs[i])):
             for name, tensor in names.items():
-                first, spec = found.setdefault(tensor, (i, known[name]))
-                if spec.dtype != known[name].dtype:
-                    kinds = f"{spec.dtype} in {_step(settings, first)} and {known[name].dtype} in {_step(settings, i)}"
+                first, spec = tensors.setdefault(tensor, (i, specs[name]))
+                if spec.dtype != specs[name].dtype:
+                    kinds = f"{spec.dtype} in {_step(settings, first)} and {specs[name].dtype} in {_step(settings, i)}"
                     raise BadInput(f"`{tensor}` is {kinds}")
-                if not axes.joined(first, spec, i, known[name]):
-                    shapes = f"{shape_text(spec)} in {_step(settings, first)} and {shape_text(known[name])} in {_step(settings, i)}"
+                if not axes.joined(first, spec, i, specs[name]):
+                    shapes = f"{shape_text(spec)} in {_step(settings, first)} and {shape_text(specs[name])} in {_step(settings, i)}"
                     raise BadInput(f"`{tensor}` is {shapes}")
-    return found
+    return tensors
 
 
 @dataclass
@@ -198,7 +198,7 @@ class _Axes:
 
     def names(self, members: Sequence[BundleSignature]) -> dict[Axis, int | str]:
         """The ensemble's name of every axis of a member, or its size."""
-        found: dict[Axis, int | str] = {}
+        axis_names: dict[Axis, int | str] = {}
         of_root: dict[Axis, int | str] = {}
         for i, of in enumerate(members):
             for spec in (*of.inputs, *of.outputs):
@@ -208,28 +208,28 @@ class _Axes:
                         if root not in of_root:
                             fresh = name if name not in of_root.values() else f"{name}_{i + 1}"
                             of_root[root] = self.sizes.get(root, fresh)
-                        found[i, name] = of_root[root]
-        return found
+                        axis_names[i, name] = of_root[root]
+        return axis_names
 
 
-def _renamed(spec: tuple[int, TensorSignature], name: str, named: Mapping[Axis, int | str]) -> TensorSignature:
+def _renamed(spec: tuple[int, TensorSignature], name: str, axis_names: Mapping[Axis, int | str]) -> TensorSignature:
     i, first = spec
-    shape = [named[i, size] if isinstance(size, str) else size for size in first.shape]
+    shape = [axis_names[i, size] if isinstance(size, str) else size for size in first.shape]
     return first.model_copy(update={"name": name, "shape": shape, "default": None})
 
 
-def _padding(members: Sequence[BundleSignature], named: Mapping[Axis, int | str]) -> set[str]:
+def _padding(members: Sequence[BundleSignature], axis_names: Mapping[Axis, int | str]) -> set[str]:
     """Axes that are the batch of every member."""
     batches = [batch_axis(of) for of in members]
-    found = {named[i, axis] for i, axis in enumerate(batches) if axis is not None}
-    return {name for name in found if isinstance(name, str)} if len(found) == 1 and None not in batches else set()
+    batch_names = {axis_names[i, axis] for i, axis in enumerate(batches) if axis is not None}
+    return {name for name in batch_names if isinstance(name, str)} if len(batch_names) == 1 and None not in batches else set()
 
 
-def _limits(members: Sequence[BundleSignature], named: Mapping[Axis, int | str]) -> dict[str, int]:
-    found: dict[str, int] = {}
+def _limits(members: Sequence[BundleSignature], axis_names: Mapping[Axis, int | str]) -> dict[str, int]:
+    limits: dict[str, int] = {}
     for i, of in enumerate(members):
         for axis, limit in of.limits.items():
-            name = named.get((i, axis))
+            name = axis_names.get((i, axis))
             if isinstance(name, str):
-                found[name] = min(limit, found.get(name, limit))
-    return found
+                limits[name] = min(limit, limits.get(name, limit))
+    return limits

@@ -39,10 +39,10 @@ class BundleImageRoutes:
         name = self._name(fields)
         version = self.service.find(name)
         inputs = image_inputs(version.bundle.manifest.signature(), fields, name)
-        _, found = await self.service.call(request, lambda: self.service.find(name), inputs, None)
-        if not np.asarray(found.outputs[FINITE]).all():
+        _, result = await self.service.call(request, lambda: self.service.find(name), inputs, None)
+        if not np.asarray(result.outputs[FINITE]).all():
             raise ApiError("numbers that are not finite were drawn", status=500)
-        images = np.asarray(found.outputs[IMAGES])
+        images = np.asarray(result.outputs[IMAGES])
         files = await asyncio.to_thread(lambda: [fields.file(image) for image in images])
         return Json({"created": int(time.time()), "data": [{"b64_json": file} for file in files]} | fields.about(images[0]))
 
@@ -53,7 +53,7 @@ class BundleImageRoutes:
             if fields.model not in models:
                 raise unknown_model(fields.model)
             return fields.model
-        draws = [name for name, state in models.items() if any(draws_prompts(one) for one in state.versions.values())]
+        draws = [name for name, state in models.items() if any(draws_prompts(version) for version in state.versions.values())]
         if len(draws) != 1:
             raise ApiError(f"`model` is missing: {plural(len(draws), 'model')} of this server draw images of prompts", param="model")
         return draws[0]
@@ -82,13 +82,13 @@ def image_inputs(of: BundleSignature, fields: ImageGenerationFields, name: str) 
     if fields.n > MOST_IMAGES:
         raise ApiError(f"`n`: {fields.n} images, this server allows {MOST_IMAGES}", param="n")
     seed = secrets.randbits(31) if fields.seed is None else fields.seed
-    found: dict[str, Any] = {prompts[0]: [fields.prompt] * fields.n, "seed": [seed] * fields.n, "index": list(range(fields.n))}
+    inputs: dict[str, Any] = {prompts[0]: [fields.prompt] * fields.n, "seed": [seed] * fields.n, "index": list(range(fields.n))}
     if fields.negative_prompt is not None:
         if len(prompts) < 2:
             raise ApiError("`negative_prompt` has no effect on this model", param="negative_prompt", code="unsupported_parameter")
-        found[prompts[1]] = [fields.negative_prompt] * fields.n
+        inputs[prompts[1]] = [fields.negative_prompt] * fields.n
     if fields.guidance_scale is not None:
         if "guidance" not in {spec.name for spec in of.inputs}:
             raise ApiError("`guidance_scale` has no effect on this model", param="guidance_scale", code="unsupported_parameter")
-        found["guidance"] = [fields.guidance_scale] * fields.n
-    return found
+        inputs["guidance"] = [fields.guidance_scale] * fields.n
+    return inputs

@@ -66,7 +66,7 @@ class PredictMetrics:
     def _answers(self, model: str, version: int) -> tuple[Counter, Counter, Histogram, Counter]:
         if (model, version) not in self._of_answers:
             every = self.success, self.request_us, self.seconds, self.queue_us
-            self._of_answers[model, version] = tuple(one.labels(model, str(version)) for one in every)
+            self._of_answers[model, version] = tuple(metric.labels(model, str(version)) for metric in every)
         return self._of_answers[model, version]
 
     def failed(self, model: str, version: int | str, reason: str) -> None:
@@ -92,10 +92,12 @@ class PredictMetrics:
             "success": "request_success", "rows": "count", "batches": "exec_count",
             "request_us": "request_duration_us", "queue_us": "queue_duration_us", "infer_us": "compute_infer_duration_us",
         }  # fmt: skip
-        found = {short: int(self.registry.get_sample_value(f"nv_inference_{name}_total", labels) or 0) for short, name in names.items()}
+        figures = {
+            short: int(self.registry.get_sample_value(f"nv_inference_{name}_total", labels) or 0) for short, name in names.items()
+        }
         reasons = [sample for metric in self.failure.collect() for sample in metric.samples if sample.name.endswith("_total")]
         failures = [sample.value for sample in reasons if labels.items() <= sample.labels.items()]
-        return found | {"failure": int(sum(failures)), "latest_ms": int(1e3 * self.latest.get((model, version), 0))}
+        return figures | {"failure": int(sum(failures)), "latest_ms": int(1e3 * self.latest.get((model, version), 0))}
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""

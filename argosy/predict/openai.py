@@ -34,48 +34,48 @@ class OpenAIRoutes:
         ]
 
     async def models(self, request: Request) -> Response:
-        found = []
+        cards = []
         for name, state in self.service.repository.models.items():
             if state.versions:
                 created = int(max(version.loaded for version in state.versions.values()))
-                found.append({"id": name, "object": "model", "created": created, "owned_by": "argosy"})
-        return Json({"object": "list", "data": found})
+                cards.append({"id": name, "object": "model", "created": created, "owned_by": "argosy"})
+        return Json({"object": "list", "data": cards})
 
     async def embeddings(self, request: Request) -> Response:
-        asked = parsed_object(bytes(await read_body(request, self.service.settings.limits)))
-        if unknown := set(asked) - FIELDS:
+        fields = parsed_object(bytes(await read_body(request, self.service.settings.limits)))
+        if unknown := set(fields) - FIELDS:
             raise ApiError(f"unknown field `{min(unknown)[:64]}`", param=min(unknown)[:64], code="unknown_parameter")
-        name, texts = asked.get("model"), asked.get("input")
+        name, texts = fields.get("model"), fields.get("input")
         if not isinstance(name, str):
             raise ApiError("`model` is no name", param="model")
         if name not in self.service.repository.models:
             raise unknown_model(name)
         version = self.service.find(name)
         step = _step(version)
-        form = asked.get("encoding_format", "float")
+        form = fields.get("encoding_format", "float")
         if form not in ("float", "base64"):
             raise ApiError("`encoding_format` is float or base64", param="encoding_format")
-        if asked.get("dimensions") is not None:
+        if fields.get("dimensions") is not None:
             raise ApiError("`dimensions` is not supported: vectors have the size of the model", param="dimensions")
         texts = [texts] if isinstance(texts, str) else texts
         if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text for text in texts):
             raise ApiError("`input` is no text and no list of texts", param="input")
         inputs: dict[str, Any] = {step.input: texts}
-        if (prompt := asked.get("prompt_name")) is not None:
+        if (prompt := fields.get("prompt_name")) is not None:
             if not step.prompts or not isinstance(prompt, str):
-                what = "`prompt_name` is no text" if step.prompts else f"model `{name}` has no prompts"
-                raise ApiError(what, param="prompt_name")
+                problem = "`prompt_name` is no text" if step.prompts else f"model `{name}` has no prompts"
+                raise ApiError(problem, param="prompt_name")
             inputs[step.prompt_name] = [prompt]
         try:
             arrays = await asyncio.to_thread(version.bundle.preprocessed, version.bundle.manifest.signature(), inputs)
         except BadInput as error:
             raise input_error(error, "input") from None
-        _, found = await self.service.call(request, lambda: self.service.find(name), arrays, None)
-        vectors = np.asarray(found.outputs[VECTOR], np.float32)
+        _, result = await self.service.call(request, lambda: self.service.find(name), arrays, None)
+        vectors = np.asarray(result.outputs[VECTOR], np.float32)
         if not np.isfinite(vectors).all():
             raise ApiError("a vector is not finite", status=500)
         count = int(arrays[step.mask].sum())
-        data = [{"object": "embedding", "index": i, "embedding": _written(vector, form)} for i, vector in enumerate(vectors)]
+        data = [{"object": "embedding", "index": i, "embedding": _encode(vector, form)} for i, vector in enumerate(vectors)]
         return Json({"object": "list", "data": data, "model": name, "usage": {"prompt_tokens": count, "total_tokens": count}})
 
 
@@ -88,5 +88,5 @@ def _step(version: LoadedVersion) -> TokenizeStep:
     return step
 
 
-def _written(vector: np.ndarray, form: str) -> Any:
+def _encode(vector: np.ndarray, form: str) -> Any:
     return vector.tolist() if form == "float" else base64.b64encode(vector.tobytes()).decode()

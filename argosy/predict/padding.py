@@ -75,19 +75,19 @@ class BatchPlan:
         Args:
             sizes: the sizes of each call.
         """
-        found = {at: max(one[at] for one in sizes) for at in sizes[0]}
+        largest = {at: max(call_sizes[at] for call_sizes in sizes) for at in sizes[0]}
         if self.axis is not None:
-            found[self.axis] = sum(one[self.axis] for one in sizes)
-        return {at: self._filled(at, size) for at, size in found.items()}
+            largest[self.axis] = sum(call_sizes[self.axis] for call_sizes in sizes)
+        return {at: self._filled(at, size) for at, size in largest.items()}
 
     def _filled(self, at: str, size: int) -> int:
         return min((fit for fit in self.sizes.get(at, ()) if fit >= size), default=size)
 
     def combinations(self) -> list[dict[str, int]] | None:
         """Every combination of axis sizes that a batch may have, fewest tokens first; None if an axis may have any size."""
-        named = {str(size) for spec in self.signature.inputs for size in spec.shape if isinstance(size, str)}
+        open_axes = {str(size) for spec in self.signature.inputs for size in spec.shape if isinstance(size, str)}
         fixed = {at for program in self.signature.programs for at in program.shapes}
-        if named - fixed - set(self.sizes):
+        if open_axes - fixed - set(self.sizes):
             return None
         opened = {at: sizes for at, sizes in self.sizes.items() if at not in fixed}
         every = [dict(zip(opened, sizes, strict=True)) for sizes in product(*opened.values())]
@@ -111,28 +111,28 @@ def split_outputs(plan: BatchPlan, outputs: Mapping[str, Any], calls: Sequence[M
         calls: the sizes of each call.
     """
     shapes = {spec.name: spec.shape for spec in plan.signature.outputs}
-    found, low = [], 0
+    results, low = [], 0
     for sizes in calls:
-        own, rows = {}, sizes[str(plan.axis)]
+        call_outputs, rows = {}, sizes[str(plan.axis)]
         for name, value in outputs.items():
             part = value[low : low + rows]
             if isinstance(part, np.ndarray):
                 # Copied: a view would keep the arrays of the whole batch in memory.
                 parts = [slice(None), *(slice(sizes.get(str(size))) for size in shapes.get(name, [None])[1:])]
                 part = part[tuple(parts)].copy()
-            own[name] = part
-        found.append(own)
+            call_outputs[name] = part
+        results.append(call_outputs)
         low += rows
-    return found
+    return results
 
 
 def join_outputs(outputs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Concatenates the outputs of a request's parts."""
-    found: dict[str, Any] = {}
+    joined: dict[str, Any] = {}
     for name, first in outputs[0].items():
-        values = [one[name] for one in outputs]
-        found[name] = np.concatenate(values) if isinstance(first, np.ndarray) else [text for value in values for text in value]
-    return found
+        values = [part[name] for part in outputs]
+        joined[name] = np.concatenate(values) if isinstance(first, np.ndarray) else [text for value in values for text in value]
+    return joined
 
 
 def _stacked(arrays: Sequence[np.ndarray], spec: TensorSignature, sizes: Mapping[str, int]) -> np.ndarray:

@@ -32,14 +32,14 @@ def model_page_routes(repository: Repository, keyed: bool) -> list[Route]:
 
 def repository_facts(repository: Repository) -> list[dict[str, Any]]:
     """Every version in the repository: whether it is ready, or why not, and its signatures with an example of their inputs."""
-    found = []
+    facts = []
     for name, state in repository.models.items():
         for number in sorted({*state.versions, *state.reasons}):
             version = state.versions.get(number)
             about = {"name": name, "version": str(number), "ready": version is not None, "reason": state.reasons.get(number, "")}
             signatures = {} if version is None else version.bundle.manifest.signatures
-            found.append(about | {"signatures": [_described(of, signature) for of, signature in signatures.items()]})
-    return found
+            facts.append(about | {"signatures": [_described(of, signature) for of, signature in signatures.items()]})
+    return facts
 
 
 def _described(name: str, signature: BundleSignature) -> dict[str, Any]:

@@ -100,8 +100,8 @@ class PoolingRoutes:
             pairs = zip(first, second, strict=True)
             return [float(vectors[a, names[0]] @ vectors[b, names[1]]) for a, b in pairs], name, tokens
         if of.outputs[0].shape[-1] != 1:
-            what = f"model `{name}` has {of.outputs[0].shape[-1]} scores: it classifies"
-            raise ApiError(what, param="model", code="wrong_kind_of_model")
+            problem = f"model `{name}` has {of.outputs[0].shape[-1]} scores: it classifies"
+            raise ApiError(problem, param="model", code="wrong_kind_of_model")
         outputs, tokens = await self._called(request, name, kind, fields, first, second)
         return _probabilities(of, outputs)[:, 0].tolist(), name, tokens
 
@@ -120,8 +120,8 @@ class PoolingRoutes:
             more: the second text of each pair, or the names of the prompts of texts.
         """
         if fields.truncate_prompt_tokens not in (None, -1):
-            what = "`truncate_prompt_tokens` is not supported: texts are cut at the longest sequence of the model"
-            raise ApiError(what, param="truncate_prompt_tokens", code="unsupported_parameter")
+            problem = "`truncate_prompt_tokens` is not supported: texts are cut at the longest sequence of the model"
+            raise ApiError(problem, param="truncate_prompt_tokens", code="unsupported_parameter")
         version = self.service.find(name)
         of = version.bundle.manifest.signature(kind)
         step = next(step for step in of.preprocess if isinstance(step, TokenizeStep))
@@ -134,11 +134,11 @@ class PoolingRoutes:
             arrays = await asyncio.to_thread(version.bundle.preprocessed, of, inputs)
         except BadInput as error:
             raise input_error(error) from None
-        _, found = await self.service.call(request, lambda: self.service.find(name), arrays, kind)
-        for output in found.outputs.values():
+        _, result = await self.service.call(request, lambda: self.service.find(name), arrays, kind)
+        for output in result.outputs.values():
             if isinstance(output, np.ndarray) and not np.isfinite(np.asarray(output, np.float32)).all():
                 raise ApiError("a score is not finite", status=500)
-        return found.outputs, int(arrays[step.mask].sum())
+        return result.outputs, int(arrays[step.mask].sum())
 
     def _of(self, name: str, kind: str) -> BundleSignature:
         return self.service.find(name).bundle.manifest.signature(kind)

@@ -80,8 +80,8 @@ class InferenceProtocol:
     def metadata(self, version: LoadedVersion) -> dict[str, Any]:
         of = version.bundle.manifest.signature()
         versions = [str(number) for number in sorted(self.repository.state(version.model).versions)]
-        found = {"name": version.model, "versions": versions, "platform": _platform(version)}
-        return found | {"inputs": input_specs(of), "outputs": output_specs(of)}
+        facts = {"name": version.model, "versions": versions, "platform": _platform(version)}
+        return facts | {"inputs": input_specs(of), "outputs": output_specs(of)}
 
     def config(self, version: LoadedVersion) -> dict[str, Any]:
         """The model's configuration, in Triton's names."""
@@ -115,8 +115,8 @@ class InferenceProtocol:
 
     def statistics(self, version: LoadedVersion | None) -> dict[str, Any]:
         """Statistics of a version; None: of all ready versions."""
-        every = [one for state in self.repository.models.values() for one in state.versions.values()]
-        return {"model_stats": [self._statistics(one) for one in ([version] if version else every)]}
+        every = [loaded for state in self.repository.models.values() for loaded in state.versions.values()]
+        return {"model_stats": [self._statistics(loaded) for loaded in ([version] if version else every)]}
 
     def _statistics(self, version: LoadedVersion) -> dict[str, Any]:
         counts = self.service.metrics.statistics(version.model, version.version)
@@ -148,15 +148,15 @@ class InferenceProtocol:
 
     def index(self, only_ready: bool) -> list[dict[str, str]]:
         """Every version in the repository, and why some are not ready."""
-        found = []
+        entries = []
         for name, state in self.repository.models.items():
             for number in sorted({*state.versions, *state.reasons}):
                 entry = {"name": name, "version": str(number)}
                 if number in state.versions:
-                    found.append(entry | {"state": "READY", "reason": ""})
+                    entries.append(entry | {"state": "READY", "reason": ""})
                 elif not only_ready:
-                    found.append(entry | {"state": "UNAVAILABLE", "reason": state.reasons[number]})
-        return found
+                    entries.append(entry | {"state": "UNAVAILABLE", "reason": state.reasons[number]})
+        return entries
 
     async def load(self, model: str, parameters: Mapping[str, Any]) -> None:
         if parameters:
@@ -245,11 +245,11 @@ def _platform(version: LoadedVersion) -> str:
 
 def _steps(ensemble: Ensemble) -> list[dict[str, Any]]:
     """Steps as Triton's configuration has them: version -1 is the newest."""
-    found = []
+    steps = []
     for step, inputs, outputs in zip(ensemble.ensemble.steps, ensemble.plan.inputs, ensemble.plan.outputs, strict=True):
         names = {"input_map": dict(inputs), "output_map": dict(outputs)}
-        found.append({"model_name": step.model, "model_version": step.version or -1} | names)
-    return found
+        steps.append({"model_name": step.model, "model_version": step.version or -1} | names)
+    return steps
 
 
 def _signature(version: LoadedVersion, name: str | None) -> BundleSignature:
@@ -265,9 +265,10 @@ def check_types(of: BundleSignature, specs: Sequence[Mapping[str, Any]]) -> None
     Raises:
         ApiError: a type differs from the signature's.
     """
-    known = {spec.name: datatype_of(spec.dtype) for spec in of.inputs} | {name: TEXT for step in of.preprocess for name in step.texts}
+    datatypes = {spec.name: datatype_of(spec.dtype) for spec in of.inputs}
+    datatypes |= {name: TEXT for step in of.preprocess for name in step.texts}
     for spec in specs:
-        expected = known.get(spec["name"])
+        expected = datatypes.get(spec["name"])
         if expected is not None and spec["datatype"] != expected:
             raise ApiError(f"input `{spec['name']}` is {spec['datatype'][:32]}, and this model takes {expected}")
         # Triton's clients send a column, [batch, 1].
@@ -281,7 +282,7 @@ def _outputs_of(request: InferRequest, of: BundleSignature) -> dict[str, bool]:
     every = optional_field(request.parameters, "binary_data_output", bool) or False
     if not request.outputs:
         return dict.fromkeys(names, every)
-    found = {}
+    as_bytes = {}
     for output in request.outputs:
         if output["name"] not in names:
             raise ApiError(f"no output `{output['name'][:128]}`; there are {', '.join(names)}")
@@ -289,17 +290,17 @@ def _outputs_of(request: InferRequest, of: BundleSignature) -> dict[str, bool]:
         if "shared_memory_region" in parameters:
             raise ApiError("shared memory is not supported: send tensors in the request")
         binary = optional_field(parameters, "binary_data", bool)
-        found[output["name"]] = every if binary is None else binary
-    return found
+        as_bytes[output["name"]] = every if binary is None else binary
+    return as_bytes
 
 
-def optional_field(sent: Mapping[str, Any], name: str, kind: type) -> Any:
+def optional_field(fields: Mapping[str, Any], name: str, kind: type) -> Any:
     """The value of an optional field; None if it is absent or null.
 
     Raises:
         ApiError: it has another type.
     """
-    value = sent.get(name)
+    value = fields.get(name)
     if value is not None and not isinstance(value, kind):
         raise ApiError(f"`{name}` is no {KINDS[kind]}")
     return value
@@ -316,22 +317,22 @@ def input_specs(of: BundleSignature) -> list[dict[str, Any]]:
     """The inputs of a signature as the protocol describes them. Inputs of its steps replace the program's inputs that the steps
     produce.
     """
-    made = {name for step in of.preprocess for name in step.results}
-    found = [{"name": name, "datatype": TEXT, "shape": [-1]} for step in of.preprocess for name in step.texts]
-    plain = [spec for spec in of.inputs if spec.name not in made]
-    return found + [{"name": spec.name, "datatype": datatype_of(spec.dtype), "shape": _open(spec.shape)} for spec in plain]
+    produced = {name for step in of.preprocess for name in step.results}
+    text_specs = [{"name": name, "datatype": TEXT, "shape": [-1]} for step in of.preprocess for name in step.texts]
+    plain = [spec for spec in of.inputs if spec.name not in produced]
+    return text_specs + [{"name": spec.name, "datatype": datatype_of(spec.dtype), "shape": _open(spec.shape)} for spec in plain]
 
 
 def output_specs(of: BundleSignature) -> list[dict[str, Any]]:
     """The outputs of a signature, including those of its steps."""
-    found = [{"name": spec.name, "datatype": datatype_of(spec.dtype), "shape": _open(spec.shape)} for spec in of.outputs]
-    known = {one["name"]: one for one in found}
+    specs = [{"name": spec.name, "datatype": datatype_of(spec.dtype), "shape": _open(spec.shape)} for spec in of.outputs]
+    by_name = {spec["name"]: spec for spec in specs}
     for step in of.postprocess:
         if isinstance(step, ProbabilitiesStep):
-            known[step.output] = known[step.scores] | {"name": step.output}
-        elif step.output not in known:
-            known[step.output] = {"name": step.output, "datatype": TEXT, "shape": [-1]}
-    return list(known.values())
+            by_name[step.output] = by_name[step.scores] | {"name": step.output}
+        elif step.output not in by_name:
+            by_name[step.output] = {"name": step.output, "datatype": TEXT, "shape": [-1]}
+    return list(by_name.values())
 
 
 def _open(shape: list[int | str]) -> list[int]:

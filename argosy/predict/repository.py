@@ -119,14 +119,14 @@ class Repository:
         if _numbered(self.path):
             # One bundle, or the versions of one model.
             return {self.settings.name or _model_name(self.path): self.path}
-        found = {}
+        folders = {}
         for folder in sorted(self.path.iterdir()):
             if folder.is_dir() and not folder.name.startswith("."):
                 if (folder / MANIFEST).is_file():
-                    found[_model_name(folder)] = folder
+                    folders[_model_name(folder)] = folder
                 elif any(_number(child) for child in folder.iterdir() if child.is_dir()) or _is_ensemble(folder):
-                    found[folder.name] = folder
-        return found
+                    folders[folder.name] = folder
+        return folders
 
     def state(self, name: str) -> ModelState:
         """Raises: UnknownVersion: there is no such model."""
@@ -163,9 +163,9 @@ class Repository:
         """Scans the repository: loads new versions, reloads changed ones, and unloads removed ones."""
         with self._loading:
             folders = self.folders()
-            gone = [state for name, state in self.models.items() if name not in folders]
+            removed = [state for name, state in self.models.items() if name not in folders]
             self.models = {name: state for name, state in self.models.items() if name in folders}
-            for state in gone:
+            for state in removed:
                 self._let_go(state, {})
             for name, folder in folders.items():
                 state = self.models.get(name)
@@ -208,18 +208,18 @@ class Repository:
         names = [name]
         if members and (ensemble := self.state(name).settings.ensemble) is not None:
             names += dict.fromkeys(step.model for step in ensemble.steps)
-        states = [self.state(one) for one in names]
+        states = [self.state(model) for model in names]
 
         def let_go() -> None:
             with self._loading:
-                gone = [version for state in states for version in state.versions.values()]
+                versions = [version for state in states for version in state.versions.values()]
                 for state in states:
                     state.unloaded = True
                     state.reasons = dict.fromkeys({*state.versions, *state.reasons}, "unloaded")
                     state.versions = {}
                 # Ensembles first: they refuse what they could no longer finish.
                 self._plan_ensembles()
-                for version in gone:
+                for version in versions:
                     self._close(version)
 
         await asyncio.get_running_loop().run_in_executor(self._loader, let_go)
@@ -244,11 +244,11 @@ class Repository:
             # They stay until it is planned again, or each look would say them anew.
             state.reasons = {number: why for number, why in reasons.items() if number == 1}
             return
-        wanted = chosen_versions(numbered, state.settings)
-        for number in sorted(wanted):
-            self._load_version(state, name, number, wanted[number])
+        versions = chosen_versions(numbered, state.settings)
+        for number in sorted(versions):
+            self._load_version(state, name, number, versions[number])
         # After the new ones answer.
-        self._let_go(state, wanted)
+        self._let_go(state, versions)
         for number in named_versions(state.settings):
             if number not in state.versions:
                 self._say_once(state, f"{name}: config.yml names version {number}, which is not loaded")
@@ -265,7 +265,7 @@ class Repository:
             batching = state.settings.batching or self.settings.batching
             batcher = Batcher(bundle, batching, self.metrics.batches(name, number))
             if self.settings.warm_up:
-                batcher.warm_up(self.store, lambda left: self.say(f"{name} version {number}: {left} ..."))
+                batcher.warm_up(self.store, lambda progress: self.say(f"{name} version {number}: {progress} ..."))
         except Exception as error:
             if batcher is not None:
                 batcher.close()
@@ -274,13 +274,13 @@ class Repository:
             why = _reason(error)
             if old is None:
                 state.reasons = {**state.reasons, number: why}
-            what = f"{name} version {number} is not loaded: {why}{'; the one that was loaded stays' if old is not None else ''}"
+            problem = f"{name} version {number} is not loaded: {why}{'; the one that was loaded stays' if old is not None else ''}"
             if isinstance(error, FailedElsewhere):
                 # Some machines see a file of a shared file system later than others: the next look tries again.
                 state.refused.pop(number, None)
-                self._say_once(state, what)
+                self._say_once(state, problem)
             else:
-                self.say(what)
+                self.say(problem)
             return
         state.refused.pop(number, None)
         state.versions = {**state.versions, number: LoadedVersion(name, number, path, bundle, batcher, stamp)}
@@ -333,24 +333,24 @@ class Repository:
     def _member(self, model: str, version: int | None) -> tuple[BundleManifest, Batcher | Ensemble]:
         """What an ensemble calls."""
         try:
-            found = self.find(model, None if version is None else str(version))
+            loaded = self.find(model, None if version is None else str(version))
         except UnknownVersion as error:
             raise MemberNotReady(error.message) from None
-        return found.bundle.manifest, found.batcher
+        return loaded.bundle.manifest, loaded.batcher
 
-    def _let_go(self, state: ModelState, wanted: Mapping[int, Path]) -> None:
+    def _let_go(self, state: ModelState, versions: Mapping[int, Path]) -> None:
         """Lets go all versions but these."""
-        gone = [version for number, version in state.versions.items() if number not in wanted]
-        state.versions = {number: version for number, version in state.versions.items() if number in wanted}
-        state.reasons = {number: why for number, why in state.reasons.items() if number in wanted}
-        for version in gone:
+        others = [version for number, version in state.versions.items() if number not in versions]
+        state.versions = {number: version for number, version in state.versions.items() if number in versions}
+        state.reasons = {number: why for number, why in state.reasons.items() if number in versions}
+        for version in others:
             self._close(version)
             self.metrics.forget(version.model, version.version)
 
-    def _say_once(self, state: ModelState, what: str) -> None:
-        if what not in state.said:
-            state.said.add(what)
-            self.say(what)
+    def _say_once(self, state: ModelState, message: str) -> None:
+        if message not in state.said:
+            state.said.add(message)
+            self.say(message)
 
     def _close(self, version: LoadedVersion) -> None:
         version.batcher.close()
@@ -403,13 +403,13 @@ def chosen_versions(numbered: Mapping[int, Path], settings: ModelSettings) -> di
     """The versions to serve, including those that labels name."""
     match settings.versions:
         case "all":
-            wanted = set(numbered)
+            numbers = set(numbered)
         case "latest":
-            wanted = set(sorted(numbered)[-settings.latest :])
+            numbers = set(sorted(numbered)[-settings.latest :])
         case _:
-            wanted = set()
-    wanted |= named_versions(settings)
-    return {number: path for number, path in numbered.items() if number in wanted}
+            numbers = set()
+    numbers |= named_versions(settings)
+    return {number: path for number, path in numbered.items() if number in numbers}
 
 
 def named_versions(settings: ModelSettings) -> set[int]:
@@ -422,7 +422,7 @@ def check_repository(path: Path) -> None:
     if not path.is_dir():
         raise BadInput(f"no such folder: `{path}`", hint="a folder of bundles: REPOSITORY/NAME/1/")
     here = [path, *(child for child in path.iterdir() if child.is_dir())]
-    if not any((one / MANIFEST).is_file() or _numbered(one) for one in here):
+    if not any((folder / MANIFEST).is_file() or _numbered(folder) for folder in here):
         raise BadInput(f"{path} has no bundle", hint="`argosy export MODEL REPOSITORY/NAME/1` writes one")
 
 
@@ -445,8 +445,8 @@ def _numbered(folder: Path) -> dict[int, Path]:
     """Versions that have a manifest. Without one, a version is still being copied."""
     if (folder / MANIFEST).is_file():
         return {1: folder}
-    found = {_number(child): child for child in folder.iterdir() if child.is_dir() and (child / MANIFEST).is_file()}
-    return {number: path for number, path in found.items() if number is not None}
+    versions = {_number(child): child for child in folder.iterdir() if child.is_dir() and (child / MANIFEST).is_file()}
+    return {number: path for number, path in versions.items() if number is not None}
 
 
 def _number(folder: Path) -> int | None:
@@ -460,9 +460,9 @@ def _model_name(folder: Path) -> str:
 
 def _stamp(path: Path) -> Any:
     """Tells whether a file was added, removed or changed."""
-    files = sorted(one for one in path.rglob("*") if one.is_file())
-    return [(str(one), (status := one.stat()).st_mtime_ns, status.st_size, status.st_ino) for one in files]
+    files = sorted(file for file in path.rglob("*") if file.is_file())
+    return [(str(file), (status := file.stat()).st_mtime_ns, status.st_size, status.st_ino) for file in files]
 
 
-def _listed(found: Any) -> str:
-    return ", ".join(map(str, found)) or "none"
+def _listed(names: Any) -> str:
+    return ", ".join(map(str, names)) or "none"

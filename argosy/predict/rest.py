@@ -36,7 +36,7 @@ class InferenceRoutes:
         """The routes, in an order in which the first match is right."""
         get, post = ["GET"], ["POST"]
         model, version = "/v2/models/{model}", "/v2/models/{model}/versions/{version}"
-        both = [(path + end, how, methods) for path in (version, model) for end, how, methods in (
+        both = [(path + end, endpoint, methods) for path in (version, model) for end, endpoint, methods in (
             ("", self.metadata, get), ("/ready", self.model_ready, get), ("/infer", self.infer, post),
             ("/config", self.config, get), ("/stats", self.statistics, get),
         )]  # fmt: skip
@@ -49,7 +49,7 @@ class InferenceRoutes:
             Route("/v2/repository/index", self.index, methods=post),
             Route("/v2/repository/models/{model}/load", self.load, methods=post),
             Route("/v2/repository/models/{model}/unload", self.unload, methods=post),
-            *(Route(path, how, methods=methods) for path, how, methods in both),
+            *(Route(path, endpoint, methods=methods) for path, endpoint, methods in both),
         ]
 
     async def server(self, request: Request) -> Response:
@@ -64,37 +64,37 @@ class InferenceRoutes:
 
     # ---------------------------------------------------------------- a model
 
-    def _found(self, request: Request) -> LoadedVersion:
+    def _version(self, request: Request) -> LoadedVersion:
         return self.service.find(request.path_params["model"], request.path_params.get("version"))
 
     async def metadata(self, request: Request) -> Response:
-        return Json(self.protocol.metadata(self._found(request)))
+        return Json(self.protocol.metadata(self._version(request)))
 
     async def model_ready(self, request: Request) -> Response:
-        return Json({"name": self._found(request).model, "ready": True})
+        return Json({"name": self._version(request).model, "ready": True})
 
     async def config(self, request: Request) -> Response:
-        return Json(self.protocol.config(self._found(request)))
+        return Json(self.protocol.config(self._version(request)))
 
     async def statistics(self, request: Request) -> Response:
-        return Json(self.protocol.statistics(self._found(request) if "model" in request.path_params else None))
+        return Json(self.protocol.statistics(self._version(request) if "model" in request.path_params else None))
 
     # ---------------------------------------------------------------- the repository
 
     async def index(self, request: Request) -> Response:
-        return Json(self.protocol.index(optional_field(await self._sent(request), "ready", bool) or False))
+        return Json(self.protocol.index(optional_field(await self._body_fields(request), "ready", bool) or False))
 
     async def load(self, request: Request) -> Response:
-        parameters = optional_field(await self._sent(request), "parameters", dict) or {}
+        parameters = optional_field(await self._body_fields(request), "parameters", dict) or {}
         await self.protocol.load(request.path_params["model"], parameters)
         return Json({})
 
     async def unload(self, request: Request) -> Response:
-        parameters = optional_field(await self._sent(request), "parameters", dict) or {}
+        parameters = optional_field(await self._body_fields(request), "parameters", dict) or {}
         await self.protocol.unload(request.path_params["model"], parameters)
         return Json({})
 
-    async def _sent(self, request: Request) -> dict[str, Any]:
+    async def _body_fields(self, request: Request) -> dict[str, Any]:
         """The object in a body, which may be absent."""
         raw = await read_body(request, self.service.settings.limits)
         return parsed_object(bytes(raw)) if raw else {}
@@ -102,7 +102,7 @@ class InferenceRoutes:
     # ---------------------------------------------------------------- inference
 
     async def infer(self, request: Request) -> Response:
-        self._found(request)  # before the body is read
+        self._version(request)  # before the body is read
         body = await read_body(request, self.service.settings.limits)
         length = request.headers.get(HEADER_LENGTH)
         if length is not None and not (length.isdecimal() and len(length) < 19 and int(length) <= len(body)):
@@ -110,19 +110,19 @@ class InferenceRoutes:
         cut = len(body) if length is None else int(length)
         is_image = request.headers.get("content-type", "").strip().lower().startswith("image/")
         if is_image or not (cut or length is None):
-            sent, data = self._raw(request, body, is_image=is_image)
+            fields, data = self._raw(request, body, is_image=is_image)
         else:
-            sent, data = parsed_object(bytes(body[:cut])), memoryview(body)[cut:]
+            fields, data = parsed_object(bytes(body[:cut])), memoryview(body)[cut:]
         try:
-            arrays = read_tensors(sent.get("inputs"), data)
+            arrays = read_tensors(fields.get("inputs"), data)
         except BadInput as error:
             raise input_error(error) from None
         if is_image:
             # A file whose bytes happen to be UTF-8 is no text in base64.
             arrays = {name: [bytes(body)] for name in arrays}
-        name = optional_field(sent, "id", str)
-        asked = InferRequest(sent["inputs"], arrays, optional_field(sent, "parameters", dict) or {}, _outputs(sent))
-        response = await self.protocol.infer(asked, lambda: self._found(request), request)
+        name = optional_field(fields, "id", str)
+        infer_request = InferRequest(fields["inputs"], arrays, optional_field(fields, "parameters", dict) or {}, _outputs(fields))
+        response = await self.protocol.infer(infer_request, lambda: self._version(request), request)
         head = {"model_name": response.version.model, "model_version": str(response.version.version)}
         return _answer(head if name is None else head | {"id": name}, response)
 
@@ -133,7 +133,7 @@ class InferenceRoutes:
         Args:
             is_image: the body's type is that of an image; the answer is then JSON.
         """
-        of, size = self._found(request).bundle.manifest.signature(), len(body)
+        of, size = self._version(request).bundle.manifest.signature(), len(body)
         files = {step.input for step in of.preprocess if isinstance(step, DecodeImageStep)}
         if is_image and not files:
             raise ApiError("this model takes no image files", status=415)
@@ -153,14 +153,14 @@ class InferenceRoutes:
         row = abs(int(np.prod(shape, dtype=np.int64))) * DATATYPES[spec["datatype"]].itemsize
         shape = [size // row if row and n < 0 else n for n in shape]
         tensor = {"name": spec["name"], "datatype": spec["datatype"], "shape": shape}
-        sent = {"inputs": [tensor | {"parameters": {"binary_data_size": size}}], "parameters": {"binary_data_output": True}}
-        return sent, memoryview(body)
+        fields = {"inputs": [tensor | {"parameters": {"binary_data_size": size}}], "parameters": {"binary_data_output": True}}
+        return fields, memoryview(body)
 
 
-def _outputs(sent: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _outputs(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The outputs that a body asks for."""
-    outputs = optional_field(sent, "outputs", list) or []
-    if not all(isinstance(one, dict) and isinstance(one.get("name"), str) for one in outputs):
+    outputs = optional_field(fields, "outputs", list) or []
+    if not all(isinstance(output, dict) and isinstance(output.get("name"), str) for output in outputs):
         raise ApiError("`outputs` is no list of objects with a name")
     return outputs
 

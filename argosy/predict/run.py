@@ -52,8 +52,8 @@ def predict_app(service: PredictService) -> Starlette:
     if settings.page:
         routes += model_page_routes(service.repository, settings.api_key is not None)
         public |= set(page_files(FOLDER))
-    how: dict[str, Any] = {"key": settings.api_key, "local": is_for_loopback(settings), "headers": settings.limits.headers}
-    return guarded_app(routes, **how, public=tuple(public))
+    guard_settings: dict[str, Any] = {"key": settings.api_key, "local": is_for_loopback(settings), "headers": settings.limits.headers}
+    return guarded_app(routes, **guard_settings, public=tuple(public))
 
 
 class PredictServer(DrainingServer):

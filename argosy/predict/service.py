@@ -63,7 +63,7 @@ class PredictService:
         try:
             async with asyncio.timeout(limit):
                 work = self._called(version, find, inputs, signature, priority)
-                version, found = await (work if request is None else while_connected(request.receive, work))
+                version, result = await (work if request is None else while_connected(request.receive, work))
         except (TimeoutError, QueueFull, ApiError) as error:
             self.metrics.failed(name, number, "OTHER" if isinstance(error, TimeoutError) else "REJECTED")
             if isinstance(error, TimeoutError):
@@ -81,8 +81,8 @@ class PredictService:
         except Exception:
             self.metrics.failed(name, number, "OTHER")
             raise
-        self.metrics.answered(name, version.version, time.perf_counter() - begin, found.queued)
-        return version, found
+        self.metrics.answered(name, version.version, time.perf_counter() - begin, result.queued)
+        return version, result
 
     async def _called(
         self,

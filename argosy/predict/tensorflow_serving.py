@@ -42,57 +42,57 @@ class TensorFlowRoutes:
 
     def routes(self) -> list[Route]:
         """The routes, in an order in which the first match is right."""
-        found = []
+        routes = []
         for path in ("/v1/models/{model}/versions/{version}", "/v1/models/{model}/labels/{label}", "/v1/models/{model}"):
-            found.append(Route(path + ":predict", _plain_errors(self.predict), methods=["POST"]))
-            found.append(Route(path + ":classify", _plain_errors(self.classify), methods=["POST"]))
-            found.append(Route(path + ":regress", _plain_errors(self.regress), methods=["POST"]))
-            found.append(Route(path + "/metadata", _plain_errors(self.metadata), methods=["GET"]))
-            found.append(Route(path, _plain_errors(self.status), methods=["GET"]))
-        return found
+            routes.append(Route(path + ":predict", _plain_errors(self.predict), methods=["POST"]))
+            routes.append(Route(path + ":classify", _plain_errors(self.classify), methods=["POST"]))
+            routes.append(Route(path + ":regress", _plain_errors(self.regress), methods=["POST"]))
+            routes.append(Route(path + "/metadata", _plain_errors(self.metadata), methods=["GET"]))
+            routes.append(Route(path, _plain_errors(self.status), methods=["GET"]))
+        return routes
 
-    def _found(self, request: Request) -> LoadedVersion:
-        asked = request.path_params
-        return self.service.find(asked["model"], asked.get("version"), asked.get("label"))
+    def _version(self, request: Request) -> LoadedVersion:
+        params = request.path_params
+        return self.service.find(params["model"], params.get("version"), params.get("label"))
 
     async def status(self, request: Request) -> Response:
-        version = self._found(request)
+        version = self._version(request)
         state = self.repository.state(version.model)
-        one = {"version", "label"} & set(request.path_params)
-        numbers = [version.version] if one else sorted({*state.versions, *state.reasons}, reverse=True)
+        is_single = {"version", "label"} & set(request.path_params)
+        numbers = [version.version] if is_single else sorted({*state.versions, *state.reasons}, reverse=True)
         ok = {"error_code": "OK", "error_message": ""}
-        found = []
+        statuses = []
         for number in numbers:
             if number in state.versions:
-                found.append({"version": str(number), "state": "AVAILABLE", "status": ok})
+                statuses.append({"version": str(number), "state": "AVAILABLE", "status": ok})
             else:
                 why = {"error_code": "FAILED_PRECONDITION", "error_message": state.reasons[number]}
-                found.append({"version": str(number), "state": "END", "status": why})
-        return Json({"model_version_status": found})
+                statuses.append({"version": str(number), "state": "END", "status": why})
+        return Json({"model_version_status": statuses})
 
     async def metadata(self, request: Request) -> Response:
-        version = self._found(request)
+        version = self._version(request)
         manifest = version.bundle.manifest
         names = dict.fromkeys([manifest.default, *manifest.signatures])
         signatures = {name: _described(manifest.signature(name)) for name in names}
-        found = {"serving_default": signatures[manifest.default]} | signatures
+        definitions = {"serving_default": signatures[manifest.default]} | signatures
         spec = {"name": version.model, "signature_name": "", "version": str(version.version)}
-        return Json({"model_spec": spec, "metadata": {"signature_def": {"signature_def": found}}})
+        return Json({"model_spec": spec, "metadata": {"signature_def": {"signature_def": definitions}}})
 
     async def predict(self, request: Request) -> Response:
-        version = self._found(request)
-        asked = parsed_object(bytes(await read_body(request, self.service.settings.limits)))
-        if unknown := set(asked) - {"signature_name", "instances", "inputs"}:
+        version = self._version(request)
+        fields = parsed_object(bytes(await read_body(request, self.service.settings.limits)))
+        if unknown := set(fields) - {"signature_name", "instances", "inputs"}:
             raise ApiError(f"unknown field `{min(unknown)[:64]}`; there are signature_name, instances and inputs")
-        if ("instances" in asked) == ("inputs" in asked):
+        if ("instances" in fields) == ("inputs" in fields):
             raise ApiError("a request has `instances` or `inputs`")
-        of, name = _signature(version, asked.get("signature_name"))
-        rows = "instances" in asked
+        of, name = _signature(version, fields.get("signature_name"))
+        rows = "instances" in fields
         if rows and batch_axis(of) is None:
             raise ApiError("this signature has no batch: send `inputs`")
-        inputs = _columns(of, asked["instances"]) if rows else _named(of, asked["inputs"])
-        _, found = await self.service.call(request, lambda: self._found(request), inputs, name)
-        outputs = {spec["name"]: _listed(spec["name"], found.outputs[spec["name"]]) for spec in output_specs(of)}
+        inputs = _columns(of, fields["instances"]) if rows else _inputs_by_name(of, fields["inputs"])
+        _, result = await self.service.call(request, lambda: self._version(request), inputs, name)
+        outputs = {spec["name"]: _listed(spec["name"], result.outputs[spec["name"]]) for spec in output_specs(of)}
         if not rows:
             return Json({"outputs": next(iter(outputs.values())) if len(outputs) == 1 else outputs})
         if len(outputs) == 1:
@@ -114,17 +114,17 @@ class TensorFlowRoutes:
 
     async def _examples(self, request: Request) -> tuple[BundleSignature, Mapping[str, Any]]:
         """The signature that a request names, and its outputs for the examples."""
-        version = self._found(request)
-        asked = parsed_object(bytes(await read_body(request, self.service.settings.limits)))
-        if unknown := set(asked) - {"signature_name", "context", "examples"}:
+        version = self._version(request)
+        fields = parsed_object(bytes(await read_body(request, self.service.settings.limits)))
+        if unknown := set(fields) - {"signature_name", "context", "examples"}:
             raise ApiError(f"unknown field `{min(unknown)[:64]}`; there are signature_name, context and examples")
-        examples, context = asked.get("examples"), asked.get("context") or {}
-        if not isinstance(examples, list) or not examples or not all(isinstance(one, dict) for one in [context, *examples]):
+        examples, context = fields.get("examples"), fields.get("context") or {}
+        if not isinstance(examples, list) or not examples or not all(isinstance(example, dict) for example in [context, *examples]):
             raise ApiError("`examples` is no list of objects by feature, or `context` no object")
-        of, name = _signature(version, asked.get("signature_name"))
-        inputs = _columns(of, [context | one for one in examples])
-        _, found = await self.service.call(request, lambda: self._found(request), inputs, name)
-        return of, found.outputs
+        of, name = _signature(version, fields.get("signature_name"))
+        inputs = _columns(of, [context | example for example in examples])
+        _, result = await self.service.call(request, lambda: self._version(request), inputs, name)
+        return of, result.outputs
 
 
 def _signature(version: LoadedVersion, name: Any) -> tuple[BundleSignature, str | None]:
@@ -142,15 +142,15 @@ def _scores(of: BundleSignature, outputs: Mapping[str, Any]) -> tuple[str, np.nd
     Raises:
         ApiError: there is none, or several.
     """
-    made = [step.output for step in of.postprocess if isinstance(step, ProbabilitiesStep)]
+    probabilities = [step.output for step in of.postprocess if isinstance(step, ProbabilitiesStep)]
     # The numbers of a vector are no classes.
-    found = made or [s.name for s in of.outputs if len(s.shape) in (1, 2) and "float" in s.dtype and s.name != VECTOR]
-    if len(found) != 1:
+    names = probabilities or [s.name for s in of.outputs if len(s.shape) in (1, 2) and "float" in s.dtype and s.name != VECTOR]
+    if len(names) != 1:
         raise ApiError("this signature has no single output of scores: send `:predict`")
-    scores = np.asarray(outputs[found[0]], np.float32)
+    scores = np.asarray(outputs[names[0]], np.float32)
     if not np.isfinite(scores).all():
-        raise ApiError(f"`{found[0]}` is not finite", status=500)
-    return found[0], scores.reshape(len(scores), -1)
+        raise ApiError(f"`{names[0]}` is not finite", status=500)
+    return names[0], scores.reshape(len(scores), -1)
 
 
 def _plain_errors(handler: Handler) -> Handler:
@@ -181,7 +181,7 @@ def _columns(of: BundleSignature, instances: Any) -> dict[str, Any]:
     return {names[0]: [_decoded(row) for row in instances]}
 
 
-def _named(of: BundleSignature, inputs: Any) -> dict[str, Any]:
+def _inputs_by_name(of: BundleSignature, inputs: Any) -> dict[str, Any]:
     """Columns by input."""
     if isinstance(inputs, dict) and "b64" not in inputs:
         return {name: _decoded(value) for name, value in inputs.items()}
@@ -197,8 +197,8 @@ def _decoded(value: Any) -> Any:
             return text_or_file(base64.b64decode(value["b64"], validate=True))
         except (binascii.Error, ValueError):
             raise ApiError("a value is no base64") from None
-    if isinstance(value, list) and value and any(isinstance(one, dict) for one in value):
-        return [_decoded(one) for one in value]
+    if isinstance(value, list) and value and any(isinstance(element, dict) for element in value):
+        return [_decoded(element) for element in value]
     return value
 
 
@@ -213,11 +213,11 @@ def _listed(name: str, value: Any) -> list[Any]:
 
 def _described(of: BundleSignature) -> dict[str, Any]:
     def tensors(specs: list[dict[str, Any]]) -> dict[str, Mapping[str, Any]]:
-        found = {}
+        infos = {}
         for spec in specs:
             dims = [{"size": str(size), "name": ""} for size in spec["shape"]]
             kind = TYPES.get(spec["datatype"], f"DT_{spec['datatype']}")
-            found[spec["name"]] = {"dtype": kind, "tensor_shape": {"dim": dims, "unknown_rank": False}, "name": spec["name"]}
-        return found
+            infos[spec["name"]] = {"dtype": kind, "tensor_shape": {"dim": dims, "unknown_rank": False}, "name": spec["name"]}
+        return infos
 
     return {"inputs": tensors(input_specs(of)), "outputs": tensors(output_specs(of)), "method_name": "tensorflow/serving/predict"}

@@ -75,12 +75,12 @@ def from_json(name: str, shape: tuple[int, ...], datatype: str, data: Any) -> np
         return np.asarray(flat, dtype).reshape(shape)
     try:
         with np.errstate(over="ignore"):
-            found = np.asarray(flat, np.float64).astype(dtype)
+            array = np.asarray(flat, np.float64).astype(dtype)
     except OverflowError:
-        found = np.full(1, np.inf)
-    if not np.isfinite(found.astype(np.float64)).all():
+        array = np.full(1, np.inf)
+    if not np.isfinite(array.astype(np.float64)).all():
         raise BadInput(f"input `{name}` has numbers outside {datatype}")
-    return found.reshape(shape)
+    return array.reshape(shape)
 
 
 def from_bytes(name: str, shape: tuple[int, ...], datatype: str, data: bytes | memoryview) -> np.ndarray | list[str | bytes]:
@@ -199,19 +199,19 @@ def read_tensors(inputs: Any, binary: memoryview) -> dict[str, Any]:
     Raises:
         BadInput: an input is malformed, two have the same name, or data does not fit its shape.
     """
-    if not isinstance(inputs, list) or not all(isinstance(one, dict) for one in inputs):
+    if not isinstance(inputs, list) or not all(isinstance(spec, dict) for spec in inputs):
         raise BadInput("`inputs` is no list of tensors")
-    found: dict[str, Any] = {}
+    arrays: dict[str, Any] = {}
     at = 0
-    for one in inputs:
-        name, datatype = one.get("name"), one.get("datatype")
+    for spec in inputs:
+        name, datatype = spec.get("name"), spec.get("datatype")
         if not isinstance(name, str) or not isinstance(datatype, str):
             raise BadInput("an input has no `name` or no `datatype`")
         name = name[:128]
-        if name in found:
+        if name in arrays:
             raise BadInput(f"two inputs have the name `{name}`")
-        shape = checked_shape(name, one.get("shape"))
-        parameters = one.get("parameters")
+        shape = checked_shape(name, spec.get("shape"))
+        parameters = spec.get("parameters")
         parameters = {} if parameters is None else parameters
         if not isinstance(parameters, dict):
             raise BadInput(f"parameters of input `{name}` are no object")
@@ -221,10 +221,10 @@ def read_tensors(inputs: Any, binary: memoryview) -> dict[str, Any]:
         if size is not None:
             if type(size) is not int or not 0 <= size <= len(binary) - at:
                 raise BadInput(f"input `{name}`: binary_data_size is {str(size)[:20]}, and {len(binary) - at} bytes are left")
-            found[name] = from_bytes(name, shape, datatype, binary[at : at + size])
+            arrays[name] = from_bytes(name, shape, datatype, binary[at : at + size])
             at += size
         else:
-            found[name] = from_json(name, shape, datatype, one.get("data"))
+            arrays[name] = from_json(name, shape, datatype, spec.get("data"))
     if at != len(binary):
         raise BadInput(f"{len(binary) - at} bytes after the last input")
-    return found
+    return arrays

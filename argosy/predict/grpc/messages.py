@@ -87,11 +87,11 @@ def _of_contents(name: str, shape: tuple[int, ...], tensor: Any) -> np.ndarray |
 
 def parameters_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Parameters by name; one that is empty is None."""
-    found = {}
+    values = {}
     for name, parameter in parameters.items():
         field = parameter.WhichOneof("parameter_choice")
-        found[name] = None if field is None else getattr(parameter, field)
-    return found
+        values[name] = None if field is None else getattr(parameter, field)
+    return values
 
 
 def write_response(response: InferResponse, id: str) -> Any:

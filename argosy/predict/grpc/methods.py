@@ -98,10 +98,10 @@ class InferenceMethods:
 
         find()  # before the tensors are read
         try:
-            asked = read_request(request)
+            infer_request = read_request(request)
         except BadInput as error:
             raise input_error(error) from None
-        response = await self.protocol.infer(asked, find, seconds=call.time_remaining())
+        response = await self.protocol.infer(infer_request, find, seconds=call.time_remaining())
         return write_response(response, request.id)
 
     async def infer_of_stream(self, request: Any, call: Any) -> Any:
@@ -125,8 +125,8 @@ class InferenceMethods:
         """The status, then every change of it. It ends when the server drains, since draining would wait for it."""
         last = None
         while True:
-            known = request.service in ("", inference_proto().service)
-            status = self._status() if known else health_proto().messages["HealthCheckResponse"](status="SERVICE_UNKNOWN")
+            is_known = request.service in ("", inference_proto().service)
+            status = self._status() if is_known else health_proto().messages["HealthCheckResponse"](status="SERVICE_UNKNOWN")
             if status != last:
                 yield status
                 last = status

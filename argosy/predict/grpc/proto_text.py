@@ -58,16 +58,16 @@ def read_proto(path: Path) -> ProtoFile:
     messages: dict[str, Any] = {}
 
     def add(prefix: str, types: Mapping[str, Any]) -> None:
-        for name, found in types.items():
-            messages[prefix + name] = message_factory.GetMessageClass(found)
-            add(f"{prefix}{name}.", found.nested_types_by_name)
+        for name, message_type in types.items():
+            messages[prefix + name] = message_factory.GetMessageClass(message_type)
+            add(f"{prefix}{name}.", message_type.nested_types_by_name)
 
     add("", file.message_types_by_name)
     (service,) = file.services_by_name.values()
     methods = {}
-    for one in descriptor.service[0].method:
-        request, response = (messages[kind.rpartition(".")[2]] for kind in (one.input_type, one.output_type))
-        methods[one.name] = ProtoMethod(request, response, one.client_streaming, one.server_streaming)
+    for method in descriptor.service[0].method:
+        request, response = (messages[kind.rpartition(".")[2]] for kind in (method.input_type, method.output_type))
+        methods[method.name] = ProtoMethod(request, response, method.client_streaming, method.server_streaming)
     return ProtoFile(messages, service.full_name, methods)
 
 
@@ -85,8 +85,8 @@ class _Parser:
 
     def skip(self, *expected: str) -> None:
         """Takes tokens that must be these."""
-        if (found := self.tokens[self.at : self.at + len(expected)]) != list(expected):
-            raise ValueError(f"{self.descriptor.name}: {' '.join(found)} in place of {' '.join(expected)}")
+        if (tokens := self.tokens[self.at : self.at + len(expected)]) != list(expected):
+            raise ValueError(f"{self.descriptor.name}: {' '.join(tokens)} in place of {' '.join(expected)}")
         self.at += len(expected)
 
     def is_next(self, token: str) -> bool:

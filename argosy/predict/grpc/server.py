@@ -89,19 +89,19 @@ class GrpcServer:
 
     def _handlers(self) -> list[grpc.GenericRpcHandler]:
         methods = InferenceMethods(self.service)
-        found = []
+        handlers = []
         for proto, work in ((inference_proto(), methods.inference()), (health_proto(), methods.health())):
-            own = {name: self._handler(name, proto.methods[name], call) for name, call in work.items()}
-            found.append(grpc.method_handlers_generic_handler(proto.service, own))
-        return found
+            method_handlers = {name: self._handler(name, proto.methods[name], call) for name, call in work.items()}
+            handlers.append(grpc.method_handlers_generic_handler(proto.service, method_handlers))
+        return handlers
 
     def _handler(self, name: str, method: ProtoMethod, work: Any) -> grpc.RpcMethodHandler:
-        how = {"response_serializer": lambda message: message.SerializeToString()}
+        options = {"response_serializer": lambda message: message.SerializeToString()}
         if method.client_streams:
-            return grpc.stream_stream_rpc_method_handler(self._stream(name, method, work), **how)
+            return grpc.stream_stream_rpc_method_handler(self._stream(name, method, work), **options)
         if method.server_streams:
-            return grpc.stream_stream_rpc_method_handler(self._responses(name, method, work), **how)
-        return grpc.stream_unary_rpc_method_handler(self._unary(name, method, work), **how)
+            return grpc.stream_stream_rpc_method_handler(self._responses(name, method, work), **options)
+        return grpc.stream_unary_rpc_method_handler(self._unary(name, method, work), **options)
 
     def _unary(self, name: str, method: ProtoMethod, work: Unary) -> Any:
         async def call(requests: AsyncIterator[bytes], context: Any) -> Any:
@@ -165,8 +165,8 @@ class GrpcServer:
         """Raises: ApiError: the metadata does not hold the key."""
         if self._key is None or name in PUBLIC:
             return
-        sent = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
-        if not has_key(sent.get("authorization", ""), sent.get("x-api-key", ""), self._key):
+        metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
+        if not has_key(metadata.get("authorization", ""), metadata.get("x-api-key", ""), self._key):
             raise ApiError("wrong or missing API key", status=401)
 
     async def _first(self, requests: AsyncIterator[bytes], method: ProtoMethod) -> Any:

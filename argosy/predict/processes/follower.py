@@ -58,11 +58,11 @@ class ProcessFollower:
             LeaderLost: the leader ended without a word.
             Exception: a program failed. The other processes wait for it, so this one cannot go on.
         """
-        told = False
+        reported = False
         with ThreadPoolExecutor(1, "loads models") as loader, self._connection:
             while True:
-                if (code := self.stop()) and not told:
-                    told = True
+                if (code := self.stop()) and not reported:
+                    reported = True
                     self._say({"asked": code})
                 try:
                     head, arrays = unpacked_message(self._channel.receive(LOOK_S))

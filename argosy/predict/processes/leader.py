@@ -68,28 +68,28 @@ class ProcessListener:
         Raises:
             ArgosyError: not all of them come.
         """
-        found, until = dict[int, socket.socket](), time.monotonic() + CONNECT_S
+        connections, until = dict[int, socket.socket](), time.monotonic() + CONNECT_S
         with self.socket as listener:
-            while len(found) < followers:
+            while len(connections) < followers:
                 listener.settimeout(max(0.01, until - time.monotonic()))
                 try:
                     connection, _ = listener.accept()
                 except TimeoutError:
-                    missing = [str(rank) for rank in range(1, followers + 1) if rank not in found]
+                    missing = [str(rank) for rank in range(1, followers + 1) if rank not in connections]
                     raise ArgosyError(f"process {', '.join(missing)} of this server did not connect in {CONNECT_S:.0f} s") from None
                 try:
                     hello = json.loads(Channel(connection.fileno()).receive(HELLO_S))
-                    known = hmac.compare_digest(hello["token"], self.token)
-                    rank = int(hello["rank"]) if known else 0
+                    is_known = hmac.compare_digest(hello["token"], self.token)
+                    rank = int(hello["rank"]) if is_known else 0
                 except Exception:
                     # Whatever a stranger sends.
-                    known, rank = False, 0
-                if not known or rank in found or not 1 <= rank <= followers:
+                    is_known, rank = False, 0
+                if not is_known or rank in connections or not 1 <= rank <= followers:
                     connection.close()
                     continue
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                found[rank] = connection
-        return found
+                connections[rank] = connection
+        return connections
 
 
 class ProcessLeader:
@@ -126,7 +126,7 @@ class ProcessLeader:
             bundle = FollowedBundle.open(path, key=key, say=say)
             bundle.number, bundle.leader = number, self
             digest = bundle_digest(bundle.manifest)
-            if other := [rank for rank, said in self._waited(answers).items() if said["digest"] != digest]:
+            if other := [rank for rank, reply in self._waited(answers).items() if reply["digest"] != digest]:
                 raise FailedElsewhere(f"process {other[0]} has another bundle at {path}: all have to read one file system")
             answers = self._tell({"do": "load", "bundle": number})
             bundle.load()
@@ -194,33 +194,33 @@ class ProcessLeader:
         Raises:
             FailedElsewhere: one of them could not do it.
         """
-        found = {rank: answer.result() for rank, answer in answers.items()}
-        for rank, said in found.items():
-            if "failed" in said:
-                raise FailedElsewhere(f"{said['failed']} (in process {rank})")
-        return found
+        replies = {rank: answer.result() for rank, answer in answers.items()}
+        for rank, reply in replies.items():
+            if "failed" in reply:
+                raise FailedElsewhere(f"{reply['failed']} (in process {rank})")
+        return replies
 
     def _watch(self) -> None:
         """Reads what followers say, until they or this server end."""
-        left = dict(self._channels)
-        while left and not (self._ended.is_set()):
-            readable, _, _ = select.select([*left.values()], [], [], WATCH_S)
-            for rank, channel in list(left.items()):
+        channels = dict(self._channels)
+        while channels and not (self._ended.is_set()):
+            readable, _, _ = select.select([*channels.values()], [], [], WATCH_S)
+            for rank, channel in list(channels.items()):
                 if channel not in readable:
                     continue
                 try:
                     while (data := channel.arrived()) is not None:
-                        self._heard(rank, unpacked_message(data).head)
+                        self._receive(rank, unpacked_message(data).head)
                 except EOFError:
-                    del left[rank]
+                    del channels[rank]
                     if not self._ended.is_set():
                         self.lost(rank)
 
-    def _heard(self, rank: int, said: dict[str, Any]) -> None:
-        if "asked" in said:
-            self.asked = said["asked"]
-        elif (answer := self._answers.pop((rank, said["number"]), None)) is not None:
-            answer.set_result(said)
+    def _receive(self, rank: int, message: dict[str, Any]) -> None:
+        if "asked" in message:
+            self.asked = message["asked"]
+        elif (answer := self._answers.pop((rank, message["number"]), None)) is not None:
+            answer.set_result(message)
 
 
 class FollowedBundle(Bundle):
