@@ -108,12 +108,12 @@ class Admin:
             raise ApiError(f"the model itself is called `{name}`", param="lora_name")
         adapters = self.front.engine.adapters
         if adapters is None:
-            what = "this server takes no adapters (its setting `engine.lora.enabled` allows them)"
-            raise ApiError(what, code="unsupported_parameter")
+            problem = "this server takes no adapters (its setting `engine.lora.enabled` allows them)"
+            raise ApiError(problem, code="unsupported_parameter")
         async with self._one_at_a_time:
             if name in adapters.loaded and not fields.load_inplace:
-                what = f"an adapter `{name}` is loaded already; `load_inplace` replaces it"
-                raise ApiError(what, param="lora_name")
+                problem = f"an adapter `{name}` is loaded already; `load_inplace` replaces it"
+                raise ApiError(problem, param="lora_name")
             factors = await self._read(adapters.read, fields.lora_path, "lora_path")
             try:
                 await self.front.together(lambda engines: _put(engines, name, factors, fields.load_inplace))
@@ -126,7 +126,7 @@ class Admin:
         fields = UnloadAdapter.of(await read_json_body(request, self.service.limits))
         async with self._one_at_a_time:
             try:
-                await self.front.together(lambda engines: [one.unload_adapter(fields.lora_name) for one in engines])
+                await self.front.together(lambda engines: [engine.unload_adapter(fields.lora_name) for engine in engines])
             except UnknownAdapter as error:
                 raise ApiError(error.what, status=404, param="lora_name") from None
         return PlainTextResponse(f"Success: LoRA adapter '{fields.lora_name}' removed successfully.")
@@ -165,8 +165,8 @@ class Admin:
     # ---------------------------------------------------------------- weights
 
     async def no_transfer(self, request: Request) -> Response:
-        what = "weights come from files: there is no transfer engine to start; `update_info` of /update_weights has a `path`"
-        raise ApiError(what, code="unsupported_parameter")
+        problem = "weights come from files: there is no transfer engine to start; `update_info` of /update_weights has a `path`"
+        raise ApiError(problem, code="unsupported_parameter")
 
     async def start_update(self, request: Request) -> Response:
         """Begins an update; what one that was not finished has read is forgotten."""
@@ -195,8 +195,8 @@ class Admin:
             leaves = await asyncio.get_running_loop().run_in_executor(self._files, lambda: _for_each(engines, update))
 
             def swapped(engines: Sequence[Engine]) -> None:
-                for engine, own in zip(engines, leaves, strict=True):
-                    engine.swap_weights(own)
+                for engine, weights in zip(engines, leaves, strict=True):
+                    engine.swap_weights(weights)
                 self.front.prompts.forget()
                 if fields.weight_version is not None:
                     self.service.weight_version = fields.weight_version
@@ -227,20 +227,20 @@ class Admin:
             ApiError: it is not below the root, or there is no root.
         """
         if self.root is None:
-            what = "this server reads no files for requests (its setting `admin.root` allows a folder)"
-            raise ApiError(what, status=403, param=param)
+            problem = "this server reads no files for requests (its setting `admin.root` allows a folder)"
+            raise ApiError(problem, status=403, param=param)
         try:
-            found = (self.root / path).resolve(strict=True)
+            target = (self.root / path).resolve(strict=True)
         except (OSError, ValueError, RuntimeError):
-            found = None
+            target = None
         # The same answer for both, so that nobody learns which files exist elsewhere.
-        if found is None or not found.is_relative_to(self.root):
+        if target is None or not target.is_relative_to(self.root):
             raise ApiError(f"`{param}`: nothing of this name below the allowed folder", status=404, param=param)
-        for folder, folders, files in os.walk(found):
-            links = (one for name in (*folders, *files) if (one := Path(folder, name)).is_symlink())
+        for folder, folders, files in os.walk(target):
+            links = (child for name in (*folders, *files) if (child := Path(folder, name)).is_symlink())
             if not all(link.resolve().is_relative_to(self.root) for link in links):
                 raise ApiError(f"`{param}`: it has links that lead out of the allowed folder", param=param)
-        return found
+        return target
 
     async def _read(self, work: Callable[[Path], T], path: str, param: str) -> T:
         """Reads files at a path of a request, in a thread. Errors name no path of this machine."""
@@ -283,14 +283,14 @@ def _for_each(engines: Sequence[Engine], update: WeightUpdate) -> list[Leaves]:
     return [first, *(copy_to_devices(first, engine.runner.devices) for engine in engines[1:])]
 
 
-def _query(request: Request, *known: str) -> dict[str, str]:
+def _query(request: Request, *names: str) -> dict[str, str]:
     """The query of a request.
 
     Raises:
         ApiError: it has other names.
     """
     query = dict(request.query_params)
-    if strange := sorted(set(query) - set(known)):
+    if strange := sorted(set(query) - set(names)):
         raise ApiError(f"unknown parameter `{strange[0][:64]}`", param=strange[0][:64], code="unknown_parameter")
     return query
 

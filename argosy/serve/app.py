@@ -107,10 +107,10 @@ class App:
     async def _other_kind(self, request: Request) -> Response:
         name = f"`{self.service.name}`"
         if isinstance(self.service, EncoderService):
-            what = f"{name} is an encoder and generates no text; it answers /v1/embeddings, /score and /rerank"
+            problem = f"{name} is an encoder and generates no text; it answers /v1/embeddings, /score and /rerank"
         else:
-            what = f"{name} generates text and is not an encoder; it answers {', '.join(GENERATING)}"
-        raise ApiError(what, status=404, code="wrong_kind_of_model")
+            problem = f"{name} generates text and is not an encoder; it answers {', '.join(GENERATING)}"
+        raise ApiError(problem, status=404, code="wrong_kind_of_model")
 
     def _encoding(self, prepare: Callable[[EncoderService, Any], embeddings.EmbeddingJob]) -> Any:
         async def route(request: Request) -> Response:

@@ -187,28 +187,28 @@ class AllMetrics(Collector):
         self.members = members
         # Requests are refused before an engine is chosen for them.
         self.rejections = members[0].rejections
-        members[0].sharing = [one.engine for one in members]
+        members[0].sharing = [member.engine for member in members]
 
     def ready(self) -> None:
         """As `Metrics.ready`."""
-        for one in self.members:
-            one.ready()
+        for member in self.members:
+            member.ready()
 
     def text(self) -> bytes:
         """As `Metrics.text`."""
-        for one in self.members:
-            one.refresh()
+        for member in self.members:
+            member.refresh()
         return generate_latest(self)
 
     def collect(self) -> Iterator[Metric]:
-        found: dict[str, Metric] = {}
-        for one in self.members:
-            for metric in one.registry.collect():
-                if metric.name in found:
-                    found[metric.name].samples.extend(metric.samples)
+        families: dict[str, Metric] = {}
+        for member in self.members:
+            for metric in member.registry.collect():
+                if metric.name in families:
+                    families[metric.name].samples.extend(metric.samples)
                 else:
-                    found[metric.name] = metric
-        yield from found.values()
+                    families[metric.name] = metric
+        yield from families.values()
 
 
 class _Speculation:

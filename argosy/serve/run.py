@@ -62,8 +62,8 @@ def _check_adapters(settings: ServeSettings) -> None:
     if many and not lora.enabled:
         raise BadInput("lora_modules: this engine takes no adapters", hint="engine.lora.enabled=true")
     if many > lora.adapters:
-        what = f"lora_modules has {plural(many, 'adapter')}, and there is room for {lora.adapters}"
-        raise BadInput(what, hint=f"engine.lora.adapters={many}")
+        problem = f"lora_modules has {plural(many, 'adapter')}, and there is room for {lora.adapters}"
+        raise BadInput(problem, hint=f"engine.lora.adapters={many}")
 
 
 def admin_socket(settings: ServeSettings) -> socket.socket | None:
@@ -102,12 +102,12 @@ def build_service(
     if name in settings.lora_modules:
         raise BadInput(f"lora_modules: the model itself is called `{name}`", hint="`name=` gives it another")
     reasoning = parser_of(settings.reasoning_parser, lm.tokenizer)
-    how = REASONING[settings.reasoning_parser]
-    marks = channel_marks(lm.tokenizer) if how.channels else {}
-    if how.channels and how.needed and not marks:
+    parsing = REASONING[settings.reasoning_parser]
+    marks = channel_marks(lm.tokenizer) if parsing.channels else {}
+    if parsing.channels and parsing.needed and not marks:
         lacking = f"{', '.join(MARKS)} as special tokens, and this model's tokenizer lacks some"
-        what = f"reasoning_parser={settings.reasoning_parser} needs {lacking}"
-        raise BadInput(what, hint="leave it out, or set reasoning_parser=none")
+        problem = f"reasoning_parser={settings.reasoning_parser} needs {lacking}"
+        raise BadInput(problem, hint="leave it out, or set reasoning_parser=none")
     if draft is not None:
         check_tokenizers(lm.tokenizer, draft.tokenizer)
     front = build_front(lm, name, settings, say, draft, programs)
@@ -128,7 +128,7 @@ def build_encoder(lm: LM, name: str, settings: ServeSettings, say: Say | None) -
     if settings.engine.lora.enabled or settings.admin.port is not None or settings.admin.shared:
         raise BadInput(f"`{name}` is an encoder: adapters by request and admin routes are for models that generate")
     if idle := sorted(settings.engine.model_fields_set - {"budget", "lora"}):
-        names = ", ".join(f"engine.{one}" for one in idle)
+        names = ", ".join(f"engine.{setting}" for setting in idle)
         raise BadInput(f"{names}: `{name}` is an encoder, which computes each text at once", hint="engine.budget alone applies")
     encoder = SentenceEncoder(lm, say=say)
     budget = settings.engine.budget
@@ -169,10 +169,10 @@ def serve_until(
     )
     tls = {"ssl_certfile": settings.tls_certificate, "ssl_keyfile": settings.tls_key}
     config = server_config(app.asgi, settings, **tls)
-    beside = None
+    second = None
     if admin is not None and routes is not None:
-        beside = (SecondServer(server_config(admin_app(routes, app), settings)), admin)
+        second = (SecondServer(server_config(admin_app(routes, app), settings)), admin)
     try:
-        DrainingServer(config, lambda: service.front.drain(settings.drain), stop, ready, beside).run(sockets=[listener])
+        DrainingServer(config, lambda: service.front.drain(settings.drain), stop, ready, second).run(sockets=[listener])
     finally:
         service.front.close()

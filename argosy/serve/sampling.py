@@ -29,12 +29,12 @@ def default_sampling(generation: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         BadInput: its generation config holds a value that no sampler can have.
     """
-    own = {name: generation[name] for name in OF_THE_MODEL if generation.get(name) is not None}
+    model_defaults = {name: generation[name] for name in OF_THE_MODEL if generation.get(name) is not None}
     try:
-        Sampling(**own)
+        Sampling(**model_defaults)
     except (ValidationError, ArgosyError) as error:
         raise BadInput(f"the model's generation config: {str(error).splitlines()[0]}") from None
-    return {"temperature": 1.0} | own
+    return {"temperature": 1.0} | model_defaults
 
 
 def read_sampling(fields: GenerationFields, defaults: Mapping[str, Any], tokenizer: Any) -> Sampling:
@@ -43,12 +43,12 @@ def read_sampling(fields: GenerationFields, defaults: Mapping[str, Any], tokeniz
     Raises:
         ApiError: a value that the sampler refuses.
     """
-    given = dict(defaults)
+    settings = dict(defaults)
     for name in FIELDS:
         if (value := getattr(fields, name)) is not None:
-            given[OURS.get(name, name)] = _converted(name, value, tokenizer)
+            settings[OURS.get(name, name)] = _converted(name, value, tokenizer)
     try:
-        return Sampling(**given)
+        return Sampling(**settings)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         wrong = str(first["loc"][0]) if first["loc"] else None

@@ -97,8 +97,8 @@ class ServedModel(Generic[F]):
         """
         if requested is not None:
             if not self.request_templates:
-                what = "this server accepts no `chat_template` from requests (its setting `request_chat_template` allows them)"
-                raise ApiError(what, param="chat_template", code="unsupported_parameter")
+                problem = "this server accepts no `chat_template` from requests (its setting `request_chat_template` allows them)"
+                raise ApiError(problem, param="chat_template", code="unsupported_parameter")
             return requested
         try:
             return choose_template(getattr(self.lm.tokenizer, "chat_templates", None) or {}, tools=bool(tools))
@@ -120,17 +120,17 @@ class ServedModel(Generic[F]):
         if (notation := template_notation(template)) is not None:
             messages, tools = notation.messages(messages, template), notation.described(tools)
         if unread := sorted(name for name in fields.chat_template_kwargs if name not in template):
-            what = f"the chat template of this model does not read `{shorten_for_echo(unread[0])}`"
-            raise ApiError(what, param="chat_template_kwargs", code="unsupported_parameter")
+            problem = f"the chat template of this model does not read `{shorten_for_echo(unread[0])}`"
+            raise ApiError(problem, param="chat_template_kwargs", code="unsupported_parameter")
         variables: dict[str, Any] = thinking_variables(fields.reasoning_effort, template) | fields.chat_template_kwargs
         variables |= {"documents": fields.documents} if fields.documents else {}
-        how: Any = {
+        options: Any = {
             "template": template, "add_generation_prompt": fields.add_generation_prompt,
             "continue_final_message": fields.continue_final_message,
             "add_special_tokens": bool(fields.add_special_tokens),
         }  # fmt: skip
         try:
-            return self.lm.chat_prompt(messages, tools=tools, **how, **variables)
+            return self.lm.chat_prompt(messages, tools=tools, **options, **variables)
         except Omitted as error:
             raise ApiError(error.what, param=error.param, code="unsupported_parameter") from None
         except ArgosyError as error:
@@ -163,8 +163,8 @@ class Service(ServedModel[Front | ReplicaFront]):
 
     @property
     def about(self) -> list[str]:
-        told = " ".join(f"{key}={value}" for key, value in self.defaults.items())
-        sampled = f"{self.name}: requests that say nothing are sampled with {told}"
+        defaults = " ".join(f"{key}={value}" for key, value in self.defaults.items())
+        sampled = f"{self.name}: requests that say nothing are sampled with {defaults}"
         lines = [sampled, f"cache: {self.front.described()}"]
         weights = self.front.engine.weights()
         count, size = count_in_blocks(weights)
@@ -201,8 +201,8 @@ class Service(ServedModel[Front | ReplicaFront]):
         if (fields.top or 0) > limits.logprobs:
             raise ApiError(f"`{fields.top_name}` is {fields.top}, at most {limits.logprobs}", param=fields.top_name)
         if (fields.prompt_logprobs or 0) > limits.logprobs:
-            what = f"`prompt_logprobs` is {fields.prompt_logprobs}, at most {limits.logprobs}"
-            raise ApiError(what, param="prompt_logprobs")
+            problem = f"`prompt_logprobs` is {fields.prompt_logprobs}, at most {limits.logprobs}"
+            raise ApiError(problem, param="prompt_logprobs")
         if len(fields.stop) + len(fields.stop_token_ids) > limits.stops:
             raise ApiError(f"more than {limits.stops} stop strings and stop tokens", param="stop")
         if any(not 0 < len(stop) <= limits.stop_length for stop in fields.stop):
@@ -233,33 +233,34 @@ class Service(ServedModel[Front | ReplicaFront]):
             ApiError: the sampler does not support what is asked, or prompt and answer do not fit into the context.
         """
         if len(prompts) * fields.n > self.limits.answers:
-            what = f"{plural(len(prompts), 'prompt')} times n={fields.n} is more than {plural(self.limits.answers, 'answer')}"
-            raise ApiError(what, param="n" if fields.n > 1 else "prompt")
+            problem = f"{plural(len(prompts), 'prompt')} times n={fields.n} is more than {plural(self.limits.answers, 'answer')}"
+            raise ApiError(problem, param="n" if fields.n > 1 else "prompt")
         least, longest = 1 if most is None else most, self.front.prompts.longest
         for ids in prompts:
             if len(ids) + least > self.context:
-                asked = f"{plural(len(ids), 'token')} of prompt and {most or f'at least {least}'} of answer"
-                raise ApiError(f"{asked} are more than the context of {self.context}", code=MANY)
+                requested = f"{plural(len(ids), 'token')} of prompt and {most or f'at least {least}'} of answer"
+                raise ApiError(f"{requested} are more than the context of {self.context}", code=MANY)
             if fields.scoring is not None and len(ids) > longest:
-                what = f"log-probabilities of a prompt of {plural(len(ids), 'token')}, this server computes those of at most {longest}"
-                raise ApiError(what, param=fields.scoring)
+                count = plural(len(ids), "token")
+                problem = f"log-probabilities of a prompt of {count}, this server computes those of at most {longest}"
+                raise ApiError(problem, param=fields.scoring)
             if wrong := [token for token in ids if not 0 <= token < self.lm.config.vocab]:
-                what = f"token id {wrong[0]} is outside the model's vocabulary of {self.lm.config.vocab}"
-                raise ApiError(what, param="prompt")
+                problem = f"token id {wrong[0]} is outside the model's vocabulary of {self.lm.config.vocab}"
+                raise ApiError(problem, param="prompt")
         sampling = read_sampling(fields, self.defaults, self.lm.tokenizer)
         adapter = self.adapter_of(fields.model)
         ends = self.ends(fields)
         repetition = fields.repetition_detection
-        how: Any = {"salt": fields.cache_salt or "", "adapter": adapter, "repetition": repetition and repetition.settings}
+        options: Any = {"salt": fields.cache_salt or "", "adapter": adapter, "repetition": repetition and repetition.settings}
         top = fields.top or 0
-        found = []
+        requests = []
         for ids in prompts if most != 0 else ():
             # One seed gives one answer, wherever its prompt stands in the request.
             seed = self.seeds.getrandbits(63) if fields.seed is None else fields.seed
-            found += [
-                Request(ids, most or self.context - len(ids), sampling, ends, seed, k, top, **how) for k in range(fields.n)
+            requests += [
+                Request(ids, most or self.context - len(ids), sampling, ends, seed, k, top, **options) for k in range(fields.n)
             ]
-        return found
+        return requests
 
     def ends(self, fields: GenerationFields) -> frozenset[int]:
         """The token ids that end an answer."""
@@ -286,18 +287,18 @@ class Service(ServedModel[Front | ReplicaFront]):
         )
         return CompletionChoice(tokenizer, prompt, ending, begun=begun)
 
-    def grammar(self, wanted: StructureRequest) -> Grammar:
+    def grammar(self, request: StructureRequest) -> Grammar:
         """Compiles what an answer must match. Slow.
 
         Raises:
             ApiError: it is not supported, or takes too long.
         """
         try:
-            return self.lm.grammars().get(wanted.structure, seconds=self.limits.compile_seconds)
+            return self.lm.grammars().get(request.structure, seconds=self.limits.compile_seconds)
         except TooManyGrammars as error:
             raise service_unavailable(error.what, "grammar_queue_full") from None
         except ArgosyError as error:
-            raise grammar_error(error, wanted.param) from None
+            raise grammar_error(error, request.param) from None
 
 
 # Characters of the longest tokens of published vocabularies: 128 spaces, and some margin.

@@ -137,16 +137,16 @@ def setting_answers(
 
     groups: flags whose values are translated one by one, -> what they set.
     """
-    found: dict[str, str] = {}
+    flag_answers: dict[str, str] = {}
     for flag, answer in answers.items():
-        found[flag] = answer
+        flag_answers[flag] = answer
     for flag, words in switches.items():
-        found[flag] = f"did you mean `{' '.join(words).removesuffix('=true')}`?" if words else _ALWAYS
+        flag_answers[flag] = f"did you mean `{' '.join(words).removesuffix('=true')}`?" if words else _ALWAYS
     for flag, setting in settings.items():
-        found[flag] = f"did you mean `{setting}`?"
+        flag_answers[flag] = f"did you mean `{setting}`?"
     for flag in (flag for group in groups for flag in group):
-        found[flag] = f"give it with its dashes: `{flag} VALUE`"
-    return {flag.lstrip("-").replace("-", "_"): answer for flag, answer in found.items() if flag.startswith("--")}
+        flag_answers[flag] = f"give it with its dashes: `{flag} VALUE`"
+    return {flag.lstrip("-").replace("-", "_"): answer for flag, answer in flag_answers.items() if flag.startswith("--")}
 
 
 NAMES = setting_answers(SETTINGS, SWITCHES, ANSWERS, OBJECTS) | {

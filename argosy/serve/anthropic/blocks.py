@@ -23,7 +23,7 @@ def chat_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     Raises:
         ApiError: an unsupported role or block, or an unknown field.
     """
-    found: list[dict[str, Any]] = []
+    turns: list[dict[str, Any]] = []
     for i, message in enumerate(messages):
         where, role = f"messages.{i}", message.get("role")
         if not isinstance(role, str) or role not in OF_ROLE:
@@ -33,19 +33,19 @@ def chat_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             raise ApiError(f"unknown field `{name}`", param=name, code="unknown_parameter")
         blocks = _blocks(message.get("content"), f"{where}.content", OF_ROLE[role])
         texts = [block["text"] for block in blocks if block["type"] == "text"]
-        found += [
+        turns += [
             _result(block, f"{where}.content.{j}") for j, block in enumerate(blocks) if block["type"] == "tool_result"
         ]
         if role != "assistant":
-            found += [{"role": role, "content": "\n".join(texts)}] if texts else []
+            turns += [{"role": role, "content": "\n".join(texts)}] if texts else []
             continue
         turn: dict[str, Any] = {"role": role, "content": "\n".join(texts)}
         if thoughts := [block["thinking"] for block in blocks if block["type"] == "thinking"]:
             turn["reasoning"] = "\n".join(thoughts)
         if calls := [_call(block) for block in blocks if block["type"] == "tool_use"]:
             turn["tool_calls"] = calls
-        found.append(turn)
-    return found
+        turns.append(turn)
+    return turns
 
 
 def content_text(content: Any, where: str) -> str:
@@ -69,8 +69,8 @@ def _blocks(content: Any, where: str, kinds: Sequence[str]) -> list[dict[str, An
 def _block(block: Any, where: str, kinds: Sequence[str]) -> dict[str, Any]:
     kind = block.get("type") if isinstance(block, dict) else None
     if not isinstance(kind, str) or kind not in kinds:
-        what = f"`{where}`: a block of type `{str(kind)[:32]}` is not supported here, only {', '.join(kinds)}"
-        raise ApiError(what, param=where, code="unsupported_parameter")
+        problem = f"`{where}`: a block of type `{str(kind)[:32]}` is not supported here, only {', '.join(kinds)}"
+        raise ApiError(problem, param=where, code="unsupported_parameter")
     block = {name: value for name, value in block.items() if value is not None}
     if unknown := sorted(set(block) - FIELDS[kind] - {"type"}):
         name = f"{where}.{unknown[0][:64]}"
@@ -78,8 +78,8 @@ def _block(block: Any, where: str, kinds: Sequence[str]) -> dict[str, Any]:
     types = {"text": {"text": str}, "thinking": {"thinking": str}, "tool_result": {"tool_use_id": str}}
     for name, of in types.get(kind, {"id": str, "name": str, "input": dict}).items():
         if not isinstance(block.get(name), of):
-            what = f"`{where}.{name}` must be {'a text' if of is str else 'an object'}"
-            raise ApiError(what, param=f"{where}.{name}")
+            problem = f"`{where}.{name}` must be {'a text' if of is str else 'an object'}"
+            raise ApiError(problem, param=f"{where}.{name}")
     return block
 
 
@@ -97,12 +97,12 @@ def tool_use_block(call: dict[str, Any]) -> dict[str, Any]:
     become `{"input": ...}`."""
     function = call["function"]
     try:
-        given = json.loads(function["arguments"])
+        arguments = json.loads(function["arguments"])
     except (ValueError, RecursionError):
-        given = function["arguments"]
+        arguments = function["arguments"]
     return {
         "type": "tool_use",
         "id": call["id"].replace("call_", "toolu_", 1),
         "name": function["name"],
-        "input": given if isinstance(given, dict) else {"input": given},
+        "input": arguments if isinstance(arguments, dict) else {"input": arguments},
     }

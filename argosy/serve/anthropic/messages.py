@@ -64,8 +64,8 @@ class CountedMessages(SamplingFields):
     def _without_budget(cls, body: dict[str, Any]) -> dict[str, Any]:
         thinking = body.get("thinking")
         if isinstance(thinking, dict) and (thinking.get("type") == "enabled" or "budget_tokens" in thinking):
-            what = '`thinking.budget_tokens` is not supported, write "thinking": {"type": "adaptive"}'
-            raise ApiError(what, param="thinking.budget_tokens", code="unsupported_parameter")
+            problem = '`thinking.budget_tokens` is not supported, write "thinking": {"type": "adaptive"}'
+            raise ApiError(problem, param="thinking.budget_tokens", code="unsupported_parameter")
         return body
 
 
@@ -85,8 +85,8 @@ def prepare_messages(service: Service, body: Any) -> GenerationJob:
     fields = Messages.of(body)
     more = {"max_completion_tokens": fields.max_tokens, "stop": fields.stop_sequences}
     with renaming(NAMES):
-        found = read_chat(service, ChatFields.of(_chat(service, fields) | more))
-    return found.job(service, MessageWriter(service))
+        chat_request = read_chat(service, ChatFields.of(_chat(service, fields) | more))
+    return chat_request.job(service, MessageWriter(service))
 
 
 def count_tokens(service: Service, body: Any) -> dict[str, Any]:
@@ -145,8 +145,8 @@ def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
         ApiError: it would run on the server, or has unsupported fields.
     """
     if tool.get("type") not in (None, "custom"):
-        what = f"`{where}` is of type `{str(tool['type'])[:64]}`: only tools with an `input_schema` are supported"
-        raise ApiError(what, param=where, code="unsupported_parameter")
+        problem = f"`{where}` is of type `{str(tool['type'])[:64]}`: only tools with an `input_schema` are supported"
+        raise ApiError(problem, param=where, code="unsupported_parameter")
     # Caching and early streaming of arguments do not change the answer.
     plain = {"type", "cache_control", "eager_input_streaming"}
     tool = {name: value for name, value in tool.items() if value is not None and name not in plain}
@@ -159,33 +159,33 @@ def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
     return {"type": "function", "function": tool | schema}
 
 
-def _choice(given: Mapping[str, Any] | None) -> tuple[Any, bool]:
+def _choice(choice: Mapping[str, Any] | None) -> tuple[Any, bool]:
     """A `tool_choice` in the form of a chat, and whether several calls are allowed.
 
     Raises:
         ApiError: another form.
     """
-    if given is None:
+    if choice is None:
         return None, True
-    kind, one = given.get("type"), given.get("disable_parallel_tool_use") or False
-    known = {"type", "disable_parallel_tool_use", *(["name"] if kind == "tool" else [])}
-    if kind not in (*CHOICES, "tool") or set(given) - known or not isinstance(one, bool):
-        what = '`tool_choice` must be {"type": ...} with auto, any, none or tool; tool has a `name`'
-        raise ApiError(what, param="tool_choice", code="unsupported_parameter")
+    kind, single_call = choice.get("type"), choice.get("disable_parallel_tool_use") or False
+    names = {"type", "disable_parallel_tool_use", *(["name"] if kind == "tool" else [])}
+    if kind not in (*CHOICES, "tool") or set(choice) - names or not isinstance(single_call, bool):
+        problem = '`tool_choice` must be {"type": ...} with auto, any, none or tool; tool has a `name`'
+        raise ApiError(problem, param="tool_choice", code="unsupported_parameter")
     if kind != "tool":
-        return CHOICES[kind], not one
-    return {"type": "function", "function": {"name": given.get("name")}}, not one
+        return CHOICES[kind], not single_call
+    return {"type": "function", "function": {"name": choice.get("name")}}, not single_call
 
 
-def _format(given: Mapping[str, Any] | None) -> dict[str, Any] | None:
+def _format(output_format: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """An `output_config.format` as the `response_format` of a chat.
 
     Raises:
         ApiError: it is not a JSON schema.
     """
-    if given is None:
+    if output_format is None:
         return None
-    if given.get("type") != "json_schema" or set(given) != {"type", "schema"}:
-        what = '`output_config.format` must be {"type": "json_schema", "schema": ...}'
-        raise ApiError(what, param="output_config.format", code="unsupported_parameter")
-    return {"type": "json_schema", "json_schema": {"name": "format", "schema": given["schema"]}}
+    if output_format.get("type") != "json_schema" or set(output_format) != {"type", "schema"}:
+        problem = '`output_config.format` must be {"type": "json_schema", "schema": ...}'
+        raise ApiError(problem, param="output_config.format", code="unsupported_parameter")
+    return {"type": "json_schema", "json_schema": {"name": "format", "schema": output_format["schema"]}}

@@ -37,13 +37,13 @@ class MessageWriter:
         return [{"type": "message_start", "message": document}, PING]
 
     def step(self, job: GenerationJob, place: int, piece: ChoicePiece, parts: CompletionParts) -> Documents:
-        found = self._said("thinking", parts.thought) if parts.thought else []
-        found += self._said("text", parts.text) if parts.text else []
+        events = self._add_text("thinking", parts.thought) if parts.thought else []
+        events += self._add_text("text", parts.text) if parts.text else []
         if piece.finish is not None:
-            found += self._stopped()
+            events += self._stopped()
             for call in parts.calls:
-                found += self._called(tool_use_block(call))
-        return found
+                events += self._called(tool_use_block(call))
+        return events
 
     def closing(self, job: GenerationJob) -> Documents:
         return [{"type": "message_delta", "delta": stop_reason(job), "usage": usage(job)}, {"type": "message_stop"}]
@@ -54,12 +54,12 @@ class MessageWriter:
     def _document(self, job: GenerationJob, content: list[dict[str, Any]]) -> dict[str, Any]:
         return {"id": job.id, "type": "message", "role": "assistant", "model": job.model, "content": content}
 
-    def _said(self, kind: str, text: str) -> list[dict[str, Any]]:
-        found = []
+    def _add_text(self, kind: str, text: str) -> list[dict[str, Any]]:
+        events = []
         if self._open != kind:
-            found = [*self._stopped(), self._started(empty_block(kind))]
+            events = [*self._stopped(), self._started(empty_block(kind))]
             self._open = kind
-        return [*found, self._delta({"type": DELTAS[kind], kind: text})]
+        return [*events, self._delta({"type": DELTAS[kind], kind: text})]
 
     def _called(self, block: dict[str, Any]) -> list[dict[str, Any]]:
         text = json.dumps(block["input"], ensure_ascii=False)
@@ -90,8 +90,8 @@ def empty_block(kind: str) -> dict[str, Any]:
 
 def content_blocks(reader: CompletionReader) -> list[dict[str, Any]]:
     """The content blocks of a whole answer."""
-    said = [empty_block(kind) | {kind: text} for kind, text in (("thinking", reader.thought), ("text", reader.text)) if text]
-    return [*said, *map(tool_use_block, reader.calls)]
+    blocks = [empty_block(kind) | {kind: text} for kind, text in (("thinking", reader.thought), ("text", reader.text)) if text]
+    return [*blocks, *map(tool_use_block, reader.calls)]
 
 
 def stop_reason(job: GenerationJob) -> dict[str, Any]:

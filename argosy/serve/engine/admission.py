@@ -60,8 +60,8 @@ class Admission(Generic[O, M]):
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._empty.wait()
-        for one in list(self.opened):
-            one.fail(shutting_down())
+        for request in list(self.opened):
+            request.fail(shutting_down())
 
     def _check(self, lengths: Sequence[int]) -> None:
         """Checks that sequences of these lengths may wait.
@@ -79,16 +79,16 @@ class Admission(Generic[O, M]):
             self.metrics.rejections.inc()
             raise service_unavailable("too many requests wait already, try again later", "queue_full")
 
-    def _closed(self, one: O) -> None:
+    def _closed(self, request: O) -> None:
         """A request has ended."""
-        self.opened.discard(one)
+        self.opened.discard(request)
         if self._empty is not None and not self.opened:
             self._empty.set()
 
     def end_all(self) -> None:
         """Ends all requests with an error: what computes has stopped."""
-        for one in list(self.opened):
-            one.fail(died())
+        for request in list(self.opened):
+            request.fail(died())
 
 
 class Computing(Admission[O, M]):
@@ -136,11 +136,11 @@ class Computing(Admission[O, M]):
         self.failure = error
         self._tell(lambda: self.broken())
 
-    def _tell(self, what: Callable[[], Any]) -> None:
+    def _tell(self, callback: Callable[[], Any]) -> None:
         # The loop is closed if the server ends while a step is under way: nobody is left to hear of it.
         if self._loop is not None:
             with suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(what)
+                self._loop.call_soon_threadsafe(callback)
 
 
 def timed_out(seconds: float) -> ApiError:

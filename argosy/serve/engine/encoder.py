@@ -100,9 +100,9 @@ class EncoderFront(Computing[TextBatch, EncoderMetrics]):
         try:
             self._tasks.put(texts)
             async with asyncio.timeout(self.limits.seconds):
-                found = await texts.result
+                pooled = await texts.result
             reason = "stop"
-            return found
+            return pooled
         except TimeoutError:
             raise timed_out(self.limits.seconds) from None
         finally:
@@ -112,7 +112,7 @@ class EncoderFront(Computing[TextBatch, EncoderMetrics]):
             self.metrics.ended(reason, time.monotonic() - texts.arrived)
             self._closed(texts)
 
-    def _take(self, places: Sequence[Place], vectors: Float[np.ndarray, "N D"], began: float) -> None:
+    def _take(self, places: Sequence[Place], vectors: Float[np.ndarray, "N D"], start: float) -> None:
         """Hands the vectors of a pass to those who wait for them."""
         for (texts, place), vector in zip(places, vectors, strict=True):
             if texts.abandoned:
@@ -123,7 +123,7 @@ class EncoderFront(Computing[TextBatch, EncoderMetrics]):
             texts.missing_tokens -= length
             self.waiting -= 1
             self.waiting_tokens -= length
-            self.metrics.began(length, began - texts.arrived)
+            self.metrics.began(length, start - texts.arrived)
             if not texts.missing and not texts.result.done():
                 texts.result.set_result(texts.vectors)
 
@@ -143,10 +143,10 @@ class EncoderFront(Computing[TextBatch, EncoderMetrics]):
             turns.append(turns.pop(0))
             for texts, place in places:
                 texts.left.remove(place)
-            self.running, began = len(places), time.monotonic()
+            self.running, start = len(places), time.monotonic()
             try:
                 vectors = self.engine.pooled([texts.rows[place] for texts, place in places], shape)
-                self._tell(lambda places=places, vectors=vectors, began=began: self._take(places, vectors, began))
+                self._tell(lambda places=places, vectors=vectors, start=start: self._take(places, vectors, start))
             except Exception as error:
                 self._failed(error)
             finally:
@@ -164,7 +164,7 @@ def next_pass(turns: Sequence[TextBatch], budget: int, context: int) -> tuple[li
     length = min(length_bucket(len(first[0].rows[first[1]]), SHORTEST), context)
     fit = [(texts, place) for texts in turns for place in texts.left if len(texts.rows[place]) <= length]
     # Stable: of equally long texts, those come first whose turn is earlier.
-    fit.sort(key=lambda one: (one != first, -len(one[0].rows[one[1]])))
+    fit.sort(key=lambda pair: (pair != first, -len(pair[0].rows[pair[1]])))
     rows = pass_rows(len(fit), budget // length)
     return fit[:rows], (rows, length)
 
@@ -237,8 +237,8 @@ class EncoderService(ServedModel[EncoderFront]):
         if len(texts) > self.limits.texts:
             raise ApiError(f"{plural(len(texts), 'text')}, at most {self.limits.texts}", param=param)
         if most is not None and most > self.context:
-            what = f"`truncate_prompt_tokens` is {most}, the context of the model {self.context}"
-            raise ApiError(what, param="truncate_prompt_tokens")
+            problem = f"`truncate_prompt_tokens` is {most}, the context of the model {self.context}"
+            raise ApiError(problem, param="truncate_prompt_tokens")
         if most in (0, 1):
             raise ApiError("`truncate_prompt_tokens` is -1, or at least 2", param="truncate_prompt_tokens")
         most = self.context if most == -1 else most
@@ -246,11 +246,11 @@ class EncoderService(ServedModel[EncoderFront]):
         if prompt_name is not None and param == "input" and not all(isinstance(t, str) for t in texts):
             raise ApiError("`prompt_name` is for texts; token ids are used as they are", param="prompt_name")
         try:
-            found = self.front.engine.ids([t if isinstance(t, str) else t[:most] for t in texts], most, special=special, prompt=prompt)
+            rows = self.front.engine.ids([t if isinstance(t, str) else t[:most] for t in texts], most, special=special, prompt=prompt)
         except ArgosyError as error:
             raise input_error(error, param) from None
-        for place, ids in enumerate(found):
+        for place, ids in enumerate(rows):
             if len(ids) > self.context:
-                what = f"text {place} has {plural(len(ids), 'token')}, more than the context of {self.context}"
-                raise ApiError(f"{what}; `truncate_prompt_tokens: -1` cuts it", param=param, code=MANY)
-        return found
+                problem = f"text {place} has {plural(len(ids), 'token')}, more than the context of {self.context}"
+                raise ApiError(f"{problem}; `truncate_prompt_tokens: -1` cuts it", param=param, code=MANY)
+        return rows

@@ -34,15 +34,15 @@ def build_front(
 
 def build_engines(lm: LM, settings: ServeSettings, say: Say | None, draft: LM | None = None) -> list[Engine]:
     """The engine of each copy, with the adapters of the settings."""
-    count, how = settings.copies, settings.engine
+    count, engine_settings = settings.copies, settings.engine
     modules = model_copies(lm.module, count)
     drafts = [None] * count if draft is None else model_copies(draft.module, count)
     engines: list[Engine] = []
-    for module, own in zip(modules, drafts, strict=True):
-        engine = Engine(module, how, say=say, exclusive=True, draft=own, copies=count, origin=lm.origin)
+    for module, draft_copy in zip(modules, drafts, strict=True):
+        engine = Engine(module, engine_settings, say=say, exclusive=True, draft=draft_copy, copies=count, origin=lm.origin)
         if jax.default_backend() == "cpu":
             # Less memory is free once a copy has its cache, but the next one is to have as much.
-            how = how.model_copy(update={"pages": engine.pages.count, "memory": None})
+            engine_settings = engine_settings.model_copy(update={"pages": engine.pages.count, "memory": None})
         for adapter, folder in settings.lora_modules.items():
             engine.load_adapter(adapter, folder)
         engines.append(engine)

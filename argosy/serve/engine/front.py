@@ -157,14 +157,14 @@ class Front(Computing[EventStreams, EngineMetrics]):
                 self._begin(row, answers.arrived)
                 self._done(row)
             if isinstance(error, UnknownAdapter):
-                named = answers.adapter or next((row.request.adapter for row in answers.rows), None)
-                raise unknown_model(named or "") from None
+                adapter = answers.adapter or next((row.request.adapter for row in answers.rows), None)
+                raise unknown_model(adapter or "") from None
             raise input_error(error) from None
 
     def end(self, row: RequestRow, reason: str) -> None:
         """Ends a row early: the engine forgets it before its next step."""
         # First, so that the thread does not hand over a row that was held.
-        self._over(row, reason, time.monotonic())
+        self._finish(row, reason, time.monotonic())
         self._tasks.put(lambda: self._abort(row))
 
     async def call(self, work: Callable[[Engine], R]) -> R:
@@ -174,19 +174,19 @@ class Front(Computing[EventStreams, EngineMetrics]):
             ApiError: the engine has died. Errors of `work` are passed on.
         """
         self._loop = asyncio.get_running_loop()
-        found: Future[R] = Future()
+        future: Future[R] = Future()
 
         def task() -> None:
             try:
                 if self.failure is not None:
                     raise died()
-                found.set_result(work(self.engine))
+                future.set_result(work(self.engine))
             except Exception as error:
-                found.set_exception(error)
+                future.set_exception(error)
 
         self._tasks.put(task)
         # A caller that goes away does not stop it.
-        return await asyncio.shield(asyncio.wrap_future(found))
+        return await asyncio.shield(asyncio.wrap_future(future))
 
     async def together(self, work: Callable[[Sequence[Engine]], R]) -> R:
         """Runs a function that changes every engine of the server; here only one."""
@@ -239,10 +239,10 @@ class Front(Computing[EventStreams, EngineMetrics]):
 
     def abort(self, names: Collection[str] | None = None) -> int:
         """Ends the requests of these names, or all; their readers get what there is so far. Returns their number."""
-        found = [one for one in self.opened if names is None or not set(names).isdisjoint(one.names)]
-        for one in found:
-            one.abort()
-        return len(found)
+        requests = [request for request in self.opened if names is None or not set(names).isdisjoint(request.names)]
+        for request in requests:
+            request.abort()
+        return len(requests)
 
     def _take(self, news: StepNews) -> None:
         """Hands what a step made to its readers."""
@@ -263,7 +263,7 @@ class Front(Computing[EventStreams, EngineMetrics]):
                     since.observe(news.now - (row.answers.arrived if row.last is None else row.last))
                 row.last = news.now
             if event.finish_reason is not None:
-                self._over(row, event.finish_reason, news.now)
+                self._finish(row, event.finish_reason, news.now)
             row.answers.news.put_nowait((row.place, event))
 
     def _begin(self, row: RequestRow, now: float) -> None:
@@ -273,7 +273,7 @@ class Front(Computing[EventStreams, EngineMetrics]):
         self.waiting -= 1
         self.waiting_tokens -= len(row.request.tokens)
 
-    def _over(self, row: RequestRow, reason: str, now: float) -> None:
+    def _finish(self, row: RequestRow, reason: str, now: float) -> None:
         if row.began is None:
             self._begin(row, now)
         self._done(row)
@@ -323,8 +323,8 @@ class Front(Computing[EventStreams, EngineMetrics]):
         if self._emptied is not None:
             self._emptied.set_result(None)
             self._emptied = None
-        held, self._held = self._held, []
-        for answers in held:
+        waiting, self._held = self._held, []
+        for answers in waiting:
             try:
                 self._enter(answers)
             except Exception as error:
@@ -384,10 +384,10 @@ class Front(Computing[EventStreams, EngineMetrics]):
         """One pass over the prompts that have waited longest."""
         waiting = self._unscored
         places = self.prompts.batch([ids for _, _, ids in waiting], [answers.under for answers, _, _ in waiting])
-        taken = [waiting[i] for i in places]
-        readers = {answers for answers, _, _ in taken}
+        batch = [waiting[i] for i in places]
+        readers = {answers for answers, _, _ in batch}
         try:
-            scores = self.prompts.score([ids for _, _, ids in taken], taken[0][0].under)
+            scores = self.prompts.score([ids for _, _, ids in batch], batch[0][0].under)
         except Exception:
             # Only these readers lose by it: the state of the engine is not touched.
             traceback.print_exc(file=sys.stderr)
@@ -397,25 +397,25 @@ class Front(Computing[EventStreams, EngineMetrics]):
             return
         if scores is None:
             return
-        self._unscored = [one for i, one in enumerate(self._unscored) if i not in places]
-        for (answers, place, _), found in zip(taken, scores, strict=True):
-            self._scores[answers][place] = found
+        self._unscored = [entry for i, entry in enumerate(self._unscored) if i not in places]
+        for (answers, place, _), prompt_scores in zip(batch, scores, strict=True):
+            self._scores[answers][place] = prompt_scores
         for answers in readers:
             self._hand_over(answers)
 
     def _hand_over(self, answers: EventStreams) -> None:
         """Gives a reader the scores of its prompts, if they are complete."""
-        found = self._scores[answers]
-        if len(found) == len(answers.prompts):
+        scores_by_place = self._scores[answers]
+        if len(scores_by_place) == len(answers.prompts):
             self._end_scores(answers)
-            scores = [found[place] for place in range(len(found))]
+            scores = [scores_by_place[place] for place in range(len(scores_by_place))]
             self._tell(lambda: None if answers.scores.done() else answers.scores.set_result(scores))
 
     def _leave(self, answers: EventStreams) -> None:
         """Forgets the prompts and the search of a reader that is gone."""
         self._searches.discard(answers)
-        self._held = [one for one in self._held if one is not answers]
-        self._unscored = [one for one in self._unscored if one[0] is not answers]
+        self._held = [reader for reader in self._held if reader is not answers]
+        self._unscored = [entry for entry in self._unscored if entry[0] is not answers]
         self._end_scores(answers)
         self.prompts.forget(answers.prompts)
 
@@ -429,19 +429,19 @@ class Front(Computing[EventStreams, EngineMetrics]):
 
     def _report(self, events: list[Event]) -> None:
         now = time.monotonic()
-        began: list[tuple[RequestRow, int]] = []
+        admitted: list[tuple[RequestRow, int]] = []
         for sequence in self.engine.scheduler.running:
             row = self._rows.get(sequence.id)
             if row is not None and not row.admitted:
                 row.admitted = True
-                began.append((row, sequence.reused))
+                admitted.append((row, sequence.reused))
         mine = [(row, event) for event in events if event.finish_reason != "abort" and (row := self._rows.get(event.id))]
         for row, event in mine:
             if not row.admitted:
                 # It has begun and ended within this step.
                 row.admitted = True
-                began.append((row, event.reused))
+                admitted.append((row, event.reused))
             if event.finish_reason is not None:
                 del self._rows[event.id]
-        if began or mine:
-            self._tell(lambda: self._take(StepNews(now, began, mine)))
+        if admitted or mine:
+            self._tell(lambda: self._take(StepNews(now, admitted, mine)))

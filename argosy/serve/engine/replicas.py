@@ -81,11 +81,11 @@ class RequestParts:
 
     async def scored(self) -> list[PromptScores]:
         """The scores of the prompts in their order, as in `EventStreams`."""
-        found: dict[int, PromptScores] = {}
+        scores: dict[int, PromptScores] = {}
         for part, places in zip(self.parts, self._scored, strict=True):
             if places:
-                found |= zip(places, await part.scored(), strict=True)
-        return [found[place] for place in range(len(found))]
+                scores |= zip(places, await part.scored(), strict=True)
+        return [scores[place] for place in range(len(scores))]
 
     def end(self, place: int, reason: str) -> None:
         """Ends one completion early, as in `EventStreams`."""
@@ -112,21 +112,21 @@ class ReplicaPrompts:
     """The programs that score prompts, of all copies: which copy scores a prompt is not known when they are compiled."""
 
     def __init__(self, each: Sequence[PromptScorer]):
-        self.each, self.longest = each, min(one.longest for one in each)
+        self.each, self.longest = each, min(scorer.longest for scorer in each)
 
     def missing(self, prompts: Sequence[Sequence[int]]) -> set[tuple[int, int]]:
         """The sizes of programs that any copy still lacks for these prompts."""
-        return {size for one in self.each for size in one.missing(prompts)}
+        return {size for scorer in self.each for size in scorer.missing(prompts)}
 
     def compile(self, sizes: Iterable[tuple[int, int]]) -> int:
         """Compiles programs of these sizes on all copies. Returns their number."""
         sizes = list(sizes)
-        return sum(one.compile(sizes) for one in self.each)
+        return sum(scorer.compile(sizes) for scorer in self.each)
 
     def forget(self) -> None:
         """As `Prompts.forget`."""
-        for one in self.each:
-            one.forget()
+        for scorer in self.each:
+            scorer.forget()
 
 
 class ReplicaFront(Admission["Answers | Spread", AllMetrics]):
@@ -164,7 +164,7 @@ class ReplicaFront(Admission["Answers | Spread", AllMetrics]):
         """The size of the caches, in words."""
         each = [front.described() for front in self.fronts]
         same = f"{len(each)} copies with {each[0]} each"
-        return same if len(set(each)) == 1 else "; ".join(f"copy {i}: {one}" for i, one in enumerate(each))
+        return same if len(set(each)) == 1 else "; ".join(f"copy {i}: {size}" for i, size in enumerate(each))
 
     def says(self, say: Say | None) -> None:
         """Sets the function that reports slow compilations of all copies, as in `Front`."""
@@ -243,16 +243,16 @@ class ReplicaFront(Admission["Answers | Spread", AllMetrics]):
         for at, ids in enumerate(prompts):
             units.setdefault(0 if whole else id(ids), RequestGroup()).scored.append(at)
         loads = [front.load for front in self.fronts]
-        found: dict[Front, list[RequestGroup]] = {}
+        shares: dict[Front, list[RequestGroup]] = {}
         for unit in units.values():
-            number = self._chosen(loads, hashes[id(requests[unit.places[0]].tokens)] if unit.places else ())
+            number = self._choose_copy(loads, hashes[id(requests[unit.places[0]].tokens)] if unit.places else ())
             loads[number] += unit.load
-            found.setdefault(self.fronts[number], []).append(unit)
-        return found
+            shares.setdefault(self.fronts[number], []).append(unit)
+        return shares
 
     async def _hashes(self, requests: Sequence[Request]) -> dict[int, list[bytes]]:
         """As `_page_hashes`; in a thread if there are many, because 50,000 tokens would take the event loop 12 ms."""
-        if sum(len(tokens) for tokens in {id(one.tokens): one.tokens for one in requests}.values()) <= FEW_TOKENS:
+        if sum(len(tokens) for tokens in {id(request.tokens): request.tokens for request in requests}.values()) <= FEW_TOKENS:
             return self._page_hashes(requests)
         return await asyncio.get_running_loop().run_in_executor(None, self._page_hashes, requests)
 
@@ -260,23 +260,23 @@ class ReplicaFront(Admission["Answers | Spread", AllMetrics]):
         """The hashes of the pages of each prompt, by the identity of its list of ids."""
         page, prompts = self.engine.settings.page, {id(request.tokens): request for request in requests}
         # The last token of a prompt is computed in any case.
-        return {key: page_hashes(one.tokens[:-1], page, self.engine.page_key(one)) for key, one in prompts.items()}
+        return {key: page_hashes(request.tokens[:-1], page, self.engine.page_key(request)) for key, request in prompts.items()}
 
-    def _chosen(self, loads: Sequence[int], hashes: Sequence[bytes]) -> int:
+    def _choose_copy(self, loads: Sequence[int], hashes: Sequence[bytes]) -> int:
         """The copy for a prompt with these pages."""
         least, count = min(loads), len(loads)
         order = [(self._turn + i) % count for i in range(count)]
         near = [number for number in order if loads[number] <= least + SLACK]
         if hashes and len(near) > 1:
             near = self._with_longest_prefix(near, hashes)
-        chosen = min(near, key=loads.__getitem__)
-        self._turn = (chosen + 1) % count
-        return chosen
+        copy_number = min(near, key=loads.__getitem__)
+        self._turn = (copy_number + 1) % count
+        return copy_number
 
     def _with_longest_prefix(self, numbers: list[int], hashes: Sequence[bytes]) -> list[int]:
         """The copies whose prefix cache has most of a prompt. The threads change the caches meanwhile, so it is a hint."""
-        for one in hashes:
-            having = [number for number in numbers if self.fronts[number].engine.pages.has(one)]
+        for page_hash in hashes:
+            having = [number for number in numbers if self.fronts[number].engine.pages.has(page_hash)]
             if not having:
                 break
             numbers = having
@@ -284,10 +284,10 @@ class ReplicaFront(Admission["Answers | Spread", AllMetrics]):
 
     def abort(self, names: Collection[str] | None = None) -> int:
         """Aborts requests on all copies, as `Front.abort`."""
-        found = [one for one in self.opened if names is None or not set(names).isdisjoint(one.names)]
-        for one in found:
-            one.abort()
-        return len(found)
+        requests = [request for request in self.opened if names is None or not set(names).isdisjoint(request.names)]
+        for request in requests:
+            request.abort()
+        return len(requests)
 
     # ---------------------------------------------------------------- all copies, or none
 

@@ -46,8 +46,8 @@ def check_beams(fields: GenerationFields) -> None:
             raise ApiError("`length_penalty` needs `use_beam_search: true`", param="length_penalty")
         return
     if fields.stream:
-        what = "the answers of a beam search are known at its end: there is no `stream` of them, as in vLLM"
-        raise ApiError(what, param="stream", code="unsupported_parameter")
+        problem = "the answers of a beam search are known at its end: there is no `stream` of them, as in vLLM"
+        raise ApiError(problem, param="stream", code="unsupported_parameter")
     for name, neutral in REFUSED.items():
         if getattr(fields, name) not in neutral:
             raise ApiError(f"`{name}` is not supported with `use_beam_search`", param=name, code="unsupported_parameter")
@@ -66,13 +66,13 @@ class BeamRequest:
         how: fields of its requests.
     """
 
-    def __init__(self, beams: Beams, top: int, how: dict[str, Any]):
-        self.beams, self.top, self.how = beams, top, how
+    def __init__(self, beams: Beams, top: int, options: dict[str, Any]):
+        self.beams, self.top, self.options = beams, top, options
         self.cached, self.aborted = 0, False
 
     def requests(self) -> list[Request]:
         """The requests of the next step."""
-        return self.beams.requests(self.top, **self.how)
+        return self.beams.requests(self.top, **self.options)
 
     async def run(self, answers: EventStreams) -> None:
         """Searches to the end, from the answers to the first `requests` on.
@@ -118,7 +118,7 @@ def beam_searches(service: Service, fields: GenerationFields, prompts: Sequence[
     """
     if not fields.use_beam_search or most == 0:
         return []
-    how = {"salt": fields.cache_salt or "", "adapter": service.adapter_of(fields.model)}
+    options = {"salt": fields.cache_salt or "", "adapter": service.adapter_of(fields.model)}
     context, ends = service.context, service.ends(fields)
-    found = (Beams(ids, fields.n, most or context - len(ids), ends, fields.length_penalty) for ids in prompts)
-    return [BeamRequest(beams, fields.top or 0, how) for beams in found]
+    searches = (Beams(ids, fields.n, most or context - len(ids), ends, fields.length_penalty) for ids in prompts)
+    return [BeamRequest(beams, fields.top or 0, options) for beams in searches]

@@ -54,8 +54,9 @@ def prepare_chat(service: Service, body: Any) -> GenerationJob:
     Raises:
         ApiError: a field is invalid or unsupported.
     """
-    found = read_chat(service, ChatFields.of(body))
-    return found.job(service, ChatWriter(service, found.fields, found.prompt, found.reading.notation is not None))
+    chat_request = read_chat(service, ChatFields.of(body))
+    calls = chat_request.reading.notation is not None
+    return chat_request.job(service, ChatWriter(service, chat_request.fields, chat_request.prompt, calls))
 
 
 def read_chat(service: Service, fields: ChatFields) -> ChatRequest:
@@ -66,7 +67,7 @@ def read_chat(service: Service, fields: ChatFields) -> ChatRequest:
     """
     service.check(fields)
     check_beams(fields)
-    wanted, tools = structure_request(fields, service.limits), offered_tools(fields)
+    structured, tools = structure_request(fields, service.limits), offered_tools(fields)
     messages = template_messages(fields.messages)
     prompt = service.chat_prompt(messages, tools, fields)
     most = min((m for m in (fields.max_tokens, fields.max_completion_tokens) if m is not None), default=None)
@@ -74,14 +75,14 @@ def read_chat(service: Service, fields: ChatFields) -> ChatRequest:
     template = service.template(tools, fields.chat_template)
     reading = completion_format(service, fields, messages, prompt, template, tools or ())
     if tools:
-        wanted = call_structure(fields, tools, reading.notation, wanted, service.limits)
-    if wanted is not None and reading.start is not None:
+        structured = call_structure(fields, tools, reading.notation, structured, service.limits)
+    if structured is not None and reading.start is not None:
         # A grammar of calls in channels has thoughts before them.
         if not reading.channels:
-            wanted = replace(wanted, structure=after_thoughts(wanted.structure, reading.start))
-        elif reading.start != "after" and wanted.structure.kind != "tools":
-            wanted = replace(wanted, structure=framed_grammar(wanted.structure))
-    return ChatRequest(fields, prompt, requests, wanted, reading, searches)
+            structured = replace(structured, structure=after_thoughts(structured.structure, reading.start))
+        elif reading.start != "after" and structured.structure.kind != "tools":
+            structured = replace(structured, structure=framed_grammar(structured.structure))
+    return ChatRequest(fields, prompt, requests, structured, reading, searches)
 
 
 def completion_format(
@@ -150,8 +151,8 @@ def required_function(fields: ChatFields) -> str | None:
     choice = fields.tool_choice
     function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
     if not isinstance(function, dict) or set(function) != {"name"} or not isinstance(function["name"], str):
-        what = '`tool_choice` must be none, auto, required or {"type": "function", "function": {"name": ...}}'
-        raise ApiError(what, param="tool_choice", code="unsupported_parameter")
+        problem = '`tool_choice` must be none, auto, required or {"type": "function", "function": {"name": ...}}'
+        raise ApiError(problem, param="tool_choice", code="unsupported_parameter")
     return function["name"]
 
 
@@ -175,11 +176,11 @@ def call_structure(
         return answer
     param = "tool_choice" if must else "tools" if strict else "parallel_tool_calls"
     if notation is None:
-        what = f"`{param}` needs a chat template with calls in the notation of {KNOWN}"
-        raise ApiError(what, param=param, code="unsupported_parameter")
+        problem = f"`{param}` needs a chat template with calls in the notation of {KNOWN}"
+        raise ApiError(problem, param=param, code="unsupported_parameter")
     if answer is not None and not must and (answer.structure.kind == "grammar" or notation.like_json):
-        what = f"`{answer.param}` with tools that may be called is not supported for this model, send `tool_choice: none`"
-        raise ApiError(what, param=answer.param, code="unsupported_parameter")
+        problem = f"`{answer.param}` with tools that may be called is not supported for this model, send `tool_choice: none`"
+        raise ApiError(problem, param=answer.param, code="unsupported_parameter")
     check_size(tools, "tools", limits)
     callable_ = [tool for tool in tools if required_function(fields) in (None, tool["function"]["name"])]
     for i, tool in enumerate(callable_):
@@ -215,10 +216,10 @@ def _plain(message: dict[str, Any], where: str) -> dict[str, Any]:
     message = {name: value for name, value in message.items() if value is not None}
     if unknown := sorted(set(message) - OF_A_MESSAGE):
         raise ApiError(f"unknown field `{unknown[0][:64]}` of a message", param=f"{where}.{unknown[0][:64]}")
-    found = with_reasoning(message) | {"content": _text(message.get("content"), f"{where}.content")}
+    turn = with_reasoning(message) | {"content": _text(message.get("content"), f"{where}.content")}
     if "tool_calls" in message:
-        found["tool_calls"] = _calls(message["tool_calls"], f"{where}.tool_calls")
-    return found
+        turn["tool_calls"] = _calls(message["tool_calls"], f"{where}.tool_calls")
+    return turn
 
 
 def _text(content: Any, where: str) -> str:
@@ -230,8 +231,8 @@ def _text(content: Any, where: str) -> str:
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text" or not isinstance(part.get("text"), str):
-            what = f"a part of type `{str(kind)[:32]}`" if kind not in (None, "text") else "a part without text"
-            raise ApiError(f"{what} is not supported: this model reads text", param=f"{where}.{i}")
+            problem = f"a part of type `{str(kind)[:32]}`" if kind not in (None, "text") else "a part without text"
+            raise ApiError(f"{problem} is not supported: this model reads text", param=f"{where}.{i}")
         texts.append(part["text"])
     return "\n".join(texts)
 
@@ -240,7 +241,7 @@ def _calls(calls: Any, where: str) -> list[Any]:
     """Tool calls with their arguments as objects; clients send them as a JSON string."""
     if not isinstance(calls, list):
         raise ApiError(f"`{where}` must be a list", param=where)
-    found = []
+    parsed_calls = []
     for i, call in enumerate(calls):
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict):
@@ -251,8 +252,8 @@ def _calls(calls: Any, where: str) -> list[Any]:
                 arguments = json.loads(arguments or "{}")
             except (ValueError, RecursionError):
                 raise ApiError("the arguments of a call are not JSON", param=f"{where}.{i}") from None
-        found.append(call | {"function": function | {"arguments": arguments}})
-    return found
+        parsed_calls.append(call | {"function": function | {"arguments": arguments}})
+    return parsed_calls
 
 
 class ChatWriter(Choices):
@@ -278,17 +279,17 @@ class ChatWriter(Choices):
         if parts.calls:
             delta["tool_calls"] = [{"index": i} | call for i, call in enumerate(parts.calls)]
         finish = _finish(piece.finish, parts.calls)
-        found = {"index": place, "delta": delta, "logprobs": self._scores(piece.tokens), "finish_reason": finish}
+        document = {"index": place, "delta": delta, "logprobs": self._scores(piece.tokens), "finish_reason": finish}
         if finish is not None:
-            found["stop_reason"] = choice.stop_reason
+            document["stop_reason"] = choice.stop_reason
         if self.fields.return_token_ids:
-            found["token_ids"] = [one.token for one in piece.tokens]
-        return found
+            document["token_ids"] = [scored.token for scored in piece.tokens]
+        return document
 
     def choice(self, place: int, choice: CompletionChoice, reader: CompletionReader) -> dict[str, Any]:
         text = reader.text or None if reader.calls or reader.thinking else reader.text
         message = {"role": "assistant", "content": text, "refusal": None} | _thought(reader.thought)
-        found = {
+        document = {
             "index": place,
             "message": message | {"tool_calls": reader.calls} if reader.calls else message,
             "logprobs": self._scores(choice.tokens),
@@ -296,8 +297,8 @@ class ChatWriter(Choices):
             "stop_reason": choice.stop_reason,
         }
         if self.fields.return_token_ids:
-            found |= {"token_ids": [one.token for one in choice.tokens], "prompt_token_ids": self.prompt}
-        return found
+            document |= {"token_ids": [scored.token for scored in choice.tokens], "prompt_token_ids": self.prompt}
+        return document
 
     def about_prompt(self) -> dict[str, Any]:
         if self.fields.prompt_logprobs is None:
@@ -308,12 +309,12 @@ class ChatWriter(Choices):
         if not self.fields.logprobs:
             return None
         content = []
-        for one in tokens:
-            top = [self._named(token, logprob) for token, logprob in one.likeliest]
-            content.append(self._named(one.token, one.logprob) | {"top_logprobs": top})
+        for scored in tokens:
+            top = [self._token_logprob(token, logprob) for token, logprob in scored.likeliest]
+            content.append(self._token_logprob(scored.token, scored.logprob) | {"top_logprobs": top})
         return {"content": content, "refusal": None}
 
-    def _named(self, token: int, logprob: float) -> dict[str, Any]:
+    def _token_logprob(self, token: int, logprob: float) -> dict[str, Any]:
         return {"token": self.names(token), "logprob": logprob, "bytes": list(self.names.bytes(token))}
 
 

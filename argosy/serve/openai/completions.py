@@ -26,13 +26,13 @@ def prepare_completions(service: Service, body: Any) -> GenerationJob:
     fields = CompletionFields.of(body)
     service.check(fields)
     check_beams(fields)
-    wanted = structure_request(fields, service.limits)
-    given = read_prompts(fields.prompt)
-    prompts = [service.encode(one, fields.add_special_tokens) if isinstance(one, str) else one for one in given]
+    structured = structure_request(fields, service.limits)
+    raw_prompts = read_prompts(fields.prompt)
+    prompts = [service.encode(prompt, fields.add_special_tokens) if isinstance(prompt, str) else prompt for prompt in raw_prompts]
     most = MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
     requests, searches = service.requests(fields, prompts, most), beam_searches(service, fields, prompts, most)
-    echoes = [echo_of(service, *both, fields) for both in zip(given, prompts, strict=True)] if fields.echo else None
-    return GenerationJob(service, fields, prompts, requests, CompletionWriter(service, fields, echoes, prompts), wanted,
+    echoes = [echo_of(service, *both, fields) for both in zip(raw_prompts, prompts, strict=True)] if fields.echo else None
+    return GenerationJob(service, fields, prompts, requests, CompletionWriter(service, fields, echoes, prompts), structured,
     searches=searches)
 
 
@@ -50,7 +50,7 @@ def read_prompts(prompt: Any, name: str = "prompt") -> list[str | list[int]]:
     if isinstance(prompt, list) and prompt:
         if all(map(_is_id, prompt)):
             return [prompt]
-        if all(isinstance(one, str) or (isinstance(one, list) and one and all(map(_is_id, one))) for one in prompt):
+        if all(isinstance(element, str) or (isinstance(element, list) and element and all(map(_is_id, element))) for element in prompt):
             return prompt
     raise ApiError(f"`{name}` is a text, a list of texts, a list of token ids, or a list of such lists", param=name)
 
@@ -73,12 +73,12 @@ class Echo:
 
 def echo_of(service: Service, prompt: str | list[int], ids: list[int], fields: CompletionFields) -> Echo:
     """The echo of a prompt. ids: its tokens."""
-    tokenizer, given = service.lm.tokenizer, isinstance(prompt, str)
+    tokenizer, is_text = service.lm.tokenizer, isinstance(prompt, str)
     if tokenizer is None:
         return Echo("", [0] * len(ids))
     # Special tokens are no part of a text that was given.
-    skip = given or fields.skip_special_tokens
-    if given and fields.logprobs is None:
+    skip = is_text or fields.skip_special_tokens
+    if is_text and fields.logprobs is None:
         return Echo(str(prompt))
     stream, offsets, pieces, at = tokenizer.stream(skip), [], [], 0
     for token in ids:
@@ -92,7 +92,7 @@ def echo_of(service: Service, prompt: str | list[int], ids: list[int], fields: C
     else:
         # A character whose last bytes are still to come belongs to the answer, which writes it.
         text = "".join(pieces)
-    return Echo(text, [min(one, len(text)) for one in offsets])
+    return Echo(text, [min(offset, len(text)) for offset in offsets])
 
 
 class CompletionWriter(Choices):
@@ -122,22 +122,22 @@ class CompletionWriter(Choices):
     def chunk(self, place: int, choice: CompletionChoice, piece: ChoicePiece, parts: CompletionParts) -> dict[str, Any]:
         start = self._sent.get(place, len(self._echo(place)))
         self._sent[place] = start + len(piece.text)
-        found = self._choice(place, piece.text, self._scores(piece.tokens, [piece.text], start), piece.finish, choice.stop_reason)
+        document = self._choice(place, piece.text, self._scores(piece.tokens, [piece.text], start), piece.finish, choice.stop_reason)
         if self.fields.return_token_ids:
-            found["token_ids"] = [one.token for one in piece.tokens]
-        return found
+            document["token_ids"] = [scored.token for scored in piece.tokens]
+        return document
 
     def choice(self, place: int, choice: CompletionChoice, reader: CompletionReader) -> dict[str, Any]:
         echo = self._echo(place)
         scores = self._with_prompt(place, self._scores(choice.tokens, choice.pieces, len(echo)))
-        found = self._choice(place, echo + choice.text, scores, choice.finish, choice.stop_reason)
+        document = self._choice(place, echo + choice.text, scores, choice.finish, choice.stop_reason)
         if self.fields.return_token_ids:
-            found["token_ids"] = [one.token for one in choice.tokens]
-            found["prompt_token_ids"] = self.prompts[place // self.fields.n]
+            document["token_ids"] = [scored.token for scored in choice.tokens]
+            document["prompt_token_ids"] = self.prompts[place // self.fields.n]
         if (top := self.fields.prompt_logprobs) is not None:
             prompt = place // self.fields.n
-            found["prompt_logprobs"] = self.names.prompt_logprobs(self.prompts[prompt], self.scores[prompt], top)
-        return found
+            document["prompt_logprobs"] = self.names.prompt_logprobs(self.prompts[prompt], self.scores[prompt], top)
+        return document
 
     def _echo(self, place: int) -> str:
         return self.echoes[place // self.fields.n].text if self.echoes else ""
@@ -149,13 +149,13 @@ class CompletionWriter(Choices):
         prompt = place // self.fields.n
         ids = self.prompts[prompt]
         tokens = scored_prompt(ids, self.scores[prompt], self.fields.logprobs)
-        found: dict[str, Any] = {
+        prompt_scores: dict[str, Any] = {
             "text_offset": list(self.echoes[prompt].offsets),
             "tokens": [self.names(token) for token in ids],
-            "token_logprobs": [None, *(one.logprob for one in tokens)],
-            "top_logprobs": [None, *(self._top(one) for one in tokens)],
+            "token_logprobs": [None, *(scored.logprob for scored in tokens)],
+            "top_logprobs": [None, *(self._top(scored) for scored in tokens)],
         }
-        return found if answer is None else {name: found[name] + answer[name] for name in found}
+        return prompt_scores if answer is None else {name: prompt_scores[name] + answer[name] for name in prompt_scores}
 
     def _choice(self, place: int, text: str, scores: Any, finish: str | None, reason: Any) -> dict[str, Any]:
         return {"index": place, "text": text, "logprobs": scores, "finish_reason": finish, "stop_reason": reason}
@@ -168,7 +168,7 @@ class CompletionWriter(Choices):
         """
         if self.fields.logprobs is None:
             return None
-        names = [self.names(one.token) for one in tokens]
+        names = [self.names(scored.token) for scored in tokens]
         offsets = []
         for _, piece in zip(tokens, pieces):
             offsets.append(offset)
@@ -176,10 +176,10 @@ class CompletionWriter(Choices):
         return {
             "text_offset": offsets,
             "tokens": names,
-            "token_logprobs": [one.logprob for one in tokens],
-            "top_logprobs": [self._top(one) for one in tokens],
+            "token_logprobs": [scored.logprob for scored in tokens],
+            "top_logprobs": [self._top(scored) for scored in tokens],
         }
 
-    def _top(self, one: ScoredToken) -> dict[str, float]:
+    def _top(self, scored: ScoredToken) -> dict[str, float]:
         """The likeliest tokens by name, and the token itself, which may be none of them."""
-        return {self.names(token): logprob for token, logprob in [*one.likeliest, (one.token, one.logprob)]}
+        return {self.names(token): logprob for token, logprob in [*scored.likeliest, (scored.token, scored.logprob)]}

@@ -56,16 +56,16 @@ def prepare_embeddings(service: EncoderService, body: Any) -> EmbeddingJob:
     service.check_model(fields.model)
     check_dimensions(service, fields.dimensions)
     texts = read_prompts(fields.input, "input")
-    how: Any = {"special": fields.add_special_tokens, "prompt_name": fields.prompt_name}
-    rows = service.rows(texts, fields.truncate_prompt_tokens, "input", **how)
+    options: Any = {"special": fields.add_special_tokens, "prompt_name": fields.prompt_name}
+    rows = service.rows(texts, fields.truncate_prompt_tokens, "input", **options)
 
     def answer(vectors: Float[np.ndarray, "N D"]) -> dict[str, Any]:
-        found = service.front.engine.finished(vectors, dimensions=fields.dimensions)
+        embeddings = service.front.engine.finished(vectors, dimensions=fields.dimensions)
         if fields.encoding_format == "base64":
-            written: list[Any] = [base64.b64encode(vector.astype("<f4").tobytes()).decode() for vector in found]
+            encoded: list[Any] = [base64.b64encode(vector.astype("<f4").tobytes()).decode() for vector in embeddings]
         else:
-            written = found.tolist()
-        data = [{"object": "embedding", "index": i, "embedding": one} for i, one in enumerate(written)]
+            encoded = embeddings.tolist()
+        data = [{"object": "embedding", "index": i, "embedding": embedding} for i, embedding in enumerate(encoded)]
         return {"object": "list", "data": data}
 
     return EmbeddingJob(service, fields, "embd", rows, answer)
@@ -83,8 +83,8 @@ def check_dimensions(service: EncoderService, dimensions: int | None) -> None:
         return
     listed = hub.get("matryoshka_dimensions")
     if not listed and not hub.get("is_matryoshka"):
-        what = f"`dimensions` is not supported: `{service.name}` was not trained for vectors shorter than {width}"
-        raise ApiError(what, param="dimensions", code="unsupported_parameter")
+        problem = f"`dimensions` is not supported: `{service.name}` was not trained for vectors shorter than {width}"
+        raise ApiError(problem, param="dimensions", code="unsupported_parameter")
     if dimensions not in (listed or range(1, width + 1)):
         allowed = f"one of {', '.join(map(str, listed))}" if listed else f"1 to {width}"
         raise ApiError(f"`dimensions` is {dimensions}, not {allowed}", param="dimensions")

@@ -110,8 +110,8 @@ class GenerationFields(SamplingFields):
         if self.stream_options is not None and not self.stream:
             raise ApiError("`stream_options` need `stream: true`", param="stream_options")
         if self.stream and self.prompt_logprobs is not None:
-            what = "`prompt_logprobs` do not come in a stream, as in vLLM; completions stream them with `echo` and `logprobs`"
-            raise ApiError(what, param="prompt_logprobs")
+            problem = "`prompt_logprobs` do not come in a stream, as in vLLM; completions stream them with `echo` and `logprobs`"
+            raise ApiError(problem, param="prompt_logprobs")
         return self
 
     @property
@@ -165,8 +165,8 @@ class RenderFields(Fields):
     @model_validator(mode="after")
     def _exclude_each_other(self) -> Self:
         if self.continue_final_message and self.add_generation_prompt:
-            what = "`continue_final_message` needs `add_generation_prompt: false`"
-            raise ApiError(what, param="continue_final_message")
+            problem = "`continue_final_message` needs `add_generation_prompt: false`"
+            raise ApiError(problem, param="continue_final_message")
         if wrong := sorted(set(self.chat_template_kwargs) & OF_RENDERING):
             raise ApiError(f"`chat_template_kwargs` cannot set `{wrong[0]}`", param="chat_template_kwargs")
         return self

@@ -32,7 +32,7 @@ class ResponseStore:
 
     def __init__(self, most: int):
         self.most = most
-        self._found: OrderedDict[str, StoredResponse] = OrderedDict()
+        self._responses: OrderedDict[str, StoredResponse] = OrderedDict()
         self._lock = threading.Lock()
 
     def put(self, stored: StoredResponse) -> None:
@@ -43,14 +43,14 @@ class ResponseStore:
         """
         name = stored.document["id"]
         with self._lock:
-            if name not in self._found and len(self._found) >= self.most:
-                done = next((old for old, one in self._found.items() if one.task is None), None)
+            if name not in self._responses and len(self._responses) >= self.most:
+                done = next((old for old, response in self._responses.items() if response.task is None), None)
                 if done is not None:
-                    del self._found[done]
+                    del self._responses[done]
                 elif stored.task is not None:
-                    what = f"{self.most} responses are running in the background, try again later"
-                    raise service_unavailable(what, "store_full")
-            self._found[name] = stored
+                    problem = f"{self.most} responses are running in the background, try again later"
+                    raise service_unavailable(problem, "store_full")
+            self._responses[name] = stored
 
     def get(self, name: str) -> StoredResponse:
         """A stored response.
@@ -59,9 +59,9 @@ class ResponseStore:
             ApiError: there is none with this id, or it has been dropped.
         """
         with self._lock:
-            if name not in self._found:
+            if name not in self._responses:
                 raise ApiError(f"there is no response `{name[:64]}`", status=404, code="response_not_found")
-            return self._found[name]
+            return self._responses[name]
 
     def delete(self, name: str) -> StoredResponse:
         """Removes a stored response.
@@ -71,5 +71,5 @@ class ResponseStore:
         """
         stored = self.get(name)
         with self._lock:
-            self._found.pop(name, None)
+            self._responses.pop(name, None)
         return stored

@@ -80,8 +80,8 @@ class Responses(SamplingFields):
     @model_validator(mode="after")
     def _go_together(self) -> "Responses":
         if self.top_logprobs and not self.logprobs:
-            what = '`top_logprobs` need `include: ["message.output_text.logprobs"]`'
-            raise ApiError(what, param="top_logprobs")
+            problem = '`top_logprobs` need `include: ["message.output_text.logprobs"]`'
+            raise ApiError(problem, param="top_logprobs")
         if self.background and (self.stream or self.store is False):
             wrong = "stream" if self.stream else "store"
             raise ApiError(
@@ -119,8 +119,8 @@ def prepare_responses(service: Service, body: Any) -> GenerationJob:
         "chat_template_kwargs": fields.chat_template_kwargs,
     }
     with renaming(NAMES):
-        found = read_chat(service, ChatFields.of(body))
-    return Work.of(service, found, ResponseWriter(service, fields.model_dump(), messages, store), fields.background)
+        chat_request = read_chat(service, ChatFields.of(body))
+    return Work.of(service, chat_request, ResponseWriter(service, fields.model_dump(), messages, store), fields.background)
 
 
 def response_store(service: Service, fields: Responses) -> ResponseStore | None:
@@ -143,9 +143,9 @@ def response_store(service: Service, fields: Responses) -> ResponseStore | None:
 
 
 def no_store(name: str | None = None) -> ApiError:
-    what = f"`{name}` is not supported: " if name else ""
-    what += "this server keeps no responses (its setting `stored_responses` says how many)"
-    return ApiError(what, status=400 if name else 404, param=name, code="unsupported_parameter" if name else None)
+    problem = f"`{name}` is not supported: " if name else ""
+    problem += "this server keeps no responses (its setting `stored_responses` says how many)"
+    return ApiError(problem, status=400 if name else 404, param=name, code="unsupported_parameter" if name else None)
 
 
 def _before(store: ResponseStore | None, name: str | None) -> list[dict[str, Any]]:
@@ -157,16 +157,16 @@ def _before(store: ResponseStore | None, name: str | None) -> list[dict[str, Any
     except ApiError as error:
         raise ApiError(error.message, param="previous_response_id", code="previous_response_not_found") from None
     if stored.document["status"] not in ("completed", "incomplete"):
-        what = f"the response `{name[:64]}` is {stored.document['status']}"
-        raise ApiError(what, param="previous_response_id", code="previous_response_not_found")
+        problem = f"the response `{name[:64]}` is {stored.document['status']}"
+        raise ApiError(problem, param="previous_response_id", code="previous_response_not_found")
     return list(stored.messages)
 
 
-def _format(given: Mapping[str, Any] | None) -> dict[str, Any] | None:
+def _format(text_format: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """A `text.format` as the `response_format` of a chat, which has the schema one level deeper."""
-    if given is None or given.get("type") != "json_schema":
-        return None if given is None else dict(given)
-    return {"type": "json_schema", "json_schema": {k: v for k, v in given.items() if k != "type" and v is not None}}
+    if text_format is None or text_format.get("type") != "json_schema":
+        return None if text_format is None else dict(text_format)
+    return {"type": "json_schema", "json_schema": {k: v for k, v in text_format.items() if k != "type" and v is not None}}
 
 
 def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -176,8 +176,8 @@ def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
         ApiError: it is a hosted tool, which would run on the server, or has unknown fields.
     """
     if tool.get("type") != "function":
-        what = f"`{where}` is of type `{str(tool.get('type'))[:64]}`: only functions, which the client runs, are supported"
-        raise ApiError(what, param=where, code="unsupported_parameter")
+        problem = f"`{where}` is of type `{str(tool.get('type'))[:64]}`: only functions, which the client runs, are supported"
+        raise ApiError(problem, param=where, code="unsupported_parameter")
     function = {name: value for name, value in tool.items() if name != "type" and value is not None}
     if unknown := sorted(set(function) - {"name", "description", "parameters", "strict"}):
         name = f"{where}.{unknown[0][:64]}"
@@ -194,8 +194,8 @@ def _choice(choice: Any) -> Any:
     if choice in (None, "none", "auto", "required"):
         return choice
     if not isinstance(choice, dict) or choice.get("type") != "function" or set(choice) != {"type", "name"}:
-        what = '`tool_choice` must be none, auto, required or {"type": "function", "name": ...}'
-        raise ApiError(what, param="tool_choice", code="unsupported_parameter")
+        problem = '`tool_choice` must be none, auto, required or {"type": "function", "name": ...}'
+        raise ApiError(problem, param="tool_choice", code="unsupported_parameter")
     return {"type": "function", "function": {"name": choice["name"]}}
 
 
@@ -243,8 +243,8 @@ async def cancelled_response(store: ResponseStore, name: str) -> dict[str, Any]:
     """
     stored = store.get(name)
     if not stored.document["background"]:
-        what = "only responses requested with `background: true` can be cancelled; others end with their connection"
-        raise ApiError(what, code="not_in_background")
+        problem = "only responses requested with `background: true` can be cancelled; others end with their connection"
+        raise ApiError(problem, code="not_in_background")
     if stored.task is not None:
         await _ended(stored.task)
         # It may have finished before the cancellation.

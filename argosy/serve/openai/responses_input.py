@@ -27,10 +27,10 @@ def input_messages(items: Any) -> list[dict[str, Any]]:
         return [{"role": "user", "content": items}]
     if not isinstance(items, list) or not items:
         raise ApiError("`input` must be a text or a list of items", param="input")
-    found: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] = []
     for i, item in enumerate(items):
-        _add(found, item, f"input.{i}")
-    return found
+        _add(messages, item, f"input.{i}")
+    return messages
 
 
 def with_instructions(instructions: str | None, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -41,48 +41,48 @@ def with_instructions(instructions: str | None, messages: list[dict[str, Any]]) 
     return [*([{"role": "system", "content": "\n\n".join(texts)}] if texts else []), *messages[count:]]
 
 
-def _add(found: list[dict[str, Any]], item: Any, where: str) -> None:
+def _add(messages: list[dict[str, Any]], item: Any, where: str) -> None:
     if not isinstance(item, dict):
         raise ApiError(f"`{where}` is not an object", param=where)
     item = {name: value for name, value in item.items() if value is not None}
     kind = item.get("type", "message")
     if not isinstance(kind, str) or kind not in FIELDS:
         raise ApiError(f"items of type `{str(kind)[:64]}` are not supported", param=where, code="unsupported_parameter")
-    _known(item, FIELDS[kind], where)
+    _check_names(item, FIELDS[kind], where)
     if kind == "message":
         role = _text(item, "role", where)
         if role not in ROLES:
             raise ApiError(f"`{where}.role` must be one of {', '.join(ROLES)}", param=f"{where}.role")
         content = message_text(item.get("content"), f"{where}.content")
         if role == "assistant":
-            _turn(found, "content", "tool_calls")["content"] = content
+            _turn(messages, "content", "tool_calls")["content"] = content
         else:
-            found.append({"role": ROLES[role], "content": content})
+            messages.append({"role": ROLES[role], "content": content})
     elif kind == "function_call":
         function = {"name": _text(item, "name", where), "arguments": _arguments(_text(item, "arguments", where), where)}
         call = {"id": _text(item, "call_id", where), "type": "function", "function": function}
-        _turn(found).setdefault("tool_calls", []).append(call)
+        _turn(messages).setdefault("tool_calls", []).append(call)
     elif kind == "function_call_output":
         output = message_text(item.get("output"), f"{where}.output")
-        found.append({"role": "tool", "tool_call_id": _text(item, "call_id", where), "content": output})
+        messages.append({"role": "tool", "tool_call_id": _text(item, "call_id", where), "content": output})
     else:
         if "encrypted_content" in item:
-            what = f"`{where}.encrypted_content` cannot be decrypted here"
-            raise ApiError(what, param=f"{where}.encrypted_content", code="unsupported_parameter")
+            problem = f"`{where}.encrypted_content` cannot be decrypted here"
+            raise ApiError(problem, param=f"{where}.encrypted_content", code="unsupported_parameter")
         thought = message_text(item.get("content", []), f"{where}.content")
-        turn = _turn(found, "content", "tool_calls")
+        turn = _turn(messages, "content", "tool_calls")
         turn["reasoning"] = "\n".join([*([turn["reasoning"]] if "reasoning" in turn else []), thought])
 
 
-def _turn(found: list[dict[str, Any]], *before: str) -> dict[str, Any]:
+def _turn(messages: list[dict[str, Any]], *before: str) -> dict[str, Any]:
     """The assistant message to add an item to: the last message, or a new one if that is not the assistant's or already has one of
     the fields `before`."""
-    if not found or found[-1]["role"] != "assistant" or any(name in found[-1] for name in before):
-        found.append({"role": "assistant"})
-    return found[-1]
+    if not messages or messages[-1]["role"] != "assistant" or any(name in messages[-1] for name in before):
+        messages.append({"role": "assistant"})
+    return messages[-1]
 
 
-def _known(item: dict[str, Any], names: set[str], where: str) -> None:
+def _check_names(item: dict[str, Any], names: set[str], where: str) -> None:
     if unknown := sorted(set(item) - names):
         name = f"{where}.{unknown[0][:64]}"
         raise ApiError(f"unknown field `{name}`", param=name, code="unknown_parameter")
@@ -96,12 +96,12 @@ def _text(item: dict[str, Any], name: str, where: str) -> str:
 
 def _arguments(text: str, where: str) -> dict[str, Any]:
     try:
-        found = json.loads(text or "{}")
+        arguments = json.loads(text or "{}")
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        arguments = None
+    if not isinstance(arguments, dict):
         raise ApiError(f"`{where}.arguments` is not a JSON object", param=f"{where}.arguments")
-    return found
+    return arguments
 
 
 def message_text(content: Any, where: str) -> str:
@@ -118,9 +118,9 @@ def message_text(content: Any, where: str) -> str:
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
         if kind not in ("input_text", "output_text", "reasoning_text"):
-            what = f"a part of type `{str(kind)[:32]}` is not supported: this model reads text"
-            raise ApiError(what, param=f"{where}.{i}", code="unsupported_parameter")
+            problem = f"a part of type `{str(kind)[:32]}` is not supported: this model reads text"
+            raise ApiError(problem, param=f"{where}.{i}", code="unsupported_parameter")
         part = {name: value for name, value in part.items() if value is not None}
-        _known(part, {"type", "text", "annotations", "logprobs"}, f"{where}.{i}")
+        _check_names(part, {"type", "text", "annotations", "logprobs"}, f"{where}.{i}")
         texts.append(_text(part, "text", f"{where}.{i}"))
     return "\n".join(texts)

@@ -85,14 +85,14 @@ class ResponseWriter:
         elif status == "incomplete":
             document["incomplete_details"] = {"reason": "max_output_tokens"}
         elif status == "failed":
-            what = "the format and the request's other fields together allow no further token"
-            document["error"] = {"code": "server_error", "message": what}
+            problem = "the format and the request's other fields together allow no further token"
+            document["error"] = {"code": "server_error", "message": problem}
         if self.store is not None:
             reader = job.readers[0]
-            said: dict[str, Any] = {"role": "assistant", "content": reader.text}
-            said |= {"reasoning": reader.thought} if reader.thought else {}
-            said |= {"tool_calls": reader.calls} if reader.calls else {}
-            self.store.put(StoredResponse(document, [*self.messages, said]))
+            message: dict[str, Any] = {"role": "assistant", "content": reader.text}
+            message |= {"reasoning": reader.thought} if reader.thought else {}
+            message |= {"tool_calls": reader.calls} if reader.calls else {}
+            self.store.put(StoredResponse(document, [*self.messages, message]))
         return document
 
     def document(self, job: GenerationJob, status: str) -> dict[str, Any]:
@@ -105,7 +105,7 @@ class ResponseWriter:
             "max_output_tokens": fields["max_output_tokens"], "max_tool_calls": None, "metadata": fields["metadata"],
             "parallel_tool_calls": fields["parallel_tool_calls"], "previous_response_id": fields["previous_response_id"],
             "reasoning": fields["reasoning"], "service_tier": "default", "store": self.store is not None,
-            "temperature": _given(fields, "temperature", defaults), "top_p": _given(fields, "top_p", {"top_p": 1.0} | defaults),
+            "temperature": _field(fields, "temperature", defaults), "top_p": _field(fields, "top_p", {"top_p": 1.0} | defaults),
             "text": {"format": fields["text"]["format"] or {"type": "text"}}, "tool_choice": fields["tool_choice"] or "auto",
             "tools": fields["tools"], "top_logprobs": fields["top_logprobs"] or 0, "truncation": "disabled",
         }  # fmt: skip
@@ -114,33 +114,33 @@ class ResponseWriter:
 
     def _items(self, parts: CompletionParts, finish: str | None) -> Documents:
         """Adds new parts of the answer to the output. Returns their events."""
-        found = self._said("reasoning", parts.thought) if parts.thought else []
+        events = self._add_text("reasoning", parts.thought) if parts.thought else []
         self._waiting += parts.tokens if self._scores else ()
         if parts.text:
-            found += self._said("message", parts.text)
+            events += self._add_text("message", parts.text)
         if finish is None:
-            return found
+            return events
         if not (self.output or parts.calls):
             # An empty answer is an empty message.
-            found += self._start("message")
-        found += self._end("incomplete" if finish == "length" else "completed")
+            events += self._start("message")
+        events += self._end("incomplete" if finish == "length" else "completed")
         for call in parts.calls:
-            found += self._called(call)
-        return found
+            events += self._called(call)
+        return events
 
-    def _said(self, kind: str, text: str) -> list[dict[str, Any]]:
+    def _add_text(self, kind: str, text: str) -> list[dict[str, Any]]:
         """Adds text to a reasoning item or a message."""
-        found = []
+        events = []
         if not self._open or self.output[-1]["type"] != kind:
-            found += [*self._end("completed"), *self._start(kind)]
+            events += [*self._end("completed"), *self._start(kind)]
         part = self.output[-1]["content"][0]
         part["text"] += text
         more = {}
         if kind == "message":
-            more = {"logprobs": [self._scored(one) for one in self._waiting]}
+            more = {"logprobs": [self._scored(scored) for scored in self._waiting]}
             part["logprobs"] += more["logprobs"]
             self._waiting = []
-        return [*found, self._of_part(f"{PARTS[kind][1]}.delta", delta=text, **more)]
+        return [*events, self._of_part(f"{PARTS[kind][1]}.delta", delta=text, **more)]
 
     def _start(self, kind: str) -> list[dict[str, Any]]:
         item: dict[str, Any] = {"id": _new(IDS[kind]), "type": kind, "status": "in_progress"}
@@ -163,7 +163,7 @@ class ResponseWriter:
         part, more = item["content"][0], {}
         if item["type"] == "message":
             # The end token has no text, and so no delta.
-            part["logprobs"] += [self._scored(one) for one in self._waiting]
+            part["logprobs"] += [self._scored(scored) for scored in self._waiting]
             more, self._waiting = {"logprobs": part["logprobs"]}, []
         return [
             self._of_part(f"{PARTS[item['type']][1]}.done", text=part["text"], **more),
@@ -194,14 +194,15 @@ class ResponseWriter:
         self._sent += 1
         return {"type": name, "sequence_number": self._sent - 1, **more}
 
-    def _scored(self, one: ScoredToken) -> dict[str, Any]:
-        return self._named(one.token, one.logprob) | {"top_logprobs": [self._named(*both) for both in one.likeliest]}
+    def _scored(self, scored: ScoredToken) -> dict[str, Any]:
+        top = [self._token_logprob(*both) for both in scored.likeliest]
+        return self._token_logprob(scored.token, scored.logprob) | {"top_logprobs": top}
 
-    def _named(self, token: int, logprob: float) -> dict[str, Any]:
+    def _token_logprob(self, token: int, logprob: float) -> dict[str, Any]:
         return {"token": self.names(token), "logprob": logprob, "bytes": list(self.names.bytes(token))}
 
 
-def _given(fields: Mapping[str, Any], name: str, defaults: Mapping[str, Any]) -> Any:
+def _field(fields: Mapping[str, Any], name: str, defaults: Mapping[str, Any]) -> Any:
     return defaults.get(name) if fields[name] is None else fields[name]
 
 

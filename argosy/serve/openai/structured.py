@@ -37,24 +37,24 @@ def structure_request(fields: GenerationFields, limits: ServerLimits) -> Structu
         ApiError: both of them, a format that is not supported, or more than the limits allow.
     """
     if fields.structured_outputs is None:
-        given = _format(fields.response_format)
-        return None if given is None else StructureRequest(check_structure(given, "response_format", limits), "response_format")
+        structure = _format(fields.response_format)
+        return None if structure is None else StructureRequest(check_structure(structure, "response_format", limits), "response_format")
     if fields.response_format not in (None, {"type": "text"}):
         raise ApiError("`response_format` and `structured_outputs` exclude each other", param="structured_outputs")
     return StructureRequest(check_structure(fields.structured_outputs, "structured_outputs", limits), "structured_outputs")
 
 
-def _format(wanted: Any) -> dict[str, Any] | None:
+def _format(response_format: Any) -> dict[str, Any] | None:
     """A `response_format` in the words of `structured_outputs`."""
-    kind = None if wanted is None else wanted.get("type")
-    if wanted is None or wanted == {"type": "text"}:
+    kind = None if response_format is None else response_format.get("type")
+    if response_format is None or response_format == {"type": "text"}:
         return None
-    if wanted == {"type": "json_object"}:
+    if response_format == {"type": "json_object"}:
         return {"json_object": True}
-    if kind != "json_schema" or set(wanted) != {"type", "json_schema"}:
-        what = "`response_format` is of type text, json_object or json_schema"
-        raise ApiError(what, param="response_format", code="unsupported_parameter")
-    inner = wanted["json_schema"]
+    if kind != "json_schema" or set(response_format) != {"type", "json_schema"}:
+        problem = "`response_format` is of type text, json_object or json_schema"
+        raise ApiError(problem, param="response_format", code="unsupported_parameter")
+    inner = response_format["json_schema"]
     unknown = sorted(set(inner) - {"name", "schema", "strict", "description"}) if isinstance(inner, dict) else ["json_schema"]
     if unknown:
         raise ApiError(f"`response_format.json_schema` has no `{unknown[0][:64]}`", param="response_format")
@@ -91,9 +91,9 @@ def check_structure(fields: Mapping[str, Any], param: str, limits: ServerLimits)
 def check_size(fields: Any, param: str, limits: ServerLimits) -> None:
     """Checks a value against the limits on schemas."""
     level, depth = [fields], 0
-    while level := [inner for one in level if isinstance(one, dict | list) for inner in _inside(one)]:
+    while level := [inner for node in level if isinstance(node, dict | list) for inner in _inside(node)]:
         depth += 1
-        if any(isinstance(one, str) and max(map(len, one.split("\n"))) > MOST_LINE for one in level):
+        if any(isinstance(node, str) and max(map(len, node.split("\n"))) > MOST_LINE for node in level):
             raise ApiError(f"`{param}` has a line of more than {MOST_LINE} characters", param=param)
         if depth > limits.schema_depth + 1:
             raise ApiError(f"`{param}` is nested deeper than {limits.schema_depth} levels", param=param)
@@ -102,11 +102,11 @@ def check_size(fields: Any, param: str, limits: ServerLimits) -> None:
         raise ApiError(f"`{param}` has {size} bytes, at most {limits.schema_bytes}", param=param)
 
 
-def _inside(one: Any) -> list[Any]:
-    return list(one.values()) if isinstance(one, dict) else one
+def _inside(node: Any) -> list[Any]:
+    return list(node.values()) if isinstance(node, dict) else node
 
 
 def grammar_error(error: ArgosyError, param: str) -> ApiError:
     """The error for a schema or grammar that cannot be compiled."""
-    found = input_error(error, param)
-    return ApiError(f"`{param}`: {found.message}", param=param)
+    refusal = input_error(error, param)
+    return ApiError(f"`{param}`: {refusal.message}", param=param)

@@ -125,7 +125,7 @@ def scored_prompt(ids: Sequence[int], scores: PromptScores, top: int) -> list[Sc
     likeliest = zip(scores.ids[:, :top].tolist(), scores.likeliest[:, :top].tolist(), strict=True)
     rows = zip(ids[1:], scores.logprobs.tolist(), likeliest, scores.ranks.tolist(), strict=True)
     return [
-        ScoredToken(token, max(logprob, LEAST_LOGPROB), [(one, max(p, LEAST_LOGPROB)) for one, p in zip(*top)], rank)
+        ScoredToken(token, max(logprob, LEAST_LOGPROB), [(other, max(p, LEAST_LOGPROB)) for other, p in zip(*top)], rank)
         for token, logprob, top, rank in rows
     ]
 
@@ -153,9 +153,9 @@ class TokenNames:
 
     def prompt_logprobs(self, ids: Sequence[int], scores: PromptScores, top: int) -> list[dict[str, Any] | None]:
         """vLLM's `prompt_logprobs`: for each token of a prompt its own entry and those of the likeliest; null for the first."""
-        found: list[dict[str, Any] | None] = [None]
-        for one in scored_prompt(ids, scores, top):
-            others = ((t, p, i) for i, (t, p) in enumerate(one.likeliest, 1) if t != one.token)
-            entries = [(one.token, one.logprob, one.rank), *others]
-            found.append({str(t): {"logprob": p, "rank": r, "decoded_token": self(t)} for t, p, r in entries})
-        return found
+        per_token: list[dict[str, Any] | None] = [None]
+        for scored in scored_prompt(ids, scores, top):
+            others = ((t, p, i) for i, (t, p) in enumerate(scored.likeliest, 1) if t != scored.token)
+            entries = [(scored.token, scored.logprob, scored.rank), *others]
+            per_token.append({str(t): {"logprob": p, "rank": r, "decoded_token": self(t)} for t, p, r in entries})
+        return per_token

@@ -58,13 +58,13 @@ class CompletionReader:
     tokens: list[ScoredToken] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        how = self.reading
-        self._thoughts: ThoughtSplitter | ChannelParser | None = None if how.start is None else ThoughtSplitter(how.start)
+        reading = self.reading
+        self._thoughts: ThoughtSplitter | ChannelParser | None = None if reading.start is None else ThoughtSplitter(reading.start)
         self._calls: CallParser | None = None
-        if how.channels:
-            self._thoughts = ChannelParser(calls=how.notation is not None, continued=how.start == "after")
-        elif isinstance(how.notation, TextNotation):
-            self._calls = CallParser(how.notation)
+        if reading.channels:
+            self._thoughts = ChannelParser(calls=reading.notation is not None, continued=reading.start == "after")
+        elif isinstance(reading.notation, TextNotation):
+            self._calls = CallParser(reading.notation)
         self._pending: list[ScoredToken] = []
         self._passed = 0
 
@@ -75,12 +75,12 @@ class CompletionReader:
 
     def push(self, piece: ChoicePiece) -> CompletionParts:
         """Adds the next piece."""
-        found = self._read(piece)
-        self.thought += found.thought
-        self.text += found.text
-        self.calls += found.calls
-        self.tokens += found.tokens
-        return found
+        parts = self._read(piece)
+        self.thought += parts.thought
+        self.text += parts.text
+        self.calls += parts.calls
+        self.tokens += parts.tokens
+        return parts
 
     def _read(self, piece: ChoicePiece) -> CompletionParts:
         ends, thought, text, tokens = piece.finish is not None, "", piece.text, piece.tokens
@@ -94,7 +94,7 @@ class CompletionReader:
                 tokens = self._scored(tokens, ends)
         called: Sequence[ToolCall] = ()
         if ends and isinstance(self._thoughts, ChannelParser):
-            called = [ToolCall(*one) for one in self._thoughts.calls]
+            called = [ToolCall(*call) for call in self._thoughts.calls]
         if self._calls is not None:
             text = self._calls.push(text)
             if ends:

@@ -30,12 +30,12 @@ def parser_of(parser: Parser, tokenizer: Any) -> Parser:
     """
     if tokenizer is None:
         return "none"
-    how = REASONING[parser]
-    if how.tags and not tokenizer.hidden.isdisjoint(tokenizer.encode(CLOSE, special=True)):
-        if not how.needed:
+    parsing = REASONING[parser]
+    if parsing.tags and not tokenizer.hidden.isdisjoint(tokenizer.encode(CLOSE, special=True)):
+        if not parsing.needed:
             return "none"
-        what = f"reasoning_parser={parser} needs `{CLOSE}` as text, and it is a special token of this model's tokenizer"
-        raise BadInput(what, hint="leave it out, or set reasoning_parser=none")
+        problem = f"reasoning_parser={parser} needs `{CLOSE}` as text, and it is a special token of this model's tokenizer"
+        raise BadInput(problem, hint="leave it out, or set reasoning_parser=none")
     return parser
 
 
@@ -69,15 +69,15 @@ def thinking_variables(effort: Effort | None, template: str) -> dict[str, Any]:
     """
     if effort is None:
         return {}
-    found: dict[str, Any] = {}
+    variables: dict[str, Any] = {}
     if "enable_thinking" in template:
-        found["enable_thinking"] = effort != "none"
+        variables["enable_thinking"] = effort != "none"
     if "reasoning_effort" in template and effort != "none":
-        found["reasoning_effort"] = effort
-    if not found and (effort != "none" or CLOSE in template or "reasoning_effort" in template):
-        what = f"`reasoning_effort` is not supported: this model's chat template cannot set it to {effort}"
-        raise ApiError(what, param="reasoning_effort", code="unsupported_parameter")
-    return found
+        variables["reasoning_effort"] = effort
+    if not variables and (effort != "none" or CLOSE in template or "reasoning_effort" in template):
+        problem = f"`reasoning_effort` is not supported: this model's chat template cannot set it to {effort}"
+        raise ApiError(problem, param="reasoning_effort", code="unsupported_parameter")
+    return variables
 
 
 class ThoughtSplitter:
@@ -136,10 +136,10 @@ class ThoughtSplitter:
 
     def end(self) -> tuple[str, str]:
         """The rest of the thought and of the answer, at the end of the text."""
-        held, self._held = self._held, ""
+        rest, self._held = self._held, ""
         if self.any and not self.over:
-            return held.rstrip("\n"), ""
-        return "", held
+            return rest.rstrip("\n"), ""
+        return "", rest
 
 
 def after_thoughts(structure: Structure, start: Start) -> Structure:

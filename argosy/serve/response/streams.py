@@ -132,10 +132,10 @@ class EventStreams:
         Raises:
             ApiError: as `__anext__`.
         """
-        found: dict[int, Event] = {}
+        events: dict[int, Event] = {}
         async for place, event in self:
-            found[place] = event
-        return [found[row.place] for row in self.rows]
+            events[place] = event
+        return [events[row.place] for row in self.rows]
 
     async def more(self, requests: Sequence[Request]) -> list[Event]:
         """Hands over further requests, now that the earlier ones have ended; returns the last event of each. They do not wait behind

@@ -104,11 +104,11 @@ class GenerationJob:
         self.model = self.fields.model or self.service.name
         self.id = f"{self.shape.prefix}{self.fields.request_id or uuid.uuid4().hex}"
         if self.searches and self.wanted is not None:
-            what = f"`{self.wanted.param}` is not supported with `use_beam_search`"
-            raise ApiError(what, param=self.wanted.param, code="unsupported_parameter")
+            problem = f"`{self.wanted.param}` is not supported with `use_beam_search`"
+            raise ApiError(problem, param=self.wanted.param, code="unsupported_parameter")
         n = self.fields.n
-        how: Any = {"begun": self.wanted is not None, "marks": self.reading.marks}
-        self.choices = [self.service.choice(self.fields, ids, **how) for ids in self.prompts for _ in range(n)]
+        options: Any = {"begun": self.wanted is not None, "marks": self.reading.marks}
+        self.choices = [self.service.choice(self.fields, ids, **options) for ids in self.prompts for _ in range(n)]
         self.readers = [CompletionReader(self.reading) for _ in self.choices]
         if not self.requests:
             for choice in self.choices:
@@ -189,8 +189,8 @@ class GenerationJob:
         async with AsyncExitStack() as stack:
             opened = []
             for i, search in enumerate(self.searches):
-                given = search.requests(), self.scored[i : i + 1], self._names, self.service.adapter_of(self.fields.model)
-                going = self.service.front.open(*given, goes_on=True)
+                arguments = search.requests(), self.scored[i : i + 1], self._names, self.service.adapter_of(self.fields.model)
+                going = self.service.front.open(*arguments, goes_on=True)
                 answers = await stack.enter_async_context(going)
                 assert isinstance(answers, EventStreams)
                 opened.append(answers)
@@ -204,8 +204,8 @@ class GenerationJob:
                 raise error from None
             if self.scored:
                 self.shape.scores = [(await answers.scored())[0] for answers in opened]
-        found = [events for search in self.searches for events in search.events()]
-        for choice, reader, events in zip(self.choices, self.readers, found, strict=True):
+        answer_events = [events for search in self.searches for events in search.events()]
+        for choice, reader, events in zip(self.choices, self.readers, answer_events, strict=True):
             for event in events:
                 top = self.fields.top or 0
                 reader.push(choice.take(event._replace(top=event.top[:top])))
@@ -281,7 +281,7 @@ class Choices:
 
     def opening(self, job: GenerationJob) -> Documents:
         opened = (self.opened(place) for place in range(len(job.choices)))
-        return [_document(job, self.part, [one]) for one in opened if one]
+        return [_document(job, self.part, [choice]) for choice in opened if choice]
 
     def step(self, job: GenerationJob, place: int, piece: ChoicePiece, parts: CompletionParts) -> Documents:
         if not (parts.text or parts.thought or piece.finish or self.asks):
@@ -306,12 +306,12 @@ def _document(job: GenerationJob, kind: str, choices: list[dict[str, Any]]) -> d
 
 def _usage(job: GenerationJob) -> dict[str, Any]:
     counts = job.counts()
-    found: dict[str, Any] = {
+    usage: dict[str, Any] = {
         "prompt_tokens": counts.prompt,
         "completion_tokens": counts.completion,
         "total_tokens": counts.prompt + counts.completion,
         "prompt_tokens_details": {"cached_tokens": counts.cached},
     }
     if job.reading.start is not None:
-        found["completion_tokens_details"] = {"reasoning_tokens": counts.thinking}
-    return found
+        usage["completion_tokens_details"] = {"reasoning_tokens": counts.thinking}
+    return usage
