@@ -27,13 +27,14 @@ def chat_ids(
     from argosy.data.chat.omissions import check_complete, with_known_roles
     from argosy.data.chat.template import choose_template, render
 
-    chosen = template if template is not None else choose_template(templates, tools=bool(tools))
-    messages, special = with_known_roles(messages, chosen), tokenizer.special
-    text = render(chosen, messages, special, tools=tools, **generation, **variables)
+    chat_template = template if template is not None else choose_template(templates, tools=bool(tools))
+    messages, special = with_known_roles(messages, chat_template), tokenizer.special
+    text = render(chat_template, messages, special, tools=tools, **generation, **variables)
 
-    def again(**given: Any) -> str:
-        return render(chosen, special=special, add_generation_prompt=generation["add_generation_prompt"], **{**variables, **given})
+    def again(**overrides: Any) -> str:
+        generates = generation["add_generation_prompt"]
+        return render(chat_template, special=special, add_generation_prompt=generates, **{**variables, **overrides})
 
-    check_complete(again, text, chosen, messages, tools, variables.get("documents"))
+    check_complete(again, text, chat_template, messages, tools, variables.get("documents"))
     ids = tokenizer.encode(text, special=True)
     return [tokenizer.bos, *ids] if special_tokens and tokenizer.adds_bos else ids

@@ -35,7 +35,7 @@ def classify(lm: "LM", texts: Sequence[TextOrPair], batch: int) -> list[dict[str
 def scores_of(lm: "LM", texts: Sequence[TextOrPair], batch: int) -> Float[np.ndarray, "N Z"]:
     """The scores of texts or pairs of texts, as the head gives them."""
     rows, seconds = framed_texts(lm, texts)
-    found = np.zeros((len(rows), lm.config.scored), np.float32)
+    scores = np.zeros((len(rows), lm.config.scored), np.float32)
     model = lm.sequences()
     program, weights = _scores(model.graph, lm.module.dtype), model.weights()
     for places in length_batches([len(ids) for ids in rows], batch, lm.config.context):
@@ -46,8 +46,8 @@ def scores_of(lm: "LM", texts: Sequence[TextOrPair], batch: int) -> Float[np.nda
             tokens[row, : len(rows[i])], segments[row, : len(rows[i])] = rows[i], 1
             types[row, seconds[i] or shape[1] : len(rows[i])] = 1
         with model.on_mesh():
-            found[list(places)] = np.asarray(program(weights, tokens, segments, types))[: len(places)]
-    return found
+            scores[list(places)] = np.asarray(program(weights, tokens, segments, types))[: len(places)]
+    return scores
 
 
 def framed_texts(lm: "LM", texts: Sequence[TextOrPair]) -> tuple[list[list[int]], list[int]]:
@@ -61,19 +61,19 @@ def framed_texts(lm: "LM", texts: Sequence[TextOrPair]) -> tuple[list[list[int]]
         raise BadInput("this model has no head of scores", hint=hint)
     if lm.tokenizer is None:
         raise BadInput("this model came without a tokenizer", hint="lm.rewards(ids) scores token ids")
-    if isinstance(texts, str) or not all(isinstance(one, str) or _is_pair(one) for one in texts):
+    if isinstance(texts, str) or not all(isinstance(entry, str) or _is_pair(entry) for entry in texts):
         raise BadInput("classify takes a list of texts, or of pairs of texts", hint="classify([text]), classify([(query, document)])")
     frame, context = frame_of(lm.tokenizer), lm.config.context
-    flat = [text for one in texts for text in ([one] if isinstance(one, str) else one)]
+    flat = [text for entry in texts for text in ([entry] if isinstance(entry, str) else entry)]
     ids = iter(lm.tokenizer.encode_many(flat))
-    found = [framed(frame, next(ids), None if isinstance(one, str) else next(ids), context) for one in texts]
-    if empty := [i for i, (row, _) in enumerate(found) if not row]:
+    rows = [framed(frame, next(ids), None if isinstance(entry, str) else next(ids), context) for entry in texts]
+    if empty := [i for i, (row, _) in enumerate(rows) if not row]:
         raise BadInput(f"text {empty[0]} has no tokens")
-    return [row for row, _ in found], [second for _, second in found]
+    return [row for row, _ in rows], [second for _, second in rows]
 
 
-def _is_pair(one: Any) -> bool:
-    return isinstance(one, tuple | list) and len(one) == 2 and all(isinstance(text, str) for text in one)
+def _is_pair(entry: Any) -> bool:
+    return isinstance(entry, tuple | list) and len(entry) == 2 and all(isinstance(text, str) for text in entry)
 
 
 def activated(scores: Float[np.ndarray, "N Z"], activation: str) -> Float[np.ndarray, "N Z"]:

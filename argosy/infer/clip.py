@@ -66,8 +66,8 @@ class ImageTextEncoder:
         if isinstance(texts, str):
             raise BadInput("embed takes a list of texts, not one text", hint="embed([text])")
         reader = self._text_reader()
-        found = [np.asarray(reader.states(some)["pooled"], np.float32) for some in _in_parts(list(texts))]
-        return self._joined(found, normalize)
+        parts = [np.asarray(reader.states(some)["pooled"], np.float32) for some in _in_parts(list(texts))]
+        return self._joined(parts, normalize)
 
     def cut(self, texts: Sequence[str]) -> int:
         """How many texts are longer than the context, and lose their ends."""
@@ -79,13 +79,13 @@ class ImageTextEncoder:
         Raises:
             BadInput: another shape or other numbers; or Pillow, which resizes, is not installed.
         """
-        found = []
+        parts = []
         for some in _in_parts(images):
             ready = np.stack([self.steps(as_pixels(image)) for image in some])
             rows = 1 << (len(ready) - 1).bit_length()
             padded = np.concatenate([ready, np.zeros((rows - len(ready), *ready.shape[1:]), np.float32)])
-            found.append(np.asarray(self._images(self._leaves, padded), np.float32)[: len(ready)])
-        return self._joined(found, normalize)
+            parts.append(np.asarray(self._images(self._leaves, padded), np.float32)[: len(ready)])
+        return self._joined(parts, normalize)
 
     def scores(self, images: Sequence[Any], texts: Sequence[str]) -> Float[np.ndarray, "N M"]:
         """exp(logit_scale) times the cosine of each image with each text: CLIPModel's `logits_per_image`. Arguments and errors as
@@ -112,8 +112,8 @@ class ImageTextEncoder:
             self._reader = PromptReader(self.module.text, self.tokenizer, self.config.context, "CLIP")
         return self._reader
 
-    def _joined(self, found: list[np.ndarray], normalize: bool) -> np.ndarray:
-        vectors = np.concatenate(found) if found else np.zeros((0, self.config.embedding_width), np.float32)
+    def _joined(self, parts: list[np.ndarray], normalize: bool) -> np.ndarray:
+        vectors = np.concatenate(parts) if parts else np.zeros((0, self.config.embedding_width), np.float32)
         check_finite("CLIP", vectors)
         return unit_vectors(vectors) if normalize else vectors
 
@@ -124,14 +124,14 @@ def as_pixels(image: Any) -> np.ndarray:
     Raises:
         BadInput: another shape or other numbers.
     """
-    given = np.asarray(image)
-    if given.ndim != 3 or given.shape[-1] != 3 or not given.size:
-        raise BadInput(f"an image of {list(given.shape)}: [H W 3] is read")
-    if given.dtype == np.uint8:
-        return given
-    if not np.issubdtype(given.dtype, np.floating) or not (given.min() >= 0 and given.max() <= 1):
-        raise BadInput(f"an image of {given.dtype.name} from {given.min()} to {given.max()}", hint="uint8, or floats in 0..1")
-    return np.rint(given * 255).astype(np.uint8)
+    pixels = np.asarray(image)
+    if pixels.ndim != 3 or pixels.shape[-1] != 3 or not pixels.size:
+        raise BadInput(f"an image of {list(pixels.shape)}: [H W 3] is read")
+    if pixels.dtype == np.uint8:
+        return pixels
+    if not np.issubdtype(pixels.dtype, np.floating) or not (pixels.min() >= 0 and pixels.max() <= 1):
+        raise BadInput(f"an image of {pixels.dtype.name} from {pixels.min()} to {pixels.max()}", hint="uint8, or floats in 0..1")
+    return np.rint(pixels * 255).astype(np.uint8)
 
 
 def _in_parts(values: Sequence[Any]) -> Iterator[Sequence[Any]]:

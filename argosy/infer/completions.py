@@ -81,14 +81,14 @@ class CompletionStream:
             lm.adapter(adapter)
         self.lm = lm
         ids = _encoded(lm, prompts, max_tokens, "generate")
-        how, ends = _sampling(lm, sampling), _ends(lm, stop_tokens, ignore_eos)
+        settings, ends = _sampling(lm, sampling), _ends(lm, stop_tokens, ignore_eos)
         grammar = lm.grammar(structured) if isinstance(structured, Mapping) else structured
         self.requests = [
-            Request(one, max_tokens, how, ends, seed, row, top, grammar=grammar, adapter=adapter, repetition=repetition)
-            for row, one in enumerate(ids)
+            Request(prompt, max_tokens, settings, ends, seed, row, top, grammar=grammar, adapter=adapter, repetition=repetition)
+            for row, prompt in enumerate(ids)
         ]
-        self.completions = [Completion("", [], None, len(one), []) for one in ids]
-        self._texts = [Detokenizer(lm.tokenizer, one, list(stop), begun=grammar is not None) for one in ids]
+        self.completions = [Completion("", [], None, len(prompt), []) for prompt in ids]
+        self._texts = [Detokenizer(lm.tokenizer, prompt, list(stop), begun=grammar is not None) for prompt in ids]
         self._pieces = self._run()
 
     def __iter__(self) -> Iterator[CompletionPiece]:
@@ -171,15 +171,15 @@ def beam_search(
     searches = [Beams(ids, beam_width, min(max_tokens, context - len(ids)), ends, length_penalty) for ids in rows]
     engine = lm.engine([min(len(ids) + max_tokens, context) for ids in rows for _ in range(beam_width)])
     try:
-        while running := [one for one in searches if one.open]:
-            wanted = [replace(request, adapter=adapter) for one in running for request in one.requests()]
-            answers = iter(engine.generate(wanted))
-            for one in running:
-                one.take([next(answers) for _ in one.open])
+        while running := [search for search in searches if search.open]:
+            requests = [replace(request, adapter=adapter) for search in running for request in search.requests()]
+            answers = iter(engine.generate(requests))
+            for search in running:
+                search.take([next(answers) for _ in search.open])
     except BaseException:
         lm.forget()
         raise
-    return [[_completed(lm, one.prompt, beam) for beam in one.best()] for one in searches]
+    return [[_completed(lm, search.prompt, beam) for beam in search.best()] for search in searches]
 
 
 def _completed(lm: Any, prompt: list[int], beam: Beam) -> Completion:
@@ -196,10 +196,10 @@ def _encoded(lm: Any, prompts: Sequence[Prompt], max_tokens: int, method: str) -
     if max_tokens < 1:
         raise BadInput(f"max_tokens = {max_tokens}", hint="at least 1")
     ids = [lm.encode(p) for p in prompts]
-    for one in ids:
-        if not one:
+    for prompt in ids:
+        if not prompt:
             raise BadInput("an empty prompt, and the model has no beginning-of-sequence token", hint="give some text")
-        lm.check_ids(one, len(one))
+        lm.check_ids(prompt, len(prompt))
     if max(map(len, ids)) >= lm.longest:
         whose = "the model's" if lm.longest == lm.config.context else "the engine's"
         raise BadInput(f"the prompt fills {whose} context of {lm.longest} tokens", hint="shorten it")
@@ -222,22 +222,22 @@ def check_prompts(prompts: Sequence[Any], method: str) -> None:
     if not prompts:
         raise BadInput("no prompt")
     first = [p[0] if isinstance(p, list | tuple) and p else p for p in prompts]
-    if any(isinstance(one, Mapping) for one in first):
+    if any(isinstance(element, Mapping) for element in first):
         raise BadInput(f"{method} takes prompts, not messages", hint=f"lm.{method}([lm.chat_prompt(messages)])")
     if any(isinstance(p, int | np.integer) for p in prompts):
         raise BadInput(f"{method} takes a list of prompts, not one list of token ids", hint=f"lm.{method}([ids])")
 
 
-def _sampling(lm: Any, given: Mapping[str, Any]) -> Sampling:
+def _sampling(lm: Any, options: Mapping[str, Any]) -> Sampling:
     from argosy.core.settings import SettingsLayer, read_settings
 
-    given = dict(given)
-    if "bad_words" in given:
-        words = [token_spellings(lm.tokenizer, w) if isinstance(w, str) else [token_ids(w).tolist()] for w in given["bad_words"]]
-        given["bad_words"] = [ids for spelt in words for ids in spelt]
-    sampling = read_settings(Sampling, SettingsLayer("generate", given)).value
+    options = dict(options)
+    if "bad_words" in options:
+        words = [token_spellings(lm.tokenizer, w) if isinstance(w, str) else [token_ids(w).tolist()] for w in options["bad_words"]]
+        options["bad_words"] = [ids for spelt in words for ids in spelt]
+    sampling = read_settings(Sampling, SettingsLayer("generate", options)).value
     filters = ("top_k", "top_p", "min_p", "typical_p")
-    idle = [name for name in filters if name in given and name in sampling.model_fields_set]
+    idle = [name for name in filters if name in options and name in sampling.model_fields_set]
     if idle and not sampling.temperature:
         raise BadInput(f"{', '.join(idle)}: no effect at temperature 0", hint="set temperature, such as 0.7")
     return sampling

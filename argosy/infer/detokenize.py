@@ -57,7 +57,7 @@ class Detokenizer:
         self._held += self._stream.push(token)
         if not may_stop:
             return self._rest()
-        if self._found():
+        if self._cut_at_stop():
             return self._rest()
         keep = max((n for s in self.stop for n in range(1, len(s)) if self._held.endswith(s[:n])), default=0)
         text, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
@@ -67,10 +67,10 @@ class Detokenizer:
         """The rest of the text, once there are no more tokens."""
         if self._stream is not None and self.stopped is None:
             self._held += self._stream.end()
-            self._found()
+            self._cut_at_stop()
         return self._rest()
 
-    def _found(self) -> bool:
+    def _cut_at_stop(self) -> bool:
         """Cuts the held text at the first stop string in it."""
         places = [(at, s) for s in self.stop if (at := self._held.find(s)) >= 0]
         if not places:

@@ -73,8 +73,8 @@ def embed(
     # The longest first: if one does not fit in memory, that fails at once.
     order = sorted(range(len(rows)), key=lambda row: -len(rows[row]))
     for at in range(0, len(order), batch):
-        chosen = order[at : at + batch]
-        out[chosen] = encoder.pooled([rows[row] for row in chosen])
+        places = order[at : at + batch]
+        out[places] = encoder.pooled([rows[row] for row in places])
     return encoder.finished(out, normalize)
 
 
@@ -129,16 +129,16 @@ class SentenceEncoder:
             prompt = self.steps.prompt if prompt is None else prompt
             # Blanks around prompt and text are no part of them, as in sentence-transformers.
             whole = [prompt, *((prompt + str(texts[i])).strip() for i in strings)]
-            before, *found = self.lm.tokenizer.encode_many([t.lower() if self.steps.lower else t for t in whole])
+            before, *encoded = self.lm.tokenizer.encode_many([t.lower() if self.steps.lower else t for t in whole])
             first, last = (first, last) if special else ([], [])
             leaves_out = bool(prompt) and not self.steps.include_prompt
-            for i, ids in zip(strings, found, strict=True):
+            for i, ids in zip(strings, encoded, strict=True):
                 cut = ids if most is None else ids[: max(most - len(first) - len(last), 0)]
                 # A token may belong to the end of the prompt and the beginning of the text: it is pooled.
-                own = common_length(before, ids) if leaves_out else 0
-                if own and own >= len(cut) and (len(cut) < len(ids) or not last):
+                prompt_length = common_length(before, ids) if leaves_out else 0
+                if prompt_length and prompt_length >= len(cut) and (len(cut) < len(ids) or not last):
                     raise BadInput("a text of which nothing is left beside its prompt", hint="a longer text, or a shorter prompt")
-                rows[i] = TextTokens([*first, *cut, *last], len(first) + own if own else 0)
+                rows[i] = TextTokens([*first, *cut, *last], len(first) + prompt_length if prompt_length else 0)
         for row in rows:
             if not row:
                 raise BadInput("a text without tokens", hint="a sequence has at least its [CLS]")
@@ -203,19 +203,19 @@ def frame_tokens(lm: "LM") -> tuple[list[int], list[int]]:
     if lm.config.causal:
         frame = frame_of(lm.tokenizer)
         return list(frame.first), list(frame.last)
-    found: list[list[int]] = []
+    framing: list[list[int]] = []
     for role in lm.config.framing:
         ids = [] if role is None else lm.tokenizer.encode(lm.tokenizer.special.get(role, ""), special=True)
         if len(ids) != (role is not None):
             raise BadInput(f"the tokenizer has no {role}", hint="give token ids")
-        found.append(ids)
-    return found[0], found[1]
+        framing.append(ids)
+    return framing[0], framing[1]
 
 
 def embedding_steps(lm: "LM", pooling: str | None = None) -> EmbeddingSteps:
     """The steps of a model, by its folder or else by its family. Arguments and errors as `read_steps`."""
-    own = lm.config.pooling
-    return EmbeddingSteps(pooling or own) if lm.companions is None else read_steps(lm.companions, pooling, own)
+    default = lm.config.pooling
+    return EmbeddingSteps(pooling or default) if lm.companions is None else read_steps(lm.companions, pooling, default)
 
 
 def embeds(lm: "LM") -> bool:

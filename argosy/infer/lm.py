@@ -78,9 +78,9 @@ class LM:
 
     def __repr__(self) -> str:
         words = "no tokenizer" if self.tokenizer is None else f"{self.tokenizer.vocab:,} tokens"
-        held = f", {plural(self.in_blocks, 'weight')} in blocks" if self.in_blocks else ""
+        blocks_text = f", {plural(self.in_blocks, 'weight')} in blocks" if self.in_blocks else ""
         name = type(self.config).__name__
-        return f"LM({name}, {self.config.parameters():,} parameters in {self.module.dtype}{held}, {words})"
+        return f"LM({name}, {self.config.parameters():,} parameters in {self.module.dtype}{blocks_text}, {words})"
 
     @property
     def in_blocks(self) -> int:
@@ -120,14 +120,14 @@ class LM:
         rows = [np.asarray(self.encode(text)) for text in texts]
         for ids in rows:
             self.check_ids(ids, len(ids))
-        found = [np.zeros(0, np.float32)] * len(rows)
+        logprobs = [np.zeros(0, np.float32)] * len(rows)
         some = [i for i, ids in enumerate(rows) if len(ids) > 1]
         sequences = self.sequences() if under is None else self._held.adapted(self._parts, self.say)[0]
         for places in length_batches([len(rows[i]) - 1 for i in some], batch, self.config.context):
             scores = sequences.scores([rows[some[i]] for i in places], under)
-            for i, one in zip(places, scores, strict=True):
-                found[some[i]] = one.logprobs
-        return found
+            for i, token_scores in zip(places, scores, strict=True):
+                logprobs[some[i]] = token_scores.logprobs
+        return logprobs
 
     # ---------------------------------------------------------------- text
 
@@ -253,8 +253,8 @@ class LM:
             BadInput: there is no tokenizer or no template, the template refuses these messages, or the last one cannot be continued.
             Omitted: the template leaves out a message, a tool or the documents.
         """
-        how = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
-        return chat_ids(self.tokenizer, messages, tools, template, variables, how, add_special_tokens)
+        generation = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
+        return chat_ids(self.tokenizer, messages, tools, template, variables, generation, add_special_tokens)
 
     # ---------------------------------------------------------------- vectors
 
@@ -351,8 +351,8 @@ class LM:
             UserError: there is no such preset, file or method, a rule matches nothing, a weight is quantized already or has an
                 adapter, or there is too little data; the model is as it was.
         """
-        how: Any = {"method": method, "data": data, "samples": samples}
-        names = quantize_in_place(self.module, self.config, self.tokenizer, as_rules(rules), **how)
+        options: Any = {"method": method, "data": data, "samples": samples}
+        names = quantize_in_place(self.module, self.config, self.tokenizer, as_rules(rules), **options)
         self.forget()
         return names
 
@@ -365,9 +365,9 @@ class LM:
         Raises:
             BadInput: there is no adapter, or one is on a quantized weight.
         """
-        kept: dict[str, Any] = {}
-        names = merge(self.module, kept if keep else None)
-        self.merged = kept
+        unmerged: dict[str, Any] = {}
+        names = merge(self.module, unmerged if keep else None)
+        self.merged = unmerged
         return names
 
     def unmerge(self) -> list[str]:
@@ -466,10 +466,10 @@ class LM:
 
     def stops(self) -> set[int]:
         """The token ids that end a completion: those of the generation config, config.json and the tokenizer."""
-        found = {self.tokenizer.eos} if self.tokenizer is not None and self.tokenizer.eos is not None else set()
+        stops = {self.tokenizer.eos} if self.tokenizer is not None and self.tokenizer.eos is not None else set()
         for source in (self.generation.get("eos_token_id"), self.hub.get("eos_token_id")):
-            found |= set(source) if isinstance(source, list) else {source} if isinstance(source, int) else set()
-        return found
+            stops |= set(source) if isinstance(source, list) else {source} if isinstance(source, int) else set()
+        return stops
 
     def check_predicts(self) -> None:
         """Checks that the model predicts tokens.

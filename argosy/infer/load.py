@@ -43,9 +43,9 @@ def load_lm(
             answers; it is neither trained, changed nor saved.
     """
     forms = block_forms if blocks and jax.default_backend() == "cpu" and not library.load() else None
-    how: Any = {"dtype": dtype, "run": run, "adapter": adapter, "context": context, "tensor": tensor}
-    how |= {"forms": forms, "rules": rules}
-    return LM(**vars(build.load_model(open_model(path, warn), **how)), engine_settings=engine, draft=draft)
+    options: Any = {"dtype": dtype, "run": run, "adapter": adapter, "context": context, "tensor": tensor}
+    options |= {"forms": forms, "rules": rules}
+    return LM(**vars(build.load_model(open_model(path, warn), **options)), engine_settings=engine, draft=draft)
 
 
 def random_lm(

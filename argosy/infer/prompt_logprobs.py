@@ -90,24 +90,24 @@ class PromptScorer:
 
     def compile(self, sizes: Iterable[tuple[int, int]]) -> int:
         """Compiles the programs of these sizes that are not compiled; returns their number. Slow: seconds each."""
-        made = 0
+        count = 0
         with self._lock:
             for rows, length in sizes:
                 if (rows, length) not in self._compiled:
                     self._compile(rows, length)
                     self._compiled.add((rows, length))
-                    made += 1
-            self.compilations += made
-        return made
+                    count += 1
+            self.compilations += count
+        return count
 
     def _compile(self, rows: int, length: int) -> None:
         sequences = self.sequences
         if length <= PASS:
             self._scored([[0] * (length + 1)] * rows)
             return
-        one = np.zeros((1, PASS), np.int32)
+        blank = np.zeros((1, PASS), np.int32)
         caches = self._empty(length)
-        sequences.advance("prompts", _scored, one, Contiguous(jnp.asarray(one), jnp.asarray(one > 0)), caches, one)
+        sequences.advance("prompts", _scored, blank, Contiguous(jnp.asarray(blank), jnp.asarray(blank > 0)), caches, blank)
 
     def _empty(self, length: int) -> Caches:
         def empty() -> Caches:
@@ -132,7 +132,10 @@ class PromptScorer:
         adapters = [None] * len(prompts) if under is None else under
         length = self._padded(len(prompts[0]) - 1)
         rows = self._rows(length)
-        alike = [self._padded(len(ids) - 1) == length and one == adapters[0] for ids, one in zip(prompts, adapters, strict=True)]
+        alike = [
+            self._padded(len(ids) - 1) == length and adapter == adapters[0]
+            for ids, adapter in zip(prompts, adapters, strict=True)
+        ]
         places = [i for i, same in enumerate(alike) if same][:rows]
         return places if len(places) > rows // 2 and (rows, length) in self._compiled else [0]
 
@@ -148,8 +151,8 @@ class PromptScorer:
         if (rows, length) not in self._compiled:
             self.compile({(rows, length)})
         if length > PASS:
-            found = self._one_more_pass(prompts[0], length, adapter)
-            return None if found is None else [found]
+            scores = self._one_more_pass(prompts[0], length, adapter)
+            return None if scores is None else [scores]
         return self._scored([*prompts, *[[]] * (rows - len(prompts))], adapter)[: len(prompts)]
 
     def forget(self, prompts: Iterable[Sequence[int]] | None = None) -> None:
@@ -169,8 +172,8 @@ class PromptScorer:
         tokens[0, :count], following[0, :count], live[0, :count] = ids[at : at + count], ids[at + 1 : at + count + 1], True
         places = np.arange(at, at + PASS, dtype=np.int32)[None]
         attend = Contiguous(jnp.asarray(places), jnp.asarray(live))
-        found, long.caches = sequences.advance("prompts", _scored, tokens, attend, long.caches, following, adapter=adapter)
-        long.scores.append([np.asarray(a)[0, :count] for a in found])
+        outputs, long.caches = sequences.advance("prompts", _scored, tokens, attend, long.caches, following, adapter=adapter)
+        long.scores.append([np.asarray(a)[0, :count] for a in outputs])
         if at + count < len(ids) - 1:
             return None
         self._long = None
@@ -192,8 +195,8 @@ class PromptScorer:
         for i, row in enumerate(rows):
             count = max(len(row) - 1, 0)
             tokens[i, :count], segments[i, :count], following[i, :count] = row[:count], 1, row[1:]
-        found = sequences.run("prompts", _scored, tokens, segments, following, adapter=adapter)
-        arrays = [np.asarray(a) for a in found]
+        outputs = sequences.run("prompts", _scored, tokens, segments, following, adapter=adapter)
+        arrays = [np.asarray(a) for a in outputs]
         return [PromptScores(*(a[i, : max(len(row) - 1, 0)] for a in arrays)) for i, row in enumerate(rows)]
 
 
@@ -208,10 +211,10 @@ class _Long:
 
 def _of_logits(logits: Array, following: Array) -> tuple[Array, ...]:
     """Log-probabilities and ranks of the tokens that follow [tokens]; the likeliest tokens and their log-probabilities [tokens K]."""
-    own = jnp.take_along_axis(logits, following[:, None], -1)
+    target_logits = jnp.take_along_axis(logits, following[:, None], -1)
     total = jax.nn.logsumexp(logits, -1, keepdims=True)
     top, ids = likeliest(logits, MOST_TOP)
-    return (own - total)[:, 0], 1 + (logits > own).sum(-1), ids, top - total
+    return (target_logits - total)[:, 0], 1 + (logits > target_logits).sum(-1), ids, top - total
 
 
 def _scored(model: Any, x: Array, following: Array) -> tuple[Array, ...]:

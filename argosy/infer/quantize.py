@@ -46,33 +46,33 @@ def quantize_in_place(
         UserError: as `LM.quantize`; the model is as it was.
         Unsupported: several devices share its weights.
     """
-    chosen = METHODS[method]() if isinstance(method, str) else method
-    if chosen.needs_data and data is None:
+    rounding = METHODS[method]() if isinstance(method, str) else method
+    if rounding.needs_data and data is None:
         hint = 'data="texts.jsonl", or a list of texts'
-        raise BadInput(f"method={Choice(METHODS).name_of(chosen)} needs calibration data", hint=hint)
+        raise BadInput(f"method={Choice(METHODS).name_of(rounding)} needs calibration data", hint=hint)
     schemes = schemes_of(module, rules, is_calibrated=data is not None)
-    if data is None and isinstance(chosen, Nearest):
+    if data is None and isinstance(rounding, Nearest):
         modules = {name: quantized(at(module, name), scheme) for name, scheme in schemes.items()}
         return _put_all(module, modules)
     for name, of in find(module, ".*").items():
         if not isinstance(of, Einsum):
-            what = f"{name} is quantized already, or has an adapter"
-            raise BadInput(what, hint="a method reads the weights of the plain model: load it again, or lm.merge() adapters")
+            problem = f"{name} is quantized already, or has an adapter"
+            raise BadInput(problem, hint="a method reads the weights of the plain model: load it again, or lm.merge() adapters")
     if any(len(a.sharding.device_set) > 1 for a in split(module)[1].values() if isinstance(a, jax.Array)):
         raise Unsupported("several devices share these weights, and methods work on one", hint="`argosy quantize MODEL OUT method=...`")
-    own, weights = by_layer(module, schemes), model_weights(module)
+    layer_schemes, weights = by_layer(module, schemes), model_weights(module)
     with TemporaryDirectory(prefix="argosy-calibration-") as place:
         calibrated = None
         if data is not None:
             settings = calibration_settings(data, Path(place))
-            found = calibration_data(settings, samples, tokenizer, vocab=config.vocab, context=config.context)
-            folder = CalibrationFolder(Path(place) / "layers", {}, (*found.tokens.shape, config.width))
-            calibrated = calibrate(LayerRunner(config, weights, own), chosen, found, folder)
+            calibration = calibration_data(settings, samples, tokenizer, vocab=config.vocab, context=config.context)
+            folder = CalibrationFolder(Path(place) / "layers", {}, (*calibration.tokens.shape, config.width))
+            calibrated = calibrate(LayerRunner(config, weights, layer_schemes), rounding, calibration, folder)
 
         def rounded(name: str, of: Contraction, w: np.ndarray) -> Quantized:
             if calibrated is not None and name in calibrated.places:
                 return calibrated.read(name, of)  # type: ignore[arg-type]
-            return chosen.quantize(of, w, own[name], None)
+            return rounding.quantize(of, w, layer_schemes[name], None)
 
         plain = weights if calibrated is None else calibrated.changed(weights)
         changed = set() if calibrated is None else set(calibrated.changed_places)
@@ -82,19 +82,19 @@ def quantize_in_place(
         names = layer_addresses(description)
         codes = {f"{name}.{part}" for name in schemes for part in PARTS}
         same = {address for address in variables(description) if address not in codes and changed.isdisjoint(names(address))}
-        tensors = RoundedTensors(config, plain, own, rounded)
+        tensors = RoundedTensors(config, plain, layer_schemes, rounded)
         arrays = {a: on_devices(array, None) for a, array in stored_arrays(description, tensors, dtype=module.dtype, without=same)}
     put(description, {address: array for address, array in arrays.items() if address in codes})
-    for name, one in modules.items():
-        one.b = at(module, name).b
+    for name, replacement in modules.items():
+        replacement.b = at(module, name).b
     _put_all(module, modules)
     put(module, {address: array for address, array in arrays.items() if address not in codes})
     return list(modules)
 
 
 def _put_all(module: Any, modules: Mapping[str, Any]) -> list[str]:
-    for name, one in modules.items():
-        put_at(module, name, one)
+    for name, replacement in modules.items():
+        put_at(module, name, replacement)
     return list(modules)
 
 

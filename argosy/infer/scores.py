@@ -26,18 +26,18 @@ def rewards(lm: "LM", conversations: Sequence[Any], batch: int) -> np.ndarray:
         raise BadInput("this model is an encoder, and reads texts", hint="lm.classify(texts) gives its scores as probabilities")
     if isinstance(conversations, str):
         raise BadInput("rewards takes a list of conversations, not one text", hint="rewards([text])")
-    rows = [conversation_ids(lm, one) for one in conversations]
+    rows = [conversation_ids(lm, conversation) for conversation in conversations]
     for ids in rows:
         if not ids:
             raise BadInput("an empty text has no score")
         lm.check_ids(ids, len(ids))
-    found = np.zeros((len(rows), lm.config.scored), np.float32)
+    scores = np.zeros((len(rows), lm.config.scored), np.float32)
     sequences = lm.sequences()
     for places in length_batches([len(ids) for ids in rows], batch, lm.config.context):
         tokens, segments = sequences.padded_rows([rows[i] for i in places])
         last = np.maximum(segments.sum(1) - 1, 0).astype(np.int32)
-        found[list(places)] = np.asarray(sequences.run("scores", last_scores, tokens, segments, last))[: len(places)]
-    return found[:, 0] if lm.config.scored == 1 else found
+        scores[list(places)] = np.asarray(sequences.run("scores", last_scores, tokens, segments, last))[: len(places)]
+    return scores[:, 0] if lm.config.scored == 1 else scores
 
 
 def conversation_ids(lm: "LM", conversation: Any) -> list[int]:

@@ -65,11 +65,11 @@ class PanelPacker:
             BadInput: activations are to be rounded, but no packed weight supports it.
         """
         if not self.panels:
-            chosen = {at: form for at, form in self.forms.items() if is_packable(weights.get(at), at in self.quantized)}
-            rows = {} if self.origin is None else self._rows(self.origin, weights, chosen)
-            if self.replace is None and not has_memory_for([rows.get(address, weights[address]) for address in chosen]):
-                chosen = {}
-            for address, form in chosen.items():
+            forms = {at: form for at, form in self.forms.items() if is_packable(weights.get(at), at in self.quantized)}
+            rows = {} if self.origin is None else self._rows(self.origin, weights, forms)
+            if self.replace is None and not has_memory_for([rows.get(address, weights[address]) for address in forms]):
+                forms = {}
+            for address, form in forms.items():
                 if (panels := self._packed(address, weights, rows.get(address), form)) is None:
                     continue
                 del weights[address]
@@ -80,8 +80,8 @@ class PanelPacker:
         if self.activations is None:
             return weights
         if not any(map(has_whole_numbers, weights.values())):
-            what = f"engine.activations={self.activations}: no weight is packed as whole numbers, so no data would be rounded"
-            raise BadInput(what, hint="packing needs free memory for a copy of the weights; or leave it out")
+            problem = f"engine.activations={self.activations}: no weight is packed as whole numbers, so no data would be rounded"
+            raise BadInput(problem, hint="packing needs free memory for a copy of the weights; or leave it out")
         return {at: rounding_data(w, self.activations) for at, w in weights.items()}
 
     def _packed(self, address: str, weights: Leaves, rows: BlockRows | None, form: tuple[int, bool]) -> Panels | None:
@@ -94,8 +94,8 @@ class PanelPacker:
     @staticmethod
     def _rows(origin: Origin, weights: Leaves, forms: Mapping[str, tuple[int, bool]]) -> dict[str, BlockRows]:
         """The blocks of a file, for those of these weights that it has in blocks."""
-        found = {address: origin.rows(address, weights[address], *form) for address, form in forms.items()}
-        return {address: rows for address, rows in found.items() if rows is not None}
+        blocks = {address: origin.rows(address, weights[address], *form) for address, form in forms.items()}
+        return {address: rows for address, rows in blocks.items() if rows is not None}
 
     def forget(self) -> None:
         """Frees the packed weights, because the weights have changed."""
@@ -129,13 +129,13 @@ def check_rounds_data(model: Any, weights: Leaves, origin: Origin | None) -> Non
     Raises:
         BadInput: it computes in another type, there are no kernels, or no weight is whole numbers.
     """
-    what = "engine.activations"
+    setting = "engine.activations"
     if why := library.unavailable() or ("" if model.dtype == jnp.float32 else f"the model computes in {jnp.dtype(model.dtype)}"):
-        raise BadInput(f"{what} is for products in compiled kernels: {why}", hint="leave it out")
+        raise BadInput(f"{setting} is for products in compiled kernels: {why}", hint="leave it out")
     quantized = (of.scheme.format.is_integer for _, of in nnx.iter_modules(model) if isinstance(of, QuantizedEinsum))
     if origin is None and not any(map(has_whole_numbers, weights.values())) and not any(quantized):
         hint = "load a GGUF file that is in blocks, or quantization=w8 or w4"
-        raise BadInput(f"{what}: no weight of this model is whole numbers, so no data would be rounded", hint=hint)
+        raise BadInput(f"{setting}: no weight of this model is whole numbers, so no data would be rounded", hint=hint)
 
 
 def panel_forms(model: nnx.Module, *, in_blocks: bool = False) -> dict[str, tuple[int, bool]]:
@@ -161,25 +161,25 @@ def panel_forms(model: nnx.Module, *, in_blocks: bool = False) -> dict[str, tupl
         spec = node.spec.removeprefix(node.group)
         rest = "".join(letter for letter in spec if letter not in summed)
         if summed and rest and spec in (summed + rest, rest + summed):
-            own = "w" if isinstance(node, Einsum) else "values"
-            out[".".join(map(str, (*path, own)))] = len(summed), spec.startswith(summed)
+            leaf = "w" if isinstance(node, Einsum) else "values"
+            out[".".join(map(str, (*path, leaf)))] = len(summed), spec.startswith(summed)
     return out
 
 
 def block_forms(model: nnx.Module) -> dict[str, tuple[int, bool, bool]]:
     """`{address: (inner, first, has_experts)}` of weights that stay in a file's blocks, as `BlockedWeights.of` takes them. An embedding
     beside a head is only looked up, for which blocks do too."""
-    found = {address: (v, v.get_metadata()["meaning"]) for address, v in variables(model).items()}
+    weights = {address: (v, v.get_metadata()["meaning"]) for address, v in variables(model).items()}
     forms = panel_forms(model, in_blocks=True).items()
     return {
-        address: (*form, bool(found[address][1].group)) for address, form in forms if math.prod(found[address][0].shape) >= SMALLEST
+        address: (*form, bool(weights[address][1].group)) for address, form in forms if math.prod(weights[address][0].shape) >= SMALLEST
     }
 
 
 def count_in_blocks(weights: Leaves) -> tuple[int, int]:
     """The number of weights that are packed as codes, from a file's blocks or quantized, and their bytes."""
-    found = [a for a in weights.values() if isinstance(a, Panels) and a.scale is not None]
-    return len(found), sum(a.nbytes for a in found)
+    panels = [a for a in weights.values() if isinstance(a, Panels) and a.scale is not None]
+    return len(panels), sum(a.nbytes for a in panels)
 
 
 def is_packable(w: Any, is_quantized: bool = False) -> bool:

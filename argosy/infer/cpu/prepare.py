@@ -36,8 +36,8 @@ class WeightPreparation:
         self.model = model if self.views is None else self.views.model
         self.packer: PanelPacker | None = None
         if panels:
-            given = (replace, origin) if self.views is None else (None, None)
-            self.packer = packer_of(self.model, *given, activations)
+            arguments = (replace, origin) if self.views is None else (None, None)
+            self.packer = packer_of(self.model, *arguments, activations)
 
     def __call__(self, weights: Leaves) -> Leaves:
         """The weights of `self.model`. May take some out of `weights`."""

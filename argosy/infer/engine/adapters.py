@@ -81,12 +81,12 @@ class AdapterFactor(NamedTuple):
             BadInput: it is of another shape, or has numbers that are not finite, which would spoil other requests.
         """
         values = np.asarray(adapter.a if self.side == "a" else np.float32(adapter.gain) * adapter.b, np.float32)
-        own = into[(*[slice(None)] * self.place, 0, slice(adapter.a.shape[-1]))]
-        if own.shape != values.shape:
-            raise BadInput(f"{name}: factors of {values.shape} for a weight that takes {own.shape}")
+        view = into[(*[slice(None)] * self.place, 0, slice(adapter.a.shape[-1]))]
+        if view.shape != values.shape:
+            raise BadInput(f"{name}: factors of {values.shape} for a weight that takes {view.shape}")
         if not np.isfinite(values).all():
             raise BadInput(f"{name}: the adapter has numbers that are not finite")
-        own[...] = values
+        view[...] = values
 
 
 @dataclass
@@ -127,8 +127,8 @@ def put_banks(model: Any, settings: LoraSettings) -> dict[str, Contraction]:
             # The layers of a block see the same tokens, and share the variable: it is one array of each layer's program.
             owner = ".".join(name.split(".")[:2])
             stacked = of.shape[: of.stacked]
-            one = kinds.setdefault(owner, AdapterIds(jax.ShapeDtypeStruct((*stacked, 1, 1), jnp.int32), meaning=Meaning("BT")))
-            put_at(model, name, Bank(of, settings.adapters, settings.rank, one))
+            ids = kinds.setdefault(owner, AdapterIds(jax.ShapeDtypeStruct((*stacked, 1, 1), jnp.int32), meaning=Meaning("BT")))
+            put_at(model, name, Bank(of, settings.adapters, settings.rank, ids))
             banks[name] = of
     if not banks:
         raise BadInput(f"engine.lora.where: nothing that matches `{settings.where}` can carry adapters")
@@ -193,19 +193,19 @@ class Adapters:
 
     def _describe(self, out: Any, banks: Mapping[str, Contraction], mesh: Mesh | None) -> None:
         """Records the addresses of the model with banks, and allocates the factors."""
-        names, own, bank = layer_addresses(out), variables(out), self._bank
+        names, model_variables, bank = layer_addresses(out), variables(out), self._bank
         for name, of in banks.items():
             layers = [address.removesuffix(".a") for address in names(f"{name}.a")]
             for side, letters in (("a", of.group + of.inner), ("b", of.group)):
                 bank.factors[f"{name}.{side}"] = AdapterFactor(side, layers, of.stacked, len(letters))
-        bank.chosen = {address: v.shape[:-2] for address, v in own.items() if isinstance(v, AdapterIds)}
-        bank.base = {a: a for a in own.keys() - bank.factors.keys() - bank.chosen.keys()}
+        bank.chosen = {address: v.shape[:-2] for address, v in model_variables.items() if isinstance(v, AdapterIds)}
+        bank.base = {a: a for a in model_variables.keys() - bank.factors.keys() - bank.chosen.keys()}
         for address in bank.base:
             # A model with adapters of its own has `of` below `of`.
             name, inside, rest = address.partition(".of.")
             if inside and name in banks:
                 bank.base[address] = f"{name}.{rest}"
-        shapes, axes = {address: own[address].shape for address in bank.factors}, logical(out)
+        shapes, axes = {address: model_variables[address].shape for address in bank.factors}, logical(out)
         places = {} if mesh is None else shardings({address: axes[address] for address in shapes}, shapes, DEFAULT, mesh)
         for address, shape in shapes.items():
             bank.arrays[address] = jnp.zeros(shape, self.dtype, device=places.get(address, bank.home))
@@ -236,8 +236,8 @@ class Adapters:
         for address, lead in self._bank.chosen.items():
             picked = address.startswith("head.")
             if (lead, picked) not in placed:
-                own = head_places if picked else places
-                placed[lead, picked] = jax.device_put(np.broadcast_to(own, (*lead, *own.shape)), self._bank.home)
+                ids = head_places if picked else places
+                placed[lead, picked] = jax.device_put(np.broadcast_to(ids, (*lead, *ids.shape)), self._bank.home)
             out[address] = placed[lead, picked]
         return out
 
@@ -259,12 +259,12 @@ class Adapters:
             BadInput, Unsupported: as `read`.
         """
         if dora := sorted(name for name, adapter in adapters.items() if adapter.m is not None):
-            what = f"DoRA beside other adapters is not built: {some(dora)}"
-            raise Unsupported(what, hint="argosy.load(MODEL, adapter=FOLDER) takes one alone; argosy convert merges it")
+            problem = f"DoRA beside other adapters is not built: {some(dora)}"
+            raise Unsupported(problem, hint="argosy.load(MODEL, adapter=FOLDER) takes one alone; argosy convert merges it")
         most = self.settings.rank
         if strange := sorted(set(adapters) - self._bank.carrying):
-            what = f"{len(strange)} of the adapter's contractions carry none here: {', '.join(strange[:4])}"
-            raise BadInput(what, hint=f"those that do match `{self.settings.where}`: engine.lora.where")
+            problem = f"{len(strange)} of the adapter's contractions carry none here: {', '.join(strange[:4])}"
+            raise BadInput(problem, hint=f"those that do match `{self.settings.where}`: engine.lora.where")
         if large := sorted(name for name, adapter in adapters.items() if adapter.a.shape[-1] > most):
             rank = max(adapters[name].a.shape[-1] for name in large)
             raise BadInput(f"rank {rank} is above the maximum of {most}: {some(large)}", hint=f"engine.lora.rank={rank}")
@@ -290,7 +290,7 @@ class Adapters:
         old = self.loaded.get(name)
         free = self._free(old)
         if not free:
-            loaded = {one.place for one in self.loaded.values()}
+            loaded = {adapter.place for adapter in self.loaded.values()}
             still = sum(place not in loaded for place, users in self._bank.users.items() if users)
             why = f", {still} of them by adapters that are unloaded and still answer" if still else ""
             hint = "unload one, or have more: engine.lora.adapters=N"
@@ -317,7 +317,7 @@ class Adapters:
             NoAdapter: there is none of this name.
         """
         self.get(name)
-        self._bank.loaded = {other: one for other, one in self.loaded.items() if other != name}
+        self._bank.loaded = {other: adapter for other, adapter in self.loaded.items() if other != name}
 
     def compile(self) -> None:
         """Compiles the programs that load an adapter, by loading zeros into the first free place."""
@@ -336,7 +336,7 @@ class Adapters:
 
     def _free(self, besides: LoadedAdapter | None = None) -> list[int]:
         """The places that no adapter and no sequence has. besides: an adapter that gives up its own."""
-        taken = {one.place for one in self.loaded.values() if one is not besides}
+        taken = {adapter.place for adapter in self.loaded.values() if adapter is not besides}
         taken |= {place for place, users in self._bank.users.items() if users}
         return [place for place in range(self.settings.adapters) if place not in taken]
 
@@ -348,9 +348,9 @@ class Adapters:
         Raises:
             UnknownAdapter: there is no such adapter.
         """
-        if (found := self.loaded.get(name)) is None:
+        if (adapter := self.loaded.get(name)) is None:
             raise UnknownAdapter(f"no adapter `{name}` is loaded", hint=nearest(name, self.loaded))
-        return found
+        return adapter
 
     def use(self, adapter: LoadedAdapter | None) -> None:
         """A sequence with this adapter begins to wait."""

@@ -128,9 +128,9 @@ class BatchBuilder:
             c["tokens"][i, : len(tokens)] = tokens
             _write_rotary(c, i, request, len(tokens))
             if embeddings is not None and request.inputs is not None and request.inputs.embeddings is not None:
-                own = request.inputs.rows(chunk.start + at, chunk.start + at + len(tokens))
-                places = request.inputs.places[own] - chunk.start - at
-                c["overlay"][i, places], embeddings[0, i, places] = 1, request.inputs.embeddings[own]
+                embedding_rows = request.inputs.rows(chunk.start + at, chunk.start + at + len(tokens))
+                places = request.inputs.places[embedding_rows] - chunk.start - at
+                c["overlay"][i, places], embeddings[0, i, places] = 1, request.inputs.embeddings[embedding_rows]
             if chunk.ends and at + len(tokens) == len(chunk.tokens):
                 ended.append((request, decodes * draft_width + i * width + len(tokens) - 1))
         return sizes, words, ended, None if embeddings is None else embeddings.reshape(1, -1, self.width)
@@ -138,11 +138,11 @@ class BatchBuilder:
     def write_pages(self, part: dict[str, np.ndarray], i: int, request: ScheduledRequest) -> None:
         """Writes the page tables of row i, whose length is written already. A window's table has the pages that the row sees."""
         part["table"][i, : len(request.pages)] = request.pages
-        for number, (window, kept) in enumerate(zip(self.tables.windows, request.windows)):
+        for number, (window, window_pages) in enumerate(zip(self.tables.windows, request.windows)):
             first = window.first(int(part["length"][i])) // self.tables.page
             table = part[f"window{number}"][i]
-            assert first >= kept.first, "pages that the row sees were given back"
-            visible = kept.pages[first - kept.first :][: len(table)]
+            assert first >= window_pages.first, "pages that the row sees were given back"
+            visible = window_pages.pages[first - window_pages.first :][: len(table)]
             part[f"first{number}"][i], table[: len(visible)] = first, visible
 
     def decode_sizes(self, rows: int) -> StepSizes:
@@ -218,8 +218,8 @@ def _input_sizes(plan: StepPlan) -> dict[str, Any]:
     if not any(inputs):
         return {}
     chunks = [(chunk.request.inputs, chunk.start, chunk.start + len(chunk.tokens)) for chunk in plan.chunks]
-    overlay = any(own is not None and own.overlays(start, end) for own, start, end in chunks)
-    return {"axes": max(0 if own is None else own.axes for own in inputs), "overlay": overlay}
+    overlay = any(prompt_inputs is not None and prompt_inputs.overlays(start, end) for prompt_inputs, start, end in chunks)
+    return {"axes": max(0 if prompt_inputs is None else prompt_inputs.axes for prompt_inputs in inputs), "overlay": overlay}
 
 
 def _write_rotary(part: dict[str, np.ndarray], i: int, request: ScheduledRequest, count: int) -> None:

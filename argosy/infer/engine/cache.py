@@ -48,8 +48,8 @@ def room_for_cache(weights: Leaves, copies: int = 1, memory: int | None = None) 
         return float(memory)
     devices = {device for a in weights.values() if isinstance(a, jax.Array) for device in a.devices()}
     stats = [device.memory_stats() or {} for device in devices if device.platform != "cpu"]
-    if stats and all("bytes_limit" in found for found in stats):
-        return OF_DEVICE * min(found["bytes_limit"] - found["bytes_in_use"] for found in stats)
+    if stats and all("bytes_limit" in device_stats for device_stats in stats):
+        return OF_DEVICE * min(device_stats["bytes_limit"] - device_stats["bytes_in_use"] for device_stats in stats)
     return host_room(memory_bytes()[1]) / max(len(devices) * copies, 1)
 
 
@@ -105,8 +105,8 @@ class CacheNeeds:
 
     def empty(self, slots: int, extent: CacheSize) -> Caches:
         """Pools of this size. Sequences may be rolled back to any length."""
-        how: Any = {"longest": self.longest, "slack": self.longest, "windows": extent.windows, "narrow": self.narrow}
-        return paged(self.specs, slots, extent.pages, self.page, self.dtype, **how)
+        options: Any = {"longest": self.longest, "slack": self.longest, "windows": extent.windows, "narrow": self.narrow}
+        return paged(self.specs, slots, extent.pages, self.page, self.dtype, **options)
 
     def bytes(self, mesh: AnyMesh | None, extent: CacheSize) -> int:
         """Size of these pools on each device in bytes, without the caches per slot."""
@@ -116,7 +116,7 @@ class CacheNeeds:
         """Pools of layers with windows have room for as many decoding sequences as those of the other layers, and for two prompts
         beside them: a step computes few prompts at a time."""
         count = max(1.0, min(slots, pages / self.pages))
-        windows = {w: int(count * one.decoding + min(count, 2) * one.filling) for w, one in self.windows.items()}
+        windows = {w: int(count * share.decoding + min(count, 2) * share.filling) for w, share in self.windows.items()}
         return CacheSize(pages, windows)
 
     def fitting(self, slots: int, room: float, mesh: AnyMesh | None, besides: int = 0, *, strict: bool = False) -> CacheSize:
@@ -133,8 +133,8 @@ class CacheNeeds:
         # Bytes grow with the number of sequences in two straight lines: up to two sequences each has a prompt, and then none.
         one, two, three = (self.bytes(mesh, self.size(3, n * self.pages)) + besides * n * self.pages for n in (1, 2, 3))
         if strict and room < one:
-            what = f"engine.memory = {sized(room)}, and a sequence of {self.longest:,} tokens takes {sized(one)} of cache"
-            raise BadInput(what, hint="more, or a shorter `engine.context`")
+            problem = f"engine.memory = {sized(room)}, and a sequence of {self.longest:,} tokens takes {sized(one)} of cache"
+            raise BadInput(problem, hint="more, or a shorter `engine.context`")
         first, then = max(two - one, 1), max(three - two, 1)
         count = max(1.0, min(slots, 1 + (room - one) / first if room < two else 2 + (room - two) / then))
         return self.size(slots, int(count * self.pages))
@@ -150,9 +150,9 @@ def cache_needs(specs: Specs, settings: EngineSettings, dtype: Any, longest: int
     """
     page, drafts = settings.page, 0 if settings.speculative is None else settings.speculative.tokens
     queries = 1 + drafts, max(settings.budget, settings.budget_decoding, 1 + drafts)
-    found = {spec.window for spec, _ in specs.values() if spec.window and not (spec.chunked and spec.window.tokens % page)}
-    windows = {window: WindowShare(*(window.pages(n, page) for n in queries)) for window in sorted(found)}
-    short = {window: one for window, one in windows.items() if one.filling < -(-longest // page)}
+    distinct_windows = {spec.window for spec, _ in specs.values() if spec.window and not (spec.chunked and spec.window.tokens % page)}
+    windows = {window: WindowShare(*(window.pages(n, page) for n in queries)) for window in sorted(distinct_windows)}
+    short = {window: share for window, share in windows.items() if share.filling < -(-longest // page)}
     needs = CacheNeeds(specs, page, dtype, longest, short, settings.cache_dtype)
     if needs.narrow is not None:
         _check_smaller(needs)
@@ -162,8 +162,8 @@ def cache_needs(specs: Specs, settings: EngineSettings, dtype: Any, longest: int
 def check_sequence_fits(pages: int, page: int, longest: int) -> None:
     """Raises BadInput if a cache of this many pages holds no sequence of `longest` tokens."""
     if pages * page < longest:
-        what = f"a cache of {pages} pages of {page} tokens holds no sequence of {longest}"
-        raise BadInput(what, hint="more `engine.pages`, or a shorter `engine.context`")
+        problem = f"a cache of {pages} pages of {page} tokens holds no sequence of {longest}"
+        raise BadInput(problem, hint="more `engine.pages`, or a shorter `engine.context`")
 
 
 def _check_smaller(needs: CacheNeeds) -> None:
@@ -181,9 +181,9 @@ def bytes_on_each(specs: Specs, mesh: AnyMesh | None, empty: Callable[[], Caches
     if mesh is None:
         return bytes_of_caches(jax.eval_shape(empty))
     with scope(mesh):
-        one = jax.eval_shape(empty)
-        places = layouts(specs, one)
-    shares = jax.tree.map(lambda a, spec: math.prod(NamedSharding(mesh, spec).shard_shape(a.shape)) * a.dtype.itemsize, one, places)
+        caches = jax.eval_shape(empty)
+        places = layouts(specs, caches)
+    shares = jax.tree.map(lambda a, spec: math.prod(NamedSharding(mesh, spec).shard_shape(a.shape)) * a.dtype.itemsize, caches, places)
     return sum(jax.tree.leaves(shares))
 
 
@@ -225,11 +225,11 @@ def reserve_caches(specs: Specs, home: Home, empty: Callable[[], Caches], progra
 def describe_pools(home: Home, empty: Callable[[], Caches], programs: Programs) -> Caches:
     """Descriptions of the caches that `reserve_caches` will return on a CPU. Its programs are prepared first, so that it can run while
     the others are prepared."""
-    found = jax.eval_shape(empty)
+    caches = jax.eval_shape(empty)
     with jax.default_device(default_device() if home is None else next(iter(home.device_set))):
-        for a in jax.tree.leaves(found):
+        for a in jax.tree.leaves(caches):
             programs(_zeros(a.shape, a.dtype), "pool")
-    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=home), found)
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=home), caches)
 
 
 @lru_cache(maxsize=64)

@@ -75,7 +75,7 @@ class EngineCache:
     """Caches the objects built from a module in its current state, and the loaded adapters, which outlive that state."""
 
     def __init__(self) -> None:
-        self._found: list[Any] = []
+        self._identities: list[Any] = []
         self._sequences: SequenceScorer | None = None
         self._adapted: SequenceScorer | None = None
         self._engine: Engine | None = None
@@ -149,9 +149,9 @@ class EngineCache:
         if self._engine is None or (room != self._room and not (fits and self._engine.has_requests)):
             self._engine = None  # its cache is free before the next one is allocated
             pages = settings.pages or min(room.pages, _pages_for(parts, room))
-            how = settings.model_copy(update={"slots": room.slots, "pages": pages, "context": room.context})
+            engine_settings = settings.model_copy(update={"slots": room.slots, "pages": pages, "context": room.context})
             shared = self.adapted(parts)[1].for_engine(room.slots) if settings.lora.enabled else None
-            self._engine, self._room = Engine(module, how, draft=draft, adapters=shared, origin=origin), room
+            self._engine, self._room = Engine(module, engine_settings, draft=draft, adapters=shared, origin=origin), room
         self._engine.say = say
         return self._engine
 
@@ -170,9 +170,9 @@ class EngineCache:
         self._engine, self._room = None, EngineRoom()
 
     def _look(self, parts: EngineParts) -> None:
-        found = [parts.settings, parts.draft, *module_identities(parts.module)]
-        if len(found) != len(self._found) or not all(map(operator.is_, found, self._found)):
-            self._found, self._sequences, self._adapted = found, None, None
+        identities = [parts.settings, parts.draft, *module_identities(parts.module)]
+        if len(identities) != len(self._identities) or not all(map(operator.is_, identities, self._identities)):
+            self._identities, self._sequences, self._adapted = identities, None, None
             self.forget()
 
 

@@ -37,8 +37,8 @@ class PageKey(NamedTuple):
 
     def within(self, start: int, end: int) -> bytes:
         """The digests at these positions, for the hash of the page that has them."""
-        own = self.digests[bisect_left(self.digests, (start,)) : bisect_left(self.digests, (end,))]
-        return b"".join(at.to_bytes(8, "little") + digest for at, digest in own)
+        entries = self.digests[bisect_left(self.digests, (start,)) : bisect_left(self.digests, (end,))]
+        return b"".join(at.to_bytes(8, "little") + digest for at, digest in entries)
 
 
 NO_KEY = PageKey()
@@ -173,8 +173,8 @@ class PagePool:
 
     def clear(self) -> None:
         """Clears the prefix cache, because the weights have changed."""
-        for known in (self._hash_of, self._page_of, self._tail_of, self._tails):
-            known.clear()
+        for table in (self._hash_of, self._page_of, self._tail_of, self._tails):
+            table.clear()
 
     def _forget(self, page: int) -> None:
         if (old := self._hash_of.pop(page, None)) is not None:

@@ -76,9 +76,9 @@ class PromptInputs:
     def digests(self, page: int) -> tuple[tuple[int, bytes], ...]:
         """The content that pages of `page` tokens depend on, as `PageKey` takes it."""
         if page not in self._digests:
-            entries = sorted([*self._embedded(), *self._moved()])
-            pages = [list(own) for _, own in groupby(entries, lambda entry: entry[0] // page)]
-            self._digests[page] = tuple((own[0][0], _digest(own)) for own in pages)
+            entries = sorted([*self._embedded(), *self._offset_changes()])
+            pages = [list(group) for _, group in groupby(entries, lambda entry: entry[0] // page)]
+            self._digests[page] = tuple((group[0][0], _digest(group)) for group in pages)
         return self._digests[page]
 
     def _embedded(self) -> list[tuple[int, bytes]]:
@@ -87,7 +87,7 @@ class PromptInputs:
         values = np.asarray(self.embeddings, np.float32)
         return [(int(place), b"embedding" + row.tobytes()) for place, row in zip(self.places, values, strict=True)]
 
-    def _moved(self) -> list[tuple[int, bytes]]:
+    def _offset_changes(self) -> list[tuple[int, bytes]]:
         """How far positions are from places, where that changes. The last change may be that of the completion."""
         if self.positions is None:
             return []
@@ -102,14 +102,14 @@ def rotary_positions(inputs: PromptInputs | None, start: int, end: int, axes: in
     at = np.repeat(np.arange(start, end)[:, None], axes, 1)
     if inputs is None or inputs.positions is None:
         return at
-    known = inputs.positions[start:end]
+    prompt_positions = inputs.positions[start:end]
     at += int(inputs.positions.max()) + 1 - len(inputs.positions)
-    at[: len(known)] = known
+    at[: len(prompt_positions)] = prompt_positions
     return at
 
 
 def _digest(entries: Sequence[tuple[int, bytes]]) -> bytes:
     content = blake2b(digest_size=16)
-    for place, own in entries:
-        content.update(place.to_bytes(8, "little") + len(own).to_bytes(8, "little") + own)
+    for place, payload in entries:
+        content.update(place.to_bytes(8, "little") + len(payload).to_bytes(8, "little") + payload)
     return content.digest()

@@ -101,9 +101,9 @@ class Runner:
         self.needs = cache_needs(specs, settings, model.dtype, self.context)
         tables = PageTables(settings.page, self.needs.pages, tuple(self.needs.windows))
         self.batches = BatchBuilder(settings, tables, self.shares, model.config.width)
-        around = DraftContext(self.batches, self.context, self.home, self.run, self.programs)
+        draft_context = DraftContext(self.batches, self.context, self.home, self.run, self.programs)
         with self.on_mesh():
-            self.speculation = speculation_of(speculative, model, draft, specs, around)
+            self.speculation = speculation_of(speculative, model, draft, specs, draft_context)
         self.cache_size = self._cache_size(copies)
         check_sequence_fits(self.cache_size.pages, settings.page, self.context)
         self._copied = Program(partial(with_pages_copied, specs), donate=0)

@@ -111,9 +111,9 @@ class ScheduledRequest:
 
     def tail(self, page: int) -> PageHash | None:
         """The hash of its known tokens but the last one; None if these end with a page."""
-        known = len(self.tokens) - 1
-        if known % page == 0:
+        length = len(self.tokens) - 1
+        if length % page == 0:
             return None
-        if self._tail is None or self._tail[0] != known:
-            self._tail = known, tail_hash(self.tokens[:known], page, self.key, self.hashes(page)[: known // page])
+        if self._tail is None or self._tail[0] != length:
+            self._tail = length, tail_hash(self.tokens[:length], page, self.key, self.hashes(page)[: length // page])
         return self._tail[1]

@@ -171,8 +171,8 @@ class Scheduler:
 
     def _release(self, request: ScheduledRequest) -> None:
         self.pages.release(request.pages)
-        for pool, kept in zip(self.pools, request.windows):
-            _give_back(pool, kept.pages)
+        for pool, window_pages in zip(self.pools, request.windows):
+            _give_back(pool, window_pages.pages)
         heapq.heappush(self._slots, request.slot)
         request.pages, request.windows, request.slot, request.published = [], [], -1, 0
 
@@ -207,28 +207,28 @@ class Scheduler:
     def _draft_room(self, request: ScheduledRequest, drafts: int) -> int:
         """The number of drafts, at most so many, that its pages hold; nobody is preempted for drafts."""
         self._grow(request, request.length + drafts, request.next_position)
-        pages = min([len(request.pages), *(kept.end for kept in request.windows)])
+        pages = min([len(request.pages), *(window_pages.end for window_pages in request.windows)])
         return min(drafts, pages * self.page - request.length)
 
     def _decodes(self) -> list[ScheduledRequest]:
         """The running requests that decode. If the pages run out, the last request in order is preempted; if its sampled tokens
         are not read yet, it skips this step and is preempted in a later one."""
-        chosen: list[ScheduledRequest] = []
+        decodes: list[ScheduledRequest] = []
         for request in sorted(self.running, key=_rank):
             if request.slot < 0 or request.is_prefilling or request.completion_length >= request.max_tokens:
                 continue
             while not self._grow(request, request.length, request.next_position):
                 last = max(self.running, key=_rank)
-                if last in chosen:
-                    chosen.remove(last)
+                if last in decodes:
+                    decodes.remove(last)
                 if last.pending:
                     break
                 self._preempt(last)
                 if last is request:
                     break
             else:
-                chosen.append(request)
-        return chosen
+                decodes.append(request)
+        return decodes
 
     def _grow(self, request: ScheduledRequest, tokens: int, at: int) -> bool:
         """Allocates pages for this many tokens; returns whether the request has them. If a pool has too few, it takes none.
@@ -238,26 +238,26 @@ class Scheduler:
         """
         number = -(-tokens // self.page)
         owns = [(self.pages, request.pages, number - len(request.pages))]
-        for pool, kept in zip(self.pools, request.windows, strict=True):
-            self._slide(pool, kept, request, at)
+        for pool, window_pages in zip(self.pools, request.windows, strict=True):
+            self._slide(pool, window_pages, request, at)
             end = number
             if request.is_prefilling:
                 # It keeps as many pages as it was admitted with, so that no other request can take those that its next chunk needs.
-                end = max(end, min(kept.first + pool.most, -(-len(request.tokens) // self.page)))
-            owns.append((pool.pages, kept.pages, end - kept.end))
+                end = max(end, min(window_pages.first + pool.most, -(-len(request.tokens) // self.page)))
+            owns.append((pool.pages, window_pages.pages, end - window_pages.end))
         if any(pages.free < lacking for pages, _, lacking in owns):
             return False
-        for pages, own, lacking in owns:
-            own += pages.allocate(max(lacking, 0)) or []
+        for pages, owned, lacking in owns:
+            owned += pages.allocate(max(lacking, 0)) or []
         return True
 
-    def _slide(self, pool: WindowPool, kept: WindowPages, request: ScheduledRequest, at: int) -> None:
+    def _slide(self, pool: WindowPool, window_pages: WindowPages, request: ScheduledRequest, at: int) -> None:
         """Gives back the pages that a query at `at` does not see."""
-        passed = min(pool.window.first(at) // self.page - kept.first, len(kept.pages))
+        passed = min(pool.window.first(at) // self.page - window_pages.first, len(window_pages.pages))
         if passed > 0:
             self.publish(request)
-            _give_back(pool, kept.pages[:passed])
-            kept.first, kept.pages = kept.first + passed, kept.pages[passed:]
+            _give_back(pool, window_pages.pages[:passed])
+            window_pages.first, window_pages.pages = window_pages.first + passed, window_pages.pages[passed:]
 
     def _preempt(self, request: ScheduledRequest) -> None:
         """Takes the pages of a request away and puts it back at its place in the queue."""
@@ -277,7 +277,7 @@ class Scheduler:
         """
         whole = budget
         chunks: list[PrefillChunk] = []
-        known: list[ScheduledRequest] = []
+        ready: list[ScheduledRequest] = []
         later: list[tuple[int, int, ScheduledRequest]] = []
         for request in sorted(self.running, key=_rank):
             if request.is_prefilling and not request.pending and not self._full(chunks, budget):
@@ -292,32 +292,32 @@ class Scheduler:
                 break
             heapq.heappop(self._waiting)
             if request.copied:
-                known.append(request)
+                ready.append(request)
             else:
                 budget -= self._chunk(request, budget, chunks)
         for item in later:
             heapq.heappush(self._waiting, item)
         # Beside more prompt tokens than that nothing decodes: then these begin with the next step.
-        return chunks, known if decodes or whole - budget <= self.mixed_budget else []
+        return chunks, ready if decodes or whole - budget <= self.mixed_budget else []
 
     def _full(self, chunks: Sequence[PrefillChunk], budget: int) -> bool:
         return budget < self.row or (self.max_chunks is not None and len(chunks) >= self.max_chunks)
 
     def _admit(self, request: ScheduledRequest) -> bool:
         """Gives a waiting request a slot, and pages for its tokens: first those found in the prefix cache."""
-        known = len(request.tokens)
-        number = -(-known // self.page)
-        prefix = self._lookup(request.hashes(self.page)[: (known - 1) // self.page]) if self.pages.reuse else _NO_PREFIX
-        asked = [(self.pages, prefix.pages, number - len(prefix.pages))]
-        for pool, kept in zip(self.pools, prefix.windows or [WindowPages() for _ in self.pools], strict=True):
-            asked.append((pool.pages, kept.pages, min(kept.first + pool.most, number) - kept.end))
-        if not all(pages.can_allocate(new, shared) for pages, shared, new in asked):
+        length = len(request.tokens)
+        number = -(-length // self.page)
+        prefix = self._lookup(request.hashes(self.page)[: (length - 1) // self.page]) if self.pages.reuse else _NO_PREFIX
+        needs = [(self.pages, prefix.pages, number - len(prefix.pages))]
+        for pool, window_pages in zip(self.pools, prefix.windows or [WindowPages() for _ in self.pools], strict=True):
+            needs.append((pool.pages, window_pages.pages, min(window_pages.first + pool.most, number) - window_pages.end))
+        if not all(pages.can_allocate(new, shared) for pages, shared, new in needs):
             return False
-        owned, *windows = [pages.allocate(new, shared) or [] for pages, shared, new in asked]
+        owned, *windows = [pages.allocate(new, shared) or [] for pages, shared, new in needs]
         request.pages, request.computed = owned, len(prefix.pages) * self.page
         self._copy(request, len(prefix.pages))
-        firsts = [kept.first for kept in prefix.windows] or [0] * len(windows)
-        request.windows = [WindowPages(first, own) for first, own in zip(firsts, windows, strict=True)]
+        firsts = [window_pages.first for window_pages in prefix.windows] or [0] * len(windows)
+        request.windows = [WindowPages(first, allocated) for first, allocated in zip(firsts, windows, strict=True)]
         request.published = len(prefix.pages)
         request.reused = max(request.reused, min(request.computed, request.prompt))
         request.slot = heapq.heappop(self._slots)
@@ -326,30 +326,30 @@ class Scheduler:
 
     def _copy(self, request: ScheduledRequest, full: int) -> None:
         """Has the rest of a prompt copied, of which so many full pages were found, if it is known but for its last token."""
-        known = len(request.tokens) - 1
-        if not self.copies or known // self.page != full or known == 0 or request.ends_in_overlay:
+        length = len(request.tokens) - 1
+        if not self.copies or length // self.page != full or length == 0 or request.ends_in_overlay:
             return
         if (tail := request.tail(self.page)) is not None:
             source = self.pages.tail(tail)
             if source is None:
                 return
             self._copies.append((source, request.pages[full]))
-        request.computed, request.copied = known, True
+        request.computed, request.copied = length, True
 
     def _lookup(self, hashes: list[PageHash]) -> "_CachedPrefix":
         """The longest beginning with these hashes for which every pool has the pages that the next token sees."""
         pages = self.pages.lookup(hashes)
         in_pools = [pool.pages.lookup_each(hashes[: len(pages)]) for pool in self.pools]
         # For each pool, the number of pages in a row that end with each page.
-        runs = [list(itertools.accumulate(own, lambda n, page: 0 if page is None else n + 1, initial=0)) for own in in_pools]
+        runs = [list(itertools.accumulate(cached, lambda n, page: 0 if page is None else n + 1, initial=0)) for cached in in_pools]
         for count in range(len(pages), 0, -1):
             firsts = [pool.window.first(count * self.page) // self.page for pool in self.pools]
             if all(run[count] >= count - first for run, first in zip(runs, firsts, strict=True)):
-                kept = [
-                    WindowPages(first, [page for page in own[first:count] if page is not None])
-                    for first, own in zip(firsts, in_pools, strict=True)
+                windows = [
+                    WindowPages(first, [page for page in cached[first:count] if page is not None])
+                    for first, cached in zip(firsts, in_pools, strict=True)
                 ]
-                return _CachedPrefix(pages[:count], kept)
+                return _CachedPrefix(pages[:count], windows)
         return _NO_PREFIX
 
     def _chunk(self, request: ScheduledRequest, budget: int, chunks: list[PrefillChunk]) -> int:
@@ -395,9 +395,9 @@ class Scheduler:
         hashes = request.hashes(self.page)
         for i in range(request.published, full):
             self.pages.publish(request.pages[i], hashes[i])
-            for pool, kept in zip(self.pools, request.windows, strict=True):
-                if kept.first <= i < kept.end:
-                    pool.pages.publish(kept.pages[i - kept.first], hashes[i])
+            for pool, window_pages in zip(self.pools, request.windows, strict=True):
+                if window_pages.first <= i < window_pages.end:
+                    pool.pages.publish(window_pages.pages[i - window_pages.first], hashes[i])
         request.published = full
 
 

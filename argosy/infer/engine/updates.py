@@ -45,8 +45,8 @@ class WeightUpdate:
         self._stored = stored_addresses(model)
         self._staged: dict[str, np.ndarray] = {}
         if any(isinstance(v, Codes) or ".of." in address for address, v in self._own.items()):
-            what = "the weights of a model that was quantized here, or has an adapter, cannot be replaced by those of a file"
-            raise BadInput(what, hint="serve the plain model; `engine.lora.enabled=true` has adapters beside it")
+            problem = "the weights of a model that was quantized here, or has an adapter, cannot be replaced by those of a file"
+            raise BadInput(problem, hint="serve the plain model; `engine.lora.enabled=true` has adapters beside it")
 
     def __len__(self) -> int:
         """How many weights it has, a layer's each by itself."""
@@ -61,7 +61,7 @@ class WeightUpdate:
         """
         path = Path(path)
         if path.is_file() and path.suffix == ".safetensors":
-            weights = self._named(SafeTensors.open(path))
+            weights = self._weight_readers(SafeTensors.open(path))
         else:
             stored = open_model(path)
             self._check_settings(stored.config)
@@ -69,9 +69,9 @@ class WeightUpdate:
             if lacking := sorted(set(self._stored) - set(weights)):
                 raise BadInput(f"{plural(len(lacking), 'weight', 'is', 'are')} missing: {', '.join(lacking[:4])}")
             self._check({name: stored.weights.shape(name) for name in weights})
-        found = {name: self._kept(name, read(name)) for name, read in weights.items()}
-        self._staged |= found
-        return len(found)
+        arrays = {name: self._convert(name, read(name)) for name, read in weights.items()}
+        self._staged |= arrays
+        return len(arrays)
 
     def leaves(self) -> Leaves:
         """The weights to swap in, by the model's own addresses and on its devices. Layers that were not added keep their weights."""
@@ -93,7 +93,7 @@ class WeightUpdate:
             out[address] = jax.device_put(whole, old.sharding)
         return out
 
-    def _named(self, file: SafeTensors) -> dict[str, Any]:
+    def _weight_readers(self, file: SafeTensors) -> dict[str, Any]:
         """How to read each weight of a file, by per-layer name."""
         if not file.names:
             raise BadInput("the file holds no weights")
@@ -107,21 +107,21 @@ class WeightUpdate:
             reader = with_expected_names(reader, config.hub_prefixes, config.hub_old_ends, table.names)
         ours = table.ours_of(reader.names)
         if strange := sorted(set(reader.names) - set(ours)):
-            what = f"{plural(len(strange), 'tensor', 'is no weight', 'are no weights')} of this model: {', '.join(strange[:4])}"
-            raise BadInput(what, hint=nearest(strange[0], [*table.names, *self._stored]))
+            problem = f"{plural(len(strange), 'tensor', 'is no weight', 'are no weights')} of this model: {', '.join(strange[:4])}"
+            raise BadInput(problem, hint=nearest(strange[0], [*table.names, *self._stored]))
         names = {path for paths in ours.values() for path in paths}
         self._check({name: table.shape(name) for name in names})
         return dict.fromkeys(sorted(names), lambda name: table.read(reader, name))
 
     def _check_settings(self, config: Any) -> None:
-        own, context = self.model.config, min(self.context, config.context)
-        if type(config) is not type(own):
-            raise BadInput(f"weights of another family: {type(config).__name__}, and the model is {type(own).__name__}")
-        theirs, ours = config.for_context(context), own.for_context(context)
-        differ = [k for k in type(own).model_fields if k not in MAY_DIFFER and getattr(theirs, k) != getattr(ours, k)]
+        model_config, context = self.model.config, min(self.context, config.context)
+        if type(config) is not type(model_config):
+            raise BadInput(f"weights of another family: {type(config).__name__}, and the model is {type(model_config).__name__}")
+        theirs, ours = config.for_context(context), model_config.for_context(context)
+        differ = [k for k in type(model_config).model_fields if k not in MAY_DIFFER and getattr(theirs, k) != getattr(ours, k)]
         if differ:
-            said = [f"{key} = {str(getattr(theirs, key))[:40]}, not {str(getattr(ours, key))[:40]}" for key in differ]
-            raise BadInput(f"weights of a model with other settings: {some(said)}")
+            differences = [f"{key} = {str(getattr(theirs, key))[:40]}, not {str(getattr(ours, key))[:40]}" for key in differ]
+            raise BadInput(f"weights of a model with other settings: {some(differences)}")
 
     def _check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         expected = {name: self._shape(name) for name in self._stored}
@@ -135,7 +135,7 @@ class WeightUpdate:
         shape = tuple(self._own[address].shape)
         return shape if layer is None else shape[1:]
 
-    def _kept(self, name: str, array: np.ndarray) -> np.ndarray:
+    def _convert(self, name: str, array: np.ndarray) -> np.ndarray:
         """A weight in the type that the model keeps it in; a copy, because files may be replaced while they are mapped."""
         v = self._own[self._stored[name][0]]
         return np.array(array, np.dtype(kept_in(v, v.dtype)))

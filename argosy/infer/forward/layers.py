@@ -25,13 +25,13 @@ class LayerPrograms:
     def __init__(self, model: Any, most: int = 1):
         stack, (graph, weights) = model.layers, split(model)
         layers = [split(getattr(stack, str(i))) for i in range(len(stack.plan))]
-        self._addresses = [{own: f"layers.{i}.{own}" for own in leaves} for i, (_, leaves) in enumerate(layers)]
-        inside = {address for own in self._addresses for address in own.values()}
+        self._addresses = [{leaf: f"layers.{i}.{leaf}" for leaf in leaves} for i, (_, leaves) in enumerate(layers)]
+        inside = {address for names in self._addresses for address in names.values()}
         absent = {address: jax.ShapeDtypeStruct(a.shape, a.dtype) for address, a in weights.items() if address in inside}
         self._outside = [address for address in weights if address not in inside]
-        kinds = [(own, layer) for (own, _), layer in zip(layers, stack.plan)]
-        known: dict[Any, int] = {}
-        alike = [known.setdefault(kind, len(known)) for kind in kinds]
+        kinds = [(graph, layer) for (graph, _), layer in zip(layers, stack.plan)]
+        numbers: dict[Any, int] = {}
+        alike = [numbers.setdefault(kind, len(numbers)) for kind in kinds]
         self._runs = [(start, end, _layers(tuple(kinds[start:end]))) for start, end in equal_runs(alike, most)]
         self.outside = graph, model.dtype, AbsentWeights(absent)
 
@@ -43,7 +43,7 @@ class LayerPrograms:
 
     def divided(self, weights: Leaves) -> tuple[Leaves, list[Leaves]]:
         """The weights outside the layers, and the weights of each layer by its own names."""
-        layers = [{own: weights[a] for own, a in names.items() if a in weights} for names in self._addresses]
+        layers = [{leaf: weights[a] for leaf, a in names.items() if a in weights} for names in self._addresses]
         return {address: weights[address] for address in self._outside if address in weights}, layers
 
     def __call__(
@@ -61,22 +61,22 @@ class LayerPrograms:
             attend: a strategy (`parts.attention.attend`).
             run, at: how programs are called, and what stands for the shapes of these arguments (`ops.programs.programs`).
         """
-        kept = {}
+        new_caches = {}
         for start, end, program in self._runs:
             x, after = run(program, at, weights[start:end], x, [caches.get(str(i)) for i in range(start, end)], attend)
             for i, cache in zip(range(start, end), after):
-                kept[str(i)] = cache
-        return x, kept
+                new_caches[str(i)] = cache
+        return x, new_caches
 
 
 def equal_runs(kinds: Sequence[Any], most: int) -> list[tuple[int, int]]:
     """Layers of these kinds as runs (start, end) of at most this many. Where the plan repeats, runs are alike, and share a program."""
-    found = []
+    runs = []
     for start, period, repeats in repeating(kinds):
         fitting = [n for n in range(1, repeats + 1) if repeats % n == 0 and n * period <= most]
         size = period * max(fitting) if fitting else 1
-        found += [(at, at + size) for at in range(start, start + period * repeats, size)]
-    return found
+        runs += [(at, at + size) for at in range(start, start + period * repeats, size)]
+    return runs
 
 
 class AbsentWeights(dict[str, jax.ShapeDtypeStruct]):
@@ -98,10 +98,10 @@ def _layers(kinds: tuple[tuple[Any, Layer], ...]) -> Any:
     """(weights of each layer, x, caches, strategy) -> (x, caches)."""
 
     def several(weights: Sequence[Leaves], x: Array, caches: Sequence[Any], attend: Attend) -> tuple[Array, list[Any]]:
-        kept = []
-        for (graph, layer), own, cache in zip(kinds, weights, caches, strict=True):
-            x, cache, _ = run_block(graph, layer, own, x, cache, attend, "none", unrolled=True)
-            kept.append(cache)
-        return x, kept
+        new_caches = []
+        for (graph, layer), leaves, cache in zip(kinds, weights, caches, strict=True):
+            x, cache, _ = run_block(graph, layer, leaves, x, cache, attend, "none", unrolled=True)
+            new_caches.append(cache)
+        return x, new_caches
 
     return Program(several, donate=2)

@@ -246,7 +246,7 @@ class ByLayer(Forward):
         outside, layers = weights
         if extra:
             added = self.layers.divided(extra)
-            outside, layers = outside | added[0], [own | leaves for own, leaves in zip(layers, added[1])]
+            outside, layers = outside | added[0], [layer_weights | leaves for layer_weights, leaves in zip(layers, added[1])]
         x, attend = self.run(self._program(_before, kind.entry), sizes, outside, inputs, sizes)
         at = sizes.text if isinstance(sizes, StepSizes) else sizes
         x, after = self.layers(layers, x, caches or {}, attend, self.run, at)
@@ -282,8 +282,8 @@ def forward_of(
     """
     if whole or not is_on_one_cpu(weights):
         return OneProgram(model, adapters, **options)
-    how: Any = {"replace": replace, "origin": origin, "activations": activations}
-    prepares = WeightPreparation(model, views=model.layers.run.stacked, panels=True, **how)
+    weight_options: Any = {"replace": replace, "origin": origin, "activations": activations}
+    prepares = WeightPreparation(model, views=model.layers.run.stacked, panels=True, **weight_options)
     return ByLayer(model, adapters, preparation=prepares, **options)
 
 

@@ -134,8 +134,8 @@ class SequenceScorer:
         following = np.zeros_like(tokens)
         for i, row in enumerate(rows):
             following[i, : len(row) - 1] = row[1:]
-        found = self.run("scores", _scores, tokens, segments, following, adapter=adapter)
-        logprobs, greedy = map(np.asarray, found)
+        outputs = self.run("scores", _scores, tokens, segments, following, adapter=adapter)
+        logprobs, greedy = map(np.asarray, outputs)
         return [TokenScores(logprobs[i, : len(row) - 1], greedy[i, : len(row) - 1]) for i, row in enumerate(rows)]
 
     def followers(
@@ -144,11 +144,11 @@ class SequenceScorer:
         """The log-probabilities of several tokens that may follow each of these sequences, in one forward pass: what scoring each
         sequence once for each of its tokens would give."""
         padded, segments = self.padded_rows(rows)
-        last, wanted = np.zeros(len(padded), np.int32), np.zeros((len(padded), _power(max(map(len, tokens)))), np.int32)
+        last, candidates = np.zeros(len(padded), np.int32), np.zeros((len(padded), _power(max(map(len, tokens)))), np.int32)
         for i, (row, some) in enumerate(zip(rows, tokens, strict=True)):
-            last[i], wanted[i, : len(some)] = len(row) - 1, some
-        found = self.run("the next tokens", _followers, padded, segments, last, wanted)
-        return [each[: len(some)] for each, some in zip(np.asarray(found), tokens)]
+            last[i], candidates[i, : len(some)] = len(row) - 1, some
+        logprobs = self.run("the next tokens", _followers, padded, segments, last, candidates)
+        return [each[: len(some)] for each, some in zip(np.asarray(logprobs), tokens)]
 
     def padded_rows(self, rows: Sequence[Sequence[int] | np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """Sequences of any lengths as one array of a size that a program is compiled for, and their segments."""
@@ -218,8 +218,8 @@ def _scores(model: Any, x: Array, following: Array) -> tuple[Array, Array]:
     """The log-probability of each token that follows [B T], and whether it is the likeliest [B T]."""
 
     def of(logits: Array, following: Array) -> tuple[Array, Array]:
-        own = jnp.take_along_axis(logits, following[:, None], -1)[:, 0]
-        return token_logprobs(logits, following), own >= logits.max(-1)
+        following_logits = jnp.take_along_axis(logits, following[:, None], -1)[:, 0]
+        return token_logprobs(logits, following), following_logits >= logits.max(-1)
 
     return over_chunks(model, x, following, of)
 
@@ -237,6 +237,6 @@ def over_chunks(model: Any, x: Float[Array, "B T D"], following: Int[Array, "B T
     chunk = min(CHUNK, count)
     rest = -count % chunk
     parts = jnp.pad(x.reshape(count, -1), ((0, rest), (0, 0))).reshape(-1, chunk, x.shape[-1])
-    wanted = jnp.pad(following.reshape(-1), (0, rest)).reshape(-1, chunk)
-    found = jax.lax.map(lambda part: of(model.unembed(part[0][None])[0], part[1]), (parts, wanted))
-    return tuple(a.reshape(-1, *a.shape[2:])[:count].reshape(*following.shape, *a.shape[2:]) for a in found)
+    targets = jnp.pad(following.reshape(-1), (0, rest)).reshape(-1, chunk)
+    results = jax.lax.map(lambda part: of(model.unembed(part[0][None])[0], part[1]), (parts, targets))
+    return tuple(a.reshape(-1, *a.shape[2:])[:count].reshape(*following.shape, *a.shape[2:]) for a in results)

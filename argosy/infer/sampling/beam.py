@@ -64,15 +64,15 @@ class Beams:
         self.open = [Beam()]
         self.complete: list[Beam] = []
 
-    def requests(self, top: int = 0, **how: Any) -> list[Request]:
+    def requests(self, top: int = 0, **options: Any) -> list[Request]:
         """One for each open beam: its next token with the likeliest ones.
 
         Args:
             top: likeliest tokens to keep, if more than the search needs.
-            how: further fields of the requests, such as `adapter` and `salt`.
+            options: further fields of the requests, such as `adapter` and `salt`.
         """
         top = max(2 * self.width, top)
-        return [Request([*self.prompt, *beam.tokens], 1, top=top, **how) for beam in self.open]
+        return [Request([*self.prompt, *beam.tokens], 1, top=top, **options) for beam in self.open]
 
     def take(self, answers: Sequence[Sequence[Event]]) -> None:
         """Continues the beams by the completions to `requests`."""
@@ -88,7 +88,7 @@ class Beams:
         if self.open and len(self.open[0].tokens) == self.most:
             self.complete, self.open = [*self.complete, *self.open], []
         self.complete = self.best()
-        if len(self.complete) == self.width and all(self._bound(one) <= self._score(self.complete[-1]) for one in self.open):
+        if len(self.complete) == self.width and all(self._bound(beam) <= self._score(self.complete[-1]) for beam in self.open):
             self.open = []
 
     def best(self) -> list[Beam]:

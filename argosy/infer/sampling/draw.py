@@ -20,7 +20,7 @@ def gumbel_noise(key: Any, ids: Int[Array, "N"]) -> Float[Array, "N"]:
     The smallest exponential variable wins, and of many ids that one is small: so it comes from a uniform variable with 32 bits near
     0, where `jax.random.gumbel` has 23.
     """
-    bits = jax.vmap(lambda one: jax.random.key_data(jax.random.fold_in(key, one))[..., 0])(ids)
+    bits = jax.vmap(lambda token: jax.random.key_data(jax.random.fold_in(key, token))[..., 0])(ids)
     uniform = (bits.astype(jnp.float32) + 0.5) * np.float32(2**-32)
     return -jnp.log(-jnp.log1p(-jnp.minimum(uniform, np.float32(1 - 2**-24))))
 

@@ -33,8 +33,8 @@ class Restrictions:
         if any(not word for word in sampling.bad_words):
             raise BadInput("an empty sequence in bad_words would ban everything")
         if len(biases) > MAX_BIASES:
-            what = f"logit_bias has {len(biases)} tokens, more than {MAX_BIASES}"
-            raise BadInput(what, hint="`allowed_tokens` and `bad_words` take any number")
+            problem = f"logit_bias has {len(biases)} tokens, more than {MAX_BIASES}"
+            raise BadInput(problem, hint="`allowed_tokens` and `bad_words` take any number")
         self._always = np.full(vocab, allowed is None)
         if allowed is not None:
             self._always[[*allowed, *self.ends]] = True

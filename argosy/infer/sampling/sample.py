@@ -119,18 +119,18 @@ def seed_words(seed: Any) -> list[int]:
     """
     words: list[int] = []
     numbers: Any = seed if isinstance(seed, tuple | list) and seed else [seed]
-    for one in numbers:
+    for entry in numbers:
         try:
-            number = operator.index(one)
+            number = operator.index(entry)
         except TypeError:
-            raise BadInput(f"seed {one!r} is no whole number") from None
+            raise BadInput(f"seed {entry!r} is no whole number") from None
         if not -(2**63) <= number < 2**64:
             raise BadInput(f"seed {number} has more than 64 bits", hint="give a smaller one")
         words += [number % 2**32, number // 2**32 % 2**32]
     return words
 
 
-def _drawn(words: Array, rows: Array) -> Any:
+def _row_keys(words: Array, rows: Array) -> Any:
     key = jax.random.key(words[0])
     for i in range(1, len(words)):
         key = jax.random.fold_in(key, words[i])
@@ -139,10 +139,10 @@ def _drawn(words: Array, rows: Array) -> Any:
 
 def _data(words: Array, rows: Array) -> Array:
     """The data of keys [rows 2]."""
-    return jax.random.key_data(_drawn(words, rows))
+    return jax.random.key_data(_row_keys(words, rows))
 
 
-_streams, stream_data = jax.jit(_drawn), Program(_data)
+_streams, stream_data = jax.jit(_row_keys), Program(_data)
 
 
 # ---------------------------------------------------------------- choosing
@@ -184,8 +184,8 @@ def next_tokens(
     def by_chance() -> tuple[Array, Array]:
         # Shifted before they are divided: at 1e-10 a quotient has no digits left for what is added to it, at 1e-38 it is infinite.
         warm = (scored - _highest(scored)) / jnp.where(hot, settings["temperature"], 1.0)[:, None]
-        own = settings | {"temperature": jnp.where(hot, settings["temperature"], 0.0)}
-        tokens, chance = draw_filtered(warm, own, keys) if filtered else draw_token(warm, keys)
+        hot_settings = settings | {"temperature": jnp.where(hot, settings["temperature"], 0.0)}
+        tokens, chance = draw_filtered(warm, hot_settings, keys) if filtered else draw_token(warm, keys)
         return jnp.where(hot, tokens, greedy), jnp.where(hot, chance, 0.0)
 
     none = jnp.zeros(logits.shape[:1], jnp.float32)
@@ -230,12 +230,12 @@ def draw_filtered(
 
     def filtered() -> Array:
         least = threshold(logits, likeliest(logits)[0], settings)
-        left = jnp.where(logits >= least[:, None], logits, -jnp.inf)
+        filtered_logits = jnp.where(logits >= least[:, None], logits, -jnp.inf)
 
         def near_the_entropy() -> Array:
-            return jnp.where(typical_tokens(left, settings["typical_p"]), left, -jnp.inf)
+            return jnp.where(typical_tokens(filtered_logits, settings["typical_p"]), filtered_logits, -jnp.inf)
 
-        return jax.lax.cond((draws & (settings["typical_p"] < 1)).any(), near_the_entropy, lambda: left)
+        return jax.lax.cond((draws & (settings["typical_p"] < 1)).any(), near_the_entropy, lambda: filtered_logits)
 
     # Drawn from in one place: a program with several of them takes longer to compile and more memory.
     return draw_token(jax.lax.cond((draws & has_filter(settings)).any(), filtered, lambda: logits), keys)
@@ -297,8 +297,8 @@ def lowest_of_all(
 ) -> Float[Array, "B"]:
     """The smallest logit in each row that passes top-k, then top-p of the rest."""
     by_k = lowest_by_bits(logits, lambda above: above.sum(-1) < k)
-    left = logits >= by_k[:, None]
-    mass = jnp.where(left, jnp.exp(logits - jnp.max(logits, -1, keepdims=True)), 0.0)
+    passing = logits >= by_k[:, None]
+    mass = jnp.where(passing, jnp.exp(logits - jnp.max(logits, -1, keepdims=True)), 0.0)
     share = mass / mass.sum(-1, keepdims=True)
     p, tail = settings["top_p"], settings["tail"]
 

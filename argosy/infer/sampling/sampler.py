@@ -167,8 +167,8 @@ def sample_rows(slots: Slots, logits: Float[Array, "B V"], owners: Int[Array, "B
             return apply_penalties(scored, settings, history > 0, history >> 1)
 
         def allowed() -> Array:
-            left = allowed_tokens(slots.mask[mine], vocab) | ~has_mask[:, None]
-            return jnp.where(left, scored, -jnp.inf)
+            permitted = allowed_tokens(slots.mask[mine], vocab) | ~has_mask[:, None]
+            return jnp.where(permitted, scored, -jnp.inf)
 
         scored = jax.lax.cond((live & has_bias).any(), biased, lambda: logits)
         scored = jax.lax.cond((live & has_penalty(settings)).any(), changed, lambda: scored)

@@ -61,7 +61,7 @@ class ModelDrafter(Drafter):
             raise BadInput("the draft model is not on the devices of the model", hint="load both with the same `tensor`")
         # Under names of its own: it may be the engine's model, over other caches.
         programs = context.programs
-        self.forward = forward_of(model, weights, run=lambda program, at, *given: programs(program, ("draft", at), *given))
+        self.forward = forward_of(model, weights, run=lambda program, at, *arguments: programs(program, ("draft", at), *arguments))
         if not rows_share_pages(self.forward.specs, context.max_length, slack=context.max_length):
             raise BadInput("the draft model has recurrent layers", hint="a draft model of attention layers only")
         self.weights, self.dtype = self.forward.prepared(weights), model.dtype
@@ -97,9 +97,9 @@ class ModelDrafter(Drafter):
         return sampled_drafts(plan, plan.draft_room, logits, slots, passed, self.run)
 
     def _passed(self, sizes: StepSizes, words: np.ndarray, picks: np.ndarray, last: Any) -> Any:
-        what = f"the draft model for {sizes.decodes + sizes.drafted} decoding rows and {sizes.rows} x {sizes.width} prompt tokens"
+        label = f"the draft model for {sizes.decodes + sizes.drafted} decoding rows and {sizes.rows} x {sizes.width} prompt tokens"
         key = ("draft", *sizes, len(picks))
-        logits, self.caches, _ = self.run(what, self.forward.step, key, self.weights, self.caches, last, words, picks, sizes)
+        logits, self.caches, _ = self.run(label, self.forward.step, key, self.weights, self.caches, last, words, picks, sizes)
         return logits
 
     def warm_up(self, slots: Slots) -> None:

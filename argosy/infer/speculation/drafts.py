@@ -95,8 +95,8 @@ class NGramDrafter(Drafter):
     continue with themselves, so that a text with a short period is drafted to any length.
     """
 
-    def __init__(self, how: settings.NGram):
-        self.tokens, self.least, self.most = how.tokens, how.lookup_min, how.lookup_max
+    def __init__(self, ngram: settings.NGram):
+        self.tokens, self.least, self.most = ngram.tokens, ngram.lookup_min, ngram.lookup_max
         self._known: WeakKeyDictionary[ScheduledRequest, _Ids] = WeakKeyDictionary()
 
     def draft(self, plan: StepPlan, slots: Slots) -> list[list[int]]:
@@ -162,16 +162,16 @@ def sampled_drafts(
             which is the state's `last`.
         run: `Runner.run`.
     """
-    state, found = copied_slots(slots, run), []
+    state, columns = copied_slots(slots, run), []
     for at in range(max(room)):
-        live = [one > at for one in room]
+        live = [count > at for count in room]
         logits = passed(at, live, state) if at else logits
         owners = np.full(len(logits), -1, np.int32)
         owners[: len(live)] = [s.slot if on else -1 for s, on in zip(plan.decodes, live, strict=True)]
         state, out = run(f"the sampler for {plural(len(owners), 'row')}", sample, (len(owners),), state, logits, owners)
-        found.append(out.tokens)
-    tokens = np.stack(jax.device_get([one[: len(room)] for one in found]), 1).tolist()
-    return [own[:most] for own, most in zip(tokens, room, strict=True)]
+        columns.append(out.tokens)
+    tokens = np.stack(jax.device_get([column[: len(room)] for column in columns]), 1).tolist()
+    return [row[:most] for row, most in zip(tokens, room, strict=True)]
 
 
 def decoding_rows(batches: BatchBuilder, plan: StepPlan, live: Sequence[bool], before: Sequence[int]) -> tuple[StepSizes, np.ndarray]:

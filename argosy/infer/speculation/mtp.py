@@ -109,25 +109,25 @@ class MTPDrafter(Drafter):
             nonlocal x
             before = [len(sequence.tokens) + at - 2 for sequence in plan.decodes]
             sizes, words = decoding_rows(self.batches, plan, live, before)
-            x = self._passed(weights, self._taken(x, np.arange(sizes.decodes)), state.last, words, sizes)
+            x = self._passed(weights, self._select(x, np.arange(sizes.decodes)), state.last, words, sizes)
             x, logits = self._after(weights, x, first_rows(len(live)))
             return logits
 
         return sampled_drafts(plan, room, logits, slots, passed, self.run)
 
     def _passed(self, weights: Leaves, x: Any, last: Any, words: np.ndarray, sizes: StepSizes) -> Any:
-        what = f"multi-token prediction of {sizes.tokens} tokens"
-        x, self.caches = self.run(what, self._ahead, ("mtp", *sizes), weights, x, self.caches, last, words, sizes)
+        label = f"multi-token prediction of {sizes.tokens} tokens"
+        x, self.caches = self.run(label, self._ahead, ("mtp", *sizes), weights, x, self.caches, last, words, sizes)
         return x
 
     def _after(self, weights: Leaves, x: Any, picks: np.ndarray) -> tuple[Any, Any]:
         """The module's output at some places, and the logits there."""
-        x = self._taken(x, picks)
+        x = self._select(x, picks)
         return x, self.run(f"the head for {plural(len(picks), 'row')}", self._head, ("head", len(picks)), weights, x)
 
-    def _taken(self, x: Any, places: np.ndarray) -> Any:
+    def _select(self, x: Any, places: np.ndarray) -> Any:
         size = ("taken", x.shape[1], len(places))
-        return self.run(f"{len(places)} of {x.shape[1]} tokens", _taken, size, x, places.astype(np.int32))
+        return self.run(f"{len(places)} of {x.shape[1]} tokens", _take_program, size, x, places.astype(np.int32))
 
     def warm_up(self, slots: Slots) -> None:
         # The warm-up has shown `observe` a step that nobody computed.
@@ -140,7 +140,7 @@ class MTPDrafter(Drafter):
             x = self._passed(weights, hidden, slots.last, step.words, step.sizes)
             for count in counts:
                 y, _ = self._after(weights, x, np.zeros(count, np.int32))
-                self._taken(y, np.zeros(step.sizes.decodes or 1, np.int32))
+                self._select(y, np.zeros(step.sizes.decodes or 1, np.int32))
 
 
 def _shifted(seen: _Seen) -> tuple[np.ndarray, dict[ScheduledRequest, int]]:
@@ -202,4 +202,4 @@ def _take(x: Float[Array, "1 tokens D"], places: Int[Array, "B"]) -> Float[Array
     return jnp.take(x, places, axis=1, mode="clip")
 
 
-_taken = Program(_take)
+_take_program = Program(_take)

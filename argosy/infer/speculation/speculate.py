@@ -72,14 +72,14 @@ def _verified(
         lambda a: jnp.zeros((K + 1, *a.shape), a.dtype), jax.eval_shape(sample_rows, slots, by_position[0], owners)[1]
     )
 
-    def one(state: Any) -> Any:
+    def sample_next(state: Any) -> Any:
         at, live, slots, out, counts = state
         slots, new = sample_rows(slots, by_position[at], jnp.where(live, owners, -1))
         out = jax.tree.map(lambda whole, part: whole.at[at].set(part), out, new)
         return at + 1, live & (new.tokens == guesses[at]), slots, out, counts + live.astype(jnp.int32)
 
     start = (jnp.int32(0), owners >= 0, slots, empty, jnp.zeros(B, jnp.int32))
-    _, _, slots, out, counts = jax.lax.while_loop(lambda state: state[1].any(), one, start)
+    _, _, slots, out, counts = jax.lax.while_loop(lambda state: state[1].any(), sample_next, start)
     return slots, VerifiedTokens(out, counts, counts < 1 + (drafts >= 0).sum(0, dtype=jnp.int32))
 
 
@@ -113,8 +113,8 @@ class Speculation:
         """The most drafts that a request may have in the next step."""
         if request.stepwise:
             return 0
-        left = request.max_tokens - request.completion_length - 1
-        return max(0, min(self.draft_width - 1 - request.recompute, left))
+        remaining = request.max_tokens - request.completion_length - 1
+        return max(0, min(self.draft_width - 1 - request.recompute, remaining))
 
     def build(self, plan: StepPlan, slots: Slots) -> StepBatch:
         """A plan as arrays, with drafts. Its requests have no unread tokens."""
@@ -122,7 +122,7 @@ class Speculation:
         if not any(drafts) and not any(request.recompute for request in plan.decodes):
             return self.batches.build(plan)
         starts = [request.computed - 1 - request.recompute for request in plan.decodes]
-        rows = [[*s.tokens[start:], *own] for s, start, own in zip(plan.decodes, starts, drafts, strict=True)]
+        rows = [[*s.tokens[start:], *guesses] for s, start, guesses in zip(plan.decodes, starts, drafts, strict=True)]
         return self.batches.build_drafted(plan, starts, rows, drafts, self.draft_width)
 
     # ---------------------------------------------------------------- a step with drafts
@@ -137,8 +137,8 @@ class Speculation:
     def verified(self, slots: Slots, logits: Any, step: StepBatch) -> tuple[Slots, VerifiedTokens]:
         """Samples after the drafts of a step."""
         count = len(step.owners)
-        what = f"the sampler for {plural(count, 'row')} of {plural(self.draft_width, 'token')}"
-        return self.run(what, verify, ("verify", count), slots, logits, step.owners, step.drafts)
+        label = f"the sampler for {plural(count, 'row')} of {plural(self.draft_width, 'token')}"
+        return self.run(label, verify, ("verify", count), slots, logits, step.owners, step.drafts)
 
     def rolled_back(self, caches: Caches, copies: Any, step: StepBatch, verified: VerifiedTokens) -> Caches:
         """The caches with the states restored where a draft was rejected."""

@@ -120,14 +120,14 @@ class CallNotation(ABC):
             before: the ids of the calls earlier in the conversation.
             make: an id for the call in this place, where neither the template nor the model gives one; None: random ones.
         """
-        found: list[dict[str, Any]] = []
-        taken = set(before)
+        entries: list[dict[str, Any]] = []
+        ids = set(before)
         for i, call in enumerate(calls):
-            own = call.id if call.id is not None and call.id not in taken and self.admits(call.id) else None
-            name = self.numbered(call.name, len(before) + i) or own or (self.fresh() if make is None else make(i))
-            taken.add(name)
-            found.append({"id": name, "type": "function", "function": {"name": call.name, "arguments": call.arguments}})
-        return found
+            call_id = call.id if call.id is not None and call.id not in ids and self.admits(call.id) else None
+            name = self.numbered(call.name, len(before) + i) or call_id or (self.fresh() if make is None else make(i))
+            ids.add(name)
+            entries.append({"id": name, "type": "function", "function": {"name": call.name, "arguments": call.arguments}})
+        return entries
 
     # ---------------------------------------------------------------- writing
 
@@ -183,8 +183,8 @@ class TextNotation(CallNotation):
     def read(self, text: str) -> CallDelta:
         calls = CallParser(self)
         text = calls.push(text)
-        rest, found = calls.end()
-        return CallDelta(text + rest, found, tried=calls.begun)
+        rest, tool_calls = calls.end()
+        return CallDelta(text + rest, tool_calls, tried=calls.begun)
 
     @abstractmethod
     def rules(self, names: Sequence[str], many: bool) -> list[str]:
@@ -226,8 +226,8 @@ class MarkedNotation(TextNotation):
 
     def split(self, text: str, first: bool) -> tuple[bool, int]:
         openings = [self.mark(name) for name in self.openings]
-        if found := [at for opening in openings if (at := text.find(opening)) >= 0]:
-            return True, min(found)
+        if places := [at for opening in openings if (at := text.find(opening)) >= 0]:
+            return True, min(places)
         return False, len(text) - max(possible_prefix(opening, text) for opening in openings)
 
     @abstractmethod
@@ -273,12 +273,12 @@ class CallParser:
 
     def end(self) -> tuple[str, list[ToolCall]]:
         """The rest: text and calls."""
-        held, self._held = self._held, ""
-        text, calls = held, []
+        rest, self._held = self._held, ""
+        text, calls = rest, []
         if self.begun:
             with contextlib.suppress(ValueError, RecursionError):
-                text, calls = self.notation.parse(held)
-        return self.notation.spelled(text if calls else held), calls
+                text, calls = self.notation.parse(rest)
+        return self.notation.spelled(text if calls else rest), calls
 
 
 # ---------------------------------------------------------------- what notations share
@@ -363,11 +363,11 @@ class CallScanner:
         Raises:
             ValueError: the pattern does not match.
         """
-        found = pattern.match(self.text, self.at)
-        if found is None:
+        match = pattern.match(self.text, self.at)
+        if match is None:
             raise ValueError("no call")
-        self.at = found.end()
-        return found
+        self.at = match.end()
+        return match
 
     def until(self, *marks: str) -> str:
         """The text before the next of these marks, or all that is left."""
@@ -401,9 +401,9 @@ def call_names(call: Any, *, marked: bool = True) -> ToolCall:
     """
     if not isinstance(call, dict) or not isinstance(call.get("name"), str) or set(call) - OF_A_CALL:
         raise ValueError("no call")
-    given = [call[name] for name in ("arguments", "parameters") if name in call]
-    if len(given) > 1 or not (given or marked):
+    candidates = [call[name] for name in ("arguments", "parameters") if name in call]
+    if len(candidates) > 1 or not (candidates or marked):
         raise ValueError("no call")
-    arguments = given[0] if given else {}
+    arguments = candidates[0] if candidates else {}
     text = arguments if isinstance(arguments, str) else dumps(arguments)
     return ToolCall(call["name"], text, call["id"] if isinstance(call.get("id"), str) else None)

@@ -38,8 +38,8 @@ _CHANNEL = re.compile(rf"{CHANNEL}\s*(\w+)")
 
 def channel_marks(tokenizer: Any) -> dict[int, str]:
     """The special tokens of the format, each with its character. Empty if the tokenizer lacks one."""
-    found = {special_token(tokenizer, name): mark for name, mark in MARKS.items()}
-    return {} if None in found else {token: mark for token, mark in found.items() if token is not None}
+    marks = {special_token(tokenizer, name): mark for name, mark in MARKS.items()}
+    return {} if None in marks else {token: mark for token, mark in marks.items() if token is not None}
 
 
 def uses_channels(template: str) -> bool:
@@ -84,32 +84,32 @@ class ChannelParser:
 
     def push(self, text: str) -> tuple[str, str]:
         """The pieces of thought and of answer."""
-        found = {"thought": "", "text": ""}
+        pieces = {"thought": "", "text": ""}
         for part in _PARTS.split(text):
             if not part:
                 continue
             if part in (START, END):
-                self._close(found)
+                self._close(pieces)
             elif self._header is None and part in (MESSAGE, CHANNEL, CONSTRAIN):
                 # A header without `<|start|>`.
-                self._close(found)
+                self._close(pieces)
                 self._header = part
             elif self._header is None:
-                self._write(part, found)
+                self._write(part, pieces)
             elif part == MESSAGE:
                 self._open()
             else:
                 header = self._header = self._header + part
                 if len(header) > LONGEST_HEADER:
                     self._header, self._kind, self.over = None, "text", True
-                    self._write(_PARTS.sub("", header), found)
-        return found["thought"], found["text"]
+                    self._write(_PARTS.sub("", header), pieces)
+        return pieces["thought"], pieces["text"]
 
     def end(self) -> tuple[str, str]:
         """The rest of the thought and of the completion, at the end of the text."""
-        found = {"thought": "", "text": ""}
-        self._close(found)
-        return found["thought"], found["text"]
+        pieces = {"thought": "", "text": ""}
+        self._close(pieces)
+        return pieces["thought"], pieces["text"]
 
     def _open(self) -> None:
         header, self._header = self._header or "", None
@@ -122,22 +122,22 @@ class ChannelParser:
         self.over |= self._kind != "thought"
         self._fresh = True
 
-    def _write(self, text: str, found: dict[str, str]) -> None:
+    def _write(self, text: str, pieces: dict[str, str]) -> None:
         if self._kind == "call":
             self._arguments += text
             return
         if self._fresh and self._wrote[self._kind]:
             text = "\n" + text
         self._fresh, self._wrote[self._kind] = False, True
-        found[self._kind] += text
+        pieces[self._kind] += text
 
-    def _close(self, found: dict[str, str]) -> None:
+    def _close(self, pieces: dict[str, str]) -> None:
         """Ends the current message, or what was taken for a header: without a mark in it, it is text that the model wrote."""
         if self._header is not None:
             text, self._header = self._header, ""
             if not _PARTS.search(text) and text.strip() not in ("", "assistant"):
                 self._kind, self.over = "text", True
-                self._write(text, found)
+                self._write(text, pieces)
             return
         if self._kind == "call":
             try:
@@ -145,7 +145,7 @@ class ChannelParser:
                 self.calls.append((self._name, self._arguments))
             except (ValueError, RecursionError):
                 self._kind = "text"
-                self._write(self._arguments, found)
+                self._write(self._arguments, pieces)
         self._header = ""
 
 

@@ -29,21 +29,21 @@ def _of_part(part: str) -> str:
     if part[0] == "#":
         return part
     if part[0] == '"':
-        return _ESCAPE.sub(lambda found: _in_literal(_character(found)), part)
-    part = _ESCAPE.sub(lambda found: _in_class(_character(found)), part)
+        return _ESCAPE.sub(lambda match: _in_literal(_character(match)), part)
+    part = _ESCAPE.sub(lambda match: _in_class(_character(match)), part)
     # Twice, they are set operations of Rust's classes.
     return part.replace("&", _in_class("&")).replace("~", _in_class("~"))
 
 
-def _character(found: "re.Match[str]") -> str:
-    digits = found[1] or found[2] or found[3]
+def _character(match: "re.Match[str]") -> str:
+    digits = match[1] or match[2] or match[3]
     if digits is None:
-        if found[4] not in NAMED:
-            raise BadInput(f"`grammar`: unknown escape \\{found[4]}", hint=r"GBNF has \x, \u, \U, \t, \r, \n, \\, \", \[ and \]")
-        return NAMED[found[4]]
+        if match[4] not in NAMED:
+            raise BadInput(f"`grammar`: unknown escape \\{match[4]}", hint=r"GBNF has \x, \u, \U, \t, \r, \n, \\, \", \[ and \]")
+        return NAMED[match[4]]
     number = int(digits, 16)
     if number > 0x10FFFF or 0xD800 <= number < 0xE000:
-        raise BadInput(f"`grammar`: {found[0]} is no character", hint="Unicode ends at \\U0010FFFF, and has no halves of pairs")
+        raise BadInput(f"`grammar`: {match[0]} is no character", hint="Unicode ends at \\U0010FFFF, and has no halves of pairs")
     return chr(number)
 
 

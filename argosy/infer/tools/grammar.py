@@ -84,8 +84,8 @@ def read_structure(structured: Mapping[str, Any]) -> Structure:
         raise BadInput(f"structured output has no `{unknown[0]}`", hint=f"one of {', '.join(KINDS)}")
     kinds = [name for name in KINDS if name in structured]
     if len(kinds) != 1:
-        what = "nothing" if not kinds else " and ".join(f"`{name}`" for name in kinds)
-        raise BadInput(f"structured output asks for {what}", hint=f"one of {', '.join(KINDS)}")
+        kinds_text = "nothing" if not kinds else " and ".join(f"`{name}`" for name in kinds)
+        raise BadInput(f"structured output asks for {kinds_text}", hint=f"one of {', '.join(KINDS)}")
     kind, options = kinds[0], [name for name in OPTIONS if name in structured]
     if options and not kind.startswith("json"):
         raise BadInput(f"`{options[0]}` has no effect on `{kind}`", hint="it is for json and json_object")
@@ -144,7 +144,7 @@ def _text(name: str, value: Any) -> str:
 
 
 def _choices(value: Any) -> list[str]:
-    if not isinstance(value, list | tuple) or not value or not all(isinstance(one, str) for one in value):
+    if not isinstance(value, list | tuple) or not value or not all(isinstance(choice, str) for choice in value):
         raise BadInput("`choice` is a list of texts")
     return list(value)
 
@@ -196,7 +196,7 @@ class Grammars:
             )
         self.tokenizer, self.vocab = tokenizer, vocab
         self._libraries: dict[bool, Any] = {}
-        self._found: OrderedDict[Structure, Grammar] = OrderedDict()
+        self._cache: OrderedDict[Structure, Grammar] = OrderedDict()
         self._lock, self._building = threading.Lock(), threading.Lock()
         self._turns = threading.Semaphore(COMPILING)
 
@@ -210,30 +210,30 @@ class Grammars:
             BadInput: llguidance does not support it, nothing matches it, or it takes too long.
             TooManyGrammars: other grammars are being compiled all that time.
         """
-        if (known := self._known(structure)) is not None:
-            return known
+        if (cached := self._lookup(structure)) is not None:
+            return cached
         self.library(structure.special)
         end = None if seconds is None else time.monotonic() + seconds
         if not self._turns.acquire(timeout=seconds):
             raise TooManyGrammars(f"no turn to compile the grammar within {seconds:g} seconds", hint="try again")
-        if (known := self._known(structure)) is not None:
+        if (cached := self._lookup(structure)) is not None:
             self._turns.release()
-            return known
+            return cached
         # Freed by the thread that compiles: one that takes too long goes on, and keeps its turn.
-        found = _deep(lambda: Grammar(self, structure), _stack(structure), end, self._turns.release)
-        if found is None:
+        grammar = _deep(lambda: Grammar(self, structure), _stack(structure), end, self._turns.release)
+        if grammar is None:
             raise BadInput(f"compiling the grammar takes more than {seconds:g} seconds", hint="make it simpler")
         with self._lock:
-            self._found[structure] = found
-            while len(self._found) > KEPT:
-                self._found.popitem(last=False)
-        return found
+            self._cache[structure] = grammar
+            while len(self._cache) > KEPT:
+                self._cache.popitem(last=False)
+        return grammar
 
-    def _known(self, structure: Structure) -> "Grammar | None":
+    def _lookup(self, structure: Structure) -> "Grammar | None":
         with self._lock:
-            if structure in self._found:
-                self._found.move_to_end(structure)
-            return self._found.get(structure)
+            if structure in self._cache:
+                self._cache.move_to_end(structure)
+            return self._cache.get(structure)
 
     def library(self, special: bool = False) -> Any:
         """llguidance's trie of the tokens, of the special ones too if asked for. Building it takes 0.7 s for 49k tokens."""
@@ -251,9 +251,9 @@ def token_bytes(tokenizer: Tokenizer, vocab: int) -> list[bytes]:
     """The bytes of each token after other text. None for special tokens, for the one that stands for unknown text, and for ids
     beyond the tokenizer's."""
     silent = {*tokenizer.hidden, tokenizer.bos, tokenizer.eos, tokenizer.pad, tokenizer.unknown}
-    found = [b"" if token in silent else tokenizer.piece(token, False) for token in range(vocab)]
+    pieces = [b"" if token in silent else tokenizer.piece(token, False) for token in range(vocab)]
     # To llguidance, 0xff marks special tokens. No UTF-8 text has it.
-    return [b"" if b"\xff" in piece else piece for piece in found]
+    return [b"" if b"\xff" in piece else piece for piece in pieces]
 
 
 def special_names(tokenizer: Tokenizer, vocab: int) -> dict[int, bytes]:
@@ -370,7 +370,7 @@ def grammar_masks(matchers: Sequence[Matcher]) -> tuple[np.ndarray, list[State]]
     some = [bool(row.any()) for row in bits]
     names: dict[tuple[bool, bool], State]
     names = {(True, False): "open", (True, True): "accepting", (False, True): "complete", (False, False): "blocked"}
-    states: list[State] = [names[one] for one in zip(some, done)]
+    states: list[State] = [names[flags] for flags in zip(some, done)]
     for row, matcher, complete in zip(bits, matchers, done):
         if complete:
             np.bitwise_or.at(row, matcher.ends // 32, np.uint32(1) << (matcher.ends % 32).astype(np.uint32))
@@ -410,13 +410,13 @@ def _deep(work: Callable[[], Any], stack: int, end: float | None, after: Callabl
     Args:
         after: called when the work ends, however long it takes.
     """
-    found: list[Any] = []
+    outcomes: list[Any] = []
 
     def go() -> None:
         try:
-            found.append((work(), None))
+            outcomes.append((work(), None))
         except BaseException as error:
-            found.append((None, error))
+            outcomes.append((None, error))
         finally:
             after()
 
@@ -431,12 +431,12 @@ def _deep(work: Callable[[], Any], stack: int, end: float | None, after: Callabl
         finally:
             threading.stack_size(before)
     thread.join(None if end is None else max(0.0, end - time.monotonic()))
-    if not found:
+    if not outcomes:
         return None
-    made, error = found[0]
+    result, error = outcomes[0]
     if error is not None:
         raise error
-    return made
+    return result
 
 
 # ---------------------------------------------------------------- errors

@@ -35,12 +35,12 @@ NOTATIONS: Sequence[type[CallNotation]] = (
     HermesNotation,
     Llama3Notation,
 )
-KNOWN = f"{', '.join(one.title for one in NOTATIONS[:-1])} or {NOTATIONS[-1].title}"
+KNOWN = f"{', '.join(notation.title for notation in NOTATIONS[:-1])} or {NOTATIONS[-1].title}"
 
 
 def template_notation(template: str) -> type[CallNotation] | None:
     """The notation that a chat template teaches; None: another one, and calls stay text."""
-    return next((one for one in NOTATIONS if one.taught_by(template)), None)
+    return next((notation for notation in NOTATIONS if notation.taught_by(template)), None)
 
 
 def find_notation(template: str, tokenizer: Any, tools: Sequence[Message] = ()) -> CallNotation | None:
@@ -50,5 +50,5 @@ def find_notation(template: str, tokenizer: Any, tools: Sequence[Message] = ()) 
         tools: those that are offered.
     """
     kind = template_notation(template)
-    found = None if kind is None else kind(template, tokenizer, tools)
-    return None if found is None or (found.needs_marks and len(found.ids) < len(found.names)) else found
+    notation = None if kind is None else kind(template, tokenizer, tools)
+    return None if notation is None or (notation.needs_marks and len(notation.ids) < len(notation.names)) else notation

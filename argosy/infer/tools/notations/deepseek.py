@@ -44,23 +44,23 @@ class DeepSeekNotation(SectionedNotation):
         if _BLOCK.match(scan.text, scan.at) is None:
             return ToolCall(name, scan.json()[1])
         # The text before the separator was the type.
-        found = ToolCall(scan.match(_BLOCK)[1], scan.json()[1])
+        tool_call = ToolCall(scan.match(_BLOCK)[1], scan.json()[1])
         scan.blanks()
         if not scan.takes("```"):
             raise ValueError("a block that does not end")
-        return found
+        return tool_call
 
     @classmethod
     def messages(cls, messages: Sequence[Message], template: str) -> list[dict[str, Any]]:
-        found = []
+        turns = []
         for message in messages:
-            own = dict(message)
+            turn = dict(message)
             if calls := message.get("tool_calls"):
                 # An empty text behind its calls would be a completion of its own.
-                own["content"] = message.get("content") or None
-                own["tool_calls"] = [_as_text(call) for call in calls] if JOINED in template else calls
-            found.append(own)
-        return found
+                turn["content"] = message.get("content") or None
+                turn["tool_calls"] = [_as_text(call) for call in calls] if JOINED in template else calls
+            turns.append(turn)
+        return turns
 
     def opened(self, place: int, name: str) -> str:
         if BLOCK not in self.template:

@@ -46,7 +46,7 @@ class GemmaNotation(MarkedNotation):
 
     def parse(self, text: str) -> tuple[str, list[ToolCall]]:
         calls: list[ToolCall] = []
-        beside, scan, opening = "", CallScanner(text), self.mark(OPEN)
+        content, scan, opening = "", CallScanner(text), self.mark(OPEN)
         while scan.takes(opening):
             scan.blanks()
             name, arguments = scan.match(_NAME)[1], self._value(scan)
@@ -55,8 +55,8 @@ class GemmaNotation(MarkedNotation):
             calls.append(ToolCall(name, dumps(arguments)))
             if not (scan.takes(self.mark(CLOSE)) or scan.at_end()):
                 raise ValueError("a call that does not end")
-            beside += scan.until(opening)
-        return beside.strip(), calls
+            content += scan.until(opening)
+        return content.strip(), calls
 
     def _value(self, scan: CallScanner) -> Any:
         """The value that begins here, and the blanks around it.

@@ -22,8 +22,8 @@ class GptOssNotation(CallNotation):
     def read(self, text: str) -> CallDelta:
         reader = channels.ChannelParser(calls=True)
         parts = [reader.push(text), reader.end()]
-        thought, said = ("".join(each) for each in zip(*parts))
-        return CallDelta(said, [ToolCall(*one) for one in reader.calls], thought)
+        thought, content = ("".join(each) for each in zip(*parts))
+        return CallDelta(content, [ToolCall(*call) for call in reader.calls], thought)
 
     @classmethod
     def messages(cls, messages: Sequence[Message], template: str) -> list[dict[str, Any]]:

@@ -24,7 +24,7 @@ class HermesNotation(MarkedNotation):
         return OPEN in template and "<arg_key>" not in template
 
     def parse(self, text: str) -> tuple[str, list[ToolCall]]:
-        calls, beside, scan = [], "", CallScanner(text)
+        calls, content, scan = [], "", CallScanner(text)
         opening, closing = self.mark(OPEN), self.mark(CLOSE)
         while scan.takes(opening):
             scan.blanks()
@@ -32,8 +32,8 @@ class HermesNotation(MarkedNotation):
             scan.blanks()
             if not (scan.takes(closing) or scan.at_end()):
                 raise ValueError("a call that does not end")
-            beside += scan.until(opening)
-        return beside.strip(), calls
+            content += scan.until(opening)
+        return content.strip(), calls
 
     def call(self, scan: CallScanner) -> ToolCall:
         """The call at this position.

@@ -48,25 +48,25 @@ class KimiNotation(SectionedNotation):
 
     @classmethod
     def messages(cls, messages: Sequence[Message], template: str) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
+        turns: list[dict[str, Any]] = []
         results: list[dict[str, Any]] = []
         # By the ids of the messages, those of the calls whose results may come now; dicts keep their order.
         names: dict[str, str] = {}
         number = 0
         for message in messages:
-            own = dict(message)
+            turn = dict(message)
             if message.get("role") == "tool":
-                results.append(own)
+                results.append(turn)
                 continue
-            found += _sorted(results, names)
+            turns += _sorted(results, names)
             results = []
             if calls := message.get("tool_calls"):
                 ids = [f"functions.{call['function'].get('name')}:{number + i}" for i, call in enumerate(calls)]
-                own["tool_calls"] = [dict(call) | {"id": given} for call, given in zip(calls, ids)]
-                names = {str(call.get("id")): given for call, given in zip(calls, ids)}
+                turn["tool_calls"] = [dict(call) | {"id": call_id} for call, call_id in zip(calls, ids)]
+                names = {str(call.get("id")): call_id for call, call_id in zip(calls, ids)}
                 number += len(calls)
-            found.append(own)
-        return found + _sorted(results, names)
+            turns.append(turn)
+        return turns + _sorted(results, names)
 
     # ---------------------------------------------------------------- grammars
 
@@ -79,6 +79,9 @@ class KimiNotation(SectionedNotation):
 
 def _sorted(results: Sequence[dict[str, Any]], names: Mapping[str, str]) -> list[dict[str, Any]]:
     """Results in the order of their calls, with the ids that the template writes; those of no call stay last, as they are."""
-    places = {given: i for i, given in enumerate(names)}
-    ordered = sorted(results, key=lambda one: places.get(str(one.get("tool_call_id")), len(places)))
-    return [one | ({"tool_call_id": names[given]} if (given := str(one.get("tool_call_id"))) in names else {}) for one in ordered]
+    places = {call_id: i for i, call_id in enumerate(names)}
+    ordered = sorted(results, key=lambda result: places.get(str(result.get("tool_call_id")), len(places)))
+    return [
+        result | ({"tool_call_id": names[result_id]} if (result_id := str(result.get("tool_call_id"))) in names else {})
+        for result in ordered
+    ]

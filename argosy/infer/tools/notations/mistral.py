@@ -36,27 +36,27 @@ class MistralNotation(MarkedNotation):
 
     def parse(self, text: str) -> tuple[str, list[ToolCall]]:
         calls: list[ToolCall] = []
-        beside, scan, opening = "", CallScanner(text), self.mark(OPEN)
+        content, scan, opening = "", CallScanner(text), self.mark(OPEN)
         while scan.takes(opening):
             scan.blanks()
             if text[scan.at : scan.at + 1] in ("[", "{"):
-                found = scan.json()[0]
-                calls += [call_names(one) for one in (found if isinstance(found, list) else [found])]
+                parsed = scan.json()[0]
+                calls += [call_names(call) for call in (parsed if isinstance(parsed, list) else [parsed])]
             else:
-                calls.append(self._named(scan))
-            beside += scan.until(opening)
-        return beside.strip(), calls
+                calls.append(self._named_call(scan))
+            content += scan.until(opening)
+        return content.strip(), calls
 
-    def _named(self, scan: CallScanner) -> ToolCall:
-        name, given = scan.match(_NAME)[0], None
+    def _named_call(self, scan: CallScanner) -> ToolCall:
+        name, call_id = scan.match(_NAME)[0], None
         scan.blanks()
         if scan.takes(self.mark(CALL_ID)):
             scan.blanks()
-            given = scan.match(_NAME)[0]
+            call_id = scan.match(_NAME)[0]
             scan.blanks()
         scan.takes(self.mark(ARGS))
         scan.blanks()
-        return ToolCall(name, scan.json()[1], given)
+        return ToolCall(name, scan.json()[1], call_id)
 
     # ---------------------------------------------------------------- ids
 
@@ -68,7 +68,7 @@ class MistralNotation(MarkedNotation):
 
     @classmethod
     def messages(cls, messages: Sequence[Message], template: str) -> list[dict[str, Any]]:
-        found = []
+        turns = []
         for message in messages:
             fitted = dict(message)
             if isinstance(message.get("tool_call_id"), str):
@@ -77,8 +77,8 @@ class MistralNotation(MarkedNotation):
                 fitted["tool_calls"] = [
                     dict(call) | ({"id": mistral_call_id(call["id"])} if isinstance(call.get("id"), str) else {}) for call in calls
                 ]
-            found.append(fitted)
-        return found
+            turns.append(fitted)
+        return turns
 
     # ---------------------------------------------------------------- grammars
 
@@ -91,11 +91,11 @@ class MistralNotation(MarkedNotation):
 
     def _call(self, place: int, name: str) -> str:
         if ARGS in self.template:
-            given = f" ({self.token(CALL_ID)} ID)?" if CALL_ID in self.template else ""
-            return f"{json.dumps(name)}{given} {self.token(ARGS)} arguments_{place}"
+            id_rule = f" ({self.token(CALL_ID)} ID)?" if CALL_ID in self.template else ""
+            return f"{json.dumps(name)}{id_rule} {self.token(ARGS)} arguments_{place}"
         opening = f'{{"name": "{name}", "arguments": '
-        given = f'({json.dumps(", " + json.dumps("id") + ": " + chr(34))} ID {json.dumps(chr(34))})?'
-        return f'{json.dumps(opening)} arguments_{place} {given} "}}"'
+        id_rule = f'({json.dumps(", " + json.dumps("id") + ": " + chr(34))} ID {json.dumps(chr(34))})?'
+        return f'{json.dumps(opening)} arguments_{place} {id_rule} "}}"'
 
 
 def mistral_call_id(id: str) -> str:

@@ -54,8 +54,8 @@ class QwenXmlNotation(HermesNotation):
         return ToolCall(name, dumps(arguments))
 
     def _schema(self, name: str) -> Mapping[str, Any]:
-        found = next((tool["function"].get("parameters") for tool in self.tools if tool["function"]["name"] == name), None)
-        return found if isinstance(found, Mapping) else {}
+        schema = next((tool["function"].get("parameters") for tool in self.tools if tool["function"]["name"] == name), None)
+        return schema if isinstance(schema, Mapping) else {}
 
     # ---------------------------------------------------------------- grammars
 

@@ -21,27 +21,27 @@ def resolve_schema(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
     for _ in range(DEEPEST):
         if not isinstance(schema, Mapping) or not str(schema.get("$ref", "")).startswith("#/"):
             break
-        found: Any = root
+        node: Any = root
         for part in schema["$ref"][2:].split("/"):
-            found = found.get(part) if isinstance(found, Mapping) else None
-        schema = found
+            node = node.get(part) if isinstance(node, Mapping) else None
+        schema = node
     return schema if isinstance(schema, Mapping) else ANYTHING
 
 
 def schema_types(schema: Any, root: Mapping[str, Any]) -> set[str]:
     """The types of values that a schema admits; a text where it does not say."""
-    found, left, seen = set[str](), [schema], set[int]()
-    while left:
-        one = resolve_schema(left.pop(), root)
+    types, pending, seen = set[str](), [schema], set[int]()
+    while pending:
+        node = resolve_schema(pending.pop(), root)
         # A client's schema may refer to itself.
-        if id(one) in seen:
+        if id(node) in seen:
             continue
-        seen.add(id(one))
-        given = one.get("type")
-        found |= {kind for kind in (given if isinstance(given, list) else [given]) if isinstance(kind, str)}
-        found |= {KINDS[type(value)] for value in ([one["const"]] if "const" in one else _list(one, "enum"))}
-        left += [way for name in ("anyOf", "oneOf") for way in _list(one, name)]
-    return found or {"string"}
+        seen.add(id(node))
+        declared = node.get("type")
+        types |= {kind for kind in (declared if isinstance(declared, list) else [declared]) if isinstance(kind, str)}
+        types |= {KINDS[type(value)] for value in ([node["const"]] if "const" in node else _list(node, "enum"))}
+        pending += [way for name in ("anyOf", "oneOf") for way in _list(node, name)]
+    return types or {"string"}
 
 
 def _list(schema: Mapping[str, Any], name: str) -> list[Any]:
@@ -54,7 +54,7 @@ def sub_schema(schema: Mapping[str, Any], word: str, empty: T) -> T:
     Raises:
         BadInput: it is of another type than `empty`.
     """
-    found = schema.get(word, empty)
-    if not isinstance(found, type(empty)):
+    value = schema.get(word, empty)
+    if not isinstance(value, type(empty)):
         raise BadInput(f"`{word}` of a schema is no {KINDS[type(empty)]}")
-    return found
+    return value

@@ -31,14 +31,14 @@ class SectionedNotation(MarkedNotation):
     def parse(self, text: str) -> tuple[str, list[ToolCall]]:
         # Some answers have no section around their calls.
         calls: list[ToolCall] = []
-        beside, scan, openings = "", CallScanner(text), [self.mark(name) for name in self.openings]
+        content, scan, openings = "", CallScanner(text), [self.mark(name) for name in self.openings]
         while not scan.at_end():
             inside = scan.takes(self.mark(self.section[0]))
             calls += self._calls(scan)
             if inside and not (scan.takes(self.mark(self.section[1])) or scan.at_end()):
                 raise ValueError("a section that does not end")
-            beside += scan.until(*openings)
-        return beside.strip(), calls
+            content += scan.until(*openings)
+        return content.strip(), calls
 
     def _calls(self, scan: CallScanner) -> list[ToolCall]:
         calls = []
@@ -54,10 +54,10 @@ class SectionedNotation(MarkedNotation):
 
     def rest(self, names: Sequence[str], many: bool) -> list[str]:
         begin, end = map(self.token, self.single)
-        one = f"{begin} call {end}"
-        more = f" ({self.between}{one})*" if many else ""
+        call_rule = f"{begin} call {end}"
+        more = f" ({self.between}{call_rule})*" if many else ""
         return [
             *(f"call_{i}: {self.opened(i, name)}" for i, name in enumerate(names)),
             "call: " + " | ".join(f"call_{i}" for i in range(len(names))),
-            f"rest: {one}{more} {self.token(self.section[1])}",
+            f"rest: {call_rule}{more} {self.token(self.section[1])}",
         ]
