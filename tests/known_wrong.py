@@ -994,8 +994,8 @@ EDITS = [
     Edit(
         "the end of an answer not learned",
         "argosy/rl/rollouts/completions.py",
-        "[True] * len(one.tokens)",
-        "[True] * (len(one.tokens) - one.ended) + [False] * one.ended",
+        "[True] * len(tokens)",
+        "[True] * (len(tokens) - completion.ended) + [False] * completion.ended",
         ("tests/rl/test_rollouts.py::test_an_answer_keeps_its_end_and_its_log_probabilities",),
     ),
     Edit(

@@ -56,17 +56,17 @@ class ArithmeticGrammar:
         Raises:
             ValueError: they are no expression (`mistake`).
         """
-        found = self.sum()
+        value = self.sum()
         if self.at < len(self.tokens):
             raise self.mistake(f"`{self.tokens[self.at]}` where a sign or the end belongs")
-        return found
+        return value
 
     def peek(self) -> str:
         return self.tokens[self.at] if self.at < len(self.tokens) else ""
 
-    def take(self, *wanted: str) -> str | None:
+    def take(self, *tokens: str) -> str | None:
         """The next token, if it is one of these."""
-        if self.peek() in wanted:
+        if self.peek() in tokens:
             self.at += 1
             return self.tokens[self.at - 1]
         return None
@@ -76,25 +76,25 @@ class ArithmeticGrammar:
             raise self.mistake("a parenthesis is not closed")
 
     def sum(self) -> Any:
-        found = self.product()
+        value = self.product()
         while sign := self.take("+", "-"):
-            found = self.binary(sign, found, self.product())
-        return found
+            value = self.binary(sign, value, self.product())
+        return value
 
     def product(self) -> Any:
-        found = self.signed()
+        value = self.signed()
         while sign := self.take("*", "/"):
-            found = self.binary(sign, found, self.signed())
-        return found
+            value = self.binary(sign, value, self.signed())
+        return value
 
     def signed(self) -> Any:
         self.depth += 1
         if self.depth > self.deepest:
             raise self.mistake(f"more than {self.deepest} parentheses or signs inside each other")
         sign = self.take("-", "+")
-        found = self.power() if sign is None else self.signed()
+        value = self.power() if sign is None else self.signed()
         self.depth -= 1
-        return self.binary("-", Fraction(0), found) if sign == "-" else found
+        return self.binary("-", Fraction(0), value) if sign == "-" else value
 
     def power(self) -> Any:
         base = self.factor()
@@ -102,9 +102,9 @@ class ArithmeticGrammar:
 
     def factor(self) -> Any:
         if self.take("("):
-            found = self.sum()
+            value = self.sum()
             self.need(")")
-            return found
+            return value
         token = self.peek()
         if not token:
             raise self.mistake("a number is missing at the end")
@@ -131,16 +131,16 @@ class _Parser(ArithmeticGrammar):
         self.point, self.bars = point, 0
 
     def product(self) -> Number:
-        found = self.signed()
+        value = self.signed()
         while True:
             if sign := self.take("*", "/", "\\cdot", "\\times", "\\div"):
-                found = _binary("/" if sign in ("/", "\\div") else "*", found, self.signed())
+                value = _binary("/" if sign in ("/", "\\div") else "*", value, self.signed())
             elif self.begins():
                 if is_number(self.peek()) and is_number(self.tokens[self.at - 1]):
                     raise NoExpression("two numbers side by side")
-                found = _binary("*", found, self.power())
+                value = _binary("*", value, self.power())
             else:
-                return found
+                return value
 
     def begins(self) -> bool:
         """Whether a factor begins here, without a sign between."""
@@ -156,12 +156,12 @@ class _Parser(ArithmeticGrammar):
     def factor(self) -> Number:
         return self.factorial(self.atom())
 
-    def factorial(self, found: Number) -> Number:
+    def factorial(self, value: Number) -> Number:
         while self.take("!"):
-            if not isinstance(found, Fraction) or found.denominator != 1 or not 0 <= found <= 300:
+            if not isinstance(value, Fraction) or value.denominator != 1 or not 0 <= value <= 300:
                 raise NoExpression("!")
-            found = Fraction(math.factorial(int(found)))
-        return found
+            value = Fraction(math.factorial(int(value)))
+        return value
 
     def atom(self) -> Number:
         token = self.peek()
@@ -169,15 +169,15 @@ class _Parser(ArithmeticGrammar):
         if is_number(token):
             return self.mixed(Fraction(token)) if "." not in token else Fraction(token)
         if token in ("(", "{", "["):
-            found = self.sum()
+            value = self.sum()
             self.need({"(": ")", "{": "}", "[": "]"}[token])
-            return found
+            return value
         if token == "|":
             self.bars += 1
-            found = self.sum()
+            value = self.sum()
             self.need("|")
             self.bars -= 1
-            return abs(found) if isinstance(found, Fraction) else complex(abs(found))
+            return abs(value) if isinstance(value, Fraction) else complex(abs(value))
         return self.named(token.removeprefix("\\"))
 
     def mixed(self, whole: Fraction) -> Number:
@@ -203,9 +203,9 @@ class _Parser(ArithmeticGrammar):
         if token.isdigit() and len(token) > 1:
             self.tokens[self.at : self.at + 1] = [token[0], token[1:]]
         if self.take("{"):
-            found = self.sum()
+            value = self.sum()
             self.need("}")
-            return found
+            return value
         if self.peek().isdigit():
             self.at += 1
             return Fraction(self.tokens[self.at - 1])
@@ -245,15 +245,15 @@ class _Parser(ArithmeticGrammar):
         x = self.argument() if self.peek() in ("{", "(") or name == "sqrt" else self.power()
         if name == "sqrt":
             return _root(x, degree)
-        found: Number = _finite(FUNCTIONS[name](complex(x)))
+        value: Number = _finite(FUNCTIONS[name](complex(x)))
         if base is not None:
-            found = _finite(found / cmath.log(complex(base)))
-        return _power(found, exponent) if exponent is not None else found
+            value = _finite(value / cmath.log(complex(base)))
+        return _power(value, exponent) if exponent is not None else value
 
 
 def _tokens(text: str) -> list[str]:
     """The tokens of a text. Letters that are no name are variables side by side; three or more are a word."""
-    found, at = [], 0
+    tokens, at = [], 0
     text = text.strip()
     while at < len(text):
         match = TOKEN.match(text, at)
@@ -261,14 +261,14 @@ def _tokens(text: str) -> list[str]:
             raise NoExpression(text[at])
         token, at = match[1], match.end()
         if not token.isalpha() or token in FUNCTIONS or token in CONSTANTS:
-            found.append(token)
+            tokens.append(token)
         elif len(token) <= 2:
-            found += token
+            tokens += token
         else:
             raise NoExpression(token)
-    if not found:
+    if not tokens:
         raise NoExpression("nothing")
-    return found
+    return tokens
 
 
 def is_number(token: str) -> bool:
@@ -323,10 +323,10 @@ def _root(x: Number, degree: Number) -> Number:
     return _finite(cmath.sqrt(value) if n == 2 else value ** (1 / n))
 
 
-def _finite(found: complex) -> complex:
-    if cmath.isnan(found):
+def _finite(value: complex) -> complex:
+    if cmath.isnan(value):
         raise NoExpression("no number")
-    return found
+    return value
 
 
 def values(text: str) -> list[Number]:
@@ -335,13 +335,13 @@ def values(text: str) -> list[Number]:
     Raises:
         NoExpression: the text is no expression, or has no value at a point.
     """
-    found: list[Number] = []
+    numbers: list[Number] = []
     for point in POINTS:
         try:
-            found.append(_Parser(text, point).whole())
+            numbers.append(_Parser(text, point).whole())
         except (ValueError, OverflowError, ZeroDivisionError, RecursionError) as error:
             raise NoExpression(str(error)) from None
-    return found
+    return numbers
 
 
 def nearly_equal(a: Number, b: Number, decimal: bool = False) -> bool:

@@ -69,15 +69,15 @@ def function_parameters(function, fixed):
 
 def load_failure(error, source):
     """The description of a mistake in a module, with its line."""
-    what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    place, shown = source.get("file") or source["module"], None
+    message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    place, line = source.get("file") or source["module"], None
     if isinstance(error, SyntaxError) and error.filename:
-        what, place, shown = f"{type(error).__name__}: {error.msg}", f"{error.filename}:{error.lineno}", (error.text or "").strip()
+        message, place, line = f"{type(error).__name__}: {error.msg}", f"{error.filename}:{error.lineno}", (error.text or "").strip()
     else:
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == source.get("file")]
         if frames:
-            place, shown = f"{frames[-1].filename}:{frames[-1].lineno}", frames[-1].line
-    return {"what": what, "where": f"in {place}", "line": shown}
+            place, line = f"{frames[-1].filename}:{frames[-1].lineno}", frames[-1].line
+    return {"what": message, "where": f"in {place}", "line": line}
 
 
 # ---- seeds
@@ -128,14 +128,14 @@ def traceback_text(error, tb):
 
 def error_summary(error, tb):
     """`KeyError: 'a'`, and `FILE:LINE: CODE` of the innermost line in a user's file."""
-    what = traceback.format_exception_only(type(error), error)[-1].strip().partition("\n")[0]
-    return what, user_line(tb)
+    summary = traceback.format_exception_only(type(error), error)[-1].strip().partition("\n")[0]
+    return summary, user_line(tb)
 
 
 def user_line(tb):
     """`FILE:LINE: CODE` of the last frame in a user's file; None if none is."""
-    own = [frame for frame in traceback.extract_tb(tb) if frame.filename in FILES]
-    return f"{own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else None
+    frames = [frame for frame in traceback.extract_tb(tb) if frame.filename in FILES]
+    return f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else None
 
 
 def traceback_below(tb, file):

@@ -74,12 +74,12 @@ def rollout_advantages(policy: Policy, of: RolloutRewards) -> RolloutAdvantages:
         return of_turns(policy, of, of.turns, summed, penalty)
     # The metrics are of the rewards as they came.
     plain = groups(summed).advantages(jnp.zeros_like(summed))
-    made = advantages_of(policy, of, summed, mask, penalty)
-    if isinstance(made, TokenAdvantages):
-        return RolloutAdvantages(np.asarray(made.values), _flattened(plain.scored), np.ones(len(summed), bool), plain.metrics)
-    rows, counted = made.rows(mask)
-    values, metrics = np.asarray(jnp.where(counted > 0, rows, 0.0)), made.metrics | plain.metrics
-    return RolloutAdvantages(values, _flattened(made.scored), _flattened(made.useful), metrics)
+    advantages = advantages_of(policy, of, summed, mask, penalty)
+    if isinstance(advantages, TokenAdvantages):
+        return RolloutAdvantages(np.asarray(advantages.values), _flattened(plain.scored), np.ones(len(summed), bool), plain.metrics)
+    rows, counted = advantages.rows(mask)
+    values, metrics = np.asarray(jnp.where(counted > 0, rows, 0.0)), advantages.metrics | plain.metrics
+    return RolloutAdvantages(values, _flattened(advantages.scored), _flattened(advantages.useful), metrics)
 
 
 def advantages_of(
@@ -101,18 +101,18 @@ def advantages_of(
 def of_turns(policy: Policy, of: RolloutRewards, turns: EpisodeTurns, summed: Array, penalty: Array | None) -> RolloutAdvantages:
     """The advantages of turns, repeated for all tokens of a turn."""
     plain = groups(summed).advantages(jnp.zeros_like(summed))
-    found = turn_advantages(policy, of, turns, penalty)
-    values = np.asarray(found.values).reshape(turns.rewards.shape)
-    metrics = plain.metrics | found.metrics | useless(found)
-    scored, useful = _flattened(plain.scored), _flattened(found.useful)
+    advantages = turn_advantages(policy, of, turns, penalty)
+    values = np.asarray(advantages.values).reshape(turns.rewards.shape)
+    metrics = plain.metrics | advantages.metrics | useless(advantages)
+    scored, useful = _flattened(plain.scored), _flattened(advantages.useful)
     return RolloutAdvantages(turns.of_tokens(values, of.live), scored, useful, metrics, turns=values)
 
 
 def turn_advantages(policy: Policy, of: RolloutRewards, turns: EpisodeTurns, penalty: Array | None = None) -> TurnAdvantages:
     """The advantages of turns by the policy's `credit`. Penalties of tokens are added up by turn."""
     g, n = of.rewards.shape[:2]
-    own = rewards_of_turns(of, turns) - (0.0 if penalty is None else turns.sums(np.asarray(penalty)))
-    rewarded = TurnRewards(jnp.asarray(own).reshape(g, n, -1), outcome(of), jnp.asarray(turns.turn_count).reshape(g, n))
+    rewards = rewards_of_turns(of, turns) - (0.0 if penalty is None else turns.sums(np.asarray(penalty)))
+    rewarded = TurnRewards(jnp.asarray(rewards).reshape(g, n, -1), outcome(of), jnp.asarray(turns.turn_count).reshape(g, n))
     if policy.credit.by == "mixed":
         return mixed(rewarded, weight=policy.credit.weight, scale=policy.scale)
     return to_go(rewarded, gamma=policy.credit.gamma, scale=policy.scale)
@@ -148,9 +148,10 @@ def against_critic(critic: Critic, of: RolloutRewards, summed: Array, mask: Arra
         rewards = rewards + of.turns.at_ends(rewards_of_turns(of, of.turns), of.live)
     rewards = rewards - (0.0 if penalty is None else penalty)
     after = None if of.after is None else jnp.asarray(of.after)
-    found = gae(rewards, jnp.asarray(of.values), mask, after, gamma=critic.gamma, lam=critic.lam)
+    advantages = gae(rewards, jnp.asarray(of.values), mask, after, gamma=critic.gamma, lam=critic.lam)
     every = np.ones(len(summed), bool)
-    return RolloutAdvantages(np.asarray(found.values), _flattened(plain.scored), every, plain.metrics, np.asarray(found.returns))
+    values, returns = np.asarray(advantages.values), np.asarray(advantages.returns)
+    return RolloutAdvantages(values, _flattened(plain.scored), every, plain.metrics, returns)
 
 
 def _flattened(a: Array) -> np.ndarray:

@@ -41,9 +41,9 @@ def gae(
         normalize: normalizes advantages to mean 0 and standard deviation 1 over all tokens of the batch; returns stay as they are.
     """
     scored = jnp.all(jnp.isfinite(rewards), 1, keepdims=True)
-    own = (mask > 0) & scored
+    live = (mask > 0) & scored
     rewards = jnp.where(scored, rewards, 0.0)
-    values = jnp.where(own, values, 0.0)
+    values = jnp.where(live, values, 0.0)
     zeros = jnp.zeros_like(values[:, 0])
 
     def back(carry: tuple[Array, Array, Array], at: tuple[Array, Array, Array]) -> tuple[tuple[Array, Array, Array], Array]:
@@ -55,6 +55,6 @@ def gae(
         return carry, jnp.where(is_own, here, 0.0)
 
     start = (zeros if after is None else jnp.where(scored[:, 0], after, 0.0), zeros, zeros)
-    found = jax.lax.scan(back, start, (rewards.T, values.T, own.T), reverse=True)[1].T
-    returns = jnp.where(own, found + values, 0.0)
-    return TokenAdvantages(standardized(found, own) if normalize else found, returns, jnp.where(own, mask, 0.0))
+    advantages = jax.lax.scan(back, start, (rewards.T, values.T, live.T), reverse=True)[1].T
+    returns = jnp.where(live, advantages + values, 0.0)
+    return TokenAdvantages(standardized(advantages, live) if normalize else advantages, returns, jnp.where(live, mask, 0.0))

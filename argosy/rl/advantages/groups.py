@@ -34,8 +34,8 @@ class Advantages(NamedTuple):
 
     def rows(self, mask: Float[Array, "B T"]) -> tuple[Float[Array, "B 1"], Float[Array, "B T"]]:
         """The advantage of each row, and the mask with the tokens of completions without a reward set to 0."""
-        kept = jnp.where(self.scored.reshape(-1, 1), mask, 0.0)
-        return self.values.reshape(-1, 1), kept
+        scored_mask = jnp.where(self.scored.reshape(-1, 1), mask, 0.0)
+        return self.values.reshape(-1, 1), scored_mask
 
 
 class TokenAdvantages(NamedTuple):
@@ -115,8 +115,8 @@ def deviation(apart: Float[Array, "..."], count: Float[Array, "..."], axis: int 
     scale = jnp.max(jnp.abs(apart), axis, keepdims=True)
     scale = jnp.where(scale > 0, scale, 1.0)
     squares = jnp.sum((apart / scale) ** 2, axis, keepdims=True) / jnp.maximum(count - 1, 1.0)
-    found = scale * jnp.sqrt(squares)
-    return found if axis is not None else found.reshape(())
+    std = scale * jnp.sqrt(squares)
+    return std if axis is not None else std.reshape(())
 
 
 def share_where(where: Bool[Array, "..."], dtype: jnp.dtype) -> WeightedMean:

@@ -76,6 +76,6 @@ def at_last(rewards: Float[Array, "B"], mask: Float[Array, "B T"]) -> Float[Arra
 
     The reward of a row without tokens is lost.
     """
-    own = mask > 0
-    after = jnp.cumsum(own[:, ::-1].astype(jnp.int32), 1)[:, ::-1]
-    return jnp.where(own & (after == 1), rewards[:, None], 0.0)
+    live = mask > 0
+    after = jnp.cumsum(live[:, ::-1].astype(jnp.int32), 1)[:, ::-1]
+    return jnp.where(live & (after == 1), rewards[:, None], 0.0)

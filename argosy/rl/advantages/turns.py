@@ -125,13 +125,13 @@ def at_turns(
     """The advantages of values relative to the same group at the same turn, and whether those can be learned from."""
     g, n, turns = values.shape
     flat = jnp.moveaxis(jnp.where(there, values, jnp.nan), -1, 1).reshape(g * turns, n)
-    found, of = grpo(flat, scale=scale), groups(flat)
+    advantages, of = grpo(flat, scale=scale), groups(flat)
     reached, several = (of.size[:, 0] > least for least in (0, 1))
     metrics: Metrics = {
         "turns/useless": mean_where(1.0 - of.useful[:, 0].astype(values.dtype), reached.astype(values.dtype)),
         "turns/reward_std": mean_where(of.std[:, 0], several.astype(values.dtype)),
     }
-    return jnp.moveaxis(found.values.reshape(g, turns, n), 1, -1), found.useful.reshape(g, turns), metrics
+    return jnp.moveaxis(advantages.values.reshape(g, turns, n), 1, -1), advantages.useful.reshape(g, turns), metrics
 
 
 def useless(of: TurnAdvantages) -> Metrics:

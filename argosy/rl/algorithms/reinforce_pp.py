@@ -45,12 +45,12 @@ def reinforce_pp(
 
     flat = rewards.reshape(-1, 1)
     scored = jnp.isfinite(flat)
-    own = (mask > 0) & scored
+    live = (mask > 0) & scored
     ahead = 0.0
     if penalty is not None:
-        ahead = jnp.cumsum(jnp.where(own, penalty, 0.0)[:, ::-1], 1)[:, ::-1]
-    returns = jnp.where(own, jnp.where(scored, flat, 0.0) - ahead, 0.0)
-    return TokenAdvantages(standardized(returns, own), returns, jnp.where(own, mask, 0.0))
+        ahead = jnp.cumsum(jnp.where(live, penalty, 0.0)[:, ::-1], 1)[:, ::-1]
+    returns = jnp.where(live, jnp.where(scored, flat, 0.0) - ahead, 0.0)
+    return TokenAdvantages(standardized(returns, live), returns, jnp.where(live, mask, 0.0))
 
 
 def reinforce_pp_baseline(rewards: "Float[Array, 'g n']") -> "Advantages":

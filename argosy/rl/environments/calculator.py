@@ -35,18 +35,18 @@ def tokens_of(expression: str) -> list[str]:
     Raises:
         ValueError: it contains something else.
     """
-    found, at, text = [], 0, expression.rstrip().removesuffix("=")
+    tokens, at, text = [], 0, expression.rstrip().removesuffix("=")
     text = text.rstrip()
     while at < len(text):
         match = TOKEN.match(text, at)
         if match is None:
             raise ValueError(f"`{text[at:].strip()[:20]}` is no number and no sign")
         number, sign = match.groups()
-        found.append(SAME.get(sign, sign) if number is None else re.sub("[,_]", "", number))
+        tokens.append(SAME.get(sign, sign) if number is None else re.sub("[,_]", "", number))
         at = match.end()
-    if not found:
+    if not tokens:
         raise ValueError("an empty expression")
-    return found
+    return tokens
 
 
 class Calculation(ArithmeticGrammar):

@@ -43,22 +43,22 @@ MOST_CHARACTERS = 1 << 20
 def load_class(request):
     """Loads the class. Returns it and its requirements, or why it cannot be used."""
     sys.path[:] = request["path"]
-    one, module = request["class"], None
+    source, module = request["class"], None
     try:
-        made = module = user_code.load_file(one) if "file" in one else importlib.import_module(one["module"])
+        target = module = user_code.load_file(source) if "file" in source else importlib.import_module(source["module"])
         # A built-in environment runs a user's code, which is what an error is blamed on.
         if not module.__name__.startswith("argosy."):
             user_code.FILES.add(module.__file__)
-        for part in one["function"].split("."):
-            made = getattr(made, part)
+        for part in source["function"].split("."):
+            target = getattr(target, part)
     except AttributeError as error:
         if module is None or error.obj is not module:
-            return None, {"wrong": user_code.load_failure(error, one)}
+            return None, {"wrong": user_code.load_failure(error, source)}
         return None, {"wrong": {"missing": [name for name, item in vars(module).items() if inspect.isclass(item)]}}
     except BaseException as error:
-        return None, {"wrong": user_code.load_failure(error, one)}
+        return None, {"wrong": user_code.load_failure(error, source)}
     try:
-        return made, class_requirements(made, one["args"])
+        return target, class_requirements(target, source["args"])
     except user_code.Unusable as error:
         return None, {"wrong": error.args[0]}
 
@@ -86,8 +86,8 @@ def class_requirements(cls, args):
 class EnvironmentHost:
     """One environment object and its message loop."""
 
-    def __init__(self, made, source):
-        self.made, self.source, self.environment = made, source, None
+    def __init__(self, environment_class, source):
+        self.environment_class, self.source, self.environment = environment_class, source, None
 
     def answered(self, request):
         """The reply to one message of the parent."""
@@ -95,16 +95,16 @@ class EnvironmentHost:
             if "seed" in request:
                 user_code.seed_generators(request["seed"])
             if self.environment is None:
-                self.environment = self.made(**self.source["args"])
-            own = self.environment
+                self.environment = self.environment_class(**self.source["args"])
+            environment = self.environment
             if "about" in request:
-                return environment_interface(own)
+                return environment_interface(environment)
             if "reset" in request:
-                return {"observation": observation_document(own.reset(**request["reset"]))}
-            found = turn_document(own.step(request["step"]))
-            if complaint := getattr(own, "complaint", None):
-                found["complaint"], own.complaint = str(complaint), None
-            return found
+                return {"observation": observation_document(environment.reset(**request["reset"]))}
+            reply = turn_document(environment.step(request["step"]))
+            if complaint := getattr(environment, "complaint", None):
+                reply["complaint"], environment.complaint = str(complaint), None
+            return reply
         except user_code.Unusable as error:
             return {"wrong": error.args[0]}
         except BaseException as error:
@@ -122,11 +122,11 @@ def environment_interface(environment):
         inspect.signature(environment.step).bind("said")
     except TypeError as error:
         raise user_code.Unusable({"what": f"`step` takes what the model said: {error}", "hint": "def step(self, said)"}) from None
-    found = user_code.function_parameters(environment.reset, {})
+    interface = user_code.function_parameters(environment.reset, {})
     tools = getattr(environment, "tools", None)
-    found |= {"tools": None if tools is None else list(tools), "role": str(getattr(environment, "role", "user"))}
-    json.dumps(found)
-    return {"about": found}
+    interface |= {"tools": None if tools is None else list(tools), "role": str(getattr(environment, "role", "user"))}
+    json.dumps(interface)
+    return {"about": interface}
 
 
 def turn_document(turn):
@@ -152,15 +152,17 @@ def observation_document(observation):
         if len(observation) <= MOST_CHARACTERS:
             return observation
         return {"text": observation[:MOST_CHARACTERS], "characters": len(observation)}
-    if isinstance(observation, list | tuple) and all(isinstance(one, dict) and isinstance(one.get("role"), str) for one in observation):
+    if isinstance(observation, list | tuple) and all(
+        isinstance(message, dict) and isinstance(message.get("role"), str) for message in observation
+    ):
         out = []
-        for one in observation:
-            content = one.get("content")
+        for message in observation:
+            content = message.get("content")
             if not isinstance(content, str):
                 raise user_code.Unusable(f"an observation has a message whose content is {user_code.short_repr(content)}, not a text")
             if len(content) > MOST_CHARACTERS:
-                one = one | {"content": content[:MOST_CHARACTERS], "characters": len(content)}
-            out.append(one)
+                message = message | {"content": content[:MOST_CHARACTERS], "characters": len(content)}
+            out.append(message)
         return out
     raise user_code.Unusable(f"an observation is {user_code.short_repr(observation)}, not a text, a list of messages or None")
 
@@ -175,15 +177,15 @@ def host_process(connection, environment, source, server):
     guard.end_with(server)
     if sys.platform == "linux":
         guard.collect_orphans()
-        own = os.getpid()
+        host_pid = os.getpid()
         if pid := os.fork():
             # The other end is told at once when that process ends.
             connection.close()
             # Orphans that came to this process end too.
             while os.waitpid(-1, 0)[0] != pid:
                 pass
-            return guard.kill_started(own)
-        guard.end_with(own)
+            return guard.kill_started(host_pid)
+        guard.end_with(host_pid)
     try:
         host_messages(connection, environment, source)
     finally:
@@ -196,11 +198,11 @@ def host_messages(connection, environment, source):
     messages = channel.Channel(connection.fileno())
     while True:
         try:
-            asked = json.loads(messages.receive())
+            request = json.loads(messages.receive())
         except EOFError:
             return
         try:
-            data = json.dumps(played.answered(asked)).encode()
+            data = json.dumps(played.answered(request)).encode()
         except (TypeError, ValueError) as error:
             data = json.dumps({"wrong": f"what it returned is not JSON: {error}"}).encode()
         sys.stdout.flush()
@@ -223,8 +225,8 @@ def serve_commands(control, lifeline, environment, source):
             os.killpg(0, signal.SIGKILL)
         while len(data) < COMMAND.size:
             data += control.recv(COMMAND.size - len(data))
-        what, number = COMMAND.unpack(data)
-        if what == b"e":
+        command, number = COMMAND.unpack(data)
+        if command == b"e":
             if number in processes:
                 # It may hang, or not have seen yet that it is over.
                 os.kill(processes[number], signal.SIGSTOP)
@@ -249,12 +251,12 @@ def run_environments(lifeline, descriptor):
     os.set_inheritable(descriptor, False)
     parent = channel.Channel(descriptor)
     request = pickle.loads(parent.receive())
-    made, found = load_class(request)
-    parent.send(json.dumps(found).encode())
+    environment_class, reply = load_class(request)
+    parent.send(json.dumps(reply).encode())
     # What is loaded stays shared with the processes that are forked.
     gc.freeze()
     warnings.simplefilter("ignore", DeprecationWarning)
-    serve_commands(socket.socket(fileno=descriptor), lifeline, made, request["class"])
+    serve_commands(socket.socket(fileno=descriptor), lifeline, environment_class, request["class"])
 
 
 if __name__ == "__main__":

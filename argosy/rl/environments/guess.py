@@ -28,8 +28,8 @@ class Guess:
 
     def step(self, said: str) -> Turn:
         self.left -= 1
-        found = NUMBER.fullmatch(said)
-        guess = int(found[1]) if found else None
+        match = NUMBER.fullmatch(said)
+        guess = int(match[1]) if match else None
         counts = {"guess/numbers": float(guess is not None), "guess/right": float(guess == self.secret)}
         if guess == self.secret:
             return Turn("right\n", 1.0 - self.best, True, counts=counts)

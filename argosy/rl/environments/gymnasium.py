@@ -25,10 +25,10 @@ class Gymnasium:
         args: keyword arguments of the call.
     """
 
-    _made: typing.ClassVar[Callable[..., Any] | None] = None
+    _maker: typing.ClassVar[Callable[..., Any] | None] = None
 
     def __init__(self, make: Mapping[str, Any], args: Mapping[str, Any]):
-        self.own = (self._made or self.load(make))(**args)
+        self.own = (self._maker or self.load(make))(**args)
         for name in ("reset", "step"):
             if not callable(getattr(self.own, name, None)):
                 raise TypeError(f"`{make['of']}` made a {type(self.own).__name__}, which has no method `{name}`")
@@ -36,7 +36,7 @@ class Gymnasium:
     @classmethod
     def prepare(cls, make: Mapping[str, Any], **_: Any) -> None:
         """Loads the class once, in the process that the others are forked from."""
-        cls._made = staticmethod(cls.load(make))
+        cls._maker = staticmethod(cls.load(make))
 
     @staticmethod
     def load(make: Mapping[str, Any]) -> Callable[..., Any]:

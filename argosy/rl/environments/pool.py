@@ -96,7 +96,7 @@ class EnvironmentPool:
         self._end = weakref.finalize(self, _end, self._process, os.getpid())
         try:
             self._load()
-            self.about = self._described()
+            self.about = self._ask_interface()
             self._check(columns)
         except BaseException:
             self.close()
@@ -110,8 +110,10 @@ class EnvironmentPool:
     def first_message(self, prompt: Any, seed: int, columns: Mapping[str, Any]) -> dict[str, Any]:
         """The message that begins an episode: those arguments of `reset` that are available."""
         everything = {**columns, "prompt": prompt, "seed": seed}
-        named = everything if self.about["every"] else {name: everything[name] for name in everything if name in self.about["takes"]}
-        return {"seed": seed, "reset": named}
+        arguments = everything
+        if not self.about["every"]:
+            arguments = {name: everything[name] for name in everything if name in self.about["takes"]}
+        return {"seed": seed, "reset": arguments}
 
     def open(self) -> EnvironmentProcess:
         """Starts a process for one episode. Its object is made with the first message."""
@@ -121,8 +123,8 @@ class EnvironmentPool:
             socket.send_fds(self._process.socket, [COMMAND.pack(b"o", number)], [theirs.fileno()])
         except OSError:
             ours.close()
-            what = f"the process of the environment `{self.source['of']}` ended"
-            raise ArgosyError(what, hint="it was killed: out of memory?") from None
+            problem = f"the process of the environment `{self.source['of']}` ended"
+            raise ArgosyError(problem, hint="it was killed: out of memory?") from None
         finally:
             theirs.close()
         played = self._open[number] = EnvironmentProcess(number, ours, Channel(ours.fileno()), self.timeout)
@@ -149,9 +151,9 @@ class EnvironmentPool:
         Args:
             wait_s: longest wait for the first reply, in seconds.
         """
-        waiting = [one for one in processes if one.reply is None]
-        left = min((one.until for one in waiting), default=0.0) - time.monotonic()
-        for key, _ in self._selector.select(max(0.0, min(wait_s, left))):
+        waiting = [process for process in processes if process.reply is None]
+        remaining = min((process.until for process in waiting), default=0.0) - time.monotonic()
+        for key, _ in self._selector.select(max(0.0, min(wait_s, remaining))):
             if key.data.reply is None:
                 key.data.receive()
                 self._complain(key.data.reply or {})
@@ -159,9 +161,9 @@ class EnvironmentPool:
                 # Its process ended, which would end every wait at once. It is told when it is asked again.
                 self._selector.unregister(key.fileobj)
         now = time.monotonic()
-        for one in waiting:
-            if one.reply is None and now > one.until:
-                one.reply = {"timed_out": True}
+        for process in waiting:
+            if process.reply is None and now > process.until:
+                process.reply = {"timed_out": True}
 
     def _complain(self, reply: Reply) -> None:
         if (complaint := reply.get("complaint")) is not None and complaint not in self._said:
@@ -183,29 +185,29 @@ class EnvironmentPool:
         of = self.source["of"]
         try:
             self._process.send(request, LOADING_S)
-            found = json.loads(self._process.receive(LOADING_S))
+            reply = json.loads(self._process.receive(LOADING_S))
         except TimeoutError:
             raise ArgosyError(f"loading `{of}` takes more than {LOADING_S:g} s") from None
         except (OSError, EOFError):
-            what = f"a process ended while it loaded `{of}`"
-            raise ArgosyError(what, hint="it was killed, or a module ends the interpreter") from None
+            problem = f"a process ended while it loaded `{of}`"
+            raise ArgosyError(problem, hint="it was killed, or a module ends the interpreter") from None
         # From here on both sides send commands over it, and wait.
         self._process.socket.setblocking(True)
-        if "wrong" in found:
-            raise self._unusable(found["wrong"])
+        if "wrong" in reply:
+            raise self._unusable(reply["wrong"])
 
     def _unusable(self, wrong: Mapping[str, Any]) -> BadInput:
         of, place = self.source["of"], self.source.get("file") or self.source["module"]
         if "missing" in wrong:
-            named = self.source["function"]
-            hint = nearest(named, wrong["missing"])
-            return BadInput(f"no class `{named}` for the environment `{of}`", where=f"in {place}", hint=hint)
+            class_name = self.source["function"]
+            hint = nearest(class_name, wrong["missing"])
+            return BadInput(f"no class `{class_name}` for the environment `{of}`", where=f"in {place}", hint=hint)
         if "line" in wrong:
             line = f": {wrong['line']}" if wrong["line"] else ""
             return BadInput(f"the environment `{of}` cannot be loaded: {wrong['what']}", where=f"{wrong['where']}{line}")
         return BadInput(f"the environment `{of}`: {wrong['what']}", where=f"in {place}", hint=wrong.get("hint"))
 
-    def _described(self) -> dict[str, Any]:
+    def _ask_interface(self) -> dict[str, Any]:
         first = self.open()
         first.timeout = LOADING_S
         first.ask({"seed": 0, "about": True})
@@ -219,9 +221,9 @@ class EnvironmentPool:
         if "wrong" in reply:
             raise self._unusable(reply["wrong"] if isinstance(reply["wrong"], dict) else {"what": reply["wrong"]})
         text = str(reply.get("raised") or reply.get("died") or f"it takes more than {LOADING_S:g} s").strip()
-        what, where = reply.get("blamed", (text, None))
+        problem, where = reply.get("blamed", (text, None))
         hint = "its constructor is called before the run, with environment.args"
-        raise BadInput(f"the environment `{of}` cannot be made: {what}", where=f"in {where}" if where else None, hint=hint)
+        raise BadInput(f"the environment `{of}` cannot be made: {problem}", where=f"in {where}" if where else None, hint=hint)
 
     def _check(self, columns: Sequence[str]) -> None:
         missing = [name for name in self.about["needs"] if name not in ("prompt", "seed", *columns)]

@@ -27,12 +27,13 @@ def python(code: str, limits: Mapping[str, Any]) -> str:
     Args:
         code: a whole program, with the standard library alone. Each call begins anew.
     """
-    ran = run_code(code, limits=SandboxLimits(**limits))
-    parts = [ran.stdout.rstrip("\n")] if ran.stdout else []
-    if ran.timed_out:
+    outcome = run_code(code, limits=SandboxLimits(**limits))
+    parts = [outcome.stdout.rstrip("\n")] if outcome.stdout else []
+    if outcome.timed_out:
         parts.append(f"error: it takes more than {limits['wall_s']:g} seconds")
-    elif ran.exit_code:
+    elif outcome.exit_code:
         # The file is `main.py` in a folder of its own, whose name says nothing.
-        lines = ran.stderr.rstrip().splitlines()
-        parts.append("error: " + "\n".join(lines[-MOST_LINES:]) if lines else f"error: it ended by {ran.killed_by or ran.exit_code}")
+        lines = outcome.stderr.rstrip().splitlines()
+        cause = outcome.killed_by or outcome.exit_code
+        parts.append("error: " + "\n".join(lines[-MOST_LINES:]) if lines else f"error: it ended by {cause}")
     return "\n".join(parts) or "it printed nothing"

@@ -133,13 +133,13 @@ class ToolsEnvironment(ToolSettings):
     @field_validator("functions")
     @classmethod
     def _name_functions(cls, value: list[str]) -> list[str]:
-        for one in value:
-            if not all(one.rpartition(":")):
-                raise ValueError(f"`{one}` should be FILE.py:FUNCTION or package.module:FUNCTION")
+        for name in value:
+            if not all(name.rpartition(":")):
+                raise ValueError(f"`{name}` should be FILE.py:FUNCTION or package.module:FUNCTION")
         return value
 
     def source(self) -> dict[str, Any]:
-        return own_source("tools:Tools", {"functions": [file_source(one) for one in self.functions], "seconds": self.call_timeout})
+        return own_source("tools:Tools", {"functions": [file_source(name) for name in self.functions], "seconds": self.call_timeout})
 
 
 class CalculatorEnvironment(ToolSettings):
@@ -168,11 +168,11 @@ class PythonEnvironment(ToolSettings):
         from argosy.rl.sandbox import available
 
         if reasons := available():
-            what = f"environment=python cannot run code here: {'; '.join(reasons)}"
-            raise Unsupported(what, hint="it needs Linux with Landlock")
+            problem = f"environment=python cannot run code here: {'; '.join(reasons)}"
+            raise Unsupported(problem, hint="it needs Linux with Landlock")
         limits = {"cpu_s": max(1, round(self.seconds)), "wall_s": self.seconds, "memory_mb": self.memory_mb}
-        how = {"functions": [file_source(f"{OWN}.python:python")], "seconds": self.call_timeout, "fixed": {"limits": limits}}
-        return own_source("python:Python", how)
+        arguments = {"functions": [file_source(f"{OWN}.python:python")], "seconds": self.call_timeout, "fixed": {"limits": limits}}
+        return own_source("python:Python", arguments)
 
 
 class GymnasiumEnvironment(EnvironmentSettings):
@@ -222,8 +222,8 @@ class GuessEnvironment(EnvironmentSettings):
 
 def own_source(name: str, args: Mapping[str, Any]) -> dict[str, Any]:
     """The source description of an environment that comes with Argosy."""
-    module, _, made = name.partition(":")
-    return {"of": module, "module": f"{OWN}.{module}", "function": made, "args": dict(args)}
+    module, _, class_name = name.partition(":")
+    return {"of": module, "module": f"{OWN}.{module}", "function": class_name, "args": dict(args)}
 
 
 def file_source(of: str) -> dict[str, Any]:
@@ -255,25 +255,25 @@ def open_table(settings: EnvironmentSettings, prompts: "Prompts", held_out: "Pro
     from argosy.rl.rollouts.episodes.trajectories import EpisodeSetup
     from argosy.rl.rollouts.episodes.turns import TurnCodec
 
-    made = EnvironmentPool(settings.source(), settings.timeout, prompts.names)
+    pool = EnvironmentPool(settings.source(), settings.timeout, prompts.names)
     try:
         for each in (prompts, held_out) if held_out is not None else (prompts,):
-            each.tools = made.tools
-        turns = TurnCodec(prompts, settings.observation, made.about["role"], settings.stop)
+            each.tools = pool.tools
+        turns = TurnCodec(prompts, settings.observation, pool.about["role"], settings.stop)
         first = prompts.rendered(prompts.records[0])
         is_text = isinstance(first.content, str)
         if settings.reads not in ("either", "texts" if is_text else "messages"):
             name, kind = environment_summary(settings).partition(",")[0], "a text" if is_text else "messages"
             raise BadInput(f"environment={name} reads {settings.reads}, and the prompt is {kind}", where=first.where)
-        if getattr(settings, "called", False) and find_notation(prompts.template_for(made.tools), prompts.tokenizer) is None:
-            what = f"calls in the notation of this chat template cannot be read with this tokenizer: those of {KNOWN} can"
-            raise BadInput(what, where=first.where, hint="data.template=FILE.jinja gives another one")
-        if is_text and made.tools:
+        if getattr(settings, "called", False) and find_notation(prompts.template_for(pool.tools), prompts.tokenizer) is None:
+            problem = f"calls in the notation of this chat template cannot be read with this tokenizer: those of {KNOWN} can"
+            raise BadInput(problem, where=first.where, hint="data.template=FILE.jinja gives another one")
+        if is_text and pool.tools:
             raise BadInput("an environment with tools needs prompts that are messages", where=first.where)
         turns.check(first)
-        known = {name: item for name, item in dict(settings).items() if name not in ("timeout", "call_timeout", "processes")}
-        how = (settings.turns, settings.processes, settings.wait, settings.tokens, settings.weight, settings.gives)
-        return EpisodeSetup(made, turns, *how, repr(known))
+        identity = {name: item for name, item in dict(settings).items() if name not in ("timeout", "call_timeout", "processes")}
+        limits = (settings.turns, settings.processes, settings.wait, settings.tokens, settings.weight, settings.gives)
+        return EpisodeSetup(pool, turns, *limits, repr(identity))
     except BaseException:
-        made.close()
+        pool.close()
         raise

@@ -64,18 +64,18 @@ class Tools:
         Raises:
             ValueError: a source is no function, or two have the same name.
         """
-        found: dict[str, Callable[..., Any]] = {}
-        for one in functions:
-            module = load_file(one) if "file" in one else importlib.import_module(one["module"])
+        by_name: dict[str, Callable[..., Any]] = {}
+        for source in functions:
+            module = load_file(source) if "file" in source else importlib.import_module(source["module"])
             if not module.__name__.startswith("argosy."):
                 FILES.add(getattr(module, "__file__", None))
-            function = getattr(module, one["function"], None)
+            function = getattr(module, source["function"], None)
             if not inspect.isfunction(function) or inspect.iscoroutinefunction(function):
-                raise ValueError(f"`{one['of']}` is no plain function")
-            if function.__name__ in found:
+                raise ValueError(f"`{source['of']}` is no plain function")
+            if function.__name__ in by_name:
                 raise ValueError(f"two tools are named `{function.__name__}`")
-            found[function.__name__] = function
-        return found
+            by_name[function.__name__] = function
+        return by_name
 
     def reset(self) -> None: ...
 
@@ -113,7 +113,7 @@ class Tools:
             return f"error: {wrong}", "wrong_arguments"
         try:
             with time_limit(self.seconds):
-                found = function(**arguments, **self.fixed)
+                result = function(**arguments, **self.fixed)
         except TimeIsOver:
             return f"error: {name} takes more than {self.seconds:g} seconds", "timed_out"
         except BaseException as error:
@@ -121,12 +121,12 @@ class Tools:
             if (line := user_line(error.__traceback__)) is not None:
                 self.complaint = f"the tool `{name}` raised {type(error).__name__} in {line}\n{HINT}"
             return f"error: {text[:MOST_CHARACTERS]}", "raised"
-        if isinstance(found, str):
-            return found, None
+        if isinstance(result, str):
+            return result, None
         try:
-            return json.dumps(found, ensure_ascii=False), None
+            return json.dumps(result, ensure_ascii=False), None
         except (TypeError, ValueError):
-            return str(found), None
+            return str(result), None
 
 
 class TimeIsOver(BaseException):
@@ -187,14 +187,14 @@ def json_kind(hint: Any, where: str) -> dict[str, Any]:
         return {"type": KINDS[hint]}
     if origin is typing.Annotated:
         return json_kind(args[0], where)
-    if origin is typing.Literal and all(isinstance(one, str | int | bool) for one in args):
+    if origin is typing.Literal and all(isinstance(choice, str | int | bool) for choice in args):
         return {"enum": list(args)}
     if origin is list:
         return {"type": "array", "items": json_kind(args[0], where)}
     if origin is dict and args[0] is str:
         return {"type": "object", "additionalProperties": json_kind(args[1], where)}
     if origin in (typing.Union, types.UnionType):
-        return {"anyOf": [json_kind(one, where) for one in args]}
+        return {"anyOf": [json_kind(arg, where) for arg in args]}
     raise ValueError(f"{where} is of the type {hint}, which JSON has not")
 
 
@@ -206,10 +206,10 @@ def parameter_texts(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
     for line in rest.splitlines():
         if not line.strip() or not line.startswith(" "):
             break
-        name, colon, said = line.strip().partition(":")
+        name, colon, description = line.strip().partition(":")
         if colon and len(line) - len(line.lstrip()) <= 4:
             last = name.partition(" ")[0]
-            about[last] = said.strip()
+            about[last] = description.strip()
         elif last is not None:
             about[last] += " " + line.strip()
     return " ".join(text.split()), about
@@ -222,14 +222,14 @@ def mistake(name: str, schema: Mapping[str, Any], arguments: Any) -> str | None:
     """What is wrong with the arguments of a call, as a sentence; None if nothing is."""
     if not isinstance(arguments, dict):
         return f"the arguments of {name} are no JSON object"
-    known = schema["properties"]
-    if more := [one for one in arguments if one not in known]:
-        return f"{name} has no argument `{more[0]}`; it has {', '.join(known) or 'none'}"
-    if missing := [one for one in schema["required"] if one not in arguments]:
+    properties = schema["properties"]
+    if more := [argument for argument in arguments if argument not in properties]:
+        return f"{name} has no argument `{more[0]}`; it has {', '.join(properties) or 'none'}"
+    if missing := [argument for argument in schema["required"] if argument not in arguments]:
         return f"{name} needs `{missing[0]}`"
-    for one, value in arguments.items():
-        if not fits(known[one], value):
-            return f"`{one}` of {name} is {json.dumps(value)[:60]}, and should be {json.dumps(kind_words(known[one]))}"
+    for argument, value in arguments.items():
+        if not fits(properties[argument], value):
+            return f"`{argument}` of {name} is {json.dumps(value)[:60]}, and should be {json.dumps(kind_words(properties[argument]))}"
     return None
 
 
@@ -240,15 +240,15 @@ def kind_words(schema: Mapping[str, Any]) -> Any:
 def fits(schema: Mapping[str, Any], value: Any) -> bool:
     """Whether a value matches a schema of `json_kind`."""
     if "anyOf" in schema:
-        return any(fits(one, value) for one in schema["anyOf"])
+        return any(fits(branch, value) for branch in schema["anyOf"])
     if "enum" in schema:
-        return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in schema["enum"])
+        return any(value == choice and isinstance(value, bool) == isinstance(choice, bool) for choice in schema["enum"])
     kind = schema["type"]
     if kind == "array":
-        return isinstance(value, list) and all(fits(schema["items"], one) for one in value if "items" in schema)
+        return isinstance(value, list) and all(fits(schema["items"], element) for element in value if "items" in schema)
     if kind == "object":
         inner = schema.get("additionalProperties")
-        return isinstance(value, dict) and (inner is None or all(fits(inner, one) for one in value.values()))
+        return isinstance(value, dict) and (inner is None or all(fits(inner, element) for element in value.values()))
     if kind in ("integer", "number"):
         allowed = int if kind == "integer" else (int, float)
         return isinstance(value, allowed) and not isinstance(value, bool)

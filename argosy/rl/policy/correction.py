@@ -65,9 +65,9 @@ def correction(
             f"importance weights between {lowest} and {highest}", hint="1 means no difference, so it lies between, as in 0 and 2"
         )
     trainer, sampler = jax.lax.stop_gradient((trainer, sampler))
-    own, there = mask > 0, ~jnp.isnan(sampler)
-    both = (own & there).astype(mask.dtype)
-    apart = jnp.where(own & there, trainer - sampler, 0.0)
+    in_mask, there = mask > 0, ~jnp.isnan(sampler)
+    both = (in_mask & there).astype(mask.dtype)
+    apart = jnp.where(in_mask & there, trainer - sampler, 0.0)
     logs, live = (apart, mask) if level == "token" else (jnp.sum(apart, 1, keepdims=True), sequence_mask(mask))
     raw = ratios(logs)
     beyond = (raw < lowest) | (raw > highest)

@@ -67,4 +67,8 @@ def highest_where(values: Float[Array, "..."], mask: Float[Array, "..."]) -> Hig
 
 def metric_values(metrics: Metrics) -> dict[str, float]:
     """The values of metrics by name. A mean over nothing is left out: 0 would read as a reward."""
-    return {name: float(one.value()) for name, one in metrics.items() if not isinstance(one, WeightedMean) or float(one.weight)}
+    return {
+        name: float(metric.value())
+        for name, metric in metrics.items()
+        if not isinstance(metric, WeightedMean) or float(metric.weight)
+    }

@@ -110,15 +110,15 @@ def entropies(settings: "Policy", model: Any, x: Float[Array, "B T D"], places: 
     rows = min(settings.chunk, len(flat))
     pad = -len(flat) % rows
     parts = jnp.pad(flat, ((0, pad), (0, 0))).reshape(-1, rows, x.shape[-1])
-    one = jax.checkpoint(lambda part: entropy_of(wide(model.unembed(part[:, None])[:, 0]) / settings.temperature))
-    return jax.lax.map(one, parts).reshape(-1)[: len(flat)].reshape(places.shape)
+    entropy_of_part = jax.checkpoint(lambda part: entropy_of(wide(model.unembed(part[:, None])[:, 0]) / settings.temperature))
+    return jax.lax.map(entropy_of_part, parts).reshape(-1)[: len(flat)].reshape(places.shape)
 
 
 def token_losses(policy: "Policy", new: Answers, old: Answers, advantages: Answers, live: Answers) -> TokenLoss:
     """The loss of each token, by the policy's setting `loss`."""
     bounds = {"low": policy.low, "high": policy.high, "dual": policy.dual}
-    made = call_with(LOSSES[policy.loss], new=new, old=old, advantages=advantages, mask=live, **bounds)
-    return made if made.metrics else TokenLoss(made.tokens, ratio_metrics(jnp.where(live > 0, new - old, 0.0), live))
+    loss = call_with(LOSSES[policy.loss], new=new, old=old, advantages=advantages, mask=live, **bounds)
+    return loss if loss.metrics else TokenLoss(loss.tokens, ratio_metrics(jnp.where(live > 0, new - old, 0.0), live))
 
 
 def policy_loss(settings: "Policy", models: Models, batch: dict[str, Array]) -> Loss:
@@ -127,8 +127,8 @@ def policy_loss(settings: "Policy", models: Models, batch: dict[str, Array]) -> 
     new, x, aux = logps_of(settings, model, batch)
     live, places = batch["live"], batch["places"]
     old = jnp.where(jnp.isnan(batch["old"]), jax.lax.stop_gradient(new), batch["old"])
-    made = token_losses(settings, new, old, batch["advantages"], live)
-    tokens, metrics = made.tokens, dict(made.metrics)
+    loss = token_losses(settings, new, old, batch["advantages"], live)
+    tokens, metrics = loss.tokens, dict(loss.metrics)
     if settings.kl and settings.kl_in == "loss":
         penalty = kl_loss(new, batch["reference"], live, coefficient=settings.kl, estimator=settings.kl_estimator, old=old)
         tokens, metrics = tokens + penalty.tokens, metrics | penalty.metrics
@@ -143,9 +143,9 @@ def policy_loss(settings: "Policy", models: Models, batch: dict[str, Array]) -> 
         error = value_loss(values_at(values, places), batch["values"], batch["returns"], live, clip=settings.critic.clip)
         tokens, metrics = tokens + settings.critic.weight * error.tokens, metrics | error.metrics
     by: Any = {"tokens": TokenMean(), "answers": SequenceMean(), "sums": ConstantLength(live.shape[1])}[settings.average]
-    found = by(tokens, live)
+    mean = by(tokens, live)
     all_metrics: Any = metrics | apart
-    return with_routers(Loss(found, all_metrics), model, aux, router_rows(found.weight, batch["segments"]))
+    return with_routers(Loss(mean, all_metrics), model, aux, router_rows(mean.weight, batch["segments"]))
 
 
 def corrected(settings: "Policy", tokens: Answers, old: Answers, sampler: Answers, live: Answers) -> tuple[Answers, Metrics]:
@@ -153,12 +153,12 @@ def corrected(settings: "Policy", tokens: Answers, old: Answers, sampler: Answer
     by = settings.correction
     bounds = {"lowest": by.lowest, "highest": by.highest}
     outside = "truncate" if by.outside == "off" else by.outside
-    found = correction(old, sampler, live, level=by.level, outside=outside, **bounds)
-    return (tokens if by.outside == "off" else tokens * found.weights), found.metrics
+    importance = correction(old, sampler, live, level=by.level, outside=outside, **bounds)
+    return (tokens if by.outside == "off" else tokens * importance.weights), importance.metrics
 
 
 def router_rows(weight: Float[Array, ""], segments: Int[Array, "B T"]) -> Float[Array, "B"]:
     """The weight of each row in the aux losses of experts: the row's share of the part's tokens, times the weight of the part's loss.
     """
-    own = jnp.sum((segments > 0).astype(jnp.float32), 1)
-    return weight * own / jnp.maximum(jnp.sum(own), 1.0)
+    row_tokens = jnp.sum((segments > 0).astype(jnp.float32), 1)
+    return weight * row_tokens / jnp.maximum(jnp.sum(row_tokens), 1.0)

@@ -174,8 +174,8 @@ class Policy(TokenObjective):
             if self.credit.gamma != 1:
                 yield f"credit.gamma = {self.credit.gamma:g} does not apply: with a critic it is critic.gamma, of tokens"
         elif self.comparison != "grpo":
-            what = f"credit.by={by} is for objectives that compare within groups (grpo, dr_grpo, dapo, gspo, cispo) and for ppo"
-            yield f"{what}: {self.advantages} needs one reward an answer"
+            problem = f"credit.by={by} is for objectives that compare within groups (grpo, dr_grpo, dapo, gspo, cispo) and for ppo"
+            yield f"{problem}: {self.advantages} needs one reward an answer"
         if self.normalize == "each":
             yield f"normalize=each compares one number an answer of every reward: it is for credit.by=answer, not {by}"
 

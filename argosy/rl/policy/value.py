@@ -36,13 +36,13 @@ def value_loss(
     """
     if clip is not None and clip <= 0:
         raise BadInput(f"values clipped to a distance of {clip}", hint="give a distance above 0, such as 0.2, or none at all")
-    own = mask > 0
-    values, old, returns = (jnp.where(own, each, 0.0) for each in (values, old, returns))
+    live = mask > 0
+    values, old, returns = (jnp.where(live, each, 0.0) for each in (values, old, returns))
     error = (values - returns) ** 2
-    held = error if clip is None else (old + jnp.clip(values - old, -clip, clip) - returns) ** 2
+    clipped = error if clip is None else (old + jnp.clip(values - old, -clip, clip) - returns) ** 2
     metrics: Metrics = {
         "value/error": mean_where(jax.lax.stop_gradient(error), mask),
         "value/mean": mean_where(jax.lax.stop_gradient(values), mask),
-        "value/clipped": mean_where((held > error).astype(mask.dtype), mask),
+        "value/clipped": mean_where((clipped > error).astype(mask.dtype), mask),
     }
-    return TokenLoss(0.5 * jnp.maximum(error, held), metrics)
+    return TokenLoss(0.5 * jnp.maximum(error, clipped), metrics)

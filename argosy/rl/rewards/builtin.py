@@ -36,7 +36,7 @@ def _each(
     """The reward of each completion behind its thoughts."""
     opened = thinking_prompts or [False] * len(completions)
     rows = zip(completions, column, opened, strict=True)
-    texts = [(without_thoughts(completion_text(one), inside), item) for one, item, inside in rows]
+    texts = [(without_thoughts(completion_text(completion), inside), item) for completion, item, inside in rows]
     return [None if item in (None, "", []) else 0.0 if text is None else reward(text, item) for text, item in texts]
 
 
@@ -78,8 +78,8 @@ def _graded(
 
     cuts = [reason == "length" for reason in finish_reasons or ["stop"] * len(completions)]
     rows = [(right, cut) for right, cut in zip(answer, cuts, strict=True)]
-    given = [None if right in (None, "", []) else (right, cut) for right, cut in rows]
-    return _each(completions, given, lambda text, its: float(grade(text, its[0], cut=its[1], strict=strict)), thinking_prompts)
+    references = [None if right in (None, "", []) else (right, cut) for right, cut in rows]
+    return _each(completions, references, lambda text, its: float(grade(text, its[0], cut=its[1], strict=strict)), thinking_prompts)
 
 
 def format(completions: Sequence[Any], format: Sequence[str | None] | None = None) -> list[float | None]:
@@ -87,8 +87,8 @@ def format(completions: Sequence[Any], format: Sequence[str | None] | None = Non
     column `format`, whose dot also matches line breaks; 0 otherwise.
     """
     patterns = format or [None] * len(completions)
-    found = zip(completions, patterns, strict=True)
-    return [float(re.fullmatch(pattern or R1, completion_text(one), re.DOTALL) is not None) for one, pattern in found]
+    rows = zip(completions, patterns, strict=True)
+    return [float(re.fullmatch(pattern or R1, completion_text(completion), re.DOTALL) is not None) for completion, pattern in rows]
 
 
 def code(
@@ -118,22 +118,22 @@ def _share(tests: list[Any], text: str, timeout: float) -> float:
     return sum(passed) / len(passed)
 
 
-def _passes(program: str, test: Any, left: float) -> bool:
+def _passes(program: str, test: Any, remaining: float) -> bool:
     from argosy.rl.sandbox import SandboxLimits, run_code
 
-    if left <= 0:
+    if remaining <= 0:
         return False
     # Rounded up: a loop that ended by its processor time would leave time to the tests after it.
-    limits = SandboxLimits(cpu_s=max(1, math.ceil(left)), wall_s=left, output_kb=1024)
+    limits = SandboxLimits(cpu_s=max(1, math.ceil(remaining)), wall_s=remaining, output_kb=1024)
     if isinstance(test, Mapping):
-        ran = run_code(program, str(test["input"]), limits)
-        return ran.exit_code == 0 and not ran.capped and _lines(ran.stdout) == _lines(str(test["output"]))
+        outcome = run_code(program, str(test["input"]), limits)
+        return outcome.exit_code == 0 and not outcome.capped and _lines(outcome.stdout) == _lines(str(test["output"]))
     import secrets
 
     # Known to nobody before this run, and printed only behind the test.
     end = secrets.token_hex(16)
-    ran = run_code(f"{program}\n\n{test}\n\nprint({end!r})\n", limits=limits)
-    return ran.exit_code == 0 and ran.stdout.rstrip().endswith(end)
+    outcome = run_code(f"{program}\n\n{test}\n\nprint({end!r})\n", limits=limits)
+    return outcome.exit_code == 0 and outcome.stdout.rstrip().endswith(end)
 
 
 def _lines(text: str) -> list[str]:

@@ -34,7 +34,7 @@ del sys.path[:2], sys.modules["channel"], sys.modules["guard"], sys.modules["use
 def load_functions(request):
     """Loads reward functions. Returns the parameters of each, or why it cannot be used."""
     sys.path[:] = request["path"]
-    modules, functions, known = {}, [], []
+    modules, functions, requirements = {}, [], []
     for source in request["functions"]:
         try:
             key = source.get("file") or source["module"]
@@ -42,19 +42,19 @@ def load_functions(request):
                 modules[key] = user_code.load_file(source) if "file" in source else importlib.import_module(source["module"])
                 user_code.FILES.add(getattr(modules[key], "__file__", None))
             function = user_code.source_function(modules[key], source)
-            known.append(user_code.function_parameters(function, source.get("fixed", {})))
+            requirements.append(user_code.function_parameters(function, source.get("fixed", {})))
             functions.append(with_fixed_arguments(function, source))
         except user_code.Unusable as error:
-            known.append({"wrong": error.args[0]})
+            requirements.append({"wrong": error.args[0]})
         except BaseException as error:
-            known.append({"wrong": user_code.load_failure(error, source)})
-    return functions, known
+            requirements.append({"wrong": user_code.load_failure(error, source)})
+    return functions, requirements
 
 
 def with_fixed_arguments(function, source):
     """The function with the arguments that its source fixes."""
     fixed = source.get("fixed", {})
-    return (lambda **given: function(**given, **fixed)) if fixed else function
+    return (lambda **arguments: function(**arguments, **fixed)) if fixed else function
 
 
 # ---- calling
@@ -62,22 +62,22 @@ def with_fixed_arguments(function, source):
 
 def answer_call(functions, request, runner):
     """The rewards of one call, or the reason why there are none."""
-    function, given = functions[request["function"]], request["given"]
+    function, arguments = functions[request["function"]], request["given"]
     # The same draws whichever process runs the call, and whatever ran before in it.
     user_code.seed_generators(request["seed"])
     try:
-        found = function(**given)
-        if inspect.isawaitable(found):
-            found = runner.run(_awaited(found))
-        return {"values": rewards_of(found, request["count"])}
+        result = function(**arguments)
+        if inspect.isawaitable(result):
+            result = runner.run(_awaited(result))
+        return {"values": rewards_of(result, request["count"])}
     except user_code.Unusable as error:
         return {"wrong": error.args[0]}
     except BaseException as error:
         return {"raised": user_code.traceback_text(error, user_code.traceback_below(error.__traceback__, __file__))}
 
 
-async def _awaited(found):
-    return await found
+async def _awaited(awaitable):
+    return await awaitable
 
 
 def rewards_of(rewards, count):
@@ -109,8 +109,8 @@ def run_rewards(lifeline, descriptor):
     os.set_inheritable(descriptor, False)
     guard.run_guarded(lifeline, descriptor)
     parent = channel.Channel(descriptor)
-    functions, known = load_functions(pickle.loads(next_request(parent)))
-    parent.send(json.dumps({"functions": known}).encode())
+    functions, requirements = load_functions(pickle.loads(next_request(parent)))
+    parent.send(json.dumps({"functions": requirements}).encode())
     with asyncio.Runner() as runner:
         while True:
             data = next_request(parent)

@@ -27,11 +27,11 @@ def final_answer(text: str, *, cut: bool = False, strict: bool = False) -> str |
         return None if cut and not newline else line.strip()
     if strict:
         return None
-    if found := re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL):
-        inner = final_answer(found[-1]) if "\\boxed" in found[-1] else found[-1].strip()
+    if matches := re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL):
+        inner = final_answer(matches[-1]) if "\\boxed" in matches[-1] else matches[-1].strip()
         return inner or None
-    if found := list(re.finditer(r"answer is:?\s*(.+)", text, re.IGNORECASE)):
-        return _sentence(found[-1][1], cut=cut and "\n" not in text[found[-1].end() :])
+    if matches := list(re.finditer(r"answer is:?\s*(.+)", text, re.IGNORECASE)):
+        return _sentence(matches[-1][1], cut=cut and "\n" not in text[matches[-1].end() :])
     return None if cut else last_value(text)
 
 

@@ -117,22 +117,22 @@ class Rewards:
         """
         self._check(prompts, completions, columns)
         batch = _Batch(list(prompts), list(completions), {name: list(items) for name, items in columns.items()})
-        found = _Found(self.names, len(completions), self._first)
+        scores = _ScoreTable(self.names, len(completions), self._first)
         if self._pool is not None and len(completions):
-            self._call(self._pool, batch, found)
+            self._call(self._pool, batch, scores)
         for place, model in self._models.items():
             values, failed = model(batch.prompts, batch.completions)
-            found.values[:, place] = values
+            scores.values[:, place] = values
             for row, kind, text in failed:
-                found.fail(place, slice(row, row + 1), kind, text)
-        return found.scored()
+                scores.fail(place, slice(row, row + 1), kind, text)
+        return scores.scored()
 
-    def _call(self, pool: RewardPool, batch: "_Batch", found: "_Found") -> None:
+    def _call(self, pool: RewardPool, batch: "_Batch", scores: "_ScoreTable") -> None:
         calls: list[RewardCall] = []
         rows: list[slice] = []
-        for number, (place, known) in enumerate(zip(self._places, pool.about)):
-            for part in batch.parts(known["per_completion"]):
-                calls.append(batch.call(number, known, part, self.rewards[place].timeout))
+        for number, (place, requirements) in enumerate(zip(self._places, pool.about)):
+            for part in batch.parts(requirements["per_completion"]):
+                calls.append(batch.call(number, requirements, part, self.rewards[place].timeout))
                 rows.append(part)
 
         def done(at: int, answer: Answer) -> None:
@@ -140,23 +140,23 @@ class Rewards:
             if "wrong" in answer:
                 raise BadInput(f"the reward `{self.rewards[place].of}` {answer['wrong']}", hint="return one number or None for each")
             if "values" in answer:
-                found.given(place, part, answer["values"])
+                scores.put(place, part, answer["values"])
             else:
-                found.fail(place, part, *_failure(answer, calls[at]))
+                scores.fail(place, part, *_failure(answer, calls[at]))
 
         pool.run(calls, done)
 
     def _check(self, prompts: Sequence[Any], completions: Sequence[Any], columns: Mapping[str, Sequence[Any]]) -> None:
         for name, items in {"prompts": prompts, **columns}.items():
             if isinstance(items, str) or len(items) != len(completions):
-                what = "a text" if isinstance(items, str) else plural(len(items), "item")
+                count = "a text" if isinstance(items, str) else plural(len(items), "item")
                 many = plural(len(completions), "completion")
-                raise BadInput(f"`{name}` has {what} for {many}", hint="give one item for each completion")
+                raise BadInput(f"`{name}` has {count} for {many}", hint="give one item for each completion")
         for name in ("prompts", "completions"):
             if name in columns:
                 raise BadInput(f"a column `{name}` would hide the {name} from reward functions", hint="rename the column")
-        for place, known in zip(self._places, self._pool.about if self._pool else []):
-            if wrong := lacking(self.rewards[place].of, known, list(columns)):
+        for place, requirements in zip(self._places, self._pool.about if self._pool else []):
+            if wrong := lacking(self.rewards[place].of, requirements, list(columns)):
                 raise wrong
 
     def _first(self, name: str, kind: str, message: str) -> None:
@@ -177,14 +177,14 @@ class _Batch:
         count = len(self.completions)
         return [slice(i, i + 1) for i in range(count)] if per_completion else [slice(0, count)]
 
-    def call(self, number: int, known: Mapping[str, Any], part: slice, timeout: float) -> RewardCall:
+    def call(self, number: int, requirements: Mapping[str, Any], part: slice, timeout: float) -> RewardCall:
         everything = {**self.columns, "prompts": self.prompts, "completions": self.completions}
-        every = [name for name in everything if name not in GIVEN] if known["every"] else []
-        named = [name for name in everything if name in known["takes"] or name in every]
-        return RewardCall(number, part.stop - part.start, lambda: {name: everything[name][part] for name in named}, timeout)
+        every = [name for name in everything if name not in GIVEN] if requirements["every"] else []
+        names = [name for name in everything if name in requirements["takes"] or name in every]
+        return RewardCall(number, part.stop - part.start, lambda: {name: everything[name][part] for name in names}, timeout)
 
 
-class _Found:
+class _ScoreTable:
     """The rewards of a batch, as they come."""
 
     def __init__(self, names: Sequence[str], count: int, first: Callable[[str, str, str], None]):
@@ -194,7 +194,7 @@ class _Found:
         self.counts: dict[str, dict[str, int]] = {}
         self.messages: dict[str, dict[str, str]] = {}
 
-    def given(self, place: int, part: slice, values: Sequence[float | None]) -> None:
+    def put(self, place: int, part: slice, values: Sequence[float | None]) -> None:
         for i, value in enumerate(values, part.start):
             if value is None:
                 continue

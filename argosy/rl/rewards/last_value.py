@@ -64,13 +64,13 @@ class _Run(NamedTuple):
 
 def last_value(text: str) -> str | None:
     """The last number or expression of a text; None if there is none, or it is cut off."""
-    found = [run for run in _runs(text) if any(token.kind in ("number", "command") for token in run.tokens)]
-    return _value(text, found[-1]) if found else None
+    runs = [run for run in _runs(text) if any(token.kind in ("number", "command") for token in run.tokens)]
+    return _value(text, runs[-1]) if runs else None
 
 
 def _tokens(text: str) -> list[_Token]:
     """The tokens of a text, each name decided: a function or constant is a command, other names are words."""
-    found: list[_Token] = []
+    tokens: list[_Token] = []
     for match in _TOKEN.finditer(text):
         kind, token = str(match.lastgroup), match[0]
         if kind == "name":
@@ -83,8 +83,8 @@ def _tokens(text: str) -> list[_Token]:
         elif kind == "letter" and token in "aAI" and not _touches(text, match.start(), match.end()):
             kind = "word"
         kind = {"letters": "letter", "unit": "word", "other": "word"}.get(kind, kind)
-        found.append(_Token(kind, token, match.start(), match.end()))
-    return found
+        tokens.append(_Token(kind, token, match.start(), match.end()))
+    return tokens
 
 
 def _touches(text: str, start: int, end: int) -> bool:
@@ -94,14 +94,14 @@ def _touches(text: str, start: int, end: int) -> bool:
 
 def _runs(text: str) -> list[_Run]:
     runs: list[_Run] = []
-    own: list[_Token] = []
+    run: list[_Token] = []
     before, depth = "line", list[str]()
 
     def over(kind: str) -> None:
-        nonlocal own, before
-        if own:
-            runs.append(_Run(own, before, kind))
-        own, before = [], kind
+        nonlocal run, before
+        if run:
+            runs.append(_Run(run, before, kind))
+        run, before = [], kind
         depth.clear()
 
     for token in _tokens(text):
@@ -109,17 +109,17 @@ def _runs(text: str) -> list[_Run]:
         if kind in ("blank", "space"):
             continue
         if kind == "comma" and any(opened in "([" or opened == "\\{" for opened in depth):
-            own.append(token)
+            run.append(token)
         elif kind in ("word", "relation", "break", "comma") or (kind == "close" and not depth):
             over("line" if token.text == "\n" else kind)
         else:
-            if own and token.start > own[-1].end and own[-1].kind in _ENDS and kind in _BEGINS and not _follows(text, own[-1], token):
+            if run and token.start > run[-1].end and run[-1].kind in _ENDS and kind in _BEGINS and not _follows(text, run[-1], token):
                 over("word")
             if kind == "open":
                 depth.append(token.text)
             elif kind == "close":
                 depth.pop()
-            own.append(token)
+            run.append(token)
     over("line")
     return runs
 
@@ -182,8 +182,8 @@ def _unclosed(tokens: list[_Token], run: _Run) -> list[_Token] | None:
 
 def _is_arithmetic(value: str, tokens: list[_Token]) -> bool:
     """Whether numbers alone are added, subtracted or multiplied."""
-    named = [token for token in tokens if token.kind in ("letter", "command") and token.text not in _FRACTIONS]
-    if named or _SCIENTIFIC.fullmatch(value) or any(token.kind == "comma" for token in tokens):
+    symbols = [token for token in tokens if token.kind in ("letter", "command") and token.text not in _FRACTIONS]
+    if symbols or _SCIENTIFIC.fullmatch(value) or any(token.kind == "comma" for token in tokens):
         return False
     pairs = pairwise(tokens)
     return any(b.kind == "operator" and b.text not in ("^", "**", "/", ":", "_") and a.kind in _ENDS for a, b in pairs)

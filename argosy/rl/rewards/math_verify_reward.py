@@ -22,8 +22,8 @@ def math_verify(
     completion that was cut, only a box counts.
     """
     cuts = [reason == "length" for reason in finish_reasons or ["stop"] * len(completions)]
-    given = [None if right in (None, "", []) else (right, cut) for right, cut in zip(answer, cuts, strict=True)]
-    return _each(completions, given, lambda text, its: _verified(text, *its), thinking_prompts)
+    references = [None if right in (None, "", []) else (right, cut) for right, cut in zip(answer, cuts, strict=True)]
+    return _each(completions, references, lambda text, its: _verified(text, *its), thinking_prompts)
 
 
 def _verified(text: str, right: Any, cut: bool) -> float | None:

@@ -38,8 +38,8 @@ def grade(completion: str, answer: object, *, cut: bool = False, strict: bool = 
         thinking: whether the prompt has opened a thought.
     """
     text = without_thoughts(completion, thinking)
-    given = None if text is None else final_answer(text, cut=cut, strict=strict)
-    return given is not None and equal(given, reference_answer(answer))
+    final = None if text is None else final_answer(text, cut=cut, strict=strict)
+    return final is not None and equal(final, reference_answer(answer))
 
 
 def equal(a: str, b: str) -> bool:
@@ -94,14 +94,14 @@ def _prefixed(text: str) -> str:
 
 
 def _without_percent(text: str) -> tuple[str, bool]:
-    found = PERCENT.search(text)
-    return (text[: found.start()].strip(), True) if found and found.start() else (text, False)
+    match = PERCENT.search(text)
+    return (text[: match.start()].strip(), True) if match and match.start() else (text, False)
 
 
 def _without_units(text: str) -> str:
     """Without words of three letters or more behind a number."""
-    found = re.fullmatch(r"(.*\d\)?)\s+(?:[A-Za-z]{3,}|per|of)(?:\s+[A-Za-z]+)*\s*", text)
-    return found[1] if found else text
+    match = re.fullmatch(r"(.*\d\)?)\s+(?:[A-Za-z]{3,}|per|of)(?:\s+[A-Za-z]+)*\s*", text)
+    return match[1] if match else text
 
 
 def _squeezed(text: str) -> str:
@@ -124,13 +124,13 @@ def _parts_equal(a: str, b: str) -> bool:
 
 def _matched(xs: list[str], ys: list[str]) -> bool:
     """Whether two sets are equal, in any order."""
-    left = list(ys)
+    remaining = list(ys)
     for x in xs:
-        found = next((i for i, y in enumerate(left) if equal(x, y)), None)
-        if found is None:
+        index = next((i for i, y in enumerate(remaining) if equal(x, y)), None)
+        if index is None:
             return False
-        del left[found]
-    return not left
+        del remaining[index]
+    return not remaining
 
 
 def _parts(text: str, separator: str) -> tuple[str, list[str], str]:
@@ -166,10 +166,10 @@ def _encloses(text: str) -> bool:
 
 
 def _matrix(text: str) -> list[list[str]]:
-    found = re.fullmatch(r"\s*\\begin\{([pbvB]?matrix)\}(.*)\\end\{\1\}\s*", text, re.DOTALL)
-    if not found:
+    match = re.fullmatch(r"\s*\\begin\{([pbvB]?matrix)\}(.*)\\end\{\1\}\s*", text, re.DOTALL)
+    if not match:
         return []
-    rows = [row for row in re.split(r"\\\\", found[2]) if row.strip()]
+    rows = [row for row in re.split(r"\\\\", match[2]) if row.strip()]
     return [[cell.strip() for cell in row.split("&")] for row in rows]
 
 
@@ -185,6 +185,6 @@ def _by_value(a: str, b: str) -> bool:
 
 def _same_equation(a: str, b: str) -> bool:
     """Whether two equations say the same: their sides differ by the same function up to a factor."""
-    one, other = (values(f"({left})-({right})") for left, right in (a.split("="), b.split("=")))
-    ratios = [complex(x) / complex(y) for x, y in zip(one, other) if y]
-    return len(ratios) == len(one) and ratios[0] != 0 and all(nearly_equal(ratio, ratios[0]) for ratio in ratios)
+    first, second = (values(f"({left})-({right})") for left, right in (a.split("="), b.split("=")))
+    ratios = [complex(x) / complex(y) for x, y in zip(first, second) if y]
+    return len(ratios) == len(first) and ratios[0] != 0 and all(nearly_equal(ratio, ratios[0]) for ratio in ratios)

@@ -28,8 +28,8 @@ class ModelReward:
         lm = load(folder)
         scores = getattr(lm.config, "scored", 0)
         if scores != 1:
-            what = f"gives {scores} scores, not one" if scores else "has no head of scores"
-            raise BadInput(f"the reward model `{reward.of}` {what}", hint="`argosy train reward model=FOLDER` trains one")
+            problem = f"gives {scores} scores, not one" if scores else "has no head of scores"
+            raise BadInput(f"the reward model `{reward.of}` {problem}", hint="`argosy train reward model=FOLDER` trains one")
         return cls(lm)
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any]) -> tuple[np.ndarray, list[tuple[int, str, str]]]:

@@ -73,7 +73,7 @@ class RewardPool:
     """`workers` processes, each with all functions loaded."""
 
     def __init__(self, functions: Sequence[Mapping[str, Any]], workers: int):
-        self._functions = [dict(one) for one in functions]
+        self._functions = [dict(source) for source in functions]
         self._path = [os.getcwd(), *(entry for entry in sys.path if entry)]
         self._workers = workers
         self._lock = Lock()
@@ -98,13 +98,13 @@ class RewardPool:
         with self._lock:
             self._start()
             try:
-                while waiting or any(one.call != -1 for one in self._processes):
+                while waiting or any(worker.call != -1 for worker in self._processes):
                     self._hand_out(calls, waiting)
                     for number, answer in self._arrived():
                         answers[number] = answer
                         done(number, answer)
                     # Before work starts all are needed; later, one that loads may do so beside what follows.
-                    if calls and not waiting and all(one.call in (None, -1) for one in self._processes):
+                    if calls and not waiting and all(worker.call in (None, -1) for worker in self._processes):
                         break
             except BaseException:
                 _end_all(self._processes, os.getpid())
@@ -120,45 +120,45 @@ class RewardPool:
             self._processes.append(_started(self._functions, self._path))
 
     def _hand_out(self, calls: Sequence[RewardCall], waiting: deque[int]) -> None:
-        for place, one in enumerate(self._processes):
-            if one.call != -1 or not waiting:
+        for place, worker in enumerate(self._processes):
+            if worker.call != -1 or not waiting:
                 continue
             call = calls[waiting[0]]
             try:
-                one.send({"function": call.function, "count": call.count, "given": call.arguments()})
+                worker.send({"function": call.function, "count": call.count, "given": call.arguments()})
             except BrokenPipeError:
                 # It died while it had nothing to do, so the call has not begun.
                 self._replace(place)
                 continue
-            one.call, one.until = waiting.popleft(), time.monotonic() + call.timeout
+            worker.call, worker.until = waiting.popleft(), time.monotonic() + call.timeout
 
     def _arrived(self) -> list[tuple[int, Answer]]:
         """Waits for a message, a death or the end of somebody's time, and returns the answers among them."""
-        busy = {one.process.fileno(): place for place, one in enumerate(self._processes) if one.call != -1}
+        busy = {worker.process.fileno(): place for place, worker in enumerate(self._processes) if worker.call != -1}
         if not busy:
             return []
-        left = min(self._processes[place].until for place in busy.values()) - time.monotonic()
-        ready = ready_to_read(list(busy), min(left, LOOK_S))
-        found: list[tuple[int, Answer]] = []
+        remaining = min(self._processes[place].until for place in busy.values()) - time.monotonic()
+        ready = ready_to_read(list(busy), min(remaining, LOOK_S))
+        answers: list[tuple[int, Answer]] = []
         for number, place in busy.items():
-            one, answer = self._processes[place], None
+            worker, answer = self._processes[place], None
             try:
-                if number in ready or one.process.is_over:
-                    answer = None if (message := one.process.arrived()) is None else json.loads(message)
+                if number in ready or worker.process.is_over:
+                    answer = None if (message := worker.process.arrived()) is None else json.loads(message)
             except EOFError:
                 answer = self._ended(place)
             else:
-                if answer is None and time.monotonic() > one.until:
+                if answer is None and time.monotonic() > worker.until:
                     answer = self._late(place)
             if answer is None:
                 continue
             if "functions" in answer:
                 self._loaded(answer["functions"])
-                one.call = -1
+                worker.call = -1
                 continue
-            found.append((one.call if one.call is not None else -1, answer))
-            one.call = -1
-        return found
+            answers.append((worker.call if worker.call is not None else -1, answer))
+            worker.call = -1
+        return answers
 
     def _loaded(self, about: list[dict[str, Any]]) -> None:
         self.about = self.about or about
@@ -169,27 +169,28 @@ class RewardPool:
 
     def _ended(self, place: int) -> Answer:
         loading = self._processes[place].call is None
-        how = self._replace(place, start=not loading)
+        cause = self._replace(place, start=not loading)
         if loading:
-            names = ", ".join(f"`{one['of']}`" for one in self._functions)
-            raise ArgosyError(f"a process ended while it loaded {names}: {how}", hint="it was killed, or a module ends the interpreter")
-        return {"died": how}
+            names = ", ".join(f"`{source['of']}`" for source in self._functions)
+            problem = f"a process ended while it loaded {names}: {cause}"
+            raise ArgosyError(problem, hint="it was killed, or a module ends the interpreter")
+        return {"died": cause}
 
     def _late(self, place: int) -> Answer:
         loading = self._processes[place].call is None
         self._replace(place, start=not loading)
         if loading:
-            names = ", ".join(f"`{one['of']}`" for one in self._functions)
+            names = ", ".join(f"`{source['of']}`" for source in self._functions)
             raise ArgosyError(f"loading {names} takes more than {LOADING_S:g} s")
         return {"timed_out": True}
 
     def _replace(self, place: int, start: bool = True) -> str:
-        how = self._processes[place].end()
+        cause = self._processes[place].end()
         if start:
             self._processes[place] = _started(self._functions, self._path)
         else:
             del self._processes[place]
-        return how
+        return cause
 
 
 def _started(functions: Sequence[Mapping[str, Any]], path: Sequence[str]) -> _Worker:

@@ -57,8 +57,8 @@ def source_of(reward: RewardSettings) -> dict[str, Any] | Path:
 
 def _builtin(of: str, timeout: float) -> dict[str, Any]:
     if of == "math_verify" and find_spec("math_verify") is None:
-        what = "the reward `math_verify` needs the library of that name"
-        raise BadInput(what, hint=f"{install_extra('maths')}; or use `maths`")
+        problem = "the reward `math_verify` needs the library of that name"
+        raise BadInput(problem, hint=f"{install_extra('maths')}; or use `maths`")
     if of == "code" and (reasons := available()):
         raise Unsupported(f"the reward `code` cannot run code here: {'; '.join(reasons)}", hint="it needs Linux with Landlock")
     module, _, function = REWARDS._items[of].partition(":")
@@ -75,8 +75,8 @@ def text_of_file(place: str, of: str, noun: str = "reward") -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        beside = [file.name for file in path.parent.glob("*.py")] if path.parent.is_dir() else []
-        hint = nearest(path.name, beside) if beside else f"the working directory is {os.getcwd()}"
+        siblings = [file.name for file in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        hint = nearest(path.name, siblings) if siblings else f"the working directory is {os.getcwd()}"
         raise BadInput(f"no file `{path}` for the {noun} `{of}`", hint=hint) from None
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror or str(error) if isinstance(error, OSError) else "it is not UTF-8 text"
@@ -117,10 +117,10 @@ def check_functions(sources: Sequence[dict[str, Any]], about: Sequence[dict[str,
         BadInput, SettingsError: a function cannot be loaded, or needs a missing column.
     """
     mistakes: list[UserError] = []
-    for source, known in zip(sources, about, strict=True):
-        if "wrong" in known:
-            mistakes.append(_not_usable(source, known["wrong"]))
-        elif wrong := lacking(source["of"], known, columns):
+    for source, requirements in zip(sources, about, strict=True):
+        if "wrong" in requirements:
+            mistakes.append(_not_usable(source, requirements["wrong"]))
+        elif wrong := lacking(source["of"], requirements, columns):
             mistakes.append(wrong)
     raise_mistakes(mistakes)
 
@@ -128,24 +128,25 @@ def check_functions(sources: Sequence[dict[str, Any]], about: Sequence[dict[str,
 def _not_usable(source: dict[str, Any], wrong: dict[str, Any]) -> UserError:
     of, place = source["of"], source.get("file") or source["module"]
     if "missing" in wrong:
-        named = source["function"]
-        return BadInput(f"no function `{named}` for the reward `{of}`", where=f"in {place}", hint=nearest(named, wrong["missing"]))
+        function = source["function"]
+        hint = nearest(function, wrong["missing"])
+        return BadInput(f"no function `{function}` for the reward `{of}`", where=f"in {place}", hint=hint)
     if "line" in wrong:
         line = f": {wrong['line']}" if wrong["line"] else ""
         return BadInput(f"the reward `{of}` cannot be loaded: {wrong['what']}", where=f"{wrong['where']}{line}")
     return BadInput(wrong["what"], where=f"in {place}", hint=wrong.get("hint"))
 
 
-def lacking(of: str, known: dict[str, Any], columns: Sequence[str] | None) -> BadInput | None:
+def lacking(of: str, requirements: dict[str, Any], columns: Sequence[str] | None) -> BadInput | None:
     """The error of a function that does not take completions, or needs a missing column; None if it is usable."""
-    if not known["every"] and "completions" not in known["takes"]:
+    if not requirements["every"] and "completions" not in requirements["takes"]:
         hint = "def reward(completions, **columns), or with `prompts` and columns by name"
         return BadInput(f"the reward `{of}` has no parameter `completions`", hint=hint)
     if columns is None:
         return None
-    missing = [name for name in known["needs"] if name not in ("prompts", "completions", *columns)]
+    missing = [name for name in requirements["needs"] if name not in ("prompts", "completions", *columns)]
     if not missing:
         return None
-    own = [name for name in columns if name not in GIVEN]
-    there = f"the columns are {', '.join(own)}" if own else "the data have no other columns than the prompt"
+    data_columns = [name for name in columns if name not in GIVEN]
+    there = f"the columns are {', '.join(data_columns)}" if data_columns else "the data have no other columns than the prompt"
     return BadInput(f"the reward `{of}` needs {' and '.join(f'`{name}`' for name in missing)}", hint=there)

@@ -44,11 +44,11 @@ def text_with_thoughts(tokenizer: Any, tokens: Sequence[int]) -> str:
     stream, parser = tokenizer.stream(marks=marks), ChannelParser()
     text = "".join(stream.push(token) for token in tokens) + stream.end()
     pieces = parser.push(text), parser.end()
-    thought, said = ("".join(parts) for parts in zip(*pieces))
+    thought, answer = ("".join(parts) for parts in zip(*pieces))
     opening, closing = MARKS[0]
     if not thought:
-        return said
-    return f"{opening}{thought}{closing}{said}" if parser.over else f"{opening}{thought}"
+        return answer
+    return f"{opening}{thought}{closing}{answer}" if parser.over else f"{opening}{thought}"
 
 
 def opens_thought(tokenizer: object, prompt: Sequence[int]) -> bool:

@@ -119,8 +119,8 @@ class RolloutBatches(Batches):
         self.signal, self.prompts, self.held_out = signal, signal.prompts, signal.held_out
         self.rollout, self.shape, self.sizes = signal.rollout, signal.shape, signal.shape.sizes
         settings = {name: value for name, value in dict(self.rollout).items() if name not in PLACEMENT}
-        made = repr({**signal.identity, "rollout": settings})
-        self.fingerprint = self.prompts.fingerprint | {"prompts": len(self.prompts), "batch": signal.batch, "made": made}
+        identity = repr({**signal.identity, "rollout": settings})
+        self.fingerprint = self.prompts.fingerprint | {"prompts": len(self.prompts), "batch": signal.batch, "made": identity}
         # Nominal: what is computed depends on the lengths of the completions.
         self.tokens_per_batch = self.shape.sequence * signal.batch // self.rollout.minibatches
         self.queue: list[RolloutBatch] = []
@@ -171,9 +171,9 @@ class RolloutBatches(Batches):
     def __next__(self) -> Any:
         if not self.queue:
             raise StopIteration
-        made = self.queue.pop(0)
-        self.tokens += sum(int(np.sum(part["segments"] > 0)) for part in made.parts)
-        return RolloutBatch(made.parts, made.numbers | {"tokens": self.tokens})
+        batch = self.queue.pop(0)
+        self.tokens += sum(int(np.sum(part["segments"] > 0)) for part in batch.parts)
+        return RolloutBatch(batch.parts, batch.numbers | {"tokens": self.tokens})
 
     def position(self) -> dict[str, Any]:
         """The position of the batches. Waits for the rollouts that are being sampled ahead."""
@@ -181,8 +181,8 @@ class RolloutBatches(Batches):
         return position | {"ahead": stored_rollouts(self.ahead.settled())[1]}
 
     def seek(self, position: dict[str, Any]) -> None:
-        found = whole_numbers({name: position[name] for name in NUMBERS}, NUMBERS)
-        self.place, self.number, self.tokens = found.values()
+        numbers = whole_numbers({name: position[name] for name in NUMBERS}, NUMBERS)
+        self.place, self.number, self.tokens = numbers.values()
         self.queue, self.waiting = [], list(position.get("waiting", ()))
         # What is being sampled for another position is given up, and its thread ends.
         self.closing = True
@@ -213,13 +213,13 @@ class RolloutBatches(Batches):
         limit = None if steps is None else -(-steps // updates)
         place = rollouts = 0
         # Prompts after as many rollouts as there are steps for.
-        drawn = None if limit is None else 0
+        prompts_seen = None if limit is None else 0
         while most is not None or (limit is not None and rollouts < limit):
             count = self.signal.records(rollouts)
             if most is not None and place + count > most:
                 break
             place, rollouts = place + count, rollouts + 1
-            drawn = place if limit is None or rollouts <= limit else drawn
+            prompts_seen = place if limit is None or rollouts <= limit else prompts_seen
         ends = None if most is None else rollouts * updates
         tail = most - place if most is not None and ends is not None and (steps is None or steps >= ends) else 0
         names = self.prompts.special_names
@@ -227,7 +227,7 @@ class RolloutBatches(Batches):
             self.prompts.source,
             format="prompt",
             documents=len(self.prompts),
-            epochs=None if drawn is None else drawn / len(self.prompts),
+            epochs=None if prompts_seen is None else prompts_seen / len(self.prompts),
             held_out_documents=len(self.held_out) if self.held_out is not None else 0,
             ends_after=ends,
             special_documents=sum(names.values()),
@@ -247,16 +247,16 @@ class RolloutBatches(Batches):
     def next_updates(self, state: Any) -> list[RolloutBatch]:
         """The updates of the next rollout. If it raises, the position is unchanged."""
         if not self.rollout.ahead:
-            made = self.collected((self.trainer.weights(state), self.number))
+            rollout = self.collected((self.trainer.weights(state), self.number))
         else:
             if not len(self.ahead):
                 self.ahead.submit((self.trainer.weights(state), self.number))
-            made = self.ahead.take()
+            rollout = self.ahead.take()
             # While the update runs, the next ones are sampled with the weights from before it.
             while len(self.ahead) < self.rollout.ahead:
                 self.ahead.submit((self.trainer.weights(state), self.number))
-        self.number, self.place = made.number + 1, made.place
-        return self.signal.updates(state, made)
+        self.number, self.place = rollout.number + 1, rollout.place
+        return self.signal.updates(state, rollout)
 
     def collected(self, position: tuple[Any, int]) -> SampledRollout:
         """Samples a rollout; with `rollout.ahead` in a thread of its own.

@@ -147,7 +147,7 @@ class Trajectory:
         all turns.
         """
         if self.played is not None and not isinstance(self.prompt.content, str):
-            return [{name: item for name, item in one.items() if name != "reward"} for one in self.played.turns]
+            return [{name: item for name, item in turn.items() if name != "reward"} for turn in self.played.turns]
         return self.text if isinstance(self.prompt.content, str) else [{"role": "assistant", "content": self.text}]
 
 
@@ -171,14 +171,18 @@ def sample_trajectories(
     Raises:
         Interrupted: `interrupted` returned True.
     """
-    how, asked = SamplingRequest(most, sampling, seed, ignore_eos), [one.tokens for one in prompts]
-    found = sample_completions(lm, asked, how, interrupted) if isinstance(lm, LM) else lm.drawn(asked, how, interrupted)
+    request, token_ids = SamplingRequest(most, sampling, seed, ignore_eos), [prompt.tokens for prompt in prompts]
+    if isinstance(lm, LM):
+        completions = sample_completions(lm, token_ids, request, interrupted)
+    else:
+        completions = lm.drawn(token_ids, request, interrupted)
     answers: list[Trajectory] = []
-    for prompt, one in zip(prompts, found, strict=True):
-        shown = one.tokens[:-1] if one.ended else one.tokens
-        text = text_with_thoughts(lm.tokenizer, shown) if lm.tokenizer is not None else " ".join(map(str, shown))
+    for prompt, completion in zip(prompts, completions, strict=True):
+        visible = completion.tokens[:-1] if completion.ended else completion.tokens
+        text = text_with_thoughts(lm.tokenizer, visible) if lm.tokenizer is not None else " ".join(map(str, visible))
         thinking = opens_thought(lm.tokenizer, prompt.tokens)
-        answers.append(Trajectory(prompt, one.tokens, [True] * len(one.tokens), one.logprobs, one.ended, text, thinking=thinking))
+        tokens, logprobs = completion.tokens, completion.logprobs
+        answers.append(Trajectory(prompt, tokens, [True] * len(tokens), logprobs, completion.ended, text, thinking=thinking))
     return answers
 
 
@@ -194,12 +198,15 @@ def sample_completions(
         Interrupted: `interrupted` returned True between two steps.
     """
     ends = frozenset[int]() if sampling.ignore_eos else frozenset(lm.stops())
-    asked = [Request(list(one), sampling.most, sampling.sampling, ends, sampling.seed, row) for row, one in enumerate(prompts, first)]
-    engine = lm.engine([len(one) + sampling.most for one in prompts])
+    requests = [
+        Request(list(prompt), sampling.most, sampling.sampling, ends, sampling.seed, row)
+        for row, prompt in enumerate(prompts, first)
+    ]
+    engine = lm.engine([len(prompt) + sampling.most for prompt in prompts])
     answers = [SampledCompletion() for _ in prompts]
     rows: dict[int, int] = {}
     try:
-        for row, request in enumerate(asked):
+        for row, request in enumerate(requests):
             rows[engine.add(request)] = row
         while engine.busy:
             if interrupted():

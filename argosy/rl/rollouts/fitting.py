@@ -34,14 +34,14 @@ def next_that_fit(
     out: list[K] = []
     begin = place
     while len(out) < count:
-        found = prompts(place, count - len(out))
-        if not found:
+        candidates = prompts(place, count - len(out))
+        if not candidates:
             raise PromptsExhausted("the epochs of the prompts are over")
-        place += len(found)
-        out += fit(found)
+        place += len(candidates)
+        out += fit(candidates)
         if place - begin - len(out) > most:
-            what = f"no prompt to learn from has at most {longest} tokens, data.sequence - rollout.tokens"
-            raise BadInput(what, hint="raise data.sequence, or lower rollout.tokens")
+            problem = f"no prompt to learn from has at most {longest} tokens, data.sequence - rollout.tokens"
+            raise BadInput(problem, hint="raise data.sequence, or lower rollout.tokens")
     return out, place
 
 
@@ -68,18 +68,18 @@ def check_sizes(batch: int, rollout: Rollout, shape: PartShape, most: int | None
     n = rollout.completions
     if batch % (n * rollout.minibatches):
         by = f" and {rollout.minibatches} updates" if rollout.minibatches > 1 else ""
-        what = f"data.batch = {batch} answers do not divide into groups of {n}{by}"
-        mistakes.append(BadInput(what, hint=f"make it a multiple of {n * rollout.minibatches}"))
+        problem = f"data.batch = {batch} answers do not divide into groups of {n}{by}"
+        mistakes.append(BadInput(problem, hint=f"make it a multiple of {n * rollout.minibatches}"))
     if shape.sequence <= rollout.tokens:
         mistakes.append(no_room(shape.sequence, rollout.tokens))
     if most is not None and most < prompts:
-        what = f"data.epochs: {most} prompts are fewer than the {prompts} of a rollout"
-        mistakes.append(BadInput(what, hint="raise data.epochs, or lower data.batch"))
+        problem = f"data.epochs: {most} prompts are fewer than the {prompts} of a rollout"
+        mistakes.append(BadInput(problem, hint="raise data.epochs, or lower data.batch"))
     raise_mistakes(mistakes)
 
 
 def no_room(sequence: int, tokens: int) -> BadInput:
     """The mistake of rows that hold no prompt before a completion of so many tokens."""
-    what = f"data.sequence = {sequence} has no room for a prompt before an answer of {tokens} tokens"
+    problem = f"data.sequence = {sequence} has no room for a prompt before an answer of {tokens} tokens"
     hint = f"rollout.tokens={max(1, sequence // 2)}, or a longer data.sequence, at most the model's context"
-    return BadInput(what, where="rollout.tokens", hint=hint)
+    return BadInput(problem, where="rollout.tokens", hint=hint)

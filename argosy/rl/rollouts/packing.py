@@ -81,8 +81,8 @@ class PackedPart:
             columns: arrays [B L] over all completions, by name.
         """
         there = (self.owners >= 0)[:, None]
-        own = {name: np.where(there, values[self.owners], np.zeros((), values.dtype)) for name, values in columns.items()}
-        return {**self.rows, **own}
+        filled_columns = {name: np.where(there, values[self.owners], np.zeros((), values.dtype)) for name, values in columns.items()}
+        return {**self.rows, **filled_columns}
 
     def spread(self, values: np.ndarray, out: np.ndarray) -> None:
         """Scatters the values of this part's places [S ...] to the completions they belong to.
@@ -128,11 +128,11 @@ def pack_trajectories(
         sizes = np.minimum(room[list(numbers)], shape.sequence)
     ways = [best_fit_bins(sizes, shape.sequence)]
     if shape.shared:
-        asked = [tuple(answers[i].prompt.tokens) for i in numbers]
-        said = np.array([len(answers[i].tokens) for i in numbers], np.int64)
+        prompt_tokens = [tuple(answers[i].prompt.tokens) for i in numbers]
+        lengths = np.array([len(answers[i].tokens) for i in numbers], np.int64)
         # Whole groups waste what is left of a row, other ways repeat prompts: which one needs fewer parts depends on the lengths.
-        alone = [sorted(row, key=lambda i: asked[i]) for row in ways[0]]
-        ways = [rows_of_groups(asked, said, shape.sequence), rows_in_order(asked, said, shape.sequence), alone]
+        alone = [sorted(row, key=lambda i: prompt_tokens[i]) for row in ways[0]]
+        ways = [rows_of_groups(prompt_tokens, lengths, shape.sequence), rows_in_order(prompt_tokens, lengths, shape.sequence), alone]
     rows = min(([[numbers[i] for i in row] for row in way] for way in ways), key=lambda rows: len(list(rows_by_part(rows, shape))))
     return [packed_part(answers, shape, part) for part in rows_by_part(rows, shape)]
 
@@ -145,68 +145,68 @@ def best_fit_bins(sizes: np.ndarray, room: int) -> list[list[int]]:
     """
     bin_of = best_fit_decreasing(sizes, room)
     bins: list[list[int]] = [[] for _ in range(int(bin_of.max(initial=-1)) + 1)]
-    for item, own in enumerate(bin_of.tolist()):
-        bins[own].append(item)
+    for item, number in enumerate(bin_of.tolist()):
+        bins[number].append(item)
     return bins
 
 
 Prompts = Sequence[tuple[int, ...]]
 
 
-def rows_of_groups(prompts: Prompts, said: np.ndarray, room: int) -> list[list[int]]:
+def rows_of_groups(prompts: Prompts, lengths: np.ndarray, room: int) -> list[list[int]]:
     """The indices of the completions of each row, by best fit. A row's group has as many completions as fit beside their prompt.
 
     Args:
         prompts: the prompt of each completion.
-        said: the number of tokens of each completion.
+        lengths: the number of tokens of each completion.
         room: tokens of a row.
     """
     families, sizes = list[list[int]](), list[int]()
-    for prompt, own in by_prompt(prompts).items():
+    for prompt, members in by_prompt(prompts).items():
         # Each with the prompt's last token, after the others.
-        for row in best_fit_bins(said[own] + 1, room - len(prompt) + 1):
-            families.append([own[i] for i in row])
-            sizes.append(len(prompt) - 1 + int(sum(said[i] + 1 for i in families[-1])))
+        for row in best_fit_bins(lengths[members] + 1, room - len(prompt) + 1):
+            families.append([members[i] for i in row])
+            sizes.append(len(prompt) - 1 + int(sum(lengths[i] + 1 for i in families[-1])))
     return [[i for family in row for i in families[family]] for row in best_fit_bins(np.array(sizes, np.int64), room)]
 
 
-def rows_in_order(prompts: Prompts, said: np.ndarray, room: int) -> list[list[int]]:
+def rows_in_order(prompts: Prompts, lengths: np.ndarray, room: int) -> list[list[int]]:
     """The indices of the completions of each row, filled in order. A group that does not fit continues in the next row, with another
     copy of its prompt. The arguments are those of `rows_of_groups`.
     """
-    rows, left = list[list[int]](), 0
-    for prompt, own in by_prompt(prompts).items():
+    rows, remaining = list[list[int]](), 0
+    for prompt, members in by_prompt(prompts).items():
         begun = False
-        for i in sorted(own, key=lambda i: -said[i]):
-            size = int(said[i]) + 1 + (0 if begun else len(prompt) - 1)
-            if size > left:
+        for i in sorted(members, key=lambda i: -lengths[i]):
+            size = int(lengths[i]) + 1 + (0 if begun else len(prompt) - 1)
+            if size > remaining:
                 rows.append([])
-                size, left = int(said[i]) + len(prompt), room
+                size, remaining = int(lengths[i]) + len(prompt), room
             rows[-1].append(i)
-            left, begun = left - size, True
+            remaining, begun = remaining - size, True
     return rows
 
 
 def by_prompt(prompts: Prompts) -> dict[tuple[int, ...], list[int]]:
-    found: dict[tuple[int, ...], list[int]] = {}
+    groups: dict[tuple[int, ...], list[int]] = {}
     for i, prompt in enumerate(prompts):
-        found.setdefault(prompt, []).append(i)
-    return found
+        groups.setdefault(prompt, []).append(i)
+    return groups
 
 
 def rows_by_part(rows: Sequence[list[int]], shape: PartShape) -> Iterator[list[list[int]]]:
     """Groups rows into parts. Yields, for each part, the indices of the completions of each of its rows."""
     part: list[list[int]] = []
-    held = 0
+    count = 0
     for row in rows:
         begin = 0
         while begin < len(row):
-            if len(part) == shape.rows or held == shape.answers:
+            if len(part) == shape.rows or count == shape.answers:
                 yield part
-                part, held = [], 0
+                part, count = [], 0
             # A row of very short answers may have more of them than there are places left: the rest is a row of the next part.
-            piece = row[begin : begin + shape.answers - held]
-            part, held, begin = [*part, piece], held + len(piece), begin + len(piece)
+            piece = row[begin : begin + shape.answers - count]
+            part, count, begin = [*part, piece], count + len(piece), begin + len(piece)
     if part:
         yield part
 
@@ -224,7 +224,7 @@ def packed_part(answers: Sequence[Trajectory], shape: PartShape, rows: list[list
     places, ends = np.zeros((shape.answers, shape.longest), np.int32), np.zeros(shape.answers, np.int32)
     owners = np.full(shape.answers, -1, np.int32)
     slot = 0
-    for row, own in enumerate(rows):
+    for row, members in enumerate(rows):
         at = segment = 0
 
         def put(ids: Sequence[int], prefix: int = 0, position: int = 0, row: int = row) -> None:
@@ -236,34 +236,34 @@ def packed_part(answers: Sequence[Trajectory], shape: PartShape, rows: list[list
             positions[row, here] = position + np.arange(len(ids))
             at += len(ids)
 
-        for family in prompt_families([answers[number].prompt.tokens for number in own], shape.shared):
-            asked = answers[own[family[0]]].prompt.tokens
+        for family in prompt_families([answers[number].prompt.tokens for number in members], shape.shared):
+            prompt = answers[members[family[0]]].prompt.tokens
             # A prompt of one token is repeated whole.
-            shared = len(asked) - 1 if len(family) > 1 else 0
+            shared = len(prompt) - 1 if len(family) > 1 else 0
             if shared:
-                put(asked[:-1])
+                put(prompt[:-1])
             prefix = segment if shared else 0
             for i in family:
-                answer, length = answers[own[i]], len(answers[own[i]].tokens)
+                answer, length = answers[members[i]], len(answers[members[i]].tokens)
                 # The target of the prompt's last token is the first of the answer.
-                begin = row * shape.sequence + at + len(asked) - shared - 1
+                begin = row * shape.sequence + at + len(prompt) - shared - 1
                 places[slot, :length], ends[slot] = begin + np.arange(length), begin + length
-                owners[slot] = own[i]
-                put([*asked[shared:], *answer.tokens], prefix, shared)
+                owners[slot] = members[i]
+                put([*prompt[shared:], *answer.tokens], prefix, shared)
                 slot += 1
-    made = {"tokens": tokens, "targets": targets, "segments": segments, "places": places, "ends": ends}
-    return PackedPart(made | ({"prefixes": prefixes, "positions": positions} if shape.shared else {}), owners)
+    columns = {"tokens": tokens, "targets": targets, "segments": segments, "places": places, "ends": ends}
+    return PackedPart(columns | ({"prefixes": prefixes, "positions": positions} if shape.shared else {}), owners)
 
 
 def prompt_families(prompts: Sequence[Sequence[int]], shared: bool) -> list[list[int]]:
     """Groups neighboring indices that have the same prompt. Each index stays alone where prompts are not shared."""
-    found: list[list[int]] = []
+    families: list[list[int]] = []
     for i, prompt in enumerate(prompts):
         if shared and i and list(prompt) == list(prompts[i - 1]):
-            found[-1].append(i)
+            families[-1].append(i)
         else:
-            found.append([i])
-    return found
+            families.append([i])
+    return families
 
 
 def density(parts: Sequence[Batch]) -> float:
@@ -279,19 +279,19 @@ def shared_share(parts: Sequence[PackedPart], answers: Sequence[Trajectory]) -> 
 
 def stored_batches(experiences: Sequence[RolloutBatch]) -> tuple[dict[str, np.ndarray], list[dict[str, Any]]]:
     """Batches as arrays by name, and their other data as JSON. Parts that several batches share, as epochs do, are stored once."""
-    own: dict[int, int] = {}
+    numbers: dict[int, int] = {}
     arrays: dict[str, np.ndarray] = {}
-    for one in experiences:
-        if id(one.parts) not in own and one.parts:
-            own[id(one.parts)] = len(own)
-            arrays |= {f"{own[id(one.parts)]}.{name}": np.stack([part[name] for part in one.parts]) for name in one.parts[0]}
-    return arrays, [{"numbers": one.numbers, "parts": own.get(id(one.parts))} for one in experiences]
+    for batch in experiences:
+        if id(batch.parts) not in numbers and batch.parts:
+            numbers[id(batch.parts)] = len(numbers)
+            arrays |= {f"{numbers[id(batch.parts)]}.{name}": np.stack([part[name] for part in batch.parts]) for name in batch.parts[0]}
+    return arrays, [{"numbers": batch.numbers, "parts": numbers.get(id(batch.parts))} for batch in experiences]
 
 
 def restored_batches(arrays: dict[str, np.ndarray], described: Sequence[dict[str, Any]]) -> list[RolloutBatch]:
     """The inverse of `stored_batches`."""
-    held: dict[int | None, list[Batch]] = {None: []}
+    parts: dict[int | None, list[Batch]] = {None: []}
     for number in sorted({int(name.partition(".")[0]) for name in arrays}):
-        own = {name.partition(".")[2]: np.asarray(a) for name, a in arrays.items() if name.startswith(f"{number}.")}
-        held[number] = [{name: a[i] for name, a in own.items()} for i in range(len(next(iter(own.values()))))]
-    return [RolloutBatch(held[one["parts"]], dict(one["numbers"])) for one in described]
+        columns = {name.partition(".")[2]: np.asarray(a) for name, a in arrays.items() if name.startswith(f"{number}.")}
+        parts[number] = [{name: a[i] for name, a in columns.items()} for i in range(len(next(iter(columns.values()))))]
+    return [RolloutBatch(parts[description["parts"]], dict(description["numbers"])) for description in described]

@@ -61,9 +61,9 @@ class Prefetch(Generic[In, Out]):
 
     def put_back(self, done: Sequence[Out]) -> None:
         """Appends results to the queue, as if their tasks had been submitted."""
-        for one in done:
+        for result in done:
             piece: Future[Out] = Future()
-            piece.set_result(one)
+            piece.set_result(result)
             self._pieces.append(piece)
 
     def close(self) -> None:
@@ -75,17 +75,17 @@ class Prefetch(Generic[In, Out]):
             self._thread = None
 
     def _run(self) -> None:
-        while (found := self._waiting.get()) is not None:
-            what, piece = found
+        while (entry := self._waiting.get()) is not None:
+            task, piece = entry
             if self._failed:
                 piece.set_exception(RuntimeError("closed, or an earlier piece failed"))
                 continue
             try:
-                done = self.do(what)
+                done = self.do(task)
             except BaseException as error:
                 self._failed = True
                 piece.set_exception(error)
             else:
                 piece.set_result(done)
             # The weights of a rollout are not kept until the next one comes.
-            del what, piece, found
+            del task, piece, entry

@@ -151,13 +151,13 @@ class ScoredTrajectories:
         both = None if greedy is None or self.greedy is None else np.concatenate([self.greedy, greedy])
         return ScoredTrajectories([*self.answers, *answers], np.concatenate([self.rewards, rewards]), both)
 
-    def groups(self, kept: Sequence[int], size: int) -> "ScoredTrajectories":
+    def groups(self, indices: Sequence[int], size: int) -> "ScoredTrajectories":
         """A selection of the groups.
 
         Args:
-            kept: indices of the groups to keep.
+            indices: indices of the groups to keep.
             size: completions of a group.
         """
-        rows = [g * size + i for g in kept for i in range(size)]
-        greedy = None if self.greedy is None else self.greedy[list(kept)]
+        rows = [g * size + i for g in indices for i in range(size)]
+        greedy = None if self.greedy is None else self.greedy[list(indices)]
         return ScoredTrajectories([self.answers[row] for row in rows], self.rewards[rows], greedy)

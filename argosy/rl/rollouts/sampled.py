@@ -41,34 +41,37 @@ class SampledRollout:
 def stored_rollouts(rollouts: Sequence[SampledRollout]) -> tuple[dict[str, np.ndarray], list[dict[str, Any]]]:
     """Rollouts as arrays by name, and their other data as JSON. Prompts are stored as their places."""
     arrays: dict[str, np.ndarray] = {}
-    told: list[dict[str, Any]] = []
-    for i, one in enumerate(rollouts):
-        answers, found = one.trajectories.answers, one.trajectories
+    records: list[dict[str, Any]] = []
+    for i, rollout in enumerate(rollouts):
+        answers, trajectories = rollout.trajectories.answers, rollout.trajectories
         lengths = [len(answer.tokens) for answer in answers]
         tokens = {name: np.concatenate([np.asarray(getattr(a, name), dtype) for a in answers]) for name, dtype in OF_TOKENS.items()}
-        greedy = {} if found.greedy is None else {"greedy": found.greedy}
-        own = {"lengths": np.asarray(lengths, np.int32), "rewards": found.rewards, **tokens, **greedy}
-        arrays |= {f"{i}.{name}": a for name, a in own.items()}
+        greedy = {} if trajectories.greedy is None else {"greedy": trajectories.greedy}
+        columns = {"lengths": np.asarray(lengths, np.int32), "rewards": trajectories.rewards, **tokens, **greedy}
+        arrays |= {f"{i}.{name}": a for name, a in columns.items()}
         rest = [{f.name: getattr(a, f.name) for f in fields(a) if f.name not in OF_TOKENS} for a in answers]
-        texts = [one | {"prompt": one["prompt"].place, "played": one["played"] and asdict(one["played"])} for one in rest]
-        plain = {f.name: getattr(one, f.name) for f in fields(one) if f.name not in ("trajectories", "clock")}
-        told.append(plain | {"seconds": one.clock.seconds, "answers": texts})
-    return arrays, told
+        texts = [
+            record | {"prompt": record["prompt"].place, "played": record["played"] and asdict(record["played"])} for record in rest
+        ]
+        plain = {f.name: getattr(rollout, f.name) for f in fields(rollout) if f.name not in ("trajectories", "clock")}
+        records.append(plain | {"seconds": rollout.clock.seconds, "answers": texts})
+    return arrays, records
 
 
 def restored_rollouts(arrays: Mapping[str, np.ndarray], records: Sequence[Mapping[str, Any]], prompts: Prompts) -> list[SampledRollout]:
     """The inverse of `stored_rollouts`."""
     out: list[SampledRollout] = []
-    for i, one in enumerate(records):
-        own = {name.partition(".")[2]: np.asarray(a) for name, a in arrays.items() if name.startswith(f"{i}.")}
-        ends = np.cumsum(own["lengths"])[:-1]
-        tokens = {name: [part.tolist() for part in np.split(own[name], ends)] for name in OF_TOKENS}
-        each = [{name: parts[j] for name, parts in tokens.items()} for j in range(len(one["answers"]))]
-        answers = [restored_trajectory(rest, its, prompts) for rest, its in zip(one["answers"], each, strict=True)]
-        found = ScoredTrajectories(answers, own["rewards"], own.get("greedy"))
-        made = SampledRollout(**{name: value for name, value in one.items() if name not in ("answers", "seconds")}, trajectories=found)
-        made.clock.seconds = dict(one["seconds"])
-        out.append(made)
+    for i, record in enumerate(records):
+        columns = {name.partition(".")[2]: np.asarray(a) for name, a in arrays.items() if name.startswith(f"{i}.")}
+        ends = np.cumsum(columns["lengths"])[:-1]
+        tokens = {name: [part.tolist() for part in np.split(columns[name], ends)] for name in OF_TOKENS}
+        each = [{name: parts[j] for name, parts in tokens.items()} for j in range(len(record["answers"]))]
+        answers = [restored_trajectory(rest, its, prompts) for rest, its in zip(record["answers"], each, strict=True)]
+        trajectories = ScoredTrajectories(answers, columns["rewards"], columns.get("greedy"))
+        plain = {name: value for name, value in record.items() if name not in ("answers", "seconds")}
+        rollout = SampledRollout(**plain, trajectories=trajectories)
+        rollout.clock.seconds = dict(record["seconds"])
+        out.append(rollout)
     return out
 
 

@@ -58,32 +58,33 @@ class RewardSampler:
             ArgosyError: no completion has a reward, or no prompt fits.
         """
         before = self.signal.place
-        made = SampledRollout(self.signal.number, seen)
+        rollout = SampledRollout(self.signal.number, seen)
         if isinstance(lm, LM):
             lm.reset_prefix_cache()
         try:
-            made.trajectories = self.rounds(lm, made)
+            rollout.trajectories = self.rounds(lm, rollout)
             if not isinstance(lm, LM):
-                made.clock.seconds["weights_s"] = lm.weights_s
-                made.failed["rollout_lost"] = float(lm.lost)
-            self.check_rewarded(made)
+                rollout.clock.seconds["weights_s"] = lm.weights_s
+                rollout.failed["rollout_lost"] = float(lm.lost)
+            self.check_rewarded(rollout)
         except BaseException:
             self.signal.place = before
             raise
-        made.place, self.signal.number = self.signal.place, made.number + 1
-        return made
+        rollout.place, self.signal.number = self.signal.place, rollout.number + 1
+        return rollout
 
     def rounds(self, lm: LM | RemoteSampler, rollout: SampledRollout) -> ScoredTrajectories:
-        found = ScoredTrajectories()
+        trajectories = ScoredTrajectories()
         while True:
-            found = found.plus(*self.round(lm, self.groups - len(found.answers) // self.rollout.completions, rollout))
-            useful = self.useful(found)
+            missing = self.groups - len(trajectories.answers) // self.rollout.completions
+            trajectories = trajectories.plus(*self.round(lm, missing, rollout))
+            useful = self.useful(trajectories)
             rollout.rounds += 1
             if rollout.rounds > self.rollout.resample or len(useful) == self.groups:
                 break
             # A useless group makes room, except in the last round.
-            found = found.groups(useful, self.rollout.completions)
-        return found.groups(useful, self.rollout.completions) if self.rollout.resample and useful else found
+            trajectories = trajectories.groups(useful, self.rollout.completions)
+        return trajectories.groups(useful, self.rollout.completions) if self.rollout.resample and useful else trajectories
 
     def round(
         self, lm: LM | RemoteSampler, count: int, rollout: SampledRollout
@@ -91,20 +92,20 @@ class RewardSampler:
         """Completions of the next `count` prompts, their rewards, and the rewards of greedy completions if the policy compares with
         those.
         """
-        each, how = self.rollout, self.policy
+        each, policy = self.rollout, self.policy
         prompts = self.next_prompts(count)
         with rollout.clock("generate_s"):
-            several = [one for one in prompts for _ in range(each.completions)]
-            answers = self.answered(lm, several, how.temperature, rollout)
-            plain = self.answered(lm, prompts, 0.0, rollout) if how.needs_greedy else None
+            several = [prompt for prompt in prompts for _ in range(each.completions)]
+            answers = self.answered(lm, several, policy.temperature, rollout)
+            plain = self.answered(lm, prompts, 0.0, rollout) if policy.needs_greedy else None
         return answers, self.judged(answers, rollout), None if plain is None else self.judged(plain, rollout)
 
     def answered(self, lm: LM | RemoteSampler, prompts: list[Prompt], temperature: float, rollout: SampledRollout) -> list[Trajectory]:
-        how = self.rollout
-        filters: dict[str, Any] = {"top_k": how.top_k, "top_p": how.top_p, "min_p": how.min_p} if temperature else {}
+        settings = self.rollout
+        filters: dict[str, Any] = {"top_k": settings.top_k, "top_p": settings.top_p, "min_p": settings.min_p} if temperature else {}
         seed = (self.seed, ROLLOUT, rollout.number, rollout.rounds)
         sampling = Sampling(temperature=temperature, **filters)
-        return self.sampled(lm, prompts, sampling, seed, rollout, how.ignore_eos)
+        return self.sampled(lm, prompts, sampling, seed, rollout, settings.ignore_eos)
 
     def sampled(
         self,
@@ -124,8 +125,10 @@ class RewardSampler:
         playing = EpisodeRunner(lm, prompts, limits, seed, self.table, self.signal.interrupted)
         answers = playing.run()
         rollout.clock.seconds["environment_s"] = rollout.clock.seconds.get("environment_s", 0.0) + playing.waited_s
-        first = [one.played for one in answers if one.played is not None and one.played.turn_count <= 1 and one.played.why == "room"]
-        if answers and len([one for one in first if one.turns and one.turns[-1]["role"] == "assistant"]) == len(answers):
+        played = [answer.played for answer in answers if answer.played is not None]
+        first = [episode for episode in played if episode.turn_count <= 1 and episode.why == "room"]
+        cut = [episode for episode in first if episode.turns and episode.turns[-1]["role"] == "assistant"]
+        if answers and len(cut) == len(answers):
             self.complain(
                 "no answer of a rollout came to the end of its first turn, so no step of the environment was called: environment.stop "
                 "is a text that ends a turn, environment.tokens the most tokens of one, rollout.tokens those of all turns",
@@ -137,10 +140,10 @@ class RewardSampler:
 
     def greedy(self, lm: LM | RemoteSampler, prompts: Sequence[Prompt]) -> tuple[list[Trajectory], np.ndarray]:
         """Greedy completions of the prompts that leave room for one, and their rewards, for evaluation."""
-        fitting, how = self.fitting(prompts), Sampling(temperature=0.0)
+        fitting, sampling = self.fitting(prompts), Sampling(temperature=0.0)
         if not fitting:
             return [], np.zeros((0, len(self.names)), np.float32)
-        answers = self.sampled(lm, fitting, how, (self.seed, EVALUATION), SampledRollout())
+        answers = self.sampled(lm, fitting, sampling, (self.seed, EVALUATION), SampledRollout())
         return answers, self.judged(answers, SampledRollout())
 
     # ---------------------------------------------------------------- prompts
@@ -148,8 +151,8 @@ class RewardSampler:
     def next_prompts(self, count: int) -> list[Prompt]:
         """The next prompts that leave room for a completion. Longer ones are skipped and reported."""
         most = LOOKED_AT * len(self.prompts)
-        found, self.signal.place = next_that_fit(self.prompts, self.signal.place, count, self.fitting, self.longest_prompt, most)
-        return found
+        prompts, self.signal.place = next_that_fit(self.prompts, self.signal.place, count, self.fitting, self.longest_prompt, most)
+        return prompts
 
     def fitting(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """The prompts that leave room for a completion. The first longer one is reported."""
@@ -163,8 +166,8 @@ class RewardSampler:
     @property
     def scored(self) -> list[str]:
         """Names of the rewards of a completion's content; the environment's is the first."""
-        own = [ENVIRONMENT] if self.table is not None and self.table.gives else []
-        return [*own, *self.judge.names]
+        environment_names = [ENVIRONMENT] if self.table is not None and self.table.gives else []
+        return [*environment_names, *self.judge.names]
 
     @property
     def names(self) -> list[str]:
@@ -172,28 +175,29 @@ class RewardSampler:
 
     @property
     def weights(self) -> list[float]:
-        own = [self.table.weight] if self.table is not None and self.table.gives else []
-        return [*own, *self.judge.weights, *([1.0] if self.rollout.overlong else [])]
+        environment_weights = [self.table.weight] if self.table is not None and self.table.gives else []
+        return [*environment_weights, *self.judge.weights, *([1.0] if self.rollout.overlong else [])]
 
     def judged(self, answers: list[Trajectory], rollout: SampledRollout) -> np.ndarray:
         """The rewards of completions [B k]. The penalty of overlong completions is the last column, if there is one."""
-        columns = {name: [one.prompt.columns[name] for one in answers] for name in self.prompts.names}
-        columns |= {"finish_reasons": [one.finish_reason for one in answers], "thinking_prompts": [one.thinking for one in answers]}
+        columns = {name: [answer.prompt.columns[name] for answer in answers] for name in self.prompts.names}
+        columns |= {"finish_reasons": [answer.finish_reason for answer in answers]}
+        columns |= {"thinking_prompts": [answer.thinking for answer in answers]}
         with rollout.clock("reward_s"):
-            found = self.judge([one.prompt.content for one in answers], [one.said for one in answers], columns)
-        for name, kinds in found.counts.items():
+            scores = self.judge([answer.prompt.content for answer in answers], [answer.said for answer in answers], columns)
+        for name, kinds in scores.counts.items():
             for kind, count in kinds.items():
                 key = f"rewards/{name}/{kind.replace(' ', '_')}"
                 rollout.failed[key] = rollout.failed.get(key, 0.0) + count
-        values = found.values
+        values = scores.values
         if self.scored != list(self.judge.names):
             values = np.concatenate([environment_rewards(answers), values], 1)
-        broken = failed_episodes(answers) | found.failed | self.too_large(values)
+        broken = failed_episodes(answers) | scores.failed | self.too_large(values)
         rollout.failed["rewards/failed"] = rollout.failed.get("rewards/failed", 0.0) + float(broken.sum())
         # A punishment alone is no reward: the answer would count as one of 0.
         none = broken | ~np.isfinite(values).any(1)
         if self.rollout.overlong:
-            lengths = np.array([len(one.tokens) for one in answers], np.float32)
+            lengths = np.array([len(answer.tokens) for answer in answers], np.float32)
             punished = np.asarray(overlong(jnp.asarray(lengths), self.rollout.tokens, self.rollout.overlong))
             values = np.concatenate([values, punished[:, None]], 1)
         return np.where(none[:, None], np.float32(np.nan), values)
@@ -203,8 +207,8 @@ class RewardSampler:
         weights = np.asarray([*self.weights][: values.shape[1]], np.float64)
         largest = np.abs(np.where(np.isfinite(values), values, 0.0) * weights).max(1, initial=0.0)
         if (largest > LARGEST).any():
-            what = f"a reward of {largest.max():.3g} is too large to compare in float32, which holds squares up to 1e38"
-            self.complain(f"{what}: answers beyond {LARGEST:g} are left out; lower the reward or its weight", "too large")
+            problem = f"a reward of {largest.max():.3g} is too large to compare in float32, which holds squares up to 1e38"
+            self.complain(f"{problem}: answers beyond {LARGEST:g} are left out; lower the reward or its weight", "too large")
         return largest > LARGEST
 
     def useful(self, scored: ScoredTrajectories) -> list[int]:
@@ -218,8 +222,8 @@ class RewardSampler:
         if self.table is not None and self.policy.credit.by != "answer":
             turns = episode_turns(scored.answers, self.table.most, self.rollout.tokens)
             if not turns.is_rewarded.any():
-                what = f"objective.credit.by={self.policy.credit.by}: the environment gave no turn of a rollout a reward, so that only"
-                self.complain(f"{what} those of whole answers count", "no turn rewarded")
+                problem = f"objective.credit.by={self.policy.credit.by}: the environment gave no turn of a rollout a reward"
+                self.complain(f"{problem}, so that only those of whole answers count", "no turn rewarded")
         return RolloutRewards(self.by_group(scored.rewards), self.weights, live, scored.greedy, turns=turns)
 
     def by_group(self, rewards: np.ndarray) -> np.ndarray:

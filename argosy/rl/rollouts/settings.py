@@ -121,5 +121,5 @@ class Rollout(Settings):
         if self.stuck is not None and self.processes is None:
             yield f"stuck = {self.stuck:g} is for processes that sample: rollout.processes=N"
         if self.ahead and self.devices is None and self.processes is None:
-            what = "needs devices that sample while others train: rollout.devices=N, or rollout.processes=N"
-            yield f"ahead = {self.ahead} {what}"
+            problem = "needs devices that sample while others train: rollout.devices=N, or rollout.processes=N"
+            yield f"ahead = {self.ahead} {problem}"

@@ -46,8 +46,8 @@ def run_code(code: str, stdin: str = "", limits: SandboxLimits = DEFAULT) -> San
         Unsupported: this machine cannot keep the code from files, the network or other processes (`available` says why).
     """
     if reasons := available():
-        what = f"untrusted code cannot be run here: {'; '.join(reasons)}"
-        raise Unsupported(what, hint="it needs Linux 5.13 or later with Landlock and seccomp")
+        problem = f"untrusted code cannot be run here: {'; '.join(reasons)}"
+        raise Unsupported(problem, hint="it needs Linux 5.13 or later with Landlock and seccomp")
     return _run(code, stdin, limits)
 
 
@@ -107,10 +107,11 @@ def _try() -> None:
     machine = os.uname().machine
     if machine not in TABLES or sys.byteorder != "little" or sys.maxsize < 2**32:
         raise Unsupported(f"the numbers of system calls on {machine} are not known")
-    ran = _run(PROBE, "", SandboxLimits(threads=4))
-    lines = ran.stdout.splitlines()
+    outcome = _run(PROBE, "", SandboxLimits(threads=4))
+    lines = outcome.stdout.splitlines()
     if lines != ["done"]:
-        why = [line for line in lines if line != "done"] or ran.stderr.strip().splitlines()[-1:] or [f"it ended by {ran.killed_by}"]
+        why = [line for line in lines if line != "done"] or outcome.stderr.strip().splitlines()[-1:]
+        why = why or [f"it ended by {outcome.killed_by}"]
         raise Unsupported(f"a trial run failed: {'; '.join(why)}")
 
 
@@ -120,10 +121,10 @@ def _run(code: str, stdin: str, limits: SandboxLimits) -> SandboxResult:
     try:
         Path(folder, "main.py").write_text(code, encoding="utf-8", errors="surrogatepass")
         keep_fsuid = not (everybody and everybody_reaches(folder))
-        how = {
+        setup = {
             "folder": folder, "reads": reads, "lists": lists, "limits": asdict(limits), "ways": list(WAYS), "keep_fsuid": keep_fsuid,
             "parent": os.getpid(), "last_s": float(limits.wall_s + SPARE_S),
         }  # fmt: skip
-        return SandboxProcess(how, folder, limits).ran(stdin.encode("utf-8", "replace"))
+        return SandboxProcess(setup, folder, limits).ran(stdin.encode("utf-8", "replace"))
     finally:
         remove(folder)

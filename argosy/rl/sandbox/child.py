@@ -43,9 +43,9 @@ class MissingProtection(Exception):
     """A protection that this machine lacks."""
 
 
-def _require(result, what):
+def _require(result, problem):
     if result < 0:
-        raise MissingProtection(f"{what}: {os.strerror(ctypes.get_errno())}")
+        raise MissingProtection(f"{problem}: {os.strerror(ctypes.get_errno())}")
     return result
 
 
@@ -93,10 +93,10 @@ def own_uid(keep_fsuid, folder):
     return True
 
 
-def capabilities(kept):
+def capabilities(allowed):
     """Gives up all capabilities but these."""
     header = struct.pack("=Ii", 0x20080522, 0)
-    _require(LIBC.capset(header, struct.pack("=6I", kept, kept, 0, 0, 0, 0)), "capabilities cannot be given up")
+    _require(LIBC.capset(header, struct.pack("=6I", allowed, allowed, 0, 0, 0, 0)), "capabilities cannot be given up")
 
 
 def tasks_of(uid):
@@ -173,10 +173,10 @@ def landlock(reads, lists, writes):
     fields = [rights, *([NET_TCP] if version >= 4 else []), *([SCOPES] if version >= 6 else [])]
     attribute = struct.pack(f"={len(fields)}Q", *fields)
     rules = _require(LIBC.syscall(LANDLOCK_CREATE_RULESET, attribute, ctypes.c_size_t(len(attribute)), 0), "no Landlock rules")
-    wanted = [(path, READ_FILE | READ_DIR) for path in reads]
-    wanted += [(path, READ_DIR) for path in lists]
-    wanted += [(writes, READ_FILE | READ_DIR | WRITE_FILE | TRUNCATE | CHANGE), ("/dev/null", READ_FILE | WRITE_FILE)]
-    for path, access in wanted:
+    grants = [(path, READ_FILE | READ_DIR) for path in reads]
+    grants += [(path, READ_DIR) for path in lists]
+    grants += [(writes, READ_FILE | READ_DIR | WRITE_FILE | TRUNCATE | CHANGE), ("/dev/null", READ_FILE | WRITE_FILE)]
+    for path, access in grants:
         try:
             place = os.open(path, os.O_PATH | os.O_CLOEXEC)
         except OSError:
@@ -210,11 +210,11 @@ def attempt(filter):
     if LIBC.syscall(table["socket"], 1, 1, 0) >= 0:
         raise MissingProtection("sockets can still be made")
     # fork, or the same by clone: only its end signal is asked for.
-    made = LIBC.syscall(table["fork"]) if "fork" in table else LIBC.syscall(table["clone"], SIGCHLD, 0, 0, 0, 0)
-    if made == 0:
+    pid = LIBC.syscall(table["fork"]) if "fork" in table else LIBC.syscall(table["clone"], SIGCHLD, 0, 0, 0, 0)
+    if pid == 0:
         os._exit(0)
-    if made > 0:
-        os.waitpid(made, 0)
+    if pid > 0:
+        os.waitpid(pid, 0)
         raise MissingProtection("processes can still be made")
 
 
@@ -262,23 +262,23 @@ def run_code_file(folder):
     except SystemExit:
         raise
     except BaseException as error:
-        own = error.__traceback__ and error.__traceback__.tb_next
-        sys.__excepthook__(type(error), error.with_traceback(own), own)
+        trace = error.__traceback__ and error.__traceback__.tb_next
+        sys.__excepthook__(type(error), error.with_traceback(trace), trace)
         sys.exit(1)
 
 
 def run_sandbox(descriptor):
     parent = channel.Channel(descriptor)
-    how = marshal.loads(parent.receive())
-    os.chdir(how["folder"])
+    setup = marshal.loads(parent.receive())
+    os.chdir(setup["folder"])
     try:
-        restrict(how)
+        restrict(setup)
     except (MissingProtection, OSError, ValueError, KeyError) as error:
         parent.send((str(error) or type(error).__name__).encode())
         os._exit(1)
     parent.send(b"ready")
     os.close(descriptor)
-    run_code_file(how["folder"])
+    run_code_file(setup["folder"])
 
 
 if __name__ == "__main__":

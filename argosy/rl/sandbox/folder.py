@@ -16,11 +16,11 @@ def library() -> tuple[list[str], list[str], bool]:
     """The paths of the standard library and its shared objects, without installed packages; the folders that imports list; and whether
     everybody may read them.
     """
-    found = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-I", "-S", "-c", OBJECTS], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env={}
     )
     try:
-        about = json.loads(found.stdout)
+        about = json.loads(completed.stdout)
     except ValueError:
         raise ArgosyError("the files of the standard library cannot be found", hint=f"{sys.executable} does not run") from None
     folders = [path for path in about["path"] if os.path.isdir(path)]
@@ -28,7 +28,7 @@ def library() -> tuple[list[str], list[str], bool]:
         entry.path for path in folders for entry in os.scandir(path) if entry.name not in ("site-packages", "dist-packages")
     ]
     reads += [path for path in about["path"] if os.path.isfile(path)]
-    reads += [path for path in about["objects"] if not any(path.startswith(f"{one}/") for one in reads)]
+    reads += [path for path in about["objects"] if not any(path.startswith(f"{folder}/") for folder in reads)]
     reads += ["/etc/ld.so.cache", "/dev/urandom"]
     return reads, folders, all(map(everybody_reaches, [*folders, *about["objects"]]))
 

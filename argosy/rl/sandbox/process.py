@@ -54,12 +54,12 @@ class SandboxLimits:
     output_kb: int = 64
 
     def __post_init__(self) -> None:
-        for one in fields(self):
-            value, least = getattr(self, one.name), LEAST.get(one.name)
+        for limit in fields(self):
+            value, least = getattr(self, limit.name), LEAST.get(limit.name)
             if value < least if least is not None else value <= 0:
-                raise BadInput(f"{one.name} = {value}", hint="above 0" if least is None else f"at least {least}")
-            if one.type is int and value != int(value):
-                raise BadInput(f"{one.name} = {value}", hint="the kernel counts whole numbers of these")
+                raise BadInput(f"{limit.name} = {value}", hint="above 0" if least is None else f"at least {least}")
+            if limit.type is int and value != int(value):
+                raise BadInput(f"{limit.name} = {value}", hint="the kernel counts whole numbers of these")
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class SandboxResult:
 class SandboxProcess:
     """One process of `child.py`, from its start to its end."""
 
-    def __init__(self, how: Mapping[str, Any], folder: str, limits: SandboxLimits):
+    def __init__(self, setup: Mapping[str, Any], folder: str, limits: SandboxLimits):
         self.folder, self.limits, self.started = folder, limits, time.monotonic()
         environment = {"HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", "TZ": "UTC", "PYTHONHASHSEED": "0"}
         pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
@@ -94,7 +94,7 @@ class SandboxProcess:
         self.child = ChildProcess(words, "code", environment, cwd="/", bufsize=0, **pipes)
         self.process = self.child.process
         with suppress(OSError):
-            self.child.send(marshal.dumps(dict(how)), START_S)
+            self.child.send(marshal.dumps(dict(setup)), START_S)
 
     def ran(self, stdin: bytes) -> SandboxResult:
         try:
@@ -128,23 +128,23 @@ class SandboxProcess:
 
     def _watched(self, stdin: bytes) -> SandboxResult:
         """Feeds the code, and keeps what it writes, to its end."""
-        began, killed = time.monotonic(), None
+        start, killed = time.monotonic(), None
         # The end of the process, and not of its output, which it may close to go on in silence.
         ended = os.pidfd_open(self.process.pid)
         try:
             with selectors.DefaultSelector() as waiting:
                 streams = SandboxStreams(self.process, waiting, stdin, self.limits.output_kb << 10)
                 waiting.register(ended, selectors.EVENT_READ)
-                looked = began
+                looked = start
                 while True:
-                    ready = {key.fd for key, _ in waiting.select(LOOK_S if killed else self._pause(began))}
+                    ready = {key.fd for key, _ in waiting.select(LOOK_S if killed else self._pause(start))}
                     streams.serve(ready)
                     if ended in ready and not streams.read:
                         break
                     if ended in ready or killed:
                         continue
                     now = time.monotonic()
-                    if now - began >= self.limits.wall_s:
+                    if now - start >= self.limits.wall_s:
                         killed = "wall"
                     elif now - looked >= LOOK_S:
                         looked, killed = now, None if self._within_folder() else "folder"
@@ -154,7 +154,7 @@ class SandboxProcess:
         finally:
             os.close(ended)
         _, status, usage = os.wait4(self.process.pid, 0)
-        seconds = time.monotonic() - began
+        seconds = time.monotonic() - start
         code = self.process.returncode = os.waitstatus_to_exitcode(status)
         if code >= 0:
             killed = None
@@ -162,8 +162,8 @@ class SandboxProcess:
             killed = self._killed_by(-code, usage.ru_utime + usage.ru_stime)
         return SandboxResult(*streams.texts(), code, killed in ("cpu", "wall"), killed, seconds, streams.capped)
 
-    def _pause(self, began: float) -> float:
-        return max(0.0, min(LOOK_S, began + self.limits.wall_s - time.monotonic()))
+    def _pause(self, start: float) -> float:
+        return max(0.0, min(LOOK_S, start + self.limits.wall_s - time.monotonic()))
 
     def _killed_by(self, number: int, cpu: float) -> str:
         if number == signal.SIGKILL:
@@ -233,5 +233,5 @@ class SandboxStreams:
                 self.source.close()
 
     def texts(self) -> tuple[str, str]:
-        stdout, stderr = (bytes(kept).decode(errors="replace") for kept in self.kept.values())
+        stdout, stderr = (bytes(output).decode(errors="replace") for output in self.kept.values())
         return stdout, stderr

@@ -110,7 +110,7 @@ def not_truncating(flags: int) -> list[Instruction]:
 
 def call_rules(pid: int) -> dict[str, list[Instruction]]:
     """The tests of each call whose arguments matter."""
-    own = [argument(0), (EQUAL, 0, -1, pid)]
+    own_process = [argument(0), (EQUAL, 0, -1, pid)]
     stream = [argument(1), (AND, 0, 0, 0xF), (EQUAL, 0, -1, SOCK_STREAM)]
     return {
         "open": not_truncating(1),
@@ -119,8 +119,8 @@ def call_rules(pid: int) -> dict[str, list[Instruction]]:
             *(argument(0), (AND, 0, 0, CLONE_THREAD), (EQUAL, 0, -1, CLONE_THREAD)),
             *(argument(0), (ANY_BIT, -1, 0, CLONE_NEW)),
         ],
-        "kill": own,
-        "tgkill": own,
+        "kill": own_process,
+        "tgkill": own_process,
         "fcntl": any_of(1, FCNTL),
         "ioctl": any_of(1, IOCTL),
         "prctl": any_of(0, PRCTL),
@@ -157,4 +157,4 @@ def program(pid: int, machine: str | None = None) -> bytes:
             block = allow_where(tests)
             out += [(EQUAL, 0, len(block), table[name]), *block]
     out.append((RETURN, 0, 0, ERRNO | EPERM))
-    return b"".join(struct.pack("=HBBI", *one) for one in out)
+    return b"".join(struct.pack("=HBBI", *instruction) for instruction in out)

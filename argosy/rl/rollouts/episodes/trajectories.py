@@ -101,16 +101,16 @@ class EpisodeRunner:
         self,
         lm: LM,
         prompts: Sequence[Prompt],
-        how: EpisodeLimits,
+        limits: EpisodeLimits,
         seed: tuple[int, ...],
         table: EpisodeSetup,
         interrupted: Callable[[], bool],
     ):
-        self.lm, self.prompts, self.how, self.seed, self.table, self.interrupted = lm, prompts, how, seed, table, interrupted
-        ends = frozenset[int]() if how.ignore_eos else frozenset(lm.stops())
+        self.lm, self.prompts, self.limits, self.seed, self.table, self.interrupted = lm, prompts, limits, seed, table, interrupted
+        ends = frozenset[int]() if limits.ignore_eos else frozenset(lm.stops())
         self.ends = {token: table.turns.tokenizer.decode([token], skip_special=False) for token in sorted(ends)}
         self.seeds = environment_seeds(prompts, seed)
-        self.answers = [Trajectory(one, [], [], [], False, "", Episode()) for one in prompts]
+        self.answers = [Trajectory(prompt, [], [], [], False, "", Episode()) for prompt in prompts]
         self.left = deque(range(len(prompts)))
         self.open: dict[int, _Play] = {}
         self.asked: dict[int, _Play] = {}
@@ -126,7 +126,7 @@ class EpisodeRunner:
         """
         if not self.prompts:
             return []
-        engine = self.lm.engine([self.how.longest] * len(self.prompts))
+        engine = self.lm.engine([self.limits.longest] * len(self.prompts))
         # What earlier calls have left would decide rounding.
         engine.reset_prefix_cache()
         try:
@@ -184,14 +184,14 @@ class EpisodeRunner:
         Args:
             count: number of replies to wait for; None: does not wait.
         """
-        began = time.monotonic()
+        start = time.monotonic()
         environments = [play.environment for play in plays]
         self.table.environments.look(environments)
-        while count is not None and sum(one.reply is not None for one in environments) < count:
+        while count is not None and sum(environment.reply is not None for environment in environments) < count:
             if self.interrupted():
                 raise Interrupted("stopped while environments worked")
             self.table.environments.look(environments, LOOK_S)
-        self.waited_s += time.monotonic() - began
+        self.waited_s += time.monotonic() - start
 
     def replied(self, engine: Engine, play: _Play) -> None:
         """Continues an episode whose environment has replied, or ends it."""
@@ -225,19 +225,19 @@ class EpisodeRunner:
         """Appends an observation. Returns False if no room is left for another turn."""
         turns, answer, played = self.table.turns, play.answer, play.played
         if play.talk is None:
-            play.talk, observed = turns.begun(answer.prompt, observation, self.how.longest - self.how.most)
+            play.talk, observed = turns.begun(answer.prompt, observation, self.limits.longest - self.limits.most)
             answer.prompt = play.talk.prompt
             played.begun = list(answer.prompt.tokens) if observed.said else None
         else:
             last = answer.tokens[-1] if answer.tokens[-1] in self.ends else None
             observed = turns.follow(play.talk, observation, last, self.ends)
-        if len(answer.tokens) + len(observed.tokens) >= self.how.most:
+        if len(answer.tokens) + len(observed.tokens) >= self.limits.most:
             return False
         answer.tokens += observed.tokens
         answer.live += [False] * len(observed.tokens)
         answer.logprobs += [float("nan")] * len(observed.tokens)
         played.observed += len(observed.tokens)
-        played.turns += [dict(one) for one in observed.said]
+        played.turns += [dict(message) for message in observed.said]
         played.cut += observed.cut
         return True
 
@@ -255,9 +255,9 @@ class EpisodeRunner:
         self.table.environments.end(play.environment)
         del self.open[play.row]
         answer, turns = play.answer, self.table.turns
-        shown = answer.tokens[:-1] if answer.tokens and answer.tokens[-1] in self.ends else answer.tokens
+        visible = answer.tokens[:-1] if answer.tokens and answer.tokens[-1] in self.ends else answer.tokens
         whole = isinstance(answer.prompt.content, str)
-        answer.text = "".join(one["content"] for one in play.played.turns) if whole else turns.tokenizer.decode(shown)
+        answer.text = "".join(turn["content"] for turn in play.played.turns) if whole else turns.tokenizer.decode(visible)
 
     # ---------------------------------------------------------------- the model
 
@@ -268,9 +268,9 @@ class EpisodeRunner:
         play.played.starts.append(len(answer.tokens))
         if isinstance(answer.prompt.content, str):
             play.stream.begun()
-        tokens, most = [*answer.prompt.tokens, *answer.tokens], self.how.most - len(answer.tokens)
+        tokens, most = [*answer.prompt.tokens, *answer.tokens], self.limits.most - len(answer.tokens)
         most = most if self.table.tokens is None else min(most, self.table.tokens)
-        self.asked[engine.add(Request(tokens, most, self.how.sampling, frozenset(self.ends), seed, play.row))] = play
+        self.asked[engine.add(Request(tokens, most, self.limits.sampling, frozenset(self.ends), seed, play.row))] = play
 
     def spoken(self, engine: Engine, event: Event) -> None:
         """Adds a token to a completion. At the end of a turn, sends the turn to the environment."""
@@ -291,22 +291,22 @@ class EpisodeRunner:
         del self.asked[event.id]
         assert play.talk is not None
         play.text += play.stream.end()
-        said = self.table.turns.said(play.talk, answer.tokens[play.played.starts[-1] :], play.text, self.ends)
+        message = self.table.turns.said(play.talk, answer.tokens[play.played.starts[-1] :], play.text, self.ends)
         play.played.said.append(len(play.played.turns))
         play.played.turns.append(dict(play.talk.messages[-1]))
         play.played.turn_count += 1
-        if event.finish_reason == "length" and not stopped and len(answer.tokens) == self.how.most:
+        if event.finish_reason == "length" and not stopped and len(answer.tokens) == self.limits.most:
             return self.end(play, "room")
-        play.environment.ask({"step": said})
+        play.environment.ask({"step": message})
         play.due = self.now + (self.table.wait or 0)
 
 
 def environment_seeds(prompts: Sequence[Prompt], seed: tuple[int, ...]) -> list[int]:
     """The seed of each environment, 32 bits. Neighboring equal prompts have the same seed, since their rewards are compared."""
-    found: list[int] = []
+    seeds: list[int] = []
     place = -1
-    for row, one in enumerate(prompts):
-        place += row == 0 or one is not prompts[row - 1]
+    for row, prompt in enumerate(prompts):
+        place += row == 0 or prompt is not prompts[row - 1]
         words = [word % 2**32 for number in (*seed, place) for word in (number, number >> 32)]
-        found.append(int(np.random.SeedSequence(words).generate_state(1)[0]))
-    return found
+        seeds.append(int(np.random.SeedSequence(words).generate_state(1)[0]))
+    return seeds

@@ -43,11 +43,11 @@ class EpisodeTurns:
 
     def at_ends(self, values: np.ndarray, live: np.ndarray) -> np.ndarray:
         """Values of turns [B K], placed at the last token of the turn [B L]."""
-        own = live > 0
-        place = np.where(own, np.arange(live.shape[1]), -1)
+        is_live = live > 0
+        place = np.where(is_live, np.arange(live.shape[1]), -1)
         last = np.full(self.rewards.shape, -1)
         np.maximum.at(last, (np.arange(len(last))[:, None], self.number), place)
-        at = own & (place == np.take_along_axis(last, self.number, 1))
+        at = is_live & (place == np.take_along_axis(last, self.number, 1))
         return np.where(at, np.take_along_axis(values, self.number, 1), 0.0)
 
 
@@ -58,54 +58,54 @@ def episode_turns(answers: Sequence[Trajectory], most: int, longest: int) -> Epi
         most: K, limit of turns.
         longest: L, limit of tokens.
     """
-    rewards, given = np.zeros((len(answers), most), np.float32), np.zeros((len(answers), most), bool)
-    made, number = np.zeros(len(answers), np.int32), np.zeros((len(answers), longest), np.int32)
-    for row, one in enumerate(answers):
-        assert one.played is not None, "turns of an answer without an environment"
-        for turn, reward in enumerate(one.played.rewards):
-            rewards[row, turn], given[row, turn] = reward or 0.0, reward is not None
-        made[row] = len(one.played.starts)
-        for start in one.played.starts[1:]:
+    rewards, is_rewarded = np.zeros((len(answers), most), np.float32), np.zeros((len(answers), most), bool)
+    turn_count, number = np.zeros(len(answers), np.int32), np.zeros((len(answers), longest), np.int32)
+    for row, answer in enumerate(answers):
+        assert answer.played is not None, "turns of an answer without an environment"
+        for turn, reward in enumerate(answer.played.rewards):
+            rewards[row, turn], is_rewarded[row, turn] = reward or 0.0, reward is not None
+        turn_count[row] = len(answer.played.starts)
+        for start in answer.played.starts[1:]:
             number[row, start:] += 1
-    return EpisodeTurns(rewards, given, made, number)
+    return EpisodeTurns(rewards, is_rewarded, turn_count, number)
 
 
 def environment_rewards(answers: Sequence[Trajectory]) -> np.ndarray:
     """The environment's rewards as a column [B 1]; NaN where it gave none."""
-    found = [None if one.played is None else one.played.reward for one in answers]
-    return np.array([[np.nan if value is None else value] for value in found], np.float32)
+    rewards = [None if answer.played is None else answer.played.reward for answer in answers]
+    return np.array([[np.nan if value is None else value] for value in rewards], np.float32)
 
 
 def failed_episodes(answers: Sequence[Trajectory]) -> np.ndarray:
     """Whether the environment failed, for each completion [B]. Such completions have no reward, whatever reward functions return."""
-    return np.array([one.played is not None and one.played.failure is not None for one in answers], bool)
+    return np.array([answer.played is not None and answer.played.failure is not None for answer in answers], bool)
 
 
 def episode_failures(answers: Sequence[Trajectory]) -> Iterator[tuple[str, str]]:
     """The kind and the message of each failed episode."""
-    return (one.played.failure for one in answers if one.played is not None and one.played.failure is not None)
+    return (answer.played.failure for answer in answers if answer.played is not None and answer.played.failure is not None)
 
 
 def episode_numbers(answers: Sequence[Trajectory]) -> dict[str, float]:
     """Metrics of completions of several turns: means over completions, and totals of failures and of the environments' counts."""
-    played = [one.played for one in answers if one.played is not None]
+    played = [answer.played for answer in answers if answer.played is not None]
     if not played:
         return {}
     out = {
-        "turns": float(np.mean([one.turn_count for one in played])),
-        "turns/max": float(max(one.turn_count for one in played)),
-        "observations/tokens": float(np.mean([one.observed for one in played])),
-        "observations/cut": float(sum(one.cut for one in played)),
+        "turns": float(np.mean([episode.turn_count for episode in played])),
+        "turns/max": float(max(episode.turn_count for episode in played)),
+        "observations/tokens": float(np.mean([episode.observed for episode in played])),
+        "observations/cut": float(sum(episode.cut for episode in played)),
     }
     for name, place in (("first", 0), ("last", -1)):
-        rewards = [one.rewards[place] for one in played if one.rewards]
-        if given := [reward for reward in rewards if reward is not None]:
-            out[f"turns/reward_{name}"] = float(np.mean(given))
-    out |= {f"environment/{why}": float(np.mean([one.why == why for one in played])) for why in LIMITS[:2]}
+        rewards = [episode.rewards[place] for episode in played if episode.rewards]
+        if scored := [reward for reward in rewards if reward is not None]:
+            out[f"turns/reward_{name}"] = float(np.mean(scored))
+    out |= {f"environment/{why}": float(np.mean([episode.why == why for episode in played])) for why in LIMITS[:2]}
     for kind, _ in episode_failures(answers):
         key = f"environment/{kind.replace(' ', '_')}"
         out[key] = out.get(key, 0.0) + 1
-    for one in played:
-        for name, value in one.counts.items():
+    for episode in played:
+        for name, value in episode.counts.items():
             out[name] = out.get(name, 0.0) + value
     return out

@@ -95,19 +95,19 @@ class TurnCodec:
             BadInput: the observation does not fit the kind of prompt.
             HistoryRewritten: the prompt exceeds `room`, or the template refuses it.
         """
-        found, cut = self.observation(prompt, observation)
+        messages, cut = self.observation(prompt, observation)
         if isinstance(prompt.content, str):
-            ids = [one for message in found for one in self.rest(message["content"], special=False)]
-            talk = EpisodeConversation(replace(prompt, tokens=[*prompt.tokens, *ids]), found)
+            ids = [token for message in messages for token in self.rest(message["content"], special=False)]
+            talk = EpisodeConversation(replace(prompt, tokens=[*prompt.tokens, *ids]), messages)
         else:
-            talk = EpisodeConversation(prompt, [*map(dict, prompt.content), *found])
+            talk = EpisodeConversation(prompt, [*map(dict, prompt.content), *messages])
             talk.text = self.rendered(talk)
-            if found:
+            if messages:
                 talk.prompt = replace(prompt, tokens=self.tokenizer.encode(talk.text, special=True))
         if len(talk.prompt.tokens) > room:
-            what = f"the first observation makes a prompt of {len(talk.prompt.tokens)} tokens, above {room}"
-            raise HistoryRewritten(f"{prompt.where}: {what}")
-        return talk, ObservationTokens([], found, cut)
+            problem = f"the first observation makes a prompt of {len(talk.prompt.tokens)} tokens, above {room}"
+            raise HistoryRewritten(f"{prompt.where}: {problem}")
+        return talk, ObservationTokens([], messages, cut)
 
     # ---------------------------------------------------------------- turns of the model
 
@@ -125,8 +125,8 @@ class TurnCodec:
         if isinstance(talk.prompt.content, str):
             talk.messages.append({"role": "assistant", "content": text})
             return text
-        own = tokens[:-1] if tokens and tokens[-1] in ends else tokens
-        message = self.message(talk, own)
+        turn_tokens = tokens[:-1] if tokens and tokens[-1] in ends else tokens
+        message = self.message(talk, turn_tokens)
         talk.messages.append({name: item for name, item in message.items() if name != "malformed"})
         return message
 
@@ -136,12 +136,13 @@ class TurnCodec:
         if notation is None:
             return {"role": "assistant", "content": self.tokenizer.decode(tokens)}
         stream = self.tokenizer.stream(marks=notation.marks)
-        said = notation.read("".join([stream.push(one) for one in tokens]) + stream.end())
-        message: dict[str, Any] = {"role": "assistant"} | ({"thinking": said.thought} if said.thought else {}) | {"content": said.text}
-        if said.calls:
-            written = notation.written(said.calls, call_ids(talk.messages), lambda place: _call_id(talk.turn, place))
-            message["tool_calls"] = [call_as_object(one) for one in written]
-        elif said.tried:
+        delta = notation.read("".join([stream.push(token) for token in tokens]) + stream.end())
+        message: dict[str, Any] = {"role": "assistant"} | ({"thinking": delta.thought} if delta.thought else {})
+        message["content"] = delta.text
+        if delta.calls:
+            calls = notation.written(delta.calls, call_ids(talk.messages), lambda place: _call_id(talk.turn, place))
+            message["tool_calls"] = [call_as_object(call) for call in calls]
+        elif delta.tried:
             message["malformed"] = True
         return message
 
@@ -158,16 +159,17 @@ class TurnCodec:
             BadInput: the observation does not fit the kind of prompt.
             HistoryRewritten: the template refuses the conversation, or changed earlier text.
         """
-        found, cut = self.observation(talk.prompt, observation)
-        talk.messages += found
+        messages, cut = self.observation(talk.prompt, observation)
+        talk.messages += messages
         talk.turn += 1
         if isinstance(talk.prompt.content, str):
-            return ObservationTokens([one for message in found for one in self.rest(message["content"], special=False)], found, cut)
+            ids = [token for message in messages for token in self.rest(message["content"], special=False)]
+            return ObservationTokens(ids, messages, cut)
         before, talk.text = talk.text, self.rendered(talk, ends.values())
         end, rest = turn_end(before, talk.text, ends.values())
         # A turn that the model ended by another token than the template's is followed by the template's too.
-        own = "" if last is not None and ends.get(last) == end else end
-        return ObservationTokens(self.rest(own + rest, special=True), found, cut)
+        ending = "" if last is not None and ends.get(last) == end else end
+        return ObservationTokens(self.rest(ending + rest, special=True), messages, cut)
 
     def rendered(self, talk: EpisodeConversation, ends: Collection[str] = ()) -> str:
         """The conversation as text, ready for a completion. Names of end tokens that the model spelled out are removed: they would end
@@ -177,10 +179,13 @@ class TurnCodec:
             HistoryRewritten: the template refuses the conversation. A model turn can cause that, for instance by a call whose arguments
                 are a list.
         """
-        asked = len(talk.prompt.content)
-        made = [without_names(one, ends) if one["role"] == "assistant" else one for one in talk.messages[asked:]]
+        prompt_length = len(talk.prompt.content)
+        turns = [
+            without_names(message, ends) if message["role"] == "assistant" else message
+            for message in talk.messages[prompt_length:]
+        ]
         try:
-            return self.prompts.text_of([*talk.messages[:asked], *made], talk.prompt.tools, talk.prompt.variables)
+            return self.prompts.text_of([*talk.messages[:prompt_length], *turns], talk.prompt.tools, talk.prompt.variables)
         except BadInput as error:
             raise HistoryRewritten(error.what) from None
 
@@ -199,11 +204,11 @@ class TurnCodec:
         elif isinstance(prompt.content, str):
             raise BadInput("an observation that is messages, for a prompt that is a text", where=prompt.where, hint="return a text")
         out, any_ = [], False
-        for one in value:
-            message = {name: item for name, item in one.items() if name != "characters"}
+        for entry in value:
+            message = {name: item for name, item in entry.items() if name != "characters"}
             if not isinstance(prompt.content, str):
                 message["content"] = self.harmless(message["content"])
-            message["content"], cut = self.fitted(message["content"], max(1, self.most // len(value)), one.get("characters"))
+            message["content"], cut = self.fitted(message["content"], max(1, self.most // len(value)), entry.get("characters"))
             out.append(message)
             any_ |= cut
         return out, any_
@@ -211,7 +216,7 @@ class TurnCodec:
     def harmless(self, text: str) -> str:
         """The text with names of special tokens broken up, so that text which a tool read cannot end a turn and begin another."""
         names = self.tokenizer.special_names
-        return text if names is None else names.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text)
+        return text if names is None else names.sub(lambda match: f"{match[0][0]} {match[0][1:]}", text)
 
     def fitted(self, text: str, most: int, characters: int | None = None) -> tuple[str, bool]:
         """The text, cut to a number of tokens, and whether it was cut. A cut text is its beginning and a note of how much is missing.
@@ -223,14 +228,14 @@ class TurnCodec:
         ids = self.rest(text, special=False)
         if len(ids) <= most and characters is None:
             return text, False
-        whole, kept = characters or len(text), min(most, len(ids))
+        whole, count = characters or len(text), min(most, len(ids))
         while True:
-            head = self.tokenizer.decode(ids[:kept]) if kept else ""
+            head = self.tokenizer.decode(ids[:count]) if count else ""
             out = f"{head}\n[cut: {whole - len(head):,} characters]"
             over = len(self.rest(out, special=False)) - most
-            if over <= 0 or not kept:
+            if over <= 0 or not count:
                 return out, True
-            kept = max(0, kept - over)
+            count = max(0, count - over)
 
     def rest(self, text: str, special: bool) -> list[int]:
         """Token ids of a text that continues another text.
@@ -259,8 +264,8 @@ class TurnCodec:
                 self.prompts.template_for(tools), self.tokenizer.special_names,
             )  # fmt: skip
         except (HistoryRewritten, BadInput) as error:
-            what = f"the chat template does not fit turns of an environment: {error.what}"
-            raise BadInput(what, where=error.where, hint=CHANGES) from None
+            problem = f"the chat template does not fit turns of an environment: {error.what}"
+            raise BadInput(problem, where=error.where, hint=CHANGES) from None
 
 
 def _call_id(turn: int, place: int) -> str:
@@ -282,12 +287,12 @@ def without_names(item: Any, names: Collection[str]) -> Any:
     """A message, or a part of it, with these names removed from all its texts."""
     if isinstance(item, str):
         # What is left may be a name in its turn.
-        while found := [name for name in names if name and name in item]:
-            item = item.replace(found[0], "")
+        while present := [name for name in names if name and name in item]:
+            item = item.replace(present[0], "")
         return item
     if isinstance(item, Mapping):
         return {without_names(key, names): without_names(value, names) for key, value in item.items()}
-    return [without_names(one, names) for one in item] if isinstance(item, list) else item
+    return [without_names(part, names) for part in item] if isinstance(item, list) else item
 
 
 def turn_end(before: str, after: str, ends: Collection[str]) -> tuple[str, str]:
@@ -302,15 +307,15 @@ def turn_end(before: str, after: str, ends: Collection[str]) -> tuple[str, str]:
     """
     if not after.startswith(before):
         at = common_length(before, after)
-        raise HistoryRewritten(f"it changes what came before a turn: {_around(before, at)} becomes {_around(after, at)}")
-    found = [(at, end) for end in ends if end and (at := after.find(end, len(before))) >= 0]
-    if not found:
+        raise HistoryRewritten(f"it changes what came before a turn: {_excerpt(before, at)} becomes {_excerpt(after, at)}")
+    candidates = [(at, end) for end in ends if end and (at := after.find(end, len(before))) >= 0]
+    if not candidates:
         raise HistoryRewritten(f"it ends a turn of the model by none of its end tokens ({', '.join(sorted(ends))})")
-    at, end = min(found)
+    at, end = min(candidates)
     return end, after[at + len(end) :]
 
 
-def _around(text: str, at: int) -> str:
+def _excerpt(text: str, at: int) -> str:
     part = text[max(0, at - 20) : at + 40]
     return repr(part) if part else "nothing"
 

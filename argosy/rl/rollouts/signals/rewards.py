@@ -75,11 +75,11 @@ class RewardSignal(Signal):
 
     def sample(self, engine: Engine, seen: int) -> SampledRollout:
         lm = engine()
-        made = self.sampler(lm, seen)
+        rollout = self.sampler(lm, seen)
         if not self.rollout.ahead:
             # The update needs the memory of its cache.
             lm.sleep()
-        return made
+        return rollout
 
     def close(self) -> None:
         self.judge.close()
@@ -90,69 +90,69 @@ class RewardSignal(Signal):
 
     def updates(self, state: Any, rollout: SampledRollout) -> list[RolloutBatch]:
         """The updates of a rollout: its groups are divided into minibatches, once for each epoch."""
-        how, found, answers = self.rollout, rollout.trajectories, rollout.trajectories.answers
-        shares = np.array_split(np.arange(len(answers)).reshape(-1, how.completions), how.minibatches)
+        settings, trajectories, answers = self.rollout, rollout.trajectories, rollout.trajectories.answers
+        shares = np.array_split(np.arange(len(answers)).reshape(-1, settings.completions), settings.minibatches)
         parts = [pack_trajectories(answers, share.reshape(-1).tolist(), self.shape) for share in shares if share.size]
-        judgment = self.sampler.judgment(found)
+        judgment = self.sampler.judgment(trajectories)
         live = judgment.live
         with rollout.clock("logps_s"):
-            known = self.known(state, [part for own in parts for part in own], len(answers))
-        ended = np.array([one.ended for one in answers])
+            outputs = self.known(state, [part for minibatch in parts for part in minibatch], len(answers))
+        ended = np.array([answer.ended for answer in answers])
         metrics: Metrics = {}
         if self.policy.kl and self.policy.kl_in == "reward":
-            arrays = (jnp.asarray(a) for a in (np.zeros_like(live), known["old"], known["reference"], live))
+            arrays = (jnp.asarray(a) for a in (np.zeros_like(live), outputs["old"], outputs["reference"], live))
             less, metrics = in_reward(*arrays, coefficient=self.policy.kl)
             judgment = judgment._replace(penalty=-np.asarray(less))
-        if "values" in known:
-            judgment = judgment._replace(values=known["values"], after=np.where(ended, 0.0, known["after"]))
+        if "values" in outputs:
+            judgment = judgment._replace(values=outputs["values"], after=np.where(ended, 0.0, outputs["after"]))
         by = rollout_advantages(self.policy, judgment)
-        counted = by.counted & (ended | how.keep_cut)
+        counted = by.counted & (ended | settings.keep_cut)
         columns = {"live": live * counted[:, None], "advantages": by.values * counted[:, None]}
-        columns |= {"sampler": per_token(answers, how.tokens, "logprobs")}
-        columns |= {"old": known["old"] if how.updates > 1 else np.full(live.shape, np.nan, np.float32)}
-        columns |= {name: known[name] for name in ("reference", "values") if name in known}
+        columns |= {"sampler": per_token(answers, settings.tokens, "logprobs")}
+        columns |= {"old": outputs["old"] if settings.updates > 1 else np.full(live.shape, np.nan, np.float32)}
+        columns |= {name: outputs[name] for name in ("reference", "values") if name in outputs}
         columns |= {} if by.returns is None else {"returns": by.returns}
         fields = {**self.policy.reads(), **shared_of(self.shape)}
-        filled = [[picked(part.filled(columns), fields) for part in own] for own in parts]
+        filled = [[picked(part.filled(columns), fields) for part in minibatch] for minibatch in parts]
         self.keep(self.trajectory_records(rollout, by))
-        told = self.numbers(rollout, by._replace(metrics=by.metrics | metrics), counted)
-        if told.get("groups/useless") == 1:
-            what = f"all answers to each prompt of rollout {rollout.number + 1} have the same reward, so the rewards teach nothing"
-            self.complain(f"{what}: groups/useless tells how many groups are so", "equal")
-        self.say_cut(told["answers/cut"], rollout.number + 1, bool(counted.any()))
-        told |= {"part_density": density([part for own in filled for part in own])}
+        numbers = self.numbers(rollout, by._replace(metrics=by.metrics | metrics), counted)
+        if numbers.get("groups/useless") == 1:
+            problem = f"all answers to each prompt of rollout {rollout.number + 1} have the same reward, so the rewards teach nothing"
+            self.complain(f"{problem}: groups/useless tells how many groups are so", "equal")
+        self.say_cut(numbers["answers/cut"], rollout.number + 1, bool(counted.any()))
+        numbers |= {"part_density": density([part for minibatch in filled for part in minibatch])}
         if self.shape.shared:
-            told |= {"tokens_spared": self.spared([part for own in parts for part in own], answers)}
-        return [RolloutBatch(own, told) for _ in range(how.epochs) for own in filled]
+            numbers |= {"tokens_spared": self.spared([part for minibatch in parts for part in minibatch], answers)}
+        return [RolloutBatch(minibatch, numbers) for _ in range(settings.epochs) for minibatch in filled]
 
     def say_cut(self, cut: float, number: int, learned: bool) -> None:
         """Reports once that most completions were cut, and once that no completion of a rollout is learned from."""
         if not learned:
             why = "all were cut, and rollout.keep_cut=false leaves those out" if cut == 1 else "each was cut or has no reward"
-            what = f"no completion of rollout {number} is learned from: {why}"
-            self.complain(f"{what}; raise rollout.tokens, or set rollout.keep_cut=true", "none counted")
+            problem = f"no completion of rollout {number} is learned from: {why}"
+            self.complain(f"{problem}; raise rollout.tokens, or set rollout.keep_cut=true", "none counted")
         elif cut > 0.5:
             self.complain(f"{cut_warning(cut, number)}; raise rollout.tokens", "cut")
 
     def spared(self, parts: Sequence[PackedPart], answers: Sequence[Trajectory]) -> float:
         """The share of tokens that shared prompts save. Reports once if sharing was asked for and saves none."""
-        found = shared_share(parts, answers)
-        several = any(len(one.prompt.tokens) > 1 for one in answers) and self.rollout.completions > 1
-        if self.rollout.share_prompts and several and not found:
-            what = f"no two answers to a prompt fit into a row of {plural(self.shape.sequence, 'token')}, so that none share it"
-            self.complain(f"{what}: raise data.sequence, or leave out rollout.share_prompts", "apart")
-        return found
+        share = shared_share(parts, answers)
+        several = any(len(answer.prompt.tokens) > 1 for answer in answers) and self.rollout.completions > 1
+        if self.rollout.share_prompts and several and not share:
+            problem = f"no two answers to a prompt fit into a row of {plural(self.shape.sequence, 'token')}, so that none share it"
+            self.complain(f"{problem}: raise data.sequence, or leave out rollout.share_prompts", "apart")
+        return share
 
     def known(self, state: Any, parts: Sequence[PackedPart], count: int) -> dict[str, np.ndarray]:
         """Outputs of the run's models for the completions before the first update, by name: [B L] each, and `after` [B]."""
         in_reward = self.policy.kl and self.policy.kl_in == "reward"
-        asked: dict[str, Any] = {"old": self.trainer.old} if self.rollout.updates > 1 or in_reward else {}
-        asked |= {"reference": self.trainer.reference} if self.policy.kl else {}
-        out = {name: np.zeros((count, self.rollout.tokens), np.float32) for name in asked}
+        computations: dict[str, Any] = {"old": self.trainer.old} if self.rollout.updates > 1 or in_reward else {}
+        computations |= {"reference": self.trainer.reference} if self.policy.kl else {}
+        out = {name: np.zeros((count, self.rollout.tokens), np.float32) for name in computations}
         if self.policy.critic is not None:
             out |= {"values": np.zeros((count, self.rollout.tokens), np.float32), "after": np.zeros(count, np.float32)}
         for part in parts:
-            for name, ask in asked.items():
+            for name, ask in computations.items():
                 part.spread(ask(state, part.rows), out[name])
             if self.policy.critic is not None:
                 values, after = self.trainer.values(state, part.rows)
@@ -163,8 +163,8 @@ class RewardSignal(Signal):
     def numbers(self, rollout: SampledRollout, by: RolloutAdvantages, counted: np.ndarray) -> dict[str, float]:
         """The metrics of a rollout."""
         answers, n, names = rollout.trajectories.answers, self.rollout.completions, self.sampler.names
-        lengths = np.array([sum(one.live) for one in answers], np.float32)
-        distinct = [len({tuple(one.tokens) for one in answers[i : i + n]}) / n for i in range(0, len(answers), n)]
+        lengths = np.array([sum(answer.live) for answer in answers], np.float32)
+        distinct = [len({tuple(answer.tokens) for answer in answers[i : i + n]}) / n for i in range(0, len(answers), n)]
         metrics: Metrics = by.metrics | dict(reward_metrics(jnp.asarray(self.sampler.by_group(rollout.trajectories.rewards)), names))
         return metric_values(metrics) | {
             "rollout": float(rollout.number + 1),
@@ -173,7 +173,7 @@ class RewardSignal(Signal):
             "groups": float(len(answers) // n),
             "answers/tokens": float(lengths.mean()),
             "answers/tokens_max": float(lengths.max()),
-            "answers/cut": float(np.mean([not one.ended for one in answers])),
+            "answers/cut": float(np.mean([not answer.ended for answer in answers])),
             "answers/distinct": float(np.mean(distinct)),
             "answers/left_out": float(np.mean(~counted)),
             **episode_numbers(answers),
@@ -185,13 +185,15 @@ class RewardSignal(Signal):
         """The completions of a rollout as they are stored."""
         answers, names, number = rollout.trajectories.answers, self.sampler.names, rollout.number + 1
         # That of the first token of the policy: an environment may have spoken before it.
-        first = by.values[np.arange(len(answers)), [one.live.index(True) if any(one.live) else 0 for one in answers]].tolist()
+        first = by.values[np.arange(len(answers)), [answer.live.index(True) if any(answer.live) else 0 for answer in answers]].tolist()
         if by.turns is not None:
-            first = [float(its[: max(len(one.played.said), 1)].mean()) for one, its in zip(answers, by.turns) if one.played]
-        turns = [recorded_turns(one, None if by.turns is None else by.turns[row].tolist()) for row, one in enumerate(answers)]
+            first = [float(its[: max(len(answer.played.said), 1)].mean()) for answer, its in zip(answers, by.turns) if answer.played]
+        turns = [recorded_turns(answer, None if by.turns is None else by.turns[row].tolist()) for row, answer in enumerate(answers)]
         return [
-            TrajectoryRecord(number, one.prompt.content, one.text, by_name(names, rewards), advantage, sum(one.live), one.ended, its)
-            for one, rewards, advantage, its in zip(answers, rollout.trajectories.rewards, first, turns, strict=True)
+            TrajectoryRecord(
+                number, answer.prompt.content, answer.text, by_name(names, rewards), advantage, sum(answer.live), answer.ended, its
+            )
+            for answer, rewards, advantage, its in zip(answers, rollout.trajectories.rewards, first, turns, strict=True)
         ]
 
     # ---------------------------------------------------------------- evaluation
@@ -207,15 +209,15 @@ class RewardSignal(Signal):
         metrics: Metrics = {"reward": mean_where(summed, jnp.isfinite(summed).astype(summed.dtype))}
         metrics |= reward_metrics(jnp.asarray(values), names)
         return {f"eval_{name}": value for name, value in metric_values(metrics).items()} | {
-            "eval_answers/cut": float(np.mean([not one.ended for one in answers])),
+            "eval_answers/cut": float(np.mean([not answer.ended for answer in answers])),
             "eval_prompts": float(len(answers)),
             **{f"eval_{name}": value for name, value in episode_numbers(answers).items()},
         }
 
 
-def reward_batches(*args: Any, **named: Any) -> RolloutBatches:
+def reward_batches(*args: Any, **kwargs: Any) -> RolloutBatches:
     """The batches of a run that learns from rewards: `RewardSignal` takes these arguments."""
-    return RolloutBatches(RewardSignal(*args, **named))
+    return RolloutBatches(RewardSignal(*args, **kwargs))
 
 
 def by_name(names: Sequence[str], rewards: np.ndarray) -> dict[str, float | None]:
@@ -249,8 +251,8 @@ def check_credit(policy: Policy, table: EpisodeSetup | None) -> None:
         name = table.environments.source["of"]
         raise BadInput(f"objective.credit.by={by} needs rewards of turns, and the environment `{name}` gives none", hint=hint)
     if table.most == 1:
-        what = f"objective.credit.by={by} credits turns, and environment.turns=1 lets an answer have one"
-        raise BadInput(what, hint="environment.turns=N, or objective.credit.by=answer")
+        problem = f"objective.credit.by={by} credits turns, and environment.turns=1 lets an answer have one"
+        raise BadInput(problem, hint="environment.turns=N, or objective.credit.by=answer")
 
 
 def check_comparison(policy: Policy, rollout: Rollout) -> None:
@@ -262,17 +264,17 @@ def check_comparison(policy: Policy, rollout: Rollout) -> None:
     mistakes: list[UserError] = []
     n = rollout.completions
     if n < 2 and policy.compares_groups:
-        what = f"objective.advantages={policy.advantages} compares the answers to one prompt, and rollout.completions = {n}"
+        problem = f"objective.advantages={policy.advantages} compares the answers to one prompt, and rollout.completions = {n}"
         hint = "sample at least 2 answers, or compare with the whole batch: objective.advantages=reinforce_pp"
-        mistakes.append(BadInput(what, hint=hint))
+        mistakes.append(BadInput(problem, hint=hint))
     if rollout.resample and not policy.compares_groups:
-        what = "rollout.resample: groups of equal rewards teach too, where they are compared with more"
-        mistakes.append(BadInput(what, hint="leave it out"))
+        problem = "rollout.resample: groups of equal rewards teach too, where they are compared with more"
+        mistakes.append(BadInput(problem, hint="leave it out"))
     if policy.kl and policy.kl_in == "reward" and policy.normalize == "each":
-        what = "objective.kl_in=reward and objective.normalize=each: the penalty is no reward to compare"
-        mistakes.append(BadInput(what, hint="kl_in=loss"))
+        problem = "objective.kl_in=reward and objective.normalize=each: the penalty is no reward to compare"
+        mistakes.append(BadInput(problem, hint="kl_in=loss"))
     if policy.loss == "reinforce" and rollout.updates > 1:
-        what = f"objective.loss=reinforce is for one update a rollout, and there are {rollout.updates}"
+        problem = f"objective.loss=reinforce is for one update a rollout, and there are {rollout.updates}"
         hint = "objective.loss=ppo weighs answers of older weights; or rollout.epochs=1 rollout.minibatches=1"
-        mistakes.append(BadInput(what, hint=hint))
+        mistakes.append(BadInput(problem, hint=hint))
     raise_mistakes(mistakes)

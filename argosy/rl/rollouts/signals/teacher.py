@@ -72,93 +72,101 @@ class TeacherSignal(Signal):
         self.identity |= {} if reread is None else reread.fingerprint
 
     def close(self) -> None:
-        for one in (self.prompts, self.held_out):
-            if one is not None and one.encoder is not None:
-                one.encoder.close()
+        for prompts in (self.prompts, self.held_out):
+            if prompts is not None and prompts.encoder is not None:
+                prompts.encoder.close()
 
     # ---------------------------------------------------------------- answers
 
     def whose(self, number: int) -> str:
         """The source of a rollout's completions: `own` (the student), or the value of the setting `others`."""
-        drawn = hashlib.blake2b(f"{self.seed}/own/{number}".encode(), digest_size=8).digest()
-        return "own" if int.from_bytes(drawn, "big") / 2**64 < self.settings.student_fraction else self.settings.others
+        digest = hashlib.blake2b(f"{self.seed}/own/{number}".encode(), digest_size=8).digest()
+        return "own" if int.from_bytes(digest, "big") / 2**64 < self.settings.student_fraction else self.settings.others
 
     def records(self, number: int) -> int:
         """Number of records in a rollout. The data has one completion for each."""
         return self.batch if self.whose(number) == "data" else super().records(number)
 
     def sample(self, engine: Engine, seen: int) -> SampledRollout:
-        made, most = SampledRollout(self.number, seen, source=self.whose(self.number)), LOOKED_AT * len(self.prompts)
+        rollout, most = SampledRollout(self.number, seen, source=self.whose(self.number)), LOOKED_AT * len(self.prompts)
         count = self.records(self.number)
-        asked, place = next_that_fit(self.prompts, self.place, count, self.fitting, self.longest_prompt, most)
-        with made.clock("generate_s"):
-            made.trajectories = ScoredTrajectories(self.answers(engine, asked, made))
-        self.number, self.place, made.place = self.number + 1, place, place
-        return made
+        records, place = next_that_fit(self.prompts, self.place, count, self.fitting, self.longest_prompt, most)
+        with rollout.clock("generate_s"):
+            rollout.trajectories = ScoredTrajectories(self.answers(engine, records, rollout))
+        self.number, self.place, rollout.place = self.number + 1, place, place
+        return rollout
 
     def answers(self, engine: Engine, answered: Sequence[Answered], rollout: SampledRollout) -> list[Trajectory]:
         """The completions of a rollout."""
-        how = self.rollout
+        rollout_settings = self.rollout
         if rollout.source == "data":
             return self.data_answers(answered)
         lm, kind = (engine(), ROLLOUT) if rollout.source == "own" else (self.trainer.teacher(), TEACHER)
-        sampling = Sampling(temperature=self.settings.sampling, top_k=how.top_k, top_p=how.top_p, min_p=how.min_p)
-        prompts = [one.prompt for one in answered for _ in range(how.completions)]
+        sampling = Sampling(
+            temperature=self.settings.sampling,
+            top_k=rollout_settings.top_k,
+            top_p=rollout_settings.top_p,
+            min_p=rollout_settings.min_p,
+        )
+        prompts = [record.prompt for record in answered for _ in range(rollout_settings.completions)]
         seed = (self.seed, kind, rollout.number)
-        found = sample_trajectories(lm, prompts, how.tokens, sampling, seed, self.interrupted, how.ignore_eos)
+        trajectories = sample_trajectories(
+            lm, prompts, rollout_settings.tokens, sampling, seed, self.interrupted, rollout_settings.ignore_eos
+        )
         if not isinstance(lm, LM):
             rollout.clock.seconds["weights_s"] = lm.weights_s
             rollout.failed["rollout_lost"] = float(lm.lost)
         # The update needs the memory of its cache.
         lm.sleep()
-        if (most := max(max(one.tokens) for one in found)) >= self.vocab:
-            what = f"the teacher answered with token {most}, and the student has {self.vocab:,}"
-            raise ArgosyError(what, hint="a student with a vocabulary as large as the teacher's, or objective.others=data")
-        return found
+        if (most := max(max(trajectory.tokens) for trajectory in trajectories)) >= self.vocab:
+            problem = f"the teacher answered with token {most}, and the student has {self.vocab:,}"
+            raise ArgosyError(problem, hint="a student with a vocabulary as large as the teacher's, or objective.others=data")
+        return trajectories
 
     def data_answers(self, answered: Sequence[Answered]) -> list[Trajectory]:
         """The data's completions. Longer ones are cut and counted."""
-        made = []
-        for one in answered:
-            assert one.answer is not None
-            tokens = list(one.answer)[: self.rollout.tokens]
-            whole = len(tokens) == len(one.answer)
+        trajectories = []
+        for record in answered:
+            assert record.answer is not None
+            tokens = list(record.answer)[: self.rollout.tokens]
+            whole = len(tokens) == len(record.answer)
             if not whole:
-                what = f"{one.prompt.where}: an answer of {len(one.answer)} tokens is cut, as are others of more than {len(tokens)}"
-                self.complain(f"{what} (rollout.tokens); answers/cut counts them", "cut")
-            made.append(Trajectory(one.prompt, tokens, [True] * len(tokens), [float("nan")] * len(tokens), whole, ""))
-        return made
+                problem = f"{record.prompt.where}: an answer of {len(record.answer)} tokens is cut"
+                others = f"as are others of more than {len(tokens)} (rollout.tokens)"
+                self.complain(f"{problem}, {others}; answers/cut counts them", "cut")
+            trajectories.append(Trajectory(record.prompt, tokens, [True] * len(tokens), [float("nan")] * len(tokens), whole, ""))
+        return trajectories
 
     def fitting(self, trajectories: Sequence[Answered | str]) -> list[Answered]:
         """The records that can be learned from. The reason why others cannot is reported once."""
         out: list[Answered] = []
-        for one in trajectories:
-            if isinstance(one, str):
-                self.complain(f"{one}: a record without an answer is passed over, as are others", "empty")
-            elif len(one.prompt.tokens) > self.longest_prompt:
-                self.complain(length_warning(one.prompt, self.longest_prompt), "long")
+        for record in trajectories:
+            if isinstance(record, str):
+                self.complain(f"{record}: a record without an answer is passed over, as are others", "empty")
+            elif len(record.prompt.tokens) > self.longest_prompt:
+                self.complain(length_warning(record.prompt, self.longest_prompt), "long")
             else:
-                out.append(one)
+                out.append(record)
         return out
 
     # ---------------------------------------------------------------- their updates
 
     def updates(self, state: Any, rollout: SampledRollout) -> list[RolloutBatch]:
         """The updates of a rollout: its groups are divided into minibatches, once for each epoch."""
-        answers, whose, how = rollout.trajectories.answers, rollout.source, self.rollout
-        n = 1 if whose == "data" else how.completions
-        shares = np.array_split(np.arange(len(answers)).reshape(-1, n), how.minibatches)
+        answers, whose, rollout_settings = rollout.trajectories.answers, rollout.source, self.rollout
+        n = 1 if whose == "data" else rollout_settings.completions
+        shares = np.array_split(np.arange(len(answers)).reshape(-1, n), rollout_settings.minibatches)
         read = self.reread(answers) if self.reread is not None else None
-        made = [self.parts(answers, share.reshape(-1).tolist(), read, whose == "data") for share in shares if share.size]
-        lengths = np.array([len(one.tokens) for one in answers], np.float32)
+        minibatches = [self.parts(answers, share.reshape(-1).tolist(), read, whose == "data") for share in shares if share.size]
+        lengths = np.array([len(answer.tokens) for answer in answers], np.float32)
         number = rollout.number + 1
         numbers = {
             "rollout": float(number),
             "own": float(whose == "own"),
             "answers/tokens": float(lengths.mean()),
             "answers/tokens_max": float(lengths.max()),
-            "answers/cut": float(np.mean([not one.ended for one in answers])),
-            "part_density": density([part for own in made for part in own]),
+            "answers/cut": float(np.mean([not answer.ended for answer in answers])),
+            "part_density": density([part for minibatch in minibatches for part in minibatch]),
             **(self.reread.numbers(answers, read, self.complain) if self.reread is not None and read is not None else {}),
             **rollout.clock.seconds,
             **rollout.failed,
@@ -166,8 +174,11 @@ class TeacherSignal(Signal):
         if whose != "data" and numbers["answers/cut"] > 0.5:
             self.complain(f"{cut_warning(numbers['answers/cut'], number)}; raise rollout.tokens", "most cut")
         if whose != "data":
-            self.keep([TrajectoryRecord(number, one.prompt.content, one.text, {}, 0.0, len(one.tokens), one.ended) for one in answers])
-        return [RolloutBatch(own, numbers) for _ in range(how.epochs) for own in made]
+            self.keep([
+                TrajectoryRecord(number, answer.prompt.content, answer.text, {}, 0.0, len(answer.tokens), answer.ended)
+                for answer in answers
+            ])
+        return [RolloutBatch(minibatch, numbers) for _ in range(rollout_settings.epochs) for minibatch in minibatches]
 
     def parts(
         self, answers: Sequence[Trajectory], numbers: Sequence[int], read: Sequence[Aligned] | None, from_data: bool
@@ -181,11 +192,11 @@ class TeacherSignal(Signal):
         """
         if self.reread is None or read is None:
             return [picked(with_mask(part, answers), self.settings.reads()) for part in pack_trajectories(answers, numbers, self.shape)]
-        made = []
+        batches = []
         for part in pack_trajectories(answers, numbers, self.shape, self.reread.room(answers, read, self.shape.sequence)):
-            rows = self.reread.aligned_batch(with_mask(part, answers), part, read, lambda said: self.complain(said, "crowded"))
-            made.append(picked(rows | {"labels": rows["mask"] * np.float32(from_data)}, self.settings.reads()))
-        return made
+            rows = self.reread.aligned_batch(with_mask(part, answers), part, read, lambda message: self.complain(message, "crowded"))
+            batches.append(picked(rows | {"labels": rows["mask"] * np.float32(from_data)}, self.settings.reads()))
+        return batches
 
     # ---------------------------------------------------------------- evaluation
 
@@ -197,22 +208,22 @@ class TeacherSignal(Signal):
         if not fitting:
             return {}
         lm, greedy = engine(), Sampling(temperature=0.0)
-        asked = [one.prompt for one in fitting]
-        answers = sample_trajectories(lm, asked, self.rollout.tokens, greedy, (self.seed, EVALUATION), self.interrupted)
+        prompts = [record.prompt for record in fitting]
+        answers = sample_trajectories(lm, prompts, self.rollout.tokens, greedy, (self.seed, EVALUATION), self.interrupted)
         lm.sleep()
         names, every = ("loss", *self.settings.needs.metrics), range(len(answers))
-        own = self.trainer.compare(state, self.parts(answers, every, self.reread and self.reread(answers), False))
-        out = {f"eval_{name}": own[name] for name in names}
+        student_metrics = self.trainer.compare(state, self.parts(answers, every, self.reread and self.reread(answers), False))
+        out = {f"eval_{name}": student_metrics[name] for name in names}
         if self.held_out.has_answers:
             answered = self.data_answers(fitting)
-            given = self.trainer.compare(state, self.parts(answered, every, self.reread and self.reread(answered), True))
-            out |= {f"eval_given_{name}": given[name] for name in (*names, "cross_entropy")}
-        return out | {"eval_answers/cut": float(np.mean([not one.ended for one in answers])), "eval_prompts": float(len(answers))}
+            data_metrics = self.trainer.compare(state, self.parts(answered, every, self.reread and self.reread(answered), True))
+            out |= {f"eval_given_{name}": data_metrics[name] for name in (*names, "cross_entropy")}
+        return out | {"eval_answers/cut": float(np.mean([not answer.ended for answer in answers])), "eval_prompts": float(len(answers))}
 
 
-def teacher_batches(*args: Any, **named: Any) -> RolloutBatches:
+def teacher_batches(*args: Any, **kwargs: Any) -> RolloutBatches:
     """The batches of a run that learns from a teacher: `TeacherSignal` takes these arguments."""
-    return RolloutBatches(TeacherSignal(*args, **named))
+    return RolloutBatches(TeacherSignal(*args, **kwargs))
 
 
 def first_record(prompts: AnsweredPrompts) -> Answered:
@@ -222,9 +233,9 @@ def first_record(prompts: AnsweredPrompts) -> Answered:
         BadInput: no record can.
     """
     for place in range(len(prompts)):
-        for found in prompts(place, 1):
-            if isinstance(found, Answered):
-                return found
+        for record in prompts(place, 1):
+            if isinstance(record, Answered):
+                return record
     raise BadInput("no record has an answer", where=f"data.source={prompts.source}")
 
 
@@ -246,21 +257,22 @@ def check_teacher_settings(prompts: AnsweredPrompts, settings: GKD | GOLD, rollo
     check_sizes(batch, rollout, shape, prompts.most, batch)
     if settings.student_fraction < 1 and settings.others == "data" and not prompts.has_answers:
         fraction = f"objective.student_fraction = {settings.student_fraction:g}"
-        what = f"{fraction} learns from the data's answers too, and this data has prompts alone"
+        problem = f"{fraction} learns from the data's answers too, and this data has prompts alone"
         hint = "objective.student_fraction=1 learns from the student's own answers alone"
         hint += ", objective.others=teacher samples the others" if isinstance(settings, GKD) else ""
-        raise BadInput(what, where=f"data.source={prompts.source}", hint=hint)
+        raise BadInput(problem, where=f"data.source={prompts.source}", hint=hint)
     if settings.student_fraction == 0 and settings.others == "data":
         for name, default in (("top_k", 0), ("top_p", 1), ("min_p", 0), ("ignore_eos", False), ("completions", 1)):
             if getattr(rollout, name) != default:
-                what = f"rollout.{name} with objective.student_fraction = 0: nothing is sampled"
-                raise BadInput(what, hint="objective=distill learns from given answers")
+                problem = f"rollout.{name} with objective.student_fraction = 0: nothing is sampled"
+                raise BadInput(problem, hint="objective=distill learns from given answers")
     for name, of in (("resample", "dynamic sampling compares rewards"), ("overlong", "a reward"), ("workers", "their functions")):
         if getattr(rollout, name) != Rollout.model_fields[name].default:
             raise BadInput(f"rollout.{name} is for objectives that learn from rewards ({of})", hint=f"leave `rollout.{name}` out")
     if rollout.ahead:
         raise BadInput("rollout.ahead is not built for objectives that learn from a teacher", hint="leave `rollout.ahead` out")
     if not rollout.keep_cut:
-        what = "rollout.keep_cut=false leaves cut answers out of a comparison of rewards; a teacher can be learned from at every token"
-        raise BadInput(what, hint="leave `rollout.keep_cut` out")
+        problem = "rollout.keep_cut=false leaves cut answers out of a comparison of rewards; "
+        problem += "a teacher can be learned from at every token"
+        raise BadInput(problem, hint="leave `rollout.keep_cut` out")
 

@@ -70,15 +70,15 @@ class TeacherPrompts:
             ready: whether the text ends ready for a completion.
         """
         template = choose_template(self.tokenizer.chat_templates, tools=bool(tools))
-        how: dict[str, Any] = {"tools": tools, "add_generation_prompt": ready, "now": CLOCK}
-        return render(template, list(messages), self.tokenizer.special, **how, **variables)
+        options: dict[str, Any] = {"tools": tools, "add_generation_prompt": ready, "now": CLOCK}
+        return render(template, list(messages), self.tokenizer.special, **options, **variables)
 
     def ends(self) -> int | None:
         """The special token that ends a turn of the assistant. None: the template has none, and ends are read by their role."""
         turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": PROBE}]
         after = self.text(turns, None, {}, ready=False).rpartition(PROBE)[2]
-        found = self.tokenizer.encode(after, special=True)
-        return next((token for token in found if token in self.tokenizer.hidden), None)
+        ids = self.tokenizer.encode(after, special=True)
+        return next((token for token in ids if token in self.tokenizer.hidden), None)
 
 
 class TeacherTokens:
@@ -91,13 +91,14 @@ class TeacherTokens:
 
     def __init__(self, across: Across, places: int, asking: TeacherPrompts | None):
         self.across, self.places, self.asking = across, places, asking
-        own = "teacher" if asking is not None else "student"
-        self.fingerprint: Fingerprint = {"teacher_tokenizer": across.teacher.fingerprint, "teacher_places": places, "asked_by": own}
+        asked_by = "teacher" if asking is not None else "student"
+        self.fingerprint: Fingerprint = {"teacher_tokenizer": across.teacher.fingerprint, "teacher_places": places}
+        self.fingerprint |= {"asked_by": asked_by}
 
     def __call__(self, answers: Sequence[Trajectory]) -> list[Aligned]:
         """Aligns each completion between both tokenizers."""
-        opened = {id(one.prompt): self.asking(one.prompt) if self.asking is not None else None for one in answers}
-        return [self.across.answer(one.prompt.tokens, one.tokens, opened[id(one.prompt)]) for one in answers]
+        opened = {id(answer.prompt): self.asking(answer.prompt) if self.asking is not None else None for answer in answers}
+        return [self.across.answer(answer.prompt.tokens, answer.tokens, opened[id(answer.prompt)]) for answer in answers]
 
     def room(self, answers: Sequence[Trajectory], alignments: Sequence[Aligned], sequence: int) -> np.ndarray:
         """Student tokens that each completion with its prompt occupies in a row, [B], large enough that the row's teacher tokens fit
@@ -106,7 +107,7 @@ class TeacherTokens:
         Args:
             sequence: student tokens of a row.
         """
-        theirs = [-(-min(len(one.teacher), self.places) * sequence // self.places) for one in alignments]
+        theirs = [-(-min(len(alignment.teacher), self.places) * sequence // self.places) for alignment in alignments]
         return np.array([max(len(a.prompt.tokens) + len(a.tokens), b) for a, b in zip(answers, theirs, strict=True)], np.int64)
 
     def aligned_batch(self, rows: Batch, part: PackedPart, alignments: Sequence[Aligned], say: Say) -> Batch:
@@ -133,16 +134,16 @@ class TeacherTokens:
         """The shares of completions in each of the categories above. Reports each category once."""
         hidden = self.across.student.hidden
         counted = {
-            "unreadable": [one.unreadable for one in alignments],
-            "rewritten": [one.rewritten for one in alignments],
+            "unreadable": [alignment.unreadable for alignment in alignments],
+            "rewritten": [alignment.rewritten for alignment in alignments],
             "special": [any(token in hidden for token in (a.tokens[:-1] if a.ended else a.tokens)) for a in answers],
-            "unaligned": [not any(self.learned(group) for group in one.groups) for one in alignments],
+            "unaligned": [not any(self.learned(group) for group in alignment.groups) for alignment in alignments],
         }
         for name, each in counted.items():
             if any(each):
                 where = answers[each.index(True)].prompt.where
                 complain(f"{where}: {TOLD[name]}; answers/{name} counts them", name)
-        counted["crowded"] = [len(one.teacher) > self.places for one in alignments]
+        counted["crowded"] = [len(alignment.teacher) > self.places for alignment in alignments]
         return {f"answers/{name}": float(np.mean(each)) for name, each in counted.items()}
 
     def learned(self, group: AlignedSpan) -> bool:
