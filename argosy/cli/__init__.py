@@ -41,7 +41,7 @@ COMPUTING = (*TRAINING, "autotune", "export", "generate", "eval", "serve", "pred
 def main(words: list[str] | None = None) -> int:
     """Runs one command and returns its exit code; `words` default to those of the process."""
     if words is not None:
-        return _answered(words)
+        return _answer(words)
     from argosy.core.process import allocator, signals
 
     # Before the thread that waits for signals starts.
@@ -49,7 +49,7 @@ def main(words: list[str] | None = None) -> int:
         allocator.share_one_arena()
     signals.take_over()
     forgive(sys.stdout, sys.stderr)
-    code = _answered(sys.argv[1:])
+    code = _answer(sys.argv[1:])
     try:
         sys.stderr.flush()
     except OSError:
@@ -58,7 +58,7 @@ def main(words: list[str] | None = None) -> int:
     return code
 
 
-def _answered(words: list[str]) -> int:
+def _answer(words: list[str]) -> int:
     try:
         code = _run(words)
         sys.stdout.flush()

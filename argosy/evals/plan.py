@@ -94,7 +94,7 @@ def names(tasks: str | None) -> list[Task]:
         UnknownName: a name is neither a task nor the beginning of some. BadInput: there is none.
     """
     requested = [name for name in (part.strip() for part in (tasks or "").split(",")) if name]
-    raise_mistakes([_unknown(name) for name in requested if not _match_tasks(name)])
+    raise_mistakes([_unknown_task(name) for name in requested if not _match_tasks(name)])
     matches = {task.name: task for name in requested for task in _match_tasks(name)}
     if not matches:
         raise BadInput("no tasks", hint=f"tasks=NAME,...: {', '.join(LISTED)}")
@@ -106,7 +106,7 @@ def _match_tasks(name: str) -> list[Task]:
     return [TASKS[name]] if name in TASKS else [task for task in TASKS.values() if task.name.startswith(f"{name}_")]
 
 
-def _unknown(name: str) -> UserError:
+def _unknown_task(name: str) -> UserError:
     if name == IMAGES:
         return BadInput(f"tasks={IMAGES} beside other tasks: it is of models that draw", hint=f"tasks={IMAGES} alone")
     error, close = UnknownName("task", name, LISTED), get_close_matches(name, LISTED, n=1, cutoff=0.6)
@@ -136,14 +136,14 @@ def _of_file(path: Path, settings: EvalSettings) -> list[PlannedTask]:
             if (format := answered(path, rows[0])) is None:
                 raise no_layout(path, rows[0])
             return [_of_records(replace(ANSWERS, name=PERPLEXITY), path, rows, format, settings)]
-        return [_checked(tasks[0], path, rows, settings)]
+        return [_plan_task(tasks[0], path, rows, settings)]
     matches = _match_tasks(stem)
     if len(matches) == 1 and all(field in rows[0] for field in LAYOUTS[matches[0].layout]):
-        return [_checked(matches[0], path, rows, settings)]
+        return [_plan_task(matches[0], path, rows, settings)]
     has_layout = any(all(field in rows[0] for field in fields) for fields in LAYOUTS.values())
     if not has_layout and (format := answered(path, rows[0])) is not None:
         return [_of_records(replace(ANSWERS, name=stem), path, rows, format, settings)]
-    return [_checked(replace(PLAIN[layout_of(path, rows[0])], name=stem), path, rows, settings)]
+    return [_plan_task(replace(PLAIN[layout_of(path, rows[0])], name=stem), path, rows, settings)]
 
 
 def _of_records(task: Task, path: Path, rows: list[Fields], format: str, settings: EvalSettings) -> PlannedTask:
@@ -157,7 +157,7 @@ def _of_folder(task: Task, folder: Path, settings: EvalSettings) -> PlannedTask:
         return _of_corpus(task, find_corpus(folder), settings)
     if task.name != PERPLEXITY:
         path = find_task_file(task, folder)
-        return _checked(task, path, read_rows(path), settings)
+        return _plan_task(task, path, read_rows(path), settings)
     if settings.text is None:
         raise BadInput("perplexity needs a text", where=f"data={folder} is a folder", hint="text=FILE, or data=FILE")
     if not Path(settings.text).is_file():
@@ -195,7 +195,7 @@ def _files(stem: str, folder: Path) -> Iterator[Path]:
                 yield path
 
 
-def _checked(task: Task, path: Path, rows: list[Fields], settings: EvalSettings) -> PlannedTask:
+def _plan_task(task: Task, path: Path, rows: list[Fields], settings: EvalSettings) -> PlannedTask:
     """The task with these rows.
 
     Raises:

@@ -105,7 +105,7 @@ def load(
         _say(f"{model}: random weights from seed {random}")
         lm = loading.random_lm(config, random, dtype=dtype, engine=engine_settings, draft=draft_of(engine_settings, dtype))
         lm.exporter = _export
-        return _checked(lm)
+        return _check_engine(lm)
     model = local_model(model, _say)
     adapter = None if adapter is None else local_model(adapter, _say)
     if is_missing(model):
@@ -137,7 +137,7 @@ def load(
     lm.exporter = _export
     if blocks is True and not lm.in_blocks:
         _say(f"{model}: no weight is kept in blocks: that is for .gguf files with blocks, in float32, on one CPU device with kernels")
-    return _checked(lm)
+    return _check_engine(lm)
 
 
 def _pipeline(model: str | Path, dtype: Any, adapter: Any, single_file: Any, controlnet: Any, embeddings: Any) -> Any:
@@ -194,7 +194,7 @@ def _export(lm: "LM", folder: str | Path, **options: Any) -> Any:
     return export_model(lm, folder, **options)
 
 
-def _checked(lm: "LM") -> "LM":
+def _check_engine(lm: "LM") -> "LM":
     """Checks that an encoder was not given settings of an engine: it has none."""
     if not lm.config.causal and lm.engine_settings != EngineSettings():
         raise BadInput("`engine` is for models that generate, and this one is an encoder", hint="leave it out")

@@ -85,7 +85,7 @@ def run(reading: Reading[Run], path: str, view: View, command: str = "") -> Outc
             try:
                 # Another process may have started a run here since.
                 processes.run_together("admit", lambda: directory.admit(reading))
-                outcome = _locked(reading, directory, view, command, assembly)
+                outcome = _train_locked(reading, directory, view, command, assembly)
             except UserError:
                 # A start that is refused leaves nothing.
                 directory.remove_unused(missing)
@@ -127,7 +127,7 @@ def checked(settings: Run, say: Callable[[str], None] = lambda _: None) -> "Asse
     return processes.one_by_one("assemble", build)
 
 
-def _locked(
+def _train_locked(
     reading: Reading[Run], directory: RunDirectory, view: View, command: str, assembly: "Assembly | None"
 ) -> Outcome:
     from argosy.parallel import processes

@@ -150,22 +150,22 @@ def account(store: Store) -> Account | None:
     first = every.get(0) or []
     if not first:
         return None
-    whole = _added(first)
+    whole = _add_up(first)
     if len(every) == 1:
         return whole
-    by_process = {process: dict(_added(starts).seconds) for process, starts in sorted(every.items()) if starts}
-    for process, waited in _waited(every).items():
+    by_process = {process: dict(_add_up(starts).seconds) for process, starts in sorted(every.items()) if starts}
+    for process, waited in _waiting_seconds(every).items():
         by_process[process] |= {WAITING: waited, "step": by_process[process]["step"] - waited}
     # What the first process waited in steps is no work of its own.
     return Account(whole.starts, whole.wall, by_process[0], whole.lost_steps, by_process)
 
 
-def _waited(every: Mapping[int, Sequence[Sequence[Mapping[str, Any]]]]) -> dict[int, float]:
+def _waiting_seconds(every: Mapping[int, Sequence[Sequence[Mapping[str, Any]]]]) -> dict[int, float]:
     """Seconds that each process waited for others in steps. Processes may come and go between starts: only those of a start are
     compared, and a start that tells no gang is left out."""
     gangs: dict[str, dict[int, float]] = {}
     for process, starts in every.items():
-        for lines, (seconds, _) in zip(starts, _kept_of(starts), strict=True):
+        for lines, (seconds, _) in zip(starts, _start_accounts(starts), strict=True):
             if "gang" in lines[-1] and "step" in seconds:
                 gangs.setdefault(str(lines[-1]["gang"]), {})[process] = seconds["step"]
     waited: dict[int, float] = {}
@@ -186,10 +186,10 @@ def _read(store: Store, name: str) -> list[list[dict[str, Any]]]:
     return list(starts.values())
 
 
-def _added(starts: Sequence[Sequence[Mapping[str, Any]]]) -> Account:
+def _add_up(starts: Sequence[Sequence[Mapping[str, Any]]]) -> Account:
     total: dict[str, float] = {}
     down, again, until = 0.0, 0, None
-    for lines, (seconds, steps) in zip(starts, _kept_of(starts), strict=True):
+    for lines, (seconds, steps) in zip(starts, _start_accounts(starts), strict=True):
         last = lines[-1]
         # Where the clock was set back between two starts, nobody knows how long the run was down: no time is counted.
         down += max(0.0, last["began"] - until) if until is not None else 0.0
@@ -202,7 +202,7 @@ def _added(starts: Sequence[Sequence[Mapping[str, Any]]]) -> Account:
     return Account(len(starts), sum(total.values()), total, again)
 
 
-def _kept_of(starts: Sequence[Sequence[Mapping[str, Any]]]) -> list[tuple[dict[str, float], int]]:
+def _start_accounts(starts: Sequence[Sequence[Mapping[str, Any]]]) -> list[tuple[dict[str, float], int]]:
     """Seconds by cause of each start, and the steps that it had to repeat."""
     begun = [[min(line["from"], line["step"]) for line in _begun(lines)] for lines in starts]
     # The earliest step that a later start resumed from, or went back to.

@@ -149,7 +149,7 @@ class Comparison:
             return []
         seen = self._hosts(times) | self._devices(times)
         self._before = dict(times)
-        return self._judged(seen, times)
+        return self._judge(seen, times)
 
     def _hosts(self, times: Mapping[int, ProcessTimes]) -> dict[Unit, _Seen]:
         steps = {p: current.steps - self._before[p].steps for p, current in times.items()}
@@ -158,7 +158,7 @@ class Comparison:
         for cause in ON_HOST:
             since = {p: (current.seconds[cause] - self._before[p].seconds[cause]) / steps[p] for p, current in times.items()}
             exposed = {p: (current.exposed[cause] - self._before[p].exposed[cause]) / steps[p] for p, current in times.items()}
-            spent = _measured(since)
+            spent = _valid_times(since)
             others = median_of_others(spent)
             for p, its in spent.items():
                 theirs = others[p]
@@ -177,7 +177,7 @@ class Comparison:
             sums = zip(current.devices, before.devices or [0.0] * len(current.devices), strict=True)
             each |= {(p, DEVICE, i): (now - then) / (current.probes - before.probes) for i, (now, then) in enumerate(sums)}
         self._timed = dict(times)
-        each = _measured(each)
+        each = _valid_times(each)
         others = median_of_others(each)
         seen: dict[Unit, _Seen] = {}
         for unit, its in each.items():
@@ -186,7 +186,7 @@ class Comparison:
                 seen[unit] = _Seen(its > self.ratio * theirs, its / theirs, None, its / theirs - 1)
         return seen
 
-    def _judged(self, seen: Mapping[Unit, _Seen], times: Mapping[int, ProcessTimes]) -> list[StragglerVerdict]:
+    def _judge(self, seen: Mapping[Unit, _Seen], times: Mapping[int, ProcessTimes]) -> list[StragglerVerdict]:
         for unit, comparison in seen.items():
             self._slow[unit] = self._slow.get(unit, 0) + 1 if comparison.slow else 0
             self._fine[unit] = 0 if comparison.slow else self._fine.get(unit, 0) + 1
@@ -207,7 +207,7 @@ class Comparison:
         return new
 
 
-def _measured(numbers: Mapping[Any, float]) -> dict[Any, float]:
+def _valid_times(numbers: Mapping[Any, float]) -> dict[Any, float]:
     """The values that are times. A clock that was set back, or a number that is none, says nothing about its process."""
     return {unit: s for unit, s in numbers.items() if math.isfinite(s) and s >= 0}
 

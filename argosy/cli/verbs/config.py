@@ -70,7 +70,7 @@ def explain_key(
             raise BadInput(f"`tiny` has no {group}", hint=hint) from None
         raise
     document = [
-        {"key": name, "value": value, "set_by": reading.origin[name], "tried": _tried(reading.tried.get(name, []))}
+        {"key": name, "value": value, "set_by": reading.origin[name], "tried": _attempts(reading.tried.get(name, []))}
         for name, value in flatten(reading.value).items()
         if name == key or name.startswith(f"{key}.")
     ]
@@ -141,5 +141,5 @@ def split_recipe(words: list[str]) -> tuple[str | None, list[str]]:
     return None, words
 
 
-def _tried(tried: list[tuple[str, Any]]) -> list[dict[str, Any]]:
+def _attempts(tried: list[tuple[str, Any]]) -> list[dict[str, Any]]:
     return [{"by": origin, "value": dump(value) if isinstance(value, Settings) else value} for origin, value in tried]

@@ -49,7 +49,7 @@ def hlo_words(
     rows = program_differences(summary, other_summary)
     both = summary, other_summary
     document = {"a": str(path), "b": str(other_path), "flops": [s.flops for s in both], "bytes": [s.bytes for s in both]}
-    answer(_compared(document, rows, settings.rows), document | {"differences": [asdict(row) for row in rows]}, as_json)
+    answer(_comparison(document, rows, settings.rows), document | {"differences": [asdict(row) for row in rows]}, as_json)
 
 
 def _text(path: str, summary: Any, most: int) -> str:
@@ -73,7 +73,7 @@ def _text(path: str, summary: Any, most: int) -> str:
     return "\n\n".join(parts)
 
 
-def _compared(document: Mapping[str, Any], rows: Sequence[Any], most: int) -> str:
+def _comparison(document: Mapping[str, Any], rows: Sequence[Any], most: int) -> str:
     def cell(row: Mapping[str, Any] | None) -> str:
         if row is None:
             return "-"

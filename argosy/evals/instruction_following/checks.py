@@ -102,7 +102,7 @@ _ACCEPTS: dict[str, Callable[[Any], bool]] = {
 _N, _TEXT, _TEXTS, _RELATION, _LANGUAGE, _LETTER = _ACCEPTS
 
 
-def _compared(count: int, relation: str, threshold: int) -> bool:
+def _satisfies(count: int, relation: str, threshold: int) -> bool:
     return count < threshold if relation == "less than" else count >= threshold
 
 
@@ -130,11 +130,11 @@ def forbidden(response: str, forbidden_words: list[str]) -> bool:
 
 
 def frequency(response: str, keyword: str, frequency: int, relation: str) -> bool:
-    return _compared(len(re.findall(EXPRESSIONS["keyword"](keyword), response, re.IGNORECASE)), relation, frequency)
+    return _satisfies(len(re.findall(EXPRESSIONS["keyword"](keyword), response, re.IGNORECASE)), relation, frequency)
 
 
 def letter_frequency(response: str, letter: str, let_frequency: int, let_relation: str) -> bool:
-    return _compared(response.lower().count(letter.lower()), let_relation, let_frequency)
+    return _satisfies(response.lower().count(letter.lower()), let_relation, let_frequency)
 
 
 # ---- language and case
@@ -155,18 +155,18 @@ def english_lowercase(response: str) -> bool:
 
 
 def capital_words(response: str, capital_frequency: int, capital_relation: str) -> bool:
-    return _compared(sum(word.isupper() for word in words_apart(response)), capital_relation, capital_frequency)
+    return _satisfies(sum(word.isupper() for word in words_apart(response)), capital_relation, capital_frequency)
 
 
 # ---- length
 
 
 def sentences(response: str, num_sentences: int, relation: str) -> bool:
-    return _compared(len(sentences_of(response)), relation, num_sentences)
+    return _satisfies(len(sentences_of(response)), relation, num_sentences)
 
 
 def word_count(response: str, num_words: int, relation: str) -> bool:
-    return _compared(len(re.findall(r"\w+", response)), relation, num_words)
+    return _satisfies(len(re.findall(r"\w+", response)), relation, num_words)
 
 
 def paragraph_count(response: str, num_paragraphs: int) -> bool:

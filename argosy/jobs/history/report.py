@@ -56,7 +56,7 @@ def record(path: Path | str) -> RunRecord:
         steps=summary.steps,
         facts=facts(values, lines),
         settings=[(key, value_text(value), who) for key, value, who in settings],
-        checkpoints=[saved for step in summary.checkpoints if (saved := _saved(store, step))],
+        checkpoints=[saved for step in summary.checkpoints if (saved := _saved_checkpoint(store, step))],
         environment=surroundings(),
         command=command(path, settings, lines),
         story=_story(store),
@@ -161,7 +161,7 @@ def _evaluations(path: Path | str) -> list[Evaluated]:
     return list(results.values())
 
 
-def _saved(store: Store, step: int) -> SavedCheckpoint | None:
+def _saved_checkpoint(store: Store, step: int) -> SavedCheckpoint | None:
     try:
         loss = json.loads(store.read_text(f"{CHECKPOINTS}/{step}/meta.json")).get("eval_loss")
         return SavedCheckpoint(step, runs.size_bytes(store.root, step), loss if isinstance(loss, int | float) else None)

@@ -46,7 +46,7 @@ def planned_files(name: str) -> PlannedFiles:
 
     if name in presets():
         config = preset_config(name)
-        return PlannedFiles(config, _published(name, config), lambda _: "bfloat16", is_preset=True)
+        return PlannedFiles(config, _published_schemes(name, config), lambda _: "bfloat16", is_preset=True)
     if name.startswith("hf:"):
         raise BadInput(f"{name} would be downloaded", hint="the name of a preset (`argosy models`), or a folder on this machine")
     path = Path(name)
@@ -67,7 +67,7 @@ def planned_files(name: str) -> PlannedFiles:
     )
 
 
-def _published(name: str, config: Any) -> dict[str, Any]:
+def _published_schemes(name: str, config: Any) -> dict[str, Any]:
     """The schemes of a preset whose weights are published in few bits."""
     from argosy.adapt.quant import by_layer
     from argosy.adapt.rules import Rule, schemes_of

@@ -68,7 +68,7 @@ def plan_serving(name: str, settings: ServePlanSettings, say: Say) -> dict[str, 
 
     target, process = Target.described(settings.device), resident_bytes()
     _check(settings, target)
-    model = _served(name, settings, target)
+    model = _served_model(name, settings, target)
     settings = _with_lengths(settings, model.context)
     if settings.input_len + settings.output_len > model.context:
         problem = f"input_len + output_len = {settings.input_len + settings.output_len:,}, and {name} reads {model.context:,} tokens"
@@ -133,7 +133,7 @@ def _check(settings: ServePlanSettings, target: Any) -> None:
         raise BadInput(f"acceptance={settings.acceptance:g}: there are no drafts", hint="engine.speculative=ngram, or leave it out")
 
 
-def _served(name: str, settings: ServePlanSettings, target: Any) -> Any:
+def _served_model(name: str, settings: ServePlanSettings, target: Any) -> Any:
     """The model as the server has it, with its draft model.
 
     Raises:
@@ -195,7 +195,7 @@ def compiled_serving_answer(inputs: dict[str, Any]) -> dict[str, Any]:
 
     settings = ServePlanSettings.model_validate(inputs["settings"])
     target = Target.described(settings.device).compiled()
-    model = _served(inputs["name"], settings, target)
+    model = _served_model(inputs["name"], settings, target)
     chip = target.chip
     assert chip is not None
     size = model.needs.size(settings.engine.slots, inputs["pages"])
@@ -234,7 +234,7 @@ def _nearest(name: str, settings: ServePlanSettings, target: Any) -> list[dict[s
     for way in ways:
         other = settings.model_copy(update=way)
         try:
-            memory = serving_memory(_served(name, other, target), other.copies)[0]
+            memory = serving_memory(_served_model(name, other, target), other.copies)[0]
         except UserError:
             continue
         if target.memory_bytes is not None and sum(memory.values()) <= target.memory_bytes:

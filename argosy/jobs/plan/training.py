@@ -78,7 +78,7 @@ def plan(recipe: str, words: Sequence[str], settings: PlanSettings, say: Say) ->
     from argosy.parallel.target import Target
 
     target = Target.described(settings.device)
-    words, changed = _settled(recipe, words, target)
+    words, changed = _with_batch(recipe, words, target)
     if changed:
         say(f"{' '.join(changed)}: the recipe's batch does not divide over {plural(target.count, 'device')}")
 
@@ -86,8 +86,8 @@ def plan(recipe: str, words: Sequence[str], settings: PlanSettings, say: Say) ->
         return _search(recipe, words, settings, target, say, bool(changed))
     if settings.out is not None:
         raise BadInput("out names the file of a search", hint="search=true")
-    assembly = _assembled(plan_reading(recipe, words).value, target)
-    model = _modeled(assembly)
+    assembly = _assemble(plan_reading(recipe, words).value, target)
+    model = _model_figures(assembly)
     compiler, missing = None, None
     hopeless = model.limit is not None and model.total > CERTAIN * model.limit and not target.shares_memory
     samples = assembly.run.rollout is not None
@@ -194,7 +194,7 @@ def _reward_of(recipe: str) -> list[str]:
     return ["reward=maths"] if any(str(key).startswith("reward") for need in _needs(recipe) for key in need) else []
 
 
-def _settled(recipe: str, words: Sequence[str], target: Any) -> tuple[list[str], tuple[str, ...]]:
+def _with_batch(recipe: str, words: Sequence[str], target: Any) -> tuple[list[str], tuple[str, ...]]:
     """The words, with a batch that divides over the devices where the user names none."""
     words = list(words)
     run = plan_reading(recipe, words).value
@@ -210,7 +210,7 @@ def _settled(recipe: str, words: Sequence[str], target: Any) -> tuple[list[str],
     return [*words, changed], (changed,)
 
 
-def _assembled(run: Run, target: Any) -> Any:
+def _assemble(run: Run, target: Any) -> Any:
     from argosy.run.assembly.assemble import assemble
     from argosy.run.assembly.decided import Decided
 
@@ -224,7 +224,7 @@ def _assembled(run: Run, target: Any) -> Any:
     return assemble(run, Decided.here(run, target), target=target, reads=False)
 
 
-def _modeled(assembly: Any) -> Figures:
+def _model_figures(assembly: Any) -> Figures:
     """The analytic answer; of a run with rollouts for an update."""
     from argosy.run.plan.memory import memory_by_kind
     from argosy.run.plan.speed import work_of
@@ -290,7 +290,7 @@ def compiled_answer(inputs: dict[str, Any]) -> dict[str, Any]:
     from argosy.run.plan.speed import prices_of
 
     target = Target.described(inputs["device"]).compiled()
-    assembly = _assembled(plan_reading(inputs["recipe"], inputs["words"]).value, target)
+    assembly = _assemble(plan_reading(inputs["recipe"], inputs["words"]).value, target)
     chip = target.chip
     assert chip is not None
     content = [assembly.lower().as_text(), json.dumps(assembly.compiler_options), inputs["device"]]
@@ -345,7 +345,7 @@ def plan_document(result: Planned, recipe: str, settings: PlanSettings) -> dict[
         "mesh": {axis: size for axis, size in dict(a.mesh.shape).items() if size > 1},
         "precision": a.decided.precision,
         "remat": run.execution.remat,
-        "replicated": _replicated(a),
+        "replicated": _unsplit_text(a),
         "buffers": [asdict(buffer) for buffer in figures.buffers],
         "uncounted_kernels": list(figures.uncounted),
         "unknown_loops": figures.unknown_loops,
@@ -395,7 +395,7 @@ def _rollout_fields(result: Planned) -> dict[str, Any]:
     return fields
 
 
-def _replicated(assembly: Any) -> str:
+def _unsplit_text(assembly: Any) -> str:
     """The weights that every device has whole, although the mesh splits weights; "" where they are few."""
     from argosy.run.assembly.grid import mesh_header
 

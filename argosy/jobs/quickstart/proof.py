@@ -96,10 +96,10 @@ def kill_at(run: Path, recipe: str, words: list[str], step: int) -> int:
     )
     limit = time.monotonic() + PATIENCE_S
     with before_leaving(process.kill):
-        return _killed(process, run, step, limit)
+        return _kill(process, run, step, limit)
 
 
-def _killed(process: subprocess.Popen[bytes], run: Path, step: int, limit: float) -> int:
+def _kill(process: subprocess.Popen[bytes], run: Path, step: int, limit: float) -> int:
     try:
         while (seen := max(by_step(read(Store(run)), "loss"), default=0)) < step:
             if process.poll() is not None:

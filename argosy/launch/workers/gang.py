@@ -200,7 +200,7 @@ class WorkerGang:
             for rank, leaves in enumerate(source.leaves):
                 requests.setdefault(rank, []).extend((index, box) for box in leaves[index].boxes if box not in seen)
                 seen |= set(leaves[index].boxes)
-        return self._assembled(source.skeleton, source.leaves[0], number, requests)
+        return self._assemble(source.skeleton, source.leaves[0], number, requests)
 
     def values(self, number: int) -> list[Any]:
         """The values of each process, by rank.
@@ -215,10 +215,10 @@ class WorkerGang:
                     problem = f"{leaf.path} is an array of all processes of the group `{self.name}`"
                     raise BadInput(problem, hint="Ref.value() brings it")
             requests = {rank: [(index, box) for index, leaf in enumerate(leaves) for box in leaf.boxes]}
-            out.append(self._assembled(skeleton, leaves, number, requests))
+            out.append(self._assemble(skeleton, leaves, number, requests))
         return out
 
-    def _assembled(self, skeleton: bytes, leaves: Sequence[Leaf], number: int, requests: Mapping[int, list[tuple[int, Box]]]) -> Any:
+    def _assemble(self, skeleton: bytes, leaves: Sequence[Leaf], number: int, requests: Mapping[int, list[tuple[int, Box]]]) -> Any:
         import jax
         import numpy as np
 

@@ -131,7 +131,7 @@ def _collectives_of(
             elif inner.name.startswith(SCATTERS) and collective.opcode == "all-reduce":
                 yield make("reduce-scatter", instruction.bytes, collective, None)
             else:
-                yield from _fused(program, computation, instruction, inner, make)
+                yield from _fused_collectives(program, computation, instruction, inner, make)
 
 
 def _inside(program: HloModule, instruction: Instruction) -> Iterator[Computation]:
@@ -140,7 +140,7 @@ def _inside(program: HloModule, instruction: Instruction) -> Iterator[Computatio
             yield program.computations[name]
 
 
-def _fused(
+def _fused_collectives(
     program: HloModule, computation: Computation, instruction: Instruction, inner: Computation, make: Callable[..., Collective]
 ) -> Iterator[Collective]:
     """The collectives that a fusion starts, or holds whole; their copies in fusions that carry or end them do not count."""

@@ -188,10 +188,10 @@ def _has_products(module: HloModule, instruction: Instruction) -> bool:
         return True
     if instruction.opcode != "fusion":
         return False
-    return any(i.opcode in ("dot", "convolution") for c in _called(module, instruction) for i in c.instructions)
+    return any(i.opcode in ("dot", "convolution") for c in _callees(module, instruction) for i in c.instructions)
 
 
-def _called(module: HloModule, instruction: Instruction) -> Iterable[Computation]:
+def _callees(module: HloModule, instruction: Instruction) -> Iterable[Computation]:
     return [module.computations[name] for _, name in instruction.called() if name in module.computations]
 
 
@@ -199,7 +199,7 @@ def _flops_of(module: HloModule, computation: Computation, instruction: Instruct
     direct = flops(computation, instruction) or 0
     if instruction.opcode not in ("fusion", "custom-call"):
         return direct
-    return direct + sum(_flops_of(module, c, i) for c in _called(module, instruction) for i in c.instructions)
+    return direct + sum(_flops_of(module, c, i) for c in _callees(module, instruction) for i in c.instructions)
 
 
 def _bytes_of(computation: Computation, instruction: Instruction) -> int:

@@ -40,7 +40,7 @@ def _known_trips(computations: Computations, computation: Computation, loop: Ins
     condition, body = (computations.get(called.get(key, "")) for key in ("condition", "body"))
     if condition is None or body is None:
         return None
-    compared = _compared(computations, condition, condition.root, {})
+    compared = _comparison(computations, condition, condition.root, {})
     if compared is None:
         return None
     left, right, direction = compared
@@ -85,7 +85,7 @@ def _scalar(
     return None
 
 
-def _compared(
+def _comparison(
     computations: Computations, computation: Computation, instruction: Instruction, bound: Mapping[int, Scalar]
 ) -> tuple[Scalar, Scalar, str] | None:
     """Both sides of the comparison that an instruction computes, and its direction."""
@@ -99,9 +99,9 @@ def _compared(
         if inner is None:
             return None
         scalars = ((n, _scalar(computations, computation, name, bound)) for n, name in enumerate(instruction.operands))
-        return _compared(computations, inner, inner.root, {n: scalar for n, scalar in scalars if scalar is not None})
+        return _comparison(computations, inner, inner.root, {n: scalar for n, scalar in scalars if scalar is not None})
     if instruction.opcode in TRANSPARENT and (source := computation.by_name.get(instruction.operands[0])) is not None:
-        return _compared(computations, computation, source, bound)
+        return _comparison(computations, computation, source, bound)
     return None
 
 

@@ -48,7 +48,7 @@ def plot(points: Sequence[Point], marks: Sequence[Point], width: int, height: in
 
     before: tuple[int, int] | None = None
     for column, y in line:
-        for x, row in _between(before, (column, row_of(y))):
+        for x, row in _dots_between(before, (column, row_of(y))):
             dot(x, row)
         before = column, row_of(y)
     rows = [[chr(BRAILLE + bits) if bits else " " for bits in row] for row in grid]
@@ -60,7 +60,7 @@ def plot(points: Sequence[Point], marks: Sequence[Point], width: int, height: in
     labels = [f"{labeled.get(i, ''):>{label_width}} {'┤' if i in labeled else '│'}" for i in range(height)]
     at = {column_of(x, width, low_x, high_x, log_x): short_number(x) for x in _x_ticks(low_x, high_x, width, log_x)}
     axis = " " * label_width + " └" + "".join("┬" if i in at else "─" for i in range(width))
-    return Plot(labels, ["".join(row) for row in rows], axis, " " * (label_width + 2) + _placed(at, width))
+    return Plot(labels, ["".join(row) for row in rows], axis, " " * (label_width + 2) + _place_labels(at, width))
 
 
 def binned(points: Iterable[Point], columns: int, low: float, high: float, log_x: bool) -> list[tuple[int, float]]:
@@ -123,7 +123,7 @@ def short_number(x: float) -> str:
     return f"{x:.0e}" if 0 < abs(x) < 1e-3 else f"{x:.4g}"
 
 
-def _between(before: tuple[int, int] | None, here: tuple[int, int]) -> Iterable[tuple[int, int]]:
+def _dots_between(before: tuple[int, int] | None, here: tuple[int, int]) -> Iterable[tuple[int, int]]:
     """Every dot of the straight line from the previous dot."""
     if before is None:
         return [here]
@@ -136,7 +136,7 @@ def _x_ticks(low: float, high: float, width: int, log_x: bool) -> list[float]:
     return log_ticks(low, high) if log_x and high > low else ticks(low, high, max(2, width // 12))
 
 
-def _placed(labels: dict[int, str], width: int) -> str:
+def _place_labels(labels: dict[int, str], width: int) -> str:
     """Labels centered under their columns, kept within the row. A label that would touch its left neighbor is left out."""
     text = ""
     for column, label in sorted(labels.items()):

@@ -64,7 +64,7 @@ def build_state(run: Run, decided: Decided, mesh: Mesh, model: Any, steps: int) 
     )
     places = like_weights(state, weights, shapes, mesh)
     if offloads:
-        places = _offloaded(run, model, state, places)
+        places = _offload_places(run, model, state, places)
     if run.execution.gather == "once" and not GatherOnce(weights).gathers:
         problem = "no weight is split over mesh.fsdp, so there is nothing to gather once"
         raise BadInput(problem, where="set by execution.gather")
@@ -80,7 +80,7 @@ def build_state(run: Run, decided: Decided, mesh: Mesh, model: Any, steps: int) 
     return StateParts(graph, optimizer, rate, jax.tree.map(placed, state, places), places)
 
 
-def _offloaded(run: Run, model: Any, state: TrainState, places: TrainState) -> TrainState:
+def _offload_places(run: Run, model: Any, state: TrainState, places: TrainState) -> TrainState:
     """The shardings of a state of which a part lies in the host's memory.
 
     Raises:

@@ -102,7 +102,7 @@ def _compute(assembly: Any, rows: Any, todo: np.ndarray, leaves: Leaves, writer:
     """Adds what the teacher says of these rows."""
     run = assembly.run
     each = run.data.batch // run.accumulate
-    program = _compiled(assembly, leaves, each)
+    program = _compile(assembly, leaves, each)
     for new, some in passes(todo, each, "teacher", say, writer.flush):
         batch = rows.gather(some)
         outputs = program(leaves, assembly.place_fields({name: batch[name] for name in INPUTS}))
@@ -115,7 +115,7 @@ def _compute(assembly: Any, rows: Any, todo: np.ndarray, leaves: Leaves, writer:
             writer.add(row, TopTokens(ids[place, here], logps[place, here], rest[place, here]))
 
 
-def _compiled(assembly: Any, leaves: Leaves, rows: int) -> Any:
+def _compile(assembly: Any, leaves: Leaves, rows: int) -> Any:
     """The program (weights, batch) -> `Top` of every place, [B T ...]."""
     run, graph = assembly.run, assembly.teacher.role.graph
     objective, precision, vocab = run.objective, assembly.decided.precision, run.model.vocab

@@ -65,9 +65,9 @@ def compiled_serving(model: PlannedModel, size: CacheSize, keys: Sequence[StepKe
                 return CompiledServing(asked_bytes, False, {})
         program = compiled[sizes]
         module = HloModule.read(program.as_text() or "")
-        needed, loops = max(needed, _needed(program)), max(loops, len(module.unknown_loops))
+        needed, loops = max(needed, _bytes_needed(program)), max(loops, len(module.unknown_loops))
         kernels |= set(uncounted(module))
-        steps[key] = _priced(model, module, step_work(model, *key, prices), prices)
+        steps[key] = _price(model, module, step_work(model, *key, prices), prices)
     return CompiledServing(needed, True, steps, sorted(name for name in kernels if not name.startswith(PAGED)), loops)
 
 
@@ -87,25 +87,25 @@ def lowered_step(model: PlannedModel, size: CacheSize, key: StepKey) -> Any:
     sizes, forward = step_sizes(model, key), OneProgram(model.module)
     with scope(model.mesh):
         caches = jax.eval_shape(lambda: model.needs.empty(model.settings.slots, size))
-        caches = jax.tree.map(lambda a, spec: _described(model, a, spec), caches, layouts(model.needs.specs, caches))
+        caches = jax.tree.map(lambda a, spec: _shape_of(model, a, spec), caches, layouts(model.needs.specs, caches))
         weights = {at: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=model.places[at]) for at, a in model.shapes.items()}
         counts = (model.settings.slots, sizes.words, sampler_rows(key[0] or 1))
-        last, words, picked = (_described(model, jax.ShapeDtypeStruct((n,), jnp.int32), PartitionSpec()) for n in counts)
+        last, words, picked = (_shape_of(model, jax.ShapeDtypeStruct((n,), jnp.int32), PartitionSpec()) for n in counts)
         return forward.program(forward.step_kind).lower(weights, caches, (last, words), (picked,), sizes)
 
 
-def _described(model: PlannedModel, a: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+def _shape_of(model: PlannedModel, a: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(model.mesh, spec))
 
 
-def _needed(program: Any) -> int:
+def _bytes_needed(program: Any) -> int:
     analysis = program.memory_analysis()
     parts = ("argument", "output", "temp", "generated_code")
     total = sum(int(getattr(analysis, f"{name}_size_in_bytes", 0) or 0) for name in parts)
     return total - int(getattr(analysis, "alias_size_in_bytes", 0) or 0)
 
 
-def _priced(model: PlannedModel, module: HloModule, estimate: ServingStep, prices: Prices) -> ServingStep:
+def _price(model: PlannedModel, module: HloModule, estimate: ServingStep, prices: Prices) -> ServingStep:
     """The time of a compiled step.
 
     Args:

@@ -64,10 +64,10 @@ def _measured() -> Speeds:
     product, copied = jax.jit(lambda x: x @ x), jax.jit(lambda x: x + 1)
     flops = 2 * SIZE**3 / _best(lambda: product(x).block_until_ready())
     bandwidth = 8 * COPIED / _best(lambda: copied(long).block_until_ready())
-    return Speeds(flops, bandwidth, 4 * READ**2 / _best(_read()))
+    return Speeds(flops, bandwidth, 4 * READ**2 / _best(_row_product()))
 
 
-def _read() -> Callable[[], object]:
+def _row_product() -> Callable[[], object]:
     """Multiplies one row with a large weight, as a decode step does: by a compiled kernel where there is one."""
     row, weight = jnp.ones((1, READ)), jnp.ones((READ, READ), jnp.float32)
     library.load()

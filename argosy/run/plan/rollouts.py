@@ -251,12 +251,12 @@ def _step(engine: PlannedModel, decodes: int, prompt: int, length: int, prices: 
         return step
     by_kind = {kind: seconds * (whole if kind == "attention" else 1) for kind, seconds in step.by_kind.items()}
     tokens, rows = decodes + prompt, decodes + bool(prompt)
-    count, size = SUMS * config.layers + 2, 4 * (tokens * config.layers * _summed(config) + rows * config.vocab)
+    count, size = SUMS * config.layers + 2, 4 * (tokens * config.layers * _summed_numbers(config) + rows * config.vocab)
     seconds = 2 * (whole - 1) / whole * size / prices.ring_bytes_per_s + count * 2 * (whole - 1) * HOP_S
     return replace(step, by_kind=by_kind, traffic=[Traffic("all-reduce", "fsdp", size, count, seconds, seconds)])
 
 
-def _summed(config: Any) -> int:
+def _summed_numbers(config: Any) -> int:
     """Numbers of a token in a layer that are sums over its features: queries, keys, values, the inside of the feed-forward layer."""
     experts = config.moe if getattr(config, "moe", None) is not None else None
     inside = config.ffn if experts is None else experts.active * experts.ffn

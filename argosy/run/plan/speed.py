@@ -82,14 +82,14 @@ def work_of(assembly: Any, prices: Prices, host_devices: int | None = None) -> S
     seconds = {
         "products": (products + again) / size / prices.flops_per_s,
         "attention": halved * attention / size / (ATTENTION * peak),
-        "memory": (UPDATE * param_count + _passed(assembly)) / prices.bytes_per_s,
+        "memory": (UPDATE * param_count + _activation_traffic(assembly)) / prices.bytes_per_s,
     }
     if assembly.target.shares_memory:
         seconds["small instructions"] = SMALL_S * run.accumulate * (getattr(run.model, "layers", 1) or 1)
     return StepWork(seconds, _traffic(assembly, prices, sum(seconds.values())))
 
 
-def _passed(assembly: Any) -> float:
+def _activation_traffic(assembly: Any) -> float:
     """Bytes of a device's activations that instructions other than products read and write; on CPUs they stay in the cache."""
     run, mesh = assembly.run, assembly.mesh
     if assembly.target.shares_memory:

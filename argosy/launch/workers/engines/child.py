@@ -77,7 +77,7 @@ class Worker:
 
     def listen(self) -> None:
         """Reads commands until the controller is gone; then this process ends."""
-        while (data := _received(self.controller)) is not None:
+        while (data := _receive(self.controller)) is not None:
             number, kind, payload = pickle.loads(data)
             if kind in ("call", "pull"):
                 self.todo.put((number, kind, payload))
@@ -180,7 +180,7 @@ class _Unknown(BadInput):
     """A mistake that was found before the function ran."""
 
 
-def _received(controller: Channel) -> bytes | None:
+def _receive(controller: Channel) -> bytes | None:
     """The next message; None where the controller has closed its end."""
     try:
         return controller.receive()
@@ -196,7 +196,7 @@ def main(descriptor: int) -> None:
     """
     os.set_inheritable(descriptor, False)
     controller = Channel(descriptor)
-    if (data := _received(controller)) is None:
+    if (data := _receive(controller)) is None:
         os._exit(0)
     hello = pickle.loads(data)
     # It was forked by a thread that lives as long as the controller.
