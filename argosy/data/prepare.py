@@ -22,7 +22,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -51,6 +51,13 @@ JOURNAL, JOURNAL_BYTES = "journal.json", 32 << 20
 Say = Callable[[str], None]
 # Called with the bytes of text done, and in all (None: unknown).
 Progress = Callable[[int, int | None], None]
+# A context around the writing of a corpus: what it gives says whether to stop.
+Stopping = Callable[[], AbstractContextManager[Callable[[], bool]]]
+
+
+def never_stopped() -> AbstractContextManager[Callable[[], bool]]:
+    """A context in which nobody asks for a stop."""
+    return nullcontext(lambda: False)
 
 
 class WriterStopped(KeyboardInterrupt):
@@ -131,7 +138,7 @@ def prepare(
     keep_tokenizer: bool = False,
     progress: Progress | None = None,
     say: Say = lambda text: None,
-    stopped: Callable[[], bool] = lambda: False,
+    stopping: Stopping = never_stopped,
 ) -> Prepared:
     """Tokenizes a source into `folder`, or opens the folder if it was made from the same source and settings.
 
@@ -143,10 +150,10 @@ def prepare(
         keep_tokenizer: whether the tokenizer is saved in the folder too.
         progress: called with the bytes of text so far, after each group of documents.
         say: called with a sentence if an earlier writer was killed and its work goes on, or starts over.
-        stopped: asked before each document whether to stop.
+        stopping: a context around the writing; what it gives is asked before each document whether to stop.
 
     Raises:
-        WriterStopped: `stopped` said so. The same call goes on where this one was.
+        WriterStopped: it said so. The same call goes on where this one was.
         BadInput: there are no documents, or the folder holds something else.
         ArgosyError: the disk is full; unfinished files are removed.
     """
@@ -163,7 +170,7 @@ def prepare(
             if keep_tokenizer:
                 shutil.rmtree(partial / TOKENIZER, ignore_errors=True)
                 encoding.tokenizer.save(partial / TOKENIZER)
-            write(partial, source, encoder, held_out, fingerprint, settings or {}, progress, journal, stopped)
+            write(partial, source, encoder, held_out, fingerprint, settings or {}, progress, journal, stopping)
             journal.remove()
             partial.rename(folder)
             sync(folder.parent)
@@ -201,18 +208,19 @@ def write(
     settings: Mapping[str, Any],
     progress: Progress | None,
     journal: "Journal",
-    stopped: Callable[[], bool],
+    stopping: Stopping,
 ) -> None:
     """Writes the unfinished folder: both splits, then the manifest.
 
     Raises:
-        WriterStopped: `stopped` said so.
+        WriterStopped: `stopping` said so.
     """
     chooser, state = HeldOut(share), journal.state
     read, done = state.get("documents", 0), state.get("bytes", 0)
     vars(chooser).update(state.get("chooser", {}))
     unsaved = 0
     with ExitStack() as files:
+        stopped = files.enter_context(stopping())
         states = state.get("splits", {})
         split_writers = {split: SplitWriter(partial / split, encoder.dtype, states.get(split)) for split in SPLITS}
         writers = {split: files.enter_context(closing(writer)) for split, writer in split_writers.items()}

@@ -275,7 +275,8 @@ class Bundle:
         with self._lock:
             for name in signature.weights:
                 if name not in self._arrays:
-                    self._arrays[name] = on_devices(self.weight(name), self._place(name))
+                    # A copy: on a CPU an array could otherwise share the memory of the mapped file, which may be overwritten.
+                    self._arrays[name] = on_devices(self.weight(name), self._place(name), copy=True)
             return {name: self._arrays[name] for name in signature.weights}
 
     def _place(self, name: str) -> NamedSharding | None:

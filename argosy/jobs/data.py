@@ -12,7 +12,7 @@ from argosy.core.settings import dump, read_settings, words_layer
 from argosy.data import pipeline
 from argosy.data.chat.conversations import with_template
 from argosy.data.encoding import Encoding
-from argosy.data.prepare import Progress, open_prepared
+from argosy.data.prepare import Progress, Stopping, never_stopped, open_prepared
 from argosy.data.settings import MADE_WITH, DataSettings
 from argosy.data.sources import Source, is_prepared
 from argosy.data.sources.find import find_source
@@ -67,17 +67,17 @@ def documents_of(settings: DataSettings) -> Source:
 
 
 def prepare(
-    settings: DataSettings, target: Path, say: Say, progress: Progress | None = None, stopped: Callable[[], bool] = lambda: False
+    settings: DataSettings, target: Path, say: Say, progress: Progress | None = None, stopping: Stopping = never_stopped
 ) -> dict[str, Any]:
     """Tokenizes a source into the folder `target`, with the tokenizer and the settings beside the tokens. Returns a summary.
 
     If it is stopped or killed, it leaves nothing under that name; the same command then goes on from what is noted, and says so.
 
     Args:
-        stopped: asked before each document whether to stop.
+        stopping: a context around the writing; what it gives is asked before each document whether to stop.
 
     Raises:
-        WriterStopped: `stopped` said so.
+        WriterStopped: it said so.
         UserError: no such source or tokenizer, or the folder holds something else.
     """
     from argosy.data.prepare import SPLITS
@@ -89,7 +89,7 @@ def prepare(
     made_with = {name: value for name, value in dump(settings).items() if name in ("source", *MADE_WITH)}
     encoding = Encoding.of_settings(tokenizer, settings)
     options: dict[str, Any] = {"held_out": settings.held_out, "settings": made_with, "keep_tokenizer": True}
-    prepared = write(source, encoding, target, **options, progress=progress, say=say, stopped=stopped)
+    prepared = write(source, encoding, target, **options, progress=progress, say=say, stopping=stopping)
     summary = pipeline.summary_of(prepared, settings)
     if summary.warning:
         say(summary.warning)

@@ -72,7 +72,7 @@ class GenerateImages(Settings):
     """The image file that a ControlNet follows: edges, depths, poses, as it was trained on. Of any size, and resized to that of the
     image; of several ControlNets a list, in their order. Needs the extra `images`."""
     control_scale: float | tuple[float, ...] = 1.0
-    """How strongly the ControlNet acts, 0 or more; 1 is what it was trained for. Of several, one for all or a list."""
+    """How strongly the ControlNet acts, 0 to 100; 1 is what it was trained for. Of several, one for all or a list."""
     control_start: float | tuple[float, ...] = 0.0
     """Share of the steps after which the ControlNet begins to act. Of several, one for all or a list."""
     control_end: float | tuple[float, ...] = 1.0

@@ -73,13 +73,17 @@ def rows_here(mesh: Mesh, rows: int, rules: Rules = DEFAULT) -> tuple[int, int]:
     return shares.index(positions.of[jax.process_index()]), len(shares)
 
 
-def on_devices(array: Any, place: Any) -> Any:
+def on_devices(array: Any, place: Any, copy: bool = False) -> Any:
     """An array of the host, which all processes have, on the devices of a sharding. `jax.device_put` would send it to every process to
-    compare."""
+    compare.
+
+    Args:
+        copy: whether what a device gets is copied. Otherwise a CPU may read the memory of the host's array as long as the result lives.
+    """
     if place is None or place.is_fully_addressable:
-        return jax.device_put(array, place)
+        return jax.device_put(np.array(array) if copy else array, place)
     host = np.asarray(array)
-    return jax.make_array_from_callback(host.shape, place, lambda index: host[index])
+    return jax.make_array_from_callback(host.shape, place, lambda index: np.array(host[index]) if copy else host[index])
 
 
 def place_batch(batch: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:

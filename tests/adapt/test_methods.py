@@ -1,6 +1,8 @@
 """Rounding methods: GPTQ against Optimal Brain Quantization written out, scale search against every scale, and no method worse than
 nearest on the data that it was given."""
 
+from dataclasses import replace
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -74,6 +76,15 @@ def test_the_output_error_falls_from_nearest_to_scale_search_to_gptq(name):
     # Of formats with many elements the scale hardly matters.
     assert errors[1] < errors[0] * 1.02
     assert errors[2] < errors[1] * 0.95
+
+
+@pytest.mark.parametrize("garbage", [np.nan, np.inf])
+def test_the_output_error_of_inputs_that_are_not_finite_is_not_finite(garbage):
+    of, inputs, w = contraction("BTD,DNH->BTNH"), inputs_of(32), weight_of(contraction("BTD,DNH->BTNH"))
+    gram = inputs.gram.copy()
+    gram[0, 3, 5] = garbage
+    assert not np.isfinite(output_error(of, w, 0.9 * w, replace(inputs, gram=gram)))
+    assert output_error(of, w, 0.9 * w, replace(inputs, gram=np.zeros_like(gram))) == 0.0
 
 
 @pytest.mark.parametrize("calibration", ["absmax", "minmax"])

@@ -8,7 +8,7 @@ from laws.families import CASES, built, marked, tokens_of
 
 from argosy.adapt.hadamard import hadamard_rotation
 from argosy.adapt.rotation import RotatedTensors, rotation_plan
-from argosy.core.errors import Unsupported
+from argosy.core.errors import BadInput, Unsupported
 from argosy.core.formats import Arrays
 from argosy.models.parts.attention.attend import Packed
 from argosy.models.parts.stack import Scan, Unroll
@@ -134,12 +134,22 @@ def test_which_structures_are_refused():
     for name, config in CASES.items():
         why = None if name in ("gemma-1", "deepseek-2", "deepseek-2-lite") else said.get(name.split("-")[0])
         why = "scores texts" if why is None and config.scored else why
-        if why is None:
-            assert rotation_plan(config).turns, name
-            continue
-        with pytest.raises(Unsupported, match=f"rotate: .*{why}") as error:
-            rotation_plan(config)
-        assert error.value.hint
+        for online in ((), ONLINE):
+            if why is None:
+                assert rotation_plan(config, online).turns, name
+                continue
+            with pytest.raises(Unsupported, match=f"rotate: .*{why}") as error:
+                rotation_plan(config, online)
+            assert error.value.hint
+
+
+def test_a_rotation_that_no_layer_has_is_refused():
+    """Latent attention has no heads to rotate: the setting would change nothing."""
+    config = CASES["deepseek-2"]
+    for rotation in ("heads", "keys"):
+        with pytest.raises(BadInput, match=f"rotations has `{rotation}`"):
+            config.model_copy(update={"rotations": (rotation,)}).build(Unroll())
+    config.model_copy(update={"rotations": ("ffn",)}).build(Unroll())
 
 
 def test_outliers_of_a_channel_are_spread():

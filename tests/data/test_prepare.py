@@ -1,5 +1,6 @@
 """Prepared corpora: what is written is what was given, whole or not at all, and damage is seen."""
 
+import fcntl
 import json
 import os
 import random
@@ -10,6 +11,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from threading import Thread
 
@@ -310,7 +312,7 @@ def test_a_writer_that_is_asked_to_stop_notes_what_is_done(tmp_path, monkeypatch
 
     def cut(stopped: Callable[[], bool]) -> None:
         seen = {"progress": lambda done, _: sizes.append(done), "say": said.append}
-        prepare(TextsInMemory(stories(600)), Encoding(Bytes()), tmp_path / "cut", **seen, stopped=stopped)
+        prepare(TextsInMemory(stories(600)), Encoding(Bytes()), tmp_path / "cut", **seen, stopping=lambda: nullcontext(stopped))
 
     with pytest.raises(module.WriterStopped) as caught:
         cut(lambda: len(sizes) > 3)
@@ -320,6 +322,20 @@ def test_a_writer_that_is_asked_to_stop_notes_what_is_done(tmp_path, monkeypatch
     assert "goes on there" in said[0]
     assert sizes == sorted(set(sizes))
     assert open_prepared(tmp_path / "cut", verify=True).manifest == whole.manifest
+
+
+@pytest.mark.slow
+def test_a_command_that_waits_for_another_writer_ends_at_once(tmp_path):
+    text, lock = tmp_path / "text.txt", tmp_path / ".cut.lock"
+    text.write_text("a story\n" * 10)
+    with lock.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        words = [sys.executable, "-m", "argosy", "data", "prepare", str(text), str(tmp_path / "cut"), "tokenizer=byte"]
+        with subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
+            assert process.stderr is not None
+            assert any("waiting for another process" in line for line in iter(process.stderr.readline, ""))
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(20) == 128 + signal.SIGTERM
 
 
 @pytest.mark.slow

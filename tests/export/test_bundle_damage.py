@@ -42,6 +42,35 @@ def bundle(whole, tmp_path):
     return Path(shutil.copytree(whole, tmp_path / "b"))
 
 
+def test_weights_that_are_loaded_are_copies(tmp_path):
+    """Also where the tensor lies so in its file that a CPU could use the mapping itself: names move it by their length."""
+
+    class Scaled(nnx.Module):
+        def __init__(self, name: str):
+            self.name = name
+            setattr(self, name, nnx.Param(jnp.full((16, 16), 2.0)))
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return x @ getattr(self, self.name)[...]
+
+    aligned = 0
+    for length in range(1, 70, 8):
+        folder = tmp_path / str(length)
+        argosy.export(Scaled("w" * length), (jnp.zeros((1, 16)),), folder, platforms=["cpu"])
+        file = weights_of(folder)
+        with file.open("r+b") as stream:
+            start = 8 + struct.unpack("<Q", stream.read(8))[0]
+            opened = Bundle.open(folder)
+            opened.load()
+            stream.seek(start)
+            stream.write(b"\0" * 1024)
+        aligned += start % 64 == 0
+        (name,) = (spec.name for spec in opened.manifest.signature().inputs)
+        (y,) = opened.run({name: np.ones((1, 16), np.float32)}).values()
+        np.testing.assert_array_equal(y, 32)
+    assert aligned
+
+
 def weights_of(bundle: Path) -> Path:
     return next((bundle / "weights").iterdir())
 

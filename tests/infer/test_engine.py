@@ -301,11 +301,15 @@ def test_a_preempted_answer_whose_chunks_end_one_token_early_resumes_in_another_
     number, found = engine.add(Request(prompt, 12, priority=1)), []
     while len(found) < 4:
         found += [event.token for event in engine.step()]
+    slot = engine._requests[number].scheduled.slot
     engine.reset_prefix_cache(running=True)
     # A step's token was in flight: 65 tokens, two chunks of 32 and one more. The other prompt begins in the slot that it had, and
     # shares no page with it.
     assert len(engine._requests[number].scheduled.tokens) == TIGHT.budget + 1
     engine.add(Request(prompt[1:10], 2))
+    found += [event.token for event in engine.step() if event.id == number]
+    resumed = engine._requests[number].scheduled
+    assert (resumed.slot != slot, resumed.reused) == (True, 0)
     found += [event.token for event in engine.run() if event.id == number]
     assert found == alone(lm, prompt, 12)
 

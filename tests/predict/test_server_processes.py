@@ -189,6 +189,34 @@ def test_a_batch_reads_no_file(pair, tmp_path):
     repository.close()
 
 
+def test_what_a_follower_cannot_compile_is_tried_once(pair, tmp_path, monkeypatch):
+    """It would take the memory of models that serve, at every look."""
+    write_scaled(tmp_path / "scaled" / "1", 2.0)
+    original, loads, said = Bundle.load, list[Bundle](), list[str]()
+
+    def load(self: Bundle) -> None:
+        loads.append(self)
+        original(self)
+
+    compiled = Bundle.compile
+
+    def compile_bundle(self: Bundle, *args: Any, **more: Any) -> int:
+        if type(self) is Bundle:
+            raise RuntimeError("RESOURCE_EXHAUSTED")
+        return compiled(self, *args, **more)
+
+    monkeypatch.setattr(Bundle, "load", load)
+    monkeypatch.setattr(Bundle, "compile", compile_bundle)
+    repository = repository_of(tmp_path, pair, said)
+    for _ in range(3):
+        repository.look()
+    assert [type(bundle) is Bundle for bundle in loads].count(True) == 1
+    assert "scaled version 1 is not loaded" in said[0]
+    assert "in process 1" in said[0]
+    assert len(said) == 1
+    repository.close()
+
+
 def test_a_leader_that_fails_alone_ends_all(pair, tmp_path, monkeypatch):
     """Its followers are in the batch already, and would be one behind for ever."""
     write_scaled(tmp_path / "scaled" / "1", 2.0)

@@ -88,9 +88,11 @@ def test_a_form_has_the_control_image_as_a_file(server: Server, pipe: ImagePipel
     [
         ({}, "control_image", "needs the image that its ControlNet follows"),
         ({"control_image": "%%"}, "control_image", "is no base64"),
+        ({"control_image": "é"}, "control_image", "is no base64"),
         ({"control_image": base64.b64encode(b"text").decode()}, "control_image", "`control_image`: "),
         ({"control_image": [text_of(EDGES)] * 2}, "control_image", "needs the image that its ControlNet follows"),
         ({"control_image": text_of(EDGES), "control_scale": -1}, None, "control_scale = -1.0"),
+        ({"control_image": text_of(EDGES), "control_scale": 1e38}, None, "control_scale = 1e+38: 0 to 100"),
         ({"control_image": text_of(EDGES), "control_start": 0.9, "control_end": 0.5}, None, "0 <= start < end <= 1"),
     ],
 )

@@ -15,8 +15,11 @@ import openai
 import pytest
 from serve.image_servers import Server, class_pipeline, serving, wait_until_idle
 
+from argosy.core.errors import ArgosyError
 from argosy.core.formats.image_files import read_image
 from argosy.core.formats.png import png_bytes
+from argosy.infer.denoise.engine import each_image
+from argosy.infer.denoise.finite import check_finite
 from argosy.infer.denoise.pipeline import ImagePipeline
 
 NOISE = np.random.default_rng(3).integers(0, 255, (40, 40, 3)).astype(np.uint8)
@@ -292,3 +295,13 @@ def test_the_page_needs_no_key_and_its_requests_do(pipe: ImagePipeline):
 def test_warm_up_compiles_all_batches(pipe: ImagePipeline):
     with serving(pipe, batch=3) as (_, service, _):
         service.warm_up()
+
+
+def test_numbers_that_are_not_finite_end_the_image_that_they_are_of_alone():
+    def decode(latents: np.ndarray) -> np.ndarray:
+        check_finite("the denoiser", latents)
+        return latents + 1
+
+    images = each_image(decode, np.array([[0.0], [np.nan], [2.0], [np.inf]], np.float32))
+    assert [isinstance(image, ArgosyError) for image in images] == [False, True, False, True]
+    assert [float(image[0]) for image in images[::2]] == [1, 3]

@@ -158,6 +158,7 @@ def test_mistakes_are_named_before_anything_is_read(models: dict[str, Path], dat
         ("model.token=aa", "the learned token 'aa' is in the vocabulary of text_encoder already"),
         ("model.vectors=19", "loses the learned ones: 'a photo of a <fox-toy>'"),
         ("objective.templates=[plain]", "'plain' has no {} where the token stands"),
+        ("objective.templates=['a {} }']", "'a {} }' has no {} where the token stands"),
         ("data.image.caption=x", "prompts come from objective.templates"),
         ("adapter=lora", "adapters on learned embeddings are not built"),
         ("encoders.pipeline=null", "encoders.pipeline is missing"),

@@ -154,7 +154,7 @@ def output_error(of: Contraction, w: Any, rounded: Any, inputs: "InputStatistics
     compiled program for each shape of matrix takes more memory than a layer of a small model."""
     exact, other = (as_matrices(of, np.asarray(a, np.float32)) for a in (w, rounded))
     whole, change = (max(sum(map(_squared_output, m, inputs.gram)), 0.0) for m in (exact, other - exact))
-    return float(np.sqrt(change / whole)) if whole > 0 else 0.0
+    return 0.0 if whole == 0 else float(np.sqrt(change / whole))
 
 
 def _squared_output(m: Float[np.ndarray, "I O"], gram: Float[np.ndarray, "I I"]) -> float:

@@ -54,12 +54,12 @@ def prepare(
     from argosy.jobs import data as job
 
     settings = job.data_settings(source, words or [])
-    with signals.asked_to_stop("noting what is written; again to end now") as stop:
-        try:
-            result = job.prepare(settings, Path(target), say, PreparationProgress(), stop)
-        except WriterStopped as stopped:
-            say(f"{target} is not finished; the same command {'goes on from there' if stopped.kept else 'starts over'}")
-            raise typer.Exit(stop.code) from None
+    stop = signals.Stop("noting what is written; again to end now")
+    try:
+        result = job.prepare(settings, Path(target), say, PreparationProgress(), lambda: signals.asked_to_stop(stop))
+    except WriterStopped as stopped:
+        say(f"{target} is not finished; the same command {'goes on from there' if stopped.kept else 'starts over'}")
+        raise typer.Exit(stop.code) from None
     conclude(prepared_text(result), result, as_json)
 
 

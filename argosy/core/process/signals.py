@@ -107,10 +107,10 @@ def hold() -> None:
 
 
 @contextmanager
-def asked_to_stop(message: str = "stopping") -> Iterator[Stop]:
-    """In here the first signal sets the `Stop` and prints `message` on stderr at once; a second one ends the process, unless it
+def asked_to_stop(message: str | Stop = "stopping") -> Iterator[Stop]:
+    """In here the first signal sets the `Stop` and prints its message on stderr at once; a second one ends the process, unless it
     is SIGHUP."""
-    stop = Stop(message)
+    stop = Stop(message) if isinstance(message, str) else message
     if _State.taken_over:
         _State.stops.append(stop)
         try:
@@ -125,7 +125,7 @@ def asked_to_stop(message: str = "stopping") -> Iterator[Stop]:
                 return
             raise KeyboardInterrupt
         stop.code = 128 + number
-        _print(message)
+        _print(stop.message)
 
     before: dict[int, Any] = {}
     # Elsewhere, whoever runs us handles signals.

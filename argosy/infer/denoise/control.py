@@ -18,6 +18,9 @@ from argosy.models.diffusion.base import Conditions
 from argosy.models.diffusion.controlnet import ControlNetConfig
 from argosy.models.diffusion.unet import UNetConfig
 
+# The largest scale of a ControlNet; the same as that of guidance on the server.
+LARGEST_SCALE = 100.0
+
 
 @dataclass(frozen=True)
 class Control:
@@ -46,13 +49,13 @@ def control_of(configs: Sequence[ControlNetConfig], images: Sequence[np.ndarray]
     """The control of images [N Y X 3], for each ControlNet.
 
     Raises:
-        BadInput: a scale is below 0.
+        BadInput: a scale is below 0 or above `LARGEST_SCALE`.
     """
     found = []
     for i, (config, scale) in enumerate(zip(configs, scales, strict=True)):
-        if not 0 <= scale < np.inf:
-            what = f"control_scale = {scale}{numbered_net(i, len(configs))}: 0 or more; 1 is what the ControlNet was trained for"
-            raise BadInput(what)
+        if not 0 <= scale <= LARGEST_SCALE:
+            problem = f"control_scale = {scale}{numbered_net(i, len(configs))}: 0 to {LARGEST_SCALE:g}"
+            raise BadInput(f"{problem}; 1 is what the ControlNet was trained for")
         residuals = len(config.residual_channels) + 1
         found.append((scale * (np.logspace(-1, 0, residuals) if guess_mode else np.ones(residuals))).astype(np.float32))
     return Control(images, found, [0 * one for one in found] if guess_mode else found)

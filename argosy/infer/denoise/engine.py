@@ -239,12 +239,16 @@ class ImageEngine:
             raise EngineClosed
         if all(one.canceled for one in batch):
             return
-        images = pipe.finished(run.latents()[: len(batch)])
+        images = each_image(pipe.finished, run.latents()[: len(batch)])
         # Counted before anybody learns of them: whoever has an image finds it in the metrics.
         if self._drawn is not None:
-            self._drawn(len(batch), run.evaluations, run.evaluations - run.layer_runs)
-        for one, image in zip(batch, images, strict=True):
-            one.emit(ImageEvent("image", run.evaluations, run.evaluations, image))
+            drawn = sum(isinstance(image, np.ndarray) for image in images)
+            self._drawn(drawn, run.evaluations, run.evaluations - run.layer_runs)
+        for request, image in zip(batch, images, strict=True):
+            if isinstance(image, np.ndarray):
+                request.emit(ImageEvent("image", run.evaluations, run.evaluations, image))
+            else:
+                request.emit(ImageEvent("error", error=image))
 
     def _tell(self, batch: list[ImageRequest], run: Any, done: int) -> None:
         """Progress of every image, and previews where they are due."""
@@ -252,9 +256,20 @@ class ImageEngine:
             one.emit(ImageEvent("progress", done, run.evaluations))
         due = [i for i, one in enumerate(batch) if one.preview_at(done, run.evaluations) and not one.canceled]
         if due:
-            images = self.pipeline.decode(run.predicted()[: len(batch)])
+            images = each_image(self.pipeline.decode, run.predicted()[: len(batch)])
             for i in due:
-                batch[i].emit(ImageEvent("preview", done, run.evaluations, images[i]))
+                if isinstance(image := images[i], np.ndarray):
+                    batch[i].emit(ImageEvent("preview", done, run.evaluations, image))
+
+
+def each_image(decode: Callable[[Any], np.ndarray], latents: Any) -> list[np.ndarray | ArgosyError]:
+    """The image of each row of latents, or why it has none: numbers of one request that are not finite end no other."""
+    try:
+        return list(decode(latents))
+    except ArgosyError as error:
+        if len(latents) == 1:
+            return [error]
+    return [image for row in range(len(latents)) for image in each_image(decode, latents[row : row + 1])]
 
 
 def _joined(rows: list[Conditions]) -> Conditions:

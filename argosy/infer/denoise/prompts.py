@@ -74,8 +74,9 @@ class PromptTokens:
                 what = f"the learned token {token!r} is in the vocabulary of {name} already"
                 raise BadInput(what, hint="another name, such as <cat-toy>: of a file with emb_params, that of the file")
             self.learned[token.lower()] = list(range(at, at := at + rows))
-        names = sorted(self.learned, key=len, reverse=True)
-        self._token = re.compile(f"({'|'.join(map(re.escape, names))})", re.IGNORECASE)
+        # By the names as they are written: "İ" is two letters in lower case, and "ſ" matches "s".
+        self._names = sorted(learned or {}, key=len, reverse=True)
+        self._token = re.compile(f"({'|'.join(map(re.escape, self._names))})", re.IGNORECASE)
         first, last = (self._special(role) for role in config.framing)
         self.frame, pad = (first, last), self._special("pad_token")
         self.pad = pad[0] if pad else (last[0] if last else 0)
@@ -114,9 +115,14 @@ class PromptTokens:
         for one in parts:
             ids: list[int] = []
             for i, part in enumerate(one):
-                ids += self.learned[part.lower()] if i % 2 else next(plain)
+                ids += self._rows(part) if i % 2 else next(plain)
             found.append(ids)
         return found
+
+    def _rows(self, match: str) -> list[int]:
+        """The ids of the learned token that a part of a text names."""
+        token = next(name for name in self._names if re.fullmatch(re.escape(name), match, re.IGNORECASE))
+        return self.learned[token.lower()]
 
     def _decoded(self, ids: Sequence[int]) -> str:
         """The text of ids, the names of learned tokens among them."""

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from argosy.models.parts.attention.attend import Attend
 from argosy.models.parts.einsum import Einsum
 from argosy.models.parts.inputs import Inputs, as_inputs
-from argosy.models.parts.rotations import with_rotations
+from argosy.models.parts.rotations import check_rotations, with_rotations
 from argosy.models.parts.stack import Aux, Execution, Layer, Stack
 from argosy.ops.precision import sums_in
 from argosy.parallel.scope import constrain
@@ -57,6 +57,7 @@ class Decoder(nnx.Module):
         self.embed = Einsum("BTV,VD->BTD", config.dims, scale=0.02)
         self.positions = Einsum("BTA,AD->BTD", config.dims, scale=0.02) if positions else None
         self.layers = Stack(plan, lambda kind: with_rotations(make(kind), config.rotations), run=run)
+        check_rotations(self.layers, config.rotations)
         self.norm = norm
         self.head = head_of(config)
 

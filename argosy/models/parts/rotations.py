@@ -13,9 +13,13 @@ from typing import Any
 
 from flax import nnx
 
+from argosy.core.errors import BadInput
 from argosy.models.parts.attention.heads import Attention
 from argosy.models.parts.mlp import GLU, MLP
 from argosy.models.parts.moe import MoE
+
+# The attribute of modules that says whether they rotate.
+ROTATES = {"ffn": "rotates", "heads": "rotates_heads", "keys": "rotates_keys"}
 
 
 def with_rotations(block: Any, rotations: Collection[str]) -> Any:
@@ -26,3 +30,13 @@ def with_rotations(block: Any, rotations: Collection[str]) -> Any:
         elif type(module) is Attention:
             module.rotates_keys, module.rotates_heads = "keys" in rotations, "heads" in rotations
     return block
+
+
+def check_rotations(layers: Any, rotations: Collection[str]) -> None:
+    """Raises:
+    BadInput: no layer has what a rotation is of.
+    """
+    for rotation in rotations:
+        if not any(getattr(module, ROTATES[rotation], False) for _, module in nnx.iter_modules(layers)):
+            what = f"model.rotations has `{rotation}`, which this model has no layer for: `ffn` is of feed-forward layers and experts, "
+            raise BadInput(f"{what}`heads` and `keys` of attention that is neither latent nor gated", hint=f"leave `{rotation}` out")

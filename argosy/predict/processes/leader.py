@@ -118,7 +118,8 @@ class ProcessLeader:
         `Bundle.load`. After an error no process has it.
 
         Raises:
-            FailedElsewhere: another process cannot open it, or has another one at its path.
+            FailedElsewhere: another process cannot open it, or has another one at its path: it may see the files later.
+            ArgosyError: another process cannot load it.
         """
         number, bundle = next(self._numbers), None
         answers = self._tell({"do": "open", "bundle": number, "path": str(path.absolute()), "key": key})
@@ -130,7 +131,7 @@ class ProcessLeader:
                 raise FailedElsewhere(f"process {other[0]} has another bundle at {path}: all have to read one file system")
             answers = self._tell({"do": "load", "bundle": number})
             bundle.load()
-            self._waited(answers)
+            self._waited(answers, ArgosyError)
         except BaseException:
             self._tell({"do": "close", "bundle": number})
             if bundle is not None:
@@ -142,7 +143,7 @@ class ProcessLeader:
         """Does the leader's part of compiling while followers do theirs."""
         answers = self._tell({"do": "compile", "bundle": bundle, "sizes": sizes})
         done = work()
-        self._waited(answers)
+        self._waited(answers, ArgosyError)
         return done
 
     def run(self, head: Mapping[str, Any], arrays: Mapping[str, np.ndarray], work: Callable[[], Any]) -> Any:
@@ -188,16 +189,18 @@ class ProcessLeader:
             for channel in self._channels.values():
                 channel.send(message)
 
-    def _waited(self, answers: Mapping[int, "Future[dict[str, Any]]"]) -> dict[int, dict[str, Any]]:
+    def _waited(
+        self, answers: Mapping[int, "Future[dict[str, Any]]"], error: type[ArgosyError] = FailedElsewhere
+    ) -> dict[int, dict[str, Any]]:
         """The answers of all followers.
 
         Raises:
-            FailedElsewhere: one of them could not do it.
+            ArgosyError: one of them could not do it; of the class `error`.
         """
         replies = {rank: answer.result() for rank, answer in answers.items()}
         for rank, reply in replies.items():
             if "failed" in reply:
-                raise FailedElsewhere(f"{reply['failed']} (in process {rank})")
+                raise error(f"{reply['failed']} (in process {rank})")
         return replies
 
     def _watch(self) -> None:

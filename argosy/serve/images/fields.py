@@ -1,7 +1,6 @@
 """The fields of /v1/images/generations and /v1/images/edits: OpenAI's, and what diffusion adds under diffusers' names."""
 
 import base64
-import binascii
 
 import numpy as np
 from pydantic import Field
@@ -53,10 +52,10 @@ class ImageFields(ImageGenerationFields):
             try:
                 data = base64.b64decode(text.partition(",")[2] if text.startswith("data:") else text, validate=True)
                 found.append(read_image(data, 4 * limits.pixels)[..., :3])
-            except binascii.Error:
-                raise ApiError("`control_image` is no base64", param="control_image") from None
             except BadInput as error:
                 raise ApiError(f"`control_image`: {input_error(error).message}", param="control_image") from None
+            except ValueError:
+                raise ApiError("`control_image` is no base64", param="control_image") from None
         return found
 
     def check(self, limits: ImageLimits) -> None:

@@ -64,6 +64,13 @@ def test_a_token_of_the_vocabulary_is_refused_as_in_diffusers(folder, tmp_path):
         argosy.load(folder, embeddings=tmp_path)
 
 
+@pytest.mark.parametrize(("token", "text"), [("<s1>", "a <ſ1> cat"), ("<İ>", "a <İ> cat"), ("<S1>", "a <s1> cat")])
+def test_letters_that_match_those_of_another_case_name_the_token(folder, tmp_path, token, text):
+    save_file({token: load_file(FILE)["<snow-fox>"][:1]}, tmp_path / "learned_embeds.safetensors")
+    reader = argosy.load(folder, embeddings=tmp_path).prompts.readers[0]
+    assert 90 in reader.encoded([text])[0]
+
+
 def test_a_token_stands_within_words_as_added_tokens_do(folder, tmp_path):
     """transformers 5.23: with the added token `red`, `infrared redness` is i n f r a [red] [red] n e s s</w>."""
     save_file({"emb_params": load_file(FILE)["<snow-fox>"][:1]}, tmp_path / "red.safetensors")

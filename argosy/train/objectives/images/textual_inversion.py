@@ -64,7 +64,7 @@ class TextualInversion(Diffusion):
     @classmethod
     def _names_the_token(cls, templates: tuple[str, ...]) -> tuple[str, ...]:
         for template in templates:
-            if template.count("{}") != 1 or template.count("{") != 1:
+            if template.count("{}") != 1 or template.count("{") != 1 or template.count("}") != 1:
                 raise ValueError(f"templates: {template!r} has no {{}} where the token stands, or several")
         return templates
 
