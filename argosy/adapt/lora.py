@@ -99,9 +99,9 @@ class LoRA(ContractionWrapper):
         return int(self.a.shape[-1])
 
     def product(self, x: Float[Array, "..."], route: Route | None = None, *, dtype: Any = None) -> Float[Array, "..."]:
-        return self.of.product(x, route, dtype=dtype) + self.gain * self._low(x, route, dtype)
+        return self.of.product(x, route, dtype=dtype) + self.gain * self._low_rank(x, route, dtype)
 
-    def _low(self, x: Float[Array, "..."], route: Route | None, dtype: Any) -> Float[Array, "..."]:
+    def _low_rank(self, x: Float[Array, "..."], route: Route | None, dtype: Any) -> Float[Array, "..."]:
         """B A x, less what it was at the start."""
         x = self._dropped(x)
 
@@ -356,7 +356,7 @@ def _principal(lora: LoRA, w: np.ndarray, iterations: int | None) -> tuple[np.nd
     order = lora.group + lora.inner + _outer(lora)
     axes = [*range(lead), *(lead + lora.spec.index(letter) for letter in order)]
     inner = math.prod(lora.sizes[letter] for letter in lora.inner)
-    matrices = np.asarray(w, np.float32).transpose(axes).reshape(-1, inner, w.size // (_many(lora, w) * inner))
+    matrices = np.asarray(w, np.float32).transpose(axes).reshape(-1, inner, w.size // (_matrix_count(lora, w) * inner))
     rank = lora.rank
     if rank > min(matrices.shape[1:]):
         raise BadInput(f"adapter.rank = {rank}: {lora.eq} has {min(matrices.shape[1:])} singular values", hint="a lower rank")
@@ -367,7 +367,7 @@ def _principal(lora: LoRA, w: np.ndarray, iterations: int | None) -> tuple[np.nd
     return a.astype(np.float32), b.astype(np.float32)
 
 
-def _many(lora: LoRA, w: np.ndarray) -> int:
+def _matrix_count(lora: LoRA, w: np.ndarray) -> int:
     """The number of matrices: of layers times experts."""
     return math.prod(w.shape[: lora.stacked]) * math.prod(lora.sizes[letter] for letter in lora.group)
 

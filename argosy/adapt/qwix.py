@@ -69,23 +69,23 @@ def rule_of_qwix(rule: Any) -> Rule:
     Raises:
         BadInput: a field has no counterpart; the message names it.
     """
-    for name, default in _others(rule).items():
+    for name, default in _fixed_fields(rule).items():
         if (value := getattr(rule, name)) not in default:
-            raise _unknown(name, value, f"leave it at {default[0]!r}")
+            raise _unsupported_field(name, value, f"leave it at {default[0]!r}")
     ops = set(rule.op_names)
     if ops and not ops >= CONTRACTIONS:
         hint = "a product with a weight is dot_general or einsum as the device likes: name both, or leave op_names empty"
-        raise _unknown("op_names", rule.op_names, hint)
+        raise _unsupported_field("op_names", rule.op_names, hint)
     settings: dict[str, Any] = {"where": module_pattern(rule.module_path)}
     weights = _format("weight_qtype", rule.weight_qtype)
     activations = _format("act_qtype", rule.act_qtype)
     tile = rule.tile_size
     if weights is None:
         if activations is not None:
-            raise _unknown("act_qtype", rule.act_qtype, "it has an effect only with weight_qtype, in Qwix too")
+            raise _unsupported_field("act_qtype", rule.act_qtype, "it has an effect only with weight_qtype, in Qwix too")
         return Rule(**settings)
     if tile is not None and (isinstance(tile, float) or tile < 1):
-        raise _unknown("tile_size", tile, "a number of weights, such as 32")
+        raise _unsupported_field("tile_size", tile, "a number of weights, such as 32")
     settings |= {"weights": weights, "calibration": _calibration(rule.weight_calibration_method)}
     if tile is not None:
         settings["granularity"] = tile
@@ -105,7 +105,7 @@ def module_pattern(module_path: str) -> str:
     return module_path.replace(r"\/", "/").replace("[^/]", r"[^.]").replace("/", r"\.")
 
 
-def _others(rule: Any) -> dict[str, tuple[Any, ...]]:
+def _fixed_fields(rule: Any) -> dict[str, tuple[Any, ...]]:
     """The fields that must have one of these values."""
     if not is_dataclass(rule):
         return DEFAULTS
@@ -114,7 +114,7 @@ def _others(rule: Any) -> dict[str, tuple[Any, ...]]:
         if field.name in FIELDS:
             continue
         if field.default is MISSING:
-            raise _unknown(field.name, getattr(rule, field.name), "only rules that quantize weights and data are taken")
+            raise _unsupported_field(field.name, getattr(rule, field.name), "only rules that quantize weights and data are taken")
         out[field.name] = DEFAULTS.get(field.name, (field.default,))
     return out
 
@@ -124,7 +124,7 @@ def _format(field: str, kind: Any) -> str | None:
         return None
     name = kind if isinstance(kind, str) else np.dtype(kind).name
     if name not in FORMAT_NAMES:
-        raise _unknown(field, name, ", ".join(FORMAT_NAMES))
+        raise _unsupported_field(field, name, ", ".join(FORMAT_NAMES))
     return FORMAT_NAMES[name]
 
 
@@ -137,10 +137,10 @@ def _calibration(method: str) -> str:
         return f"rms:{numbers[0]}"
     if name == "fixed" and len(numbers) == 2 and float(numbers[0]) == -float(numbers[1]):
         return f"fixed:{numbers[1]}"
-    raise _unknown("weight_calibration_method", method, "absmax, minmax, rms,K, or fixed,-X,X")
+    raise _unsupported_field("weight_calibration_method", method, "absmax, minmax, rms,K, or fixed,-X,X")
 
 
-def _unknown(field: str, value: Any, hint: str) -> BadInput:
+def _unsupported_field(field: str, value: Any, hint: str) -> BadInput:
     return BadInput(f"{field} = {value!r} of a Qwix rule cannot be said here", hint=hint)
 
 

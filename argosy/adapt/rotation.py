@@ -145,7 +145,7 @@ def rotated_model(stored: Any, online: tuple[Rotation, ...] = ()) -> Any:
     if stored.adapted is not None:
         raise Unsupported(f"{stored.path} has adapters, which read the stream as it was", hint="merge them first: argosy convert")
     if stored.companions is not None and (stored.companions / "modules.json").is_file():
-        raise _refused("it embeds texts, and its vectors would be rotated")
+        raise _unsupported("it embeds texts, and its vectors would be rotated")
     weights = RotatedTensors(stored.config, stored.weights, online)
     return replace(stored, config=weights.config, weights=weights, blocks=None)
 
@@ -187,9 +187,9 @@ def rotation_plan(config: Any, online: tuple[Rotation, ...] = ()) -> RotationPla
         Unsupported: its structure does not allow it, or it has rotations already; the message says why.
     """
     if online and config.rotations:
-        raise _refused(f"its data is rotated already (rotations = {', '.join(config.rotations)})")
+        raise _unsupported(f"its data is rotated already (rotations = {', '.join(config.rotations)})")
     if getattr(config, "scored", False):
-        raise _refused("its head scores texts")
+        raise _unsupported("its head scores texts")
     model = config.build(Unroll())
     norms = _norms(model)
     turns: dict[str, list[AxisRotation]] = {}
@@ -223,7 +223,7 @@ def rotation_plan(config: Any, online: tuple[Rotation, ...] = ()) -> RotationPla
     changed = {*turns, *norms}
     rest = [a for a, v in variables(model).items() if STREAM in v.get_metadata()["meaning"].axes and a not in changed]
     if rest:
-        raise _refused(f"`{rest[0]}` acts on single channels of the stream")
+        raise _unsupported(f"`{rest[0]}` acts on single channels of the stream")
     return RotationPlan(turns, norms)
 
 
@@ -236,27 +236,27 @@ def _norm_of(name: str) -> str:
 def _norms(model: Any) -> dict[str, float]:
     """The weights of the norms that read the stream, with their offsets."""
     if not isinstance(model, Decoder) or getattr(model, "mtp", None) is not None:
-        raise _refused(f"it is a {type(model).__name__}, not tokens, layers and a head")
+        raise _unsupported(f"it is a {type(model).__name__}, not tokens, layers and a head")
     out: dict[str, Any] = {"norm": model.norm}
     for i in range(len(model.layers.plan)):
         block = getattr(model.layers, str(i))
         if type(block) is not Block:
-            raise _refused(f"layer {i} is a {type(block).__name__}")
+            raise _unsupported(f"layer {i} is a {type(block).__name__}")
         if block.norm_after:
-            raise _refused(f"layer {i} has norms after its additions")
+            raise _unsupported(f"layer {i} has norms after its additions")
         for part in ("attn", "mlp"):
             if getattr(block, part) is None:
                 continue
             if getattr(block, f"post_{part}_norm") is not None:
-                raise _refused(f"`layers.{i}.post_{part}_norm` norms what is added to the stream")
+                raise _unsupported(f"`layers.{i}.post_{part}_norm` norms what is added to the stream")
             if getattr(block, f"{part}_norm") is None:
-                raise _refused(f"layer {i} reads the stream without a norm")
+                raise _unsupported(f"layer {i} reads the stream without a norm")
             out[f"layers.{i}.{part}_norm"] = getattr(block, f"{part}_norm")
     wrong = next((name for name, norm in out.items() if not isinstance(norm, RMSNorm)), None)
     if wrong is not None:
-        raise _refused(f"`{wrong}` is a {type(out[wrong]).__name__}, which subtracts a mean or does more than RMSNorm")
+        raise _unsupported(f"`{wrong}` is a {type(out[wrong]).__name__}, which subtracts a mean or does more than RMSNorm")
     return {f"{name}.scale": norm.offset for name, norm in out.items()}
 
 
-def _refused(reason: str) -> Unsupported:
+def _unsupported(reason: str) -> Unsupported:
     return Unsupported(f"rotate: {reason}", hint="leave out `rotate`: other methods need no such structure")

@@ -123,7 +123,7 @@ class QuantizedTraining(Settings):
     """
 
     @model_validator(mode="after")
-    def _fits(self) -> "QuantizedTraining":
+    def _check_consistent(self) -> "QuantizedTraining":
         sources = [name for name in ("preset", "rules") if getattr(self, name) is not None]
         if self.train == "qat" and len(sources) != 1:
             raise ValueError("train=qat needs either a preset or rules")

@@ -50,7 +50,7 @@ class CheckpointSettings(Settings):
     """
 
     @model_validator(mode="after")
-    def _local(self) -> Self:
+    def _check_local(self) -> Self:
         if self.local is None and (self.local_every is not None or self.local_copies > 1):
             raise ValueError("local_every and local_copies need checkpoint.local=FOLDER")
         if self.local is not None and "://" in self.local:

@@ -90,14 +90,14 @@ class KernelLock:
         self.release()
 
     @classmethod
-    def _forked(cls) -> None:
+    def _after_fork(cls) -> None:
         # The parent keeps its lock; a child that outlives it must not hold the run.
         for lock in cls._open_locks:
             os.close(lock._file)
         cls._open_locks.clear()
 
 
-os.register_at_fork(after_in_child=KernelLock._forked)
+os.register_at_fork(after_in_child=KernelLock._after_fork)
 
 
 # Of the leases that this process took.
@@ -137,10 +137,10 @@ class Lease:
         holder = self._read()
         renewed = holder.get("renewed")
         fresh = isinstance(renewed, int | float) and time.time() - renewed < LEASE_S
-        if fresh and not _is_dead(holder) and not self._was_left(holder):
+        if fresh and not _is_dead(holder) and not self._is_leftover(holder):
             raise _busy(holder, self._store.root)
 
-    def _was_left(self, holder: dict[str, Any]) -> bool:
+    def _is_leftover(self, holder: dict[str, Any]) -> bool:
         """Whether an earlier process with the name of this one had it: in a container that was started again, the program has the same
         number. It may be one that lives elsewhere, which would renew its lease; that takes seconds to see."""
         if (holder.get("host"), holder.get("pid")) != (socket.gethostname(), os.getpid()) or holder.get("token") in _TOKENS:

@@ -46,7 +46,7 @@ class Store:
 
     def child(self, name: str) -> "Store":
         """A store for the directory `name` under this one."""
-        return Store(self.root + "/" * (not self.root.endswith("/")) + _inside(name))
+        return Store(self.root + "/" * (not self.root.endswith("/")) + _check_relative(name))
 
     def local_path(self, name: str = "") -> Path:
         """The path of a file on this machine.
@@ -212,10 +212,10 @@ class Store:
         return Lease(Store(self.root))
 
     def _path(self, name: str) -> Path:
-        return Path(self.root, _inside(name))
+        return Path(self.root, _check_relative(name))
 
     def _address(self, name: str) -> str:
-        return f"{self._base}/{_inside(name)}"
+        return f"{self._base}/{_check_relative(name)}"
 
     def _get(self, name: str) -> bytes:
         try:
@@ -272,7 +272,7 @@ def file_system(root: str) -> tuple[Any, str]:
     return files, base.rstrip("/")
 
 
-def _inside(name: str) -> str:
+def _check_relative(name: str) -> str:
     """Checks that a relative name stays under the root, and returns it."""
     parts = PurePosixPath(name).parts
     if not name or name.startswith("/") or "\\" in name or "\0" in name or ".." in parts:

@@ -64,7 +64,7 @@ class DocumentEncoder:
         begun = [self.begun]
         parts = []
         for document in documents:
-            parts.append(self._ready(document))
+            parts.append(self._ready_parts(document))
             begun.append(self.begun)
         whole = iter(
             self.tokenizer.encode_many([text for document_parts in parts for text, rest in document_parts if not rest], self.special)
@@ -88,7 +88,7 @@ class DocumentEncoder:
 
     def skip(self, document: Document) -> None:
         """Skips a document, or a piece of one. The next piece is encoded as if it had been encoded."""
-        self._ready(document)
+        self._ready_parts(document)
 
     def state(self) -> dict[str, Any]:
         """What depends on the documents so far, for JSON."""
@@ -108,7 +108,7 @@ class DocumentEncoder:
         """Whether a document has begun and not ended yet."""
         return self.begun or bool(self.held)
 
-    def _ready(self, document: Document) -> list[tuple[str, bool]]:
+    def _ready_parts(self, document: Document) -> list[tuple[str, bool]]:
         """The parts of a document's text that can be encoded now, each with whether it continues the one before."""
         if document.tokens is not None:
             self.begun = not document.ends

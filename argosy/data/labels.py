@@ -83,13 +83,13 @@ def _label_set(kind: str, counts: "Counter[Any]", longest: int, source: str) -> 
         return LabelSet((), REGRESSION)
     problem = SINGLE if kind in ("a name", "a class") else MULTIPLE
     if kind == "numbers for classes":
-        return LabelSet(_numbered(longest), problem)
+        return LabelSet(_numbered_names(longest), problem)
     if kind in ("a name", "names"):
         names = tuple(sorted(counts))
         class_counts = {name: counts[name] for name in names}
     else:
         numbers = Counter({int(number): count for number, count in counts.items()})
-        names = _numbered(max(numbers, default=-1) + 1)
+        names = _numbered_names(max(numbers, default=-1) + 1)
         class_counts = {name: numbers.get(i, 0) for i, name in enumerate(names)}
     if len(names) == 1 and problem == SINGLE:
         hint = "is `label` the right column? data.columns.label=NAME reads another"
@@ -97,7 +97,7 @@ def _label_set(kind: str, counts: "Counter[Any]", longest: int, source: str) -> 
     return LabelSet(names, problem, class_counts)
 
 
-def _numbered(count: int) -> tuple[str, ...]:
+def _numbered_names(count: int) -> tuple[str, ...]:
     return tuple(f"LABEL_{i}" for i in range(count))
 
 
@@ -138,7 +138,7 @@ def label_numbers(raw: Any, names: Sequence[str], where: str) -> list[float]:
             raise BadInput(f"a label that is {kind}, where numbers are learned", where=where)
         return [float(raw)]
     if kind == "a number":
-        raise BadInput(f"a label that is a number, {raw}, where classes are learned", where=where, hint=f"classes are {_some(names)}")
+        raise BadInput(f"a label that is a number, {raw}, where classes are learned", where=where, hint=f"classes are {_list(names)}")
     if kind == "numbers for classes":
         if len(raw) != len(names):
             raise BadInput(f"a label of {plural(len(raw), 'number')} for {len(names)} classes", where=where)
@@ -152,13 +152,13 @@ def label_numbers(raw: Any, names: Sequence[str], where: str) -> list[float]:
 def _index(raw: Any, names: Sequence[str], where: str) -> int:
     if isinstance(raw, str):
         if raw not in names:
-            raise BadInput(f"unknown class `{raw[:60]}`", where=where, hint=nearest(raw, names) or f"classes are {_some(names)}")
+            raise BadInput(f"unknown class `{raw[:60]}`", where=where, hint=nearest(raw, names) or f"classes are {_list(names)}")
         return names.index(raw)
     if int(raw) >= len(names):
         raise BadInput(f"class {int(raw)}, and there are {len(names)} classes", where=where, hint="classes are numbered from 0")
     return int(raw)
 
 
-def _some(names: Sequence[str]) -> str:
+def _list(names: Sequence[str]) -> str:
     more = ", ..." if len(names) > 8 else ""
     return ", ".join(f"`{name}`" for name in names[:8]) + more

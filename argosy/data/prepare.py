@@ -162,7 +162,7 @@ def prepare(
     try:
         with _one_writer(folder, say) as partial:
             if is_prepared(folder):
-                return _same(open_prepared(folder), fingerprint)
+                return _check_same(open_prepared(folder), fingerprint)
             if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
                 raise BadInput("the folder holds other files", where=str(folder), hint="choose a new or empty folder")
             encoder = encoder_for(source, encoding)
@@ -190,7 +190,7 @@ def corpus_identity(source: Source, encoding: Encoding, held_out: float) -> Fing
     return source.fingerprint() | identity | record_identity(source, encoding)
 
 
-def _same(prepared: Prepared, fingerprint: Fingerprint) -> Prepared:
+def _check_same(prepared: Prepared, fingerprint: Fingerprint) -> Prepared:
     """The corpus that is already there, if it is what was asked for."""
     stored = prepared.fingerprint
     if keys := [key for key in sorted(stored.keys() | fingerprint.keys()) if stored.get(key) != fingerprint.get(key)]:

@@ -130,8 +130,8 @@ class CorpusSummary:
     @property
     def text(self) -> str:
         """The summary as one paragraph."""
-        sentences = [self._source_sentence(), self._mixed(), self._bucketed(), self._left_out(), self._cut(), self._stretched()]
-        sentences += [self._ignored(), self.warning]
+        sentences = [self._source_sentence(), self._mixture_sentence(), self._bucket_sentence(), self._left_out_sentence()]
+        sentences += [self._cut_sentence(), self._stretched_sentence(), self._ignored_sentence(), self.warning]
         return " ".join(sentence for sentence in sentences if sentence)
 
     def _source_sentence(self) -> str:
@@ -165,7 +165,7 @@ class CorpusSummary:
             parts.append(f"{self.epochs:.3g} epoch{'s' * (self.epochs != 1)} in this run")
         return f"data {self.source}: {', '.join(parts) or 'of unknown size'}."
 
-    def _mixed(self) -> str:
+    def _mixture_sentence(self) -> str:
         """How much of each source of a mixture is seen."""
         each = [
             f"{100 * part.share:.3g} % {part.name} ({plural(part.rows, 'row')}, {part.epochs:.3g} epoch{'s' * (part.epochs != 1)})"
@@ -174,7 +174,7 @@ class CorpusSummary:
         ]
         return f"Mixture: {'; '.join(each)}." if each else ""
 
-    def _bucketed(self) -> str:
+    def _bucket_sentence(self) -> str:
         """The buckets of images, how often each image is seen, and which wait for a batch beyond the end of the run."""
         if not self.buckets:
             return ""
@@ -191,7 +191,7 @@ class CorpusSummary:
             text += f" Not seen, because their buckets have no further batch in this run: {plural(unseen, 'image')}."
         return text
 
-    def _left_out(self) -> str:
+    def _left_out_sentence(self) -> str:
         parts = []
         if self.max_bytes is not None:
             of = f" of {counted_bytes(self.source_bytes)}" if self.source_bytes is not None else ""
@@ -230,18 +230,18 @@ class CorpusSummary:
             parts.append(f"what is left at the end of the last epoch, fewer than {plural(self.batch or 0, 'row')} (data.epochs)")
         return f"Left out: {'; '.join(parts)}." if parts else ""
 
-    def _cut(self) -> str:
+    def _cut_sentence(self) -> str:
         if self.cut:
             where = ", at the beginning of the prompt" if self.too_long == "cut_prompt" else ""
             return f"Cut: {plural(self.cut, self.noun)} longer than a row of {self.sequence}{where} (data.too_long={self.too_long})."
         parted = f"Cut: {plural(self.parted, self.noun)} at the end of a row, to go on in the next one without what came before"
         return f"{parted} (data.packing=split)." if self.parted else ""
 
-    def _stretched(self) -> str:
+    def _stretched_sentence(self) -> str:
         many = plural(self.stretched, "control image")
         return f"Stretched: {many}, whose sides have another ratio than those of their images." if self.stretched else ""
 
-    def _ignored(self) -> str:
+    def _ignored_sentence(self) -> str:
         names = ", ".join(f"`{name}`" for name in self.ignored)
         return f"Ignored columns: {names}." if names else ""
 

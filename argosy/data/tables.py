@@ -179,7 +179,7 @@ def table_of(
     """The rows of the split `train` or `held_out`; text is tokenized on the way, where that has not been done."""
     if isinstance(source, RowSource):
         rows = source.rows(sequence=settings.sequence, vocab=vocab, seed=seed, held_out=split == "held_out")
-        _needed(rows, split, settings)
+        _check_not_empty(rows, split, settings)
         identity = source.fingerprint()
         # A position is JSON, which has no tuples.
         spaces = vocab if isinstance(vocab, int) else " ".join(map(str, vocab))
@@ -197,7 +197,7 @@ def table_of(
         remedy = f"leave it out, or set `data.tokenizer={prepared.tokenizer}`" if prepared.tokenizer else "set that one"
         problem = f"the corpus was prepared with another tokenizer than `{settings.tokenizer}`"
         raise BadInput(problem, where=str(prepared.folder), hint=f"{remedy}; or prepare the corpus again")
-    rows = _needed(planned(prepared, split, settings), split, settings)
+    rows = _check_not_empty(planned(prepared, split, settings), split, settings)
     return RowTable(rows, prepared.fingerprint, prepared.bytes_per_token(split), summary_of(prepared, settings, rows))
 
 
@@ -211,7 +211,7 @@ def table_in_memory(corpus: Corpus, split: str, settings: DataSettings, vocab: i
     for name, array in {"tokens": corpus.tokens, "starts": corpus.starts, **corpus.target_arrays}.items():
         digest.update(f"{name} {array.dtype}".encode() + np.ascontiguousarray(array).tobytes())
     identity: Fingerprint = {"source": "corpus in memory", "source.sha256": digest.hexdigest()}
-    rows = _needed(packed(corpus, settings, identity), split, settings)
+    rows = _check_not_empty(packed(corpus, settings, identity), split, settings)
     return RowTable(rows, identity, None, described("in memory", settings, corpus, rows))
 
 
@@ -287,7 +287,7 @@ def summary_of(prepared: Prepared, settings: DataSettings, rows: PackedRows | No
     )  # fmt: skip
 
 
-def _needed(rows: PackedRows, split: str, settings: DataSettings) -> PackedRows:
+def _check_not_empty(rows: PackedRows, split: str, settings: DataSettings) -> PackedRows:
     """The rows, which must not be empty."""
     if not len(rows):
         purpose, hint = ("train", "") if split == "train" else ("evaluate", "raise `data.held_out`, or ")

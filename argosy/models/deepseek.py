@@ -146,11 +146,11 @@ class DeepSeekConfig(DeepSeekHub, LanguageConfig):
 
     def parameters(self, active: bool = False) -> int:
         """Includes the `mtp` modules, except for `active`: logits do not use them."""
-        return super().parameters(active) if not (active and self.mtp) else self._alone().parameters(active)
+        return super().parameters(active) if not (active and self.mtp) else self._without_mtp().parameters(active)
 
     def flops(self, tokens: int) -> int:
         """As for every family; the `mtp` modules are not included."""
-        return self._alone().flops(tokens) if self.mtp else super().flops(tokens)
+        return self._without_mtp().flops(tokens) if self.mtp else super().flops(tokens)
 
     def mixing_flops(self, tokens: int) -> int:
         features = self.heads * (self.head_size + self.rope_size + self.value_size)
@@ -169,5 +169,5 @@ class DeepSeekConfig(DeepSeekHub, LanguageConfig):
             return 0
         return 2 * tokens * tokens * self.index.heads * (self.index.size + 1) * self.layers
 
-    def _alone(self) -> "DeepSeekConfig":
+    def _without_mtp(self) -> "DeepSeekConfig":
         return self.model_copy(update={"mtp": 0})

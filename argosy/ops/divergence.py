@@ -85,17 +85,17 @@ def top(logits: Float[Array, "*R V"], k: int, temperature: float = 1.0) -> Top:
     """The k likeliest tokens of each row, k < V."""
     logps = log_probs(logits, temperature)
     best, ids = jax.lax.top_k(logps, k)
-    return Top(ids, best, jax.nn.logsumexp(_without(logps, ids), -1))
+    return Top(ids, best, jax.nn.logsumexp(_without_ids(logps, ids), -1))
 
 
 def coarse(logits: Float[Array, "*R V"], ids: Int[Array, "*R k"], temperature: float = 1.0) -> Float[Array, "*R j"]:
     """The log-probabilities of these tokens and of all others together. The rest is summed, not 1 minus the others: that would lose
     its digits, and its gradient, where the student has little of it."""
     scaled = wide(logits) / temperature
-    rest = jax.nn.logsumexp(_without(scaled, ids), -1, keepdims=True)
+    rest = jax.nn.logsumexp(_without_ids(scaled, ids), -1, keepdims=True)
     return jax.nn.log_softmax(jnp.concatenate([jnp.take_along_axis(scaled, ids, -1), rest], -1), -1)
 
 
-def _without(values: Float[Array, "*R V"], ids: Int[Array, "*R k"]) -> Float[Array, "*R V"]:
+def _without_ids(values: Float[Array, "*R V"], ids: Int[Array, "*R k"]) -> Float[Array, "*R V"]:
     """The values, -inf at these ids."""
     return jnp.put_along_axis(values, ids, -jnp.inf, axis=-1, inplace=False)

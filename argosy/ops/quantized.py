@@ -129,7 +129,7 @@ def packed_codes(codes: UInt8[Array, "..."], axis: int, bits: int = 4) -> UInt8[
     """Codes of few bits, several in a byte along an axis, counted from the end, whose size is a multiple of their number: the first in
     the lowest bits."""
     count, at = 8 // bits, codes.ndim + axis
-    parts = codes.reshape(*codes.shape[:at], codes.shape[axis] // count, count, *_after(codes.shape, axis))
+    parts = codes.reshape(*codes.shape[:at], codes.shape[axis] // count, count, *_sizes_after(codes.shape, axis))
     out = jnp.take(parts, 0, at + 1)
     for i in range(1, count):
         out = out | (jnp.take(parts, i, at + 1) << (bits * i))
@@ -142,5 +142,5 @@ def unpacked(values: UInt8[Array, "..."], axis: int, bits: int = 4) -> UInt8[Arr
     return jnp.stack(parts, values.ndim + axis + 1).reshape(unpacked_shape(values.shape, axis, bits))
 
 
-def _after(shape: Sequence[int], axis: int) -> Sequence[int]:
+def _sizes_after(shape: Sequence[int], axis: int) -> Sequence[int]:
     return shape[len(shape) + axis + 1 :]

@@ -49,9 +49,9 @@ class SensitivityMeter:
         pairs = zip((data.tokens[part] for part in parts), self.segments, strict=True)
         self.inputs = [jnp.asarray(x) for x in runner.embedded(pairs)]
         self._graph, self._head, self._divergence = _head(runner)
-        self.exact = [self._from(0, x, {}, segments) for x, segments in zip(self.inputs, self.segments, strict=True)]
+        self.exact = [self._outputs_from(0, x, {}, segments) for x, segments in zip(self.inputs, self.segments, strict=True)]
 
-    def _from(self, i: int, x: Array, schemes: Mapping[str, Scheme], segments: Array) -> Array:
+    def _outputs_from(self, i: int, x: Array, schemes: Mapping[str, Scheme], segments: Array) -> Array:
         """The output of the last layer, from the input of layer i."""
         for at in range(i, len(self.leaves)):
             layer_schemes = {
@@ -70,7 +70,7 @@ class SensitivityMeter:
         """
         total = 0.0
         for x, exact, segments in zip(inputs or self.inputs, self.exact, self.segments, strict=True):
-            rounded = self._from(i, x, schemes, segments)
+            rounded = self._outputs_from(i, x, schemes, segments)
             total += float(self._divergence(self._head, exact, rounded, segments))
         return total / self.data.size
 

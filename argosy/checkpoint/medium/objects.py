@@ -39,7 +39,7 @@ class ObjectStore(Medium):
     def put(self, step: int, files: Iterable[File], pace: SavePace) -> manifest.Files:
         # The leader alone writes through the store of the run, and every process its own shards.
         store, files = Store(self.store.root), list(files)
-        return dict(zip([file.name for file in files], _each(lambda file: upload(store, str(step), file), files), strict=True))
+        return dict(zip([file.name for file in files], _in_threads(lambda file: upload(store, str(step), file), files), strict=True))
 
     def commit(self, step: int, files: manifest.Files) -> None:
         self.store.write_text(f"{step}/{manifest.NAME}", manifest.manifest_text(files))
@@ -51,14 +51,14 @@ class ObjectStore(Medium):
         if keep:
             self.local(step, files.__contains__)
         else:
-            _each(lambda name: download(self.store, f"{step}/{name}", files[name]), files)
+            _in_threads(lambda name: download(self.store, f"{step}/{name}", files[name]), files)
 
     def local(self, step: int, is_wanted: Wanted = lambda name: True) -> Path:
         folder, files = self._copy(step)
         missing = [name for name in files if is_wanted(name) and not (folder / name).exists()]
         # The largest first, so that no thread is left with one at the end.
         missing.sort(key=lambda name: -files[name]["bytes"])
-        _each(lambda name: download(self.store, f"{step}/{name}", files[name], folder / name), missing)
+        _in_threads(lambda name: download(self.store, f"{step}/{name}", files[name], folder / name), missing)
         return folder
 
     def release(self) -> None:
@@ -180,6 +180,6 @@ def files_under(store: Store, name: str) -> list[str]:
     return files
 
 
-def _each(do: Callable[[Any], Any], names: Iterable[Any]) -> list[Any]:
+def _in_threads(do: Callable[[Any], Any], names: Iterable[Any]) -> list[Any]:
     with ThreadPoolExecutor(REQUESTS, "object store") as pool:
         return list(pool.map(do, names))

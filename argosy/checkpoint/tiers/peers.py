@@ -117,7 +117,7 @@ def fetch(address: Address, name: str, path: Path, expected: Mapping[str, Any] |
     pending = path.with_name(f"{path.name}.part")
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with_retries(lambda: _received(address, name, pending, expected))
+        with_retries(lambda: _receive_file(address, name, pending, expected))
         if expected is not None and manifest.hash_file(pending, sync=True) != expected:
             raise Damaged(f"{name} did not arrive as it was written", where=f"from {address[0]}")
         pending.rename(path)
@@ -127,7 +127,7 @@ def fetch(address: Address, name: str, path: Path, expected: Mapping[str, Any] |
         pending.unlink(missing_ok=True)
 
 
-def _received(address: Address, name: str, pending: Path, expected: Mapping[str, Any] | None) -> None:
+def _receive_file(address: Address, name: str, pending: Path, expected: Mapping[str, Any] | None) -> None:
     with connect(address, name) as peer:
         remaining = _LENGTH.unpack(receive_exactly(peer, _LENGTH.size))[0]
         if remaining == _NONE:

@@ -130,13 +130,13 @@ class OverlaidTensors:
         return (dict.fromkeys(self.reader.names) | dict.fromkeys(self.above.names)).keys()
 
     def shape(self, name: str) -> Shape:
-        return self._of(name).shape(name)
+        return self._reader_of(name).shape(name)
 
     def dtype(self, name: str) -> np.dtype:
         return (self.reader if name in self.reader.names else self.above).dtype(name)
 
     def read(self, name: str) -> np.ndarray:
-        array = self._of(name).read(name)
+        array = self._reader_of(name).read(name)
         return array.astype(self.dtype(name), copy=False) if name in self.above.names else array
 
     def read_part(self, name: str, i: int) -> np.ndarray:
@@ -145,7 +145,7 @@ class OverlaidTensors:
     def is_apart(self, name: str) -> bool:
         return name not in self.above.names and is_apart(self.reader, name)
 
-    def _of(self, name: str) -> TensorReader:
+    def _reader_of(self, name: str) -> TensorReader:
         return self.above if name in self.above.names else self.reader
 
 

@@ -100,7 +100,7 @@ def _download(name: HubName, small: bool, say: Say) -> Path:
     except client_errors() as error:
         if is_unreachable(error):
             problem = f"the connection to the Hub broke while {name} was downloaded"
-            raise ArgosyError(problem, where=_first(error), hint="the same command resumes: complete files are kept") from None
+            raise ArgosyError(problem, where=_first_line(error), hint="the same command resumes: complete files are kept") from None
         raise hub_error(error, name) from None
     _remove_stale(Path(folder).parents[1] / "blobs")
     return Path(folder)
@@ -117,7 +117,7 @@ def _cached(name: HubName, small: bool, error: Exception) -> Path:
 
     from argosy.core.hub.selection import model_files
 
-    reason = "HF_HUB_OFFLINE=1" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} cannot be reached: {_first(error)}"
+    reason = "HF_HUB_OFFLINE=1" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} cannot be reached: {_first_line(error)}"
     hint = f"with a network, `argosy models show {name}` downloads it; HF_HOME says where the cache is"
     listed = getattr(huggingface_hub, "get_cached_repo_tree", None)
     patterns = None
@@ -177,12 +177,12 @@ def hub_error(error: Exception, name: HubName) -> ArgosyError:
         problem = f"no model `{name.repository}` on the Hub, or it is private"
         return BadInput(problem, where=page, hint=f"the spelling is OWNER/NAME; for a private one, {_LOG_IN}")
     if isinstance(error, errors.HFValidationError):
-        return BadInput(f"`{name}` names no model of the Hub", where=_first(error))
+        return BadInput(f"`{name}` names no model of the Hub", where=_first_line(error))
     status = getattr(getattr(error, "response", None), "status_code", None)
     if status in (401, 403):
-        return BadInput(f"the Hub does not let you use {name}", where=_first(error), hint=_LOG_IN)
+        return BadInput(f"the Hub does not let you use {name}", where=_first_line(error), hint=_LOG_IN)
     hint = "the Hub limits requests: wait, or set HF_TOKEN" if status == 429 else None
-    return ArgosyError(f"{name} could not be downloaded", where=_first(error), hint=hint)
+    return ArgosyError(f"{name} could not be downloaded", where=_first_line(error), hint=hint)
 
 
 def _revisions(name: HubName) -> list[str]:
@@ -207,7 +207,7 @@ def _remove_stale(blobs: Path) -> None:
             continue
 
 
-def _first(error: BaseException) -> str:
+def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 

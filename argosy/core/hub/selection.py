@@ -39,7 +39,7 @@ def model_files(files: Collection[str], name: str, file: str | None = None, *, s
     if CHECKPOINT in files and not small:
         # A folder that this package wrote in its own layout.
         return [path for path in files if not _is_pickle(path)]
-    small_files = _small(files, "")
+    small_files = _small_files(files, "")
     if small:
         return small_files
     weights = _weights(files, "")
@@ -68,7 +68,7 @@ def _of_pipeline(files: Collection[str], name: str) -> list[str]:
     for folder in folders:
         if folder in UNUSED:
             continue
-        small = _small(files, f"{folder}/")
+        small = _small_files(files, f"{folder}/")
         weights = _weights(files, f"{folder}/")
         if not weights and any(_is_pickle(path) for path in files if path.startswith(f"{folder}/")):
             raise _only_pickles(name, f"{folder}/")
@@ -76,7 +76,7 @@ def _of_pipeline(files: Collection[str], name: str) -> list[str]:
     return selection
 
 
-def _small(files: Collection[str], folder: str) -> list[str]:
+def _small_files(files: Collection[str], folder: str) -> list[str]:
     """The files of one folder that are not weights."""
     inside = [path.removeprefix(folder) for path in files if path.startswith(folder)]
     direct = [path for path in inside if "/" not in path and any(fnmatchcase(path, pattern) for pattern in SMALL)]

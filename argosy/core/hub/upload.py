@@ -65,7 +65,7 @@ def push_files(
             api.create_repo(name.repository, private=private, exist_ok=True)
             if name.revision:
                 api.create_branch(name.repository, branch=name.revision, exist_ok=True)
-        present = _present(api, name)
+        present = _remote_files(api, name)
         removed = [path for path in present if path not in files and any(fnmatchcase(path, pattern) for pattern in WEIGHTS)]
         kept_card = CARD in present and CARD in files and not replaces_card and not _is_written(api, name)
         if kept_card:
@@ -92,7 +92,7 @@ def push_files(
     return Pushed(info.oid, url, kept_card, removed)
 
 
-def _present(api: Any, name: HubName) -> list[str]:
+def _remote_files(api: Any, name: HubName) -> list[str]:
     """The files that are there; none where there is no such repository or branch yet."""
     from huggingface_hub import errors
 

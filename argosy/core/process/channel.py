@@ -57,7 +57,7 @@ class Channel:
         Raises:
             EOFError: the other end is closed.
         """
-        while (message := self._whole()) is None:
+        while (message := self._take_message()) is None:
             try:
                 part = os.read(self.descriptor, PART_BYTES)
             except BlockingIOError:
@@ -85,7 +85,7 @@ class Channel:
                 raise TimeoutError("no message arrived")
         return message
 
-    def _whole(self) -> bytes | None:
+    def _take_message(self) -> bytes | None:
         if len(self._received) < LENGTH.size:
             return None
         end = LENGTH.size + LENGTH.unpack_from(self._received)[0]

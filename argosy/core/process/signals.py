@@ -65,7 +65,7 @@ def take_over() -> None:
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     for number in SIGNALS:
         if _is_handled(number):
-            signal.signal(number, _nothing)
+            signal.signal(number, _no_op)
     # The thread inherits the mask: a signal that it took while `hold` keeps them waiting would be lost to exec.
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     threading.Thread(target=_watch, args=(reader,), daemon=True, name="signals").start()
@@ -201,7 +201,7 @@ def _is_handled(number: int) -> bool:
     return number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN
 
 
-def _nothing(number: int, frame: Any) -> None:
+def _no_op(number: int, frame: Any) -> None:
     """Does nothing; the thread acts. Without a Python handler the C-level one would not write to the wake-up descriptor."""
 
 

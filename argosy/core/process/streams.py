@@ -20,12 +20,12 @@ class Unfailing:
         self.is_lost = False
 
     def write(self, text: str) -> int:
-        return self._tried(lambda: self.stream.write(text)) or 0
+        return self._try(lambda: self.stream.write(text)) or 0
 
     def flush(self) -> None:
-        self._tried(self.stream.flush)
+        self._try(self.stream.flush)
 
-    def _tried(self, do: Callable[[], Any]) -> Any:
+    def _try(self, do: Callable[[], Any]) -> Any:
         if not self.is_lost:
             try:
                 return do()

@@ -53,7 +53,7 @@ def _section(cls: type[Settings], prefix: str, title: str, about: str = "") -> l
 def _choice_sections(choice: Choice, key: str, info: FieldInfo) -> Iterator[list[str]]:
     names = ", ".join(f"`{name}`" for name in choice.registry)
     about = [_cell(info.description), ""] if info.description else []
-    line = f"`{key}.{choice.tag}`, the {choice.registry.noun}: {names}; {_started(info)}."
+    line = f"`{key}.{choice.tag}`, the {choice.registry.noun}: {names}; {_default_phrase(info)}."
     yield [f"## `{key}`", "", *about, line, ""]
     for name in choice.registry:
         cls = choice.pick(name)
@@ -68,7 +68,7 @@ def _item_sections(kind: FieldShape, key: str, info: FieldInfo) -> Iterator[list
         yield _section(item.of, f"{key}.*.", f"`{key}.*`", class_summary(item.of))
 
 
-def _started(info: FieldInfo) -> str:
+def _default_phrase(info: FieldInfo) -> str:
     default = default_text(info)
     return default if default == "required" else f"default {default}"
 
@@ -184,7 +184,7 @@ def explain(reading: Reading, key: str) -> str:
     if isinstance(info, Choice):
         lines.append(f"  {info.registry.noun}: {' | '.join(info.registry)}")
     elif info is not None:
-        lines.append(f"  {type_text(info)}, {_started(info).replace('`', '')}")
+        lines.append(f"  {type_text(info)}, {_default_phrase(info).replace('`', '')}")
         lines += [f"  {line}" for line in (info.description or "").splitlines()]
     lines += ["", f"set by {reading.origin[key]}"]
     tried = reading.tried.get(key, [])

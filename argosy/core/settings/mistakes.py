@@ -161,12 +161,12 @@ def unnamed(key: str, choice: Choice, layer: SettingsLayer | None) -> UserError:
     """The error for a choice without a name."""
     names = ", ".join(list(choice.registry)[:8])
     problem = f"`{key}` names no {choice.registry.noun}"
-    return BadInput(problem, where=_by(layer, key), hint=f"write `{key}=NAME`, one of {names}")
+    return BadInput(problem, where=_set_by(layer, key), hint=f"write `{key}=NAME`, one of {names}")
 
 
 def not_that(expected: str, value: Any, layer: SettingsLayer, key: str, hint: str | None = None) -> UserError:
     """The error for a value of the wrong kind, such as a number where a group belongs."""
-    return BadInput(f"{expected}, not {shown_value(value)}", where=_by(layer, key), hint=hint)
+    return BadInput(f"{expected}, not {shown_value(value)}", where=_set_by(layer, key), hint=hint)
 
 
 def in_group(cls: type[Settings], key: str, value: Any) -> str:
@@ -202,7 +202,7 @@ def _wrong_part(key: str, info: FieldInfo, error: Any, setter: Setter) -> UserEr
     path = ".".join([key, *map(str, error["loc"][1:])])
     kind, context = error["type"], error.get("ctx", {})
     if kind in ("value_error", "assertion_error"):
-        where = _by(_setter(setter, path, key), path)
+        where = _set_by(_setter(setter, path, key), path)
         return BadInput(f"`{path}`: {error_message(error)}", where=where, hint=_default_hint(key, info))
     if kind in _BOUNDS:
         name, words = _BOUNDS[kind]
@@ -210,7 +210,7 @@ def _wrong_part(key: str, info: FieldInfo, error: Any, setter: Setter) -> UserEr
     if kind in ("literal_error", "enum"):
         return _wrong_item(path, key, f"one of {context['expected']}", error, [info.annotation], setter)
     if kind == "missing":
-        return BadInput(f"`{key}` lacks `{path}`", where=_by(_setter(setter, path, key), key))
+        return BadInput(f"`{key}` lacks `{path}`", where=_set_by(_setter(setter, path, key), key))
     noun = wanted(info.annotation) if path == key and kind != "finite_number" else _WANTED.get(_kind(error), "")
     return _wrong_item(path, key, noun or f"valid ({error_message(error)})", error, [], setter)
 
@@ -231,7 +231,7 @@ def _wrong_item(
     layer = _setter(setter, path, key)
     text = (layer.text(path) if layer else None) or error["input"]
     hint = about or _close_literal(text, hints) or _HINTS.get(_kind(error))
-    return BadInput(f"`{path}` should be {wish}, not {shown_value(text)}", where=_by(layer, path), hint=hint)
+    return BadInput(f"`{path}` should be {wish}, not {shown_value(text)}", where=_set_by(layer, path), hint=hint)
 
 
 def broken_rule(key: str, leaves: Iterable[str], rule: str, setter: Setter, hint: str | None = None) -> UserError:
@@ -239,7 +239,7 @@ def broken_rule(key: str, leaves: Iterable[str], rule: str, setter: Setter, hint
     them."""
     words = {dotted(key, word) for word in re.findall(r"\w+(?:\.\w+)*", rule)}
     inside = [leaf for leaf in leaves if leaf.startswith(f"{key}." if key else "")]
-    setters = [f"`{leaf}` {_by(setter(leaf), leaf)}" for leaf in inside if leaf in words]
+    setters = [f"`{leaf}` {_set_by(setter(leaf), leaf)}" for leaf in inside if leaf in words]
     others = dict.fromkeys(layer.origin for leaf in inside if (layer := setter(leaf)))
     where = ", ".join(setters) or f"set by {', '.join(others) or 'default'}"
     return BadInput(f"`{key}`: {rule}" if key else rule, where=where, hint=hint)
@@ -260,7 +260,7 @@ def _setter(setter: Setter, path: str, key: str) -> SettingsLayer | None:
     return setter(path) or setter(key)
 
 
-def _by(layer: SettingsLayer | None, key: str) -> str:
+def _set_by(layer: SettingsLayer | None, key: str) -> str:
     return f"set by {layer.where(key)}" if layer else "set by default"
 
 

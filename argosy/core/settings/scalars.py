@@ -27,7 +27,7 @@ def parse_number(text: str) -> int | float | None:
     text = text.strip()
     match = _HUMAN.fullmatch(text)
     if match is None or _INT.fullmatch(text):
-        return _whole(text) if match else None
+        return _integer(text) if match else None
     suffix = match.groups()[-1]
     exact = _DECIMAL.multiply(Decimal(match[1].replace("_", "")), _SUFFIXES.get(suffix, 1))
     # The bound on the exponent matters: 1e999999 has a million digits.
@@ -43,7 +43,7 @@ def scalar(text: str) -> Any:
     if text.lower() in _SWITCHES:
         return _SWITCHES[text.lower()]
     if _INT.fullmatch(text):
-        return _whole(text)
+        return _integer(text)
     if _FLOAT.fullmatch(text):
         return float(text.replace("_", ""))
     if _NOT_FINITE.fullmatch(text):
@@ -51,7 +51,7 @@ def scalar(text: str) -> Any:
     return text
 
 
-def _whole(text: str) -> int | float:
+def _integer(text: str) -> int | float:
     digits = text.replace("_", "")
     # Python refuses to parse longer integers.
     return int(digits) if len(digits) <= 4300 else float(digits)

@@ -157,7 +157,7 @@ class _NodeReader:
         """The value of the node at the dotted `key`, inside its `ancestors`."""
         self.nodes += 1
         if id(node) in ancestors or self.nodes > MOST_NODES:
-            raise BadInput("YAML aliases that expand without end", where=self._where(node))
+            raise BadInput("YAML aliases that expand without end", where=self._location(node))
         ancestors = (*ancestors, id(node))
         line = node.start_mark.line + 1 if self.lines else None
         plain = isinstance(node, yaml.ScalarNode) and not node.style
@@ -182,11 +182,11 @@ class _NodeReader:
             values[name.value] = self.read(value, _dotted(key, name.value), ancestors)
         return values
 
-    def _where(self, node: yaml.Node) -> str:
+    def _location(self, node: yaml.Node) -> str:
         return f"in {self.origin}:{node.start_mark.line + 1}" if self.lines else f"in {self.origin}"
 
     def _problem(self, problem: str, node: yaml.Node, hint: str) -> None:
-        self.problems.append(BadInput(problem, where=self._where(node), hint=hint))
+        self.problems.append(BadInput(problem, where=self._location(node), hint=hint))
 
 
 def _dotted(key: str, name: str) -> str:
@@ -210,7 +210,7 @@ def words_layer(words: Iterable[str], origin: str = COMMAND_LINE) -> SettingsLay
     words, apart = _join_spaced_words(list(words))
     for key, text in apart:
         hint = f"write `{key}={text}` without blanks"
-        problems.append(BadInput(f"blanks around the `=` of `{key}`", where=_inside(origin), hint=hint))
+        problems.append(BadInput(f"blanks around the `=` of `{key}`", where=_location(origin), hint=hint))
     for word in words:
         key, equals, text = word.partition("=")
         if problem := _misspelt(word, key, equals, text, origin):
@@ -232,7 +232,7 @@ def words_layer(words: Iterable[str], origin: str = COMMAND_LINE) -> SettingsLay
     return SettingsLayer(origin, values, marks, words_by_key)
 
 
-def _inside(origin: str) -> str:
+def _location(origin: str) -> str:
     return f"on the {origin}" if origin == COMMAND_LINE else f"in {origin}"
 
 
@@ -257,7 +257,7 @@ def _join_spaced_words(words: list[str]) -> tuple[list[str], list[tuple[str, str
 
 
 def _misspelt(word: str, key: str, equals: str, text: str, origin: str) -> UserError | None:
-    where = _inside(origin)
+    where = _location(origin)
     if key.startswith("-"):
         plain = f"{key.lstrip('-').replace('-', '_')}={text or 'value'}"
         return BadInput(f"unknown option `{key}`", where=where, hint=f"settings have no dashes: `{plain}`")
@@ -275,7 +275,7 @@ def _value(key: str, text: str, origin: str) -> tuple[Any, dict[str, Mark]]:
     """A word's value: YAML if it begins like a collection or a quotation, otherwise one plain scalar."""
     if text[0] not in "[{\"'":
         return scalar(text), {key: Mark(text)}
-    reader = _NodeReader(f"`{key}` {_inside(origin)}", lines=False)
+    reader = _NodeReader(f"`{key}` {_location(origin)}", lines=False)
     node = _parse(text, f"in {reader.origin}", lines=False)
     value = reader.read(node, key) if node else None
     if reader.problems:

@@ -175,7 +175,7 @@ def warm(environment):
     environment.compiled.cache_clear()
 
 
-def _received(parent, pid):
+def _receive(parent, pid):
     """The next message of the parent. If the parent has ended, this process ends too, even while a process that the parent forked holds
     the pipe open."""
     while True:
@@ -198,7 +198,7 @@ def main(descriptor):
     sys.addaudithook(forbid)
     parent.send(json.dumps({"ready": True}).encode())
     while True:
-        parent.send(json.dumps(answers(environment, _received(parent, pid))).encode())
+        parent.send(json.dumps(answers(environment, _receive(parent, pid))).encode())
 
 
 if __name__ == "__main__":

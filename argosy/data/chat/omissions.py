@@ -59,7 +59,7 @@ def check_complete(
     Raises:
         Omitted: the template leaves out a message, a call, a tool or the documents.
     """
-    if not (tools or documents or any(_doubtful(message, i, text, template) for i, message in enumerate(messages))):
+    if not (tools or documents or any(_may_be_missing(message, i, text, template) for i, message in enumerate(messages))):
         return
     marks = Marks(text)
     marked = [_marked(message, marks) for message in messages]
@@ -142,7 +142,7 @@ def writes_field(render: Callable[[list[dict[str, Any]]], str], field: str) -> b
         return True
 
 
-def _doubtful(message: Message, place: int, text: str, template: str) -> bool:
+def _may_be_missing(message: Message, place: int, text: str, template: str) -> bool:
     """Whether a message may be missing from a prompt, as far as that is seen without rendering it again."""
     content, role = message.get("content"), message.get("role")
     if message.get("tool_calls") or extra_fields(message):

@@ -229,7 +229,7 @@ class Child:
             BadInput: it took too long, or killed the process.
         """
         with self._lock:
-            process = self._running()
+            process = self._running_process()
             try:
                 process.send(json.dumps(request).encode(), WALL_S)
                 return json.loads(process.receive(WALL_S))
@@ -240,7 +240,7 @@ class Child:
             self._end()
         raise costly(reason)
 
-    def _running(self) -> ChildProcess:
+    def _running_process(self) -> ChildProcess:
         if self._process is None or self._process.is_over:
             self._end()
             self._process = start()

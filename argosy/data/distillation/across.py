@@ -187,7 +187,7 @@ class Across:
 def beginning(student: Sequence[bytes], teacher: Sequence[bytes]) -> list[AlignedSpan]:
     """The spans of the common beginning of two token sequences."""
     most = common_length(b"".join(student), b"".join(teacher))
-    return align(_inside(student, most), _inside(teacher, most))
+    return align(_sizes_within(student, most), _sizes_within(teacher, most))
 
 
 def same_bytes(student: Sequence[bytes], teacher: Sequence[bytes]) -> list[AlignedSpan]:
@@ -200,12 +200,12 @@ def same_bytes(student: Sequence[bytes], teacher: Sequence[bytes]) -> list[Align
     begin = common_length(ours, theirs)
     end = min(common_length(ours[::-1], theirs[::-1]), min(len(ours), len(theirs)) - begin)
     sides = [(student, teacher, begin), ([p[::-1] for p in reversed(student)], [p[::-1] for p in reversed(teacher)], end)]
-    before, after = (align(*(_inside(pieces, most) for pieces in (a, b))) for a, b, most in sides)
+    before, after = (align(*(_sizes_within(pieces, most) for pieces in (a, b))) for a, b, most in sides)
     n, m = len(student), len(teacher)
     return [*before, *(AlignedSpan((n - b, n - a), (m - d, m - c)) for (a, b), (c, d) in reversed(after))]
 
 
-def _inside(pieces: Sequence[bytes], most: int) -> list[int]:
+def _sizes_within(pieces: Sequence[bytes], most: int) -> list[int]:
     """The sizes of the first pieces that are all within so many bytes."""
     sizes = [len(piece) for piece in pieces]
     return sizes[: int(np.searchsorted(np.cumsum(sizes), most, side="right"))]

@@ -183,13 +183,13 @@ class EncodedStore:
                 last_tenth = tenth
             for name, values in compute(at, min(at + at_once, count)).items():
                 if name not in arrays:
-                    arrays[name] = self._opened(name, (count, *values.shape[1:]), values.dtype, begins=not at)
+                    arrays[name] = self._open_array(name, (count, *values.shape[1:]), values.dtype, begins=not at)
                 arrays[name][at : at + len(values)] = values
             for array in arrays.values():
                 array.flush()  # type: ignore[attr-defined]
-            self._say_done(noun, min(at + at_once, count))
+            self._record_progress(noun, min(at + at_once, count))
 
-    def _opened(self, name: str, shape: tuple[int, ...], dtype: np.dtype, begins: bool) -> np.ndarray:
+    def _open_array(self, name: str, shape: tuple[int, ...], dtype: np.dtype, begins: bool) -> np.ndarray:
         path = self.folder / f"{name}.npy"
         if begins:
             return np.lib.format.open_memmap(path, "w+", dtype, shape)
@@ -199,7 +199,7 @@ class EncodedStore:
         path = self.folder / MANIFEST
         return json.loads(path.read_text()) if path.is_file() else {}
 
-    def _say_done(self, noun: str, rows: int) -> None:
+    def _record_progress(self, noun: str, rows: int) -> None:
         path = self.folder / f"{MANIFEST}.part"
         path.write_text(json.dumps(self._manifest() | {noun: rows}))
         sync(path)

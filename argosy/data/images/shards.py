@@ -176,7 +176,7 @@ class ParquetShard(ImageShard):
 
     def __init__(self, file: InputFile, columns: Mapping[str, str]):
         super().__init__(file, columns)
-        schema, self.row_groups = self._opened(lambda opened: (opened.schema_arrow, opened.num_row_groups))
+        schema, self.row_groups = self._read_with(lambda opened: (opened.schema_arrow, opened.num_row_groups))
         names = schema.names
         requested = columns.get("images")
         self.column = next((name for name in (COLUMNS["images"] if requested is None else (requested,)) if name in names), "")
@@ -194,7 +194,7 @@ class ParquetShard(ImageShard):
         self.class_names = tuple((features.get(label) or {}).get("names") or ())
         self.groups = OrderedDict[tuple[int, str], list[bytes]]()
 
-    def _opened(self, use: Callable[[Any], Any]) -> Any:
+    def _read_with(self, use: Callable[[Any], Any]) -> Any:
         """What a function gives for the open file.
 
         Raises:
@@ -208,7 +208,7 @@ class ParquetShard(ImageShard):
             raise Damaged(f"a damaged Parquet file: {error}".splitlines()[0][:200], where=str(self.file)) from None
 
     def _rows(self, group: int, columns: list[str]) -> list[dict[str, Any]]:
-        return self._opened(lambda opened: opened.read_row_group(group, columns=columns).to_pylist()) if columns else []
+        return self._read_with(lambda opened: opened.read_row_group(group, columns=columns).to_pylist()) if columns else []
 
     def _names(self, column: str) -> tuple[str, ...]:
         return (self.columns[column],) if column in self.columns else COLUMNS[column]

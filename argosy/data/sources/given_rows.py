@@ -35,7 +35,7 @@ def rows_file(rows: Any, folder: Path | None = None) -> Path:
     handle, name = tempfile.mkstemp(dir=folder, suffix=".tmp")
     try:
         with os.fdopen(handle, "wb") as file:
-            for count, row in enumerate(_each(rows), 1):
+            for count, row in enumerate(_iterate(rows), 1):
                 line = json.dumps(columns_of_row(row, count - 1), ensure_ascii=False).encode() + b"\n"
                 digest.update(line)
                 file.write(line)
@@ -48,7 +48,7 @@ def rows_file(rows: Any, folder: Path | None = None) -> Path:
     return path
 
 
-def _each(rows: Any) -> Iterator[Any]:
+def _iterate(rows: Any) -> Iterator[Any]:
     """The rows of whatever holds them."""
     if isinstance(rows, Mapping):
         raise BadInput("several splits where rows belong", where="data", hint=f"give one: data=...[{next(iter(rows), 'train')!r}]")

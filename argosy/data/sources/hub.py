@@ -123,10 +123,10 @@ class HubDataset(ArrowRows):
 
     def tables(self) -> Iterator[tuple[int, Any]]:
         batches = self.dataset.with_format("arrow").iter(BATCH_ROWS)
-        tables = batches if self.version is None else self._unbroken(batches)
+        tables = batches if self.version is None else self._checked_stream(batches)
         yield from counted(batch for table in tables for batch in table.to_batches())
 
-    def _unbroken(self, batches: Iterable[Any]) -> Iterator[Any]:
+    def _checked_stream(self, batches: Iterable[Any]) -> Iterator[Any]:
         """The batches of a stream.
 
         Raises:

@@ -48,7 +48,7 @@ def preference(
         if isinstance(prompt, list):
             raise BadInput("a prompt of messages, and answers that are texts", where=where, hint=HINT)
         if prompt is None:
-            prompt, chosen, rejected = _apart(chosen, rejected)
+            prompt, chosen, rejected = _split_prompt(chosen, rejected)
         record = replace(SourceRecord(where=where, prompt=prompt, completion=chosen), values=values)
         return replace(record, others=(SourceRecord(where=where, prompt=prompt, completion=rejected),))
     chosen_messages, taught = read(chosen, column_of("chosen"))
@@ -114,7 +114,7 @@ def prompt_of(row: Row, has: Row, column_of: Callable[[str], str], where: str, k
     return prompt
 
 
-def _apart(chosen: str, rejected: str) -> tuple[str, str, str]:
+def _split_prompt(chosen: str, rejected: str) -> tuple[str, str, str]:
     """The common beginning of two texts, and what is left of each. It ends where an assistant begins to speak, otherwise after a
     blank: a word is not cut."""
     common = common_length(chosen, rejected)

@@ -182,7 +182,7 @@ class RecordReader:
         """
         for name, column in self.columns.items():
             if name not in OF_A_MESSAGE and column not in fields:
-                raise BadInput(f"no column `{column}`", where=where, hint=f"data.columns.{name}={column}; {_listed(has)}")
+                raise BadInput(f"no column `{column}`", where=where, hint=f"data.columns.{name}={column}; {_list_columns(has)}")
         if self.format is None:
             fits = self.fitting(has)
             if len(fits) > 1:
@@ -190,7 +190,7 @@ class RecordReader:
                 hint = f"say which: {' or '.join(f'data.format={candidate}' for candidate in fits)}"
                 raise BadInput(problem, where=where, hint=hint)
             if not fits:
-                raise _unknown(has, where)
+                raise _unknown_format(has, where)
             self.format = fits[0]
         if WEIGHTS in self.columns and self.format not in WEIGHTED:
             problem = f"weights of tokens are for texts and conversations, and these are `{self.format}` records"
@@ -214,10 +214,10 @@ class RecordReader:
     def other(self, missing: list[str], has: Row, where: str) -> BadInput:
         columns = " and ".join(f"`{self.named(name)}`" for name in missing)
         if self.format == "text":
-            return BadInput(f"no text in the field {columns}", where=where, hint=f"this data is read as text; {_listed(has)}")
+            return BadInput(f"no text in the field {columns}", where=where, hint=f"this data is read as text; {_list_columns(has)}")
         problem = f"a record without {columns}"
         way_out = f"data.columns.{missing[0]}=NAME reads it from another column"
-        return BadInput(problem, where=where, hint=f"this data is read as `{self.format}`; {_listed(has)}; {way_out}")
+        return BadInput(problem, where=where, hint=f"this data is read as `{self.format}`; {_list_columns(has)}; {way_out}")
 
     def columns_read(self) -> set[str] | None:
         """The names in the file of the columns that are read, once the format is known; None: all."""
@@ -327,14 +327,14 @@ class RecordReader:
                 problem = f"a message from `{str(speaker)[:40]}`"
                 raise BadInput(problem, where=where, hint=f"`{tag}` is one of {', '.join(TAGS)}")
             if not isinstance(content, str):
-                raise BadInput(f"a message without text in `{value}`", where=where, hint=_listed(message))
+                raise BadInput(f"a message without text in `{value}`", where=where, hint=_list_columns(message))
             if speaker == "function_call":
                 return {"role": "assistant", "content": "", "tool_calls": function_call(content, where)} | message
             return {"role": TAGS[speaker], "content": content} | message
         role = message.pop(self.named("role"), None)
         if role not in ROLES:
             problem = f"a message of the role `{str(role)[:40]}`" if role is not None else "a message without a role"
-            raise BadInput(problem, where=where, hint=nearest(str(role), ROLES) if role is not None else _listed(message))
+            raise BadInput(problem, where=where, hint=nearest(str(role), ROLES) if role is not None else _list_columns(message))
         content = _text_of(message.pop(self.named("content"), None), where)
         if "tool_calls" in message:
             message["tool_calls"] = calls_of(message["tool_calls"], where)
@@ -433,9 +433,9 @@ def system(text: Any, where: str) -> dict[str, Any]:
     return {"role": "system", "content": text}
 
 
-def _unknown(has: Row, where: str) -> BadInput:
+def _unknown_format(has: Row, where: str) -> BadInput:
     """The error for a first record of no format: what it has, what its columns probably are, and what each format needs."""
-    hint = f"{_listed(has)}; {renamed(has)}; formats and the columns they need: {_needed()}"
+    hint = f"{_list_columns(has)}; {renamed(has)}; formats and the columns they need: {_format_columns()}"
     if "input_ids" in has:
         hint = "token ids are not read from files: give the text or the messages"
     return BadInput("a record of no known format", where=where, hint=hint)
@@ -463,12 +463,12 @@ PAIRS = (("question", "answer"), ("query", "response"), ("prompt", "response"), 
          ("question", "response"), ("instruction", "completion"))  # fmt: skip
 
 
-def _needed() -> str:
+def _format_columns() -> str:
     """Every format with its columns, for a hint."""
     return "; ".join(f"{name} ({', '.join(needs)})" for name, (needs, _) in FORMATS.items())
 
 
-def _listed(has: Row) -> str:
+def _list_columns(has: Row) -> str:
     """The first columns of a record, for a hint."""
     names = ", ".join(f"`{name[:40]}`" for name in list(has)[:SHOWN])
     return f"it has {names}" if names else "it has no columns"

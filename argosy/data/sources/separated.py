@@ -40,7 +40,7 @@ class SeparatedValues(RecordFile):
 
         source = lines()
         first = next(source, "")
-        table = csv.reader(_again(first, source), delimiter=self.delimiter(first), strict=True)
+        table = csv.reader(_prepend(first, source), delimiter=self.delimiter(first), strict=True)
         names: list[str] = []
         try:
             for cells in table:
@@ -74,7 +74,7 @@ class SeparatedValues(RecordFile):
         return fields
 
 
-def _again(first: str, rest: Iterator[str]) -> Iterator[str]:
+def _prepend(first: str, rest: Iterator[str]) -> Iterator[str]:
     yield first
     yield from rest
 

@@ -46,13 +46,13 @@ class RecordSteps:
             BadInput: a function fails, or returns something else; the record is named.
         """
         change, keep = self.functions
-        rows: Any = [dict(fields)] if change is None else _called(change, dict(fields), where, f"data.map={self.mapping}")
+        rows: Any = [dict(fields)] if change is None else _call(change, dict(fields), where, f"data.map={self.mapping}")
         rows = [] if rows is None else [rows] if isinstance(rows, Mapping) else rows
         if not isinstance(rows, list | tuple) or not all(isinstance(row, Mapping) for row in rows):
             problem = f"data.map={self.mapping} returned {type(rows).__name__}"
             raise BadInput(problem, where=where, hint="a mapping of columns, a list of them, or None for no record")
         for row in rows:
-            if keep is None or _called(keep, dict(row), where, f"data.filter={self.keeping}"):
+            if keep is None or _call(keep, dict(row), where, f"data.filter={self.keeping}"):
                 yield dict(row)
 
     def fingerprint(self) -> dict[str, Any]:
@@ -60,7 +60,7 @@ class RecordSteps:
         return {f"source.{key[5:]}": _hash(of, key) for of, key in self._settings() if of is not None}
 
 
-def _called(function: Callable[[Row], Any], row: Row, where: str, name: str) -> Any:
+def _call(function: Callable[[Row], Any], row: Row, where: str, name: str) -> Any:
     try:
         return function(row)
     except ArgosyError:

@@ -56,14 +56,14 @@ class AutoencoderKLWan(nnx.Module):
         """The moments of latents. A video has a multiple of the frames of a latent frame, and one more."""
         of: Any = self
         x = of.quant_conv(self._in_pieces(self._encoded, _as_video(images).astype(self.dtype), self.config.frame_factor))
-        mean, log_variance = jnp.split(_like(x, images).astype(sums_in(x.dtype)), 2, -1)
+        mean, log_variance = jnp.split(_match_axes(x, images).astype(sums_in(x.dtype)), 2, -1)
         return Moments(mean, jnp.clip(log_variance, *LOG_VARIANCE))
 
     def decode(self, latents: Float[Array, "B *F h w C"]) -> Float[Array, "B *G H W 3"]:
         """Videos or images in -1..1, or a little beyond; float32 at least."""
         of: Any = self
         x = self._in_pieces(self._decoded, of.post_quant_conv(_as_video(latents).astype(self.dtype)), 1)
-        return _like(x, latents).astype(sums_in(x.dtype))
+        return _match_axes(x, latents).astype(sums_in(x.dtype))
 
     def to_latents(self, moments: Moments, noise: Float[Array, "B *F h w C"] | None = None) -> Float[Array, "B *F h w C"]:
         """What denoisers read: the mean, or a sample with `noise`."""
@@ -112,7 +112,7 @@ class AutoencoderKLWan(nnx.Module):
             for j in range(len(block.resnets)):
                 x = self._resnet(block.resnets[j], x, past)
             if hasattr(block, "upsamplers"):
-                x = self._faster(block.upsamplers[0], x, past)
+                x = self._upsampled(block.upsamplers[0], x, past)
         return self._ends(of, x, past)
 
     def _resnet(self, of: Any, x: Array, past: PastFrames) -> Array:
@@ -130,7 +130,7 @@ class AutoencoderKLWan(nnx.Module):
             return x
         return of.time_conv(past.joined(x, 1), 2)
 
-    def _faster(self, of: Any, x: Array, past: PastFrames) -> Array:
+    def _upsampled(self, of: Any, x: Array, past: PastFrames) -> Array:
         """Twice the height and width, and two frames for each where there is a convolution for that: the first one stays one."""
         if hasattr(of, "time_conv"):
             if past.is_first:
@@ -169,6 +169,6 @@ def _as_video(x: Array) -> Array:
     return x if x.ndim == 5 else x[:, None]
 
 
-def _like(x: Array, reference: Array) -> Array:
+def _match_axes(x: Array, reference: Array) -> Array:
     """x as an image where one was given."""
     return x if reference.ndim == 5 else x[:, 0]

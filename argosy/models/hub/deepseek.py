@@ -95,7 +95,7 @@ class DeepSeekHub:
     def fitted(self: Any, names: Collection[str]) -> Any:
         """Without `mtp` if its tensors are missing: transformers writes its key, but not its tensors."""
         has_tensors = any(name.startswith(f"model.layers.{self.layers}.") for name in names)
-        return self if has_tensors else self._alone()
+        return self if has_tensors else self._without_mtp()
 
     @classmethod
     def from_hub(cls: Any, config: dict[str, Any]) -> Any:
@@ -132,16 +132,16 @@ class DeepSeekHub:
 def _read_layer_lists(config: dict[str, Any], layers: int) -> dict[str, int]:
     """Reads transformers' lists of layer kinds: all layers have the indexer, and the first ones have no experts."""
     attention, mlp = (config.get(name) for name in ("layer_types", "mlp_layer_types"))
-    if attention is not None and not _is(attention, layers, [INDEXED]):
+    if attention is not None and not _has_order(attention, layers, [INDEXED]):
         raise BadInput(f"config.json: `layer_types`: only {layers} times {INDEXED} is built")
     if mlp is None:
         return {}
-    if not _is(mlp, layers, ["dense", "sparse"]):
+    if not _has_order(mlp, layers, ["dense", "sparse"]):
         raise BadInput(f"config.json: `mlp_layer_types`: only {layers} layers, dense ones before sparse ones, are built")
     return {"dense": mlp.count("dense")}
 
 
-def _is(kinds: Any, layers: int, order: list[str]) -> bool:
+def _has_order(kinds: Any, layers: int, order: list[str]) -> bool:
     """Whether this is a list of `layers` kinds in this order."""
     if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in order for kind in kinds):
         return False

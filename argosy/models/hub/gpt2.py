@@ -21,8 +21,8 @@ class GPT2Hub:
         rows = [
             KeyRow("transformer.wte.weight", "embed.w", "V D -> V D", tied_to=tied_to),
             KeyRow("transformer.wpe.weight", "positions.w", "A D -> A D"),
-            KeyRow(f"{LAYER}attn.c_attn.weight", _each(qkv[0], "w"), f"D {qkv[1]} -> D N H, D K H, D K H", layers),
-            KeyRow(f"{LAYER}attn.c_attn.bias", _each(qkv[0], "b"), f"{qkv[1]} -> N H, K H, K H", layers),
+            KeyRow(f"{LAYER}attn.c_attn.weight", _layer_paths(qkv[0], "w"), f"D {qkv[1]} -> D N H, D K H, D K H", layers),
+            KeyRow(f"{LAYER}attn.c_attn.bias", _layer_paths(qkv[0], "b"), f"{qkv[1]} -> N H, K H, K H", layers),
             KeyRow("transformer.ln_f.weight", "norm.scale", "D -> D"),
             KeyRow("transformer.ln_f.bias", "norm.b", "D -> D"),
         ]
@@ -61,7 +61,7 @@ class GPT2Hub:
 LAYER = "transformer.h.{l}."
 
 
-def _each(names: tuple[str, ...], leaf: str) -> tuple[str, ...]:
+def _layer_paths(names: tuple[str, ...], leaf: str) -> tuple[str, ...]:
     return tuple(f"layers.{{l}}.{name}.{leaf}" for name in names)
 
 

@@ -42,7 +42,7 @@ class Llama4Hub:
     def from_hub(cls: Any, config: dict[str, Any]) -> Any:
         read: dict[str, Any] = {"window": None} | TABLE.read(config)  # a chunk size of null is none, not ours
         read["moe"] |= FIXED | {"shared": read["moe"]["ffn"]}
-        read |= {"pattern": _spans(config, read["layers"]), "moe_pattern": _fed(config, read["layers"])}
+        read |= {"pattern": _spans(config, read["layers"]), "moe_pattern": _moe_pattern(config, read["layers"])}
         if config.get("attn_temperature_tuning", True):  # the first files say 4, and mean yes
             read["temper"] = Temper(floor=config.get("floor_scale", 8192), scale=config.get("attn_scale", 0.1))
         return cls(**read, rope=Rope(**read_rope(config, 5e5), pairs="interleaved"))
@@ -82,7 +82,7 @@ def _spans(config: dict[str, Any], layers: int) -> str:
     return shortest_pattern(spans)
 
 
-def _fed(config: dict[str, Any], layers: int) -> str:
+def _moe_pattern(config: dict[str, Any], layers: int) -> str:
     """E or D for each layer: from a list of layers with experts, otherwise every n-th layer has them."""
     sparse, every = config.get("moe_layers"), config.get("interleave_moe_layer_step", 1)
     has = [(i + 1) % every == 0 if sparse is None else i in sparse for i in range(layers)]

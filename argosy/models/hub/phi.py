@@ -37,7 +37,7 @@ class PhiHub:
 
     @classmethod
     def from_hub(cls: Any, config: dict[str, Any]) -> Any:
-        rope = read_rope(_newer(config), partial=1.0)
+        rope = read_rope(_current_form(config), partial=1.0)
         read = TABLE.read(config)
         scaling = rope.get("scaling", {})
         if scaling.get("kind") == "longrope" and "attention" not in scaling:
@@ -53,7 +53,7 @@ class PhiHub:
         return self.agreed(config | {"num_key_value_heads": self.K, "original_max_position_embeddings": original})
 
 
-def _newer(config: dict[str, Any]) -> dict[str, Any]:
+def _current_form(config: dict[str, Any]) -> dict[str, Any]:
     """The config in the form that `read_rope` knows. `su`, and `yarn` in Phi's first files, mean longrope."""
     config = dict(config)
     for key in ("rope_scaling", "rope_parameters"):

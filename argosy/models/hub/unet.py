@@ -42,9 +42,9 @@ def read_levels(config: dict[str, Any]) -> dict[str, Any]:
     levels = len(widths)
     down = config.get("down_block_types", [CROSS[0]] * (levels - 1) + [PLAIN[0]])
     _check_kinds("down_block_types", down, 0)
-    layers = _each(config.get("transformer_layers_per_block", 1), levels)
+    layers = _per_level(config.get("transformer_layers_per_block", 1), levels)
     read: dict[str, Any] = {"widths": widths, "middle_transformer": layers[-1]}
-    read["heads"] = _each(config.get("num_attention_heads") or config.get("attention_head_dim", 8), levels)
+    read["heads"] = _per_level(config.get("num_attention_heads") or config.get("attention_head_dim", 8), levels)
     read["transformers"] = tuple(n if kind == CROSS[0] else 0 for n, kind in zip(layers, down, strict=True))
     if config.get("addition_embed_type") == "text_time":
         read["size_waves"] = config.get("addition_time_embed_dim", 256)
@@ -73,7 +73,7 @@ def _check_kinds(key: str, kinds: Any, built: int) -> None:
         raise BadInput(f"config.json: `{key}` with {', '.join(other)} is not built")
 
 
-def _each(value: Any, levels: int) -> tuple[int, ...]:
+def _per_level(value: Any, levels: int) -> tuple[int, ...]:
     """One number for each level."""
     numbers = tuple(value) if isinstance(value, list | tuple) else (value,) * levels
     if len(numbers) != levels or not all(isinstance(number, int) for number in numbers):

@@ -61,11 +61,11 @@ class Block(nnx.Module):
     @property
     def formula(self) -> str:
         """What a sublayer makes of the stream x, with {} in place of its name."""
-        read = "{}(norm(x))" if self._has("norm") and not self.norm_after else "{}(x)"
-        added = f"norm({read})" if self._has("post") else read
+        read = "{}(norm(x))" if self._has_norm("norm") and not self.norm_after else "{}(x)"
+        added = f"norm({read})" if self._has_norm("post") else read
         return f"norm(x + {added})" if self.norm_after else f"x + {added}"
 
-    def _has(self, kind: str) -> bool:
+    def _has_norm(self, kind: str) -> bool:
         part = "attn" if self.attn is not None else "mlp"
         return getattr(self, f"{part}_norm" if kind == "norm" else f"post_{part}_norm") is not None
 

@@ -208,8 +208,8 @@ def fill(
         drawer = _drawer(layout, place and tuple(place(entry.address) for _, some in chunk for entry in some))
         hashes = [np.asarray([h for entry in some for h in entry.hashes], np.uint32) for _, some in chunk]
         values = [np.asarray([entry.value for entry in some for _ in entry.hashes], kind.dtype) for kind, some in chunk]
-        for one, array in zip([entry for _, some in chunk for entry in some], drawer(key, hashes, values), strict=True):
-            one.variable.set_value(array)
+        for entry, array in zip([entry for _, some in chunk for entry in some], drawer(key, hashes, values), strict=True):
+            entry.variable.set_value(array)
     return todo
 
 
@@ -247,7 +247,7 @@ def _padded(kinds: dict[_Kind, list[_Todo]]) -> int:
     """The normal numbers that `_draw_rows` draws: every tensor of a layer is as long as the longest."""
     normal = {kind: some for kind, some in kinds.items() if kind.draw == "normal"}
     longest = max((math.prod(kind.shape) for kind in normal), default=0)
-    return _up(longest) * _up(sum(len(entry.hashes) for some in normal.values() for entry in some))
+    return _next_power_of_two(longest) * _next_power_of_two(sum(len(entry.hashes) for some in normal.values() for entry in some))
 
 
 def _draw_rows(key: Key[Array, ""], kinds: dict[_Kind, list[_Todo]], place: Callable[..., Any] | None) -> None:
@@ -267,8 +267,8 @@ def _draw_rows(key: Key[Array, ""], kinds: dict[_Kind, list[_Todo]], place: Call
         names = np.asarray([h for _, entry in some for h in entry.hashes], np.uint32)
         values = np.asarray([entry.value for _, entry in some for _ in entry.hashes], dtype)
         # Rounded up to powers of two, so that most models share a program. What a row begins with does not depend on its length.
-        size = _up(max(math.prod(kind.shape) for kind, _ in some))
-        more = (0, _up(len(names)) - len(names))
+        size = _next_power_of_two(max(math.prod(kind.shape) for kind, _ in some))
+        more = (0, _next_power_of_two(len(names)) - len(names))
         rows, at = np.asarray(_rows(key, np.pad(names, more), np.pad(values, more), size, dtype)), 0
         for kind, entry in some:
             count, shape = len(entry.hashes), (len(entry.hashes),) * entry.stacked + kind.shape
@@ -276,7 +276,7 @@ def _draw_rows(key: Key[Array, ""], kinds: dict[_Kind, list[_Todo]], place: Call
             at += count
 
 
-def _up(n: int) -> int:
+def _next_power_of_two(n: int) -> int:
     """The next power of two."""
     return 1 << max(n - 1, 0).bit_length()
 

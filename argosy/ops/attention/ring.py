@@ -135,12 +135,12 @@ def _local(rule: RingCall, q: Array, k: Array, v: Array, segments: Array, sinks:
 
 
 def _forward(rule: RingCall, q: Array, k: Array, v: Array, segments: Array, sinks: Array) -> Any:
-    mine, keys = _laid(rule, RingQueries(*_bound(q, segments)), k, v)
-    y, lse = _both(rule, mine, keys, lambda part, keys: _attended(rule, part, keys))
+    mine, keys = _in_ring_order(rule, RingQueries(*_bound(q, segments)), k, v)
+    y, lse = _attend_all(rule, mine, keys, lambda part, keys: _attended(rule, part, keys))
     # A sink is one more score, without a value.
     total = jnp.logaddexp(lse, sinks)
     y = y * jnp.exp(lse - total)[..., None]
-    out = _back(rule, y.astype(v.dtype)), _back(rule, total)
+    out = _restored(rule, y.astype(v.dtype)), _restored(rule, total)
     return out, (q, k, v, segments, sinks, *out)
 
 
@@ -151,9 +151,9 @@ def _backward(rule: RingCall, residuals: Any, g: tuple[Array, Array]) -> Any:
     delta = jnp.sum(wide(dy) * wide(y), -1) - dlse
     dsinks = -jnp.sum(jnp.exp(sinks - lse) * delta, (0, 1))
     dsinks = jnp.where(jnp.isfinite(sinks), dsinks, 0)
-    mine, keys = _laid(rule, RingQueries(*_bound(q, segments), dy, lse, delta), k, v)
+    mine, keys = _in_ring_order(rule, RingQueries(*_bound(q, segments), dy, lse, delta), k, v)
     dq, dk, dv = _round_again(rule, mine, keys)
-    typed = _back(rule, dq).astype(q.dtype), _back(rule, dk).astype(k.dtype), _back(rule, dv).astype(v.dtype)
+    typed = _restored(rule, dq).astype(q.dtype), _restored(rule, dk).astype(k.dtype), _restored(rule, dv).astype(v.dtype)
     return *typed, np.zeros(segments.shape, jax.dtypes.float0), dsinks
 
 
@@ -177,7 +177,7 @@ def _turned(n: int, tree: Any) -> Any:
 # ---- the order of the pieces
 
 
-def _laid(rule: RingCall, mine: RingQueries, k: Array, v: Array) -> tuple[RingQueries, Keys]:
+def _in_ring_order(rule: RingCall, mine: RingQueries, k: Array, v: Array) -> tuple[RingQueries, Keys]:
     """Queries and keys where they are worked on: balanced, the earlier piece first."""
     keys = Keys(k, v, mine.at, mine.segments)
     if not rule.balanced:
@@ -206,7 +206,7 @@ def _exchanged(n: int, a: Array) -> Array:
     return jnp.concatenate([low, high], axis)
 
 
-def _back(rule: RingCall, a: Array) -> Array:
+def _restored(rule: RingCall, a: Array) -> Array:
     """The inverse of `_exchanged`."""
     if not rule.balanced:
         return a
@@ -221,7 +221,7 @@ def _back(rule: RingCall, a: Array) -> Array:
 # ---- going round
 
 
-def _both(rule: RingCall, mine: RingQueries, keys: Keys, of: Any) -> tuple[Array, Array]:
+def _attend_all(rule: RingCall, mine: RingQueries, keys: Keys, of: Any) -> tuple[Array, Array]:
     """(y, lse) of all queries over all keys, float32 at least."""
     y, lse = of(mine, keys)
 
@@ -357,8 +357,8 @@ def _gradients(rule: RingCall, part: RingQueries, keys: Keys) -> tuple[Array, Ar
     if count == 1:
         (dk, dv), dq = block(zero, part)
         return dq, dk, dv
-    (dk, dv), dq = lax.scan(block, zero, jax.tree.map(partial(_apart, count), part))
-    return _joined(dq), dk, dv
+    (dk, dv), dq = lax.scan(block, zero, jax.tree.map(partial(_split_blocks, count), part))
+    return _join_blocks(dq), dk, dv
 
 
 def _blocks(T: int) -> int:
@@ -370,13 +370,13 @@ def _by_blocks(of: Any, part: RingQueries) -> Any:
     count = _blocks(part.q.shape[1])
     if count == 1:
         return of(part)
-    return jax.tree.map(_joined, lax.map(of, jax.tree.map(partial(_apart, count), part)))
+    return jax.tree.map(_join_blocks, lax.map(of, jax.tree.map(partial(_split_blocks, count), part)))
 
 
-def _apart(count: int, a: Array) -> Array:
+def _split_blocks(count: int, a: Array) -> Array:
     axis = _axis_of(a)
     return jnp.moveaxis(a.reshape(*a.shape[:axis], count, -1, *a.shape[axis + 1 :]), axis, 0)
 
 
-def _joined(a: Array) -> Array:
+def _join_blocks(a: Array) -> Array:
     return jnp.moveaxis(a, 0, 1).reshape(a.shape[1], -1, *a.shape[3:])

@@ -63,7 +63,7 @@ def _without_gradient(x: Array) -> Array:
 
 
 @_without_gradient.defjvp
-def _refused(x: Any, tangents: Any) -> Any:
+def _no_gradient(x: Any, tangents: Any) -> Any:
     raise Unsupported("attention `splash`: with its log-sum-exp it has no gradient", hint="execution.attention=reference has one")
 
 

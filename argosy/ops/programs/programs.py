@@ -109,9 +109,9 @@ class Programs:
     def __call__(self, program: Program, at: Hashable, *arguments: Any) -> Any:
         if self._ahead is not None:
             return self._ahead(program, at, arguments)
-        return self._called(program, at, *arguments)
+        return self._call_program(program, at, *arguments)
 
-    def _called(self, program: Program, at: Hashable, *arguments: Any) -> Any:
+    def _call_program(self, program: Program, at: Hashable, *arguments: Any) -> Any:
         executable = self._ready.get((program, at))
         if executable is None:
             return program(*arguments)
@@ -129,7 +129,7 @@ class Programs:
         if self._ahead is not None and (program, at) not in self._ready:
             self._outputs[program, at] = self._ahead(program, at, arguments)
             self._ready[program, at] = self._ahead.ready(program, at)
-        return partial(self._called, program, at)
+        return partial(self._call_program, program, at)
 
     @contextmanager
     def ahead(self, store: ProgramStore | None = None, say: Say | None = None) -> Iterator[None]:

@@ -84,17 +84,17 @@ def _later_tokens(
     segments, sums, aux = batch["segments"], [], []
     for depth in range(1, depths + 1):
         # Whether the predicted token belongs to the same text.
-        inside = _later(segments, depth) == segments
+        inside = _shifted(segments, depth) == segments
         attend = Packed(jnp.where(inside, segments, 0))
-        x, _, layer_aux = model.ahead(depth, x, _later(batch["tokens"], depth), attend)
-        targets, mask = _later(batch["targets"], depth), jnp.where(inside, _later(batch["mask"], depth), 0.0)
+        x, _, layer_aux = model.ahead(depth, x, _shifted(batch["tokens"], depth), attend)
+        targets, mask = _shifted(batch["targets"], depth), jnp.where(inside, _shifted(batch["mask"], depth), 0.0)
         nll, _ = losses(settings, model, x, targets)
         sums.append(WeightedMean(jnp.sum(nll * mask), jnp.sum(mask)))
         aux.append(layer_aux)
     return sum(sums[1:], sums[0]), jax.tree.map(lambda *each: jnp.stack(each), *aux)
 
 
-def _later(a: "Array", steps: int) -> "Array":
+def _shifted(a: "Array", steps: int) -> "Array":
     """The entries `steps` positions later in each row; 0 beyond the end."""
     import jax.numpy as jnp
 

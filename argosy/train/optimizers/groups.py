@@ -123,7 +123,7 @@ class GroupFactors:
             matching = [matching_group(name, groups) for name in names[address]]
             each = [1.0 if group is None else group.rate for group in matching]
             if layer_decay is not None:
-                each = [rate * layer_decay ** _above(name, meaning, depth) for rate, name in zip(each, names[address])]
+                each = [rate * layer_decay ** _layers_above(name, meaning, depth) for rate, name in zip(each, names[address])]
             if any(rate != 1.0 for rate in each):
                 rates[address] = _by_layer(each, stored, len(meaning.letters))
             if any(group is not None and group.weight_decay is not None for group in matching):
@@ -156,7 +156,7 @@ class GroupFactors:
         return optax.stateless(update)
 
 
-def _above(name: str, meaning: Any, depth: int) -> int:
+def _layers_above(name: str, meaning: Any, depth: int) -> int:
     """How many layers, the head among them, lie above a weight."""
     if match := LAYER.search(name):
         return depth - int(match[1])

@@ -47,12 +47,12 @@ class MatrixView(NamedTuple):
 
     def stored(self, matrices: Any, shape: tuple[int, ...]) -> Any:
         """The stored array of matrices."""
-        return matrices.reshape([shape[i] for i in self.order]).transpose(self._back)
+        return matrices.reshape([shape[i] for i in self.order]).transpose(self._inverse_order)
 
     def spread(self, factor: Any, shape: tuple[int, ...], side: tuple[int, ...]) -> Any:
         """A factor [..., k, k] of the rows or the columns (`side`), as it is kept in the state."""
         sizes = [shape[i] if i in self.lead or i in side else 1 for i in self.order]
-        return factor.reshape(*sizes, factor.shape[-1]).transpose(*self._back, len(shape))
+        return factor.reshape(*sizes, factor.shape[-1]).transpose(*self._inverse_order, len(shape))
 
     def collected(self, factor: Any) -> Any:
         """A factor of the state as [..., k, k]."""
@@ -60,7 +60,7 @@ class MatrixView(NamedTuple):
         return transposed.reshape(*transposed.shape[: len(self.lead)], -1, factor.shape[-1])
 
     @property
-    def _back(self) -> tuple[int, ...]:
+    def _inverse_order(self) -> tuple[int, ...]:
         return tuple(self.order.index(i) for i in range(len(self.order)))
 
 

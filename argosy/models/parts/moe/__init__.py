@@ -46,7 +46,7 @@ def choose(
     if settings.groups == 1 and bias is None:
         rank = logits
     elif settings.groups > 1:
-        rank = jnp.where(_looked_at(rank, settings), rank, -jnp.inf)
+        rank = jnp.where(_in_best_groups(rank, settings), rank, -jnp.inf)
     indexes = jax.lax.top_k(rank, settings.active)[1]
     weights = jnp.take_along_axis(scores, indexes, -1)
     if settings.score == "softmax_chosen":
@@ -56,7 +56,7 @@ def choose(
     return weights * settings.scale, indexes
 
 
-def _looked_at(rank: Float[Array, "B T E"], settings: Experts) -> Bool[Array, "B T E"]:
+def _in_best_groups(rank: Float[Array, "B T E"], settings: Experts) -> Bool[Array, "B T E"]:
     groups = rank.reshape(*rank.shape[:-1], settings.groups, -1)
     strength = groups.max(-1) if settings.group_strength == "max" else jax.lax.top_k(groups, 2)[0].sum(-1)
     best = jax.lax.top_k(strength, settings.kept_groups)[1]

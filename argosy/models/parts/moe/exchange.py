@@ -35,16 +35,16 @@ def exchanged(experts: Any, rows: Float[Array, "E R D"]) -> Float[Array, "E R D"
     for the others."""
     (E, R, D), local_count = rows.shape, experts.local_experts
     if experts.axis is None:
-        return _evenly(experts, rows)
+        return _apply_evenly(experts, rows)
     if experts.together:
-        y = _evenly(experts, jax.lax.dynamic_slice_in_dim(rows, experts.first, local_count))
+        y = _apply_evenly(experts, jax.lax.dynamic_slice_in_dim(rows, experts.first, local_count))
         return jax.lax.dynamic_update_slice_in_dim(jnp.zeros((E, *y.shape[1:]), y.dtype), y, experts.first, 0)
     received = _swapped(experts, rows.reshape(-1, local_count, R, D)).swapaxes(0, 1)
-    y = _evenly(experts, received.reshape(local_count, -1, D)).reshape(local_count, -1, R, D)
+    y = _apply_evenly(experts, received.reshape(local_count, -1, D)).reshape(local_count, -1, R, D)
     return _swapped(experts, y.swapaxes(0, 1)).reshape(E, R, D)
 
 
-def _evenly(experts: Any, rows: Float[Array, "E R D"]) -> Float[Array, "E R D"]:
+def _apply_evenly(experts: Any, rows: Float[Array, "E R D"]) -> Float[Array, "E R D"]:
     E, R, _ = rows.shape
     expert = jnp.repeat(jnp.arange(E), R, total_repeat_length=E * R)
     return experts(rows.reshape(E * R, -1), Route(jnp.full(E, R, jnp.int32), expert, even=True)).reshape(E, R, -1)

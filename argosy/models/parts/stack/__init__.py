@@ -221,7 +221,7 @@ def run_group(
                 mine = _layer(leaves[layer.kind], repeat * uses[layer.kind] + seen[layer.kind])
             else:
                 mine = weights[layer.kind]
-                mine = _at(mine, seen[layer.kind]) if uses[layer.kind] > 1 else mine
+                mine = _entry(mine, seen[layer.kind]) if uses[layer.kind] > 1 else mine
             seen[layer.kind] += 1
             x = jax.tree.map(lambda a: checkpoint_name(a, INPUT), x) if marked else x
             run = partial(run_block, graphs[layer.kind], layer, mine, x, remat=remat, condition=condition)
@@ -379,7 +379,7 @@ class Stack(nnx.Module):
         places, by_layer = self.indexes(), dict[int, dict[str, Array]]()
         for kind, arrays in aux.items():
             for place, i in enumerate(places[kind]):
-                by_layer[i] = {name: _at(a, place) for name, a in arrays.items() if name.startswith(TOLD)}
+                by_layer[i] = {name: _entry(a, place) for name, a in arrays.items() if name.startswith(TOLD)}
         rest = {kind: {name: a for name, a in arrays.items() if not name.startswith(TOLD)} for kind, arrays in aux.items()}
         return [by_layer[i] for i in range(len(self.plan))], rest
 
@@ -443,7 +443,7 @@ def _by_repeat(tree: Any, uses: int) -> Any:
     return tree if uses == 1 else jax.tree.map(lambda a: a.reshape(-1, uses, *a.shape[1:]), tree)
 
 
-def _at(tree: Any, i: int) -> Any:
+def _entry(tree: Any, i: int) -> Any:
     return jax.tree.map(lambda a: a[i], tree)
 
 

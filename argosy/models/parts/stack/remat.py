@@ -49,7 +49,7 @@ def rematerialised(function: Callable[..., Any], remat: Remat, unrolled: bool = 
     if remat == "none":
         return function
     again = jax.checkpoint(function, policy=_policy(remat))
-    return _apart(again) if unrolled and platform() == "cpu" else again
+    return _backward_in_branch(again) if unrolled and platform() == "cpu" else again
 
 
 def _policy(remat: Remat, *more: str) -> Callable[..., bool]:
@@ -83,7 +83,7 @@ def check_kept(model: nnx.Module, names: Iterable[str]) -> None:
         raise BadInput(problem, hint=f"it has {', '.join(name for name in NAMES if name in marked) or 'none of the names'}")
 
 
-def _apart(function: Callable[..., Any]) -> Callable[..., Any]:
+def _backward_in_branch(function: Callable[..., Any]) -> Callable[..., Any]:
     """The same function, with its backward pass, including the recomputation, in a branch of a conditional."""
 
     def called(*args: Any) -> Any:

@@ -109,16 +109,16 @@ def of_logits(
     """Compares with a teacher's logits."""
     teacher = resize_vocab(teacher, student.shape[-1])
     logps, teacher_logps = log_probs(student, settings.temperature), log_probs(teacher, settings.temperature)
-    return _between(settings, logps, teacher_logps) | _of_labels(student, targets, jnp.argmax(teacher, -1))
+    return _divergence_terms(settings, logps, teacher_logps) | _of_labels(student, targets, jnp.argmax(teacher, -1))
 
 
 def _of_top(settings: DivergenceObjective, student: Float[Array, "*R V"], targets: Int[Array, "*R"], top: Top) -> TargetTerms:
     """Compares with a teacher's likeliest tokens, which are at the temperature."""
     logps = coarse(student, top.ids, settings.temperature)
-    return _between(settings, logps, top.outcomes) | _of_labels(student, targets, top.ids[..., 0])
+    return _divergence_terms(settings, logps, top.outcomes) | _of_labels(student, targets, top.ids[..., 0])
 
 
-def _between(settings: DivergenceObjective, student: Array, teacher: Array) -> TargetTerms:
+def _divergence_terms(settings: DivergenceObjective, student: Array, teacher: Array) -> TargetTerms:
     """The divergence of two distributions, from log-probabilities of the same outcomes."""
     kl = forward(student, teacher)
     same = settings.divergence == "forward"

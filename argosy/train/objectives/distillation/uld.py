@@ -109,7 +109,7 @@ def uld(settings: ULD, models: "Models", batch: "dict[str, Array]") -> "Loss":
     logps = -nll if settings.temperature == 1 else -losses(by, model, x, batch["targets"], settings.temperature)[0]
     teacher_logps = -losses(by, teacher, y, batch["teacher_targets"], settings.temperature)[0]
     at = batch["teacher_last"]
-    earlier = _before(logps, batch["group"], last)
+    earlier = _earlier_logps(logps, batch["group"], last)
     # Groups have the same numbers in both; the student's last target of a group is the only one that is read.
     summed = _of_group(teacher_logps, batch["teacher_group"], batch["group"])
     teacher_before = jax.lax.stop_gradient(summed - jnp.take_along_axis(teacher_logps, at, 1))
@@ -139,7 +139,7 @@ def _of_group(
     return jnp.take_along_axis(summed, target_group, 1)
 
 
-def _before(logps: "Float[Array, 'B T']", group: "Int[Array, 'B T']", last: "Array") -> "Float[Array, 'B T']":
+def _earlier_logps(logps: "Float[Array, 'B T']", group: "Int[Array, 'B T']", last: "Array") -> "Float[Array, 'B T']":
     """At the last target of each group, the log-probability of its earlier ones."""
     import jax.numpy as jnp
 

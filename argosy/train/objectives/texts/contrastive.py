@@ -104,7 +104,7 @@ def contrastive_loss(
 
     Args:
         anchor_keys, keys: equal for equal texts.
-        live, there: whether there is a text.
+        live, valid: whether there is a text.
     """
     import jax.numpy as jnp
 
@@ -124,10 +124,10 @@ def contrastive_loss(
     losses = []
     for width in widths:
         cosines = cosines_of(width)
-        each = _missed(settings.scale * cosines, positive, allowed)
+        each = _negative_logp(settings.scale * cosines, positive, allowed)
         if settings.symmetric:
             twins = (anchor_keys[:, None] == anchor_keys[None]) & ~positive[:, :n]
-            back = _missed(settings.scale * cosines[:, :n].T, positive[:, :n], live[None] & ~twins)
+            back = _negative_logp(settings.scale * cosines[:, :n].T, positive[:, :n], live[None] & ~twins)
             each = (each + back) / 2
         losses.append(each)
     cosines = cosines_of(anchors.shape[-1])
@@ -145,7 +145,7 @@ def contrastive_loss(
     return Loss(mean(jnp.mean(jnp.stack(losses), 0)), metrics)
 
 
-def _missed(scores: "Float[Array, 'N R']", positive: "Bool[Array, 'N R']", allowed: "Bool[Array, 'N R']") -> "Float[Array, 'N']":
+def _negative_logp(scores: "Float[Array, 'N R']", positive: "Bool[Array, 'N R']", allowed: "Bool[Array, 'N R']") -> "Float[Array, 'N']":
     """Minus the log-probability of each row's own column among those that are allowed and its own."""
     import jax
     import jax.numpy as jnp
