@@ -46,6 +46,8 @@ def test_control_images_of_another_ratio_are_counted(tmp_path):
     (tmp_path / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
     settings = DataSettings(source=str(tmp_path), held_out=0, image={"size": 20})
     source = find_source(settings)
+    assert source.stretched == []
+    source.read_controls()
     assert source.stretched == ["b.png"]
     told = table_of(source, "train", settings, None, ImageSpace(3, 1, 0), 0, None).summary.text
     assert "Stretched: 1 control image, whose sides have another ratio" in told

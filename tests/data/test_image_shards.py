@@ -15,6 +15,7 @@ from PIL import Image
 
 from argosy.core.errors import BadInput, Damaged
 from argosy.core.input_files import has_wildcards, matching_files
+from argosy.data.images.arrays import ImageArrays
 from argosy.data.images.folder import ImageFolder
 from argosy.data.images.settings import ImageSettings
 from argosy.data.images.shards import ImageShards, image_data
@@ -60,6 +61,12 @@ def gathered(source, size=24):
     return rows.gather(np.arange(len(rows))), rows
 
 
+def controlled(source):
+    """The same source, once its control images are read."""
+    source.read_controls()
+    return source
+
+
 def test_a_range_of_tar_files_is_the_folder_of_their_images(pictures, tmp_path):
     (tmp_path / "folder").mkdir()
     for i, data in enumerate(pictures):
@@ -103,23 +110,23 @@ def test_control_images_are_those_of_the_folder(pictures, edges, tmp_path):
         lines.append({"file_name": name, "text": f"picture {i}", "conditioning_image": f"edges/{i}.png"})
     (tmp_path / "folder" / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
     settings = ImageSettings(size=16, crop="random", flip=True)
-    wanted, rows = gathered(ImageFolder(str(tmp_path / "folder"), settings))
+    wanted, rows = gathered(controlled(ImageFolder(str(tmp_path / "folder"), settings)))
     members = members_of(pictures, range(6), txt=lambda i: f"picture {i}")
     for kind, columns in (("conditioning_image.png", {}), ("seg.png", {"controls": "seg.png"})):
         both = members | {f"a/{i:04}.{kind}": edges[i] for i in range(6)}
         tarred(tmp_path / "a.tar", {name: both[name] for name in sorted(both)})
-        found, own = gathered(ImageShards(str(tmp_path / "a.tar"), settings, columns=columns))
+        found, own = gathered(controlled(ImageShards(str(tmp_path / "a.tar"), settings, columns=columns)))
         assert own.table.captions == rows.table.captions
         assert all((found[name] == wanted[name]).all() for name in ("images", "control"))
     assert wanted["control"].shape == (6, 16, 16, 3)
     for image, control, columns in (("image", "conditioning_image", {}), ("shot", "hint", {"images": "shot", "controls": "hint"})):
         table = {image: [{"bytes": one} for one in pictures], control: edges, "text": [f"picture {i}" for i in range(6)]}
         pyarrow.parquet.write_table(pyarrow.table(table), tmp_path / "a.parquet", row_group_size=1)
-        found, _ = gathered(ImageShards(str(tmp_path / "a.parquet"), settings, columns=columns))
+        found, _ = gathered(controlled(ImageShards(str(tmp_path / "a.parquet"), settings, columns=columns)))
         assert all((found[name] == wanted[name]).all() for name in ("images", "control"))
     # Control images belong to what the data is.
     plain = tarred(tmp_path / "plain.tar", {name: members[name] for name in sorted(members)})
-    steered = ImageShards(str(tmp_path / "a.tar"), settings, columns={"controls": "seg.png"})
+    steered = controlled(ImageShards(str(tmp_path / "a.tar"), settings, columns={"controls": "seg.png"}))
     assert ImageShards(str(plain), settings).fingerprint() != steered.fingerprint()
 
 
@@ -134,10 +141,69 @@ def test_control_images_that_are_missing_or_several_are_named(pictures, edges, t
     for own, what in cases:
         tarred(tmp_path / "a.tar", {name: own[name] for name in sorted(own)})
         with pytest.raises(BadInput, match=what):
-            ImageShards(str(tmp_path / "a.tar"), ImageSettings(size=16))
+            controlled(ImageShards(str(tmp_path / "a.tar"), ImageSettings(size=16)))
+    # The last one is left out with its image.
+    left = controlled(ImageShards(str(tmp_path / "a.tar"), ImageSettings(size=16, invalid="drop")))
+    assert left.unreadable == ["a.tar/a/0001"]
+    left.decoded.clear()
+    batch, _ = gathered(left)
+    del members[one], members["a/0001.jpg"]
+    tarred(tmp_path / "b.tar", {name: members[name] for name in sorted(members)})
+    rest, _ = gathered(controlled(ImageShards(str(tmp_path / "b.tar"), ImageSettings(size=16))))
+    assert all((batch[name] == rest[name]).all() for name in ("images", "control"))
     pyarrow.parquet.write_table(pyarrow.table({"image": pictures}), tmp_path / "a.parquet")
     with pytest.raises(BadInput, match=r"no column `edges`, which data\.columns\.controls names"):
         ImageShards(str(tmp_path / "a.parquet"), ImageSettings(size=16), columns={"controls": "edges"})
+
+
+@pytest.mark.parametrize("kind", ["folder", "tar", "parquet", "arrays"])
+def test_control_images_are_left_alone_unless_an_objective_asks_for_them(kind, pictures, tmp_path):
+    """Damaged ones, and columns that only have such a name, stop no other run, and the data is that without them."""
+    settings, found = ImageSettings(size=16), []
+    for name, controls in (("with", b"no image"), ("without", None)):
+        (root := tmp_path / name).mkdir()
+        if kind == "folder":
+            more = {} if controls is None else {"conditioning_image": "edges/missing.png"}
+            for i in range(3):
+                (root / f"{i}.png").write_bytes(pictures[i])
+            lines = [json.dumps({"file_name": f"{i}.png", "text": "x"} | (more if i else {})) for i in range(3)]
+            (root / "metadata.jsonl").write_text("\n".join(lines), encoding="utf-8")
+            source = ImageFolder(str(root), settings)
+        elif kind == "arrays":
+            more = {} if controls is None else {"conditioning_images": np.zeros(2)}
+            np.savez(root / "a.npz", images=np.full((3, 16, 16, 3), 255, np.uint8), **more)
+            source = ImageArrays(str(root / "a.npz"), settings)
+        elif kind == "tar":
+            members = members_of(pictures, range(3))
+            members |= {} if controls is None else {f"a/0001.{one}.png": controls for one in ("control", "conditioning_image")}
+            tarred(root / "a.tar", {one: members[one] for one in sorted(members)})
+            source = ImageShards(str(root / "a.tar"), settings)
+        else:
+            more = {} if controls is None else {"control": ["canny"] * 3, "conditioning": [0.5] * 3, "control_image": [controls] * 3}
+            pyarrow.parquet.write_table(pyarrow.table({"image": pictures[:3]} | more), root / "a.parquet")
+            source = ImageShards(str(root / "a.parquet"), settings)
+        batch, rows = gathered(source)
+        assert set(batch) == {"images"} == set(rows.fields)
+        found.append((batch["images"], source.fingerprint()))
+        if controls is not None:
+            with pytest.raises(BadInput):
+                controlled(source)
+    np.testing.assert_array_equal(found[0][0], found[1][0])
+    if kind != "arrays":
+        # The fingerprint of a file of arrays is that of the file.
+        assert found[0][1] == found[1][1]
+
+
+def test_a_column_of_control_images_by_its_usual_name_holds_files(pictures, edges, tmp_path):
+    """A column of texts or numbers is none, whatever its name; one that the settings name is meant."""
+    table = {"image": pictures, "conditioning_image": ["canny"] * 6, "control": [{"bytes": one} for one in edges]}
+    pyarrow.parquet.write_table(pyarrow.table(table), tmp_path / "a.parquet")
+    source = controlled(ImageShards(str(tmp_path / "a.parquet"), ImageSettings(size=16)))
+    assert gathered(source)[0]["control"].shape == (6, 16, 16, 3)
+    with pytest.raises(BadInput, match="`conditioning_image` holds no bytes of an image"):
+        controlled(ImageShards(str(tmp_path / "a.parquet"), ImageSettings(size=16), columns={"controls": "conditioning_image"}))
+    pyarrow.parquet.write_table(pyarrow.table({"image": ["a.png"] * 6, "png": pictures}), tmp_path / "b.parquet")
+    assert len(ImageShards(str(tmp_path / "b.parquet"), ImageSettings(size=16))) == 6
 
 
 def test_parquet_of_datasets_has_its_classes(pictures, tmp_path):

@@ -10,6 +10,8 @@ Columns of other names are given by `data.columns`: `data.columns.images=train_i
 (and labels) has its own held-out images: the test ones.
 """
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -65,14 +67,39 @@ class ImageArrays(ImageSource):
         return fingerprint | self.settings.fingerprint()
 
     def _read(self) -> list[ImageTable]:
+        arrays = self._arrays(lambda name: not self._is_control(name))
+        has_splits = "images" not in self.columns and "images" not in arrays and "train_images" in arrays
+        self.prefixes = ("train_", "test_") if has_splits and "test_images" in arrays else ("train_",) if has_splits else ("",)
+        return [self._table(arrays, prefix) for prefix in self.prefixes]
+
+    def _arrays(self, is_read: Callable[[str], bool]) -> dict[str, np.ndarray]:
+        """The arrays of the file whose names are read.
+
+        Raises:
+            BadInput: the file holds none.
+        """
         try:
             with np.load(self.path, allow_pickle=False) as file:
-                arrays = {name: file[name] for name in file.files}
+                return {name: file[name] for name in file.files if is_read(name)}
         except (ValueError, OSError, EOFError, KeyError) as error:
             raise BadInput(f"not a NumPy file of arrays: {error}", where=str(self.path)) from None
-        has_splits = "images" not in self.columns and "images" not in arrays and "train_images" in arrays
-        splits = ("train_", "test_") if has_splits and "test_images" in arrays else ("train_",) if has_splits else ("",)
-        return [self._table(arrays, prefix) for prefix in splits]
+
+    def _is_control(self, name: str) -> bool:
+        """Whether the array of this name holds control images."""
+        usual = ("conditioning_images", "train_conditioning_images", "test_conditioning_images")
+        requested = self.columns.get("conditioning_images")
+        return name != self.columns.get("images") and (name in usual if requested is None else name == requested)
+
+    def read_controls(self) -> None:
+        arrays = self._arrays(self._is_control)
+        for i, (table, prefix) in enumerate(zip(self.tables, self.prefixes, strict=True)):
+            name = self.columns.get("conditioning_images", f"{prefix}conditioning_images")
+            images, controls = np.asarray(table.pictures), arrays.get(name)
+            expected = (*images.shape[:3], 3), images.dtype
+            if controls is not None and (controls.shape, controls.dtype) != expected:
+                problem = f"`conditioning_images` is {controls.dtype} {list(controls.shape)}, not {images.dtype} [N H W 3] like `images`"
+                raise BadInput(problem, where=str(self.path))
+            self.tables[i] = replace(table, controls=controls)
 
     def _table(self, arrays: dict[str, np.ndarray], prefix: str) -> ImageTable:
         def column(name: str, of_split: bool = True) -> np.ndarray | None:
@@ -93,11 +120,6 @@ class ImageArrays(ImageSource):
             raise BadInput(problem, where=where, hint="channels come last: transpose(0, 2, 3, 1)")
         white = self.settings.white or (1.0 if images.dtype.kind == "f" else 255.0)
         self._check_values(images, white)
-        controls = column("conditioning_images")
-        expected = (*images.shape[:3], 3), images.dtype
-        if controls is not None and (controls.shape, controls.dtype) != expected:
-            problem = f"`conditioning_images` is {controls.dtype} {list(controls.shape)}, not {images.dtype} [N H W 3] like `images`"
-            raise BadInput(problem, where=where)
         for name, other in (("labels", labels), ("captions", captions)):
             if other is not None and len(other) != len(images):
                 raise BadInput(f"{len(images):,} images and {len(other):,} {name}", where=where)
@@ -119,7 +141,6 @@ class ImageArrays(ImageSource):
             (height, width) if size is None else (size, size),
             images.shape[-1],
             white,
-            controls,
         )
 
     def _check_values(self, images: np.ndarray, white: float) -> None:

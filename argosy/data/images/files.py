@@ -32,7 +32,7 @@ class ImageFile(NamedTuple):
     name: its path below the folder, or its name in an archive.
     label: its class; None: there are no classes.
     caption: its text; None: there are no texts.
-    digest: SHA-256 of its bytes, with a control image of both.
+    digest: SHA-256 of its bytes; of both where control images are read.
     size: height and width as it is prepared, before it is cropped.
     """
 
@@ -58,6 +58,8 @@ class ImageFiles(ImageSource):
         self.unreadable: list[str] = []
         # Images whose control image has another ratio of its sides.
         self.stretched: list[str] = []
+        # Height and width of each image before it was prepared.
+        self.original_sizes: list[tuple[int, int]] = []
         self.decoded, self.kept_bytes = dict[int, np.ndarray](), 0
         self.files: list[ImageFile] = []
         self.sizes = set[tuple[int, int]]()
@@ -76,32 +78,25 @@ class ImageFiles(ImageSource):
     def encoded(self, row: int) -> bytes:
         """The bytes of an image's file."""
 
+    @abstractmethod
+    def control_places(self) -> list[str]:
+        """Where the control image of each row is, for error messages; empty if there are none.
+
+        Raises:
+            BadInput: some images have one and others have none, or an image has several.
+        """
+
+    @abstractmethod
     def encoded_control(self, row: int) -> bytes:
-        """The bytes of the control image's file, where there are any."""
-        raise NotImplementedError
+        """The bytes of the control image's file."""
 
-    def add(
-        self, name: str, where: str, data: bytes, label: int | None, caption: str | None, control: tuple[str, bytes] | None = None
-    ) -> bool:
-        """Adds an image, unless it or its control image is damaged and left out.
-
-        Args:
-            control: of its control image, where it is and the bytes of its file.
+    def add(self, name: str, where: str, data: bytes, label: int | None, caption: str | None) -> bool:
+        """Adds an image, unless it is damaged and left out.
 
         Raises:
             BadInput: it cannot be read.
         """
-        reading, followed = where, None
-        try:
-            original = read_image(data)
-            if control is not None:
-                reading = control[0]
-                followed = read_image(control[1])
-        except BadInput as error:
-            if self.settings.invalid == "error" or "pillow" in error.what:
-                hint = error.hint or "mend or remove it; data.image.invalid=drop leaves such files out and counts them"
-                raise BadInput(error.what, where=reading, hint=hint) from None
-            self.unreadable.append(name)
+        if (original := self._read(name, where, data)) is None:
             return False
         image = self._prepared(original)
         self.sizes.add((image.shape[0], image.shape[1]))
@@ -109,13 +104,45 @@ class ImageFiles(ImageSource):
             self.bucket_of.append(nearest_bucket(original.shape[0], original.shape[1], self.bucket_sizes))
         if self.kept_bytes + image.nbytes <= KEPT_BYTES:
             self.decoded[len(self.files)], self.kept_bytes = image, self.kept_bytes + image.nbytes
-        digest = hashlib.sha256(data).digest()
-        if control is not None and followed is not None:
-            if is_stretched(followed.shape, original.shape):
-                self.stretched.append(name)
-            self.has_controls, digest = True, hashlib.sha256(digest + control[1]).digest()
-        self.files.append(ImageFile(name, label, caption, digest, (image.shape[0], image.shape[1])))
+        self.original_sizes.append((original.shape[0], original.shape[1]))
+        self.files.append(ImageFile(name, label, caption, hashlib.sha256(data).digest(), (image.shape[0], image.shape[1])))
         return True
+
+    def _read(self, name: str, where: str, data: bytes) -> np.ndarray | None:
+        """The decoded image; None: it is damaged and left out.
+
+        Raises:
+            BadInput: it cannot be read.
+        """
+        try:
+            return read_image(data)
+        except BadInput as error:
+            if self.settings.invalid == "error" or "pillow" in error.what:
+                hint = error.hint or "mend or remove it; data.image.invalid=drop leaves such files out and counts them"
+                raise BadInput(error.what, where=where, hint=hint) from None
+            self.unreadable.append(name)
+            return None
+
+    def read_controls(self) -> None:
+        kept = list[int]()
+        for row, where in enumerate(self.control_places()):
+            data, file = self.encoded_control(row), self.files[row]
+            if (control := self._read(file.name, where, data)) is None:
+                continue
+            if is_stretched(control.shape, self.original_sizes[row]):
+                self.stretched.append(file.name)
+            self.files[row] = file._replace(digest=hashlib.sha256(file.digest + data).digest())
+            self.has_controls = True
+            kept.append(row)
+        if self.has_controls and len(kept) < len(self.files):
+            self.keep(kept)
+
+    def keep(self, rows: list[int]) -> None:
+        """Leaves out all images but these."""
+        self.files = [self.files[row] for row in rows]
+        self.original_sizes = [self.original_sizes[row] for row in rows]
+        self.bucket_of = [self.bucket_of[row] for row in rows] if self.bucket_of else []
+        self.decoded = {i: self.decoded[row] for i, row in enumerate(rows) if row in self.decoded}
 
     def check_added(self) -> None:
         """Checks all images together.

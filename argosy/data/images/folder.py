@@ -30,21 +30,27 @@ class ImageFolder(ImageFiles):
     def __init__(self, path: str, settings: ImageSettings, held_out: float = 0.0):
         super().__init__(settings, held_out)
         self.root = Path(path).expanduser()
-        paths = image_paths(self.root)
-        self.control_paths = control_paths(self.root)
-        paths = [path for path in paths if path not in set(self.control_paths.values())]
+        self.control_paths = named_controls(self.root)
+        controls = set(self.control_paths.values())
+        paths = [path for path in image_paths(self.root) if path not in controls]
         if not paths:
             raise BadInput(f"no image files: `{path}`", hint=f"a folder is searched for {' '.join(ENDINGS)}")
         self.class_names, labels, captions = described_files(self.root, paths)
         for path_, label, caption in zip(paths, labels, captions, strict=True):
-            name = path_.relative_to(self.root).as_posix()
-            control = self.control_paths.get(name)
-            read = None if control is None else (str(control), control.read_bytes())
-            self.add(name, str(path_), path_.read_bytes(), label, caption, read)
+            self.add(path_.relative_to(self.root).as_posix(), str(path_), path_.read_bytes(), label, caption)
         self.check_added()
 
     def encoded(self, row: int) -> bytes:
         return (self.root / self.files[row].name).read_bytes()
+
+    def control_places(self) -> list[str]:
+        names, controls = [file.name for file in self.files], self.control_paths
+        if controls and (lines_without := sorted(set(names) - controls.keys())):
+            problem = f"`{CONTROL_KEYS[0]}` is in some lines of {METADATA} and not in others: {lines_without[0]}"
+            raise BadInput(problem, where=str(self.root / METADATA))
+        if missing := sorted(str(path) for path in controls.values() if not path.is_file()):
+            raise BadInput(f"{plural(len(missing), 'control image')} of {METADATA} without a file", where=missing[0])
+        return [str(controls[name]) for name in names] if controls else []
 
     def encoded_control(self, row: int) -> bytes:
         return self.control_paths[self.files[row].name].read_bytes()
@@ -61,21 +67,11 @@ def image_paths(root: Path) -> list[Path]:
     return sorted(seen, key=lambda path: path.relative_to(root).as_posix())
 
 
-def control_paths(root: Path) -> dict[str, Path]:
-    """The control image of each image, by its name in `metadata.jsonl`; empty if there are none.
-
-    Raises:
-        BadInput: some lines have one and others have none, or its file is missing.
-    """
+def named_controls(root: Path) -> dict[str, Path]:
+    """The control image of each image, by its name in `metadata.jsonl`; empty if there are none."""
     rows = _lines(root / METADATA)
     values = {name: next((row[key] for key in CONTROL_KEYS if key in row), None) for name, row in rows.items()}
-    controls = {name: root / str(value) for name, value in values.items() if value is not None}
-    if controls and (lines_without := sorted(values.keys() - controls.keys())):
-        problem = f"`{CONTROL_KEYS[0]}` is in some lines of {METADATA} and not in others: {lines_without[0]}"
-        raise BadInput(problem, where=str(root / METADATA))
-    if missing := sorted(str(path) for path in controls.values() if not path.is_file()):
-        raise BadInput(f"{plural(len(missing), 'control image')} of {METADATA} without a file", where=missing[0])
-    return controls
+    return {name: root / str(value) for name, value in values.items() if value is not None}
 
 
 def _lines(where: Path) -> dict[str, dict[str, Any]]:

@@ -70,7 +70,7 @@ class PriorRows:
         pairs = rows[::2] // 2
         places = pairs if places is None else places
         parts = self.subject.gather(pairs, places), self.prior.gather(self.order(places), places)
-        # Images of the class have no control images.
+        # What only images of the subject have, such as classes, is left out.
         shared = {name: array for name, array in parts[0].items() if name in parts[1]}
         batch = {name: np.stack([part[name] for part in parts], 1).reshape(-1, *array.shape[1:]) for name, array in shared.items()}
         return batch | {"prior": np.tile(np.array([0, 1], np.float32), len(pairs))}

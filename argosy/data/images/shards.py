@@ -48,8 +48,7 @@ class ShardRecord(NamedTuple):
     at: where the image is, as the shard reads it again.
     label: its class, a number or a name; None: there is none.
     caption: its text; None: there is none.
-    control: the bytes of its control image's file; None: there is none.
-    control_at: where that is.
+    controls: where its control images are, by their endings or column.
     """
 
     name: str
@@ -57,8 +56,7 @@ class ShardRecord(NamedTuple):
     at: Any
     label: int | str | None
     caption: str | None
-    control: bytes | None = None
-    control_at: Any = None
+    controls: Mapping[str, Any]
 
 
 class ImageShard(ABC):
@@ -102,51 +100,52 @@ class TarShard(ImageShard):
     """A tar file of images, not packed."""
 
     def records(self) -> Iterator[ShardRecord]:
-        key, fields, images = "", dict[str, Any](), dict[str, tuple[bytes, Any]]()
+        key, fields, images, controls = "", dict[str, Any](), dict[str, tuple[bytes, Any]](), dict[str, Any]()
         for name, ending, data, at in self._members():
             stem = name[: len(name) - len(ending) - 1]
             if stem != key:
                 if key:
-                    yield self._record(key, fields, images)
-                key, fields, images = stem, {}, {}
+                    yield self._record(key, fields, images, controls)
+                key, fields, images, controls = stem, {}, {}, {}
             last = ending.rpartition(".")[2]
-            if f".{last}" in IMAGE_NAMES:
+            if data is None:
+                controls[ending] = at
+            elif f".{last}" in IMAGE_NAMES:
                 images[ending] = data, at
             elif last in TEXT_ENDINGS:
                 fields |= member_columns(ending, last, data, f"{self.file}, {name}")
         if key:
-            yield self._record(key, fields, images)
+            yield self._record(key, fields, images, controls)
 
     def read(self, at: Any) -> bytes:
         with self.file.open() as raw:
             raw.seek(at[0])
             return raw.read(at[1])
 
-    def _record(self, stem: str, fields: dict[str, Any], images: dict[str, tuple[bytes, Any]]) -> ShardRecord:
+    def _record(
+        self, stem: str, fields: dict[str, Any], images: dict[str, tuple[bytes, Any]], controls: Mapping[str, Any]
+    ) -> ShardRecord:
         where = f"{self.file}, {stem}"
-        controls = {ending: image for ending, image in images.items() if self._is_control(ending)}
         if (requested := self.columns.get("images")) is not None:
             images = {ending: image for ending, image in images.items() if ending == requested}
-        else:
-            images = {ending: image for ending, image in images.items() if ending not in controls}
         if len(images) != 1:
             problem = f"several images: {', '.join(images)}" if images else f"no image{'' if requested is None else f' `{requested}`'}"
             raise BadInput(f"a record with {problem}", where=where, hint="data.columns.images=ENDING names that of the images")
-        if len(controls) > 1:
-            problem = f"a record with several control images: {', '.join(controls)}"
-            raise BadInput(problem, where=where, hint="data.columns.controls=ENDING names that of the control images")
         data, at = next(iter(images.values()))
-        caption, control = self.chosen("captions", fields, where), next(iter(controls.values()), (None, None))
+        caption = self.chosen("captions", fields, where)
         text = None if caption is None else str(caption).strip()
-        return ShardRecord(stem, data, at, self.chosen("labels", fields, where), text, *control)
+        return ShardRecord(stem, data, at, self.chosen("labels", fields, where), text, controls)
 
     def _is_control(self, ending: str) -> bool:
         """Whether a file with this ending is a control image: `conditioning_image.png`, or the ending that the settings name."""
-        requested = self.columns.get("controls")
-        return ending.rpartition(".")[0] in COLUMNS["controls"] if requested is None else ending == requested
+        requested, (stem, _, last) = self.columns.get("controls"), ending.rpartition(".")
+        if f".{last}" not in IMAGE_NAMES or ending == self.columns.get("images"):
+            return False
+        return stem in COLUMNS["controls"] if requested is None else ending == requested
 
-    def _members(self) -> Iterator[tuple[str, str, bytes, tuple[int, int]]]:
-        """Name, ending after the first point, bytes, and place of each file that is an image or a text."""
+    def _members(self) -> Iterator[tuple[str, str, bytes | None, tuple[int, int]]]:
+        """Name, ending after the first point, bytes (None: a control image, which is not read), and place of each file that is an
+        image or a text."""
         name = ""
         try:
             with self.file.open() as raw, tarfile.open(fileobj=raw, mode="r:") as archive:
@@ -157,8 +156,8 @@ class TarShard(ImageShard):
                     if not member.isfile() or base.startswith(".") or not (f".{last}" in IMAGE_NAMES or last in TEXT_ENDINGS):
                         continue
                     name, file = member.name, archive.extractfile(member)
-                    data = b"" if file is None else file.read()
-                    if len(data) != member.size:
+                    data = None if self._is_control(ending) else b"" if file is None else file.read()
+                    if data is not None and len(data) != member.size:
                         raise tarfile.ReadError(f"{name} is cut off")
                     yield name, ending, data, (member.offset_data, member.size)
                 # tarfile takes an archive that is cut between two files for a whole one.
@@ -178,12 +177,15 @@ class ParquetShard(ImageShard):
         super().__init__(file, columns)
         schema, self.row_groups = self._read_with(lambda opened: (opened.schema_arrow, opened.num_row_groups))
         names = schema.names
-        requested = columns.get("images")
-        self.column = next((name for name in (COLUMNS["images"] if requested is None else (requested,)) if name in names), "")
+        # What a column holds counts, unless the settings name it.
+        with_files = [name for name in names if holds_files(schema.field(name).type)]
+        candidates = [name for name in self._names("images") if name in names]
+        self.column = next((name for name in candidates if name in with_files), next(iter(candidates), ""))
         if not self.column:
-            problem = "no column of images" if requested is None else f"no column `{requested}`"
+            problem = "no column of images" if "images" not in columns else f"no column `{columns['images']}`"
             raise BadInput(problem, where=str(file), hint=f"it has {', '.join(names)}; data.columns.images=NAME names it")
-        self.control_column = next((name for name in self._names("controls") if name in names), None)
+        candidates = names if "controls" in columns else [name for name in with_files if name != self.column]
+        self.control_column = next((name for name in self._names("controls") if name in candidates), None)
         if self.control_column is None and "controls" in columns:
             problem = f"no column `{columns['controls']}`, which data.columns.controls names"
             raise BadInput(problem, where=str(file), hint=f"it has {', '.join(names)}")
@@ -217,13 +219,12 @@ class ParquetShard(ImageShard):
         row = 0
         for group in range(self.row_groups):
             images, others = self._images(group, self.column), self._rows(group, self.others)
-            controls = None if self.control_column is None else self._images(group, self.control_column)
             for i, image in enumerate(images):
                 where, fields = f"{self.file}, row {row}", others[i] if others else {}
                 caption = self.chosen("captions", fields, where)
                 text = None if caption is None else str(caption).strip()
-                control = (None, None) if controls is None else (controls[i], (group, i, self.control_column))
-                yield ShardRecord(str(row), image, (group, i, self.column), self.chosen("labels", fields, where), text, *control)
+                controls = {} if self.control_column is None else {self.control_column: (group, i, self.control_column)}
+                yield ShardRecord(str(row), image, (group, i, self.column), self.chosen("labels", fields, where), text, controls)
                 row += 1
 
     def read(self, at: Any) -> bytes:
@@ -251,6 +252,14 @@ class ParquetShard(ImageShard):
         return self.groups[key]
 
 
+def holds_files(kind: Any) -> bool:
+    """Whether a column of this Arrow type can hold the files of images: bytes, or structures with `bytes`."""
+    types = needed("pyarrow", "Parquet files").types
+    if types.is_struct(kind):
+        return any(field.name == "bytes" and holds_files(field.type) for field in kind)
+    return types.is_binary(kind) or types.is_large_binary(kind) or (types.is_dictionary(kind) and holds_files(kind.value_type))
+
+
 class ImageShards(ImageFiles):
     """The images of tar and Parquet files."""
 
@@ -264,21 +273,16 @@ class ImageShards(ImageFiles):
             raise BadInput(f"data.columns.{min(unknown)} is no column of images", hint=f"columns: {', '.join(COLUMNS)}")
         files = image_shard_files(path)
         self.shards = [{"tar": TarShard, "parquet": ParquetShard}[file_kind(file)](file, columns or {}) for file in files]
-        # The shard of each image, and where it and its control image are there.
-        self.places: list[tuple[int, Any, Any]] = []
-        labels, without_control = list[Any](), list[str]()
+        # The shard of each image, and where it and its control images are there.
+        self.places: list[tuple[int, Any, Mapping[str, Any]]] = []
+        labels = list[Any]()
         for number, shard in enumerate(self.shards):
             for record in shard.records():
                 name = f"{files[number].name}/{record.name}"
-                where = f"{files[number]}, {record.name}"
-                control = None if record.control is None else (f"{where}, its control image", record.control)
-                if self.add(name, where, record.image, None, record.caption, control):
-                    self.places.append((number, record.at, record.control_at))
+                if self.add(name, f"{files[number]}, {record.name}", record.image, None, record.caption):
+                    self.places.append((number, record.at, record.controls))
                     labels.append(record.label)
-                    without_control += [name] if control is None else []
         self.check_added()
-        if self.has_controls and without_control:
-            raise BadInput(f"an image without a control image, which others have: {without_control[0]}", where=self.place)
         self._check_complete(labels)
 
     def _check_complete(self, labels: list[Any]) -> None:
@@ -308,9 +312,29 @@ class ImageShards(ImageFiles):
         shard, at, _ = self.places[row]
         return self.shards[shard].read(at)
 
+    def control_places(self) -> list[str]:
+        without_control = [file.name for file, (_, _, controls) in zip(self.files, self.places, strict=True) if not controls]
+        if len(without_control) == len(self.files):
+            return []
+        if without_control:
+            raise BadInput(f"an image without a control image, which others have: {without_control[0]}", where=self.place)
+        places = list[str]()
+        for file, (number, _, controls) in zip(self.files, self.places, strict=True):
+            shard = self.shards[number].file
+            where = f"{shard}, {file.name.removeprefix(f'{shard.name}/')}"
+            if len(controls) > 1:
+                problem = f"a record with several control images: {', '.join(controls)}"
+                raise BadInput(problem, where=where, hint="data.columns.controls=ENDING names that of the control images")
+            places.append(f"{where}, its control image")
+        return places
+
     def encoded_control(self, row: int) -> bytes:
-        shard, _, at = self.places[row]
-        return self.shards[shard].read(at)
+        shard, _, controls = self.places[row]
+        return self.shards[shard].read(next(iter(controls.values())))
+
+    def keep(self, rows: list[int]) -> None:
+        super().keep(rows)
+        self.places = [self.places[row] for row in rows]
 
     @property
     def where(self) -> str:

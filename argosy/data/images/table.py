@@ -105,6 +105,13 @@ class ImageSource(RowSource):
     def where(self) -> str:
         """The file or folder, for error messages."""
 
+    def read_controls(self) -> None:
+        """Reads the control images too, if the data has any: an objective asks for them, and other runs leave them alone.
+
+        Raises:
+            BadInput: one is missing or damaged.
+        """
+
     @abstractmethod
     def stored_splits(self, held_out: bool, channels: int) -> list[SplitImages]:
         """The images of a split, with the captions that the source has."""

@@ -64,6 +64,7 @@ class EncodedData:
         self.controlled = isinstance(run.objective, ControlNetDiffusion)
         self.encoders = RunEncoders(run.encoders, run.model, decided.dtype, say)
         if self.controlled:
+            images.read_controls()
             self._check_controls(3 if self.encoders.space is None else self.encoders.space.channels)
         dropout = run.objective.label_dropout if run.objective.condition == "text" else 0.0
         options: Any = {"dropout": dropout, "say": say}
