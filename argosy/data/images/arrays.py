@@ -97,7 +97,8 @@ class ImageArrays(ImageSource):
             images, controls = np.asarray(table.pictures), arrays.get(name)
             expected = (*images.shape[:3], 3), images.dtype
             if controls is not None and (controls.shape, controls.dtype) != expected:
-                problem = f"`conditioning_images` is {controls.dtype} {list(controls.shape)}, not {images.dtype} [N H W 3] like `images`"
+                shape = list(controls.shape)
+                problem = f"`conditioning_images` is {controls.dtype} {shape}, not {images.dtype} [N H W 3] like `images`"
                 raise BadInput(problem, where=str(self.path))
             self.tables[i] = replace(table, controls=controls)
 
