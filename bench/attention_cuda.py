@@ -21,7 +21,7 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 from paged_cuda import H100
 
-from argosy.models.parts.stack.remat import rematerialised
+from argosy.models.parts.stack.remat import rematerialize
 from argosy.ops.attention import Score, See, attention
 from argosy.parallel.mesh import MeshSettings
 from argosy.parallel.scope import scope
@@ -50,7 +50,7 @@ def program(
         segment_ids = segments if packed else None
         see = See(at, at, segment_ids, segment_ids, causal=causal, aligned=True)
         # The sines keep XLA from finding that nothing depends on the output.
-        attend = rematerialised(lambda q, k, v: jnp.sin(attention(q, k, jnp.sin(v), see, score)), remat)
+        attend = rematerialize(lambda q, k, v: jnp.sin(attention(q, k, jnp.sin(v), see, score)), remat)
         return jnp.sum(attend(q, k, v).astype(jnp.float32))
 
     n = len(devices)

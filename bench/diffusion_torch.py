@@ -90,7 +90,7 @@ def ours(kind: str, steps: int) -> dict[str, Any]:
     import jax.numpy as jnp
     import optax
 
-    from argosy.infer.denoise.plan import initial_state, padded, sample
+    from argosy.infer.denoise.plan import initial_state, pad_plan, sample
     from argosy.infer.denoise.samplers.euler import euler
     from argosy.infer.denoise.settings import SamplerSettings
     from argosy.models.diffusion.base import Conditions
@@ -125,7 +125,7 @@ def ours(kind: str, steps: int) -> dict[str, Any]:
 
     @jax.jit
     def draw(leaves: Any, x: Any) -> Any:
-        return sample(lambda x, t, _: predict(leaves, x, t), padded(plan), initial_state(plan, x), evaluations=steps)
+        return sample(lambda x, t, _: predict(leaves, x, t), pad_plan(plan), initial_state(plan, x), evaluations=steps)
 
     optimizer = optax.adamw(1e-4)
 

@@ -33,7 +33,7 @@ from argosy.infer.sampling import sampler
 from argosy.infer.sampling.sample import Sampling, sampling_columns
 from argosy.infer.settings import EngineSettings, NGram
 from argosy.models.parts.attention.attend import Paged
-from argosy.models.parts.attention.cache import bytes_of_caches, paged
+from argosy.models.parts.attention.cache import bytes_of_caches, empty_pools
 from argosy.models.parts.weight import split
 from argosy.ops.narrow import FORMS
 from argosy.ops.programs.programs import Programs, abstract_arrays
@@ -205,7 +205,7 @@ def quality(lm: Any, text: str, most: int = 2048, width: int = 256) -> None:
     weights, kind = forward.prepared(split(lm.module)[1]), PassKind(whole_sequences, _logits)
     table, t = jnp.arange(most // 16, dtype=jnp.int32)[None], jnp.arange(width, dtype=jnp.int32)[None]
     for form in (None, *FORMS):
-        caches = paged(lm.module.layers.holds(), 1, most // 16, 16, longest=most, slack=most, narrow=form)
+        caches = empty_pools(lm.module.layers.holds(), 1, most // 16, 16, longest=most, slack=most, narrow=form)
         losses, apart, same = [], [], []
         for i, at in enumerate(range(0, most, width)):
             where = (jnp.zeros(1, jnp.int32), jnp.full(1, at, jnp.int32), jnp.full(1, width, jnp.int32))

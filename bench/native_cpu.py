@@ -18,7 +18,7 @@ import numpy as np
 from argosy.ops import matmul
 from argosy.ops.attention import Score
 from argosy.ops.native import library
-from argosy.ops.native.products import packed, product
+from argosy.ops.native.products import pack_panels, product
 from argosy.ops.op import implementations
 from argosy.ops.paged.attention import PAGED_ATTENTION
 
@@ -58,8 +58,8 @@ def products(*rows: str) -> None:
     halves = [w.astype(jnp.bfloat16).astype(jnp.float32) for w in plain]
     forms = {
         "XLA": (plain, lambda x, w: x @ w),
-        "float32": ([packed(w, 1, True) for w in plain], product),
-        "bfloat16": ([packed(w, 1, True) for w in halves], product),
+        "float32": ([pack_panels(w, 1, True) for w in plain], product),
+        "bfloat16": ([pack_panels(w, 1, True) for w in halves], product),
     }
     size = sum(w.nbytes for w in plain)
     start = time.perf_counter()

@@ -75,7 +75,7 @@ def measures(lm: Any, text: str, options: dict[str, str], exact: np.ndarray | No
         settings.append(EvalSettings(tasks=options["tasks"], data=options["folder"], limit=int(options["limit"])))
     out: dict[str, float] = {}
     for setting in settings:
-        planned, others = evaluate.prepared(__file__, setting)
+        planned, others = evaluate.prepare_tasks(__file__, setting)
         document, _ = evaluate.evaluate(lm, planned, setting, others, lambda *_: None, lambda: False)
         for name, task in document["tasks"].items():
             out |= {name: task["perplexity"]} if name == "perplexity" else {name: 100 * task["acc"]}

@@ -24,7 +24,7 @@ from argosy.infer.forward.step import split_words
 from argosy.infer.load import load_lm
 from argosy.infer.settings import EngineSettings
 from argosy.models.parts.attention.attend import Paged
-from argosy.models.parts.attention.cache import paged
+from argosy.models.parts.attention.cache import empty_pools
 
 PRESETS = ("float32", "w8", "w8a8", "w4", "w4a8", "nf4", "mxfp4", "fp8", "w2")
 
@@ -45,7 +45,7 @@ def quality(engines: dict[str, Any], weights: dict[str, Any], ids: np.ndarray, w
     table, t = jnp.arange(most // 16, dtype=jnp.int32)[None], jnp.arange(width, dtype=jnp.int32)[None]
     for name, engine in engines.items():
         forward, chances = engine.runner.forward, []
-        caches = paged(forward.specs, 1, most // 16, 16, longest=most, slack=most)
+        caches = empty_pools(forward.specs, 1, most // 16, 16, longest=most, slack=most)
         for at in range(0, most, width):
             where = (jnp.zeros(1, jnp.int32), jnp.full(1, at, jnp.int32), jnp.full(1, width, jnp.int32))
             inputs = ids[None, at : at + width].astype(np.int32), Paged(table, *where, t)

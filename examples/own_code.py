@@ -17,7 +17,7 @@ from argosy.data.sources import Document, Source
 from argosy.rl.algorithms.grpo import GRPO
 from argosy.rl.policy.settings import Scale
 from argosy.train.objectives.objective import TokenObjective
-from argosy.train.optimizers.base import Optimizer, decayed
+from argosy.train.optimizers.base import Optimizer, add_decay
 from argosy.train.schedule import Schedule
 
 
@@ -61,7 +61,7 @@ class SignSGD(Optimizer):
 
         mean = optax.ema(self.momentum, debias=False)
         sign = optax.stateless(lambda updates, params: {a: jnp.sign(u) for a, u in updates.items()})
-        return optax.chain(mean, sign, decayed(decays), optax.scale_by_learning_rate(rate))
+        return optax.chain(mean, sign, add_decay(decays), optax.scale_by_learning_rate(rate))
 
 
 class Halving(Schedule):

@@ -23,7 +23,7 @@ from argosy.train.objectives.next_token import NextToken
 from argosy.train.offload import pieces_for, places_on_host, weights_on_host
 from argosy.train.optimizers.sgd import SGD
 from argosy.train.schedule import Constant
-from argosy.train.state import TrainState, meanings_of, trained, training_graph
+from argosy.train.state import TrainState, meanings_of, split_trained, training_graph
 from argosy.train.step import Precision, make_step
 
 ROWS, LENGTH = 16, 64
@@ -120,7 +120,7 @@ def lowered_step(
         optimizer: its settings; default: SGD.
         offload: what is in the host's memory (`Execution.offload`).
     """
-    _, params, rest = trained(model)
+    _, params, rest = split_trained(model)
     rate = Constant(warmup=0).build(10)
     shapes = abstract(model)
     weights = shardings(logical(model), {a: s.shape for a, s in shapes.items()}, DEFAULT, mesh)

@@ -18,7 +18,7 @@ from argosy.export.lower import lower, raise_again
 from argosy.models import FAMILIES
 from argosy.models.base.language import LanguageConfig
 from argosy.models.parts.attention.attend import Contiguous, Paged
-from argosy.models.parts.attention.cache import contiguous, paged
+from argosy.models.parts.attention.cache import contiguous, empty_pools
 from argosy.models.parts.stack import Execution, Scan, Unroll
 from argosy.models.parts.stack.addresses import layer_addresses
 from argosy.models.parts.weight import abstract, fill, logical, merge, put, split, variables
@@ -126,7 +126,7 @@ def contiguous_decode(model: Any, step: Callable[..., Any], tokens: Any, prefill
 def paged_decode(model: Any, step: Callable[..., Any], tokens: Any, prefill: int = 7, page: int = 4) -> Any:
     pages = -(-LENGTH // page)
     table = np.random.default_rng(0).permutation(ROWS * pages).reshape(ROWS, pages).astype(np.int32)
-    cache = paged(model.layers.holds(), ROWS, ROWS * pages, page)
+    cache = empty_pools(model.layers.holds(), ROWS, ROWS * pages, page)
     slots = jnp.arange(ROWS, dtype=jnp.int32)
     outs = []
     for low, high in [(0, prefill)] + [(t, t + 1) for t in range(prefill, LENGTH)]:

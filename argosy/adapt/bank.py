@@ -70,7 +70,7 @@ class Bank(ContractionWrapper):
         return jnp.where(mine[..., None], columns, 0).reshape(low.shape)
 
 
-def refused(name: str, of: Contraction, tied: bool) -> str | None:
+def bank_refusal(name: str, of: Contraction, tied: bool) -> str | None:
     """Why a contraction of the serving model cannot have a bank; None if it can.
 
     Args:

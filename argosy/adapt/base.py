@@ -18,7 +18,7 @@ from argosy.adapt.quant import PARTS, QuantizedEinsum
 from argosy.adapt.surgery import at, find, inside, put_at
 from argosy.core.errors import BadInput
 from argosy.models.parts.stack.addresses import layer_addresses
-from argosy.models.parts.weight import Frozen, Moved, kept_in, put, variables
+from argosy.models.parts.weight import Frozen, Moved, put, storage_dtype, variables
 from argosy.parallel.place import on_devices
 
 # Of a LoRA and a DoRA: everything that is not the contraction below.
@@ -50,11 +50,11 @@ def frozen(model: nnx.Module, dtype: Any = None, but: Sequence[str] = ()) -> Non
         kind = Still if isinstance(v, Moved) else Frozen if isinstance(v, nnx.Param) else type(v)
         value = v.get_value()
         if dtype is not None and isinstance(value, jax.ShapeDtypeStruct):
-            value = jax.ShapeDtypeStruct(value.shape, kept_in(kind(value, **metadata), dtype))
+            value = jax.ShapeDtypeStruct(value.shape, storage_dtype(kind(value, **metadata), dtype))
         put_at(model, address, kind(value, **metadata))
 
 
-def retrained(model: nnx.Module) -> set[str]:
+def retrained_addresses(model: nnx.Module) -> set[str]:
     """The addresses of the weights that are trained in full beside adapters."""
     return {address for address, v in variables(model).items() if isinstance(v, Retrained)}
 
@@ -63,7 +63,7 @@ def base_addresses(model: nnx.Module) -> set[str]:
     """The addresses of the weights that come from the base: all that are neither factors of an adapter nor trained in full."""
     names = {".".join(map(str, path)) for path, module in nnx.iter_modules(model) if _is_trained(module)}
     factors = {f"{name}.{factor}" for name in names for factor in FACTORS}
-    return set(variables(model)) - factors - retrained(model)
+    return set(variables(model)) - factors - retrained_addresses(model)
 
 
 def _is_trained(module: Any) -> bool:
@@ -142,7 +142,7 @@ def fill_base(
             array = np.asarray(codes.dequantized()) if adapted and fresh else array
         else:
             target = f"{below}.{leaf}" if below else leaf
-            kind = by_address[target].dtype if dtype is None else kept_in(by_address[target], dtype)
+            kind = by_address[target].dtype if dtype is None else storage_dtype(by_address[target], dtype)
             keep(target, np.asarray(array.astype(kind, copy=False), order="C"))
         if adapted is not None and fresh and leaf == "w":
             started = adapted.start_from(array.astype(np.float32, copy=False), iterations)

@@ -170,10 +170,10 @@ def int8(of: Contraction) -> QuantizedEinsum:
     Raises:
         BadInput: it is quantized already, or has an adapter.
     """
-    return quantized(of, INT8)
+    return quantized_einsum(of, INT8)
 
 
-def quantized(of: Contraction, scheme: Scheme) -> QuantizedEinsum:
+def quantized_einsum(of: Contraction, scheme: Scheme) -> QuantizedEinsum:
     """Returns a contraction with its weight in a format.
 
     Args:
@@ -215,7 +215,7 @@ def apply_schemes(model: nnx.Module, schemes: Mapping[str, Scheme]) -> list[str]
         first = next(scheme for scheme in layer_schemes if scheme is not None)
         if any(scheme != first for scheme in layer_schemes):
             raise Unsupported(f"the layers of {name} are quantized in different ways, and stacked", hint="execution.layers=unroll")
-        put_at(model, name, quantized(of, first))
+        put_at(model, name, quantized_einsum(of, first))
         out.append(name)
         all_layers |= set(layers)
     if missing := schemes.keys() - all_layers:

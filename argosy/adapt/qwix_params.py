@@ -22,7 +22,7 @@ from argosy.adapt.surgery import find, put_at
 from argosy.core.errors import BadInput, Unsupported
 from argosy.models.parts.einsum import Contraction, Einsum
 from argosy.models.parts.weight import put, variables
-from argosy.ops.quantized import Quantized, packed_codes, unpacked
+from argosy.ops.quantized import Quantized, packed_codes, unpack_codes
 
 ARRAY, QVALUE, SCALE, ZERO = "array", "qvalue", "scale", "zero_point"
 # The types of qvalue, and the formats of weights.
@@ -138,7 +138,7 @@ def _leaf(name: str, of: QuantizedEinsum) -> dict[str, Any]:
         raise Unsupported(f"`{name}` is {kind}, which Qwix stores otherwise", hint=f"{', '.join(KINDS.values())} are written")
     if w.x_scale is not None:
         raise Unsupported(f"`{name}` has a static scale of data, which trees of parameters do not hold", hint=WAY_OUT)
-    values = unpacked(w.values, w.packed, w.bits) if w.packed else w.values
+    values = unpack_codes(w.values, w.packed, w.bits) if w.packed else w.values
     if kind == "nf4":
         return {QVALUE: values.astype(jnp.uint4), SCALE: w.scales}
     shift = 8 if FORMATS[kind].bits == 4 else 0

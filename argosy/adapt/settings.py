@@ -227,7 +227,7 @@ class Qlora(LowRank):
     """The contractions to quantize, as in `where`. None: every matrix of the layers except routers and heads."""
 
     def quantize(self, model: Any) -> list[str]:
-        from argosy.adapt.quant import Scheme, quantized
+        from argosy.adapt.quant import Scheme, quantized_einsum
 
         scheme = Scheme(self.format, None if self.format == "int8" else self.block)
-        return self._swap(model, "quantize_where", self.quantize_where, lambda of: quantized(of, scheme))
+        return self._swap(model, "quantize_where", self.quantize_where, lambda of: quantized_einsum(of, scheme))

@@ -36,7 +36,7 @@ from argosy.core.addresses import is_address, local_path
 from argosy.core.errors import ArgosyError, BadInput, Damaged
 from argosy.core.locks import LOCK
 from argosy.core.settings import Reading, Settings, SettingsLayer, dump, flatten, yaml_layer, yaml_text_layer
-from argosy.core.settings.explain import annotated
+from argosy.core.settings.explain import annotated_yaml
 from argosy.core.storage import ReadOnly, Store
 from argosy.observe.backlog import Backlog
 from argosy.observe.life import FOLDER as LIFE
@@ -303,7 +303,7 @@ class RunDirectory:
     # ---------------------------------------------------------------- writing
 
     def write_settings(self, reading: Reading[Any]) -> None:
-        self.store.write_text(SETTINGS, annotated(reading))
+        self.store.write_text(SETTINGS, annotated_yaml(reading))
 
     def write_tokenizer(
         self, tokenizer: Any, generation: Path | None = None, write_more: Callable[[Path], None] | None = None

@@ -169,7 +169,7 @@ CHAT = Flags(
 )
 
 
-def translated(words: Sequence[str], flags: Flags = SERVE) -> list[str]:
+def translate_flags(words: Sequence[str], flags: Flags = SERVE) -> list[str]:
     """The words with flags of vLLM written as settings: `--port 80` and `--port=80` as `port=80`.
 
     Raises:

@@ -20,7 +20,7 @@ def cache_home() -> Path | None:
 
 
 @contextmanager
-def one_at_a_time(lock: Path, say: Say) -> Iterator[None]:
+def file_lock(lock: Path, say: Say) -> Iterator[None]:
     """Held by one process at a time, by a lock on this file that ends with the process. Says so if it must wait."""
     import fcntl
 

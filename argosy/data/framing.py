@@ -40,7 +40,9 @@ def frame_of(tokenizer: "Tokenizer", bos: bool | None = None) -> TextFrame:
     return TextFrame(begin, begin, tokenizer.ending)
 
 
-def framed(frame: TextFrame, text: Sequence[int], pair: Sequence[int] | None = None, most: int | None = None) -> tuple[list[int], int]:
+def frame_ids(
+    frame: TextFrame, text: Sequence[int], pair: Sequence[int] | None = None, most: int | None = None
+) -> tuple[list[int], int]:
     """The ids of a text or of a pair in their frame, and the index where the second text begins; 0 if there is one text.
 
     Args:
@@ -60,7 +62,7 @@ def framed(frame: TextFrame, text: Sequence[int], pair: Sequence[int] | None = N
     return [*head, *other, *frame.last], len(head)
 
 
-def unescaped(text: str) -> str:
+def unescape_text(text: str) -> str:
     """A text in which names of characters (`&amp;`) are the characters, twice over, and white space is one blank: what pipelines of Wan
     read."""
     return " ".join(html.unescape(html.unescape(text)).split())

@@ -43,7 +43,7 @@ class LabelSet:
         return len(self.names) or 1
 
 
-def found_labels(settings: "DataSettings") -> LabelSet:
+def labels_of_source(settings: "DataSettings") -> LabelSet:
     """The labels of a source of `classification` records, which is read whole.
 
     Raises:

@@ -38,7 +38,7 @@ class Numbered(BatchWrapper):
     def __init__(self, inner: Any, left_out: Iterable[tuple[int, int]] = ()):
         super().__init__(inner)
         self.depends = inner.depends
-        self.windows = joined(left_out)
+        self.windows = merge_windows(left_out)
         self.steps = self.number = 0
         self._before: dict[int, tuple[int, At | None]] = {}
 
@@ -53,7 +53,7 @@ class Numbered(BatchWrapper):
 
     def leave_out(self, first: int, last: int) -> None:
         """Adds a window of batches to skip."""
-        self.windows = joined([*self.windows, (first, last)])
+        self.windows = merge_windows([*self.windows, (first, last)])
 
     def __next__(self) -> Batch:
         # What depends on the model has positions that are dear, and cannot go back.
@@ -83,7 +83,7 @@ class Numbered(BatchWrapper):
         self.inner.take(arrays)
 
 
-def joined(windows: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+def merge_windows(windows: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Sorted windows; overlapping and adjacent ones are merged."""
     out: list[tuple[int, int]] = []
     for first, last in sorted(windows):

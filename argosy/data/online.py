@@ -14,14 +14,14 @@ from argosy.core.errors import BadInput
 from argosy.data.batch import LANGUAGE_MODELING, Batch, Batches, Fields, Fingerprint, check_fields
 from argosy.data.encode import DocumentEncoder
 from argosy.data.encoding import Encoding
-from argosy.data.order import Order, ordered, picked, whole_numbers
+from argosy.data.order import Order, order_fingerprint, select_fields, whole_numbers
 from argosy.data.pack import PackedRows, corpus_of
-from argosy.data.prepare import HeldOut, grouped
+from argosy.data.prepare import HeldOut, document_groups
 from argosy.data.rows.encoders import encoder_for
 from argosy.data.settings import DataSettings
 from argosy.data.sources import Document, Source
 from argosy.data.summary import CorpusSummary
-from argosy.data.tables import described, packed, source_identity
+from argosy.data.tables import packed_rows, source_identity, summarize_corpus
 
 if TYPE_CHECKING:
     from grain.experimental import ThreadPrefetchDatasetIterator
@@ -49,7 +49,7 @@ class OnlineBatches(Batches):
             raise BadInput(problem, hint="leave `data.epochs` out, or prepare the corpus (`data.online=false`)")
         check_fields(fields, LANGUAGE_MODELING)
         identity = source_identity(source, tokenizer, settings)
-        self.fingerprint = ordered(identity, settings, seed)
+        self.fingerprint = order_fingerprint(identity, settings, seed)
         self.tokens_per_batch = settings.batch * settings.sequence
         self.bytes_per_token = None
         self.among = {"process": process, "processes": processes}
@@ -73,7 +73,7 @@ class OnlineBatches(Batches):
     def summary(self, steps: int | None = None) -> CorpusSummary:
         """What is known before reading: files and bytes; names of special tokens in the first MiB of text."""
         encoder, source = self.make_encoder(), self.source
-        for document in next(grouped(source.documents()), []):
+        for document in next(document_groups(source.documents()), []):
             encoder.skip(document)
         limit = self.settings.max_bytes
         cut = limit is not None and (source.disk_bytes is None or source.disk_bytes > limit)
@@ -87,7 +87,7 @@ class OnlineBatches(Batches):
             rendered = encoder.encoding.rendering(self.source.format)
             facts |= {"rendered": rendered, "learn": self.settings.learn}
         facts |= {"ignored": self.source.ignored, "ends_short": self.settings.epochs is not None}
-        return described(self.settings.source_name, self.settings, identity=self.identity, online=True, **facts)
+        return summarize_corpus(self.settings.source_name, self.settings, identity=self.identity, online=True, **facts)
 
     def position(self) -> dict[str, Any]:
         return self.iterator.get_state() | self.among
@@ -152,7 +152,7 @@ class Windows:
             empty = document == 0
             for first, rows in self.windows(document):
                 order = Order(len(rows), self.seed if self.settings.shuffle else None)
-                window = picked(rows.gather(order(epoch * len(rows) + np.arange(len(rows)))), self.fields)
+                window = select_fields(rows.gather(order(epoch * len(rows) + np.arange(len(rows)))), self.fields)
                 for index in range(row, len(rows)):
                     batch = {name: array[index : index + 1] for name, array in window.items()}
                     yield {"epoch": epoch, "document": first, "row": index + 1}, batch
@@ -167,8 +167,8 @@ class Windows:
         encoder, documents = self.make_encoder(), self.own_documents()
         for document in islice(documents, start):
             encoder.skip(document)
-        for group in grouped(documents):
-            rows = packed(corpus_of(encoder.encode(group)), self.settings, self.identity)
+        for group in document_groups(documents):
+            rows = packed_rows(corpus_of(encoder.encode(group)), self.settings, self.identity)
             if len(rows):
                 yield start, rows
             start += len(group)

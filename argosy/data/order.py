@@ -178,7 +178,7 @@ def too_long_of(settings: DataSettings, identity: Fingerprint) -> str:
     return settings.too_long or ("cut" if of_records(identity) else "continue")
 
 
-def ordered(identity: Fingerprint, settings: DataSettings, seed: int) -> Fingerprint:
+def order_fingerprint(identity: Fingerprint, settings: DataSettings, seed: int) -> Fingerprint:
     """The fingerprint of the rows and their order. The number of processes and of steps is not part of it."""
     # Another way of shuffling gets another number.
     shuffle: str | bool = "order 1" if settings.shuffle else False
@@ -204,6 +204,6 @@ def whole_numbers(position: dict[str, Any], names: tuple[str, ...]) -> dict[str,
     return numbers
 
 
-def picked(batch: Batch, fields: Fields) -> Batch:
+def select_fields(batch: Batch, fields: Fields) -> Batch:
     """The requested fields, in the requested types."""
     return {name: batch[name].astype(field.dtype, copy=False) for name, field in fields.items()}

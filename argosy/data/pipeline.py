@@ -22,7 +22,16 @@ from argosy.data.mixtures.table import DataMixture, MixedTable, mixture_table
 from argosy.data.mixtures.table import find_data as find
 from argosy.data.mixtures.table import mixture_holds_out as holds_out
 from argosy.data.online import OnlineBatches
-from argosy.data.order import Order, check_blocks, of_records, ordered, packing_of, picked, row_order, whole_numbers
+from argosy.data.order import (
+    Order,
+    check_blocks,
+    of_records,
+    order_fingerprint,
+    packing_of,
+    row_order,
+    select_fields,
+    whole_numbers,
+)
 from argosy.data.pack import PackedRows
 from argosy.data.prepare import Progress
 from argosy.data.settings import DataSettings
@@ -74,7 +83,7 @@ def build(
         if source.format in GROUPS:
             raise BadInput(f"`{source.format}` records are not read online", hint="leave `data.online` off")
         if rows_per_group > 1:
-            raise ungrouped(rows_per_group, 1)
+            raise ungrouped_rows(rows_per_group, 1)
         tokenizer = fitting(tokenizer, settings, vocab)
         return OnlineBatches(source, settings, tokenizer, seed, process, processes, fields or LANGUAGE_MODELING)
     mixed = mixture_table(source, "train", tokenizer, vocab, seed, progress) if isinstance(source, DataMixture) else None
@@ -146,7 +155,7 @@ def share_of(batch: int, process: int, processes: int, per_group: int = 1) -> sl
     return slice(process * each, (process + 1) * each)
 
 
-def ungrouped(expected: int, rows: int) -> BadInput:
+def ungrouped_rows(expected: int, rows: int) -> BadInput:
     """The error for data whose rows do not come in the groups that the objective expects."""
     has, reads = (f"groups of {count} rows" if count > 1 else "single rows" for count in (rows, expected))
     return BadInput(f"the objective reads {reads}, and this data has {has}")
@@ -166,7 +175,7 @@ class BatchBlocks:
         per_group: int = 1,
     ):
         if rows.per_group != per_group:
-            raise ungrouped(per_group, rows.per_group)
+            raise ungrouped_rows(per_group, rows.per_group)
         self.of_table = {name: field for name, field in fields.items() if name != ROW}
         check_fields(self.of_table, rows.fields)
         self.rows, self.order, self.count, self.batch = rows, order, count, settings.batch
@@ -189,14 +198,14 @@ class BatchBlocks:
         # Past the end stands -1 - r, for a row r whose arrays have the right shape.
         rows = (np.where(groups < 0, -1 - groups, groups)[:, None] * self.per_group + np.arange(self.per_group)).ravel()
         gathered = self.rows.gather(rows, places) if self.by_place else self.rows.gather(rows)  # type: ignore[call-arg]
-        batch = picked(gathered, self.of_table)
+        batch = select_fields(gathered, self.of_table)
         if ROW in self.fields:
             batch[ROW] = rows.astype(self.fields[ROW].dtype)
         # Past the end of the last batch of an evaluation.
         if (groups < 0).any():
             live = {"group": groups >= 0, "row": np.repeat(groups >= 0, self.per_group)}
             live["token"] = live["row"]
-            batch = {name: blanked(array, live[self.fields[name].per]) for name, array in batch.items()}
+            batch = {name: zero_outside(array, live[self.fields[name].per]) for name, array in batch.items()}
             if ROW in batch:
                 batch[ROW] = np.where(live["row"], batch[ROW], -1)
         return batch
@@ -206,7 +215,7 @@ class BatchBlocks:
         return len(self.share) * (1 if self.fields[name].per == "group" else self.per_group)
 
 
-def blanked(array: np.ndarray, live: np.ndarray) -> np.ndarray:
+def zero_outside(array: np.ndarray, live: np.ndarray) -> np.ndarray:
     """The array with zeros where `live` is False."""
     return np.where(live.reshape(-1, *[1] * (array.ndim - 1)), array, np.zeros((), array.dtype))
 
@@ -221,7 +230,7 @@ class RowBatches(Batches):
         self.mixed = mixed
 
         grouped_ = {"rows_per_group": blocks.per_group} if blocks.per_group > 1 else {}
-        self.fingerprint = ordered(table.identity | grouped_, settings, seed)
+        self.fingerprint = order_fingerprint(table.identity | grouped_, settings, seed)
         self.tokens_per_batch = settings.batch * getattr(blocks.rows, "tokens_per_row", settings.sequence)
         self.bytes_per_token = table.bytes_per_token
         self.table, self.blocks, self.block, self.handed = table, blocks, None, 0

@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from argosy.core.caches import one_at_a_time
+from argosy.core.caches import file_lock
 from argosy.core.errors import ArgosyError, BadInput, Damaged
 from argosy.core.formats.files import sync
 from argosy.data.batch import Fingerprint
@@ -231,7 +231,7 @@ def write(
 
         try:
             # What an earlier writer has done is read again, since what is held out and left out may depend on it, and not encoded.
-            for group in grouped(islice(until(stopped, source.documents()), read, None)):
+            for group in document_groups(islice(until(stopped, source.documents()), read, None)):
                 for document, encoded in zip(group, encoder.encode(group)):
                     size_bytes = len(document.text.encode())
                     # Records have no text whose bytes their tokens could be compared with.
@@ -297,7 +297,7 @@ def until(stopped: Callable[[], bool], documents: Iterable[Document]) -> Iterato
         yield document
 
 
-def grouped(documents: Iterable[Document]) -> Iterator[list[Document]]:
+def document_groups(documents: Iterable[Document]) -> Iterator[list[Document]]:
     """Documents in lists of about GROUP_BYTES."""
     group: list[Document] = []
     size = 0
@@ -425,7 +425,7 @@ def _one_writer(folder: Path, say: Say) -> Iterator[Path]:
     nobody who waited for it has anything left to write.
     """
     partial, lock = folder.with_name(f".{folder.name}.partial"), folder.with_name(f".{folder.name}.lock")
-    with one_at_a_time(lock, say):
+    with file_lock(lock, say):
         partial.mkdir(exist_ok=True)
         try:
             yield partial

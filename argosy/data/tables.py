@@ -26,7 +26,7 @@ from argosy.data.prepare import (
     Prepared,
     Progress,
     corpus_identity,
-    grouped,
+    document_groups,
     open_prepared,
     prepare,
 )
@@ -185,19 +185,19 @@ def table_of(
         spaces = vocab if isinstance(vocab, int) else " ".join(map(str, vocab))
         unreadable = len(getattr(source, "unreadable", ()))
         stretched = len(getattr(source, "stretched", ()))
-        summary = described(identity["source"], settings, rows=rows, unreadable=unreadable, stretched=stretched)
+        summary = summarize_corpus(identity["source"], settings, rows=rows, unreadable=unreadable, stretched=stretched)
         return RowTable(rows, identity | {"vocab": spaces}, None, summary)
     if isinstance(source, Corpus):
         return table_in_memory(source, split, settings, vocab)
     tokenizer = fitting(tokenizer, settings, vocab)
     if isinstance(source, Source) and settings.online:
         return held_out_online(source, settings, tokenizer, limit)
-    prepared = source if isinstance(source, Prepared) else cached(source, settings, tokenizer, progress)
+    prepared = source if isinstance(source, Prepared) else cached_corpus(source, settings, tokenizer, progress)
     if prepared.fingerprint.get("tokenizer") != tokenizer.fingerprint:
         remedy = f"leave it out, or set `data.tokenizer={prepared.tokenizer}`" if prepared.tokenizer else "set that one"
         problem = f"the corpus was prepared with another tokenizer than `{settings.tokenizer}`"
         raise BadInput(problem, where=str(prepared.folder), hint=f"{remedy}; or prepare the corpus again")
-    rows = _check_not_empty(planned(prepared, split, settings), split, settings)
+    rows = _check_not_empty(rows_of_split(prepared, split, settings), split, settings)
     return RowTable(rows, prepared.fingerprint, prepared.bytes_per_token(split), summary_of(prepared, settings, rows))
 
 
@@ -211,11 +211,11 @@ def table_in_memory(corpus: Corpus, split: str, settings: DataSettings, vocab: i
     for name, array in {"tokens": corpus.tokens, "starts": corpus.starts, **corpus.target_arrays}.items():
         digest.update(f"{name} {array.dtype}".encode() + np.ascontiguousarray(array).tobytes())
     identity: Fingerprint = {"source": "corpus in memory", "source.sha256": digest.hexdigest()}
-    rows = _check_not_empty(packed(corpus, settings, identity), split, settings)
-    return RowTable(rows, identity, None, described("in memory", settings, corpus, rows))
+    rows = _check_not_empty(packed_rows(corpus, settings, identity), split, settings)
+    return RowTable(rows, identity, None, summarize_corpus("in memory", settings, corpus, rows))
 
 
-def packed(corpus: Corpus, settings: DataSettings, identity: Fingerprint) -> PackedRows:
+def packed_rows(corpus: Corpus, settings: DataSettings, identity: Fingerprint) -> PackedRows:
     """The rows of a corpus under the settings; `identity` says what it was made from."""
     layout = settings.sequence, packing_of(settings, identity), too_long_of(settings, identity)
     if together := of_sequences(identity):
@@ -223,7 +223,7 @@ def packed(corpus: Corpus, settings: DataSettings, identity: Fingerprint) -> Pac
     return rows_of(corpus, layout[1], layout[0], layout[2])
 
 
-def planned(prepared: Prepared, split: str, settings: DataSettings) -> PackedRows:
+def rows_of_split(prepared: Prepared, split: str, settings: DataSettings) -> PackedRows:
     """The rows of a split. The last few plans are kept, because a run builds its data more than once and packing takes 2 s for
     a million documents."""
     corpus = prepared.train if split == "train" else prepared.held_out
@@ -231,13 +231,13 @@ def planned(prepared: Prepared, split: str, settings: DataSettings) -> PackedRow
     fingerprint = prepared.fingerprint
     key = (str(prepared.folder), files, packing_of(settings, fingerprint), settings.sequence, too_long_of(settings, fingerprint))
     if key not in KEPT:
-        KEPT[key] = packed(corpus, settings, fingerprint)
+        KEPT[key] = packed_rows(corpus, settings, fingerprint)
         while len(KEPT) > PLANS:
             KEPT.popitem(last=False)
     return KEPT[key]
 
 
-def described(
+def summarize_corpus(
     name: str,
     settings: DataSettings,
     corpus: Corpus | None = None,
@@ -275,7 +275,7 @@ def summary_of(prepared: Prepared, settings: DataSettings, rows: PackedRows | No
     source, special = prepared.manifest.get("source", {}), prepared.manifest.get("special", {})
     records = prepared.manifest.get("records", {})
     train, held_out = (prepared.manifest["splits"][split] for split in ("train", "held_out"))
-    return described(
+    return summarize_corpus(
         settings.source_name, settings, prepared.train, rows, prepared.fingerprint,
         ignored=tuple(records.get("ignored", ())), unanswered=records.get("unanswered", 0), rendered=records.get("rendered"),
         learn=records.get("learn"), endless=records.get("endless", 0), identical=records.get("identical", 0),
@@ -300,7 +300,7 @@ def _check_not_empty(rows: PackedRows, split: str, settings: DataSettings) -> Pa
     return rows
 
 
-def cached(source: Source, settings: DataSettings, tokenizer: "Tokenizer", progress: Progress | None) -> Prepared:
+def cached_corpus(source: Source, settings: DataSettings, tokenizer: "Tokenizer", progress: Progress | None) -> Prepared:
     """The source's prepared corpus in the cache, where it is written first if it is not there.
 
     Raises:
@@ -348,7 +348,7 @@ def held_out_online(source: Source, settings: DataSettings, tokenizer: "Tokenize
     chooser, encoder = HeldOut(settings.held_out), encoder_for(source, Encoding.of_settings(tokenizer, settings))
     enough = ENDLESS if limit is None else limit * settings.batch * settings.sequence + 1
     encoded, tokens, size_bytes = [], 0, 0
-    for group in grouped(document for document in source.documents() if chooser.takes(document)):
+    for group in document_groups(document for document in source.documents() if chooser.takes(document)):
         for document, piece in zip(group, encoder.encode(group)):
             if tokens < enough:
                 encoded.append(piece)
@@ -358,7 +358,7 @@ def held_out_online(source: Source, settings: DataSettings, tokenizer: "Tokenize
             break
     corpus = corpus_of(encoded)
     identity = source_identity(source, tokenizer, settings)
-    rows = packed(corpus, settings, identity)
+    rows = packed_rows(corpus, settings, identity)
     if not len(rows):
         raise BadInput(
             "data.online holds out whole documents, and none of this source was",
@@ -366,4 +366,4 @@ def held_out_online(source: Source, settings: DataSettings, tokenizer: "Tokenize
             hint="`data.documents=paragraphs`, a larger `data.held_out`, or `data.held_out=0` to train without evaluation",
         )
     bytes_per_token = size_bytes / (len(corpus.tokens) - corpus.documents) if size_bytes else None
-    return RowTable(rows, identity, bytes_per_token, described(settings.source_name, settings, corpus, rows, identity))
+    return RowTable(rows, identity, bytes_per_token, summarize_corpus(settings.source_name, settings, corpus, rows, identity))

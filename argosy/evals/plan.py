@@ -12,7 +12,7 @@ from argosy.data.sources import SourceRecord
 from argosy.evals.rows import (
     LAYOUTS,
     Fields,
-    answered,
+    answered_format,
     check_task_rows,
     is_rows,
     layout_of,
@@ -133,7 +133,7 @@ def _of_file(path: Path, settings: EvalSettings) -> list[PlannedTask]:
         if tasks[0].kind == RETRIEVAL:
             raise BadInput(f"{path} is a file, and retrieval has several", hint=f"data=FOLDER with {FILES}")
         if tasks[0].name == PERPLEXITY and "text" not in rows[0]:
-            if (format := answered(path, rows[0])) is None:
+            if (format := answered_format(path, rows[0])) is None:
                 raise no_layout(path, rows[0])
             return [_of_records(replace(ANSWERS, name=PERPLEXITY), path, rows, format, settings)]
         return [_plan_task(tasks[0], path, rows, settings)]
@@ -141,7 +141,7 @@ def _of_file(path: Path, settings: EvalSettings) -> list[PlannedTask]:
     if len(matches) == 1 and all(field in rows[0] for field in LAYOUTS[matches[0].layout]):
         return [_plan_task(matches[0], path, rows, settings)]
     has_layout = any(all(field in rows[0] for field in fields) for fields in LAYOUTS.values())
-    if not has_layout and (format := answered(path, rows[0])) is not None:
+    if not has_layout and (format := answered_format(path, rows[0])) is not None:
         return [_of_records(replace(ANSWERS, name=stem), path, rows, format, settings)]
     return [_plan_task(replace(PLAIN[layout_of(path, rows[0])], name=stem), path, rows, settings)]
 

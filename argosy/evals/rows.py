@@ -114,7 +114,7 @@ def no_layout(path: Path, row: Mapping[str, Any]) -> BadInput:
     )
 
 
-def answered(path: Path, row: Mapping[str, Any]) -> str | None:
+def answered_format(path: Path, row: Mapping[str, Any]) -> str | None:
     """The format of a file whose answers training would learn (`data.sources.records`), from its first row; None if it has no such
     format.
 

@@ -55,7 +55,7 @@ def means(rows: Sequence[RowScores]) -> dict[str, MeanWithError]:
     return {name: mean([r.values[name] for r in rows], [r.weight(name) for r in rows]) for name in names}
 
 
-def paired(rows: Sequence[RowScores], baseline: Sequence[RowScores], name: str) -> dict[str, Any]:
+def paired_difference(rows: Sequence[RowScores], baseline: Sequence[RowScores], name: str) -> dict[str, Any]:
     """The difference of a metric between two models on the same rows.
 
     Returns:

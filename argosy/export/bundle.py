@@ -30,10 +30,10 @@ from argosy.core.progress import Say
 from argosy.data.tokenizers import Tokenizer
 from argosy.export.calls import (
     checked_inputs,
-    chosen_program,
     filled_inputs,
     named_sizes,
     padded_inputs,
+    select_program,
     unpadded_outputs,
 )
 from argosy.export.manifest import BundleManifest, BundleProgram, BundleSignature, dtype_of_name
@@ -45,7 +45,7 @@ from argosy.export.steps import (
     bundled_tokenizer,
     decoded_images,
     step_result,
-    tokenized,
+    tokenize_inputs,
     tokenized_prompts,
 )
 from argosy.export.verify import WARN, days_left, open_bundle_weights, verify_bundle
@@ -135,7 +135,7 @@ class Bundle:
         """Calls a signature with inputs from `calls.checked_inputs`; otherwise like `run`."""
         of = self.manifest.signature(signature)
         sizes = named_sizes(of, arrays)
-        program = chosen_program(of, self.platform, sizes)
+        program = select_program(of, self.platform, sizes)
         outputs = self.computed(of, program, padded_inputs(of, arrays, program))
         results: dict[str, Any] = unpadded_outputs(of, {name: np.asarray(value) for name, value in outputs.items()}, sizes)
         for step in of.postprocess:
@@ -268,7 +268,7 @@ class Bundle:
     def _tokenized(self, step: TokenizeStep, signature: BundleSignature, texts: list[Any]) -> dict[str, Any]:
         shape = next(i.shape for i in signature.inputs if i.name == step.tokens)
         longest = signature.limits.get(str(shape[1]), shape[1] if isinstance(shape[1], int) else None)
-        return tokenized(step, self.tokenizer(step.folder), texts[0], longest, *texts[1:])
+        return tokenize_inputs(step, self.tokenizer(step.folder), texts[0], longest, *texts[1:])
 
     def _signature_weights(self, signature: BundleSignature) -> dict[str, jax.Array]:
         """The weights of a signature on the device, where they stay; of several devices, each gets its share."""

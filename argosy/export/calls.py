@@ -119,7 +119,7 @@ def named_sizes(signature: BundleSignature, arrays: Mapping[str, np.ndarray]) ->
     return sizes
 
 
-def chosen_program(signature: BundleSignature, platform: str, sizes: Mapping[str, int]) -> BundleProgram:
+def select_program(signature: BundleSignature, platform: str, sizes: Mapping[str, int]) -> BundleProgram:
     """The program of exactly these sizes, or the smallest to which they can be padded.
 
     Raises:

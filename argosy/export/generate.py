@@ -19,7 +19,7 @@ from argosy.models.parts.attention.cache import contiguous
 from argosy.ops.precision import sums_in
 
 
-def generated(
+def generate_tokens(
     model: Any,
     tokens: Int[Array, "B P"],
     mask: Int[Array, "B P"],

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 from argosy.core.errors import BadInput
 from argosy.export.lower import PLATFORMS, export_program, portable_implementations
 from argosy.export.manifest import BundleManifest, BundleSignature, TensorSignature
-from argosy.export.model import abstract_inputs, combined, listed_sizes
+from argosy.export.model import abstract_inputs, listed_sizes, size_combinations
 from argosy.export.prompts import BundledPrompts, bundled_prompts
 from argosy.export.signatures import BATCH, split_program
 from argosy.export.write import BundleContents, tensor_entry, write_bundle
@@ -89,7 +89,7 @@ def export_images(
     say(f"lowering `denoise` for {', '.join(platforms)}")
     contents.programs["denoise"] = [
         (fixed, export_program(program, weights, abstract_inputs(signature, fixed), platforms=platforms))
-        for fixed in combined({BATCH: listed_sizes("batch", batch)})
+        for fixed in size_combinations({BATCH: listed_sizes("batch", batch)})
     ]
     contents.signatures["denoise"] = signature.model_copy(update={"weights": sorted(weights)})
     contents.weights = [tensor_entry(address, value) for address, value in weights.items()]

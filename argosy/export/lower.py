@@ -101,7 +101,7 @@ def export_errors() -> Iterator[None]:
         raise Unsupported(problem, hint="use an implementation of plain XLA while exporting") from None
 
 
-def lowered(
+def lower_program(
     model: Any, forward: Callable[..., Any], args: Sequence[Any], *, platforms: Sequence[str] = PLATFORMS
 ) -> bytes:
     """Exports `forward(model, *args)` as a program (weights, *args) -> outputs.
@@ -128,7 +128,7 @@ def lower(model: Any, *, platforms: Sequence[str] = PLATFORMS) -> bytes:
     """
     B, T = export.symbolic_shape("B, T")
     ids = jax.ShapeDtypeStruct((B, T), jnp.int32)
-    return lowered(model, lambda m, tokens, segments: m(tokens, m.config.attend(segments))[0], (ids, ids), platforms=platforms)
+    return lower_program(model, lambda m, tokens, segments: m(tokens, m.config.attend(segments))[0], (ids, ids), platforms=platforms)
 
 
 def raise_again(program: bytes) -> Callable[..., Any]:

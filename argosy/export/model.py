@@ -84,7 +84,7 @@ def export_model(
             check_lengths(lengths, bundle_signature.limits[LENGTH])
             bundle_signature = bundle_signature.model_copy(update={"limits": bundle_signature.limits | {LENGTH: max(lengths)}})
         say(f"lowering `{name}` for {', '.join(platforms)}")
-        shapes = combined({BATCH: listed_sizes("batch", batch), LENGTH: lengths})
+        shapes = size_combinations({BATCH: listed_sizes("batch", batch), LENGTH: lengths})
         if places is not None:
             check_closed(lm.module, bundle_signature, shapes[0])
         lowering: dict[str, Any] = {"platforms": platforms, "places": places}
@@ -157,7 +157,7 @@ def check_lengths(lengths: Sequence[int], most: int) -> None:
         raise BadInput(f"length = {max(lengths)} is more than this signature's {most} tokens")
 
 
-def combined(sizes: Mapping[str, Sequence[int] | None]) -> list[dict[str, int]]:
+def size_combinations(sizes: Mapping[str, Sequence[int] | None]) -> list[dict[str, int]]:
     """Every combination of the listed sizes. Axes without a list stay open."""
     listed = {name: some for name, some in sizes.items() if some is not None}
     return [dict(zip(listed, values)) for values in itertools.product(*listed.values())]

@@ -18,7 +18,7 @@ import numpy as np
 
 from argosy.core.errors import BadInput, UnknownName
 from argosy.data.framing import frame_of
-from argosy.export.generate import generated
+from argosy.export.generate import generate_tokens
 from argosy.export.manifest import BundleSignature, TensorSignature
 from argosy.export.steps import (
     DetokenizeStep,
@@ -282,7 +282,7 @@ def generate_signature(lm: LM, prompt_tokens: int | None = None, max_tokens: int
     stops = tuple(sorted(stop for stop in lm.stops() if stop < lm.config.vocab))
 
     def generate(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        tokens, lengths = generated(model, **inputs, room=new, stops=stops)
+        tokens, lengths = generate_tokens(model, **inputs, room=new, stops=stops)
         return {"tokens": tokens, "lengths": lengths}
 
     tensor_fields: dict[str, Any] = {"name": "max_tokens", "shape": [], "dtype": "int32", "default": new, "minimum": 1, "maximum": new}

@@ -15,10 +15,10 @@ from pydantic import Field, model_validator
 
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput, nearest
-from argosy.core.formats.image_files import read_image, resized
+from argosy.core.formats.image_files import read_image, resize_image
 from argosy.core.sequences import common_length
 from argosy.core.settings import Settings
-from argosy.data.framing import TextFrame, framed, unescaped
+from argosy.data.framing import TextFrame, frame_ids, unescape_text
 from argosy.data.tokenizers import Tokenizer
 
 
@@ -254,7 +254,7 @@ class DetokenizeStep(Settings):
     """The name of the output with the texts."""
 
 
-def tokenized(
+def tokenize_inputs(
     step: TokenizeStep, tokenizer: Tokenizer, texts: Any, longest: int | None, more: Any = None
 ) -> dict[str, np.ndarray]:
     """The inputs of the program for these texts.
@@ -274,7 +274,7 @@ def tokenized(
         others = None if more is None else _ids(step, tokenizer, _texts(step.pair, more, len(texts)), prompts)
         frame = TextFrame(tuple(step.first), tuple(step.between), tuple(step.last))
         most = longest if step.cut else None
-        both = [framed(frame, row, None if others is None else others[i], most) for i, row in enumerate(ids)]
+        both = [frame_ids(frame, row, None if others is None else others[i], most) for i, row in enumerate(ids)]
         rows, seconds = [row for row, _ in both], [second for _, second in both]
     else:
         spare = len(step.first) + len(step.last)
@@ -310,7 +310,7 @@ def tokenized_prompts(step: TokenizePromptStep, tokenizer: Callable[[str], Token
         BadInput: a value is no text, or no encoder reads it to its end.
     """
     texts = _texts(step.input, texts)
-    plain = [unescaped(text) for text in texts] if step.unescape else texts
+    plain = [unescape_text(text) for text in texts] if step.unescape else texts
     arrays, cut = {}, [True] * len(texts)
     for encoder in step.encoders:
         room = encoder.length - len(encoder.first) - len(encoder.last)
@@ -387,7 +387,7 @@ def _fitted(step: DecodeImageStep, image: np.ndarray) -> np.ndarray:
     elif step.resize == "contain":
         tall, broad = (min(side, max(1, round(whole * min(ratios)))) for side, whole in zip(size, (height, width)))
         size = tall, broad
-    pixels = resized(np.ascontiguousarray(image), *size).astype(np.float64)
+    pixels = resize_image(np.ascontiguousarray(image), *size).astype(np.float64)
     if pixels.shape[-1] == 4:
         share = pixels[..., 3:] / 255
         pixels = np.rint(pixels[..., :3] * share + step.background * (1 - share))
@@ -455,7 +455,7 @@ def step_result(step: Any, outputs: Mapping[str, Any], tokenizer: Callable[[str]
         return probabilities(outputs[step.scores], step.step)
     if isinstance(step, LabelsStep):
         return [step.names[i] for i in np.argmax(outputs[step.scores], -1).tolist()]
-    return detokenized(step, tokenizer(step.folder), outputs)
+    return detokenize_outputs(step, tokenizer(step.folder), outputs)
 
 
 def probabilities(scores: np.ndarray, activation: str) -> np.ndarray:
@@ -468,7 +468,7 @@ def probabilities(scores: np.ndarray, activation: str) -> np.ndarray:
     return np.where(scores >= 0, 1 / (1 + small), small / (1 + small)).astype(scores.dtype)
 
 
-def detokenized(step: DetokenizeStep, tokenizer: Tokenizer, outputs: Mapping[str, Any]) -> list[str]:
+def detokenize_outputs(step: DetokenizeStep, tokenizer: Tokenizer, outputs: Mapping[str, Any]) -> list[str]:
     """The text of each row. It continues another text, so it keeps its leading space."""
     texts = []
     for row, length in zip(outputs[step.tokens], outputs[step.lengths], strict=True):

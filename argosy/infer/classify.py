@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Float
 
 from argosy.core.errors import BadInput
-from argosy.data.framing import frame_of, framed
+from argosy.data.framing import frame_ids, frame_of
 from argosy.infer.forward.sequences import length_batches, length_bucket
 from argosy.models.parts.texts import text_scores
 from argosy.models.parts.weight import merge
@@ -28,7 +28,7 @@ TextOrPair = str | tuple[str, str]
 
 def classify(lm: "LM", texts: Sequence[TextOrPair], batch: int) -> list[dict[str, float]]:
     """As `LM.classify`."""
-    probabilities = activated(scores_of(lm, texts, batch), lm.config.activation_of_scores)
+    probabilities = apply_activation(scores_of(lm, texts, batch), lm.config.activation_of_scores)
     return [dict(zip(lm.config.label_names, row.tolist(), strict=True)) for row in probabilities]
 
 
@@ -66,7 +66,7 @@ def framed_texts(lm: "LM", texts: Sequence[TextOrPair]) -> tuple[list[list[int]]
     frame, context = frame_of(lm.tokenizer), lm.config.context
     flat = [text for entry in texts for text in ([entry] if isinstance(entry, str) else entry)]
     ids = iter(lm.tokenizer.encode_many(flat))
-    rows = [framed(frame, next(ids), None if isinstance(entry, str) else next(ids), context) for entry in texts]
+    rows = [frame_ids(frame, next(ids), None if isinstance(entry, str) else next(ids), context) for entry in texts]
     if empty := [i for i, (row, _) in enumerate(rows) if not row]:
         raise BadInput(f"text {empty[0]} has no tokens")
     return [row for row, _ in rows], [second for _, second in rows]
@@ -76,7 +76,7 @@ def _is_pair(entry: Any) -> bool:
     return isinstance(entry, tuple | list) and len(entry) == 2 and all(isinstance(text, str) for text in entry)
 
 
-def activated(scores: Float[np.ndarray, "N Z"], activation: str) -> Float[np.ndarray, "N Z"]:
+def apply_activation(scores: Float[np.ndarray, "N Z"], activation: str) -> Float[np.ndarray, "N Z"]:
     """Scores as probabilities: softmax, sigmoid, or none, which leaves them."""
     if activation == "none":
         return scores

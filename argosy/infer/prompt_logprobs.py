@@ -21,12 +21,12 @@ from jaxtyping import Array, Float, Int
 from argosy.core.progress import Say
 from argosy.infer.engine.adapters import Adapters, LoadedAdapter
 from argosy.infer.engine.cache import allocate_caches
-from argosy.infer.forward.sequences import SequenceScorer, length_bucket, over_chunks
+from argosy.infer.forward.sequences import SequenceScorer, length_bucket, map_chunks
 from argosy.infer.placement import home_mesh
 from argosy.infer.sampling.sample import likeliest
 from argosy.infer.sampling.sampler import MOST_TOP
 from argosy.models.parts.attention.attend import Contiguous
-from argosy.models.parts.attention.cache import Caches, contiguous, laid_out
+from argosy.models.parts.attention.cache import Caches, constrain_caches, contiguous
 
 # Tokens of one pass, padding included. SmolLM2 135M takes half a second for them on two CPU cores.
 PASS = 256
@@ -119,7 +119,7 @@ class PromptScorer:
         with self.sequences.on_mesh():
             # Kept by length: a new function would compile for each long prompt.
             if length not in self._empties:
-                self._empties[length] = jax.jit(lambda: laid_out(self._specs, empty()))
+                self._empties[length] = jax.jit(lambda: constrain_caches(self._specs, empty()))
             return self._empties[length]()
 
     def batch(self, prompts: Sequence[Sequence[int]], under: Sequence[LoadedAdapter | None] | None = None) -> list[int]:
@@ -219,4 +219,4 @@ def _of_logits(logits: Array, following: Array) -> tuple[Array, ...]:
 
 def _scored(model: Any, x: Array, following: Array) -> tuple[Array, ...]:
     """Log-probabilities and ranks of the tokens that follow [B T]; the likeliest tokens and their log-probabilities [B T K]."""
-    return over_chunks(model, x, following, _of_logits)
+    return map_chunks(model, x, following, _of_logits)

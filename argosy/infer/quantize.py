@@ -18,7 +18,7 @@ from argosy.adapt.calibration.data import calibration_data
 from argosy.adapt.calibration.folder import CalibrationFolder
 from argosy.adapt.calibration.layers import LayerRunner
 from argosy.adapt.methods.settings import METHODS, Nearest, RoundingMethod
-from argosy.adapt.quant import PARTS, by_layer, quantized
+from argosy.adapt.quant import PARTS, by_layer, quantized_einsum
 from argosy.adapt.rules import Rule, schemes_of
 from argosy.adapt.surgery import at, find, put_at
 from argosy.core.errors import BadInput, Unsupported
@@ -52,7 +52,7 @@ def quantize_in_place(
         raise BadInput(f"method={Choice(METHODS).name_of(rounding)} needs calibration data", hint=hint)
     schemes = schemes_of(module, rules, is_calibrated=data is not None)
     if data is None and isinstance(rounding, Nearest):
-        modules = {name: quantized(at(module, name), scheme) for name, scheme in schemes.items()}
+        modules = {name: quantized_einsum(at(module, name), scheme) for name, scheme in schemes.items()}
         return _put_all(module, modules)
     for name, of in find(module, ".*").items():
         if not isinstance(of, Einsum):
@@ -77,7 +77,7 @@ def quantize_in_place(
         plain = weights if calibrated is None else calibrated.changed(weights)
         changed = set() if calibrated is None else set(calibrated.changed_places)
         description = config.build(module.layers.run)
-        modules = {name: quantized(at(description, name), scheme) for name, scheme in schemes.items()}
+        modules = {name: quantized_einsum(at(description, name), scheme) for name, scheme in schemes.items()}
         _put_all(description, modules)
         names = layer_addresses(description)
         codes = {f"{name}.{part}" for name in schemes for part in PARTS}

@@ -41,7 +41,7 @@ from argosy.weights.peft.reader import check_base, config_for, read_contents
 from argosy.weights.peft.sites import FILES
 from argosy.weights.peft.writer import write_adapter
 from argosy.weights.staging import write_staged
-from argosy.weights.stream import in_order, largest_tensor, streamed
+from argosy.weights.stream import in_order, largest_tensor, streaming_model
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 # What a target that ends so is.
@@ -183,7 +183,7 @@ def write_single_file(
         raise BadInput("adapter is not merged into a single file", hint=hint)
     folder = Path(local_model(source, say))
     if (folder / DIFFUSERS_INDEX).is_file():
-        models = {part: streamed(open_model(folder / part, say)) for part in SINGLE_FILE_PARTS if (folder / part).is_dir()}
+        models = {part: streaming_model(open_model(folder / part, say)) for part in SINGLE_FILE_PARTS if (folder / part).is_dir()}
     else:
         denoiser = open_source(source, say)
         if isinstance(denoiser.config, LearnedEmbeddingsConfig):
@@ -270,7 +270,7 @@ def open_source(source: str, say: Say = lambda _: None) -> OpenedModel:
     source = local_model(source, say)
     if not Path(source).exists():
         raise no_model(source)
-    stored = streamed(open_model(source, say))
+    stored = streaming_model(open_model(source, say))
     check_tied_head(stored)
     hub_name = name_of_path(source)
     return replace(stored, hub={**stored.hub, "_name_or_path": hub_name.repository}) if hub_name and stored.kind == "hub" else stored

@@ -18,7 +18,7 @@ from argosy.core.caches import clear_cache, most_bytes
 from argosy.core.command import install_extra, install_package
 from argosy.jobs import machine
 from argosy.observe import environment
-from argosy.observe.readable import lasted, sized
+from argosy.observe.readable import format_bytes, format_duration
 from argosy.ops.native import library
 
 BROKEN, WARNING, NOTE = "broken", "warning", "note"
@@ -135,7 +135,7 @@ def _check_disk(facts: Mapping[str, Any]) -> list[Finding]:
         if free is not None and free < 2 * GIB:
             level = BROKEN if free < GIB // 8 and place == "here" else WARNING
             hint = "a run's checkpoints need three times the size of its model: free some space"
-            out.append(Finding(level, f"{sized(free)} free at {about['path']}", hint))
+            out.append(Finding(level, f"{format_bytes(free)} free at {about['path']}", hint))
     if not can_write(Path.cwd()):
         hint = "runs are written to runs/ here: give dir=, or change to another directory"
         out.append(Finding(WARNING, f"no permission to write in {Path.cwd()}", hint))
@@ -148,7 +148,7 @@ def check_cache(facts: Mapping[str, Any]) -> list[Finding]:
         hint = f"fix the permissions of the home directory, or {machine.CACHE_HINT}"
         return [Finding(WARNING, f"compiled programs cannot be kept in {cache['folder']}", hint)]
     if cache["bytes"] > 10 * GIB:
-        problem = f"{sized(cache['bytes'])} of compiled programs are cached"
+        problem = f"{format_bytes(cache['bytes'])} of compiled programs are cached"
         return [Finding(NOTE, problem, f"`argosy doctor --clear-cache` removes them: {cache['folder']}")]
     return []
 
@@ -156,7 +156,7 @@ def check_cache(facts: Mapping[str, Any]) -> list[Finding]:
 def check_machine(facts: Mapping[str, Any]) -> list[Finding]:
     about, out = facts["machine"], []
     if about["memory_free_bytes"] is not None and about["memory_free_bytes"] < GIB:
-        problem = f"{sized(about['memory_free_bytes'])} of memory free"
+        problem = f"{format_bytes(about['memory_free_bytes'])} of memory free"
         out.append(Finding(WARNING, problem, "end other programs: the system kills a process that runs out of memory"))
     if about["load"] is not None and about["load"] > 1.5 * about["cores"]:
         problem = f"load {about['load']:g} on {about['cores']:g} core{'s' * (about['cores'] != 1)}: other programs are computing too"
@@ -165,7 +165,7 @@ def check_machine(facts: Mapping[str, Any]) -> list[Finding]:
         problem = f"{facts['open_files']} open files allowed"
         out.append(Finding(WARNING, problem, "ulimit -n 4096, or checkpoints may fail"))
     if facts["clock_behind_s"] > 86400:
-        problem = f"the clock is {lasted(facts['clock_behind_s'])} behind this program's own files"
+        problem = f"the clock is {format_duration(facts['clock_behind_s'])} behind this program's own files"
         out.append(Finding(WARNING, problem, "set the clock: the newest run is found by it, and certificates are checked by it"))
     return out
 
@@ -219,7 +219,7 @@ def huge_pages() -> dict[str, str]:
 def kernels() -> dict[str, str]:
     """The library of compiled kernels, built if need be, and why there is none."""
     try:
-        return {"library": str(library.built()), "why_not": ""}
+        return {"library": str(library.built_library()), "why_not": ""}
     except library.Unavailable as e:
         return {"library": "", "why_not": str(e)}
 

@@ -17,14 +17,14 @@ from argosy.evals.plan import PlannedTask, plan
 from argosy.evals.prompts import examples
 from argosy.evals.rows import read_rows
 from argosy.evals.settings import EvalSettings
-from argosy.evals.statistics import RowScores, paired
+from argosy.evals.statistics import RowScores, paired_difference
 from argosy.jobs.history import listing as runs
 from argosy.run.settings.recipe_files import no_model
 
 Others = Mapping[str, Sequence[RowScores]]
 
 
-def prepared(model: str, settings: EvalSettings) -> tuple[list[PlannedTask], Others]:
+def prepare_tasks(model: str, settings: EvalSettings) -> tuple[list[PlannedTask], Others]:
     """The tasks with their rows and enough examples, and the rows to compare with.
 
     Raises:
@@ -93,7 +93,7 @@ def evaluate(
                 write_rows(Path(settings.rows), name, result.rows)
             if settings.against:
                 metrics = [metric for metric in result.numbers if metric != "perplexity"]
-                tasks[name]["against"] = {m: paired(result.rows, others[name], m) for m in metrics}
+                tasks[name]["against"] = {m: paired_difference(result.rows, others[name], m) for m in metrics}
     except EvaluationStopped:
         return {"tasks": tasks}, True
     return {"tasks": tasks}, False

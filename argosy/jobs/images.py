@@ -104,7 +104,7 @@ def generate_images(
     source = None if settings.source is None else _image(f"source={settings.source}", settings.source)
     names = settings.control_image or ()
     controls = [_image(f"control_image={name}", name) for name in ([names] if isinstance(names, str) else names)]
-    from argosy.core.formats.image_files import is_stretched, resized
+    from argosy.core.formats.image_files import is_stretched, resize_image
     from argosy.infer.denoise.pipeline import ImagePipeline
     from argosy.infer.denoise.step_cache import CacheReport
     from argosy.jobs.api import load
@@ -129,13 +129,13 @@ def generate_images(
         say(f"an image: this model draws videos too, frames={pipe.defaults.frames}")
     if source is not None or controls:
         height, width = size = pipe.checked_size(size)
-        more |= {} if source is None else {"image": resized(source, height, width)[None], "strength": settings.strength}
+        more |= {} if source is None else {"image": resize_image(source, height, width)[None], "strength": settings.strength}
         for image in controls:
             if is_stretched(image.shape, size):
                 rows, columns = image.shape[:2]
                 remark = "as in diffusers; size= of its ratio keeps it"
                 say(f"control_image: {columns}x{rows} pixels are stretched to {width}x{height}, {remark}")
-        fitted = [resized(image, height, width)[None] for image in controls]
+        fitted = [resize_image(image, height, width)[None] for image in controls]
         if fitted:
             more["control_image"] = fitted[0] if len(pipe.controlnets) == len(fitted) == 1 else fitted
     if not pipe.controlnets and (control_settings := sorted(CONTROL & settings.model_fields_set)):

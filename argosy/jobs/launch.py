@@ -28,7 +28,7 @@ from argosy.parallel.rules import DEFAULT
 from argosy.run.settings.compose import compose
 from argosy.run.settings.recipe_files import recipes, run_folder
 from argosy.run.settings.run import Run
-from argosy.run.start.preflight import check_experts, check_rows, directory_of, settled
+from argosy.run.start.preflight import check_experts, check_rows, checked_settings, directory_of
 
 # The verbs that several processes can run together.
 LAUNCHED = ("train",)
@@ -83,7 +83,7 @@ class KnownEngine:
     known: frozenset[str] = frozenset()
 
 
-def prepared(words: Sequence[str], verb: Sequence[str]) -> Launch:
+def prepare_launch(words: Sequence[str], verb: Sequence[str]) -> Launch:
     """Reads the settings of an engine and the command that it runs.
 
     Args:
@@ -159,7 +159,7 @@ def read_verb(verb: Verb, words: Sequence[str], sees_files: bool) -> None:
     is_file = recipe not in recipes() and not is_address(recipe) and Path(recipe).exists()
     recipe_file = Path(recipe) if is_file else None
     try:
-        verb.run = settled(recipe, settings) if sees_files else compose(Run, recipe, settings)
+        verb.run = checked_settings(recipe, settings) if sees_files else compose(Run, recipe, settings)
     except UserError as error:
         verb.good = error.good
         if sees_files and not verb.good:

@@ -73,7 +73,7 @@ def of_slurm(launch: Launch, paths_by_key: dict[str, str]) -> list[str]:
     paths_by_key = {"the folder of this command": os.getcwd(), "dir": launch.command.folder} | paths_by_key
     if launch.command.recipe is not None:
         paths_by_key |= {"the recipe": str(launch.command.recipe)}
-    mounts, local_paths = mounted(), []
+    mounts, local_paths = mount_types(), []
     for key, path in paths_by_key.items():
         kind = kind_of(Path(path), mounts)
         if kind in LOCAL:
@@ -121,7 +121,7 @@ def of_code(name: str) -> str | None:
     return name if name and Path(name).is_dir() else None
 
 
-def mounted() -> dict[str, str]:
+def mount_types() -> dict[str, str]:
     """The type of the file system at each mount point; empty if it cannot be determined."""
     try:
         rows = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]

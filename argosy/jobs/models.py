@@ -78,7 +78,7 @@ def describe(name: str, context: int | None = None) -> dict[str, Any]:
     if tokens > config.context:
         raise BadInput(f"context={tokens} is longer than the {config.context} tokens it was made for")
     model = config.build()
-    cached = what_is_kept(model)
+    cached = cache_groups(model)
     parameters = config.parameters()
     work = config.flops(tokens)
     return {
@@ -159,7 +159,7 @@ def used_by(name: str) -> list[str]:
 # ---------------------------------------------------------------- counting
 
 
-def what_is_kept(model: Any) -> list[Cached]:
+def cache_groups(model: Any) -> list[Cached]:
     """The caches of a model's layers, grouped by the number of tokens they attend to."""
     out: dict[tuple[int, int, int | None], int] = {}
     for spec, layers in model.layers.holds().values():

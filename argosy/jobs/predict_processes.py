@@ -10,7 +10,7 @@ from typing import TypeVar
 from argosy.core.process.signals import Stop
 from argosy.core.progress import Say
 from argosy.export.write import installed_version
-from argosy.launch.cluster import LOST, STACKS, PeerLost, lost_peers
+from argosy.launch.cluster import LOST, STACKS, PeerLost, as_peer_lost
 from argosy.observe.stacks import write_when_asked
 from argosy.parallel import processes
 from argosy.predict.processes.follower import LeaderLost, ProcessFollower, leader_connection
@@ -47,7 +47,7 @@ def follow(stop: Stop, say: Say) -> int:
 
     connection = leader_connection(processes.broadcast(NAME, no_address), processes.rank())
     try:
-        with lost_peers():
+        with as_peer_lost():
             return ProcessFollower(connection, lambda: stop.code, say).follow()
     except LeaderLost:
         raise PeerLost("process 0 of this server ended") from None

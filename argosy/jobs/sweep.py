@@ -13,7 +13,7 @@ from pathlib import Path
 
 from argosy.core.errors import ArgosyError, BadInput, UserError
 from argosy.run.settings.recipe_files import run_folder
-from argosy.run.start.preflight import settled
+from argosy.run.start.preflight import checked_settings
 
 OPEN, CLOSE, QUOTES = "[{", "]}", "\"'"
 
@@ -49,7 +49,7 @@ def combinations(recipe: str, words: Sequence[str]) -> list[Combination]:
     if len({c.dir for c in grid}) < len(grid):
         raise BadInput("two runs of the sweep have the same settings", hint="name each value once")
     for combination in grid:
-        settled(recipe, combination.words)
+        checked_settings(recipe, combination.words)
     return grid
 
 

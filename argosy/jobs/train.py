@@ -28,7 +28,7 @@ from argosy.observe.metrics import read
 from argosy.observe.whereabouts import WHERE, Whereabouts
 from argosy.run.outcome import Outcome
 from argosy.run.settings.run import Run
-from argosy.run.start.preflight import directory_of, settled
+from argosy.run.start.preflight import checked_settings, directory_of
 from argosy.run.training import DATA, Training
 from argosy.run.view import Quiet, View
 
@@ -49,7 +49,7 @@ def train(
     Raises:
         UserError: a mistake found before work began.
     """
-    reading = settled(recipe, words, origin)
+    reading = checked_settings(recipe, words, origin)
     return run(reading, directory_of(reading, recipe), view or Quiet(), command_of(recipe, words))
 
 
@@ -78,7 +78,7 @@ def run(reading: Reading[Run], path: str, view: View, command: str = "") -> Outc
     if not processes.broadcast("has run", lambda: directory.has_run):
         # Finds every mistake before the first file is written.
         with telling(view.say, DATA):
-            assembly = checked(settings, view.say)
+            assembly = checked_assembly(settings, view.say)
     missing = directory.missing()
     try:
         with processes.run_together("lock", directory.store.lock):
@@ -104,7 +104,7 @@ def run(reading: Reading[Run], path: str, view: View, command: str = "") -> Outc
     return outcome
 
 
-def checked(settings: Run, say: Callable[[str], None] = lambda _: None) -> "Assembly":
+def checked_assembly(settings: Run, say: Callable[[str], None] = lambda _: None) -> "Assembly":
     """Everything that a new run needs, built; all mistakes are found. The first of several processes fills caches of the data.
 
     Args:
@@ -124,7 +124,7 @@ def checked(settings: Run, say: Callable[[str], None] = lambda _: None) -> "Asse
         check_served(assembly)
         return assembly
 
-    return processes.one_by_one("assemble", build)
+    return processes.leader_first("assemble", build)
 
 
 def _train_locked(

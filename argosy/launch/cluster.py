@@ -322,7 +322,7 @@ class PeerLost(ArgosyError):
 
 
 @contextmanager
-def lost_peers() -> Iterator[None]:
+def as_peer_lost() -> Iterator[None]:
     """A context in which errors of jax about a lost process become a `PeerLost`."""
     try:
         yield

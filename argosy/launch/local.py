@@ -35,7 +35,7 @@ from argosy.launch.logs import LogFile, show
 from argosy.launch.ports import HeldPort
 from argosy.launch.rendered import ScriptCheck
 from argosy.launch.settings import LocalLaunch
-from argosy.observe.stacks import folded
+from argosy.observe.stacks import fold_stacks
 from argosy.observe.whereabouts import WHERE, whereabouts
 
 STOPPED = (128 + signal.SIGHUP, 128 + signal.SIGINT, 128 + signal.SIGTERM)
@@ -234,7 +234,7 @@ class LocalGang:
     def _stacks(self) -> str:
         texts = {member.rank: self._said_in_stacks(member) for member in self.members}
         shutil.rmtree(self.folder, ignore_errors=True)
-        return folded({rank: text for rank, text in texts.items() if text})
+        return fold_stacks({rank: text for rank, text in texts.items() if text})
 
     def _said_in_stacks(self, member: LocalProcess) -> str:
         path = self._stacks_of(member.rank)

@@ -150,7 +150,7 @@ class RayGang(LocalGang):
         self.settings, self.folder = settings, Path(tempfile.mkdtemp(prefix="argosy-"))
         self.logs = Path(settings.logs) if settings.logs is not None else None
         self.members: list[LocalProcess] = []
-        self._actors, self._group = placed(settings)
+        self._actors, self._group = place_actors(settings)
         try:
             hosts = ray().get([actor.address.remote() for actor in self._actors])
             alone = len({host for host, _ in hosts}) == 1
@@ -191,7 +191,7 @@ class RayGang(LocalGang):
             ray().util.remove_placement_group(self._group)
 
 
-def placed(settings: Ray, kind: type = Host) -> tuple[list[Any], Any]:
+def place_actors(settings: Ray, kind: type = Host) -> tuple[list[Any], Any]:
     """One actor per process, in the order of ranks, and their placement group.
 
     Args:
@@ -224,7 +224,7 @@ def placed(settings: Ray, kind: type = Host) -> tuple[list[Any], Any]:
 
 
 @contextmanager
-def connected(at: str | None, slots: int, needs: str = "engine=ray", install: str | None = None) -> Iterator[None]:
+def connect_ray(at: str | None, slots: int, needs: str = "engine=ray", install: str | None = None) -> Iterator[None]:
     """A context with a connection to Ray.
 
     Args:
@@ -278,6 +278,6 @@ def run(words: Sequence[str], settings: Ray, say: Say, progress: Callable[[], ob
         ArgosyError: there is no Ray, or it has no room.
     """
     begun = time.monotonic()
-    with connected(settings.address, settings.processes * settings.cpus):
+    with connect_ray(settings.address, settings.processes * settings.cpus):
         say(f"connected to Ray after {time.monotonic() - begun:.0f} s; starting {settings.processes} processes")
         return supervise(lambda attempt: RayGang(words, settings, attempt), settings, say, progress)

@@ -18,7 +18,7 @@ from typing import Any
 from argosy.core.errors import BadInput
 from argosy.core.process.cores import cores
 from argosy.core.process.signals import before_leaving
-from argosy.observe.readable import sized
+from argosy.observe.readable import format_bytes
 
 PACKAGES = ("argosy", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "ml_dtypes", "safetensors",
             "tokenizers", "sentencepiece", "pydantic", "rich", "typer")  # fmt: skip
@@ -110,7 +110,7 @@ def check_fits(needed: int, subject: str) -> None:
     total = memory_bytes()[0]
     if total is not None and needed > total:
         hint = "take a smaller model; `argosy models show` prints subject each needs"
-        raise BadInput(f"{subject} need {sized(needed)}, and this machine has {sized(total)} of memory", hint=hint)
+        raise BadInput(f"{subject} need {format_bytes(needed)}, and this machine has {format_bytes(total)} of memory", hint=hint)
 
 
 def environment_variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from argosy.observe.readable import one_line
-from argosy.observe.terminal.picture import TOKEN, evaluated, headed, step_text
+from argosy.observe.terminal.picture import TOKEN, evaluation_text, header_lines, step_text
 
 
 class Logged:
@@ -25,7 +25,7 @@ class Logged:
 
     def header(self, facts: Mapping[str, Any]) -> None:
         self.unit = str(facts.get("unit", TOKEN))
-        for line in headed(facts):
+        for line in header_lines(facts):
             self._write(line)
         self._show("header", facts)
 
@@ -34,7 +34,7 @@ class Logged:
         self._show("step", step, numbers)
 
     def evaluation(self, step: int, numbers: Mapping[str, float]) -> None:
-        self._write(f"step {step}  {evaluated(numbers)}")
+        self._write(f"step {step}  {evaluation_text(numbers)}")
         self._show("evaluation", step, numbers)
 
     def sample(self, step: int, prompt: str, text: str) -> None:

@@ -20,7 +20,7 @@ def flops_text(n: float) -> str:
     return f"{n:,.0f} FLOP"
 
 
-def sized(n_bytes: float) -> str:
+def format_bytes(n_bytes: float) -> str:
     """Bytes in the units that memory is sold in: 1.31 GiB."""
     size, unit = float(n_bytes), "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
@@ -30,7 +30,7 @@ def sized(n_bytes: float) -> str:
     return f"{n_bytes:.0f} B" if unit == "B" else f"{_three_digits(size)} {unit}"
 
 
-def lasted(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """A duration: 0.8 s, 47 s, 3 min 05 s, 2 h 03 min, 4 d 03 h. With colons it would read as a time of day."""
     if not math.isfinite(seconds):
         return "?"

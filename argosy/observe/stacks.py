@@ -90,7 +90,7 @@ class Watchdog:
 _THREAD = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+( \[[^\]]*\])? \(most recent call first\):$")
 
 
-def folded(texts: Mapping[int, str]) -> str:
+def fold_stacks(texts: Mapping[int, str]) -> str:
     """The stacks of several processes, those that are alike once. texts: what `faulthandler` wrote, by rank."""
     seen: dict[str, list[int]] = {}
     for rank, text in sorted(texts.items()):

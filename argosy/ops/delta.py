@@ -3,8 +3,8 @@
 
     S_t = a_t S_{t-1} + k_t (b_t (v_t - a_t S_{t-1}' k_t))'        y_t = S_t' q_t        a_t = exp(decay), b_t = rate
 
-`recurrent` is the specification, one token at a time. `chunked` is the same function, one chunk at a time: a triangular system
-gives what each token of a chunk writes, and a scan passes the state from chunk to chunk. Borders between sequences are masks on
+`recurrent` is the specification, one token at a time. `chunked_delta_rule` is the same function, one chunk at a time: a triangular
+system gives what each token of a chunk writes, and a scan passes the state from chunk to chunk. Borders between sequences are masks on
 the decay between two tokens, never infinities in its running sum, whose differences would be NaN.
 
 Each of the K key heads serves G value heads. It is computed in float32 at least, because a state sums over thousands of tokens.
@@ -54,7 +54,7 @@ def delta_rule(
         if chunk == 1 or T == 1:
             return recurrent(q, k, v, decay, rate, state, starts)
         # T is symbolic in a program for any length (`export`), which then uses whole chunks.
-        return chunked(q, k, v, decay, rate, state, starts, min(chunk, T) if isinstance(T, int) else chunk)
+        return chunked_delta_rule(q, k, v, decay, rate, state, starts, min(chunk, T) if isinstance(T, int) else chunk)
 
 
 def recurrent(
@@ -73,7 +73,7 @@ def recurrent(
     return jnp.moveaxis(y, 0, 1), state
 
 
-def chunked(
+def chunked_delta_rule(
     q: Array, k: Array, v: Array, decay: Array, rate: Array, state: Array, starts: Array, size: int
 ) -> tuple[Array, Array]:
     """`size` tokens at a time; arguments as in `delta_rule`. In equations C counts chunks, I and J tokens within one."""

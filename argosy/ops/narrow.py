@@ -56,7 +56,7 @@ def empty(shape: tuple[int, ...], blocks: int, form: str) -> Narrow:
     return Narrow(jnp.zeros(shape, jnp.uint8), jnp.zeros((*shape[:-1], blocks), jnp.float32), form)
 
 
-def narrowed(x: Float[Array, "*any H"], blocks: int, form: str) -> Narrow:
+def round_to_narrow(x: Float[Array, "*any H"], blocks: int, form: str) -> Narrow:
     """x rounded to nearest, ties to even. A vector whose scale would be no normal float32 becomes zeros: largest
     magnitudes below 1.5e-36 in int8, 6.7e-34 in fp8_e5m2."""
     parts = wide(x).reshape(*x.shape[:-1], blocks, x.shape[-1] // blocks)
@@ -73,7 +73,7 @@ def narrowed(x: Float[Array, "*any H"], blocks: int, form: str) -> Narrow:
 
 def write_entries(pool: Any, where: tuple[Array, ...], new: Array) -> Any:
     """A pool, plain or `Narrow`, with new entries at some places; those out of range are dropped."""
-    entries = narrowed(new, pool.scale.shape[-1], pool.form) if isinstance(pool, Narrow) else new
+    entries = round_to_narrow(new, pool.scale.shape[-1], pool.form) if isinstance(pool, Narrow) else new
     return jax.tree.map(lambda a, b: a.at[where].set(b.astype(a.dtype), mode="drop"), pool, entries)
 
 

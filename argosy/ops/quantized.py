@@ -75,7 +75,7 @@ class Quantized:
         """The floats, computed in float32."""
         if isinstance(self.values, Panels):
             return self.values.dense().astype(dtype)
-        values = unpacked(self.values, self.packed, self.bits) if self.packed else self.values
+        values = unpack_codes(self.values, self.packed, self.bits) if self.packed else self.values
         if self.levels is None:
             w = values.astype(jnp.float32)
         else:
@@ -90,7 +90,7 @@ class Quantized:
         if isinstance(values, Panels):
             return values.rows(ids)
         if packed == -len(values.shape):
-            values, packed = unpacked(values, packed, self.bits), 0
+            values, packed = unpack_codes(values, packed, self.bits), 0
         size = values.shape[0]
 
         def picked(a: Array | None) -> Array | None:
@@ -136,7 +136,7 @@ def packed_codes(codes: UInt8[Array, "..."], axis: int, bits: int = 4) -> UInt8[
     return out
 
 
-def unpacked(values: UInt8[Array, "..."], axis: int, bits: int = 4) -> UInt8[Array, "..."]:
+def unpack_codes(values: UInt8[Array, "..."], axis: int, bits: int = 4) -> UInt8[Array, "..."]:
     """The codes again."""
     parts = [values >> (bits * i) & ((1 << bits) - 1) for i in range(8 // bits)]
     return jnp.stack(parts, values.ndim + axis + 1).reshape(unpacked_shape(values.shape, axis, bits))

@@ -24,7 +24,7 @@ from argosy.core.errors import BadInput
 from argosy.core.settings import Settings
 from argosy.core.settings.schema import Also
 from argosy.parallel.row_shares import row_positions
-from argosy.parallel.rules import DEFAULT, Rules, edited
+from argosy.parallel.rules import DEFAULT, Rules, add_rules
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -154,7 +154,7 @@ class MeshSettings(Settings):
     @classmethod
     def _check_rules(cls, rules: list[str]) -> list[str]:
         try:
-            edited(DEFAULT, rules, ORDER)
+            add_rules(DEFAULT, rules, ORDER)
         except BadInput as error:
             # The reader then names this setting, and not those that the rule mentions.
             raise ValueError(f"{error.what}; {error.hint}") from None
@@ -162,7 +162,7 @@ class MeshSettings(Settings):
 
     def table(self) -> Rules:
         """The built-in rules, changed as `rules` says."""
-        return edited(DEFAULT, self.rules, ORDER)
+        return add_rules(DEFAULT, self.rules, ORDER)
 
     @property
     def is_between(self) -> bool:

@@ -114,7 +114,7 @@ def run_together(name: str, work: Callable[[], T]) -> T:
     return done  # pyright: ignore[reportReturnType]
 
 
-def one_by_one(name: str, work: Callable[[], T]) -> T:
+def leader_first(name: str, work: Callable[[], T]) -> T:
     """Like `run_together`, but the leader finishes before the others begin, so that they find its results in a cache."""
     if process_count() == 1:
         return work()

@@ -102,7 +102,7 @@ DEFAULT = Rules(
 FIXED = ("layers", "experts")
 
 
-def edited(rules: Rules, custom: Sequence[str], mesh_axes: Sequence[str]) -> Rules:
+def add_rules(rules: Rules, custom: Sequence[str], mesh_axes: Sequence[str]) -> Rules:
     """The rules with a user's own rules for weights before them, each as "LOGICAL:MESH". Built-in rules do not apply to a logical axis
     that is named there; "LOGICAL:none" leaves it unsharded.
 

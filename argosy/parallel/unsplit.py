@@ -8,7 +8,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from argosy.core.counts import plural
-from argosy.observe.readable import sized
+from argosy.observe.readable import format_bytes
 
 # Of all weights, by bytes: less is not said.
 TOLERANCE = 0.02
@@ -37,7 +37,7 @@ def unsplit_weights(mesh: Mesh, weights: Mapping[str, Any]) -> str:
     largest = sorted(replicated, key=lambda address: _bytes(replicated[address]), reverse=True)[:NAMED]
     listing = ", ".join(f"{address} {list(replicated[address].shape)}" for address in largest)
     more = f" and {plural(len(replicated) - NAMED, 'other')}" if len(replicated) > NAMED else ""
-    return f"{sized(size_bytes)} of weights ({share:.0%}) on every device, as no rule splits them: {listing}{more}"
+    return f"{format_bytes(size_bytes)} of weights ({share:.0%}) on every device, as no rule splits them: {listing}{more}"
 
 
 def _bytes(array: Any) -> int:

@@ -26,7 +26,7 @@ from argosy.web.body import read_body
 from argosy.web.errors import ApiError, Json, input_error, unknown_model
 from argosy.web.fields import ClassifyFields, RerankFields, ScoreFields, VectorFields
 from argosy.web.json_text import parsed_object
-from argosy.web.ranking import check_counts, reranked, scored
+from argosy.web.ranking import check_counts, rerank_response, score_response
 from argosy.weights.hub.sentence_steps import DOCUMENT_PROMPTS, QUERY_PROMPTS
 
 SCORES = "scores"
@@ -65,13 +65,13 @@ class PoolingRoutes:
         check_counts(fields.text_1, fields.text_2)
         first = fields.text_1 * len(fields.text_2) if len(fields.text_1) == 1 else fields.text_1
         scores, name, tokens = await self._pairs(request, fields, first, fields.text_2)
-        return self._answer("score", name, fields, scored(scores), tokens)
+        return self._answer("score", name, fields, score_response(scores), tokens)
 
     async def rerank(self, request: Request) -> Response:
         fields = RerankFields.of(parsed_object(bytes(await read_body(request, self.service.settings.limits))))
         queries = [fields.query] * len(fields.documents)
         scores, name, tokens = await self._pairs(request, fields, queries, fields.documents, (QUERY_PROMPTS, DOCUMENT_PROMPTS))
-        return self._answer("rerank", name, fields, reranked(scores, fields), tokens)
+        return self._answer("rerank", name, fields, rerank_response(scores, fields), tokens)
 
     # ---------------------------------------------------------------- calls
 

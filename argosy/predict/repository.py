@@ -244,7 +244,7 @@ class Repository:
             # They stay until it is planned again, or each look would say them anew.
             state.reasons = {number: why for number, why in reasons.items() if number == 1}
             return
-        versions = chosen_versions(numbered, state.settings)
+        versions = versions_to_serve(numbered, state.settings)
         for number in sorted(versions):
             self._load_version(state, name, number, versions[number])
         # After the new ones answer.
@@ -399,7 +399,7 @@ def read_model_settings(folder: Path) -> ModelSettings:
     return read_settings(ModelSettings, yaml_layer(path)).value if path.is_file() else ModelSettings()
 
 
-def chosen_versions(numbered: Mapping[int, Path], settings: ModelSettings) -> dict[int, Path]:
+def versions_to_serve(numbered: Mapping[int, Path], settings: ModelSettings) -> dict[int, Path]:
     """The versions to serve, including those that labels name."""
     match settings.versions:
         case "all":

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from argosy.core.errors import BadInput
-from argosy.observe.readable import sized
+from argosy.observe.readable import format_bytes
 
 
 def check_disk(assembly: Any, folder: Path, steps: int, say: Callable[[str], None]) -> None:
@@ -33,8 +33,8 @@ def check_disk(assembly: Any, folder: Path, steps: int, say: Callable[[str], Non
     count = settings.keep + (settings.keep_best if assembly.evals is not None else 0) + 1 - steps
     if free_bytes(folder) < count * checkpoint_size:
         say(
-            f"disk        {settings.keep + settings.keep_best} checkpoints of {sized(checkpoint_size)} are kept, and one more is "
-            f"written before the oldest goes: they do not fit into the {sized(free_bytes(folder))} that are free. "
+            f"disk        {settings.keep + settings.keep_best} checkpoints of {format_bytes(checkpoint_size)} are kept, and one more "
+            f"is written before the oldest goes: they do not fit into the {format_bytes(free_bytes(folder))} that are free. "
             "Free some space, or lower checkpoint.keep"
         )
 
@@ -52,7 +52,7 @@ def check_room(folder: Path, need: int, elsewhere: str) -> None:
     """
     free = free_bytes(folder)
     if free < need:
-        problem = f"a checkpoint takes {sized(need)}, and the disk of {folder} has {sized(free)} free"
+        problem = f"a checkpoint takes {format_bytes(need)}, and the disk of {folder} has {format_bytes(free)} free"
         raise BadInput(problem, hint=f"free some space, or {elsewhere}")
 
 

@@ -23,7 +23,7 @@ from argosy.core.errors import BadInput
 from argosy.models.parts.stack import Scan
 from argosy.models.parts.weight import abstract
 from argosy.observe.memory import resident_bytes
-from argosy.observe.readable import sized
+from argosy.observe.readable import format_bytes
 from argosy.parallel.place import row_shares
 from argosy.parallel.target import Target
 from argosy.rl.policy.critic import attach_critic
@@ -31,7 +31,7 @@ from argosy.train.beside import CRITIC
 from argosy.train.objectives.distillation import projection
 from argosy.train.objectives.distillation.teacher import ROLE
 from argosy.train.offload import HOST
-from argosy.train.state import trained, training_graph
+from argosy.train.state import split_trained, training_graph
 from argosy.train.step import model_for
 
 KINDS = ("parameters", "gradients", "optimizer", "activations", "replay", "checkpoint", "process")
@@ -87,12 +87,13 @@ class Need:
             BadInput: there is too little; the message gives sizes by kind, and settings to change.
         """
         if self.host_limit is not None and self.host > self.host_limit:
-            problem = f"execution.offload keeps {sized(self.host)} in the host's memory, and this machine has {sized(self.host_limit)}"
+            host, limit = format_bytes(self.host), format_bytes(self.host_limit)
+            problem = f"execution.offload keeps {host} in the host's memory, and this machine has {limit}"
             raise BadInput(problem, hint="execution.offload=optimizer or none; mesh.fsdp=-1 over more machines")
         if self.limit is None or self.total <= self.limit:
             return
-        parts = ", ".join(f"{kind} {sized(size)}" for kind, size in self.sizes.items() if size)
-        problem = f"training needs {sized(self.total)} of memory, and {self.where} has {sized(self.limit)}"
+        parts = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in self.sizes.items() if size)
+        problem = f"training needs {format_bytes(self.total)} of memory, and {self.where} has {format_bytes(self.limit)}"
         raise BadInput(problem, where=parts, hint=self.changes)
 
 
@@ -207,7 +208,7 @@ def _residuals(
         attach_critic(model, config, Scan(remat))
     if ROLE in roles:
         projection.attach(model, objective, roles)
-    _, params, rest = trained(model)
+    _, params, rest = split_trained(model)
     graph, shapes, batch = training_graph(model), abstract(model), batch_shapes(objective, rows, tokens, axis_sizes=axis_sizes)
 
     def residuals(params: Any, rest: Any, frozen: Any, batch: Any) -> Any:
@@ -226,7 +227,7 @@ def _residuals(
     return jax.eval_shape(residuals, param_shapes, rest_shapes, frozen, batch), (param_shapes, rest_shapes, frozen)
 
 
-def kept_arrays(assembly: Any) -> list[jax.ShapeDtypeStruct]:
+def saved_activations(assembly: Any) -> list[jax.ShapeDtypeStruct]:
     """Shapes of the activations that the backward pass of a run keeps for a part of its batch, over all devices: as they are traced
     for its devices, before XLA fuses any of them."""
     run, decided = assembly.run, assembly.decided

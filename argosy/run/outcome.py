@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from argosy.observe.readable import decimals, lasted
+from argosy.observe.readable import decimals, format_duration
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def ending(outcome: Outcome) -> str:
     """The outcome of a run as one line for its log."""
     loss = f", loss {decimals(outcome.last['loss'])}" if "loss" in outcome.last else ""
     end = f"stopped by signal {outcome.exit_code - 128}" if outcome.exit_code else "ended"
-    words = f"{end} at step {outcome.step} of {outcome.steps} after {lasted(sum(outcome.seconds.values()))}{loss}"
+    words = f"{end} at step {outcome.step} of {outcome.steps} after {format_duration(sum(outcome.seconds.values()))}{loss}"
     return f"{words}; {saved_words(outcome)}"
 
 

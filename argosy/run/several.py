@@ -51,7 +51,7 @@ class RunWatch:
 
 
 @contextmanager
-def watched(signaled: Stop) -> Iterator[RunWatch]:
+def watch_stops(signaled: Stop) -> Iterator[RunWatch]:
     """The stop conditions of a run. With several processes, all stop after the same step, and none gives up work between two steps. If
     a supervisor started the process, it ends when it is stuck.
     """

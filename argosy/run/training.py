@@ -19,7 +19,7 @@ from argosy.observe.goodput import Clock
 from argosy.observe.life import RunLife
 from argosy.observe.log import Logged
 from argosy.observe.metrics import ANSWERS, Metrics
-from argosy.observe.readable import lasted
+from argosy.observe.readable import format_duration
 from argosy.observe.terminal.picture import memory_words
 from argosy.observe.trackers.follow import Trackers
 from argosy.run.assembly.shared_prompts import resumed_on
@@ -86,7 +86,7 @@ class Training:
         # A new assembly has the winners of its shapes already.
         if assembly is None or (meta is not None and assembly.decided != decided):
             with telling(view.say, DATA):
-                assembly = processes.one_by_one("assemble", lambda: assemble(settings, decided, say=view.say))
+                assembly = processes.leader_first("assemble", lambda: assemble(settings, decided, say=view.say))
         if fresh:
             assembly.decided = with_winners(assembly)
         if directory.store.is_local:
@@ -237,7 +237,7 @@ class Training:
         from argosy.run.hooks.evaluation import Evaluation
         from argosy.run.hooks.guarded import Guarded
         from argosy.run.hooks.image_samples import ImageSamplingHook
-        from argosy.run.hooks.pace import paced
+        from argosy.run.hooks.pace import measured_pace
         from argosy.run.hooks.periodic import Between, Every
         from argosy.run.hooks.profiling import Profiling
         from argosy.run.hooks.samples import SamplingHook
@@ -245,7 +245,7 @@ class Training:
         from argosy.run.memory import compiled_need
         from argosy.run.plan.brief import plan_line
         from argosy.run.plan.compiled import compile_update
-        from argosy.run.several import watched
+        from argosy.run.several import watch_stops
         from argosy.train.loop import Meter, Now, fit
 
         a, settings, store = self.assembly, self.settings, self.directory.store
@@ -307,7 +307,7 @@ class Training:
             comparing: Any = settings.stragglers, here, self.clock, lambda: life.step or 0, self.view.say, metrics.write
             with (
                 garbage.frozen_garbage(), asked_to_stop(STOPPING) as signaled,
-                watched(signaled) as watch, paced(*comparing) as measured,
+                watch_stops(signaled) as watch, measured_pace(*comparing) as measured,
             ):  # fmt: skip
                 hooks: list[Any] = []
                 if settings.rollout is not None:
@@ -367,7 +367,7 @@ class Training:
         step, saved = int(state.step), max(self.directory.checkpoints.steps(), default=None)
         if step < settings.steps and not signaled.code:
             self.view.say(
-                f"the data ended at step {step} of {settings.steps} (data.epochs){diloco.left_over(settings, step)}"
+                f"the data ended at step {step} of {settings.steps} (data.epochs){diloco.unfinished_outer_step(settings, step)}"
             )
         metrics.write({"step": step, "seconds": self.clock.shares()})
         outcome = Outcome(self.directory.place, step, settings.steps, signaled.code, last, self.clock.shares(), saved)
@@ -443,5 +443,5 @@ class Training:
         """
         if seconds * self.settings.log.every >= SLOW_S:
             self.view.say(
-                f"a step takes {lasted(seconds)}: about {lasted(seconds * steps)} for {plural(steps, 'step')}"
+                f"a step takes {format_duration(seconds)}: about {format_duration(seconds * steps)} for {plural(steps, 'step')}"
             )

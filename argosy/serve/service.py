@@ -16,7 +16,7 @@ from argosy.infer.lm import LM
 from argosy.infer.placement import weights_mesh
 from argosy.infer.tools.grammar import Grammar, TooManyGrammars
 from argosy.infer.tools.notations import template_notation
-from argosy.observe.readable import sized
+from argosy.observe.readable import format_bytes
 from argosy.ops.native import library
 from argosy.parallel.unsplit import unsplit_weights
 from argosy.serve.engine.admission import Admission
@@ -169,7 +169,7 @@ class Service(ServedModel[Front | ReplicaFront]):
         weights = self.front.engine.weights()
         count, size = count_in_blocks(weights)
         if count:
-            lines.insert(1, f"weights: the codes of {plural(count, 'weight')} are multiplied as they are: {sized(size)}")
+            lines.insert(1, f"weights: the codes of {plural(count, 'weight')} are multiplied as they are: {format_bytes(size)}")
         if (mesh := weights_mesh(weights)) is not None and (whole := unsplit_weights(mesh, weights)):
             lines.append(f"whole: {whole}")
         if why := library.failure():

@@ -22,7 +22,7 @@ def is_beside(address: str) -> bool:
     return address.split(".", 1)[0] in PARTS
 
 
-def parted(by_address: Mapping[str, T]) -> tuple[dict[str, T], dict[str, T]]:
+def split_parts(by_address: Mapping[str, T]) -> tuple[dict[str, T], dict[str, T]]:
     """Splits a mapping by address: the model's entries, and those of parts beside it."""
     of_model = {address: leaf for address, leaf in by_address.items() if not is_beside(address)}
     return of_model, {address: leaf for address, leaf in by_address.items() if address not in of_model}

@@ -55,7 +55,7 @@ class StepVerdict:
     kept: dict[str, Array]
 
 
-def judged(before: Mapping[str, Array], loss: Array, norm: Array, settings: GuardSettings) -> StepVerdict:
+def judge_step(before: Mapping[str, Array], loss: Array, norm: Array, settings: GuardSettings) -> StepVerdict:
     """Whether a step with this loss and gradient norm is good. before: what the guard kept."""
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
     spike = finite & (loss > limit(before["losses"], before["seen"], settings)) if settings.spike != "off" else jnp.zeros((), bool)
@@ -76,7 +76,7 @@ def judged(before: Mapping[str, Array], loss: Array, norm: Array, settings: Guar
     return StepVerdict(kind, bad | (before[FLAG] != 0), halted, state)
 
 
-def guarded(step: Callable[..., Any], settings: GuardSettings) -> Callable[..., Any]:
+def guard_step(step: Callable[..., Any], settings: GuardSettings) -> Callable[..., Any]:
     """The step `(state, ...) -> state, metrics` with this guard. Metrics: also `guard`, what it found, and `skipped` so far.
 
     State in the host's memory is taken from the step as it is: the optimizer was told whether it stays (`make_step(stays=)`).
@@ -84,7 +84,7 @@ def guarded(step: Callable[..., Any], settings: GuardSettings) -> Callable[..., 
 
     def update(state: TrainState, *args: Any) -> tuple[TrainState, dict[str, Array]]:
         new, metrics = step(state, *args)
-        verdict = judged(state.guard, metrics["loss"], metrics["grad_norm"], settings)
+        verdict = judge_step(state.guard, metrics["loss"], metrics["grad_norm"], settings)
 
         def choose(old: Array, now: Array) -> Array:
             on_host = jax.typeof(now).memory_space == jax.memory.Space.Host
@@ -122,7 +122,7 @@ def limit(losses: Array, seen: Array, settings: GuardSettings) -> Array:
     return jnp.where(count >= settings.window // 2, middle + settings.deviations * deviation, jnp.inf)
 
 
-def unhalted(state: TrainState) -> TrainState:
+def clear_halt(state: TrainState) -> TrainState:
     """The state of the last good step, which may go on."""
     return replace(state, guard=state.guard | {FLAG: jnp.zeros_like(state.guard[FLAG])})
 

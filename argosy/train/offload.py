@@ -29,7 +29,7 @@ ROWS = 8
 Pieces = Mapping[str, tuple[int, int]]
 
 
-def hosted(rule_of: Callable[[Collection[str]], Any], weights: Collection[str], pieces: Pieces) -> Any:
+def state_on_host(rule_of: Callable[[Collection[str]], Any], weights: Collection[str], pieces: Pieces) -> Any:
     """A rule with the state that it has of each weight in the host's memory. Numbers, such as counts of updates, stay on the device.
 
     Its update takes `stays`, a bool: the state then stays as it is, bit for bit. Who chose between the old and the new state afterwards

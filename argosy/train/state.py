@@ -56,14 +56,14 @@ class TrainState:
         return self.inference_params is not self.params
 
 
-def trained(model: nnx.Module) -> tuple[Any, Leaves, Leaves]:
+def split_trained(model: nnx.Module) -> tuple[Any, Leaves, Leaves]:
     """The graph of a model, its trained weights, and the rest."""
     return split(model, nnx.Param)
 
 
 def training_graph(model: nnx.Module) -> Any:
-    """The graph of the training step: as `trained`, with the capacity of experts in effect."""
-    return trained(with_capacity(merge(*trained(model))))[0]
+    """The graph of the training step: as `split_trained`, with the capacity of experts in effect."""
+    return split_trained(with_capacity(merge(*split_trained(model))))[0]
 
 
 def meanings_of(model: nnx.Module) -> Meanings:
@@ -72,12 +72,12 @@ def meanings_of(model: nnx.Module) -> Meanings:
     return {a: (v.get_metadata()["meaning"], len(v.shape)) for a, v in by_address.items() if isinstance(v, nnx.Param)}
 
 
-def flattened(tree: Any) -> dict[str, Any]:
+def flatten_state(tree: Any) -> dict[str, Any]:
     """The leaves of an optimizer state (or any pytree) by dotted name, as checkpoints hold them."""
     return {_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
 
 
-def unflattened(like: Any, leaves: dict[str, Any]) -> Any:
+def unflatten_state(like: Any, leaves: dict[str, Any]) -> Any:
     """The tree of the form of `like` from such leaves.
 
     Raises:

@@ -17,7 +17,7 @@ import optax
 from jaxtyping import Array
 
 from argosy.adapt.lora import dropping
-from argosy.adapt.scaling import LargestMagnitude, histories_of, remembered, with_scaling
+from argosy.adapt.scaling import LargestMagnitude, histories_of, next_history, with_scaling
 from argosy.models.parts.stack.hosted import on_host, slots, with_slots
 from argosy.models.parts.weight import Leaves, merge
 from argosy.parallel.gather import GatherOnce
@@ -99,7 +99,7 @@ def make_step(
             with nullcontext() if gather is None else gather.in_scope():
                 shared_values = shared(gathered, frozen or {}, parts, key)
                 grads, loss = _summed(of_part, parts, key)
-        return updated(state, grads, loss, optimizer, rate, stays)
+        return apply_update(state, grads, loss, optimizer, rate, stays)
 
     return step
 
@@ -132,7 +132,7 @@ def make_parts(
 
     def finish(state: TrainState, sums: Any) -> tuple[TrainState, Metrics]:
         grads, loss = sums
-        return updated(state, grads, loss, optimizer, rate)
+        return apply_update(state, grads, loss, optimizer, rate)
 
     return add, finish
 
@@ -142,11 +142,11 @@ def _gradients(total: Callable[[Leaves, Leaves], tuple[Array, Loss]], params: Le
     (grads, seen), loss = jax.grad(
         lambda params, histories: total(params, rest | histories), argnums=(0, 1), has_aux=True
     )(params, histories_of(rest))
-    updates = {address: RuleUpdate(LargestMagnitude(amax), remembered) for address, amax in seen.items()}
+    updates = {address: RuleUpdate(LargestMagnitude(amax), next_history) for address, amax in seen.items()}
     return grads, loss._replace(updates=loss.updates | updates)
 
 
-def updated(
+def apply_update(
     state: TrainState,
     grads: Leaves,
     loss: Loss,

@@ -20,7 +20,7 @@ from argosy.web.no_route import no_route
 
 def guarded_app(routes: Sequence[Route], **settings: Any) -> Starlette:
     """An application with these routes behind a `Guard`, whose settings these are."""
-    handlers = {ApiError: refusal_response, HTTPException: no_route, ClientDisconnect: gone, Exception: broken}
+    handlers = {ApiError: refusal_response, HTTPException: no_route, ClientDisconnect: client_gone, Exception: broken}
     guard = Middleware(Guard, **settings)
     return Starlette(routes=routes, middleware=[guard], exception_handlers=handlers)  # pyright: ignore[reportArgumentType]
 
@@ -30,7 +30,7 @@ async def refusal_response(request: Request, error: Exception) -> Response:
     return error.response(request.url.path)
 
 
-async def gone(request: Request, error: Exception) -> Response:
+async def client_gone(request: Request, error: Exception) -> Response:
     """Nobody reads this."""
     return Response(status_code=499)
 

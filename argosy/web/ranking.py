@@ -19,12 +19,12 @@ def check_counts(first: Sequence[str], second: Sequence[str]) -> None:
         raise ApiError(problem, param="text_1")
 
 
-def scored(scores: Sequence[float]) -> dict[str, Any]:
+def score_response(scores: Sequence[float]) -> dict[str, Any]:
     """The answer of /score."""
     return {"object": "list", "data": [{"index": i, "object": "score", "score": score} for i, score in enumerate(scores)]}
 
 
-def reranked(scores: Sequence[float], fields: RerankFields) -> dict[str, Any]:
+def rerank_response(scores: Sequence[float], fields: RerankFields) -> dict[str, Any]:
     """The answer of /rerank: the best documents first. Equally good documents keep their order."""
     best = sorted(range(len(scores)), key=lambda i: -scores[i])[: fields.top_n or None]
     return {"results": [{"index": i, "document": {"text": fields.documents[i]}, "relevance_score": scores[i]} for i in best]}

@@ -23,7 +23,7 @@ from argosy.core.formats import Arrays, OverlaidTensors
 from argosy.models.base.language import LanguageConfig
 from argosy.models.parts.stack import Execution, Scan, Unroll
 from argosy.models.parts.stack.addresses import layer_addresses
-from argosy.models.parts.weight import fill, kept_in, logical, put, variables
+from argosy.models.parts.weight import fill, logical, put, storage_dtype, variables
 from argosy.observe.environment import check_fits
 from argosy.parallel.mesh import MeshSettings
 from argosy.parallel.rules import DEFAULT, shardings
@@ -205,7 +205,7 @@ def random_model(config: LanguageConfig, seed: int, *, dtype: Any = None, run: E
     model = config.build(run or default_run(config))
     model.dtype = dtype
     fill(model, jax.random.key(seed), addresses=layer_addresses(model))
-    put(model, {a: v[...].astype(kept_in(v, model.dtype)) for a, v in variables(model).items()})
+    put(model, {a: v[...].astype(storage_dtype(v, model.dtype)) for a, v in variables(model).items()})
     return LoadedModel(config, model)
 
 
@@ -247,7 +247,7 @@ def check_quantized_memory(model: Any, dtype: Any) -> None:
     """
     if jax.default_backend() == "cpu":
         model_weights = variables(model).values()
-        needed = sum(math.prod(v.shape) * np.dtype(kept_in(v, dtype)).itemsize for v in model_weights)
+        needed = sum(math.prod(v.shape) * np.dtype(storage_dtype(v, dtype)).itemsize for v in model_weights)
         check_fits(needed, f"{model.config.parameters():,} weights, quantized")
 
 

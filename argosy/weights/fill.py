@@ -10,7 +10,7 @@ from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.core.formats import Arrays, TensorReader
 from argosy.models.parts.stack.addresses import layer_addresses, stored_addresses, to_layers
-from argosy.models.parts.weight import kept_in, put, split, variables
+from argosy.models.parts.weight import put, split, storage_dtype, variables
 from argosy.parallel.place import on_devices
 
 
@@ -47,7 +47,7 @@ def stored_arrays(
     model_weights = {address: v for address, v in model_weights.items() if address not in but and address not in without}
     for address, v in sorted(model_weights.items(), key=lambda item: order[names(item[0])[0]]):
         stacked = len(v.shape) > len(v.get_metadata()["meaning"].letters)
-        target = np.dtype(kept_in(v, dtype or jnp.float32))
+        target = np.dtype(storage_dtype(v, dtype or jnp.float32))
         if stacked:
             whole = np.empty(v.shape, target)
             for i, name in enumerate(names(address)):

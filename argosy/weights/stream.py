@@ -24,11 +24,11 @@ class StoredSizes(Protocol):
     def stored_sizes(self) -> Iterator[tuple[str, int]]: ...
 
 
-def streamed(stored: OpenedModel) -> OpenedModel:
+def streaming_model(stored: OpenedModel) -> OpenedModel:
     """The same model, which keeps no tensor that was read but the latest in memory."""
     weights = stored.weights
     if stored.adapted is not None:
-        adapted = stored.adapted.with_base(streamed(stored.adapted.base))
+        adapted = stored.adapted.with_base(streaming_model(stored.adapted.base))
         return replace(stored, adapted=adapted, weights=adapted.weights)
     if isinstance(weights, MappedTensors):
         return replace(stored, weights=weights.with_reader(releasing(weights.reader)))

@@ -19,7 +19,7 @@ from argosy.models.parts.weight import fill, merge, put, split
 from argosy.train import step as steps
 from argosy.train.objectives.next_token import NextToken
 from argosy.train.optimizers.adam import AdamW
-from argosy.train.state import TrainState, meanings_of, trained
+from argosy.train.state import TrainState, meanings_of, split_trained
 
 CONFIG = CASES["llama-plain"]
 P = 0.25
@@ -101,7 +101,7 @@ def weights(settings: Any, run: Any) -> tuple[Any, Any, Any]:
     model = CONFIG.build(run)
     settings.put_on(model)
     fill(model, jax.random.key(0), addresses=layer_addresses(model))
-    graph, params, rest = trained(model)
+    graph, params, rest = split_trained(model)
     # B is drawn per layer too, so that both layouts have the same numbers.
     return graph, {a: w + 0.1 if a.endswith(".b") else w for a, w in params.items()}, rest
 

@@ -12,7 +12,7 @@ from flax import nnx
 from helpers import relative
 from laws.families import CASES, built, tokens_of
 
-from argosy.adapt.quant import QuantizedEinsum, apply_schemes, by_layer, quantized
+from argosy.adapt.quant import QuantizedEinsum, apply_schemes, by_layer, quantized_einsum
 from argosy.adapt.qwix import as_rules, module_pattern, rule_of_qwix
 from argosy.adapt.qwix_params import put_qwix_params, qwix_params
 from argosy.adapt.rules import Rule, preset_rules, schemes_of
@@ -46,7 +46,7 @@ def test_products_are_those_of_qwix(key):
     of = Einsum(eq, dict(zip(eq.split(",")[1], w.shape, strict=False)))
     of.w.set_value(jnp.asarray(w))
     scheme = rule_of_qwix(QuantizationRule(**FACTS["rules"][rule])).scheme()
-    y = quantized(of, scheme)(jnp.asarray(x))
+    y = quantized_einsum(of, scheme)(jnp.asarray(x))
     assert relative(y, GOLDEN[key]) < 1e-5
     assert relative(y, np.asarray(of(jnp.asarray(x)))) > 1e-3
 
@@ -195,6 +195,6 @@ def test_trees_that_do_not_fit_are_refused():
             put_qwix_params(Alone(), tree)
     model = Alone()
     model.up.w.set_value(jnp.asarray(GOLDEN["array.w"]))
-    model.up = quantized(model.up, Rule(weights="mxfp4").scheme())
+    model.up = quantized_einsum(model.up, Rule(weights="mxfp4").scheme())
     with pytest.raises(ArgosyError, match="mxfp4"):
         qwix_params(model)

@@ -10,7 +10,7 @@ from laws.families import CASES, built, forward, tokens_of
 
 from argosy.adapt.formats.table import NF4
 from argosy.adapt.lora import DoRA, LoRA
-from argosy.adapt.quant import Scheme, int8, quantized
+from argosy.adapt.quant import Scheme, int8, quantized_einsum
 from argosy.adapt.surgery import find, freeze, graft, swap, thaw
 from argosy.core.errors import BadInput
 from argosy.models.parts.attention.attend import Packed
@@ -250,7 +250,7 @@ def test_a_format_loses_what_its_bits_cost(eq: str, format: str):
     einsum = Einsum(eq, dims)
     fill(einsum, jax.random.key(0), addresses=lambda a: [a])
     w = np.asarray(einsum.w[...])
-    narrow = quantized(einsum, Scheme(format))
+    narrow = quantized_einsum(einsum, Scheme(format))
     assert narrow.shape == w.shape
     error = np.linalg.norm(np.asarray(narrow.weight.dequantized()) - w) / np.linalg.norm(w)
     low, high = ERRORS[format]
@@ -266,7 +266,7 @@ def test_nf4_codes_are_the_nearest_levels():
     w[16 + 15] = 0.5
     einsum = Einsum("BTD,DF->BTF", {"D": 32, "F": 1})
     einsum.w.set_value(jnp.asarray(w))
-    narrow = quantized(einsum, Scheme("nf4", 16))
+    narrow = quantized_einsum(einsum, Scheme("nf4", 16))
     expected = np.concatenate([levels * 3, levels * 0.5])
     np.testing.assert_allclose(np.asarray(narrow.weight.dequantized())[:, 0], expected, rtol=1e-6)
     assert narrow.values.shape == (16, 1)
@@ -275,7 +275,7 @@ def test_nf4_codes_are_the_nearest_levels():
 def test_an_odd_axis_is_quantized_without_packing():
     einsum = Einsum("BTD,DF->BTF", {"D": 15, "F": 3})
     fill(einsum, jax.random.key(0), addresses=lambda a: [a])
-    narrow = quantized(einsum, Scheme("nf4", 4))
+    narrow = quantized_einsum(einsum, Scheme("nf4", 4))
     assert narrow.values.shape == (15, 3)
     assert narrow.scale.shape == (5, 3), "blocks of the largest divisor up to four"
     x = jax.random.normal(jax.random.key(1), (1, 2, 15))
@@ -286,7 +286,7 @@ def test_an_odd_axis_is_quantized_without_packing():
 def test_the_backward_pass_keeps_no_floats_of_a_quantized_weight(format: str):
     einsum = Einsum("BTD,DF->BTF", {"D": 64, "F": 48})
     fill(einsum, jax.random.key(0), addresses=lambda a: [a])
-    narrow = quantized(einsum, Scheme(format))
+    narrow = quantized_einsum(einsum, Scheme(format))
     x = jax.random.normal(jax.random.key(1), (1, 2, 64))
     _, backward = jax.vjp(narrow, x)
     floats = [leaf for leaf in jax.tree.leaves(backward) if jnp.issubdtype(leaf.dtype, jnp.floating)]

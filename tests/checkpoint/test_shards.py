@@ -60,7 +60,7 @@ def test_every_part_is_what_tensorstore_reads(step: Path, axes: dict[str, P]):
     likes = wanted(**axes)
     back = shards.read_arrays(step, WEIGHTS, likes)
     for name, array in ARRAYS.items():
-        assert zarr_parts.laid(step / WEIGHTS / name) is not None, "TensorStore read it both times"
+        assert zarr_parts.zarr_layout(step / WEIGHTS / name) is not None, "TensorStore read it both times"
         theirs = shards._by_tensorstore(step, WEIGHTS, name, likes[name])
         assert back[name].sharding == theirs.sharding == likes[name].sharding
         assert back[name].dtype == array.dtype
@@ -94,7 +94,7 @@ def test_other_metadata_are_left_to_tensorstore(tmp_path: Path):
     for file in catalog({WEIGHTS: ["rows"]}):
         write_files(tmp_path, [file])
     assert json.loads((folder / "zarr.json").read_text())["codecs"][-1]["name"] == "gzip"
-    assert zarr_parts.laid(folder) is None
+    assert zarr_parts.zarr_layout(folder) is None
     like = {"rows": wanted(rows=P("a", "b"))["rows"]}
     np.testing.assert_array_equal(shards.read_arrays(tmp_path, WEIGHTS, like)["rows"], ARRAYS["rows"])
 

@@ -327,10 +327,10 @@ def test_a_report_says_what_the_user_types(monkeypatch):
     ],
 )
 def test_what_is_given_replaces_only_itself_in_the_generation_config(given, sampling):
-    from argosy.cli.verbs.generate import Generate, chosen_sampling
+    from argosy.cli.verbs.generate import Generate, sampling_options
 
     config = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.1}
-    assert chosen_sampling(Generate(**given), config) == sampling
+    assert sampling_options(Generate(**given), config) == sampling
 
 
 def test_structured_output_is_read_from_files_and_words(tmp_path):

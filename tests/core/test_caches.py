@@ -4,17 +4,17 @@ import os
 import threading
 from pathlib import Path
 
-from argosy.core.caches import bound_cache, clear_cache, most_bytes, one_at_a_time
+from argosy.core.caches import bound_cache, clear_cache, file_lock, most_bytes
 
 
 def test_a_process_that_must_wait_says_so_and_then_goes_on(tmp_path: Path):
     lock, said, entered = tmp_path / "folder" / ".lock", list[str](), threading.Event()
 
     def other() -> None:
-        with one_at_a_time(lock, said.append):
+        with file_lock(lock, said.append):
             entered.set()
 
-    with one_at_a_time(lock, said.append):
+    with file_lock(lock, said.append):
         waiting = threading.Thread(target=other)
         waiting.start()
         assert not entered.wait(0.2)

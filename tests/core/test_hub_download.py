@@ -11,7 +11,7 @@ from hub_server import HubServer, asked_by_the_client
 import argosy
 from argosy.core.errors import ArgosyError, BadInput
 from argosy.core.hub import download
-from argosy.core.hub.download import local_model, pinned
+from argosy.core.hub.download import local_model, pin_revision
 from argosy.core.hub.names import HubName, model_name, name_of_path
 from argosy.core.hub.selection import model_files
 
@@ -122,7 +122,7 @@ def test_a_model_is_loaded_and_then_used_without_a_network(hub: HubServer, monke
     assert np.array_equal(ours.logits(tokens), argosy.load(stories_model()).logits(tokens))
     assert ours.tokenizer is not None
     assert not hub.asked("GET", "pytorch_model.bin")
-    assert pinned("hf:me/stories") == f"hf:me/stories@{commit}"
+    assert pin_revision("hf:me/stories") == f"hf:me/stories@{commit}"
     transfers = hub.asked("GET", "/resolve/")
     assert Path(local_model(f"hf:me/stories@{commit}")).name == commit
     assert hub.asked("GET", "/resolve/") == transfers

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from argosy.core.errors import BadInput
-from argosy.core.formats.image_files import image_file, read_image, resized
+from argosy.core.formats.image_files import image_file, read_image, resize_image
 from argosy.core.formats.png import png_bytes
 
 SLOPE = np.stack([*np.meshgrid(np.arange(0, 240, 8), np.arange(0, 160, 8)), np.full((20, 30), 90)], -1).astype(np.uint8)
@@ -76,5 +76,5 @@ def test_a_file_that_is_no_image_or_too_large_is_refused():
 
 
 def test_a_resized_image_keeps_its_mean():
-    assert abs(resized(SLOPE, 40, 60).mean() - SLOPE.mean()) < 1
-    assert resized(SLOPE, 20, 30) is SLOPE
+    assert abs(resize_image(SLOPE, 40, 60).mean() - SLOPE.mean()) < 1
+    assert resize_image(SLOPE, 20, 30) is SLOPE

@@ -10,7 +10,7 @@ from pydantic import Field, ValidationError
 
 from argosy.core.errors import SettingsError
 from argosy.core.settings import Repeats, Settings, dump, read_settings, words_layer, yaml_text_layer
-from argosy.core.settings.explain import annotated, explain, json_schema, settings_reference
+from argosy.core.settings.explain import annotated_yaml, explain, json_schema, settings_reference
 
 
 class Reward(Settings):
@@ -106,8 +106,8 @@ def test_none_is_no_list():
 
 def test_reading_again_gives_the_same():
     reading = read_settings(Root, words_layer(["reward=no", "reward={of: b, weight: 2}"]))
-    assert read_settings(Root, yaml_text_layer(annotated(reading), "settings.yml")).value == reading.value
-    assert yaml.safe_load(annotated(reading))["reward"] == dump(reading.value)["reward"]
+    assert read_settings(Root, yaml_text_layer(annotated_yaml(reading), "settings.yml")).value == reading.value
+    assert yaml.safe_load(annotated_yaml(reading))["reward"] == dump(reading.value)["reward"]
     assert reading.origin["reward.0.of"] == reading.origin["reward.1.weight"] == "command line"
     assert explain(reading, "reward.1.weight").startswith("reward.1.weight = 2")
 

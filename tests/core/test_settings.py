@@ -27,8 +27,8 @@ from argosy.core.settings import (
     words_layer,
     yaml_layer,
 )
-from argosy.core.settings.explain import annotated, explain, json_schema, settings_reference
-from argosy.core.settings.schema import documented, shape_of
+from argosy.core.settings.explain import annotated_yaml, explain, json_schema, settings_reference
+from argosy.core.settings.schema import documented_fields, shape_of
 
 
 class AdamW(Settings):
@@ -196,7 +196,7 @@ def test_a_number_is_no_switch():
 def test_settings_are_frozen_and_documented():
     with pytest.raises(ValidationError):
         Run().steps = 3
-    assert documented(Run)["steps"].description == "Optimizer steps."
+    assert documented_fields(Run)["steps"].description == "Optimizer steps."
 
 
 def test_documentation_is_read_only_where_it_is_shown(monkeypatch):
@@ -222,8 +222,11 @@ def test_documentation_is_that_of_the_class_itself_and_of_those_above_it():
         """Of b,
         again."""
 
-    assert {name: info.description for name, info in documented(Below).items()} == {"a": "Of a.", "b": "Of b,\nagain.", "c": None}
-    assert {name: info.description for name, info in documented(Above).items()} == {"a": "Of a.", "b": "Of b.", "c": None}
+    def descriptions(cls: type[Settings]) -> dict[str, str | None]:
+        return {name: info.description for name, info in documented_fields(cls).items()}
+
+    assert descriptions(Below) == {"a": "Of a.", "b": "Of b,\nagain.", "c": None}
+    assert descriptions(Above) == {"a": "Of a.", "b": "Of b.", "c": None}
 
 
 def test_the_shape_of_a_field_is_found_once():
@@ -551,11 +554,11 @@ def test_a_dump_reads_back_equal():
 
 def test_resolved_settings_read_back_equal_here_and_in_pyyaml(tmp_path):
     reading = read(words=RICH)
-    (tmp_path / "settings.yml").write_text(annotated(reading))
+    (tmp_path / "settings.yml").write_text(annotated_yaml(reading))
     assert read_settings(Run, yaml_layer(tmp_path / "settings.yml")).value == reading.value
-    assert yaml.safe_load(annotated(reading)) == dump(reading.value)
-    assert "  ns_steps: 2" in annotated(reading)
-    assert all("#" in line for line in annotated(reading).splitlines() if not line.endswith(":"))
+    assert yaml.safe_load(annotated_yaml(reading)) == dump(reading.value)
+    assert "  ns_steps: 2" in annotated_yaml(reading)
+    assert all("#" in line for line in annotated_yaml(reading).splitlines() if not line.endswith(":"))
 
 
 def test_differences():

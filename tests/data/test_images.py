@@ -6,7 +6,7 @@ import pytest
 from argosy.core.errors import BadInput
 from argosy.data.images.arrays import ImageArrays
 from argosy.data.images.settings import ImageSettings
-from argosy.data.images.table import held_out_rows
+from argosy.data.images.table import held_out_mask
 from argosy.models.diffusion.base import ImageSpace
 
 GRAY = ImageSpace(1, 2, 10)
@@ -70,11 +70,11 @@ def test_crops_and_mirrors_follow_from_the_place_in_the_run(tmp_path):
 def test_equal_images_are_held_out_together_and_a_small_set_gives_its_last():
     identities = np.random.default_rng(0).integers(0, 2**64, 4000, np.uint64)
     identities[2000:] = identities[:2000]
-    chosen = held_out_rows(identities, 0.2)
+    chosen = held_out_mask(identities, 0.2)
     assert 600 < chosen.sum() < 1000
     assert (chosen[:2000] == chosen[2000:]).all()
-    assert held_out_rows(np.full(10, 2**63, np.uint64), 0.2).tolist() == [False] * 8 + [True] * 2
-    assert not held_out_rows(identities, 0.0).any()
+    assert held_out_mask(np.full(10, 2**63, np.uint64), 0.2).tolist() == [False] * 8 + [True] * 2
+    assert not held_out_mask(identities, 0.0).any()
 
 
 def test_test_images_of_a_file_are_the_held_out_ones(tmp_path):

@@ -7,8 +7,8 @@ import pytest
 
 from argosy.core.errors import BadInput
 from argosy.data.encoding import Encoding
-from argosy.data.framing import TextFrame, frame_of, framed
-from argosy.data.labels import LabelSet, found_labels, label_numbers
+from argosy.data.framing import TextFrame, frame_ids, frame_of
+from argosy.data.labels import LabelSet, label_numbers, labels_of_source
 from argosy.data.pack import Corpus
 from argosy.data.pipeline import build, find
 from argosy.data.prepare import prepare
@@ -39,7 +39,7 @@ def written(path, labels, **columns):
     ],
 )  # fmt: skip
 def test_the_labels_of_a_file(tmp_path, labels, found):
-    assert found_labels(written(tmp_path / "f.jsonl", labels)) == found
+    assert labels_of_source(written(tmp_path / "f.jsonl", labels)) == found
     assert found.scores == (len(found.names) or 1)
 
 
@@ -56,7 +56,7 @@ def test_the_labels_of_a_file(tmp_path, labels, found):
 )
 def test_labels_that_are_refused(tmp_path, labels, why):
     with pytest.raises(BadInput, match=why):
-        found_labels(written(tmp_path / "f.jsonl", labels))
+        labels_of_source(written(tmp_path / "f.jsonl", labels))
 
 
 def test_labels_become_numbers():
@@ -87,8 +87,8 @@ def test_frames_are_those_of_the_tokenizers_library(tmp_path):
         ids = [reference.encode(text, add_special_tokens=False).ids for text in (one, two)]
         for most in (20, 12, 11, 10, 9, 8):
             reference.enable_truncation(most)
-            assert framed(frame, ids[0], None, most)[0] == reference.encode(one).ids
-            tokens, second = framed(frame, ids[0], ids[1], most)
+            assert frame_ids(frame, ids[0], None, most)[0] == reference.encode(one).ids
+            tokens, second = frame_ids(frame, ids[0], ids[1], most)
             assert len(tokens) <= most
             assert tokens[:second] + tokens[second:] == tokens
             if most >= 11 or len(ids[0]) + len(ids[1]) + 4 <= most:

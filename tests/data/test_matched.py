@@ -5,7 +5,7 @@ import pytest
 from helpers import shared
 
 from argosy.data.tokenizers.load import load_tokenizer
-from argosy.data.tokenizers.matched import matched
+from argosy.data.tokenizers.matched import match_tokens
 
 NAMES = ["byte", "tokenizers/smollm2", "models/stories260k", "tokenizers/mistral_v1.model"]
 
@@ -18,7 +18,7 @@ def tokenizer(name):
 @pytest.mark.parametrize("theirs", NAMES)
 def test_pairs_are_the_same_bytes_and_none_is_missing(ours: str, theirs: str):
     student, teacher = tokenizer(ours), tokenizer(theirs)
-    found = matched(student, teacher)
+    found = match_tokens(student, teacher)
     ids, others = found.ids
     assert len(ids) == len(others) == len(found) == len(set(ids.tolist())) == len(set(others.tolist()))
     pairs = set(zip(ids.tolist(), others.tolist()))
@@ -38,12 +38,12 @@ def test_spaces_match_however_they_are_written():
     """SentencePiece writes them as U+2581, byte-level BPE as U+0120, so their names differ."""
     student, teacher = tokenizer("tokenizers/smollm2"), tokenizer("tokenizers/mistral_v1.model")
     (ours,), (theirs,) = student.encode_rest([" the"])[0], teacher.encode_rest([" the"])[0]
-    assert (ours, theirs) in set(zip(*(ids.tolist() for ids in matched(student, teacher).ids)))
+    assert (ours, theirs) in set(zip(*(ids.tolist() for ids in match_tokens(student, teacher).ids)))
 
 
 def test_of_a_character_and_its_byte_the_one_that_is_written_matches():
     student, teacher = tokenizer("byte"), tokenizer("models/stories260k")
-    ids, others = matched(student, teacher).ids
+    ids, others = match_tokens(student, teacher).ids
     of = dict(zip(ids.tolist(), others.tolist()))
     (written,) = teacher.encode_rest(["e"])[0]
     assert of[ord("e")] == written

@@ -3,7 +3,7 @@
 from typing import Any
 
 from argosy.data.batch import Batches
-from argosy.data.numbered import Numbered, joined
+from argosy.data.numbered import Numbered, merge_windows
 
 
 class Counting(Batches):
@@ -40,7 +40,7 @@ def test_windows_are_passed_over():
 
 
 def test_windows_that_overlap_or_touch_are_one():
-    assert joined([(7, 9), (1, 3), (2, 4), (5, 5)]) == [(1, 5), (7, 9)]
+    assert merge_windows([(7, 9), (1, 3), (2, 4), (5, 5)]) == [(1, 5), (7, 9)]
 
 
 def test_every_step_resumes_with_the_batches_it_would_have_had():

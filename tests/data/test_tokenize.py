@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as Library
 
 from argosy.core.errors import BadInput, Damaged, Unsupported
 from argosy.core.formats.gguf import GGUF
-from argosy.data.framing import frame_of, framed
+from argosy.data.framing import frame_ids, frame_of
 from argosy.data.tokenizers.byte import tokenizer_json
 from argosy.data.tokenizers.config import TokenizerConfig
 from argosy.data.tokenizers.convert import byte_bpe
@@ -695,8 +695,8 @@ def test_a_vocabulary_of_word_pieces_is_saved_with_its_frame(tmp_path):
     library = Library.from_file(str(tmp_path / "tokenizer.json"))
     found = library.encode("A horse.", "Two.")
     frame = frame_of(tokenizer)
-    ids, second = framed(frame, tokenizer.encode("A horse."), tokenizer.encode("Two."))
+    ids, second = frame_ids(frame, tokenizer.encode("A horse."), tokenizer.encode("Two."))
     assert found.ids == ids
     assert found.type_ids == [0] * second + [1] * (len(ids) - second)
-    assert library.encode("A horse.").ids == framed(frame, tokenizer.encode("A horse."))[0]
+    assert library.encode("A horse.").ids == frame_ids(frame, tokenizer.encode("A horse."))[0]
     assert json.loads((tmp_path / "tokenizer_config.json").read_text())["tokenizer_class"] == "BertTokenizer"

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from argosy.evals.run import with_perplexity
-from argosy.evals.statistics import MeanWithError, RowScores, mean, means, paired
+from argosy.evals.statistics import MeanWithError, RowScores, mean, means, paired_difference
 
 
 def test_equal_weights_give_the_standard_error_of_the_mean():
@@ -35,7 +35,7 @@ def test_a_paired_difference_is_less_uncertain_than_two_evaluations():
     mine = [RowScores(i, {"acc": float(u < p)}) for i, (u, p) in enumerate(zip(rng.uniform(size=400), ease))]
     # The other model answers as this one does, but for a few rows.
     theirs = [RowScores(row.number, {"acc": 1 - row.values["acc"] if row.number % 20 == 0 else row.values["acc"]}) for row in mine]
-    found = paired(mine, theirs, "acc")
+    found = paired_difference(mine, theirs, "acc")
     apart = np.hypot(means(mine)["acc"].stderr or 0, means(theirs)["acc"].stderr or 0)
     assert found["n"] == 400
     assert found["difference"] == pytest.approx(means(mine)["acc"].value - means(theirs)["acc"].value)
@@ -47,8 +47,8 @@ def test_a_paired_difference_is_less_uncertain_than_two_evaluations():
 
 def test_rows_that_only_one_model_has_do_not_count():
     mine, theirs = [RowScores(i, {"acc": 1.0}) for i in range(5)], [RowScores(i, {"acc": 0.0}) for i in range(3, 9)]
-    assert paired(mine, theirs, "acc")["n"] == 2
-    assert paired(mine, [], "acc") == {"difference": None, "stderr": None, "interval": None, "n": 0}
+    assert paired_difference(mine, theirs, "acc")["n"] == 2
+    assert paired_difference(mine, [], "acc") == {"difference": None, "stderr": None, "interval": None, "n": 0}
 
 
 def test_perplexity_is_the_exponential_of_the_loss_with_its_first_order_error():

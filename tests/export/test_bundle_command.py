@@ -23,7 +23,7 @@ from argosy.export.refresh import refresh_bundle
 from argosy.export.verify import days_left, read_bundle_manifest, verify_bundle
 from argosy.infer.lm import LM
 from argosy.models.parts.stack import Unroll
-from argosy.observe.readable import sized
+from argosy.observe.readable import format_bytes
 
 INPUTS = '{"x": [[1, 1, 1], [2, 2, 2]], "gain": [1, 2]}'
 
@@ -155,7 +155,7 @@ def test_differences_are_named(argosy, bundle, tmp_path):
     said = argosy("bundle", "diff", bundle, other, code=1)[0]
     assert f"signatures: call: only in {bundle}" in said
     assert f"lineage: data: only in {other}" in said
-    assert f"{sized(next((other / 'weights').iterdir()).stat().st_size)} of weights are the same" in said
+    assert f"{format_bytes(next((other / 'weights').iterdir()).stat().st_size)} of weights are the same" in said
 
 
 # ---------------------------------------------------------------- refresh

@@ -29,7 +29,7 @@ from argosy.infer.speculation.speculate import verify
 from argosy.models import FAMILIES
 from argosy.models.parts.attention import attend
 from argosy.models.parts.attention.attend import Packed, Paged
-from argosy.models.parts.attention.cache import Spec, bytes_of_caches, paged
+from argosy.models.parts.attention.cache import Spec, bytes_of_caches, empty_pools
 from argosy.models.parts.stack import Scan, Unroll
 from argosy.models.parts.weight import merge, put, split
 from argosy.ops.narrow import FORMS, Narrow
@@ -283,7 +283,7 @@ def test_layers_in_a_scan_keep_what_separate_layers_keep():
         attending = Paged(table, zeros, zeros, jnp.asarray([17, 9], jnp.int32), t)
         for run in (Unroll(), Scan()):
             model = in_float64(config, run)
-            caches = paged(model.layers.holds(), 1, 5, 8, narrow="int8")
+            caches = empty_pools(model.layers.holds(), 1, 5, 8, narrow="int8")
             _, caches, _ = forward(model)(tokens_of(config, 2, 17), attending, caches)
             if run.stacked:
                 kept.append([jax.tree.map(lambda a, at=at: a[at], caches[name]) for name, at in model.layers.cache_places()])
@@ -348,14 +348,14 @@ def test_rings_states_and_the_keys_of_an_indexer_keep_their_type():
         ("qwen3_next", "mixed", {"k", "v"}, {"row.q", "row.k", "row.v", "row.state"}),
     ]:
         specs = FAMILIES[family].examples()[example].build(Unroll()).layers.holds()
-        caches = jax.eval_shape(lambda specs=specs: paged(specs, 2, 4, 8, longest=32, slack=32, narrow="int8"))
+        caches = jax.eval_shape(lambda specs=specs: empty_pools(specs, 2, 4, 8, longest=32, slack=32, narrow="int8"))
         kinds = {key: isinstance(a, Narrow) for cache in caches.values() for key, a in cache.items()}
         assert ({k for k, n in kinds.items() if n}, {k for k, n in kinds.items() if not n}) == (narrow, plain)
     spec = Spec(token=(("k", (2, 8)), ("v", (2, 8))), span=5)
-    found = jax.eval_shape(lambda: paged({"layer": (spec, None)}, 2, 4, 8, longest=32, narrow="int8"))["layer"]
+    found = jax.eval_shape(lambda: empty_pools({"layer": (spec, None)}, 2, 4, 8, longest=32, narrow="int8"))["layer"]
     assert {key: str(a.dtype) for key, a in found.items()} == {"ring.k": "float32", "ring.v": "float32"}
     windows = {spec.window: 3}
-    found = jax.eval_shape(lambda: paged({"layer": (spec, None)}, 2, 4, 8, longest=32, narrow="int8", windows=windows))["layer"]
+    found = jax.eval_shape(lambda: empty_pools({"layer": (spec, None)}, 2, 4, 8, longest=32, narrow="int8", windows=windows))["layer"]
     assert {key: (a.bits.shape, a.scale.shape) for key, a in found.items()} == dict.fromkeys(
         ("window.k", "window.v"), ((3, 8, 2, 8), (3, 8, 2, 1))
     )

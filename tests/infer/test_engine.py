@@ -26,7 +26,7 @@ from argosy.infer.settings import EngineSettings
 from argosy.models import FAMILIES
 from argosy.models.mixtral import MixtralConfig
 from argosy.models.parts.attention import cache as layer_cache
-from argosy.models.parts.attention.cache import bytes_of_caches, paged
+from argosy.models.parts.attention.cache import bytes_of_caches, empty_pools
 from argosy.models.parts.stack import Scan, Unroll
 from argosy.models.parts.stack.addresses import from_layers
 from argosy.models.parts.weight import put, split
@@ -512,7 +512,7 @@ def test_bad_requests_are_refused_before_they_wait(engine: Engine):
 
 def test_the_cache_takes_a_share_of_the_memory_that_is_free(lm: LM, monkeypatch: pytest.MonkeyPatch):
     how = EngineSettings(slots=8, page=8, context=64)
-    one = bytes_of_caches(jax.eval_shape(lambda: paged(lm.module.layers.holds(), 0, 1, 8, lm.module.dtype, longest=64)))
+    one = bytes_of_caches(jax.eval_shape(lambda: empty_pools(lm.module.layers.holds(), 0, 1, 8, lm.module.dtype, longest=64)))
     for free, pages in ((4 * 20 * one, 20), (0, 8), (None, 64)):
         monkeypatch.setattr(cache, "memory_bytes", lambda free=free: (None, free))
         assert Engine(lm.module, how).pages.count == pages

@@ -34,7 +34,7 @@ from argosy.models.parts.weight import put, split
 from argosy.models.qwen import QwenConfig
 from argosy.models.settings import Experts
 from argosy.observe import environment
-from argosy.observe.readable import sized
+from argosy.observe.readable import format_bytes
 from argosy.ops.native import library
 from argosy.ops.native.products import Panels
 from argosy.serve.run import build_service
@@ -171,7 +171,8 @@ def test_a_server_says_what_it_keeps_in_blocks(one: Path):
         service.front.close()
         kept, size = count_in_blocks(service.front.engine.weights())
         # Without `blocks` the engine packs what it multiplies, which the embedding beside a head is not.
-        assert (service.about[1], kept) == (f"weights: the codes of {count} weights are multiplied as they are: {sized(size)}", count)
+        about = f"weights: the codes of {count} weights are multiplied as they are: {format_bytes(size)}"
+        assert (service.about[1], kept) == (about, count)
 
 
 @pytest.mark.parametrize("copies", [1, 2])

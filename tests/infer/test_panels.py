@@ -18,7 +18,7 @@ from argosy.models.parts import einsum
 from argosy.models.parts.stack import Unroll
 from argosy.models.parts.weight import split, variable
 from argosy.ops.native import library
-from argosy.ops.native.products import Panels, packed
+from argosy.ops.native.products import Panels, pack_panels
 from argosy.weights.build import random_model
 
 
@@ -62,7 +62,7 @@ def test_packed_weights_are_tied_to_a_device_only_if_the_weights_were():
     arrays = [*jax.tree.leaves(made_by(engine)), *jax.tree.leaves(engine.runner.caches)]
     assert not any(a.committed for a in arrays)
     tied = jax.device_put(np.ones((64, 64), np.float32), jax.devices()[1])
-    assert packed(tied, 1, True).values.devices() == {jax.devices()[1]}
+    assert pack_panels(tied, 1, True).values.devices() == {jax.devices()[1]}
 
 
 @pytest.mark.slow

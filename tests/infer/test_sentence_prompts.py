@@ -15,7 +15,7 @@ import argosy
 from argosy.core.errors import BadInput
 from argosy.data.tokenizers.load import find_tokenizer
 from argosy.export.bundle import Bundle
-from argosy.export.steps import TokenizeStep, tokenized
+from argosy.export.steps import TokenizeStep, tokenize_inputs
 from argosy.infer.lm import LM
 from argosy.models import FAMILIES
 from argosy.serve import run
@@ -122,7 +122,7 @@ def test_a_token_of_the_prompt_and_of_the_text_is_pooled():
     """In byte-level BPE a prompt's last blank belongs to the first word of the text."""
     tokenizer = find_tokenizer(str(shared("tokenizers/cl100k_base.tiktoken")))
     step = TokenizeStep(prompt="query: ", prompt_length="after")
-    found = tokenized(step, tokenizer, ["bees", "war and peace"], None)
+    found = tokenize_inputs(step, tokenizer, ["bees", "war and peace"], None)
     for row, after, text in zip(found["tokens"], found["after"], ("bees", "war and peace"), strict=True):
         assert 0 < after < len(row)
         assert tokenizer.decode([int(i) for i in row[after:] if i]).strip() == text

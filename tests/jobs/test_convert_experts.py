@@ -16,7 +16,7 @@ from argosy.core.keymap import KeyMap
 from argosy.jobs.convert import REST_BYTES, convert
 from argosy.weights.hub.config import config_from
 from argosy.weights.hub.reader import open_folder
-from argosy.weights.stream import largest_tensor, streamed
+from argosy.weights.stream import largest_tensor, streaming_model
 
 GOLDENS = Path(__file__).parents[1] / "goldens" / "models"
 WIDTH = 1024
@@ -88,9 +88,9 @@ def test_what_becomes_float32_is_reported_unless_a_type_is_reported(kind, tmp_pa
 
 
 def test_the_largest_tensor_is_the_sources(tmp_path):
-    source = streamed(open_model(write_source(tmp_path / "apart", "qwen3-moe", experts=9, width=128)))
+    source = streaming_model(open_model(write_source(tmp_path / "apart", "qwen3-moe", experts=9, width=128)))
     assert largest_tensor(source)[1] == 128 * 128 * 2
-    source = streamed(open_model(write_source(tmp_path / "stacked", "mxfp4", experts=9, width=128)))
+    source = streaming_model(open_model(write_source(tmp_path / "stacked", "mxfp4", experts=9, width=128)))
     assert largest_tensor(source) == ("model.layers.0.mlp.experts.gate_up_proj_blocks", 9 * 256 * 128 // 2)
 
 

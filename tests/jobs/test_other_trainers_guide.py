@@ -19,7 +19,7 @@ import data_files
 from argosy.core.settings import mistakes
 from argosy.run.settings.compose import compose
 from argosy.run.settings.run import Run
-from argosy.run.start.preflight import settled
+from argosy.run.start.preflight import checked_settings
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "guides" / "from-other-trainers.md").read_text(encoding="utf-8")
 SECTIONS: dict[str, str] = dict(re.findall(r"\n## (\d+\. [^\n]+)\n(.*?)(?=\n## |\Z)", GUIDE, re.DOTALL))
@@ -123,7 +123,7 @@ def test_settings_go_together_as_they_are_printed(folder, monkeypatch, title):
     for command in COMMAND.findall(SECTIONS[title]):
         verb, *words = shlex.split(command)
         if verb == "train":
-            settled(words[0], [word for word in words[1:] if word not in ("data.tokenizer=words", "mesh.fsdp=4")])
+            checked_settings(words[0], [word for word in words[1:] if word not in ("data.tokenizer=words", "mesh.fsdp=4")])
 
 
 @pytest.mark.slow

@@ -189,13 +189,13 @@ def test_what_the_layout_cannot_say_is_refused_before_calibration(tmp_path):
 
 
 def test_experts_with_too_few_tokens_are_told(tmp_path):
-    from argosy.cli.verbs.quantize import described
+    from argosy.cli.verbs.quantize import quantization_table
 
     saved("deepseek-3.2", tmp_path / "plain")
     data, rules = SYNTHETIC.model_copy(update={"sequence": 4}), [Rule(weights="int4", granularity=8)]
     result = quantize(str(tmp_path / "plain"), tmp_path / "out", rules, method=ScaleSearch(), data=data, samples=1)
     assert any(0 < row["uncalibrated"] <= 1 for row in result["weights"])
-    assert "saw too few tokens" in described(result)
+    assert "saw too few tokens" in quantization_table(result)
 
 
 def test_nearest_with_data_is_nearest_without(tmp_path):

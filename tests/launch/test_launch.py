@@ -7,7 +7,7 @@ import yaml
 
 from argosy.cli import main
 from argosy.core.settings.scalars import yaml_document
-from argosy.core.settings.schema import documented
+from argosy.core.settings.schema import documented_fields
 from argosy.launch.engines import ENGINES
 
 TEXT = Path(__file__)
@@ -20,7 +20,7 @@ def test_help_lists_every_setting_with_its_meaning(engine: str, capsys: pytest.C
     assert main(["launch", f"engine={engine}", "--help"]) == 0
     out = capsys.readouterr().out
     words = " ".join(out.split())
-    for key, info in documented(ENGINES[engine]).items():
+    for key, info in documented_fields(ENGINES[engine]).items():
         assert f"\n  {key}  <" in out
         assert info.description, f"{key} is not documented"
         assert " ".join(info.description.split()) in words

@@ -225,23 +225,23 @@ def test_slurm_remarks_what_lies_on_disks_of_this_machine(here: Path, capsys: py
     (here / "own.yml").write_text("extends: tiny\n")
     (here / "a.txt").write_text("words " * 99)
     words = ["engine=slurm", "--", "train", "own.yml", "data.source=a.txt", "dir=run"]
-    monkeypatch.setattr(launch_paths, "mounted", lambda: MOUNTS)
+    monkeypatch.setattr(launch_paths, "mount_types", lambda: MOUNTS)
     found = said(capsys, *words, code=0)
     named = [f"the folder of this command {here}", "dir=run", "data.source=a.txt", "the recipe own.yml"]
     assert all(f"{path} (ext4)" in found for path in named)
     assert "are on a disk of this machine, which others of the job may not see" in found
-    monkeypatch.setattr(launch_paths, "mounted", lambda: MOUNTS | {str(here): "nfs4"})
+    monkeypatch.setattr(launch_paths, "mount_types", lambda: MOUNTS | {str(here): "nfs4"})
     assert said(capsys, *words, code=0) == ""
     found = said(capsys, *words[:-1], "dir=/dev/shm/run", code=0)
     assert "warning: dir=/dev/shm/run (tmpfs) is on a disk of this machine" in found
-    monkeypatch.setattr(launch_paths, "mounted", dict)
+    monkeypatch.setattr(launch_paths, "mount_types", dict)
     assert said(capsys, *words, code=0) == "", "nobody knows"
 
 
 def test_kinds_of_file_systems():
     kinds = {"/a": "ext4", "/shared/a/b": "nfs4", "/shared/scratch/x": "lustre", "/sharedx": "ext4", "/dev/shm": "tmpfs"}
     assert {path: kind_of(Path(path), MOUNTS) for path in kinds} == kinds
-    assert kind_of(Path("/dev/shm"), launch_paths.mounted()) in ("tmpfs", ""), "as this machine has it"
+    assert kind_of(Path("/dev/shm"), launch_paths.mount_types()) in ("tmpfs", ""), "as this machine has it"
 
 
 def test_a_run_in_a_store_is_a_recipe_for_pods_too(here: Path, capsys: pytest.CaptureFixture):

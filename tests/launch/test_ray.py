@@ -25,7 +25,7 @@ SMALL = [
 
 def test_without_ray_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(Unsupported, match="not installed") as caught, engine.connected(None, 1):
+    with pytest.raises(Unsupported, match="not installed") as caught, engine.connect_ray(None, 1):
         pass
     assert "[ray]'" in str(caught.value)
 

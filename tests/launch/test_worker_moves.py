@@ -23,7 +23,7 @@ from argosy.checkpoint.tiers.peers import MOST_AT_ONCE, Listener
 from argosy.core.errors import ArgosyError, Damaged
 from argosy.launch.workers.arrays import transfers as moves
 from argosy.launch.workers.arrays.offers import Offers
-from argosy.launch.workers.arrays.trees import described
+from argosy.launch.workers.arrays.trees import describe_tree
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +42,7 @@ def mesh() -> Mesh:
 @contextmanager
 def source(answer: Callable[[BufferedIOBase, socket.socket], None]) -> Iterator[moves.TransferSource]:
     """One process that has the values, and sends what `answer` does."""
-    skeleton, leaves = described({"values": VALUES}, several=False)
+    skeleton, leaves = describe_tree({"values": VALUES}, several=False)
     listener = Listener("127.0.0.1", answer)
     try:
         yield moves.TransferSource("far", 1, skeleton, [leaves], [listener.address])
@@ -164,7 +164,7 @@ def test_garbage_gets_nothing_and_takes_no_memory():
         for wrong in (b"{", b"[]", b'{"number": 1, "pieces": [[9, [[0, 1]]]]}', b'{"number": 1, "pieces": [[0, [[0, 99]]]]}'):
             assert b"\0" * 100 not in ask(listener, token + b"\npieces\n" + struct.pack(">Q", len(wrong)) + wrong)
         assert tracemalloc.get_traced_memory()[1] < 16 << 20
-        skeleton, leaves = described(VALUES, several=False)
+        skeleton, leaves = describe_tree(VALUES, several=False)
         found, _ = pulled(moves.TransferSource("far", 1, skeleton, [leaves], [listener.address]))
         assert np.array_equal(found, VALUES)
     finally:

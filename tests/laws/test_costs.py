@@ -10,7 +10,7 @@ from laws.families import CASES, FULLEST, RUNS, built, marked, tokens_of
 from argosy.models.gemma import GemmaConfig
 from argosy.models.mixtral import MixtralConfig
 from argosy.models.parts.attention.attend import Contiguous, Packed, Paged
-from argosy.models.parts.attention.cache import bytes_of_caches, contiguous, paged
+from argosy.models.parts.attention.cache import bytes_of_caches, contiguous, empty_pools
 from argosy.models.parts.stack import Scan, Unroll
 from argosy.models.parts.weight import abstract, merge, split
 from argosy.models.settings import Experts
@@ -18,7 +18,7 @@ from argosy.observe.flops import contraction_flops
 from argosy.ops.narrow import FORMS
 from argosy.train.objectives.next_token import NextToken
 from argosy.train.objectives.tokens import losses as losses_of
-from argosy.train.state import trained
+from argosy.train.state import split_trained
 from tools.devices import COMMON, EXPERTS
 
 ROWS, LENGTH = 4, 512
@@ -49,7 +49,7 @@ def test_a_decode_step_needs_little_beside_its_cache(how, run):
     narrow = how if how in FORMS else None
     pages = {"longest": LENGTH, "slack": LENGTH if narrow else 0, "narrow": narrow}
     cache = jax.eval_shape(
-        lambda: contiguous(specs, ROWS, LENGTH) if how == "contiguous" else paged(specs, ROWS, ROWS * LENGTH // 16, 16, **pages)
+        lambda: contiguous(specs, ROWS, LENGTH) if how == "contiguous" else empty_pools(specs, ROWS, ROWS * LENGTH // 16, 16, **pages)
     )
 
     attend = strategies()["paged" if narrow else how]
@@ -98,7 +98,7 @@ def test_rematerialization_of_all_but_products_recomputes_no_product():
     tokens = jax.ShapeDtypeStruct((2, 32), jnp.int32)
 
     def flops(remat):
-        graph, params, rest = trained(config.build(Unroll(remat)))
+        graph, params, rest = split_trained(config.build(Unroll(remat)))
 
         def loss(params, rest, tokens):
             return jnp.sum(merge(graph, params, rest)(tokens, Packed(jnp.ones_like(tokens)))[0])

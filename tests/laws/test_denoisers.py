@@ -15,7 +15,7 @@ from argosy.adapt.quant import int8
 from argosy.adapt.surgery import swap
 from argosy.core.formats import Arrays
 from argosy.core.keymap import KeyMap
-from argosy.export.lower import lowered, raise_again
+from argosy.export.lower import lower_program, raise_again
 from argosy.models import FAMILIES
 from argosy.models.diffusion.base import Conditions, DenoiserConfig
 from argosy.models.parts.stack import Scan, Unroll
@@ -170,7 +170,7 @@ def test_it_exports(config):
     latents, timestep, conditions = inputs
     given = {name: value for name, value in conditions._asdict().items() if value is not None}
     arguments = (latents, timestep, given)
-    program = lowered(model, lambda m, x, t, given: m(x, t, Conditions(**given)), arguments, platforms=("cpu",))
+    program = lower_program(model, lambda m, x, t, given: m(x, t, Conditions(**given)), arguments, platforms=("cpu",))
     assert relative(raise_again(program)(split(model)[1], *arguments), model(*inputs)) < 1e-6
 
 

@@ -26,7 +26,7 @@ from argosy.parallel.scope import activation_spec, constrain, platform, scope
 from argosy.train.objectives.next_token import NextToken
 from argosy.train.optimizers.sgd import SGD
 from argosy.train.schedule import Constant
-from argosy.train.state import TrainState, meanings_of, trained, training_graph
+from argosy.train.state import TrainState, meanings_of, split_trained, training_graph
 from argosy.train.step import make_step
 from tools.devices import (
     COMMON,
@@ -72,7 +72,7 @@ def test_a_tensor_axis_splits_the_work(name):
 def updated(config, run, sizes, accumulate=1, dtype=jnp.int32, head="logits", rules=(), precision="float32", gather="each"):
     """Loss and weights after a step on so many devices."""
     model = built(config, run)
-    _, params, rest = trained(model)
+    _, params, rest = split_trained(model)
     if precision != "float32":
         params, rest = ({a: w.astype(precision) for a, w in part.items()} for part in (params, rest))
     rate = Constant(warmup=0).build(10)

@@ -36,12 +36,12 @@ from argosy.models import FAMILIES
 from argosy.models.base.language import LanguageConfig
 from argosy.models.parts import stack
 from argosy.models.parts.attention.attend import Bidirectional, Contiguous, Paged
-from argosy.models.parts.attention.cache import RING, contiguous, paged
+from argosy.models.parts.attention.cache import RING, contiguous, empty_pools
 from argosy.models.parts.attention.ragged import Ragged, rows_share_pages
 from argosy.models.parts.einsum import Contraction
 from argosy.models.parts.stack import Scan, Unroll
 from argosy.models.parts.stack.addresses import from_layers, layer_addresses, to_layers
-from argosy.models.parts.weight import abstract, fill, kept_in, merge, parameter_count, split, undrawn, variables
+from argosy.models.parts.weight import abstract, fill, merge, parameter_count, split, storage_dtype, undrawn, variables
 from argosy.observe.flops import contraction_flops
 from argosy.ops import attention as ops_attention
 from argosy.ops import grouped
@@ -126,7 +126,7 @@ def test_bfloat16_meets_float32_by_rule(case):
     for run in RUNS.values():
         model = config.build(run)
         graph, weights = split(model)
-        kept = {a: jax.ShapeDtypeStruct(v.shape, kept_in(v, jnp.bfloat16)) for a, v in variables(model).items()}
+        kept = {a: jax.ShapeDtypeStruct(v.shape, storage_dtype(v, jnp.bfloat16)) for a, v in variables(model).items()}
         assert set(kept) == set(weights)
 
         def run_it(weights, tokens, graph=graph):
@@ -264,7 +264,7 @@ def test_paged_decode_equals_full(case, run, full, monkeypatch):
     nobody = [own[0, 0], -1, pages, -1, 10**6, own[1, 0]]
     table = jnp.asarray([[*own[0], own[1, 0], -1], [*own[1], -1, pages], [*nobody, *nobody, -1]], jnp.int32)
     slot = jnp.asarray([3, 1, -1], jnp.int32)
-    cache = filled_with(paged(model.layers.holds(), slots, pages, page, jnp.float64, longest=T + 3), np.nan)
+    cache = filled_with(empty_pools(model.layers.holds(), slots, pages, page, jnp.float64, longest=T + 3), np.nan)
     done, got = [0, 0], [[], []]
     for chunk in [(5, 9), (9, 3), (1, 1), (0, 4)] + [(1, 1)] * T:
         new = [min(n, T - d) for n, d in zip(chunk, done)]
@@ -302,7 +302,7 @@ def test_ragged_rows_equal_full(case, run, full, monkeypatch):
     T, page, pages, prompts = tokens.shape[1], 4, 30, (16, 39)
     rows, width = (2, 8) if rows_share_pages(specs, T, slack=T) else (1, 16)
     own = np.random.default_rng(0).permutation(pages)[:22].reshape(2, 11)
-    cache = filled_with(paged(specs, 3, pages, page, jnp.float64, longest=T, slack=T), np.nan)
+    cache = filled_with(empty_pools(specs, 3, pages, page, jnp.float64, longest=T, slack=T), np.nan)
 
     def group(sequences, lengths, new, width):
         table = [own[b] if b >= 0 else [-1] * 11 for b in sequences]

@@ -19,7 +19,7 @@ from argosy.parallel.place import like_weights
 from argosy.train.optimizers import OPTIMIZERS
 from argosy.train.optimizers.schedule_free import average_of
 from argosy.train.schedule import Constant
-from argosy.train.state import flattened, unflattened
+from argosy.train.state import flatten_state, unflatten_state
 
 GOLDEN = Path(__file__).parents[1] / "goldens" / "optimizers.npz"
 EXACT = 1e-6
@@ -255,9 +255,9 @@ def test_the_state_is_restored_bit_for_bit(name):
     state = transform.init(params)
     for step in range(4):
         params, state = update(params, state, weights(10 + step))
-    stored = {key: np.asarray(leaf) for key, leaf in flattened(state).items()}
+    stored = {key: np.asarray(leaf) for key, leaf in flatten_state(state).items()}
     assert len(stored) == len(jax.tree.leaves(state))
-    again = unflattened(jax.eval_shape(transform.init, params), {key: jnp.asarray(a) for key, a in stored.items()})
+    again = unflatten_state(jax.eval_shape(transform.init, params), {key: jnp.asarray(a) for key, a in stored.items()})
     other = dict(params)
     for step in range(4, 6):
         params, state = update(params, state, weights(10 + step))
@@ -327,12 +327,12 @@ def test_the_state_is_sharded_as_its_weights(name, monkeypatch):
     shapes = jax.eval_shape(transform.init, params)
     whole = {a: NamedSharding(mesh, spec) for a, spec in PLACES.items()}
     places = like_weights(shapes, whole, params, mesh)
-    for key, place in flattened(places).items():
+    for key, place in flatten_state(places).items():
         address = next((a for a in SHAPES if key.endswith(f".{a}")), None)
         if address is None:
             assert place.is_fully_replicated, key
             continue
-        leaf, full = flattened(shapes)[key].shape, SHAPES[address]
+        leaf, full = flatten_state(shapes)[key].shape, SHAPES[address]
         split = [i for i, axis in enumerate(PLACES[address]) if axis is not None and leaf[i] == full[i]]
         assert [i for i, axis in enumerate(place.spec) if axis is not None] == split, key
     update = jax.jit(lambda p, s, g: transform.update(g, s, p), out_shardings=(whole, places))

@@ -9,7 +9,7 @@ from helpers import default, relative
 
 from argosy.core.errors import UnknownName, Unsupported
 from argosy.models.parts.attention.attend import Contiguous, Packed, Paged, Score, See
-from argosy.models.parts.attention.cache import ROW, Spec, contiguous, paged, restore, snapshot
+from argosy.models.parts.attention.cache import ROW, Spec, contiguous, empty_pools, restore, snapshot
 from argosy.models.parts.stack import Layer, Scan, Stack, Unroll, repeating
 from argosy.models.parts.stack.addresses import layer_addresses
 from argosy.models.parts.weight import Draw, Meaning, fill, merge, split, weight
@@ -86,7 +86,7 @@ def test_a_state_is_carried_forgotten_and_left_alone(run):
         y, cache, _ = stack(x[:, t : t + 1], cache, Contiguous(jnp.full((B, 1), t, jnp.int32), live))
         assert relative(y[:, 0], whole[:, t]) < 1e-5
 
-    pool = jax.tree.map(lambda a: jnp.full_like(a, 7.7), paged(stack.holds(), 4, 8, 4))
+    pool = jax.tree.map(lambda a: jnp.full_like(a, 7.7), empty_pools(stack.holds(), 4, 8, 4))
     slots, table = jnp.asarray([2, 0], jnp.int32), jnp.zeros((B, 1), jnp.int32)
     done = 0
     for new in (5, 0, 3, 3):
@@ -225,7 +225,7 @@ def test_chunks_are_served_as_they_are_read(ring):
     q, k, v = heads(2)
     expected = by_hand(q, k, v, np.ones((B, LONG), np.int32))
     spec = Spec(token=(("k", (2, D)), ("v", (2, D))), span=CHUNK if ring else None)
-    cache = jax.tree.map(lambda a: a + 7.7, paged({"layer": (spec, None)}, 3, 12, 5)["layer"])
+    cache = jax.tree.map(lambda a: a + 7.7, empty_pools({"layer": (spec, None)}, 3, 12, 5)["layer"])
     table = jnp.asarray([[7, 2, 11, 0, 5], [1, 9, 3, 10, 4], [0] * 5], jnp.int32)
     slots = jnp.asarray([2, 0, 3], jnp.int32)
     step = jax.jit(lambda q, k, v, attend, cache: attend(q, held(k, v), cache, score=CHUNKED))
@@ -297,7 +297,7 @@ LAYOUTS_AND_SPANS = [(run, span) for run in LAYOUTS for span in (None, 3)]
 def test_a_layer_may_hold_tokens_and_a_state(run, span):
     specs, step, x = both(run, span)
     whole, _ = step(x, Packed(jnp.ones((B, T), jnp.int32)), None)
-    cache = jax.tree.map(lambda a: jnp.full_like(a, jnp.nan), paged(specs, 3, 8, 4, longest=T))
+    cache = jax.tree.map(lambda a: jnp.full_like(a, jnp.nan), empty_pools(specs, 3, 8, 4, longest=T))
     for done, new in ((0, 4), (4, 1), (5, 4)):
         y, cache = paged_step(step, x, done, new, cache)
         assert relative(y, whole[:, done : done + new]) < 1e-5
@@ -315,7 +315,7 @@ def test_a_rejected_draft_is_rolled_back_and_decoding_resumes(run, span):
     whole, _ = step(x, Packed(jnp.ones((B, T), jnp.int32)), None)
     draft = x.at[:, 5:].set(9.0)
     for slack in (0, 4):
-        cache = paged(specs, 4, 9, 4, longest=T, slack=slack)
+        cache = empty_pools(specs, 4, 9, 4, longest=T, slack=slack)
         _, cache = paged_step(step, x, 0, 5, cache)
         before = snapshot(specs, cache, jnp.asarray([2, 0], jnp.int32))
         _, cache = paged_step(step, draft, 5, 4, cache)
@@ -335,7 +335,7 @@ def test_a_rejected_draft_is_rolled_back_and_decoding_resumes(run, span):
 def test_indexes_out_of_range_belong_to_no_row():
     """A slot or page of -1 would wrap round into the last one; a token beyond its table would overwrite the row's last page."""
     specs, step, x = both("unroll", None)
-    cache = jax.tree.map(lambda a: jnp.full_like(a, 5.0), paged(specs, 3, 8, 4))
+    cache = jax.tree.map(lambda a: jnp.full_like(a, 5.0), empty_pools(specs, 3, 8, 4))
     outside = Paged(
         jnp.asarray([[-1], [7]], jnp.int32),
         jnp.asarray([-1, -7], jnp.int32),
@@ -362,7 +362,7 @@ def test_attention_over_parts_of_the_keys_merges_by_log_sum_exp():
         ops_attention.attention(q, k[:, part], v[:, part], See(at, at[:, part]), score, lse=True)
         for part in (slice(0, 7), slice(7, 8), slice(8, None))
     ]
-    y, total = ops_attention.merged(parts)
+    y, total = ops_attention.merge_attention(parts)
     assert relative(y, whole) < 1e-6
     assert relative(total, lse) < 1e-6
 

@@ -23,7 +23,7 @@ from argosy.jobs.convert import convert
 from argosy.models.deepseek import DeepSeekConfig
 from argosy.models.parts.attention import indexer
 from argosy.models.parts.attention.attend import Contiguous, Packed, Paged
-from argosy.models.parts.attention.cache import contiguous, paged
+from argosy.models.parts.attention.cache import contiguous, empty_pools
 from argosy.models.parts.attention.indexer import top_k_mask
 from argosy.models.parts.attention.latent import Latent
 from argosy.models.parts.stack import Scan, Unroll
@@ -34,7 +34,7 @@ from argosy.run.settings.recipe_files import preset_config
 from argosy.train.objectives.next_token import NextToken
 from argosy.train.optimizers.adam import AdamW
 from argosy.train.schedule import Constant
-from argosy.train.state import TrainState, meanings_of, trained
+from argosy.train.state import TrainState, meanings_of, split_trained
 from argosy.train.step import make_step
 from argosy.weights.peft.reader import read_adapter
 from argosy.weights.peft.sites import sites
@@ -85,7 +85,7 @@ def test_contiguous_forms_are_equal(latent, absorb):
 @pytest.mark.parametrize("absorb", [True, False, None])
 def test_paged_forms_are_equal(latent, absorb):
     model, step, tokens, expected = latent
-    cache, outs = paged(model.layers.holds(), 2, 24, 4), []
+    cache, outs = empty_pools(model.layers.holds(), 2, 24, 4), []
     table = jnp.asarray(np.random.default_rng(0).permutation(24)[:22].reshape(2, 11), jnp.int32)
     for low, high in [(0, 30), (30, 31), (31, 41)]:
         t = jnp.broadcast_to(jnp.arange(high - low, dtype=jnp.int32), (2, high - low))
@@ -204,7 +204,7 @@ def is_index(address: str) -> bool:
 def test_a_step_leaves_the_index_alone():
     """With decay on everything: no gradient would bring back what it takes."""
     model = built(CASES["deepseek-3.2"], Unroll())
-    graph, params, rest = trained(model)
+    graph, params, rest = split_trained(model)
     assert not any(map(is_index, params))
     assert sum(map(is_index, rest)) == 5 * 4  # three layers, and that of the module ahead
     rate = Constant(warmup=0).build(10)
@@ -274,10 +274,10 @@ def test_scores_of_a_long_sequence_are_summed_a_head_at_a_time(monkeypatch):
     draw = np.random.default_rng(0).standard_normal
     q, w, k = (jnp.asarray(draw(s), jnp.float32) for s in ((2, 5, 7, 4), (2, 5, 7), (2, 9, 4)))
     expected = np.einsum("btis,bti->bts", np.maximum(np.einsum("btij,bsj->btis", q, k), 0), w)
-    assert relative(indexer.summed(indexer.IndexQuery(q, w), k), expected) < 1e-5
+    assert relative(indexer.sum_scores(indexer.IndexQuery(q, w), k), expected) < 1e-5
     monkeypatch.setattr(indexer, "AT_ONCE", 100)
-    assert relative(indexer.summed(indexer.IndexQuery(q, w), k), expected) < 1e-5
-    program = str(jax.make_jaxpr(lambda q, w, k: indexer.summed(indexer.IndexQuery(q, w), k))(q, w, k))
+    assert relative(indexer.sum_scores(indexer.IndexQuery(q, w), k), expected) < 1e-5
+    program = str(jax.make_jaxpr(lambda q, w, k: indexer.sum_scores(indexer.IndexQuery(q, w), k))(q, w, k))
     assert "2,5,7,9" not in program
 
 

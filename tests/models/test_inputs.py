@@ -23,7 +23,7 @@ from argosy.models.settings import Rope
 from argosy.train.objectives.next_token import NextToken
 from argosy.train.optimizers.adam import AdamW
 from argosy.train.schedule import Constant
-from argosy.train.state import TrainState, meanings_of, trained
+from argosy.train.state import TrainState, meanings_of, split_trained
 from argosy.train.step import make_step
 
 PLACE = 7  # the id that stands where a vector of the tower is
@@ -154,7 +154,7 @@ def test_examples_carry_vectors_to_the_objective():
     assert (read.overlay.values[:, :11] == want.overlay.values[:, :11]).all()
     assert (read.positions[:, :11] == want.positions[:, :11]).all()
 
-    graph, params, rest = trained(merge(*split(MODEL)))
+    graph, params, rest = split_trained(merge(*split(MODEL)))
     rate = Constant(warmup=0).build(20)
     transform = AdamW(learning_rate=1e-2).build(rate, meanings_of(MODEL))
     state = TrainState.start(params, rest, transform.init(params), 0)

@@ -16,7 +16,7 @@ from argosy.adapt.quant import int8
 from argosy.adapt.surgery import swap
 from argosy.core.formats import Arrays
 from argosy.core.keymap import KeyMap
-from argosy.export.lower import lowered, raise_again
+from argosy.export.lower import lower_program, raise_again
 from argosy.models.parts.attention.attend import Bidirectional
 from argosy.models.parts.attention.cache import Spec
 from argosy.models.parts.einsum import Einsum
@@ -32,7 +32,7 @@ from argosy.parallel.rules import DEFAULT, shardings
 from argosy.parallel.scope import scope
 from argosy.train.optimizers.adam import AdamW
 from argosy.train.schedule import Constant
-from argosy.train.state import TrainState, meanings_of, trained
+from argosy.train.state import TrainState, meanings_of, split_trained
 from argosy.train.step import make_step
 
 CONFIG = DiTConfig(width=24, layers=6, heads=2, ffn=40, patch=2, classes=3)
@@ -96,7 +96,7 @@ def test_it_stands_on_a_pipeline_with_its_condition():
 
 
 def updated(model: Any, steps: int, mesh: Any = None) -> tuple[Any, list[float]]:
-    graph, params, rest = trained(model)
+    graph, params, rest = split_trained(model)
     rate = Constant(warmup=0).build(steps)
     transform = AdamW(learning_rate=3e-3).build(rate, meanings_of(model))
     state = TrainState.start(params, rest, transform.init(params), 0)
@@ -159,7 +159,7 @@ def test_int8_stays_near():
 def test_it_exports():
     model, batch = built(), batch_of(2)
     time = jnp.asarray([0.2, 0.7])
-    program = lowered(model, lambda m, *args: m(*args), (batch["images"], time, batch["labels"]), platforms=("cpu",))
+    program = lower_program(model, lambda m, *args: m(*args), (batch["images"], time, batch["labels"]), platforms=("cpu",))
     leaves = split(model)[1]
     assert relative(raise_again(program)(leaves, batch["images"], time, batch["labels"]), velocity_at(model, batch, time)) < 1e-6
 

@@ -5,7 +5,16 @@ import math
 import numpy as np
 import pytest
 
-from argosy.observe.readable import ago, columns, count_text, flops_text, harmless, lasted, one_line, sized
+from argosy.observe.readable import (
+    ago,
+    columns,
+    count_text,
+    flops_text,
+    format_bytes,
+    format_duration,
+    harmless,
+    one_line,
+)
 from argosy.observe.terminal import curve
 
 BITS = [(0x01, 0, 0), (0x02, 0, 1), (0x04, 0, 2), (0x40, 0, 3), (0x08, 1, 0), (0x10, 1, 1), (0x20, 1, 2), (0x80, 1, 3)]
@@ -72,14 +81,14 @@ def test_any_values_fill_the_frame(points, log_x):
 def test_columns_are_means():
     random = np.random.default_rng(0)
     xs, ys = np.arange(1, 501), random.normal(size=500)
-    binned = dict(curve.binned(zip(xs.tolist(), ys.tolist()), 40, 1, 500, False))
+    binned = dict(curve.bin_points(zip(xs.tolist(), ys.tolist()), 40, 1, 500, False))
     columns = np.rint((xs - 1) / 499 * 39).astype(int)
     assert binned == pytest.approx({c: ys[columns == c].mean() for c in range(40)})
 
 
 def test_halving_keeps_the_mean_and_an_odd_end():
     points = [(float(i), float(i * i)) for i in range(9)]
-    half = curve.halved(points)
+    half = curve.halve_points(points)
     assert len(half) == 5
     assert half[-1] == points[-1]
     assert np.mean(half[:4]) == pytest.approx(np.mean(points[:8]))
@@ -107,17 +116,17 @@ def test_numbers_as_people_read_them():
     assert [count_text(n) for n in (0, 999, 1000, 999_950, 134_515_008, 8_030_261_248, 405_853_388_800)] == [
         "0", "999", "1.00k", "1.00M", "135M", "8.03B", "406B"
     ]  # fmt: skip
-    assert [sized(n) for n in (0, 999, 1024, 1_310_720, 1 << 40)] == [
+    assert [format_bytes(n) for n in (0, 999, 1024, 1_310_720, 1 << 40)] == [
         "0 B",
         "999 B",
         "1.00 KiB",
         "1.25 MiB",
         "1.00 TiB",
     ]
-    assert [lasted(s) for s in (0.04, 9.96, 59.6, 185, 3599.7, 7389, 86399, 4 * 86400 + 3 * 3600)] == [
+    assert [format_duration(s) for s in (0.04, 9.96, 59.6, 185, 3599.7, 7389, 86399, 4 * 86400 + 3 * 3600)] == [
         "0.0 s", "10 s", "1 min 00 s", "3 min 05 s", "1 h 00 min", "2 h 03 min", "1 d 00 h", "4 d 03 h"
     ]  # fmt: skip
-    assert lasted(math.inf) == "?"
+    assert format_duration(math.inf) == "?"
     assert [ago(s) for s in (-3, 59, 60, 7200, 200_000)] == ["0 s ago", "59 s ago", "1 min ago", "2 h ago", "2 d ago"]
     assert [flops_text(n) for n in (123, 2.4e10, 3e24)] == ["123 FLOP", "24.0 GFLOP", "3000 ZFLOP"]
     assert columns(("a", "n"), [("x", "1"), ("yy", "10")], figures=(1,)) == "a    n\nx    1\nyy  10"

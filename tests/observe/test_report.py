@@ -20,7 +20,7 @@ from argosy.observe.report.charts import (
     bar,
     chart,
     running_mean,
-    thinned,
+    thin_points,
 )
 from argosy.observe.report.page import (
     Evaluated,
@@ -347,7 +347,7 @@ def test_an_interval_is_drawn_around_its_line_and_inside_the_picture():
 def test_thinning_and_smoothing_keep_the_mean():
     random = np.random.default_rng(1)
     xs, ys = np.arange(6400.0), random.normal(size=6400)
-    thin = thinned(list(zip(xs.tolist(), ys.tolist())))
+    thin = thin_points(list(zip(xs.tolist(), ys.tolist())))
     assert len(thin) == COLUMNS
     assert np.mean([y for _, y in thin]) == pytest.approx(ys.mean(), abs=1e-3)
     smooth = running_mean(list(zip(xs.tolist(), ys.tolist())), 51)

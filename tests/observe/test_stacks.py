@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from argosy.observe import stacks
-from argosy.observe.stacks import Watchdog, folded
+from argosy.observe.stacks import Watchdog, fold_stacks
 
 ONE = """Thread 0x00007f12 (most recent call first):
   File "a.py", line 1 in inner
@@ -21,7 +21,7 @@ Extension modules: numpy, yaml (total: 2)
 
 def test_stacks_that_are_alike_are_shown_once():
     other = ONE.replace("0x00007f34", "0x00009934").replace("line 2 in step", "line 3 in wait")
-    shown = folded({0: ONE, 1: ONE.replace("7f", "aa"), 2: ONE, 4: other})
+    shown = fold_stacks({0: ONE, 1: ONE.replace("7f", "aa"), 2: ONE, 4: other})
     assert shown.count('line 9 in outer') == 1
     assert "processes 0-2, 4:\n" + '  File "a.py", line 1 in inner' in shown
     assert "processes 0-2:\n" + '  File "b.py", line 2 in step' in shown
@@ -45,7 +45,7 @@ sys.stdout.flush()
 import os; os._exit(0)
 """
     written = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    shown = folded({0: written})
+    shown = fold_stacks({0: written})
     assert written.count("most recent call first") == 6
     assert " in works" in shown
     assert " in <module>" in shown
@@ -67,7 +67,7 @@ held_up()
 """
     ended = subprocess.run([sys.executable, "-c", code, str(tmp_path / "stacks")], timeout=20, check=False)
     assert ended.returncode == 1
-    assert "in held_up" in folded({3: (tmp_path / "stacks").read_text()})
+    assert "in held_up" in fold_stacks({3: (tmp_path / "stacks").read_text()})
 
 
 def test_how_long_a_step_may_take_follows_from_those_before(monkeypatch: pytest.MonkeyPatch):

@@ -15,7 +15,7 @@ import pytest
 import argosy
 from argosy.observe.log import Logged
 from argosy.observe.terminal.live import REDRAWS_PER_S, Terminal, can_redraw
-from argosy.observe.terminal.picture import POINTS, Picture, headed, preference_text, step_text
+from argosy.observe.terminal.picture import POINTS, Picture, header_lines, preference_text, step_text
 from argosy.run.view import Quiet
 
 FACTS = {
@@ -61,8 +61,8 @@ def drive(view: Terminal | Logged, steps: int = 200, every: int = 5) -> None:
 
 
 def test_runs_on_images_count_images():
-    assert any("4 x 64 images" in line for line in headed({"steps": 4, "tokens_per_step": 64, "unit": "image"}))
-    assert any("256 images" in line for line in headed({"steps": 4, "tokens_per_step": 64, "unit": "image"}))
+    assert any("4 x 64 images" in line for line in header_lines({"steps": 4, "tokens_per_step": 64, "unit": "image"}))
+    assert any("256 images" in line for line in header_lines({"steps": 4, "tokens_per_step": 64, "unit": "image"}))
     assert step_text({"tokens_per_s": 12.0}, "image") == "12 images/s"
 
 
@@ -259,16 +259,16 @@ def test_numbers_that_are_none_do_not_stop_the_picture():
 
 
 def test_facts_that_are_not_known_beforehand_are_reported():
-    text = "\n".join(headed({"steps": 3, "reward": "exact match"}))
+    text = "\n".join(header_lines({"steps": 3, "reward": "exact match"}))
     assert "steps       3" in text
     assert "reward      exact match" in text
 
 
 def test_a_long_fact_does_not_run_into_the_next():
-    assert headed({"ends": "by data.epochs, before steps=500", "precision": "float32"}) == [
+    assert header_lines({"ends": "by data.epochs, before steps=500", "precision": "float32"}) == [
         "ends        by data.epochs, before steps=500  precision   float32"
     ]
-    assert headed({"layers": "unroll", "products": "xla"}) == ["layers      unroll                      products    xla"]
+    assert header_lines({"layers": "unroll", "products": "xla"}) == ["layers      unroll                      products    xla"]
 
 
 def test_importing_it_does_not_import_rich():

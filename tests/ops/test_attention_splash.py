@@ -14,7 +14,7 @@ from argosy.core.errors import Unsupported
 from argosy.ops.attention import ATTENTION, Score, See, attention_reference
 from argosy.ops.attention import splash as attention_splash
 from argosy.ops.attention.splash import splash, splash_refusal
-from argosy.ops.attention.splash_blocks import INSTRUCTIONS, block_of, block_sizes, computed
+from argosy.ops.attention.splash_blocks import INSTRUCTIONS, block_of, block_sizes, count_blocks
 from argosy.parallel.mesh import MeshSettings
 from argosy.parallel.scope import scope
 
@@ -123,7 +123,7 @@ def test_blocks_that_are_seen(window, causal):
     if window is not None:
         seen &= np.abs(ahead) < window
     blocks = seen.reshape(n, side, n, side)
-    assert computed(n, side, window, causal) == blocks.any((1, 3)).sum()
+    assert count_blocks(n, side, window, causal) == blocks.any((1, 3)).sum()
     if window is None and not causal:
         return      # JAX's own mask, which is full
     reach = None if window is None else window - 1

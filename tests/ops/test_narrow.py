@@ -10,10 +10,10 @@ import pytest
 
 from argosy.core.errors import Unsupported
 from argosy.ops.attention import Score
-from argosy.ops.narrow import FORMS, blocks_of, empty, largest_magnitude, narrowed, write_entries
+from argosy.ops.narrow import FORMS, blocks_of, empty, largest_magnitude, round_to_narrow, write_entries
 from argosy.ops.op import implementations
 from argosy.ops.paged.attention import gather_pages, paged_attention
-from argosy.ops.paged.blocked import BLOCK, blocked
+from argosy.ops.paged.blocked import BLOCK, blocked_attention
 from argosy.ops.paged.ragged import joined_size
 
 LARGEST = {"int8": 127.0, "fp8_e4m3": 448.0, "fp8_e5m2": 57344.0}
@@ -44,7 +44,7 @@ def vectors(*shape: int) -> np.ndarray:
 @pytest.mark.parametrize("blocks", [1, 3])
 def test_values_are_the_nearest_in_eight_bits(form: str, blocks: int):
     x = vectors(40, 2, 24)
-    found = jax.jit(narrowed, static_argnums=(1, 2))(x, blocks, form)
+    found = jax.jit(round_to_narrow, static_argnums=(1, 2))(x, blocks, form)
     eight, expected = rounded(x, form, blocks)
     np.testing.assert_array_equal(np.asarray(found.bits), eight.view(np.uint8))
     np.testing.assert_array_equal(np.asarray(found.widened()), expected)
@@ -61,7 +61,7 @@ def test_values_are_the_nearest_in_eight_bits(form: str, blocks: int):
 @pytest.mark.parametrize("form", FORMS)
 def test_zeros_and_the_smallest_numbers_divide_nothing_by_zero(form: str):
     for x in (0.0, -0.0, 1e-45, 3e-39, -1.2e-38):
-        found = np.asarray(narrowed(jnp.full((2, 8), x, jnp.float32), 1, form).widened())
+        found = np.asarray(round_to_narrow(jnp.full((2, 8), x, jnp.float32), 1, form).widened())
         assert np.isfinite(found).all(), x
         assert np.abs(found).max() <= abs(x), x
 
@@ -71,7 +71,7 @@ def test_zeros_and_the_smallest_numbers_divide_nothing_by_zero(form: str):
 def test_a_fault_stays_visible_in_its_own_vector_only(form: str, fault: float):
     x = vectors(6, 2, 8)
     x[3, 1, 5] = fault
-    found = np.asarray(narrowed(jnp.asarray(x), 1, form).widened())
+    found = np.asarray(round_to_narrow(jnp.asarray(x), 1, form).widened())
     assert not np.isfinite(found[3, 1, 5])
     x[3, 1], found = 0, np.where(np.isfinite(found), found, 0)
     np.testing.assert_array_equal(np.delete(found.reshape(12, 8), 7, 0), np.delete(rounded(x, form)[1].reshape(12, 8), 7, 0))
@@ -106,9 +106,9 @@ def test_attention_in_blocks_is_that_over_rounded_keys_and_values(form: str):
     plain = [rng.standard_normal((pages, page, 2, 8)).astype(np.float32) for _ in "kv"]
     table = jnp.asarray(np.stack([rng.permutation(pages)[:P] for _ in lengths]), jnp.int32)
     at, lengths = jnp.asarray(lengths - 1, jnp.int32)[:, None], jnp.asarray(lengths, jnp.int32)
-    pools = tuple(narrowed(jnp.asarray(a), 1, form) for a in plain)
+    pools = tuple(round_to_narrow(jnp.asarray(a), 1, form) for a in plain)
     expected = tuple(jnp.asarray(rounded(a, form)[1]) for a in plain)
-    found, expected = (np.asarray(blocked(q, p, table, lengths, at, Score(8**-0.5))) for p in (pools, expected))
+    found, expected = (np.asarray(blocked_attention(q, p, table, lengths, at, Score(8**-0.5))) for p in (pools, expected))
     np.testing.assert_allclose(found[:2], expected[:2], rtol=1e-5, atol=1e-6)
     with implementations(paged_attention="ragged"), pytest.raises(Unsupported, match="no scales of a quantized cache"):
         paged_attention(q, pools, table, lengths, at, Score(8**-0.5))

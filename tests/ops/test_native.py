@@ -17,7 +17,7 @@ from argosy.ops.attention import UNSEEN, Score
 from argosy.ops.native import library
 from argosy.ops.native.codes import PANEL
 from argosy.ops.native.paged import NATIVE
-from argosy.ops.native.products import Panels, fits_bfloat16, packed, product
+from argosy.ops.native.products import Panels, fits_bfloat16, pack_panels, product
 from argosy.ops.paged.attention import paged_reference
 
 
@@ -47,7 +47,7 @@ def weight(kind: str, *shape: int) -> np.ndarray:
 @pytest.mark.usefixtures("kernels")
 def test_a_product_is_that_of_the_weight(kind: str, summed: int, columns: int, first: bool):
     w = weight(kind, summed, columns)
-    p = packed(jnp.asarray(w if first else w.T), 1, first)
+    p = pack_panels(jnp.asarray(w if first else w.T), 1, first)
     assert p.values.dtype == w.dtype
     assert (np.asarray(p.dense()) == (w if first else w.T)).all()
     for rows in (1, 2, 7, 12, 13, 40):
@@ -59,7 +59,7 @@ def test_a_product_is_that_of_the_weight(kind: str, summed: int, columns: int, f
 
 @pytest.mark.usefixtures("kernels")
 def test_a_gradient_is_refused():
-    p = packed(jnp.asarray(numbers(0, 40, 64)), 1, True)
+    p = pack_panels(jnp.asarray(numbers(0, 40, 64)), 1, True)
     with pytest.raises(Unsupported, match="no gradient"):
         jax.grad(lambda x: product(x, p).sum())(jnp.ones((2, 40)))
 
@@ -67,7 +67,7 @@ def test_a_gradient_is_refused():
 @pytest.mark.usefixtures("kernels")
 def test_a_row_does_not_depend_on_the_others():
     """Bit for bit, and what is NaN or infinite in one row stays there."""
-    w, x = packed(jnp.asarray(numbers(0, 300, 70)), 1, True), numbers(1, 50, 300)
+    w, x = pack_panels(jnp.asarray(numbers(0, 300, 70)), 1, True), numbers(1, 50, 300)
     alone = np.concatenate([product(jnp.asarray(row[None]), w) for row in x])
     assert (np.asarray(product(jnp.asarray(x), w)) == alone).all()
     x[3, 5], x[9, 0] = np.nan, np.inf
@@ -81,19 +81,19 @@ def test_a_row_does_not_depend_on_the_others():
 @pytest.mark.usefixtures("kernels")
 def test_weights_that_bfloat16_holds_are_kept_in_it_with_the_same_result():
     w, x = numbers(0, 200, 64).astype(ml_dtypes.bfloat16).astype(np.float32), jnp.asarray(numbers(1, 5, 200))
-    p = packed(jnp.asarray(w), 1, True)
+    p = pack_panels(jnp.asarray(w), 1, True)
     assert p.values.dtype == jnp.bfloat16
     assert p.dtype == p.dense().dtype == jnp.float32
     wide = Panels(p.values.astype(jnp.float32), p.shape, p.inner, p.first, p.dtype)
     assert (np.asarray(product(x, p)) == np.asarray(product(x, wide))).all()
     w[199, 63] += np.float32(2**-12)
     assert not fits_bfloat16(w)
-    assert packed(jnp.asarray(w), 1, True).values.dtype == jnp.float32
+    assert pack_panels(jnp.asarray(w), 1, True).values.dtype == jnp.float32
 
 
 def test_rows_of_a_packed_embedding():
     w = numbers(0, 3 * PANEL + 5, 20)
-    p, ids = packed(jnp.asarray(w), 1, False), np.array([[0, 31, 32], [100, 7, 64]])
+    p, ids = pack_panels(jnp.asarray(w), 1, False), np.array([[0, 31, 32], [100, 7, 64]])
     assert (np.asarray(p.rows(jnp.asarray(ids))) == w[ids]).all()
 
 
@@ -197,19 +197,19 @@ def compiler(folder: Path, script: str) -> str:
 def test_it_can_be_turned_off(elsewhere: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(library.SWITCH, "0")
     with pytest.raises(library.Unavailable, match="ARGOSY_NATIVE=0"):
-        library.built()
+        library.built_library()
 
 
 def test_without_a_compiler_it_says_so(elsewhere: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("CXX", str(elsewhere / "nothing"))
     with pytest.raises(library.Unavailable, match="no C\\+\\+ compiler"):
-        library.built()
+        library.built_library()
 
 
 def test_a_failed_build_tells_the_compilers_error_and_leaves_no_file(elsewhere: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("CXX", compiler(elsewhere, 'echo "kernels.cc:1: error: too old" >&2; [ "$1" = --version ]'))
     with pytest.raises(library.Unavailable, match="too old"):
-        library.built()
+        library.built_library()
     assert not list((elsewhere / "argosy" / "native").iterdir())
 
 
@@ -217,13 +217,13 @@ def test_it_is_built_once_and_is_the_users_own(elsewhere: Path, monkeypatch: pyt
     """Another compiler, or another version of it, makes another library; one that others may write is not loaded."""
     script = 'echo 1 >> "$0.calls"; while [ $# -gt 1 ]; do shift; done; [ "$1" = --version ] || echo library > "$1"'
     monkeypatch.setenv("CXX", compiler(elsewhere, script))
-    target = library.built()
+    target = library.built_library()
     assert stat.S_IMODE(target.stat().st_mode) == 0o700
-    assert library.built() == target
+    assert library.built_library() == target
     assert len((elsewhere / "compiler.calls").read_text().split()) == 2 + len(library.SOURCES), "its version, the sources, the library"
     target.chmod(0o722)
     with pytest.raises(library.Unavailable, match="others may write it"):
-        library.built()
+        library.built_library()
 
 
 @pytest.mark.slow

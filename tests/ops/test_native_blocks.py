@@ -9,7 +9,7 @@ import pytest
 from argosy.core.formats.quants import BY_NAME, CODES, blocks
 from argosy.ops.native import library
 from argosy.ops.native.blocks import packed_blocks, packed_bytes
-from argosy.ops.native.products import Panels, packed, product
+from argosy.ops.native.products import Panels, pack_panels, product
 
 # Where the float16 numbers of a block begin: scales first, then what multiplies the minima.
 HALVES = {
@@ -52,7 +52,7 @@ def bits(a: object) -> np.ndarray:
 def test_a_product_has_the_bits_of_that_with_the_float32_weight(kind: str, columns: int):
     summed = 768 if BY_NAME[kind].values == 256 else 352
     floats, w = weight_of(kind, columns, summed)
-    wide, rng = packed(jnp.asarray(floats), 1, False), np.random.default_rng(1)
+    wide, rng = pack_panels(jnp.asarray(floats), 1, False), np.random.default_rng(1)
     call = jax.jit(product)
     for rows in (*range(1, 14), 24, 25, 40):
         x = jnp.asarray(rng.normal(size=(rows, summed)).astype(np.float32))

@@ -27,7 +27,7 @@ def test_blocks_give_what_all_pages_give(
     """Of several queries a row in blocks; of one by rows, in groups of rows or all at once, in blocks and in one."""
     monkeypatch.setattr(paged_blocked, "BLOCK", block)
     monkeypatch.setattr(paged_rows, "rows_together", lambda *_: together)
-    run = paged_blocked.blocked if how_many > 1 else paged_rows.by_rows
+    run = paged_blocked.blocked_attention if how_many > 1 else paged_rows.by_rows
     with jax.enable_x64(True):
         rng = np.random.default_rng(0)
         pages, page, P, N, K, H = 40, 4, 11, 6, 2, 5
@@ -92,7 +92,7 @@ def test_one_program_reads_the_blocks_in_use_only(
         return jnp.ones((1, 1, 1, 3)), jnp.zeros((1, 1, 1))
 
     def program(lengths):
-        return paged_blocked.over_blocks(met, pools, table, lengths, lengths[:, None] - 1, score)
+        return paged_blocked.attend_by_blocks(met, pools, table, lengths, lengths[:, None] - 1, score)
 
     jax.block_until_ready(jax.jit(program)(jnp.asarray([length], jnp.int32)))
     jax.effects_barrier()

@@ -13,7 +13,7 @@ from argosy.core.errors import Unsupported
 from argosy.infer.forward.passes import OneProgram
 from argosy.infer.forward.step import PageTables, StepSizes
 from argosy.models.llama import LlamaConfig
-from argosy.models.parts.attention.cache import AttentionWindow, layouts, paged
+from argosy.models.parts.attention.cache import AttentionWindow, empty_pools, layouts
 from argosy.models.parts.weight import abstract, logical, split
 from argosy.ops.attention import Score
 from argosy.ops.op import implementations
@@ -104,7 +104,8 @@ def test_a_step_of_the_engine_compiles_for_a_tpu(name, tensor, window, monkeypat
 
     with scope(mesh):
         forward = OneProgram(model)
-        caches = jax.eval_shape(lambda: paged(forward.specs, 8, 1024, 16, jnp.bfloat16, longest=2048, slack=2048, windows=windows))
+        sizes = {"longest": 2048, "slack": 2048, "windows": windows}
+        caches = jax.eval_shape(lambda: empty_pools(forward.specs, 8, 1024, 16, jnp.bfloat16, **sizes))
         assert {key for cache in caches.values() for key in cache} == {"kv", *["window.kv" for _ in windows]}
         weights = {a: there(s.shape, jnp.bfloat16, places[a].spec) for a, s in abstract(model).items()}
         pools = jax.tree.map(lambda a, spec: there(a.shape, a.dtype, spec), caches, layouts(forward.specs, caches))

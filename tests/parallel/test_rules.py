@@ -7,7 +7,7 @@ from jax.sharding import PartitionSpec as P
 from argosy.core.errors import BadInput
 from argosy.parallel.mesh import MeshSettings
 from argosy.parallel.place import batch_sharding
-from argosy.parallel.rules import DEFAULT, edited
+from argosy.parallel.rules import DEFAULT, add_rules
 
 MESH = MeshSettings(data=2, fsdp=4)
 
@@ -57,5 +57,5 @@ def test_layers_are_split_over_stages_and_rows_outside_of_them():
 )
 def test_rules_of_ones_own_that_name_nothing_are_refused(rule: str, what: str, hint: str):
     with pytest.raises(BadInput, match=what) as caught:
-        edited(DEFAULT, [rule], ["data", "tensor"])
+        add_rules(DEFAULT, [rule], ["data", "tensor"])
     assert hint in (caught.value.hint or "")

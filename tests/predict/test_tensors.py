@@ -10,7 +10,7 @@ import pytest
 from argosy.core.errors import BadInput
 from argosy.data.tokenizers.byte import ByteTokenizer
 from argosy.export.manifest import BundleSignature
-from argosy.export.steps import TokenizeStep, tokenized
+from argosy.export.steps import TokenizeStep, tokenize_inputs
 from argosy.predict.protocol import check_types
 from argosy.predict.tensors import DATATYPES, from_bytes, read_tensors, to_bytes, to_json
 from argosy.web.errors import ApiError
@@ -88,7 +88,7 @@ def test_bytes_that_are_no_text_are_files_and_no_text_of_a_model():
     found = read_tensors([tensor(shape=(2,), datatype="BYTES", binary_data_size=len(sent))], memoryview(sent))
     assert next(iter(found.values())) == [b"\xff", "a"]
     with pytest.raises(BadInput, match="a text is no UTF-8"):
-        tokenized(TokenizeStep(), ByteTokenizer(), [b"\xff", "a"], None)
+        tokenize_inputs(TokenizeStep(), ByteTokenizer(), [b"\xff", "a"], None)
 
 
 def test_texts_are_one_axis_or_a_column():

@@ -8,7 +8,7 @@ import numpy as np
 import qwix
 from flax import nnx
 
-from argosy.adapt.quant import quantized
+from argosy.adapt.quant import quantized_einsum
 from argosy.adapt.qwix import rule_of_qwix
 from argosy.adapt.qwix_params import qwix_params
 from argosy.models.parts.einsum import Einsum
@@ -53,7 +53,7 @@ def main() -> None:
     for how in RULES:
         rule = qwix.QuantizationRule(module_path=".*", **how)
         ours = Ours(w)
-        ours.up = quantized(ours.up, rule_of_qwix(rule).scheme())
+        ours.up = quantized_einsum(ours.up, rule_of_qwix(rule).scheme())
         params = qwix_params(ours)
         # Other numbers, so that ours must arrive.
         theirs = qwix.quantize_model(Theirs(w[::-1].copy()), qwix.PtqProvider([rule]), x)

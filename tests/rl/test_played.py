@@ -116,7 +116,7 @@ def computed(how: Policy, parts: Any) -> tuple[float, dict[str, Any]]:
 
     from argosy.models.parts.weight import put, split
     from argosy.rl.policy.critic import attach_critic
-    from argosy.train.state import trained
+    from argosy.train.state import split_trained
     from argosy.train.step import model_for
 
     model = built(CASE, Unroll())
@@ -124,7 +124,7 @@ def computed(how: Policy, parts: Any) -> tuple[float, dict[str, Any]]:
         attach_critic(model, CASE, Unroll())
         rng = np.random.default_rng(9)
         put(model.critic, {a: jnp.asarray(rng.normal(0, 0.3, s.shape), jnp.float32) for a, s in split(model.critic)[1].items()})
-    graph, params, rest = trained(model)
+    graph, params, rest = split_trained(model)
     batch = {name: jnp.asarray(parts[0][name]) for name in how.reads()}
     loss = lambda p: how({"model": model_for(graph, "float32", p, rest)}, batch, jax.random.key(0)).loss.total  # noqa: E731
     value, found = jax.value_and_grad(loss)(params)

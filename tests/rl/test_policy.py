@@ -35,7 +35,7 @@ from argosy.rl.rollouts.packing import (
 )
 from argosy.train.optimizers.sgd import SGD
 from argosy.train.schedule import Constant
-from argosy.train.state import TrainState, meanings_of, trained
+from argosy.train.state import TrainState, meanings_of, split_trained
 from argosy.train.step import make_parts
 
 CASE = CASES["llama-plain"]
@@ -83,7 +83,7 @@ def stepped(objective, shape: PartShape, order: list[int] | None = None, model=N
     own = columns(of)
     parts = [part.filled(own) for part in pack_trajectories(of, order or list(range(len(of))), shape)]
     model = model or built(CASE, Unroll())
-    graph, params, rest = trained(model)
+    graph, params, rest = split_trained(model)
     rate = Constant(warmup=0).build(10)
     optimizer = SGD(learning_rate=1.0).build(rate, meanings_of(model))
     add, finish = make_parts(graph, objective, optimizer, rate)
@@ -246,7 +246,7 @@ def test_with_one_update_a_rollout_the_gradient_is_that_of_reinforce():
     own = columns(of) | {"old": np.full((len(of), LONGEST), np.nan, np.float32)}
     (part,) = pack_trajectories(of, list(range(len(of))), PartShape(4, 24, LONGEST))
     batch = {name: jnp.asarray(a) for name, a in part.filled(own).items()}
-    graph, params, rest = trained(model)
+    graph, params, rest = split_trained(model)
     off = Correction(outside="off")
 
     def gradient(how):

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from argosy.core.errors import SettingsError
-from argosy.run.settings.combinations import CONFLICTS, FEATURES, Conflict, Feature, Situation, violated
+from argosy.run.settings.combinations import CONFLICTS, FEATURES, Conflict, Feature, Situation, violations
 from argosy.run.settings.compose import compose
 from argosy.run.settings.run import Run
-from argosy.run.start.preflight import settled
+from argosy.run.start.preflight import checked_settings
 
 
 def test_every_row_names_features_and_says_what_to_do():
@@ -24,7 +24,7 @@ def test_each_row_is_violated_by_its_two_features_alone(row: Conflict, monkeypat
         used = {row.feature, row.other} - {absent}
         fake = {key: Feature(key, lambda _, key=key, used=used: key in used) for key in FEATURES}
         monkeypatch.setattr("argosy.run.settings.combinations.FEATURES", fake)
-        found = [error.what for error in violated(Situation(SimpleNamespace()))]
+        found = [error.what for error in violations(Situation(SimpleNamespace()))]
         assert found == ([] if absent else [f"{row.feature} and {row.other} do not combine: {row.reason}"])
 
 
@@ -78,7 +78,7 @@ def test_settings_use_the_feature_that_they_ask_for(key: str):
 def test_all_violated_rows_are_reported_before_anything_is_built(tmp_path: Any):
     words = ["diloco.every=4", "mesh.stage=2", "sample.every=5", "execution.offload=optimizer", f"dir={tmp_path / 'run'}"]
     with pytest.raises(SettingsError) as caught:
-        settled("tiny", words)
+        checked_settings("tiny", words)
     found = [error.what.partition(" do not")[0] for error in caught.value.problems]
     assert found == [
         "mesh.stage and sample.every",

@@ -19,7 +19,7 @@ from argosy.parallel.mesh import MeshSettings
 from argosy.run.assembly import diloco
 from argosy.run.assembly.assemble import assemble
 from argosy.run.assembly.decided import Decided
-from argosy.run.settings.combinations import Situation, violated
+from argosy.run.settings.combinations import Situation, violations
 from argosy.run.settings.compose import compose
 from argosy.run.settings.run import Run
 from tools.devices import config_of
@@ -156,10 +156,10 @@ def test_steps_that_no_outer_step_followed_are_said():
     run = settings()
     every = run.diloco.every
     assert every > 1
-    assert diloco.left_over(run, 4 * every) == ""
-    said = diloco.left_over(run, 4 * every + 1)
+    assert diloco.unfinished_outer_step(run, 4 * every) == ""
+    said = diloco.unfinished_outer_step(run, 4 * every + 1)
     assert said == f"; its last 1 step moved no outer weights, which are those of step {4 * every} (diloco.every)"
-    assert diloco.left_over(settings("diloco.every=0"), 7) == ""
+    assert diloco.unfinished_outer_step(settings("diloco.every=0"), 7) == ""
 
 
 def test_layers_that_replicas_cannot_have_are_refused(monkeypatch: pytest.MonkeyPatch):
@@ -171,9 +171,9 @@ def test_layers_that_replicas_cannot_have_are_refused(monkeypatch: pytest.Monkey
         diloco.check(two, two.mesh.build())
     config = config_of("experts")
     run = settings("mesh.expert=2", "mesh.fsdp=-1")
-    assert "diloco.every and mesh.expert do not combine" in " ".join(error.what for error in violated(Situation(run)))
+    assert "diloco.every and mesh.expert do not combine" in " ".join(error.what for error in violations(Situation(run)))
     run = settings("accumulate=2", "execution.gather=once", "mesh.fsdp=-1")
-    assert [error.what for error in violated(Situation(run))] == [
+    assert [error.what for error in violations(Situation(run))] == [
         "diloco.every and execution.gather=once do not combine: not built together yet"
     ]
     config = config.model_copy(update={"moe": config.moe.model_copy(update={"bias": True})})

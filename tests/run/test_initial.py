@@ -22,7 +22,7 @@ from argosy.observe.metrics import by_step, read
 from argosy.run.settings.compose import compose
 from argosy.run.settings.run import Run
 from argosy.run.start.initial import relaid
-from argosy.run.start.preflight import settled
+from argosy.run.start.preflight import checked_settings
 from argosy.weights.hub.writer import save_folder
 
 LAYERS = "model.layers=2"  # so that scan has something to stack
@@ -254,7 +254,7 @@ def test_a_state_of_another_tokenizer_is_refused(begun: Path, chats: Path, tmp_p
 
 def test_a_state_that_is_not_there_is_the_mistake():
     with pytest.raises(SettingsError) as told:
-        settled("sft", ["init.state=gone"])
+        checked_settings("sft", ["init.state=gone"])
     assert [one.what for one in told.value.problems] == ["no such run: `gone`", "`sft` needs `data.source`"]
 
 

@@ -9,7 +9,7 @@ import pytest
 from argosy.observe.goodput import Clock
 from argosy.observe.stragglers import DATA, HOST, STALLS
 from argosy.parallel.probe import Probe
-from argosy.run.hooks.pace import PaceMeter, paced
+from argosy.run.hooks.pace import PaceMeter, measured_pace
 from argosy.train.straggler_settings import StragglerSettings
 
 
@@ -26,7 +26,7 @@ def test_one_process_on_a_cpu_compares_nothing():
         return state, batch
 
     for how in (StragglerSettings(), StragglerSettings(every=0)):
-        with paced(how, jax.local_devices(), Clock(), lambda: 0, print, print) as measured:
+        with measured_pace(how, jax.local_devices(), Clock(), lambda: 0, print, print) as measured:
             assert measured(update) is update
 
 

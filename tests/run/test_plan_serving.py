@@ -30,13 +30,13 @@ from argosy.run.plan import compiled_serving, measured
 from argosy.run.plan.drafts import as_draft, drafted_step, tokens_per_step
 from argosy.run.plan.serving import (
     expert_seconds,
+    planned_steps,
     read_weights,
     served_model,
     serving_memory,
     serving_rates,
     step_parts,
     step_work,
-    wanted_steps,
 )
 from argosy.run.plan.serving_cpu import programs_bytes, serving_step
 from argosy.run.settings.recipe_files import preset_config
@@ -193,7 +193,7 @@ def test_rates_count_the_time_of_prompts():
     config = preset_config("llama3.1-8b")
     model = served_model(config, Target.described("h100-8"), EngineSettings(context=4096, budget=512), None, 1, {})
     _, size = serving_memory(model, 1)
-    keys = wanted_steps(model, size, 1300, 100)
+    keys = planned_steps(model, size, 1300, 100)
     assert keys[:3] == [(0, 512, 0), (0, 512, 512), (0, 276, 1024)]
     steps = {key: step_work(model, *key, PRICES) for key in keys}
     rates = serving_rates(model, size, 1300, 100, steps)
@@ -280,7 +280,7 @@ def test_steps_are_compiled_for_sizes_that_the_engine_has():
     config = preset_config("llama3.1-8b")
     model = served_model(config, Target.described("v5e-8"), EngineSettings(context=4096, slots=12), None, 8, {})
     _, size = serving_memory(model, 1)
-    sizes = {compiled_serving.step_sizes(model, key) for key in wanted_steps(model, size, 700, 100)}
+    sizes = {compiled_serving.step_sizes(model, key) for key in planned_steps(model, size, 700, 100)}
     assert {(s.decodes, s.rows) for s in sizes} == {(4, 0), (8, 0), (16, 0), (0, 16), (0, 8)}
 
 

@@ -14,7 +14,7 @@ from argosy.run.assembly.assemble import assemble
 from argosy.run.assembly.decided import Decided
 from argosy.run.settings.compose import compose
 from argosy.run.settings.run import Run
-from argosy.run.start.preflight import directory_of, settled
+from argosy.run.start.preflight import checked_settings, directory_of
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ WRONG_INPUTS = {
 
 def mistakes(*words: str) -> list[str]:
     with pytest.raises(UserError) as caught:
-        settled("tiny", words)
+        checked_settings("tiny", words)
     found = caught.value.problems if isinstance(caught.value, SettingsError) else [caught.value]
     return sorted(one.what for one in found)
 
@@ -78,7 +78,7 @@ def test_a_finished_run_needs_no_data(here: Path):
     assert mistakes(*words) == ["no such data source: `text.txt`"]
     (here / "run" / "checkpoints" / "4").mkdir(parents=True)
     (here / "run" / "checkpoints" / "4" / "manifest.json").write_text("{}")
-    assert settled("tiny", words).value.steps == 4
+    assert checked_settings("tiny", words).value.steps == 4
 
 
 def test_a_resumed_run_needs_no_weights_to_start_from(here: Path):
@@ -89,12 +89,12 @@ def test_a_resumed_run_needs_no_weights_to_start_from(here: Path):
     assert mistakes(*base, "init.weights=gone") == ["no such folder: `gone`"]
     (here / "run" / "checkpoints" / "2").mkdir(parents=True)
     (here / "run" / "checkpoints" / "2" / "manifest.json").write_text("{}")
-    assert settled("tiny", [*base, "init.weights=gone"]).value.init.weights == "gone"
+    assert checked_settings("tiny", [*base, "init.weights=gone"]).value.init.weights == "gone"
 
 
 def test_a_state_that_is_not_there(here: Path):
     with pytest.raises(BadInput, match="no such run: `gone`"):
-        settled("tiny", ["init.state=gone"])
+        checked_settings("tiny", ["init.state=gone"])
 
 
 def test_what_only_jax_knows_is_reported_at_once_too():
@@ -129,16 +129,16 @@ def test_a_run_in_a_store_is_a_recipe_as_its_folder_is(here: Path):
     for place in ("run", address):
         RunDirectory(place).write_settings(compose(Run, "tiny", [*words, f"dir={place}"]))
     (here / "run").rename(here / "moved")
-    folder = settled("moved", ["steps=9"])
+    folder = checked_settings("moved", ["steps=9"])
     for recipe, where in ((address, address), (f"{address}/", address), (f"file://{here}/moved", f"{here}/moved")):
-        reading = settled(recipe, ["steps=9"])
+        reading = checked_settings(recipe, ["steps=9"])
         assert directory_of(reading, recipe) == where
         assert reading.value.model_copy(update={"dir": None}) == folder.value.model_copy(update={"dir": None})
         assert reading.origin["data.batch"] == f"{where}/settings.yml"
-        assert directory_of(settled(recipe, ["dir=new"]), recipe) == "new"
+        assert directory_of(checked_settings(recipe, ["dir=new"]), recipe) == "new"
     with pytest.raises(BadInput, match="with other settings") as caught:
-        settled(address, ["data.batch=8"])
+        checked_settings(address, ["data.batch=8"])
     assert caught.value.where == "data.batch: 4 there, 8 now"
     Store(address).write_text("settings.yml", "steps: [")
     with pytest.raises(UserError, match="not YAML"):
-        settled(address)
+        checked_settings(address)

@@ -12,7 +12,7 @@ import pytest
 from serve.fakes import END, MODELS, STREAM, Hangup, chunk, event, fake, response, tokens
 
 from argosy.cli import main
-from argosy.cli.flags import BENCH_SERVE, CHAT, RUN_BATCH, Flags, translated
+from argosy.cli.flags import BENCH_SERVE, CHAT, RUN_BATCH, Flags, translate_flags
 from argosy.cli.verbs.bench import address
 from argosy.client.bench import BenchRound, BenchServer, RequestOutcome, arrivals, event_text, run_bench
 from argosy.client.bench_data import BenchSample, SampleSource
@@ -400,7 +400,7 @@ def test_mistakes_are_answered(words: list[str], what: str, hint: str, capsys: p
 
 def test_flags_of_vllm_bench_are_settings():
     words = "--base-url http://h:1 --num-prompts 5 --goodput ttft:200 tpot:50 --backend openai-chat --ignore-eos seed=2"
-    found = translated(words.split(), BENCH_SERVE)
+    found = translate_flags(words.split(), BENCH_SERVE)
     assert found == ["url=http://h:1", "num_prompts=5", "goodput=ttft:200 tpot:50", "api=chat", "ignore_eos=true", "seed=2"]
     url, rest = address(found)
     assert url == "http://h:1"

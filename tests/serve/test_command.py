@@ -19,7 +19,7 @@ from helpers import shared
 from serve.conftest import SIZES, listening, serving
 
 from argosy.cli import main
-from argosy.cli.flags import ANSWERS, OBJECTS, RUN_BATCH, SERVE, SETTINGS, SWITCHES, Flags, translated
+from argosy.cli.flags import ANSWERS, OBJECTS, RUN_BATCH, SERVE, SETTINGS, SWITCHES, Flags, translate_flags
 from argosy.core.errors import ArgosyError, BadInput, SettingsError
 from argosy.core.settings import Choice, read_settings, words_layer
 from argosy.data.chat.published import PUBLISHED
@@ -38,17 +38,17 @@ SPECULATION = Choice(SPECULATIVE, tag="method")
 def test_flags_of_vllm_are_settings():
     words = "port=1 --host ::1 --max-model-len=64 --enable-prefix-caching --max_num_seqs 3 --enable-chunked-prefill"
     expected = ["port=1", "host=::1", "engine.context=64", "engine.reuse=true", "engine.slots=3"]
-    assert translated(words.split()) == expected
-    assert translated(["--kv-cache-memory-bytes", "2000000"]) == ["engine.memory=2000000"]
-    assert translated(["--data-parallel-size", "2", "-tp=4"]) == ["copies=2", "tensor=4"]
-    assert translated(["-dp", "2", "--tensor_parallel_size", "4"]) == ["copies=2", "tensor=4"]
+    assert translate_flags(words.split()) == expected
+    assert translate_flags(["--kv-cache-memory-bytes", "2000000"]) == ["engine.memory=2000000"]
+    assert translate_flags(["--data-parallel-size", "2", "-tp=4"]) == ["copies=2", "tensor=4"]
+    assert translate_flags(["-dp", "2", "--tensor_parallel_size", "4"]) == ["copies=2", "tensor=4"]
     with pytest.raises(BadInput, match="data-parallel-size") as error:
-        translated(["--data-parallel-size=2"], RUN_BATCH)
+        translate_flags(["--data-parallel-size=2"], RUN_BATCH)
     assert "copies=N" in (error.value.hint or "")
 
 
 def test_the_reasoning_parser_has_the_flag_and_names_of_vllm(lm: LM):
-    settings = read_settings(ServeSettings, words_layer(translated(["--reasoning-parser", "deepseek_r1"]))).value
+    settings = read_settings(ServeSettings, words_layer(translate_flags(["--reasoning-parser", "deepseek_r1"]))).value
     assert settings.reasoning_parser == "deepseek_r1"
     with pytest.raises(ArgosyError, match="glm45"):
         read_settings(ServeSettings, words_layer(["reasoning_parser=glm45"]))
@@ -61,7 +61,7 @@ def test_the_reasoning_parser_has_the_flag_and_names_of_vllm(lm: LM):
 @pytest.mark.parametrize("flags", [SERVE, RUN_BATCH])
 def test_the_type_of_the_cache_has_the_flag_of_vllm(flags: Flags):
     def read(*words: str) -> str | None:
-        return read_settings(ServeSettings, words_layer(translated(list(words), flags))).value.engine.cache_dtype
+        return read_settings(ServeSettings, words_layer(translate_flags(list(words), flags))).value.engine.cache_dtype
 
     values = {"auto": None, "int8": "int8", "fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}
     assert {value: read(f"--kv-cache-dtype={value}") for value in values} == values
@@ -77,11 +77,11 @@ def test_the_type_of_the_cache_has_the_flag_of_vllm(flags: Flags):
 
 def test_the_flags_of_adapters():
     words = ["--enable-lora", "--max-loras", "2", "--lora-modules", "sql=/a b", '{"name": "my.one", "path": "/c"}', "port=1"]
-    given = read_settings(ServeSettings, words_layer(translated(words))).value
+    given = read_settings(ServeSettings, words_layer(translate_flags(words))).value
     assert given.lora_modules == {"sql": "/a b", "my.one": "/c"}
     assert (given.engine.lora.enabled, given.engine.lora.adapters, given.port) == (True, 2, 1)
     with pytest.raises(BadInput, match="--lora-modules") as error:
-        translated(["--lora-modules", '{"name": "x"}'])
+        translate_flags(["--lora-modules", '{"name": "x"}'])
     assert "NAME=FOLDER" in str(error.value)
     with pytest.raises(SettingsError, match="adapters: no effect without `enabled`"):
         read_settings(ServeSettings, words_layer(["engine.lora.adapters=2"]))
@@ -104,7 +104,7 @@ def test_the_options_of_vllm_are_taken_or_answered(option: str):
     """As a flag each is a setting, or is answered with what to do; as a setting it is one of ours too, or is answered."""
     name, equals, value = option.partition("=")
     try:
-        words = translated([f"--{name}", value] if equals else [f"--{name}"])
+        words = translate_flags([f"--{name}", value] if equals else [f"--{name}"])
         read_settings(ServeSettings, words_layer(["engine.lora.enabled=true", *words]))
     except BadInput as error:
         assert error.hint == ANSWERS[f"--{name}"]  # noqa: PT017
@@ -174,7 +174,7 @@ def test_every_flag_names_a_setting():
 )
 def test_vllms_speculative_config_is_a_group_of_settings(given: dict, expected: dict):
     for flags in (SERVE, RUN_BATCH):
-        words = translated(["--speculative-config", json.dumps(given)], flags)
+        words = translate_flags(["--speculative-config", json.dumps(given)], flags)
         found = read_settings(ServeSettings, words_layer(words)).value.engine.speculative
         assert {"method": SPECULATION.name_of(found)} | found.model_dump(include=set(expected)) == expected
     assert set(OBJECTS["--speculative-config"][1].values()) == {"method", *(n for c in SPECULATIVE.values() for n in c.model_fields)}
@@ -198,7 +198,7 @@ def test_vllms_speculative_config_is_a_group_of_settings(given: dict, expected: 
 )
 def test_other_flags_are_answered(words: list[str], what: str, hint: str):
     with pytest.raises(BadInput, match=what) as error:
-        translated(words)
+        translate_flags(words)
     assert hint in (error.value.hint or "")
 
 

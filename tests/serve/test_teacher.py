@@ -21,7 +21,7 @@ from argosy.data.tokenizers.load import load_tokenizer
 from argosy.infer.lm import LM
 from argosy.jobs.quickstart.proof import digest
 from argosy.observe.metrics import by_step, read
-from argosy.run.distillation.endpoint import WAITS_S, Endpoint, message_of, waited
+from argosy.run.distillation.endpoint import WAITS_S, Endpoint, message_of, retry_delay
 from argosy.run.distillation.served import texts
 
 TOP = 16
@@ -225,10 +225,10 @@ def test_only_documents_with_targets_are_asked_up_to_the_last_of_these():
 
 
 def test_waits_and_words():
-    assert waited(None, 2.0) == 2.0
-    assert waited("1000", 2.0) == 60.0
-    assert waited("soon", 2.0) == 2.0
-    assert waited("5", None) is None
+    assert retry_delay(None, 2.0) == 2.0
+    assert retry_delay("1000", 2.0) == 60.0
+    assert retry_delay("soon", 2.0) == 2.0
+    assert retry_delay("5", None) is None
     assert message_of('{"message": "m"}') == "m"
     assert message_of("<html>\n no </html>") == "<html> no </html>"
     assert message_of("") == "no words"

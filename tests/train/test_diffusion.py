@@ -141,10 +141,10 @@ def test_strata_cover_the_law():
 def test_gradients_are_finite(prediction):
     config = FAMILIES["dit"].examples()["velocity"].model_copy(update={"prediction": prediction, "channels": 2})
     model, batch = random_model(config, 0).module, batch_of()
-    from argosy.train.state import trained
+    from argosy.train.state import split_trained
     from argosy.train.step import model_for
 
-    graph, params, rest = trained(model)
+    graph, params, rest = split_trained(model)
     grads = jax.grad(
         lambda params: Diffusion()({"model": model_for(graph, "float32", params, rest)}, batch, jax.random.key(0)).loss.total
     )(params)

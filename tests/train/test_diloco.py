@@ -28,7 +28,7 @@ from argosy.train.optimizers.adam import AdamW
 from argosy.train.optimizers.muon import Muon
 from argosy.train.optimizers.sgd import SGD
 from argosy.train.schedule import Constant
-from argosy.train.state import TrainState, meanings_of, trained, training_graph
+from argosy.train.state import TrainState, meanings_of, split_trained, training_graph
 from argosy.train.step import make_step
 from tools.devices import config_of
 
@@ -63,7 +63,7 @@ class Made:
     def __init__(self, kind: str, optimizer: Any, accumulate: int = 1, precision: Any = "float32"):
         small = {"width": 32, "vocab": 64, "layers": 1, "ffn": 48} if kind == "dense" else {}
         self.model = built(config_of(kind, **small), Unroll())
-        _, self.params, self.rest = trained(self.model)
+        _, self.params, self.rest = split_trained(self.model)
         if precision == "float64":
             self.params, self.rest = ({a: w.astype(precision) for a, w in of.items()} for of in (self.params, self.rest))
         self.rate = Constant(warmup=4).build(100)

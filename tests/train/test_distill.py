@@ -23,7 +23,7 @@ from argosy.train.objectives.distillation.layers import HIDDEN
 from argosy.train.objectives.distillation.projection import attach
 from argosy.train.optimizers.sgd import SGD
 from argosy.train.schedule import Constant
-from argosy.train.state import TrainState, meanings_of, trained
+from argosy.train.state import TrainState, meanings_of, split_trained
 from argosy.train.step import make_step
 
 TRL = json.loads((Path(__file__).parents[1] / "goldens" / "distill.json").read_text(encoding="utf-8"))
@@ -164,7 +164,7 @@ def test_a_model_is_its_own_best_student():
 @pytest.mark.parametrize("divergence", ["jsd", "forward", "reverse"])
 def test_chunks_give_the_gradient_of_whole_logits_in_float64(divergence):
     with jax.enable_x64(True):
-        graph, params, rest = trained(in_float64(STUDENT, Unroll()))
+        graph, params, rest = split_trained(in_float64(STUDENT, Unroll()))
         teacher, batch = in_float64(TEACHER, Unroll()), batch_of(4)
 
         def slope(**settings):
@@ -246,7 +246,7 @@ def test_hidden_states_of_another_width_by_hand(layers):
     else:
         ours, theirs = (np.asarray(m.hidden(batch["tokens"], STUDENT.attend(batch["segments"]))[0]) for m in (student, teacher))
     expected = (((ours @ drawn - theirs) ** 2).mean(-1))[np.asarray(batch["mask"]) > 0].mean()
-    graph, params, rest = trained(student)
+    graph, params, rest = split_trained(student)
 
     def loss(params):
         return objective({"model": merge(graph, params, rest), "teacher": teacher}, batch, KEY).metrics["hidden"].value()
@@ -260,7 +260,7 @@ def test_hidden_states_of_another_width_by_hand(layers):
 
 
 def test_only_layers_up_to_the_compared_one_learn_from_it():
-    graph, params, rest = trained(built(STUDENT, Unroll()))
+    graph, params, rest = split_trained(built(STUDENT, Unroll()))
     batch, teacher = batch_of(4), built(CASES["llama-tied-biased"], Scan())
 
     def loss(params):
@@ -306,7 +306,7 @@ def test_all_cached_tokens_are_the_whole_distribution_and_fewer_are_less():
 
 def stepped(objective, batch, accumulate):
     own = models()
-    graph, params, rest = trained(own["model"])
+    graph, params, rest = split_trained(own["model"])
     rate = Constant(warmup=0).build(10)
     optimizer = SGD(learning_rate=1.0).build(rate, meanings_of(own["model"]))
     state = TrainState.start(params, rest, optimizer.init(params), 0)

@@ -16,7 +16,7 @@ from argosy.models.parts.stack.watch import KEYS, QUERIES, VALUES, WatchedAttend
 from argosy.models.parts.weight import merge
 from argosy.run.frozen.related import check_relations, layer_shapes
 from argosy.train.objectives.distillation.distill import Distill
-from argosy.train.state import trained
+from argosy.train.state import split_trained
 
 KEY = jax.random.key(0)
 # 4 heads of 14 over 2 of keys here, 3 heads of 14 there.
@@ -105,7 +105,7 @@ def test_what_is_not_of_the_sequence_does_not_matter():
 
 @pytest.mark.parametrize("run", [Unroll(), Scan("full")], ids=["unroll", "scan"])
 def test_gradients_are_finite_and_only_weights_before_the_compared_layers_attention_learn(run):
-    graph, params, rest = trained(built(STUDENT, run))
+    graph, params, rest = split_trained(built(STUDENT, run))
     batch, teacher = batch_of(), built(TEACHER, Scan())
     objective = how(relations={"qq": 1.0, "vv": 1.0}, relation_heads=2, layers={1: 0})
 

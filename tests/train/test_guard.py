@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from argosy.train.guard import GOOD, HALTED, NONFINITE, SPIKE, Bad, begin, guarded, limit, unhalted
+from argosy.train.guard import GOOD, HALTED, NONFINITE, SPIKE, Bad, begin, clear_halt, guard_step, limit
 from argosy.train.guard_settings import GuardSettings
 from argosy.train.state import TrainState
 
@@ -29,7 +29,7 @@ def after(losses: list[float], **how: Any) -> tuple[list[TrainState], list[int]]
     state = TrainState.start(
         {"w": jnp.ones((2, 3))}, {"moved": jnp.ones(2), "frozen": jnp.ones(2)}, {"mu": jnp.zeros((2, 3))}, 0, begin(settings)
     )
-    update, states, found = jax.jit(guarded(step, settings)), [state], []
+    update, states, found = jax.jit(guard_step(step, settings)), [state], []
     for loss in losses:
         state, metrics = update(state, jnp.float32(loss))
         states.append(state)
@@ -57,7 +57,7 @@ def test_the_state_halts_at_a_bad_step_whatever_follows(action: str):
     states, found = after([0.5, NAN, 0.25, NAN], nonfinite=action)
     assert found == [GOOD, NONFINITE + HALTED, GOOD + HALTED, NONFINITE + HALTED]
     assert all(weights(s) == weights(states[1]) and int(s.step) == 1 for s in states[2:])
-    assert int(unhalted(states[-1]).guard["halted"]) == 0
+    assert int(clear_halt(states[-1]).guard["halted"]) == 0
 
 
 def test_too_many_skips_in_a_row_halt_and_a_good_step_counts_anew():

@@ -9,7 +9,7 @@ from argosy.core.errors import BadInput
 from argosy.models.parts.weight import Meaning
 from argosy.train.optimizers.adam import AdamW
 from argosy.train.optimizers.sgd import SGD
-from argosy.train.optimizers.state_types import coded, decoded
+from argosy.train.optimizers.state_types import decode_state, encode_state
 from argosy.train.schedule import Constant
 
 STACKED = {
@@ -101,10 +101,10 @@ def test_eight_bits_are_as_fine_as_their_paper():
     """arXiv:2110.02861, appendix F: dynamic quantization of normal numbers has a mean relative error of about 0.02; zeros stay."""
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal((3, 700)), jnp.float32).at[:, 5].set(0)
-    codes, scales = coded(x, True)
+    codes, scales = encode_state(x, True)
     assert codes.dtype == jnp.uint8
     assert scales.shape == (3, 3)
-    back = np.asarray(decoded(codes, scales, True, jnp.float32))
+    back = np.asarray(decode_state(codes, scales, True, jnp.float32))
     assert (back[:, 5] == 0).all()
     assert 0.005 < np.abs(back - np.asarray(x)).mean() / np.abs(np.asarray(x)).mean() < 0.03
     # The largest of a block; there is no level at -1.

@@ -29,7 +29,7 @@ from argosy.train.objectives.preferences.sequences import SequenceLogps, last, s
 from argosy.train.objectives.preferences.simpo import SimPO, simpo
 from argosy.train.optimizers.sgd import SGD
 from argosy.train.schedule import Constant
-from argosy.train.state import TrainState, meanings_of, trained
+from argosy.train.state import TrainState, meanings_of, split_trained
 from argosy.train.step import make_step
 
 TRL = json.loads((Path(__file__).parents[1] / "goldens" / "preferences.json").read_text(encoding="utf-8"))
@@ -260,7 +260,7 @@ SOME = [name if name == "kto" else pytest.param(name, marks=pytest.mark.slow) fo
 
 
 def stepped(objective, batch, accumulate):
-    graph, params, rest = trained(built(CASE, Unroll()))
+    graph, params, rest = split_trained(built(CASE, Unroll()))
     rate = Constant(warmup=0).build(10)
     optimizer = SGD(learning_rate=1.0).build(rate, meanings_of(built(CASE, Unroll())))
     state = TrainState.start(params, rest, optimizer.init(params), 0)
@@ -386,7 +386,7 @@ def test_objectives_train_models_that_round(name):
     names = train_quantization_aware(model, schemes)
     apply_schemes(rounded, by_layer(rounded, schemes))
     batch = batch_of(4, 12, *reads(objective))
-    graph, params, rest = trained(model)
+    graph, params, rest = split_trained(model)
 
     def total(params):
         return objective({"model": merge(graph, params, rest)}, batch, KEY).loss.total

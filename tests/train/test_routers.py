@@ -20,7 +20,7 @@ from argosy.train.objectives.loss import Loss, WeightedMean
 from argosy.train.objectives.next_token import NextToken
 from argosy.train.objectives.routers import with_routers
 from argosy.train.schedule import Constant
-from argosy.train.state import TrainState, trained
+from argosy.train.state import TrainState, split_trained
 from argosy.train.step import make_step
 
 KEY = jax.random.key(0)
@@ -40,7 +40,7 @@ def loss_of(model, batch, **how):
 
 def updated(model, batch, accumulate=1):
     """The state before and after one update with a learning rate of 0: only what is moved by load can move."""
-    graph, params, rest = trained(model)
+    graph, params, rest = split_trained(model)
     transform = optax.sgd(0.0)
     state = TrainState.start(params, rest, transform.init(params), 0)
     step = make_step(graph, NextToken(head="logits"), transform, Constant(warmup=0).build(10), accumulate=accumulate)
@@ -84,7 +84,7 @@ def test_biases_are_not_trained():
     model = built(case(layers=3), Scan())
     moved = {a for a, v in variables(model).items() if isinstance(v, Moved)}
     assert moved == {"layers.experts.mlp.bias", "mtp.0.block.mlp.bias"}
-    assert not moved & set(trained(model)[1])
+    assert not moved & set(split_trained(model)[1])
 
 
 def test_auxiliary_losses_count():

@@ -24,7 +24,7 @@ from argosy.train.optimizers.adam import AdamW
 from argosy.train.optimizers.muon import Muon
 from argosy.train.optimizers.sgd import SGD
 from argosy.train.schedule import Constant
-from argosy.train.state import TrainState, flattened, meanings_of, trained, unflattened
+from argosy.train.state import TrainState, flatten_state, meanings_of, split_trained, unflatten_state
 from argosy.train.step import in_parts, make_step
 
 
@@ -33,7 +33,7 @@ def prepared(optimizer=None, run=None, freeze_what=None, **how):
     model = built(CASES["llama-plain"], run or Unroll())
     if freeze_what:
         freeze(model, freeze_what)
-    graph, params, rest = trained(model)
+    graph, params, rest = split_trained(model)
     rate = Constant(warmup=0).build(10)
     transform = (optimizer or AdamW(learning_rate=1e-2)).build(rate, meanings_of(model))
     state = TrainState.start(params, rest, transform.init(params), 0)
@@ -129,7 +129,7 @@ def test_each_device_computes_its_own_rows_only(accumulate):
     devices = MeshSettings(data=2, fsdp=4).build()
 
     def compiled_flops(mesh):
-        graph, params, rest = trained(model)
+        graph, params, rest = split_trained(model)
         rate = Constant(warmup=0).build(10)
         transform = SGD(learning_rate=1e-2).build(rate, meanings_of(model))
         state = TrainState.start(params, rest, transform.init(params), 0)
@@ -147,7 +147,7 @@ def test_each_device_computes_its_own_rows_only(accumulate):
 
 def test_an_optimizer_state_survives_being_named():
     _, state, _ = prepared(Muon())
-    leaves = flattened(state.optimizer)
+    leaves = flatten_state(state.optimizer)
     assert len(leaves) == len(jax.tree.leaves(state.optimizer))
-    back = unflattened(state.optimizer, leaves)
+    back = unflatten_state(state.optimizer, leaves)
     assert jax.tree.structure(back) == jax.tree.structure(state.optimizer)

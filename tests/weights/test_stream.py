@@ -23,7 +23,7 @@ from argosy.models.parts.stack import Scan, Unroll
 from argosy.models.parts.weight import split
 from argosy.weights import manifest
 from argosy.weights.fill import read_into
-from argosy.weights.stream import in_order, largest_tensor, releasing, streamed
+from argosy.weights.stream import in_order, largest_tensor, releasing, streaming_model
 
 GOLDENS = Path(__file__).parents[1] / "goldens" / "models"
 
@@ -71,7 +71,7 @@ def layouts(hub: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pa
 def test_every_layout_gives_the_same_weights_one_at_a_time(hub, layouts):
     expected = open_model(hub).weights
     for name, path in layouts.items():
-        weights = streamed(open_model(path)).weights
+        weights = streaming_model(open_model(path)).weights
         assert set(weights.names) == set(expected.names), name
         for tensor in weights.names:
             found = weights.read(tensor)
@@ -119,7 +119,7 @@ def test_a_checkpoint_is_read_by_a_path_with_two_dots(tmp_path, monkeypatch):
 
 
 def test_a_stack_is_read_once_for_all_its_layers(layouts, monkeypatch):
-    weights = streamed(open_model(layouts["scan"])).weights
+    weights = streaming_model(open_model(layouts["scan"])).weights
     read, reads = read_array, []
     monkeypatch.setattr(
         "argosy.checkpoint.step.reader.read_array", lambda folder, name: (reads.append(name), read(folder, name))[1]
@@ -130,10 +130,10 @@ def test_a_stack_is_read_once_for_all_its_layers(layouts, monkeypatch):
 
 
 def test_the_largest_tensor_is_that_of_either_side(hub, layouts):
-    stored = streamed(open_model(hub))
+    stored = streaming_model(open_model(hub))
     file = SafeTensors.open(hub / "model.safetensors")
     assert largest_tensor(stored)[1] == max(file.read(name).nbytes for name in file.names)
-    scan = streamed(open_model(layouts["scan"]))
+    scan = streaming_model(open_model(layouts["scan"]))
     name, size = largest_tensor(scan)
     assert size == max(np.asarray(a).nbytes for a in load_weights(layouts["scan"]).values()) > largest_tensor(stored)[1], name
 

@@ -14,7 +14,7 @@ from jaxtyping import Array
 
 from argosy.adapt.calibration.statistics import InputStatistics, InputSums, ObservedContraction, StatisticsRecorder
 from argosy.adapt.methods.balance import BalancedPair, candidate_pairs, fold_scales, is_same, random_scales, source_size
-from argosy.adapt.quant import PARTS, QuantizedEinsum, Scheme, apply_schemes, quantized
+from argosy.adapt.quant import PARTS, QuantizedEinsum, Scheme, apply_schemes, quantized_einsum
 from argosy.adapt.surgery import at, find, put_at
 from argosy.core.formats import TensorReader
 from argosy.models.parts.attention.attend import Attend, Bidirectional, Packed
@@ -144,7 +144,7 @@ class LayerRunner:
                 # The same numbers in the program of the plain layer, which is compiled once.
                 weights[f"{name}.w"] = w.dequantized()
                 continue
-            put_at(block, name, quantized(at(block, name), scheme))
+            put_at(block, name, quantized_einsum(at(block, name), scheme))
             weights |= {f"{name}.{part}": array for part in PARTS if (array := getattr(w, part)) is not None}
         return _layer(split(block)[0], self.plan[i], self.causal)(weights, x, segments)
 

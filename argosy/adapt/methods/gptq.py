@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 TOGETHER = 64
 
 
-def compensated(
+def compensate_rounding(
     of: Contraction,
     w: Weight,
     scheme: "Scheme",

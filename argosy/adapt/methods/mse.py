@@ -33,7 +33,7 @@ FACTORS = (1.0, *(round(0.98 - 0.02 * i, 2) for i in range(32)), 1.02, 1.04, 1.0
 POWERS = (1.0, 0.5, 0.25, 2.0)
 
 
-def searched(of: Contraction, w: Weight, scheme: "Scheme", inputs: "InputStatistics | None") -> Limits:
+def search_limits(of: Contraction, w: Weight, scheme: "Scheme", inputs: "InputStatistics | None") -> Limits:
     """The range of each block with the smallest error."""
     w = jnp.asarray(w, jnp.float32)
     weights = jnp.ones((1,) * w.ndim, jnp.float32)

@@ -66,9 +66,9 @@ class ScaleSearch(RoundingMethod):
     calibration data weights by the mean squares of the inputs."""
 
     def quantize(self, of: "Contraction", w: Any, scheme: "Scheme", inputs: "InputStatistics | None") -> "Quantized":
-        from argosy.adapt.methods.mse import searched
+        from argosy.adapt.methods.mse import search_limits
 
-        return scheme.within(of, w, searched(of, w, scheme, inputs))
+        return scheme.within(of, w, search_limits(of, w, scheme, inputs))
 
 
 class GPTQ(RoundingMethod):
@@ -88,13 +88,13 @@ class GPTQ(RoundingMethod):
     """Source of the scales. mse: as in `method=mse`; absmax: from the largest weight of each block, by the rule's `calibration`."""
 
     def quantize(self, of: "Contraction", w: Any, scheme: "Scheme", inputs: "InputStatistics | None") -> "Quantized":
-        from argosy.adapt.methods.gptq import compensated
-        from argosy.adapt.methods.mse import searched
+        from argosy.adapt.methods.gptq import compensate_rounding
+        from argosy.adapt.methods.mse import search_limits
 
         if inputs is None:
             return scheme.quantize(of, w)
-        limits = searched(of, w, scheme, inputs) if self.scales == "mse" else scheme.limits(of, w)
-        w = compensated(of, w, scheme, limits, inputs, damping=self.damping, by_activation=self.order == "activation")
+        limits = search_limits(of, w, scheme, inputs) if self.scales == "mse" else scheme.limits(of, w)
+        w = compensate_rounding(of, w, scheme, limits, inputs, damping=self.damping, by_activation=self.order == "activation")
         return scheme.within(of, w, limits)
 
 

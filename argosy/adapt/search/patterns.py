@@ -32,10 +32,11 @@ def mixed_rules(presets: Mapping[str, str]) -> list[Rule]:
 
 def pattern(layers: tuple[int, ...] | None, modules: list[str]) -> str:
     """Matches modules of layers. None: of every layer, in a model whose layers are stacked too."""
-    return rf"layers\.{'[^.]+' if layers is None else one_of(map(str, layers))}\.{one_of(map(re.escape, sorted(modules)))}"
+    numbers = "[^.]+" if layers is None else any_of_patterns(map(str, layers))
+    return rf"layers\.{numbers}\.{any_of_patterns(map(re.escape, sorted(modules)))}"
 
 
-def one_of(parts: Iterable[str]) -> str:
+def any_of_patterns(parts: Iterable[str]) -> str:
     """Matches any of these."""
     some = list(parts)
     return some[0] if len(some) == 1 else f"({'|'.join(some)})"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from argosy.adapt.base import FACTORS, retrained
+from argosy.adapt.base import FACTORS, retrained_addresses
 from argosy.adapt.lora import LoRA
 from argosy.adapt.settings import ADAPTERS
 from argosy.adapt.surgery import find
@@ -43,7 +43,7 @@ def open_adapted(folder: Path, config: Any, meta: Mapping[str, Any], base: Opene
         model = config.build(layers)
         settings.put_on(model)
         addresses = [f"{name}.{factor}" for name in find(model, ".*", LoRA) for factor in FACTORS]
-        for address in {*addresses, *retrained(model)} & set(variables(model)):
+        for address in {*addresses, *retrained_addresses(model)} & set(variables(model)):
             put(model, {address: read_array(folder, address)})
         return contents_of(model)
 

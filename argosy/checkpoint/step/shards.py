@@ -23,7 +23,7 @@ from argosy.core.errors import Unsupported
 from argosy.core.formats import Shape, TensorEntry
 from argosy.core.formats.files import File, of_text
 from argosy.core.formats.zarr import described_shards, shard_file
-from argosy.core.formats.zarr_parts import Spans, StoredArray, aligned_memory, laid, read_parts
+from argosy.core.formats.zarr_parts import Spans, StoredArray, aligned_memory, read_parts, zarr_layout
 from argosy.core.process.cores import core_count
 
 # At most so many arrays are copied off the devices at once.
@@ -145,7 +145,7 @@ def read_arrays(folder: Path, item: str, targets: Mapping[str, jax.ShapeDtypeStr
         Damaged, OSError: a file cannot be read, or is not what its metadata say.
     """
     out: dict[str, jax.Array] = {}
-    stored = {name: laid(folder / item / name) for name in targets}
+    stored = {name: zarr_layout(folder / item / name) for name in targets}
     group: dict[str, dict[Spans, np.ndarray]] = {}
     size = 0
     for name, like in targets.items():
@@ -177,7 +177,7 @@ def read_on_host(folder: Path, item: str, names: Iterable[str] | None = None) ->
     """
     out, parts = dict[str, np.ndarray](), []
     for name in array_names(folder, item) if names is None else names:
-        if (array := laid(folder / item / name)) is None:
+        if (array := zarr_layout(folder / item / name)) is None:
             out[name] = np.asarray(open_array(folder, name, item).read().result())
             continue
         out[name] = aligned_memory(array.shape, array.dtype)
@@ -190,7 +190,7 @@ def array_shapes(folder: Path, item: str) -> dict[str, jax.ShapeDtypeStruct]:
     """Names, shapes and types of the arrays of an item."""
     out = {}
     for name in array_names(folder, item):
-        if (array := laid(folder / item / name)) is not None:
+        if (array := zarr_layout(folder / item / name)) is not None:
             out[name] = jax.ShapeDtypeStruct(array.shape, array.dtype)
         else:
             stored = open_array(folder, name, item)
@@ -240,7 +240,7 @@ def needed_files(folder: Path, shardings: Mapping[str, Mapping[str, Any]], files
     needed = set[str]()
     for item, places in shardings.items():
         for name, sharding in places.items():
-            if (array := laid(folder / item / name)) is None:
+            if (array := zarr_layout(folder / item / name)) is None:
                 # Orbax wrote it, into files that its arrays share.
                 needed.update(file for file in files if file.startswith(f"{item}/"))
                 continue

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from argosy.cli.flags import RUN_BATCH, translated
+from argosy.cli.flags import RUN_BATCH, translate_flags
 from argosy.cli.output import Doing, as_typed, conclude, say
 from argosy.cli.verbs.bench import api_key_of
 from argosy.client import batch
@@ -66,7 +66,7 @@ def run_batch(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON document on stdout")] = False,
 ) -> int:
-    settings = read_settings(BatchSettings, words_layer(translated(words or [], RUN_BATCH))).value
+    settings = read_settings(BatchSettings, words_layer(translate_flags(words or [], RUN_BATCH))).value
     requests, answers = Path(source), Path(target)
     if answers.exists() and requests.exists() and answers.samefile(requests):
         raise BadInput("IN and OUT are the same file")
@@ -76,7 +76,7 @@ def run_batch(
         raise no_model(model)
     if not is_url(model):
         model = local_model(model, say)
-    begun = begun_with(model, requests, settings)
+    begun = settings_of_completions(model, requests, settings)
     with BatchOutput(answers, begun) as out:
         lines = {row.line for row in read_batch_rows(requests)}
         before, tokens, start = len(out.done), out.tokens, time.monotonic()
@@ -96,7 +96,7 @@ def run_batch(
     return code or (1 if out.failed else 0)
 
 
-def begun_with(model: str, requests: Path, settings: BatchSettings) -> dict[str, Any]:
+def settings_of_completions(model: str, requests: Path, settings: BatchSettings) -> dict[str, Any]:
     """The settings that completions depend on."""
     completion_settings = {name: getattr(settings, name) for name in ("name", "seed", "dtype")}
     completion_settings["adapter"] = file_stamp(settings.adapter) if settings.adapter else None

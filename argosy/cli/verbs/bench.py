@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from argosy.cli.flags import BENCH_SERVE, translated
+from argosy.cli.flags import BENCH_SERVE, translate_flags
 from argosy.cli.output import Doing, answer, as_typed, say
 from argosy.client.http import Http
 from argosy.client.settings import BenchSettings
@@ -54,7 +54,7 @@ def serve(
     ],
     as_json: Annotated[bool, typer.Option("--json", help="one JSON document on stdout")] = False,
 ) -> int:
-    url, rest = address(translated(words, BENCH_SERVE))
+    url, rest = address(translate_flags(words, BENCH_SERVE))
     settings = read_settings(BenchSettings, words_layer(rest)).value
     urls = [Http(target).url for target in (url, settings.against) if target is not None]
     if settings.save and not Path(settings.save).absolute().parent.is_dir():

@@ -10,7 +10,7 @@ from argosy.cli.output import Doing, answer, conclude, say
 from argosy.core.counts import plural
 from argosy.core.settings import Settings, read_settings, words_layer
 from argosy.export.mesh import device_count, mesh_text
-from argosy.observe.readable import columns, lasted, sized
+from argosy.observe.readable import columns, format_bytes, format_duration
 
 app = typer.Typer(
     rich_markup_mode=None, add_completion=False, no_args_is_help=True, help="Shows, verifies, runs, compares and renews bundles."
@@ -55,7 +55,7 @@ def show(bundle: Annotated[str, BUNDLE], as_json: Annotated[bool, JSON] = False)
     from argosy.jobs.bundle import show_bundle
 
     document = show_bundle(bundle)
-    answer(shown_bundle(document), document, as_json)
+    answer(bundle_report(document), document, as_json)
 
 
 @app.command("verify")
@@ -71,7 +71,7 @@ def verify_files(
     document = verified_bundle(bundle, settings.key)
     signed = ", signed; key=PUB.pem checks by whom" if document["signed"] else ""
     by = f", signed by the owner of {settings.key}" if settings.key else signed
-    answer(f"{bundle}: {plural(document['files'], 'file')}, {sized(document['bytes'])}, all as written{by}", document, as_json)
+    answer(f"{bundle}: {plural(document['files'], 'file')}, {format_bytes(document['bytes'])}, all as written{by}", document, as_json)
 
 
 @app.command("run")
@@ -147,7 +147,7 @@ def refresh(
     conclude(text, document, as_json)
 
 
-def shown_bundle(facts: dict[str, Any]) -> str:
+def bundle_report(facts: dict[str, Any]) -> str:
     """A bundle as text."""
     lines = []
     for name, signature in facts["signatures"].items():
@@ -168,10 +168,11 @@ def shown_bundle(facts: dict[str, Any]) -> str:
     if facts["mesh"]:
         lines.append(f"all programs run on {device_count(facts['mesh'])} devices together: {mesh_text(facts['mesh'])}")
     versions = ", ".join(f"{name} {value}" for name, value in facts["versions"].items())
-    lines.append(f"{plural(facts['tensors'], 'tensor')}, {plural(len(facts['files']), 'file')}, {sized(facts['bytes'])}")
+    lines.append(f"{plural(facts['tensors'], 'tensor')}, {plural(len(facts['files']), 'file')}, {format_bytes(facts['bytes'])}")
     lines.append(f"written {facts['written']} by {versions}")
     until = f"newer versions of jax read it until {facts['readable_until']} at least"
-    lines.append(f"{until}, {lasted(facts['days_left'] * 86400)} from now" if facts["days_left"] >= 0 else f"{until}, which is past")
+    is_past = facts["days_left"] < 0
+    lines.append(f"{until}, which is past" if is_past else f"{until}, {format_duration(facts['days_left'] * 86400)} from now")
     lines.append(f"sha256 {facts['sha256']}{', signed' if facts['signed'] else ''}")
     return "\n".join(lines)
 
@@ -202,5 +203,5 @@ def differences_text(facts: dict[str, Any]) -> str:
             where = {"only_in_a": f"only in {facts['a']}", "only_in_b": f"only in {facts['b']}", "changed": "differs"}[kind]
             rest = f" and {len(names) - MOST_LISTED} more" if len(names) > MOST_LISTED else ""
             lines += [f"{part}: {', '.join(names[:MOST_LISTED])}{rest}: {where}"] if names else []
-    lines.append(f"{sized(facts['shared_weight_bytes'])} of weights are the same")
+    lines.append(f"{format_bytes(facts['shared_weight_bytes'])} of weights are the same")
     return "\n".join(lines)

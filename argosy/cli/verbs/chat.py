@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from argosy.cli.flags import CHAT, translated
+from argosy.cli.flags import CHAT, translate_flags
 from argosy.cli.lines import Lines, history_file, several
 from argosy.cli.output import Doing, as_typed, can_color, fail, say
 from argosy.cli.verbs.bench import api_key_of
@@ -70,7 +70,7 @@ def chat(
         ),
     ] = None,
 ) -> int:
-    settings = read_settings(ChatSettings, words_layer(translated(words or [], CHAT))).value
+    settings = read_settings(ChatSettings, words_layer(translate_flags(words or [], CHAT))).value
     if settings.plain and settings.system is not None:
         raise BadInput("plain text has no system message", hint="leave out `system` or `plain`")
     with open_chat(model, settings) as (talk, engine), asyncio.Runner() as runner:
@@ -96,7 +96,7 @@ def open_chat(model: str, settings: ChatSettings) -> Iterator[tuple[ChatSession,
 
         name = asyncio.run(served_name())
         say(f"{name} at {server.url}")
-        yield ChatSession(server, name, sampled(settings), system=settings.system, plain=settings.plain), None
+        yield ChatSession(server, name, chat_sampling(settings), system=settings.system, plain=settings.plain), None
         return
     with Doing() as doing:
         doing("loading jax")
@@ -124,13 +124,13 @@ def open_chat(model: str, settings: ChatSettings) -> Iterator[tuple[ChatSession,
             say("this model has no chat template: what is typed is continued as plain text")
         defaults = " ".join(f"{key}={value}" for key, value in service.defaults.items())
         say(f"{service.name}: sampled with {defaults} where `/set` says nothing")
-        talk = ChatSession(AsgiTransport(App(service).asgi), service.name, sampled(settings), system=settings.system, plain=plain)
+        talk = ChatSession(AsgiTransport(App(service).asgi), service.name, chat_sampling(settings), system=settings.system, plain=plain)
         yield talk, service.front.engine
     finally:
         service.front.close()
 
 
-def sampled(settings: ChatSettings) -> ChatSampling:
+def chat_sampling(settings: ChatSettings) -> ChatSampling:
     """The sampling settings among all."""
     return ChatSampling(**{name: getattr(settings, name) for name in ChatSampling.model_fields})
 

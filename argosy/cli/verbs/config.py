@@ -9,7 +9,7 @@ import typer
 from argosy.cli.output import answer, conclude, say
 from argosy.core.errors import BadInput, SettingsError
 from argosy.core.settings import Settings, diff, dump, flatten
-from argosy.core.settings.explain import annotated, explain, settings_reference, value_text
+from argosy.core.settings.explain import annotated_yaml, explain, settings_reference, value_text
 from argosy.run.settings.compose import compose, editor_schema
 from argosy.run.settings.recipe_files import recipes
 
@@ -42,7 +42,7 @@ def show(
     """Prints every setting of a run and who set it."""
     recipe, words = split_recipe(words or [])
     reading = compose(root(), recipe, words)
-    answer(annotated(reading), {"settings": dump(reading.value), "set_by": reading.origin}, as_json)
+    answer(annotated_yaml(reading), {"settings": dump(reading.value), "set_by": reading.origin}, as_json)
 
 
 @app.command("explain")
@@ -98,12 +98,12 @@ def new(
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Writes a recipe to start from: every setting in a comment with its meaning, and a schema for editors."""
-    from argosy.core.settings.explain import commented
+    from argosy.core.settings.explain import commented_yaml
 
     path = Path(name if name.endswith((".yml", ".yaml")) else f"{name}.yml")
     if path.exists():
         raise BadInput(f"{path} exists already", hint="choose another name, or remove it")
-    text = NEW.format(file=path.name, recipe=recipe, schema=SCHEMA) + commented(compose(root(), recipe))
+    text = NEW.format(file=path.name, recipe=recipe, schema=SCHEMA) + commented_yaml(compose(root(), recipe))
     schema = json.dumps(editor_schema(root()))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,7 @@ from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.core.process.streams import Unfailing
 from argosy.core.settings import Settings, read_settings, words_layer
-from argosy.observe.readable import lasted
+from argosy.observe.readable import format_duration
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -86,7 +86,7 @@ def convert(
     text = f"{target}: {result['tensors']} tensors, {result['parameters']:,} parameters, {result['format']} format\n"
     rate = (result["bytes"] - result["kept_bytes"]) / max(result["seconds"], 1e-9)
     resumed = f", {_size(result['kept_bytes'])} of them kept from before" if result["kept_bytes"] else ""
-    text += f"{_size(result['bytes'])} in {lasted(result['seconds'])}{resumed}, {_size(rate)}/s; {memory(result['memory'])}"
+    text += f"{_size(result['bytes'])} in {format_duration(result['seconds'])}{resumed}, {_size(rate)}/s; {memory(result['memory'])}"
     conclude(text, result, as_json)
 
 
@@ -165,7 +165,7 @@ class ConversionProgress:
         """Bytes, share, speed, time left."""
         at = kept_bytes + self.new
         rate = self.new / max(seconds, 1e-9)
-        eta = lasted((all - at) / rate) if rate else "?"
+        eta = format_duration((all - at) / rate) if rate else "?"
         return f"{_size(at)} of {_size(all)} {self.done}, {at / max(all, 1):.0%}, {_size(rate)}/s, {eta} left"
 
     def say(self, text: str) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from argosy.cli.output import answer
-from argosy.observe.readable import sized
+from argosy.observe.readable import format_bytes
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -21,7 +21,7 @@ def doctor(
 
     if clear:
         removed = clear_programs()
-        answer(f"removed {removed['programs']} compiled programs, {sized(removed['bytes'])}", removed, as_json)
+        answer(f"removed {removed['programs']} compiled programs, {format_bytes(removed['bytes'])}", removed, as_json)
         return 0
 
     document = examine()
@@ -47,8 +47,8 @@ def _text_of(document: Mapping[str, Any]) -> str:
         "devices": _devices(document["jax"]),
         "disk": {name: f"{of(d['free_bytes'], d['total_bytes'])}  {d['path']}" for name, d in document["disk"].items()},
         "compiled programs": {
-            "kept": f"{cache['programs']}, {sized(cache['bytes'])}",
-            "at most": f"{sized(cache['most_bytes'])} (ARGOSY_CACHE_GB); --clear-cache removes them",
+            "kept": f"{cache['programs']}, {format_bytes(cache['bytes'])}",
+            "at most": f"{format_bytes(cache['most_bytes'])} (ARGOSY_CACHE_GB); --clear-cache removes them",
             "in": cache["folder"],
         },
         "variables": document["variables"] or {"none": "that matter"},
@@ -68,7 +68,7 @@ def _devices(jax: Mapping[str, Any]) -> dict[str, str]:
     if "error" in jax:
         return {"none": jax["error"]}
     return {
-        str(i): f"{d['kind']}, {sized(d['memory_bytes'])}" if d["memory_bytes"] else d["kind"]
+        str(i): f"{d['kind']}, {format_bytes(d['memory_bytes'])}" if d["memory_bytes"] else d["kind"]
         for i, d in enumerate(jax["devices"])
     }
 
@@ -77,4 +77,4 @@ def of(free: int | None, total: int | None) -> str:
     """`3.10 GiB free of 23.5 GiB`."""
     if free is None or total is None:
         return "unknown"
-    return f"{sized(free)} free of {sized(total)}"
+    return f"{format_bytes(free)} free of {format_bytes(total)}"

@@ -42,7 +42,7 @@ def evaluates(
     if settings.tasks == IMAGES:
         _images(model, settings, as_json)
         return
-    planned, others = evaluate.prepared(model, settings)
+    planned, others = evaluate.prepare_tasks(model, settings)
     say(f"{one_line(model)}: {', '.join(map(str, planned))}")
     with Doing() as doing:
         doing("loading jax")

@@ -15,7 +15,7 @@ from argosy.core.errors import BadInput, UnknownName
 from argosy.core.settings import Settings, read_settings, words_layer
 from argosy.export.mesh import ExportMesh, device_count
 from argosy.jobs.image_models import parsed_size
-from argosy.observe.readable import lasted, sized
+from argosy.observe.readable import format_bytes, format_duration
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -124,8 +124,8 @@ def exported_text(result: dict[str, Any]) -> str:
     """A summary of the written bundle, in a few lines."""
     programs = sum(len(signature["programs"]) for signature in result["signatures"].values())
     devices = f" for {plural(device_count(result['mesh']), 'device')}" if result["mesh"] else ""
-    counts = f"{plural(programs, 'program')}, {plural(result['tensors'], 'tensor')}, {sized(result['bytes'])}"
-    text = f"{result['target']}: {', '.join(result['signatures'])}{devices}; {counts}, in {lasted(result['seconds'])}\n"
+    counts = f"{plural(programs, 'program')}, {plural(result['tensors'], 'tensor')}, {format_bytes(result['bytes'])}"
+    text = f"{result['target']}: {', '.join(result['signatures'])}{devices}; {counts}, in {format_duration(result['seconds'])}\n"
     text += f"newer versions of jax read it until {result['readable_until']} at least; sha256 {result['sha256']}\n"
     return text + next_line(result)
 

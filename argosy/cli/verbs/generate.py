@@ -122,7 +122,7 @@ def generate(
         stored: Any = {name: getattr(options, name) for name in ("dtype", "adapter", "quantization")}
         lm = load(model, **stored, engine=with_adapters(options.engine), blocks="auto")
     lm.check_predicts()
-    sampling = chosen_sampling(options, lm.generation)
+    sampling = sampling_options(options, lm.generation)
     if options.n > 1 and not sampling.get("temperature"):
         raise BadInput(f"n={options.n} completions at temperature 0 would be equal", hint="set temperature, such as 0.7")
     ids = lm.chat_prompt([{"role": "user", "content": text}]) if chat else lm.encode(text) or start_of(lm)
@@ -236,7 +236,7 @@ def start_of(lm: Any) -> list[int]:
     raise BadInput("an empty prompt, and the model has no token to begin with", hint="give some text")
 
 
-def chosen_sampling(settings: Generate, generation: Any) -> dict[str, Any]:
+def sampling_options(settings: Generate, generation: Any) -> dict[str, Any]:
     """The sampling settings: given on the command line, otherwise the model's generation config (which is printed), otherwise
     greedy."""
     filters = ("temperature", "top_k", "top_p", "min_p", "typical_p")

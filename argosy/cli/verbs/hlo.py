@@ -9,7 +9,7 @@ from pydantic import Field
 
 from argosy.cli.output import answer
 from argosy.core.settings import Settings, read_settings, words_layer
-from argosy.observe.readable import columns, count_text, flops_text, sized
+from argosy.observe.readable import columns, count_text, flops_text, format_bytes
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -55,17 +55,20 @@ def hlo_words(
 def _text(path: str, summary: Any, most: int) -> str:
     work = ("", "runs", "FLOP", "bytes")
     parts = [
-        f"{path}: {flops_text(summary.flops)} of products, {sized(summary.bytes)} in and out of operations, "
-        f"{sized(summary.argument_bytes)} of arguments"
+        f"{path}: {flops_text(summary.flops)} of products, {format_bytes(summary.bytes)} in and out of operations, "
+        f"{format_bytes(summary.argument_bytes)} of arguments"
         + (f"; {len(summary.unknown_loops)} loops of unknown length count once" if summary.unknown_loops else "")
     ]
     for title, rows in (("by kind", summary.kinds), ("by layer", summary.layers)):
-        table = [(row.name, count_text(row.count), count_text(row.flops) if row.flops else "", sized(row.bytes)) for row in rows[:most]]
+        table = [
+            (row.name, count_text(row.count), count_text(row.flops) if row.flops else "", format_bytes(row.bytes))
+            for row in rows[:most]
+        ]
         parts.append(f"{title}\n{columns(work, table, figures=(1, 2, 3))}")
-    values = [(value.name, sized(value.bytes), value.type, value.kind, value.layer) for value in summary.values[:most]]
+    values = [(value.name, format_bytes(value.bytes), value.type, value.kind, value.layer) for value in summary.values[:most]]
     parts.append("biggest values\n" + columns(("", "bytes", "type", "kind", "layer"), values, figures=(1,)))
     transfers = [
-        (op.kind, str(op.devices), count_text(op.count), sized(op.bytes), f"{op.asynchronous / op.count:.0%}", op.layer)
+        (op.kind, str(op.devices), count_text(op.count), format_bytes(op.bytes), f"{op.asynchronous / op.count:.0%}", op.layer)
         for op in summary.transfers[:most]
     ]
     head = ("", "devices", "runs", "bytes", "asynchronous", "layer")
@@ -78,10 +81,11 @@ def _comparison(document: Mapping[str, Any], rows: Sequence[Any], most: int) -> 
         if row is None:
             return "-"
         flops = f", {count_text(row['flops'])} FLOP" if row.get("flops") else ""
-        return f"{count_text(row.get('count', 0))} x, {sized(row.get('bytes', 0))}{flops}"
+        return f"{count_text(row.get('count', 0))} x, {format_bytes(row.get('bytes', 0))}{flops}"
 
     flops, traffic = document["flops"], document["bytes"]
-    first = f"{flops_text(flops[0])} and {flops_text(flops[1])} of products; {sized(traffic[0])} and {sized(traffic[1])} in and out"
+    moved = f"{format_bytes(traffic[0])} and {format_bytes(traffic[1])} in and out"
+    first = f"{flops_text(flops[0])} and {flops_text(flops[1])} of products; {moved}"
     if not rows:
         return f"{first}\nno differences"
     table = [(row.table, row.name, cell(row.before), cell(row.after), _signed(row.bytes)) for row in rows[:most]]
@@ -90,4 +94,4 @@ def _comparison(document: Mapping[str, Any], rows: Sequence[Any], most: int) -> 
 
 
 def _signed(n_bytes: int) -> str:
-    return f"+{sized(n_bytes)}" if n_bytes > 0 else f"-{sized(-n_bytes)}" if n_bytes else ""
+    return f"+{format_bytes(n_bytes)}" if n_bytes > 0 else f"-{format_bytes(-n_bytes)}" if n_bytes else ""

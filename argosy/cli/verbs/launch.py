@@ -11,7 +11,7 @@ import typer
 from argosy.cli.output import say
 from argosy.core.process import signals
 from argosy.core.settings.explain import class_summary, default_text, type_text
-from argosy.core.settings.schema import documented
+from argosy.core.settings.schema import documented_fields
 from argosy.launch.engines import ENGINES, SERVING, WRITTEN, named_engine
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
@@ -58,9 +58,9 @@ def launch(
         return launch_server(engine, setting_words, verb)
     if engine == "local" and verb[:1] == ["predict"]:
         return launch_together(setting_words, verb)
-    from argosy.jobs.launch import prepared, progress_of
+    from argosy.jobs.launch import prepare_launch, progress_of
 
-    job = prepared(setting_words, verb)
+    job = prepare_launch(setting_words, verb)
     if job.engine in WRITTEN:
         from argosy.jobs.launch_paths import remarks
 
@@ -75,14 +75,14 @@ def launch(
 
 def launch_together(words: list[str], verb: list[str]) -> int:
     """Runs one server as several processes of this machine, for bundles that are split over the devices of all of them."""
-    from argosy.cli.flags import PREDICT, translated
+    from argosy.cli.flags import PREDICT, translate_flags
     from argosy.core.errors import mistakes_of, raise_mistakes
     from argosy.jobs.launch_servers import STEADY_S, Uptime, prepared_server, server_readers
     from argosy.launch import local
     from argosy.predict.repository import check_repository
     from argosy.web.process import check_open
 
-    readers = server_readers(translated, {"predict": PREDICT})
+    readers = server_readers(translate_flags, {"predict": PREDICT})
     job = prepared_server("local", words, verb, {"predict": readers["predict"]})
     checks = [check.run for check in local.checks(job.settings)]
     raise_mistakes(mistakes_of(*checks, lambda: check_open(job.server), lambda: check_repository(Path(job.command.words[1]))))
@@ -92,10 +92,10 @@ def launch_together(words: list[str], verb: list[str]) -> int:
 
 def launch_server(engine: str, words: list[str], verb: list[str]) -> int:
     """Runs a server on other machines, or writes the manifest with which they do."""
-    from argosy.cli.flags import PREDICT, SERVE, translated
+    from argosy.cli.flags import PREDICT, SERVE, translate_flags
     from argosy.jobs.launch_servers import prepared_server, server_readers
 
-    job = prepared_server(engine, words, verb, server_readers(translated, {"predict": PREDICT, "serve": SERVE}))
+    job = prepared_server(engine, words, verb, server_readers(translate_flags, {"predict": PREDICT, "serve": SERVE}))
     if engine != "rayserve":
         return import_module(f"argosy.launch.servers.{engine}").launch(job.command, job.settings, say)
     from argosy.jobs.replicas import replica_app
@@ -121,13 +121,13 @@ def help_of(name: str) -> str:
         UnknownName: there is no such engine.
     """
     schema = ENGINES[name]
-    lines = [f"argosy launch engine={name} [key=value ...] -- VERB ...", "", *wrapped(class_summary(schema), "  "), ""]
-    for key, info in documented(schema).items():
+    lines = [f"argosy launch engine={name} [key=value ...] -- VERB ...", "", *wrap_text(class_summary(schema), "  "), ""]
+    for key, info in documented_fields(schema).items():
         default = default_text(info)
         lines += [f"  {key}  <{type_text(info)}>  {default if default == 'required' else f'default {default}'}"]
-        lines += wrapped(info.description or "", "      ")
+        lines += wrap_text(info.description or "", "      ")
     return "\n".join(lines) + "\n"
 
 
-def wrapped(text: str, indent: str) -> list[str]:
+def wrap_text(text: str, indent: str) -> list[str]:
     return wrap(" ".join(text.split()), 100, initial_indent=indent, subsequent_indent=indent)

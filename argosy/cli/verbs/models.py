@@ -7,7 +7,7 @@ from pydantic import Field
 
 from argosy.cli.output import answer
 from argosy.core.settings import Settings, read_settings, words_layer
-from argosy.observe.readable import columns, count_text, flops_text, sized
+from argosy.observe.readable import columns, count_text, flops_text, format_bytes
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -57,12 +57,12 @@ def _text_of(document: dict[str, Any]) -> str:
     """The description as text."""
     total, at = document["parameters"], f"at {document['context']:,} tokens"
     parts = ", ".join(f"{name} {n / total:.1%}" for name, n in document["parts"].items())
-    weights = ", ".join(f"{sized(n)} in {dtype}" for dtype, n in document["weight_bytes"].items())
+    weights = ", ".join(f"{format_bytes(n)} in {dtype}" for dtype, n in document["weight_bytes"].items())
     cache, token = document["cache_bytes"], document["cache_bytes_per_token"]
     window = f", window {document['window']:,}" if document["window"] else ""
     active = document["parameters_active"]
     active_text = f", {active:,} ({count_text(active)}) of them for each token" if active != total and document["experts"] else ""
-    state = f", beside {sized(document['state_bytes'])} a sequence" if document["state_bytes"] else ""
+    state = f", beside {format_bytes(document['state_bytes'])} a sequence" if document["state_bytes"] else ""
     facts = {
         "parameters": f"{total:,} ({count_text(total)}){active_text}",
         "": parts,
@@ -71,8 +71,8 @@ def _text_of(document: dict[str, Any]) -> str:
         f"{flops_text(document['flops_per_token'])} {at}, attention in full; "
         f"backward {flops_text(document['flops_per_token_backward'])}",
         "weights": weights,
-        "cache": f"{sized(token['bfloat16'])} a token in bfloat16, {sized(token['float32'])} in float32{state}",
-        " ": f"{sized(cache['bfloat16'])} and {sized(cache['float32'])} {at}{window}",
+        "cache": f"{format_bytes(token['bfloat16'])} a token in bfloat16, {format_bytes(token['float32'])} in float32{state}",
+        " ": f"{format_bytes(cache['bfloat16'])} and {format_bytes(cache['float32'])} {at}{window}",
         "training": training_text(document["training_bytes"], at),
         "recipes": recipes_text(document["recipes"]),
         "modules": ", ".join(document["modules"]),
@@ -85,9 +85,9 @@ def training_text(need: dict[str, int] | None, at: str) -> str:
     """Memory to train: the state, and activations of one sequence."""
     if need is None:
         return ""
-    activations, recomputed = sized(need["activations"]), sized(need["activations_recomputed"])
+    activations, recomputed = format_bytes(need["activations"]), format_bytes(need["activations_recomputed"])
     return (
-        f"{sized(need['state'])} of weights, gradients and AdamW in float32; activations of a sequence {at} {activations}, "
+        f"{format_bytes(need['state'])} of weights, gradients and AdamW in float32; activations of a sequence {at} {activations}, "
         f"{recomputed} with execution.remat=full"
     )
 

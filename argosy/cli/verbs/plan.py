@@ -11,7 +11,7 @@ from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.core.settings import read_settings, words_layer
 from argosy.jobs import machine
-from argosy.observe.readable import columns, lasted, sized
+from argosy.observe.readable import columns, format_bytes, format_duration
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -59,9 +59,9 @@ def plan(
     memory = document["memory_bytes"]
     if (rollouts := document.get("rollouts")) is not None and not rollouts["fits"]:
         memory = rollouts["memory_bytes"]
-    where = ", ".join(f"{buffer['name']} {sized(buffer['bytes'])}" for buffer in document["buffers"][:3])
+    where = ", ".join(f"{buffer['name']} {format_bytes(buffer['bytes'])}" for buffer in document["buffers"][:3])
     ways = " or ".join(" ".join(candidate["settings"]) for candidate in document["nearest"])
-    needs = f"a device needs {sized(memory['total'])} and has {sized(document['memory_limit_bytes'])}"
+    needs = f"a device needs {format_bytes(memory['total'])} and has {format_bytes(document['memory_limit_bytes'])}"
     raise BadInput(
         f"{recipe} does not fit on {document['device']}: {needs}",
         where=f"largest: {where}" if where else None,
@@ -71,10 +71,10 @@ def plan(
 
 def _serving(words: list[str], as_json: bool) -> int:
     """`argosy plan serve MODEL`."""
-    from argosy.cli.flags import PLAN_SERVE, translated
+    from argosy.cli.flags import PLAN_SERVE, translate_flags
     from argosy.jobs.plan.serving import ServePlanSettings, plan_serving
 
-    words = translated(words, PLAN_SERVE)
+    words = translate_flags(words, PLAN_SERVE)
     names = [word for word in words if "=" not in word]
     if len(names) != 1:
         raise BadInput("plan serve takes one model", hint="argosy plan serve llama3.1-8b device=v5e-8")
@@ -85,10 +85,10 @@ def _serving(words: list[str], as_json: bool) -> int:
     if document["fits"]:
         return 0
     ways = " or ".join(" ".join(candidate["settings"]) for candidate in document["nearest"])
-    needs = f"a device needs {sized(document['memory_bytes']['total'])} and has {sized(document['memory_limit_bytes'])}"
+    needs = f"a device needs {format_bytes(document['memory_bytes']['total'])} and has {format_bytes(document['memory_limit_bytes'])}"
     raise BadInput(
         f"a server of {document['model']} does not fit on {document['device']}: {needs}",
-        where="largest: " + ", ".join(f"{buffer['name']} {sized(buffer['bytes'])}" for buffer in document["buffers"][:3]),
+        where="largest: " + ", ".join(f"{buffer['name']} {format_bytes(buffer['bytes'])}" for buffer in document["buffers"][:3]),
         hint=f"{ways} fits" if ways else "more devices, or a smaller model",
     )
 
@@ -101,8 +101,8 @@ def serving_text(document: Mapping[str, Any]) -> str:
     by = "the compiler" if document["verdict_by"] == "compiler" else "the analytic model"
     form = f", {document['quantization']}" if document["quantization"] else ""
     form += f", some in {document['published_in']} as they are published" if document["published_in"] else ""
-    rows = [(kind, sized(size)) for kind, size in memory.items() if size and kind != "total"]
-    rows.append(("in all", sized(memory["total"]) + (f" of {sized(limit)}" if limit else "")))
+    rows = [(kind, format_bytes(size)) for kind, size in memory.items() if size and kind != "total"]
+    rows.append(("in all", format_bytes(memory["total"]) + (f" of {format_bytes(limit)}" if limit else "")))
     whose = "each device" if document["device_kind"] != "cpu" else "this machine"
     lines = [
         f"{document['model']} on {document['device']}: {copies}",
@@ -111,7 +111,7 @@ def serving_text(document: Mapping[str, Any]) -> str:
         "",
         *columns((f"memory of {whose}", ""), rows).splitlines(),
         "",
-        f"the cache of a copy holds {document['cache_tokens']:,} tokens ({sized(document['cache_bytes_per_token'])} each): "
+        f"the cache of a copy holds {document['cache_tokens']:,} tokens ({format_bytes(document['cache_bytes_per_token'])} each): "
         f"{plural(document['cache_sequences'], 'sequence')} of {document['input_len']:,} + {document['output_len']:,} tokens at a time",
         "",
     ]
@@ -161,8 +161,8 @@ def _rollouts(document: Mapping[str, Any]) -> list[str]:
     if (need := document.get("rollouts")) is None:
         return []
     memory, limit = need["memory_bytes"], need["memory_limit_bytes"]
-    rows = [(kind, sized(size)) for kind, size in memory.items() if size and kind != "total"]
-    rows.append(("in all", sized(memory["total"]) + (f" of {sized(limit)}" if limit else "")))
+    rows = [(kind, format_bytes(size)) for kind, size in memory.items() if size and kind != "total"]
+    rows.append(("in all", format_bytes(memory["total"]) + (f" of {format_bytes(limit)}" if limit else "")))
     lines = [
         "",
         f"a rollout: {plural(need['completions'], 'completion')} of {need['output_len']:,} tokens to "
@@ -195,9 +195,9 @@ def _head(document: Mapping[str, Any]) -> list[str]:
 
 def _memory(document: Mapping[str, Any]) -> list[str]:
     memory, limit = document["memory_bytes"], document["memory_limit_bytes"]
-    rows = [(str(WORDS.get(kind, kind)), sized(size)) for kind, size in memory.items() if size and kind != "total"]
-    of = f" of {sized(limit)}" if limit else ""
-    rows.append(("in all", sized(memory["total"]) + of))
+    rows = [(str(WORDS.get(kind, kind)), format_bytes(size)) for kind, size in memory.items() if size and kind != "total"]
+    of = f" of {format_bytes(limit)}" if limit else ""
+    rows.append(("in all", format_bytes(memory["total"]) + of))
     whose = "each device" if document["device"] != "this" or document["device_kind"] != "cpu" else "this machine"
     return columns((f"memory of {whose}", ""), rows).splitlines()
 
@@ -212,7 +212,7 @@ def _time(document: Mapping[str, Any]) -> list[str]:
     return [
         f"a step: {_brief(step)} by a static estimate that may be {error:.0%} off{mfu}, {speed}",
         f"bound by {document['bound_by']}",
-        f"{plural(document['steps'], 'step')}: {lasted(document['steps'] * step)}{cost}",
+        f"{plural(document['steps'], 'step')}: {format_duration(document['steps'] * step)}{cost}",
     ]
 
 
@@ -220,7 +220,7 @@ def _collectives(document: Mapping[str, Any]) -> list[str]:
     if not document["collectives"]:
         return []
     rows = [
-        (op["kind"], op["axis"], sized(op["bytes"]), _brief(op["seconds"]), _brief(op["exposed_seconds"]))
+        (op["kind"], op["axis"], format_bytes(op["bytes"]), _brief(op["seconds"]), _brief(op["exposed_seconds"]))
         for op in document["collectives"]
     ]
     return ["", *columns(("collectives", "along", "moved", "time", "exposed"), rows, (2, 3, 4)).splitlines()]
@@ -228,13 +228,13 @@ def _collectives(document: Mapping[str, Any]) -> list[str]:
 
 def _brief(seconds: float) -> str:
     """A duration, in milliseconds below a second."""
-    return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.2f} s" if seconds < 100 else lasted(seconds)
+    return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.2f} s" if seconds < 100 else format_duration(seconds)
 
 
 def _rest(document: Mapping[str, Any]) -> list[str]:
     lines = []
     if document["buffers"]:
-        rows = [(sized(buffer["bytes"]), buffer["type"], buffer["name"][:60]) for buffer in document["buffers"]]
+        rows = [(format_bytes(buffer["bytes"]), buffer["type"], buffer["name"][:60]) for buffer in document["buffers"]]
         lines += ["", *columns(("largest arrays", "", ""), rows).splitlines()]
     if document["replicated"]:
         lines += ["", f"whole: {document['replicated']}"]
@@ -245,7 +245,11 @@ def _rest(document: Mapping[str, Any]) -> list[str]:
         lines += ["", f"note: {document['note']}"]
     if document.get("ranking"):
         rows = [
-            (f"{plan['tokens_per_s']:,.0f}", sized(plan["memory_bytes"]), " ".join(w for w in plan["settings"] if not w.endswith("=1")))
+            (
+                f"{plan['tokens_per_s']:,.0f}",
+                format_bytes(plan["memory_bytes"]),
+                " ".join(w for w in plan["settings"] if not w.endswith("=1")),
+            )
             for plan in document["ranking"]
         ]
         lines += ["", *columns((f"{document['unit']}/s", "memory", "by the analytic model"), rows, (0, 1)).splitlines()]

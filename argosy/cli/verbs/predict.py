@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from argosy.cli.flags import PREDICT, translated
+from argosy.cli.flags import PREDICT, translate_flags
 from argosy.cli.output import Doing, say
 from argosy.core.command import install_extra
 from argosy.core.errors import BadInput
@@ -34,7 +34,7 @@ def predict(
     ] = None,
 ) -> None:
     """Serves bundles over HTTP and gRPC: the Open Inference Protocol, TensorFlow Serving's REST, OpenAI embeddings."""
-    settings = read_settings(PredictSettings, words_layer(translated(words or [], PREDICT))).value
+    settings = read_settings(PredictSettings, words_layer(translate_flags(words or [], PREDICT))).value
     settings = settings.model_copy(update={"api_key": settings.api_key or os.environ.get(KEY) or None})
     from argosy.web.process import check_open, server_address
 

@@ -6,7 +6,7 @@ import typer
 
 from argosy.cli.output import conclude, say
 from argosy.core.settings import Settings, read_settings, words_layer
-from argosy.observe.readable import sized
+from argosy.observe.readable import format_bytes
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -49,7 +49,7 @@ def push_words(
     from argosy.jobs.push import push
 
     result = push(model, target, **{name: getattr(settings, name) for name in Push.model_fields}, say=say)
-    lines = [f"{sized(file['bytes']):>9}  {file['path']}" for file in result["files"]]
+    lines = [f"{format_bytes(file['bytes']):>9}  {file['path']}" for file in result["files"]]
     lines += [f"  removed  {path}" for path in result["removed"]]
     if settings.dry:
         lines = [f"would go to {result['url']}:", *lines, "", *([] if result["card"] == "kept" else [result["card_text"]])]

@@ -21,7 +21,7 @@ from argosy.core.settings import Repeats, Settings, read_settings, words_layer
 from argosy.core.settings.schema import Choice
 from argosy.data.settings import DataSettings
 from argosy.jobs import machine
-from argosy.observe.readable import columns, lasted
+from argosy.observe.readable import columns, format_duration
 from argosy.weights.gguf.mixtures import MIXTURES
 
 CANDIDATES = ("w8", "w4", "nvfp4")
@@ -122,7 +122,7 @@ def quantize(
     if settings.report is not None:
         command = shlex.join([*command_name().split(), "quantize", model, target, *(words or [])])
         reports.write_quantization_report(settings.report, result, command)
-    conclude(described(result), result, as_json)
+    conclude(quantization_table(result), result, as_json)
 
 
 def check_target(settings: Quantize, target: str, is_gguf: bool) -> None:
@@ -197,7 +197,7 @@ def rules_of(settings: Quantize) -> list[Rule]:
     return preset_rules(settings.preset) if settings.preset is not None else read_rules(Path(str(settings.rules)))
 
 
-def described(result: dict[str, Any]) -> str:
+def quantization_table(result: dict[str, Any]) -> str:
     """The table: a line for each kind of module."""
     groups: dict[tuple[str, ...], list[dict[str, Any]]] = defaultdict(list)
     for row in result["weights"]:
@@ -216,7 +216,7 @@ def described(result: dict[str, Any]) -> str:
     head += ("of the output", "by nearest") if is_calibrated else ()
     plain = result["kept"]
     rest = f"{plural(plain['tensors'], 'tensor')} kept ({plain['bytes'] / 1e6:.1f} MB), such as {', '.join(plain['largest'])}"
-    summary = f"{result['target']}: {result['bytes'] / 1e6:.1f} MB in {lasted(result['seconds'])}"
+    summary = f"{result['target']}: {result['bytes'] / 1e6:.1f} MB in {format_duration(result['seconds'])}"
     if change := result.get("perplexity"):
         summary += f"\nperplexity {change['before']:.4g} before, {change['after']:.4g} after, over {change['tokens']:,.0f} tokens"
     if narrow := result.get("narrow"):
@@ -246,7 +246,7 @@ def described_recipe(result: dict[str, Any]) -> str:
     every = result["presets"] | {"mixed": result["mixed"]}
     rows = [[name, f"{row['bits']:.3f}", f"{row['divergence']:.4g}"] for name, row in every.items()]
     whole = columns(("whole model", "bits", "KL"), rows, figures=(1, 2))
-    rules, seconds = plural(len(result["rules"]), "rule"), lasted(result["seconds"])
+    rules, seconds = plural(len(result["rules"]), "rule"), format_duration(result["seconds"])
     end = f"{result['target']}: {rules}, {result['bits']:.3f} bits a weight, in {seconds}"
     if result["recipe"] != "mixed":
         end += f"\n{result['recipe']} alone is better than any mixture that was found within {result['budget']:g} bits"

@@ -8,7 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 from argosy.cli.output import answer
-from argosy.observe.readable import ago, columns, count_text, lasted, sized
+from argosy.observe.readable import ago, columns, count_text, format_bytes, format_duration
 
 JSON = typer.Option("--json", help="one JSON document on stdout")
 VERIFY = typer.Option("--verify", help="read every byte of every checkpoint")
@@ -58,11 +58,11 @@ def show(
     document = summary.document() | {"settings": {key: {"value": value, "set_by": who} for key, value, who in settings}}
     facts = {"state": summary.state, "step": _steps(summary), "last write": _ago(summary.written_s)}
     facts |= {"problem": summary.problem} if summary.problem else {}
-    facts |= {"time": f"{lasted(summary.life.wall)}: {summary.life.words()}"} if summary.life else {}
+    facts |= {"time": f"{format_duration(summary.life.wall)}: {summary.life.words()}"} if summary.life else {}
     checkpoints = [f"{step} ({_size(summary.path, step)})" for step in summary.checkpoints]
-    facts |= {"checkpoints": ", ".join(checkpoints) or "none"} | {k: runs.shown(v) for k, v in summary.numbers.items()}
+    facts |= {"checkpoints": ", ".join(checkpoints) or "none"} | {k: runs.table_text(v) for k, v in summary.numbers.items()}
     lines = [str(summary.path), *(f"  {name:<20}{value}" for name, value in facts.items()), ""]
-    overrides = [(key, runs.shown(value), who) for key, value, who in settings if who != "default"]
+    overrides = [(key, runs.table_text(value), who) for key, value, who in settings if who != "default"]
     answer("\n".join([*lines, columns(("setting", "value", "set by"), overrides)] if overrides else lines), document, as_json)
 
 
@@ -83,7 +83,7 @@ def comparison(result: dict[str, Any]) -> str:
     from argosy.jobs.history import listing as runs
 
     rows = {name: ["-" if v is None else _end(v) for v in values] for name, values in result["numbers"].items()}
-    differ = {key: list(map(runs.shown, values)) for key, values in result["settings"].items()}
+    differ = {key: list(map(runs.table_text, values)) for key, values in result["settings"].items()}
     numbers = by_run("", result["runs"], rows)
     return f"{numbers}\n\n{by_run('setting', result['runs'], differ) if differ else 'no setting differs'}"
 
@@ -127,6 +127,6 @@ def _size(path: Any, step: int) -> str:
     from argosy.jobs.history import listing as runs
 
     try:
-        return sized(runs.size_bytes(path, step))
+        return format_bytes(runs.size_bytes(path, step))
     except Damaged:
         return "damaged"

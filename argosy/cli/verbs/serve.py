@@ -8,7 +8,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from argosy.cli.flags import translated
+from argosy.cli.flags import translate_flags
 from argosy.cli.output import Doing, say
 from argosy.core.hub.names import model_name
 from argosy.core.process import signals
@@ -24,7 +24,7 @@ KEY, ADMIN_KEY = "ARGOSY_API_KEY", "ARGOSY_ADMIN_KEY"
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def without_garbage_collection() -> Iterator[None]:
     """Turns off garbage collection during the start: nearly all objects stay, and scanning them repeatedly takes 0.9 CPU s. Later
     collections skip these objects.
     """
@@ -54,13 +54,13 @@ def serve(
     """Serves a model over HTTP, with OpenAI's API."""
     if draws_images(model, say):
         _serve_images(model, words or [])
-    settings = read_settings(ServeSettings, words_layer(translated(words or []))).value
+    settings = read_settings(ServeSettings, words_layer(translate_flags(words or []))).value
     admin = settings.admin
     if admin.port is not None or admin.shared:
         admin = admin.model_copy(update={"key": admin.key or os.environ.get(ADMIN_KEY) or None})
     key = settings.api_key or os.environ.get(KEY) or None
     settings = settings.model_copy(update={"api_key": key, "admin": admin})
-    with Doing() as doing, uncollected():
+    with Doing() as doing, without_garbage_collection():
         doing("loading jax")
         machine.start_jax()
         from argosy.jobs.api import draft_of, load
@@ -97,7 +97,7 @@ def _serve_images(model: str, words: list[str]) -> NoReturn:
     """Serves a model that draws images."""
     settings = read_settings(ImageServeSettings, words_layer(words)).value
     settings = settings.model_copy(update={"api_key": settings.api_key or os.environ.get(KEY) or None})
-    with Doing() as doing, uncollected():
+    with Doing() as doing, without_garbage_collection():
         doing("loading jax")
         machine.start_jax()
         from argosy.jobs.api import load

@@ -11,7 +11,7 @@ from argosy.cli.output import as_typed, conclude, say
 from argosy.core.counts import plural
 from argosy.core.process.signals import before_leaving
 from argosy.jobs import machine
-from argosy.launch.cluster import detect_place, join, lost_peers
+from argosy.launch.cluster import as_peer_lost, detect_place, join
 from argosy.run.settings.recipe_files import about, recipes
 from argosy.run.view import Quiet
 
@@ -46,12 +46,12 @@ def train(
     as_json: Annotated[bool, typer.Option("--json", help="one JSON document on stdout")] = False,
 ) -> int:
     from argosy.observe.life import counts_from_process_start
-    from argosy.run.start.preflight import directory_of, settled
+    from argosy.run.start.preflight import checked_settings, directory_of
 
     counts_from_process_start()
     place = detect_place(os.environ)
     # A mistake is answered before jax is imported, which takes seconds.
-    reading = settled(recipe, words or [])
+    reading = checked_settings(recipe, words or [])
     where = directory_of(reading, recipe)
     if place is None or not place.rank:
         most = "at most " if reading.value.data.epochs is not None else ""
@@ -65,10 +65,10 @@ def train(
         join(place)
     if place is not None and place.rank:
         # The leader shows the run and writes its files.
-        with lost_peers():
+        with as_peer_lost():
             return run(reading, where, Quiet(), command_of(recipe, words or [])).exit_code
     stopped = "stopped; the same command continues from the last checkpoint, or starts anew if there is none"
-    with before_leaving(lambda: say(stopped)), Terminal() as view, lost_peers():
+    with before_leaving(lambda: say(stopped)), Terminal() as view, as_peer_lost():
         outcome = run(reading, where, view, command_of(recipe, words or []))
     if skipped := int(outcome.last.get("skipped", 0)):
         say(f"{skipped:,} of {plural(outcome.step, 'step')} were skipped: docs/guides/faults.md")

@@ -199,7 +199,7 @@ def damaged_container(path: Path, problem: str) -> Damaged:
     return Damaged(f"`{path.name}` is damaged: {problem}", where=f"in {path}", hint="copy or download it again")
 
 
-def quoted(name: str, most: int = 120) -> str:
+def quote_name(name: str, most: int = 120) -> str:
     """A name from an untrusted file, made safe for one line of an error."""
     return f"`{name if len(name) <= most else name[:most] + '...'}`".encode("unicode_escape").decode("ascii")
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from argosy.core.counts import plural
 from argosy.core.errors import Damaged, Unsupported
-from argosy.core.formats import Shape, damaged_container, map_file, quoted
+from argosy.core.formats import Shape, damaged_container, map_file, quote_name
 from argosy.core.formats.quants import TYPES, Type, dequantize
 from argosy.core.process.resident import drop
 
@@ -185,11 +185,11 @@ def _metadata(cursor: _Cursor, pairs: int) -> dict[str, Any]:
     for _ in range(pairs):
         key = cursor.text(MOST_NAME_BYTES)
         if key in meta:
-            raise cursor.wrong(f"key {quoted(key)} appears twice")
+            raise cursor.wrong(f"key {quote_name(key)} appears twice")
         try:
             meta[key] = _value(cursor, cursor.u32())
         except Damaged as error:
-            raise Damaged(f"{error.what}, key {quoted(key)}", where=error.where, hint=error.hint) from None
+            raise Damaged(f"{error.what}, key {quote_name(key)}", where=error.where, hint=error.hint) from None
     return meta
 
 
@@ -235,7 +235,7 @@ def _places(cursor: _Cursor, tensors: int, alignment: int) -> dict[str, GGUFTens
     for _ in range(tensors):
         name = cursor.text(MOST_NAME_BYTES)
         if name in places:
-            raise cursor.wrong(f"tensor {quoted(name)} appears twice")
+            raise cursor.wrong(f"tensor {quote_name(name)} appears twice")
         places[name] = _place(cursor, name, alignment)
     start = -(-cursor.at // alignment) * alignment
     places = {name: place._replace(begin=start + place.begin) for name, place in places.items()}
@@ -245,7 +245,7 @@ def _places(cursor: _Cursor, tensors: int, alignment: int) -> dict[str, GGUFTens
 
 def _place(cursor: _Cursor, name: str, alignment: int) -> GGUFTensor:
     def wrong(problem: str) -> Damaged:
-        return cursor.wrong(f"tensor {quoted(name)}: {problem}")
+        return cursor.wrong(f"tensor {quote_name(name)}: {problem}")
 
     axes = cursor.u32()
     if axes > MOST_AXES:
@@ -254,7 +254,7 @@ def _place(cursor: _Cursor, name: str, alignment: int) -> GGUFTensor:
     shape = tuple(cursor.u64() for _ in range(axes))[::-1]
     code, begin = cursor.u32(), cursor.u64()
     if code not in TYPES:
-        raise Unsupported(f"tensor {quoted(name)} is of the unknown GGUF type {code}", where=f"in {cursor.path}")
+        raise Unsupported(f"tensor {quote_name(name)} is of the unknown GGUF type {code}", where=f"in {cursor.path}")
     kind = TYPES[code]
     if (shape[-1] if shape else 1) % kind.values:
         raise wrong(f"rows of {shape[-1] if shape else 1} are not a whole number of {kind.name} blocks of {kind.values}")
@@ -270,7 +270,7 @@ def _check_apart(places: dict[str, GGUFTensor], cursor: _Cursor) -> None:
     at = 0
     for name, place in sorted(places.items(), key=lambda item: (item[1].begin, item[1].bytes)):
         if place.begin < at:
-            raise cursor.wrong(f"tensor {quoted(name)} overlaps the one before")
+            raise cursor.wrong(f"tensor {quote_name(name)} overlaps the one before")
         at = place.begin + place.bytes
         if at > len(cursor.data):
-            raise cursor.wrong(f"tensor {quoted(name)} ends at byte {at} of {len(cursor.data)}: the file is cut short")
+            raise cursor.wrong(f"tensor {quote_name(name)} ends at byte {at} of {len(cursor.data)}: the file is cut short")

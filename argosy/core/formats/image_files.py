@@ -77,7 +77,7 @@ def described_bytes(data: bytes) -> str:
     return f"{plural(len(data), 'byte')} of {kind[0] if kind is not None else 'text' if is_text(head) else 'an unknown kind'}"
 
 
-def resized(image: "np.ndarray", height: int, width: int, resampling: Resampling = "lanczos") -> "np.ndarray":
+def resize_image(image: "np.ndarray", height: int, width: int, resampling: Resampling = "lanczos") -> "np.ndarray":
     """The image [H W C] uint8 at another size, by a filter of Pillow."""
     import numpy as np
 

@@ -61,7 +61,7 @@ def binary_kind(head: bytes) -> tuple[str, str] | None:
         if head.startswith(mark, at) and (mark not in WORDS or not is_text(head)):
             return kind, hint
     if head.startswith(b"PK\x03\x04") or head.startswith(b"PK\x05\x06"):
-        return zipped(head)
+        return archive_kind(head)
     if head.startswith(PICKLE):
         return "a Python pickle", f"pickles are never read; {NO_TEXT}"
     # Eight bytes of length, then a JSON object.
@@ -72,7 +72,7 @@ def binary_kind(head: bytes) -> tuple[str, str] | None:
     return None
 
 
-def zipped(head: bytes) -> tuple[str, str]:
+def archive_kind(head: bytes) -> tuple[str, str]:
     """The kind of a zip archive, by the name of its first member, and a hint."""
     name = head[30 : 30 + int.from_bytes(head[26:28], "little")]
     if name.endswith(b".npy"):

@@ -18,7 +18,7 @@ import numpy as np
 
 from argosy.core.counts import plural
 from argosy.core.errors import ArgosyError, BadInput, Damaged, Unsupported
-from argosy.core.formats import Shape, TensorEntry, damaged_container, map_file, problem_list, quoted
+from argosy.core.formats import Shape, TensorEntry, damaged_container, map_file, problem_list, quote_name
 from argosy.core.formats.files import File, Order, check_space, of_text, slabs, write_file
 
 # The limit of the safetensors library.
@@ -149,7 +149,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(result) < len(pairs):
         seen: set[str] = set()
         twice = next(name for name, _ in pairs if name in seen or seen.add(name))
-        raise ValueError(f"{quoted(twice)} appears twice")
+        raise ValueError(f"{quote_name(twice)} appears twice")
     return result
 
 
@@ -159,15 +159,15 @@ def _no_constant(text: str) -> None:
 
 def _place(name: str, entry: Any, path: Path) -> TensorSpan:
     def wrong(problem: str) -> Damaged:
-        return damaged_container(path, f"tensor {quoted(name)}: {problem}")
+        return damaged_container(path, f"tensor {quote_name(name)}: {problem}")
 
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise wrong("not described by dtype, shape and data_offsets")
     code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if code in _PACKED:
-        raise Unsupported(f"tensor {quoted(name)}: values of type {code} share bytes", where=f"in {path}")
+        raise Unsupported(f"tensor {quote_name(name)}: values of type {code} share bytes", where=f"in {path}")
     if not isinstance(code, str) or code not in DTYPES:
-        raise wrong(f"unknown dtype {quoted(str(code))}")
+        raise wrong(f"unknown dtype {quote_name(str(code))}")
     if not _counts(shape) or len(shape) > MOST_AXES:
         raise wrong(f"its shape is not a list of at most {MOST_AXES} sizes")
     if not _counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
@@ -190,9 +190,9 @@ def _check_tiling(places: Mapping[str, TensorSpan], size: int, path: Path) -> No
     for name, place in sorted(places.items(), key=lambda item: (item[1].begin, item[1].end)):
         if place.begin != at:
             problem = "overlaps the one before" if place.begin < at else f"leaves a hole of {place.begin - at} bytes"
-            raise damaged_container(path, f"tensor {quoted(name)} {problem}")
+            raise damaged_container(path, f"tensor {quote_name(name)} {problem}")
         if place.end > size:
-            raise damaged_container(path, f"tensor {quoted(name)} ends at byte {place.end} of {size}: the file is cut short")
+            raise damaged_container(path, f"tensor {quote_name(name)} ends at byte {place.end} of {size}: the file is cut short")
         at = place.end
     if at != size:
         raise damaged_container(path, f"{plural(size - at, 'byte', 'belongs', 'belong')} to no tensor")
@@ -263,7 +263,7 @@ def _weight_map(index: Path) -> dict[str, str]:
         raise damaged_container(index, "`weight_map` is not a map from tensors to files")
     for file in weight_map.values():
         if file in ("", ".", "..") or any(c in file for c in "/\\:\0"):
-            raise damaged_container(index, f"{quoted(file)} is not the name of a file in the same folder")
+            raise damaged_container(index, f"{quote_name(file)} is not the name of a file in the same folder")
     return weight_map
 
 
@@ -290,14 +290,14 @@ def _index_problems(weight_map: Mapping[str, str], shards: Mapping[str, SafeTens
     problems = []
     for tensor, file in weight_map.items():
         if file in shards and tensor not in shards[file].places:
-            problems.append(f"{quoted(tensor)} is not in {quoted(file)}, where the index expects it")
+            problems.append(f"{quote_name(tensor)} is not in {quote_name(file)}, where the index expects it")
     for file, shard in shards.items():
         for tensor in shard.names:
             place = weight_map.get(tensor)
             if place is None:
-                problems.append(f"{quoted(tensor)} of {quoted(file)} is not in the index")
+                problems.append(f"{quote_name(tensor)} of {quote_name(file)} is not in the index")
             elif place != file:
-                problems.append(f"{quoted(tensor)} is in {quoted(file)} too, the index has it in {quoted(place)}")
+                problems.append(f"{quote_name(tensor)} is in {quote_name(file)} too, the index has it in {quote_name(place)}")
     return problems
 
 

@@ -55,7 +55,7 @@ class StoredArray:
         return self.folder.joinpath("c", *map(str, at))
 
 
-def laid(folder: Path) -> StoredArray | None:
+def zarr_layout(folder: Path) -> StoredArray | None:
     """The layout of a stored array; None if it was not written by `zarr.array_files` and `zarr.shard_file`."""
     try:
         stored = json.loads((folder / "zarr.json").read_bytes())

@@ -43,7 +43,7 @@ def local_model(place: str | Path, say: Say = lambda _: None, *, small: bool = F
     return str(folder / name.file if name.file else _only_gguf(folder) or folder)
 
 
-def pinned(place: str, say: Say = lambda _: None) -> str:
+def pin_revision(place: str, say: Say = lambda _: None) -> str:
     """The name of a model of the Hub with the commit that it has now; anything else is returned as it is. The model is downloaded.
 
     Raises:

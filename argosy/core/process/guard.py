@@ -72,14 +72,14 @@ def _guard(lifeline: int, pid: int, closed: tuple[int, ...]) -> int:
     waiting = select.poll()
     waiting.register(lifeline, select.POLLIN)
     waiting.register(woken, select.POLLIN)
-    status, ready = reaped(pid), set[int]()
+    status, ready = reap_children(pid), set[int]()
     while status is None and lifeline not in ready:
         ready = {descriptor for descriptor, _ in waiting.poll()}
         if woken in ready:
             os.read(woken, 1 << 12)
-        status = reaped(pid)
+        status = reap_children(pid)
     kill_started(os.getpid())
-    return next((code for code in (status, reaped(pid)) if code is not None), int(signal.SIGKILL))
+    return next((code for code in (status, reap_children(pid)) if code is not None), int(signal.SIGKILL))
 
 
 def _exit(status: int) -> None:
@@ -94,7 +94,7 @@ def _exit(status: int) -> None:
     os._exit(os.WEXITSTATUS(status) if os.WIFEXITED(status) else 1)
 
 
-def reaped(pid: int) -> int | None:
+def reap_children(pid: int) -> int | None:
     """Collects all children that have ended, also orphans that came to this process. Returns the wait status of one, None if it
     lives."""
     status = None

@@ -11,7 +11,7 @@ from pydantic_core import PydanticUndefined
 from argosy.core.registry import Registry
 from argosy.core.settings import DEFAULT, Reading, dump, flatten, mistakes
 from argosy.core.settings.scalars import yaml_line
-from argosy.core.settings.schema import Choice, FieldShape, Settings, documented, members, shape, shape_of
+from argosy.core.settings.schema import Choice, FieldShape, Settings, documented_fields, members, shape, shape_of
 
 _BOUNDS = (("gt", "> "), ("ge", "≥ "), ("lt", "< "), ("le", "≤ "), ("multiple_of", "multiple of "))
 _HUMAN_NUMBER = r"^[-+]?([0-9][0-9_]*(\.[0-9_]*)?|\.[0-9][0-9_]*)([eE][-+]?[0-9]+)?([kKMBT]|[KMGT]i)?$"
@@ -34,7 +34,7 @@ def tables(registry: Registry, title: str) -> str:
 def _section(cls: type[Settings], prefix: str, title: str, about: str = "") -> list[str]:
     lines = [f"## {title}", "", *([about, ""] if about else [])]
     rows, below = [], []
-    for name, info in documented(cls).items():
+    for name, info in documented_fields(cls).items():
         key, kind = f"{prefix}{name}", shape_of(info)
         if kind.kind in ("leaf", "list", "dict"):
             cells = [f"`{key}`", type_text(info), default_text(info), info.description]
@@ -128,7 +128,7 @@ class _AsWritten(GenerateJsonSchema):
 
     def model_schema(self, schema: Any) -> dict[str, Any]:
         document = super().model_schema(schema)
-        for name, info in documented(schema["cls"]).items():
+        for name, info in documented_fields(schema["cls"]).items():
             if info.description and name in (properties := document.get("properties", {})):
                 properties[name] = {"description": info.description} | properties[name]
         return document
@@ -218,16 +218,16 @@ def _field(tree: Any, path: list[str]) -> FieldInfo | Choice | None:
         if name not in type(tree).model_fields:
             field_shape = shape_of(info) if info else None
             return field_shape.of if field_shape and field_shape.kind == "choice" and i == len(path) - 1 else None
-        info, tree = documented(type(tree))[name], getattr(tree, name)
+        info, tree = documented_fields(type(tree))[name], getattr(tree, name)
     return info
 
 
-def annotated(reading: Reading) -> str:
+def annotated_yaml(reading: Reading) -> str:
     """The resolved settings as YAML, each key commented with who set it: the `settings.yml` of a run directory."""
     return _aligned_comments(_lines(dump(reading.value), "", "", reading.origin)) + "\n"
 
 
-def commented(reading: Reading) -> str:
+def commented_yaml(reading: Reading) -> str:
     """Every setting of a run as a YAML comment with the first sentence of its documentation: a recipe to start from."""
     lines = []
     for line, key in _lines(dump(reading.value), "", "", _Itself()):

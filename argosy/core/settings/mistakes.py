@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from argosy.core.errors import BadInput, UserError, nearest, some
-from argosy.core.settings.plain import dotted
+from argosy.core.settings.plain import dotted_key
 from argosy.core.settings.scalars import yaml_line
 from argosy.core.settings.schema import Also, Choice, RefusedValue, Settings, marks, members
 from argosy.core.settings.words import SELF, SettingsLayer
@@ -157,7 +157,7 @@ def _other_owner(group: str, leaf: str, choices: Mapping[str, tuple[Choice, str]
     return None
 
 
-def unnamed(key: str, choice: Choice, layer: SettingsLayer | None) -> UserError:
+def unnamed_choice(key: str, choice: Choice, layer: SettingsLayer | None) -> UserError:
     """The error for a choice without a name."""
     names = ", ".join(list(choice.registry)[:8])
     problem = f"`{key}` names no {choice.registry.noun}"
@@ -166,7 +166,7 @@ def unnamed(key: str, choice: Choice, layer: SettingsLayer | None) -> UserError:
 
 def not_that(expected: str, value: Any, layer: SettingsLayer, key: str, hint: str | None = None) -> UserError:
     """The error for a value of the wrong kind, such as a number where a group belongs."""
-    return BadInput(f"{expected}, not {shown_value(value)}", where=_set_by(layer, key), hint=hint)
+    return BadInput(f"{expected}, not {short_value(value)}", where=_set_by(layer, key), hint=hint)
 
 
 def in_group(cls: type[Settings], key: str, value: Any) -> str:
@@ -193,7 +193,7 @@ def wrong(key: str, info: FieldInfo, errors: list[Any], setter: Setter) -> list[
     # Pydantic reports each member of the union; the key is reported once.
     if len(options) > 1:
         first = next((e for e in errors if e["type"] == "finite_number"), errors[0])
-        noun = _WANTED["finite"] if first["type"] == "finite_number" else wanted(info.annotation)
+        noun = _WANTED["finite"] if first["type"] == "finite_number" else type_in_words(info.annotation)
         return [_wrong_item(key, key, noun, first, options, setter)]
     return [_wrong_part(key, info, error, setter) for error in errors]
 
@@ -211,7 +211,7 @@ def _wrong_part(key: str, info: FieldInfo, error: Any, setter: Setter) -> UserEr
         return _wrong_item(path, key, f"one of {context['expected']}", error, [info.annotation], setter)
     if kind == "missing":
         return BadInput(f"`{key}` lacks `{path}`", where=_set_by(_setter(setter, path, key), key))
-    noun = wanted(info.annotation) if path == key and kind != "finite_number" else _WANTED.get(_kind(error), "")
+    noun = type_in_words(info.annotation) if path == key and kind != "finite_number" else _WANTED.get(_kind(error), "")
     return _wrong_item(path, key, noun or f"valid ({error_message(error)})", error, [], setter)
 
 
@@ -231,13 +231,13 @@ def _wrong_item(
     layer = _setter(setter, path, key)
     text = (layer.text(path) if layer else None) or error["input"]
     hint = about or _close_literal(text, hints) or _HINTS.get(_kind(error))
-    return BadInput(f"`{path}` should be {wish}, not {shown_value(text)}", where=_set_by(layer, path), hint=hint)
+    return BadInput(f"`{path}` should be {wish}, not {short_value(text)}", where=_set_by(layer, path), hint=hint)
 
 
 def broken_rule(key: str, leaves: Iterable[str], rule: str, setter: Setter, hint: str | None = None) -> UserError:
     """A broken rule between several keys of the group at `key`; the `leaves` that the message mentions are listed with who set
     them."""
-    words = {dotted(key, word) for word in re.findall(r"\w+(?:\.\w+)*", rule)}
+    words = {dotted_key(key, word) for word in re.findall(r"\w+(?:\.\w+)*", rule)}
     inside = [leaf for leaf in leaves if leaf.startswith(f"{key}." if key else "")]
     setters = [f"`{leaf}` {_set_by(setter(leaf), leaf)}" for leaf in inside if leaf in words]
     others = dict.fromkeys(layer.origin for leaf in inside if (layer := setter(leaf)))
@@ -268,7 +268,7 @@ def _kind(error: Any) -> str:
     return error["type"].split("_")[0]
 
 
-def wanted(hint: Any) -> str:
+def type_in_words(hint: Any) -> str:
     """A type in plain words: `a whole number or none`."""
     names = dict.fromkeys(_type_words(member) for member in members(hint))
     return " or ".join(names)
@@ -279,12 +279,12 @@ def _type_words(hint: Any) -> str:
         return "one of " + ", ".join(yaml_line(option) for option in get_args(hint))
     kind = get_origin(hint) or hint
     if kind not in (int, float, bool, str, list, tuple, dict, type(None)) and get_args(hint):
-        return wanted(get_args(hint)[0])
+        return type_in_words(get_args(hint)[0])
     name = {str: "string", type(None): "none"}.get(kind, getattr(kind, "__name__", "")).lower()
     return _WANTED.get(name, f"a {name}")
 
 
-def shown_value(value: Any) -> str:
+def short_value(value: Any) -> str:
     """A value as it was written, shortened to 60 characters."""
     if isinstance(value, Mapping) and SELF in value:
         value = value[SELF]

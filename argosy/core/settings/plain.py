@@ -31,7 +31,7 @@ def flatten(tree: Settings | Mapping[str, Any], prefix: str = "") -> dict[str, A
     """Dotted key -> leaf. Mappings and lists of groups are expanded; other lists and empty mappings are leaves."""
     leaves: dict[str, Any] = {}
     for name, value in (dump(tree) if isinstance(tree, Settings) else tree).items():
-        key = dotted(prefix, name)
+        key = dotted_key(prefix, name)
         if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
             value = {str(i): item for i, item in enumerate(value)}
         leaves |= flatten(value, key) if isinstance(value, Mapping) and value else {key: value}
@@ -46,6 +46,6 @@ def diff(a: Settings | Mapping[str, Any], b: Settings | Mapping[str, Any]) -> li
     return [(key, left.get(key), right.get(key)) for key in keys if key not in same]
 
 
-def dotted(key: str, name: str) -> str:
+def dotted_key(key: str, name: str) -> str:
     """The dotted key of `name` in the group at `key`; the key of the root is empty."""
     return f"{key}.{name}" if key else name

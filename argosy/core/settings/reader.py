@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 
 from argosy.core.errors import BadInput, UnknownName, UserError
 from argosy.core.settings import mistakes
-from argosy.core.settings.plain import dotted
+from argosy.core.settings.plain import dotted_key
 from argosy.core.settings.repeats import Repeats
 from argosy.core.settings.schema import (
     Also,
@@ -22,10 +22,10 @@ from argosy.core.settings.schema import (
     Choice,
     FieldShape,
     Settings,
-    documented,
+    documented_fields,
     item_hint,
     marks,
-    meant,
+    parse_value,
     shape,
     shape_of,
     takes,
@@ -70,13 +70,13 @@ class SettingsReader:
         layered, all_good = self._mappings(f"`{key}` is a group of settings", key, layered, hint)
         for entry in layered:
             for name in [name for name in entry.value if name not in cls.model_fields and name != tag]:
-                self._unknown(dotted(key, name), entry, entry.value[name])
+                self._unknown(dotted_key(key, name), entry, entry.value[name])
         values: dict[str, Any] = {}
         # Groups and choices that only their defaults fill.
         defaults: set[str] = set()
         failed = set() if all_good else {_WHOLE}
         for name, info in cls.model_fields.items():
-            path = dotted(key, name)
+            path = dotted_key(key, name)
             recent = layered[_since_changed(cls, info, layered) :]
             entries = [LayerValue(entry.layer, entry.value[name]) for entry in recent if name in entry.value]
             self.known.append(path)
@@ -133,7 +133,7 @@ class SettingsReader:
             return _FAILED
         namers = [LayerValue(entry.layer, entry.value[choice.tag]) for entry in layered if entry.value.get(choice.tag) is not None]
         if not namers:
-            self.problems.append(mistakes.unnamed(key, choice, layered[-1].layer if layered else None))
+            self.problems.append(mistakes.unnamed_choice(key, choice, layered[-1].layer if layered else None))
             return _FAILED
         self._set(tag, namers)
         try:
@@ -173,7 +173,7 @@ class SettingsReader:
         values: dict[str, Any] = {}
         for name in dict.fromkeys(name for entry in layered for name in entry.value):
             entries = [LayerValue(entry.layer, entry.value[name]) for entry in layered if name in entry.value]
-            values[name] = self._read(shape(item), dotted(key, name), entries)
+            values[name] = self._read(shape(item), dotted_key(key, name), entries)
         return values if all_good and all(value is not _FAILED for value in values.values()) else _FAILED
 
     def _leaf(self, hint: Any, key: str, layered: list[LayerValue]) -> Any:
@@ -184,7 +184,7 @@ class SettingsReader:
         for entry in layered:
             if isinstance(entry.value, Mapping) and not can_be_mapping:
                 for name in [name for name in entry.value if name != SELF]:
-                    self._unknown(dotted(key, name), entry, entry.value[name])
+                    self._unknown(dotted_key(key, name), entry, entry.value[name])
                 entries += [LayerValue(entry.layer, entry.value[SELF])] if SELF in entry.value else []
             else:
                 entries.append(entry)
@@ -193,7 +193,7 @@ class SettingsReader:
         self._set(key, entries)
         merged: Any = None
         for entry in entries:
-            value = meant(hint, entry.value, entry.layer.text, key)
+            value = parse_value(hint, entry.value, entry.layer.text, key)
             merged = self._merged(hint, key, merged, LayerValue(entry.layer, value))
         return merged
 
@@ -202,7 +202,7 @@ class SettingsReader:
             return new.value
         merged = dict(old) if isinstance(old, Mapping) else {}
         for name, value in new.value.items():
-            path, item = dotted(key, name), item_hint(hint)
+            path, item = dotted_key(key, name), item_hint(hint)
             if value is None and not takes(item, None):
                 merged.pop(name, None)
                 continue
@@ -227,7 +227,7 @@ class SettingsReader:
             wrong = [e for e in wrong if e["type"] != "missing"]
         for name in dict.fromkeys(str(e["loc"][0]) for e in wrong):
             field_errors = [e for e in wrong if e["loc"][0] == name]
-            self.problems += mistakes.wrong(dotted(key, name), documented(cls)[name], field_errors, self.setter.get)
+            self.problems += mistakes.wrong(dotted_key(key, name), documented_fields(cls)[name], field_errors, self.setter.get)
         if not (failed or wrong):
             leaves = self._leaves()
             broken = [problem for e in errors for problem in mistakes.messages(e)]
@@ -260,7 +260,7 @@ class SettingsReader:
         """Records an unknown key; for an unknown group with a single leaf, the leaf."""
         while isinstance(value, Mapping) and len(value) == 1:
             name, value = next(iter(value.items()))
-            key = dotted(key, name)
+            key = dotted_key(key, name)
         self.unknown.append((key, f"set by {entry.layer.where(key)}"))
 
     def _set(self, key: str, layered: list[LayerValue], added: bool = False) -> None:

@@ -7,7 +7,7 @@
     class Run(Settings):
         optimizer: Annotated[Any, Choice(OPTIMIZERS)] = "adamw"
 
-`meant` reads a value by the type of its key, so numbers may be written as people write them and nothing else is guessed: a switch
+`parse_value` reads a value by the type of its key, so numbers may be written as people write them and nothing else is guessed: a switch
 is never a number, nor a number a switch. This module knows nothing of layers; `core.settings` reads those.
 """
 
@@ -55,8 +55,8 @@ class BrokenRules(ValueError):
 
 
 class Settings(BaseModel, metaclass=_Keys):
-    """A frozen group of settings. The string under a field documents it (`documented`). Unknown keys are errors, and so are infinite
-    and NaN values: a learning rate of infinity is a typo."""
+    """A frozen group of settings. The string under a field documents it (`documented_fields`). Unknown keys are errors, and so are
+    infinite and NaN values: a learning rate of infinity is a typo."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -74,7 +74,7 @@ class Settings(BaseModel, metaclass=_Keys):
     @field_validator("*", mode="before")
     @classmethod
     def _as_meant(cls, value: Any, info: ValidationInfo) -> Any:
-        return meant(cls.model_fields[info.field_name or ""].annotation, value)
+        return parse_value(cls.model_fields[info.field_name or ""].annotation, value)
 
 
 class Also:
@@ -103,7 +103,7 @@ class BelongsTo:
 _DOCUMENTED: list[type[Settings]] = []
 
 
-def documented(cls: type[Settings]) -> dict[str, FieldInfo]:
+def documented_fields(cls: type[Settings]) -> dict[str, FieldInfo]:
     """The fields of a class of settings, described by the strings under them.
 
     They are read from the source file here, because only help, references and errors show them: Pydantic would read them whenever a
@@ -335,7 +335,7 @@ class RefusedValue:
     value: Any
 
 
-def meant(hint: Any, value: Any, text_of: Callable[[str], str | None] = _no_text, key: str = "") -> Any:
+def parse_value(hint: Any, value: Any, text_of: Callable[[str], str | None] = _no_text, key: str = "") -> Any:
     """What a written value means for this type. A value without a meaning is returned as it is, for Pydantic to refuse.
 
     Args:
@@ -345,13 +345,13 @@ def meant(hint: Any, value: Any, text_of: Callable[[str], str | None] = _no_text
         key: the dotted key of the value.
     """
     if get_origin(hint) is Annotated:
-        return meant(get_args(hint)[0], value, text_of, key)
+        return parse_value(get_args(hint)[0], value, text_of, key)
     if len(members(hint)) > 1:
         return _meant_by_one(members(hint), value, text_of, key)
     if isinstance(value, list | tuple):
         return _items(hint, value, text_of, key)
     if isinstance(value, Mapping):
-        return {name: meant(item_hint(hint), item, text_of, f"{key}.{name}") for name, item in value.items()}
+        return {name: parse_value(item_hint(hint), item, text_of, f"{key}.{name}") for name, item in value.items()}
     text = text_of(key)
     text = value if text is None else text
     if hint is bool:
@@ -369,10 +369,10 @@ def _meant_by_one(options: tuple[Any, ...], value: Any, text_of: Callable[[str],
     """The first member of a union that accepts the value as it is, otherwise the first that can interpret it."""
     for option in options:
         if takes(option, value):
-            return meant(option, value, text_of, key)
+            return parse_value(option, value, text_of, key)
     if isinstance(value, str) and type(None) in options and scalar(value) is None:
         return None
-    readings = [meant(option, value, text_of, key) for option in options]
+    readings = [parse_value(option, value, text_of, key) for option in options]
     good = (reading for option, reading in zip(options, readings) if takes(option, reading))
     return next(good, next((reading for reading in readings if isinstance(reading, RefusedValue)), value))
 
@@ -380,7 +380,7 @@ def _meant_by_one(options: tuple[Any, ...], value: Any, text_of: Callable[[str],
 def _items(hint: Any, value: list | tuple, text_of: Callable[[str], str | None], key: str) -> Any:
     args = [arg for arg in get_args(hint) if arg is not Ellipsis] if get_origin(hint) in (list, tuple) else []
     hints = args if len(args) == len(value) else (args[:1] or [Any]) * len(value)
-    return type(value)(meant(h, item, text_of, f"{key}.{i}") for i, (h, item) in enumerate(zip(hints, value)))
+    return type(value)(parse_value(h, item, text_of, f"{key}.{i}") for i, (h, item) in enumerate(zip(hints, value)))
 
 
 def _switch(value: Any) -> Any:

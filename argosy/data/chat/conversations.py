@@ -17,7 +17,7 @@ import numpy as np
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.data.chat import template as chat
-from argosy.data.chat.mask import Ids, MaskedConversation, Way, encode_all, encoded
+from argosy.data.chat.mask import Ids, MaskedConversation, Way, encode_all, encode_spans
 from argosy.data.chat.omissions import extra_fields, writes_field
 from argosy.data.chat.template import choose_template
 from argosy.data.encode import DocumentEncoder
@@ -164,7 +164,7 @@ class ConversationEncoder(DocumentEncoder):
         prompt, answer = record.prompt or "", record.completion or ""
         span = [(len(prompt), len(prompt) + len(answer))] if answer else []
         self._look_for_names(prompt + answer, ends=True)
-        return encoded(self.tokenizer, prompt + answer, span, special=self.special)
+        return encode_spans(self.tokenizer, prompt + answer, span, special=self.special)
 
     def finished(self, token_ids: Ids, is_chat: bool, ends: bool = True, weighted: bool = False) -> Encoded:
         """Ids with what begins a document and, where it `ends`, ends it, and what is learned of them. weighted: whether the mask holds

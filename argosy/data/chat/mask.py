@@ -137,9 +137,9 @@ def encode_chunk(
             renders = Renders(job, tokenizer.special, now, way.name or "default", dict(zip(job.parts, answers)), child)
             turns = renders.turns(ends) if way.masked else {}
             renders.check_calls(turns)
-            spans = kept(turns, conversation)
+            spans = learned_turns(turns, conversation)
             weights = None if conversation.learned is None else [conversation.learned[place] for place in spans]
-            results.append(encoded(tokenizer, renders.whole, list(spans.values()), way.masked, weights=weights))
+            results.append(encode_spans(tokenizer, renders.whole, list(spans.values()), way.masked, weights=weights))
         except BadInput as error:
             results.append(error)
     return results
@@ -164,7 +164,7 @@ def _parts_of(template: str, messages: Sequence[Message]) -> list[Part]:
     return list(dict.fromkeys([whole, *prompts, *((place + 1, False) for place in places)]))
 
 
-def kept(turns: Mapping[int, Span], conversation: MaskedConversation) -> dict[int, Span]:
+def learned_turns(turns: Mapping[int, Span], conversation: MaskedConversation) -> dict[int, Span]:
     """The turns that count in the loss.
 
     Raises:
@@ -181,7 +181,7 @@ def kept(turns: Mapping[int, Span], conversation: MaskedConversation) -> dict[in
     return {place: span for place, span in turns.items() if learned[place]}
 
 
-def encoded(
+def encode_spans(
     tokenizer: Tokenizer,
     text: str,
     spans: Sequence[Span],
@@ -194,7 +194,7 @@ def encoded(
     ids, places = tokenizer.encode_with_offsets(text, special=special)
     if not masked:
         return ids, [True] * len(ids)
-    cuts = straddled(ids, places, spans, tokenizer.hidden)
+    cuts = unaligned_ends(ids, places, spans, tokenizer.hidden)
     cuts += [start for start, _ in spans if start not in cuts and not begins_as_prompt(tokenizer, text, ids, places, start, special)]
     if cuts:
         ids, places = encode_cut(tokenizer, text, sorted(cuts), special)
@@ -216,7 +216,7 @@ def begins_as_prompt(
     return not count or tokenizer.encode(text[places[first][0] : start], special=special) == list(ids[first:count])
 
 
-def straddled(ids: Sequence[int], places: Sequence[Span], spans: Sequence[Span], hidden: Collection[int]) -> list[int]:
+def unaligned_ends(ids: Sequence[int], places: Sequence[Span], spans: Sequence[Span], hidden: Collection[int]) -> list[int]:
     """The ends of spans that lie inside a token of text. Special tokens are exempt: they may include neighboring blanks."""
     inside = []
     for edge in sorted({edge for span in spans for edge in span}):

@@ -74,13 +74,13 @@ def render(
     if continue_final_message:
         if add_generation_prompt:
             raise BadInput("continue_final_message and add_generation_prompt exclude each other", hint="set one of them")
-        messages = marked(template, messages)
+        messages = mark_last_message(template, messages)
     variables = {"tools": tools, "add_generation_prompt": add_generation_prompt} | extra
-    text = rendered(template, messages, special, variables, now)["text"]
-    return cut(text, messages[-1]["content"].removesuffix(MARK)) if continue_final_message else text
+    text = render_conversation(template, messages, special, variables, now)["text"]
+    return text_before_mark(text, messages[-1]["content"].removesuffix(MARK)) if continue_final_message else text
 
 
-def marked(template: str, messages: Sequence[Message]) -> list[Message]:
+def mark_last_message(template: str, messages: Sequence[Message]) -> list[Message]:
     """The messages with a mark after the content of the last one."""
     content = messages[-1].get("content") if messages else None
     if not isinstance(content, str) or "content" not in template:
@@ -88,7 +88,7 @@ def marked(template: str, messages: Sequence[Message]) -> list[Message]:
     return [*messages[:-1], {**messages[-1], "content": content + MARK}]
 
 
-def cut(text: str, content: str) -> str:
+def text_before_mark(text: str, content: str) -> str:
     """A rendered conversation up to the mark after its last message."""
     if content.strip() not in text or MARK.strip() not in text:
         raise BadInput("continue_final_message: the chat template drops part of the last message", hint="send another message")
@@ -127,7 +127,7 @@ class RenderJob:
     variables: Mapping[str, Any] = field(default_factory=dict)
 
 
-def rendered(
+def render_conversation(
     template: str,
     messages: Sequence[Message],
     special: Mapping[str, str],

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from argosy.core.caches import one_at_a_time
+from argosy.core.caches import file_lock
 from argosy.core.progress import Say
 from argosy.data.batch import Batch
 
@@ -119,7 +119,7 @@ class Likeliest:
     def writing(self, say: Say) -> Iterator["LikeliestWriter"]:
         """A writer that adds rows. One process writes at a time, and starts from the rows that others have added meanwhile."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with one_at_a_time(self.path.with_suffix(".lock"), say):
+        with file_lock(self.path.with_suffix(".lock"), say):
             self.load()
             writer = LikeliestWriter(self)
             try:

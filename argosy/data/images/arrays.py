@@ -18,7 +18,7 @@ import numpy as np
 
 from argosy.core.errors import BadInput
 from argosy.data.images.settings import ImageSettings
-from argosy.data.images.table import ImageSource, ImageTable, SplitImages, held_out_rows, image_identity
+from argosy.data.images.table import ImageSource, ImageTable, SplitImages, held_out_mask, image_identity
 from argosy.data.sources import existing
 from argosy.data.sources.opening import content_hash
 
@@ -58,7 +58,7 @@ class ImageArrays(ImageSource):
         if len(self.tables) == 2:
             table = self.tables[int(held_out)]
             return [SplitImages(table, np.arange(len(table.pictures)))]
-        mask = held_out_rows(self.tables[0].identities, self.held_out)
+        mask = held_out_mask(self.tables[0].identities, self.held_out)
         return [SplitImages(self.tables[0], np.flatnonzero(mask == held_out))]
 
     def fingerprint(self) -> dict[str, Any]:

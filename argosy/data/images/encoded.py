@@ -27,7 +27,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from argosy.core.caches import one_at_a_time
+from argosy.core.caches import file_lock
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.core.formats.files import sync
@@ -159,7 +159,7 @@ class EncodedStore:
         if captions is not None:
             distinct = dict.fromkeys(["", *(captions[int(i)] for i in rows.chosen)])
             self.texts = {text: i for i, text in enumerate(distinct)}
-        with one_at_a_time(self.folder.parent / f".{self.folder.name}.lock", say):
+        with file_lock(self.folder.parent / f".{self.folder.name}.lock", say):
             self.folder.mkdir(parents=True, exist_ok=True)
             if encoders.space is not None and len(rows):
                 each = lambda at, end: {"latents": encoded_images(rows, at, end, encoders.latents)}  # noqa: E731

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 import numpy as np
 
 from argosy.core.errors import BadInput
-from argosy.core.formats.image_files import is_stretched, read_image, resized
+from argosy.core.formats.image_files import is_stretched, read_image, resize_image
 from argosy.data.images.buckets import bucket_sizes, nearest_bucket
 from argosy.data.images.settings import ImageSettings
-from argosy.data.images.table import ImageSource, ImageTable, SplitImages, held_out_rows
+from argosy.data.images.table import ImageSource, ImageTable, SplitImages, held_out_mask
 
 if TYPE_CHECKING:
     from argosy.data.settings import DataSettings
@@ -163,7 +163,7 @@ class ImageFiles(ImageSource):
         height, width = image.shape[:2]
         target = self.bucket_sizes[nearest_bucket(height, width, self.bucket_sizes)] if self.bucket_sizes else (size, size)
         scale = max(target[0] / height, target[1] / width)
-        return resized(image, max(target[0], round(height * scale)), max(target[1], round(width * scale)))
+        return resize_image(image, max(target[0], round(height * scale)), max(target[1], round(width * scale)))
 
     def __len__(self) -> int:
         return len(self.files)
@@ -175,7 +175,7 @@ class ImageFiles(ImageSource):
 
     def control(self, row: int) -> np.ndarray:
         """The decoded control image of a row, as high and wide as its image."""
-        return with_channels(resized(read_image(self.encoded_control(row)), *self.files[row].size), 3)
+        return with_channels(resize_image(read_image(self.encoded_control(row)), *self.files[row].size), 3)
 
     def table(self, channels: int, size: tuple[int, int]) -> ImageTable:
         """All images with so many channels, at one size."""
@@ -196,7 +196,7 @@ class ImageFiles(ImageSource):
     def stored_splits(self, held_out: bool, channels: int) -> list[SplitImages]:
         size = self.settings.size
         square = self.table(channels, min(self.sizes) if size is None else (size, size))
-        indexes = np.flatnonzero(held_out_rows(square.identities, self.held_out) == held_out)
+        indexes = np.flatnonzero(held_out_mask(square.identities, self.held_out) == held_out)
         if not self.bucket_sizes:
             return [SplitImages(square, indexes)]
         buckets = np.array(self.bucket_of)[indexes]

@@ -23,7 +23,7 @@ from argosy.data.images.files import ImageFiles
 from argosy.data.images.settings import ImageSettings
 from argosy.data.sources import missing
 from argosy.data.sources.kinds import IMAGE_NAMES, file_kind
-from argosy.data.sources.opening import needed
+from argosy.data.sources.opening import import_package
 from argosy.data.sources.tar_files import BLOCK_BYTES, TEXT_ENDINGS, member_columns
 
 if TYPE_CHECKING:
@@ -202,7 +202,7 @@ class ParquetShard(ImageShard):
         Raises:
             Damaged: it cannot be read.
         """
-        parquet, lib = needed("pyarrow.parquet", "Parquet files"), needed("pyarrow", "Parquet files")
+        parquet, lib = import_package("pyarrow.parquet", "Parquet files"), import_package("pyarrow", "Parquet files")
         try:
             with self.file.open() as raw:
                 return use(parquet.ParquetFile(raw, page_checksum_verification=True))
@@ -254,7 +254,7 @@ class ParquetShard(ImageShard):
 
 def holds_files(kind: Any) -> bool:
     """Whether a column of this Arrow type can hold the files of images: bytes, or structures with `bytes`."""
-    types = needed("pyarrow", "Parquet files").types
+    types = import_package("pyarrow", "Parquet files").types
     if types.is_struct(kind):
         return any(field.name == "bytes" and holds_files(field.type) for field in kind)
     return types.is_binary(kind) or types.is_large_binary(kind) or (types.is_dictionary(kind) and holds_files(kind.value_type))

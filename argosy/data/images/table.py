@@ -85,7 +85,7 @@ def image_identity(picture: np.ndarray, caption: str | None) -> int:
     return int.from_bytes(digest.digest()[:8], "big")
 
 
-def held_out_rows(identities: np.ndarray, share: float) -> np.ndarray:
+def held_out_mask(identities: np.ndarray, share: float) -> np.ndarray:
     """Which images are kept for evaluation: those whose hash falls below the share; the last ones if that gives less than half of
     it, as in a small set."""
     mask = identities < np.uint64(min(share, 1.0) * 2.0**64) if share else np.zeros(len(identities), bool)
@@ -191,7 +191,7 @@ class ImageRows:
     def _placed(self, picture: np.ndarray, place: int) -> np.ndarray:
         """An image, cropped and mirrored as its place in the run says."""
         draws = self.drawn(place)
-        picture = cropped(picture, self.table.size, self.settings.crop == "random", draws[:2])
+        picture = crop_image(picture, self.table.size, self.settings.crop == "random", draws[:2])
         return picture[:, ::-1] if self.settings.flip and draws[2] >> np.uint64(63) else picture
 
 
@@ -200,7 +200,7 @@ def without_chance(settings: ImageSettings) -> ImageSettings:
     return settings.model_copy(update={"crop": "center", "flip": False})
 
 
-def cropped(picture: np.ndarray, size: tuple[int, int], random: bool, draws: np.ndarray) -> np.ndarray:
+def crop_image(picture: np.ndarray, size: tuple[int, int], random: bool, draws: np.ndarray) -> np.ndarray:
     """The part of an image with this size, at its center or at a random place."""
     spare = [have - target for have, target in zip(picture.shape[:2], size, strict=True)]
     at = [int(bits % np.uint64(room + 1)) if random else room // 2 for room, bits in zip(spare, draws, strict=True)]

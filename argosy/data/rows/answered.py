@@ -91,10 +91,10 @@ class AnsweredPrompts:
         records = [of.records[row] for row in rows.tolist() if row >= 0]
         results = self.encoder.encode([Document(record=record) for record in records])
         pairs = zip(records, results, strict=True)
-        return [divided(record, encoded) if len(encoded.tokens) else record.where for record, encoded in pairs]
+        return [divide_answer(record, encoded) if len(encoded.tokens) else record.where for record, encoded in pairs]
 
 
-def divided(record: SourceRecord, encoded: Any) -> Answered:
+def divide_answer(record: SourceRecord, encoded: Any) -> Answered:
     """Divides a record's tokens into prompt and completion.
 
     Raises:

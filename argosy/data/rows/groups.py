@@ -69,10 +69,10 @@ class GroupRows:
         for number, example in enumerate(examples):
             self._check(example, f"example {number % self.per_group} of group {number // self.per_group}", vocab)
         self._tables = {
-            "token": stacked([example.columns for example in examples], "column", tokens=True),
-            "input": stacked([example.inputs for example in examples], "input", tokens=True),
-            "row": stacked([example.values for example in examples], "value of a row"),
-            "group": stacked([group.values for group in groups], "value of a group"),
+            "token": stack_rows([example.columns for example in examples], "column", tokens=True),
+            "input": stack_rows([example.inputs for example in examples], "input", tokens=True),
+            "row": stack_rows([example.values for example in examples], "value of a row"),
+            "group": stack_rows([group.values for group in groups], "value of a group"),
         }
         for per, table in self._tables.items():
             for name, field_ in table.items():
@@ -140,7 +140,7 @@ class Examples(RowSource):
         return {"source": "examples", "source.sha256": digest.hexdigest()}
 
 
-def stacked(items: Sequence[Mapping[str, Any]], noun: str, tokens: bool = False) -> dict[str, np.ndarray]:
+def stack_rows(items: Sequence[Mapping[str, Any]], noun: str, tokens: bool = False) -> dict[str, np.ndarray]:
     """One array per name, from mappings with equal names. Empty columns of tokens have the type and shape of their entries.
 
     Args:

@@ -20,7 +20,7 @@ from argosy.data.batch import Batch, Field
 from argosy.data.chat.conversations import NOTHING
 from argosy.data.encode import DocumentEncoder
 from argosy.data.encoding import Encoding
-from argosy.data.framing import frame_of, framed
+from argosy.data.framing import frame_ids, frame_of
 from argosy.data.labels import label_numbers
 from argosy.data.pack import Corpus, Encoded
 from argosy.data.rows.sequences import SequenceRows
@@ -120,7 +120,7 @@ class LabeledEncoder(DocumentEncoder):
         text, pair = next(ids), None if record.completion is None else next(ids)
         if not text and not pair:
             return NOTHING
-        tokens, second = framed(self.frame, text, pair)
+        tokens, second = frame_ids(self.frame, text, pair)
         values = {SECOND: float(second), CLOSING: float(len(self.frame.last))} | ({} if self.most is None else {PRESENT: 1.0})
         if self.prompts:
             # A token may belong to the end of a prompt and the beginning of its text: it is pooled.

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from argosy.core.errors import BadInput, Damaged
 from argosy.core.json_text import parse_json
-from argosy.data.sources.opening import needed
+from argosy.data.sources.opening import import_package
 from argosy.data.sources.record_files import RecordFile, RowAt
 from argosy.data.sources.tfrecord import tf_example
 
@@ -53,7 +53,7 @@ class ArrayRecords(RecordContainer):
     noun: ClassVar[str] = "ArrayRecord"
 
     def batches(self) -> Iterator[Sequence[bytes]]:
-        library = needed("array_record.python.array_record_module", "ArrayRecord files")
+        library = import_package("array_record.python.array_record_module", "ArrayRecord files")
         with closing(library.ArrayRecordReader(str(self.path))) as reader:
             count = reader.num_records()
             # The index is at the end: without it, the library finds nothing and says nothing.

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO, ClassVar
 
 from argosy.core.errors import BadInput, Damaged
-from argosy.data.sources.opening import needed
+from argosy.data.sources.opening import import_package
 from argosy.data.sources.record_files import RecordFile, RecordSource, RowAt, plain
 
 # Rows of a batch: little memory, and few calls.
@@ -71,7 +71,7 @@ class ParquetFile(RecordFile, ArrowRows):
         return str(self.path)
 
     def rows(self) -> Iterator[RowAt]:
-        lib = needed("pyarrow", f"{self.noun} files")
+        lib = import_package("pyarrow", f"{self.noun} files")
         if not self.size_bytes:
             raise BadInput("the file is empty", where=self.place)
         where = self.place
@@ -87,17 +87,17 @@ class ParquetFile(RecordFile, ArrowRows):
 
     def tables(self) -> Iterator[tuple[int, Any]]:
         with self.path.open() as raw:
-            file = needed("pyarrow.parquet", "Parquet files").ParquetFile(raw, page_checksum_verification=True)
+            file = import_package("pyarrow.parquet", "Parquet files").ParquetFile(raw, page_checksum_verification=True)
             for batch in file.iter_batches(1):
                 yield 0, batch
                 break
             # Columns that are not needed are not read from the file either.
-            batches = counted(file.iter_batches(BATCH_ROWS, columns=self.columns_of(file.schema_arrow.names)))
+            batches = numbered_batches(file.iter_batches(BATCH_ROWS, columns=self.columns_of(file.schema_arrow.names)))
             for row, batch in batches:
                 yield (row, batch) if row else (1, batch.slice(1))
 
 
-def counted(batches: Iterable[Any]) -> Iterator[tuple[int, Any]]:
+def numbered_batches(batches: Iterable[Any]) -> Iterator[tuple[int, Any]]:
     """Batches with the number of their first row."""
     row = 0
     for batch in batches:
@@ -113,7 +113,7 @@ class ArrowFile(ParquetFile):
 
     def tables(self) -> Iterator[tuple[int, Any]]:
         with self.path.open() as raw:
-            yield from counted(self.batches(raw))
+            yield from numbered_batches(self.batches(raw))
 
     def batches(self, raw: BinaryIO) -> Iterator[Any]:
         """Record batches in order.
@@ -121,10 +121,10 @@ class ArrowFile(ParquetFile):
         Raises:
             Damaged: a stream without its end.
         """
-        ipc, head = needed("pyarrow.ipc", "Arrow files"), raw.read(8)
+        ipc, head = import_package("pyarrow.ipc", "Arrow files"), raw.read(8)
         raw.seek(0)
         if head.startswith(b"FEA1"):
-            yield from needed("pyarrow.feather", "Feather files").read_table(raw).to_batches(BATCH_ROWS)
+            yield from import_package("pyarrow.feather", "Feather files").read_table(raw).to_batches(BATCH_ROWS)
         elif head.startswith(b"ARROW1"):
             file = ipc.open_file(raw)
             yield from (file.get_batch(number) for number in range(file.num_record_batches))

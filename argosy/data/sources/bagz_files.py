@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from argosy.core.errors import BadInput, Damaged
 from argosy.data.sources.array_record import BATCH_RECORDS, RecordContainer
-from argosy.data.sources.opening import needed
+from argosy.data.sources.opening import import_package
 
 # Bagz reads a path with these characters as several files.
 SEPARATORS = ",@"
@@ -26,7 +26,7 @@ class BagzRecords(RecordContainer):
         if any(character in place for character in SEPARATORS):
             hint = "rename it or its folder; several files are read as a folder or by a pattern with `*`"
             raise BadInput("Bagz reads a path with `,` or `@` as several files", where=place, hint=hint)
-        reader = needed("bagz", "Bagz files", "bagz").Reader(place)
+        reader = import_package("bagz", "Bagz files", "bagz").Reader(place)
         if not len(reader):
             raise Damaged("a Bagz file without records", where=place)
         for first in range(0, len(reader), BATCH_RECORDS):

@@ -11,7 +11,7 @@ from argosy.core.errors import BadInput
 from argosy.core.input_files import InputFile, common_folder, files_below, matching_files
 from argosy.data.sources import SOURCES, Document, Source, is_prepared
 from argosy.data.sources.kinds import BY_NAME, MOSAIC_INDEX, file_kind, named_kind
-from argosy.data.sources.opening import ENDINGS, UTF8, base_name, content_hash, modified
+from argosy.data.sources.opening import ENDINGS, UTF8, base_name, content_hash, modification_times
 from argosy.data.sources.record_files import RecordFile, read_as
 from argosy.data.sources.steps import RecordSteps
 from argosy.data.sources.text import TextFile, encoded_as
@@ -109,7 +109,7 @@ class FileSet(Source):
         return {"source": "folder", "source.sha256": digest.hexdigest()} | facts
 
     def modified(self) -> list[int]:
-        return modified(self.paths)
+        return modification_times(self.paths)
 
 
 def is_data(name: str) -> bool:

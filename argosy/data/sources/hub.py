@@ -20,7 +20,7 @@ from argosy.core.command import install_extra
 from argosy.core.errors import BadInput, Damaged, nearest
 from argosy.core.hub.reach import unreachable_dataset, without_hub
 from argosy.core.input_files import InputFile
-from argosy.data.sources.arrow import BATCH_ROWS, ArrowRows, counted
+from argosy.data.sources.arrow import BATCH_ROWS, ArrowRows, numbered_batches
 from argosy.data.sources.opening import content_hash
 from argosy.data.sources.steps import RecordSteps
 
@@ -124,7 +124,7 @@ class HubDataset(ArrowRows):
     def tables(self) -> Iterator[tuple[int, Any]]:
         batches = self.dataset.with_format("arrow").iter(BATCH_ROWS)
         tables = batches if self.version is None else self._checked_stream(batches)
-        yield from counted(batch for table in tables for batch in table.to_batches())
+        yield from numbered_batches(batch for table in tables for batch in table.to_batches())
 
     def _checked_stream(self, batches: Iterable[Any]) -> Iterator[Any]:
         """The batches of a stream.

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from argosy.core.errors import BadInput
 from argosy.core.input_files import InputFile
-from argosy.data.sources.opening import base_name, opened
+from argosy.data.sources.opening import base_name, open_bytes
 from argosy.data.sources.record_files import RecordFile, RowAt
 from argosy.data.sources.records import line_fields
 from argosy.data.sources.text import decode
@@ -39,7 +39,7 @@ def text_lines(path: InputFile, invalid: str, encoding: str) -> Iterator[tuple[s
     Raises:
         BadInput: a line is longer than any record.
     """
-    with opened(path, encoding=encoding, invalid=invalid) as stream:
+    with open_bytes(path, encoding=encoding, invalid=invalid) as stream:
         offset = number = 0
         while line := stream.readline(LINE_BYTES + 1):
             number += 1
@@ -56,7 +56,7 @@ def array_of(path: InputFile, invalid: str, encoding: str) -> list[Any]:
     Raises:
         BadInput: it is too large to be read at once, or is no JSON array.
     """
-    with opened(path, encoding=encoding, invalid=invalid) as stream:
+    with open_bytes(path, encoding=encoding, invalid=invalid) as stream:
         data = stream.read(ARRAY_BYTES + 1)
     lines = "one object a line (.jsonl) is read in pieces: `jq -c '.[]' FILE.json > FILE.jsonl`"
     if len(data) > ARRAY_BYTES:

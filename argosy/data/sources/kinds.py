@@ -13,7 +13,7 @@ from argosy.core.formats.recognize import HEAD_BYTES, binary_kind, is_text, refu
 from argosy.core.input_files import InputFile, has_wildcards
 from argosy.core.json_text import parse_json
 from argosy.data.sources import missing
-from argosy.data.sources.opening import base_name, opened
+from argosy.data.sources.opening import base_name, open_bytes
 
 # Riegeli files begin with this block header (github.com/google/riegeli, doc/riegeli_records_file_format.md).
 RIEGELI = bytes.fromhex("83af70d10d884a3f")
@@ -89,7 +89,7 @@ def file_kind(file: InputFile) -> str:
         return str(expected)
     if base_name(file.name).endswith(MOSAIC_SHARD):
         raise BadInput("an MDS shard alone", where=str(file), hint=f"name its folder, which has the `{MOSAIC_INDEX}` that describes it")
-    with opened(file, text=False) as stream:
+    with open_bytes(file, text=False) as stream:
         head = stream.peek(HEAD_BYTES)[:HEAD_BYTES]
         if head.startswith(TAR, TAR_AT) and not is_text(head):
             return "tar"

@@ -23,7 +23,7 @@ from argosy.core.input_files import InputFile
 from argosy.core.json_text import parse_json
 from argosy.data.sources import existing
 from argosy.data.sources.kinds import mosaic_index
-from argosy.data.sources.opening import content_hash, modified, opened
+from argosy.data.sources.opening import content_hash, modification_times, open_bytes
 from argosy.data.sources.record_files import RecordSource, RowAt
 from argosy.data.sources.steps import RecordSteps
 
@@ -127,7 +127,7 @@ class MosaicDataset(RecordSource):
         return {"source": self.kind, "source.sha256": digest, "source.files": self.files} | self.read_fingerprint()
 
     def modified(self) -> list[int]:
-        return modified([shard.file for shard in self.shards])
+        return modification_times([shard.file for shard in self.shards])
 
 
 def read_mosaic_index(index: InputFile) -> list[MosaicShard]:
@@ -181,7 +181,7 @@ def read_shard(shard: MosaicShard) -> tuple[memoryview, list[int]]:
             with shard.file.open() as file:
                 if hashlib.file_digest(file, name).hexdigest() != digest:  # type: ignore[arg-type]
                     raise Damaged(f"a damaged MDS shard: its {name} is not that of the index", where=where)
-    with opened(shard.file, text=False) as stream:
+    with open_bytes(shard.file, text=False) as stream:
         data = stream.read(shard.size_bytes + 1)
     first = NUMBER.size * (shard.samples + 2)
     if len(data) != shard.size_bytes or len(data) < first or NUMBER.unpack_from(data)[0] != shard.samples:

@@ -32,7 +32,7 @@ ENDINGS = (".gz", ".bz2", ".xz", ".zst", ".zstd")
 COMMON = ("utf-8", "utf-16", "utf-32", "latin-1", "cp1252", "cp1251", "gb18030", "shift_jis", "euc_kr", "big5", "koi8-r", "iso-8859-15")
 
 
-def needed(package: str, readers: str, extra: str = "data") -> Any:
+def import_package(package: str, readers: str, extra: str = "data") -> Any:
     """A package of an extra, imported.
 
     Raises:
@@ -56,7 +56,7 @@ def packed_as(head: bytes) -> str | None:
     return next((kind for kind, marks in PACKED.items() if head.startswith(marks)), None)
 
 
-def decompressed(raw: BinaryIO, kind: str) -> BinaryIO:
+def decompress_stream(raw: BinaryIO, kind: str) -> BinaryIO:
     """The bytes that a compressed stream holds.
 
     Raises:
@@ -70,7 +70,7 @@ def decompressed(raw: BinaryIO, kind: str) -> BinaryIO:
         return cast(BinaryIO, lzma.LZMAFile(raw))
     if sys.version_info >= (3, 14):
         return import_module("compression.zstd").ZstdFile(raw)
-    return io.BufferedReader(ZstandardStream(needed("pyarrow", "Zstandard files").CompressedInputStream(raw, "zstd")))
+    return io.BufferedReader(ZstandardStream(import_package("pyarrow", "Zstandard files").CompressedInputStream(raw, "zstd")))
 
 
 class ZstandardStream(io.RawIOBase):
@@ -135,7 +135,9 @@ def text_encoding(name: str) -> str:
 
 
 @contextmanager
-def opened(file: InputFile, *, encoding: str = UTF8, invalid: str = "error", text: bool = True) -> Iterator["io.BufferedReader[Any]"]:
+def open_bytes(
+    file: InputFile, *, encoding: str = UTF8, invalid: str = "error", text: bool = True
+) -> Iterator["io.BufferedReader[Any]"]:
     """The file's bytes, unpacked; as UTF-8 if they are text.
 
     Args:
@@ -153,7 +155,7 @@ def opened(file: InputFile, *, encoding: str = UTF8, invalid: str = "error", tex
                 head = raw.read(HEAD_BYTES)
                 raw.seek(0)
             kind = packed_as(head)
-            stream = buffered(decompressed(raw, kind) if kind else raw)
+            stream = buffered_reader(decompress_stream(raw, kind) if kind else raw)
             head = stream.peek(HEAD_BYTES)[:HEAD_BYTES]
             if text and encoding != UTF8:
                 stream = io.BufferedReader(Transcoded(cast(BinaryIO, stream), encoding, invalid, str(file)), PIECE_BYTES)
@@ -172,12 +174,12 @@ def opened(file: InputFile, *, encoding: str = UTF8, invalid: str = "error", tex
             raise BadInput(f"cannot read the file: {error.strerror or error}", where=str(file)) from None
 
 
-def buffered(stream: Any) -> "io.BufferedReader[Any]":
+def buffered_reader(stream: Any) -> "io.BufferedReader[Any]":
     """A stream with `peek` and quick lines."""
     return stream if isinstance(stream, io.BufferedReader) else io.BufferedReader(stream, PIECE_BYTES)
 
 
-def modified(files: Sequence[InputFile]) -> list[int]:
+def modification_times(files: Sequence[InputFile]) -> list[int]:
     """When each file was modified, in ns, of those whose `content_hash` is of samples."""
     return [file.modified_ns for file in files if file.size_bytes > HASHED_BYTES]
 

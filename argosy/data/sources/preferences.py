@@ -59,7 +59,8 @@ def preference(
     elif prompt is not None:
         question = [{"role": "user", "content": prompt}]
     both = [_conversation(question, *answer, prompt is None) for answer in ((chosen_messages, taught), (other, other_taught))]
-    common = shared([messages for messages, _ in both]) if prompt is None or starts(chosen_messages, question) else len(question)
+    is_open = prompt is None or starts(chosen_messages, question)
+    common = common_messages([messages for messages, _ in both]) if is_open else len(question)
     if not common:
         problem = "two conversations that begin with no common prompt"
         raise BadInput(problem, where=where, hint="give the prompt: `prompt`, or the same messages at the start of both")
@@ -70,7 +71,7 @@ def preference(
     return replace(records[0], others=(records[1],), values=values)
 
 
-def instructed(row: Row, alpaca: Callable[[Row, str], SourceRecord], where: str, kind: Any) -> SourceRecord:
+def instruction_pair(row: Row, alpaca: Callable[[Row, str], SourceRecord], where: str, kind: Any) -> SourceRecord:
     """A pair of answers to an instruction, each as an Alpaca record."""
     chosen, other = (alpaca({**row, "output": row[name]}, where) for name in ("chosen", "rejected"))
     chosen, other = (replace(record, prompt_messages=len(record.messages or ()) - 1) for record in (chosen, other))
@@ -91,7 +92,7 @@ def starts(messages: Sequence[Any], prompt: Sequence[Any]) -> bool:
     return bool(prompt) and (begins or after_system)
 
 
-def shared(both: Sequence[Sequence[Any]]) -> int:
+def common_messages(both: Sequence[Sequence[Any]]) -> int:
     """How many messages two conversations begin with in common; of equal ones, all but the last."""
     return min(common_length(*both), *(len(messages) - 1 for messages in both))
 
@@ -136,7 +137,7 @@ def margin_of(value: Any, where: str, kind: Any) -> float:
     return float(value)
 
 
-def labeled(row: Row, record: SourceRecord, where: str, kind: Any) -> SourceRecord:
+def labeled_completion(row: Row, record: SourceRecord, where: str, kind: Any) -> SourceRecord:
     """A prompt and its completion with a label."""
     label = row["label"]
     if label not in (True, False) or isinstance(label, float):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from argosy.core.errors import BadInput
 from argosy.core.input_files import InputFile
 from argosy.data.sources import Document, Source, existing
-from argosy.data.sources.opening import UTF8, content_hash, modified, text_encoding
+from argosy.data.sources.opening import UTF8, content_hash, modification_times, text_encoding
 from argosy.data.sources.records import RecordReader
 from argosy.data.sources.steps import RecordSteps
 from argosy.data.sources.text import encoded_as
@@ -104,7 +104,7 @@ class RecordFile(RecordSource):
         return fingerprint | encoded_as(self.encoding) | self.read_fingerprint()
 
     def modified(self) -> list[int]:
-        return modified([self.path])
+        return modification_times([self.path])
 
 
 def read_as(format: str, columns: Mapping[str, str]) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from argosy.data.sources.labeled import (
     reranking_record,
     with_negatives,
 )
-from argosy.data.sources.preferences import instructed, labeled, preference, stepwise
+from argosy.data.sources.preferences import instruction_pair, labeled_completion, preference, stepwise
 
 Row = Mapping[str, Any]
 # Format -> the columns that it needs, and those that it may have.
@@ -251,7 +251,7 @@ class RecordReader:
         if self.format == "completion":
             return self.completion(row, options, where)
         if self.format == "kto":
-            return labeled(row, self.completion(row, options, where), where, kind)
+            return labeled_completion(row, self.completion(row, options, where), where, kind)
         if self.format == "stepwise":
             return stepwise(row, where, kind)
         if self.format == PROMPT:
@@ -265,7 +265,7 @@ class RecordReader:
         if self.format in SEQUENCES:
             return compared_record(row, self.format, where, kind)
         if self.format == "preference" and "instruction" in row and "prompt" not in row:
-            return instructed(row, alpaca, where, kind)
+            return instruction_pair(row, alpaca, where, kind)
         if self.format == "preference":
             read = lambda conversation, column: self.messages(conversation, column, where)  # noqa: E731
             return preference(row, fields, self.named, read, options, kind)
@@ -435,13 +435,13 @@ def system(text: Any, where: str) -> dict[str, Any]:
 
 def _unknown_format(has: Row, where: str) -> BadInput:
     """The error for a first record of no format: what it has, what its columns probably are, and what each format needs."""
-    hint = f"{_list_columns(has)}; {renamed(has)}; formats and the columns they need: {_format_columns()}"
+    hint = f"{_list_columns(has)}; {columns_hint(has)}; formats and the columns they need: {_format_columns()}"
     if "input_ids" in has:
         hint = "token ids are not read from files: give the text or the messages"
     return BadInput("a record of no known format", where=where, hint=hint)
 
 
-def renamed(has: Row) -> str:
+def columns_hint(has: Row) -> str:
     """How to say what the columns of a record are: by their names, otherwise by what they hold."""
     if pair := next((pair for pair in PAIRS if set(pair) <= has.keys()), None):
         return f"rename them: data.columns.prompt={pair[0]} data.columns.completion={pair[1]}"

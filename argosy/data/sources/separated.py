@@ -67,7 +67,7 @@ class SeparatedValues(RecordFile):
         fields: dict[str, Any] = dict(zip(names, cells))
         for name in (*STRUCTURED, *([WEIGHTS] if self.reader.of_weights else [])):
             if (column := self.reader.named(name)) in fields:
-                fields[column] = structured(fields[column])
+                fields[column] = structured_value(fields[column])
         for name in OF_MESSAGES:
             if (cell := fields.get(self.reader.named(name), "")).startswith("["):
                 fields[self.reader.named(name)] = messages_of(cell)
@@ -93,7 +93,7 @@ def header(cells: list[str], where: str) -> list[str]:
     return names
 
 
-def structured(cell: str) -> Any:
+def structured_value(cell: str) -> Any:
     """The value of a cell that holds no text."""
     if not cell:
         return None
@@ -107,7 +107,7 @@ def structured(cell: str) -> Any:
 
 def messages_of(cell: str) -> Any:
     """The messages that a cell holds as JSON; the cell itself where it is a text."""
-    content = structured(cell)
+    content = structured_value(cell)
     is_message = lambda value: isinstance(value, Mapping) and {"role", "from"} & value.keys()  # noqa: E731
     is_list = isinstance(content, list) and content and all(map(is_message, content))
     return content if is_list else cell

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any, ClassVar, cast
 
 from argosy.core.errors import BadInput, Damaged
-from argosy.data.sources.opening import opened
+from argosy.data.sources.opening import open_bytes
 from argosy.data.sources.record_files import RecordFile, RowAt
 from argosy.data.sources.records import line_fields
 
@@ -52,7 +52,7 @@ class TarFile(RecordFile):
         """
         name = ""
         try:
-            with opened(self.path, text=False) as raw, tarfile.open(fileobj=cast(Any, stream := Tail(raw)), mode="r|") as archive:
+            with open_bytes(self.path, text=False) as raw, tarfile.open(fileobj=cast(Any, stream := Tail(raw)), mode="r|") as archive:
                 for member in archive:
                     if not member.isfile() or member.name.rpartition("/")[2].startswith("."):
                         continue
@@ -95,13 +95,13 @@ def member_columns(ending: str, last: str, data: bytes, where: str) -> dict[str,
         raise BadInput(f"not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start:,}", where=where) from None
     if last == "json":
         fields = line_fields(text, where) if text.lstrip().startswith("{") else None
-        return fields if fields is not None else {ending: parsed(text, where)}
+        return fields if fields is not None else {ending: parse_member(text, where)}
     if last == "cls":
         return {ending: int(text) if text.strip().isdecimal() else text.strip()}
     return {"text": text, ending: text} if ending in ("txt", "text") else {ending: text}
 
 
-def parsed(text: str, where: str) -> Any:
+def parse_member(text: str, where: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -16,7 +16,7 @@ import numpy as np
 from argosy.core.errors import BadInput
 from argosy.core.input_files import InputFile
 from argosy.data.sources import Document, Source, existing
-from argosy.data.sources.opening import UTF8, content_hash, modified, opened, text_encoding
+from argosy.data.sources.opening import UTF8, content_hash, modification_times, open_bytes, text_encoding
 
 if TYPE_CHECKING:
     from argosy.data.settings import DataSettings
@@ -42,14 +42,14 @@ class TextFile(Source):
 
     def documents(self) -> Iterator[Document]:
         pieces = text_pieces(self.path, self.invalid, self.encoding)
-        return paragraphs(pieces, self.path) if self.split == "paragraphs" else one_document(pieces)
+        return paragraphs(pieces, self.path) if self.split == "paragraphs" else single_document(pieces)
 
     def fingerprint(self) -> dict[str, Any]:
         facts = {"source.documents": self.split, "source.invalid": self.invalid} | encoded_as(self.encoding)
         return {"source": "text", "source.sha256": content_hash(self.path)} | facts
 
     def modified(self) -> list[int]:
-        return modified([self.path])
+        return modification_times([self.path])
 
 
 def encoded_as(encoding: str) -> dict[str, Any]:
@@ -81,7 +81,7 @@ class TextsInMemory(Source):
         return {"source": "memory", "source.sha256": digest.hexdigest()}
 
 
-def one_document(pieces: Iterator[str]) -> Iterator[Document]:
+def single_document(pieces: Iterator[str]) -> Iterator[Document]:
     """One document, in its pieces."""
     previous = next(pieces, "")
     for piece in pieces:
@@ -105,20 +105,20 @@ def paragraphs(pieces: Iterator[str], path: InputFile) -> Iterator[Document]:
 
 def text_pieces(path: InputFile, invalid: str, encoding: str = UTF8) -> Iterator[str]:
     """The file's text, about 1 MiB at a time, without a byte-order mark."""
-    with opened(path, encoding=encoding, invalid=invalid) as stream:
+    with open_bytes(path, encoding=encoding, invalid=invalid) as stream:
         rest, offset = stream.read(PIECE_BYTES), 0
         if rest.startswith(b"\xef\xbb\xbf"):
             rest, offset = rest[3:], 3
         while block := stream.read(PIECE_BYTES):
             rest += block
-            at = cut_at(rest)
+            at = piece_end(rest)
             yield decode(rest[:at], offset, path, invalid)
             rest, offset = rest[at:], offset + at
         if rest:
             yield decode(rest, offset, path, invalid)
 
 
-def cut_at(data: bytes) -> int:
+def piece_end(data: bytes) -> int:
     """Where to end a piece: after the last line break before a non-blank, else before the last character."""
     at = len(data)
     while (at := data.rfind(b"\n", 0, at)) >= 0:

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, ClassVar, cast
 
 from argosy.core.errors import BadInput, Damaged
 from argosy.core.formats.crc32c import masked_crc32c
-from argosy.data.sources.opening import opened
+from argosy.data.sources.opening import open_bytes
 from argosy.data.sources.record_files import RecordFile, RowAt, plain
 from argosy.data.tokenizers.proto import fields
 
@@ -35,7 +35,7 @@ class TfRecords(RecordFile):
     kind: ClassVar[str] = "tfrecord"
 
     def rows(self) -> Iterator[RowAt]:
-        with opened(self.path, text=False) as stream:
+        with open_bytes(self.path, text=False) as stream:
             number = 0
             for group in self.groups(cast(BinaryIO, stream)):
                 for data in group:

@@ -20,7 +20,7 @@ from argosy.core.errors import BadInput, Damaged
 from argosy.core.input_files import InputFile
 from argosy.data.sources import Document, Source, existing
 from argosy.data.sources.kinds import INDEX_MAGIC, megatron_index
-from argosy.data.sources.opening import content_hash, modified
+from argosy.data.sources.opening import content_hash, modification_times
 
 if TYPE_CHECKING:
     from argosy.data.settings import DataSettings
@@ -119,7 +119,7 @@ class TokenFile(Source):
         return fingerprint | {"source.eos": self.eos}
 
     def modified(self) -> list[int]:
-        return modified([self.path])
+        return modification_times([self.path])
 
 
 def read_index(path: InputFile) -> tuple[np.dtype, np.ndarray]:

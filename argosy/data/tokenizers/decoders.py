@@ -110,12 +110,12 @@ def word_piece(spec: Spec) -> TokenDecoder:
     def step(token: str, first: bool) -> str | bytes:
         joined = token.removeprefix(prefix) if token.startswith(prefix) else f" {token}"
         text = token if first else joined
-        return cleaned(text) if cleans else text
+        return clean_up_spaces(text) if cleans else text
 
     return step
 
 
-def cleaned(text: str) -> str:
+def clean_up_spaces(text: str) -> str:
     """Without the space before punctuation and English endings, as the library's `cleanup` does it."""
     for end in (".", "?", "!", ","):
         text = text.replace(f" {end}", end)

@@ -27,7 +27,7 @@ class Matched:
         return np.frombuffer(self.student, np.int32), np.frombuffer(self.teacher, np.int32)
 
 
-def matched(student: "Tokenizer", teacher: "Tokenizer") -> Matched:
+def match_tokens(student: "Tokenizer", teacher: "Tokenizer") -> Matched:
     """The tokens that both have. Among special tokens only those that end a text match, whatever they are called."""
     ours, theirs = by_bytes(student), by_bytes(teacher)
     pairs = [(token, theirs[piece]) for piece, token in ours.items() if piece in theirs]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from argosy.core.errors import BadInput
 from argosy.data.tokenizers.byte import byte_names
-from argosy.data.tokenizers.config import TokenizerConfig, damaged
+from argosy.data.tokenizers.config import TokenizerConfig, damaged_file
 from argosy.data.tokenizers.convert import END, byte_bpe
 from argosy.data.tokenizers.rules import RULES, SplitRule
 
@@ -41,24 +41,24 @@ class Kind:
     roles: Mapping[str, str] = field(default_factory=lambda: {"eos_token": END})
 
 
-def reserved(first: int, config: TokenizerConfig) -> dict[str, int]:
+def reserved_tokens(first: int, config: TokenizerConfig) -> dict[str, int]:
     """Kimi's: named in tokenizer_config.json, else by number (moonshotai/Kimi-K2-Instruct, tokenization_kimi.py)."""
     names = {number: str(token["content"]) for number, token in config.added.items()}
     return {names.get(number, f"<|reserved_token_{number}|>"): number for number in range(first, first + RESERVED)}
 
 
-def known(rule: str) -> SplitRule:
+def known_split_rule(rule: str) -> SplitRule:
     """The split rule of a vocabulary, in which words that are tokens are taken before any merge, as in tiktoken."""
     return replace(RULES[rule], whole=True)
 
 
 KINDS = {
-    "r50k": Kind(known("gpt-2"), lambda first, config: {END: 50_256}),
-    "p50k": Kind(known("gpt-2"), lambda first, config: {END: 50_256}),
-    "cl100k": Kind(known("dbrx"), lambda first, config: CL100K),
-    "o200k": Kind(known("gpt-4o"), lambda first, config: {END: 199_999, "<|endofprompt|>": 200_018}),
-    "qwen": Kind(known("qwen2"), lambda first, config: {name: first + n for n, name in enumerate(QWEN)}),
-    "tiktoken.model": Kind(known("kimi-k2"), reserved, {"bos_token": "[BOS]", "eos_token": "[EOS]"}),
+    "r50k": Kind(known_split_rule("gpt-2"), lambda first, config: {END: 50_256}),
+    "p50k": Kind(known_split_rule("gpt-2"), lambda first, config: {END: 50_256}),
+    "cl100k": Kind(known_split_rule("dbrx"), lambda first, config: CL100K),
+    "o200k": Kind(known_split_rule("gpt-4o"), lambda first, config: {END: 199_999, "<|endofprompt|>": 200_018}),
+    "qwen": Kind(known_split_rule("qwen2"), lambda first, config: {name: first + n for n, name in enumerate(QWEN)}),
+    "tiktoken.model": Kind(known_split_rule("kimi-k2"), reserved_tokens, {"bos_token": "[BOS]", "eos_token": "[EOS]"}),
 }
 """By how the file's name begins."""
 
@@ -77,13 +77,13 @@ def from_ranks(text: str, config: TokenizerConfig, path: Path) -> tuple[str, Tok
             where="a file of tiktoken holds ranks only",
             hint=f"known are files whose names begin with {', '.join(KINDS)}; else take the tokenizer.json",
         )
-    lines = [ranked(line, path) for line in text.splitlines() if line]
+    lines = [parse_rank(line, path) for line in text.splitlines() if line]
     ranks = dict(lines)
     if len(ranks) < len(lines) or len(set(ranks.values())) < len(lines):
-        raise damaged(path, "a token or a rank stands twice")
+        raise damaged_file(path, "a token or a rank stands twice")
     special = dict(kind.special(max(ranks.values(), default=-1) + 1, config))
     if duplicates := set(special.values()) & set(ranks.values()):
-        raise damaged(path, f"{len(duplicates)} special tokens have the rank of another")
+        raise damaged_file(path, f"{len(duplicates)} special tokens have the rank of another")
     names = byte_names()
     vocab = {"".join(names[byte] for byte in token): rank for token, rank in ranks.items()}
     added = [{"id": number, "content": name, "special": True} for name, number in special.items()]
@@ -111,12 +111,12 @@ def holds_ranks(data: bytes) -> bool:
     return re.match(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n", data[:4096]) is not None
 
 
-def ranked(line: str, path: Path) -> tuple[bytes, int]:
+def parse_rank(line: str, path: Path) -> tuple[bytes, int]:
     token, _, rank = line.partition(" ")
     try:
         data, number = base64.b64decode(token, validate=True), int(rank)
     except (binascii.Error, ValueError):
-        raise damaged(path, f"the line {line[:40]!r} is no token with its rank") from None
+        raise damaged_file(path, f"the line {line[:40]!r} is no token with its rank") from None
     if not data or not 0 <= number < MOST_RANK:
-        raise damaged(path, f"the line {line[:40]!r} is no token with its rank")
+        raise damaged_file(path, f"the line {line[:40]!r} is no token with its rank")
     return data, number

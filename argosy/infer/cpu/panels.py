@@ -22,7 +22,7 @@ from argosy.models.parts.weight import Leaves, variables
 from argosy.observe.environment import memory_bytes
 from argosy.ops.native import library
 from argosy.ops.native.blocks import packed_experts, packed_quantized
-from argosy.ops.native.products import SMALLEST, Panels, packed
+from argosy.ops.native.products import SMALLEST, Panels, pack_panels
 from argosy.weights.gguf.blocks import BlockRows, Origin
 
 # The fewest numbers of data that share a scale: llama.cpp's block.
@@ -89,7 +89,7 @@ class PanelPacker:
         if (of := self.quantized.get(address)) is not None:
             name, pack = address.removesuffix("values"), packed_experts if of.group else packed_quantized
             return pack(of.with_parts({part: weights.get(f"{name}{part}") for part in PARTS}), *form)
-        return packed(weights[address], *form) if rows is None else rows.packed(weights[address])
+        return pack_panels(weights[address], *form) if rows is None else rows.packed(weights[address])
 
     @staticmethod
     def _rows(origin: Origin, weights: Leaves, forms: Mapping[str, tuple[int, bool]]) -> dict[str, BlockRows]:

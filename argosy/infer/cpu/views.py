@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from argosy.models.parts.stack import unrolled
+from argosy.models.parts.stack import unrolled_model
 from argosy.models.parts.stack.addresses import stored_addresses
 from argosy.models.parts.weight import Leaves, split
 from argosy.ops.native.products import Panels
@@ -29,7 +29,7 @@ class LayerViews:
     """An unrolled model over the weights of a scanned one."""
 
     def __init__(self, model: Any):
-        self.model = unrolled(model)
+        self.model = unrolled_model(model)
         self.graph, _ = split(self.model)
         self.stored = stored_addresses(model)
 

@@ -162,7 +162,7 @@ def row_at(plan: SamplingPlan, i: Any) -> SamplingPlan:
     return SamplingPlan(*(None if name in WHOLE or column is None else column[i] for name, column in plan._asdict().items()))
 
 
-def padded(plan: SamplingPlan) -> SamplingPlan:
+def pad_plan(plan: SamplingPlan) -> SamplingPlan:
     """The same plan with rows after its end that nothing reads: one program serves every number of steps up to a power of two."""
     count = max(16, 1 << (plan.evaluations - 1).bit_length())
     more = count - plan.evaluations

@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.core.progress import Say
-from argosy.data.framing import unescaped
+from argosy.data.framing import unescape_text
 from argosy.data.tokenizers.config import read_config
 from argosy.infer.denoise.finite import check_finite
 from argosy.models.blocks.clip import text_states, unet_conditions
@@ -233,7 +233,7 @@ class EncoderPrompts:
 
     readers: the encoders.
     masked: whether padding is not attended to; else it is read like words.
-    unescapes: whether texts are read as `data.framing.unescaped` gives them.
+    unescapes: whether texts are read as `data.framing.unescape_text` gives them.
     """
 
     masked, unescapes = False, False
@@ -247,7 +247,7 @@ class EncoderPrompts:
         return list(dict.fromkeys(token for reader in self.readers for token in reader.learned))
 
     def encode(self, texts: Sequence[str]) -> Conditions:
-        plain = [unescaped(text) for text in texts] if self.unescapes else texts
+        plain = [unescape_text(text) for text in texts] if self.unescapes else texts
         return self.conditions([reader.states(plain, masked=self.masked) for reader in self.readers])
 
     def null(self, count: int) -> Conditions:

@@ -24,7 +24,7 @@ from argosy.infer.denoise.plan import (
     fresh_noise,
     initial_state,
     last_state,
-    padded,
+    pad_plan,
     row_at,
 )
 from argosy.infer.denoise.step_cache import StepMemory, cached_prediction, fresh_memory
@@ -88,7 +88,7 @@ class SamplingRun:
 
     def at_once(self) -> Array:
         """The latents after all evaluations."""
-        plan = padded(self.drawing.plan)
+        plan = pad_plan(self.drawing.plan)
         with telling(self._say, "compiling the sampler"):
             self._state = self._programs.whole(*self._given, plan, self._state, self.evaluations)
         return self.latents()

@@ -26,7 +26,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
-from argosy.adapt.bank import AdapterIds, Bank, refused
+from argosy.adapt.bank import AdapterIds, Bank, bank_refusal
 from argosy.adapt.surgery import find, put_at
 from argosy.core.errors import BadInput, Unsupported, nearest, some
 from argosy.infer.forward.step import StepSizes, split_words
@@ -123,7 +123,7 @@ def put_banks(model: Any, settings: LoraSettings) -> dict[str, Contraction]:
     kinds: dict[str, AdapterIds] = {}
     banks: dict[str, Contraction] = {}
     for name, of in find(model, settings.where).items():
-        if refused(name, of, model.config.tied) is None:
+        if bank_refusal(name, of, model.config.tied) is None:
             # The layers of a block see the same tokens, and share the variable: it is one array of each layer's program.
             owner = ".".join(name.split(".")[:2])
             stacked = of.shape[: of.stacked]

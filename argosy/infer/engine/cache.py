@@ -20,13 +20,13 @@ from argosy.models.parts.attention.cache import (
     Caches,
     Specs,
     bytes_of_caches,
-    laid_out,
+    constrain_caches,
+    empty_pools,
     layouts,
-    paged,
 )
 from argosy.models.parts.weight import Leaves
 from argosy.observe.environment import memory_bytes
-from argosy.observe.readable import sized
+from argosy.observe.readable import format_bytes
 from argosy.ops.programs.programs import Program, Programs
 from argosy.parallel.scope import default_device, scope
 
@@ -106,7 +106,7 @@ class CacheNeeds:
     def empty(self, slots: int, extent: CacheSize) -> Caches:
         """Pools of this size. Sequences may be rolled back to any length."""
         options: Any = {"longest": self.longest, "slack": self.longest, "windows": extent.windows, "narrow": self.narrow}
-        return paged(self.specs, slots, extent.pages, self.page, self.dtype, **options)
+        return empty_pools(self.specs, slots, extent.pages, self.page, self.dtype, **options)
 
     def bytes(self, mesh: AnyMesh | None, extent: CacheSize) -> int:
         """Size of these pools on each device in bytes, without the caches per slot."""
@@ -133,7 +133,8 @@ class CacheNeeds:
         # Bytes grow with the number of sequences in two straight lines: up to two sequences each has a prompt, and then none.
         one, two, three = (self.bytes(mesh, self.size(3, n * self.pages)) + besides * n * self.pages for n in (1, 2, 3))
         if strict and room < one:
-            problem = f"engine.memory = {sized(room)}, and a sequence of {self.longest:,} tokens takes {sized(one)} of cache"
+            need = f"a sequence of {self.longest:,} tokens takes {format_bytes(one)} of cache"
+            problem = f"engine.memory = {format_bytes(room)}, and {need}"
             raise BadInput(problem, hint="more, or a shorter `engine.context`")
         first, then = max(two - one, 1), max(three - two, 1)
         count = max(1.0, min(slots, 1 + (room - one) / first if room < two else 2 + (room - two) / then))
@@ -193,7 +194,7 @@ def allocate_caches(specs: Specs, home: Home, empty: Callable[[], Caches]) -> Ca
         return empty()
     if (mesh := home_mesh(home)) is not None:
         with scope(mesh):
-            return jax.jit(lambda: laid_out(specs, empty()))()
+            return jax.jit(lambda: constrain_caches(specs, empty()))()
     with jax.default_device(next(iter(home.device_set))):
         return jax.device_put(empty(), home)
 

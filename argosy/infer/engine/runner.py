@@ -44,7 +44,7 @@ from argosy.infer.speculation.speculate import VerifiedTokens, speculation_of
 from argosy.models.parts.attention.cache import Caches, bytes_of_caches, with_pages_copied
 from argosy.models.parts.attention.ragged import rows_share_pages
 from argosy.models.parts.weight import Leaves, put, split, variable
-from argosy.observe.readable import sized
+from argosy.observe.readable import format_bytes
 from argosy.ops.native import library
 from argosy.ops.native.products import Panels
 from argosy.ops.programs.programs import Program, Programs, abstract_arrays
@@ -205,7 +205,7 @@ class Runner:
     def describe_cache(self) -> str:
         """The size of the cache, in words."""
         drafter = None if self.speculation is None else self.speculation.drafter.caches
-        settings, size = self.settings, sized(bytes_of_caches((self.caches, drafter)))
+        settings, size = self.settings, format_bytes(bytes_of_caches((self.caches, drafter)))
         form = f" in {settings.cache_dtype}" if settings.cache_dtype else ""
         tokens = self.cache_size.pages * settings.page
         return f"{tokens:,} tokens of {settings.slots} sequences of at most {self.context:,}, {size}{form}"

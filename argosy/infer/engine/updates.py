@@ -22,7 +22,7 @@ from argosy.core.formats import TensorReader
 from argosy.core.formats.safetensors import SafeTensors
 from argosy.core.keymap import KeyMap
 from argosy.models.parts.stack.addresses import stored_addresses
-from argosy.models.parts.weight import Codes, Leaves, kept_in, variables
+from argosy.models.parts.weight import Codes, Leaves, storage_dtype, variables
 from argosy.weights.hub.reader import with_expected_names
 
 # Settings of a model that may differ: its name, and the longest sequence that it was made for.
@@ -138,4 +138,4 @@ class WeightUpdate:
     def _convert(self, name: str, array: np.ndarray) -> np.ndarray:
         """A weight in the type that the model keeps it in; a copy, because files may be replaced while they are mapped."""
         v = self._own[self._stored[name][0]]
-        return np.array(array, np.dtype(kept_in(v, v.dtype)))
+        return np.array(array, np.dtype(storage_dtype(v, v.dtype)))

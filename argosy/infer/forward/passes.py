@@ -31,7 +31,7 @@ from argosy.infer.forward.layers import AbsentWeights, LayerPrograms, traced_mod
 from argosy.infer.forward.step import StepSizes, read_overlaid_step, read_step, split_words
 from argosy.infer.sampling.sampler import SamplerOutput, Slots, sample_rows
 from argosy.models.parts.attention.attend import Attend
-from argosy.models.parts.attention.cache import Caches, Specs, laid_out
+from argosy.models.parts.attention.cache import Caches, Specs, constrain_caches
 from argosy.models.parts.inputs import as_inputs
 from argosy.models.parts.weight import Leaves, split
 from argosy.ops.programs.programs import Program, RunProgram, run_jitted
@@ -79,15 +79,15 @@ def whole_sequences(tokens: Any, attend: Attend, sizes: None) -> tuple[Any, Atte
 
 def step_logits(model: Any, x: Array, picks: Array) -> tuple[Array, None]:
     """The logits after the picked tokens of a step."""
-    return replicated(model.unembed(x[:, picks])[0]), None
+    return replicate(model.unembed(x[:, picks])[0]), None
 
 
 def step_logits_and_hidden(model: Any, x: Array, picks: Array) -> tuple[Array, Array]:
     """The logits after the picked tokens of a step, and the input of the head at every token."""
-    return replicated(model.unembed(x[:, picks])[0]), replicated(x)
+    return replicate(model.unembed(x[:, picks])[0]), replicate(x)
 
 
-def replicated(a: Array) -> Array:
+def replicate(a: Array) -> Array:
     """An array that every device has whole: in each step as before it, or XLA might choose another layout and the next step would
     compile again."""
     return jax.lax.with_sharding_constraint(a, PartitionSpec()) if on_several_devices() else a
@@ -303,7 +303,7 @@ def _one_program(graph: Any, dtype: Any, kind: PassKind) -> Program:
         x, caches, _ = model.hidden(*kind.entry(*inputs, sizes), caches)
         if caches is not None and on_several_devices():
             # In each pass as before it, or XLA might choose others and the next pass would compile again.
-            caches = laid_out(model.layers.holds(), caches)
+            caches = constrain_caches(model.layers.holds(), caches)
         return kind.tail(model, x, *more), caches
 
     return Program(one_program, donate=1, static=4)
@@ -324,7 +324,7 @@ def _several_steps(graph: Any, dtype: Any) -> Program:
             x, caches, _ = model.hidden(*read_step(slots.last, words, sizes, step), caches)
             logits, _ = step_logits(model, x, picks)
             if on_several_devices():
-                caches = laid_out(specs, caches)
+                caches = constrain_caches(specs, caches)
             slots, out = sample_rows(slots, logits, jnp.where(step < steps[picks], owners, -1))
             return (slots, caches), out
 

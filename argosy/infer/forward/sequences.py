@@ -221,7 +221,7 @@ def _scores(model: Any, x: Array, following: Array) -> tuple[Array, Array]:
         following_logits = jnp.take_along_axis(logits, following[:, None], -1)[:, 0]
         return token_logprobs(logits, following), following_logits >= logits.max(-1)
 
-    return over_chunks(model, x, following, of)
+    return map_chunks(model, x, following, of)
 
 
 def _followers(model: Any, x: Array, last: Array, candidates: Array) -> Array:
@@ -230,7 +230,7 @@ def _followers(model: Any, x: Array, last: Array, candidates: Array) -> Array:
     return jnp.take_along_axis(jax.nn.log_softmax(model.unembed(x)[:, 0], -1), candidates, -1)
 
 
-def over_chunks(model: Any, x: Float[Array, "B T D"], following: Int[Array, "B T"], of: Any) -> Any:
+def map_chunks(model: Any, x: Float[Array, "B T D"], following: Int[Array, "B T"], of: Any) -> Any:
     """The results [B T ...] of `of` on the logits [tokens V] after each token and the tokens that follow them [tokens], with the
     logits of `CHUNK` tokens in memory at a time."""
     count = following.size

@@ -35,7 +35,7 @@ from argosy.infer.speculation.drafts import (
     first_rows,
     sampled_drafts,
 )
-from argosy.models.parts.attention.cache import Caches, Specs, laid_out
+from argosy.models.parts.attention.cache import Caches, Specs, constrain_caches
 from argosy.models.parts.attention.ragged import rows_share_pages
 from argosy.models.parts.inputs import as_inputs
 from argosy.models.parts.weight import Leaves, split, variable
@@ -180,7 +180,7 @@ def _ahead(graph: Any, absent: AbsentWeights, dtype: Any) -> Any:
         caches = {"mtp": cache}
         if on_several_devices():
             depth = getattr(model.mtp, "0")
-            caches = laid_out({"mtp": (depth.block.holds(depth.each), None)}, caches)
+            caches = constrain_caches({"mtp": (depth.block.holds(depth.each), None)}, caches)
             x = jax.lax.with_sharding_constraint(x, PartitionSpec())
         return x, caches
 

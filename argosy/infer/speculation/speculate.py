@@ -37,7 +37,7 @@ from argosy.infer.sampling.sampler import SamplerOutput, Slots, sample_rows
 from argosy.infer.speculation.draft_model import ModelDrafter
 from argosy.infer.speculation.drafts import DraftContext, Drafter, NGramDrafter
 from argosy.infer.speculation.mtp import MTPDrafter
-from argosy.models.parts.attention.cache import Caches, Specs, laid_out, restore, snapshot
+from argosy.models.parts.attention.cache import Caches, Specs, constrain_caches, restore, snapshot
 from argosy.ops.programs.programs import Program
 from argosy.parallel.scope import on_several_devices
 
@@ -171,7 +171,7 @@ def _restored(
     specs: Specs, caches: Caches, copies: Caches, owners: Int[Array, "B"], rejected: Bool[Array, "B"]
 ) -> Caches:
     caches = restore(specs, caches, copies, jnp.where(rejected, owners, -1))
-    return laid_out(specs, caches) if on_several_devices() else caches
+    return constrain_caches(specs, caches) if on_several_devices() else caches
 
 
 def speculation_of(method: Any, model: Any, draft: Any, specs: Specs, context: DraftContext) -> Speculation | None:

@@ -76,13 +76,13 @@ def find(root: str | Path = "runs") -> list[Path | str]:
     store = store_of(root)
     if not store.is_local:
         stores = [child for child in (store, *map(store.child, store.list())) if is_run(child.root)]
-        return [child.root for child in sorted(stores, key=lambda child: -(written_s(child.root) or 0.0))]
+        return [child.root for child in sorted(stores, key=lambda child: -(last_write_s(child.root) or 0.0))]
     root = store.local_path()
     if not root.is_dir():
         hint = "`argosy train RECIPE` makes runs/RECIPE; `argosy runs FOLDER` looks elsewhere"
         raise BadInput(f"no folder {root}", hint=hint)
     folders = [Path(folder) for folder, inside, files in os.walk(root) if _is_run(inside, files)]
-    return sorted(folders, key=lambda path: -(written_s(path) or 0.0))
+    return sorted(folders, key=lambda path: -(last_write_s(path) or 0.0))
 
 
 def summary(path: str | Path, *, verify: bool = False) -> Summary:
@@ -97,7 +97,7 @@ def summary(path: str | Path, *, verify: bool = False) -> Summary:
     path = require(path)
     saved_steps, steps, problem = checkpoints(path), None, None
     try:
-        steps = as_int(stored(path).get("steps"))
+        steps = as_int(read_run_settings(path).get("steps"))
     except ArgosyError as error:
         problem = f"{SETTINGS}: {error.what}"
     for step in reversed(saved_steps) if verify else saved_steps[-1:]:
@@ -105,10 +105,11 @@ def summary(path: str | Path, *, verify: bool = False) -> Summary:
     step = saved_steps[-1] if saved_steps else None
     state = DAMAGED if problem else DONE if step is not None and steps and step >= steps else CAN_RESUME
     state = RUNNING if state == CAN_RESUME and is_held(path) else state
-    return Summary(path, state, step, steps, _last_numbers(path), written_s(path), tuple(saved_steps), problem, account(store_of(path)))
+    numbers, written = _last_numbers(path), last_write_s(path)
+    return Summary(path, state, step, steps, numbers, written, tuple(saved_steps), problem, account(store_of(path)))
 
 
-def stored(path: str | Path) -> dict[str, Any]:
+def read_run_settings(path: str | Path) -> dict[str, Any]:
     """The settings of a run, from its settings.yml.
 
     Raises:
@@ -148,7 +149,7 @@ def compare(paths: Sequence[str | Path]) -> dict[str, Any]:
     if len(paths) < 2:
         raise BadInput("one run is not a comparison", hint="argosy runs compare A B")
     directories = [require(path) for path in paths]
-    values = [stored(path) for path in directories]
+    values = [read_run_settings(path) for path in directories]
     keys = [key for other in values[1:] for key, _, _ in diff(values[0], other) if key != "dir"]
     flat = [flatten(v) for v in values]
     ends = [summary(path) for path in directories]
@@ -289,7 +290,7 @@ def _last_numbers(path: str | Path) -> dict[str, float]:
     return {name: float(v) for name, v in last.items() if isinstance(v, int | float) and math.isfinite(v)}
 
 
-def written_s(path: str | Path) -> float | None:
+def last_write_s(path: str | Path) -> float | None:
     """Time of the run's last write, in seconds since 1970."""
     store = store_of(path)
     times = [store.written_s(name) for name in (metrics.FILE, SETTINGS) if store.exists(name)]
@@ -301,7 +302,7 @@ def as_int(value: Any) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def shown(value: Any) -> str:
+def table_text(value: Any) -> str:
     """A setting or a number as text for a table."""
     return f"{value:.6g}" if isinstance(value, float) else value_text(value)
 

@@ -23,7 +23,7 @@ from argosy.models import FAMILIES
 from argosy.observe import environment, metrics
 from argosy.observe.life import account
 from argosy.observe.profile.capture import captures
-from argosy.observe.readable import sized
+from argosy.observe.readable import format_bytes
 from argosy.observe.report.page import Evaluated, RunRecord, SavedCheckpoint, render_report
 
 STATES = {runs.CAN_RESUME: "stopped", runs.DAMAGED: "damaged"}
@@ -44,7 +44,7 @@ def record(path: Path | str) -> RunRecord:
     """Collects what the report shows of the run in a directory."""
     summary, store = runs.summary(path), runs.store_of(path)
     try:
-        values = runs.stored(path)
+        values = runs.read_run_settings(path)
         settings = [(key, value, who) for key, value, who in runs.settings(path) if key != "dir"]
     except ArgosyError:
         values, settings = {}, []
@@ -121,7 +121,7 @@ def surroundings() -> dict[str, str]:
     """Versions and machine of the process that writes the report; no host name."""
     versions = {name: v for name, v in environment.versions().items() if v != "not installed"}
     here = environment.machine()
-    memory = f", {sized(here['memory_bytes'])}" if here["memory_bytes"] else ""
+    memory = f", {format_bytes(here['memory_bytes'])}" if here["memory_bytes"] else ""
     cores = f"{here['cores']:g} core{'s' * (here['cores'] != 1)}"
     return versions | {"processor": f"{here['processor']}, {cores}{memory}", "system": here["system"]}
 

@@ -55,7 +55,7 @@ def answer_alone() -> None:
     Path(words["answer"]).write_text(json.dumps(getattr(import_module(module), name)(words["inputs"])), encoding="utf-8")
 
 
-def kept_answer(content: Sequence[str], library: str, make: Callable[[], Any]) -> Any:
+def cached_answer(content: Sequence[str], library: str, make: Callable[[], Any]) -> Any:
     """An answer from the cache, or a new one, which is put there.
 
     Args:

@@ -10,7 +10,7 @@ from pydantic import Field
 from argosy.core.errors import BadInput, UserError
 from argosy.core.settings import Settings
 from argosy.infer.settings import MTP, DraftModel, EngineSettings, LoraSettings
-from argosy.jobs.plan.compiler import answer_of_compiler, kept_answer
+from argosy.jobs.plan.compiler import answer_of_compiler, cached_answer
 from argosy.jobs.plan.served import PUBLISHED, planned_files
 from argosy.serve.settings import ServeSettings
 from argosy.serve.vllm_flags import NAMES
@@ -63,7 +63,7 @@ def plan_serving(name: str, settings: ServePlanSettings, say: Say) -> dict[str, 
     from argosy.observe.memory import resident_bytes
     from argosy.parallel.target import Target
     from argosy.run.plan.drafts import drafted_step, tokens_per_step
-    from argosy.run.plan.serving import serving_memory, serving_rates, wanted_steps
+    from argosy.run.plan.serving import planned_steps, serving_memory, serving_rates
     from argosy.run.plan.serving_cpu import programs_bytes
 
     target, process = Target.described(settings.device), resident_bytes()
@@ -78,7 +78,7 @@ def plan_serving(name: str, settings: ServePlanSettings, say: Say) -> dict[str, 
         programs = sum(programs_bytes(part) for part in (model, model.draft) if part is not None)
         memory["process"] = process + programs * settings.copies
     prices, limit = _prices(target), target.memory_bytes
-    keys = wanted_steps(model, size, settings.input_len, settings.output_len)
+    keys = planned_steps(model, size, settings.input_len, settings.output_len)
     steps = {} if prices is None else {key: drafted_step(model, *key, prices) for key in keys}
     # Programs of adapters and of drafts are not compiled here.
     plain = settings.engine.speculative is None and not settings.engine.lora.enabled
@@ -191,7 +191,7 @@ def compiled_serving_answer(inputs: dict[str, Any]) -> dict[str, Any]:
     """The compiler's answer for the steps of a server, in the process that has it."""
     from argosy.parallel.target import Target
     from argosy.run.plan.compiled_serving import compiled_serving
-    from argosy.run.plan.serving import wanted_steps
+    from argosy.run.plan.serving import planned_steps
 
     settings = ServePlanSettings.model_validate(inputs["settings"])
     target = Target.described(settings.device).compiled()
@@ -199,14 +199,14 @@ def compiled_serving_answer(inputs: dict[str, Any]) -> dict[str, Any]:
     chip = target.chip
     assert chip is not None
     size = model.needs.size(settings.engine.slots, inputs["pages"])
-    keys = wanted_steps(model, size, settings.input_len, settings.output_len)
+    keys = planned_steps(model, size, settings.input_len, settings.output_len)
 
     def make() -> dict[str, Any]:
         compiled = compiled_serving(model, size, keys, _prices(target))
         steps = [[key, dict(step.by_kind), [asdict(t) for t in step.traffic]] for key, step in compiled.steps.items()]
         return asdict(compiled) | {"steps": steps}
 
-    return kept_answer(_content(model, size, keys, settings.device), chip.library, make)
+    return cached_answer(_content(model, size, keys, settings.device), chip.library, make)
 
 
 def _content(model: Any, size: Any, keys: Any, device: str) -> list[str]:

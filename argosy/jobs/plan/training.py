@@ -11,7 +11,7 @@ from pydantic import Field
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.core.settings import Reading, Settings
-from argosy.jobs.plan.compiler import answer_of_compiler, kept_answer
+from argosy.jobs.plan.compiler import answer_of_compiler, cached_answer
 from argosy.run.header import UNITS
 from argosy.run.plan.figures import Buffer, Figures, Traffic
 from argosy.run.settings.compose import compose
@@ -115,12 +115,12 @@ def _search(recipe: str, words: list[str], settings: PlanSettings, target: Any, 
     Args:
         changed: whether the batch among the words is not the user's.
     """
-    from argosy.run.plan.search import ranked
+    from argosy.run.plan.search import rank_candidates
 
     if target.chip is None:
         raise BadInput("search=true compares devices of accelerators", hint="device=v5p-128, h100-8, ...")
     keys = {word.partition("=")[0] for word in words}
-    candidates = ranked(plan_reading(recipe, words).value, target, changed or "data.batch" not in keys)
+    candidates = rank_candidates(plan_reading(recipe, words).value, target, changed or "data.batch" not in keys)
     if not candidates:
         problem = f"{recipe} fits on {target.name} with no mesh that was tried"
         raise BadInput(problem, hint="`argosy plan` without search says what it needs")
@@ -295,7 +295,7 @@ def compiled_answer(inputs: dict[str, Any]) -> dict[str, Any]:
     assert chip is not None
     content = [assembly.lower().as_text(), json.dumps(assembly.compiler_options), inputs["device"]]
     prices = prices_of(chip)
-    return kept_answer(content, chip.library, lambda: asdict(compiled_figures(assembly, prices, ERRORS[target.platform])))
+    return cached_answer(content, chip.library, lambda: asdict(compiled_figures(assembly, prices, ERRORS[target.platform])))
 
 
 def figures_from(document: dict[str, Any]) -> Figures:

@@ -66,7 +66,7 @@ def quickstart(directory: str | None, stage: Stage) -> Story:
     """
     path = fresh(directory)
     story = Story(str(path))
-    with before_leaving(lambda: stopped(story, 130, stage)):
+    with before_leaving(lambda: stop_story(story, 130, stage)):
         return acts(path, story, stage)
 
 
@@ -83,7 +83,7 @@ def acts(path: Path, story: Story, stage: Stage) -> Story:
         view: Any = PredictingView(stage.view, reading.value)
         outcome = train_run(reading, str(path), view, f"argosy quickstart dir={path}")
         if outcome.exit_code:
-            return stopped(story, outcome.exit_code, stage)
+            return stop_story(story, outcome.exit_code, stage)
         duration = outcome.seconds.get("step", 0.0) + outcome.seconds.get("data", 0.0)
         story.facts |= {"steps": outcome.step, "loss": outcome.last["loss"], "step_s": round(duration, 1)}
         if view.seconds is not None:
@@ -191,7 +191,7 @@ def export(path: Path, speak: Callable[[str], None]) -> dict[str, Any]:
     return {"folder": str(path / "hub"), "bytes": size, "largest_difference": difference}
 
 
-def stopped(story: Story, exit_code: int, stage: Stage) -> Story:
+def stop_story(story: Story, exit_code: int, stage: Stage) -> Story:
     """Prints what to type to continue after a signal."""
     stage.view.close()
     story.exit_code = exit_code

@@ -14,7 +14,7 @@ from typing import Any
 from argosy.core.command import install_package
 from argosy.core.errors import ArgosyError, BadInput, Unsupported
 from argosy.core.progress import Say
-from argosy.launch.ray import connected
+from argosy.launch.ray import connect_ray
 from argosy.launch.rendered import Command
 from argosy.launch.servers.settings import RayServe
 
@@ -53,7 +53,7 @@ def launch(command: Command, settings: RayServe, server: Any, build: Callable[[]
     """
     begin = time.monotonic()
     slots, install = int(settings.replicas * settings.cpus) + 1, install_package("ray[serve]")
-    with connected(settings.address, slots=slots, needs="engine=rayserve", install=install):
+    with connect_ray(settings.address, slots=slots, needs="engine=rayserve", install=install):
         serve = serve_library()
         # It tells of every step, and warns of options that it was given before.
         logging.getLogger("ray.serve").setLevel(logging.ERROR)

@@ -28,13 +28,13 @@ from typing import Any
 from argosy.core.errors import BadInput, UnknownName, nearest
 from argosy.core.progress import Say
 from argosy.launch.local import check_logs
-from argosy.launch.workers.arrays.offers import Offers, sent
+from argosy.launch.workers.arrays.offers import Offers, send_value
 from argosy.launch.workers.arrays.references import GroupLife, Ref
 from argosy.launch.workers.engines.here import Here, here
 from argosy.launch.workers.engines.local import LocalWorkers, Printer
 from argosy.launch.workers.errors import WorkerError, WorkerLost
 from argosy.launch.workers.gang import WorkerGang
-from argosy.launch.workers.group import WorkerGroup, close_all, moved
+from argosy.launch.workers.group import WorkerGroup, close_all, move_value
 from argosy.launch.workers.settings import Group
 
 __all__ = ["ENGINES", "Group", "Here", "Ref", "WorkerError", "WorkerGroup", "WorkerLost", "Workers", "here", "open_workers"]
@@ -74,7 +74,7 @@ class Workers(Mapping[str, WorkerGroup]):
             raise BadInput(f"{type(ref).__name__} is no Ref of a group", hint="`send` brings a value of this program to a group")
         if ref.group is not self._groups.get(ref.group.name):
             raise BadInput(f"{ref!r} is of other workers")
-        return moved(ref, group, sharding, self._lock)
+        return move_value(ref, group, sharding, self._lock)
 
     def send(self, value: Any, to: str, sharding: Any = None) -> Ref:
         """Sends a value of this program to a group, which fetches its arrays; returns at once. Until `wait` returns they must not be
@@ -86,7 +86,7 @@ class Workers(Mapping[str, WorkerGroup]):
         Raises:
             BadInput: the value has leaves other than arrays and plain values, or an array is not complete in this process.
         """
-        return sent(value, self[to], sharding, self._offers)
+        return send_value(value, self[to], sharding, self._offers)
 
 
 @contextmanager

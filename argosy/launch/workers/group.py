@@ -17,7 +17,7 @@ from argosy.core.errors import BadInput, complaint
 from argosy.core.progress import Say
 from argosy.launch.workers.arrays.references import GroupLife, Ref, name_of
 from argosy.launch.workers.arrays.transfers import PeerGone
-from argosy.launch.workers.arrays.trees import packed
+from argosy.launch.workers.arrays.trees import pack_arguments
 from argosy.launch.workers.errors import WorkerLost
 
 # How long the death of a process that closed a connection is waited for.
@@ -79,7 +79,7 @@ class WorkerGroup:
             refs.append(ref)
             return ref.number
 
-        data = packed((arguments, kwargs), number, Ref)
+        data = pack_arguments((arguments, kwargs), number, Ref)
 
         def call(life: GroupLife, new: int) -> int:
             for ref in refs:
@@ -195,7 +195,7 @@ class WorkerGroup:
         new = Ref(self, name_of(function))
         new.life = life
         try:
-            life.call(new.number, new.what, packed((arguments, {}), lambda _: 0, Ref))
+            life.call(new.number, new.what, pack_arguments((arguments, {}), lambda _: 0, Ref))
         except Exception as error:
             life.lose(WorkerLost(f"was ended because `start` failed: {complaint(error)}", self.name, 0, meant=True))
             raise
@@ -252,7 +252,7 @@ def close_all(groups: Iterable[WorkerGroup]) -> None:
         thread.join()
 
 
-def moved(ref: Ref, group: WorkerGroup, sharding: Any, lock: threading.Lock) -> Ref:
+def move_value(ref: Ref, group: WorkerGroup, sharding: Any, lock: threading.Lock) -> Ref:
     """Brings a value to another group. Both groups do nothing else meanwhile: a later call may reuse the memory of what is moved."""
     new, here, over = Ref(group, f"a copy of {ref.what}"), Future(), threading.Event()
 

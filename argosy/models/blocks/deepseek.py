@@ -11,7 +11,7 @@ from argosy.models.parts.attention.attend import Attend
 from argosy.models.parts.block import Block
 from argosy.models.parts.decoder import Decoder
 from argosy.models.parts.stack import Execution, Layer
-from argosy.models.parts.stack.remat import rematerialised
+from argosy.models.parts.stack.remat import rematerialize
 from argosy.models.parts.weight import Leaves, merge, split
 from argosy.models.settings import Reach
 
@@ -41,5 +41,5 @@ class DeepSeekDecoder(Decoder):
         def run(weights: Leaves, x: Array, embedded: Array, attend: Attend, cache: Any) -> Any:
             return merge(graph, weights)(x, embedded, attend, cache)
 
-        ahead = rematerialised(run, self.layers.run.remat, unrolled=True)
+        ahead = rematerialize(run, self.layers.run.remat, unrolled=True)
         return ahead(weights, x, self.embedded(tokens, attend), attend, cache)

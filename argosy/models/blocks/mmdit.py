@@ -118,11 +118,11 @@ def joint_attention(
     """Attention over the tokens of all streams, one after the other."""
     q, k, v = (jnp.concatenate([stream[i] for stream in streams], 1) for i in range(3))
     if turns is not None:
-        q, k = turned(q, turns), turned(k, turns)
+        q, k = turn_features(q, turns), turn_features(k, turns)
     return attend(q, {"k": k, "v": v}, None, HEADS, score=Score(q.shape[-1] ** -0.5))[0]
 
 
-def turned(x: Float[Array, "B T N H"], turns: tuple[Array, Array]) -> Float[Array, "B T N H"]:
+def turn_features(x: Float[Array, "B T N H"], turns: tuple[Array, Array]) -> Float[Array, "B T N H"]:
     """Turns each pair of neighboring features by its angle."""
     cos, sin = (t[:, :, None].astype(sums_in(x.dtype)) for t in turns)
     return turn_neighbors(x, cos, sin).astype(x.dtype)

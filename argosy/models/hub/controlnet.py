@@ -3,7 +3,7 @@
 from typing import Any, ClassVar
 
 from argosy.models.hub.config import ConfigTable
-from argosy.models.hub.unet import DEFAULTS, FIXED, HARMLESS, ROWS, read_levels, written_levels
+from argosy.models.hub.unet import DEFAULTS, FIXED, HARMLESS, ROWS, read_levels, write_levels
 
 CONTROLNET = "ControlNetModel"
 
@@ -19,7 +19,7 @@ class ControlNetHub:
         return cls(**read | {"embedding": tuple(read["embedding"])})
 
     def to_hub(self: Any) -> dict[str, Any]:
-        config = {"_class_name": CONTROLNET, "model_type": CONTROLNET} | TABLE.write(self) | written_levels(self)
+        config = {"_class_name": CONTROLNET, "model_type": CONTROLNET} | TABLE.write(self) | write_levels(self)
         return self.agreed(config | {"conditioning_embedding_out_channels": list(self.embedding)})
 
 

@@ -27,7 +27,7 @@ class UNetHub:
         return cls(**read)
 
     def to_hub(self: Any) -> dict[str, Any]:
-        config = {"_class_name": UNET, "model_type": UNET, "out_channels": self.channels} | TABLE.write(self) | written_levels(self)
+        config = {"_class_name": UNET, "model_type": UNET, "out_channels": self.channels} | TABLE.write(self) | write_levels(self)
         config["up_block_types"] = [CROSS[1] if n else PLAIN[1] for n in reversed(self.transformers)]
         return self.agreed(config)
 
@@ -52,7 +52,7 @@ def read_levels(config: dict[str, Any]) -> dict[str, Any]:
     return read
 
 
-def written_levels(settings: Any) -> dict[str, Any]:
+def write_levels(settings: Any) -> dict[str, Any]:
     """What `read_levels` reads."""
     layers: Any = [n or 1 for n in settings.transformers[:-1]] + [settings.transformers[-1] or settings.middle_transformer]
     config = {

@@ -28,11 +28,11 @@ class RMSNorm(nnx.Module):
         self.scale = weight(shape, Meaning(letters, legend=legend), Draw("constant", 1.0 - offset))
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        y = over_rms(wide(x), self.eps, self.axes)
+        y = rms_normalize(wide(x), self.eps, self.axes)
         return (y * (self.scale[...].astype(y.dtype) + self.offset)).astype(x.dtype)
 
 
-def over_rms(x: Float[Array, "..."], eps: float, axes: tuple[int, ...] = (-1,)) -> Float[Array, "..."]:
+def rms_normalize(x: Float[Array, "..."], eps: float, axes: tuple[int, ...] = (-1,)) -> Float[Array, "..."]:
     """x / rms(x), in the type of x: RMSNorm without a weight."""
     return x * jax.lax.rsqrt(jnp.mean(x * x, axes, keepdims=True) + eps)
 

@@ -75,7 +75,7 @@ class Moved(nnx.Variable):
     exact = True
 
 
-def kept_in(v: nnx.Variable, dtype: Any) -> Any:
+def storage_dtype(v: nnx.Variable, dtype: Any) -> Any:
     """The type in which a weight is stored, in a model stored in `dtype`."""
     if isinstance(v, Codes):
         return v.dtype

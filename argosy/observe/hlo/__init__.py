@@ -55,7 +55,7 @@ def cost(compiled: Any) -> Cost:
         collectives=bytes_by_kind(transfers, repeated=False),
         products=products.product_flops(program),
         moved=bytes_by_kind(transfers),
-        uncounted=tuple(products.uncounted(program)),
+        uncounted=tuple(products.uncounted_kernels(program)),
         unknown_loops=tuple(program.unknown_loops),
     )
 

@@ -25,7 +25,7 @@ def product_flops(program: HloModule) -> int:
     return sum(times * sum(flops(c, i) or 0 for i in c.instructions) for c, times in program.running())
 
 
-def uncounted(program: HloModule) -> list[str]:
+def uncounted_kernels(program: HloModule) -> list[str]:
     """Names of the kernels whose FLOPs are unknown."""
     names = [
         kernel_name(i)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from html import escape
 
 from argosy.observe.readable import harmless
-from argosy.observe.terminal.curve import Point, binned, short_number, ticks, value_range
+from argosy.observe.terminal.curve import Point, bin_points, short_number, ticks, value_range
 
 WIDTH, LEFT, RIGHT, TOP, BOTTOM = 720, 66, 14, 26, 46
 # Most points of a line, about one per pixel; points in the same column are averaged.
@@ -152,20 +152,20 @@ def _level(y: float, name: str, frame: Frame) -> str:
 def _series_svg(series: Series, frame: Frame) -> str:
     if series.is_dots:
         return _dots(series, frame)
-    points = thinned(series.points)
+    points = thin_points(series.points)
     if not series.is_smoothed:
         return _line(series, points, frame, "line") if len(points) > 1 else _dots(series, frame)
     smooth = running_mean(points, max(5, len(points) // 40))
     return _line(series, points, frame, "line faint") + _line(series, smooth, frame, "line", hover=False)
 
 
-def thinned(points: Sequence[Point]) -> list[Point]:
+def thin_points(points: Sequence[Point]) -> list[Point]:
     """At most `COLUMNS` points: those in the same column are averaged, in x as in y."""
     if len(points) <= COLUMNS:
         return list(points)
     low, high = points[0][0], points[-1][0]
-    ys = binned(points, COLUMNS, low, high, log_x=False)
-    xs = binned([(x, x) for x, _ in points], COLUMNS, low, high, log_x=False)
+    ys = bin_points(points, COLUMNS, low, high, log_x=False)
+    xs = bin_points([(x, x) for x, _ in points], COLUMNS, low, high, log_x=False)
     return [(x, y) for (_, x), (_, y) in zip(xs, ys)]
 
 

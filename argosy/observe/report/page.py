@@ -15,7 +15,7 @@ from argosy.core.counts import plural
 from argosy.observe.faults import bad_steps, faults_text, row
 from argosy.observe.life import DOWN, LOST, WAITING, Account
 from argosy.observe.metrics import by_step
-from argosy.observe.readable import change, count_text, decimals, flops_text, harmless, lasted, sized
+from argosy.observe.readable import change, count_text, decimals, flops_text, format_bytes, format_duration, harmless
 from argosy.observe.report.answers import answers_section
 from argosy.observe.report.charts import Series, bar, chart
 from argosy.observe.report.pieces import code_of, html_table, html_text, legend_of, section_of, swatch_of
@@ -165,7 +165,7 @@ def _head(record: RunRecord) -> str:
     if speed := numbers(record.lines, "tokens_per_s"):
         facts.append((f"{_unit(record)}s/s", f"{median_high([y for _, y in speed]):,.0f}", "median"))
     if spent := seconds_by_cause(record.lines):
-        facts.append(("time", lasted(sum(spent.values())), "all sessions"))
+        facts.append(("time", format_duration(sum(spent.values())), "all sessions"))
     cells = "".join(f"<div><dt>{a}</dt><dd>{html_text(b)}<small>{html_text(c)}</small></dd></div>" for a, b, c in facts)
     device = record.facts.get("device")
     about = [str(record.facts[key]) for key in ("model", "data", "optimizer") if record.facts.get(key)]
@@ -200,7 +200,7 @@ def summary_sentence(record: RunRecord) -> str:
             record.state, f"was trained part of the way{on}"
         )
     spent = sum(seconds_by_cause(record.lines).values())
-    took = f" in {lasted(spent)}" if spent and record.state == "done" else ""
+    took = f" in {format_duration(spent)}" if spent and record.state == "done" else ""
     name = "reward" if numbers(record.lines, "reward") else "loss"
     values = numbers(record.lines, name)
     fell = f"; its {name} went from {change(values[0][1], values[-1][1])}" if len(values) > 1 else ""
@@ -228,7 +228,7 @@ def _checks(record: RunRecord) -> str:
         text += f"{proof.get('resumed_from')}: {proof.get('steps')} losses and all weights {verdict}"
         checks.append((bool(proof.get("holds")), text))
     if isinstance(exported, Mapping) and isinstance(exported.get("largest_difference"), int | float):
-        difference, size = exported["largest_difference"], sized(exported.get("bytes", 0))
+        difference, size = exported["largest_difference"], format_bytes(exported.get("bytes", 0))
         text = f"Exported as a Hugging Face folder ({size}) and loaded back: largest difference of a logit {difference:g}"
         checks.append((difference < 1e-3, text))
     rows = "".join(
@@ -467,7 +467,7 @@ def _checkpoints(record: RunRecord) -> str:
     rewarded = bool(numbers(record.lines, "eval_reward"))
     sign, name = (-1, "eval reward") if rewarded else (1, "eval loss")
     rows = [
-        (f"{c.step:,}", sized(c.size_bytes), "" if c.eval_loss is None else decimals(sign * c.eval_loss))
+        (f"{c.step:,}", format_bytes(c.size_bytes), "" if c.eval_loss is None else decimals(sign * c.eval_loss))
         for c in record.checkpoints
     ]
     return section_of("Checkpoints kept", html_table(("step", "size", name), rows, "few", numeric=0))

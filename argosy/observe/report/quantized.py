@@ -9,7 +9,7 @@ from html import escape
 from typing import Any
 
 from argosy.core.counts import plural
-from argosy.observe.readable import count_text, harmless, lasted, sized
+from argosy.observe.readable import count_text, format_bytes, format_duration, harmless
 from argosy.observe.report.charts import WIDTH, bar
 from argosy.observe.report.pieces import code_of, html_table, html_text, section_of, swatch_of
 from argosy.observe.report.style import page
@@ -60,10 +60,10 @@ def recommendation(result: Mapping[str, Any]) -> str:
 def _head(result: Mapping[str, Any]) -> str:
     rows = result["weights"]
     facts = [
-        ("size", sized(result["bytes"]), f"{sized(before)} before" if (before := result.get("source_bytes")) else ""),
+        ("size", format_bytes(result["bytes"]), f"{format_bytes(before)} before" if (before := result.get("source_bytes")) else ""),
         ("bits a weight", f"{bits_a_weight(rows):.2f}", f"of {plural(len(rows), 'quantized weight')}"),
         ("numbers", count_text(sum(row["numbers"] for row in rows)), "quantized"),
-        ("time", lasted(result["seconds"]), ""),
+        ("time", format_duration(result["seconds"]), ""),
     ]
     if measured := result.get("perplexity"):
         under = f"{measured['before']:.4g} before, {measured['tokens']:,.0f} tokens"
@@ -83,7 +83,7 @@ def _sizes(result: Mapping[str, Any]) -> str:
         sizes[row["weights"]] += row["bytes"]
     sizes["not quantized"] += result["kept"]["bytes"]
     parts = [(name, size, i % 8) for i, (name, size) in enumerate(sizes.items()) if size]
-    names = "".join(f"<span>{swatch_of(color)}{html_text(f'{name}, {sized(size)}')}</span>" for name, size, color in parts)
+    names = "".join(f"<span>{swatch_of(color)}{html_text(f'{name}, {format_bytes(size)}')}</span>" for name, size, color in parts)
     return section_of("Size", bar(parts, "bytes by format") + f'<div class="key">{names}</div>')
 
 
@@ -119,7 +119,7 @@ def histogram(values: Sequence[float]) -> str:
 def _cells(row: Mapping[str, Any], extra: Sequence[str]) -> list[str]:
     data = str(row.get("activations") or "as it is")
     errors = ["" if row.get(key) is None else f"{row[key]:.4f}" for key in ("error", *extra)]
-    figures = [f"{bits_a_weight([row]):.2f}", sized(row["bytes"]), *errors]
+    figures = [f"{bits_a_weight([row]):.2f}", format_bytes(row["bytes"]), *errors]
     return [html_text(str(row["weights"])), html_text(str(row.get("granularity") or "")), html_text(data), *figures]
 
 
@@ -143,7 +143,8 @@ def _kinds(result: Mapping[str, Any]) -> str:
         lines.append([html_text(kind), str(len(rows)), *_cells(whole, keys)])
     head = ("module", "layers", "weights", "scales for", "data", "bits", "size", "largest error", *names)
     plain = result["kept"]
-    rest = f"{plural(plain['tensors'], 'tensor')} kept as they are ({sized(plain['bytes'])}), such as {', '.join(plain['largest'])}."
+    size, largest = format_bytes(plain["bytes"]), ", ".join(plain["largest"])
+    rest = f"{plural(plain['tensors'], 'tensor')} kept as they are ({size}), such as {largest}."
     return section_of("What became what", html_table(head, lines, "many", numeric=5) + f'<p class="soft">{html_text(rest)}</p>')
 
 

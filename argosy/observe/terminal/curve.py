@@ -36,7 +36,7 @@ def plot(points: Sequence[Point], marks: Sequence[Point], width: int, height: in
         log_x: makes the x axis logarithmic; needs x > 0.
     """
     low_x, high_x = points[0][0], max([points[-1][0], *(x for x, _ in marks)])
-    line = binned(points, 2 * width, low_x, high_x, log_x)
+    line = bin_points(points, 2 * width, low_x, high_x, log_x)
     low_y, high_y = value_range([y for _, y in line] + [y for _, y in marks])
     grid = [[0] * width for _ in range(height)]
 
@@ -63,7 +63,7 @@ def plot(points: Sequence[Point], marks: Sequence[Point], width: int, height: in
     return Plot(labels, ["".join(row) for row in rows], axis, " " * (label_width + 2) + _place_labels(at, width))
 
 
-def binned(points: Iterable[Point], columns: int, low: float, high: float, log_x: bool) -> list[tuple[int, float]]:
+def bin_points(points: Iterable[Point], columns: int, low: float, high: float, log_x: bool) -> list[tuple[int, float]]:
     """The mean of the points in each column that has points."""
     sums: dict[int, list[float]] = {}
     for x, y in points:
@@ -79,7 +79,7 @@ def column_of(x: float, columns: int, low: float, high: float, log_x: bool) -> i
     return min(columns - 1, max(0, round(share * (columns - 1))))
 
 
-def halved(points: Sequence[Point]) -> list[Point]:
+def halve_points(points: Sequence[Point]) -> list[Point]:
     """Half as many points, by averaging neighbors. Keeps the history of a long run small."""
     pairs = [((a[0] + b[0]) / 2, (a[1] + b[1]) / 2) for a, b in zip(points[::2], points[1::2])]
     return pairs + list(points[len(pairs) * 2 :])

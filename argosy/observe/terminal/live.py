@@ -15,7 +15,7 @@ from typing import Any, Literal, TextIO
 
 from argosy.core.process.streams import Unfailing
 from argosy.observe.readable import harmless, one_line
-from argosy.observe.terminal.picture import Picture, evaluated, headed, line_of
+from argosy.observe.terminal.picture import Picture, evaluation_text, header_lines, line_of
 
 REDRAWS_PER_S = 4
 
@@ -56,7 +56,7 @@ class Terminal:
         self.picture.steps = int(facts.get("steps") or 0)
         self.picture.tokens_per_step = int(facts.get("tokens_per_step") or 0)
         self.picture.unit = str(facts.get("unit", self.picture.unit))
-        for line in headed(facts):
+        for line in header_lines(facts):
             self.say(line)
         if self.is_live:
             self._start()
@@ -69,7 +69,7 @@ class Terminal:
     def evaluation(self, step: int, numbers: Mapping[str, float]) -> None:
         self.picture.evaluation(step, numbers)
         if not self.is_live:
-            self.say(f"{self.picture.place(step)}  {evaluated(numbers)}")
+            self.say(f"{self.picture.place(step)}  {evaluation_text(numbers)}")
 
     def sample(self, step: int, prompt: str, text: str) -> None:
         self.picture.sample = step, prompt, text

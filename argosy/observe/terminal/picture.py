@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from argosy.core.counts import plural
-from argosy.observe.readable import count_text, decimals, flops_text, harmless, lasted, one_line, sized
+from argosy.observe.readable import count_text, decimals, flops_text, format_bytes, format_duration, harmless, one_line
 from argosy.observe.terminal import curve
 
 # Points of the curve; beyond that, neighbors are averaged.
@@ -56,7 +56,7 @@ class Picture:
         if math.isfinite(value):
             self._losses.append((float(step), value))
         if len(self._losses) > POINTS:
-            self._losses = curve.halved(self._losses)
+            self._losses = curve.halve_points(self._losses)
 
     def evaluation(self, step: int, numbers: Mapping[str, float]) -> None:
         self.evals[step] = numbers
@@ -78,7 +78,7 @@ class Picture:
 
     def line(self) -> str:
         """The last step in one line."""
-        remaining = f"  {lasted(self.left_s)} left" if self.left_s else ""
+        remaining = f"  {format_duration(self.left_s)} left" if self.left_s else ""
         words = "  ".join(filter(None, (step_text(self.numbers, self.unit), preference_text(self.numbers))))
         return f"{self.place(self.now)}  {words}{remaining}"
 
@@ -118,11 +118,11 @@ class Picture:
 
     def _number_lines(self) -> list[str]:
         if not self.numbers:
-            return [f"no step logged yet, {lasted(time.monotonic() - self._began)}"] if not self.is_over else []
+            return [f"no step logged yet, {format_duration(time.monotonic() - self._began)}"] if not self.is_over else []
         lines = [step_text(self.numbers, self.unit), *filter(None, [preference_text(self.numbers)])]
         if self.evals:
             step = max(list(self.evals))
-            lines.append(f"{curve.MARK} {evaluated(self.evals[step])} at step {step}")
+            lines.append(f"{curve.MARK} {evaluation_text(self.evals[step])} at step {step}")
         return lines
 
     def _bar(self, width: int) -> Any:
@@ -137,12 +137,12 @@ class Picture:
 
     def _remaining(self) -> str:
         if self.steps and self.now >= self.steps:
-            return f"{lasted(time.monotonic() - self._began)} in all"
+            return f"{format_duration(time.monotonic() - self._began)} in all"
         if self.is_over:
             return "stopped"
         if self.left_s is None:
             return ""
-        return f"{lasted(max(0.0, self.left_s - (time.monotonic() - self._times[-1][0])))} left"
+        return f"{format_duration(max(0.0, self.left_s - (time.monotonic() - self._times[-1][0])))} left"
 
     def _sample_rows(self, width: int, height: int) -> list[Any]:
         if self.sample is None or height < LOW + 4:
@@ -169,7 +169,7 @@ WIDE = (
 )
 
 
-def headed(facts: Mapping[str, Any]) -> list[str]:
+def header_lines(facts: Mapping[str, Any]) -> list[str]:
     """A run's header: long entries on lines of their own, short ones in two columns."""
     facts = dict(facts)
     tokens, steps, unit = facts.pop("tokens_per_step", None), facts.pop("steps", None), facts.pop("unit", TOKEN)
@@ -212,9 +212,9 @@ def _wide(name: str, value: Any) -> str:
 
 def memory_words(sizes: Mapping[str, int]) -> str:
     """`814 MiB: parameters 3.50 MiB, ...`, from bytes by kind and in total; `host` is beside the total."""
-    kinds = ", ".join(f"{kind} {sized(size)}" for kind, size in sizes.items() if kind not in ("total", "host") and size)
-    host = f"; {sized(sizes['host'])} in the host's memory" if sizes.get("host") else ""
-    return f"{sized(sizes['total'])}: {kinds}{host}"
+    kinds = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in sizes.items() if kind not in ("total", "host") and size)
+    host = f"; {format_bytes(sizes['host'])} in the host's memory" if sizes.get("host") else ""
+    return f"{format_bytes(sizes['total'])}: {kinds}{host}"
 
 
 def step_text(numbers: Mapping[str, float], unit: str = TOKEN) -> str:
@@ -257,7 +257,7 @@ def preference_text(numbers: Mapping[str, float], before: str = "") -> str:
     return "  ".join(words)
 
 
-def evaluated(numbers: Mapping[str, float]) -> str:
+def evaluation_text(numbers: Mapping[str, float]) -> str:
     """The numbers of an evaluation, as text."""
     words = [f"eval loss {decimals(numbers['eval_loss'])}"] if "eval_loss" in numbers else []
     if "eval_reward" in numbers:

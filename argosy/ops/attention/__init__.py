@@ -98,8 +98,8 @@ def attention(
 
     Args:
         implementation: its name; by default the one of `op.implementations`, otherwise the first that can, best first.
-        lse: also returns the log of each query's sum of exponentials, [B T N] float32 at least, -1e30 if it sees no key. `merged`
-            uses it to combine outputs over parts of the keys.
+        lse: also returns the log of each query's sum of exponentials, [B T N] float32 at least, -1e30 if it sees no key.
+            `merge_attention` uses it to combine outputs over parts of the keys.
 
     Raises:
         Unsupported: the named implementation cannot do this.
@@ -137,7 +137,7 @@ def attention_reference(
     return y, jnp.moveaxis(jax.nn.logsumexp(s, -1), 3, 1).reshape(B, T, N)
 
 
-def merged(parts: Sequence[tuple[Float[Array, "B T N U"], Float[Array, "B T N"]]]) -> tuple[Array, Array]:
+def merge_attention(parts: Sequence[tuple[Float[Array, "B T N U"], Float[Array, "B T N"]]]) -> tuple[Array, Array]:
     """Attention over all keys, from (y, lse) of attention over disjoint parts of them."""
     lses = jnp.stack([lse for _, lse in parts])
     total = jax.nn.logsumexp(lses, 0)

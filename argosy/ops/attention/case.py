@@ -10,7 +10,7 @@ from jaxtyping import Array
 
 from argosy.ops.attention import Score, See
 from argosy.ops.op import Implementation
-from argosy.ops.sizes import bucketed
+from argosy.ops.sizes import next_power_of_two
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class AttentionCase:
     @property
     def name(self) -> str:
         B, T, N, H = self.q
-        sizes = f"B{bucketed(B)} T{bucketed(T)} S{bucketed(self.k[1])} N{N} K{self.k[2]} H{H} U{self.v[-1]}"
+        sizes = f"B{next_power_of_two(B)} T{next_power_of_two(T)} S{next_power_of_two(self.k[1])} N{N} K{self.k[2]} H{H} U{self.v[-1]}"
         flags = ("causal", "aligned", "segments", "prefix", "picked", "chunked", "sinks", "bias", "lse")
         options = [flag for flag in flags if getattr(self, flag)]
         options += [f"{key}={getattr(self, key)}" for key in ("window", "cap") if getattr(self, key) is not None]

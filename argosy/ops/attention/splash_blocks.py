@@ -37,10 +37,10 @@ def block_of(T: int, window: int | None, causal: bool, head: int, bytes_each: in
     costs = INSTRUCTIONS.get(kind, INSTRUCTIONS[LIKE])[head > 128]
     sides = [side for side in costs if side <= LARGEST.get(kind, side)]
     fit = [side for side in sides if side * head * bytes_each <= MOST_BYTES] or [min(sides)]
-    return min(fit, key=lambda side: computed(-(-T // side), side, window, causal) * (costs[side] + START))
+    return min(fit, key=lambda side: count_blocks(-(-T // side), side, window, causal) * (costs[side] + START))
 
 
-def computed(n: int, side: int, window: int | None, causal: bool) -> int:
+def count_blocks(n: int, side: int, window: int | None, causal: bool) -> int:
     """How many of n x n blocks some query sees."""
     reach = n - 1 if window is None else min(n - 1, -(-(window - 1) // side))
     below = sum(min(i, reach) for i in range(n))

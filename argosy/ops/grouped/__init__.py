@@ -29,7 +29,7 @@ def grouped_matmul(
     return GROUPED_MATMUL.choose(x, w, implementation=implementation).run(x, w, jnp.asarray(sizes, jnp.int32))
 
 
-def cleared(product: Callable[[Array, Array, Array], Array]) -> Callable[[Array, Array, Array], Array]:
+def clear_unowned_rows(product: Callable[[Array, Array, Array], Array]) -> Callable[[Array, Array, Array], Array]:
     """A library's product, with the rows that no expert owns set to zero in the output and in the gradient of x.
 
     Libraries leave these rows unwritten or undefined. XLA fuses both masks with neighboring operations.
@@ -48,7 +48,7 @@ GROUPED_MATMUL = Op(
     "experts", "grouped matmul", prefer={"cpu": ("blocked",), "tpu": ("megablox",)}, default="ragged_dot",
     case="argosy.ops.grouped.case:grouped_case",
 )  # fmt: skip
-GROUPED_MATMUL.add("ragged_dot", Implementation(cleared(jax.lax.ragged_dot)))
+GROUPED_MATMUL.add("ragged_dot", Implementation(clear_unowned_rows(jax.lax.ragged_dot)))
 GROUPED_MATMUL.add("blocked", "argosy.ops.grouped.blocked:BLOCKED")
 GROUPED_MATMUL.add("megablox", "argosy.ops.grouped.kernels:MEGABLOX")
 GROUPED_MATMUL.add("tokamax", "argosy.ops.grouped.kernels:TOKAMAX")

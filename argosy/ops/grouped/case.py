@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array
 
 from argosy.ops.op import Implementation
-from argosy.ops.sizes import bucketed
+from argosy.ops.sizes import next_power_of_two
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class GroupedCase:
     def name(self) -> str:
         E, D, M = self.weights
         stored = "" if self.stored == self.dtype else f" stored={self.stored}"
-        return f"{self.op} {self.dtype} X{bucketed(self.rows)} E{E} D{D} M{M}{stored}"
+        return f"{self.op} {self.dtype} X{next_power_of_two(self.rows)} E{E} D{D} M{M}{stored}"
 
     def cut(self, rows: int) -> "GroupedCase":
         return replace(self, rows=rows)

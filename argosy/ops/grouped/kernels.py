@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from argosy.ops.grouped import cleared
+from argosy.ops.grouped import clear_unowned_rows
 from argosy.ops.op import Implementation
 from argosy.parallel.scope import platform
 
@@ -95,5 +95,5 @@ def _tokamax_refuses(x: Array, w: Array) -> str | None:
     return None if importlib.util.find_spec("tokamax") else "the package tokamax is not installed"
 
 
-MEGABLOX = Implementation(cleared(_megablox), _megablox_refuses)
-TOKAMAX = Implementation(cleared(_tokamax), _tokamax_refuses)
+MEGABLOX = Implementation(clear_unowned_rows(_megablox), _megablox_refuses)
+TOKAMAX = Implementation(clear_unowned_rows(_tokamax), _tokamax_refuses)

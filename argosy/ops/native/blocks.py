@@ -21,7 +21,7 @@ import numpy as np
 from argosy.core.formats.quants import IntegerBlocks
 from argosy.ops.native.codes import PANEL, CodeFormat, block_groups, group_bytes, panel_layout
 from argosy.ops.native.products import Panels, block_counts
-from argosy.ops.quantized import Quantized, unpacked
+from argosy.ops.quantized import Quantized, unpack_codes
 
 # Codes that are decoded at a time: temporaries of a few megabytes.
 AT_ONCE = 1 << 20
@@ -124,7 +124,7 @@ def packed_experts(w: Quantized, inner: int, first: bool) -> Panels | None:
 
 def _codes_of(w: Quantized) -> tuple[np.ndarray, CodeFormat] | None:
     """The codes of a quantized weight, one in a byte, and what they stand for."""
-    host = np.asarray(unpacked(w.values, w.packed, w.bits) if w.packed else w.values)
+    host = np.asarray(unpack_codes(w.values, w.packed, w.bits) if w.packed else w.values)
     if w.levels is not None:
         levels = np.asarray(w.levels, np.float32)
         if len(levels) <= 16:

@@ -66,7 +66,7 @@ def load(say: Say | None = None) -> str:
                 import jax
 
                 with telling(say, "building kernels for this processor ..."):
-                    _library = ctypes.CDLL(str(built()))
+                    _library = ctypes.CDLL(str(built_library()))
                 for name in KERNELS:
                     jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(_library, name)), platform="cpu")
                 _reason = ""
@@ -86,7 +86,7 @@ class Unavailable(Exception):
     """Why there are no kernels."""
 
 
-def built() -> Path:
+def built_library() -> Path:
     """The library, built if it is not there yet.
 
     Raises:

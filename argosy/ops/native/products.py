@@ -139,7 +139,7 @@ def block_counts(sizes: Sequence[int], counts: Sequence[int]) -> list[int]:
     return out
 
 
-def packed(w: Any, inner: int, first: bool) -> Panels:
+def pack_panels(w: Any, inner: int, first: bool) -> Panels:
     """A weight in panels, on the same device.
 
     Args:

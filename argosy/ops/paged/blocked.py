@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from argosy.ops.attention import NOWHERE, UNSEEN, Score, See, attention, merged
+from argosy.ops.attention import NOWHERE, UNSEEN, Score, See, attention, merge_attention
 from argosy.ops.narrow import Narrow
 from argosy.ops.op import Implementation
 from argosy.ops.paged import attention as paged
@@ -22,7 +22,7 @@ from argosy.ops.precision import wide
 BLOCK = 256
 
 
-def blocked(
+def blocked_attention(
     q: Float[Array, "B T N H"],
     pools: paged.Pools,
     table: Int[Array, "B P"],
@@ -41,7 +41,7 @@ def blocked(
         keys, values = paged.keys_and_values(entries[name].astype(q.dtype) for name in sorted(entries))
         return attention(q, keys, values, see, plain, lse=True)
 
-    y, total = over_blocks(attend, {str(i): pool for i, pool in enumerate(pools)}, table, lengths, at, score)
+    y, total = attend_by_blocks(attend, {str(i): pool for i, pool in enumerate(pools)}, table, lengths, at, score)
     return (y.astype(q.dtype), total) if lse else y.astype(q.dtype)
 
 
@@ -50,7 +50,7 @@ def fits_one_block(table: Int[Array, "B P"], page: int) -> bool:
     return table.shape[1] * page <= max(BLOCK, page)
 
 
-def over_blocks(
+def attend_by_blocks(
     attend: Callable[[dict[str, Array], See], tuple[Array, Array]],
     pools: Mapping[str, Float[Array, "pages page *rest"] | Narrow],
     table: Int[Array, "B P"],
@@ -85,7 +85,7 @@ def over_blocks(
     if score.window is not None:
         oldest = jnp.where(lengths > 0, jnp.min(at, 1) - score.window + 1, longest)
         first = jnp.maximum(jnp.min(oldest, initial=NOWHERE), 0) // size
-    y, total = jax.lax.fori_loop(first, -(-longest // size), lambda i, done: merged([done, block(i)]), nothing)
+    y, total = jax.lax.fori_loop(first, -(-longest // size), lambda i, done: merge_attention([done, block(i)]), nothing)
     return with_sinks(y, total, score)
 
 
@@ -97,4 +97,4 @@ def with_sinks(y: Float[Array, "B T N U"], total: Float[Array, "B T N"], score: 
     return y * jnp.exp(total - both)[..., None], both
 
 
-BLOCKED = Implementation(blocked)
+BLOCKED = Implementation(blocked_attention)

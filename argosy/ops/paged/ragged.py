@@ -33,7 +33,7 @@ BUFFERS = 4 << 20
 OLD = ("TPU v2", "TPU v3")
 
 
-def ragged(
+def ragged_attention(
     q: Float[Array, "B T N H"],
     pools: tuple[Float[Array, "pages page _ H"]],
     table: Int[Array, "B P"],
@@ -144,4 +144,4 @@ def _shares(pool: Array) -> int:
     return math.prod(sizes[axis] for axis in axes_in(_split(pool)))
 
 
-RAGGED = Implementation(ragged, _refuses)
+RAGGED = Implementation(ragged_attention, _refuses)

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from argosy.ops.attention import UNSEEN, Score, See
 from argosy.ops.op import Implementation
 from argosy.ops.paged import attention as paged
-from argosy.ops.paged.blocked import BLOCK, fits_one_block, over_blocks, with_sinks
+from argosy.ops.paged.blocked import BLOCK, attend_by_blocks, fits_one_block, with_sinks
 from argosy.ops.precision import sums_in, wide
 
 # Bytes of keys and values at a time, and the most query heads for which it was measured to be faster than `blocked`: docs/log.
@@ -44,7 +44,7 @@ def by_rows(
 
         named_pools = {str(i): pool for i, pool in enumerate(pools)}
         if not fits_one_block(table, pools[0].shape[1]):
-            return over_blocks(attend, named_pools, table, lengths, at, score)
+            return attend_by_blocks(attend, named_pools, table, lengths, at, score)
         see = See(at, paged.token_positions(table, lengths, *pools[0].shape[:2]))
         y, total = attend({name: paged.gather_pages(pool, table, lengths) for name, pool in named_pools.items()}, see)
         return with_sinks(wide(y), total, score)

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from argosy.rl.advantages.groups import TokenAdvantages, standardized
+from argosy.rl.advantages.groups import TokenAdvantages, standardize
 
 
 def gae(
@@ -57,4 +57,4 @@ def gae(
     start = (zeros if after is None else jnp.where(scored[:, 0], after, 0.0), zeros, zeros)
     advantages = jax.lax.scan(back, start, (rewards.T, values.T, live.T), reverse=True)[1].T
     returns = jnp.where(live, advantages + values, 0.0)
-    return TokenAdvantages(standardized(advantages, live) if normalize else advantages, returns, jnp.where(live, mask, 0.0))
+    return TokenAdvantages(standardize(advantages, live) if normalize else advantages, returns, jnp.where(live, mask, 0.0))

@@ -97,7 +97,7 @@ def differ(values: Float[Array, "..."], where: Bool[Array, "..."], axis: int | N
     return high - low > 8 * float(jnp.finfo(values.dtype).eps) * largest
 
 
-def standardized(
+def standardize(
     values: Float[Array, "..."], where: Bool[Array, "..."], epsilon: float = 1e-8
 ) -> Float[Array, "..."]:
     """Values minus their mean, divided by their sample standard deviation plus epsilon; 0 outside `where`, and if all are equal."""

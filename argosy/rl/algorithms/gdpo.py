@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from argosy.rl.advantages.groups import Advantages, deviation, groups, standardized
+from argosy.rl.advantages.groups import Advantages, deviation, groups, standardize
 from argosy.rl.advantages.totals import reward_weights, total
 
 
@@ -38,4 +38,4 @@ def gdpo(rewards: Float[Array, "g n k"], weights: Sequence[float], *, epsilon: f
     summed = jnp.sum(jnp.where(useful, apart / (std + epsilon), 0.0) * by, -1)
     of = groups(total(rewards, weights))
     of = of._replace(useful=jnp.any(useful, -1))
-    return of.advantages(standardized(summed, of.scored, epsilon))
+    return of.advantages(standardize(summed, of.scored, epsilon))

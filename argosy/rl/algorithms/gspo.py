@@ -57,7 +57,7 @@ def gspo(
     from argosy.rl.policy.token_losses import (
         TokenLoss,
         clip_metrics,
-        clipped,
+        clipped_objective,
         log_ratios,
         ratio_metrics,
         ratios,
@@ -67,6 +67,6 @@ def gspo(
 
     logs = jax.lax.stop_gradient(sequence_means(log_ratios(new, old, mask), mask))
     ratio = ratios(logs) * jnp.exp(log_ratios(new, jax.lax.stop_gradient(new), mask))
-    tokens = jnp.where(mask > 0, clipped(ratio, advantages, low, high), 0.0)
+    tokens = jnp.where(mask > 0, clipped_objective(ratio, advantages, low, high), 0.0)
     metrics = ratio_metrics(logs, sequence_mask(mask)) | clip_metrics(ratio, advantages, mask, low, high)
     return TokenLoss(tokens, metrics)

@@ -60,9 +60,16 @@ def ppo(
     """
     import jax.numpy as jnp
 
-    from argosy.rl.policy.token_losses import TokenLoss, clip_metrics, clipped, log_ratios, ratio_metrics, ratios
+    from argosy.rl.policy.token_losses import (
+        TokenLoss,
+        clip_metrics,
+        clipped_objective,
+        log_ratios,
+        ratio_metrics,
+        ratios,
+    )
 
     logs = log_ratios(new, old, mask)
     ratio = ratios(logs)
-    tokens = jnp.where(mask > 0, clipped(ratio, advantages, low, high, dual), 0.0)
+    tokens = jnp.where(mask > 0, clipped_objective(ratio, advantages, low, high, dual), 0.0)
     return TokenLoss(tokens, ratio_metrics(logs, mask) | clip_metrics(ratio, advantages, mask, low, high, dual))

@@ -41,7 +41,7 @@ def reinforce_pp(
     """
     import jax.numpy as jnp
 
-    from argosy.rl.advantages.groups import TokenAdvantages, standardized
+    from argosy.rl.advantages.groups import TokenAdvantages, standardize
 
     flat = rewards.reshape(-1, 1)
     scored = jnp.isfinite(flat)
@@ -50,7 +50,7 @@ def reinforce_pp(
     if penalty is not None:
         ahead = jnp.cumsum(jnp.where(live, penalty, 0.0)[:, ::-1], 1)[:, ::-1]
     returns = jnp.where(live, jnp.where(scored, flat, 0.0) - ahead, 0.0)
-    return TokenAdvantages(standardized(returns, live), returns, jnp.where(live, mask, 0.0))
+    return TokenAdvantages(standardize(returns, live), returns, jnp.where(live, mask, 0.0))
 
 
 def reinforce_pp_baseline(rewards: "Float[Array, 'g n']") -> "Advantages":
@@ -61,8 +61,8 @@ def reinforce_pp_baseline(rewards: "Float[Array, 'g n']") -> "Advantages":
     """
     import jax.numpy as jnp
 
-    from argosy.rl.advantages.groups import groups, standardized
+    from argosy.rl.advantages.groups import groups, standardize
 
     of = groups(rewards)
     centered = jnp.where(of.scored & of.useful, of.rewards - of.mean, 0.0)
-    return of.advantages(standardized(centered, of.scored))
+    return of.advantages(standardize(centered, of.scored))

@@ -55,12 +55,12 @@ class Calculation(ArithmeticGrammar):
     mistake = ValueError
 
     def number(self, token: str) -> Fraction:
-        return bounded(Fraction(token))
+        return check_digits(Fraction(token))
 
     def binary(self, sign: str, a: Fraction, b: Fraction) -> Fraction:
         if sign == "/" and b == 0:
             raise ZeroDivisionError("division by zero")
-        return bounded(a + b if sign == "+" else a - b if sign == "-" else a * b if sign == "*" else a / b)
+        return check_digits(a + b if sign == "+" else a - b if sign == "-" else a * b if sign == "*" else a / b)
 
     def raised(self, base: Fraction, exponent: Fraction) -> Fraction:
         if exponent.denominator != 1:
@@ -72,10 +72,10 @@ class Calculation(ArithmeticGrammar):
             raise ValueError(f"a result of more than {MOST_DIGITS} digits")
         if abs(base) == 1 or base == 0:
             exponent = Fraction(exponent.numerator % 2 if base else min(exponent.numerator, 1))
-        return bounded(base**exponent.numerator)
+        return check_digits(base**exponent.numerator)
 
 
-def bounded(value: Fraction) -> Fraction:
+def check_digits(value: Fraction) -> Fraction:
     """The value, if it is short enough to be written.
 
     Raises:

@@ -139,7 +139,8 @@ class ToolsEnvironment(ToolSettings):
         return value
 
     def source(self) -> dict[str, Any]:
-        return own_source("tools:Tools", {"functions": [file_source(name) for name in self.functions], "seconds": self.call_timeout})
+        functions = [file_source(name) for name in self.functions]
+        return builtin_source("tools:Tools", {"functions": functions, "seconds": self.call_timeout})
 
 
 class CalculatorEnvironment(ToolSettings):
@@ -147,7 +148,7 @@ class CalculatorEnvironment(ToolSettings):
 
     def source(self) -> dict[str, Any]:
         functions = [file_source(f"{OWN}.calculator:calculate")]
-        return own_source("tools:Tools", {"functions": functions, "seconds": self.call_timeout}) | {"of": "calculator"}
+        return builtin_source("tools:Tools", {"functions": functions, "seconds": self.call_timeout}) | {"of": "calculator"}
 
 
 class PythonEnvironment(ToolSettings):
@@ -172,7 +173,7 @@ class PythonEnvironment(ToolSettings):
             raise Unsupported(problem, hint="it needs Linux with Landlock")
         limits = {"cpu_s": max(1, round(self.seconds)), "wall_s": self.seconds, "memory_mb": self.memory_mb}
         arguments = {"functions": [file_source(f"{OWN}.python:python")], "seconds": self.call_timeout, "fixed": {"limits": limits}}
-        return own_source("python:Python", arguments)
+        return builtin_source("python:Python", arguments)
 
 
 class GymnasiumEnvironment(EnvironmentSettings):
@@ -191,7 +192,7 @@ class GymnasiumEnvironment(EnvironmentSettings):
         return value
 
     def source(self) -> dict[str, Any]:
-        return own_source("gymnasium:Gymnasium", {"make": file_source(self.make), "args": dict(self.args)}) | {"of": self.make}
+        return builtin_source("gymnasium:Gymnasium", {"make": file_source(self.make), "args": dict(self.args)}) | {"of": self.make}
 
 
 class GuessEnvironment(EnvironmentSettings):
@@ -217,10 +218,10 @@ class GuessEnvironment(EnvironmentSettings):
         return self
 
     def source(self) -> dict[str, Any]:
-        return own_source("guess:Guess", {"low": self.low, "high": self.high, "tries": self.tries})
+        return builtin_source("guess:Guess", {"low": self.low, "high": self.high, "tries": self.tries})
 
 
-def own_source(name: str, args: Mapping[str, Any]) -> dict[str, Any]:
+def builtin_source(name: str, args: Mapping[str, Any]) -> dict[str, Any]:
     """The source description of an environment that comes with Argosy."""
     module, _, class_name = name.partition(":")
     return {"of": module, "module": f"{OWN}.{module}", "function": class_name, "args": dict(args)}

@@ -137,7 +137,7 @@ def policy_loss(settings: "Policy", models: Models, batch: dict[str, Array]) -> 
         tokens, metrics = tokens + bonus.tokens, metrics | bonus.metrics
     # The mean of -log p over tokens that the engine drew estimates the entropy, and costs nothing.
     metrics["nll"] = mean_where(-jax.lax.stop_gradient(new), live)
-    tokens, apart = corrected(settings, tokens, old, batch["sampler"], live)
+    tokens, apart = off_policy_correction(settings, tokens, old, batch["sampler"], live)
     if settings.critic is not None:
         values, _ = critic_values(model, batch)
         error = value_loss(values_at(values, places), batch["values"], batch["returns"], live, clip=settings.critic.clip)
@@ -148,7 +148,9 @@ def policy_loss(settings: "Policy", models: Models, batch: dict[str, Array]) -> 
     return with_routers(Loss(mean, all_metrics), model, aux, router_rows(mean.weight, batch["segments"]))
 
 
-def corrected(settings: "Policy", tokens: Answers, old: Answers, sampler: Answers, live: Answers) -> tuple[Answers, Metrics]:
+def off_policy_correction(
+    settings: "Policy", tokens: Answers, old: Answers, sampler: Answers, live: Answers
+) -> tuple[Answers, Metrics]:
     """The token losses times their importance weights, and metrics of the difference between sampler and trainer."""
     by = settings.correction
     bounds = {"lowest": by.lowest, "highest": by.highest}

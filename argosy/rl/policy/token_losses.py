@@ -93,7 +93,7 @@ def ratios(logs: Float[Array, "B #T"]) -> Float[Array, "B #T"]:
     return jnp.exp(jnp.minimum(logs, LARGEST_LOG_RATIO))
 
 
-def clipped(
+def clipped_objective(
     ratio: Float[Array, "B #T"], advantages: Float[Array, "B #T"], low: float, high: float, dual: float | None = None
 ) -> Float[Array, "B #T"]:
     """-min(ratio A, clip(ratio, 1 - low, 1 + high) A), and at most -dual A where A < 0.

@@ -44,7 +44,7 @@ def grade(completion: str, answer: object, *, cut: bool = False, strict: bool = 
 
 def equal(a: str, b: str) -> bool:
     """Whether two answers are the same."""
-    a, b = normalized(a), normalized(b)
+    a, b = normalize_math(a), normalize_math(b)
     if _squeezed(a) == _squeezed(b):
         return bool(a)
     a, percent_a = _without_percent(a)
@@ -54,7 +54,7 @@ def equal(a: str, b: str) -> bool:
     return _parts_equal(a, b) or _by_value(_without_units(a), _without_units(b))
 
 
-def normalized(text: str) -> str:
+def normalize_math(text: str) -> str:
     """An answer without notation that does not change its meaning: dollars, styles, spaces of LaTeX, degrees, separators of thousands.
     """
     text = text.strip().strip("$").strip().rstrip(".").strip()

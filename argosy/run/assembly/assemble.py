@@ -17,7 +17,7 @@ from argosy.run.assembly.state import StateParts, build_state
 from argosy.run.frozen import reference
 from argosy.run.frozen.role import Role
 from argosy.run.memory import estimated_need
-from argosy.run.settings.combinations import Situation, violated
+from argosy.run.settings.combinations import Situation, violations
 from argosy.run.settings.run import Run
 from argosy.train.beside import CRITIC
 
@@ -42,7 +42,7 @@ def assemble(
         UserError: a mistake in implementations, data, tokenizer, model, mesh, batch or memory.
     """
     target = target or Target.here()
-    raise_mistakes(list(violated(Situation(run, target.processes, target.platform))))
+    raise_mistakes(list(violations(Situation(run, target.processes, target.platform))))
     checked: dict[str, Any] = {}
     raise_mistakes(
         mistakes_of(

@@ -33,11 +33,11 @@ from argosy.run.frozen.pipeline_parts import FrozenPart
 from argosy.run.frozen.role import Role
 from argosy.run.memory import batch_shapes
 from argosy.run.settings.run import Run
-from argosy.train.beside import parted
+from argosy.train.beside import split_parts
 from argosy.train.ema import RAW
 from argosy.train.guard import FLAG, begin
 from argosy.train.guard_settings import GuardSettings
-from argosy.train.state import TrainState, flattened, meanings_of, trained, unflattened
+from argosy.train.state import TrainState, flatten_state, meanings_of, split_trained, unflatten_state
 
 if TYPE_CHECKING:
     from argosy.run.assembly.encoded import SamplePrompts
@@ -137,7 +137,7 @@ class Assembly:
     def start(self) -> TrainState:
         """A state with random weights, drawn from the run's seed."""
         self.draw()
-        _, params, rest = trained(self.model)
+        _, params, rest = split_trained(self.model)
         return self.begin(params, rest)
 
     def draw(self) -> None:
@@ -162,18 +162,18 @@ class Assembly:
         """
         key, inference = jax.random.key_data(state.key), state.inference_params
         weights = {name: leaf for name, leaf in (inference | state.rest).items() if name not in self.adapters.base}
-        weights, extras = parted(weights)
+        weights, extras = split_parts(weights)
         extras |= {f"{RAW}{a}": w for a, w in state.params.items()} if self.run.averages else {}
         guard = {f"{GUARD}{name}": a for name, a in state.guard.items() if name != FLAG}
         return weights, {"step": state.step, "key": key} | guard | extras | {
-            f"optimizer.{name}": leaf for name, leaf in flattened(state.optimizer).items()
+            f"optimizer.{name}": leaf for name, leaf in flatten_state(state.optimizer).items()
         }
 
     def restored(self, weights: dict[str, Any], arrays: dict[str, Any]) -> TrainState:
         """The state from what `packed` returned and the weights of the base, with arrays placed as `state_places` says."""
-        arrays, extras = parted(arrays)
+        arrays, extras = split_parts(arrays)
         weights = weights | extras
-        optimizer = unflattened(self.shapes.optimizer, {k.removeprefix("optimizer."): v for k, v in arrays.items()})
+        optimizer = unflatten_state(self.shapes.optimizer, {k.removeprefix("optimizer."): v for k, v in arrays.items()})
         params, ema = {a: weights[a] for a in self.shapes.params}, None
         if self.run.averages:
             params, ema = {a: arrays[f"{RAW}{a}"] for a in params}, params if self.run.ema.on else None
@@ -186,8 +186,8 @@ class Assembly:
         everywhere = self.places.step
         # A checkpoint may lack a guard's arrays: its settings may change.
         state = {"step": everywhere, "key": everywhere} | {f"{GUARD}{name}": everywhere for name in GUARD_ARRAYS}
-        state |= {f"optimizer.{name}": place for name, place in flattened(self.places.optimizer).items()}
-        weights, extras = parted(self.places.params | self.places.rest)
+        state |= {f"optimizer.{name}": place for name, place in flatten_state(self.places.optimizer).items()}
+        weights, extras = split_parts(self.places.params | self.places.rest)
         raw = {f"{RAW}{a}": place for a, place in self.places.params.items()} if self.run.averages else {}
         return weights, state | extras | raw
 

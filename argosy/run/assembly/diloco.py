@@ -77,7 +77,7 @@ def check_replicas(run: Any, mesh: Mesh, folder: Path) -> None:
         raise BadInput(problem, where=str(folder), hint=hint)
 
 
-def left_over(run: Any, step: int) -> str:
+def unfinished_outer_step(run: Any, step: int) -> str:
     """A note for a run whose data ended between two outer steps, as after a rollback; "" if it did not."""
     if not run.diloco.every or not (remainder := step % run.diloco.every):
         return ""

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from argosy.adapt.base import base_addresses, lay, retrained
+from argosy.adapt.base import base_addresses, lay, retrained_addresses
 from argosy.adapt.quant import Scheme, apply_schemes
 from argosy.adapt.settings import Dora, Lora
 from argosy.core.addresses import is_address, is_missing
@@ -90,7 +90,7 @@ def _check_trained(run: Run, model: Any) -> None:
 
 
 def _put_adapters(run: Run, decided: Decided, model: Any) -> AdapterParts:
-    under, stacked, schemes = stacked_adapters(run), dict[str, Any](), kept_schemes(run)
+    under, stacked, schemes = stacked_adapters(run), dict[str, Any](), stored_schemes(run)
 
     def prepare(model: Any) -> None:
         apply_schemes(model, schemes)
@@ -99,10 +99,10 @@ def _put_adapters(run: Run, decided: Decided, model: Any) -> AdapterParts:
 
     contractions = run.adapter.put_on(model, jnp.dtype(decided.base_dtype), prepare)
     base = frozenset(base_addresses(model)) if contractions else frozenset()
-    return AdapterParts(tuple(contractions), base, frozenset(retrained(model)), stacked, schemes)
+    return AdapterParts(tuple(contractions), base, frozenset(retrained_addresses(model)), stacked, schemes)
 
 
-def kept_schemes(run: Run) -> Mapping[str, Scheme]:
+def stored_schemes(run: Run) -> Mapping[str, Scheme]:
     """The quantization of the base in its file, by per-layer name, if its codes can stay under the run's adapters. That needs adapters
     that start from zero, and no trained weights beside them. Otherwise empty.
     """

@@ -21,8 +21,8 @@ from argosy.train import diloco
 from argosy.train.beside import CRITIC
 from argosy.train.guard import begin
 from argosy.train.offload import HOST, pieces_for, places_on_host, weights_on_host
-from argosy.train.optimizers.base import scaled
-from argosy.train.state import TrainState, meanings_of, trained
+from argosy.train.optimizers.base import scale_rate
+from argosy.train.state import TrainState, meanings_of, split_trained
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def build_state(run: Run, decided: Decided, mesh: Mesh, model: Any, steps: int) 
     Raises:
         UserError: the settings need something that this state lacks.
     """
-    graph, params, rest = trained(model)
+    graph, params, rest = split_trained(model)
     shapes = abstract(model)
     weights = shardings(logical(model), {a: s.shape for a, s in shapes.items()}, run.mesh.table(), mesh)
     offloads = run.execution.offload != "none"
@@ -52,7 +52,7 @@ def build_state(run: Run, decided: Decided, mesh: Mesh, model: Any, steps: int) 
     schedule = run.schedule.build(steps)
     optimizer = run.optimizer.build(schedule, meanings_of(model), pieces, layer_addresses(model))
     if CRITIC in run.objective.trained_parts:
-        optimizer = scaled(optimizer, PREFIX, run.objective.critic.rate)
+        optimizer = scale_rate(optimizer, PREFIX, run.objective.critic.rate)
     if run.diloco.every:
         optimizer = diloco.replicated_optimizer(optimizer, mesh.shape[diloco.AXIS])
     state = jax.eval_shape(

@@ -12,7 +12,7 @@ from argosy.run.assembly.assembly import Assembly
 from argosy.run.frozen.role import Role
 from argosy.train import diloco
 from argosy.train.ema import with_average
-from argosy.train.guard import guarded, judged
+from argosy.train.guard import guard_step, judge_step
 from argosy.train.state import TrainState, training_graph
 from argosy.train.step import make_evaluation, make_step
 
@@ -39,7 +39,7 @@ class BatchUpdates:
         a, run, base = assembly, assembly.run, assembly.adapters.base
 
         def stays(guard: Any, loss: Any, norm: Any) -> Any:
-            return judged(guard, loss, norm, run.guard).stays
+            return judge_step(guard, loss, norm, run.guard).stays
 
         step = make_step(
             training_graph(a.model),
@@ -53,7 +53,7 @@ class BatchUpdates:
             stays=stays if run.execution.offload != "none" else None,
         )
         step = with_average(step, run.ema)
-        step = guarded(diloco.alone(step), run.guard) if run.diloco.every else guarded(step, run.guard)
+        step = guard_step(diloco.alone(step), run.guard) if run.diloco.every else guard_step(step, run.guard)
         step = diloco.together(step, run.diloco) if run.diloco.every else step
         if base:
             moving = replace(a.places, rest={name: p for name, p in a.places.rest.items() if name not in base})

@@ -48,7 +48,7 @@ def stored_winners(path: Path | None) -> dict[str, dict[str, Any]]:
     return {}
 
 
-def known_winners(device: str) -> dict[str, str]:
+def winners_for_device(device: str) -> dict[str, str]:
     """The implementations for a kind of device, by case.
 
     Raises:
@@ -79,7 +79,7 @@ def with_winners(a: "Assembly") -> Decided:
         return a.decided
     device, execution = tuned_device(a.mesh.devices.flat[0]), a.run.execution
     free = [op for op in ("attention", "experts") if getattr(execution, op) is None]
-    candidates = {name: winner for name, winner in known_winners(device).items() if name.partition(" ")[0] in free}
+    candidates = {name: winner for name, winner in winners_for_device(device).items() if name.partition(" ")[0] in free}
     if not candidates:
         return a.decided
     with recorded_cases() as cases:

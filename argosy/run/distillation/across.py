@@ -9,7 +9,7 @@ from argosy.data.batch import Batches
 from argosy.data.distillation.across import Across, BothTokenizers
 from argosy.data.rows.answered import AnsweredPrompts
 from argosy.data.tokenizers.load import Tokenizer
-from argosy.data.tokenizers.matched import matched
+from argosy.data.tokenizers.matched import match_tokens
 from argosy.rl.rollouts.signals.teacher_tokens import TeacherPrompts
 from argosy.train.objectives.distillation.gold import GOLD
 from argosy.train.objectives.distillation.uld import ULD
@@ -59,7 +59,7 @@ class Both:
             raise BadInput(problem, where=where)
         exact, current = ("gkd", "gold") if isinstance(run.objective, GOLD) else ("distill", "uld")
         note = SAME.format(exact=exact, own=current) if theirs.fingerprint == tokenizer.fingerprint else None
-        self.matched = matched(tokenizer, theirs) if run.objective.hybrid else None
+        self.matched = match_tokens(tokenizer, theirs) if run.objective.hybrid else None
         if self.matched is not None:
             share = f"{len(self.matched):,} of the teacher's {theirs.vocab:,} tokens"
             note = f"{share} are the student's too, and are compared as themselves"

@@ -139,7 +139,7 @@ class Endpoint:
                 message = f"HTTP {error.code}: {message_of(words)[:SHOWN]}"
                 if error.code not in AGAIN:
                     raise _refusal(error.code, message, where, self.model) from None
-                wait = waited(error.headers.get("Retry-After"), wait)
+                wait = retry_delay(error.headers.get("Retry-After"), wait)
             except (URLError, TimeoutError, OSError) as error:
                 message = self.without_key(str(getattr(error, "reason", error)))[:SHOWN]
             except ValueError:
@@ -168,7 +168,7 @@ def _key_of() -> str | None:
     return next((os.environ[name] for name in KEYS if os.environ.get(name)), None)
 
 
-def waited(header: str | None, wait: float | None) -> float | None:
+def retry_delay(header: str | None, wait: float | None) -> float | None:
     """Seconds before the next try: the server's request, within bounds. None: there is no next try.
 
     Args:

@@ -26,7 +26,7 @@ from argosy.run.distillation.served import ServedTeacher
 from argosy.run.distillation.served import check_same_server as same_served
 from argosy.run.frozen.related import check_relations
 from argosy.run.frozen.stored import FrozenModel
-from argosy.train.beside import parted
+from argosy.train.beside import split_parts
 from argosy.train.objectives.distillation.teacher import ROLE
 from argosy.weights.build import stored_tokenizer
 from argosy.weights.model import OpenedModel
@@ -146,7 +146,7 @@ def settle_teacher(assembly: Any, teacher: Teacher | ServedTeacher, directory: R
     if teacher.note:
         say(teacher.note)
     say(f"teacher {teacher.given}, {teacher.config.parameters():,} parameters, frozen")
-    if extras := parted(assembly.shapes.params)[1]:
+    if extras := split_parts(assembly.shapes.params)[1]:
         (shape,) = (leaf.shape for leaf in extras.values())
         remark = f"{plural(math.prod(shape), 'weight')} trained beside the model"
         say(f"hidden states of {shape[0]} features are projected to its {shape[1]}: {remark}")

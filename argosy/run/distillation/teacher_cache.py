@@ -23,12 +23,12 @@ from argosy.data.pipeline import ROW, RowBatches
 from argosy.data.tables import corpus_cache
 from argosy.models.parts.attention.attend import Packed
 from argosy.models.parts.weight import Leaves
-from argosy.observe.readable import sized
+from argosy.observe.readable import format_bytes
 from argosy.ops.cross_entropy import by_chunks
 from argosy.ops.divergence import Top, resize_vocab, top
 from argosy.parallel.place import batch_sharding
 from argosy.run.distillation.served import ServedTeacher
-from argosy.run.frozen.visits import passes, visited
+from argosy.run.frozen.visits import passes, visited_groups
 from argosy.run.memory import shapes_of
 from argosy.train.objectives.distillation.distributions import CACHED, in_chunks
 from argosy.train.objectives.tokens import FIELDS
@@ -83,7 +83,7 @@ def fill_teacher_cache(assembly: Any, described: dict[str, Any], stored: Any, sa
         key = assembly.teacher.key(inner) if served else _key_of(assembly, inner, described)
         path = corpus_cache(run.data) / "teacher" / f"{key}.{split}.npy"
         cache = batches.kept = Likeliest(path, len(rows), run.objective.top, run.model.vocab)
-        visits = visited(inner, run.steps if split == "train" else None)
+        visits = visited_groups(inner, run.steps if split == "train" else None)
         if not len(cache.missing(visits)):
             continue
         with cache.writing(say) as writer:
@@ -95,7 +95,7 @@ def fill_teacher_cache(assembly: Any, described: dict[str, Any], stored: Any, sa
             else:
                 leaves = leaves or assembly.teacher.read(stored)
                 _compute(assembly, rows, todo, leaves, writer, say)
-            say(f"teacher: {writer.targets:,} targets, {sized(each * writer.targets)}")
+            say(f"teacher: {writer.targets:,} targets, {format_bytes(each * writer.targets)}")
 
 
 def _compute(assembly: Any, rows: Any, todo: np.ndarray, leaves: Leaves, writer: Any, say: Say) -> None:

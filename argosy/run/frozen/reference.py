@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from argosy.checkpoint.run_directory import RunDirectory
-from argosy.core.caches import one_at_a_time
+from argosy.core.caches import file_lock
 from argosy.core.counts import plural
 from argosy.core.errors import ArgosyError, BadInput
 from argosy.core.progress import Say
@@ -33,7 +33,7 @@ from argosy.data.batch import Batch, BatchWrapper, Field, Fields
 from argosy.data.pipeline import RowBatches
 from argosy.data.tables import corpus_cache
 from argosy.models.parts.weight import Leaves
-from argosy.run.frozen.visits import passes, visited
+from argosy.run.frozen.visits import passes, visited_groups
 from argosy.train.objectives.preferences.sequences import FIELDS, sequences
 from argosy.train.step import model_for
 
@@ -108,7 +108,7 @@ def settle_reference(assembly: Any, directory: RunDirectory, weights: ReferenceW
         if weights_hash is None:
             directory.write_reference_weights(current_hash)
         elif current_hash != weights_hash:
-            raise changed(assembly)
+            raise changed_weights(assembly)
         weights_hash = current_hash
     if kind == "online":
         # A copy, because the state's own buffers are given to the first step.
@@ -133,19 +133,19 @@ def _table_of(
     Args:
         weights_hash: the hash of the first weights.
     """
-    rows, groups = batches.blocks.rows, visited(batches, assembly.run.steps if split == "train" else None)
+    rows, groups = batches.blocks.rows, visited_groups(batches, assembly.run.steps if split == "train" else None)
     documents = rows.corpus.documents  # type: ignore[attr-defined]
     table = directory.read_reference(split, documents)
     if table is not None and not len(_missing(rows, groups, table)):
         return table
     folder = corpus_cache(assembly.run.data) / "reference"
-    with one_writer(folder / f"{_key_of(assembly, batches, weights_hash)}.{split}.npy", documents, say) as shared:
+    with exclusive_writer(folder / f"{_key_of(assembly, batches, weights_hash)}.{split}.npy", documents, say) as shared:
         if table is not None:
             shared[:] = np.where(np.isnan(shared), table, shared)
         if len(todo := _missing(rows, groups, shared)):
             leaves = weights.read()
             if not weights.fresh and hash_of(leaves) != weights_hash:
-                raise changed(assembly)
+                raise changed_weights(assembly)
             _compute(assembly, rows, todo, leaves, shared, say)
         table = np.array(shared)
     directory.write_reference(split, table)
@@ -219,7 +219,7 @@ def _key_of(assembly: Any, batches: RowBatches, weights: str) -> str:
     return hashlib.sha256(json.dumps(decided, sort_keys=True, default=str).encode()).hexdigest()[:24]
 
 
-def changed(assembly: Any) -> BadInput:
+def changed_weights(assembly: Any) -> BadInput:
     """The error that a run's initial weights have changed."""
     init = assembly.run.init
     problem = "the weights that this run started from have changed, and its reference must be computed from them"
@@ -227,9 +227,9 @@ def changed(assembly: Any) -> BadInput:
 
 
 @contextmanager
-def one_writer(path: Path, documents: int, say: Say) -> Iterator[np.ndarray]:
+def exclusive_writer(path: Path, documents: int, say: Say) -> Iterator[np.ndarray]:
     """A memory-mapped file with one float32 per document, NaN where unknown. A lock admits one process at a time."""
-    with one_at_a_time(path.with_suffix(".lock"), say):
+    with file_lock(path.with_suffix(".lock"), say):
         if not path.exists() or path.stat().st_size != 128 + 4 * documents:
             temporary = path.with_name(f"{path.name}.{os.getpid()}")
             with temporary.open("wb") as file:

@@ -37,7 +37,7 @@ class FrozenModel:
     def role(self) -> Role:
         shapes, model = abstract(self.model), self.model
         places = shardings(logical(model), {a: s.shape for a, s in shapes.items()}, self.run.mesh.table(), self.mesh)
-        dtype = kept_as(self.stored, self.decided.precision)
+        dtype = frozen_dtype(self.stored, self.decided.precision)
 
         def described(address: str, shape: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(shape.shape, dtype or shape.dtype, sharding=places[address])
@@ -48,7 +48,7 @@ class FrozenModel:
         """Reads the weights: {address: array}, on the run's devices."""
         role = self.role
         model = self.config.build(self.decided.run("none"))
-        dtype = kept_as(self.stored, self.decided.precision)
+        dtype = frozen_dtype(self.stored, self.decided.precision)
         read_into(model, (stored or self.stored).weights, dtype=dtype, place=lambda a: role.shapes[a].sharding)
         return split(model)[1]
 
@@ -74,7 +74,7 @@ class FrozenModel:
         return recorded, open_same(recorded, say, thorough=True, role=ModelRole(model_role, back, back))
 
 
-def kept_as(stored: OpenedModel, precision: str) -> Any:
+def frozen_dtype(stored: OpenedModel, precision: str) -> Any:
     """The type of a frozen model's weights: bfloat16 if the run computes in it and the file has no more bits; otherwise None, for
     float32."""
     types = {str(stored.weights.dtype(name)) for name in stored.weights.names} if precision == "bfloat16" else set()

@@ -7,13 +7,13 @@ import numpy as np
 
 from argosy.core.progress import Say
 from argosy.data.pipeline import RowBatches
-from argosy.observe.readable import lasted
+from argosy.observe.readable import format_duration
 
 # Seconds between two lines of progress, and between two times that results are put on disk.
 EVERY_S = 10.0
 
 
-def visited(batches: RowBatches, steps: int | None) -> np.ndarray:
+def visited_groups(batches: RowBatches, steps: int | None) -> np.ndarray:
     """The indices of the groups of rows that the first `steps` batches visit, ascending.
 
     Args:
@@ -39,4 +39,4 @@ def passes(groups: np.ndarray, each: int, name: str, say: Say, keep: Callable[[]
         if (now := time.monotonic()) - last_report > EVERY_S:
             last_report, share = now, (at + len(some)) / len(groups)
             keep()
-            say(f"{name}: {share:.0%}, {lasted((now - start) * (1 / share - 1))} left")
+            say(f"{name}: {share:.0%}, {format_duration((now - start) * (1 / share - 1))} left")

@@ -19,7 +19,7 @@ from argosy.observe.metrics import Metrics
 from argosy.parallel import processes
 from argosy.run.hooks.replay import SUMS, Corrupted, Replay
 from argosy.run.hooks.saver import Saver
-from argosy.train.guard import SPIKE, Bad, Diverged, Halted, Watch, unhalted
+from argosy.train.guard import SPIKE, Bad, Diverged, Halted, Watch, clear_halt
 from argosy.train.loop import Now
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class Guarded:
             try:
                 self.check(step, sums)
             except Corrupted as error:
-                processes.run_together("corrupted", lambda error=error: raised(error))
+                processes.run_together("corrupted", lambda error=error: raise_error(error))
         return self._watch(step, numbers)
 
     def skipped(self, bad: Bad) -> None:
@@ -134,7 +134,7 @@ class Guarded:
         number, before = self.batches.of_step(bad.step)
         step, checkpoints = bad.step - 1, self.directory.checkpoints
         if before is not None:
-            self.saver(Now(step, unhalted(self.state), before, True))
+            self.saver(Now(step, clear_halt(self.state), before, True))
             checkpoints.wait()
         newest = processes.broadcast("newest", lambda: max(checkpoints.steps(), default=None))
         newest_text = "no checkpoint is saved" if newest is None else f"checkpoint {newest} is good"
@@ -181,6 +181,6 @@ class Guarded:
         self.metrics.write({"step": bad.step, "bad": {"action": action, "what": bad.cause} | numbers | more})
 
 
-def raised(error: Exception) -> None:
+def raise_error(error: Exception) -> None:
     """Raises an error, for use in expressions."""
     raise error

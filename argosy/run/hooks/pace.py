@@ -189,7 +189,9 @@ def _pace_words(document: dict[str, Any]) -> ProcessTimes:
 
 
 @contextmanager
-def paced(settings: StragglerSettings, devices: Sequence[Any], clock: Clock, *more: Any) -> Iterator[Callable[[Update], Update]]:
+def measured_pace(
+    settings: StragglerSettings, devices: Sequence[Any], clock: Clock, *more: Any
+) -> Iterator[Callable[[Update], Update]]:
     """A context in which steps are measured, if there are several processes, or several devices that do not share processors.
 
     Args:

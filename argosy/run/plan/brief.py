@@ -3,7 +3,7 @@
 from typing import Any
 
 from argosy.core.counts import plural
-from argosy.observe.readable import lasted
+from argosy.observe.readable import format_duration
 from argosy.run.plan.figures import Figures
 from argosy.run.plan.measured import prices_here
 from argosy.run.plan.speed import model_flops, work_of
@@ -23,5 +23,6 @@ def plan_line(assembly: Any, steps: int) -> str:
     mfu = ""
     if not assembly.target.shares_memory and step:
         mfu = f", {model_flops(assembly) / step / prices.peak_flops_per_s / assembly.mesh.size:.0%} MFU"
-    each = f"{1000 * step:.0f} ms" if step < 1 else lasted(step)
-    return f"about {each} a step{mfu}, {lasted(steps * step)} for {plural(steps, 'step')}; bound by {figures.bound_by} (an estimate)"
+    each = f"{1000 * step:.0f} ms" if step < 1 else format_duration(step)
+    whole = f"{format_duration(steps * step)} for {plural(steps, 'step')}"
+    return f"about {each} a step{mfu}, {whole}; bound by {figures.bound_by} (an estimate)"

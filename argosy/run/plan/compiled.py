@@ -12,9 +12,9 @@ from typing import Any
 from argosy.core.errors import BadInput
 from argosy.observe.hlo.estimate import CollectiveTime, Prices, price_program
 from argosy.observe.hlo.module import HloModule
-from argosy.observe.hlo.products import uncounted
+from argosy.observe.hlo.products import uncounted_kernels
 from argosy.observe.hlo.text import type_bytes
-from argosy.observe.readable import sized
+from argosy.observe.readable import format_bytes
 from argosy.parallel.compiler_options import compile_lowered
 from argosy.run.memory import compiled_need
 from argosy.run.plan.figures import Buffer, Figures, Traffic
@@ -83,7 +83,7 @@ def compiled_figures(assembly: Any, prices: Prices | None, error: float) -> Figu
     traffic = collective_traffic(priced.collectives, dict(assembly.mesh.shape), times)
     return Figures(
         "compiler", memory, target.memory_bytes, fits, priced.compute_seconds, traffic, buffers, priced.by_kind, error,
-        uncounted(module), len(module.unknown_loops),
+        uncounted_kernels(module), len(module.unknown_loops),
     )  # fmt: skip
 
 
@@ -190,9 +190,9 @@ def compile_update(assembly: Any) -> Any:
 def memory_refusal(assembly: Any, needed: int) -> BadInput:
     """The mistake of a run whose step its compiler refuses."""
     target = assembly.target
-    request = f"; the compiler asks for {sized(needed)} beside the state" if needed else ""
-    has = f", which has {sized(target.memory_bytes)}" if target.memory_bytes else ""
-    largest = ", ".join(f"{buffer.name} {sized(buffer.bytes)}" for buffer in state_buffers(assembly)[:3])
+    request = f"; the compiler asks for {format_bytes(needed)} beside the state" if needed else ""
+    has = f", which has {format_bytes(target.memory_bytes)}" if target.memory_bytes else ""
+    largest = ", ".join(f"{buffer.name} {format_bytes(buffer.bytes)}" for buffer in state_buffers(assembly)[:3])
     ways = " or ".join(" ".join(change.words) for change in nearest_fits(assembly))
     return BadInput(
         f"the training step does not fit on a device ({target.kind}){has}{request}",

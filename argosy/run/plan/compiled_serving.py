@@ -21,7 +21,7 @@ from argosy.models.parts.attention.cache import layouts
 from argosy.models.parts.attention.ragged import rows_share_pages
 from argosy.observe.hlo.estimate import Prices, price_program
 from argosy.observe.hlo.module import HloModule
-from argosy.observe.hlo.products import kernel_name, uncounted
+from argosy.observe.hlo.products import kernel_name, uncounted_kernels
 from argosy.parallel.scope import scope
 from argosy.run.plan.compiled import collective_traffic, out_of_memory
 from argosy.run.plan.serving import PlannedModel, ServingStep, StepKey, expert_seconds, step_work
@@ -66,7 +66,7 @@ def compiled_serving(model: PlannedModel, size: CacheSize, keys: Sequence[StepKe
         program = compiled[sizes]
         module = HloModule.read(program.as_text() or "")
         needed, loops = max(needed, _bytes_needed(program)), max(loops, len(module.unknown_loops))
-        kernels |= set(uncounted(module))
+        kernels |= set(uncounted_kernels(module))
         steps[key] = _price(model, module, step_work(model, *key, prices), prices)
     return CompiledServing(needed, True, steps, sorted(name for name in kernels if not name.startswith(PAGED)), loops)
 

@@ -21,7 +21,7 @@ from argosy.observe.environment import processor_name
 from argosy.observe.hardware import CHIPS
 from argosy.observe.hlo.estimate import Prices
 from argosy.ops.native import library, products
-from argosy.ops.native.products import packed
+from argosy.ops.native.products import pack_panels
 from argosy.run.plan.speed import PRODUCTS, prices_of
 
 # Sizes of the product and of the copy, and seconds for each.
@@ -75,7 +75,7 @@ def _row_product() -> Callable[[], object]:
         by_xla = jax.jit(lambda x, w: x @ w)
         return lambda: by_xla(row, weight).block_until_ready()
     # A third is no bfloat16, in which weights take half as many bytes.
-    panels, by_kernel = packed(weight / 3, 1, True), jax.jit(products.product)
+    panels, by_kernel = pack_panels(weight / 3, 1, True), jax.jit(products.product)
     return lambda: by_kernel(row, panels).block_until_ready()
 
 

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from argosy.parallel.place import row_shares
-from argosy.run.memory import kept_arrays, state_bytes
+from argosy.run.memory import saved_activations, state_bytes
 
 # The share of the traced activations that XLA keeps, by how much is computed again.
 KEPT_SHARE = {"none": 0.85, "dots": 0.9, "full": 1.0}
@@ -41,7 +41,7 @@ def memory_by_kind(assembly: Any) -> dict[str, int]:
     gathered = 0.0 if not split else layers * (2 if run.execution.gather == "each" else max(1, getattr(run.model, "layers", 1)))
     # The head's phase of the backward pass, and that of the layers: one follows the other, so the larger counts.
     head = {"gathered_weights": itemsize * outside * split, "temporaries": (LOGITS - 1) * logits, "activations": logits}
-    inside = {"gathered_weights": itemsize * gathered, "temporaries": AGAIN_SHARE * recomputed(assembly), "activations": 0.0}
+    inside = {"gathered_weights": itemsize * gathered, "temporaries": AGAIN_SHARE * recomputed_bytes(assembly), "activations": 0.0}
     phase = max(head, inside, key=lambda part: sum(part.values()))
     return {
         "parameters": state["parameters"],
@@ -62,7 +62,7 @@ def activations(assembly: Any) -> list[tuple[int, tuple[int, ...]]]:
     wide = _split_sizes(run.model) if tensor > 1 else set[int]()
     stages = mesh.shape["stage"]
     out = []
-    for leaf in kept_arrays(assembly):
+    for leaf in saved_activations(assembly):
         whole = math.prod(leaf.shape) * leaf.dtype.itemsize
         of_rows = any(n in (rows, rows * tokens) or (n % tokens == 0 and n >= tokens > 1) for n in leaf.shape)
         if not of_rows:
@@ -108,7 +108,7 @@ def _weights(assembly: Any) -> tuple[float, float, float]:
     return inside, outside, trained
 
 
-def recomputed(assembly: Any) -> int:
+def recomputed_bytes(assembly: Any) -> int:
     """Bytes on a device that one layer computes again in its backward pass."""
     run = assembly.run
     if run.execution.remat == "none":

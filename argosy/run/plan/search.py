@@ -40,7 +40,7 @@ class Candidate:
         }
 
 
-def ranked(run: Any, target: Target, open_batch: bool) -> list[Candidate]:
+def rank_candidates(run: Any, target: Target, open_batch: bool) -> list[Candidate]:
     """Candidates that fit, the fastest first.
 
     Args:

@@ -30,7 +30,7 @@ from argosy.infer.engine.cache import (
 from argosy.infer.sampling.sampler import empty_slots
 from argosy.infer.settings import EngineSettings
 from argosy.models.parts.stack import Unroll
-from argosy.models.parts.weight import kept_in, logical, variables
+from argosy.models.parts.weight import logical, storage_dtype, variables
 from argosy.observe.environment import memory_bytes
 from argosy.observe.hlo.estimate import Prices
 from argosy.ops.native import library
@@ -146,7 +146,7 @@ def served_model(
     module.dtype = jnp.dtype(dtype or ("float32" if target.platform == "cpu" else "bfloat16"))
     banks = put_banks(module, settings.lora) if settings.lora.enabled else {}
     weights = {address: v for address, v in variables(module).items() if not isinstance(v, AdapterIds)}
-    shapes = {address: jax.ShapeDtypeStruct(v.shape, kept_in(v, module.dtype)) for address, v in weights.items()}
+    shapes = {address: jax.ShapeDtypeStruct(v.shape, storage_dtype(v, module.dtype)) for address, v in weights.items()}
     context = min(settings.context or config.context, config.context)
     with scope(mesh):
         needs = cache_needs(module.layers.holds(), settings, module.dtype, context)
@@ -408,7 +408,7 @@ def serving_rates(
     """The rates with 1, 8, 32 ... sequences at a time, as many as there are slots and pages for.
 
     Args:
-        steps: those of `wanted_steps`.
+        steps: those of `planned_steps`.
         per_step: tokens that a sequence gets of a step, on average.
     """
     prompt = sum(steps[0, tokens, before].seconds for tokens, before in prompt_steps(model, input_len))
@@ -427,7 +427,7 @@ def concurrencies(model: PlannedModel, size: CacheSize, length: int) -> list[int
     return sorted({n for n in (1, 8, 32, 128, 512) if n < most} | {most})
 
 
-def wanted_steps(model: PlannedModel, size: CacheSize, input_len: int, output_len: int) -> list[StepKey]:
+def planned_steps(model: PlannedModel, size: CacheSize, input_len: int, output_len: int) -> list[StepKey]:
     """The steps that `serving_rates` looks at."""
     prompts = [(0, tokens, before) for tokens, before in prompt_steps(model, input_len)]
     return prompts + [(n, 0, input_len + output_len // 2) for n in concurrencies(model, size, input_len + output_len)]

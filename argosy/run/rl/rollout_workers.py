@@ -28,7 +28,7 @@ from argosy.core.progress import Say
 from argosy.launch.workers import Group, WorkerLost, Workers, open_workers
 from argosy.launch.workers.group import WorkerGroup
 from argosy.models.parts.weight import Leaves
-from argosy.observe.readable import sized
+from argosy.observe.readable import format_bytes
 from argosy.rl.policy.critic import PREFIX
 from argosy.rl.rollouts.completions import Interrupted, SampledCompletion, SamplersLost, SamplingRequest
 from argosy.rl.rollouts.settings import Rollout
@@ -248,6 +248,6 @@ def sampling_task(prompts: Sequence[Sequence[int]], rows: Sequence[int], request
 
 def samplers_summary(settings: Rollout, weights: Leaves) -> str:
     """The number of sampling processes and their memory, for a run's header."""
-    size = sized(sum(leaf.size * leaf.dtype.itemsize for a, leaf in weights.items() if not a.startswith(PREFIX)))
+    size = format_bytes(sum(leaf.size * leaf.dtype.itemsize for a, leaf in weights.items() if not a.startswith(PREFIX)))
     who = f"{settings.processes} processes, each" if settings.processes != 1 else "a process of its own,"
     return f"{who} with a copy of the weights ({size}) and the cache of at most {plural(settings.slots, 'answer')}"

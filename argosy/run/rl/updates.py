@@ -17,7 +17,7 @@ from argosy.rl.rollouts.packing import RolloutBatch
 from argosy.run.assembly.assembly import Assembly
 from argosy.run.frozen.role import Role
 from argosy.run.rl.parts import PartArrays
-from argosy.train.guard import guarded
+from argosy.train.guard import guard_step
 from argosy.train.state import TrainState, training_graph
 from argosy.train.step import make_parts
 
@@ -59,7 +59,7 @@ class RolloutUpdates:
         a, run, graph, roles = assembly, assembly.run, training_graph(assembly.model), self.roles(assembly)
         settings: Any = {"precision": a.decided.precision, "roles": {name: role.graph for name, role in roles.items()}}
         add, finish = make_parts(graph, run.objective, a.optimizer, a.rate, **settings)
-        finish = guarded(finish, run.guard)
+        finish = guard_step(finish, run.guard)
         shapes, part, key = a.shapes, PartArrays(a).shapes(), jax.eval_shape(lambda: jax.random.key(0))
         frozen = {name: role.shapes for name, role in roles.items()}
         with a.tracing():

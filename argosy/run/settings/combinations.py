@@ -166,7 +166,7 @@ CONFLICTS: tuple[Conflict, ...] = (
 )
 
 
-def violated(situation: Situation) -> Iterator[UserError]:
+def violations(situation: Situation) -> Iterator[UserError]:
     """The errors of the table's rows that a run violates."""
     used = {key for key, feature in FEATURES.items() if feature.used(situation)}
     for conflict in CONFLICTS:

@@ -53,7 +53,7 @@ from argosy.run.settings.recipe_files import (
     presets_of_family,
     recipe_layers,
 )
-from argosy.run.settings.stored_layers import init_of, is_model, overruled, spelt_out, with_folders
+from argosy.run.settings.stored_layers import init_of, is_model, layers_below_model, spelt_out, with_folders
 from argosy.train.objectives import OBJECTIVES
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ def label_values(layers: list[SettingsLayer], is_given: Callable[[str], bool]) -
     if is_given("model.scores"):
         label_lists = [layer.values["model"]["labels"] for layer in layers if _gives(layer.values, "model.labels")]
         return {"data": {"labels": list(label_lists[-1])}} if label_lists and not is_given("data.labels") else {}
-    from argosy.data.labels import found_labels
+    from argosy.data.labels import labels_of_source
 
     values: dict[str, Any] = {}
     for layer in layers:
@@ -185,7 +185,7 @@ def label_values(layers: list[SettingsLayer], is_given: Callable[[str], bool]) -
     except ValidationError:
         # Reading the layers reports it.
         return {}
-    labels = found_labels(settings)
+    labels = labels_of_source(settings)
     names = tuple(settings.labels) or labels.names
     problem = {} if is_given("model.problem_type") else {"problem_type": labels.problem_type}
     return {"data": {"labels": list(names)}, "model": {"scores": len(names) or 1, "labels": names} | problem}
@@ -373,7 +373,7 @@ def with_preset(layers: list[SettingsLayer], configs: Path = CONFIGS, families: 
             raise no_model(preset, f"set by {where}", configs) from None
         raise
     beneath = [layer.under("model") for layer in stack]
-    return [*overruled(layers[:naming]), *beneath, *layers[naming:]]
+    return [*layers_below_model(layers[:naming]), *beneath, *layers[naming:]]
 
 
 def _families(schema: type[Settings]) -> Iterable[str]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from argosy.core.addresses import is_hub
-from argosy.core.hub.download import local_model, pinned
+from argosy.core.hub.download import local_model, pin_revision
 from argosy.core.settings import SettingsLayer
 from argosy.core.settings.words import SELF
 
@@ -53,7 +53,7 @@ def with_folders(layers: list[SettingsLayer], objective: str = "") -> list[Setti
         if folder is None:
             out.append(layer)
             continue
-        out = overruled(out)
+        out = layers_below_model(out)
         # A state includes weights.
         out.append(_shortened(_of_folder(folder, folder == preset and state is None, objective), out))
         if folder == preset:
@@ -75,7 +75,7 @@ def with_commits(layer: SettingsLayer) -> SettingsLayer:
     for group, key in HUB_KEYS:
         inner = values.get(group)
         if isinstance(inner, dict) and is_hub(inner.get(key)):
-            values[group] = {**inner, key: pinned(inner[key], _say)}
+            values[group] = {**inner, key: pin_revision(inner[key], _say)}
     return replace(layer, values=values)
 
 
@@ -153,7 +153,7 @@ def spelt_out(layer: SettingsLayer) -> SettingsLayer:
     return replace(layer, values={**layer.values, "model": preset | rest}, marks=marks)
 
 
-def overruled(layers: list[SettingsLayer]) -> list[SettingsLayer]:
+def layers_below_model(layers: list[SettingsLayer]) -> list[SettingsLayer]:
     """The layers below one that names another model: without their model settings, and without stored models."""
     remaining = [layer for layer in layers if not isinstance(layer, StoredModel)]
     return [replace(layer, values={k: v for k, v in layer.values.items() if k != "model"}) for layer in remaining]

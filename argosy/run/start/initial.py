@@ -34,7 +34,7 @@ from argosy.run.settings.run import Run
 from argosy.run.start.learned_tokens import put_first_rows
 from argosy.train.beside import CRITIC, alone
 from argosy.train.ema import RAW
-from argosy.train.state import TrainState, trained
+from argosy.train.state import TrainState, split_trained
 from argosy.weights import manifest
 from argosy.weights.build import stored_tokenizer
 from argosy.weights.fill import read_into, stored_arrays
@@ -75,7 +75,7 @@ def weights_for(assembly: Assembly, model: str, say: Callable[[str], None]) -> t
     theirs, ours = stored_tokenizer(stored), assembly.tokenizer
     if theirs is not None and ours is not None and not same_tokens(theirs, ours):
         say(f"{model} was trained with another tokenizer than this run's (init.tokenizer_mismatch=allow)")
-    _, params, rest = trained(assembly.model)
+    _, params, rest = split_trained(assembly.model)
     return assembly.begin(params, rest), stored
 
 
@@ -194,7 +194,7 @@ def state_from(assembly: Assembly, run: str, say: Callable[[str], None]) -> tupl
         )
     _, places = assembly.state_places()
     placed = {name: on_devices(a, places[name]) for name, a in arrays.items()}
-    _, params, rest = trained(assembly.model)
+    _, params, rest = split_trained(assembly.model)
     raw = {a: on_devices(w, assembly.places.params[a]) for a, w in raw.items()}
     if assembly.run.averages:
         placed |= {f"{RAW}{a}": raw[a] if raw else w.copy() for a, w in params.items()}
@@ -223,7 +223,7 @@ def first_weights(assembly: Assembly, say: Callable[[str], None]) -> dict[str, A
         if isinstance(assembly.run.model, LearnedEmbeddingsConfig):
             put_first_rows(assembly)
         assembly.draw()
-    _, params, rest = trained(assembly.model)
+    _, params, rest = split_trained(assembly.model)
     return params | rest
 
 

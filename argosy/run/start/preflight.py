@@ -18,7 +18,7 @@ from argosy.data.sources.find import check_readable
 from argosy.data.tokenizers.load import check_tokenizer
 from argosy.parallel.mesh import MeshSettings
 from argosy.run.distillation.address import check_address, is_endpoint
-from argosy.run.settings.combinations import Situation, violated
+from argosy.run.settings.combinations import Situation, violations
 from argosy.run.settings.compose import compose
 from argosy.run.settings.recipe_files import check_start, no_model, run_folder
 from argosy.run.settings.run import Init, Run
@@ -27,7 +27,7 @@ from argosy.train.objectives.distillation.teacher import TeacherObjective
 Checks = Iterator[Callable[[], object]]
 
 
-def settled(recipe: str, words: Iterable[str] = (), origin: str = COMMAND_LINE) -> Reading[Run]:
+def checked_settings(recipe: str, words: Iterable[str] = (), origin: str = COMMAND_LINE) -> Reading[Run]:
     """The checked settings of a run.
 
     Raises:
@@ -49,7 +49,7 @@ def settled(recipe: str, words: Iterable[str] = (), origin: str = COMMAND_LINE) 
         del values["init"]
     checks = inputs(values) if done_steps < reading.value.steps else []
     mistakes = mistakes_of(*checks, lambda: RunDirectory(directory_of(reading, recipe)).admit(reading))
-    raise_mistakes([*violated(Situation(reading.value)), *mistakes])
+    raise_mistakes([*violations(Situation(reading.value)), *mistakes])
     return reading
 
 

@@ -11,7 +11,7 @@ from starlette.formparsers import MultiPartException
 from starlette.requests import Request
 
 from argosy.core.errors import BadInput
-from argosy.core.formats.image_files import read_image, resized
+from argosy.core.formats.image_files import read_image, resize_image
 from argosy.serve.images.fields import EditFields
 from argosy.serve.images.settings import ImageLimits
 from argosy.web.body import read_body
@@ -129,8 +129,8 @@ def fit_form(form: EditForm, height: int, width: int) -> EditForm:
     """The image and its mask at another size."""
     mask = form.mask
     if mask is not None:
-        mask = (resized((mask * 255).astype(np.uint8), height, width) > 127).astype(np.float32)
-    return form._replace(image=resized(form.image, height, width), mask=mask)
+        mask = (resize_image((mask * 255).astype(np.uint8), height, width) > 127).astype(np.float32)
+    return form._replace(image=resize_image(form.image, height, width), mask=mask)
 
 
 async def _stream(body: bytes) -> AsyncGenerator[bytes]:

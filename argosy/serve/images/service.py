@@ -10,7 +10,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from argosy.core.errors import ArgosyError, BadInput
-from argosy.core.formats.image_files import resized
+from argosy.core.formats.image_files import resize_image
 from argosy.infer.denoise.engine import EngineClosed, ImageEngine, ImageEvent, ImageRequest, QueueOverflow
 from argosy.infer.denoise.pipeline import ImagePipeline
 from argosy.infer.denoise.step_cache import check_step_cache
@@ -169,7 +169,7 @@ class ImageService:
         if len(fields.control_files) != nets:
             needed = "the image that its ControlNet follows" if nets == 1 else f"{nets} images, one for each ControlNet"
             raise ApiError(f"`control_image`: this server's model needs {needed}", param="control_image")
-        images = [resized(image, height, width)[None] for image in fields.controls(self.settings.limits)]
+        images = [resize_image(image, height, width)[None] for image in fields.controls(self.settings.limits)]
         how: dict[str, Any] = {name: getattr(fields, name) for name in CONTROL if name != "control_image"}
         return how | {"control_image": images if nets > 1 else images[0]}
 

@@ -16,7 +16,7 @@ from argosy.serve.openai.completions import read_prompts
 from argosy.serve.openai.fields import EmbeddingFields
 from argosy.web.errors import ApiError
 from argosy.web.fields import RerankFields, ScoreFields, VectorFields
-from argosy.web.ranking import check_counts, reranked, scored
+from argosy.web.ranking import check_counts, rerank_response, score_response
 from argosy.weights.hub.sentence_steps import DOCUMENT_PROMPTS, QUERY_PROMPTS
 
 
@@ -106,7 +106,7 @@ def prepare_score(service: EncoderService, body: Any) -> EmbeddingJob:
     ]
 
     def answer(vectors: Float[np.ndarray, "N D"]) -> dict[str, Any]:
-        return scored(cosines(vectors[: len(first)], vectors[len(first) :]))
+        return score_response(cosines(vectors[: len(first)], vectors[len(first) :]))
 
     return EmbeddingJob(service, fields, "score", rows, answer)
 
@@ -126,7 +126,7 @@ def prepare_rerank(service: EncoderService, body: Any) -> EmbeddingJob:
     ]
 
     def answer(vectors: Float[np.ndarray, "N D"]) -> dict[str, Any]:
-        return reranked(cosines(vectors[:1], vectors[1:]), fields)
+        return rerank_response(cosines(vectors[:1], vectors[1:]), fields)
 
     return EmbeddingJob(service, fields, "rerank", rows, answer)
 

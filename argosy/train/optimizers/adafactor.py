@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 from pydantic import Field
 
 from argosy.core.settings import Also
-from argosy.train.optimizers.base import Meanings, Optimizer, Transformation, decayed
+from argosy.train.optimizers.base import Meanings, Optimizer, Transformation, add_decay
 from argosy.train.optimizers.matrices import views_of
 from argosy.train.schedule import Factor
 
@@ -102,4 +102,4 @@ class Adafactor(Optimizer):
             return new_updates, AdafactorState(count, rows, columns, nu)
 
         mean = optax.GradientTransformation(init, update)
-        return optax.chain(mean, decayed(decays), optax.scale_by_learning_rate(rate))
+        return optax.chain(mean, add_decay(decays), optax.scale_by_learning_rate(rate))

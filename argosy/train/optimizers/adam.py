@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from argosy.core.settings import Also
-from argosy.train.optimizers.base import Meanings, Optimizer, Transformation, decayed
+from argosy.train.optimizers.base import Meanings, Optimizer, Transformation, add_decay
 from argosy.train.schedule import Factor
 
 
@@ -33,7 +33,7 @@ class AdamW(Optimizer):
         import optax
 
         mean = optax.scale_by_adam(self.b1, self.b2, self.eps, nesterov=self.nesterov)
-        return optax.chain(mean, decayed(decays), optax.scale_by_learning_rate(rate))
+        return optax.chain(mean, add_decay(decays), optax.scale_by_learning_rate(rate))
 
 
 class NAdamW(AdamW):

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 from pydantic import Field
 
 from argosy.core.settings import Also
-from argosy.train.optimizers.base import Meanings, Optimizer, Transformation, decayed
+from argosy.train.optimizers.base import Meanings, Optimizer, Transformation, add_decay
 from argosy.train.schedule import Factor
 
 
@@ -65,4 +65,4 @@ class Adan(Optimizer):
             return new_updates, AdanState(count, mu, differences, nu, dict(updates))
 
         mean = optax.GradientTransformation(init, update)
-        return optax.chain(mean, decayed(decays), optax.scale_by_learning_rate(rate))
+        return optax.chain(mean, add_decay(decays), optax.scale_by_learning_rate(rate))

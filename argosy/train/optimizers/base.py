@@ -118,7 +118,7 @@ class Optimizer(Settings):
 
         if on_host is None:
             return _lenient(optax.chain(clip, rule_of(meanings)))
-        from argosy.train.offload import hosted
+        from argosy.train.offload import state_on_host
 
         if not self.separable:
             problem = f"{type(self).__name__} reads all weights at once, and state on the host is updated weight by weight"
@@ -126,7 +126,7 @@ class Optimizer(Settings):
         if factors.by_layer:
             problem = "groups that tell the layers of a stack apart are for state on the device"
             raise BadInput(problem, where="set by execution.offload", hint="execution.offload=none")
-        return _lenient(optax.chain(clip, hosted(rule_of, meanings, on_host)))
+        return _lenient(optax.chain(clip, state_on_host(rule_of, meanings, on_host)))
 
     def check(self, meanings: Meanings) -> None:
         """Raises BadInput if the optimizer is not for these weights."""
@@ -151,7 +151,7 @@ class Optimizer(Settings):
         return usual if factors is None else {a: factors.decay(a, usual[a]) for a in usual}
 
 
-def decayed(decays: Mapping[str, Any]) -> Transformation:
+def add_decay(decays: Mapping[str, Any]) -> Transformation:
     """Adds the weight times its decay to the update. Stateless."""
     import optax
 
@@ -201,7 +201,7 @@ def _lenient(transform: Transformation) -> Transformation:
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def scaled(optimizer: Any, prefix: str, factor: float) -> Any:
+def scale_rate(optimizer: Any, prefix: str, factor: float) -> Any:
     """The optimizer with so many times the learning rate for the weights whose addresses begin so."""
     import optax
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import Field
 
-from argosy.train.optimizers.base import Meanings, Optimizer, Transformation, decayed
+from argosy.train.optimizers.base import Meanings, Optimizer, Transformation, add_decay
 from argosy.train.schedule import Factor
 
 
@@ -24,4 +24,4 @@ class Lion(Optimizer):
     def rule(self, rate: Factor, meanings: Meanings, decays: Mapping[str, Any]) -> Transformation:
         import optax
 
-        return optax.chain(optax.scale_by_lion(self.b1, self.b2), decayed(decays), optax.scale_by_learning_rate(rate))
+        return optax.chain(optax.scale_by_lion(self.b1, self.b2), add_decay(decays), optax.scale_by_learning_rate(rate))

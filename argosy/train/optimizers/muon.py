@@ -13,7 +13,7 @@ from pydantic import Field
 
 from argosy.core.errors import BadInput
 from argosy.core.settings import Also
-from argosy.train.optimizers.base import Meanings, Optimizer, Transformation, by_label, decayed
+from argosy.train.optimizers.base import Meanings, Optimizer, Transformation, add_decay, by_label
 from argosy.train.optimizers.matrices import MatrixView
 from argosy.train.schedule import Factor
 
@@ -65,12 +65,12 @@ class Muon(MatrixOptimizer):
                 ns_steps=self.ns_steps, beta=self.momentum, nesterov=self.nesterov, weight_dimension_numbers=dimensions
             ),
             optax.stateless(lambda updates, _: self._sized(updates, dimensions)),
-            decayed({a: decays[a] for a in dimensions}),
+            add_decay({a: decays[a] for a in dimensions}),
             optax.scale_by_learning_rate(rate),
         )
         words = optax.chain(
             optax.scale_by_adam(self.adam_b1, self.adam_b2, self.adam_eps),
-            decayed({a: decays[a] for a in rest}),
+            add_decay({a: decays[a] for a in rest}),
             optax.scale_by_learning_rate(lambda step: ratio * rate(step)),
         )
         labels = {a: "matrices" if a in dimensions else "rest" for a in meanings}

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from argosy.core.settings import Also
-from argosy.train.optimizers.base import Meanings, Optimizer, Transformation, decayed
+from argosy.train.optimizers.base import Meanings, Optimizer, Transformation, add_decay
 from argosy.train.schedule import Factor
 
 
@@ -29,7 +29,7 @@ class SGD(Optimizer):
         import optax
 
         trace = optax.trace(self.momentum, self.nesterov) if self.momentum else optax.identity()
-        return optax.chain(trace, decayed(decays), optax.scale_by_learning_rate(rate))
+        return optax.chain(trace, add_decay(decays), optax.scale_by_learning_rate(rate))
 
 
 class RMSProp(Optimizer):
@@ -50,4 +50,4 @@ class RMSProp(Optimizer):
         square = optax.scale_by_stddev if self.centered else optax.scale_by_rms
         trace = optax.trace(self.momentum) if self.momentum else optax.identity()
         mean = square(self.b2, self.eps, eps_in_sqrt=False)
-        return optax.chain(mean, trace, decayed(decays), optax.scale_by_learning_rate(rate))
+        return optax.chain(mean, trace, add_decay(decays), optax.scale_by_learning_rate(rate))

@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 from pydantic import Field
 
 from argosy.core.settings import Also
-from argosy.train.optimizers.base import Meanings, Transformation, by_label, decayed
+from argosy.train.optimizers.base import Meanings, Transformation, add_decay, by_label
 from argosy.train.optimizers.matrices import MatrixView, views_of
 from argosy.train.optimizers.muon import MatrixOptimizer
 from argosy.train.optimizers.soap import SIDES
@@ -68,7 +68,7 @@ class Shampoo(MatrixOptimizer):
             "rest": optax.scale_by_adam(self.b1, min(self.b2, 0.999), self.adam_eps),
         }
         labels = {a: "matrices" if a in views else "rest" for a in meanings}
-        return optax.chain(by_label(rules, labels), decayed(decays), optax.scale_by_learning_rate(rate))
+        return optax.chain(by_label(rules, labels), add_decay(decays), optax.scale_by_learning_rate(rate))
 
     def _matrices(self, views: Mapping[str, MatrixView]) -> Transformation:
         import jax

@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 from pydantic import Field
 
 from argosy.core.settings import Also
-from argosy.train.optimizers.base import Meanings, Transformation, by_label, decayed
+from argosy.train.optimizers.base import Meanings, Transformation, add_decay, by_label
 from argosy.train.optimizers.matrices import MatrixView, views_of
 from argosy.train.optimizers.muon import MatrixOptimizer
 from argosy.train.schedule import Factor
@@ -63,7 +63,7 @@ class SOAP(MatrixOptimizer):
         views = views_of(meanings)
         rules = {"matrices": self._matrices(views), "rest": optax.scale_by_adam(self.b1, self.b2, self.eps)}
         labels = {a: "matrices" if a in views else "rest" for a in meanings}
-        return optax.chain(by_label(rules, labels), decayed(decays), optax.scale_by_learning_rate(rate))
+        return optax.chain(by_label(rules, labels), add_decay(decays), optax.scale_by_learning_rate(rate))
 
     def _matrices(self, views: Mapping[str, MatrixView]) -> Transformation:
         import jax
@@ -99,11 +99,11 @@ class SOAP(MatrixOptimizer):
             t = jnp.maximum(count, 1).astype(g.dtype)
             mu = jnp.where(first, 0, self.b1 * state.mu[address] + (1 - self.b1) * g)
             nu = view.matrices(state.nu[address])
-            nu = jnp.where(first, 0, self.b2 * nu + (1 - self.b2) * jnp.square(projected(grad, bases)))
+            nu = jnp.where(first, 0, self.b2 * nu + (1 - self.b2) * jnp.square(project(grad, bases)))
             scale = jnp.sqrt(1 - self.b2**t) / (1 - self.b1**t)
             # Before the first step nothing is known, and the update is 0.
-            rotated = jnp.where(first, 0, projected(view.matrices(mu), bases) / (jnp.sqrt(nu) + self.eps))
-            move = scale * projected(rotated, {side: basis.mT for side, basis in bases.items()})
+            rotated = jnp.where(first, 0, project(view.matrices(mu), bases) / (jnp.sqrt(nu) + self.eps))
+            move = scale * project(rotated, {side: basis.mT for side, basis in bases.items()})
             share = self.b2 if self.preconditioner_decay is None else self.preconditioner_decay
             outer = {"left": grad @ grad.mT, "right": grad.mT @ grad}
             factors = {
@@ -113,7 +113,7 @@ class SOAP(MatrixOptimizer):
             bases, nu = jax.lax.cond(
                 first,
                 lambda: ({side: eigenvectors(factor) for side, factor in factors.items()}, nu),
-                lambda: jax.lax.cond(due, lambda: iterated(factors, bases, nu), lambda: (bases, nu)),
+                lambda: jax.lax.cond(due, lambda: power_iteration(factors, bases, nu), lambda: (bases, nu)),
             )
             new = {"mu": mu, "nu": view.stored(nu, shape)}
             for side in axes:
@@ -129,7 +129,7 @@ class SOAP(MatrixOptimizer):
         return optax.GradientTransformation(init, update)
 
 
-def projected(matrices: Any, bases: Mapping[str, Any]) -> Any:
+def project(matrices: Any, bases: Mapping[str, Any]) -> Any:
     """Q_Lᵀ X Q_R, for the sides that have a basis."""
     if "left" in bases:
         matrices = bases["left"].mT @ matrices
@@ -143,7 +143,7 @@ def eigenvectors(factor: Any) -> Any:
     return jnp.linalg.eigh(factor + 1e-30 * jnp.eye(factor.shape[-1], dtype=factor.dtype))[1][..., ::-1]
 
 
-def iterated(factors: Mapping[str, Any], bases: Mapping[str, Any], nu: Any) -> tuple[dict[str, Any], Any]:
+def power_iteration(factors: Mapping[str, Any], bases: Mapping[str, Any], nu: Any) -> tuple[dict[str, Any], Any]:
     """The bases after a power iteration, with the columns in the order of their eigenvalues, and the mean of squares in that order."""
     import jax.numpy as jnp
 

@@ -45,7 +45,7 @@ def levels(signed: bool) -> Any:
     return np.sort(np.asarray(out, np.float32))
 
 
-def coded(x: Any, signed: bool) -> tuple[Any, Any]:
+def encode_state(x: Any, signed: bool) -> tuple[Any, Any]:
     """The codes [..., n] and the scales [..., blocks] of an array."""
     import jax.numpy as jnp
 
@@ -60,7 +60,7 @@ def coded(x: Any, signed: bool) -> tuple[Any, Any]:
     return codes.reshape(padded.shape)[..., :n], scales.astype(jnp.float32)
 
 
-def decoded(codes: Any, scales: Any, signed: bool, dtype: Any) -> Any:
+def decode_state(codes: Any, scales: Any, signed: bool, dtype: Any) -> Any:
     """The array that codes and scales stand for."""
     import jax.numpy as jnp
 
@@ -106,7 +106,7 @@ def with_state_type(kind: str, rule: Any, meanings: Mapping[str, Any], nonnegati
             if kind == "bfloat16":
                 return {a: x.astype(jnp.bfloat16) for a, x in node.items()}
             few = {a: x for a, x in node.items() if _numbers(x, *meanings[a]) < FEWEST}
-            pairs = {a: coded(x, field not in nonnegative) for a, x in node.items() if a not in few}
+            pairs = {a: encode_state(x, field not in nonnegative) for a, x in node.items() if a not in few}
             return Stored({a: c for a, (c, _) in pairs.items()}, {a: s for a, (_, s) in pairs.items()}), few
 
         return jax.tree_util.tree_map_with_path(packed, state, is_leaf=is_average)
@@ -116,7 +116,7 @@ def with_state_type(kind: str, rule: Any, meanings: Mapping[str, Any], nonnegati
             field = field_of(path)
             if is_packed(node):
                 codes, scales = node[0]
-                of = lambda a: decoded(codes[a], scales[a], field not in nonnegative, params[a].dtype)  # noqa: E731
+                of = lambda a: decode_state(codes[a], scales[a], field not in nonnegative, params[a].dtype)  # noqa: E731
                 return {a: of(a) if a in codes else node[1][a] for a in params if a in codes or a in node[1]}
             if kind == "bfloat16" and is_average(node) and field not in exact:
                 return {a: x.astype(params[a].dtype) for a, x in node.items()}

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from argosy.core.errors import BadInput, Damaged
-from argosy.core.formats import quoted
+from argosy.core.formats import quote_name
 from argosy.core.formats.gguf import GGUF
 from argosy.models.settings import Experts, LinearScaling, Llama3Scaling, LongRope, Rope, Yarn
 
@@ -42,7 +42,7 @@ class Metadata:
         start, expected = f"{self.kind}.", self.asked | HARMLESS
         keys = {key.removeprefix(start): value for key, value in self.file.meta.items() if key.startswith(start)}
         unread = {key: value for key, value in keys.items() if key not in expected and _is_present(value)}
-        return [f"{quoted(start + key)} = {quoted(str(value), 40)} is not understood" for key, value in unread.items()]
+        return [f"{quote_name(start + key)} = {quote_name(str(value), 40)} is not understood" for key, value in unread.items()]
 
     def get(self, key: str) -> Any:
         """The value of a key, None if it is absent. A list with the same value for every layer is returned as that one value."""
@@ -173,7 +173,7 @@ def _scaling(meta: Metadata, base: float, rotary_size: int, truncate: bool) -> S
         built = ("none",)
     if kind not in built:
         meta.add_problem(
-            "rope.scaling.type", f"is {quoted(str(kind), 40)}: only {' or '.join(built)} is built for these tensors"
+            "rope.scaling.type", f"is {quote_name(str(kind), 40)}: only {' or '.join(built)} is built for these tensors"
         )
         return None
     if long:

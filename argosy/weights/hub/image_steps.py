@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Float
 
 from argosy.core.errors import BadInput, Damaged
-from argosy.core.formats.image_files import Resampling, resized
+from argosy.core.formats.image_files import Resampling, resize_image
 from argosy.data.tokenizers.config import read_object
 
 FILE = "preprocessor_config.json"
@@ -55,7 +55,7 @@ class ImageSteps:
             short, long = sorted((height, width))
             longer = int(self.shorter * long / short)
             height, width = (self.shorter, longer) if height <= width else (longer, self.shorter)
-            image = resized(image, height, width, self.resampling)
+            image = resize_image(image, height, width, self.resampling)
         if self.crop is not None:
             rows, columns = self.crop
             if rows > height or columns > width:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
-from argosy.adapt.base import FACTORS, retrained
+from argosy.adapt.base import FACTORS, retrained_addresses
 from argosy.adapt.lora import LoRA
 from argosy.adapt.surgery import find
 from argosy.core.addresses import is_hub
@@ -81,7 +81,7 @@ def contents_of(model: Any) -> PeftContents:
     Raises:
         BadInput: the model has no adapters.
     """
-    arrays, mine = split(model)[1], retrained(model)
+    arrays, mine = split(model)[1], retrained_addresses(model)
     places = {name: at for name, at in stored_addresses(model).items() if at[0] in mine}
     whole = {name: np.asarray(arrays[address] if i is None else arrays[address][i]) for name, (address, i) in places.items()}
     adapters = adapters_of(model)

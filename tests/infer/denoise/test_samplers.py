@@ -17,7 +17,7 @@ from argosy.infer.denoise.plan import (
     advance,
     fresh_noise,
     initial_state,
-    padded,
+    pad_plan,
     row_at,
     sample,
 )
@@ -80,7 +80,7 @@ def test_one_loop_is_the_steps_one_by_one():
     how = SamplerSettings(name="euler_ancestral", noise={"kind": "betas"}, prediction="epsilon")
     plan, keys = SAMPLERS[how.name](how, 5), jax.random.split(jax.random.key(3), 2)
     noise = jax.random.normal(jax.random.key(0), SHAPE)
-    whole = jax.jit(sample, static_argnums=0)(network, padded(plan), initial_state(plan, noise), keys, None, plan.evaluations)
+    whole = jax.jit(sample, static_argnums=0)(network, pad_plan(plan), initial_state(plan, noise), keys, None, plan.evaluations)
     state = initial_state(plan, noise)
     for i in range(plan.evaluations):
         state = advance(network, state, row_of(plan, i), fresh_noise(keys, i, noise))

@@ -9,7 +9,7 @@ from argosy.checkpoint.tiers.peers import Listener
 from argosy.core.errors import BadInput
 from argosy.launch.workers.arrays.references import Ref
 from argosy.launch.workers.arrays.transfers import TransferSource, answer
-from argosy.launch.workers.arrays.trees import apart, described, is_own
+from argosy.launch.workers.arrays.trees import apart, describe_tree, is_own
 from argosy.launch.workers.group import WorkerGroup
 
 NAME = "controller"
@@ -38,7 +38,7 @@ class Offers:
         for path, array in zip(paths, arrays):
             if not is_own(array) and array.size:
                 raise BadInput(f"{path} is an array of several processes", hint="send what this process has whole")
-        skeleton, leaves = described(value, several=False)
+        skeleton, leaves = describe_tree(value, several=False)
         with self._lock:
             if self._listener is None:
                 self._listener = Listener(self.host, lambda request, peer: answer(self._arrays, request, peer))
@@ -59,7 +59,7 @@ class Offers:
             self._listener.close()
 
 
-def sent(value: Any, group: WorkerGroup, sharding: Any, offers: Offers | None) -> Ref:
+def send_value(value: Any, group: WorkerGroup, sharding: Any, offers: Offers | None) -> Ref:
     """Sends a value of the controller to a group.
 
     Args:

@@ -193,7 +193,7 @@ def pull(source: TransferSource, skeleton: Any, mesh: Mesh, sharding: Any, rank:
                     coverage += volume(common)
             if coverage < volume(box):
                 raise BadInput(f"no process of the group `{source.group}` has all of {leaf.path}")
-    total = fetched(source, pieces)
+    total = fetch_pieces(source, pieces)
     return together(skeleton, [_on_devices(*arguments) for arguments in zip(first, shardings, buffers)]), total
 
 
@@ -237,7 +237,7 @@ def placements(skeleton: Any, leaves: Sequence[Leaf], mesh: Mesh, sharding: Any)
     return out
 
 
-def fetched(source: TransferSource, pieces: Mapping[int, list[ShardPiece]]) -> int:
+def fetch_pieces(source: TransferSource, pieces: Mapping[int, list[ShardPiece]]) -> int:
     """Fetches all pieces, over one connection to each process of the source, at the same time. Returns the number of bytes."""
     done: dict[int, int | Exception] = {}
 

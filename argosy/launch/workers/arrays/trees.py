@@ -86,7 +86,7 @@ def together(skeleton: Any, arrays: Sequence[Any]) -> Any:
     return jax.tree.map(lambda leaf: arrays[leaf.index] if isinstance(leaf, Slot) else leaf, skeleton)
 
 
-def packed(arguments: Any, number_of: Callable[[Any], int], kind: type) -> bytes:
+def pack_arguments(arguments: Any, number_of: Callable[[Any], int], kind: type) -> bytes:
     """The arguments of a function as bytes. Leaves of the type `kind` refer to values of the worker.
 
     Raises:
@@ -98,8 +98,8 @@ def packed(arguments: Any, number_of: Callable[[Any], int], kind: type) -> bytes
     return pickle.dumps((leaves, [np.asarray(array) for array in arrays]), protocol=5)
 
 
-def unpacked(data: bytes, value_of: Callable[[int], Any]) -> Any:
-    """The inverse of `packed`; arrays become numpy arrays.
+def unpack_arguments(data: bytes, value_of: Callable[[int], Any]) -> Any:
+    """The inverse of `pack_arguments`; arrays become numpy arrays.
 
     Args:
         value_of: returns the worker's value of a number, for each `WorkerValue`.
@@ -134,7 +134,7 @@ def shards_of(array: Any) -> dict[Box, Any]:
     return {box_of(shard.index, array.shape): shard.data for shard in array.addressable_shards}
 
 
-def described(tree: Any, several: bool) -> tuple[bytes, list[Leaf]]:
+def describe_tree(tree: Any, several: bool) -> tuple[bytes, list[Leaf]]:
     """The skeleton as bytes, and this process's shards of each array.
 
     Args:

@@ -134,19 +134,19 @@ class Worker:
         """Calls a function, and keeps its result once it is computed."""
         import jax
 
-        from argosy.launch.workers.arrays.trees import unpacked
+        from argosy.launch.workers.arrays.trees import unpack_arguments
 
         try:
             function = function_of(payload["function"])
-            words, kwargs = unpacked(payload["arguments"], self.stored)
+            words, kwargs = unpack_arguments(payload["arguments"], self.stored)
         except UserError as error:
             raise _Unknown(error.what, where=error.where, hint=error.hint) from None
         self.objects[payload["number"]] = jax.block_until_ready(function(*words, **kwargs))
 
     def describe(self, number: int) -> tuple[bytes, list[Any]]:
-        from argosy.launch.workers.arrays.trees import described
+        from argosy.launch.workers.arrays.trees import describe_tree
 
-        return described(self.stored(number), several=self.hello["processes"] > 1)
+        return describe_tree(self.stored(number), several=self.hello["processes"] > 1)
 
     def value(self, payload: dict[str, Any]) -> list[tuple[int, Any, Any]]:
         """The array shards that the controller requests from this process: (index of the array, box, numpy array)."""

@@ -17,7 +17,7 @@ import numpy as np
 from argosy.core.command import install_extra
 from argosy.core.errors import BadInput, Unsupported
 from argosy.launch.workers.arrays.transfers import placements
-from argosy.launch.workers.arrays.trees import apart, described, together, unpacked
+from argosy.launch.workers.arrays.trees import apart, describe_tree, together, unpack_arguments
 from argosy.launch.workers.engines.child import function_of
 from argosy.launch.workers.engines.here import Here, mesh_over, sizes_of, thread
 from argosy.launch.workers.errors import WorkerError, WorkerLost
@@ -96,7 +96,7 @@ class Inline:
 
     def call(self, number: int, function: str, arguments: bytes) -> None:
         target = function_of(function)
-        words, kwargs = unpacked(arguments, self.stored)
+        words, kwargs = unpack_arguments(arguments, self.stored)
         token = thread.set(Here(self.name, 0, 1, self.mesh))
         try:
             with jax.default_device(self.mesh.devices.flat[0]):
@@ -114,7 +114,7 @@ class Inline:
         return self.stored(number)
 
     def pull(self, number: int, source: Any, sharding: Any) -> int:
-        _, leaves = described(source, several=False)
+        _, leaves = describe_tree(source, several=False)
         skeleton, _, arrays = apart(source, "the result", "")
         places = placements(skeleton, leaves, self.mesh, pickle.loads(pickle.dumps(sharding)))
         copies = [jax.device_put(_apart_from(array, self.mesh), place) for array, place in zip(arrays, places)]

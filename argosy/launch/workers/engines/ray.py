@@ -110,7 +110,7 @@ class RayWorkers:
         self.groups, self.wait = dict(groups), wait
         count = sum(group.processes for group in groups.values())
         cpus = max(group.cpus for group in groups.values())
-        self._connected = engine.connected(address, count * cpus)
+        self._connected = engine.connect_ray(address, count * cpus)
         self._placed: dict[str, tuple[list[Any], Any]] = {}
 
     def __enter__(self) -> "RayWorkers":
@@ -136,7 +136,7 @@ class RayWorkers:
         group = self.groups[name]
         gpus = group.devices if group.gpus else 0
         settings = Ray(processes=group.processes, cpus=group.cpus, gpus=gpus, wait=self.wait)
-        actors, _ = self._placed[name] = engine.placed(settings, Keeper)
+        actors, _ = self._placed[name] = engine.place_actors(settings, Keeper)
         # Ray pickles what it passes on; the modules of functions are the workers' to import.
         plain = replace(group, start=None, mesh=dict(group.mesh), environment=dict(group.environment))
         passed_on = {key: value for key, value in os.environ.items() if key.startswith(engine.PASSED_ON)}

@@ -52,7 +52,7 @@ from argosy.ops.paged.attention import (
     token_positions,
     with_longer_heads,
 )
-from argosy.ops.paged.blocked import fits_one_block, over_blocks
+from argosy.ops.paged.blocked import attend_by_blocks, fits_one_block
 
 # Cosines and sines of the tokens by `Rope.key`, computed once by a stack for all its layers.
 Angled = dict[str, Any] | None
@@ -334,7 +334,7 @@ class Contiguous(RowRecurrence):
             return self._fresh(q, entries, read, score), cache
         k_at = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), (B, S))
         length = 1 + jnp.max(jnp.where(self.live, self.at, -1), 1, keepdims=True)
-        stored = {n: owned(cache[n], k_at < length).astype(q.dtype) for n in entries}
+        stored = {n: zero_unowned(cache[n], k_at < length).astype(q.dtype) for n in entries}
         return meet(q, stored, read, score, See(self.at, k_at), self.absorb), cache
 
     def _fresh(self, q: Array, entries: Cache, read: Read, score: Score) -> Array:
@@ -347,7 +347,7 @@ class Contiguous(RowRecurrence):
         return cache and cache | {ROW + n: new.astype(cache[ROW + n].dtype) for n, new in state.items()}
 
 
-def owned(a: Array, mask: Bool[Array, "B S"]) -> Array:
+def zero_unowned(a: Array, mask: Bool[Array, "B S"]) -> Array:
     """An array [B S ...] with zeros where the row has no tokens: a previous owner may have left NaN there, and zero times NaN is
     NaN."""
     return jnp.where(mask.reshape(*mask.shape, *(1,) * (a.ndim - 2)), a, jnp.zeros((), a.dtype))
@@ -470,7 +470,7 @@ class Paged(RowRecurrence):
             entries = {n: a.astype(q.dtype) for n, a in entries.items()}
             return meet(q, _parted(entries, q.shape[-1]), read, plain, see, self.absorb, lse=True)
 
-        return over_blocks(attend, pools, self.table, total, at, score)[0].astype(q.dtype)
+        return attend_by_blocks(attend, pools, self.table, total, at, score)[0].astype(q.dtype)
 
     def _places(self, pages: int, page: int) -> tuple[Array, Array]:
         """Page and place of each token; past the last page for tokens that are not new."""

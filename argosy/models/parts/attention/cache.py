@@ -1,7 +1,7 @@
 """What layers cache, and where: buffers, pools, rings, states.
 
-A layer declares it (`Spec`), the caller allocates it (`contiguous`, `paged`), and the strategies of `parts.attention.attend` read and
-write it. An entry is of one of four kinds, which is part of its array's name in a layer's cache:
+A layer declares it (`Spec`), the caller allocates it (`contiguous`, `empty_pools`), and the strategies of `parts.attention.attend` read
+and write it. An entry is of one of four kinds, which is part of its array's name in a layer's cache:
 
     "k"          token   one per token: a buffer for each row, or pages of a pool
     "ring.k"     ring    one for each of the last `span` tokens, for layers that attend no further back (a window)
@@ -130,7 +130,7 @@ def contiguous(specs: Specs, rows: Any, length: int, dtype: Any = jnp.float32, *
     return _allocate(specs, (rows, length), rows, dtype, length, slack)
 
 
-def paged(
+def empty_pools(
     specs: Specs,
     slots: int,
     pages: int,
@@ -224,7 +224,7 @@ def layouts(specs: Specs, caches: Any) -> dict[str, dict[str, Any]]:
     return {name: of(specs[name][0], cache) for name, cache in caches.items()}
 
 
-def laid_out(specs: Specs, caches: Caches) -> Caches:
+def constrain_caches(specs: Specs, caches: Caches) -> Caches:
     """These caches, split as `layouts` says."""
     return jax.tree.map(jax.lax.with_sharding_constraint, caches, layouts(specs, caches))
 
@@ -327,7 +327,7 @@ def with_pages_copied(specs: Specs, caches: Caches, pages: Int[Array, "B"], to: 
         return jax.tree.map(copied, cache)
 
     new_caches = {name: with_copies(name, cache) for name, cache in caches.items()}
-    return laid_out(specs, new_caches) if on_several_devices() else new_caches
+    return constrain_caches(specs, new_caches) if on_several_devices() else new_caches
 
 
 def nobodys(index: Int[Array, "*B"], size: int) -> Int[Array, "*B"]:

@@ -18,7 +18,7 @@ from argosy.models.parts.attention.attend import HEADS, Attend
 from argosy.models.parts.attention.cache import Cache, Spec
 from argosy.models.parts.attention.rope import Turns, angles, apply_rope
 from argosy.models.parts.einsum import Einsum
-from argosy.models.parts.norm import over_rms
+from argosy.models.parts.norm import rms_normalize
 from argosy.models.parts.weight import Draw, Meaning, weight
 from argosy.models.settings import Reach
 from argosy.ops.attention import Score
@@ -96,7 +96,7 @@ def rotate_heads(x: Float[Array, "B T N H"], each: Reach, attend: Attend) -> Flo
         size = each.rope.rotated_size(x.shape[-1])
         shared = (getattr(attend, "angles", None) or {}).get(each.rope.key(size))
         x = apply_rope(x, each.rope, shared or angles(attend.positions, each.rope, size))
-    return x if each.unit is None else over_rms(wide(x), each.unit).astype(x.dtype)
+    return x if each.unit is None else rms_normalize(wide(x), each.unit).astype(x.dtype)
 
 
 def scale_queries(q: Float[Array, "B T N H"], each: Reach, attend: Attend) -> Float[Array, "B T N H"]:

@@ -86,11 +86,11 @@ class Indexer(nnx.Module):
             # There are no more than topk tokens: all are selected.
             return see
         seen = see.dense(window)
-        scores = summed(query, wide(keys))
+        scores = sum_scores(query, wide(keys))
         return replace(see, picked=seen & top_k_mask(jnp.where(seen, scores, -jnp.inf), self.topk))
 
 
-def summed(query: IndexQuery, keys: Float[Array, "B S J"]) -> Float[Array, "B T S"]:
+def sum_scores(query: IndexQuery, keys: Float[Array, "B S J"]) -> Float[Array, "B T S"]:
     """The scores summed over heads. For long sequences one head at a time: 64 heads of 8,192 by 8,192 tokens would be 17 GB."""
 
     def head_sum(q: Float[Array, "B T I J"], weights: Float[Array, "B T I"]) -> Float[Array, "B T S"]:

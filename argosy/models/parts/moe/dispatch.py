@@ -22,7 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from argosy.models.parts.einsum import Contraction, Route
-from argosy.models.parts.moe.exchange import exchanged, exchanged_in_rounds
+from argosy.models.parts.moe.exchange import exchange_rows, exchanged_in_rounds
 from argosy.models.parts.moe.sorting import inverse, sorted_by, weighted_rows
 from argosy.models.settings import Experts
 from argosy.ops.hadamard import hadamard_transform
@@ -168,7 +168,7 @@ class Capacity:
             scales = jnp.take_along_axis(weights.swapaxes(1, 2).reshape(B, k * T), source, 1)
             rows, weights = rows * scales[:, :, None].astype(x.dtype), jnp.ones_like(weights)
         rows = jnp.where(filled.reshape(B, -1, 1), rows, 0).reshape(B, E, places, -1).swapaxes(0, 1)
-        y = exchanged(experts, rows.reshape(E, B * places, -1)).reshape(E, B, places, -1)
+        y = exchange_rows(experts, rows.reshape(E, B * places, -1)).reshape(E, B, places, -1)
 
         at = jnp.where(fits, jnp.minimum(ranked, E - 1) * places + place, 0)
         picked = jnp.take_along_axis(y.swapaxes(0, 1).reshape(B, E * places, -1), at[:, :, None], 1)

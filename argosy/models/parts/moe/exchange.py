@@ -21,7 +21,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from argosy.models.parts.einsum import Route
-from argosy.models.parts.moe.sorting import inverse, permuted, sorted_by
+from argosy.models.parts.moe.sorting import inverse, permute_rows, sorted_by
 from argosy.models.parts.weight import merge, split
 from argosy.observe.hlo.estimate import FILLED
 from argosy.observe.hlo.loops import SELDOM
@@ -30,7 +30,7 @@ from argosy.observe.hlo.loops import SELDOM
 ROOM = 1.25
 
 
-def exchanged(experts: Any, rows: Float[Array, "E R D"]) -> Float[Array, "E R D"]:
+def exchange_rows(experts: Any, rows: Float[Array, "E R D"]) -> Float[Array, "E R D"]:
     """R rows of each expert through it. Where the devices have the same rows, each computes those of its experts, and gives zeros
     for the others."""
     (E, R, D), local_count = rows.shape, experts.local_experts
@@ -100,8 +100,8 @@ def exchanged_in_rounds(
         route = Route(jnp.bincount(local_id, length=local_count).astype(jnp.int32), jnp.minimum(local_id[inward], local_count - 1))
         # The places of a first round that even loads fill.
         with jax.named_scope(f"{FILLED}{round(100 * A / (n * places))}"):
-            y = local(permuted(rows.reshape(-1, x.shape[-1]), inward, outward), route)
-        return _swapped(experts, permuted(y, outward, inward).reshape(n, places, -1)).reshape(n * places, -1)
+            y = local(permute_rows(rows.reshape(-1, x.shape[-1]), inward, outward), route)
+        return _swapped(experts, permute_rows(y, outward, inward).reshape(n, places, -1)).reshape(n * places, -1)
 
     def work(i: Any, args: Any) -> Array:
         leaves, x, scales, expert, order, counts, starts = args

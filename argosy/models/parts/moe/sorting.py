@@ -25,7 +25,7 @@ def inverse(order: Int[Array, "X"]) -> Int[Array, "X"]:
 
 
 @jax.custom_vjp
-def permuted(x: Float[Array, "X D"], order: Int[Array, "X"], back: Int[Array, "X"]) -> Float[Array, "X D"]:
+def permute_rows(x: Float[Array, "X D"], order: Int[Array, "X"], back: Int[Array, "X"]) -> Float[Array, "X D"]:
     """Rows in another order, of which `back` is the inverse: so the gradient is a gather too, where JAX's own is a scatter."""
     return x[order]
 
@@ -39,7 +39,7 @@ def _unpermuted(residuals: tuple[Array, Array], g: Array) -> tuple[Any, ...]:
     return g[back], np.zeros(order.shape, jax.dtypes.float0), np.zeros(back.shape, jax.dtypes.float0)
 
 
-permuted.defvjp(_permuted, _unpermuted)
+permute_rows.defvjp(_permuted, _unpermuted)
 
 
 @jax.custom_vjp

@@ -35,7 +35,7 @@ from argosy.models.parts.attention.attend import Attend, StackedAttend
 from argosy.models.parts.attention.cache import Cache, Caches, Spec, Specs, joined_layers, parted_layers
 from argosy.models.parts.attention.rope import Turns, angles
 from argosy.models.parts.stack.hosted import any_hosted, brought
-from argosy.models.parts.stack.remat import INPUT, Remat, on_picked_weights, rematerialised
+from argosy.models.parts.stack.remat import INPUT, Remat, on_picked_weights, rematerialize
 from argosy.models.parts.stack.watch import OUTPUT, TOLD, Listening, WatchedAttend
 from argosy.models.parts.weight import Leaves, merge, split
 from argosy.parallel.scope import constrain, platform
@@ -66,7 +66,7 @@ class LayerBlock(Protocol):
     ) -> tuple[Streams, Cache | None, dict[str, Array]]: ...
 
 
-def constrained(x: Streams) -> Streams:
+def constrain_streams(x: Streams) -> Streams:
     """The streams, laid out over the mesh in scope."""
     return jax.tree.map(lambda a: constrain(a, "B T D"), x)
 
@@ -92,11 +92,11 @@ def run_block(
     def run(weights: Leaves, x: Streams, cache: Cache | None, attend: Attend, condition: Any) -> Any:
         heard = Listening(attend) if isinstance(attend, WatchedAttend) else None
         x, cache, aux = merge(graph, brought(weights))(x, layer.each, cache, heard or attend, condition)
-        return constrained(x), cache, aux | heard.told if heard else aux
+        return constrain_streams(x), cache, aux | heard.told if heard else aux
 
     # A weight that was brought from the host must not be kept for the backward pass: all layers' would be.
     picks = remat == "none" and any_hosted(weights.values())
-    again = on_picked_weights(run, remat) if picks else rematerialised(run, remat, unrolled)
+    again = on_picked_weights(run, remat) if picks else rematerialize(run, remat, unrolled)
     x, cache, aux = again(weights, x, cache, attend, condition)
     return x, cache, aux | {OUTPUT: x} if isinstance(attend, WatchedAttend) and attend.outputs else aux
 
@@ -372,7 +372,7 @@ class Stack(nnx.Module):
             condition: handed to every block; a tree of arrays [B ...].
             positions: rotary positions with several axes, in place of those of the strategy.
         """
-        return self.run(self, constrained(x), caches, self.with_angles(attend, positions), condition)
+        return self.run(self, constrain_streams(x), caches, self.with_angles(attend, positions), condition)
 
     def layer_aux(self, aux: Aux) -> tuple[list[dict[str, Array]], Aux]:
         """What every layer of the plan told (`parts.stack.watch`), and the other aux outputs."""
@@ -406,7 +406,7 @@ class Stack(nnx.Module):
         return replace(attend, angles={rope.key(size): angles(at, rope, size) for rope, size in turns})
 
 
-def unrolled(model: Any) -> Any:
+def unrolled_model(model: Any) -> Any:
     """The model with a list of layers where it has scanned ones. Weights of these layers are descriptions, named as `to_layers`
     names them; the others are shared with the model, which stays as it is."""
     out = nnx.merge(*nnx.split(model))

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.lax import dynamic_index_in_dim
 
 from argosy.models.parts.attention.attend import Attend
-from argosy.models.parts.stack import LayerGroup, Stack, Streams, constrained, group_parts, run_block
+from argosy.models.parts.stack import LayerGroup, Stack, Streams, constrain_streams, group_parts, run_block
 from argosy.models.parts.weight import split
 
 
@@ -21,7 +21,7 @@ def run_layers(stack: Stack, x: Streams, attend: Attend, condition: Any, start: 
     layers = range(len(stack.plan))[start:stop]
     if len(layers) == len(stack.plan):
         return stack(x, None, attend, condition)[0]
-    x, attend = constrained(x), stack.with_angles(attend)
+    x, attend = constrain_streams(x), stack.with_angles(attend)
     if stack.run.stacked:
         for group in stack.groups:
             x = _run_group_range(stack, group, x, attend, condition, layers)

@@ -38,7 +38,7 @@ PICKING = frozenset(
 )  # fmt: skip
 
 
-def rematerialised(function: Callable[..., Any], remat: Remat, unrolled: bool = False) -> Callable[..., Any]:
+def rematerialize(function: Callable[..., Any], remat: Remat, unrolled: bool = False) -> Callable[..., Any]:
     """A layer whose backward pass recomputes.
 
     Args:
@@ -65,7 +65,7 @@ def _policy(remat: Remat, *more: str) -> Callable[..., bool]:
 
 def on_picked_weights(function: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
     """A part of a loop which picks its weights anew in each step, and whose layers mark their inputs as `INPUT`. The backward pass
-    picks them again, where it would keep those of every step; else it keeps what `rematerialised` layers keep."""
+    picks them again, where it would keep those of every step; else it keeps what `rematerialize` layers keep."""
     if remat != "none":
         return jax.checkpoint(function, policy=_policy(remat, INPUT), prevent_cse=False)
     return jax.checkpoint(function, prevent_cse=False, policy=lambda primitive, *_, **__: primitive.name not in PICKING)

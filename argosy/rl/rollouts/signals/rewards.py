@@ -12,7 +12,7 @@ import numpy as np
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput, UserError, mistakes_of, raise_mistakes
 from argosy.core.progress import Say
-from argosy.data.order import picked
+from argosy.data.order import select_fields
 from argosy.data.rows.prompts import Prompts
 from argosy.rl.advantages.credit import RolloutAdvantages, rollout_advantages
 from argosy.rl.advantages.totals import reward_metrics, total
@@ -113,7 +113,7 @@ class RewardSignal(Signal):
         columns |= {name: outputs[name] for name in ("reference", "values") if name in outputs}
         columns |= {} if by.returns is None else {"returns": by.returns}
         fields = {**self.policy.reads(), **shared_of(self.shape)}
-        filled = [[picked(part.filled(columns), fields) for part in minibatch] for minibatch in parts]
+        filled = [[select_fields(part.filled(columns), fields) for part in minibatch] for minibatch in parts]
         self.keep(self.trajectory_records(rollout, by))
         numbers = self.numbers(rollout, by._replace(metrics=by.metrics | metrics), counted)
         if numbers.get("groups/useless") == 1:

@@ -21,7 +21,7 @@ import numpy as np
 from argosy.core.errors import ArgosyError, BadInput
 from argosy.data.batch import Batch
 from argosy.data.distillation.across import Aligned
-from argosy.data.order import picked
+from argosy.data.order import select_fields
 from argosy.data.rows.answered import Answered, AnsweredPrompts
 from argosy.infer.lm import LM
 from argosy.infer.sampling.sample import Sampling
@@ -191,11 +191,12 @@ class TeacherSignal(Signal):
             from_data: whether the completions are the data's, whose tokens are then labels.
         """
         if self.reread is None or read is None:
-            return [picked(with_mask(part, answers), self.settings.reads()) for part in pack_trajectories(answers, numbers, self.shape)]
+            parts = pack_trajectories(answers, numbers, self.shape)
+            return [select_fields(with_mask(part, answers), self.settings.reads()) for part in parts]
         batches = []
         for part in pack_trajectories(answers, numbers, self.shape, self.reread.room(answers, read, self.shape.sequence)):
             rows = self.reread.aligned_batch(with_mask(part, answers), part, read, lambda message: self.complain(message, "crowded"))
-            batches.append(picked(rows | {"labels": rows["mask"] * np.float32(from_data)}, self.settings.reads()))
+            batches.append(select_fields(rows | {"labels": rows["mask"] * np.float32(from_data)}, self.settings.reads()))
         return batches
 
     # ---------------------------------------------------------------- evaluation

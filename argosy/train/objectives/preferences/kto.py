@@ -96,7 +96,7 @@ def kto(
     import jax.numpy as jnp
 
     from argosy.train.objectives.loss import Loss, WeightedMean
-    from argosy.train.objectives.preferences.sequences import preferred
+    from argosy.train.objectives.preferences.sequences import preference_accuracy
 
     ratios, z = logps.logps - reference, jnp.maximum(divergence, 0.0)
     good, bad = live * desirable, live * (1 - desirable)
@@ -105,7 +105,7 @@ def kto(
     each = jnp.where(desirable > 0, settings.desirable_weight * gain, settings.undesirable_weight * pain)
     rewards = settings.beta * ratios
     # Chance that an answer is on the side of z that its label says.
-    above = preferred(ratios, jnp.broadcast_to(z, ratios.shape), jnp.abs(logps.logps) + jnp.abs(reference), logps.tie)
+    above = preference_accuracy(ratios, jnp.broadcast_to(z, ratios.shape), jnp.abs(logps.logps) + jnp.abs(reference), logps.tie)
     right = jnp.where(desirable > 0, above, 1 - above)
     metrics = {
         "rewards/chosen": _mean(rewards, good),

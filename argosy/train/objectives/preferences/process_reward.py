@@ -54,7 +54,7 @@ def step_loss(scores: "Float[Array, 'B T']", right: "Float[Array, 'B T']", mask:
     import jax.numpy as jnp
 
     from argosy.train.objectives.loss import Loss, WeightedMean
-    from argosy.train.objectives.preferences.sequences import preferred
+    from argosy.train.objectives.preferences.sequences import preference_accuracy
 
     def mean(values: "Array", where: "Array") -> "WeightedMean":
         return WeightedMean(jnp.sum(jnp.where(where, values, 0.0)), jnp.sum(where, dtype=jnp.float32))
@@ -63,7 +63,7 @@ def step_loss(scores: "Float[Array, 'B T']", right: "Float[Array, 'B T']", mask:
     each = -jax.nn.log_sigmoid(jnp.where(right > 0, scores, -scores))
     # The probability that a step is right is 1/2 + r / 4 near 0. One that differs from 1/2 by no more than rounding is no opinion,
     # whatever the sign of r: it counts as half right. So does that of a head of zeros.
-    above = preferred(scores, jnp.zeros_like(scores), jnp.ones_like(scores))
+    above = preference_accuracy(scores, jnp.zeros_like(scores), jnp.ones_like(scores))
     metrics = {
         "accuracy": mean(jnp.where(right > 0, above, 1 - above), ends),
         "scores/right": mean(scores, ends & (right > 0)),

@@ -64,7 +64,7 @@ def bradley_terry(
     import jax.numpy as jnp
 
     from argosy.train.objectives.loss import Loss
-    from argosy.train.objectives.preferences.sequences import Pairs, SequenceLogps, preferred
+    from argosy.train.objectives.preferences.sequences import Pairs, SequenceLogps, preference_accuracy
 
     chosen, rejected = scores[::2], scores[1::2]
     both = Pairs(SequenceLogps(chosen, chosen), SequenceLogps(rejected, rejected), live[::2])
@@ -72,7 +72,7 @@ def bradley_terry(
     metrics = {
         "rewards/chosen": both.mean(chosen),
         "rewards/rejected": both.mean(rejected),
-        "rewards/accuracy": both.mean(preferred(chosen, rejected, jnp.abs(chosen) + jnp.abs(rejected), tie)),
+        "rewards/accuracy": both.mean(preference_accuracy(chosen, rejected, jnp.abs(chosen) + jnp.abs(rejected), tie)),
         "rewards/margin": both.mean(chosen - rejected),
     }
     return Loss(both.mean(each), metrics)

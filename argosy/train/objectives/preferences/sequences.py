@@ -137,7 +137,7 @@ def pair_loss(
     return with_routers(function(settings, logps, batch["live"]), models["model"], aux, pair_weights(batch["live"]))
 
 
-def preferred(
+def preference_accuracy(
     chosen: Float[Array, "*n"], rejected: Float[Array, "*n"], scale: Float[Array, "*n"], tie: float = TIE
 ) -> Float[Array, "*n"]:
     """1 where chosen is above rejected, 0 where it is below, one half where they differ by no more than rounding.
@@ -162,13 +162,13 @@ def preference_metrics(
 
     Args:
         chosen, rejected: the implicit rewards of the answers.
-        scale: the size of the numbers that they were computed from, for ties (`preferred`); by default their own.
+        scale: the size of the numbers that they were computed from, for ties (`preference_accuracy`); by default their own.
     """
     scale = jnp.abs(chosen) + jnp.abs(rejected) if scale is None else scale
     return {
         "rewards/chosen": pairs.mean(chosen),
         "rewards/rejected": pairs.mean(rejected),
-        "rewards/accuracy": pairs.mean(preferred(chosen, rejected, scale, pairs.chosen.tie)),
+        "rewards/accuracy": pairs.mean(preference_accuracy(chosen, rejected, scale, pairs.chosen.tie)),
         "rewards/margin": pairs.mean(chosen - rejected),
         "logps/chosen": pairs.mean(pairs.chosen.logps),
         "logps/rejected": pairs.mean(pairs.rejected.logps),

@@ -50,7 +50,7 @@ def reranking_loss(settings: Rerank, right: "Float[Array, 'P s']", wrong: "Float
     import jax.numpy as jnp
 
     from argosy.train.objectives.loss import Loss, WeightedMean
-    from argosy.train.objectives.preferences.sequences import preferred
+    from argosy.train.objectives.preferences.sequences import preference_accuracy
 
     def mean(values: "Array") -> WeightedMean:
         return WeightedMean(jnp.sum(jnp.where(live > 0, values, 0.0)), jnp.sum(live))
@@ -60,7 +60,7 @@ def reranking_loss(settings: Rerank, right: "Float[Array, 'P s']", wrong: "Float
     else:
         each = -(jax.nn.log_sigmoid(right) + jax.nn.log_sigmoid(-wrong)) / 2
     metrics = {
-        "accuracy": mean(preferred(right, wrong, jnp.abs(right) + jnp.abs(wrong))),
+        "accuracy": mean(preference_accuracy(right, wrong, jnp.abs(right) + jnp.abs(wrong))),
         "scores/positive": mean(right),
         "scores/negative": mean(wrong),
     }

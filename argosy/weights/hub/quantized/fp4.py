@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from argosy.core.errors import BadInput, Damaged
-from argosy.core.formats import TensorReader, quoted
+from argosy.core.formats import TensorReader, quote_name
 from argosy.weights.hub.quantized.module import UINT8, PackedModule, check_tensor, finite_scales, group_of
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
@@ -38,7 +38,7 @@ class Fp4Packed(PackedModule):
             format: nvfp4 or mxfp4.
         """
         if args.get("num_bits") != 4 or args.get("type") != "float" or not args.get("symmetric", True):
-            raise BadInput(f"{quoted(name)}: {format} whose weights are not symmetric floats of four bits is not supported")
+            raise BadInput(f"{quote_name(name)}: {format} whose weights are not symmetric floats of four bits is not supported")
         rows, packed = check_tensor(tensors, f"{name}.weight_packed", UINT8)
         block = group_of(args.get("group_size", BLOCKS[format]), 2 * packed, name)
         names = ["weight_packed", "weight_scale"]
@@ -62,7 +62,7 @@ class Fp4Packed(PackedModule):
         name = f"{self.name}.weight_global_scale"
         divisor = finite_scales(tensors, name)
         if not (divisor > 0).all():
-            raise Damaged(f"{quoted(name)} is {divisor[0]}, by which scales are divided")
+            raise Damaged(f"{quote_name(name)} is {divisor[0]}, by which scales are divided")
         return np.float32(1) / divisor
 
 
@@ -115,5 +115,5 @@ def _exponents(tensors: TensorReader, name: str) -> np.ndarray:
     """
     scale = tensors.read(name)
     if (scale == 255).any():
-        raise Damaged(f"{quoted(name)}: an exponent of 255 does not stand for a number")
+        raise Damaged(f"{quote_name(name)}: an exponent of 255 does not stand for a number")
     return scale

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from argosy.core.errors import BadInput, Damaged
-from argosy.core.formats import TensorReader, quoted
+from argosy.core.formats import TensorReader, quote_name
 from argosy.weights.hub.quantized.module import (
     FLOATS,
     INT32,
@@ -71,7 +71,7 @@ class GptqPacked(PackedModule):
             names.append("g_idx")
             columns = column_groups(tensors, f"{name}.g_idx", inputs, group)
         elif settings.get("desc_act"):
-            raise BadInput(f"{quoted(f'{name}.g_idx')} is missing", hint="desc_act orders inputs, and this tensor says how")
+            raise BadInput(f"{quote_name(f'{name}.g_idx')} is missing", hint="desc_act orders inputs, and this tensor says how")
         return GptqPacked(
             *(name, tuple(f"{name}.{end}" for end in names), INTEGERS[bits], (outputs, inputs), (1, group)),
             minima=not settings.get("sym", False),
@@ -82,7 +82,7 @@ class GptqPacked(PackedModule):
 
     def values(self, tensors: TensorReader) -> np.ndarray:
         if not self.minima and f"{self.name}.qzeros" in self.tensors and (self._zeros(tensors) != 1 << (self.bits - 1)).any():
-            problem = f"{quoted(f'{self.name}.qzeros')}: zero points differ from the middle"
+            problem = f"{quote_name(f'{self.name}.qzeros')}: zero points differ from the middle"
             raise Damaged(problem, hint="config.json says symmetric (`sym`): is it the one that belongs to these weights?")
         return signed_if_eight(unpacked_words(tensors.read(f"{self.name}.qweight"), self.bits, 0).T, self.bits)
 

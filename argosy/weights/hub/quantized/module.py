@@ -16,7 +16,7 @@ import numpy as np
 from argosy.adapt.formats.format import TINY, Integers
 from argosy.adapt.formats.table import E2M1, FORMATS
 from argosy.core.errors import BadInput, Damaged
-from argosy.core.formats import Shape, TensorReader, quoted
+from argosy.core.formats import Shape, TensorReader, quote_name
 
 FLOATS = tuple(np.dtype(kind) for kind in (np.float32, np.float16, ml_dtypes.bfloat16))
 INT32, UINT8 = (np.dtype(np.int32),), (np.dtype(np.uint8),)
@@ -88,7 +88,7 @@ class PackedModule:
         """
         scale = finite_scales(tensors, f"{self.name}.input_scale").reshape(())
         if scale < TINY:
-            raise Damaged(f"{quoted(self.name)}: the scale of its inputs is {float(scale):g}")
+            raise Damaged(f"{quote_name(self.name)}: the scale of its inputs is {float(scale):g}")
         return scale
 
     @property
@@ -138,14 +138,14 @@ def check_tensor(tensors: TensorReader, name: str, kinds: Sequence[np.dtype], sh
         Damaged: it has another type.
     """
     if name not in tensors.names:
-        raise BadInput(f"{quoted(name)} is missing", hint="a packed weight needs its scales: is the folder complete?")
+        raise BadInput(f"{quote_name(name)} is missing", hint="a packed weight needs its scales: is the folder complete?")
     if tensors.dtype(name) not in kinds:
-        raise Damaged(f"{quoted(name)} is stored as {tensors.dtype(name)}, expected {' or '.join(map(str, kinds))}")
+        raise Damaged(f"{quote_name(name)} is stored as {tensors.dtype(name)}, expected {' or '.join(map(str, kinds))}")
     got = tuple(tensors.shape(name))
     if got != shape if shape is not None else len(got) != 2:
         expected = "two axes" if shape is None else str(list(shape))
         hint = "is config.json the one that belongs to these weights?"
-        raise BadInput(f"{quoted(name)} is {list(got)}, expected {expected}", hint=hint)
+        raise BadInput(f"{quote_name(name)} is {list(got)}, expected {expected}", hint=hint)
     return got
 
 
@@ -163,7 +163,7 @@ def finite_scales(tensors: TensorReader, name: str) -> np.ndarray:
     """
     scale = np.asarray(tensors.read(name), np.float32)
     if not np.isfinite(scale).all():
-        raise Damaged(f"{quoted(name)}: a scale is not finite")
+        raise Damaged(f"{quote_name(name)}: a scale is not finite")
     return scale
 
 
@@ -176,7 +176,7 @@ def group_of(size: Any, columns: int, where: str) -> int:
     if size is None or size == -1:
         return columns
     if type(size) is not int or size < 1 or columns % size:
-        raise BadInput(f"{quoted(where)}: groups of {str(size)[:20]} do not divide {columns} columns")
+        raise BadInput(f"{quote_name(where)}: groups of {str(size)[:20]} do not divide {columns} columns")
     return size
 
 

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from argosy.core.errors import BadInput
-from argosy.core.formats import TensorReader, quoted
+from argosy.core.formats import TensorReader, quote_name
 from argosy.weights.hub.quantized.module import FLOATS, PackedModule, check_tensor, finite_scales, group_of
 
 KINDS = {"int": ("int8", np.dtype(np.int8)), "float": ("fp8_e4m3", np.dtype(ml_dtypes.float8_e4m3fn))}
@@ -40,7 +40,7 @@ class NaiveQuantized(PackedModule):
         """
         bits, kind = args.get("num_bits", 8), str(args.get("type", "int"))
         if bits != 8 or kind not in KINDS:
-            raise BadInput(f"{quoted(name)}: {kind[:20]} of {str(bits)[:20]} bits, unpacked, is not supported", hint="int8 or fp8")
+            raise BadInput(f"{quote_name(name)}: {kind[:20]} of {str(bits)[:20]} bits, unpacked, is not supported", hint="int8 or fp8")
         format, dtype = KINDS[kind]
         shape = check_tensor(tensors, f"{name}.weight", (dtype,))
         block = _block(args, shape, name)
@@ -78,5 +78,5 @@ def _block(args: dict[str, Any], shape: tuple[int, ...], name: str) -> tuple[int
     sides = args.get("block_structure")
     if strategy == "block" and isinstance(sides, list) and len(sides) == 2 and all(type(n) is int and n > 0 for n in sides):
         return sides[0], sides[1]
-    problem = f"{quoted(name)}: scales by the strategy `{str(strategy)[:40]}` are not supported"
+    problem = f"{quote_name(name)}: scales by the strategy `{str(strategy)[:40]}` are not supported"
     raise BadInput(problem, hint="tensor, channel, group and block are")

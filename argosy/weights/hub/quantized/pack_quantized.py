@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from argosy.core.errors import BadInput, Damaged
-from argosy.core.formats import TensorReader, quoted
+from argosy.core.formats import TensorReader, quote_name
 from argosy.weights.hub.quantized.module import (
     FLOATS,
     INT32,
@@ -52,13 +52,13 @@ class PackQuantized(PackedModule):
         """
         bits = args.get("num_bits", 8)
         if bits not in INTEGERS or args.get("type", "int") != "int":
-            problem = f"{quoted(name)}: {str(args.get('type', 'int'))[:20]} of {str(bits)[:20]} bits, packed, is not supported"
+            problem = f"{quote_name(name)}: {str(args.get('type', 'int'))[:20]} of {str(bits)[:20]} bits, packed, is not supported"
             raise BadInput(problem, hint="int of 2, 4 or 8 bits is")
         rows, words = check_tensor(tensors, f"{name}.weight_packed", INT32)
         shape = _stated_shape(tensors, f"{name}.weight_shape")
         if shape[0] != rows or -(-shape[1] * bits // 32) != words:
             problem = f"`weight_packed` is {[rows, words]}, which does not hold {list(shape)} numbers of {bits} bits"
-            raise BadInput(f"{quoted(name)}: {problem}")
+            raise BadInput(f"{quote_name(name)}: {problem}")
         group = group_of(args.get("group_size"), shape[1], name)
         scales = check_tensor(tensors, f"{name}.weight_scale", FLOATS, (rows, shape[1] // group))
         names, minima = ["weight_packed", "weight_scale", "weight_shape"], not args.get("symmetric", True)
@@ -97,7 +97,7 @@ def column_groups(tensors: TensorReader, name: str, columns: int, group: int) ->
     if (groups == -1).all() or np.array_equal(groups, np.arange(columns) // group):
         return None
     if groups.min() < 0 or groups.max() >= columns // group:
-        raise Damaged(f"{quoted(name)}: groups from {groups.min()} to {groups.max()} of {columns // group}")
+        raise Damaged(f"{quote_name(name)}: groups from {groups.min()} to {groups.max()} of {columns // group}")
     return groups
 
 

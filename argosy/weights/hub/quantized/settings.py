@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from argosy.core.errors import BadInput, Damaged
-from argosy.core.formats import TensorReader, quoted
+from argosy.core.formats import TensorReader, quote_name
 from argosy.weights.hub.quantized.awq import AwqPacked
 from argosy.weights.hub.quantized.fp4 import Fp4Packed, Mxfp4Experts
 from argosy.weights.hub.quantized.gptq import GptqPacked
@@ -81,7 +81,7 @@ def _modules(settings: dict[str, Any], tensors: TensorReader, where: str) -> Ite
     for name in dict.fromkeys(n.rpartition(".")[0] for n in tensors.names if n.rpartition(".")[2] in parts or n in plain):
         group = _group_for(groups, name)
         if group is None:
-            raise BadInput(f"{quoted(name)} is packed, and no group of `config_groups` has it as a target")
+            raise BadInput(f"{quote_name(name)} is packed, and no group of `config_groups` has it as a target")
         format = str(group.get("format") or settings.get("format"))
         args, data = group["weights"], _activations(group.get("input_activations"))
         if "activations_scale" in data:
@@ -123,7 +123,7 @@ def _matches(pattern: str, name: str) -> bool:
     try:
         return re.match(pattern, name) is not None
     except re.error as error:
-        raise BadInput(f"the target {quoted('re:' + pattern)} is no regular expression: {error}") from None
+        raise BadInput(f"the target {quote_name('re:' + pattern)} is no regular expression: {error}") from None
 
 
 def _activations(args: Any) -> dict[str, Any]:

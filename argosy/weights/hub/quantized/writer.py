@@ -31,7 +31,7 @@ from argosy.core.keymap import KeyMap
 from argosy.models.base.language import LanguageConfig
 from argosy.models.parts.stack import Unroll
 from argosy.models.parts.weight import variables
-from argosy.ops.quantized import spread, unpacked
+from argosy.ops.quantized import spread, unpack_codes
 from argosy.weights.hub.quantized.module import INTEGERS, packed_words
 from argosy.weights.hub.writer import cast_weights, hub_config_file
 from argosy.weights.quantized import quantized_model
@@ -307,7 +307,7 @@ class _WholeWeights:
         if self.part == "x_scale":
             return np.broadcast_to(np.asarray(array), shape)
         if self.part == "values":
-            return np.asarray(unpacked(array, of.packed, of.bits) if of.packed else array)
+            return np.asarray(unpack_codes(array, of.packed, of.bits) if of.packed else array)
         return np.broadcast_to(np.asarray(spread(array, shape)), shape)
 
 
