@@ -154,3 +154,29 @@ def test_pipelines_are_compared_part_by_part(tmp_path, capsys):
     assert [found["name"] for found in told["settings"]] == ["scheduler/beta_end"]
     shutil.rmtree(b / "vae")
     assert compare(str(a), str(b))["only_in_a"] == ["vae/"]
+
+
+def test_pipelines_differ_in_what_they_make_of_prompts(tmp_path):
+    """Entries of model_index.json, and vocabularies, lengths and padding of tokenizers; not versions, and not what draws nothing."""
+    golden = GOLDEN.parents[1] / "images" / "pipeline-sdxl"
+    a, b = (write_pipeline(golden, tmp_path / name) for name in "ab")
+
+    def change(path: str, values: dict[str, object]) -> None:
+        (b / path).write_text(json.dumps(json.loads((b / path).read_text()) | values))
+
+    checker: dict[str, object] = {"safety_checker": ["stable_diffusion", "StableDiffusionSafetyChecker"]}
+    change("model_index.json", {"_diffusers_version": "0.1", "_name_or_path": "elsewhere", "requires_safety_checker": True, **checker})
+    (b / "safety_checker").mkdir()
+    (b / "safety_checker" / "config.json").write_text('{"model_type": "clip"}')
+    assert compare(str(a), str(b))["equal"]
+    change("model_index.json", {"force_zeros_for_empty_prompt": False})
+    change("tokenizer_2/tokenizer_config.json", {"model_max_length": 5, "pad_token": "!"})
+    model = json.loads((b / "tokenizer" / "tokenizer.json").read_text())["model"]
+    first, second = list(model["vocab"])[:2]
+    exchanged = {first: model["vocab"][second], second: model["vocab"][first]}
+    change("tokenizer/tokenizer.json", {"model": model | {"vocab": model["vocab"] | exchanged}})
+    result = compare(str(a), str(b))
+    names = ["model_index.json/force_zeros_for_empty_prompt", "tokenizer/sha256"]
+    names += ["tokenizer_2/pad_token", "tokenizer_2/model_max_length"]
+    assert [setting["name"] for setting in result["settings"]] == names
+    assert not result["equal"]

@@ -16,11 +16,17 @@ from argosy.core.errors import BadInput
 from argosy.core.formats import TensorReader, is_apart, read_part
 from argosy.core.formats.files import pieces
 from argosy.core.hub.download import local_model
+from argosy.data.tokenizers.load import load_tokenizer
+from argosy.infer.denoise.folder import CONTROLNET, UNUSED
 from argosy.jobs.convert import DIFFUSERS_INDEX, memory_used, open_source
 from argosy.weights.hub.config import read_json_object
 from argosy.weights.model import OpenedModel
 from argosy.weights.stream import in_order, tensor_bytes
 
+# Entries of model_index.json that change no image.
+INDEX_IGNORED = ("_diffusers_version", "_name_or_path", "requires_safety_checker")
+# Keys of tokenizer_config.json that decide the shape of a prompt's ids.
+TOKENIZER_KEYS = ("model_max_length", "padding_side")
 # 8 MB in float64; a few of them exist at once.
 SLAB_VALUES = 1 << 20
 
@@ -33,8 +39,8 @@ def compare(
     say: Callable[[str], None] = lambda _: None,
     progress: Progress = lambda new, all, kept_bytes: None,
 ) -> dict[str, Any]:
-    """Compares two models, or two diffusers folders model by model, with their samplers. `equal` in the result is true if nothing
-    differs.
+    """Compares two models, or two diffusers folders model by model, with their samplers, tokenizers and model_index.json. `equal` in
+    the result is true if nothing differs.
 
     Args:
         tolerance: None: every byte must be equal. A number: types may differ, and values may differ by this share of the largest
@@ -78,7 +84,7 @@ def _compared_parts(a: Path, b: Path, tolerance: float | None, say: Callable[[st
     joined: dict[str, Any] = {
         "only_in_a": [f"{name}/" for name in in_a if name not in in_b],
         "only_in_b": [f"{name}/" for name in in_b if name not in in_a],
-        "settings": _sampler_settings(a, b),
+        "settings": [*_index_settings(a, b), *_sampler_settings(a, b), *_tokenizer_settings(a, b)],
         "differences": [],
     }
     for name, comparison in comparisons.items():
@@ -96,15 +102,55 @@ def _compared_parts(a: Path, b: Path, tolerance: float | None, say: Callable[[st
 
 
 def _parts(folder: Path) -> list[str]:
-    """The models of a diffusers folder.
+    """The models of a diffusers folder that its pipeline draws with.
 
     Raises:
         BadInput: it has none.
     """
+    listed = _listed(folder)
     names = sorted(path.parent.name for path in folder.glob("*/config.json"))
+    # model_index.json names one of several ControlNets.
+    names = [name for name in names if (CONTROLNET if name.startswith(f"{CONTROLNET}_") else name) in listed]
     if not names:
         raise BadInput(f"{folder} has a {DIFFUSERS_INDEX}, and no folder with a model")
     return names
+
+
+def _listed(folder: Path) -> list[str]:
+    """The parts that model_index.json of a diffusers folder names, without those that no image is drawn with."""
+    index = read_json_object(folder / DIFFUSERS_INDEX)
+    return [name for name, library in index.items() if isinstance(library, list) and library[:1] != [None] and name not in UNUSED]
+
+
+def _index_settings(a: Path, b: Path) -> list[dict[str, Any]]:
+    """The entries in which the model_index.json of two diffusers folders differ, without versions and places. Classes of tokenizers
+    do not count, since their ids are compared."""
+    first, second = (read_json_object(folder / DIFFUSERS_INDEX) for folder in (a, b))
+    names = [name for name in dict.fromkeys([*first, *second]) if first.get(name) != second.get(name)]
+    names = [name for name in names if name not in (*UNUSED, *INDEX_IGNORED) and not name.startswith("tokenizer")]
+    return [{"name": f"{DIFFUSERS_INDEX}/{name}", "a": first.get(name), "b": second.get(name)} for name in names]
+
+
+def _tokenizer_settings(a: Path, b: Path) -> list[dict[str, Any]]:
+    """What the tokenizers of two diffusers folders make of a prompt, where it differs."""
+    names = [name for name in dict.fromkeys([*_listed(a), *_listed(b)]) if name.startswith("tokenizer")]
+    differences = list[dict[str, Any]]()
+    for name in names:
+        first, second = (_tokenizer(folder / name) for folder in (a, b))
+        keys = [key for key in dict.fromkeys([*first, *second]) if first.get(key) != second.get(key)]
+        differences += [{"name": f"{name}/{key}", "a": first.get(key), "b": second.get(key)} for key in keys]
+    return differences
+
+
+def _tokenizer(folder: Path) -> dict[str, Any]:
+    """What decides the ids of a prompt: the hash of a vocabulary, special tokens, the length, the side of padding, chat templates.
+    Empty without the folder."""
+    if not folder.is_dir():
+        return {}
+    tokenizer = load_tokenizer(folder)
+    raw = tokenizer.config.raw
+    described = {"sha256": tokenizer.fingerprint, **tokenizer.special, **{key: raw.get(key) for key in TOKENIZER_KEYS}}
+    return described | {f"chat_template ({name})": template for name, template in tokenizer.chat_templates.items()}
 
 
 def _sampler_settings(a: Path, b: Path) -> list[dict[str, Any]]:
