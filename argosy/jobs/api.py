@@ -56,7 +56,7 @@ def load(
         adapter: a folder of low-rank adapters in the PEFT library's format; `lm.merge()` merges them into the weights.
         single_file: with a diffusers folder, a .safetensors file in its authors' names (Flux.1; Stable Diffusion 1, 2 and XL), whose
             models take the place of the folder's.
-        controlnet: with a diffusers folder of Stable Diffusion 1, 2 or XL, a ControlNet that steers it by `images(control_image=...)`:
+        controlnet: with a diffusers folder of Stable Diffusion or Flux.1, a ControlNet that steers it by `images(control_image=...)`:
             a folder of diffusers, a run of `argosy train controlnet`, a checkpoint of one, or hf:OWNER/NAME; or several, whose control
             images `images` takes in their order.
         embeddings: with a diffusers folder of Stable Diffusion 1, 2 or XL, learned embeddings (textual inversion): a file, a folder
@@ -157,7 +157,7 @@ def _pipeline(model: str | Path, dtype: Any, adapter: Any, single_file: Any, con
         if single_file is not None:
             raise BadInput("single_file: takes the place of models of a diffusers folder", hint="give a folder with a model_index.json")
         if controlnet is not None:
-            raise BadInput("controlnet: steers the UNet of a diffusers folder", hint="give a folder with a model_index.json")
+            raise BadInput("controlnet: steers the denoiser of a diffusers folder", hint="give a folder with a model_index.json")
         if embeddings is not None:
             problem = "embeddings: read by the text encoders of a diffusers folder"
             raise BadInput(problem, hint="give a folder with a model_index.json")

@@ -22,7 +22,8 @@ from argosy.evals.images.evaluate import ImageJudges, LabeledImages, draw_prompt
 from argosy.evals.settings import IMAGES, EvalSettings
 from argosy.infer.clip import ImageTextEncoder
 from argosy.infer.denoise.folder import load_diffusers
-from argosy.infer.denoise.pipeline import ImagePipeline, in_color
+from argosy.infer.denoise.pictures import in_color
+from argosy.infer.denoise.pipeline import ImagePipeline
 from argosy.infer.denoise.runs import load_pipeline
 from argosy.jobs.image_models import draws_images
 

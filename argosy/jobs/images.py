@@ -13,7 +13,7 @@ from argosy.jobs.image_models import parsed_size
 KINDS = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp"}
 ANIMATIONS = {".webp": "webp", ".gif": "gif", ".png": "png"}
 # Settings of ControlNets, and those that are arguments of `ImagePipeline.images` as they are.
-CONTROL = {"control_image", "control_scale", "control_start", "control_end", "guess_mode"}
+CONTROL = {"control_image", "control_scale", "control_start", "control_end", "control_mode", "guess_mode"}
 DRAWING = {"steps", "guidance", "negative", "seed", "n", "step_cache", "compare"} | (CONTROL - {"control_image"})
 # Frames of a second that Wan was trained on.
 RATE = 16.0
@@ -34,6 +34,7 @@ class GenerateImages(Settings):
         "controlnet_conditioning_scale": "did you mean `control_scale`?",
         "control_guidance_start": "did you mean `control_start`?",
         "control_guidance_end": "did you mean `control_end`?",
+        "controlnet_mode": "did you mean `control_mode`?",
         "controlnet_conditioning_image": "did you mean `control_image`?",
     }
 
@@ -66,8 +67,8 @@ class GenerateImages(Settings):
     strength: float = Field(0.6, gt=0, le=1)
     """Share of the steps that `source` goes through; at 1 nothing of it is left."""
     controlnet: str | tuple[str, ...] | None = None
-    """A ControlNet that steers the UNet of a diffusers folder (Stable Diffusion 1, 2 and XL): a folder, a run of `argosy train
-    controlnet`, or hf:OWNER/NAME. Several, [canny, depth], act together."""
+    """A ControlNet that steers the denoiser of a diffusers folder (Stable Diffusion 1 to 3.5 and XL, Flux.1): a folder, a run of
+    `argosy train controlnet`, or hf:OWNER/NAME. Several, [canny, depth], act together."""
     control_image: str | tuple[str, ...] | None = None
     """The image file that a ControlNet follows: edges, depths, poses, as it was trained on. Of any size, and resized to that of the
     image; of several ControlNets a list, in their order. Needs the extra `images`."""
@@ -77,8 +78,11 @@ class GenerateImages(Settings):
     """Share of the steps after which the ControlNet begins to act. Of several, one for all or a list."""
     control_end: float | tuple[float, ...] = 1.0
     """Share of the steps after which the ControlNet does not act any more. Of several, one for all or a list."""
+    control_mode: int | tuple[int | None, ...] | None = None
+    """The number of the kind of control, for a ControlNet of Flux.1 that knows several (a union). Of several ControlNets a list, with
+    null for those that know one."""
     guess_mode: bool = False
-    """The ControlNet acts on predictions with the prompt alone, and more weakly on fine details, as for an empty prompt."""
+    """The ControlNet acts on predictions with the prompt alone, and more weakly on fine details, as for an empty prompt; of UNets."""
     embeddings: str | tuple[str, ...] | None = None
     """Learned embeddings of Stable Diffusion 1, 2 or XL (textual inversion), whose tokens the prompt names: a run of `argosy train
     textual_inversion`, a .safetensors file, a folder with `learned_embeds.safetensors`, or hf:OWNER/NAME; or several, [a, b]."""

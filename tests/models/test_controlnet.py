@@ -1,4 +1,4 @@
-"""ControlNets against diffusers (tests/reference/images.py), their counts and names, and how they begin."""
+"""ControlNets of UNets against diffusers (tests/reference/images.py), their counts and names, and how they begin."""
 
 import json
 from pathlib import Path
@@ -15,9 +15,9 @@ from safetensors.numpy import load_file
 from argosy.checkpoint.open import open_model
 from argosy.core.keymap import KeyMap
 from argosy.jobs.convert import convert
-from argosy.models.blocks.controlnet import ControlledUNet
+from argosy.models.blocks.controlnets.unet import ControlledUNet
 from argosy.models.diffusion.base import Conditions
-from argosy.models.diffusion.controlnet import ControlNetConfig
+from argosy.models.diffusion.controlnets.unet import ControlNetConfig
 from argosy.models.diffusion.unet import UNetConfig
 from argosy.models.parts.stack.addresses import layer_addresses
 from argosy.models.parts.weight import abstract, fill, parameter_count, variables
@@ -97,5 +97,5 @@ def test_it_begins_without_effect():
 def test_a_copy_has_the_embedding_that_its_unet_needs():
     unet = UNetConfig.examples()["sd"]
     for pixels, embedding in ((8, (16, 32, 96, 256)), (4, (16, 32, 256)), (1, (256,))):
-        made = ControlNetConfig.of_unet(unet.model_copy(update={"pixels": pixels}))
+        made = ControlNetConfig.of_denoiser(unet.model_copy(update={"pixels": pixels}))
         assert (made.embedding, made.factor) == (embedding, pixels)

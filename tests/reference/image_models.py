@@ -229,6 +229,55 @@ def controlnet(model: Any, draw: np.random.Generator) -> Any:
     return inputs, {name: array(value) for name, value in found.items()}
 
 
+def flux_controlnet(model: Any, draw: np.random.Generator) -> Any:
+    """What it gives for each layer of either kind [R B T D]; a union of several kinds of control is told which."""
+    from diffusers import FluxPipeline
+
+    rows, columns, channels = 6, 10, model.config.in_channels // 4
+    own = {"latents": noise(draw, 2, channels, rows, columns), "control": noise(draw, 2, channels, rows, columns)}
+    own |= {"text": noise(draw, 2, 7, model.config.joint_attention_dim), "pooled": noise(draw, 2, model.config.pooled_projection_dim)}
+    own |= {"timestep": np.asarray([731.5, 20.25], np.float32)}
+    own |= {"guidance": np.asarray([3.5, 1.25], np.float32)} if model.config.guidance_embeds else {}
+    own |= {"mode": np.asarray([2, 0])} if model.config.num_mode else {}
+    given = tensors(own)
+    latents, control = (FluxPipeline._pack_latents(given[name], 2, channels, rows, columns) for name in ("latents", "control"))
+    said = model(
+        hidden_states=latents,
+        controlnet_cond=control,
+        controlnet_mode=given["mode"][:, None] if "mode" in given else None,
+        encoder_hidden_states=given["text"],
+        pooled_projections=given["pooled"],
+        timestep=given["timestep"] / 1000,
+        guidance=given.get("guidance"),
+        txt_ids=torch.zeros(7, 3),
+        img_ids=FluxPipeline._prepare_latent_image_ids(2, rows // 2, columns // 2, "cpu", torch.float32),
+        return_dict=False,
+    )
+    return own, {name: array(torch.stack(found)) for name, found in zip(("layers", "single_layers"), said, strict=True) if found}
+
+
+def sd3_controlnet(model: Any, draw: np.random.Generator) -> Any:
+    """What it gives for each layer [R B T D]. One without positions reads tokens that the steered model made of latents; one without
+    text, no text."""
+    config, inner = model.config, model.inner_dim
+    own = {name: noise(draw, 2, config.in_channels, 6, 10) for name in ("latents", "control")}
+    own |= {"pooled": noise(draw, 2, config.pooled_projection_dim), "timestep": np.asarray([731.5, 20.25], np.float32)}
+    own |= {} if config.joint_attention_dim is None else {"text": noise(draw, 2, 7, config.joint_attention_dim)}
+    own |= {} if config.use_pos_embed else {"tokens": noise(draw, 2, 15, inner)}
+    given = tensors(own)
+    # Its pipeline leaves the pooled text out where the settings say so.
+    pooled = torch.zeros_like(given["pooled"]) if config.force_zeros_for_pooled_projection else given["pooled"]
+    (said,) = model(
+        hidden_states=given.get("tokens", given["latents"]),
+        controlnet_cond=given["control"],
+        encoder_hidden_states=given.get("text"),
+        pooled_projections=pooled,
+        timestep=given["timestep"],
+        return_dict=False,
+    )
+    return own, {"layers": array(torch.stack(said))}
+
+
 def z_image(model: Any, draw: np.random.Generator) -> Any:
     """Texts of different lengths, one of more than 32 tokens. Its own output is image - noise, at times from 0 (noise) to 1. These
     times are exact in thousandths. Later ones see that torch rounds two of 128 frequencies otherwise: 1e-5 of an angle at 984."""
@@ -272,6 +321,12 @@ XL = {"block_out_channels": (8, 12), "down_block_types": ("DownBlock2D", "CrossA
 CONTROLNET = {key: UNET[key] for key in UNET if key not in ("sample_size", "out_channels")} | {
     "conditioning_embedding_out_channels": (5, 6, 7)}  # fmt: skip
 
+FLUX_CONTROLNET = {key: value for key, value in FLUX.items() if not key.endswith("_layers")} | {"num_layers": 2, "num_single_layers": 1}
+SD3_CONTROLNET = SD3 | {"num_layers": 2, "qk_norm": "rms_norm", "dual_attention_layers": (0,)}
+# As those of Stability AI for 3.5 large.
+SD35_CONTROLNET = SD3 | {"num_layers": 2, "joint_attention_dim": None, "use_pos_embed": False, "pos_embed_type": None,
+                         "force_zeros_for_pooled_projection": False}  # fmt: skip
+
 
 def without_up(sizes: dict) -> dict:
     return {key: value for key, value in sizes.items() if key != "up_block_types"}
@@ -305,6 +360,10 @@ MODELS: dict[str, tuple[str, dict, Any]] = {
     "unet-xl": ("UNet2DConditionModel", UNET | XL, unet),
     "controlnet-sd": ("ControlNetModel", CONTROLNET | without_up(SD), controlnet),
     "controlnet-xl": ("ControlNetModel", CONTROLNET | without_up(XL) | {"controlnet_conditioning_channel_order": "bgr"}, controlnet),
+    "controlnet-flux": ("FluxControlNetModel", FLUX_CONTROLNET | {"guidance_embeds": True}, flux_controlnet),
+    "controlnet-flux-union": ("FluxControlNetModel", FLUX_CONTROLNET | {"num_mode": 5, "num_single_layers": 0}, flux_controlnet),
+    "controlnet-sd3": ("SD3ControlNetModel", SD3_CONTROLNET, sd3_controlnet),
+    "controlnet-sd3.5": ("SD3ControlNetModel", SD35_CONTROLNET, sd3_controlnet),
     "z-image": ("ZImageTransformer2DModel", Z_IMAGE, z_image),
     "wan": ("WanTransformer3DModel", WAN, wan),
 }  # fmt: skip

@@ -11,7 +11,25 @@ from typing import Any
 
 import numpy as np
 import torch
-from image_models import CLIP, CONTROLNET, FLUX, FLUX2, FLUX2_VAE, SD, SD3, T5, UNET, VAE, WAN, WAN_VAE, XL, Z_IMAGE
+from image_models import (
+    CLIP,
+    CONTROLNET,
+    FLUX,
+    FLUX2,
+    FLUX2_VAE,
+    FLUX_CONTROLNET,
+    SD,
+    SD3,
+    SD3_CONTROLNET,
+    SD35_CONTROLNET,
+    T5,
+    UNET,
+    VAE,
+    WAN,
+    WAN_VAE,
+    XL,
+    Z_IMAGE,
+)  # fmt: skip
 from image_models import without_up as down_of
 from safetensors.torch import save_file
 from transformers import CLIPTokenizer, Qwen2Tokenizer, T5Tokenizer
@@ -216,11 +234,27 @@ for _name, _width, _sizes in (("sd", 28, SD), ("sdxl", 56, XL)):
     _pipeline, _scheduler, _models = PIPELINES[f"pipeline-{_name}"]
     _control = {"controlnet": ("ControlNetModel", CONTROLNET | down_of(_sizes) | {"cross_attention_dim": _width})}
     PIPELINES[f"pipeline-{_name}-controlnet"] = (_pipeline.replace("Pipeline", "ControlNetPipeline"), _scheduler, _models | _control)
+# More layers than their ControlNets, so that what these give is spread over them.
+for _name, _base, _sizes, (_kind, _own) in (
+    ("flux", "flux", {"num_layers": 3, "num_single_layers": 2},
+     ("FluxControlNetModel", FLUX_CONTROLNET | {"joint_attention_dim": 30, "pooled_projection_dim": 28, "guidance_embeds": True,
+                                                "num_mode": 4})),
+    ("sd3", "sd3", {"num_layers": 4},
+     ("SD3ControlNetModel", SD3_CONTROLNET | {"joint_attention_dim": 60, "pooled_projection_dim": 28, "num_layers": 3})),
+    ("sd3.5", "sd3", {"num_layers": 3}, ("SD3ControlNetModel", SD35_CONTROLNET | {"pooled_projection_dim": 28})),
+):
+    _pipeline, _scheduler, _models = PIPELINES[f"pipeline-{_base}"]
+    _denoiser = (_models["transformer"][0], _models["transformer"][1] | _sizes)
+    _control = {"transformer": _denoiser, "controlnet": (_kind, _own)}
+    PIPELINES[f"pipeline-{_name}-controlnet"] = (_pipeline.replace("Pipeline", "ControlNetPipeline"), _scheduler, _models | _control)
 SCHEDULERS = {"pipeline-sd": "PNDMScheduler", "pipeline-sdxl": "EulerDiscreteScheduler", "pipeline-wan": "UniPCMultistepScheduler",
               "pipeline-sd-controlnet": "PNDMScheduler", "pipeline-sdxl-controlnet": "EulerDiscreteScheduler"}  # fmt: skip
 # Parts that a pipeline is made without.
 WITHOUT: dict[str, dict[str, None]] = {
     "pipeline-sd3": {"image_encoder": None, "feature_extractor": None},
+    "pipeline-flux-controlnet": {"image_encoder": None, "feature_extractor": None},
+    "pipeline-sd3-controlnet": {"image_encoder": None, "feature_extractor": None},
+    "pipeline-sd3.5-controlnet": {"image_encoder": None, "feature_extractor": None},
     "pipeline-sd": {"safety_checker": None, "feature_extractor": None},
     "pipeline-sd-controlnet": {"safety_checker": None, "feature_extractor": None},
 }
@@ -228,10 +262,10 @@ WITHOUT: dict[str, dict[str, None]] = {
 
 def write_tokenizers(name: str, folder: Path) -> dict[str, Any]:
     """The tokenizers of a pipeline, in its folder."""
-    if name in ("pipeline-flux", "pipeline-sd", "pipeline-sd-controlnet"):
+    if name in ("pipeline-flux", "pipeline-flux-controlnet", "pipeline-sd", "pipeline-sd-controlnet"):
         first = clip_tokenizer()
         old_files(first, folder / "tokenizer")
-        if name != "pipeline-flux":
+        if not name.startswith("pipeline-flux"):
             return {"tokenizer": first}
         made = {"tokenizer": first, "tokenizer_2": t5_tokenizer()}
         made["tokenizer_2"].save_pretrained(folder / "tokenizer_2")
@@ -249,7 +283,7 @@ def write_tokenizers(name: str, folder: Path) -> dict[str, Any]:
         made["tokenizer"].save_pretrained(folder / "tokenizer")
         return made
     made = {"tokenizer": clip_tokenizer(), "tokenizer_2": clip_tokenizer(pad_token="a")}
-    made |= {"tokenizer_3": t5_tokenizer()} if name == "pipeline-sd3" else {}
+    made |= {"tokenizer_3": t5_tokenizer()} if name.startswith("pipeline-sd3") else {}
     for part, tokenizer in made.items():
         tokenizer.save_pretrained(folder / part)
     return made
@@ -266,6 +300,8 @@ def images_of(pipe: Any, name: str) -> dict[str, np.ndarray]:
             given = pipe._pack_latents(given, *LATENTS)
             free = pipe(PROMPTS, latents=given, guidance_scale=3.5, **more).images
             return {"latents": latents, "out_images": free} | cached_image(pipe, given[:1], more)
+        if name.endswith("-controlnet") and name.startswith(("pipeline-flux", "pipeline-sd3")):
+            return {"latents": latents} | controlled_transformers(pipe, name, given, more)
         if name.endswith("-controlnet"):
             return {"latents": latents} | controlled_images(pipe, given, more)
         if name == "pipeline-sdxl":
@@ -323,6 +359,38 @@ def several_controls(pipe: Any, control: np.ndarray, how: dict[str, Any], more: 
     spans = {"control_guidance_start": [0.0, 0.3], "control_guidance_end": [0.7, 1.0], "num_inference_steps": 5}
     found = {"out_several": both(list(PROMPTS), **more | how | spans).images}
     return found | {"out_several_guessed": both(list(PROMPTS), **more | how | {"guess_mode": True}).images}
+
+
+def controlled_transformers(pipe: Any, name: str, latents: torch.Tensor, more: dict[str, Any]) -> dict[str, np.ndarray]:
+    """The same of models whose ControlNets read latents of control images: their means, since diffusers draws these with torch's random
+    numbers."""
+    from diffusers import FluxMultiControlNetModel, SD3MultiControlNetModel
+    from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+
+    DiagonalGaussianDistribution.sample = lambda self, generator=None: self.mode()
+    control = np.random.default_rng(8).random((2, 3, more["height"], more["width"])).astype(np.float32)
+    of_flux = name == "pipeline-flux-controlnet"
+    latents = pipe._pack_latents(latents, *LATENTS) if of_flux else latents
+    # Tensors are taken as they are, in -1..1.
+    picture, other = (torch.from_numpy(2 * one - 1) for one in (control, 1 - control))
+    how: dict[str, Any] = {"control_image": picture, "latents": latents, "guidance_scale": 3.5}
+    found, scaled = {"control": control}, {"controlnet_conditioning_scale": 0.8}
+    scaled |= {"control_mode": 2} if of_flux else {"negative_prompt": ["snow", "a fox"]}
+    span: dict[str, Any] = {"control_guidance_start": 0.2, "control_guidance_end": 0.7, "num_inference_steps": 5}
+    span |= {"control_mode": 1} if of_flux else {"guidance_scale": 1.0}
+    for key, own in (("images", scaled), ("span", span)):
+        found[f"out_{key}"] = pipe(list(PROMPTS), **more | how | own).images
+    if name == "pipeline-sd3.5-controlnet":
+        return found
+    second = copy.deepcopy(pipe.controlnet)
+    for tensor in second.parameters():
+        tensor.data = torch.flip(tensor.data, [0])
+    several = (FluxMultiControlNetModel if of_flux else SD3MultiControlNetModel)([pipe.controlnet, second])
+    both = type(pipe)(**pipe.components | {"controlnet": several})
+    both.set_progress_bar_config(disable=True)
+    how |= {"control_image": [picture, other], "controlnet_conditioning_scale": [0.8, 0.5], "num_inference_steps": 5}
+    how |= {"control_guidance_start": [0.0, 0.3], "control_guidance_end": [0.7, 1.0]} | ({"control_mode": [0, 3]} if of_flux else {})
+    return found | {"out_several": both(list(PROMPTS), **more | how).images}
 
 
 def cached_image(pipe: Any, latents: torch.Tensor, more: dict[str, Any]) -> dict[str, np.ndarray]:

@@ -17,8 +17,9 @@ import argosy
 from argosy.checkpoint.open import open_model
 from argosy.core.errors import UserError
 from argosy.core.storage import Store
-from argosy.infer.denoise.folder import load_diffusers, opened_unet
+from argosy.infer.denoise.folder import load_diffusers
 from argosy.infer.denoise.learned import LearnedToken
+from argosy.infer.denoise.trained_parts import opened_unet
 from argosy.jobs.convert import convert
 from argosy.models.diffusion.learned_embeddings import LearnedEmbeddingsConfig
 from argosy.models.parts.weight import abstract, merge, parameter_count, put, split

@@ -19,9 +19,9 @@ from argosy.checkpoint.open import open_model
 from argosy.core.errors import UserError
 from argosy.core.storage import Store
 from argosy.jobs.convert import convert
-from argosy.models.diffusion.controlnet import ControlNetConfig
+from argosy.models.diffusion.controlnets.unet import ControlNetConfig
 from argosy.models.diffusion.unet import UNetConfig
-from argosy.models.parts.stack.addresses import layer_addresses
+from argosy.models.parts.stack.addresses import layer_addresses, to_layers
 from argosy.models.parts.weight import fill, merge, split
 from argosy.observe.metrics import read
 from argosy.train.objectives.images.controlnet import ControlNetDiffusion
@@ -79,7 +79,7 @@ def test_the_loss_is_that_of_the_steered_unet():
     @jax.jit
     @partial(jax.value_and_grad, has_aux=True)
     def losses(leaves: Any) -> Any:
-        steered = ControlNetDiffusion(timesteps="uniform")({"model": merge(graph, leaves), "unet": unet}, batch, key)
+        steered = ControlNetDiffusion(timesteps="uniform")({"model": merge(graph, leaves), "denoiser": unet}, batch, key)
         plain = Diffusion(condition="text", timesteps="uniform")({"model": unet}, batch, key)
         return steered.loss.value(), plain.loss.value()
 
@@ -113,7 +113,7 @@ def test_mistakes_are_named_before_anything_is_read(model, data, tmp_path):
     for word, what in (
         ("adapter=lora", "adapters on a ControlNet are not built"),
         ("encoders.pipeline=null", "encoders.pipeline is missing"),
-        (f"model={model / 'unet'}", "objective=controlnet trains a ControlNet for the UNet of a diffusers folder"),
+        (f"model={model / 'unet'}", "objective=controlnet trains a ControlNet for the denoiser of a diffusers folder"),
         (f"model={folder} objective=diffusion", "the model is a ControlNet, which objective=controlnet trains"),
     ):
         with pytest.raises(UserError, match=what):
@@ -153,3 +153,62 @@ def test_it_begins_as_a_copy_trains_alone_and_resumes_bit_for_bit(model, data, t
         argosy.load(tmp_path / "whole")
     # Training goes on from the folder.
     argosy.fit(*words(model, data, tmp_path / "on", f"init.weights={tmp_path / 'folder'}"), view=Heard(), steps=1)
+
+
+TRANSFORMERS = {
+    "pipeline-flux-controlnet": ("FluxPipeline", "FluxControlNetModel", ["model.layers=2", "model.single_layers=1"]),
+    "pipeline-sd3-controlnet": ("StableDiffusion3Pipeline", "SD3ControlNetModel", ["model.layers=2"]),
+}
+
+
+@pytest.fixture(scope="module", params=TRANSFORMERS)
+def transformer(request, tmp_path_factory) -> tuple[Path, str, list[str]]:
+    """A pipeline without its ControlNet, the class of one, and how many layers it has."""
+    folder = write_pipeline(GOLDENS / request.param, tmp_path_factory.mktemp("transformer") / "model")
+    pipeline, kind, layers = TRANSFORMERS[request.param]
+    shutil.rmtree(folder / "controlnet")
+    index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
+    del index["controlnet"]
+    (folder / "model_index.json").write_text(json.dumps(index | {"_class_name": pipeline}), encoding="utf-8")
+    return folder, kind, layers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("execution", ["unroll", "scan"])
+def test_that_of_a_transformer_learns_in_latents_and_resumes_bit_for_bit(execution: str, transformer, data, tmp_path):
+    """It begins as a copy of the first layers, whose control images are encoded once and mirrored with their images."""
+    model, kind, layers = transformer
+    how = [*layers, f"execution.run={execution}", "checkpoint.every=2", "data.image.flip=true", "sample.every=2", "sample.images=2"]
+    how += ["sample.steps=1", "objective.label_dropout=0.3"]
+    heard = Heard()
+    for steps in (2, 4):
+        argosy.fit(*words(model, data, tmp_path / "halves", *how), view=heard, steps=steps)
+    argosy.fit(*words(model, data, tmp_path / "whole", *how), view=Heard(), steps=4)
+    losses = [[line["loss"] for line in read(Store(tmp_path / name)) if "loss" in line] for name in ("halves", "whole")]
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 4
+    assert "begins as a copy of its first layers" in heard.words
+    (encoded,) = (tmp_path / "cache").rglob("controls.npy")
+    latents = np.load(encoded.with_name("latents.npy"))
+    assert np.load(encoded).shape == latents.shape
+    modules = [load_model(open_model(path)).module for path in (model / "transformer", tmp_path / "whole")]
+    base, trained = (to_layers(module, split(module)[1]) for module in modules)
+    assert 0 < relative(trained["layers.1.image.attn.q.w"], base["layers.1.image.attn.q.w"]) < 0.2
+    assert all(np.abs(w).max() > 0 for name, w in trained.items() if name.endswith("control.w"))
+    convert(str(tmp_path / "whole"), tmp_path / "folder", "hub", None)
+    assert json.loads((tmp_path / "folder" / "config.json").read_text(encoding="utf-8"))["_class_name"] == kind
+    control = np.random.default_rng(1).random((16, 16, 3)).astype(np.float32)
+    drawn = []
+    for controlnet in (tmp_path / "whole", tmp_path / "folder", None):
+        more: dict[str, Any] = {} if controlnet is None else {"control_image": control}
+        drawn.append(argosy.load(model, controlnet=controlnet).images(["a red fox"], steps=2, size=16, output="float", **more))
+    np.testing.assert_array_equal(drawn[0], drawn[1])
+    assert np.abs(drawn[0] - drawn[2]).max() > 1e-4
+
+
+def test_what_is_not_trained_of_transformers_is_named(transformer, data, tmp_path):
+    model, kind, layers = transformer
+    other = ("model.modes=3", "training of unions") if kind == "FluxControlNetModel" else ("model.positions=false", "without text")
+    for word, what in (("model.layers=9", "a copy of at most 3"), other):
+        with pytest.raises(UserError, match=what):
+            argosy.fit(*words(model, data, tmp_path / "run", *layers, word), view=Heard(), steps=1)

@@ -80,7 +80,7 @@ def train(
         follows = f"argosy generate {outcome.dir}" if generates else f"argosy export {outcome.dir} BUNDLE"
         if model.inputs == "images":
             follows = f"argosy eval {outcome.dir} tasks=images"
-        if "unet" in reading.value.objective.roles:
+        if {"unet", "denoiser"} & set(reading.value.objective.roles):
             token, pipeline = getattr(model, "token", None), reading.value.encoders.pipeline
             prompt = f"{shlex.quote(f'a photo of a {token}')}" if token else "PROMPT"
             more = f"embeddings={outcome.dir}" if token else f"controlnet={outcome.dir} control_image=FILE"

@@ -2,6 +2,7 @@
 
     FOLDER/SPLIT/manifest.json    shapes and types, and how many rows of each array are there
     FOLDER/SPLIT/latents.npy      [N F h w C]  of each image, and of its mirror image where images are mirrored (F = 2)
+    FOLDER/SPLIT/controls.npy     [N F h w C]  the same of control images, for ControlNets that read their latents
     FOLDER/SPLIT/text.npy         [U S E]      of each distinct caption; the first is the empty one
     FOLDER/SPLIT/text_mask.npy    [U S]        1 for tokens of the caption, 0 for padding that models leave out
     FOLDER/SPLIT/pooled.npy       [U O]
@@ -16,6 +17,7 @@ Runs with equal ones share it, and a run that is killed while it fills the folde
     text_mask int32   [B s]      its tokens that the model reads
     pooled   float32  [B o]      the caption as one vector
     labels   int32    [B]        the class, where there are classes
+    control  float32  [B y x k]  the control image, or its latents, where there are any
 """
 
 import hashlib
@@ -69,8 +71,17 @@ class FrozenEncoders(Protocol):
         """Whether captions are encoded."""
         ...
 
+    @property
+    def encodes_controls(self) -> bool:
+        """Whether control images are encoded."""
+        ...
+
     def latents(self, images: np.ndarray) -> np.ndarray:
         """Latents [B h w C] of images [B H W c] in -1..1."""
+        ...
+
+    def control_latents(self, images: np.ndarray) -> np.ndarray:
+        """Latents [B h w C] of control images [B H W 3] in 0..1."""
         ...
 
     def states(self, texts: Sequence[str]) -> dict[str, np.ndarray]:
@@ -156,18 +167,26 @@ class EncodedStore:
     def fill(self, rows: ImageRows, encoders: FrozenEncoders, say: Say) -> None:
         """Computes what is missing, and maps the arrays."""
         captions = rows.table.captions if encoders.reads_text else None
+        encodes_controls = rows.table.controls is not None and encoders.encodes_controls
         if captions is not None:
             distinct = dict.fromkeys(["", *(captions[int(i)] for i in rows.chosen)])
             self.texts = {text: i for i, text in enumerate(distinct)}
         with file_lock(self.folder.parent / f".{self.folder.name}.lock", say):
             self.folder.mkdir(parents=True, exist_ok=True)
             if encoders.space is not None and len(rows):
-                each = lambda at, end: {"latents": encoded_images(rows, at, end, encoders.latents)}  # noqa: E731
+                still = ImageRows(rows.table, rows.chosen, rows.settings, 0, trains=False)
+                stacked = lambda at, end: np.stack([still.prepared(row, 0) for row in range(at, end)])  # noqa: E731
+                flip = rows.settings.flip
+                each = lambda at, end: {"latents": encoded_images(stacked(at, end), flip, encoders.latents)}  # noqa: E731
                 self._write("images", len(rows), IMAGES_AT_ONCE, each, say)
+                if encodes_controls:
+                    given = lambda at, end: still.controls(np.arange(at, end), np.zeros(end - at, np.int64))["control"]  # noqa: E731
+                    each = lambda at, end: {"controls": encoded_images(given(at, end), flip, encoders.control_latents)}  # noqa: E731
+                    self._write("control images", len(rows), IMAGES_AT_ONCE, each, say)
             if self.texts:
                 texts = list(self.texts)
                 self._write("captions", len(texts), TEXTS_AT_ONCE, lambda at, end: encoders.states(texts[at:end]), say)
-        for name in ("latents", *CAPTION_FIELDS):
+        for name in ("latents", *(("controls",) if encodes_controls else ()), *CAPTION_FIELDS):
             if (path := self.folder / f"{name}.npy").is_file():
                 self.arrays[name] = np.load(path, mmap_mode="r")
 
@@ -242,6 +261,7 @@ class EncodedRows:
         arrays, sizes = self.store.arrays, dict(self.images.own_sizes)
         if "latents" in arrays:
             sizes |= dict(zip("hwc", arrays["latents"].shape[2:], strict=True))
+        sizes |= dict(zip("yxk", arrays["controls"].shape[2:], strict=True)) if "controls" in arrays else {}
         sizes |= dict(zip("se", arrays["text"].shape[1:], strict=True)) if "text" in arrays else {}
         sizes |= {} if self.prompts is None else dict(zip("nt", self.prompts.shape[1:], strict=True))
         return sizes | ({"o": arrays["pooled"].shape[1]} if "pooled" in arrays else {})
@@ -261,8 +281,10 @@ class EncodedRows:
             batch["images"] = arrays["latents"][rows, mirrored]
             if self.table.labels is not None:
                 batch["labels"] = self.table.labels[self.chosen[rows]].astype(np.int32)
-            # Control images are not encoded: a ControlNet reads pixels.
-            batch |= self.images.controls(rows, places)
+            if "controls" in arrays:
+                batch["control"] = np.asarray(arrays["controls"][rows, mirrored])
+            else:
+                batch |= self.images.controls(rows, places)
         else:
             batch = self.images.gather(rows, places)
         if len(self._captions):
@@ -279,12 +301,10 @@ class EncodedRows:
         return batch
 
 
-def encoded_images(rows: ImageRows, at: int, end: int, encode: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-    """Latents [B F h w C] of some rows, and of their mirror images where these are trained on."""
-    still = ImageRows(rows.table, rows.chosen, rows.settings, 0, trains=False)
-    images = np.stack([still.prepared(row, 0) for row in range(at, end)])
+def encoded_images(images: np.ndarray, flip: bool, encode: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    """Latents [B F h w C] of images, and of their mirror images where these are trained on."""
     # The last part is as large as the others, so that one program encodes all of them.
     padded = np.concatenate([images, np.zeros((IMAGES_AT_ONCE - len(images), *images.shape[1:]), np.float32)])
-    views = [padded, padded[:, :, ::-1]] if rows.settings.flip else [padded]
+    views = [padded, padded[:, :, ::-1]] if flip else [padded]
     return np.stack([encode(view)[: len(images)] for view in views], 1)
 

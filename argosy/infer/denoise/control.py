@@ -1,7 +1,8 @@
 """What ControlNets are given for the images of a call: control images, factors on what each adds, and when it acts.
 
-    factors    scale for every skip and the middle; in guess mode scale from 0.1 to 1 evenly in the logarithm, and 0 for rows
-               without their prompts
+    factors    scale for all that is added; in guess mode (UNets) from 0.1 to 1 evenly in the logarithm, and 0 for rows without their
+               prompts
+    kind       of control, by its number, for ControlNets that know several
     when       evaluation i of n acts if start <= i / n and (i + 1) / n <= end, as in diffusers
 """
 
@@ -15,8 +16,8 @@ from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.infer.denoise.plan import SamplingPlan
 from argosy.models.diffusion.base import Conditions
-from argosy.models.diffusion.controlnet import ControlNetConfig
-from argosy.models.diffusion.unet import UNetConfig
+from argosy.models.diffusion.controlnets.base import ControlNetSettings
+from argosy.models.diffusion.controlnets.kinds import controlnet_kind
 
 # The largest scale of a ControlNet; the same as that of guidance on the server.
 LARGEST_SCALE = 100.0
@@ -26,39 +27,82 @@ LARGEST_SCALE = 100.0
 class Control:
     """The control of the images of a call, for each ControlNet.
 
-    images: [N Y X 3] in 0..1.
-    scales: [R] factors on what is added to each skip, and to the middle.
+    images: [N Y X 3] in 0..1, or their latents [N H W C] where these are read.
+    scales: [R] factors on what is added; of UNets to each skip, and to the middle.
     null_scales: [R] the same, of rows without their prompts.
+    modes: the number of the kind of control, 0 for ControlNets that know one; None: none knows several.
     """
 
     images: Sequence[np.ndarray]
     scales: Sequence[np.ndarray]
     null_scales: Sequence[np.ndarray]
+    modes: Sequence[int] | None = None
 
     def put_on(self, conditions: Conditions, null: Conditions | None, rows: slice) -> tuple[Conditions, Conditions | None]:
         """The conditions of some of the images, and of what guidance leads away from, with their control."""
         images = tuple(one[rows] for one in self.images)
 
         def with_control(base: Conditions, scales: Sequence[np.ndarray]) -> Conditions:
-            return base._replace(control=images, control_scale=tuple(np.tile(one, (len(images[0]), 1)) for one in scales))
+            count = len(images[0])
+            modes = None if self.modes is None else tuple(np.full(count, mode, np.int32) for mode in self.modes)
+            return base._replace(control=images, control_scale=tuple(np.tile(one, (count, 1)) for one in scales), control_mode=modes)
 
         return with_control(conditions, self.scales), None if null is None else with_control(null, self.null_scales)
 
 
-def control_of(configs: Sequence[ControlNetConfig], images: Sequence[np.ndarray], scales: Sequence[float], guess_mode: bool) -> Control:
-    """The control of images [N Y X 3], for each ControlNet.
+def control_of(
+    configs: Sequence[ControlNetSettings],
+    images: Sequence[np.ndarray],
+    scales: Sequence[float],
+    guess_mode: bool,
+    modes: Sequence[int | None],
+) -> Control:
+    """The control of images [N Y X 3] or latents, for each ControlNet.
 
     Raises:
-        BadInput: a scale is below 0 or above `LARGEST_SCALE`.
+        BadInput: a scale is below 0 or above `LARGEST_SCALE`, a ControlNet has no guess mode, or the kinds of control are not those that it knows.
     """
-    found = []
-    for i, (config, scale) in enumerate(zip(configs, scales, strict=True)):
+    found, kinds = [], []
+    for i, (config, scale, mode) in enumerate(zip(configs, scales, modes, strict=True)):
+        kinds.append(checked_mode(config, mode, numbered_net(i, len(configs))))
+        if guess_mode and not config.guesses:
+            raise BadInput(f"guess_mode: ControlNets of {config.steered} have none", hint="leave it out, or `control_scale` below 1")
         if not 0 <= scale <= LARGEST_SCALE:
             problem = f"control_scale = {scale}{numbered_net(i, len(configs))}: 0 to {LARGEST_SCALE:g}"
             raise BadInput(f"{problem}; 1 is what the ControlNet was trained for")
-        residuals = len(config.residual_channels) + 1
+        residuals = config.residual_count
         found.append((scale * (np.logspace(-1, 0, residuals) if guess_mode else np.ones(residuals))).astype(np.float32))
-    return Control(images, found, [0 * one for one in found] if guess_mode else found)
+    known = any(getattr(config, "modes", None) for config in configs)
+    return Control(images, found, [0 * one for one in found] if guess_mode else found, kinds if known else None)
+
+
+def checked_mode(config: ControlNetSettings, mode: int | None, which: str) -> int:
+    """The number of the kind of control; 0 where a ControlNet knows one kind.
+
+    Raises:
+        BadInput: it knows several and none is chosen, one that it does not know is chosen, or it knows one alone.
+    """
+    modes = getattr(config, "modes", None)
+    if modes is None:
+        if mode is not None:
+            raise BadInput(f"control_mode = {mode}{which}: the ControlNet knows one kind of control", hint="leave out `control_mode`")
+        return 0
+    if mode is None or not 0 <= mode < modes:
+        given = "is missing" if mode is None else f"= {mode}"
+        what = f"control_mode {given}{which}: this ControlNet knows {modes} kinds of control, by their numbers from 0 to {modes - 1}"
+        raise BadInput(what, hint="its page says which number is for edges, which for depths and so on")
+    return mode
+
+
+def unshifted(config: ControlNetSettings, autoencoder: Any, latents: np.ndarray) -> np.ndarray:
+    """Latents of control images as a ControlNet reads them: those of InstantX for Stable Diffusion 3 are not shifted, as in diffusers.
+
+    Args:
+        autoencoder: its settings; None: there is none.
+    """
+    if autoencoder is None or not getattr(config, "zero_pooled", False):
+        return latents
+    return latents + np.float32(autoencoder.shift * autoencoder.scale)
 
 
 def numbered_net(i: int, count: int) -> str:
@@ -97,28 +141,32 @@ def with_span(plan: SamplingPlan, starts: Sequence[float], ends: Sequence[float]
     return plan if all(map(all, columns)) else plan._replace(control=np.asarray(columns, np.float32).T)
 
 
-def check_controlnet(controlnet: Any, unet: Any, factor: int, which: str = "") -> None:
+def check_controlnet(controlnet: Any, denoiser: Any, factor: int, which: str = "") -> None:
     """Checks that a ControlNet steers a denoiser.
 
     Args:
-        controlnet, unet: their settings.
+        controlnet, denoiser: their settings.
         factor: an image is so many times as high and wide as its latents.
         which: its number among several, such as " 2 of 3".
 
     Raises:
         BadInput: it does not.
     """
-    if not isinstance(controlnet, ControlNetConfig):
+    if not isinstance(controlnet, ControlNetSettings):
         what = f"controlnet: the model{which} is a {type(controlnet).__name__} and no ControlNet"
         raise BadInput(what, hint="a folder of a ControlNetModel, or a run of `argosy train controlnet`")
-    if not isinstance(unet, UNetConfig):
-        what = f"controlnet: it steers UNets (Stable Diffusion 1, 2 and XL), and the model is a {type(unet).__name__}"
-        raise BadInput(what, hint="leave `controlnet` out")
-    names = ("channels", "widths", "layers", "text_width", "pooled_width")
-    for name, own, theirs in ((n, getattr(controlnet, n), getattr(unet, n)) for n in names):
-        if own != theirs:
-            raise BadInput(f"the ControlNet{which} is of another model: its {name} = {own}, and the UNet's {name} = {theirs}")
-    if controlnet.factor != factor:
+    if not isinstance(denoiser, controlnet.steers):
+        what = f"controlnet: it steers {controlnet.steered}, and the model is a {type(denoiser).__name__}"
+        kind = controlnet_kind(denoiser)
+        raise BadInput(what, hint="leave `controlnet` out" if kind is None else f"one that steers {kind.steered}")
+    told = "UNet" if not controlnet.reads_latents else "model"
+    for name, own, theirs in ((n, getattr(controlnet, n), getattr(denoiser, n)) for n in controlnet.compared):
+        if own != theirs and not (own is None and controlnet.reads_latents):
+            raise BadInput(f"the ControlNet{which} is of another model: its {name} = {own}, and the {told}'s {name} = {theirs}")
+    reads: frozenset[str] = getattr(controlnet, "conditions", frozenset())
+    if unread := sorted(reads - set(denoiser.conditions)):
+        raise BadInput(f"the ControlNet{which} reads {unread[0]}, which the model does not: it is of another model")
+    if not controlnet.reads_latents and controlnet.factor != factor:
         sizes = f"{controlnet.factor} times as high as latents, and here they are {factor} times as high"
         what = f"the ControlNet{which} is for images {sizes}"
         raise BadInput(what, hint="a ControlNet that was trained with this autoencoder")

@@ -17,14 +17,16 @@ from argosy.checkpoint.base import files_of
 from argosy.checkpoint.open import open_model
 from argosy.core.errors import BadInput
 from argosy.core.progress import Say
+from argosy.infer.denoise.control import unshifted
 from argosy.infer.denoise.encoder_settings import EncoderSettings
-from argosy.infer.denoise.folder import DENOISERS, INDEX, load_diffusers, opened_unet
+from argosy.infer.denoise.folder import DENOISERS, INDEX, load_diffusers
 from argosy.infer.denoise.pipeline import ImageDefaults, ImagePipeline, PromptEncoder
 from argosy.infer.denoise.prompts import PromptReader, TextPrompts
 from argosy.infer.denoise.settings import SamplerSettings
+from argosy.infer.denoise.trained_parts import opened_denoiser, opened_unet
 from argosy.models.autoencoders.base import AutoencoderConfig
 from argosy.models.diffusion.base import Conditions, ImageSpace
-from argosy.models.diffusion.controlnet import ControlNetConfig
+from argosy.models.diffusion.controlnets.base import ControlNetSettings
 from argosy.models.diffusion.learned_embeddings import LearnedEmbeddingsConfig
 from argosy.weights.build import load_model, stored_tokenizer
 from argosy.weights.hub.config import read_json_object
@@ -35,7 +37,7 @@ class RunEncoders:
     """The encoders of a run, as its data asks them.
 
     Args:
-        config: of the denoiser.
+        config: of what is trained: the denoiser, or a model beside it.
         dtype: of the encoders' weights and activations.
         say: called with what a caption lost.
     """
@@ -58,6 +60,11 @@ class RunEncoders:
         return ImageSpace(config.channels, config.factor, 0)
 
     @property
+    def encodes_controls(self) -> bool:
+        """Whether control images go through the autoencoder."""
+        return isinstance(self.config, ControlNetSettings) and self.config.reads_latents
+
+    @property
     def identity(self) -> str:
         """A hash of all files of weights and tokenizers, and of the precision. Files may be tens of GB, so they are read once."""
         if self._identity is None:
@@ -66,6 +73,8 @@ class RunEncoders:
 
     def _hashed(self) -> str:
         described = ["with text_mask", str(jnp.dtype(self.dtype)), self.settings.text_tokens if self.settings.text else None]
+        if self.encodes_controls and getattr(self.config, "zero_pooled", False):
+            described.append("control images without shift")
         for folder in encoder_folders(self.settings):
             names = sorted({*files_of(open_model(folder)), *folder.glob("*.json")})
             described.append({path.name: hash_file(path) for path in names})
@@ -75,6 +84,11 @@ class RunEncoders:
 
     def latents(self, images: np.ndarray) -> np.ndarray:
         return self._opened().encode((images + 1) / 2)
+
+    def control_latents(self, images: np.ndarray) -> np.ndarray:
+        """Latents of control images [B H W 3] in 0..1, as the ControlNet that is trained reads them."""
+        pipe = self._opened()
+        return unshifted(self.config, None if pipe.autoencoder is None else pipe.autoencoder.config, pipe.encode(images))
 
     def states(self, texts: Sequence[str]) -> dict[str, np.ndarray]:
         found = self._opened().prompts.encode(texts)
@@ -91,8 +105,11 @@ class RunEncoders:
     def _opened(self) -> ImagePipeline:
         if self._pipeline is None:
             # A description of the denoiser, without weights: nothing is drawn with it.
-            beside = isinstance(self.config, ControlNetConfig | LearnedEmbeddingsConfig)
-            config = opened_unet(str(self.settings.pipeline))[1] if beside else self.config
+            folder, config = str(self.settings.pipeline), self.config
+            if isinstance(config, ControlNetSettings):
+                config = opened_denoiser(folder)[2]
+            elif isinstance(config, LearnedEmbeddingsConfig):
+                config = opened_unet(folder)[1]
             # Without captions no text encoder is read.
             prompts = None if self.reads_text or self.settings.text else NoPrompts()
             self._pipeline = pipeline_around(config.build(), self.settings, prompts=prompts, dtype=self.dtype, say=self.say)

@@ -126,6 +126,7 @@ class ImageEngine:
         control_scale: float | Sequence[float] = 1.0,
         control_start: float | Sequence[float] = 0.0,
         control_end: float | Sequence[float] = 1.0,
+        control_mode: int | Sequence[int | None] | None = None,
         guess_mode: bool = False,
     ) -> ImageRequest:
         """An image to draw. Arguments are those of `ImagePipeline.images`, for one image.
@@ -145,7 +146,7 @@ class ImageEngine:
         plan = pipe.plan(pipe.sampler, count, area, share)
         conditions, null = pipe.conditions([prompt], [negative], scale)
         key: tuple[Any, ...] = (area, count, share, null is None, image is None, mask is None, step_cache)
-        control = pipe.control(control_image, 1, area, control_scale, guess_mode)
+        control = pipe.control(control_image, 1, area, control_scale, guess_mode, control_mode)
         if control is not None:
             nets = len(pipe.controlnets)
             spans = [for_each(*one, nets) for one in (("control_start", control_start), ("control_end", control_end))]

@@ -17,17 +17,15 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from argosy.checkpoint.open import model_layer, open_model
+from argosy.checkpoint.open import open_model
 from argosy.checkpoint.save import save_model
 from argosy.core.errors import BadInput, Damaged, nearest
 from argosy.core.progress import Say
-from argosy.core.settings import dump
-from argosy.core.settings.schema import Choice
 from argosy.data.tokenizers.config import read_config
 from argosy.data.tokenizers.load import load_tokenizer
 from argosy.infer.denoise.chat_prompts import ChatReader, Flux2Prompts, ZImagePrompts
 from argosy.infer.denoise.hub import sampler_of, scheduler_config
-from argosy.infer.denoise.learned import LearnedToken, learned_layer, learned_rows
+from argosy.infer.denoise.learned import LearnedToken, learned_rows
 from argosy.infer.denoise.pipeline import ImageDefaults, ImagePipeline, PromptEncoder
 from argosy.infer.denoise.prompts import (
     FluxPrompts,
@@ -38,10 +36,6 @@ from argosy.infer.denoise.prompts import (
     prompt_length,
 )
 from argosy.infer.denoise.settings import SamplerSettings
-from argosy.models import FAMILIES
-from argosy.models.diffusion.controlnet import ControlNetConfig
-from argosy.models.diffusion.noise import EDMNoise, FlowNoise
-from argosy.models.diffusion.unet import UNetConfig
 from argosy.weights.build import LoadedModel, as_dtype, load_model
 from argosy.weights.hub.config import read_json_object
 from argosy.weights.hub.image_lora import UpdatedTensors, image_updates
@@ -54,8 +48,8 @@ SCHEDULER = "scheduler/scheduler_config.json"
 # The folders of denoisers.
 DENOISERS = ("transformer", "unet")
 CONTROLNET = "controlnet"
-# The class that model_index.json names where there are several.
-SEVERAL = "MultiControlNetModel"
+# The class that model_index.json names where there are several; diffusers writes those of UNets alone.
+ONE, SEVERAL = "ControlNetModel", "MultiControlNetModel"
 # Tokens of T5 that Stable Diffusion 3 reads.
 SD3_TOKENS = 256
 # Layers whose outputs Flux.2 reads: klein of Qwen 3, dev of Mistral Small 3.
@@ -89,6 +83,10 @@ class PipelineParts:
     def denoiser(self) -> Any:
         return self.models[next(part for part in DENOISERS if part in self.models)].module
 
+    @property
+    def controlnets(self) -> list[Any]:
+        return [model.module for part, model in self.models.items() if part.startswith(CONTROLNET)]
+
     def reader(self, number: int, length: int | None = None) -> PromptReader:
         """A text encoder with its tokenizer.
 
@@ -111,7 +109,7 @@ def flux_pipeline(parts: PipelineParts) -> ImagePipeline:
     defaults = ImageDefaults(28, 3.5, (side, side)) if config.guided else ImageDefaults(4, 1.0, (side, side))
     # Its pipeline gives noise levels of its own, evenly from 1 to 1/steps.
     sampler = parts.sampler.model_copy(update={"spacing": "trailing"})
-    return ImagePipeline(parts.denoiser, prompts, sampler, defaults, vae, say=parts.say)
+    return ImagePipeline(parts.denoiser, prompts, sampler, defaults, vae, say=parts.say, controlnets=parts.controlnets)
 
 
 def sd3_pipeline(parts: PipelineParts) -> ImagePipeline:
@@ -120,7 +118,8 @@ def sd3_pipeline(parts: PipelineParts) -> ImagePipeline:
     t5 = [parts.reader(3, SD3_TOKENS)] if "text_encoder_3" in parts.models else []
     prompts = SD3Prompts([parts.reader(1), parts.reader(2), *t5], config.text_width, SD3_TOKENS)
     side = config.size * vae.config.factor
-    return ImagePipeline(parts.denoiser, prompts, parts.sampler, ImageDefaults(28, 7.0, (side, side)), vae, say=parts.say)
+    more: Any = {"say": parts.say, "controlnets": parts.controlnets}
+    return ImagePipeline(parts.denoiser, prompts, parts.sampler, ImageDefaults(28, 7.0, (side, side)), vae, **more)
 
 
 def z_image_pipeline(parts: PipelineParts) -> ImagePipeline:
@@ -188,8 +187,7 @@ def _unet_pipeline(parts: PipelineParts, prompts: PromptEncoder, guidance: float
     own = {"prediction": parts.sampler.prediction, "pixels": vae.config.factor}
     module.config = module.config.model_copy(update=own)
     side = module.config.size * vae.config.factor
-    nets = [model.module for part, model in parts.models.items() if part.startswith(CONTROLNET)]
-    more: Any = {"say": parts.say, "controlnets": nets}
+    more: Any = {"say": parts.say, "controlnets": parts.controlnets}
     return ImagePipeline(module, prompts, parts.sampler, ImageDefaults(50, guidance, (side, side)), vae, **more)
 
 
@@ -217,6 +215,10 @@ KINDS = {
     "StableDiffusion3Pipeline": PipelineKind(
         ("transformer", "vae", "text_encoder", "text_encoder_2", "text_encoder_3"), sd3_pipeline, ("text_encoder_3",)
     ),
+    "FluxControlNetPipeline": PipelineKind(("transformer", "vae", "text_encoder", "text_encoder_2", CONTROLNET), flux_pipeline),
+    "StableDiffusion3ControlNetPipeline": PipelineKind(
+        ("transformer", "vae", "text_encoder", "text_encoder_2", "text_encoder_3", CONTROLNET), sd3_pipeline, ("text_encoder_3",)
+    ),
     "Flux2Pipeline": PipelineKind(("transformer", "vae", "text_encoder"), flux2_dev_pipeline),
     "Flux2KleinPipeline": PipelineKind(("transformer", "vae", "text_encoder"), flux2_pipeline),
     "ZImagePipeline": PipelineKind(("transformer", "vae", "text_encoder"), z_image_pipeline),
@@ -226,9 +228,9 @@ KINDS = {
 WITH_CONTROLNET = {
     "StableDiffusionPipeline": "StableDiffusionControlNetPipeline",
     "StableDiffusionXLPipeline": "StableDiffusionXLControlNetPipeline",
+    "StableDiffusion3Pipeline": "StableDiffusion3ControlNetPipeline",
+    "FluxPipeline": "FluxControlNetPipeline",
 }
-# Objectives that train something else for the UNet of a diffusers folder, and what that is.
-BESIDE_UNETS = {"controlnet": "a ControlNet", "textual_inversion": "a learned token"}
 # Parts that no picture is drawn with here: inputs of image prompts, and checks of what was drawn.
 UNUSED = ("feature_extractor", "image_encoder", "safety_checker")
 
@@ -250,7 +252,7 @@ def load_diffusers(
     Args:
         single_file: a file in its authors' names (`weights.hub.single_file`), whose models take the place of the folder's.
         denoiser: a module in place of the folder's denoiser, whose weights are then not read; it may still lack its own.
-        controlnet: a ControlNet for the folder's UNet, or several: a folder, a run or a checkpoint each.
+        controlnet: a ControlNet for the folder's denoiser, or several: a folder, a run or a checkpoint each.
         embeddings: learned embeddings (textual inversion) of Stable Diffusion 1, 2 and XL: files (`weights.hub.learned_embeddings`),
             folders with one, runs of `argosy train textual_inversion`, or tokens with their rows.
         texts: whether the weights of text encoders are read. Without them a pipeline draws with other prompts, and cannot be saved.
@@ -270,13 +272,14 @@ def load_diffusers(
     nets = [] if controlnet is None else [controlnet] if isinstance(controlnet, str | Path) else list(controlnet)
     if nets:
         name = _with_controlnet(name, path)
-        index = dict(index) | {"_class_name": name, CONTROLNET: ["diffusers", SEVERAL if len(nets) > 1 else "ControlNetModel"]}
+        index = dict(index) | {"_class_name": name}
     tokens = [] if embeddings is None else [embeddings] if isinstance(embeddings, str | Path | LearnedToken) else list(embeddings)
     if tokens and KINDS[name].make not in (sd_pipeline, sdxl_pipeline):
         what = f"embeddings: learned embeddings of {name} are not built"
         raise BadInput(what, where=str(path), hint="those of Stable Diffusion 1, 2 and XL are")
     kind, opened = KINDS[name], dict[str, OpenedModel]()
-    present = {part for part, library in index.items() if isinstance(library, list) and library[:1] != [None]}
+    present = {CONTROLNET} if nets else set[str]()
+    present |= {part for part, library in index.items() if isinstance(library, list) and library[:1] != [None]}
     numbers = [part.removeprefix("text_encoder") for part in kind.models if part.startswith("text_encoder")]
     known = {*kind.models, *(f"tokenizer{end}" for end in numbers), "scheduler", *UNUSED}
     if other := sorted(present - known):
@@ -286,6 +289,8 @@ def load_diffusers(
             continue
         if part == CONTROLNET and nets:
             opened |= {numbered(i): open_model(net, say or (lambda _: None)) for i, net in enumerate(nets)}
+            one = next(iter(opened[CONTROLNET].config.hub_types), "")
+            index |= {CONTROLNET: ["diffusers", one if len(nets) == 1 else f"{one.removesuffix(ONE)}{SEVERAL}"]}
             continue
         if not (path / part).is_dir():
             raise BadInput(f"there is no folder {part}/", where=str(path), hint="copy or download the folder again")
@@ -354,80 +359,6 @@ def numbered(i: int) -> str:
     return CONTROLNET if i == 0 else f"{CONTROLNET}_{i}"
 
 
-def opened_unet(folder: str | Path, subject: str = "a ControlNet") -> tuple[OpenedModel, UNetConfig]:
-    """The UNet of a diffusers folder, and its settings with those that the folder has elsewhere.
-
-    Args:
-        subject: what is for UNets alone, in errors.
-
-    Raises:
-        BadInput, Damaged: as `load_diffusers`, or its denoiser is no UNet.
-    """
-    path = Path(folder)
-    if not (path / "unet").is_dir():
-        raise BadInput(f"{subject} is for the UNet of Stable Diffusion 1, 2 or XL, and this folder has none", where=str(path))
-    stored, vae = open_model(path / "unet"), open_model(path / "vae")
-    own = {"prediction": sampler_of(read_json_object(path / SCHEDULER)).prediction, "pixels": getattr(vae.config, "factor", 1)}
-    if not isinstance(stored.config, UNetConfig):
-        raise BadInput(f"unet: the model is a {type(stored.config).__name__}", where=str(path / "unet"))
-    return stored, stored.config.model_copy(update=own)
-
-
-def denoiser_layers(folder: str | Path, objective_name: str = "") -> dict[str, Any]:
-    """The settings of a run that trains the denoiser of a diffusers folder: the meaning of `model=FOLDER`.
-
-    Args:
-        objective_name: `controlnet` and `textual_inversion` train a ControlNet or learned embeddings for it in its place.
-
-    Raises:
-        BadInput, Damaged: as `load_diffusers`; or the model has no ControlNets, or learned embeddings.
-    """
-    path = Path(folder)
-    index = read_json_object(path / INDEX)
-    part = next((part for part in DENOISERS if part in index), None)
-    if part is None or str(index.get("_class_name")) not in KINDS:
-        raise BadInput(f"{INDEX}: the pipeline {index.get('_class_name')} is not built", where=str(path))
-    if CONTROLNET in index:
-        hint = f"model=FOLDER of the pipeline without it; argosy train controlnet goes on with it: init.weights={path / CONTROLNET}"
-        raise BadInput(f"{INDEX}: the pipeline has a ControlNet beside the model to train", where=str(path), hint=hint)
-    sampler = sampler_of(read_json_object(path / SCHEDULER))
-    own: dict[str, Any] = {"prediction": sampler.prediction}
-    if part == "unet":
-        vae: Any = open_model(path / "vae").config
-        own["pixels"] = vae.factor
-    objective: dict[str, Any] = {"condition": "text"}
-    if isinstance(sampler.noise, FlowNoise):
-        # With a shift that depends on the size, levels are drawn as they are.
-        objective["timesteps"] = {"name": "logit_normal", "shift": 1.0 if sampler.shift.dynamic else sampler.shift.factor}
-    elif isinstance(sampler.noise, EDMNoise):
-        objective |= {"name": "edm", "noise": sampler.noise.model_dump(exclude={"kind"})}
-    else:
-        objective |= {"betas": sampler.noise.model_dump(exclude={"kind"}), "timesteps": {"name": "uniform"}}
-    weights = str(path / part)
-    init: dict[str, Any] = {"weights": weights}
-    model: dict[str, Any]
-    if objective_name in BESIDE_UNETS:
-        what = BESIDE_UNETS[objective_name]
-        unet = opened_unet(path, what)[1]
-        if isinstance(sampler.noise, EDMNoise):
-            raise BadInput(f"{what} for a model that was trained with EDM's noise is not built", where=str(path))
-        if objective_name == "textual_inversion":
-            if KINDS[str(index["_class_name"])].make not in (sd_pipeline, sdxl_pipeline):
-                raise BadInput(f"{what} of {index['_class_name']} is not built", where=str(path))
-            model, init = {"family": "learned_embeddings"} | learned_layer(path, unet), {}
-        else:
-            steered = ControlNetConfig.of_unet(unet)
-            model = {"family": Choice(FAMILIES, tag="family").name_of(steered)} | dump(steered)
-    else:
-        model = model_layer(weights) | own
-    return {
-        "model": model,
-        "init": init,
-        "encoders": {"pipeline": str(path)},
-        "objective": objective,
-    }
-
-
 def _open_part(path: Path, part: str, said: Any, say: Say) -> OpenedModel:
     try:
         return open_model(path / part, say)
@@ -455,6 +386,9 @@ def save_diffusers(parts: PipelineParts, pipe: ImagePipeline, folder: Path) -> N
     for one in (target, folder):
         if one.exists():
             raise BadInput(f"{one} exists", hint="another name, or remove it first")
+    if len(parts.controlnets) > 1 and parts.index[CONTROLNET][-1] != SEVERAL:
+        what = f"{parts.index['_class_name']} with {len(parts.controlnets)} ControlNets: diffusers writes no folder of several"
+        raise BadInput(what, hint="save the pipeline without them: argosy.load(FOLDER); `controlnet=` takes several")
     # Before anything is written.
     scheduler = None if pipe.sampler == parts.sampler else scheduler_config(pipe.sampler)
     folder.mkdir(parents=True)

@@ -16,14 +16,23 @@ import numpy as np
 from argosy.core.errors import BadInput
 from argosy.core.progress import Say
 from argosy.infer.denoise.autoencoder import ImageAutoencoder, latent_frames
-from argosy.infer.denoise.control import Control, check_controlnet, control_of, for_each, numbered_net, with_span
+from argosy.infer.denoise.control import (
+    Control,
+    check_controlnet,
+    control_of,
+    for_each,
+    numbered_net,
+    unshifted,
+    with_span,
+)
 from argosy.infer.denoise.finite import check_finite
 from argosy.infer.denoise.guidance import Guidance
+from argosy.infer.denoise.pictures import as_uint8, given_images, in_color
 from argosy.infer.denoise.plan import SamplingPlan
 from argosy.infer.denoise.sampling import Drawing, SamplingRun, padded_drawing
 from argosy.infer.denoise.settings import SAMPLERS, SamplerSettings
 from argosy.infer.denoise.step_cache import CacheReport, check_step_cache
-from argosy.models.blocks.controlnet import ControlledUNet
+from argosy.models.blocks.controlnets.controlled import controlled
 from argosy.models.diffusion.base import Conditions, DenoiserConfig
 from argosy.models.parts.weight import split
 
@@ -70,7 +79,7 @@ class ImagePipeline:
         autoencoder: its module; None: the denoiser draws images themselves, in -1..1.
         guidance: how predictions with and without prompt become one.
         say: called with what is being compiled, if that takes longer than a second.
-        controlnets: their modules, which steer a UNet by control images.
+        controlnets: their modules, which steer the denoiser by control images.
 
     Raises:
         BadInput: a ControlNet does not steer this denoiser.
@@ -99,7 +108,7 @@ class ImagePipeline:
             which = "" if len(controlnets) == 1 else f" {i + 1} of {len(controlnets)}"
             check_controlnet(controlnet.config, denoiser.config, self.factor, which)
         if controlnets:
-            denoiser = ControlledUNet(denoiser, controlnets)
+            denoiser = controlled(denoiser, controlnets)
         self._graph, self._leaves = split(denoiser)
 
     def save(self, folder: str | Path) -> None:
@@ -148,6 +157,7 @@ class ImagePipeline:
         control_scale: float | Sequence[float] = 1.0,
         control_start: float | Sequence[float] = 0.0,
         control_end: float | Sequence[float] = 1.0,
+        control_mode: int | Sequence[int | None] | None = None,
         guess_mode: bool = False,
         sampler: SamplerSettings | None = None,
         step_cache: float | None = None,
@@ -176,7 +186,9 @@ class ImagePipeline:
                 one for each.
             control_start, control_end: the share of the steps after which it begins to act, and after which it does not act any more;
                 one for all or one for each.
-            guess_mode: the ControlNet acts on predictions with the prompt alone, and more weakly on fine details.
+            control_mode: for a ControlNet that knows several kinds of control (a union of Flux), the number of the kind of the control
+                image; for several ControlNets a list, with None for those that know one.
+            guess_mode: the ControlNet acts on predictions with the prompt alone, and more weakly on fine details; of UNets.
             sampler: in place of the model's own.
             step_cache: reuses what the layers after the first changed, until the change of the first one has moved by more than this
                 share of it; 0.05 to 0.2 are usual. None: all layers run in every step.
@@ -217,7 +229,7 @@ class ImagePipeline:
         begun, fixed = self.encode_given(image, mask, len(rows), (height, width))
         steps = self.defaults.steps if steps is None else steps
         plan = self.plan(how, steps, (height, width), 1.0 if image is None else strength, 1 if frames is None else shape[0])
-        control = self.control(control_image, len(rows), (height, width), control_scale, guess_mode)
+        control = self.control(control_image, len(rows), (height, width), control_scale, guess_mode, control_mode)
         if control is not None:
             spans = ("control_start", control_start), ("control_end", control_end)
             plan = with_span(plan, *(for_each(name, given, len(self.controlnets)) for name, given in spans))
@@ -342,7 +354,13 @@ class ImagePipeline:
         return latents
 
     def control(
-        self, image: Any, count: int, size: tuple[int, int], scale: float | Sequence[float], guess_mode: bool
+        self,
+        image: Any,
+        count: int,
+        size: tuple[int, int],
+        scale: float | Sequence[float],
+        guess_mode: bool,
+        mode: int | Sequence[int | None] | None = None,
     ) -> Control | None:
         """What the ControlNets are given, of arguments of `images`; None without any.
 
@@ -361,9 +379,12 @@ class ImagePipeline:
         images = []
         for i, one in enumerate(for_each("control_image", image, len(nets)) if len(nets) > 1 else [image]):
             given = given_images(one, f"control_image{numbered_net(i, len(nets))}", count, size)
+            if nets[i].config.reads_latents:
+                autoencoder = None if self._autoencoder is None else self._autoencoder.config
+                given = unshifted(nets[i].config, autoencoder, self.encode(given))
             images.append(np.repeat(given, count // len(given), 0))
-        scales = for_each("control_scale", scale, len(nets))
-        return control_of([net.config for net in nets], images, scales, guess_mode)
+        scales, modes = for_each("control_scale", scale, len(nets)), for_each("control_mode", mode, len(nets))
+        return control_of([net.config for net in nets], images, scales, guess_mode, modes)
 
     def warm_up(self, batch: int, step_cache: float | None = None) -> None:
         """Compiles what draws so many images of the default size together, step by step."""
@@ -376,7 +397,8 @@ class ImagePipeline:
         away = None if learned or self.defaults.guidance == 1 else null
         if self.controlnets:
             blank = [np.zeros((1, *self.defaults.size, 3), np.float32)] * len(self.controlnets)
-            control = self.control(blank if len(blank) > 1 else blank[0], batch, self.defaults.size, 1.0, False)
+            modes = [0 if getattr(net.config, "modes", None) else None for net in self.controlnets]
+            control = self.control(blank if len(blank) > 1 else blank[0], batch, self.defaults.size, 1.0, False, modes)
             assert control is not None
             conditions, away = control.put_on(conditions, away, slice(None))
         run = self.sampling(Drawing(plan, seeds, scale, conditions, away, shape, cache_threshold=step_cache))
@@ -454,31 +476,3 @@ class ImagePipeline:
         # A latent may change where any of its pixels may.
         blocks = free.reshape(len(free), size[0] // f, f, size[1] // f, f)
         return latents, blocks.max((2, 4))[..., None]
-
-
-def given_images(images: Any, name: str, count: int, size: tuple[int, int]) -> np.ndarray:
-    """Images in 0..1 [N H W 3] of an argument, uint8 or floats; N divides `count`.
-
-    Raises:
-        BadInput: a shape does not fit, or the numbers are neither uint8 nor floats in 0..1.
-    """
-    given = np.asarray(images)
-    given = given[None] if given.ndim == 3 else given
-    if given.size == 0 or (given.dtype != np.uint8 and not np.issubdtype(given.dtype, np.floating)):
-        raise BadInput(f"{name} of {given.dtype.name} {list(given.shape)}", hint="uint8, or floats in 0..1")
-    if given.dtype != np.uint8 and not (given.min() >= 0 and given.max() <= 1):
-        raise BadInput(f"{name} has numbers outside 0..1", hint="uint8, or floats in 0..1")
-    given = given.astype(np.float32) / 255 if given.dtype == np.uint8 else given.astype(np.float32)
-    if given.shape[1:] != (*size, 3) or count % len(given):
-        raise BadInput(f"{name} of {list(given.shape)}: [N H W 3] is {[count, *size, 3]} here")
-    return given
-
-
-def in_color(images: np.ndarray) -> np.ndarray:
-    """Images with three channels."""
-    return np.repeat(images, 3, -1) if images.shape[-1] == 1 else images
-
-
-def as_uint8(images: np.ndarray) -> np.ndarray:
-    """Images in 0..1 as uint8."""
-    return np.rint(images * 255).astype(np.uint8)

@@ -16,7 +16,7 @@ from argosy.infer.denoise.pipeline import ImageDefaults, ImagePipeline, PromptEn
 from argosy.infer.denoise.settings import SamplerSettings
 from argosy.models.autoencoders.base import AutoencoderConfig
 from argosy.models.diffusion.base import DenoiserConfig
-from argosy.models.diffusion.controlnet import ControlNetConfig
+from argosy.models.diffusion.controlnets.base import ControlNetSettings
 from argosy.models.diffusion.learned_embeddings import LearnedEmbeddingsConfig
 from argosy.models.diffusion.noise import EDMNoise
 from argosy.train.objectives import OBJECTIVES
@@ -88,7 +88,7 @@ def load_pipeline(path: str | Path, dtype: Any = None, warn: Callable[[str], Non
         BadInput, Damaged: there is none, or the encoders of the run are not where they were.
     """
     stored = open_model(path, warn)
-    if isinstance(stored.config, ControlNetConfig):
+    if isinstance(stored.config, ControlNetSettings):
         what = f"{path} is a ControlNet, which steers another model"
         raise BadInput(what, hint=f"argosy.load(FOLDER, controlnet={path}); argosy generate FOLDER ... controlnet={path}")
     if isinstance(stored.config, LearnedEmbeddingsConfig):

@@ -1,6 +1,6 @@
 """The module of Flux.1 (`models.diffusion.flux` has the equations)."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -75,30 +75,34 @@ class SingleBlock(nnx.Module):
         return x + gate[:, None] * mixed, cache, {}
 
 
-class Flux(SingleStreamDenoiser):
-    """Noisy latents, time steps and texts to velocities."""
+class FluxLayers(nnx.Module):
+    """What Flux and its ControlNets share: noisy latents, time steps and texts to tokens, and the layers over these."""
+
+    double_block: ClassVar[Any] = DoubleBlock
+    single_block: ClassVar[Any] = SingleBlock
 
     def __init__(self, config: Any, run: Execution | None):
         self.config, self.dtype, d = config, jnp.float32, config.dims
         self.patch = Einsum("BTI,ID->BTD", d, bias=True, legend=LEGEND)
         self.text_embed = Einsum("BTS,SD->BTD", d, bias=True, legend=LEGEND)
         self.vector = VectorEmbedder(config, config.guided)
-        self.layers = Stack([Layer("block", Reach())] * config.layers, lambda kind: DoubleBlock(config), run=run)
-        self.single_layers = Stack([Layer("block", Reach())] * config.single_layers, lambda kind: SingleBlock(config), run=run)
-        self.final = FinalLayer(d)
+        self.layers = Stack([Layer("block", Reach())] * config.layers, lambda kind: self.double_block(config), run=run)
+        single = [Layer("block", Reach())] * config.single_layers
+        self.single_layers = Stack(single, lambda kind: self.single_block(config), run=run)
 
     def begin(self, latents: Float[Array, "B H W C"], timestep: Float[Array, "B"], conditions: Conditions) -> tuple[Any, DenoiserStep]:
-        config, (height, width) = self.config, latents.shape[1:3]
-        x = constrain(self.patch(patchify(latents.astype(self.dtype), config.patch)), "B T D")
-        text = self.text_embed(conditions.text.astype(self.dtype))
+        height, width = latents.shape[1:3]
+        x, text = self.tokens(latents, conditions)
+        x = constrain(x, "B T D")
         c = self.vector(timestep, conditions.pooled, conditions.guidance, self.dtype)
         attend = Bidirectional(jnp.ones((x.shape[0], text.shape[1] + x.shape[1]), jnp.int32))
         condition = JointCondition(c, self.turns(x.shape[0], text.shape[1], height, width))
         return {"image": x, "text": text}, DenoiserStep(attend, condition, c, (height, width))
 
-    def end(self, streams: dict[str, Array], step: DenoiserStep) -> Float[Array, "B H W C"]:
-        y = self.final(streams["image"], step.c)
-        return unpatchify(y.astype(sums_in(y.dtype)), *step.size, self.config.patch)
+    def tokens(self, latents: Float[Array, "B H W C"], conditions: Conditions) -> tuple[Float[Array, "B T D"], Float[Array, "B S D"]]:
+        """The tokens of image and text."""
+        image = self.patch(patchify(latents.astype(self.dtype), self.config.patch))
+        return image, self.text_embed(conditions.text.astype(self.dtype))
 
     def turns(self, rows: int, text: int, height: int, width: int) -> tuple[Array, Array]:
         """Cosines and sines of the positions: 0 for all tokens of a text, row and column for patches."""
@@ -106,3 +110,18 @@ class Flux(SingleStreamDenoiser):
         patches = np.pad(at.reshape(-1, 2), ((0, 0), (1, 0)))
         cos, sin = axial_turns(np.concatenate([np.zeros((text, 3)), patches]), self.config.axes)
         return jnp.broadcast_to(cos, (rows, *cos.shape)), jnp.broadcast_to(sin, (rows, *sin.shape))
+
+
+class Flux(FluxLayers, SingleStreamDenoiser):
+    """Noisy latents, time steps and texts to velocities."""
+
+    def __init__(self, config: Any, run: Execution | None):
+        super().__init__(config, run)
+        self.final = FinalLayer(config.dims)
+
+    def end(self, streams: dict[str, Array], step: DenoiserStep) -> Float[Array, "B H W C"]:
+        y = self.final(streams["image"], step.c)
+        return unpatchify(y.astype(sums_in(y.dtype)), *step.size, self.config.patch)
+
+    def residual_places(self, layers: int, residuals: int) -> list[int | None]:
+        return [i // -(-layers // residuals) for i in range(layers)]

@@ -24,7 +24,7 @@ from argosy.ops.precision import sums_in
 
 LEGEND = (
     ("I", "patch"), ("W", "waves"), ("E", "embedder"), ("G", "modulation"), ("M", "modulated"), ("S", "text"), ("O", "pooled"),
-    ("Q", "time_vector"),
+    ("Q", "time_vector"), ("U", "classes"), ("R", "residual"),
 )
 # The letter of the axis that embedders read, by the name of their condition.
 READS = {"time": "W", "guidance": "W", "pooled": "O"}

@@ -38,9 +38,9 @@ class SD3Block(nnx.Module):
 
     def __init__(self, config: Any, kind: str):
         self.is_last, is_dual = kind.endswith("last"), kind.startswith("dual")
-        self.image = JointStream(config.dims, 9 if is_dual else 6, norms=config.qk_norm)
-        self.text = JointStream(config.dims, 2 if self.is_last else 6, norms=config.qk_norm, mlp=not self.is_last)
-        self.second = Projections(config.dims, norms=config.qk_norm) if is_dual else None
+        self.image = JointStream(config.dims, 9 if is_dual else 6, norms=config.normalizes)
+        self.text = JointStream(config.dims, 2 if self.is_last else 6, norms=config.normalizes, mlp=not self.is_last)
+        self.second = Projections(config.dims, norms=config.normalizes) if is_dual else None
 
     def holds(self, each: Reach) -> Spec:
         return Spec()
@@ -64,7 +64,45 @@ class SD3Block(nnx.Module):
         return out, cache, {}
 
 
-class SD3(LayeredDenoiser):
+class SD3Layers(nnx.Module):
+    """What Stable Diffusion 3 and its ControlNets share: noisy latents and texts to the input of the layers.
+
+    patch, positions: latents to tokens.
+    vector: time step and pooled text to one vector.
+    """
+
+    config: Any
+    dtype: Any
+    patch: Einsum
+    positions: Einsum
+    vector: VectorEmbedder
+
+    def tokens(self, latents: Float[Array, "B H W C"]) -> Float[Array, "B T D"]:
+        """The tokens of an image, with their positions."""
+        patch, (height, width) = self.config.patch, latents.shape[1:3]
+        x = self.patch(patchify(latents.astype(self.dtype), patch))
+        places = jnp.asarray(self.places(height // patch, width // patch))
+        return constrain(x + self.positions.take(places).astype(x.dtype), "B T D")
+
+    def begun(
+        self, streams: dict[str, Float[Array, "B _ D"]], timestep: Float[Array, "B"], pooled: Float[Array, "B O"], size: Any
+    ) -> tuple[dict[str, Array], DenoiserStep]:
+        """The streams, and what every layer reads besides. size: height and width of the latents."""
+        c = self.vector(timestep, pooled, None, self.dtype)
+        tokens = sum(stream.shape[1] for stream in streams.values())
+        attend = Bidirectional(jnp.ones((streams["image"].shape[0], tokens), jnp.int32))
+        return streams, DenoiserStep(attend, JointCondition(c), c, size)
+
+    def places(self, rows: int, columns: int) -> np.ndarray:
+        """The rows of the table of positions for an image of so many patches: those in its middle."""
+        grid = self.config.grid
+        if max(rows, columns) > grid:
+            raise ValueError(f"{rows} x {columns} patches; the table of positions has {grid} x {grid}")
+        at = np.arange(rows)[:, None] + (grid - rows) // 2, np.arange(columns)[None] + (grid - columns) // 2
+        return (at[0] * grid + at[1]).reshape(-1).astype(np.int32)
+
+
+class SD3(SD3Layers, LayeredDenoiser):
     """Noisy latents, time steps and texts to velocities."""
 
     def __init__(self, config: Any, run: Execution | None):
@@ -78,23 +116,13 @@ class SD3(LayeredDenoiser):
         self.final = FinalLayer(d)
 
     def begin(self, latents: Float[Array, "B H W C"], timestep: Float[Array, "B"], conditions: Conditions) -> tuple[Any, DenoiserStep]:
-        config, (height, width) = self.config, latents.shape[1:3]
-        x = self.patch(patchify(latents.astype(self.dtype), config.patch))
-        places = jnp.asarray(self.places(height // config.patch, width // config.patch))
-        x = constrain(x + self.positions.take(places).astype(x.dtype), "B T D")
-        text = self.text_embed(conditions.text.astype(self.dtype))
-        c = self.vector(timestep, conditions.pooled, None, self.dtype)
-        attend = Bidirectional(jnp.ones((x.shape[0], text.shape[1] + x.shape[1]), jnp.int32))
-        return {"image": x, "text": text}, DenoiserStep(attend, JointCondition(c), c, (height, width))
+        streams = {"image": self.tokens(latents), "text": self.text_embed(conditions.text.astype(self.dtype))}
+        return self.begun(streams, timestep, conditions.pooled, latents.shape[1:3])
 
     def end(self, streams: dict[str, Array], step: DenoiserStep) -> Float[Array, "B H W C"]:
         y = self.final(streams["image"], step.c)
         return unpatchify(y.astype(sums_in(y.dtype)), *step.size, self.config.patch)
 
-    def places(self, rows: int, columns: int) -> np.ndarray:
-        """The rows of the table of positions for an image of so many patches: those in its middle."""
-        grid = self.config.grid
-        if max(rows, columns) > grid:
-            raise ValueError(f"{rows} x {columns} patches; the table of positions has {grid} x {grid}")
-        at = np.arange(rows)[:, None] + (grid - rows) // 2, np.arange(columns)[None] + (grid - columns) // 2
-        return (at[0] * grid + at[1]).reshape(-1).astype(np.int32)
+    def residual_places(self, layers: int, residuals: int) -> list[int | None]:
+        # The last layer gets none. The division is diffusers', in floats.
+        return [*(int(i / (layers / residuals)) for i in range(layers - 1)), None]

@@ -1,4 +1,5 @@
 """`DenoiserConfig`: the settings that every denoiser has, and `Conditions`: what it may read beside noisy images.
+`LatentNetConfig`: those of any network over the positions of latents, a ControlNet too.
 
     module(latents [B H W C], timestep [B], conditions) -> prediction [B H W C], float32
 
@@ -35,8 +36,11 @@ class Conditions(NamedTuple):
     sizes: [B 6] for SDXL: height and width before cropping, top and left of the crop, height and width of the image, in pixels. None:
         the image was not cropped.
     interval: [B] for models of mean velocities: from the time step back to the end of the step. None: empty.
-    control: for each ControlNet beside the model, [B Y X 3] images in 0..1, in pixels. None: none acts.
-    control_scale: for each, [B R] factors on what it gives for each of the model's skips, and for the middle. None: 1.
+    control: for each ControlNet beside the model, [B Y X 3] images in 0..1, in pixels, or their latents [B H W C] where it reads these.
+        None: none acts.
+    control_scale: for each, [B R] factors on what it adds to the model: of a UNet to each skip and the middle. None: 1.
+    control_mode: for each, [B] the number of the kind of control, for those that know several (unions); others ignore it. None: none
+        knows several.
     control_acts: [C] above 0 for those that act at this step. None: all do.
     """
 
@@ -49,6 +53,7 @@ class Conditions(NamedTuple):
     interval: Any = None
     control: Any = None
     control_scale: Any = None
+    control_mode: Any = None
     control_acts: Any = None
 
 
@@ -65,22 +70,51 @@ class ImageSpace(NamedTuple):
     classes: int
 
 
-class DenoiserConfig(ModelConfig):
-    """Settings of a denoiser."""
+class LatentNetConfig(ModelConfig):
+    """Settings of a network over the positions of images or latents."""
 
     inputs: ClassVar[InputKind] = "images"
-    # What its folder is called in a pipeline of diffusers.
-    pipeline_part: ClassVar[str] = "transformer"
-    # Settings that such a folder has elsewhere: in its scheduler's, or its autoencoder's.
-    pipeline_settings: ClassVar[tuple[str, ...]] = ()
-    # Whether it reads latents with an axis of frames too.
-    draws_videos: ClassVar[bool] = False
     # What the paths of weights begin with that read the tokens of the text, or those of image and text.
     text_paths: ClassVar[tuple[str, ...]] = ()
     joint_paths: ClassVar[tuple[str, ...]] = ()
 
     channels: int = Field(gt=0)
     """Channels of the images or latents C."""
+
+    @property
+    def size_multiple(self) -> int:
+        """The number that divides height and width of its inputs."""
+        return 1
+
+    def flops(self, tokens: int) -> int:
+        """FLOPs of one forward pass over an image of `tokens` positions, and a text of `text_tokens` in families that read one. What
+        reads the time step and the other conditions is computed once for an image."""
+        text, total = getattr(self, "text_tokens", 0), 0
+        for tensor in filled_tensors(*self.hub_rows()):
+            axes = set(named_axes(tensor.axes))
+            if not tensor.path.endswith(".w") or LOOKED_UP & axes:
+                continue
+            times = tokens
+            if PER_IMAGE & axes:
+                times = 1
+            elif tensor.path.startswith(self.text_paths):
+                times = text
+            elif tensor.path.startswith(self.joint_paths):
+                times = tokens + text
+            total += 2 * times * tensor.size * tensor.layers
+        return int(total) + self.mixing_flops(tokens)
+
+
+class DenoiserConfig(LatentNetConfig):
+    """Settings of a denoiser."""
+
+    # What its folder is called in a pipeline of diffusers.
+    pipeline_part: ClassVar[str] = "transformer"
+    # Settings that such a folder has elsewhere: in its scheduler's, or its autoencoder's.
+    pipeline_settings: ClassVar[tuple[str, ...]] = ()
+    # Whether it reads latents with an axis of frames too.
+    draws_videos: ClassVar[bool] = False
+
     prediction: Prediction = "velocity"
     """What the output predicts. velocity: noise - image, on straight paths (flow matching); epsilon: the noise; v: alpha noise - sigma
     image; sample: the image; edm: -v of images in units of their deviation, for `objective=edm`. Training and samplers read it here; a
@@ -107,28 +141,5 @@ class DenoiserConfig(ModelConfig):
         return 0
 
     @property
-    def size_multiple(self) -> int:
-        """The number that divides height and width of its inputs."""
-        return 1
-
-    @property
     def id_spaces(self) -> ImageSpace:
         return ImageSpace(self.channels, self.size_multiple, self.classes_known)
-
-    def flops(self, tokens: int) -> int:
-        """FLOPs of one forward pass over an image of `tokens` positions, and a text of `text_tokens` in families that read one. What
-        reads the time step and the other conditions is computed once for an image."""
-        text, total = getattr(self, "text_tokens", 0), 0
-        for tensor in filled_tensors(*self.hub_rows()):
-            axes = set(named_axes(tensor.axes))
-            if not tensor.path.endswith(".w") or LOOKED_UP & axes:
-                continue
-            times = tokens
-            if PER_IMAGE & axes:
-                times = 1
-            elif tensor.path.startswith(self.text_paths):
-                times = text
-            elif tensor.path.startswith(self.joint_paths):
-                times = tokens + text
-            total += 2 * times * tensor.size * tensor.layers
-        return int(total) + self.mixing_flops(tokens)

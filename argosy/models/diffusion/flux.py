@@ -17,18 +17,16 @@ from pydantic import Field, model_validator
 
 from argosy.core.keymap import KeyRow
 from argosy.models import parts
-from argosy.models.diffusion.mmdit import MMDiTConfig
+from argosy.models.diffusion.mmdit import MMDiTConfig, MMDiTLayersConfig
 from argosy.models.hub.flux import FluxHub
 
 
-class FluxConfig(FluxHub, MMDiTConfig):
-    """Flux.1, dev and schnell."""
+class FluxLayersConfig(MMDiTLayersConfig):
+    """Settings of the layers of Flux.1, and of what comes before them."""
 
     joint_paths: ClassVar[tuple[str, ...]] = ("single_layers.",)
-    # The output of single layers is one matrix in files, of two inputs that have weights of their own here.
-    adapted: ClassVar[str | None] = r"layers\.(.*\.)?(image|text)\.(attn|mlp)\..*|single_layers\.(.*\.)?(attn\.[qkv]|up)"
 
-    single_layers: int = Field(gt=0)
+    single_layers: int = Field(ge=0)
     """Layers whose weights image and text share, after the others."""
     axes: tuple[int, int, int] = (16, 56, 56)
     """Features of a head that turn by each axis of positions: a number of the image, row, column."""
@@ -36,20 +34,30 @@ class FluxConfig(FluxHub, MMDiTConfig):
     """Whether the scale of guidance is an input (dev); else guidance was distilled away (schnell)."""
 
     @model_validator(mode="after")
-    def _axes_fit(self) -> "FluxConfig":
+    def _axes_fit(self) -> "FluxLayersConfig":
         if sum(self.axes) != self.head_size or any(n % 2 for n in self.axes):
             raise ValueError(f"axes = {self.axes} must be even and add up to head_size = {self.head_size}")
         return self
+
+    @property
+    def conditions(self) -> frozenset[str]:
+        return super().conditions | (frozenset(["guidance"]) if self.guided else frozenset())
+
+    def mixing_flops(self, tokens: int) -> int:
+        return 4 * (tokens + self.text_tokens) ** 2 * self.width * (self.layers + self.single_layers)
+
+
+class FluxConfig(FluxHub, FluxLayersConfig, MMDiTConfig):
+    """Flux.1, dev and schnell."""
+
+    # The output of single layers is one matrix in files, of two inputs that have weights of their own here.
+    adapted: ClassVar[str | None] = r"layers\.(.*\.)?(image|text)\.(attn|mlp)\..*|single_layers\.(.*\.)?(attn\.[qkv]|up)"
 
     @classmethod
     def examples(cls) -> dict[str, Any]:
         odd: dict[str, Any] = {"channels": 3, "heads": 2, "head_size": 12, "axes": (2, 4, 6), "text_width": 10, "pooled_width": 9}
         odd |= {"text_tokens": 5, "waves": 14}
         return {"schnell": cls(**odd, layers=1, single_layers=2), "dev": cls(**odd, layers=2, single_layers=1, guided=True)}
-
-    @property
-    def conditions(self) -> frozenset[str]:
-        return super().conditions | (frozenset(["guidance"]) if self.guided else frozenset())
 
     @property
     def distilled(self) -> bool:
@@ -63,6 +71,3 @@ class FluxConfig(FluxHub, MMDiTConfig):
 
     def hub_rows(self) -> tuple[list[KeyRow], dict[str, int]]:
         return self.tensor_rows()
-
-    def mixing_flops(self, tokens: int) -> int:
-        return 4 * (tokens + self.text_tokens) ** 2 * self.width * (self.layers + self.single_layers)

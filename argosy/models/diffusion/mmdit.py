@@ -1,4 +1,5 @@
-"""`MMDiTConfig`: the settings of denoisers in which image and text attend to each other, each with weights of its own.
+"""`MMDiTConfig`: the settings of denoisers in which image and text attend to each other, each with weights of its own. Their
+ControlNets share `MMDiTLayersConfig`.
 
 Esser et al. 2024 (MMDiT, arXiv:2403.03206). Flux and Stable Diffusion 3 are such models.
 """
@@ -7,11 +8,11 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from argosy.models.diffusion.base import DenoiserConfig
+from argosy.models.diffusion.base import DenoiserConfig, LatentNetConfig
 
 
-class MMDiTConfig(DenoiserConfig):
-    """Settings of a denoiser with joint attention of image and text."""
+class MMDiTLayersConfig(LatentNetConfig):
+    """Settings of layers with joint attention of image and text, and of what comes before them."""
 
     text_paths: ClassVar[tuple[str, ...]] = ("text_embed.", "layers.{l}.text.")
     adapted: ClassVar[str | None] = r"layers\.(.*\.)?((image|text)\.(attn|mlp)|second)\..*"
@@ -40,6 +41,7 @@ class MMDiTConfig(DenoiserConfig):
 
     @property
     def conditions(self) -> frozenset[str]:
+        """The fields of `Conditions` that the model reads."""
         return frozenset(["text", "pooled"])
 
     @property
@@ -51,3 +53,7 @@ class MMDiTConfig(DenoiserConfig):
         heads = {"N": self.heads, "K": self.heads, "H": self.head_size}
         inputs = {"I": self.channels * self.patch**2, "S": self.text_width, "O": self.pooled_width, "W": self.waves}
         return {"D": self.width, "F": 4 * self.width, **heads, **inputs, "E": self.width, "M": self.width}
+
+
+class MMDiTConfig(MMDiTLayersConfig, DenoiserConfig):
+    """Settings of a denoiser with joint attention of image and text."""

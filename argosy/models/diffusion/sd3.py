@@ -15,12 +15,12 @@ from pydantic import Field, model_validator
 
 from argosy.core.keymap import KeyRow
 from argosy.models import parts
-from argosy.models.diffusion.mmdit import MMDiTConfig
+from argosy.models.diffusion.mmdit import MMDiTConfig, MMDiTLayersConfig
 from argosy.models.hub.sd3 import SD3Hub
 
 
-class SD3Config(SD3Hub, MMDiTConfig):
-    """Stable Diffusion 3 and 3.5 (arXiv:2403.03206)."""
+class SD3LayersConfig(MMDiTLayersConfig):
+    """Settings of the layers of Stable Diffusion 3 and 3.5, and of what comes before them."""
 
     size: int = Field(128, gt=0)
     """Height and width of the latents that the model was made for: the default size of images."""
@@ -33,6 +33,33 @@ class SD3Config(SD3Hub, MMDiTConfig):
     text_tokens: int = Field(333, gt=0)
     """Tokens of a prompt that pipelines read and FLOPs count: 77 of CLIP and 256 of T5."""
 
+    @property
+    def dims(self) -> dict[str, int]:
+        return super().dims | {"A": self.grid**2}
+
+    @property
+    def normalizes(self) -> bool:
+        """Whether queries and keys of the layers are normalized."""
+        return self.qk_norm
+
+    @property
+    def second_layers(self) -> tuple[int, ...]:
+        """The layers with a second attention."""
+        return self.dual_layers
+
+    @property
+    def text_layers(self) -> tuple[range, range]:
+        """The layers that give a text, and those that read one and give none."""
+        return range(self.layers - 1), range(self.layers - 1, self.layers)
+
+    def mixing_flops(self, tokens: int) -> int:
+        joint = self.layers * (tokens + self.text_tokens) ** 2
+        return 4 * self.width * (joint + len(self.second_layers) * tokens**2)
+
+
+class SD3Config(SD3Hub, SD3LayersConfig, MMDiTConfig):
+    """Stable Diffusion 3 and 3.5 (arXiv:2403.03206)."""
+
     @model_validator(mode="after")
     def _layers_exist(self) -> "SD3Config":
         if wrong := [i for i in self.dual_layers if not 0 <= i < self.layers]:
@@ -44,10 +71,6 @@ class SD3Config(SD3Hub, MMDiTConfig):
         odd: dict[str, Any] = {"channels": 3, "heads": 2, "head_size": 10, "text_width": 10, "pooled_width": 9, "grid": 5}
         odd |= {"text_tokens": 5, "waves": 14, "size": 8}
         return {"sd3": cls(**odd, layers=3), "sd3.5": cls(**odd, layers=4, qk_norm=True, dual_layers=(0, 1))}
-
-    @property
-    def dims(self) -> dict[str, int]:
-        return super().dims | {"A": self.grid**2}
 
     @property
     def kinds(self) -> list[str]:
@@ -68,7 +91,3 @@ class SD3Config(SD3Hub, MMDiTConfig):
 
     def hub_rows(self) -> tuple[list[KeyRow], dict[str, int]]:
         return self.tensor_rows()
-
-    def mixing_flops(self, tokens: int) -> int:
-        joint = self.layers * (tokens + self.text_tokens) ** 2
-        return 4 * self.width * (joint + len(self.dual_layers) * tokens**2)

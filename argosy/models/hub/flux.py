@@ -18,43 +18,62 @@ class FluxHub:
 
     def tensor_rows(self: Any) -> tuple[list[KeyRow], dict[str, int]]:
         """The table of names, and the sizes its rows use."""
-        double, single = range(self.layers), range(self.single_layers)
-        rows = linear_rows("x_embedder", "patch", "D", "I")
-        # diffusers packs a patch by channels first.
-        rows[0] = KeyRow("x_embedder.weight", "patch.w", "D (C p q) -> (p q C) D")
-        rows += linear_rows("context_embedder", "text_embed", "D", "text")
-        rows += embedder_rows("time_text_embed.timestep_embedder", "vector.time", "waves")
-        rows += embedder_rows("time_text_embed.text_embedder", "vector.pooled", "pooled")
-        rows += embedder_rows("time_text_embed.guidance_embedder", "vector.guidance", "waves") if self.guided else []
-        block = "transformer_blocks.{l}"
-        for ours, end in (("image", ""), ("text", "_context")):
-            at = f"layers.{{l}}.{ours}"
-            rows += modulation_rows(f"{block}.norm1{end}.linear", f"{at}.modulation", 6, double)
-            rows += stream_rows(f"{block}.attn", f"{at}.attn", double, added=ours == "text")
-            rows += mlp_rows(f"{block}.ff{end}", f"{at}.mlp", double)
-        block, at = "single_transformer_blocks.{l}", "single_layers.{l}"
-        rows += modulation_rows(f"{block}.norm.linear", f"{at}.modulation", 3, single)
-        rows += stream_rows(f"{block}.attn", f"{at}.attn", single, out=False)
-        rows += linear_rows(f"{block}.proj_mlp", f"{at}.up", "F", "D", single)
-        both = (f"{at}.attn.o.w", f"{at}.down.w")
-        rows.append(KeyRow(f"{block}.proj_out.weight", both, "D (N H|F) -> N H D, F D", single))
-        rows.append(KeyRow(f"{block}.proj_out.bias", f"{at}.attn.o.b", "D -> D", single))
-        rows += [*FINAL, KeyRow("proj_out.weight", "final.out.w", "(C p q) D -> D (p q C)")]
+        rows = [*flux_layer_rows(self), *FINAL, KeyRow("proj_out.weight", "final.out.w", "(C p q) D -> D (p q C)")]
         rows.append(KeyRow("proj_out.bias", "final.out.b", "(C p q) -> (p q C)"))
         return rows, mmdit_sizes(self.dims, self.patch, self.channels) | {"modulation3": 3, "modulation6": 6}
 
     @classmethod
     def from_hub(cls: Any, config: dict[str, Any]) -> Any:
-        read = TABLE.read(config)
-        if config.get("out_channels") not in (None, read["channels"]):
+        if config.get("out_channels") not in (None, config.get("in_channels", TABLE.defaults["in_channels"])):
             raise BadInput(f"config.json: `out_channels` = {config['out_channels']} differs from `in_channels`, which is not built")
-        if read["channels"] % 4:
-            raise BadInput(f"config.json: `in_channels` = {read['channels']} is no multiple of 4: latents are packed two by two")
-        return cls(**read | {"channels": read["channels"] // 4, "axes": tuple(read["axes"])})
+        return cls(**read_flux(TABLE, config))
 
     def to_hub(self: Any) -> dict[str, Any]:
-        config = {"_class_name": FLUX, "model_type": FLUX, "patch_size": 1, "out_channels": None} | TABLE.write(self)
-        return self.agreed(config | {"in_channels": self.channels * self.patch**2, "axes_dims_rope": list(self.axes)})
+        return self.agreed({"_class_name": FLUX, "model_type": FLUX, "out_channels": None} | written_flux(self, TABLE))
+
+
+def read_flux(table: ConfigTable, config: dict[str, Any]) -> dict[str, Any]:
+    """Settings of Flux's layers from a config.json.
+
+    Raises:
+        BadInput: latents cannot be packed two by two, or as `ConfigTable.read`.
+    """
+    read = table.read(config)
+    if read["channels"] % 4:
+        raise BadInput(f"config.json: `in_channels` = {read['channels']} is no multiple of 4: latents are packed two by two")
+    return read | {"channels": read["channels"] // 4, "axes": tuple(read["axes"])}
+
+
+def written_flux(config: Any, table: ConfigTable) -> dict[str, Any]:
+    """The keys of config.json about Flux's layers."""
+    fixed = {"patch_size": 1, "in_channels": config.channels * config.patch**2, "axes_dims_rope": list(config.axes)}
+    return table.write(config) | fixed
+
+
+def flux_layer_rows(config: Any) -> list[KeyRow]:
+    """The rows of the layers of Flux, and of what comes before them."""
+    double, single = range(config.layers), range(config.single_layers)
+    rows = linear_rows("x_embedder", "patch", "D", "I")
+    # diffusers packs a patch by channels first.
+    rows[0] = KeyRow("x_embedder.weight", "patch.w", "D (C p q) -> (p q C) D")
+    rows += linear_rows("context_embedder", "text_embed", "D", "text")
+    rows += embedder_rows("time_text_embed.timestep_embedder", "vector.time", "waves")
+    rows += embedder_rows("time_text_embed.text_embedder", "vector.pooled", "pooled")
+    rows += embedder_rows("time_text_embed.guidance_embedder", "vector.guidance", "waves") if config.guided else []
+    block = "transformer_blocks.{l}"
+    for ours, end in (("image", ""), ("text", "_context")):
+        at = f"layers.{{l}}.{ours}"
+        rows += modulation_rows(f"{block}.norm1{end}.linear", f"{at}.modulation", 6, double)
+        rows += stream_rows(f"{block}.attn", f"{at}.attn", double, added=ours == "text")
+        rows += mlp_rows(f"{block}.ff{end}", f"{at}.mlp", double)
+    block, at = "single_transformer_blocks.{l}", "single_layers.{l}"
+    rows += modulation_rows(f"{block}.norm.linear", f"{at}.modulation", 3, single)
+    rows += stream_rows(f"{block}.attn", f"{at}.attn", single, out=False)
+    rows += linear_rows(f"{block}.proj_mlp", f"{at}.up", "F", "D", single)
+    both = (f"{at}.attn.o.w", f"{at}.down.w")
+    rows.append(KeyRow(f"{block}.proj_out.weight", both, "D (N H|F) -> N H D, F D", single))
+    rows.append(KeyRow(f"{block}.proj_out.bias", f"{at}.attn.o.b", "D -> D", single))
+    return rows
 
 
 def modulation_rows(theirs: str, ours: str, parts: int, layers: Sequence[int]) -> list[KeyRow]:

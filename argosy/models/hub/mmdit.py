@@ -58,5 +58,5 @@ def embedder_rows(theirs: str, ours: str, inputs: str) -> list[KeyRow]:
 
 def mmdit_sizes(dims: dict[str, int], patch: int, channels: int) -> dict[str, int]:
     """The sizes of the names that these rows use."""
-    named_sizes = {"waves": dims["W"], "embedder": dims["E"], "modulated": dims["M"], "text": dims["S"], "pooled": dims["O"]}
+    named_sizes = {"waves": dims["W"], "embedder": dims["E"], "modulated": dims["M"], "text": dims.get("S", 0), "pooled": dims["O"]}
     return dims | named_sizes | {"p": patch, "q": patch, "C": channels}

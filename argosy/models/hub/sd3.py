@@ -21,35 +21,10 @@ class SD3Hub:
 
     def tensor_rows(self: Any) -> tuple[list[KeyRow], dict[str, int]]:
         """The table of names, and the sizes its rows use."""
-        rows = [
-            KeyRow("pos_embed.proj.weight", "patch.w", "D C p q -> (p q C) D"),
-            KeyRow("pos_embed.proj.bias", "patch.b", "D -> D"),
-            KeyRow("pos_embed.pos_embed", "positions.w", "1 A D -> A D"),
-        ]
-        rows += linear_rows("context_embedder", "text_embed", "D", "text")
-        rows += embedder_rows("time_text_embed.timestep_embedder", "vector.time", "waves")
-        rows += embedder_rows("time_text_embed.text_embedder", "vector.pooled", "pooled")
-        block, last = "transformer_blocks.{l}", self.layers - 1
-        for layers, parts in self._by_parts():
-            rows += modulation_rows(f"{block}.norm1.linear", "layers.{l}.image.modulation", parts, layers)
-        every, inner, end = range(self.layers), range(last), range(last, self.layers)
-        rows += stream_rows(f"{block}.attn", "layers.{l}.image.attn", every, norms=self.qk_norm)
-        rows += stream_rows(f"{block}.attn", "layers.{l}.text.attn", inner, added=True, norms=self.qk_norm)
-        rows += stream_rows(f"{block}.attn", "layers.{l}.text.attn", end, added=True, norms=self.qk_norm, out=False)
-        rows += mlp_rows(f"{block}.ff", "layers.{l}.image.mlp", every) + mlp_rows(f"{block}.ff_context", "layers.{l}.text.mlp", inner)
-        rows += modulation_rows(f"{block}.norm1_context.linear", "layers.{l}.text.modulation", 6, inner)
-        rows += modulation_rows(f"{block}.norm1_context.linear", "layers.{l}.text.modulation", 2, end)
-        if self.dual_layers:
-            rows += stream_rows(f"{block}.attn2", "layers.{l}.second", self.dual_layers, norms=self.qk_norm)
-        rows += [*FINAL, KeyRow("proj_out.weight", "final.out.w", "(p q C) D -> D (p q C)")]
+        rows = [*sd3_token_rows(), *sd3_layer_rows(self), *FINAL, KeyRow("proj_out.weight", "final.out.w", "(p q C) D -> D (p q C)")]
         rows.append(KeyRow("proj_out.bias", "final.out.b", "(p q C) -> (p q C)"))
         names = {f"modulation{parts}": parts for parts in (2, 6, 9)}
         return [row for row in rows if row.layers is None or len(row.layers)], mmdit_sizes(self.dims, self.patch, self.channels) | names
-
-    def _by_parts(self: Any) -> list[tuple[Any, int]]:
-        """The layers whose image has six parts of a modulation, and those with nine."""
-        plain = tuple(i for i in range(self.layers) if i not in self.dual_layers)
-        return [(plain, 6), (tuple(self.dual_layers), 9)]
 
     @classmethod
     def from_hub(cls: Any, config: dict[str, Any]) -> Any:
@@ -66,6 +41,35 @@ class SD3Hub:
         config = {"_class_name": SD3, "model_type": SD3, "out_channels": self.channels} | TABLE.write(self)
         more = {"qk_norm": "rms_norm" if self.qk_norm else None, "dual_attention_layers": list(self.dual_layers)}
         return self.agreed(config | more | {"caption_projection_dim": self.width})
+
+
+def sd3_token_rows() -> list[KeyRow]:
+    """The rows of what makes tokens of latents."""
+    return [
+        KeyRow("pos_embed.proj.weight", "patch.w", "D C p q -> (p q C) D"),
+        KeyRow("pos_embed.proj.bias", "patch.b", "D -> D"),
+        KeyRow("pos_embed.pos_embed", "positions.w", "1 A D -> A D"),
+    ]
+
+
+def sd3_layer_rows(config: Any) -> list[KeyRow]:
+    """The rows of the layers, and of the embedders before them."""
+    rows = [] if config.text_width is None else linear_rows("context_embedder", "text_embed", "D", "text")
+    rows += embedder_rows("time_text_embed.timestep_embedder", "vector.time", "waves")
+    rows += embedder_rows("time_text_embed.text_embedder", "vector.pooled", "pooled")
+    block, norms = "transformer_blocks.{l}", config.normalizes
+    plain = tuple(i for i in range(config.layers) if i not in config.second_layers)
+    for layers, parts in ((plain, 6), (tuple(config.second_layers), 9)):
+        rows += modulation_rows(f"{block}.norm1.linear", "layers.{l}.image.modulation", parts, layers)
+    every, (inner, end) = range(config.layers), config.text_layers
+    rows += stream_rows(f"{block}.attn", "layers.{l}.image.attn", every, norms=norms)
+    rows += stream_rows(f"{block}.attn", "layers.{l}.text.attn", inner, added=True, norms=norms)
+    rows += stream_rows(f"{block}.attn", "layers.{l}.text.attn", end, added=True, norms=norms, out=False)
+    rows += mlp_rows(f"{block}.ff", "layers.{l}.image.mlp", every) + mlp_rows(f"{block}.ff_context", "layers.{l}.text.mlp", inner)
+    rows += modulation_rows(f"{block}.norm1_context.linear", "layers.{l}.text.modulation", 6, inner)
+    rows += modulation_rows(f"{block}.norm1_context.linear", "layers.{l}.text.modulation", 2, end)
+    second = config.second_layers
+    return rows + (stream_rows(f"{block}.attn2", "layers.{l}.second", second, norms=norms) if second else [])
 
 
 TABLE = ConfigTable(

@@ -12,7 +12,7 @@ from argosy.data.batch import Batch, Batches
 from argosy.data.distillation.across import FIELDS as TEACHER_FIELDS
 from argosy.data.sources.clicks import ClickRows
 from argosy.data.tokenizers.load import Tokenizer
-from argosy.models.diffusion.controlnet import ControlNetConfig
+from argosy.models.diffusion.controlnets.base import ControlNetSettings
 from argosy.models.diffusion.learned_embeddings import LearnedEmbeddingsConfig
 from argosy.parallel.place import rows_here
 from argosy.run.assembly.assembly import Updates
@@ -78,9 +78,11 @@ def image_sizes(run: Run) -> dict[str, int]:
 
         side = pixels // autoencoder_factor(run.encoders)
     text = {"s": getattr(model, "text_tokens", 1), "e": getattr(model, "text_width", 1), "o": getattr(model, "pooled_width", None) or 1}
-    control = {"y": side * model.factor, "x": side * model.factor, "k": 3} if isinstance(model, ControlNetConfig) else {}
+    control = dict[str, int]()
+    if isinstance(model, ControlNetSettings):
+        control = {"y": side * model.factor, "x": side * model.factor, "k": model.id_spaces.channels if model.reads_latents else 3}
     learned = {"n": len(model.widths), "t": model.text_tokens} if isinstance(model, LearnedEmbeddingsConfig) else {}
-    return {"h": side, "w": side, "c": model.channels} | text | control | learned
+    return {"h": side, "w": side, "c": run.model.channels} | text | control | learned
 
 
 def unread_data(run: Run, decided: Decided, mesh: Any) -> DataParts:

@@ -1,5 +1,5 @@
-"""Parts of a diffusers folder that are frozen beside what a run trains, with their weights on the devices in every step: the UNet that
-a ControlNet learns to steer, or a UNet and the text encoders that read a learned token."""
+"""Parts of a diffusers folder that are frozen beside what a run trains, with their weights on the devices in every step: the denoiser
+that a ControlNet learns to steer, or a UNet and the text encoders that read a learned token."""
 
 from pathlib import Path
 from typing import Any
@@ -9,12 +9,12 @@ from argosy.checkpoint.run_directory import TEACHER, RunDirectory
 from argosy.core.errors import BadInput
 from argosy.core.progress import Say
 from argosy.infer.denoise.control import check_controlnet
-from argosy.infer.denoise.folder import opened_unet
+from argosy.infer.denoise.trained_parts import opened_denoiser, opened_unet
 from argosy.models.clip import ClipTextConfig
-from argosy.models.diffusion.controlnet import ControlNetConfig
 from argosy.models.diffusion.learned_embeddings import LearnedEmbeddingsConfig
 from argosy.run.frozen.stored import FrozenModel
-from argosy.train.objectives.images.controlnet import UNET
+from argosy.train.objectives.images.controlnet import STEERED
+from argosy.train.objectives.images.textual_inversion import UNET
 
 
 class FrozenPart(FrozenModel):
@@ -23,11 +23,12 @@ class FrozenPart(FrozenModel):
     Args:
         part: its folder there.
         record: the file of the run that describes it.
+        steered: whether the run trains a ControlNet that steers it.
     """
 
-    def __init__(self, run: Any, decided: Any, mesh: Any, stored: Any, config: Any, part: str, record: str):
+    def __init__(self, run: Any, decided: Any, mesh: Any, stored: Any, config: Any, part: str, record: str, steered: bool = False):
         super().__init__(run, decided, mesh, stored, config)
-        self.part, self.record = part, record
+        self.part, self.record, self.steered = part, record, steered
         self.name = str(Path(str(run.encoders.pipeline)) / part)
 
     def settle(self, assembly: Any, directory: RunDirectory, say: Say) -> None:
@@ -36,11 +37,11 @@ class FrozenPart(FrozenModel):
         Raises:
             BadInput: the model is gone, or it has changed since the run began.
         """
-        steered = isinstance(self.run.model, ControlNetConfig)
-        role = "the UNet that this run's ControlNet steers" if steered else f"the {self.part} that reads this run's token"
+        told = "UNet" if self.part == UNET else self.part
+        role = f"the {told} that this run's ControlNet steers" if self.steered else f"the {self.part} that reads this run's token"
         _, stored = self.same(self.name, directory, say, role, self.record)
-        say(f"{'UNet' if self.part == UNET else self.part} {self.name}, {self.config.parameters():,} parameters, frozen")
-        assembly.frozen[self.part] = self.read(stored)
+        say(f"{told} {self.name}, {self.config.parameters():,} parameters, frozen")
+        assembly.frozen[STEERED if self.steered else self.part] = self.read(stored)
 
 
 def frozen_parts(run: Any, decided: Any, mesh: Any) -> dict[str, FrozenPart]:
@@ -49,13 +50,15 @@ def frozen_parts(run: Any, decided: Any, mesh: Any) -> dict[str, FrozenPart]:
     Raises:
         BadInput, Damaged: there is none, or it is not the one of what is trained.
     """
+    folder = Path(str(run.encoders.pipeline))
+    if STEERED in run.objective.roles:
+        part, stored, config = opened_denoiser(folder)
+        check_controlnet(run.model, config, getattr(config, "pixels", 1))
+        return {STEERED: FrozenPart(run, decided, mesh, stored, config, part, TEACHER, steered=True)}
     if UNET not in run.objective.roles:
         return {}
-    folder = Path(str(run.encoders.pipeline))
     stored, config = opened_unet(folder)
     parts = {UNET: FrozenPart(run, decided, mesh, stored, config, UNET, TEACHER)}
-    if isinstance(run.model, ControlNetConfig):
-        check_controlnet(run.model, config, config.pixels)
     if isinstance(run.model, LearnedEmbeddingsConfig):
         check_latents(run.model, config)
         for name, width in zip(run.model.encoders, run.model.widths, strict=True):

@@ -17,10 +17,11 @@ from argosy.infer.denoise.autoencoder import ImageAutoencoder
 from argosy.infer.denoise.encoders import autoencoder_factor, pipeline_around
 from argosy.infer.denoise.folder import load_diffusers
 from argosy.infer.denoise.learned import LearnedToken
-from argosy.infer.denoise.pipeline import ImageDefaults, as_uint8, in_color
+from argosy.infer.denoise.pictures import as_uint8, in_color
+from argosy.infer.denoise.pipeline import ImageDefaults
 from argosy.infer.denoise.runs import pipeline_of
 from argosy.models.autoencoders.base import AutoencoderConfig
-from argosy.models.diffusion.controlnet import ControlNetConfig
+from argosy.models.diffusion.controlnets.base import ControlNetSettings
 from argosy.models.diffusion.learned_embeddings import LearnedEmbeddingsConfig
 from argosy.models.parts.weight import merge
 from argosy.observe.metrics import Metrics
@@ -28,7 +29,8 @@ from argosy.run.assembly.assembly import Assembly
 from argosy.run.hooks.periodic import is_stopping
 from argosy.run.settings.run import Run
 from argosy.run.view import View
-from argosy.train.objectives.images.controlnet import UNET
+from argosy.train.objectives.images.controlnet import STEERED
+from argosy.train.objectives.images.textual_inversion import UNET
 from argosy.train.step import model_for
 
 FOLDER = "samples"
@@ -40,7 +42,7 @@ class ImageSamplingHook:
     def __init__(self, assembly: Assembly, settings: Run, metrics: Metrics, view: View, store: Store):
         self.assembly, self.settings, self.metrics, self.view, self.store = assembly, settings, metrics, view, store
         autoencodes = isinstance(settings.model, AutoencoderConfig)
-        steers, learns = (isinstance(settings.model, kind) for kind in (ControlNetConfig, LearnedEmbeddingsConfig))
+        steers, learns = (isinstance(settings.model, kind) for kind in (ControlNetSettings, LearnedEmbeddingsConfig))
         kind = Reconstructions if autoencodes else SteeredDrawings if steers else LearnedDrawings if learns else Drawings
         self.grid: Any = kind(assembly)
 
@@ -97,9 +99,10 @@ class SteeredDrawings:
     def draw(self, module: Any) -> np.ndarray:
         """The grid's images with these weights, uint8 [N H W 3]."""
         a, run, size = self.assembly, self.assembly.run, self.controls.shape[1:3]
-        unet = model_for(a.roles[UNET].graph, a.decided.precision, a.frozen[UNET])
+        denoiser = model_for(a.roles[STEERED].graph, a.decided.precision, a.frozen[STEERED])
         options: Any = {"prompts": a.prompts, "dtype": a.decided.dtype, "controlnets": [module]}
-        pipeline = pipeline_around(unet, run.encoders, defaults=ImageDefaults(run.sample.steps, run.sample.guidance, size), **options)
+        options["defaults"] = ImageDefaults(run.sample.steps, run.sample.guidance, size)
+        pipeline = pipeline_around(denoiser, run.encoders, **options)
         seeds = [run.seed + i for i in range(self.columns)]
         images = pipeline.images(self.prompts, seed=seeds, batch=64, control_image=self.controls)
         return np.concatenate([as_uint8(self.controls), images])

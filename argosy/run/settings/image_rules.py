@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from argosy.models.autoencoders.base import AutoencoderConfig
-from argosy.models.diffusion.controlnet import ControlNetConfig
+from argosy.models.diffusion.controlnets.base import ControlNetSettings
 from argosy.models.diffusion.learned_embeddings import LearnedEmbeddingsConfig
 from argosy.train.objectives.images.autoencode import Autoencode
 from argosy.train.objectives.images.controlnet import ControlNetDiffusion
@@ -17,7 +17,7 @@ def broken_by_conditions(run: Any) -> Iterator[str]:
     """What a denoiser reads beside images is what its objective gives it."""
     if run.model.inputs != "images":
         return
-    if isinstance(run.model, ControlNetConfig) or isinstance(run.objective, ControlNetDiffusion):
+    if isinstance(run.model, ControlNetSettings) or isinstance(run.objective, ControlNetDiffusion):
         yield from _broken_by_control(run)
         return
     if isinstance(run.model, LearnedEmbeddingsConfig) or isinstance(run.objective, TextualInversion):
@@ -58,15 +58,19 @@ def broken_by_conditions(run: Any) -> Iterator[str]:
 
 
 def _broken_by_control(run: Any) -> Iterator[str]:
-    """A ControlNet is trained by its own objective, beside the UNet of a diffusers folder."""
-    if not isinstance(run.model, ControlNetConfig):
-        yield "objective=controlnet trains a ControlNet for the UNet of a diffusers folder: model=FOLDER"
+    """A ControlNet is trained by its own objective, beside the denoiser of a diffusers folder."""
+    if not isinstance(run.model, ControlNetSettings):
+        yield "objective=controlnet trains a ControlNet for the denoiser of a diffusers folder: model=FOLDER"
     elif not isinstance(run.objective, ControlNetDiffusion):
         yield "the model is a ControlNet, which objective=controlnet trains"
     elif run.encoders.pipeline is None:
-        yield "encoders.pipeline is missing, whose UNet the ControlNet steers: model=FOLDER of diffusers sets it"
+        yield "encoders.pipeline is missing, whose denoiser the ControlNet steers: model=FOLDER of diffusers sets it"
     if not run.adapter.trains_base:
         yield "adapters on a ControlNet are not built: adapter=none"
+    if (modes := getattr(run.model, "modes", None)) is not None:
+        yield f"model.modes = {modes}: training of unions of several kinds of control is not built: model.modes=null"
+    if getattr(run.model, "text_width", 1) is None or not getattr(run.model, "positions", True):
+        yield "training of ControlNets without text or positions of their own is not built: model.text_width and model.positions=true"
 
 
 def _broken_by_learned_token(run: Any) -> Iterator[str]:

@@ -105,7 +105,7 @@ def _of_folder(folder: str, brings_weights: bool, objective: str) -> SettingsLay
     from argosy.checkpoint.open import model_layer
 
     if (Path(folder) / "model_index.json").is_file():
-        from argosy.infer.denoise.folder import denoiser_layers
+        from argosy.infer.denoise.trained_parts import denoiser_layers
 
         values = denoiser_layers(folder, objective)
         return StoredModel(folder, values if brings_weights else {k: v for k, v in values.items() if k != "init"})

@@ -21,12 +21,11 @@ from argosy.core.formats import Arrays, OverlaidTensors
 from argosy.core.settings import diff, dump
 from argosy.data.tokenizers.load import Tokenizer
 from argosy.data.tokenizers.matched import same_tokens
-from argosy.models.diffusion.controlnet import SHARED, ControlNetConfig
+from argosy.models.diffusion.controlnets.base import ControlNetSettings
 from argosy.models.diffusion.learned_embeddings import LearnedEmbeddingsConfig
-from argosy.models.diffusion.unet import UNetConfig
 from argosy.models.parts.stack import stored_as
 from argosy.models.parts.stack.addresses import from_layers, layer_addresses, stored_addresses
-from argosy.models.parts.weight import Leaves, fill, put, split, variables
+from argosy.models.parts.weight import Leaves, fill, put, split
 from argosy.parallel.place import on_devices
 from argosy.rl.policy.critic import PREFIX
 from argosy.run.assembly.assembly import GUARD, Assembly
@@ -68,8 +67,8 @@ def weights_for(assembly: Assembly, model: str, say: Callable[[str], None]) -> t
         say(f"its {plural(len(assembly.adapters.schemes), 'quantized weight')} stay in few bits")
     elif stored.quantized is not None:
         say(f"its {plural(len(stored.quantized.schemes), 'quantized weight')} became floats")
-    if _fill_from(assembly, stored) and begins_from_unet(stored, assembly.run.model):
-        say("the ControlNet begins as a copy of its way down, and without effect")
+    if _fill_from(assembly, stored) and begins_from_denoiser(stored, assembly.run.model):
+        say("the ControlNet begins as a copy of its first layers, and without effect")
     elif assembly.run.model.scored and not stored.config.scored:
         say("a head of scores takes the place of the language model's: drawn from the random seed")
     theirs, ours = stored_tokenizer(stored), assembly.tokenizer
@@ -95,7 +94,7 @@ def base_of(assembly: Assembly, base: dict[str, Any], say: Callable[[str], None]
 
 def _fill_from(assembly: Assembly, stored: OpenedModel) -> bool:
     """Fills the model of a run from the one it starts from, and draws what that does not have: adapters, a head of scores, or what a
-    ControlNet has beside its UNet. Returns whether it drew any but adapters."""
+    ControlNet has beside its denoiser. Returns whether it drew any but adapters."""
     places = assembly.places.params | assembly.places.rest
     if assembly.adapters.base:
         _fill_base(assembly, stored, fresh=True)
@@ -120,9 +119,11 @@ def _fill_model(assembly: Assembly, stored: OpenedModel, places: dict[str, Any])
 
 def _fresh_names(assembly: Assembly, stored: OpenedModel) -> frozenset[str]:
     """The weights of a head of scores that the run trains and that the model it starts from does not have. A pooler that it has is
-    taken. For a ControlNet that begins as a copy of a UNet, all weights that only one of the two has."""
-    if begins_from_unet(stored, assembly.run.model):
-        return frozenset(set(variables(assembly.model)) ^ set(stored.weights.names))
+    taken. For a ControlNet that begins as a copy of a denoiser, all weights that only one of the two has, by their addresses too."""
+    if begins_from_denoiser(stored, assembly.run.model):
+        places = stored_addresses(assembly.model)
+        apart = places.keys() ^ set(stored.weights.names)
+        return frozenset(apart | {places[name][0] for name in apart & places.keys()})
     if not assembly.run.model.scored or stored.config.scored:
         return frozenset()
     return HEAD | (BEFORE - set(stored.weights.names))
@@ -330,18 +331,18 @@ class _Default(dict):
         return jnp.zeros(())
 
 
-def begins_from_unet(stored: OpenedModel, mine: Any) -> bool:
-    """Whether a run trains a ControlNet that begins as a copy of a UNet's way down."""
-    return isinstance(mine, ControlNetConfig) and isinstance(stored.config, UNetConfig)
+def begins_from_denoiser(stored: OpenedModel, mine: Any) -> bool:
+    """Whether a run trains a ControlNet that begins as a copy of a part of a denoiser."""
+    return isinstance(mine, ControlNetSettings) and isinstance(stored.config, mine.steers)
 
 
 def in_pipeline(stored: OpenedModel, mine: Any) -> Any:
     """The settings of a stored model. Where its folder leaves some to the pipeline that it is a part of, they are those of the run."""
-    if begins_from_unet(stored, mine):
-        # Its sizes must be those of the UNet; what the UNet does not have is the run's own.
-        values = {name: getattr(mine, name) for name in type(mine).model_fields if name not in SHARED}
-        unet: Any = stored.config
-        return ControlNetConfig.of_unet(unet).model_copy(update=values)
+    if begins_from_denoiser(stored, mine):
+        mine.check_copy(stored.config)
+        # Its sizes must be those of the denoiser; what the denoiser does not have is the run's own.
+        values = {name: getattr(mine, name) for name in type(mine).model_fields if name not in mine.copied}
+        return type(mine).of_denoiser(stored.config).model_copy(update=values)
     names = getattr(stored.config, "pipeline_settings", ()) if stored.kind == "hub" else ()
     return stored.config.model_copy(update={name: getattr(mine, name) for name in names if hasattr(mine, name)})
 

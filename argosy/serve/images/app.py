@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from argosy.infer.denoise.engine import ImageEvent
-from argosy.infer.denoise.pipeline import as_uint8
+from argosy.infer.denoise.pictures import as_uint8
 from argosy.serve.images.fields import ImageFields
 from argosy.serve.images.forms import read_edit_form
 from argosy.serve.images.service import ImageService

@@ -20,7 +20,7 @@ class ImageFields(ImageGenerationFields):
     step_cache: threshold of step caching, in place of the server's.
     control_image: for a model with a ControlNet, the image that it follows: a file in base64, or as a `data:` URL. It is resized to
         the size of the images. For several ControlNets it is a list, in their order.
-    control_scale, control_start, control_end, guess_mode: as `ImagePipeline.images` takes them.
+    control_scale, control_start, control_end, control_mode, guess_mode: as `ImagePipeline.images` takes them.
     progress: adds an event after each evaluation to a stream.
     """
 
@@ -32,6 +32,7 @@ class ImageFields(ImageGenerationFields):
     control_scale: float | list[float] = 1.0
     control_start: float | list[float] = 0.0
     control_end: float | list[float] = 1.0
+    control_mode: int | list[int | None] | None = None
     guess_mode: bool = False
     progress: bool = False
 

@@ -22,7 +22,7 @@ FILES = ("image", "image[]", "mask")
 NUMBERS = ("n", "num_inference_steps", "seed", "guidance_scale", "strength", "partial_images", "output_compression")
 SWITCHES = ("stream", "progress", "guess_mode")
 # Numbers, or lists of one for each ControlNet; and the files that ControlNets follow.
-SPANS = ("control_scale", "control_start", "control_end")
+SPANS = ("control_scale", "control_start", "control_end", "control_mode")
 CONTROLS = ("control_image", "control_image[]")
 MOST_FIELDS, MOST_FILES = 64, 8
 

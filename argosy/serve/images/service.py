@@ -20,7 +20,7 @@ from argosy.serve.images.settings import ImageServeSettings
 from argosy.web.errors import ApiError, input_error, service_unavailable
 
 # The fields of ControlNets.
-CONTROL = ("control_image", "control_scale", "control_start", "control_end", "guess_mode")
+CONTROL = ("control_image", "control_scale", "control_start", "control_end", "control_mode", "guess_mode")
 SECONDS = tuple(0.05 * (1 << i) for i in range(15))
 
 

@@ -1,4 +1,4 @@
-"""ControlNets: small pipelines against what diffusers draws (tests/reference/image_pipelines.py), folders, the verb, and mistakes."""
+"""ControlNets of UNets: small pipelines against what diffusers draws (tests/reference/image_pipelines.py), the verb, mistakes."""
 
 import json
 import shutil
@@ -170,7 +170,8 @@ def test_mistakes_are_named(folders, pipes, tmp_path):
         (plain, other, r"of another model: its text_width = 26, and the UNet's text_width = 28"),
         (plain, plain / "unet", "is a UNetConfig and no ControlNet"),
         (folders["pipeline-sd-controlnet"], other, "has a ControlNet already"),
-        (write_pipeline(GOLDENS / "pipeline-sd3", tmp_path / "sd3"), other, "StableDiffusion3Pipeline with a ControlNet is not built"),
+        (write_pipeline(GOLDENS / "pipeline-wan", tmp_path / "wan"), other, "WanPipeline with a ControlNet is not built"),
+        (write_pipeline(GOLDENS / "pipeline-sd3", tmp_path / "sd3"), other, r"steers UNets .* and the model is a SD3Config"),
     ):
         with pytest.raises(BadInput, match=what):
             argosy.load(folder, controlnet=controlnet)

@@ -1,10 +1,11 @@
-"""Some layers of a stack without the others, for who decides between them (`infer.denoise.step_cache`).
+"""Some layers of a stack without the others, for who decides between them (`infer.denoise.step_cache`), or adds to what each gives.
 
 Weights of scanned layers stay one array, from which a loop over indexes reads one layer after the other: a slice of the array would be
 a copy of nearly all weights.
 """
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,25 +16,34 @@ from argosy.models.parts.attention.attend import Attend
 from argosy.models.parts.stack import LayerGroup, Stack, Streams, constrain_streams, group_parts, run_block
 from argosy.models.parts.weight import split
 
+# Changes the streams after a layer with this number, which is traced where layers are scanned.
+AfterLayer = Callable[[Streams, Any], Streams]
 
-def run_layers(stack: Stack, x: Streams, attend: Attend, condition: Any, start: int = 0, stop: int | None = None) -> Streams:
-    """The layers `start` to `stop` of a stack that caches nothing; all of them as its own execution runs them."""
+
+def run_layers(
+    stack: Stack, x: Streams, attend: Attend, condition: Any, start: int = 0, stop: int | None = None, after: AfterLayer | None = None
+) -> Streams:
+    """The layers `start` to `stop` of a stack that caches nothing; all of them as its own execution runs them, unless something is done
+    after each."""
     layers = range(len(stack.plan))[start:stop]
-    if len(layers) == len(stack.plan):
+    if len(layers) == len(stack.plan) and after is None:
         return stack(x, None, attend, condition)[0]
     x, attend = constrain_streams(x), stack.with_angles(attend)
     if stack.run.stacked:
         for group in stack.groups:
-            x = _run_group_range(stack, group, x, attend, condition, layers)
+            x = _run_group_range(stack, group, x, attend, condition, layers, after)
         return x
     for i in layers:
         graph, weights = split(getattr(stack, str(i)))
         with jax.named_scope(f"layers.{i}"):
             x = run_block(graph, stack.plan[i], weights, x, None, attend, stack.run.remat, True, condition)[0]
+            x = x if after is None else after(x, i)
     return x
 
 
-def _run_group_range(stack: Stack, group: LayerGroup, x: Streams, attend: Attend, condition: Any, layers: range) -> Streams:
+def _run_group_range(
+    stack: Stack, group: LayerGroup, x: Streams, attend: Attend, condition: Any, layers: range, after: AfterLayer | None
+) -> Streams:
     """The layers of a group that are in the range: whole repeats in a loop, those before and after them one by one."""
     period = len(group.layers)
     first, last = (min(max(at - group.start, 0), period * group.repeats) for at in (layers.start, layers.stop))
@@ -44,7 +54,8 @@ def _run_group_range(stack: Stack, group: LayerGroup, x: Streams, attend: Attend
         layer = group.layers[j]
         place = repeat * uses[layer.kind] + sum(before.kind == layer.kind for before in group.layers[:j])
         weights = jax.tree.map(lambda a: dynamic_index_in_dim(a, place, keepdims=False), leaves[layer.kind])
-        return run_block(graphs[layer.kind], layer, weights, x, None, attend, stack.run.remat, condition=condition)[0]
+        x = run_block(graphs[layer.kind], layer, weights, x, None, attend, stack.run.remat, condition=condition)[0]
+        return x if after is None else after(x, group.start + repeat * period + j)
 
     def body(x: Streams, repeat: Any) -> tuple[Streams, None]:
         for j in range(period):

@@ -1,10 +1,10 @@
-"""ControlNet: a copy of a UNet's way down learns to steer the UNet by control images, while the UNet stays as it is.
+"""ControlNet: a copy of a part of a denoiser learns to steer it by control images, while the denoiser stays as it is.
 
-    loss = L of the UNet with the ControlNet's residuals        L: the error of `diffusion`
+    loss = L of the denoiser with the ControlNet's residuals        L: the error of `diffusion`
 
-Zhang et al. 2023 (arXiv:2302.05543), as diffusers' train_controlnet.py. The trained model is the ControlNet, and the UNet is frozen
-beside it. `objective.label_dropout` replaces captions by the empty one: half of them in the paper, so that the ControlNet reads what is
-to be drawn from the control image.
+Zhang et al. 2023 (arXiv:2302.05543), as diffusers' train_controlnet.py, train_controlnet_flux.py and train_controlnet_sd3.py. The
+trained model is the ControlNet, and the denoiser is frozen beside it. `objective.label_dropout` replaces captions by the empty one:
+half of them in the paper, so that the ControlNet reads what is to be drawn from the control image.
 """
 
 from collections.abc import Mapping
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from argosy.models.diffusion.base import Conditions
     from argosy.train.objectives.loss import Loss, Models
 
-UNET = "unet"
-"""The role of the frozen UNet."""
+STEERED = "denoiser"
+"""The role of the frozen denoiser."""
 
 
 class ControlNetDiffusion(Diffusion):
-    """Denoising by a frozen UNet that a ControlNet steers."""
+    """Denoising by a frozen denoiser that a ControlNet steers."""
 
     condition: Literal["text"] = "text"
     """What the model reads beside the image: captions, and control images."""
@@ -35,7 +35,7 @@ class ControlNetDiffusion(Diffusion):
 
     @property
     def roles(self) -> Mapping[str, str]:
-        return {UNET: "online"}
+        return {STEERED: "online"}
 
     def reads(self) -> "Fields":
         import numpy as np
@@ -45,9 +45,9 @@ class ControlNetDiffusion(Diffusion):
         return {**super().reads(), "control": BatchField("B y x k", np.float32, "row")}
 
     def __call__(self, models: "Models", batch: "dict[str, Array]", key: Any) -> "Loss":
-        from argosy.models.blocks.controlnet import ControlledUNet
+        from argosy.models.blocks.controlnets.controlled import controlled
 
-        return super().__call__({"model": ControlledUNet(models[UNET], [models["model"]])}, batch, key)
+        return super().__call__({"model": controlled(models[STEERED], [models["model"]])}, batch, key)
 
     def conditions_of(self, config: Any, batch: "dict[str, Array]", key: Any) -> "Conditions":
         return super().conditions_of(config, batch, key)._replace(control=(batch["control"],))

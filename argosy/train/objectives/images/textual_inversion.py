@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from argosy.core.settings import Also
-from argosy.train.objectives.images.controlnet import UNET
 from argosy.train.objectives.images.diffusion import Diffusion
 
 if TYPE_CHECKING:
@@ -25,6 +24,8 @@ if TYPE_CHECKING:
     from argosy.data.batch import Fields
     from argosy.train.objectives.loss import Loss, Models
 
+# The role of the frozen UNet.
+UNET = "unet"
 # Prompts for what an image shows: short forms of those of the paper's appendix, whose words CLIP was evaluated with.
 OBJECT_TEMPLATES = (
     "a photo of a {}", "a rendering of a {}", "a cropped photo of the {}", "the photo of a {}", "a photo of a clean {}",

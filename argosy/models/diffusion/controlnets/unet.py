@@ -15,23 +15,25 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from argosy.models import parts
-from argosy.models.base.config import InputKind
-from argosy.models.diffusion.base import ImageSpace
+from argosy.models.diffusion.controlnets.base import ControlNetSettings
 from argosy.models.diffusion.unet import UNetConfig
 from argosy.models.diffusion.unet_encoder import UNetEncoderConfig
-from argosy.models.hub.controlnet import ControlNetHub
+from argosy.models.hub.controlnets import ControlNetHub
 from argosy.models.hub.nets import LayerSite
 
-# The settings that it has from the UNet that it steers.
-SHARED = tuple(name for name in UNetEncoderConfig.model_fields if name != "preset")
 # diffusers' channels of E; each but the first halves the image.
 EMBEDDING = (16, 32, 96, 256)
 
 
-class ControlNetConfig(ControlNetHub, UNetEncoderConfig):
+class ControlNetConfig(ControlNetHub, ControlNetSettings, UNetEncoderConfig):
     """A ControlNet of Stable Diffusion (arXiv:2302.05543)."""
 
-    inputs: ClassVar[InputKind] = "images"
+    steers: ClassVar[type] = UNetConfig
+    steered: ClassVar[str] = "UNets (Stable Diffusion 1, 2 and XL)"
+    copied: ClassVar[tuple[str, ...]] = tuple(name for name in UNetEncoderConfig.model_fields if name != "preset")
+    compared: ClassVar[tuple[str, ...]] = ("channels", "widths", "layers", "text_width", "pooled_width")
+    reads_latents: ClassVar[bool] = False
+    guesses: ClassVar[bool] = True
 
     control_channels: int = Field(3, gt=0)
     """Channels of the control image."""
@@ -47,19 +49,16 @@ class ControlNetConfig(ControlNetHub, UNetEncoderConfig):
         return self
 
     @classmethod
-    def of_unet(cls, unet: UNetConfig, embedding: tuple[int, ...] | None = None) -> "ControlNetConfig":
-        """The ControlNet that steers a UNet.
-
-        Args:
-            embedding: channels of its embedding; None: diffusers' own, as many as the UNet's `pixels` needs.
-        """
-        halvings = unet.pixels.bit_length() - 1
-        own = embedding or (*EMBEDDING[:halvings], EMBEDDING[-1])[: halvings + 1]
-        return cls(**{name: getattr(unet, name) for name in SHARED}, embedding=own)
+    def of_denoiser(cls, denoiser: Any) -> "ControlNetConfig":
+        # diffusers' own channels, as many as the UNet's `pixels` needs.
+        halvings = denoiser.pixels.bit_length() - 1
+        embedding = (*EMBEDDING[:halvings], EMBEDDING[-1])[: halvings + 1]
+        return cls(**{name: getattr(denoiser, name) for name in cls.copied}, embedding=embedding)
 
     @classmethod
     def examples(cls) -> dict[str, Any]:
-        return {name: cls.of_unet(unet, embedding=(5, 6)) for name, unet in UNetConfig.examples().items()}
+        small = {"embedding": (5, 6)}
+        return {name: cls.of_denoiser(unet).model_copy(update=small) for name, unet in UNetConfig.examples().items()}
 
     @property
     def factor(self) -> int:
@@ -67,8 +66,8 @@ class ControlNetConfig(ControlNetHub, UNetEncoderConfig):
         return 2 ** (len(self.embedding) - 1)
 
     @property
-    def id_spaces(self) -> ImageSpace:
-        return ImageSpace(self.channels, self.size_multiple, 0)
+    def residual_count(self) -> int:
+        return len(self.residual_channels) + 1
 
     @property
     def residual_channels(self) -> tuple[int, ...]:
@@ -100,6 +99,6 @@ class ControlNetConfig(ControlNetHub, UNetEncoderConfig):
 
     def build(self, run: "parts.Execution | None" = None) -> Any:
         """The module. Its layers are no stack, so there is one way to run them."""
-        from argosy.models.blocks.controlnet import ControlNet
+        from argosy.models.blocks.controlnets.unet import ControlNet
 
         return ControlNet(self)

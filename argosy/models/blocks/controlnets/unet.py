@@ -1,4 +1,4 @@
-"""The module of a ControlNet (`models.diffusion.controlnet` has the equations), and a UNet that one or several of them steer."""
+"""The module of a ControlNet (`models.diffusion.controlnets.unet` has the equations), and a UNet that one or several of them steer."""
 
 from collections.abc import Sequence
 from typing import Any

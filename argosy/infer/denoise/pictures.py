@@ -1,0 +1,35 @@
+"""Images of calls: as they are given, and as they are returned."""
+
+from typing import Any
+
+import numpy as np
+
+from argosy.core.errors import BadInput
+
+
+def given_images(images: Any, name: str, count: int, size: tuple[int, int]) -> np.ndarray:
+    """Images in 0..1 [N H W 3] of an argument, uint8 or floats; N divides `count`.
+
+    Raises:
+        BadInput: a shape does not fit, or the numbers are neither uint8 nor floats in 0..1.
+    """
+    given = np.asarray(images)
+    given = given[None] if given.ndim == 3 else given
+    if given.size == 0 or (given.dtype != np.uint8 and not np.issubdtype(given.dtype, np.floating)):
+        raise BadInput(f"{name} of {given.dtype.name} {list(given.shape)}", hint="uint8, or floats in 0..1")
+    if given.dtype != np.uint8 and not (given.min() >= 0 and given.max() <= 1):
+        raise BadInput(f"{name} has numbers outside 0..1", hint="uint8, or floats in 0..1")
+    given = given.astype(np.float32) / 255 if given.dtype == np.uint8 else given.astype(np.float32)
+    if given.shape[1:] != (*size, 3) or count % len(given):
+        raise BadInput(f"{name} of {list(given.shape)}: [N H W 3] is {[count, *size, 3]} here")
+    return given
+
+
+def in_color(images: np.ndarray) -> np.ndarray:
+    """Images with three channels."""
+    return np.repeat(images, 3, -1) if images.shape[-1] == 1 else images
+
+
+def as_uint8(images: np.ndarray) -> np.ndarray:
+    """Images in 0..1 as uint8."""
+    return np.rint(images * 255).astype(np.uint8)

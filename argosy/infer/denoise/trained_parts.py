@@ -1,0 +1,116 @@
+"""What a run trains of a diffusers folder: its denoiser, or a ControlNet or learned embeddings beside it."""
+
+from pathlib import Path
+from typing import Any
+
+from argosy.checkpoint.open import model_layer, open_model
+from argosy.core.errors import BadInput
+from argosy.core.settings import dump
+from argosy.core.settings.schema import Choice
+from argosy.infer.denoise.folder import CONTROLNET, DENOISERS, INDEX, KINDS, SCHEDULER, sd_pipeline, sdxl_pipeline
+from argosy.infer.denoise.hub import sampler_of
+from argosy.infer.denoise.learned import learned_layer
+from argosy.models import FAMILIES
+from argosy.models.diffusion.controlnets.kinds import STEERED, controlnet_kind
+from argosy.models.diffusion.noise import EDMNoise, FlowNoise
+from argosy.models.diffusion.unet import UNetConfig
+from argosy.weights.hub.config import read_json_object
+from argosy.weights.model import OpenedModel
+
+# Objectives that train something else for the denoiser of a diffusers folder, and what that is.
+BESIDE = {"controlnet": "a ControlNet", "textual_inversion": "a learned token"}
+
+
+def opened_denoiser(folder: str | Path) -> tuple[str, OpenedModel, Any]:
+    """The denoiser of a diffusers folder: the name of its part, the model, and its settings with those that the folder has elsewhere.
+
+    Raises:
+        BadInput, Damaged: as `load_diffusers`, or there is no denoiser.
+    """
+    path = Path(folder)
+    part = next((part for part in DENOISERS if (path / part).is_dir()), None)
+    if part is None:
+        raise BadInput("a ControlNet is for the denoiser of a pipeline, and this folder has none", where=str(path))
+    if part == "unet":
+        return part, *opened_unet(path)
+    stored = open_model(path / part)
+    own = {"prediction": sampler_of(read_json_object(path / SCHEDULER)).prediction}
+    return part, stored, stored.config.model_copy(update=own)
+
+
+def opened_unet(folder: str | Path, subject: str = "a learned token") -> tuple[OpenedModel, UNetConfig]:
+    """The UNet of a diffusers folder, and its settings with those that the folder has elsewhere.
+
+    Args:
+        subject: what is for UNets alone, in errors.
+
+    Raises:
+        BadInput, Damaged: as `load_diffusers`, or its denoiser is no UNet.
+    """
+    path = Path(folder)
+    if not (path / "unet").is_dir():
+        raise BadInput(f"{subject} is for the UNet of Stable Diffusion 1, 2 or XL, and this folder has none", where=str(path))
+    stored, vae = open_model(path / "unet"), open_model(path / "vae")
+    own = {"prediction": sampler_of(read_json_object(path / SCHEDULER)).prediction, "pixels": getattr(vae.config, "factor", 1)}
+    if not isinstance(stored.config, UNetConfig):
+        raise BadInput(f"unet: the model is a {type(stored.config).__name__}", where=str(path / "unet"))
+    return stored, stored.config.model_copy(update=own)
+
+
+def denoiser_layers(folder: str | Path, objective_name: str = "") -> dict[str, Any]:
+    """The settings of a run that trains the denoiser of a diffusers folder: the meaning of `model=FOLDER`.
+
+    Args:
+        objective_name: `controlnet` and `textual_inversion` train a ControlNet or learned embeddings for it in its place.
+
+    Raises:
+        BadInput, Damaged: as `load_diffusers`; or the model has no ControlNets, or learned embeddings.
+    """
+    path = Path(folder)
+    index = read_json_object(path / INDEX)
+    part = next((part for part in DENOISERS if part in index), None)
+    if part is None or str(index.get("_class_name")) not in KINDS:
+        raise BadInput(f"{INDEX}: the pipeline {index.get('_class_name')} is not built", where=str(path))
+    if CONTROLNET in index:
+        hint = f"model=FOLDER of the pipeline without it; argosy train controlnet goes on with it: init.weights={path / CONTROLNET}"
+        raise BadInput(f"{INDEX}: the pipeline has a ControlNet beside the model to train", where=str(path), hint=hint)
+    sampler = sampler_of(read_json_object(path / SCHEDULER))
+    own: dict[str, Any] = {"prediction": sampler.prediction}
+    if part == "unet":
+        vae: Any = open_model(path / "vae").config
+        own["pixels"] = vae.factor
+    objective: dict[str, Any] = {"condition": "text"}
+    if isinstance(sampler.noise, FlowNoise):
+        # With a shift that depends on the size, levels are drawn as they are.
+        objective["timesteps"] = {"name": "logit_normal", "shift": 1.0 if sampler.shift.dynamic else sampler.shift.factor}
+    elif isinstance(sampler.noise, EDMNoise):
+        objective |= {"name": "edm", "noise": sampler.noise.model_dump(exclude={"kind"})}
+    else:
+        objective |= {"betas": sampler.noise.model_dump(exclude={"kind"}), "timesteps": {"name": "uniform"}}
+    weights = str(path / part)
+    init: dict[str, Any] = {"weights": weights}
+    model: dict[str, Any]
+    if objective_name in BESIDE:
+        what = BESIDE[objective_name]
+        if isinstance(sampler.noise, EDMNoise):
+            raise BadInput(f"{what} for a model that was trained with EDM's noise is not built", where=str(path))
+        if objective_name == "textual_inversion":
+            unet = opened_unet(path, what)[1]
+            if KINDS[str(index["_class_name"])].make not in (sd_pipeline, sdxl_pipeline):
+                raise BadInput(f"{what} of {index['_class_name']} is not built", where=str(path))
+            model, init = {"family": "learned_embeddings"} | learned_layer(path, unet), {}
+        else:
+            denoiser = opened_denoiser(path)[2]
+            if (kind := controlnet_kind(denoiser)) is None:
+                said = f"{what} of {index['_class_name']} is not built"
+                raise BadInput(said, where=str(path), hint=f"those of {STEERED} are")
+            controlnet = kind.of_denoiser(denoiser)
+            model = {"family": Choice(FAMILIES, tag="family").name_of(controlnet)} | dump(controlnet)
+    else:
+        model = model_layer(weights) | own
+    return {
+        "model": model,
+        "init": init,
+        "encoders": {"pipeline": str(path)},
+        "objective": objective,
+    }

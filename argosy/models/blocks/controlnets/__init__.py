@@ -1,0 +1,1 @@
+"""Modules of ControlNets, and denoisers that they steer."""

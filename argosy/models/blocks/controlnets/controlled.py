@@ -1,0 +1,13 @@
+"""A denoiser with the ControlNets that steer it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from argosy.models.blocks.controlnets.mmdit import ControlledMMDiT
+from argosy.models.blocks.controlnets.unet import ControlledUNet
+from argosy.models.diffusion.unet import UNetConfig
+
+
+def controlled(denoiser: Any, controlnets: Sequence[Any]) -> Any:
+    """A module that is called like the denoiser, and reads control images (`Conditions.control`)."""
+    return (ControlledUNet if isinstance(denoiser.config, UNetConfig) else ControlledMMDiT)(denoiser, controlnets)

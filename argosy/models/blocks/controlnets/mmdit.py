@@ -1,0 +1,68 @@
+"""What ControlNets of Flux and of Stable Diffusion 3 share: weights that begin at zero, and the model that they steer."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from argosy.models.blocks.layered import DenoiserStep, LayeredDenoiser, LayerPart
+from argosy.models.blocks.mmdit import LEGEND
+from argosy.models.diffusion.base import Conditions
+from argosy.models.parts.einsum import Einsum
+
+
+def residual_of(dims: dict[str, int]) -> Einsum:
+    """What is added to the steered model, of tokens after a layer; nothing before training."""
+    return Einsum("BTD,DR->BTR", dims, bias=True, scale=0.0, legend=LEGEND)
+
+
+def control_patch(dims: dict[str, int]) -> Einsum:
+    """Patches of a control image's latents to tokens; zeros before training."""
+    return Einsum("BTI,ID->BTD", dims, bias=True, scale=0.0, legend=LEGEND)
+
+
+class ControlledMMDiT(LayeredDenoiser):
+    """A denoiser with joint attention and ControlNets, which act where there are control images: called like the denoiser. What they
+    add is summed."""
+
+    def __init__(self, denoiser: LayeredDenoiser, controlnets: Sequence[Any]):
+        self.denoiser, self.controlnets = denoiser, nnx.List(controlnets)
+
+    @property
+    def config(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.denoiser.config
+
+    def begin(self, latents: Float[Array, "B H W C"], timestep: Float[Array, "B"], conditions: Conditions) -> tuple[Any, DenoiserStep]:
+        streams, step = self.denoiser.begin(latents, timestep, conditions)
+        if conditions.control is None:
+            return streams, step
+        found: dict[str, list[Array]] = {}
+        for i, (net, control) in enumerate(zip(self.controlnets, conditions.control, strict=True)):
+            scale, mode, acts = (
+                None if given is None else given[i]
+                for given in (conditions.control_scale, conditions.control_mode, conditions.control_acts)
+            )
+
+            def residuals(net: Any = net, control: Any = control, scale: Any = scale, mode: Any = mode) -> dict[str, Array]:
+                given = net(latents, timestep, conditions, control, mode, streams["image"])
+                if scale is None:
+                    return given
+                # One factor for all that a ControlNet gives.
+                return {name: one * scale[None, :, :1, None].astype(one.dtype) for name, one in given.items()}
+
+            def nothing(residuals: Any = residuals) -> dict[str, Array]:
+                return jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), jax.eval_shape(residuals))
+
+            given = residuals() if acts is None else jax.lax.cond(acts > 0, residuals, nothing)
+            for name in given:
+                found.setdefault(name, []).append(given[name])
+        return streams, step._replace(residuals=found)
+
+    def layered(self, streams: Any, step: DenoiserStep, part: LayerPart = "all") -> Any:
+        return self.denoiser.layered(streams, step, part)
+
+    def end(self, streams: Any, step: DenoiserStep) -> Float[Array, "B H W C"]:
+        return self.denoiser.end(streams, step)

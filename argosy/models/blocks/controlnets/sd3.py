@@ -1,0 +1,97 @@
+"""The module of a ControlNet of Stable Diffusion 3 (`models.diffusion.controlnets.sd3` has the equations)."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from argosy.models.blocks.controlnets.mmdit import control_patch, residual_of
+from argosy.models.blocks.mmdit import LEGEND, JointCondition, JointStream, VectorEmbedder, joint_attention
+from argosy.models.blocks.sd3 import SD3Block, SD3Layers
+from argosy.models.diffusion.base import Conditions
+from argosy.models.parts.attention.attend import Attend
+from argosy.models.parts.attention.cache import Spec
+from argosy.models.parts.einsum import Einsum
+from argosy.models.parts.modulation import modulate
+from argosy.models.parts.patches import patchify
+from argosy.models.parts.stack import Execution, Layer, Stack
+from argosy.models.settings import Reach
+
+
+class ControlBlock(SD3Block):
+    """A layer of image and text, which tells what it gives for the image."""
+
+    def __init__(self, config: Any, kind: str):
+        super().__init__(config, kind)
+        self.control = residual_of(config.dims)
+
+    def __call__(self, x: dict[str, Array], each: Reach, cache: Any, attend: Attend, condition: JointCondition) -> Any:
+        x, cache, told = super().__call__(x, each, cache, attend, condition)
+        return x, cache, told | {"control": self.control(x["image"])}
+
+
+class ImageControlBlock(nnx.Module):
+    """A layer of the image alone, which tells what it gives."""
+
+    def __init__(self, config: Any):
+        self.image = JointStream(config.dims, 6, norms=config.normalizes)
+        self.control = residual_of(config.dims)
+
+    def holds(self, each: Reach) -> Spec:
+        return Spec()
+
+    def __call__(self, x: dict[str, Array], each: Reach, cache: Any, attend: Attend, condition: JointCondition) -> Any:
+        m, of = self.image.modulated(condition.c), self.image
+        y = joint_attention([of.attn(modulate(x["image"], m[0], m[1]))], attend)
+        h = x["image"] + m[2][:, None] * of.attn.o(y)  # pyright: ignore[reportOptionalCall]
+        h = h + m[5][:, None] * of.mlp(modulate(h, m[3], m[4]))  # pyright: ignore[reportOptionalCall]
+        return {"image": h}, cache, {"control": self.control(h)}
+
+
+class SD3ControlNet(SD3Layers):
+    """Noisy latents, time steps, texts and latents of control images to what the model adds after its layers."""
+
+    def __init__(self, config: Any, run: Execution | None):
+        self.config, self.dtype, d = config, jnp.float32, config.dims
+        if config.positions:
+            self.patch = Einsum("BTI,ID->BTD", d, bias=True, legend=LEGEND)
+            self.positions = Einsum("BTA,AD->BTD", d, scale=0.02)
+        self.text_embed = None if config.text_width is None else Einsum("BTS,SD->BTD", d, bias=True, legend=LEGEND)
+        self.vector = VectorEmbedder(config, False)
+        self.control_patch = control_patch(d)
+        plan = [Layer(kind, Reach()) for kind in config.kinds]
+        self.layers = Stack(plan, self.block, run=run)
+
+    def block(self, kind: str) -> Any:
+        """A layer of this kind."""
+        return ImageControlBlock(self.config) if kind == "alone" else ControlBlock(self.config, kind)
+
+    def __call__(
+        self,
+        latents: Float[Array, "B H W C"],
+        timestep: Float[Array, "B"],
+        conditions: Conditions,
+        control: Float[Array, "B H W C"],
+        mode: Any = None,
+        tokens: Float[Array, "B T D"] | None = None,
+    ) -> dict[str, Float[Array, "R B T D"]]:
+        """The residuals of the layers.
+
+        Args:
+            tokens: that the model itself makes of the latents, for ControlNets without positions.
+        """
+        config = self.config
+        x = self.tokens(latents) if config.positions else tokens
+        if x is None:
+            raise ValueError("this ControlNet reads the tokens of the model that it steers")
+        streams = {"image": x + self.control_patch(patchify(control.astype(self.dtype), config.patch))}
+        streams |= {} if self.text_embed is None else {"text": self.text_embed(conditions.text.astype(self.dtype))}
+        pooled = jnp.zeros_like(conditions.pooled) if config.zero_pooled else conditions.pooled
+        streams, step = self.begun(streams, timestep, pooled, latents.shape[1:3])
+        _, _, told = self.layers(streams, None, step.attend, step.condition)
+        found: list[Any] = [None] * config.layers
+        for kind, indexes in self.layers.indexes().items():
+            for place, i in enumerate(indexes):
+                found[i] = told[kind]["control"][place]
+        return {"layers": jnp.stack(found)}
