@@ -60,7 +60,8 @@ def control_of(
     """The control of images [N Y X 3] or latents, for each ControlNet.
 
     Raises:
-        BadInput: a scale is below 0 or above `LARGEST_SCALE`, a ControlNet has no guess mode, or the kinds of control are not those that it knows.
+        BadInput: a scale is below 0 or above `LARGEST_SCALE`, a ControlNet has no guess mode, or the kinds of control are not those
+            that it knows.
     """
     found, kinds = [], []
     for i, (config, scale, mode) in enumerate(zip(configs, scales, modes, strict=True)):
