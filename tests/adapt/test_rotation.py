@@ -1,5 +1,6 @@
 """Rotations leave the function of a model as it is, or are refused by name; Hadamard matrices by their definition."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from argosy.ops.hadamard import paley_part
 ONLINE = ("ffn", "heads", "keys")
 
 
+@jax.jit
 def forward(model, tokens):
     return model(tokens, model.config.attend(jnp.ones_like(tokens)))[0]
 
@@ -107,7 +109,7 @@ def test_keys_are_spread_before_they_are_kept(monkeypatch):
         model = config.model_copy(update={"rotations": rotations}).build(Unroll())
         put(model, {a: jnp.asarray(w) for a, w in leaves.items()})
         keys.clear()
-        forward(model, tokens_of(config))
+        forward.__wrapped__(model, tokens_of(config))
         k = np.asarray(keys[0])
         peaks.append(np.abs(k).max(-1).mean() / np.sqrt(np.square(k).mean()))
     assert peaks[1] < 0.75 * peaks[0]

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -54,7 +55,7 @@ def weights_of(config: Any, run: Any) -> dict[str, np.ndarray]:
 def built(config: Any, run: Any, dtype: Any = np.float32) -> Any:
     """A model with noise on every weight, the same in either layout (tools/seams.py)."""
     model = config.build(run)
-    put(model, {address: jnp.array(w.astype(dtype)) for address, w in weights_of(config, run).items()})
+    put(model, {address: jax.device_put(w.astype(dtype)) for address, w in weights_of(config, run).items()})
     return model
 
 

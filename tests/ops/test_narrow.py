@@ -108,7 +108,8 @@ def test_attention_in_blocks_is_that_over_rounded_keys_and_values(form: str):
     at, lengths = jnp.asarray(lengths - 1, jnp.int32)[:, None], jnp.asarray(lengths, jnp.int32)
     pools = tuple(round_to_narrow(jnp.asarray(a), 1, form) for a in plain)
     expected = tuple(jnp.asarray(rounded(a, form)[1]) for a in plain)
-    found, expected = (np.asarray(blocked_attention(q, p, table, lengths, at, Score(8**-0.5))) for p in (pools, expected))
+    attend = jax.jit(lambda pools: blocked_attention(q, pools, table, lengths, at, Score(8**-0.5)))
+    found, expected = np.asarray(attend(pools)), np.asarray(attend(expected))
     np.testing.assert_allclose(found[:2], expected[:2], rtol=1e-5, atol=1e-6)
     with implementations(paged_attention="ragged"), pytest.raises(Unsupported, match="no scales of a quantized cache"):
         paged_attention(q, pools, table, lengths, at, Score(8**-0.5))

@@ -254,7 +254,7 @@ def _draw_rows(key: Key[Array, ""], kinds: dict[_Kind, list[_Todo]], place: Call
     """Draws a small model: first all normal numbers of a type, todo row per tensor of a layer; then the tensors from these."""
 
     def put(todo: _Todo, array: Any) -> None:
-        todo.variable.set_value(jax.device_put(array, place(todo.address)) if place else jnp.asarray(array))
+        todo.variable.set_value(jax.device_put(array, place(todo.address) if place else None))
 
     normal: dict[Any, list[tuple[_Kind, _Todo]]] = {}
     for kind, some in kinds.items():

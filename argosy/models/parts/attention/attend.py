@@ -18,6 +18,7 @@ split over devices and pipelines without knowing the strategy. A model has no se
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from inspect import getattr_static
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -119,8 +120,21 @@ class Heads:
 HEADS = Heads()
 
 
+_Interface: Any = type(Protocol)
+
+
+class _LookedUp(_Interface):
+    """Whether an object has an interface's attributes is looked up, as from Python 3.12 on. Python 3.11 asks the object for each of
+    them, and `positions` then traces operations: a tenth of the time that tests trace, since they check every argument."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        own = [base for base in cls.__mro__ if isinstance(base, _LookedUp)]
+        names = {name for base in own for name in vars(base) if name == "__call__" or not name.startswith("_")}
+        return all(getattr_static(instance, name, None) is not None for name in names)
+
+
 @runtime_checkable
-class Attend(Protocol):
+class Attend(Protocol, metaclass=_LookedUp):
     """The interface of every strategy."""
 
     @property

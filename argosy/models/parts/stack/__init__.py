@@ -460,7 +460,7 @@ def _with_cache(run: Callable[..., Any], stacked: Cache, attend: Attend, at: Arr
         at: the layer's place in the stack.
     """
     # XLA for CPUs has no kernel that needs a layer apart, and lays out joined layers with one key head anew in every layer.
-    if isinstance(attend, StackedAttend) and platform() != "cpu":
+    if platform() != "cpu" and isinstance(attend, StackedAttend):
         x, cache, aux = run(cache=joined_layers(stacked), attend=attend.in_stack(stacked, at))
         return x, parted_layers(cache, len(jax.tree.leaves(stacked)[0])), aux
     x, cache, aux = run(cache=_layer(stacked, at), attend=attend)
