@@ -87,7 +87,7 @@ def test_each_layer_has_its_own_history(run):
         with_scaling(model)
         return jnp.square(model(tokens, config.attend(jnp.ones_like(tokens)))[0]).sum()
 
-    seen = jax.grad(total)(histories)
+    seen = jax.jit(jax.grad(total))(histories)
     for name in names:
         got = np.asarray(seen[f"{AMAX}.{name.replace('.', '-')}"])
         w = np.abs(np.asarray(rest[f"{name}.w"]))

@@ -61,6 +61,14 @@ class Listening:
     def __init__(self, of: WatchedAttend):
         self.of, self.told = of, dict[str, Array]()
 
+    @property
+    def positions(self) -> Int[Array, "B T"]:
+        return self.of.positions
+
+    @property
+    def live(self) -> Bool[Array, "B T"]:
+        return self.of.live
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.of, name)
 
