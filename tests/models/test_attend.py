@@ -8,10 +8,11 @@ from flax import nnx
 from helpers import default, relative
 
 from argosy.core.errors import UnknownName, Unsupported
-from argosy.models.parts.attention.attend import Contiguous, Packed, Paged, Score, See
+from argosy.models.parts.attention.attend import Attend, Contiguous, Packed, Paged, Score, See, StackedAttend
 from argosy.models.parts.attention.cache import ROW, Spec, contiguous, empty_pools, restore, snapshot
 from argosy.models.parts.stack import Layer, Scan, Stack, Unroll, repeating
 from argosy.models.parts.stack.addresses import layer_addresses
+from argosy.models.parts.stack.watch import Listening, WatchedAttend
 from argosy.models.parts.weight import Draw, Meaning, fill, merge, split, weight
 from argosy.ops import attention as ops_attention
 from argosy.ops.op import implementations
@@ -381,3 +382,24 @@ def test_an_implementation_can_be_asked_for_by_name():
         attend(q, held(k, v), None, score=Score(0.5, cap=1.0))
     with implementations(attention="flush"), pytest.raises(UnknownName):
         primitives()
+
+
+def test_a_strategy_is_known_without_asking_for_its_positions():
+    """They would trace operations at every call whose arguments are checked."""
+
+    class Silent:
+        @property
+        def positions(self):
+            raise AssertionError
+
+        def __call__(self):
+            raise AssertionError
+
+        live, recur = positions, __call__
+
+    assert isinstance(Silent(), Attend)
+    assert not isinstance(Silent(), StackedAttend)
+    plain = Packed(jnp.ones((B, LONG), jnp.int32))
+    assert isinstance(Listening(WatchedAttend(plain)), Attend)
+    for other in (plain.segments, None, held):
+        assert not isinstance(other, Attend)

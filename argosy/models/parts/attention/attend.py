@@ -127,8 +127,8 @@ class _LookedUp(_Interface):
     """Whether an object has an interface's attributes is looked up, as from Python 3.12 on. Python 3.11 asks the object for each of
     them, and `positions` then traces operations wherever tests check an argument."""
 
-    def __instancecheck__(cls, instance: object) -> bool:
-        own = [base for base in cls.__mro__ if isinstance(base, _LookedUp)]
+    def __instancecheck__(self, instance: object) -> bool:
+        own = [base for base in self.__mro__ if isinstance(base, _LookedUp)]
         names = {name for base in own for name in vars(base) if name == "__call__" or not name.startswith("_")}
         missing = object()
         return all(getattr_static(instance, name, missing) is not missing for name in names)
