@@ -54,7 +54,7 @@ def build(config: Any, run: Execution) -> Any:
         value = np.asarray(v.get_value())
         stacked = value.ndim > len(v.get_metadata()["meaning"].letters)
         parts = [_noisy(name, part) for name, part in zip(names(address), value if stacked else [value])]
-        leaves[address] = jnp.asarray(np.stack(parts) if stacked else parts[0])
+        leaves[address] = jax.device_put(np.stack(parts) if stacked else parts[0])
     put(model, leaves)
     return model
 

@@ -61,7 +61,7 @@ def built(config: Any, run: Any = None, scale: float = 0.2) -> Any:
     noise = np.random.default_rng(5)
     shapes = {name: a.shape for name, a in abstract(config.build(Unroll())).items()}
     by_layer = {name: noise.normal(0, scale, shapes[name]).astype(np.float32) for name in sorted(shapes)}
-    put(model, {a: jnp.asarray(w) for a, w in from_layers(model, by_layer).items()})
+    put(model, {a: jax.device_put(w) for a, w in from_layers(model, by_layer).items()})
     return model
 
 

@@ -10,6 +10,7 @@ import shutil
 from importlib.util import find_spec
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -52,7 +53,7 @@ def test_vectors_equal_the_reference(case):
     """Of both token types, one row padded; and what the pooler makes of them, where there is one."""
     _, lm, golden = case
     tokens, types, live = (jnp.asarray(golden[name], jnp.int32) for name in ("tokens", "types", "mask"))
-    hidden = lm.module.hidden(tokens, Bidirectional(live), types=types)[0]
+    hidden = jax.jit(lambda module: module.hidden(tokens, Bidirectional(live), types=types)[0])(lm.module)
     seen = np.asarray(live, bool)
     assert relative(np.asarray(hidden)[seen], golden["hidden"][seen]) < RANDOM
     assert lm.config.pooler == ("pooled" in golden)
