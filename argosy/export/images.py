@@ -122,7 +122,7 @@ def denoise_signature(
         specs = [_input(name, value, config) for name, value in null._asdict().items() if value is not None]
     else:
         specs = list(prompts.inputs())
-    specs.append(TensorSignature(name="seed", shape=[BATCH], dtype="int32", description="of the noise", minimum=0))
+    specs.append(TensorSignature(name="seed", shape=[BATCH], dtype="uint32", description="of the noise", minimum=0))
     about = "number of the image among those of its prompt and seed"
     specs.append(TensorSignature(name="index", shape=[BATCH], dtype="int32", description=about, default=0, minimum=0))
     if learned or guided:
@@ -145,7 +145,7 @@ def denoise_signature(
         if guided:
             none = {k: jnp.broadcast_to(v[...], (rows, *v.shape[1:])) for k, v in module.null.items()}
             away = Conditions(**none) if prompts is None else prompts.base(module.encoders, inputs, none)
-        keys = jax.vmap(lambda seed, i: jax.random.fold_in(jax.random.key(seed), i))(inputs["seed"].astype(jnp.uint32), inputs["index"])
+        keys = jax.vmap(lambda seed, i: jax.random.fold_in(jax.random.key(seed), i))(inputs["seed"], inputs["index"])
 
         def predict(x: Float[Array, "B H W C"], timestep: Float[Array, ""], level: Float[Array, "2"]) -> Float[Array, "B H W C"]:
             times = jnp.broadcast_to(timestep, (rows,))

@@ -56,10 +56,10 @@ class BundledPrompts:
     def _step(self, name: str) -> TokenizePromptStep:
         encoders = []
         for end, reader in self.readers.items():
-            (first, last), (before, after) = reader.frame, reader.affixes
+            (prefix_ids, suffix_ids), (prefix, suffix) = reader.frame, reader.affixes()
             names: Any = {"folder": f"tokenizer{end}", "tokens": f"{name}_ids{end}", "mask": f"{name}_mask{end}"}
-            sizes: Any = {"first": first, "last": last, "before": before, "after": after}
-            encoders.append(EncoderTokens(**names, **sizes, length=reader.length, pad=reader.pad, pad_left=reader.pads_left))
+            affixes: Any = {"prefix_ids": prefix_ids, "suffix_ids": suffix_ids, "prefix": prefix, "suffix": suffix}
+            encoders.append(EncoderTokens(**names, **affixes, length=reader.length, pad=reader.pad, pad_left=reader.pads_left))
         return TokenizePromptStep(input=name, encoders=encoders, unescape=self.prompts.unescapes)
 
     def inputs(self) -> Iterator[TensorSignature]:

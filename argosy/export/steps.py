@@ -96,13 +96,13 @@ class EncoderTokens(Settings):
     """The folder of the tokenizer's files."""
     length: int = Field(gt=0)
     """Ids of a row."""
-    first: list[int] = Field(default_factory=list)
+    prefix_ids: list[int] = Field(default_factory=list)
     """Ids before each text."""
-    last: list[int] = Field(default_factory=list)
+    suffix_ids: list[int] = Field(default_factory=list)
     """Ids after each text."""
-    before: str = ""
+    prefix: str = ""
     """Text before each text: the beginning of a conversation."""
-    after: str = ""
+    suffix: str = ""
     """Text after each text."""
     pad: int = Field(ge=0)
     """The id of padding."""
@@ -313,18 +313,18 @@ def tokenized_prompts(step: TokenizePromptStep, tokenizer: Callable[[str], Token
     plain = [unescape_text(text) for text in texts] if step.unescape else texts
     arrays, cut = {}, [True] * len(texts)
     for encoder in step.encoders:
-        room = encoder.length - len(encoder.first) - len(encoder.last)
+        room = encoder.length - len(encoder.prefix_ids) - len(encoder.suffix_ids)
         tokens = np.full((len(texts), encoder.length), encoder.pad, np.int32)
         mask = np.zeros_like(tokens)
-        whole = [encoder.before + text + encoder.after for text in plain]
+        whole = [encoder.prefix + text + encoder.suffix for text in plain]
         for i, ids in enumerate(tokenizer(encoder.folder).encode_many(whole, special=True)):
-            row = [*encoder.first, *ids[:room], *encoder.last]
+            row = [*encoder.prefix_ids, *ids[:room], *encoder.suffix_ids]
             place = slice(encoder.length - len(row), None) if encoder.pad_left else slice(len(row))
             tokens[i, place], mask[i, place] = row, 1
             cut[i] = cut[i] and len(ids) > room
         arrays |= {encoder.tokens: tokens, encoder.mask: mask}
     if any(cut):
-        longest = max(encoder.length - len(encoder.first) - len(encoder.last) for encoder in step.encoders)
+        longest = max(encoder.length - len(encoder.prefix_ids) - len(encoder.suffix_ids) for encoder in step.encoders)
         text = texts[cut.index(True)]
         raise BadInput(f"`{step.input}`: {text[:40]!r} has more tokens than the {longest} that this model reads", hint="a shorter one")
     return arrays

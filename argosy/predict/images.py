@@ -81,7 +81,7 @@ def image_inputs(of: BundleSignature, fields: ImageGenerationFields, name: str) 
         raise ApiError(f"`size`: this model was exported for {width}x{height}", param="size")
     if fields.n > MOST_IMAGES:
         raise ApiError(f"`n`: {fields.n} images, this server allows {MOST_IMAGES}", param="n")
-    seed = secrets.randbits(31) if fields.seed is None else fields.seed
+    seed = secrets.randbits(32) if fields.seed is None else fields.seed
     inputs: dict[str, Any] = {prompts[0]: [fields.prompt] * fields.n, "seed": [seed] * fields.n, "index": list(range(fields.n))}
     if fields.negative_prompt is not None:
         if len(prompts) < 2:

@@ -115,7 +115,7 @@ def test_export_writes_a_bundle_that_draws(run: str, tmp_path: Path):
     facts = export_bundle(run, str(tmp_path / "bundle"), signatures=None, platforms=["cpu"], batch=[1], length=None, steps=3)
     assert facts["default"] == "denoise"
     assert facts["lineage"]["run"]["dir"] == "run"
-    given = {"labels": np.array([2], np.int32), "seed": np.array([4], np.int32)}
+    given = {"labels": np.array([2], np.int32), "seed": np.array([4], np.uint32)}
     found = np.asarray(Bundle.open(tmp_path / "bundle").run(given)["images"]).astype(int)
     assert np.abs(found - argosy.load(run).images("2", seed=4, steps=3)).max() <= 1
 

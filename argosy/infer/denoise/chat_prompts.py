@@ -30,7 +30,7 @@ from argosy.models.parts.weight import merge, split
 from argosy.ops.attention import Score, See
 
 # Prompts by which it is seen that a template leaves prompts as they are.
-PROBES = ("a1b2c3", "two  words,\nand {{ more }} <b>", "")
+PROBES = ("a1b2c3", "two  words,\nand {{ more }} <b>", "", " \n blanks around \n ")
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,6 @@ class ChatReader:
             out[row, place], words[row, place] = ids, 1
         return out, words
 
-    @property
     def affixes(self) -> tuple[str, str]:
         """The text that the template puts before and after each prompt.
 

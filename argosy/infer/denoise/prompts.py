@@ -1,4 +1,4 @@
-"""Conditions of prompts by text encoders: CLIP's and T5's, as Flux and Stable Diffusion 3 read them.
+"""Conditions of prompts by text encoders: CLIP's, T5's and any other, as each pipeline of diffusers reads them.
 
     Flux       text: T5's states                                    pooled: CLIP's vector of the text
     SD         text: CLIP's states (XL: those of both CLIPs before the last layer, and the second one's vector)
@@ -53,7 +53,6 @@ class PromptTokens:
 
     learned: the ids of each learned token's rows, by its name in lower case.
     frame: ids before and after each text.
-    affixes: the text before and after each text: none.
     pad: the id of padding.
     pads_left: whether padding stands before the text: never.
 
@@ -61,7 +60,7 @@ class PromptTokens:
         BadInput: a learned token is in the vocabulary already, or a special token of the tokenizer is none.
     """
 
-    affixes, pads_left = ("", ""), False
+    pads_left = False
 
     def __init__(
         self, config: Any, tokenizer: Any, length: int, name: str, say: Say | None = None, learned: Mapping[str, int] | None = None
@@ -85,6 +84,10 @@ class PromptTokens:
         """The ids of texts, with the special tokens around them, padded to one length. As in transformers, the name of a special token
         in a text is that token: the padding of OpenCLIP is an exclamation mark."""
         return self.padded(texts)[0]
+
+    def affixes(self) -> tuple[str, str]:
+        """The text before and after each text: none."""
+        return "", ""
 
     def cut(self, texts: Sequence[str]) -> int:
         """How many texts are longer than what is read of one."""
@@ -222,7 +225,6 @@ class TextReader(Protocol):
     pad: int
     pads_left: bool
 
-    @property
     def affixes(self) -> tuple[str, str]: ...
     def states(self, texts: Sequence[str], *, masked: bool = False) -> TextStates: ...
     def computed(self, model: Any, tokens: Array, segments: Array) -> TextStates: ...
