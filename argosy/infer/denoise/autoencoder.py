@@ -46,8 +46,8 @@ class ImageAutoencoder:
         elif len(shape) != 4:
             raise BadInput(f"images of {list(shape)}: this autoencoder reads [B H W {self.config.channels}]")
         if shape[-1] != self.config.channels or shape[-3] % self.factor or shape[-2] % self.factor:
-            wanted = f"{self.config.channels} channels, and sides that are multiples of {self.factor}"
-            raise BadInput(f"images of {list(shape)}: this autoencoder reads {wanted}")
+            expected = f"{self.config.channels} channels, and sides that are multiples of {self.factor}"
+            raise BadInput(f"images of {list(shape)}: this autoencoder reads {expected}")
         latents = np.asarray(_encoder(self._graph)(self._leaves, jnp.asarray(images, jnp.float32) * 2 - 1))
         check_finite("the autoencoder's encoder", latents)
         return latents

@@ -40,12 +40,13 @@ class Control:
 
     def put_on(self, conditions: Conditions, null: Conditions | None, rows: slice) -> tuple[Conditions, Conditions | None]:
         """The conditions of some of the images, and of what guidance leads away from, with their control."""
-        images = tuple(one[rows] for one in self.images)
+        images = tuple(image[rows] for image in self.images)
 
         def with_control(base: Conditions, scales: Sequence[np.ndarray]) -> Conditions:
             count = len(images[0])
             modes = None if self.modes is None else tuple(np.full(count, mode, np.int32) for mode in self.modes)
-            return base._replace(control=images, control_scale=tuple(np.tile(one, (count, 1)) for one in scales), control_mode=modes)
+            factors = tuple(np.tile(scale, (count, 1)) for scale in scales)
+            return base._replace(control=images, control_scale=factors, control_mode=modes)
 
         return with_control(conditions, self.scales), None if null is None else with_control(null, self.null_scales)
 
@@ -63,7 +64,7 @@ def control_of(
         BadInput: a scale is below 0 or above `LARGEST_SCALE`, a ControlNet has no guess mode, or the kinds of control are not those
             that it knows.
     """
-    found, kinds = [], []
+    factors, kinds = [], []
     for i, (config, scale, mode) in enumerate(zip(configs, scales, modes, strict=True)):
         kinds.append(checked_mode(config, mode, numbered_net(i, len(configs))))
         if guess_mode and not config.guesses:
@@ -72,9 +73,9 @@ def control_of(
             problem = f"control_scale = {scale}{numbered_net(i, len(configs))}: 0 to {LARGEST_SCALE:g}"
             raise BadInput(f"{problem}; 1 is what the ControlNet was trained for")
         residuals = config.residual_count
-        found.append((scale * (np.logspace(-1, 0, residuals) if guess_mode else np.ones(residuals))).astype(np.float32))
-    known = any(getattr(config, "modes", None) for config in configs)
-    return Control(images, found, [0 * one for one in found] if guess_mode else found, kinds if known else None)
+        factors.append((scale * (np.logspace(-1, 0, residuals) if guess_mode else np.ones(residuals))).astype(np.float32))
+    has_modes = any(getattr(config, "modes", None) for config in configs)
+    return Control(images, factors, [0 * factor for factor in factors] if guess_mode else factors, kinds if has_modes else None)
 
 
 def checked_mode(config: ControlNetSettings, mode: int | None, which: str) -> int:
@@ -89,9 +90,9 @@ def checked_mode(config: ControlNetSettings, mode: int | None, which: str) -> in
             raise BadInput(f"control_mode = {mode}{which}: the ControlNet knows one kind of control", hint="leave out `control_mode`")
         return 0
     if mode is None or not 0 <= mode < modes:
-        given = "is missing" if mode is None else f"= {mode}"
-        what = f"control_mode {given}{which}: this ControlNet knows {modes} kinds of control, by their numbers from 0 to {modes - 1}"
-        raise BadInput(what, hint="its page says which number is for edges, which for depths and so on")
+        state = "is missing" if mode is None else f"= {mode}"
+        problem = f"control_mode {state}{which}: this ControlNet knows {modes} kinds of control, by their numbers from 0 to {modes - 1}"
+        raise BadInput(problem, hint="its page says which number is for edges, which for depths and so on")
     return mode
 
 
@@ -137,8 +138,8 @@ def with_span(plan: SamplingPlan, starts: Sequence[float], ends: Sequence[float]
             raise BadInput(f"{span}: shares of the steps, 0 <= start < end <= 1")
         columns.append([not (i / count < start or (i + 1) / count > end) for i in range(count)])
         if not any(columns[-1]):
-            what = f"no evaluation of {count} lies between {span}, so the ControlNet would not act"
-            raise BadInput(what, hint="a wider span, or more steps")
+            problem = f"no evaluation of {count} lies between {span}, so the ControlNet would not act"
+            raise BadInput(problem, hint="a wider span, or more steps")
     return plan if all(map(all, columns)) else plan._replace(control=np.asarray(columns, np.float32).T)
 
 
@@ -154,20 +155,20 @@ def check_controlnet(controlnet: Any, denoiser: Any, factor: int, which: str = "
         BadInput: it does not.
     """
     if not isinstance(controlnet, ControlNetSettings):
-        what = f"controlnet: the model{which} is a {type(controlnet).__name__} and no ControlNet"
-        raise BadInput(what, hint="a folder of a ControlNetModel, or a run of `argosy train controlnet`")
+        problem = f"controlnet: the model{which} is a {type(controlnet).__name__} and no ControlNet"
+        raise BadInput(problem, hint="a folder of a ControlNetModel, or a run of `argosy train controlnet`")
     if not isinstance(denoiser, controlnet.steers):
-        what = f"controlnet: it steers {controlnet.steered}, and the model is a {type(denoiser).__name__}"
+        problem = f"controlnet: it steers {controlnet.steered}, and the model is a {type(denoiser).__name__}"
         kind = controlnet_kind(denoiser)
-        raise BadInput(what, hint="leave `controlnet` out" if kind is None else f"one that steers {kind.steered}")
-    told = "UNet" if not controlnet.reads_latents else "model"
-    for name, own, theirs in ((n, getattr(controlnet, n), getattr(denoiser, n)) for n in controlnet.compared):
-        if own != theirs and not (own is None and controlnet.reads_latents):
-            raise BadInput(f"the ControlNet{which} is of another model: its {name} = {own}, and the {told}'s {name} = {theirs}")
+        raise BadInput(problem, hint="leave `controlnet` out" if kind is None else f"one that steers {kind.steered}")
+    noun = "UNet" if not controlnet.reads_latents else "model"
+    for name, mine, theirs in ((n, getattr(controlnet, n), getattr(denoiser, n)) for n in controlnet.compared):
+        if mine != theirs and not (mine is None and controlnet.reads_latents):
+            raise BadInput(f"the ControlNet{which} is of another model: its {name} = {mine}, and the {noun}'s {name} = {theirs}")
     reads: frozenset[str] = getattr(controlnet, "conditions", frozenset())
     if unread := sorted(reads - set(denoiser.conditions)):
         raise BadInput(f"the ControlNet{which} reads {unread[0]}, which the model does not: it is of another model")
     if not controlnet.reads_latents and controlnet.factor != factor:
         sizes = f"{controlnet.factor} times as high as latents, and here they are {factor} times as high"
-        what = f"the ControlNet{which} is for images {sizes}"
-        raise BadInput(what, hint="a ControlNet that was trained with this autoencoder")
+        problem = f"the ControlNet{which} is for images {sizes}"
+        raise BadInput(problem, hint="a ControlNet that was trained with this autoencoder")

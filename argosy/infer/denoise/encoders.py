@@ -91,11 +91,11 @@ class RunEncoders:
         return unshifted(self.config, None if pipe.autoencoder is None else pipe.autoencoder.config, pipe.encode(images))
 
     def states(self, texts: Sequence[str]) -> dict[str, np.ndarray]:
-        found = self._opened().prompts.encode(texts)
+        encoded = self._opened().prompts.encode(texts)
         # Models that read no vector of a text get one that says nothing.
-        pooled = np.zeros((len(texts), 1), np.float32) if found.pooled is None else np.asarray(found.pooled)
-        text = np.asarray(found.text)
-        mask = np.ones(text.shape[:2], np.int32) if found.text_mask is None else np.asarray(found.text_mask, np.int32)
+        pooled = np.zeros((len(texts), 1), np.float32) if encoded.pooled is None else np.asarray(encoded.pooled)
+        text = np.asarray(encoded.text)
+        mask = np.ones(text.shape[:2], np.int32) if encoded.text_mask is None else np.asarray(encoded.text_mask, np.int32)
         return {"text": text, "text_mask": mask, "pooled": pooled}
 
     def release(self) -> None:
@@ -139,7 +139,7 @@ def pipeline_around(
     Raises:
         BadInput, Damaged: as `load_diffusers`, or a model that is named is of another kind.
     """
-    autoencoder, writer, own = None, None, prompts
+    autoencoder, writer, given_prompts = None, None, prompts
     if settings.pipeline is not None:
         texts = prompts is None and settings.text is None
         pipe = load_diffusers(settings.pipeline, dtype=dtype, denoiser=denoiser, texts=texts, say=say)
@@ -147,9 +147,9 @@ def pipeline_around(
         defaults = defaults or pipe.defaults
     if settings.autoencoder is not None:
         autoencoder, writer = load_model(_opened_autoencoder(settings.autoencoder), dtype=dtype).module, None
-    if settings.text is not None and own is None:
+    if settings.text is not None and given_prompts is None:
         prompts, writer = TextPrompts([text_reader(settings.text, settings.text_tokens, dtype, say)]), None
-    made = ImagePipeline(
+    pipeline = ImagePipeline(
         denoiser,
         prompts or NoPrompts(),
         sampler or SamplerSettings(),
@@ -158,8 +158,8 @@ def pipeline_around(
         say=say,
         controlnets=controlnets,
     )
-    made.writer = writer
-    return made
+    pipeline.writer = writer
+    return pipeline
 
 
 def autoencoder_factor(settings: EncoderSettings) -> int:
@@ -198,8 +198,8 @@ def text_reader(folder: str, tokens: int, dtype: Any, say: Say | None) -> Prompt
 def _opened_autoencoder(folder: str) -> Any:
     opened = open_model(folder)
     if not isinstance(opened.config, AutoencoderConfig):
-        what = f"encoders.autoencoder={folder} is no autoencoder"
-        raise BadInput(what, hint="a folder of AutoencoderKL or AutoencoderTiny, or a run of `argosy train vae`")
+        problem = f"encoders.autoencoder={folder} is no autoencoder"
+        raise BadInput(problem, hint="a folder of AutoencoderKL or AutoencoderTiny, or a run of `argosy train vae`")
     return opened
 
 
@@ -212,12 +212,12 @@ def autoencoder_folder(settings: EncoderSettings) -> Path | None:
 
 def encoder_folders(settings: EncoderSettings) -> list[Path]:
     """Where all encoders are."""
-    found = [autoencoder_folder(settings)]
+    folders = [autoencoder_folder(settings)]
     if settings.text is not None:
-        found.append(open_model(settings.text).path)
+        folders.append(open_model(settings.text).path)
     elif settings.pipeline is not None:
-        found += _parts(settings.pipeline, "text_encoder")
-    return [folder for folder in found if folder is not None]
+        folders += _parts(settings.pipeline, "text_encoder")
+    return [folder for folder in folders if folder is not None]
 
 
 def tokenizer_folders(settings: EncoderSettings) -> list[Path]:

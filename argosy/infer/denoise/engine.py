@@ -149,7 +149,7 @@ class ImageEngine:
         control = pipe.control(control_image, 1, area, control_scale, guess_mode, control_mode)
         if control is not None:
             nets = len(pipe.controlnets)
-            spans = [for_each(*one, nets) for one in (("control_start", control_start), ("control_end", control_end))]
+            spans = [for_each(*span, nets) for span in (("control_start", control_start), ("control_end", control_end))]
             plan = with_span(plan, *spans)
             conditions, null = control.put_on(conditions, null, slice(None))
             # Images of a batch share a plan, and so the steps at which each ControlNet acts.
@@ -199,29 +199,29 @@ class ImageEngine:
             except Exception as error:
                 if not isinstance(error, ArgosyError):
                     traceback.print_exc()
-                for one in self.running:
-                    one.emit(ImageEvent("error", error=error))
+                for request in self.running:
+                    request.emit(ImageEvent("error", error=error))
             finally:
                 self.running = []
 
     def _next_batch(self) -> list[ImageRequest]:
         """The first image that waits, and those behind it that may be drawn with it."""
-        wanted = [one for one in self.waiting if not one.canceled]
-        chosen = [one for one in wanted if one.key == wanted[0].key][: self.batch]
-        self.waiting = deque(one for one in wanted if one not in chosen)
-        return chosen
+        requests = [request for request in self.waiting if not request.canceled]
+        batch = [request for request in requests if request.key == requests[0].key][: self.batch]
+        self.waiting = deque(request for request in requests if request not in batch)
+        return batch
 
     def _draw(self, batch: list[ImageRequest]) -> None:
         pipe, first = self.pipeline, batch[0]
-        image = None if first.image is None else np.concatenate([one.image for one in batch])
-        mask = None if first.mask is None else np.concatenate([one.mask for one in batch])
-        scales = np.array([one.guidance for one in batch], np.float32)
+        image = None if first.image is None else np.concatenate([request.image for request in batch])
+        mask = None if first.mask is None else np.concatenate([request.mask for request in batch])
+        scales = np.array([request.guidance for request in batch], np.float32)
         height, width = (side // pipe.factor for side in first.size)
-        conditions = _joined([one.conditions for one in batch])
-        null = None if first.null is None else _joined([one.null for one in batch if one.null is not None])
+        conditions = _concatenate([request.conditions for request in batch])
+        null = None if first.null is None else _concatenate([request.null for request in batch if request.null is not None])
         drawing = Drawing(
             first.plan,
-            [(one.seed, one.number) for one in batch],
+            [(request.seed, request.number) for request in batch],
             scales,
             conditions,
             null,
@@ -232,19 +232,19 @@ class ImageEngine:
         )
         run = pipe.sampling(drawing)
         for i in range(run.evaluations):
-            if self._closed or all(one.canceled for one in batch):
+            if self._closed or all(request.canceled for request in batch):
                 break
             run.step(i)
             self._tell(batch, run, i + 1)
         if self._closed:
             raise EngineClosed
-        if all(one.canceled for one in batch):
+        if all(request.canceled for request in batch):
             return
         images = each_image(pipe.finished, run.latents()[: len(batch)])
         # Counted before anybody learns of them: whoever has an image finds it in the metrics.
         if self._drawn is not None:
-            drawn = sum(isinstance(image, np.ndarray) for image in images)
-            self._drawn(drawn, run.evaluations, run.evaluations - run.layer_runs)
+            count = sum(isinstance(image, np.ndarray) for image in images)
+            self._drawn(count, run.evaluations, run.evaluations - run.layer_runs)
         for request, image in zip(batch, images, strict=True):
             if isinstance(image, np.ndarray):
                 request.emit(ImageEvent("image", run.evaluations, run.evaluations, image))
@@ -253,9 +253,9 @@ class ImageEngine:
 
     def _tell(self, batch: list[ImageRequest], run: Any, done: int) -> None:
         """Progress of every image, and previews where they are due."""
-        for one in batch:
-            one.emit(ImageEvent("progress", done, run.evaluations))
-        due = [i for i, one in enumerate(batch) if one.preview_at(done, run.evaluations) and not one.canceled]
+        for request in batch:
+            request.emit(ImageEvent("progress", done, run.evaluations))
+        due = [i for i, request in enumerate(batch) if request.preview_at(done, run.evaluations) and not request.canceled]
         if due:
             images = each_image(self.pipeline.decode, run.predicted()[: len(batch)])
             for i in due:
@@ -273,7 +273,7 @@ def each_image(decode: Callable[[Any], np.ndarray], latents: Any) -> list[np.nda
     return [image for row in range(len(latents)) for image in each_image(decode, latents[row : row + 1])]
 
 
-def _joined(rows: list[Conditions]) -> Conditions:
+def _concatenate(rows: list[Conditions]) -> Conditions:
     """The conditions of several images as those of a batch."""
     # By numpy, which compiles nothing for a number of rows that it has not met.
     return Conditions(*jax.tree.map(lambda *a: np.concatenate(a), *(tuple(row) for row in rows)))

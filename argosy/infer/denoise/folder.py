@@ -145,9 +145,9 @@ def flux2_pipeline(parts: PipelineParts) -> ImagePipeline:
 def flux2_dev_pipeline(parts: PipelineParts) -> ImagePipeline:
     """Flux.2 dev, which follows guidance as an input."""
     encoder, folder = parts.models["text_encoder"].module, parts.path / "tokenizer"
-    how: Any = {"system": FLUX2_SYSTEM, "pads_left": read_config(folder).raw.get("padding_side") == "left"}
+    options: Any = {"system": FLUX2_SYSTEM, "pads_left": read_config(folder).raw.get("padding_side") == "left"}
     length, tokenizer = parts.denoiser.config.text_tokens, load_tokenizer(folder)
-    reader = ChatReader(encoder, tokenizer, length, FLUX2_DEV_LAYERS, "text_encoder", {}, parts.say, **how)
+    reader = ChatReader(encoder, tokenizer, length, FLUX2_DEV_LAYERS, "text_encoder", {}, parts.say, **options)
     return _flux2_pipeline(parts, reader, 50, 4.0)
 
 
@@ -184,8 +184,8 @@ def sdxl_pipeline(parts: PipelineParts) -> ImagePipeline:
 def _unet_pipeline(parts: PipelineParts, prompts: PromptEncoder, guidance: float) -> ImagePipeline:
     module, vae = parts.denoiser, parts.models["vae"].module
     # The scheduler's settings say what the network predicts, and the autoencoder how large its images are.
-    own = {"prediction": parts.sampler.prediction, "pixels": vae.config.factor}
-    module.config = module.config.model_copy(update=own)
+    update = {"prediction": parts.sampler.prediction, "pixels": vae.config.factor}
+    module.config = module.config.model_copy(update=update)
     side = module.config.size * vae.config.factor
     more: Any = {"say": parts.say, "controlnets": parts.controlnets}
     return ImagePipeline(module, prompts, parts.sampler, ImageDefaults(50, guidance, (side, side)), vae, **more)
@@ -275,22 +275,22 @@ def load_diffusers(
         index = dict(index) | {"_class_name": name}
     tokens = [] if embeddings is None else [embeddings] if isinstance(embeddings, str | Path | LearnedToken) else list(embeddings)
     if tokens and KINDS[name].make not in (sd_pipeline, sdxl_pipeline):
-        what = f"embeddings: learned embeddings of {name} are not built"
-        raise BadInput(what, where=str(path), hint="those of Stable Diffusion 1, 2 and XL are")
+        problem = f"embeddings: learned embeddings of {name} are not built"
+        raise BadInput(problem, where=str(path), hint="those of Stable Diffusion 1, 2 and XL are")
     kind, opened = KINDS[name], dict[str, OpenedModel]()
     present = {CONTROLNET} if nets else set[str]()
     present |= {part for part, library in index.items() if isinstance(library, list) and library[:1] != [None]}
     numbers = [part.removeprefix("text_encoder") for part in kind.models if part.startswith("text_encoder")]
-    known = {*kind.models, *(f"tokenizer{end}" for end in numbers), "scheduler", *UNUSED}
-    if other := sorted(present - known):
+    expected = {*kind.models, *(f"tokenizer{end}" for end in numbers), "scheduler", *UNUSED}
+    if other := sorted(present - expected):
         raise BadInput(f"{INDEX}: {name} with {', '.join(other)} is not built", where=str(path))
     for part in kind.models:
         if part not in present and part in kind.optional:
             continue
         if part == CONTROLNET and nets:
             opened |= {numbered(i): open_model(net, say or (lambda _: None)) for i, net in enumerate(nets)}
-            one = next(iter(opened[CONTROLNET].config.hub_types), "")
-            index |= {CONTROLNET: ["diffusers", one if len(nets) == 1 else f"{one.removesuffix(ONE)}{SEVERAL}"]}
+            class_name = next(iter(opened[CONTROLNET].config.hub_types), "")
+            index |= {CONTROLNET: ["diffusers", class_name if len(nets) == 1 else f"{class_name.removesuffix(ONE)}{SEVERAL}"]}
             continue
         if not (path / part).is_dir():
             raise BadInput(f"there is no folder {part}/", where=str(path), hint="copy or download the folder again")
@@ -303,36 +303,36 @@ def load_diffusers(
     if single_file is not None:
         others = single_file_parts(Path(single_file))
         if missing := sorted(others.keys() - opened.keys()):
-            what = f"{single_file} has the model {missing[0]}, which {name} has not"
-            raise BadInput(what, where=str(path), hint="a folder of the pipeline that the file is of")
-        for part, one in others.items():
-            if type(one.config) is not type(opened[part].config) or one.config.hub_rows() != opened[part].config.hub_rows():
+            problem = f"{single_file} has the model {missing[0]}, which {name} has not"
+            raise BadInput(problem, where=str(path), hint="a folder of the pipeline that the file is of")
+        for part, model in others.items():
+            if type(model.config) is not type(opened[part].config) or model.config.hub_rows() != opened[part].config.hub_rows():
                 raise BadInput(f"{part} of {single_file} is another model than that of the folder", where=str(path))
             # Settings that no tensor tells are the folder's.
-            opened[part] = replace(one, config=opened[part].config, hub=opened[part].hub)
-        if kept := sorted(opened.keys() - others.keys()):
-            (say or (lambda _: None))(f"{single_file} has {', '.join(others)}; {', '.join(kept)} are the folder's")
+            opened[part] = replace(model, config=opened[part].config, hub=opened[part].hub)
+        if remaining := sorted(opened.keys() - others.keys()):
+            (say or (lambda _: None))(f"{single_file} has {', '.join(others)}; {', '.join(remaining)} are the folder's")
     if adapter is not None:
-        tensors: dict[str, Any] = {part: one.weights for part, one in opened.items()}
-        for part, updates in image_updates(adapter, {part: one.reader for part, one in tensors.items()}).items():
+        tensors: dict[str, Any] = {part: model.weights for part, model in opened.items()}
+        for part, updates in image_updates(adapter, {part: model.reader for part, model in tensors.items()}).items():
             if _is_partly_read(path / part):
                 raise BadInput(f"adapters of {part}, whose other towers are copied as they are, are not merged", where=str(adapter))
             weights = tensors[part].with_reader(UpdatedTensors(tensors[part].reader, updates))
             opened[part] = replace(opened[part], weights=weights)
     models = dict[str, LoadedModel]()
-    for part, one in opened.items():
+    for part, model in opened.items():
         if part in DENOISERS and denoiser is not None:
-            if type(denoiser.config) is not type(one.config):
-                what = f"{name} draws with a {type(one.config).__name__}, and the model is a {type(denoiser.config).__name__}"
-                raise BadInput(what, where=str(path), hint="encoders.autoencoder and encoders.text take parts for other models")
+            if type(denoiser.config) is not type(model.config):
+                problem = f"{name} draws with a {type(model.config).__name__}, and the model is a {type(denoiser.config).__name__}"
+                raise BadInput(problem, where=str(path), hint="encoders.autoencoder and encoders.text take parts for other models")
             models[part] = LoadedModel(denoiser.config, denoiser)
         elif part.startswith("text_encoder") and not texts:
-            models[part] = LoadedModel(one.config, one.config.build())
+            models[part] = LoadedModel(model.config, model.config.build())
         else:
-            models[part] = _loaded(one, dtype)
+            models[part] = _loaded(model, dtype)
     if not (path / SCHEDULER).is_file():
         raise BadInput(f"there is no {SCHEDULER}", where=str(path), hint="copy or download the folder again")
-    widths = [one.config.width for part, one in models.items() if part.startswith("text_encoder")] if tokens else []
+    widths = [model.config.width for part, model in models.items() if part.startswith("text_encoder")] if tokens else []
     learned = learned_rows(tokens, widths) if tokens else []
     pipe = kind.make(PipelineParts(path, index, models, sampler_of(read_json_object(path / SCHEDULER)), say, learned))
     if texts:
@@ -349,9 +349,9 @@ def _with_controlnet(name: str, path: Path) -> str:
     if name in WITH_CONTROLNET:
         return WITH_CONTROLNET[name]
     has_one = name in WITH_CONTROLNET.values()
-    what = "the folder has a ControlNet already" if has_one else f"{name} with a ControlNet is not built"
+    problem = "the folder has a ControlNet already" if has_one else f"{name} with a ControlNet is not built"
     hint = "leave `controlnet` out, or give the folder of the pipeline without it and all ControlNets"
-    raise BadInput(f"controlnet: {what}", where=str(path), hint=hint if has_one else "leave `controlnet` out")
+    raise BadInput(f"controlnet: {problem}", where=str(path), hint=hint if has_one else "leave `controlnet` out")
 
 
 def numbered(i: int) -> str:
@@ -359,11 +359,11 @@ def numbered(i: int) -> str:
     return CONTROLNET if i == 0 else f"{CONTROLNET}_{i}"
 
 
-def _open_part(path: Path, part: str, said: Any, say: Say) -> OpenedModel:
+def _open_part(path: Path, part: str, entry: Any, say: Say) -> OpenedModel:
     try:
         return open_model(path / part, say)
     except BadInput as error:
-        raise BadInput(f"{part} ({said[-1]}): {error.what}", where=error.where or str(path / part), hint=error.hint) from None
+        raise BadInput(f"{part} ({entry[-1]}): {error.what}", where=error.where or str(path / part), hint=error.hint) from None
     except Damaged as error:
         raise Damaged(f"{part}: {error.what}", where=error.where, hint=error.hint) from None
 
@@ -383,12 +383,12 @@ def save_diffusers(parts: PipelineParts, pipe: ImagePipeline, folder: Path) -> N
         BadInput: the folder exists, or an unfinished one; or no class of diffusers samples as the pipeline does.
     """
     target, folder = folder, folder.with_name(f"{folder.name}.part")
-    for one in (target, folder):
-        if one.exists():
-            raise BadInput(f"{one} exists", hint="another name, or remove it first")
+    for path in (target, folder):
+        if path.exists():
+            raise BadInput(f"{path} exists", hint="another name, or remove it first")
     if len(parts.controlnets) > 1 and parts.index[CONTROLNET][-1] != SEVERAL:
-        what = f"{parts.index['_class_name']} with {len(parts.controlnets)} ControlNets: diffusers writes no folder of several"
-        raise BadInput(what, hint="save the pipeline without them: argosy.load(FOLDER); `controlnet=` takes several")
+        problem = f"{parts.index['_class_name']} with {len(parts.controlnets)} ControlNets: diffusers writes no folder of several"
+        raise BadInput(problem, hint="save the pipeline without them: argosy.load(FOLDER); `controlnet=` takes several")
     # Before anything is written.
     scheduler = None if pipe.sampler == parts.sampler else scheduler_config(pipe.sampler)
     folder.mkdir(parents=True)
@@ -401,13 +401,13 @@ def save_diffusers(parts: PipelineParts, pipe: ImagePipeline, folder: Path) -> N
         if part.startswith("tokenizer") and isinstance(library, list) and (parts.path / part).is_dir():
             shutil.copytree(parts.path / part, folder / part)
     (folder / "scheduler").mkdir()
-    written = {part: said if part not in UNUSED else [None, None] for part, said in parts.index.items()}
+    index = {part: entry if part not in UNUSED else [None, None] for part, entry in parts.index.items()}
     if scheduler is None:
         shutil.copyfile(parts.path / SCHEDULER, folder / SCHEDULER)
     else:
         _write_json(folder / SCHEDULER, scheduler)
-        written["scheduler"] = ["diffusers", scheduler["_class_name"]]
-    _write_json(folder / INDEX, written)
+        index["scheduler"] = ["diffusers", scheduler["_class_name"]]
+    _write_json(folder / INDEX, index)
     folder.rename(target)
 
 

@@ -82,69 +82,69 @@ def sampler_of(config: Mapping[str, Any]) -> SamplerSettings:
             raise BadInput(f"scheduler_config.json: {key} = {config[key]!r} is not built for {name}")
     if name == "PNDMScheduler" and not config.get("skip_prk_steps", False):
         raise BadInput("scheduler_config.json: skip_prk_steps = false of PNDMScheduler is not built")
-    said = UNSAID.get(name, {}) | dict(config)
-    is_flow = name.startswith("FlowMatch") or said.get("use_flow_sigmas", False)
-    shared: dict[str, Any] = {"name": CLASSES[name], "levels": _levels(said)}
-    shared["final"] = "first" if _ends_with_noise(name, said) else "zero"
-    shared["stochastic"] = said.get("stochastic_sampling", False) or said.get("algorithm_type") == "sde-dpmsolver++"
+    settings = UNSAID.get(name, {}) | dict(config)
+    is_flow = name.startswith("FlowMatch") or settings.get("use_flow_sigmas", False)
+    shared: dict[str, Any] = {"name": CLASSES[name], "levels": _levels(settings)}
+    shared["final"] = "first" if _ends_with_noise(name, settings) else "zero"
+    shared["stochastic"] = settings.get("stochastic_sampling", False) or settings.get("algorithm_type") == "sde-dpmsolver++"
     for key, ours in (("solver_order", "order"), ("lower_order_final",) * 2, ("euler_at_final",) * 2):
-        shared |= {ours: said[key]} if key in said else {}
+        shared |= {ours: settings[key]} if key in settings else {}
     if is_flow:
         spacing = "linspace" if name.startswith("FlowMatch") else "trailing"
-        flow: dict[str, Any] = {"noise": FlowNoise(), "prediction": "velocity", "shift": _shift(said), "spacing": spacing}
+        flow: dict[str, Any] = {"noise": FlowNoise(), "prediction": "velocity", "shift": _shift(settings), "spacing": spacing}
         return SamplerSettings(**shared, **flow)
-    kind, known = said.get("prediction_type", "epsilon"), EDM_PREDICTIONS if is_edm else PREDICTIONS
-    if kind not in known:
+    kind, predictions = settings.get("prediction_type", "epsilon"), EDM_PREDICTIONS if is_edm else PREDICTIONS
+    if kind not in predictions:
         raise BadInput(f"scheduler_config.json: prediction_type = {kind!r} is not built for {name}")
     if is_edm:
-        noise = {"kind": "edm"} | {key: said[key] for key in EDMNoise.model_fields if key in said}
-        edm = {"noise": noise, "prediction": known[kind], "levels": said.get("sigma_schedule", "karras")}
-        return _built(name, shared | edm)
+        noise = {"kind": "edm"} | {key: settings[key] for key in EDMNoise.model_fields if key in settings}
+        edm = {"noise": noise, "prediction": predictions[kind], "levels": settings.get("sigma_schedule", "karras")}
+        return _build(name, shared | edm)
     noise = {
         "kind": "betas",
-        "start": said.get("beta_start", 0.0001),
-        "end": said.get("beta_end", 0.02),
-        "curve": said.get("beta_schedule", "linear"),
-        "zero_snr": said.get("rescale_betas_zero_snr", False),
-        "betas": said.get("trained_betas"),
+        "start": settings.get("beta_start", 0.0001),
+        "end": settings.get("beta_end", 0.02),
+        "curve": settings.get("beta_schedule", "linear"),
+        "zero_snr": settings.get("rescale_betas_zero_snr", False),
+        "betas": settings.get("trained_betas"),
     }
-    shared |= {"spacing": said.get("timestep_spacing", "leading"), "offset": said.get("steps_offset", 0)}
-    shared["clip"] = said.get("clip_sample_range", 1.0) if said.get("clip_sample", False) else None
-    shared["variance"] = "large" if said.get("variance_type") == "fixed_large" else "small"
-    shared |= {key: said[key] for key in ("timestep_scaling",) if key in said}
-    shared |= {"original_steps": said["original_inference_steps"]} if "original_inference_steps" in said else {}
-    return _built(name, shared | {"noise": noise, "prediction": PREDICTIONS[kind]})
+    shared |= {"spacing": settings.get("timestep_spacing", "leading"), "offset": settings.get("steps_offset", 0)}
+    shared["clip"] = settings.get("clip_sample_range", 1.0) if settings.get("clip_sample", False) else None
+    shared["variance"] = "large" if settings.get("variance_type") == "fixed_large" else "small"
+    shared |= {key: settings[key] for key in ("timestep_scaling",) if key in settings}
+    shared |= {"original_steps": settings["original_inference_steps"]} if "original_inference_steps" in settings else {}
+    return _build(name, shared | {"noise": noise, "prediction": PREDICTIONS[kind]})
 
 
-def _built(name: str, found: Mapping[str, Any]) -> SamplerSettings:
+def _build(name: str, fields: Mapping[str, Any]) -> SamplerSettings:
     try:
-        return SamplerSettings(**found)
+        return SamplerSettings(**fields)
     except ValueError as error:
         raise BadInput(f"scheduler_config.json of {name}: {error}") from None
 
 
-def _levels(said: Mapping[str, Any]) -> str:
-    if said.get("use_karras_sigmas"):
+def _levels(scheduler: Mapping[str, Any]) -> str:
+    if scheduler.get("use_karras_sigmas"):
         return "karras"
-    return "exponential" if said.get("use_exponential_sigmas") else "timesteps"
+    return "exponential" if scheduler.get("use_exponential_sigmas") else "timesteps"
 
 
-def _ends_with_noise(name: str, said: Mapping[str, Any]) -> bool:
+def _ends_with_noise(name: str, scheduler: Mapping[str, Any]) -> bool:
     if name in ("DDIMScheduler", "PNDMScheduler", "LCMScheduler"):
-        return not said.get("set_alpha_to_one", True)
-    return said.get("final_sigmas_type") == "sigma_min"
+        return not scheduler.get("set_alpha_to_one", True)
+    return scheduler.get("final_sigmas_type") == "sigma_min"
 
 
-def _shift(said: Mapping[str, Any]) -> dict[str, Any]:
+def _shift(scheduler: Mapping[str, Any]) -> dict[str, Any]:
     keys = {
-        "factor": said.get("shift", said.get("flow_shift", 1.0)),
-        "dynamic": said.get("use_dynamic_shifting", False),
-        "low": said.get("base_shift"),
-        "high": said.get("max_shift"),
-        "low_length": said.get("base_image_seq_len"),
-        "high_length": said.get("max_image_seq_len"),
-        "kind": said.get("time_shift_type"),
-        "terminal": said.get("shift_terminal"),
+        "factor": scheduler.get("shift", scheduler.get("flow_shift", 1.0)),
+        "dynamic": scheduler.get("use_dynamic_shifting", False),
+        "low": scheduler.get("base_shift"),
+        "high": scheduler.get("max_shift"),
+        "low_length": scheduler.get("base_image_seq_len"),
+        "high_length": scheduler.get("max_image_seq_len"),
+        "kind": scheduler.get("time_shift_type"),
+        "terminal": scheduler.get("shift_terminal"),
     }
     return {key: value for key, value in keys.items() if value is not None}
 
@@ -161,54 +161,54 @@ def scheduler_config(settings: SamplerSettings) -> dict[str, Any]:
         BadInput: no class of diffusers samples like that.
     """
     is_flow, is_edm = isinstance(settings.noise, FlowNoise), isinstance(settings.noise, EDMNoise)
-    written: dict[str, Any] = {"_diffusers_version": "0.42.1", "num_train_timesteps": STEPS}
+    config: dict[str, Any] = {"_diffusers_version": "0.42.1", "num_train_timesteps": STEPS}
     kind = "FlowMatch" if is_flow else "EDM" if is_edm else ""
     names = [name for name, method in CLASSES.items() if method == settings.name and _kind_of(name) == kind]
     if not names and is_flow:
         names = [name for name, method in CLASSES.items() if method == settings.name and not _kind_of(name)]
-        written |= {"use_flow_sigmas": True, "flow_shift": settings.shift.factor, "prediction_type": "flow_prediction"}
+        config |= {"use_flow_sigmas": True, "flow_shift": settings.shift.factor, "prediction_type": "flow_prediction"}
     if not names:
         raise BadInput(f"no scheduler of diffusers draws by {settings.name} with {kind}'s noise")
     name = names[0]
     if name.startswith("FlowMatch"):
-        written |= {"shift": settings.shift.factor}
+        config |= {"shift": settings.shift.factor}
     if name == FLOW_EULER:
-        written |= {"stochastic_sampling": settings.stochastic, "shift_terminal": settings.shift.terminal}
-        written |= {"use_dynamic_shifting": settings.shift.dynamic, "time_shift_type": settings.shift.kind}
-        written |= {"base_shift": settings.shift.low, "max_shift": settings.shift.high}
-        written |= {"base_image_seq_len": settings.shift.low_length, "max_image_seq_len": settings.shift.high_length}
+        config |= {"stochastic_sampling": settings.stochastic, "shift_terminal": settings.shift.terminal}
+        config |= {"use_dynamic_shifting": settings.shift.dynamic, "time_shift_type": settings.shift.kind}
+        config |= {"base_shift": settings.shift.low, "max_shift": settings.shift.high}
+        config |= {"base_image_seq_len": settings.shift.low_length, "max_image_seq_len": settings.shift.high_length}
     if is_edm:
         theirs = {ours: kind for kind, ours in EDM_PREDICTIONS.items()}
-        written |= {"prediction_type": theirs[settings.prediction], "sigma_schedule": settings.levels}
-        written |= settings.noise.model_dump(include=set(EDMNoise.model_fields))
+        config |= {"prediction_type": theirs[settings.prediction], "sigma_schedule": settings.levels}
+        config |= settings.noise.model_dump(include=set(EDMNoise.model_fields))
     elif not is_flow:
         noise = settings.noise
         theirs = {ours: kind for kind, ours in PREDICTIONS.items()}
-        written |= {"prediction_type": theirs[settings.prediction], "beta_start": noise.start, "beta_end": noise.end}
-        written |= {"beta_schedule": noise.curve, "trained_betas": noise.betas and list(noise.betas)}
-        written |= {"timestep_spacing": settings.spacing, "steps_offset": settings.offset}
-        written |= {"rescale_betas_zero_snr": noise.zero_snr} if name != "PNDMScheduler" else {}
+        config |= {"prediction_type": theirs[settings.prediction], "beta_start": noise.start, "beta_end": noise.end}
+        config |= {"beta_schedule": noise.curve, "trained_betas": noise.betas and list(noise.betas)}
+        config |= {"timestep_spacing": settings.spacing, "steps_offset": settings.offset}
+        config |= {"rescale_betas_zero_snr": noise.zero_snr} if name != "PNDMScheduler" else {}
     if name in ("DDIMScheduler", "PNDMScheduler", "LCMScheduler"):
-        written["set_alpha_to_one"] = settings.final == "zero"
+        config["set_alpha_to_one"] = settings.final == "zero"
     elif name not in (FLOW_EULER, "FlowMatchHeunDiscreteScheduler", "DDPMScheduler", "EulerAncestralDiscreteScheduler"):
-        written["final_sigmas_type"] = "zero" if settings.final == "zero" else "sigma_min"
+        config["final_sigmas_type"] = "zero" if settings.final == "zero" else "sigma_min"
     if name in ("DDIMScheduler", "DDPMScheduler", "LCMScheduler"):
-        written |= {"clip_sample": settings.clip is not None, "clip_sample_range": settings.clip or 1.0}
+        config |= {"clip_sample": settings.clip is not None, "clip_sample_range": settings.clip or 1.0}
     if name in (FLOW_EULER, "EulerDiscreteScheduler", "DPMSolverMultistepScheduler", "UniPCMultistepScheduler"):
-        written |= {"use_karras_sigmas": settings.levels == "karras", "use_exponential_sigmas": settings.levels == "exponential"}
+        config |= {"use_karras_sigmas": settings.levels == "karras", "use_exponential_sigmas": settings.levels == "exponential"}
     if name in (*DPM, "UniPCMultistepScheduler"):
-        written |= {"solver_order": settings.order, "lower_order_final": settings.lower_order_final}
+        config |= {"solver_order": settings.order, "lower_order_final": settings.lower_order_final}
     if name in DPM:
         sde = "sde-dpmsolver++" if settings.stochastic else "dpmsolver++"
-        written |= {"algorithm_type": sde, "euler_at_final": settings.euler_at_final}
+        config |= {"algorithm_type": sde, "euler_at_final": settings.euler_at_final}
     if name == "PNDMScheduler":
-        written["skip_prk_steps"] = True
+        config["skip_prk_steps"] = True
     if name == "DDPMScheduler":
-        written["variance_type"] = f"fixed_{settings.variance}"
+        config["variance_type"] = f"fixed_{settings.variance}"
     if name == "LCMScheduler":
-        written |= {"original_inference_steps": settings.original_steps, "timestep_scaling": settings.timestep_scaling}
-    written = {"_class_name": name} | written
-    again = sampler_of(written)
+        config |= {"original_inference_steps": settings.original_steps, "timestep_scaling": settings.timestep_scaling}
+    config = {"_class_name": name} | config
+    again = sampler_of(config)
     if lost := [key for key in type(settings).model_fields if getattr(again, key) != getattr(settings, key)]:
         raise BadInput(f"{name} of diffusers has no key for {', '.join(f'sampler.{key}' for key in lost)}")
-    return written
+    return config

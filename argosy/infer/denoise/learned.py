@@ -39,14 +39,14 @@ def learned_rows(tokens: Sequence[str | Path | LearnedToken], widths: Sequence[i
     Raises:
         BadInput, Damaged: as `read_learned_embeddings`, or a run trained something else.
     """
-    found: list[LearnedRows] = [{} for _ in widths]
-    for one in tokens:
-        if not isinstance(one, LearnedToken) and not _is_run(one):
-            read_learned_embeddings(one, widths, found)
+    rows: list[LearnedRows] = [{} for _ in widths]
+    for source in tokens:
+        if not isinstance(source, LearnedToken) and not _is_run(source):
+            read_learned_embeddings(source, widths, rows)
             continue
-        own, where = (one, one.token) if isinstance(one, LearnedToken) else (trained_token(one), str(one))
-        add_learned_rows(found, own.token, dict(enumerate(own.rows)), widths, where)
-    return found
+        token, where = (source, source.token) if isinstance(source, LearnedToken) else (trained_token(source), str(source))
+        add_learned_rows(rows, token.token, dict(enumerate(token.rows)), widths, where)
+    return rows
 
 
 def _is_run(path: str | Path) -> bool:
@@ -62,8 +62,8 @@ def trained_token(path: str | Path) -> LearnedToken:
     """
     stored = open_model(path)
     if not isinstance(stored.config, LearnedEmbeddingsConfig):
-        what = f"embeddings={path}: the run trained a model, and no learned embeddings"
-        raise BadInput(what, hint="a run of `argosy train textual_inversion`, or a file learned_embeds.safetensors")
+        problem = f"embeddings={path}: the run trained a model, and no learned embeddings"
+        raise BadInput(problem, hint="a run of `argosy train textual_inversion`, or a file learned_embeds.safetensors")
     rows = [np.asarray(stored.weights.read(name), np.float32) for name in stored.config.encoders]
     return LearnedToken(stored.config.token, rows)
 
@@ -77,4 +77,4 @@ def learned_layer(pipeline: Path, unet: UNetConfig) -> dict[str, Any]:
     encoders: list[Any] = [open_model(pipeline / name) for name in ENCODERS if (pipeline / name).is_dir()]
     tokens = prompt_length(pipeline / "tokenizer", encoders[0].config.context)
     sizes = {"channels": unet.channels, "multiple": unet.size_multiple, "text_tokens": tokens}
-    return {"widths": [one.config.width for one in encoders]} | sizes
+    return {"widths": [encoder.config.width for encoder in encoders]} | sizes

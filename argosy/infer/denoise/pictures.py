@@ -13,16 +13,16 @@ def given_images(images: Any, name: str, count: int, size: tuple[int, int]) -> n
     Raises:
         BadInput: a shape does not fit, or the numbers are neither uint8 nor floats in 0..1.
     """
-    given = np.asarray(images)
-    given = given[None] if given.ndim == 3 else given
-    if given.size == 0 or (given.dtype != np.uint8 and not np.issubdtype(given.dtype, np.floating)):
-        raise BadInput(f"{name} of {given.dtype.name} {list(given.shape)}", hint="uint8, or floats in 0..1")
-    if given.dtype != np.uint8 and not (given.min() >= 0 and given.max() <= 1):
+    array = np.asarray(images)
+    array = array[None] if array.ndim == 3 else array
+    if array.size == 0 or (array.dtype != np.uint8 and not np.issubdtype(array.dtype, np.floating)):
+        raise BadInput(f"{name} of {array.dtype.name} {list(array.shape)}", hint="uint8, or floats in 0..1")
+    if array.dtype != np.uint8 and not (array.min() >= 0 and array.max() <= 1):
         raise BadInput(f"{name} has numbers outside 0..1", hint="uint8, or floats in 0..1")
-    given = given.astype(np.float32) / 255 if given.dtype == np.uint8 else given.astype(np.float32)
-    if given.shape[1:] != (*size, 3) or count % len(given):
-        raise BadInput(f"{name} of {list(given.shape)}: [N H W 3] is {[count, *size, 3]} here")
-    return given
+    array = array.astype(np.float32) / 255 if array.dtype == np.uint8 else array.astype(np.float32)
+    if array.shape[1:] != (*size, 3) or count % len(array):
+        raise BadInput(f"{name} of {list(array.shape)}: [N H W 3] is {[count, *size, 3]} here")
+    return array
 
 
 def in_color(images: np.ndarray) -> np.ndarray:

@@ -207,17 +207,18 @@ class ImagePipeline:
             raise BadInput(f"{len(texts)} prompts, n = {n}, batch = {batch}: at least 1 of each")
         seeds = [seed] * len(texts) if isinstance(seed, int) else list(seed)
         negatives = [negative] * len(texts) if negative is None or isinstance(negative, str) else list(negative)
-        said = " ".join(text.lower() for text in [*texts, *negatives] if text)
-        if (unnamed := [token for token in getattr(self.prompts, "learned_tokens", ()) if token not in said]) and self.say is not None:
+        prompt_text = " ".join(text.lower() for text in [*texts, *negatives] if text)
+        unnamed = [token for token in getattr(self.prompts, "learned_tokens", ()) if token not in prompt_text]
+        if unnamed and self.say is not None:
             self.say(f"no prompt names {', '.join(unnamed)}: the learned embeddings of these change nothing")
-        for name, given in (("seeds", seeds), ("negative prompts", negatives)):
-            if len(given) != len(texts):
-                raise BadInput(f"{len(given)} {name} for {len(texts)} prompts")
+        for name, values in (("seeds", seeds), ("negative prompts", negatives)):
+            if len(values) != len(texts):
+                raise BadInput(f"{len(values)} {name} for {len(texts)} prompts")
         if step_cache is not None:
             check_step_cache(self.denoiser, step_cache)
         elif compare:
             raise BadInput("compare without step_cache: nothing differs from the full drawing", hint="step_cache=0.1")
-        how, cached = sampler or self.sampler, CacheReport()
+        sampler_settings, cached = sampler or self.sampler, CacheReport()
         height, width = self.checked_size(size)
         shape = (height // self.factor, width // self.factor, self.config.channels)
         if frames is not None:
@@ -228,13 +229,14 @@ class ImagePipeline:
         noise = None if latents is None else self._given_noise(latents, len(rows), shape)
         begun, fixed = self.encode_given(image, mask, len(rows), (height, width))
         steps = self.defaults.steps if steps is None else steps
-        plan = self.plan(how, steps, (height, width), 1.0 if image is None else strength, 1 if frames is None else shape[0])
+        share, frame_count = 1.0 if image is None else strength, 1 if frames is None else shape[0]
+        plan = self.plan(sampler_settings, steps, (height, width), share, frame_count)
         control = self.control(control_image, len(rows), (height, width), control_scale, guess_mode, control_mode)
         if control is not None:
             spans = ("control_start", control_start), ("control_end", control_end)
-            plan = with_span(plan, *(for_each(name, given, len(self.controlnets)) for name, given in spans))
+            plan = with_span(plan, *(for_each(name, shares, len(self.controlnets)) for name, shares in spans))
         scale = self.defaults.guidance if guidance is None else guidance
-        found = []
+        parts = []
         for at in range(0, len(rows), batch):
             some, span = rows[at : at + batch], slice(at, at + batch)
             conditions = self.conditions([texts[p] for p, _ in some], [negatives[p] for p, _ in some], scale)
@@ -244,16 +246,16 @@ class ImagePipeline:
                 np.full(len(some), scale, np.float32),
                 *(conditions if control is None else control.put_on(*conditions, span)),
                 shape,
-                *(None if one is None else one[span] for one in (begun, fixed, noise)),
+                *(None if array is None else array[span] for array in (begun, fixed, noise)),
                 cache_threshold=step_cache,
             )
-            drawn = self.draw(drawing, progress, cached)
+            final = self.draw(drawing, progress, cached)
             if compare:
-                cached.compare(drawn, self.draw(replace(drawing, cache_threshold=None)))
-            found.append(drawn if output == "latents" else self.decode(drawn))
+                cached.compare(final, self.draw(replace(drawing, cache_threshold=None)))
+            parts.append(final if output == "latents" else self.decode(final))
         if step_cache is not None and report is not None:
             report(cached)
-        result = np.concatenate(found)
+        result = np.concatenate(parts)
         return as_uint8(result) if output == "uint8" else result
 
     def checked_size(self, size: int | tuple[int, int] | None) -> tuple[int, int]:
@@ -291,11 +293,11 @@ class ImagePipeline:
             BadInput: the sampler does not fit the model, or these steps.
         """
         if sampler.prediction != self.config.prediction:
-            what = f"sampler.prediction = {sampler.prediction}: this model predicts {self.config.prediction}"
-            raise BadInput(what, hint="a sampler with the model's own prediction")
+            problem = f"sampler.prediction = {sampler.prediction}: this model predicts {self.config.prediction}"
+            raise BadInput(problem, hint="a sampler with the model's own prediction")
         if "interval" in self.config.conditions and sampler.name != "euler":
-            what = f"sampler.name = {sampler.name}: this model predicts mean velocities over steps, which Euler's method takes"
-            raise BadInput(what, hint="sampler.name=euler")
+            problem = f"sampler.name = {sampler.name}: this model predicts mean velocities over steps, which Euler's method takes"
+            raise BadInput(problem, hint="sampler.name=euler")
         if steps < 1:
             raise BadInput(f"steps = {steps}: at least 1")
         multiple = self.factor * self.config.size_multiple
@@ -306,18 +308,18 @@ class ImagePipeline:
         self, texts: Sequence[str], negatives: Sequence[str | None], scale: float
     ) -> tuple[Conditions, Conditions | None]:
         """Conditions of the prompts, and of the negative prompts; None for the latter if guidance needs none."""
-        found = self.prompts.encode(texts)
+        conditions = self.prompts.encode(texts)
         if "guidance" in self.config.conditions:
             if any(negatives):
-                what = "negative prompts have no effect: this model takes the scale of guidance as an input"
-                raise BadInput(what, hint="leave out `negative`")
-            return found._replace(guidance=jnp.full(len(texts), scale, jnp.float32)), None
+                problem = "negative prompts have no effect: this model takes the scale of guidance as an input"
+                raise BadInput(problem, hint="leave out `negative`")
+            return conditions._replace(guidance=jnp.full(len(texts), scale, jnp.float32)), None
         # A model that was distilled without guidance leads away from a negative prompt only.
         if scale == 1 or (self.config.distilled and not any(negatives)):
-            return found, None
+            return conditions, None
         if all(text is None for text in negatives):
-            return found, self.prompts.null(len(texts))
-        return found, self.prompts.encode([text or "" for text in negatives])
+            return conditions, self.prompts.null(len(texts))
+        return conditions, self.prompts.encode([text or "" for text in negatives])
 
     def finished(self, latents: Any) -> np.ndarray:
         """Images [B H W 3] in 0..1 of latents that were drawn.
@@ -377,12 +379,12 @@ class ImagePipeline:
         if len(nets) > 1 and not isinstance(image, list | tuple):
             raise BadInput(f"control_image: one for each of {len(nets)} ControlNets", hint="control_image=[edges, depths]")
         images = []
-        for i, one in enumerate(for_each("control_image", image, len(nets)) if len(nets) > 1 else [image]):
-            given = given_images(one, f"control_image{numbered_net(i, len(nets))}", count, size)
+        for i, pictures in enumerate(for_each("control_image", image, len(nets)) if len(nets) > 1 else [image]):
+            control = given_images(pictures, f"control_image{numbered_net(i, len(nets))}", count, size)
             if nets[i].config.reads_latents:
                 autoencoder = None if self._autoencoder is None else self._autoencoder.config
-                given = unshifted(nets[i].config, autoencoder, self.encode(given))
-            images.append(np.repeat(given, count // len(given), 0))
+                control = unshifted(nets[i].config, autoencoder, self.encode(control))
+            images.append(np.repeat(control, count // len(control), 0))
         scales, modes = for_each("control_scale", scale, len(nets)), for_each("control_mode", mode, len(nets))
         return control_of([net.config for net in nets], images, scales, guess_mode, modes)
 
@@ -426,18 +428,18 @@ class ImagePipeline:
         check_finite("the denoiser", images)
         return in_color(np.clip(images / 2 + 0.5, 0, 1))
 
-    def export(self, folder: str | Path, **how: Any) -> Any:
+    def export(self, folder: str | Path, **options: Any) -> Any:
         """Writes the pipeline as a bundle, which draws without its source (`argosy export`). Returns its manifest.
 
         Args:
-            how: steps, size, platforms, batch, store, sign, as in `export.images.export_images`.
+            options: steps, size, platforms, batch, store, sign, as in `export.images.export_images`.
 
         Raises:
             BadInput: the model cannot draw this size in so many steps, the folder exists, or the model is not from `argosy.load`.
         """
         if self.exporter is None:
             raise BadInput("this model was not loaded by argosy.load", hint="argosy.load(FOLDER).export(OUT)")
-        return self.exporter(self, folder, **how)
+        return self.exporter(self, folder, **options)
 
     def encode(self, images: Any) -> np.ndarray:
         """Latents [B h w C] of images [B H W 3] in 0..1; the mean, where the encoder gives a distribution."""
@@ -447,11 +449,11 @@ class ImagePipeline:
         return images * 2 - 1 if self._autoencoder is None else self._autoencoder.encode(images)
 
     def _given_noise(self, latents: Any, count: int, shape: tuple[int, ...]) -> np.ndarray:
-        given = np.asarray(latents, np.float32)
-        wanted = (count, shape[-1], *shape[:-1])
-        if given.shape != wanted:
-            raise BadInput(f"latents of {list(given.shape)}: [N C {'F ' * (len(shape) - 3)}H W] is {list(wanted)} here")
-        return np.moveaxis(given, 1, -1)
+        noise = np.asarray(latents, np.float32)
+        expected = (count, shape[-1], *shape[:-1])
+        if noise.shape != expected:
+            raise BadInput(f"latents of {list(noise.shape)}: [N C {'F ' * (len(shape) - 3)}H W] is {list(expected)} here")
+        return np.moveaxis(noise, 1, -1)
 
     def encode_given(self, image: Any, mask: Any, count: int, size: tuple[int, int]) -> tuple[Any, Any]:
         """Latents [count h w C] of images to begin from and the mask [count h w 1] over them, of arguments of `images`.
@@ -463,8 +465,8 @@ class ImagePipeline:
             if mask is not None:
                 raise BadInput("a mask without an image", hint="image=, which it is about")
             return None, None
-        given = given_images(image, "image", count, size)
-        latents = np.repeat(self.encode(given), count // len(given), 0)
+        pixels = given_images(image, "image", count, size)
+        latents = np.repeat(self.encode(pixels), count // len(pixels), 0)
         if mask is None:
             return latents, None
         free = np.asarray(mask, np.float32)

@@ -146,10 +146,10 @@ def advance(predict: Predict, state: SamplerState, row: SamplingPlan, fresh: Arr
     new = jnp.clip(raw, -row.clip, row.clip)
     seen = jnp.stack([x, last, raw, new, *past])
     # A weight of 0 leaves out what may be infinite or no number.
-    kept, moved = (_weighed(weights, seen) for weights in (row.keep, row.move))
+    predicted, moved = (_weighed(weights, seen) for weights in (row.keep, row.move))
     if fresh is not None:
         moved = moved + row.spread * fresh
-    return SamplerState(moved, kept, new, jnp.concatenate([new[None], past])[: len(past)], memory)
+    return SamplerState(moved, predicted, new, jnp.concatenate([new[None], past])[: len(past)], memory)
 
 
 def _weighed(weights: Array, seen: Array) -> Array:

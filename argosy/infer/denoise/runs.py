@@ -89,11 +89,11 @@ def load_pipeline(path: str | Path, dtype: Any = None, warn: Callable[[str], Non
     """
     stored = open_model(path, warn)
     if isinstance(stored.config, ControlNetSettings):
-        what = f"{path} is a ControlNet, which steers another model"
-        raise BadInput(what, hint=f"argosy.load(FOLDER, controlnet={path}); argosy generate FOLDER ... controlnet={path}")
+        problem = f"{path} is a ControlNet, which steers another model"
+        raise BadInput(problem, hint=f"argosy.load(FOLDER, controlnet={path}); argosy generate FOLDER ... controlnet={path}")
     if isinstance(stored.config, LearnedEmbeddingsConfig):
-        what = f"{path} has learned embeddings, which the text encoder of another model reads"
-        raise BadInput(what, hint=f"argosy.load(FOLDER, embeddings={path}); argosy generate FOLDER ... embeddings={path}")
+        problem = f"{path} has learned embeddings, which the text encoder of another model reads"
+        raise BadInput(problem, hint=f"argosy.load(FOLDER, embeddings={path}); argosy generate FOLDER ... embeddings={path}")
     if not isinstance(stored.config, DenoiserConfig):
         raise BadInput(f"{path} is an autoencoder, which draws nothing", hint=f"encoders.autoencoder={path} trains a denoiser on it")
     settings = read_meta(stored.path).get("settings") or {}

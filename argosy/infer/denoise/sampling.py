@@ -132,11 +132,11 @@ def network_inputs(
 ) -> tuple[Array, Array, Conditions]:
     """Samples, time steps and conditions of an evaluation: with guidance, rows with their prompts, then the same ones without."""
     times = jnp.full(len(x), timestep, jnp.float32)
-    own = step_conditions(config, conditions, timestep, level, len(x))
+    with_interval = step_conditions(config, conditions, timestep, level, len(x))
     if null is None:
-        return x, times, own
+        return x, times, with_interval
     away = step_conditions(config, null, timestep, level, len(x))
-    both = Conditions(*jax.tree.map(lambda a, b: jnp.concatenate([a, b]), tuple(own), tuple(away)))
+    both = Conditions(*jax.tree.map(lambda a, b: jnp.concatenate([a, b]), tuple(with_interval), tuple(away)))
     return jnp.concatenate([x, x]), jnp.concatenate([times, times]), both
 
 
@@ -146,8 +146,8 @@ def _programs(graph: Any, guidance: Guidance, guided: bool) -> _Programs:
         model = merge(graph, leaves)
 
         def predict(x: Array, timestep: Array, level: Array, memory: StepMemory | None = None, control: Array | None = None) -> Any:
-            samples, times, own = network_inputs(model.config, conditions, null, x, timestep, level)
-            inputs = samples, times, own._replace(control_acts=control)
+            samples, times, read = network_inputs(model.config, conditions, null, x, timestep, level)
+            inputs = samples, times, read._replace(control_acts=control)
             out, memory = (model(*inputs), None) if memory is None else cached_prediction(model, *inputs, memory)
             out = out.astype(jnp.float32)
             if null is not None:

@@ -76,8 +76,8 @@ def check_step_cache(module: Any, threshold: float) -> None:
     if not 0 < threshold < np.inf:
         raise BadInput(f"step_cache = {threshold}: above 0; 0.05 to 0.2 are usual")
     if not isinstance(module, LayeredDenoiser):
-        what = f"step_cache = {threshold}: {type(module).__name__} has no layers that follow each other, as transformers have"
-        raise BadInput(what, hint="leave out `step_cache`")
+        problem = f"step_cache = {threshold}: {type(module).__name__} has no layers that follow each other, as transformers have"
+        raise BadInput(problem, hint="leave out `step_cache`")
     if module.config.layers + getattr(module.config, "single_layers", 0) < 2:
         raise BadInput(f"step_cache = {threshold}: this model has one layer, after which there is nothing to reuse")
 
@@ -86,8 +86,8 @@ def fresh_memory(model: LayeredDenoiser, x: Array, times: Array, conditions: Con
     """The memory before the first evaluation."""
     streams, _ = model.begin(x, times, conditions)
     rest = jax.tree.map(jnp.zeros_like, streams)
-    known = jnp.zeros(len(x), bool)
-    return StepMemory(jnp.float32(threshold), known, image_stream(rest), rest, jnp.int32(0))
+    is_known = jnp.zeros(len(x), bool)
+    return StepMemory(jnp.float32(threshold), is_known, image_stream(rest), rest, jnp.int32(0))
 
 
 def cached_prediction(
@@ -98,19 +98,19 @@ def cached_prediction(
     after = model.layered(before, step, "first")
     first = image_stream(after) - image_stream(before)
     axes = (1, 2)
-    moved = jnp.mean(jnp.abs(wide(first - memory.first)), axes) / jnp.mean(jnp.abs(wide(memory.first)), axes)
+    change = jnp.mean(jnp.abs(wide(first - memory.first)), axes) / jnp.mean(jnp.abs(wide(memory.first)), axes)
     # What is no number is computed: nothing moved where nothing was, or the numbers are not finite.
-    computed = ~memory.known | ~(moved <= memory.threshold)
+    computed = ~memory.known | ~(change <= memory.threshold)
 
-    def chosen(ours: Array, kept: Array) -> Array:
-        return jnp.where(computed[:, None, None], ours, kept)
+    def select(ours: Array, stored: Array) -> Array:
+        return jnp.where(computed[:, None, None], ours, stored)
 
     def run() -> tuple[Any, StepMemory]:
         streams = model.layered(after, step, "rest")
         changed = jax.tree.map(jnp.subtract, streams, after)
-        rest, own = jax.tree.map(chosen, changed, memory.rest), chosen(first, memory.first)
-        kept = memory._replace(known=jnp.ones_like(memory.known), first=own, rest=rest, runs=memory.runs + 1)
-        return jax.tree.map(chosen, streams, reused()[0]), kept
+        rest, first_output = jax.tree.map(select, changed, memory.rest), select(first, memory.first)
+        updated = memory._replace(known=jnp.ones_like(memory.known), first=first_output, rest=rest, runs=memory.runs + 1)
+        return jax.tree.map(select, streams, reused()[0]), updated
 
     def reused() -> tuple[Any, StepMemory]:
         return jax.tree.map(jnp.add, after, memory.rest), memory

@@ -34,8 +34,8 @@ def opened_denoiser(folder: str | Path) -> tuple[str, OpenedModel, Any]:
     if part == "unet":
         return part, *opened_unet(path)
     stored = open_model(path / part)
-    own = {"prediction": sampler_of(read_json_object(path / SCHEDULER)).prediction}
-    return part, stored, stored.config.model_copy(update=own)
+    update = {"prediction": sampler_of(read_json_object(path / SCHEDULER)).prediction}
+    return part, stored, stored.config.model_copy(update=update)
 
 
 def opened_unet(folder: str | Path, subject: str = "a learned token") -> tuple[OpenedModel, UNetConfig]:
@@ -51,10 +51,10 @@ def opened_unet(folder: str | Path, subject: str = "a learned token") -> tuple[O
     if not (path / "unet").is_dir():
         raise BadInput(f"{subject} is for the UNet of Stable Diffusion 1, 2 or XL, and this folder has none", where=str(path))
     stored, vae = open_model(path / "unet"), open_model(path / "vae")
-    own = {"prediction": sampler_of(read_json_object(path / SCHEDULER)).prediction, "pixels": getattr(vae.config, "factor", 1)}
+    update = {"prediction": sampler_of(read_json_object(path / SCHEDULER)).prediction, "pixels": getattr(vae.config, "factor", 1)}
     if not isinstance(stored.config, UNetConfig):
         raise BadInput(f"unet: the model is a {type(stored.config).__name__}", where=str(path / "unet"))
-    return stored, stored.config.model_copy(update=own)
+    return stored, stored.config.model_copy(update=update)
 
 
 def denoiser_layers(folder: str | Path, objective_name: str = "") -> dict[str, Any]:
@@ -75,10 +75,10 @@ def denoiser_layers(folder: str | Path, objective_name: str = "") -> dict[str, A
         hint = f"model=FOLDER of the pipeline without it; argosy train controlnet goes on with it: init.weights={path / CONTROLNET}"
         raise BadInput(f"{INDEX}: the pipeline has a ControlNet beside the model to train", where=str(path), hint=hint)
     sampler = sampler_of(read_json_object(path / SCHEDULER))
-    own: dict[str, Any] = {"prediction": sampler.prediction}
+    update: dict[str, Any] = {"prediction": sampler.prediction}
     if part == "unet":
         vae: Any = open_model(path / "vae").config
-        own["pixels"] = vae.factor
+        update["pixels"] = vae.factor
     objective: dict[str, Any] = {"condition": "text"}
     if isinstance(sampler.noise, FlowNoise):
         # With a shift that depends on the size, levels are drawn as they are.
@@ -91,23 +91,23 @@ def denoiser_layers(folder: str | Path, objective_name: str = "") -> dict[str, A
     init: dict[str, Any] = {"weights": weights}
     model: dict[str, Any]
     if objective_name in BESIDE:
-        what = BESIDE[objective_name]
+        trained = BESIDE[objective_name]
         if isinstance(sampler.noise, EDMNoise):
-            raise BadInput(f"{what} for a model that was trained with EDM's noise is not built", where=str(path))
+            raise BadInput(f"{trained} for a model that was trained with EDM's noise is not built", where=str(path))
         if objective_name == "textual_inversion":
-            unet = opened_unet(path, what)[1]
+            unet = opened_unet(path, trained)[1]
             if KINDS[str(index["_class_name"])].make not in (sd_pipeline, sdxl_pipeline):
-                raise BadInput(f"{what} of {index['_class_name']} is not built", where=str(path))
+                raise BadInput(f"{trained} of {index['_class_name']} is not built", where=str(path))
             model, init = {"family": "learned_embeddings"} | learned_layer(path, unet), {}
         else:
             denoiser = opened_denoiser(path)[2]
             if (kind := controlnet_kind(denoiser)) is None:
-                said = f"{what} of {index['_class_name']} is not built"
-                raise BadInput(said, where=str(path), hint=f"those of {STEERED} are")
+                problem = f"{trained} of {index['_class_name']} is not built"
+                raise BadInput(problem, where=str(path), hint=f"those of {STEERED} are")
             controlnet = kind.of_denoiser(denoiser)
             model = {"family": Choice(FAMILIES, tag="family").name_of(controlnet)} | dump(controlnet)
     else:
-        model = model_layer(weights) | own
+        model = model_layer(weights) | update
     return {
         "model": model,
         "init": init,

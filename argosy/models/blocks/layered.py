@@ -68,7 +68,7 @@ class LayeredDenoiser(nnx.Module):
     def steered(self, name: str, streams: Streams, step: DenoiserStep, start: int = 0, stop: int | None = None) -> Streams:
         """Layers of one stack, after each of which what ControlNets give for it is added."""
         stack, residuals = getattr(self, name), (step.residuals or {}).get(name, ())
-        places = [self.residual_places(len(stack.plan), len(one)) for one in residuals]
+        places = [self.residual_places(len(stack.plan), len(values)) for values in residuals]
         after = partial(_with_residuals, list(zip(residuals, places))) if places else None
         return run_layers(stack, streams, step.attend, step.condition, start, stop, after)
 
@@ -115,10 +115,10 @@ def _with_residuals(residuals: Sequence[tuple[Array, Sequence[int | None]]], str
     x = streams["image"] if is_apart else streams
     for values, places in residuals:
         if isinstance(layer, int):
-            own = None if places[layer] is None else values[places[layer]]
+            added = None if places[layer] is None else values[places[layer]]
         else:
             at = jnp.asarray(np.array([-1 if place is None else place for place in places]))[layer]
-            own = jnp.where(at < 0, 0, dynamic_index_in_dim(values, jnp.maximum(at, 0), keepdims=False))
-        if own is not None:
-            x = x.at[:, x.shape[1] - own.shape[1] :].add(own.astype(x.dtype))
+            added = jnp.where(at < 0, 0, dynamic_index_in_dim(values, jnp.maximum(at, 0), keepdims=False))
+        if added is not None:
+            x = x.at[:, x.shape[1] - added.shape[1] :].add(added.astype(x.dtype))
     return streams | {"image": x} if is_apart else x

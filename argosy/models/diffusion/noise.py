@@ -59,12 +59,12 @@ class BetaNoise(Settings):
         """alpha^2 after each step, [1000] float32, rounded as published models were trained with them."""
         import numpy as np
 
-        kept = np.cumprod(1 - self._betas().astype(np.float32), dtype=np.float32)
+        alphas = np.cumprod(1 - self._betas().astype(np.float32), dtype=np.float32)
         if self.zero_snr:
-            root = np.sqrt(kept)
+            root = np.sqrt(alphas)
             root = (root - root[-1]) * (root[0] / (root[0] - root[-1]))
-            kept = (root * root).astype(np.float32)
-        return kept
+            alphas = (root * root).astype(np.float32)
+        return alphas
 
     def _betas(self) -> "np.ndarray":
         import numpy as np
@@ -75,29 +75,29 @@ class BetaNoise(Settings):
             return np.linspace(self.start, self.end, STEPS, dtype=np.float32)
         if self.curve == "scaled_linear":
             return np.linspace(self.start**0.5, self.end**0.5, STEPS, dtype=np.float32) ** 2
-        kept = [math.cos((i / STEPS + 0.008) / 1.008 * math.pi / 2) ** 2 for i in range(STEPS + 1)]
-        return np.array([min(1 - kept[i + 1] / kept[i], 0.999) for i in range(STEPS)])
+        alphas = [math.cos((i / STEPS + 0.008) / 1.008 * math.pi / 2) ** 2 for i in range(STEPS + 1)]
+        return np.array([min(1 - alphas[i + 1] / alphas[i], 0.999) for i in range(STEPS)])
 
     def levels(self, timestep: Any) -> tuple[Any, Any]:
         """alpha and sigma at these timesteps, of numpy or jax, as an array of the same shape; at the nearest whole ones."""
         import numpy as np
 
         if isinstance(timestep, np.ndarray | np.generic | float | int):
-            kept = self.alphas.astype(np.float64)[np.rint(timestep).astype(int)]
-            return np.sqrt(kept), np.sqrt(1 - kept)
+            alpha = self.alphas.astype(np.float64)[np.rint(timestep).astype(int)]
+            return np.sqrt(alpha), np.sqrt(1 - alpha)
         import jax.numpy as jnp
 
-        kept = jnp.asarray(self.alphas)[jnp.rint(timestep).astype(jnp.int32)]
-        return jnp.sqrt(kept), jnp.sqrt(1 - kept)
+        alpha = jnp.asarray(self.alphas)[jnp.rint(timestep).astype(jnp.int32)]
+        return jnp.sqrt(alpha), jnp.sqrt(1 - alpha)
 
     @cached_property
     def ratios(self) -> "np.ndarray":
         """sigma/alpha after each step, [1000] float64. Where nothing of the image is left it is about 4096, as in diffusers."""
         import numpy as np
 
-        kept = self.alphas.astype(np.float64)
-        kept = np.where(kept > 0, kept, 2.0**-24)
-        return np.sqrt((1 - kept) / kept)
+        alphas = self.alphas.astype(np.float64)
+        alphas = np.where(alphas > 0, alphas, 2.0**-24)
+        return np.sqrt((1 - alphas) / alphas)
 
 
 class EDMNoise(Settings):
@@ -133,8 +133,8 @@ class EDMNoise(Settings):
 
     def target(self, prediction: Prediction, image: Any, noise: Any, alpha: Any, sigma: Any) -> Any:
         """What the network is trained to predict: (image - c_skip y) / c_out."""
-        found = sigma / self.sigma_data * image - self.sigma_data * alpha * noise
-        return -found if prediction == "v" else found
+        target = sigma / self.sigma_data * image - self.sigma_data * alpha * noise
+        return -target if prediction == "v" else target
 
 
 NOISES = Registry("noise schedule", {"flow": FlowNoise, "betas": BetaNoise, "edm": EDMNoise})

@@ -124,10 +124,10 @@ class UNetEncoderConfig(ModelConfig):
     def _mixing(self, tokens: int, blocks: int) -> int:
         """FLOPs of attention, with so many transformers at a level."""
         last = len(self.widths) - 1
-        found = [(self.middle_transformer, last)]
-        found += [(self.transformers[level] * blocks, level) for level in range(last + 1)]
+        transformers = [(self.middle_transformer, last)]
+        transformers += [(self.transformers[level] * blocks, level) for level in range(last + 1)]
         total = 0
-        for count, level in found:
+        for count, level in transformers:
             positions = tokens * 4 ** (last - level)
             total += 4 * count * self.widths[level] * positions * (positions + self.text_tokens)
         return total

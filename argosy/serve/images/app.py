@@ -53,8 +53,8 @@ class ImageRoutes:
         if settings.page:
             routes += [*page_routes(FOLDER, settings.api_key is not None), Route("/web/model", self.model, methods=get)]
             public = tuple(page_files(FOLDER))
-        how: dict[str, Any] = {"key": settings.api_key, "local": is_for_loopback(settings), "headers": settings.limits.headers}
-        return guarded_app(routes, **how, public=public)
+        options: dict[str, Any] = {"key": settings.api_key, "local": is_for_loopback(settings), "headers": settings.limits.headers}
+        return guarded_app(routes, **options, public=public)
 
     async def generations(self, request: Request) -> Response:
         fields = ImageFields.of(await read_json_body(request, self.service.settings.limits))
@@ -111,19 +111,19 @@ async def _within(work: Any, seconds: float) -> Any:
 
 async def _all(events: AsyncGenerator[tuple[int, ImageEvent]], count: int) -> list[Any]:
     """The images of a request, in their order."""
-    found: list[Any] = [None] * count
+    images: list[Any] = [None] * count
     try:
         async for number, event in events:
             if event.kind == "image":
-                found[number] = event.image
+                images[number] = event.image
     finally:
         await events.aclose()
-    return found
+    return images
 
 
 async def _documents(events: AsyncGenerator[tuple[int, ImageEvent]], fields: ImageFields, kind: str) -> AsyncGenerator[Any]:
     """The documents of a stream."""
-    sent = [0] * fields.n
+    counts = [0] * fields.n
     try:
         async for number, event in events:
             if event.kind == "progress":
@@ -133,8 +133,8 @@ async def _documents(events: AsyncGenerator[tuple[int, ImageEvent]], fields: Ima
             file = await asyncio.to_thread(lambda image=event.image: fields.file(as_uint8(image)))
             about = {"b64_json": file, "created_at": int(time.time()), "index": number} | fields.about(event.image)
             if event.kind == "preview":
-                yield {"type": f"{kind}.partial_image", "partial_image_index": sent[number]} | about
-                sent[number] += 1
+                yield {"type": f"{kind}.partial_image", "partial_image_index": counts[number]} | about
+                counts[number] += 1
             else:
                 yield {"type": f"{kind}.completed"} | about
     finally:

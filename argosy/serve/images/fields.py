@@ -39,8 +39,8 @@ class ImageFields(ImageGenerationFields):
     @property
     def control_files(self) -> list[str]:
         """The files of the control images."""
-        given = self.control_image or []
-        return [given] if isinstance(given, str) else given
+        files = self.control_image or []
+        return [files] if isinstance(files, str) else files
 
     def controls(self, limits: ImageLimits) -> list[np.ndarray]:
         """The control images [H W 3], uint8.
@@ -48,30 +48,30 @@ class ImageFields(ImageGenerationFields):
         Raises:
             ApiError: one is no base64, or no image within the limits.
         """
-        found = []
+        images = []
         for text in self.control_files:
             try:
                 data = base64.b64decode(text.partition(",")[2] if text.startswith("data:") else text, validate=True)
-                found.append(read_image(data, 4 * limits.pixels)[..., :3])
+                images.append(read_image(data, 4 * limits.pixels)[..., :3])
             except BadInput as error:
                 raise ApiError(f"`control_image`: {input_error(error).message}", param="control_image") from None
             except ValueError:
                 raise ApiError("`control_image` is no base64", param="control_image") from None
-        return found
+        return images
 
     def check(self, limits: ImageLimits) -> None:
         """Raises:
         ApiError: the request is beyond a limit, or previews are wanted without a stream.
         """
         area = self.area() or (0, 0)
-        asked = {
+        limited = {
             "n": (self.n, limits.images, "images"),
             "num_inference_steps": (self.num_inference_steps or 0, limits.steps, "steps"),
             "size": (area[0] * area[1], limits.pixels, "pixels"),
             "prompt": (len(self.prompt), limits.prompt, "characters"),
             "negative_prompt": (len(self.negative_prompt or ""), limits.prompt, "characters"),
         }
-        for name, (value, most, noun) in asked.items():
+        for name, (value, most, noun) in limited.items():
             if value > most:
                 raise ApiError(f"`{name}`: {value} {noun}, this server allows {most}", param=name)
         if (self.partial_images or self.progress) and not self.stream:

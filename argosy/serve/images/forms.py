@@ -59,12 +59,12 @@ async def read_edit_form(request: Request, limits: ImageLimits) -> EditForm:
     except AssertionError:
         raise ApiError("this server reads no forms: it lacks the package `python-multipart`", status=501) from None
     try:
-        files, given = await _sorted(form)
+        files, values = await _sorted(form)
     finally:
         await form.close()
     if "image" not in files:
         raise ApiError("`image` is missing", param="image", code="missing_required_parameter")
-    fields = EditFields.of(given)
+    fields = EditFields.of(values)
     image = _image(files["image"], "image", limits)
     return EditForm(fields, image[..., :3], _mask(image, files.get("mask"), limits))
 
@@ -76,14 +76,14 @@ async def _sorted(form: FormData) -> tuple[dict[str, bytes], dict[str, Any]]:
         ApiError: one is given twice, or a file has another name.
     """
     files: dict[str, bytes] = {}
-    given: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     controls: list[str] = []
     for name, value in form.multi_items():
         if name in CONTROLS:
             controls.append(base64.b64encode(await value.read()).decode() if isinstance(value, UploadFile) else value)
             continue
         to = "image" if name == "image[]" else name
-        if to in files or to in given:
+        if to in files or to in values:
             raise ApiError(f"`{to[:64]}` is given twice: one image is read", param=to[:64])
         if isinstance(value, UploadFile):
             if name not in FILES:
@@ -92,8 +92,8 @@ async def _sorted(form: FormData) -> tuple[dict[str, bytes], dict[str, Any]]:
         elif to in FILES:
             raise ApiError(f"`{to}` is no file", param=to)
         else:
-            given[to] = _parsed(to, value)
-    return files, given | ({"control_image": controls} if controls else {})
+            values[to] = _parsed(to, value)
+    return files, values | ({"control_image": controls} if controls else {})
 
 
 def _parsed(name: str, text: str) -> Any:
@@ -118,7 +118,7 @@ def _mask(image: np.ndarray, data: bytes | None, limits: ImageLimits) -> np.ndar
         return None if image.shape[2] == 3 or image[..., 3].all() else (image[..., 3] < 128).astype(np.float32)
     mask = _image(data, "mask", limits)
     if mask.shape[:2] != image.shape[:2]:
-        sizes = [f"{one.shape[1]}x{one.shape[0]}" for one in (mask, image)]
+        sizes = [f"{picture.shape[1]}x{picture.shape[0]}" for picture in (mask, image)]
         raise ApiError(f"`mask` has {sizes[0]} pixels, and the image {sizes[1]}", param="mask")
     if mask.shape[2] == 3:
         raise ApiError("`mask` has no transparency: transparent pixels are drawn anew", param="mask")

@@ -29,14 +29,15 @@ class ImageMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        how: Any = {"registry": self.registry}
-        self.requests = Counter("argosy_image_requests", "Requests, by how they ended.", ["outcome"], **how)
-        self.images = Counter("argosy_images", "Images that were drawn.", **how)
-        self.evaluations = Counter("argosy_image_evaluations", "Evaluations of the network, a batch's counted once.", **how)
-        self.reused = Counter("argosy_image_reused_evaluations", "Evaluations of which step caching ran the first layer alone.", **how)
-        self.batch = Histogram("argosy_image_batch", "Images of a batch.", buckets=(1, 2, 4, 8, 16, 32), **how)
-        self.seconds = Histogram("argosy_image_request_seconds", "Seconds from arrival to the last image.", buckets=SECONDS, **how)
-        self.waiting = Gauge("argosy_images_waiting", "Images that wait.", **how)
+        options: Any = {"registry": self.registry}
+        self.requests = Counter("argosy_image_requests", "Requests, by how they ended.", ["outcome"], **options)
+        self.images = Counter("argosy_images", "Images that were drawn.", **options)
+        self.evaluations = Counter("argosy_image_evaluations", "Evaluations of the network, a batch's counted once.", **options)
+        about = "Evaluations of which step caching ran the first layer alone."
+        self.reused = Counter("argosy_image_reused_evaluations", about, **options)
+        self.batch = Histogram("argosy_image_batch", "Images of a batch.", buckets=(1, 2, 4, 8, 16, 32), **options)
+        self.seconds = Histogram("argosy_image_request_seconds", "Seconds from arrival to the last image.", buckets=SECONDS, **options)
+        self.waiting = Gauge("argosy_images_waiting", "Images that wait.", **options)
 
     def drawn(self, images: int, evaluations: int, reused: int) -> None:
         """Counts a batch."""
@@ -114,12 +115,12 @@ class ImageService:
         try:
             requests = await asyncio.to_thread(self._requests, fields, image, mask, loop, queue)
             self.engine.add(requests)
-            left = len(requests)
-            while left:
+            images_left = len(requests)
+            while images_left:
                 number, event = await queue.get()
                 if event.kind == "error":
                     raise _failure(event.error)
-                left -= event.kind == "image"
+                images_left -= event.kind == "image"
                 yield number, event
             outcome = "drawn"
             self.metrics.seconds.observe(time.perf_counter() - begin)
@@ -130,24 +131,24 @@ class ImageService:
             outcome = "failed" if error.status >= 500 else "refused"
             raise
         finally:
-            for one in requests:
-                one.canceled = True
+            for request in requests:
+                request.canceled = True
             self.metrics.requests.labels(outcome).inc()
 
     def _requests(self, fields: ImageFields, image: Any, mask: Any, loop: Any, queue: Any) -> list[ImageRequest]:
         seed = self._seeds.randrange(2**32) if fields.seed is None else fields.seed
-        how: dict[str, Any] = {"negative": fields.negative_prompt, "seed": seed, "steps": fields.num_inference_steps}
-        how |= {"guidance": fields.guidance_scale, "size": fields.area(), "previews": fields.partial_images}
-        how["step_cache"] = self.settings.step_cache if fields.step_cache is None else fields.step_cache
+        options: dict[str, Any] = {"negative": fields.negative_prompt, "seed": seed, "steps": fields.num_inference_steps}
+        options |= {"guidance": fields.guidance_scale, "size": fields.area(), "previews": fields.partial_images}
+        options["step_cache"] = self.settings.step_cache if fields.step_cache is None else fields.step_cache
         try:
             if image is not None:
-                how["size"] = image.shape[:2]
-                how["image"], how["mask"] = self.pipeline.encode_given(image, mask, 1, how["size"])
+                options["size"] = image.shape[:2]
+                options["image"], options["mask"] = self.pipeline.encode_given(image, mask, 1, options["size"])
             if isinstance(fields, EditFields):
-                how["strength"] = fields.strength
-            how |= self._control(fields, how["size"])
+                options["strength"] = fields.strength
+            options |= self._control(fields, options["size"])
             # The prompt is encoded once for all of its images.
-            first = self.engine.request(fields.prompt, _emitter(0, loop, queue), **how)
+            first = self.engine.request(fields.prompt, _emitter(0, loop, queue), **options)
             return [replace(first, number=i, emit=_emitter(i, loop, queue)) for i in range(fields.n)]
         except BadInput as error:
             raise input_error(error) from None
@@ -159,10 +160,10 @@ class ImageService:
             ApiError: the model has no ControlNet, or a control image cannot be read.
             BadInput: the size does not fit the model.
         """
-        given = [name for name in CONTROL if name in fields.model_fields_set]
+        names = [name for name in CONTROL if name in fields.model_fields_set]
         nets = len(self.pipeline.controlnets)
-        if given and not nets:
-            raise ApiError(f"`{given[0]}`: this server's model has no ControlNet", param=given[0])
+        if names and not nets:
+            raise ApiError(f"`{names[0]}`: this server's model has no ControlNet", param=names[0])
         if not nets:
             return {}
         height, width = self.pipeline.checked_size(size)
@@ -170,8 +171,8 @@ class ImageService:
             needed = "the image that its ControlNet follows" if nets == 1 else f"{nets} images, one for each ControlNet"
             raise ApiError(f"`control_image`: this server's model needs {needed}", param="control_image")
         images = [resize_image(image, height, width)[None] for image in fields.controls(self.settings.limits)]
-        how: dict[str, Any] = {name: getattr(fields, name) for name in CONTROL if name != "control_image"}
-        return how | {"control_image": images if nets > 1 else images[0]}
+        options: dict[str, Any] = {name: getattr(fields, name) for name in CONTROL if name != "control_image"}
+        return options | {"control_image": images if nets > 1 else images[0]}
 
     async def drain(self) -> None:
         """Refuses new requests. Returns when running ones have ended, or after `drain` seconds."""

@@ -37,9 +37,9 @@ def ddpm(settings: SamplerSettings, steps: int, positions: int | None = None, st
     rows = []
     for i in range(len(at)):
         (alpha, sigma), (alpha_to, sigma_to) = at.level(i), at.level(i + 1)
-        beta, kept = 1 - (alpha / alpha_to) ** 2, (sigma_to / sigma) ** 2
-        move = {NEW: alpha_to * beta / sigma**2, X: alpha / alpha_to * kept}
-        variance = beta if settings.variance == "large" else max(beta * kept, 1e-20)
+        beta, ratio = 1 - (alpha / alpha_to) ** 2, (sigma_to / sigma) ** 2
+        move = {NEW: alpha_to * beta / sigma**2, X: alpha / alpha_to * ratio}
+        variance = beta if settings.variance == "large" else max(beta * ratio, 1e-20)
         spread = float(np.sqrt(variance)) if at.timesteps[i] > 0 else 0.0
         read = settings.to_sample(alpha, sigma)
         rows.append(SamplerStep(at.timesteps[i], (alpha_to, sigma_to), read, move, spread=spread))

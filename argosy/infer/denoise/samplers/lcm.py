@@ -26,8 +26,8 @@ def lcm(settings: SamplerSettings, steps: int, positions: int | None = None, str
     taught = np.arange(1, int(settings.original_steps * strength) + 1) * (STEPS // settings.original_steps) - 1
     if steps > len(taught):
         raise BadInput(f"steps = {steps} of a model distilled in {len(taught)} steps")
-    chosen = np.floor(np.linspace(0, len(taught), steps, endpoint=False)).astype(int)
-    at = trained_points(settings, taught[::-1][chosen].astype(float), np.array([1.0, 0.0]), 1.0)
+    indexes = np.floor(np.linspace(0, len(taught), steps, endpoint=False)).astype(int)
+    at = trained_points(settings, taught[::-1][indexes].astype(float), np.array([1.0, 0.0]), 1.0)
     rows = []
     for i in range(steps):
         scaled = at.timesteps[i] * settings.timestep_scaling

@@ -24,8 +24,8 @@ class ControlDoubleBlock(DoubleBlock):
         self.control = residual_of(config.dims)
 
     def __call__(self, x: dict[str, Array], each: Reach, cache: Any, attend: Attend, condition: JointCondition) -> Any:
-        x, cache, told = super().__call__(x, each, cache, attend, condition)
-        return x, cache, told | {"control": self.control(x["image"])}
+        x, cache, outputs = super().__call__(x, each, cache, attend, condition)
+        return x, cache, outputs | {"control": self.control(x["image"])}
 
 
 class ControlSingleBlock(SingleBlock):
@@ -36,8 +36,8 @@ class ControlSingleBlock(SingleBlock):
         self.control = residual_of(config.dims)
 
     def __call__(self, x: Float[Array, "B T D"], each: Reach, cache: Any, attend: Attend, condition: JointCondition) -> Any:
-        x, cache, told = super().__call__(x, each, cache, attend, condition)
-        return x, cache, told | {"control": self.control(x)}
+        x, cache, outputs = super().__call__(x, each, cache, attend, condition)
+        return x, cache, outputs | {"control": self.control(x)}
 
 
 class FluxControlNet(FluxLayers):
@@ -62,14 +62,14 @@ class FluxControlNet(FluxLayers):
     ) -> dict[str, Float[Array, "R B T D"]]:
         """The residuals of each stack of layers; `tokens` of the model itself are not read."""
         streams, step = self.begin(latents, timestep, conditions._replace(control=control, control_mode=mode))
-        streams, _, told = self.layers(streams, None, step.attend, step.condition)
-        found = {"layers": told["block"]["control"]}
+        streams, _, outputs = self.layers(streams, None, step.attend, step.condition)
+        residuals = {"layers": outputs["block"]["control"]}
         if not self.config.single_layers:
-            return found
+            return residuals
         cut = streams["text"].shape[1]
         z = jnp.concatenate([streams["text"], streams["image"]], 1)
-        _, _, told = self.single_layers(z, None, step.attend, step.condition)
-        return found | {"single_layers": told["block"]["control"][:, :, cut:]}
+        _, _, outputs = self.single_layers(z, None, step.attend, step.condition)
+        return residuals | {"single_layers": outputs["block"]["control"][:, :, cut:]}
 
     def tokens(self, latents: Float[Array, "B H W C"], conditions: Conditions) -> tuple[Float[Array, "B T D"], Float[Array, "B S D"]]:
         image, text = super().tokens(latents, conditions)

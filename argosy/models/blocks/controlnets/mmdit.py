@@ -39,27 +39,27 @@ class ControlledMMDiT(LayeredDenoiser):
         streams, step = self.denoiser.begin(latents, timestep, conditions)
         if conditions.control is None:
             return streams, step
-        found: dict[str, list[Array]] = {}
+        by_stack: dict[str, list[Array]] = {}
         for i, (net, control) in enumerate(zip(self.controlnets, conditions.control, strict=True)):
             scale, mode, acts = (
-                None if given is None else given[i]
-                for given in (conditions.control_scale, conditions.control_mode, conditions.control_acts)
+                None if values is None else values[i]
+                for values in (conditions.control_scale, conditions.control_mode, conditions.control_acts)
             )
 
             def residuals(net: Any = net, control: Any = control, scale: Any = scale, mode: Any = mode) -> dict[str, Array]:
-                given = net(latents, timestep, conditions, control, mode, streams["image"])
+                added = net(latents, timestep, conditions, control, mode, streams["image"])
                 if scale is None:
-                    return given
+                    return added
                 # One factor for all that a ControlNet gives.
-                return {name: one * scale[None, :, :1, None].astype(one.dtype) for name, one in given.items()}
+                return {name: value * scale[None, :, :1, None].astype(value.dtype) for name, value in added.items()}
 
             def nothing(residuals: Any = residuals) -> dict[str, Array]:
-                return jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), jax.eval_shape(residuals))
+                return jax.tree.map(lambda value: jnp.zeros(value.shape, value.dtype), jax.eval_shape(residuals))
 
-            given = residuals() if acts is None else jax.lax.cond(acts > 0, residuals, nothing)
-            for name in given:
-                found.setdefault(name, []).append(given[name])
-        return streams, step._replace(residuals=found)
+            outputs = residuals() if acts is None else jax.lax.cond(acts > 0, residuals, nothing)
+            for name in outputs:
+                by_stack.setdefault(name, []).append(outputs[name])
+        return streams, step._replace(residuals=by_stack)
 
     def layered(self, streams: Any, step: DenoiserStep, part: LayerPart = "all") -> Any:
         return self.denoiser.layered(streams, step, part)

@@ -27,8 +27,8 @@ class ControlBlock(SD3Block):
         self.control = residual_of(config.dims)
 
     def __call__(self, x: dict[str, Array], each: Reach, cache: Any, attend: Attend, condition: JointCondition) -> Any:
-        x, cache, told = super().__call__(x, each, cache, attend, condition)
-        return x, cache, told | {"control": self.control(x["image"])}
+        x, cache, outputs = super().__call__(x, each, cache, attend, condition)
+        return x, cache, outputs | {"control": self.control(x["image"])}
 
 
 class ImageControlBlock(nnx.Module):
@@ -89,9 +89,9 @@ class SD3ControlNet(SD3Layers):
         streams |= {} if self.text_embed is None else {"text": self.text_embed(conditions.text.astype(self.dtype))}
         pooled = jnp.zeros_like(conditions.pooled) if config.zero_pooled else conditions.pooled
         streams, step = self.begun(streams, timestep, pooled, latents.shape[1:3])
-        _, _, told = self.layers(streams, None, step.attend, step.condition)
-        found: list[Any] = [None] * config.layers
+        _, _, outputs = self.layers(streams, None, step.attend, step.condition)
+        residuals: list[Any] = [None] * config.layers
         for kind, indexes in self.layers.indexes().items():
             for place, i in enumerate(indexes):
-                found[i] = told[kind]["control"][place]
-        return {"layers": jnp.stack(found)}
+                residuals[i] = outputs[kind]["control"][place]
+        return {"layers": jnp.stack(residuals)}

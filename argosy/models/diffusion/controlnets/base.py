@@ -35,9 +35,9 @@ class ControlNetSettings(ModelConfig):
             BadInput: it has more layers.
         """
         for name, most in self.most_layers(denoiser).items():
-            if (own := getattr(self, name)) > most:
-                what = f"model.{name} = {own}: a ControlNet begins as a copy of at most {most} of this model's"
-                raise BadInput(what, hint=f"model.{name}={most}")
+            if (count := getattr(self, name)) > most:
+                problem = f"model.{name} = {count}: a ControlNet begins as a copy of at most {most} of this model's"
+                raise BadInput(problem, hint=f"model.{name}={most}")
 
     @staticmethod
     def most_layers(denoiser: Any) -> dict[str, int]:
@@ -56,5 +56,5 @@ class ControlNetSettings(ModelConfig):
 
     @property
     def id_spaces(self) -> ImageSpace:
-        own: Any = self
-        return ImageSpace(own.channels, own.size_multiple, 0)
+        config: Any = self
+        return ImageSpace(config.channels, config.size_multiple, 0)

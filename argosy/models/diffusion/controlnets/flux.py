@@ -49,9 +49,9 @@ class FluxControlNetConfig(FluxControlNetHub, ControlNetSettings, FluxLayersConf
 
     @classmethod
     def examples(cls) -> dict[str, Any]:
-        found = {name: cls.of_denoiser(flux) for name, flux in FluxConfig.examples().items()}
-        union = found["schnell"].model_copy(update={"layers": 2, "single_layers": 0, "modes": 3})
-        return {"plain": found["dev"], "union": union}
+        examples = {name: cls.of_denoiser(flux) for name, flux in FluxConfig.examples().items()}
+        union = examples["schnell"].model_copy(update={"layers": 2, "single_layers": 0, "modes": 3})
+        return {"plain": examples["dev"], "union": union}
 
     @property
     def residual_count(self) -> int:

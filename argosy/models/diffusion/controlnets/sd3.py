@@ -45,8 +45,8 @@ class SD3ControlNetConfig(SD3ControlNetHub, ControlNetSettings, SD3LayersConfig)
 
     @classmethod
     def of_denoiser(cls, denoiser: Any) -> Any:
-        own = {name: getattr(denoiser, name) for name in cls.copied}
-        return cls(**own, layers=max(1, min(COPIED, *cls.most_layers(denoiser).values())))
+        fields = {name: getattr(denoiser, name) for name in cls.copied}
+        return cls(**fields, layers=max(1, min(COPIED, *cls.most_layers(denoiser).values())))
 
     @staticmethod
     def most_layers(denoiser: Any) -> dict[str, int]:

@@ -72,10 +72,10 @@ class ControlNetConfig(ControlNetHub, ControlNetSettings, UNetEncoderConfig):
     @property
     def residual_channels(self) -> tuple[int, ...]:
         """Channels of what the UNet is given for each of its skips."""
-        found = [self.widths[0]]
+        channels = [self.widths[0]]
         for level, width in enumerate(self.widths):
-            found += [width] * (self.layers + (level < len(self.widths) - 1))
-        return tuple(found)
+            channels += [width] * (self.layers + (level < len(self.widths) - 1))
+        return tuple(channels)
 
     def sites(self) -> tuple[LayerSite, ...]:
         return self._sites
