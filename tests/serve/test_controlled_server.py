@@ -1,6 +1,7 @@
 """A server of a pipeline with ControlNets: control images in JSON and in forms draw what Python draws; mistakes are named."""
 
 import base64
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import openai
 import pytest
 from golden_weights import write_pipeline
 from safetensors.numpy import load_file, save_file
+from serve import browser
 from serve.image_servers import Server, class_pipeline, serving
 
 import argosy
@@ -126,3 +128,30 @@ def test_several_controlnets_have_an_image_each_and_a_warm_up(folder: Path, tmp_
     how: dict[str, Any] = {"seed": 2, "steps": 2, "size": SIZE, "control_scale": [0.8, 0.4]}
     expected = pipe.images("a fox", control_image=[EDGES[None], DEPTHS[None]], **how)
     assert np.abs(drawn(answer.json())[0] - expected[0]).max() <= 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(browser.path() is None, reason="no Chromium on this machine")
+def test_the_page_sends_a_control_image(server: Server, pipe: ImagePipeline):
+    values = {"prompt": "a red fox", "width": SIZE[1], "height": SIZE[0], "steps": 2, "guidance": 3, "seed": 3}
+    expected = pipe.images("a red fox", steps=2, guidance=3.0, seed=3, size=SIZE, control_image=EDGES[None])[0].astype(int)
+    with browser.opened() as page:
+        page.open(f"{server[0]}/")
+        page.until("document.querySelectorAll('#controls [type=file]').length == 1")
+        for name, value in values.items():
+            page.run(f"document.querySelector('#{name}').value = {json.dumps(value)}")
+        page.run("document.querySelector('#draw').click()")
+        assert page.run("document.querySelector('#ask').checkValidity()") is False
+        page.run(
+            f"""(() => {{
+              const bytes = Uint8Array.from(atob("{text_of(EDGES)}"), letter => letter.charCodeAt(0)), chosen = new DataTransfer();
+              chosen.items.add(new File([bytes], "edges.png", {{ type: "image/png" }}));
+              document.querySelector("#controls [type=file]").files = chosen.files;
+              document.querySelector("#draw").click();
+            }})()"""
+        )
+        page.until("document.querySelectorAll('#images canvas:not(.unfinished)').length == 1 && document.querySelector('#stop').hidden")
+        image = page.run("document.querySelector('#images canvas').toDataURL('image/png')")
+        assert page.run("document.querySelector('#refused').textContent") == ""
+    found = read_image(base64.b64decode(image.partition(",")[2])).astype(int)[..., :3]
+    assert np.abs(found - expected).max() <= 1

@@ -287,7 +287,7 @@ def test_the_page_needs_no_key_and_its_requests_do(pipe: ImagePipeline):
         assert http.get("/web/draw.js").status_code == 200
         assert http.get("/web/model").status_code == 401
         about = http.get("/web/model", headers={"authorization": "Bearer secret"}).json()
-        assert about == {"name": "classes", "width": 8, "height": 8, "steps": 5, "guidance": 2.0, "multiple": 2}
+        assert about == {"name": "classes", "width": 8, "height": 8, "steps": 5, "guidance": 2.0, "multiple": 2, "controls": []}
         models = http.get("/v1/models", headers={"authorization": "Bearer secret"}).json()
         assert models["data"][0]["id"] == "classes"
 

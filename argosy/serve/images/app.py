@@ -88,6 +88,8 @@ class ImageRoutes:
         height, width = pipe.defaults.size
         about = {"name": self.service.name, "width": width, "height": height, "steps": pipe.defaults.steps}
         about |= {"guidance": pipe.defaults.guidance, "multiple": pipe.factor * pipe.config.size_multiple}
+        # For each ControlNet the number of kinds of control that it knows; null: one.
+        about["controls"] = [getattr(net.config, "modes", None) for net in pipe.controlnets]
         return Json(about, headers={"cache-control": "no-store"})
 
     async def health(self, request: Request) -> Response:

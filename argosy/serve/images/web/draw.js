@@ -14,6 +14,7 @@ async function about() {
     $("about").textContent = `${model.name}, ${model.width}x${model.height} pixels, ${model.steps} steps`;
     for (const name of ["width", "height", "steps", "guidance"]) $(name).value = model[name];
     for (const name of ["width", "height"]) $(name).step = $(name).min = model.multiple;
+    $("controls").replaceChildren(...model.controls.map(controlFields));
   } catch (error) {
     if (error.status === 401) askForKey();
     else $("refused").textContent = error.message;
@@ -26,7 +27,33 @@ $("ask").addEventListener("submit", event => {
 });
 $("stop").addEventListener("click", () => running?.abort());
 
-function asked() {
+// The control image of a ControlNet, and the number of its kind of control, where the net knows several.
+function controlFields(kinds, i, all) {
+  const number = all.length > 1 ? ` ${i + 1}` : "";
+  const file = el("input", { type: "file", accept: "image/png,image/jpeg,image/webp", required: true });
+  const fields = el("div", {}, el("label", {}, `Control image${number} `, file));
+  const kind = el("input", { type: "number", min: 0, max: kinds - 1, required: true });
+  if (kinds) fields.append(el("label", {}, `Kind of control${number}, 0 to ${kinds - 1} `, kind));
+  return fields;
+}
+
+async function controls() {
+  const nets = [...$("controls").children], kinds = nets.map(net => net.querySelector("[type=number]")?.valueAsNumber ?? null);
+  if (!nets.length) return {};
+  const images = await Promise.all(nets.map(net => dataUrl(net.querySelector("[type=file]").files[0])));
+  return { control_image: images, ...(kinds.some(kind => kind !== null) ? { control_mode: kinds } : {}) };
+}
+
+function dataUrl(file) {
+  return new Promise((resolve, reject) => {
+    const reader = new FileReader();
+    reader.onload = () => resolve(reader.result);
+    reader.onerror = () => reject(reader.error);
+    reader.readAsDataURL(file);
+  });
+}
+
+async function asked() {
   const body = {
     prompt: $("prompt").value, n: Number($("n").value), size: `${$("width").value}x${$("height").value}`, stream: true, progress: true,
     num_inference_steps: Number($("steps").value), guidance_scale: Number($("guidance").value),
@@ -35,17 +62,18 @@ function asked() {
   };
   if ($("negative").value) body.negative_prompt = $("negative").value;
   body.partial_images = Math.min(PREVIEWS, Math.max(0, body.num_inference_steps - 1));
-  return body;
+  return Object.assign(body, await controls());
 }
 
 async function draw() {
-  const body = asked(), figures = [];
+  const figures = [];
   running = new AbortController();
   $("refused").textContent = "";
   $("state").textContent = "Waiting.";
   for (const [id, hidden] of [["stop", false], ["progress", false]]) $(id).hidden = hidden;
   $("draw").disabled = true;
   try {
+    const body = await asked();
     const answer = await request("/v1/images/generations", { body, signal: running.signal });
     let left = body.n;
     for await (const one of events(answer.body)) {
