@@ -155,3 +155,20 @@ def test_the_page_sends_a_control_image(server: Server, pipe: ImagePipeline):
         assert page.run("document.querySelector('#refused').textContent") == ""
     found = read_image(base64.b64decode(image.partition(",")[2])).astype(int)[..., :3]
     assert np.abs(found - expected).max() <= 1
+
+
+def test_a_union_of_flux_is_told_its_kind_of_control(tmp_path: Path):
+    pipe = argosy.load(write_pipeline(GOLDEN.parent / "pipeline-flux-controlnet", tmp_path / "flux"))
+    with serving(pipe) as (address, service, _):
+        service.warm_up()
+        where = f"{address}/v1/images/generations"
+        body: dict[str, Any] = {"prompt": "a fox", "seed": 2, "num_inference_steps": 2, "size": "24x16"}
+        body["control_image"] = text_of(EDGES)
+        lacking = httpx.post(where, json=body, timeout=120)
+        assert "control_mode is missing" in lacking.json()["error"]["message"]
+        answer = httpx.post(where, json=body | {"control_mode": 3, "control_scale": 0.5}, timeout=120)
+        assert answer.status_code == 200, answer.text
+    how: dict[str, Any] = {"seed": 2, "steps": 2, "size": SIZE, "control_scale": 0.5, "control_image": EDGES[None]}
+    expected = pipe.images("a fox", **how, control_mode=3)
+    assert np.abs(drawn(answer.json())[0] - expected[0]).max() <= 1
+    assert np.abs(pipe.images("a fox", **how, control_mode=1).astype(int) - expected).max() > 3, "the kind decides"

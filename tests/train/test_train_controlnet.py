@@ -212,3 +212,16 @@ def test_what_is_not_trained_of_transformers_is_named(transformer, data, tmp_pat
     for word, what in (("model.layers=9", "a copy of at most 3"), other):
         with pytest.raises(UserError, match=what):
             argosy.fit(*words(model, data, tmp_path / "run", *layers, word), view=Heard(), steps=1)
+
+
+@pytest.mark.slow
+def test_that_of_a_transformer_is_sharded(transformer, data, tmp_path):
+    """The frozen model and the ControlNet over devices, its layers scanned: the losses are those of one device."""
+    model, _, layers = transformer
+    how = [*layers, "execution.run=scan", "sample.every=null"]
+    for name, mesh in (("alone", ["mesh.data=8"]), ("sharded", ["mesh.fsdp=4", "mesh.tensor=2"])):
+        argosy.fit(*words(model, data, tmp_path / name, *how, *mesh), view=Heard(), steps=3)
+    losses = [[line["loss"] for line in read(Store(tmp_path / name)) if "loss" in line] for name in ("alone", "sharded")]
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-4)
+    with pytest.raises(UserError, match=r"mesh\.stage"):
+        argosy.fit(*words(model, data, tmp_path / "staged", *how, "mesh.stage=2", "mesh.fsdp=4"), view=Heard(), steps=1)

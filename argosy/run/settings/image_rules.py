@@ -67,6 +67,8 @@ def _broken_by_control(run: Any) -> Iterator[str]:
         yield "encoders.pipeline is missing, whose denoiser the ControlNet steers: model=FOLDER of diffusers sets it"
     if not run.adapter.trains_base:
         yield "adapters on a ControlNet are not built: adapter=none"
+    if run.mesh.splits("stage"):
+        yield "objective=controlnet with mesh.stage is not built: mesh.fsdp and mesh.tensor split its layers"
     if (modes := getattr(run.model, "modes", None)) is not None:
         yield f"model.modes = {modes}: training of unions of several kinds of control is not built: model.modes=null"
     if getattr(run.model, "text_width", 1) is None or not getattr(run.model, "positions", True):
