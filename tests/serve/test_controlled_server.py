@@ -4,6 +4,7 @@ import base64
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,7 @@ def test_the_page_sends_a_control_image(server: Server, pipe: ImagePipeline):
 
 def test_a_union_of_flux_is_told_its_kind_of_control(tmp_path: Path):
     pipe = argosy.load(write_pipeline(GOLDEN.parent / "pipeline-flux-controlnet", tmp_path / "flux"))
+    pipe.defaults = replace(pipe.defaults, size=SIZE)
     with serving(pipe) as (address, service, _):
         service.warm_up()
         where = f"{address}/v1/images/generations"
