@@ -158,6 +158,7 @@ def test_the_page_sends_a_control_image(server: Server, pipe: ImagePipeline):
     assert np.abs(found - expected).max() <= 1
 
 
+@pytest.mark.slow
 def test_a_union_of_flux_is_told_its_kind_of_control(tmp_path: Path):
     pipe = argosy.load(write_pipeline(GOLDEN.parent / "pipeline-flux-controlnet", tmp_path / "flux"))
     pipe.defaults = replace(pipe.defaults, size=SIZE)
