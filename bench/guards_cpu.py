@@ -43,10 +43,10 @@ class Step:
 
     def __init__(self, words: list[str], variant: list[str] | None):
         settings = compose(Run, "tiny", [*words, *DATA, *(variant or [])]).value
-        guarded, begin = updates.guarded, states.begin
+        guard_step, begin = updates.guard_step, states.begin
         bare = variant is None
         with (
-            patch.object(updates, "guarded", (lambda step, guard: step) if bare else guarded),
+            patch.object(updates, "guard_step", (lambda step, guard: step) if bare else guard_step),
             patch.object(states, "begin", (lambda guard: None) if bare else begin),
             patch.object(Assembly, "_guard", (lambda self, arrays: None) if bare else Assembly._guard),
         ):

@@ -283,7 +283,7 @@ def test_a_dry_run_without_a_network_says_that_nothing_was_sent(tmp_path, monkey
     def unreachable(*_):
         raise ConnectionError("Name or service not known")
 
-    monkeypatch.setattr(upload, "_present", unreachable)
+    monkeypatch.setattr(upload, "_remote_files", unreachable)
     monkeypatch.setattr(upload, "client_errors", lambda: (ConnectionError,))
     monkeypatch.setattr(upload, "is_unreachable", lambda error: True)
     with pytest.raises(ArgosyError, match="the Hub cannot be reached") as caught:

@@ -251,7 +251,7 @@ def _padded(kinds: dict[_Kind, list[_Todo]]) -> int:
 
 
 def _draw_rows(key: Key[Array, ""], kinds: dict[_Kind, list[_Todo]], place: Callable[..., Any] | None) -> None:
-    """Draws a small model: first all normal numbers of a type, todo row per tensor of a layer; then the tensors from these."""
+    """Draws a small model: first all normal numbers of a type, one row per tensor of a layer; then the tensors from these."""
 
     def put(todo: _Todo, array: Any) -> None:
         todo.variable.set_value(jax.device_put(array, place(todo.address) if place else None))
