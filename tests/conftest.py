@@ -75,11 +75,13 @@ _keep_programs()
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
     """The garbage collector would look through all that is imported again and again: a fifth of this time."""
+    is_on = gc.isenabled()
     gc.disable()
     try:
         return (yield)
     finally:
-        gc.enable()
+        if is_on:
+            gc.enable()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -3,7 +3,7 @@
 Histories are stored beside the model, in its attribute `amax`, so a checkpoint keeps them with the optimizer's state, and loading the
 model ignores them. In a pass, `with_scaling` gives each contraction its own, which also works where layers are scanned: the history of
 a stack has all layers on its leading axis. The pass gives the magnitudes of its own tensors back as the "gradient" of the history
-(`low_precision`), and the step writes them (`next_history`).
+(`low_precision`), and the step writes them (`next_amax_history`).
 
     history [3, H]: data, weight, gradient; newest first
 """
@@ -98,6 +98,6 @@ def histories_of(weights: Mapping[str, Array]) -> dict[str, Array]:
     return {address: leaf for address, leaf in weights.items() if address.startswith(f"{AMAX}.")}
 
 
-def next_history(history: Array, seen: LargestMagnitude) -> Array:
+def next_amax_history(history: Array, seen: LargestMagnitude) -> Array:
     """The next history: the magnitudes of this step, then the old ones without the oldest."""
     return jnp.concatenate([seen.value[..., :1], history[..., :-1]], -1)

@@ -32,7 +32,7 @@ class Encoding:
     learn: the tokens of records that count in the loss: `answers` or `all`.
     template: the name of one of the tokenizer's chat templates or of a published one, a file, or `alpaca`; None: the tokenizer's own.
     labels: the classes of labeled texts, in their order; empty: labels are numbers.
-    negatives: number of texts after the anchor and the positive of a record of `negatives`.
+    negatives: number of negative texts in a record of the format `negatives` (anchor, positive, negatives).
     prompts: what is put before the texts of a column, by the column.
     """
 

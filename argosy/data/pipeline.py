@@ -83,7 +83,7 @@ def build(
         if source.format in GROUPS:
             raise BadInput(f"`{source.format}` records are not read online", hint="leave `data.online` off")
         if rows_per_group > 1:
-            raise ungrouped_rows(rows_per_group, 1)
+            raise ungrouped_rows_error(rows_per_group, 1)
         tokenizer = fitting(tokenizer, settings, vocab)
         return OnlineBatches(source, settings, tokenizer, seed, process, processes, fields or LANGUAGE_MODELING)
     mixed = mixture_table(source, "train", tokenizer, vocab, seed, progress) if isinstance(source, DataMixture) else None
@@ -155,7 +155,7 @@ def share_of(batch: int, process: int, processes: int, per_group: int = 1) -> sl
     return slice(process * each, (process + 1) * each)
 
 
-def ungrouped_rows(expected: int, rows: int) -> BadInput:
+def ungrouped_rows_error(expected: int, rows: int) -> BadInput:
     """The error for data whose rows do not come in the groups that the objective expects."""
     has, reads = (f"groups of {count} rows" if count > 1 else "single rows" for count in (rows, expected))
     return BadInput(f"the objective reads {reads}, and this data has {has}")
@@ -175,7 +175,7 @@ class BatchBlocks:
         per_group: int = 1,
     ):
         if rows.per_group != per_group:
-            raise ungrouped_rows(per_group, rows.per_group)
+            raise ungrouped_rows_error(per_group, rows.per_group)
         self.of_table = {name: field for name, field in fields.items() if name != ROW}
         check_fields(self.of_table, rows.fields)
         self.rows, self.order, self.count, self.batch = rows, order, count, settings.batch

@@ -121,8 +121,7 @@ def weight_places(module: Any, mesh: ExportMesh | Mapping[str, int] | None) -> d
 
 
 def check_closed(module: Any, signature: BundleSignature, fixed: Mapping[str, int]) -> None:
-    """Checks that a program for several devices can be compiled when its sizes are known: jaxlib 0.10.2 crashes where it fills in sizes
-    of programs that send rows to experts.
+    """Refuses open sizes in a program for several devices if the model has experts: jaxlib 0.10.2 crashes when it fills such sizes in.
 
     Raises:
         BadInput: a size is left open in a model with experts.

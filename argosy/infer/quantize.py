@@ -40,7 +40,7 @@ Data = str | Path | Sequence[str] | Mapping[str, Any]
 def quantize_in_place(
     module: Any, config: Any, tokenizer: Any, rules: list[Rule], *, method: str | RoundingMethod, data: Data | None, samples: int
 ) -> list[str]:
-    """Quantizes weights of a model by a method. Returns the names of the contractions, at least one.
+    """Quantizes weights of a model by a method. Returns the names of the quantized contractions; there is at least one.
 
     Raises:
         UserError: as `LM.quantize`; the model is as it was.

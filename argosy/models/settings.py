@@ -184,8 +184,8 @@ class Rope(Settings):
 
 
 class Temper(Settings):
-    """Queries grow with their position, which keeps attention sharp over long contexts: 1 + scale log(1 + (position + 1) //
-    floor). Nakanishi 2025 (arXiv:2501.19399), in the steps of Llama 4."""
+    """Queries are multiplied by 1 + scale log(1 + (position + 1) // floor), which keeps attention sharp over long contexts. Nakanishi
+    2025 (arXiv:2501.19399); stepwise, as in Llama 4."""
 
     floor: int = Field(8192, gt=0)
     """Tokens per step; queries do not grow before the first step."""

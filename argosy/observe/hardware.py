@@ -77,7 +77,7 @@ NAMED = re.compile(r"([a-z]\w*?)-(\d+)$")
 
 @dataclass(frozen=True)
 class Hardware:
-    """So many chips of one kind.
+    """A number of chips of one kind.
 
     name: as users write it, such as "v5p-128".
     shape: chips along each axis of the torus; a single number for GPUs.

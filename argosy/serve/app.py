@@ -16,7 +16,7 @@ from argosy.infer.tools.grammar import COMPILING
 from argosy.serve import playground
 from argosy.serve.admin import Admin
 from argosy.serve.anthropic import messages
-from argosy.serve.engine.admission import engine_died, shutting_down
+from argosy.serve.engine.admission import engine_died_error, shutting_down
 from argosy.serve.engine.encoder import EncoderFront, EncoderService
 from argosy.serve.metrics import CONTENT_TYPE
 from argosy.serve.openai import chat, completions, embeddings, responses
@@ -193,7 +193,7 @@ class App:
         """200 with no body; 503 if the engine has died, or the server is about to end and takes no more requests."""
         front = self.service.front
         if front.failed or front.draining:
-            raise engine_died() if front.failed else shutting_down()
+            raise engine_died_error() if front.failed else shutting_down()
         return Response()
 
     async def load(self, request: Request) -> Response:

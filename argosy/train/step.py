@@ -17,7 +17,7 @@ import optax
 from jaxtyping import Array
 
 from argosy.adapt.lora import dropping
-from argosy.adapt.scaling import LargestMagnitude, histories_of, next_history, with_scaling
+from argosy.adapt.scaling import LargestMagnitude, histories_of, next_amax_history, with_scaling
 from argosy.models.parts.stack.hosted import on_host, slots, with_slots
 from argosy.models.parts.weight import Leaves, merge
 from argosy.parallel.gather import GatherOnce
@@ -65,7 +65,8 @@ def make_step(
         accumulate: number of parts of a batch, computed one after the other; groups of rows are not split.
         roles: graphs of the frozen models that the objective reads, by role; their weights are in `frozen`.
         gather: gathers the weights once for all parts. None: each part gathers them.
-        stays: for an optimizer whose state is in the host's memory: whether it stays as it is.
+        stays: (what the guard keeps, loss, gradient norm) -> whether the state stays as it is, because the step is bad. Only for an
+            optimizer whose state is in the host's memory.
     """
     models_for = _models(graph, precision, roles or {})
 
@@ -142,7 +143,7 @@ def _gradients(total: Callable[[Leaves, Leaves], tuple[Array, Loss]], params: Le
     (grads, seen), loss = jax.grad(
         lambda params, histories: total(params, rest | histories), argnums=(0, 1), has_aux=True
     )(params, histories_of(rest))
-    updates = {address: RuleUpdate(LargestMagnitude(amax), next_history) for address, amax in seen.items()}
+    updates = {address: RuleUpdate(LargestMagnitude(amax), next_amax_history) for address, amax in seen.items()}
     return grads, loss._replace(updates=loss.updates | updates)
 
 

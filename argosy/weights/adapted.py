@@ -30,7 +30,7 @@ class AdaptedModel:
     """Adapters and their base.
 
     settings: the run's `adapter`.
-    base: its weights are not merged.
+    base: the base model, without the adapters merged in.
     config: that of the model with adapters.
     read: reads the factors and the weights that were trained in full.
     lock: retention does not remove the checkpoint while this object exists.

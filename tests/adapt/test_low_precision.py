@@ -14,7 +14,7 @@ from argosy.adapt.formats.format import Limits
 from argosy.adapt.formats.table import FORMATS
 from argosy.adapt.low_precision import Product, low_precision_product
 from argosy.adapt.rules import LAYERS
-from argosy.adapt.scaling import AmaxHistory, LargestMagnitude, next_history, with_scaling
+from argosy.adapt.scaling import AmaxHistory, LargestMagnitude, next_amax_history, with_scaling
 from argosy.adapt.settings import AMAX
 from argosy.adapt.training import train_in_few_bits
 from argosy.models.parts.stack import Scan, Unroll
@@ -66,7 +66,7 @@ def test_without_a_history_the_scale_is_one_and_garbage_is_not_remembered():
 def test_a_history_forgets_the_oldest_and_parts_add_to_the_largest():
     history = jnp.arange(24.0).reshape(2, 3, 4)
     first, second = (LargestMagnitude(jnp.zeros_like(history).at[..., 0].set(n)) for n in (5.0, 3.0))
-    new = np.asarray(next_history(history, first + second))
+    new = np.asarray(next_amax_history(history, first + second))
     np.testing.assert_array_equal(new[..., 0], np.full((2, 3), 5.0))
     np.testing.assert_array_equal(new[..., 1:], history[..., :-1])
 

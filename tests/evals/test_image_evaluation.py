@@ -100,7 +100,7 @@ class Given:
     """What transformers' CLIPModel makes of three images and texts."""
 
     def __init__(self):
-        self.golden = np.load(GOLDENS / "clip" / "golden.npz")
+        self.golden = dict(np.load(GOLDENS / "clip" / "golden.npz"))
 
     def embed(self, texts, normalize):
         rows = self.golden["out_texts"][["one", "two", "three"].index(texts[0]) :][: len(texts)]

@@ -166,6 +166,10 @@ def test_pipelines_differ_in_what_they_make_of_prompts(tmp_path):
 
     checker: dict[str, object] = {"safety_checker": ["stable_diffusion", "StableDiffusionSafetyChecker"]}
     change("model_index.json", {"_diffusers_version": "0.1", "_name_or_path": "elsewhere", "requires_safety_checker": True, **checker})
+    index = json.loads((b / "model_index.json").read_text())
+    # True is the default of the pipeline.
+    assert index.pop("force_zeros_for_empty_prompt") is True
+    (b / "model_index.json").write_text(json.dumps(index))
     (b / "safety_checker").mkdir()
     (b / "safety_checker" / "config.json").write_text('{"model_type": "clip"}')
     assert compare(str(a), str(b))["equal"]

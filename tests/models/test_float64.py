@@ -28,7 +28,7 @@ def test_there_are_some():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_in_float64(name: str, tmp_path: Path):
-    folder, golden = write_model(GOLDENS / name, tmp_path / name), np.load(GOLDENS / name / "golden.npz")
+    folder, golden = write_model(GOLDENS / name, tmp_path / name), dict(np.load(GOLDENS / name / "golden.npz"))
     tokens = jnp.asarray(golden["tokens"][:1], jnp.int32)
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         graph, weights = split(argosy.load(folder, dtype="float64").module)

@@ -131,7 +131,7 @@ def test_what_is_not_built_is_refused(said, match):
 def test_every_option_is_in_the_goldens_figures(tmp_path, changed, of):
     """A golden that an option does not move proves nothing of it."""
     name = f"llama4-{of}"
-    lm, golden = argosy.load(write_model(GOLDENS / name, tmp_path / name)), np.load(GOLDENS / name / "golden.npz")
+    lm, golden = argosy.load(write_model(GOLDENS / name, tmp_path / name)), dict(np.load(GOLDENS / name / "golden.npz"))
     config = lm.config.model_copy(update=changed)
     module = config.build()
     put(module, split(lm.module)[1])

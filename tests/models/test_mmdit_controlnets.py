@@ -17,7 +17,7 @@ from argosy.checkpoint.open import open_model
 from argosy.core.errors import BadInput
 from argosy.core.keymap import KeyMap
 from argosy.jobs.convert import convert
-from argosy.models.blocks.controlnets.controlled import controlled
+from argosy.models.blocks.controlnets.controlled import with_controlnets
 from argosy.models.diffusion.base import Conditions
 from argosy.models.diffusion.controlnets.flux import FluxControlNetConfig
 from argosy.models.diffusion.controlnets.sd3 import SD3ControlNetConfig
@@ -108,13 +108,14 @@ def test_it_begins_without_effect_and_steers_in_any_layout(name: str):
     with jax.enable_x64():
         plain, fresh = built(denoiser), config.build(Unroll())
         fill(fresh, jax.random.key(1), addresses=layer_addresses(fresh))
-        np.testing.assert_array_equal(controlled(plain, [fresh])(latents, timestep, steered_by), plain(latents, timestep, conditions))
+        unsteered = plain(latents, timestep, conditions)
+        np.testing.assert_array_equal(with_controlnets(plain, [fresh])(latents, timestep, steered_by), unsteered)
         added = {a: v for a, v in variables(fresh).items() if "control" in a and a.endswith(".w")}
         assert len(added) == 1 + config.residual_count
         assert not any(np.any(v[...]) for v in added.values())
         found = []
         for run in (Unroll(), Scan()):
-            model = controlled(built(denoiser, run), [built(config, run)])
+            model = with_controlnets(built(denoiser, run), [built(config, run)])
             model.denoiser.dtype = model.controlnets[0].dtype = jnp.float64
             found.append(model(latents, timestep, steered_by))
         assert relative(found[1], found[0]) < 1e-6
@@ -135,12 +136,32 @@ def test_every_weight_learns(name: str):
         frozen.dtype = net.dtype = jnp.float64
         graph, leaves = split(net)
         steered_by = conditions._replace(control=(latents[::-1],))
-        grad = jax.grad(lambda leaves: jnp.sum(controlled(frozen, [merge(graph, leaves)])(latents, timestep, steered_by) ** 2))(leaves)
+        model = lambda leaves: with_controlnets(frozen, [merge(graph, leaves)])  # noqa: E731
+        grad = jax.grad(lambda leaves: jnp.sum(model(leaves)(latents, timestep, steered_by) ** 2))(leaves)
     # Nothing reads the text after the last layer, and a softmax does not see a bias of keys.
     last = ("single_layers.2.",) if name == "flux" else ("layers.1.text.attn.q", "layers.1.text.attn.o", "layers.1.text.mlp")
     silent = {a for a, g in grad.items() if not np.abs(g).max() > 1e-12 and not a.endswith("attn.k.b")}
     assert all(a.startswith(last) for a in silent), silent
     assert {"control_patch.w", "layers.0.control.w", "layers.1.control.w"} <= grad.keys() - silent
+
+
+@pytest.mark.parametrize("name", ["flux", "sd3"])
+def test_the_gradient_keeps_no_copy_of_the_scanned_weights(name: str, capsys):
+    """A loop that picks each layer's weights would keep those of all layers for the backward pass, beside the stack itself."""
+    denoiser, config = pair(name)
+    latents, timestep, conditions = inputs_of(denoiser)
+    steered_by = conditions._replace(control=(latents[::-1],))
+    (frozen_graph, frozen), (graph, leaves) = split(built(denoiser, Scan())), split(built(config))
+
+    def loss(leaves: Any, frozen: Any) -> jax.Array:
+        model = with_controlnets(merge(frozen_graph, frozen), [merge(graph, leaves)])
+        return jnp.sum(model(latents, timestep, steered_by) ** 2)
+
+    jax.ad_checkpoint.print_saved_residuals(loss, leaves, frozen)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 50
+    stacks = {f"f32[{','.join(map(str, w.shape))}]" for address, w in frozen.items() if "layers." in address and address.endswith(".w")}
+    assert [line for line in lines if line.split()[0] in stacks and "argument" not in line] == []
 
 
 def test_a_copy_has_fewer_layers_than_its_model():

@@ -247,6 +247,20 @@ def test_whatever_a_run_holds_is_text():
     assert page.text("h1")[0].startswith("</pre><script>alert(1)")
 
 
+def test_what_it_learned_from_is_under_its_name():
+    page = Page(render_report(full(facts={"model": "llama", "corpus": "stories: 3 documents <of> text"})))
+    assert "stories: 3 documents <of> text" in page.text("p")
+    assert "" not in Page(render_report(full(facts={"model": "llama"}))).text("p")
+
+
+def test_places_of_points_are_short():
+    """Thousands of them are in a page: tenths of a pixel are enough."""
+    page = Page(chart([Series("loss", [(1.0, 3.0), (2.0, 1.7), (4.0, 1.1)])], "x"))
+    places = [place for point in page.series()["loss"] for place in point[2:]]
+    assert len(places) == 6
+    assert places == [round(place, 1) for place in places]
+
+
 def test_the_last_line_of_a_step_wins_and_curves_hold_their_values():
     told = [{"step": 10, "loss": 9.0}, {"step": 20, "loss": 8.0}, {"step": 10, "loss": 4.0}, {"step": 20, "loss": 3.0}]
     told += [{"step": 30, "loss": "nan"}, {"step": 40, "loss": math.inf}, {"step": 40, "eval_loss": 3.5}, {"loss": 1.0}]

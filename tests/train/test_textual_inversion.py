@@ -19,7 +19,7 @@ from argosy.core.errors import UserError
 from argosy.core.storage import Store
 from argosy.infer.denoise.folder import load_diffusers
 from argosy.infer.denoise.learned import LearnedToken
-from argosy.infer.denoise.trained_parts import opened_unet
+from argosy.infer.denoise.trained_parts import open_unet
 from argosy.jobs.convert import convert
 from argosy.models.diffusion.learned_embeddings import LearnedEmbeddingsConfig
 from argosy.models.parts.weight import abstract, merge, parameter_count, put, split
@@ -69,7 +69,7 @@ def test_the_loss_is_that_of_the_pipeline_with_the_token(name: str, models: dict
     rows = [draw.normal(0, 0.5, (2, width)).astype(np.float32) for width in config.widths]
     learned = config.build()
     put(learned, {name: jnp.asarray(own) for name, own in zip(config.encoders, rows)})
-    stored, unet_config = opened_unet(folder)
+    stored, unet_config = open_unet(folder)
     unet: Any = load_model(stored).module
     unet.config = unet_config
     frozen = {"unet": unet} | {part: load_model(open_model(folder / part)).module for part in config.encoders}

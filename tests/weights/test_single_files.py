@@ -50,7 +50,7 @@ def last(a: np.ndarray) -> jnp.ndarray:
 
 @pytest.mark.parametrize("name", ["single-flux", "single-sd", "single-xl"])
 def test_a_file_is_the_model_that_diffusers_reads_from_it(name: str, tmp_path: Path):
-    file, golden = written(name, tmp_path), np.load(GOLDENS / name / "golden.npz")
+    file, golden = written(name, tmp_path), dict(np.load(GOLDENS / name / "golden.npz"))
     given = {key: jnp.asarray(golden[key]) for key in Conditions._fields if key in golden}
     arguments = last(golden["latents"]), jnp.asarray(golden["timestep"]), Conditions(**given)
     expected = last(golden["out_velocity" if name == "single-flux" else "out_prediction"])
@@ -161,7 +161,8 @@ def clip_tensors(start: str) -> dict[str, np.ndarray]:
 def test_openclip_is_the_encoder_that_diffusers_reads(tmp_path: Path):
     """The second encoder of Stable Diffusion XL, with queries, keys and values in one matrix and its projection the other way round."""
     save_file(tensors_of("single-xl") | tensors_of("single-openclip"), tmp_path / "xl.safetensors")
-    golden, part = np.load(GOLDENS / "single-openclip" / "golden.npz"), single_file_parts(tmp_path / "xl.safetensors")["text_encoder_2"]
+    golden = dict(np.load(GOLDENS / "single-openclip" / "golden.npz"))
+    part = single_file_parts(tmp_path / "xl.safetensors")["text_encoder_2"]
     module, tokens = load_model(part).module, jnp.asarray(golden["tokens"], jnp.int32)
     module.config = part.config.model_copy(update={"eos": 89})
     hidden, penultimate = module.states(tokens, part.config.attend(jnp.ones_like(tokens)))

@@ -28,7 +28,7 @@ class ChildProcess:
         words: its arguments behind the interpreter, such as `-P`, the script and its arguments.
         noun: what it is called in errors.
         environment: its environment variables; None: those of this process.
-        guarded: it calls `guard.guarded`, and ends with all that it has started.
+        guarded: it calls `guard.run_guarded`, and ends with all that it has started.
         options: of `subprocess.Popen`. Without any, it reads nothing and prints to this process's stderr.
 
     Raises:

@@ -157,7 +157,7 @@ def _other_owner(group: str, leaf: str, choices: Mapping[str, tuple[Choice, str]
     return None
 
 
-def unnamed_choice(key: str, choice: Choice, layer: SettingsLayer | None) -> UserError:
+def unnamed_choice_error(key: str, choice: Choice, layer: SettingsLayer | None) -> UserError:
     """The error for a choice without a name."""
     names = ", ".join(list(choice.registry)[:8])
     problem = f"`{key}` names no {choice.registry.noun}"

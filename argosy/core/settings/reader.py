@@ -133,7 +133,7 @@ class SettingsReader:
             return _FAILED
         namers = [LayerValue(entry.layer, entry.value[choice.tag]) for entry in layered if entry.value.get(choice.tag) is not None]
         if not namers:
-            self.problems.append(mistakes.unnamed_choice(key, choice, layered[-1].layer if layered else None))
+            self.problems.append(mistakes.unnamed_choice_error(key, choice, layered[-1].layer if layered else None))
             return _FAILED
         self._set(tag, namers)
         try:

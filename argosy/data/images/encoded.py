@@ -177,11 +177,11 @@ class EncodedStore:
                 still = ImageRows(rows.table, rows.chosen, rows.settings, 0, trains=False)
                 stacked = lambda at, end: np.stack([still.prepared(row, 0) for row in range(at, end)])  # noqa: E731
                 flip = rows.settings.flip
-                each = lambda at, end: {"latents": encoded_images(stacked(at, end), flip, encoders.latents)}  # noqa: E731
+                each = lambda at, end: {"latents": encode_views(stacked(at, end), flip, encoders.latents)}  # noqa: E731
                 self._write("images", len(rows), IMAGES_AT_ONCE, each, say)
                 if encodes_controls:
                     given = lambda at, end: still.controls(np.arange(at, end), np.zeros(end - at, np.int64))["control"]  # noqa: E731
-                    each = lambda at, end: {"controls": encoded_images(given(at, end), flip, encoders.control_latents)}  # noqa: E731
+                    each = lambda at, end: {"controls": encode_views(given(at, end), flip, encoders.control_latents)}  # noqa: E731
                     self._write("control images", len(rows), IMAGES_AT_ONCE, each, say)
             if self.texts:
                 texts = list(self.texts)
@@ -301,7 +301,7 @@ class EncodedRows:
         return batch
 
 
-def encoded_images(images: np.ndarray, flip: bool, encode: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+def encode_views(images: np.ndarray, flip: bool, encode: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
     """Latents [B F h w C] of images, and of their mirror images where these are trained on."""
     # The last part is as large as the others, so that one program encodes all of them.
     padded = np.concatenate([images, np.zeros((IMAGES_AT_ONCE - len(images), *images.shape[1:]), np.float32)])

@@ -41,7 +41,8 @@ class DrawOrder(Protocol):
         ...
 
     def draws(self, place: int) -> np.ndarray:
-        """The draws of each source before a place, int64 [sources]; within a pass by size, its share."""
+        """How many draws of each source come before a place, int64 [sources]. By size, within a pass: an estimate in proportion to the
+        sources' counts."""
         ...
 
 

@@ -178,7 +178,7 @@ def number_array(value: Any) -> np.ndarray:
 
 
 def _axes_of(per: str, table: np.ndarray) -> str:
-    """How a field's axes are written: its own sizes after B as lower-case letters."""
+    """How a field's axes are written: its own sizes after B, or after B T, as lower-case letters."""
     if per == "token":
         return " ".join(["B", "T", *"abcdef"[: table.ndim - 1]])
     return " ".join(["B", *"abcdef"[: table.ndim - 1]])

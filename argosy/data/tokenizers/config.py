@@ -116,7 +116,7 @@ def read_added(folder: Path, config: Mapping[str, Any]) -> dict[int, dict[str, A
     for number, token in decoder.items() if isinstance(decoder, dict) else ():
         content = token.get("content") if isinstance(token, dict) else None
         if not (number.isascii() and number.isdigit() and len(number) < 10 and isinstance(content, str) and content):
-            raise damaged_file(folder / "tokenizer_config.json", "an entry of `added_tokens_decoder` is not a token")
+            raise damaged_file_error(folder / "tokenizer_config.json", "an entry of `added_tokens_decoder` is not a token")
         added[int(number)] = {"content": content} | {
             flag: bool(token.get(flag)) for flag in ("single_word", "lstrip", "rstrip", "normalized", "special")
         }
@@ -135,7 +135,7 @@ def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
         if not (
             isinstance(entry, dict) and isinstance(entry.get("name"), str) and isinstance(entry.get("template"), str)
         ):
-            raise damaged_file(folder / "tokenizer_config.json", "an entry of `chat_template` has no name or no template")
+            raise damaged_file_error(folder / "tokenizer_config.json", "an entry of `chat_template` has no name or no template")
         templates[entry["name"]] = entry["template"]
     for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
         templates[path.stem] = read_text(path, CONFIG_BYTES)
@@ -158,11 +158,11 @@ def parse_object(text: str, path: Path) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise damaged_file(path, f"not JSON: {str(error)[:120]}") from None
+        raise damaged_file_error(path, f"not JSON: {str(error)[:120]}") from None
     if not isinstance(value, dict):
-        raise damaged_file(path, "not a JSON object")
+        raise damaged_file_error(path, "not a JSON object")
     if HALF.search(text) and LONE.search(json.dumps(value, ensure_ascii=False)):
-        raise damaged_file(path, "half a character: an escape of UTF-16 that stands alone")
+        raise damaged_file_error(path, "half a character: an escape of UTF-16 that stands alone")
     return value
 
 
@@ -180,7 +180,7 @@ def read_bytes(path: Path, most: int = VOCABULARY_BYTES) -> bytes:
     except OSError as error:
         raise BadInput(f"cannot read `{path}`: {(error.strerror or str(error)).lower()}") from None
     if len(data) > most:
-        raise damaged_file(path, f"more than {most >> 20} MB")
+        raise damaged_file_error(path, f"more than {most >> 20} MB")
     return data
 
 
@@ -189,9 +189,9 @@ def read_text(path: Path, most: int = VOCABULARY_BYTES) -> str:
     try:
         return read_bytes(path, most).decode("utf-8")
     except UnicodeDecodeError as error:
-        raise damaged_file(path, f"byte {error.start} is not UTF-8") from None
+        raise damaged_file_error(path, f"byte {error.start} is not UTF-8") from None
 
 
-def damaged_file(path: Path, problem: str) -> Damaged:
+def damaged_file_error(path: Path, problem: str) -> Damaged:
     """The error for a tokenizer file that contradicts itself."""
     return Damaged(f"`{path.name}` is damaged: {problem}", where=f"in {path}", hint="copy or download it again")

@@ -13,7 +13,7 @@ from typing import Any
 
 from argosy.core.errors import BadInput, nearest
 from argosy.data.tokenizers.byte import byte_names
-from argosy.data.tokenizers.config import TokenizerConfig, damaged_file, parse_object, read_bytes
+from argosy.data.tokenizers.config import TokenizerConfig, damaged_file_error, parse_object, read_bytes
 from argosy.data.tokenizers.rules import BYTE_LEVEL, RULES, SplitRule, pre_tokenizer
 
 END = "<|endoftext|>"
@@ -80,11 +80,11 @@ def from_vocab_and_merges(vocab: str, merges: str, config: TokenizerConfig, path
         raise BadInput(f"how text is cut for `{kind[:40]}` is not known", where=where, hint=nearest(kind, PAIRED))
     table = parse_object(vocab, path)
     if not all(type(number) is int and 0 <= number < 2**31 for number in table.values()):
-        raise damaged_file(path, "a token's id is no number")
+        raise damaged_file_error(path, "a token's id is no number")
     lines = [line for line in merges.split("\n") if line and not line.startswith("#version")]
     pairs = [line.rstrip("\r").split(" ") for line in lines]
     if wrong := next((pair for pair in pairs if len(pair) != 2), None):
-        raise damaged_file(path.with_name("merges.txt"), f"{' '.join(wrong)[:40]!r} is no pair")
+        raise damaged_file_error(path.with_name("merges.txt"), f"{' '.join(wrong)[:40]!r} is no pair")
     if kind == "CLIP":
         return clip(table, pairs), config.filled(CLIP_ROLES)
     rule, roles = PAIRED[kind]
@@ -101,10 +101,10 @@ def from_clip(path: Path) -> str:
     try:
         text = unpacked.decompress(read_bytes(path), CLIP_BYTES).decode("utf-8")
     except (zlib.error, UnicodeDecodeError):
-        raise damaged_file(path, "it is no packed text") from None
+        raise damaged_file_error(path, "it is no packed text") from None
     pairs = [line.split() for line in text.split("\n")[1 : CLIP_MERGES + 1]]
     if len(pairs) < CLIP_MERGES or any(len(pair) != 2 for pair in pairs):
-        raise damaged_file(path, f"it does not begin with {CLIP_MERGES} pairs")
+        raise damaged_file_error(path, f"it does not begin with {CLIP_MERGES} pairs")
     alphabet = byte_names().values()
     tokens = [*alphabet, *(f"{name}</w>" for name in alphabet), *map("".join, pairs), *list(CLIP_ROLES.values())[:2]]
     return clip({token: number for number, token in enumerate(tokens)}, pairs)

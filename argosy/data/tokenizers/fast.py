@@ -19,7 +19,7 @@ from tokenizers.models import WordPiece
 from argosy.core.errors import Damaged
 from argosy.data.tokenizers import Span, Tokenizer, well_formed
 from argosy.data.tokenizers.byte import byte_names
-from argosy.data.tokenizers.config import TokenizerConfig, damaged_file, parse_object
+from argosy.data.tokenizers.config import TokenizerConfig, damaged_file_error, parse_object
 from argosy.data.tokenizers.decoders import decoding
 
 
@@ -155,7 +155,7 @@ def refusals(path: Path) -> Iterator[None]:
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
             raise
-        raise damaged_file(path, " ".join(str(error).split())[:160]) from None
+        raise damaged_file_error(path, " ".join(str(error).split())[:160]) from None
 
 
 def parse(text: str, path: Path) -> Library:
@@ -184,7 +184,7 @@ def add(library: Library, config: TokenizerConfig, path: Path) -> bool:
         flags = {name: bool(entry.get(name)) for name in ("single_word", "lstrip", "rstrip", "normalized", "special")}
         library.add_tokens([AddedToken(entry["content"], **flags)])
         if library.token_to_id(entry["content"]) != number:
-            raise damaged_file(path, f"the added token {entry['content'][:40]!r} cannot have the id {number}")
+            raise damaged_file_error(path, f"the added token {entry['content'][:40]!r} cannot have the id {number}")
     markup = [
         text for role, text in config.roles.items() if role != "unk_token"
     ]  # an unknown token in a text stays text

@@ -21,7 +21,7 @@ import numpy as np
 from argosy.core.errors import Unsupported
 from argosy.core.formats.gguf import GGUF
 from argosy.data.tokenizers import Tokenizer
-from argosy.data.tokenizers.config import DEFAULT, TokenizerConfig, damaged_file
+from argosy.data.tokenizers.config import DEFAULT, TokenizerConfig, damaged_file_error
 from argosy.data.tokenizers.convert import byte_bpe, from_word_pieces
 from argosy.data.tokenizers.pieces import SPACE
 from argosy.data.tokenizers.proto import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED, write_model
@@ -65,10 +65,10 @@ class VocabularyTables:
         self.size = len(self.tokens)
         kinds = self.numbers("token_type", NORMAL)
         if not np.isin(kinds, range(BYTE + 1)).all():
-            raise damaged_file(path, f"`{KEY}token_type` holds an unknown type")
+            raise damaged_file_error(path, f"`{KEY}token_type` holds an unknown type")
         self.kinds: list[int] = np.where(kinds == 0, NORMAL, kinds).astype(int).tolist()  # 0: undefined
         if len(set(self.tokens)) < len(self.tokens):
-            raise damaged_file(path, "a token stands twice")
+            raise damaged_file_error(path, "a token stands twice")
         self.roles = self.role_ids()
         while self.is_filler(len(self.tokens) - 1):
             self.tokens.pop()
@@ -82,13 +82,13 @@ class VocabularyTables:
     def texts(self, name: str) -> list[str]:
         value = self.meta.get(KEY + name)
         if not isinstance(value, list) or not value or not all(isinstance(text, str) for text in value):
-            raise damaged_file(self.path, f"`{KEY}{name}` is not a list of texts")
+            raise damaged_file_error(self.path, f"`{KEY}{name}` is not a list of texts")
         return value
 
     def numbers(self, name: str, missing: float) -> np.ndarray:
         value = self.meta.get(KEY + name, np.full(self.size, missing))
         if not isinstance(value, np.ndarray) or value.shape != (self.size,) or not np.isfinite(value).all():
-            raise damaged_file(self.path, f"`{KEY}{name}` does not have one number for each token")
+            raise damaged_file_error(self.path, f"`{KEY}{name}` does not have one number for each token")
         return value[: len(self.tokens)]
 
     def switch(self, name: str, missing: bool) -> bool:
@@ -108,7 +108,7 @@ class VocabularyTables:
         ids = {role: self.meta.get(f"{KEY}{word}_token_id") for word, role in ROLES.items()}
         present = {role: number for role, number in ids.items() if isinstance(number, int)}
         if wrong := next((number for number in present.values() if not 0 <= number < self.size), None):
-            raise damaged_file(self.path, f"the special token {wrong} is outside its {self.size} tokens")
+            raise damaged_file_error(self.path, f"the special token {wrong} is outside its {self.size} tokens")
         return present
 
 
@@ -120,7 +120,7 @@ def byte_level(tables: VocabularyTables) -> Tokenizer:
     bpe_rule = rule(str(name), f"`{KEY}pre` in {tables.path}")
     merges = [merge.split(" ", 1) for merge in tables.texts("merges")]
     if wrong := next((merge for merge in merges if len(merge) != 2), None):
-        raise damaged_file(tables.path, f"the merge {wrong[0][:40]!r} is no pair")
+        raise damaged_file_error(tables.path, f"the merge {wrong[0][:40]!r} is no pair")
     added = [
         {"id": number, "content": token, "special": kind != USER_DEFINED}
         for number, (token, kind) in enumerate(zip(tables.tokens, tables.kinds))
@@ -158,14 +158,14 @@ def model_pieces(tables: VocabularyTables) -> list[tuple[str, int]]:
         if unknown is not None:
             kinds[unknown] = UNKNOWN
     if kinds.count(UNKNOWN) != 1:
-        raise damaged_file(tables.path, f"{kinds.count(UNKNOWN)} unknown tokens instead of one")
+        raise damaged_file_error(tables.path, f"{kinds.count(UNKNOWN)} unknown tokens instead of one")
     names = [f"<0x{byte:02X}>" for byte in range(256)]
     if BYTE not in kinds and set(names) <= set(tokens):
         bytes_ = set(names)
         kinds = [BYTE if token in bytes_ else kind for token, kind in zip(tokens, kinds)]
     spelt = [token.replace(" ", SPACE) if kind == USER_DEFINED else token for token, kind in zip(tokens, kinds)]
     if len(set(spelt)) < len(spelt):
-        raise damaged_file(tables.path, "two tokens have the same text once spaces are written as U+2581")
+        raise damaged_file_error(tables.path, "two tokens have the same text once spaces are written as U+2581")
     return list(zip(spelt, kinds))
 
 

@@ -19,7 +19,7 @@ from sentencepiece import SentencePieceProcessor
 
 from argosy.core.errors import Unsupported
 from argosy.data.tokenizers import Span, Tokenizer, well_formed
-from argosy.data.tokenizers.config import TokenizerConfig, damaged_file
+from argosy.data.tokenizers.config import TokenizerConfig, damaged_file_error
 from argosy.data.tokenizers.decoders import EACH_BYTE
 from argosy.data.tokenizers.proto import (
     BYTE,
@@ -220,7 +220,7 @@ def _processor(data: bytes, path: Path) -> SentencePieceProcessor:
         library.load_from_serialized_proto(data)
     except RuntimeError as error:
         problem = re.sub(r"^\w+: (src/\S+\(\d+\) )?", "", str(error))  # without the name of its source file
-        raise damaged_file(path, problem.strip("[] ")[:160] or "it is not a SentencePiece model") from None
+        raise damaged_file_error(path, problem.strip("[] ")[:160] or "it is not a SentencePiece model") from None
     return library
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from argosy.data.tokenizers.config import damaged_file
+from argosy.data.tokenizers.config import damaged_file_error
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # kinds of pieces, in GGUF too
 BPE = 2
@@ -54,7 +54,7 @@ def read_model(data: bytes, path: Path) -> SentencePieceModel:
         if number not in (_PIECE, _TRAINER, _NORMALIZER, _DENORMALIZER):
             continue
         if not isinstance(value, bytes):
-            raise damaged_file(path, "it is not a SentencePiece model")
+            raise damaged_file_error(path, "it is not a SentencePiece model")
         part = dict(fields(value, path))
         if number == _PIECE:
             pieces.append(piece_of(part, path))
@@ -66,7 +66,7 @@ def read_model(data: bytes, path: Path) -> SentencePieceModel:
         else:
             denormalizes = bool(part.get(2))
     if not pieces:
-        raise damaged_file(path, "it has no pieces")
+        raise damaged_file_error(path, "it has no pieces")
     unknown = _text_of(trainer.get(44, " \u2047 ".encode()), path)
     prefix, trims = bool(normalizer.get(3, 1)), bool(normalizer.get(4, 1))
     return SentencePieceModel(pieces, scores, trainer.get(3, 1) == BPE, prefix, trims, unknown, denormalizes)
@@ -75,10 +75,10 @@ def read_model(data: bytes, path: Path) -> SentencePieceModel:
 def piece_of(fields: dict[int, int | bytes], path: Path) -> tuple[str, int]:
     kind = fields.get(3, NORMAL)
     if not isinstance(kind, int):
-        raise damaged_file(path, "a piece has no kind")
+        raise damaged_file_error(path, "a piece has no kind")
     text = _text_of(fields.get(1, b""), path)
     if kind == BYTE and not re.fullmatch("<0x[0-9A-Fa-f]{2}>", text):
-        raise damaged_file(path, "a piece for a byte names none")
+        raise damaged_file_error(path, "a piece for a byte names none")
     return text, kind
 
 
@@ -91,7 +91,7 @@ def _text_of(value: int | bytes, path: Path) -> str:
     try:
         return bytes(value if isinstance(value, bytes) else b"\xff").decode()
     except UnicodeDecodeError:
-        raise damaged_file(path, "a piece is not UTF-8") from None
+        raise damaged_file_error(path, "a piece is not UTF-8") from None
 
 
 def fields(data: bytes, path: Path) -> Iterator[tuple[int, int | bytes]]:
@@ -109,9 +109,9 @@ def fields(data: bytes, path: Path) -> Iterator[tuple[int, int | bytes]]:
         elif wire in (_FIXED32, _FIXED64):
             size = 4 if wire == _FIXED32 else 8
         else:
-            raise damaged_file(path, "it is not a SentencePiece model")
+            raise damaged_file_error(path, "it is not a SentencePiece model")
         if size > len(data) - at:
-            raise damaged_file(path, f"{size} bytes asked for, {len(data) - at} are left")
+            raise damaged_file_error(path, f"{size} bytes asked for, {len(data) - at} are left")
         yield number, data[at : at + size]
         at += size
 
@@ -121,12 +121,12 @@ def varint(data: bytes, at: int, path: Path) -> tuple[int, int]:
     value = 0
     for shift in range(0, 70, 7):
         if at >= len(data):
-            raise damaged_file(path, "it is cut short")
+            raise damaged_file_error(path, "it is cut short")
         value |= (data[at] & 127) << shift
         at += 1
         if data[at - 1] < 128:
             return value, at
-    raise damaged_file(path, "it is not a SentencePiece model")
+    raise damaged_file_error(path, "it is not a SentencePiece model")
 
 
 def write_model(

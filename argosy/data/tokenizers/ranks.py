@@ -14,7 +14,7 @@ from pathlib import Path
 
 from argosy.core.errors import BadInput
 from argosy.data.tokenizers.byte import byte_names
-from argosy.data.tokenizers.config import TokenizerConfig, damaged_file
+from argosy.data.tokenizers.config import TokenizerConfig, damaged_file_error
 from argosy.data.tokenizers.convert import END, byte_bpe
 from argosy.data.tokenizers.rules import RULES, SplitRule
 
@@ -80,10 +80,10 @@ def from_ranks(text: str, config: TokenizerConfig, path: Path) -> tuple[str, Tok
     lines = [parse_rank(line, path) for line in text.splitlines() if line]
     ranks = dict(lines)
     if len(ranks) < len(lines) or len(set(ranks.values())) < len(lines):
-        raise damaged_file(path, "a token or a rank stands twice")
+        raise damaged_file_error(path, "a token or a rank stands twice")
     special = dict(kind.special(max(ranks.values(), default=-1) + 1, config))
     if duplicates := set(special.values()) & set(ranks.values()):
-        raise damaged_file(path, f"{len(duplicates)} special tokens have the rank of another")
+        raise damaged_file_error(path, f"{len(duplicates)} special tokens have the rank of another")
     names = byte_names()
     vocab = {"".join(names[byte] for byte in token): rank for token, rank in ranks.items()}
     added = [{"id": number, "content": name, "special": True} for name, number in special.items()]
@@ -116,7 +116,7 @@ def parse_rank(line: str, path: Path) -> tuple[bytes, int]:
     try:
         data, number = base64.b64decode(token, validate=True), int(rank)
     except (binascii.Error, ValueError):
-        raise damaged_file(path, f"the line {line[:40]!r} is no token with its rank") from None
+        raise damaged_file_error(path, f"the line {line[:40]!r} is no token with its rank") from None
     if not data or not 0 <= number < MOST_RANK:
-        raise damaged_file(path, f"the line {line[:40]!r} is no token with its rank")
+        raise damaged_file_error(path, f"the line {line[:40]!r} is no token with its rank")
     return data, number

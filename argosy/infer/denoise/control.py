@@ -66,11 +66,11 @@ def control_of(
     """
     factors, kinds = [], []
     for i, (config, scale, mode) in enumerate(zip(configs, scales, modes, strict=True)):
-        kinds.append(checked_mode(config, mode, numbered_net(i, len(configs))))
+        kinds.append(checked_mode(config, mode, net_suffix(i, len(configs))))
         if guess_mode and not config.guesses:
             raise BadInput(f"guess_mode: ControlNets of {config.steered} have none", hint="leave it out, or `control_scale` below 1")
         if not 0 <= scale <= LARGEST_SCALE:
-            problem = f"control_scale = {scale}{numbered_net(i, len(configs))}: 0 to {LARGEST_SCALE:g}"
+            problem = f"control_scale = {scale}{net_suffix(i, len(configs))}: 0 to {LARGEST_SCALE:g}"
             raise BadInput(f"{problem}; 1 is what the ControlNet was trained for")
         residuals = config.residual_count
         factors.append((scale * (np.logspace(-1, 0, residuals) if guess_mode else np.ones(residuals))).astype(np.float32))
@@ -89,14 +89,14 @@ def checked_mode(config: ControlNetSettings, mode: int | None, which: str) -> in
         if mode is not None:
             raise BadInput(f"control_mode = {mode}{which}: the ControlNet knows one kind of control", hint="leave out `control_mode`")
         return 0
-    if mode is None or not 0 <= mode < modes:
+    if not isinstance(mode, int | np.integer) or isinstance(mode, bool) or not 0 <= mode < modes:
         state = "is missing" if mode is None else f"= {mode}"
         problem = f"control_mode {state}{which}: this ControlNet knows {modes} kinds of control, by their numbers from 0 to {modes - 1}"
         raise BadInput(problem, hint="its page says which number is for edges, which for depths and so on")
     return mode
 
 
-def unshifted(config: ControlNetSettings, autoencoder: Any, latents: np.ndarray) -> np.ndarray:
+def remove_shift(config: ControlNetSettings, autoencoder: Any, latents: np.ndarray) -> np.ndarray:
     """Latents of control images as a ControlNet reads them: those of InstantX for Stable Diffusion 3 are not shifted, as in diffusers.
 
     Args:
@@ -107,7 +107,24 @@ def unshifted(config: ControlNetSettings, autoencoder: Any, latents: np.ndarray)
     return latents + np.float32(autoencoder.shift * autoencoder.scale)
 
 
-def numbered_net(i: int, count: int) -> str:
+def check_patches(configs: Sequence[ControlNetSettings], size: tuple[int, int], factor: int) -> None:
+    """Checks that the tables of positions of ControlNets reach over images of this height and width.
+
+    Args:
+        factor: an image is so many times as high and wide as its latents.
+
+    Raises:
+        BadInput: one does not.
+    """
+    for i, config in enumerate(configs):
+        patch: Any = getattr(config, "patch", 1)
+        most = getattr(config, "grid", None)
+        if most is not None and max(size) > most * patch * factor:
+            problem = f"images of {size[0]} x {size[1]} pixels: the ControlNet{net_suffix(i, len(configs))} reads at most"
+            raise BadInput(f"{problem} {most * patch * factor} a side", hint="a smaller size")
+
+
+def net_suffix(i: int, count: int) -> str:
     """Which of several ControlNets an error is of, as its end; empty for a single one."""
     return "" if count == 1 else f" of ControlNet {i + 1} of {count}"
 
@@ -133,7 +150,7 @@ def with_span(plan: SamplingPlan, starts: Sequence[float], ends: Sequence[float]
     """
     columns, count = [], plan.evaluations
     for number, (start, end) in enumerate(zip(starts, ends, strict=True)):
-        span = f"control_start = {start} and control_end = {end}{numbered_net(number, len(starts))}"
+        span = f"control_start = {start} and control_end = {end}{net_suffix(number, len(starts))}"
         if not 0 <= start < end <= 1:
             raise BadInput(f"{span}: shares of the steps, 0 <= start < end <= 1")
         columns.append([not (i / count < start or (i + 1) / count > end) for i in range(count)])

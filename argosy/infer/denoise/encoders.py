@@ -17,13 +17,13 @@ from argosy.checkpoint.base import files_of
 from argosy.checkpoint.open import open_model
 from argosy.core.errors import BadInput
 from argosy.core.progress import Say
-from argosy.infer.denoise.control import unshifted
+from argosy.infer.denoise.control import remove_shift
 from argosy.infer.denoise.encoder_settings import EncoderSettings
 from argosy.infer.denoise.folder import DENOISERS, INDEX, load_diffusers
 from argosy.infer.denoise.pipeline import ImageDefaults, ImagePipeline, PromptEncoder
 from argosy.infer.denoise.prompts import PromptReader, TextPrompts
 from argosy.infer.denoise.settings import SamplerSettings
-from argosy.infer.denoise.trained_parts import opened_denoiser, opened_unet
+from argosy.infer.denoise.trained_parts import open_denoiser, open_unet
 from argosy.models.autoencoders.base import AutoencoderConfig
 from argosy.models.diffusion.base import Conditions, ImageSpace
 from argosy.models.diffusion.controlnets.base import ControlNetSettings
@@ -88,7 +88,7 @@ class RunEncoders:
     def control_latents(self, images: np.ndarray) -> np.ndarray:
         """Latents of control images [B H W 3] in 0..1, as the ControlNet that is trained reads them."""
         pipe = self._opened()
-        return unshifted(self.config, None if pipe.autoencoder is None else pipe.autoencoder.config, pipe.encode(images))
+        return remove_shift(self.config, None if pipe.autoencoder is None else pipe.autoencoder.config, pipe.encode(images))
 
     def states(self, texts: Sequence[str]) -> dict[str, np.ndarray]:
         encoded = self._opened().prompts.encode(texts)
@@ -107,9 +107,9 @@ class RunEncoders:
             # A description of the denoiser, without weights: nothing is drawn with it.
             folder, config = str(self.settings.pipeline), self.config
             if isinstance(config, ControlNetSettings):
-                config = opened_denoiser(folder)[2]
+                config = open_denoiser(folder)[2]
             elif isinstance(config, LearnedEmbeddingsConfig):
-                config = opened_unet(folder)[1]
+                config = open_unet(folder)[1]
             # Without captions no text encoder is read.
             prompts = None if self.reads_text or self.settings.text else NoPrompts()
             self._pipeline = pipeline_around(config.build(), self.settings, prompts=prompts, dtype=self.dtype, say=self.say)

@@ -295,7 +295,7 @@ def load_diffusers(
         if not (path / part).is_dir():
             raise BadInput(f"there is no folder {part}/", where=str(path), hint="copy or download the folder again")
         opened[part] = _open_part(path, part, index[part], say or (lambda _: None))
-    if index.get(CONTROLNET, [""])[-1] == SEVERAL and not nets:
+    if str(index.get(CONTROLNET, [""])[-1]).endswith(SEVERAL) and not nets:
         for i in count(1):
             if not (path / numbered(i)).is_dir():
                 break

@@ -19,10 +19,11 @@ from argosy.infer.denoise.autoencoder import ImageAutoencoder, latent_frames
 from argosy.infer.denoise.control import (
     Control,
     check_controlnet,
+    check_patches,
     control_of,
     for_each,
-    numbered_net,
-    unshifted,
+    net_suffix,
+    remove_shift,
     with_span,
 )
 from argosy.infer.denoise.finite import check_finite
@@ -32,11 +33,13 @@ from argosy.infer.denoise.plan import SamplingPlan
 from argosy.infer.denoise.sampling import Drawing, SamplingRun, padded_drawing
 from argosy.infer.denoise.settings import SAMPLERS, SamplerSettings
 from argosy.infer.denoise.step_cache import CacheReport, check_step_cache
-from argosy.models.blocks.controlnets.controlled import controlled
+from argosy.models.blocks.controlnets.controlled import with_controlnets
 from argosy.models.diffusion.base import Conditions, DenoiserConfig
 from argosy.models.parts.weight import split
 
 Output = Literal["uint8", "float", "latents"]
+# Images that the autoencoder encodes at a time.
+ENCODED_TOGETHER = 8
 
 
 @runtime_checkable
@@ -108,7 +111,7 @@ class ImagePipeline:
             which = "" if len(controlnets) == 1 else f" {i + 1} of {len(controlnets)}"
             check_controlnet(controlnet.config, denoiser.config, self.factor, which)
         if controlnets:
-            denoiser = controlled(denoiser, controlnets)
+            denoiser = with_controlnets(denoiser, controlnets)
         self._graph, self._leaves = split(denoiser)
 
     def save(self, folder: str | Path) -> None:
@@ -378,12 +381,13 @@ class ImagePipeline:
             raise BadInput("this pipeline has a ControlNet, and there is no image that it follows", hint="control_image=")
         if len(nets) > 1 and not isinstance(image, list | tuple):
             raise BadInput(f"control_image: one for each of {len(nets)} ControlNets", hint="control_image=[edges, depths]")
+        check_patches([net.config for net in nets], size, self.factor)
         images = []
         for i, pictures in enumerate(for_each("control_image", image, len(nets)) if len(nets) > 1 else [image]):
-            control = given_images(pictures, f"control_image{numbered_net(i, len(nets))}", count, size)
+            control = given_images(pictures, f"control_image{net_suffix(i, len(nets))}", count, size)
             if nets[i].config.reads_latents:
                 autoencoder = None if self._autoencoder is None else self._autoencoder.config
-                control = unshifted(nets[i].config, autoencoder, self.encode(control))
+                control = remove_shift(nets[i].config, autoencoder, self.encode(control))
             images.append(np.repeat(control, count // len(control), 0))
         scales, modes = for_each("control_scale", scale, len(nets)), for_each("control_mode", mode, len(nets))
         return control_of([net.config for net in nets], images, scales, guess_mode, modes)
@@ -446,7 +450,10 @@ class ImagePipeline:
         channels = self.config.channels if self._autoencoder is None else self._autoencoder.config.channels
         images = np.asarray(images, np.float32)
         images = images.mean(-1, keepdims=True) if channels == 1 else images
-        return images * 2 - 1 if self._autoencoder is None else self._autoencoder.encode(images)
+        if self._autoencoder is None:
+            return images * 2 - 1
+        encode, parts = self._autoencoder.encode, range(0, len(images), ENCODED_TOGETHER)
+        return np.concatenate([encode(images[at : at + ENCODED_TOGETHER]) for at in parts])
 
     def _given_noise(self, latents: Any, count: int, shape: tuple[int, ...]) -> np.ndarray:
         noise = np.asarray(latents, np.float32)

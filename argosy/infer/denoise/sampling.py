@@ -76,15 +76,17 @@ class SamplingRun:
         self.drawing, self.evaluations, self._say = drawing, drawing.plan.evaluations, say
         self._programs = _programs(graph, guidance, drawing.null is not None)
         keys = jnp.stack([jax.random.fold_in(jax.random.key(seed), i) for seed, i in drawing.seeds])
+        # Once for all evaluations.
+        conditions, null = jax.device_put((drawing.conditions, drawing.null))
         noise = first_noise(keys, drawing.shape) if drawing.noise is None else jnp.asarray(drawing.noise)
         image = None if drawing.image is None else jnp.asarray(drawing.image)
         fixed = None if drawing.mask is None else FixedParts(jnp.asarray(drawing.mask), cast(Any, image), noise)
         self._state = initial_state(drawing.plan, noise, image)
         if drawing.cache_threshold is not None:
-            of = leaves, drawing.conditions, drawing.null, noise, np.float32(drawing.cache_threshold)
+            of = leaves, conditions, null, noise, np.float32(drawing.cache_threshold)
             self._state = self._state._replace(memory=self._programs.memory(*of))
         fresh = keys if np.any(drawing.plan.spread) else None
-        self._given = (leaves, drawing.conditions, drawing.null, jnp.asarray(drawing.scale), fresh, fixed)
+        self._given = (leaves, conditions, null, jnp.asarray(drawing.scale), fresh, fixed)
 
     def at_once(self) -> Array:
         """The latents after all evaluations."""

@@ -21,7 +21,7 @@ from argosy.weights.model import OpenedModel
 BESIDE = {"controlnet": "a ControlNet", "textual_inversion": "a learned token"}
 
 
-def opened_denoiser(folder: str | Path) -> tuple[str, OpenedModel, Any]:
+def open_denoiser(folder: str | Path) -> tuple[str, OpenedModel, Any]:
     """The denoiser of a diffusers folder: the name of its part, the model, and its settings with those that the folder has elsewhere.
 
     Raises:
@@ -32,13 +32,13 @@ def opened_denoiser(folder: str | Path) -> tuple[str, OpenedModel, Any]:
     if part is None:
         raise BadInput("a ControlNet is for the denoiser of a pipeline, and this folder has none", where=str(path))
     if part == "unet":
-        return part, *opened_unet(path)
+        return part, *open_unet(path)
     stored = open_model(path / part)
     update = {"prediction": sampler_of(read_json_object(path / SCHEDULER)).prediction}
     return part, stored, stored.config.model_copy(update=update)
 
 
-def opened_unet(folder: str | Path, subject: str = "a learned token") -> tuple[OpenedModel, UNetConfig]:
+def open_unet(folder: str | Path, subject: str = "a learned token") -> tuple[OpenedModel, UNetConfig]:
     """The UNet of a diffusers folder, and its settings with those that the folder has elsewhere.
 
     Args:
@@ -95,12 +95,12 @@ def denoiser_layers(folder: str | Path, objective_name: str = "") -> dict[str, A
         if isinstance(sampler.noise, EDMNoise):
             raise BadInput(f"{trained} for a model that was trained with EDM's noise is not built", where=str(path))
         if objective_name == "textual_inversion":
-            unet = opened_unet(path, trained)[1]
+            unet = open_unet(path, trained)[1]
             if KINDS[str(index["_class_name"])].make not in (sd_pipeline, sdxl_pipeline):
                 raise BadInput(f"{trained} of {index['_class_name']} is not built", where=str(path))
             model, init = {"family": "learned_embeddings"} | learned_layer(path, unet), {}
         else:
-            denoiser = opened_denoiser(path)[2]
+            denoiser = open_denoiser(path)[2]
             if (kind := controlnet_kind(denoiser)) is None:
                 problem = f"{trained} of {index['_class_name']} is not built"
                 raise BadInput(problem, where=str(path), hint=f"those of {STEERED} are")

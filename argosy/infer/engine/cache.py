@@ -88,7 +88,7 @@ class CacheNeeds:
 
     longest: tokens of one sequence, at most.
     windows: those whose layers have pools of their own.
-    narrow: as in `paged`.
+    narrow: as in `empty_pools`.
     """
 
     specs: Specs
@@ -224,8 +224,8 @@ def reserve_caches(specs: Specs, home: Home, empty: Callable[[], Caches], progra
 
 
 def describe_pools(home: Home, empty: Callable[[], Caches], programs: Programs) -> Caches:
-    """Descriptions of the caches that `reserve_caches` will return on a CPU. Its programs are prepared first, so that it can run while
-    the others are prepared."""
+    """Shapes of the caches that `reserve_caches` will return on a CPU; allocates nothing. Prepares the programs of `reserve_caches`
+    before all others, so that it can run while those are prepared."""
     caches = jax.eval_shape(empty)
     with jax.default_device(default_device() if home is None else next(iter(home.device_set))):
         for a in jax.tree.leaves(caches):

@@ -155,7 +155,7 @@ def read_step(last: Array, words: Array, sizes: StepSizes, step: Array | int = 0
 def read_overlaid_step(
     last: Array, words: Array, embeddings: Float[Array, "1 prompts D"], sizes: StepSizes
 ) -> tuple[Inputs, Ragged]:
-    """As `read_step`, with embeddings in place of those of some ids.
+    """As `read_step`, but some tokens of the prompt rows have a given embedding instead of their id's.
 
     Args:
         embeddings: embedding of every token of the prompt rows; ignored for tokens that use their id's embedding.

@@ -156,10 +156,10 @@ def sampled_drafts(
     """Drafts sampled one after the other, with the settings, penalties and random keys of the tokens that they guess.
 
     Args:
-        room: drafts of each decoding sequence of the plan.
+        room: number of drafts to sample for each decoding sequence of the plan.
         logits: of the first draft.
-        passed: (number of the draft, who has more, the sampler's state) -> logits of that draft, after a pass over the one before,
-            which is the state's `last`.
+        passed: (index of the draft, which sequences have another one, the sampler's state) -> its logits, after a pass over the
+            previous draft, the state's `last`.
         run: `Runner.run`.
     """
     state, columns = copied_slots(slots, run), []

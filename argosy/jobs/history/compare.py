@@ -25,8 +25,10 @@ from argosy.weights.stream import in_order, tensor_bytes
 
 # Entries of model_index.json that change no image.
 INDEX_IGNORED = ("_diffusers_version", "_name_or_path", "requires_safety_checker")
-# Keys of tokenizer_config.json that decide the shape of a prompt's ids.
-TOKENIZER_KEYS = ("model_max_length", "padding_side")
+# What entries of model_index.json are taken to be that are left out.
+INDEX_DEFAULTS = {"force_zeros_for_empty_prompt": True}
+# Keys of tokenizer_config.json that decide the shape of a prompt's ids, and what they are taken to be where they are left out.
+TOKENIZER_KEYS = {"model_max_length": None, "padding_side": "right"}
 # 8 MB in float64; a few of them exist at once.
 SLAB_VALUES = 1 << 20
 
@@ -124,8 +126,8 @@ def _listed(folder: Path) -> list[str]:
 
 def _index_settings(a: Path, b: Path) -> list[dict[str, Any]]:
     """The entries in which the model_index.json of two diffusers folders differ, without versions and places. Classes of tokenizers
-    do not count, since their ids are compared."""
-    first, second = (read_json_object(folder / DIFFUSERS_INDEX) for folder in (a, b))
+    do not count, since their vocabularies are compared."""
+    first, second = (INDEX_DEFAULTS | read_json_object(folder / DIFFUSERS_INDEX) for folder in (a, b))
     names = [name for name in dict.fromkeys([*first, *second]) if first.get(name) != second.get(name)]
     names = [name for name in names if name not in (*UNUSED, *INDEX_IGNORED) and not name.startswith("tokenizer")]
     return [{"name": f"{DIFFUSERS_INDEX}/{name}", "a": first.get(name), "b": second.get(name)} for name in names]
@@ -149,7 +151,8 @@ def _tokenizer(folder: Path) -> dict[str, Any]:
         return {}
     tokenizer = load_tokenizer(folder)
     raw = tokenizer.config.raw
-    described = {"sha256": tokenizer.fingerprint, **tokenizer.special, **{key: raw.get(key) for key in TOKENIZER_KEYS}}
+    shape = {key: raw.get(key, default) for key, default in TOKENIZER_KEYS.items()}
+    described = {"sha256": tokenizer.fingerprint, **tokenizer.special, **shape}
     return described | {f"chat_template ({name})": template for name, template in tokenizer.chat_templates.items()}
 
 

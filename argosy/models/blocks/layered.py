@@ -63,9 +63,9 @@ class LayeredDenoiser(nnx.Module):
 
     def layered(self, streams: Any, step: DenoiserStep, part: LayerPart = "all") -> Any:
         """The streams after the layers, after the first one, or from there after the rest."""
-        return self.steered("layers", streams, step, *SPANS[part])
+        return self.run_with_residuals("layers", streams, step, *SPANS[part])
 
-    def steered(self, name: str, streams: Streams, step: DenoiserStep, start: int = 0, stop: int | None = None) -> Streams:
+    def run_with_residuals(self, name: str, streams: Streams, step: DenoiserStep, start: int = 0, stop: int | None = None) -> Streams:
         """Layers of one stack, after each of which what ControlNets give for it is added."""
         stack, residuals = getattr(self, name), (step.residuals or {}).get(name, ())
         places = [self.residual_places(len(stack.plan), len(values)) for values in residuals]
@@ -100,7 +100,7 @@ class SingleStreamDenoiser(LayeredDenoiser):
         if part == "first":
             return streams
         z, cut = jnp.concatenate([streams["text"], streams["image"]], 1), streams["text"].shape[1]
-        z = self.steered("single_layers", z, step)
+        z = self.run_with_residuals("single_layers", z, step)
         return {"image": z[:, cut:], "text": z[:, :cut]}
 
 
@@ -120,5 +120,6 @@ def _with_residuals(residuals: Sequence[tuple[Array, Sequence[int | None]]], str
             at = jnp.asarray(np.array([-1 if place is None else place for place in places]))[layer]
             added = jnp.where(at < 0, 0, dynamic_index_in_dim(values, jnp.maximum(at, 0), keepdims=False))
         if added is not None:
-            x = x.at[:, x.shape[1] - added.shape[1] :].add(added.astype(x.dtype))
+            # No scatter, for whose window a mesh that splits tokens would gather them.
+            x = x + jnp.pad(added.astype(x.dtype), ((0, 0), (x.shape[1] - added.shape[1], 0), (0, 0)))
     return streams | {"image": x} if is_apart else x

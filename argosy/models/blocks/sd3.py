@@ -84,7 +84,7 @@ class SD3Layers(nnx.Module):
         places = jnp.asarray(self.places(height // patch, width // patch))
         return constrain(x + self.positions.take(places).astype(x.dtype), "B T D")
 
-    def begun(
+    def embed_conditions(
         self, streams: dict[str, Float[Array, "B _ D"]], timestep: Float[Array, "B"], pooled: Float[Array, "B O"], size: Any
     ) -> tuple[dict[str, Array], DenoiserStep]:
         """The streams, and what every layer reads besides. size: height and width of the latents."""
@@ -117,7 +117,7 @@ class SD3(SD3Layers, LayeredDenoiser):
 
     def begin(self, latents: Float[Array, "B H W C"], timestep: Float[Array, "B"], conditions: Conditions) -> tuple[Any, DenoiserStep]:
         streams = {"image": self.tokens(latents), "text": self.text_embed(conditions.text.astype(self.dtype))}
-        return self.begun(streams, timestep, conditions.pooled, latents.shape[1:3])
+        return self.embed_conditions(streams, timestep, conditions.pooled, latents.shape[1:3])
 
     def end(self, streams: dict[str, Array], step: DenoiserStep) -> Float[Array, "B H W C"]:
         y = self.final(streams["image"], step.c)

@@ -6,7 +6,7 @@ from argosy.core.errors import BadInput
 from argosy.core.keymap import KeyRow
 from argosy.models.hub.config import ConfigTable
 from argosy.models.hub.flux import TABLE as FLUX_TABLE
-from argosy.models.hub.flux import flux_layer_rows, read_flux, written_flux
+from argosy.models.hub.flux import flux_layer_rows, read_flux, write_flux
 from argosy.models.hub.mmdit import linear_rows, mmdit_sizes
 from argosy.models.hub.sd3 import TABLE as SD3_TABLE
 from argosy.models.hub.sd3 import sd3_layer_rows, sd3_token_rows
@@ -63,13 +63,13 @@ class FluxControlNetHub:
     @classmethod
     def from_hub(cls: Any, config: dict[str, Any]) -> Any:
         if config.get("conditioning_embedding_channels") is not None:
-            what = "config.json: `conditioning_embedding_channels`: ControlNets that read pixels (XLabs) are not built"
-            raise BadInput(what, hint="those of InstantX and Shakker Labs read latents")
+            problem = "config.json: `conditioning_embedding_channels`: ControlNets that read pixels (XLabs) are not built"
+            raise BadInput(problem, hint="those of InstantX and Shakker Labs read latents")
         return cls(**read_flux(FLUX_CONTROLNET_TABLE, config))
 
     def to_hub(self: Any) -> dict[str, Any]:
         head = {"_class_name": FLUX_CONTROLNET, "model_type": FLUX_CONTROLNET, "conditioning_embedding_channels": None}
-        return self.agreed(head | written_flux(self, FLUX_CONTROLNET_TABLE))
+        return self.agreed(head | write_flux(self, FLUX_CONTROLNET_TABLE))
 
 
 FLUX_CONTROLNET_TABLE = ConfigTable(
@@ -101,8 +101,8 @@ class SD3ControlNetHub:
     def from_hub(cls: Any, config: dict[str, Any]) -> Any:
         if config.get("extra_conditioning_channels", 0) != 0:
             more = config["extra_conditioning_channels"]
-            what = f"config.json: `extra_conditioning_channels` = {more}: ControlNets of inpainting are not built"
-            raise BadInput(what, hint="one that reads a control image alone")
+            problem = f"config.json: `extra_conditioning_channels` = {more}: ControlNets of inpainting are not built"
+            raise BadInput(problem, hint="one that reads a control image alone")
         read = SD3_CONTROLNET_TABLE.read(config)
         if read["positions"] and config.get("pos_embed_type", "sincos") != "sincos":
             raise BadInput(f"config.json: `pos_embed_type` = {config['pos_embed_type']!r} with `use_pos_embed` is not built")

@@ -29,7 +29,7 @@ class FluxHub:
         return cls(**read_flux(TABLE, config))
 
     def to_hub(self: Any) -> dict[str, Any]:
-        return self.agreed({"_class_name": FLUX, "model_type": FLUX, "out_channels": None} | written_flux(self, TABLE))
+        return self.agreed({"_class_name": FLUX, "model_type": FLUX, "out_channels": None} | write_flux(self, TABLE))
 
 
 def read_flux(table: ConfigTable, config: dict[str, Any]) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def read_flux(table: ConfigTable, config: dict[str, Any]) -> dict[str, Any]:
     return read | {"channels": read["channels"] // 4, "axes": tuple(read["axes"])}
 
 
-def written_flux(config: Any, table: ConfigTable) -> dict[str, Any]:
+def write_flux(config: Any, table: ConfigTable) -> dict[str, Any]:
     """The keys of config.json about Flux's layers."""
     fixed = {"patch_size": 1, "in_channels": config.channels * config.patch**2, "axes_dims_rope": list(config.axes)}
     return table.write(config) | fixed

@@ -177,7 +177,7 @@ class PythonEnvironment(ToolSettings):
 
 
 class GymnasiumEnvironment(EnvironmentSettings):
-    """An object of Gymnasium's form whose observations and actions are texts (`argosy.rl.environments.gymnasium`)."""
+    """An environment with Gymnasium's interface, whose observations and actions are texts (`argosy.rl.environments.gymnasium`)."""
 
     make: str
     """The class, or the function that makes the environment, as FILE.py:NAME or package.module:NAME."""

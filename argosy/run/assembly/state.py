@@ -21,7 +21,7 @@ from argosy.train import diloco
 from argosy.train.beside import CRITIC
 from argosy.train.guard import begin
 from argosy.train.offload import HOST, pieces_for, places_on_host, weights_on_host
-from argosy.train.optimizers.base import scale_rate
+from argosy.train.optimizers.base import scale_updates
 from argosy.train.state import TrainState, meanings_of, split_trained
 
 
@@ -52,7 +52,7 @@ def build_state(run: Run, decided: Decided, mesh: Mesh, model: Any, steps: int) 
     schedule = run.schedule.build(steps)
     optimizer = run.optimizer.build(schedule, meanings_of(model), pieces, layer_addresses(model))
     if CRITIC in run.objective.trained_parts:
-        optimizer = scale_rate(optimizer, PREFIX, run.objective.critic.rate)
+        optimizer = scale_updates(optimizer, PREFIX, run.objective.critic.rate)
     if run.diloco.every:
         optimizer = diloco.replicated_optimizer(optimizer, mesh.shape[diloco.AXIS])
     state = jax.eval_shape(

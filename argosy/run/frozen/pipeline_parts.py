@@ -9,7 +9,7 @@ from argosy.checkpoint.run_directory import TEACHER, RunDirectory
 from argosy.core.errors import BadInput
 from argosy.core.progress import Say
 from argosy.infer.denoise.control import check_controlnet
-from argosy.infer.denoise.trained_parts import opened_denoiser, opened_unet
+from argosy.infer.denoise.trained_parts import open_denoiser, open_unet
 from argosy.models.clip import ClipTextConfig
 from argosy.models.diffusion.learned_embeddings import LearnedEmbeddingsConfig
 from argosy.run.frozen.stored import FrozenModel
@@ -29,6 +29,8 @@ class FrozenPart(FrozenModel):
     def __init__(self, run: Any, decided: Any, mesh: Any, stored: Any, config: Any, part: str, record: str, steered: bool = False):
         super().__init__(run, decided, mesh, stored, config)
         self.part, self.record, self.steered = part, record, steered
+        # Gradients reach what is trained through it.
+        self.remat = run.execution.recompute
         self.name = str(Path(str(run.encoders.pipeline)) / part)
 
     def settle(self, assembly: Any, directory: RunDirectory, say: Say) -> None:
@@ -37,10 +39,10 @@ class FrozenPart(FrozenModel):
         Raises:
             BadInput: the model is gone, or it has changed since the run began.
         """
-        told = "UNet" if self.part == UNET else self.part
-        role = f"the {told} that this run's ControlNet steers" if self.steered else f"the {self.part} that reads this run's token"
+        noun = "UNet" if self.part == UNET else self.part
+        role = f"the {noun} that this run's ControlNet steers" if self.steered else f"the {self.part} that reads this run's token"
         _, stored = self.same(self.name, directory, say, role, self.record)
-        say(f"{told} {self.name}, {self.config.parameters():,} parameters, frozen")
+        say(f"{noun} {self.name}, {self.config.parameters():,} parameters, frozen")
         assembly.frozen[STEERED if self.steered else self.part] = self.read(stored)
 
 
@@ -52,12 +54,12 @@ def frozen_parts(run: Any, decided: Any, mesh: Any) -> dict[str, FrozenPart]:
     """
     folder = Path(str(run.encoders.pipeline))
     if STEERED in run.objective.roles:
-        part, stored, config = opened_denoiser(folder)
+        part, stored, config = open_denoiser(folder)
         check_controlnet(run.model, config, getattr(config, "pixels", 1))
         return {STEERED: FrozenPart(run, decided, mesh, stored, config, part, TEACHER, steered=True)}
     if UNET not in run.objective.roles:
         return {}
-    stored, config = opened_unet(folder)
+    stored, config = open_unet(folder)
     parts = {UNET: FrozenPart(run, decided, mesh, stored, config, UNET, TEACHER)}
     if isinstance(run.model, LearnedEmbeddingsConfig):
         check_latents(run.model, config)

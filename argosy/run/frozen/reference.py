@@ -108,7 +108,7 @@ def settle_reference(assembly: Any, directory: RunDirectory, weights: ReferenceW
         if weights_hash is None:
             directory.write_reference_weights(current_hash)
         elif current_hash != weights_hash:
-            raise changed_weights(assembly)
+            raise changed_weights_error(assembly)
         weights_hash = current_hash
     if kind == "online":
         # A copy, because the state's own buffers are given to the first step.
@@ -145,7 +145,7 @@ def _table_of(
         if len(todo := _missing(rows, groups, shared)):
             leaves = weights.read()
             if not weights.fresh and hash_of(leaves) != weights_hash:
-                raise changed_weights(assembly)
+                raise changed_weights_error(assembly)
             _compute(assembly, rows, todo, leaves, shared, say)
         table = np.array(shared)
     directory.write_reference(split, table)
@@ -219,7 +219,7 @@ def _key_of(assembly: Any, batches: RowBatches, weights: str) -> str:
     return hashlib.sha256(json.dumps(decided, sort_keys=True, default=str).encode()).hexdigest()[:24]
 
 
-def changed_weights(assembly: Any) -> BadInput:
+def changed_weights_error(assembly: Any) -> BadInput:
     """The error that a run's initial weights have changed."""
     init = assembly.run.init
     problem = "the weights that this run started from have changed, and its reference must be computed from them"

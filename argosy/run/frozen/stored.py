@@ -22,7 +22,11 @@ class FrozenModel:
 
     Args:
         config: its settings; None: those of the stored model.
+
+    remat: what its layers compute again in the backward pass; nothing, unless gradients flow through it.
     """
+
+    remat: Any = "none"
 
     def __init__(self, run: Any, decided: Any, mesh: Any, stored: OpenedModel, config: Any = None):
         self.run, self.decided, self.mesh = run, decided, mesh
@@ -31,7 +35,7 @@ class FrozenModel:
     @cached_property
     def model(self) -> Any:
         """The model without weights. Its layers run with the trained model's strategy."""
-        return self.config.build(self.decided.run("none"))
+        return self.config.build(self.decided.run(self.remat))
 
     @cached_property
     def role(self) -> Role:

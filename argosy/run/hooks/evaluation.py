@@ -18,8 +18,8 @@ from argosy.run.view import View
 
 
 class Evaluation:
-    """Evaluates the loss on held-out data. For text it logs perplexity, bits per byte and the metrics that the objective names
-    (`evaluated`); for other data, all of the objective's metrics.
+    """Evaluates the loss on held-out data. For text it logs perplexity, bits per byte and the metrics that the objective names;
+    for other data, all of the objective's metrics.
 
     A signal to stop ends an evaluation early, but not the one after the last step: no later one would make up for it.
     """

@@ -70,7 +70,7 @@ class Admission(Generic[O, M]):
             ApiError: too many wait already, the server is shutting down, or what computes has stopped.
         """
         if self.failed:
-            raise engine_died()
+            raise engine_died_error()
         if self.draining:
             raise shutting_down()
         waiting, tokens = self.queue
@@ -88,7 +88,7 @@ class Admission(Generic[O, M]):
     def end_all(self) -> None:
         """Ends all requests with an error: what computes has stopped."""
         for request in list(self.opened):
-            request.fail(engine_died())
+            request.fail(engine_died_error())
 
 
 class Computing(Admission[O, M]):
@@ -151,5 +151,5 @@ def shutting_down() -> ApiError:
     return service_unavailable("the server is shutting down", "shutting_down")
 
 
-def engine_died() -> ApiError:
+def engine_died_error() -> ApiError:
     return service_unavailable("the engine has stopped after an error", "engine_dead", retry=60)

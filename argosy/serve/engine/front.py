@@ -34,7 +34,7 @@ from argosy.infer.engine.adapters import UnknownAdapter
 from argosy.infer.engine.engine import Engine
 from argosy.infer.engine.request import Event, Request
 from argosy.infer.prompt_logprobs import NOTHING, PromptScorer, PromptScores
-from argosy.serve.engine.admission import Computing, engine_died, timed_out
+from argosy.serve.engine.admission import Computing, engine_died_error, timed_out
 from argosy.serve.metrics import EngineMetrics
 from argosy.serve.response.streams import EventStreams, RequestRow, StepNews, StreamPart
 from argosy.serve.settings import ServerLimits
@@ -179,7 +179,7 @@ class Front(Computing[EventStreams, EngineMetrics]):
         def task() -> None:
             try:
                 if self.failure is not None:
-                    raise engine_died()
+                    raise engine_died_error()
                 future.set_result(work(self.engine))
             except Exception as error:
                 future.set_exception(error)
@@ -202,7 +202,7 @@ class Front(Computing[EventStreams, EngineMetrics]):
             if not parked.set_running_or_notify_cancel():
                 return
             if self.failure is not None:
-                parked.set_exception(engine_died())
+                parked.set_exception(engine_died_error())
             else:
                 parked.set_result(None)
                 released.wait()
@@ -225,7 +225,7 @@ class Front(Computing[EventStreams, EngineMetrics]):
         if emptied is not None:
             await asyncio.shield(asyncio.wrap_future(emptied))
         if self.failure is not None:
-            raise engine_died()
+            raise engine_died_error()
         if not self._paused:
             raise ApiError("the pause was ended before it began", status=409)
 
@@ -328,7 +328,7 @@ class Front(Computing[EventStreams, EngineMetrics]):
             try:
                 self._enter(answers)
             except Exception as error:
-                refusal = input_error(error) if isinstance(error, BadInput) else engine_died()
+                refusal = input_error(error) if isinstance(error, BadInput) else engine_died_error()
                 self._tell(lambda answers=answers, refusal=refusal: answers.fail(refusal))
 
     def _add(self, answers: EventStreams, added: "Future[None]") -> None:
@@ -336,7 +336,7 @@ class Front(Computing[EventStreams, EngineMetrics]):
             return
         try:
             if self.failure is not None:
-                raise engine_died()
+                raise engine_died_error()
             # A search that has begun is finished first, as other requests are.
             if self._holding and not answers.entered:
                 self._held.append(answers)

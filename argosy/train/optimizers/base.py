@@ -201,7 +201,7 @@ def _lenient(transform: Transformation) -> Transformation:
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def scale_rate(optimizer: Any, prefix: str, factor: float) -> Any:
+def scale_updates(optimizer: Any, prefix: str, factor: float) -> Any:
     """The optimizer with so many times the learning rate for the weights whose addresses begin so."""
     import optax
 

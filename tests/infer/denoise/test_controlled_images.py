@@ -99,7 +99,7 @@ def both(folders, tmp_path_factory) -> tuple[ImagePipeline, dict[str, Any]]:
 
 def test_several_controlnets_draw_what_diffusers_draws(both, tmp_path):
     """Each with its image, its scale and its span of steps; from a folder that was saved with them too."""
-    (pipe, how), golden = both, np.load(GOLDENS / NAMES[0] / "golden.npz")
+    (pipe, how), golden = both, dict(np.load(GOLDENS / NAMES[0] / "golden.npz"))
     spans = {"control_start": [0.0, 0.3], "control_end": [0.7, 1.0], "steps": 5}
     pipe.save(tmp_path / "saved")
     index = json.loads((tmp_path / "saved" / "model_index.json").read_text(encoding="utf-8"))

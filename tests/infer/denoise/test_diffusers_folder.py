@@ -37,14 +37,14 @@ def pipes(folders: dict[str, Path]) -> dict[str, ImagePipeline]:
 
 
 def test_flux_draws_what_diffusers_draws(pipes: dict[str, ImagePipeline]):
-    golden = np.load(GOLDENS / "pipeline-flux" / "golden.npz")
+    golden = dict(np.load(GOLDENS / "pipeline-flux" / "golden.npz"))
     images = pipes["pipeline-flux"].images(PROMPTS, steps=3, guidance=3.5, size=SIZE, latents=golden["latents"], output="float")
     assert np.abs(images - golden["out_images"]).max() < TOLERANCE
 
 
 def test_sd3_draws_what_diffusers_draws(pipes: dict[str, ImagePipeline]):
     """With negative prompts, and without guidance."""
-    golden, pipe = np.load(GOLDENS / "pipeline-sd3" / "golden.npz"), pipes["pipeline-sd3"]
+    golden, pipe = dict(np.load(GOLDENS / "pipeline-sd3" / "golden.npz")), pipes["pipeline-sd3"]
     how = {"steps": 3, "size": SIZE, "latents": golden["latents"], "output": "float"}
     images = pipe.images(PROMPTS, negative=["snow", "a fox"], guidance=4.0, **how)
     assert np.abs(images - golden["out_images"]).max() < TOLERANCE
@@ -53,7 +53,7 @@ def test_sd3_draws_what_diffusers_draws(pipes: dict[str, ImagePipeline]):
 
 def test_flux2_draws_what_diffusers_draws(pipes: dict[str, ImagePipeline]):
     """With guidance and without."""
-    golden, pipe = np.load(GOLDENS / "pipeline-flux2" / "golden.npz"), pipes["pipeline-flux2"]
+    golden, pipe = dict(np.load(GOLDENS / "pipeline-flux2" / "golden.npz")), pipes["pipeline-flux2"]
     how = {"steps": 3, "size": SIZE, "latents": golden["latents"], "output": "float"}
     assert np.abs(pipe.images(PROMPTS, guidance=4.0, **how) - golden["out_images"]).max() < TOLERANCE
     assert np.abs(pipe.images(PROMPTS, guidance=1.0, **how) - golden["out_plain"]).max() < TOLERANCE
@@ -61,7 +61,7 @@ def test_flux2_draws_what_diffusers_draws(pipes: dict[str, ImagePipeline]):
 
 def test_flux2_dev_draws_what_diffusers_draws(pipes: dict[str, ImagePipeline]):
     """Its encoder is the text model of one that sees, with a message before the prompt and padding before both."""
-    golden, pipe = np.load(GOLDENS / "pipeline-flux2-dev" / "golden.npz"), pipes["pipeline-flux2-dev"]
+    golden, pipe = dict(np.load(GOLDENS / "pipeline-flux2-dev" / "golden.npz")), pipes["pipeline-flux2-dev"]
     how = {"steps": 3, "size": SIZE, "latents": golden["latents"], "output": "float"}
     assert np.abs(pipe.images(PROMPTS, guidance=4.0, **how) - golden["out_images"]).max() < TOLERANCE
     with pytest.raises(BadInput, match="negative"):
@@ -70,7 +70,7 @@ def test_flux2_dev_draws_what_diffusers_draws(pipes: dict[str, ImagePipeline]):
 
 def test_z_image_draws_what_diffusers_draws(pipes: dict[str, ImagePipeline]):
     """With negative prompts and without guidance. diffusers adds the scale of guidance to 1."""
-    golden, pipe = np.load(GOLDENS / "pipeline-z-image" / "golden.npz"), pipes["pipeline-z-image"]
+    golden, pipe = dict(np.load(GOLDENS / "pipeline-z-image" / "golden.npz")), pipes["pipeline-z-image"]
     how = {"steps": 2, "size": SIZE, "latents": golden["latents"], "output": "float"}
     images = pipe.images(PROMPTS, negative=["snow", "a fox"], guidance=1 + 3.0, **how)
     assert np.abs(images - golden["out_images"]).max() < TOLERANCE
@@ -79,7 +79,7 @@ def test_z_image_draws_what_diffusers_draws(pipes: dict[str, ImagePipeline]):
 
 def test_wan_draws_what_diffusers_draws(pipes: dict[str, ImagePipeline]):
     """Videos of five frames by UniPC, with negative prompts and without guidance. An image is a video of one frame."""
-    golden, pipe = np.load(GOLDENS / "pipeline-wan" / "golden.npz"), pipes["pipeline-wan"]
+    golden, pipe = dict(np.load(GOLDENS / "pipeline-wan" / "golden.npz")), pipes["pipeline-wan"]
     how = {"steps": 3, "size": (32, 16), "output": "float"}
     videos = pipe.images(PROMPTS, negative=["snow", "a fox"], guidance=4.0, frames=5, latents=golden["latents"], **how)
     assert videos.shape == (2, 5, 32, 16, 3)
@@ -94,7 +94,7 @@ def test_wan_draws_what_diffusers_draws(pipes: dict[str, ImagePipeline]):
 @pytest.mark.parametrize("name", ["pipeline-sd", "pipeline-sdxl"])
 def test_stable_diffusion_draws_what_diffusers_draws(name: str, pipes: dict[str, ImagePipeline]):
     """By PNDM with negative prompts; by Euler, where XL leads away from zeros without them."""
-    golden, pipe = np.load(GOLDENS / name / "golden.npz"), pipes[name]
+    golden, pipe = dict(np.load(GOLDENS / name / "golden.npz")), pipes[name]
     how = {"steps": 3, "size": SIZE, "latents": golden["latents"], "output": "float"}
     images = pipe.images(PROMPTS, negative=["snow", "a fox"] if name == "pipeline-sd" else None, guidance=4.0, **how)
     assert np.abs(images - golden["out_images"]).max() < TOLERANCE
@@ -104,7 +104,7 @@ def test_stable_diffusion_draws_what_diffusers_draws(name: str, pipes: dict[str,
 @pytest.mark.parametrize("name", ["pipeline-flux", "pipeline-sd"])
 def test_adapters_of_diffusers_and_kohya_are_merged(name: str, folders: dict[str, Path], tmp_path: Path):
     """What diffusers draws with the same file: on fused and plain weights, with alphas of the metadata and of tensors."""
-    golden, file = np.load(GOLDENS / name / "golden.npz"), GOLDENS / name / "lora.safetensors"
+    golden, file = dict(np.load(GOLDENS / name / "golden.npz")), GOLDENS / name / "lora.safetensors"
     more = {"guidance": 3.5} if name == "pipeline-flux" else {"guidance": 4.0, "negative": ["snow", "a fox"]}
     pipe = argosy.load(folders[name], adapter=file)
     images = pipe.images(PROMPTS, steps=3, size=SIZE, latents=golden["latents"], output="float", **more)

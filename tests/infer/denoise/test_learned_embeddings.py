@@ -31,7 +31,7 @@ def pipe(folder):
 
 
 def test_it_draws_what_diffusers_draws(folder, pipe):
-    golden = np.load(GOLDEN / "golden.npz")
+    golden = dict(np.load(GOLDEN / "golden.npz"))
     how = {"steps": 3, "guidance": 4.0, "size": (48, 32), "latents": golden["latents"], "output": "float"}
     learned = pipe.images(PROMPTS, **how)
     assert np.abs(learned - golden["out_learned"]).max() < TOLERANCE
@@ -44,7 +44,7 @@ def xl(tmp_path_factory) -> Path:
 
 
 def test_both_encoders_of_xl_read_their_rows(xl, tmp_path):
-    golden, file = np.load(XL / "golden.npz"), XL / "learned_embeds.safetensors"
+    golden, file = dict(np.load(XL / "golden.npz")), XL / "learned_embeds.safetensors"
     how = {"steps": 3, "guidance": 4.0, "size": (48, 32), "latents": golden["latents"], "output": "float"}
     learned = argosy.load(xl, embeddings=file).images(PROMPTS, **how)
     assert np.abs(learned - golden["out_learned"]).max() < TOLERANCE

@@ -40,7 +40,7 @@ def flux(tmp_path_factory: pytest.TempPathFactory) -> ImagePipeline:
 
 
 def test_flux_reuses_what_diffusers_reuses(flux: ImagePipeline):
-    golden, reports = np.load(GOLDEN / "golden.npz"), list[CacheReport]()
+    golden, reports = dict(np.load(GOLDEN / "golden.npz")), list[CacheReport]()
     how: dict[str, Any] = {"steps": 8, "guidance": 3.5, "size": (48, 32), "latents": golden["latents"][:1], "output": "float"}
     image = flux.images("a red fox in the snow", **how, step_cache=THRESHOLD, compare=True, report=reports.append)
     assert np.abs(image - golden["out_cached"]).max() < 5e-5
@@ -53,7 +53,7 @@ def test_flux_reuses_what_diffusers_reuses(flux: ImagePipeline):
 
 
 def test_flux_decides_as_diffusers_step_by_step(flux: ImagePipeline):
-    golden = np.load(GOLDEN / "golden.npz")
+    golden = dict(np.load(GOLDEN / "golden.npz"))
     plan, (conditions, null) = flux.plan(flux.sampler, 8, (48, 32)), flux.conditions(["a red fox in the snow"], [None], 3.5)
     noise, scale = golden["latents"][:1].transpose(0, 2, 3, 1), np.full(1, 3.5, np.float32)
     run = flux.sampling(Drawing(plan, [(0, 0)], scale, conditions, null, noise.shape[1:], noise=noise, cache_threshold=THRESHOLD))

@@ -8,6 +8,6 @@ from argosy.models.blocks.controlnets.unet import ControlledUNet
 from argosy.models.diffusion.unet import UNetConfig
 
 
-def controlled(denoiser: Any, controlnets: Sequence[Any]) -> Any:
+def with_controlnets(denoiser: Any, controlnets: Sequence[Any]) -> Any:
     """A module that is called like the denoiser, and reads control images (`Conditions.control`)."""
     return (ControlledUNet if isinstance(denoiser.config, UNetConfig) else ControlledMMDiT)(denoiser, controlnets)

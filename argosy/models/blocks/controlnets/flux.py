@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from argosy.models.blocks.controlnets.mmdit import control_patch, residual_of
+from argosy.models.blocks.controlnets.mmdit import control_patch, zero_projection
 from argosy.models.blocks.flux import DoubleBlock, FluxLayers, SingleBlock
 from argosy.models.blocks.mmdit import LEGEND, JointCondition
 from argosy.models.diffusion.base import Conditions
@@ -17,11 +17,11 @@ from argosy.models.settings import Reach
 
 
 class ControlDoubleBlock(DoubleBlock):
-    """A layer with weights for image and text, which tells what it gives for the image."""
+    """A layer with weights for image and text that also gives the residual of the image."""
 
     def __init__(self, config: Any):
         super().__init__(config)
-        self.control = residual_of(config.dims)
+        self.control = zero_projection(config.dims)
 
     def __call__(self, x: dict[str, Array], each: Reach, cache: Any, attend: Attend, condition: JointCondition) -> Any:
         x, cache, outputs = super().__call__(x, each, cache, attend, condition)
@@ -29,11 +29,11 @@ class ControlDoubleBlock(DoubleBlock):
 
 
 class ControlSingleBlock(SingleBlock):
-    """A layer over text and image as one, which tells what it gives for both."""
+    """A layer over text and image as one that also gives the residual of both."""
 
     def __init__(self, config: Any):
         super().__init__(config)
-        self.control = residual_of(config.dims)
+        self.control = zero_projection(config.dims)
 
     def __call__(self, x: Float[Array, "B T D"], each: Reach, cache: Any, attend: Attend, condition: JointCondition) -> Any:
         x, cache, outputs = super().__call__(x, each, cache, attend, condition)

@@ -14,8 +14,8 @@ from argosy.models.diffusion.base import Conditions
 from argosy.models.parts.einsum import Einsum
 
 
-def residual_of(dims: dict[str, int]) -> Einsum:
-    """What is added to the steered model, of tokens after a layer; nothing before training."""
+def zero_projection(dims: dict[str, int]) -> Einsum:
+    """A linear layer that begins at zero: tokens after a layer to what the steered model adds there."""
     return Einsum("BTD,DR->BTR", dims, bias=True, scale=0.0, legend=LEGEND)
 
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from argosy.models.blocks.controlnets.mmdit import control_patch, residual_of
+from argosy.models.blocks.controlnets.mmdit import control_patch, zero_projection
 from argosy.models.blocks.mmdit import LEGEND, JointCondition, JointStream, VectorEmbedder, joint_attention
 from argosy.models.blocks.sd3 import SD3Block, SD3Layers
 from argosy.models.diffusion.base import Conditions
@@ -20,11 +20,11 @@ from argosy.models.settings import Reach
 
 
 class ControlBlock(SD3Block):
-    """A layer of image and text, which tells what it gives for the image."""
+    """A layer of image and text that also gives the residual of the image."""
 
     def __init__(self, config: Any, kind: str):
         super().__init__(config, kind)
-        self.control = residual_of(config.dims)
+        self.control = zero_projection(config.dims)
 
     def __call__(self, x: dict[str, Array], each: Reach, cache: Any, attend: Attend, condition: JointCondition) -> Any:
         x, cache, outputs = super().__call__(x, each, cache, attend, condition)
@@ -36,7 +36,7 @@ class ImageControlBlock(nnx.Module):
 
     def __init__(self, config: Any):
         self.image = JointStream(config.dims, 6, norms=config.normalizes)
-        self.control = residual_of(config.dims)
+        self.control = zero_projection(config.dims)
 
     def holds(self, each: Reach) -> Spec:
         return Spec()
@@ -88,7 +88,7 @@ class SD3ControlNet(SD3Layers):
         streams = {"image": x + self.control_patch(patchify(control.astype(self.dtype), config.patch))}
         streams |= {} if self.text_embed is None else {"text": self.text_embed(conditions.text.astype(self.dtype))}
         pooled = jnp.zeros_like(conditions.pooled) if config.zero_pooled else conditions.pooled
-        streams, step = self.begun(streams, timestep, pooled, latents.shape[1:3])
+        streams, step = self.embed_conditions(streams, timestep, pooled, latents.shape[1:3])
         _, _, outputs = self.layers(streams, None, step.attend, step.condition)
         residuals: list[Any] = [None] * config.layers
         for kind, indexes in self.layers.indexes().items():

@@ -1,6 +1,7 @@
 """Seam 2: how queries meet keys (attention), and how a state is carried along (recurrence).
 
-A layer declares what it caches, `holds() -> Spec`, and the caller allocates it (`contiguous`, `paged`). Then the layer calls
+A layer declares what it caches, `holds() -> Spec`, and the caller allocates it (`contiguous`, `empty_pools`). Then the layer
+calls
 
     y, cache = attend(q, entries, cache, read, score)       attention
     y, cache = attend.recur(step, inputs, cache)         recurrence: step(inputs, carry) -> y, state
@@ -18,7 +19,6 @@ split over devices and pipelines without knowing the strategy. A model has no se
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from inspect import getattr_static
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -41,6 +41,7 @@ from argosy.models.parts.attention.cache import (
     row_states,
     with_tokens,
 )
+from argosy.models.parts.attention.protocol import StaticProtocol
 from argosy.models.parts.attention.recurrence import Carry, Recurrence, RowRecurrence
 from argosy.models.parts.attention.segments import row_places, segment_positions, segment_starts, window_segments
 from argosy.ops.attention import Score, See, attention
@@ -120,22 +121,8 @@ class Heads:
 HEADS = Heads()
 
 
-_Interface: Any = type(Protocol)
-
-
-class _LookedUp(_Interface):
-    """Whether an object has an interface's attributes is looked up, as from Python 3.12 on. Python 3.11 asks the object for each of
-    them, and `positions` then traces operations wherever tests check an argument."""
-
-    def __instancecheck__(self, instance: object) -> bool:
-        own = [base for base in self.__mro__ if isinstance(base, _LookedUp)]
-        names = {name for base in own for name in vars(base) if name == "__call__" or not name.startswith("_")}
-        missing = object()
-        return all(getattr_static(instance, name, missing) is not missing for name in names)
-
-
 @runtime_checkable
-class Attend(Protocol, metaclass=_LookedUp):
+class Attend(Protocol, metaclass=StaticProtocol):
     """The interface of every strategy."""
 
     @property
@@ -410,7 +397,7 @@ class Paged(RowRecurrence):
         return self.t < self.new[:, None]
 
     def __call__(self, q: Array, entries: Cache, cache: Cache | None, read: Read = HEADS, *, score: Score) -> Any:
-        assert cache is not None, "Paged writes to a pool: allocate one with `paged`"
+        assert cache is not None, "Paged writes to a pool: allocate one with `empty_pools`"
         at = self.positions
         if is_ring(cache, entries):
             rings = {n: jnp.take(cache[RING + n], self.slots, axis=0, mode="clip") for n in entries}

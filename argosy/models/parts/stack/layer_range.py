@@ -6,6 +6,7 @@ a copy of nearly all weights.
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from jax.lax import dynamic_index_in_dim
 
 from argosy.models.parts.attention.attend import Attend
 from argosy.models.parts.stack import LayerGroup, Stack, Streams, constrain_streams, group_parts, run_block
+from argosy.models.parts.stack.remat import on_picked_weights
 from argosy.models.parts.weight import split
 
 # Changes the streams after a layer with this number, which is traced where layers are scanned.
@@ -59,7 +61,8 @@ def _run_group_range(
 
     def body(x: Streams, repeat: Any) -> tuple[Streams, None]:
         for j in range(period):
-            x = run_layer(x, repeat, j)
+            # The backward pass picks the weights again: it would keep a copy of every layer's.
+            x = on_picked_weights(partial(run_layer, j=j), stack.run.remat)(x, repeat)
         return x, None
 
     repeats = range(-(-first // period), last // period)

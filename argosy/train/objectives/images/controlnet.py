@@ -5,6 +5,9 @@
 Zhang et al. 2023 (arXiv:2302.05543), as diffusers' train_controlnet.py, train_controlnet_flux.py and train_controlnet_sd3.py. The
 trained model is the ControlNet, and the denoiser is frozen beside it. `objective.label_dropout` replaces captions by the empty one:
 half of them in the paper, so that the ControlNet reads what is to be drawn from the control image.
+
+For Stable Diffusion 3 a new one reads pooled texts and shifted latents, as the denoiser does. diffusers' script zeroes the texts and
+does not shift the latents, which is `model.zero_pooled=true`.
 """
 
 from collections.abc import Mapping
@@ -45,9 +48,9 @@ class ControlNetDiffusion(Diffusion):
         return {**super().reads(), "control": BatchField("B y x k", np.float32, "row")}
 
     def __call__(self, models: "Models", batch: "dict[str, Array]", key: Any) -> "Loss":
-        from argosy.models.blocks.controlnets.controlled import controlled
+        from argosy.models.blocks.controlnets.controlled import with_controlnets
 
-        return super().__call__({"model": controlled(models[STEERED], [models["model"]])}, batch, key)
+        return super().__call__({"model": with_controlnets(models[STEERED], [models["model"]])}, batch, key)
 
     def conditions_of(self, config: Any, batch: "dict[str, Array]", key: Any) -> "Conditions":
         return super().conditions_of(config, batch, key)._replace(control=(batch["control"],))

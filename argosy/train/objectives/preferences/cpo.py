@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from argosy.train.objectives.loss import Loss, Models
     from argosy.train.objectives.preferences.sequences import SequenceLogps
 
+
 class CPO(PairObjective):
     """Contrastive preference optimization (arXiv:2401.08417)."""
 

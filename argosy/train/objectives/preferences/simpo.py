@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from argosy.train.objectives.loss import Loss, Models
     from argosy.train.objectives.preferences.sequences import SequenceLogps
 
+
 class SimPO(PairObjective):
     """Simple preference optimization without a reference (arXiv:2405.14734)."""
 

@@ -171,7 +171,7 @@ def group_of(size: Any, columns: int, where: str) -> int:
     """How many columns share a scale, from `group_size`; -1 and None: all.
 
     Raises:
-        BadInput: no such number, or it does not divide the columns.
+        BadInput: it is not a positive whole number, or does not divide the columns.
     """
     if size is None or size == -1:
         return columns
