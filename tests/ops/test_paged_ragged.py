@@ -104,8 +104,8 @@ def test_a_step_of_the_engine_compiles_for_a_tpu(name, tensor, window, monkeypat
 
     with scope(mesh):
         forward = OneProgram(model)
-        sizes = {"longest": 2048, "slack": 2048, "windows": windows}
-        caches = jax.eval_shape(lambda: empty_pools(forward.specs, 8, 1024, 16, jnp.bfloat16, **sizes))
+        spans = {"longest": 2048, "slack": 2048, "windows": windows}
+        caches = jax.eval_shape(lambda: empty_pools(forward.specs, 8, 1024, 16, jnp.bfloat16, **spans))
         assert {key for cache in caches.values() for key in cache} == {"kv", *["window.kv" for _ in windows]}
         weights = {a: there(s.shape, jnp.bfloat16, places[a].spec) for a, s in abstract(model).items()}
         pools = jax.tree.map(lambda a, spec: there(a.shape, a.dtype, spec), caches, layouts(forward.specs, caches))

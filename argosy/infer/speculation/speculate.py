@@ -149,7 +149,7 @@ class Speculation:
         return self.run(f"restoring {count} states", self._restored, ("restored", count), caches, copies, *rows)
 
     def landed(self, scheduler: Scheduler, step: StepBatch, verified: VerifiedTokens) -> list[tuple[ScheduledRequest, tuple[int, int]]]:
-        """Each token that counts: its request, and its place in the arrays of `found.sampled`."""
+        """Each token that counts: its request, and its place in the arrays of `verified.sampled`."""
         counts, rejected = np.asarray(verified.counts).tolist(), np.asarray(verified.rejected).tolist()
         assert step.drafts is not None
         proposed = (step.drafts >= 0).sum(0).tolist()
