@@ -93,7 +93,9 @@ def test_rotations_are_the_same_in_scanned_layers(name):
         with pytest.raises(ValueError, match="rotations are built for models that predict tokens"):
             type(config).model_validate(config.model_dump() | {"rotations": ("ffn",)})
         return
-    config = config.model_copy(update={"rotations": ONLINE})
+    # Attention of these families is latent or gated, and has no heads and keys to rotate.
+    rotations = ("ffn",) if name.partition("-")[0] in ("deepseek", "qwen3_next") else ONLINE
+    config = config.model_copy(update={"rotations": rotations})
     tokens = tokens_of(config)
     assert relative(forward(built(config, Scan()), tokens), forward(built(config, Unroll()), tokens)) < 2e-5
 

@@ -611,7 +611,8 @@ def test_adapters_on_two_devices_are_split_as_their_weights_and_stay_so(
     monkeypatch: pytest.MonkeyPatch, plain: Any, three: Any, compilations: list[str]
 ):
     monkeypatch.setattr(prompts_module, "PASS", 16)
-    small = {"slots": 2, "page": 8, "context": 32, "budget": 64, "budget_decoding": 32}
+    # Without reuse: a prompt that is known already takes another program.
+    small = {"slots": 2, "page": 8, "context": 32, "budget": 64, "budget_decoding": 32, "reuse": False}
     settings = EngineSettings(**small, lora={"enabled": True, "adapters": 2, "rank": 4})
     engine = Engine(on_two_devices(module_of("llama", "plain", Scan())), settings)
     # Of one length, so that no step has one row: that would be four further programs.
