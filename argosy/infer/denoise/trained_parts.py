@@ -11,7 +11,7 @@ from argosy.infer.denoise.folder import CONTROLNET, DENOISERS, INDEX, KINDS, SCH
 from argosy.infer.denoise.hub import sampler_of
 from argosy.infer.denoise.learned import learned_layer
 from argosy.models import FAMILIES
-from argosy.models.diffusion.controlnets.kinds import STEERED, controlnet_kind
+from argosy.models.diffusion.controlnets.kinds import STEERED_MODELS, controlnet_kind
 from argosy.models.diffusion.noise import EDMNoise, FlowNoise
 from argosy.models.diffusion.unet import UNetConfig
 from argosy.weights.hub.config import read_json_object
@@ -103,7 +103,7 @@ def denoiser_layers(folder: str | Path, objective_name: str = "") -> dict[str, A
             denoiser = open_denoiser(path)[2]
             if (kind := controlnet_kind(denoiser)) is None:
                 problem = f"{trained} of {index['_class_name']} is not built"
-                raise BadInput(problem, where=str(path), hint=f"those of {STEERED} are")
+                raise BadInput(problem, where=str(path), hint=f"those of {STEERED_MODELS} are")
             controlnet = kind.of_denoiser(denoiser)
             model = {"family": Choice(FAMILIES, tag="family").name_of(controlnet)} | dump(controlnet)
     else:

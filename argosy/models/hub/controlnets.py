@@ -1,4 +1,5 @@
-"""ControlNets in diffusers' format (`models.diffusion.controlnets` has the equations). Those of UNets name tensors as their layers."""
+"""ControlNets in diffusers' format (`models.diffusion.controlnets` has the equations). ControlNets of UNets name tensors
+as their layers."""
 
 from typing import Any, ClassVar
 

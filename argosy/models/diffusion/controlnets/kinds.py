@@ -8,7 +8,7 @@ from argosy.models.diffusion.controlnets.sd3 import SD3ControlNetConfig
 from argosy.models.diffusion.controlnets.unet import ControlNetConfig
 
 CONTROLNETS: tuple[type[ControlNetSettings], ...] = (ControlNetConfig, FluxControlNetConfig, SD3ControlNetConfig)
-STEERED = "UNets of Stable Diffusion 1, 2 and XL, Flux.1, and Stable Diffusion 3 and 3.5"
+STEERED_MODELS = "UNets of Stable Diffusion 1, 2 and XL, Flux.1, and Stable Diffusion 3 and 3.5"
 
 
 def controlnet_kind(denoiser: Any) -> type[ControlNetSettings] | None:

@@ -4,9 +4,9 @@
     r_i = Z_i (image after layer i)
     the model of L layers adds r_(i R / L) after layer i, R the number of r, but none after its last layer
 
-E and Z begin at zero: before training, the model draws what it drew. Those of InstantX read no pooled text. Those of Stability AI for
-3.5 large read no text, and the tokens that the model itself makes of latents. As diffusers' SD3ControlNetModel; ControlNets of
-inpainting are not built. Zhang et al. 2023 (arXiv:2302.05543).
+E and Z begin at zero: before training, the model draws what it drew. ControlNets of InstantX read no pooled text. ControlNets of
+Stability AI for 3.5 large read no text, and take the tokens that the model itself makes of latents. As diffusers' SD3ControlNetModel;
+ControlNets of inpainting are not built. Zhang et al. 2023 (arXiv:2302.05543).
 
 R width of what it gives; the others are those of the model (`models.diffusion.sd3`).
 """

@@ -341,7 +341,7 @@ def nobodys(index: Int[Array, "*B"], size: int) -> Int[Array, "*B"]:
 def with_tokens(
     cache: Cache, rows: Int[Array, "B"], entries: Cache, at: Int[Array, "B T"], live: Bool[Array, "B T"]
 ) -> Cache:
-    """The rings after these tokens are written. Of a chunk that is longer than the ring, only the end that fits is written."""
+    """The rings after these tokens are written. A chunk that is longer than the ring leaves only its end there."""
     out = dict(cache)
     for name, new in entries.items():
         ring = cache[RING + name]
