@@ -22,7 +22,7 @@ from argosy.run.code_files import named_code
 from argosy.run.distillation.address import is_endpoint
 
 # Settings that name a file or a folder of any model.
-MODELS = ("init.weights", "init.state", "objective.teacher")
+MODELS = ("init.weights", "init.state", "objective.teacher", "objective.perceptual.net", "objective.perceptual.linear")
 # File systems of one machine, as /proc/mounts names them.
 LOCAL = frozenset(("tmpfs", "ramfs", "overlay", "ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "apfs", "hfs"))
 

@@ -23,6 +23,7 @@ FAMILIES.add("autoencoder_kl", "argosy.models.autoencoders.autoencoder_kl:Autoen
 FAMILIES.add("autoencoder_kl_flux2", "argosy.models.autoencoders.autoencoder_kl_flux2:AutoencoderKLFlux2Config")
 FAMILIES.add("autoencoder_kl_wan", "argosy.models.autoencoders.autoencoder_kl_wan:AutoencoderKLWanConfig")
 FAMILIES.add("autoencoder_tiny", "argosy.models.autoencoders.autoencoder_tiny:AutoencoderTinyConfig")
+FAMILIES.add("vgg", "argosy.models.vgg:VGGConfig")
 FAMILIES.add("flux", "argosy.models.diffusion.flux:FluxConfig")
 FAMILIES.add("flux2", "argosy.models.diffusion.flux2:Flux2Config")
 FAMILIES.add("sd3", "argosy.models.diffusion.sd3:SD3Config")

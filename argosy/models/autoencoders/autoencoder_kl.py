@@ -52,6 +52,11 @@ class AutoencoderKLConfig(AutoencoderKLHub, AutoencoderConfig):
     def factor(self) -> int:
         return 2 ** (len(self.widths) - 1)
 
+    @property
+    def smallest_side(self) -> int:
+        """The fewest pixels of a side with which every map of the encoder has a position."""
+        return 2 ** (len(self.widths) - 1)
+
     @cached_property
     def _sites(self) -> tuple[LayerSite, ...]:
         last, z = len(self.widths) - 1, self.latent_channels

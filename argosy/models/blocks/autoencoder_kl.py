@@ -40,13 +40,19 @@ class AutoencoderKL(nnx.Module):
     def encode(self, images: Float[Array, "B H W 3"]) -> Moments:
         """The moments of latents."""
         of: Any = self
-        x = of.encoder.conv_in(images.astype(self.dtype))
-        for i in range(len(self.config.widths)):
-            x = self._level(of.encoder.down_blocks[i], x, self.config.layers)
-        x = self._ends(of.encoder, self._middle(of.encoder.mid_block, x))
+        x = self._ends(of.encoder, self._middle(of.encoder.mid_block, self.maps(images)[-1]))
         x = of.quant_conv(x) if self.config.moments_conv else x
         mean, log_variance = jnp.split(x.astype(sums_in(x.dtype)), 2, -1)
         return Moments(mean, jnp.clip(log_variance, *LOG_VARIANCE))
+
+    def maps(self, images: Float[Array, "B H W 3"]) -> list[Float[Array, "B h w K"]]:
+        """The encoder's features after each level."""
+        of: Any = self
+        x, maps = of.encoder.conv_in(images.astype(self.dtype)), []
+        for i in range(len(self.config.widths)):
+            x = self._level(of.encoder.down_blocks[i], x, self.config.layers)
+            maps.append(x)
+        return maps
 
     def decode(self, latents: Float[Array, "B h w C"]) -> Float[Array, "B H W 3"]:
         """Images in -1..1, or a little beyond; float32 at least."""

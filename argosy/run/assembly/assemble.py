@@ -15,11 +15,13 @@ from argosy.run.assembly.model import ModelParts, build_model
 from argosy.run.assembly.products import products_of
 from argosy.run.assembly.state import StateParts, build_state
 from argosy.run.frozen import reference
+from argosy.run.frozen.perceptual_net import PerceptualNet
 from argosy.run.frozen.role import Role
 from argosy.run.memory import estimated_need
 from argosy.run.settings.combinations import Situation, violations
 from argosy.run.settings.run import Run
 from argosy.train.beside import CRITIC
+from argosy.train.objectives.images.perceptual import PERCEPTUAL
 
 
 def assemble(
@@ -61,6 +63,8 @@ def assemble(
         data = sampled_data(run, decided, mesh, tokenizer)
     steps = scheduled_steps(run.steps, data.batches)
     model = build_model(run, decided, mesh, tokenizer, steps)
+    if isinstance(net := model.parts.get(PERCEPTUAL), PerceptualNet):
+        net.check_sizes(data.batches)
     state = build_state(run, decided, mesh, model.model, steps)
     roles = model.roles | _reference(run, model, state)
     if reads:

@@ -29,6 +29,7 @@ from argosy.run.assembly.products import ProductChoice
 from argosy.run.assembly.winners import winners_of
 from argosy.run.distillation.served import ServedTeacher
 from argosy.run.distillation.teacher import Teacher
+from argosy.run.frozen.perceptual_net import PerceptualNet
 from argosy.run.frozen.pipeline_parts import FrozenPart
 from argosy.run.frozen.role import Role
 from argosy.run.memory import batch_shapes
@@ -104,7 +105,7 @@ class Assembly:
     target: the devices that it is built for.
     frozen: weights of the frozen models by role, once they are read.
     teacher: in distillation, the model to learn from.
-    parts: frozen models of the diffusers folder that what is trained belongs to, by role; empty without any.
+    parts: frozen models of the diffusers folder that what is trained belongs to, and the net of a perceptual term, by role.
     rollouts: the parts of sampling, if batches are sampled from the run's own model.
     prompts: what a denoiser that reads captions is asked to draw during training.
     """
@@ -127,7 +128,7 @@ class Assembly:
     roles: dict[str, Role]
     target: Target
     teacher: Teacher | ServedTeacher | None = None
-    parts: dict[str, FrozenPart] = field(default_factory=dict)
+    parts: dict[str, FrozenPart | PerceptualNet] = field(default_factory=dict)
     rollouts: "RolloutParts | None" = None
     prompts: "SamplePrompts | None" = None
     frozen: dict[str, Any] = field(default_factory=dict)

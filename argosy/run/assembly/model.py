@@ -25,6 +25,7 @@ from argosy.run.distillation.address import is_endpoint
 from argosy.run.distillation.served import ServedTeacher
 from argosy.run.distillation.teacher import ROLE as TEACHER
 from argosy.run.distillation.teacher import Teacher
+from argosy.run.frozen.perceptual_net import PerceptualNet
 from argosy.run.frozen.pipeline_parts import FrozenPart, frozen_parts
 from argosy.run.frozen.role import Role
 from argosy.run.settings.run import Run
@@ -40,7 +41,7 @@ class ModelParts:
     model: Any
     adapters: AdapterParts
     teacher: Teacher | ServedTeacher | None
-    parts: dict[str, FrozenPart]
+    parts: dict[str, FrozenPart | PerceptualNet]
     roles: dict[str, Role]
 
 

@@ -12,8 +12,10 @@ from argosy.infer.denoise.control import check_controlnet
 from argosy.infer.denoise.trained_parts import open_denoiser, open_unet
 from argosy.models.clip import ClipTextConfig
 from argosy.models.diffusion.learned_embeddings import LearnedEmbeddingsConfig
+from argosy.run.frozen.perceptual_net import PerceptualNet
 from argosy.run.frozen.stored import FrozenModel
 from argosy.train.objectives.images.controlnet import STEERED
+from argosy.train.objectives.images.perceptual import PERCEPTUAL
 from argosy.train.objectives.images.textual_inversion import UNET
 
 
@@ -46,12 +48,14 @@ class FrozenPart(FrozenModel):
         assembly.frozen[STEERED if self.steered else self.part] = self.read(stored)
 
 
-def frozen_parts(run: Any, decided: Any, mesh: Any) -> dict[str, FrozenPart]:
-    """The frozen models beside what a run trains, by their role; none unless the objective asks for them.
+def frozen_parts(run: Any, decided: Any, mesh: Any) -> "dict[str, FrozenPart | PerceptualNet]":
+    """The frozen models beside what a run of images trains, by their role; none unless the objective asks for them.
 
     Raises:
         BadInput, Damaged: there is none, or it is not the one of what is trained.
     """
+    if PERCEPTUAL in run.objective.roles:
+        return {PERCEPTUAL: PerceptualNet(run, decided, mesh)}
     folder = Path(str(run.encoders.pipeline))
     if STEERED in run.objective.roles:
         part, stored, config = open_denoiser(folder)

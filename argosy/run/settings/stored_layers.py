@@ -11,7 +11,7 @@ from argosy.core.settings import SettingsLayer
 from argosy.core.settings.words import SELF
 
 # Settings that name a model.
-HUB_KEYS = (("model", "preset"), ("init", "weights"), ("objective", "teacher"))
+HUB_KEYS = (("model", "preset"), ("init", "weights"), ("objective", "teacher"), ("objective", "perceptual", "net"))
 
 
 class StoredModel(SettingsLayer):
@@ -72,11 +72,17 @@ def is_model(name: str) -> bool:
 def with_commits(layer: SettingsLayer) -> SettingsLayer:
     """The layer with the commit in each name of a model of the Hub: the branch may move before the run resumes."""
     values = dict(layer.values)
-    for group, key in HUB_KEYS:
-        inner = values.get(group)
-        if isinstance(inner, dict) and is_hub(inner.get(key)):
-            values[group] = {**inner, key: pin_revision(inner[key], _say)}
+    for keys in HUB_KEYS:
+        values = _with_commit(values, keys)
     return replace(layer, values=values)
+
+
+def _with_commit(values: dict[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
+    first, *rest = keys
+    inner = values.get(first)
+    if rest:
+        return {**values, first: _with_commit(inner, tuple(rest))} if isinstance(inner, dict) else values
+    return {**values, first: pin_revision(inner, _say)} if is_hub(inner) else values
 
 
 def _say(text: str) -> None:

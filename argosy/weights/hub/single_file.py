@@ -1,5 +1,5 @@
 """Files as authors published them: Flux.1's denoiser, or the models of Stable Diffusion 1, 2 and XL in one file. They are read and
-written.
+written. torchvision's VGG is read.
 
     FILE.safetensors <-> {"transformer": ...}, or {"unet": ..., "vae": ..., "text_encoder": ..., "text_encoder_2": ...}
 
@@ -18,6 +18,7 @@ from argosy.core.keymap import KeyMap
 from argosy.models import FAMILIES
 from argosy.models.hub import single_file as names
 from argosy.weights.hub.reader import MappedTensors
+from argosy.weights.hub.vgg_files import open_vgg, vgg_names
 from argosy.weights.hub.writer import cast_weights
 from argosy.weights.model import OpenedModel
 
@@ -50,7 +51,7 @@ OTHERS = (
 
 
 def open_single_file(path: Path, warn: Callable[[str], None] = lambda _: None) -> OpenedModel:
-    """The denoiser of a file.
+    """The denoiser of a file, or the VGG (`vgg_files`).
 
     Args:
         warn: called with what else the file has.
@@ -59,6 +60,9 @@ def open_single_file(path: Path, warn: Callable[[str], None] = lambda _: None) -
         BadInput: the file is of no kind that is read, which names what it looks like, or its tensors do not fit that kind.
         Damaged: the file contradicts itself.
     """
+    file = SafeTensors.open(path)
+    if tensors := vgg_names(file):
+        return open_vgg(path, file, tensors)
     first, *others = single_file_parts(path).items()
     if others:
         warn(f"{path}: its denoiser alone is read, without {', '.join(name for name, _ in others)}")

@@ -1,19 +1,22 @@
 """Autoencoding: an image through few latents, and back.
 
-    loss = |x - decode(z)| + kl KL(q(z | x) || N(0, 1)) + spread (mean(z)^2 + (std(z) - 1)^2)       z ~ q(z | x)
+    loss = |x - y| + perceptual.weight d(x, y) + kl KL(q(z | x) || N(0, 1)) + spread (mean(z)^2 + (std(z) - 1)^2)
+    y = decode(z), z ~ q(z | x)
 
-Kingma and Welling 2013 (arXiv:1312.6114); the small weight of KL and the absolute error are those of Rombach et al. 2022
-(arXiv:2112.10752), whose perceptual and adversarial terms are left out. Their latents are scaled by a number that is measured after
-training; here `spread` holds mean and deviation of each channel, over the batch, at 0 and 1: denoisers read latents as they are.
+Kingma and Welling 2013 (arXiv:1312.6114); the small weight of KL, the absolute error and the perceptual distance d (`perceptual`) are
+those of Rombach et al. 2022 (arXiv:2112.10752), whose adversarial term is left out. Their latents are scaled by a number that is
+measured after training; here `spread` holds mean and deviation of each channel, over the batch, at 0 and 1: denoisers read latents as they are.
 Autoencoders without a distribution (TAESD) have no KL. The noise of an image follows from its number in the data and from the step;
 in an evaluation it is always the same.
 """
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from argosy.core.settings import Also, Settings
+from argosy.train.objectives.images.perceptual import PERCEPTUAL, Perceptual, perceptual_distance
 from argosy.train.objectives.objective import Needs, Objective
 
 if TYPE_CHECKING:
@@ -38,8 +41,14 @@ class Autoencode(Settings, Objective):
     spread: float = Field(0.01, ge=0)
     """Weight of the squared distance of each channel's mean from 0 and of its deviation from 1. 0: `model.scale` and `model.shift` say
     how denoisers read latents."""
+    perceptual: Perceptual = Perceptual()
+    """The distance of features, which keeps edges and textures sharp where the error of pixels alone blurs them."""
     conditions: ClassVar[frozenset[str]] = frozenset()
     condition: ClassVar[str] = "none"
+
+    @property
+    def roles(self) -> Mapping[str, str]:
+        return {} if self.perceptual.net is None else {PERCEPTUAL: "online"}
 
     def reads(self) -> "Fields":
         import numpy as np
@@ -75,9 +84,13 @@ class Autoencode(Settings, Objective):
         std = jnp.sqrt(jnp.sum((latents - mean) ** 2 * weight, (0, 1, 2)) / jnp.sum(weight) + 1e-12)
         apart = jnp.mean(mean**2 + (std - 1) ** 2)
         loss = error + self.kl * divergence + self.spread * apart
+        distance = perceptual_distance(models[PERCEPTUAL], decoded, images) if PERCEPTUAL in models else None
+        if distance is not None:
+            loss = loss + self.perceptual.weight * distance
         psnr = 20 * jnp.log10(RANGE) - 10 * jnp.log10(jnp.maximum(squared, 1e-12))
         rows = jnp.sum(there)
         metrics = {"psnr": psnr, "kl": divergence, "latent_std": jnp.broadcast_to(jnp.mean(std), there.shape)}
+        metrics |= {} if distance is None else {"perceptual": distance}
         return Loss(
             WeightedMean(jnp.sum(there * loss), rows),
             {name: WeightedMean(jnp.sum(there * value), rows) for name, value in metrics.items()},

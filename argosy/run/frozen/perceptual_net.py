@@ -1,0 +1,96 @@
+"""The frozen net of a perceptual term: whose features an autoencoder's images are compared by (`train.objectives.images.perceptual`)."""
+
+from pathlib import Path
+from typing import Any
+
+from argosy.checkpoint.base import ModelRole, check_exists, check_same_weights, describe_base
+from argosy.checkpoint.open import open_model
+from argosy.checkpoint.run_directory import RunDirectory
+from argosy.core.errors import BadInput
+from argosy.core.progress import Say
+from argosy.models.vgg import VGGConfig
+from argosy.run.frozen.stored import FrozenModel
+from argosy.train.objectives.images.perceptual import PERCEPTUAL
+from argosy.weights.hub.vgg_files import check_format, open_linear, with_linear
+from argosy.weights.model import OpenedModel
+
+WHERE = "objective.perceptual.net"
+# The files of a run that describe the net, and its linear layers where these are in a file of their own.
+NET, LINEAR = "perceptual.json", "perceptual_linear.json"
+BACK = "put it back, or start again with dir=NEW"
+
+
+class PerceptualNet(FrozenModel):
+    """The net of a run's perceptual term.
+
+    linear: the file of its linear layers; None: they are in the net's file, or it has none.
+    """
+
+    def __init__(self, run: Any, decided: Any, mesh: Any):
+        """Raises:
+        BadInput, Damaged: there is none, it gives no features, it reads other channels than the run's model, or its linear layers do
+            not fit.
+        """
+        self.settings = run.objective.perceptual
+        net = open_net(self.settings.net)
+        self.linear = None if self.settings.linear is None else _linear_of(self.settings.linear, net)
+        super().__init__(run, decided, mesh, net if self.linear is None else with_linear(net, self.linear))
+        # Gradients reach the decoder through it.
+        self.remat = run.execution.recompute
+        if run.model.channels not in (1, self.config.channels):
+            problem = f"{self.settings.net} reads images of {self.config.channels} channels, and model.channels = {run.model.channels}"
+            raise BadInput(problem, where=WHERE)
+
+    def check_sizes(self, batches: Any) -> None:
+        """Checks that images are large enough.
+
+        Args:
+            batches: of the run; their images may be of several sizes.
+
+        Raises:
+            BadInput: a side is so short that a map of features would have no position.
+        """
+        for sizes in getattr(batches, "buckets", ()) or (batches.sizes,):
+            if min(sizes["h"], sizes["w"]) < self.config.smallest_side:
+                problem = f"images of {sizes['w']}x{sizes['h']} pixels, which {self.settings.net} halves until nothing is left"
+                raise BadInput(problem, where=WHERE, hint=f"data.image.size={self.config.smallest_side} or more")
+
+    def settle(self, assembly: Any, directory: RunDirectory, say: Say) -> None:
+        """Reads the weights, before the run's first step.
+
+        Raises:
+            BadInput: the net or its linear layers are gone, or have changed since the run began.
+        """
+        _, net = self.same(self.settings.net, directory, say, "the net of this run's perceptual term", NET)
+        if self.linear is not None:
+            role = ModelRole("the linear layers of this run's perceptual term", BACK, BACK)
+            if (recorded := directory.teacher(LINEAR)) is None:
+                directory.write_teacher(describe_base(self.linear, self.settings.linear), LINEAR)
+            else:
+                check_exists(recorded, role)
+                check_same_weights(self.linear, recorded, role, thorough=True)
+            net = net if net is self.stored else with_linear(net, self.linear)
+        kind = "linear layers" if getattr(self.config, "linear", False) else "channels that weigh alike"
+        say(f"perceptual term: features of {self.settings.net}, {self.config.parameters():,} parameters, frozen, with {kind}")
+        assembly.frozen[PERCEPTUAL] = self.read(net)
+
+
+def open_net(path: str) -> OpenedModel:
+    """A net that gives features, without its weights.
+
+    Raises:
+        BadInput, Damaged: there is none, or it gives no features.
+    """
+    check_format(Path(path))
+    net = open_model(path)
+    if not hasattr(net.config, "smallest_side"):
+        hint = "torchvision's vgg16 as .safetensors, or an autoencoder (AutoencoderKL) as a folder or a run"
+        raise BadInput(f"{path} is a {type(net.config).__name__}, which gives no maps of features", where=WHERE, hint=hint)
+    return net
+
+
+def _linear_of(path: str, net: OpenedModel) -> OpenedModel:
+    if not isinstance(net.config, VGGConfig):
+        problem = f"linear layers of LPIPS are for VGG, and the net is a {type(net.config).__name__}"
+        raise BadInput(problem, where="objective.perceptual.linear", hint="leave it out: all channels then weigh alike")
+    return open_linear(path, net.config)
