@@ -1,10 +1,10 @@
 """VGG as a net of features: what its stages say of an image, after the last ReLU of each, as LPIPS compares them.
 
-    x = (image - m) / s        stage l: relu conv, a few times        maps: the last x of each stage, with half the side of the one before
+    x = (image - m) / s        stage l: relu conv, a few times        maps: the last x of each stage, then halved on each side
 
-Simonyan and Zisserman 2014 (arXiv:1409.1556), as torchvision's `vgg16` (and 11, 13, 19, without batch norms); its classifier is not
-read. m and s are those of LPIPS (Zhang et al. 2018, arXiv:1801.03924), for images in -1..1. A map has C channels and, where the net has
-linear layers, a weight for each. B batch, H height, W width.
+Simonyan and Zisserman 2014 (arXiv:1409.1556), as torchvision's `vgg16` (and 11, 13, 19, without batch norms); its classifier is
+not read. m and s are those of LPIPS (Zhang et al. 2018, arXiv:1801.03924), for images in -1..1. A net may have a weight for each
+channel of its maps: LPIPS's linear layers. B batch, H height, W width, C channels of an image, K of a map.
 """
 
 from collections.abc import Mapping
@@ -109,7 +109,8 @@ def vgg_settings(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
     Raises:
         BadInput: it has batch norms, or layers of another kind.
     """
-    convolutions = {int(name.split(".")[1]): shape for name, shape in shapes.items() if name.startswith("features.") and len(shape) == 4}
+    layers = {int(name.split(".")[1]): shape for name, shape in shapes.items() if name.startswith("features.")}
+    convolutions = {number: shapes[f"features.{number}.weight"] for number in layers if f"features.{number}.weight" in shapes}
     if any(name.endswith("running_mean") for name in shapes):
         raise BadInput("a VGG with batch norms is not built", hint="torchvision's vgg16, not vgg16_bn")
     stages: list[list[int]] = []

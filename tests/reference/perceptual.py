@@ -1,9 +1,9 @@
 """LPIPS by the `lpips` package 0.1.4 (Zhang et al. 2018; BSD-2), of random nets: `.reference/bin/python tests/reference/perceptual.py
 FOLDER`, where FOLDER/lpips is theirs (`pip download --no-deps lpips==0.1.4`, unpacked). Written to goldens/images/lpips-*.
 
-Its net comes from torchvision, whose wheels bring a CUDA of their own, so the list of layers of torchvision's vgg16 is built here; what is
-compared is the package's normalization, slices, distance and gradient. The package has fixed widths: those of the small net's linear
-layers are put in their place.
+Its net comes from torchvision, whose wheels bring a CUDA of their own, so the list of layers of torchvision's vgg16 is built here; what
+is compared is the package's normalization, slices, distance and gradient. The package has fixed widths: those of the small net's linear
+layers are put in their place. In float64: where the sign of a feature turns by rounding, gradients differ.
 """
 
 import json
@@ -67,12 +67,12 @@ def make(name: str, torchvision: types.ModuleType) -> None:
         wrong = net.load_state_dict({key: torch.from_numpy(w) for key, w in state.items()}, strict=False)
         assert not wrong.unexpected_keys
         assert set(wrong.missing_keys) == {"scaling_layer.shift", "scaling_layer.scale"}
-        net.eval()
-        x = torch.from_numpy(inputs["images"]).requires_grad_()
-        total, layers = net(x, torch.from_numpy(inputs["others"]), retPerLayer=True)
+        net.eval().double()
+        x = torch.from_numpy(inputs["images"]).double().requires_grad_()
+        total, layers = net(x, torch.from_numpy(inputs["others"]).double(), retPerLayer=True)
         total.sum().backward()
         end = "" if learned else "_baseline"
-        found |= {f"out_distance{end}": total.detach().numpy().ravel(), f"out_gradient{end}": x.grad.numpy()}
+        found |= {f"out_distance{end}": total.detach().numpy().ravel(), f"out_gradient{end}": x.grad.numpy().astype(np.float32)}
         found[f"out_layers{end}"] = np.stack([layer.detach().numpy().ravel() for layer in layers])
     for key, value in found.items():
         assert np.isfinite(value).all(), key

@@ -29,8 +29,7 @@ from argosy.weights.build import load_model, random_model
 from argosy.weights.hub.vgg_files import open_linear, with_linear
 
 GOLDENS = Path(__file__).parents[1] / "goldens" / "images"
-TOLERANCE = 1e-5  # of the largest number; 2e-7 was measured
-GRADIENT = 5e-5  # of the largest number; 2e-5 was measured, where features are nearly equal
+TOLERANCE = 1e-6  # of the largest number, in float64; gradients are stored in float32
 
 
 def tensors_of(name: str) -> dict[str, np.ndarray]:
@@ -69,13 +68,22 @@ def channels_last(a: np.ndarray) -> jnp.ndarray:
 
 
 def check_golden(net: Any, name: str, end: str) -> None:
+    """In float64: where the sign of a feature turns by rounding, gradients differ."""
     golden = np.load(GOLDENS / name / "golden.npz")
-    images, others = channels_last(golden["images"]), channels_last(golden["others"])
-    distances = jax.jit(lambda images: perceptual_distance(net, images, others))
-    assert relative(distances(images), golden[f"out_distance{end}"]) < TOLERANCE
-    gradient = jax.jit(jax.grad(lambda images: jnp.sum(perceptual_distance(net, images, others))))(images)
-    for i in range(len(images)):
-        assert relative(gradient[i], channels_last(golden[f"out_gradient{end}"])[i]) < GRADIENT
+    with jax.enable_x64(True):
+        put(net, {address: jnp.asarray(v.get_value(), jnp.float64) for address, v in variables(net).items()})
+        net.dtype = jnp.float64
+        images, others = (channels_last(golden[key].astype(np.float64)) for key in ("images", "others"))
+
+        def total(images: Any) -> Any:
+            distances = perceptual_distance(net, images, others)
+            return jnp.sum(distances), distances
+
+        gradient, distances = jax.jit(jax.grad(total, has_aux=True))(images)
+        assert distances.dtype == jnp.float64
+        assert relative(distances, golden[f"out_distance{end}"]) < TOLERANCE
+        for i in range(len(images)):
+            assert relative(gradient[i], np.moveaxis(golden[f"out_gradient{end}"], 1, -1)[i]) < TOLERANCE
 
 
 def test_it_is_lpips(files):
@@ -144,7 +152,7 @@ def test_the_loss_has_the_term_with_its_weight():
     for weight in (None, 1.0, 3.0):
         perceptual = Perceptual() if weight is None else Perceptual(net="net", weight=weight)
         objective = Autoencode(perceptual=perceptual)
-        models = {"model": model} | ({name: net for name in objective.roles})
+        models = {"model": model} | dict.fromkeys(objective.roles, net)
         losses.append(objective(models, batch, jax.random.key(0)))
     distance = losses[1].metrics["perceptual"].value()
     assert distance > 0.1
@@ -174,11 +182,12 @@ def data(tmp_path_factory) -> Path:
     return path
 
 
-SMALL = ["model.widths=[4,8]", "model.groups=2", "model.latent_channels=2", "data.batch=8", "log.every=1", "eval.batches=0", "mesh.data=8"]
+SMALL = ["model.widths=[4,8]", "model.groups=2", "model.latent_channels=2", "data.batch=8"]
+HOW = ["schedule=constant", "log.every=1", "eval.batches=0", "sample.every=null", "mesh.data=8"]
 
 
 def words(data: Path, folder: Path, *more: str) -> list[str]:
-    return ["vae", f"data.source={data}", f"dir={folder}", *SMALL, "schedule.warmup=0", "sample.every=null", *more]
+    return ["vae", f"data.source={data}", f"dir={folder}", *SMALL, *HOW, *more]
 
 
 def test_the_term_falls_and_what_is_compared_is_recorded(files, data, tmp_path):
@@ -216,7 +225,7 @@ def test_mistakes_are_named_before_anything_is_trained(files, data, tmp_path):
         (f"{net}={tmp_path / 'cut.safetensors'}", "features.0.bias"),
         (f"{net}={files / 'linear.safetensors'}", "is of no kind that is read"),
         (f"{vgg} {linear}={files / 'vgg16.safetensors'}", "has no linear layers of LPIPS"),
-        (f"{vgg} {linear}={tmp_path / 'wide.safetensors'}", "weighs 12, 14, 16, 18, 20 channels, and the net's maps have 6, 7, 8, 9, 10"),
+        (f"{vgg} {linear}={tmp_path / 'wide.safetensors'}", "12, 14, 16, 18, 20 channels, and the net's maps have 6, 7, 8, 9, 10"),
         (f"{vgg} {linear}={tmp_path / 'four.safetensors'}", "weighs 6, 7, 8, 9 channels"),
         (f"{vgg} model.channels=4 data.source={tmp_path / 'clear.npz'}", "reads images of 3 channels, and model.channels = 4"),
         (f"{linear}={files / 'linear.safetensors'}", "is set without net"),
@@ -229,7 +238,7 @@ def test_mistakes_are_named_before_anything_is_trained(files, data, tmp_path):
 def test_images_that_a_net_halves_to_nothing_are_refused(files, data, tmp_path):
     small = tmp_path / "small.npz"
     np.savez(small, images=np.load(data)["images"][:, :8, :12])
-    with pytest.raises(BadInput, match="images of 12x8 pixels, which .* halves until nothing is left"):
+    with pytest.raises(BadInput, match=r"images of 12x8 pixels, which .* halves until nothing is left"):
         argosy.fit(*words(small, tmp_path / "run", f"objective.perceptual.net={files / 'vgg16.safetensors'}"), view=Heard(), steps=1)
 
 
@@ -244,11 +253,10 @@ def test_it_resumes_bit_for_bit_and_beside_the_same_net_alone(files, data, tmp_p
     losses = [[line["loss"] for line in read(Store(tmp_path / name)) if "loss" in line] for name in ("halves", "whole")]
     assert losses[0] == losses[1]
     assert len(losses[0]) == 4
-    # One device, and half of the batch at a time, to rounding.
-    argosy.fit(*words(data, tmp_path / "one", *how, "mesh.data=1", "mesh.fsdp=1", "accumulate=2"), view=Heard(), steps=4)
-    one = [line["loss"] for line in read(Store(tmp_path / "one")) if "loss" in line]
-    # The spread of latents is that of each part of a batch.
-    np.testing.assert_allclose(one, losses[1], rtol=5e-3)
+    # Over other devices, to rounding.
+    argosy.fit(*words(data, tmp_path / "other", *how, "mesh.data=8", "mesh.fsdp=1"), view=Heard(), steps=4)
+    other = [line["loss"] for line in read(Store(tmp_path / "other")) if "loss" in line]
+    np.testing.assert_allclose(other, losses[1], rtol=1e-4)
     tensors = tensors_of("lpips-small")
     save_file({name: w + np.float32(1e-3) for name, w in tensors.items()}, net)
     with pytest.raises(UserError, match="other weights than the net of this run's perceptual term"):
@@ -262,7 +270,7 @@ def test_a_net_that_was_trained_here(data, tmp_path):
     term = f"objective.perceptual.net={tmp_path / 'first'}"
     argosy.fit(*words(data, tmp_path / "second", term, "precision=bfloat16"), view=Heard(), steps=4)
     assert all(np.isfinite(line["perceptual"]) for line in read(Store(tmp_path / "second")) if "perceptual" in line)
+    linear = tmp_path / "linear.safetensors"
+    save_file(part(tensors_of("lpips-small"), "lin"), linear)
     with pytest.raises(UserError, match="linear layers of LPIPS are for VGG"):
-        linear = tmp_path / "linear.safetensors"
-        save_file(part(tensors_of("lpips-small"), "lin"), linear)
         argosy.fit(*words(data, tmp_path / "third", term, f"objective.perceptual.linear={linear}"), view=Heard(), steps=1)

@@ -1,4 +1,4 @@
-"""The frozen net of a perceptual term: whose features an autoencoder's images are compared by (`train.objectives.images.perceptual`)."""
+"""The frozen net by whose features an autoencoder's images are compared (`train.objectives.images.perceptual`)."""
 
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ class PerceptualNet(FrozenModel):
             not fit.
         """
         self.settings = run.objective.perceptual
+        self.config: Any
         net = open_net(self.settings.net)
         self.linear = None if self.settings.linear is None else _linear_of(self.settings.linear, net)
         super().__init__(run, decided, mesh, net if self.linear is None else with_linear(net, self.linear))

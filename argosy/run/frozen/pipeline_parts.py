@@ -64,7 +64,7 @@ def frozen_parts(run: Any, decided: Any, mesh: Any) -> "dict[str, FrozenPart | P
     if UNET not in run.objective.roles:
         return {}
     stored, config = open_unet(folder)
-    parts = {UNET: FrozenPart(run, decided, mesh, stored, config, UNET, TEACHER)}
+    parts: dict[str, FrozenPart | PerceptualNet] = {UNET: FrozenPart(run, decided, mesh, stored, config, UNET, TEACHER)}
     if isinstance(run.model, LearnedEmbeddingsConfig):
         check_latents(run.model, config)
         for name, width in zip(run.model.encoders, run.model.widths, strict=True):

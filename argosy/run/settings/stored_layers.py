@@ -82,7 +82,7 @@ def _with_commit(values: dict[str, Any], keys: tuple[str, ...]) -> dict[str, Any
     inner = values.get(first)
     if rest:
         return {**values, first: _with_commit(inner, tuple(rest))} if isinstance(inner, dict) else values
-    return {**values, first: pin_revision(inner, _say)} if is_hub(inner) else values
+    return {**values, first: pin_revision(str(inner), _say)} if is_hub(inner) else values
 
 
 def _say(text: str) -> None:

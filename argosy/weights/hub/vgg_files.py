@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from argosy.core.errors import BadInput
 from argosy.core.formats import OverlaidTensors, TensorReader, TensorView
@@ -44,7 +45,7 @@ def open_vgg(path: Path, file: TensorReader, names: Mapping[str, str]) -> Opened
     """
     sources = {name: source for name, source in names.items() if name.startswith("features.")} | linear_names(file)
     try:
-        config = VGGConfig(**vgg_settings({name: file.shape(source) for name, source in sources.items()}))
+        config: Any = VGGConfig(**vgg_settings({name: file.shape(source) for name, source in sources.items()}))
     except BadInput as error:
         raise BadInput(error.what, where=str(path), hint=error.hint) from None
     weights = MappedTensors(KeyMap(*config.hub_rows()), TensorView(file, names=sources), str(path))
@@ -73,7 +74,7 @@ def open_linear(path: str | Path, net: VGGConfig) -> OpenedModel:
     if not names:
         problem = f"{path} has no linear layers of LPIPS: its tensors begin with {', '.join(sorted(file.names)[:3])}"
         raise BadInput(problem, hint="lin0.model.1.weight and so on, of the lpips package's weights for vgg")
-    config = net.model_copy(update={"linear": True})
+    config: Any = net.model_copy(update={"linear": True})
     expected = [(1, width, 1, 1) for width in config.widths]
     actual = {int(name[len("lin") :].split(".")[0]): file.shape(source) for name, source in names.items()}
     if [actual[i] for i in sorted(actual)] != expected or sorted(actual) != list(range(len(expected))):

@@ -5,9 +5,9 @@
 
 Kingma and Welling 2013 (arXiv:1312.6114); the small weight of KL, the absolute error and the perceptual distance d (`perceptual`) are
 those of Rombach et al. 2022 (arXiv:2112.10752), whose adversarial term is left out. Their latents are scaled by a number that is
-measured after training; here `spread` holds mean and deviation of each channel, over the batch, at 0 and 1: denoisers read latents as they are.
-Autoencoders without a distribution (TAESD) have no KL. The noise of an image follows from its number in the data and from the step;
-in an evaluation it is always the same.
+measured after training; here `spread` holds mean and deviation of each channel, over the batch, at 0 and 1: denoisers read latents as
+they are. Autoencoders without a distribution (TAESD) have no KL. The noise of an image follows from its number in the data and from the
+step; in an evaluation it is always the same.
 """
 
 from collections.abc import Mapping

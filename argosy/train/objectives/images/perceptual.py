@@ -4,8 +4,7 @@
 
 u_l is a map of features, scaled to length 1 at each position. Zhang et al. 2018 (arXiv:1801.03924), equation 1, as version 0.1 of the
 `lpips` package. The weights w are those of the net's linear layers, which were learned from people's judgments; a net without any
-weighs all channels alike, which the paper calls the baseline. Differences: a position whose features are all zero has no gradient, where
-the package's is not a number.
+weighs all channels alike. Differences: a position whose features are all zero has no gradient, where the package's is not a number.
 """
 
 from typing import TYPE_CHECKING, Annotated, Any
@@ -53,13 +52,16 @@ def perceptual_distance(net: Any, images: "Float[Array, 'B H W C']", others: "Fl
     import jax
     import jax.numpy as jnp
 
+    from argosy.ops.precision import wide
+
     def units(images: Any) -> list[Any]:
         if images.shape[-1] == 1:
             images = jnp.repeat(images, net.config.channels, -1)
-        maps = [x.astype(jnp.float32) for x in net.maps(images)]
+        maps = [wide(x) for x in net.maps(images)]
         lengths = [jnp.sqrt(jnp.maximum(jnp.sum(x * x, -1, keepdims=True), EPS**2)) for x in maps]
         return [x / (length + EPS) for x, length in zip(maps, lengths, strict=True)]
 
     weighed = getattr(net, "weighed", lambda level, differences: jnp.sum(differences, -1))
     pairs = zip(units(images), jax.lax.stop_gradient(units(others)), strict=True)
-    return sum(jnp.mean(weighed(level, (x - y) ** 2), (1, 2)) for level, (x, y) in enumerate(pairs))
+    parts = [jnp.mean(weighed(level, (x - y) ** 2), (1, 2)) for level, (x, y) in enumerate(pairs)]
+    return jnp.sum(jnp.stack(parts), 0)
