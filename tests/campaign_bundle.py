@@ -14,13 +14,13 @@ import tempfile
 from collections import Counter, defaultdict
 from pathlib import Path
 
-from campaign_flip import cut, delete, flip
+from campaign_flip import cut_file, delete, flip
 
 from argosy.core.errors import ArgosyError
 from argosy.export.bundle import Bundle
 from argosy.export.verify import verify_bundle
 
-WAYS = (flip, cut, delete)
+WAYS = (flip, cut_file, delete)
 
 
 def campaign(whole: Path, folder: Path, n: int, seed: int, key: str | None = None) -> tuple[dict[str, Counter[str]], list[str]]:

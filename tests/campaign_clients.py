@@ -65,11 +65,11 @@ def main() -> int:
         folder = Path(name)
         write_models(folder)
         np.save(folder / "vectors.npy", Bundle.open(folder / "encoder" / "1").run({"text": ["a boat", "rain"]})["embedding"])
-        with serving(folder, "warm_up=false", "grpc=0") as (url, said):
-            rest = [url.partition("://")[2], grpc_address(said), str(folder / "vectors.npy")]
+        with serving(folder, "warm_up=false", "grpc=0") as (url, log):
+            rest = [url.partition("://")[2], grpc_address(log), str(folder / "vectors.npy")]
             # Apart: a process takes the generated messages of only one of them.
             command = [words["python"], __file__, "--client"]
-            return max(subprocess.run([*command, one, *rest], check=False).returncode for one in ("triton", "kserve"))
+            return max(subprocess.run([*command, library, *rest], check=False).returncode for library in ("triton", "kserve"))
 
 
 # ---------------------------------------------------------------- the clients' side
@@ -82,28 +82,28 @@ def values(kind: str) -> np.ndarray:
     return X.astype(getattr(ml_dtypes, kind, kind))
 
 
-def refused(what: str, call: Callable[[], Any], status: str | None = None) -> None:
+def check_refused(problem: str, call: Callable[[], Any], status: str | None = None) -> None:
     """The call fails with the client's own exception, whose message has these words."""
     from tritonclient.utils import InferenceServerException
 
-    found = None
+    caught = None
     try:
         call()
     except InferenceServerException as error:
-        found = error
-    assert found is not None, "it was not refused"
-    assert what in (found.message() or ""), found
-    assert status is None or status in str(found.status()), found.status()
+        caught = error
+    assert caught is not None, "it was not refused"
+    assert problem in (caught.message() or ""), caught
+    assert status is None or status in str(caught.status()), caught.status()
 
 
 def triton_cases(module: Any, client: Any, vectors: np.ndarray) -> dict[str, Callable[[], None]]:
     """Checks of `tritonclient.http` and `tritonclient.grpc`, whose clients have the same methods."""
     is_http = "http" in module.__name__
 
-    def tensor(name: str, value: np.ndarray, kind: str, **how: Any) -> Any:
-        found = module.InferInput(name, list(value.shape), kind)
-        found.set_data_from_numpy(value, **how)
-        return found
+    def tensor(name: str, value: np.ndarray, kind: str, **options: Any) -> Any:
+        tensor_input = module.InferInput(name, list(value.shape), kind)
+        tensor_input.set_data_from_numpy(value, **options)
+        return tensor_input
 
     def plain(value: Any) -> Any:
         """What gRPC gives as a message, as a dict."""
@@ -113,11 +113,11 @@ def triton_cases(module: Any, client: Any, vectors: np.ndarray) -> dict[str, Cal
 
         return MessageToDict(value, preserving_proto_field_name=True)
 
-    def answers(kind: str, **how: Any) -> None:
+    def answers(kind: str, **options: Any) -> None:
         value = values(kind)
-        found = client.infer(kind, [tensor("x", value, TYPES[kind], **how)], model_version="1", request_id="seven")
-        np.testing.assert_array_equal(found.as_numpy("y"), value)
-        head = plain(found.get_response())
+        result = client.infer(kind, [tensor("x", value, TYPES[kind], **options)], model_version="1", request_id="seven")
+        np.testing.assert_array_equal(result.as_numpy("y"), value)
+        head = plain(result.get_response())
         assert (head["id"], head["model_name"], head["model_version"]) == ("seven", kind, "1")
 
     def types() -> None:
@@ -128,21 +128,21 @@ def triton_cases(module: Any, client: Any, vectors: np.ndarray) -> dict[str, Cal
         for kind in NAMES:
             if kind not in ("float16", "bfloat16"):
                 value = values(kind)
-                wanted = [module.InferRequestedOutput("y", binary_data=False)]
-                found = client.infer(kind, [tensor("x", value, TYPES[kind], binary_data=False)], model_version="1", outputs=wanted)
-                np.testing.assert_array_equal(found.as_numpy("y"), value)
+                outputs = [module.InferRequestedOutput("y", binary_data=False)]
+                result = client.infer(kind, [tensor("x", value, TYPES[kind], binary_data=False)], model_version="1", outputs=outputs)
+                np.testing.assert_array_equal(result.as_numpy("y"), value)
 
     def texts() -> None:
         value = np.asarray(["a boat", "rain"], object)
-        for how in ({}, {"binary_data": False}) if is_http else ({},):
-            found = client.infer("encoder", [tensor("text", value, "BYTES", **how)])
-            np.testing.assert_allclose(found.as_numpy("embedding"), vectors, atol=1e-5)
+        for options in ({}, {"binary_data": False}) if is_http else ({},):
+            result = client.infer("encoder", [tensor("text", value, "BYTES", **options)])
+            np.testing.assert_allclose(result.as_numpy("embedding"), vectors, atol=1e-5)
         raw = np.asarray([b"a boat", b"\xff\xfe"], object)
-        refused("UTF-8", lambda: client.infer("encoder", [tensor("text", raw, "BYTES")]))
+        check_refused("UTF-8", lambda: client.infer("encoder", [tensor("text", raw, "BYTES")]))
 
     def ensemble() -> None:
-        found = client.infer("twice", [tensor("x", values("float32"), "FP32")])
-        np.testing.assert_array_equal(found.as_numpy("y"), 4 * values("float32"))
+        result = client.infer("twice", [tensor("x", values("float32"), "FP32")])
+        np.testing.assert_array_equal(result.as_numpy("y"), 4 * values("float32"))
         config = plain(client.get_model_config("twice"))
         config = config if is_http else config["config"]
         assert [step["model_name"] for step in config["ensemble_scheduling"]["step"]] == ["float32", "float32"]
@@ -159,70 +159,77 @@ def triton_cases(module: Any, client: Any, vectors: np.ndarray) -> dict[str, Cal
         assert plain(client.get_server_metadata())["name"] == "argosy"
         metadata = plain(client.get_model_metadata("float32"))
         assert metadata["versions"] == ["1", "2"]
-        (one,) = metadata["inputs"]
-        assert (one["name"], one["datatype"], [int(n) for n in one["shape"]]) == ("x", "FP32", [-1, 3])
+        (tensor_described,) = metadata["inputs"]
+        assert (tensor_described["name"], tensor_described["datatype"], [int(n) for n in tensor_described["shape"]]) == (
+            "x",
+            "FP32",
+            [-1, 3],
+        )
         config = plain(client.get_model_config("float32"))
         config = config if is_http else config["config"]
         assert (config["name"], config["max_batch_size"], config["input"][0]["data_type"]) == ("float32", 32, "TYPE_FP32")
 
     def statistics() -> None:
-        (one,) = plain(client.get_inference_statistics("float32", "1"))["model_stats"]
-        before = int(one["inference_count"])
+        (model_stats,) = plain(client.get_inference_statistics("float32", "1"))["model_stats"]
+        before = int(model_stats["inference_count"])
         client.infer("float32", [tensor("x", values("float32"), "FP32")], model_version="1")
-        (one,) = plain(client.get_inference_statistics("float32", "1"))["model_stats"]
-        assert int(one["inference_count"]) == before + 2
-        assert int(one["inference_stats"]["success"]["count"]) > 0
+        (model_stats,) = plain(client.get_inference_statistics("float32", "1"))["model_stats"]
+        assert int(model_stats["inference_count"]) == before + 2
+        assert int(model_stats["inference_stats"]["success"]["count"]) > 0
         assert len(plain(client.get_inference_statistics())["model_stats"]) == len(NAMES) + 3
 
     def repository() -> None:
         def index() -> dict[tuple[str, str], str]:
-            found = plain(client.get_model_repository_index())
-            return {(one["name"], one["version"]): one["state"] for one in (found if is_http else found["models"])}
+            repository_index = plain(client.get_model_repository_index())
+            return {
+                (entry["name"], entry["version"]): entry["state"]
+                for entry in (repository_index if is_http else repository_index["models"])
+            }
 
         assert index()["uint8", "1"] == "READY"
         client.unload_model("uint8")
         assert index()["uint8", "1"] == "UNAVAILABLE"
         assert not client.is_model_ready("uint8")
-        refused("not ready", lambda: answers("uint8"))
+        check_refused("not ready", lambda: answers("uint8"))
         client.load_model("uint8")
         answers("uint8")
         client.unload_model("twice", unload_dependents=True)
         assert not client.is_model_ready("float32")
         client.load_model("twice")
         assert client.is_model_ready("float32")
-        refused("not in the repository", lambda: client.load_model("wrong"))
-        refused("takes no parameters", lambda: client.load_model("uint8", config='{"max_batch_size": 3}'))
-        refused("unknown model", lambda: client.unload_model("wrong"))
+        check_refused("not in the repository", lambda: client.load_model("wrong"))
+        check_refused("takes no parameters", lambda: client.load_model("uint8", config='{"max_batch_size": 3}'))
+        check_refused("unknown model", lambda: client.unload_model("wrong"))
 
     def errors() -> None:
         value, kinds = values("float32"), ("400", "404") if is_http else ("INVALID_ARGUMENT", "NOT_FOUND")
         infer = client.infer
-        refused("unknown model", lambda: infer("wrong", [tensor("x", value, "FP32")]), kinds[1])
-        refused("has no version", lambda: infer("float32", [tensor("x", value, "FP32")], model_version="7"), kinds[1])
-        refused("no input `z`", lambda: infer("float32", [tensor("z", value, "FP32")]), kinds[0])
-        refused("is missing", lambda: infer("float32", []), kinds[0])
-        refused("this model takes FP32", lambda: infer("float32", [tensor("x", value.astype(np.int32), "INT32")]), kinds[0])
-        refused("shape [2, 2]", lambda: infer("float32", [tensor("x", value[:, :2].copy(), "FP32")]), kinds[0])
+        check_refused("unknown model", lambda: infer("wrong", [tensor("x", value, "FP32")]), kinds[1])
+        check_refused("has no version", lambda: infer("float32", [tensor("x", value, "FP32")], model_version="7"), kinds[1])
+        check_refused("no input `z`", lambda: infer("float32", [tensor("z", value, "FP32")]), kinds[0])
+        check_refused("is missing", lambda: infer("float32", []), kinds[0])
+        check_refused("this model takes FP32", lambda: infer("float32", [tensor("x", value.astype(np.int32), "INT32")]), kinds[0])
+        check_refused("shape [2, 2]", lambda: infer("float32", [tensor("x", value[:, :2].copy(), "FP32")]), kinds[0])
         outputs = [module.InferRequestedOutput("z")]
-        refused("no output `z`", lambda: infer("float32", [tensor("x", value, "FP32")], outputs=outputs), kinds[0])
+        check_refused("no output `z`", lambda: infer("float32", [tensor("x", value, "FP32")], outputs=outputs), kinds[0])
         shared = module.InferInput("x", [2, 3], "FP32")
         shared.set_shared_memory("region", 24)
-        refused("shared memory", lambda: infer("float32", [shared]), kinds[0])
-        refused("", lambda: client.get_system_shared_memory_status())
-        refused("", lambda: client.get_trace_settings())
-        refused("", lambda: client.get_log_settings())
+        check_refused("shared memory", lambda: infer("float32", [shared]), kinds[0])
+        check_refused("", lambda: client.get_system_shared_memory_status())
+        check_refused("", lambda: client.get_trace_settings())
+        check_refused("", lambda: client.get_log_settings())
 
     def classes() -> None:
         outputs = [module.InferRequestedOutput("y", class_count=2)]
-        found = client.infer("float32", [tensor("x", values("float32"), "FP32")], model_version="1", outputs=outputs)
-        best = [[text.decode().split(":") for text in row] for row in found.as_numpy("y")]
+        result = client.infer("float32", [tensor("x", values("float32"), "FP32")], model_version="1", outputs=outputs)
+        best = [[text.decode().split(":") for text in row] for row in result.as_numpy("y")]
         assert [[(float(value), int(i)) for value, i in row] for row in best] == [[(3, 2), (1, 0)], [(5, 1), (4, 0)]]
 
     def parameters() -> None:
         value = values("float32")
-        how = {"priority": 0, "timeout": 5_000_000, "sequence_id": 0, "parameters": {"mine": "x", "signature": "call"}}
-        found = client.infer("float32", [tensor("x", value, "FP32")], headers={"x-trace": "1"}, **how)
-        np.testing.assert_array_equal(found.as_numpy("y"), 2 * value)
+        options = {"priority": 0, "timeout": 5_000_000, "sequence_id": 0, "parameters": {"mine": "x", "signature": "call"}}
+        result = client.infer("float32", [tensor("x", value, "FP32")], headers={"x-trace": "1"}, **options)
+        np.testing.assert_array_equal(result.as_numpy("y"), 2 * value)
 
     def compression() -> None:
         value = values("float32")
@@ -231,15 +238,15 @@ def triton_cases(module: Any, client: Any, vectors: np.ndarray) -> dict[str, Cal
             ways = [{"request_compression_algorithm": a, "response_compression_algorithm": b} for a, b in (
                 ("gzip", None), ("deflate", None), (None, "gzip"), ("gzip", "deflate"))]  # fmt: skip
         for way in ways:
-            found = client.infer("float32", [tensor("x", value, "FP32")], **way)
-            np.testing.assert_array_equal(found.as_numpy("y"), 2 * value)
+            result = client.infer("float32", [tensor("x", value, "FP32")], **way)
+            np.testing.assert_array_equal(result.as_numpy("y"), 2 * value)
 
     def many() -> None:
         """Calls that are started without waiting."""
         value = values("float32")
         if is_http:
             waiting = [client.async_infer("float32", [tensor("x", i * value, "FP32")]) for i in range(50)]
-            results = [one.get_result() for one in waiting]
+            results = [pending.get_result() for pending in waiting]
         else:
             import queue
 
@@ -269,9 +276,9 @@ async def kserve_cases(http: str, grpc: str, vectors: np.ndarray) -> None:
     base = f"http://{http}"
 
     def request(model: str, value: np.ndarray, kind: str, name: str = "x", binary: bool = True) -> Any:
-        sent = InferInput(name, list(value.shape), kind)
-        sent.set_data_from_numpy(value, binary_data=binary)
-        return InferRequest(model_name=model, infer_inputs=[sent], request_id="seven")
+        tensor_sent = InferInput(name, list(value.shape), kind)
+        tensor_sent.set_data_from_numpy(value, binary_data=binary)
+        return InferRequest(model_name=model, infer_inputs=[tensor_sent], request_id="seven")
 
     assert await rest.is_server_live(base)
     assert await rest.is_server_ready(base)
@@ -287,28 +294,28 @@ async def kserve_cases(http: str, grpc: str, vectors: np.ndarray) -> None:
         value = values(kind)
         for binary in (True, False):
             if binary or kind != "float16":
-                found = await rest.infer(base, request(kind, value, TYPES[kind], binary=binary), model_name=kind)
-                np.testing.assert_array_equal(found.outputs[0].as_numpy(), value * (2 if kind == "float32" else 1))
-                found = await rpc.infer(request(kind, value, TYPES[kind], binary=binary))
-                np.testing.assert_array_equal(found.outputs[0].as_numpy(), value * (2 if kind == "float32" else 1))
+                result = await rest.infer(base, request(kind, value, TYPES[kind], binary=binary), model_name=kind)
+                np.testing.assert_array_equal(result.outputs[0].as_numpy(), value * (2 if kind == "float32" else 1))
+                result = await rpc.infer(request(kind, value, TYPES[kind], binary=binary))
+                np.testing.assert_array_equal(result.outputs[0].as_numpy(), value * (2 if kind == "float32" else 1))
     texts = np.asarray(["a boat", "rain"], object)
     for binary in (True, False):
-        found = await rest.infer(base, request("encoder", texts, "BYTES", "text", binary), model_name="encoder")
-        np.testing.assert_allclose(found.outputs[0].as_numpy(), vectors, atol=1e-5)
-        found = await rpc.infer(request("encoder", texts, "BYTES", "text", binary))
-        np.testing.assert_allclose(found.outputs[0].as_numpy(), vectors, atol=1e-5)
-    for call, what in (
+        result = await rest.infer(base, request("encoder", texts, "BYTES", "text", binary), model_name="encoder")
+        np.testing.assert_allclose(result.outputs[0].as_numpy(), vectors, atol=1e-5)
+        result = await rpc.infer(request("encoder", texts, "BYTES", "text", binary))
+        np.testing.assert_allclose(result.outputs[0].as_numpy(), vectors, atol=1e-5)
+    for call, problem in (
         (rest.infer(base, request("wrong", values("float32"), "FP32"), model_name="wrong"), "404"),
         (rest.infer(base, request("float32", values("float32"), "FP32", "z"), model_name="float32"), "400"),
         (rpc.infer(request("wrong", values("float32"), "FP32")), "NOT_FOUND"),
         (rpc.infer(request("float32", values("float32"), "FP32", "z")), "INVALID_ARGUMENT"),
     ):
-        found = None
+        result = None
         try:
             await call
         except Exception as error:
-            found = error
-        assert what in f"{found} {getattr(found, 'code', str)()}", found
+            result = error
+        assert problem in f"{result} {getattr(result, 'code', str)()}", result
     await rpc.close()
     await rest.close()
 
@@ -324,9 +331,9 @@ def client_side(clients: str, http: str, grpc: str, path: str) -> int:
 
         cases = {}
         for module, address in ((tritonclient.http, http), (tritonclient.grpc, grpc)):
-            how = {"concurrency": 8} if module is tritonclient.http else {}
-            found = triton_cases(module, module.InferenceServerClient(address, **how), vectors)
-            cases |= {f"{module.__name__} {name}": case for name, case in found.items()}
+            options = {"concurrency": 8} if module is tritonclient.http else {}
+            found_cases = triton_cases(module, module.InferenceServerClient(address, **options), vectors)
+            cases |= {f"{module.__name__} {name}": case for name, case in found_cases.items()}
     for name, case in cases.items():
         try:
             case()

@@ -97,12 +97,12 @@ def cases(folder: Path) -> dict[str, Callable[[], DataCase]]:
         datasets.Dataset.from_list(rows_of()).save_to_disk(str(folder / "files" / "set"))
         return DataCase(f"hf:{folder}/files/set")
 
-    def own() -> DataCase:
+    def mix_case() -> DataCase:
         (folder / "own.py").write_text(OWN)
         return DataCase(f"{folder}/own.py:Numbers")
 
     def steps() -> DataCase:
-        own()
+        mix_case()
         return DataCase(jsonl("steps.jsonl", rows_of() * 2), {"map": f"{folder}/own.py:upper", "deduplicate": "minhash"})
 
     def chats() -> DataCase:
@@ -132,19 +132,19 @@ def cases(folder: Path) -> dict[str, Callable[[], DataCase]]:
     }
     return {
         **{name: files(name) for name in WAYS},
-        "text.txt": text, "a folder": several, "hf:FOLDER": hub, "FILE.py:SOURCE": own, "map, minhash": steps, "chats": chats,
+        "text.txt": text, "a folder": several, "hf:FOLDER": hub, "FILE.py:SOURCE": mix_case, "map, minhash": steps, "chats": chats,
         "pairs": pairs, "synthetic": lambda: DataCase("synthetic"),
         "unshuffled": lambda: DataCase(files("rows.parquet")().source, {"shuffle": False}),
         "shuffled blocks": lambda: DataCase(files("rows.parquet")().source, {"shuffle_block": 8, "shuffle_window": 4}),
         "online": lambda: DataCase(files("rows.jsonl")().source, {"online": True}, moves=False),
-        **{f"mixture {name}": mixture(*how[:1], **how[1]) for name, how in mixtures.items()},
+        **{f"mixture {name}": mixture(*mix_arguments[:1], **mix_arguments[1]) for name, mix_arguments in mixtures.items()},
     }  # fmt: skip
 
 
 def read(case: DataCase, folder: Path, cache: Path, state: dict[str, Any] | None, process: int, processes: int, count: int) -> None:
     """A process: writes a line for each batch, of its number, the hashes of its rows and the state after it, until `count` batches."""
-    how = {"source": case.source, "batch": BATCH, "sequence": SEQUENCE, "held_out": 0.1, "cache": str(cache)} | case.settings
-    stream = build(DataSettings(**how), Bytes(), vocab=VOCAB, seed=3, process=process, processes=processes, **case.build)
+    fields = {"source": case.source, "batch": BATCH, "sequence": SEQUENCE, "held_out": 0.1, "cache": str(cache)} | case.settings
+    stream = build(DataSettings(**fields), Bytes(), vocab=VOCAB, seed=3, process=process, processes=processes, **case.build)
     first = 0
     if state is not None:
         stream.restore(state["data"][process % len(state["data"])])
@@ -160,7 +160,7 @@ def read(case: DataCase, folder: Path, cache: Path, state: dict[str, Any] | None
                 time.sleep(PAUSE_S)
 
 
-def forked(work: Callable[[], None], words: Path) -> int:
+def fork(work: Callable[[], None], words: Path) -> int:
     """A process that does something, and writes what it says to a file. This one only forks, since threads do not survive that."""
     child = os.fork()
     if child:
@@ -177,22 +177,22 @@ def forked(work: Callable[[], None], words: Path) -> int:
         os._exit(1)
 
 
-def started(case: DataCase, folder: Path, cache: Path, state: Any, process: int, processes: int, count: int) -> int:
+def start_reader(case: DataCase, folder: Path, cache: Path, state: Any, process: int, processes: int, count: int) -> int:
     """The process that reads."""
-    return forked(lambda: read(case, folder, cache, state, process, processes, count), folder / f"words {process}.txt")
+    return fork(lambda: read(case, folder, cache, state, process, processes, count), folder / f"words {process}.txt")
 
 
-def ended(child: int, words: Path) -> None:
+def wait_for(child: int, words: Path) -> None:
     """Waits for a process, which must not fail."""
     _, status = os.waitpid(child, 0)
     if status:
         raise RuntimeError(f"exit status {status}: {words.read_text()[-2000:]}")
 
 
-def written(name: str, folder: Path) -> DataCase:
+def write_case(name: str, folder: Path) -> DataCase:
     """A source whose files were written by a process of their own."""
     case, words = folder / "case.pickle", folder / "words.txt"
-    ended(forked(lambda: (case.write_bytes(pickle.dumps(cases(folder)[name]())), None)[1], words), words)
+    wait_for(fork(lambda: (case.write_bytes(pickle.dumps(cases(folder)[name]())), None)[1], words), words)
     return pickle.loads(case.read_bytes())
 
 
@@ -207,7 +207,7 @@ def alone(case: DataCase, folder: Path, processes: int) -> list[list[str]]:
     """The rows of each batch, of processes that nobody stops, each process's after the others'."""
     shards = []
     for process in range(processes):
-        ended(started(case, folder, folder / "cache alone", None, process, processes, BATCHES), folder / f"words {process}.txt")
+        wait_for(start_reader(case, folder, folder / "cache alone", None, process, processes, BATCHES), folder / f"words {process}.txt")
         shards.append(lines(folder, process))
     return [[row for shard in shards for row in shard[number][1]] for number in range(BATCHES)]
 
@@ -223,18 +223,18 @@ class DataCampaign:
     wrong: list[str] = field(default_factory=list)
 
 
-def killed(case: DataCase, folder: Path, n: int, draw: random.Random) -> DataCampaign:
+def kill_lives(case: DataCase, folder: Path, n: int, draw: random.Random) -> DataCampaign:
     """Lives of a source, each killed, until n were."""
-    found, state = DataCampaign(), None
+    result, state = DataCampaign(), None
     fixed = None if case.moves else draw.choice(COUNTS)
     whole = alone(case, folder, fixed or 1)
-    while found.kills < n:
+    while result.kills < n:
         processes = fixed or draw.choice(COUNTS)
         for process in range(max(COUNTS)):
             (folder / f"{process}.jsonl").unlink(missing_ok=True)
         # Every fifth life is killed while it starts, the first ones while the corpus is tokenized.
-        early, begin = found.kills % 5 == 0, time.monotonic()
-        children = [started(case, folder, folder / "cache", state, process, processes, 1 << 20) for process in range(processes)]
+        early, begin = result.kills % 5 == 0, time.monotonic()
+        children = [start_reader(case, folder, folder / "cache", state, process, processes, 1 << 20) for process in range(processes)]
         try:
             while not early and not all(lines(folder, process) for process in range(processes)):
                 if time.monotonic() - begin > 60:
@@ -248,50 +248,50 @@ def killed(case: DataCase, folder: Path, n: int, draw: random.Random) -> DataCam
                 os.waitpid(child, 0)
         shards = [lines(folder, process) for process in range(processes)]
         done = min(map(len, shards))
-        found.kills, found.early = found.kills + 1, found.early + (done == 0)
-        found.processes.append(processes)
+        result.kills, result.early = result.kills + 1, result.early + (done == 0)
+        result.processes.append(processes)
         for parts in zip(*shards):
             number, states = parts[0][0], [part[2] for part in parts]
             rows = [row for part in parts for row in part[1]]
-            found.batches += 1
+            result.batches += 1
             if number < BATCHES and rows != whole[number]:
-                found.wrong.append(f"batch {number} of life {found.kills}, {processes} processes: other rows")
-            if case.moves and any(one != states[0] for one in states):
-                found.wrong.append(f"batch {number} of life {found.kills}: the processes' states differ")
+                result.wrong.append(f"batch {number} of life {result.kills}, {processes} processes: other rows")
+            if case.moves and any(state != states[0] for state in states):
+                result.wrong.append(f"batch {number} of life {result.kills}: the processes' states differ")
         first = 0 if state is None else state["batches"]
         if done and [part[0] for part in shards[0][:done]] != list(range(first, first + done)):
-            found.wrong.append(f"life {found.kills} did not begin at batch {first}")
+            result.wrong.append(f"life {result.kills} did not begin at batch {first}")
         if done:
             # Online, each process has a position of its own.
             state = {"data": [shard[done - 1][2] for shard in shards], "batches": first + done}
             if state["batches"] > BATCHES - 100:
                 state = None
-    return found
+    return result
 
 
 def campaign(folder: Path, n: int, seed: int = 0, only: str = "") -> dict[str, DataCampaign]:
     """n kills for each source whose name holds `only`."""
-    found = {}
+    results = {}
     for name in [name for name in cases(folder) if only in name]:
         shutil.rmtree(folder, ignore_errors=True)
         (folder / "files").mkdir(parents=True)
         begin = time.monotonic()
-        one = found[name] = killed(written(name, folder), folder, n, random.Random(f"{seed} {name}"))
-        sizes = ", ".join(f"{one.processes.count(count)} x {count}" for count in COUNTS if count in one.processes)
-        counts = f"{one.kills:5} {one.early:6} {one.batches:8}  {sizes:22} {len(one.wrong):6}"
+        result = results[name] = kill_lives(write_case(name, folder), folder, n, random.Random(f"{seed} {name}"))
+        sizes = ", ".join(f"{result.processes.count(count)} x {count}" for count in COUNTS if count in result.processes)
+        counts = f"{result.kills:5} {result.early:6} {result.batches:8}  {sizes:22} {len(result.wrong):6}"
         print(f"{name:26} {counts} {time.monotonic() - begin:8.1f}", flush=True)
-    return found
+    return results
 
 
 def main(words: list[str]) -> int:
-    said = dict(word.split("=", 1) for word in words)
+    options = dict(word.split("=", 1) for word in words)
     begin = time.monotonic()
     print(f"{'source':26} kills  early  batches  lives x processes       wrong  seconds")
     with tempfile.TemporaryDirectory() as folder:
-        found = campaign(Path(folder) / "data", int(said.get("n", 20)), int(said.get("seed", 0)), said.get("only", ""))
-    wrong = [f"{name}: {line}" for name, one in found.items() for line in one.wrong]
-    kills, batches = (sum(getattr(one, name) for one in found.values()) for name in ("kills", "batches"))
-    print(f"{len(found)} sources, {kills} kills, {batches:,} batches in {time.monotonic() - begin:.0f} s: {len(wrong)} differences")
+        results = campaign(Path(folder) / "data", int(options.get("n", 20)), int(options.get("seed", 0)), options.get("only", ""))
+    wrong = [f"{name}: {line}" for name, result in results.items() for line in result.wrong]
+    kills, batches = (sum(getattr(result, name) for result in results.values()) for name in ("kills", "batches"))
+    print(f"{len(results)} sources, {kills} kills, {batches:,} batches in {time.monotonic() - begin:.0f} s: {len(wrong)} differences")
     for line in wrong[:10]:
         print(f"  {line}")
     return 1 if wrong else 0

@@ -22,7 +22,7 @@ Case = tuple[str, str, dict[str, float]]
 """How it ended, why, and its seconds."""
 
 
-def named() -> list[str]:
+def tests_of_table() -> list[str]:
     """The tests and files of tests of the guide's table, each once, in its order; campaigns are programs of their own."""
     rows = [line for line in GUIDE.read_text().splitlines() if line.startswith("| ") and "`test_" in line]
     return list(dict.fromkeys(name for row in rows for name in re.findall(r"`(test_\w+(?:\.py)?)`", row.rpartition(" | ")[2])))
@@ -38,16 +38,16 @@ def cases(name: str, home: Path) -> Iterator[Case]:
     """One run of a test: every case of it."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
-        what = str(home) if name.endswith(".py") else f"{home}::{name}"
-        words = [what, "-m", "slow or not slow", "-q", "-n0", "-p", "no:cacheprovider", f"--junitxml={report}"]
+        target = str(home) if name.endswith(".py") else f"{home}::{name}"
+        words = [target, "-m", "slow or not slow", "-q", "-n0", "-p", "no:cacheprovider", f"--junitxml={report}"]
         done = subprocess.run([sys.executable, "-m", "pytest", *words], cwd=ROOT, capture_output=True, text=True, check=False)
         if not report.exists():
             yield "wrong", done.stdout[-2000:] + done.stderr[-2000:], {}
             return
         for case in ElementTree.parse(report).iter("testcase"):
-            bad = [one for one in case if one.tag in ("failure", "error")]
+            bad = [failure for failure in case if failure.tag in ("failure", "error")]
             skipped = case.find("skipped")
-            seconds = {one.attrib["name"]: float(one.attrib["value"]) for one in case.iter("property")}
+            seconds = {figure.attrib["name"]: float(figure.attrib["value"]) for figure in case.iter("property")}
             if bad:
                 yield "wrong", (bad[0].text or "")[-2000:], seconds
             elif skipped is not None:
@@ -56,28 +56,31 @@ def cases(name: str, home: Path) -> Iterator[Case]:
                 yield "right", "", seconds
 
 
-def told(found: list[Case], what: str) -> str:
-    seconds = [one[what] for _, _, one in found if what in one]
+def summary_of(outcomes: list[Case], figure: str) -> str:
+    seconds = [figures[figure] for _, _, figures in outcomes if figure in figures]
     return f"{statistics.median(seconds):.1f} ({max(seconds):.1f})" if seconds else ""
 
 
 def main(words: list[str]) -> int:
-    given = {"n": "5", "only": ""} | dict(word.split("=") for word in words)
-    names = [name for name in named() if any(part in name for part in given["only"].split(","))]
+    options = {"n": "5", "only": ""} | dict(word.split("=") for word in words)
+    names = [name for name in tests_of_table() if any(part in name for part in options["only"].split(","))]
     lost, missing = 0, [name for name in names if len(homes(name)) != 1]
     if missing or not names:
-        print(f"no test, or more than one, of these names: {', '.join(missing) or given['only']}")
+        print(f"no test, or more than one, of these names: {', '.join(missing) or options['only']}")
         return 1
     print("| test | right | noticed after s: median (most) | over after s: median (most) |\n|---|---|---|---|", flush=True)
     for name in names:
         (home,) = homes(name)
-        found = [case for _ in range(int(given["n"])) for case in cases(name, home)]
-        right = sum(how == "right" for how, _, _ in found)
-        print(f"| `{name}` | {right} of {len(found)} | {told(found, 'noticed')} | {told(found, 'over')} |", flush=True)
-        for how, why, _ in found:
-            if how != "right":
-                print(f"{how}: {why}", file=sys.stderr, flush=True)
-        lost += right < len(found)
+        outcomes = [case for _ in range(int(options["n"])) for case in cases(name, home)]
+        right = sum(status == "right" for status, _, _ in outcomes)
+        print(
+            f"| `{name}` | {right} of {len(outcomes)} | {summary_of(outcomes, 'noticed')} | {summary_of(outcomes, 'over')} |",
+            flush=True,
+        )
+        for status, why, _ in outcomes:
+            if status != "right":
+                print(f"{status}: {why}", file=sys.stderr, flush=True)
+        lost += right < len(outcomes)
     return int(lost > 0)
 
 

@@ -50,14 +50,14 @@ class Blow:
 @contextmanager
 def compiled_once(folder: Path) -> Iterator[None]:
     """Programs of this process are kept in a folder meanwhile: the step of eight devices takes XLA 4 s, and is always the same."""
-    wanted = {
+    settings = {
         "jax_compilation_cache_dir": str(folder),
         "jax_persistent_cache_min_compile_time_secs": 0.0,
         "jax_persistent_cache_min_entry_size_bytes": -1,
     }
-    before = {name: getattr(jax.config, name) for name in wanted}
+    before = {name: getattr(jax.config, name) for name in settings}
     try:
-        for name, value in wanted.items():
+        for name, value in settings.items():
             jax.config.update(name, value)
         compilation_cache.reset_cache()
         yield
@@ -69,11 +69,11 @@ def compiled_once(folder: Path) -> Iterator[None]:
 
 def kinds(checkpoint: Path) -> dict[str, list[Path]]:
     """{kind: files}, as paths inside the checkpoint; files that are named by a random number are one kind."""
-    found: dict[str, list[Path]] = {}
+    files: dict[str, list[Path]] = {}
     for file in sorted(f for f in checkpoint.rglob("*") if f.is_file() and f.stat().st_size):
         inside = file.relative_to(checkpoint)
-        found.setdefault(re.sub(r"[0-9a-f]{32}", "<data>", str(inside)), []).append(inside)
-    return found
+        files.setdefault(re.sub(r"[0-9a-f]{32}", "<data>", str(inside)), []).append(inside)
+    return files
 
 
 def flip(file: Path, draw: random.Random) -> None:
@@ -83,7 +83,7 @@ def flip(file: Path, draw: random.Random) -> None:
     file.write_bytes(data)
 
 
-def cut(file: Path, draw: random.Random) -> None:
+def cut_file(file: Path, draw: random.Random) -> None:
     data = file.read_bytes()
     file.write_bytes(data[: draw.randrange(len(data))])
 
@@ -100,18 +100,18 @@ def prepare(folder: Path) -> tuple[Path, Path]:
     return alone, stopped
 
 
-def strike(folder: Path, kind: str, how: Callable[[Path, random.Random], None], draw: random.Random) -> Blow:
+def strike(folder: Path, kind: str, damage: Callable[[Path, random.Random], None], draw: random.Random) -> Blow:
     """Damages a copy of the stopped run, and lets it go on."""
     alone, copy, heard = folder / "alone", folder / "copy", Heard()
     shutil.copytree(folder / "stopped", copy)
     checkpoint = copy / "checkpoints" / str(STOP)
-    how(checkpoint / draw.choice(kinds(checkpoint)[kind]), draw)
+    damage(checkpoint / draw.choice(kinds(checkpoint)[kind]), draw)
     try:
         argosy.fit("tiny", *WORDS, f"steps={STEPS}", f"dir={copy}", view=heard)
-        said = re.search(r"resuming from step (\d+)", heard.words)
+        match = re.search(r"resuming from step (\d+)", heard.words)
         losses = [by_step(read(Store(run)), "loss") for run in (alone, copy)]
         same = losses[0] == losses[1] and digest(alone, STEPS) == digest(copy, STEPS)
-        return Blow(how.__name__, kind, int(said[1]) if said else 0, same)
+        return Blow(damage.__name__, kind, int(match[1]) if match else 0, same)
     finally:
         shutil.rmtree(copy)
 
@@ -123,13 +123,13 @@ def campaign(folder: Path, n: int, seed: int = 0, others: bool = True) -> list[B
     names = list(kinds(stopped / "checkpoints" / str(STOP)))
     blows = [strike(folder, names[i % len(names)], flip, draw) for i in range(n)]
     if others:
-        blows += [strike(folder, name, how, draw) for how in (cut, delete) for name in names]
+        blows += [strike(folder, name, damage, draw) for damage in (cut_file, delete) for name in names]
     return blows
 
 
 def table(blows: list[Blow]) -> str:
     """Good over all, for each kind of file and of damage."""
-    ways = [how.__name__ for how in (flip, cut, delete)]
+    ways = [damage.__name__ for damage in (flip, cut_file, delete)]
     lines = [f"{'file':40}" + "".join(f"{way:>9}" for way in ways)]
     for kind in dict.fromkeys(blow.kind for blow in blows):
         cells = []
@@ -141,10 +141,10 @@ def table(blows: list[Blow]) -> str:
 
 
 def main(words: list[str]) -> int:
-    told = {key: int(value) for key, value in (word.split("=") for word in words)}
+    options = {key: int(value) for key, value in (word.split("=") for word in words)}
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder, compiled_once(Path(folder) / "cache"):
-        blows = campaign(Path(folder), told.get("n", 40), told.get("seed", 0))
+        blows = campaign(Path(folder), options.get("n", 40), options.get("seed", 0))
     bad = [blow for blow in blows if not blow.good]
     print(table(blows))
     print(f"{len(blows)} damaged runs in {time.monotonic() - begin:.0f} s: {len(bad)} did not go on as they should")

@@ -22,7 +22,7 @@ from typing import Any
 import fsspec
 import jax.numpy as jnp
 import numpy as np
-from campaign_flip import cut, delete, flip
+from campaign_flip import cut_file, delete, flip
 
 from argosy.checkpoint.checkpoints import Checkpoints
 from argosy.checkpoint.settings import CheckpointSettings
@@ -32,7 +32,7 @@ from argosy.checkpoint.tiers.local import LocalCheckpoints
 from argosy.core.storage import Store
 
 BEFORE, NEWEST = 4, 6
-WAYS = (flip, cut, delete)
+WAYS = (flip, cut_file, delete)
 OBJECTS = "memory://flips"
 
 
@@ -88,22 +88,22 @@ def newest_of(tier: str, folder: Path) -> Path:
 
 def kinds(step: Path) -> dict[str, list[Path]]:
     """{kind: files}. What is named by a random number, and the shards of all arrays, are a kind each."""
-    found: dict[str, list[Path]] = {}
+    files: dict[str, list[Path]] = {}
     for file in sorted(f for f in step.rglob("*") if f.is_file() and f.stat().st_size):
         inside = str(file.relative_to(step))
         kind = re.sub(r"[0-9a-f]{32}", "<data>", inside)
         kind = re.sub(r"/[^/]+/c(/\d+)*$", "/<array>/<shard>", re.sub(r"/[^/]+/zarr\.json$", "/<array>/zarr.json", kind))
-        found.setdefault(kind, []).append(file.relative_to(step))
-    return found
+        files.setdefault(kind, []).append(file.relative_to(step))
+    return files
 
 
-def strike(folder: Path, tier: str, kind: str, how: Callable[[Path, random.Random], None], draw: random.Random) -> Blow:
+def strike(folder: Path, tier: str, kind: str, damage: Callable[[Path, random.Random], None], draw: random.Random) -> Blow:
     copy = folder / "copy"
     shutil.copytree(folder / tier, copy)
     step = newest_of(tier, copy)
     try:
-        how(step / draw.choice(kinds(step)[kind]), draw)
-        return Blow(tier, kind, how.__name__, is_restored(TIERS[tier](copy)))
+        damage(step / draw.choice(kinds(step)[kind]), draw)
+        return Blow(tier, kind, damage.__name__, is_restored(TIERS[tier](copy)))
     finally:
         shutil.rmtree(copy)
 
@@ -117,8 +117,8 @@ def is_restored(checkpoints: Any) -> bool:
     weights, state, data = arrays(BEFORE)
     back = [load_weights(path), load_item(path, STATE), load_data(path)]
     same = all(
-        set(own) == set(there) and all(np.asarray(own[n]).tobytes() == np.asarray(there[n]).tobytes() for n in own)
-        for own, there in zip((weights, state, data), back, strict=True)
+        set(array) == set(there) and all(np.asarray(array[n]).tobytes() == np.asarray(there[n]).tobytes() for n in array)
+        for array, there in zip((weights, state, data), back, strict=True)
     )
     return same and checkpoints.meta(BEFORE) == {"step": BEFORE, "settings": {"seed": 0}}
 
@@ -126,7 +126,7 @@ def is_restored(checkpoints: Any) -> bool:
 def campaign(folder: Path, n: int, seed: int = 0) -> list[Blow]:
     draw = random.Random(seed)
     prepare(folder)
-    every = [(tier, kind, how) for tier in TIERS for kind in kinds(newest_of(tier, folder / tier)) for how in WAYS]
+    every = [(tier, kind, damage) for tier in TIERS for kind in kinds(newest_of(tier, folder / tier)) for damage in WAYS]
     # Each once before any twice, whatever n is.
     draw.shuffle(every)
     return [strike(folder, *every[i % len(every)], draw) for i in range(n)]
@@ -144,10 +144,10 @@ def table(blows: list[Blow]) -> str:
 
 
 def main(words: list[str]) -> int:
-    told = {key: int(value) for key, value in (word.split("=") for word in words)}
+    options = {key: int(value) for key, value in (word.split("=") for word in words)}
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        blows = campaign(Path(folder), told.get("n", 1000), told.get("seed", 0))
+        blows = campaign(Path(folder), options.get("n", 1000), options.get("seed", 0))
     bad = [blow for blow in blows if not blow.good]
     print(table(blows))
     print(f"{len(blows)} damages in {time.monotonic() - begin:.0f} s: {len(bad)} not found, or not gone back from")

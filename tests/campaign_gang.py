@@ -30,28 +30,30 @@ TOLERANCE = 2e-5
 PATIENCE_S = 120
 
 
-def started(run: Path, size: int, steps: int, said: Path) -> subprocess.Popen[bytes]:
-    own = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    own |= {"JAX_PLATFORMS": "cpu", "ARGOSY_HUGE_PAGES": "0"}
+def start_gang(run: Path, size: int, steps: int, log: Path) -> subprocess.Popen[bytes]:
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    environment |= {"JAX_PLATFORMS": "cpu", "ARGOSY_HUGE_PAGES": "0"}
     words = ["train", "tiny", *WORDS, f"steps={steps}", f"dir={run}"]
     if size > 1:
         words = ["launch", f"processes={size}", "restarts=100", "--", *words]
-    with said.open("ab") as out:
-        return subprocess.Popen([sys.executable, "-m", "argosy", *words], stdout=out, stderr=out, env=own, start_new_session=True)
+    with log.open("ab") as out:
+        return subprocess.Popen(
+            [sys.executable, "-m", "argosy", *words], stdout=out, stderr=out, env=environment, start_new_session=True
+        )
 
 
 def losses(run: Path) -> dict[int, set[float]]:
     """All values that were logged for each step."""
-    found: dict[int, set[float]] = {}
+    losses_by_step: dict[int, set[float]] = {}
     path = run / "metrics.jsonl"
     for line in path.read_text().splitlines() if path.exists() else ():
         try:
-            one = json.loads(line)
+            record = json.loads(line)
         except ValueError:
             continue  # torn by a kill
-        if "loss" in one:
-            found.setdefault(one["step"], set()).add(one["loss"])
-    return found
+        if "loss" in record:
+            losses_by_step.setdefault(record["step"], set()).add(record["loss"])
+    return losses_by_step
 
 
 def lines(run: Path) -> int:
@@ -73,42 +75,42 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def more_than(run: Path, before: int, one: subprocess.Popen[bytes]) -> float | None:
+def more_than(run: Path, before: int, process: subprocess.Popen[bytes]) -> float | None:
     """Seconds until more lines are logged, or the run ended."""
-    return wait_for(lambda: lines(run) > before or one.poll() is not None)
+    return wait_for(lambda: lines(run) > before or process.poll() is not None)
 
 
-def wait_for(what, seconds: float = PATIENCE_S) -> float | None:
+def wait_for(condition, seconds: float = PATIENCE_S) -> float | None:
     """Seconds until something is true; None if it never was."""
     begun = time.monotonic()
     while time.monotonic() - begun < seconds:
-        if what():
+        if condition():
             return time.monotonic() - begun
         time.sleep(0.01)
     return None
 
 
 def main(words: list[str]) -> int:
-    given = {"n": "20", "seed": "0", "sizes": "2", "fault": "KILL"} | dict(word.split("=") for word in words)
-    n, rng, sizes = int(given["n"]), random.Random(int(given["seed"])), [int(size) for size in given["sizes"].split(",")]
-    fault = getattr(signal, f"SIG{given['fault']}")
+    options = {"n": "20", "seed": "0", "sizes": "2", "fault": "KILL"} | dict(word.split("=") for word in words)
+    n, rng, sizes = int(options["n"]), random.Random(int(options["seed"])), [int(size) for size in options["sizes"].split(",")]
+    fault = getattr(signal, f"SIG{options['fault']}")
     steps, bad, downs, agains = 100 + 40 * n, 0, list[float](), list[float]()
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        alone = started(folder / "alone", sizes[0], steps, folder / "said-alone")
+        alone = start_gang(folder / "alone", sizes[0], steps, folder / "said-alone")
         if alone.wait(3600):
             print((folder / "said-alone").read_text()[-3000:])
             return 1
         right = losses(folder / "alone")
-        run, said, at = folder / "run", folder / "said", 0
-        one = started(run, sizes[0], steps, said)
+        run, log, at = folder / "run", folder / "said", 0
+        process = start_gang(run, sizes[0], steps, log)
         for i in range(n):
             before = lines(run)
-            if more_than(run, before, one) is None or one.poll() is not None:
+            if more_than(run, before, process) is None or process.poll() is not None:
                 break
             time.sleep(rng.random() * 3)
-            group = members(one.pid) if sizes[at] > 1 else [one.pid]
-            victim = rng.choice(group or [one.pid])
+            group = members(process.pid) if sizes[at] > 1 else [process.pid]
+            victim = rng.choice(group or [process.pid])
             logged = lines(run)
             try:
                 os.kill(victim, fault)
@@ -116,28 +118,28 @@ def main(words: list[str]) -> int:
                 continue
             down = wait_for(lambda group=group: not any(map(is_alive, group)))
             if len(sizes) > 1:
-                os.killpg(one.pid, signal.SIGKILL)
-                for left in members(one.pid):
-                    os.kill(left, signal.SIGKILL)
-                one.wait()
+                os.killpg(process.pid, signal.SIGKILL)
+                for pid in members(process.pid):
+                    os.kill(pid, signal.SIGKILL)
+                process.wait()
                 wait_for(lambda group=group: not any(map(is_alive, group)))
                 at = (at + 1) % len(sizes)
-                one = started(run, sizes[at], steps, said)
+                process = start_gang(run, sizes[at], steps, log)
             elif fault == signal.SIGTERM:
-                one.wait()
-                one = started(run, sizes[0], steps, said)
-            again = more_than(run, logged, one)
+                process.wait()
+                process = start_gang(run, sizes[0], steps, log)
+            again = more_than(run, logged, process)
             downs.append(down or PATIENCE_S)
             agains.append(again or PATIENCE_S)
-            print(f"{i + 1:3} SIG{given['fault']} to {group.index(victim)} of {len(group)}: down after {down or -1:.1f} s, "
+            print(f"{i + 1:3} SIG{options['fault']} to {group.index(victim)} of {len(group)}: down after {down or -1:.1f} s, "
                   f"next step after {again or -1:.1f} s; step {max(losses(run), default=0)}", flush=True)  # fmt: skip
-        if one.wait(3600):
-            print(said.read_text()[-3000:])
+        if process.wait(3600):
+            print(log.read_text()[-3000:])
             bad += 1
-        found, most = losses(run), 0.0
+        losses_by_step, most = losses(run), 0.0
         for step, value in right.items():
             (expected,) = value
-            differ = max((abs(x - expected) / abs(expected) for x in found.get(step, {float("inf")})), default=float("inf"))
+            differ = max((abs(x - expected) / abs(expected) for x in losses_by_step.get(step, {float("inf")})), default=float("inf"))
             most = max(most, differ)
             bad += differ > (TOLERANCE if len(sizes) > 1 else 0)
         if downs:

@@ -121,11 +121,11 @@ def start(words: list[str], folder: Path, cache: Path, errors: Path) -> subproce
 
 def undisturbed_s(words: list[str], folder: Path, cache: Path) -> float:
     """Seconds that a command takes when nobody stops it."""
-    began = time.monotonic()
+    begin = time.monotonic()
     errors = folder / "stderr"
     if code := start(words, folder, cache, errors).wait(PATIENCE_S):
         raise SystemExit(f"{' '.join(words)}: exit code {code}\n{errors.read_text()[-2000:]}")
-    return time.monotonic() - began
+    return time.monotonic() - begin
 
 
 def blow(verb: str, words: list[str], after_s: float, folder: Path, cache: Path) -> Blow:
@@ -138,33 +138,33 @@ def blow(verb: str, words: list[str], after_s: float, folder: Path, cache: Path)
     except subprocess.TimeoutExpired:
         pass
     spent, before = cpu_s(process.pid), os.times()
-    began = time.monotonic()
+    begin = time.monotonic()
     os.killpg(process.pid, signal.SIGINT)
-    said = ""
+    stderr = ""
     try:
         try:
             code = process.wait(SAID_S)
         except subprocess.TimeoutExpired:
-            said = errors.read_text(errors="replace")
+            stderr = errors.read_text(errors="replace")
             code = late(process)
-        out_s, after = time.monotonic() - began, os.times()
+        out_s, after = time.monotonic() - begin, os.times()
     finally:
         is_orphaned = end_group(process.pid)
     used = after.children_user + after.children_system - before.children_user - before.children_system
     files = errors.with_name("stdout"), errors, errors.with_name("stacks")
     answer, err, stacks = (path.read_text(errors="replace") for path in files)
     outside = [stack for stack in stacks.split("Stack (most recent")[1:] if COMPILER not in stack]
-    return Blow(verb, after_s, out_s, used - spent, code, err, said, answer, is_orphaned, "\n".join(outside[:1]))
+    return Blow(verb, after_s, out_s, used - spent, code, err, stderr, answer, is_orphaned, "\n".join(outside[:1]))
 
 
 def late(process: subprocess.Popen[bytes]) -> int:
     """Waits for a process that is being stopped; once it is late, it prints its stack every second."""
-    began, patience = time.monotonic(), OUT_S - SAID_S
+    start, patience = time.monotonic(), OUT_S - SAID_S
     while True:
         try:
             return process.wait(patience)
         except subprocess.TimeoutExpired:
-            if time.monotonic() - began > PATIENCE_S:
+            if time.monotonic() - start > PATIENCE_S:
                 raise
             process.send_signal(signal.SIGUSR1)
             patience = 1.0
@@ -222,27 +222,27 @@ def campaign(folder: Path, n: int, seed: int = 0, verbs: tuple[str, ...] = (), w
             shutil.rmtree(cold, ignore_errors=True)
             last = blows[-1]
             print(f"  {verb} after {last.after_s:.1f} s: {last.code}, {last.out_s:.2f} s", file=sys.stderr, flush=True)
-        report([one for one in blows if one.verb == verb], longest)
+        report([blow for blow in blows if blow.verb == verb], longest)
     return blows
 
 
 def report(blows: list[Blow], longest: list[float]) -> None:
-    met = [one for one in blows if not one.was_over]
-    at_once = [one for one in met if not one.waits]
-    saved = [one for one in met if one.waits]
-    worst = max(at_once, key=lambda one: one.out_s, default=Blow("", 0.0))
-    latest = max(saved, key=lambda one: one.out_s, default=None)
+    landed = [blow for blow in blows if not blow.was_over]
+    at_once = [blow for blow in landed if not blow.waits]
+    saved = [blow for blow in landed if blow.waits]
+    worst = max(at_once, key=lambda blow: blow.out_s, default=Blow("", 0.0))
+    latest = max(saved, key=lambda blow: blow.out_s, default=None)
     then = f"; {len(saved)} saved first, slowest {latest.out_s:.2f} s (CPU {latest.cpu_s:.2f} s)" if latest else ""
     print(
-        f"{blows[0].verb:15} {longest[0]:5.1f} s cold, {longest[1]:5.1f} s warm: {len(blows)} blows, {len(met)} landed, "
-        f"{sum(one.good for one in met)} well, slowest out in {worst.out_s:.2f} s (CPU {worst.cpu_s:.2f} s){then}",
+        f"{blows[0].verb:15} {longest[0]:5.1f} s cold, {longest[1]:5.1f} s warm: {len(blows)} blows, {len(landed)} landed, "
+        f"{sum(blow.good for blow in landed)} well, slowest out in {worst.out_s:.2f} s (CPU {worst.cpu_s:.2f} s){then}",
         flush=True,
     )
-    for one in blows:
-        if not one.good:
+    for blow in blows:
+        if not blow.good:
             print(
-                f"  after {one.after_s:.2f} s: exit code {one.code}, out in {one.out_s:.2f} s, CPU {one.cpu_s:.2f} s"
-                f"{', left a process' if one.is_orphaned else ''}\n{one.err[-2000:]}\n{one.stack}",
+                f"  after {blow.after_s:.2f} s: exit code {blow.code}, out in {blow.out_s:.2f} s, CPU {blow.cpu_s:.2f} s"
+                f"{', left a process' if blow.is_orphaned else ''}\n{blow.err[-2000:]}\n{blow.stack}",
                 flush=True,
             )
 
@@ -252,7 +252,7 @@ def main() -> int:
     verbs = tuple(filter(None, words.get("verbs", "").split(",")))
     with tempfile.TemporaryDirectory() as name:
         blows = campaign(Path(name), int(words.get("n", 20)), int(words.get("seed", 0)), verbs, float(words.get("within", 0)))
-    return any(not one.good for one in blows)
+    return any(not blow.good for blow in blows)
 
 
 if __name__ == "__main__":

@@ -77,15 +77,15 @@ def launch(folder: Path, words: list[str], recipe: str = "tiny") -> subprocess.P
     if "rollout.devices=1" in words:
         environment["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
     command = [sys.executable, "-m", "argosy", "train", recipe, *words, f"dir={folder}"]
-    with (folder.parent / "words.txt").open("ab") as said:
-        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=said, env=environment)
+    with (folder.parent / "words.txt").open("ab") as log:
+        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log, env=environment)
 
 
 def newest(run: Path) -> int:
     return max(Checkpoints(run / "checkpoints").steps(), default=0)
 
 
-def written(run: Path, start: int = 0) -> list[tuple[int, float]]:
+def lines_from(run: Path, start: int = 0) -> list[tuple[int, float]]:
     """(step, loss) of every whole line from a byte of metrics.jsonl on."""
     file = run / "metrics.jsonl"
     if not file.exists():
@@ -114,18 +114,18 @@ def kind_of(name: str, folder: Path) -> tuple[str, list[str]]:
     return recipe, words
 
 
-def kill_once(run: Path, how: tuple[str, list[str]], wish: str, draw: random.Random, start_s: float) -> Kill | None:
+def kill_once(run: Path, recipe_and_words: tuple[str, list[str]], wish: str, draw: random.Random, start_s: float) -> Kill | None:
     """One life and its end; None where the run was over before that."""
-    began = newest(run)
+    first_step = newest(run)
     bytes_before = (run / "metrics.jsonl").stat().st_size if (run / "metrics.jsonl").exists() else 0
     start_for_s, life_s = draw.uniform(0, start_s), draw.uniform(0, LIFE_S)
     at = time.monotonic()
-    process = launch(run, how[1], how[0])
+    process = launch(run, recipe_and_words[1], recipe_and_words[0])
     try:
         if wish == "start":
             wait_for(process, lambda: time.monotonic() - at > start_for_s, False)
         else:
-            wait_for(process, lambda: bool(written(run, bytes_before)), True)
+            wait_for(process, lambda: bool(lines_from(run, bytes_before)), True)
             until = time.monotonic() + life_s
             wait_for(process, lambda: time.monotonic() > until, False)
             if wish == "save":
@@ -140,10 +140,10 @@ def kill_once(run: Path, how: tuple[str, list[str]], wish: str, draw: random.Ran
         if process.returncode:
             raise RuntimeError(f"the run ended by itself with exit code {process.returncode}")
         return None
-    steps = [step for step, _ in written(run, bytes_before)]
+    steps = [step for step, _ in lines_from(run, bytes_before)]
     where = ("save" if saving else "step") if steps else "start"
     first, last = (steps[0], steps[-1]) if steps else (None, None)
-    return Kill(where, began, first, last, newest(run), time.monotonic() - at)
+    return Kill(where, first_step, first, last, newest(run), time.monotonic() - at)
 
 
 def wait_for(process: subprocess.Popen[bytes], done: Callable[[], bool], must: bool) -> None:
@@ -159,12 +159,12 @@ def wait_for(process: subprocess.Popen[bytes], done: Callable[[], bool], must: b
         time.sleep(POLL_S)
 
 
-def finish(run: Path, how: tuple[str, list[str]] = KINDS["text"]) -> float:
+def finish(run: Path, recipe_and_words: tuple[str, list[str]] = KINDS["text"]) -> float:
     """Lets a run end; seconds until its first new step."""
     bytes_before = (run / "metrics.jsonl").stat().st_size if (run / "metrics.jsonl").exists() else 0
     at = time.monotonic()
-    process = launch(run, how[1], how[0])
-    wait_for(process, lambda: bool(written(run, bytes_before)), True)
+    process = launch(run, recipe_and_words[1], recipe_and_words[0])
+    wait_for(process, lambda: bool(lines_from(run, bytes_before)), True)
     start_s = time.monotonic() - at
     if process.wait(timeout=PATIENCE_S):
         raise RuntimeError(f"the run failed with exit code {process.returncode}")
@@ -174,7 +174,7 @@ def finish(run: Path, how: tuple[str, list[str]] = KINDS["text"]) -> float:
 def differences(run: Path, alone: Path, steps: int) -> list[str]:
     """What of a run is not that of the uninterrupted one; every line counts, those written twice too."""
     expected = by_step(read(Store(alone)), "loss")
-    lines = written(run)
+    lines = lines_from(run)
     out = [f"step {step}: loss {loss!r}, not {expected[step]!r}" for step, loss in lines if loss != expected[step]]
     if {step for step, _ in lines} != set(range(1, steps + 1)):
         out.append("steps are missing")
@@ -185,14 +185,14 @@ def differences(run: Path, alone: Path, steps: int) -> list[str]:
 
 def campaign(folder: Path, n: int, seed: int = 0, kind: str = "text") -> tuple[list[Kill], list[str]]:
     """n kills under `folder`; the kills, and everything that was not as it should be."""
-    draw, how = random.Random(seed), kind_of(kind, folder)
-    steps = next(int(word.partition("=")[2]) for word in reversed(how[1]) if word.startswith("steps="))
+    draw, recipe_and_words = random.Random(seed), kind_of(kind, folder)
+    steps = next(int(word.partition("=")[2]) for word in reversed(recipe_and_words[1]) if word.startswith("steps="))
     alone, runs = folder / "alone", [folder / "killed 1"]
-    start_s = finish(alone, how)
+    start_s = finish(alone, recipe_and_words)
     kills: list[Kill] = []
     wrong: list[str] = []
     while len(kills) < n:
-        kill = kill_once(runs[-1], how, WISHES[len(kills) % len(WISHES)], draw, start_s)
+        kill = kill_once(runs[-1], recipe_and_words, WISHES[len(kills) % len(WISHES)], draw, start_s)
         if kill is None:
             wrong += differences(runs[-1], alone, steps)
             runs.append(folder / f"killed {len(runs) + 1}")
@@ -202,7 +202,7 @@ def campaign(folder: Path, n: int, seed: int = 0, kind: str = "text") -> tuple[l
         if not kill.goes_on:
             wrong.append(f"kill {len(kills)}: began at {kill.first}, though step {kill.began} was committed")
     if newest(runs[-1]) < steps:
-        finish(runs[-1], how)
+        finish(runs[-1], recipe_and_words)
     return kills, wrong + differences(runs[-1], alone, steps)
 
 
@@ -212,11 +212,11 @@ def row(number: int, kill: Kill) -> str:
 
 
 def main(words: list[str]) -> int:
-    told = dict(word.split("=") for word in words)
+    options = dict(word.split("=") for word in words)
     begin = time.monotonic()
     print(f"{'kill':4}  {'during':6} {'newest':>7} {'first':>7} {'last':>7} {'committed':>10} {'seconds':>8}")
     with tempfile.TemporaryDirectory() as folder:
-        kills, wrong = campaign(Path(folder), int(told.get("n", 20)), int(told.get("seed", 0)), told.get("kind", "text"))
+        kills, wrong = campaign(Path(folder), int(options.get("n", 20)), int(options.get("seed", 0)), options.get("kind", "text"))
     places = ", ".join(f"{count} in {where}" for where, count in Counter(k.where for k in kills).most_common())
     seconds = time.monotonic() - begin
     print(f"{len(kills)} kills ({places}) in {seconds:.0f} s: {len(wrong)} differences from the uninterrupted run")

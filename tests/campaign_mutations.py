@@ -139,16 +139,16 @@ def good_rest(draw: random.Random) -> tuple[str, str, Any, bytes]:
         model = draw.choice((f"scaled{version}", f"scaled{version}", "twice"))
         return "POST", f"/v2/models/{model}/infer", {"inputs": [tensor | {"data": X.tolist()}]} | more, b""
     if kind < 0.6:
-        sent = {"inputs": [tensor | {"parameters": {"binary_data_size": 24}}]}
-        sent |= {"parameters": {"binary_data_output": draw.random() < 0.5}}
-        return "POST", f"/v2/models/scaled{version}/infer", sent, X.tobytes()
+        content = {"inputs": [tensor | {"parameters": {"binary_data_size": 24}}]}
+        content |= {"parameters": {"binary_data_output": draw.random() < 0.5}}
+        return "POST", f"/v2/models/scaled{version}/infer", content, X.tobytes()
     if kind < 0.7:
         a = {"name": "a", "shape": [1, 4], "datatype": "INT8", "data": [1, 2, 3, 4]}
         return "POST", "/v2/models/pair/infer", {"inputs": [a, {"name": "b", "shape": [1], "datatype": "BOOL", "data": [True]}]}, b""
     if kind < 0.85:
         rows = X.tolist()
-        sent = draw.choice(({"instances": rows}, {"inputs": {"x": rows}}, {"instances": [{"x": row} for row in rows]}))
-        return "POST", f"/v1/models/scaled{draw.choice(('', '/labels/stable', '/versions/2'))}:predict", sent, b""
+        content = draw.choice(({"instances": rows}, {"inputs": {"x": rows}}, {"instances": [{"x": row} for row in rows]}))
+        return "POST", f"/v1/models/scaled{draw.choice(('', '/labels/stable', '/versions/2'))}:predict", content, b""
     if kind < 0.9:
         return "POST", "/v1/embeddings", {"model": "scaled", "input": ["a"]}, b""
     if kind < 0.93:
@@ -257,26 +257,26 @@ class Http:
         self.reader: asyncio.StreamReader | None = None
         self.writer: asyncio.StreamWriter | None = None
 
-    async def ask(self, sent: Sent) -> tuple[int, bytes]:
+    async def ask(self, request: Sent) -> tuple[int, bytes]:
         """Status and body; 0: the server closed the connection without an answer."""
         reused = self.writer is not None
         if self.reader is None or self.writer is None:
             self.reader, self.writer = await asyncio.open_connection(self.host, self.port)
-        names = {name for name, _ in sent.headers}
-        headers = [*([] if "Host" in names else [("Host", "localhost")]), *sent.headers, ("Content-Length", str(len(sent.body)))]
-        head = f"{sent.method} {sent.path} HTTP/1.1\r\n" + "".join(f"{name}: {value}\r\n" for name, value in headers) + "\r\n"
+        names = {name for name, _ in request.headers}
+        headers = [*([] if "Host" in names else [("Host", "localhost")]), *request.headers, ("Content-Length", str(len(request.body)))]
+        head = f"{request.method} {request.path} HTTP/1.1\r\n" + "".join(f"{name}: {value}\r\n" for name, value in headers) + "\r\n"
         try:
-            self.writer.write((head.encode("utf-8") + sent.body) if sent.raw is None else sent.raw)
-            if sent.raw is not None:
+            self.writer.write((head.encode("utf-8") + request.body) if request.raw is None else request.raw)
+            if request.raw is not None:
                 self.writer.write_eof()  # a request that is cut ends here
             await self.writer.drain()
-            status, body, keep = await asyncio.wait_for(self._answer(sent.method), PATIENCE_S)
+            status, body, keep = await asyncio.wait_for(self._answer(request.method), PATIENCE_S)
         except (ConnectionError, asyncio.IncompleteReadError):
             self.close()
-            if reused and sent.raw is None:
-                return await self.ask(sent)  # the server closed it after the last answer
+            if reused and request.raw is None:
+                return await self.ask(request)  # the server closed it after the last answer
             return 0, b""
-        if not keep or sent.raw is not None:
+        if not keep or request.raw is not None:
             self.close()
         return status, body
 
@@ -315,27 +315,27 @@ class Outcome:
     memory: list[int] = field(default_factory=list)
 
 
-def wrong_answer(sent: Sent, status: int, body: bytes) -> str | None:
+def wrong_answer(request: Sent, status: int, body: bytes) -> str | None:
     """What is wrong with an answer."""
-    if sent.raw is not None and status == 0:
+    if request.raw is not None and status == 0:
         return None  # not HTTP any more
     if status not in STATUSES:
         return f"status {status}"
-    if status >= 400 and sent.method != "HEAD" and sent.path.startswith("/v2/models/"):
+    if status >= 400 and request.method != "HEAD" and request.path.startswith("/v2/models/"):
         try:
             if list(json.loads(body)) != ["error"]:
                 return "an error in another form"
         except ValueError:
             # Before any route: uvicorn's own answer to what is no HTTP.
-            return None if body.startswith((b"Invalid HTTP", b"Missing")) or sent.raw is not None else "an error that is no JSON"
-    if status == 200 and sent.path.endswith("/infer") and sent.content is not None and "scaled" in sent.path:
-        return wrong_rows(sent, body)
+            return None if body.startswith((b"Invalid HTTP", b"Missing")) or request.raw is not None else "an error that is no JSON"
+    if status == 200 and request.path.endswith("/infer") and request.content is not None and "scaled" in request.path:
+        return wrong_rows(request, body)
     return None
 
 
-def wrong_rows(sent: Sent, body: bytes) -> str | None:
+def wrong_rows(request: Sent, body: bytes) -> str | None:
     """Compares the rows of an answer with those that were sent, where both are JSON."""
-    tensor = sent.content["inputs"][0]
+    tensor = request.content["inputs"][0]
     if "data" not in tensor or not body.endswith(b"}"):
         return None
     answer = json.loads(body)["outputs"][0]
@@ -343,7 +343,7 @@ def wrong_rows(sent: Sent, body: bytes) -> str | None:
         x = np.asarray(tensor["data"], np.float32).ravel()
     except ValueError:
         return "data that are no array were taken"
-    factor = FACTORS["1" if "/versions/1/" in sent.path else "2"]
+    factor = FACTORS["1" if "/versions/1/" in request.path else "2"]
     if not np.allclose(answer["data"], factor * x) or answer["shape"] != tensor["shape"]:
         return f"a wrong answer: {answer}"
     return None
@@ -358,8 +358,8 @@ async def campaign(url: str, grpc_target: str, pid: int, n: int, seed: int, firs
     async with grpc.aio.insecure_channel(grpc_target) as channel:
 
         async def good(http: Http) -> None:
-            sent = {"inputs": [{"name": "x", "shape": [2, 3], "datatype": "FP32", "data": X.tolist()}]}
-            status, body = await http.ask(Sent("POST", "/v2/models/scaled/versions/1/infer", [], json.dumps(sent).encode()))
+            content = {"inputs": [{"name": "x", "shape": [2, 3], "datatype": "FP32", "data": X.tolist()}]}
+            status, body = await http.ask(Sent("POST", "/v2/models/scaled/versions/1/infer", [], json.dumps(content).encode()))
             messages = inference_proto().messages
             message = messages["ModelInferRequest"](model_name="scaled", model_version="1", raw_input_contents=[X.tobytes()])
             message.inputs.add(name="x", datatype="FP32", shape=[2, 3])
@@ -418,11 +418,11 @@ async def campaign(url: str, grpc_target: str, pid: int, n: int, seed: int, firs
                 elif kind < 0.4:
                     await over_grpc(number, draw)
                 else:
-                    sent = mutated_rest(draw)
-                    status, body = await http.ask(sent)
+                    request = mutated_rest(draw)
+                    status, body = await http.ask(request)
                     outcome.statuses[str(status)] += 1
-                    if what := wrong_answer(sent, status, body):
-                        outcome.findings.append(f"{number}: {sent.method} {sent.path[:100]}: {what} {body[:200]!r}")
+                    if problem := wrong_answer(request, status, body):
+                        outcome.findings.append(f"{number}: {request.method} {request.path[:100]}: {problem} {body[:200]!r}")
                 done += 1
                 if done % 100 == 0:
                     await good(http)
@@ -441,11 +441,11 @@ def main() -> int:
     words = {name: int(value) for name, value in (word.split("=", 1) for word in sys.argv[1:])}
     with tempfile.TemporaryDirectory() as name:
         write_models(Path(name))
-        with serving(Path(name), "grpc=0", "limits.upload_seconds=5") as (url, said):
+        with serving(Path(name), "grpc=0", "limits.upload_seconds=5") as (url, log):
             outcome = asyncio.run(
-                campaign(url, grpc_address(said), said.pid, **({"n": 100_000, "seed": 0} | words))
+                campaign(url, grpc_address(log), log.pid, **({"n": 100_000, "seed": 0} | words))
             )
-    outcome.findings += ["\n".join(said[i : i + 25]) for i, line in enumerate(said) if line.startswith("Traceback")]
+    outcome.findings += ["\n".join(log[i : i + 25]) for i, line in enumerate(log) if line.startswith("Traceback")]
     early, late = outcome.memory[len(outcome.memory) // 5], outcome.memory[-1]
     if late - early > GROWTH_BYTES:
         outcome.findings.append(f"memory grew from {early >> 20} to {late >> 20} MiB")

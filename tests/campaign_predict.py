@@ -66,8 +66,8 @@ class Server:
             command = [sys.executable, "-P", "-m", "argosy", "predict", str(repository), "port=0", "poll=0.3", *words]
             self.process = subprocess.Popen(command, stderr=file, stdout=file)
         for _ in range(600):
-            if found := re.search(r"ready on (http\S+)", log.read_text()):
-                self.url = found[1].rstrip(",")
+            if match := re.search(r"ready on (http\S+)", log.read_text()):
+                self.url = match[1].rstrip(",")
                 return
             if self.process.poll() is not None:
                 break
@@ -94,12 +94,17 @@ def request(rng: random.Random) -> tuple[np.ndarray, dict[str, Any]]:
 
 def wrong_body(rng: random.Random) -> bytes:
     _, body = request(rng)
-    good, one = json.dumps(body).encode(), body["inputs"][0]
+    good, input_tensor = json.dumps(body).encode(), body["inputs"][0]
     changed = [
         {"shape": [3, WIDTH]}, {"datatype": "FP64"}, {"name": "z"}, {"data": ["a"] * WIDTH}, {"shape": [-1]}, {"data": None},
         {"shape": [1 << 40, WIDTH]}, {"datatype": "BYTES"}, {"parameters": {"binary_data_size": 10}},
     ]  # fmt: skip
-    kinds = [good[: rng.randrange(len(good) - 1)], b"[]", b"\xff\xfe", *(json.dumps({"inputs": [one | c]}).encode() for c in changed)]
+    kinds = [
+        good[: rng.randrange(len(good) - 1)],
+        b"[]",
+        b"\xff\xfe",
+        *(json.dumps({"inputs": [input_tensor | c]}).encode() for c in changed),
+    ]
     return rng.choice(kinds)
 
 
@@ -113,9 +118,9 @@ class Load:
         self.gains: set[float] = {2.0}
         self.over = False
 
-    def fault(self, what: str) -> None:
-        self.faults.append(what)
-        print(f"FAULT {what[:400]}", flush=True)
+    def fault(self, text: str) -> None:
+        self.faults.append(text)
+        print(f"FAULT {text[:400]}", flush=True)
 
     async def right(self, client: httpx.AsyncClient, rng: random.Random) -> None:
         x, body = request(rng)
@@ -197,7 +202,7 @@ class Load:
                     await asyncio.sleep(0.5)
 
 
-async def replaced(load: Load, repository: Path, times: int, clients: int) -> None:
+async def replace_under_load(load: Load, repository: Path, times: int, clients: int) -> None:
     """Replaces the model under load."""
     tasks = [asyncio.create_task(load.client(i, False)) for i in range(clients)]
     first: dict[str, float] = {}
@@ -237,7 +242,7 @@ def check_growth(load: Load, first: dict[str, float], last: dict[str, float]) ->
             load.fault(f"{name}: {first[name]:.0f}, then {last[name]:.0f}")
 
 
-async def soaked(load: Load, minutes: float, clients: int) -> None:
+async def soak(load: Load, minutes: float, clients: int) -> None:
     """Random requests for so long."""
     tasks = [asyncio.create_task(load.client(1000 + i, True)) for i in range(clients)]
     begin, first = time.monotonic(), None
@@ -258,20 +263,20 @@ async def soaked(load: Load, minutes: float, clients: int) -> None:
 
 
 def main(words: list[str]) -> int:
-    named = dict(word.split("=", 1) for word in words)
-    reloads, minutes = int(named.pop("reloads", 100)), float(named.pop("minutes", 20))
-    clients, seed = int(named.pop("clients", 16)), int(named.pop("seed", 0))
+    options = dict(word.split("=", 1) for word in words)
+    reloads, minutes = int(options.pop("reloads", 100)), float(options.pop("minutes", 20))
+    clients, seed = int(options.pop("clients", 16)), int(options.pop("seed", 0))
     with tempfile.TemporaryDirectory() as folder:
         repository = Path(folder) / "models"
         (repository / "scaled").mkdir(parents=True)
         write_model(repository / "scaled" / "1", 2.0)
-        server = Server(repository, [f"{name}={value}" for name, value in named.items()], Path(folder) / "log.txt")
+        server = Server(repository, [f"{name}={value}" for name, value in options.items()], Path(folder) / "log.txt")
         load = Load(server, seed)
         try:
             if reloads:
-                asyncio.run(replaced(load, repository, reloads, min(clients, 8)))
+                asyncio.run(replace_under_load(load, repository, reloads, min(clients, 8)))
             if minutes:
-                asyncio.run(soaked(load, minutes, clients))
+                asyncio.run(soak(load, minutes, clients))
         finally:
             server.process.terminate()
             code = server.process.wait(60)

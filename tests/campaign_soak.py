@@ -64,8 +64,8 @@ class Server:
             command = [sys.executable, "-P", "-m", "argosy", "serve", model, *SERVER, *words]
             self.process = subprocess.Popen(command, stderr=file, stdout=file)
         for _ in range(1200):
-            if found := re.search(r"ready on (\S+)", log.read_text()):
-                self.url = found[1]
+            if match := re.search(r"ready on (\S+)", log.read_text()):
+                self.url = match[1]
                 return
             if self.process.poll() is not None:
                 break
@@ -79,9 +79,14 @@ class Server:
         status = folder.joinpath("status").read_text()
         text = httpx.get(f"{self.url}/metrics", timeout=60).text
         lines = [line.split("{", 1) for line in text.splitlines() if "{" in line]
-        found = {name: sum(float(rest.split()[-1]) for key, rest in lines if key == name) for name in METRICS}
+        metrics = {name: sum(float(rest.split()[-1]) for key, rest in lines if key == name) for name in METRICS}
         mb = int(re.findall(r"VmRSS:\s+(\d+)", status)[0]) / 1024
-        return {"mb": mb, "threads": int(re.findall(r"Threads:\s+(\d+)", status)[0]), "files": len(os.listdir(folder / "fd")), **found}
+        return {
+            "mb": mb,
+            "threads": int(re.findall(r"Threads:\s+(\d+)", status)[0]),
+            "files": len(os.listdir(folder / "fd")),
+            **metrics,
+        }
 
     def idle(self) -> dict[str, float]:
         """The state once nothing runs."""
@@ -136,9 +141,9 @@ class Soak:
         self.counts: collections.Counter[str] = collections.Counter()
         self.faults: list[str] = []
 
-    def fault(self, what: str) -> None:
-        self.faults.append(what)
-        print(f"FAULT {what}", flush=True)
+    def fault(self, text: str) -> None:
+        self.faults.append(text)
+        print(f"FAULT {text}", flush=True)
 
     async def ask_known(self, client: httpx.AsyncClient) -> None:
         self.known = []
@@ -165,7 +170,7 @@ class Soak:
 
     async def streamed(self, client: httpx.AsyncClient, *, leaves: bool = False, slow: bool = False) -> None:
         body, expected = self.rng.choice(self.known)
-        found: dict[int, list[str]] = collections.defaultdict(lambda: ["", ""])
+        outcomes: dict[int, list[str]] = collections.defaultdict(lambda: ["", ""])
         async with client.stream("POST", self.url, json=body | {"stream": True}) as answer:
             if answer.status_code == 503:
                 return self.counts.update(["503"])
@@ -175,14 +180,14 @@ class Soak:
                     continue
                 pieces += 1
                 for choice in json.loads(line[6:]).get("choices", ()):
-                    found[choice["index"]][0] += choice["text"]
-                    found[choice["index"]][1] = choice["finish_reason"] or found[choice["index"]][1]
+                    outcomes[choice["index"]][0] += choice["text"]
+                    outcomes[choice["index"]][1] = choice["finish_reason"] or outcomes[choice["index"]][1]
                 if leaves and pieces >= self.rng.randrange(1, 8):
                     return
                 if slow:
                     await asyncio.sleep(self.rng.random() / 2)
-        if [tuple(found[i]) for i in sorted(found)] != expected:
-            self.fault(f"streamed {body}: {dict(found)} not {expected}")
+        if [tuple(outcomes[i]) for i in sorted(outcomes)] != expected:
+            self.fault(f"streamed {body}: {dict(outcomes)} not {expected}")
 
     async def left(self, client: httpx.AsyncClient) -> None:
         await self.streamed(client, leaves=True)
@@ -200,8 +205,8 @@ class Soak:
 
     async def structured(self, client: httpx.AsyncClient) -> None:
         which = self.rng.choice(("json", "regex", "choice"))
-        how = {"json": SCHEMA, "regex": r"\d{2}-[ab]{1,4}", "choice": ["left", "right"]}[which]
-        body = {"prompt": "a", "max_tokens": 80, "temperature": 1, "structured_outputs": {which: how}}
+        constraint = {"json": SCHEMA, "regex": r"\d{2}-[ab]{1,4}", "choice": ["left", "right"]}[which]
+        body = {"prompt": "a", "max_tokens": 80, "temperature": 1, "structured_outputs": {which: constraint}}
         answer = await client.post(self.url, json=body)
         if answer.status_code == 503:
             return self.counts.update(["503"])
@@ -212,7 +217,7 @@ class Soak:
         try:
             if which == "json":
                 jsonschema.validate(json.loads(text), SCHEMA)
-            elif (which == "regex" and not re.fullmatch(str(how), text)) or (which == "choice" and text not in how):
+            elif (which == "regex" and not re.fullmatch(str(constraint), text)) or (which == "choice" and text not in constraint):
                 raise ValueError
         except (ValueError, jsonschema.ValidationError):
             self.fault(f"structured {which}: {text!r}")
@@ -253,11 +258,11 @@ class Soak:
 
     async def watch(self, until: float, states: list[dict[str, float]]) -> None:
         start = time.monotonic()
-        while (left := until - time.monotonic()) > 0:
-            await asyncio.sleep(min(60, left))
+        while (remaining := until - time.monotonic()) > 0:
+            await asyncio.sleep(min(60, remaining))
             states.append(await asyncio.to_thread(self.server.state))
-            shown = {name.split(":")[-1]: round(value, 2) for name, value in states[-1].items()}
-            print(f"{(time.monotonic() - start) / 60:5.1f} min {sum(self.counts.values()):6,} requests {shown}", flush=True)
+            rounded = {name.split(":")[-1]: round(value, 2) for name, value in states[-1].items()}
+            print(f"{(time.monotonic() - start) / 60:5.1f} min {sum(self.counts.values()):6,} requests {rounded}", flush=True)
 
     async def run(self, minutes: float, clients: int) -> list[dict[str, float]]:
         async with httpx.AsyncClient(timeout=180) as client:
@@ -270,11 +275,11 @@ class Soak:
 
 
 def main(words: list[str]) -> int:
-    how: dict[str, str] = dict(word.split("=", 1) for word in words)
-    minutes, clients, seed = float(how.pop("minutes", 20)), int(how.pop("clients", 24)), int(how.pop("seed", 0))
-    model = how.pop("model", None) or str(shared("models/stories260k"))
+    options: dict[str, str] = dict(word.split("=", 1) for word in words)
+    minutes, clients, seed = float(options.pop("minutes", 20)), int(options.pop("clients", 24)), int(options.pop("seed", 0))
+    model = options.pop("model", None) or str(shared("models/stories260k"))
     with tempfile.TemporaryDirectory() as folder:
-        server = Server(model, [f"{key}={value}" for key, value in how.items()], Path(folder) / "log")
+        server = Server(model, [f"{key}={value}" for key, value in options.items()], Path(folder) / "log")
         try:
             soak = Soak(server, random.Random(seed))
             states = asyncio.run(soak.run(minutes, clients))

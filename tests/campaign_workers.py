@@ -44,7 +44,7 @@ def main(n: int, seed: int) -> int:
     draw, base, wrong = random.Random(seed), functions.numbers(SHAPE), 0
     groups = {"pair": Group(processes=2, devices=2, mesh={"x": 2, "y": 2}), "one": Group(devices=2, mesh={"z": 2})}
     pids: set[int] = set()
-    told, again = [], []
+    waits, again = [], []
     with open_workers(groups) as workers:
         begun = time.monotonic()
         for _ in range(5):
@@ -66,8 +66,8 @@ def main(n: int, seed: int) -> int:
             rounds = 0
             while error is None:
                 try:
-                    found = a_round(workers)
-                    wrong += not np.array_equal(found, base + 2)
+                    result = a_round(workers)
+                    wrong += not np.array_equal(result, base + 2)
                     rounds += 1
                 except WorkerLost as lost:
                     error = lost
@@ -78,7 +78,7 @@ def main(n: int, seed: int) -> int:
             workers[name].restart()
             wrong += not np.array_equal(a_round(workers), base + 2)
             good = time.monotonic() - killed[0]
-            told.append(after)
+            waits.append(after)
             again.append(good)
             print(
                 f"{number + 1:3} killed {name} {rank} in round {rounds + 1}: told after {after:.2f} s, going on after {good:.2f} s"
@@ -86,10 +86,10 @@ def main(n: int, seed: int) -> int:
                 flush=True,
             )
         pids |= {*workers["pair"].pids, *workers["one"].pids}
-    left = [pid for pid in pids if is_alive(pid)]
-    print(f"{n} kills, {wrong} wrong, {len(left)} of {len(pids)} processes left; told after a median of "
-          f"{statistics.median(told):.2f} s, at most {max(told):.2f} s; going on after {statistics.median(again):.2f} s")  # fmt: skip
-    return 1 if wrong or left else 0
+    survivors = [pid for pid in pids if is_alive(pid)]
+    print(f"{n} kills, {wrong} wrong, {len(survivors)} of {len(pids)} processes left; told after a median of "
+          f"{statistics.median(waits):.2f} s, at most {max(waits):.2f} s; going on after {statistics.median(again):.2f} s")  # fmt: skip
+    return 1 if wrong or survivors else 0
 
 
 if __name__ == "__main__":

@@ -148,8 +148,8 @@ def one_device() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         build = MeshSettings.build
-        alone = lambda how: (how.data, how.fsdp, how.tensor) == (1, 1, 1)  # noqa: E731
-        patch.setattr(MeshSettings, "build", lambda how, devices=None: build(how, jax.devices()[:1] if alone(how) else devices))
+        alone = lambda mesh: (mesh.data, mesh.fsdp, mesh.tensor) == (1, 1, 1)  # noqa: E731
+        patch.setattr(MeshSettings, "build", lambda mesh, devices=None: build(mesh, jax.devices()[:1] if alone(mesh) else devices))
         yield
 
 
@@ -158,10 +158,10 @@ def clock(record_property: Callable[[str, object], None]) -> Callable[[str], con
     """Times what a test waits for, under the name `noticed` or `over`: `campaign_faults.py` reads the seconds."""
 
     @contextlib.contextmanager
-    def timed(what: str) -> Iterator[None]:
+    def timed(name: str) -> Iterator[None]:
         begun = time.monotonic()
         yield
-        record_property(what, time.monotonic() - begun)
+        record_property(name, time.monotonic() - begun)
 
     return timed
 
@@ -196,6 +196,6 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of what `-m` and `-k` left, one share."""
     number, of = map(int, config.getoption("--share").split("/"))
-    kept = [item for i, item in enumerate(items) if i % of == number]
+    selected = [item for i, item in enumerate(items) if i % of == number]
     config.hook.pytest_deselected(items=[item for i, item in enumerate(items) if i % of != number])
-    items[:] = kept
+    items[:] = selected

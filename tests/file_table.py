@@ -55,10 +55,10 @@ def read(path: Path, folder: Path) -> tuple | str:
     try:
         return tokens_of(source_of(path), folder, 0)
     except ArgosyError as error:
-        named = any(part in str(error) for part in (str(path), str(path.with_suffix(".idx"))))
+        is_named = any(part in str(error) for part in (str(path), str(path.with_suffix(".idx"))))
         at = str(error.where).removeprefix(str(path)).lstrip(":, ")
         place = "" if "/" in at or not at else f" ({'line ' if at.isdecimal() else ''}{at})"
-        return f"{error.what.splitlines()[0][:90]}{place}" if named else f"UNNAMED: {error.what[:80]}"
+        return f"{error.what.splitlines()[0][:90]}{place}" if is_named else f"UNNAMED: {error.what[:80]}"
 
 
 def row(name: str, scratch: Path, flips: int) -> str:
@@ -73,18 +73,18 @@ def row(name: str, scratch: Path, flips: int) -> str:
     data, cells = place.read_bytes(), ["yes" if read(path, folder / "made") == whole else "DIFFER"]
     for wrong in (b"", data[: len(data) // 2]):
         place.write_bytes(wrong)
-        found = read(path, folder / "made")
+        outcome = read(path, folder / "made")
         unknowable = "read: nothing says how long it was" if wrong and name in WITHOUT_LENGTH else "READ"
-        cells.append(found if isinstance(found, str) else unknowable)
+        cells.append(outcome if isinstance(outcome, str) else unknowable)
     # Padding, which some formats have a lot of, is zeros.
-    written = [at for at in range(len(data) // 10, len(data)) if data[at]]
+    nonzero = [at for at in range(len(data) // 10, len(data)) if data[at]]
     draw, ends = random.Random(1), dict.fromkeys(("named", "the same", "other text"), 0)
     for _ in range(flips):
         bits = bytearray(data)
-        bits[draw.choice(written)] ^= 1 << draw.randrange(8)
+        bits[draw.choice(nonzero)] ^= 1 << draw.randrange(8)
         place.write_bytes(bits)
-        found = read(path, folder / "made")
-        ends["named" if isinstance(found, str) else "the same" if found == whole else "other text"] += 1
+        outcome = read(path, folder / "made")
+        ends["named" if isinstance(outcome, str) else "the same" if outcome == whole else "other text"] += 1
     cells.append(", ".join(f"{count} {end}" for end, count in ends.items() if count))
     return "| " + " | ".join([f"`{name}`", *cells]) + " |"
 

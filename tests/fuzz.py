@@ -113,10 +113,10 @@ def worker(jobs: list[tuple[str, int, int, int]]) -> None:
                 print(json.dumps([kind, number]), flush=True)
                 signal.setitimer(signal.ITIMER_PROF, CPU_S)  # these signals end the process, wherever it is
                 signal.setitimer(signal.ITIMER_REAL, WALL_S)
-                said = outcome(kind, folder, input_of(kind, seed, number))
+                result = outcome(kind, folder, input_of(kind, seed, number))
                 signal.setitimer(signal.ITIMER_PROF, 0)
                 signal.setitimer(signal.ITIMER_REAL, 0)
-                print(json.dumps([kind, number, said]), flush=True)
+                print(json.dumps([kind, number, result]), flush=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -125,9 +125,9 @@ def warm(kinds: dict[str, Any], jobs: list[tuple[str, int, int, int]], folder: P
     """Good files are read first: they must be good, and what is imported or started on the way is so before it counts."""
     for kind in dict.fromkeys(job[0] for job in jobs):
         for place, files in enumerate(kinds[kind].good()):
-            said = outcome(kind, folder, files, limited=False)
-            if said != "read" and kind != "chat template":
-                print(json.dumps([kind, -1 - place, f"! a good file is refused: {said}"]), flush=True)
+            result = outcome(kind, folder, files, limited=False)
+            if result != "read" and kind != "chat template":
+                print(json.dumps([kind, -1 - place, f"! a good file is refused: {result}"]), flush=True)
 
 
 # ---- in the process that asks
@@ -135,14 +135,14 @@ def warm(kinds: dict[str, Any], jobs: list[tuple[str, int, int, int]], folder: P
 
 def campaign(jobs: list[tuple[str, int, int, int]], tell: Any = None) -> dict[str, Found]:
     """Every input of (kind, seed, first, stop), by as many processes as it takes."""
-    found = {kind: Found() for kind, *_ in jobs}
-    left = list(jobs)
-    while left:
-        left = run(left, found, tell)
-    return found
+    results = {kind: Found() for kind, *_ in jobs}
+    remaining = list(jobs)
+    while remaining:
+        remaining = run(remaining, results, tell)
+    return results
 
 
-def run(jobs: list[tuple[str, int, int, int]], found: dict[str, Found], tell: Any) -> list[tuple[str, int, int, int]]:
+def run(jobs: list[tuple[str, int, int, int]], results: dict[str, Found], tell: Any) -> list[tuple[str, int, int, int]]:
     """One process until it is done or dead; the jobs that are left."""
     environment = {
         **os.environ, "TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1",
@@ -155,13 +155,13 @@ def run(jobs: list[tuple[str, int, int, int]], found: dict[str, Found], tell: An
         subprocess.Popen(words, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment) as process,
     ):
         for line in process.stdout or ():
-            kind, number, *said = json.loads(line)
-            at = None if said else (kind, number)
-            for one in said:
-                found[kind].outcomes[one if one[0] != "!" else "found"] += 1
-                if one[0] == "!":
-                    found[kind].findings.append((number, one[2:]))
-            if said and tell and (number + 1) % 1000 == 0:
+            kind, number, *entries = json.loads(line)
+            at = None if entries else (kind, number)
+            for text in entries:
+                results[kind].outcomes[text if text[0] != "!" else "found"] += 1
+                if text[0] == "!":
+                    results[kind].findings.append((number, text[2:]))
+            if entries and tell and (number + 1) % 1000 == 0:
                 tell(f"{kind} {number + 1}")
         code = process.wait()
         errors.seek(0)
@@ -171,46 +171,47 @@ def run(jobs: list[tuple[str, int, int, int]], found: dict[str, Found], tell: An
     if at is None:
         raise RuntimeError(f"the process that reads ended with {code}: {last}")
     kind, number = at
-    what = "hung" if code in (-signal.SIGALRM, -signal.SIGPROF) else f"died ({code})"
-    found[kind].outcomes["found"] += 1
-    found[kind].findings.append((number, f"{what}: {' '.join(last.split())[-300:]}"))
+    fault = "hung" if code in (-signal.SIGALRM, -signal.SIGPROF) else f"died ({code})"
+    results[kind].outcomes["found"] += 1
+    results[kind].findings.append((number, f"{fault}: {' '.join(last.split())[-300:]}"))
     place = next(i for i, job in enumerate(jobs) if job[0] == kind and job[2] <= number < job[3])
     kind, seed, _, stop = jobs[place]
     return [(kind, seed, number + 1, stop), *jobs[place + 1 :]]
 
 
-def table(found: dict[str, Found]) -> str:
+def table(results: dict[str, Found]) -> str:
     columns = ["read", "BadInput", "Damaged", "Unsupported", "found"]
-    columns += sorted({name for one in found.values() for name in one.outcomes} - set(columns))
+    columns += sorted({name for result in results.values() for name in result.outcomes} - set(columns))
     lines = [f"{'kind':18}{'inputs':>9}" + "".join(f"{name:>13}" for name in columns)]
-    for kind, one in found.items():
-        cells = "".join(f"{one.outcomes[name]:>13,}" for name in columns)
-        lines.append(f"{kind:18}{sum(one.outcomes.values()):>9,}{cells}")
+    for kind, result in results.items():
+        cells = "".join(f"{result.outcomes[name]:>13,}" for name in columns)
+        lines.append(f"{kind:18}{sum(result.outcomes.values()):>9,}{cells}")
     return "\n".join(lines)
 
 
 def main(words: list[str]) -> int:
     from fuzz_inputs import SHARES
 
-    told = dict(word.split("=", 1) for word in words)
-    n, seed, first = int(told.get("n", 100_000)), int(told.get("seed", 0)), int(told.get("first", 0))
-    shares = {told["kind"]: 100} if "kind" in told else SHARES
+    options = dict(word.split("=", 1) for word in words)
+    n, seed, first = int(options.get("n", 100_000)), int(options.get("seed", 0)), int(options.get("first", 0))
+    shares = {options["kind"]: 100} if "kind" in options else SHARES
     begin = time.monotonic()
     jobs = [(kind, seed, first, first + max(1, n * share // 100)) for kind, share in shares.items()]
-    found = campaign(
+    results = campaign(
         jobs, lambda text: print(f"  {text}, {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
     )
-    print(table(found))
-    count = sum(len(one.findings) for one in found.values())
+    print(table(results))
+    count = sum(len(result.findings) for result in results.values())
     print(
-        f"{sum(sum(one.outcomes.values()) for one in found.values()):,} inputs in {time.monotonic() - begin:.0f} s: {count} findings"
+        f"{sum(sum(result.outcomes.values()) for result in results.values()):,} inputs in {time.monotonic() - begin:.0f} s: "
+        f"{count} findings"
     )
-    for kind, one in found.items():
+    for kind, result in results.items():
         alike: dict[str, list[int]] = {}
-        for number, what in one.findings:
-            alike.setdefault(what, []).append(number)
-        for what, numbers in alike.items():
-            print(f"  {kind} seed={seed} first={numbers[0]}, {len(numbers)} in all: {what}")
+        for number, finding in result.findings:
+            alike.setdefault(finding, []).append(number)
+        for finding, numbers in alike.items():
+            print(f"  {kind} seed={seed} first={numbers[0]}, {len(numbers)} in all: {finding}")
     return 1 if count else 0
 
 

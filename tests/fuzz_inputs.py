@@ -18,7 +18,7 @@ from typing import Any
 import gguf
 import ml_dtypes
 import numpy as np
-from fuzz_mutations import EXTREMES, TEXTS, mutate_bytes, mutate_json, written
+from fuzz_mutations import EXTREMES, TEXTS, mutate_bytes, mutate_json, write_json
 from helpers import DATA
 
 from argosy.core.errors import ArgosyError
@@ -58,7 +58,7 @@ def any_value(name: str) -> Callable[[random.Random, Files, Files], Files]:
     def mutate(draw: random.Random, files: Files, other: Files) -> Files:
         if draw.random() < 0.125:
             return any_byte(name)(draw, files, other)
-        return files | {name: written(draw, mutate_json(draw, json.loads(files[name])))}
+        return files | {name: write_json(draw, mutate_json(draw, json.loads(files[name])))}
 
     return mutate
 
@@ -71,7 +71,7 @@ def header(name: str) -> Callable[[random.Random, Files, Files], Files]:
             return any_byte(name)(draw, files, other)
         data = files[name]
         size = int.from_bytes(data[:8], "little")
-        text = written(draw, mutate_json(draw, json.loads(data[8 : 8 + size])))
+        text = write_json(draw, mutate_json(draw, json.loads(data[8 : 8 + size])))
         return files | {name: len(text).to_bytes(8, "little") + text + data[8 + size :]}
 
     return mutate
@@ -81,7 +81,7 @@ def either(*ways: Callable[[random.Random, Files, Files], Files]) -> Callable[[r
     return lambda draw, files, other: draw.choice(ways)(draw, files, other)
 
 
-def described(draw: random.Random, files: Files, other: Files) -> Files:
+def rewrite_gguf(draw: random.Random, files: Files, other: Files) -> Files:
     """Keys, values and tensors of a GGUF file, written anew by a writer that checks nothing."""
     tree = json.loads(files["model.json"])
     data = files["model.gguf"][tree.pop("start") :]
@@ -90,21 +90,21 @@ def described(draw: random.Random, files: Files, other: Files) -> Files:
 
 def gguf_from(draw: random.Random, tree: Any, data: bytes) -> bytes:
     meta, tensors = ((tree.get(name) if isinstance(tree, dict) else None) for name in ("meta", "tensors"))
-    meta, tensors = (one if isinstance(one, dict) else {} for one in (meta, tensors))
+    meta, tensors = (part if isinstance(part, dict) else {} for part in (meta, tensors))
     out = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(meta))
     for key, value in meta.items():
         code, body = gguf_value(draw, value)
         out += gguf_text(key) + struct.pack("<I", code) + body
-    for name, told in tensors.items():
-        told = told if isinstance(told, list) else [told]
-        shape, kind, offset = [*told, *[[], 0, 0][len(told) :]][:3]
-        axes = [counted(n) for n in shape] if isinstance(shape, list) else [counted(shape)]
+    for name, described_tensor in tensors.items():
+        described_tensor = described_tensor if isinstance(described_tensor, list) else [described_tensor]
+        shape, kind, offset = [*described_tensor, *[[], 0, 0][len(described_tensor) :]][:3]
+        axes = [count_of(n) for n in shape] if isinstance(shape, list) else [count_of(shape)]
         out += gguf_text(name) + struct.pack("<I", len(axes)) + struct.pack(f"<{len(axes)}Q", *axes)
-        out += struct.pack("<IQ", counted(kind) % 2**32, counted(offset))
+        out += struct.pack("<IQ", count_of(kind) % 2**32, count_of(offset))
     return out + b"\0" * (-len(out) % 32) + data
 
 
-def counted(value: Any) -> int:
+def count_of(value: Any) -> int:
     number = value if isinstance(value, int | float) and value == value and abs(value) < 1e300 else 7
     return int(number) % 2**64
 
@@ -124,7 +124,7 @@ def gguf_value(draw: random.Random, value: Any, depth: int = 0) -> tuple[int, by
     if isinstance(value, float):
         return 12, struct.pack("<d", value)
     if isinstance(value, list) and depth < 6:
-        pairs = [gguf_value(random.Random(0), one, depth + 1) for one in value]
+        pairs = [gguf_value(random.Random(0), entry, depth + 1) for entry in value]
         code = pairs[0][0] if pairs else 4
         bodies = [body for kind, body in pairs if kind == code]
         return 9, struct.pack("<IQ", code, len(bodies)) + b"".join(bodies)
@@ -148,12 +148,12 @@ def piece_changed(draw: random.Random, part: list[Any], other: list[Any]) -> lis
     from argosy.data.tokenizers.proto import fields
 
     number, value = part
-    how = draw.random()
-    if how < 0.1:
+    chance = draw.random()
+    if chance < 0.1:
         return []
-    if how < 0.2:
+    if chance < 0.2:
         return [part, other]
-    if how < 0.3:
+    if chance < 0.3:
         return [[draw.choice([1, 2, 3, 4, 5, 6, 100]), value]]
     inner = dict(fields(value, Path("x")))
     key = draw.choice([*inner, 1, 2, 3, 4, 5, 24, 26, 35, 40, 41, 42, 43, 44, 45, 46])
@@ -281,7 +281,7 @@ def put_model(writer: gguf.GGUFWriter) -> None:
             writer.add_tensor(f"{name}.weight", values)
 
 
-def made(*ways: tuple[str, Callable[[gguf.GGUFWriter], None]]) -> list[Files]:
+def gguf_files_of(*ways: tuple[str, Callable[[gguf.GGUFWriter], None]]) -> list[Files]:
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
@@ -300,16 +300,16 @@ def families_gguf() -> list[Files]:
     from golden_weights import write_model
     from safetensors.numpy import load_file
 
-    found: dict[str, Files] = {}
+    files: dict[str, Files] = {}
     for golden in sorted(GOLDENS.iterdir()):
         config = json.loads((golden / "config.json").read_text(encoding="utf-8"))
-        if (kind := config["model_type"]) in found or kind not in ARCHS:
+        if (kind := config["model_type"]) in files or kind not in ARCHS:
             continue
         with tempfile.TemporaryDirectory() as scratch:
             weights = load_file(write_model(golden, Path(scratch) / "hub") / "model.safetensors")
             data = write_gguf(Path(scratch) / "x.gguf", config, weights).read_bytes()
-            found[kind] = {"model.gguf": data, "model.json": tree_of(Path(scratch) / "y.gguf", data)}
-    return list(found.values())
+            files[kind] = {"model.gguf": data, "model.json": tree_of(Path(scratch) / "y.gguf", data)}
+    return list(files.values())
 
 
 def tree_of(path: Path, data: bytes) -> bytes:
@@ -351,7 +351,7 @@ def configs_good() -> list[Files]:
     from argosy.models import FAMILIES
     from argosy.weights.hub.config import config_from
 
-    found = []
+    files = []
     for name in FAMILIES:
         for config in FAMILIES[name].examples().values():
             try:
@@ -360,11 +360,11 @@ def configs_good() -> list[Files]:
             except ArgosyError:
                 continue
             old = {key: value for key, value in hub.items() if key != "rope_parameters"}
-            found += [{"config.json": json.dumps(one).encode()} for one in (hub, old)]
+            files += [{"config.json": json.dumps(config_json).encode()} for config_json in (hub, old)]
     theirs = [golden / "config.json" for golden in sorted(GOLDENS.iterdir())]
     inner = json.loads((GOLDENS / "gemma3-plain" / "config.json").read_text(encoding="utf-8"))
     outer = {"model_type": "gemma3", "text_config": inner, "vision_config": {"hidden_size": 16}, "mm_tokens_per_image": 256}
-    return [*found, *({"config.json": path.read_bytes()} for path in theirs), {"config.json": json.dumps(outer).encode()}]
+    return [*files, *({"config.json": path.read_bytes()} for path in theirs), {"config.json": json.dumps(outer).encode()}]
 
 
 def mutate_config(draw: random.Random, files: Files, other: Files) -> Files:
@@ -448,9 +448,9 @@ def fast_good() -> list[Files]:
         "added_tokens_decoder": {"260": {"content": "<new>", "special": True}}, "add_bos_token": True,
         "chat_template": [{"name": "default", "template": "{{ messages }}"}], "additional_special_tokens": ["<eos>"],
     }  # fmt: skip
-    beside = {"tokenizer_config.json": json.dumps(config).encode(), "special_tokens_map.json": b'{"pad_token": "a"}'}
-    several = [{"tokenizer.json": json.dumps(one).encode()} for one in (plain, merged, fallback, unigram, words)]
-    return [*several, several[1] | beside]
+    small_files = {"tokenizer_config.json": json.dumps(config).encode(), "special_tokens_map.json": b'{"pad_token": "a"}'}
+    several = [{"tokenizer.json": json.dumps(tokenizer_json).encode()} for tokenizer_json in (plain, merged, fallback, unigram, words)]
+    return [*several, several[1] | small_files]
 
 
 def model_good() -> list[Files]:
@@ -513,8 +513,8 @@ def read_template(folder: Path) -> None:
         {"role": "system", "content": "x"}, {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"},
     ]  # fmt: skip
     template = (folder / "t.jinja").read_bytes().decode("utf-8", "replace")
-    for given in (messages, messages[1:]):
-        text, spans = render_with_mask(template, given, {"bos_token": "<s>", "eos_token": "</s>"}, ends=["</s>"])
+    for turns in (messages, messages[1:]):
+        text, spans = render_with_mask(template, turns, {"bos_token": "<s>", "eos_token": "</s>"}, ends=["</s>"])
         assert all(0 <= start < stop <= len(text) for start, stop in spans)
 
 
@@ -524,10 +524,10 @@ def read_template(folder: Path) -> None:
 def records_good() -> list[Files]:
     hi, ho = {"role": "user", "content": "hi"}, {"role": "assistant", "content": [{"type": "text", "text": "ho"}], "weight": 1}
     call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
-    said = [{"from": "human", "value": "hi"}, {"from": "function_call", "value": '{"name": "f"}'}, {"from": "gpt", "value": "ho"}]
+    talk = [{"from": "human", "value": "hi"}, {"from": "function_call", "value": '{"name": "f"}'}, {"from": "gpt", "value": "ho"}]
     rows: list[dict[str, Any]] = [
         {"messages": [hi, call, ho], "tools": [{"name": "f"}], "chat_template_kwargs": {"a": 1}},
-        {"prompt": "a", "completion": "b"}, {"prompt": [hi], "completion": [ho]}, {"conversations": said, "system": "s", "tools": "[]"},
+        {"prompt": "a", "completion": "b"}, {"prompt": [hi], "completion": [ho]}, {"conversations": talk, "system": "s", "tools": "[]"},
         {"instruction": "a", "input": "b", "output": "c", "history": [["d", "e"]], "system": "f"},
     ]  # fmt: skip
     return [{"t.jsonl": json.dumps(row).encode()} for row in rows]
@@ -543,19 +543,19 @@ def read_records(folder: Path) -> None:
     calls = "{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}"
     tokenizer.chat_templates = {"default": "{% for m in messages %}{{ m.role }}: {{ m.content }}" + calls + "\n{% endfor %}"}
     source = JsonLines(folder / "t.jsonl")
-    for one in encoder_for(source, Encoding(tokenizer)).encode(list(source.documents())):
-        assert one.weights is None or len(one.weights) == len(one.tokens)
+    for encoded in encoder_for(source, Encoding(tokenizer)).encode(list(source.documents())):
+        assert encoded.weights is None or len(encoded.weights) == len(encoded.tokens)
 
 
-GGUF = either(any_byte("model.gguf"), described)
+GGUF = either(any_byte("model.gguf"), rewrite_gguf)
 KINDS: dict[str, Kind] = {
     "safetensors": Kind(tensors_good, header("model.safetensors"), read_tensors),
     "shards": Kind(
         shards_good, either(any_value("model.safetensors.index.json"), header("one.safetensors")), read_tensors
     ),
-    "gguf": Kind(cache(lambda: [*made(("llama", put_model)) * 4, *families_gguf()]), GGUF, read_gguf),
+    "gguf": Kind(cache(lambda: [*gguf_files_of(("llama", put_model)) * 4, *families_gguf()]), GGUF, read_gguf),
     "gguf vocabulary": Kind(
-        cache(lambda: made(("llama", put_pieces), ("llama", put_bytes), ("bert", put_words))), GGUF, read_tokenizer
+        cache(lambda: gguf_files_of(("llama", put_pieces), ("llama", put_bytes), ("bert", put_words))), GGUF, read_tokenizer
     ),
     "config.json": Kind(configs_good, mutate_config, read_config),
     "tokenizer.json": Kind(

@@ -49,7 +49,7 @@ def flip(draw: random.Random, data: bytes, other: bytes) -> bytes:
     return bytes(out)
 
 
-def cut(draw: random.Random, data: bytes, other: bytes) -> bytes:
+def cut_data(draw: random.Random, data: bytes, other: bytes) -> bytes:
     return data[: draw.randrange(len(data) + 1)]
 
 
@@ -87,7 +87,7 @@ def small_count(draw: random.Random, data: bytes, other: bytes) -> bytes:
 
 
 BYTES: list[Callable[[random.Random, bytes, bytes], bytes]] = [
-    flip, cut, drop, repeat, splice, number, number, small_count,
+    flip, cut_data, drop, repeat, splice, number, number, small_count,
 ]  # fmt: skip
 
 
@@ -106,20 +106,20 @@ def containers(value: Any) -> Any:
     """Every list and object that holds something; long ones count once."""
     stack = [value]
     while stack:
-        one = stack.pop()
-        if isinstance(one, dict | list) and one:
-            yield one
-            stack.extend((one.values() if isinstance(one, dict) else one) if len(one) < 300 else [])
+        node = stack.pop()
+        if isinstance(node, dict | list) and node:
+            yield node
+            stack.extend((node.values() if isinstance(node, dict) else node) if len(node) < 300 else [])
 
 
 def change(draw: random.Random, holder: Any) -> None:
     keys = list(holder) if isinstance(holder, dict) else range(len(holder))
-    key, how = draw.choice(keys), draw.random()
-    if how < 0.6:
+    key, chance = draw.choice(keys), draw.random()
+    if chance < 0.6:
         holder[key] = leaf(draw, holder[key])
-    elif how < 0.72:
+    elif chance < 0.72:
         del holder[key]
-    elif how < 0.8:
+    elif chance < 0.8:
         holder[key] = holder[draw.choice(keys)]
     elif isinstance(holder, list):
         holder.insert(key, holder[draw.choice(keys)])
@@ -135,18 +135,18 @@ def leaf(draw: random.Random, old: Any) -> Any:
         return draw.choice([old + 1, old - 1, -old, old * 1000, old / 3, old * 2])
     return draw.choice([
         draw.choice(EXTREMES), HUGE, -HUGE, 0.5, float("nan"), float("inf"), 1e-320, None, True, False, [], {}, [old], {"a": old},
-        str(old)[:500], draw.choice(TEXTS), [draw.choice(EXTREMES)] * 3, ["a", 1, None], nested(draw.choice([10, 100, 450])),
+        str(old)[:500], draw.choice(TEXTS), [draw.choice(EXTREMES)] * 3, ["a", 1, None], nest(draw.choice([10, 100, 450])),
     ])  # fmt: skip
 
 
-def nested(depth: int) -> Any:
+def nest(depth: int) -> Any:
     value: Any = 0
     for _ in range(depth):
         value = [value]
     return value
 
 
-def written(draw: random.Random, value: Any) -> bytes:
+def write_json(draw: random.Random, value: Any) -> bytes:
     """The tree as JSON text; sometimes with keys twice, nested beyond any stack, or with characters as they are."""
     try:
         text = json.dumps(value, ensure_ascii=draw.random() < 0.5)

@@ -15,8 +15,8 @@ from argosy.models.base.language import LanguageConfig
 def gguf_in_blocks(path: Path, config: LanguageConfig, kinds: tuple[str, ...], seed: int = 0) -> Path:
     """A file with every matrix in one of these types, in turn."""
     table, rng, count = KeyMap(*config.hub_rows()), np.random.default_rng(seed), 0
-    drawn = {name: rng.normal(0, 0.1, table.shape(name)).astype(np.float32) for name in table.paths}
-    theirs = {entry.name: entry.make() for entry in table.inverse(Arrays(drawn))}
+    weights = {name: rng.normal(0, 0.1, table.shape(name)).astype(np.float32) for name in table.paths}
+    theirs = {entry.name: entry.make() for entry in table.inverse(Arrays(weights))}
 
     def packed(name: str, tensor: np.ndarray) -> Packed:
         nonlocal count

@@ -56,7 +56,7 @@ def write_gguf(
     write_keys(writer, config, old)
     more(writer)
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
-    for name, tensor in [*converted(config, weights, old), *rope_factors(config)]:
+    for name, tensor in [*convert_tensors(config, weights, old), *rope_factors(config)]:
         theirs = name if name.startswith(("rope_", "blk.")) else names.get_name(name, try_suffixes=(".weight", ".bias"))
         theirs = theirs or {"lm_head.weight": "output.weight"}[name]  # Gemma 2 has no head of its own in llama.cpp
         packed, kind = pack(theirs, np.ascontiguousarray(tensor, np.float32))
@@ -74,9 +74,9 @@ def head_size(config: Config) -> int:
 
 def rope_of(config: Config) -> dict[str, Any]:
     """Both generations of config.json; of Gemma 3 the global layers'."""
-    told = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    told = told.get("full_attention", told)
-    return {"rope_theta": config.get("rope_theta", 10000.0)} | told
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = rope.get("full_attention", rope)
+    return {"rope_theta": config.get("rope_theta", 10000.0)} | rope
 
 
 # ---------------------------------------------------------------- keys
@@ -168,7 +168,7 @@ def permuted(tensor: np.ndarray, heads: int) -> np.ndarray:
     return halves.swapaxes(1, 2).reshape(tensor.shape)
 
 
-def converted(config: Config, weights: Tensors, old: bool) -> Iterator[tuple[str, np.ndarray]]:
+def convert_tensors(config: Config, weights: Tensors, old: bool) -> Iterator[tuple[str, np.ndarray]]:
     kind, layers = config["model_type"], config["num_hidden_layers"]
     tied = config["tie_word_embeddings"]
     weights = {n: t for n, t in weights.items() if not (tied and n == "lm_head.weight") and within(n, layers)}
@@ -179,7 +179,7 @@ def converted(config: Config, weights: Tensors, old: bool) -> Iterator[tuple[str
     if fold:
         weights = {n: fold(config, n, t) for n, t in weights.items()}
     if not (old and kind == "mixtral"):
-        weights = stacked(weights)
+        weights = stack_experts(weights)
     for name, tensor in weights.items():
         yield from pieces(config, name, tensor, old)
 
@@ -189,7 +189,7 @@ def within(name: str, layers: int) -> bool:
     return not name.startswith("model.layers.") or int(name.split(".")[2]) < layers
 
 
-def stacked(weights: Tensors) -> Tensors:
+def stack_experts(weights: Tensors) -> Tensors:
     """Experts in one tensor a layer."""
     out: dict[str, Any] = {}
     for name, tensor in weights.items():
@@ -317,8 +317,8 @@ def converted_vocabulary(
     tokens, kinds, scores = [f"[PAD{i}]" for i in range(size)], [unused] * size, [-10000.0] * size
     for number in range(model.vocab_size()):
         tokens[number], scores[number] = model.id_to_piece(number), model.get_score(number)
-        asked = {unknown: model.is_unknown, control: model.is_control, unused: model.is_unused, byte: model.is_byte}
-        kinds[number] = next((kind for kind, is_kind in asked.items() if is_kind(number)), normal)
+        tests_of_kind = {unknown: model.is_unknown, control: model.is_control, unused: model.is_unused, byte: model.is_byte}
+        kinds[number] = next((kind for kind, is_kind in tests_of_kind.items() if is_kind(number)), normal)
     for number, token in added.items():
         text = token["content"]
         kinds[number] = control if token["special"] else user_defined

@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 CONTEXTS = {"phi3-short": 50}
 
 
-def drawn(tensors: dict[str, list], seed: int) -> dict[str, np.ndarray]:
+def draw_weights(tensors: dict[str, list], seed: int) -> dict[str, np.ndarray]:
     """{name: [shape, mean, deviation]} as float32 arrays. Each tensor has a stream of its own name, or of the name that
     follows: a copy."""
     out = {}
@@ -51,9 +51,9 @@ def write_pipeline(golden: Path, folder: Path) -> Path:
 
 def write_model(golden: Path, folder: Path) -> Path:
     """The Hub folder that a golden is about."""
-    said = json.loads((golden / "tensors.json").read_text(encoding="utf-8"))
-    weights = drawn(said["tensors"], said["seed"])
-    assert digest(weights) == said["sha256"], f"{golden.name}: the drawn weights are not those of the golden"
+    description = json.loads((golden / "tensors.json").read_text(encoding="utf-8"))
+    weights = draw_weights(description["tensors"], description["seed"])
+    assert digest(weights) == description["sha256"], f"{golden.name}: the drawn weights are not those of the golden"
     folder.mkdir(parents=True)
     shutil.copyfile(golden / "config.json", folder / "config.json")
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})

@@ -45,9 +45,9 @@ def stories_text() -> Path:
 
 def free_port() -> int:
     """A port that nobody has now; package code holds one instead (`launch.ports`)."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def python_script(code: str) -> str:
@@ -90,13 +90,13 @@ def described_tpus(monkeypatch: pytest.MonkeyPatch, topology: str) -> list[Any]:
     return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
 
 
-def default(*kept: Any, of: Iterable[Any]) -> list[Any]:
+def default(*defaults: Any, of: Iterable[Any]) -> list[Any]:
     """Parameters of a test: these are tried by default, the others are slow. A tuple is one value for each argument."""
     values = list(of)
-    assert all(one in values for one in kept)
+    assert all(value in values for value in defaults)
     return [
-        pytest.param(*(one if isinstance(one, tuple) else (one,)), marks=() if one in kept else pytest.mark.slow)
-        for one in values
+        pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=() if value in defaults else pytest.mark.slow)
+        for value in values
     ]
 
 
@@ -125,7 +125,7 @@ def numbers(run: Path, name: str) -> dict[int, float]:
     return by_step(read(Store(run)), name)
 
 
-def flipped(a: Any, device: int, bit: int) -> Any:
+def flip_bit(a: Any, device: int, bit: int) -> Any:
     """The array with one bit of one device's copy flipped."""
     import jax
 

@@ -149,10 +149,10 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path = urlsplit(self.path).path
         self.hub.requests.append((self.command, path))
-        if found := re.fullmatch(r"/api/models/([^/]+(?:/[^/]+)??)(?:/(refs|revision|tree)(?:/(.+))?)?", path):
-            return self._model(found[1], found[2], unquote(found[3] or "main"))
-        if found := re.fullmatch(r"/([^/]+(?:/[^/]+)?)/resolve/([^/]+)/(.+)", path):
-            return self._file(found[1], unquote(found[2]), unquote(found[3]))
+        if match := re.fullmatch(r"/api/models/([^/]+(?:/[^/]+)??)(?:/(refs|revision|tree)(?:/(.+))?)?", path):
+            return self._model(match[1], match[2], unquote(match[3] or "main"))
+        if match := re.fullmatch(r"/([^/]+(?:/[^/]+)?)/resolve/([^/]+)/(.+)", path):
+            return self._file(match[1], unquote(match[2]), unquote(match[3]))
         if path == "/api/whoami-v2":
             return self._json({"name": "me", "type": "user"}) if self._is_known() else self._error(401, "")
         return self._error(404, "NotFound")
@@ -186,9 +186,9 @@ class _Handler(BaseHTTPRequestHandler):
         if file.endswith(LARGE):
             headers |= {"X_Linked_Size": str(len(data)), "X_Linked_ETag": f'"{_etag(file, data)}"'}
         start = 0
-        if self.command == "GET" and (asked := re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range") or "")):
-            self.hub.ranges.append(asked[0])
-            start = int(asked[1])
+        if self.command == "GET" and (byte_range := re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range") or "")):
+            self.hub.ranges.append(byte_range[0])
+            start = int(byte_range[1])
             headers["Content_Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
         if self.command == "HEAD" or not file.endswith(LARGE):
             return self._bytes(data[start:], 206 if start else 200, **headers)
@@ -224,12 +224,12 @@ class _Handler(BaseHTTPRequestHandler):
             return self._error(401, "Unauthorized")
         if path == "/api/repos/create":
             return self._create(json.loads(body))
-        if found := re.fullmatch(r"/api/models/([^/]+/[^/]+)/(preupload|commit|branch)/(.+)", path):
-            if (repository := self._repository(found[1])) is not None:
-                getattr(self, f"_{found[2]}")(repository, found[1], unquote(found[3]), body, query)
+        if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)/(preupload|commit|branch)/(.+)", path):
+            if (repository := self._repository(match[1])) is not None:
+                getattr(self, f"_{match[2]}")(repository, match[1], unquote(match[3]), body, query)
             return None
-        if found := re.fullmatch(r"/([^/]+/[^/]+)\.git/info/lfs/objects/batch", path):
-            return self._json({"transfer": "basic", "objects": [self._object(one) for one in json.loads(body)["objects"]]})
+        if match := re.fullmatch(r"/([^/]+/[^/]+)\.git/info/lfs/objects/batch", path):
+            return self._json({"transfer": "basic", "objects": [self._object(entry) for entry in json.loads(body)["objects"]]})
         return self._error(404, "NotFound")
 
     def _body(self) -> bytes:
@@ -259,12 +259,12 @@ class _Handler(BaseHTTPRequestHandler):
             {
                 "files": [
                     {
-                        "path": one["path"],
-                        "uploadMode": "lfs" if one["path"].endswith(LARGE) else "regular",
+                        "path": entry["path"],
+                        "uploadMode": "lfs" if entry["path"].endswith(LARGE) else "regular",
                         "shouldIgnore": False,
-                        "oid": _etag(one["path"], files[one["path"]]) if one["path"] in files else None,
+                        "oid": _etag(entry["path"], files[entry["path"]]) if entry["path"] in files else None,
                     }
-                    for one in json.loads(body)["files"]
+                    for entry in json.loads(body)["files"]
                 ]
             }
         )
@@ -275,10 +275,10 @@ class _Handler(BaseHTTPRequestHandler):
         repository.branches[branch] = repository.branches["main"]
         return self._json({})
 
-    def _object(self, one: dict[str, Any]) -> dict[str, Any]:
-        if one["oid"] in self.hub.objects:
-            return one
-        return one | {"actions": {"upload": {"href": f"{self.hub.url}/objects/{one['oid']}", "header": {}}}}
+    def _object(self, entry: dict[str, Any]) -> dict[str, Any]:
+        if entry["oid"] in self.hub.objects:
+            return entry
+        return entry | {"actions": {"upload": {"href": f"{self.hub.url}/objects/{entry['oid']}", "header": {}}}}
 
     def do_PUT(self) -> None:
         path = urlsplit(self.path).path

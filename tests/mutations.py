@@ -60,7 +60,7 @@ class Mutation(NamedTuple):
     source: str
 
 
-def changed(node: ast.AST) -> ast.AST | None:
+def mutate(node: ast.AST) -> ast.AST | None:
     """The node with one small mistake; None where it has none to make."""
     new: ast.AST = copy.copy(node)
     if isinstance(new, ast.Compare) and len(new.ops) == 1 and type(new.ops[0]) in COMPARISONS:
@@ -105,7 +105,7 @@ def _is_text(node: ast.BinOp) -> bool:
 def places(tree: ast.Module) -> list[tuple[ast.AST, tuple[str, ...]]]:
     """The nodes of functions that may be changed, no annotations, defaults, error messages or texts; and the names of the functions and
     classes around each, from the outside in."""
-    found: list[tuple[ast.AST, tuple[str, ...]]] = []
+    nodes: list[tuple[ast.AST, tuple[str, ...]]] = []
 
     def inside(node: ast.AST, names: tuple[str, ...], in_function: bool) -> None:
         if isinstance(node, ast.Raise | ast.Assert | ast.JoinedStr | ast.AnnAssign):
@@ -117,22 +117,22 @@ def places(tree: ast.Module) -> list[tuple[ast.AST, tuple[str, ...]]]:
             for statement in node.body:
                 inside(statement, (*names, node.name), is_function)
             return
-        if in_function and changed(node) is not None:
-            found.append((node, names))
+        if in_function and mutate(node) is not None:
+            nodes.append((node, names))
         for child in ast.iter_child_nodes(node):
             inside(child, names, in_function)
 
     inside(tree, (), False)
-    return found
+    return nodes
 
 
-def imported(path: Path) -> set[str]:
+def imports_of(path: Path) -> set[str]:
     """The modules of the package that a file imports, and the names it imports from them as if they were modules."""
-    found: set[str] = set()
+    modules: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("argosy"):
-            found |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return found
+            modules |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return modules
 
 
 def module_of(path: Path) -> str:
@@ -143,14 +143,14 @@ def tests_of() -> dict[str, dict[str, int]]:
     """The test files of each module that one imports: 0 for those that do, 1 for those that import a module that imports it."""
     direct: dict[str, set[str]] = {}
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
-        for module in imported(path):
+        for module in imports_of(path):
             direct.setdefault(module, set()).add(str(path.relative_to(ROOT)))
-    found = {module: dict.fromkeys(files, 0) for module, files in direct.items()}
+    distances = {module: dict.fromkeys(files, 0) for module, files in direct.items()}
     for path in sorted((ROOT / "argosy").rglob("*.py")):
-        for module in imported(path) & set(found):
+        for module in imports_of(path) & set(distances):
             for file in direct.get(module_of(path), ()):
-                found[module].setdefault(file, 1)
-    return found
+                distances[module].setdefault(file, 1)
+    return distances
 
 
 def nearest(files: dict[str, int], module: str, names: tuple[str, ...]) -> list[str]:
@@ -160,13 +160,13 @@ def nearest(files: dict[str, int], module: str, names: tuple[str, ...]) -> list[
 
     def order(file: str) -> tuple[int, bool, int, bool, int]:
         text = (ROOT / file).read_text(encoding="utf-8")
-        named = sum(re.search(rf"\b{name}\b", text) is not None for name in names)
-        return -named, stem not in Path(file).stem, files[file], Path(file).parts[1] != room, len(text)
+        mentions = sum(re.search(rf"\b{name}\b", text) is not None for name in names)
+        return -mentions, stem not in Path(file).stem, files[file], Path(file).parts[1] != room, len(text)
 
     return sorted(files, key=order)[: FILES + MORE_FILES]
 
 
-def sampled(count: int, seed: int, room: str = "") -> tuple[list[tuple[Mutation, list[str]]], float]:
+def sample(count: int, seed: int, room: str = "") -> tuple[list[tuple[Mutation, list[str]]], float]:
     """Some mutations with the test files that must catch them, and the share of all edits in modules that no test imports."""
     tests, random_ = tests_of(), random.Random(seed)
     spots: list[tuple[Path, int]] = []
@@ -190,7 +190,7 @@ def mutation(path: Path, number: int) -> tuple[Mutation, tuple[str, ...]]:
     """The file with its change of this number, and the names of the functions and classes around it."""
     text = path.read_text(encoding="utf-8")
     node, names = places(ast.parse(text))[number]
-    new = changed(node)
+    new = mutate(node)
     assert new is not None
     lines = text.splitlines(keepends=True)
     first, last = node.lineno - 1, node.end_lineno - 1  # type: ignore[attr-defined]
@@ -201,7 +201,7 @@ def mutation(path: Path, number: int) -> tuple[Mutation, tuple[str, ...]]:
     return Mutation(str(path.relative_to(ROOT)), first + 1, ast.unparse(node), after, source), names
 
 
-def caught(tree: Path, change: Mutation, files: list[str]) -> bool:
+def is_caught_by(tree: Path, change: Mutation, files: list[str]) -> bool:
     """Whether a test fails with the change, or a test of the nearest files hangs."""
     before = (tree / change.file).read_text(encoding="utf-8")
     (tree / change.file).write_text(change.source, encoding="utf-8")
@@ -224,33 +224,33 @@ def _fails(tree: Path, files: list[str], hangs: bool) -> bool:
 
 
 def main(words: list[str]) -> int:
-    given = dict(word.split("=", 1) for word in words if "=" in word)
-    seed = int(given.get("seed", 0))
-    if "--tree" in words and "seed" not in given:
+    options = dict(word.split("=", 1) for word in words if "=" in word)
+    seed = int(options.get("seed", 0))
+    if "--tree" in words and "seed" not in options:
         tree_hash = subprocess.run(["git", "rev-parse", "HEAD^{tree}"], cwd=ROOT, capture_output=True, text=True).stdout
         seed = int(tree_hash.strip() or "0", 16)
-    chosen, without = sampled(int(given.get("count", 20)), seed, given.get("room", ""))
-    least, found, tried, begun = float(given.get("least", 0.8)), 0, 0, time.monotonic()
+    mutations, without = sample(int(options.get("count", 20)), seed, options.get("room", ""))
+    least, caught_count, tried, begun = float(options.get("least", 0.8)), 0, 0, time.monotonic()
     print(f"{without:.0%} of all edits are in modules that no test file imports", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         tree = copy_of_the_tree(Path(folder))
         if "--tree" not in words:
-            files = sorted({file for _, own in chosen for file in own})
+            files = sorted({file for _, test_files in mutations for file in test_files})
             whole = [sys.executable, "-m", "pytest", "-q", "-m", "not tpu and not slow", "-p", "no:cacheprovider", *files]
             done = subprocess.run(whole, cwd=tree, env=environment(tree), capture_output=True, text=True)
             if done.returncode:
                 raise SystemExit(f"error: the tests fail without any edit:\n{done.stdout[-2000:]}")
-        for change, own in chosen:
+        for change, test_files in mutations:
             begin = time.monotonic()
-            if begin - begun > float(given.get("seconds", "inf")):
+            if begin - begun > float(options.get("seconds", "inf")):
                 break
-            is_caught = caught(tree, change, own)
-            found, tried = found + is_caught, tried + 1
-            how = "caught" if is_caught else "SURVIVED"
-            what = f"{change.file}:{change.line}: {change.before[:60]} -> {change.after[:60]}"
-            print(f"{how:9}{time.monotonic() - begin:5.0f} s  {what}", flush=True)
-    print(f"{found} of {tried} caught, {found / max(1, tried):.0%}; at least {least:.0%}")
-    return 0 if found >= least * tried else 1
+            is_caught = is_caught_by(tree, change, test_files)
+            caught_count, tried = caught_count + is_caught, tried + 1
+            status = "caught" if is_caught else "SURVIVED"
+            description = f"{change.file}:{change.line}: {change.before[:60]} -> {change.after[:60]}"
+            print(f"{status:9}{time.monotonic() - begin:5.0f} s  {description}", flush=True)
+    print(f"{caught_count} of {tried} caught, {caught_count / max(1, tried):.0%}; at least {least:.0%}")
+    return 0 if caught_count >= least * tried else 1
 
 
 if __name__ == "__main__":

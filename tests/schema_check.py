@@ -32,7 +32,7 @@ def check(schema: Any, value: Any, root: Any = None, at: str = "") -> Iterator[s
     number, obj = TYPES["number"](value), isinstance(value, dict)
     for word, rule in schema.items():
         if word == "$ref":
-            yield from check(_resolved(root, rule), value, root, at)
+            yield from check(_resolve(root, rule), value, root, at)
         elif word == "type":
             if not any(TYPES[t](value) for t in ([rule] if isinstance(rule, str) else rule)):
                 yield f"{at}: {value!r} is no {rule}"
@@ -76,7 +76,7 @@ def check(schema: Any, value: Any, root: Any = None, at: str = "") -> Iterator[s
             raise NotImplementedError(word)
 
 
-def _resolved(root: Any, reference: str) -> Any:
+def _resolve(root: Any, reference: str) -> Any:
     for part in reference.removeprefix("#/").split("/"):
         root = root[part]
     return root

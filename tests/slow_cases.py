@@ -42,19 +42,19 @@ def slow_cases(calls: dict[str, float], fixtures: float, seconds: float) -> list
     # What can go: (seconds of the costliest unit first, tests).
     units: list[tuple[float, list[str]]] = []
     for cases in tests.values():
-        kept = 0.0
+        kept_s = 0.0
         for i, (duration, name) in enumerate(sorted(cases)):
-            if "[" not in name or (i and kept + duration > KEPT_S) or (duration > ALONE_S and not name.startswith(LAWS)):
+            if "[" not in name or (i and kept_s + duration > KEPT_S) or (duration > ALONE_S and not name.startswith(LAWS)):
                 units.append((duration, [name]))
             else:
-                kept += duration
-    left, out = sum(calls.values()) + fixtures, list[str]()
+                kept_s += duration
+    remaining, out = sum(calls.values()) + fixtures, list[str]()
     for duration, names in sorted(units, reverse=True):
-        if left <= seconds:
+        if remaining <= seconds:
             break
-        left -= duration
+        remaining -= duration
         out += names
-    print(f"{len(out)} of {len(calls)} tests of at least {min(calls.values()):.2f} s are slow; {left:.0f} s are left")
+    print(f"{len(out)} of {len(calls)} tests of at least {min(calls.values()):.2f} s are slow; {remaining:.0f} s are left")
     return sorted(out)
 
 
@@ -62,9 +62,9 @@ def main(words: list[str]) -> int:
     options = dict(word.split("=") for word in words[1:])
     calls, fixtures = durations_of(Path(words[0]).read_text(encoding="utf-8"))
     load = float(options.get("load", 1))
-    chosen = slow_cases({name: s / load for name, s in calls.items()}, fixtures / load, float(options.get("seconds", 600)))
+    slow = slow_cases({name: s / load for name, s in calls.items()}, fixtures / load, float(options.get("seconds", 600)))
     before = FILE.read_text(encoding="utf-8").splitlines()
-    FILE.write_text("".join(f"{name}\n" for name in sorted({*chosen, *before})), encoding="utf-8")
+    FILE.write_text("".join(f"{name}\n" for name in sorted({*slow, *before})), encoding="utf-8")
     return 0
 
 

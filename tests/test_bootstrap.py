@@ -158,9 +158,9 @@ def test_tests_run_on_all_cores_and_a_file_on_one(ready: ModuleType, tmp_path: P
     whole = call(ready, "test", "-x", cwd=tmp_path).stdout.splitlines()
     assert {"-n", "auto", "worksteal", "-x", str(ready.ROOT / "tests")} <= set(whole)
     (tmp_path / "test_one.py").touch()
-    one = call(ready, "test", "test_one.py::f", cwd=tmp_path).stdout.splitlines()
-    assert one[-1] == "test_one.py::f"
-    assert "-n" not in one
+    lines = call(ready, "test", "test_one.py::f", cwd=tmp_path).stdout.splitlines()
+    assert lines[-1] == "test_one.py::f"
+    assert "-n" not in lines
 
 
 @posix
@@ -199,13 +199,13 @@ def test_a_copied_checkout_is_not_ready(ready: ModuleType, tmp_path: Path):
 
 
 def test_a_killed_set_up_is_made_afresh_and_a_stale_one_in_place(ready: ModuleType, monkeypatch: pytest.MonkeyPatch):
-    made = []
-    monkeypatch.setattr(ready, "call", made.append)
+    commands = []
+    monkeypatch.setattr(ready, "call", commands.append)
     ready.make_venv(ready.VENV)
-    assert not made
+    assert not commands
     assert not list(ready.VENV.glob("*.stamp")), "a kill from here on must leave no stamp"
     ready.make_venv(ready.VENV)
-    assert "--clear" in made[0]
+    assert "--clear" in commands[0]
 
 
 @posix
@@ -240,7 +240,7 @@ def test_no_network_is_reported_and_leaves_no_stamp(checkout: ModuleType):
 
 
 @pytest.mark.parametrize(
-    "output, what",
+    "output, problem",
     [
         ("OSError: [Errno 28] No space left on device", "no space left"),
         ("ERROR: THESE PACKAGES DO NOT MATCH THE HASHES FROM THE REQUIREMENTS FILE.", "not the one that was locked"),
@@ -250,9 +250,9 @@ def test_no_network_is_reported_and_leaves_no_stamp(checkout: ModuleType):
         ("", "the set-up failed: no output"),
     ],
 )
-def test_an_installers_output_is_understood(checkout: ModuleType, output: str, what: str):
-    said, hint = checkout.diagnose(output)
-    assert what in said
+def test_an_installers_output_is_understood(checkout: ModuleType, output: str, problem: str):
+    diagnosis, hint = checkout.diagnose(output)
+    assert problem in diagnosis
     assert hint
 
 
@@ -262,9 +262,9 @@ def test_an_old_python_is_reported(checkout: ModuleType, monkeypatch: pytest.Mon
     with pytest.raises(SystemExit) as ended:
         checkout.main(["quickstart"])
     assert ended.value.code == 2
-    said = capsys.readouterr().err.splitlines()
-    assert said[0].startswith("error: this is Python 3.")
-    assert said[1:] == ["", "hint: install one, then: python3.12 run quickstart"]
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("error: this is Python 3.")
+    assert lines[1:] == ["", "hint: install one, then: python3.12 run quickstart"]
 
 
 # ---------------------------------------------------------------- what is locked
@@ -272,10 +272,10 @@ def test_an_old_python_is_reported(checkout: ModuleType, monkeypatch: pytest.Mon
 
 def names_of(lock: str) -> dict[str, set[str]]:
     """Package -> its pinned versions, one for each range of Pythons."""
-    found: dict[str, set[str]] = {}
+    versions: dict[str, set[str]] = {}
     for name, version in re.findall(r"^([a-z0-9._-]+)==([^ ;]+)", lock, re.M):
-        found.setdefault(name, set()).add(version)
-    return found
+        versions.setdefault(name, set()).add(version)
+    return versions
 
 
 def test_locks_agree_and_hold_what_installs_the_rest():
@@ -306,7 +306,7 @@ def test_a_wheel_holds_the_package_and_its_configs(tmp_path: Path):
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
     subprocess.run(build, cwd=ROOT, capture_output=True, check=True)
     names = set(zipfile.ZipFile(next(tmp_path.glob("argosy-*.whl"))).namelist())
-    wanted = [p for suffix in ("*.py", "*.yml") for p in (ROOT / "argosy").rglob(suffix)]
-    assert {p.relative_to(ROOT).as_posix() for p in wanted} <= names
+    paths = [p for suffix in ("*.py", "*.yml") for p in (ROOT / "argosy").rglob(suffix)]
+    assert {p.relative_to(ROOT).as_posix() for p in paths} <= names
     assert {n.split("/")[0] for n in names} == {"argosy", next(n for n in names if ".dist-info/" in n).split("/")[0]}
     assert any(n.endswith("entry_points.txt") for n in names)

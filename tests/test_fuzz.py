@@ -20,13 +20,13 @@ def test_shares_are_of_every_kind_and_a_hundred():
 def test_some_hundred_inputs_of_every_kind():
     shared("models/stories260k/tokenizer.model")
     shared("chat_templates/golden.json")
-    found = campaign([(kind, 7, 0, EACH) for kind in KINDS])
-    findings = {kind: one.findings for kind, one in found.items() if one.findings}
-    assert not findings, f"{table(found)}\n{findings}"
-    for kind, one in found.items():
-        assert sum(one.outcomes.values()) == EACH
-        assert one.outcomes["read"] >= EACH / 50, kind  # not everything is refused at the door
-        assert sum(one.outcomes.values()) - one.outcomes["read"] >= EACH / 4, kind
+    results = campaign([(kind, 7, 0, EACH) for kind in KINDS])
+    findings = {kind: result.findings for kind, result in results.items() if result.findings}
+    assert not findings, f"{table(results)}\n{findings}"
+    for kind, result in results.items():
+        assert sum(result.outcomes.values()) == EACH
+        assert result.outcomes["read"] >= EACH / 50, kind  # not everything is refused at the door
+        assert sum(result.outcomes.values()) - result.outcomes["read"] >= EACH / 4, kind
 
 
 HARM = {

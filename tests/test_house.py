@@ -124,9 +124,9 @@ def is_within(module: str, library: str) -> bool:
     return module == library or module.startswith(f"{library}.")
 
 
-def faults(room: str, found: list[Import]) -> Iterator[str]:
+def faults(room: str, imports: list[Import]) -> Iterator[str]:
     """What a file of this room may not import."""
-    for module, line, late in found:
+    for module, line, late in imports:
         names = module.split(".")
         if names[0] == "argosy" and len(names) > 1 and names[1] in ROOMS and ROOMS.index(names[1]) > ROOMS.index(room):
             yield f"{line}: {room} imports {module}, a later room"
@@ -151,7 +151,7 @@ def public_names() -> dict[str, str]:
 
 
 def test_rooms_import_upwards_and_libraries_have_doors():
-    found, seen = [], 0
+    problems, seen = [], 0
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(ROOT).parts
         if len(parts) == 2:
@@ -159,9 +159,9 @@ def test_rooms_import_upwards_and_libraries_have_doors():
         package = ".".join(parts[:-1])
         names = imports(path.read_text(encoding="utf-8"), package, public_names())
         seen += len(names)
-        found += [f"{path.relative_to(ROOT)}:{fault}" for fault in faults(parts[1], names)]
+        problems += [f"{path.relative_to(ROOT)}:{fault}" for fault in faults(parts[1], names)]
     assert seen > 300
-    assert not found, "\n".join(found)
+    assert not problems, "\n".join(problems)
 
 
 def imported_files(path: Path, modules: dict[str, Path]) -> set[str]:
@@ -315,14 +315,14 @@ MACHINE = re.compile("|".join([r"(?<![\w.])/" + name + r"/[\w.]" for name in ("r
 
 
 def test_no_file_tells_where_it_was_written():
-    found = []
+    lines = []
     for path in files():
         if path.suffix in (".npz", ".safetensors", ".png", ".gguf"):
             continue
         for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
             if MACHINE.search(line):
-                found.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()[:100]}")
-    assert not found, "\n".join(found)
+                lines.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()[:100]}")
+    assert not lines, "\n".join(lines)
 
 
 @pytest.mark.parametrize("text", ["open('/" + "tmp/x')", "cd /" + "home/me", '"/' + 'root/.cache"'])
@@ -394,18 +394,18 @@ def test_every_known_wrong_edit_has_its_place_in_the_source():
     assert not lost
     same = [edit.what for edit in EDITS if edit.old == edit.new]
     assert not same
-    named = {test.partition("[")[0].partition("::")[::2] for edit in EDITS for test in edit.tests}
-    assert not [file for file, _ in named if not (ROOT / file).is_file()]
-    assert not [n for file, n in named if n and f"def {n}(" not in (ROOT / file).read_text(encoding="utf-8")]
+    tests_named = {test.partition("[")[0].partition("::")[::2] for edit in EDITS for test in edit.tests}
+    assert not [file for file, _ in tests_named if not (ROOT / file).is_file()]
+    assert not [n for file, n in tests_named if n and f"def {n}(" not in (ROOT / file).read_text(encoding="utf-8")]
 
 
 def test_a_renamed_edit_finds_its_place():
     from known_wrong import place_of
 
     source = "def f(pages, size):\n    first = pages[size:]\n    return first[0]\n\ndef g(a):\n    return a[1:]\n"
-    found = place_of(source, "    start = blocks[page:]\n", "    start = blocks[page + 1 :]\n")
-    assert found is not None
-    start, end, new = found
+    place = place_of(source, "    start = blocks[page:]\n", "    start = blocks[page + 1 :]\n")
+    assert place is not None
+    start, end, new = place
     assert source[start:end] == "    first = pages[size:]\n"
     assert new == "    first = pages[size + 1 :]\n"
     assert place_of(source, "start = blocks(page)", "x") is None
@@ -414,13 +414,13 @@ def test_a_renamed_edit_finds_its_place():
 
 def test_files_that_the_docs_name_exist():
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "guides").glob("*.md")]
-    named = {
+    files_named = {
         (page.name, name)
         for page in pages
         for name in re.findall(r"`((?:[a-z_]+/)+[a-z_0-9]+\.py)`", page.read_text(encoding="utf-8"))
     }
-    assert len(named) > 40
-    assert not [one for one in named if not any((root / one[1]).exists() for root in (ROOT, ROOT / "argosy"))]
+    assert len(files_named) > 40
+    assert not [reference for reference in files_named if not any((root / reference[1]).exists() for root in (ROOT, ROOT / "argosy"))]
 
 
 @pytest.mark.parametrize("folder, pattern", [("bench", "*.py"), ("tests", "campaign_*.py")])
@@ -463,9 +463,9 @@ def test_the_first_sentence_of_the_readme_is_short():
 
 
 def test_every_fault_in_the_guide_names_tests_that_exist():
-    from campaign_faults import GUIDE, homes, named
+    from campaign_faults import GUIDE, homes, tests_of_table
 
-    names = named()
+    names = tests_of_table()
     assert len(names) > 25
     assert [name for name in names if len(homes(name)) != 1] == []
     table = GUIDE.read_text(encoding="utf-8").partition("\n## ")[0]

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import relative
-from laws.families import CASES, FULL_OF, built
+from laws.families import CASES, FULL_OF, noisy_model
 
 from argosy.adapt.calibration.layers import LayerRunner
 from argosy.adapt.calibration.statistics import InputStatistics
@@ -40,7 +40,7 @@ def runner_of(name):
     config = CASES[name]
     model = config.build(Unroll())
     schemes = by_layer(model, schemes_of(model, [Rule(weights="int4", granularity=8)]))
-    return LayerRunner(config, model_weights(built(config, Unroll())), schemes)
+    return LayerRunner(config, model_weights(noisy_model(config, Unroll())), schemes)
 
 
 def last_attention(runner):
@@ -91,23 +91,28 @@ def reader(outlier: float) -> BalancedReader:
 
 
 def test_awq_scales_up_the_channel_with_large_inputs():
-    one, pair = reader(20.0), BalancedPair("norm", ("w",))
-    s = awq_scales(pair, [one], 1)
+    weight_reader, pair = reader(20.0), BalancedPair("norm", ("w",))
+    s = awq_scales(pair, [weight_reader], 1)
     assert s[0, 3] == s.max() > 1.4 * np.median(s)
-    scaled = one.w * s[0][:, None]
-    changed = one.scheme.quantize(one.of, scaled).dequantized() / s[0][:, None]
-    before = output_error(one.of, one.w, one.scheme.quantize(one.of, one.w).dequantized(), one.inputs)
-    assert output_error(one.of, one.w, changed, one.inputs) < 0.9 * before
+    scaled = weight_reader.w * s[0][:, None]
+    changed = weight_reader.scheme.quantize(weight_reader.of, scaled).dequantized() / s[0][:, None]
+    before = output_error(
+        weight_reader.of,
+        weight_reader.w,
+        weight_reader.scheme.quantize(weight_reader.of, weight_reader.w).dequantized(),
+        weight_reader.inputs,
+    )
+    assert output_error(weight_reader.of, weight_reader.w, changed, weight_reader.inputs) < 0.9 * before
     assert not np.array_equal(s, awq_scales(pair, [reader(1.0)], 1))
 
 
 def test_smoothquant_gives_data_and_weights_the_same_range():
-    one = reader(50.0)
-    s = smooth_scales(BalancedPair("norm", ("w",)), [one], 1, 0.5)
-    rows = np.asarray(jnp.abs(as_matrices(one.of, one.w)).max(2))
-    ratio = (one.inputs.largest / s) / (rows * s)
+    weight_reader = reader(50.0)
+    s = smooth_scales(BalancedPair("norm", ("w",)), [weight_reader], 1, 0.5)
+    rows = np.asarray(jnp.abs(as_matrices(weight_reader.of, weight_reader.w)).max(2))
+    ratio = (weight_reader.inputs.largest / s) / (rows * s)
     np.testing.assert_allclose(ratio, ratio[0, 0], rtol=1e-4)
-    assert (one.inputs.largest / rows).max() > 20 * (one.inputs.largest / rows).min()
+    assert (weight_reader.inputs.largest / rows).max() > 20 * (weight_reader.inputs.largest / rows).min()
 
 
 @pytest.mark.parametrize("method", [AWQ(steps=4), pytest.param(SmoothQuant(), marks=pytest.mark.slow)])
@@ -115,7 +120,7 @@ def test_smoothquant_gives_data_and_weights_the_same_range():
 def test_a_balanced_model_in_eight_bits_is_the_model(name, method, tmp_path):
     """Norms, biases and routers that balancing changed are written too."""
     config = CASES[name]
-    LM(config, built(config, Unroll()), None).save(tmp_path / "plain", format="argosy")
+    LM(config, noisy_model(config, Unroll()), None).save(tmp_path / "plain", format="argosy")
     rules = [Rule(where=r"layers\.\d+\.mlp\.(up|down)", weights="int8"), Rule(where=r"layers\.\d+\.attn\.(v|o|v_up)", weights="int8")]
     data = DataSettings(source="synthetic", sequence=16)
     result = quantize(str(tmp_path / "plain"), tmp_path / "out", rules, method=method, data=data, samples=8)

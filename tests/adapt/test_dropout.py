@@ -78,7 +78,7 @@ def test_rows_of_experts_are_dropped_too():
 )
 def test_layers_drop_differently_and_layouts_alike(settings: Any, remat: Any):
     """The loss of a step and its gradients, of a model whose adapters do something."""
-    found, keys = {}, {}
+    results, keys = {}, {}
     for run in (Unroll(remat), Scan(remat)):
         graph, params, rest = weights(settings, run)
         model = merge(graph, params, rest)
@@ -86,14 +86,14 @@ def test_layers_drop_differently_and_layouts_alike(settings: Any, remat: Any):
         names = layer_addresses(model)
         for path, module in nnx.iter_modules(model):
             if isinstance(module, LoRA):
-                own = jax.random.key_data(module.key[...]).reshape(-1, 2)
-                for name, key in zip(names(".".join([*map(str, path), "a"])), own, strict=True):
+                layer_keys = jax.random.key_data(module.key[...]).reshape(-1, 2)
+                for name, key in zip(names(".".join([*map(str, path), "a"])), layer_keys, strict=True):
                     keys.setdefault(run.stacked, {})[name] = tuple(key.tolist())
-        found[run.stacked] = stepped(graph, params, rest)
+        results[run.stacked] = step_once(graph, params, rest)
     assert keys[False] == keys[True]
     assert len(set(keys[True].values())) == len(keys[True]) > 2 * CONFIG.layers
-    assert found[False][1] == pytest.approx(found[True][1], rel=1e-5)
-    assert found[False][1] != pytest.approx(stepped(*weights(settings.model_copy(update={"dropout": 0.0}), Unroll()))[1], rel=1e-3)
+    assert results[False][1] == pytest.approx(results[True][1], rel=1e-5)
+    assert results[False][1] != pytest.approx(step_once(*weights(settings.model_copy(update={"dropout": 0.0}), Unroll()))[1], rel=1e-3)
 
 
 def weights(settings: Any, run: Any) -> tuple[Any, Any, Any]:
@@ -106,10 +106,10 @@ def weights(settings: Any, run: Any) -> tuple[Any, Any, Any]:
     return graph, {a: w + 0.1 if a.endswith(".b") else w for a, w in params.items()}, rest
 
 
-def make(graph: Any, params: Any, rest: Any, **how: Any) -> tuple[Any, TrainState]:
+def make(graph: Any, params: Any, rest: Any, **options: Any) -> tuple[Any, TrainState]:
     model = merge(graph, params, rest)
     optimizer = AdamW(learning_rate=1e-2).build(lambda _: 1.0, meanings_of(model))
-    step = steps.make_step(graph, NextToken(), optimizer, lambda _: jnp.asarray(1.0), **how)
+    step = steps.make_step(graph, NextToken(), optimizer, lambda _: jnp.asarray(1.0), **options)
     return step, TrainState.start(params, rest, optimizer.init(params), 0)
 
 
@@ -119,8 +119,8 @@ def batch() -> dict[str, Any]:
     return {"tokens": tokens, "targets": jnp.roll(tokens, -1, 1), "segments": ones, "mask": ones.astype(jnp.float32)}
 
 
-def stepped(graph: Any, params: Any, rest: Any, **how: Any) -> tuple[TrainState, float]:
-    step, state = make(graph, params, rest, **how)
+def step_once(graph: Any, params: Any, rest: Any, **options: Any) -> tuple[TrainState, float]:
+    step, state = make(graph, params, rest, **options)
     state, metrics = jax.jit(step)(state, batch())
     return state, float(metrics["loss"] + metrics["grad_norm"])
 
@@ -140,11 +140,11 @@ def test_every_step_and_every_part_drops_anew():
     assert len(set(losses)) == 3
     evaluate = steps.make_evaluation(graph, NextToken())
     assert float(evaluate(state, batch())["loss"].value()) == float(evaluate(state, batch())["loss"].value())
-    once = {name: a[:1] for name, a in batch().items()}
-    twice = {name: jnp.concatenate([a, a]) for name, a in once.items()}
+    single = {name: a[:1] for name, a in batch().items()}
+    twice = {name: jnp.concatenate([a, a]) for name, a in single.items()}
     parts = make(graph, params, rest, accumulate=2)
     alone = make(graph, params, rest)
-    of_parts, of_one = (jax.jit(step)(state, rows)[1]["loss"] for (step, state), rows in ((parts, twice), (alone, once)))
+    of_parts, of_one = (jax.jit(step)(state, rows)[1]["loss"] for (step, state), rows in ((parts, twice), (alone, single)))
     assert abs(float(of_parts - of_one)) > 1e-4
 
 

@@ -12,7 +12,7 @@ from argosy.adapt.formats.table import E2M1, E2M3, E3M2, FORMATS
 from argosy.ops.quantized import spread
 
 RNG = np.random.default_rng(0)
-BLOCKED = [name for name, one in FORMATS.items() if one.block]
+BLOCKED = [name for name, format_of in FORMATS.items() if format_of.block]
 
 
 def weight(*shape):
@@ -138,8 +138,8 @@ def test_codes_lie_in_bytes_together():
         assert across.values.shape == (8 // count, 6, 64)
         assert np.array_equal(np.asarray(across.dequantized()), np.asarray(plain.dequantized()))
         ids = jnp.asarray([5, 0, 7])
-        for one in (plain, packed, across):
-            assert np.array_equal(np.asarray(one.rows(ids)), np.asarray(plain.dequantized())[ids])
+        for codes in (plain, packed, across):
+            assert np.array_equal(np.asarray(codes.rows(ids)), np.asarray(plain.dequantized())[ids])
 
 
 # ---- garbage

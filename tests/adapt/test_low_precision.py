@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from helpers import described_tpus, relative
 from jax.sharding import NamedSharding, PartitionSpec
-from laws.families import CASES, built, tokens_of
+from laws.families import CASES, noisy_model, tokens_of
 
 from argosy.adapt.formats.format import Limits
 from argosy.adapt.formats.table import FORMATS
@@ -75,7 +75,7 @@ def test_a_history_forgets_the_oldest_and_parts_add_to_the_largest():
 def test_each_layer_has_its_own_history(run):
     """In both layouts each product writes its own magnitudes: those of weights are those of the layer's weight."""
     config = CASES["llama-plain"]
-    model = built(config, run)
+    model = noisy_model(config, run)
     names = train_in_few_bits(model, LAYERS, "fp8", history=2)
     fill(model, jax.random.key(0), addresses=layer_addresses(model))
     graph, histories, rest = split(model, AmaxHistory)
@@ -110,10 +110,10 @@ def test_stochastic_rounding_is_right_on_average():
     by_row = FORMATS["int8"].quantize
     exact_x = jnp.einsum("BTNH,DNH->BTD", g, by_row(w, (1, 2, 3)).dequantized())
     exact_w = jnp.einsum("BTD,BTNH->DNH", by_row(x, (1, 4, 1)).dequantized(), g)
-    for drawn, exact, nearest in zip((dx, dw), (exact_x, exact_w), pulled(), strict=True):
-        spread = np.asarray(drawn).std(0) / 4000**0.5
-        assert (np.abs(np.asarray(drawn).mean(0) - np.asarray(exact)) < 5 * spread + 1e-6).all()
-        assert (np.asarray(drawn).std(0) > 0).any()
+    for samples, exact, nearest in zip((dx, dw), (exact_x, exact_w), pulled(), strict=True):
+        spread = np.asarray(samples).std(0) / 4000**0.5
+        assert (np.abs(np.asarray(samples).mean(0) - np.asarray(exact)) < 5 * spread + 1e-6).all()
+        assert (np.asarray(samples).std(0) > 0).any()
         assert np.abs(np.asarray(nearest) - np.asarray(exact)).max() > 5 * spread.max()
     again = jax.jit(jax.vmap(pulled))(keys)
     np.testing.assert_array_equal(dx, again[0])
@@ -121,7 +121,7 @@ def test_stochastic_rounding_is_right_on_average():
 
 def test_layers_round_by_keys_of_their_own():
     config = CASES["llama-plain"]
-    model = built(config, Scan())
+    model = noisy_model(config, Scan())
     train_in_few_bits(model, LAYERS, "int8", stochastic=True)
     with_scaling(model, jax.random.key(3))
     data = [np.asarray(m.key[...]) for m in (model.layers.block.attn.q, model.layers.block.mlp.up)]
@@ -154,8 +154,8 @@ FACTORS = {
 def factors_of(text):
     """The types of the factors of each product in the text of a compiled program, where they are computed."""
     types = dict(re.findall(r"(%[\w.-]+) = \(?(\w+)\[", text))
-    found = re.findall(r" (?:convolution|dot)\((%[\w.-]+), (%[\w.-]+)\)", text)
-    return [{types[a], types[b]} for a, b in found]
+    products = re.findall(r" (?:convolution|dot)\((%[\w.-]+), (%[\w.-]+)\)", text)
+    return [{types[a], types[b]} for a, b in products]
 
 
 @pytest.mark.tpu
@@ -177,10 +177,10 @@ def test_programs_for_gpus_ask_for_products_of_eight_bits(monkeypatch, kind):
     monkeypatch.setattr("argosy.adapt.low_precision.platform", lambda: "gpu")
     args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in SHAPES]
     text = jax.jit(gradients_of(kind)).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-    found = re.findall(r"stablehlo\.dot_general.* : \(tensor<[\dx]+x(\w+)>, tensor<[\dx]+x(\w+)>\) -> tensor<[\dx]+x(\w+)>", text)
+    products = re.findall(r"stablehlo\.dot_general.* : \(tensor<[\dx]+x(\w+)>, tensor<[\dx]+x(\w+)>\) -> tensor<[\dx]+x(\w+)>", text)
     names = {"i8": "s8", "f8E4M3FN": "f8e4m3fn", "f8E5M2": "f8e5m2"}
-    assert sorted(sorted({names[a], names[b]}) for a, b, _ in found) == sorted(map(sorted, FACTORS[kind]))
-    assert {out for *_, out in found} == ({"i32"} if kind == "int8" else {"f32"})
+    assert sorted(sorted({names[a], names[b]}) for a, b, _ in products) == sorted(map(sorted, FACTORS[kind]))
+    assert {out for *_, out in products} == ({"i32"} if kind == "int8" else {"f32"})
 
 
 def test_products_of_two_types_are_right_where_devices_compute_them(monkeypatch):
@@ -188,5 +188,5 @@ def test_products_of_two_types_are_right_where_devices_compute_them(monkeypatch)
     x, w, g = array(2, 3, 8), array(8, 4, 6), array(2, 3, 4, 6)
     expected = jax.vjp(lambda x, w: low_precision_product(FP8, x, w), x, w)[1](g)
     monkeypatch.setattr("argosy.adapt.low_precision.platform", lambda: "gpu")
-    for one, other in zip(jax.vjp(lambda x, w: low_precision_product(FP8, x, w), x, w)[1](g), expected, strict=True):
-        assert relative(one, other) < 1e-5
+    for gradient_of, other in zip(jax.vjp(lambda x, w: low_precision_product(FP8, x, w), x, w)[1](g), expected, strict=True):
+        assert relative(gradient_of, other) < 1e-5

@@ -40,14 +40,14 @@ def weight_of(of: Einsum, seed: int = 1) -> np.ndarray:
 def brain_quantized(w: np.ndarray, scale: np.ndarray, gram: np.ndarray, damping: float, order: np.ndarray) -> np.ndarray:
     """Optimal Brain Quantization (arXiv:2208.11580, equations 3 and 4) of int4 in a given order, an inverse Hessian for each step."""
     w, hessian = w.astype(np.float64).copy(), gram.astype(np.float64)
-    left = np.linalg.inv(hessian + damping * np.mean(np.diag(hessian)) * np.eye(len(w)))
+    inverse = np.linalg.inv(hessian + damping * np.mean(np.diag(hessian)) * np.eye(len(w)))
     for i in order:
         q = np.clip(np.round(w[i] / scale[i]), -8, 7) * scale[i]
-        w = w - np.outer(left[:, i] / left[i, i], w[i] - q)
+        w = w - np.outer(inverse[:, i] / inverse[i, i], w[i] - q)
         w[i] = q
-        left = left - np.outer(left[:, i], left[i]) / left[i, i]
+        inverse = inverse - np.outer(inverse[:, i], inverse[i]) / inverse[i, i]
         # The rounded channel has no part in what follows.
-        left[i], left[:, i], left[i, i] = 0.0, 0.0, 1.0
+        inverse[i], inverse[:, i], inverse[i, i] = 0.0, 0.0, 1.0
     return w
 
 
@@ -92,11 +92,11 @@ def test_the_output_error_of_inputs_that_are_not_finite_is_not_finite(garbage):
 def test_gptq_keeps_the_minimum_of_its_scheme(name, calibration):
     of = contraction("BTD,DNH->BTNH")
     scheme, inputs, w = Scheme(name, 16, calibration), inputs_of(32), weight_of(of) + 0.7
-    found = GPTQ(scales="absmax").quantize(of, w, scheme, inputs)
+    rounded = GPTQ(scales="absmax").quantize(of, w, scheme, inputs)
     nearest = scheme.quantize(of, w)
-    assert (found.minimum is None) == (calibration == "absmax")
-    np.testing.assert_array_equal(found.scale, nearest.scale)
-    assert output_error(of, w, found.dequantized(), inputs) < output_error(of, w, nearest.dequantized(), inputs)
+    assert (rounded.minimum is None) == (calibration == "absmax")
+    np.testing.assert_array_equal(rounded.scale, nearest.scale)
+    assert output_error(of, w, rounded.dequantized(), inputs) < output_error(of, w, nearest.dequantized(), inputs)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -106,7 +106,7 @@ def test_scale_search_finds_no_worse_scale_without_data(name):
     w = weight_of(of)
     w[3, 1, 2] = 9.0
     nearest, searched = (np.asarray(m.quantize(of, w, scheme, None).dequantized()) for m in (Nearest(), ScaleSearch()))
-    before, after = (float(np.square(found - w).sum()) for found in (nearest, searched))
+    before, after = (float(np.square(codes - w).sum()) for codes in (nearest, searched))
     assert after <= before * 1.001
     if name in ("int2", "nvfp4", "nf4"):
         assert after < before * 0.98
@@ -128,21 +128,21 @@ def test_each_expert_has_its_own_hessian_and_one_without_tokens_is_nearest():
 
 def test_readers_of_one_input_share_a_factor(monkeypatch: pytest.MonkeyPatch):
     """Experts do not, nor other settings; the weights are those of statistics of their own."""
-    found = list[float]()
-    monkeypatch.setattr(gptq, "inverse_factor", lambda *given: found.append(given[-1]) or inverse_factor(*given))
+    dampings = list[float]()
+    monkeypatch.setattr(gptq, "inverse_factor", lambda *arguments: dampings.append(arguments[-1]) or inverse_factor(*arguments))
     of, scheme, inputs = contraction("BTD,DNH->BTNH"), Scheme("int4", 16), inputs_of(32)
     for seed in (1, 2):
         w = weight_of(of, seed)
         got = GPTQ().quantize(of, w, scheme, inputs)
         np.testing.assert_array_equal(got.values, GPTQ().quantize(of, w, scheme, inputs_of(32)).values)
-    assert found == [0.01] * 3
+    assert dampings == [0.01] * 3
     stored = GPTQ(order="stored").quantize(of, w, scheme, inputs)
-    assert len(found) == 4
+    assert len(dampings) == 4
     assert not np.array_equal(stored.values, got.values)
     experts = contraction("XD,EDM->XM")
     for seed in (1, 2):
         GPTQ().quantize(experts, weight_of(experts, seed), scheme, inputs_of(32, experts=3))
-    assert len(found) == 10
+    assert len(dampings) == 10
 
 
 def test_channels_without_inputs_stay_nearest():

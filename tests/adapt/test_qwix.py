@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from helpers import relative
-from laws.families import CASES, built, tokens_of
+from laws.families import CASES, noisy_model, tokens_of
 
 from argosy.adapt.quant import QuantizedEinsum, apply_schemes, by_layer, quantized_einsum
 from argosy.adapt.qwix import as_rules, module_pattern, rule_of_qwix
@@ -32,8 +32,10 @@ def immutable(value):
 
 def kind_of(name):
     """A class of Qwix by its fields."""
-    own = {key: field(default=immutable(one["default"])) if "default" in one else field() for key, one in FACTS["kinds"][name].items()}
-    return make_dataclass(name, [(key, object, one) for key, one in own.items()], frozen=True, kw_only=True)
+    fields_of = {
+        key: field(default=immutable(fact["default"])) if "default" in fact else field() for key, fact in FACTS["kinds"][name].items()
+    }
+    return make_dataclass(name, [(key, object, field_of) for key, field_of in fields_of.items()], frozen=True, kw_only=True)
 
 
 QuantizationRule, QtRule, LoraRule = map(kind_of, ("QuantizationRule", "QtRule", "LoraRule"))
@@ -52,7 +54,7 @@ def test_products_are_those_of_qwix(key):
 
 
 def test_rules_are_taken_where_rules_are():
-    model = built(CASES["llama-plain"], Unroll())
+    model = noisy_model(CASES["llama-plain"], Unroll())
     rules = as_rules(
         [
             QuantizationRule(module_path="layers/0/.*"),
@@ -107,7 +109,7 @@ def test_a_field_that_cannot_be_said_is_named(rule, name):
 
 
 def test_rules_of_other_kinds_are_refused():
-    lora = {key: 4.0 for key, one in FACTS["kinds"]["LoraRule"].items() if "default" not in one}
+    lora = {key: 4.0 for key, fact in FACTS["kinds"]["LoraRule"].items() if "default" not in fact}
     with pytest.raises(BadInput, match="rank"):
         as_rules([LoraRule(weight_qtype="nf4", **lora)])
     with pytest.raises(BadInput, match="no rule"):
@@ -124,11 +126,11 @@ def test_a_model_in_place_is_quantized_by_them():
     from argosy.infer.lm import LM
 
     config = CASES["llama-plain"]
-    model = built(config, Unroll())
+    model = noisy_model(config, Unroll())
     lm = SimpleNamespace(module=model, config=config, tokenizer=None, forget=lambda: None)
     names = LM.quantize(lm, [QuantizationRule(module_path="layers/.*/mlp/.*", weight_qtype="int8")])
     assert len(names) == 9
-    assert all(isinstance(one, QuantizedEinsum) == (name in names) for name, one in find(model, ".*").items())
+    assert all(isinstance(contraction, QuantizedEinsum) == (name in names) for name, contraction in find(model, ".*").items())
 
 
 # ---- trees of parameters
@@ -171,18 +173,18 @@ def test_arrays_of_qwix_are_read_and_written(name, boxed):
 
 def test_a_whole_model_goes_out_and_in():
     config = CASES["llama-tied-biased"]
-    model, other = built(config, Unroll()), config.build(Unroll())
+    model, other = noisy_model(config, Unroll()), config.build(Unroll())
     rules = [Rule(where=r"layers\..*\.mlp\..*", weights="int4", granularity=2), Rule(weights="int8")]
     names = apply_schemes(model, by_layer(model, schemes_of(model, rules)))
     assert put_qwix_params(other, qwix_params(model)) == names
     tokens = tokens_of(config)
-    expected, got = (one(tokens, config.attend(jnp.ones_like(tokens)))[0] for one in (model, other))
+    expected, got = (network(tokens, config.attend(jnp.ones_like(tokens)))[0] for network in (model, other))
     np.testing.assert_array_equal(got, expected)
 
 
 def test_trees_that_do_not_fit_are_refused():
     good = parts_of("int8")
-    for tree, said in (
+    for tree, problem in (
         ({"up": {"w": GOLDEN["array.w"]}}, "no quantized parameter"),
         ({"up": {"w": good}, "down": {"w": good}}, "does not have"),
         ({}, "no parameter `up.w`"),
@@ -191,7 +193,7 @@ def test_trees_that_do_not_fit_are_refused():
         ({"up": {"w": good | {"sparsity": good["scale"]}}}, "sparsity"),
         ({"up": {"w": good | {"scale": jnp.ones((1, 12))}}}, "cannot be said"),
     ):
-        with pytest.raises(ArgosyError, match=said):
+        with pytest.raises(ArgosyError, match=problem):
             put_qwix_params(Alone(), tree)
     model = Alone()
     model.up.w.set_value(jnp.asarray(GOLDEN["array.w"]))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from helpers import LOGIT_ROUNDING, relative
-from laws.families import CASES, built, forward, tokens_of
+from laws.families import CASES, forward, noisy_model, tokens_of
 
 from argosy.adapt.formats.table import NF4
 from argosy.adapt.lora import DoRA, LoRA
@@ -24,8 +24,8 @@ CONFIG = CASES["llama-plain"]
 
 @pytest.mark.parametrize("run", [Unroll(), Scan()], ids=["unroll", "scan"])
 def test_a_rule_for_the_kind_works_in_either_layout(run):
-    found = find(CONFIG.build(run), r"layers\.block\.attn\.[qk]")
-    assert len(found) == (2 if run.stacked else 2 * CONFIG.layers)
+    matches = find(CONFIG.build(run), r"layers\.block\.attn\.[qk]")
+    assert len(matches) == (2 if run.stacked else 2 * CONFIG.layers)
 
 
 def test_a_rule_for_one_layer_needs_layers_apart():
@@ -37,7 +37,7 @@ def test_a_rule_for_one_layer_needs_layers_apart():
 @pytest.mark.parametrize("act", [find, lambda m, w: swap(m, w, int8), freeze, lambda m, w: graft(m, {}, w)])
 def test_a_rule_that_matches_nothing_is_an_error(act):
     with pytest.raises(BadInput):
-        act(built(CONFIG, Unroll()), r"layers\.block\.attention\.q")
+        act(noisy_model(CONFIG, Unroll()), r"layers\.block\.attention\.q")
 
 
 def test_a_rule_that_is_no_expression_is_an_error():
@@ -46,7 +46,7 @@ def test_a_rule_that_is_no_expression_is_an_error():
 
 
 def test_freeze_and_thaw_say_what_they_touched():
-    model = built(CONFIG, Unroll())
+    model = noisy_model(CONFIG, Unroll())
     before = len(split(model, nnx.Param)[1])
     frozen = freeze(model, r"layers\.block\.mlp\..*\.w")
     assert len(frozen) == 3 * CONFIG.layers
@@ -56,7 +56,7 @@ def test_freeze_and_thaw_say_what_they_touched():
 
 
 def test_quantised_weights_cannot_be_thawed():
-    model = built(CONFIG, Unroll())
+    model = noisy_model(CONFIG, Unroll())
     swap(model, r"layers\..*", int8)
     freeze(model, r"norm\.scale")
     assert thaw(model, ".*") == ["norm.scale"]
@@ -66,7 +66,7 @@ def test_quantised_weights_cannot_be_thawed():
 
 
 def test_int8_is_put_on_plain_weights_alone():
-    model = built(CONFIG, Unroll())
+    model = noisy_model(CONFIG, Unroll())
     swap(model, r"layers\.0\.attn\.q", int8)
     with pytest.raises(BadInput, match="quantized already"):
         swap(model, r"layers\.0\.attn\.q", int8)
@@ -103,23 +103,23 @@ def test_an_outlier_word_of_an_embedding_costs_the_others_nothing():
 
 
 def test_graft_then_fill_draws_only_what_was_missing():
-    source, target = built(CONFIG, Unroll()), CONFIG.build(Unroll())
-    taken = graft(target, split(source)[1], r"(?!head).*")
+    source, target = noisy_model(CONFIG, Unroll()), CONFIG.build(Unroll())
+    addresses = graft(target, split(source)[1], r"(?!head).*")
     assert undrawn(target) == ["head.w"]
     assert fill(target, jax.random.key(0), addresses=layer_addresses(target)) == ["head.w"]
     mine, theirs = split(target)[1], split(source)[1]
-    assert all((np.asarray(mine[a]) == np.asarray(theirs[a])).all() for a in taken)
+    assert all((np.asarray(mine[a]) == np.asarray(theirs[a])).all() for a in addresses)
     assert (np.asarray(mine["head.w"]) != np.asarray(theirs["head.w"])).any()
 
 
 def test_graft_refuses_other_shapes():
     other = CASES["llama-window"]
     with pytest.raises(BadInput, match="shape"):
-        graft(CONFIG.build(), split(built(other, Unroll()))[1], r"layers\.0\.attn\.q\.w")
+        graft(CONFIG.build(), split(noisy_model(other, Unroll()))[1], r"layers\.0\.attn\.q\.w")
 
 
 def test_lora_merged_is_the_same_model():
-    model, tokens = built(CONFIG, Unroll()), tokens_of(CONFIG)
+    model, tokens = noisy_model(CONFIG, Unroll()), tokens_of(CONFIG)
     swap(model, r"layers\.block\.attn\..*", lambda of: LoRA(of, 2, 4.0))
     fill(model, jax.random.key(2), addresses=layer_addresses(model))
     for name, v in variables(model).items():
@@ -130,7 +130,7 @@ def test_lora_merged_is_the_same_model():
     adapted = np.asarray(forward(model)(tokens, packed)[0])
     swap(model, r"layers\.block\.attn\..*", lambda of: of.merged())
     merged = np.asarray(forward(model)(tokens, packed)[0])
-    plain = np.asarray(forward(built(CONFIG, Unroll()))(tokens, packed)[0])
+    plain = np.asarray(forward(noisy_model(CONFIG, Unroll()))(tokens, packed)[0])
     assert np.abs(adapted - plain).max() > 1e-2 * np.abs(plain).max(), "the adapter did nothing"
     assert relative(adapted, merged) < LOGIT_ROUNDING
 
@@ -223,9 +223,9 @@ def test_pissa_starts_from_the_largest_singular_values(eq: str, iterations: int 
     many = lora.sizes["E"] if lora.group else 1
     matrices, rest = (array.transpose(order).reshape(many, inner, -1) for array in (w, w - delta))
     tolerance = 1e-4 if iterations is None else 0.1
-    for whole, left in zip(matrices, rest, strict=True):
-        kept = np.linalg.svd(whole, compute_uv=False)[2:]
-        assert np.abs(np.linalg.svd(left, compute_uv=False)[: len(kept)] - kept).max() < tolerance
+    for whole, residual in zip(matrices, rest, strict=True):
+        smallest = np.linalg.svd(whole, compute_uv=False)[2:]
+        assert np.abs(np.linalg.svd(residual, compute_uv=False)[: len(smallest)] - smallest).max() < tolerance
 
 
 def test_pissa_starts_at_the_base_exactly():

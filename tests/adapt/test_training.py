@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import relative
-from laws.families import CASES, STRUCTURES, built, tokens_of
+from laws.families import CASES, STRUCTURES, noisy_model, tokens_of
 
 from argosy.adapt.formats.table import FORMATS
 from argosy.adapt.low_precision import Product, low_precision_product
@@ -53,19 +53,19 @@ def test_the_forward_pass_of_qat_is_that_of_the_quantized_model(name):
     rules = [Rule(weights="int4", granularity=8, activations="int8")]
     tokens = tokens_of(config)
     for run in (Unroll(), Scan()):
-        trained, rounded = built(config, run), built(config, run)
+        trained, rounded = noisy_model(config, run), noisy_model(config, run)
         schemes = schemes_of(trained, rules)
         assert train_quantization_aware(trained, schemes) == list(find(rounded, LAYERS))
         apply_schemes(rounded, by_layer(rounded, schemes))
-        exact = np.asarray(forward(built(config, run), tokens))
+        exact = np.asarray(forward(noisy_model(config, run), tokens))
         expected = np.asarray(forward(rounded, tokens))
         assert relative(forward(trained, tokens), expected) < 1e-5
         assert relative(exact, expected) > 1e-3
         # The weights themselves are the float ones, under their own addresses.
-        plain = split(built(config, run))[1]
-        own = split(trained)[1]
-        assert own.keys() == plain.keys()
-        assert all(np.array_equal(own[address], plain[address]) for address in plain)
+        plain = split(noisy_model(config, run))[1]
+        weights = split(trained)[1]
+        assert weights.keys() == plain.keys()
+        assert all(np.array_equal(weights[address], plain[address]) for address in plain)
 
 
 @pytest.mark.parametrize("name", STRUCTURES)
@@ -81,18 +81,18 @@ def test_gradients_are_finite_and_near_those_of_floats(name, kind):
         weights = jnp.asarray(probe.standard_normal(y.shape), jnp.float32)
         return jax.grad(lambda leaves: (weights * forward(merge(graph, leaves), tokens)).sum(), allow_int=True)(leaves)
 
-    def drawn():
-        # Without the noise of `built`, which magnifies rounding through many layers.
+    def loss_and_gradients():
+        # Without the noise of `noisy_model`, which magnifies rounding through many layers.
         model = config.build(Unroll())
         fill(model, jax.random.key(0), addresses=layer_addresses(model))
         return model
 
-    model = drawn()
+    model = loss_and_gradients()
     if kind == "qat":
         train_quantization_aware(model, schemes_of(model, preset_rules("w8a8")))
     else:
         train_in_few_bits(model, LAYERS, kind)
-    got, exact = gradients(model), gradients(drawn())
+    got, exact = gradients(model), gradients(loss_and_gradients())
     dots = sizes = others = 0.0
     for address, g in exact.items():
         if g.dtype != jnp.float32:
@@ -108,22 +108,22 @@ def test_gradients_are_finite_and_near_those_of_floats(name, kind):
 
 
 def test_what_is_quantized_or_adapted_is_not_trained_in_few_bits():
-    model = built(CASES["llama-plain"], Unroll())
+    model = noisy_model(CASES["llama-plain"], Unroll())
     swap(model, r"layers\..*\.mlp\.up", int8)
     with pytest.raises(BadInput, match="has an adapter or is quantized"):
         train_in_few_bits(model, LAYERS, "int8")
 
 
 def test_settings_say_what_does_not_fit():
-    for wrong, said in (
+    for wrong, problem in (
         ({"train": "qat"}, "preset or rules"),
         ({"train": "int8", "preset": "w4"}, "preset is for train=qat"),
         ({"train": "qat", "preset": "w4", "rules": "a.yml"}, "preset or rules"),
         ({"where": "embed"}, "where is for"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=problem):
             QuantizedTraining(**wrong)
-    model = built(CASES["llama-plain"], Unroll())
+    model = noisy_model(CASES["llama-plain"], Unroll())
     assert QuantizedTraining().put_on(model) == []
     names = QuantizedTraining(train="int8", where=r"layers\..*\.mlp\..*").put_on(model)
     assert {name.split(".")[-1] for name in names} == {"gate", "up", "down"}

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from helpers import LOGIT_ROUNDING, relative
-from laws.families import CASES, built, tokens_of
+from laws.families import CASES, noisy_model, tokens_of
 
 from argosy.adapt.lora import LoRA
 from argosy.adapt.surgery import swap
@@ -33,7 +33,7 @@ def causal(seen: Any) -> Any:
 @pytest.mark.parametrize("run", [Unroll(), pytest.param(Scan(), marks=pytest.mark.slow)], ids=["unroll", "scan"])
 def test_the_logits_are_those_of_the_model(run: Any):
     """Rows of one sequence, padded behind and before; the padding's own logits mean nothing."""
-    model = built(CONFIG, run)
+    model = noisy_model(CONFIG, run)
     theirs = ForTunix(SimpleNamespace(config=CONFIG, module=model))
     tokens = tokens_of(CONFIG, 3, 12)
     seen = np.ones((3, 12), bool)
@@ -55,18 +55,18 @@ def test_sequences_of_a_row_are_found_in_the_mask():
 @pytest.mark.slow
 def test_adapters_alone_get_gradients_by_their_type():
     """As Tunix takes them: with respect to `nnx.LoRAParam` where there is one."""
-    model = built(CONFIG, Unroll())
+    model = noisy_model(CONFIG, Unroll())
     swap(model, r"layers\..*\.attn\.[qv]", lambda of: LoRA(of, 2, 2.0))
     fill(model, jax.random.key(0), addresses=layer_addresses(model))
     theirs = ForTunix(SimpleNamespace(config=CONFIG, module=model))
     grads = nnx.grad(lambda m: jnp.sum(m(tokens_of(CONFIG, 1, 4))[0] ** 2), argnums=nnx.DiffState(0, nnx.LoRAParam))(theirs)
-    found = nnx.to_flat_state(grads)
-    assert len(found) == 2 * 2 * CONFIG.layers
-    assert all(path[0] == "module" and path[-1] in ("a", "b") for path, _ in found)
+    leaves = nnx.to_flat_state(grads)
+    assert len(leaves) == 2 * 2 * CONFIG.layers
+    assert all(path[0] == "module" and path[-1] in ("a", "b") for path, _ in leaves)
 
 
 def test_what_tunix_cannot_have_is_refused():
-    theirs = ForTunix(SimpleNamespace(config=CONFIG, module=built(CONFIG, Unroll())))
+    theirs = ForTunix(SimpleNamespace(config=CONFIG, module=noisy_model(CONFIG, Unroll())))
     with pytest.raises(Unsupported, match="cache"):
         theirs(tokens_of(CONFIG, 1, 4), None, {"layer_0": 1})
     with pytest.raises(BadInput, match="predict tokens"):

@@ -21,14 +21,14 @@ def folder(tmp_path: Path) -> Path:
 
 def test_a_reader_that_comes_while_a_checkpoint_is_removed_finds_it_gone(folder: Path):
     """It does not read a folder that is being emptied."""
-    came, found = threading.Event(), list[Any]()
+    came, results = threading.Event(), list[Any]()
 
     def read() -> None:
         came.set()
         try:
-            found.append(ReadLock(folder))
+            results.append(ReadLock(folder))
         except FileNotFoundError as error:
-            found.append(error)
+            results.append(error)
 
     reader = threading.Thread(target=read)
     with exclusive(folder) as free:
@@ -36,10 +36,10 @@ def test_a_reader_that_comes_while_a_checkpoint_is_removed_finds_it_gone(folder:
         reader.start()
         came.wait()
         reader.join(0.2)
-        assert not found, "it waits until the manifest is gone"
+        assert not results, "it waits until the manifest is gone"
         (folder / manifest.NAME).unlink()
     reader.join()
-    assert isinstance(found[0], FileNotFoundError)
+    assert isinstance(results[0], FileNotFoundError)
 
 
 def test_a_checkpoint_that_is_read_is_not_free(folder: Path):

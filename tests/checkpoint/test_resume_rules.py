@@ -23,10 +23,10 @@ def run() -> Run:
     return compose(Run, "tiny", []).value
 
 
-def changed(tree: Any, key: str, value: Any) -> Any:
+def change_key(tree: Any, key: str, value: Any) -> Any:
     """The tree with one key changed and nothing validated."""
     name, _, rest = key.partition(".")
-    return tree.model_copy(update={name: changed(getattr(tree, name), rest, value) if rest else value})
+    return tree.model_copy(update={name: change_key(getattr(tree, name), rest, value) if rest else value})
 
 
 def fields(tree: Settings, prefix: str = "") -> Iterator[str]:
@@ -47,8 +47,8 @@ def fields(tree: Settings, prefix: str = "") -> Iterator[str]:
 def test_every_field_resumes_when_changed_or_is_refused_by_name(run: Run):
     stored, seen = dump(run), 0
     for key in fields(run):
-        found = differences(stored, changed(run, key, "another value"))
-        names = [name for name, _, _ in found]
+        refused_changes = differences(stored, change_key(run, key, "another value"))
+        names = [name for name, _, _ in refused_changes]
         assert names == ([] if MAY_CHANGE.fullmatch(key) else [key]), key
         seen += 1
     assert seen > 60
@@ -72,7 +72,7 @@ def test_a_setting_newer_than_the_checkpoint_counts_as_its_default(run: Run):
     del stored["accumulate"]
     del stored["data"]["packing"]
     assert differences(stored, run) == []
-    assert [key for key, _, _ in differences(stored, changed(run, "accumulate", 2))] == ["accumulate"]
+    assert [key for key, _, _ in differences(stored, change_key(run, "accumulate", 2))] == ["accumulate"]
 
 
 def test_a_setting_that_is_gone_is_named(run: Run):

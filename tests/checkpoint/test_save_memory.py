@@ -34,8 +34,8 @@ def state(seed: int, types: Any = (jnp.float32, jnp.bfloat16, jnp.int8)) -> dict
 
 
 def is_saved(folder: Path, weights: dict[str, jax.Array]) -> bool:
-    found = load_weights(folder)
-    return all(found[n].dtype == a.dtype and np.array_equal(found[n], a) for n, a in weights.items())
+    loaded = load_weights(folder)
+    return all(loaded[n].dtype == a.dtype and np.array_equal(loaded[n], a) for n, a in weights.items())
 
 
 def addresses(memory: HostMemory) -> list[int]:
@@ -49,12 +49,12 @@ def test_the_second_save_copies_into_the_memory_of_the_first(tmp_path: Path, tie
     saved = {1: state(1), 2: state(2)}
     for step, weights in saved.items():
         saves.save(step, weights, {"step": jnp.asarray(step)}, {})
-        taken = addresses(memory)
+        reused = addresses(memory)
         saves.join()
         assert saves._failure is None
         if step == 1:
             first = addresses(memory)
-            assert taken == []
+            assert reused == []
             assert len(first) == 3, "whole arrays, which two devices share"
         else:
             assert addresses(memory) == first
@@ -68,13 +68,13 @@ def test_memory_is_not_used_again_while_it_is_written(tmp_path: Path, monkeypatc
     memory, may_go_on, real = HostMemory(), threading.Event(), files.write_files
     tiers = TieredCheckpoints(Checkpoints(tmp_path / "far", memory=memory), LocalCheckpoints(tmp_path / "near", memory=memory))
 
-    def held(folder: Path, what: Any, pace: Any) -> Any:
+    def slow_write(folder: Path, arrays: Any, pace: Any) -> Any:
         assert may_go_on.wait(60)
-        return real(folder, what, pace)
+        return real(folder, arrays, pace)
 
     tiers.save(1, state(1), {}, {})
     tiers.join()
-    monkeypatch.setattr(files, "write_files", held)
+    monkeypatch.setattr(files, "write_files", slow_write)
     tiers.save_local(2, state(2), {}, {})
     tiers.save(3, state(3), {}, {})
     may_go_on.set()
@@ -90,19 +90,19 @@ def test_a_step_that_overwrites_the_state_changes_nothing_of_what_is_saved(
     """The loop donates the state to the next step, which computes in its memory while the save is written."""
     may_go_on, real = threading.Event(), files.write_files
 
-    def held(folder: Path, what: Any, pace: Any) -> Any:
+    def slow_write(folder: Path, arrays: Any, pace: Any) -> Any:
         assert may_go_on.wait(60)
-        return real(folder, what, pace)
+        return real(folder, arrays, pace)
 
-    monkeypatch.setattr(files, "write_files", held)
+    monkeypatch.setattr(files, "write_files", slow_write)
     saves: Any = TIERS[tier](tmp_path)
     weights = state(1) | {"alone": jax.device_put(jnp.arange(float(MIB)), jax.devices()[0])}
     addresses = [shard.data.unsafe_buffer_pointer() for shard in weights["w0"].addressable_shards]
-    one = weights.pop("alone")
-    alone = one.unsafe_buffer_pointer()
-    saves.save(1, weights | {"alone": one}, {}, {})
+    alone_array = weights.pop("alone")
+    alone = alone_array.unsafe_buffer_pointer()
+    saves.save(1, weights | {"alone": alone_array}, {}, {})
     step = jax.jit(lambda state: jax.tree.map(lambda a: a + jnp.ones((), a.dtype), state), donate_argnums=0)
-    after, one_after = step(weights), jax.block_until_ready(step(one))
+    after, one_after = step(weights), jax.block_until_ready(step(alone_array))
     assert [shard.data.unsafe_buffer_pointer() for shard in after["w0"].addressable_shards] == addresses, "in place"
     # Beside a view of it, jax would compute elsewhere, and take memory for another state.
     assert one_after.unsafe_buffer_pointer() == alone
@@ -113,8 +113,8 @@ def test_a_step_that_overwrites_the_state_changes_nothing_of_what_is_saved(
 
 
 def test_a_save_that_fails_keeps_nothing_and_the_next_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    said: list[str] = []
-    saves = Checkpoints(tmp_path, warn=said.append)
+    messages: list[str] = []
+    saves = Checkpoints(tmp_path, warn=messages.append)
     with monkeypatch.context() as broken:
         broken.setattr(files, "write_files", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
         saves.save(1, state(1), {}, {})
@@ -123,7 +123,7 @@ def test_a_save_that_fails_keeps_nothing_and_the_next_one_does(tmp_path: Path, m
     saves.save(2, state(2), {}, {})
     saves.wait()
     assert len(addresses(saves.memory)) == 3
-    assert "No space left" in said[0]
+    assert "No space left" in messages[0]
 
 
 def test_where_the_machine_has_no_room_nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -156,15 +156,15 @@ def test_what_is_reserved_is_what_the_first_save_takes(tmp_path: Path, tier: str
 def test_tiers_reserve_once_what_both_copy(tmp_path: Path):
     memory = HostMemory()
     tiers = TieredCheckpoints(Checkpoints(tmp_path / "far", memory=memory), LocalCheckpoints(tmp_path / "near", memory=memory))
-    one = {name: jax.device_put(a, jax.devices()[0]) for name, a in state(1).items()}
-    tiers.reserve(one, {}).join()
+    small_state = {name: jax.device_put(a, jax.devices()[0]) for name, a in state(1).items()}
+    tiers.reserve(small_state, {}).join()
     assert len(addresses(memory)) == 3
 
 
 def test_reserving_stops_where_another_state_would_no_longer_fit(monkeypatch: pytest.MonkeyPatch):
     # As other processes take theirs: room for the first block, then for none.
-    left = iter([100 * MIB, 100 * MIB, 20 * MIB])
-    monkeypatch.setattr(copies, "memory_bytes", lambda: (1 << 40, next(left)))
+    free_bytes = iter([100 * MIB, 100 * MIB, 20 * MIB])
+    monkeypatch.setattr(copies, "memory_bytes", lambda: (1 << 40, next(free_bytes)))
     memory = HostMemory()
     memory.reserve(Counter({8 * MIB: 3, 100: 5})).join()
     assert len(addresses(memory)) == 1
@@ -172,16 +172,16 @@ def test_reserving_stops_where_another_state_would_no_longer_fit(monkeypatch: py
 
 def test_a_save_that_comes_first_ends_the_reserving(monkeypatch: pytest.MonkeyPatch):
     """It takes what it lacks itself, and gives that back: with what came later, two states would be kept."""
-    memory, asked, may_go_on = HostMemory(), threading.Event(), threading.Event()
+    memory, requested, may_go_on = HostMemory(), threading.Event(), threading.Event()
 
     def room() -> tuple[int, int]:
-        asked.set()
+        requested.set()
         assert may_go_on.wait(60)
         return 1 << 40, 1 << 40
 
     monkeypatch.setattr(copies, "memory_bytes", room)
     thread = memory.reserve(Counter({8 * MIB: 3}))
-    assert asked.wait(60)
+    assert requested.wait(60)
     first = memory.copies()
     for _ in range(3):
         first.of(jnp.zeros(2 * MIB))

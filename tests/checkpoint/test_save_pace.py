@@ -123,19 +123,19 @@ def test_small_files_are_forced_to_disk_one_by_one_while_nobody_waits(
     assert all(name.startswith("sync") == waited for name in where)
 
 
-@pytest.mark.parametrize(("tier", "kept"), [(Checkpoints, 1), (LocalCheckpoints, 2)])
-def test_older_steps_are_removed_file_by_file_at_a_pace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tier: Any, kept: int):
+@pytest.mark.parametrize(("tier", "kept_steps"), [(Checkpoints, 1), (LocalCheckpoints, 2)])
+def test_older_steps_are_removed_file_by_file_at_a_pace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tier: Any, kept_steps: int):
     saves = tier(tmp_path, CheckpointSettings(keep=1)) if tier is Checkpoints else tier(tmp_path)
     folder = tmp_path if tier is Checkpoints else tmp_path / "0"
-    weights, newest = {"w": jnp.arange(1000.0)}, kept + 1
+    weights, newest = {"w": jnp.arange(1000.0)}, kept_steps + 1
     for step in range(1, newest):
         saves.save(step, weights, {}, {})
         saves.join()
-    count, left, real = sum(one.is_file() for one in (folder / "1").rglob("*")), list[int](), SavePace.worked
+    count, remaining, real = sum(path.is_file() for path in (folder / "1").rglob("*")), list[int](), SavePace.worked
 
     def worked(pace: Any) -> bool:
         if (folder / str(newest) / "manifest.json").exists():
-            left.append(sum(one.is_file() for one in folder.rglob("*") if "1" in one.parts))
+            remaining.append(sum(path.is_file() for path in folder.rglob("*") if "1" in path.parts))
         return real(pace)
 
     monkeypatch.setattr(SavePace, "worked", worked)
@@ -144,10 +144,10 @@ def test_older_steps_are_removed_file_by_file_at_a_pace(tmp_path: Path, monkeypa
     assert saves._failure is None
     assert saves.steps() == list(range(2, newest + 1))
     # The manifest is removed first, by itself.
-    assert left == list(reversed(range(count - 1)))
+    assert remaining == list(reversed(range(count - 1)))
 
 
 def test_a_conversion_has_no_pace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(SavePace, "worked", lambda self: pytest.fail("nobody trains beside it"))
-    written = files.write_files(tmp_path, small_files(1))
-    assert sorted(written) == ["w0/c/0", "w0/zarr.json"]
+    names = files.write_files(tmp_path, small_files(1))
+    assert sorted(names) == ["w0/c/0", "w0/zarr.json"]

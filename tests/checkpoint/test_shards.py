@@ -46,7 +46,7 @@ def step(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     return tmp_path / "1"
 
 
-def wanted(**axes: P) -> dict[str, jax.ShapeDtypeStruct]:
+def shapes_on(**axes: P) -> dict[str, jax.ShapeDtypeStruct]:
     places = {n: NamedSharding(MESH, axes.get(n, P())) for n in ARRAYS}
     return {n: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=places[n]) for n, a in ARRAYS.items()}
 
@@ -57,7 +57,7 @@ def wanted(**axes: P) -> dict[str, jax.ShapeDtypeStruct]:
     ids=["whole", "rows", "both"],
 )
 def test_every_part_is_what_tensorstore_reads(step: Path, axes: dict[str, P]):
-    likes = wanted(**axes)
+    likes = shapes_on(**axes)
     back = shards.read_arrays(step, WEIGHTS, likes)
     for name, array in ARRAYS.items():
         assert zarr_parts.zarr_layout(step / WEIGHTS / name) is not None, "TensorStore read it both times"
@@ -70,8 +70,8 @@ def test_every_part_is_what_tensorstore_reads(step: Path, axes: dict[str, P]):
 
 def test_only_the_files_of_what_is_held_are_needed(step: Path):
     places = {n: NamedSharding(MESH, P()) for n in ARRAYS}
-    found = set(shards.needed_files(step, {WEIGHTS: places}, []))
-    assert found == {str(f.relative_to(step)) for f in step.rglob("*") if f.is_file() and "/c/" in f"{f}/"}
+    needed = set(shards.needed_files(step, {WEIGHTS: places}, []))
+    assert needed == {str(f.relative_to(step)) for f in step.rglob("*") if f.is_file() and "/c/" in f"{f}/"}
 
 
 def test_a_file_that_is_cut_or_whose_chunks_moved_is_damage(step: Path):
@@ -80,7 +80,7 @@ def test_a_file_that_is_cut_or_whose_chunks_moved_is_damage(step: Path):
     for bad in (data[:-1], data[:-16] + bytes(16), data + b"x"):
         file.write_bytes(bad)
         with pytest.raises(Damaged, match="is damaged"):
-            shards.read_arrays(step, WEIGHTS, wanted())
+            shards.read_arrays(step, WEIGHTS, shapes_on())
 
 
 def test_other_metadata_are_left_to_tensorstore(tmp_path: Path):
@@ -95,18 +95,18 @@ def test_other_metadata_are_left_to_tensorstore(tmp_path: Path):
         write_files(tmp_path, [file])
     assert json.loads((folder / "zarr.json").read_text())["codecs"][-1]["name"] == "gzip"
     assert zarr_parts.zarr_layout(folder) is None
-    like = {"rows": wanted(rows=P("a", "b"))["rows"]}
+    like = {"rows": shapes_on(rows=P("a", "b"))["rows"]}
     np.testing.assert_array_equal(shards.read_arrays(tmp_path, WEIGHTS, like)["rows"], ARRAYS["rows"])
 
 
 def test_what_is_read_may_be_donated(step: Path):
     """On a CPU the arrays are the memory that was read into, copies of one array the same: a step must not write into it twice."""
-    back = shards.read_arrays(step, WEIGHTS, wanted())["rows"]
-    kept = [np.array(s.data) for s in back.addressable_shards]
+    back = shards.read_arrays(step, WEIGHTS, shapes_on())["rows"]
+    copies = [np.array(s.data) for s in back.addressable_shards]
     again = jax.jit(lambda x: x + 1, donate_argnums=0)(back)
     for _ in range(3):
         again = jax.jit(lambda x: x + 1, donate_argnums=0)(again)
-    for before, shard in zip(kept, again.addressable_shards, strict=True):
+    for before, shard in zip(copies, again.addressable_shards, strict=True):
         np.testing.assert_array_equal(np.asarray(shard.data), before + 4)
 
 

@@ -32,7 +32,7 @@ from argosy.weights import manifest
 WEIGHTS = {"embed.w": np.arange(12, dtype=np.float32).reshape(3, 4), "norm.scale": np.ones(4, np.float32)}
 
 
-def saved(folder: Path | Store, steps: list[int], losses: dict[int, float] | None = None, **keep: int) -> Checkpoints:
+def save_steps(folder: Path | Store, steps: list[int], losses: dict[int, float] | None = None, **keep: int) -> Checkpoints:
     checkpoints = Checkpoints(folder, CheckpointSettings(**keep))
     for step in steps:
         weights = {name: w + step for name, w in WEIGHTS.items()}
@@ -47,8 +47,8 @@ def flip(file: Path) -> None:
     file.write_bytes(data)
 
 
-def spoil(file: Path, how: str) -> None:
-    if how == "torn":
+def spoil(file: Path, kind: str) -> None:
+    if kind == "torn":
         file.write_text("{")
     else:
         file.unlink()
@@ -57,7 +57,7 @@ def spoil(file: Path, how: str) -> None:
 @pytest.fixture(scope="module")
 def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("store") / "checkpoints"
-    saved(folder, [2, 4, 6])
+    save_steps(folder, [2, 4, 6])
     return folder
 
 
@@ -102,12 +102,12 @@ def test_saving_copies_what_the_loop_then_overwrites(tmp_path: Path):
 
 
 def test_the_newest_good_one_is_found_and_damage_is_set_aside(copy: Path):
-    said: list[str] = []
+    messages: list[str] = []
     flip(copy / "6" / "meta.json")
-    assert Checkpoints(copy, CheckpointSettings(), said.append).latest_good() == 4
+    assert Checkpoints(copy, CheckpointSettings(), messages.append).latest_good() == 4
     assert sorted(d.name for d in copy.iterdir()) == ["2", "4", "6.damaged"]
-    assert len(said) == 1
-    assert all(word in said[0] for word in ("checkpoint 6", "6.damaged", "meta.json", "SHA-256", "using step 4"))
+    assert len(messages) == 1
+    assert all(word in messages[0] for word in ("checkpoint 6", "6.damaged", "meta.json", "SHA-256", "using step 4"))
 
 
 def test_settings_with_a_flipped_bit_are_not_those_of_the_run(tmp_path: Path):
@@ -133,9 +133,9 @@ def test_where_all_are_damaged_nothing_is_touched_however_often_one_asks(copy: P
         flip(copy / step / "meta.json")
     before = sorted(str(f) for f in copy.rglob("*"))
     for _ in range(2):
-        with pytest.raises(Damaged, match="all 3 checkpoints are damaged") as told:
+        with pytest.raises(Damaged, match="all 3 checkpoints are damaged") as caught:
             Checkpoints(copy, CheckpointSettings()).latest_good()
-        assert "dir=NEW" in str(told.value)
+        assert "dir=NEW" in str(caught.value)
     assert sorted(str(f) for f in copy.rglob("*")) == before
 
 
@@ -146,7 +146,7 @@ def test_no_checkpoint_is_no_damage(tmp_path: Path):
 def test_a_step_without_its_manifest_is_none_and_is_saved_again(copy: Path):
     (copy / "6" / "manifest.json").unlink()
     assert Checkpoints(copy).steps() == [2, 4]
-    saved(copy, [6])
+    save_steps(copy, [6])
     assert Checkpoints(copy).latest_good() == 6
 
 
@@ -154,12 +154,12 @@ def test_a_second_damage_of_one_step_gets_a_name_of_its_own(copy: Path):
     for _ in range(2):
         flip(copy / "6" / "meta.json")
         Checkpoints(copy, CheckpointSettings()).latest_good()
-        saved(copy, [6])
+        save_steps(copy, [6])
     assert {d.name for d in copy.iterdir()} == {"2", "4", "6", "6.damaged", "6.damaged-2"}
 
 
 @pytest.mark.parametrize(
-    ("keep", "kept"),
+    ("keep", "expected"),
     [
         ({"keep": 2, "keep_best": 0}, [5, 6]),
         ({"keep": 1, "keep_every": 2, "keep_best": 0}, [2, 4, 6]),
@@ -167,16 +167,16 @@ def test_a_second_damage_of_one_step_gets_a_name_of_its_own(copy: Path):
         ({"keep": 3, "keep_every": 5, "keep_best": 1}, [3, 4, 5, 6]),
     ],
 )
-def test_retention(tmp_path: Path, keep: dict[str, int], kept: list[int]):
+def test_retention(tmp_path: Path, keep: dict[str, int], expected: list[int]):
     losses = {1: 2.0, 2: 5.0, 3: 1.0, 4: 4.0, 5: 3.0}
-    assert saved(tmp_path, [1, 2, 3, 4, 5, 6], losses, **keep).steps() == kept
-    assert sorted(int(d.name) for d in tmp_path.iterdir()) == kept
+    assert save_steps(tmp_path, [1, 2, 3, 4, 5, 6], losses, **keep).steps() == expected
+    assert sorted(int(d.name) for d in tmp_path.iterdir()) == expected
 
 
 def test_damage_to_an_old_one_does_not_stop_a_new_one(tmp_path: Path):
-    saved(tmp_path, [1, 2], {1: 1.0})
+    save_steps(tmp_path, [1, 2], {1: 1.0})
     (tmp_path / "1" / "meta.json").write_text("{")
-    assert 3 in saved(tmp_path, [3]).steps()
+    assert 3 in save_steps(tmp_path, [3]).steps()
 
 
 def test_a_kill_while_removing_leaves_nothing_that_looks_complete(copy: Path, monkeypatch: pytest.MonkeyPatch):
@@ -187,19 +187,19 @@ def test_a_kill_while_removing_leaves_nothing_that_looks_complete(copy: Path, mo
     with monkeypatch.context() as patch:
         patch.setattr(folder, "remove_files", killed)
         with pytest.raises(ArgosyError, match="killed here"):
-            saved(copy, [8], keep=1)
+            save_steps(copy, [8], keep=1)
     steps = Checkpoints(copy).steps()
     assert len(steps) == 3
     assert 8 in steps
     for step in steps:
         manifest.verify_folder(copy / str(step))
-    saved(copy, [10], keep=1)
+    save_steps(copy, [10], keep=1)
     assert [d.name for d in copy.iterdir()] == ["10"]
 
 
 def test_a_full_disk_is_reported_and_the_next_save_tries_again(copy: Path, monkeypatch: pytest.MonkeyPatch):
-    said: list[str] = []
-    checkpoints = Checkpoints(copy, CheckpointSettings(keep=9), said.append)
+    messages: list[str] = []
+    checkpoints = Checkpoints(copy, CheckpointSettings(keep=9), messages.append)
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -211,8 +211,8 @@ def test_a_full_disk_is_reported_and_the_next_save_tries_again(copy: Path, monke
         assert sorted(d.name for d in copy.iterdir()) == ["2", "4", "6"], "what could not be committed takes no room"
     checkpoints.save(10, WEIGHTS, {"step": np.int32(10)}, {})
     checkpoints.wait()
-    assert len(said) == 1
-    assert "No space left" in said[0]
+    assert len(messages) == 1
+    assert "No space left" in messages[0]
     assert checkpoints.steps() == [2, 4, 6, 10]
     assert checkpoints.latest_good() == 10
 
@@ -225,10 +225,10 @@ def test_the_last_save_failing_is_an_error_and_earlier_ones_stay(copy: Path, mon
 
     monkeypatch.setattr(manifest, "commit", full)
     checkpoints.save(8, WEIGHTS, {"step": np.int32(8)}, {})
-    with pytest.raises(ArgosyError, match="No space left") as told:
+    with pytest.raises(ArgosyError, match="No space left") as caught:
         checkpoints.wait()
-    assert told.value.hint is not None
-    assert "free some space" in told.value.hint
+    assert caught.value.hint is not None
+    assert "free some space" in caught.value.hint
     assert checkpoints.latest_good() == 6
 
 
@@ -237,11 +237,11 @@ def test_a_checkpoint_that_is_not_there_is_bad_input(tmp_path: Path):
         read_meta(tmp_path / "9")
 
 
-@pytest.mark.parametrize("how", ["torn", "gone"])
+@pytest.mark.parametrize("kind", ["torn", "gone"])
 @pytest.mark.parametrize("file", ["_METADATA", "embed.w/zarr.json", "embed.w/c/0/0"])
-def test_a_checkpoint_that_cannot_be_read_is_damage(copy: Path, file: str, how: str):
+def test_a_checkpoint_that_cannot_be_read_is_damage(copy: Path, file: str, kind: str):
     broken = copy / "6" / "weights" / file
-    spoil(broken, how)
+    spoil(broken, kind)
     with pytest.raises(Damaged, match="cannot be read"):
         load_weights(copy / "6")
 
@@ -258,18 +258,18 @@ def packed(folder: Path) -> dict[str, dict[str, np.ndarray]]:
     return items
 
 
-@pytest.mark.parametrize("how", ["torn", "gone"])
+@pytest.mark.parametrize("kind", ["torn", "gone"])
 @pytest.mark.parametrize("file", ["_METADATA", "manifest.ocdbt"])
-def test_a_packed_checkpoint_that_cannot_be_read_is_damage(tmp_path: Path, file: str, how: str):
+def test_a_packed_checkpoint_that_cannot_be_read_is_damage(tmp_path: Path, file: str, kind: str):
     packed(tmp_path / "6")
-    spoil(tmp_path / "6" / "weights" / file, how)
+    spoil(tmp_path / "6" / "weights" / file, kind)
     with pytest.raises(Damaged, match="cannot be read"):
         load_weights(tmp_path / "6")
 
 
 def test_a_step_that_orbax_wrote_is_read_and_gone_on_from(tmp_path: Path):
     items = packed(tmp_path / "2")
-    checkpoints = saved(tmp_path, [4])
+    checkpoints = save_steps(tmp_path, [4])
     assert checkpoints.steps() == [2, 4]
     flip(tmp_path / "4" / "weights" / "embed.w" / "c" / "0" / "0")
     assert checkpoints.latest_good() == 2
@@ -284,15 +284,15 @@ def test_a_step_that_orbax_wrote_is_read_and_gone_on_from(tmp_path: Path):
 def test_a_step_from_before_the_first_release_is_refused(copy: Path, remote: Store, where: str):
     """By one sentence, and it is no damage: nothing is renamed."""
     if where == "memory":
-        saved(remote, [2, 4, 6])
+        save_steps(remote, [2, 4, 6])
     place = Store(str(copy)) if where == "folder" else remote
     files = json.loads(place.read_text("6/manifest.json"))["files"]
     digest = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
     place.write_text("6/manifest.json", json.dumps({"files": files, "sha256": digest}))
     before = place.list()
-    with pytest.raises(BadInput, match="written before the first release") as told:
+    with pytest.raises(BadInput, match="written before the first release") as caught:
         Checkpoints(place, CheckpointSettings()).latest_good()
-    assert told.value.hint == "train again with dir=NEW"
+    assert caught.value.hint == "train again with dir=NEW"
     assert place.list() == before
     later = {"format": 2, "files": files}
     later["sha256"] = hashlib.sha256(json.dumps([2, files], sort_keys=True).encode()).hexdigest()
@@ -327,7 +327,7 @@ def test_a_run_of_one_process_needs_no_second_reading_for_its_hashes(tmp_path: P
     with monkeypatch.context() as patch:
         patch.setattr(manifest, "hash_file", lambda *_, **__: pytest.fail("a file was read again"))
         patch.setattr(shards, "open_array", lambda *_: pytest.fail("TensorStore was asked"))
-        saved(tmp_path, [2])
+        save_steps(tmp_path, [2])
         load_weights(tmp_path / "2")
     manifest.verify_folder(tmp_path / "2")
 
@@ -336,7 +336,7 @@ def test_what_a_kill_left_while_writing_is_removed_by_the_next_save(tmp_path: Pa
     (tmp_path / "3" / "weights").mkdir(parents=True)
     (tmp_path / "3" / "manifest.json.part").write_text("{}")
     assert Checkpoints(tmp_path).steps() == []
-    saved(tmp_path, [4])
+    save_steps(tmp_path, [4])
     assert [d.name for d in tmp_path.iterdir()] == ["4"]
 
 
@@ -346,7 +346,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 sys.path.insert(0, {tests!r})
-from test_store import saved
+from test_store import save_steps
 
 def trace(frame, event, arg):
     name = frame.f_code.co_filename
@@ -359,7 +359,7 @@ def trace(frame, event, arg):
     return trace
 trace.lines = 0
 threading.settrace(trace)
-saved(Path({folder!r}), [8], keep=2, keep_best=0)
+save_steps(Path({folder!r}), [8], keep=2, keep_best=0)
 print(trace.lines)
 """
 
@@ -382,7 +382,7 @@ def test_a_kill_at_any_line_of_a_save_leaves_good_steps_alone(three: Path, tmp_p
         assert {6, 8} & {*steps}
         for step in steps:
             manifest.verify_folder(folder / str(step))
-        saved(folder, [10], keep=1, keep_best=0)
+        save_steps(folder, [10], keep=1, keep_best=0)
         assert [d.name for d in folder.iterdir()] == ["10"]
 
 
@@ -390,25 +390,25 @@ def test_a_kill_at_any_line_of_a_save_leaves_good_steps_alone(three: Path, tmp_p
 
 
 def test_a_step_that_is_read_is_not_retired(tmp_path: Path):
-    saved(tmp_path, [2])
-    held = ReadLock(tmp_path / "2")
-    assert saved(tmp_path, [4], keep=1, keep_best=0).steps() == [2, 4]
-    held.release()
-    assert saved(tmp_path, [6], keep=1, keep_best=0).steps() == [6]
+    save_steps(tmp_path, [2])
+    lock = ReadLock(tmp_path / "2")
+    assert save_steps(tmp_path, [4], keep=1, keep_best=0).steps() == [2, 4]
+    lock.release()
+    assert save_steps(tmp_path, [6], keep=1, keep_best=0).steps() == [6]
 
 
 def test_a_step_retired_while_it_is_verified_is_no_damage(copy: Path, monkeypatch: pytest.MonkeyPatch):
     """The run retires 6 and commits 8 just when a reader looks at 6."""
-    real, said = manifest.compare_files, []
+    real, messages = manifest.compare_files, []
 
     def racing(folder: Path, files: dict) -> dict:
         if folder.name == "6" and folder.exists():
-            saved(copy, [8], keep=1, keep_best=0)
+            save_steps(copy, [8], keep=1, keep_best=0)
         return real(folder, files)
 
     monkeypatch.setattr(manifest, "compare_files", racing)
-    assert Checkpoints(copy, warn=said.append).latest_good() == 8
-    assert said == []
+    assert Checkpoints(copy, warn=messages.append).latest_good() == 8
+    assert messages == []
 
 
 def test_all_copies_off_the_devices_start_before_the_first_is_waited_for(monkeypatch: pytest.MonkeyPatch):
@@ -443,7 +443,7 @@ def remote(tmp_path: Path) -> Iterator[Store]:
 
 
 def test_an_object_store_holds_checkpoints_too(remote: Store):
-    checkpoints = saved(remote, [2, 4, 6], keep=2, keep_best=0)
+    checkpoints = save_steps(remote, [2, 4, 6], keep=2, keep_best=0)
     assert Checkpoints(remote).steps() == [4, 6]
     assert remote.list() == ["4", "6"]
     assert checkpoints.latest_good() == 6
@@ -452,7 +452,7 @@ def test_an_object_store_holds_checkpoints_too(remote: Store):
 
 
 def test_an_object_store_commits_by_the_manifest_last(remote: Store, monkeypatch: pytest.MonkeyPatch):
-    saved(remote, [2])
+    save_steps(remote, [2])
     upload, names = objects.upload, []
 
     def counted(store: Store, folder: str, file: File) -> dict:
@@ -467,36 +467,36 @@ def test_an_object_store_commits_by_the_manifest_last(remote: Store, monkeypatch
         patch.setattr(objects, "upload", counted)
         patch.setattr(Store, "write_text", cut)
         with pytest.raises(ArgosyError, match="connection lost"):
-            saved(remote, [4])
+            save_steps(remote, [4])
     assert names[-1] == "4/manifest.json"
     assert {name.partition("/")[2] for name in names} == {*objects.files_under(remote, "2")}, "all other files before it"
     assert Checkpoints(remote).steps() == [2]
-    assert 4 in saved(remote, [4]).steps()
+    assert 4 in save_steps(remote, [4]).steps()
 
 
 def test_damage_in_an_object_store_is_gone_back_past(remote: Store):
-    saved(remote, [2, 4])
+    save_steps(remote, [2, 4])
     remote.write_text("4/meta.json", "{")
-    said: list[str] = []
-    assert Checkpoints(remote, CheckpointSettings(), said.append).latest_good() == 2
+    messages: list[str] = []
+    assert Checkpoints(remote, CheckpointSettings(), messages.append).latest_good() == 2
     assert Checkpoints(remote).steps() == [2]
-    assert "4.damaged" in said[0]
+    assert "4.damaged" in messages[0]
     assert remote.list() == ["2", "4.damaged"]
 
 
 def test_damage_in_an_object_store_is_kept_when_the_step_is_trained_again(remote: Store):
     for text in "{", "[":
-        saved(remote, [2, 4])
+        save_steps(remote, [2, 4])
         remote.write_text("4/meta.json", text)
         Checkpoints(remote, CheckpointSettings()).latest_good()
-    saved(remote, [4, 6])
+    save_steps(remote, [4, 6])
     assert remote.list() == ["2", "4", "4.damaged", "4.damaged-2", "6"]
     assert [remote.read_text(f"{name}/meta.json") for name in ("4.damaged", "4.damaged-2")] == ["{", "["]
     assert remote.exists("4.damaged/manifest.json")
 
 
 def test_a_kill_while_damage_is_set_aside_loses_no_file(remote: Store, monkeypatch: pytest.MonkeyPatch):
-    saved(remote, [2, 4])
+    save_steps(remote, [2, 4])
     remote.write_text("4/meta.json", "{")
     files = objects.files_under(remote, "4")
     copied, copy = [], Store.copy
@@ -518,7 +518,7 @@ def test_a_kill_while_damage_is_set_aside_loses_no_file(remote: Store, monkeypat
 
 
 def test_a_model_that_was_fetched_is_renamed_and_not_copied(remote: Store, monkeypatch: pytest.MonkeyPatch):
-    saved(remote, [2])
+    save_steps(remote, [2])
 
     def copies(*_: object, **__: object) -> None:
         raise AssertionError("a copy: twice the disk")
@@ -530,7 +530,7 @@ def test_a_model_that_was_fetched_is_renamed_and_not_copied(remote: Store, monke
 
 
 def test_an_interrupted_download_is_not_taken_as_the_step(remote: Store, monkeypatch: pytest.MonkeyPatch):
-    checkpoints, got, read = saved(remote, [2]), [], objects._read
+    checkpoints, got, read = save_steps(remote, [2]), [], objects._read
 
     def cut(source: Any, where: str, size: int = -1) -> bytes:
         if len(got) == 5:
@@ -548,8 +548,8 @@ def test_an_interrupted_download_is_not_taken_as_the_step(remote: Store, monkeyp
 
 
 def test_a_store_that_is_away_for_a_save_costs_that_save(remote: Store, monkeypatch: pytest.MonkeyPatch):
-    said: list[str] = []
-    checkpoints = Checkpoints(remote, CheckpointSettings(keep=9), said.append)
+    messages: list[str] = []
+    checkpoints = Checkpoints(remote, CheckpointSettings(keep=9), messages.append)
 
     def away(*_: object, **__: object) -> None:
         raise RuntimeError("503: try again later")
@@ -563,17 +563,17 @@ def test_a_store_that_is_away_for_a_save_costs_that_save(remote: Store, monkeypa
         patch.setattr(Checkpoints, "retire", away)
         checkpoints.save(2, WEIGHTS, {"step": np.int32(2)}, {})
         checkpoints.wait()
-    assert said[0].startswith("a checkpoint could not be written: ")
-    assert said[0].endswith("trying again with step 2; the run has no checkpoint yet")
-    assert said[1:] == ["older checkpoints could not be removed: 503: try again later; after the next save this is tried again"]
+    assert messages[0].startswith("a checkpoint could not be written: ")
+    assert messages[0].endswith("trying again with step 2; the run has no checkpoint yet")
+    assert messages[1:] == ["older checkpoints could not be removed: 503: try again later; after the next save this is tried again"]
     assert checkpoints.steps() == [2]
 
 
 def test_a_step_written_again_is_fetched_again(remote: Store):
-    checkpoints = saved(remote, [2], {2: 1.0})
+    checkpoints = save_steps(remote, [2], {2: 1.0})
     assert checkpoints.meta(2) == {"eval_loss": 1.0}
     remote.remove("2")
-    saved(remote, [2], {2: 0.5})
+    save_steps(remote, [2], {2: 0.5})
     assert checkpoints.meta(2) == {"eval_loss": 0.5}
 
 
@@ -584,7 +584,7 @@ def test_a_step_that_cannot_be_reached_is_not_set_aside(
 ):
     place: Path | Store = copy
     if where == "memory":
-        saved(remote, [2, 4])
+        save_steps(remote, [2, 4])
         place = remote
     newest = "6/meta.json" if where == "folder" else "4/meta.json"
 
@@ -596,17 +596,17 @@ def test_a_step_that_cannot_be_reached_is_not_set_aside(
             patch.setattr(manifest, "hash_file", refused)
         else:
             patch.setattr(remote._files, "open", refused)
-        with pytest.raises(ArgosyError, match=r"(?i)permission|connection timed out") as told:
+        with pytest.raises(ArgosyError, match=r"(?i)permission|connection timed out") as caught:
             Checkpoints(place, CheckpointSettings()).latest_good()
-    assert not isinstance(told.value, Damaged)
+    assert not isinstance(caught.value, Damaged)
     assert Store(str(copy)).exists(newest) if where == "folder" else remote.exists(newest)
     assert Checkpoints(place, CheckpointSettings()).latest_good() == int(newest[0])
 
 
 def test_the_reason_of_a_failed_save_is_the_systems():
     """TensorStore says it after paths and before its settings."""
-    told = f"RESOURCE_EXHAUSTED: Error writing {'a/b ' * 90}: No space left on device [os_error_code='28'] [tensorstore_spec='{{}}']"
+    text = f"RESOURCE_EXHAUSTED: Error writing {'a/b ' * 90}: No space left on device [os_error_code='28'] [tensorstore_spec='{{}}']"
     outer = RuntimeError("outer")
-    outer.__cause__ = ValueError(told)
+    outer.__cause__ = ValueError(text)
     assert root_of(outer) == "[Errno 28] No space left on device"
     assert root_of(ValueError("first\nsecond")) == "first"

@@ -63,11 +63,11 @@ def test_a_path_without_a_model_is_refused_with_what_one_is(tmp_path: Path):
 def test_every_weight_that_does_not_fit_is_listed(hub: Path, run):
     stored = open_model(hub)
     wider = stored.config.model_copy(update={"ffn": stored.config.ffn + 1, "tied": True})
-    with pytest.raises(BadInput) as told:
+    with pytest.raises(BadInput) as caught:
         check_fit(wider.build(run), stored.weights)
-    assert "7 weights do not fit" in told.value.what  # three projections in each of two layers, and the head
+    assert "7 weights do not fit" in caught.value.what  # three projections in each of two layers, and the head
     for part in ("unexpected head.w", "layers.1.mlp.down.w is (58, 42), not (59, 42)"):
-        assert part in told.value.what
+        assert part in caught.value.what
 
 
 def test_a_step_without_its_settings_is_damaged(step: Path, tmp_path: Path):

@@ -31,18 +31,18 @@ from argosy.weights import manifest
 ROWS = np.arange(48, dtype=np.float32).reshape(6, 8)
 
 
-def placed(values: np.ndarray, *axes: Any) -> tuple[jax.Array, NamedSharding]:
+def place_on_mesh(values: np.ndarray, *axes: Any) -> tuple[jax.Array, NamedSharding]:
     place = NamedSharding(Mesh(np.asarray(jax.devices()[:4]).reshape(2, 2), ("a", "b")), P(*axes))
     return jax.device_put(values, place), place
 
 
 def arrays(step: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    weights = {"split": placed(ROWS + step, "b", "a"), "whole": placed(ROWS - step)}
-    own = {name: array for name, (array, _) in weights.items()}
-    return own, {"step": placed(np.int32(step))[0]}, {name: place for name, (_, place) in weights.items()}
+    weights = {"split": place_on_mesh(ROWS + step, "b", "a"), "whole": place_on_mesh(ROWS - step)}
+    arrays_of = {name: array for name, (array, _) in weights.items()}
+    return arrays_of, {"step": place_on_mesh(np.int32(step))[0]}, {name: place for name, (_, place) in weights.items()}
 
 
-def saved(tiers: TieredCheckpoints, step: int, local: bool) -> None:
+def save_step(tiers: TieredCheckpoints, step: int, local: bool) -> None:
     weights, state, _ = arrays(step)
     save = tiers.save_local if local else tiers.save
     save(step, weights, state, {"step": step}, {"seen": np.arange(step)})
@@ -50,29 +50,29 @@ def saved(tiers: TieredCheckpoints, step: int, local: bool) -> None:
     tiers.persistent.wait()
 
 
-def two(folder: Path, said: list[str] | None = None) -> TieredCheckpoints:
-    warn = said.append if said is not None else lambda _: None
+def two(folder: Path, messages: list[str] | None = None) -> TieredCheckpoints:
+    warn = messages.append if messages is not None else lambda _: None
     local = LocalCheckpoints(folder / "local" / "run", warn=warn)
     return TieredCheckpoints(Checkpoints(folder / "run" / "checkpoints", CheckpointSettings(keep=2), warn), local)
 
 
 def test_a_step_is_kept_where_an_older_one_cannot_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    said = list[str]()
-    tiers = two(tmp_path, said)
+    messages = list[str]()
+    tiers = two(tmp_path, messages)
     with monkeypatch.context() as failing:
         failing.setattr("argosy.checkpoint.tiers.local._remove", lambda *_: (_ for _ in ()).throw(OSError(5, "Input/output error")))
         for step in (1, 2, 3):
-            saved(tiers, step, local=True)
+            save_step(tiers, step, local=True)
     assert tiers.local.own_steps() == [1, 2, 3]
-    assert [line for line in said if "Input/output" in line and "older checkpoints could not be removed" in line]
-    saved(tiers, 4, local=True)
+    assert [line for line in messages if "Input/output" in line and "older checkpoints could not be removed" in line]
+    save_step(tiers, 4, local=True)
     assert tiers.local.own_steps() == [3, 4]
 
 
 def check(tiers: TieredCheckpoints, step: int) -> None:
     """The arrays of the step, read as a run reads them."""
     _, _, places = arrays(step)
-    everywhere = {"step": placed(np.int32(0))[1]}
+    everywhere = {"step": place_on_mesh(np.int32(0))[1]}
     tiers.prepare(step, {WEIGHTS: places, STATE: everywhere})
     back, state = load_weights(tiers.path(step), places), load_item(tiers.path(step), STATE, everywhere)
     np.testing.assert_array_equal(back["split"], ROWS + step)
@@ -91,17 +91,17 @@ def flip(file: Path) -> None:
 def test_the_newest_good_step_of_any_tier_is_resumed_from(tmp_path: Path):
     tiers = two(tmp_path)
     assert two(tmp_path).latest_good() is None
-    saved(tiers, 4, local=False)
+    save_step(tiers, 4, local=False)
     for step in (5, 6, 7):
-        saved(tiers, step, local=True)
-    own = tmp_path / "local" / "run" / "0"
-    assert sorted(step.name for step in own.iterdir()) == ["6", "7"]
+        save_step(tiers, step, local=True)
+    step_folder = tmp_path / "local" / "run" / "0"
+    assert sorted(step.name for step in step_folder.iterdir()) == ["6", "7"]
     assert tiers.local.steps() == [6, 7]
     assert tiers.steps() == [4]
     again = two(tmp_path)
     assert again.latest_good() == 7
     check(again, 7)
-    saved(tiers, 8, local=False)
+    save_step(tiers, 8, local=False)
     again = two(tmp_path)
     assert again.latest_good() == 8
     check(again, 8)
@@ -110,29 +110,29 @@ def test_the_newest_good_step_of_any_tier_is_resumed_from(tmp_path: Path):
 
 
 @pytest.mark.parametrize("file", ["manifest.json", "meta.json", "weights/split/c/0/0", "weights/split/zarr.json", "data/seen/c/0"])
-@pytest.mark.parametrize("how", ["flipped", "gone"])
-def test_damage_to_a_local_step_costs_that_step(tmp_path: Path, file: str, how: str):
-    said: list[str] = []
-    tiers = two(tmp_path, said)
-    saved(tiers, 4, local=False)
-    saved(tiers, 5, local=True)
-    saved(tiers, 6, local=True)
+@pytest.mark.parametrize("kind", ["flipped", "gone"])
+def test_damage_to_a_local_step_costs_that_step(tmp_path: Path, file: str, kind: str):
+    messages: list[str] = []
+    tiers = two(tmp_path, messages)
+    save_step(tiers, 4, local=False)
+    save_step(tiers, 5, local=True)
+    save_step(tiers, 6, local=True)
     path = tmp_path / "local" / "run" / "0" / "6" / file
-    flip(path) if how == "flipped" else path.unlink()
-    again = two(tmp_path, said)
+    flip(path) if kind == "flipped" else path.unlink()
+    again = two(tmp_path, messages)
     assert again.latest_good() == 5
     check(again, 5)
     # It would be retained in the place of a newer one.
     assert not path.parent.exists()
-    assert file == "manifest.json" or "local checkpoint 6 lacks 1 of its" in said[0]
+    assert file == "manifest.json" or "local checkpoint 6 lacks 1 of its" in messages[0]
     shutil.rmtree(tmp_path / "local")
     assert two(tmp_path).latest_good() == 4
 
 
 def test_a_damaged_persistent_step_is_set_aside_for_a_local_one(tmp_path: Path):
     tiers = two(tmp_path)
-    saved(tiers, 5, local=True)
-    saved(tiers, 6, local=False)
+    save_step(tiers, 5, local=True)
+    save_step(tiers, 6, local=False)
     flip(tmp_path / "run" / "checkpoints" / "6" / "meta.json")
     again = two(tmp_path)
     assert again.latest_good() == 5
@@ -141,21 +141,21 @@ def test_a_damaged_persistent_step_is_set_aside_for_a_local_one(tmp_path: Path):
 
 
 def test_a_full_local_disk_is_reported_and_persistent_saves_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    said: list[str] = []
-    tiers, write = two(tmp_path, said), files.write_files
+    messages: list[str] = []
+    tiers, write = two(tmp_path, messages), files.write_files
 
-    def full(folder: Path, what: Any, pace: Any) -> Any:
+    def full(folder: Path, arrays: Any, pace: Any) -> Any:
         if "local" not in folder.parts:
-            return write(folder, what, pace)
+            return write(folder, arrays, pace)
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(files, "write_files", full)
-    saved(tiers, 5, local=True)
+    save_step(tiers, 5, local=True)
     assert not (tmp_path / "local" / "run" / "0" / "5").exists()
-    saved(tiers, 6, local=False)
+    save_step(tiers, 6, local=False)
     monkeypatch.setattr(files, "write_files", write)
-    saved(tiers, 7, local=True)
-    assert said == ["a local checkpoint could not be written: [Errno 28] No space left on device; trying again with step 7"]
+    save_step(tiers, 7, local=True)
+    assert messages == ["a local checkpoint could not be written: [Errno 28] No space left on device; trying again with step 7"]
     assert two(tmp_path).latest_good() == 7
 
 
@@ -180,9 +180,9 @@ def test_copies_are_on_other_hosts():
     places = ["a", "a", "b", "b", "c", "c", "c"]
     assert [copy_sources(places, rank, 1) for rank in range(7)] == [[]] * 7
     assert [copy_sources(places, rank, 2) for rank in range(7)] == [[4, 6], [5], [0], [1], [2], [3], []]
-    held = [copy_sources(places, rank, 3) for rank in range(7)]
+    sources = [copy_sources(places, rank, 3) for rank in range(7)]
     for source in range(7):
-        assert {places[rank] for rank in range(7) if source in held[rank]} == {"a", "b", "c"} - {places[source]}
+        assert {places[rank] for rank in range(7) if source in sources[rank]} == {"a", "b", "c"} - {places[source]}
 
 
 def test_a_file_goes_to_who_knows_the_token_and_only_one_that_is_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -221,14 +221,14 @@ def test_a_file_is_fetched_once_its_holder_has_a_place_again(tmp_path: Path, mon
         assert all((tmp_path / str(i)).read_bytes() == (tmp_path / "a").read_bytes() for i in range(12))
         # Nobody gets a place: the tries are bounded.
         monkeypatch.setattr(peers, "AGAIN_S", 0.001)
-        held = [peers.socket.create_connection(offer.address[:2]) for _ in range(2)]
-        tries, asked = [], peers.connect
-        monkeypatch.setattr(peers, "connect", lambda *of: (tries.append(1), asked(*of))[1])
+        connections = [peers.socket.create_connection(offer.address[:2]) for _ in range(2)]
+        tries, connect = [], peers.connect
+        monkeypatch.setattr(peers, "connect", lambda *of: (tries.append(1), connect(*of))[1])
         with pytest.raises(ArgosyError, match="a cannot be fetched"):
             peers.fetch(offer.address, "a", tmp_path / "to", about)
         assert len(tries) == peers.TRIES
-        for one in held:
-            one.close()
+        for connection in connections:
+            connection.close()
     finally:
         offer.close()
 
@@ -253,9 +253,9 @@ def test_a_file_of_another_size_is_refused_before_it_is_written(tmp_path: Path, 
 def test_emptying_the_local_tier_removes_ranks_that_the_run_no_longer_has(tmp_path: Path):
     tiers = two(tmp_path)
     root = tmp_path / "local" / "run"
-    saved(tiers, 5, local=True)
+    save_step(tiers, 5, local=True)
     shutil.copytree(root / "0", root / "3")
-    saved(tiers, 6, local=False)
+    save_step(tiers, 6, local=False)
     tiers.wait()
     assert not root.exists()
 

@@ -19,7 +19,7 @@ from argosy.jobs.history.report import record
 RUN = "checkpoints/20/weights/data"
 
 
-def sent(folder: Path, scheme: str = "memory") -> str:
+def send_files(folder: Path, scheme: str = "memory") -> str:
     """The files of a folder, in a store."""
     address = f"memory://{uuid4().hex}/{folder.name}" if scheme == "memory" else f"{scheme}://{folder}"
     for file in folder.rglob("*"):
@@ -36,7 +36,7 @@ def ask(capsys: pytest.CaptureFixture, *words: str) -> Any:
 @pytest.mark.parametrize("scheme", ["memory", "local", "file"])
 def test_an_address_is_shown_and_compared_as_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture, scheme: str):
     folder, other = make_run(tmp_path / "a"), make_run(tmp_path / "b", steps=40)
-    address = sent(folder, scheme)
+    address = send_files(folder, scheme)
     for more in ([], ["--verify"]):
         here, there = ask(capsys, "runs", "show", str(folder), *more), ask(capsys, "runs", "show", address, *more)
         if scheme != "file":
@@ -47,9 +47,9 @@ def test_an_address_is_shown_and_compared_as_its_folder(tmp_path: Path, capsys: 
     assert here["state"] == "done"
     assert main(["runs", "show", f"{address}/"]) == 0
     assert "10 (10.0 KiB), 20 (10.0 KiB)" in capsys.readouterr().out
-    found = ask(capsys, "runs", "compare", address, str(other))
-    assert found["settings"] == {"steps": [20, 40]}
-    assert found["numbers"]["state"] == ["done", "can resume"]
+    document = ask(capsys, "runs", "compare", address, str(other))
+    assert document["settings"] == {"steps": [20, 40]}
+    assert document["numbers"]["state"] == ["done", "can resume"]
 
 
 @pytest.mark.parametrize("scheme", ["memory", "local"])
@@ -57,7 +57,7 @@ def test_a_report_of_an_address_shows_what_that_of_its_folder_does(tmp_path: Pat
     folder = make_run(tmp_path / "a")
     (folder / "quickstart.json").write_text('{"killed_at": 3}')
     (folder / "evaluations.jsonl").write_text('{"step": 20, "tasks": {"arc": {"accuracy": 0.5}}}\n')
-    address = sent(folder, scheme)
+    address = send_files(folder, scheme)
     here, there = record(folder), record(address)
     assert replace(there, date=here.date, command=here.command) == here
     assert [saved.step for saved in there.checkpoints] == [10, 20]
@@ -67,13 +67,13 @@ def test_a_report_of_an_address_shows_what_that_of_its_folder_does(tmp_path: Pat
 
 
 def test_what_is_wrong_with_a_checkpoint_in_a_store(tmp_path: Path, capsys: pytest.CaptureFixture):
-    store = Store(sent(make_run(tmp_path / "a")))
+    store = Store(send_files(make_run(tmp_path / "a")))
     good = (tmp_path / "a" / RUN).read_bytes()
 
     def problem(*more: str) -> str | None:
-        found = ask(capsys, "runs", "show", store.root, *more)
-        assert (found["state"] == "damaged") == bool(found["problem"])
-        return found["problem"]
+        document = ask(capsys, "runs", "show", store.root, *more)
+        assert (document["state"] == "damaged") == bool(document["problem"])
+        return document["problem"]
 
     def write(data: bytes) -> None:
         with store.open(RUN, "wb") as file:
@@ -105,7 +105,7 @@ def test_what_is_wrong_with_a_checkpoint_in_a_store(tmp_path: Path, capsys: pyte
     ],
 )
 def test_a_lease_tells_who_trains(tmp_path: Path, capsys: pytest.CaptureFixture, lease: dict[str, Any], state: str):
-    address = sent(make_run(tmp_path / "a", steps=40))
+    address = send_files(make_run(tmp_path / "a", steps=40))
     Store(address).write_text(".lock", json.dumps(lease))
     assert ask(capsys, "runs", "show", address)["state"] == state
 
@@ -117,8 +117,8 @@ def test_runs_under_an_address_are_listed(tmp_path: Path, capsys: pytest.Capture
         for file in ("settings.yml", "metrics.jsonl"):
             Store(root).put_file(f"{name}/{file}", folder / file)
     Store(root).write_text("notes/text", "no run")
-    assert sorted(one["path"] for one in ask(capsys, "runs", root)) == [f"{root}/a", f"{root}/b"]
-    assert [one["path"] for one in ask(capsys, "runs", f"{root}/a")] == [f"{root}/a"]
+    assert sorted(run["path"] for run in ask(capsys, "runs", root)) == [f"{root}/a", f"{root}/b"]
+    assert [run["path"] for run in ask(capsys, "runs", f"{root}/a")] == [f"{root}/a"]
 
 
 @pytest.mark.parametrize("words", [["runs", "show"], ["report"], ["train"], ["runs", "compare", "memory://x/y"]], ids="_".join)
@@ -126,11 +126,11 @@ def test_an_address_without_a_run(words: list[str], capsys: pytest.CaptureFixtur
     root = f"memory://{uuid4().hex}"
     Store(root).write_text("notes", "no run")
     assert main([*words, f"{root}/none" if "compare" not in words else root]) == 2
-    said = capsys.readouterr().err
-    assert "nothing at memory://" in said
+    stderr = capsys.readouterr().err
+    assert "nothing at memory://" in stderr
     if "compare" not in words:
         assert main([*words, root]) == 2
-        said = capsys.readouterr().err
-        assert f"{root} is not a run directory" in said
-        assert "it holds no settings.yml" in said
-    assert "hint: " in said
+        stderr = capsys.readouterr().err
+        assert f"{root} is not a run directory" in stderr
+        assert "it holds no settings.yml" in stderr
+    assert "hint: " in stderr

@@ -30,20 +30,20 @@ def run(capsys, *words: str) -> tuple[int, str, str]:
 
 def test_a_vocabulary_a_corpus_and_a_look_at_it(here, capsys):
     code, out, err = run(capsys, "tokenizer", "text.txt", "words", "vocab=280", "--json")
-    told = json.loads(out)
+    document = json.loads(out)
     tokenizer = load_tokenizer("words")
     assert (code, err) == (0, "")
-    assert told["vocab"] == tokenizer.vocab == 280
-    assert told["bytes"] == len(TEXT)
-    assert told["fingerprint"] == tokenizer.fingerprint
+    assert document["vocab"] == tokenizer.vocab == 280
+    assert document["bytes"] == len(TEXT)
+    assert document["fingerprint"] == tokenizer.fingerprint
 
     code, out, _ = run(capsys, "prepare", "text.txt", "corpus", "tokenizer=words", "held_out=0.1", "--json")
-    told = json.loads(out)
+    document = json.loads(out)
     prepared = open_prepared("corpus", verify=True)
     assert code == 0
-    assert told["train"]["bytes"] + told["held_out"]["bytes"] == len(TEXT)
+    assert document["train"]["bytes"] + document["held_out"]["bytes"] == len(TEXT)
     train = np.asarray(prepared.train.tokens).tolist()
-    assert len(train) == told["train"]["tokens"]
+    assert len(train) == document["train"]["tokens"]
     assert TEXT.startswith(tokenizer.decode(train))
 
     words = ["data.source=corpus", "data.tokenizer=words", "model.vocab=280", "data.shuffle=false"]
@@ -92,7 +92,7 @@ def test_bytes_that_a_tokenizer_loses_are_reported(here, capsys):
     assert "no token for 1 of the 256 bytes" in err
 
 
-@pytest.mark.parametrize(("words", "said"), [
+@pytest.mark.parametrize(("words", "problem"), [
     (["prepare", "text.tx", "corpus"], "text.txt"),
     (["prepare", "text.txt", "corpus", "tokenizer=nowhere"], "nowhere"),
     (["prepare", "text.txt", "corpus", "tokeniser=byte"], "did you mean `tokenizer`?"),
@@ -105,10 +105,10 @@ def test_bytes_that_a_tokenizer_loses_are_reported(here, capsys):
     (["inspect", "tiny", "data.tokenizer=text.txt"], "text.txt"),
     (["inspect", "tiny", "--rows", "0"], "rows"),
 ])  # fmt: skip
-def test_mistakes_cost_nothing(here, capsys, words, said):
+def test_mistakes_cost_nothing(here, capsys, words, problem):
     code, out, err = run(capsys, *words)
     assert (code, out) == (2, "")
-    assert said in err
+    assert problem in err
     assert len(err.splitlines()) <= 5
     assert sorted(path.name for path in here.iterdir()) == ["text.txt"]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import pytest
 from campaign_kill import SMALL
-from laws.families import CASES, built
+from laws.families import CASES, noisy_model
 
 import argosy
 from argosy.checkpoint.run_directory import RunDirectory
@@ -31,7 +31,7 @@ WORDS = [word for word in SMALL if not word.startswith(("data.source", "model.vo
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model") / "tales"
     config = CASES["llama-plain"].model_copy(update={"vocab": ByteTokenizer.vocab, "context": 96})
-    LM(config, built(config, Unroll()), ByteTokenizer()).save(folder)
+    LM(config, noisy_model(config, Unroll()), ByteTokenizer()).save(folder)
     return folder
 
 
@@ -63,16 +63,16 @@ def test_json_has_every_task_with_its_metrics(model: Path, data: Path, capsys: p
     tasks = "copa,lambada,simple_arithmetic,ifeval,perplexity"
     assert main(["eval", str(model), f"tasks={tasks}", f"data={data}", f"text={data / 'a.txt'}", *SHORT]) == 0
     out, err = capsys.readouterr()
-    found = json.loads(out)["tasks"]
-    assert {name: list(numbers)[:4] for name, numbers in found.items()} == {
+    results = json.loads(out)["tasks"]
+    assert {name: list(numbers)[:4] for name, numbers in results.items()} == {
         "copa": ["acc", "stderr", "acc_norm", "acc_norm_stderr"],
         "lambada_openai": ["acc", "stderr", "loss", "loss_stderr"],
         "simple_arithmetic": ["exact_match", "stderr", "exact_match_flexible", "exact_match_flexible_stderr"],
         "ifeval": ["prompt_level_strict_acc", "stderr", "inst_level_strict_acc", "inst_level_strict_acc_stderr"],
         "perplexity": ["loss", "stderr", "perplexity", "perplexity_stderr"],
     }
-    assert [found[name]["n"] for name in ("copa", "simple_arithmetic", "ifeval")] == [6, 3, 1]
-    assert {"loss", "perplexity", "bits_per_byte", "tokens", "n", "stderr"} <= set(found["perplexity"])
+    assert [results[name]["n"] for name in ("copa", "simple_arithmetic", "ifeval")] == [6, 3, 1]
+    assert {"loss", "perplexity", "bits_per_byte", "tokens", "n", "stderr"} <= set(results["perplexity"])
     first = err.splitlines()[0]
     assert first.startswith(f"{model}: copa (6 rows), lambada_openai (12 rows), simple_arithmetic (3 rows), ifeval (1 row)")
 
@@ -91,10 +91,10 @@ def test_what_n_counts_is_said_where_there_is_one_row_or_few_windows(model: Path
     """One row has no standard error (neither 0 nor NaN); one window of text has the error of its stretches, and n is theirs."""
     words = [str(model), "tasks=copa,perplexity", f"data={data}", f"text={data / 'a.txt'}", "limit=1"]
     assert main(["eval", *words, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["tasks"]
-    assert (found["copa"]["n"], found["copa"]["stderr"], found["copa"]["acc_norm_stderr"]) == (1, None, None)
-    assert (found["perplexity"]["n"], found["perplexity"]["rows"]) == (1, "stretches of 128 tokens")
-    assert found["perplexity"]["tokens"] == 96
+    tasks = json.loads(capsys.readouterr().out)["tasks"]
+    assert (tasks["copa"]["n"], tasks["copa"]["stderr"], tasks["copa"]["acc_norm_stderr"]) == (1, None, None)
+    assert (tasks["perplexity"]["n"], tasks["perplexity"]["rows"]) == (1, "stretches of 128 tokens")
+    assert tasks["perplexity"]["tokens"] == 96
     assert main(["eval", *words]) == 0
     out = capsys.readouterr().out
     assert "copa: a single row has no standard error" in out
@@ -133,10 +133,10 @@ def test_two_models_are_compared_row_by_row(model: Path, data: Path, tmp_path: P
     rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
     capsys.readouterr()
     assert main([*words, f"against={rows}", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["tasks"]["copa"]["against"]
-    assert found["acc"]["n"] == 6
-    assert found["acc"]["difference"] == pytest.approx((1 - 2 * wrong) / 6)
-    assert found["acc_norm"]["difference"] == 0
+    comparison = json.loads(capsys.readouterr().out)["tasks"]["copa"]["against"]
+    assert comparison["acc"]["n"] == 6
+    assert comparison["acc"]["difference"] == pytest.approx((1 - 2 * wrong) / 6)
+    assert comparison["acc_norm"]["difference"] == 0
     assert main([*words, f"against={rows}"]) == 0
     assert "95 % interval" in capsys.readouterr().out
 
@@ -155,7 +155,7 @@ def test_ctrl_c_prints_the_tasks_that_are_finished(model: Path, data: Path, monk
 
 
 @pytest.mark.parametrize(
-    ("words", "what"),
+    ("words", "problem"),
     [
         (["tasks=arc_esy"], "did you mean `arc_easy`?"),
         (["tasks=arc_easy"], "no file of arc_easy"),
@@ -169,7 +169,7 @@ def test_ctrl_c_prints_the_tasks_that_are_finished(model: Path, data: Path, monk
     ],
 )
 def test_mistakes_are_answered_before_the_model_is_loaded(
-    data: Path, tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str], words: list[str], what: str
+    data: Path, tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str], words: list[str], problem: str
 ):
     monkeypatch.setattr("argosy.jobs.machine.start_jax", lambda: pytest.fail("jax was started"))
     monkeypatch.chdir(tmp_path)
@@ -178,7 +178,7 @@ def test_mistakes_are_answered_before_the_model_is_loaded(
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("error: ")
-    assert what.replace("DATA", str(data)) in err
+    assert problem.replace("DATA", str(data)) in err
 
 
 def test_a_model_that_is_not_there_or_cannot_be_evaluated(model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

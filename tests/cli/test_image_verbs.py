@@ -53,35 +53,35 @@ def test_verbs_without_a_use_for_clip_say_so(verb: str, tmp_path: Path, capsys: 
     assert f"argosy {verb} of CLIP with both towers is not built" in capsys.readouterr().err
 
 
-def drawn(run: str, **words: Any) -> list[dict[str, Any]]:
+def generate(run: str, **words: Any) -> list[dict[str, Any]]:
     return generate_images(run, "1", GenerateImages(**words))
 
 
 def test_generate_writes_what_the_pipeline_draws(run: str, tmp_path: Path):
-    found = drawn(run, image=f"{tmp_path}/out.png", n=2, seed=5, size="12x8", steps=3, guidance=2.0)
-    assert [one["file"] for one in found] == [f"{tmp_path}/out-0.png", f"{tmp_path}/out-1.png"]
-    assert (found[0]["width"], found[0]["height"], found[0]["seed"]) == (12, 8, 5)
+    entries = generate(run, image=f"{tmp_path}/out.png", n=2, seed=5, size="12x8", steps=3, guidance=2.0)
+    assert [entry["file"] for entry in entries] == [f"{tmp_path}/out-0.png", f"{tmp_path}/out-1.png"]
+    assert (entries[0]["width"], entries[0]["height"], entries[0]["seed"]) == (12, 8, 5)
     expected = argosy.load(run).images("1", n=2, seed=5, size=(8, 12), steps=3, guidance=2.0)
-    for one, image in zip(found, expected, strict=True):
-        np.testing.assert_array_equal(read_image(Path(one["file"]).read_bytes()), image)
+    for entry, image in zip(entries, expected, strict=True):
+        np.testing.assert_array_equal(read_image(Path(entry["file"]).read_bytes()), image)
 
 
 def test_generate_tells_what_step_caching_reused(tmp_path: Path):
     folder = write_pipeline(FLUX, tmp_path / "flux")
-    how: Any = {"image": f"{tmp_path}/out.png", "steps": 8, "size": "32x48", "n": 2}
-    found = drawn(str(folder), **how, step_cache=0.9, compare=True)
-    assert all(one["step_cache"]["evaluations"] == 8 and 0 < one["step_cache"]["reused"] < 8 for one in found)
-    assert len({one["step_cache"]["error"] for one in found}) == 2
-    assert "step_cache" not in drawn(str(folder), **how)[0]
+    options: Any = {"image": f"{tmp_path}/out.png", "steps": 8, "size": "32x48", "n": 2}
+    entries = generate(str(folder), **options, step_cache=0.9, compare=True)
+    assert all(entry["step_cache"]["evaluations"] == 8 and 0 < entry["step_cache"]["reused"] < 8 for entry in entries)
+    assert len({entry["step_cache"]["error"] for entry in entries}) == 2
+    assert "step_cache" not in generate(str(folder), **options)[0]
     with pytest.raises(BadInput, match="compare without step_cache"):
-        drawn(str(folder), **how, compare=True)
+        generate(str(folder), **options, compare=True)
 
 
 def test_generate_begins_from_an_image(run: str, tmp_path: Path):
-    drawn(run, image=f"{tmp_path}/one.png")
-    drawn(run, image=f"{tmp_path}/two.png", source=f"{tmp_path}/one.png", strength=0.05, guidance=1.0)
-    one, two = (read_image((tmp_path / f"{name}.png").read_bytes()).astype(int) for name in ("one", "two"))
-    assert np.abs(one - two).mean() < 40
+    generate(run, image=f"{tmp_path}/one.png")
+    generate(run, image=f"{tmp_path}/two.png", source=f"{tmp_path}/one.png", strength=0.05, guidance=1.0)
+    first, two = (read_image((tmp_path / f"{name}.png").read_bytes()).astype(int) for name in ("one", "two"))
+    assert np.abs(first - two).mean() < 40
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_mistakes_are_named_before_anything_is_drawn(
 ):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError) as caught:
-        drawn(run, **words)
+        generate(run, **words)
     assert says in str(caught.value)
     assert not list(tmp_path.iterdir())
 
@@ -115,22 +115,22 @@ def test_export_writes_a_bundle_that_draws(run: str, tmp_path: Path):
     facts = export_bundle(run, str(tmp_path / "bundle"), signatures=None, platforms=["cpu"], batch=[1], length=None, steps=3)
     assert facts["default"] == "denoise"
     assert facts["lineage"]["run"]["dir"] == "run"
-    given = {"labels": np.array([2], np.int32), "seed": np.array([4], np.uint32)}
-    found = np.asarray(Bundle.open(tmp_path / "bundle").run(given)["images"]).astype(int)
-    assert np.abs(found - argosy.load(run).images("2", seed=4, steps=3)).max() <= 1
+    inputs = {"labels": np.array([2], np.int32), "seed": np.array([4], np.uint32)}
+    images = np.asarray(Bundle.open(tmp_path / "bundle").run(inputs)["images"]).astype(int)
+    assert np.abs(images - argosy.load(run).images("2", seed=4, steps=3)).max() <= 1
 
 
 @pytest.mark.parametrize(
-    ("how", "says"),
+    ("options", "says"),
     [
         ({"signatures": ["logits"]}, "this model draws images"),
         ({"signatures": None, "length": [4]}, "length is for models of text"),
         ({"signatures": None, "quantization": "w8"}, "quantization: not built"),
     ],
 )
-def test_an_export_of_another_kind_is_refused(run: str, tmp_path: Path, how: dict, says: str):
+def test_an_export_of_another_kind_is_refused(run: str, tmp_path: Path, options: dict, says: str):
     with pytest.raises(BadInput, match=says):
-        export_bundle(run, str(tmp_path / "bundle"), **{"platforms": ["cpu"], "batch": None, "length": None} | how)
+        export_bundle(run, str(tmp_path / "bundle"), **{"platforms": ["cpu"], "batch": None, "length": None} | options)
     assert not (tmp_path / "bundle").exists()
 
 
@@ -160,11 +160,11 @@ def test_serve_as_a_process(run: str):
             assert process.stderr is not None
             line = process.stderr.readline()
             assert line, "the server ended"
-            found = re.search(r"ready on (http://\S+)", line)
-            address = found and found[1]
+            match = re.search(r"ready on (http://\S+)", line)
+            address = match and match[1]
         body = {"prompt": "2", "seed": 1, "size": "8x8"}
-        told = httpx.post(f"{address}/v1/images/generations", json=body, timeout=60).json()
-        image = read_image(base64.b64decode(told["data"][0]["b64_json"]))
+        document = httpx.post(f"{address}/v1/images/generations", json=body, timeout=60).json()
+        image = read_image(base64.b64decode(document["data"][0]["b64_json"]))
         assert np.abs(image.astype(int) - argosy.load(run).images("2", seed=1)[0]).max() <= 1
     finally:
         process.send_signal(signal.SIGTERM)

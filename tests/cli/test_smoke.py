@@ -81,9 +81,9 @@ def command(*words: str) -> list[str]:
     return [sys.executable, "-P", "-m", "argosy", *words]
 
 
-def argosy(*words: str, code: int = 0, given: str | None = None) -> subprocess.CompletedProcess[str]:
+def argosy(*words: str, code: int = 0, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
     """A verb as a process that ends with this code, and without a traceback."""
-    done = subprocess.run(command(*words), capture_output=True, text=True, input=given, timeout=300, env=environment())
+    done = subprocess.run(command(*words), capture_output=True, text=True, input=stdin, timeout=300, env=environment())
     assert "Traceback" not in done.stderr, done.stderr[-3000:]
     assert done.returncode == code, (done.stdout[-1000:], done.stderr[-3000:])
     return done
@@ -95,20 +95,20 @@ def environment() -> dict[str, str]:
 
 
 @contextmanager
-def served(model: str, *words: str, verb: str = "serve") -> Iterator[Callable[..., Any]]:
-    """`served(model)` asks a server of it: the answer to a path with a body."""
-    own = SERVE if verb == "serve" else ["port=0", "warm_up=false"]
-    with subprocess.Popen(command(verb, model, *own, *words), stderr=subprocess.PIPE, text=True, env=environment()) as process:
+def serve_model(model: str, *words: str, verb: str = "serve") -> Iterator[Callable[..., Any]]:
+    """`serve_model(model)` asks a server of it: the answer to a path with a body."""
+    serve_words = SERVE if verb == "serve" else ["port=0", "warm_up=false"]
+    with subprocess.Popen(command(verb, model, *serve_words, *words), stderr=subprocess.PIPE, text=True, env=environment()) as process:
         assert process.stderr is not None
-        said: list[str] = []
+        lines: list[str] = []
         try:
             for line in process.stderr:
-                said.append(line)
+                lines.append(line)
                 if line.startswith("ready on "):
                     break
-            assert said[-1:], "it said nothing"
-            assert said[-1].startswith("ready on "), "".join(said)
-            url = said[-1].split()[-1]
+            assert lines[-1:], "it said nothing"
+            assert lines[-1].startswith("ready on "), "".join(lines)
+            url = lines[-1].split()[-1]
 
             def ask(path: str, **body: Any) -> Any:
                 answer = httpx.post(url + path, json=body, timeout=120)
@@ -133,8 +133,8 @@ def generate(models: Models, kind: str, folder: Path) -> None:
     elif kind == "preset":
         assert "random weights" in argosy(*words, code=2).stderr
     else:
-        (found,) = json.loads(argosy(*words).stdout)
-        assert (len(found["tokens"]), found["finish_reason"]) == (4, "length") or found["finish_reason"] == "stop"
+        (completion,) = json.loads(argosy(*words).stdout)
+        assert (len(completion["tokens"]), completion["finish_reason"]) == (4, "length") or completion["finish_reason"] == "stop"
 
 
 def serve(models: Models, kind: str, folder: Path) -> None:
@@ -142,14 +142,14 @@ def serve(models: Models, kind: str, folder: Path) -> None:
         assert "random weights" in argosy("serve", models(kind), *SERVE, code=2).stderr
         return
     if kind == "encoder":
-        with served(models(kind), "engine.budget=32") as ask:
-            first, second = (one["embedding"] for one in ask("/v1/embeddings", input=["a boat", "a ship"])["data"])
+        with serve_model(models(kind), "engine.budget=32") as ask:
+            first, second = (entry["embedding"] for entry in ask("/v1/embeddings", input=["a boat", "a ship"])["data"])
             assert sum(a * a for a in first) == pytest.approx(1, abs=1e-5)
             assert ask("/score", text_1="a boat", text_2="a ship")["data"][0]["score"] == pytest.approx(
                 sum(a * b for a, b in zip(first, second, strict=True)), abs=1e-5
             )
         return
-    with served(models(kind), *SMALL) as ask:
+    with serve_model(models(kind), *SMALL) as ask:
         assert ask("/v1/completions", prompt="Once", max_tokens=3, ignore_eos=True)["usage"]["completion_tokens"] == 3
         if kind not in ("gguf", "run"):
             messages = [{"role": "user", "content": "hi"}]
@@ -164,8 +164,8 @@ def evaluate(models: Models, kind: str, folder: Path) -> None:
     elif kind == "preset":
         assert "random weights" in argosy(*words, code=2).stderr
     else:
-        found = json.loads(argosy(*words).stdout)["tasks"]["perplexity"]
-        assert found["loss"] > 0
+        metrics = json.loads(argosy(*words).stdout)["tasks"]["perplexity"]
+        assert metrics["loss"] > 0
 
 
 def convert(models: Models, kind: str, folder: Path) -> None:
@@ -178,8 +178,8 @@ def convert(models: Models, kind: str, folder: Path) -> None:
     assert (folder / "hub" / "model.safetensors").is_file()
     if kind != "encoder":
         each = models(kind), str(folder / "hub")
-        (one,), (other,) = (json.loads(argosy("generate", model, "Once", "max_tokens=4", "--json").stdout) for model in each)
-        assert one["tokens"] == other["tokens"]
+        (original,), (other,) = (json.loads(argosy("generate", model, "Once", "max_tokens=4", "--json").stdout) for model in each)
+        assert original["tokens"] == other["tokens"]
 
 
 def run_batch(models: Models, kind: str, folder: Path) -> None:
@@ -200,12 +200,12 @@ def run_batch(models: Models, kind: str, folder: Path) -> None:
 def chat(models: Models, kind: str, folder: Path) -> None:
     words = ["chat", models(kind), "max_tokens=3", "temperature=0"]
     if kind == "encoder":
-        assert "is an encoder" in argosy(*words, code=2, given="hi\n").stderr
+        assert "is an encoder" in argosy(*words, code=2, stdin="hi\n").stderr
     elif kind == "preset":
-        assert "random weights" in argosy(*words, code=2, given="hi\n").stderr
+        assert "random weights" in argosy(*words, code=2, stdin="hi\n").stderr
     else:
         # Without a chat template it continues plain text.
-        assert " of prompt" in argosy(*words, given="hi\n").stderr
+        assert " of prompt" in argosy(*words, stdin="hi\n").stderr
 
 
 def sft(models: Models, kind: str, folder: Path) -> None:
@@ -251,9 +251,9 @@ def predict(models: Models, kind: str, folder: Path) -> None:
         assert "random weights" in argosy("export", models(kind), target, code=2).stderr
         return
     argosy("export", models(kind), target, "platforms=cpu", "batch=1,2", "length=8")
-    with served(str(folder / "models"), verb="predict") as ask:
-        found = ask("/v1/models/small:predict", instances=[{"tokens": [3, 4, 5]}, {"tokens": [5, 4, 3]}])["predictions"]
-        assert len(found) == 2
+    with serve_model(str(folder / "models"), verb="predict") as ask:
+        predictions = ask("/v1/models/small:predict", instances=[{"tokens": [3, 4, 5]}, {"tokens": [5, 4, 3]}])["predictions"]
+        assert len(predictions) == 2
         if kind == "encoder":
             first = ask("/v1/embeddings", model="small", input=["a boat", "a ship"])["data"][0]["embedding"]
             assert sum(a * a for a in first) == pytest.approx(1, abs=1e-5)

@@ -97,7 +97,7 @@ def test_every_verb_helps(verb, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "what", "hint"),
+    ("words", "problem", "hint"),
     [
         (["confg"], "unknown verb `confg`", "did you mean `config`?"),
         (["zzzzz"], "unknown verb `zzzzz`", "help` lists all"),
@@ -135,13 +135,13 @@ def test_every_verb_helps(verb, capsys):
         (["config", "explain", "stepz"], "unknown setting `stepz`", "`steps`"),
     ],
 )
-def test_a_mistake_is_reported_in_five_lines_on_stderr(here, capsys, words, what, hint):
+def test_a_mistake_is_reported_in_five_lines_on_stderr(here, capsys, words, problem, hint):
     before = sorted(here.rglob("*"))
     assert main(words) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("error: ")
-    assert what in err
+    assert problem in err
     assert (hint or "") in err
     assert len(err.splitlines()) <= 5
     assert "\033" not in err
@@ -229,10 +229,10 @@ def dead_pipe():
 
 
 @pytest.mark.parametrize("is_live", [False, True])
-@pytest.mark.parametrize("shown", [Doing, lambda stream: ConversionProgress("written", stream)], ids=["doing", "progress"])
-def test_progress_that_nobody_reads_does_not_end_a_verb(dead_pipe, is_live, shown, monkeypatch):
+@pytest.mark.parametrize("progress_class", [Doing, lambda stream: ConversionProgress("written", stream)], ids=["doing", "progress"])
+def test_progress_that_nobody_reads_does_not_end_a_verb(dead_pipe, is_live, progress_class, monkeypatch):
     monkeypatch.setattr(sys, "stderr", dead_pipe)
-    with shown(dead_pipe) as progress:
+    with progress_class(dead_pipe) as progress:
         progress.is_live = is_live
         progress.shown = -60.0
         for _ in range(3):
@@ -317,7 +317,7 @@ def test_a_report_says_what_the_user_types(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("given", "sampling"),
+    ("arguments", "sampling"),
     [
         ({}, {"temperature": 0.6, "top_p": 0.9, "top_k": 50, "repetition_penalty": 1.1}),
         ({"temperature": 1.5}, {"temperature": 1.5, "top_p": 0.9, "top_k": 50, "repetition_penalty": 1.1}),
@@ -326,11 +326,11 @@ def test_a_report_says_what_the_user_types(monkeypatch):
         ({"temperature": 0, "repetition_penalty": 1}, {"temperature": 0, "repetition_penalty": 1}),
     ],
 )
-def test_what_is_given_replaces_only_itself_in_the_generation_config(given, sampling):
+def test_what_is_given_replaces_only_itself_in_the_generation_config(arguments, sampling):
     from argosy.cli.verbs.generate import Generate, sampling_options
 
     config = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.1}
-    assert sampling_options(Generate(**given), config) == sampling
+    assert sampling_options(Generate(**arguments), config) == sampling
 
 
 def test_structured_output_is_read_from_files_and_words(tmp_path):
@@ -344,9 +344,9 @@ def test_structured_output_is_read_from_files_and_words(tmp_path):
     assert structured_of(Generate(json_object=True)) == {"json_object": True}
     assert structured_of(Generate(choice=("a", "b"))) == {"choice": ("a", "b")}
     words = [literal(word) for word in ('regex=[A-Z]+: "\\d"', "stop=regex=[a]")]
-    how = read_settings(Generate, words_layer(words)).value
-    assert structured_of(how) == {"regex": '[A-Z]+: "\\d"'}
-    assert how.stop == "regex=[a]"
+    generation = read_settings(Generate, words_layer(words)).value
+    assert structured_of(generation) == {"regex": '[A-Z]+: "\\d"'}
+    assert generation.stop == "regex=[a]"
     with pytest.raises(BadInput, match="regex and choice exclude each other"):
         structured_of(Generate(regex="a", choice=("b",)))
     with pytest.raises(BadInput, match="cannot read"):
@@ -422,7 +422,7 @@ def test_a_new_recipe_is_the_one_it_extends_and_every_comment_is_a_setting(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("words", "found"),
+    ("words", "expected"),
     [
         (["tr"], ["train"]),
         (["train", "ti"], ["tiny"]),
@@ -440,9 +440,9 @@ def test_a_new_recipe_is_the_one_it_extends_and_every_comment_is_a_setting(tmp_p
         (["report", ""], []),
     ],
 )
-def test_completion(words, found, capsys):
+def test_completion(words, expected, capsys):
     assert main(["completion", "words", "--", *words]) == 0
-    assert capsys.readouterr().out.split() == found
+    assert capsys.readouterr().out.split() == expected
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -115,21 +115,21 @@ def test_runs_are_listed_with_what_became_of_them(here, capsys):
     (here / "runs/busy/.lock").write_text(json.dumps(holder))
     make_run(here / "runs" / "killed", steps=40)
     (here / "runs/killed/.lock").write_text(json.dumps(holder | {"pid": 2**22 + 1}))
-    found = {Path(run["path"]).name: run for run in ask(capsys, "runs")}
-    assert {name: run["state"] for name, run in found.items()} == {
+    runs = {Path(run["path"]).name: run for run in ask(capsys, "runs")}
+    assert {name: run["state"] for name, run in runs.items()} == {
         "whole": "done", "half": "can resume", "none": "can resume", "torn": "damaged", "lost": "damaged",
         "garbled": "damaged", "busy": "running", "killed": "can resume",
     }  # fmt: skip
-    assert found["whole"]["numbers"] == {
+    assert runs["whole"]["numbers"] == {
         "loss": 3.0,
         "eval_loss": 2.5,
         "tokens": 20480,
         "tokens_per_s": 1e4,
         "lr": 0.003,
     }
-    assert found["torn"]["problem"] == "checkpoint 20: weights/data has 10239 bytes, not 10240"
-    assert found["lost"]["problem"] == "checkpoint 10: meta.json is missing"
-    assert (found["none"]["step"], found["half"]["step"], found["half"]["steps"]) == (None, 20, 40)
+    assert runs["torn"]["problem"] == "checkpoint 20: weights/data has 10239 bytes, not 10240"
+    assert runs["lost"]["problem"] == "checkpoint 10: meta.json is missing"
+    assert (runs["none"]["step"], runs["half"]["step"], runs["half"]["steps"]) == (None, 20, 40)
     assert main(["runs"]) == 0
     out = capsys.readouterr().out
     assert "20/40" in out
@@ -174,21 +174,21 @@ def test_compare_tells_what_differs(here, capsys):
     make_run(here / "a")
     make_run(here / "b", steps=40, optimizer={"name": "muon"})
     make_run(here / "c", seed=3)
-    found = ask(capsys, "runs", "compare", "a", "b", "c")
-    assert found["settings"] == {
+    document = ask(capsys, "runs", "compare", "a", "b", "c")
+    assert document["settings"] == {
         "steps": [20, 40, 20],
         "optimizer.name": ["adamw", "muon", "adamw"],
         "optimizer.learning_rate": [0.003, None, 0.003],
         "seed": [0, 0, 3],
     }
-    assert found["numbers"]["state"] == ["done", "can resume", "done"]
-    assert found["numbers"]["loss"] == [3.0, 3.0, 3.0]
+    assert document["numbers"]["state"] == ["done", "can resume", "done"]
+    assert document["numbers"]["loss"] == [3.0, 3.0, 3.0]
     assert main(["runs", "compare", "a", "b"]) == 0
     assert "optimizer.name" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("words", "what"),
+    ("words", "problem"),
     [
         (["runs"], "no folder runs"),
         (["runs", "show", "nowhere"], "no run at nowhere"),
@@ -201,13 +201,13 @@ def test_compare_tells_what_differs(here, capsys):
         (["models", "show", "no/folder"], "no model at no/folder"),
     ],
 )
-def test_mistakes(here, capsys, words, what):
+def test_mistakes(here, capsys, words, problem):
     (here / "empty").mkdir()
     make_run(here / "a")
     assert main(words) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert what in err
+    assert problem in err
     assert len(err.splitlines()) <= 5
 
 
@@ -296,12 +296,12 @@ def test_presets_equal_the_released_config(name, folder):
 
 @pytest.mark.slow
 def test_a_model_is_described(capsys):
-    found = ask(capsys, "models", "show", "llama3-8b", "context=4k")
-    assert found["cache_bytes_per_token"] == {"float32": 262_144, "bfloat16": 131_072}  # 2 x 32 layers x 8 heads x 128
-    assert found["cache_bytes"]["bfloat16"] == 4000 * 131_072
-    assert found["weight_bytes"]["bfloat16"] == 16_060_522_496  # the released safetensors, without their headers
-    assert sum(found["parts"].values()) == found["parameters"] == PUBLISHED["llama3-8b"]
-    assert found["flops_per_token_at_1"] == pytest.approx(2 * (found["parameters"] - 128_256 * 4096), rel=1e-3)
+    document = ask(capsys, "models", "show", "llama3-8b", "context=4k")
+    assert document["cache_bytes_per_token"] == {"float32": 262_144, "bfloat16": 131_072}  # 2 x 32 layers x 8 heads x 128
+    assert document["cache_bytes"]["bfloat16"] == 4000 * 131_072
+    assert document["weight_bytes"]["bfloat16"] == 16_060_522_496  # the released safetensors, without their headers
+    assert sum(document["parts"].values()) == document["parameters"] == PUBLISHED["llama3-8b"]
+    assert document["flops_per_token_at_1"] == pytest.approx(2 * (document["parameters"] - 128_256 * 4096), rel=1e-3)
     assert main(["models", "show", "mistral-7b-v0.1"]) == 0
     out = capsys.readouterr().out
     assert "q 4096x32x128  k 4096x8x128  v 4096x8x128  o 32x128x4096" in out
@@ -314,15 +314,15 @@ def test_a_model_is_described(capsys):
 
 
 def test_a_model_at_rest_is_described(capsys):
-    found = ask(capsys, "models", "show", str(shared("models/stories260k")))
-    assert found["parameters"] == 260_032
-    assert found["family"] == "llama"
+    document = ask(capsys, "models", "show", str(shared("models/stories260k")))
+    assert document["parameters"] == 260_032
+    assert document["family"] == "llama"
 
 
 def test_models_are_listed(capsys):
-    found = ask(capsys, "models")
-    assert "llama" in found["families"]
-    assert {p["name"] for p in found["presets"]} >= set(PUBLISHED)
+    document = ask(capsys, "models")
+    assert "llama" in document["families"]
+    assert {p["name"] for p in document["presets"]} >= set(PUBLISHED)
     assert main(["models"]) == 0
     assert "405,853,388,800" in capsys.readouterr().out
 
@@ -371,7 +371,7 @@ NO_FLAG = {"error": "Unknown flag in XLA_FLAGS"}
 
 
 @pytest.mark.parametrize(
-    ("changes", "level", "what", "hint"),
+    ("changes", "level", "problem", "hint"),
     [
         ({"versions": {"optax": "not installed"}}, "broken", "optax", "pip install"),
         ({"jax": NO_TPU, "variables": {"JAX_PLATFORMS": "tpu"}}, "broken", "tpu", "JAX_PLATFORMS=cpu"),
@@ -393,11 +393,11 @@ NO_FLAG = {"error": "Unknown flag in XLA_FLAGS"}
         ({"kernels": {"library": "", "why_not": "there is no C++ compiler"}}, "note", "twice as long", "g++"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_found(changes, level, what, hint):
-    (found,) = findings(**changes)
-    assert found.level == level
-    assert what in found.problem
-    assert hint in found.hint
+def test_what_is_wrong_is_found(changes, level, problem, hint):
+    (finding,) = findings(**changes)
+    assert finding.level == level
+    assert problem in finding.problem
+    assert hint in finding.hint
 
 
 def test_doctor_exits_with_one_where_nothing_would_run(monkeypatch, capsys):
@@ -413,20 +413,20 @@ def test_doctor_in_a_process_of_its_own(tmp_path):
     variables |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "JAX_DEBUG_NANS": "1", "ARGOSY_NATIVE": "0"}
     command = [sys.executable, "-m", "argosy", "doctor", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, env=variables)
-    found = json.loads(done.stdout)
+    document = json.loads(done.stdout)
     assert done.returncode == 0
-    assert found["jax"]["backend"] == "cpu"
-    kept = {"programs": 0, "bytes": 0, "writable": True, "most_bytes": most_bytes()}
-    assert found["cache"] == {"folder": str(tmp_path / "argosy" / "xla")} | kept
-    assert "JAX_DEBUG_NANS" in found["variables"]
-    assert any("JAX_DEBUG_NANS" in f["problem"] for f in found["findings"])
-    assert found["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert document["jax"]["backend"] == "cpu"
+    programs = {"programs": 0, "bytes": 0, "writable": True, "most_bytes": most_bytes()}
+    assert document["cache"] == {"folder": str(tmp_path / "argosy" / "xla")} | programs
+    assert "JAX_DEBUG_NANS" in document["variables"]
+    assert any("JAX_DEBUG_NANS" in f["problem"] for f in document["findings"])
+    assert document["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
 
 
 def test_a_platform_that_is_not_here_is_reported(monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "nowhere")
-    told = environment.device_facts()
-    assert "nowhere" in told["error"]
+    facts = environment.device_facts()
+    assert "nowhere" in facts["error"]
 
 
 def test_a_device_that_hangs_does_not_hang_the_doctor(monkeypatch):
@@ -451,6 +451,6 @@ def test_size_is_that_of_the_files(here):
 
 
 def test_a_cache_holds_as_many_tokens_as_its_window_and_states_in_float32():
-    kept = [Cached(3, 10, 0, None), Cached(2, 10, 0, 4), Cached(1, 0, 5, None)]
-    assert cache_bytes(kept, 8, 2) == 3 * 2 * 10 * 8 + 2 * 2 * 10 * 4 + 4 * 5
-    assert cache_bytes(kept, 3, 2) == 3 * 2 * 10 * 3 + 2 * 2 * 10 * 3 + 4 * 5
+    cached_layers = [Cached(3, 10, 0, None), Cached(2, 10, 0, 4), Cached(1, 0, 5, None)]
+    assert cache_bytes(cached_layers, 8, 2) == 3 * 2 * 10 * 8 + 2 * 2 * 10 * 4 + 4 * 5
+    assert cache_bytes(cached_layers, 3, 2) == 3 * 2 * 10 * 3 + 2 * 2 * 10 * 3 + 4 * 5

@@ -36,25 +36,25 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="malloc of glibc
 
 def faults(*calls: str, **environment: str) -> tuple[int, bool]:
     """Minor faults of four blocks, and whether the calls did something."""
-    kept = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES" and not name.startswith("MALLOC_")}
+    variables = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES" and not name.startswith("MALLOC_")}
     command = [sys.executable, "-c", PROGRAM, *calls]
-    done = subprocess.run(command, env=kept | environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, env=variables | environment, capture_output=True, text=True, check=True)
     count, did = done.stdout.split()
     return int(count), did == "True"
 
 
 def test_freed_memory_is_used_again_without_a_fault():
     fresh, _ = faults()
-    kept, did = faults(*BOTH)
+    fault_count, did = faults(*BOTH)
     assert did
     assert fresh >= 4 * PAGES  # as it is without: every page of every block
-    assert kept < PAGES / 10
+    assert fault_count < PAGES / 10
 
 
 def test_huge_pages_are_no_reason_to_leave_it():
-    kept, did = faults(*BOTH, GLIBC_TUNABLES="glibc.malloc.hugetlb=1")
+    fault_count, did = faults(*BOTH, GLIBC_TUNABLES="glibc.malloc.hugetlb=1")
     assert did
-    assert kept < PAGES / 10
+    assert fault_count < PAGES / 10
 
 
 @pytest.mark.parametrize(
@@ -88,6 +88,6 @@ libc.fclose(file)
 @pytest.mark.parametrize(("verb", "arenas"), [("train", 1), ("models", 2)])
 def test_training_has_one_arena_from_its_first_thread_on(verb: str, arenas: int):
     """A second one would hold half of a step's memory, and give it back (`share_one_arena`). Its own thread waits for signals."""
-    kept = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES" and not name.startswith("MALLOC_")}
-    done = subprocess.run([sys.executable, "-c", ARENAS, verb, "--help"], env=kept, capture_output=True, text=True, check=True)
+    variables = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES" and not name.startswith("MALLOC_")}
+    done = subprocess.run([sys.executable, "-c", ARENAS, verb, "--help"], env=variables, capture_output=True, text=True, check=True)
     assert done.stdout.count("<heap nr=") == arenas

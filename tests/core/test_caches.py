@@ -8,19 +8,19 @@ from argosy.core.caches import bound_cache, clear_cache, file_lock, most_bytes
 
 
 def test_a_process_that_must_wait_says_so_and_then_goes_on(tmp_path: Path):
-    lock, said, entered = tmp_path / "folder" / ".lock", list[str](), threading.Event()
+    lock, messages, entered = tmp_path / "folder" / ".lock", list[str](), threading.Event()
 
     def other() -> None:
-        with file_lock(lock, said.append):
+        with file_lock(lock, messages.append):
             entered.set()
 
-    with file_lock(lock, said.append):
+    with file_lock(lock, messages.append):
         waiting = threading.Thread(target=other)
         waiting.start()
         assert not entered.wait(0.2)
     waiting.join(10)
     assert entered.is_set()
-    assert said == [f"waiting for another process that writes in {lock.parent}"]
+    assert messages == [f"waiting for another process that writes in {lock.parent}"]
 
 
 def test_what_was_not_used_for_longest_goes_first(tmp_path):
@@ -29,12 +29,12 @@ def test_what_was_not_used_for_longest_goes_first(tmp_path):
         os.utime(tmp_path / name, (1000 + number, 1000 + number))
     os.utime(tmp_path / "a", (5000, 1000))
     assert bound_cache(tmp_path, 250) == 200
-    assert {one.name for one in tmp_path.iterdir()} == {"a", "d", ".bounded"}
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "d", ".bounded"}
     (tmp_path / "e").write_bytes(bytes(500))
     # Not again on the same day.
     assert bound_cache(tmp_path, 250) == 0
     assert bound_cache(tmp_path, 250, every_s=0.0) > 0
-    assert sum(one.stat().st_size for one in tmp_path.iterdir()) <= 250
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 250
 
 
 def test_a_cache_is_cleared_and_its_bound_is_a_variable(tmp_path, monkeypatch):

@@ -42,12 +42,12 @@ def ends() -> Iterator[tuple[Channel, socket.socket, Channel]]:
 def test_a_message_arrives_whole_however_it_is_cut(ends):
     channel, other, _ = ends
     data = LENGTH.pack(5) + b"first" + LENGTH.pack(0) + LENGTH.pack(6) + b"second"
-    found = []
+    messages = []
     for byte in data:
         other.send(bytes([byte]))
         if (message := channel.arrived()) is not None:
-            found.append(message)
-    assert found == [b"first", b"", b"second"]
+            messages.append(message)
+    assert messages == [b"first", b"", b"second"]
 
 
 def test_messages_that_arrive_together_are_told_apart(ends):
@@ -72,10 +72,10 @@ def test_more_than_the_pipe_holds(ends):
 
 def test_a_message_that_nobody_takes_times_out(ends):
     channel, *_ = ends
-    began = time.monotonic()
+    start = time.monotonic()
     with pytest.raises(TimeoutError):
         channel.send(bytes(5_000_000), 0.1)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - start < 5
 
 
 def test_the_end_of_the_other_side(ends):

@@ -32,5 +32,5 @@ def test_the_share_of_a_control_group(files: dict[str, str], share: float, tmp_p
 
 def test_nothing_counts_the_machines_cores():
     package = Path(cores.__file__).parents[2]
-    found = [path.name for path in package.rglob("*.py") if "cpu_count()" in path.read_text(encoding="utf-8")]
-    assert sorted(found) == ["cores.py", "fingerprint.py"], "programs that are kept belong to the machine"
+    files = [path.name for path in package.rglob("*.py") if "cpu_count()" in path.read_text(encoding="utf-8")]
+    assert sorted(files) == ["cores.py", "fingerprint.py"], "programs that are kept belong to the machine"

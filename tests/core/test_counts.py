@@ -14,7 +14,7 @@ NOUNS = ("step", "device", "shot", "session", "window", "weight", "prompt", "upd
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("arguments", "words"),
     [
         ((1, "step"), "1 step"),
         ((0, "step"), "0 steps"),
@@ -23,8 +23,8 @@ NOUNS = ("step", "device", "shot", "session", "window", "weight", "prompt", "upd
         ((2, "tensor", "is", "are"), "2 tensors are"),
     ],
 )
-def test_a_noun_follows_its_count(given: tuple, words: str):
-    assert plural(*given) == words
+def test_a_noun_follows_its_count(arguments: tuple, words: str):
+    assert plural(*arguments) == words
 
 
 def mark(part: ast.expr) -> str:
@@ -36,11 +36,11 @@ def mark(part: ast.expr) -> str:
 def test_words_of_a_run_count_with_it():
     """In what jobs, the command line and reports say, no number of these stands before a plural that does not ask for it."""
     wrong = re.compile(rf"\x00 ({'|'.join(NOUNS)})s\b")
-    found = []
+    mistakes = []
     for room in ("jobs", "cli", "observe"):
         for path in sorted((Path(argosy.__file__).parent / room).glob("*.py")):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.JoinedStr):
                     text = "".join(str(part.value) if isinstance(part, ast.Constant) else mark(part) for part in node.values)
-                    found += [f"{path.name}:{node.lineno}: {one[0]}" for one in wrong.finditer(text)]
-    assert found == []
+                    mistakes += [f"{path.name}:{node.lineno}: {match[0]}" for match in wrong.finditer(text)]
+    assert mistakes == []

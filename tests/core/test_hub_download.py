@@ -66,7 +66,7 @@ SMALL = ["config.json", "generation_config.json", "tokenizer.json", "README.md",
 
 
 @pytest.mark.parametrize(
-    "files, wanted",
+    "files, expected",
     [
         (["model.safetensors", "pytorch_model.bin", "model.fp16.safetensors", "consolidated.safetensors"],
          ["model.safetensors"]),
@@ -81,8 +81,8 @@ SMALL = ["config.json", "generation_config.json", "tokenizer.json", "README.md",
          ["additional_chat_templates/tools.jinja", "chat_template.jinja", "vocab.txt", "model.safetensors"]),
     ],
 )  # fmt: skip
-def test_the_files_of_one_set_of_weights_are_chosen(files: list[str], wanted: list[str]):
-    assert sorted(model_files([*SMALL, *files], "hf:a/b")) == sorted([*SMALL, *wanted])
+def test_the_files_of_one_set_of_weights_are_chosen(files: list[str], expected: list[str]):
+    assert sorted(model_files([*SMALL, *files], "hf:a/b")) == sorted([*SMALL, *expected])
 
 
 def test_files_of_a_pipeline_are_chosen_per_folder():
@@ -90,8 +90,8 @@ def test_files_of_a_pipeline_are_chosen_per_folder():
              "vae/diffusion_pytorch_model.safetensors", "vae/diffusion_pytorch_model.fp16.safetensors", "vae/model.bin",
              "text_encoder/model.safetensors", "text_encoder/pytorch_model.bin", "tokenizer/vocab.json", "tokenizer/merges.txt",
              "safety_checker/model.safetensors"]  # fmt: skip
-    taken = set(model_files(files, "hf:a/b"))
-    assert set(files) - taken == {f for f in files if "fp16" in f or ".bin" in f or "safety" in f or f.startswith("flux1")}
+    chosen_files = set(model_files(files, "hf:a/b"))
+    assert set(files) - chosen_files == {f for f in files if "fp16" in f or ".bin" in f or "safety" in f or f.startswith("flux1")}
 
 
 def test_a_repository_of_gguf_files_asks_for_one():
@@ -130,11 +130,11 @@ def test_a_model_is_loaded_and_then_used_without_a_network(hub: HubServer, monke
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(download, "_SNAPSHOTS", {})
-    asked = len(hub.requests)
+    request_count = len(hub.requests)
     assert Path(local_model("hf:me/stories")).name == commit
     with pytest.raises(BadInput, match="not in the cache"):
         local_model("hf:me/other")
-    assert len(hub.requests) == asked
+    assert len(hub.requests) == request_count
 
 
 def test_a_hub_that_does_not_answer_leaves_the_cache(hub: HubServer, monkeypatch: pytest.MonkeyPatch):
@@ -183,7 +183,7 @@ def test_a_connection_that_breaks_resumes_inside_the_file(hub: HubServer, monkey
 
 
 @pytest.mark.parametrize(
-    "place, what, hint",
+    "place, problem, hint",
     [
         ("hf:me/gone", "no model `me/gone` on the Hub, or it is private", "HF_TOKEN"),
         ("hf:me/secret", "no model `me/secret` on the Hub, or it is private", "HF_TOKEN"),
@@ -193,7 +193,7 @@ def test_a_connection_that_breaks_resumes_inside_the_file(hub: HubServer, monkey
         ("hf:me/empty", "has no model.safetensors", ""),
     ],
 )
-def test_what_cannot_be_had_says_why(hub: HubServer, place: str, what: str, hint: str):
+def test_what_cannot_be_had_says_why(hub: HubServer, place: str, problem: str, hint: str):
     small = {"config.json": b"{}", "model.safetensors": b"x"}
     hub.add("me/stories", small)
     hub.add("me/secret", small, private=True)
@@ -202,7 +202,7 @@ def test_what_cannot_be_had_says_why(hub: HubServer, place: str, what: str, hint
     hub.add("me/empty", {"README.md": b"soon"})
     with pytest.raises(BadInput) as error:
         local_model(place)
-    assert what in error.value.what
+    assert problem in error.value.what
     assert hint in str(error.value.hint)
     assert error.value.exit_code == 2
 

@@ -16,15 +16,15 @@ SLOPE = np.stack([*np.meshgrid(np.arange(0, 240, 8), np.arange(0, 160, 8)), np.f
 @pytest.mark.parametrize("channels", [1, 3, 4])
 def test_png_files_hold_every_bit(channels: int):
     image = np.random.default_rng(0).integers(0, 256, (7, 5, channels)).astype(np.uint8)
-    with Image.open(io.BytesIO(png_bytes(image))) as found:
-        np.testing.assert_array_equal(np.array(found).reshape(image.shape), image)
+    with Image.open(io.BytesIO(png_bytes(image))) as opened:
+        np.testing.assert_array_equal(np.array(opened).reshape(image.shape), image)
 
 
 @pytest.mark.parametrize(("kind", "worst"), [("png", 0), ("jpeg", 6), ("webp", 8)])
 def test_files_read_back(kind: str, worst: int):
-    found = read_image(image_file(SLOPE, kind))  # type: ignore[arg-type]
-    assert found.shape == SLOPE.shape
-    assert np.abs(found.astype(int) - SLOPE).max() <= worst
+    pixels = read_image(image_file(SLOPE, kind))  # type: ignore[arg-type]
+    assert pixels.shape == SLOPE.shape
+    assert np.abs(pixels.astype(int) - SLOPE).max() <= worst
 
 
 def test_quality_is_size():
@@ -32,9 +32,9 @@ def test_quality_is_size():
     assert len(image_file(noise, "jpeg", 10)) < len(image_file(noise, "jpeg", 95)) / 3
 
 
-def saved(image: Image.Image, kind: str = "PNG", **how: object) -> bytes:
+def image_bytes(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
     file = io.BytesIO()
-    image.save(file, kind, **how)
+    image.save(file, kind, **options)
     return file.getvalue()
 
 
@@ -43,23 +43,23 @@ def test_cameras_say_which_way_is_up():
     exif = image.getexif()
     # Turned by a quarter.
     exif[0x0112] = 6
-    found = read_image(saved(image, exif=exif))
-    np.testing.assert_array_equal(found, np.rot90(SLOPE, -1))
+    pixels = read_image(image_bytes(image, exif=exif))
+    np.testing.assert_array_equal(pixels, np.rot90(SLOPE, -1))
 
 
 @pytest.mark.parametrize(("mode", "channels"), [("L", 3), ("P", 3), ("1", 3), ("RGBA", 4), ("LA", 4), ("I;16", 3)])
 def test_every_kind_of_pixel_becomes_rgb(mode: str, channels: int):
-    found = read_image(saved(Image.new(mode, (4, 3))))
-    assert found.shape == (3, 4, channels)
-    assert found.dtype == np.uint8
+    pixels = read_image(image_bytes(Image.new(mode, (4, 3))))
+    assert pixels.shape == (3, 4, channels)
+    assert pixels.dtype == np.uint8
 
 
 def test_sixteen_bits_are_scaled_and_thirty_two_refused():
     deep = Image.fromarray(np.arange(0, 65536, 4096, dtype=np.uint16).reshape(4, 4))
-    found = read_image(saved(deep))
-    np.testing.assert_array_equal(found[..., 0].ravel(), np.arange(0, 65536, 4096) // 257)
+    pixels = read_image(image_bytes(deep))
+    np.testing.assert_array_equal(pixels[..., 0].ravel(), np.arange(0, 65536, 4096) // 257)
     with pytest.raises(BadInput, match="32 bits"):
-        read_image(saved(Image.new("F", (4, 3)), "TIFF"))
+        read_image(image_bytes(Image.new("F", (4, 3)), "TIFF"))
 
 
 def test_a_file_that_is_no_image_or_too_large_is_refused():

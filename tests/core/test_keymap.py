@@ -39,8 +39,8 @@ def both_ways(rows: list[KeyRow], theirs: dict[str, np.ndarray], sizes: dict[str
     return ours
 
 
-def one(how: str, x: np.ndarray) -> np.ndarray:
-    return both_ways([KeyRow("x", "y", how)], {"x": x})["y"]
+def map_both_ways(pattern: str, x: np.ndarray) -> np.ndarray:
+    return both_ways([KeyRow("x", "y", pattern)], {"x": x})["y"]
 
 
 # ---- layouts that families need, against numpy written out
@@ -48,23 +48,23 @@ def one(how: str, x: np.ndarray) -> np.ndarray:
 
 def test_plain_and_permuted():
     x = random(16, 6)
-    assert np.array_equal(one("(N H) D -> D N H", x), x.reshape(4, 4, 6).transpose(2, 0, 1))
-    assert np.array_equal(one("D (N H) -> N H D", x.T.copy()), x.reshape(4, 4, 6))
-    assert np.array_equal(one("V D -> V D", random(11, 6)), random(11, 6))
+    assert np.array_equal(map_both_ways("(N H) D -> D N H", x), x.reshape(4, 4, 6).transpose(2, 0, 1))
+    assert np.array_equal(map_both_ways("D (N H) -> N H D", x.T.copy()), x.reshape(4, 4, 6))
+    assert np.array_equal(map_both_ways("V D -> V D", random(11, 6)), random(11, 6))
 
 
 def test_axes_of_one_entry_come_and_go():
     x = random(6, 1, 4)
-    assert np.array_equal(one("D 1 H -> D H", x), x[:, 0])
-    assert np.array_equal(one("D H -> 1 H (D 1)", x[:, 0]), x[:, 0].T[None])
-    assert one("1 -> 1 1", np.ones(1)).shape == (1, 1)
+    assert np.array_equal(map_both_ways("D 1 H -> D H", x), x[:, 0])
+    assert np.array_equal(map_both_ways("D H -> 1 H (D 1)", x[:, 0]), x[:, 0].T[None])
+    assert map_both_ways("1 -> 1 1", np.ones(1)).shape == (1, 1)
 
 
 def test_fused_rows_of_different_head_counts():
     """Phi-3's qkv_proj: N*H rows, then K*H, then K*H. Both spellings."""
     x = random(32, 6)
-    for how in ("(N H|K H|K H) D -> D N H, D K H, D K H", "((N|K|K) H) D -> D N H, D K H, D K H"):
-        ours = both_ways([KeyRow("x", ("q", "k", "v"), how)], {"x": x})
+    for pattern in ("(N H|K H|K H) D -> D N H, D K H, D K H", "((N|K|K) H) D -> D N H, D K H, D K H"):
+        ours = both_ways([KeyRow("x", ("q", "k", "v"), pattern)], {"x": x})
         assert np.array_equal(ours["q"], x[:16].reshape(4, 4, 6).transpose(2, 0, 1))
         assert np.array_equal(ours["k"], x[16:24].reshape(2, 4, 6).transpose(2, 0, 1))
         assert np.array_equal(ours["v"], x[24:].reshape(2, 4, 6).transpose(2, 0, 1))
@@ -91,8 +91,8 @@ def test_interleaved_pairs():
 def test_four_pieces_for_each_key_head():
     """Qwen3-Next's in_proj_qkvz: for each of k key heads H of q, H of k, r*U of v, r*U of z."""
     x = random(2 * (4 + 4 + 4 + 4), 6)
-    how = "(k (H|H|r U|r U)) D -> D k H, D k H, D k r U, D (k r) U"
-    ours = both_ways([KeyRow("x", ("q", "k", "v", "z"), how)], {"x": x})
+    pattern = "(k (H|H|r U|r U)) D -> D k H, D k H, D k r U, D (k r) U"
+    ours = both_ways([KeyRow("x", ("q", "k", "v", "z"), pattern)], {"x": x})
     heads = x.reshape(2, 16, 6)
     assert np.array_equal(ours["k"], heads[:, 4:8].transpose(2, 0, 1))
     assert np.array_equal(ours["v"], heads[:, 8:12].reshape(2, 2, 2, 6).transpose(3, 0, 1, 2))
@@ -112,8 +112,8 @@ def test_rotary_pairs_of_llama_cpp():
     """llama.cpp's conversion permutes as reshape(N, 2, H/2, D).swapaxes(1, 2); the row undoes that."""
     hub = random(16, 6)
     ggml = hub.reshape(4, 2, 2, 6).swapaxes(1, 2).reshape(16, 6)
-    ours = one("(N P two) D -> D N (two P)", ggml)
-    assert np.array_equal(ours, one("(N H) D -> D N H", hub))
+    ours = map_both_ways("(N P two) D -> D N (two P)", ggml)
+    assert np.array_equal(ours, map_both_ways("(N H) D -> D N H", hub))
 
 
 def test_one_tensor_an_expert():
@@ -160,8 +160,8 @@ def test_mxfp4_interleaved():
     """gpt-oss: blocks [E 2M D/32 16] and scales [E 2M D/32] of the transposed gate and up."""
     rng = np.random.default_rng(0)
     blocks, scales = rng.integers(0, 256, (3, 10, 2, 16), np.uint8), rng.integers(120, 130, (3, 10, 2), np.uint8)
-    how = "E (M (1|1)) D -> E D M, E D M"
-    table = KeyMap([KeyRow(("blocks", "scales"), ("gate", "up"), how, scales="mxfp4")], SIZES | {"D": 64})
+    pattern = "E (M (1|1)) D -> E D M, E D M"
+    table = KeyMap([KeyRow(("blocks", "scales"), ("gate", "up"), pattern, scales="mxfp4")], SIZES | {"D": 64})
     theirs = Arrays({"blocks": blocks, "scales": scales})
     assert table.plan({"blocks": blocks.shape, "scales": scales.shape}) == {"gate": (3, 64, 5), "up": (3, 64, 5)}
     up = table.read(theirs, "up")
@@ -204,7 +204,7 @@ def readings(draw):
     return groups(leaves), [groups(part) for part in parts], sizes
 
 
-def spelt(axes) -> str:
+def spell_axes(axes) -> str:
     def leaf(x) -> str:
         return x if isinstance(x, str) else "(" + "|".join(" ".join(piece) or "1" for piece in x) + ")"
 
@@ -237,7 +237,7 @@ def shape_of(axes, sizes) -> tuple[int, ...]:
 def test_random_readings_entry_by_entry_and_back(reading):
     whole, parts, sizes = reading
     names = tuple(f"y{i}" for i in range(len(parts)))
-    right = ", ".join(map(spelt, parts))
+    right = ", ".join(map(spell_axes, parts))
 
     def entries(i: int):
         free = [name for axis in parts[i] for name in axis]
@@ -247,11 +247,11 @@ def test_random_readings_entry_by_entry_and_back(reading):
 
     shape = shape_of(whole, sizes)
     x = np.arange(math.prod(shape)).reshape(shape)
-    ours = both_ways([KeyRow("x", names, f"{spelt(whole)} -> {right}")], {"x": x}, sizes)
+    ours = both_ways([KeyRow("x", names, f"{spell_axes(whole)} -> {right}")], {"x": x}, sizes)
     for i, name in enumerate(names):
         for theirs_at, ours_at in entries(i):
             assert ours[name][ours_at] == x[theirs_at]
-    joined = both_ways([KeyRow(names, "x", f"{right} -> {spelt(whole)}")], ours, sizes)
+    joined = both_ways([KeyRow(names, "x", f"{right} -> {spell_axes(whole)}")], ours, sizes)
     assert np.array_equal(joined["x"], x)
 
 
@@ -455,10 +455,10 @@ def test_one_expert_is_read_without_the_others(rows, theirs, touched):
 
 
 def test_experts_that_do_not_lead_are_read_whole():
-    for how in ("M D -> D E M", "M D -> M D E"):
-        assert not KeyMap([KeyRow("e.{e}", "y", how)], SIZES).is_apart("y")
-    for how in ("D E -> E D", "E D M -> D E M", "E M -> E M", "D (E M) -> E D M"):
-        assert not KeyMap([KeyRow("x", "y", how)], SIZES).is_apart("y"), how
+    for pattern in ("M D -> D E M", "M D -> M D E"):
+        assert not KeyMap([KeyRow("e.{e}", "y", pattern)], SIZES).is_apart("y")
+    for pattern in ("D E -> E D", "E D M -> D E M", "E M -> E M", "D (E M) -> E D M"):
+        assert not KeyMap([KeyRow("x", "y", pattern)], SIZES).is_apart("y"), pattern
 
 
 def test_one_expert_is_checked():
@@ -475,12 +475,12 @@ def test_one_expert_is_checked():
 def llama_rows(q: str, k: str, theirs: str) -> list[KeyRow]:
     names = dict(zip(OURS, theirs.split(), strict=True))
 
-    def layer(name: str, ours: str, how: str) -> KeyRow:
-        return KeyRow(names["layer"] + name, "layers.{l}." + ours, how, layers=range(5))
+    def layer(name: str, ours: str, pattern: str) -> KeyRow:
+        return KeyRow(names["layer"] + name, "layers.{l}." + ours, pattern, layers=range(5))
 
     plain = [("attn_norm", "D -> D"), ("mlp_norm", "D -> D"), ("o", "D (N H) -> N H D"), ("v", "(K H) D -> D K H")]
     plain += [("gate", "F D -> D F"), ("up", "F D -> D F"), ("down", "D F -> F D"), ("q", q), ("k", k)]
-    rows = [layer(names[ours] + ".weight", ours, how) for ours, how in plain]
+    rows = [layer(names[ours] + ".weight", ours, pattern) for ours, pattern in plain]
     rows += [KeyRow(names["embed"] + ".weight", "embed", "V D -> V D"), KeyRow(names["norm"] + ".weight", "norm", "D -> D")]
     return rows
 

@@ -32,7 +32,7 @@ def read(*words: str, text: str = "") -> Root:
 
 
 def rewards(*words: str, text: str = "") -> list[tuple[str, float]]:
-    return [(one.of, one.weight) for one in read(*words, text=text).reward]
+    return [(reward.of, reward.weight) for reward in read(*words, text=text).reward]
 
 
 def problems(*words: str, text: str = "") -> str:
@@ -79,14 +79,14 @@ def test_text_stays_as_it_was_written():
 
 
 def test_lists_of_texts_repeat_too_and_other_keys_do_not():
-    found = read("tags=a", "tags=[no, c]", "names=[a]", "names=[b]", "steps=3", "steps=4")
-    assert (found.tags, found.names, found.steps) == (["a", "no", "c"], ["b"], 4)
+    settings = read("tags=a", "tags=[no, c]", "names=[a]", "names=[b]", "steps=3", "steps=4")
+    assert (settings.tags, settings.names, settings.steps) == (["a", "no", "c"], ["b"], 4)
     assert "`names` should be a list" in problems("names=a")
 
 
 def test_mistakes_name_the_item():
-    assert "unknown setting `reward.1.wieght`" in (found := problems("reward=a", "reward={of: b, wieght: 1}"))
-    assert "did you mean `reward.1.weight`?" in found
+    assert "unknown setting `reward.1.wieght`" in (text := problems("reward=a", "reward={of: b, wieght: 1}"))
+    assert "did you mean `reward.1.weight`?" in text
     assert "recipe.yml:3" in problems(text="reward:\n  - a\n  - weight: -1")
     assert "`reward.0.weight` should be greater than 0" in problems("reward={of: a, weight: -1}")
     assert "`reward.1.of`" in problems("reward=a", "reward={weight: 1}")
@@ -94,10 +94,10 @@ def test_mistakes_name_the_item():
 
 @pytest.mark.parametrize("words", [["reward=a", "reward.0.weight=0.5"], ["reward.0.weight=0.5"], ["reward.weight=0.5", "reward=a"]])
 def test_a_part_of_an_item_is_refused_and_nothing_is_dropped(words):
-    found = problems(*words)
-    assert "an item of a list has no key of its own on the command line" in found
-    assert 'reward="{of: ..., weight: ...}"' in found
-    assert found.count("error:") == 1
+    text = problems(*words)
+    assert "an item of a list has no key of its own on the command line" in text
+    assert 'reward="{of: ..., weight: ...}"' in text
+    assert text.count("error:") == 1
 
 
 def test_none_is_no_list():

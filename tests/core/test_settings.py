@@ -80,7 +80,7 @@ class Data(Settings):
 
     @field_validator("source")
     @classmethod
-    def _known(cls, source: str) -> str:
+    def _check_known(cls, source: str) -> str:
         if source == "webb":
             raise ValueError("there is no such source")
         return source
@@ -113,8 +113,8 @@ class Run(Settings):
 
 
 def read(*layers, words=()):
-    given = [SettingsLayer(f"file{i}.yml", values) for i, values in enumerate(layers)]
-    return read_settings(Run, *given, words_layer(words))
+    file_layers = [SettingsLayer(f"file{i}.yml", values) for i, values in enumerate(layers)]
+    return read_settings(Run, *file_layers, words_layer(words))
 
 
 def mistakes(*layers, words=()) -> list[str]:
@@ -252,9 +252,9 @@ def test_later_layers_win_and_are_reported():
 
 def test_only_what_a_layer_gave_counts_as_set():
     assert read_settings(Run).value.model_fields_set == set()
-    found = read_settings(Run, words_layer(["data.lang=de", "optimizer=muon"])).value
-    assert found.model_fields_set == {"data", "optimizer"}
-    assert found.data.model_fields_set == {"lang"}
+    run = read_settings(Run, words_layer(["data.lang=de", "optimizer=muon"])).value
+    assert run.model_fields_set == {"data", "optimizer"}
+    assert run.data.model_fields_set == {"lang"}
     assert read_settings(Run, words_layer(["adapter=none"])).value.model_fields_set == {"adapter"}
 
 
@@ -355,7 +355,7 @@ def test_built_groups_are_taken_where_their_class_is_registered():
 
 
 @pytest.mark.parametrize(
-    ("word", "what", "hint"),
+    ("word", "problem", "hint"),
     [
         ("stpes=3", "unknown setting `stpes`", "`steps`"),
         ("optimizer.learning_rat=3", "unknown setting `optimizer.learning_rat`", "`optimizer.learning_rate`"),
@@ -415,9 +415,9 @@ def test_built_groups_are_taken_where_their_class_is_registered():
         ("data.batch=1M", "data.batch = 1000000 is more than steps = 100 can use", None),
     ],
 )
-def test_each_mistake_names_its_key_and_the_way_out(word, what, hint):
+def test_each_mistake_names_its_key_and_the_way_out(word, problem, hint):
     (text,) = mistakes(words=[word])
-    assert what in text
+    assert problem in text
     assert "set by command line" in text
     assert (hint or "") in text
 

@@ -104,8 +104,8 @@ def test_after_the_block_signals_end_the_process_again():
 
 
 def test_what_is_to_be_said_is_reported_and_a_callback_that_hangs_is_not_waited_for():
-    said = f"with signals.before_leaving(lambda: print('bye', file=sys.stderr, flush=True)):\n    {READY}\n    {BUSY}"
-    assert run(said, signal.SIGINT) == (130, "bye\n")
+    program = f"with signals.before_leaving(lambda: print('bye', file=sys.stderr, flush=True)):\n    {READY}\n    {BUSY}"
+    assert run(program, signal.SIGINT) == (130, "bye\n")
     hangs = f"signals.CLEANING_S = 0.1\nwith signals.before_leaving(lambda: time.sleep(60)):\n    {READY}\n    {BUSY}"
     assert run(hangs, signal.SIGINT) == (130, "")
 
@@ -158,8 +158,8 @@ def test_ctrl_c_at_random_moments_of_verbs(tmp_path: Path):
     import campaign_interrupt
 
     blows = campaign_interrupt.campaign(tmp_path, 2, verbs=("train", "generate", "convert"))
-    assert any(one.code is not None for one in blows)
-    assert all(one.good for one in blows), [one for one in blows if not one.good]
+    assert any(blow.code is not None for blow in blows)
+    assert all(blow.good for blow in blows), [blow for blow in blows if not blow.good]
 
 
 RAISED = f"""
@@ -176,6 +176,6 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("number, said", [(signal.SIGINT, "interrupted\n"), (signal.SIGTERM, "ends with 143\n")])
-def test_a_signal_raises_at_a_prompt_and_ends_the_process_after_it(number: int, said: str):
-    assert run(RAISED, number, signal.SIGTERM) == (143, said)
+@pytest.mark.parametrize("number, stderr", [(signal.SIGINT, "interrupted\n"), (signal.SIGTERM, "ends with 143\n")])
+def test_a_signal_raises_at_a_prompt_and_ends_the_process_after_it(number: int, stderr: str):
+    assert run(RAISED, number, signal.SIGTERM) == (143, stderr)

@@ -34,9 +34,9 @@ def zstd(data: bytes) -> bytes:
     return sink.getvalue().to_pybytes()
 
 
-def parquet(rows: Rows, **how) -> bytes:
+def parquet(rows: Rows, **options) -> bytes:
     sink = io.BytesIO()
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), sink, **how)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), sink, **options)
     return sink.getvalue()
 
 
@@ -57,7 +57,7 @@ def feather(rows: Rows, version: int = 2) -> bytes:
     return sink.getvalue()
 
 
-def separated(rows: Rows, delimiter: str = ",") -> bytes:
+def csv_file(rows: Rows, delimiter: str = ",") -> bytes:
     sink = io.StringIO(newline="")
     writer = csv.DictWriter(sink, list(rows[0]), delimiter=delimiter)
     writer.writeheader()
@@ -88,17 +88,17 @@ def message_types() -> dict[str, type]:
 
 
 def example(row: dict) -> bytes:
-    made = message_types()["Example"]()
+    message = message_types()["Example"]()
     for name, value in row.items():
         values = value if isinstance(value, list) else [value]
-        feature = made.features.feature[name]
+        feature = message.features.feature[name]
         if isinstance(values[0], str):
             feature.byteslist.value.extend(value.encode() for value in values)
         elif isinstance(values[0], float):
             feature.floatlist.value.extend(values)
         else:
             feature.int64list.value.extend(values)
-    return made.SerializeToString()
+    return message.SerializeToString()
 
 
 def crc32c(data: bytes) -> int:
@@ -111,14 +111,14 @@ def crc32c(data: bytes) -> int:
     return value ^ 0xFFFFFFFF
 
 
-def framed(data: bytes) -> bytes:
+def record_frame(data: bytes) -> bytes:
     """A record of a TFRecord file."""
     masked = [((value >> 15 | value << 17) + 0xA282EAD8) & 0xFFFFFFFF for value in map(crc32c, (struct.pack("<Q", len(data)), data))]
     return struct.pack("<QI", len(data), masked[0]) + data + struct.pack("<I", masked[1])
 
 
 def tfrecord(rows: Rows) -> bytes:
-    return b"".join(framed(example(row)) for row in rows)
+    return b"".join(record_frame(example(row)) for row in rows)
 
 
 def array_record(path: Path, records: list[bytes]) -> None:
@@ -142,7 +142,7 @@ def tar(rows: Rows) -> bytes:
     return sink.getvalue()
 
 
-def bagged(path: Path, records: list[bytes]) -> None:
+def write_bag(path: Path, records: list[bytes]) -> None:
     # Imported here: at the end of a process, bagz prints what it did not free.
     import bagz
 
@@ -188,10 +188,10 @@ KINDS: dict[str, Callable[[Rows], bytes]] = {
     "rows.jsonl.zst": lambda rows: zstd(jsonl(rows)),
     "zipped.jsonl": lambda rows: gzip.compress(jsonl(rows)),
     "rows": jsonl,
-    "rows.csv": separated,
-    "semicolons.csv": lambda rows: separated(rows, ";"),
-    "rows.tsv": lambda rows: separated(rows, "\t"),
-    "rows.csv.gz": lambda rows: gzip.compress(separated(rows)),
+    "rows.csv": csv_file,
+    "semicolons.csv": lambda rows: csv_file(rows, ";"),
+    "rows.tsv": lambda rows: csv_file(rows, "\t"),
+    "rows.csv.gz": lambda rows: gzip.compress(csv_file(rows)),
     "rows.parquet": parquet,
     "groups.parquet": lambda rows: parquet(rows, row_group_size=37, compression="zstd"),
     "parquet.txt": parquet,
@@ -201,8 +201,8 @@ KINDS: dict[str, Callable[[Rows], bytes]] = {
     "rows.tfrecord": tfrecord,
     "rows.tfrecord.gz": lambda rows: gzip.compress(tfrecord(rows)),
     "rows.array_record": lambda rows: by_library(array_record, rows, "a.array_record"),
-    "rows.bagz": lambda rows: by_library(bagged, rows, "a.bagz"),
-    "rows.bag": lambda rows: by_library(bagged, rows, "a.bag"),
+    "rows.bagz": lambda rows: by_library(write_bag, rows, "a.bagz"),
+    "rows.bag": lambda rows: by_library(write_bag, rows, "a.bag"),
     "rows.tar": tar,
     "rows.tar.gz": lambda rows: gzip.compress(tar(rows)),
 }

@@ -138,7 +138,7 @@ FILTERS = [
 ]  # fmt: skip
 
 
-def known(text: str) -> str:
+def known_template(text: str) -> str:
     """A known escape or cost as a template."""
     return (text if text.startswith(("{{", "{%", "{#", "\n")) else "{{ " + text + " }}").replace("{run}", RUNS)
 
@@ -148,16 +148,16 @@ def hostile(seed: int, number: int, costly: bool = True) -> str:
     draw = random.Random(f"{seed}:{number}")
     kind = draw.choices(["chain", "walk", "statement", "cost", "spliced"], [4, 5, 2, 2, 3] if costly else [4, 5, 2, 0, 0])[0]
     if kind == "chain":
-        made = "{{ " + draw.choice(CHAINS) + " }}"
+        template = "{{ " + draw.choice(CHAINS) + " }}"
     elif kind == "walk":
-        made = "{{ " + walk(draw) + " }}"
+        template = "{{ " + walk(draw) + " }}"
     elif kind == "statement":
-        made = draw.choice(STATEMENTS)
+        template = draw.choice(STATEMENTS)
     elif kind == "cost":
-        made = draw.choice(COSTS)
+        template = draw.choice(COSTS)
     else:
-        made = spliced(draw)
-    return made.replace("{run}", RUNS)
+        template = splice_templates(draw)
+    return template.replace("{run}", RUNS)
 
 
 def walk(draw: random.Random) -> str:
@@ -166,8 +166,8 @@ def walk(draw: random.Random) -> str:
     for _ in range(draw.randint(1, 5)):
         name = draw.choice(NAMES)
         text = draw.choice([
-            f"{text}.{name}", f"({text})['{name}']", f"({text}|attr('{name}'))", f"({text}|attr({hidden(draw, name)}))",
-            f"({text})[{hidden(draw, name)}]", f"{text}.{name}()", f"({text}).{name}(lipsum)",
+            f"{text}.{name}", f"({text})['{name}']", f"({text}|attr('{name}'))", f"({text}|attr({hide_name(draw, name)}))",
+            f"({text})[{hide_name(draw, name)}]", f"{text}.{name}()", f"({text}).{name}(lipsum)",
             f"({text}|{draw.choice(FILTERS).format(name=name)})", f"'{{0.{name}}}'.format({text})",
             f"('{{0.{name}}}'|attr('format'))({text})", f"('{{x.{name}}}').format_map({{'x': {text}}})", f"[{text}][0]",
             f"dict(a={text}).a",
@@ -175,7 +175,7 @@ def walk(draw: random.Random) -> str:
     return text
 
 
-def hidden(draw: random.Random, name: str) -> str:
+def hide_name(draw: random.Random, name: str) -> str:
     """An expression for a name in which nobody finds it by searching."""
     cut = draw.randint(0, len(name))
     return draw.choice([
@@ -185,10 +185,10 @@ def hidden(draw: random.Random, name: str) -> str:
     ])  # fmt: skip
 
 
-def spliced(draw: random.Random) -> str:
+def splice_templates(draw: random.Random) -> str:
     """Two templates, cut anywhere and joined, with a character or a piece repeated."""
     pieces = ["{{ " + draw.choice(CHAINS) + " }}", draw.choice(STATEMENTS), "{{ " + walk(draw) + " }}", draw.choice(COSTS)]
-    one, other = draw.choice(pieces), draw.choice(pieces)
-    made = one[: draw.randint(0, len(one))] + other[draw.randint(0, len(other)) :]
-    at = draw.randint(0, len(made))
-    return made[:at] + made[at : at + draw.randint(0, 3)] * draw.choice([0, 1, 2, 2, 500]) + made[at:]
+    first, other = draw.choice(pieces), draw.choice(pieces)
+    template = first[: draw.randint(0, len(first))] + other[draw.randint(0, len(other)) :]
+    at = draw.randint(0, len(template))
+    return template[:at] + template[at : at + draw.randint(0, 3)] * draw.choice([0, 1, 2, 2, 500]) + template[at:]

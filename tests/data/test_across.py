@@ -29,32 +29,32 @@ def test_groups_by_hand():
 def test_every_group_is_the_same_bytes_and_no_group_could_be_cut(ours: str, theirs: str):
     student, teacher = tokenizer(ours), tokenizer(theirs)
     ids = student.encode(TEXT)
-    found = Across(student, teacher)(ids)
+    aligned = Across(student, teacher)(ids)
 
     def pieces(of, ids):
         return [of.piece(token, place == 0) for place, token in enumerate(ids)]
 
     skip = int(teacher.adds_bos)
-    first, second = pieces(student, ids), [b""] * skip + pieces(teacher, found.teacher[skip:])
-    assert found.groups
-    for (i, j), (k, m) in found.groups:
+    first, second = pieces(student, ids), [b""] * skip + pieces(teacher, aligned.teacher[skip:])
+    assert aligned.groups
+    for (i, j), (k, m) in aligned.groups:
         assert b"".join(first[i:j]) == b"".join(second[k:m])
         ends = [set(np.cumsum([len(piece) for piece in some])[:-1].tolist()) for some in (first[i:j], second[k:m])]
         assert not ends[0] & ends[1], "a finer group"
     if theirs != "models/stories260k":
-        assert sum(j - i for (i, j), _ in found.groups) == len(ids)
+        assert sum(j - i for (i, j), _ in aligned.groups) == len(ids)
     if ours == theirs:
-        assert all(j - i == m - k == 1 for (i, j), (k, m) in found.groups)
+        assert all(j - i == m - k == 1 for (i, j), (k, m) in aligned.groups)
 
 
 def test_special_tokens_are_groups_of_their_roles():
     student, teacher = tokenizer("byte"), tokenizer("models/stories260k")
-    found = Across(student, teacher)([student.bos, *b"Once", student.eos])
-    assert found.teacher[0] == teacher.bos
-    assert found.teacher[-1] == teacher.eos
-    assert found.teacher.count(teacher.bos) == 1
-    assert found.groups[0] == AlignedSpan((0, 1), (0, 1))
-    assert found.groups[-1] == AlignedSpan((5, 6), (len(found.teacher) - 1, len(found.teacher)))
+    aligned = Across(student, teacher)([student.bos, *b"Once", student.eos])
+    assert aligned.teacher[0] == teacher.bos
+    assert aligned.teacher[-1] == teacher.eos
+    assert aligned.teacher.count(teacher.bos) == 1
+    assert aligned.groups[0] == AlignedSpan((0, 1), (0, 1))
+    assert aligned.groups[-1] == AlignedSpan((5, 6), (len(aligned.teacher) - 1, len(aligned.teacher)))
     # Of a document without that token the teacher still reads its own.
     assert Across(student, teacher)([*b"Once"]).teacher[0] == teacher.bos
     # A name that the teacher has not as a token is text to it.
@@ -73,20 +73,20 @@ def test_a_row_may_begin_and_end_inside_of_a_character():
     assert whole_characters(pieces[3:-1]) == (2, 3)
     assert whole_characters([b"\xff"]) is None
     student, teacher = tokenizer("byte"), tokenizer("tokenizers/smollm2")
-    found = Across(student, teacher)(list("é日 hello".encode()[1:]))
-    assert teacher.decode(found.teacher) == "日 hello"
-    assert found.groups[0].student[0] == 1
+    aligned = Across(student, teacher)(list("é日 hello".encode()[1:]))
+    assert teacher.decode(aligned.teacher) == "日 hello"
+    assert aligned.groups[0].student[0] == 1
     assert Across(student, teacher)([255, 254, 253, 252, 251, 250, 249, 248, 247, 65]).groups == []
 
 
 def test_rows_have_the_groups_of_all_documents_and_what_is_too_long_is_told():
     student, teacher = tokenizer("byte"), tokenizer("byte")
-    said: list[str] = []
+    messages: list[str] = []
 
     class Inner:
         fingerprint, tokens_per_batch, bytes_per_token, sizes, buckets = {}, 0, None, {}, ()
 
-    one = BothTokenizers(Inner(), Across(student, teacher), 9, said.append)  # type: ignore[arg-type]
+    both = BothTokenizers(Inner(), Across(student, teacher), 9, messages.append)  # type: ignore[arg-type]
     ids = np.array([[*b"abcd", *b"xyz", 0]], np.int32)
     batch = {
         "tokens": ids,
@@ -94,18 +94,18 @@ def test_rows_have_the_groups_of_all_documents_and_what_is_too_long_is_told():
         "segments": np.array([[1, 1, 1, 1, 2, 2, 2, 0]], np.int32),
         "mask": np.array([[0, 1, 1, 0, 1, 1, 0, 0]], np.float32),
     }
-    made = one.aligned_batch(batch)
-    assert made["teacher_tokens"][0].tolist() == [*b"abcd", *b"xyz", 0, 0]
-    assert made["teacher_segments"][0].tolist() == [1, 1, 1, 1, 2, 2, 2, 0, 0]
-    assert made["group"][0].tolist() == [0, 1, 2, 0, 3, 4, 0, 0]
-    assert made["teacher_group"][0].tolist() == [0, 1, 2, 0, 3, 4, 0, 0, 0]
-    assert made["last"][0].tolist() == [0, 1, 1, 0, 1, 1, 0, 0]
-    assert made["teacher_last"][0].tolist() == [0, 1, 2, 0, 4, 5, 0, 0]
-    assert not said
-    short = BothTokenizers(Inner(), Across(student, teacher), 6, said.append)  # type: ignore[arg-type]
+    columns = both.aligned_batch(batch)
+    assert columns["teacher_tokens"][0].tolist() == [*b"abcd", *b"xyz", 0, 0]
+    assert columns["teacher_segments"][0].tolist() == [1, 1, 1, 1, 2, 2, 2, 0, 0]
+    assert columns["group"][0].tolist() == [0, 1, 2, 0, 3, 4, 0, 0]
+    assert columns["teacher_group"][0].tolist() == [0, 1, 2, 0, 3, 4, 0, 0, 0]
+    assert columns["last"][0].tolist() == [0, 1, 1, 0, 1, 1, 0, 0]
+    assert columns["teacher_last"][0].tolist() == [0, 1, 2, 0, 4, 5, 0, 0]
+    assert not messages
+    short = BothTokenizers(Inner(), Across(student, teacher), 6, messages.append)  # type: ignore[arg-type]
     cut = short.aligned_batch(batch)
     assert cut["group"][0].tolist() == [0, 1, 2, 0, 3, 0, 0, 0]
-    assert "more than 6 (one document has 3)" in said[0]
+    assert "more than 6 (one document has 3)" in messages[0]
 
 
 def test_text_that_a_teacher_cannot_write_is_not_aligned():
@@ -126,8 +126,8 @@ def test_text_that_a_teacher_cannot_write_is_not_aligned():
 
 def test_a_teacher_that_joins_spaces_is_aligned_around_them():
     student, teacher = tokenizer("byte"), tokenizer("models/stories260k")
-    found = Across(student, teacher)(list(b"one day  she saw"))
-    covered = {i for (a, b), _ in found.groups for i in range(a, b)}
+    aligned = Across(student, teacher)(list(b"one day  she saw"))
+    covered = {i for (a, b), _ in aligned.groups for i in range(a, b)}
     assert {0, 1, 2, 3, 4, 5, 6} <= covered
     assert {12, 13, 14, 15} <= covered
     assert 8 not in covered

@@ -35,18 +35,20 @@ def test_a_window_reads_so_many_blocks_whole_and_mixes_them():
     """Levanter's `BlockShuffleConfig`: blocks are permuted, and rows within each window of blocks."""
     rows, block, window = 6400, 10, 16
     order = BlockOrder(rows, 3, block, window)
-    found = order(np.arange(rows)).reshape(-1, block * window)
+    windows = order(np.arange(rows)).reshape(-1, block * window)
     first = []
-    for own in found:
-        blocks = set((own // block).tolist())
+    for window_rows in windows:
+        blocks = set((window_rows // block).tolist())
         assert len(blocks) == window
-        assert sorted(own.tolist()) == sorted(row for one in blocks for row in range(one * block, one * block + block))
+        assert sorted(window_rows.tolist()) == sorted(
+            row for block_number in blocks for row in range(block_number * block, block_number * block + block)
+        )
         # A batch of 64 comes from nearly all blocks of its window: 16 (1 - (1 - 1/16)^64) = 15.7 expected.
-        assert len(set((own[:64] // block).tolist())) >= 13
-        first.append(own[0])
+        assert len(set((window_rows[:64] // block).tolist())) >= 13
+        first.append(window_rows[0])
     # Windows lie anywhere in the table, and their rows stand in no order.
     assert abs(np.corrcoef(np.arange(len(first)), first)[0, 1]) < 0.5
-    inside = [np.corrcoef(np.arange(len(own)), own)[0, 1] for own in found]
+    inside = [np.corrcoef(np.arange(len(window)), window)[0, 1] for window in windows]
     assert abs(np.mean(inside)) < 0.05
 
 
@@ -54,8 +56,8 @@ def test_a_window_reads_so_many_blocks_whole_and_mixes_them():
 def settings(tmp_path):
     rows = [{"text": f"{number} " * 9} for number in range(300)]
     (tmp_path / "a.jsonl").write_bytes(data_files.jsonl(rows))
-    how = {"sequence": 32, "batch": 8, "held_out": 0, "shuffle_block": 4, "shuffle_window": 5, "cache": str(tmp_path / "cache")}
-    return DataSettings(source=str(tmp_path / "a.jsonl"), **how)
+    fields = {"sequence": 32, "batch": 8, "held_out": 0, "shuffle_block": 4, "shuffle_window": 5, "cache": str(tmp_path / "cache")}
+    return DataSettings(source=str(tmp_path / "a.jsonl"), **fields)
 
 
 def stream(settings, process=0, processes=1):

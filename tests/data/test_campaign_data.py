@@ -15,8 +15,8 @@ CAMPAIGN = Path(__file__).parents[1] / "campaign_data.py"
 def test_killed_readers_go_on(name):
     """In a process of its own, which forks: threads of this one would not survive that."""
     done = subprocess.run([sys.executable, CAMPAIGN, "n=6", f"only={name}"], capture_output=True, text=True, timeout=300)
-    found = re.search(r"(\d+) kills, ([\d,]+) batches in \d+ s: 0 differences", done.stdout)
-    assert found, done.stdout + done.stderr
+    match = re.search(r"(\d+) kills, ([\d,]+) batches in \d+ s: 0 differences", done.stdout)
+    assert match, done.stdout + done.stderr
     assert done.returncode == 0
-    assert int(found[1]) >= 6
-    assert int(found[2].replace(",", "")) > 40
+    assert int(match[1]) >= 6
+    assert int(match[2].replace(",", "")) > 40

@@ -30,13 +30,13 @@ HI = [{"role": "user", "content": "hi"}]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def ended():
+def end_child():
     """The process is gone when these tests are, so that nothing of theirs is left to others."""
     yield
     chat.CHILD.close()
 
 
-def refused(template: str, messages=HI) -> str:
+def refusal_of(template: str, messages=HI) -> str:
     with pytest.raises(BadInput) as caught:
         render(template, messages, SPECIAL)
     assert len(str(caught.value).splitlines()) <= 5
@@ -53,18 +53,18 @@ def test_templates_render_as_in_transformers(name):
     assert len(golden["renders"][name]) == 8
     for case, expected in golden["renders"][name].items():
         conversation = golden["conversations"][case.removesuffix("+gen")]
-        how = {
+        options = {
             "tools": conversation.get("tools"), "add_generation_prompt": case.endswith("+gen"),
             "now": datetime(2025, 1, 2, 3, 4, 5),
         }  # fmt: skip
         if isinstance(expected, str):
-            assert render(template, conversation["messages"], SPECIAL, **how) == expected, case
+            assert render(template, conversation["messages"], SPECIAL, **options) == expected, case
             continue
         if "'append'" in expected["error"]:
             assert case.removesuffix("+gen") == "tool_result", "transformers cannot continue what Kimi K2 calls"
             continue
         with pytest.raises(BadInput) as caught:
-            render(template, conversation["messages"], SPECIAL, **how)
+            render(template, conversation["messages"], SPECIAL, **options)
         assert expected["error"].partition(": ")[2] in str(caught.value), case
 
 
@@ -85,21 +85,21 @@ def test_options_render_as_in_transformers(name):
     template = shared(f"chat_templates/{name}.jinja").read_text()
     assert len(golden["renders"][name]) == 5
     for case, expected in golden["renders"][name].items():
-        given = golden["cases"][case]
-        text = render(template, given["messages"], SPECIAL, **given["how"], now=datetime(2025, 1, 2, 3, 4, 5))
+        case_fields = golden["cases"][case]
+        text = render(template, case_fields["messages"], SPECIAL, **case_fields["how"], now=datetime(2025, 1, 2, 3, 4, 5))
         assert text == expected, case
 
 
-@pytest.mark.parametrize(("template", "messages", "how", "word"), [
+@pytest.mark.parametrize(("template", "messages", "options", "word"), [
     ("{{ messages[0].content }}", HI, {"add_generation_prompt": True}, "exclude each other"),
     ("{{ messages[0].content }}", [{"role": "assistant", "content": None}], {}, "no content"),
     ("{{ messages[0].role }}", HI, {}, "no content"),
     ("{{ messages[0].content[:1] }}", HI, {}, "drops part"),
     ("{{ messages[0].content[1:] }}", HI, {}, "drops part"),
 ])  # fmt: skip
-def test_a_message_that_cannot_be_continued_is_refused(template, messages, how, word):
+def test_a_message_that_cannot_be_continued_is_refused(template, messages, options, word):
     with pytest.raises(BadInput, match=word):
-        render(template, messages, SPECIAL, continue_final_message=True, **how)
+        render(template, messages, SPECIAL, continue_final_message=True, **options)
 
 
 def test_every_golden_template_is_tested():
@@ -118,16 +118,16 @@ def test_every_golden_template_is_tested():
 ])  # fmt: skip
 def test_what_templates_may_rely_on(template, text):
     messages = [{"role": "user", "content": "é<"}]
-    given = {"thinking": "no"} if "thinking" in template else {}
-    assert render(template, messages, SPECIAL, now=datetime(2025, 1, 2), **given) == text
+    variables = {"thinking": "no"} if "thinking" in template else {}
+    assert render(template, messages, SPECIAL, now=datetime(2025, 1, 2), **variables) == text
 
 
-@pytest.mark.parametrize(("given", "chosen"), [
+@pytest.mark.parametrize(("wanted_kind", "expected"), [
     ({}, "one"), ({"tools": True}, "two"), ({"name": "rag"}, "three"), ({"name": "rag", "tools": True}, "three"),
 ])  # fmt: skip
-def test_one_of_many_templates_is_chosen(given, chosen):
+def test_one_of_many_templates_is_chosen(wanted_kind, expected):
     """As transformers chooses: the named one, `tool_use` where tools are given, else the default."""
-    assert choose_template({"default": "one", "tool_use": "two", "rag": "three"}, **given) == chosen
+    assert choose_template({"default": "one", "tool_use": "two", "rag": "three"}, **wanted_kind) == expected
     assert choose_template({"default": "one"}, tools=True) == "one"
 
 
@@ -141,8 +141,8 @@ def test_a_template_that_is_not_there_is_named():
 
 def test_documents_and_tools_reach_the_template():
     template = "{{ documents[0].text }} {{ tools[0].name }} {{ controls.safety }}"
-    given = {"documents": [{"text": "d"}], "tools": [{"name": "t"}], "controls": {"safety": "s"}}
-    assert render(template, HI, SPECIAL, **given) == "d t s"
+    variables = {"documents": [{"text": "d"}], "tools": [{"name": "t"}], "controls": {"safety": "s"}}
+    assert render(template, HI, SPECIAL, **variables) == "d t s"
 
 
 # ---- harm
@@ -168,9 +168,9 @@ COSTLY = [
 def test_costly_templates_end_soon(template):
     """By the limits of the process itself, on CPU time and memory: nobody waits for the clock on the wall."""
     render("warm", [], {})
-    said = refused(template)
-    assert "costs too much" in said
-    assert "runs for more than" not in said
+    message = refusal_of(template)
+    assert "costs too much" in message
+    assert "runs for more than" not in message
     assert render("{{ messages[0].content }}", HI, SPECIAL) == "hi"  # and the next one is served
 
 
@@ -190,7 +190,7 @@ def test_costly_templates_end_soon(template):
     "{{ '{0.__class__.__mro__}'.format(1) }}",
 ])  # fmt: skip
 def test_escapes_are_refused(template):
-    assert "refuses these messages" in refused(template)
+    assert "refuses these messages" in refusal_of(template)
 
 
 def test_one_conversation_leaves_nothing_for_the_next():
@@ -201,17 +201,17 @@ def test_one_conversation_leaves_nothing_for_the_next():
 # ---- wrong input
 
 
-@pytest.mark.parametrize(("template", "said"), [
+@pytest.mark.parametrize(("template", "problem"), [
     ("{% if %}", "not Jinja"), ("{{ messages[0].nothing.more }}", "no attribute 'nothing'"),
     ("{{ raise_exception('only\nuser') }}", "only user"), ("{{ 'a' + 1 }}", "TypeError"),
     ("x" * (1 << 20) + "x", "characters"),
 ])  # fmt: skip
-def test_mistakes_of_a_template_are_reported(template, said):
-    assert said in refused(template)
+def test_mistakes_of_a_template_are_reported(template, problem):
+    assert problem in refusal_of(template)
 
 
 def test_a_conversation_that_is_not_json_is_reported():
-    assert "not JSON" in refused("x", [{"role": "user", "content": {1, 2}}])
+    assert "not JSON" in refusal_of("x", [{"role": "user", "content": {1, 2}}])
 
 
 def test_long_conversations_are_no_cost():

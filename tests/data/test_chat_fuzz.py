@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from hostile_templates import CHAINS, COSTS, OBJECTS, PROOF, STATEMENTS, hostile, known
+from hostile_templates import CHAINS, COSTS, OBJECTS, PROOF, STATEMENTS, hostile, known_template
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from argosy.core.errors import BadInput
@@ -33,12 +33,12 @@ def outcome(template: str, mask: bool = False) -> str:
     try:
         text = render_with_mask(template, MESSAGES, SPECIAL, ends=["</s>"])[0] if mask else render(template, MESSAGES, SPECIAL)
     except BadInput as error:
-        said = str(error)
-        assert "runs for more than" not in said
-        assert len(said) < 700
-        assert all(c.isprintable() or c == "\n" for c in said), "it would steer the terminal"
-        assert not any(leak in said for leak in LEAKS)
-        assert "may not do this" not in said, "only the last wall held"
+        message = str(error)
+        assert "runs for more than" not in message
+        assert len(message) < 700
+        assert all(c.isprintable() or c == "\n" for c in message), "it would steer the terminal"
+        assert not any(leak in message for leak in LEAKS)
+        assert "may not do this" not in message, "only the last wall held"
         end = error.what.partition(":")[0]
     else:
         assert len(text) <= chat.LEAST_CHARACTERS + 4 * 10_000
@@ -54,44 +54,44 @@ def outcome(template: str, mask: bool = False) -> str:
 
 def campaign(templates: list[str]) -> Counter[str]:
     render("warm", [], {})
-    before, found = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, Counter[str]()
+    before, outcomes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, Counter[str]()
     for number, template in enumerate(templates):
         try:
-            found[outcome(template, mask=number % 3 == 2)] += 1
+            outcomes[outcome(template, mask=number % 3 == 2)] += 1
         except Exception as error:
             raise AssertionError(f"template {number}: {template[:300]!r}") from error
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) < 96 * 1024, "KiB, of this process"
     assert render("{{ messages[0].content }}", MESSAGES, SPECIAL) == "hi", "and the next one is served"
-    return found
+    return outcomes
 
 
 def test_escapes_and_mixtures_of_them():
-    found = campaign([hostile(1, number, costly=False) for number in range(200)])
-    assert sum(found.values()) == 200
-    assert found["read"] > 20, "not everything is refused at the door"
-    assert found["the chat template refuses these messages"] > 50
+    outcomes = campaign([hostile(1, number, costly=False) for number in range(200)])
+    assert sum(outcomes.values()) == 200
+    assert outcomes["read"] > 20, "not everything is refused at the door"
+    assert outcomes["the chat template refuses these messages"] > 50
 
 
 @pytest.mark.slow
 def test_three_hundred_mutations():
-    found = campaign([hostile(2, number) for number in range(300)])
-    assert sum(found.values()) == 300
-    for what in ("refuses these messages", "is not Jinja", "costs too much"):
-        assert found[f"the chat template {what}"] >= 10, found
-    assert found["read"] >= 10, found
+    outcomes = campaign([hostile(2, number) for number in range(300)])
+    assert sum(outcomes.values()) == 300
+    for problem in ("refuses these messages", "is not Jinja", "costs too much"):
+        assert outcomes[f"the chat template {problem}"] >= 10, outcomes
+    assert outcomes["read"] >= 10, outcomes
 
 
 @pytest.mark.slow
 def test_every_known_escape_and_cost():
-    found = campaign([known(one) for one in (*CHAINS, *STATEMENTS, *COSTS)])
-    assert found["the chat template costs too much"] >= 25, found
-    campaign([f"{{{{ {one} }}}}" for one in OBJECTS])
+    outcomes = campaign([known_template(escape) for escape in (*CHAINS, *STATEMENTS, *COSTS)])
+    assert outcomes["the chat template costs too much"] >= 25, outcomes
+    campaign([f"{{{{ {expression} }}}}" for expression in OBJECTS])
 
 
 # ---- where the sandbox has a hole
 
 
-def opened(folder: Path, monkeypatch: pytest.MonkeyPatch, *without: str) -> chat.Child:
+def open_sandbox(folder: Path, monkeypatch: pytest.MonkeyPatch, *without: str) -> chat.Child:
     """A rendering process whose sandbox lets everything through. without: the walls behind it that are taken away too."""
     text = Path(chat.__file__).with_name("child.py").read_text()
     changes = {
@@ -121,13 +121,13 @@ def opened(folder: Path, monkeypatch: pytest.MonkeyPatch, *without: str) -> chat
 
 
 def ends(templates: list[str]) -> list[str]:
-    found = []
+    outcomes = []
     for template in templates:
         try:
-            found.append(render(template, MESSAGES, SPECIAL))
+            outcomes.append(render(template, MESSAGES, SPECIAL))
         except BadInput as error:
-            found.append(str(error))
-    return found
+            outcomes.append(str(error))
+    return outcomes
 
 
 BEHIND = "lipsum.__globals__.__builtins__"
@@ -141,11 +141,11 @@ REACHING = [
 
 def test_escapes_work_where_nothing_holds_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """So the tests below are about escapes that are real."""
-    child = opened(tmp_path, monkeypatch, "hook", "limits")
+    child = open_sandbox(tmp_path, monkeypatch, "hook", "limits")
     try:
-        found = ends([known(one) for one in CHAINS])
-        assert sum(PROOF in one for one in found) >= 5
-        assert sum("<module 'os'" in one for one in found) >= 2
+        texts = ends([known_template(escape) for escape in CHAINS])
+        assert sum(PROOF in text for text in texts) >= 5
+        assert sum("<module 'os'" in text for text in texts) >= 2
     finally:
         child.close()
 
@@ -153,16 +153,16 @@ def test_escapes_work_where_nothing_holds_them(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize("without", [(), ("hook",), ("limits",)], ids=["both", "kernel", "interpreter"])
 def test_what_gets_through_the_sandbox_reaches_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without: tuple[str, ...]):
     """By each of the two walls behind it alone, and by both."""
-    child = opened(tmp_path, monkeypatch, *without)
+    child = open_sandbox(tmp_path, monkeypatch, *without)
     try:
-        found = ends([known(one) for one in CHAINS])
-        assert sum("<module 'os'" in one for one in found) >= 2, "the sandbox is open"
-        assert not any(PROOF in one for one in found)
+        texts = ends([known_template(escape) for escape in CHAINS])
+        assert sum("<module 'os'" in text for text in texts) >= 2, "the sandbox is open"
+        assert not any(PROOF in text for text in texts)
         reaching = REACHING if "hook" not in without else REACHING[:3]
-        found = ends([known(one) for one in reaching])
-        assert not any(leak in one for one in found for leak in (PROOF, "root:x:", "<module"))
+        texts = ends([known_template(text) for text in reaching])
+        assert not any(leak in text for text in texts for leak in (PROOF, "root:x:", "<module"))
         if "hook" not in without:
-            assert all("a chat template may not do this" in one for one in found), found
+            assert all("a chat template may not do this" in text for text in texts), texts
     finally:
         child.close()
 
@@ -175,9 +175,9 @@ def test_what_jinja_brings_works_behind_the_walls(value: str):
     """No filter or test needs a file that was not read before."""
     jinja = ImmutableSandboxedEnvironment()
     templates = [f"{{{{ {value}|{name} }}}}" for name in jinja.filters] + [f"{{{{ {value} is {name} }}}}" for name in jinja.tests]
-    found = ends(templates)
-    assert not [one for one in found if "may not do this" in one or "Errno" in one]
-    assert sum("error" not in one for one in found) > len(found) / 3
+    outcomes = ends(templates)
+    assert not [text for text in outcomes if "may not do this" in text or "Errno" in text]
+    assert sum("error" not in text for text in outcomes) > len(outcomes) / 3
 
 
 def test_the_clock_has_the_zone_of_the_machine():

@@ -51,7 +51,7 @@ PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor %}{% 
 
 
 @pytest.fixture(scope="module", autouse=True)
-def ended():
+def end_child():
     yield
     chat.CHILD.close()
 
@@ -64,18 +64,18 @@ def tokenizer_for(template: str, *special: str) -> Tokenizer:
     """A real vocabulary with special tokens of its own in addition."""
     content = json.loads(shared("tokenizers/smollm2/tokenizer.json").read_text())
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
-    known = {token["content"] for token in content["added_tokens"]}
+    names = {token["content"] for token in content["added_tokens"]}
     for name in dict.fromkeys(special):
-        if name not in known:
+        if name not in names:
             content["added_tokens"].append({"id": 49_152 + len(content["added_tokens"]), "content": name} | flags)
     return FastTokenizer(
         json.dumps(content), TokenizerConfig(dict(SPECIAL), templates={"default": template}), Path("tokenizer.json")
     )
 
 
-def said(tokenizer: Tokenizer, messages, **how) -> list[str]:
+def masked_runs(tokenizer: Tokenizer, messages, **options) -> list[str]:
     """The decoded runs of masked tokens."""
-    ids, mask = encode_with_mask(tokenizer, messages, now=NOW, **how)
+    ids, mask = encode_with_mask(tokenizer, messages, now=NOW, **options)
     assert len(ids) == len(mask)
     runs: list[list[int]] = []
     for place, token in enumerate(ids):
@@ -92,15 +92,15 @@ def test_masked_tokens_are_the_assistants_words_and_the_end_of_its_turn(name):
     marks = {*ends, *re.findall(r"<\|[a-z_]+\|>", template_of(name)), *SPECIAL.values()}
     tokenizer = tokenizer_for(template_of(name), *marks)
     words = [message["content"] for message in TALK if message["role"] == "assistant"]
-    assert said(tokenizer, TALK) == [first + word + end for first, word, end in zip(before, words, ends)]
+    assert masked_runs(tokenizer, TALK) == [first + word + end for first, word, end in zip(before, words, ends)]
     ids, mask = encode_with_mask(tokenizer, TALK, now=NOW)
     text = render(template_of(name), TALK, SPECIAL, now=NOW)
     assert tokenizer.decode(ids, skip_special=False) == text
     prompt = render(template_of(name), TALK[:1], SPECIAL, add_generation_prompt=True, now=NOW)
-    asked = tokenizer.encode(prompt, special=True)
+    prompt_ids = tokenizer.encode(prompt, special=True)
     if text.startswith(prompt):
-        assert ids[: mask.index(True)] == asked
-    if tokenizer.encode(text, special=True)[: len(asked)] == asked:
+        assert ids[: mask.index(True)] == prompt_ids
+    if tokenizer.encode(text, special=True)[: len(prompt_ids)] == prompt_ids:
         assert ids == tokenizer.encode(text, special=True)
 
 
@@ -119,7 +119,7 @@ def test_an_assistant_may_begin_the_conversation(name, first):
             encode_with_mask(tokenizer, messages, now=NOW)
         return
     ends, before = ENDS.get(name, ["<|im_end|>"] * 2), BEFORE.get(name, ["", ""])
-    assert said(tokenizer, messages) == [first + word + end for first, word, end in zip(before, words, ends)]
+    assert masked_runs(tokenizer, messages) == [first + word + end for first, word, end in zip(before, words, ends)]
 
 
 def test_a_template_without_a_header_of_answers_learns_the_first_words_alone():
@@ -159,10 +159,10 @@ def test_a_system_message_changes_nothing(name):
      '[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Paris"}, "id": "abc123def"}]<EOS>'),
 ])  # fmt: skip
 def test_calls_of_tools_are_the_assistants_too(name, call):
-    given = json.loads(shared("chat_templates/golden.json").read_text())["conversations"]["tool_result"]
+    conversation = json.loads(shared("chat_templates/golden.json").read_text())["conversations"]["tool_result"]
     ends = ["<|im_end|>", "<|eot_id|>", "<|call|>", "<EOS>"]
     text, spans = render_with_mask(
-        template_of(name), given["messages"], SPECIAL, ends=ends, tools=given["tools"], now=NOW
+        template_of(name), conversation["messages"], SPECIAL, ends=ends, tools=conversation["tools"], now=NOW
     )
     assert [text[start:stop] for start, stop in spans] == [call]
 
@@ -170,9 +170,9 @@ def test_calls_of_tools_are_the_assistants_too(name, call):
 @pytest.mark.parametrize("name", ["google-gemma-4-31B-it", "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B"])
 def test_where_a_turn_cannot_be_found_the_template_is_named(name):
     """A call without words after a prompt that offers thoughts: neither comparison shows where it begins."""
-    given = json.loads(shared("chat_templates/golden.json").read_text())["conversations"]["tool_result"]
+    conversation = json.loads(shared("chat_templates/golden.json").read_text())["conversations"]["tool_result"]
     with pytest.raises(BadInput, match=re.escape(name)) as caught:
-        render_with_mask(template_of(name), given["messages"], SPECIAL, name=name, tools=given["tools"], now=NOW)
+        render_with_mask(template_of(name), conversation["messages"], SPECIAL, name=name, tools=conversation["tools"], now=NOW)
     assert "message 1" in str(caught.value)
     assert "{% generation %}" in str(caught.value.hint)
 
@@ -201,11 +201,11 @@ def test_a_word_in_a_comment_is_no_mark():
 def test_a_token_that_holds_prompt_and_answer_is_cut():
     """`: B` would be joined: the prompt ends with the colon, and is encoded alone when the model is asked."""
     tokenizer = tokenizer_for(PLAIN)
-    assert said(tokenizer, TALK) == [" Blue: <b>é</b>\n\n", " Red it is.\n\n"]
+    assert masked_runs(tokenizer, TALK) == [" Blue: <b>é</b>\n\n", " Red it is.\n\n"]
     glued = PLAIN.replace("{{ m.role }}: {{", "{{ m.role }}:{{").replace("\n\n", "")
     messages = [*HI, {"role": "assistant", "content": "//x"}]
     ids, mask = encode_with_mask(tokenizer_for(glued), messages)
-    assert tokenizer.decode([token for token, one in zip(ids, mask) if one]) == "//x"
+    assert tokenizer.decode([token for token, is_masked in zip(ids, mask) if is_masked]) == "//x"
     whole = tokenizer.encode(render(glued, messages, SPECIAL))
     assert tokenizer.encode("://")[0] in whole  # the joined token, were it not cut
     assert ids != whole
@@ -222,7 +222,7 @@ def test_masks_on_other_kinds_of_tokenizers(name):
         "{% if add_generation_prompt %}assistant\n{% endif %}"
     }
     messages = [*HI, {"role": "assistant", "content": "once upon"}, *HI, {"role": "assistant", "content": "a time"}]
-    assert [text.strip() for text in said(tokenizer, messages)] == ["once upon", "a time"]
+    assert [text.strip() for text in masked_runs(tokenizer, messages)] == ["once upon", "a time"]
 
 
 def test_blanks_swallowed_by_a_special_token_cut_nothing():
@@ -236,7 +236,7 @@ def test_blanks_swallowed_by_a_special_token_cut_nothing():
         token = {"id": 49_152 + place, "content": name, "special": True, "rstrip": True}
         content["added_tokens"].append(dict.fromkeys(("single_word", "lstrip", "normalized"), False) | token)
     tokenizer = FastTokenizer(json.dumps(content), tokenizer.config, Path("tokenizer.json"))
-    assert said(tokenizer, TALK) == ["Blue: <b>é</b><|end|>", "Red it is.<|end|>"]
+    assert masked_runs(tokenizer, TALK) == ["Blue: <b>é</b><|end|>", "Red it is.<|end|>"]
     ids, _ = encode_with_mask(tokenizer, TALK)
     assert ids == tokenizer.encode(render(tokenizer.chat_templates["default"], TALK, SPECIAL), special=True)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from helpers import shared
 from test_chat_mask import tokenizer_for
-from test_records import GOOD, HI, HO, TOOL, written
+from test_records import GOOD, HI, HO, TOOL, write_rows
 from test_tokenize import tokenizer_of
 
 from argosy.cli.verbs.data import prepared_text
@@ -38,7 +38,7 @@ STRICT = (
 
 
 @pytest.fixture(scope="module", autouse=True)
-def ended():
+def end_children():
     yield
     chat.close_all()
 
@@ -49,24 +49,24 @@ def smollm2():
 
 
 def settings_for(folder, rows, **values) -> DataSettings:
-    path = written(folder, rows)
-    how = {"sequence": 96, "batch": 1, "held_out": 0, "shuffle": False, "cache": str(folder / "cache")}
-    return DataSettings(source=str(path), **how | values)
+    path = write_rows(folder, rows)
+    fields = {"sequence": 96, "batch": 1, "held_out": 0, "shuffle": False, "cache": str(folder / "cache")}
+    return DataSettings(source=str(path), **fields | values)
 
 
-def encoded(tokenizer, folder, rows, **how) -> list[tuple[list[int], list[int]]]:
+def encode_rows(tokenizer, folder, rows, **options) -> list[tuple[list[int], list[int]]]:
     """The ids of each record, and which of them are learned."""
-    source = JsonLines(written(folder, rows))
-    encoder = encoder_for(source, Encoding(tokenizer, **how))
+    source = JsonLines(write_rows(folder, rows))
+    encoder = encoder_for(source, Encoding(tokenizer, **options))
     return [
-        (one.tokens.tolist(), [1] * len(one.tokens) if one.weights is None else one.weights.tolist())
-        for one in encoder.encode(list(source.documents()))
+        (document.tokens.tolist(), [1] * len(document.tokens) if document.weights is None else document.weights.tolist())
+        for document in encoder.encode(list(source.documents()))
     ]
 
 
-def asked(tokenizer, messages, **how) -> list[int]:
+def chat_ids(tokenizer, messages, **options) -> list[int]:
     """The ids that `lm.chat` feeds for these messages."""
-    return LM.chat_prompt(SimpleNamespace(tokenizer=tokenizer), messages, **how)
+    return LM.chat_prompt(SimpleNamespace(tokenizer=tokenizer), messages, **options)
 
 
 # ---- ids
@@ -77,15 +77,15 @@ def test_the_ids_before_an_answer_are_those_that_chat_feeds(tmp_path, name, monk
     """Llama's prompts end with two line breaks, which this vocabulary joins to one token unless an answer follows."""
     template = shared(f"chat_templates/{name}.jinja").read_text()
     tokenizer = tokenizer_for(template, "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>")
-    given = json.loads(shared("chat_templates/golden.json").read_text())["conversations"]["system_multi"]["messages"]
-    rows = [{"messages": [*given[:2], HO]}, {"messages": [HI, HO]} | ({"tools": [TOOL]} if "tools" in template else {})]
-    answers = encoded(tokenizer, tmp_path, rows)
+    messages = json.loads(shared("chat_templates/golden.json").read_text())["conversations"]["system_multi"]["messages"]
+    rows = [{"messages": [*messages[:2], HO]}, {"messages": [HI, HO]} | ({"tools": [TOOL]} if "tools" in template else {})]
+    answers = encode_rows(tokenizer, tmp_path, rows)
     for (ids, learned), row in zip(answers, rows):
-        prompt = asked(tokenizer, row["messages"][:-1], tools=row.get("tools"), **({"date_string": "26 Jul 2024"}))
+        prompt = chat_ids(tokenizer, row["messages"][:-1], tools=row.get("tools"), **({"date_string": "26 Jul 2024"}))
         first = learned.index(1)
         assert ids[:first] == prompt
-        said = tokenizer.decode([token for token, one in zip(ids, learned) if one], skip_special=False)
-        assert said in ("ho<|im_end|>", "ho<|eot_id|>")
+        text = tokenizer.decode([token for token, is_learned in zip(ids, learned) if is_learned], skip_special=False)
+        assert text in ("ho<|im_end|>", "ho<|eot_id|>")
 
 
 @pytest.mark.parametrize("name", ["smollm2", "stories260k", "byte"])
@@ -95,7 +95,7 @@ def test_the_ids_before_an_answer_are_those_that_chat_feeds(tmp_path, name, monk
 def test_a_completion_follows_its_prompt_as_it_is_generated(tmp_path, name, prompt, completion):
     """The prompt alone decides its ids; the end of sequence is learned, and the beginning is where prompts have one."""
     tokenizer = tokenizer_of(name)
-    ((ids, learned),) = encoded(tokenizer, tmp_path, [{"prompt": prompt, "completion": completion}])
+    ((ids, learned),) = encode_rows(tokenizer, tmp_path, [{"prompt": prompt, "completion": completion}])
     fed = LM.encode(SimpleNamespace(tokenizer=tokenizer), prompt)
     assert ids[: learned.index(1)] == fed
     assert learned == [0] * len(fed) + [1] * (len(ids) - len(fed))
@@ -105,15 +105,15 @@ def test_a_completion_follows_its_prompt_as_it_is_generated(tmp_path, name, prom
 
 def test_texts_go_through_no_template_and_alpaca_does(tmp_path, smollm2):
     instruction = {"instruction": "Add.", "input": "2 2", "output": "4"}
-    ((ids, learned),) = encoded(smollm2, tmp_path, [instruction])
+    ((ids, learned),) = encode_rows(smollm2, tmp_path, [instruction])
     messages = [{"role": "user", "content": "Add.\n\n2 2"}]
-    assert ids[: learned.index(1)] == asked(smollm2, messages)
-    ((ids, learned),) = encoded(smollm2, tmp_path, [instruction], template="alpaca")
+    assert ids[: learned.index(1)] == chat_ids(smollm2, messages)
+    ((ids, learned),) = encode_rows(smollm2, tmp_path, [instruction], template="alpaca")
     text = smollm2.decode(ids[: learned.index(1)])
     assert text.startswith("Below is an instruction")
     assert text.endswith("### Input:\n2 2\n\n### Response:\n")
-    assert encoded(tokenizer_of("byte"), tmp_path, [instruction])[0][1].count(1) == len("4") + 1
-    ((ids, _),) = encoded(smollm2, tmp_path, [{"prompt": "Add.", "completion": " 4"}])
+    assert encode_rows(tokenizer_of("byte"), tmp_path, [instruction])[0][1].count(1) == len("4") + 1
+    ((ids, _),) = encode_rows(smollm2, tmp_path, [{"prompt": "Add.", "completion": " 4"}])
     assert smollm2.decode(ids, skip_special=False) == "Add. 4<|im_end|>"
 
 
@@ -121,9 +121,9 @@ def test_a_beginning_of_sequence_is_the_templates_own(tmp_path):
     tokenizer = tokenizer_of("stories260k")
     tokenizer.chat_templates = {"default": STRICT}
     assert tokenizer.adds_bos
-    ((ids, _),) = encoded(tokenizer, tmp_path, [GOOD])
+    ((ids, _),) = encode_rows(tokenizer, tmp_path, [GOOD])
     assert tokenizer.bos not in ids
-    ((ids, _),) = encoded(tokenizer, tmp_path, [GOOD], bos=True)
+    ((ids, _),) = encode_rows(tokenizer, tmp_path, [GOOD], bos=True)
     assert ids[0] == tokenizer.bos
     tokenizer.chat_templates = {}
 
@@ -134,9 +134,9 @@ def test_only_messages_that_count_are_learned(tmp_path, smollm2):
         {"prompt": [HI, {**HO, "content": "first"}, HI], "completion": [{**HO, "content": "second"}]},
     ]
     for row in rows:
-        ((ids, learned),) = encoded(smollm2, tmp_path, [row])
-        assert smollm2.decode([t for t, one in zip(ids, learned) if one], skip_special=False) == "second<|im_end|>"
-        ((_, learned),) = encoded(smollm2, tmp_path, [row], learn="all")
+        ((ids, learned),) = encode_rows(smollm2, tmp_path, [row])
+        assert smollm2.decode([t for t, is_learned in zip(ids, learned) if is_learned], skip_special=False) == "second<|im_end|>"
+        ((_, learned),) = encode_rows(smollm2, tmp_path, [row], learn="all")
         assert all(learned)
 
 
@@ -144,10 +144,10 @@ def test_weights_need_a_mark_for_each_message(tmp_path):
     marked = "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}a{% endgeneration %}{% endif %}{% endfor %}"
     twice = marked.replace("%}a{%", "%}a{% endgeneration %}{% generation %}b{%")
     rows = [{"messages": [HI, {**HO, "weight": 0}, HI, HO]}]
-    ((ids, learned),) = encoded(tokenizer_for(marked), tmp_path, rows)
+    ((ids, learned),) = encode_rows(tokenizer_for(marked), tmp_path, rows)
     assert (len(ids), sum(learned)) == (2, 1)
     with pytest.raises(BadInput, match="not one for each message"):
-        encoded(tokenizer_for(twice), tmp_path, rows)
+        encode_rows(tokenizer_for(twice), tmp_path, rows)
 
 
 def test_a_template_without_an_end_of_turn_is_warned_of(tmp_path, smollm2):
@@ -156,8 +156,8 @@ def test_a_template_without_an_end_of_turn_is_warned_of(tmp_path, smollm2):
     settings = settings_for(tmp_path, [GOOD] * 2, template=str(tmp_path / "mine.jinja"))
     warned = build(settings, smollm2, vocab=smollm2.vocab, seed=0).summary()
     assert "the answers of 2 conversations end with no special token" in warned.warning
-    own = settings.model_copy(update={"template": None})
-    assert not build(own, smollm2, vocab=smollm2.vocab, seed=0).summary().warning
+    without_template = settings.model_copy(update={"template": None})
+    assert not build(without_template, smollm2, vocab=smollm2.vocab, seed=0).summary().warning
 
 
 def test_rendering_ends_with_the_preparation(tmp_path, smollm2):
@@ -168,7 +168,7 @@ def test_rendering_ends_with_the_preparation(tmp_path, smollm2):
 
 def test_dates_in_templates_do_not_depend_on_the_day(tmp_path):
     tokenizer = tokenizer_for("{{ strftime_now('%d %B %Y') }}{% for m in messages %}{{ m.content }}{% endfor %}")
-    ((ids, _),) = encoded(tokenizer, tmp_path, [GOOD], learn="all")
+    ((ids, _),) = encode_rows(tokenizer, tmp_path, [GOOD], learn="all")
     assert tokenizer.decode(ids) == f"{CLOCK:%d %B %Y}hiho"
 
 
@@ -204,7 +204,7 @@ def test_a_conversation_that_kills_its_process_does_not_harm_its_neighbors():
 # ---- what is refused, left out and counted
 
 
-@pytest.mark.parametrize(("name", "rows", "how", "says", "hint"), [
+@pytest.mark.parametrize(("name", "rows", "fields", "says", "hint"), [
     ("byte", [GOOD], {}, "messages need a chat template, and this tokenizer has none", "chatml, gemma, llama3, mistral, zephyr"),
     ("byte", [GOOD], {"template": "chatlm"}, "no chat template `chatlm`", "did you mean `chatml`"),
     ("smollm2", [GOOD], {"template": "defualt"}, "no chat template `defualt`", "did you mean `default`"),
@@ -213,14 +213,14 @@ def test_a_conversation_that_kills_its_process_does_not_harm_its_neighbors():
     ("unclear", [{"messages": [HI, HO]}], {}, "does not show where message 1", "generation"),
     ("broken", [GOOD], {}, "is not Jinja", ""),
 ])  # fmt: skip
-def test_what_cannot_be_rendered_is_reported_with_its_line(tmp_path, name, rows, how, says, hint):
-    made = {"strict": STRICT, "unclear": "{{ messages | length }}{{ add_generation_prompt }}", "broken": "{% if %}"}
-    tokenizer = tokenizer_for(made[name]) if name in made else tokenizer_of(name)
+def test_what_cannot_be_rendered_is_reported_with_its_line(tmp_path, name, rows, fields, says, hint):
+    templates = {"strict": STRICT, "unclear": "{{ messages | length }}{{ add_generation_prompt }}", "broken": "{% if %}"}
+    tokenizer = tokenizer_for(templates[name]) if name in templates else tokenizer_of(name)
     with pytest.raises(BadInput) as e:
-        encoded(tokenizer, tmp_path, rows, **how)
+        encode_rows(tokenizer, tmp_path, rows, **fields)
     assert says in e.value.what
     assert hint in (e.value.hint or "")
-    assert "template" in how or f"t.jsonl:{len(rows)}" in (e.value.where or "")
+    assert "template" in fields or f"t.jsonl:{len(rows)}" in (e.value.where or "")
 
 
 def test_records_without_an_answer_are_counted_and_left_out(tmp_path, smollm2):
@@ -246,12 +246,12 @@ def test_a_call_that_the_template_does_not_write_is_no_empty_answer(tmp_path, sm
     tokenizer = tokenizer_for(shared("chat_templates/SmolLM2-135M-Instruct.jinja").read_text(), "<|im_start|>", "<|im_end|>")
     for learn in ("answers", "all"):
         with pytest.raises(BadInput, match="does not write the tool calls of message 1, of the assistant") as caught:
-            encoded(tokenizer, tmp_path, rows, learn=learn)
+            encode_rows(tokenizer, tmp_path, rows, learn=learn)
         assert str(caught.value.where).endswith(":1")
         assert "data.template" in str(caught.value.hint)
     template = shared("chat_templates/Qwen-Qwen2.5-7B-Instruct.jinja").read_text()
     qwen = tokenizer_for(template, "<|im_start|>", "<|im_end|>")
-    ((ids, learned), *_) = encoded(qwen, tmp_path, rows)
+    ((ids, learned), *_) = encode_rows(qwen, tmp_path, rows)
     assert '"name": "weather"' in qwen.decode([token for token, counts in zip(ids, learned) if counts])
 
 
@@ -260,10 +260,10 @@ def test_a_developer_speaks_as_the_system_where_the_template_knows_no_developer(
     tokenizer = tokenizer_for(shared("chat_templates/Qwen-Qwen2.5-7B-Instruct.jinja").read_text(), "<|im_start|>", "<|im_end|>")
     system, developer = ({"role": role, "content": f"{role} words"} for role in ("system", "developer"))
     both = {"role": "system", "content": "system words\n\ndeveloper words"}
-    said = {**HO, "weight": 0}
+    assistant = {**HO, "weight": 0}
     begins = [developer], [{**developer, "role": "system"}], [system, developer], [both]
-    rows = [{"messages": [*begin, HI, said, HI, HO]} for begin in begins]
-    answers = encoded(tokenizer, tmp_path, rows)
+    rows = [{"messages": [*begin, HI, assistant, HI, HO]} for begin in begins]
+    answers = encode_rows(tokenizer, tmp_path, rows)
     assert answers[0] == answers[1]
     assert answers[2] == answers[3]
     for ids, learned in answers:
@@ -297,7 +297,7 @@ def test_variables_that_the_template_does_not_read_are_said(tmp_path, smollm2):
 
 def test_what_an_assistant_refused_with_is_learned_as_its_words(tmp_path, smollm2):
     rows = [{"messages": [HI, {"role": "assistant", "content": None, "refusal": "No, thanks."}]}]
-    ((ids, learns),) = encoded(smollm2, tmp_path, rows)
+    ((ids, learns),) = encode_rows(smollm2, tmp_path, rows)
     learned = [token for token, counts in zip(ids, learns) if counts]
     assert smollm2.decode(learned, skip_special=False) == "No, thanks.<|im_end|>"
 
@@ -305,9 +305,9 @@ def test_what_an_assistant_refused_with_is_learned_as_its_words(tmp_path, smollm
 def test_conversations_of_nothing_but_empty_answers_are_left_out(tmp_path, smollm2):
     nothing = {"messages": [HI, {**HO, "content": ""}, HI, {**HO, "content": " "}]}
     some = {"messages": [HI, {**HO, "content": ""}, HI, HO]}
-    answers = encoded(smollm2, tmp_path, [nothing, some, {"messages": [HI, HO]}])
+    answers = encode_rows(smollm2, tmp_path, [nothing, some, {"messages": [HI, HO]}])
     assert [len(ids) > 0 for ids, _ in answers] == [False, True, True]
-    assert all(len(ids) for ids, _ in encoded(smollm2, tmp_path, [nothing], learn="all"))
+    assert all(len(ids) for ids, _ in encode_rows(smollm2, tmp_path, [nothing], learn="all"))
 
 
 @pytest.mark.parametrize("online", [False, True])
@@ -333,7 +333,7 @@ def test_records_none_of_which_has_an_answer_are_an_error(tmp_path, smollm2):
 def test_an_empty_example_is_left_out_whatever_is_learned(tmp_path):
     rows = [{"prompt": "", "completion": ""}, {"prompt": "", "completion": "a"}]
     for learn in ("answers", "all"):
-        empty, full = encoded(tokenizer_of("byte"), tmp_path, rows, learn=learn)
+        empty, full = encode_rows(tokenizer_of("byte"), tmp_path, rows, learn=learn)
         assert (empty, full) == (([], []), ([97, 257], [1, 1]))
 
 
@@ -410,10 +410,10 @@ def many(count: int) -> list[dict]:
 @pytest.mark.parametrize("rows", [many(3), many(200)], ids=["few", "many"])
 def test_whole_records_are_held_out(tmp_path, rows):
     settings = settings_for(tmp_path, rows, held_out=0.1, sequence=64)
-    train, held = (make(settings, tokenizer_of("byte"), vocab=258, seed=0) for make in (build, eval_batches))
+    train, held_batches = (make(settings, tokenizer_of("byte"), vocab=258, seed=0) for make in (build, eval_batches))
     tokenizer = tokenizer_of("byte")
     texts = []
-    for corpus in (train.table.rows.corpus, held.table.rows.corpus):
+    for corpus in (train.table.rows.corpus, held_batches.table.rows.corpus):
         assert corpus.documents
         texts += [tokenizer.decode(corpus.tokens[a:b].tolist()) for a, b in zip(corpus.starts, corpus.starts[1:])]
     assert sorted(texts) == sorted(row["prompt"] + row["completion"] for row in rows)
@@ -427,41 +427,45 @@ def test_batches_of_conversations_resume_bit_for_bit(tmp_path, smollm2, online):
     assert "`messages` by the tokenizer's chat template" in stream.summary().text
     for _ in range(5):
         next(stream)
-    held = next(eval_batches(settings, smollm2, vocab=smollm2.vocab, seed=3))
-    assert held["mask"].sum() > 0
+    evaluation = next(eval_batches(settings, smollm2, vocab=smollm2.vocab, seed=3))
+    assert evaluation["mask"].sum() > 0
     other.restore(json.loads(json.dumps(stream.state())))
     for _ in range(4):
-        one, two = next(stream), next(other)
-        assert all(np.array_equal(one[name], two[name]) for name in one)
-        assert one["mask"].sum() > 0
+        first, two = next(stream), next(other)
+        assert all(np.array_equal(first[name], two[name]) for name in first)
+        assert first["mask"].sum() > 0
     stream.close()
     other.close()
 
 
 def test_the_fingerprint_covers_template_and_what_is_learned(tmp_path, smollm2):
-    source = JsonLines(written(tmp_path, [GOOD]))
+    source = JsonLines(write_rows(tmp_path, [GOOD]))
     (tmp_path / "mine.jinja").write_text(STRICT)
     ways = [{}, {"learn": "all"}, {"template": str(tmp_path / "mine.jinja")}, {"template": "default"}]
-    made = [corpus_identity(source, Encoding(smollm2, **way), 0.0) for way in ways]
-    assert len({json.dumps(one) for one in made}) == 4
-    text = JsonLines(written(tmp_path, [{"text": "a"}], "text.jsonl"))
+    identities = [corpus_identity(source, Encoding(smollm2, **way), 0.0) for way in ways]
+    assert len({json.dumps(identity) for identity in identities}) == 4
+    text = JsonLines(write_rows(tmp_path, [{"text": "a"}], "text.jsonl"))
     assert not {"learn", "template"} & corpus_identity(text, Encoding(smollm2), 0.0).keys()
 
 
 def test_a_prepared_folder_refuses_another_format_template_or_learning(tmp_path, smollm2):
-    path = written(tmp_path, [GOOD] * 3)
+    path = write_rows(tmp_path, [GOOD] * 3)
     (tmp_path / "mine.jinja").write_text(STRICT)
     words = [f"tokenizer={shared('tokenizers/smollm2')}", "held_out=0"]
-    told = job.prepare(job.data_settings(str(path), words), tmp_path / "made", lambda text: None)
-    assert "3 conversations" in told["summary"]
-    train, _, last = prepared_text(told).splitlines()[1:]
-    assert (train, last) == ("  train     3 documents, 102 tokens", told["summary"])
-    made = DataSettings(source=str(tmp_path / "made"), sequence=64, batch=1)
-    batches = build(made, tokenizer_in(made), vocab=smollm2.vocab, seed=0, source=find(made))
+    report = job.prepare(job.data_settings(str(path), words), tmp_path / "made", lambda text: None)
+    assert "3 conversations" in report["summary"]
+    train, _, last = prepared_text(report).splitlines()[1:]
+    assert (train, last) == ("  train     3 documents, 102 tokens", report["summary"])
+    folder_settings = DataSettings(source=str(tmp_path / "made"), sequence=64, batch=1)
+    batches = build(folder_settings, tokenizer_in(folder_settings), vocab=smollm2.vocab, seed=0, source=find(folder_settings))
     assert "`messages` by the tokenizer's chat template" in batches.summary().text
     assert next(batches)["mask"].sum() == 2
-    kept = open_prepared(tmp_path / "made").manifest["settings"]
-    assert {name: kept[name] for name in ("format", "learn", "template")} == {"format": "auto", "learn": "answers", "template": None}
+    manifest_settings = open_prepared(tmp_path / "made").manifest["settings"]
+    assert {name: manifest_settings[name] for name in ("format", "learn", "template")} == {
+        "format": "auto",
+        "learn": "answers",
+        "template": None,
+    }
     for values, says in [
         ({"format": "alpaca"}, "data.format=messages, not alpaca"),
         ({"learn": "all"}, "data.learn=answers, not all"),
@@ -480,10 +484,10 @@ def test_a_template_from_a_file_stays_with_the_tokenizer(tmp_path):
     tokenizer.save(tmp_path / "kept")
     again = load_tokenizer(tmp_path / "kept")
     batch = next(build(settings, tokenizer, vocab=258, seed=0))
-    prompt = asked(again, [HI])
+    prompt = chat_ids(again, [HI])
     assert batch["tokens"][0, : len(prompt)].tolist() == prompt
-    told = job.prepare(settings, tmp_path / "made", lambda text: None)
-    assert "the chat template " in told["summary"]
+    report = job.prepare(settings, tmp_path / "made", lambda text: None)
+    assert "the chat template " in report["summary"]
     assert load_tokenizer(tmp_path / "made" / "tokenizer").chat_template == STRICT
     find(DataSettings(source=str(tmp_path / "made"), template=str(tmp_path / "mine.jinja")))
 
@@ -517,10 +521,10 @@ def test_published_templates_write_their_formats(name):
     ("gemma", "google-gemma-2-2b-it", TURNS),
 ])  # fmt: skip
 def test_published_templates_write_what_the_models_own_do(name, file, messages):
-    own = shared(f"chat_templates/{file}.jinja").read_text()
+    template = shared(f"chat_templates/{file}.jinja").read_text()
     for prompt in (True, False):
-        how = {"special": {"bos_token": "<B>", "eos_token": "<E>"}, "add_generation_prompt": prompt}
-        assert chat.render(PUBLISHED[name], messages, **how) == chat.render(own, messages, **how)
+        options = {"special": {"bos_token": "<B>", "eos_token": "<E>"}, "add_generation_prompt": prompt}
+        assert chat.render(PUBLISHED[name], messages, **options) == chat.render(template, messages, **options)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -528,9 +532,9 @@ def test_a_published_template_is_named_where_the_tokenizer_has_none(tmp_path, na
     """Answers are learned with the end of their turn, and who chats with the trained model feeds what it was trained on."""
     settings = settings_for(tmp_path, [{"messages": [HI, HO]}], template=name, sequence=128)
     tokenizer = tokenizer_in(settings)
-    [(ids, learned)] = encoded(tokenizer, tmp_path, [{"messages": [HI, HO]}], template=name)
-    assert ids[: len(prompt := asked(tokenizer, [HI]))] == prompt
-    taught = [one for one, counts in zip(ids, learned) if counts]
+    [(ids, learned)] = encode_rows(tokenizer, tmp_path, [{"messages": [HI, HO]}], template=name)
+    assert ids[: len(prompt := chat_ids(tokenizer, [HI]))] == prompt
+    taught = [token for token, counts in zip(ids, learned) if counts]
     ends = {"chatml": "<|im_end|>", "gemma": "<end_of_turn>", "llama3": "<|eot_id|>"}
     assert tokenizer.decode(taught).strip() == HO["content"] + ends.get(name, "")
     assert name in ends or taught[-1] == tokenizer.eos
@@ -547,7 +551,7 @@ def test_turns_that_end_with_the_tokenizers_own_token_are_no_warning(tmp_path):
 
 
 def test_a_vocabulary_is_trained_on_what_is_said(tmp_path):
-    path = written(tmp_path, [{"messages": [{**HI, "content": "tell me " * 40}, {**HO, "content": "well then " * 40}]}] * 3)
+    path = write_rows(tmp_path, [{"messages": [{**HI, "content": "tell me " * 40}, {**HO, "content": "well then " * 40}]}] * 3)
     read = job.train_tokenizer(job.data_settings(str(path), []), 300, tmp_path / "words")
     assert read["bytes"] == 3 * (len("tell me ") * 40 + 1 + len("well then ") * 40)
     pieces = load_tokenizer(tmp_path / "words")
@@ -557,12 +561,12 @@ def test_a_vocabulary_is_trained_on_what_is_said(tmp_path):
 def test_what_is_learned_of_a_conversation_is_shown(tmp_path, smollm2):
     settings = settings_for(tmp_path, [GOOD])
     batch = next(build(settings, smollm2, vocab=smollm2.vocab, seed=0))
-    shown = render(batch, smollm2)
-    assert shown.endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n⟧ho<|im_end|>\n")
+    text = render(batch, smollm2)
+    assert text.endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n⟧ho<|im_end|>\n")
     assert "\x1b[32mho<|im_end|>\x1b[0m" in render(batch, smollm2, color=True)
 
 
 def test_an_encoder_of_text_and_one_of_records_are_chosen_by_the_source(tmp_path, smollm2):
-    assert isinstance(encoder_for(JsonLines(written(tmp_path, [GOOD])), Encoding(smollm2)), ConversationEncoder)
-    text = JsonLines(Path(written(tmp_path, [{"text": "a"}], "text.jsonl")))
+    assert isinstance(encoder_for(JsonLines(write_rows(tmp_path, [GOOD])), Encoding(smollm2)), ConversationEncoder)
+    text = JsonLines(Path(write_rows(tmp_path, [{"text": "a"}], "text.jsonl")))
     assert not isinstance(encoder_for(text, Encoding(smollm2)), ConversationEncoder)

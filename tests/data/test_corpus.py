@@ -51,8 +51,8 @@ def test_the_summary_counts_what_is_there(tmp_path):
 
 def test_the_summary_says_what_is_left_out_and_why(tmp_path):
     (tmp_path / "a.txt").write_text("0123456789" * 100)
-    how = settings(tmp_path, f"source={tmp_path / 'a.txt'}", max_bytes=500, held_out=0.1)
-    text = batches(how).summary(steps=1).text
+    data_settings = settings(tmp_path, f"source={tmp_path / 'a.txt'}", max_bytes=500, held_out=0.1)
+    text = batches(data_settings).summary(steps=1).text
     assert "everything after the first 500 bytes of 1 kB (data.max_bytes)" in text
     assert "50 tokens in 1 document for evaluation (data.held_out)" in text
     whole = batches(settings(tmp_path, f"source={tmp_path / 'a.txt'}", max_bytes=1000, held_out=0))
@@ -64,9 +64,9 @@ def test_documents_without_a_target_are_counted_where_they_are_dropped(tmp_path)
         eos = None
 
     documents = TextsInMemory(["a", "bc", "d", "efg" * 30])
-    how = settings(tmp_path, held_out=0, packing="fit", batch=1)
-    assert batches(how, documents, tokenizer=Markless()).summary().short_documents == 2
-    assert "2 documents of fewer than two tokens" in batches(how, documents, tokenizer=Markless()).summary().text
+    data_settings = settings(tmp_path, held_out=0, packing="fit", batch=1)
+    assert batches(data_settings, documents, tokenizer=Markless()).summary().short_documents == 2
+    assert "2 documents of fewer than two tokens" in batches(data_settings, documents, tokenizer=Markless()).summary().text
 
 
 def test_epochs_that_end_the_data_are_reported_with_their_tail(tmp_path):
@@ -101,12 +101,12 @@ def test_special_is_part_of_what_the_corpus_is(tmp_path):
 # ---- prepared folders
 
 
-def prepared(tmp_path, *words: str):
+def prepare_corpus(tmp_path, *words: str):
     (tmp_path / "text.txt").write_text("\n\n".join(stories(60)))
-    how = settings(tmp_path, f"source={tmp_path / 'text.txt'}", *words)
-    said: list[str] = []
-    prepare_job(how, tmp_path / "corpus", said.append)
-    return tmp_path / "corpus", said
+    data_settings = settings(tmp_path, f"source={tmp_path / 'text.txt'}", *words)
+    messages: list[str] = []
+    prepare_job(data_settings, tmp_path / "corpus", messages.append)
+    return tmp_path / "corpus", messages
 
 
 @pytest.mark.parametrize("word, was", [
@@ -114,7 +114,7 @@ def prepared(tmp_path, *words: str):
     ("documents=whole", "documents=paragraphs"), ("invalid=replace", "invalid=error"), ("special=true", "special=False"),
 ])  # fmt: skip
 def test_a_setting_that_a_prepared_folder_was_not_made_with_is_refused(tmp_path, word, was):
-    folder, _ = prepared(tmp_path, "held_out=0.2", "documents=paragraphs")
+    folder, _ = prepare_corpus(tmp_path, "held_out=0.2", "documents=paragraphs")
     with pytest.raises(BadInput, match=f"prepared with data.{was}, not"):
         find(settings(tmp_path, f"source={folder}", word))
     same = ["held_out=0.2", "documents=paragraphs", "max_bytes=none", "bos=none", "special=false"]
@@ -124,15 +124,15 @@ def test_a_setting_that_a_prepared_folder_was_not_made_with_is_refused(tmp_path,
 def test_a_prepared_folder_brings_its_tokenizer_and_settings(tmp_path):
     vocabulary = tmp_path / "words"
     tokenizer_of("stories260k").save(vocabulary)
-    folder, _ = prepared(tmp_path, f"tokenizer={vocabulary}")
-    how = settings(tmp_path, f"source={folder}")
-    found = tokenizer_for(how)
-    assert found.fingerprint == tokenizer_of("stories260k").fingerprint
+    folder, _ = prepare_corpus(tmp_path, f"tokenizer={vocabulary}")
+    data_settings = settings(tmp_path, f"source={folder}")
+    tokenizer = tokenizer_for(data_settings)
+    assert tokenizer.fingerprint == tokenizer_of("stories260k").fingerprint
     assert tokenizer_for(settings(tmp_path, f"source={folder}", "tokenizer=byte")).vocab == 258
     made_with = open_prepared(folder).manifest["settings"]
     assert made_with["tokenizer"] == str(vocabulary)
     assert made_with["source"] == str(tmp_path / "text.txt")
-    next(build(how, found, vocab=512, seed=0))
+    next(build(data_settings, tokenizer, vocab=512, seed=0))
     with pytest.raises(BadInput, match="another tokenizer") as caught:
         build(settings(tmp_path, f"source={folder}", "tokenizer=byte"), Bytes(), vocab=512, seed=0)
     assert str(folder / "tokenizer") in str(caught.value)
@@ -141,17 +141,17 @@ def test_a_prepared_folder_brings_its_tokenizer_and_settings(tmp_path):
 def test_a_killed_prepare_starts_over_and_says_so(tmp_path):
     (tmp_path / ".corpus.partial").mkdir()
     (tmp_path / ".corpus.partial" / "half").write_text("")
-    _, said = prepared(tmp_path)
-    assert len(said) == 1
-    assert "starts over" in said[0]
+    _, messages = prepare_corpus(tmp_path)
+    assert len(messages) == 1
+    assert "starts over" in messages[0]
 
 
 def test_preparing_warns_of_names_of_special_tokens(tmp_path):
     (tmp_path / "chat.txt").write_text("<eos>hi")
-    said: list[str] = []
-    prepare_job(settings(tmp_path, f"source={tmp_path / 'chat.txt'}"), tmp_path / "corpus", said.append)
-    assert len(said) == 1
-    assert "<eos>" in said[0]
+    messages: list[str] = []
+    prepare_job(settings(tmp_path, f"source={tmp_path / 'chat.txt'}"), tmp_path / "corpus", messages.append)
+    assert len(messages) == 1
+    assert "<eos>" in messages[0]
 
 
 def test_whether_anything_is_held_out_is_asked_of_the_folder(tmp_path):
@@ -168,11 +168,11 @@ def test_whether_anything_is_held_out_is_asked_of_the_folder(tmp_path):
 
 def test_online_data_is_evaluated_on_what_it_never_trains(tmp_path):
     texts = [f"{i:04} {text}" for i, text in enumerate(stories(300))]
-    how = settings(tmp_path, "online=true", held_out=0.2, epochs=1, packing="fit", batch=1, sequence=128)
-    assert holds_out(how, TextsInMemory(texts))
-    kept = b"".join(bytes(b["tokens"].astype(np.uint8)) for b in batches(how, TextsInMemory(texts), eval_batches))
-    trained = b"".join(bytes(b["tokens"].astype(np.uint8)) for b in batches(how, TextsInMemory(texts)))
-    sides = [(text.encode() in kept, text.encode() in trained) for text in texts]
+    data_settings = settings(tmp_path, "online=true", held_out=0.2, epochs=1, packing="fit", batch=1, sequence=128)
+    assert holds_out(data_settings, TextsInMemory(texts))
+    evaluated = b"".join(bytes(b["tokens"].astype(np.uint8)) for b in batches(data_settings, TextsInMemory(texts), eval_batches))
+    trained = b"".join(bytes(b["tokens"].astype(np.uint8)) for b in batches(data_settings, TextsInMemory(texts)))
+    sides = [(text.encode() in evaluated, text.encode() in trained) for text in texts]
     assert set(sides) == {(True, False), (False, True)}
 
 
@@ -186,15 +186,15 @@ def test_online_evaluation_reads_no_further_than_its_batches(tmp_path, monkeypat
                 read.append(document)
                 yield document
 
-    how = settings(tmp_path, "online=true", held_out=0.2)
+    data_settings = settings(tmp_path, "online=true", held_out=0.2)
     texts = [f"{i} {text}" for i, text in enumerate(stories(2000))]
-    all_ = list(batches(how, Watched(texts), eval_batches))
+    all_ = list(batches(data_settings, Watched(texts), eval_batches))
     assert len(read) == 2000
     read.clear()
-    few = eval_batches(how, Bytes(), vocab=258, seed=0, source=Watched(texts), limit=3)
+    few = eval_batches(data_settings, Bytes(), vocab=258, seed=0, source=Watched(texts), limit=3)
     assert len(read) < 500
-    for one, other in zip(few, all_[:3], strict=True):
-        np.testing.assert_array_equal(one["tokens"], other["tokens"])
+    for batch, other in zip(few, all_[:3], strict=True):
+        np.testing.assert_array_equal(batch["tokens"], other["tokens"])
 
 
 def test_online_data_of_one_document_says_why_it_cannot_be_evaluated(tmp_path, monkeypatch):
@@ -214,15 +214,15 @@ def test_a_run_packs_and_hashes_its_corpus_once(tmp_path, monkeypatch):
     original = pack.best_fit_decreasing
     monkeypatch.setattr(pack, "best_fit_decreasing", lambda *sizes: plans.append(1) or original(*sizes))
     tables.KEPT.clear()
-    how = settings(tmp_path, packing="fit", held_out=0.2)
+    data_settings = settings(tmp_path, packing="fit", held_out=0.2)
     for _ in range(2):
         source = TextsInMemory(stories(90))
-        batches(how, source)
-        batches(how, source, eval_batches)
+        batches(data_settings, source)
+        batches(data_settings, source, eval_batches)
     assert len(plans) == 2
-    batches(how.model_copy(update={"sequence": 8}), TextsInMemory(stories(90)))
+    batches(data_settings.model_copy(update={"sequence": 8}), TextsInMemory(stories(90)))
     assert len(plans) == 3
-    batches(how, TextsInMemory(stories(91)))
+    batches(data_settings, TextsInMemory(stories(91)))
     assert len(plans) == 4
 
 
@@ -239,8 +239,8 @@ def read(*layers: list[str]) -> DataSettings:
 
 def test_a_limit_of_a_recipe_does_not_outlive_its_source():
     recipe = ["data.source=stdlib", "data.max_bytes=1M", "data.documents=paragraphs", "data.invalid=replace"]
-    kept = read(recipe, ["data.batch=2"])
-    assert (kept.max_bytes, kept.documents, kept.invalid) == (10**6, "paragraphs", "replace")
+    settings_of_recipe = read(recipe, ["data.batch=2"])
+    assert (settings_of_recipe.max_bytes, settings_of_recipe.documents, settings_of_recipe.invalid) == (10**6, "paragraphs", "replace")
     mine = read([*recipe, "data.held_out=0.2", "data.sequence=32"], ["data.source=mine.txt"])
     assert (mine.max_bytes, mine.documents, mine.invalid) == (None, "whole", "error")
     assert (mine.held_out, mine.sequence) == (0.2, 32)

@@ -22,7 +22,7 @@ FILES = {
     "a.jsonl": lambda: data_files.jsonl(TEXTS),
     "b.parquet": lambda: data_files.parquet(TEXTS),
     "texts/2024-1.parquet": lambda: data_files.parquet(TEXTS),
-    "table.csv": lambda: data_files.separated([{"body": row["text"]} for row in TEXTS]),
+    "table.csv": lambda: data_files.csv_file([{"body": row["text"]} for row in TEXTS]),
     "qa.parquet": lambda: data_files.parquet([{"q": f"{number}?", "a": str(number)} for number in range(40)]),
     "my.txt": lambda: b"A text.\n\nOf two paragraphs. " * 99,
     "mine.py": lambda: re.search(r"```python\n(def asked.*?)```", PAGE, re.S)[1].encode(),  # type: ignore[index]
@@ -40,10 +40,10 @@ def test_a_command_of_the_guide_gives_batches(tmp_path, monkeypatch, words):
     (tmp_path / "texts").mkdir()
     for name, make in FILES.items():
         (tmp_path / name).write_bytes(make())
-    given = [word.removeprefix("data.") for word in shlex.split(words.partition("#")[0]) if word.startswith("data.")]
-    if any("chats" in word or word.startswith("tokenizer=") for word in given):
+    data_words = [word.removeprefix("data.") for word in shlex.split(words.partition("#")[0]) if word.startswith("data.")]
+    if any("chats" in word or word.startswith("tokenizer=") for word in data_words):
         pytest.skip("needs a tokenizer of its own; tests/data/test_guide.py has it")
-    settings = read_settings(DataSettings, words_layer([*given, f"cache={tmp_path / 'cache'}", "sequence=32", "batch=2"])).value
+    settings = read_settings(DataSettings, words_layer([*data_words, f"cache={tmp_path / 'cache'}", "sequence=32", "batch=2"])).value
     tokenizer = tokenizer_for(settings)
     assert tokenizer is not None
     batch = next(build(settings, tokenizer, vocab=258, seed=0, source=find(settings)))

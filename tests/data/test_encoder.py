@@ -58,7 +58,7 @@ def prepending(**facts) -> FastTokenizer:
     return FastTokenizer(json.dumps(content), TokenizerConfig(**facts), shared("tokenizers/golden.json"))
 
 
-def mixed() -> str:
+def mixed_text() -> str:
     """English, code, Japanese with few blanks, emoji, runs of blanks and of line breaks."""
     english = shared("text/tinyshakespeare.txt").read_text()[:6_000]
     code = "def f(x):\n    return x  #  twice\n\n\n\tx = 'é' \r\n" * 20
@@ -67,7 +67,7 @@ def mixed() -> str:
 
 
 def tokens(encoded: list[Encoded]) -> list[int]:
-    return [token for one in encoded for token in one.tokens.tolist()]
+    return [token for piece in encoded for token in piece.tokens.tolist()]
 
 
 def in_pieces(text: str, seed: int, longest: int = 900) -> list[Document]:
@@ -83,15 +83,15 @@ def in_pieces(text: str, seed: int, longest: int = 900) -> list[Document]:
 def test_a_text_in_pieces_has_the_tokens_of_the_whole(name, special, monkeypatch):
     """SentencePiece would put a space in front of each piece."""
     monkeypatch.setattr(module, "PART_CHARACTERS", 100)
-    tokenizer, text = kind(name), mixed()
+    tokenizer, text = kind(name), mixed_text()
     before = [tokenizer.bos] if tokenizer.adds_bos else []
     after = [] if tokenizer.eos is None else [tokenizer.eos]
     expected = [*before, *tokenizer.encode(text, special), *after]
     for seed in range(3):
         encoder = DocumentEncoder(Encoding(tokenizer, None, special))
-        found = [one for document in in_pieces(text, seed) for one in encoder.encode([document])]
-        assert tokens(found) == expected
-        assert [one.begins for one in found if len(one.tokens)].count(True) == 1
+        pieces = [piece for document in in_pieces(text, seed) for piece in encoder.encode([document])]
+        assert tokens(pieces) == expected
+        assert [piece.begins for piece in pieces if len(piece.tokens)].count(True) == 1
     together = list(DocumentEncoder(Encoding(tokenizer, None, special)).encode([*in_pieces(text, 9), Document("more")]))
     assert tokens(together)[: len(expected)] == expected
 
@@ -100,7 +100,7 @@ def test_a_text_in_pieces_has_the_tokens_of_the_whole(name, special, monkeypatch
 def test_long_texts_are_encoded_in_parts(name, monkeypatch):
     monkeypatch.setattr(module, "PART_CHARACTERS", 100)
     tokenizer, rests = kind(name), []
-    cut, original, text = tokenizer.cut_pattern(), tokenizer.encode_rest, mixed()
+    cut, original, text = tokenizer.cut_pattern(), tokenizer.encode_rest, mixed_text()
     monkeypatch.setattr(
         tokenizer, "encode_rest", lambda texts, special: rests.extend(texts) or original(texts, special)
     )
@@ -112,11 +112,11 @@ def test_long_texts_are_encoded_in_parts(name, monkeypatch):
 
 def test_a_text_file_of_sentence_pieces_is_one_text(tmp_path, monkeypatch):
     monkeypatch.setattr("argosy.data.sources.text.PIECE_BYTES", 1000)
-    (tmp_path / "a.txt").write_text(mixed())
+    (tmp_path / "a.txt").write_text(mixed_text())
     source, tokenizer = TextFile(tmp_path / "a.txt"), tokenizer_of("mistral_v1")
     documents = list(source.documents())
     assert len(documents) > 5
-    assert tokens(list(DocumentEncoder(Encoding(tokenizer)).encode(documents))) == [1, *tokenizer.encode(mixed()), 2]
+    assert tokens(list(DocumentEncoder(Encoding(tokenizer)).encode(documents))) == [1, *tokenizer.encode(mixed_text()), 2]
 
 
 def test_pieces_with_a_blank_inside_forbid_cutting_there():
@@ -152,7 +152,7 @@ def test_a_text_that_cannot_be_cut_is_refused_in_the_end(monkeypatch):
 
 
 def test_skipping_pieces_leaves_the_state_of_encoding_them():
-    documents = [*in_pieces(mixed(), 3), *in_pieces("a short one", 4, 4)]
+    documents = [*in_pieces(mixed_text(), 3), *in_pieces("a short one", 4, 4)]
     tokenizer = tokenizer_of("mistral_v1")
     whole = list(DocumentEncoder(Encoding(tokenizer)).encode(documents))
     for start in (1, 5, len(documents) - 2):
@@ -234,5 +234,5 @@ def test_weights_of_a_document_may_be_fractions():
 
 
 def test_memory_tells_weights_apart():
-    one, other = (TextsInMemory([Document(tokens=[1, 2], weights=[1.0, w])]).fingerprint() for w in (0.5, 0.25))
-    assert one != other
+    first, other = (TextsInMemory([Document(tokens=[1, 2], weights=[1.0, w])]).fingerprint() for w in (0.5, 0.25))
+    assert first != other

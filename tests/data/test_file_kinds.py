@@ -32,19 +32,19 @@ def rows_of(count: int = 500) -> list[dict]:
     return [{"text": " ".join(draw.choices(WORDS, k=draw.randint(1, 30))), "id": number} for number in range(count)]
 
 
-def source_of(path, **how) -> Source:
-    source = find_source(DataSettings(source=str(path), **how))
+def source_of(path, **fields) -> Source:
+    source = find_source(DataSettings(source=str(path), **fields))
     assert isinstance(source, Source)
     return source
 
 
-def texts(path, **how) -> list[str]:
-    return [document.text for document in source_of(path, **how).documents()]
+def texts(path, **fields) -> list[str]:
+    return [document.text for document in source_of(path, **fields).documents()]
 
 
 def tokens_of(source: Source, folder: Path, held_out: float = 0.1) -> tuple:
-    made = prepare(source, Encoding(Bytes()), folder, held_out=held_out)
-    return tuple(tuple(split.tokens.tolist()) for split in (made.train, made.held_out))
+    corpus = prepare(source, Encoding(Bytes()), folder, held_out=held_out)
+    return tuple(tuple(split.tokens.tolist()) for split in (corpus.train, corpus.held_out))
 
 
 @pytest.fixture(scope="module")
@@ -122,13 +122,13 @@ def test_flipped_bytes_are_an_error_or_change_nothing(tmp_path, name):
         wrong[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
         path.write_bytes(wrong)
         try:
-            found = texts(path)
+            contents = texts(path)
         except ArgosyError as error:
-            found = str(error)
-        if isinstance(found, str):
-            assert str(path) in found
+            contents = str(error)
+        if isinstance(contents, str):
+            assert str(path) in contents
         else:
-            assert found == [row["text"] for row in rows] or not name.endswith(SUMMED)
+            assert contents == [row["text"] for row in rows] or not name.endswith(SUMMED)
 
 
 @pytest.mark.parametrize("name", [name for name in KINDS if name not in ("rows", "parquet.txt")])
@@ -163,14 +163,14 @@ def test_records_with_messages_come_from_tables(tmp_path):
         {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}], "source": "y"},
     ]
     (tmp_path / "a.jsonl").write_bytes(data_files.jsonl(rows))
-    wanted = [document.record.text for document in source_of(tmp_path / "a.jsonl").documents()]
+    expected = [document.record.text for document in source_of(tmp_path / "a.jsonl").documents()]
     cells = [{"messages": json.dumps(row["messages"]), "source": row["source"]} for row in rows]
-    made = {"a.parquet": data_files.parquet(rows), "a.arrow": data_files.arrow(rows), "a.csv": data_files.separated(cells)}
-    for name, data in made.items():
+    files = {"a.parquet": data_files.parquet(rows), "a.arrow": data_files.arrow(rows), "a.csv": data_files.csv_file(cells)}
+    for name, data in files.items():
         (tmp_path / name).write_bytes(data)
         source = source_of(tmp_path / name)
         assert source.format == "messages"
-        assert [document.record.text for document in source.documents()] == wanted
+        assert [document.record.text for document in source.documents()] == expected
         assert source.ignored == ("source",)
 
 
@@ -187,8 +187,8 @@ def test_the_columns_of_a_table_are_shown_and_renamed(tmp_path):
 def test_labels_of_a_table_of_separated_values_are_numbers_and_texts_are_not(tmp_path):
     (tmp_path / "a.csv").write_text('prompt,completion,label\n"1","2",True\n"[3]","4",False\n')
     records = [document.record for document in source_of(tmp_path / "a.csv").documents()]
-    found = [(one.prompt, one.completion, one.values) for one in records]
-    assert found == [("1", "2", {"desirable": 1.0}), ("[3]", "4", {"desirable": 0.0})]
+    contents = [(record.prompt, record.completion, record.values) for record in records]
+    assert contents == [("1", "2", {"desirable": 1.0}), ("[3]", "4", {"desirable": 0.0})]
 
 
 def test_a_folder_of_every_kind(tmp_path):
@@ -207,8 +207,8 @@ def test_text_in_another_encoding(tmp_path, monkeypatch, encoding):
     record, table = json.dumps({"text": text}, ensure_ascii=False), f"text,id\n{text.replace(',', '')},1\n"
     for name, body in {"a.txt": text, "a.jsonl": record, "a.csv": table}.items():
         (tmp_path / name).write_bytes(body.encode(encoding))
-        found = "".join(texts(tmp_path / name, encoding=encoding))
-        assert found == (text.replace(",", "") if name == "a.csv" else text)
+        contents = "".join(texts(tmp_path / name, encoding=encoding))
+        assert contents == (text.replace(",", "") if name == "a.csv" else text)
 
 
 def test_bytes_that_are_not_of_the_encoding_are_placed(tmp_path):
@@ -232,10 +232,10 @@ class Server:
                 pass
 
             def do_GET(self):
-                wanted, path = self.headers.get("Range"), Path(self.translate_path(self.path))
-                if wanted is None or not path.is_file():
+                byte_range, path = self.headers.get("Range"), Path(self.translate_path(self.path))
+                if byte_range is None or not path.is_file():
                     return super().do_GET()
-                first, _, last = wanted.removeprefix("bytes=").partition("-")
+                first, _, last = byte_range.removeprefix("bytes=").partition("-")
                 data = path.read_bytes()
                 part = data[int(first) : int(last) + 1 if last else None]
                 self.send_response(206)
@@ -265,17 +265,17 @@ ADDRESSED = ("rows.jsonl", "rows.jsonl.gz", "rows.parquet", "rows.arrow", "rows.
 
 def test_addresses(tmp_path):
     """`file://` names a path of this machine, `memory://` stands for an object store, and files come over HTTP."""
-    wanted, files = [row["text"] for row in rows_of(50)], fsspec.filesystem("memory")
+    expected, files = [row["text"] for row in rows_of(50)], fsspec.filesystem("memory")
     for name in ADDRESSED:
         data = KINDS[name](rows_of(50))
         (tmp_path / name).write_bytes(data)
         files.pipe_file(f"/kinds/{name}", data)
-        assert texts(f"file://{tmp_path / name}") == wanted
-        assert texts(f"memory://kinds/{name}") == wanted
+        assert texts(f"file://{tmp_path / name}") == expected
+        assert texts(f"memory://kinds/{name}") == expected
         assert source_of(f"memory://kinds/{name}").fingerprint() == source_of(tmp_path / name).fingerprint()
-    assert texts("memory://kinds") == texts("memory://kinds/*") == wanted * len(ADDRESSED)
+    assert texts("memory://kinds") == texts("memory://kinds/*") == expected * len(ADDRESSED)
     assert source_of("memory://kinds").fingerprint() == source_of(tmp_path).fingerprint()
-    assert texts("jsonl:memory://kinds/rows.jsonl") == wanted
+    assert texts("jsonl:memory://kinds/rows.jsonl") == expected
     with pytest.raises(BadInput, match="no such file"):
         texts("memory://kinds/rows.jsonnl")
     with pytest.raises(BadInput, match="no files to read"):
@@ -284,11 +284,11 @@ def test_addresses(tmp_path):
 
 
 def test_files_over_http(tmp_path):
-    wanted = [row["text"] for row in rows_of(50)]
+    expected = [row["text"] for row in rows_of(50)]
     with Server(tmp_path) as address:
         for name in ADDRESSED:
             (tmp_path / name).write_bytes(KINDS[name](rows_of(50)))
-            assert texts(f"{address}/{name}") == wanted, name
+            assert texts(f"{address}/{name}") == expected, name
         with pytest.raises(BadInput, match="no such file"):
             texts(f"{address}/gone.jsonl")
     with pytest.raises(BadInput) as caught:
@@ -329,7 +329,7 @@ def test_the_checksum_is_that_of_the_standard():
 def test_features_of_examples(tmp_path):
     """Numbers of every sign, lists, and several types."""
     row = {"prompt": "a", "whole": -3, "list": [1, 300, -1], "number": 0.5, "names": ["x", "é"]}
-    (tmp_path / "a.tfrecord").write_bytes(data_files.framed(data_files.example(row)))
+    (tmp_path / "a.tfrecord").write_bytes(data_files.record_frame(data_files.example(row)))
     (document,) = source_of(tmp_path / "a.tfrecord", format="prompt").documents()
     assert document.record is not None
     assert document.record.columns == {name: value for name, value in row.items() if name != "prompt"}

@@ -128,8 +128,8 @@ def test_rules_are_found_by_how_they_cut(name):
         "pre_tokenizer": pre_tokenizer(rule),
         "model": {"ignore_merges": rule.whole},
     }
-    found = RULES[rule_name(content)]
-    assert (found.cuts, found.nfc, found.whole) == (rule.cuts, rule.nfc, rule.whole)
+    found_rule = RULES[rule_name(content)]
+    assert (found_rule.cuts, found_rule.nfc, found_rule.whole) == (rule.cuts, rule.nfc, rule.whole)
 
 
 def test_what_tables_cannot_hold_is_refused(tmp_path):
@@ -137,14 +137,14 @@ def test_what_tables_cannot_hold_is_refused(tmp_path):
         gguf_tables(ByteTokenizer(), 300)
     content = json.loads((shared("tokenizers/smollm2") / "tokenizer.json").read_text())
     apart = {"type": "Sequence", "pretokenizers": [{"type": "WhitespaceSplit"}, content["pre_tokenizer"]]}
-    for change, what in (
+    for change, problem in (
         ({"normalizer": {"type": "Lowercase"}}, "is encoded"),
         ({"pre_tokenizer": apart}, "cuts text"),
         ({"pre_tokenizer": None}, "neither of bytes"),
     ):
         (tmp_path / "tokenizer.json").write_text(json.dumps(content | change))
         tokenizer = load_tokenizer(tmp_path)
-        with pytest.raises(Unsupported, match=what):
+        with pytest.raises(Unsupported, match=problem):
             gguf_tables(tokenizer, tokenizer.vocab)
     unigram = load_tokenizer(shared("tokenizers/c4_32k.model"))
     with pytest.raises(Unsupported, match="has no place in a GGUF file"):

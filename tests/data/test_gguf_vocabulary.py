@@ -25,13 +25,13 @@ def minimal(folder: Path, tokens: list[str] = TOKENS, kinds: list[int] = KINDS, 
     return load_tokenizer(write_vocabulary(folder / "x.gguf", tokens, kinds, [0.0] * len(tokens), **keys))
 
 
-def converted(folder: Path, added: dict[int, dict], more: int, **keys: int) -> tuple[Tokenizer, PieceTokenizer]:
+def convert_vocabulary(folder: Path, added: dict[int, dict], more: int, **keys: int) -> tuple[Tokenizer, PieceTokenizer]:
     """Mistral's vocabulary through the converter, and as the model with the same added tokens."""
     path = shared("tokenizers/mistral_v3.model")
     model = sentencepiece.SentencePieceProcessor(str(path))
     tables = converted_vocabulary(model, added, model.vocab_size() + more)
-    written = load_tokenizer(write_vocabulary(folder / "x.gguf", *tables, unknown_token_id=0, bos_token_id=1, **keys))
-    return written, PieceTokenizer(path.read_bytes(), TokenizerConfig(added=added), path)
+    tokenizer = load_tokenizer(write_vocabulary(folder / "x.gguf", *tables, unknown_token_id=0, bos_token_id=1, **keys))
+    return tokenizer, PieceTokenizer(path.read_bytes(), TokenizerConfig(added=added), path)
 
 
 def test_unknown_is_found_where_it_is_typed_as_control_and_spaces_of_user_defined_tokens_match(tmp_path):
@@ -69,13 +69,13 @@ def test_fillers_at_the_end_are_no_tokens(tmp_path):
 def test_a_real_vocabulary_converts_without_a_changed_token(tmp_path):
     """As every Llama, Mistral and Gemma file is written: special tokens from the config, fillers up to the embedding."""
     special = {n: {"content": text, "special": True} for n, text in enumerate(["<unk>", "<s>", "</s>"])}
-    written, model = converted(tmp_path, special, more=64)
+    tokenizer, model = convert_vocabulary(tmp_path, special, more=64)
     for text in [*TEXTS, *shared("text/tinyshakespeare.txt").read_text()[:20_000].split("\n\n")]:
-        assert written.encode(text) == model.encode(text), text
-        assert written.encode(text, special=True) == model.encode(text, special=True), text
-        assert written.decode(written.encode(text)) == model.decode(model.encode(text))
-    assert written.vocab == model.vocab
-    assert (written.bos, written.adds_bos) == (1, True)
+        assert tokenizer.encode(text) == model.encode(text), text
+        assert tokenizer.encode(text, special=True) == model.encode(text, special=True), text
+        assert tokenizer.decode(tokenizer.encode(text)) == model.decode(model.encode(text))
+    assert tokenizer.vocab == model.vocab
+    assert (tokenizer.bos, tokenizer.adds_bos) == (1, True)
 
 
 def test_tokens_added_beyond_the_vocabulary_are_found(tmp_path):
@@ -85,12 +85,12 @@ def test_tokens_added_beyond_the_vocabulary_are_found(tmp_path):
         size: {"content": "<|im_start|>", "special": True},
         size + 1: {"content": "<tool  call>", "special": False},
     }
-    written, _ = converted(tmp_path, added, more=8)
-    assert written.vocab == size + 2
-    assert size not in written.encode("<|im_start|>x")
-    assert written.encode("<|im_start|>x", special=True)[0] == size
-    assert size + 1 in written.encode("x<tool  call>y")
-    assert written.decode(written.encode("x<tool  call>y")) == "x<tool  call>y"
+    tokenizer, _ = convert_vocabulary(tmp_path, added, more=8)
+    assert tokenizer.vocab == size + 2
+    assert size not in tokenizer.encode("<|im_start|>x")
+    assert tokenizer.encode("<|im_start|>x", special=True)[0] == size
+    assert size + 1 in tokenizer.encode("x<tool  call>y")
+    assert tokenizer.decode(tokenizer.encode("x<tool  call>y")) == "x<tool  call>y"
 
 
 def test_bytes_typed_as_ordinary_tokens_are_bytes(tmp_path):

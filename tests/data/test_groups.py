@@ -50,7 +50,7 @@ def pairs(count: int, size: int = 2) -> list[ExampleGroup]:
     ]
 
 
-def made(tmp_path, groups: list[ExampleGroup], size: int = 2, make=build, source=None, **more) -> Batches:
+def batches_of_groups(tmp_path, groups: list[ExampleGroup], size: int = 2, make=build, source=None, **more) -> Batches:
     share = {name: more.pop(name) for name in ("process", "processes", "fields") if name in more}
     source = source or Examples(groups, groups[:3])
     fields = share.pop("fields", PAIR)
@@ -79,16 +79,16 @@ def check(batch: Batch, size: int) -> list[int]:
 
 @pytest.mark.parametrize("size, batch", [(2, 4), (3, 6), (4, 8)])
 def test_groups_stay_whole_through_shuffling_and_batches(tmp_path, size, batch):
-    stream = made(tmp_path, pairs(20, size), size, batch=batch)
-    seen = [group for one in islice(stream, 20 * size // batch) for group in check(one, size)]
+    stream = batches_of_groups(tmp_path, pairs(20, size), size, batch=batch)
+    seen = [group for member in islice(stream, 20 * size // batch) for group in check(member, size)]
     assert len(set(seen)) == len(seen)
     assert seen != sorted(seen)
 
 
 @pytest.mark.parametrize("processes", [2, 4])
 def test_shares_of_processes_are_whole_groups(tmp_path, processes):
-    whole = made(tmp_path, pairs(16), batch=8)
-    parts = [made(tmp_path, pairs(16), batch=8, process=p, processes=processes) for p in range(processes)]
+    whole = batches_of_groups(tmp_path, pairs(16), batch=8)
+    parts = [batches_of_groups(tmp_path, pairs(16), batch=8, process=p, processes=processes) for p in range(processes)]
     for _ in range(6):
         together, shares = next(whole), [next(part) for part in parts]
         assert check(together, 2) == [group for share in shares for group in check(share, 2)]
@@ -97,16 +97,16 @@ def test_shares_of_processes_are_whole_groups(tmp_path, processes):
 
 
 def test_a_position_in_groups_is_restored(tmp_path):
-    stream = made(tmp_path, pairs(15), batch=4)
+    stream = batches_of_groups(tmp_path, pairs(15), batch=4)
     for _ in range(9):
         next(stream)
-    again = made(tmp_path, pairs(15), batch=4)
+    again = batches_of_groups(tmp_path, pairs(15), batch=4)
     again.restore(stream.state())
     assert [check(next(again), 2) for _ in range(8)] == [check(next(stream), 2) for _ in range(8)]
 
 
 def test_evaluation_fills_up_with_blank_groups(tmp_path):
-    batches = list(made(tmp_path, pairs(8), batch=4, make=eval_batches))
+    batches = list(batches_of_groups(tmp_path, pairs(8), batch=4, make=eval_batches))
     assert [check(batches[0], 2), batches[1]["tokens"][0, 0]] == [[0, 1], 2]
     assert len(batches) == 2
     assert not any(array[len(array) // 2 :].any() for array in batches[1].values())
@@ -114,12 +114,12 @@ def test_evaluation_fills_up_with_blank_groups(tmp_path):
 
 def test_a_batch_that_splits_groups_is_refused(tmp_path):
     with pytest.raises(BadInput, match="does not divide among 2 processes in groups of 2") as caught:
-        made(tmp_path, pairs(8), batch=6, process=0, processes=2)
+        batches_of_groups(tmp_path, pairs(8), batch=6, process=0, processes=2)
     assert "multiple of 4" in str(caught.value)
     with pytest.raises(BadInput, match="reads groups of 3 rows, and this data has groups of 2"):
-        made(tmp_path, pairs(8), 3, batch=6)
+        batches_of_groups(tmp_path, pairs(8), 3, batch=6)
     with pytest.raises(BadInput, match="reads single rows"):
-        made(tmp_path, pairs(8), 1)
+        batches_of_groups(tmp_path, pairs(8), 1)
     for more in ({}, {"online": True}):
         with pytest.raises(BadInput, match="this data has single rows"):
             build(
@@ -129,7 +129,7 @@ def test_a_batch_that_splits_groups_is_refused(tmp_path):
 
 def test_a_batch_holds_exactly_the_fields_that_were_asked_for(tmp_path):
     for fields in ({"tokens": Field("B T")}, PAIR, {"reward": Field("B", np.float64, "row")}):
-        batch = next(made(tmp_path, pairs(8), fields=fields))
+        batch = next(batches_of_groups(tmp_path, pairs(8), fields=fields))
         assert list(batch) == list(fields)
         assert [batch[name].dtype for name in fields] == [np.dtype(field.dtype) for field in fields.values()]
     text = build(settings(tmp_path), Bytes(), vocab=258, seed=0, source=TextsInMemory(["some text " * 50]))
@@ -152,7 +152,7 @@ def test_fields_per_something_else_or_of_another_type_are_refused(tmp_path):
         (Field("B", np.int32, "row"), "float32 in this data"),
     ):
         with pytest.raises(BadInput, match=match):
-            made(tmp_path, pairs(8), fields={"reward": field})
+            batches_of_groups(tmp_path, pairs(8), fields={"reward": field})
 
 
 @pytest.mark.parametrize("packing", ["split", "fit"])
@@ -171,11 +171,11 @@ def test_columns_and_fractional_weights_survive_packing(tmp_path, packing):
     )
     firsts, seen = set(corpus.starts[:-1].tolist()), []
     for batch in stream:
-        own = batch["advantages"] != 0
-        targets = batch["targets"][own]
-        np.testing.assert_array_equal(batch["advantages"][own], targets + np.float32(0.5))
-        np.testing.assert_array_equal(batch["mask"][own], targets / np.float32(8))
-        assert not batch["mask"][~own].any()
+        has_advantage = batch["advantages"] != 0
+        targets = batch["targets"][has_advantage]
+        np.testing.assert_array_equal(batch["advantages"][has_advantage], targets + np.float32(0.5))
+        np.testing.assert_array_equal(batch["mask"][has_advantage], targets / np.float32(8))
+        assert not batch["mask"][~has_advantage].any()
         seen += targets.tolist()
     assert sorted(seen) == sorted(set(range(at)) - firsts)
 
@@ -189,8 +189,8 @@ def test_fractional_weights_of_documents_reach_the_batch(tmp_path, packing, onli
         Document(tokens=list(range(20, 30)), learn=((5, 10),)),
         *(Document(tokens=[n] * 6, weights=[n / 16] * 6) for n in range(100, 140)),
     ]
-    how = settings(tmp_path, packing=packing, epochs=1, batch=1, online=online, shuffle=False)
-    batches = list(build(how, Bytes(), vocab=258, seed=0, source=TextsInMemory(documents)))
+    data_settings = settings(tmp_path, packing=packing, epochs=1, batch=1, online=online, shuffle=False)
+    batches = list(build(data_settings, Bytes(), vocab=258, seed=0, source=TextsInMemory(documents)))
     pairs_ = {
         (int(target), float(weight))
         for batch in batches
@@ -204,10 +204,10 @@ def test_fractional_weights_of_documents_reach_the_batch(tmp_path, packing, onli
 
 def test_a_held_out_tail_keeps_its_weights(tmp_path):
     document = Document(tokens=[7] * 1000, weights=[0.5] * 500 + [0.25] * 500)
-    how = settings(tmp_path, held_out=0.2)
-    kept = list(eval_batches(how, Bytes(), vocab=258, seed=0, source=TextsInMemory([document])))
-    trained = build(how, Bytes(), vocab=258, seed=0, source=TextsInMemory([document]))
-    assert {float(w) for batch in kept for w in np.unique(batch["mask"])} == {0.0, 0.25}
+    data_settings = settings(tmp_path, held_out=0.2)
+    evaluated = list(eval_batches(data_settings, Bytes(), vocab=258, seed=0, source=TextsInMemory([document])))
+    trained = build(data_settings, Bytes(), vocab=258, seed=0, source=TextsInMemory([document]))
+    assert {float(w) for batch in evaluated for w in np.unique(batch["mask"])} == {0.0, 0.25}
     assert {float(w) for batch in islice(trained, 40) for w in np.unique(batch["mask"])} == {0.25, 0.5}
 
 
@@ -218,9 +218,9 @@ def test_two_corpora_in_memory_are_distinguished(tmp_path):
 
     with pytest.raises(Exception, match=r"source\.sha256"):
         batches(0.5).restore(batches(0.25).state())
-    one, other = made(tmp_path, pairs(8)), made(tmp_path, pairs(9))
+    first, other = batches_of_groups(tmp_path, pairs(8)), batches_of_groups(tmp_path, pairs(9))
     with pytest.raises(Exception, match=r"source\.sha256"):
-        one.restore(other.state())
+        first.restore(other.state())
 
 
 @pytest.mark.parametrize("groups, match", [
@@ -251,7 +251,7 @@ def test_mistakes_in_columns_of_a_corpus_are_reported():
 
 
 def test_batches_may_take_the_state_and_ignore_it_by_default(tmp_path):
-    stream = made(tmp_path, pairs(8))
+    stream = batches_of_groups(tmp_path, pairs(8))
     expected = check(next(stream), 2)
     stream.rewind()
     stream.advance(object())

@@ -18,8 +18,8 @@ from argosy.data.sources.records import ASKED_FOR, FORMATS
 
 
 def first(tmp_path, *words: str) -> dict[str, np.ndarray]:
-    given = [*words, f"cache={tmp_path / 'cache'}", "sequence=16", "batch=2", "shuffle=false"]
-    settings = read_settings(DataSettings, words_layer(given)).value
+    data_words = [*words, f"cache={tmp_path / 'cache'}", "sequence=16", "batch=2", "shuffle=false"]
+    settings = read_settings(DataSettings, words_layer(data_words)).value
     tokenizer = tokenizer_for(settings)
     assert tokenizer is not None
     return next(build(settings, tokenizer, vocab=tokenizer.vocab, seed=0))

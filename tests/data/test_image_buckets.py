@@ -30,8 +30,8 @@ SHAPES = {"wide": (20, 32), "square": (24, 24), "high": (42, 18)}
 
 def test_sizes_are_those_of_sd_scripts():
     assert bucket_sizes(512, 64) == KOHYA_512
-    for how, digest in KOHYA.items():
-        assert hashlib.sha256(json.dumps(bucket_sizes(*how)).encode()).hexdigest()[:16] == digest
+    for arguments, digest in KOHYA.items():
+        assert hashlib.sha256(json.dumps(bucket_sizes(*arguments)).encode()).hexdigest()[:16] == digest
     # Half of 72 is no multiple of 16: sides are, all the same.
     assert all(side % 16 == 0 for size in bucket_sizes(72, 16) for side in size)
 
@@ -51,15 +51,15 @@ def test_in_as_many_batches_as_images_each_comes_a_batchful_of_times(seed):
     assert all(len(set(bucket[row])) == 1 for row in rows)
     assert set(Counter(rows.ravel().tolist()).values()) == {batch}
     for b, count in enumerate(counts):
-        own = rows[bucket[rows[:, 0]] == b].ravel()
+        bucket_rows = rows[bucket[rows[:, 0]] == b].ravel()
         # A bucket is seen whole before any of its images comes again.
-        assert all(len(set(own[i : i + count])) == count for i in range(0, len(own) - count + 1, count))
+        assert all(len(set(bucket_rows[i : i + count])) == count for i in range(0, len(bucket_rows) - count + 1, count))
         # Batches are evenly spread: none waits for more than twice its turn.
         turns = np.flatnonzero(bucket[rows[:, 0]] == b)
         assert np.diff(turns).max() <= 2 * sum(counts) / count
     for batches in (0, 1, 5, 21, 30):
-        drawn = np.bincount(bucket[order(np.arange(batches * batch))], minlength=3)
-        assert order.draws(batches).tolist() == drawn.tolist()
+        drawn_counts = np.bincount(bucket[order(np.arange(batches * batch))], minlength=3)
+        assert order.draws(batches).tolist() == drawn_counts.tolist()
 
 
 def test_an_evaluation_reads_each_image_once():
@@ -82,10 +82,10 @@ def folder(tmp_path_factory):
     return root
 
 
-def batches_of(folder, make=build, held_out=0.0, batch=4, **how):
-    image = ImageSettings(size=16, buckets=4, **how.pop("image", {}))
+def batches_of(folder, make=build, held_out=0.0, batch=4, **options):
+    image = ImageSettings(size=16, buckets=4, **options.pop("image", {}))
     settings = DataSettings(source=str(folder), batch=batch, sequence=1, held_out=held_out, image=image)
-    return make(settings, None, vocab=ImageSpace(3, 4, 0), seed=5, fields=FIELDS, **how)
+    return make(settings, None, vocab=ImageSpace(3, 4, 0), seed=5, fields=FIELDS, **options)
 
 
 def test_images_are_resized_to_cover_their_bucket_and_cropped(folder):
@@ -97,7 +97,7 @@ def test_images_are_resized_to_cover_their_bucket_and_cropped(folder):
             seen[row] = np.rint((image + 1) * 127.5).astype(np.uint8)
     assert len(seen) == 21
     assert Counter(image.shape[:2] for image in seen.values()) == {(12, 20): 7, (16, 16): 2, (24, 8): 12}
-    assert [(one["h"], one["w"]) for one in batches.buckets] == [(16, 16), (12, 20), (24, 8)]
+    assert [(bucket["h"], bucket["w"]) for bucket in batches.buckets] == [(16, 16), (12, 20), (24, 8)]
     # Buckets are in the order of their heights, images in that of their names.
     with Image.open(folder / "a" / "00.png") as wide:
         expected = np.array(wide.resize((20, 12), Image.Resampling.LANCZOS))
@@ -111,19 +111,19 @@ def test_images_are_resized_to_cover_their_bucket_and_cropped(folder):
 
 def test_processes_share_a_batch_and_any_position_is_found_again(folder):
     whole, image = batches_of(folder, image={"flip": True}), {"flip": True}
-    made = [next(whole) for _ in range(30)]
+    stream_batches = [next(whole) for _ in range(30)]
     shares = [batches_of(folder, image=image, process=i, processes=2) for i in range(2)]
-    for batch in made[:8]:
+    for batch in stream_batches[:8]:
         parts = [next(share) for share in shares]
         for name in batch:
             np.testing.assert_array_equal(np.concatenate([part[name] for part in parts]), batch[name])
     state = json.loads(json.dumps(shares[1].state()))
     again = batches_of(folder, image=image)
     again.restore(state)
-    for batch in made[8:]:
+    for batch in stream_batches[8:]:
         np.testing.assert_array_equal(next(again)["images"], batch["images"])
-    for one in (whole, *shares, again):
-        one.close()
+    for stream in (whole, *shares, again):
+        stream.close()
 
 
 def test_held_out_images_are_padded_by_bucket(folder):
@@ -133,9 +133,9 @@ def test_held_out_images_are_padded_by_bucket(folder):
         rows += batch["row"].tolist()
         shapes.add(batch["images"].shape[1:3])
         assert not batch["images"][batch["row"] < 0].any()
-    held = [row for row in rows if row >= 0]
-    assert sorted(held) == list(range(len(held)))
-    assert len(held) < len(rows)
+    held_rows = [row for row in rows if row >= 0]
+    assert sorted(held_rows) == list(range(len(held_rows)))
+    assert len(held_rows) < len(rows)
     assert shapes <= {(12, 20), (16, 16), (24, 8)}
     evals.close()
 
@@ -171,13 +171,13 @@ def test_settings_without_buckets_resume_older_runs():
 @pytest.mark.slow
 def test_a_run_in_buckets_resumes_bit_for_bit(folder, tmp_path):
     sizes = {"channels": 3, "size": 16, "patch": 4, "width": 16, "layers": 1, "heads": 2, "classes": 1}
-    how = [f"model.{name}={value}" for name, value in sizes.items()]
-    how += [f"data.source={folder}", "data.image.size=16", "data.image.buckets=4"]
-    how += ["data.batch=8", "data.held_out=0.3", "eval.every=3", "eval.batches=4", "log.every=1"]
-    how += ["schedule=constant", "checkpoint.every=2"]
+    words = [f"model.{name}={value}" for name, value in sizes.items()]
+    words += [f"data.source={folder}", "data.image.size=16", "data.image.buckets=4"]
+    words += ["data.batch=8", "data.held_out=0.3", "eval.every=3", "eval.batches=4", "log.every=1"]
+    words += ["schedule=constant", "checkpoint.every=2"]
     for steps in (4, 10):
-        argosy.fit("diffusion", *how, f"dir={tmp_path / 'halves'}", view=Heard(), steps=steps)
-    argosy.fit("diffusion", *how, f"dir={tmp_path / 'whole'}", view=Heard(), steps=10)
+        argosy.fit("diffusion", *words, f"dir={tmp_path / 'halves'}", view=Heard(), steps=steps)
+    argosy.fit("diffusion", *words, f"dir={tmp_path / 'whole'}", view=Heard(), steps=10)
     logs = [list(read(Store(tmp_path / name))) for name in ("halves", "whole")]
     losses = [[line["loss"] for line in log if "loss" in line] for log in logs]
     assert losses[0] == losses[1]

@@ -24,9 +24,9 @@ def picture(seed, size=(6, 8)):
     return np.random.default_rng(seed).integers(0, 256, (*size, 3), np.uint8)
 
 
-def saved(path, image, **how):
+def save_image(path, image, **options):
     path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(image).save(path, **how)
+    Image.fromarray(image).save(path, **options)
     return path
 
 
@@ -49,13 +49,13 @@ def test_control_images_of_another_ratio_are_counted(tmp_path):
     assert source.stretched == []
     source.read_controls()
     assert source.stretched == ["b.png"]
-    told = table_of(source, "train", settings, None, ImageSpace(3, 1, 0), 0, None).summary.text
-    assert "Stretched: 1 control image, whose sides have another ratio" in told
+    summary = table_of(source, "train", settings, None, ImageSpace(3, 1, 0), 0, None).summary.text
+    assert "Stretched: 1 control image, whose sides have another ratio" in summary
 
 
 def test_classes_are_folders_in_the_order_of_their_names(tmp_path):
     for i, name in enumerate(["cat", "ant", "cat", "bee"]):
-        saved(tmp_path / name / f"{i}.png", picture(i))
+        save_image(tmp_path / name / f"{i}.png", picture(i))
     folder = ImageFolder(str(tmp_path), ImageSettings())
     assert folder.class_names == ("ant", "bee", "cat")
     images, labels = images_of(tmp_path)
@@ -66,9 +66,9 @@ def test_classes_are_folders_in_the_order_of_their_names(tmp_path):
 
 def test_captions_stand_beside_images_or_in_metadata(tmp_path):
     for i in range(3):
-        saved(tmp_path / "beside" / f"{i}.png", picture(i))
+        save_image(tmp_path / "beside" / f"{i}.png", picture(i))
         (tmp_path / "beside" / f"{i}.txt").write_text(f"picture {i}\n")
-        saved(tmp_path / "lines" / f"{i}.png", picture(i))
+        save_image(tmp_path / "lines" / f"{i}.png", picture(i))
     lines = [{"file_name": f"{i}.png", "text": f"picture {i}", "label": f"kind {i % 2}"} for i in (2, 0, 1)]
     (tmp_path / "lines" / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
     for name in ("beside", "lines"):
@@ -80,8 +80,8 @@ def test_captions_stand_beside_images_or_in_metadata(tmp_path):
 
 def test_images_are_resized_cropped_and_turned(tmp_path):
     wide = picture(0, (40, 80))
-    saved(tmp_path / "a.png", wide)
-    turned = saved(tmp_path / "b.jpg", picture(1, (40, 80)), quality=100, subsampling=0)
+    save_image(tmp_path / "a.png", wide)
+    turned = save_image(tmp_path / "b.jpg", picture(1, (40, 80)), quality=100, subsampling=0)
     exif = Image.Exif()
     exif[0x0112] = 6
     with Image.open(turned) as opened:
@@ -100,8 +100,8 @@ def test_images_are_resized_cropped_and_turned(tmp_path):
 
 def test_channels_are_those_of_the_model(tmp_path):
     clear = np.concatenate([picture(0), np.full((6, 8, 1), 51, np.uint8)], -1)
-    saved(tmp_path / "a.png", clear)
-    saved(tmp_path / "b.png", picture(1)[..., 0])
+    save_image(tmp_path / "a.png", clear)
+    save_image(tmp_path / "b.png", picture(1)[..., 0])
     images, _ = images_of(tmp_path)
     background = Image.new("RGBA", (8, 6), (255, 255, 255, 255))
     background.alpha_composite(Image.fromarray(clear))
@@ -114,8 +114,8 @@ def test_channels_are_those_of_the_model(tmp_path):
 
 
 def test_damaged_files_are_named_or_left_out_and_counted(tmp_path):
-    saved(tmp_path / "good.png", picture(0))
-    whole = saved(tmp_path / "cut.png", picture(1)).read_bytes()
+    save_image(tmp_path / "good.png", picture(0))
+    whole = save_image(tmp_path / "cut.png", picture(1)).read_bytes()
     (tmp_path / "cut.png").write_bytes(whole[: len(whole) // 2])
     (tmp_path / "text.jpg").write_text("no image")
     Image.new("1", (12_000, 9_000)).save(tmp_path / "huge.png")
@@ -136,27 +136,27 @@ def test_damaged_files_are_named_or_left_out_and_counted(tmp_path):
     batches.close()
 
 
-@pytest.mark.parametrize("break_, what", [
+@pytest.mark.parametrize("break_, problem", [
     (lambda root: (root / "c.txt").write_text("alone"), "1 caption without an image"),
     (lambda root: (root / "b.txt").unlink(), "1 image without a caption"),
-    (lambda root: saved(root / "b.png", picture(1, (6, 10))), "images are of 2 sizes"),
+    (lambda root: save_image(root / "b.png", picture(1, (6, 10))), "images are of 2 sizes"),
     (lambda root: (root / "metadata.jsonl").write_text('{"file_name": "a.png", "text": "a"}'), "1 image without a line"),
     (lambda root: (root / "metadata.jsonl").write_text('{"file": "a.png"}'), "not an object with `file_name`"),
     (lambda root: (root / "metadata.jsonl").write_text(
         "\n".join(json.dumps({"file_name": f"{n}.png", "text": n}) for n in "abc")),
         "1 line of metadata.jsonl without an image: c.png"),
 ])  # fmt: skip
-def test_what_does_not_fit_together_is_named(tmp_path, break_, what):
+def test_what_does_not_fit_together_is_named(tmp_path, break_, problem):
     for name in "ab":
-        saved(tmp_path / f"{name}.png", picture(0))
+        save_image(tmp_path / f"{name}.png", picture(0))
         (tmp_path / f"{name}.txt").write_text(name)
     break_(tmp_path)
-    with pytest.raises(BadInput, match=what):
+    with pytest.raises(BadInput, match=problem):
         ImageFolder(str(tmp_path), ImageSettings())
 
 
 def test_a_folder_of_images_is_found_as_one(tmp_path):
-    saved(tmp_path / "images" / "a" / "1.png", picture(0))
+    save_image(tmp_path / "images" / "a" / "1.png", picture(0))
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("words")
     assert reader_of(str(tmp_path / "images")) == "images"
@@ -167,7 +167,7 @@ def test_a_folder_of_images_is_found_as_one(tmp_path):
 
 def test_a_large_set_is_decoded_when_it_is_needed(tmp_path, monkeypatch):
     for i in range(4):
-        saved(tmp_path / f"{i}.png", picture(i))
+        save_image(tmp_path / f"{i}.png", picture(i))
     whole, _ = images_of(tmp_path)
     monkeypatch.setattr("argosy.data.images.files.KEPT_BYTES", 150)
     folder = ImageFolder(str(tmp_path), ImageSettings())

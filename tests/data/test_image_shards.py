@@ -39,7 +39,7 @@ def pictures() -> list[bytes]:
     return files
 
 
-def tarred(path, members: dict[str, bytes]):
+def write_tar(path, members: dict[str, bytes]):
     with tarfile.open(path, "w") as archive:
         for name, data in members.items():
             info = tarfile.TarInfo(name)
@@ -49,19 +49,19 @@ def tarred(path, members: dict[str, bytes]):
 
 
 def members_of(pictures, numbers, **texts) -> dict[str, bytes]:
-    made = {}
+    members = {}
     for i in numbers:
-        made[f"a/{i:04}.{('png', 'jpg', 'webp')[i % 3]}"] = pictures[i]
-        made |= {f"a/{i:04}.{ending}": text(i).encode() for ending, text in texts.items()}
-    return made
+        members[f"a/{i:04}.{('png', 'jpg', 'webp')[i % 3]}"] = pictures[i]
+        members |= {f"a/{i:04}.{ending}": text(i).encode() for ending, text in texts.items()}
+    return members
 
 
-def gathered(source, size=24):
+def gather_all(source, size=24):
     rows = source.rows(sequence=1, vocab=RGB, seed=0)
     return rows.gather(np.arange(len(rows))), rows
 
 
-def controlled(source):
+def with_controls(source):
     """The same source, once its control images are read."""
     source.read_controls()
     return source
@@ -74,17 +74,17 @@ def test_a_range_of_tar_files_is_the_folder_of_their_images(pictures, tmp_path):
         (tmp_path / "folder" / f"{i}.txt").write_text(f"picture {i}\n")
     text = {"txt": lambda i: f"picture {i}\n", "cls": lambda i: str(i % 3), "json": lambda i: json.dumps({"width": i})}
     for shard in range(3):
-        tarred(tmp_path / f"shard-{shard:03}.tar", members_of(pictures, (2 * shard, 2 * shard + 1), **text))
+        write_tar(tmp_path / f"shard-{shard:03}.tar", members_of(pictures, (2 * shard, 2 * shard + 1), **text))
     settings = DataSettings(source=f"{tmp_path}/shard-{{000..002}}.tar", held_out=0, image=ImageSettings(size=16))
     source = find_source(image_data(settings))
-    batch, rows = gathered(source)
-    same, _ = gathered(ImageFolder(str(tmp_path / "folder"), ImageSettings(size=16)))
+    batch, rows = gather_all(source)
+    same, _ = gather_all(ImageFolder(str(tmp_path / "folder"), ImageSettings(size=16)))
     np.testing.assert_array_equal(batch["images"], same["images"])
     assert rows.table.captions == [f"picture {i}" for i in range(6)]
     assert batch["labels"].tolist() == [0, 1, 2, 0, 1, 2]
     # What does not stay in memory is read again where it is.
     source.decoded.clear()
-    np.testing.assert_array_equal(gathered(source)[0]["images"], batch["images"])
+    np.testing.assert_array_equal(gather_all(source)[0]["images"], batch["images"])
     assert is_textless(image_data(settings).source)
 
 
@@ -110,46 +110,49 @@ def test_control_images_are_those_of_the_folder(pictures, edges, tmp_path):
         lines.append({"file_name": name, "text": f"picture {i}", "conditioning_image": f"edges/{i}.png"})
     (tmp_path / "folder" / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
     settings = ImageSettings(size=16, crop="random", flip=True)
-    wanted, rows = gathered(controlled(ImageFolder(str(tmp_path / "folder"), settings)))
+    expected, rows = gather_all(with_controls(ImageFolder(str(tmp_path / "folder"), settings)))
     members = members_of(pictures, range(6), txt=lambda i: f"picture {i}")
     for kind, columns in (("conditioning_image.png", {}), ("seg.png", {"controls": "seg.png"})):
         both = members | {f"a/{i:04}.{kind}": edges[i] for i in range(6)}
-        tarred(tmp_path / "a.tar", {name: both[name] for name in sorted(both)})
-        found, own = gathered(controlled(ImageShards(str(tmp_path / "a.tar"), settings, columns=columns)))
-        assert own.table.captions == rows.table.captions
-        assert all((found[name] == wanted[name]).all() for name in ("images", "control"))
-    assert wanted["control"].shape == (6, 16, 16, 3)
+        write_tar(tmp_path / "a.tar", {name: both[name] for name in sorted(both)})
+        batch, rows_of_shards = gather_all(with_controls(ImageShards(str(tmp_path / "a.tar"), settings, columns=columns)))
+        assert rows_of_shards.table.captions == rows.table.captions
+        assert all((batch[name] == expected[name]).all() for name in ("images", "control"))
+    assert expected["control"].shape == (6, 16, 16, 3)
     for image, control, columns in (("image", "conditioning_image", {}), ("shot", "hint", {"images": "shot", "controls": "hint"})):
-        table = {image: [{"bytes": one} for one in pictures], control: edges, "text": [f"picture {i}" for i in range(6)]}
+        table = {image: [{"bytes": picture} for picture in pictures], control: edges, "text": [f"picture {i}" for i in range(6)]}
         pyarrow.parquet.write_table(pyarrow.table(table), tmp_path / "a.parquet", row_group_size=1)
-        found, _ = gathered(controlled(ImageShards(str(tmp_path / "a.parquet"), settings, columns=columns)))
-        assert all((found[name] == wanted[name]).all() for name in ("images", "control"))
+        batch, _ = gather_all(with_controls(ImageShards(str(tmp_path / "a.parquet"), settings, columns=columns)))
+        assert all((batch[name] == expected[name]).all() for name in ("images", "control"))
     # Control images belong to what the data is.
-    plain = tarred(tmp_path / "plain.tar", {name: members[name] for name in sorted(members)})
-    steered = controlled(ImageShards(str(tmp_path / "a.tar"), settings, columns={"controls": "seg.png"}))
+    plain = write_tar(tmp_path / "plain.tar", {name: members[name] for name in sorted(members)})
+    steered = with_controls(ImageShards(str(tmp_path / "a.tar"), settings, columns={"controls": "seg.png"}))
     assert ImageShards(str(plain), settings).fingerprint() != steered.fingerprint()
 
 
 def test_control_images_that_are_missing_or_several_are_named(pictures, edges, tmp_path):
     members = members_of(pictures, range(3)) | {f"a/{i:04}.conditioning_image.png": edges[i] for i in range(3)}
-    one = "a/0001.conditioning_image.png"
+    control_name = "a/0001.conditioning_image.png"
     cases = (
-        ({name: data for name, data in members.items() if name != one}, "without a control image, which others have: a.tar/a/0001"),
+        (
+            {name: data for name, data in members.items() if name != control_name},
+            "without a control image, which others have: a.tar/a/0001",
+        ),
         (members | {"a/0001.control.png": edges[0]}, "a record with several control images: conditioning_image.png, control.png"),
-        (members | {one: b"none"}, "a/0001, its control image"),
+        (members | {control_name: b"none"}, "a/0001, its control image"),
     )
-    for own, what in cases:
-        tarred(tmp_path / "a.tar", {name: own[name] for name in sorted(own)})
-        with pytest.raises(BadInput, match=what):
-            controlled(ImageShards(str(tmp_path / "a.tar"), ImageSettings(size=16)))
+    for changed, problem in cases:
+        write_tar(tmp_path / "a.tar", {name: changed[name] for name in sorted(changed)})
+        with pytest.raises(BadInput, match=problem):
+            with_controls(ImageShards(str(tmp_path / "a.tar"), ImageSettings(size=16)))
     # The last one is left out with its image.
-    left = controlled(ImageShards(str(tmp_path / "a.tar"), ImageSettings(size=16, invalid="drop")))
-    assert left.unreadable == ["a.tar/a/0001"]
-    left.decoded.clear()
-    batch, _ = gathered(left)
-    del members[one], members["a/0001.jpg"]
-    tarred(tmp_path / "b.tar", {name: members[name] for name in sorted(members)})
-    rest, _ = gathered(controlled(ImageShards(str(tmp_path / "b.tar"), ImageSettings(size=16))))
+    source = with_controls(ImageShards(str(tmp_path / "a.tar"), ImageSettings(size=16, invalid="drop")))
+    assert source.unreadable == ["a.tar/a/0001"]
+    source.decoded.clear()
+    batch, _ = gather_all(source)
+    del members[control_name], members["a/0001.jpg"]
+    write_tar(tmp_path / "b.tar", {name: members[name] for name in sorted(members)})
+    rest, _ = gather_all(with_controls(ImageShards(str(tmp_path / "b.tar"), ImageSettings(size=16))))
     assert all((batch[name] == rest[name]).all() for name in ("images", "control"))
     pyarrow.parquet.write_table(pyarrow.table({"image": pictures}), tmp_path / "a.parquet")
     with pytest.raises(BadInput, match=r"no column `edges`, which data\.columns\.controls names"):
@@ -159,7 +162,7 @@ def test_control_images_that_are_missing_or_several_are_named(pictures, edges, t
 @pytest.mark.parametrize("kind", ["folder", "tar", "parquet", "arrays"])
 def test_control_images_are_left_alone_unless_an_objective_asks_for_them(kind, pictures, tmp_path):
     """Damaged ones, and columns that only have such a name, stop no other run, and the data is that without them."""
-    settings, found = ImageSettings(size=16), []
+    settings, runs = ImageSettings(size=16), []
     for name, controls in (("with", b"no image"), ("without", None)):
         (root := tmp_path / name).mkdir()
         if kind == "folder":
@@ -175,33 +178,33 @@ def test_control_images_are_left_alone_unless_an_objective_asks_for_them(kind, p
             source = ImageArrays(str(root / "a.npz"), settings)
         elif kind == "tar":
             members = members_of(pictures, range(3))
-            members |= {} if controls is None else {f"a/0001.{one}.png": controls for one in ("control", "conditioning_image")}
-            tarred(root / "a.tar", {one: members[one] for one in sorted(members)})
+            members |= {} if controls is None else {f"a/0001.{name}.png": controls for name in ("control", "conditioning_image")}
+            write_tar(root / "a.tar", {name: members[name] for name in sorted(members)})
             source = ImageShards(str(root / "a.tar"), settings)
         else:
             more = {} if controls is None else {"control": ["canny"] * 3, "conditioning": [0.5] * 3, "control_image": [controls] * 3}
             pyarrow.parquet.write_table(pyarrow.table({"image": pictures[:3]} | more), root / "a.parquet")
             source = ImageShards(str(root / "a.parquet"), settings)
-        batch, rows = gathered(source)
+        batch, rows = gather_all(source)
         assert set(batch) == {"images"} == set(rows.fields)
-        found.append((batch["images"], source.fingerprint()))
+        runs.append((batch["images"], source.fingerprint()))
         if controls is not None:
             with pytest.raises(BadInput):
-                controlled(source)
-    np.testing.assert_array_equal(found[0][0], found[1][0])
+                with_controls(source)
+    np.testing.assert_array_equal(runs[0][0], runs[1][0])
     if kind != "arrays":
         # The fingerprint of a file of arrays is that of the file.
-        assert found[0][1] == found[1][1]
+        assert runs[0][1] == runs[1][1]
 
 
 def test_a_column_of_control_images_by_its_usual_name_holds_files(pictures, edges, tmp_path):
     """A column of texts or numbers is none, whatever its name; one that the settings name is meant."""
-    table = {"image": pictures, "conditioning_image": ["canny"] * 6, "control": [{"bytes": one} for one in edges]}
+    table = {"image": pictures, "conditioning_image": ["canny"] * 6, "control": [{"bytes": edge} for edge in edges]}
     pyarrow.parquet.write_table(pyarrow.table(table), tmp_path / "a.parquet")
-    source = controlled(ImageShards(str(tmp_path / "a.parquet"), ImageSettings(size=16)))
-    assert gathered(source)[0]["control"].shape == (6, 16, 16, 3)
+    source = with_controls(ImageShards(str(tmp_path / "a.parquet"), ImageSettings(size=16)))
+    assert gather_all(source)[0]["control"].shape == (6, 16, 16, 3)
     with pytest.raises(BadInput, match="`conditioning_image` holds no bytes of an image"):
-        controlled(ImageShards(str(tmp_path / "a.parquet"), ImageSettings(size=16), columns={"controls": "conditioning_image"}))
+        with_controls(ImageShards(str(tmp_path / "a.parquet"), ImageSettings(size=16), columns={"controls": "conditioning_image"}))
     pyarrow.parquet.write_table(pyarrow.table({"image": ["a.png"] * 6, "png": pictures}), tmp_path / "b.parquet")
     assert len(ImageShards(str(tmp_path / "b.parquet"), ImageSettings(size=16))) == 6
 
@@ -213,14 +216,14 @@ def test_parquet_of_datasets_has_its_classes(pictures, tmp_path):
     datasets.disable_progress_bars()
     datasets.Dataset.from_dict(rows, features=datasets.Features(kinds)).to_parquet(str(tmp_path / "a.parquet"), batch_size=4)
     source = find_source(image_data(DataSettings(source=f"{tmp_path}/*.parquet", held_out=0, image=ImageSettings(size=16))))
-    batch, made = gathered(source)
+    batch, image_rows = gather_all(source)
     assert (source.class_names, batch["labels"].tolist()) == (NAMES, [2, 1, 0, 0, 1, 2])
-    assert made.table.captions == [f"a {i}" for i in range(6)]
-    tarred(tmp_path / "a.tar", members_of(pictures, range(6)))
-    same, _ = gathered(ImageShards(str(tmp_path / "a.tar"), ImageSettings(size=16)))
+    assert image_rows.table.captions == [f"a {i}" for i in range(6)]
+    write_tar(tmp_path / "a.tar", members_of(pictures, range(6)))
+    same, _ = gather_all(ImageShards(str(tmp_path / "a.tar"), ImageSettings(size=16)))
     np.testing.assert_array_equal(batch["images"], same["images"])
     source.decoded.clear()
-    np.testing.assert_array_equal(gathered(source)[0]["images"], batch["images"])
+    np.testing.assert_array_equal(gather_all(source)[0]["images"], batch["images"])
 
 
 def test_columns_name_images_captions_and_classes(pictures, tmp_path):
@@ -228,30 +231,30 @@ def test_columns_name_images_captions_and_classes(pictures, tmp_path):
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
     members = members_of(pictures, range(6), json=lambda i: json.dumps({"said": "abc"[i % 3], "kind": "xy"[i % 2], "text": "no"}))
     members |= {f"a/{i:04}.mask.png": pictures[0] for i in range(6)}
-    tarred(tmp_path / "a.tar", {name: members[name] for name in sorted(members)})
+    write_tar(tmp_path / "a.tar", {name: members[name] for name in sorted(members)})
     for file, images in (("a.parquet", "shot"), ("a.tar", "mask.png")):
         columns = {"images": images, "captions": "said", "labels": "kind"}
         source = ImageShards(str(tmp_path / file), ImageSettings(size=16), columns=columns)
-        assert [one.caption for one in source.files] == ["a", "b", "c"] * 2
-        assert (source.class_names, [one.label for one in source.files]) == (("x", "y"), [0, 1] * 3)
+        assert [file.caption for file in source.files] == ["a", "b", "c"] * 2
+        assert (source.class_names, [file.label for file in source.files]) == (("x", "y"), [0, 1] * 3)
 
 
-@pytest.mark.parametrize("change, what", [
+@pytest.mark.parametrize("change, problem", [
     (lambda m: {**m, "a/0001.png": m["a/0000.png"]}, "a record with several images: jpg, png"),
     (lambda m: {k: v for k, v in m.items() if k != "a/0001.jpg"}, "a record with no image"),
     (lambda m: {k: v for k, v in m.items() if k != "a/0001.txt"}, "an image without a caption, which others have: a.tar/a/0001"),
     (lambda m: {**m, "a/0001.jpg": b"no image"}, "no image that can be read"),
 ])  # fmt: skip
-def test_mistakes_are_named_by_record(pictures, tmp_path, change, what):
+def test_mistakes_are_named_by_record(pictures, tmp_path, change, problem):
     members = change(members_of(pictures, range(2), txt=str))
-    tarred(tmp_path / "a.tar", {name: members[name] for name in sorted(members)})
-    with pytest.raises(BadInput, match=what) as caught:
+    write_tar(tmp_path / "a.tar", {name: members[name] for name in sorted(members)})
+    with pytest.raises(BadInput, match=problem) as caught:
         ImageShards(str(tmp_path / "a.tar"), ImageSettings(size=16))
     assert "0001" in f"{caught.value.where} {caught.value.what}"
 
 
 def test_damaged_shards_are_named(pictures, tmp_path):
-    whole = tarred(tmp_path / "a.tar", members_of(pictures, range(6))).read_bytes()
+    whole = write_tar(tmp_path / "a.tar", members_of(pictures, range(6))).read_bytes()
     endless = whole[: len(whole.rstrip(b"\0")) // 512 * 512]
     for name, data in (("cut", whole[:3000]), ("endless", endless), ("packed", gzip.compress(whole))):
         (tmp_path / f"{name}.tar").write_bytes(data)
@@ -266,13 +269,13 @@ def test_damaged_shards_are_named(pictures, tmp_path):
 
 def test_images_that_are_left_out_leave_the_others_where_they_are(pictures, tmp_path):
     members = members_of(pictures, range(6), cls=lambda i: str(i)) | {"a/0002.webp": b"no image"}
-    tarred(tmp_path / "a.tar", {name: members[name] for name in sorted(members)})
+    write_tar(tmp_path / "a.tar", {name: members[name] for name in sorted(members)})
     source = ImageShards(str(tmp_path / "a.tar"), ImageSettings(size=16, invalid="drop"))
     assert source.unreadable == ["a.tar/a/0002"]
-    batch, _ = gathered(source)
+    batch, _ = gather_all(source)
     assert batch["labels"].tolist() == [0, 1, 3, 4, 5]
     source.decoded.clear()
-    np.testing.assert_array_equal(gathered(source)[0]["images"], batch["images"])
+    np.testing.assert_array_equal(gather_all(source)[0]["images"], batch["images"])
 
 
 def test_a_range_names_files_that_are_all_there(tmp_path):

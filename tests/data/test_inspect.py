@@ -35,21 +35,21 @@ def test_two_documents_in_a_row_of_the_stream():
 def test_every_learned_token_is_shown_as_such(kind, color):
     texts = ["askanswer", "x", "nothing"]
     learn = [[0] * 3 + [1] * 7, [1, 1], [0] * 8]
-    shown = render(batch_of(texts, kind, 32, learn), Bytes(), color)
+    rendered = render(batch_of(texts, kind, 32, learn), Bytes(), color)
     if color:
-        learned = re.findall("\x1b\\[32m(.*?)\x1b\\[0m", shown)
-        dim = re.findall("\x1b\\[2m(.*?)\x1b\\[0m", shown)
+        learned = re.findall("\x1b\\[32m(.*?)\x1b\\[0m", rendered)
+        dim = re.findall("\x1b\\[2m(.*?)\x1b\\[0m", rendered)
     else:
-        learned = [re.sub("⟦.*?⟧", "", line) for line in shown.splitlines() if line[:3] not in ("row", "-- ")]
-        dim = re.findall("⟦(.*?)⟧", shown)
+        learned = [re.sub("⟦.*?⟧", "", line) for line in rendered.splitlines() if line[:3] not in ("row", "-- ")]
+        dim = re.findall("⟦(.*?)⟧", rendered)
     assert [text for text in learned if text] == ["answer<eos>", "<eos>"]
     assert [text.removesuffix("<eos>") for text in dim if text] == ["ask", "x", "nothing"]
 
 
 def test_no_control_character_reaches_the_terminal():
-    shown = render(batch_of(["a\x1b]0;x\x07\x9b2J\r\tb\n"], sequence=40), Bytes())
-    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", shown)
-    assert r"\x1b]0;x\x07\x9b2J\x0d" in shown
+    text = render(batch_of(["a\x1b]0;x\x07\x9b2J\r\tb\n"], sequence=40), Bytes())
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", text)
+    assert r"\x1b]0;x\x07\x9b2J\x0d" in text
 
 
 def test_some_rows_and_no_tokenizer():

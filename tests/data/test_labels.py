@@ -20,14 +20,14 @@ from argosy.train.objectives.texts.classify import Classify
 from argosy.train.objectives.texts.contrastive import Contrastive
 
 
-def written(path, labels, **columns):
+def write_labels(path, labels, **columns):
     rows = [{"text": f"text {i}", "label": label} | columns for i, label in enumerate(labels)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return DataSettings(source=str(path), held_out=0)
 
 
 @pytest.mark.parametrize(
-    ("labels", "found"),
+    ("labels", "expected"),
     [
         (["b", "a", "b"], LabelSet(("a", "b"), "single_label_classification", {"a": 1, "b": 2})),
         ([1, 1, 0], LabelSet(("LABEL_0", "LABEL_1"), "single_label_classification", {"LABEL_0": 1, "LABEL_1": 2})),
@@ -38,9 +38,9 @@ def written(path, labels, **columns):
         ([[0.0, 1.0, 0.5]], LabelSet(("LABEL_0", "LABEL_1", "LABEL_2"), "multi_label_classification")),
     ],
 )  # fmt: skip
-def test_the_labels_of_a_file(tmp_path, labels, found):
-    assert labels_of_source(written(tmp_path / "f.jsonl", labels)) == found
-    assert found.scores == (len(found.names) or 1)
+def test_the_labels_of_a_file(tmp_path, labels, expected):
+    assert labels_of_source(write_labels(tmp_path / "f.jsonl", labels)) == expected
+    assert expected.scores == (len(expected.names) or 1)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_the_labels_of_a_file(tmp_path, labels, found):
 )
 def test_labels_that_are_refused(tmp_path, labels, why):
     with pytest.raises(BadInput, match=why):
-        labels_of_source(written(tmp_path / "f.jsonl", labels))
+        labels_of_source(write_labels(tmp_path / "f.jsonl", labels))
 
 
 def test_labels_become_numbers():
@@ -78,21 +78,21 @@ def test_frames_are_those_of_the_tokenizers_library(tmp_path):
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
     words = {word: i for i, word in enumerate(["<s>", "</s>", "[CLS]", "[SEP]", *"abcdefghij"])}
-    found = {"bert": (TextFrame((2,), (3,), (3,)), processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2)))}
-    found["roberta"] = (TextFrame((0,), (1, 1), (1,)), processors.RobertaProcessing(("</s>", 1), ("<s>", 0)))
-    for frame, processor in found.values():
+    frames = {"bert": (TextFrame((2,), (3,), (3,)), processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2)))}
+    frames["roberta"] = (TextFrame((0,), (1, 1), (1,)), processors.RobertaProcessing(("</s>", 1), ("<s>", 0)))
+    for frame, processor in frames.values():
         reference = Tokenizer(models.WordLevel(words, unk_token="a"))
         reference.pre_tokenizer, reference.post_processor = pre_tokenizers.Whitespace(), processor
-        one, two = "a b c d e f", "g h i j"
-        ids = [reference.encode(text, add_special_tokens=False).ids for text in (one, two)]
+        first_text, two = "a b c d e f", "g h i j"
+        ids = [reference.encode(text, add_special_tokens=False).ids for text in (first_text, two)]
         for most in (20, 12, 11, 10, 9, 8):
             reference.enable_truncation(most)
-            assert frame_ids(frame, ids[0], None, most)[0] == reference.encode(one).ids
+            assert frame_ids(frame, ids[0], None, most)[0] == reference.encode(first_text).ids
             tokens, second = frame_ids(frame, ids[0], ids[1], most)
             assert len(tokens) <= most
             assert tokens[:second] + tokens[second:] == tokens
             if most >= 11 or len(ids[0]) + len(ids[1]) + 4 <= most:
-                assert tokens == reference.encode(one, two).ids
+                assert tokens == reference.encode(first_text, two).ids
 
 
 def test_rows_hold_labels_and_where_second_texts_begin(tmp_path):
@@ -103,8 +103,8 @@ def test_rows_hold_labels_and_where_second_texts_begin(tmp_path):
         {"text": "", "label": ["y"]},
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    how = {"format": "classification", "labels": ["x", "y"], "held_out": 0, "sequence": 8, "batch": 2, "shuffle": False}
-    settings = DataSettings(source=str(path), cache=str(tmp_path / "cache"), **how)
+    fields = {"format": "classification", "labels": ["x", "y"], "held_out": 0, "sequence": 8, "batch": 2, "shuffle": False}
+    settings = DataSettings(source=str(path), cache=str(tmp_path / "cache"), **fields)
     batches = build(settings, load_tokenizer("byte"), vocab=258, seed=0, fields=Classify().reads())
     batch = next(batches)
     assert batches.sizes == {"s": 1, "z": 2}
@@ -123,10 +123,10 @@ def test_a_negative_that_a_record_lacks_has_an_empty_slot(tmp_path):
     path, some = tmp_path / "n.jsonl", [["n1", "n2", "n3"], [], ["m1"]]
     rows = [{"anchor": f"a{i}", "positive": f"p{i}", "negatives": each} for i, each in enumerate(some)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    how = {"negatives": 2, "held_out": 0, "sequence": 6, "shuffle": False, "cache": str(tmp_path / "cache")}
+    settings_fields = {"negatives": 2, "held_out": 0, "sequence": 6, "shuffle": False, "cache": str(tmp_path / "cache")}
     fields = Contrastive(negatives=2).reads()
     together = {"vocab": 258, "seed": 0, "fields": fields, "rows_per_group": 4}
-    batches = build(DataSettings(source=str(path), batch=12, **how), load_tokenizer("byte"), **together)
+    batches = build(DataSettings(source=str(path), batch=12, **settings_fields), load_tokenizer("byte"), **together)
     batch = next(batches)
     texts = [bytes(tokens[segments > 0].tolist()).decode() for tokens, segments in zip(batch["tokens"], batch["segments"])]
     assert texts == ["a0", "p0", "n1", "n2", "a1", "p1", "", "", "a2", "p2", "m1", ""]
@@ -135,7 +135,7 @@ def test_a_negative_that_a_record_lacks_has_an_empty_slot(tmp_path):
     assert "3 negatives that records lack: empty places, computed all the same" in batches.summary().text
     assert "3 examples" in batches.summary().text
     batches.close()
-    batches = build(DataSettings(source=str(path), batch=4, packing="fit", **how), load_tokenizer("byte"), **together)
+    batches = build(DataSettings(source=str(path), batch=4, packing="fit", **settings_fields), load_tokenizer("byte"), **together)
     batch = next(batches)
     assert batch["live"].tolist() == [[1, 1, 1], [1, 1, 1], [1, 0, 1], [1, 0, 0]]
     assert batch["segments"].tolist()[2:] == [[1, 1, 3, 3, 0, 0], [1, 1, 0, 0, 0, 0]]
@@ -148,8 +148,16 @@ def test_each_column_has_its_prompt_and_its_length(tmp_path):
     rows = [{"anchor": "a \n", "positive": " p", "negatives": ["n", "m\t"]}, {"anchor": "b", "positive": "", "negatives": ["n"]},
             {"anchor": "b", "positive": "q", "negatives": []}]  # fmt: skip
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    how = {"negatives": 2, "held_out": 0, "sequence": 8, "shuffle": False, "cache": str(tmp_path / "cache"), "batch": 8, "bos": True}
-    settings = DataSettings(source=str(path), prompts={"anchor": "q: ", "negative": "d:"}, **how)
+    settings_fields = {
+        "negatives": 2,
+        "held_out": 0,
+        "sequence": 8,
+        "shuffle": False,
+        "cache": str(tmp_path / "cache"),
+        "batch": 8,
+        "bos": True,
+    }
+    settings = DataSettings(source=str(path), prompts={"anchor": "q: ", "negative": "d:"}, **settings_fields)
     fields = Contrastive(negatives=2, include_prompt=False).reads()
     batches = build(settings, load_tokenizer("byte"), vocab=258, seed=0, fields=fields, rows_per_group=4)
     batch = next(batches)

@@ -18,9 +18,9 @@ def tokenizer(name):
 @pytest.mark.parametrize("theirs", NAMES)
 def test_pairs_are_the_same_bytes_and_none_is_missing(ours: str, theirs: str):
     student, teacher = tokenizer(ours), tokenizer(theirs)
-    found = match_tokens(student, teacher)
-    ids, others = found.ids
-    assert len(ids) == len(others) == len(found) == len(set(ids.tolist())) == len(set(others.tolist()))
+    matches = match_tokens(student, teacher)
+    ids, others = matches.ids
+    assert len(ids) == len(others) == len(matches) == len(set(ids.tolist())) == len(set(others.tolist()))
     pairs = set(zip(ids.tolist(), others.tolist()))
     assert (student.eos, teacher.eos) in pairs
     pieces = [
@@ -29,7 +29,7 @@ def test_pairs_are_the_same_bytes_and_none_is_missing(ours: str, theirs: str):
     ]
     for a, b in pairs - {(student.eos, teacher.eos)}:
         assert student.piece(a, False) == teacher.piece(b, False) != b""
-    assert len(found) == len(pieces[0] & pieces[1]) + 1
+    assert len(matches) == len(pieces[0] & pieces[1]) + 1
     if ours == theirs:
         assert all(a == b for a, b in pairs)
 
@@ -45,8 +45,8 @@ def test_of_a_character_and_its_byte_the_one_that_is_written_matches():
     student, teacher = tokenizer("byte"), tokenizer("models/stories260k")
     ids, others = match_tokens(student, teacher).ids
     of = dict(zip(ids.tolist(), others.tolist()))
-    (written,) = teacher.encode_rest(["e"])[0]
-    assert of[ord("e")] == written
+    (written_id,) = teacher.encode_rest(["e"])[0]
+    assert of[ord("e")] == written_id
     twice = [token for token in range(teacher.vocab) if teacher.piece(token, False) == b"e"]
     assert len(twice) > 1, "a test that cannot fail"
-    assert not np.isin([token for token in twice if token != written], others).any()
+    assert not np.isin([token for token in twice if token != written_id], others).any()

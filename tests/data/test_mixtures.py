@@ -37,12 +37,12 @@ def test_draws_are_those_of_a_loop_over_all_places(name):
     places = np.arange(14_000)
     source, draw = order.order(places)
     for number in range(3):
-        drawn = draw[source == number]
+        drawn_rows = draw[source == number]
         if name == "by size":
-            whole = drawn[: len(drawn) // (37, 22, 4)[number] * (37, 22, 4)[number]]
+            whole = drawn_rows[: len(drawn_rows) // (37, 22, 4)[number] * (37, 22, 4)[number]]
             assert sorted(whole.tolist()) == list(range(len(whole)))
         else:
-            assert drawn.tolist() == list(range(len(drawn)))
+            assert drawn_rows.tolist() == list(range(len(drawn_rows)))
         if name != "by size":
             for place in (0, 1, 4095, 4096, 5000, 5001, 9001, 13_999):
                 assert order.order.draws(place)[number] == (source[:place] == number).sum()
@@ -59,14 +59,14 @@ def test_every_epoch_of_a_source_holds_each_of_its_rows_once(name):
     order = orders()[name]
     rows = order(np.arange(12_000))
     for number, size in enumerate(SIZES):
-        own = rows[(rows >= order.offsets[number]) & (rows < order.offsets[number] + size)]
-        passes = own[: len(own) // size * size].reshape(-1, size)
+        own_rows = rows[(rows >= order.offsets[number]) & (rows < order.offsets[number] + size)]
+        passes = own_rows[: len(own_rows) // size * size].reshape(-1, size)
         if name == "by size":
-            assert len(set(Counter(own[: 37 * 22 * 4].tolist()).values())) <= 2
+            assert len(set(Counter(own_rows[: 37 * 22 * 4].tolist()).values())) <= 2
             continue
         assert len(passes) > 2
-        assert all(len(set(one)) == size for one in passes.tolist())
-        assert (name == "unshuffled") == all(one == sorted(one) for one in passes.tolist())
+        assert all(len(set(pass_rows)) == size for pass_rows in passes.tolist())
+        assert (name == "unshuffled") == all(pass_rows == sorted(pass_rows) for pass_rows in passes.tolist())
 
 
 def test_a_pass_by_size_holds_every_row_as_often_as_asked():
@@ -97,17 +97,17 @@ def folder(tmp_path):
             data_files.jsonl(rows) if name == "a" else data_files.parquet(rows)
         )
     chats = [{"messages": [{"role": "user", "content": f"c {n}?"}, {"role": "assistant", "content": str(n)}]} for n in range(20)]
-    (tmp_path / "c.csv").write_bytes(data_files.separated([{"prompt": f"c {n}?", "completion": f" {n}"} for n in range(20)]))
+    (tmp_path / "c.csv").write_bytes(data_files.csv_file([{"prompt": f"c {n}?", "completion": f" {n}"} for n in range(20)]))
     (tmp_path / "chats.jsonl").write_bytes(data_files.jsonl(chats))
     return tmp_path
 
 
-def mixed(folder, source: str, *words: str) -> DataSettings:
+def mixed_settings(folder, source: str, *words: str) -> DataSettings:
     source = source.replace("PATH", str(folder))
-    given = [f"source={source}", f"cache={folder / 'cache'}", "sequence=48", "batch=8", *words]
+    setting_words = [f"source={source}", f"cache={folder / 'cache'}", "sequence=48", "batch=8", *words]
     if not any(word.startswith("packing") for word in words):
-        given.append("packing=fit")
-    return read_settings(DataSettings, words_layer(given)).value
+        setting_words.append("packing=fit")
+    return read_settings(DataSettings, words_layer(setting_words)).value
 
 
 WEIGHTED = "[{path: PATH/a.jsonl, weight: 3}, {path: PATH/b.parquet, weight: 1}, {path: PATH/c.csv, weight: 1}]"
@@ -119,8 +119,8 @@ MIXTURES = {
 }  # fmt: skip
 
 
-def batches(settings: DataSettings, process=0, processes=1, make=build, **how):
-    return make(settings, Bytes(), vocab=258, seed=3, process=process, processes=processes, **how)
+def batches(settings: DataSettings, process=0, processes=1, make=build, **options):
+    return make(settings, Bytes(), vocab=258, seed=3, process=process, processes=processes, **options)
 
 
 def rows_of(batch) -> list[bytes]:
@@ -129,7 +129,7 @@ def rows_of(batch) -> list[bytes]:
 
 @pytest.mark.parametrize("name", MIXTURES)
 def test_killed_at_random_and_on_any_number_of_processes_a_mixture_gives_the_same_rows(folder, name):
-    settings = mixed(folder, *MIXTURES[name])
+    settings = mixed_settings(folder, *MIXTURES[name])
     stream = batches(settings)
     whole = [rows_of(next(stream)) for _ in range(40)]
     draw, step, seen, state = random.Random(11), 0, [], None
@@ -155,15 +155,15 @@ def test_killed_at_random_and_on_any_number_of_processes_a_mixture_gives_the_sam
 
 def words_of(batch) -> list[str]:
     """The first letter of each document."""
-    found = []
+    letters = []
     for tokens, segments in zip(batch["tokens"], batch["segments"]):
         for segment in range(1, segments.max() + 1):
-            found.append(chr(tokens[segments == segment][0]))
-    return found
+            letters.append(chr(tokens[segments == segment][0]))
+    return letters
 
 
 def test_the_summary_says_how_much_of_each_is_seen_and_batches_agree(folder):
-    settings = mixed(folder, WEIGHTED, "packing=alone", "held_out=0")
+    settings = mixed_settings(folder, WEIGHTED, "packing=alone", "held_out=0")
     stream = batches(settings)
     summary = stream.summary(steps=50)
     counts = Counter(word for _ in range(50) for word in words_of(next(stream)))
@@ -176,14 +176,14 @@ def test_the_summary_says_how_much_of_each_is_seen_and_batches_agree(folder):
 
 
 def test_an_epoch_without_weights_holds_every_row(folder):
-    settings = mixed(folder, BY_SIZE, "packing=alone", "held_out=0", "epochs=2", "batch=4")
+    settings = mixed_settings(folder, BY_SIZE, "packing=alone", "held_out=0", "epochs=2", "batch=4")
     counts = Counter(word for batch in batches(settings) for word in words_of(batch))
     assert counts == {"a": 120, "b": 120}
     assert batches(settings).summary().ends_after == 60
 
 
 def test_weights_change_at_their_steps(folder):
-    stream = batches(mixed(folder, SCHEDULED, "packing=alone", "held_out=0"))
+    stream = batches(mixed_settings(folder, SCHEDULED, "packing=alone", "held_out=0"))
     each = [set(words_of(next(stream))) for _ in range(10)]
     assert each[:3] == [{"a"}] * 3
     assert set.union(*each[3:6]) == {"a", "b"}
@@ -192,7 +192,7 @@ def test_weights_change_at_their_steps(folder):
 
 def test_weights_by_tokens_count_targets(folder):
     source = "[{path: PATH/a.jsonl, weight: 1}, {path: PATH/c.csv, weight: 1}]"
-    settings = mixed(folder, source, "packing=alone", "held_out=0", "weight_unit=tokens")
+    settings = mixed_settings(folder, source, "packing=alone", "held_out=0", "weight_unit=tokens")
     stream, targets = batches(settings), Counter()
     for _ in range(300):
         batch = next(stream)
@@ -204,10 +204,10 @@ def test_weights_by_tokens_count_targets(folder):
 def test_every_source_has_its_own_format_template_and_share_held_out(folder):
     source = "[{path: PATH/chats.jsonl, template: chatml, held_out: 0.5}, {path: PATH/a.jsonl, held_out: 0}, "
     source += "{path: PATH/c.csv, learn: all, held_out: 0}]"
-    settings = mixed(folder, source, "epochs=1", "batch=1", "packing=alone", "sequence=128")
-    found = [Bytes().decode(batch["tokens"][0].tolist()) for batch in batches(settings)]
-    assert sum(text.startswith("<|im_start|>user") for text in found) == 10
-    assert sum(text.startswith("a ") for text in found) == 60
+    settings = mixed_settings(folder, source, "epochs=1", "batch=1", "packing=alone", "sequence=128")
+    decoded = [Bytes().decode(batch["tokens"][0].tolist()) for batch in batches(settings)]
+    assert sum(text.startswith("<|im_start|>user") for text in decoded) == 10
+    assert sum(text.startswith("a ") for text in decoded) == 60
     evaluated = list(batches(settings, make=eval_batches))
     assert len(evaluated) == 10
     learned = [int(batch["mask"].sum()) for batch in batches(settings) if chr(batch["tokens"][0, 0]) == "c"]
@@ -218,13 +218,13 @@ def test_pairs_mix_in_whole_groups(tmp_path):
     for name in "xy":
         rows = [{"prompt": f"{name} {n}?", "chosen": f" {n}", "rejected": " none"} for n in range(24)]
         (tmp_path / f"{name}.jsonl").write_bytes(data_files.jsonl(rows))
-    settings = mixed(tmp_path, "[{path: PATH/x.jsonl, weight: 1}, {path: PATH/y.jsonl, weight: 2}]", "packing=alone")
+    settings = mixed_settings(tmp_path, "[{path: PATH/x.jsonl, weight: 1}, {path: PATH/y.jsonl, weight: 2}]", "packing=alone")
     batch = next(build(settings, Bytes(), vocab=258, seed=0, rows_per_group=2))
     firsts = [bytes(row[:5].astype(np.uint8)) for row in batch["tokens"]]
     assert firsts[::2] == firsts[1::2]
     (tmp_path / "t.jsonl").write_bytes(data_files.jsonl([{"text": story("t", n)} for n in range(20)]))
     with pytest.raises(BadInput, match="cannot be mixed: their rows come in groups of 2 and 1"):
-        build(mixed(tmp_path, "[PATH/x.jsonl, PATH/t.jsonl]"), Bytes(), vocab=258, seed=0, rows_per_group=2)
+        build(mixed_settings(tmp_path, "[PATH/x.jsonl, PATH/t.jsonl]"), Bytes(), vocab=258, seed=0, rows_per_group=2)
 
 
 @pytest.mark.parametrize(("source", "words", "says"), [
@@ -237,7 +237,7 @@ def test_pairs_mix_in_whole_groups(tmp_path):
     ("[{path: PATH/a.jsonl, weight: {0: 1, 5: 0}}]", [], "all weights are 0 from step 5 on"),
 ])  # fmt: skip
 def test_mixtures_that_contradict_themselves(folder, source, words, says):
-    settings = mixed(folder, source, *words)
+    settings = mixed_settings(folder, source, *words)
     with pytest.raises(UserError, match=says):
         batches(settings, source=find(settings))
 
@@ -250,10 +250,10 @@ def test_mixtures_that_contradict_themselves(folder, source, words, says):
 ])  # fmt: skip
 def test_mistakes_in_a_source_are_named(folder, source, says):
     with pytest.raises(UserError, match=says):
-        mixed(folder, source)
+        mixed_settings(folder, source)
 
 
 def test_another_weight_is_other_data(folder):
-    state = batches(mixed(folder, WEIGHTED)).state()
+    state = batches(mixed_settings(folder, WEIGHTED)).state()
     with pytest.raises(UserError, match="weight of 0"):
-        batches(mixed(folder, WEIGHTED.replace("weight: 3", "weight: 2"))).restore(state)
+        batches(mixed_settings(folder, WEIGHTED.replace("weight: 3", "weight: 2"))).restore(state)

@@ -16,9 +16,9 @@ __all__ = ["expected"]
 GOLDENS = Path(__file__).parents[1] / "goldens" / "mosaic"
 
 
-def columns_in(folder, **how) -> list[dict]:
-    source = source_of(folder, format="prompt", columns={"prompt": "text"}, **how)
-    return [{"text": found.record.prompt} | dict(found.record.columns) for found in source.documents() if found.record]
+def columns_in(folder, **fields) -> list[dict]:
+    source = source_of(folder, format="prompt", columns={"prompt": "text"}, **fields)
+    return [{"text": document.record.prompt} | dict(document.record.columns) for document in source.documents() if document.record]
 
 
 @pytest.mark.parametrize("name", ["plain", "zstd", "gz"])
@@ -51,7 +51,7 @@ def test_at_an_address():
     files.rm("/mosaic", recursive=True)
 
 
-def damaged(tmp_path, name: str, change) -> Path:
+def damage_copy(tmp_path, name: str, change) -> Path:
     folder = tmp_path / "copy"
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(GOLDENS / name, folder)
@@ -73,19 +73,19 @@ def test_damage_is_named_with_the_file(tmp_path, name):
         (folder / shard).write_bytes(data)
 
     for change in [flip] * 20 + [lambda folder: (folder / shard).write_bytes((GOLDENS / name / shard).read_bytes()[: size // 2])]:
-        folder = damaged(tmp_path, name, change)
+        folder = damage_copy(tmp_path, name, change)
         try:
-            found = texts(folder)
+            contents = texts(folder)
         except ArgosyError as error:
-            found = str(error.where)
-        if isinstance(found, str):
-            assert shard in found
+            contents = str(error.where)
+        if isinstance(contents, str):
+            assert shard in contents
         else:
-            assert found == whole or (name == "zstd" and change is flip)
+            assert contents == whole or (name == "zstd" and change is flip)
     with pytest.raises(Damaged, match="bytes that has"):
-        texts(damaged(tmp_path, name, lambda folder: (folder / shard).write_bytes(b"")))
+        texts(damage_copy(tmp_path, name, lambda folder: (folder / shard).write_bytes(b"")))
     with pytest.raises(BadInput, match="a shard that the index names is missing") as missing:
-        texts(damaged(tmp_path, name, lambda folder: (folder / shard).unlink()))
+        texts(damage_copy(tmp_path, name, lambda folder: (folder / shard).unlink()))
     assert str(missing.value.where).endswith(json.loads((GOLDENS / name / "index.json").read_text())["shards"][1][
         "raw_data" if name == "plain" else "zip_data"
     ]["basename"])  # fmt: skip
@@ -113,11 +113,11 @@ def test_what_is_not_read_is_refused_by_name(tmp_path):
         return change
 
     with pytest.raises(BadInput, match="shards of format jsonl"):
-        texts(damaged(tmp_path, "plain", other(format="jsonl")))
+        texts(damage_copy(tmp_path, "plain", other(format="jsonl")))
     with pytest.raises(BadInput, match="a shard compressed by `br`"):
-        texts(damaged(tmp_path, "zstd", other(compression="br:11")))
+        texts(damage_copy(tmp_path, "zstd", other(compression="br:11")))
     with pytest.raises(Damaged, match="cannot be understood"):
-        texts(damaged(tmp_path, "zstd", other(column_names=["a"])))
+        texts(damage_copy(tmp_path, "zstd", other(column_names=["a"])))
     with pytest.raises(BadInput, match="an MDS shard alone"):
         texts(GOLDENS / "plain" / "shard.00000.mds")
     with pytest.raises(BadInput, match="no files to read") as caught:

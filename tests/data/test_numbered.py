@@ -27,16 +27,16 @@ class Counting(Batches):
     def close(self) -> None: ...
 
 
-def taken(windows: list[tuple[int, int]], steps: int) -> list[int]:
+def take_batches(windows: list[tuple[int, int]], steps: int) -> list[int]:
     batches = Numbered(Counting(), windows)
     batches.begin(0)
     return [next(batches) for _ in range(steps)]  # pyright: ignore[reportReturnType]
 
 
 def test_windows_are_passed_over():
-    assert taken([], 3) == [1, 2, 3]
-    assert taken([(3, 4), (6, 6)], 5) == [1, 2, 5, 7, 8]
-    assert taken([(1, 2), (3, 3), (2, 5)], 2) == [6, 7]
+    assert take_batches([], 3) == [1, 2, 3]
+    assert take_batches([(3, 4), (6, 6)], 5) == [1, 2, 5, 7, 8]
+    assert take_batches([(1, 2), (3, 3), (2, 5)], 2) == [6, 7]
 
 
 def test_windows_that_overlap_or_touch_are_one():

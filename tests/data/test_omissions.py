@@ -33,11 +33,11 @@ def template_of(name: str) -> str:
     return Path(shared(f"chat_templates/{name}.jinja")).read_text(encoding="utf-8")
 
 
-def checked(template: str, messages: Sequence[Mapping[str, Any]], tools: Any = None, documents: Any = None) -> str:
+def check_prompt(template: str, messages: Sequence[Mapping[str, Any]], tools: Any = None, documents: Any = None) -> str:
     """A prompt with all that it was made from."""
 
-    def rendered(**given: Any) -> str:
-        return render(template, special=SPECIAL, add_generation_prompt=True, **given)
+    def rendered(**values: Any) -> str:
+        return render(template, special=SPECIAL, add_generation_prompt=True, **values)
 
     text = rendered(messages=messages, tools=tools, documents=documents)
     check_complete(rendered, text, template, messages, tools, documents)
@@ -47,17 +47,17 @@ def checked(template: str, messages: Sequence[Mapping[str, Any]], tools: Any = N
 @pytest.mark.parametrize("name", NAMES)
 def test_tools_are_in_the_prompt_or_refused(name: str):
     if name in WITH_TOOLS:
-        assert "f" in checked(template_of(name), [USER], [TOOL])
+        assert "f" in check_prompt(template_of(name), [USER], [TOOL])
         return
     with pytest.raises(Omitted, match=r"leaves out the tool `f`") as error:
-        checked(template_of(name), [USER], [TOOL])
+        check_prompt(template_of(name), [USER], [TOOL])
     assert error.value.param == "tools"
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_conversation_of_two_is_refused_by_no_template(name: str):
-    checked(template_of(name), [USER, ANSWER, USER])
-    checked(template_of(name), [USER, {"role": "assistant", "content": "<think>\nhm\n</think>\n\n b "}, USER])
+    check_prompt(template_of(name), [USER, ANSWER, USER])
+    check_prompt(template_of(name), [USER, {"role": "assistant", "content": "<think>\nhm\n</think>\n\n b "}, USER])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -65,22 +65,22 @@ def test_a_conversation_of_two_is_refused_by_no_template(name: str):
 def test_instructions_are_in_the_prompt_or_refused(name: str, messages: list[dict[str, str]]):
     """By hand: the text is a word that nothing else has."""
     template, word = template_of(name), "Zirkumflex"
-    given = with_known_roles([m | {"content": word if m["role"] != "user" else "a"} for m in messages], template)
+    messages_of_case = with_known_roles([m | {"content": word if m["role"] != "user" else "a"} for m in messages], template)
     try:
-        text = checked(template, given)
+        text = check_prompt(template, messages_of_case)
     except BadInput:
         # A text that is found elsewhere in the prompt is no less missing.
         with pytest.raises(BadInput, match=r"leaves out a message|refuses these messages"):
-            checked(template, with_known_roles(messages, template))
+            check_prompt(template, with_known_roles(messages, template))
     else:
         assert word in text
-        checked(template, with_known_roles(messages, template))
+        check_prompt(template, with_known_roles(messages, template))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_calls_and_results_are_in_the_prompt_or_refused(name: str):
     try:
-        checked(template_of(name), [USER, CALL, RESULT], [TOOL] if name in WITH_TOOLS else None)
+        check_prompt(template_of(name), [USER, CALL, RESULT], [TOOL] if name in WITH_TOOLS else None)
     except BadInput:
         assert name not in WITH_TOOLS
 
@@ -97,13 +97,13 @@ def test_a_developers_message_is_the_systems_for_templates_without_that_role():
 def test_documents_and_what_stands_beside_calls():
     plain = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     with pytest.raises(Omitted, match=r"leaves out the documents") as error:
-        checked(plain, [USER], documents=[{"title": "t", "text": "u"}])
+        check_prompt(plain, [USER], documents=[{"title": "t", "text": "u"}])
     assert error.value.param == "documents"
-    checked(plain + "{% for d in documents %}{{ d.title }}{% endfor %}", [USER], documents=[{"title": "t", "text": "u"}])
+    check_prompt(plain + "{% for d in documents %}{{ d.title }}{% endfor %}", [USER], documents=[{"title": "t", "text": "u"}])
     with pytest.raises(Omitted, match=r"leaves out the call of `f`"):
-        checked(plain, [USER, CALL])
+        check_prompt(plain, [USER, CALL])
     with pytest.raises(Omitted, match="a message of role `tool`"):
-        checked("{% for m in messages if m.role != 'tool' %}{{ m.content }}{% endfor %}", [USER, RESULT])
+        check_prompt("{% for m in messages if m.role != 'tool' %}{{ m.content }}{% endfor %}", [USER, RESULT])
 
 
 def test_a_mark_is_in_no_text():
@@ -114,12 +114,12 @@ def test_a_mark_is_in_no_text():
 
 def test_the_name_and_the_refusal_of_a_message_are_in_the_prompt_or_refused():
     """Kimi's template writes names; it is the only one of these that does."""
-    named = [USER | {"name": "Zirkumflex"}]
-    assert "Zirkumflex" in checked(template_of("Kimi-K2-Instruct"), named)
+    messages = [USER | {"name": "Zirkumflex"}]
+    assert "Zirkumflex" in check_prompt(template_of("Kimi-K2-Instruct"), messages)
     with pytest.raises(Omitted, match="leaves out the `name` of a message of role `user`"):
-        checked(template_of("Qwen-Qwen3-0.6B"), named)
+        check_prompt(template_of("Qwen-Qwen3-0.6B"), messages)
     refused = with_known_roles([USER, {"role": "assistant", "content": None, "refusal": "Zirkumflex"}, USER], "")
-    assert "Zirkumflex" in checked(template_of("Qwen-Qwen3-0.6B"), refused)
+    assert "Zirkumflex" in check_prompt(template_of("Qwen-Qwen3-0.6B"), refused)
     with pytest.raises(Omitted, match="leaves out the `refusal` of a message of role `assistant`"):
-        checked(template_of("Qwen-Qwen3-0.6B"), [USER, ANSWER | {"refusal": "no"}, USER])
-    checked(template_of("Qwen-Qwen3-0.6B"), [USER | {"name": None}, ANSWER | {"refusal": None}, USER])
+        check_prompt(template_of("Qwen-Qwen3-0.6B"), [USER, ANSWER | {"refusal": "no"}, USER])
+    check_prompt(template_of("Qwen-Qwen3-0.6B"), [USER | {"name": None}, ANSWER | {"refusal": None}, USER])

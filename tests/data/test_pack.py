@@ -19,7 +19,7 @@ def document_of(corpus: Corpus) -> list[int]:
 
 def split_by_hand(corpus: Corpus, sequence: int, row: int) -> dict[str, list]:
     """One row of the stream, token by token."""
-    made = {name: [] for name in ("tokens", "targets", "segments", "mask")}
+    arrays = {name: [] for name in ("tokens", "targets", "segments", "mask")}
     documents, n, segment = document_of(corpus), len(corpus.tokens), 1
     for at in range(row * sequence, (row + 1) * sequence):
         if at >= n:
@@ -32,60 +32,60 @@ def split_by_hand(corpus: Corpus, sequence: int, row: int) -> dict[str, list]:
             counts = same and (corpus.weights is None or corpus.weights[at + 1])
             target = corpus.tokens[at + 1] if follows else 0
             values = (corpus.tokens[at], target, segment, float(counts))
-        for name, value in zip(made, values):
-            made[name].append(value)
-    return made
+        for name, value in zip(arrays, values):
+            arrays[name].append(value)
+    return arrays
 
 
 @pytest.mark.parametrize("learn", [False, True])
 @pytest.mark.parametrize("documents, longest, sequence", [(1, 50, 8), (40, 9, 16), (7, 60, 16), (30, 1, 4), (5, 3, 64)])
 def test_split_rows_are_those_cut_by_hand(documents, longest, sequence, learn):
-    made = corpus(np.random.default_rng(documents), documents, longest, learn)
-    rows = SplitRows(made, sequence)
+    random_corpus = corpus(np.random.default_rng(documents), documents, longest, learn)
+    rows = SplitRows(random_corpus, sequence)
     order = np.random.default_rng(0).permutation(len(rows))
     batch = rows.gather(order)
     for at, row in enumerate(order):
-        for name, expected in split_by_hand(made, sequence, int(row)).items():
+        for name, expected in split_by_hand(random_corpus, sequence, int(row)).items():
             np.testing.assert_array_equal(batch[name][at], expected, err_msg=f"{name} of row {row}")
     assert [batch[name].dtype for name in batch] == [np.int32] * 3 + [np.float32]
 
 
 @pytest.mark.parametrize("kind", [SplitRows, FitRows])
 def test_every_target_is_learned_once(kind):
-    made = corpus(np.random.default_rng(3), 60, 40)
-    batch = kind(made, 16).gather(np.arange(len(kind(made, 16))))
+    random_corpus = corpus(np.random.default_rng(3), 60, 40)
+    batch = kind(random_corpus, 16).gather(np.arange(len(kind(random_corpus, 16))))
     learned = batch["targets"][batch["mask"] > 0]
-    firsts = made.tokens[made.starts[:-1]]
-    assert sorted(learned) == sorted(set(made.tokens.tolist()) - set(firsts.tolist()))
+    firsts = random_corpus.tokens[random_corpus.starts[:-1]]
+    assert sorted(learned) == sorted(set(random_corpus.tokens.tolist()) - set(firsts.tolist()))
 
 
 @pytest.mark.parametrize("kind", [SplitRows, FitRows])
 def test_the_token_before_a_learned_target_is_its_own(kind):
-    made = corpus(np.random.default_rng(4), 30, 50)
-    before = dict(zip(made.tokens[1:].tolist(), made.tokens[:-1].tolist()))
-    batch = kind(made, 16).gather(np.arange(len(kind(made, 16))))
+    random_corpus = corpus(np.random.default_rng(4), 30, 50)
+    before = dict(zip(random_corpus.tokens[1:].tolist(), random_corpus.tokens[:-1].tolist()))
+    batch = kind(random_corpus, 16).gather(np.arange(len(kind(random_corpus, 16))))
     learned = batch["mask"] > 0
     assert [before[t] for t in batch["targets"][learned].tolist()] == batch["tokens"][learned].tolist()
 
 
 @pytest.mark.parametrize("learn", [False, True])
 def test_fit_rows_hold_whole_documents(learn):
-    made = corpus(np.random.default_rng(5), 80, 17, learn)  # 17 tokens are 16 inputs with their targets
-    rows = FitRows(made, 16)
+    random_corpus = corpus(np.random.default_rng(5), 80, 17, learn)  # 17 tokens are 16 inputs with their targets
+    rows = FitRows(random_corpus, 16)
     batch = rows.gather(np.arange(len(rows)))
-    weight = np.ones(len(made.tokens)) if made.weights is None else made.weights
-    found = {}
+    weight = np.ones(len(random_corpus.tokens)) if random_corpus.weights is None else random_corpus.weights
+    rows_by_start = {}
     for row in range(len(rows)):
         for segment in range(1, batch["segments"][row].max() + 1):
             here = batch["segments"][row] == segment
-            found[int(batch["tokens"][row][here][0])] = {name: batch[name][row][here].tolist() for name in batch}
-    for start, stop in zip(made.starts, made.starts[1:]):
+            rows_by_start[int(batch["tokens"][row][here][0])] = {name: batch[name][row][here].tolist() for name in batch}
+    for start, stop in zip(random_corpus.starts, random_corpus.starts[1:]):
         if stop - start > 1:
-            got = found.pop(int(made.tokens[start]))
-            assert got["tokens"] == made.tokens[start : stop - 1].tolist()
-            assert got["targets"] == made.tokens[start + 1 : stop].tolist()
+            got = rows_by_start.pop(int(random_corpus.tokens[start]))
+            assert got["tokens"] == random_corpus.tokens[start : stop - 1].tolist()
+            assert got["targets"] == random_corpus.tokens[start + 1 : stop].tolist()
             assert got["mask"] == weight[start + 1 : stop].tolist()
-    assert not found
+    assert not rows_by_start
     padding = batch["segments"] == 0
     assert not any(batch[name][padding].any() for name in batch)
 
@@ -93,35 +93,35 @@ def test_fit_rows_hold_whole_documents(learn):
 @pytest.mark.parametrize("too_long", ["cut", "drop"])
 @pytest.mark.parametrize("seed", range(4))
 def test_documents_without_a_target_that_counts_are_left_out(seed, too_long):
-    made = corpus(np.random.default_rng(seed), 80, 25, learn=True)
-    rows = FitRows(made, 16, too_long)
-    kept, unlearned, cut = [], 0, 0
-    for start, stop in zip(made.starts.tolist(), made.starts[1:].tolist()):
+    random_corpus = corpus(np.random.default_rng(seed), 80, 25, learn=True)
+    rows = FitRows(random_corpus, 16, too_long)
+    expected, unlearned, cut = [], 0, 0
+    for start, stop in zip(random_corpus.starts.tolist(), random_corpus.starts[1:].tolist()):
         end = min(stop, start + 17)
         if end - start < 2 or (too_long == "drop" and end < stop):
             continue
-        learns = made.weights[start + 1 : end].sum()
+        learns = random_corpus.weights[start + 1 : end].sum()
         unlearned += not learns
         if learns:
-            kept.append((start, end - start - 1, learns))
+            expected.append((start, end - start - 1, learns))
             cut += end < stop
     assert (rows.unlearned, rows.cut) == (unlearned, cut)
     assert unlearned > 0
-    assert rows.begin.tolist() == [start for start, _, _ in kept]
-    assert rows.size.tolist() == [size for _, size, _ in kept]
-    assert rows.learned(rows.begin, rows.size).tolist() == [learns for _, _, learns in kept]
+    assert rows.begin.tolist() == [start for start, _, _ in expected]
+    assert rows.size.tolist() == [size for _, size, _ in expected]
+    assert rows.learned(rows.begin, rows.size).tolist() == [learns for _, _, learns in expected]
 
 
 def textbook(sizes: list[int], capacity: int) -> list[int]:
     """Best fit decreasing with a plain search over all bins; the number of bins' contents is what must agree."""
-    left: list[int] = []
+    rooms: list[int] = []
     for size in sorted(sizes, reverse=True):
-        fitting = [(room, i) for i, room in enumerate(left) if room >= size]
+        fitting = [(room, i) for i, room in enumerate(rooms) if room >= size]
         if fitting:
-            left[min(fitting)[1]] -= size
+            rooms[min(fitting)[1]] -= size
         else:
-            left.append(capacity - size)
-    return sorted(left)
+            rooms.append(capacity - size)
+    return sorted(rooms)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -143,9 +143,9 @@ def test_an_empty_corpus_has_no_rows():
 
 def test_pieces_join_to_one_document():
     a, b, c = (np.arange(i, i + 3, dtype=np.uint16) for i in (0, 10, 20))
-    made = corpus_of([Encoded(a), Encoded(b, begins=False), Encoded(c, np.array([0, 1, 1], np.uint8))])
-    assert made.starts.tolist() == [0, 6, 9]
-    assert made.tokens.tolist() == [0, 1, 2, 10, 11, 12, 20, 21, 22]
-    assert made.weights is not None
-    assert made.weights.tolist() == [1] * 6 + [0, 1, 1]
+    joined = corpus_of([Encoded(a), Encoded(b, begins=False), Encoded(c, np.array([0, 1, 1], np.uint8))])
+    assert joined.starts.tolist() == [0, 6, 9]
+    assert joined.tokens.tolist() == [0, 1, 2, 10, 11, 12, 20, 21, 22]
+    assert joined.weights is not None
+    assert joined.weights.tolist() == [1] * 6 + [0, 1, 1]
     assert corpus_of([Encoded(a, begins=False)]).starts.tolist() == [0, 3]

@@ -35,11 +35,11 @@ def settings(tmp_path) -> DataSettings:
     return DataSettings(sequence=16, batch=4, cache=str(tmp_path / "cache"), held_out=0.1)
 
 
-def changed(settings: DataSettings, **values) -> DataSettings:
+def change_settings(settings: DataSettings, **values) -> DataSettings:
     return settings.model_copy(update=values)
 
 
-def made(settings: DataSettings, source=None, *, seed=1, make=build, **share) -> Batches:
+def batches_of(settings: DataSettings, source=None, *, seed=1, make=build, **share) -> Batches:
     return make(settings, Bytes(), vocab=258, seed=seed, source=source or TextsInMemory(stories(90)), **share)
 
 
@@ -100,13 +100,13 @@ def test_synthetic_tokens_are_uniform_over_the_models_vocabulary():
 
 
 def test_synthetic_needs_no_tokenizer(settings):
-    batch = next(build(changed(settings, source="synthetic"), None, vocab=11, seed=0))
+    batch = next(build(change_settings(settings, source="synthetic"), None, vocab=11, seed=0))
     assert batch["tokens"].max() < 11
     assert batch["mask"].all()
 
 
 def test_the_state_is_that_of_batches_handed_out(settings):
-    stream = made(changed(settings, prefetch=8))
+    stream = batches_of(change_settings(settings, prefetch=8))
     assert stream.state()["position"] == {"row": 0}
     for step in range(1, 5):
         next(stream)
@@ -116,16 +116,16 @@ def test_the_state_is_that_of_batches_handed_out(settings):
 @pytest.mark.parametrize("prefetch", [0, 1, 5])
 @pytest.mark.parametrize("block_tokens", [1, 200, 1 << 14])
 def test_reading_ahead_and_blocks_do_not_show(settings, monkeypatch, prefetch, block_tokens):
-    expected = take(made(settings), 30)
+    expected = take(batches_of(settings), 30)
     monkeypatch.setattr(pipeline, "BLOCK_TOKENS", block_tokens)
-    stream = made(changed(settings, prefetch=prefetch))
+    stream = batches_of(change_settings(settings, prefetch=prefetch))
     assert take(stream, 30) == expected
     stream.seek({"row": 4 * 7})
     assert take(stream, 9) == expected[7:16]
 
 
 @pytest.mark.parametrize(
-    "change, named",
+    "change, names",
     [
         ({"sequence": 8}, ["sequence"]),
         ({"batch": 8}, ["batch"]),
@@ -136,18 +136,18 @@ def test_reading_ahead_and_blocks_do_not_show(settings, monkeypatch, prefetch, b
         ({"held_out": 0.2, "seed": 3}, ["held_out", "seed"]),
     ],
 )
-def test_a_position_is_refused_on_other_data(settings, change, named):
-    state = made(settings).state()
-    with pytest.raises(UserError, match=f"belongs to: {', '.join(named)}\n") as e:
-        made(changed(settings, **change)).restore(state)
+def test_a_position_is_refused_on_other_data(settings, change, names):
+    state = batches_of(settings).state()
+    with pytest.raises(UserError, match=f"belongs to: {', '.join(names)}\n") as e:
+        batches_of(change_settings(settings, **change)).restore(state)
     assert len(str(e.value).splitlines()) <= 5
     assert e.value.exit_code == 2
 
 
 def test_other_text_or_tokens_are_refused_too(settings):
-    state = made(settings).state()
+    state = batches_of(settings).state()
     with pytest.raises(UserError, match=r"source\.sha256"):
-        made(settings, TextsInMemory(stories(91))).restore(state)
+        batches_of(settings, TextsInMemory(stories(91))).restore(state)
 
     class Other(Bytes):
         fingerprint = "other"
@@ -157,21 +157,21 @@ def test_other_text_or_tokens_are_refused_too(settings):
 
 
 def test_what_may_differ_on_resume(settings):
-    state = made(settings).state()
+    state = batches_of(settings).state()
     for change in ({"epochs": 2.0}, {"prefetch": 0}, {"cache": str(settings.cache) + "2"}):
-        made(changed(settings, **change)).restore(state)
+        batches_of(change_settings(settings, **change)).restore(state)
 
 
 @pytest.mark.parametrize("state", [None, {}, {"fingerprint": 1}, []])
 def test_what_is_no_state_is_reported(settings, state):
     with pytest.raises(BadInput, match="not the state"):
-        made(settings).restore(state)
+        batches_of(settings).restore(state)
 
 
 @pytest.mark.parametrize("position", [{"row": -4}, {"row": "4"}, {"row": 3}, {"epoch": 0}, {"row": True}])
 def test_what_is_no_position_is_reported(settings, position):
     with pytest.raises(BadInput, match=r"position|begin a batch"):
-        made(settings).seek(position)
+        batches_of(settings).seek(position)
 
 
 def test_differences_are_reported_with_both_values():
@@ -187,7 +187,7 @@ def test_differences_are_reported_with_both_values():
 @pytest.mark.parametrize("epochs, batches", [(1, 2), (1.5, 3), (0.4, 1), (3, 7)])
 def test_epochs_end_after_the_last_whole_batch(settings, epochs, batches):
     ten_rows = TextsInMemory([Document(tokens=list(range(160)))])
-    stream = made(changed(settings, epochs=epochs, held_out=0.0), ten_rows)
+    stream = batches_of(change_settings(settings, epochs=epochs, held_out=0.0), ten_rows)
     assert len(list(stream)) == batches
     stream.seek({"row": 4 * (batches - 1)})
     assert len(list(stream)) == 1
@@ -195,17 +195,17 @@ def test_epochs_end_after_the_last_whole_batch(settings, epochs, batches):
 
 def test_too_few_rows_for_a_batch_are_reported(settings):
     with pytest.raises(BadInput, match="do not fill a batch of 4"):
-        made(changed(settings, epochs=0.1, held_out=0.0), TextsInMemory([Document(tokens=list(range(160)))]))
+        batches_of(change_settings(settings, epochs=0.1, held_out=0.0), TextsInMemory([Document(tokens=list(range(160)))]))
 
 
 def test_a_corpus_smaller_than_a_batch_fills_it_from_its_next_epochs(settings):
-    batch = next(made(changed(settings, held_out=0.0), TextsInMemory(["a short text"])))
+    batch = next(batches_of(change_settings(settings, held_out=0.0), TextsInMemory(["a short text"])))
     assert (batch["tokens"] == batch["tokens"][0]).all()
 
 
 def test_evaluation_is_filled_up_with_padding(settings):
     tokens = list(range(199))
-    held_out = made(changed(settings, held_out=0.5), TextsInMemory([Document(tokens=tokens)]), make=eval_batches)
+    held_out = batches_of(change_settings(settings, held_out=0.5), TextsInMemory([Document(tokens=tokens)]), make=eval_batches)
     batches = list(held_out)
     assert [int((batch["segments"] > 0).sum()) for batch in batches] == [64, 36]  # 100 of 200, one row and 12 short
     assert sum(int(batch["mask"].sum()) for batch in batches) == 99
@@ -214,19 +214,19 @@ def test_evaluation_is_filled_up_with_padding(settings):
 
 
 def test_evaluation_may_be_limited(settings):
-    every = take(made(changed(settings, held_out=0.5), make=eval_batches))
-    assert take(made(changed(settings, held_out=0.5), make=eval_batches, limit=3)) == every[:3]
+    every = take(batches_of(change_settings(settings, held_out=0.5), make=eval_batches))
+    assert take(batches_of(change_settings(settings, held_out=0.5), make=eval_batches, limit=3)) == every[:3]
     assert len(every) > 3
 
 
 def test_nothing_held_out_is_reported(settings):
     with pytest.raises(BadInput, match="nothing to evaluate"):
-        made(changed(settings, held_out=0.0), make=eval_batches)
+        batches_of(change_settings(settings, held_out=0.0), make=eval_batches)
 
 
 def test_batches_divide_among_processes_or_it_is_reported(settings):
     with pytest.raises(BadInput, match="does not divide among 3 processes"):
-        made(settings, process=0, processes=3)
+        batches_of(settings, process=0, processes=3)
 
 
 def test_a_tokenizer_larger_than_the_model_is_reported(settings):
@@ -238,45 +238,45 @@ def test_a_tokenizer_larger_than_the_model_is_reported(settings):
 
 def test_a_prepared_folder_is_a_source(settings, tmp_path):
     prepare(TextsInMemory(stories(90)), Encoding(Bytes()), tmp_path / "corpus", held_out=0.1)
-    named = changed(settings, source=str(tmp_path / "corpus"))
-    stream = build(named, Bytes(), vocab=258, seed=1)
-    assert take(stream, 9) == take(made(settings), 9)
+    folder_settings = change_settings(settings, source=str(tmp_path / "corpus"))
+    stream = build(folder_settings, Bytes(), vocab=258, seed=1)
+    assert take(stream, 9) == take(batches_of(settings), 9)
 
     class Other(Bytes):
         fingerprint = "other"
 
     with pytest.raises(BadInput, match="another tokenizer"):
-        build(named, Other(), vocab=258, seed=1)
+        build(folder_settings, Other(), vocab=258, seed=1)
     with pytest.raises(BadInput, match="not read online"):
-        build(changed(named, online=True), Bytes(), vocab=258, seed=1)
+        build(change_settings(folder_settings, online=True), Bytes(), vocab=258, seed=1)
 
 
 def test_the_cache_is_used_and_mended(settings, monkeypatch):
-    expected = take(made(settings), 5)
+    expected = take(batches_of(settings), 5)
     [folder] = (child for child in tables.corpus_cache(settings).iterdir())
     monkeypatch.setattr(tables, "prepare", None)
-    assert take(made(settings), 5) == expected
+    assert take(batches_of(settings), 5) == expected
     monkeypatch.undo()
     (folder / "train" / "tokens.bin").unlink()  # not cut short in place: that kills whoever still maps it
-    assert take(made(settings), 5) == expected
+    assert take(batches_of(settings), 5) == expected
 
 
 @pytest.mark.parametrize("source", [TextFile, FileSet, lambda path: Capped(TextFile(path), 4000)])
 def test_the_cache_notices_an_edit_between_the_samples_of_a_large_file(settings, tmp_path, monkeypatch, source):
     monkeypatch.setattr(opening, "HASHED_BYTES", 1000)
     monkeypatch.setattr(opening, "PIECE_BYTES", 10)
-    settings = changed(settings, held_out=0.0, shuffle=False)
+    settings = change_settings(settings, held_out=0.0, shuffle=False)
     path = tmp_path / "large.txt"
     path.write_text("a" * 5000)
     os.utime(path, ns=(1, 1))
-    before, fingerprint = take(made(settings, source(path)), 5), source(path).fingerprint()
+    before, fingerprint = take(batches_of(settings, source(path)), 5), source(path).fingerprint()
     # Samples of 10 bytes lie 79 bytes apart.
     path.write_text("a" * 40 + "b" + "a" * 4959)
     os.utime(path, ns=(2, 2))
     assert source(path).fingerprint() == fingerprint
-    assert take(made(settings, source(path)), 5) != before
+    assert take(batches_of(settings, source(path)), 5) != before
     monkeypatch.setattr(tables, "prepare", None)
-    made(settings, source(path))
+    batches_of(settings, source(path))
 
 
 def test_the_cache_is_where_xdg_says(monkeypatch, tmp_path):
@@ -287,32 +287,34 @@ def test_the_cache_is_where_xdg_says(monkeypatch, tmp_path):
 def test_much_text_asks_to_be_prepared(settings, monkeypatch):
     monkeypatch.setattr(tables, "CORPUS_BYTES", 100)
     with pytest.raises(BadInput, match="too many to tokenize") as e:
-        made(settings)
+        batches_of(settings)
     assert "argosy data prepare" in str(e.value)
 
 
 @pytest.fixture(params=["split", "fit"])
 def online(request, settings, monkeypatch) -> DataSettings:
     monkeypatch.setattr("argosy.data.prepare.GROUP_BYTES", 700)  # several windows an epoch
-    return changed(settings, online=True, packing=request.param)
+    return change_settings(settings, online=True, packing=request.param)
 
 
 def test_a_stream_holds_every_target_once_an_epoch(online):
     tokens = [list(range(i, i + 5)) for i in range(0, 250, 5)]
-    stream = made(changed(online, held_out=0.0, epochs=1, batch=1), TextsInMemory([Document(tokens=ids) for ids in tokens]))
+    stream = batches_of(
+        change_settings(online, held_out=0.0, epochs=1, batch=1), TextsInMemory([Document(tokens=ids) for ids in tokens])
+    )
     learned = [target for batch in stream for target in batch["targets"][batch["mask"] > 0].tolist()]
     assert sorted(target for target in learned if target != 257) == sorted(i for ids in tokens for i in ids[1:])
     assert learned.count(257) == 50
 
 
 def test_a_stream_is_restorable_at_any_position(online):
-    whole = take(made(online), 60)
-    stream, restored = made(online), made(changed(online, prefetch=0))
+    whole = take(batches_of(online), 60)
+    stream, restored = batches_of(online), batches_of(change_settings(online, prefetch=0))
     seen = []
-    for taken in range(50):
+    for count in range(50):
         state = json.loads(json.dumps(stream.state()))
         restored.restore(state)
-        assert take(restored, 2) == whole[taken : taken + 2]
+        assert take(restored, 2) == whole[count : count + 2]
         next(stream)
         seen.append(state["position"])
     assert {position["epoch"] for position in seen} > {0}
@@ -323,12 +325,12 @@ def test_a_stream_is_restorable_at_any_position(online):
 
 def test_a_stream_continues_inside_a_long_document(online):
     pieces = TextsInMemory([Document(f"{i} {text}" * 9, ends=i % 8 == 7) for i, text in enumerate(stories(64))])
-    long = changed(online, bos=True, held_out=0.0, epochs=1)
-    whole = take(made(long, pieces))
-    stream, restored = made(long, pieces), made(long, pieces)
-    for taken in range(len(whole)):
+    long = change_settings(online, bos=True, held_out=0.0, epochs=1)
+    whole = take(batches_of(long, pieces))
+    stream, restored = batches_of(long, pieces), batches_of(long, pieces)
+    for position in range(len(whole)):
         restored.restore(stream.state())
-        assert take(restored, 1) == [whole[taken]]
+        assert take(restored, 1) == [whole[position]]
         next(stream)
     assert sum(row[0].count(256) for row in flat(whole)) <= 8
 
@@ -336,8 +338,8 @@ def test_a_stream_continues_inside_a_long_document(online):
 def test_streams_of_two_processes_share_the_documents(online):
     def seen(process: int, processes: int) -> set[int]:
         source = TextsInMemory([Document(tokens=[i] * 9) for i in range(100)])
-        share = changed(online, held_out=0.0)
-        stream = made(share, source, process=process, processes=processes)
+        share = change_settings(online, held_out=0.0)
+        stream = batches_of(share, source, process=process, processes=processes)
         return {token for batch in islice(stream, 60) for token in np.unique(batch["tokens"]).tolist()} - {0, 257}
 
     assert seen(0, 2) | seen(1, 2) == seen(0, 1) == set(range(1, 100))
@@ -345,29 +347,29 @@ def test_streams_of_two_processes_share_the_documents(online):
 
 
 def test_a_streams_position_is_refused_among_another_number_of_processes(online):
-    state = made(online, process=1, processes=2).state()
+    state = batches_of(online, process=1, processes=2).state()
     with pytest.raises(UserError, match="`processes` was 2, is 4") as e:
-        made(online, process=1, processes=4).restore(state)
+        batches_of(online, process=1, processes=4).restore(state)
     assert "online=false" in str(e.value)
     with pytest.raises(UserError, match="sequence"):
-        made(changed(online, sequence=8), process=1, processes=2).restore(state)
+        batches_of(change_settings(online, sequence=8), process=1, processes=2).restore(state)
 
 
 def test_a_stream_that_gives_a_process_nothing_is_reported(online):
     with pytest.raises(BadInput, match="process 1 of 2"):
-        next(made(changed(online, held_out=0.0), TextsInMemory(["one text"]), process=1, processes=2))
+        next(batches_of(change_settings(online, held_out=0.0), TextsInMemory(["one text"]), process=1, processes=2))
     with pytest.raises(BadInput, match="end online data together"):
-        made(changed(online, epochs=1), processes=2)
+        batches_of(change_settings(online, epochs=1), processes=2)
 
 
 def test_a_stream_holds_out_the_same_documents_each_time(online):
     texts = [f"{i} {text}" for i, text in enumerate(stories(400))]
-    wide = changed(online, held_out=0.2, sequence=128, packing="fit", epochs=1, batch=1)
-    trained = {bytes(row[0]) for row in flat(take(made(wide, TextsInMemory(texts))))}
-    held_out = made(wide, TextsInMemory(texts), make=eval_batches)
-    kept = {bytes(row[0]) for row in flat(take(held_out))}
+    wide = change_settings(online, held_out=0.2, sequence=128, packing="fit", epochs=1, batch=1)
+    trained = {bytes(row[0]) for row in flat(take(batches_of(wide, TextsInMemory(texts))))}
+    held_out = batches_of(wide, TextsInMemory(texts), make=eval_batches)
+    held_texts = {bytes(row[0]) for row in flat(take(held_out))}
     assert held_out.bytes_per_token == 1.0
-    joined, apart = b"".join(trained), b"".join(kept)
+    joined, apart = b"".join(trained), b"".join(held_texts)
     inside = [text for text in texts if text.encode() in apart]
     assert 0.1 * 400 < len(inside) < 0.4 * 400
     assert all((text.encode() in joined) != (text.encode() in apart) for text in texts)
@@ -390,7 +392,7 @@ next(stream)
 
 
 def test_closed_twice_and_never_used_again(online, settings):
-    for stream in (made(online), made(settings)):
+    for stream in (batches_of(online), batches_of(settings)):
         next(stream)
         stream.close()
         stream.close()

@@ -46,27 +46,27 @@ def stories(count: int) -> list[str]:
 
 def test_what_is_written_is_what_was_given(tmp_path):
     texts = stories(200)
-    made = prepare(TextsInMemory(texts), Encoding(Bytes()), tmp_path / "corpus", held_out=0)
-    assert documents_of(made.train) == [[*text.encode(), 257] for text in texts]
-    assert made.train.tokens.dtype == np.uint16
-    assert made.train.weights is None
-    assert len(made.held_out.tokens) == 0
-    made.verify()
+    corpus = prepare(TextsInMemory(texts), Encoding(Bytes()), tmp_path / "corpus", held_out=0)
+    assert documents_of(corpus.train) == [[*text.encode(), 257] for text in texts]
+    assert corpus.train.tokens.dtype == np.uint16
+    assert corpus.train.weights is None
+    assert len(corpus.held_out.tokens) == 0
+    corpus.verify()
     assert sorted(os.listdir(tmp_path)) == ["corpus"]
 
 
 def test_bos_stands_before_every_document(tmp_path):
-    made = prepare(TextsInMemory(["ab", "c"]), Encoding(Bytes(), bos=True), tmp_path / "corpus", held_out=0)
-    assert documents_of(made.train) == [[256, 97, 98, 257], [256, 99, 257]]
+    corpus = prepare(TextsInMemory(["ab", "c"]), Encoding(Bytes(), bos=True), tmp_path / "corpus", held_out=0)
+    assert documents_of(corpus.train) == [[256, 97, 98, 257], [256, 99, 257]]
 
 
 def test_a_large_vocabulary_takes_four_bytes(tmp_path):
     class Wide(Bytes):
         vocab = 70_000
 
-    made = prepare(TextsInMemory([Document(tokens=[69_999, 3])]), Encoding(Wide()), tmp_path / "corpus", held_out=0)
-    assert made.train.tokens.dtype == np.uint32
-    assert made.train.tokens.tolist() == [69_999, 3, 257]
+    corpus = prepare(TextsInMemory([Document(tokens=[69_999, 3])]), Encoding(Wide()), tmp_path / "corpus", held_out=0)
+    assert corpus.train.tokens.dtype == np.uint32
+    assert corpus.train.tokens.tolist() == [69_999, 3, 257]
 
 
 @pytest.mark.parametrize("token", [258, -1])
@@ -78,9 +78,9 @@ def test_a_token_outside_the_vocabulary_is_refused(tmp_path, token):
 
 def test_spans_to_learn_are_kept(tmp_path):
     chat = [Document(tokens=list(b"askanswer"), learn=((3, 9),)), Document("all"), Document(tokens=[1, 2], learn=())]
-    made = prepare(TextsInMemory(chat), Encoding(Bytes(), bos=True), tmp_path / "corpus", held_out=0)
-    assert made.train.weights is not None
-    assert made.train.weights.tolist() == [0] * 4 + [1] * 7 + [1] * 5 + [0] * 4
+    corpus = prepare(TextsInMemory(chat), Encoding(Bytes(), bos=True), tmp_path / "corpus", held_out=0)
+    assert corpus.train.weights is not None
+    assert corpus.train.weights.tolist() == [0] * 4 + [1] * 7 + [1] * 5 + [0] * 4
     with pytest.raises(BadInput, match="outside its document"):
         prepare(TextsInMemory([Document(tokens=[1, 2], learn=((1, 3),))]), Encoding(Bytes()), tmp_path / "other")
 
@@ -88,8 +88,8 @@ def test_spans_to_learn_are_kept(tmp_path):
 def test_a_document_in_pieces_is_one_document(tmp_path, monkeypatch):
     monkeypatch.setattr("argosy.data.sources.text.PIECE_BYTES", 1000)
     path = shared("text/names.txt")
-    made = prepare(TextFile(path), Encoding(Bytes(), bos=True), tmp_path / "corpus", held_out=0)
-    assert documents_of(made.train) == [[256, *path.read_bytes(), 257]]
+    corpus = prepare(TextFile(path), Encoding(Bytes(), bos=True), tmp_path / "corpus", held_out=0)
+    assert documents_of(corpus.train) == [[256, *path.read_bytes(), 257]]
 
 
 def test_groups_do_not_show(tmp_path, monkeypatch):
@@ -103,18 +103,18 @@ def test_groups_do_not_show(tmp_path, monkeypatch):
 @pytest.mark.parametrize("share", [0.01, 0.1, 0.3])
 def test_the_held_out_share_is_near_and_apart(tmp_path, share):
     texts = [f"{i} {text}" for i, text in enumerate(stories(3000))]
-    made = prepare(TextsInMemory(texts), Encoding(Bytes()), tmp_path / "corpus", held_out=share)
-    train, held_out = documents_of(made.train), documents_of(made.held_out)
+    corpus = prepare(TextsInMemory(texts), Encoding(Bytes()), tmp_path / "corpus", held_out=share)
+    train, held_out = documents_of(corpus.train), documents_of(corpus.held_out)
     assert sorted(train + held_out) == sorted([*text.encode(), 257] for text in texts)
-    total = len(made.train.tokens) + len(made.held_out.tokens)
-    assert share / 2 <= len(made.held_out.tokens) / total <= 2 * share
+    total = len(corpus.train.tokens) + len(corpus.held_out.tokens)
+    assert share / 2 <= len(corpus.held_out.tokens) / total <= 2 * share
 
 
 def test_equal_documents_stay_on_one_side():
     chooser = HeldOut(0.2)
-    taken = [chooser.takes(Document(str(i % 50))) for i in range(2000)]
+    decisions = [chooser.takes(Document(str(i % 50))) for i in range(2000)]
     # The first round may meet the cap on the share; from then on every text goes where its hash says.
-    sides = [set(taken[500 + i :: 50]) for i in range(50)]
+    sides = [set(decisions[500 + i :: 50]) for i in range(50)]
     assert all(len(side) == 1 for side in sides)
     assert {True, False} == {side for [side] in sides}
 
@@ -125,31 +125,31 @@ def test_no_document_takes_the_corpus_away():
         assert not chooser.takes(Document(f"the first, {i}"))
         assert not chooser.takes(Document(f"long {i}" * 100))
     chooser, texts = HeldOut(0.1), [f"{i}" * (1 + i % 40) for i in range(500)]
-    taken = [len(text) for text in texts if chooser.takes(Document(text))]
-    assert len(taken) > 10
-    assert sum(taken) <= 0.2 * sum(map(len, texts))
+    lengths = [len(text) for text in texts if chooser.takes(Document(text))]
+    assert len(lengths) > 10
+    assert sum(lengths) <= 0.2 * sum(map(len, texts))
 
 
 @pytest.mark.parametrize("texts", [["x" * 1000], ["a" * 400, "b" * 600]])
 def test_few_documents_give_their_end(tmp_path, texts):
-    made = prepare(TextsInMemory(texts), Encoding(Bytes()), tmp_path / "corpus", held_out=0.1)
+    corpus = prepare(TextsInMemory(texts), Encoding(Bytes()), tmp_path / "corpus", held_out=0.1)
     joined = [token for text in texts for token in [*text.encode(), 257]]
-    assert [*made.train.tokens, *made.held_out.tokens] == joined
-    assert len(made.held_out.tokens) == len(joined) // 10
-    assert sum(made.manifest["splits"][split]["bytes"] for split in ("train", "held_out")) == 1000
-    made.verify()
+    assert [*corpus.train.tokens, *corpus.held_out.tokens] == joined
+    assert len(corpus.held_out.tokens) == len(joined) // 10
+    assert sum(corpus.manifest["splits"][split]["bytes"] for split in ("train", "held_out")) == 1000
+    corpus.verify()
 
 
 def test_a_tail_of_several_documents_keeps_their_borders(tmp_path):
     texts = [f"{i:09}" for i in range(40)]
     texts = [text for text in texts if not drawn_below(text, 0.25)]
-    made = prepare(TextsInMemory(texts), Encoding(Bytes()), tmp_path / "corpus", held_out=0.25)
-    assert len(made.held_out.tokens) == len(texts) * 10 // 4
-    cut = len(made.train.tokens) % 10
-    sizes = [len(document) for document in documents_of(made.held_out)]
-    assert sizes == ([10 - cut] if cut else []) + [10] * (len(made.held_out.tokens) // 10)
-    told = made.manifest["splits"]["held_out"]
-    assert told["documents"] == len(sizes)
+    corpus = prepare(TextsInMemory(texts), Encoding(Bytes()), tmp_path / "corpus", held_out=0.25)
+    assert len(corpus.held_out.tokens) == len(texts) * 10 // 4
+    cut = len(corpus.train.tokens) % 10
+    sizes = [len(document) for document in documents_of(corpus.held_out)]
+    assert sizes == ([10 - cut] if cut else []) + [10] * (len(corpus.held_out.tokens) // 10)
+    report = corpus.manifest["splits"]["held_out"]
+    assert report["documents"] == len(sizes)
 
 
 def drawn_below(text: str, share: float) -> bool:
@@ -159,9 +159,9 @@ def drawn_below(text: str, share: float) -> bool:
 
 
 def test_bytes_per_token_counts_targets(tmp_path):
-    made = prepare(TextsInMemory(stories(2000)), Encoding(Bytes()), tmp_path / "corpus", held_out=0.1)
+    corpus = prepare(TextsInMemory(stories(2000)), Encoding(Bytes()), tmp_path / "corpus", held_out=0.1)
     # n bytes are n + 1 tokens with the end, and n targets: the first token is none.
-    assert made.bytes_per_token("train") == made.bytes_per_token("held_out") == 1.0
+    assert corpus.bytes_per_token("train") == corpus.bytes_per_token("held_out") == 1.0
 
 
 def test_an_empty_corpus_leaves_nothing(tmp_path):
@@ -180,17 +180,17 @@ def test_an_empty_file_is_named(tmp_path):
 
     (tmp_path / "nothing.txt").write_text("")
     source = TextFile(tmp_path / "nothing.txt")
-    for one in (source, Capped(source, 5)):
+    for empty_source in (source, Capped(source, 5)):
         with pytest.raises(BadInput, match="empty") as caught:
-            prepare(one, Encoding(Markless()), tmp_path / "corpus")
+            prepare(empty_source, Encoding(Markless()), tmp_path / "corpus")
         assert caught.value.where == str(tmp_path / "nothing.txt")
 
 
 def test_the_same_again_is_opened_and_other_data_refused(tmp_path):
     first = prepare(TextsInMemory(["a" * 100]), Encoding(Bytes()), tmp_path / "corpus")
-    written = (tmp_path / "corpus" / "manifest.json").stat().st_mtime_ns
+    modified = (tmp_path / "corpus" / "manifest.json").stat().st_mtime_ns
     assert prepare(TextsInMemory(["a" * 100]), Encoding(Bytes()), tmp_path / "corpus").manifest == first.manifest
-    assert (tmp_path / "corpus" / "manifest.json").stat().st_mtime_ns == written
+    assert (tmp_path / "corpus" / "manifest.json").stat().st_mtime_ns == modified
     with pytest.raises(BadInput, match=r"source\.sha256 differ"):
         prepare(TextsInMemory(["b" * 100]), Encoding(Bytes()), tmp_path / "corpus")
     (tmp_path / "other").mkdir()
@@ -202,11 +202,14 @@ def test_the_same_again_is_opened_and_other_data_refused(tmp_path):
 
 def test_progress_tells_bytes(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "GROUP_BYTES", 1000)
-    told = []
+    progress = []
     prepare(
-        TextsInMemory(["x" * 600] * 5), Encoding(Bytes()), tmp_path / "corpus", progress=lambda done, size: told.append((done, size))
+        TextsInMemory(["x" * 600] * 5),
+        Encoding(Bytes()),
+        tmp_path / "corpus",
+        progress=lambda done, size: progress.append((done, size)),
     )
-    assert told == [(1200, 3000), (2400, 3000), (3000, 3000)]
+    assert progress == [(1200, 3000), (2400, 3000), (3000, 3000)]
 
 
 def test_memory_is_bounded(tmp_path, monkeypatch):
@@ -257,12 +260,12 @@ def test_a_killed_writer_leaves_nothing_that_counts(tmp_path):
     assert killed.returncode == -signal.SIGKILL
     assert (tmp_path / ".corpus.partial" / "train" / "tokens.bin").exists()
     assert not module.is_prepared(tmp_path / "corpus")
-    made = prepare(TextsInMemory(stories(500)), Encoding(Bytes()), tmp_path / "corpus")
-    made.verify()
+    corpus = prepare(TextsInMemory(stories(500)), Encoding(Bytes()), tmp_path / "corpus")
+    corpus.verify()
     assert sorted(os.listdir(tmp_path)) == ["corpus"]
 
 
-def weighed(count: int) -> list[Document]:
+def weighed_documents(count: int) -> list[Document]:
     """Documents some of whose tokens do not count, and from the middle on with weights."""
     draw = random.Random(count)
     plain = [Document(tokens=draw.choices(range(256), k=draw.randint(1, 60)), learn=((0, 1),)) for _ in range(count // 2)]
@@ -274,12 +277,12 @@ def pieces(count: int) -> list[Document]:
     return [Document(text, ends=i % 7 == 6) for i, text in enumerate(stories(count))]
 
 
-@pytest.mark.parametrize("texts", [stories, weighed, pieces])
+@pytest.mark.parametrize("texts", [stories, weighed_documents, pieces])
 def test_an_interrupted_writer_goes_on_with_the_same_result(tmp_path, monkeypatch, texts):
     monkeypatch.setattr(module, "GROUP_BYTES", 1000)
     monkeypatch.setattr(module, "JOURNAL_BYTES", 200)
     whole = prepare(TextsInMemory(texts(600)), Encoding(Bytes()), tmp_path / "whole")
-    draw, said, encoded = random.Random(0), list[str](), list[int]()
+    draw, messages, encoded = random.Random(0), list[str](), list[int]()
 
     def interrupt(done: int, size: int | None) -> None:
         encoded.append(done)
@@ -291,15 +294,15 @@ def test_an_interrupted_writer_goes_on_with_the_same_result(tmp_path, monkeypatc
         attempts += 1
         assert attempts < 100
         try:
-            prepare(TextsInMemory(texts(600)), Encoding(Bytes()), tmp_path / "cut", progress=interrupt, say=said.append)
+            prepare(TextsInMemory(texts(600)), Encoding(Bytes()), tmp_path / "cut", progress=interrupt, say=messages.append)
         except KeyboardInterrupt:
             pass
     cut = open_prepared(tmp_path / "cut", verify=True)
     assert cut.manifest == whole.manifest
     assert sorted(path.name for path in (tmp_path / "cut").iterdir()) == ["held_out", "manifest.json", "train"]
     assert attempts > 3
-    assert any("goes on there" in one for one in said)
-    if texts is not weighed:
+    assert any("goes on there" in message for message in messages)
+    if texts is not weighed_documents:
         # Later attempts begin behind what earlier ones wrote.
         assert len(encoded) - len(set(encoded)) < len(encoded) / 2
 
@@ -308,10 +311,10 @@ def test_a_writer_that_is_asked_to_stop_notes_what_is_done(tmp_path, monkeypatch
     """Long before the journal is due."""
     monkeypatch.setattr(module, "GROUP_BYTES", 1000)
     whole = prepare(TextsInMemory(stories(600)), Encoding(Bytes()), tmp_path / "whole")
-    sizes, said = list[int](), list[str]()
+    sizes, messages = list[int](), list[str]()
 
     def cut(stopped: Callable[[], bool]) -> None:
-        seen = {"progress": lambda done, _: sizes.append(done), "say": said.append}
+        seen = {"progress": lambda done, _: sizes.append(done), "say": messages.append}
         prepare(TextsInMemory(stories(600)), Encoding(Bytes()), tmp_path / "cut", **seen, stopping=lambda: nullcontext(stopped))
 
     with pytest.raises(module.WriterStopped) as caught:
@@ -319,7 +322,7 @@ def test_a_writer_that_is_asked_to_stop_notes_what_is_done(tmp_path, monkeypatch
     assert caught.value.kept
     assert len(sizes) == 4
     cut(lambda: False)
-    assert "goes on there" in said[0]
+    assert "goes on there" in messages[0]
     assert sizes == sorted(set(sizes))
     assert open_prepared(tmp_path / "cut", verify=True).manifest == whole.manifest
 
@@ -358,17 +361,17 @@ def test_the_command_goes_on_after_a_signal(tmp_path, number):
             assert first.poll() is None
             time.sleep(0.01)
         first.send_signal(number)
-        said = first.communicate(timeout=60)[1]
-    assert first.returncode == 128 + number, said
-    assert "the same command goes on from there" in said
+        stderr = first.communicate(timeout=60)[1]
+    assert first.returncode == 128 + number, stderr
+    assert "the same command goes on from there" in stderr
     assert not (tmp_path / "cut").exists()
     done = json.loads((tmp_path / ".cut.partial" / module.JOURNAL).read_text())["documents"]
     assert 0 < done < 40_000
     for name in ("cut", "whole"):
         with run(name) as process:
-            said = process.communicate(timeout=300)[1]
-        assert process.returncode == 0, said
-        assert (f"interrupted after {done:,} documents; it goes on there" in said) == (name == "cut")
+            stderr = process.communicate(timeout=300)[1]
+        assert process.returncode == 0, stderr
+        assert (f"interrupted after {done:,} documents; it goes on there" in stderr) == (name == "cut")
     manifests = [open_prepared(tmp_path / name, verify=True).manifest for name in ("cut", "whole")]
     assert manifests[0] == manifests[1]
 
@@ -386,30 +389,30 @@ def test_a_journal_of_another_corpus_or_with_damage_starts_over(tmp_path, monkey
             prepare(TextsInMemory(stories(count)), Encoding(Bytes()), tmp_path / "corpus", progress=interrupt)
 
     interrupted(600)
-    said = list[str]()
+    messages = list[str]()
     tokens = tmp_path / ".corpus.partial" / "train" / "tokens.bin"
     os.truncate(tokens, 10)
-    prepare(TextsInMemory(stories(600)), Encoding(Bytes()), tmp_path / "corpus", say=said.append).verify()
-    assert "starts over" in said[0]
+    prepare(TextsInMemory(stories(600)), Encoding(Bytes()), tmp_path / "corpus", say=messages.append).verify()
+    assert "starts over" in messages[0]
     prepare(TextsInMemory(stories(600)), Encoding(Bytes()), tmp_path / "other").verify()
     shutil.rmtree(tmp_path / "corpus")
     interrupted(600)
-    made = prepare(TextsInMemory(stories(500)), Encoding(Bytes()), tmp_path / "corpus", say=said.append)
-    assert "starts over" in said[1]
-    assert documents_of(made.train)[0] == [*stories(500)[0].encode(), 257]
+    corpus = prepare(TextsInMemory(stories(500)), Encoding(Bytes()), tmp_path / "corpus", say=messages.append)
+    assert "starts over" in messages[1]
+    assert documents_of(corpus.train)[0] == [*stories(500)[0].encode(), 257]
 
 
 def test_two_writers_wait_for_each_other(tmp_path):
-    made: list[module.Prepared] = []
-    start = lambda: made.append(prepare(TextsInMemory(stories(500)), Encoding(Bytes()), tmp_path / "corpus"))  # noqa: E731
+    corpora: list[module.Prepared] = []
+    start = lambda: corpora.append(prepare(TextsInMemory(stories(500)), Encoding(Bytes()), tmp_path / "corpus"))  # noqa: E731
     threads = [Thread(target=start) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(made) == 4
-    assert all(one.manifest == made[0].manifest for one in made)
-    made[0].verify()
+    assert len(corpora) == 4
+    assert all(corpus.manifest == corpora[0].manifest for corpus in corpora)
+    corpora[0].verify()
     assert sorted(os.listdir(tmp_path)) == ["corpus"]
 
 

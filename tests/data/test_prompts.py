@@ -22,7 +22,7 @@ from argosy.data.tokenizers.byte import ByteTokenizer
 MORE = "more than 8 tokens (data.sequence - rollout.tokens) and so no room for an answer"
 
 
-def made(lengths: list[int]) -> Prompts:
+def sized_prompts(lengths: list[int]) -> Prompts:
     """Prompts of so many bytes, in an order of their own."""
     records = [SourceRecord(where=f"line {i}", prompt="x" * n) for i, n in enumerate(lengths)]
     return Prompts(records, Encoding(ByteTokenizer()), Order(len(records), 7), {"source": "test"})
@@ -37,15 +37,15 @@ def made(lengths: list[int]) -> Prompts:
     ],
 )
 def test_prompts_without_room_for_an_answer_are_counted(lengths: list[int], words: str):
-    assert str(lengths_of(made(lengths), len(lengths), 8, 60.0)) == words
+    assert str(lengths_of(sized_prompts(lengths), len(lengths), 8, 60.0)) == words
 
 
 def test_a_long_file_is_looked_at_for_a_while_and_says_so(monkeypatch: pytest.MonkeyPatch):
     seconds = iter([0.0, 1.0, 2.5])
     monkeypatch.setattr(under_test, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
-    found = lengths_of(made([9] * 3 * LOOKED_AT), 3 * LOOKED_AT, 8, 2.0)
-    assert (found.looked, found.long) == (LOOKED_AT, LOOKED_AT)
-    assert str(found).endswith(f"passed over; the other {2 * LOOKED_AT} are looked at when they are reached")
+    lengths = lengths_of(sized_prompts([9] * 3 * LOOKED_AT), 3 * LOOKED_AT, 8, 2.0)
+    assert (lengths.looked, lengths.long) == (LOOKED_AT, LOOKED_AT)
+    assert str(lengths).endswith(f"passed over; the other {2 * LOOKED_AT} are looked at when they are reached")
 
 
 def test_what_is_no_prompt_is_not_counted():
@@ -57,18 +57,18 @@ def test_what_is_no_prompt_is_not_counted():
 def test_prompts_that_a_template_has_rendered_elsewhere_are_counted_by_the_name_they_hold_first():
     tokenizer = ByteTokenizer()
     name = tokenizer.special["eos_token"]
-    asked = [f"hi{name}", "hi", f"{name}{name}", None]
+    contents = [f"hi{name}", "hi", f"{name}{name}", None]
     chat = [{"role": "user", "content": name}]
-    records = [SourceRecord(where="line", prompt=text, messages=None if text else chat) for text in asked]
+    records = [SourceRecord(where="line", prompt=text, messages=None if text else chat) for text in contents]
     order = Order(len(records), 7)
     assert Prompts(records, Encoding(tokenizer), order, {}).special_names == {name: 2}
     assert Prompts(records, Encoding(tokenizer, special=True), order, {}).special_names == {}
 
 
 def test_a_prompt_that_cannot_be_rendered_is_named_before_the_first_step():
-    with pytest.raises(BadInput, match="an empty prompt") as told:
-        lengths_of(made([3, 0, 3]), 3, 8, 60.0)
-    assert told.value.where == "line 1"
+    with pytest.raises(BadInput, match="an empty prompt") as caught:
+        lengths_of(sized_prompts([3, 0, 3]), 3, 8, 60.0)
+    assert caught.value.where == "line 1"
 
 
 def chats(texts: list[str], template: str, columns: dict[str, str] | None = None, **more: Any) -> Prompts:
@@ -81,7 +81,7 @@ def chats(texts: list[str], template: str, columns: dict[str, str] | None = None
 
 
 @pytest.mark.parametrize(
-    ("texts", "columns", "found"),
+    ("texts", "columns", "expected"),
     [
         (["Hi {name}, {n} + 1?", "{name}: 2?"], {}, ("name",)),
         (["Hi {name}"], {"name": "Ann"}, ("name",)),
@@ -90,18 +90,20 @@ def chats(texts: list[str], template: str, columns: dict[str, str] | None = None
         (['{"a": 1}', "{} and { b }"], {}, ()),
     ],
 )
-def test_a_text_to_fill_in_that_nothing_fills_is_warned_of(texts: list[str], columns: dict[str, str], found: tuple[str, ...]):
-    assert chats(texts, "zephyr", columns).placeholders == found
+def test_a_text_to_fill_in_that_nothing_fills_is_warned_of(texts: list[str], columns: dict[str, str], expected: tuple[str, ...]):
+    assert chats(texts, "zephyr", columns).placeholders == expected
     plain = [SourceRecord(where="line", prompt=text, columns=columns) for text in texts]
-    assert Prompts(plain, Encoding(ByteTokenizer()), Order(len(plain), 7), {}).placeholders == found
-    warning = CorpusSummary("x", format="prompt", placeholders=found).warning
-    assert ("every prompt holds {name} as it stands" in warning) is bool(found)
+    assert Prompts(plain, Encoding(ByteTokenizer()), Order(len(plain), 7), {}).placeholders == expected
+    warning = CorpusSummary("x", format="prompt", placeholders=expected).warning
+    assert ("every prompt holds {name} as it stands" in warning) is bool(expected)
 
 
 def test_what_a_template_leaves_out_of_prompts_is_said_as_in_fine_tuning(tmp_path: Path):
     prompts = chats(["Hi", "Ho"], "zephyr", name="Ann")
     assert prompts.ignored == ("name of messages",)
-    records = [replace(one, tools=[{"type": "function"}], variables={"eos_token": "", "thinking": True}) for one in prompts.records]
+    records = [
+        replace(record, tools=[{"type": "function"}], variables={"eos_token": "", "thinking": True}) for record in prompts.records
+    ]
     assert replace(prompts, records=records).ignored == ("tools", "thinking of chat_template_kwargs", "name of messages")
     assert chats(["Hi"], "chatml").ignored == ()
     (tmp_path / "named.jinja").write_text("{% for m in messages %}{{ m.name }}: {{ m.content }}{% endfor %}")
@@ -116,10 +118,12 @@ def test_prompts_of_several_files_are_mixed(tmp_path):
     by_size = DataSettings(source=[x, {"path": y, "epochs": 2}], held_out=0, epochs=2)
     prompts, held_out = prompts_of(by_size, ByteTokenizer(), 0)
     assert held_out is None
-    assert Counter(one.content for one in prompts(0, 99)) == Counter({f"x {n}": 2 for n in range(8)} | {f"y {n}": 4 for n in range(8)})
+    assert Counter(prompt.content for prompt in prompts(0, 99)) == Counter(
+        {f"x {n}": 2 for n in range(8)} | {f"y {n}": 4 for n in range(8)}
+    )
     assert prompts(5, 7) == [*prompts(5, 3), *prompts(8, 4)]
     weighted, _ = prompts_of(DataSettings(source=[{"path": x, "weight": 3}, {"path": y, "weight": 1}], held_out=0), ByteTokenizer(), 0)
-    counts = Counter(one.columns["answer"] for one in weighted(0, 4096))
+    counts = Counter(prompt.columns["answer"] for prompt in weighted(0, 4096))
     assert counts == {"x": 3072, "y": 1024}
     with pytest.raises(BadInput, match="weights by step"):
         prompts_of(DataSettings(source=[{"path": x, "weight": {0: 1, 5: 2}}, {"path": y, "weight": 1}]), ByteTokenizer(), 0)

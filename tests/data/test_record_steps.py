@@ -52,9 +52,9 @@ def files(tmp_path):
     return tmp_path
 
 
-def source_of(files, name="a.jsonl", **how) -> Source:
-    how = {key: f"{files}/f.py:{value}" if key in ("map", "filter") else value for key, value in how.items()}
-    source = find_source(DataSettings(source=str(files / name), **how))
+def source_of(files, name="a.jsonl", **fields) -> Source:
+    fields = {key: f"{files}/f.py:{value}" if key in ("map", "filter") else value for key, value in fields.items()}
+    source = find_source(DataSettings(source=str(files / name), **fields))
     assert isinstance(source, Source)
     return source
 
@@ -78,32 +78,32 @@ def test_a_folder_and_a_mixture_pass_them_too(files):
 
 
 def test_a_run_does_not_go_on_with_another_function(files):
-    how = {"cache": str(files / "cache"), "sequence": 8, "batch": 2, "held_out": 0}
-    settings = DataSettings(source=str(files / "a.jsonl"), map=f"{files}/f.py:some", **how)
+    fields = {"cache": str(files / "cache"), "sequence": 8, "batch": 2, "held_out": 0}
+    settings = DataSettings(source=str(files / "a.jsonl"), map=f"{files}/f.py:some", **fields)
     state = build(settings, Bytes(), vocab=258, seed=0).state()
     (files / "f.py").write_text(FUNCTIONS.replace("% 2", "% 3"))
     with pytest.raises(UserError, match=r"source\.map was some"):
         build(settings, Bytes(), vocab=258, seed=0).restore(state)
 
 
-@pytest.mark.parametrize(("how", "says", "where"), [
+@pytest.mark.parametrize(("fields", "says", "where"), [
     ({"map": "fails"}, "f.py:fails failed: KeyError: 'nothing'", "a.jsonl:1"),
     ({"map": "wrong"}, "f.py:wrong returned int", "a.jsonl:1"),
     ({"filter": "shirt"}, "unknown data.filter `", ""),
     ({"map": "LIMIT"}, "`LIMIT` of `", "data.map="),
 ])  # fmt: skip
-def test_a_function_that_does_not_work_is_named_with_the_record(files, how, says, where):
+def test_a_function_that_does_not_work_is_named_with_the_record(files, fields, says, where):
     with pytest.raises(UserError) as caught:
-        list(source_of(files, **how).documents())
+        list(source_of(files, **fields).documents())
     assert says in caught.value.what
     assert where in str(caught.value.where)
 
 
 def test_functions_that_would_be_ignored_are_refused(files):
     (files / "t.txt").write_text("a text")
-    for how in ({"source": f"{files}/t.txt", "map": f"{files}/f.py:some"}, {"source": "synthetic", "deduplicate": "exact"}):
+    for fields in ({"source": f"{files}/t.txt", "map": f"{files}/f.py:some"}, {"source": "synthetic", "deduplicate": "exact"}):
         with pytest.raises(BadInput, match=r"data\.map and data\.filter are for records|data\.deduplicate is for documents"):
-            find_source(DataSettings(**how))
+            find_source(DataSettings(**fields))
     for of in ("f.py", "gone.py:f", "module:f"):
         with pytest.raises(BadInput, match=r"names no function|no file"):
             list(find_source(DataSettings(source=f"{files}/a.jsonl", map=of)).documents())
@@ -128,7 +128,7 @@ def overlap(first: list[str], second: list[str]) -> float:
 
 def test_near_duplicates_are_found_as_often_as_the_overlap_says():
     """Against the overlap that sets give, and the probability that bands of MinHash have for it."""
-    draw, found = random.Random(5), {}
+    draw, buckets = random.Random(5), {}
     for _ in range(400):
         words = [str(draw.randrange(10_000)) for _ in range(200)]
         other = list(words)
@@ -137,11 +137,11 @@ def test_near_duplicates_are_found_as_often_as_the_overlap_says():
         near = not set(near_keys(Document(" ".join(words)))).isdisjoint(near_keys(Document(" ".join(other))))
         share = overlap(words, other)
         expected = 1 - (1 - share**8) ** 14
-        bucket = found.setdefault(round(share * 5), [0, 0.0, 0])
+        bucket = buckets.setdefault(round(share * 5), [0, 0.0, 0])
         bucket[0], bucket[1], bucket[2] = bucket[0] + near, bucket[1] + expected, bucket[2] + 1
         assert abs((signature(" ".join(words)) == signature(" ".join(other))).mean() - share) < 0.25
-    assert len(found) >= 4
-    for hits, expected, count in found.values():
+    assert len(buckets) >= 4
+    for hits, expected, count in buckets.values():
         assert abs(hits - expected) < 4 * (count * 0.25) ** 0.5
     same = near_keys(Document("The  same words, and more of them."))
     assert same == near_keys(Document("the same WORDS and more of them"))
@@ -255,8 +255,8 @@ def test_a_stream_of_the_hub_resumes_at_any_row(tmp_path, monkeypatch):
     for at in (11, 3, 7):
         other = build(settings, Bytes(), vocab=258, seed=0)
         other.restore(states[at])
-        for wanted in rows[at:]:
-            assert (next(other)["tokens"] == wanted).all()
+        for row in rows[at:]:
+            assert (next(other)["tokens"] == row).all()
         other.close()
 
 
@@ -265,12 +265,12 @@ def test_a_data_set_of_the_hub_resumes(tmp_path, monkeypatch):
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "hub"))
     (tmp_path / "set").mkdir()
-    (tmp_path / "set" / "train.csv").write_bytes(data_files.separated([{"body": f"row {number}"} for number in range(50)]))
+    (tmp_path / "set" / "train.csv").write_bytes(data_files.csv_file([{"body": f"row {number}"} for number in range(50)]))
     settings = DataSettings(source=f"hf:{tmp_path}/set", columns={"text": "body"}, cache=str(tmp_path / "cache"), sequence=16, batch=4)
     stream = build(settings, Bytes(), vocab=258, seed=0)
     next(stream)
     state = json.loads(json.dumps(stream.state()))
-    wanted = next(stream)["tokens"]
+    tokens = next(stream)["tokens"]
     other = build(settings, Bytes(), vocab=258, seed=0)
     other.restore(state)
-    assert (next(other)["tokens"] == wanted).all()
+    assert (next(other)["tokens"] == tokens).all()

@@ -36,14 +36,14 @@ RECORDS = {
 }
 
 
-def written(folder, rows, name="t.jsonl"):
+def write_rows(folder, rows, name="t.jsonl"):
     path = folder / name
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
-def read(folder, *rows, **how) -> list[SourceRecord]:
-    documents = JsonLines(written(folder, rows), **how).documents()
+def read(folder, *rows, **fields) -> list[SourceRecord]:
+    documents = JsonLines(write_rows(folder, rows), **fields).documents()
     return [document.record for document in documents if document.record is not None]
 
 
@@ -53,7 +53,7 @@ def settings_of(path, **values) -> DataSettings:
 
 @pytest.mark.parametrize("name", [name for name in FORMATS if name not in ASKED_FOR])
 def test_the_first_record_tells_the_format(tmp_path, name):
-    source = JsonLines(written(tmp_path, RECORDS[name]))
+    source = JsonLines(write_rows(tmp_path, RECORDS[name]))
     assert source.format == name
     assert len(list(source.documents())) == len(RECORDS[name])
 
@@ -63,18 +63,18 @@ def test_prompts_are_read_where_they_are_asked_for_with_all_other_columns(tmp_pa
     text, chat = read(tmp_path, *rows, format="prompt")
     assert (text.prompt, text.messages, text.columns) == ("2 + 2 =", None, {"answer": "4", "level": None})
     assert (chat.prompt, list(chat.messages or ()), chat.columns) == (None, [HI], {"answer": "ho", "extra": [1]})
-    source = JsonLines(written(tmp_path, rows), format="prompt", columns={"prompt": "prompt"})
+    source = JsonLines(write_rows(tmp_path, rows), format="prompt", columns={"prompt": "prompt"})
     assert len(list(source.documents())) == 2
     assert source.ignored == ()
     with pytest.raises(BadInput, match="no known format"):
-        list(JsonLines(written(tmp_path, [{"prompt": "x", "answer": "y"}])).documents())
+        list(JsonLines(write_rows(tmp_path, [{"prompt": "x", "answer": "y"}])).documents())
     with pytest.raises(BadInput, match="a prompt that is a number"):
         read(tmp_path, {"prompt": 3}, format="prompt")
 
 
 def test_numbered_negatives_are_a_list_in_their_order(tmp_path):
-    one = {"anchor": "a", "positive": "p", "negative_2": "y", "negative_1": "x", "negative_10": "z", "id": 1}
-    records = read(tmp_path, one, {**one, "negative_2": None}, {**one, "negative_1": None, "negative_2": " ", "negative_10": None})
+    row = {"anchor": "a", "positive": "p", "negative_2": "y", "negative_1": "x", "negative_10": "z", "id": 1}
+    records = read(tmp_path, row, {**row, "negative_2": None}, {**row, "negative_1": None, "negative_2": " ", "negative_10": None})
     assert [[other.prompt for other in record.others] for record in records] == [["p", "x", "y", "z"], ["p", "x", "z"], ["p"]]
     (record,) = read(tmp_path, {"anchor": "a", "positive": "p", "hard": ["x"]}, columns={"negatives": "hard"})
     assert [other.prompt for other in record.others] == ["p", "x"]
@@ -84,7 +84,7 @@ def test_numbered_negatives_are_a_list_in_their_order(tmp_path):
         with pytest.raises(BadInput, match=why):
             read(tmp_path, {"anchor": "a", "positive": "p", "negatives": wrong})
     with pytest.raises(BadInput, match="a record without `negatives`"):
-        read(tmp_path, one, {"anchor": "a", "positive": "p"})
+        read(tmp_path, row, {"anchor": "a", "positive": "p"})
 
 
 def test_openai_and_sharegpt_write_the_same_conversation(tmp_path):
@@ -94,30 +94,30 @@ def test_openai_and_sharegpt_write_the_same_conversation(tmp_path):
     sharegpt = {"system": "s", "tools": [TOOL], "conversations": [
         {"from": "human", "value": "hi"}, {"from": "function_call", "value": '{"name": "weather", "arguments": {"city": "Paris"}}'},
         {"from": "observation", "value": "18 C"}, {"from": "gpt", "value": "ho"}]}  # fmt: skip
-    (one,) = read(tmp_path, openai)
+    (from_openai,) = read(tmp_path, openai)
     (other,) = read(tmp_path, sharegpt)
-    assert one.tools == other.tools == [TOOL]
-    calls = [message.pop("tool_calls") for record in (one, other) for message in record.messages if "tool_calls" in message]
+    assert from_openai.tools == other.tools == [TOOL]
+    calls = [message.pop("tool_calls") for record in (from_openai, other) for message in record.messages if "tool_calls" in message]
     assert [call[0]["function"] for call in calls] == [CALL["function"]] * 2
-    assert one.messages == other.messages
+    assert from_openai.messages == other.messages
 
 
 def test_messages_are_read_as_the_server_reads_them(tmp_path):
     from argosy.serve.openai.chat import template_messages
 
-    given = [
+    messages = [
         {"role": "system", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
         {"role": "user", "content": "hi", "name": None},
         {"role": "assistant", "content": None, "tool_calls": [{**CALL, "function": {"name": "f", "arguments": "{}"}}]},
         {"role": "tool", "tool_call_id": "1", "content": "x"},
     ]
-    (record,) = read(tmp_path, {"messages": given})
-    assert record.messages == template_messages(given)
+    (record,) = read(tmp_path, {"messages": messages})
+    assert record.messages == template_messages(messages)
 
 
 def test_renamed_columns_are_read_and_the_others_are_listed(tmp_path):
     row = {"id": 7, "dialog": [{"speaker": "user", "content": "hi"}, {"speaker": "assistant", "content": "ho"}], "score": 1}
-    path = written(tmp_path, [row])
+    path = write_rows(tmp_path, [row])
     words = words_layer(["columns.messages=dialog", "columns.role=speaker", f"source={path}"])
     source = find_source(read_settings(DataSettings, words).value)
     (document,) = source.documents()
@@ -149,7 +149,7 @@ def test_alpaca_is_stanfords_text_or_messages(tmp_path):
 GOOD = {"messages": [HI, HO]}
 
 
-@pytest.mark.parametrize(("rows", "how", "says", "hint"), [
+@pytest.mark.parametrize(("rows", "fields", "says", "hint"), [
     ([GOOD, {"prompt": "a", "completion": "b"}], {}, "without `messages`", "read as `messages`; it has `prompt`, `completion`"),
     ([{"text": "a"}, GOOD], {}, "no text in the field `text`", "read as text; it has `messages`"),
     ([GOOD, {"messages": None, "id": 1}], {}, "without `messages`", "it has `id`"),
@@ -189,10 +189,10 @@ GOOD = {"messages": [HI, HO]}
     ([{"instruction": "a", "output": "b", "history": 3}], {}, "`history` is not a list of pairs", "question"),
     ([{"conversations": [{"from": "human", "value": "x"}], "system": 1}], {}, "`system` is a number", ""),
 ])  # fmt: skip
-def test_a_wrong_record_is_reported_with_its_line_and_what_it_has(tmp_path, rows, how, says, hint):
-    path = written(tmp_path, rows)
+def test_a_wrong_record_is_reported_with_its_line_and_what_it_has(tmp_path, rows, fields, says, hint):
+    path = write_rows(tmp_path, rows)
     with pytest.raises(BadInput) as e:
-        list(JsonLines(path, **how).documents())
+        list(JsonLines(path, **fields).documents())
     assert says in e.value.what
     assert hint in (e.value.hint or "")
     if "unknown column" not in says:
@@ -207,20 +207,20 @@ def test_a_wrong_record_is_reported_with_its_line_and_what_it_has(tmp_path, rows
     ("text.jsonl", {"learn": "all", "template": "default"}, "data.template is for conversations"),
 ])  # fmt: skip
 def test_settings_that_would_be_ignored_are_refused(tmp_path, name, values, says):
-    path = written(tmp_path, RECORDS["text"], name)
+    path = write_rows(tmp_path, RECORDS["text"], name)
     with pytest.raises(BadInput, match=says):
         find_source(settings_of(path, **values))
     find_source(settings_of(path, learn="all"))
 
 
 def test_files_of_a_folder_have_one_format(tmp_path):
-    written(tmp_path, [{**GOOD, "id": 1}], "a.jsonl")
-    written(tmp_path, [{**GOOD, "source": "x"}], "b.jsonl")
+    write_rows(tmp_path, [{**GOOD, "id": 1}], "a.jsonl")
+    write_rows(tmp_path, [{**GOOD, "source": "x"}], "b.jsonl")
     folder = FileSet(tmp_path)
     assert folder.format == "messages"
     assert [document.record.messages for document in folder.documents()] == [[HI, HO]] * 2
     assert folder.ignored == ("id", "source")
-    written(tmp_path, RECORDS["alpaca"], "c.jsonl")
+    write_rows(tmp_path, RECORDS["alpaca"], "c.jsonl")
     with pytest.raises(BadInput, match="without `messages`") as e:
         list(FileSet(tmp_path).documents())
     assert "c.jsonl:1" in str(e.value)
@@ -231,13 +231,13 @@ def test_files_of_a_folder_have_one_format(tmp_path):
 
 def test_the_fingerprint_covers_how_records_are_read(tmp_path):
     row = {"prompt": "a", "completion": "b", "text": "c", "body": "d"}
-    path = written(tmp_path, [row])
-    made = [
-        JsonLines(path, **how).fingerprint()
-        for how in ({"format": "text"}, {"format": "completion"}, {"format": "text", "columns": {"text": "body"}})
+    path = write_rows(tmp_path, [row])
+    fingerprints = [
+        JsonLines(path, **options).fingerprint()
+        for options in ({"format": "text"}, {"format": "completion"}, {"format": "text", "columns": {"text": "body"}})
     ]
-    assert len({json.dumps(one) for one in made}) == 3
-    assert set(made[0]) == {"source", "source.sha256", "source.invalid"}  # as before there were formats
+    assert len({json.dumps(fingerprint) for fingerprint in fingerprints}) == 3
+    assert set(fingerprints[0]) == {"source", "source.sha256", "source.invalid"}  # as before there were formats
 
 
 @pytest.mark.parametrize("indent", [None, 1])
@@ -268,6 +268,6 @@ def test_an_array_that_cannot_be_read_is_reported(tmp_path, monkeypatch, content
 
 
 def test_a_limit_of_bytes_never_cuts_a_record(tmp_path):
-    source = JsonLines(written(tmp_path, [GOOD] * 5))
+    source = JsonLines(write_rows(tmp_path, [GOOD] * 5))
     size = len(next(source.documents()).text)
     assert len(list(Capped(source, 2 * size + size // 2).documents())) == 2

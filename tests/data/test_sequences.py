@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from test_chat_mask import tokenizer_for
 from test_prepare import Bytes
-from test_records import HI, HO, written
+from test_records import HI, HO, write_rows
 
 from argosy.core.errors import BadInput
 from argosy.data.batch import Field
@@ -31,20 +31,20 @@ DOCUMENT = {"document": Field("B s", np.int32, "row")}
 
 
 @pytest.fixture(scope="module", autouse=True)
-def ended():
+def end_children():
     yield
     chat.close_all()
 
 
-def batches_of(folder, rows, per_group=2, make=build, tokenizer=None, named=("margin",), **values):
-    source = written(folder, rows)
-    how = {"sequence": 64, "batch": 2, "held_out": 0, "shuffle": False, "cache": str(folder / "cache")}
-    settings = DataSettings(source=str(source), **how | values)
-    fields = {**FIELDS, **DOCUMENT, **dict.fromkeys(named, PER_SEQUENCE)}
+def batches_of(folder, rows, per_group=2, make=build, tokenizer=None, extras=("margin",), **values):
+    source = write_rows(folder, rows)
+    settings_fields = {"sequence": 64, "batch": 2, "held_out": 0, "shuffle": False, "cache": str(folder / "cache")}
+    settings = DataSettings(source=str(source), **settings_fields | values)
+    fields = {**FIELDS, **DOCUMENT, **dict.fromkeys(extras, PER_SEQUENCE)}
     return make(settings, tokenizer or Bytes(), vocab=50000, seed=0, fields=fields, rows_per_group=per_group)
 
 
-def shown(batch, tokenizer=None) -> list[str]:
+def rendered_rows(batch, tokenizer=None) -> list[str]:
     """The rows as text, with what does not count in ⟦ ⟧."""
     return [part.split("--\n", 1)[1].strip("\n") for part in render(batch, tokenizer or Bytes()).split("row ")[1:]]
 
@@ -71,14 +71,14 @@ def test_a_pair_in_every_spelling_gives_the_same_two_conversations(tmp_path, row
     tokenizer = tokenizer_for(CHATML, "<|im_start|>", "<|im_end|>")
     batches = batches_of(tmp_path, [row], tokenizer=tokenizer)
     assert "`preference`" in batches.summary().text
-    assert [one.replace("⟦", "[").replace("⟧", "]") for one in shown(next(batches), tokenizer)] == [
+    assert [text.replace("⟦", "[").replace("⟧", "]") for text in rendered_rows(next(batches), tokenizer)] == [
         "[<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n]ho<|im_end|>[\n]",
         "[<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n]no<|im_end|>[\n]",
     ]
 
 
 @pytest.mark.parametrize(
-    ("chosen", "rejected", "prompt"),
+    ("completion", "rejected", "prompt"),
     [
         ("\n\nHuman: hi\n\nAssistant: I do", "\n\nHuman: hi\n\nAssistant: I don't", "\n\nHuman: hi\n\nAssistant:"),
         ("Count: one two", "Count: one tower", "Count: one"),
@@ -86,12 +86,12 @@ def test_a_pair_in_every_spelling_gives_the_same_two_conversations(tmp_path, row
         ("abc", "xyz", ""),
     ],
 )
-def test_an_implicit_prompt_ends_where_an_answer_begins(tmp_path, chosen, rejected, prompt):
-    (document,) = JsonLines(written(tmp_path, [{"chosen": chosen, "rejected": rejected}])).documents()
+def test_an_implicit_prompt_ends_where_an_answer_begins(tmp_path, completion, rejected, prompt):
+    (document,) = JsonLines(write_rows(tmp_path, [{"chosen": completion, "rejected": rejected}])).documents()
     record = document.record
     assert record is not None
     (other,) = record.others
-    assert (record.prompt, record.completion) == (prompt, chosen.removeprefix(prompt))
+    assert (record.prompt, record.completion) == (prompt, completion.removeprefix(prompt))
     assert (other.prompt, other.completion) == (prompt, rejected.removeprefix(prompt))
 
 
@@ -111,7 +111,7 @@ def test_a_pair_is_two_whole_rows_with_their_margin(tmp_path):
 def test_columns_are_renamed_and_the_rest_is_listed(tmp_path):
     rows = [{"question": "1 + 1 =", "good": " 2", "bad": " 3", "id": 7}]
     batches = batches_of(tmp_path, rows, columns={"prompt": "question", "chosen": "good", "rejected": "bad"})
-    assert shown(next(batches))[0].startswith("⟦1 + 1 =⟧ 2")
+    assert rendered_rows(next(batches))[0].startswith("⟦1 + 1 =⟧ 2")
     assert "Ignored columns: `id`." in batches.summary().text
 
 
@@ -125,16 +125,16 @@ def test_columns_are_renamed_and_the_rest_is_listed(tmp_path):
     ],
 )
 def test_the_first_record_tells_the_format(tmp_path, row, format):
-    assert JsonLines(written(tmp_path, [row])).format == format
+    assert JsonLines(write_rows(tmp_path, [row])).format == format
 
 
 def test_a_pair_file_still_fine_tunes_on_its_chosen_answers(tmp_path):
     rows = [{"prompt": "a", "chosen": "b", "rejected": "c"}]
-    assert JsonLines(written(tmp_path, rows), columns={"completion": "chosen"}).format == "completion"
+    assert JsonLines(write_rows(tmp_path, rows), columns={"completion": "chosen"}).format == "completion"
 
 
 @pytest.mark.parametrize(
-    ("row", "what", "hint"),
+    ("row", "problem", "hint"),
     [
         ({"question": "1?", "chosen": "a", "rejected": "b"}, "pair without `prompt`", "data.columns.prompt=question"),
         ({"prompt": "p", "chosen": "a", "rejected": [OTHER]}, "a chosen answer that is a text, and", "both are texts"),
@@ -145,11 +145,11 @@ def test_a_pair_file_still_fine_tunes_on_its_chosen_answers(tmp_path):
         ({"prompt": "p", "completions": [], "labels": []}, "not a list of texts", "First step"),
     ],
 )
-def test_wrong_records_are_refused_with_their_line(tmp_path, row, what, hint):
-    source = JsonLines(written(tmp_path, [row]))
+def test_wrong_records_are_refused_with_their_line(tmp_path, row, problem, hint):
+    source = JsonLines(write_rows(tmp_path, [row]))
     with pytest.raises(BadInput) as caught:
         list(source.documents())
-    assert what in caught.value.what
+    assert problem in caught.value.what
     assert hint in (caught.value.hint or "")
     assert "t.jsonl:1" in str(caught.value.where)
 
@@ -187,8 +187,8 @@ def test_an_empty_message_is_no_answer(tmp_path):
 
 def test_pairs_that_a_template_has_rendered_elsewhere_are_reported_once_each(tmp_path):
     tokenizer = tokenizer_for(CHATML, "<|im_start|>", "<|im_end|>")
-    asked = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-    rendered = {"prompt": asked, "chosen": "ho<|im_end|>", "rejected": "no<|im_end|>"}
+    prompt = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    rendered = {"prompt": prompt, "chosen": "ho<|im_end|>", "rejected": "no<|im_end|>"}
     rows = [rendered, {**rendered, "chosen": "other<|im_end|>"}, {"prompt": "p", "chosen": "a", "rejected": "b"}]
     batches = batches_of(tmp_path, rows, tokenizer=tokenizer)
     assert "Warning: 2 pairs hold names of special tokens (<|im_start|>)" in batches.summary().text
@@ -214,8 +214,8 @@ def test_a_pair_too_long_is_handled_as_a_whole(tmp_path, too_long):
         return
     batches = batches_of(tmp_path, rows, too_long=too_long)
     text = batches.summary().text
-    kept = 2 if too_long == "drop" else 3
-    assert len(batches.table.rows) == 2 * kept
+    kept_pairs = 2 if too_long == "drop" else 3
+    assert len(batches.table.rows) == 2 * kept_pairs
     if too_long == "drop":
         assert "2 pairs longer than a row (data.too_long=drop)" in text
     else:
@@ -238,31 +238,38 @@ def test_a_long_prompt_is_cut_at_its_beginning_alike_for_both_answers(tmp_path, 
     text = batches.summary().text
     assert "2 pairs whose answer leaves no room for its prompt (data.too_long=cut_prompt)" in text
     assert "Cut: 2 pairs longer than a row of 64, at the beginning of the prompt (data.too_long=cut_prompt)." in text
-    found = set()
+    prompts_and_answers = set()
     batch = next(batches)
     for row in range(len(batch["tokens"])):
         for slot in np.unique(batch["segments"][row][batch["segments"][row] > 0]):
             here = batch["segments"][row] == slot
             tokens, mask = batch["tokens"][row][here], batch["mask"][row][here] > 0
             learned = bytes(batch["targets"][row][here][mask][:-1].tolist()).decode()
-            found.add((bytes(tokens[: int(np.argmax(mask)) + 1].tolist()).decode(), learned))
-    kept = prompt[-(64 - len(" yes it is") - 1) :]
-    assert {("0 + 1 =", " 1"), ("0 + 1 =", " no idea"), (kept, " yes it is"), (kept, " no"), ("r", "c" * 62), ("r", " b")} <= found
-    assert len(found) == 8
+            prompts_and_answers.add((bytes(tokens[: int(np.argmax(mask)) + 1].tolist()).decode(), learned))
+    kept_prompt = prompt[-(64 - len(" yes it is") - 1) :]
+    assert {
+        ("0 + 1 =", " 1"),
+        ("0 + 1 =", " no idea"),
+        (kept_prompt, " yes it is"),
+        (kept_prompt, " no"),
+        ("r", "c" * 62),
+        ("r", " b"),
+    } <= prompts_and_answers
+    assert len(prompts_and_answers) == 8
 
 
 def test_settings_that_would_cut_or_ignore_are_refused(tmp_path):
-    for values, what in (
+    for values, problem in (
         ({"packing": "split"}, "would cut `preference` records"),
         ({"too_long": "continue"}, "would cut `preference` records"),
         ({"learn": "all"}, "only the answers count"),
         ({"online": True}, "not read online"),
     ):
-        with pytest.raises(BadInput, match=what):
+        with pytest.raises(BadInput, match=problem):
             batches_of(tmp_path, text_pairs(2), **values)
     for row in ({"prompt": "a", "completion": "b"}, {"prompt": "p:", "completions": ["one"], "labels": [True]}):
         with pytest.raises(BadInput, match=r"data\.too_long=cut_prompt is for pairs and labeled answers"):
-            batches_of(tmp_path, [row], per_group=1, named=(), too_long="cut_prompt")
+            batches_of(tmp_path, [row], per_group=1, extras=(), too_long="cut_prompt")
 
 
 # ---- rows
@@ -270,9 +277,9 @@ def test_settings_that_would_cut_or_ignore_are_refused(tmp_path):
 
 def test_pairs_stay_together_through_shuffling_packing_and_evaluation(tmp_path):
     for packing in (None, "fit"):
-        how = {"batch": 4, "shuffle": True, "packing": packing, "held_out": 0.3}
-        batches = batches_of(tmp_path, text_pairs(30), **how)
-        for batch in [*islice(batches, 12), *batches_of(tmp_path, text_pairs(30), make=eval_batches, **how)]:
+        fields = {"batch": 4, "shuffle": True, "packing": packing, "held_out": 0.3}
+        batches = batches_of(tmp_path, text_pairs(30), **fields)
+        for batch in [*islice(batches, 12), *batches_of(tmp_path, text_pairs(30), make=eval_batches, **fields)]:
             live = batch["live"] > 0
             assert (live[::2] == live[1::2]).all()
             chosen, rejected = batch["document"][::2][live[::2]], batch["document"][1::2][live[1::2]]
@@ -288,42 +295,42 @@ def test_packed_rows_hold_every_pair_once_and_whole(tmp_path):
     alone, packed = (batches_of(tmp_path, text_pairs(9), packing=packing).table.rows for packing in ("alone", "fit"))
     assert packed.slots > 1
     assert len(packed) < len(alone)
-    found = {}
+    text_by_row = {}
     for rows in (alone, packed):
         batch = rows.gather(np.arange(len(rows)))
         for row, slot in zip(*np.nonzero(batch["live"])):
             here = batch["segments"][row] == slot + 1
             key = int(batch["document"][row, slot])
             text = batch["tokens"][row][here].tolist(), batch["mask"][row][here].tolist()
-            assert found.setdefault(key, text) == text
-    assert sorted(found) == list(range(18))
+            assert text_by_row.setdefault(key, text) == text
+    assert sorted(text_by_row) == list(range(18))
 
 
 def test_what_is_held_out_is_whole_pairs_even_from_the_tail(tmp_path):
     """A share of few documents is taken from the end of the corpus."""
     for share in (0.02, 0.5):
-        source = JsonLines(written(tmp_path, [{**row, "margin": i} for i, row in enumerate(text_pairs(12))]))
-        made = prepare(source, Encoding(Bytes()), tmp_path / f"corpus-{share}", held_out=share)
-        for split in (made.train, made.held_out):
+        source = JsonLines(write_rows(tmp_path, [{**row, "margin": i} for i, row in enumerate(text_pairs(12))]))
+        corpus = prepare(source, Encoding(Bytes()), tmp_path / f"corpus-{share}", held_out=share)
+        for split in (corpus.train, corpus.held_out):
             assert split.documents % 2 == 0
             assert split.documents
             assert split.values["margin"][::2].tolist() == split.values["margin"][1::2].tolist()
-        margins = [*made.train.values["margin"][::2], *made.held_out.values["margin"][::2]]
+        margins = [*corpus.train.values["margin"][::2], *corpus.held_out.values["margin"][::2]]
         assert sorted(margins) == list(range(12))
-        assert len(made.train.tokens) == made.train.starts[-1]
-        made.verify()
+        assert len(corpus.train.tokens) == corpus.train.starts[-1]
+        corpus.verify()
 
 
 # ---- KTO and steps
 
 
-def labeled(count, prompts=3):
+def labeled_rows(count, prompts=3):
     return [{"prompt": f"q{i % prompts}:", "completion": f" a{i}", "label": i % 2 == 0} for i in range(count)]
 
 
 def test_an_example_comes_with_its_prompt_and_the_answer_to_another(tmp_path):
-    batch = next(batches_of(tmp_path, labeled(4), named=("desirable",), batch=8))
-    texts = [text.split("<")[0] for text in shown(batch)]
+    batch = next(batches_of(tmp_path, labeled_rows(4), extras=("desirable",), batch=8))
+    texts = [text.split("<")[0] for text in rendered_rows(batch)]
     assert [text[:8] for text in texts[::2]] == ["⟦q0:⟧ a0", "⟦q1:⟧ a1", "⟦q2:⟧ a2", "⟦q0:⟧ a3"]
     assert [text[:8] for text in texts[1::2]] == ["⟦q0:⟧ a1", "⟦q1:⟧ a2", "⟦q2:⟧ a3", "⟦q0:⟧ a1"]
     assert batch["desirable"][::2, 0].tolist() == [1, 0, 1, 0]
@@ -331,10 +338,10 @@ def test_an_example_comes_with_its_prompt_and_the_answer_to_another(tmp_path):
 
 def test_answers_to_the_same_prompt_are_not_taken_for_mismatched_ones(tmp_path):
     rows = [{"prompt": "q:", "completion": f" a{i}", "label": True} for i in range(3)]
-    batch = next(batches_of(tmp_path, [*rows, {"prompt": "r:", "completion": " b", "label": False}], named=("desirable",), batch=8))
-    assert all(text.startswith("⟦q:⟧ b") for text in shown(batch)[1:6:2])
+    batch = next(batches_of(tmp_path, [*rows, {"prompt": "r:", "completion": " b", "label": False}], extras=("desirable",), batch=8))
+    assert all(text.startswith("⟦q:⟧ b") for text in rendered_rows(batch)[1:6:2])
     with pytest.raises(BadInput, match="all records have the same one"):
-        batches_of(tmp_path, rows, named=("desirable",))
+        batches_of(tmp_path, rows, extras=("desirable",))
 
 
 @pytest.mark.parametrize("group_bytes", [1, 300, 1 << 20])
@@ -345,10 +352,10 @@ def test_the_answer_to_another_prompt_depends_on_the_file_alone(tmp_path, monkey
     count = 200
     prompts = {"sorted": "a" * 100 + "b" * 100, "alternating": "ab" * 100, "pairs": "aabbccdd" * 25}[order]
     rows = [{"prompt": f"{prompt}:", "completion": f" {i}", "label": i % 2 == 0} for i, prompt in enumerate(prompts)]
-    batches = batches_of(tmp_path, rows, named=("desirable",), batch=2 * count)
-    texts = [text.split("<")[0] for text in shown(next(batches))]
-    own, other = texts[::2], texts[1::2]
-    assert own == [f"⟦{prompt}:⟧ {i}" for i, prompt in enumerate(prompts)]
+    batches = batches_of(tmp_path, rows, extras=("desirable",), batch=2 * count)
+    texts = [text.split("<")[0] for text in rendered_rows(next(batches))]
+    own_texts, other = texts[::2], texts[1::2]
+    assert own_texts == [f"⟦{prompt}:⟧ {i}" for i, prompt in enumerate(prompts)]
     partners = [int(text.split("⟧ ")[1]) for text in other]
     assert [text[1] for text in other] == list(prompts), "the prompt stays"
     assert all(prompts[i] != prompts[j] for i, j in enumerate(partners)), "its answer is that to another"
@@ -366,7 +373,7 @@ def test_answers_of_conversations_go_with_conversations_and_those_of_texts_with_
         {"prompt": "q:", "completion": " y", "label": True},
         {"prompt": [{**HI, "content": "why"}], "completion": [OTHER], "label": False},
     ]
-    texts = shown(next(batches_of(tmp_path, rows, named=("desirable",), tokenizer=tokenizer, batch=8)), tokenizer)
+    texts = rendered_rows(next(batches_of(tmp_path, rows, extras=("desirable",), tokenizer=tokenizer, batch=8)), tokenizer)
     assert "no<|im_end|>" in texts[1]
     assert texts[3].startswith("⟦p:⟧ y")
     assert texts[5].startswith("⟦q:⟧ x")
@@ -379,14 +386,14 @@ def test_mismatched_conversations_keep_their_own_prompt(tmp_path):
         {"prompt": [HI], "completion": [HO], "label": True},
         {"prompt": [{**HI, "content": "why"}], "completion": [OTHER], "label": False},
     ]
-    batch = next(batches_of(tmp_path, rows, named=("desirable",), tokenizer=tokenizer))
-    assert "hi" in shown(batch, tokenizer)[1]
-    assert "⟧no<|im_end|>⟦" in shown(batch, tokenizer)[1]
+    batch = next(batches_of(tmp_path, rows, extras=("desirable",), tokenizer=tokenizer))
+    assert "hi" in rendered_rows(batch, tokenizer)[1]
+    assert "⟧no<|im_end|>⟦" in rendered_rows(batch, tokenizer)[1]
 
 
 def test_the_last_token_of_each_step_is_marked_with_its_label(tmp_path):
     rows = [{"prompt": "p:", "completions": ["one", "two", "six"], "labels": [True, True, False]}]
-    source = written(tmp_path, rows)
+    source = write_rows(tmp_path, rows)
     settings = DataSettings(source=str(source), sequence=24, batch=1, held_out=0, cache=str(tmp_path / "cache"))
     batch = next(build(settings, Bytes(), vocab=300, seed=0, fields={**FIELDS, "right": PER_TOKEN}))
     marked = np.flatnonzero(batch["mask"][0])
@@ -410,7 +417,7 @@ def test_a_file_of_pairs_as_json_array_is_read_too(tmp_path):
 
 def test_the_first_record_is_shown_with_what_counts_and_long_ones_without_their_middle(tmp_path):
     batches = batches_of(tmp_path, [{"prompt": "p:", "chosen": " a" * 20, "rejected": " b"}])
-    found = batches.example()
-    assert found is not None
-    assert example(found, Bytes()).split("\n--\n")[1].startswith("⟦p:⟧ b")
-    assert len(example(found, Bytes(), most=12).split("\n--\n")[0]) == 12 + len(" ... ")
+    first = batches.example()
+    assert first is not None
+    assert example(first, Bytes()).split("\n--\n")[1].startswith("⟦p:⟧ b")
+    assert len(example(first, Bytes(), most=12).split("\n--\n")[0]) == 12 + len(" ... ")

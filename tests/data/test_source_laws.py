@@ -63,18 +63,18 @@ def arrays(folder):
     return ImageArrays(str(folder / "a.npz"), ImageSettings(), 0.2)
 
 
-def written(name, rows=None):
+def write_example(name, rows=None):
     """An example that a library wrote, of the kind that the name says."""
 
     def make(folder):
-        given = [{"text": text} for text in stories(70)] if rows is None else rows
+        content = [{"text": text} for text in stories(70)] if rows is None else rows
         if name.endswith(".bin"):
-            data_files.megatron(folder / name, [list(row["text"].encode()) for row in given])
+            data_files.megatron(folder / name, [list(row["text"].encode()) for row in content])
         else:
-            (folder / name).write_bytes(data_files.KINDS[name](given))
-        found = find_source(DataSettings(source=str(folder / name)))
-        assert isinstance(found, Source)
-        return found
+            (folder / name).write_bytes(data_files.KINDS[name](content))
+        source = find_source(DataSettings(source=str(folder / name)))
+        assert isinstance(source, Source)
+        return source
 
     return make
 
@@ -82,16 +82,16 @@ def written(name, rows=None):
 def hub(folder):
     datasets.disable_progress_bars()
     datasets.Dataset.from_list([{"text": text} for text in stories(70)]).save_to_disk(str(folder / "set"))
-    found = find_source(DataSettings(source=f"hf:{folder}/set"))
-    assert isinstance(found, Source)
-    return found
+    source = find_source(DataSettings(source=f"hf:{folder}/set"))
+    assert isinstance(source, Source)
+    return source
 
 
 def mosaic(folder):
     data_files.mds(folder / "set", [{"text": text, "id": number} for number, text in enumerate(stories(70))], per_shard=20)
-    found = find_source(DataSettings(source=f"{folder}/set"))
-    assert isinstance(found, Source)
-    return found
+    source = find_source(DataSettings(source=f"{folder}/set"))
+    assert isinstance(source, Source)
+    return source
 
 
 def image_files(folder):
@@ -113,15 +113,15 @@ EXAMPLES = {
     "text": text_file,
     "hf": hub,
     "jsonl": json_lines,
-    "csv": written("rows.csv"),
-    "parquet": written("rows.parquet"),
-    "arrow": written("rows.arrow"),
-    "tfrecord": written("rows.tfrecord"),
-    "array_record": written("rows.array_record"),
-    "bagz": written("rows.bagz"),
+    "csv": write_example("rows.csv"),
+    "parquet": write_example("rows.parquet"),
+    "arrow": write_example("rows.arrow"),
+    "tfrecord": write_example("rows.tfrecord"),
+    "array_record": write_example("rows.array_record"),
+    "bagz": write_example("rows.bagz"),
     "mds": mosaic,
-    "tar": written("rows.tar"),
-    "tokens": written("rows.bin"),
+    "tar": write_example("rows.tar"),
+    "tokens": write_example("rows.bin"),
     "folder": both,
     "memory": lambda folder: TextsInMemory(stories(80)),
     "stdlib": lambda folder: StandardLibrary(modules(folder)),
@@ -156,12 +156,12 @@ def settings(request, tmp_path) -> DataSettings:
 
 
 def batches(settings, source, process=0, processes=1, seed=1, make=build) -> Batches:
-    how = {"vocab": 258}
+    options = {"vocab": 258}
     if isinstance(source, Clicks):
-        how = {"vocab": (40, 20), "fields": CLICK_FIELDS}
+        options = {"vocab": (40, 20), "fields": CLICK_FIELDS}
     if isinstance(source, ImageArrays | ImageFolder | ImageShards):
-        how = {"vocab": ImageSpace(3, 1, 5), "fields": IMAGE_FIELDS}
-    return make(settings, Bytes(), **how, seed=seed, process=process, processes=processes, source=source)
+        options = {"vocab": ImageSpace(3, 1, 5), "fields": IMAGE_FIELDS}
+    return make(settings, Bytes(), **options, seed=seed, process=process, processes=processes, source=source)
 
 
 def take(stream: Batches, count: int | None = None) -> list[list[tuple]]:
@@ -201,11 +201,11 @@ def test_deterministic_and_moved_by_the_seed(source, settings):
 def test_restorable_at_any_position(source, settings):
     whole = take(batches(settings, source), 30)
     stream, restored = batches(settings, source), batches(settings, source)
-    for taken in range(12):
+    for position in range(12):
         state = json.loads(json.dumps(stream.state()))
         restored.restore(state)
-        assert take(restored, 3) == whole[taken : taken + 3]
-        assert take(stream, 1) == [whole[taken]]
+        assert take(restored, 3) == whole[position : position + 3]
+        assert take(stream, 1) == [whole[position]]
 
 
 @pytest.mark.parametrize("processes", [2, 4, 8])
@@ -245,8 +245,8 @@ def test_held_out_rows_are_fixed_and_apart(source, settings):
     first = take(held_out)
     held_out.rewind()
     assert take(held_out) == first
-    moved = settings.model_copy(update={"shuffle": False})
-    trained = set(flat(take(batches(moved, source), epoch_rows(settings, source) // BATCH + 1)))
+    in_order = settings.model_copy(update={"shuffle": False})
+    trained = set(flat(take(batches(in_order, source), epoch_rows(settings, source) // BATCH + 1)))
     assert first
     assert not trained & set(flat(first))
     parts = [take(batches(settings, source, process, 4, make=eval_batches)) for process in range(4)]

@@ -25,12 +25,12 @@ from argosy.data.sources.text import TextFile, TextsInMemory
 def texts(source: Source | RowSource) -> list[str]:
     """Whole documents: pieces joined."""
     assert isinstance(source, Source)
-    found, open_document = [], False
+    documents, open_document = [], False
     for document in source.documents():
-        found = [*found[:-1], found[-1] + document.text] if open_document else [*found, document.text]
+        documents = [*documents[:-1], documents[-1] + document.text] if open_document else [*documents, document.text]
         open_document = not document.ends
     assert not open_document
-    return found
+    return documents
 
 
 def write(path: Path, data: str | bytes) -> Path:
@@ -101,7 +101,7 @@ def test_json_lines(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "line, told",
+    "line, problem",
     [
         ('{"text": 3}', "no text in the field"),
         ('{"messages": []}', "no text in the field"),
@@ -111,9 +111,9 @@ def test_json_lines(tmp_path):
         ('{"text": "\udcff"}', "not UTF-8"),
     ],
 )
-def test_a_wrong_line_of_json_is_reported_with_its_number(tmp_path, line, told):
+def test_a_wrong_line_of_json_is_reported_with_its_number(tmp_path, line, problem):
     path = write(tmp_path / "t.jsonl", b'{"text": "good"}\n' + line.encode(errors="surrogateescape") + b"\n")
-    with pytest.raises(BadInput, match=told) as e:
+    with pytest.raises(BadInput, match=problem) as e:
         list(JsonLines(path).documents())
     assert "t.jsonl:2" in str(e.value) or "offset 27" in str(e.value)
     assert len(str(e.value).splitlines()) <= 5
@@ -139,9 +139,9 @@ def test_a_file_that_is_no_text_is_refused_by_what_it_is_whatever_its_name(tmp_p
     """Its bytes are never trained on, also where bytes that are not UTF-8 are to be replaced, and no hint says to do that."""
     data = gzip.compress(BINARIES[kind]) if name.endswith(".gz") else BINARIES[kind]
     path = write(tmp_path / name, data)
-    for spec, how in ((str(path), {}), (f"text:{path}", {}), (f"{tmp_path}/a*", {}), (str(path), {"invalid": "replace"})):
+    for spec, fields in ((str(path), {}), (f"text:{path}", {}), (f"{tmp_path}/a*", {}), (str(path), {"invalid": "replace"})):
         with pytest.raises(BadInput, match=f"this is .*{kind}.*, not text") as caught:
-            texts(find_source(DataSettings(source=spec, **how)))
+            texts(find_source(DataSettings(source=spec, **fields)))
         assert "invalid" not in str(caught.value)
         assert caught.value.where == str(path)
 
@@ -249,9 +249,9 @@ def test_the_standard_library_is_read_and_not_imported():
     assert names == sorted(names, key=lambda name: Path(name).parts)
     assert {"argparse.py", "json/__init__.py", "email/message.py"} <= set(names)
     assert not [name for name in names if re.search(r"(^|/)(tests?|idlelib|encodings|site-packages|lib2to3)/", name)]
-    found = texts(source)
-    assert Path(sysconfig.get_path("stdlib"), "abc.py").read_text(encoding="utf-8") in found
-    assert sum(map(len, found)) > 5_000_000
+    library = texts(source)
+    assert Path(sysconfig.get_path("stdlib"), "abc.py").read_text(encoding="utf-8") in library
+    assert sum(map(len, library)) > 5_000_000
     assert set(sys.modules) == before
     assert source.fingerprint()["source.python"].endswith(".".join(map(str, sys.version_info[:3])))
 

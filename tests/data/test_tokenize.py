@@ -55,8 +55,8 @@ def tokenizer_of(name: str) -> Tokenizer:
 
 def golden(name: str) -> tuple[list[str], list[list[int]], list[str]]:
     document = json.loads(shared("tokenizers/golden.json").read_text())
-    one = document["tokenizers"][name]
-    return document["texts"], one["ids"], one["decoded"]
+    entry = document["tokenizers"][name]
+    return document["texts"], entry["ids"], entry["decoded"]
 
 
 def attributes(tokenizer: Tokenizer) -> dict:
@@ -82,7 +82,7 @@ def test_ids_and_text_equal_the_goldens(name):
     texts, ids, decoded = golden(name)
     assert [tokenizer.encode(text) for text in texts] == ids
     assert tokenizer.encode_many(texts) == ids
-    assert [tokenizer.decode(one) for one in ids] == decoded
+    assert [tokenizer.decode(tokens) for tokens in ids] == decoded
 
 
 @pytest.mark.parametrize("name", ["gpt-2", "bert-bge"])
@@ -101,12 +101,12 @@ def test_gguf_of_sentence_pieces_equals_the_model_it_was_made_from():
     texts, ids, _ = golden("stories260k")
     tokenizer = tokenizer_of("stories260k.gguf")
     plain = [
-        (text, one)
-        for text, one in zip(texts, ids)
+        (text, tokens)
+        for text, tokens in zip(texts, ids)
         if text == " ".join(text.split(" ")).strip(" ") and "  " not in text
     ]
     assert len(plain) > 40
-    assert [tokenizer.encode(text) for text, _ in plain] == [one for _, one in plain]
+    assert [tokenizer.encode(text) for text, _ in plain] == [tokens for _, tokens in plain]
     assert (tokenizer.bos, tokenizer.eos, tokenizer.adds_bos) == (1, 2, True)
 
 
@@ -127,18 +127,18 @@ def test_gguf_names_its_rule_and_the_name_counts():
 def test_smollm2_gguf_equals_its_tokenizer_json():
     if not (path := os.environ.get("ARGOSY_TEST_SMOLLM2_GGUF")):
         pytest.skip("ARGOSY_TEST_SMOLLM2_GGUF names no file")
-    inside, beside = load_tokenizer(path), tokenizer_of("smollm2")
+    inside, tokenizer = load_tokenizer(path), tokenizer_of("smollm2")
     texts = [*golden("smollm2")[0], "\n\n1. First", "<|im_start|>user\n1 + 1<|im_end|>"]
-    assert [inside.encode(text) for text in texts] == [beside.encode(text) for text in texts]
-    assert inside.encode(texts[-1], special=True) == beside.encode(texts[-1], special=True)
+    assert [inside.encode(text) for text in texts] == [tokenizer.encode(text) for text in texts]
+    assert inside.encode(texts[-1], special=True) == tokenizer.encode(texts[-1], special=True)
     assert inside.encode("\n\n1. First") == [1116, 33, 30, 3508]
     assert (inside.bos, inside.eos, inside.pad, inside.adds_bos) == (
-        beside.bos,
-        beside.eos,
-        beside.pad,
-        beside.adds_bos,
+        tokenizer.bos,
+        tokenizer.eos,
+        tokenizer.pad,
+        tokenizer.adds_bos,
     )
-    assert inside.chat_template == beside.chat_template
+    assert inside.chat_template == tokenizer.chat_template
 
 
 @pytest.mark.parametrize("name", ["smollm2", "gpt2", "bert_uncased"])
@@ -232,11 +232,11 @@ def test_a_stream_never_shows_half_a_character(name):
     tokenizer = tokenizer_of(name)
     for text in ("日本語のテキスト", "🎉😀 👩\u200d💻", "naïve Zürich"):
         ids = tokenizer.encode(text)
-        stream, whole, shown = tokenizer.stream(), tokenizer.decode(ids), ""
+        stream, whole, streamed = tokenizer.stream(), tokenizer.decode(ids), ""
         for token in ids:
-            shown += stream.push(token)
-            assert whole.startswith(shown)
-        assert "\ufffd" not in shown + stream.end()
+            streamed += stream.push(token)
+            assert whole.startswith(streamed)
+        assert "\ufffd" not in streamed + stream.end()
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -339,9 +339,9 @@ def test_parts_after_a_special_token_join_where_the_config_is_not_legacy(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("told", "adds"), [({"add_bos_token": True}, True), ({"add_bos_token": False}, False), ({}, None)]
+    ("config", "adds"), [({"add_bos_token": True}, True), ({"add_bos_token": False}, False), ({}, None)]
 )
-def test_whether_a_text_begins_with_bos(told, adds, tmp_path):
+def test_whether_a_text_begins_with_bos(config, adds, tmp_path):
     """The config says so; else the post-processor of tokenizer.json does; else the convention of SentencePiece."""
     content = json.loads(tokenizer_json())
     content["post_processor"] = {
@@ -351,7 +351,7 @@ def test_whether_a_text_begins_with_bos(told, adds, tmp_path):
         "special_tokens": {"<bos>": {"id": "<bos>", "ids": [256], "tokens": ["<bos>"]}},
     }  # fmt: skip
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<bos>"} | told))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<bos>"} | config))
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.adds_bos is (True if adds is None else adds)
     assert tokenizer.encode("a") == [97]  # never added here
@@ -418,7 +418,7 @@ def test_vocab_and_merges_are_read_as_their_class_says(kind, reference, tmp_path
     tokenizer = load_tokenizer(tmp_path)
     texts, ids, decoded = golden(reference)
     assert [tokenizer.encode(text) for text in texts] == ids
-    assert [tokenizer.decode(one) for one in ids] == decoded
+    assert [tokenizer.decode(tokens) for tokens in ids] == decoded
     assert tokenizer.special["eos_token"] == "<|endoftext|>"
 
 
@@ -515,8 +515,8 @@ def test_each_family_cuts_in_its_own_way(name, pieces):
     """By hand from the expressions, where the families differ: quotes, numbers, case, Han and kana, blanks, lines."""
     content = json.loads(tokenizer_json()) | {"pre_tokenizer": pre_tokenizer(RULES[name])}
     library = Library.from_str(json.dumps(content))
-    found = library.pre_tokenizer.pre_tokenize_str(pieces.replace("|", ""))
-    assert "|".join(bytes(BYTES[c] for c in piece).decode() for piece, _ in found) == pieces
+    parts = library.pre_tokenizer.pre_tokenize_str(pieces.replace("|", ""))
+    assert "|".join(bytes(BYTES[c] for c in piece).decode() for piece, _ in parts) == pieces
 
 
 # ---- what else decides
@@ -644,8 +644,8 @@ def test_flipped_bytes_never_crash(name, tmp_path):
 ])  # fmt: skip
 def test_gguf_tables_that_contradict_each_other(key, value):
     meta = dict(GGUF.open(shared("gguf/stories260K-f32.gguf")).meta)
-    known = meta[f"tokenizer.ggml.{key}"]
-    meta[f"tokenizer.ggml.{key}"] = known[:-1] if value is None else value
+    values = meta[f"tokenizer.ggml.{key}"]
+    meta[f"tokenizer.ggml.{key}"] = values[:-1] if value is None else value
     with pytest.raises(Damaged):
         sentence_pieces(VocabularyTables(meta, Path("x.gguf")))
 
@@ -670,8 +670,8 @@ def test_an_unknown_gguf_kind_is_named(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("make", [
-    lambda folder: folder / "nothing", lambda folder: folder, lambda folder: _touched(folder / "weights.bin"),
-    lambda folder: _touched(folder / "unheard_of.tiktoken"),
+    lambda folder: folder / "nothing", lambda folder: folder, lambda folder: _touch(folder / "weights.bin"),
+    lambda folder: _touch(folder / "unheard_of.tiktoken"),
 ])  # fmt: skip
 def test_what_is_no_tokenizer_is_reported_so(make, tmp_path):
     with pytest.raises(BadInput):
@@ -683,7 +683,7 @@ def test_a_folder_without_tokenizer_files_has_none(tmp_path):
     assert find_tokenizer(tmp_path) is None
 
 
-def _touched(path: Path) -> Path:
+def _touch(path: Path) -> Path:
     path.write_bytes(b"")
     return path
 
@@ -693,10 +693,10 @@ def test_a_vocabulary_of_word_pieces_is_saved_with_its_frame(tmp_path):
     tokenizer = tokenizer_of("bert_uncased")
     tokenizer.save(tmp_path)
     library = Library.from_file(str(tmp_path / "tokenizer.json"))
-    found = library.encode("A horse.", "Two.")
+    encoding = library.encode("A horse.", "Two.")
     frame = frame_of(tokenizer)
     ids, second = frame_ids(frame, tokenizer.encode("A horse."), tokenizer.encode("Two."))
-    assert found.ids == ids
-    assert found.type_ids == [0] * second + [1] * (len(ids) - second)
+    assert encoding.ids == ids
+    assert encoding.type_ids == [0] * second + [1] * (len(ids) - second)
     assert library.encode("A horse.").ids == frame_ids(frame, tokenizer.encode("A horse."))[0]
     assert json.loads((tmp_path / "tokenizer_config.json").read_text())["tokenizer_class"] == "BertTokenizer"

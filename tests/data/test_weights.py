@@ -27,7 +27,7 @@ COLUMN = {"weights": "w"}
 
 
 @pytest.fixture(scope="module", autouse=True)
-def ended():
+def end_children():
     yield
     chat.close_all()
 
@@ -43,9 +43,9 @@ def texts(count: int = 60) -> list[dict]:
     return [{"text": text, "w": [weight_of(byte) for byte in text.encode()]} for text in rows]
 
 
-def settings_for(path, **how) -> DataSettings:
-    given = {"sequence": 32, "batch": 4, "held_out": 0, "epochs": 1, "columns": COLUMN, "cache": str(path.parent / "cache")}
-    return DataSettings(source=str(path), **given | how)
+def settings_for(path, **fields) -> DataSettings:
+    defaults = {"sequence": 32, "batch": 4, "held_out": 0, "epochs": 1, "columns": COLUMN, "cache": str(path.parent / "cache")}
+    return DataSettings(source=str(path), **defaults | fields)
 
 
 def batches(settings: DataSettings) -> list[dict]:
@@ -72,11 +72,11 @@ def test_every_target_has_the_weight_of_its_token(tmp_path, packing, name):
 def test_all_weights_are_kept_however_rows_are_packed(tmp_path):
     """The sum over all targets is the same number in every packing, and that of the file."""
     (tmp_path / "a.jsonl").write_bytes(data_files.jsonl(rows := texts()))
-    wanted = sum(sum(row["w"][1:]) + row["w"][-1] for row in rows)
+    expected = sum(sum(row["w"][1:]) + row["w"][-1] for row in rows)
     for packing in ("split", "fit", "alone"):
-        found = batches(settings_for(tmp_path / "a.jsonl", packing=packing, batch=1, sequence=64))
-        total = sum(float(batch["mask"].sum()) for batch in found)
-        assert total == pytest.approx(wanted, rel=1e-6), packing
+        stream = batches(settings_for(tmp_path / "a.jsonl", packing=packing, batch=1, sequence=64))
+        total = sum(float(batch["mask"].sum()) for batch in stream)
+        assert total == pytest.approx(expected, rel=1e-6), packing
 
 
 def test_the_weighted_loss_is_that_of_each_text_alone(tmp_path):
@@ -100,10 +100,10 @@ def test_the_weighted_loss_is_that_of_each_text_alone(tmp_path):
         nll = np.log(np.exp(logits).sum(-1)) - logits[np.arange(count), ids[1:]]
         each = np.asarray([*row["w"][1:], row["w"][-1]])
         total, weight = total + float(each @ nll), weight + float(each.sum())
-    found = [loss_of({name: jnp.asarray(array) for name, array in batch.items()})
+    losses = [loss_of({name: jnp.asarray(array) for name, array in batch.items()})
              for batch in batches(settings_for(tmp_path / "a.jsonl", packing="fit", batch=1, sequence=64))]  # fmt: skip
-    assert relative(sum(float(loss.weight) for loss in found), weight) < 1e-6
-    assert relative(sum(float(loss.total) for loss in found), total) < 1e-5
+    assert relative(sum(float(loss.weight) for loss in losses), weight) < 1e-6
+    assert relative(sum(float(loss.total) for loss in losses), total) < 1e-5
 
 
 def chats() -> list[dict]:
@@ -111,12 +111,12 @@ def chats() -> list[dict]:
     return [{"messages": [{"role": role, "content": text.format(number)} for role, text in turns]} for number in range(12)]
 
 
-def masks(tmp_path, rows, **how) -> np.ndarray:
+def masks(tmp_path, rows, **fields) -> np.ndarray:
     path = tmp_path / "chats.jsonl"
     path.write_bytes(data_files.jsonl(rows))
-    given = {"template": "chatml", "packing": "alone", "sequence": 192, "shuffle": False, "batch": 1}
-    found = batches(settings_for(path, **given | how))
-    return np.concatenate([batch["mask"] for batch in found])
+    defaults = {"template": "chatml", "packing": "alone", "sequence": 192, "shuffle": False, "batch": 1}
+    stream = batches(settings_for(path, **defaults | fields))
+    return np.concatenate([batch["mask"] for batch in stream])
 
 
 def test_a_number_a_message_weighs_its_turn(tmp_path):
@@ -125,8 +125,8 @@ def test_a_number_a_message_weighs_its_turn(tmp_path):
              for row in chats()]  # fmt: skip
     second = masks(tmp_path, zeros, columns={})
     assert (masks(tmp_path, [row | {"w": [1, 0, 1, 1]} for row in chats()]) == second).all()
-    found = masks(tmp_path, [row | {"w": [9, 0.5, 9, 2]} for row in chats()])
-    assert np.array_equal(found, 0.5 * (plain - second) + 2 * second)
+    weights = masks(tmp_path, [row | {"w": [9, 0.5, 9, 2]} for row in chats()])
+    assert np.array_equal(weights, 0.5 * (plain - second) + 2 * second)
     # A message that does not count at all keeps doing so.
     assert np.array_equal(masks(tmp_path, [row | {"w": [1, 0.5, 1, 2]} for row in zeros]), 2 * second)
 
@@ -138,14 +138,14 @@ def test_a_number_a_record_or_a_token_of_a_chat(tmp_path):
     assert np.array_equal(masks(tmp_path, [row | {"w": 3} for row in chats()], learn="all"), 3 * everything)
     lengths = everything.sum(1).astype(int) + 1
     each = [row | {"w": [0.5 + (n % 3) for n in range(length)]} for row, length in zip(chats(), lengths.tolist())]
-    wanted = np.stack([[0.5 + ((n + 1) % 3) for n in range(plain.shape[1])]] * len(plain))
-    assert np.array_equal(masks(tmp_path, each), (plain * wanted).astype(np.float32))
+    expected = np.stack([[0.5 + ((n + 1) % 3) for n in range(plain.shape[1])]] * len(plain))
+    assert np.array_equal(masks(tmp_path, each), (plain * expected).astype(np.float32))
 
 
 def test_prompts_with_completions(tmp_path):
     rows = [{"prompt": f"{n}+{n}=", "completion": f" {2 * n}", "w": 0.5 + n} for n in range(8)]
-    found = masks(tmp_path, rows, template=None)
-    for row, mask in zip(rows, found):
+    weights = masks(tmp_path, rows, template=None)
+    for row, mask in zip(rows, weights):
         # The end of sequence, too, has the completion's weight.
         assert mask[mask > 0].tolist() == [row["w"]] * (len(row["completion"]) + 1)
 
@@ -156,7 +156,7 @@ def test_prepared_folders_hold_them(tmp_path):
     prepare(find(settings), Encoding(Bytes()), tmp_path / "made", held_out=0)
     assert (tmp_path / "made" / "train" / "weights.bin").is_file()
     assert open_prepared(tmp_path / "made").train.weights is not None
-    whole, again = (batches(one) for one in (settings, settings.model_copy(update={"source": str(tmp_path / "made")})))
+    whole, again = (batches(variant) for variant in (settings, settings.model_copy(update={"source": str(tmp_path / "made")})))
     assert all(np.array_equal(a["mask"], b["mask"]) for a, b in zip(whole, again, strict=True))
     with pytest.raises(BadInput, match=r"was prepared with data\.columns"):
         find(DataSettings(source=str(tmp_path / "made"), columns={"weights": "other"}))

@@ -26,22 +26,22 @@ def normal(seed, *shape, scale=1.0):
 
 
 def test_the_frechet_distance_is_that_of_its_definition():
-    one, two = normal(0, 400, 6) @ normal(1, 6, 6), normal(2, 300, 6) @ normal(3, 6, 6) + 0.5
-    c1, c2 = (np.cov(x, rowvar=False) for x in (one, two))
+    first, two = normal(0, 400, 6) @ normal(1, 6, 6), normal(2, 300, 6) @ normal(3, 6, 6) + 0.5
+    c1, c2 = (np.cov(x, rowvar=False) for x in (first, two))
     root = scipy.linalg.sqrtm(c1 @ c2)
-    expected = ((one.mean(0) - two.mean(0)) ** 2).sum() + np.trace(c1 + c2 - 2 * root.real)
-    assert frechet_distance(one, two) == pytest.approx(expected, rel=1e-4)
-    assert frechet_distance(one, one) == pytest.approx(0, abs=1e-3)
+    expected = ((first.mean(0) - two.mean(0)) ** 2).sum() + np.trace(c1 + c2 - 2 * root.real)
+    assert frechet_distance(first, two) == pytest.approx(expected, rel=1e-4)
+    assert frechet_distance(first, first) == pytest.approx(0, abs=1e-3)
     # Features that are never active.
-    assert np.isfinite(frechet_distance(one * [1, 0, 1, 0, 1, 0], two * [1, 0, 0, 1, 1, 0]))
+    assert np.isfinite(frechet_distance(first * [1, 0, 1, 0, 1, 0], two * [1, 0, 0, 1, 1, 0]))
 
 
 def test_the_kernel_distance_is_that_of_its_definition_and_unbiased():
-    one, two = normal(0, 30, 4), normal(1, 20, 4) + 0.3
+    first, two = normal(0, 30, 4), normal(1, 20, 4) + 0.3
     kernel = lambda a, b: (a @ b / 4 + 1) ** 3  # noqa: E731
-    own = [np.mean([kernel(a, b) for i, a in enumerate(x) for j, b in enumerate(x) if i != j]) for x in (one, two)]
-    across = np.mean([kernel(a, b) for a in one for b in two])
-    assert kernel_distance(one, two) == pytest.approx(own[0] + own[1] - 2 * across)
+    within = [np.mean([kernel(a, b) for i, a in enumerate(x) for j, b in enumerate(x) if i != j]) for x in (first, two)]
+    across = np.mean([kernel(a, b) for a in first for b in two])
+    assert kernel_distance(first, two) == pytest.approx(within[0] + within[1] - 2 * across)
     same = [kernel_distance(normal(i, 50, 4), normal(1000 + i, 50, 4)) for i in range(200)]
     assert abs(np.mean(same)) < 4 * np.std(same) / 200**0.5
 
@@ -115,29 +115,33 @@ class Given:
 
 def test_the_clip_score_is_that_of_its_definition():
     """100 max(cos, 0), the cosines being transformers' logits without their scale."""
-    given, captions = Given(), ["one", "two", "three"]
-    scale = np.linalg.norm(given.golden["out_scores"]) / np.linalg.norm(given.embed_images(None, True) @ given.embed(captions, True).T)
-    cosines = given.golden["out_scores"] / scale
-    judge = CaptionJudge(given, ["one", "one", "two", "three"])
+    encoder, captions = Given(), ["one", "two", "three"]
+    scale = np.linalg.norm(encoder.golden["out_scores"]) / np.linalg.norm(
+        encoder.embed_images(None, True) @ encoder.embed(captions, True).T
+    )
+    cosines = encoder.golden["out_scores"] / scale
+    judge = CaptionJudge(encoder, ["one", "one", "two", "three"])
     assert judge.cut == 1
-    found = judge.figures(judge.cosines(np.zeros((3, 2, 2, 3))), captions)
+    figures = judge.figures(judge.cosines(np.zeros((3, 2, 2, 3))), captions)
     assert (np.diag(cosines) < 0).any()
-    assert found["clip_score"] == pytest.approx(100 * np.maximum(np.diag(cosines), 0).mean(), rel=1e-5)
+    assert figures["clip_score"] == pytest.approx(100 * np.maximum(np.diag(cosines), 0).mean(), rel=1e-5)
     others = [cosines[0, 1], cosines[1, 0], cosines[2, 0]]  # the next caption but one's own, going round twice as far each second row
-    assert found["clip_score_mismatched"] == pytest.approx(100 * np.maximum(others, 0).mean(), rel=1e-5)
-    assert found["clip_accuracy"] == (cosines.argmax(1) == np.arange(3)).mean()
-    assert "clip_accuracy" not in CaptionJudge(given, ["one"]).figures(cosines[:1, :1], ["one"]), "one caption alone is always nearest"
-    assert list(figures_with_real(found, {"clip_score": 3.0, "clip_score_mismatched": 2.0, "clip_accuracy": 1.0})) == [
+    assert figures["clip_score_mismatched"] == pytest.approx(100 * np.maximum(others, 0).mean(), rel=1e-5)
+    assert figures["clip_accuracy"] == (cosines.argmax(1) == np.arange(3)).mean()
+    assert "clip_accuracy" not in CaptionJudge(encoder, ["one"]).figures(cosines[:1, :1], ["one"]), (
+        "one caption alone is always nearest"
+    )
+    assert list(figures_with_real(figures, {"clip_score": 3.0, "clip_score_mismatched": 2.0, "clip_accuracy": 1.0})) == [
         "clip_score", "clip_score_real", "clip_score_mismatched", "clip_accuracy", "clip_accuracy_real"
     ]  # fmt: skip
 
 
 def clip_folder(folder):
     """A small random CLIP with its tokenizer."""
-    made = write_model(GOLDENS / "clip", folder)
+    target = write_model(GOLDENS / "clip", folder)
     for file in (GOLDENS / "pipeline-sd" / "tokenizer").iterdir():
-        shutil.copyfile(file, made / file.name)
-    return made
+        shutil.copyfile(file, target / file.name)
+    return target
 
 
 def test_a_diffusers_folder_is_compared_with_captions(tmp_path, capsys):
@@ -156,8 +160,8 @@ def test_a_diffusers_folder_is_compared_with_captions(tmp_path, capsys):
     assert {"clip_score", "clip_score_real", "clip_score_mismatched", "clip_accuracy", "clip_accuracy_real"} <= set(figures)
     pipe, judge = argosy.load(folder), argosy.load(clip)
     texts = ["a red fox", "nothing", "snow"]
-    drawn = pipe.images(texts, steps=1, guidance=1.0, seed=[0, 1, 2], output="float")
-    cosines = judge.embed_images(list(drawn), normalize=True) @ judge.embed(texts, normalize=True).T
+    images = pipe.images(texts, steps=1, guidance=1.0, seed=[0, 1, 2], output="float")
+    cosines = judge.embed_images(list(images), normalize=True) @ judge.embed(texts, normalize=True).T
     assert figures["clip_score"] == pytest.approx(100 * np.maximum(np.diag(cosines), 0).mean(), rel=1e-4)
     assert main([*words, f"data={tmp_path / 'real'}"]) == 0
     out = capsys.readouterr()
@@ -182,8 +186,8 @@ def test_a_run_is_evaluated_and_keeps_its_figures(tmp_path, capsys):
     names = ["red fox", "snow"]
     np.savez(tmp_path / "blobs.npz", images=np.clip((images.images + 2) / 4, 0, 1), labels=images.labels, class_names=names)
     sizes = ["model.size=4", "model.width=16", "model.layers=1", "model.heads=2", "model.classes=2", "model.waves=16"]
-    how = [f"data.source={tmp_path / 'blobs.npz'}", "data.batch=16", f"dir={tmp_path / 'run'}", "eval.batches=1"]
-    argosy.fit("diffusion", *sizes, *how, view=Heard(), steps=2)
+    words = [f"data.source={tmp_path / 'blobs.npz'}", "data.batch=16", f"dir={tmp_path / 'run'}", "eval.batches=1"]
+    argosy.fit("diffusion", *sizes, *words, view=Heard(), steps=2)
     clip = clip_folder(tmp_path / "clip")
     assert main(["eval", str(tmp_path / "run"), "tasks=images", "limit=20", "steps=2", f"clip={clip}", "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)["tasks"]["images"]

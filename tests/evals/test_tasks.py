@@ -27,7 +27,7 @@ def write(path: Path, rows: list[dict]) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("given", "found"),
+    ("tasks", "expected"),
     [
         ("arc_easy", ["arc_easy"]),
         ("arc", ["arc_easy", "arc_challenge"]),
@@ -37,8 +37,8 @@ def write(path: Path, rows: list[dict]) -> Path:
         ("bbh", [name for name in TASKS if name.startswith("bbh_")]),
     ],
 )
-def test_names_of_tasks(given: str, found: list[str]):
-    assert [task.name for task in names(given)] == found
+def test_names_of_tasks(tasks: str, expected: list[str]):
+    assert [task.name for task in names(tasks)] == expected
 
 
 def test_an_unknown_task_is_answered_with_the_nearest_and_the_list():
@@ -63,10 +63,10 @@ def test_files_are_found_by_task_here_and_one_folder_below(tmp_path: Path):
 def test_every_task_file_of_the_shared_data_is_found_and_whole():
     data = shared("eval").parent
     of_texts = {name for name, task in TASKS.items() if task.kind not in ("perplexity", *OF_VECTORS)}
-    found = plan(EvalSettings(tasks=",".join(sorted(of_texts)), data=str(data)))
-    assert {one.task.name for one in found} == of_texts
-    assert {one.total for one in found if one.task.name.startswith("bbh")} == {100}
-    gsm8k = next(one for one in found if one.task.name == "gsm8k")
+    plans = plan(EvalSettings(tasks=",".join(sorted(of_texts)), data=str(data)))
+    assert {plan_of.task.name for plan_of in plans} == of_texts
+    assert {plan_of.total for plan_of in plans if plan_of.task.name.startswith("bbh")} == {100}
+    gsm8k = next(plan_of for plan_of in plans if plan_of.task.name == "gsm8k")
     assert (gsm8k.total, gsm8k.shots, len(gsm8k.pool)) == (1319, 5, 7473)
 
 
@@ -86,12 +86,12 @@ def test_a_file_of_ones_own_is_recognized_by_its_fields(tmp_path: Path):
     }
     assert set(rows) == set(LAYOUTS) == set(PLAIN)
     for layout, some in rows.items():
-        (one,) = plan(EvalSettings(data=str(write(tmp_path / "mine.jsonl", some))))
-        assert (one.task.name, one.task.layout) == ("mine", layout)
-        if one.task.prompt:
-            assert question(one.task, some[0])
-    (one,) = plan(EvalSettings(data=str(write(tmp_path / "arc_easy_12.jsonl", CHOICES))))
-    assert one.task == TASKS["arc_easy"], "a file named after a task asks as that task does"
+        (planned,) = plan(EvalSettings(data=str(write(tmp_path / "mine.jsonl", some))))
+        assert (planned.task.name, planned.task.layout) == ("mine", layout)
+        if planned.task.prompt:
+            assert question(planned.task, some[0])
+    (planned,) = plan(EvalSettings(data=str(write(tmp_path / "arc_easy_12.jsonl", CHOICES))))
+    assert planned.task == TASKS["arc_easy"], "a file named after a task asks as that task does"
 
 
 def test_files_may_be_compressed_and_have_blank_lines(tmp_path: Path):
@@ -104,16 +104,16 @@ def test_files_may_be_compressed_and_have_blank_lines(tmp_path: Path):
 
 
 def test_limit_takes_the_first_rows_and_says_so(tmp_path: Path):
-    (one,) = plan(EvalSettings(data=str(write(tmp_path / "arc_easy.jsonl", CHOICES)), limit=5))
-    assert one.rows == CHOICES[:5]
-    assert str(one) == "arc_easy (the first 5 of 12 rows)"
+    (planned,) = plan(EvalSettings(data=str(write(tmp_path / "arc_easy.jsonl", CHOICES)), limit=5))
+    assert planned.rows == CHOICES[:5]
+    assert str(planned) == "arc_easy (the first 5 of 12 rows)"
 
 
 # ---------------------------------------------------------------- mistakes
 
 
 @pytest.mark.parametrize(
-    ("change", "what", "where"),
+    ("change", "problem", "where"),
     [
         ({"choices": None}, "no field `choices`", "row 2 of 3"),
         ({"choices": ["a"]}, "a list of at least two texts", "row 2 of 3"),
@@ -125,17 +125,17 @@ def test_limit_takes_the_first_rows_and_says_so(tmp_path: Path):
         ({"gold": "a"}, "the place of the right choice", "row 2 of 3"),
     ],
 )
-def test_a_wrong_row_is_named(tmp_path: Path, change: dict, what: str, where: str):
+def test_a_wrong_row_is_named(tmp_path: Path, change: dict, problem: str, where: str):
     row = {name: value for name, value in (CHOICES[1] | change).items() if value is not None}
     path = write(tmp_path / "arc_easy.jsonl", [CHOICES[0], row, CHOICES[2]])
     with pytest.raises(BadInput) as error:
         plan(EvalSettings(tasks="arc_easy", data=str(path)))
-    assert what in error.value.what
+    assert problem in error.value.what
     assert where in str(error.value.where)
 
 
 @pytest.mark.parametrize(
-    ("row", "what"),
+    ("row", "problem"),
     [
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, "holds `preference` records"),
         ({"prompt": "a", "completion": "b", "label": True}, "holds `kto` records"),
@@ -144,12 +144,12 @@ def test_a_wrong_row_is_named(tmp_path: Path, change: dict, what: str, where: st
     ],
 )
 @pytest.mark.parametrize("tasks", [None, "perplexity"])
-def test_rows_without_a_loss_of_answers_are_refused_with_their_keys(tmp_path: Path, row: dict, what: str, tasks: str | None):
+def test_rows_without_a_loss_of_answers_are_refused_with_their_keys(tmp_path: Path, row: dict, problem: str, tasks: str | None):
     path = write(tmp_path / "mine.jsonl", [row])
-    with pytest.raises(BadInput) as told:
+    with pytest.raises(BadInput) as caught:
         plan(EvalSettings(data=str(path), tasks=tasks))
-    assert what in told.value.what
-    assert all(name in str(told.value) for name in row)
+    assert problem in caught.value.what
+    assert all(name in str(caught.value) for name in row)
 
 
 @pytest.mark.parametrize("setting", ["chat", "shots", "window", "stride"])
@@ -161,13 +161,13 @@ def test_settings_that_mean_nothing_for_answers_are_refused(tmp_path: Path, sett
 
 def test_a_wrong_record_is_named(tmp_path: Path):
     path = write(tmp_path / "mine.jsonl", [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": 3}])
-    with pytest.raises(BadInput, match="a number") as told:
+    with pytest.raises(BadInput, match="a number") as caught:
         plan(EvalSettings(data=str(path)))
-    assert "row 2 of 2" in str(told.value)
+    assert "row 2 of 2" in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("text", "what"),
+    ("text", "problem"),
     [
         ("", "holds no rows"),
         ("{", "not JSON"),
@@ -176,15 +176,15 @@ def test_a_wrong_record_is_named(tmp_path: Path):
         ("\udcff", "not UTF-8"),
     ],
 )
-def test_a_file_that_is_no_task_file(tmp_path: Path, text: str, what: str):
+def test_a_file_that_is_no_task_file(tmp_path: Path, text: str, problem: str):
     path = tmp_path / "a.jsonl"
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
-    with pytest.raises(BadInput, match=what):
+    with pytest.raises(BadInput, match=problem):
         plan(EvalSettings(data=str(path)))
 
 
 @pytest.mark.parametrize(
-    ("words", "what"),
+    ("words", "problem"),
     [
         ({}, "no tasks"),
         ({"tasks": "imges"}, "unknown task `imges`"),
@@ -201,13 +201,13 @@ def test_a_file_that_is_no_task_file(tmp_path: Path, text: str, what: str):
         ({"tasks": "mmlu_dev", "data": "letters.jsonl"}, "no field `subject`"),
     ],
 )
-def test_settings_that_fit_no_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: dict, what: str):
+def test_settings_that_fit_no_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: dict, problem: str):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "arc_easy.jsonl", CHOICES)
     write(tmp_path / "winogrande.jsonl", [{"context_options": ["a", "b"], "continuation": "c", "gold": 1}])
     write(tmp_path / "letters.jsonl", [{"question": "q", "choices": ["a", "b"], "gold": 1}])
     (tmp_path / "a.txt").write_text("words")
-    with pytest.raises(UserError, match=what):
+    with pytest.raises(UserError, match=problem):
         plan(EvalSettings(**words))
 
 
@@ -232,8 +232,8 @@ def test_prompts_read_as_published_ones_do():
 @pytest.mark.parametrize("seed", [0, 1])
 def test_examples_never_hold_the_asked_row(tmp_path: Path, seed: int):
     rows = [*CHOICES, CHOICES[3]]  # one row twice
-    (one,) = plan(EvalSettings(data=str(write(tmp_path / "arc_easy.jsonl", rows)), shots=6, seed=seed))
-    before = examples(one, seed)
+    (planned,) = plan(EvalSettings(data=str(write(tmp_path / "arc_easy.jsonl", rows)), shots=6, seed=seed))
+    before = examples(planned, seed)
     for number, row in enumerate(rows):
         text = before(number)
         assert text.count("Answer:") == 6
@@ -243,8 +243,8 @@ def test_examples_never_hold_the_asked_row(tmp_path: Path, seed: int):
 
 
 def test_examples_depend_on_the_seed(tmp_path: Path):
-    (one,) = plan(EvalSettings(data=str(write(tmp_path / "arc_easy.jsonl", CHOICES)), shots=4))
-    assert examples(one, 0)(0) == examples(one, 0)(0) != examples(one, 1)(0)
+    (planned,) = plan(EvalSettings(data=str(write(tmp_path / "arc_easy.jsonl", CHOICES)), shots=4))
+    assert examples(planned, 0)(0) == examples(planned, 0)(0) != examples(planned, 1)(0)
 
 
 def test_examples_of_mmlu_are_of_the_same_subject(tmp_path: Path):
@@ -252,22 +252,22 @@ def test_examples_of_mmlu_are_of_the_same_subject(tmp_path: Path):
         {"question": f"{s} {i}", "choices": ["a", "b"], "gold": 0, "subject": s} for s in ("law", "art") for i in range(4)
     ]
     path = write(tmp_path / "mmlu_dev.jsonl", rows)
-    (one,) = plan(EvalSettings(data=str(path), shots=3))
-    text = examples(one, 0)(0)
+    (planned,) = plan(EvalSettings(data=str(path), shots=3))
+    text = examples(planned, 0)(0)
     assert "about law." in text
     assert [f"law {i}" in text for i in range(4)] == [False, True, True, True]
     assert "art " not in text
-    (one,) = plan(EvalSettings(data=str(path), shots=4))
+    (planned,) = plan(EvalSettings(data=str(path), shots=4))
     with pytest.raises(BadInput, match="3 other rows of subject `law`"):
-        examples(one, 0)(0)
+        examples(planned, 0)(0)
 
 
 def test_examples_come_from_the_file_for_them_if_it_lies_beside(tmp_path: Path):
-    asked = [{"question": "one?", "answer": "1 #### 1"}]
-    path = write(tmp_path / "gsm8k_test.jsonl", asked)
+    rows = [{"question": "one?", "answer": "1 #### 1"}]
+    path = write(tmp_path / "gsm8k_test.jsonl", rows)
     write(tmp_path / "gsm8k_train.jsonl", [{"question": f"other {i}?", "answer": f"{i} #### {i}"} for i in range(6)])
-    (one,) = plan(EvalSettings(tasks="gsm8k", data=str(path)))
-    text = examples(one, 0)(0)
+    (planned,) = plan(EvalSettings(tasks="gsm8k", data=str(path)))
+    text = examples(planned, 0)(0)
     assert text.count("other") == 5
 
 

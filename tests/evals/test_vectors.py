@@ -37,18 +37,18 @@ def test_correlations_are_those_of_scipy(digits):
 
 def test_pairs_by_hand():
     """Four thresholds: precision 1, 1/2 and 2/3 where one more of the two is found."""
-    found = pair_figures(np.array([0.9, 0.7, 0.7, 0.1]), np.array([1, 0, 1, 0]))
-    assert found.ap == pytest.approx(0.5 * 1 + 0.5 * 2 / 3)
-    assert found.accuracy == 0.75
-    assert found.f1 == pytest.approx(0.8)
+    figures = pair_figures(np.array([0.9, 0.7, 0.7, 0.1]), np.array([1, 0, 1, 0]))
+    assert figures.ap == pytest.approx(0.5 * 1 + 0.5 * 2 / 3)
+    assert figures.accuracy == 0.75
+    assert figures.f1 == pytest.approx(0.8)
     # With all of them below the threshold.
     assert pair_figures(np.array([0.9, 0.8, 0.1]), np.array([0, 0, 1])).accuracy == pytest.approx(2 / 3)
 
 
 def test_pairs_are_those_of_scikit_learn():
     """scikit-learn 1.9.1 on `sklearn_pairs`: average_precision_score, and the best of accuracy_score and f1_score over thresholds."""
-    found = pair_figures(*sklearn_pairs())
-    np.testing.assert_allclose(found, SKLEARN, rtol=0, atol=1e-12)
+    figures = pair_figures(*sklearn_pairs())
+    np.testing.assert_allclose(figures, SKLEARN, rtol=0, atol=1e-12)
 
 
 def sklearn_pairs() -> tuple[np.ndarray, np.ndarray]:
@@ -75,9 +75,9 @@ def test_rankings_are_those_of_trec_eval():
     assert len(TREC) == len(grades)
     for (query, relevant), its, want in zip(grades.items(), scores, TREC, strict=True):
         ranked = best_documents(its, ids, 100)
-        found = ranking_figures(ranked, relevant)
+        figures = ranking_figures(ranked, relevant)
         names = ("ndcg_at_10", "recall_at_1", "recall_at_10", "recall_at_100", "mrr_at_10")
-        np.testing.assert_allclose([found[name] for name in names], want, rtol=0, atol=1e-9, err_msg=query)
+        np.testing.assert_allclose([figures[name] for name in names], want, rtol=0, atol=1e-9, err_msg=query)
 
 
 TREC: list[tuple[float, ...]] = [
@@ -115,17 +115,17 @@ def small_set(folder: Path) -> Path:
 
 def test_a_retrieval_set_is_read_as_in_beir(tmp_path):
     small_set(tmp_path / "set")
-    (one,) = plan(EvalSettings(tasks="retrieval", data=str(tmp_path)))
-    assert one.rows == [{"id": "1", "query": "where do bees live", "relevant": {"a": 2, "b": 0}}]
-    assert (one.corpus.ids, one.corpus.texts) == (["a", "b"], ["Bees live in hives", "Ships sail"])
-    assert str(one) == "retrieval (1 query, 2 documents)"
+    (planned,) = plan(EvalSettings(tasks="retrieval", data=str(tmp_path)))
+    assert planned.rows == [{"id": "1", "query": "where do bees live", "relevant": {"a": 2, "b": 0}}]
+    assert (planned.corpus.ids, planned.corpus.texts) == (["a", "b"], ["Bees live in hives", "Ships sail"])
+    assert str(planned) == "retrieval (1 query, 2 documents)"
 
 
 def drop(name: str) -> Callable[[Path], object]:
     return lambda folder: (folder / name).unlink()
 
 
-def judged(text: str) -> Callable[[Path], object]:
+def write_judgments(text: str) -> Callable[[Path], object]:
     return lambda folder: (folder / "qrels" / "test.tsv").write_text(text)
 
 
@@ -135,10 +135,10 @@ def judged(text: str) -> Callable[[Path], object]:
         (drop("corpus.jsonl"), "no retrieval sets in"),
         (drop("queries.jsonl"), "has no queries.jsonl"),
         (drop("qrels/test.tsv"), "has no qrels/test.tsv"),
-        (judged("1\tc\t1\n"), "`c` is no id in corpus.jsonl"),
-        (judged("3\ta\t1\n"), "`3` is no id in queries.jsonl"),
-        (judged("1\ta\t0\n"), "judges no document as relevant"),
-        (judged("1\ta\t1\n1 b 1\n"), "no judgement"),
+        (write_judgments("1\tc\t1\n"), "`c` is no id in corpus.jsonl"),
+        (write_judgments("3\ta\t1\n"), "`3` is no id in queries.jsonl"),
+        (write_judgments("1\ta\t0\n"), "judges no document as relevant"),
+        (write_judgments("1\ta\t1\n1 b 1\n"), "no judgement"),
         (lambda folder: lines(folder / "corpus.jsonl", [{"_id": "a", "text": "x"}] * 2), "`a` is the id of two rows"),
         (lambda folder: lines(folder / "corpus.jsonl", [{"_id": "a", "text": " "}]), "a text without anything in it"),
         (lambda folder: lines(folder / "corpus.jsonl", [{"text": "x"}]), "no `_id` with a `text`"),
@@ -196,18 +196,18 @@ def test_a_model_on_pairs_and_a_search(encoder, tmp_path, capsys):
     small_set(tmp_path / "set")
     lines(tmp_path / "pairs.jsonl", [{**row, "label": int(row["score"] > 2)} for row in rows])
     assert main(["eval", str(encoder), "tasks=sts,retrieval,pairs", f"data={tmp_path}", "--json"]) == 0
-    found, lm = json.loads(capsys.readouterr().out)["tasks"], load(encoder)
+    tasks, lm = json.loads(capsys.readouterr().out)["tasks"], load(encoder)
     vectors = dict(zip(texts, lm.embed(texts).astype(np.float64)))
     cosines = [vectors[row["sentence1"]] @ vectors[row["sentence2"]] for row in rows]
-    assert found["sts"]["spearman"] == pytest.approx(stats.spearmanr(cosines, [row["score"] for row in rows]).statistic, abs=1e-6)
-    assert found["sts"]["pearson"] == pytest.approx(stats.pearsonr(cosines, [row["score"] for row in rows]).statistic, abs=1e-5)
-    assert (found["sts"]["n"], found["sts"]["stderr"]) == (10, None)
-    assert (found["pairs"]["ap"], found["pairs"]["n"]) == (pytest.approx(precision(cosines, rows)), 10)
+    assert tasks["sts"]["spearman"] == pytest.approx(stats.spearmanr(cosines, [row["score"] for row in rows]).statistic, abs=1e-6)
+    assert tasks["sts"]["pearson"] == pytest.approx(stats.pearsonr(cosines, [row["score"] for row in rows]).statistic, abs=1e-5)
+    assert (tasks["sts"]["n"], tasks["sts"]["stderr"]) == (10, None)
+    assert (tasks["pairs"]["ap"], tasks["pairs"]["n"]) == (pytest.approx(precision(cosines, rows)), 10)
     query = lm.embed(["where do bees live"], prompt_name="query")[0]
     bees, ships = lm.embed(["Bees live in hives", "Ships sail"], prompt_name="passage") @ query
     second = 1 / np.log2(3)
-    assert found["retrieval"]["ndcg_at_10"] == pytest.approx(1 if bees > ships else second)
-    assert (found["retrieval"]["recall_at_1"], found["retrieval"]["recall_at_10"]) == (float(bees > ships), 1)
+    assert tasks["retrieval"]["ndcg_at_10"] == pytest.approx(1 if bees > ships else second)
+    assert (tasks["retrieval"]["recall_at_1"], tasks["retrieval"]["recall_at_10"]) == (float(bees > ships), 1)
 
 
 def precision(cosines: list[float], rows: list[dict[str, Any]]) -> float:
@@ -238,8 +238,8 @@ def test_searches_of_two_models_are_compared_query_by_query(encoder, tmp_path, c
     capsys.readouterr()
     words = [f"data={tmp_path}", f"against={tmp_path}/rows.jsonl", "--json"]
     assert main(["eval", str(encoder), "tasks=retrieval", *words]) == 0
-    found = json.loads(capsys.readouterr().out)["tasks"]["retrieval"]
-    assert found["against"]["ndcg_at_10"]["difference"] == 0
+    task = json.loads(capsys.readouterr().out)["tasks"]["retrieval"]
+    assert task["against"]["ndcg_at_10"]["difference"] == 0
 
 
 def test_prompts_of_queries_and_documents_are_honoured(encoder, tmp_path, monkeypatch):
@@ -249,9 +249,9 @@ def test_prompts_of_queries_and_documents_are_honoured(encoder, tmp_path, monkey
     seen: list[Any] = []
     original = measures.SentenceEncoder.ids
 
-    def ids(self: Any, texts: Any, *args: Any, prompt: Any = None, **how: Any) -> Any:
+    def ids(self: Any, texts: Any, *args: Any, prompt: Any = None, **options: Any) -> Any:
         seen.append((texts[0], prompt))
-        return original(self, texts, *args, prompt=prompt, **how)
+        return original(self, texts, *args, prompt=prompt, **options)
 
     monkeypatch.setattr(measures.SentenceEncoder, "ids", ids)
     for words, query, document in (({}, "query: ", "passage: "), ({"query_prompt": "", "document_prompt": "doc: "}, "", "doc: ")):

@@ -62,14 +62,14 @@ def run_alone(jobs: list[dict[str, Any]], folder: Path) -> list[dict[str, np.nda
     return [dict(np.load(folder / f"out{i}.npz", allow_pickle=False)) for i in range(len(jobs))]
 
 
-def small_bundle(folder: Path, **how: Any) -> Path:
+def small_bundle(folder: Path, **options: Any) -> Path:
     """A bundle of a function with weights: [batch 3] float32 -> [batch 40]."""
     table = jnp.asarray(np.random.default_rng(0).normal(size=(3, 400)).astype(np.float32))
 
     def scores(x: Any, gain: Any) -> Any:
         return {"scores": jnp.sin(x @ table) * gain[:, None]}
 
-    export_function(scores, (jnp.zeros((1, 3)), jnp.zeros(1)), folder, **({"platforms": ["cpu"], "batch": "symbolic"} | how))
+    export_function(scores, (jnp.zeros((1, 3)), jnp.zeros(1)), folder, **({"platforms": ["cpu"], "batch": "symbolic"} | options))
     return folder
 
 

@@ -11,7 +11,7 @@ import pytest
 from bundle_files import record_of, rewrite_manifest, run_alone, small_bundle
 from helpers import default, described_tpus, stories_model
 from jax.sharding import SingleDeviceSharding
-from laws.families import CASES, built
+from laws.families import CASES, noisy_model
 
 from argosy.cli import main
 from argosy.cli.verbs.export import next_line
@@ -58,14 +58,14 @@ def test_a_model_is_exported_shown_and_run(argosy, tmp_path):
     assert done["tensors"] == 47
     assert done["lineage"]["source"] == {"name": "stories260k", "kind": "hub"}
     assert done["lineage"]["model"]["family"] == "llama"
-    said, _ = argosy("bundle", "show", path)
-    assert "signature logits, the default" in said
-    assert "at most 4" in said
+    output, _ = argosy("bundle", "show", path)
+    assert "signature logits, the default" in output
+    assert "at most 4" in output
     (tmp_path / "lines.txt").write_text("Once upon a time\n\nThe cat\n")
     argosy("bundle", "run", path, "signature=generate", f"input={tmp_path / 'lines.txt'}", f"output={tmp_path / 'out.json'}")
-    written = json.loads((tmp_path / "out.json").read_text())
-    assert [len(row) for row in written["tokens"]] == [4, 4]
-    assert len(written["text"]) == 2
+    document = json.loads((tmp_path / "out.json").read_text())
+    assert [len(row) for row in document["tokens"]] == [4, 4]
+    assert len(document["text"]) == 2
     (row,) = argosy("bundle", "run", path, "input=Once upon a time", "--json")["logits"]
     assert len(row[0]) == 512
 
@@ -82,12 +82,12 @@ def test_inputs_come_from_files_and_words(argosy, bundle, tmp_path, monkeypatch)
     argosy("bundle", "run", bundle, f"input={INPUTS}", f"output={tmp_path / 'out.npz'}")
     with np.load(tmp_path / "out.npz") as file:
         np.testing.assert_array_equal(file["scores"], np.asarray(expected, np.float32))
-    said, _ = argosy("bundle", "run", bundle, f"input={INPUTS}")
-    assert said.startswith("scores: [2, 400] ")
+    output, _ = argosy("bundle", "run", bundle, f"input={INPUTS}")
+    assert output.startswith("scores: [2, 400] ")
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "problem"),
     [
         (["input=gone.json"], "no file `gone.json`"),
         (["input={"], "is no JSON"),
@@ -98,8 +98,8 @@ def test_inputs_come_from_files_and_words(argosy, bundle, tmp_path, monkeypatch)
         (["inptu=x"], "did you mean `input`?"),
     ],
 )
-def test_mistakes_are_answered_before_work(words, said, argosy, bundle):
-    assert said in argosy("bundle", "run", bundle, *words, code=2)[1]
+def test_mistakes_are_answered_before_work(words, problem, argosy, bundle):
+    assert problem in argosy("bundle", "run", bundle, *words, code=2)[1]
 
 
 def test_pickles_are_not_read(argosy, bundle, tmp_path):
@@ -108,7 +108,7 @@ def test_pickles_are_not_read(argosy, bundle, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "problem"),
     [
         (["signature=logit"], "did you mean `logits`?"),
         (["platforms=gpu"], "unknown platform `gpu`"),
@@ -120,8 +120,8 @@ def test_pickles_are_not_read(argosy, bundle, tmp_path):
         (["signature=classify"], "this model has no head of scores"),
     ],
 )
-def test_mistakes_of_export_are_answered(words, said, argosy, tmp_path):
-    assert said in argosy("export", stories_model(), tmp_path / "b", *words, code=2)[1]
+def test_mistakes_of_export_are_answered(words, problem, argosy, tmp_path):
+    assert problem in argosy("export", stories_model(), tmp_path / "b", *words, code=2)[1]
     assert not (tmp_path / "b").exists()
 
 
@@ -132,9 +132,9 @@ def test_a_target_is_needed_and_never_overwritten(argosy, bundle, tmp_path):
 
 
 def test_verify_names_what_is_wrong(argosy, bundle):
-    found = argosy("bundle", "verify", bundle, "--json")
-    assert (found["files"], found["signed"]) == (2, False)
-    assert found["sha256"] == json.loads((bundle / MANIFEST).read_text())["sha256"]
+    report = argosy("bundle", "verify", bundle, "--json")
+    assert (report["files"], report["signed"]) == (2, False)
+    assert report["sha256"] == json.loads((bundle / MANIFEST).read_text())["sha256"]
     assert "all as written" in argosy("bundle", "verify", bundle)[0]
     (bundle / "programs" / "call.bin").write_bytes(b"x")
     assert "programs/call.bin has 1 byte" in argosy("bundle", "verify", bundle, code=1)[1]
@@ -152,10 +152,10 @@ def test_differences_are_named(argosy, bundle, tmp_path):
     rewrite_manifest(same, lambda content: content.update(written="2020-01-01T00:00:00+00:00"))
     assert argosy("bundle", "diff", bundle, same, "--json")["equal"]
     other = small_bundle(tmp_path / "other", signature="again", lineage={"data": "new"})
-    said = argosy("bundle", "diff", bundle, other, code=1)[0]
-    assert f"signatures: call: only in {bundle}" in said
-    assert f"lineage: data: only in {other}" in said
-    assert f"{format_bytes(next((other / 'weights').iterdir()).stat().st_size)} of weights are the same" in said
+    output = argosy("bundle", "diff", bundle, other, code=1)[0]
+    assert f"signatures: call: only in {bundle}" in output
+    assert f"lineage: data: only in {other}" in output
+    assert f"{format_bytes(next((other / 'weights').iterdir()).stat().st_size)} of weights are the same" in output
 
 
 # ---------------------------------------------------------------- refresh
@@ -165,11 +165,11 @@ def test_a_renewed_bundle_computes_the_same_with_the_same_weights(bundle, tmp_pa
     """As if the old one was past its window; its date, programs and parent are new, and nothing else."""
     rewrite_manifest(bundle, lambda c: (c.update(readable_until="2020-01-01"), c["versions"].update(jax="0.9.0")))
     before = read_bundle_manifest(bundle)
-    found = refresh_bundle(bundle, tmp_path / "new")
-    assert found.lineage["parent"] == bundle_digest(before)
-    assert found.versions["jax"] == jax.__version__
-    assert days_left(found) > 170
-    assert found.weights == before.weights
+    manifest = refresh_bundle(bundle, tmp_path / "new")
+    assert manifest.lineage["parent"] == bundle_digest(before)
+    assert manifest.versions["jax"] == jax.__version__
+    assert days_left(manifest) > 170
+    assert manifest.weights == before.weights
     weights = before.weights[0].file
     assert (tmp_path / "new" / weights).samefile(bundle / weights)
     x = {"x": np.random.default_rng(0).normal(size=(5, 3)).astype(np.float32), "gain": np.ones(5, np.float32)}
@@ -198,7 +198,7 @@ def test_a_damaged_bundle_is_not_renewed(bundle, tmp_path):
 
 @pytest.mark.parametrize("signature", default("logits", of=["logits", "generate"]))
 def test_renewed_models_take_every_size_too(signature, tmp_path):
-    lm = LM(CASES["llama-plain"], built(CASES["llama-plain"], Unroll()))
+    lm = LM(CASES["llama-plain"], noisy_model(CASES["llama-plain"], Unroll()))
     sizes = {"length": 8, "max_tokens": 4} if signature == "generate" else {}
     export_model(lm, tmp_path / "b", signature=signature, platforms=["cpu"], **sizes)
     refresh_bundle(tmp_path / "b", tmp_path / "new")
@@ -220,11 +220,11 @@ def test_programs_compile_for_tpus(case, signature, tmp_path, monkeypatch):
     config = CASES[case]
     if signature == "generate" and not config.causal:
         pytest.skip("an encoder does not generate")
-    lm = LM(config, built(config, Unroll()))
-    how = {"batch": 2, "length": 16}
+    lm = LM(config, noisy_model(config, Unroll()))
+    options = {"batch": 2, "length": 16}
     if config.causal:
-        how |= {"signature": signature} | ({"max_tokens": 4} if signature == "generate" else {})
-    export_model(lm, tmp_path / "b", **how)
+        options |= {"signature": signature} | ({"max_tokens": 4} if signature == "generate" else {})
+    export_model(lm, tmp_path / "b", **options)
     bundle = Bundle.open(tmp_path / "b")
     of = bundle.manifest.signature()
     (program,) = of.programs

@@ -137,9 +137,9 @@ def test_a_file_that_does_not_belong_is_named(name, bundle, unread):
 @pytest.mark.parametrize("which", [weights_of, program_of_bundle, lambda bundle: bundle / MANIFEST, lambda bundle: bundle / "weights"])
 def test_a_symbolic_link_is_refused(which, bundle, tmp_path, unread):
     path = which(bundle)
-    moved = tmp_path / "moved"
-    path.rename(moved)
-    path.symlink_to(moved)
+    target = tmp_path / "moved"
+    path.rename(target)
+    path.symlink_to(target)
     with pytest.raises(Damaged, match=f"{re.escape(str(path.relative_to(bundle)))} is a symbolic link"):
         Bundle.open(bundle)
 
@@ -303,13 +303,13 @@ def test_another_platform_is_named(tmp_path):
 # ---------------------------------------------------------------- the window of jax
 
 
-def aged(bundle: Path, days: int, jax_version: str) -> None:
+def age_bundle(bundle: Path, days: int, jax_version: str) -> None:
     """As if it had been written so many days ago by another version of jax."""
-    written = datetime.now(UTC) - timedelta(days=days)
+    written_at = datetime.now(UTC) - timedelta(days=days)
 
     def edit(content):
-        content["written"] = written.isoformat(timespec="seconds")
-        content["readable_until"] = (written + timedelta(days=180)).date().isoformat()
+        content["written"] = written_at.isoformat(timespec="seconds")
+        content["readable_until"] = (written_at + timedelta(days=180)).date().isoformat()
         content["versions"]["jax"] = jax_version
 
     rewrite_manifest(bundle, edit)
@@ -317,13 +317,13 @@ def aged(bundle: Path, days: int, jax_version: str) -> None:
 
 def test_the_window_is_six_months(bundle):
     manifest = read_bundle_manifest(bundle)
-    written = datetime.fromisoformat(manifest.written)
-    assert (datetime.fromisoformat(manifest.readable_until).date() - written.date()).days == 180
+    written_at = datetime.fromisoformat(manifest.written)
+    assert (datetime.fromisoformat(manifest.readable_until).date() - written_at.date()).days == 180
     assert days_left(manifest) in (179, 180)
 
 
 def test_an_expired_bundle_says_what_to_do(bundle, monkeypatch):
-    aged(bundle, 200, "0.9.0")
+    age_bundle(bundle, 200, "0.9.0")
     with pytest.raises(Unsupported, match=r"its programs are from jax 0\.9\.0") as error:
         Bundle.open(bundle)
     assert "argosy bundle refresh" in str(error.value)
@@ -332,10 +332,10 @@ def test_an_expired_bundle_says_what_to_do(bundle, monkeypatch):
 
 
 def test_the_version_that_wrote_it_reads_it_for_ever(bundle):
-    aged(bundle, 2000, jax.__version__)
-    said: list[str] = []
-    assert Bundle.open(bundle, say=said.append)
-    assert not said
+    age_bundle(bundle, 2000, jax.__version__)
+    messages: list[str] = []
+    assert Bundle.open(bundle, say=messages.append)
+    assert not messages
 
 
 def test_programs_of_a_newer_jax_say_which(bundle):
@@ -349,14 +349,14 @@ def test_programs_of_a_newer_jax_say_which(bundle):
 
 
 def test_the_last_month_warns(bundle):
-    said: list[str] = []
-    aged(bundle, 140, "0.9.0")
-    Bundle.open(bundle, say=said.append)
-    assert not said
-    aged(bundle, 170, "0.9.0")
-    Bundle.open(bundle, say=said.append)
-    assert "argosy bundle refresh" in said[0]
-    assert "10 days" in said[0] or "9 days" in said[0]
+    messages: list[str] = []
+    age_bundle(bundle, 140, "0.9.0")
+    Bundle.open(bundle, say=messages.append)
+    assert not messages
+    age_bundle(bundle, 170, "0.9.0")
+    Bundle.open(bundle, say=messages.append)
+    assert "argosy bundle refresh" in messages[0]
+    assert "10 days" in messages[0] or "9 days" in messages[0]
 
 
 # ---------------------------------------------------------------- signatures
@@ -377,57 +377,57 @@ def keys(tmp_path_factory):
 
 
 @pytest.fixture
-def signed(keys, tmp_path):
+def signed_bundle(keys, tmp_path):
     return small_bundle(tmp_path / "signed", sign=keys / "mine.pem")
 
 
-def test_a_signature_is_checked_and_openssl_agrees(signed, keys):
-    assert verify_bundle(signed, keys / "mine.pub")
-    words = ["openssl", "pkeyutl", "-verify", "-pubin", "-inkey", keys / "mine.pub", "-rawin", "-in", signed / MANIFEST]
-    done = subprocess.run([*words, "-sigfile", signed / SEAL], capture_output=True, text=True)
+def test_a_signature_is_checked_and_openssl_agrees(signed_bundle, keys):
+    assert verify_bundle(signed_bundle, keys / "mine.pub")
+    words = ["openssl", "pkeyutl", "-verify", "-pubin", "-inkey", keys / "mine.pub", "-rawin", "-in", signed_bundle / MANIFEST]
+    done = subprocess.run([*words, "-sigfile", signed_bundle / SEAL], capture_output=True, text=True)
     assert "Verified Successfully" in done.stdout
     with pytest.raises(Damaged, match=r"manifest\.sig is no signature of manifest\.json by .*other\.pub"):
-        Bundle.open(signed, key=keys / "other.pub")
+        Bundle.open(signed_bundle, key=keys / "other.pub")
 
 
-def test_what_was_signed_cannot_be_changed(signed, keys, unread):
-    rewrite_manifest(signed, lambda content: content["lineage"].update(model="another"))
-    assert verify_bundle(signed)
+def test_what_was_signed_cannot_be_changed(signed_bundle, keys, unread):
+    rewrite_manifest(signed_bundle, lambda content: content["lineage"].update(model="another"))
+    assert verify_bundle(signed_bundle)
     with pytest.raises(Damaged, match="is no signature"):
-        Bundle.open(signed, key=keys / "mine.pub")
-    (signed / SEAL).write_bytes(bytes(64))
+        Bundle.open(signed_bundle, key=keys / "mine.pub")
+    (signed_bundle / SEAL).write_bytes(bytes(64))
     with pytest.raises(Damaged, match="is no signature"):
-        Bundle.open(signed, key=keys / "mine.pub")
-    (signed / SEAL).unlink()
+        Bundle.open(signed_bundle, key=keys / "mine.pub")
+    (signed_bundle / SEAL).unlink()
     with pytest.raises(Damaged, match=r"it is not signed: there is no manifest\.sig"):
-        Bundle.open(signed, key=keys / "mine.pub")
+        Bundle.open(signed_bundle, key=keys / "mine.pub")
 
 
-def test_a_renewed_bundle_is_signed_anew(signed, keys, tmp_path, capsys):
+def test_a_renewed_bundle_is_signed_anew(signed_bundle, keys, tmp_path, capsys):
     with pytest.raises(Damaged, match="is no signature"):
-        refresh_bundle(signed, tmp_path / "new", key=keys / "other.pub")
-    refresh_bundle(signed, tmp_path / "new", key=keys / "mine.pub", sign=keys / "other.pem")
+        refresh_bundle(signed_bundle, tmp_path / "new", key=keys / "other.pub")
+    refresh_bundle(signed_bundle, tmp_path / "new", key=keys / "mine.pub", sign=keys / "other.pem")
     assert verify_bundle(tmp_path / "new", keys / "other.pub")
-    assert main(["bundle", "refresh", str(signed)]) == 0
+    assert main(["bundle", "refresh", str(signed_bundle)]) == 0
     assert "was signed" in capsys.readouterr().err
     with pytest.raises(Damaged, match="it is not signed"):
-        verify_bundle(signed, keys / "mine.pub")
+        verify_bundle(signed_bundle, keys / "mine.pub")
 
 
-def test_damage_of_a_signed_bundle_is_found_with_the_key(signed, keys, tmp_path, unread):
-    kinds, through = campaign(signed, tmp_path / "campaign", n=60, seed=4, key=str(keys / "mine.pub"))
+def test_damage_of_a_signed_bundle_is_found_with_the_key(signed_bundle, keys, tmp_path, unread):
+    kinds, through = campaign(signed_bundle, tmp_path / "campaign", n=60, seed=4, key=str(keys / "mine.pub"))
     assert not through
     assert set(kinds[SEAL]) == {way.__name__ for way in WAYS}
 
 
-def test_a_key_that_is_none_is_refused(signed, keys, tmp_path):
+def test_a_key_that_is_none_is_refused(signed_bundle, keys, tmp_path):
     for name in ("rsa.pem", "gone.pem", "mine.pub"):
         with pytest.raises(BadInput, match=re.escape(name)):
             small_bundle(tmp_path / "b", sign=keys / name)
         assert not (tmp_path / "b").exists()
     for name in ("mine.pem", "gone.pub"):
         with pytest.raises(BadInput, match=re.escape(name)):
-            verify_bundle(signed, keys / name)
+            verify_bundle(signed_bundle, keys / name)
 
 
 def test_without_the_package_a_signature_is_refused_by_its_name(keys, tmp_path, monkeypatch):
@@ -511,16 +511,16 @@ def test_a_store_without_links_is_refused(tmp_path, monkeypatch):
 def test_versions_share_the_files_of_equal_weights(tmp_path):
     """By hard links through a store; a file there that was altered is not used."""
     store = tmp_path / "store"
-    one, two = (small_bundle(tmp_path / name, store=store) for name in ("one", "two"))
-    assert weights_of(one).samefile(weights_of(two))
-    kept = store / weights_of(one).name
-    assert kept.stat().st_nlink == 3
-    kept.unlink()
-    kept.write_bytes(b"altered")
+    first, two = (small_bundle(tmp_path / name, store=store) for name in ("one", "two"))
+    assert weights_of(first).samefile(weights_of(two))
+    shared_file = store / weights_of(first).name
+    assert shared_file.stat().st_nlink == 3
+    shared_file.unlink()
+    shared_file.write_bytes(b"altered")
     three = small_bundle(tmp_path / "three", store=store)
     assert verify_bundle(three)
-    assert weights_of(three).samefile(kept)
-    assert verify_bundle(one)
+    assert weights_of(three).samefile(shared_file)
+    assert verify_bundle(first)
 
 
 def test_weights_are_cut_into_files_of_a_size(tmp_path):
@@ -536,7 +536,7 @@ def test_weights_are_cut_into_files_of_a_size(tmp_path):
 
     for name, last in (("one", 4.0), ("two", 5.0)):
         argosy.export(Four(last), (jnp.ones(1),), tmp_path / name, platforms=["cpu"], shard_bytes=8000)
-    one, two = (verify_bundle(tmp_path / name).weights for name in ("one", "two"))
-    assert [sorted(file.tensors) for file in one] == [["a", "b"], ["c", "d"]]
-    assert one[0].file == two[0].file
-    assert one[1].file != two[1].file
+    first, two = (verify_bundle(tmp_path / name).weights for name in ("one", "two"))
+    assert [sorted(file.tensors) for file in first] == [["a", "b"], ["c", "d"]]
+    assert first[0].file == two[0].file
+    assert first[1].file != two[1].file

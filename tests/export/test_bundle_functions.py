@@ -52,8 +52,8 @@ def images(rows: int) -> np.ndarray:
 
 def test_a_foreign_module_equals_itself_to_the_last_bit(digits, tmp_path):
     argosy.export(digits, (jnp.zeros((1, 8, 8, 1)),), tmp_path / "b", batch="symbolic")
-    (found,) = run_alone([{"bundle": tmp_path / "b", "inputs": {"image": images(3)}}], tmp_path)
-    np.testing.assert_array_equal(found["scores"], nnx.jit(lambda m, x: m(x))(digits, images(3))["scores"])
+    (outputs,) = run_alone([{"bundle": tmp_path / "b", "inputs": {"image": images(3)}}], tmp_path)
+    np.testing.assert_array_equal(outputs["scores"], nnx.jit(lambda m, x: m(x))(digits, images(3))["scores"])
     stored = Bundle.open(tmp_path / "b")
     np.testing.assert_array_equal(stored.weight("norm.mean"), np.arange(4, dtype=np.float32) * np.float32(0.1))
     assert stored.manifest.lineage["function"].endswith("Digits")
@@ -178,9 +178,9 @@ def test_what_a_manifest_says_reads_back_as_it_was_said(tmp_path):
     lineage = {"data": "none", "x": "1e5", "y": ["true", 1e5, None, "010"], "n": {"a": "25k"}}
     words = {"description": "null", "signature": "1e5", "outputs": ["yes"]}
     argosy.export(jnp.sin, (jnp.ones(2),), tmp_path / "b", platforms=["cpu"], lineage=lineage, **words)
-    found = Bundle.open(tmp_path / "b").manifest
-    assert found.lineage.items() >= lineage.items()
-    assert (found.default, found.signature().description, found.signature().outputs[0].name) == ("1e5", "null", "yes")
+    manifest = Bundle.open(tmp_path / "b").manifest
+    assert manifest.lineage.items() >= lineage.items()
+    assert (manifest.default, manifest.signature().description, manifest.signature().outputs[0].name) == ("1e5", "null", "yes")
 
 
 def test_sizes_may_be_left_open_by_name(tmp_path):
@@ -217,17 +217,17 @@ def test_calls_without_a_promise_are_refused_by_name(tmp_path):
 
 
 def test_arguments_that_do_not_fit_are_refused(tmp_path):
-    one = jnp.ones(2)
+    vector = jnp.ones(2)
     with pytest.raises(BadInput, match="the arguments are a tuple or list"):
-        argosy.export(jnp.sin, one, tmp_path / "b")
+        argosy.export(jnp.sin, vector, tmp_path / "b")
     with pytest.raises(BadInput, match="argument `x` is no array, but dict"):
-        argosy.export(lambda x: x["a"], ({"a": one},), tmp_path / "b")
+        argosy.export(lambda x: x["a"], ({"a": vector},), tmp_path / "b")
     with pytest.raises(BadInput, match="takes a function or a module"):
-        argosy.export(3, (one,), tmp_path / "b")
+        argosy.export(3, (vector,), tmp_path / "b")
     with pytest.raises(BadInput, match="the function returns 1 arrays"):
-        argosy.export(jnp.sin, (one,), tmp_path / "b", outputs=["a", "b"])
+        argosy.export(jnp.sin, (vector,), tmp_path / "b", outputs=["a", "b"])
     with pytest.raises(BadInput, match="the function takes 1 arrays"):
-        argosy.export(jnp.sin, (one,), tmp_path / "b", inputs=["a", "b"])
+        argosy.export(jnp.sin, (vector,), tmp_path / "b", inputs=["a", "b"])
     with pytest.raises(BadInput, match="argument `x` has no axes"):
         argosy.export(lambda x: x, (jnp.float32(1),), tmp_path / "b", batch=[1])
     assert not list(tmp_path.iterdir())
@@ -313,7 +313,7 @@ def stored_programs() -> list[tuple[str, Any]]:
     package = "jax._src.internal_test_util.export_back_compat_test_data"
     folder = Path(importlib.import_module(package).__file__ or "").parent
     loader = CompatTestBase()
-    found = []
+    programs = []
     for file in sorted(folder.glob("*.py")):
         # Those of open sizes (`stablehlo_`) are stored without the names of their sizes.
         if not file.stem.startswith("cpu_"):
@@ -321,8 +321,8 @@ def stored_programs() -> list[tuple[str, Any]]:
         module = importlib.import_module(f"{package}.{file.stem}")
         for name, nest in vars(module).items():
             if isinstance(nest, dict) and "data" in name.lower():
-                found += [(f"{file.stem}.{name}.{i}", data) for i, data in enumerate(loader.load_testdata_nested(nest))]
-    return [(name, data) for name, data in found if data.platform == "cpu" and data.nr_devices == 1]
+                programs += [(f"{file.stem}.{name}.{i}", data) for i, data in enumerate(loader.load_testdata_nested(nest))]
+    return [(name, data) for name, data in programs if data.platform == "cpu" and data.nr_devices == 1]
 
 
 def trees_of(data: Any) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
@@ -332,7 +332,7 @@ def trees_of(data: Any) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     return inputs, {f"o{i:03}": np.asarray(value) for i, value in enumerate(outputs)}
 
 
-def described(arrays: dict[str, np.ndarray]) -> list[TensorSignature]:
+def signatures_of(arrays: dict[str, np.ndarray]) -> list[TensorSignature]:
     return [TensorSignature(name=name, shape=list(a.shape), dtype=str(a.dtype)) for name, a in arrays.items()]
 
 
@@ -372,12 +372,12 @@ VECTORS = ("eig", "eigh", "svd")
 
 def test_programs_of_earlier_versions_give_what_is_stored_with_them(tmp_path):
     """All that jax keeps for one CPU device, of May 2024 to October 2025, through bundles."""
-    ran = []
+    programs_run = []
     with jax.enable_x64(True):
         for name, data in stored_programs():
             exported = as_exported(data)
             inputs, outputs = trees_of(data)
-            signature = BundleSignature(inputs=described(inputs), outputs=described(outputs), programs=[], weights=[])
+            signature = BundleSignature(inputs=signatures_of(inputs), outputs=signatures_of(outputs), programs=[], weights=[])
             write_bundle(tmp_path / name, BundleContents({"old": signature}, {"old": [({}, exported)]}))
             got = Bundle.open(tmp_path / name).run(inputs)
             for key, value in outputs.items():
@@ -390,5 +390,5 @@ def test_programs_of_earlier_versions_give_what_is_stored_with_them(tmp_path):
                 vectors = any(f"cpu_{kind}_" in name for kind in VECTORS) and value.ndim == max(a.ndim for a in outputs.values())
                 if not vectors:
                     np.testing.assert_allclose(got[key], value, rtol=0, atol=bound * scale, err_msg=f"{name} {key}")
-            ran.append(name)
-    assert len(ran) > 40
+            programs_run.append(name)
+    assert len(programs_run) > 40

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from bundle_files import run_alone
 from helpers import default, shared, stories_model
-from laws.families import CASES, built, tokens_of
+from laws.families import CASES, noisy_model, tokens_of
 
 import argosy
 from argosy.adapt.lora import LoRA
@@ -37,7 +37,7 @@ ROWS, LENGTH = 2, 13
 
 
 def model_of(case: str, run: Any = None) -> LM:
-    return LM(CASES[case], built(CASES[case], run or Unroll()))
+    return LM(CASES[case], noisy_model(CASES[case], run or Unroll()))
 
 
 def expected(lm: LM, tokens: Any, mask: Any, platforms: Any = ("cpu", "tpu")) -> np.ndarray:
@@ -74,9 +74,9 @@ def alone(tmp_path_factory):
         for case, lm in models.items():
             export_model(lm, folder / case, batch=ROWS, length=LENGTH)
         rows = {case: rows_of(CASES[case]) for case in cases}
-        found = run_alone([{"bundle": folder / case, "inputs": rows[case]} for case in cases], folder)
+        results = run_alone([{"bundle": folder / case, "inputs": rows[case]} for case in cases], folder)
         want = {case: expected(models[case], *rows[case].values()) for case in cases}
-        return {case: (next(iter(one.values())), want[case]) for case, one in zip(cases, found, strict=True)}
+        return {case: (next(iter(case_outputs.values())), want[case]) for case, case_outputs in zip(cases, results, strict=True)}
 
     return outputs
 
@@ -209,12 +209,12 @@ def test_texts_become_the_vectors_of_the_model(encoder, tmp_path):
     lm = argosy.load(encoder)
     lm.export(tmp_path / "b", platforms=["cpu"])
     texts = ["A boat.", "  the SHIP sails over the sea, and then it sails on and on and on", "x"]
-    (found,) = run_alone([{"bundle": tmp_path / "b", "inputs": {"text": texts}}], tmp_path)
-    np.testing.assert_allclose(found["embedding"], lm.embed(texts), rtol=0, atol=1e-6)
-    np.testing.assert_allclose(np.linalg.norm(found["embedding"], axis=1), 1, atol=1e-6)
+    (outputs_of,) = run_alone([{"bundle": tmp_path / "b", "inputs": {"text": texts}}], tmp_path)
+    np.testing.assert_allclose(outputs_of["embedding"], lm.embed(texts), rtol=0, atol=1e-6)
+    np.testing.assert_allclose(np.linalg.norm(outputs_of["embedding"], axis=1), 1, atol=1e-6)
     bundle = Bundle.open(tmp_path / "b")
     assert bundle.warm_up() == 1
-    for text, row in zip(texts, found["embedding"], strict=True):
+    for text, row in zip(texts, outputs_of["embedding"], strict=True):
         np.testing.assert_allclose(bundle.run({"text": [text]})["embedding"][0], row, rtol=0, atol=1e-6)
     with pytest.raises(BadInput, match="`text` and `tokens`"):
         bundle.run({"text": texts, "tokens": np.ones((3, 4), np.int32)})
@@ -231,8 +231,10 @@ def stories(tmp_path_factory):
 def test_generation_gives_the_tokens_of_the_engine(stories, tmp_path):
     lm, path = stories
     prompts = ["Once upon a time", "The cat", "Lily saw a dog. She"]
-    (found,) = run_alone([{"bundle": path, "inputs": {"text": prompts}}], tmp_path)
-    for text, row, length, completion in zip(found["text"], found["tokens"], found["lengths"], lm.generate(prompts, 20), strict=True):
+    (outputs_of,) = run_alone([{"bundle": path, "inputs": {"text": prompts}}], tmp_path)
+    for text, row, length, completion in zip(
+        outputs_of["text"], outputs_of["tokens"], outputs_of["lengths"], lm.generate(prompts, 20), strict=True
+    ):
         assert row[:length].tolist() == completion.tokens
         assert text == completion.text
         assert not row[length:].any()
@@ -249,8 +251,8 @@ def test_generation_ends_at_the_end_of_sequence(tmp_path):
     ended = lm.generate(["Once upon a time", "The cat"], 20)
     assert len(ended[0].tokens) <= 6
     assert ended[0].finish_reason == "stop"
-    found = Bundle.open(tmp_path / "b").run({"text": ["Once upon a time", "The cat"]})
-    assert [row[:n].tolist() for row, n in zip(found["tokens"], found["lengths"], strict=True)] == [c.tokens for c in ended]
+    outputs_of = Bundle.open(tmp_path / "b").run({"text": ["Once upon a time", "The cat"]})
+    assert [row[:n].tolist() for row, n in zip(outputs_of["tokens"], outputs_of["lengths"], strict=True)] == [c.tokens for c in ended]
 
 
 def test_a_completion_depends_on_its_own_row(stories):
@@ -267,7 +269,7 @@ def test_a_completion_depends_on_its_own_row(stories):
 
 
 @pytest.mark.parametrize(
-    ("inputs", "said"),
+    ("inputs", "problem"),
     [
         ({"tokens": [[1, -1]]}, "input `tokens` has -1, and this signature takes 0 to 511"),
         ({"tokens": [[1, 512]]}, "input `tokens` has 512, and this signature takes 0 to 511"),
@@ -278,10 +280,10 @@ def test_a_completion_depends_on_its_own_row(stories):
         ({"max_tokens": 21}, "input `max_tokens` has 21, and this signature takes 1 to 20"),
     ],
 )
-def test_numbers_that_a_model_has_no_meaning_for_are_refused(inputs, said, stories):
+def test_numbers_that_a_model_has_no_meaning_for_are_refused(inputs, problem, stories):
     """A table of embeddings would answer with another token's row."""
     bundle = Bundle.open(stories[1])
-    with pytest.raises(BadInput, match=said):
+    with pytest.raises(BadInput, match=problem):
         bundle.run({"tokens": [[1, 2]]} | inputs)
     assert bundle.run({"tokens": [[0, 511]], "mask": [[1, 1]], "max_tokens": 20})["lengths"] <= 20
 
@@ -290,8 +292,8 @@ def test_prompts_may_be_padded_on_the_left(stories):
     """As transformers pads batches of prompts."""
     bundle = Bundle.open(stories[1])
     plain = bundle.run({"tokens": [[1, 403, 407, 261]], "max_tokens": 6})["tokens"]
-    left = bundle.run({"tokens": [[0, 0, 1, 403, 407, 261]], "mask": [[0, 0, 1, 1, 1, 1]], "max_tokens": 6})["tokens"]
-    np.testing.assert_array_equal(left, plain)
+    padded_left = bundle.run({"tokens": [[0, 0, 1, 403, 407, 261]], "mask": [[0, 0, 1, 1, 1, 1]], "max_tokens": 6})["tokens"]
+    np.testing.assert_array_equal(padded_left, plain)
 
 
 def test_temperatures_near_zero_are_greedy(stories):
@@ -309,13 +311,13 @@ def test_tokens_are_drawn_from_the_softmax(stories):
     rows, heat = 4096, 1.3
     ids = lm.encode("Once upon a time")
     tokens = np.tile(np.asarray(ids, np.int32), (rows, 1))
-    drawn = Bundle.open(path).run({"tokens": tokens, "temperature": np.full(rows, heat, np.float32), "max_tokens": 1})["tokens"][:, 0]
+    sampled = Bundle.open(path).run({"tokens": tokens, "temperature": np.full(rows, heat, np.float32), "max_tokens": 1})["tokens"][:, 0]
     logits = lm.logits([ids])[0, -1].astype(np.float64) / heat
     share = np.exp(logits - logits.max())
     share /= share.sum()
     for token in np.argsort(-share)[:5]:
         deviation = np.sqrt(rows * share[token] * (1 - share[token]))
-        assert abs((drawn == token).sum() - rows * share[token]) < 5 * deviation + 1
+        assert abs((sampled == token).sum() - rows * share[token]) < 5 * deviation + 1
 
 
 def test_signatures_that_a_model_lacks_are_refused(tmp_path):

@@ -37,12 +37,12 @@ def test_digits_are_learned_exported_and_served(tmp_path: Path, kind: str):
     (alone,) = run_alone([{"bundle": tmp_path / "models" / "digits" / "1", "inputs": {"image": images}}], tmp_path)
     assert np.mean(alone["digit"] == labels) == pytest.approx(accuracy, abs=0.01)
     with serving(tmp_path / "models") as (address, _), httpx.Client(base_url=address, timeout=60) as client:
-        asked: dict[str, Any] = {"instances": [{"image": image.tolist()} for image in images[:40]]}
-        found = client.post("/v1/models/digits:predict", content=json.dumps(asked)).json()["predictions"]
-        assert [one["digit"] for one in found] == alone["digit"][:40].tolist()
+        body: dict[str, Any] = {"instances": [{"image": image.tolist()} for image in images[:40]]}
+        predictions = client.post("/v1/models/digits:predict", content=json.dumps(body)).json()["predictions"]
+        assert [prediction["digit"] for prediction in predictions] == alone["digit"][:40].tolist()
         files = [image_file((np.repeat(image[..., None], 3, -1) * (255 / 16)).astype(np.uint8)) for image in images[:40]]
-        sent = [{"image_file": {"b64": base64.b64encode(file).decode()}} for file in files]
-        of_files = client.post("/v1/models/digits:predict", content=json.dumps({"instances": sent})).json()["predictions"]
-        assert [one["digit"] for one in of_files] == alone["digit"][:40].tolist()
+        instances = [{"image_file": {"b64": base64.b64encode(file).decode()}} for file in files]
+        of_files = client.post("/v1/models/digits:predict", content=json.dumps({"instances": instances})).json()["predictions"]
+        assert [prediction["digit"] for prediction in of_files] == alone["digit"][:40].tolist()
         assert of_files[0]["label"] == NAMES[alone["digit"][0]]
-        assert found[0]["scores"] == pytest.approx(alone["scores"][0].tolist(), abs=1e-5)
+        assert predictions[0]["scores"] == pytest.approx(alone["scores"][0].tolist(), abs=1e-5)

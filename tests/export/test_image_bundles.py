@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from golden_weights import write_pipeline
-from laws.families import built
+from laws.families import noisy_model
 
 import argosy
 from argosy.core.errors import BadInput
@@ -33,38 +33,38 @@ HOW = {"flow": SamplerSettings(), "noise": SamplerSettings(name="euler_ancestral
 @pytest.mark.parametrize("latent", [False, True])
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
 def test_a_bundle_draws_what_the_pipeline_draws(tmp_path: Path, sampler: str, latent: bool, guidance: float):
-    autoencoder = built(AUTOENCODER, Unroll()) if latent else None
+    autoencoder = noisy_model(AUTOENCODER, Unroll()) if latent else None
     defaults = ImageDefaults(3, guidance, (8, 12))
-    pipe = ImagePipeline(built(CONFIG, Unroll()), ClassPrompts(4), HOW[sampler], defaults, autoencoder)
+    pipe = ImagePipeline(noisy_model(CONFIG, Unroll()), ClassPrompts(4), HOW[sampler], defaults, autoencoder)
     pipe.exporter = export_images
     pipe.export(tmp_path / "bundle", platforms=["cpu"], batch=[1, 2])
     bundle = Bundle.open(tmp_path / "bundle")
-    found = bundle.run({"labels": np.array([2, 0], np.int32), "seed": np.array([7, 2**32 - 1], np.uint32)})["images"]
+    images = bundle.run({"labels": np.array([2, 0], np.int32), "seed": np.array([7, 2**32 - 1], np.uint32)})["images"]
     expected = pipe.images(["2", "0"], seed=[7, 2**32 - 1])
-    assert np.abs(np.asarray(found).astype(int) - expected).max() <= 1
-    assert found.shape == (2, 8, 12, 3)
+    assert np.abs(np.asarray(images).astype(int) - expected).max() <= 1
+    assert images.shape == (2, 8, 12, 3)
 
 
 @pytest.mark.parametrize("name", [FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_a_bundle_reads_prompts_as_its_pipeline(tmp_path: Path, name: str):
     """Prompts of different lengths in one batch, with negative prompts and without, by every kind of pipeline of diffusers."""
     pipe = argosy.load(write_pipeline(GOLDENS / f"pipeline-{name}", tmp_path / "pipeline"))
-    how: dict[str, Any] = {"steps": 2, "size": 32 if name == "sdxl" else 16}
-    pipe.export(tmp_path / "bundle", platforms=["cpu"], batch=[2], **how)
-    how["guidance"] = GUIDANCE.get(name, pipe.defaults.guidance)
+    options: dict[str, Any] = {"steps": 2, "size": 32 if name == "sdxl" else 16}
+    pipe.export(tmp_path / "bundle", platforms=["cpu"], batch=[2], **options)
+    options["guidance"] = GUIDANCE.get(name, pipe.defaults.guidance)
     bundle = Bundle.open(tmp_path / "bundle")
     prompts, seeds = ["a red fox in the snow", "nothing"], [2**31 + 5, 3]
     negatives: list[Any] = [None]
     if "negative_prompt" in [step.input for step in bundle.manifest.signatures["denoise"].preprocess]:
         negatives.append(["snow", "a fox"])
     for negative in negatives:
-        inputs: dict[str, Any] = {"prompt": prompts, "seed": seeds, "guidance": [how["guidance"]] * 2}
+        inputs: dict[str, Any] = {"prompt": prompts, "seed": seeds, "guidance": [options["guidance"]] * 2}
         inputs |= {} if negative is None else {"negative_prompt": negative}
         images = np.asarray(bundle.run(inputs)["images"]).astype(int)
-        expected = pipe.images(prompts, negative=negative, seed=seeds, **how).astype(int)
+        expected = pipe.images(prompts, negative=negative, seed=seeds, **options).astype(int)
         assert np.abs(images - expected).max() <= 1
         # Prompts are seen in what is drawn.
-        assert np.abs(images - pipe.images(prompts[::-1], negative=negative, seed=seeds, **how)).max() > 1
+        assert np.abs(images - pipe.images(prompts[::-1], negative=negative, seed=seeds, **options)).max() > 1
     assert len(negatives) == (1 if name in UNGUIDED else 2)
 
 
@@ -81,7 +81,7 @@ def test_a_template_that_trims_prompts_is_not_in_bundles(tmp_path: Path):
 
 
 def test_a_size_that_the_model_cannot_draw_writes_nothing(tmp_path: Path):
-    pipe = ImagePipeline(built(CONFIG, Unroll()), ClassPrompts(4), SamplerSettings(), ImageDefaults(3, 1.0, (8, 8)))
+    pipe = ImagePipeline(noisy_model(CONFIG, Unroll()), ClassPrompts(4), SamplerSettings(), ImageDefaults(3, 1.0, (8, 8)))
     with pytest.raises(BadInput, match="multiples of 2"):
         export_images(pipe, tmp_path / "bundle", size=9)
     assert not (tmp_path / "bundle").exists()

@@ -21,64 +21,64 @@ RNG = np.random.default_rng(0)
 PICTURE = RNG.integers(0, 256, (6, 8, 3), np.uint8)
 
 
-def decoded(file, dtype=np.float32, **settings):
+def decode(file, dtype=np.float32, **settings):
     return decoded_images(DecodeImageStep(**{"height": 6, "width": 8} | settings), file, np.dtype(dtype))
 
 
 def test_pixels_are_those_of_preprocessors_in_transformers():
     """(x / 255 - mean) / std, channels first."""
     mean, std = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
-    found = decoded([image_file(PICTURE)], layout="CHW", image_mean=mean, image_std=std)
+    pixels = decode([image_file(PICTURE)], layout="CHW", image_mean=mean, image_std=std)
     expected = ((PICTURE / 255 - mean) / std).transpose(2, 0, 1)[None]
-    np.testing.assert_allclose(found, expected, atol=1e-6)
-    assert found.dtype == np.float32
+    np.testing.assert_allclose(pixels, expected, atol=1e-6)
+    assert pixels.dtype == np.float32
 
 
 def test_base64_and_data_urls_are_bytes():
     data = image_file(PICTURE)
     text = base64.b64encode(data).decode()
     for file in (data, text, f"data:image/png;base64,{text}"):
-        np.testing.assert_array_equal(decoded(file, np.uint8, rescale_factor=1)[0], PICTURE)
+        np.testing.assert_array_equal(decode(file, np.uint8, rescale_factor=1)[0], PICTURE)
 
 
 @pytest.mark.parametrize("layout", ["HW", "HWC"])
 def test_gray_is_pillows_to_a_level(layout):
-    found = decoded([image_file(PICTURE)], np.uint8, rescale_factor=1, channels=1, layout=layout)[0]
+    pixels = decode([image_file(PICTURE)], np.uint8, rescale_factor=1, channels=1, layout=layout)[0]
     gray = np.asarray(Image.fromarray(PICTURE).convert("L"), int)
-    assert np.abs(found.reshape(6, 8).astype(int) - gray).max() <= 1
-    assert found.shape == ((6, 8) if layout == "HW" else (6, 8, 1))
+    assert np.abs(pixels.reshape(6, 8).astype(int) - gray).max() <= 1
+    assert pixels.shape == ((6, 8) if layout == "HW" else (6, 8, 1))
 
 
 def test_sizes_are_covered_stretched_or_contained():
     wide = np.zeros((4, 8, 3), np.uint8)
     wide[:, 2:6] = 200
     file = image_file(wide)
-    cover = decoded([file], np.uint8, height=4, width=4, rescale_factor=1)[0]
+    cover = decode([file], np.uint8, height=4, width=4, rescale_factor=1)[0]
     assert (cover == 200).all()
-    contained = decoded([file], np.uint8, height=8, width=8, rescale_factor=1, resize="contain", background=7)[0]
+    contained = decode([file], np.uint8, height=8, width=8, rescale_factor=1, resize="contain", background=7)[0]
     assert (contained[[0, 1, -2, -1]] == 7).all()
     np.testing.assert_array_equal(contained[2:6], wide)
-    stretched = decoded([file], np.uint8, height=2, width=16, rescale_factor=1, resize="stretch")[0]
+    stretched = decode([file], np.uint8, height=2, width=16, rescale_factor=1, resize="stretch")[0]
     np.testing.assert_array_equal(stretched, np.asarray(Image.fromarray(wide).resize((16, 2), Image.Resampling.LANCZOS)))
 
 
 def test_an_image_of_a_line_takes_no_more_memory_than_its_size():
     """Resized before it is cropped, it would take 64 x 6,400,000 pixels."""
     line = np.full((1, 100_000, 3), 9, np.uint8)
-    found = decoded([image_file(line)], np.uint8, height=64, width=64, rescale_factor=1)
-    assert (found == 9).all()
+    pixels = decode([image_file(line)], np.uint8, height=64, width=64, rescale_factor=1)
+    assert (pixels == 9).all()
 
 
 def test_what_is_transparent_shows_the_background():
     clear = np.concatenate([PICTURE, np.zeros((6, 8, 1), np.uint8)], -1)
     file = io.BytesIO()
     Image.fromarray(clear).save(file, "PNG")
-    assert (decoded([file.getvalue()], np.uint8, rescale_factor=1, background=255) == 255).all()
+    assert (decode([file.getvalue()], np.uint8, rescale_factor=1, background=255) == 255).all()
 
 
 def test_numbers_stay_in_the_range_of_whole_ones():
-    assert decoded([image_file(np.full((6, 8, 3), 255, np.uint8))], np.int8, rescale_factor=1).max() == 127
-    assert decoded([image_file(PICTURE)], np.uint8, rescale_factor=16 / 255).max() == 16
+    assert decode([image_file(np.full((6, 8, 3), 255, np.uint8))], np.int8, rescale_factor=1).max() == 127
+    assert decode([image_file(PICTURE)], np.uint8, rescale_factor=16 / 255).max() == 16
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_numbers_stay_in_the_range_of_whole_ones():
 )
 def test_what_is_no_file_is_refused_by_its_number(file, why):
     with pytest.raises(BadInput, match=why):
-        decoded(file)
+        decode(file)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def scores(image):
     return {"scores": jnp.stack([image.mean((1, 2, 3)), 1 - image.mean((1, 2, 3))], -1)}
 
 
-def exported(target, **settings):
+def export_classifier(target, **settings):
     steps = [DecodeImageStep(**{"height": 6, "width": 8} | settings)]
     after = [ProbabilitiesStep(step="softmax"), LabelsStep(names=["bright", "dark"])]
     args = (jnp.zeros((1, 6, 8, 3)),)
@@ -116,14 +116,14 @@ def exported(target, **settings):
 
 
 def test_a_bundle_reads_files_and_names_classes(tmp_path):
-    exported(tmp_path / "b")
+    export_classifier(tmp_path / "b")
     bundle = Bundle.open(tmp_path / "b")
     light, dark = (image_file(np.full((12, 9, 3), value, np.uint8)) for value in (250, 5))
-    found = bundle.run({"image_file": [light, dark]})
-    assert found["label"] == ["bright", "dark"]
-    assert found["probabilities"].sum(-1) == pytest.approx(1)
+    outputs = bundle.run({"image_file": [light, dark]})
+    assert outputs["label"] == ["bright", "dark"]
+    assert outputs["probabilities"].sum(-1) == pytest.approx(1)
     arrays = bundle.run({"image": np.stack([np.full((6, 8, 3), v / 255, np.float32) for v in (250, 5)])})
-    np.testing.assert_allclose(found["scores"], arrays["scores"], atol=1e-6)
+    np.testing.assert_allclose(outputs["scores"], arrays["scores"], atol=1e-6)
     # Its own example, and a file from the command line.
     assert run_bundle(str(tmp_path / "b"), None)["label"] == ["bright"]
     (tmp_path / "dark.png").write_bytes(dark)
@@ -143,5 +143,5 @@ def test_a_bundle_reads_files_and_names_classes(tmp_path):
 )
 def test_steps_that_do_not_fit_are_refused_before_anything_is_written(settings, why, tmp_path):
     with pytest.raises(BadInput, match=why):
-        exported(tmp_path / "b", **settings)
+        export_classifier(tmp_path / "b", **settings)
     assert not (tmp_path / "b").exists()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from bundle_files import rewrite_manifest, run_alone
 from helpers import LOGIT_ROUNDING, relative, stories_model
-from laws.families import CASES, built, tokens_of
+from laws.families import CASES, noisy_model, tokens_of
 
 from argosy.cli import main
 from argosy.core.errors import BadInput, Damaged, Unsupported, UserError
@@ -30,7 +30,7 @@ SPLIT = {"tensor": 2, "fsdp": 2}
 
 
 def model_of(case: str, run: Any = None) -> LM:
-    return LM(CASES[case], built(CASES[case], run or Unroll()))
+    return LM(CASES[case], noisy_model(CASES[case], run or Unroll()))
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +50,9 @@ def rows() -> dict[str, np.ndarray]:
 
 def test_four_devices_compute_what_one_does(pair, tmp_path):
     """In a process that may import no model."""
-    four, one = run_alone([{"bundle": path, "inputs": rows()} for path in pair], tmp_path)
+    four, single = run_alone([{"bundle": path, "inputs": rows()} for path in pair], tmp_path)
     for row, length in enumerate((13, 9, 13)):
-        assert relative(four["logits"][row, :length], one["logits"][row, :length]) < LOGIT_ROUNDING
+        assert relative(four["logits"][row, :length], single["logits"][row, :length]) < LOGIT_ROUNDING
 
 
 def test_each_device_has_its_share_of_the_weights(pair):
@@ -60,9 +60,9 @@ def test_each_device_has_its_share_of_the_weights(pair):
     bundle.run(rows())
     total = sum(a.nbytes for a in bundle._arrays.values())
     for device in bundle.mesh.devices.flat:
-        own = sum(s.data.nbytes for a in bundle._arrays.values() for s in a.addressable_shards if s.device == device)
+        share = sum(s.data.nbytes for a in bundle._arrays.values() for s in a.addressable_shards if s.device == device)
         # Norms and keys are split over two of them alone.
-        assert own < 0.3 * total
+        assert share < 0.3 * total
     # As training and serving split them.
     axes = logical(model_of(CASE).module)
     splits = {pair for name, split in bundle.manifest.splits().items() for pair in zip(axes[name], split) if pair[1]}
@@ -76,9 +76,9 @@ def test_programs_of_several_devices_are_compiled_ahead_and_kept(pair, tmp_path)
     for _ in range(2):
         bundle, store = Bundle.open(pair[0]), open_store(tmp_path / "programs", sources=False)
         assert bundle.compile(sizes, store) == 1
-        found = bundle.run({"tokens": np.ones((2, 16), np.int32)})["logits"]
+        outputs = bundle.run({"tokens": np.ones((2, 16), np.int32)})["logits"]
         assert len(list((tmp_path / "programs").iterdir())) == 1
-        np.testing.assert_array_equal(found, Bundle.open(pair[0]).run({"tokens": np.ones((2, 16), np.int32)})["logits"])
+        np.testing.assert_array_equal(outputs, Bundle.open(pair[0]).run({"tokens": np.ones((2, 16), np.int32)})["logits"])
 
 
 def test_a_renewed_bundle_stays_split(pair, tmp_path):
@@ -89,10 +89,10 @@ def test_a_renewed_bundle_stays_split(pair, tmp_path):
 
 
 def test_a_bundle_for_one_device_has_the_text_that_it_had(pair):
-    four, one = (json.loads((path / MANIFEST).read_text()) for path in pair)
+    four, single = (json.loads((path / MANIFEST).read_text()) for path in pair)
     assert "mesh" in four
-    assert "mesh" not in one
-    assert not any("split" in layout for file in one["weights"] for layout in file["tensors"].values())
+    assert "mesh" not in single
+    assert not any("split" in layout for file in single["weights"] for layout in file["tensors"].values())
 
 
 def test_devices_that_are_not_there_are_refused(pair, tmp_path):
@@ -156,9 +156,9 @@ def test_the_command_line_exports_for_devices_that_are_absent(tmp_path, capsys):
 @pytest.mark.parametrize("run", [Unroll(), Scan()], ids=["unroll", "scan"])
 @pytest.mark.parametrize("case", ["mixtral-plain", "gpt_oss-plain", "deepseek-2", "gemma-3", "bert-plain", "qwen3_next-plain"])
 def test_other_families_compute_on_four_devices_what_they_do_on_one(case, run, tmp_path):
-    lm, found = model_of(case, run), []
+    lm, outputs = model_of(case, run), []
     tokens = np.asarray(tokens_of(CASES[case], 4, 16))
     for name, mesh in (("four", SPLIT), ("one", None)):
         export_model(lm, tmp_path / name, platforms=["cpu"], mesh=mesh, batch=4, length=16)
-        found.append(next(iter(Bundle.open(tmp_path / name).run({"tokens": tokens}).values())))
-    assert relative(*found) < 4 * LOGIT_ROUNDING
+        outputs.append(next(iter(Bundle.open(tmp_path / name).run({"tokens": tokens}).values())))
+    assert relative(*outputs) < 4 * LOGIT_ROUNDING

@@ -20,7 +20,7 @@ LATER = (
     "{{% for c in m.tool_calls or [] %}}[TOOL_CALLS]{{{{ c.function.name }}}}{}{{{{ c.function.arguments | tojson }}}}{{% endfor %}}"
     "<eos>{{% endif %}}{{% endfor %}}"
 )
-V11, V13 = (TOOLS + LATER.format(given) for given in ("[CALL_ID]{{ c.id }}[ARGS]", "[ARGS]"))
+V11, V13 = (TOOLS + LATER.format(mark) for mark in ("[CALL_ID]{{ c.id }}[ARGS]", "[ARGS]"))
 FILES = {
     "nemo": "mistralai-Mistral-Nemo-Instruct-2407",
     "kimi": "Kimi-K2-Instruct",
@@ -30,14 +30,14 @@ FILES = {
     "qwen3.5": "Qwen3.5-4B",
     "llama": "meta-llama-Llama-3.1-8B-Instruct",
 }
-NAMES = sorted({name for one in NOTATIONS if one is not GptOssNotation for name in one.names})
+NAMES = sorted({name for notation in NOTATIONS if notation is not GptOssNotation for name in notation.names})
 
 
 def template(name: str) -> str:
     return {"v11": V11, "v13": V13}.get(name) or shared(f"chat_templates/{FILES[name]}.jinja").read_text()
 
 
-def marked(folder: Path, names: Sequence[str], template: str, eos: str = "<eos>") -> Tokenizer:
+def tokenizer_with_marks(folder: Path, names: Sequence[str], template: str, eos: str = "<eos>") -> Tokenizer:
     """Bytes, `<bos>` 256, `<eos>` 257, and from 258 on the names."""
     content = json.loads(tokenizer_json())
     plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)

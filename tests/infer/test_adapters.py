@@ -60,10 +60,10 @@ def module_of(family: str, example: str, run: Any = None) -> Any:
 def adapter_of(model: Any, seed: int, rank: int, where: str = r"layers\..*", gain: float = 0.7) -> dict[str, Adapter]:
     """Random factors on every contraction of an unrolled model that matches and that PEFT has a name for."""
     rng = np.random.default_rng(seed)
-    named = {name for site in sites(model.config) for name in site.weights}
+    weight_names = {name for site in sites(model.config) for name in site.weights}
     out = {}
     for name, of in find(model, where).items():
-        if name not in named or "R" in of.inner:
+        if name not in weight_names or "R" in of.inner:
             continue
         sizes, outer = of.sizes | {"r": rank}, "".join(a for a in of.spec if a in of.out)
         a, b = ([sizes[letter] for letter in letters] for letters in (of.group + of.inner + "r", of.group + "r" + outer))
@@ -79,10 +79,10 @@ def prompts(vocab: int, *lengths: int) -> list[list[int]]:
     return [rng.integers(0, vocab, n).tolist() for n in lengths]
 
 
-def answered(engine: Engine, requests: list[Request]) -> list[list[Any]]:
-    found = engine.generate(requests)
+def generate_events(engine: Engine, requests: list[Request]) -> list[list[Any]]:
+    events = engine.generate(requests)
     assert engine.pages.free == engine.pages.count
-    return found
+    return events
 
 
 def assert_of(module: Any, request: Request, events: list[Any]) -> None:
@@ -130,9 +130,9 @@ def three(plain: Any, engine: Engine) -> Any:
 
 @pytest.mark.slow
 def test_each_request_of_a_mixed_batch_is_as_with_its_adapter_alone(plain: Any, engine: Engine, three: Any):
-    given = prompts(plain.config.vocab, 5, 40, 17, 3, 9, 21)
-    requests = [Request(p, 6, top=20, adapter=name) for p, name in zip(given, ("a", None, "b", "c", "b", None))]
-    for request, events in zip(requests, answered(engine, requests), strict=True):
+    token_rows = prompts(plain.config.vocab, 5, 40, 17, 3, 9, 21)
+    requests = [Request(p, 6, top=20, adapter=name) for p, name in zip(token_rows, ("a", None, "b", "c", "b", None))]
+    for request, events in zip(requests, generate_events(engine, requests), strict=True):
         assert_of(three[request.adapter], request, events)
 
 
@@ -141,11 +141,11 @@ def test_pages_are_shared_under_one_adapter_and_never_by_two(plain: Any, engine:
     for name, reused in (("a", 0), (None, 0), ("b", 0), ("a", 39), (None, 39)):
         before = engine.stats.reused_tokens
         request = Request(prompt, 4, top=20, adapter=name, salt="own")
-        assert_of(three[name], request, answered(engine, [request])[0])
+        assert_of(three[name], request, generate_events(engine, [request])[0])
         assert engine.stats.reused_tokens - before == reused, name
     number = engine.adapters.loaded["a"].number
     before = engine.stats.reused_tokens
-    answered(engine, [Request(prompt, 1, salt=f"{number}:own")])
+    generate_events(engine, [Request(prompt, 1, salt=f"{number}:own")])
     assert engine.stats.reused_tokens == before, "a salt that imitates an adapter's"
 
 
@@ -156,16 +156,16 @@ def test_drafts_are_verified_under_the_adapter_of_their_sequence(plain: Any):
     put_adapter(adapted, factors)
     engine.adapters.put("x", engine.adapters.packed(factors))
     requests = [Request([7, 8, 9] * 5, 12, top=20, adapter=name) for name in ("x", None)]
-    for request, events in zip(requests, answered(engine, requests), strict=True):
+    for request, events in zip(requests, generate_events(engine, requests), strict=True):
         assert_of(adapted if request.adapter else plain, request, events)
     assert engine.speculation.drafted
 
 
 def test_nothing_compiles_as_adapters_come_and_go(plain: Any, engine: Engine, compilations: list[str]):
-    given = prompts(plain.config.vocab, 5, 20)
+    token_rows = prompts(plain.config.vocab, 5, 20)
     for seed in range(2):
         engine.adapters.put("one", engine.adapters.packed(adapter_of(plain, seed, 2)))
-        answered(engine, [Request(p, 3, adapter=name) for p in given for name in ("one", None)])
+        generate_events(engine, [Request(p, 3, adapter=name) for p in token_rows for name in ("one", None)])
         engine.unload_adapter("one")
         if not seed:
             # The first request of a process reads random keys.
@@ -176,10 +176,10 @@ def test_nothing_compiles_as_adapters_come_and_go(plain: Any, engine: Engine, co
 @pytest.fixture
 def compilations() -> Iterator[list[str]]:
     """What has been compiled since the list was cleared."""
-    found: list[str] = []
-    LISTENERS.append(found)
-    yield found
-    LISTENERS.remove(found)
+    names: list[str] = []
+    LISTENERS.append(names)
+    yield names
+    LISTENERS.remove(names)
 
 
 LISTENERS: list[list[str]] = []
@@ -206,7 +206,7 @@ def test_an_engine_without_adapters_runs_the_plain_program(plain: Any):
     whole = OneProgram(plain)
     assert whole.program(whole.step_kind) is _one_program(graph, plain.dtype, whole.step_kind)
     assert sorted(engine.runner.forward.prepared(weights)[0]) == ["embed.w", "head.w", "norm.scale"]
-    assert {own for layer in engine.runner.forward.prepared(weights)[1] for own in layer} == {
+    assert {address for layer in engine.runner.forward.prepared(weights)[1] for address in layer} == {
         address.split(".", 2)[2] for address in weights if address.startswith("layers.")
     }
     with pytest.raises(UnknownAdapter, match="takes no adapters"):
@@ -227,9 +227,9 @@ def test_prompts_are_scored_under_their_adapter_and_nothing_compiles(
     compilations.clear()
     for name in ("a", None, "b", "a"):
         under = engine.adapters.loaded[name] if name else None
-        found = [[scorer.score([ids], under) for _ in range(passes)][-1] for ids, passes in ((long, 3), (short, 1))]
-        for (one,), logprobs in zip(found, expected[name], strict=True):
-            np.testing.assert_allclose(one.logprobs, logprobs, atol=2e-5, rtol=1e-5)
+        passes_scored = [[scorer.score([ids], under) for _ in range(passes)][-1] for ids, passes in ((long, 3), (short, 1))]
+        for (scored,), logprobs in zip(passes_scored, expected[name], strict=True):
+            np.testing.assert_allclose(scored.logprobs, logprobs, atol=2e-5, rtol=1e-5)
     assert not compilations
 
 
@@ -267,7 +267,7 @@ def test_every_structure_and_layout(monkeypatch, family: str, example: str, run:
     engine.adapters.put("y", engine.adapters.packed(adapter_of(modules[None], 6, 2)))
     engine.adapters.put("x", engine.adapters.packed(factors))
     requests = [Request(p, 3, top=20, adapter=name) for p in prompts(served.config.vocab, 5, 29) for name in ("x", None)]
-    for request, events in zip(requests, answered(engine, [*requests]), strict=True):
+    for request, events in zip(requests, generate_events(engine, [*requests]), strict=True):
         assert_of(modules[request.adapter], request, events)
 
 
@@ -280,7 +280,7 @@ def test_head_and_embedding_carry_adapters_where_the_settings_say_so():
     put_adapter(other, factors)
     engine.adapters.put("x", engine.adapters.packed(factors))
     requests = [Request(p, 3, top=20, adapter=name) for p in prompts(113, 5, 29) for name in ("x", None)]
-    for request, events in zip(requests, answered(engine, requests), strict=True):
+    for request, events in zip(requests, generate_events(engine, requests), strict=True):
         assert_of(other if request.adapter else plain, request, events)
     with pytest.raises(BadInput, match=r"carry none here.*mlp"):
         engine.adapters.packed(adapter_of(plain, 0, 2))
@@ -297,7 +297,7 @@ def test_a_folder_of_the_peft_library_gives_its_logits(name: str, tmp_path):
         return
     engine.load_adapter("golden", ADAPTERS / name)
     for ids, logits in zip(golden["tokens"], golden["logits"], strict=True):
-        event = answered(engine, [Request(ids.tolist(), 1, top=20, adapter="golden")])[0][0]
+        event = generate_events(engine, [Request(ids.tolist(), 1, top=20, adapter="golden")])[0][0]
         tokens, logprobs = zip(*event.top)
         expected = np.asarray(jax.nn.log_softmax(logits[-1].astype(np.float64)))[list(tokens)]
         np.testing.assert_allclose(logprobs, expected, atol=1e-4)
@@ -314,20 +314,20 @@ def test_experts_carry_an_adapter_each():
     E, D, M, T, k, rng = 4, 12, 10, 7, 2, np.random.default_rng(0)
     of = Einsum("XD,EDM->XM", {"E": E, "D": D, "M": M})
     put_random(of, rng)
-    chosen = np.asarray([[0, 1, -1, 0, 1, 1, -1]], np.int32)
-    bank = Bank(of, 2, 3, AdapterIds(jnp.asarray(chosen), meaning=Meaning("BT")))
+    adapter_ids = np.asarray([[0, 1, -1, 0, 1, 1, -1]], np.int32)
+    bank = Bank(of, 2, 3, AdapterIds(jnp.asarray(adapter_ids), meaning=Meaning("BT")))
     put_random(bank, rng)
     expert = rng.integers(0, E, T * k)
     order = np.argsort(expert, kind="stable")
     x = rng.standard_normal((T, D)).astype(np.float32)
     route = Route(jnp.bincount(jnp.asarray(expert), length=E), jnp.asarray(expert[order]), token=jnp.asarray(order // k))
-    found = bank(jnp.asarray(x)[order // k], route)
+    outputs = bank(jnp.asarray(x)[order // k], route)
     for row, at in enumerate(order):
-        token, e, place = at // k, expert[at], chosen[0, at // k]
+        token, e, place = at // k, expert[at], adapter_ids[0, at // k]
         expected = x[token] @ np.asarray(of.w[...])[e]
         if place >= 0:
             expected = expected + x[token] @ np.asarray(bank.a[...])[e, :, place] @ np.asarray(bank.b[...])[e, place]
-        np.testing.assert_allclose(found[row], expected, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(outputs[row], expected, rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match="tokens of these rows are not known"):
         bank(jnp.asarray(x)[order // k], route._replace(token=None))
 
@@ -341,9 +341,9 @@ def put_random(module: Any, rng: Any) -> None:
 # ---------------------------------------------------------------- what is refused
 
 
-def changed(factors: dict[str, Adapter], **how: Any) -> dict[str, Adapter]:
+def change_factors(factors: dict[str, Adapter], **changes: Any) -> dict[str, Adapter]:
     name = next(iter(factors))
-    return factors | {name: factors[name]._replace(**how)}
+    return factors | {name: factors[name]._replace(**changes)}
 
 
 def test_an_adapter_that_does_not_fit_changes_nothing(plain: Any, engine: Engine):
@@ -352,12 +352,12 @@ def test_an_adapter_that_does_not_fit_changes_nothing(plain: Any, engine: Engine
     wrong = {
         r"rank 5 is above the maximum of 4: layers": adapter_of(plain, 0, 5),
         r"1 of the adapter's contractions carry none here: layers\.7\.attn\.q": good | {"layers.7.attn.q": first},
-        r"layers.*factors of \(3, 2\) for a weight that takes": changed(good, a=np.ones((3, 2), np.float32)),
-        r"layers.*not finite": changed(good, b=np.full_like(first.b, np.nan)),
+        r"layers.*factors of \(3, 2\) for a weight that takes": change_factors(good, a=np.ones((3, 2), np.float32)),
+        r"layers.*not finite": change_factors(good, b=np.full_like(first.b, np.nan)),
     }
     before = {address: np.asarray(a) for address, a in engine.adapters.arrays.items()}
-    for what, factors in wrong.items():
-        with pytest.raises(BadInput, match=what):
+    for problem, factors in wrong.items():
+        with pytest.raises(BadInput, match=problem):
             engine.adapters.put("wrong", engine.adapters.packed(factors))
     assert not engine.adapters.loaded
     for address, a in engine.adapters.arrays.items():
@@ -393,8 +393,8 @@ def test_places_and_names_are_taken_once(plain: Any, engine: Engine, three: Any)
 
 def test_requests_finish_with_the_adapter_they_began_with(plain: Any, engine: Engine, three: Any):
     """Unloaded and replaced while two requests run and one waits for a slot; the place is free when the last has ended."""
-    given = prompts(plain.config.vocab, 5, 9, 6, 8, 7)
-    requests = [Request(p, 6, top=20, adapter="a") for p in given]
+    token_rows = prompts(plain.config.vocab, 5, 9, 6, 8, 7)
+    requests = [Request(p, 6, top=20, adapter="a") for p in token_rows]
     numbers = [engine.add(request) for request in requests]
     engine.step()
     place = engine.adapters.loaded["a"].place
@@ -404,11 +404,11 @@ def test_requests_finish_with_the_adapter_they_began_with(plain: Any, engine: En
     spare = engine.adapters.packed(adapter_of(plain, 7, 2))
     with pytest.raises(BadInput, match="1 of them by adapters that are unloaded and still answer"):
         engine.adapters.put("d", spare)
-    found: dict[int, list[Any]] = {number: [] for number in numbers}
+    events_of: dict[int, list[Any]] = {number: [] for number in numbers}
     for event in engine.run():
-        found[event.id].append(event)
+        events_of[event.id].append(event)
     for request, number in zip(requests, numbers, strict=True):
-        assert_of(three["a"], request, found[number])
+        assert_of(three["a"], request, events_of[number])
     assert engine.adapters.put("d", spare).place == place
 
 
@@ -432,23 +432,23 @@ def test_a_replaced_adapter_serves_new_requests_beside_old_ones(plain: Any, engi
     put_adapter(newer, factors)
     new = Request(old.tokens, 3, top=20, adapter="a")
     second = engine.add(new)
-    found: dict[int, list[Any]] = {number: [], second: []}
+    events_of: dict[int, list[Any]] = {number: [], second: []}
     for event in engine.run():
-        found[event.id].append(event)
-    assert_of(three["a"], old, found[number])
-    assert_of(newer, new, found[second])
+        events_of[event.id].append(event)
+    assert_of(three["a"], old, events_of[number])
+    assert_of(newer, new, events_of[second])
 
 
 def test_swapped_weights_keep_the_adapters(plain: Any, engine: Engine, three: Any):
     request = Request(prompts(plain.config.vocab, 20)[0], 4, top=20, adapter="b")
-    answered(engine, [request])
+    generate_events(engine, [request])
     old = engine.weights()
     other = split(random_model(plain.config, 1, run=Unroll()).module)[1]
     try:
         engine.swap_weights(other)
         module = random_model(plain.config, 1, run=Unroll()).module
         put_adapter(module, adapter_of(plain, 1, 4))
-        assert_of(module, request, answered(engine, [request])[0])
+        assert_of(module, request, generate_events(engine, [request])[0])
     finally:
         engine.swap_weights(old)
 
@@ -477,14 +477,14 @@ def folders(plain: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
 
 @pytest.fixture(scope="module")
 def lm(folders: dict[str, Path]) -> LM:
-    found = argosy.load(folders["model"], engine={"lora": {"enabled": True, "adapters": 2, "rank": 4}})
+    lm_with_adapters = argosy.load(folders["model"], engine={"lora": {"enabled": True, "adapters": 2, "rank": 4}})
     for name in ("a", "b"):
-        found.load_adapter(name, folders[name])
-    return found
+        lm_with_adapters.load_adapter(name, folders[name])
+    return lm_with_adapters
 
 
 @pytest.fixture(scope="module")
-def merged(folders: dict[str, Path]) -> dict[str | None, LM]:
+def merged_lms(folders: dict[str, Path]) -> dict[str | None, LM]:
     """The model, and the model with each adapter merged into its weights."""
     out = {None: load_lm(folders["model"])} | {name: load_lm(folders["model"], adapter=folders[name]) for name in ("a", "b")}
     for name in ("a", "b"):
@@ -492,38 +492,43 @@ def merged(folders: dict[str, Path]) -> dict[str | None, LM]:
     return out
 
 
-def test_a_model_loaded_with_an_adapter_has_its_factors_where_its_weights_are(merged: dict[str | None, LM], folders: dict[str, Path]):
+def test_a_model_loaded_with_an_adapter_has_its_factors_where_its_weights_are(
+    merged_lms: dict[str | None, LM], folders: dict[str, Path]
+):
     """As NumPy arrays they went to the device in every step, and a CPU compiled whole models."""
-    one = load_lm(folders["model"], adapter=folders["a"])
-    assert is_on_one_cpu(split(one.module)[1])
+    adapted = load_lm(folders["model"], adapter=folders["a"])
+    assert is_on_one_cpu(split(adapted.module)[1])
     two = load_lm(folders["model"], adapter=folders["a"], tensor=2)
     weights = {address: a for address, a in split(two.module)[1].items() if "layers.0.attn" in address}
     shared = {address.split(".", 3)[3] for address, a in weights.items() if a.sharding.shard_shape(a.shape) != a.shape}
     assert all(len(a.devices()) == 2 for a in weights.values())
     assert {name for name in shared if not name.endswith(".w")} == {"q.b", "k.b", "v.b", "o.a"}
     ids = prompts(two.config.vocab, 9)
-    np.testing.assert_allclose(two.score(ids)[0], merged["a"].score(ids)[0], atol=1e-4)
+    np.testing.assert_allclose(two.score(ids)[0], merged_lms["a"].score(ids)[0], atol=1e-4)
 
 
 @pytest.mark.slow
-def test_the_handle_answers_and_scores_as_the_merged_model_does(lm: LM, merged: dict[str | None, LM]):
+def test_the_handle_answers_and_scores_as_the_merged_model_does(lm: LM, merged_lms: dict[str | None, LM]):
     assert sorted(lm.adapters) == ["a", "b"]
-    given = prompts(lm.config.vocab, 5, 40, 17)
-    for name, other in merged.items():
-        for found, expected in zip(lm.generate(given, 6, top=3, adapter=name), other.generate(given, 6, top=3), strict=True):
-            assert found.tokens == expected.tokens
-            np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-4)
-        for scores in zip(lm.score(given, adapter=name), other.score(given), strict=True):
+    token_rows = prompts(lm.config.vocab, 5, 40, 17)
+    for name, other in merged_lms.items():
+        for answer, expected in zip(lm.generate(token_rows, 6, top=3, adapter=name), other.generate(token_rows, 6, top=3), strict=True):
+            assert answer.tokens == expected.tokens
+            np.testing.assert_allclose(answer.logprobs, expected.logprobs, atol=1e-4)
+        for scores in zip(lm.score(token_rows, adapter=name), other.score(token_rows), strict=True):
             np.testing.assert_allclose(*scores, atol=1e-4)
-    beams = [one.beam_search(given[:1], 3, beam_width=2, **how)[0] for one, how in ((lm, {"adapter": "b"}), (merged["b"], {}))]
-    assert [one.tokens for one in beams[0]] == [one.tokens for one in beams[1]]
-    differ = [np.concatenate(lm.score(given, adapter=name)) for name in (None, "a", "b")]
+    beams = [
+        model.beam_search(token_rows[:1], 3, beam_width=2, **kwargs)[0]
+        for model, kwargs in ((lm, {"adapter": "b"}), (merged_lms["b"], {}))
+    ]
+    assert [beam.tokens for beam in beams[0]] == [beam.tokens for beam in beams[1]]
+    differ = [np.concatenate(lm.score(token_rows, adapter=name)) for name in (None, "a", "b")]
     assert all(np.abs(x - y).max() > 1e-2 for x, y in ((differ[0], differ[1]), (differ[1], differ[2])))
 
 
 @pytest.mark.slow
 def test_answers_under_several_adapters_are_read_in_turn_while_one_is_unloaded(
-    lm: LM, merged: dict[str | None, LM], folders: dict[str, Path]
+    lm: LM, merged_lms: dict[str | None, LM], folders: dict[str, Path]
 ):
     """The second needs a larger engine, and the first goes on in the old one, whose place nobody else gets."""
     lm._held._room = EngineRoom(1, 32, 0)
@@ -543,8 +548,8 @@ def test_answers_under_several_adapters_are_read_in_turn_while_one_is_unloaded(
             lm.generate([short], adapter="a")
         for answers in (first, second):
             list(answers)
-        assert first.completions[0].tokens == merged["a"].generate([short], 8)[0].tokens
-        assert second.completions[0].tokens == merged["b"].generate([long], 8)[0].tokens
+        assert first.completions[0].tokens == merged_lms["a"].generate([short], 8)[0].tokens
+        assert second.completions[0].tokens == merged_lms["b"].generate([long], 8)[0].tokens
     finally:
         lm.load_adapter("a", folders["a"])
 
@@ -556,13 +561,13 @@ def test_adapters_outlive_surgery(folders: dict[str, Path]):
     prompt = prompts(lm.config.vocab, 9)
     before = lm.score(prompt, adapter="a")[0]
     swap(lm.module, r"layers\..*(up|q)", int8)
-    found = lm.score(prompt, adapter="a")[0]
+    adapted = lm.score(prompt, adapter="a")[0]
     later = argosy.load(folders["model"], engine=lm.engine_settings)
     swap(later.module, r"layers\..*(up|q)", int8)
     later.load_adapter("a", folders["a"])
-    np.testing.assert_array_equal(found, later.score(prompt, adapter="a")[0])
-    assert 1e-4 < np.abs(found - before).max() < 0.3
-    assert np.abs(found - lm.score(prompt)[0]).max() > 1e-2
+    np.testing.assert_array_equal(adapted, later.score(prompt, adapter="a")[0])
+    assert 1e-4 < np.abs(adapted - before).max() < 0.3
+    assert np.abs(adapted - lm.score(prompt)[0]).max() > 1e-2
 
 
 def test_the_handle_refuses_what_it_has_no_room_for(lm: LM, folders: dict[str, Path]):
@@ -586,8 +591,8 @@ def test_the_handle_scores_in_the_layout_of_several_steps_at_a_time(lm: LM, fold
     other = load_lm(folders["model"], run=Scan(), engine=settings)
     other.load_adapter("a", folders["a"])
     ids = prompts(lm.config.vocab, 9)
-    found = other.generate(ids, 5, adapter="a")[0]
-    assert found.tokens == lm.generate(ids, 5, adapter="a")[0].tokens
+    answer = other.generate(ids, 5, adapter="a")[0]
+    assert answer.tokens == lm.generate(ids, 5, adapter="a")[0].tokens
     np.testing.assert_allclose(other.score(ids, adapter="a")[0], lm.score(ids, adapter="a")[0], atol=1e-4)
 
 
@@ -616,7 +621,7 @@ def test_adapters_on_two_devices_are_split_as_their_weights_and_stay_so(
     settings = EngineSettings(**small, lora={"enabled": True, "adapters": 2, "rank": 4})
     engine = Engine(on_two_devices(module_of("llama", "plain", Scan())), settings)
     # Of one length, so that no step has one row: that would be four further programs.
-    given = prompts(plain.config.vocab, 9, 9, 29)
+    token_rows = prompts(plain.config.vocab, 9, 9, 29)
     scorer = PromptScorer(engine.model, 32, adapters=engine.adapters)
     split_ = {"attn.q.b", "attn.k.b", "attn.v.b", "attn.o.a", "mlp.gate.b", "mlp.up.b", "mlp.down.a"}
     assert factors_split(engine) == split_
@@ -625,14 +630,14 @@ def test_adapters_on_two_devices_are_split_as_their_weights_and_stay_so(
         compilations.clear()
         for name in set(names) - set(engine.adapters.loaded):
             engine.adapters.put(name, engine.adapters.packed(adapter_of(plain, *ranks[name])))
-        requests = [Request(ids, 3, top=20, adapter=name) for ids, name in zip(given, names)]
-        answers = answered(engine, requests)
-        ((one,),) = [scorer.score([given[2]], engine.adapters.loaded[names[0]]) for _ in range(2)][1:]
+        requests = [Request(ids, 3, top=20, adapter=name) for ids, name in zip(token_rows, names)]
+        answers = generate_events(engine, requests)
+        ((scored,),) = [scorer.score([token_rows[2]], engine.adapters.loaded[names[0]]) for _ in range(2)][1:]
         assert factors_split(engine) == split_
         assert not turn or not compilations
         for request, events in zip(requests, answers, strict=True):
             assert_of(three[request.adapter], request, events)
-        np.testing.assert_allclose(one.logprobs, logprobs_of(three[names[0]], given[2]), atol=2e-5, rtol=1e-5)
+        np.testing.assert_allclose(scored.logprobs, logprobs_of(three[names[0]], token_rows[2]), atol=2e-5, rtol=1e-5)
         for name in {0: ("a",), 1: ("b",), 2: ()}[turn]:
             engine.unload_adapter(name)
 
@@ -652,13 +657,13 @@ def test_several_devices_answer_with_adapters_as_one_does_and_compile_nothing_la
     factors = {name: adapter_of(alone.model, seed, 3) for seed, name in enumerate("xy")}
     engine = Engine(shared, ON)
     engine.warm_up()
-    given = prompts(alone.model.config.vocab, 5, 29, 9, 17)
-    found = []
-    for one in (alone, engine):
+    token_rows = prompts(alone.model.config.vocab, 5, 29, 9, 17)
+    outputs = []
+    for runner in (alone, engine):
         compilations.clear()
-        for name, own in factors.items():
-            one.adapters.put(name, one.adapters.packed(own))
-        requests = [Request(ids, 4, adapter=name) for ids, name in zip(given, ("x", None, "y", "x"), strict=True)]
-        found.append([[event.token for event in events] for events in answered(one, requests)])
-    assert found[0] == found[1]
+        for name, factors_of in factors.items():
+            runner.adapters.put(name, runner.adapters.packed(factors_of))
+        requests = [Request(ids, 4, adapter=name) for ids, name in zip(token_rows, ("x", None, "y", "x"), strict=True)]
+        outputs.append([[event.token for event in events] for events in generate_events(runner, requests)])
+    assert outputs[0] == outputs[1]
     assert not compilations

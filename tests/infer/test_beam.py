@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from helpers import default
-from laws.families import CASES, built
+from laws.families import CASES, noisy_model
 
 from argosy.core.errors import BadInput
 from argosy.infer.engine.request import Event
@@ -16,7 +16,7 @@ PROMPTS = [[5, 9, 33], [7, 1, 80, 80, 21, 3, 4, 60, 11]]
 
 @pytest.fixture(scope="module")
 def lm() -> LM:
-    return LM(CASES["llama-plain"], built(CASES["llama-plain"], Unroll()))
+    return LM(CASES["llama-plain"], noisy_model(CASES["llama-plain"], Unroll()))
 
 
 def search(lm: LM, prompt: list[int], width: int, most: int, ends: set[int], penalty: float) -> list[tuple[float, list[int]]]:
@@ -28,9 +28,9 @@ def search(lm: LM, prompt: list[int], width: int, most: int, ends: set[int], pen
             logits = lm.logits([[*prompt, *tokens]])[0, -1].astype(np.float64)
             logprobs = logits - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
             for token in np.argsort(-logprobs)[: 2 * width].tolist():
-                one = (total + logprobs[token], [*tokens, token])
-                (complete if token in ends else grown).append(one)
-        open_ = sorted(grown, key=lambda one: -one[0] / len(one[1]) ** penalty)[:width]
+                beam = (total + logprobs[token], [*tokens, token])
+                (complete if token in ends else grown).append(beam)
+        open_ = sorted(grown, key=lambda beam: -beam[0] / len(beam[1]) ** penalty)[:width]
     complete += open_
     return sorted(((total / len(tokens) ** penalty, tokens) for total, tokens in complete), reverse=True)
 
@@ -42,21 +42,21 @@ WAYS = [(1, 1.0), (3, 1.0), (3, 0.0), (4, 2.0), (2, -1.0)]
 def test_beams_are_those_of_a_search_over_whole_sequences(lm: LM, width: int, penalty: float):
     likely = np.argsort(-lm.logits([PROMPTS[0]])[0, -1])[:9].tolist()
     ends = {likely[1], likely[6]}
-    found = lm.beam_search(PROMPTS, 6, beam_width=width, length_penalty=penalty, stop_tokens=sorted(ends))
-    for prompt, beams in zip(PROMPTS, found, strict=True):
+    results = lm.beam_search(PROMPTS, 6, beam_width=width, length_penalty=penalty, stop_tokens=sorted(ends))
+    for prompt, beams in zip(PROMPTS, results, strict=True):
         expected = search(lm, prompt, width, 6, ends, penalty)[:width]
         assert [[*b.tokens, *([b.stopped_by] if b.stopped_by is not None else [])] for b in beams] == [t for _, t in expected]
         for beam, (score, tokens) in zip(beams, expected):
             assert beam.finish_reason == ("stop" if tokens[-1] in ends else "length")
             if beam.finish_reason == "length":
                 np.testing.assert_allclose(sum(beam.logprobs) / 6**penalty, score, rtol=1e-4)
-    reasons = {beam.finish_reason for beams in found for beam in beams}
+    reasons = {beam.finish_reason for beams in results for beam in beams}
     assert ("stop" in reasons) == (penalty <= 0), "without a penalty every token costs, so short answers win"
 
 
 def test_one_beam_is_greedy(lm: LM):
     greedy = lm.generate(PROMPTS, 8)
-    assert [beams[0].tokens for beams in lm.beam_search(PROMPTS, 8, beam_width=1)] == [one.tokens for one in greedy]
+    assert [beams[0].tokens for beams in lm.beam_search(PROMPTS, 8, beam_width=1)] == [answer.tokens for answer in greedy]
 
 
 def test_a_search_ends_once_no_open_beam_can_win():

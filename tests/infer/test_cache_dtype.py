@@ -106,15 +106,15 @@ def page_bytes(specs: Any, page: int, dtype: Any, form: str | None, mesh: Any = 
     return needs.bytes(mesh, CacheSize(1, {}))
 
 
-def quantized(form: str | None, **how: Any) -> EngineSettings:
-    return TIGHT.model_copy(update={"cache_dtype": form, **how})
+def engine_settings(form: str | None, **changes: Any) -> EngineSettings:
+    return TIGHT.model_copy(update={"cache_dtype": form, **changes})
 
 
 def scores(engine: Engine, requests: list[Request]) -> list[list[tuple[int, float]]]:
     """Tokens and their log-probabilities."""
-    found = [[(e.token, e.logprob) for e in events if e.token is not None] for events in engine.generate(requests)]
+    outputs = [[(e.token, e.logprob) for e in events if e.token is not None] for events in engine.generate(requests)]
     assert engine.scheduler.is_empty, "every page came back"
-    return found
+    return outputs
 
 
 def prompts(vocab: int, lengths: tuple[int, ...]) -> list[list[int]]:
@@ -130,11 +130,11 @@ def holding(change: Change) -> Iterator[None]:
     """Programs traced inside have every cached array of a layer replaced by `change(call, name, array)`."""
     calls, meet = 0, attend.meet
 
-    def changed(q: Any, held: Any, *rest: Any, **how: Any) -> Any:
+    def changed(q: Any, cached: Any, *rest: Any, **options: Any) -> Any:
         nonlocal calls
-        held = {name: change(calls, name, a) for name, a in held.items()}
+        cached = {name: change(calls, name, a) for name, a in cached.items()}
         calls += 1
-        return meet(q, held, *rest, **how)
+        return meet(q, cached, *rest, **options)
 
     attend.meet = changed
     try:
@@ -145,10 +145,10 @@ def holding(change: Change) -> Iterator[None]:
 
 def rounding(module: Any, form: str) -> Change:
     """With the scales that each layer asks for; entries without a scale are left alone."""
-    asked = {name: n for spec, _ in module.layers.holds().values() for name, n in spec.scales}
+    block_counts = {name: n for spec, _ in module.layers.holds().values() for name, n in spec.scales}
 
     def change(call: int, name: str, a: Any) -> Any:
-        blocks = asked.get(name, 1)
+        blocks = block_counts.get(name, 1)
         return rounded(a, form, blocks, jnp)[1].astype(a.dtype) if blocks else a
 
     return change
@@ -180,22 +180,22 @@ def test_the_engine_answers_as_the_whole_sequence_with_rounded_keys_and_values(f
     with float64():
         module = module_of(family, example)
         eight, exact = whole(module, rounding(module, form)), whole(module, lambda *a: a[-1])
-        given = prompts(module.config.vocab, (5, 43, 6, 17, 9))
-        given.append([*given[1][:40], 3, 4, 5])
-        engine = Engine(module, quantized(form))
-        found = scores(engine, [Request(p, MOST) for p in given])
+        token_rows = prompts(module.config.vocab, (5, 43, 6, 17, 9))
+        token_rows.append([*token_rows[1][:40], 3, 4, 5])
+        engine = Engine(module, engine_settings(form))
+        outputs = scores(engine, [Request(p, MOST) for p in token_rows])
         assert engine.scheduler.preemptions
         assert bool(engine.scheduler.pools) == (family in ("gemma", "gpt_oss")), "pools of windows"
         # A page of a window is given away soon when pages are few.
         assert engine.stats.reused_tokens or engine.scheduler.pools or not engine.pages.reuse
         apart = []
-        for prompt, made in zip(given, found, strict=True):
-            ids = [*prompt, *(token for token, _ in made)]
+        for prompt, answer in zip(token_rows, outputs, strict=True):
+            ids = [*prompt, *(token for token, _ in answer)]
             logits, plain = eight(ids)[len(prompt) - 1 : -1], exact(ids)[len(prompt) - 1 : -1]
-            assert [token for token, _ in made] == logits.argmax(-1).tolist()
+            assert [token for token, _ in answer] == logits.argmax(-1).tolist()
             chances = [np.log(np.exp(row - row.max()).sum()) + row.max() for row in logits]
             np.testing.assert_allclose(
-                [chance for _, chance in made], logits.max(-1) - np.asarray(chances), rtol=2e-5, atol=2e-6
+                [chance for _, chance in answer], logits.max(-1) - np.asarray(chances), rtol=2e-5, atol=2e-6
             )
             apart.append(np.abs(logits - plain).max() / np.abs(plain).max())
         assert max(apart) > 1e-4, "the cache holds the model's type"
@@ -214,11 +214,11 @@ def test_logits_are_off_by_what_uniform_rounding_makes_of_them(family: str, exam
         module = module_of(family, example)
         graph, weights = split(module)
         ids = jnp.asarray(prompts(module.config.vocab, (LONG,)), jnp.int32)
-        round_off, kept = rounding(module, "int8"), {}
+        round_off, kept_shapes = rounding(module, "int8"), {}
 
         def summed(offsets: dict[tuple[int, str], Any], *, rounds: bool = False) -> Any:
             def change(call: int, name: str, a: Any) -> Any:
-                kept[call, name] = jax.eval_shape(lambda: a)
+                kept_shapes[call, name] = jax.eval_shape(lambda: a)
                 return round_off(call, name, a) if rounds else a + offsets.get((call, name), 0)
 
             model = merge(graph, weights)
@@ -228,7 +228,7 @@ def test_logits_are_off_by_what_uniform_rounding_makes_of_them(family: str, exam
             return (logits * jax.random.rademacher(jax.random.key(0), logits.shape, logits.dtype)).sum()
 
         exact, eight = jax.jit(lambda: (summed({}), summed({}, rounds=True)))()
-        zeros = {at: jnp.zeros(a.shape) for at, a in kept.items()}
+        zeros = {at: jnp.zeros(a.shape) for at, a in kept_shapes.items()}
 
         @jax.jit
         def deviation(zeros: Any) -> Any:
@@ -248,8 +248,8 @@ def test_logits_are_off_by_what_uniform_rounding_makes_of_them(family: str, exam
             squares = [(gradient[at] ** 2 * (sizes[at] ** 2).mean(-1, keepdims=True)).sum() for at in sizes]
             return jnp.sqrt(sum(squares)), jnp.sqrt(sum((s**2).sum() for s in sizes.values()))
 
-        expected, moved = deviation(zeros)
-        assert moved > 0
+        expected, slope = deviation(zeros)
+        assert slope > 0
         assert abs(eight - exact) < 4 * expected
 
 
@@ -259,24 +259,24 @@ def test_a_former_owner_and_a_broken_row_reach_nobody_else():
     pages afterwards has the answer of an untouched engine."""
     with float64():
         module = module_of("llama", "plain")
-        given = [[token for token in p if token != 7] for p in prompts(module.config.vocab, (9, 30, 17, 24))]
-        settings = quantized("int8", reuse=False)
-        expected = [scores(Engine(module, settings), [Request(p, 9)])[0] for p in given]
+        token_rows = [[token for token in p if token != 7] for p in prompts(module.config.vocab, (9, 30, 17, 24))]
+        settings = engine_settings("int8", reuse=False)
+        expected = [scores(Engine(module, settings), [Request(p, 9)])[0] for p in token_rows]
         broken = module_of("llama", "plain")
         address = next(a for a in split(broken)[1] if "embed" in a)
         put(broken, {address: split(broken)[1][address].at[7].set(jnp.nan)})
         engine = Engine(broken, settings)
         engine.runner.caches = jax.tree.map(lambda a: jnp.full_like(a, 0xFF if a.dtype == jnp.uint8 else jnp.nan), engine.runner.caches)
-        found = scores(engine, [Request(p, 9) for p in (given[0], [5, 7, 9, *given[1]], given[1], given[2])])
-        assert [found[0], found[2], found[3]] == expected[:3]
-        assert all(np.isnan(chance) for _, chance in found[1])
-        assert scores(engine, [Request(p, 9) for p in given]) == expected
+        outputs = scores(engine, [Request(p, 9) for p in (token_rows[0], [5, 7, 9, *token_rows[1]], token_rows[1], token_rows[2])])
+        assert [outputs[0], outputs[2], outputs[3]] == expected[:3]
+        assert all(np.isnan(chance) for _, chance in outputs[1])
+        assert scores(engine, [Request(p, 9) for p in token_rows]) == expected
 
 
 @pytest.mark.slow
 def test_layers_in_a_scan_keep_what_separate_layers_keep():
     """Bit for bit in values: a stacked cache is taken apart and put together again."""
-    config, kept = FAMILIES["llama"].examples()["plain"], []
+    config, layer_caches = FAMILIES["llama"].examples()["plain"], []
     with float64():
         table, zeros = jnp.asarray([[4, 1, 0], [2, 3, -1]], jnp.int32), jnp.zeros(2, jnp.int32)
         t = jnp.broadcast_to(jnp.arange(17, dtype=jnp.int32), (2, 17))
@@ -286,11 +286,11 @@ def test_layers_in_a_scan_keep_what_separate_layers_keep():
             caches = empty_pools(model.layers.holds(), 1, 5, 8, narrow="int8")
             _, caches, _ = forward(model)(tokens_of(config, 2, 17), attending, caches)
             if run.stacked:
-                kept.append([jax.tree.map(lambda a, at=at: a[at], caches[name]) for name, at in model.layers.cache_places()])
+                layer_caches.append([jax.tree.map(lambda a, at=at: a[at], caches[name]) for name, at in model.layers.cache_places()])
             else:
-                kept.append(list(caches.values()))
-        assert len(kept[0]) == 3
-        for mine, other in zip(*map(jax.tree.leaves, kept), strict=True):
+                layer_caches.append(list(caches.values()))
+        assert len(layer_caches[0]) == 3
+        for mine, other in zip(*map(jax.tree.leaves, layer_caches), strict=True):
             assert np.asarray(mine).any()
             np.testing.assert_allclose(mine, other, rtol=1e-6)
 
@@ -307,10 +307,10 @@ def test_drafts_change_no_answer_and_their_own_cache_is_quantized_too(family: st
     with float64():
         module = module_of(family, example)
         requests = [Request(p, MOST) for p in prompts(module.config.vocab, (5, 33, 17))]
-        plain = scores(Engine(module, quantized("int8")), requests)
-        engine = Engine(module, quantized("int8", speculative=method), draft=module if isinstance(method, DraftModel) else None)
-        found = scores(engine, requests)
-        assert [[token for token, _ in one] for one in found] == [[token for token, _ in one] for one in plain]
+        plain = scores(Engine(module, engine_settings("int8")), requests)
+        engine = Engine(module, engine_settings("int8", speculative=method), draft=module if isinstance(method, DraftModel) else None)
+        outputs = scores(engine, requests)
+        assert [[token for token, _ in answer] for answer in outputs] == [[token for token, _ in answer] for answer in plain]
         drafter = engine.speculation.drafter
         assert engine.speculation.drafted
         if drafter.caches is not None:
@@ -326,13 +326,13 @@ def test_drafts_change_no_answer_and_their_own_cache_is_quantized_too(family: st
 def test_the_same_memory_has_room_for_more_tokens(monkeypatch: pytest.MonkeyPatch):
     """Heads of 64: 64 bytes and a scale of 4 for 256 bytes of float32. The page count and the description follow."""
     specs = {"layer": (Spec(token=(("k", (3, 64)), ("v", (3, 64)))), None)}
-    one = {form: page_bytes(specs, 16, jnp.float32, form) for form in (None, *FORMS)}
-    assert one == {None: 16 * 6 * 256, **dict.fromkeys(FORMS, 16 * 6 * 68)}
+    sizes = {form: page_bytes(specs, 16, jnp.float32, form) for form in (None, *FORMS)}
+    assert sizes == {None: 16 * 6 * 256, **dict.fromkeys(FORMS, 16 * 6 * 68)}
     # 512 normed features and 64 with positions: nine blocks of 64. An indexer's keys keep their type.
     latent = {"layer": (Spec(token=(("latent", (576,)), ("index", (128,))), scales=(("latent", 9), ("index", 0))), None)}
     assert page_bytes(latent, 1, jnp.bfloat16, "fp8_e4m3") == 576 + 9 * 4 + 2 * 128
     module = random_model(FAMILIES["llama"].examples()["plain"], 0).module
-    of_page = {form: page_bytes(module.layers.holds(), 8, module.dtype, form) for form in one}
+    of_page = {form: page_bytes(module.layers.holds(), 8, module.dtype, form) for form in sizes}
     monkeypatch.setattr(cache, "memory_bytes", lambda: (None, 4 * 30 * of_page[None]))
     for form, size in of_page.items():
         engine = Engine(module, EngineSettings(slots=32, page=8, context=96, cache_dtype=form))
@@ -352,11 +352,11 @@ def test_rings_states_and_the_keys_of_an_indexer_keep_their_type():
         kinds = {key: isinstance(a, Narrow) for cache in caches.values() for key, a in cache.items()}
         assert ({k for k, n in kinds.items() if n}, {k for k, n in kinds.items() if not n}) == (narrow, plain)
     spec = Spec(token=(("k", (2, 8)), ("v", (2, 8))), span=5)
-    found = jax.eval_shape(lambda: empty_pools({"layer": (spec, None)}, 2, 4, 8, longest=32, narrow="int8"))["layer"]
-    assert {key: str(a.dtype) for key, a in found.items()} == {"ring.k": "float32", "ring.v": "float32"}
+    shapes = jax.eval_shape(lambda: empty_pools({"layer": (spec, None)}, 2, 4, 8, longest=32, narrow="int8"))["layer"]
+    assert {key: str(a.dtype) for key, a in shapes.items()} == {"ring.k": "float32", "ring.v": "float32"}
     windows = {spec.window: 3}
-    found = jax.eval_shape(lambda: empty_pools({"layer": (spec, None)}, 2, 4, 8, longest=32, narrow="int8", windows=windows))["layer"]
-    assert {key: (a.bits.shape, a.scale.shape) for key, a in found.items()} == dict.fromkeys(
+    shapes = jax.eval_shape(lambda: empty_pools({"layer": (spec, None)}, 2, 4, 8, longest=32, narrow="int8", windows=windows))["layer"]
+    assert {key: (a.bits.shape, a.scale.shape) for key, a in shapes.items()} == dict.fromkeys(
         ("window.k", "window.v"), ((3, 8, 2, 8), (3, 8, 2, 1))
     )
 
@@ -365,7 +365,7 @@ def test_heads_and_their_scales_are_on_one_device():
     module = random_model(FAMILIES["llama"].examples()["plain"], 0).module
     where = tensor_shardings(module, 2)
     put(module, {address: jax.device_put(a, where[address]) for address, a in split(module)[1].items()})
-    engine = Engine(module, quantized("int8"))
+    engine = Engine(module, engine_settings("int8"))
     for entry in engine.runner.caches.values():
         for a in entry.values():
             assert a.bits.sharding.shard_shape(a.bits.shape) == (13, 8, 1, 14)
@@ -378,13 +378,13 @@ def test_heads_and_their_scales_are_on_one_device():
 def test_several_devices_answer_as_one_does_and_compile_nothing_later():
     module = random_model(FAMILIES["llama"].examples()["plain"], 0).module
     requests = [Request(p, 12) for p in prompts(module.config.vocab, (5, 40, 17))]
-    alone = [[token for token, _ in one] for one in scores(Engine(module, quantized("fp8_e4m3")), requests)]
+    alone = [[token for token, _ in answer] for answer in scores(Engine(module, engine_settings("fp8_e4m3")), requests)]
     where = tensor_shardings(module, 2)
     put(module, {address: jax.device_put(a, where[address]) for address, a in split(module)[1].items()})
-    engine = Engine(module, quantized("fp8_e4m3"))
+    engine = Engine(module, engine_settings("fp8_e4m3"))
     number = engine.warm_up()
     size = step_program(engine).compilations
-    assert [[token for token, _ in one] for one in scores(engine, requests)] == alone
+    assert [[token for token, _ in answer] for answer in scores(engine, requests)] == alone
     assert (engine.stats.compilations, step_program(engine).compilations) == (number, size)
 
 

@@ -33,22 +33,22 @@ def needs(family: str, example: str, window: int | None = None) -> CacheNeeds:
 @pytest.mark.parametrize("family, example, window", [("gemma", "3", 24), ("llama", "plain", None)])
 def test_pools_take_nearly_all_of_the_room_and_never_more(family: str, example: str, window: int | None, sequences: float):
     """Prompts have pages of windows beside those of decoding sequences, up to two of them: so bytes do not grow in one line."""
-    one = needs(family, example, window)
-    assert bool(one.windows) == (window is not None)
-    room = 1.0 * one.bytes(None, one.size(99, int(sequences * one.pages)))
-    found = one.bytes(None, one.fitting(99, room, None))
-    assert 0.97 * room <= found <= room
+    needed = needs(family, example, window)
+    assert bool(needed.windows) == (window is not None)
+    room = 1.0 * needed.bytes(None, needed.size(99, int(sequences * needed.pages)))
+    used = needed.bytes(None, needed.fitting(99, room, None))
+    assert 0.97 * room <= used <= room
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the system tells no resident memory, or takes no pages back")
 def test_a_pool_takes_memory_as_its_pages_are_written():
     """XLA writes zeros when it allocates: a pool of 4 GB was resident before the first request."""
-    one = needs("llama", "plain")
-    pages = int(400e6 / one.bytes(None, one.size(1, 1000)) * 1000)
+    needed = needs("llama", "plain")
+    pages = int(400e6 / needed.bytes(None, needed.size(1, 1000)) * 1000)
     # What XLA itself takes when it compiles for the first time is no part of it.
-    reserve_caches(one.specs, None, lambda: one.empty(1, one.size(1, 1)))
+    reserve_caches(needed.specs, None, lambda: needed.empty(1, needed.size(1, 1)))
     before = resident_bytes()
-    caches = reserve_caches(one.specs, None, lambda: one.empty(1, one.size(1, pages)))
+    caches = reserve_caches(needed.specs, None, lambda: needed.empty(1, needed.size(1, pages)))
     assert bytes_of_caches(caches) > 380e6
     assert resident_bytes() - before < 60e6
     pool = jax.tree.leaves(caches)[0]
@@ -61,15 +61,15 @@ def test_a_pool_takes_memory_as_its_pages_are_written():
 
 @pytest.mark.parametrize("form", [None, "int8"])
 def test_reserved_caches_are_those_that_were_asked_for(form: str | None):
-    one = needs("gemma", "3", 24)
-    one = CacheNeeds(one.specs, one.page, one.dtype, one.longest, one.windows, form)
+    needed = needs("gemma", "3", 24)
+    needed = CacheNeeds(needed.specs, needed.page, needed.dtype, needed.longest, needed.windows, form)
 
     def make() -> Any:
-        return one.empty(2, one.size(2, 2 * one.pages))
+        return needed.empty(2, needed.size(2, 2 * needed.pages))
 
-    found, wanted = (jax.tree.leaves_with_path(how(one.specs, None, make)) for how in (reserve_caches, allocate_caches))
-    assert [(path, a.shape, a.dtype) for path, a in found] == [(path, a.shape, a.dtype) for path, a in wanted]
-    assert not any(np.asarray(a).any() for _, a in [*found, *wanted])
+    reserved, allocated = (jax.tree.leaves_with_path(f(needed.specs, None, make)) for f in (reserve_caches, allocate_caches))
+    assert [(path, a.shape, a.dtype) for path, a in reserved] == [(path, a.shape, a.dtype) for path, a in allocated]
+    assert not any(np.asarray(a).any() for _, a in [*reserved, *allocated])
 
 
 @pytest.mark.parametrize("window", [None, 24])
@@ -80,25 +80,25 @@ def test_a_step_of_several_kinds_of_rows_copies_no_pool(window: int | None):
     change = {} if window is None else {"window": window}
     model = FAMILIES[family].examples()[example].model_copy(update=change).build(Unroll())
     model.dtype, forward = jnp.float32, OneProgram(model)
-    one = needs(family, example, window)
+    needed = needs(family, example, window)
     windows = {AttentionWindow(window): 2048} if window else {}
-    extent = one.size(4, 2048)._replace(windows=windows)
-    caches = jax.eval_shape(lambda: one.empty(4, extent))
-    tables = PageTables(one.page, 4, tuple(windows))
+    extent = needed.size(4, 2048)._replace(windows=windows)
+    caches = jax.eval_shape(lambda: needed.empty(4, extent))
+    tables = PageTables(needed.page, 4, tuple(windows))
     for sizes in (StepSizes(4, 2, 32, tables), StepSizes(0, 2, 32, tables, 4, 3)):
         inputs = np.zeros(4, np.int32), np.zeros(sizes.words, np.int32)
-        given = abstract(model), caches, inputs, (np.zeros(4, np.int32),)
-        taken = forward.program(forward.step_kind).lower(*given, sizes).compile().memory_analysis()
-        assert taken.alias_size_in_bytes >= bytes_of_caches(caches)
-        assert taken.temp_size_in_bytes < 0.1 * bytes_of_caches(caches)
+        arguments = abstract(model), caches, inputs, (np.zeros(4, np.int32),)
+        memory = forward.program(forward.step_kind).lower(*arguments, sizes).compile().memory_analysis()
+        assert memory.alias_size_in_bytes >= bytes_of_caches(caches)
+        assert memory.temp_size_in_bytes < 0.1 * bytes_of_caches(caches)
 
 
 def test_the_size_of_the_cache_may_be_given_in_bytes():
     model = random_lm(FAMILIES["llama"].examples()["plain"], 0).module
     size = bytes_of_caches(Engine(model, EngineSettings(page=4, context=32, pages=50)).runner.caches)
-    found = Engine(model, EngineSettings(page=4, context=32, memory=size))
-    assert found.pages.count == 50
-    assert bytes_of_caches(found.runner.caches) == size
+    engine = Engine(model, EngineSettings(page=4, context=32, memory=size))
+    assert engine.pages.count == 50
+    assert bytes_of_caches(engine.runner.caches) == size
     with pytest.raises(BadInput, match=r"engine\.memory = .* a sequence of 32 tokens takes"):
         Engine(model, EngineSettings(page=4, context=32, memory=size // 50))
     with pytest.raises(ValidationError, match="both set the size"):

@@ -21,7 +21,7 @@ from argosy.models.parts.weight import put, split
 from argosy.weights.build import random_model
 
 
-def made(family: str = "llama", example: str = "plain") -> Any:
+def module_of(family: str = "llama", example: str = "plain") -> Any:
     return random_model(FAMILIES[family].examples()[example], 0).module
 
 
@@ -33,7 +33,7 @@ def pointers(module: Any) -> dict[str, list[int]]:
 
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_copies_are_on_devices_of_their_own_and_hold_the_weights_of_a_cpu_once(tensor: int):
-    module = made()
+    module = module_of()
     if tensor == 2:
         split_over(module, 2)
     before, values = pointers(module), {address: np.asarray(a) for address, a in split(module)[1].items()}
@@ -51,7 +51,7 @@ def test_copies_are_on_devices_of_their_own_and_hold_the_weights_of_a_cpu_once(t
 
 
 def test_one_copy_is_the_module_as_it_is():
-    module = made()
+    module = module_of()
     before = split(module)[1]
     assert model_copies(module, 1) == [module]
     assert all(a is before[address] for address, a in split(module)[1].items())
@@ -59,7 +59,7 @@ def test_one_copy_is_the_module_as_it_is():
 
 
 def test_a_copy_has_weights_of_its_own():
-    first, second = model_copies(made(), 2)
+    first, second = model_copies(module_of(), 2)
     old = {address: np.asarray(a) for address, a in split(first)[1].items()}
     put(second, copy_to_devices({address: a + 1 for address, a in split(first)[1].items()}, jax.devices()[1:2]))
     assert all(np.array_equal(np.asarray(a), old[address]) for address, a in split(first)[1].items())
@@ -78,23 +78,23 @@ def test_too_few_devices_are_a_mistake():
 
 def test_copies_share_the_memory_that_caches_may_take_on_a_cpu(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("argosy.infer.engine.cache.memory_bytes", lambda: (16e9, 8e9))
-    weights = split(made())[1]
+    weights = split(module_of())[1]
     assert [room_for_cache(weights, copies) for copies in (1, 2, 4)] == [2e9, 1e9, 0.5e9]
 
 
 def test_a_cache_has_the_same_size_though_free_memory_differs_a_little(monkeypatch: pytest.MonkeyPatch):
     """Programs are compiled for it: a start with 1 MB less of free memory found none of those that an earlier one had kept."""
-    weights = split(made())[1]
-    found = []
+    weights = split(module_of())[1]
+    rooms = []
     for free in (20e9, 12.3e9, 12.2e9, 10.1e9, 9.9e9, 1.3e9, 1.25e9, 1e8):
         monkeypatch.setattr("argosy.infer.engine.cache.memory_bytes", lambda free=free: (24e9, free))
-        found.append(room_for_cache(weights))
-    assert found == [4e9, 3e9, 3e9, 2.5e9, 2e9, 3e8, 3e8, 2.5e7]
+        rooms.append(room_for_cache(weights))
+    assert rooms == [4e9, 3e9, 3e9, 2.5e9, 2e9, 3e8, 3e8, 2.5e7]
 
 
 def test_the_state_of_an_engine_is_on_the_device_of_its_copy_and_tied_to_it():
     """State that is tied to no device would make every program compile anew once a step has returned it."""
-    for i, copy in enumerate(model_copies(made(), 3)):
+    for i, copy in enumerate(model_copies(module_of(), 3)):
         engine = Engine(copy, SMALL)
         for a in jax.tree.leaves((engine.runner.caches, engine.runner.slots)):
             assert a.committed
@@ -113,14 +113,14 @@ STRUCTURES: list[tuple[str, str, Callable[[], Any]]] = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "example", "method"), STRUCTURES)
 def test_the_second_copy_answers_as_the_first_and_compiles_nothing_later(family: str, example: str, method: Any):
-    how = SMALL.model_copy(update={"speculative": method()})
-    first, second = model_copies(made(family, example), 2)
-    drafts = isinstance(how.speculative, DraftModel)
-    alone = tokens(Engine(first, how, draft=first if drafts else None))
-    engine = Engine(second, how, draft=second if drafts else None)
+    settings = SMALL.model_copy(update={"speculative": method()})
+    first, second = model_copies(module_of(family, example), 2)
+    drafts = isinstance(settings.speculative, DraftModel)
+    alone = tokens(Engine(first, settings, draft=first if drafts else None))
+    engine = Engine(second, settings, draft=second if drafts else None)
     engine.warm_up()
     programs: list[Any] = [sampler.sample, sampler.write_slot, verify]
-    if isinstance(how.speculative, MTP):
+    if isinstance(settings.speculative, MTP):
         programs += [engine.speculation.drafter._ahead, engine.speculation.drafter._head]  # pyright: ignore
     sizes = [program.compilations for program in programs]
     assert tokens(engine) == alone

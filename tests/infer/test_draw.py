@@ -25,25 +25,25 @@ def logits():
 
 def test_draws_follow_the_distribution_within_and_between_blocks(logits):
     """Pearson's chi-squared over tokens and over blocks, within 5 standard deviations of its mean."""
-    one = jax.jit(lambda keys: draw_token(jnp.broadcast_to(logits, (len(keys), len(logits))), keys)[0])
-    tokens = np.concatenate([one(jax.random.split(jax.random.key(i), 2000)) for i in range(DRAWS // 2000)])
+    draw = jax.jit(lambda keys: draw_token(jnp.broadcast_to(logits, (len(keys), len(logits))), keys)[0])
+    tokens = np.concatenate([draw(jax.random.split(jax.random.key(i), 2000)) for i in range(DRAWS // 2000)])
     p = probabilities(logits)
     counts, expected = np.bincount(tokens, minlength=len(p)), DRAWS * p
     often = expected >= 5
     pairs = [(counts[often], expected[often])]
     pairs += [tuple(np.add.reduceat(a, range(0, len(p), BLOCK)) for a in (counts, expected))]
-    for found, wanted in pairs:
-        degrees = len(found) - 1
-        assert ((found - wanted) ** 2 / wanted).sum() < degrees + 5 * np.sqrt(2 * degrees)
+    for observed, expected_counts in pairs:
+        degrees = len(observed) - 1
+        assert ((observed - expected_counts) ** 2 / expected_counts).sum() < degrees + 5 * np.sqrt(2 * degrees)
     rare, chance = counts[~often].sum(), p[~often].sum()
     assert abs(rare - DRAWS * chance) < 5 * np.sqrt(DRAWS * chance)
 
 
 @pytest.mark.slow
 def test_a_block_and_a_token_of_the_same_number_share_no_randomness():
-    left = np.full(2 * BLOCK, -np.inf, np.float32)
-    left[[0, 1, BLOCK]] = 0.0
-    tokens = np.asarray(draw_token(jnp.asarray(np.stack([left] * 3000)), random_streams(0, range(3000)))[0])
+    logits_left = np.full(2 * BLOCK, -np.inf, np.float32)
+    logits_left[[0, 1, BLOCK]] = 0.0
+    tokens = np.asarray(draw_token(jnp.asarray(np.stack([logits_left] * 3000)), random_streams(0, range(3000)))[0])
     assert all(abs(count - 1000) < 5 * np.sqrt(2000 / 3) for count in np.bincount(tokens)[[0, 1, BLOCK]])
 
 
@@ -55,21 +55,21 @@ def test_the_log_probability_of_a_draw(logits):
 
 def test_what_is_excluded_is_never_drawn(logits):
     """Blocks without a token that is left, too."""
-    left = np.full(len(logits), -np.inf, np.float32)
-    left[[5, 2 * BLOCK + 1, len(left) - 1]] = 0.0
-    tokens, logprobs = draw_token(jnp.asarray(np.stack([left] * 200)), random_streams(0, range(200)))
-    assert set(np.asarray(tokens).tolist()) == {5, 2 * BLOCK + 1, len(left) - 1}
+    logits_left = np.full(len(logits), -np.inf, np.float32)
+    logits_left[[5, 2 * BLOCK + 1, len(logits_left) - 1]] = 0.0
+    tokens, logprobs = draw_token(jnp.asarray(np.stack([logits_left] * 200)), random_streams(0, range(200)))
+    assert set(np.asarray(tokens).tolist()) == {5, 2 * BLOCK + 1, len(logits_left) - 1}
     assert np.abs(np.asarray(logprobs) + np.log(3)).max() < 1e-6
 
 
 @pytest.mark.slow
 def test_a_row_draws_the_same_bit_for_bit_in_any_batch():
     x = jnp.asarray(np.random.default_rng(0).standard_normal((32, 3000)), jnp.float32)
-    keys, one = random_streams(0, range(32)), jax.jit(draw_token)
+    keys, draw = random_streams(0, range(32)), jax.jit(draw_token)
     for rows in (1, 8, 32):
-        parts = [one(x[i : i + rows], keys[i : i + rows]) for i in range(0, 32, rows)]
-        for found, whole in zip(zip(*parts), draw_token(x, keys)):
-            assert (np.concatenate(found) == np.asarray(whole)).all()
+        parts = [draw(x[i : i + rows], keys[i : i + rows]) for i in range(0, 32, rows)]
+        for drawn_parts, whole in zip(zip(*parts), draw_token(x, keys)):
+            assert (np.concatenate(drawn_parts) == np.asarray(whole)).all()
 
 
 def test_a_row_without_filters_draws_the_same_where_others_might_have_some(logits):

@@ -16,13 +16,13 @@ BOS = 1
 TEMPLATE = "{{ bos_token }} {% for m in messages %}{{ m.content }} {% endfor %}"
 
 
-def lm_of(folder: Path, **told: object) -> LM:
+def lm_of(folder: Path, **config_fields: object) -> LM:
     words = {"<unk>": 0, "<s>": BOS, "</s>": 2, "a": 3, "b": 4}
     library = Library(WordLevel(words, unk_token="<unk>"))
     library.pre_tokenizer = Whitespace()
     library.add_special_tokens(["<unk>", "<s>", "</s>"])
     library.save(str(folder / "tokenizer.json"))
-    config = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True} | told
+    config = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True} | config_fields
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return LM(None, None, load_tokenizer(folder))
 

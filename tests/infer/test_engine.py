@@ -58,44 +58,44 @@ def prompts(vocab: int, lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
     return [rng.integers(0, vocab, n).tolist() for n in lengths]
 
 
-def alone(lm: LM, prompt: list[int], most: int, how: Sampling | None = None, seed: int = 0, row: int = 0) -> list[int]:
+def alone(lm: LM, prompt: list[int], most: int, sampling: Sampling | None = None, seed: int = 0, row: int = 0) -> list[int]:
     """The answer by the whole sequence again for every token."""
-    settings, keys = sampling_columns([how or Sampling()]), random_streams(seed, [row])
-    ids, made = list(prompt), []
+    settings, keys = sampling_columns([sampling or Sampling()]), random_streams(seed, [row])
+    ids, answer = list(prompt), []
     for i in range(most):
-        logits, counts = lm.logits([ids])[:, -1], np.bincount(made, minlength=lm.config.vocab)[None].astype(np.int32)
+        logits, counts = lm.logits([ids])[:, -1], np.bincount(answer, minlength=lm.config.vocab)[None].astype(np.int32)
         seen = np.bincount(ids, minlength=lm.config.vocab)[None] > 0
-        made.append(int(chosen(logits, settings, keys, seen, counts, i)))
-        ids.append(made[-1])
-    return made
+        answer.append(int(choose_token(logits, settings, keys, seen, counts, i)))
+        ids.append(answer[-1])
+    return answer
 
 
 @jax.jit
-def chosen(logits: Any, settings: Any, keys: Any, seen: Any, counts: Any, i: Any) -> Any:
+def choose_token(logits: Any, settings: Any, keys: Any, seen: Any, counts: Any, i: Any) -> Any:
     keys = jax.vmap(lambda key: jax.random.fold_in(key, i))(keys)
     return next_tokens(logits, apply_penalties(logits, settings, seen, counts), settings, keys).tokens[0]
 
 
 def answers(engine: Engine, requests: list[Request]) -> list[list[int]]:
     numbers = [engine.add(request) for request in requests]
-    found: dict[int, list[int]] = {number: [] for number in numbers}
+    tokens_of: dict[int, list[int]] = {number: [] for number in numbers}
     for event in engine.run():
         if event.token is not None:
-            found[event.id].append(event.token)
+            tokens_of[event.id].append(event.token)
     assert engine.pages.free == engine.pages.count, "every page came back"
-    return [found[number] for number in numbers]
+    return [tokens_of[number] for number in numbers]
 
 
 SAMPLED = {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.2, "frequency_penalty": 0.3}
 
 
-@pytest.mark.parametrize("how", default(SAMPLED, of=[{}, SAMPLED]), ids=["greedy", "sampled"])
-def test_tokens_are_those_of_decoding_alone_though_pages_run_out(lm: LM, engine: Engine, how: dict):
-    given = prompts(lm.config.vocab, (5, 9, 6, 3, 12, 7))
-    expected = [alone(lm, p, 28, Sampling(**how), 3, i) for i, p in enumerate(given)]
+@pytest.mark.parametrize("sampling", default(SAMPLED, of=[{}, SAMPLED]), ids=["greedy", "sampled"])
+def test_tokens_are_those_of_decoding_alone_though_pages_run_out(lm: LM, engine: Engine, sampling: dict):
+    token_rows = prompts(lm.config.vocab, (5, 9, 6, 3, 12, 7))
+    expected = [alone(lm, p, 28, Sampling(**sampling), 3, i) for i, p in enumerate(token_rows)]
     before = engine.scheduler.preemptions
-    found = answers(engine, [Request(p, 28, Sampling(**how), seed=3, row=i) for i, p in enumerate(given)])
-    assert found == expected
+    outputs = answers(engine, [Request(p, 28, Sampling(**sampling), seed=3, row=i) for i, p in enumerate(token_rows)])
+    assert outputs == expected
     assert engine.scheduler.preemptions > before, "13 pages of 8 tokens hold no four of these"
 
 
@@ -124,14 +124,14 @@ def test_layers_with_windows_give_pages_back_and_answers_stay(family: str, examp
     engine = Engine(lm.module, EngineSettings(slots=4, page=4, context=96, pages=38, budget=32, budget_decoding=32))
     ((which, pages),) = [(pool.window.tokens, pool.pages.count) for pool in engine.scheduler.pools]
     assert (which, pages < engine.pages.count) == (window, True)
-    given = prompts(lm.config.vocab, (5, 70, 17, 40, 33))
-    requests = [Request(p, 12) for p in given]
+    token_rows = prompts(lm.config.vocab, (5, 70, 17, 40, 33))
+    requests = [Request(p, 12) for p in token_rows]
     for _ in range(2):
-        found = [[event.token for event in events] for events in engine.generate(requests)]
-        for request, tokens in zip(requests, found, strict=True):
+        outputs = [[event.token for event in events] for events in engine.generate(requests)]
+        for request, tokens in zip(requests, outputs, strict=True):
             whole = lm.logits([[*request.tokens, *tokens]])[0].argmax(-1)
             assert tokens == whole[len(request.tokens) - 1 : -1].tolist()
-        requests = [Request([*p, *tokens, 1], 6) for p, tokens in zip(given[-2:], found[-2:], strict=True)]
+        requests = [Request([*p, *tokens, 1], 6) for p, tokens in zip(token_rows[-2:], outputs[-2:], strict=True)]
     assert engine.scheduler.preemptions > 0
     assert engine.stats.reused_tokens > 0
     assert engine.scheduler.is_empty
@@ -141,18 +141,18 @@ def test_layers_with_windows_give_pages_back_and_answers_stay(family: str, examp
 @pytest.mark.parametrize("family, example", STRUCTURES)
 def test_every_structure_is_served_in_pieces_and_rows(family: str, example: str):
     lm = lm_of(family, example)
-    given = prompts(lm.config.vocab, (5, 40, 17))
-    for prompt, found in zip(given, answers(Engine(lm.module, TIGHT), [Request(p, 8) for p in given]), strict=True):
-        whole = lm.logits([[*prompt, *found]])[0].argmax(-1)
-        assert found == whole[len(prompt) - 1 : -1].tolist()
+    token_rows = prompts(lm.config.vocab, (5, 40, 17))
+    for prompt, answer in zip(token_rows, answers(Engine(lm.module, TIGHT), [Request(p, 8) for p in token_rows]), strict=True):
+        whole = lm.logits([[*prompt, *answer]])[0].argmax(-1)
+        assert answer == whole[len(prompt) - 1 : -1].tolist()
 
 
 def test_what_a_request_asks_for_compiles_nothing(lm: LM, engine: Engine):
-    given = prompts(lm.config.vocab)
-    answers(engine, [Request(p, 12) for p in given])
+    token_rows = prompts(lm.config.vocab)
+    answers(engine, [Request(p, 12) for p in token_rows])
     before = engine.stats.compilations
-    asked = [{"temperature": 1.0}, {"top_k": 3, "temperature": 1.0}, {"min_p": 0.1, "temperature": 2.0}, SAMPLED]
-    answers(engine, [Request(p, 12, Sampling(**asked[i % 4])) for i, p in enumerate(given)])
+    options = [{"temperature": 1.0}, {"top_k": 3, "temperature": 1.0}, {"min_p": 0.1, "temperature": 2.0}, SAMPLED]
+    answers(engine, [Request(p, 12, Sampling(**options[i % 4])) for i, p in enumerate(token_rows)])
     assert engine.stats.compilations == before
 
 
@@ -182,8 +182,8 @@ def test_after_warming_up_no_request_compiles_anything(family: str, example: str
     assert engine.stats.compilations == number
     assert sampler.write_slot.compilations == sizes
     prompt = prompts(lm.config.vocab)[0]
-    whole = lm.logits([[*prompt, *(found := answers(engine, [Request(prompt, 6)])[0])]])[0].argmax(-1)
-    assert found == whole[len(prompt) - 1 : -1].tolist(), "warming up leaves nothing in the cache"
+    whole = lm.logits([[*prompt, *(answer := answers(engine, [Request(prompt, 6)])[0])]])[0].argmax(-1)
+    assert answer == whole[len(prompt) - 1 : -1].tolist(), "warming up leaves nothing in the cache"
 
 
 def test_a_common_beginning_is_computed_once(lm: LM, engine: Engine):
@@ -215,10 +215,10 @@ def test_pages_that_an_interrupted_step_was_to_compute_are_not_found(lm: LM, mon
 
 def together(lm: LM, settings: EngineSettings) -> int:
     """Groups of equal prompts that come at once, some longer than a step: checks their answers, and returns the tokens reused."""
-    engine, given = Engine(lm.module, settings), prompts(lm.config.vocab, (40, 41, 80))
-    found = answers(engine, [Request(p, 5) for p in given for _ in range(3)])
-    for i, prompt in enumerate(given):
-        first, second, third = found[3 * i : 3 * i + 3]
+    engine, token_rows = Engine(lm.module, settings), prompts(lm.config.vocab, (40, 41, 80))
+    outputs = answers(engine, [Request(p, 5) for p in token_rows for _ in range(3)])
+    for i, prompt in enumerate(token_rows):
+        first, second, third = outputs[3 * i : 3 * i + 3]
         assert first == second == third
         whole = lm.logits([[*prompt, *first]])[0].argmax(-1)
         assert first == whole[len(prompt) - 1 : -1].tolist()
@@ -233,8 +233,8 @@ def test_an_equal_prompt_is_one_decoding_row_and_its_copy_is_its_own(lm: LM):
     """The page in which a prompt ends is copied: both answers go on in pages of their own, and a third one begins as they did, though
     the first has ended and its answer stands behind the prompt."""
     engine, (prompt, other) = Engine(lm.module, TOGETHER), prompts(lm.config.vocab, (13, 14))
-    how = Sampling(temperature=1.0)
-    alone = [answers(Engine(lm.module, TOGETHER), [Request(prompt, 12, how, seed=seed)])[0] for seed in (1, 2, 3)]
+    sampling = Sampling(temperature=1.0)
+    alone = [answers(Engine(lm.module, TOGETHER), [Request(prompt, 12, sampling, seed=seed)])[0] for seed in (1, 2, 3)]
     assert alone[0] != alone[1]
     seen: list[tuple[int, list[int]]] = []
     dispatch = engine._dispatch
@@ -244,11 +244,11 @@ def test_an_equal_prompt_is_one_decoding_row_and_its_copy_is_its_own(lm: LM):
         return dispatch(plan)
 
     engine._dispatch = looking
-    asked = [Request(prompt, 12, how, seed=1), Request(prompt, 12, how, seed=2), Request(other, 12, how)]
-    found = answers(engine, asked)
+    requests = [Request(prompt, 12, sampling, seed=1), Request(prompt, 12, sampling, seed=2), Request(other, 12, sampling)]
+    outputs = answers(engine, requests)
     assert seen[:2] == [(0, [13, 14]), (1, [])], "the second waits for the step after the first"
-    assert found[:2] == alone[:2]
-    assert answers(engine, [Request(prompt, 12, how, seed=3)])[0] == alone[2]
+    assert outputs[:2] == alone[:2]
+    assert answers(engine, [Request(prompt, 12, sampling, seed=3)])[0] == alone[2]
     assert engine.stats.reused_tokens == 2 * 12
     # A prompt that ends with a page, but for its last token, needs no copy.
     (even,) = prompts(lm.config.vocab, (17,))
@@ -262,11 +262,11 @@ def test_equal_prompts_beside_long_ones_compile_nothing(lm: LM):
     """A step with as many prompt tokens as one without decoding rows has none."""
     engine = Engine(lm.module, TOGETHER.model_copy(update={"budget": 96, "budget_decoding": 32}))
     before = engine.warm_up()
-    known, *others = prompts(lm.config.vocab, (13, 30, 31, 32, 29))
-    answers(engine, [Request(known, 3)])
-    asked = [*others[:2], known, *others[2:], known]
-    found = answers(engine, [Request(p, 5) for p in asked])
-    for prompt, answer in zip(asked, found, strict=True):
+    shared_prompt, *others = prompts(lm.config.vocab, (13, 30, 31, 32, 29))
+    answers(engine, [Request(shared_prompt, 3)])
+    requests = [*others[:2], shared_prompt, *others[2:], shared_prompt]
+    outputs = answers(engine, [Request(p, 5) for p in requests])
+    for prompt, answer in zip(requests, outputs, strict=True):
         whole = lm.logits([[*prompt, *answer]])[0].argmax(-1)
         assert answer == whole[len(prompt) - 1 : -1].tolist()
     assert engine.stats.compilations == before
@@ -286,32 +286,32 @@ def test_new_weights_count_at_once_for_running_and_for_new_requests():
     engine, prompt = Engine(lm.module, TIGHT), prompts(lm.config.vocab)[1]
     number = engine.add(Request(prompt, 20))
     events = [event for _ in range(6) for event in engine.step()]
-    made = [event.token for event in events if event.token is not None]
-    assert 0 < len(made) < 10
+    tokens = [event.token for event in events if event.token is not None]
+    assert 0 < len(tokens) < 10
     put(lm.module, split(other)[1])
-    made += [event.token for event in engine.run() if event.id == number]
+    tokens += [event.token for event in engine.run() if event.id == number]
     expected = LM(lm.config, other)
-    known = [m for m in range(3, 10) if made[m:] == alone(expected, prompt + made[:m], 20 - m)]
-    assert known, "from some token on, the answer is that of the new weights over what was made"
+    starts = [m for m in range(3, 10) if tokens[m:] == alone(expected, prompt + tokens[:m], 20 - m)]
+    assert starts, "from some token on, the answer is that of the new weights over what was made"
     assert answers(engine, [Request(prompt, 5)])[0] == alone(expected, prompt, 5)
 
 
 def test_a_preempted_answer_whose_chunks_end_one_token_early_resumes_in_another_slot(lm: LM, engine: Engine):
     (prompt,) = prompts(lm.config.vocab, (60,))
-    number, found = engine.add(Request(prompt, 12, priority=1)), []
-    while len(found) < 4:
-        found += [event.token for event in engine.step()]
+    number, tokens = engine.add(Request(prompt, 12, priority=1)), []
+    while len(tokens) < 4:
+        tokens += [event.token for event in engine.step()]
     slot = engine._requests[number].scheduled.slot
     engine.reset_prefix_cache(running=True)
     # A step's token was in flight: 65 tokens, two chunks of 32 and one more. The other prompt begins in the slot that it had, and
     # shares no page with it.
     assert len(engine._requests[number].scheduled.tokens) == TIGHT.budget + 1
     engine.add(Request(prompt[1:10], 2))
-    found += [event.token for event in engine.step() if event.id == number]
+    tokens += [event.token for event in engine.step() if event.id == number]
     resumed = engine._requests[number].scheduled
     assert (resumed.slot != slot, resumed.reused) == (True, 0)
-    found += [event.token for event in engine.run() if event.id == number]
-    assert found == alone(lm, prompt, 12)
+    tokens += [event.token for event in engine.run() if event.id == number]
+    assert tokens == alone(lm, prompt, 12)
 
 
 @pytest.mark.slow
@@ -319,13 +319,13 @@ def test_a_preempted_answer_whose_chunks_end_one_token_early_resumes_in_another_
 def test_several_steps_in_one_dispatch_change_no_answer(family: str, example: str):
     """With preemption, an end token within a dispatch, bans that need single steps, and layers with windows or states."""
     lm = lm_of(family, example)
-    given = prompts(lm.config.vocab, (5, 9, 6, 3, 12, 7))
-    end = alone(lm, given[0], 6)[-1]
+    token_rows = prompts(lm.config.vocab, (5, 9, 6, 3, 12, 7))
+    end = alone(lm, token_rows[0], 6)[-1]
     requests = [
         Request(p, 20 + 3 * i, Sampling(**SAMPLED if i % 2 else {}), frozenset([] if i else [end]), seed=3, row=i, top=i % 3)
-        for i, p in enumerate(given)
+        for i, p in enumerate(token_rows)
     ]
-    requests.append(Request(given[3], 7, Sampling(min_tokens=6), frozenset([end])))
+    requests.append(Request(token_rows[3], 7, Sampling(min_tokens=6), frozenset([end])))
     engines = [Engine(lm.module, TIGHT.model_copy(update={"steps": steps, "pages": 12})) for steps in (1, 4)]
     assert engines[1].warm_up() > 0
     before = engines[1].stats.compilations
@@ -333,10 +333,10 @@ def test_several_steps_in_one_dispatch_change_no_answer(family: str, example: st
     assert engines[1].stats.compilations == before
     assert engines[1].scheduler.is_empty
     assert engines[1].scheduler.preemptions > 0
-    for one, other in zip(plain, several, strict=True):
-        assert [(e.token, e.finish_reason) for e in one] == [(e.token, e.finish_reason) for e in other]
-        assert [e.logprob for e in one] == pytest.approx([e.logprob for e in other], abs=1e-4)
-        assert [[token for token, _ in e.top] for e in one] == [[token for token, _ in e.top] for e in other]
+    for events, other in zip(plain, several, strict=True):
+        assert [(e.token, e.finish_reason) for e in events] == [(e.token, e.finish_reason) for e in other]
+        assert [e.logprob for e in events] == pytest.approx([e.logprob for e in other], abs=1e-4)
+        assert [[token for token, _ in e.top] for e in events] == [[token for token, _ in e.top] for e in other]
     assert plain[0][-1].finish_reason == "stop"
 
 
@@ -346,10 +346,10 @@ def test_several_steps_are_one_dispatch_until_somebody_needs_each_token(lm: LM, 
 
     def events_by_step(request: Request) -> list[int]:
         several.add(request)
-        found = []
+        counts = []
         while several.busy:
-            found.append(len(several.step()))
-        return [count for count in found if count]
+            counts.append(len(several.step()))
+        return [count for count in counts if count]
 
     assert events_by_step(Request(prompt, 11)) == [1, 4, 4, 2]
     assert answers(several, [Request(prompt, 11)]) == answers(engine, [Request(prompt, 11)])
@@ -359,24 +359,24 @@ def test_several_steps_are_one_dispatch_until_somebody_needs_each_token(lm: LM, 
 
 
 def test_an_answer_is_the_same_in_any_company(lm: LM, engine: Engine):
-    given = prompts(lm.config.vocab)
-    one = Request(given[1], 10, Sampling(**SAMPLED), seed=5)
-    alone = answers(engine, [one])[0]
-    others = [Request(p, 9, Sampling(temperature=1.5, top_k=5), seed=i) for i, p in enumerate(given)]
-    assert answers(engine, [*others, one])[-1] == alone
+    token_rows = prompts(lm.config.vocab)
+    request = Request(token_rows[1], 10, Sampling(**SAMPLED), seed=5)
+    alone = answers(engine, [request])[0]
+    others = [Request(p, 9, Sampling(temperature=1.5, top_k=5), seed=i) for i, p in enumerate(token_rows)]
+    assert answers(engine, [*others, request])[-1] == alone
 
 
 def test_abort_ends_a_request_at_once_and_the_others_go_on(lm: LM, engine: Engine):
-    given = prompts(lm.config.vocab)
-    expected = answers(engine, [Request(given[0], 12)])[0]
-    kept, running, waiting = (engine.add(Request(given[i], 12)) for i in (0, 1, 2))
+    token_rows = prompts(lm.config.vocab)
+    expected = answers(engine, [Request(token_rows[0], 12)])[0]
+    first, running, waiting = (engine.add(Request(token_rows[i], 12)) for i in (0, 1, 2))
     engine.step()
     assert engine.abort(running)
     assert engine.abort(waiting)
     assert not engine.abort(running), "it has ended"
     events = list(engine.run())
-    assert [e.token for e in events if e.id == kept and e.token is not None] == expected
-    assert {(e.id, e.finish_reason) for e in events if e.finish_reason} == {(kept, "length"), (running, "abort"), (waiting, "abort")}
+    assert [e.token for e in events if e.id == first and e.token is not None] == expected
+    assert {(e.id, e.finish_reason) for e in events if e.finish_reason} == {(first, "length"), (running, "abort"), (waiting, "abort")}
     assert engine.pages.free == engine.pages.count
 
 
@@ -395,25 +395,25 @@ def test_log_probabilities_are_the_models_own(lm: LM, engine: Engine):
     engine.add(Request(prompt, 5, Sampling(temperature=1.3, top_k=2)))
     events = list(engine.run())
     tokens = [e.token for e in events]
-    own = jax.nn.log_softmax(lm.logits([[*prompt, *tokens]])[0].astype(np.float64))
-    expected = [float(own[len(prompt) + i - 1, token]) for i, token in enumerate(tokens)]
+    log_probs = jax.nn.log_softmax(lm.logits([[*prompt, *tokens]])[0].astype(np.float64))
+    expected = [float(log_probs[len(prompt) + i - 1, token]) for i, token in enumerate(tokens)]
     np.testing.assert_allclose([e.logprob for e in events], expected, atol=1e-4)
 
 
 @pytest.mark.slow
 def test_one_program_and_programs_by_layer_give_the_same(lm: LM, engine: Engine, monkeypatch: pytest.MonkeyPatch):
     """One program is for accelerators; both layouts of weights."""
-    given = prompts(lm.config.vocab, (5, 40, 17))
-    expected = answers(engine, [Request(p, 8) for p in given])
+    token_rows = prompts(lm.config.vocab, (5, 40, 17))
+    expected = answers(engine, [Request(p, 8) for p in token_rows])
     stacked = lm.config.build(Scan())
     put(stacked, from_layers(stacked, split(lm.module)[1]))
     assert isinstance(engine.runner.forward, ByLayer)
-    assert answers(Engine(stacked, TIGHT), [Request(p, 8) for p in given]) == expected
-    monkeypatch.setattr(runner_module, "forward_of", lambda *parts, **how: forward_of(*parts, **{**how, "whole": True}))
+    assert answers(Engine(stacked, TIGHT), [Request(p, 8) for p in token_rows]) == expected
+    monkeypatch.setattr(runner_module, "forward_of", lambda *parts, **options: forward_of(*parts, **{**options, "whole": True}))
     for model in (lm.module, stacked):
         whole = Engine(model, TIGHT)
         assert isinstance(whole.runner.forward, OneProgram)
-        assert answers(whole, [Request(p, 8) for p in given]) == expected
+        assert answers(whole, [Request(p, 8) for p in token_rows]) == expected
 
 
 BIASED = [
@@ -427,12 +427,12 @@ BIASED = [
 
 
 def test_what_a_request_bans_allows_and_forces_in_one_batch(lm: LM, engine: Engine):
-    given, ends = prompts(lm.config.vocab, (5, 9, 6, 3, 12, 7)), frozenset([11, 12])
+    token_rows, ends = prompts(lm.config.vocab, (5, 9, 6, 3, 12, 7)), frozenset([11, 12])
     for seed in range(3):
-        found = answers(
-            engine, [Request(p, 20, Sampling(**how), ends, seed, i) for i, (p, how) in enumerate(zip(given, BIASED))]
+        outputs = answers(
+            engine, [Request(p, 20, Sampling(**bias), ends, seed, i) for i, (p, bias) in enumerate(zip(token_rows, BIASED))]
         )
-        forced, banned, allowed, worded, least, plain = found
+        forced, banned, allowed, worded, least, plain = outputs
         assert set(forced) == {7}
         assert 7 not in banned
         assert set(allowed) <= {3, 5, 9, 11, 12}
@@ -442,19 +442,21 @@ def test_what_a_request_bans_allows_and_forces_in_one_batch(lm: LM, engine: Engi
         assert ",5,9,3," not in text
         assert not {11, 12} & set(least[:6])
         assert len(least) >= 6
-        full = alone(lm, given[5], 20)
+        full = alone(lm, token_rows[5], 20)
         cut = next((i + 1 for i, token in enumerate(full) if token in ends), 20)
         assert plain == full[:cut], "the biases of others change nothing"
 
 
 @pytest.mark.slow
 def test_a_bias_survives_preemption_and_leaves_with_its_owner(lm: LM, engine: Engine):
-    given = prompts(lm.config.vocab, (5, 9, 6, 3, 12, 7))
+    token_rows = prompts(lm.config.vocab, (5, 9, 6, 3, 12, 7))
     before = engine.scheduler.preemptions
-    found = answers(engine, [Request(p, 28, Sampling(allowed_tokens=(3, 5), temperature=1.0), row=i) for i, p in enumerate(given)])
+    outputs = answers(
+        engine, [Request(p, 28, Sampling(allowed_tokens=(3, 5), temperature=1.0), row=i) for i, p in enumerate(token_rows)]
+    )
     assert engine.scheduler.preemptions > before
-    assert {token for answer in found for token in answer} == {3, 5}
-    assert answers(engine, [Request(given[0], 12)])[0] == alone(lm, given[0], 12)
+    assert {token for answer in outputs for token in answer} == {3, 5}
+    assert answers(engine, [Request(token_rows[0], 12)])[0] == alone(lm, token_rows[0], 12)
 
 
 def test_a_bad_word_is_banned_by_the_tokens_before_it_whatever_was_likeliest(lm: LM, engine: Engine):
@@ -462,24 +464,24 @@ def test_a_bad_word_is_banned_by_the_tokens_before_it_whatever_was_likeliest(lm:
     prompt = prompts(lm.config.vocab)[1]
     free = alone(lm, prompt, 12)
     at = next(i for i in range(3, 12) if (free[i - 1], free[i]) not in list(pairwise(free))[: i - 1])
-    found = answers(engine, [Request(prompt, 12, Sampling(bad_words=((free[at - 1], free[at]),)))])[0]
-    assert found[:at] == free[:at]
-    assert found[at] != free[at]
+    outputs = answers(engine, [Request(prompt, 12, Sampling(bad_words=((free[at - 1], free[at]),)))])[0]
+    assert outputs[:at] == free[:at]
+    assert outputs[at] != free[at]
 
 
 def test_callers_share_an_engine(lm: LM, engine: Engine):
-    given = prompts(lm.config.vocab)
-    first, second = (engine.add(Request(p, 9)) for p in given[:2])
-    found: dict[int, list[int]] = {first: [], second: []}
-    while any(len(made) < 9 for made in found.values()):
+    token_rows = prompts(lm.config.vocab)
+    first, second = (engine.add(Request(p, 9)) for p in token_rows[:2])
+    tokens_of: dict[int, list[int]] = {first: [], second: []}
+    while any(len(tokens) < 9 for tokens in tokens_of.values()):
         for number in (second, first):
-            if len(found[number]) < 9:
-                found[number] += [event.token for event in engine.collect([number])]
-    assert [found[first], found[second]] == [alone(lm, p, 9) for p in given[:2]]
+            if len(tokens_of[number]) < 9:
+                tokens_of[number] += [event.token for event in engine.collect([number])]
+    assert [tokens_of[first], tokens_of[second]] == [alone(lm, p, 9) for p in token_rows[:2]]
     with pytest.raises(RuntimeError, match="have ended"):
         engine.collect([first])
     with pytest.raises(BadInput, match="empty"):
-        engine.generate([Request(given[0], 3), Request([], 3)])
+        engine.generate([Request(token_rows[0], 3), Request([], 3)])
     assert not engine._requests
 
 
@@ -494,7 +496,7 @@ def test_bad_requests_are_refused_before_they_wait(engine: Engine):
         with pytest.raises(BadInput, match=match):
             engine.add(Request(tokens, most))
     assert not engine.busy
-    for how, ends, match in [
+    for options, ends, match in [
         ({"logit_bias": {10**6: 1.0}}, (), "outside"),
         ({"allowed_tokens": ()}, (), "allows no token"),
         ({"allowed_tokens": (3,), "bad_words": ((3,),)}, (), "allows no token"),
@@ -502,7 +504,7 @@ def test_bad_requests_are_refused_before_they_wait(engine: Engine):
         ({"bad_words": ((),)}, (), "empty sequence"),
     ]:
         with pytest.raises(BadInput, match=match):
-            engine.add(Request([1], 1, Sampling(**how), frozenset(ends)))
+            engine.add(Request([1], 1, Sampling(**options), frozenset(ends)))
     with pytest.raises(BadInput, match="top = 21"):
         engine.add(Request([1], 1, top=21))
     assert not engine.busy
@@ -511,11 +513,11 @@ def test_bad_requests_are_refused_before_they_wait(engine: Engine):
 
 
 def test_the_cache_takes_a_share_of_the_memory_that_is_free(lm: LM, monkeypatch: pytest.MonkeyPatch):
-    how = EngineSettings(slots=8, page=8, context=64)
-    one = bytes_of_caches(jax.eval_shape(lambda: empty_pools(lm.module.layers.holds(), 0, 1, 8, lm.module.dtype, longest=64)))
-    for free, pages in ((4 * 20 * one, 20), (0, 8), (None, 64)):
+    settings = EngineSettings(slots=8, page=8, context=64)
+    page_size = bytes_of_caches(jax.eval_shape(lambda: empty_pools(lm.module.layers.holds(), 0, 1, 8, lm.module.dtype, longest=64)))
+    for free, pages in ((4 * 20 * page_size, 20), (0, 8), (None, 64)):
         monkeypatch.setattr(cache, "memory_bytes", lambda free=free: (None, free))
-        assert Engine(lm.module, how).pages.count == pages
+        assert Engine(lm.module, settings).pages.count == pages
     device = Mock(platform="gpu", memory_stats=lambda: {"bytes_limit": 1000.0, "bytes_in_use": 200.0})
     monkeypatch.setattr(cache.jax, "Array", SimpleNamespace)
     assert cache.room_for_cache({"w": SimpleNamespace(devices=lambda: {device})}) == 640

@@ -49,7 +49,7 @@ def engine(lm: LM) -> Engine:
     return Engine(lm.module, SIZES)
 
 
-def allowed(matcher: Matcher) -> set[int]:
+def allowed_tokens(matcher: Matcher) -> set[int]:
     vocab = matcher.grammar.vocab
     return set(np.flatnonzero(unpacked_bits(grammar_masks([matcher])[0][0], vocab)).tolist())
 
@@ -96,7 +96,7 @@ def test_a_token_is_allowed_exactly_if_the_text_can_still_be_completed(regex: st
             matcher.push(token)
         right = {token for token, piece in enumerate(pieces) if piece and text + piece in beginnings}
         right |= {Tiny.eos} if text in whole else set()
-        assert allowed(matcher) == right, (text, tokens)
+        assert allowed_tokens(matcher) == right, (text, tokens)
         seen += 1
         for token in sorted(right - {Tiny.eos}):
             if len(text + pieces[token]) <= 3:
@@ -121,11 +121,11 @@ def test_masks_in_parallel_are_those_of_each_alone():
 def test_the_end_is_allowed_where_the_text_is_complete_and_only_there():
     grammar = Grammars(ByteTokenizer(), VOCAB).get(read_structure({"regex": "[0-9]{2,}"}))
     matcher, digits = grammar.matcher([257, ord("x"), 10**6]), set(b"0123456789")
-    assert allowed(matcher) == digits
+    assert allowed_tokens(matcher) == digits
     assert not matcher.push(ord("1"))
-    assert allowed(matcher) == digits
+    assert allowed_tokens(matcher) == digits
     assert not matcher.push(ord("2"))
-    assert allowed(matcher) == digits | {257, ord("x")}
+    assert allowed_tokens(matcher) == digits | {257, ord("x")}
 
 
 def test_a_grammar_that_has_become_too_complex_blocks_the_answer_and_never_ends_it(monkeypatch: pytest.MonkeyPatch):
@@ -138,20 +138,20 @@ def test_a_grammar_that_has_become_too_complex_blocks_the_answer_and_never_ends_
         matcher.push(byte)
     assert set(states) == {"open", "blocked"}
     assert states[-1] == "blocked"
-    assert not allowed(matcher)
+    assert not allowed_tokens(matcher)
 
 
 def test_the_states_of_earlier_answers_do_not_fill_the_lexer_of_later_ones(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(grammars, "LEXER_STATES", 60)
     grammar, chance = Grammars(ByteTokenizer(), VOCAB).get(read_structure({"regex": "[ab]*a[ab]{9}"})), Random(0)
-    made = []
-    monkeypatch.setattr(grammar, "renew", lambda: (made.append(1), type(grammar).renew(grammar)))
+    renewals = []
+    monkeypatch.setattr(grammar, "renew", lambda: (renewals.append(1), type(grammar).renew(grammar)))
     for _ in range(40):
         matcher = grammar.matcher(EOS)
         for _ in range(12):
             assert grammar_masks([matcher])[1] in (["open"], ["accepting"])
             matcher.push(chance.choice(b"ab"))
-    assert made, "the states of the lexer were renewed"
+    assert renewals, "the states of the lexer were renewed"
 
 
 # ---------------------------------------------------------------- tokenizers
@@ -195,16 +195,16 @@ def test_answers_decode_to_the_very_bytes_that_the_grammar_saw(kind: str):
 
     make, texts = TEXTS[kind]
     tokenizer, chance = make(), Random(1)
-    found = Grammars(tokenizer, tokenizer.vocab)
+    grammars = Grammars(tokenizer, tokenizer.vocab)
     for text in texts:
-        grammar = found.get(read_structure({"choice": [text]}))
+        grammar = grammars.get(read_structure({"choice": [text]}))
         for prompt in ([tokenizer.encode(text)[0]], [tokenizer.bos] if tokenizer.bos is not None else []):
             matcher, tokens = grammar.matcher(()), []
             while grammar_masks([matcher])[1] == ["open"]:
-                tokens.append(chance.choice(sorted(allowed(matcher))))
+                tokens.append(chance.choice(sorted(allowed_tokens(matcher))))
                 matcher.push(tokens[-1])
-            said = Detokenizer(tokenizer, prompt, begun=True)
-            assert "".join([*map(said.push, tokens), said.end()]) == text
+            detokenizer = Detokenizer(tokenizer, prompt, begun=True)
+            assert "".join([*map(detokenizer.push, tokens), detokenizer.end()]) == text
             assert not set(tokens) & tokenizer.hidden
 
 
@@ -212,10 +212,10 @@ def test_a_special_token_is_never_text():
     """Neither by its name, nor where any text may stand, nor where bytes may that are no UTF-8."""
     for tokenizer in (ByteTokenizer(), FastTokenizer(tokenizer_json(), TokenizerConfig(), Path("tokenizer.json"))):
         assert tokenizer.piece(256, False) == b"<bos>"
-        found = Grammars(tokenizer, VOCAB)
-        assert allowed(found.get(read_structure({"choice": ["<bos>"]})).matcher(())) == {ord("<")}
-        for given in ({"regex": "(?s:.)*"}, {"grammar": "start: X\nX: ~/a/"}):
-            tokens = allowed(found.get(read_structure(given)).matcher(()))
+        grammars = Grammars(tokenizer, VOCAB)
+        assert allowed_tokens(grammars.get(read_structure({"choice": ["<bos>"]})).matcher(())) == {ord("<")}
+        for structure in ({"regex": "(?s:.)*"}, {"grammar": "start: X\nX: ~/a/"}):
+            tokens = allowed_tokens(grammars.get(read_structure(structure)).matcher(()))
             assert len(tokens) > 150
             assert not tokens & {255, 256, 257}
 
@@ -279,9 +279,9 @@ COMPACT = {"whitespace_pattern": " "}
 
 
 def answers(engine: Engine, requests: list[Request]) -> list[list[Event]]:
-    found = engine.generate(requests)
+    events = engine.generate(requests)
     assert engine.pages.used == 0
-    return found
+    return events
 
 
 def text_of(events: list[Event]) -> str:
@@ -293,10 +293,10 @@ def text_of(events: list[Event]) -> str:
 @pytest.mark.parametrize("seed", [0, 1])
 def test_every_answer_of_a_random_model_matches_its_schema(lm: LM, engine: Engine, seed: int):
     assert len(SCHEMAS) == 30
-    found = [lm.grammar({"json": schema} | COMPACT) for schema in SCHEMAS for _ in range(2)]
-    asked = [Request([5, i], 100, Sampling(temperature=1.5), EOS, seed, i, grammar=one) for i, one in enumerate(found)]
+    grammars = [lm.grammar({"json": schema} | COMPACT) for schema in SCHEMAS for _ in range(2)]
+    requests = [Request([5, i], 100, Sampling(temperature=1.5), EOS, seed, i, grammar=grammar) for i, grammar in enumerate(grammars)]
     complete, different = 0, set()
-    for i, events in enumerate(answers(engine, asked)):
+    for i, events in enumerate(answers(engine, requests)):
         if events[-1].finish_reason == "stop":
             schema, text = SCHEMAS[i // 2], text_of(events)
             jsonschema.validate(json.loads(text), schema, format_checker=jsonschema.FormatChecker())
@@ -313,10 +313,10 @@ REGEXES = [r"[a-z]{3}\d?", r"(yes|no)!?", r"\d{1,3}(\.\d{1,3}){3}", r"[^a-z\n]{2
 
 @pytest.mark.slow
 def test_every_answer_to_a_regex_matches_all_of_it(lm: LM, engine: Engine):
-    found = [lm.grammar({"regex": regex}) for regex in REGEXES]
+    grammars = [lm.grammar({"regex": regex}) for regex in REGEXES]
     for seed in range(3):
-        asked = [Request([5], 60, Sampling(temperature=1.5), EOS, seed, i, grammar=one) for i, one in enumerate(found)]
-        for regex, events in zip(REGEXES, answers(engine, asked), strict=True):
+        requests = [Request([5], 60, Sampling(temperature=1.5), EOS, seed, i, grammar=grammar) for i, grammar in enumerate(grammars)]
+        for regex, events in zip(REGEXES, answers(engine, requests), strict=True):
             assert events[-1].finish_reason == "stop" or regex == r"é+日?"
             if events[-1].finish_reason == "stop":
                 assert re.fullmatch(regex, text_of(events))
@@ -327,15 +327,15 @@ CHOICES = ["yes", "no", "no, never", 'a "b"\n', "é/\\x", "[a-z]*"]
 
 @pytest.mark.slow
 def test_every_answer_to_choices_is_one_of_them_and_all_come(lm: LM, engine: Engine):
-    one = lm.grammar({"choice": CHOICES})
-    asked = [Request([5], 20, Sampling(temperature=2.0), EOS, 0, i, grammar=one) for i in range(60)]
-    assert {text_of(events) for events in answers(engine, asked)} == set(CHOICES)
+    choice_grammar = lm.grammar({"choice": CHOICES})
+    requests = [Request([5], 20, Sampling(temperature=2.0), EOS, 0, i, grammar=choice_grammar) for i in range(60)]
+    assert {text_of(events) for events in answers(engine, requests)} == set(CHOICES)
 
 
 @pytest.mark.parametrize("text", ['start: "a" ("," "a"){0,2} "."', 'root ::= "a" list "."\nlist ::= ("," "a")* '])
 def test_a_grammar_is_lark_or_gbnf(lm: LM, text: str):
-    for found in lm.generate([[5]] * 4, 40, structured={"grammar": text}, temperature=1.0):
-        assert re.fullmatch(r"a(,a)*\.", found.text) or found.finish_reason == "length"
+    for answer in lm.generate([[5]] * 4, 40, structured={"grammar": text}, temperature=1.0):
+        assert re.fullmatch(r"a(,a)*\.", answer.text) or answer.finish_reason == "length"
 
 
 # (grammar, what it accepts, what it does not), by the documentation of GBNF in llama.cpp.
@@ -372,11 +372,11 @@ def test_gbnf_has_the_escapes_of_llama_cpp(grammar: str, right: list[str], wrong
 
 def test_any_json_object_and_a_pydantic_class(lm: LM):
     """Greedy, by a model that has learned nothing."""
-    found = lm.generate([[5], [6]], 400, structured={"json": Pet}, logit_bias={ord('"'): 30.0})
-    for one in found:
-        Pet.model_validate_json(one.text)
-    found = lm.generate([[5], [6]], 200, structured={"json_object": True}, logit_bias={ord("}"): 30.0})
-    assert [json.loads(one.text) for one in found] == [{}, {}]
+    pets = lm.generate([[5], [6]], 400, structured={"json": Pet}, logit_bias={ord('"'): 30.0})
+    for pet in pets:
+        Pet.model_validate_json(pet.text)
+    pets = lm.generate([[5], [6]], 200, structured={"json_object": True}, logit_bias={ord("}"): 30.0})
+    assert [json.loads(answer.text) for answer in pets] == [{}, {}]
 
 
 @pytest.mark.slow
@@ -390,8 +390,8 @@ def test_whitespace_of_json_is_what_was_asked_for(lm: LM):
     for none in ({"disable_any_whitespace": True}, {"whitespace_pattern": ""}):
         tight = lm.generate([[5]], 300, structured={"json": schema} | none, logit_bias=blank)[0].text
         assert not re.search(r"\s", tight)
-    own = lm.generate([[5]], 300, structured={"json": schema, "whitespace_pattern": " ?"}, logit_bias=blank)[0].text
-    assert {len(run) for run in re.findall(r"\s+", own)} == {1}
+    text = lm.generate([[5]], 300, structured={"json": schema, "whitespace_pattern": " ?"}, logit_bias=blank)[0].text
+    assert {len(run) for run in re.findall(r"\s+", text)} == {1}
 
 
 # ---------------------------------------------------------------- in the engine
@@ -405,33 +405,35 @@ def plain(events: list[Event]) -> list[tuple[int | None, str | None]]:
 def test_a_grammar_that_allows_everything_changes_no_token(lm: LM, engine: Engine):
     """Tokens by their ids, special ones too: the mask is applied, and takes nothing away."""
     every = lm.grammar({"grammar": "start: " + " ".join("<[0-257]>" for _ in range(9))})
-    for how in (Sampling(), Sampling(temperature=0.9, top_p=0.9, repetition_penalty=1.2)):
-        free = [Request([5, i], 8, how, EOS, 3, i) for i in range(3)]
+    for sampling in (Sampling(), Sampling(temperature=0.9, top_p=0.9, repetition_penalty=1.2)):
+        free = [Request([5, i], 8, sampling, EOS, 3, i) for i in range(3)]
         expected = answers(engine, free)
-        found = answers(engine, [replace(one, grammar=every) for one in free])
+        constrained = answers(engine, [replace(request, grammar=every) for request in free])
         # The second round finds its prompts in the prefix cache, which `reused` counts.
-        assert [[event[1:-1] for event in one] for one in found] == [[event[1:-1] for event in one] for one in expected]
+        assert [[event[1:-1] for event in events] for events in constrained] == [
+            [event[1:-1] for event in events] for events in expected
+        ]
 
 
 def test_an_answer_in_a_grammar_is_the_same_in_any_company(lm: LM, engine: Engine):
-    one = Request([7, 8], 40, Sampling(temperature=1.2), EOS, 5, grammar=lm.grammar({"json": SCHEMAS[20]}))
-    alone = answers(engine, [one])[0]
+    request = Request([7, 8], 40, Sampling(temperature=1.2), EOS, 5, grammar=lm.grammar({"json": SCHEMAS[20]}))
+    alone = answers(engine, [request])[0]
     others = [Request([5, i], 30, Sampling(temperature=1.5), EOS, 1, i) for i in range(3)]
     schemas = [lm.grammar({"json": schema}) for schema in SCHEMAS[:4]]
     mixed = [Request([6, i], 30, Sampling(temperature=1.5), EOS, 2, i, grammar=g) for i, g in enumerate(schemas)]
     expected = answers(engine, others)
-    found = answers(engine, [*others, *mixed, one])
-    assert plain(found[-1]) == plain(alone)
-    assert [plain(events) for events in found[:3]] == [plain(events) for events in expected], "a mask is its own row's"
+    outputs = answers(engine, [*others, *mixed, request])
+    assert plain(outputs[-1]) == plain(alone)
+    assert [plain(events) for events in outputs[:3]] == [plain(events) for events in expected], "a mask is its own row's"
 
 
 @pytest.mark.slow
 def test_a_mask_survives_preemption_and_new_weights_and_leaves_with_its_owner(lm: LM):
     engine = Engine(lm.module, EngineSettings(slots=4, page=8, context=64, pages=11, budget=64, budget_decoding=32))
-    wanted = ["(ab|cd){20}", "[ab]{40}"]  # another mask for each token, and the same for all
-    both = [lm.grammar({"regex": regex}) for regex in wanted]
-    asked = [Request([5, i], 50, Sampling(temperature=1.0), EOS, row=i, grammar=both[i % 2]) for i in range(4)]
-    numbers = [engine.add(request) for request in asked]
+    patterns = ["(ab|cd){20}", "[ab]{40}"]  # another mask for each token, and the same for all
+    both = [lm.grammar({"regex": regex}) for regex in patterns]
+    requests = [Request([5, i], 50, Sampling(temperature=1.0), EOS, row=i, grammar=both[i % 2]) for i in range(4)]
+    numbers = [engine.add(request) for request in requests]
     events: list[Event] = []
     for _ in range(12):
         events += engine.step()
@@ -439,7 +441,7 @@ def test_a_mask_survives_preemption_and_new_weights_and_leaves_with_its_owner(lm
     events += list(engine.run())
     assert engine.scheduler.preemptions > 4
     for i, number in enumerate(numbers):
-        assert re.fullmatch(wanted[i % 2], text_of([event for event in events if event.id == number]))
+        assert re.fullmatch(patterns[i % 2], text_of([event for event in events if event.id == number]))
     engine.swap_weights({address: a / 1.5 for address, a in engine.weights().items()})
     expected = [5]
     for _ in range(12):  # greedily, without an engine and its slots
@@ -448,24 +450,24 @@ def test_a_mask_survives_preemption_and_new_weights_and_leaves_with_its_owner(lm
 
 
 def test_log_probabilities_are_the_models_own_and_those_of_what_the_mask_leaves(lm: LM, engine: Engine):
-    one = lm.grammar({"regex": "[ab]{4}"})
-    events = answers(engine, [Request([5], 10, Sampling(temperature=1.0), EOS, grammar=one)])[0][:-1]
+    ab_grammar = lm.grammar({"regex": "[ab]{4}"})
+    events = answers(engine, [Request([5], 10, Sampling(temperature=1.0), EOS, grammar=ab_grammar)])[0][:-1]
     tokens = [event.token for event in events if event.token is not None]
     logits = lm.logits([[5, *tokens]])[0][:-1].astype(np.float64)
-    own = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    np.testing.assert_allclose([e.logprob for e in events], own[range(4), tokens], atol=1e-4)
-    left = logits[:, [97, 98]]
-    left = left - np.log(np.exp(left).sum(-1, keepdims=True))
-    np.testing.assert_allclose([e.drawn for e in events], left[range(4), [t - 97 for t in tokens]], atol=1e-4)
+    log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    np.testing.assert_allclose([e.logprob for e in events], log_probs[range(4), tokens], atol=1e-4)
+    logits_left = logits[:, [97, 98]]
+    logits_left = logits_left - np.log(np.exp(logits_left).sum(-1, keepdims=True))
+    np.testing.assert_allclose([e.drawn for e in events], logits_left[range(4), [t - 97 for t in tokens]], atol=1e-4)
 
 
 @pytest.mark.parametrize("ends", [EOS, frozenset()], ids=["with eos", "ignore_eos"])
 def test_an_answer_ends_by_stop_as_soon_as_nothing_may_follow(lm: LM, engine: Engine, ends: frozenset[int]):
-    one = lm.grammar({"regex": "ab"})
+    ab_grammar = lm.grammar({"regex": "ab"})
     for most in (2, 3, 50):
-        events = answers(engine, [Request([5], most, stop_tokens=ends, grammar=one)])[0]
+        events = answers(engine, [Request([5], most, stop_tokens=ends, grammar=ab_grammar)])[0]
         assert plain(events) == [(97, None), (98, None), (None, "stop")], "also where it ends at the limit of tokens"
-    assert plain(answers(engine, [Request([5], 1, stop_tokens=ends, grammar=one)])[0]) == [(97, "length")]
+    assert plain(answers(engine, [Request([5], 1, stop_tokens=ends, grammar=ab_grammar)])[0]) == [(97, "length")]
     nothing = lm.grammar({"regex": ""})
     assert plain(answers(engine, [Request([5], 9, stop_tokens=ends, grammar=nothing)])[0]) == [(None, "stop")]
 
@@ -474,33 +476,36 @@ LATE = [{"json": {"type": "integer", "minimum": 0, "maximum": 9}}, {"grammar": '
 
 
 def test_the_end_is_seen_with_the_last_token_in_every_kind_of_grammar(lm: LM, engine: Engine):
-    for given, last in zip(LATE, ("7", "a", "y"), strict=True):
+    for structure, last in zip(LATE, ("7", "a", "y"), strict=True):
         bias = {ord(c): 50.0 for c in ("7axy")}
         most = 2 if last == "y" else 1
-        events = answers(engine, [Request([5], most, Sampling(logit_bias=bias), EOS, grammar=lm.grammar(given))])[0]
+        events = answers(engine, [Request([5], most, Sampling(logit_bias=bias), EOS, grammar=lm.grammar(structure))])[0]
         assert text_of(events)[-1] == last
         assert events[-1].finish_reason == "stop"
 
 
 def test_bans_and_a_grammar_that_leave_nothing_end_the_answer_with_the_reason(lm: LM, engine: Engine):
-    one = lm.grammar({"regex": "[ab]{2}c"})
-    how: list[dict[str, Any]] = [
+    abc_grammar = lm.grammar({"regex": "[ab]{2}c"})
+    options: list[dict[str, Any]] = [
         {"bad_words": ((99,),)},
         {"allowed_tokens": (97,)},
         {"bad_words": ((97, 99), (98, 99))},
     ]
-    asked = [Request([5], 9, Sampling(**one_of), EOS, grammar=one) for one_of in how]
-    for events in answers(engine, asked):
+    requests = [Request([5], 9, Sampling(**one_of), EOS, grammar=abc_grammar) for one_of in options]
+    for events in answers(engine, requests):
         assert re.fullmatch("[ab]{2}", text_of(events))
         assert plain(events)[-1] == (None, "blocked")
-    held = answers(engine, [Request([5], 9, Sampling(bad_words=((97,),), temperature=1.0), EOS, grammar=one)])[0]
-    assert text_of(held) == "bbc", "what bans leave of the grammar is said"
+    allowed_events = answers(engine, [Request([5], 9, Sampling(bad_words=((97,),), temperature=1.0), EOS, grammar=abc_grammar)])[0]
+    assert text_of(allowed_events) == "bbc", "what bans leave of the grammar is said"
 
 
 def test_an_answer_that_matches_ends_by_stop_where_bans_leave_nothing_more(lm: LM, engine: Engine):
-    one = lm.grammar({"regex": "ab*"})
-    for how, ends in ({"bad_words": ((98,),)}, frozenset()), ({"bad_words": ((98,),), "min_tokens": 5}, EOS):
-        assert plain(answers(engine, [Request([5], 9, Sampling(**how), ends, grammar=one)])[0]) == [(97, None), (None, "stop")]
+    ab_grammar = lm.grammar({"regex": "ab*"})
+    for options, ends in ({"bad_words": ((98,),)}, frozenset()), ({"bad_words": ((98,),), "min_tokens": 5}, EOS):
+        assert plain(answers(engine, [Request([5], 9, Sampling(**options), ends, grammar=ab_grammar)])[0]) == [
+            (97, None),
+            (None, "stop"),
+        ]
 
 
 def test_min_tokens_hold_the_end_back_while_the_grammar_allows_more(lm: LM, engine: Engine):
@@ -517,10 +522,10 @@ def test_min_tokens_hold_the_end_back_while_the_grammar_allows_more(lm: LM, engi
 def test_nothing_compiles_after_warming_up(lm: LM):
     engine = Engine(lm.module, EngineSettings(slots=3, page=8, context=64, pages=24, budget=64, budget_decoding=32))
     number = engine.warm_up()
-    found = [lm.grammar({"json": schema}) for schema in SCHEMAS[:6]]
+    grammars = [lm.grammar({"json": schema}) for schema in SCHEMAS[:6]]
     sizes = [program.compilations for program in (sampler.write_slot, sampler.write_masks, sampler.sample)]
-    how = [Sampling(temperature=1.0), Sampling(min_tokens=2), Sampling(top_k=3, temperature=1.0)]
-    answers(engine, [Request([5, i], 30, how[i % 3], EOS, row=i, grammar=found[i % 6] if i % 4 else None) for i in range(14)])
+    samplings = [Sampling(temperature=1.0), Sampling(min_tokens=2), Sampling(top_k=3, temperature=1.0)]
+    answers(engine, [Request([5, i], 30, samplings[i % 3], EOS, row=i, grammar=grammars[i % 6] if i % 4 else None) for i in range(14)])
     assert engine.stats.compilations == number
     after = [program.compilations for program in (sampler.write_slot, sampler.write_masks, sampler.sample)]
     assert after == sizes
@@ -576,16 +581,16 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize("given, what", WRONG, ids=[f"{next(iter(g), 'empty')}-{i}" for i, (g, _) in enumerate(WRONG)])
-def test_what_is_not_supported_is_refused_by_its_name(given: dict[str, Any], what: str, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("structure, problem", WRONG, ids=[f"{next(iter(g), 'empty')}-{i}" for i, (g, _) in enumerate(WRONG)])
+def test_what_is_not_supported_is_refused_by_its_name(structure: dict[str, Any], problem: str, monkeypatch: pytest.MonkeyPatch):
     import socket
 
     def connect(*_: Any) -> None:
         raise AssertionError("a connection")
 
     monkeypatch.setattr(socket.socket, "connect", connect)
-    with pytest.raises(BadInput, match=re.escape(what)) as error:
-        Grammars(ByteTokenizer(), VOCAB).get(read_structure(given))
+    with pytest.raises(BadInput, match=re.escape(problem)) as error:
+        Grammars(ByteTokenizer(), VOCAB).get(read_structure(structure))
     assert len(str(error.value)) < 500
 
 
@@ -597,48 +602,48 @@ def deep(levels: int) -> dict[str, Any]:
 
 def test_a_long_chain_of_definitions_does_not_end_the_process():
     """2,000 levels need 12 MB of stack, and a thread has 8."""
-    found = Grammars(ByteTokenizer(), VOCAB)
-    grammar = found.get(read_structure({"json": deep(2_500)}))
-    assert allowed(grammar.matcher(())) == {*b"-0123456789n"}
+    grammars = Grammars(ByteTokenizer(), VOCAB)
+    grammar = grammars.get(read_structure({"json": deep(2_500)}))
+    assert allowed_tokens(grammar.matcher(())) == {*b"-0123456789n"}
     rules = "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(6_000)) + '\nr6000: "a"'
-    assert allowed(found.get(read_structure({"grammar": rules})).matcher(())) == {ord("a")}
+    assert allowed_tokens(grammars.get(read_structure({"grammar": rules})).matcher(())) == {ord("a")}
 
 
 def test_compiling_has_a_deadline_and_takes_turns(monkeypatch: pytest.MonkeyPatch):
-    found, hold = Grammars(ByteTokenizer(), VOCAB), threading.Event()
+    store, hold = Grammars(ByteTokenizer(), VOCAB), threading.Event()
     compiled = grammars.Grammar._compiled
     monkeypatch.setattr(grammars.Grammar, "_compiled", lambda self: (hold.wait(), compiled(self))[1])
     for text in ("a", "b"):
         with pytest.raises(BadInput, match=r"more than 0\.01 seconds"):
-            found.get(read_structure({"regex": text}), seconds=0.01)
+            store.get(read_structure({"regex": text}), seconds=0.01)
     with pytest.raises(BadInput, match="no turn"):
-        found.get(read_structure({"regex": "c"}), seconds=0.01)
+        store.get(read_structure({"regex": "c"}), seconds=0.01)
     hold.set()
-    assert allowed(found.get(read_structure({"regex": "c"}), seconds=60.0).matcher(())) == {ord("c")}
+    assert allowed_tokens(store.get(read_structure({"regex": "c"}), seconds=60.0).matcher(())) == {ord("c")}
 
 
 def test_a_thread_that_cannot_start_gives_its_turn_back(monkeypatch: pytest.MonkeyPatch):
     def start(_: Any) -> None:
         raise RuntimeError("can't start new thread")
 
-    found = Grammars(ByteTokenizer(), VOCAB)
+    store = Grammars(ByteTokenizer(), VOCAB)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", start)
         for _ in range(grammars.COMPILING + 1):
             with pytest.raises(BadInput, match="no memory for a stack of 64 MB"):
-                found.get(read_structure({"regex": "a"}), seconds=5.0)
-    assert found.get(read_structure({"regex": "a"}), seconds=60.0)
+                store.get(read_structure({"regex": "a"}), seconds=5.0)
+    assert store.get(read_structure({"regex": "a"}), seconds=60.0)
 
 
 def test_the_latest_grammars_are_kept(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(grammars, "KEPT", 2)
-    found = Grammars(ByteTokenizer(), VOCAB)
-    one, two = (found.get(read_structure({"regex": text})) for text in "ab")
-    assert found.get(read_structure({"regex": "a"})) is one
-    found.get(read_structure({"regex": "c"}))
-    assert found.get(read_structure({"regex": "a"})) is one
-    assert found.get(read_structure({"regex": "b"})) is not two
-    assert found.get(read_structure({"json": {"type": "null"}})) is found.get(read_structure({"json": '{"type": "null"}'}))
+    store = Grammars(ByteTokenizer(), VOCAB)
+    first, two = (store.get(read_structure({"regex": text})) for text in "ab")
+    assert store.get(read_structure({"regex": "a"})) is first
+    store.get(read_structure({"regex": "c"}))
+    assert store.get(read_structure({"regex": "a"})) is first
+    assert store.get(read_structure({"regex": "b"})) is not two
+    assert store.get(read_structure({"json": {"type": "null"}})) is store.get(read_structure({"json": '{"type": "null"}'}))
 
 
 def test_letters_of_a_choice_are_no_regex(lm: LM):

@@ -45,12 +45,12 @@ class Tower(nnx.Module):
         return jnp.tanh(self.proj(patches))
 
 
-def drawn(module: Any, seed: int) -> Any:
+def fill_module(module: Any, seed: int) -> Any:
     fill(module, jax.random.key(seed), addresses=layer_addresses(module))
     return module
 
 
-MODEL, TOWER = drawn(CONFIG.build(Unroll()), 1), drawn(Tower(5, CONFIG.width), 2)
+MODEL, TOWER = fill_module(CONFIG.build(Unroll()), 1), fill_module(Tower(5, CONFIG.width), 2)
 
 
 def vectors_of(image: int, patches: int) -> np.ndarray:
@@ -166,11 +166,11 @@ def test_digests_do_not_depend_on_where_a_prompt_ends():
     assert request.inputs.positions is not None
     positions = request.inputs.positions
     short = PromptInputs(request.inputs.places, request.inputs.embeddings, positions[:40])
-    hashes = [page_hashes(request.tokens, 8, PageKey("", own.digests(8))) for own in (request.inputs, short)]
+    hashes = [page_hashes(request.tokens, 8, PageKey("", inputs.digests(8))) for inputs in (request.inputs, short)]
     assert hashes[0] == hashes[1]
-    moved = PromptInputs(request.inputs.places, request.inputs.embeddings, np.concatenate([positions[:40], positions[40:] + 1]))
-    assert page_hashes(request.tokens, 8, PageKey("", moved.digests(8)))[:5] == hashes[0][:5]
-    assert page_hashes(request.tokens, 8, PageKey("", moved.digests(8)))[5] != hashes[0][5]
+    shifted = PromptInputs(request.inputs.places, request.inputs.embeddings, np.concatenate([positions[:40], positions[40:] + 1]))
+    assert page_hashes(request.tokens, 8, PageKey("", shifted.digests(8)))[:5] == hashes[0][:5]
+    assert page_hashes(request.tokens, 8, PageKey("", shifted.digests(8)))[5] != hashes[0][5]
 
 
 def test_text_pays_nothing():
@@ -205,7 +205,7 @@ def test_what_does_not_fit_is_refused():
     ):
         with pytest.raises(BadInput, match=message):
             engine.add(Request([1, 2, 3], 4, inputs=inputs))
-    plain = drawn(LlamaConfig(**SIZES).build(Unroll()), 1)
+    plain = fill_module(LlamaConfig(**SIZES).build(Unroll()), 1)
     with pytest.raises(BadInput, match="positions of 3 axes"):
         Engine(plain, TIGHT).add(Request([1, 2, 3], 4, inputs=PromptInputs(positions=at)))
     assert not engine.busy
@@ -220,7 +220,7 @@ def test_what_does_not_fit_is_refused():
 def test_images_in_other_layers(family: str, example: str, changes: dict[str, Any]):
     examples = FAMILIES[family].examples()
     config = examples[example].model_copy(update={"vocab": 31})
-    model = drawn(config.build(Unroll()), 1)
+    model = fill_module(config.build(Unroll()), 1)
     engine = Engine(model, TIGHT.model_copy(update={"pages": 30, **changes}))
     ids, places = np.random.default_rng(0).integers(8, 31, 40), np.arange(10, 14)
     requests = []

@@ -59,7 +59,7 @@ def file(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return gguf_in_blocks(tmp_path_factory.mktemp("one") / "model.gguf", LlamaConfig(**SIZES), KINDS)
 
 
@@ -82,11 +82,11 @@ def test_answers_and_logits_are_those_of_float32_bit_for_bit(file: Path):
     wide, lm = packed_in_place(file), load_lm(file, blocks=True)
     assert answers(Engine(lm.module, TIGHT, exclusive=True), requests(lm)) == answers(Engine(wide.module, TIGHT), requests(wide))
     tokens = np.arange(60).reshape(3, 20) * 7 % 97
-    own = lm.logits(tokens)
+    logits = lm.logits(tokens)
     if wide.config.tied:
         # Otherwise its embedding is an array: the same numbers, in other programs.
-        assert own.tobytes() == wide.logits(tokens).tobytes()
-    np.testing.assert_allclose(own, load_lm(file).logits(tokens), rtol=1e-5, atol=1e-5)
+        assert logits.tobytes() == wide.logits(tokens).tobytes()
+    np.testing.assert_allclose(logits, load_lm(file).logits(tokens), rtol=1e-5, atol=1e-5)
 
 
 def test_no_float32_weight_is_made(file: Path, monkeypatch: pytest.MonkeyPatch):
@@ -124,22 +124,22 @@ def test_experts_stay_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     path = gguf_in_blocks(tmp_path / "model.gguf", config, KINDS)
     plain, lm = load_lm(path), load_lm(path, blocks=True)
     expected, logits = answers(Engine(plain.module, TIGHT), requests(plain)), plain.logits([[5, 9, 40]])
-    kept = {a.rpartition(".mlp.")[2]: w.experts for a, w in split(lm.module)[1].items() if isinstance(w, Panels) and ".mlp." in a}
-    assert kept == {"router.w": 0, "gate.w": 5, "up.w": 5, "down.w": 5}
+    experts = {a.rpartition(".mlp.")[2]: w.experts for a, w in split(lm.module)[1].items() if isinstance(w, Panels) and ".mlp." in a}
+    assert experts == {"router.w": 0, "gate.w": 5, "up.w": 5, "down.w": 5}
     monkeypatch.setattr(einsum, "grouped_matmul", None)
     assert answers(Engine(lm.module, TIGHT, exclusive=True), requests(lm)) == expected
     np.testing.assert_allclose(lm.logits([[5, 9, 40]]), logits, rtol=1e-5, atol=1e-5)
 
 
-def test_several_steps_in_one_dispatch(one: Path):
-    lm = load_lm(one, blocks=True)
+def test_several_steps_in_one_dispatch(gguf_file: Path):
+    lm = load_lm(gguf_file, blocks=True)
     several = TIGHT.model_copy(update={"steps": 4, "pages": 48})
     assert answers(Engine(lm.module, several, exclusive=True), requests(lm)) == answers(Engine(lm.module, TIGHT), requests(lm))
 
 
-def test_new_weights_take_their_place(one: Path, tmp_path: Path):
+def test_new_weights_take_their_place(gguf_file: Path, tmp_path: Path):
     other = gguf_in_blocks(tmp_path / "other.gguf", LlamaConfig(**SIZES), KINDS, seed=1)
-    lm = load_lm(one, blocks=True)
+    lm = load_lm(gguf_file, blocks=True)
     engine = Engine(lm.module, TIGHT, exclusive=True)
     before = answers(engine, requests(lm))
     update = WeightUpdate(lm.module, 96)
@@ -151,85 +151,85 @@ def test_new_weights_take_their_place(one: Path, tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_an_adapter_lies_over_them(one: Path):
-    lm, wide = load_lm(one, blocks=True), packed_in_place(one)
-    factors, found = adapter_of(load_lm(one).module, 0, 2), []
+def test_an_adapter_lies_over_them(gguf_file: Path):
+    lm, wide = load_lm(gguf_file, blocks=True), packed_in_place(gguf_file)
+    factors, outputs = adapter_of(load_lm(gguf_file).module, 0, 2), []
     for module in (lm.module, wide.module):
         engine = Engine(module, ON, exclusive=True)
         assert engine.adapters is not None
         engine.adapters.put("a", engine.adapters.packed(factors))
         some = [Request(p.tokens, max_tokens=6, adapter=name) for p in requests(lm) for name in (None, "a")]
-        found.append(answers(engine, some))
-    assert found[0] == found[1]
-    assert found[0][0] != found[0][1]
+        outputs.append(answers(engine, some))
+    assert outputs[0] == outputs[1]
+    assert outputs[0][0] != outputs[0][1]
 
 
-def test_a_server_says_what_it_keeps_in_blocks(one: Path):
+def test_a_server_says_what_it_keeps_in_blocks(gguf_file: Path):
     for blocks, count in ((True, 16), (False, 15)):
-        lm = load_lm(one, blocks=blocks)
+        lm = load_lm(gguf_file, blocks=blocks)
         service = build_service(lm, "tiny", ServeSettings(engine=TIGHT, warm_up=False), None)
         service.front.close()
-        kept, size = count_in_blocks(service.front.engine.weights())
+        block_count, size = count_in_blocks(service.front.engine.weights())
         # Without `blocks` the engine packs what it multiplies, which the embedding beside a head is not.
         about = f"weights: the codes of {count} weights are multiplied as they are: {format_bytes(size)}"
-        assert (service.about[1], kept) == (about, count)
+        assert (service.about[1], block_count) == (about, count)
 
 
 @pytest.mark.parametrize("copies", [1, 2])
-def test_a_server_keeps_blocks_unless_copies_share_the_weights(copies: int, one: Path, monkeypatch: pytest.MonkeyPatch):
-    given: list[Any] = []
+def test_a_server_keeps_blocks_unless_copies_share_the_weights(copies: int, gguf_file: Path, monkeypatch: pytest.MonkeyPatch):
+    block_settings: list[Any] = []
 
-    def loaded(model: Any, **how: Any) -> None:
-        given.append(how["blocks"])
+    def loaded(model: Any, **options: Any) -> None:
+        block_settings.append(options["blocks"])
         raise BadInput("enough")
 
     monkeypatch.setattr(public, "load", loaded)
     monkeypatch.setattr(process, "bound_socket", lambda host, port: None)
     with pytest.raises(BadInput, match="enough"):
-        cli.serve(str(one), ["port=0", f"copies={copies}"])
-    assert given == ["auto" if copies == 1 else False]
+        cli.serve(str(gguf_file), ["port=0", f"copies={copies}"])
+    assert block_settings == ["auto" if copies == 1 else False]
 
 
-def test_it_is_not_saved(one: Path, tmp_path: Path):
+def test_it_is_not_saved(gguf_file: Path, tmp_path: Path):
     with pytest.raises(BadInput, match="packed for this CPU"):
-        load_lm(one, blocks=True).save(tmp_path / "out")
-    load_lm(one).save(tmp_path / "out")
+        load_lm(gguf_file, blocks=True).save(tmp_path / "out")
+    load_lm(gguf_file).save(tmp_path / "out")
 
 
-def test_it_is_not_quantized_again(one: Path):
-    lm = load_lm(one, blocks=True)
+def test_it_is_not_quantized_again(gguf_file: Path):
+    lm = load_lm(gguf_file, blocks=True)
     with pytest.raises(BadInput, match="packed for answers alone"):
         swap(lm.module, ".*", int8)
 
 
-def test_it_says_what_is_in_blocks(one: Path, capsys: pytest.CaptureFixture[str]):
-    lm = argosy.load(one, blocks=True)
+def test_it_says_what_is_in_blocks(gguf_file: Path, capsys: pytest.CaptureFixture[str]):
+    lm = argosy.load(gguf_file, blocks=True)
     assert f", {lm.in_blocks} weights in blocks," in repr(lm)
     assert "no weight is kept in blocks" not in capsys.readouterr().err
-    assert not argosy.load(one, blocks=True, dtype="bfloat16").in_blocks
+    assert not argosy.load(gguf_file, blocks=True, dtype="bfloat16").in_blocks
     assert "no weight is kept in blocks" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("how", [{}, {"blocks": True, "dtype": "bfloat16"}, {"blocks": True, "tensor": 2}])
-def test_elsewhere_weights_are_arrays(one: Path, how: dict[str, Any]):
-    assert all(isinstance(a, jax.Array) for a in split(load_lm(one, **how).module)[1].values())
+@pytest.mark.parametrize("options", [{}, {"blocks": True, "dtype": "bfloat16"}, {"blocks": True, "tensor": 2}])
+def test_elsewhere_weights_are_arrays(gguf_file: Path, options: dict[str, Any]):
+    assert all(isinstance(a, jax.Array) for a in split(load_lm(gguf_file, **options).module)[1].values())
 
 
-def test_without_kernels_weights_are_arrays(one: Path, monkeypatch: pytest.MonkeyPatch):
+def test_without_kernels_weights_are_arrays(gguf_file: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(loading.library, "load", lambda: "no compiler")
-    assert all(isinstance(a, jax.Array) for a in split(load_lm(one, blocks=True).module)[1].values())
+    assert all(isinstance(a, jax.Array) for a in split(load_lm(gguf_file, blocks=True).module)[1].values())
 
 
-def test_memory_is_what_the_blocks_take(one: Path, monkeypatch: pytest.MonkeyPatch):
+def test_memory_is_what_the_blocks_take(gguf_file: Path, monkeypatch: pytest.MonkeyPatch):
     """A model is refused if its float32 weights do not fit, but not if its blocks do."""
-    needed = 4 * argosy.load(one).config.parameters()
+    needed = 4 * argosy.load(gguf_file).config.parameters()
     monkeypatch.setattr(environment, "memory_bytes", lambda: (needed // 2, needed // 2))
     with pytest.raises(BadInput, match="of memory"):
-        load_lm(one)
-    assert count_in_blocks(split(load_lm(one, blocks=True).module)[1])[0]
+        load_lm(gguf_file)
+    assert count_in_blocks(split(load_lm(gguf_file, blocks=True).module)[1])[0]
     monkeypatch.setattr(environment, "memory_bytes", lambda: (needed // 8, needed // 8))
     with pytest.raises(BadInput, match="blocks of the file"):
-        load_lm(one, blocks=True)
+        load_lm(gguf_file, blocks=True)
 
 
 # ---------------------------------------------------------------- a model of floats
@@ -243,63 +243,63 @@ def made_by(engine: Engine) -> dict[str, Panels]:
 def test_what_an_engine_packs_beside_floats_are_the_blocks(file: Path):
     lm = load_lm(file)
     before = dict(split(lm.module)[1])
-    found = [one.tokens for one in lm.generate([p.tokens for p in requests(lm)], 6)]
-    made = made_by(lm.engine([46]))
-    assert {"layers.0.attn.q.w", "layers.1.mlp.down.w", "embed.w" if lm.config.tied else "head.w"} <= made.keys()
-    assert all(one.scale is not None for one in made.values())
+    tokens = [answer.tokens for answer in lm.generate([p.tokens for p in requests(lm)], 6)]
+    panels = made_by(lm.engine([46]))
+    assert {"layers.0.attn.q.w", "layers.1.mlp.down.w", "embed.w" if lm.config.tied else "head.w"} <= panels.keys()
+    assert all(panel.scale is not None for panel in panels.values())
     assert all(a is before[address] for address, a in split(lm.module)[1].items()), "they are a copy"
-    assert found == [one.tokens for one in packed_in_place(file).generate([p.tokens for p in requests(lm)], 6)]
+    assert tokens == [answer.tokens for answer in packed_in_place(file).generate([p.tokens for p in requests(lm)], 6)]
 
 
-def test_a_weight_that_was_replaced_is_packed_from_its_numbers(one: Path):
-    lm = load_lm(one)
+def test_a_weight_that_was_replaced_is_packed_from_its_numbers(gguf_file: Path):
+    lm = load_lm(gguf_file)
     doubled = 2 * split(lm.module)[1]["layers.0.mlp.up.w"]
     put(lm.module, {"layers.0.mlp.up.w": doubled})
     engine = Engine(lm.module, TIGHT, origin=lm.origin)
     answers(engine, requests(lm))
-    made = made_by(engine)
-    assert {address for address, a in made.items() if a.scale is None} == {"layers.0.mlp.up.w"}
-    np.testing.assert_array_equal(np.asarray(made["layers.0.mlp.up.w"].dense()), np.asarray(doubled))
+    panels = made_by(engine)
+    assert {address for address, a in panels.items() if a.scale is None} == {"layers.0.mlp.up.w"}
+    np.testing.assert_array_equal(np.asarray(panels["layers.0.mlp.up.w"].dense()), np.asarray(doubled))
 
 
-def test_a_file_that_has_changed_is_not_read_again(one: Path, tmp_path: Path):
-    file = shutil.copy(one, tmp_path / "model.gguf")
+def test_a_file_that_has_changed_is_not_read_again(gguf_file: Path, tmp_path: Path):
+    file = shutil.copy(gguf_file, tmp_path / "model.gguf")
     lm = load_lm(file)
-    with open(file, "r+b") as written:
-        written.seek(-2000, os.SEEK_END)
-        written.write(bytes(2000))
+    with open(file, "r+b") as stream:
+        stream.seek(-2000, os.SEEK_END)
+        stream.write(bytes(2000))
     engine = Engine(lm.module, TIGHT, origin=lm.origin)
-    assert answers(engine, requests(lm)) == answers(Engine(load_lm(one).module, TIGHT), requests(lm))
+    assert answers(engine, requests(lm)) == answers(Engine(load_lm(gguf_file).module, TIGHT), requests(lm))
     assert all(a.scale is None for a in made_by(engine).values())
 
 
-def test_an_engine_rounds_data_to_int8_if_told(one: Path):
+def test_an_engine_rounds_data_to_int8_if_told(gguf_file: Path):
     """As llama.cpp does with such files; the file's own answers stay near."""
-    lm = load_lm(one, blocks=True)
-    found = {}
+    lm = load_lm(gguf_file, blocks=True)
+    logprobs = {}
     for activations in (None, "int8"):
         engine = Engine(lm.module, TIGHT.model_copy(update={"activations": activations}))
         weights = engine.runner.forward.preparation(engine.weights())
         rounding = {at: w.activations for at, w in weights.items() if isinstance(w, Panels) and w.scale is not None}
         assert len(rounding) == 16
-        assert {str(how) for how in rounding.values()} == {"None" if activations is None else "int8/32"}
-        asked = [Request(p, max_tokens=4, top=1) for p in prompts(lm.config.vocab, (5, 40))]
-        found[activations] = [[event.logprob for event in events] for events in engine.generate(asked)]
-    np.testing.assert_allclose(found["int8"], found[None], atol=0.1)
-    assert found["int8"] != found[None]
+        assert {str(scheme) for scheme in rounding.values()} == {"None" if activations is None else "int8/32"}
+        requests_of_run = [Request(p, max_tokens=4, top=1) for p in prompts(lm.config.vocab, (5, 40))]
+        logprobs[activations] = [[event.logprob for event in events] for events in engine.generate(requests_of_run)]
+    np.testing.assert_allclose(logprobs["int8"], logprobs[None], atol=0.1)
+    assert logprobs["int8"] != logprobs[None]
 
 
-def test_data_of_no_weight_is_not_rounded(one: Path, monkeypatch: pytest.MonkeyPatch):
-    how = TIGHT.model_copy(update={"activations": "int8"})
-    lm = load_lm(one)
+def test_data_of_no_weight_is_not_rounded(gguf_file: Path, monkeypatch: pytest.MonkeyPatch):
+    settings = TIGHT.model_copy(update={"activations": "int8"})
+    lm = load_lm(gguf_file)
     with pytest.raises(BadInput, match="no weight of this model is whole numbers"):
-        Engine(lm.module, how)
+        Engine(lm.module, settings)
     swap(lm.module, r"layers\..*", int8)
-    engine = Engine(lm.module, how)
+    engine = Engine(lm.module, settings)
     with monkeypatch.context() as patch:
         patch.setattr("argosy.infer.cpu.panels.has_memory_for", lambda weights: False)
         with pytest.raises(BadInput, match="no weight is packed as whole numbers"):
             engine.generate([Request(p, max_tokens=2) for p in prompts(lm.config.vocab, (5,))])
     monkeypatch.setattr(library, "_reason", "they are turned off")
     with pytest.raises(BadInput, match="compiled kernels: they are turned off"):
-        Engine(lm.module, how)
+        Engine(lm.module, settings)

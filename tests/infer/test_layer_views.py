@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import default
-from laws.families import CASES, FULL_OF, STRUCTURES, built
+from laws.families import CASES, FULL_OF, STRUCTURES, noisy_model
 
 from argosy.adapt.quant import int8
 from argosy.adapt.surgery import swap
@@ -24,26 +24,26 @@ BY_DEFAULT = {(FULL_OF["qwen3_next"], False)}
 
 
 @pytest.mark.parametrize(
-    ("case", "quantized"), [pytest.param(*how, marks=() if how in BY_DEFAULT else pytest.mark.slow) for how in VIEWED]
+    ("case", "quantized"), [pytest.param(*view, marks=() if view in BY_DEFAULT else pytest.mark.slow) for view in VIEWED]
 )
 def test_views_are_the_weights_by_layer(case, quantized):
-    model = built(CASES[case], Scan())
+    model = noisy_model(CASES[case], Scan())
     if quantized:
         swap(model, ".*", int8)
-    made, weights = LayerViews(model), split(model)[1]
-    views, copies = made.of(weights), to_layers(model, {address: np.asarray(w) for address, w in weights.items()})
-    assert views.keys() == copies.keys() == split(made.model)[1].keys()
+    views_of, weights = LayerViews(model), split(model)[1]
+    views, copies = views_of.of(weights), to_layers(model, {address: np.asarray(w) for address, w in weights.items()})
+    assert views.keys() == copies.keys() == split(views_of.model)[1].keys()
     for name, view in views.items():
         assert view.dtype == copies[name].dtype, name
         np.testing.assert_array_equal(view, copies[name], err_msg=name)
 
 
 def test_aligned_layers_are_not_copied():
-    model = built(CASES["llama-plain"], Scan())
-    made, weights = LayerViews(model), split(model)[1]
-    views = made.of(weights)
+    model = noisy_model(CASES["llama-plain"], Scan())
+    views_of, weights = LayerViews(model), split(model)[1]
+    views = views_of.of(weights)
     aligned = 0
-    for name, (address, layer) in made.stored.items():
+    for name, (address, layer) in views_of.stored.items():
         view, whole = views[name], weights[address]
         if layer is None or layer * view.nbytes % 64 or whole.unsafe_buffer_pointer() % 64:
             continue
@@ -56,9 +56,9 @@ def test_aligned_layers_are_not_copied():
 def test_a_training_step_reuses_the_memory_of_weights_that_were_decoded_from():
     """A view that is alive when an array is donated would make XLA copy it."""
     config = CASES["llama-plain"]
-    model = built(config, Scan())
+    model = noisy_model(config, Scan())
     for v in variables(model).values():
-        v.set_value(jnp.copy(v.get_value()))  # other tests share those of `built`
+        v.set_value(jnp.copy(v.get_value()))  # other tests share those of `noisy_model`
     lm = LM(config, model)
     lm.generate(PROMPTS, 3, ignore_eos=True)
     weights = split(model)[1]
@@ -69,7 +69,7 @@ def test_a_training_step_reuses_the_memory_of_weights_that_were_decoded_from():
 
 def test_changed_weights_are_decoded_from():
     config = CASES["llama-plain"]
-    scanned = LM(config, built(config, Scan()))
+    scanned = LM(config, noisy_model(config, Scan()))
     before = scanned.generate(PROMPTS, 4, ignore_eos=True)
     for v in variables(scanned.module).values():
         v.set_value(v.get_value()[..., ::-1])
@@ -80,7 +80,7 @@ def test_changed_weights_are_decoded_from():
 
 @pytest.mark.parametrize("case", default(FULL_OF["qwen3_next"], of=STRUCTURES))
 def test_caches_of_scanned_layers_are_those_of_unrolled_ones(case):
-    scanned, unrolled = (forward_of(model, split(model)[1]) for model in (built(CASES[case], run) for run in (Scan(), Unroll())))
+    scanned, unrolled = (forward_of(model, split(model)[1]) for model in (noisy_model(CASES[case], run) for run in (Scan(), Unroll())))
     assert scanned.specs == unrolled.specs
     assert unrolled.preparation.views is None
 

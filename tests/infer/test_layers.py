@@ -21,6 +21,6 @@ from argosy.infer.forward.layers import equal_runs
     ],
 )
 def test_layers_run_together_where_the_plan_repeats(kinds: str, most: int, sizes: list[int]):
-    found = equal_runs(kinds, most)
-    assert [end - start for start, end in found] == sizes
-    assert [start for start, _ in found] == [sum(sizes[:i]) for i in range(len(sizes))]
+    runs = equal_runs(kinds, most)
+    assert [end - start for start, end in runs] == sizes
+    assert [start for start, _ in runs] == [sum(sizes[:i]) for i in range(len(sizes))]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from helpers import default, relative, shared
-from laws.families import CASES, built
+from laws.families import CASES, noisy_model
 
 import argosy
 from argosy.adapt.lora import LoRA
@@ -37,7 +37,7 @@ PROMPTS = [[5, 9, 100, 23, 7, 60, 61, 62, 63], [17], [1, 2, 3, 4]]
 @pytest.fixture(scope="module", params=default("unroll", of=("unroll", "scan")))
 def lm(request):
     config = CASES["llama-plain"]
-    return LM(config, built(config, Unroll() if request.param == "unroll" else Scan()), LettersTokenizer())
+    return LM(config, noisy_model(config, Unroll() if request.param == "unroll" else Scan()), LettersTokenizer())
 
 
 class LettersTokenizer:
@@ -124,7 +124,9 @@ def test_longrope_is_decided_once_for_a_model():
 
     def taking(table):
         scaling = config.rope.scaling.model_copy(update={"table": table})
-        return LM(c := config.model_copy(update={"rope": config.rope.model_copy(update={"scaling": scaling})}), built(c, Unroll()))
+        return LM(
+            c := config.model_copy(update={"rope": config.rope.model_copy(update={"scaling": scaling})}), noisy_model(c, Unroll())
+        )
 
     auto, short, long = (taking(table) for table in ("auto", "short", "long"))
     prompt = [5, 9, 100, 23, 7]
@@ -166,7 +168,7 @@ def test_stop_strings_are_held_back_while_streaming(lm):
 
 
 @pytest.mark.parametrize(
-    ("prompts", "how", "match"),
+    ("prompts", "options", "match"),
     [
         ([], {}, "no prompt"),
         ([[]], {}, "empty prompt"),
@@ -180,9 +182,9 @@ def test_stop_strings_are_held_back_while_streaming(lm):
         ([[1]], {"top_k": 5}, "temperature"),
     ],
 )
-def test_bad_input_is_reported_before_work(lm, prompts, how, match):
+def test_bad_input_is_reported_before_work(lm, prompts, options, match):
     with pytest.raises(BadInput, match=match):
-        lm.generate(prompts, **how)
+        lm.generate(prompts, **options)
 
 
 @pytest.mark.parametrize(
@@ -218,7 +220,7 @@ def test_an_answer_over_many_pages_is_that_of_the_whole_sequence(lm):
 
 def test_surgery_after_the_first_answer_is_seen():
     config = CASES["llama-plain"]
-    model = LM(config, built(config, Unroll()))
+    model = LM(config, noisy_model(config, Unroll()))
     before = model.logits([PROMPTS[0]])
     swap(model.module, r"layers\..*", int8)
     assert 1e-4 < relative(model.logits([PROMPTS[0]]), before) < 0.3
@@ -227,7 +229,7 @@ def test_surgery_after_the_first_answer_is_seen():
 def test_a_changed_weight_changes_the_next_answer():
     """In place, by `put`, and by setting a module's attribute: what is kept from call to call sees each."""
     config = CASES["llama-plain"]
-    model = LM(config, built(config, Unroll()))
+    model = LM(config, noisy_model(config, Unroll()))
     seen = [model.logits([PROMPTS[0]])]
     whole = model.sequences()
     assert model.sequences() is whole
@@ -247,7 +249,7 @@ def test_a_changed_weight_changes_the_next_answer():
     head = model.module.head or model.module.embed
     head.w = nnx.Param(head.w.get_value() * 0.5, **head.w.get_metadata())
     assert changed()
-    model.module = built(config, Unroll())
+    model.module = noisy_model(config, Unroll())
     assert changed()
     model.module.dtype = jnp.bfloat16
     assert changed()
@@ -275,7 +277,7 @@ def test_an_engine_that_slept_answers_as_before(lm):
     lm.sleep()
     assert engine.runner._caches is None
     second = lm.generate([[3] * 40, *PROMPTS], 8, ignore_eos=True)
-    assert [one.tokens for one in second] == [one.tokens for one in first]
+    assert [answer.tokens for answer in second] == [answer.tokens for answer in first]
     assert (engine.stats.compilations, engine.stats.reused_tokens) == (before, reused)
     engine.add(Request([3] * 4, 8))
     engine.step()
@@ -284,33 +286,33 @@ def test_an_engine_that_slept_answers_as_before(lm):
 
 
 def test_what_takes_long_is_reported_and_what_does_not_is_not(lm, monkeypatch):
-    said = []
+    messages = []
     monkeypatch.setattr(progress, "PATIENCE", 0.0)
-    with progress.telling(said.append, "compiling ..."):
+    with progress.telling(messages.append, "compiling ..."):
         for _ in range(1000):
-            if said:
+            if messages:
                 break
             time.sleep(0.01)
-    assert said == ["compiling ..."]
+    assert messages == ["compiling ..."]
     monkeypatch.setattr(progress, "PATIENCE", 1000.0)
-    with progress.telling(said.append, "not this"):
+    with progress.telling(messages.append, "not this"):
         pass
-    assert said == ["compiling ..."]
+    assert messages == ["compiling ..."]
 
 
 def test_compiling_is_announced_with_what_for(monkeypatch):
-    said = []
+    messages = []
     config = CASES["llama-plain"]
-    model = LM(config, built(config, Unroll()), say=said.append)
+    model = LM(config, noisy_model(config, Unroll()), say=messages.append)
     monkeypatch.setattr(runner_module, "telling", lambda say, text: nullcontext(say(text)))
     model.generate([PROMPTS[0]], 4, ignore_eos=True)
-    assert said[0] == "compiling a step of 0 decoding rows and 1 x 32 prompt tokens"
-    assert "compiling a step of 1 decoding rows and 0 x 0 prompt tokens" in said
+    assert messages[0] == "compiling a step of 0 decoding rows and 1 x 32 prompt tokens"
+    assert "compiling a step of 1 decoding rows and 0 x 0 prompt tokens" in messages
     for expected in (["compiling copies of pages"], []):
         # The prompt is known from the time before.
-        said.clear()
+        messages.clear()
         model.generate([PROMPTS[0]], 4, ignore_eos=True)
-        assert said == expected
+        assert messages == expected
 
 
 def test_room_grows_by_large_steps_and_to_the_context_at_most():
@@ -326,17 +328,17 @@ def test_room_grows_by_large_steps_and_to_the_context_at_most():
 
 @pytest.mark.slow
 def test_engine_settings_bound_what_is_generated(lm):
-    own = LM(lm.config, lm.module, lm.tokenizer, engine_settings=EngineSettings(slots=1, page=8, pages=3, context=24, budget=32))
-    assert own.longest == 24
-    answers = own.generate([PROMPTS[0], PROMPTS[2]], 50, ignore_eos=True)
-    assert [len(one.tokens) for one in answers] == [24 - 9, 24 - 4]
+    other = LM(lm.config, lm.module, lm.tokenizer, engine_settings=EngineSettings(slots=1, page=8, pages=3, context=24, budget=32))
+    assert other.longest == 24
+    answers = other.generate([PROMPTS[0], PROMPTS[2]], 50, ignore_eos=True)
+    assert [len(answer.tokens) for answer in answers] == [24 - 9, 24 - 4]
     assert answers[1].tokens == slowly(lm, PROMPTS[2], 20)
-    assert own._held._engine.pages.count == 3
+    assert other._held._engine.pages.count == 3
     with pytest.raises(BadInput, match="the engine's context of 24 tokens"):
-        own.generate([[1] * 24])
-    own.engine_settings = EngineSettings(pages=3)
+        other.generate([[1] * 24])
+    other.engine_settings = EngineSettings(pages=3)
     with pytest.raises(BadInput, match="3 pages of 16 tokens holds no sequence of 200"):
-        own.generate([[1]], 1)
+        other.generate([[1]], 1)
 
 
 def test_an_encoder_is_loaded_without_settings_of_an_engine(tmp_path):
@@ -359,22 +361,22 @@ def test_two_answers_may_be_read_in_turn(lm):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["stopped", "running"])
-def test_a_longer_prompt_gets_room_whatever_the_engine_was_doing(lm, how):
+@pytest.mark.parametrize("state", ["stopped", "running"])
+def test_a_longer_prompt_gets_room_whatever_the_engine_was_doing(lm, state):
     """A stop string is found after the next step has begun, so the engine was busy, and kept its size."""
-    own = LM(lm.config, lm.module, lm.tokenizer)
-    own.sequences()  # looks at the module, after which the room stays
-    own._held._room = held.EngineRoom(1, 32, 0)
+    other = LM(lm.config, lm.module, lm.tokenizer)
+    other.sequences()  # looks at the module, after which the room stays
+    other._held._room = held.EngineRoom(1, 32, 0)
     word = lm.generate([PROMPTS[2]], 3, ignore_eos=True)[0].text[-1]
-    others = own.pieces([PROMPTS[0]], 12, stop=[word] if how == "stopped" else [], ignore_eos=True)
-    if how == "stopped":
-        own.generate([PROMPTS[2]], 12, stop=[word], ignore_eos=True)
+    others = other.pieces([PROMPTS[0]], 12, stop=[word] if state == "stopped" else [], ignore_eos=True)
+    if state == "stopped":
+        other.generate([PROMPTS[2]], 12, stop=[word], ignore_eos=True)
     else:
         next(iter(others))
-    assert own._held._engine.context == 32
-    assert own.generate([PROMPTS[0] * 5], 4, ignore_eos=True)[0].tokens == slowly(lm, PROMPTS[0] * 5, 4)
+    assert other._held._engine.context == 32
+    assert other.generate([PROMPTS[0] * 5], 4, ignore_eos=True)[0].tokens == slowly(lm, PROMPTS[0] * 5, 4)
     list(others)
-    expected = lm.generate([PROMPTS[0]], 12, stop=[word] if how == "stopped" else [], ignore_eos=True)
+    expected = lm.generate([PROMPTS[0]], 12, stop=[word] if state == "stopped" else [], ignore_eos=True)
     assert others.completions[0].tokens == expected[0].tokens
 
 
@@ -391,11 +393,11 @@ def test_an_answer_that_nobody_reads_on_frees_its_pages(lm):
 def test_score_is_the_log_probability_of_each_token(lm, monkeypatch):
     monkeypatch.setattr(sequences, "CHUNK", 5)
     monkeypatch.setattr(sequences, "_scores", sequences._scores.__wrapped__)
-    for prompt, found in zip(PROMPTS, lm.score(PROMPTS), strict=True):
+    for prompt, scores in zip(PROMPTS, lm.score(PROMPTS), strict=True):
         whole = jax.nn.log_softmax(lm.logits([prompt])[0].astype(np.float64))
         expected = [whole[i, token] for i, token in enumerate(prompt[1:])]
-        assert len(found) == len(prompt) - 1
-        np.testing.assert_allclose(found, expected, atol=1e-5)
+        assert len(scores) == len(prompt) - 1
+        np.testing.assert_allclose(scores, expected, atol=1e-5)
 
 
 def test_the_likeliest_tokens_are_those_of_the_logits(lm):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from infer.marked import NAMES, VOCAB, marked, template
+from infer.marked import NAMES, VOCAB, template, tokenizer_with_marks
 
 from argosy.core.errors import BadInput
 from argosy.data.chat.template import render
@@ -38,10 +38,10 @@ NUMBER = read_structure({"json": {"enum": [1, 2]}})
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     """Every mark is a special token."""
-    return marked(tmp_path_factory.mktemp("marked"), NAMES, "")
+    return tokenizer_with_marks(tmp_path_factory.mktemp("marked"), NAMES, "")
 
 
-def found(name: str, tokenizer: Tokenizer) -> TextNotation:
+def text_notation(name: str, tokenizer: Tokenizer) -> TextNotation:
     notation = find_notation(template(name), tokenizer)
     assert isinstance(notation, TextNotation)
     return notation
@@ -53,7 +53,7 @@ def as_read(notation: CallNotation, tokenizer: Tokenizer, text: str) -> str:
     return "".join([stream.push(token) for token in tokenizer.encode(text, special=True)]) + stream.end()
 
 
-def said(notation: CallNotation, tokenizer: Tokenizer, text: str) -> CallDelta:
+def read_calls(notation: CallNotation, tokenizer: Tokenizer, text: str) -> CallDelta:
     return notation.read(as_read(notation, tokenizer, text))
 
 
@@ -68,11 +68,11 @@ calls_ = st.lists(st.tuples(st.sampled_from(["weather", "time", "a-b_c9"]), argu
 @pytest.mark.parametrize("marks", [True, False], ids=["tokens", "text"])
 @pytest.mark.parametrize("name", ["nemo", "v11", "v13", "kimi", "deepseek", "gemma", "qwen"])
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(made=calls_)
-def test_what_a_template_writes_is_read_and_written_again(tokenizer: Tokenizer, name: str, marks: bool, made: Any):
+@given(expected=calls_)
+def test_what_a_template_writes_is_read_and_written_again(tokenizer: Tokenizer, name: str, marks: bool, expected: Any):
     """The turn of a conversation with calls, as the published template writes it."""
     by = tokenizer if marks else ByteTokenizer()
-    notation = found(name, by)
+    notation = text_notation(name, by)
     special = {"bos_token": "<bos>", "eos_token": "<eos>"}
     # The prompts of DeepSeek R1 and Gemma 4 have a thought, which the templates drop.
     before = render(template(name), ASKED, special, add_generation_prompt=name not in ("deepseek", "gemma"))
@@ -86,17 +86,17 @@ def test_what_a_template_writes_is_read_and_written_again(tokenizer: Tokenizer, 
 
     if name == "gemma":
         # Nothing in a key is escaped there.
-        made = [(one, {f"k{i}": value for i, value in enumerate(arguments.values())}) for one, arguments in made]
-    functions = [{"name": one, "arguments": arguments} for one, arguments in made]
-    ids = [f"abcdefg{i:02d}" for i in range(len(made))]
-    text = turn([{"id": one, "type": "function", "function": function} for one, function in zip(ids, functions)])
-    answer = said(notation, by, text)
+        expected = [(name, {f"k{i}": value for i, value in enumerate(arguments.values())}) for name, arguments in expected]
+    functions = [{"name": name, "arguments": arguments} for name, arguments in expected]
+    ids = [f"abcdefg{i:02d}" for i in range(len(expected))]
+    text = turn([{"id": call_id, "type": "function", "function": function} for call_id, function in zip(ids, functions)])
+    answer = read_calls(notation, by, text)
     assert answer.text == ""
-    assert [(one.name, json.loads(one.arguments)) for one in answer.calls] == made
-    written = notation.written(answer.calls, [])
+    assert [(call.name, json.loads(call.arguments)) for call in answer.calls] == expected
+    entries = notation.written(answer.calls, [])
     if "abcdefg00" in text:
-        assert [one["id"] for one in written] == ids, "the model's own ids"
-    again = [one | {"function": function} for one, function in zip(written, functions)]
+        assert [message["id"] for message in entries] == ids, "the model's own ids"
+    again = [message | {"function": function} for message, function in zip(entries, functions)]
     assert turn(again) == text
 
 
@@ -174,18 +174,18 @@ ANSWERS: list[tuple[type[TextNotation], str, str, list[str]]] = [
 
 @pytest.mark.parametrize("marks", [True, False], ids=["tokens", "text"])
 @pytest.mark.parametrize("size", [1, 3, 1000])
-@pytest.mark.parametrize("kind, text, beside, names", ANSWERS)
+@pytest.mark.parametrize("kind, text, text_outside, names", ANSWERS)
 def test_calls_are_read_and_what_is_none_stays_text(
-    tokenizer: Tokenizer, kind: type[TextNotation], text: str, beside: str, names: list[str], size: int, marks: bool
+    tokenizer: Tokenizer, kind: type[TextNotation], text: str, text_outside: str, names: list[str], size: int, marks: bool
 ):
     by = tokenizer if marks else ByteTokenizer()
     notation = kind("", by)
     calls, text = CallParser(notation), as_read(notation, by, text)
     read = "".join(calls.push(text[i : i + size]) for i in range(0, len(text), size))
-    rest, given = calls.end()
-    assert read + rest == beside
-    assert [one.name for one in given] == names
-    assert all(json.loads(one.arguments) == {"city": "Köln"} for one in given if one.name == "weather")
+    rest, parsed = calls.end()
+    assert read + rest == text_outside
+    assert [call.name for call in parsed] == names
+    assert all(json.loads(call.arguments) == {"city": "Köln"} for call in parsed if call.name == "weather")
 
 
 TAGS = ["<function=f>", "<parameter=a>", "</parameter>", "</function>"]
@@ -204,9 +204,9 @@ def test_an_answer_is_the_same_wherever_it_is_cut(kind: type[TextNotation], part
     cuts = sorted({0, len(text), *data.draw(st.lists(st.integers(0, len(text)), max_size=5))})
     calls = CallParser(notation)
     read = "".join(calls.push(text[a:b]) for a, b in pairwise(cuts))
-    rest, given = calls.end()
-    assert notation.read(text) == CallDelta(read + rest, given, tried=calls.begun)
-    if not given:
+    rest, parsed = calls.end()
+    assert notation.read(text) == CallDelta(read + rest, parsed, tried=calls.begun)
+    if not parsed:
         assert read + rest == text, "nothing is lost"
 
 
@@ -217,7 +217,7 @@ def test_marks_that_are_spelled_in_ordinary_tokens_are_text(tokenizer: Tokenizer
         stream = tokenizer.stream(marks=notation.marks)
         plain = "".join(map(stream.push, tokenizer.encode(text))) + stream.end()
         assert notation.read(plain) == CallDelta(text, [])
-        assert said(notation, tokenizer, text).calls
+        assert read_calls(notation, tokenizer, text).calls
 
 
 def test_marks_inside_arguments_are_arguments():
@@ -252,18 +252,18 @@ typed = {
 
 
 @settings(max_examples=60, deadline=None)
-@given(made=st.lists(st.fixed_dictionaries({}, optional=typed), min_size=1, max_size=2))
-def test_values_without_types_are_read_by_the_schema(made: list[dict[str, Any]]):
+@given(expected=st.lists(st.fixed_dictionaries({}, optional=typed), min_size=1, max_size=2))
+def test_values_without_types_are_read_by_the_schema(expected: list[dict[str, Any]]):
     """As the template of Qwen 3.5 writes them."""
     tools = [{"type": "function", "function": {"name": "f", "parameters": TYPED}}]
     notation = find_notation(template("qwen3.5"), None, tools)
     assert isinstance(notation, QwenXmlNotation)
-    calls = [{"function": {"name": "f", "arguments": arguments}} for arguments in made]
+    calls = [{"function": {"name": "f", "arguments": arguments}} for arguments in expected]
     text = render(template("qwen3.5"), [*ASKED, {"role": "assistant", "content": "", "tool_calls": calls}], {}, tools=tools)
     turn = text[text.index("</think>") + len("</think>\n\n") :].removesuffix("<|im_end|>\n")
     answer = notation.read(turn)
     assert answer.text == ""
-    assert [json.loads(one.arguments) for one in answer.calls] == made
+    assert [json.loads(call.arguments) for call in answer.calls] == expected
 
 
 def test_a_schema_that_is_none_does_not_keep_calls_from_being_read():
@@ -284,29 +284,29 @@ def test_a_schema_that_is_none_does_not_keep_calls_from_being_read():
 
 def test_ids_are_those_that_templates_take():
     calls = [ToolCall("f", "{}", "abcdefghi"), ToolCall("f", "{}", "abcdefghi"), ToolCall("f", "{}", "no id"), ToolCall("g", "{}")]
-    given = [one["id"] for one in MistralNotation("").written(calls, [])]
-    assert given[0] == "abcdefghi"
-    assert len(set(given)) == 4
-    assert all(len(one) == 9 and one.isalnum() and one.isascii() for one in given)
+    ids = [message["id"] for message in MistralNotation("").written(calls, [])]
+    assert ids[0] == "abcdefghi"
+    assert len(set(ids)) == 4
+    assert all(len(call) == 9 and call.isalnum() and call.isascii() for call in ids)
     assert MistralNotation("").written(calls[:1], ["abcdefghi"])[0]["id"] != "abcdefghi", "it is taken"
-    given = [one["id"] for one in KimiNotation("").written(calls, ["", ""])]
-    assert given == ["functions.f:2", "functions.f:3", "functions.f:4", "functions.g:5"]
-    assert [one["id"] for one in HermesNotation("").written(calls[:2], [], lambda i: f"c{i}")] == ["c0", "c1"]
+    ids = [message["id"] for message in KimiNotation("").written(calls, ["", ""])]
+    assert ids == ["functions.f:2", "functions.f:3", "functions.f:4", "functions.g:5"]
+    assert [message["id"] for message in HermesNotation("").written(calls[:2], [], lambda i: f"c{i}")] == ["c0", "c1"]
 
 
 def conversation(*ids: str) -> list[dict[str, Any]]:
     """Two calls in a turn, whose results come in the other order."""
-    calls = [{"id": one, "type": "function", "function": {"name": "time", "arguments": {}}} for one in ids]
-    results = [{"role": "tool", "tool_call_id": one, "content": f"of {one}"} for one in reversed(ids)]
+    calls = [{"id": call_id, "type": "function", "function": {"name": "time", "arguments": {}}} for call_id in ids]
+    results = [{"role": "tool", "tool_call_id": call_id, "content": f"of {call_id}"} for call_id in reversed(ids)]
     return [*ASKED, {"role": "assistant", "content": "", "tool_calls": calls}, *results]
 
 
 def test_calls_of_other_models_get_ids_that_the_template_takes():
-    own = conversation("abcdefghi", "abcdefghj")
-    assert MistralNotation.messages(own, "") == own
+    chat = conversation("abcdefghi", "abcdefghj")
+    assert MistralNotation.messages(chat, "") == chat
     messages = MistralNotation.messages(conversation("call_1", "call_2"), "")
-    first, second = (one["id"] for one in messages[1]["tool_calls"])
-    assert [one["tool_call_id"] for one in messages[2:]] == [second, first]
+    first, second = (message["id"] for message in messages[1]["tool_calls"])
+    assert [message["tool_call_id"] for message in messages[2:]] == [second, first]
     text = render(template("nemo"), messages, {"bos_token": "", "eos_token": ""}, tools=TOOLS)
     assert f'[TOOL_RESULTS]{{"content": of call_2, "call_id": "{second}"}}[/TOOL_RESULTS]' in text
     with pytest.raises(BadInput, match="length 9"):
@@ -316,10 +316,10 @@ def test_calls_of_other_models_get_ids_that_the_template_takes():
 def test_deepseek_reads_arguments_as_its_template_writes_them():
     """That of V3.1 takes them for a text, and those of V3 for an object."""
     call = {"type": "function", "function": {"name": "f", "arguments": {"a": "é"}}}
-    said = [*ASKED, {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "noon"}]
-    own = "{{ messages[1].content }}{{ messages[1].tool_calls[0]['function']['arguments'] + '<｜tool▁call▁end｜>' }}"
-    assert render(own, DeepSeekNotation.messages(said, own), {}) == 'None{"a": "é"}<｜tool▁call▁end｜>'
-    text = render(template("deepseek"), DeepSeekNotation.messages(said, template("deepseek")), {})
+    turns = [*ASKED, {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "noon"}]
+    own_template = "{{ messages[1].content }}{{ messages[1].tool_calls[0]['function']['arguments'] + '<｜tool▁call▁end｜>' }}"
+    assert render(own_template, DeepSeekNotation.messages(turns, own_template), {}) == 'None{"a": "é"}<｜tool▁call▁end｜>'
+    text = render(template("deepseek"), DeepSeekNotation.messages(turns, template("deepseek")), {})
     result = "<｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>noon<｜tool▁output▁end｜><｜tool▁outputs▁end｜>"
     assert text.endswith(f"{TOOLS_END}<｜end▁of▁sentence｜>{result}")
 
@@ -327,12 +327,12 @@ def test_deepseek_reads_arguments_as_its_template_writes_them():
 def test_kimi_counts_calls_and_reads_results_in_their_order():
     of_none = {"role": "tool", "content": "of none"}
     messages = KimiNotation.messages([*conversation("call_1", "call_2"), *conversation("call_3")[1:], of_none], "")
-    assert [one["id"] for i in (1, 4) for one in messages[i]["tool_calls"]] == [f"functions.time:{i}" for i in range(3)]
+    assert [entry["id"] for i in (1, 4) for entry in messages[i]["tool_calls"]] == [f"functions.time:{i}" for i in range(3)]
     # What a client may send.
     odd = [{"id": [1], "function": {}}, {"function": {"name": "f"}}]
-    ids = [one["id"] for one in KimiNotation.messages([{"role": "assistant", "tool_calls": odd}], "")[0]["tool_calls"]]
+    ids = [entry["id"] for entry in KimiNotation.messages([{"role": "assistant", "tool_calls": odd}], "")[0]["tool_calls"]]
     assert ids == ["functions.None:0", "functions.f:1"]
-    results = [(one.get("tool_call_id"), one["content"]) for one in messages if one["role"] == "tool"]
+    results = [(entry.get("tool_call_id"), entry["content"]) for entry in messages if entry["role"] == "tool"]
     assert results == [*((f"functions.time:{i}", f"of call_{i + 1}") for i in range(3)), (None, "of none")]
 
 
@@ -393,19 +393,19 @@ def oslo(text: str) -> str:
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_grammar_allows_the_calls_that_are_read(grammars: dict[bool, Grammars], name: str, marks: bool):
     by = grammars[marks]
-    notation = found(name, by.tokenizer)
+    notation = text_notation(name, by.tokenizer)
     right, wrong = RIGHT[name], [*WRONG[name], oslo(RIGHT[name][0])]
     several = [text for text in right if text.count("time") == 2]
     assert several
-    must, may, one = (notation.grammar(TOOLS, must=m, many=n) for m, n in ((True, True), (False, True), (False, False)))
+    must, may, single = (notation.grammar(TOOLS, must=m, many=n) for m, n in ((True, True), (False, True), (False, False)))
     either = notation.grammar(TOOLS, must=False, many=True, answer=NUMBER)
     texts = [*right, *wrong, "", "hello {", "1", f"a{right[0]}", f"{right[0]}a"]
     assert [text for text in texts if accepts(by, must, text)] == right
     assert [text for text in texts if accepts(by, may, text)] == [*right, "", "hello {", "1", f"a{right[0]}"]
     assert [text for text in texts if accepts(by, either, text)] == [*right, "1"]
-    assert [text for text in right if not accepts(by, one, text)] == several
+    assert [text for text in right if not accepts(by, single, text)] == several
     for text in right:
-        assert said(notation, by.tokenizer, text).calls
+        assert read_calls(notation, by.tokenizer, text).calls
 
 
 @pytest.mark.parametrize("marks", [True, False], ids=["tokens", "text"])
@@ -413,7 +413,7 @@ def test_a_grammar_allows_the_calls_that_are_read(grammars: dict[bool, Grammars]
 def test_whatever_a_grammar_makes_is_a_call(grammars: dict[bool, Grammars], name: str, marks: bool):
     """A model that draws any allowed token with the same probability."""
     by, rng = grammars[marks], np.random.default_rng(len(name))
-    notation = found(name, by.tokenizer)
+    notation = text_notation(name, by.tokenizer)
     structure = notation.grammar(TOOLS, must=True, many=True)
     for _ in range(5):
         matcher, ids = by.get(structure).matcher([257]), []
@@ -453,7 +453,7 @@ def test_arguments_without_types_are_forced_one_by_one(grammars: dict[bool, Gram
         with_parameters(count="5", other="5"), with_parameters(count="5", one="b"), with_parameters(count="5", map="[]"),
     ]  # fmt: skip
     assert [text for text in [*right, *wrong] if accepts(grammars[False], structure, text)] == right
-    read = [json.loads(one.arguments) for text in right for one in notation.read(text).calls]
+    read = [json.loads(call.arguments) for text in right for call in notation.read(text).calls]
     assert read[0] == {"count": 5}
     assert read[1] == {"text": "a\nb </parameter>", "count": -1, "size": 1.5, "on": False, "list": [1], "map": {}}
     free = notation.grammar([replace_parameters(tools[0], {"type": "object"})], must=True, many=False)
@@ -482,7 +482,7 @@ NESTED: dict[str, Any] = {
 def test_a_grammar_of_gemma_follows_the_schema(grammars: dict[bool, Grammars], marks: bool):
     """Keys are sorted as the template sorts them, so that what a grammar allows is what the template writes."""
     by, tools = grammars[marks], [{"type": "function", "function": {"name": "f", "parameters": NESTED}}]
-    notation = found("gemma", by.tokenizer)
+    notation = text_notation("gemma", by.tokenizer)
     structure = notation.grammar(tools, must=True, many=False)
     right: list[Any] = [
         {"b": "a{,:\n", "z": 3}, {"b": None, "z": 4}, {"A": {}, "b": "", "c": [], "d": True, "z": 5},
@@ -492,13 +492,13 @@ def test_a_grammar_of_gemma_follows_the_schema(grammars: dict[bool, Grammars], m
         {"b": ""}, {"z": 3}, {"b": "", "z": 2}, {"b": 5, "z": 3}, {"b": "", "c": ["y"], "z": 3}, {"b": "", "y": 1, "z": 3},
     ]  # fmt: skip
 
-    def written(arguments: Any) -> str:
+    def write_call(arguments: Any) -> str:
         message = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
         text = render(template("gemma"), [*ASKED, message], {"bos_token": ""})
         return text[text.index("<|tool_call>") : text.rindex("<|tool_response>")].replace("None", "null")
 
-    assert [one for one in [*right, *wrong] if accepts(by, structure, written(one))] == right
-    assert [json.loads(said(notation, by.tokenizer, written(one)).calls[0].arguments) for one in right] == right
+    assert [text for text in [*right, *wrong] if accepts(by, structure, write_call(text))] == right
+    assert [json.loads(read_calls(notation, by.tokenizer, write_call(text)).calls[0].arguments) for text in right] == right
     for inside in ({"type": "string", "minLength": 1}, {"type": "array", "maxItems": 1}, {"not": {}}):
         word = [*inside][-1]
         with pytest.raises(BadInput, match=f"`{word}` in the parameters of `f` cannot be forced in the notation of Gemma 4"):

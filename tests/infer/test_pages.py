@@ -16,37 +16,37 @@ def test_a_page_is_known_by_all_tokens_up_to_its_end_and_by_the_salt():
 
 
 def test_what_stands_at_a_token_besides_its_id_counts_from_its_page_on():
-    plain, one, other = (page_hashes([5] * 8, 2, PageKey(digests=digests)) for digests in ((), ((3, b"a"),), ((3, b"b"),)))
-    assert plain[0] == one[0] == other[0], "the text before it is shared"
-    assert len({hashes[i] for hashes in (plain, one, other) for i in (1, 2, 3)}) == 9
-    assert page_hashes([5] * 4, 2, PageKey(digests=((3, b"a"),)), one[1], 4) == one[2:], "it counts once"
+    plain, first, other = (page_hashes([5] * 8, 2, PageKey(digests=digests)) for digests in ((), ((3, b"a"),), ((3, b"b"),)))
+    assert plain[0] == first[0] == other[0], "the text before it is shared"
+    assert len({hashes[i] for hashes in (plain, first, other) for i in (1, 2, 3)}) == 9
+    assert page_hashes([5] * 4, 2, PageKey(digests=((3, b"a"),)), first[1], 4) == first[2:], "it counts once"
     tails = {tail_hash([5] * 5, 4, PageKey(digests=((4, digest),)), plain[:1]) for digest in (b"a", b"b")}
     assert len(tails) == 2
 
 
 def test_pages_are_shared_by_count_and_kept_until_others_need_them():
     pages = PagePool(4)
-    one = pages.allocate(3)
-    assert one is not None
+    first = pages.allocate(3)
+    assert first is not None
     assert pages.allocate(2) is None
     assert pages.free == 1, "nothing is taken where not enough is free"
     hashes = page_hashes([1, 2, 3, 4, 5, 6], 2)
-    for page, holds in zip(one, hashes):
+    for page, holds in zip(first, hashes):
         pages.publish(page, holds)
     shared = pages.lookup(hashes)
-    assert shared == one
+    assert shared == first
     two = pages.allocate(0, shared)
-    assert two == one
-    pages.release(one)
+    assert two == first
+    pages.release(first)
     assert pages.free == 1, "the other owner still has them"
     pages.release(two)
     assert pages.free == 4
-    assert pages.lookup(hashes) == one, "free pages still hold what they held"
-    taken = pages.allocate(2)
-    assert one[2] in taken, "the end of a sequence goes before its beginning"
-    assert pages.lookup(hashes) == one[:2]
+    assert pages.lookup(hashes) == first, "free pages still hold what they held"
+    pages_taken = pages.allocate(2)
+    assert first[2] in pages_taken, "the end of a sequence goes before its beginning"
+    assert pages.lookup(hashes) == first[:2]
     with pytest.raises(ValueError, match="no owner"):
-        pages.release([one[0]])
+        pages.release([first[0]])
 
 
 def test_pages_of_random_histories_add_up():

@@ -71,10 +71,10 @@ def test_int8_weights_are_packed_with_their_scales_beside_them():
     swap(lm.module, ".*", int8)
     engine, some = Engine(lm.module, TIGHT), prompts(lm.config.vocab, (5, 40))
     assert answers(engine, [Request(p, max_tokens=6) for p in some]) == [alone(lm, p, 6) for p in some]
-    made = made_by(engine)
-    assert {"embed.values", "layers.0.attn.o.values", "layers.1.mlp.down.values"} <= made.keys()
-    assert {panels.code.bits for panels in made.values()} == {8}
-    assert {panels.values.dtype for panels in made.values()} == {np.dtype(np.uint8)}
+    panels_by_name = made_by(engine)
+    assert {"embed.values", "layers.0.attn.o.values", "layers.1.mlp.down.values"} <= panels_by_name.keys()
+    assert {panels.code.bits for panels in panels_by_name.values()} == {8}
+    assert {panels.values.dtype for panels in panels_by_name.values()} == {np.dtype(np.uint8)}
 
 
 # A rule for each kind of code that has a kernel.
@@ -87,7 +87,7 @@ MIXED = {
 
 def test_an_engine_multiplies_the_codes_of_every_format():
     lm = lm_of("llama", "tied-biased")
-    apply_schemes(lm.module, by_layer(lm.module, {f"layers.{i}.{name}": how for i in range(2) for name, how in MIXED.items()}))
+    apply_schemes(lm.module, by_layer(lm.module, {f"layers.{i}.{name}": scheme for i in range(2) for name, scheme in MIXED.items()}))
     engine, some = Engine(lm.module, TIGHT), prompts(lm.config.vocab, (5, 40))
     assert answers(engine, [Request(p, max_tokens=6) for p in some]) == [alone(lm, p, 6) for p in some]
     packed = made_by(engine)
@@ -106,7 +106,7 @@ def test_an_engine_multiplies_the_codes_of_experts(family: str, example: str, mo
     lm = lm_of(family, example)
     layers = [name.removesuffix(".router") for name in find(lm.config.build(Unroll()), r"layers\..*\.mlp\.router")]
     rules = {"gate": Scheme("int8", activations="int8"), "up": Scheme("int4", 2), "down": Scheme("nf4", 2)}
-    schemes = {f"{layer}.{name}": how for layer in layers for name, how in rules.items()}
+    schemes = {f"{layer}.{name}": scheme for layer in layers for name, scheme in rules.items()}
     apply_schemes(lm.module, schemes)
     some = prompts(lm.config.vocab, (5, 40, 17))
     expected = [alone(lm, p, 6) for p in some]

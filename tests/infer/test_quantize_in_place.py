@@ -35,19 +35,21 @@ def data(tmp_path_factory):
     [
         pytest.param("gptq", Scan(), id="gptq-scan"),
         *(
-            pytest.param(method, one, id=f"{method}-{type(one).__name__}", marks=pytest.mark.slow)
+            pytest.param(method, layout_of, id=f"{method}-{type(layout_of).__name__}", marks=pytest.mark.slow)
             for method in ("mse", "awq")
-            for one in (Unroll(), Scan())
+            for layout_of in (Unroll(), Scan())
         ),
     ],
 )
 def test_a_model_in_memory_becomes_what_the_folder_holds(method, layout, data, tmp_path):
-    stories, how = stories_model(), {"source": str(data), "sequence": SEQUENCE}
-    quantize(str(stories), tmp_path / "out", preset_rules("w4a8"), method=METHODS[method](), data=DataSettings(**how), samples=SAMPLES)
+    stories, data_of = stories_model(), {"source": str(data), "sequence": SEQUENCE}
+    quantize(
+        str(stories), tmp_path / "out", preset_rules("w4a8"), method=METHODS[method](), data=DataSettings(**data_of), samples=SAMPLES
+    )
     expected, lm = load_lm(tmp_path / "out"), load_lm(stories, run=layout)
     tokens = np.asarray(lm.tokenizer.encode(texts()[0]))[:48]
     plain = lm.logits(tokens)
-    names = lm.quantize("w4a8", method=method, data=how, samples=SAMPLES)
+    names = lm.quantize("w4a8", method=method, data=data_of, samples=SAMPLES)
     assert len(names) > 5
     assert all(isinstance(at(lm.module, name), QuantizedEinsum) for name in names)
     logits = lm.logits(tokens)
@@ -59,13 +61,13 @@ def test_a_model_in_memory_becomes_what_the_folder_holds(method, layout, data, t
 
 def test_gptq_loses_less_than_nearest_and_takes_texts():
     loss = {}
-    for name, how in (
+    for name, options in (
         ("nearest", {}),
         ("mse", {"method": "mse"}),
         ("gptq", {"method": GPTQ(damping=0.05), "data": texts()[:-8], "samples": 12}),
     ):
         lm = load_lm(stories_model())
-        lm.quantize("w4", **how)
+        lm.quantize("w4", **options)
         loss[name] = -np.concatenate(lm.score(texts()[-8:])).mean()
     assert max(loss["gptq"], loss["mse"]) < loss["nearest"]
 
@@ -79,7 +81,7 @@ def test_static_scales_come_from_data(data):
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("options", "problem"),
     [
         ({"method": "gptq"}, "needs calibration data"),
         ({"method": "gtpq"}, "gptq"),
@@ -88,11 +90,11 @@ def test_static_scales_come_from_data(data):
         ({"method": "mse", "data": {"sauce": "x"}}, "sauce"),
     ],
 )
-def test_mistakes_leave_the_model_as_it_was(how, said):
+def test_mistakes_leave_the_model_as_it_was(options, problem):
     lm = load_lm(stories_model())
     before = lm.module.layers
-    with pytest.raises(ArgosyError, match=said):
-        lm.quantize("w4", **how)
+    with pytest.raises(ArgosyError, match=problem):
+        lm.quantize("w4", **options)
     assert lm.module.layers is before
     lm.quantize("w4")
     with pytest.raises(ArgosyError, match="quantized already"):

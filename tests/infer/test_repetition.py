@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from laws.families import CASES, built
+from laws.families import CASES, noisy_model
 
 from argosy.core.errors import BadInput
 from argosy.infer.lm import LM
@@ -11,17 +11,17 @@ from argosy.infer.sampling.repetition import Repetition
 from argosy.models.parts.stack import Unroll
 
 
-def repeats(answer: tuple[int, ...], how: Repetition) -> bool:
+def repeats(answer: tuple[int, ...], repetition: Repetition) -> bool:
     """Word for word what the setting says."""
-    sizes = range(how.shortest, how.longest + 1)
-    return any(len(answer) >= n * how.count and answer[-n * how.count :] == answer[-n:] * how.count for n in sizes)
+    sizes = range(repetition.shortest, repetition.longest + 1)
+    return any(len(answer) >= n * repetition.count and answer[-n * repetition.count :] == answer[-n:] * repetition.count for n in sizes)
 
 
-@pytest.mark.parametrize("how", [Repetition(1, 2), Repetition(3, 2), Repetition(2, 3), Repetition(3, 3, 2), Repetition(4, 2, 4)])
-def test_all_short_answers_are_judged_as_the_setting_says(how: Repetition):
-    answers = [one for n in range(10) for one in itertools.product((0, 1), repeat=n)]
-    judged = [how(list(one)) for one in answers]
-    assert judged == [repeats(one, how) for one in answers]
+@pytest.mark.parametrize("repetition", [Repetition(1, 2), Repetition(3, 2), Repetition(2, 3), Repetition(3, 3, 2), Repetition(4, 2, 4)])
+def test_all_short_answers_are_judged_as_the_setting_says(repetition: Repetition):
+    answers = [answer for n in range(10) for answer in itertools.product((0, 1), repeat=n)]
+    judged = [repetition(list(answer)) for answer in answers]
+    assert judged == [repeats(answer, repetition) for answer in answers]
     assert True in judged
     assert False in judged
 
@@ -33,7 +33,7 @@ def test_settings_that_mean_nothing_are_refused():
 
 
 def test_an_answer_ends_with_the_first_repetition_and_others_go_on():
-    lm = LM(CASES["llama-plain"], built(CASES["llama-plain"], Unroll()))
+    lm = LM(CASES["llama-plain"], noisy_model(CASES["llama-plain"], Unroll()))
     bias = {"logit_bias": {7: 1000.0}}
     (answer,) = lm.generate([[5, 3]], 20, repetition=Repetition(3, 4), **bias)
     assert (answer.tokens, answer.finish_reason) == ([7, 7, 7, 7], "repetition")

@@ -47,15 +47,15 @@ def oracle(logits, s):
     """The tokens that one row's settings leave, by the definitions."""
     p = np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
     order = np.argsort(-logits, kind="stable")
-    left = list(order[: s.top_k or V])
-    share = {t: p[t] / p[left].sum() for t in left}
-    kept, total = [], 0.0
-    for t in left:
+    tokens_left = list(order[: s.top_k or V])
+    share = {t: p[t] / p[tokens_left].sum() for t in tokens_left}
+    nucleus, total = [], 0.0
+    for t in tokens_left:
         if total >= s.top_p:
             break
-        kept.append(t)
+        nucleus.append(t)
         total += share[t]
-    return {int(t) for t in kept if share[t] >= s.min_p * share[left[0]]}
+    return {int(t) for t in nucleus if share[t] >= s.min_p * share[tokens_left[0]]}
 
 
 ROWS = [
@@ -70,15 +70,15 @@ ROWS = [
 
 
 @jax.jit
-def kept(logits, settings):
+def keeps(logits, settings):
     return logits >= threshold(logits, likeliest(logits)[0], settings)[:, None]
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_filters_leave_what_their_definitions_leave(seed):
     logits = logits_of(len(ROWS), seed)
-    for row, wanted, left in zip(logits, ROWS, np.asarray(kept(jnp.asarray(logits), settings(ROWS)))):
-        assert set(np.flatnonzero(left).tolist()) == oracle(row, wanted), wanted
+    for row, row_settings, is_left in zip(logits, ROWS, np.asarray(keeps(jnp.asarray(logits), settings(ROWS)))):
+        assert set(np.flatnonzero(is_left).tolist()) == oracle(row, row_settings), row_settings
 
 
 LARGE = 131_072
@@ -116,8 +116,8 @@ def test_every_combination_leaves_what_float64_leaves(large, row):
     """By candidates and by bisection, whichever each needs, all rows in one batch. A sum in float32 can differ by the few tokens
     whose shares are its rounding."""
     logits = large[row, :: LARGE // 16_384]
-    found = np.asarray(kept(jnp.asarray(np.broadcast_to(logits, (len(COMBINED), len(logits)))), settings(COMBINED))).sum(-1)
-    for s, n in zip(COMBINED, found):
+    counts = np.asarray(keeps(jnp.asarray(np.broadcast_to(logits, (len(COMBINED), len(logits)))), settings(COMBINED))).sum(-1)
+    for s, n in zip(COMBINED, counts):
         expected = left_of(logits, s)
         assert abs(n - expected) <= (0 if s.top_p == 1 else 2e-5 * expected + 1), (s, n, expected)
 
@@ -125,18 +125,18 @@ def test_every_combination_leaves_what_float64_leaves(large, row):
 @pytest.mark.parametrize("p", [1 - 1e-4, 1 - 1e-6, 1 - 1e-7])
 def test_top_p_near_one_cuts_the_tail_that_float64_cuts(large, p):
     rows = [Sampling(temperature=1.0, top_p=p)]
-    found = int(np.asarray(kept(jnp.asarray(large[:1]), settings(rows))).sum())
+    count = int(np.asarray(keeps(jnp.asarray(large[:1]), settings(rows))).sum())
     expected = left_of(large[0], rows[0])
     assert expected < LARGE - 1000
-    assert abs(found - expected) <= 1e-3 * (LARGE - expected) + 1
+    assert abs(count - expected) <= 1e-3 * (LARGE - expected) + 1
 
 
 def test_a_row_without_filters_loses_no_token_to_a_row_with_them(large):
     """Float32 sums reach 1 thousands of tokens before the last."""
     rows = [Sampling(temperature=1.0), Sampling(temperature=1.0, top_k=5), Sampling(temperature=1.0, top_k=300, top_p=0.9)]
-    found = np.asarray(kept(jnp.asarray(large[[0, 0, 0]]), settings(rows))).sum(-1)
-    assert found[0] == LARGE
-    assert found[1] == 5
+    counts = np.asarray(keeps(jnp.asarray(large[[0, 0, 0]]), settings(rows))).sum(-1)
+    assert counts[0] == LARGE
+    assert counts[1] == 5
 
 
 def test_a_row_draws_the_same_whatever_the_rows_beside_it_ask_for(large):
@@ -144,12 +144,12 @@ def test_a_row_draws_the_same_whatever_the_rows_beside_it_ask_for(large):
     mine = Sampling(temperature=1.0, top_k=50, top_p=0.9)
     others = [Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, top_k=999)]
     keys = random_streams(0, range(8))
-    one = jax.jit(lambda *given: draw_filtered(*given)[0])
+    draw = jax.jit(lambda *arguments: draw_filtered(*arguments)[0])
     for other in others:
         rows = [mine] * 4 + [other] * 4
-        beside = one(jnp.asarray(large[[0] * 8, :16_384] / 3), settings(rows), keys)[:4]
-        alone = one(jnp.asarray(large[[0] * 8, :16_384] / 3), settings([mine] * 8), keys)[:4]
-        assert beside.tolist() == alone.tolist()
+        together = draw(jnp.asarray(large[[0] * 8, :16_384] / 3), settings(rows), keys)[:4]
+        alone = draw(jnp.asarray(large[[0] * 8, :16_384] / 3), settings([mine] * 8), keys)[:4]
+        assert together.tolist() == alone.tolist()
     assert len(set(alone.tolist())) > 1
 
 
@@ -157,8 +157,8 @@ def test_a_row_draws_the_same_whatever_the_rows_beside_it_ask_for(large):
 def test_tokens_tied_beyond_the_candidates_are_all_drawn_from():
     """1,000 equal logits at the threshold of top-k 5: the draw is among all of them."""
     logits = np.zeros((64, 1000), np.float32)
-    how = settings([Sampling(temperature=1.0, top_k=5)] * 64)
-    tokens = np.asarray(draw_filtered(jnp.asarray(logits), how, random_streams(0, range(64)))[0])
+    rows_settings = settings([Sampling(temperature=1.0, top_k=5)] * 64)
+    tokens = np.asarray(draw_filtered(jnp.asarray(logits), rows_settings, random_streams(0, range(64)))[0])
     assert (tokens >= 256).any()
 
 
@@ -175,8 +175,8 @@ def test_no_program_sorts_the_vocabulary():
 def test_bisection_finds_the_value_that_a_sort_finds(values):
     row = np.asarray([values], np.float32)
     for k in range(1, len(values) + 1):
-        found = lowest_by_bits(jnp.asarray(row), lambda above, k=k: above.sum(-1) < k)
-        assert float(found[0]) == np.sort(row[0])[::-1][k - 1]
+        bound = lowest_by_bits(jnp.asarray(row), lambda above, k=k: above.sum(-1) < k)
+        assert float(bound[0]) == np.sort(row[0])[::-1][k - 1]
 
 
 SEEDS = [*range(20), 2**31, 2**32, 2**32 + 1, 2**63, 2**64 - 2, -(2**63) + 1, (0, 0), (0, 1), (1, 0), (0, 2**32)]
@@ -219,23 +219,23 @@ def test_penalties_by_hand():
 def frequencies(rows, logits, n=4000):
     """How often each row chose each token, over many keys."""
     x = jnp.asarray(logits)
-    one = jax.jit(lambda keys: jax.lax.map(lambda k: next_tokens(x, x, settings(rows), k).tokens, keys))
+    draw = jax.jit(lambda keys: jax.lax.map(lambda k: next_tokens(x, x, settings(rows), k).tokens, keys))
     keys = jax.random.split(jax.random.key(5), (n, len(rows)))
-    tokens = np.asarray(one(keys))
+    tokens = np.asarray(draw(keys))
     return np.stack([np.bincount(tokens[:, i], minlength=V) / n for i in range(len(rows))])
 
 
 def test_draws_follow_the_distribution_and_greedy_rows_beside_them_do_not_draw():
     rows = [Sampling(temperature=0.7), Sampling(temperature=2.0, top_k=6), Sampling()]
     logits = logits_of(3)
-    found = frequencies(rows, logits)
+    shares = frequencies(rows, logits)
     for i, (s, allowed) in enumerate([(0.7, set(range(V))), (2.0, oracle(logits[1], rows[1]))]):
         warm = np.where([t in allowed for t in range(V)], logits[i] / s, -np.inf)
         p = np.exp(warm - warm.max())
         p /= p.sum()
-        assert np.abs(found[i] - p).max() < 5 * np.sqrt(0.25 / 4000)
-        assert found[i][p == 0].sum() == 0
-    assert found[2][np.argmax(logits[2])] == 1.0
+        assert np.abs(shares[i] - p).max() < 5 * np.sqrt(0.25 / 4000)
+        assert shares[i][p == 0].sum() == 0
+    assert shares[2][np.argmax(logits[2])] == 1.0
 
 
 def test_logprobs_are_the_models_own():
@@ -252,8 +252,8 @@ def test_logprobs_are_the_models_own():
 
 def test_draws_follow_the_distribution_under_every_kind_of_filter():
     logits = logits_of(len(ROWS), 3)
-    found = frequencies(ROWS, logits)
-    for row, s, f in zip(logits, ROWS, found):
+    shares = frequencies(ROWS, logits)
+    for row, s, f in zip(logits, ROWS, shares):
         warm = np.where([t in oracle(row, s) for t in range(V)], row.astype(np.float64), -np.inf)
         p = np.exp(warm - warm.max())
         p /= p.sum()
@@ -272,34 +272,34 @@ def test_the_probability_of_a_draw_is_that_of_what_the_filters_leave(seed):
             assert chance == 0
             continue
         warm = row.astype(np.float64) / s.temperature
-        left = oracle(warm, s)
-        assert int(token) in left
-        expected = warm[token] - np.log(sum(np.exp(warm[t]) for t in left))
+        tokens_left = oracle(warm, s)
+        assert int(token) in tokens_left
+        expected = warm[token] - np.log(sum(np.exp(warm[t]) for t in tokens_left))
         assert abs(chance - expected) < 1e-5
 
 
 @pytest.mark.parametrize("p", [0.05, 0.3, 0.8, 0.999, 1.0])
 def test_typical_sampling_leaves_what_its_paper_leaves(p):
     logits = logits_of(5, 7)
-    found = np.asarray(typical_tokens(jnp.asarray(logits), jnp.full(5, p)))
-    for row, left in zip(logits.astype(np.float64), found):
+    is_typical = np.asarray(typical_tokens(jnp.asarray(logits), jnp.full(5, p)))
+    for row, is_kept in zip(logits.astype(np.float64), is_typical):
         share = np.exp(row - row.max())
         share /= share.sum()
         entropy = -(share * np.log(share)).sum()
         order = np.argsort(np.abs(-np.log(share) - entropy), kind="stable")
         count = 1 + int((np.cumsum(share[order])[:-1] < p).sum())
-        assert set(np.flatnonzero(left)) == set(order[:count]) or p == 1
-        assert left.all() or p < 1
+        assert set(np.flatnonzero(is_kept)) == set(order[:count]) or p == 1
+        assert is_kept.all() or p < 1
 
 
 def test_typical_rows_beside_others_draw_from_their_own_tokens():
     logits = logits_of(1, 7)
     rows = [Sampling(temperature=1.0, typical_p=0.3), Sampling(temperature=1.0), Sampling(temperature=1.0, top_k=2)]
     allowed = np.asarray(typical_tokens(jnp.asarray(logits), jnp.asarray([0.3])))[0]
-    found = frequencies(rows, np.concatenate([logits] * 3), 2000)
-    assert set(np.flatnonzero(found[0])) == set(np.flatnonzero(allowed))
-    assert set(np.flatnonzero(found[1])) - set(np.flatnonzero(allowed))
-    assert np.count_nonzero(found[2]) == 2
+    shares = frequencies(rows, np.concatenate([logits] * 3), 2000)
+    assert set(np.flatnonzero(shares[0])) == set(np.flatnonzero(allowed))
+    assert set(np.flatnonzero(shares[1])) - set(np.flatnonzero(allowed))
+    assert np.count_nonzero(shares[2]) == 2
 
 
 def test_a_row_that_does_not_count_makes_the_others_do_no_more():
@@ -328,8 +328,8 @@ def test_a_small_temperature_draws_the_greedy_text_with_a_probability_near_1():
     lm = load_lm(shared("models/stories260k"))
     engine = Engine(lm.module, EngineSettings(slots=4, context=64, pages=64, page=8))
 
-    def answer(how: Sampling) -> list[Event]:
-        engine.add(Request(lm.encode("Once upon a time"), 8, how, frozenset(), 1))
+    def answer(sampling: Sampling) -> list[Event]:
+        engine.add(Request(lm.encode("Once upon a time"), 8, sampling, frozenset(), 1))
         return list(engine.run())
 
     greedy = [event.token for event in answer(Sampling())]
@@ -347,12 +347,12 @@ def test_tied_tokens_are_drawn_at_any_temperature():
     logits[:, [3, 30]] = 4.0
     for temperature in (1e-6, 1e-12):
         rows = settings([Sampling(temperature=temperature)] * len(logits))
-        found = jax.jit(next_tokens)(jnp.asarray(logits), jnp.asarray(logits), rows, random_streams(7, range(len(logits))))
-        tokens, count = np.unique(np.asarray(found.tokens), return_counts=True)
+        draws = jax.jit(next_tokens)(jnp.asarray(logits), jnp.asarray(logits), rows, random_streams(7, range(len(logits))))
+        tokens, count = np.unique(np.asarray(draws.tokens), return_counts=True)
         assert tokens.tolist() == [3, 30]
         # Five standard deviations of a fair coin.
         assert abs(int(count[0]) - 200) < 50
-        np.testing.assert_allclose(np.asarray(found.drawn), np.log(0.5), atol=1e-6)
+        np.testing.assert_allclose(np.asarray(draws.drawn), np.log(0.5), atol=1e-6)
 
 
 def test_a_slot_keeps_two_bytes_a_token():

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from laws.families import CASES, built
+from laws.families import CASES, noisy_model
 
 from argosy.models.parts.stack import Unroll
 from argosy.models.parts.weight import split
@@ -14,12 +14,12 @@ from argosy.run.hooks.samples import Sampler
 def sample():
     """(seed, step) -> the tokens of a sample, weights unchanged."""
     config = CASES["llama-plain"]
-    graph, weights = split(model := built(config, Unroll()))
+    graph, weights = split(model := noisy_model(config, Unroll()))
     assembly = SimpleNamespace(tokenizer=None, graph=graph, decided=SimpleNamespace(dtype=model.dtype))
 
     def sample(seed, step):
-        how = SimpleNamespace(prompt="", tokens=12, temperature=1.0)
-        run = SimpleNamespace(sample=how, model=config, seed=seed)
+        sample_settings = SimpleNamespace(prompt="", tokens=12, temperature=1.0)
+        run = SimpleNamespace(sample=sample_settings, model=config, seed=seed)
         return Sampler(assembly, run)(SimpleNamespace(params=weights, rest={}, step=step))
 
     return sample

@@ -11,7 +11,7 @@ from argosy.infer.engine.scheduler import Scheduler, StepPlan, WindowPool
 from argosy.models.parts.attention.cache import AttentionWindow
 
 
-def played(
+def run_to_end(
     scheduler: Scheduler, most: int = 10_000, watch: Callable[[StepPlan], object] = lambda _: None
 ) -> list[StepPlan]:
     """Steps until nothing is left; each plan is append_token after the next one is made.
@@ -39,22 +39,22 @@ def played(
     raise AssertionError("it never ends")
 
 
-def scheduler(pages: int = 100, slots: int = 4, budget: int = 64, mixed_budget: int = 16, row: int = 8, **how) -> Scheduler:
-    return Scheduler(PagePool(pages), 4, slots, budget, mixed_budget, row, **how)
+def scheduler(pages: int = 100, slots: int = 4, budget: int = 64, mixed_budget: int = 16, row: int = 8, **options) -> Scheduler:
+    return Scheduler(PagePool(pages), 4, slots, budget, mixed_budget, row, **options)
 
 
 def test_every_token_is_computed_once_and_every_answer_has_its_length():
     rng, s = np.random.default_rng(0), scheduler()
-    wanted = [ScheduledRequest(rng.integers(0, 9, n).tolist(), most) for n, most in rng.integers(1, 60, (30, 2)).tolist()]
-    for sequence in wanted:
+    requests = [ScheduledRequest(rng.integers(0, 9, n).tolist(), most) for n, most in rng.integers(1, 60, (30, 2)).tolist()]
+    for sequence in requests:
         s.add(sequence)
-    plans = played(s)
-    for sequence in wanted:
+    plans = run_to_end(s)
+    for sequence in requests:
         assert len(sequence.tokens) == sequence.prompt + sequence.max_tokens
         assert sequence.computed == len(sequence.tokens) - 1
-        own = [p for plan in plans for p in plan.chunks if p.request is sequence]
-        at = own[0].start
-        for chunk in own:
+        chunks = [p for plan in plans for p in plan.chunks if p.request is sequence]
+        at = chunks[0].start
+        for chunk in chunks:
             assert chunk.start == at
             at += len(chunk.tokens)
         assert at == sequence.prompt
@@ -67,7 +67,7 @@ def test_a_long_prompt_delays_decoding_by_no_more_than_a_piece():
     s.add(first)
     s.plan()
     s.add(long)
-    plans = played(s)
+    plans = run_to_end(s)
     mixed = [plan for plan in plans if plan.chunks and plan.decodes]
     assert mixed
     assert all(sum(len(chunk.tokens) for chunk in plan.chunks) <= 16 for plan in mixed)
@@ -76,24 +76,24 @@ def test_a_long_prompt_delays_decoding_by_no_more_than_a_piece():
 
 def test_answers_begin_in_the_order_of_requests_and_of_priority():
     s = scheduler(slots=2)
-    wanted = [ScheduledRequest([i] * 20, 3, priority=priority) for i, priority in enumerate([1, 1, 0, 1])]
-    for sequence in wanted:
+    requests = [ScheduledRequest([i] * 20, 3, priority=priority) for i, priority in enumerate([1, 1, 0, 1])]
+    for sequence in requests:
         s.add(sequence)
     begun = []
-    for plan in played(s):
+    for plan in run_to_end(s):
         begun += [chunk.request for chunk in plan.chunks if chunk.start == 0]
-    assert begun == [wanted[2], wanted[0], wanted[1], wanted[3]]
+    assert begun == [requests[2], requests[0], requests[1], requests[3]]
 
 
 def test_where_pages_run_out_the_last_comer_gives_its_own_up_and_ends_all_the_same():
     s = scheduler(pages=12, slots=4)
-    wanted = [ScheduledRequest([i] * 6, 30) for i in range(4)]
-    for sequence in wanted:
+    requests = [ScheduledRequest([i] * 6, 30) for i in range(4)]
+    for sequence in requests:
         s.add(sequence)
-    played(s)
+    run_to_end(s)
     assert s.preemptions > 0
-    assert wanted[0].preemptions == 0, "the first one is never put back"
-    assert all(len(sequence.tokens) == 36 for sequence in wanted)
+    assert requests[0].preemptions == 0, "the first one is never put back"
+    assert all(len(sequence.tokens) == 36 for sequence in requests)
     assert s.pages.free == 12
 
 
@@ -102,11 +102,11 @@ def test_common_beginnings_are_computed_once_but_never_the_last_token():
     for _ in range(2):
         sequence = ScheduledRequest([3] * 16, 2)
         s.add(sequence)
-        played(s)
+        run_to_end(s)
     assert sequence.reused == 12, "of 16 tokens in pages of 4 the last page is computed: its last token draws"
     other = ScheduledRequest([3] * 16, 2, key=PageKey("somebody else"))
     s.add(other)
-    played(s)
+    run_to_end(s)
     assert other.reused == 0
 
 
@@ -143,7 +143,7 @@ def test_one_row_a_sequence_takes_one_piece_a_step():
     s = scheduler(row=1, chunks=1)
     for i in range(3):
         s.add(ScheduledRequest([i] * 100, 2))
-    assert all(len(plan.chunks) <= 1 for plan in played(s))
+    assert all(len(plan.chunks) <= 1 for plan in run_to_end(s))
 
 
 class Memory:
@@ -153,14 +153,14 @@ class Memory:
         self.scheduler, self.page, self.written = scheduler, scheduler.page, {}
 
     def compute(self, plan: StepPlan) -> None:
-        for one in plan.decodes:
-            self._compute(one, one.computed - 1, [*one.tokens, 7][: one.computed])
+        for request in plan.decodes:
+            self._compute(request, request.computed - 1, [*request.tokens, 7][: request.computed])
         for chunk in plan.chunks:
             self._compute(chunk.request, chunk.start, chunk.request.tokens[: chunk.start + len(chunk.tokens)])
 
     def _compute(self, sequence: ScheduledRequest, start: int, tokens: list[int]) -> None:
         pools = [(None, 0, sequence.pages)]
-        pools += [(own.window, kept.first, kept.pages) for own, kept in zip(self.scheduler.pools, sequence.windows)]
+        pools += [(pool.window, window.first, window.pages) for pool, window in zip(self.scheduler.pools, sequence.windows)]
         for number, (window, first, pages) in enumerate(pools):
             place = [(number, pages[at // self.page - first], at % self.page) for at in range(first * self.page, len(tokens))]
             for at in range(start, len(tokens)):
@@ -176,30 +176,30 @@ def test_windows_keep_what_queries_see_and_give_back_the_rest(window: AttentionW
     pools = [WindowPool(window, PagePool(40), filling), WindowPool(AttentionWindow(3), PagePool(30), AttentionWindow(3).pages(32, 4))]
     s = Scheduler(PagePool(60), 4, 6, 32, 16, 8, None, pools)
     memory, begun = Memory(s), rng.integers(0, 9, 70).tolist()
-    wanted = [
-        ScheduledRequest([*begun[:shared], *rng.integers(0, 9, own).tolist()], most)
-        for shared, own, most in rng.integers((0, 1, 1), (70, 60, 50), (60, 3)).tolist()
+    requests = [
+        ScheduledRequest([*begun[:shared], *rng.integers(0, 9, prompt_length).tolist()], most)
+        for shared, prompt_length, most in rng.integers((0, 1, 1), (70, 60, 50), (60, 3)).tolist()
     ]
-    for sequence in wanted:
+    for sequence in requests:
         s.add(sequence)
     def watch(plan: StepPlan) -> None:
         memory.compute(plan)
-        for one in [*plan.decodes, *(chunk.request for chunk in plan.chunks)]:
-            assert all(len(kept.pages) <= pool.most for pool, kept in zip(pools, one.windows, strict=True))
+        for request in [*plan.decodes, *(chunk.request for chunk in plan.chunks)]:
+            assert all(len(window_pages.pages) <= pool.most for pool, window_pages in zip(pools, request.windows, strict=True))
 
-    played(s, watch=watch)
+    run_to_end(s, watch=watch)
     assert s.is_empty
     assert s.preemptions > 0
-    assert sum(sequence.reused for sequence in wanted) > 300
-    assert all(len(sequence.tokens) == sequence.prompt + sequence.max_tokens for sequence in wanted)
+    assert sum(sequence.reused for sequence in requests) > 300
+    assert all(len(sequence.tokens) == sequence.prompt + sequence.max_tokens for sequence in requests)
 
 
 def test_a_sequence_that_decodes_keeps_the_pages_of_its_window_alone():
-    window, kept = AttentionWindow(10), []
+    window, page_counts = AttentionWindow(10), []
     s = Scheduler(PagePool(100), 4, 2, 32, 16, 8, None, [WindowPool(window, PagePool(20), window.pages(32, 4))])
     s.add(ScheduledRequest([1] * 100, 60))
-    played(s, watch=lambda plan: kept.extend(len(one.windows[0].pages) for one in plan.decodes))
-    assert max(kept) == window.pages(1, 4) == 4, "ten tokens in pages of four"
+    run_to_end(s, watch=lambda plan: page_counts.extend(len(request.windows[0].pages) for request in plan.decodes))
+    assert max(page_counts) == window.pages(1, 4) == 4, "ten tokens in pages of four"
     assert s.is_empty
 
 
@@ -208,14 +208,14 @@ def test_a_prompt_is_found_where_every_pool_still_has_what_its_next_token_sees()
     s = Scheduler(PagePool(100), 4, 2, 32, 16, 8, None, [pool])
     first = ScheduledRequest([3] * 100, 4)
     s.add(first)
-    played(s)
+    run_to_end(s)
     again = ScheduledRequest([*first.tokens, 5], 2)
     s.add(again)
-    played(s)
+    run_to_end(s)
     assert again.reused == 100
     other = ScheduledRequest(first.tokens[:60], 2)
     s.add(other)
-    played(s)
+    run_to_end(s)
     assert other.reused == 56, "its window is there too: 56 tokens are 14 pages"
     pool.pages.allocate(20)
     assert s._lookup(again.hashes(4)).pages == [], "others have taken the pages of its window"

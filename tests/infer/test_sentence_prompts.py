@@ -28,11 +28,11 @@ PROMPTS = {"query": "query: ", "passage": "passage: ", "plain": ""}
 TEXTS = ["how do bees find flowers", "Bees"]
 
 
-def encoder(folder: Path, **how: Any) -> argosy.LM:
+def encoder(folder: Path, **options: Any) -> argosy.LM:
     """A small encoder with the words of BERT, read from a folder with prompts."""
     config = FAMILIES["bert"].examples()["plain"].model_copy(update={"vocab": 30522, "layers": 1})
     LM(config, random_model(config, 0).module, find_tokenizer(str(shared("tokenizers/bert_uncased_vocab.txt")))).save(folder)
-    write_steps(folder, EmbeddingSteps("mean", normalize=True, tokens=24, prompts=PROMPTS, **how), config.width)
+    write_steps(folder, EmbeddingSteps("mean", normalize=True, tokens=24, prompts=PROMPTS, **options), config.width)
     return argosy.load(folder)
 
 
@@ -73,8 +73,8 @@ def test_a_prompt_that_is_not_pooled_is_still_read(without: argosy.LM):
     """As in sentence-transformers, [CLS] is left out with the prompt before it; texts of both lengths share a batch."""
     assert not read_steps(without.companions).include_prompt
     for name in ("query", "plain", None):
-        wanted = np.stack([by_hand(without, PROMPTS.get(name or "", ""), text) for text in TEXTS])
-        assert relative(without.embed(TEXTS, prompt_name=name), wanted) < 1e-5
+        expected = np.stack([by_hand(without, PROMPTS.get(name or "", ""), text) for text in TEXTS])
+        assert relative(without.embed(TEXTS, prompt_name=name), expected) < 1e-5
     same = without.embed(["query: " + text for text in TEXTS], prompt="")
     assert relative(without.embed(TEXTS, prompt_name="query"), same) > 1e-2
 
@@ -102,10 +102,10 @@ def test_the_server_takes_the_name_of_a_prompt_and_ranks_by_roles(without: argos
         return inside(App(service).asgi, lambda client: client.post(path, json=body))
 
     try:
-        vectors = [one["embedding"] for one in ask("/v1/embeddings", input=TEXTS, prompt_name="query").json()["data"]]
+        vectors = [entry["embedding"] for entry in ask("/v1/embeddings", input=TEXTS, prompt_name="query").json()["data"]]
         assert relative(np.asarray(vectors), without.embed(TEXTS, prompt_name="query")) < 1e-5
         assert "no prompt `querry`" in ask("/v1/embeddings", input=TEXTS, prompt_name="querry").json()["error"]["message"]
-        ranked = {one["index"]: one["relevance_score"] for one in ask("/rerank", query="bees", documents=TEXTS).json()["results"]}
+        ranked = {entry["index"]: entry["relevance_score"] for entry in ask("/rerank", query="bees", documents=TEXTS).json()["results"]}
     finally:
         service.front.close()
     cosines = without.embed(TEXTS, prompt_name="passage") @ without.embed(["bees"], prompt_name="query")[0]
@@ -122,8 +122,8 @@ def test_a_token_of_the_prompt_and_of_the_text_is_pooled():
     """In byte-level BPE a prompt's last blank belongs to the first word of the text."""
     tokenizer = find_tokenizer(str(shared("tokenizers/cl100k_base.tiktoken")))
     step = TokenizeStep(prompt="query: ", prompt_length="after")
-    found = tokenize_inputs(step, tokenizer, ["bees", "war and peace"], None)
-    for row, after, text in zip(found["tokens"], found["after"], ("bees", "war and peace"), strict=True):
+    inputs = tokenize_inputs(step, tokenizer, ["bees", "war and peace"], None)
+    for row, after, text in zip(inputs["tokens"], inputs["after"], ("bees", "war and peace"), strict=True):
         assert 0 < after < len(row)
         assert tokenizer.decode([int(i) for i in row[after:] if i]).strip() == text
 

@@ -47,9 +47,9 @@ def lm_of(family: str, example: str, **changes: Any) -> LM:
 
 @pytest.fixture(scope="module")
 def lm() -> LM:
-    found = lm_of("llama", "plain", vocab=ByteTokenizer.vocab)
-    found.tokenizer = ByteTokenizer()
-    return found
+    byte_lm = lm_of("llama", "plain", vocab=ByteTokenizer.vocab)
+    byte_lm.tokenizer = ByteTokenizer()
+    return byte_lm
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def with_(speculative: Any, **changes: Any) -> EngineSettings:
     return TIGHT.model_copy(update={"speculative": speculative, **changes})
 
 
-def asked(vocab: int, most: int = 28, lengths: tuple[int, ...] = (5, 50, 6, 3, 12, 7)) -> list[Request]:
+def make_requests(vocab: int, most: int = 28, lengths: tuple[int, ...] = (5, 50, 6, 3, 12, 7)) -> list[Request]:
     """Requests of every manner, some with log-probabilities; prompts longer than a chunk, and equal beginnings."""
     rng = np.random.default_rng(0)
     begin = rng.integers(0, vocab, 60).tolist()
@@ -90,18 +90,18 @@ class Script(Drafter):
         return [self._draft(s.tokens, s.prompt, row, room) for s, row, room in zip(plan.decodes, rows, plan.draft_room)]
 
     def _draft(self, tokens: list[int], prompt: int, row: int, room: int) -> list[int]:
-        text = next(answer for asked, answer in self.texts[row:] if asked == tokens[:prompt])
+        text = next(answer for ids, answer in self.texts[row:] if ids == tokens[:prompt])
         right = text[len(tokens) - prompt :][:room]
         return [(token + int(self.chance.random() < self.errors)) % self.vocab for token in right]
 
 
-def scripted(engine: Engine, requests: list[Request], expected: list[list[Event]], errors: float = 0.3) -> None:
+def install_script(engine: Engine, requests: list[Request], expected: list[list[Event]], errors: float = 0.3) -> None:
     assert engine.speculation is not None
     engine.speculation.drafter = Script(engine, 4, requests, expected, errors)
 
 
-def assert_same(found: list[list[Event]], expected: list[list[Event]]) -> None:
-    for mine, other in zip(found, expected, strict=True):
+def assert_same(outputs: list[list[Event]], expected: list[list[Event]]) -> None:
+    for mine, other in zip(outputs, expected, strict=True):
         assert [(e.token, e.finish_reason) for e in mine] == [(e.token, e.finish_reason) for e in other]
         for part in ("logprob", "drawn"):
             np.testing.assert_allclose([getattr(e, part) for e in mine], [getattr(e, part) for e in other], atol=1e-4)
@@ -110,26 +110,26 @@ def assert_same(found: list[list[Event]], expected: list[list[Event]]) -> None:
             np.testing.assert_allclose([p for _, p in a.top], [p for _, p in b.top], atol=1e-4)
 
 
-def accepted(engine: Engine) -> int:
+def accepted_count(engine: Engine) -> int:
     assert engine.speculation is not None
     return sum(engine.speculation.accepted)
 
 
 @pytest.mark.slow
 def test_answers_are_those_without_speculation_though_pages_run_out(lm: LM, plain: Engine, speculative: Engine):
-    requests = asked(lm.config.vocab)
+    requests = make_requests(lm.config.vocab)
     expected = plain.generate(requests)
     for errors in (0.0, 0.3, 1.0):
-        scripted(speculative, requests, expected, errors)
-        before = accepted(speculative), speculative.stats.steps, speculative.scheduler.preemptions
+        install_script(speculative, requests, expected, errors)
+        before = accepted_count(speculative), speculative.stats.steps, speculative.scheduler.preemptions
         assert_same(speculative.generate(requests), expected)
         steps = speculative.stats.steps - before[1]
         assert speculative.scheduler.preemptions > before[2]
-        assert (accepted(speculative) > before[0]) == (errors < 1)
+        assert (accepted_count(speculative) > before[0]) == (errors < 1)
         assert steps < 0.5 * plain.stats.steps if not errors else True
         assert speculative.pages.free == speculative.pages.count
     for request, events in zip(requests, expected, strict=True):
-        scripted(speculative, requests, expected)
+        install_script(speculative, requests, expected)
         assert_same(speculative.generate([request]), [events])
 
 
@@ -149,21 +149,21 @@ STRUCTURES = [
 @pytest.mark.parametrize("family, example, changes", STRUCTURES)
 def test_every_structure_verifies_and_rolls_back(family: str, example: str, changes: dict[str, Any]):
     lm = lm_of(family, example, **changes)
-    requests = asked(lm.config.vocab, 16, (5, 30, 6, 9))
+    requests = make_requests(lm.config.vocab, 16, (5, 30, 6, 9))
     expected = Engine(lm.module, TIGHT).generate(requests)
     engine = Engine(lm.module, with_(how.NGram(tokens=4)))
-    scripted(engine, requests, expected)
+    install_script(engine, requests, expected)
     assert_same(engine.generate(requests), expected)
-    assert 0 < accepted(engine) < engine.speculation.drafted
+    assert 0 < accepted_count(engine) < engine.speculation.drafted
 
 
 def test_n_grams_are_accepted_where_a_text_repeats(lm: LM, plain: Engine, speculative: Engine):
     """The greedy answers of this model fall into loops."""
     speculative.speculation.drafter = NGramDrafter(how.NGram(tokens=4, lookup_min=1))
-    requests = asked(lm.config.vocab)
-    before = accepted(speculative)
+    requests = make_requests(lm.config.vocab)
+    before = accepted_count(speculative)
     assert_same(speculative.generate(requests), plain.generate(requests))
-    assert accepted(speculative) > before
+    assert accepted_count(speculative) > before
 
 
 @pytest.mark.parametrize(
@@ -198,22 +198,22 @@ def test_drafts_of_a_text_with_a_short_period_go_on_with_it():
 def test_a_draft_model_that_is_the_model_is_always_right(lm: LM, plain: Engine):
     """At any temperature and under penalties, because it draws with the keys and the state of the token that it guesses."""
     engine = Engine(lm.module, with_(how.DraftModel(model="itself", tokens=3)), draft=lm.module)
-    requests = asked(lm.config.vocab)
+    requests = make_requests(lm.config.vocab)
     expected = plain.generate(requests)
     assert_same(engine.generate(requests), expected)
-    assert accepted(engine) == engine.speculation.drafted > 60
+    assert accepted_count(engine) == engine.speculation.drafted > 60
     again = engine.stats.reused_tokens
     assert_same(engine.generate(requests[1:2]), expected[1:2])
     assert engine.stats.reused_tokens > again, "of a prompt found in the prefix cache too"
-    assert accepted(engine) == engine.speculation.drafted
+    assert accepted_count(engine) == engine.speculation.drafted
 
 
 @pytest.mark.slow
 def test_a_draft_model_that_is_another_model_changes_nothing(lm: LM, plain: Engine):
     engine = Engine(lm.module, with_(how.DraftModel(model="other", tokens=3)), draft=random_model(lm.config, 1).module)
-    requests = asked(lm.config.vocab)
+    requests = make_requests(lm.config.vocab)
     assert_same(engine.generate(requests), plain.generate(requests))
-    assert 0 < accepted(engine) < engine.speculation.drafted
+    assert 0 < accepted_count(engine) < engine.speculation.drafted
 
 
 def with_mtp() -> LM:
@@ -224,7 +224,7 @@ def with_mtp() -> LM:
 def test_the_module_for_multi_token_prediction_drafts_what_it_predicts():
     """Against the module over the whole sequence; the second draft reads the module's own output."""
     lm = with_mtp()
-    model, requests = lm.module, asked(lm.config.vocab, 16, (5, 40, 6, 9))
+    model, requests = lm.module, make_requests(lm.config.vocab, 16, (5, 40, 6, 9))
     engine = Engine(model, with_(how.MTP(tokens=2)))
     seen: list[tuple[list[int], list[int]]] = []
     inner = engine.speculation.drafter.draft
@@ -232,7 +232,7 @@ def test_the_module_for_multi_token_prediction_drafts_what_it_predicts():
     def draft(plan: Any, slots: Any) -> list[list[int]]:
         drafts = inner(plan, slots)
         greedy = [not engine._requests[s.id].request.sampling.model_fields_set for s in plan.decodes]
-        seen.extend(([*s.tokens], own) for s, own, plain in zip(plan.decodes, drafts, greedy) if own and plain)
+        seen.extend(([*s.tokens], draft) for s, draft, plain in zip(plan.decodes, drafts, greedy) if draft and plain)
         return drafts
 
     engine.speculation.drafter.draft = draft
@@ -247,9 +247,9 @@ def test_the_module_for_multi_token_prediction_drafts_what_it_predicts():
         model = merge(graph, weights)
         x, following = model.hidden(ids, Packed(whole))[0], jnp.roll(ids, -1, 1)
         y = model.ahead(1, x, following, Packed(whole))[0]
-        own = jnp.argmax(model.unembed(y)[0, count - 2])
-        x, following = x.at[0, count - 1].set(y[0, count - 2]), following.at[0, count - 1].set(own)
-        return own, jnp.argmax(model.unembed(model.ahead(1, x, following, Packed(whole))[0])[0, count - 1])
+        token = jnp.argmax(model.unembed(y)[0, count - 2])
+        x, following = x.at[0, count - 1].set(y[0, count - 2]), following.at[0, count - 1].set(token)
+        return token, jnp.argmax(model.unembed(model.ahead(1, x, following, Packed(whole))[0])[0, count - 1])
 
     for tokens, drafts in seen:
         ids = np.zeros((1, TIGHT.context), np.int32)
@@ -267,9 +267,9 @@ def test_a_module_that_predicts_as_the_model_does_is_always_right():
     D = lm.config.width
     silent["mtp.0.proj.w"] = jnp.concatenate([jnp.eye(D), jnp.zeros((D, D))]).astype(lm.module.dtype)
     put(lm.module, silent)
-    engine, requests = Engine(lm.module, with_(how.MTP(tokens=3))), asked(lm.config.vocab, 16, (5, 40, 6, 9))
+    engine, requests = Engine(lm.module, with_(how.MTP(tokens=3))), make_requests(lm.config.vocab, 16, (5, 40, 6, 9))
     assert_same(engine.generate(requests), Engine(lm.module, TIGHT).generate(requests))
-    assert accepted(engine) == engine.speculation.drafted > 20
+    assert accepted_count(engine) == engine.speculation.drafted > 20
 
 
 @pytest.mark.slow
@@ -290,12 +290,12 @@ def test_followers_of_a_request_that_left_before_the_module_computed_its_pages()
 
 
 def test_what_depends_on_the_answer_is_not_drafted_and_decodes_beside(lm: LM, plain: Engine, speculative: Engine):
-    requests = asked(lm.config.vocab)
+    requests = make_requests(lm.config.vocab)
     for i, sampling in ((0, {"bad_words": ((8, 9), (5, 9, 3)), "temperature": 3.0}), (1, {"min_tokens": 9, "temperature": 1.0})):
         requests[i].sampling, requests[i].stop_tokens = Sampling(**sampling), frozenset([11, 12, 13])
     requests[2].grammar = lm.grammar({"regex": "[a-f]{4,20}"})
     expected = plain.generate(requests)
-    scripted(speculative, requests, expected, 0.0)
+    install_script(speculative, requests, expected, 0.0)
     drafted: dict[int, int] = {}
     inner = speculative.speculation.drafter.draft
 
@@ -312,49 +312,49 @@ def test_what_depends_on_the_answer_is_not_drafted_and_decodes_beside(lm: LM, pl
 
 
 def test_an_answer_that_ends_among_its_drafts_ends_there(lm: LM, plain: Engine, speculative: Engine):
-    requests = asked(lm.config.vocab)
+    requests = make_requests(lm.config.vocab)
     free = plain.generate(requests)
-    scripted(speculative, requests, free, 0.0)
+    install_script(speculative, requests, free, 0.0)
     for request, events in zip(requests, free, strict=True):
         tokens = [e.token for e in events]
         end = next(i for i in range(7, 28) if tokens[i] not in tokens[:i])
         request.stop_tokens = frozenset([tokens[end]])
-        drawn = speculative.stats.drawn_tokens
-        found = speculative.generate([request])[0]
-        assert [e.token for e in found] == tokens[: end + 1]
-        assert [e.finish_reason for e in found] == [None] * end + ["stop"]
-        assert speculative.stats.drawn_tokens - drawn == end + 1
+        tokens_before = speculative.stats.drawn_tokens
+        answer_events = speculative.generate([request])[0]
+        assert [e.token for e in answer_events] == tokens[: end + 1]
+        assert [e.finish_reason for e in answer_events] == [None] * end + ["stop"]
+        assert speculative.stats.drawn_tokens - tokens_before == end + 1
         assert speculative.pages.free == speculative.pages.count
 
 
 def test_aborts_and_new_requests_between_steps_change_no_other_answer(lm: LM, plain: Engine, speculative: Engine):
-    requests = asked(lm.config.vocab)
+    requests = make_requests(lm.config.vocab)
     expected = plain.generate(requests)
-    scripted(speculative, requests, expected)
+    install_script(speculative, requests, expected)
     numbers = [speculative.add(request) for request in requests[:4]]
     events = [*speculative.step(), *speculative.step(), *speculative.step()]
     assert speculative.abort(numbers[1])
     numbers += [speculative.add(request) for request in requests[4:]]
     events += [*speculative.run()]
-    found = [[e for e in events if e.id == number] for number in numbers]
-    assert found[1][-1].finish_reason == "abort"
-    assert_same([found[i] for i in (0, 2, 3, 4, 5)], [expected[i] for i in (0, 2, 3, 4, 5)])
+    events_of = [[e for e in events if e.id == number] for number in numbers]
+    assert events_of[1][-1].finish_reason == "abort"
+    assert_same([events_of[i] for i in (0, 2, 3, 4, 5)], [expected[i] for i in (0, 2, 3, 4, 5)])
     assert speculative.pages.free == speculative.pages.count
 
 
 def test_pages_with_rejected_drafts_are_not_found_by_others(lm: LM, plain: Engine):
     """The second prompt is the first with its answer: its pages are those that drafts were written into."""
     engine = Engine(lm.module, with_(how.NGram(tokens=4)))
-    first = asked(lm.config.vocab, 40, (12,))
+    first = make_requests(lm.config.vocab, 40, (12,))
     expected = plain.generate(first)
-    scripted(engine, first, expected, 0.6)
+    install_script(engine, first, expected, 0.6)
     engine.generate(first)
     second = [Request([*first[0].tokens, *(e.token for e in expected[0][:38])], 12)]
-    scripted(engine, second, plain.generate(second), 0.6)
+    install_script(engine, second, plain.generate(second), 0.6)
     before = engine.stats.reused_tokens
     assert_same(engine.generate(second), plain.generate(second))
     assert engine.stats.reused_tokens - before == 48
-    assert accepted(engine) < engine.speculation.drafted
+    assert accepted_count(engine) < engine.speculation.drafted
 
 
 @pytest.mark.slow
@@ -362,14 +362,14 @@ def test_new_weights_are_used_from_the_next_token_on():
     lm = lm_of("llama", "plain")
     other = random_model(lm.config, 1).module
     engine = Engine(lm.module, with_(how.DraftModel(model="itself", tokens=3)), draft=lm.module)
-    request = asked(lm.config.vocab, 28, (12,))[0]
+    request = make_requests(lm.config.vocab, 28, (12,))[0]
     number = engine.add(request)
     events = [event for _ in range(3) for event in engine.step()]
-    made = [event.token for event in events]
+    tokens = [event.token for event in events]
     put(lm.module, split(other)[1])
-    made += [event.token for event in engine.run() if event.id == number]
-    rest = Request([*request.tokens, *made[: len(events)]], 28 - len(events))
-    assert made[len(events) :] == [e.token for e in Engine(other, TIGHT).generate([rest])[0]]
+    tokens += [event.token for event in engine.run() if event.id == number]
+    rest = Request([*request.tokens, *tokens[: len(events)]], 28 - len(events))
+    assert tokens[len(events) :] == [e.token for e in Engine(other, TIGHT).generate([rest])[0]]
 
 
 METHODS = [
@@ -389,7 +389,7 @@ def test_after_warming_up_no_request_compiles_anything(family: str, example: str
     number = engine.warm_up()
     assert number == engine.stats.compilations > 5
     chance = np.random.default_rng(0)
-    waiting = asked(lm.config.vocab, 12, tuple(chance.integers(3, 60, 20).tolist()))
+    waiting = make_requests(lm.config.vocab, 12, tuple(chance.integers(3, 60, 20).tolist()))
     while waiting or engine.busy:
         for _ in range(min(int(chance.integers(0, 3)), len(waiting))):
             engine.add(waiting.pop())
@@ -406,22 +406,22 @@ def test_without_speculation_there_are_no_programs_for_drafts(plain: Engine):
 
 
 def answers_of(lm: LM, **sampling: Any) -> list[tuple[Any, ...]]:
-    found = lm.generate([[7, 8, 9] * 5, [5, 9, 100]], 24, seed=3, ignore_eos=True, **sampling)
-    return [(one.tokens, one.text, one.finish_reason) for one in found]
+    answers = lm.generate([[7, 8, 9] * 5, [5, 9, 100]], 24, seed=3, ignore_eos=True, **sampling)
+    return [(answer.tokens, answer.text, answer.finish_reason) for answer in answers]
 
 
 @pytest.fixture(scope="module")
 def folder(lm: LM, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    found = tmp_path_factory.mktemp("speculate")
-    lm.save(found / "model", format="argosy")
-    return found / "model"
+    root = tmp_path_factory.mktemp("speculate")
+    lm.save(root / "model", format="argosy")
+    return root / "model"
 
 
 @pytest.mark.parametrize("method", default("ngram", of=["ngram", "draft_model"]))
 def test_the_handle_answers_as_without_speculation(lm: LM, folder: Path, method: str):
     more: dict[str, Any] = {"ngram": {"lookup_min": 1}, "draft_model": {"model": str(folder)}}[method]
-    own: Any = TIGHT.model_dump(exclude_unset=True)
-    other = argosy.load(folder, engine={**own, "speculative": {"method": method, "tokens": 4, **more}})
+    settings: Any = TIGHT.model_dump(exclude_unset=True)
+    other = argosy.load(folder, engine={**settings, "speculative": {"method": method, "tokens": 4, **more}})
     plain = LM(lm.config, lm.module, lm.tokenizer, engine_settings=TIGHT)
     for sampling in ({}, SAMPLED):
         assert answers_of(other, **sampling) == answers_of(plain, **sampling)
@@ -431,7 +431,7 @@ def test_the_handle_answers_as_without_speculation(lm: LM, folder: Path, method:
     engine = other._held._engine
     assert engine is not None
     assert engine.speculation.drafted
-    assert (accepted(engine) == engine.speculation.drafted) == (method == "draft_model")
+    assert (accepted_count(engine) == engine.speculation.drafted) == (method == "draft_model")
 
 
 @pytest.mark.slow
@@ -439,13 +439,13 @@ def test_the_command_generates_as_without_speculation(
     lm: LM, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     drafts, draft = [], NGramDrafter._draft
-    monkeypatch.setattr(NGramDrafter, "_draft", lambda *given: drafts.append(draft(*given)) or drafts[-1])
+    monkeypatch.setattr(NGramDrafter, "_draft", lambda *arguments: drafts.append(draft(*arguments)) or drafts[-1])
     words = ["aaaa bbbb aaaa bbbb aaaa", "max_tokens=12", "ignore_eos=true", "engine.slots=4", "engine.page=8"]
     more = ["engine.pages=13", "engine.context=96", "engine.speculative=ngram", "engine.speculative.lookup_min=1"]
     assert main(["generate", str(folder), *words, *more, "--json"]) == 0
-    (found,) = json.loads(capsys.readouterr().out)
+    (answer,) = json.loads(capsys.readouterr().out)
     plain = LM(lm.config, lm.module, lm.tokenizer, engine_settings=TIGHT)
-    assert found["tokens"] == plain.generate([words[0]], 12, ignore_eos=True)[0].tokens
+    assert answer["tokens"] == plain.generate([words[0]], 12, ignore_eos=True)[0].tokens
     assert any(drafts)
 
 
@@ -505,15 +505,15 @@ def test_one_program_over_stacked_layers_speculates_too(
 ):
     """As on accelerators."""
     lm = lm_of(family, example)
-    requests = asked(lm.config.vocab, 16, (5, 30, 6, 9))
+    requests = make_requests(lm.config.vocab, 16, (5, 30, 6, 9))
     expected = Engine(lm.module, TIGHT).generate(requests)
     stacked = lm.config.build(Scan())
     put(stacked, from_layers(stacked, split(lm.module)[1]))
 
-    monkeypatch.setattr(runner_module, "forward_of", lambda *parts, **how: forward_of(*parts, **{**how, "whole": True}))
+    monkeypatch.setattr(runner_module, "forward_of", lambda *parts, **options: forward_of(*parts, **{**options, "whole": True}))
     engine = Engine(stacked, with_(method))
     assert isinstance(engine.runner.forward, OneProgram)
     if isinstance(method, how.NGram):
-        scripted(engine, requests, expected)
+        install_script(engine, requests, expected)
     assert_same(engine.generate(requests), expected)
     assert engine.speculation.drafted > 10

@@ -35,8 +35,8 @@ def step_program(engine: Engine) -> Any:
 
 
 def requests() -> list[Request]:
-    how = (Sampling(), Sampling(temperature=0.8, top_k=20), Sampling(presence_penalty=0.5))
-    return [Request(ids, 12, how[i % 3], seed=i, top=2) for i, ids in enumerate(PROMPTS)]
+    samplings = (Sampling(), Sampling(temperature=0.8, top_k=20), Sampling(presence_penalty=0.5))
+    return [Request(ids, 12, samplings[i % 3], seed=i, top=2) for i, ids in enumerate(PROMPTS)]
 
 
 def tokens(engine: Engine) -> list[list[Any]]:
@@ -81,10 +81,10 @@ def test_several_devices_speculate_as_one_does_and_compile_nothing_later(family:
     config = FAMILIES[family].examples()[example]
     module = loading.random_model(config, 0).module
     draft = module if isinstance(method, DraftModel) else None
-    how = SMALL.model_copy(update={"speculative": method})
+    settings = SMALL.model_copy(update={"speculative": method})
     alone = tokens(Engine(module, SMALL))
     split_over(module, COUNTS.get(family, 2))
-    engine = Engine(module, how, draft=draft)
+    engine = Engine(module, settings, draft=draft)
     number, programs = engine.warm_up(), (step_program(engine), sampler.sample, verify, engine.speculation._restored)
     sizes = [program.compilations for program in programs]
     assert tokens(engine) == alone
@@ -94,7 +94,7 @@ def test_several_devices_speculate_as_one_does_and_compile_nothing_later(family:
     if draft is not None:
         assert sum(engine.speculation.accepted) == engine.speculation.drafted
         with pytest.raises(BadInput, match="devices of the model"):
-            Engine(module, how, draft=loading.random_model(config, 0).module)
+            Engine(module, settings, draft=loading.random_model(config, 0).module)
 
 
 SHARED = [
@@ -109,8 +109,10 @@ def test_each_device_has_its_heads_of_the_cache(family: str, example: str, share
     module = loading.random_model(FAMILIES[family].examples()[example], 0).module
     split_over(module, COUNTS.get(family, 2))
     engine = Engine(module, SMALL)
-    found = {key for cache in engine.runner.caches.values() for key, a in cache.items() if a.sharding.shard_shape(a.shape) != a.shape}
-    assert found == shared
+    split_keys = {
+        key for cache in engine.runner.caches.values() for key, a in cache.items() if a.sharding.shard_shape(a.shape) != a.shape
+    }
+    assert split_keys == shared
     assert weights_mesh(engine.weights()) is not None
 
 
@@ -121,7 +123,7 @@ def test_a_folder_is_loaded_onto_two_devices(tmp_path: Path):
     lm.save(tmp_path / "model")
     two = load_lm(tmp_path / "model", tensor=2)
     mine = lm.generate(PROMPTS, 8)
-    assert [one.tokens for one in two.generate(PROMPTS, 8)] == [one.tokens for one in mine]
+    assert [answer.tokens for answer in two.generate(PROMPTS, 8)] == [answer.tokens for answer in mine]
     assert any(len(a.devices()) == 2 and not a.is_fully_replicated for a in split(two.module)[1].values())
     with pytest.raises(BadInput, match="this process has 8 devices"):
         load_lm(tmp_path / "model", tensor=9)
@@ -134,7 +136,7 @@ def test_a_long_prompt_is_scored_on_two_devices_as_on_one_and_compiles_one_progr
     monkeypatch.setattr(prompts, "PASS", 16)
     module = loading.random_model(FAMILIES["llama"].examples()["plain"], 0).module
     ids = [(7 * i) % 90 for i in range(60)]
-    found = []
+    logprobs = []
     for count in (1, 2):
         if count == 2:
             split_over(module, 2)
@@ -145,6 +147,6 @@ def test_a_long_prompt_is_scored_on_two_devices_as_on_one_and_compiles_one_progr
         size = program and program.compilations
         passes = [scorer.score([ids]) for _ in range(4)]
         assert (program and program.compilations) == size
-        (one,) = passes[3]
-        found.append(one.logprobs)
-    np.testing.assert_allclose(*found, rtol=1e-5, atol=1e-6)
+        (scores,) = passes[3]
+        logprobs.append(scores.logprobs)
+    np.testing.assert_allclose(*logprobs, rtol=1e-5, atol=1e-6)

@@ -31,8 +31,8 @@ def test_half_a_character_at_the_end_is_the_replacement_character():
 @pytest.mark.parametrize("include", [False, True])
 def test_a_stop_string_ends_the_text_wherever_its_tokens_begin(include: bool):
     text = Detokenizer(BYTES, [], ["END", "NEVER"], include_stop=include)
-    told = pieces(text, "the ENEND of it")
-    assert "".join(told) == "the EN" + "END" * include
+    parts = pieces(text, "the ENEND of it")
+    assert "".join(parts) == "the EN" + "END" * include
     assert text.stopped == "END"
     assert text.end() == ""
 
@@ -56,16 +56,16 @@ def test_pieces_are_the_text_cut_at_its_first_stop_string(seed: int):
     words = "".join(chance.choices("abé", k=40))
     stop = ["".join(chance.choices("abé", k=chance.randint(1, 5))) for _ in range(3)]
     text = Detokenizer(BYTES, [], stop)
-    told = []
+    parts = []
     for token in BYTES.encode(words):
-        told.append(text.push(token))
+        parts.append(text.push(token))
         if text.stopped:
             break
-    told.append(text.end())
+    parts.append(text.end())
     ends = [words.find(s) + len(s) for s in stop if s in words]
     shortest = words[: min(ends)] if ends else words
     cut = min((shortest.find(s) for s in stop if s in shortest), default=len(words))
-    assert "".join(told) == words[:cut]
+    assert "".join(parts) == words[:cut]
 
 
 def test_what_cannot_work_is_refused():

@@ -24,7 +24,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(GOLDEN, tmp_path_factory.mktemp("compare") / "source")
 
 
-def changed(source: Path, folder: Path, change) -> Path:
+def copy_changed(source: Path, folder: Path, change) -> Path:
     shutil.copytree(source, folder)
     tensors = load_file(source / "model.safetensors")
     change(tensors)
@@ -37,18 +37,18 @@ def test_every_kind_of_folder_compares_with_every_other(source, tmp_path):
     convert(str(source), tmp_path / "shards", "hub", None, shard_gb=3e-5)
     for a in (source, tmp_path / "ours", tmp_path / "shards"):
         for b in (source, tmp_path / "ours", tmp_path / "shards"):
-            told = compare(str(a), str(b))
-            assert told["equal"], told
-            assert told["tensors"] == len(load_file(source / "model.safetensors"))
+            report = compare(str(a), str(b))
+            assert report["equal"], report
+            assert report["tensors"] == len(load_file(source / "model.safetensors"))
 
 
 def test_a_gguf_compares_with_the_folder_it_was_made_from():
     folder = str(shared("models/stories260k"))
-    told = compare(folder, str(shared("gguf/stories260K-f32.gguf")))
-    assert (told["differences"], told["only_in_a"], told["only_in_b"]) == ([], [], [])
+    report = compare(folder, str(shared("gguf/stories260K-f32.gguf")))
+    assert (report["differences"], report["only_in_a"], report["only_in_b"]) == ([], [], [])
     packed = compare(folder, str(shared("gguf/stories260K-q8_0.gguf")), 0.0)["differences"]
     assert packed
-    assert max(found["relative"] for found in packed) < 1 / 127, (
+    assert max(difference["relative"] for difference in packed) < 1 / 127, (
         "half of one of 127 steps, and the scale's own rounding"
     )
 
@@ -57,26 +57,26 @@ def test_one_bit_is_found_and_named(source, tmp_path, capsys):
     def flip(tensors):
         tensors[UP].view(np.uint8).reshape(-1)[777] ^= 1
 
-    other = changed(source, tmp_path / "other", flip)
+    other = copy_changed(source, tmp_path / "other", flip)
     assert main(["convert", str(source), "--check", str(other)]) == 1
-    said = capsys.readouterr()
-    assert "layers.1.mlp.up.w: " in said.out
-    assert "differences: 1" in said.out
+    output = capsys.readouterr()
+    assert "layers.1.mlp.up.w: " in output.out
+    assert "differences: 1" in output.out
     assert main(["convert", str(source), "--check", str(other), "tolerance=1e-3"]) == 0
     assert main(["convert", str(source), "--check", str(other), "tolerance=0", "--json"]) == 1
-    told = json.loads(capsys.readouterr().out.partition("\n{")[2].join(["{", ""]))
-    (found,) = told["differences"]
+    report = json.loads(capsys.readouterr().out.partition("\n{")[2].join(["{", ""]))
+    (difference,) = report["differences"]
     a, b = (load_file(f / "model.safetensors")[UP].astype(np.float64) for f in (source, other))
-    assert found["max_abs"] == np.abs(a - b).max() > 0
-    assert found["relative"] == np.abs(a - b).max() / np.abs(b).max()
+    assert difference["max_abs"] == np.abs(a - b).max() > 0
+    assert difference["relative"] == np.abs(a - b).max() / np.abs(b).max()
 
 
 def test_types_differ_unless_a_tolerance_is_reported(source, tmp_path):
     convert(str(source), tmp_path / "half", "argosy", "bfloat16")
-    told = compare(str(source), str(tmp_path / "half"))
-    assert {found["what"] for found in told["differences"]} == {"dtype"}
-    assert len(told["differences"]) == told["tensors"]
-    assert {(found["a"], found["b"]) for found in told["differences"]} == {("float32", "bfloat16")}
+    report = compare(str(source), str(tmp_path / "half"))
+    assert {difference["what"] for difference in report["differences"]} == {"dtype"}
+    assert len(report["differences"]) == report["tensors"]
+    assert {(difference["a"], difference["b"]) for difference in report["differences"]} == {("float32", "bfloat16")}
     assert compare(str(source), str(tmp_path / "half"), 2**-8)["equal"], "half a unit of the last of eight bits"
     assert not compare(str(source), str(tmp_path / "half"), 2**-12)["equal"]
 
@@ -90,30 +90,32 @@ def test_shapes_names_and_settings(source, tmp_path):
                 tensors[name] = np.ascontiguousarray(tensors[name][:, :-1])
         del tensors["lm_head.weight"]
 
-    other = changed(source, tmp_path / "other", narrow)
+    other = copy_changed(source, tmp_path / "other", narrow)
     config = json.loads((other / "config.json").read_text()) | {"intermediate_size": 57, "tie_word_embeddings": True}
     (other / "config.json").write_text(json.dumps(config))
-    told = compare(str(source), str(other))
-    assert not told["equal"]
-    assert (told["only_in_a"], told["only_in_b"]) == (["head.w"], [])
+    report = compare(str(source), str(other))
+    assert not report["equal"]
+    assert (report["only_in_a"], report["only_in_b"]) == (["head.w"], [])
     assert compare(str(other), str(source))["only_in_b"] == ["head.w"]
-    shapes = {found["name"]: (found["a"], found["b"]) for found in told["differences"] if found["what"] == "shape"}
+    shapes = {
+        difference["name"]: (difference["a"], difference["b"]) for difference in report["differences"] if difference["what"] == "shape"
+    }
     assert shapes["layers.0.mlp.up.w"] == ([42, 58], [42, 57])
     assert len(shapes) == 6
-    assert {"name": "ffn", "a": 58, "b": 57} in told["settings"]
+    assert {"name": "ffn", "a": 58, "b": 57} in report["settings"]
 
 
 def test_nan_equals_itself_and_nothing_else(source, tmp_path):
     def spoil(tensors):
         tensors[NORM][3] = np.nan
 
-    other = changed(source, tmp_path / "other", spoil)
+    other = copy_changed(source, tmp_path / "other", spoil)
     assert compare(str(other), str(other))["equal"]
     for a, b in ((source, other), (other, source)):
         for tolerance in (None, 1e6):
-            (found,) = compare(str(a), str(b), tolerance)["differences"]
-            assert found["name"] == "norm.scale"
-            assert np.isnan(found["max_abs"])
+            (difference,) = compare(str(a), str(b), tolerance)["differences"]
+            assert difference["name"] == "norm.scale"
+            assert np.isnan(difference["max_abs"])
 
 
 @pytest.mark.parametrize("slab", [1, 7, 1 << 20])
@@ -123,24 +125,24 @@ def test_distances_are_those_of_their_definition(monkeypatch, dtype, slab):
     rng = np.random.default_rng(0)
     a, b = (rng.normal(size=(5, 3, 4)).astype(dtype).transpose(2, 0, 1) for _ in range(2))
     x, y = a.astype(np.float64), b.astype(np.float64)
-    found = distances(a, b)
-    assert found["max_abs"] == np.abs(x - y).max()
-    assert found["largest"] == np.abs(y).max()
-    assert np.isclose(found["cosine"], (x * y).sum() / np.linalg.norm(x) / np.linalg.norm(y), rtol=1e-12)
+    figures = distances(a, b)
+    assert figures["max_abs"] == np.abs(x - y).max()
+    assert figures["largest"] == np.abs(y).max()
+    assert np.isclose(figures["cosine"], (x * y).sum() / np.linalg.norm(x) / np.linalg.norm(y), rtol=1e-12)
 
 
 def test_distances_of_zeros():
-    zero, one = np.zeros(3, np.float32), np.ones(3, np.float32)
+    zero, ones = np.zeros(3, np.float32), np.ones(3, np.float32)
     assert distances(zero, zero) == {"max_abs": 0.0, "relative": 0.0, "cosine": 1.0, "largest": 0.0}
-    assert distances(one, zero) == {"max_abs": 1.0, "relative": np.inf, "cosine": 0.0, "largest": 0.0}
+    assert distances(ones, zero) == {"max_abs": 1.0, "relative": np.inf, "cosine": 0.0, "largest": 0.0}
 
 
 def test_pipelines_are_compared_part_by_part(tmp_path, capsys):
     golden = GOLDEN.parents[1] / "images" / "pipeline-sd"
     a, b = (write_pipeline(golden, tmp_path / name) for name in "ab")
-    told = compare(str(a), str(b))
-    assert told["equal"]
-    assert told["tensors"] == sum(len(load_file(path)) for path in a.glob("*/*.safetensors"))
+    report = compare(str(a), str(b))
+    assert report["equal"]
+    assert report["tensors"] == sum(len(load_file(path)) for path in a.glob("*/*.safetensors"))
     file = next((b / "text_encoder").glob("*.safetensors"))
     tensors = load_file(file)
     name = next(name for name in tensors if name.endswith("final_layer_norm.bias"))
@@ -149,9 +151,9 @@ def test_pipelines_are_compared_part_by_part(tmp_path, capsys):
     scheduler = b / "scheduler" / "scheduler_config.json"
     scheduler.write_text(json.dumps(json.loads(scheduler.read_text()) | {"beta_end": 0.5}))
     assert main(["convert", str(a), "--check", str(b), "--json"]) == 1
-    told = json.loads(capsys.readouterr().out)
-    assert [found["name"].partition("/")[0] for found in told["differences"]] == ["text_encoder"]
-    assert [found["name"] for found in told["settings"]] == ["scheduler/beta_end"]
+    report = json.loads(capsys.readouterr().out)
+    assert [difference["name"].partition("/")[0] for difference in report["differences"]] == ["text_encoder"]
+    assert [difference["name"] for difference in report["settings"]] == ["scheduler/beta_end"]
     shutil.rmtree(b / "vae")
     assert compare(str(a), str(b))["only_in_a"] == ["vae/"]
 

@@ -47,19 +47,19 @@ def same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
 
 def test_there_and_back_is_byte_for_byte(source, tmp_path):
     convert(str(source), tmp_path / "ours", "argosy", None)
-    told = convert(str(tmp_path / "ours"), tmp_path / "back", "hub", None)
+    report = convert(str(tmp_path / "ours"), tmp_path / "back", "hub", None)
     assert same(tensors_of(tmp_path / "back"), tensors_of(source))
-    assert told["tensors"] == len(tensors_of(source))
-    assert told["bytes"] == sum(path.stat().st_size for path in (tmp_path / "back").iterdir())
+    assert report["tensors"] == len(tensors_of(source))
+    assert report["bytes"] == sum(path.stat().st_size for path in (tmp_path / "back").iterdir())
     assert not (tmp_path / "ours.part").exists()
     assert not (tmp_path / "ours" / JOURNAL).exists()
 
 
 def test_the_manifest_is_what_hashing_every_file_gives(source, tmp_path):
     convert(str(source), tmp_path / "ours", "argosy", None)
-    written = (tmp_path / "ours" / manifest.NAME).read_bytes()
+    manifest_bytes = (tmp_path / "ours" / manifest.NAME).read_bytes()
     manifest.write_manifest(tmp_path / "ours")
-    assert manifest.read_manifest(tmp_path / "ours") == json.loads(written)["files"]
+    assert manifest.read_manifest(tmp_path / "ours") == json.loads(manifest_bytes)["files"]
 
 
 @pytest.mark.parametrize("to", ["hub", "argosy"])
@@ -67,9 +67,9 @@ def test_a_chosen_type(source, tmp_path, to):
     convert(str(source), tmp_path / "half", to, "bfloat16")
     convert(str(tmp_path / "half"), tmp_path / "back", "hub", None)
     for name, x in tensors_of(source).items():
-        found = tensors_of(tmp_path / "back")[name]
-        assert found.dtype == ml_dtypes.bfloat16
-        assert found.tobytes() == x.astype(ml_dtypes.bfloat16).tobytes()
+        tensor = tensors_of(tmp_path / "back")[name]
+        assert tensor.dtype == ml_dtypes.bfloat16
+        assert tensor.tobytes() == x.astype(ml_dtypes.bfloat16).tobytes()
     assert json.loads((tmp_path / "back" / "config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
@@ -104,7 +104,7 @@ sys.exit(main())
 """
 
 
-def interrupted(
+def run_interrupted(
     source: Path, target: Path, *words: str, files: int, by: str = "SIGKILL"
 ) -> subprocess.CompletedProcess:
     program = KILL.format(files=files, signal=by)
@@ -122,17 +122,17 @@ def interrupted(
 )
 def test_killed_between_files_the_same_command_resumes(source, tmp_path, capsys, words):
     target = tmp_path / "target"
-    assert interrupted(source, target, *words, files=3).returncode == -signal.SIGKILL
+    assert run_interrupted(source, target, *words, files=3).returncode == -signal.SIGKILL
     assert not target.exists()
     whole = {path: path.stat().st_mtime_ns for path in (tmp_path / "target.part").rglob("*") if path.is_file()}
     assert len(whole) >= 4
-    kept = [json.loads(line)["file"] for line in (tmp_path / "target.part" / JOURNAL).read_text().splitlines()[1:]]
-    before = {name: (tmp_path / "target.part" / name).stat().st_mtime_ns for name in kept}
+    kept_files = [json.loads(line)["file"] for line in (tmp_path / "target.part" / JOURNAL).read_text().splitlines()[1:]]
+    before = {name: (tmp_path / "target.part" / name).stat().st_mtime_ns for name in kept_files}
     assert main(["convert", str(source), str(target), *words]) == 0
-    said = capsys.readouterr()
-    assert "resuming: " in said.err
-    assert "kept from before" in said.out
-    assert {name: (target / name).stat().st_mtime_ns for name in kept} == before, "not written again"
+    output = capsys.readouterr()
+    assert "resuming: " in output.err
+    assert "kept from before" in output.out
+    assert {name: (target / name).stat().st_mtime_ns for name in kept_files} == before, "not written again"
     convert(str(target), tmp_path / "back", "hub", None)
     assert same(tensors_of(tmp_path / "back"), tensors_of(source))
     assert main(["convert", str(source), "--check", str(target)]) == 0
@@ -140,7 +140,7 @@ def test_killed_between_files_the_same_command_resumes(source, tmp_path, capsys,
 
 @pytest.mark.slow
 def test_after_ctrl_c_it_says_how_to_resume(source, tmp_path):
-    done = interrupted(source, tmp_path / "target", "to=argosy", files=3, by="SIGINT")
+    done = run_interrupted(source, tmp_path / "target", "to=argosy", files=3, by="SIGINT")
     assert done.returncode == 130
     assert "the same command resumes" in done.stderr
     assert "Traceback" not in done.stderr
@@ -149,14 +149,14 @@ def test_after_ctrl_c_it_says_how_to_resume(source, tmp_path):
 
 def test_other_words_or_another_source_are_not_resumed(source, tmp_path):
     words = [f"shard_gb={SHARD}"]
-    interrupted(source, tmp_path / "target", *words, files=2)
-    with pytest.raises(BadInput, match="an unfinished folder of another conversion") as told:
+    run_interrupted(source, tmp_path / "target", *words, files=2)
+    with pytest.raises(BadInput, match="an unfinished folder of another conversion") as caught:
         convert(str(source), tmp_path / "target", "hub", "float16")
-    assert told.value.where == f"dtype was kept, is float16; shard_gb was {SHARD}, is 5.0"
+    assert caught.value.where == f"dtype was kept, is float16; shard_gb was {SHARD}, is 5.0"
     os.utime(source / "model.safetensors", ns=(1, 1))
-    with pytest.raises(BadInput) as told:
+    with pytest.raises(BadInput) as caught:
         convert(str(source), tmp_path / "target", "hub", None, shard_gb=SHARD)
-    assert (told.value.where or "").startswith("source was hub ")
+    assert (caught.value.where or "").startswith("source was hub ")
     assert (tmp_path / "target.part").is_dir()
     assert not (tmp_path / "target").exists()
 
@@ -202,7 +202,7 @@ def test_tensors_that_do_not_fit(source, tmp_path, change, parts):
     tensors = load_file(source / "model.safetensors")
     change(tensors)
     save_file(tensors, source / "model.safetensors")
-    refused(source, tmp_path, BadInput, parts)
+    check_refused(source, tmp_path, BadInput, parts)
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_tensors_that_do_not_fit(source, tmp_path, change, parts):
 def test_a_config_that_contradicts_its_tensors(source, tmp_path, changes, parts):
     config = json.loads((source / "config.json").read_text()) | changes
     (source / "config.json").write_text(json.dumps(config))
-    refused(source, tmp_path, BadInput, parts)
+    check_refused(source, tmp_path, BadInput, parts)
 
 
 def test_shards_and_their_index(source, tmp_path):
@@ -235,16 +235,16 @@ def test_shards_and_their_index(source, tmp_path):
     index["weight_map"]["ghost"] = third.name
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     parts = ["4 problems", "cut short", f"no file `{second}`", "`model.norm.weight` is in", "`ghost` is not in"]
-    refused(folder, tmp_path, Damaged, parts)
+    check_refused(folder, tmp_path, Damaged, parts)
 
 
-def refused(source: Path, folder: Path, kind: type[ArgosyError], parts: list[str]) -> None:
+def check_refused(source: Path, folder: Path, kind: type[ArgosyError], parts: list[str]) -> None:
     for to in ("hub", "argosy"):
-        with pytest.raises(kind) as told:
+        with pytest.raises(kind) as caught:
             convert(str(source), folder / "target", to, None)
-        assert len(str(told.value).splitlines()) <= 5
+        assert len(str(caught.value).splitlines()) <= 5
         for part in parts:
-            assert part in str(told.value)
+            assert part in str(caught.value)
         assert not list(folder.glob("target*")), "nothing is written"
 
 
@@ -264,10 +264,10 @@ def test_from_gguf_both_ways(tmp_path):
 
 def test_memory_is_reported_with_its_bound(source, tmp_path, capsys):
     assert main(["convert", str(source), str(tmp_path / "target"), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)["memory"]
+    report = json.loads(capsys.readouterr().out)["memory"]
     largest = max(x.nbytes for x in tensors_of(source).values())
-    assert (told["largest_bytes"], told["bound_bytes"]) == (largest, 2 * largest + REST_BYTES)
-    assert told["peak_bytes"] > 50e6
+    assert (report["largest_bytes"], report["bound_bytes"]) == (largest, 2 * largest + REST_BYTES)
+    assert report["peak_bytes"] > 50e6
 
 
 @pytest.mark.slow
@@ -304,9 +304,9 @@ def test_memory_stays_under_twice_the_largest_tensor_and_500_mb(tmp_path):
         where = [b] if b.startswith("--") else [str(tmp_path / b)]
         words = [str(tmp_path / w) if w == "source" else w for w in words]
         command = [sys.executable, "-m", "argosy", "convert", str(tmp_path / a), *where, *words, "--json"]
-        told = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)["memory"]
-        assert told["bound_bytes"] == 2 * 16000 * 1024 * 4 + REST_BYTES
-        assert told["peak_bytes"] < told["bound_bytes"], a
+        report = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)["memory"]
+        assert report["bound_bytes"] == 2 * 16000 * 1024 * 4 + REST_BYTES
+        assert report["peak_bytes"] < report["bound_bytes"], a
 
 
 def test_progress_says_how_far_it_is_where_no_line_can_be_replaced(capsys, monkeypatch):

@@ -34,15 +34,15 @@ def entry(name: str, shape: tuple[int, ...], dtype: type, most: int) -> TensorEn
     return TensorEntry(name, shape, kind, make)
 
 
-def stored(name: str, shape: tuple[int, ...], kind: str) -> list[TensorEntry]:
+def stored_entries(name: str, shape: tuple[int, ...], kind: str) -> list[TensorEntry]:
     """A tensor as it is published: experts in blocks, all else in bfloat16."""
     if kind == "fp8" and ".experts." in name:
         tiles = tuple(-(-n // 128) for n in shape)
         values = entry(name, shape, ml_dtypes.float8_e4m3fn, 0x7F)
         return [values, entry(f"{name}_scale_inv", tiles, np.float32, 0x40000000)]
     if kind == "mxfp4" and name.endswith(("gate_up_proj", "down_proj")):
-        experts, summed, kept = shape
-        scales = (experts, kept, summed // 32)
+        experts, summed, rows = shape
+        scales = (experts, rows, summed // 32)
         return [entry(f"{name}_blocks", (*scales, 16), np.uint8, 256), entry(f"{name}_scales", scales, np.uint8, 120)]
     return [entry(name, shape, ml_dtypes.bfloat16, 0x4000)]
 
@@ -56,7 +56,7 @@ def write_source(folder: Path, kind: str, experts: int, width: int) -> Path:
     blocks = {"quant_method": kind, "weight_block_size": [128, 128]}
     table = KeyMap(*config_from(config, "").hub_rows())
     shapes = {name: shape for group in table._groups for name, shape in group.their_shapes(table.sizes).items()}
-    write_folder(folder, [one for name, shape in shapes.items() for one in stored(name, shape, kind)])
+    write_folder(folder, [entry for name, shape in shapes.items() for entry in stored_entries(name, shape, kind)])
     (folder / "config.json").write_text(json.dumps(config | ({"quantization_config": blocks} if KINDS[kind] else {})))
     return folder
 
@@ -69,10 +69,10 @@ def test_one_by_one_they_are_what_they_are_at_once(kind, tmp_path):
     for source in ("source", "ours"):
         convert(str(tmp_path / source), tmp_path / f"{source}-hub", "hub", None)
     for target in ("ours", "source-hub", "ours-hub"):
-        found = open_model(tmp_path / target).weights
-        assert set(found.names) == set(whole.names)
+        weights = open_model(tmp_path / target).weights
+        assert set(weights.names) == set(whole.names)
         for name in whole.names:
-            a, b = found.read(name), whole.read(name)
+            a, b = weights.read(name), whole.read(name)
             assert (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes()), (target, name)
 
 
@@ -80,9 +80,9 @@ def test_one_by_one_they_are_what_they_are_at_once(kind, tmp_path):
 def test_what_becomes_float32_is_reported_unless_a_type_is_reported(kind, tmp_path):
     write_source(tmp_path / "source", kind, experts=3, width=64)
     for dtype in (None, "bfloat16"):
-        said: list[str] = []
-        convert(str(tmp_path / "source"), tmp_path / str(dtype), "hub", dtype, say=said.append)
-        assert [line for line in said if "3 tensors" in line and "float32; dtype=bfloat16" in line] == said[
+        messages: list[str] = []
+        convert(str(tmp_path / "source"), tmp_path / str(dtype), "hub", dtype, say=messages.append)
+        assert [line for line in messages if "3 tensors" in line and "float32; dtype=bfloat16" in line] == messages[
             : dtype is None
         ]
 
@@ -116,7 +116,7 @@ def test_memory_stays_under_twice_the_sources_largest_tensor_and_500_mb(kind, ex
     ):
         words = [word if word.startswith("--") or "=" in word else str(tmp_path / word) for word in words]
         command = [sys.executable, "-m", "argosy", "convert", str(tmp_path / a), *words, "--json"]
-        told = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)["memory"]
+        memory = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)["memory"]
         if a == "source" and "--check" not in words:
-            assert told["bound_bytes"] == 2 * largest_bytes + REST_BYTES
-        assert told["peak_bytes"] < told["bound_bytes"], (a, words)
+            assert memory["bound_bytes"] == 2 * largest_bytes + REST_BYTES
+        assert memory["peak_bytes"] < memory["bound_bytes"], (a, words)

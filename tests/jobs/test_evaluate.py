@@ -38,39 +38,39 @@ def test_an_evaluation_weighs_each_batch_by_its_targets():
 
 def test_an_evaluation_without_a_cross_entropy_reports_the_objectives_own_metrics():
     """A perplexity of rewards means nothing."""
-    one, two = (
+    first, two = (
         {name: WeightedMean(jnp.float32(x), jnp.float32(weight)) for name, weight in (("loss", 2), ("rewards/accuracy", 4))}
         for x in (1, 2)
     )
-    assembly = SimpleNamespace(evals=Held([one, two]), place=lambda batch: batch, run=SimpleNamespace(objective=NextToken()))
+    assembly = SimpleNamespace(evals=Held([first, two]), place=lambda batch: batch, run=SimpleNamespace(objective=NextToken()))
     evaluation = Evaluation(assembly, 1, *[None] * 4)
     evaluation._program = lambda state, batch: batch
     assert evaluation.evaluate(None) == {"eval_loss": 0.75, "eval_rewards/accuracy": 0.375}
 
 
-@pytest.mark.parametrize(("last", "made"), [(False, 2), (True, 5)])
-def test_a_signal_ends_an_evaluation_between_two_batches_unless_it_is_the_last(last: bool, made: int):
+@pytest.mark.parametrize(("last", "count"), [(False, 2), (True, 5)])
+def test_a_signal_ends_an_evaluation_between_two_batches_unless_it_is_the_last(last: bool, count: int):
     """`eval.batches` batches of a large model take minutes."""
     seen: list[int] = []
     assembly = SimpleNamespace(evals=Held(range(5)), place=lambda batch: batch, run=SimpleNamespace(objective=NextToken()))
-    written: list[object] = []
-    metrics, view = SimpleNamespace(write=written.append), SimpleNamespace(evaluation=lambda *_: None)
+    lines: list[object] = []
+    metrics, view = SimpleNamespace(write=lines.append), SimpleNamespace(evaluation=lambda *_: None)
     evaluation = Evaluation(assembly, 9, SimpleNamespace(evaluated=lambda *_: None), metrics, view, Clock(), lambda: len(seen) > 1)  # pyright: ignore[reportArgumentType]
     evaluation._program = lambda state, batch: seen.append(batch) or {"loss": WeightedMean(jnp.float32(1), jnp.float32(1))}
     evaluation(SimpleNamespace(step=9 if last else 3, last=last, state=None))
-    assert len(seen) == made
-    assert len(written) == last
+    assert len(seen) == count
+    assert len(lines) == last
 
 
 def test_a_signal_ends_a_sample_between_two_tokens(monkeypatch: pytest.MonkeyPatch):
-    made: list[int] = []
+    tokens: list[int] = []
 
     class Answers:
         completions = (SimpleNamespace(text="abcde"),)
 
         def __iter__(self):
             for token in range(5):
-                made.append(token)
+                tokens.append(token)
                 yield token
 
     monkeypatch.setattr(samples, "merge", lambda *_: SimpleNamespace())
@@ -80,6 +80,6 @@ def test_a_signal_ends_a_sample_between_two_tokens(monkeypatch: pytest.MonkeyPat
     sampler.settings = SimpleNamespace(sample=SimpleNamespace(tokens=5, temperature=1.0), seed=0, model=None)  # pyright: ignore[reportAttributeAccessIssue]
     sampler.prompt = [1]
     state = SimpleNamespace(inference_params={}, rest={}, step=1)
-    assert sampler(state, lambda: len(made) > 1) is None
-    assert made == [0, 1]
+    assert sampler(state, lambda: len(tokens) > 1) is None
+    assert tokens == [0, 1]
     assert sampler(state) == "abcde"

@@ -255,7 +255,7 @@ def test_a_name_of_another_trainer_is_answered(readings, name, key):
     if key is SENTENCE:
         assert set(hints) <= set(ELSEWHERE.values())
     else:
-        notes = {other: note for other, one, note in names_of(Run) if one == key}
+        notes = {other: note for other, trainer_name, note in names_of(Run) if trainer_name == key}
         note = notes.get(name) or notes.get(name.rpartition(".")[2])
         assert f"did you mean `{key}`?" + (f" {note}" if note else "") in hints
 
@@ -324,21 +324,21 @@ def test_no_setting_has_a_value_none_beside_none():
             kind = shape_of(info)
             inner = [kind.of] if kind.kind == "group" else []
             inner += [kind.of.pick(name) for name in kind.of.registry] if isinstance(kind.of, Choice) else []
-            for one in inner:
-                yield from groups(one)
+            for inner_schema in inner:
+                yield from groups(inner_schema)
 
     both = {
         f"{schema.__name__}.{name}"
         for schema in groups(Run)
         for name, info in schema.model_fields.items()
         for options in [typing.get_args(info.annotation)]
-        if type(None) in options and any("none" in typing.get_args(one) for one in options)
+        if type(None) in options and any("none" in typing.get_args(option) for option in options)
     }
     assert both == set()
 
 
 @pytest.mark.parametrize(
-    ("recipe", "words", "what", "hints"),
+    ("recipe", "words", "problem", "hints"),
     [
         ("distill", ["model=argosy-1m", "data.source=x"], "`distill` needs `objective.teacher`", ["train distill ", "TEACHER_FOLDER"]),
         ("gkd", [], "`gkd` needs `model` and `data.source` and `objective.teacher`", ["model=STUDENT_FOLDER", "=TEACHER_FOLDER"]),
@@ -349,23 +349,25 @@ def test_no_setting_has_a_value_none_beside_none():
         ("dpo", ["data.source=x"], "`dpo` needs `model`", ["argosy train dpo model=FOLDER"]),
     ],
 )
-def test_what_is_needed_is_said_with_an_example(recipe: str, words: list[str], what: str, hints: list[str]):
-    with pytest.raises(UserError) as told:
+def test_what_is_needed_is_said_with_an_example(recipe: str, words: list[str], problem: str, hints: list[str]):
+    with pytest.raises(UserError) as caught:
         compose(Run, recipe, [*words, "data.sequence=32"])
-    (one,) = problems_of(told.value)
-    assert one.what.startswith(what)
-    assert all(hint in str(one.hint) for hint in hints)
-    assert str(one.hint).count("reward=FILE.py:FUNCTION") <= 1
-    assert ("reward=" in str(one.hint)) == ("grpo" in recipe)
+    (found_problem,) = problems_of(caught.value)
+    assert found_problem.what.startswith(problem)
+    assert all(hint in str(found_problem.hint) for hint in hints)
+    assert str(found_problem.hint).count("reward=FILE.py:FUNCTION") <= 1
+    assert ("reward=" in str(found_problem.hint)) == ("grpo" in recipe)
 
 
 def test_what_a_recipe_needs_is_said_once():
-    with pytest.raises(SettingsError) as told:
+    with pytest.raises(SettingsError) as caught:
         compose(Run, "grpo", ["model=argosy-1m", "data.source=x", "data.sequence=32", "optimizer.b1=2"])
-    assert [one.what.partition(",")[0] for one in told.value.problems] == [
+    assert [problem.what.partition(",")[0] for problem in caught.value.problems] == [
         "`grpo` needs `reward` or `environment`",
         "`optimizer.b1` should be less than 1",
     ]
-    with pytest.raises(SettingsError) as told:
+    with pytest.raises(SettingsError) as caught:
         compose(Run, "grpo", ["model=argosy-1m", "data.source=x", "data.sequence=32", "environment=calculator"])
-    assert [one.what.partition(":")[0] for one in told.value.problems] == ["reward is missing"], "an environment that gives none"
+    assert [problem.what.partition(":")[0] for problem in caught.value.problems] == ["reward is missing"], (
+        "an environment that gives none"
+    )

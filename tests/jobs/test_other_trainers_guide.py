@@ -33,11 +33,13 @@ SMALL = ["model.width=32", "model.layers=1", "model.ffn=32", "model.heads=2", "m
 
 def theirs(body: str) -> list[str]:
     """The names of settings in the blocks of a section that are typed elsewhere."""
-    found = []
+    names = []
     for language, block in re.findall(r"```(\w*)\n(.*?)```", body, re.DOTALL):
         pattern = r"^(\w+):" if language == "yaml" else r"(?:--([\w.]+)|(?<=\s)([\w.]+)=)"
-        found += [next(filter(None, one)) if isinstance(one, tuple) else one for one in re.findall(pattern, block, re.MULTILINE)]
-    return [name for name in found if name not in NOT_SETTINGS]
+        names += [
+            next(filter(None, match)) if isinstance(match, tuple) else match for match in re.findall(pattern, block, re.MULTILINE)
+        ]
+    return [name for name in names if name not in NOT_SETTINGS]
 
 
 def test_there_are_ten_with_a_command_each():
@@ -50,16 +52,16 @@ def test_what_is_typed_elsewhere_is_answered_with_our_name(title):
     """A hint either names the setting, or says in a sentence what to do; it never lists what happens to look alike."""
     body = SECTIONS[title]
     recipe = next(shlex.split(command)[1] for command in COMMAND.findall(body) if command.startswith("train"))
-    own = {"sft": ["model=argosy-1m", "data.source=x"], "dpo": ["model=argosy-1m", "data.source=x"],
+    words_of = {"sft": ["model=argosy-1m", "data.source=x"], "dpo": ["model=argosy-1m", "data.source=x"],
            "grpo": ["model=argosy-1m", "data.source=x", "reward=exact"], "pretrain": ["model=argosy-1m", "data.source=x"]}  # fmt: skip
-    names = compose(Run, recipe, [*own.get(recipe, []), "data.sequence=32"]).names
+    names = compose(Run, recipe, [*words_of.get(recipe, []), "data.sequence=32"]).names
     for name in theirs(body):
         if name in names.known:
             continue
         hint = mistakes.unknown_key(name, None, names).hint or ""
         assert "known names are" not in hint, f"{name}: {hint}"
-        named = re.findall(r"[a-z_]+(?:\.[a-z_0-9]+)+|\bsteps\b|\bdir\b|`\w+`|\w+=", hint)
-        assert named, f"{name}: {hint}"
+        settings_named = re.findall(r"[a-z_]+(?:\.[a-z_0-9]+)+|\bsteps\b|\bdir\b|`\w+`|\w+=", hint)
+        assert settings_named, f"{name}: {hint}"
 
 
 @pytest.fixture
@@ -92,28 +94,28 @@ def folder(tmp_path):
     return tmp_path
 
 
-def shortened(command: str) -> list[str]:
+def shorten(command: str) -> list[str]:
     """The command with smaller numbers, so that it takes seconds."""
     words = shlex.split(command)
-    made = []
+    short_words = []
     for word in words:
         key, equals, _ = word.partition("=")
         # Stanford's text around an instruction is longer.
         shorter = SHORTER | {"data.sequence": "256"} if "alpaca" in command else SHORTER
-        made.append(f"{key}={shorter[key]}" if equals and key in shorter else word)
+        short_words.append(f"{key}={shorter[key]}" if equals and key in shorter else word)
     if words[0] == "train":
-        made = [word for word in made if not word.startswith("data.epochs")]
-        made += [] if any(word.startswith("steps=") for word in made) else ["steps=2"]
-        made += [] if any(word.startswith("data.sequence=") for word in made) else ["data.sequence=64"]
-        made += ["eval.batches=1"]
+        short_words = [word for word in short_words if not word.startswith("data.epochs")]
+        short_words += [] if any(word.startswith("steps=") for word in short_words) else ["steps=2"]
+        short_words += [] if any(word.startswith("data.sequence=") for word in short_words) else ["data.sequence=64"]
+        short_words += ["eval.batches=1"]
         if "llama3.2-1b" in command:
-            made += [*SMALL, "model.vocab=512"]
+            short_words += [*SMALL, "model.vocab=512"]
         elif words[1] == "tiny":
-            made = [word for word in made if word.partition("=")[0] not in ("model.width", "model.layers", "model.heads")]
-            made += SMALL
+            short_words = [word for word in short_words if word.partition("=")[0] not in ("model.width", "model.layers", "model.heads")]
+            short_words += SMALL
     if words[:2] == ["chat", "exported"]:
-        made = ["generate", "exported", "The cat", "max_tokens=4"]
-    return made
+        short_words = ["generate", "exported", "The cat", "max_tokens=4"]
+    return short_words
 
 
 @pytest.mark.parametrize("title", SECTIONS)
@@ -134,10 +136,10 @@ def test_every_command_runs(folder, title):
     wrong = []
     for command in COMMAND.findall(SECTIONS[title]):
         environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={4 if 'mesh.fsdp=4' in command else 1}"
-        words = [sys.executable, "-m", "argosy", *shortened(command)]
+        words = [sys.executable, "-m", "argosy", *shorten(command)]
         done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=400, check=False)
         if done.returncode:
             wrong.append(f"{command}\n{' '.join(words[3:])}\n{done.stdout[-800:]}\n{done.stderr[-1500:]}")
     assert not wrong, "\n\n".join(wrong)
-    made = {"1": "runs/alpaca/adapter/adapter_config.json", "10": "exported/model.safetensors"}.get(title.partition(".")[0], "MODEL")
-    assert (folder / made).exists()
+    file = {"1": "runs/alpaca/adapter/adapter_config.json", "10": "exported/model.safetensors"}.get(title.partition(".")[0], "MODEL")
+    assert (folder / file).exists()

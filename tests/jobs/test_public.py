@@ -15,7 +15,7 @@ from argosy.train.optimizers.muon import Muon
 
 
 @pytest.fixture
-def asked(monkeypatch):
+def train_call(monkeypatch):
     """What `train` is asked for, and the exit code that it answers with."""
     calls: dict[str, Any] = {"code": 0}
 
@@ -29,33 +29,33 @@ def asked(monkeypatch):
     return calls
 
 
-def test_keywords_are_settings(asked):
+def test_keywords_are_settings(train_call):
     outcome = argosy.fit("tiny", steps=10, dir=Path("runs/x"), optimizer="muon", **{"data.batch": 4, "sample.every": None})
-    run = asked["settings"]
+    run = train_call["settings"]
     assert (run.steps, run.dir, run.data.batch, run.sample.every) == (10, "runs/x", 4, None)
     assert isinstance(run.optimizer, Muon)
     assert outcome.step == 3
 
 
-def test_keywords_take_groups_and_win_over_words(asked):
+def test_keywords_take_groups_and_win_over_words(train_call):
     argosy.fit("tiny", "steps=5", "data.batch=2", steps=6, optimizer={"name": "muon", "ns_steps": 7}, log={"every": 1})
-    run = asked["settings"]
+    run = train_call["settings"]
     assert (run.steps, run.data.batch, run.optimizer.ns_steps, run.log.every) == (6, 2, 7, 1)
 
 
-def test_text_stays_text(asked):
+def test_text_stays_text(train_call):
     argosy.fit("tiny", dir="1e5", sample={"prompt": "a: [b], no"})
-    assert asked["settings"].dir == "1e5"
-    assert asked["settings"].sample.prompt == "a: [b], no"
+    assert train_call["settings"].dir == "1e5"
+    assert train_call["settings"].sample.prompt == "a: [b], no"
 
 
-def test_a_wrong_keyword_is_answered(asked):
+def test_a_wrong_keyword_is_answered(train_call):
     with pytest.raises(SettingsError, match=r"unknown setting `max_steps`") as caught:
         argosy.fit("tiny", max_steps=10)
     assert caught.value.problems[0].hint == "did you mean `steps`?"
 
 
-def test_errors_name_the_call_and_not_the_command_line(asked):
+def test_errors_name_the_call_and_not_the_command_line(train_call):
     with pytest.raises(SettingsError) as caught:
         argosy.fit("tiny", max_steps=10, **{"data.batch": "many"})
     assert [problem.where for problem in caught.value.problems] == ["set by fit(...)"] * 2
@@ -64,10 +64,10 @@ def test_errors_name_the_call_and_not_the_command_line(asked):
     assert caught.value.problems[0].where == "in fit(...)"
 
 
-def test_provenance_names_the_call(asked):
+def test_provenance_names_the_call(train_call):
     argosy.fit("tiny", "seed=1", steps=10)
-    assert (asked["origin"]["steps"], asked["origin"]["seed"]) == ("fit(...)", "fit(...)")
-    assert asked["origin"]["dir"] == "default"
+    assert (train_call["origin"]["steps"], train_call["origin"]["seed"]) == ("fit(...)", "fit(...)")
+    assert train_call["origin"]["dir"] == "default"
 
 
 def test_a_recipe_is_no_preset_and_a_name_of_the_hub_has_a_prefix():
@@ -79,14 +79,14 @@ def test_a_recipe_is_no_preset_and_a_name_of_the_hub_has_a_prefix():
     assert (caught.value.hint or "").startswith("of the Hub: hf:Qwen/Qwen3-0.6B; the preset")
 
 
-def test_progress_is_printed_on_stderr(asked, capsys):
+def test_progress_is_printed_on_stderr(train_call, capsys):
     argosy.fit("tiny")
     assert capsys.readouterr() == ("", "step 1\n")
 
 
 @pytest.mark.parametrize(("code", "error"), [(130, KeyboardInterrupt), (143, SystemExit), (129, SystemExit)])
-def test_a_signal_raises_when_the_state_is_saved(asked, code, error):
-    asked["code"] = code
+def test_a_signal_raises_when_the_state_is_saved(train_call, code, error):
+    train_call["code"] = code
     with pytest.raises(error) as caught:
         argosy.fit("tiny")
     assert error is KeyboardInterrupt or caught.value.code == code

@@ -78,10 +78,12 @@ def test_a_card_says_nothing_that_is_not_known():
     assert set(front) == {"library_name", "pipeline_tag", "tags"}
 
 
-@pytest.mark.parametrize("named, base", [("me/base", "me/base"), ("hf:me/base@v1", "me/base"), ("runs/first/x", None), (None, None)])
-def test_the_base_is_a_name_of_the_hub_or_nothing(named: str | None, base: str | None):
-    found = hub_base(named)
-    assert (found and found.repository) == base
+@pytest.mark.parametrize(
+    "name, base", [("me/base", "me/base"), ("hf:me/base@v1", "me/base"), ("runs/first/x", None), (None, None)]
+)
+def test_the_base_is_a_name_of_the_hub_or_nothing(name: str | None, base: str | None):
+    place = hub_base(name)
+    assert (place and place.repository) == base
 
 
 # ---------------------------------------------------------------- transfers
@@ -93,8 +95,8 @@ def test_a_folder_goes_up_and_comes_back(hub: HubServer, folder: Path):
     assert repository.private
     assert repository.messages[-1] == "first"
     files = hub.files("me/stories")
-    assert {one.name for one in folder.iterdir()} | {CARD, ".gitattributes"} == set(files)
-    assert all(files[one.name] == one.read_bytes() for one in folder.iterdir())
+    assert {path.name for path in folder.iterdir()} | {CARD, ".gitattributes"} == set(files)
+    assert all(files[path.name] == path.read_bytes() for path in folder.iterdir())
     assert card_front(files[CARD].decode())["license"] == "mit"
     assert result["commit"] == repository.sha_of("main")
     tokens = np.arange(1, 9)
@@ -107,19 +109,19 @@ def test_a_dry_run_sends_nothing(hub: HubServer, folder: Path, capsys: pytest.Ca
     assert "model-00002-of-00002.safetensors" in out
     assert "library_name: transformers" in out
     assert not hub.repositories
-    assert not [one for one in hub.requests if one[0] in ("POST", "PUT")]
+    assert not [request for request in hub.requests if request[0] in ("POST", "PUT")]
 
 
 def test_a_card_written_by_hand_stays(hub: HubServer, folder: Path):
-    said: list[str] = []
+    messages: list[str] = []
     push(str(folder), "hf:me/stories")
     push(str(folder), "hf:me/stories", license="mit")
     assert card_front(hub.files("me/stories")[CARD].decode())["license"] == "mit"
     hub.add("me/stories", hub.files("me/stories") | {CARD: b"# Mine\n"})
-    result = push(str(folder), "hf:me/stories", license="apache-2.0", say=said.append)
+    result = push(str(folder), "hf:me/stories", license="apache-2.0", say=messages.append)
     assert hub.files("me/stories")[CARD] == b"# Mine\n"
     assert result["card"] == "kept"
-    assert any("written by hand, which stays" in one for one in said)
+    assert any("written by hand, which stays" in message for message in messages)
     push(str(folder), "hf:me/stories", card="replace")
     assert MARK in hub.files("me/stories")[CARD].decode()
 
@@ -144,10 +146,10 @@ def test_pickles_stay_here(hub: HubServer, tmp_path: Path):
     (tmp_path / "m").mkdir()
     for name in ("config.json", "model.safetensors", "optimizer.pt", "pytorch_model.bin", ".secret", "model.safetensors.part"):
         (tmp_path / "m" / name).write_bytes(b"{}")
-    said: list[str] = []
-    push(str(tmp_path / "m"), "hf:me/m", say=said.append)
+    messages: list[str] = []
+    push(str(tmp_path / "m"), "hf:me/m", say=messages.append)
     assert set(hub.files("me/m")) == {"config.json", "model.safetensors", CARD, ".gitattributes"}
-    assert any("optimizer.pt" in one for one in said)
+    assert any("optimizer.pt" in message for message in messages)
 
 
 def test_a_broken_upload_resumes_without_what_arrived(hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch):
@@ -163,11 +165,11 @@ def test_a_broken_upload_resumes_without_what_arrived(hub: HubServer, folder: Pa
     hub.fail_puts_after = None
     push(str(folder), "hf:me/stories")
     assert hub.asked("PUT", "/objects/") == 2
-    assert len([one for one in hub.files("me/stories") if one.startswith("model-")]) == 2
+    assert len([name for name in hub.files("me/stories") if name.startswith("model-")]) == 2
 
 
 @pytest.mark.parametrize(
-    "target, words, what",
+    "target, words, problem",
     [
         ("me/stories", {}, "is no name of the Hub"),
         ("hf:stories", {}, "names no repository to write"),
@@ -175,8 +177,8 @@ def test_a_broken_upload_resumes_without_what_arrived(hub: HubServer, folder: Pa
         ("hf:me/stories", {"dtype": "bfloat16"}, "dtype is for runs"),
     ],
 )
-def test_mistakes_are_found_before_anything_is_sent(hub: HubServer, folder: Path, target: str, words: dict, what: str):
-    with pytest.raises(BadInput, match=what):
+def test_mistakes_are_found_before_anything_is_sent(hub: HubServer, folder: Path, target: str, words: dict, problem: str):
+    with pytest.raises(BadInput, match=problem):
         push(str(folder), target, **words)
     assert not hub.requests
 
@@ -252,7 +254,7 @@ def test_a_killed_download_goes_on_with_what_is_missing(tmp_path: Path):
         time.sleep(0.8)
         child.send_signal(signal.SIGKILL)
         child.wait()
-        complete = {one.name for one in blobs.iterdir() if not one.name.endswith(".incomplete")}
+        complete = {blob.name for blob in blobs.iterdir() if not blob.name.endswith(".incomplete")}
         assert 0 < len(complete) < len(files)
         hub.requests.clear()
         hub.delay_s = 0.0

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import relative, shared, stories_model
-from laws.families import CASES, STRUCTURES, built
+from laws.families import CASES, STRUCTURES, noisy_model
 
 import argosy
 from argosy.adapt.formats.table import FORMATS
@@ -27,8 +27,8 @@ from argosy.models.parts.stack import Scan, Unroll
 TOKENS = [[5, 9, 100, 23, 7, 60]]
 
 
-def saved(config, folder: Path) -> LM:
-    lm = LM(config, built(config, Unroll()), None)
+def save_model(config, folder: Path) -> LM:
+    lm = LM(config, noisy_model(config, Unroll()), None)
     lm.save(folder, format="argosy")
     return lm
 
@@ -37,7 +37,7 @@ def saved(config, folder: Path) -> LM:
 def test_a_written_model_is_the_one_rounded_in_memory(name, tmp_path):
     """In both layouts, experts and latent attention too."""
     config = CASES[name]
-    saved(config, tmp_path / "plain")
+    save_model(config, tmp_path / "plain")
     rules = [Rule(weights="int4", granularity=8, activations="int8")]
     quantize(str(tmp_path / "plain"), tmp_path / "w4", rules)
     expected = load_lm(tmp_path / "plain", rules=rules)
@@ -84,7 +84,7 @@ def test_rules_of_which_the_first_that_matches_decides(tmp_path):
         "  - {where: 'layers\\..*\\.mlp\\..*', weights: mxfp4, activations: mxfp8}\n  - {where: embed, weights: int4}\n"
     )
     config = CASES["llama-plain"]
-    model = built(config, Unroll())
+    model = noisy_model(config, Unroll())
     schemes = schemes_of(model, read_rules(file))
     assert schemes["layers.0.mlp.down"].weights == "int8"
     assert "layers.0.mlp.up" not in schemes
@@ -92,14 +92,14 @@ def test_rules_of_which_the_first_that_matches_decides(tmp_path):
     assert schemes["layers.1.mlp.up"].activations == "mxfp8"
     assert schemes["embed"].weights == "int4"
     # Layers that differ cannot be stacked: the model is loaded unrolled.
-    saved(config, tmp_path / "plain")
+    save_model(config, tmp_path / "plain")
     quantize(str(tmp_path / "plain"), tmp_path / "mixed", read_rules(file))
     lm = load_lm(tmp_path / "mixed", run=Scan())
     assert relative(lm.logits(TOKENS), load_lm(tmp_path / "plain", rules=read_rules(file), run=Unroll()).logits(TOKENS)) < 1e-5
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "problem"),
     [
         ("rules: [{weights: int9}]", "did you mean `int8`"),
         ("rules: [{weights: mxfp4, calibration: minmax}]", "has no minimum"),
@@ -111,14 +111,14 @@ def test_rules_of_which_the_first_that_matches_decides(tmp_path):
         ("other: 3", "other"),
     ],
 )
-def test_wrong_rules_are_refused_with_the_right_words(text, said, tmp_path):
+def test_wrong_rules_are_refused_with_the_right_words(text, problem, tmp_path):
     (tmp_path / "rules.yml").write_text(text)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=problem):
         rules_named(str(tmp_path / "rules.yml"))
 
 
 def test_what_matches_nothing_is_refused():
-    model = built(CASES["llama-plain"], Unroll())
+    model = noisy_model(CASES["llama-plain"], Unroll())
     with pytest.raises(BadInput, match="rule 1: nothing in the model matches"):
         schemes_of(model, [Rule(where="layers.*.atn.*", weights="int8")])
     with pytest.raises(BadInput, match="rule 2: everything that"):
@@ -140,7 +140,7 @@ def test_a_method_at_load_is_answered_with_the_command_that_has_it(verb, capsys)
 
 def test_nothing_is_written_for_a_model_that_cannot_be_quantized(tmp_path):
     config = CASES["llama-plain"]
-    saved(config, tmp_path / "plain")
+    save_model(config, tmp_path / "plain")
     quantize(str(tmp_path / "plain"), tmp_path / "w8", preset_rules("w8"))
     with pytest.raises(BadInput, match="quantized already"):
         quantize(str(tmp_path / "w8"), tmp_path / "again", preset_rules("w8"))
@@ -152,7 +152,7 @@ def test_nothing_is_written_for_a_model_that_cannot_be_quantized(tmp_path):
     # A folder of a format that this version lacks.
     meta = json.loads((tmp_path / "w8" / "meta.json").read_text())
     assert meta["quantization"][0]["weights"] == "int8"
-    lm = saved(config, tmp_path / "other")
+    lm = save_model(config, tmp_path / "other")
     w = lm.module.layers
     first = getattr(w, "0").attn.q.w
     first.set_value(first.get_value().at[0, 0].set(jnp.nan))
@@ -163,16 +163,16 @@ def test_nothing_is_written_for_a_model_that_cannot_be_quantized(tmp_path):
 
 
 def test_rules_that_hit_tied_embeddings_and_routers_are_said(tmp_path):
-    said = {}
+    messages = {}
     for name, where in {"llama-tied-biased": "embed|layers.*", "mixtral-plain": ".*"}.items():
-        saved(CASES[name], tmp_path / name)
-        said[name] = list[str]()
-        quantize(str(tmp_path / name), tmp_path / f"{name}.out", [Rule(where=where, weights="int8")], say=said[name].append)
+        save_model(CASES[name], tmp_path / name)
+        messages[name] = list[str]()
+        quantize(str(tmp_path / name), tmp_path / f"{name}.out", [Rule(where=where, weights="int8")], say=messages[name].append)
         quiet = list[str]()
         quantize(str(tmp_path / name), tmp_path / f"{name}.w8", preset_rules("w8"), say=quiet.append)
         assert not any("a rule rounds" in line for line in quiet)
-    assert any("`embed`, which is the head too" in line for line in said["llama-tied-biased"])
-    assert any("such as `layers.0.mlp.router`" in line for line in said["mixtral-plain"])
+    assert any("`embed`, which is the head too" in line for line in messages["llama-tied-biased"])
+    assert any("such as `layers.0.mlp.router`" in line for line in messages["mixtral-plain"])
 
 
 def test_names_of_formats_in_settings_are_those_of_the_table():
@@ -182,25 +182,25 @@ def test_names_of_formats_in_settings_are_those_of_the_table():
 
 def test_after_a_kill_the_table_has_every_weight(tmp_path, monkeypatch):
     """Files that were complete are not written again, and their weights are in the table all the same."""
-    saved(CASES["llama-plain"], tmp_path / "plain")
+    save_model(CASES["llama-plain"], tmp_path / "plain")
     source = str(tmp_path / "plain")
     expected = quantize(source, tmp_path / "whole", preset_rules("w4"))["weights"]
 
-    def stop(new: int, all: int, kept: int) -> None:
+    def stop(new: int, all: int, old: int) -> None:
         if new and all > 0 and len(list((tmp_path / "w4.part").rglob("zarr.json"))) > 20:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         quantize(source, tmp_path / "w4", preset_rules("w4"), progress=stop)
-    kept = []
-    result = quantize(source, tmp_path / "w4", preset_rules("w4"), progress=lambda new, all, old: kept.append(old))
-    assert kept[0] > 0
+    counts = []
+    result = quantize(source, tmp_path / "w4", preset_rules("w4"), progress=lambda new, all, old: counts.append(old))
+    assert counts[0] > 0
     assert result["weights"] == expected
 
 
 def test_rules_of_single_layers_hold_while_loading_too(tmp_path):
     """Also where layers would be stacked."""
-    saved(CASES["llama-plain"], tmp_path / "plain")
+    save_model(CASES["llama-plain"], tmp_path / "plain")
     rules = [Rule(where=r"layers\.0\..*", weights="int8"), Rule(weights="int4")]
     quantize(str(tmp_path / "plain"), tmp_path / "mixed", rules)
     exact = load_lm(tmp_path / "mixed").logits(TOKENS)
@@ -209,26 +209,26 @@ def test_rules_of_single_layers_hold_while_loading_too(tmp_path):
 
 @pytest.mark.parametrize("preset", ["w8", "w4", "nvfp4"])
 def test_devices_share_a_quantized_model(preset, tmp_path):
-    saved(CASES["llama-plain"], tmp_path / "plain")
+    save_model(CASES["llama-plain"], tmp_path / "plain")
     quantize(str(tmp_path / "plain"), tmp_path / "out", preset_rules(preset))
     assert relative(load_lm(tmp_path / "out", tensor=2).logits(TOKENS), load_lm(tmp_path / "out").logits(TOKENS)) < 1e-5
 
 
 def test_a_model_that_does_not_fit_is_refused(tmp_path, monkeypatch):
     """By its bytes in few bits, not in floats."""
-    saved(CASES["llama-plain"], tmp_path / "plain")
+    save_model(CASES["llama-plain"], tmp_path / "plain")
     quantize(str(tmp_path / "plain"), tmp_path / "w4", preset_rules("w4"))
     needs = []
-    monkeypatch.setattr("argosy.weights.build.check_fits", lambda needed, what: needs.append(needed))
-    for how in ({}, {"rules": preset_rules("w4")}):
-        load_lm(tmp_path / ("plain" if how else "w4"), **how)
+    monkeypatch.setattr("argosy.weights.build.check_fits", lambda needed, model_name: needs.append(needed))
+    for options in ({}, {"rules": preset_rules("w4")}):
+        load_lm(tmp_path / ("plain" if options else "w4"), **options)
     load_lm(tmp_path / "plain")
     assert needs[0] == needs[1] < needs[2]
 
 
 def test_a_quantized_model_saves_as_it_is(tmp_path):
     config = CASES["llama-plain"]
-    lm = saved(config, tmp_path / "plain")
+    lm = save_model(config, tmp_path / "plain")
     lm.quantize("nvfp4")
     lm.save(tmp_path / "nvfp4", format="argosy")
     again = load_lm(tmp_path / "nvfp4")

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import relative, stories_model, stories_text
-from laws.families import CASES, STRUCTURES, built, marked
+from laws.families import CASES, STRUCTURES, noisy_model, parameters_of
 
 from argosy.adapt.calibration.data import CalibrationData
 from argosy.adapt.calibration.folder import CalibrationFolder
@@ -32,15 +32,15 @@ from argosy.models.parts.weight import split, undrawn, variables
 SYNTHETIC = DataSettings(source="synthetic", sequence=24)
 
 
-def saved(name, folder):
+def save_case(name, folder):
     config = CASES[name]
-    LM(config, built(config, Unroll()), None).save(folder, format="argosy")
+    LM(config, noisy_model(config, Unroll()), None).save(folder, format="argosy")
     return config
 
 
-@pytest.mark.parametrize("name", [*marked(STRUCTURES, ["deepseek"]), pytest.param("bert-pooler", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", [*parameters_of(STRUCTURES, ["deepseek"]), pytest.param("bert-pooler", marks=pytest.mark.slow)])
 def test_every_structure_is_calibrated_layer_by_layer(name, tmp_path):
-    saved(name, tmp_path / "plain")
+    save_case(name, tmp_path / "plain")
     rules = [Rule(weights="int4", granularity=8)]
     result = quantize(str(tmp_path / "plain"), tmp_path / "out", rules, method=GPTQ(), data=SYNTHETIC, samples=24)
     rows = [row for row in result["weights"] if row["output_error"] is not None]
@@ -54,7 +54,7 @@ def test_every_structure_is_calibrated_layer_by_layer(name, tmp_path):
 def test_what_is_before_the_layers_is_not_kept():
     """An embedding is the largest weight of a small model."""
     config = CASES["llama-plain"]
-    leaves = {a: np.asarray(w) for a, w in split(built(config, Unroll()))[1].items()}
+    leaves = {a: np.asarray(w) for a, w in split(noisy_model(config, Unroll()))[1].items()}
     runner = LayerRunner(config, Arrays(leaves), {})
     # Of the embedding only the rows of these tokens are copied.
     batches = [np.asarray(tokens, np.int32) for tokens in ([[100, 7, 7]], [[3, 100, 112]])]
@@ -63,10 +63,10 @@ def test_what_is_before_the_layers_is_not_kept():
     assert undrawn(runner.plain) == list(variables(runner.plain))
 
 
-@pytest.mark.parametrize("name", marked(STRUCTURES, ["qwen3_next"]))
+@pytest.mark.parametrize("name", parameters_of(STRUCTURES, ["qwen3_next"]))
 def test_layers_one_by_one_compute_what_the_model_computes(name, tmp_path):
     """The outputs of the last layer, with weights in few bits, are those of the written model."""
-    config = saved(name, tmp_path / "plain")
+    config = save_case(name, tmp_path / "plain")
     rules = [Rule(weights="int4", granularity=8)]
     quantize(str(tmp_path / "plain"), tmp_path / "out", rules)
     stored = open_model(tmp_path / "plain")
@@ -76,15 +76,15 @@ def test_layers_one_by_one_compute_what_the_model_computes(name, tmp_path):
     x = next(runner.embedded(iter([data])))
     for i in range(len(runner.plan)):
         leaves = runner.read(i)
-        own = {n: runner.contraction(i, n).scheme.quantize(runner.contraction(i, n), leaves[f"{n}.w"]) for n in runner.names[i]}
-        x = runner.outputs(i, leaves, own, x, data.segments)
+        quantized = {n: runner.contraction(i, n).scheme.quantize(runner.contraction(i, n), leaves[f"{n}.w"]) for n in runner.names[i]}
+        x = runner.outputs(i, leaves, quantized, x, data.segments)
     lm = load_lm(tmp_path / "out", run=Unroll())
     exact, _, _ = lm.module.hidden(jnp.asarray(tokens), config.attend(jnp.asarray(data.segments)))
     assert relative(lm.module.norm(jnp.asarray(x)), exact) < 1e-4
 
 
 def test_padding_changes_nothing(tmp_path):
-    config = saved("deepseek-3.2", tmp_path / "plain")
+    config = save_case("deepseek-3.2", tmp_path / "plain")
     stored, rules = open_model(tmp_path / "plain"), [Rule(weights="int4", granularity=8)]
     runner = LayerRunner(config, stored.weights, by_layer(config.build(Unroll()), schemes_of(config.build(Unroll()), rules)))
     i = len(runner.plan) - 1
@@ -95,9 +95,9 @@ def test_padding_changes_nothing(tmp_path):
     whole = runner.statistics(i, leaves, iter([(x, np.ones((3, 9), np.int32))]))
     padded = runner.statistics(i, leaves, iter([(longer, segments)]))
     assert {"mlp.gate", "attn.k_up"} <= whole.keys()
-    for name, one in whole.items():
-        assert relative(padded[name].gram, one.gram) < 1e-4
-        np.testing.assert_array_equal(padded[name].tokens, one.tokens)
+    for name, statistics in whole.items():
+        assert relative(padded[name].gram, statistics.gram) < 1e-4
+        np.testing.assert_array_equal(padded[name].tokens, statistics.tokens)
     # Each token is in the sums of as many experts as it goes to.
     assert whole["mlp.gate"].tokens.sum() == 27 * config.moe.active
     x_squared = whole["mlp.shared.gate"].gram.trace(axis1=1, axis2=2).sum() * config.moe.active
@@ -141,9 +141,9 @@ def test_killed_and_resumed_the_result_is_the_same_bit_for_bit(call, layer, tmp_
 
 
 def _folder(path):
-    found = object.__new__(CalibrationFolder)
-    found.path = path
-    return found
+    calibration = object.__new__(CalibrationFolder)
+    calibration.path = path
+    return calibration
 
 
 def test_the_table_says_what_the_data_says(tmp_path, capsys):
@@ -158,7 +158,7 @@ def test_the_table_says_what_the_data_says(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "what"),
+    ("words", "problem"),
     [
         (["method=gptq"], "method=gptq needs calibration data"),
         (["method=gqtp"], "unknown method `gqtp`"),
@@ -170,10 +170,10 @@ def test_the_table_says_what_the_data_says(tmp_path, capsys):
         (["method=gptq", "method.damping=0", "data.source=TEXT"], "damping"),
     ],
 )
-def test_mistakes_are_one_error_before_work_starts(words, what, tmp_path, capsys):
+def test_mistakes_are_one_error_before_work_starts(words, problem, tmp_path, capsys):
     words = [word.replace("TEXT", str(stories_text())) for word in words]
     assert main(["quantize", str(stories_model()), str(tmp_path / "out"), "preset=w4", *words]) == 2
-    assert what in capsys.readouterr().err
+    assert problem in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
@@ -191,7 +191,7 @@ def test_what_the_layout_cannot_say_is_refused_before_calibration(tmp_path):
 def test_experts_with_too_few_tokens_are_told(tmp_path):
     from argosy.cli.verbs.quantize import quantization_table
 
-    saved("deepseek-3.2", tmp_path / "plain")
+    save_case("deepseek-3.2", tmp_path / "plain")
     data, rules = SYNTHETIC.model_copy(update={"sequence": 4}), [Rule(weights="int4", granularity=8)]
     result = quantize(str(tmp_path / "plain"), tmp_path / "out", rules, method=ScaleSearch(), data=data, samples=1)
     assert any(0 < row["uncalibrated"] <= 1 for row in result["weights"])
@@ -201,5 +201,5 @@ def test_experts_with_too_few_tokens_are_told(tmp_path):
 def test_nearest_with_data_is_nearest_without(tmp_path):
     for name, data in (("with", DataSettings(source=str(stories_text()), sequence=64)), ("without", None)):
         quantize(str(stories_model()), tmp_path / name, preset_rules("nvfp4"), method=Nearest(), data=data, samples=2)
-    one, other = (load_lm(tmp_path / name).logits([[5, 9, 100]]) for name in ("with", "without"))
-    np.testing.assert_array_equal(one, other)
+    with_data, other = (load_lm(tmp_path / name).logits([[5, 9, 100]]) for name in ("with", "without"))
+    np.testing.assert_array_equal(with_data, other)

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from helpers import stories_model
-from laws.families import CASES, built
+from laws.families import CASES, noisy_model
 from safetensors.numpy import load_file, save_file
 
 import argosy
@@ -46,7 +46,7 @@ def test_a_file_answers_with_the_numbers_that_its_blocks_hold(preset, tmp_path):
     lm, source = argosy.load(tmp_path / "out.gguf"), argosy.load(stories_model())
     prompt = source.tokenizer.encode("Once upon a time, Lily and  Tom\n", special=True)
     assert lm.tokenizer.encode("Once upon a time, Lily and  Tom\n", special=True) == prompt
-    roles = [(one.tokenizer.bos, one.tokenizer.eos, one.tokenizer.adds_bos) for one in (lm, source)]
+    roles = [(model.tokenizer.bos, model.tokenizer.eos, model.tokenizer.adds_bos) for model in (lm, source)]
     assert roles[0] == roles[1]
     assert lm.generate(["Once upon a time"], max_tokens=8)[0].text.startswith(", there was a little")
     assert result["bytes"] == (tmp_path / "out.gguf").stat().st_size
@@ -59,14 +59,14 @@ def test_a_run_of_bytes_has_no_tokenizer_in_the_file_and_is_told(tmp_path):
     from argosy.data.tokenizers.load import load_tokenizer
 
     config = CASES["llama-plain"].model_copy(update={"vocab": 300})
-    LM(config, built(config, Unroll()), load_tokenizer("byte")).save(tmp_path / "run", format="argosy")
-    said: list[str] = []
-    result = convert(str(tmp_path / "run"), tmp_path / "x.gguf", "hub", "bfloat16", say=said.append)
+    LM(config, noisy_model(config, Unroll()), load_tokenizer("byte")).save(tmp_path / "run", format="argosy")
+    messages: list[str] = []
+    result = convert(str(tmp_path / "run"), tmp_path / "x.gguf", "hub", "bfloat16", say=messages.append)
     assert result["format"] == "gguf"
     read = open_model(tmp_path / "x.gguf")
     assert {read.weights.dtype(name) for name in ("embed.w", "layers.0.attn.q.w")} == {np.dtype(ml_dtypes.bfloat16)}
     assert argosy.load(tmp_path / "x.gguf").tokenizer is None
-    assert said[-1] == "a tokenizer of the kind ByteTokenizer has no place in a GGUF file: the file has no tokenizer"
+    assert messages[-1] == "a tokenizer of the kind ByteTokenizer has no place in a GGUF file: the file has no tokenizer"
 
 
 # ---------------------------------------------------------------- nothing half-written
@@ -122,7 +122,7 @@ def test_a_weight_that_is_not_finite_leaves_nothing(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("target", "words", "what"),
+    ("target", "words", "problem"),
     [
         ("x.gguf", ["preset=w4"], "no preset `w4` of GGUF files"),
         ("x.gguf", [], "a GGUF file has a preset"),
@@ -132,9 +132,9 @@ def test_a_weight_that_is_not_finite_leaves_nothing(tmp_path):
         ("x", ["preset=Q4_K_M"], "preset=Q4_K_M is for GGUF files"),
     ],
 )
-def test_words_that_make_no_sense(target, words, what, tmp_path, capsys):
+def test_words_that_make_no_sense(target, words, problem, tmp_path, capsys):
     assert main(["quantize", str(stories_model()), str(tmp_path / target), *words]) == 2
-    assert what in capsys.readouterr().err
+    assert problem in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
@@ -146,11 +146,11 @@ def test_what_is_rounded_already(tmp_path):
         quantize_gguf(str(tmp_path / "w8"), tmp_path / "x.gguf", "q8_0")
     # Its floats can be written.
     convert(str(tmp_path / "w8"), tmp_path / "x.gguf", "hub", None)
-    said: list[str] = []
-    quantize_gguf(str(tmp_path / "x.gguf"), tmp_path / "y.gguf", "q8_0", say=said.append)
-    assert not said
-    quantize_gguf(str(tmp_path / "y.gguf"), tmp_path / "z.gguf", "q4_0", say=said.append)
-    assert "is rounded already" in said[0]
+    messages: list[str] = []
+    quantize_gguf(str(tmp_path / "x.gguf"), tmp_path / "y.gguf", "q8_0", say=messages.append)
+    assert not messages
+    quantize_gguf(str(tmp_path / "y.gguf"), tmp_path / "z.gguf", "q4_0", say=messages.append)
+    assert "is rounded already" in messages[0]
 
 
 def test_the_table_says_which_rows_are_too_narrow(tmp_path, capsys):

@@ -46,9 +46,9 @@ def test_the_page_of_a_quantized_model(tmp_path: Path):
 def result_of(after: float | None, **more):
     row = {"name": "layers.0.attn.q", "weights": "int4", "granularity": 64, "activations": None}
     row |= {"numbers": 100, "bytes": 56, "error": 0.1}
-    kept = {"tensors": 1, "bytes": 400, "largest": ["<b>embed</b>"]}
+    summary = {"tensors": 1, "bytes": 400, "largest": ["<b>embed</b>"]}
     measured = {} if after is None else {"perplexity": {"before": 10.0, "after": after, "tokens": 99.0}}
-    return {"source": "a", "target": "b", "weights": [row], "kept": kept, "bytes": 456, "seconds": 1.0, **measured, **more}
+    return {"source": "a", "target": "b", "weights": [row], "kept": summary, "bytes": 456, "seconds": 1.0, **measured, **more}
 
 
 def test_a_gguf_file_has_a_report_too(tmp_path: Path):
@@ -61,14 +61,14 @@ def test_a_gguf_file_has_a_report_too(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("after", "said"),
+    ("after", "pattern"),
     [
         *((10.05, "^Use it:"), (10.3, "^Use it where"), (11.0, "try method=gptq"), (14.0, "^Do not use it")),
         (None, "^The cost is not known"),
     ],
 )
-def test_the_recommendation_follows_from_the_numbers(after, said):
-    assert re.search(said, recommendation(result_of(after)))
+def test_the_recommendation_follows_from_the_numbers(after, pattern):
+    assert re.search(pattern, recommendation(result_of(after)))
 
 
 def test_a_calibrated_model_is_not_told_to_calibrate():
@@ -92,7 +92,7 @@ def test_every_value_is_in_a_bin():
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "problem"),
     [
         (["report=page.txt"], "does not end in .html"),
         (["report=gone/page.html"], "no folder"),
@@ -101,8 +101,8 @@ def test_every_value_is_in_a_bin():
         (["rotate=quarot", "to=compressed-tensors"], "rotate=quarot is for Argosy's own format"),
     ],
 )
-def test_mistakes_are_said_before_work(words, said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_mistakes_are_said_before_work(words, problem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(BadInput, match=said):
+    with pytest.raises(BadInput, match=problem):
         run(shared("models/stories260k"), tmp_path / "out", "preset=w4", *words)
     assert not list(tmp_path.iterdir())

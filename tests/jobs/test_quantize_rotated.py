@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from helpers import relative, shared
-from laws.families import CASES, built
+from laws.families import CASES, noisy_model
 from safetensors.numpy import load_file, save_file
 
 import argosy
@@ -33,11 +33,11 @@ READERS = ("self_attn.q", "self_attn.k", "self_attn.v", "mlp.gate", "mlp.up")
 
 @pytest.mark.parametrize("to", ["argosy", "compressed-tensors"])
 def test_a_rotated_folder_answers_as_the_model_does(to: str, tmp_path: Path):
-    source, said = shared("models/stories260k"), []
+    source, messages = shared("models/stories260k"), []
     plain = argosy.load(source)
     assert plain.config.tied
-    quantize(str(source), tmp_path / "out", preset_rules("w8"), rotate="hadamard", to=to, say=said.append)
-    assert any("Hadamard matrix" in line and "tied head" in line for line in said)
+    quantize(str(source), tmp_path / "out", preset_rules("w8"), rotate="hadamard", to=to, say=messages.append)
+    assert any("Hadamard matrix" in line and "tied head" in line for line in messages)
     lm = argosy.load(tmp_path / "out")
     assert not lm.config.tied
     assert relative(lm.logits(TOKENS), plain.logits(TOKENS)) < 0.02
@@ -47,10 +47,12 @@ def test_a_rotated_folder_answers_as_the_model_does(to: str, tmp_path: Path):
 
 def test_a_folder_that_rotates_while_it_runs_answers_as_the_model_does(tmp_path: Path):
     """From caches too, which hold rotated keys, in eight bits or in floats."""
-    source, said = shared("models/stories260k"), []
+    source, messages = shared("models/stories260k"), []
     plain = argosy.load(source)
-    quantize(str(source), tmp_path / "out", preset_rules("w8a8"), rotate="quarot", say=said.append)
-    assert any("5 down projections and queries, keys and heads of 5 layers are rotated while the model runs" in line for line in said)
+    quantize(str(source), tmp_path / "out", preset_rules("w8a8"), rotate="quarot", say=messages.append)
+    assert any(
+        "5 down projections and queries, keys and heads of 5 layers are rotated while the model runs" in line for line in messages
+    )
     lm, narrow = (load_lm(tmp_path / "out", engine=EngineSettings(cache_dtype=form)) for form in (None, "int8"))
     assert lm.config.rotations == ("ffn", "heads", "keys")
     assert relative(lm.logits(TOKENS), plain.logits(TOKENS)) < 0.02
@@ -71,8 +73,8 @@ def test_methods_calibrate_the_rotated_model(rotate: str, tmp_path: Path):
     source, text = shared("models/stories260k"), tmp_path / "text.txt"
     text.write_text(shared("text/tinystories_sample.txt").read_text(encoding="utf-8")[:9000], encoding="utf-8")
     data = DataSettings(source=str(text), sequence=64)
-    how = {"rotate": rotate, "method": GPTQ(), "data": data, "samples": 16}
-    rows = quantize(str(source), tmp_path / "out", preset_rules("w4"), **how)["weights"]
+    options = {"rotate": rotate, "method": GPTQ(), "data": data, "samples": 16}
+    rows = quantize(str(source), tmp_path / "out", preset_rules("w4"), **options)["weights"]
     assert all(row["output_error"] < row["nearest_error"] for row in rows)
     plain, lm = argosy.load(source), argosy.load(tmp_path / "out")
     assert relative(lm.logits(TOKENS), plain.logits(TOKENS)) < 0.25
@@ -80,7 +82,7 @@ def test_methods_calibrate_the_rotated_model(rotate: str, tmp_path: Path):
 
 def test_a_structure_that_does_not_allow_it_is_refused_before_a_file_is_written(tmp_path: Path):
     config = CASES["gemma-2"]
-    LM(config, built(config, Unroll()), None).save(tmp_path / "plain", format="argosy")
+    LM(config, noisy_model(config, Unroll()), None).save(tmp_path / "plain", format="argosy")
     with pytest.raises(Unsupported, match="post_attn_norm"):
         quantize(str(tmp_path / "plain"), tmp_path / "out", preset_rules("w4"), rotate="hadamard")
     assert [path.name for path in tmp_path.iterdir()] == ["plain"]
@@ -132,10 +134,10 @@ def test_rotation_and_gptq_lose_less_than_gptq_alone_where_channels_have_outlier
     plain = argosy.load(shared("models/stories260k"))
     tokens = [plain.tokenizer.encode(text[-1500:])[:300]]
     exact = jax.nn.log_softmax(plain.logits(tokens))
-    found = []
+    divergences = []
     for rotate in (None, "hadamard"):
         out = tmp_path / str(rotate)
         quantize(str(outliers), out, [Rule(**rule)], rotate=rotate, method=GPTQ(), data=data, samples=32)
         rounded = jax.nn.log_softmax(argosy.load(out).logits(tokens))
-        found.append(float(jnp.mean(jnp.sum(jnp.exp(exact) * (exact - rounded), -1))))
-    assert found[1] < 0.4 * found[0]
+        divergences.append(float(jnp.mean(jnp.sum(jnp.exp(exact) * (exact - rounded), -1))))
+    assert divergences[1] < 0.4 * divergences[0]

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import stories_model, stories_text
-from laws.families import CASES, built
+from laws.families import CASES, noisy_model
 
 import argosy
 from argosy.adapt.calibration.data import CalibrationData
@@ -31,9 +31,9 @@ from argosy.models.parts.stack import Unroll
 SYNTHETIC = DataSettings(source="synthetic", sequence=16)
 
 
-def saved(name, folder):
+def save_case(name, folder):
     config = CASES[name]
-    LM(config, built(config, Unroll()), None).save(folder, format="argosy")
+    LM(config, noisy_model(config, Unroll()), None).save(folder, format="argosy")
     return config
 
 
@@ -64,8 +64,8 @@ def test_the_choice_is_within_one_step_of_the_best(seed):
     groups = random_groups(rng)
     least, most = (sum(pick(cost.bits for cost in costs.values()) for costs in groups) for pick in (min, max))
     for budget in rng.integers(least, most + 1, 5):
-        chosen = within_budget(groups, int(budget))
-        bits, kl = (sum(values) for values in zip(*(costs[name] for costs, name in zip(groups, chosen, strict=True)), strict=True))
+        choices = within_budget(groups, int(budget))
+        bits, kl = (sum(values) for values in zip(*(costs[name] for costs, name in zip(groups, choices, strict=True)), strict=True))
         assert bits <= budget
         every = ([costs[name] for costs, name in zip(groups, names, strict=True)] for names in itertools.product(*groups))
         best = min(sum(cost.divergence for cost in some) for some in every if sum(cost.bits for cost in some) <= budget)
@@ -112,7 +112,7 @@ def test_modules_that_agree_share_a_rule():
 
 @pytest.mark.parametrize("name", ["llama-plain", pytest.param("deepseek-3.2", marks=pytest.mark.slow)])
 def test_each_matrix_alone_is_measured_as_the_loaded_model_answers(name, tmp_path):
-    config = saved(name, tmp_path / "plain")
+    config = save_case(name, tmp_path / "plain")
     stored, model = open_model(tmp_path / "plain"), config.build(Unroll())
     tokens = np.random.default_rng(0).integers(3, config.vocab, (3, 13)).astype(np.int32)
     runner = LayerRunner(config, stored.weights, schemes_of(model, preset_rules("w8")))
@@ -135,7 +135,7 @@ def test_each_matrix_alone_is_measured_as_the_loaded_model_answers(name, tmp_pat
 
 
 def test_padding_is_not_measured(tmp_path):
-    config = saved("llama-plain", tmp_path / "plain")
+    config = save_case("llama-plain", tmp_path / "plain")
     stored, model = open_model(tmp_path / "plain"), config.build(Unroll())
     tokens = np.random.default_rng(0).integers(3, config.vocab, (2, 9)).astype(np.int32)
     schemes = schemes_of(model, preset_rules("w2"))
@@ -151,22 +151,22 @@ def test_padding_is_not_measured(tmp_path):
 
 
 def test_the_file_quantizes_to_the_promised_bits(tmp_path):
-    saved("llama-plain", tmp_path / "plain")
+    save_case("llama-plain", tmp_path / "plain")
     presets, budget = ["w8", "w4", "w2"], 7.5
-    said = search_recipe(str(tmp_path / "plain"), tmp_path / "mixed.yml", budget, presets, SYNTHETIC, samples=3)
-    assert said["bits"] <= budget
-    assert len({row["preset"] for row in said["weights"]}) > 1
+    search_result = search_recipe(str(tmp_path / "plain"), tmp_path / "mixed.yml", budget, presets, SYNTHETIC, samples=3)
+    assert search_result["bits"] <= budget
+    assert len({row["preset"] for row in search_result["weights"]}) > 1
     result = quantize(str(tmp_path / "plain"), tmp_path / "out", read_rules(tmp_path / "mixed.yml"))
     numbers, size = (sum(row[name] for row in result["weights"]) for name in ("numbers", "bytes"))
-    assert 8 * size / numbers == pytest.approx(said["bits"], rel=1e-12)
-    written, promised = ({row["name"]: row["bits"] for row in rows} for rows in (result["weights"], said["weights"]))
-    assert written == promised
+    assert 8 * size / numbers == pytest.approx(search_result["bits"], rel=1e-12)
+    bits, promised = ({row["name"]: row["bits"] for row in rows} for rows in (result["weights"], search_result["weights"]))
+    assert bits == promised
 
 
 def test_a_killed_search_goes_on_from_what_it_measured(tmp_path, monkeypatch):
-    saved("llama-plain", tmp_path / "plain")
-    how = {"source": str(tmp_path / "plain"), "data": SYNTHETIC, "samples": 3}
-    whole = search_recipe(target=tmp_path / "whole.yml", budget=7.5, presets=["w8", "w4", "w2"], **how)
+    save_case("llama-plain", tmp_path / "plain")
+    options = {"source": str(tmp_path / "plain"), "data": SYNTHETIC, "samples": 3}
+    whole = search_recipe(target=tmp_path / "whole.yml", budget=7.5, presets=["w8", "w4", "w2"], **options)
     assert not (tmp_path / "whole.yml.part").exists()
     target, part, measure = tmp_path / "mixed.yml", tmp_path / "mixed.yml.part", SensitivityMeter.divergence
     calls = []
@@ -180,7 +180,7 @@ def test_a_killed_search_goes_on_from_what_it_measured(tmp_path, monkeypatch):
 
     monkeypatch.setattr(SensitivityMeter, "divergence", counted)
     with pytest.raises(KeyboardInterrupt):
-        search_recipe(target=target, budget=7.5, presets=["w8", "w4", "w2"], **how)
+        search_recipe(target=target, budget=7.5, presets=["w8", "w4", "w2"], **options)
     assert not target.exists()
     # As a kill in the middle of a write leaves it.
     part.write_bytes(part.read_bytes()[:-9])
@@ -191,9 +191,9 @@ def test_a_killed_search_goes_on_from_what_it_measured(tmp_path, monkeypatch):
         return measure(self, schemes, i, inputs)
 
     monkeypatch.setattr(SensitivityMeter, "divergence", listed)
-    said = []
-    again = search_recipe(target=target, budget=7.5, presets=["w8", "w4", "w2"], say=said.append, **how)
-    assert "resuming: 19 roundings are measured already" in said
+    messages = []
+    again = search_recipe(target=target, budget=7.5, presets=["w8", "w4", "w2"], say=messages.append, **options)
+    assert "resuming: 19 roundings are measured already" in messages
     assert sum(len(schemes) == 1 for schemes in calls) == 3 * len(again["weights"]) - 19
     drop = {"seconds", "target"}
     assert {k: v for k, v in again.items() if k not in drop} == {k: v for k, v in whole.items() if k not in drop}
@@ -202,7 +202,7 @@ def test_a_killed_search_goes_on_from_what_it_measured(tmp_path, monkeypatch):
 
 
 def test_what_another_search_left_is_not_taken(tmp_path):
-    saved("llama-plain", tmp_path / "plain")
+    save_case("llama-plain", tmp_path / "plain")
     for text in ('{"source": "hub 1", "data": "2"}\n', "a note\n", "[3]\n"):
         (tmp_path / "a.yml.part").write_text(text)
         with pytest.raises(BadInput, match=r"a\.yml\.part"):
@@ -217,9 +217,9 @@ def test_a_mixed_recipe_beats_presets_of_as_many_bits_on_other_text(tmp_path, ca
     (tmp_path / "first.txt").write_text(text[: len(text) // 2], encoding="utf-8")
     words = [f"data.source={tmp_path / 'first.txt'}", "samples=16", "data.sequence=256", "--json"]
     assert main(["quantize", str(stories_model()), str(tmp_path / "mixed.yml"), "search=4.865", *words]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["recipe"] == "mixed"
-    assert said["bits"] <= 4.865 < said["presets"]["nvfp4"]["bits"]
+    document = json.loads(capsys.readouterr().out)
+    assert document["recipe"] == "mixed"
+    assert document["bits"] <= 4.865 < document["presets"]["nvfp4"]["bits"]
     lm = argosy.load(stories_model())
     ids = lm.tokenizer.encode(text[len(text) // 2 :])[: 16 * 256]
     tokens = np.asarray(ids).reshape(16, 256)
@@ -230,14 +230,14 @@ def test_a_mixed_recipe_beats_presets_of_as_many_bits_on_other_text(tmp_path, ca
 
 
 def test_models_without_next_tokens_are_refused(tmp_path):
-    saved("bert-pooler", tmp_path / "plain")
+    save_case("bert-pooler", tmp_path / "plain")
     with pytest.raises(Unsupported, match="predicts none"):
         search_recipe(str(tmp_path / "plain"), tmp_path / "a.yml", 6, ["w8", "w4"], SYNTHETIC, samples=2)
     assert not (tmp_path / "a.yml").exists()
 
 
 @pytest.mark.parametrize(
-    ("out", "words", "what"),
+    ("out", "words", "problem"),
     [
         ("a.yml", ["search=4", "DATA"], "search=4 is below every candidate: w8 8.424, w4 4.560, nvfp4 4.870"),
         ("a.yml", ["search=9", "DATA"], "search=9 is above every candidate"),
@@ -255,19 +255,19 @@ def test_models_without_next_tokens_are_refused(tmp_path):
         ("taken.yml", ["search=6", "DATA"], "exists"),
     ],
 )
-def test_search_mistakes_are_one_error_before_work_starts(out, words, what, tmp_path, capsys):
+def test_search_mistakes_are_one_error_before_work_starts(out, words, problem, tmp_path, capsys):
     (tmp_path / "taken.yml").write_text("mine")
     words = [word.replace("DATA", f"data.source={stories_text()}") for word in words]
     assert main(["quantize", str(stories_model()), str(tmp_path / out), *words]) == 2
-    said = capsys.readouterr().err
-    assert what in said
-    assert "measuring" not in said
+    stderr = capsys.readouterr().err
+    assert problem in stderr
+    assert "measuring" not in stderr
     assert [path.name for path in tmp_path.iterdir()] == ["taken.yml"]
     assert (tmp_path / "taken.yml").read_text() == "mine"
 
 
 @pytest.mark.parametrize(
-    ("target", "words", "what"),
+    ("target", "words", "problem"),
     [
         ("rules.yml", {}, "rules.yml is a file of rules, which only a search writes"),
         ("folder", {"search": 4.5}, "a search writes a file of rules, and folder does not end in .yml"),
@@ -275,6 +275,6 @@ def test_search_mistakes_are_one_error_before_work_starts(out, words, what, tmp_
         ("rules.yml", {"search": 4.5}, "search needs calibration data"),
     ],
 )
-def test_settings_that_are_not_those_of_a_search_are_refused(target: str, words: dict[str, Any], what: str):
-    with pytest.raises(BadInput, match=what):
+def test_settings_that_are_not_those_of_a_search_are_refused(target: str, words: dict[str, Any], problem: str):
+    with pytest.raises(BadInput, match=problem):
         check_search(Quantize(**words), target)

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import relative, stories_model, stories_text
-from laws.families import CASES, built
+from laws.families import CASES, noisy_model
 
 from argosy.adapt.calibration.data import calibration_data
 from argosy.adapt.formats.activations import Activations
@@ -36,7 +36,7 @@ def scales_of(folder) -> dict[str, np.ndarray]:
 def llama(tmp_path_factory):
     """A tiny model and the same with static scales."""
     folder, config = tmp_path_factory.mktemp("llama"), CASES["llama-plain"]
-    LM(config, built(config, Unroll()), None).save(folder / "plain", format="argosy")
+    LM(config, noisy_model(config, Unroll()), None).save(folder / "plain", format="argosy")
     quantize(str(folder / "plain"), folder / "out", preset_rules("w8a8-static"), data=SYNTHETIC, samples=3)
     return folder
 
@@ -91,15 +91,15 @@ def test_the_engine_answers_as_the_model(tmp_path):
     data = DataSettings(source=str(stories_text()), sequence=64)
     quantize(str(stories_model()), tmp_path / "out", preset_rules("w8a8-static"), data=data, samples=8)
     lm, prompt = load_lm(tmp_path / "out"), [1, 403, 407, 261, 378]
-    found = lm.generate([prompt], max_tokens=12, ignore_eos=True)[0].tokens
-    logits = np.asarray(lm.logits([[*prompt, *found]]))[0]
-    assert list(found) == list(logits.argmax(-1)[len(prompt) - 1 : -1])
+    tokens = lm.generate([prompt], max_tokens=12, ignore_eos=True)[0].tokens
+    logits = np.asarray(lm.logits([[*prompt, *tokens]]))[0]
+    assert list(tokens) == list(logits.argmax(-1)[len(prompt) - 1 : -1])
 
 
 @pytest.mark.slow
 def test_experts_have_one_scale_for_all_tokens(tmp_path):
     config = CASES["deepseek-3.2"]
-    LM(config, built(config, Unroll()), None).save(tmp_path / "plain", format="argosy")
+    LM(config, noisy_model(config, Unroll()), None).save(tmp_path / "plain", format="argosy")
     quantize(str(tmp_path / "plain"), tmp_path / "out", preset_rules("w8a8-static"), data=SYNTHETIC, samples=4)
     scales = scales_of(tmp_path / "out")
     # Shared experts read every token.
@@ -113,7 +113,7 @@ def test_garbage_in_calibration(tmp_path):
     assert Activations("int8").static_scale(0.0) == Activations("fp8_e4m3").static_scale(1e-40) == 1
     assert Activations("fp8_e4m3").static_scale(896.0) == 2
     config = CASES["llama-plain"]
-    model = built(config, Unroll())
+    model = noisy_model(config, Unroll())
     put(model, {"layers.1.attn_norm.scale": jnp.zeros(config.width)})
     LM(config, model, None).save(tmp_path / "zeros", format="argosy")
     quantize(str(tmp_path / "zeros"), tmp_path / "out", preset_rules("fp8-static"), data=SYNTHETIC, samples=1)

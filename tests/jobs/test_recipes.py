@@ -63,28 +63,28 @@ PRETRAINED: dict[str, tuple[list[str], dict[str, Any], float, float, str]] = {
 ADAPTED = {"sft-llama3.2": (64, 128, 3e-4), "sft-qwen3": (8, 16, 3e-4), "sft-gemma3": (64, 128, 2e-5), "sft-smollm2": (16, 32, 2e-4)}
 
 
-def composed(recipe: str, model: str, *words: str) -> Run:
-    given = [f"model={model}", "init.weights=FOLDER", "data.source=FILE.jsonl", "data.tokenizer=byte"]
+def compose_run(recipe: str, model: str, *words: str) -> Run:
+    setting_words = [f"model={model}", "init.weights=FOLDER", "data.source=FILE.jsonl", "data.tokenizer=byte"]
     if recipe.startswith("grpo"):
-        given.append("reward=FILE.py:FUNCTION")
-    return compose(Run, recipe, [*given, *words]).value
+        setting_words.append("reward=FILE.py:FUNCTION")
+    return compose(Run, recipe, [*setting_words, *words]).value
 
 
 @pytest.mark.parametrize("recipe", NAMED)
 def test_a_named_model_gets_the_figures_of_the_source(recipe: str):
     models, figures = NAMED[recipe]
     for model in models:
-        run = composed(recipe, model)
+        run = compose_run(recipe, model)
         assert run.model.preset == model
         assert_figures(run, figures)
 
 
 def assert_figures(run: Run, figures: dict[str, Any]) -> None:
     for key, value in figures.items():
-        found: Any = run
+        node: Any = run
         for name in key.split("."):
-            found = found[name] if isinstance(found, dict) else getattr(found, name)
-        assert found == value, key
+            node = node[name] if isinstance(node, dict) else getattr(node, name)
+        assert node == value, key
 
 
 @pytest.mark.parametrize("recipe", PRETRAINED)
@@ -97,9 +97,9 @@ def test_pretraining_takes_the_tokens_of_its_source_and_fits_where_it_says(recip
         assert run.model.preset == model
         assert_figures(run, figures)
         assert run.steps * run.data.batch * run.data.sequence == pytest.approx(tokens, rel=0.01)
-    found = plan(recipe, ["data.source=synthetic"], PlanSettings(device=device, compile=False), lambda _: None)
-    assert found["fits"]
-    assert found["flops_per_step"] * run.steps == pytest.approx(flops, rel=0.05)
+    document = plan(recipe, ["data.source=synthetic"], PlanSettings(device=device, compile=False), lambda _: None)
+    assert document["fits"]
+    assert document["flops_per_step"] * run.steps == pytest.approx(flops, rel=0.05)
     text = (CONFIGS / "recipes" / f"{recipe}.yml").read_text(encoding="utf-8")
     assert f"device={device}" in text.replace("\n# ", " ")
     assert f"{flops:.1e}".replace("e+", "e") in text
@@ -108,11 +108,11 @@ def test_pretraining_takes_the_tokens_of_its_source_and_fits_where_it_says(recip
 @pytest.mark.parametrize("recipe", [name for name in NAMED if name.startswith(("sft", "dpo"))])
 @pytest.mark.parametrize("kind", ["lora", "dora", "qlora"])
 def test_every_adapter_goes_with_it(recipe: str, kind: str):
-    run = composed(recipe, NAMED[recipe][0][0], f"adapter={kind}")
+    run = compose_run(recipe, NAMED[recipe][0][0], f"adapter={kind}")
     if recipe in ADAPTED:
         rank, alpha, rate = ADAPTED[recipe]
         assert (run.adapter.rank, run.adapter.alpha, run.optimizer.learning_rate) == (rank, alpha, rate)
-    assert composed(recipe, NAMED[recipe][0][0], f"adapter={kind}", "adapter.rank=3").adapter.rank == 3
+    assert compose_run(recipe, NAMED[recipe][0][0], f"adapter={kind}", "adapter.rank=3").adapter.rank == 3
 
 
 @pytest.mark.parametrize("recipe", [*NAMED, *PRETRAINED])

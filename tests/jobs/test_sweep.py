@@ -10,21 +10,21 @@ from argosy.jobs.sweep import Combination, combinations, combinations_text, swee
 
 
 def test_every_combination_has_its_own_words_and_directory():
-    found = combinations("tiny", ["optimizer.learning_rate=1e-3,3e-3", "model.layers=1,2", "steps=5"])
-    assert [one.changes for one in found] == [
+    runs = combinations("tiny", ["optimizer.learning_rate=1e-3,3e-3", "model.layers=1,2", "steps=5"])
+    assert [run.changes for run in runs] == [
         ("optimizer.learning_rate=1e-3", "model.layers=1"),
         ("optimizer.learning_rate=1e-3", "model.layers=2"),
         ("optimizer.learning_rate=3e-3", "model.layers=1"),
         ("optimizer.learning_rate=3e-3", "model.layers=2"),
     ]
-    assert found[0].dir == "runs/tiny-sweep/learning_rate=1e-3,layers=1"
-    assert found[0].words == ("steps=5", *found[0].changes, f"dir={found[0].dir}")
-    assert len({one.dir for one in found}) == 4
+    assert runs[0].dir == "runs/tiny-sweep/learning_rate=1e-3,layers=1"
+    assert runs[0].words == ("steps=5", *runs[0].changes, f"dir={runs[0].dir}")
+    assert len({run.dir for run in runs}) == 4
 
 
 def test_the_folder_is_the_users_and_equal_last_names_are_written_out():
-    found = combinations("tiny", ["eval.every=5,6", "log.every=1,2", "dir=out"])
-    assert found[0].dir == "out/eval.every=5,log.every=1"
+    runs = combinations("tiny", ["eval.every=5,6", "log.every=1,2", "dir=out"])
+    assert runs[0].dir == "out/eval.every=5,log.every=1"
 
 
 @pytest.mark.parametrize(
@@ -45,19 +45,19 @@ def test_mistakes_are_found_before_the_first_run():
 
 def test_a_failure_does_not_end_the_others_and_a_signal_does():
     runs = [Combination((f"steps={i}",), (), str(i)) for i in range(4)]
-    done, said = [], []
+    done, messages = [], []
 
-    def train(one):
-        done.append(one.dir)
-        if one.dir == "1":
+    def train(run):
+        done.append(run.dir)
+        if run.dir == "1":
             raise ArgosyError("the loss is not finite")
-        return 130 if one.dir == "2" else 0
+        return 130 if run.dir == "2" else 0
 
-    assert sweep(runs, train, said.append) == 130
+    assert sweep(runs, train, messages.append) == 130
     assert done == ["0", "1", "2"]
-    assert "the loss is not finite" in "".join(said)
-    assert sweep(runs[:2], train, said.append) == 1
-    assert sweep(runs[:1], train, said.append) == 0
+    assert "the loss is not finite" in "".join(messages)
+    assert sweep(runs[:2], train, messages.append) == 1
+    assert sweep(runs[:1], train, messages.append) == 0
 
 
 @pytest.mark.slow
@@ -79,8 +79,8 @@ def test_a_sweep_from_the_command_line_skips_what_is_done_and_ends_in_a_comparis
 def test_many_runs_are_compared_in_a_row_each():
     """A column each would make lines of 300 characters."""
     names = [f"runs/tiny-sweep/learning_rate={i}e-3" for i in range(1, 9)]
-    found = {"runs": names, "numbers": {"loss": [2.5] * 8, "step": [4] * 8}, "settings": {"optimizer.learning_rate": [1e-3] * 8}}
-    lines = comparison(found).splitlines()
+    report = {"runs": names, "numbers": {"loss": [2.5] * 8, "step": [4] * 8}, "settings": {"optimizer.learning_rate": [1e-3] * 8}}
+    lines = comparison(report).splitlines()
     assert max(map(len, lines)) <= 120
     assert [line.split()[0] for line in lines if line.startswith("runs/")] == [*names, *names]
     few = comparison({"runs": names[:2], "numbers": {"loss": [2.5] * 2}, "settings": {}})

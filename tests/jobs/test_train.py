@@ -42,15 +42,15 @@ def fit(run: Path, *words: str) -> tuple[argosy.Outcome, str]:
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("a path with spaces") / "run"
     fit(run, f"steps={STEPS}")
     return run
 
 
 @pytest.fixture
-def copy(finished: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(finished, tmp_path / "run"))
+def copy(finished_run: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(finished_run, tmp_path / "run"))
 
 
 def test_a_run_that_its_epochs_end_knows_it(tmp_path: Path):
@@ -108,9 +108,9 @@ def test_a_tokenizer_is_there_as_a_whole_or_not_at_all(tmp_path: Path):
         directory.write_tokenizer(Cut())
     assert not (tmp_path / "tokenizer").exists()
     directory.write_tokenizer(ByteTokenizer())
-    found = find_tokenizer(tmp_path / "tokenizer")
-    assert found is not None
-    assert found.fingerprint == ByteTokenizer().fingerprint
+    tokenizer = find_tokenizer(tmp_path / "tokenizer")
+    assert tokenizer is not None
+    assert tokenizer.fingerprint == ByteTokenizer().fingerprint
     assert [path.name for path in tmp_path.iterdir()] == ["tokenizer"]
 
 
@@ -130,41 +130,41 @@ def test_a_tokenizer_that_was_cut_short_is_mended_and_an_edited_one_is_kept(tmp_
     assert store.read_text("tokenizer/tokenizer_config.json") == "{}"
 
 
-def test_settings_are_compared_once_the_lock_is_held(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_settings_are_compared_once_the_lock_is_held(finished_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Another process may have started a run while this one built its model."""
     run, lock = tmp_path / "run", Store.lock
 
     def late(self: Store) -> object:
-        shutil.copytree(finished, run, dirs_exist_ok=True)
+        shutil.copytree(finished_run, run, dirs_exist_ok=True)
         return lock(self)
 
     monkeypatch.setattr(Store, "lock", late)
     with pytest.raises(BadInput, match="seed: 0 there, 5 now"):
         fit(run, f"steps={STEPS}", "seed=5")
-    assert everything(run).keys() == {name.replace(str(finished), str(run)) for name in everything(finished)}
+    assert everything(run).keys() == {name.replace(str(finished_run), str(run)) for name in everything(finished_run)}
 
 
 # ---------------------------------------------------------------- what may go on
 
 
-def test_a_path_with_spaces_is_a_path(finished: Path):
-    assert sorted(d.name for d in (finished / "checkpoints").iterdir()) == ["2", "4"]
-    assert list(by_step(read(Store(finished)), "loss")) == [1, 2, 3, 4]
+def test_a_path_with_spaces_is_a_path(finished_run: Path):
+    assert sorted(d.name for d in (finished_run / "checkpoints").iterdir()) == ["2", "4"]
+    assert list(by_step(read(Store(finished_run)), "loss")) == [1, 2, 3, 4]
 
 
 def test_a_finished_run_says_so_and_touches_nothing_but_its_log(copy: Path):
     before = everything(copy)
-    outcome, said = fit(copy, f"steps={STEPS}")
+    outcome, output = fit(copy, f"steps={STEPS}")
     assert (outcome.exit_code, outcome.step) == (0, STEPS)
-    assert "is done: 4 steps of 4; steps=N trains longer, for N above 4" in said
+    assert "is done: 4 steps of 4; steps=N trains longer, for N above 4" in output
     log = {str(copy / "log.txt"): b""}
     assert everything(copy) | log == before | log
-    _, said = fit(copy, "steps=2")
-    assert "is done: 4 steps, and steps=2 asks for fewer; steps=N trains longer" in said
+    _, output = fit(copy, "steps=2")
+    assert "is done: 4 steps, and steps=2 asks for fewer; steps=N trains longer" in output
 
 
-def test_the_header_says_where_the_weights_come_from_and_how_large_the_tokenizer_is(finished: Path):
-    log = (finished / "log.txt").read_text()
+def test_the_header_says_where_the_weights_come_from_and_how_large_the_tokenizer_is(finished_run: Path):
+    log = (finished_run / "log.txt").read_text()
     assert "weights     random, from seed 0" in log
     assert re.search(r"tokenizer   none; the model's vocabulary has \d+ tokens\n", log)
     settings = SimpleNamespace(data=SimpleNamespace(tokenizer="byte"), model=SimpleNamespace(inputs="tokens", vocab=1024))
@@ -182,14 +182,14 @@ def test_a_run_that_nobody_reads_the_answer_of_ends_well(copy: Path, monkeypatch
 
 
 def test_more_steps_and_other_intervals_may_be_asked_for(copy: Path):
-    outcome, said = fit(copy, "steps=6", "checkpoint.every=5", "log.every=2", "eval.every=7")
-    assert "resuming from step 4 of 6" in said
+    outcome, output = fit(copy, "steps=6", "checkpoint.every=5", "log.every=2", "eval.every=7")
+    assert "resuming from step 4 of 6" in output
     assert outcome.step == 6
     assert (copy / "checkpoints" / "6" / "manifest.json").exists()
 
 
 @pytest.mark.parametrize(
-    ("words", "named"),
+    ("words", "parts"),
     [
         (["optimizer.learning_rate=1e-4"], ["optimizer.learning_rate", "0.003 there", "0.0001 now"]),
         (["seed=3", "model.width=32"], ["seed: 0 there, 3 now", "model.width: 16 there, 32 now"]),
@@ -199,11 +199,11 @@ def test_more_steps_and_other_intervals_may_be_asked_for(copy: Path):
         ),
     ],
 )
-def test_any_other_difference_is_refused_by_name(copy: Path, words: list[str], named: list[str]):
+def test_any_other_difference_is_refused_by_name(copy: Path, words: list[str], parts: list[str]):
     before = everything(copy)
-    with pytest.raises(BadInput) as told:
+    with pytest.raises(BadInput) as caught:
         fit(copy, "steps=6", *words)
-    assert all(part in str(told.value) for part in [*named, "dir=NEW"])
+    assert all(part in str(caught.value) for part in [*parts, "dir=NEW"])
     assert everything(copy) == before
 
 
@@ -214,20 +214,20 @@ def test_a_refusal_offers_the_state_where_it_can_be_used_and_only_there(copy: Pa
         (["seed=3"], f"init.state={copy}"),
         (["optimizer=lion"], f"init.weights={copy}"),
     ):
-        with pytest.raises(BadInput) as told:
+        with pytest.raises(BadInput) as caught:
             fit(copy, "steps=6", *words)
-        assert offers in str(told.value)
-    with pytest.raises(BadInput) as told:
+        assert offers in str(caught.value)
+    with pytest.raises(BadInput) as caught:
         fit(copy, "steps=6", "model.ffn=48")
-    assert "init." not in str(told.value)
+    assert "init." not in str(caught.value)
 
 
 @pytest.mark.slow
-def test_a_run_resumes_on_another_mesh(copy: Path, finished: Path, tmp_path: Path):
-    same = Path(shutil.copytree(finished, tmp_path / "same"))
+def test_a_run_resumes_on_another_mesh(copy: Path, finished_run: Path, tmp_path: Path):
+    same = Path(shutil.copytree(finished_run, tmp_path / "same"))
     fit(same, "steps=6")
-    _, said = fit(copy, "steps=6", "mesh.data=2", "mesh.fsdp=4")
-    assert "resuming from step 4 of 6" in said
+    _, output = fit(copy, "steps=6", "mesh.data=2", "mesh.fsdp=4")
+    assert "resuming from step 4 of 6" in output
     losses = [by_step(read(Store(run)), "loss") for run in (same, copy)]
     assert [losses[1][step] for step in (5, 6)] == pytest.approx([losses[0][step] for step in (5, 6)], rel=1e-5)
     assert fit(copy, "steps=7", "mesh.fsdp=8")[0].step == 7, "a number where -1 stood"
@@ -237,21 +237,21 @@ def test_an_edited_settings_yml_is_held_against_the_checkpoint(copy: Path):
     text = (copy / "settings.yml").read_text()
     assert "learning_rate: 0.003" in text
     (copy / "settings.yml").write_text(text.replace("learning_rate: 0.003", "learning_rate: 0.001"))
-    with pytest.raises(BadInput) as told:
+    with pytest.raises(BadInput) as caught:
         argosy.fit(str(copy), "steps=6")
-    assert "optimizer.learning_rate: 0.003 there, 0.001 now" in str(told.value)
+    assert "optimizer.learning_rate: 0.003 there, 0.001 now" in str(caught.value)
 
 
 @pytest.mark.slow
 def test_a_moved_run_resumes_where_it_is(copy: Path, tmp_path: Path):
-    moved = tmp_path / "elsewhere"
-    copy.rename(moved)
-    outcome = argosy.fit(str(moved), "steps=6", view=(heard := Heard()))
-    assert (outcome.dir, outcome.step) == (moved, 6)
+    target = tmp_path / "elsewhere"
+    copy.rename(target)
+    outcome = argosy.fit(str(target), "steps=6", view=(heard := Heard()))
+    assert (outcome.dir, outcome.step) == (target, 6)
     assert "resuming from step 4 of 6" in heard.words
     assert not copy.exists()
-    assert str(moved) in (moved / "settings.yml").read_text()
-    other = argosy.fit(str(moved), "steps=2", f"dir={tmp_path / 'new'}")
+    assert str(target) in (target / "settings.yml").read_text()
+    other = argosy.fit(str(target), "steps=2", f"dir={tmp_path / 'new'}")
     assert (other.dir, other.step) == (tmp_path / "new", 2)
 
 
@@ -271,9 +271,9 @@ def test_who_set_what_is_kept_when_the_directory_is_the_recipe(copy: Path):
 
 def test_an_empty_directory_name_is_a_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(BadInput, match="`dir` is empty") as told:
+    with pytest.raises(BadInput, match="`dir` is empty") as caught:
         argosy.fit("tiny", *WORDS, "steps=2", "dir=''")
-    assert told.value.where == "set by fit(...)"
+    assert caught.value.where == "set by fit(...)"
     assert not everything(tmp_path)
 
 
@@ -281,8 +281,8 @@ def test_an_empty_directory_name_is_a_mistake(tmp_path: Path, monkeypatch: pytes
 def test_stretching_a_schedule_says_both_rates_and_the_way_out(tmp_path: Path):
     run, words = tmp_path / "run", ["schedule=cosine", "schedule.warmup=0"]
     fit(run, "steps=4", *words)
-    _, said = fit(run, "steps=6", *words)
-    line = next(line for line in said.splitlines() if line.startswith("steps 4 -> 6"))
+    _, output = fit(run, "steps=6", *words)
+    line = next(line for line in output.splitlines() if line.startswith("steps 4 -> 6"))
     rates = by_step(read(Store(run)), "lr")
     assert f"the learning rate of step 5 is {rates[5]:.3g}, and would have been {rates[4]:.3g}" in line
     assert f"init.state={run} dir=NEW" in line
@@ -353,9 +353,9 @@ def test_a_mistake_leaves_no_file(tmp_path: Path, words: list[str]):
 
 def test_a_recipe_that_is_no_yaml_leaves_no_file(tmp_path: Path):
     (tmp_path / "mine.yml").write_text("steps: [1\n")
-    with pytest.raises(ArgosyError) as told:
+    with pytest.raises(ArgosyError) as caught:
         argosy.fit(str(tmp_path / "mine.yml"), f"dir={tmp_path / 'run'}")
-    assert "mine.yml" in str(told.value)
+    assert "mine.yml" in str(caught.value)
     assert [f.name for f in tmp_path.iterdir()] == ["mine.yml"]
 
 
@@ -376,9 +376,9 @@ def test_a_directory_that_may_not_be_written():
 
 def test_a_run_that_does_not_fit_is_refused_with_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("argosy.parallel.target.memory_bytes", lambda: (1 << 16, 1 << 16))
-    with pytest.raises(BadInput, match=r"training needs .* this machine has 64\.0 KiB") as told:
+    with pytest.raises(BadInput, match=r"training needs .* this machine has 64\.0 KiB") as caught:
         fit(tmp_path / "run", "steps=2")
-    text = str(told.value)
+    text = str(caught.value)
     assert all(kind in text for kind in ("parameters", "gradients", "optimizer", "activations"))
     assert "data.batch" in text
     assert "execution.remat=full" in text
@@ -423,11 +423,11 @@ def test_a_run_without_a_checkpoint_starts_anew_and_offers_no_state(copy: Path):
     """As after a kill before the first checkpoint."""
     first = by_step(read(Store(copy)), "loss")
     shutil.rmtree(copy / "checkpoints")
-    with pytest.raises(BadInput, match="other settings") as told:
+    with pytest.raises(BadInput, match="other settings") as caught:
         fit(copy, f"steps={STEPS}", "seed=3")
-    assert told.value.hint is not None
-    assert "no checkpoint" in told.value.hint
-    assert "init." not in told.value.hint
+    assert caught.value.hint is not None
+    assert "no checkpoint" in caught.value.hint
+    assert "init." not in caught.value.hint
     (copy / "metrics.jsonl").unlink()
     assert "resuming" not in fit(copy, f"steps={STEPS}")[1]
     assert by_step(read(Store(copy)), "loss") == first
@@ -447,23 +447,23 @@ def test_what_the_next_start_does_is_said(
     """A run that learns from rewards and is stopped in its first rollout saves checkpoint 0."""
     outcome = argosy.Outcome(tmp_path, saved or 0, STEPS, 143, {}, {"step": 1.0}, saved)
     monkeypatch.setattr("argosy.jobs.train.run", lambda *_: outcome)
-    said: list[str] = []
-    monkeypatch.setattr("argosy.cli.verbs.train.say", said.append)
+    messages: list[str] = []
+    monkeypatch.setattr("argosy.cli.verbs.train.say", messages.append)
     monkeypatch.setattr("argosy.jobs.machine.start_jax", lambda: None)
     assert trains("tiny", [*WORDS, f"dir={tmp_path / 'run'}"]) == 143
-    assert said[-1] == f"stopped at step {saved or 0} of {STEPS}: {words}"
+    assert messages[-1] == f"stopped at step {saved or 0} of {STEPS}: {words}"
     assert ending(outcome).endswith(f"after 1.0 s; {words.partition(',')[0]}")
 
 
-def test_the_log_holds_command_versions_steps_and_ending(finished: Path):
-    log = (finished / "log.txt").read_text()
+def test_the_log_holds_command_versions_steps_and_ending(finished_run: Path):
+    log = (finished_run / "log.txt").read_text()
     assert "argosy train tiny model.width=16" in log
     assert "python 3." in log
     assert "jax 0." in log
     assert [f"step {step}  loss " in log for step in range(1, STEPS + 1)] == [True] * STEPS
     assert log.splitlines()[-1].endswith("; checkpoint 4 is saved")
     assert "memory" in log
-    header = next(line["header"] for line in read(Store(finished)) if "header" in line)
+    header = next(line["header"] for line in read(Store(finished_run)) if "header" in line)
     assert header["memory"]["total"] == sum(v for k, v in header["memory"].items() if k != "total") > 0
     assert header["vocab"] == 64
 
@@ -481,9 +481,9 @@ def test_a_sample_is_shown_with_its_prompt_and_what_takes_long_is_reported(tmp_p
     assert line["prompt"] == "def "
     assert "prompt: def " in (run / "log.txt").read_text()
     assert "def " in (run / "report.html").read_text()
-    said = capsys.readouterr().err
+    stderr = capsys.readouterr().err
     assert all(
-        f"{what} ..." in said for what in ("reading the data", "drawing the weights", "compiling the training step")
+        f"{step_name} ..." in stderr for step_name in ("reading the data", "drawing the weights", "compiling the training step")
     )
 
 
@@ -515,9 +515,9 @@ def test_a_device_that_does_not_exist(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setenv("JAX_PLATFORMS", "tpu")
     monkeypatch.setattr(target.jax, "default_backend", no_backend)
-    with pytest.raises(BadInput, match="no such device: Unable to initialize backend 'tpu'") as told:
+    with pytest.raises(BadInput, match="no such device: Unable to initialize backend 'tpu'") as caught:
         fit(tmp_path / "run", "steps=2")
-    assert "JAX_PLATFORMS=tpu" in str(told.value)
+    assert "JAX_PLATFORMS=tpu" in str(caught.value)
     assert not everything(tmp_path)
 
 
@@ -548,8 +548,8 @@ def test_a_disk_that_fills_up_costs_a_checkpoint_and_not_the_run(tmp_path: Path,
         write(folder, files)
 
     monkeypatch.setattr(manifest, "commit", full)
-    outcome, said = fit(tmp_path / "run", "steps=6")
-    assert "No space left on device; trying again with step 6" in said
+    outcome, output = fit(tmp_path / "run", "steps=6")
+    assert "No space left on device; trying again with step 6" in output
     assert outcome.exit_code == 0
     assert sorted(d.name for d in (tmp_path / "run" / "checkpoints").iterdir()) == ["2", "6"]
 
@@ -569,8 +569,8 @@ def test_a_disk_that_stays_full_is_an_error_with_what_was_saved_intact(tmp_path:
         patch.setattr(manifest, "commit", full)
         with pytest.raises(ArgosyError, match="No space left"):
             fit(run, "steps=6")
-    outcome, said = fit(run, "steps=6")
-    assert "resuming from step 2 of 6" in said
+    outcome, output = fit(run, "steps=6")
+    assert "resuming from step 2 of 6" in output
     assert outcome.done
 
 
@@ -589,9 +589,9 @@ def test_a_disk_without_room_for_a_checkpoint_is_found_before_the_first_step(tmp
     with pytest.raises(BadInput, match="a checkpoint takes"):
         fit(tmp_path / "run", "steps=4")
     monkeypatch.setattr(disk, "free_bytes", lambda folder: sizes[0] * 2)
-    outcome, said = fit(tmp_path / "other", "steps=2")
+    outcome, output = fit(tmp_path / "other", "steps=2")
     assert outcome.done
-    assert "do not fit into the" in said
+    assert "do not fit into the" in output
     monkeypatch.undo()
     assert "do not fit into the" not in fit(tmp_path / "third", "steps=2")[1]
 
@@ -622,13 +622,13 @@ def test_a_mistake_that_is_found_after_work_began_exits_with_1(tmp_path: Path, m
     assert (caught.value.exit_code, caught.value.hint) == (1, "give it")
 
 
-def test_a_start_that_is_refused_after_the_lock_leaves_nothing(finished: Path, tmp_path: Path):
+def test_a_start_that_is_refused_after_the_lock_leaves_nothing(finished_run: Path, tmp_path: Path):
     with pytest.raises(UserError, match="has made 4 steps, but steps = 1"):
-        fit(tmp_path / "deep" / "run", "steps=1", f"init.state={finished}")
+        fit(tmp_path / "deep" / "run", "steps=1", f"init.state={finished_run}")
     assert not (tmp_path / "deep").exists()
     (tmp_path / "there").mkdir()
     with pytest.raises(UserError, match="has made 4 steps, but steps = 1"):
-        fit(tmp_path / "there", "steps=1", f"init.state={finished}")
+        fit(tmp_path / "there", "steps=1", f"init.state={finished_run}")
     assert (tmp_path / "there").is_dir(), "it was there before"
 
 

@@ -77,12 +77,12 @@ def test_the_environment_says_which_process_this_is(environment: dict[str, str],
 
 
 def test_what_argosy_launch_sets_goes_before_what_is_around_it():
-    around = ENVIRONMENTS[5][0]
-    assert detect_place(around | ENVIRONMENTS[2][0]) == ENVIRONMENTS[2][1]
+    outer = ENVIRONMENTS[5][0]
+    assert detect_place(outer | ENVIRONMENTS[2][0]) == ENVIRONMENTS[2][1]
 
 
 @pytest.mark.parametrize(
-    ("environment", "what"),
+    ("environment", "problem"),
     [
         ({"ARGOSY_COORDINATOR": "h:1", "ARGOSY_PROCESSES": "2"}, "ARGOSY_RANK is not set"),
         ({"ARGOSY_PROCESSES": "2", "ARGOSY_RANK": "0"}, "ARGOSY_COORDINATOR is not set"),
@@ -95,8 +95,8 @@ def test_what_argosy_launch_sets_goes_before_what_is_around_it():
         ({"TPU_WORKER_HOSTNAMES": "a", "TPU_WORKER_ID": "0", "MEGASCALE_COORDINATOR_ADDRESS": "a"}, "MEGASCALE_NUM_SLICES is not set"),
     ],
 )
-def test_half_an_environment_is_an_error(environment: dict[str, str], what: str):
-    with pytest.raises(BadInput, match=what):
+def test_half_an_environment_is_an_error(environment: dict[str, str], problem: str):
+    with pytest.raises(BadInput, match=problem):
         detect_place(environment)
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_gangs import argosy, logged
+from test_gangs import argosy, metrics_of
 from test_guard_gangs import FIRST, command, gang
 
 from argosy.checkpoint.step.layout import STATE
@@ -22,16 +22,16 @@ REPLICAS = ["diloco.every=3", "mesh.fsdp=1", "checkpoint.every=4"]
 def test_replicas_on_two_processes_are_those_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Also what a checkpoint holds between two outer steps, from which one process goes on."""
     monkeypatch.setattr("test_guard_gangs.POISON", TRAIN.removeprefix(FIRST))
-    found, states = {}, {}
+    metrics, states = {}, {}
     for count, mesh in ((1, "mesh.data=2"), (2, "mesh.between.data=2")):
         run = tmp_path / str(count)
-        codes, said = gang(tmp_path / f"said-{count}", command(run, *REPLICAS, mesh), count)
-        assert codes == [0] * count, said
-        assert "2 replicas of 4 rows a step, an outer step every 3 steps" in said[0]
-        found[count] = logged(run)
+        codes, output = gang(tmp_path / f"said-{count}", command(run, *REPLICAS, mesh), count)
+        assert codes == [0] * count, output
+        assert "2 replicas of 4 rows a step, an outer step every 3 steps" in output[0]
+        metrics[count] = metrics_of(run)
         folder = run / "checkpoints" / "4"
         states[count] = {name: np.asarray(a) for name, a in (load_weights(folder) | load_item(folder, STATE)).items()}
-    assert found[1] == pytest.approx(found[2], rel=1e-5)
+    assert metrics[1] == pytest.approx(metrics[2], rel=1e-5)
     assert states[1].keys() == states[2].keys()
     for name, a in states[1].items():
         np.testing.assert_allclose(states[2][name], a, rtol=1e-4, atol=2e-6, err_msg=name)

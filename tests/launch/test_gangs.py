@@ -48,13 +48,13 @@ def gang(code: str, count: int = 2, **more: str) -> list[subprocess.Popen[str]]:
 
 
 def results(started: list[subprocess.Popen[str]]) -> list[dict]:
-    found = []
-    for one in started:
-        out, err = one.communicate(timeout=90)
+    documents = []
+    for process in started:
+        out, err = process.communicate(timeout=90)
         lines = [line for line in out.splitlines() if line.startswith("OUT ")]
         assert lines, err[-2000:]
-        found.append(json.loads(lines[0].removeprefix("OUT ")))
-    return found
+        documents.append(json.loads(lines[0].removeprefix("OUT ")))
+    return documents
 
 
 def test_processes_agree():
@@ -75,11 +75,11 @@ order = []
 out["one by one"] = processes.one_by_one("g", lambda: time.time())
 """
     first, second = results(gang(code))
-    for one in (first, second):
-        assert one["told"] == {"from": 0}
-        assert one["again"] == ["second", 0]
-        assert one["collected"] == [0, 10]
-        assert one["alike"] is None
+    for document in (first, second):
+        assert document["told"] == {"from": 0}
+        assert document["again"] == ["second", 0]
+        assert document["collected"] == [0, 10]
+        assert document["alike"] is None
     assert first["told badly"] == ["BadInput", "no, says 0", 2]
     assert second["told badly"] == ["FailedElsewhere", "no, says 0", 2]
     assert (first["together"], second["together"]) == ("done by 0", "done by 1")
@@ -165,11 +165,11 @@ out["equal"] = {name: all(np.array_equal(s.data, np.asarray(rows if name in ("sp
     for s in a.addressable_shards) for name, a in back.items()}
 """
     first, second = results(gang(code, TEST_FOLDER=str(tmp_path), JAX_NUM_CPU_DEVICES="2"))
-    for one in (first, second):
-        assert one["steps"] == [2]
-        assert one["equal"] == dict.fromkeys(["split", "one", "whole", "scalar", "odd", "none", "half"], True)
-        assert "No space left on device" in one["said"][0]
-        assert one["said"][0].endswith("trying again with step 2; the run has no checkpoint yet")
+    for document in (first, second):
+        assert document["steps"] == [2]
+        assert document["equal"] == dict.fromkeys(["split", "one", "whole", "scalar", "odd", "none", "half"], True)
+        assert "No space left on device" in document["said"][0]
+        assert document["said"][0].endswith("trying again with step 2; the run has no checkpoint yet")
     assert "(in process 1)" in first["said"][0]
     assert second["apart"][:2] == ["BadInput", f"process 1 does not see the files that process 0 writes in {tmp_path}/apart/1"]
     manifest.verify_folder(tmp_path / "run" / "2")
@@ -198,8 +198,8 @@ def test_a_process_that_never_comes_is_said():
 def test_a_leader_that_nobody_knows_is_said():
     started = gang("", ARGOSY_COORDINATOR="nobody.invalid:4000", ARGOSY_JOIN_S="3")
     started[0].kill()
-    for one in started:
-        _, err = one.communicate(timeout=60)
+    for process in started:
+        _, err = process.communicate(timeout=60)
     assert started[1].returncode == 1
     assert "waited 3 s for the others at nobody.invalid:4000; no address of nobody.invalid is known" in err
 
@@ -242,7 +242,7 @@ def argosy(words: list[str], **more: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def logged(run: Path) -> dict[tuple[int, str], float]:
+def metrics_of(run: Path) -> dict[tuple[int, str], float]:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return {(line["step"], name): line[name] for line in lines for name in ("loss", "grad_norm", "eval_loss") if name in line}
 
@@ -253,7 +253,7 @@ def alone(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[in
     run = tmp_path_factory.mktemp("alone") / "run"
     done = argosy(command(text, run), JAX_NUM_CPU_DEVICES="2")
     assert done.returncode == 0, done.stderr
-    return logged(run)
+    return metrics_of(run)
 
 
 @pytest.mark.slow
@@ -261,26 +261,26 @@ def test_two_processes_train_as_one_with_two_devices(text: Path, tmp_path: Path,
     """Bit for bit, and with a process killed in the middle; one process goes on from what two saved."""
     run = tmp_path / "run"
     words = ["launch", "processes=2", "grace=5", "--", *command(text, run)]
-    one = subprocess.Popen(
+    supervisor = subprocess.Popen(
         [sys.executable, "-m", "argosy", *words], env=environment(), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     until = time.monotonic() + 100
-    while not (run / "checkpoints" / "2" / "manifest.json").exists() and time.monotonic() < until and one.poll() is None:
+    while not (run / "checkpoints" / "2" / "manifest.json").exists() and time.monotonic() < until and supervisor.poll() is None:
         time.sleep(0.01)
-    children = Path(f"/proc/{one.pid}/task/{one.pid}/children").read_text().split()
+    children = Path(f"/proc/{supervisor.pid}/task/{supervisor.pid}/children").read_text().split()
     if children:
         os.kill(int(children[-1]), signal.SIGKILL)
-    _, said = one.communicate(timeout=200)
-    assert one.returncode == 0, said
-    assert logged(run) == alone
+    _, output = supervisor.communicate(timeout=200)
+    assert supervisor.returncode == 0, output
+    assert metrics_of(run) == alone
     steps = sorted(int(step.name) for step in (run / "checkpoints").iterdir() if step.name.isdigit())
     assert steps[-1] == 6
     assert [step.name for step in (run / "checkpoints" / "6" / "weights" / "embed.w" / "c").iterdir()]
     longer = argosy(command(text, run, "steps=8"))
     assert longer.returncode == 0, longer.stderr
     assert "resuming from step 6 of 8" in longer.stderr
-    for left in ("loss", "eval_loss"):
-        assert (8, left) in logged(run)
+    for metric in ("loss", "eval_loss"):
+        assert (8, metric) in metrics_of(run)
     # The last steps were made by one process alone: nobody waited for the other in them.
     spent = account(Store(run))
     assert spent is not None
@@ -297,11 +297,11 @@ def test_a_signal_to_one_process_saves_the_same_step_in_all(text: Path, tmp_path
     words = command(text, run, "steps=100000", "checkpoint.every=100000", "eval.every=100000")
     started = gang_of(tmp_path, words)
     until = time.monotonic() + 100
-    while time.monotonic() < until and (not (run / "metrics.jsonl").exists() or len(logged(run)) < 10):
+    while time.monotonic() < until and (not (run / "metrics.jsonl").exists() or len(metrics_of(run)) < 10):
         time.sleep(0.05)
     started[1].send_signal(signal.SIGTERM)
     with clock("over"):
-        assert [one.wait(60) for one in started] == [143, 143], said_by(tmp_path)
+        assert [process.wait(60) for process in started] == [143, 143], said_by(tmp_path)
     (saved,) = [step.name for step in (run / "checkpoints").iterdir() if (step / "manifest.json").exists()]
     assert f"stopped at step {saved} of 100000: checkpoint {saved} is saved" in said_by(tmp_path)[0]
 
@@ -328,8 +328,8 @@ runpy.run_module("argosy", run_name="__main__")
 def test_one_that_is_slow_to_compile_is_waited_for(text: Path, tmp_path: Path, alone: dict):
     run = tmp_path / "run"
     started = gang_of(tmp_path, command(text, run), program=["-c", SLOW_TO_COMPILE])
-    assert [one.wait(200) for one in started] == [0, 0], said_by(tmp_path)
-    assert logged(run) == alone
+    assert [process.wait(200) for process in started] == [0, 0], said_by(tmp_path)
+    assert metrics_of(run) == alone
 
 
 STUCK = """
@@ -353,9 +353,9 @@ def test_a_process_that_is_stuck_says_where_and_all_start_again(text: Path, tmp_
     (tmp_path / "sitecustomize.py").write_text(STUCK)
     long = command(text, tmp_path / "run", "steps=3000", "checkpoint.every=2", "eval.every=9999")
     words = ["launch", "processes=2", "stuck=60", "--", *long]
-    with (tmp_path / "said").open("w") as said:
-        one = subprocess.Popen(
-            [sys.executable, "-m", "argosy", *words], stderr=said, stdout=said, start_new_session=True,
+    with (tmp_path / "said").open("w") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "argosy", *words], stderr=output, stdout=output, start_new_session=True,
             env=environment(PYTHONPATH=str(tmp_path), TEST_RUN=str(tmp_path / "run"), TEST_STUCK=str(tmp_path / "stuck")),
         )  # fmt: skip
         try:
@@ -365,39 +365,39 @@ def test_a_process_that_is_stuck_says_where_and_all_start_again(text: Path, tmp_
             with clock("over"):
                 wait_until(lambda: "resuming from step" in (tmp_path / "said").read_text())
         finally:
-            os.killpg(one.pid, signal.SIGINT)
-            one.wait(60)
-    found = (tmp_path / "said").read_text()
-    assert "in get_stuck" in found, found
-    assert "(restart 1)" in found
-    assert "resuming from step" in found
+            os.killpg(process.pid, signal.SIGINT)
+            process.wait(60)
+    log_text = (tmp_path / "said").read_text()
+    assert "in get_stuck" in log_text, log_text
+    assert "(restart 1)" in log_text
+    assert "resuming from step" in log_text
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("both", "theirs", "what"),
+    ("both", "theirs", "problem"),
     [
         ([], ["optimizer.learning_rate=0.5"], "process 1 has another settings than process 0"),
         (["data.batch=5"], [], "data.batch = 5 does not divide over 2 devices"),
         (["sample.every=2"], [], "several processes and sample.every do not combine"),
     ],
 )
-def test_a_mistake_is_one_error(text: Path, tmp_path: Path, both: list[str], theirs: list[str], what: str, clock: Clock):
+def test_a_mistake_is_one_error(text: Path, tmp_path: Path, both: list[str], theirs: list[str], problem: str, clock: Clock):
     words = [*command(text, tmp_path / "run"), *both]
     with clock("over"):
-        codes = [one.wait(100) for one in gang_of(tmp_path, words, [*words, *theirs])]
-    said = said_by(tmp_path)
-    assert codes[0] == codes[1], said
+        codes = [process.wait(100) for process in gang_of(tmp_path, words, [*words, *theirs])]
+    texts = said_by(tmp_path)
+    assert codes[0] == codes[1], texts
     assert codes[0] in (1, 2)
-    assert [text.count("error:") for text in said] in ([1, 0], [0, 1]), said
-    assert sum(what in text for text in said) == 1
+    assert [text.count("error:") for text in texts] in ([1, 0], [0, 1]), texts
+    assert sum(problem in text for text in texts) == 1
     assert not (tmp_path / "run" / "settings.yml").exists()
 
 
-def wait_until(what: Callable[[], bool], seconds: float = 120) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 120) -> None:
     """Waits until something is true, or for so long; the test says what it misses."""
     end = time.monotonic() + seconds
-    while not what() and time.monotonic() < end:
+    while not condition() and time.monotonic() < end:
         time.sleep(0.1)
 
 
@@ -406,9 +406,9 @@ def gang_of(folder: Path, *words: list[str], program: Sequence[str] = ("-m", "ar
     more = {"ARGOSY_COORDINATOR": f"127.0.0.1:{free_port()}", "ARGOSY_PROCESSES": "2"}
     started = []
     for rank, its in enumerate(words * 2 if len(words) == 1 else words):
-        with (folder / f"said-{rank}").open("wb") as said:
-            own = environment(**more, ARGOSY_RANK=str(rank))
-            started.append(subprocess.Popen([sys.executable, *program, *its], env=own, stdout=said, stderr=said))
+        with (folder / f"said-{rank}").open("wb") as log:
+            variables = environment(**more, ARGOSY_RANK=str(rank))
+            started.append(subprocess.Popen([sys.executable, *program, *its], env=variables, stdout=log, stderr=log))
     return started
 
 

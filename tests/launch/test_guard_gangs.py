@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from helpers import free_port
-from test_gangs import SMALL, environment, logged
+from test_gangs import SMALL, environment, metrics_of
 
 # Batch 5 is bad in the second half of its rows, which rank 1 reads.
 # As the command does before it imports jax, so that its own exit function runs after those of jax.
@@ -43,9 +43,9 @@ def gang(folder: Path, words: list[str], count: int) -> tuple[list[int], list[st
     files = [folder / f"said-{i}" for i in range(count)]
     started = []
     for file, place in zip(files, places, strict=True):
-        with file.open("wb") as said:
-            started.append(subprocess.Popen([sys.executable, "-c", FIRST + POISON, *words], env=place, stdout=said, stderr=said))
-    return [one.wait(150) for one in started], [file.read_text() for file in files]
+        with file.open("wb") as log:
+            started.append(subprocess.Popen([sys.executable, "-c", FIRST + POISON, *words], env=place, stdout=log, stderr=log))
+    return [process.wait(150) for process in started], [file.read_text() for file in files]
 
 
 def command(run: Path, *words: str) -> list[str]:
@@ -56,20 +56,20 @@ def command(run: Path, *words: str) -> list[str]:
 @pytest.mark.parametrize(("action", "code"), [("rollback", 0), ("skip", 0), ("stop", 1)])
 def test_two_processes_do_as_one(tmp_path: Path, action: str, code: int):
     words = [f"guard.nonfinite={action}", "guard.replay=2"]
-    found = {}
+    metrics = {}
     for count in (1, 2):
         run = tmp_path / str(count)
-        codes, said = gang(tmp_path / f"said-{count}", command(run, *words), count)
-        assert codes == [code] * count, said
-        found[count] = {key: str(value) for key, value in logged(run).items()}
+        codes, output = gang(tmp_path / f"said-{count}", command(run, *words), count)
+        assert codes == [code] * count, output
+        metrics[count] = {key: str(value) for key, value in metrics_of(run).items()}
         saved = {int(step.name) for step in (run / "checkpoints").iterdir() if step.name.isdigit()}
         assert max(saved) == (4 if action == "stop" else 6)
         if action == "stop":
-            assert sum("loss is nan at step 5" in text for text in said) == 1
+            assert sum("loss is nan at step 5" in text for text in output) == 1
         if action == "rollback":
-            (one,) = json.loads((run / "rollbacks.json").read_text())
-            assert (one["restored"], one["first"], one["last"]) == (4, 5, 5)
-    assert found[1] == found[2]
+            (rollback,) = json.loads((run / "rollbacks.json").read_text())
+            assert (rollback["restored"], rollback["first"], rollback["last"]) == (4, 5, 5)
+    assert metrics[1] == metrics[2]
 
 
 TWICE = """
@@ -87,7 +87,7 @@ replay.Replay.check = differs
 @pytest.mark.slow
 def test_corruption_ends_all_processes_with_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(f"{__name__}.POISON", TWICE + POISON.replace("== 5", "== 99"))
-    codes, said = gang(tmp_path / "said", command(tmp_path / "run", "guard.replay=4"), 2)
-    assert codes == [1, 1], said
-    assert sum("of process 1" in text and "step 4 was computed twice" in text for text in said) == 1
+    codes, output = gang(tmp_path / "said", command(tmp_path / "run", "guard.replay=4"), 2)
+    assert codes == [1, 1], output
+    assert sum("of process 1" in text and "step 4 was computed twice" in text for text in output) == 1
     assert max(int(step.name) for step in (tmp_path / "run" / "checkpoints").iterdir() if step.name.isdigit()) == 2

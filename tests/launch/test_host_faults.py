@@ -20,7 +20,7 @@ from test_gangs import SMALL, environment
 LONG = ["steps=100000", "eval.batches=0", "checkpoint.every=10"]
 
 
-def ran(*words: str) -> str:
+def run_command(*words: str) -> str:
     return subprocess.run(words, check=True, capture_output=True, text=True, timeout=30).stdout
 
 
@@ -47,10 +47,10 @@ class Started:
         gang = {"ARGOSY_COORDINATOR": f"{address}:{free_port()}", "ARGOSY_PROCESSES": str(self.count)} if self.count > 1 else {}
         self.processes = []
         for rank in range(self.count):
-            own = environment(**gang, **self.more, **({"ARGOSY_RANK": str(rank)} if gang else {}))
+            variables = environment(**gang, **self.more, **({"ARGOSY_RANK": str(rank)} if gang else {}))
             words = [*inside(rank), sys.executable, "-m", "argosy", *self.words]
-            with self._file(rank).open("wb") as said:
-                self.processes.append(subprocess.Popen(words, env=own, stdout=said, stderr=said))
+            with self._file(rank).open("wb") as log:
+                self.processes.append(subprocess.Popen(words, env=variables, stdout=log, stderr=log))
 
     def _file(self, rank: int) -> Path:
         return self.folder / f"said-{rank}"
@@ -61,27 +61,27 @@ class Started:
     def steps(self) -> list[int]:
         path = self.run / "metrics.jsonl"
         lines = [line for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
-        return [one["step"] for one in map(json.loads, lines) if "loss" in one]
+        return [line["step"] for line in map(json.loads, lines) if "loss" in line]
 
     def saved(self) -> list[int]:
-        return sorted(int(one.parent.name) for one in self.run.glob("checkpoints/*/manifest.json") if one.parent.name.isdecimal())
+        return sorted(int(path.parent.name) for path in self.run.glob("checkpoints/*/manifest.json") if path.parent.name.isdecimal())
 
-    def until(self, what: Callable[[], bool], seconds: float = 60, alive: bool = True) -> float:
+    def until(self, condition: Callable[[], bool], seconds: float = 60, alive: bool = True) -> float:
         begun = time.monotonic()
-        while not what():
+        while not condition():
             assert time.monotonic() - begun < seconds, [self.said(rank)[-3000:] for rank in range(self.count)]
-            assert not alive or all(one.poll() is None for one in self.processes), self.said()[-3000:]
+            assert not alive or all(process.poll() is None for process in self.processes), self.said()[-3000:]
             time.sleep(0.05)
         return time.monotonic() - begun
 
     def stop(self) -> list[int]:
         self.processes[0].send_signal(signal.SIGTERM)
-        return [one.wait(60) for one in self.processes]
+        return [process.wait(60) for process in self.processes]
 
     def kill(self) -> None:
-        for one in self.processes:
-            one.kill()
-            one.wait()
+        for process in self.processes:
+            process.kill()
+            process.wait()
 
 
 @pytest.fixture
@@ -92,13 +92,13 @@ def two_hosts() -> Iterator[tuple[list[str], Callable[[str], str]]]:
     if not works("ip", "netns", "add", names[0]):
         pytest.skip("no network namespaces here")
     try:
-        ran("ip", "netns", "add", names[1])
-        ran("ip", "link", "add", ends[0], "netns", names[0], "type", "veth", "peer", "name", ends[1], "netns", names[1])
+        run_command("ip", "netns", "add", names[1])
+        run_command("ip", "link", "add", ends[0], "netns", names[0], "type", "veth", "peer", "name", ends[1], "netns", names[1])
         for i, (name, end) in enumerate(zip(names, ends, strict=True)):
-            ran("ip", "-n", name, "addr", "add", f"10.99.0.{i + 1}/24", "dev", end)
+            run_command("ip", "-n", name, "addr", "add", f"10.99.0.{i + 1}/24", "dev", end)
             for link in ("lo", end):
-                ran("ip", "-n", name, "link", "set", link, "up")
-        yield names, lambda state: ran("ip", "-n", names[0], "link", "set", ends[0], state)
+                run_command("ip", "-n", name, "link", "set", link, "up")
+        yield names, lambda state: run_command("ip", "-n", names[0], "link", "set", ends[0], state)
     finally:
         for name in names:
             works("ip", "netns", "del", name)
@@ -121,15 +121,15 @@ def test_a_network_that_is_cut_ends_both_sides_and_the_run_goes_on_afterwards(tm
         gang.until(lambda: len(gang.saved()) > 1)
         cable("down")
         with clock("noticed"):
-            took = gang.until(lambda: all(one.poll() is not None for one in gang.processes), alive=False)
+            took = gang.until(lambda: all(process.poll() is not None for process in gang.processes), alive=False)
         assert took < 10
-        assert 0 not in [one.returncode for one in gang.processes]
-        left = max(gang.saved())
+        assert 0 not in [process.returncode for process in gang.processes]
+        newest = max(gang.saved())
         cable("up")
         with clock("over"):
             gang.start(inside, "10.99.0.1")
-            gang.until(lambda: bool(gang.saved()) and max(gang.saved()) > left)
-        assert f"resuming from step {left} of" in gang.said()
+            gang.until(lambda: bool(gang.saved()) and max(gang.saved()) > newest)
+        assert f"resuming from step {newest} of" in gang.said()
         assert gang.stop() == [143, 143], gang.said()
     finally:
         gang.kill()
@@ -155,55 +155,55 @@ def fill(file: Path) -> None:
 @pytest.mark.slow
 def test_a_full_disk_loses_no_line_and_no_later_checkpoint(tmp_path: Path, small_disk: Path, clock: Clock):
     """All of the run directory is on it: its numbers and its log are refused before a checkpoint is."""
-    one = Started(tmp_path, small_disk / "run", ["checkpoint.keep=2"])
+    gang = Started(tmp_path, small_disk / "run", ["checkpoint.keep=2"])
     try:
-        one.start()
-        one.until(lambda: bool(one.saved()))
+        gang.start()
+        gang.until(lambda: bool(gang.saved()))
         fill(small_disk / "fill")
         with clock("noticed"):
-            one.until(lambda: "a checkpoint could not be written: [Errno 28] No space left on device; trying" in one.said())
+            gang.until(lambda: "a checkpoint could not be written: [Errno 28] No space left on device; trying" in gang.said())
         # Once the pages that they have are full too.
-        one.until(lambda: "metrics.jsonl cannot be written: `metrics.jsonl`: no space left on device; the run goes on" in one.said())
-        one.until(lambda: "log.txt cannot be written" in one.said())
-        before = one.saved()
+        gang.until(lambda: "metrics.jsonl cannot be written: `metrics.jsonl`: no space left on device; the run goes on" in gang.said())
+        gang.until(lambda: "log.txt cannot be written" in gang.said())
+        before = gang.saved()
         (small_disk / "fill").unlink()
         with clock("over"):
-            one.until(lambda: bool(one.saved()) and max(one.saved()) > max(before))
-        one.until(lambda: "metrics.jsonl can be written again" in one.said())
-        assert one.stop() == [143], one.said()[-2000:]
-        steps = one.steps()
+            gang.until(lambda: bool(gang.saved()) and max(gang.saved()) > max(before))
+        gang.until(lambda: "metrics.jsonl can be written again" in gang.said())
+        assert gang.stop() == [143], gang.said()[-2000:]
+        steps = gang.steps()
         assert steps == list(range(1, max(steps) + 1))
-        assert max(one.saved()) == max(steps)
+        assert max(gang.saved()) == max(steps)
     finally:
-        one.kill()
+        gang.kill()
 
 
 @MOUNTS
 @pytest.mark.slow
 def test_a_directory_that_becomes_read_only(tmp_path: Path, clock: Clock):
     folder = tmp_path / "run" / "checkpoints"
-    one = Started(tmp_path, tmp_path / "run", ["checkpoint.every=2"], count=2)
+    gang = Started(tmp_path, tmp_path / "run", ["checkpoint.every=2"], count=2)
     try:
-        one.start()
-        one.until(lambda: bool(one.saved()))
+        gang.start()
+        gang.until(lambda: bool(gang.saved()))
         if not works("mount", "--bind", str(folder), str(folder)):
             pytest.skip("no mounts here")
         # Refused while a file is open for writing: the first that succeeds falls between two files, or between two saves.
-        one.until(lambda: works("mount", "-o", "remount,ro,bind", str(folder)))
-        before = one.saved()
+        gang.until(lambda: works("mount", "-o", "remount,ro,bind", str(folder)))
+        before = gang.saved()
         with clock("noticed"):
-            one.until(lambda: "a checkpoint could not be written: " in one.said())
-        logged = len(one.steps())
-        one.until(lambda: len(one.steps()) > logged + 3)
-        ran("mount", "-o", "remount,rw,bind", str(folder))
+            gang.until(lambda: "a checkpoint could not be written: " in gang.said())
+        logged = len(gang.steps())
+        gang.until(lambda: len(gang.steps()) > logged + 3)
+        run_command("mount", "-o", "remount,rw,bind", str(folder))
         with clock("over"):
-            one.until(lambda: bool(one.saved()) and max(one.saved()) > max(before))
-        assert one.stop() == [143, 143], one.said()[-2000:]
-        assert "Read-only file system" in one.said()
-        assert "Traceback" not in one.said(0) + one.said(1)
-        assert max(one.saved()) == max(one.steps())
+            gang.until(lambda: bool(gang.saved()) and max(gang.saved()) > max(before))
+        assert gang.stop() == [143, 143], gang.said()[-2000:]
+        assert "Read-only file system" in gang.said()
+        assert "Traceback" not in gang.said(0) + gang.said(1)
+        assert max(gang.saved()) == max(gang.steps())
     finally:
-        one.kill()
+        gang.kill()
         works("umount", "-l", str(folder))
 
 
@@ -215,17 +215,17 @@ def test_a_disk_that_is_full_on_one_host_only(tmp_path: Path, clock: Clock):
     disk.mkdir()
     local = [f"checkpoint.local={disk}", "checkpoint.local_every=2"]
     gang = Started(tmp_path, tmp_path / "run", local, count=2)
-    own = f'mount -t tmpfs -o size=24m tmpfs {disk} && exec "$@"'
+    command = f'mount -t tmpfs -o size=24m tmpfs {disk} && exec "$@"'
 
     def there(*words: str) -> str:
-        return ran("nsenter", "-t", str(gang.processes[1].pid), "-m", *words)
+        return run_command("nsenter", "-t", str(gang.processes[1].pid), "-m", *words)
 
     def steps() -> list[int]:
-        found = there("sh", "-c", f"ls -d {disk}/*/1/*/manifest.json 2>/dev/null || true").split()
-        return sorted(int(Path(one).parent.name) for one in found)
+        paths = there("sh", "-c", f"ls -d {disk}/*/1/*/manifest.json 2>/dev/null || true").split()
+        return sorted(int(Path(path).parent.name) for path in paths)
 
     try:
-        gang.start(lambda rank: ["unshare", "-m", "sh", "-c", own, "sh"])
+        gang.start(lambda rank: ["unshare", "-m", "sh", "-c", command, "sh"])
         gang.until(lambda: bool(gang.saved()) and bool(steps()))
         there("sh", "-c", f"cat /dev/zero > {disk}/fill 2>/dev/null || true")
         with clock("noticed"):

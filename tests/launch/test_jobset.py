@@ -29,8 +29,8 @@ def manifest(command: Command = COMMAND, **settings) -> dict[str, Any]:
     return yaml.safe_load(yaml_document(jobset.render(command, JobSet(**{"image": "a/b:1", "volume": "claim"} | settings))))
 
 
-def pod_of(made: dict[str, Any]) -> dict[str, Any]:
-    return made["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+def pod_of(job_set: dict[str, Any]) -> dict[str, Any]:
+    return job_set["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
 
 
 @pytest.mark.parametrize("settings", [{}, TPU, SLICES, GPU], ids=["cpu", "tpu", "slices", "gpu"])
@@ -39,42 +39,44 @@ def test_the_schema_of_the_resource_takes_it(settings: dict[str, Any]):
 
 
 def test_the_schema_finds_wrong_fields_and_types():
-    made = manifest(**TPU)
-    made["spec"]["failurePolicy"]["maxRestart"] = 3
-    made["spec"]["replicatedJobs"][0]["template"]["spec"]["parallelism"] = "4"
-    pod_of(made)["containers"][0]["env"][0]["value"] = 4
-    assert len(list(jsonschema.Draft7Validator(SCHEMA).iter_errors(made))) == 3
+    job_set = manifest(**TPU)
+    job_set["spec"]["failurePolicy"]["maxRestart"] = 3
+    job_set["spec"]["replicatedJobs"][0]["template"]["spec"]["parallelism"] = "4"
+    pod_of(job_set)["containers"][0]["env"][0]["value"] = 4
+    assert len(list(jsonschema.Draft7Validator(SCHEMA).iter_errors(job_set))) == 3
 
 
 @pytest.mark.parametrize("nodes", [2, 4])
 def test_pods_find_each_other(nodes: int):
-    made = manifest(nodes=nodes, name="my-run")
-    job = made["spec"]["replicatedJobs"][0]
+    job_set = manifest(nodes=nodes, name="my-run")
+    job = job_set["spec"]["replicatedJobs"][0]
     assert job["template"]["spec"]["completionMode"] == "Indexed"
     assert job["template"]["spec"]["completions"] == job["template"]["spec"]["parallelism"] == nodes
     for index in range(nodes):
-        variables = variables_of(made, 0, index)
+        variables = variables_of(job_set, 0, index)
         # Pods are named JOBSET-REPLICATEDJOB-JOBINDEX-PODINDEX, in the service named as the JobSet.
         assert detect_place(variables) == ProcessPlace("jobset", f"my-run-{job['name']}-0-0.my-run:8476", nodes, index, 2)
-    assert made["spec"]["network"] == {"enableDNSHostnames": True, "publishNotReadyAddresses": True}
+    assert job_set["spec"]["network"] == {"enableDNSHostnames": True, "publishNotReadyAddresses": True}
 
 
-def variables_of(made: dict[str, Any], job: int, index: int) -> dict[str, str]:
+def variables_of(job_set: dict[str, Any], job: int, index: int) -> dict[str, str]:
     """The environment of a pod. JobSet's controller sets the annotations, and Kubernetes the index of an indexed Job's pod."""
     annotations = {"jobset.sigs.k8s.io/restart-attempt": "2", "jobset.sigs.k8s.io/job-index": str(job)}
     variables = {"JOB_COMPLETION_INDEX": str(index)}
-    for one in pod_of(made)["containers"][0]["env"]:
-        path = one.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath", "")
-        variables[one["name"]] = one["value"] if "value" in one else annotations[path.split("'")[1]]
+    for variable in pod_of(job_set)["containers"][0]["env"]:
+        path = variable.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath", "")
+        variables[variable["name"]] = variable["value"] if "value" in variable else annotations[path.split("'")[1]]
     return variables
 
 
 def test_pods_of_several_slices_find_each_other(monkeypatch: pytest.MonkeyPatch):
     """Ranks count slice by slice, as jax itself counts them from what GKE sets."""
-    made = manifest(**SLICES, name="my-run")
-    (job,) = made["spec"]["replicatedJobs"]
+    job_set = manifest(**SLICES, name="my-run")
+    (job,) = job_set["spec"]["replicatedJobs"]
     assert (job["replicas"], job["template"]["spec"]["completions"]) == (3, 4)
-    places = [(detect_place(variables_of(made, job, index)), variables_of(made, job, index)) for job in range(3) for index in range(4)]
+    places = [
+        (detect_place(variables_of(job_set, job, index)), variables_of(job_set, job, index)) for job in range(3) for index in range(4)
+    ]
     leader = "my-run-workers-0-0.my-run:8476"
     assert [place for place, _ in places] == [ProcessPlace("jobset", leader, 12, rank, 2) for rank in range(12)]
     for place, variables in places:
@@ -85,18 +87,18 @@ def test_pods_of_several_slices_find_each_other(monkeypatch: pytest.MonkeyPatch)
         assert place is not None
         assert (GkeTpuCluster.get_process_id(), GkeTpuCluster.get_process_count()) == (place.rank, 12)
         assert detect_place(gke) == ProcessPlace("tpu", place.coordinator, 12, place.rank)
-    assert made["metadata"]["annotations"] == {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
+    assert job_set["metadata"]["annotations"] == {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
 
 
 def test_a_users_mistake_ends_it_and_anything_else_starts_all_again():
-    made = manifest(restarts=4)
-    job = made["spec"]["replicatedJobs"][0]["template"]["spec"]
+    job_set = manifest(restarts=4)
+    job = job_set["spec"]["replicatedJobs"][0]["template"]["spec"]
     # A pod that fails must not be started again alone.
-    assert (job["backoffLimit"], pod_of(made)["restartPolicy"]) == (0, "Never")
+    assert (job["backoffLimit"], pod_of(job_set)["restartPolicy"]) == (0, "Never")
     (rule,) = job["podFailurePolicy"]["rules"]
     assert rule == {"action": "FailJob", "onExitCodes": {"containerName": "argosy", "operator": "In", "values": [2, 65]}}
-    assert rule["onExitCodes"]["containerName"] == pod_of(made)["containers"][0]["name"]
-    policy = made["spec"]["failurePolicy"]
+    assert rule["onExitCodes"]["containerName"] == pod_of(job_set)["containers"][0]["name"]
+    policy = job_set["spec"]["failurePolicy"]
     assert policy["maxRestarts"] == 4
     assert policy["rules"] == [{"name": "mistakes", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}]
 
@@ -118,36 +120,36 @@ def test_tpus_and_gpus_as_gke_asks_for_them():
 def test_words_arrive_as_they_were_typed():
     """Also numbers, switches and what Kubernetes would replace in a command."""
     odd = ("train", "tiny", "dir=/runs/x", "data.source=/d/it's a \"b\" #: {x}", "1e5", "yes", "a: b", "~", "a\nb", "x=\u0085 é")
-    made = manifest(Command(odd, "/runs/x"), program="env 'A=1 2' argosy")
-    assert pod_of(made)["containers"][0]["command"] == ["env", "A=1 2", "argosy", *odd]
-    made = manifest(Command(("train", "tiny", "a=$(HOME) $HOME"), "/runs/x"))
-    assert pod_of(made)["containers"][0]["command"][-1] == "a=$$(HOME) $HOME"
+    job_set = manifest(Command(odd, "/runs/x"), program="env 'A=1 2' argosy")
+    assert pod_of(job_set)["containers"][0]["command"] == ["env", "A=1 2", "argosy", *odd]
+    job_set = manifest(Command(("train", "tiny", "a=$(HOME) $HOME"), "/runs/x"))
+    assert pod_of(job_set)["containers"][0]["command"][-1] == "a=$$(HOME) $HOME"
 
 
 def test_a_run_directory_in_an_object_store_needs_no_volume():
-    made = manifest(Command(("train", "tiny", "dir=gs://mine/x"), "gs://mine/x"), volume=None)
-    jsonschema.validate(made, SCHEMA)
-    assert (pod_of(made)["volumes"], pod_of(made)["containers"][0]["volumeMounts"]) == ([], [])
+    job_set = manifest(Command(("train", "tiny", "dir=gs://mine/x"), "gs://mine/x"), volume=None)
+    jsonschema.validate(job_set, SCHEMA)
+    assert (pod_of(job_set)["volumes"], pod_of(job_set)["containers"][0]["volumeMounts"]) == ([], [])
     with pytest.raises(BadInput, match="would be lost with its pods"):
         manifest(volume=None)
     assert pod_of(manifest(Command(("train", "tiny", "dir=gs://mine/x"), "gs://mine/x")))["volumes"], "for the data"
 
 
 @pytest.mark.parametrize(
-    ("command", "what"),
+    ("command", "problem"),
     [
         (Command(("train", "tiny"), "runs/tiny"), "runs/tiny is not in /runs"),
         (Command(("train", "tiny"), "/runs/../x"), "is not in /runs"),
         (Command(("train", "a.yml"), "/runs/x", Path("a.yml")), "pods do not see a.yml"),
     ],
 )
-def test_what_pods_would_not_see(command: Command, what: str):
-    with pytest.raises(BadInput, match=what):
+def test_what_pods_would_not_see(command: Command, problem: str):
+    with pytest.raises(BadInput, match=problem):
         manifest(command)
 
 
 @pytest.mark.parametrize(
-    ("words", "what"),
+    ("words", "problem"),
     [
         (["tpu=tpu-v5p-slice"], "tpu and topology go together"),
         (["tpu=tpu-v5p-slice", "topology=2x2x2", "nodes=4"], "has 8 chips; nodes x chips = 4 x 4"),
@@ -162,6 +164,6 @@ def test_what_pods_would_not_see(command: Command, what: str):
         (["mount=runs"], "no absolute path"),
     ],
 )
-def test_wrong_settings(words: list[str], what: str):
-    with pytest.raises(SettingsError, match=what):
+def test_wrong_settings(words: list[str], problem: str):
+    with pytest.raises(SettingsError, match=problem):
         read_settings(JobSet, words_layer(["image=a", "volume=v", *words]))

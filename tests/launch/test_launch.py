@@ -42,9 +42,9 @@ def test_the_file_is_printed_or_written_and_never_overwritten(
     assert text.startswith("#!/bin/bash\n#SBATCH")
     for _ in range(2):
         assert main([*SLURM, "write=jobs/job.sh", *words]) == 0
-        out, said = capsys.readouterr()
+        out, stderr = capsys.readouterr()
         assert out == ""
-        assert "`sbatch jobs/job.sh` starts it" in said
+        assert "`sbatch jobs/job.sh` starts it" in stderr
         assert Path("jobs/job.sh").read_text() == text
     assert main([*SLURM, "nodes=2", "write=jobs/job.sh", *words]) == 2
     assert "holds something else" in capsys.readouterr().err
@@ -55,7 +55,7 @@ def test_the_file_is_printed_or_written_and_never_overwritten(
 
 
 @pytest.mark.parametrize(
-    ("words", "what"),
+    ("words", "problem"),
     [
         ([*SLURM, "write=job", "--", "train", "tiny", "data.batch=-1"], "data.batch"),
         ([*SLURM, "write=job", "--", "train", "tiny", "data.source=/none"], "/none"),
@@ -70,19 +70,19 @@ def test_the_file_is_printed_or_written_and_never_overwritten(
     ],
 )
 def test_mistakes_are_found_before_anything_is_written(
-    words: list[str], what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    words: list[str], problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ):
     monkeypatch.chdir(tmp_path)
     Path("own.yml").write_text("extends: tiny\n")
     assert main(words) == 2
-    assert what in capsys.readouterr().err
+    assert problem in capsys.readouterr().err
     assert not Path("job").exists()
 
 
 def test_files_that_only_pods_see_are_not_looked_for_here(tmp_path: Path, capsys: pytest.CaptureFixture):
     assert main([*PODS, "--", "train", "tiny", "dir=/runs/a", "data.source=/data/corpus"]) == 0
-    made = yaml.safe_load(capsys.readouterr().out)
-    container = made["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]
+    job_set = yaml.safe_load(capsys.readouterr().out)
+    container = job_set["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]
     assert container["command"] == ["argosy", "train", "tiny", "dir=/runs/a", "data.source=/data/corpus"]
 
 

@@ -17,19 +17,19 @@ from argosy.launch.settings import LocalLaunch
 START = "import os, sys, time, signal; rank, attempt = int(os.environ['ARGOSY_RANK']), int(os.environ['ARGOSY_ATTEMPT'])\n"
 
 
-def launched(code: str, tmp_path: Path, progress=lambda: None, **settings) -> tuple[int, list[str]]:
-    said: list[str] = []
-    made = LocalLaunch(**{"processes": 2, "grace": 5, **settings})
+def launch(code: str, tmp_path: Path, progress=lambda: None, **settings) -> tuple[int, list[str]]:
+    messages: list[str] = []
+    local = LocalLaunch(**{"processes": 2, "grace": 5, **settings})
     os.environ["TEST_FOLDER"] = str(tmp_path)
     try:
-        return run([sys.executable, "-c", START + code], made, said.append, progress), said
+        return run([sys.executable, "-c", START + code], local, messages.append, progress), messages
     finally:
         del os.environ["TEST_FOLDER"]
 
 
 def test_processes_that_all_end_well(tmp_path: Path):
     code = "open(os.environ['TEST_FOLDER'] + f'/{rank}', 'w').write(os.environ['ARGOSY_COORDINATOR'])"
-    assert launched(code, tmp_path, processes=3) == (0, [])
+    assert launch(code, tmp_path, processes=3) == (0, [])
     assert len({(tmp_path / str(rank)).read_text() for rank in range(3)}) == 1, "one coordinator for all"
 
 
@@ -42,12 +42,12 @@ if attempt == 0 and rank == 1:
 if attempt == 0: time.sleep(60)
 """
     begun = time.monotonic()
-    code, said = launched(code, tmp_path)
+    code, messages = launch(code, tmp_path)
     assert code == 0
     assert time.monotonic() - begun < 10
-    assert said[0] == "process 1 of 2 ended by SIGKILL"
-    assert said[1] == "  [1] hello from 1"
-    assert said[-1].endswith("(restart 1)")
+    assert messages[0] == "process 1 of 2 ended by SIGKILL"
+    assert messages[1] == "  [1] hello from 1"
+    assert messages[-1].endswith("(restart 1)")
 
 
 def test_a_stopped_process_is_named_with_its_place(tmp_path: Path):
@@ -61,53 +61,53 @@ time.sleep(0.5)
 Path(os.environ['ARGOSY_NATIVE_LOG']).write_text('F1124 Terminating process because the JAX distributed service detected fatal errors.')
 os.abort()
 """
-    code, said = launched(code, tmp_path)
+    code, messages = launch(code, tmp_path)
     assert code == 0
-    assert said[0] == (
+    assert messages[0] == (
         "process 1 of 2 did not answer any more, after step 48, while it saved: "
         "a signal had stopped it, and the others ended without it"
     )
-    assert "what each printed is in " in said[1]
-    assert len(said) == 2
+    assert "what each printed is in " in messages[1]
+    assert len(messages) == 2
 
 
 def test_a_mistake_of_the_users_starts_nothing_again(tmp_path: Path):
-    code, said = launched("open(os.environ['TEST_FOLDER'] + f'/{rank}-{attempt}', 'w'); print('wrong'); sys.exit(2)", tmp_path)
+    code, messages = launch("open(os.environ['TEST_FOLDER'] + f'/{rank}-{attempt}', 'w'); print('wrong'); sys.exit(2)", tmp_path)
     assert code == 2
     assert sorted(p.name for p in tmp_path.iterdir()) == ["0-0", "1-0"]
-    assert not any("restart" in line for line in said)
+    assert not any("restart" in line for line in messages)
 
 
 def test_a_failure_that_would_come_again_starts_nothing_again(tmp_path: Path):
-    code, said = launched("from argosy.train.guard import Diverged; sys.exit(Diverged('x').exit_code)", tmp_path)
+    code, messages = launch("from argosy.train.guard import Diverged; sys.exit(Diverged('x').exit_code)", tmp_path)
     assert code == 1
-    assert not any("restart" in line for line in said)
+    assert not any("restart" in line for line in messages)
 
 
 def test_a_directory_in_use_starts_nothing_again_and_is_waited_for_after_a_restart(tmp_path: Path):
     busy = "from argosy.core.errors import Busy; sys.exit(Busy('x').exit_code)"
-    code, said = launched(busy, tmp_path)
+    code, messages = launch(busy, tmp_path)
     assert code == 1
-    assert not any("restart" in line for line in said)
+    assert not any("restart" in line for line in messages)
     # The process that holds it may be one that was killed and has not ended.
     killed = f"attempt or os.kill(os.getpid(), 9)\nif attempt < 3:\n    {busy}"
-    code, said = launched(killed, tmp_path)
+    code, messages = launch(killed, tmp_path)
     assert code == 0
-    assert sum("restart" in line for line in said) == 3
+    assert sum("restart" in line for line in messages) == 3
 
 
 def test_restarts_without_progress_end(tmp_path: Path):
-    code, said = launched("sys.exit(1 if rank == 1 else 75)", tmp_path, restarts=2)
+    code, messages = launch("sys.exit(1 if rank == 1 else 75)", tmp_path, restarts=2)
     assert code == 1, "of the process that failed, not of one that lost it"
-    assert len([line for line in said if "restart " in line]) == 2
-    assert said[-1].startswith("it failed 3 times without a new checkpoint")
+    assert len([line for line in messages if "restart " in line]) == 2
+    assert messages[-1].startswith("it failed 3 times without a new checkpoint")
 
 
 def test_restarts_with_progress_go_on(tmp_path: Path):
     steps = iter(range(100))
-    code, said = launched("sys.exit(1 if attempt < 5 else 0)", tmp_path, lambda: next(steps), restarts=1)
+    code, messages = launch("sys.exit(1 if attempt < 5 else 0)", tmp_path, lambda: next(steps), restarts=1)
     assert code == 0
-    assert len([line for line in said if "restart " in line]) == 5
+    assert len([line for line in messages if "restart " in line]) == 5
 
 
 @pytest.mark.slow
@@ -122,9 +122,9 @@ if rank == 2:
     sys.exit(1)
 held_up()
 """
-    code, said = launched(code, tmp_path, processes=3)
+    code, messages = launch(code, tmp_path, processes=3)
     assert code == 0
-    assert any("processes 0-1:" in line and "in held_up" in line for line in said)
+    assert any("processes 0-1:" in line and "in held_up" in line for line in messages)
 
 
 def test_the_others_say_a_line_each_when_one_is_killed(tmp_path: Path):
@@ -141,18 +141,18 @@ if rank == 2:
     os.kill(os.getpid(), signal.SIGKILL)
 live()
 """
-    code, said = launched(code, tmp_path, processes=3)
+    code, messages = launch(code, tmp_path, processes=3)
     assert code == 0
-    assert said[:3] == [
+    assert messages[:3] == [
         "process 2 of 3 ended by SIGKILL, after step 50, while it saved",
         "process 0 of 3 was alive, after step 48, while it saved",
         "process 1 of 3 was alive, after step 49, while it saved",
     ]
-    assert len(said) == 4, "and that all start again"
+    assert len(messages) == 4, "and that all start again"
 
 
 def test_what_processes_print_goes_to_files_where_asked(tmp_path: Path):
-    launched("print('rank', rank)", tmp_path, logs=str(tmp_path / "logs"))
+    launch("print('rank', rank)", tmp_path, logs=str(tmp_path / "logs"))
     assert (tmp_path / "logs" / "rank-1.log").read_text() == "rank 1\n"
     assert (tmp_path / "logs" / "rank-0.log").read_text() == "rank 0\n"
 
@@ -160,7 +160,7 @@ def test_what_processes_print_goes_to_files_where_asked(tmp_path: Path):
 def test_a_folder_of_logs_that_is_a_file_is_a_mistake(tmp_path: Path):
     (tmp_path / "logs").write_text("")
     with pytest.raises(BadInput, match=r"logs=.*exists"):
-        launched("pass", tmp_path, logs=str(tmp_path / "logs"))
+        launch("pass", tmp_path, logs=str(tmp_path / "logs"))
 
 
 COMMAND = """
@@ -173,16 +173,16 @@ sys.exit(run([sys.executable, "-c", sys.argv[1]], LocalLaunch(processes=2, grace
 """
 
 
-def supervised(code: str, folder: Path) -> subprocess.Popen[bytes]:
-    own = os.environ | {"TEST_FOLDER": str(folder)}
-    return subprocess.Popen([sys.executable, "-c", COMMAND, code], env=own, start_new_session=True)
+def start_supervisor(code: str, folder: Path) -> subprocess.Popen[bytes]:
+    variables = os.environ | {"TEST_FOLDER": str(folder)}
+    return subprocess.Popen([sys.executable, "-c", COMMAND, code], env=variables, start_new_session=True)
 
 
 def ready(folder: Path) -> list[int]:
     until = time.monotonic() + 20
     while time.monotonic() < until:
-        if len(found := [p for p in folder.glob("pid-*") if p.read_text()]) == 2:
-            return [int(p.read_text()) for p in found]
+        if len(paths := [p for p in folder.glob("pid-*") if p.read_text()]) == 2:
+            return [int(p.read_text()) for p in paths]
         time.sleep(0.05)
     raise AssertionError("the processes did not start")
 
@@ -206,11 +206,11 @@ def asked(*_):
 signal.signal(signal.SIGINT, asked)
 time.sleep(60)
 """
-    one = supervised(code, tmp_path)
+    supervisor = start_supervisor(code, tmp_path)
     ready(tmp_path)
     time.sleep(0.3)
-    os.killpg(one.pid, signal.SIGINT)
-    assert one.wait(20) == 130
+    os.killpg(supervisor.pid, signal.SIGINT)
+    assert supervisor.wait(20) == 130
     assert [(tmp_path / f"asked-{rank}").read_text() for rank in range(2)] == ["x", "x"]
 
 
@@ -221,10 +221,10 @@ from argosy.launch.cluster import _end_with
 threading.Thread(target=_end_with, args=(int(os.environ['ARGOSY_PARENT']),), daemon=True).start()
 time.sleep(60)
 """
-    one = supervised(code, tmp_path)
+    supervisor = start_supervisor(code, tmp_path)
     pids = ready(tmp_path)
-    one.kill()
-    one.wait()
+    supervisor.kill()
+    supervisor.wait()
     until = time.monotonic() + 15
     with clock("over"):
         while any(map(is_alive, pids)) and time.monotonic() < until:

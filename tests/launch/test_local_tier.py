@@ -44,7 +44,7 @@ def lose(who):
 """
 
 
-def ran(code: str, folder: Path) -> list[dict]:
+def run_gang(code: str, folder: Path) -> list[dict]:
     return results(gang(SETUP + code, TEST_FOLDER=str(folder), JAX_NUM_CPU_DEVICES="2"))
 
 
@@ -70,14 +70,14 @@ again = tier(2)
 out["copies"] = [again.latest_good(), restored(again, 3)]
 out["said"] = said
 """
-    for one in ran(code, tmp_path):
-        assert one["all there"] == [1, True]
-        assert one["alone"] is None
-        assert one["left"] == []
-        assert one["replicas"] == [2, True]
-        assert one["copies"] == [3, True]
-        assert any("local checkpoint 1 lacks 1 of its" in text for text in one["said"])
-        assert any("of local checkpoint 3 came from other hosts" in text for text in one["said"])
+    for document in run_gang(code, tmp_path):
+        assert document["all there"] == [1, True]
+        assert document["alone"] is None
+        assert document["left"] == []
+        assert document["replicas"] == [2, True]
+        assert document["copies"] == [3, True]
+        assert any("local checkpoint 1 lacks 1 of its" in text for text in document["said"])
+        assert any("of local checkpoint 3 came from other hosts" in text for text in document["said"])
 
 
 @pytest.mark.slow
@@ -111,12 +111,12 @@ again.join()
 again.settle(5)
 out["apart"] = said[-1]
 """
-    for one in ran(code, tmp_path):
-        assert one["here"] == [1]
-        assert "No space left on device" in one["said"][0]
-        assert one["said"][0].endswith("trying again with step 3")
-        assert one["back"] == [3, True]
-        assert "process 1 holds another copy of weights/whole/c/0/0 than a process before it" in one["apart"]
+    for document in run_gang(code, tmp_path):
+        assert document["here"] == [1]
+        assert "No space left on device" in document["said"][0]
+        assert document["said"][0].endswith("trying again with step 3")
+        assert document["back"] == [3, True]
+        assert "process 1 holds another copy of weights/whole/c/0/0 than a process before it" in document["apart"]
 
 
 @pytest.mark.slow
@@ -124,12 +124,12 @@ def test_another_number_of_processes_reads_them(tmp_path: Path):
     """Of one host: two processes wrote, each a part; one goes on alone."""
     shared = SETUP.replace('folder / f"disk-{rank}"', 'folder / "disk"')
     first = results(gang(shared + "save(tier(), 7)\nout['said'] = said", TEST_FOLDER=str(tmp_path), JAX_NUM_CPU_DEVICES="2"))
-    assert [one["said"] for one in first] == [[], []]
+    assert [document["said"] for document in first] == [[], []]
     script = "import json, os\nfrom argosy.parallel import processes\nrank, out = 0, {}\n" + shared
     script += "again = tier()\nout['back'] = [again.latest_good(), restored(again, 7)]\nagain.retire(7)\n"
     script += "print('OUT ' + json.dumps(out))"
-    own = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    own |= {"JAX_PLATFORMS": "cpu", "TEST_FOLDER": str(tmp_path), "JAX_NUM_CPU_DEVICES": "4"}
-    done = subprocess.run([sys.executable, "-c", script], env=own, capture_output=True, text=True, timeout=90, check=False)
+    variables = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    variables |= {"JAX_PLATFORMS": "cpu", "TEST_FOLDER": str(tmp_path), "JAX_NUM_CPU_DEVICES": "4"}
+    done = subprocess.run([sys.executable, "-c", script], env=variables, capture_output=True, text=True, timeout=90, check=False)
     assert json.loads(done.stdout.partition("OUT ")[2])["back"] == [7, True], done.stderr[-2000:]
     assert sorted(f.name for f in (tmp_path / "disk" / "run").iterdir()) == ["0"]

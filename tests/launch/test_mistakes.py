@@ -24,7 +24,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def said(capsys: pytest.CaptureFixture, *words: str, code: int = 2) -> str:
+def stderr_of(capsys: pytest.CaptureFixture, *words: str, code: int = 2) -> str:
     capsys.readouterr()
     assert main(["launch", *words]) == code, capsys.readouterr().err
     out, err = capsys.readouterr()
@@ -35,12 +35,12 @@ def said(capsys: pytest.CaptureFixture, *words: str, code: int = 2) -> str:
 # ---- all of them
 
 
-def lines(*what: str) -> list[str]:
-    return sorted(f"error: {one}" for one in what)
+def lines(*problems: str) -> list[str]:
+    return sorted(f"error: {problem}" for problem in problems)
 
 
 @pytest.mark.parametrize(
-    ("words", "what"),
+    ("words", "problems"),
     [
         # Of the engine, of the run, and of how they go together.
         (
@@ -69,14 +69,14 @@ def lines(*what: str) -> list[str]:
         (["engine=ray", "gpus=-1", "--", "train"], ["`gpus` should be at least 0, not `-1`", "`train` names no recipe"]),
     ],
 )  # fmt: skip
-def test_all_mistakes_are_said_at_once(words: list[str], what: list[str], here: Path, capsys: pytest.CaptureFixture):
+def test_all_mistakes_are_said_at_once(words: list[str], problems: list[str], here: Path, capsys: pytest.CaptureFixture):
     Path("own.yml").write_text("extends: tiny\n")
-    found = said(capsys, *words)
-    assert sorted(line for line in found.splitlines() if line.startswith("error: ")) == lines(*(w.format(here=here) for w in what))
+    stderr = stderr_of(capsys, *words)
+    assert sorted(line for line in stderr.splitlines() if line.startswith("error: ")) == lines(*(w.format(here=here) for w in problems))
 
 
 def test_a_recipe_in_the_place_of_the_verb_is_answered(here: Path, capsys: pytest.CaptureFixture):
-    assert "hint: `-- train tiny` trains by this recipe" in said(capsys, "processes=2", "--", "tiny")
+    assert "hint: `-- train tiny` trains by this recipe" in stderr_of(capsys, "processes=2", "--", "tiny")
 
 
 @pytest.mark.parametrize(
@@ -89,12 +89,12 @@ def test_a_recipe_in_the_place_of_the_verb_is_answered(here: Path, capsys: pytes
     ],
 )
 def test_a_name_of_another_place_is_answered_with_the_place(words: list[str], hint: str, here: Path, capsys: pytest.CaptureFixture):
-    assert f"hint: {hint}" in said(capsys, *words)
+    assert f"hint: {hint}" in stderr_of(capsys, *words)
 
 
 def test_options_may_come_before_the_recipe(here: Path, capsys: pytest.CaptureFixture):
-    assert "unknown setting `stepz`" in said(capsys, *PODS, "--", "train", "--json", "tiny", "stepz=3", "dir=/runs/a")
-    assert said(capsys, *PODS, "write=job", "--", "train", "--json", "tiny", "dir=/runs/a", code=0)
+    assert "unknown setting `stepz`" in stderr_of(capsys, *PODS, "--", "train", "--json", "tiny", "stepz=3", "dir=/runs/a")
+    assert stderr_of(capsys, *PODS, "write=job", "--", "train", "--json", "tiny", "dir=/runs/a", code=0)
     assert '"--json"' in Path("job").read_text()
 
 
@@ -105,7 +105,7 @@ SLICES = [*PODS, *TPU, "slices=2", "write=job"]
 
 
 @pytest.mark.parametrize(
-    ("words", "what", "where"),
+    ("words", "problem", "where"),
     [
         # All chips, where a slice has half of them.
         ([*SLICES, *TINY, "data.batch=32", "mesh.fsdp=32"], "fsdp 32 x tensor 1 does not make 16 devices of each slice",
@@ -122,11 +122,11 @@ SLICES = [*PODS, *TPU, "slices=2", "write=job"]
         (["engine=slurm", "gpus=4", "nodes=2", "--", "train", "tiny", "mesh.between.data=3"], "mesh.between data 3", "makes 8 devices"),
     ],
 )  # fmt: skip
-def test_a_mesh_that_does_not_fit(words: list[str], what: str, where: str, here: Path, capsys: pytest.CaptureFixture):
-    found = said(capsys, *words)
-    assert what in found
-    assert where in found
-    assert "hint: " in found
+def test_a_mesh_that_does_not_fit(words: list[str], problem: str, where: str, here: Path, capsys: pytest.CaptureFixture):
+    text = stderr_of(capsys, *words)
+    assert problem in text
+    assert where in text
+    assert "hint: " in text
     assert not Path("job").exists()
 
 
@@ -147,7 +147,7 @@ def test_a_mesh_that_does_not_fit(words: list[str], what: str, where: str, here:
     ],
 )
 def test_a_mesh_that_fits_or_that_nobody_can_judge(words: list[str], here: Path, capsys: pytest.CaptureFixture):
-    assert "job is written" in said(capsys, *words, code=0)
+    assert "job is written" in stderr_of(capsys, *words, code=0)
 
 
 @pytest.mark.parametrize(
@@ -164,11 +164,11 @@ def test_a_mesh_that_fits_or_that_nobody_can_judge(words: list[str], here: Path,
 def test_devices_in_groups_as_jax_calls_them(module, words: list[str], alone: tuple, between: tuple):
     """TPU slices, and every host of GPUs; without sizes between groups, only several slices of TPUs are groups."""
     settings = read_settings(ENGINES[module.__name__.rpartition(".")[2]], words_layer(words)).value
-    for asked, expected in ((False, alone), (True, between)):
-        found = module.devices(settings, asked)
-        assert isinstance(found, Devices)
-        assert found[:2] == expected[:2]
-        assert found.groups == 1 or found.slices == expected[2]
+    for between_slices, expected in ((False, alone), (True, between)):
+        topology = module.devices(settings, between_slices)
+        assert isinstance(topology, Devices)
+        assert topology[:2] == expected[:2]
+        assert topology.groups == 1 or topology.slices == expected[2]
 
 
 # ---- paths
@@ -177,16 +177,16 @@ def test_devices_in_groups_as_jax_calls_them(module, words: list[str], alone: tu
 def test_paths_that_pods_may_not_see_are_remarked(here: Path, capsys: pytest.CaptureFixture):
     (here / "corpus").mkdir()
     (here / "corpus/a.txt").write_text("words")
-    found = said(capsys, *PODS, *TINY, "data.source=corpus/a.txt", code=0)
-    assert "warning: data.source=corpus/a.txt is from this folder, and pods start in a folder of their own" in found
-    assert "hint: put it on the volume or in the image" in found
-    found = said(capsys, *PODS, *TINY, f"data.source={here}/corpus", "data.tokenizer=tok.json", code=0)
-    assert f"warning: data.source={here}/corpus is on this machine, which pods do not see" in found
-    assert "warning: data.tokenizer=tok.json is from this folder" in found
+    stderr = stderr_of(capsys, *PODS, *TINY, "data.source=corpus/a.txt", code=0)
+    assert "warning: data.source=corpus/a.txt is from this folder, and pods start in a folder of their own" in stderr
+    assert "hint: put it on the volume or in the image" in stderr
+    stderr = stderr_of(capsys, *PODS, *TINY, f"data.source={here}/corpus", "data.tokenizer=tok.json", code=0)
+    assert f"warning: data.source={here}/corpus is on this machine, which pods do not see" in stderr
+    assert "warning: data.tokenizer=tok.json is from this folder" in stderr
     grpo = ["--", "train", "tiny", "dir=/runs/a", "objective=grpo", "data.source=text:more.txt", "reward=own.py:right", "reward=exact"]
-    found = said(capsys, *PODS, *grpo, code=0)
-    assert "warning: data.source=more.txt, reward=own.py are from this folder" in found
-    assert "hint: put them on the volume" in found
+    stderr = stderr_of(capsys, *PODS, *grpo, code=0)
+    assert "warning: data.source=more.txt, reward=own.py are from this folder" in stderr
+    assert "hint: put them on the volume" in stderr
 
 
 @pytest.mark.parametrize(
@@ -202,20 +202,20 @@ def test_paths_that_pods_may_not_see_are_remarked(here: Path, capsys: pytest.Cap
 )
 def test_paths_that_pods_may_see_are_not(words: list[str], here: Path, capsys: pytest.CaptureFixture):
     (here / "corpus").mkdir()
-    own = [word.format(here=here) for word in words]
-    engine = [word for word in own if word.startswith("mount=")]
-    assert said(capsys, *PODS, *engine, *TINY, *(word for word in own if word not in engine), code=0) == ""
+    launch_words = [word.format(here=here) for word in words]
+    engine = [word for word in launch_words if word.startswith("mount=")]
+    assert stderr_of(capsys, *PODS, *engine, *TINY, *(word for word in launch_words if word not in engine), code=0) == ""
 
 
 def test_skypilot_copies_a_folder(here: Path, capsys: pytest.CaptureFixture):
     (here / "a.txt").write_text("words")
     for source in ("a.txt", "*.txt"):
         words = [*TINY, f"data.source={source}"]
-        assert said(capsys, *SKY, "workdir=.", *words, code=0) == ""
-        assert f"data.source={source} is from this folder" in said(capsys, *SKY, *words, code=0)
+        assert stderr_of(capsys, *SKY, "workdir=.", *words, code=0) == ""
+        assert f"data.source={source} is from this folder" in stderr_of(capsys, *SKY, *words, code=0)
     for source in ("b.txt", "../a.txt", "~/a.txt"):
-        found = said(capsys, *SKY, "workdir=.", *TINY, f"data.source={source}", code=0)
-        assert f"warning: data.source={source} is from this folder, and the machines start in the copy of workdir" in found
+        stderr = stderr_of(capsys, *SKY, "workdir=.", *TINY, f"data.source={source}", code=0)
+        assert f"warning: data.source={source} is from this folder, and the machines start in the copy of workdir" in stderr
 
 
 MOUNTS = {"/": "ext4", "/dev/shm": "tmpfs", "/shared": "nfs4", "/shared/scratch": "lustre", "/mnt": "fuse.sshfs"}
@@ -226,16 +226,16 @@ def test_slurm_remarks_what_lies_on_disks_of_this_machine(here: Path, capsys: py
     (here / "a.txt").write_text("words " * 99)
     words = ["engine=slurm", "--", "train", "own.yml", "data.source=a.txt", "dir=run"]
     monkeypatch.setattr(launch_paths, "mount_types", lambda: MOUNTS)
-    found = said(capsys, *words, code=0)
-    named = [f"the folder of this command {here}", "dir=run", "data.source=a.txt", "the recipe own.yml"]
-    assert all(f"{path} (ext4)" in found for path in named)
-    assert "are on a disk of this machine, which others of the job may not see" in found
+    stderr = stderr_of(capsys, *words, code=0)
+    paths = [f"the folder of this command {here}", "dir=run", "data.source=a.txt", "the recipe own.yml"]
+    assert all(f"{path} (ext4)" in stderr for path in paths)
+    assert "are on a disk of this machine, which others of the job may not see" in stderr
     monkeypatch.setattr(launch_paths, "mount_types", lambda: MOUNTS | {str(here): "nfs4"})
-    assert said(capsys, *words, code=0) == ""
-    found = said(capsys, *words[:-1], "dir=/dev/shm/run", code=0)
-    assert "warning: dir=/dev/shm/run (tmpfs) is on a disk of this machine" in found
+    assert stderr_of(capsys, *words, code=0) == ""
+    stderr = stderr_of(capsys, *words[:-1], "dir=/dev/shm/run", code=0)
+    assert "warning: dir=/dev/shm/run (tmpfs) is on a disk of this machine" in stderr
     monkeypatch.setattr(launch_paths, "mount_types", dict)
-    assert said(capsys, *words, code=0) == "", "nobody knows"
+    assert stderr_of(capsys, *words, code=0) == "", "nobody knows"
 
 
 def test_kinds_of_file_systems():
@@ -251,6 +251,6 @@ def test_a_run_in_a_store_is_a_recipe_for_pods_too(here: Path, capsys: pytest.Ca
 
     address = f"memory://{here.name}/run"
     RunDirectory(address).write_settings(compose(Run, "tiny", [f"dir={address}", "data.source=/data/x"]))
-    assert said(capsys, "engine=jobset", "image=a/b", "--", "train", address, "steps=9", code=0) == ""
+    assert stderr_of(capsys, "engine=jobset", "image=a/b", "--", "train", address, "steps=9", code=0) == ""
     # No word of a run directory that would be lost.
-    assert said(capsys, "engine=jobset", "image=a/b", "--", "train", address, "steps=none").count("error: ") == 1
+    assert stderr_of(capsys, "engine=jobset", "image=a/b", "--", "train", address, "steps=none").count("error: ") == 1

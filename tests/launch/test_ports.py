@@ -21,46 +21,46 @@ IP_LOCAL_PORT_RANGE = 51
 
 def any_port(port: int, to: tuple[str, int] | None = None) -> int:
     """The port that the kernel gives a socket which may have this one alone: to bind, or to connect from."""
-    with socket.socket() as one:
+    with socket.socket() as client:
         try:
-            one.setsockopt(socket.IPPROTO_IP, IP_LOCAL_PORT_RANGE, struct.pack("=I", (port << 16) | port))
+            client.setsockopt(socket.IPPROTO_IP, IP_LOCAL_PORT_RANGE, struct.pack("=I", (port << 16) | port))
         except OSError:
             pytest.skip("this kernel has no range of ports for one socket")
         if to is not None:
-            one.connect(to)
+            client.connect(to)
         else:
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            client.bind(("127.0.0.1", 0))
+        return client.getsockname()[1]
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", ""])
 def test_nobody_else_is_given_a_port_that_is_held(host: str):
-    held = HeldPort(host)
+    port = HeldPort(host)
     with socket.create_server(("127.0.0.1", 0)) as server:
         with pytest.raises(OSError) as caught:
-            any_port(held.number)
+            any_port(port.number)
         assert caught.value.errno == errno.EADDRINUSE
         with pytest.raises(OSError) as caught:
-            any_port(held.number, server.getsockname())
+            any_port(port.number, server.getsockname())
         assert caught.value.errno == errno.EADDRNOTAVAIL
-        held.close()
-        assert any_port(held.number) == any_port(held.number, server.getsockname()) == held.number, "what a free port would be"
+        port.close()
+        assert any_port(port.number) == any_port(port.number, server.getsockname()) == port.number, "what a free port would be"
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", ""])
 def test_what_is_held_is_free_for_its_coordinator_and_what_is_listened_on_is_not(host: str):
-    held = HeldPort(host)
-    place = ProcessPlace("argosy", f"127.0.0.1:{held.number}", 2, 0)
+    port = HeldPort(host)
+    place = ProcessPlace("argosy", f"127.0.0.1:{port.number}", 2, 0)
     check_free(place, host)
     with socket.socket() as other:
         # As gRPC listens, which would not notice another coordinator.
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        other.bind(("127.0.0.1", held.number))
+        other.bind(("127.0.0.1", port.number))
         other.listen()
         with pytest.raises(ArgosyError, match="cannot listen on"):
             check_free(place, host)
-    held.close()
+    port.close()
     with socket.create_server(("127.0.0.1", 0)) as alone, pytest.raises(ArgosyError, match="cannot listen on"):
         check_free(ProcessPlace("argosy", f"127.0.0.1:{alone.getsockname()[1]}", 2, 0), host)
 
@@ -77,11 +77,11 @@ print("joined")
 
 @pytest.mark.slow
 def test_a_coordinator_listens_on_a_port_that_is_held():
-    held = HeldPort()
+    port = HeldPort()
     done = subprocess.run(
-        [sys.executable, "-c", JOINED, f"127.0.0.1:{held.number}"], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", JOINED, f"127.0.0.1:{port.number}"], capture_output=True, text=True, timeout=120, check=False
     )
-    held.close()
+    port.close()
     assert (done.returncode, done.stdout) == (0, "joined\n"), done.stderr
 
 

@@ -37,17 +37,17 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def started(words: list[str], text: Path, run: Path, *more: str, **variables: str) -> subprocess.Popen[str]:
-    own = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": QUICK} | variables
+def start_run(words: list[str], text: Path, run: Path, *more: str, **variables: str) -> subprocess.Popen[str]:
+    variables_of_run = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": QUICK} | variables
     words = [sys.executable, "-m", "argosy", *words, "train", "tiny", f"data.source={text}", f"dir={run}", *SMALL, *more]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(words, env=own, cwd=text.parent, start_new_session=True, **pipes)
+    return subprocess.Popen(words, env=variables_of_run, cwd=text.parent, start_new_session=True, **pipes)
 
 
 LAUNCH = ["launch", "engine=ray", "processes=2", "grace=5", "--"]
 
 
-def logged(run: Path) -> dict[tuple[int, str], float]:
+def metrics_of(run: Path) -> dict[tuple[int, str], float]:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return {(line["step"], name): line[name] for line in lines for name in ("loss", "grad_norm", "eval_loss") if name in line}
 
@@ -56,10 +56,10 @@ def logged(run: Path) -> dict[tuple[int, str], float]:
 def alone(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str], float]:
     """One process with two devices, without Ray."""
     run = tmp_path_factory.mktemp("alone") / "run"
-    one = started([], text, run, JAX_NUM_CPU_DEVICES="2")
-    _, said = one.communicate(timeout=200)
-    assert one.returncode == 0, said
-    return logged(run)
+    process = start_run([], text, run, JAX_NUM_CPU_DEVICES="2")
+    _, stderr = process.communicate(timeout=200)
+    assert process.returncode == 0, stderr
+    return metrics_of(run)
 
 
 def process_of(rank: int, run: Path) -> int | None:
@@ -74,11 +74,11 @@ def process_of(rank: int, run: Path) -> int | None:
     return None
 
 
-def at_step(step: int, run: Path, one: subprocess.Popen[str]) -> None:
+def at_step(step: int, run: Path, process: subprocess.Popen[str]) -> None:
     until = time.monotonic() + 120
     while not (run / "checkpoints" / str(step) / "manifest.json").exists():
         assert time.monotonic() < until, "no checkpoint"
-        assert one.poll() is None, one.communicate()[1]
+        assert process.poll() is None, process.communicate()[1]
         time.sleep(0.01)
 
 
@@ -88,19 +88,19 @@ def at_step(step: int, run: Path, one: subprocess.Popen[str]) -> None:
 def test_two_ray_workers_train_as_one_process_with_two_devices(text: Path, tmp_path: Path, alone: dict, killed: str):
     """Bit for bit, with a worker killed in the middle: the process that trains, or the actor that started it."""
     run = tmp_path / "run"
-    one = started(LAUNCH, text, run)
-    at_step(2, run, one)
+    process = start_run(LAUNCH, text, run)
+    at_step(2, run, process)
     pid = process_of(1, run)
     assert pid is not None, "it ended before it could be killed"
     if killed == "actor":
         pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
         assert b"ray::" in Path(f"/proc/{pid}/cmdline").read_bytes()
     os.kill(pid, signal.SIGKILL)
-    _, said = one.communicate(timeout=200)
-    assert one.returncode == 0, said
-    assert "process 1 of 2 ended by SIGKILL" in said
-    assert "starting all 2 processes again" in said
-    assert logged(run) == alone
+    _, stderr = process.communicate(timeout=200)
+    assert process.returncode == 0, stderr
+    assert "process 1 of 2 ended by SIGKILL" in stderr
+    assert "starting all 2 processes again" in stderr
+    assert metrics_of(run) == alone
 
 
 @needs_ray
@@ -109,24 +109,24 @@ def test_two_ray_workers_train_as_one_process_with_two_devices(text: Path, tmp_p
 def test_a_signal_saves_and_ends_all(text: Path, tmp_path: Path, number: signal.Signals):
     """A terminal sends Ctrl-C to everything that the command started in it."""
     run = tmp_path / "run"
-    one = started(LAUNCH, text, run, "steps=100000", "checkpoint.every=100", "eval.every=100000")
+    process = start_run(LAUNCH, text, run, "steps=100000", "checkpoint.every=100", "eval.every=100000")
     until = time.monotonic() + 120
-    while time.monotonic() < until and (not (run / "metrics.jsonl").exists() or len(logged(run)) < 10):
+    while time.monotonic() < until and (not (run / "metrics.jsonl").exists() or len(metrics_of(run)) < 10):
         time.sleep(0.05)
-    os.kill(one.pid, number) if number == signal.SIGTERM else os.killpg(one.pid, number)
-    _, said = one.communicate(timeout=250)
-    assert one.returncode == 128 + number, said
+    os.kill(process.pid, number) if number == signal.SIGTERM else os.killpg(process.pid, number)
+    _, stderr = process.communicate(timeout=250)
+    assert process.returncode == 128 + number, stderr
     newest = max(int(step.name) for step in (run / "checkpoints").iterdir() if (step / "manifest.json").exists())
-    assert f"stopped at step {newest} of 100000: checkpoint {newest} is saved" in said
-    assert "again" not in said
+    assert f"stopped at step {newest} of 100000: checkpoint {newest} is saved" in stderr
+    assert "again" not in stderr
     assert process_of(0, run) is process_of(1, run) is None
 
 
 @pytest.mark.slow
 def test_what_a_process_prints_last_is_told_and_one_left_behind_holds_nothing_up(tmp_path: Path):
     host = engine.Host()
-    left = "import subprocess, sys; one = subprocess.Popen(['sleep', '60']); print(one.pid, flush=True); print('last'); sys.exit(7)"
-    host.start([sys.executable, "-c", left], {"A": "b"}, str(tmp_path / "none"))
+    program = "import subprocess, sys; one = subprocess.Popen(['sleep', '60']); print(one.pid, flush=True); print('last'); sys.exit(7)"
+    host.start([sys.executable, "-c", program], {"A": "b"}, str(tmp_path / "none"))
     begun, lines, code = time.monotonic(), [], None
     try:
         while code is None:
@@ -142,17 +142,17 @@ def test_what_a_process_prints_last_is_told_and_one_left_behind_holds_nothing_up
 @pytest.mark.slow
 def test_a_mistake_of_the_users_starts_nothing_again(text: Path, tmp_path: Path):
     """That there are two devices is known in the processes alone."""
-    one = started(LAUNCH, text, tmp_path / "run", "mesh.fsdp=4")
-    _, said = one.communicate(timeout=250)
-    assert one.returncode == 2, said
-    assert "fsdp 4" in said
-    assert "starting all" not in said
+    process = start_run(LAUNCH, text, tmp_path / "run", "mesh.fsdp=4")
+    _, stderr = process.communicate(timeout=250)
+    assert process.returncode == 2, stderr
+    assert "fsdp 4" in stderr
+    assert "starting all" not in stderr
 
 
 @needs_ray
 @pytest.mark.slow
 def test_no_room_is_said(text: Path, tmp_path: Path):
-    one = started(["launch", "engine=ray", "processes=1", "gpus=1", "wait=3", "--"], text, tmp_path / "run")
-    _, said = one.communicate(timeout=250)
-    assert one.returncode == 1, said
-    assert "Ray has no room for 1 processes" in said
+    process = start_run(["launch", "engine=ray", "processes=1", "gpus=1", "wait=3", "--"], text, tmp_path / "run")
+    _, stderr = process.communicate(timeout=250)
+    assert process.returncode == 1, stderr
+    assert "Ray has no room for 1 processes" in stderr

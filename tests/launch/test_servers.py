@@ -35,37 +35,44 @@ def read_back(documents: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def deployment(command: Command = PREDICT, **settings: Any) -> list[dict[str, Any]]:
-    given = {"image": "a/b:1", "volume": "claim", "secret": "keys"} | settings
-    return read_back(kubernetes.render_deployment(command, Kubernetes(**given)))
+    fields = {"image": "a/b:1", "volume": "claim", "secret": "keys"} | settings
+    return read_back(kubernetes.render_deployment(command, Kubernetes(**fields)))
 
 
 def runtime(words: tuple[str, ...] = ("predict", "/mnt/models"), **settings: Any) -> list[dict[str, Any]]:
-    given = {"image": "a/b:1", "storage": "gs://bucket/models", "secret": "keys"} | settings
-    return read_back(kserve.render_runtime(Command(words, ""), KServe(**given)))
+    fields = {"image": "a/b:1", "storage": "gs://bucket/models", "secret": "keys"} | settings
+    return read_back(kserve.render_runtime(Command(words, ""), KServe(**fields)))
 
 
 @pytest.mark.parametrize("settings", [{}, FULL], ids=["plain", "full"])
 def test_the_schemas_of_the_resources_take_them(settings: dict[str, Any]):
-    made = [*deployment(**settings), *runtime(**settings), *deployment(Command(("serve", "/models/llama"), ""), **settings)]
-    assert [one["kind"] for one in made] == ["Deployment", "Service", "ServingRuntime", "InferenceService", "Deployment", "Service"]
-    for one in made:
-        jsonschema.validate(one, SCHEMAS[one["kind"]])
+    resources = [*deployment(**settings), *runtime(**settings), *deployment(Command(("serve", "/models/llama"), ""), **settings)]
+    assert [resource["kind"] for resource in resources] == [
+        "Deployment",
+        "Service",
+        "ServingRuntime",
+        "InferenceService",
+        "Deployment",
+        "Service",
+    ]
+    for resource in resources:
+        jsonschema.validate(resource, SCHEMAS[resource["kind"]])
 
 
 def test_the_schemas_find_wrong_fields_and_types():
-    made, service = deployment()
-    made["spec"]["replica"] = 3
-    pod = made["spec"]["template"]["spec"]
+    deployed, service = deployment()
+    deployed["spec"]["replica"] = 3
+    pod = deployed["spec"]["template"]["spec"]
     pod["terminationGracePeriodSeconds"] = "70"
     pod["containers"][0]["readinessProbe"]["httpGet"]["path"] = 7
-    assert len(list(jsonschema.Draft7Validator(SCHEMAS["Deployment"]).iter_errors(made))) == 3
+    assert len(list(jsonschema.Draft7Validator(SCHEMAS["Deployment"]).iter_errors(deployed))) == 3
     del service["spec"]["ports"][0]["port"]
     assert len(list(jsonschema.Draft7Validator(SCHEMAS["Service"]).iter_errors(service))) == 1
 
 
 def test_pods_listen_answer_probes_and_have_time_to_drain():
-    made, service = deployment(replicas=3)
-    pod = made["spec"]["template"]["spec"]
+    deployed, service = deployment(replicas=3)
+    pod = deployed["spec"]["template"]["spec"]
     container = pod["containers"][0]
     words = container["command"]
     assert words[:3] == ["argosy", "predict", "/models"]
@@ -73,31 +80,33 @@ def test_pods_listen_answer_probes_and_have_time_to_drain():
     assert pod["terminationGracePeriodSeconds"] == 70
     assert container["readinessProbe"]["httpGet"] == {"path": "/v2/health/ready", "port": 8000}
     assert container["env"] == [{"name": "ARGOSY_API_KEY", "valueFrom": {"secretKeyRef": {"name": "keys", "key": "api-key"}}}]
-    assert made["spec"]["strategy"]["rollingUpdate"]["maxUnavailable"] == 0
-    assert service["spec"]["selector"] == made["spec"]["selector"]["matchLabels"] == made["spec"]["template"]["metadata"]["labels"]
+    assert deployed["spec"]["strategy"]["rollingUpdate"]["maxUnavailable"] == 0
+    assert (
+        service["spec"]["selector"] == deployed["spec"]["selector"]["matchLabels"] == deployed["spec"]["template"]["metadata"]["labels"]
+    )
     chat = deployment(Command(("serve", "/models/llama"), ""))[0]["spec"]["template"]["spec"]["containers"][0]
     assert chat["readinessProbe"]["httpGet"]["path"] == "/health"
 
 
 def test_pods_with_tls_are_probed_by_tls_and_grpc_has_a_port():
     words = ("predict", "/models", "tls_certificate=/tls/c.pem", "tls_key=/tls/k.pem", "grpc=8001")
-    made, service = deployment(Command(words, ""))
-    container = made["spec"]["template"]["spec"]["containers"][0]
+    deployed, service = deployment(Command(words, ""))
+    container = deployed["spec"]["template"]["spec"]["containers"][0]
     probes = [container[name]["httpGet"] for name in ("startupProbe", "livenessProbe", "readinessProbe")]
     assert [probe["scheme"] for probe in probes] == ["HTTPS"] * 3
     assert [port["containerPort"] for port in container["ports"]] == [8000, 8001]
     names = {port["name"] for port in container["ports"]}
     assert [(port["port"], port["targetPort"] in names) for port in service["spec"]["ports"]] == [(8000, True), (8001, True)]
-    for one in (made, service):
-        jsonschema.validate(one, SCHEMAS[one["kind"]])
+    for resource in (deployed, service):
+        jsonschema.validate(resource, SCHEMAS[resource["kind"]])
 
 
 def test_kserve_asks_for_the_model_by_the_name_of_its_service():
-    found, service = runtime(name="minilm", min_replicas=0, max_replicas=4)
-    container = found["spec"]["containers"][0]
+    serving, service = runtime(name="minilm", min_replicas=0, max_replicas=4)
+    container = serving["spec"]["containers"][0]
     assert container["name"] == "kserve-container"
     assert "name={{.Name}}" in container["command"]
-    assert service["spec"]["predictor"]["model"]["runtime"] == found["metadata"]["name"]
+    assert service["spec"]["predictor"]["model"]["runtime"] == serving["metadata"]["name"]
     assert service["spec"]["predictor"]["minReplicas"] == 0
 
 
@@ -133,7 +142,7 @@ def test_a_manifest_is_written_by_the_command_line(tmp_path: Path):
     file = tmp_path / "k8s.yml"
     words = ["launch", "engine=kubernetes", "image=a/b:1", "volume=claim", "secret=keys", f"write={file}", "--"]
     assert main([*words, "predict", "/models", "poll=5"]) == 0
-    assert [one["kind"] for one in yaml.safe_load_all(file.read_text())] == ["Deployment", "Service"]
+    assert [resource["kind"] for resource in yaml.safe_load_all(file.read_text())] == ["Deployment", "Service"]
 
 
 @pytest.mark.parametrize(
@@ -166,9 +175,9 @@ def test_replicas_refuse_what_would_reach_one_of_them(tmp_path: Path, monkeypatc
 
     async def ask() -> list[httpx.Response]:
         async with httpx.AsyncClient(transport=transport, base_url="http://replica") as client:
-            asked = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 3], "data": [1, 2, 3]}]}
+            body = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 3], "data": [1, 2, 3]}]}
             return [
-                await client.post("/v2/models/scaled/infer", json=asked),
+                await client.post("/v2/models/scaled/infer", json=body),
                 await client.post("/v2/repository/models/scaled/unload", json={}),
                 await client.post("/v2/repository/models/scaled/load", json={}),
                 await client.get("/v2/models/scaled/ready"),
@@ -195,23 +204,23 @@ def test_replicas_on_a_real_ray_answer_and_drain(tmp_path: Path):
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"})
     assert process.stderr is not None
     try:
-        said = []
+        output = []
         for line in process.stderr:
-            said.append(line)
+            output.append(line)
             if line.startswith("ready on "):
                 break
         else:
-            raise AssertionError("".join(said))
-        asked = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 3], "data": [1, 2, 3]}]}
+            raise AssertionError("".join(output))
+        body = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 3], "data": [1, 2, 3]}]}
         with httpx.Client(base_url="http://127.0.0.1:8497", timeout=60) as client:
             for _ in range(20):
-                assert client.post("/v2/models/scaled/infer", json=asked).json()["outputs"][0]["data"] == [2.0, 4.0, 6.0]
+                assert client.post("/v2/models/scaled/infer", json=body).json()["outputs"][0]["data"] == [2.0, 4.0, 6.0]
             assert client.post("/v2/repository/models/scaled/unload", json={}).status_code == 400
-            assert client.post("/v2/models/none/infer", json=asked).status_code == 404
+            assert client.post("/v2/models/none/infer", json=body).status_code == 404
     finally:
         process.terminate()
-        began = time.monotonic()
+        start = time.monotonic()
         code = process.wait(90)
         process.stderr.close()
     assert code == 143
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - start < 60

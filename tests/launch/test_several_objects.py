@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_gangs import alone, command, environment, gang, logged, results, text  # noqa: F401
+from test_gangs import alone, command, environment, gang, metrics_of, results, text  # noqa: F401
 
 from argosy.checkpoint.checkpoints import Checkpoints
 from argosy.checkpoint.step.load import load_weights
@@ -62,7 +62,7 @@ def flip(step):
 """
 
 
-def ran(code: str, folder: Path) -> list[dict]:
+def run_gang(code: str, folder: Path) -> list[dict]:
     return results(gang(SETUP + code, TEST_FOLDER=str(folder), JAX_NUM_CPU_DEVICES="2"))
 
 
@@ -92,20 +92,20 @@ scratch = again.path(2)
 save(again, 3)
 out["left"] = scratch.exists()
 """
-    first, second = ran(code, tmp_path)
-    for one in (first, second):
-        assert one["steps"] == [2]
-        assert one["said"] == [one["said"][0]]
-        assert "the store is away" in one["said"][0]
-        assert one["said"][0].endswith("trying again with step 2; the run has no checkpoint yet")
-        assert (one["good"], one["back"], one["left"]) == (2, True, False)
-        assert one["described"] == ["data/seen/c/0"]
+    first, second = run_gang(code, tmp_path)
+    for document in (first, second):
+        assert document["steps"] == [2]
+        assert document["said"] == [document["said"][0]]
+        assert "the store is away" in document["said"][0]
+        assert document["said"][0].endswith("trying again with step 2; the run has no checkpoint yet")
+        assert (document["good"], document["back"], document["left"]) == (2, True, False)
+        assert document["described"] == ["data/seen/c/0"]
     assert "(in process 1)" in first["said"][0]
     assert second["shared"][1] == "process 1 does not see the files that process 0 writes in memory://1"
     # Rows 0 to 2 are read by the devices of process 0, and those after them by the devices of the other.
     shared = ["data/seen/c/0", "state/step/c", "weights/whole/c/0/0"]
-    for rank, one in enumerate((first, second)):
-        assert one["fetched"] == sorted([*shared, f"weights/split/c/{rank}/0", f"weights/split/c/{rank}/1"])
+    for rank, document in enumerate((first, second)):
+        assert document["fetched"] == sorted([*shared, f"weights/split/c/{rank}/0", f"weights/split/c/{rank}/1"])
     # A process alone reads it, and its own readers verify it.
     manifest.verify_folder(tmp_path / "3")
     reader = Checkpoints(Store(f"local://{tmp_path}"))
@@ -140,11 +140,11 @@ flip(2), flip(1), flip(2)
 out["all"] = caught(lambda: opened().latest_good())
 out["names"] = sorted(f.name for f in disk.iterdir())
 """
-    first, second = ran(code, tmp_path)
-    for one in (first, second):
-        assert one["good"][:2] == [2, True]
-        assert one["after"] == 2
-        assert one["names"] == ["1", "2", "3.damaged"], "nothing is renamed where none is good, or one cannot be reached"
+    first, second = run_gang(code, tmp_path)
+    for document in (first, second):
+        assert document["good"][:2] == [2, True]
+        assert document["after"] == 2
+        assert document["names"] == ["1", "2", "3.damaged"], "nothing is renamed where none is good, or one cannot be reached"
     assert first["good"][2][0].startswith("checkpoint 3 is damaged and was set aside as 3.damaged: weights/split/c/1/1 differs")
     assert second["good"][2] == []
     assert first["away"] == ["ArgosyError", "cannot be reached: [Errno 110] Connection timed out", 1], "it may be started again"
@@ -166,8 +166,8 @@ def test_a_step_whose_arrays_orbax_packed(tmp_path: Path):
     assert not (step / "weights" / "split").exists(), "packed"
     (step / "meta.json").write_text('{"step": 4}')
     manifest.write_manifest(step)
-    for one in ran("again = opened()\nout['back'] = [again.latest_good(), restored(again, 4)]", tmp_path):
-        assert one["back"] == [4, True]
+    for document in run_gang("again = opened()\nout['back'] = [again.latest_good(), restored(again, 4)]", tmp_path):
+        assert document["back"] == [4, True]
 
 
 @pytest.mark.slow
@@ -177,14 +177,14 @@ def test_a_run_that_is_killed_goes_on(text: Path, tmp_path: Path, alone: dict): 
     words = command(text, run)
     words[words.index(f"dir={run}")] = f"dir=local://{run}"
     launch = [sys.executable, "-m", "argosy", "launch", "processes=2", "grace=5", "--", *words]
-    one = subprocess.Popen(launch, env=environment(), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(launch, env=environment(), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     until = time.monotonic() + 100
-    while not (run / "checkpoints" / "2" / "manifest.json").exists() and time.monotonic() < until and one.poll() is None:
+    while not (run / "checkpoints" / "2" / "manifest.json").exists() and time.monotonic() < until and process.poll() is None:
         time.sleep(0.01)
-    children = Path(f"/proc/{one.pid}/task/{one.pid}/children").read_text().split()
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     os.kill(int(children[-1]), signal.SIGKILL)
-    _, said = one.communicate(timeout=200)
-    assert one.returncode == 0, said
-    assert "(restart 1)" in said
-    assert logged(run) == alone
+    _, stderr = process.communicate(timeout=200)
+    assert process.returncode == 0, stderr
+    assert "(restart 1)" in stderr
+    assert metrics_of(run) == alone
     assert Checkpoints(Store(f"local://{run}/checkpoints")).latest_good() == 6

@@ -33,14 +33,14 @@ def task(command: Command = COMMAND, **settings) -> dict[str, Any]:
 
 
 def test_a_task_with_everything():
-    made = task(bucket="gs://mine", **FULL)
-    assert set(made) <= TASK
-    assert set(made["resources"]) == RESOURCES
-    assert made["num_nodes"] == 2
-    assert made["resources"]["job_recovery"] == {"max_restarts_on_errors": 3}
-    assert made["resources"]["use_spot"] is True
-    assert made["file_mounts"] == {"/runs": {"source": "gs://mine", "mode": "MOUNT"}}
-    assert made["setup"] == FULL["setup"]
+    document = task(bucket="gs://mine", **FULL)
+    assert set(document) <= TASK
+    assert set(document["resources"]) == RESOURCES
+    assert document["num_nodes"] == 2
+    assert document["resources"]["job_recovery"] == {"max_restarts_on_errors": 3}
+    assert document["resources"]["use_spot"] is True
+    assert document["file_mounts"] == {"/runs": {"source": "gs://mine", "mode": "MOUNT"}}
+    assert document["setup"] == FULL["setup"]
     assert task(volume="disk", **ENOUGH)["volumes"] == {"/runs": "disk"}
 
 
@@ -49,19 +49,21 @@ def test_words_arrive_as_they_were_typed_and_the_processes_find_each_other(tmp_p
     program = tmp_path / "it"
     program.write_text("#!/bin/bash\n(printf '%s\\0' \"$@\"; env -0) > \"$OUT-$SKYPILOT_NODE_RANK\"\nexit 75\n")
     program.chmod(0o755)
-    made = task(bucket="gs://mine", program=str(program), **FULL)
+    document = task(bucket="gs://mine", program=str(program), **FULL)
     for rank in range(2):
-        own = {"SKYPILOT_NODE_IPS": "10.0.0.4\n10.0.0.5", "SKYPILOT_NODE_RANK": str(rank), "SKYPILOT_NUM_NODES": "2"}
-        done = subprocess.run(["bash", "-c", made["run"]], env=os.environ | own | {"OUT": str(tmp_path / "out")}, check=False)
+        variables_of_node = {"SKYPILOT_NODE_IPS": "10.0.0.4\n10.0.0.5", "SKYPILOT_NODE_RANK": str(rank), "SKYPILOT_NUM_NODES": "2"}
+        done = subprocess.run(
+            ["bash", "-c", document["run"]], env=os.environ | variables_of_node | {"OUT": str(tmp_path / "out")}, check=False
+        )
         assert done.returncode == 75
         seen = (tmp_path / f"out-{rank}").read_text().split("\0")
         assert tuple(seen[: len(ODD)]) == ODD
-        variables = dict(one.split("=", 1) for one in seen[len(ODD) :] if "=" in one)
+        variables = dict(line.split("=", 1) for line in seen[len(ODD) :] if "=" in line)
         assert detect_place(variables) == ProcessPlace("skypilot", "10.0.0.4:8476", 2, rank)
 
 
 @pytest.mark.parametrize(
-    ("command", "settings", "what"),
+    ("command", "settings", "problem"),
     [
         (Command(ODD, "runs/x"), ENOUGH, "would be lost with its machine"),
         (Command(ODD, "runs/x"), {**ENOUGH, "volume": "v"}, "is not in /runs"),
@@ -69,8 +71,8 @@ def test_words_arrive_as_they_were_typed_and_the_processes_find_each_other(tmp_p
         (Command(ODD, "/runs/x", Path("/etc/a.yml")), {**ENOUGH, "volume": "v", "workdir": "."}, "do not see /etc/a.yml"),
     ],
 )
-def test_what_the_machines_would_not_see(command: Command, settings: dict[str, Any], what: str):
-    with pytest.raises(BadInput, match=what):
+def test_what_the_machines_would_not_see(command: Command, settings: dict[str, Any], problem: str):
+    with pytest.raises(BadInput, match=problem):
         task(command, **settings)
 
 
@@ -81,15 +83,15 @@ def test_what_is_enough():
 
 
 @pytest.mark.parametrize(
-    ("words", "what"),
+    ("words", "problem"),
     [
         ([], "the machines need Argosy"),
         (["image=a", "bucket=gs://a", "volume=b"], "choose one"),
         (["image=a", "mount=runs"], "no absolute path"),
     ],
 )
-def test_wrong_settings(words: list[str], what: str):
-    with pytest.raises(SettingsError, match=what):
+def test_wrong_settings(words: list[str], problem: str):
+    with pytest.raises(SettingsError, match=problem):
         read_settings(SkyPilot, words_layer(words))
 
 
@@ -104,11 +106,11 @@ print(repr((task.num_nodes, task.run, resources.accelerators, resources.use_spot
 @pytest.mark.slow
 @pytest.mark.skipif("ARGOSY_SKYPILOT" not in os.environ, reason="ARGOSY_SKYPILOT names no Python that has SkyPilot")
 def test_skypilots_own_parser_reads_it(tmp_path: Path):
-    made = skypilot.render(COMMAND, SkyPilot(volume="disk", **{**FULL, "infra": "kubernetes"}))
-    (tmp_path / "task.yml").write_text(yaml_document(made))
+    document = skypilot.render(COMMAND, SkyPilot(volume="disk", **{**FULL, "infra": "kubernetes"}))
+    (tmp_path / "task.yml").write_text(yaml_document(document))
     words = [os.environ["ARGOSY_SKYPILOT"], "-c", READ, str(tmp_path / "task.yml")]
     done = subprocess.run(words, capture_output=True, text=True, env=os.environ | {"HOME": str(tmp_path)}, check=False, timeout=60)
     assert done.returncode == 0, done.stderr[-2000:]
     nodes, run, accelerators, spot, recovery = eval(done.stdout.splitlines()[-1])
-    assert (nodes, run, accelerators, spot) == (2, made["run"], {"H100": 8}, True)
+    assert (nodes, run, accelerators, spot) == (2, document["run"], {"H100": 8}, True)
     assert recovery["max_restarts_on_errors"] == 3

@@ -75,21 +75,21 @@ class Job:
             path.chmod(0o755)
         (folder / "task.py").write_text(TASK + task)
         self.folder = folder
-        made = Slurm(program=shlex.join([sys.executable, str(folder / "task.py")]), nodes=2, per_node=per_node, **settings)
-        self.text = slurm.render(Command(("train", "tiny", *words), "run"), made, folder)
+        slurm_settings = Slurm(program=shlex.join([sys.executable, str(folder / "task.py")]), nodes=2, per_node=per_node, **settings)
+        self.text = slurm.render(Command(("train", "tiny", *words), "run"), slurm_settings, folder)
         (folder / "job.sh").write_text(self.text)
 
     def start(self, **variables: str) -> subprocess.Popen[str]:
         each = 2 if "--ntasks-per-node=2" in self.text else 1
-        own = {"TEST_FOLDER": str(self.folder), "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}"}
-        own |= {"SLURM_JOB_ID": "4097", "SLURM_NTASKS": str(2 * each), "SLURM_NTASKS_PER_NODE": str(each)}
+        variables_of_job = {"TEST_FOLDER": str(self.folder), "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}"}
+        variables_of_job |= {"SLURM_JOB_ID": "4097", "SLURM_NTASKS": str(2 * each), "SLURM_NTASKS_PER_NODE": str(each)}
         words = ["bash", str(self.folder / "job.sh")]
-        return subprocess.Popen(words, env=os.environ | own | variables, stderr=subprocess.PIPE, text=True)
+        return subprocess.Popen(words, env=os.environ | variables_of_job | variables, stderr=subprocess.PIPE, text=True)
 
     def run(self, **variables: str) -> tuple[int, str]:
-        one = self.start(**variables)
-        _, said = one.communicate(timeout=60)
-        return one.returncode, said
+        process = self.start(**variables)
+        _, stderr = process.communicate(timeout=60)
+        return process.returncode, stderr
 
     def wait_for(self, *names: str) -> None:
         until = time.monotonic() + 20
@@ -115,8 +115,8 @@ def test_words_arrive_as_they_were_typed_and_the_processes_find_each_other(tmp_p
     folder = tmp_path / "it's a folder"
     folder.mkdir()
     job = Job(folder, "", *ODD)
-    code, said = job.run()
-    assert (code, said) == (0, "")
+    code, stderr = job.run()
+    assert (code, stderr) == (0, "")
     for rank in range(2):
         task = job.task(0, rank)
         assert task["words"] == ["train", "tiny", *ODD]
@@ -144,10 +144,10 @@ def test_a_mistake_a_stop_or_what_would_fail_again_starts_nothing_again(tmp_path
 
 def test_a_failure_starts_all_again_and_restarts_without_progress_end(tmp_path: Path):
     job = Job(tmp_path, "sys.exit(1 if rank else 75)", restarts=2)
-    code, said = job.run(SLURM_RESTART_COUNT="4")
+    code, stderr = job.run(SLURM_RESTART_COUNT="4")
     assert code == 75
     assert job.starts() == 3
-    assert "it failed 3 times without a new checkpoint, and restarts=2" in said
+    assert "it failed 3 times without a new checkpoint, and restarts=2" in stderr
     assert [detect_place(job.task(start, 1)["variables"]).attempt for start in range(3)] == [4, 5, 6]
 
 
@@ -159,11 +159,11 @@ def test_restarts_with_progress_go_on(tmp_path: Path):
 
 def test_at_the_time_limit_the_run_saves_and_is_queued_again(tmp_path: Path):
     job = Job(tmp_path, "until_told(rank == 0)")
-    one = job.start()
+    process = job.start()
     job.wait_for("pids", "ready-0", "ready-1")
-    one.send_signal(signal.SIGUSR1)
-    _, said = one.communicate(timeout=20)
-    assert one.returncode == 0, said
+    process.send_signal(signal.SIGUSR1)
+    _, stderr = process.communicate(timeout=20)
+    assert process.returncode == 0, stderr
     assert job.told("scancel") == ["--signal=TERM 4097"]
     assert job.told("scontrol") == ["requeue 4097"]
     assert job.starts() == 1
@@ -172,38 +172,38 @@ def test_at_the_time_limit_the_run_saves_and_is_queued_again(tmp_path: Path):
 def test_a_job_that_saved_nothing_is_not_queued_again(tmp_path: Path):
     """It would be told to stop at the same place for ever."""
     job = Job(tmp_path, "until_told(False)")
-    one = job.start()
+    process = job.start()
     job.wait_for("pids", "ready-0", "ready-1")
-    one.send_signal(signal.SIGUSR1)
-    _, said = one.communicate(timeout=20)
-    assert one.returncode == 143
-    assert "not queued again" in said
+    process.send_signal(signal.SIGUSR1)
+    _, stderr = process.communicate(timeout=20)
+    assert process.returncode == 143
+    assert "not queued again" in stderr
     assert job.told("scontrol") == []
 
 
 def test_a_job_that_is_canceled_waits_for_the_run_and_is_not_queued_again(tmp_path: Path):
     """Slurm sends SIGTERM to the shell and to the processes; the job is over when the shell ends, so it waits until they have."""
     job = Job(tmp_path, "until_told(True)")
-    one = job.start()
+    process = job.start()
     job.wait_for("pids", "ready-0", "ready-1")
-    one.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGTERM)
     time.sleep(0.3)
-    assert one.poll() is None
+    assert process.poll() is None
     for pid in job.told("pids")[0].split():
         os.kill(int(pid), signal.SIGTERM)
-    one.communicate(timeout=20)
-    assert one.returncode == 143
+    process.communicate(timeout=20)
+    assert process.returncode == 143
     assert job.told("scontrol") == []
     assert job.starts() == 1
 
 
 def test_a_run_that_is_done_at_the_limit_is_not_queued_again(tmp_path: Path):
     job = Job(tmp_path, "signal.signal(15, lambda *_: sys.exit(0)); open(f'{folder}/ready-{rank}', 'w'); time.sleep(30)")
-    one = job.start()
+    process = job.start()
     job.wait_for("pids", "ready-0", "ready-1")
-    one.send_signal(signal.SIGUSR1)
-    one.communicate(timeout=20)
-    assert one.returncode == 0
+    process.send_signal(signal.SIGUSR1)
+    process.communicate(timeout=20)
+    assert process.returncode == 0
     assert job.told("scontrol") == []
 
 
@@ -234,7 +234,7 @@ def test_time_limits(time: str, seconds: int):
 
 
 @pytest.mark.parametrize(
-    ("words", "what"),
+    ("words", "problem"),
     [
         (["time=5"], "leaves nothing of time"),
         (["time=soon"], "is no time limit"),
@@ -245,8 +245,8 @@ def test_time_limits(time: str, seconds: int):
         (["name=A_b"], "lower-case letters"),
     ],
 )
-def test_wrong_settings(words: list[str], what: str):
-    with pytest.raises(SettingsError, match=what):
+def test_wrong_settings(words: list[str], problem: str):
+    with pytest.raises(SettingsError, match=problem):
         read_settings(Slurm, words_layer(words))
 
 

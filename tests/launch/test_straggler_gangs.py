@@ -38,10 +38,10 @@ class Gang:
         train = ["train", "tiny", "data.source=synthetic", f"dir={self.run}", *SMALL, "eval.batches=0", *words]
         self.started = []
         for rank in range(2):
-            with (folder / f"said-{rank}").open("wb") as said:
-                own = environment(**more, ARGOSY_RANK=str(rank))
+            with (folder / f"said-{rank}").open("wb") as log:
+                variables = environment(**more, ARGOSY_RANK=str(rank))
                 program = ["-c", FIRST + code] if code else ["-m", "argosy"]
-                self.started.append(subprocess.Popen([sys.executable, *program, *train], env=own, stdout=said, stderr=said))
+                self.started.append(subprocess.Popen([sys.executable, *program, *train], env=variables, stdout=log, stderr=log))
 
     def lines(self) -> list[dict]:
         path = self.run / "metrics.jsonl"
@@ -50,11 +50,11 @@ class Gang:
     def verdicts(self) -> list[dict]:
         return [line["straggler"] for line in self.lines() if "straggler" in line]
 
-    def until(self, what, seconds: float = 100) -> None:
+    def until(self, condition, seconds: float = 100) -> None:
         end = time.monotonic() + seconds
-        while not what():
+        while not condition():
             assert time.monotonic() < end, self.said()
-            assert all(one.poll() is None for one in self.started), self.said()
+            assert all(process.poll() is None for process in self.started), self.said()
             time.sleep(0.05)
 
     def said(self) -> list[str]:
@@ -63,12 +63,12 @@ class Gang:
     def stop(self) -> list[int]:
         """Their exit codes, after a signal to one."""
         self.started[1].send_signal(signal.SIGTERM)
-        return [one.wait(60) for one in self.started]
+        return [process.wait(60) for process in self.started]
 
     def kill(self) -> None:
-        for one in self.started:
-            one.kill()
-            one.wait()
+        for process in self.started:
+            process.kill()
+            process.wait()
 
 
 LONG = ["steps=100000", "checkpoint.every=100000"]
@@ -85,24 +85,24 @@ def test_slow_data_is_named_and_its_recovery_too(tmp_path: Path, clock: Clock):
         first = max(line["step"] for line in gang.lines())
         with clock("noticed"):
             slow_data = {"process": 1, "cause": "data", "is_recovered": False}
-            gang.until(lambda: any(one | slow_data == one for one in gang.verdicts()))
-        named = next(line["step"] for line in gang.lines() if line.get("straggler", {}).get("cause") == "data")
+            gang.until(lambda: any(verdict | slow_data == verdict for verdict in gang.verdicts()))
+        step = next(line["step"] for line in gang.lines() if line.get("straggler", {}).get("cause") == "data")
         slow.unlink()
         with clock("over"):
-            gang.until(lambda: any(one["is_recovered"] and one["cause"] == "data" for one in gang.verdicts()))
+            gang.until(lambda: any(verdict["is_recovered"] and verdict["cause"] == "data" for verdict in gang.verdicts()))
         assert gang.stop() == [143, 143], gang.said()
     finally:
         gang.kill()
-    one = next(one for one in gang.verdicts() if one["cause"] == "data")
-    assert one["process"] == 1
-    assert 0.3 < one["seconds"] < 1.5
+    verdict = next(verdict for verdict in gang.verdicts() if verdict["cause"] == "data")
+    assert verdict["process"] == 1
+    assert 0.3 < verdict["seconds"] < 1.5
     assert not before
-    assert named - first <= 25
-    said = gang.said()
-    assert len(re.findall(r"process 1 on host \S+ is slow: its data takes", said[0])) == 1
-    assert "process 1 on host" in said[0].split("is slow")[-1]
-    assert "is slow" not in said[1]
-    assert "process 0" not in said[0]
+    assert step - first <= 25
+    output = gang.said()
+    assert len(re.findall(r"process 1 on host \S+ is slow: its data takes", output[0])) == 1
+    assert "process 1 on host" in output[0].split("is slow")[-1]
+    assert "is slow" not in output[1]
+    assert "process 0" not in output[0]
 
 
 @pytest.mark.slow
@@ -121,12 +121,12 @@ def test_a_process_that_is_stopped_again_and_again_is_named(tmp_path: Path, cloc
         gang.until(lambda: len(gang.lines()) > 30)
         thread.start()
         with clock("noticed"):
-            gang.until(lambda: any(one["process"] == 1 and not one["is_recovered"] for one in gang.verdicts()))
+            gang.until(lambda: any(verdict["process"] == 1 and not verdict["is_recovered"] for verdict in gang.verdicts()))
         over.set()
         thread.join()
         assert gang.stop() == [143, 143], gang.said()
     finally:
         over.set()
         gang.kill()
-    assert not [one for one in gang.verdicts() if one["process"] == 0]
+    assert not [verdict for verdict in gang.verdicts() if verdict["process"] == 0]
     assert re.search(r"process 1 on host \S+ is slow: it stands still for 0\.\d+ s of each step", gang.said()[0])

@@ -40,18 +40,22 @@ def within(do: Callable[[], Any], seconds: float = 5.0) -> None:
 
 
 def test_what_was_asked_before_it_was_freed_gets_it(workers: Workers, tmp_path: Path):
-    one, go = workers["one"], str(tmp_path / "go")
-    one.run(functions.meet, str(tmp_path / "here"), go)
-    made = one.run(np.full, 3, 2, dtype="int32")
-    more, copy, beside = one.run(functions.add, made, 1), workers.move(made, to="two"), workers.move(made, to="one")
-    made.free()
-    for do in (lambda: one.run(functions.add, made, 1), lambda: workers.move(made, to="two"), lambda: workers.move(made, to="one")):
+    group, go = workers["one"], str(tmp_path / "go")
+    group.run(functions.meet, str(tmp_path / "here"), go)
+    array = group.run(np.full, 3, 2, dtype="int32")
+    more, copy, near = group.run(functions.add, array, 1), workers.move(array, to="two"), workers.move(array, to="one")
+    array.free()
+    for do in (
+        lambda: group.run(functions.add, array, 1),
+        lambda: workers.move(array, to="two"),
+        lambda: workers.move(array, to="one"),
+    ):
         with pytest.raises(BadInput, match="was freed"):
             do()
     Path(go).touch()
-    assert [list(ref.wait(10).value()) for ref in (more, copy, beside)] == [[3] * 3, [2] * 3, [2] * 3]
+    assert [list(ref.wait(10).value()) for ref in (more, copy, near)] == [[3] * 3, [2] * 3, [2] * 3]
     with pytest.raises(BadInput, match="was freed"):
-        made.value()
+        array.value()
 
 
 def test_a_group_that_is_closed_says_so(tmp_path: Path):
@@ -79,13 +83,13 @@ def test_a_group_that_waits_for_another_in_a_move_can_be_ended(workers: Workers,
         ref = workers["one"].run(np.full, 3, 2, dtype="int32").wait()
         go, begun = tmp_path / f"go-{waits}", tmp_path / f"begun-{waits}"
         workers[works].run(functions.meet, str(begun), str(go))
-        moved = workers.move(ref, to="two")
+        reference = workers.move(ref, to="two")
         try:
             within(lambda waits=waits: workers[waits].restart())
         finally:
             go.touch()
         with pytest.raises(WorkerLost, match=rf"process 0 of the group `{waits}` was ended by restart"):
-            moved.wait(10)
+            reference.wait(10)
         assert workers[works].run(functions.rank).value() == workers[waits].run(functions.rank).value() == 0
 
 
@@ -102,25 +106,25 @@ def test_groups_end_at_the_same_time(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_what_start_returned_is_lost_until_it_has_returned_again(workers: Workers, monkeypatch: pytest.MonkeyPatch):
-    one, held, go = workers["one"], threading.Event(), threading.Event()
+    group, hold, go = workers["one"], threading.Event(), threading.Event()
 
     def join(self: Inline) -> None:
-        held.set()
+        hold.set()
         go.wait(10)
 
     monkeypatch.setattr(Inline, "join", join)
-    before = one.started.value()["starts"]
-    again = threading.Thread(target=one.restart)
+    before = group.started.value()["starts"]
+    again = threading.Thread(target=group.restart)
     again.start()
-    assert held.wait(5)
+    assert hold.wait(5)
     with pytest.raises(WorkerLost):
-        one.started.value()
-    asked = one.run(functions.add, one.started, 1)
+        group.started.value()
+    sum_of = group.run(functions.add, group.started, 1)
     go.set()
     again.join(10)
     with pytest.raises(WorkerLost):
-        asked.wait(5)
-    assert one.started.value()["starts"] == before + 1
+        sum_of.wait(5)
+    assert group.started.value()["starts"] == before + 1
 
 
 def test_workers_apart_from_where_their_controller_is(
@@ -191,11 +195,11 @@ def test_only_calls_count_as_stuck(monkeypatch: pytest.MonkeyPatch):
     def gang(*late: dict[str, Any]) -> WorkerGang:
         return WorkerGang("near", len(late), Slow(late), 0.1, lambda rank, line: None, lambda error: None)
 
-    one = gang({"done": 3}, {"done": 4})
-    assert one.pull(1, source, None) == 7
+    process_gang = gang({"done": 3}, {"done": 4})
+    assert process_gang.pull(1, source, None) == 7
     failed = gang({"failed": {"what": "no", "kind": "input"}}, {"done": 4})
     with pytest.raises(BadInput, match="no"):
         failed.pull(1, source, None)
-    assert one.lost is failed.lost is None
+    assert process_gang.lost is failed.lost is None
     with pytest.raises(WorkerLost, match=r"did not answer within 0 s \(Group\(stuck=0.1\)\)"):
-        one.call(1, "mine:f", b"")
+        process_gang.call(1, "mine:f", b"")

@@ -50,8 +50,8 @@ def source(answer: Callable[[BufferedIOBase, socket.socket], None]) -> Iterator[
         listener.close()
 
 
-def pulled(one: moves.TransferSource, spec: Any = None) -> tuple[Any, int]:
-    return moves.pull(one, pickle.loads(one.skeleton), mesh(), spec, 0)
+def pull(offer: moves.TransferSource, spec: Any = None) -> tuple[Any, int]:
+    return moves.pull(offer, pickle.loads(offer.skeleton), mesh(), spec, 0)
 
 
 def honest(rfile: BufferedIOBase, peer: socket.socket) -> None:
@@ -75,37 +75,37 @@ SUM = struct.pack(">I", zlib.crc32(DATA))
 
 @pytest.mark.parametrize("spec", [None, P("a"), P(None, "b"), P("b", "a"), P(("a", "b"))])
 def test_pieces_of_any_kind(spec: Any):
-    with source(honest) as one:
-        found, count = pulled(one, spec)
+    with source(honest) as offer:
+        value, count = pull(offer, spec)
     assert count == VALUES.nbytes
-    assert found["values"].sharding == NamedSharding(mesh(), spec or P())
-    for shard in found["values"].addressable_shards:
+    assert value["values"].sharding == NamedSharding(mesh(), spec or P())
+    for shard in value["values"].addressable_shards:
         assert np.array_equal(shard.data, VALUES[shard.index])
 
 
 def test_what_the_controller_offers_is_there_until_it_is_withdrawn():
     offers = Offers("127.0.0.1")
     try:
-        one = offers.offer({"values": VALUES, "name": "x"})
-        found, count = pulled(one, P("a"))
-        assert (found["name"], count) == ("x", VALUES.nbytes)
-        assert np.array_equal(found["values"], VALUES)
-        offers.withdraw(one.number)
+        offer = offers.offer({"values": VALUES, "name": "x"})
+        value, count = pull(offer, P("a"))
+        assert (value["name"], count) == ("x", VALUES.nbytes)
+        assert np.array_equal(value["values"], VALUES)
+        offers.withdraw(offer.number)
         with pytest.raises(ArgosyError, match="the controller does not offer value 1 any more"):
-            pulled(one)
-        host, port, token = one.addresses[0]
+            pull(offer)
+        host, port, token = offer.addresses[0]
         with pytest.raises(moves.PeerGone, match="of the group `controller`"):
-            pulled(replace(one, addresses=[(host, port, token[::-1])]))
+            pull(replace(offer, addresses=[(host, port, token[::-1])]))
     finally:
         offers.close()
     with pytest.raises(moves.PeerGone):
-        pulled(one)
+        pull(offer)
 
 
 def test_the_bytes_are_these():
     """The protocol, by hand: nothing wrong, the data, its CRC-32."""
-    with source(sends(FINE, DATA, SUM)) as one:
-        assert np.array_equal(pulled(one)[0]["values"], VALUES)
+    with source(sends(FINE, DATA, SUM)) as offer:
+        assert np.array_equal(pull(offer)[0]["values"], VALUES)
 
 
 @pytest.mark.parametrize(
@@ -121,16 +121,16 @@ def test_the_bytes_are_these():
     ],
 )
 def test_what_is_damaged_or_cut_off_is_an_error(parts: tuple[bytes, ...], error: type[Exception], message: str):
-    with source(sends(*parts)) as one, pytest.raises(error, match=message):
-        pulled(one)
+    with source(sends(*parts)) as offer, pytest.raises(error, match=message):
+        pull(offer)
 
 
 def test_a_value_that_is_gone_is_said():
-    def held(number: int) -> Any:
+    def hold(number: int) -> Any:
         raise KeyError("no value 1")
 
-    with source(lambda rfile, peer: moves.answer(held, rfile, peer)) as one, pytest.raises(ArgosyError, match="no value 1"):
-        pulled(one)
+    with source(lambda rfile, peer: moves.answer(hold, rfile, peer)) as offer, pytest.raises(ArgosyError, match="no value 1"):
+        pull(offer)
 
 
 def ask(listener: Listener, *parts: bytes) -> bytes:
@@ -165,8 +165,8 @@ def test_garbage_gets_nothing_and_takes_no_memory():
             assert b"\0" * 100 not in ask(listener, token + b"\npieces\n" + struct.pack(">Q", len(wrong)) + wrong)
         assert tracemalloc.get_traced_memory()[1] < 16 << 20
         skeleton, leaves = describe_tree(VALUES, several=False)
-        found, _ = pulled(moves.TransferSource("far", 1, skeleton, [leaves], [listener.address]))
-        assert np.array_equal(found, VALUES)
+        value, _ = pull(moves.TransferSource("far", 1, skeleton, [leaves], [listener.address]))
+        assert np.array_equal(value, VALUES)
     finally:
         tracemalloc.stop()
         listener.close()
@@ -175,15 +175,15 @@ def test_garbage_gets_nothing_and_takes_no_memory():
 def test_a_process_that_answers_too_many_others_is_asked_again(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(peers, "MOST_AT_ONCE", 1)
     monkeypatch.setattr(peers, "AGAIN_S", 0.02)
-    with source(honest) as one:
-        holder = held_place(one.addresses[0][:2])
+    with source(honest) as offer:
+        holder = held_place(offer.addresses[0][:2])
         threading.Timer(0.3, holder.close).start()
-        found, _ = pulled(one)
-        assert np.array_equal(found["values"], VALUES)
+        value, _ = pull(offer)
+        assert np.array_equal(value["values"], VALUES)
         # Nobody gets a place: the tries are bounded.
         monkeypatch.setattr(peers, "AGAIN_S", 0.001)
-        with held_place(one.addresses[0][:2]), pytest.raises(moves.PeerGone, match="process 0 of the group `far`"):
-            pulled(one)
+        with held_place(offer.addresses[0][:2]), pytest.raises(moves.PeerGone, match="process 0 of the group `far`"):
+            pull(offer)
 
 
 def held_place(address: tuple[str, int]) -> socket.socket:
@@ -201,12 +201,12 @@ def held_place(address: tuple[str, int]) -> socket.socket:
 def test_connections_are_counted():
     listener = Listener("127.0.0.1", honest)
     host, port, _ = listener.address
-    held = [socket.create_connection((host, port)) for _ in range(MOST_AT_ONCE)]
+    sockets = [socket.create_connection((host, port)) for _ in range(MOST_AT_ONCE)]
     try:
         # The last of them has been accepted once another is refused.
-        with socket.create_connection((host, port), timeout=20) as one:
-            assert one.recv(1) == b""
+        with socket.create_connection((host, port), timeout=20) as client:
+            assert client.recv(1) == b""
     finally:
-        for peer in held:
+        for peer in sockets:
             peer.close()
         listener.close()

@@ -50,10 +50,10 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def same(one: Any, other: Any) -> None:
-    left, right = jax.tree_util.tree_flatten_with_path(one), jax.tree_util.tree_flatten_with_path(other)
-    assert left[1] == right[1]
-    for (path, a), (_, b) in zip(left[0], right[0]):
+def same(first: Any, other: Any) -> None:
+    flat, right = jax.tree_util.tree_flatten_with_path(first), jax.tree_util.tree_flatten_with_path(other)
+    assert flat[1] == right[1]
+    for (path, a), (_, b) in zip(flat[0], right[0]):
         assert np.asarray(a).dtype == np.asarray(b).dtype, path
         assert np.array_equal(np.asarray(a), np.asarray(b)), path
 
@@ -82,11 +82,11 @@ def test_every_kind_of_array_moves_with_each_byte_once(workers: Workers):
     state = workers["pair"].run(functions.everything)
     there = workers.move(state, to="one")
     same(there.value(), expected())
-    full = sum(np.asarray(one).nbytes for key in ("rows", "own") for one in jax.tree.leaves(expected()[key])) + 4
+    full = sum(np.asarray(array).nbytes for key in ("rows", "own") for array in jax.tree.leaves(expected()[key])) + 4
     assert there.bytes_moved == full
     back = workers.move(there, to="pair", sharding={"rows": P("y"), "own": None, "odd": None})
     same(back.value(), expected())
-    rows = sum(one.nbytes for one in jax.tree.leaves(expected()["rows"]))
+    rows = sum(array.nbytes for array in jax.tree.leaves(expected()["rows"]))
     # Rows are shared by the processes as the mesh is: each has both halves along y. Inline there is one process.
     processes = 2 if workers["pair"].pids else 1
     assert back.bytes_moved == processes * full
@@ -106,18 +106,18 @@ def test_any_sharding_to_any_other(workers: Workers, seed: int):
         shape = tuple(int(12 * rng.integers(1, 3)) for _ in range(rng.integers(1, 4)))
         dtype = str(rng.choice(functions.DTYPES))
 
-        def drawn(group: str, rank: int = len(shape)) -> tuple[Any, ...]:
+        def draw_sharding(group: str, rank: int = len(shape)) -> tuple[Any, ...]:
             out = [None] * rank
             if (axis := AXES[group][rng.integers(len(AXES[group]))]) is not None:
                 out[rng.integers(rank)] = axis
             return tuple(out)
 
-        start, end = drawn(source), drawn(target)
-        made = workers[source].run(functions.spread, shape, start, dtype, seed)
-        moved = workers.move(made, to=target, sharding=P(*end))
-        found = workers[target].run(functions.differences, moved, shape, end, dtype, seed)
-        assert found.values() == [[]] * len(found.values()), (source, start, target, end)
-        same(moved.value(), functions.numbers(shape, dtype, seed))
+        start, end = draw_sharding(source), draw_sharding(target)
+        reference = workers[source].run(functions.spread, shape, start, dtype, seed)
+        moved_ref = workers.move(reference, to=target, sharding=P(*end))
+        differing = workers[target].run(functions.differences, moved_ref, shape, end, dtype, seed)
+        assert differing.values() == [[]] * len(differing.values()), (source, start, target, end)
+        same(moved_ref.value(), functions.numbers(shape, dtype, seed))
 
 
 def test_the_controller_sends_arrays_of_its_own(workers: Workers):
@@ -149,18 +149,18 @@ def test_a_later_call_may_reuse_the_memory_of_what_is_moved(workers: Workers, mo
 
         monkeypatch.setattr(kind, "pull", slowly)
     state = workers["pair"].run(functions.spread, (512, 1024), ("x",))
-    moved = workers.move(state, to="one")
-    new = workers["pair"].run(functions.donated, state)
-    same(moved.value(), functions.numbers((512, 1024)))
+    moved_ref = workers.move(state, to="one")
+    new = workers["pair"].run(functions.add_donated, state)
+    same(moved_ref.value(), functions.numbers((512, 1024)))
     same(new.value(), functions.numbers((512, 1024)) + 1)
     again = workers.move(new, to="pair", sharding=P("y"))
-    workers["pair"].run(functions.donated, new).wait()
+    workers["pair"].run(functions.add_donated, new).wait()
     same(again.value(), functions.numbers((512, 1024)) + 1)
 
 
 def test_functions_know_where_they_are(local: Workers):
-    found = local["pair"].run(functions.where).values()
-    assert found == [("pair", rank, 2, {"x": 2, "y": 2}, local["pair"].pids[rank]) for rank in (0, 1)]
+    places = local["pair"].run(functions.where).values()
+    assert places == [("pair", rank, 2, {"x": 2, "y": 2}, local["pair"].pids[rank]) for rank in (0, 1)]
     assert local["one"].run(functions.where).value()[:4] == ("one", 0, 1, {"z": 3})
     with pytest.raises(BadInput, match="this process is no worker"):
         here()
@@ -189,16 +189,16 @@ def test_what_is_freed_is_gone_in_the_workers(workers: Workers):
         return group.run(functions.things).value()
 
     before = count()
-    one, other = group.run(functions.Thing), group.run(functions.Thing)
-    asked = group.run(functions.Thing.ask, one, 1)
+    thing, other = group.run(functions.Thing), group.run(functions.Thing)
+    answer = group.run(functions.Thing.ask, thing, 1)
     assert count() == before + 2
-    one.free()
+    thing.free()
     assert count() == before + 1
-    assert asked.value() == 1
+    assert answer.value() == 1
     with pytest.raises(BadInput, match="was freed"):
-        one.value()
+        thing.value()
     with pytest.raises(BadInput, match="was freed"):
-        group.run(functions.Thing.ask, one, 1).wait()
+        group.run(functions.Thing.ask, thing, 1).wait()
     # The last reference is enough, after what was asked with it.
     last = group.run(functions.Thing.ask, other, 4)
     del other
@@ -210,20 +210,20 @@ def test_moved_arrays_are_freed(local: Workers):
     gc.collect()
     state = local["pair"].run(functions.spread, (64, 64), ("x",))
     before = local["one"].run(functions.arrays).value()
-    moved = [local.move(state, to="one").wait() for _ in range(5)]
+    references = [local.move(state, to="one").wait() for _ in range(5)]
     assert local["one"].run(functions.arrays).value() >= before + 5
-    del moved
+    del references
     assert local["one"].run(functions.arrays).value() == before
 
 
 def test_groups_work_at_the_same_time_and_one_group_in_order(workers: Workers, tmp_path: Path):
     a, b = str(tmp_path / "a"), str(tmp_path / "b")
-    left, right = workers["pair"].run(functions.meet, a, b), workers["one"].run(functions.meet, b, a)
+    left_ref, right = workers["pair"].run(functions.meet, a, b), workers["one"].run(functions.meet, b, a)
     later = workers["one"].run(functions.meet, b, b)
-    assert not later.done() or left.done()
-    assert left.value() is right.value() is later.value() is True
-    moves = [workers.move(ref, to) for ref, to in [(left, "one"), (right, "pair")] * 5]
-    assert all(one.value() is True for one in moves)
+    assert not later.done() or left_ref.done()
+    assert left_ref.value() is right.value() is later.value() is True
+    moves = [workers.move(ref, to) for ref, to in [(left_ref, "one"), (right, "pair")] * 5]
+    assert all(ref.value() is True for ref in moves)
 
 
 def test_what_a_function_raises_comes_with_its_traceback(workers: Workers):
@@ -243,8 +243,8 @@ def test_what_a_function_raises_comes_with_its_traceback(workers: Workers):
 def test_an_error_that_nobody_waits_for_is_said(workers: Workers, capsys: pytest.CaptureFixture[str]):
     workers["one"].run(functions.fails)
     assert workers["one"].run(functions.rank).value() == 0
-    said = capsys.readouterr().err
-    assert "launch.worker_functions:fails failed in the group `one`, and nothing waits for it: error: ValueError: no" in said
+    stderr = capsys.readouterr().err
+    assert "launch.worker_functions:fails failed in the group `one`, and nothing waits for it: error: ValueError: no" in stderr
 
 
 def test_processes_that_differ(local: Workers):
@@ -263,36 +263,36 @@ def test_processes_that_differ(local: Workers):
         local["pair"].run(functions.fails, (1,)).wait()
 
 
-def mistakes(workers: Workers, one: Ref) -> list[tuple[Any, str]]:
+def mistakes(workers: Workers, ref: Ref) -> list[tuple[Any, str]]:
     pair = workers["pair"]
     return [
         (lambda: workers["pear"], "unknown group `pear`"),
-        (lambda: workers.move(one, to="pear"), "unknown group `pear`"),
+        (lambda: workers.move(ref, to="pear"), "unknown group `pear`"),
         (lambda: pair.run("mine"), "`mine` names no function"),
         (lambda: pair.run(lambda: 1), "cannot be imported by that name"),
         (lambda: pair.run(3), "3 is no function with a name"),
         (lambda: pair.run("no_such.module:f").wait(), "there is no module no_such"),
         (lambda: pair.run(f"{HERE}:nothing").wait(), "worker_functions has no nothing"),
         (lambda: pair.run(f"{HERE}:DTYPES").wait(), "is a list, not a function"),
-        (lambda: pair.run(functions.add, one, 1), 'is an argument in the group `pair`'),
+        (lambda: pair.run(functions.add, ref, 1), 'is an argument in the group `pair`'),
         (lambda: pair.run(functions.add, object(), 1), r"the arguments\[0\]\[0\] is a object, neither an array"),
         (lambda: pair.run(functions.add, np.array(["a"]), 1), "is an array of <U1, not of numbers"),
         (lambda: pair.run(functions.add, jax.random.key(0), 1), "jax.random.key_data"),
-        (lambda: workers.move(one, to="pair", sharding=P("w")).wait(), r"cannot be sharded as .*'w'"),
-        (lambda: workers.move(one, to="pair", sharding=P("x")).wait(), r"the result \(3, 5\) cannot be sharded as .*'x'"),
-        (lambda: workers.move(one, to="pair", sharding=(None, None)).wait(), "sharding= does not fit what is moved"),
+        (lambda: workers.move(ref, to="pair", sharding=P("w")).wait(), r"cannot be sharded as .*'w'"),
+        (lambda: workers.move(ref, to="pair", sharding=P("x")).wait(), r"the result \(3, 5\) cannot be sharded as .*'x'"),
+        (lambda: workers.move(ref, to="pair", sharding=(None, None)).wait(), "sharding= does not fit what is moved"),
         (lambda: workers.move(workers["one"].run(np.full, 3, 2.5), to="pair").wait(), "is float64, which would become float32"),
-        (lambda: workers.move(one, to="pair", sharding="x").wait(), "sharding= has a str for the result"),
+        (lambda: workers.move(ref, to="pair", sharding="x").wait(), "sharding= has a str for the result"),
     ]  # fmt: skip
 
 
 def test_mistakes_are_said(workers: Workers):
-    one = workers["one"].run(functions.spread, (3, 5), ())
-    for do, message in mistakes(workers, one):
+    ref = workers["one"].run(functions.spread, (3, 5), ())
+    for do, message in mistakes(workers, ref):
         with pytest.raises((BadInput, UnknownName)) as caught:
             do()
         assert caught.match(message) if "`" not in message else message in str(caught.value) or caught.match(message)
-    assert one.value().shape == (3, 5)
+    assert ref.value().shape == (3, 5)
 
 
 @pytest.mark.parametrize(
@@ -326,8 +326,8 @@ def test_inline_refuses_what_needs_processes():
 
 
 def test_a_death_is_told_others_live_on_and_the_group_comes_back(local: Workers):
-    kept, copy = local["pair"].run(functions.spread, (4,), ("x",)), local["one"].run(functions.rank)
-    kept.wait()
+    kept_ref, copy = local["pair"].run(functions.spread, (4,), ("x",)), local["one"].run(functions.rank)
+    kept_ref.wait()
     pids, begun = local["pair"].pids, time.monotonic()
     pending, queued = local["pair"].run(functions.sleep, 60.0), local["pair"].run(functions.rank)
     time.sleep(0.2)
@@ -338,13 +338,17 @@ def test_a_death_is_told_others_live_on_and_the_group_comes_back(local: Workers)
         assert (caught.value.group, caught.value.rank, caught.value.code) == ("pair", 1, -signal.SIGKILL)
     assert time.monotonic() - begun < 10
     with pytest.raises(WorkerLost):
-        local.move(kept, to="one").wait(20)
+        local.move(kept_ref, to="one").wait(20)
     with pytest.raises(WorkerLost):
         local.move(copy, to="pair").wait(20)
     assert copy.value() == 0
     local["pair"].restart()
     assert not any(is_alive(pid) for pid in pids)
-    for do in (kept.value, lambda: local.move(kept, to="one").wait(20), lambda: local["pair"].run(functions.add, kept, 1).wait(20)):
+    for do in (
+        kept_ref.value,
+        lambda: local.move(kept_ref, to="one").wait(20),
+        lambda: local["pair"].run(functions.add, kept_ref, 1).wait(20),
+    ):
         with pytest.raises(WorkerLost, match="process 1 of the group `pair` ended by SIGKILL"):
             do()
     started = local["pair"].started

@@ -47,7 +47,7 @@ def test_workers_on_ray():
     """Calls, moves, deaths of a process and of an actor, and the end of all. JAX is in use here, which warns of the forks of Ray."""
     jax.devices()
     with open_workers(GROUPS, engine="ray") as workers:
-        pair, one = workers["pair"], workers["one"]
+        pair, single = workers["pair"], workers["one"]
         state = pair.run(functions.everything)
         there = workers.move(state, to="one")
         same(there.value(), expected())
@@ -70,7 +70,7 @@ def test_workers_on_ray():
             pending.wait(60)
         pair.restart()
         assert pair.run(functions.rank).values() == [0, 1]
-        pids += [*pair.pids, *one.pids]
+        pids += [*pair.pids, *single.pids]
     assert not any(map(is_alive, pids))
 
 
@@ -106,6 +106,6 @@ print("proxy")
 @needs_pathways
 @pytest.mark.slow
 def test_the_proxy_of_pathways_is_made_a_platform():
-    own = os.environ | {"JAX_PLATFORMS": "proxy", "JAX_BACKEND_TARGET": "grpc://localhost:12345"}
-    done = subprocess.run([sys.executable, "-c", PROXY], env=own, capture_output=True, text=True)
+    variables = os.environ | {"JAX_PLATFORMS": "proxy", "JAX_BACKEND_TARGET": "grpc://localhost:12345"}
+    done = subprocess.run([sys.executable, "-c", PROXY], env=variables, capture_output=True, text=True)
     assert done.stdout == "proxy\n", done.stderr

@@ -37,12 +37,14 @@ def test_the_trainer_and_rollouts_of_the_guide(tmp_path: Path, monkeypatch: pyte
         exec(re.search(r"prompts = .*?\n\n", CONTROLLER, re.DOTALL)[0], {"np": np}, namespace)
         weights, engine, answers = roles.make(3), roles.engine(), []
         for _ in range(3):
-            answers.append(roles.answer(engine, {name: jax.numpy.copy(one) for name, one in weights.items()}, namespace["prompts"]))
+            answers.append(
+                roles.answer(engine, {name: jax.numpy.copy(weight) for name, weight in weights.items()}, namespace["prompts"])
+            )
             weights = roles.step(weights, namespace["tokens"], 0.5)
     finally:
         worker_here.thread.reset(token)
     assert json.loads(done.stdout) == answers
-    assert len({str(one) for one in answers}) > 1
+    assert len({str(answer) for answer in answers}) > 1
     with np.load(tmp_path / "trained.npz") as trained:
         assert set(trained) == set(weights)
         for name in weights:

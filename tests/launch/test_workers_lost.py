@@ -81,11 +81,11 @@ def test_a_source_that_dies_in_a_move():
         state, other = (workers["a"].run(functions.spread, (4096, 8192), ()), workers["c"].run(functions.spread, (4,), ()))
         workers.move(state, to="b").wait()
         for wait_s in (0.0, 0.02, 0.05, 0.1):
-            moved = workers.move(state, to="b")
+            reference = workers.move(state, to="b")
             time.sleep(wait_s)
             os.kill(workers["a"].pids[0], signal.SIGKILL)
             try:
-                lost = moved.wait(30).group.lost
+                lost = reference.wait(30).group.lost
             except WorkerLost as error:
                 lost = error
             # It may have come in time.
@@ -95,10 +95,10 @@ def test_a_source_that_dies_in_a_move():
             workers["a"].restart()
             state = workers["a"].run(functions.spread, (4096, 8192), ())
         # A target that dies leaves the source as it is.
-        moved = workers.move(state, to="b")
+        reference = workers.move(state, to="b")
         os.kill(workers["b"].pids[0], signal.SIGKILL)
         with pytest.raises(WorkerLost, match="group `b`"):
-            moved.wait(30)
+            reference.wait(30)
         assert workers.move(state, to="c").value().shape == (4096, 8192)
 
 
@@ -120,20 +120,20 @@ def test_workers_end_with_their_controller(number: signal.Signals):
     """Also one that is stopped, which cannot see that its controller is gone."""
     program = [sys.executable, "-c", PROGRAM, str(TESTS)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    one = subprocess.Popen(program, start_new_session=True, **pipes)
-    assert one.stdout is not None
-    pids = [int(word) for word in one.stdout.readline().split()]
+    controller = subprocess.Popen(program, start_new_session=True, **pipes)
+    assert controller.stdout is not None
+    pids = [int(word) for word in controller.stdout.readline().split()]
     assert len(pids) == 3
     os.kill(pids[1], signal.SIGSTOP)
     time.sleep(0.5)
-    os.killpg(one.pid, number)
-    _, said = one.communicate(timeout=30)
+    os.killpg(controller.pid, number)
+    _, stderr = controller.communicate(timeout=30)
     until = time.monotonic() + 5
     while any(map(is_alive, pids)) and time.monotonic() < until:
         time.sleep(0.05)
     assert not any(map(is_alive, pids))
     if number == signal.SIGINT:
-        assert said.rstrip().endswith("KeyboardInterrupt")
+        assert stderr.rstrip().endswith("KeyboardInterrupt")
 
 
 @pytest.mark.slow
@@ -147,13 +147,13 @@ def test_a_start_that_fails_ends_all():
 
 def listening() -> set[str]:
     """Addresses other than loopback at which this machine listens."""
-    found = set()
+    addresses = set()
     for name in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
             address, state = line.split()[1], line.split()[3]
             if state == "0A" and address.partition(":")[0] not in ("0100007F", "0000000000000000FFFF00000100007F"):
-                found.add(address)
-    return found
+                addresses.add(address)
+    return addresses
 
 
 @pytest.mark.slow

@@ -21,9 +21,9 @@ DTYPES = ["float32", "bfloat16", "int4", "float8_e4m3fn", "bool", "int8", "compl
 
 def numbers(shape: tuple[int, ...], dtype: str = "float32", seed: int = 0) -> np.ndarray:
     """The same in every process."""
-    drawn = np.random.default_rng(seed).integers(0, 100, shape)
+    integers = np.random.default_rng(seed).integers(0, 100, shape)
     kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
-    return ((drawn % 7) if dtype == "int4" else drawn).astype(kind)
+    return ((integers % 7) if dtype == "int4" else integers).astype(kind)
 
 
 def spread(shape: tuple[int, ...], axes: tuple[Any, ...], dtype: str = "float32", seed: int = 0) -> jax.Array:
@@ -36,16 +36,16 @@ def spread(shape: tuple[int, ...], axes: tuple[Any, ...], dtype: str = "float32"
 
 def everything() -> dict[str, Any]:
     rows = {dtype: spread((4, 6), ("x",), dtype, seed) for seed, dtype in enumerate(DTYPES)}
-    own = {"numpy": np.arange(5, dtype=np.float32), "mine": jnp.arange(3)}
+    arrays = {"numpy": np.arange(5, dtype=np.float32), "mine": jnp.arange(3)}
     odd = {"empty": spread((0, 4), ()), "scalar": spread((), ()), "plain": (3, "words", None, 2.5, True, np.float32(1.5))}
-    return {"rows": rows, "own": own, "odd": odd}
+    return {"rows": rows, "own": arrays, "odd": odd}
 
 
-def differences(moved: jax.Array, shape: tuple[int, ...], axes: tuple[Any, ...], dtype: str, seed: int = 0) -> list[str]:
+def differences(array: jax.Array, shape: tuple[int, ...], axes: tuple[Any, ...], dtype: str, seed: int = 0) -> list[str]:
     """Where the shards of an array are not those of these numbers."""
     full, place = numbers(shape, dtype, seed), NamedSharding(here().mesh, PartitionSpec(*axes))
-    found = [] if moved.sharding == place and moved.dtype == full.dtype else [f"{moved.sharding} {moved.dtype}"]
-    return found + [str(one.index) for one in moved.addressable_shards if (np.asarray(one.data) != full[one.index]).any()]
+    problems = [] if array.sharding == place and array.dtype == full.dtype else [f"{array.sharding} {array.dtype}"]
+    return problems + [str(shard.index) for shard in array.addressable_shards if (np.asarray(shard.data) != full[shard.index]).any()]
 
 
 def where() -> tuple[str, int, int, dict[str, int], int]:
@@ -59,11 +59,11 @@ def rank() -> int:
 
 def product(mine: jax.Array, by: int = 2) -> jax.Array:
     """The sum over all devices, which the processes compute together."""
-    return jax.jit(lambda one: (one * by).sum(), out_shardings=NamedSharding(here().mesh, PartitionSpec()))(mine)
+    return jax.jit(lambda a: (a * by).sum(), out_shardings=NamedSharding(here().mesh, PartitionSpec()))(mine)
 
 
 def add(total: Any, more: np.ndarray) -> Any:
-    return jax.tree.map(lambda one: one + more, total)
+    return jax.tree.map(lambda a: a + more, total)
 
 
 def meet(mine: str, other: str, seconds: float = 20.0) -> bool:
@@ -128,8 +128,8 @@ def arrays() -> int:
     return len(jax.live_arrays())
 
 
-def donated(state: jax.Array) -> jax.Array:
-    return jax.jit(lambda one: one + 1, donate_argnums=0)(state)
+def add_donated(state: jax.Array) -> jax.Array:
+    return jax.jit(lambda a: a + 1, donate_argnums=0)(state)
 
 
 STARTS: list[int] = []

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import default, relative
-from laws.families import CASES, FULLEST, RUNS, built, marked, tokens_of
+from laws.families import CASES, FULLEST, RUNS, noisy_model, parameters_of, tokens_of
 
 from argosy.models.gemma import GemmaConfig
 from argosy.models.mixtral import MixtralConfig
@@ -37,22 +37,22 @@ def strategies():
 
 
 @pytest.mark.parametrize(
-    ("how", "run"),
-    default(("paged", "scan"), of=[(how, run) for how in ("contiguous", "paged", *FORMS) for run in RUNS]),
+    ("kind", "run"),
+    default(("paged", "scan"), of=[(kind, run) for kind in ("contiguous", "paged", *FORMS) for run in RUNS]),
 )
-def test_a_decode_step_needs_little_beside_its_cache(how, run):
+def test_a_decode_step_needs_little_beside_its_cache(kind, run):
     """Caches that went through a scan as inputs and outputs took 459 MB of temporaries for 268 MB; quantized ones are widened
     a block at a time."""
     model = DEEP.build(RUNS[run])
     graph, _ = split(model)
     specs = model.layers.holds()
-    narrow = how if how in FORMS else None
+    narrow = kind if kind in FORMS else None
     pages = {"longest": LENGTH, "slack": LENGTH if narrow else 0, "narrow": narrow}
     cache = jax.eval_shape(
-        lambda: contiguous(specs, ROWS, LENGTH) if how == "contiguous" else empty_pools(specs, ROWS, ROWS * LENGTH // 16, 16, **pages)
+        lambda: contiguous(specs, ROWS, LENGTH) if kind == "contiguous" else empty_pools(specs, ROWS, ROWS * LENGTH // 16, 16, **pages)
     )
 
-    attend = strategies()["paged" if narrow else how]
+    attend = strategies()["paged" if narrow else kind]
 
     def step(weights, tokens, cache):
         return merge(graph, weights)(tokens, attend, cache)[:2]
@@ -93,8 +93,8 @@ def test_layers_that_the_plan_has_left_over_are_not_copied():
 @pytest.mark.slow
 def test_rematerialization_of_all_but_products_recomputes_no_product():
     """Of experts neither."""
-    how = Experts(**EXPERTS)
-    config = MixtralConfig(**COMMON, ffn=64, heads=8, kv_heads=4, head_size=16, moe=how)
+    experts = Experts(**EXPERTS)
+    config = MixtralConfig(**COMMON, ffn=64, heads=8, kv_heads=4, head_size=16, moe=experts)
     tokens = jax.ShapeDtypeStruct((2, 32), jnp.int32)
 
     def flops(remat):
@@ -107,14 +107,14 @@ def test_rematerialization_of_all_but_products_recomputes_no_product():
 
     attention = 2 * config.mixing_flops(32)
     assert 0 <= flops("dots") - flops("none") <= attention
-    assert flops("full") - flops("none") > attention + 2 * 64 * config.layers * 3 * how.active * how.ffn * config.width
+    assert flops("full") - flops("none") > attention + 2 * 64 * config.layers * 3 * experts.active * experts.ffn * config.width
 
 
-@pytest.mark.parametrize("case", marked((n for n, c in CASES.items() if c.causal), ["llama"]))
+@pytest.mark.parametrize("case", parameters_of((n for n, c in CASES.items() if c.causal), ["llama"]))
 def test_bfloat16_losses_agree_between_all_heads(case):
     """Logits leave the head in float32: rounded to bfloat16, 3 % of tokens tie and losses differ by a tenth of a nat."""
     config = CASES[case]
-    model = built(config, Unroll())
+    model = noisy_model(config, Unroll())
     model.dtype = jnp.bfloat16
     tokens = tokens_of(config, length=12)
     graph, weights = split(model)
@@ -128,15 +128,15 @@ def test_bfloat16_losses_agree_between_all_heads(case):
         x, _, _ = model.hidden(batch["tokens"], Packed(batch["segments"]))
         return {h: losses_of(NextToken(head=h, chunk=5), model, x, batch["targets"])[0] for h in ("logits", "blocks", "chunks")}
 
-    found = {head: np.asarray(nll) for head, nll in losses(weights).items()}
-    assert all(nll.dtype == np.float32 for nll in found.values())
+    losses_by_head = {head: np.asarray(nll) for head, nll in losses(weights).items()}
+    assert all(nll.dtype == np.float32 for nll in losses_by_head.values())
     for head in ("blocks", "chunks"):
-        assert np.abs(found[head] - found["logits"]).max() < 1e-4, head
+        assert np.abs(losses_by_head[head] - losses_by_head["logits"]).max() < 1e-4, head
 
 
 def test_logits_of_bfloat16_activations_do_not_tie():
     config = CASES["llama-plain"]
-    model = built(config, Unroll())
+    model = noisy_model(config, Unroll())
     x = jax.random.normal(jax.random.key(0), (4, 64, config.width), jnp.bfloat16)
     logits = np.sort(np.asarray(model.unembed(x)), -1)
     assert (logits[..., -1] > logits[..., -2]).all()

@@ -54,7 +54,7 @@ def inputs_of(config: Any, rows: int = 2, multiples: tuple[int, int] = (3, 2)) -
     return normal(rows, *size, config.channels), jnp.linspace(20.0, 900.0, rows), conditions
 
 
-def built(config: Any, run: Any = None, scale: float = 0.2) -> Any:
+def noisy_denoiser(config: Any, run: Any = None, scale: float = 0.2) -> Any:
     """The model with noise on every weight, the same in any layout."""
     model = config.build(run or Unroll())
     fill(model, jax.random.key(3), addresses=layer_addresses(model))
@@ -71,7 +71,7 @@ def positions_of(config: Any, latents: Any) -> int:
 
 @each
 def test_counts_and_names_are_those_of_what_is_built(config):
-    model = built(config)
+    model = noisy_denoiser(config)
     assert parameter_count(abstract(model)) == config.parameters()
     table = KeyMap(*config.hub_rows())
     assert set(table.paths) == set(variables(model))
@@ -82,7 +82,7 @@ def test_counts_and_names_are_those_of_what_is_built(config):
 
 @each
 def test_the_output_has_the_shape_of_the_input_and_reads_everything(config):
-    model, (latents, timestep, conditions) = built(config), inputs_of(config)
+    model, (latents, timestep, conditions) = noisy_denoiser(config), inputs_of(config)
     whole = model(latents, timestep, conditions)
     assert whole.shape == latents.shape
     assert whole.dtype == jnp.float32
@@ -97,7 +97,7 @@ def test_the_output_has_the_shape_of_the_input_and_reads_everything(config):
 def test_scan_equals_unroll_and_every_weight_matters(config):
     with jax.enable_x64():
         inputs = inputs_of(config)
-        plain, scanned = built(config), built(config, Scan())
+        plain, scanned = noisy_denoiser(config), noisy_denoiser(config, Scan())
         plain.dtype = scanned.dtype = jnp.float64
         whole = plain(*inputs)
         assert relative(scanned(*inputs), whole) < 1e-6
@@ -115,7 +115,7 @@ def test_scan_equals_unroll_and_every_weight_matters(config):
 @each
 def test_images_of_a_batch_do_not_see_each_other(config):
     with jax.enable_x64():
-        model, (latents, timestep, conditions) = built(config), inputs_of(config)
+        model, (latents, timestep, conditions) = noisy_denoiser(config), inputs_of(config)
         model.dtype = jnp.float64
         whole = model(latents, timestep, conditions)
         alone = model(latents[1:], timestep[1:], jax.tree.map(lambda a: a[1:], conditions))
@@ -124,7 +124,7 @@ def test_images_of_a_batch_do_not_see_each_other(config):
 
 @each
 def test_sharded_equals_unsharded(config):
-    model, inputs = built(config, Scan()), inputs_of(config, rows=8)
+    model, inputs = noisy_denoiser(config, Scan()), inputs_of(config, rows=8)
     whole = model(*inputs)
     mesh = MeshSettings(fsdp=4, tensor=2).build(jax.devices())
     graph, leaves = split(model)
@@ -133,13 +133,13 @@ def test_sharded_equals_unsharded(config):
     placed = {a: jax.device_put(w, places[a]) for a, w in leaves.items()}
     rows = jax.tree.map(lambda a: jax.device_put(a, batch_sharding(mesh)), inputs)
     with scope(mesh):
-        found = jax.jit(lambda leaves, inputs: merge_weights(graph, leaves)(*inputs))(placed, rows)
-    assert relative(found, whole) < 1e-5
+        result = jax.jit(lambda leaves, inputs: merge_weights(graph, leaves)(*inputs))(placed, rows)
+    assert relative(result, whole) < 1e-5
 
 
 @each
 def test_adapters_start_at_the_base_and_merge_into_it(config):
-    model, inputs = built(config), inputs_of(config)
+    model, inputs = noisy_denoiser(config), inputs_of(config)
     base = model(*inputs)
     where = r"layers\.\d+\..*" if hasattr(model, "layers") else r".*\.attn[12]\..*"
     matched = swap(model, where, lambda of: LoRA(of, 2, 4.0))
@@ -148,8 +148,8 @@ def test_adapters_start_at_the_base_and_merge_into_it(config):
     assert relative(model(*inputs), base) < 1e-6
     rng = np.random.default_rng(2)
     factors = {a: v for a, v in variables(model).items() if isinstance(v, nnx.LoRAParam)}
-    moved = {a: jnp.asarray(rng.normal(0, 0.1, v.shape), jnp.float32) for a, v in factors.items()}
-    put(model, moved)
+    noise = {a: jnp.asarray(rng.normal(0, 0.1, v.shape), jnp.float32) for a, v in factors.items()}
+    put(model, noise)
     whole = model(*inputs)
     assert relative(whole, base) > 1e-3
     merge(model)
@@ -158,7 +158,7 @@ def test_adapters_start_at_the_base_and_merge_into_it(config):
 
 @each
 def test_int8_stays_near(config):
-    model, inputs = built(config), inputs_of(config)
+    model, inputs = noisy_denoiser(config), inputs_of(config)
     whole = model(*inputs)
     swap(model, ".*", int8)
     assert 0 < relative(model(*inputs), whole) < 0.1
@@ -166,17 +166,17 @@ def test_int8_stays_near(config):
 
 @each
 def test_it_exports(config):
-    model, inputs = built(config), inputs_of(config)
+    model, inputs = noisy_denoiser(config), inputs_of(config)
     latents, timestep, conditions = inputs
-    given = {name: value for name, value in conditions._asdict().items() if value is not None}
-    arguments = (latents, timestep, given)
-    program = lower_program(model, lambda m, x, t, given: m(x, t, Conditions(**given)), arguments, platforms=("cpu",))
+    fields = {name: value for name, value in conditions._asdict().items() if value is not None}
+    arguments = (latents, timestep, fields)
+    program = lower_program(model, lambda m, x, t, traced: m(x, t, Conditions(**traced)), arguments, platforms=("cpu",))
     assert relative(raise_again(program)(split(model)[1], *arguments), model(*inputs)) < 1e-6
 
 
 @each
 def test_names_on_the_hub_go_both_ways(config):
-    leaves = to_layers(model := built(config), split(model)[1])
+    leaves = to_layers(model := noisy_denoiser(config), split(model)[1])
     table = KeyMap(*config.hub_rows())
     theirs = Arrays({entry.name: entry.make() for entry in table.inverse(Arrays({a: np.asarray(w) for a, w in leaves.items()}))})
     assert set(table.plan({name: theirs.shape(name) for name in theirs.names})) == set(leaves)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import default, described_tpus, relative
-from laws.families import built
+from laws.families import noisy_model
 
 from argosy.models import FAMILIES
 from argosy.models.parts.stack import Scan, Unroll
@@ -50,13 +50,13 @@ KINDS = default("dense", of=MODELS)
 def test_each_device_does_less_as_devices_grow(name):
     """Experts' rows were once sorted and gathered by every device: 1.33e10 FLOPs on one, 1.30e10 on each of eight."""
     config = config_of(name)
-    one, two, eight = (step_cost(config, MESHES[mesh]) for mesh in ("1", "fsdp 2", "fsdp 8"))
+    single, two, eight = (step_cost(config, MESHES[mesh]) for mesh in ("1", "fsdp 2", "fsdp 8"))
     # Products of experts run in loops, of which XLA counts the body once, so their share does not fall in its figure.
-    assert one.flops > 1.7 * two.flops
-    assert one.flops > (7 if name == "dense" else 5) * eight.flops
-    assert one.temporary_bytes > 1.6 * two.temporary_bytes
+    assert single.flops > 1.7 * two.flops
+    assert single.flops > (7 if name == "dense" else 5) * eight.flops
+    assert single.temporary_bytes > 1.6 * two.temporary_bytes
     assert two.temporary_bytes > 2.5 * eight.temporary_bytes
-    assert one.collective_bytes == 0
+    assert single.collective_bytes == 0
     # Weights are gathered whole however many devices hold them; nothing else may grow with the devices.
     assert eight.collective_bytes <= two.collective_bytes
 
@@ -69,9 +69,9 @@ def test_a_tensor_axis_splits_the_work(name):
     assert rows.temporary_bytes > 2 * split.temporary_bytes
 
 
-def updated(config, run, sizes, accumulate=1, dtype=jnp.int32, head="logits", rules=(), precision="float32", gather="each"):
+def update_on(config, run, sizes, accumulate=1, dtype=jnp.int32, head="logits", rules=(), precision="float32", gather="each"):
     """Loss and weights after a step on so many devices."""
-    model = built(config, run)
+    model = noisy_model(config, run)
     _, params, rest = split_trained(model)
     if precision != "float32":
         params, rest = ({a: w.astype(precision) for a, w in part.items()} for part in (params, rest))
@@ -87,8 +87,8 @@ def updated(config, run, sizes, accumulate=1, dtype=jnp.int32, head="logits", ru
         "mask": jnp.asarray((segments > 0) * rng.random(segments.shape), jnp.float32),
     }
     state = TrainState.start(params, rest, optimizer.init(params), 0)
-    how = {"accumulate": accumulate, "precision": precision}
-    step = partial(make_step, training_graph(model), NextToken(head=head, chunk=16), optimizer, rate, **how)
+    options = {"accumulate": accumulate, "precision": precision}
+    step = partial(make_step, training_graph(model), NextToken(head=head, chunk=16), optimizer, rate, **options)
     if sizes is None:
         after, metrics = jax.jit(step())(state, batch)
     else:
@@ -104,10 +104,10 @@ def updated(config, run, sizes, accumulate=1, dtype=jnp.int32, head="logits", ru
     return {n: float(m) for n, m in metrics.items()}, {a: np.asarray(w) for a, w in (after.params | after.rest).items()}
 
 
-def same(one, other, metrics=("loss", "grad_norm"), near=1e-5):
+def same(single, other, metrics=("loss", "grad_norm"), near=1e-5):
     for name in metrics:
-        assert other[0][name] == pytest.approx(one[0][name], rel=near), name
-    for address, w in one[1].items():
+        assert other[0][name] == pytest.approx(single[0][name], rel=near), name
+    for address, w in single[1].items():
         assert relative(other[1][address], w) < 10 * near, address
 
 
@@ -121,7 +121,7 @@ CHANGES = {
 }
 
 
-def changed(name, **sizes):
+def changed_config(name, **sizes):
     kind, moe = CHANGES[name]
     config = config_of(kind, **sizes)
     return config.model_copy(update={"moe": config.moe.model_copy(update=moe)}) if moe else config
@@ -137,64 +137,64 @@ def changed(name, **sizes):
     ],
 )
 def test_a_mesh_changes_no_number(name, run):
-    config = changed(name)
+    config = changed_config(name)
     metrics = ("loss", "grad_norm", *(("experts_dropped",) if name == "a capacity" else ()))
-    same(updated(config, run, None), updated(config, run, GRID), metrics)
+    same(update_on(config, run, None), update_on(config, run, GRID), metrics)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["experts", "dense"])
 def test_rotations_of_split_features_change_no_number(name):
     """A rotation needs all features of a token, and all of its heads, which a tensor axis splits."""
-    config = changed(name).model_copy(update={"rotations": ("ffn", "heads", "keys")})
-    plain, one = updated(changed(name), Scan(), None), updated(config, Scan(), None)
-    assert abs(one[0]["loss"] - plain[0]["loss"]) > 1e-4
-    same(one, updated(config, Scan(), GRID))
+    config = changed_config(name).model_copy(update={"rotations": ("ffn", "heads", "keys")})
+    plain, single = update_on(changed_config(name), Scan(), None), update_on(config, Scan(), None)
+    assert abs(single[0]["loss"] - plain[0]["loss"]) > 1e-4
+    same(single, update_on(config, Scan(), GRID))
 
 
 @pytest.mark.parametrize("name", [n if n == "dense" else pytest.param(n, marks=pytest.mark.slow) for n in CHANGES])
 def test_other_rules_change_no_number(name):
     """Weights laid out otherwise than activations expect."""
-    config, rules = changed(name), ["embed:tensor", "heads:fsdp", "vocab:none", "ffn:none"]
-    same(updated(config, Scan(), {"fsdp": 2, "tensor": 2}, rules=rules), updated(config, Scan(), None))
+    config, rules = changed_config(name), ["embed:tensor", "heads:fsdp", "vocab:none", "ffn:none"]
+    same(update_on(config, Scan(), {"fsdp": 2, "tensor": 2}, rules=rules), update_on(config, Scan(), None))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["experts", "a capacity", "latent attention", "delta nets"])
 def test_experts_and_sequences_over_devices_change_no_number(name):
-    config, run = changed(name), Unroll()
+    config, run = changed_config(name), Unroll()
     metrics = ("loss", "grad_norm", *(("experts_dropped",) if name == "a capacity" else ()))
-    same(updated(config, run, None), updated(config, run, {"fsdp": 2, "context": 2, "expert": 2}), metrics)
+    same(update_on(config, run, None), update_on(config, run, {"fsdp": 2, "context": 2, "expert": 2}), metrics)
 
 
 @pytest.mark.parametrize("name", [n if n == "dense" else pytest.param(n, marks=pytest.mark.slow) for n in CHANGES])
 def test_weights_gathered_once_for_all_parts_change_no_number(name):
-    config, run, sizes = changed(name), Scan(), {"fsdp": 2, "tensor": 2}
+    config, run, sizes = changed_config(name), Scan(), {"fsdp": 2, "tensor": 2}
     # A capacity is that of a part.
-    same(updated(config, run, None, accumulate=2), updated(config, run, sizes, accumulate=2, gather="once"))
+    same(update_on(config, run, None, accumulate=2), update_on(config, run, sizes, accumulate=2, gather="once"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["experts", "latent attention"])
 def test_weights_of_split_experts_gathered_once_change_no_number(name):
-    config, run, sizes = changed(name), Unroll(), {"fsdp": 2, "context": 2, "expert": 2}
-    same(updated(config, run, None, accumulate=2), updated(config, run, sizes, accumulate=2, gather="once"))
+    config, run, sizes = changed_config(name), Unroll(), {"fsdp": 2, "context": 2, "expert": 2}
+    same(update_on(config, run, None, accumulate=2), update_on(config, run, sizes, accumulate=2, gather="once"))
 
 
 @pytest.mark.parametrize("sizes", [{"fsdp": 2, "context": 4}, {"fsdp": 2, "context": 2, "tensor": 2}], ids=["context 4", "all"])
 @pytest.mark.parametrize("name", [n if n == "dense" else pytest.param(n, marks=pytest.mark.slow) for n in CHANGES])
 def test_sequences_over_devices_change_no_number(name, sizes):
-    config, run = changed(name), Unroll()
+    config, run = changed_config(name), Unroll()
     metrics = ("loss", "grad_norm", *(("experts_dropped",) if name == "a capacity" else ()))
-    same(updated(config, run, None), updated(config, run, sizes), metrics)
+    same(update_on(config, run, None), update_on(config, run, sizes), metrics)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("head", ["blocks", "chunks"])
 def test_sequences_over_devices_change_no_loss(head):
     """The other ways to compute the loss merge rows and times, which cannot both be split then."""
-    config = changed("dense")
-    same(updated(config, Scan(), None, head=head), updated(config, Scan(), {"fsdp": 2, "context": 2, "tensor": 2}, head=head))
+    config = changed_config("dense")
+    same(update_on(config, Scan(), None, head=head), update_on(config, Scan(), {"fsdp": 2, "context": 2, "tensor": 2}, head=head))
 
 
 @pytest.mark.slow
@@ -202,9 +202,9 @@ def test_sequences_over_devices_change_no_loss(head):
 def test_a_context_axis_splits_the_work(name):
     """Products that merged rows and times had all tokens gathered: 1.21 of 1.34 GFLOP were left on each of two devices."""
     config = config_of(name)
-    one, two, four = (step_cost(config, sizes) for sizes in ({"fsdp": 1}, {"fsdp": 1, "context": 2}, {"fsdp": 1, "context": 4}))
-    assert one.flops > 1.8 * two.flops > 3.4 * four.flops
-    assert one.temporary_bytes > 1.5 * two.temporary_bytes > 2.4 * four.temporary_bytes
+    single, two, four = (step_cost(config, sizes) for sizes in ({"fsdp": 1}, {"fsdp": 1, "context": 2}, {"fsdp": 1, "context": 4}))
+    assert single.flops > 1.8 * two.flops > 3.4 * four.flops
+    assert single.temporary_bytes > 1.5 * two.temporary_bytes > 2.4 * four.temporary_bytes
     # Keys and values go round, in pieces that get smaller.
     assert four.collective_bytes <= two.collective_bytes
 
@@ -222,11 +222,11 @@ EXPERT_MESHES = {
 @pytest.mark.parametrize("name", ["experts", "a capacity", "latent attention"])
 def test_experts_split_over_devices_change_no_number(name, mesh, run):
     """Nor what the router tells, nor the bias of a choice, which is among the weights."""
-    config = changed(name)
+    config = changed_config(name)
     metrics = ("loss", "grad_norm", "router_balance", "router_z", "experts_idle", "expert_load_max", "experts_dropped")
-    one, other = updated(config, run, None), updated(config, run, EXPERT_MESHES[mesh])
-    assert one[0].keys() == other[0].keys()
-    same(one, other, tuple(m for m in metrics if m in one[0]))
+    single, other = update_on(config, run, None), update_on(config, run, EXPERT_MESHES[mesh])
+    assert single[0].keys() == other[0].keys()
+    same(single, other, tuple(m for m in metrics if m in single[0]))
 
 
 @pytest.mark.slow
@@ -249,14 +249,14 @@ def test_what_a_device_does_does_not_grow_with_the_devices_that_share_the_expert
 def test_tokens_that_go_to_every_expert_change_no_number():
     """One round of rows is then enough, whatever the load."""
     config = config_of("experts", moe=EXPERTS | {"count": 2})
-    same(updated(config, Scan(), None), updated(config, Scan(), {"data": 1, "fsdp": 2, "expert": 2}))
+    same(update_on(config, Scan(), None), update_on(config, Scan(), {"data": 1, "fsdp": 2, "expert": 2}))
 
 
 @pytest.mark.parametrize("sizes", [{"fsdp": 2, "expert": 4}, {"fsdp": 8}], ids=["expert 4", "fsdp 8"])
 def test_gradients_of_experts_are_scattered(sizes):
     """They were summed whole on every device."""
-    found = step_cost(config_of("experts"), {"data": 1, **sizes})
-    assert found.moved["reduce-scatter"] == 2 * 3 * 8 * 64 * 64 * 4 / 8  # bytes: layers, projections, E, D, M; of eight devices
+    costs = step_cost(config_of("experts"), {"data": 1, **sizes})
+    assert costs.moved["reduce-scatter"] == 2 * 3 * 8 * 64 * 64 * 4 / 8  # bytes: layers, projections, E, D, M; of eight devices
 
 
 @pytest.mark.tpu
@@ -280,23 +280,23 @@ DEEP = {"dense": 4, "experts": 4, "latent attention": 5, "delta nets": 8}
 
 
 @pytest.mark.parametrize(
-    ("name", "sizes", "how"),
+    ("name", "sizes", "mode"),
     [
-        pytest.param(n, sizes, how, id=f"{n}-{mesh}-{how}", marks=() if (n, mesh) == ("dense", "three") else pytest.mark.slow)
+        pytest.param(n, sizes, way, id=f"{n}-{mesh}-{way}", marks=() if (n, mesh) == ("dense", "three") else pytest.mark.slow)
         for n in DEEP
-        for mesh, sizes, how in WAYS
+        for mesh, sizes, way in WAYS
     ],
 )
-def test_stages_change_no_number(name, sizes, how):
-    config, run = changed(name, layers=DEEP[name]), Pipeline(sizes["stage"], 4, how)
+def test_stages_change_no_number(name, sizes, mode):
+    config, run = changed_config(name, layers=DEEP[name]), Pipeline(sizes["stage"], 4, mode)
     if name != "delta nets":
-        same(updated(config, Scan(), None), updated(config, run, sizes))
+        same(update_on(config, Scan(), None), update_on(config, run, sizes))
         return
     # In float32, eight random layers of them magnify the rounding of rows computed apart: `accumulate=4` alone changes the norm of the
     # gradient by 3e-5. In float64 nothing hides a mistake.
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-        one, other = (updated(config, *how, precision="float64") for how in ((Scan(), None), (run, sizes)))
-        same(one, other, near=1e-10)
+        expected, other = (update_on(config, *arguments, precision="float64") for arguments in ((Scan(), None), (run, sizes)))
+        same(expected, other, near=1e-10)
 
 
 # With context and expert: sequences and experts are split within each stage.
@@ -308,43 +308,43 @@ BESIDE = {
     "expert, tensor": {"data": 1, "fsdp": 1, "expert": 2, "tensor": 2, "stage": 2},
     "context, expert": {"data": 1, "fsdp": 1, "expert": 2, "context": 2, "stage": 2},
 }
-NESTED = [("dense", beside) for beside in ("context", "context, fsdp", "context, tensor")]
-NESTED += [("experts", beside) for beside in ("expert", "expert, tensor")]
+NESTED = [("dense", axes) for axes in ("context", "context, fsdp", "context, tensor")]
+NESTED += [("experts", axes) for axes in ("expert", "expert, tensor")]
 NESTED += [(name, "context, expert") for name in ("experts", "a capacity", "latent attention")]
 
 
 @pytest.mark.parametrize("rounds", default(1, of=(1, 2)))
-@pytest.mark.parametrize(("name", "beside"), default(("dense", "context"), of=NESTED))
-def test_sequences_and_experts_split_within_stages_change_no_number(name, beside, rounds):
+@pytest.mark.parametrize(("name", "axes"), default(("dense", "context"), of=NESTED))
+def test_sequences_and_experts_split_within_stages_change_no_number(name, axes, rounds):
     """The ring and the exchange of rows are `shard_map`s within that of the stages."""
-    config, run = changed(name, layers=DEEP.get(name, 4)), Pipeline(2, 4, "none", rounds)
+    config, run = changed_config(name, layers=DEEP.get(name, 4)), Pipeline(2, 4, "none", rounds)
     if name == "a capacity":
         config = config.model_copy(update={"moe": config.moe.model_copy(update={"balance_over": "sequence", "bias": True})})
     metrics = ("loss", "grad_norm", "router_balance", "router_z", "experts_idle", "expert_load_max", "experts_dropped")
-    one, staged = updated(config, Scan(rounds=rounds), None), updated(config, run, BESIDE[beside])
-    same(one, staged, tuple(m for m in metrics if m in one[0]))
+    single, staged = update_on(config, Scan(rounds=rounds), None), update_on(config, run, BESIDE[axes])
+    same(single, staged, tuple(m for m in metrics if m in single[0]))
 
 
 @pytest.mark.parametrize(
-    ("name", "sizes", "how"),
+    ("name", "sizes", "mode"),
     [
-        pytest.param(n, sizes, how, id=f"{n}-{mesh}-{how}", marks=() if (n, mesh) == ("dense", "stage 2") else pytest.mark.slow)
+        pytest.param(n, sizes, way, id=f"{n}-{mesh}-{way}", marks=() if (n, mesh) == ("dense", "stage 2") else pytest.mark.slow)
         for n in ("dense", "experts")
-        for mesh, sizes, how in WAYS
+        for mesh, sizes, way in WAYS
     ],
 )
-def test_rounds_change_no_number(name, sizes, how):
+def test_rounds_change_no_number(name, sizes, mode):
     """Aux losses by layer, too: the second array of weights holds the later half of the layers."""
     layers = 2 * sizes["stage"]
-    config, run = changed(name, layers=layers), Pipeline(sizes["stage"], 4, how, 2)
-    one, staged = updated(config, Scan(), None), updated(config, run, sizes)
+    config, run = changed_config(name, layers=layers), Pipeline(sizes["stage"], 4, mode, 2)
+    single, staged = update_on(config, Scan(), None), update_on(config, run, sizes)
     halves = {f"layers.block{n}.{a.removeprefix('layers.block.')}": w[half]
-              for a, w in one[1].items() if a.startswith("layers.block.")
+              for a, w in single[1].items() if a.startswith("layers.block.")
               for n, half in (("", slice(layers // 2)), ("_2", slice(layers // 2, None)))}  # fmt: skip
-    cut = {a: w for a, w in one[1].items() if not a.startswith("layers.block.")} | halves
+    cut = {a: w for a, w in single[1].items() if not a.startswith("layers.block.")} | halves
     assert cut.keys() == staged[1].keys()
     metrics = ("loss", "grad_norm", "router_balance", "router_z", "expert_load_max")
-    same((one[0], cut), staged, tuple(m for m in metrics if m in one[0]), near=2e-5)
+    same((single[0], cut), staged, tuple(m for m in metrics if m in single[0]), near=2e-5)
 
 
 @pytest.mark.slow
@@ -354,9 +354,9 @@ def test_encoders_run_over_stages():
     mesh = MeshSettings(**STAGED["stage 2"]).build(jax.devices()[:2])
     tokens = np.random.default_rng(0).integers(3, config.vocab, (8, 24))
     tokens[::2, -5:] = 0
-    found = []
+    results = []
     for run in (Scan(), Pipeline(2, 4), Pipeline(2, 4, "full", 2)):
-        graph, weights = split(built(config, run))
+        graph, weights = split(noisy_model(config, run))
 
         def vectors(weights, graph=graph):
             model = merge(graph, weights)
@@ -365,12 +365,12 @@ def test_encoders_run_over_stages():
 
         with scope(mesh):
             (_, y), gradient = jax.jit(jax.value_and_grad(vectors, has_aux=True))(weights)
-        found.append((np.asarray(y), to_layers(merge(graph, weights), {a: np.asarray(g) for a, g in gradient.items()})))
-    largest = max(np.abs(g).max() for g in found[0][1].values())
-    for y, gradient in found[1:]:
-        assert relative(y, found[0][0]) < 1e-5
-        assert gradient.keys() == found[0][1].keys()
-        for name, g in found[0][1].items():
+        results.append((np.asarray(y), to_layers(merge(graph, weights), {a: np.asarray(g) for a, g in gradient.items()})))
+    largest = max(np.abs(g).max() for g in results[0][1].values())
+    for y, gradient in results[1:]:
+        assert relative(y, results[0][0]) < 1e-5
+        assert gradient.keys() == results[0][1].keys()
+        for name, g in results[0][1].items():
             # That of the keys' biases is 0 but for rounding.
             assert np.abs(gradient[name] - g).max() <= 1e-4 * max(np.abs(g).max(), 0.01 * largest), name
 
@@ -380,7 +380,9 @@ def test_encoders_run_over_stages():
 def test_rounds_leave_stages_idle_for_less(remat):
     """Products and steps as with as many microbatches more; what a device holds of the weights stays, and no weight is sent."""
     config, sizes = config_of("dense", layers=8), STAGED["stage 2"]
-    rounds, more, plain = (step_cost(config, sizes, run=Pipeline(2, *how)) for how in ((4, remat, 2), (8, remat), (4, remat)))
+    rounds, more, plain = (
+        step_cost(config, sizes, run=Pipeline(2, *arguments)) for arguments in ((4, remat, 2), (8, remat), (4, remat))
+    )
     assert rounds.products == more.products < plain.products
     assert rounds.argument_bytes == plain.argument_bytes
     rows = ROWS * LENGTH * 64 * 4
@@ -392,44 +394,47 @@ def test_rounds_leave_stages_idle_for_less(remat):
 
 
 @pytest.mark.tpu
-@pytest.mark.parametrize(("name", "beside"), [("dense", "context"), ("experts", "expert")])
+@pytest.mark.parametrize(("name", "axes"), [("dense", "context"), ("experts", "expert")])
 @pytest.mark.parametrize("rounds", [1, 2])
-def test_stages_beside_context_and_expert_compile_for_tpus(monkeypatch, name, beside, rounds):
+def test_stages_beside_context_and_expert_compile_for_tpus(monkeypatch, name, axes, rounds):
     """Two stages of two devices: in rounds they send activations alone, as without."""
-    mesh = MeshSettings(**BESIDE[beside]).build(described_tpus(monkeypatch, "v5e:2x2"))
+    mesh = MeshSettings(**BESIDE[axes]).build(described_tpus(monkeypatch, "v5e:2x2"))
     model = config_of(name, layers=4, width=256, head_size=128, heads=2, kv_heads=2).build(Pipeline(2, 4, "full", rounds))
-    found = cost(lowered_step(model, mesh, 8, 512, "bfloat16").compile())
-    assert found.moved["collective-permute"] > 0
+    costs = cost(lowered_step(model, mesh, 8, 512, "bfloat16").compile())
+    assert costs.moved["collective-permute"] > 0
     if name == "experts":
         # Rounds of rows are as many as it takes, so how often the loop around them runs is not in the program.
-        assert found.moved["all-to-all"] > 0
+        assert costs.moved["all-to-all"] > 0
         return
     steps, a_microbatch = 4 * rounds + 1, 2 * 512 * 256 * 2 // 2
-    assert found.moved["collective-permute"] >= 2 * steps * a_microbatch
+    assert costs.moved["collective-permute"] >= 2 * steps * a_microbatch
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["dense", "experts"])
 def test_weights_gathered_once_over_stages_change_no_number(name):
-    config = changed(name, layers=4)
-    one, staged = updated(config, Scan(), None, accumulate=2), updated(config, Pipeline(2, 2), THREE, accumulate=2, gather="once")
-    same(one, staged)
+    config = changed_config(name, layers=4)
+    single, staged = (
+        update_on(config, Scan(), None, accumulate=2),
+        update_on(config, Pipeline(2, 2), THREE, accumulate=2, gather="once"),
+    )
+    same(single, staged)
 
 
 @pytest.mark.slow
 def test_stages_count_experts_as_one_device_does():
     """Loads are sums over microbatches, aux losses and dropped tokens are of each row: all as without stages, by layer."""
-    config = changed("experts", layers=4)
+    config = changed_config("experts", layers=4)
     config = config.model_copy(update={"moe": config.moe.model_copy(update={"capacity": 0.7, "bias": True})})
     metrics = ("loss", "grad_norm", "router_balance", "router_z", "experts_dropped", "expert_load_max", "experts_idle")
-    one, staged = updated(config, Scan(), None), updated(config, Pipeline(2, 4), THREE)
-    assert one[0]["experts_dropped"] > 0.01
-    same(one, staged, metrics)
+    single, staged = update_on(config, Scan(), None), update_on(config, Pipeline(2, 4), THREE)
+    assert single[0]["experts_dropped"] > 0.01
+    same(single, staged, metrics)
 
 
 @pytest.mark.slow
 def test_microbatches_are_rows_that_divide():
-    model = built(config_of("dense", layers=2), Pipeline(2, 4))
+    model = noisy_model(config_of("dense", layers=2), Pipeline(2, 4))
     mesh = MeshSettings(**STAGED["stage 2"]).build(jax.devices()[:2])
     tokens = jnp.ones((6, 8), jnp.int32)
     with scope(mesh), pytest.raises(ValueError, match="6 rows do not divide into 4 microbatches"):
@@ -441,14 +446,14 @@ def test_microbatches_are_rows_that_divide():
 def test_a_stage_has_its_share_of_the_layers(stages):
     sizes, width, vocab = STAGED[f"stage {stages}"], 64, 512
     short, deep = (config_of("dense", layers=n) for n in (4, 8))
-    one, more = staged_cost(short, STAGED["1"]), staged_cost(deep, STAGED["1"])
+    single, more = staged_cost(short, STAGED["1"]), staged_cost(deep, STAGED["1"])
     staged, further = staged_cost(short, sizes), staged_cost(deep, sizes)
     # What four layers add in weights and in products, and the steps in which a stage computes on nothing of use.
-    assert more.argument_bytes - one.argument_bytes == stages * (further.argument_bytes - staged.argument_bytes)
+    assert more.argument_bytes - single.argument_bytes == stages * (further.argument_bytes - staged.argument_bytes)
     steps = MICROBATCHES + stages - 1
-    assert stages * MICROBATCHES * (further.products - staged.products) == steps * (more.products - one.products)
+    assert stages * MICROBATCHES * (further.products - staged.products) == steps * (more.products - single.products)
     # The head is computed once, and not by each stage.
-    head = one.products - (more.products - one.products)
+    head = single.products - (more.products - single.products)
     assert stages * (staged.products - (further.products - staged.products)) == head
     # Depth sends nothing: activations go from stage to stage, in at the first and out of the last, and back.
     assert further.moved == staged.moved
@@ -465,12 +470,16 @@ def test_a_stage_has_its_share_of_the_layers(stages):
 def test_accumulation_changes_no_aux_loss():
     """The balance loss is a product of means: taken over the rows computed together, its gradient was 8.5 % off in four parts. Over
     each sequence it is exact, and so are dropped tokens."""
-    config = changed("experts")
+    config = changed_config("experts")
     config = config.model_copy(update={"moe": config.moe.model_copy(update={"capacity": 0.7, "balance": 1.0})})
-    same(updated(config, Unroll(), None), updated(config, Unroll(), None, accumulate=4), ("loss", "router_balance", "experts_dropped"))
+    same(
+        update_on(config, Unroll(), None),
+        update_on(config, Unroll(), None, accumulate=4),
+        ("loss", "router_balance", "experts_dropped"),
+    )
     over_batch = config.model_copy(update={"moe": config.moe.model_copy(update={"balance_over": "batch"})})
-    one, four = (updated(over_batch, Unroll(), None, accumulate=n) for n in (1, 4))
-    assert abs(one[0]["router_balance"] - four[0]["router_balance"]) > 1e-4, "nothing to be exact about"
+    single, four = (update_on(over_batch, Unroll(), None, accumulate=n) for n in (1, 4))
+    assert abs(single[0]["router_balance"] - four[0]["router_balance"]) > 1e-4, "nothing to be exact about"
 
 
 def test_constrain_lays_out_what_divides_and_leaves_the_rest():

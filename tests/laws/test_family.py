@@ -18,11 +18,11 @@ from laws.families import (
     FULLEST,
     RUNS,
     STRUCTURES,
-    built,
     each_layout,
     forward,
     in_float64,
-    marked,
+    noisy_model,
+    parameters_of,
     tokens_of,
 )
 
@@ -51,7 +51,7 @@ TOLERANCE = 1e-10  # of the largest number, float64
 
 each_case = pytest.mark.parametrize("case", CASES)
 # Laws that only trace: by default for three structures. What reads a family's own tables: for the fullest of every family.
-each_traced = pytest.mark.parametrize("case", marked(CASES, ["llama", "gemma", "gpt_oss"]))
+each_traced = pytest.mark.parametrize("case", parameters_of(CASES, ["llama", "gemma", "gpt_oss"]))
 each_family = pytest.mark.parametrize(
     "case", [pytest.param(name, marks=() if name in FULLEST else pytest.mark.slow) for name in CASES]
 )
@@ -66,19 +66,19 @@ def whole(case):
 
 
 @pytest.fixture(scope="module")
-def known():
+def known_cases():
     return {}
 
 
 @pytest.fixture
-def full(known):
+def full(known_cases):
     """The whole sequence at once, by case, in float64: what everything else is compared with. Types of the package's own accord are
     checked in `test_bfloat16_meets_float32_by_rule`; with float64 enabled JAX's indexes are of two types."""
 
     def of(case):
-        if case not in known:
-            known[case] = whole(case)
-        return known[case][:3]
+        if case not in known_cases:
+            known_cases[case] = whole(case)
+        return known_cases[case][:3]
 
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         yield of
@@ -86,26 +86,26 @@ def full(known):
 
 def by_default(law):
     """The examples that a law meets by default, with the layout where it takes one."""
-    given = next(mark for mark in law.pytestmark if mark.name == "parametrize")
-    return [p.values for p in given.args[1] if not p.marks]
+    parametrize = next(mark for mark in law.pytestmark if mark.name == "parametrize")
+    return [p.values for p in parametrize.args[1] if not p.marks]
 
 
 def test_by_default_laws_meet_both_layouts_and_every_structure():
     """Each law one or two of them, since they compile; the longer proofs meet all."""
     laws = {n: law for n, law in globals().items() if n.startswith("test_") and "full" in signature(law).parameters}
-    met = {name: by_default(law) for name, law in laws.items()}
-    assert len(met) == 8
-    assert {len(some) for some in met.values()} == {1, 2}
-    layouts = [values[1] for name, law in laws.items() if "run" in signature(law).parameters for values in met[name]]
+    cases_by_law = {name: by_default(law) for name, law in laws.items()}
+    assert len(cases_by_law) == 8
+    assert {len(some) for some in cases_by_law.values()} == {1, 2}
+    layouts = [values[1] for name, law in laws.items() if "run" in signature(law).parameters for values in cases_by_law[name]]
     assert min(layouts.count(run) for run in RUNS) >= 3
-    assert {values[0] for some in met.values() for values in some} == set(STRUCTURES)
-    decoding = {values[0] for name, some in met.items() if "decode" in name or "ragged" in name for values in some}
+    assert {values[0] for some in cases_by_law.values() for values in some} == set(STRUCTURES)
+    decoding = {values[0] for name, some in cases_by_law.items() if "decode" in name or "ragged" in name for values in some}
     assert len(decoding) >= 4
     assert decoding >= {"deepseek-3.2", "qwen3_next-mixed"}, "latent attention with experts; recurrent states"
 
 
 def test_every_family_has_an_example():
-    assert {type(c) for c in CASES.values()} == {one for one in FAMILIES.values() if issubclass(one, LanguageConfig)}
+    assert {type(c) for c in CASES.values()} == {config for config in FAMILIES.values() if issubclass(config, LanguageConfig)}
 
 
 @pytest.mark.slow
@@ -126,8 +126,8 @@ def test_bfloat16_meets_float32_by_rule(case):
     for run in RUNS.values():
         model = config.build(run)
         graph, weights = split(model)
-        kept = {a: jax.ShapeDtypeStruct(v.shape, storage_dtype(v, jnp.bfloat16)) for a, v in variables(model).items()}
-        assert set(kept) == set(weights)
+        shapes = {a: jax.ShapeDtypeStruct(v.shape, storage_dtype(v, jnp.bfloat16)) for a, v in variables(model).items()}
+        assert set(shapes) == set(weights)
 
         def run_it(weights, tokens, graph=graph):
             model = merge(graph, weights)
@@ -135,7 +135,7 @@ def test_bfloat16_meets_float32_by_rule(case):
             return model.hidden(tokens, config.attend(jnp.ones_like(tokens)))[0]
 
         with jax.numpy_dtype_promotion("strict"):
-            assert jax.eval_shape(run_it, kept, tokens_of(config)).dtype == jnp.bfloat16
+            assert jax.eval_shape(run_it, shapes, tokens_of(config)).dtype == jnp.bfloat16
 
 
 @each_case
@@ -167,7 +167,7 @@ def test_flops_are_those_of_the_trace(case, monkeypatch):
 def test_hub_folder_gives_the_model_again(case):
     """config.json and every tensor, written and read: settings equal, weights bit for bit, each filled once."""
     config = CASES[case]
-    model = built(config, Unroll())
+    model = noisy_model(config, Unroll())
     again = type(config).from_hub(config.to_hub())
     assert again.resolved() == config.resolved()
     table = KeyMap(*config.hub_rows())
@@ -179,7 +179,7 @@ def test_hub_folder_gives_the_model_again(case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", marked(CASES, ["llama"]))
+@pytest.mark.parametrize("case", parameters_of(CASES, ["llama"]))
 def test_scan_equals_unroll_gradients_too(case, full):
     config, tokens, expected = full(case)
     grads = {}
@@ -260,9 +260,9 @@ def test_paged_decode_equals_full(case, run, full, monkeypatch):
     step = forward(model)
     T, page, pages, slots = tokens.shape[1], 4, 40, 5
     order = np.random.default_rng(0).permutation(pages)
-    own = order[:22].reshape(2, 11)  # 11 pages hold 41 tokens
-    nobody = [own[0, 0], -1, pages, -1, 10**6, own[1, 0]]
-    table = jnp.asarray([[*own[0], own[1, 0], -1], [*own[1], -1, pages], [*nobody, *nobody, -1]], jnp.int32)
+    pages_of = order[:22].reshape(2, 11)  # 11 pages hold 41 tokens
+    nobody = [pages_of[0, 0], -1, pages, -1, 10**6, pages_of[1, 0]]
+    table = jnp.asarray([[*pages_of[0], pages_of[1, 0], -1], [*pages_of[1], -1, pages], [*nobody, *nobody, -1]], jnp.int32)
     slot = jnp.asarray([3, 1, -1], jnp.int32)
     cache = filled_with(empty_pools(model.layers.holds(), slots, pages, page, jnp.float64, longest=T + 3), np.nan)
     done, got = [0, 0], [[], []]
@@ -286,8 +286,8 @@ def test_paged_decode_equals_full(case, run, full, monkeypatch):
         for a in arrays.values():
             pooled = a.shape[int(RUNS[run].stacked)] == pages  # else one entry a slot: rings, states
             untouched = order[22:] if pooled else [n for n in range(slots) if n not in (3, 1)]
-            kept = np.take(np.asarray(a), untouched, int(RUNS[run].stacked))
-            assert np.isnan(kept).all(), "a page or slot of nobody was written"
+            untouched_pages = np.take(np.asarray(a), untouched, int(RUNS[run].stacked))
+            assert np.isnan(untouched_pages).all(), "a page or slot of nobody was written"
 
 
 @pytest.mark.slow
@@ -301,11 +301,11 @@ def test_ragged_rows_equal_full(case, run, full, monkeypatch):
     step, specs = forward(model), model.layers.holds()
     T, page, pages, prompts = tokens.shape[1], 4, 30, (16, 39)
     rows, width = (2, 8) if rows_share_pages(specs, T, slack=T) else (1, 16)
-    own = np.random.default_rng(0).permutation(pages)[:22].reshape(2, 11)
+    pages_of = np.random.default_rng(0).permutation(pages)[:22].reshape(2, 11)
     cache = filled_with(empty_pools(specs, 3, pages, page, jnp.float64, longest=T, slack=T), np.nan)
 
     def group(sequences, lengths, new, width):
-        table = [own[b] if b >= 0 else [-1] * 11 for b in sequences]
+        table = [pages_of[b] if b >= 0 else [-1] * 11 for b in sequences]
         slots = [2 - b if b >= 0 else -1 for b in sequences]
         t = np.broadcast_to(np.arange(width), (len(new), width))
         return Paged(*(jnp.asarray(a, jnp.int32) for a in (table, slots, lengths, new, t)))
@@ -350,10 +350,10 @@ def filled_with(cache, value):
     return jax.tree.map(lambda a: jnp.asarray(np.full(a.shape, value, a.dtype)), cache)
 
 
-@pytest.mark.parametrize("case", marked(CASES, ["gpt_oss"]))
-def test_packed_equals_alone(case, full, known):
+@pytest.mark.parametrize("case", parameters_of(CASES, ["gpt_oss"]))
+def test_packed_equals_alone(case, full, known_cases):
     config, tokens, _ = full(case)
-    step = known[case][3]  # compiled already
+    step = known_cases[case][3]  # compiled already
     T, cut = tokens.shape[1], 20  # few lengths, since each is compiled
     segments = jnp.asarray(
         [[1] * cut + [2] * cut + [0] * (T - 2 * cut), [4] * 6 + [9] * cut + [0] * (T - 6 - cut)], jnp.int32
@@ -368,7 +368,7 @@ def test_packed_equals_alone(case, full, known):
 @each_traced
 def test_layouts_convert_without_a_change(case):
     config = CASES[case]
-    unrolled, scanned = built(config, Unroll()), built(config, Scan())
+    unrolled, scanned = noisy_model(config, Unroll()), noisy_model(config, Scan())
     stacked, by_layer = (numpy_of(split(model)[1]) for model in (scanned, unrolled))
     apart = to_layers(scanned, stacked)
     for arrays, expected in ((apart, by_layer), (from_layers(scanned, by_layer), stacked)):

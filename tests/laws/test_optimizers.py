@@ -49,7 +49,7 @@ def golden(case, names=tuple(SMALL)):
     return weights
 
 
-def stepped(rule):
+def weights_after(rule):
     """The weights by a NumPy transcription: `rule(t, name, weight, gradient, memory)` -> the new weight; t counts from 1."""
 
     def weights():
@@ -102,8 +102,8 @@ def gupta(t, name, w, g, memory):
     if name == "b":
         m, v = memory["m"], memory["v"] = g, 0.999 * memory.get("v", 0) + 0.001 * g**2
         return w - 0.1 * m / (np.sqrt(v / (1 - 0.999**t)) + 1e-8)
-    left, right = memory["l"], memory["r"] = memory.get("l", 0) + g @ g.T, memory.get("r", 0) + g.T @ g
-    ridge = [a + 1e-8 * np.linalg.eigvalsh(a)[-1] * np.eye(6) for a in (left, right)]
+    left_factor, right = memory["l"], memory["r"] = memory.get("l", 0) + g @ g.T, memory.get("r", 0) + g.T @ g
+    ridge = [a + 1e-8 * np.linalg.eigvalsh(a)[-1] * np.eye(6) for a in (left_factor, right)]
     return w - 0.1 * root(ridge[0], -0.25) @ g @ root(ridge[1], -0.25)
 
 
@@ -128,44 +128,48 @@ def dettmers(t, name, w, g, memory):
     with np.load(GOLDEN) as arrays:
         tables = {"m": arrays["levels/signed"], "v": arrays["levels/unsigned"]}
 
-    def kept(state, x):
+    def store_state(state, x):
         scale = np.abs(x).max(-1, keepdims=True)
         nearest = np.abs((x / scale)[..., None] - np.sort(tables[state])).argmin(-1)
         memory[state] = np.sort(tables[state])[nearest] * scale
 
     m, v = 0.9 * memory.get("m", 0) + 0.1 * g, 0.99 * memory.get("v", 0) + 0.01 * g**2
-    kept("m", m)
-    kept("v", v)
+    store_state("m", m)
+    store_state("v", v)
     return w - 0.01 * m / (1 - 0.9**t) / (np.sqrt(v / (1 - 0.99**t)) + 1e-8)
 
 
 # {case: (optimizer, its settings, the reference's weights)}. The decay of vectors is that of the references.
 CASES = {
     "adamw": ("adamw", {"learning_rate": 0.01, "b2": 0.99, "eps": 1e-7, "weight_decay": 0.1, "decay": "all"}, golden("adamw")),
-    "nadamw": ("nadamw", {"learning_rate": 0.01, "b2": 0.99, "weight_decay": 0.1}, stepped(dozat)),
+    "nadamw": ("nadamw", {"learning_rate": 0.01, "b2": 0.99, "weight_decay": 0.1}, weights_after(dozat)),
     "lion": ("lion", {"learning_rate": 0.01, "weight_decay": 0.1, "decay": "all"}, golden("lion")),
     "sgd": ("sgd", {"learning_rate": 0.01, "momentum": 0.8, "weight_decay": 0}, golden("sgd")),
     "sgd_nesterov": ("sgd", {"learning_rate": 0.01, "momentum": 0.8, "nesterov": True, "weight_decay": 0}, golden("sgd_nesterov")),
     "rmsprop": ("rmsprop", {"learning_rate": 0.01, "b2": 0.9, "eps": 1e-6, "momentum": 0.5, "weight_decay": 0}, golden("rmsprop")),
     "rmsprop_centered": (
-        "rmsprop", {"learning_rate": 0.01, "b2": 0.9, "eps": 1e-6, "centered": True, "weight_decay": 0}, golden("rmsprop_centered")
+        "rmsprop",
+        {"learning_rate": 0.01, "b2": 0.9, "eps": 1e-6, "centered": True, "weight_decay": 0},
+        golden("rmsprop_centered"),
     ),
     "adan": ("adan", {"learning_rate": 0.01, "weight_decay": 0}, golden("adan")),
     "adafactor": ("adafactor", {"learning_rate": 0.01, "weight_decay": 0, "factored": 1}, golden("adafactor")),
     "muon": (
         "muon",
         {"learning_rate": 0.02, "weight_decay": 0.1, "momentum": 0.9},
-        by_optax(
-            optax.contrib.muon(0.02, beta=0.9, weight_decay=0.1)
-        ),
+        by_optax(optax.contrib.muon(0.02, beta=0.9, weight_decay=0.1)),
     ),
     "soap": ("soap", {"learning_rate": 0.01, "b1": 0.95, "b2": 0.9, "every": 3, "weight_decay": 0}, golden("soap", ["w"])),
-    "shampoo": ("shampoo", {"learning_rate": 0.01, "b2": 0.95, "eps": 1e-8, "every": 3, "weight_decay": 0}, stepped(shi)),
+    "shampoo": ("shampoo", {"learning_rate": 0.01, "b2": 0.95, "eps": 1e-8, "every": 3, "weight_decay": 0}, weights_after(shi)),
     "shampoo_sums": (
-        "shampoo", {"learning_rate": 0.1, "b1": 0, "b2": 1, "eps": 1e-8, "every": 1, "graft": "none", "weight_decay": 0}, stepped(gupta)
+        "shampoo",
+        {"learning_rate": 0.1, "b1": 0, "b2": 1, "eps": 1e-8, "every": 1, "graft": "none", "weight_decay": 0},
+        weights_after(gupta),
     ),
     "schedule_free": (
-        "schedule_free", {"learning_rate": 0.01, "b2": 0.99, "weight_decay": 0.1, "decay": "all"}, golden("schedule_free_average")
+        "schedule_free",
+        {"learning_rate": 0.01, "b2": 0.99, "weight_decay": 0.1, "decay": "all"},
+        golden("schedule_free_average"),
     ),
     "prodigy": ("prodigy", {"b2": 0.99, "weight_decay": 0.1, "decay": "all", "distance": 1e-2}, golden("prodigy")),
     "prodigy_corrected": (
@@ -174,9 +178,11 @@ CASES = {
         golden("prodigy_corrected"),
     ),
     "lookahead": (
-        "adamw", {"learning_rate": 0.01, "b2": 0.99, "weight_decay": 0, "lookahead": {"every": 3, "rate": 0.4}}, golden("lookahead")
+        "adamw",
+        {"learning_rate": 0.01, "b2": 0.99, "weight_decay": 0, "lookahead": {"every": 3, "rate": 0.4}},
+        golden("lookahead"),
     ),
-    "int8": ("adamw", {"learning_rate": 0.01, "b2": 0.99, "weight_decay": 0, "state": "int8"}, stepped(dettmers)),
+    "int8": ("adamw", {"learning_rate": 0.01, "b2": 0.99, "weight_decay": 0, "state": "int8"}, weights_after(dettmers)),
 }
 
 
@@ -227,10 +233,10 @@ RATES = {"prodigy": {"learning_rate": 1.0, "distance": 0.01}, "adafactor": {"lea
 
 
 def optimizer_of(name, **settings):
-    own = {"learning_rate": 0.02} | RATES.get(name, {}) | settings
+    fields = {"learning_rate": 0.02} | RATES.get(name, {}) | settings
     if name in ("soap", "shampoo"):
-        own |= {"every": 3}
-    return OPTIMIZERS[name](**own)
+        fields |= {"every": 3}
+    return OPTIMIZERS[name](**fields)
 
 
 def weights(seed=1, scale=1.0):
@@ -274,12 +280,12 @@ def test_without_gradients_matrices_decay_and_norms_stay(name):
     for _ in range(2):
         params, state = update(params, state, {a: jnp.zeros_like(w) for a, w in before.items()})
     for a, w in before.items():
-        moved = np.asarray(params[a] - w)
+        change = np.asarray(params[a] - w)
         if a.endswith("scale"):
-            assert (moved == 0).all()
+            assert (change == 0).all()
         else:
             # Against the weight, and by the same share of it everywhere.
-            share = -moved / np.asarray(w)
+            share = -change / np.asarray(w)
             assert share.min() > 0
             assert share.max() < 1.01 * share.min() + 1e-5
 
@@ -339,9 +345,9 @@ def test_the_state_is_sharded_as_its_weights(name, monkeypatch):
     placed, state = jax.device_put(params, whole), jax.jit(transform.init, out_shardings=places)(jax.device_put(params, whole))
     other = transform.init(params)
     for step in range(3):
-        moved, state = update(placed, state, jax.device_put(weights(20 + step), whole))
+        updates, state = update(placed, state, jax.device_put(weights(20 + step), whole))
         alone, other = transform.update(weights(20 + step), other, params)
-        placed = {a: placed[a] + moved[a] for a in placed}
+        placed = {a: placed[a] + updates[a] for a in placed}
         params = {a: params[a] + alone[a] for a in params}
     for a, w in params.items():
         # Rounding moves an 8-bit code by one level now and then.
@@ -351,4 +357,4 @@ def test_the_state_is_sharded_as_its_weights(name, monkeypatch):
 
 def test_the_goldens_are_small():
     with zipfile.ZipFile(GOLDEN) as file:
-        assert sum(one.compress_size for one in file.infolist()) < 40_000
+        assert sum(entry.compress_size for entry in file.infolist()) < 40_000

@@ -38,7 +38,7 @@ PROMPT = 11  # tokens of a golden's greedy row that are given
 
 
 @pytest.fixture(scope="module", autouse=True)
-def registered() -> Iterator[None]:
+def register_family() -> Iterator[None]:
     """Known to this module's tests alone. A registry has no way back: only tests want one."""
     FAMILIES.add(NAME, WHERE)
     yield
@@ -132,8 +132,8 @@ def test_logits_equal_the_reference(case):
 def test_greedy_text_equals_the_reference(case):
     _, lm, golden = case
     row = golden["greedy"].tolist()
-    said = lm.generate([row[:PROMPT]], max_tokens=len(row) - PROMPT, temperature=0.0, ignore_eos=True)
-    assert [c.tokens for c in said] == [row[PROMPT:]]
+    completions = lm.generate([row[:PROMPT]], max_tokens=len(row) - PROMPT, temperature=0.0, ignore_eos=True)
+    assert [c.tokens for c in completions] == [row[PROMPT:]]
 
 
 def test_folder_to_argosy_to_folder_is_exact(case, tmp_path: Path):
@@ -151,10 +151,10 @@ def tensors_of(folder: Path) -> dict[str, tuple]:
 
 def test_models_show_describes_it(case):
     folder, lm, _ = case
-    told = describe(str(folder))
-    assert told["family"] == NAME
-    assert told["parameters"] == sum(w.size for w in load_file(folder / "model.safetensors").values())
-    assert told["parameters"] == lm.config.parameters()
+    description = describe(str(folder))
+    assert description["family"] == NAME
+    assert description["parameters"] == sum(w.size for w in load_file(folder / "model.safetensors").values())
+    assert description["parameters"] == lm.config.parameters()
 
 
 def test_what_the_hub_cannot_say_is_refused(case):

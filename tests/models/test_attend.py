@@ -46,18 +46,18 @@ class Shared:
     def __init__(self, k, v):
         self.k, self.v = k, v  # [R H] each
 
-    def expand(self, held):
-        c = held["latent"]
+    def expand(self, entries):
+        c = entries["latent"]
         return (c @ self.k)[:, :, None], (c @ self.v)[:, :, None]
 
-    def absorb(self, q, held):
-        c = held["latent"][:, :, None]
+    def absorb(self, q, entries):
+        c = entries["latent"][:, :, None]
         return jnp.einsum("BTNH,RH->BTNR", q, self.k), c, c
 
     def release(self, y):
         return jnp.einsum("BTNR,RH->BTNH", y, self.v)
 
-    def narrow(self, held, see, window):
+    def narrow(self, entries, see, window):
         return see
 
     def multiplications(self, T, S):
@@ -75,8 +75,8 @@ def test_a_state_is_carried_forgotten_and_left_alone(run):
     fill(stack, jax.random.key(0), addresses=layer_addresses(stack))
     x = jnp.asarray(np.random.default_rng(0).standard_normal((B, T, D)), jnp.float32)
     segments = jnp.ones((B, T), jnp.int32)
-    whole, _, told = stack(x, None, Packed(segments))
-    assert told["mix"]["last"].shape == (3,)
+    whole, _, aux = stack(x, None, Packed(segments))
+    assert aux["mix"]["last"].shape == (3,)
     two = stack(x, None, Packed(segments.at[:, 4:].set(2)))[0]
     assert relative(two[:, 4:], stack(x[:, 4:], None, Packed(segments[:, 4:]))[0]) < 1e-6
     assert relative(two[:, 4:], whole[:, 4:]) > 1e-3
@@ -108,11 +108,11 @@ def test_absorbed_equals_expanded(absorb):
     rng = np.random.default_rng(0)
     k, v = (jnp.asarray(rng.standard_normal((4, 6)), jnp.float32) for _ in range(2))
     q = jnp.asarray(rng.standard_normal((B, T, 3, 6)), jnp.float32)
-    held = {"latent": jnp.asarray(rng.standard_normal((B, T, 4)), jnp.float32)}
+    cached = {"latent": jnp.asarray(rng.standard_normal((B, T, 4)), jnp.float32)}
     segments = jnp.ones((B, T), jnp.int32)
     score = Score(0.4, window=5)
-    expected = Packed(segments, absorb=False)(q, held, None, Shared(k, v), score=score)[0]
-    assert relative(Packed(segments, absorb=absorb)(q, held, None, Shared(k, v), score=score)[0], expected) < 1e-5
+    expected = Packed(segments, absorb=False)(q, cached, None, Shared(k, v), score=score)[0]
+    assert relative(Packed(segments, absorb=absorb)(q, cached, None, Shared(k, v), score=score)[0], expected) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def by_hand(q, k, v, segments):
     return out
 
 
-def held(k, v):
+def keys_and_values(k, v):
     return {"k": k, "v": v}
 
 
@@ -189,10 +189,10 @@ def test_chunks_begin_where_their_sequence_does(backend, monkeypatch):
     monkeypatch.setattr(ops_attention.ATTENTION, "prefer", {"cpu": ("blocked",)} if backend == "cpu" else {})
     q, k, v = heads()
     segments = np.asarray([[1] * 9 + [2] * 3 + [3] * 11, [4] * 6 + [0] * 3 + [9] * 13 + [0]], np.int32)
-    y, _ = Packed(jnp.asarray(segments))(q, held(k, v), None, score=CHUNKED)
+    y, _ = Packed(jnp.asarray(segments))(q, keys_and_values(k, v), None, score=CHUNKED)
     live = segments > 0
     assert relative(np.asarray(y)[live], by_hand(q, k, v, segments)[live]) < 1e-6
-    plain, _ = Packed(jnp.asarray(segments))(q, held(k, v), None, score=Score(0.5, CHUNK))
+    plain, _ = Packed(jnp.asarray(segments))(q, keys_and_values(k, v), None, score=Score(0.5, CHUNK))
     assert relative(np.asarray(plain)[live], by_hand(q, k, v, segments)[live]) > 1e-2
 
 
@@ -203,7 +203,7 @@ def test_chunks_are_decoded_as_they_are_read(ring):
     expected = by_hand(q, k, v, np.ones((B, LONG), np.int32))
     spec = Spec(token=(("k", (2, D)), ("v", (2, D))), span=CHUNK if ring else None)
     cache = jax.tree.map(lambda a: a + 7.7, contiguous({"layer": (spec, None)}, B, LONG)["layer"])
-    step = jax.jit(lambda q, k, v, attend, cache: attend(q, held(k, v), cache, score=CHUNKED))
+    step = jax.jit(lambda q, k, v, attend, cache: attend(q, keys_and_values(k, v), cache, score=CHUNKED))
     done = np.zeros(B, int)
     for new in ([6, 3], [9, 5], *[[1, 1]] * LONG):
         take = np.minimum(new, LONG - done)
@@ -229,7 +229,7 @@ def test_chunks_are_served_as_they_are_read(ring):
     cache = jax.tree.map(lambda a: a + 7.7, empty_pools({"layer": (spec, None)}, 3, 12, 5)["layer"])
     table = jnp.asarray([[7, 2, 11, 0, 5], [1, 9, 3, 10, 4], [0] * 5], jnp.int32)
     slots = jnp.asarray([2, 0, 3], jnp.int32)
-    step = jax.jit(lambda q, k, v, attend, cache: attend(q, held(k, v), cache, score=CHUNKED))
+    step = jax.jit(lambda q, k, v, attend, cache: attend(q, keys_and_values(k, v), cache, score=CHUNKED))
     done = np.zeros(B, int)
     for new in ([6, 11], [0, 2], [7, 1], *[[1, 1]] * LONG):
         take = np.minimum(new, LONG - done)
@@ -322,13 +322,13 @@ def test_a_rejected_draft_is_rolled_back_and_decoding_resumes(run, span):
         _, cache = paged_step(step, draft, 5, 4, cache)
         copies = before
         if slack:  # rings roll back by length: put back the states alone
-            copies = {name: {n: a for n, a in own.items() if n.startswith(ROW)} for name, own in before.items()}
+            copies = {name: {n: a for n, a in caches_of.items() if n.startswith(ROW)} for name, caches_of in before.items()}
         resumed = restore(specs, cache, copies, jnp.asarray([2, 0], jnp.int32))
         assert relative(paged_step(step, x, 5, 4, resumed)[0], whole[:, 5:9]) < 1e-5
         unrestored = paged_step(step, x, 5, 4, cache)[0]
         assert relative(unrestored, whole[:, 5:9]) > 1e-2, "nothing had to be rolled back"
-        moved = restore(specs, cache, before, jnp.asarray([3, 1], jnp.int32))
-        assert relative(paged_step(step, x, 5, 4, moved, (3, 1))[0], whole[:, 5:9]) < 1e-5
+        restored = restore(specs, cache, before, jnp.asarray([3, 1], jnp.int32))
+        assert relative(paged_step(step, x, 5, 4, restored, (3, 1))[0], whole[:, 5:9]) < 1e-5
         nowhere = restore(specs, cache, before, jnp.asarray([-1, 4], jnp.int32))
         assert all((np.asarray(a) == np.asarray(b)).all() for a, b in zip(*map(jax.tree.leaves, (nowhere, cache))))
 
@@ -349,7 +349,7 @@ def test_indexes_out_of_range_belong_to_no_row():
     beyond = Contiguous(jnp.asarray([[-1, T]] * B, jnp.int32), jnp.ones((B, 2), bool))
     buffers = jax.tree.map(lambda a: jnp.full_like(a, 5.0), contiguous(specs, B, T))
     _, after = step(x[:, :2], beyond, buffers)
-    assert all((np.asarray(a) == 5).all() for own in after.values() for n, a in own.items() if not n.startswith(ROW))
+    assert all((np.asarray(a) == 5).all() for caches_of in after.values() for n, a in caches_of.items() if not n.startswith(ROW))
 
 
 @pytest.mark.slow
@@ -373,13 +373,13 @@ def test_an_implementation_can_be_asked_for_by_name():
     attend = Packed(jnp.ones((B, LONG), jnp.int32))
 
     def primitives():
-        return str(jax.make_jaxpr(lambda q, k, v: attend(q, held(k, v), None, score=Score(0.5))[0])(q, k, v))
+        return str(jax.make_jaxpr(lambda q, k, v: attend(q, keys_and_values(k, v), None, score=Score(0.5))[0])(q, k, v))
 
     assert "custom_vjp" in primitives()
     with implementations(attention="reference"):
         assert "custom_vjp" not in primitives()
     with implementations(attention="blocked"), pytest.raises(Unsupported, match="soft cap"):
-        attend(q, held(k, v), None, score=Score(0.5, cap=1.0))
+        attend(q, keys_and_values(k, v), None, score=Score(0.5, cap=1.0))
     with implementations(attention="flush"), pytest.raises(UnknownName):
         primitives()
 
@@ -401,5 +401,5 @@ def test_a_strategy_is_known_without_asking_for_its_positions():
     assert not isinstance(Silent(), StackedAttend)
     plain = Packed(jnp.ones((B, LONG), jnp.int32))
     assert isinstance(Listening(WatchedAttend(plain)), Attend)
-    for other in (plain.segments, None, held):
+    for other in (plain.segments, None, keys_and_values):
         assert not isinstance(other, Attend)

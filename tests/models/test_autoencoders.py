@@ -62,11 +62,11 @@ def test_the_one_of_wan_is_that_of_diffusers(tmp_path: Path):
         assert relative(encoded.mean, channels_last(golden[f"out_{name}_mean"])) < TOLERANCE
         assert relative(encoded.log_variance, channels_last(golden[f"out_{name}_logvar"])) < TOLERANCE
     latents, decode = channels_last(golden["latents"]), jax.jit(model.decode)
-    for given, name in ((latents[:, 0], "images"), (latents, "videos")):
+    for inputs, name in ((latents[:, 0], "images"), (latents, "videos")):
         expected = channels_last(golden[f"out_{name}"])
         expected = expected[:, 0] if name == "images" else expected
         assert (np.abs(expected) < 1).mean() > 0.3
-        assert relative(jnp.clip(decode(given), -1, 1), expected) < TOLERANCE
+        assert relative(jnp.clip(decode(inputs), -1, 1), expected) < TOLERANCE
     with pytest.raises(ValueError, match="8 frames: a multiple of 4, and one more"):
         model.encode(channels_last(golden["video"])[:, :8])
     normalized = model.to_latents(encoded)
@@ -97,8 +97,8 @@ def test_folder_to_argosy_to_folder_is_exact(name: str, tmp_path: Path):
     theirs, ours = (load_file(at / "diffusion_pytorch_model.safetensors") for at in (folder, tmp_path / "hub"))
     assert theirs.keys() == ours.keys()
     assert all((ours[n] == w).all() for n, w in theirs.items())
-    said, written = (json.loads((at / "config.json").read_text(encoding="utf-8")) for at in (folder, tmp_path / "hub"))
-    assert said == written
+    source_config, saved_config = (json.loads((at / "config.json").read_text(encoding="utf-8")) for at in (folder, tmp_path / "hub"))
+    assert source_config == saved_config
 
 
 @pytest.mark.parametrize(("image", "floor"), [("china", 1e-3), ("flower", 1e-3)])
@@ -131,12 +131,12 @@ def png_pixels(data: bytes) -> np.ndarray:
         at += 12 + length
     raw = np.frombuffer(zlib.decompress(packed), np.uint8).reshape(size[0], 1 + 3 * size[1])
     out = np.zeros((size[0] + 1, 3 * size[1] + 3), np.int64)
-    for y, (how, *line) in enumerate(raw.tolist(), 1):
+    for y, (filter_type, *line) in enumerate(raw.tolist(), 1):
         for x, value in enumerate(line, 3):
-            left, up, corner = out[y, x - 3], out[y - 1, x], out[y - 1, x - 3]
-            guess = left + up - corner
-            near = min((abs(guess - one), i, one) for i, one in enumerate((left, up, corner)))[2]
-            out[y, x] = (value + (0, left, up, (left + up) // 2, near)[how]) % 256
+            left_pixel, up, corner = out[y, x - 3], out[y - 1, x], out[y - 1, x - 3]
+            guess = left_pixel + up - corner
+            near = min((abs(guess - neighbor), i, neighbor) for i, neighbor in enumerate((left_pixel, up, corner)))[2]
+            out[y, x] = (value + (0, left_pixel, up, (left_pixel + up) // 2, near)[filter_type]) % 256
     return out[1:, 3:].reshape(*size, 3).astype(np.uint8)
 
 
@@ -152,14 +152,14 @@ def test_counts_and_names_are_those_of_what_is_built(config):
 
 def test_parts_that_are_not_built_are_named(tmp_path: Path):
     folder = write_model(GOLDENS / "vae-sd", tmp_path / "vae")
-    said = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    for key, value, named in (
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    for key, value, problem in (
         ("up_block_types", ["AttnUpDecoderBlock2D"] * 3, "AttnUpDecoderBlock2D"),
         ("latents_mean", [0.1] * 4, "latents_mean"),
         ("_class_name", "AutoencoderKLCosmos", "AutoencoderKLCosmos"),
     ):
-        (folder / "config.json").write_text(json.dumps(said | {key: value}), encoding="utf-8")
-        with pytest.raises(BadInput, match=named):
+        (folder / "config.json").write_text(json.dumps(config | {key: value}), encoding="utf-8")
+        with pytest.raises(BadInput, match=problem):
             open_model(folder)
 
 

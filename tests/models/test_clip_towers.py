@@ -28,10 +28,10 @@ TOLERANCE = 1e-5  # of the largest number; 5e-7 was measured
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    found = write_model(GOLDEN, tmp_path_factory.mktemp("clip") / "clip")
+    target = write_model(GOLDEN, tmp_path_factory.mktemp("clip") / "clip")
     for file in TOKENIZER.iterdir():
-        shutil.copyfile(file, found / file.name)
-    return found
+        shutil.copyfile(file, target / file.name)
+    return target
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def test_texts_are_embedded_and_scored(clip, golden):
 def test_it_is_written_as_it_was_read_and_read_again(folder, clip, golden, tmp_path):
     convert(str(folder), tmp_path / "argosy", "argosy", None)
     convert(str(tmp_path / "argosy"), tmp_path / "hub", "hub", None)
-    theirs, ours = (load_file(one / "model.safetensors") for one in (folder, tmp_path / "hub"))
+    theirs, ours = (load_file(at / "model.safetensors") for at in (folder, tmp_path / "hub"))
     assert set(theirs) == set(ours)
     assert all(ours[n].shape == w.shape and (ours[n] == w).all() for n, w in theirs.items())
     for again in (tmp_path / "argosy", tmp_path / "hub"):
@@ -91,11 +91,11 @@ def test_it_is_written_as_it_was_read_and_read_again(folder, clip, golden, tmp_p
 def test_folders_of_before_2023_are_read(folder, clip, tmp_path):
     """Their settings are in a second mapping for each tower, and some are their defaults."""
     old = shutil.copytree(folder, tmp_path / "old")
-    said = json.loads((old / "config.json").read_text(encoding="utf-8"))
+    config = json.loads((old / "config.json").read_text(encoding="utf-8"))
     for tower in ("text", "vision"):
-        said[f"{tower}_config_dict"] = said[f"{tower}_config"] | {"pruned_heads": {}, "top_p": 1.0}
-        said[f"{tower}_config"] = {"model_type": f"clip_{tower}_model"}
-    (old / "config.json").write_text(json.dumps(said), encoding="utf-8")
+        config[f"{tower}_config_dict"] = config[f"{tower}_config"] | {"pruned_heads": {}, "top_p": 1.0}
+        config[f"{tower}_config"] = {"model_type": f"clip_{tower}_model"}
+    (old / "config.json").write_text(json.dumps(config), encoding="utf-8")
     assert argosy.load(old).config == clip.config
 
 
@@ -130,8 +130,8 @@ def test_mistakes_are_named(folder, clip, tmp_path):
 
 
 def test_steps_that_are_not_built_are_named(tmp_path):
-    def steps(**said):
-        (tmp_path / "preprocessor_config.json").write_text(json.dumps({"crop_size": 15, "size": 15} | said), encoding="utf-8")
+    def steps(**changes):
+        (tmp_path / "preprocessor_config.json").write_text(json.dumps({"crop_size": 15, "size": 15} | changes), encoding="utf-8")
         return read_image_steps(tmp_path, 15)
 
     assert steps(resample=2, image_mean=[0.5] * 3).resampling == "bilinear"

@@ -38,13 +38,13 @@ def test_it_is_that_of_diffusers(name: str, tmp_path: Path):
     """Plain, and in guess mode at a scale of 0.75."""
     golden = dict(np.load(GOLDENS / name / "golden.npz"))
     model = load_model(open_model(write_model(GOLDENS / name, tmp_path / name))).module
-    given = {key: jnp.asarray(golden[key]) for key in ("text", "pooled", "sizes") if key in golden}
+    fields = {key: jnp.asarray(golden[key]) for key in ("text", "pooled", "sizes") if key in golden}
     scales = 0.75 * np.logspace(-1, 0, len(model.config.residual_channels) + 1, dtype=np.float32)
     for key, scale in (("residuals", None), ("guessed", np.tile(scales, (2, 1)))):
-        inputs = channels_last(golden["latents"]), jnp.asarray(golden["timestep"]), Conditions(**given)
-        found = jax.jit(model)(*inputs, channels_last(golden["control"]), None if scale is None else jnp.asarray(scale))
-        assert [one.shape[-1] for one in found] == [*model.config.residual_channels, model.config.widths[-1]]
-        flat = jnp.concatenate([jnp.moveaxis(one, -1, 1).reshape(2, -1) for one in found], 1)
+        inputs = channels_last(golden["latents"]), jnp.asarray(golden["timestep"]), Conditions(**fields)
+        residuals = jax.jit(model)(*inputs, channels_last(golden["control"]), None if scale is None else jnp.asarray(scale))
+        assert [residual.shape[-1] for residual in residuals] == [*model.config.residual_channels, model.config.widths[-1]]
+        flat = jnp.concatenate([jnp.moveaxis(residual, -1, 1).reshape(2, -1) for residual in residuals], 1)
         assert relative(flat, golden[f"out_{key}"]) < TOLERANCE
 
 
@@ -57,8 +57,8 @@ def test_folder_to_argosy_to_folder_is_exact(name: str, tmp_path: Path):
     theirs, ours = load_file(folder / "model.safetensors"), load_file(tmp_path / "hub" / "diffusion_pytorch_model.safetensors")
     assert theirs.keys() == ours.keys()
     assert all((ours[n] == w).all() for n, w in theirs.items())
-    said, written = (json.loads((at / "config.json").read_text(encoding="utf-8")) for at in (folder, tmp_path / "hub"))
-    assert written == said
+    source_config, saved_config = (json.loads((at / "config.json").read_text(encoding="utf-8")) for at in (folder, tmp_path / "hub"))
+    assert saved_config == source_config
 
 
 def inputs_of(config: UNetConfig) -> tuple[Any, Any, Conditions]:
@@ -97,5 +97,5 @@ def test_it_begins_without_effect():
 def test_a_copy_has_the_embedding_that_its_unet_needs():
     unet = UNetConfig.examples()["sd"]
     for pixels, embedding in ((8, (16, 32, 96, 256)), (4, (16, 32, 256)), (1, (256,))):
-        made = ControlNetConfig.of_denoiser(unet.model_copy(update={"pixels": pixels}))
-        assert (made.embedding, made.factor) == (embedding, pixels)
+        config = ControlNetConfig.of_denoiser(unet.model_copy(update={"pixels": pixels}))
+        assert (config.embedding, config.factor) == (embedding, pixels)

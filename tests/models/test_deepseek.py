@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from golden_weights import write_model
 from helpers import LOGIT_ROUNDING, relative
-from laws.families import CASES, built, forward, tokens_of
+from laws.families import CASES, forward, noisy_model, tokens_of
 from safetensors.numpy import save_file
 from train.test_next_token import batch_of
 
@@ -55,7 +55,7 @@ def config_json(name: str) -> dict:
 )
 def latent(request):
     config = CASES[request.param]
-    model, tokens = built(config, Unroll()), tokens_of(config)
+    model, tokens = noisy_model(config, Unroll()), tokens_of(config)
     step = forward(model)
     expanded = step(tokens, Packed(jnp.ones_like(tokens), absorb=False))[0]
     return model, step, tokens, np.asarray(expanded)
@@ -89,8 +89,8 @@ def test_paged_forms_are_equal(latent, absorb):
     table = jnp.asarray(np.random.default_rng(0).permutation(24)[:22].reshape(2, 11), jnp.int32)
     for low, high in [(0, 30), (30, 31), (31, 41)]:
         t = jnp.broadcast_to(jnp.arange(high - low, dtype=jnp.int32), (2, high - low))
-        told = jnp.full(2, low, jnp.int32), jnp.full(2, high - low, jnp.int32)
-        logits, cache, _ = step(tokens[:, low:high], Paged(table, jnp.arange(2, dtype=jnp.int32), *told, t, absorb), cache)
+        spans = jnp.full(2, low, jnp.int32), jnp.full(2, high - low, jnp.int32)
+        logits, cache, _ = step(tokens[:, low:high], Paged(table, jnp.arange(2, dtype=jnp.int32), *spans, t, absorb), cache)
         outs.append(logits)
     assert relative(jnp.concatenate(outs, 1), expected) < LOGIT_ROUNDING
 
@@ -98,9 +98,9 @@ def test_paged_forms_are_equal(latent, absorb):
 def test_only_latents_and_rope_are_kept(latent):
     """R + P numbers a token and layer, whatever the number of heads; a key of the index beside."""
     model, config = latent[0], latent[0].config
-    kept = (("latent", (config.latent_rank + config.rope_size,)),)
-    kept += (("index", (config.index.size,)),) if config.index else ()
-    assert {spec.token for spec, _ in model.layers.holds().values()} == {kept}
+    specs = (("latent", (config.latent_rank + config.rope_size,)),)
+    specs += (("index", (config.index.size,)),) if config.index else ()
+    assert {spec.token for spec, _ in model.layers.holds().values()} == {specs}
 
 
 def test_decoding_absorbs_and_training_expands():
@@ -152,14 +152,14 @@ def picked_by_hand(indexer, x, latent, segments, topk: int, base: float) -> np.n
 
 def test_what_is_picked_equals_brute_force():
     """Within its own segment, never ahead, and everything where less is seen than may be picked."""
-    model, draw = built(CASES["deepseek-3.2"], Unroll()), np.random.default_rng(5)
+    model, draw = noisy_model(CASES["deepseek-3.2"], Unroll()), np.random.default_rng(5)
     indexer = getattr(model.layers, "1").attn.index
     x, latent = (jnp.asarray(draw.standard_normal((2, 41, n)), jnp.float32) for n in (44, 15))
     segments = jnp.asarray([[1] * 6 + [2] * 35, [3] * 22 + [4] * 19], jnp.int32)
     packed = Packed(segments)
-    asked, keys = indexer(x, latent, Reach(rope=Rope(base=50, pairs="interleaved")), packed)
+    queries, keys = indexer(x, latent, Reach(rope=Rope(base=50, pairs="interleaved")), packed)
     t = jnp.broadcast_to(jnp.arange(41, dtype=jnp.int32), segments.shape)
-    see = indexer.pick(asked, keys, See(t, t, segments, segments, aligned=True), None)
+    see = indexer.pick(queries, keys, See(t, t, segments, segments, aligned=True), None)
     expected = picked_by_hand(indexer, x, latent, segments, topk=9, base=50)
     np.testing.assert_array_equal(np.asarray(see.picked), expected)
     np.testing.assert_array_equal(expected.sum(-1), np.minimum(np.asarray(packed.positions) + 1, 9))
@@ -178,10 +178,10 @@ def test_an_index_that_picks_everything_changes_nothing():
     config = CASES["deepseek-3.2"]
     tokens = tokens_of(config)
     packed = Packed(jnp.ones_like(tokens))
-    plain = forward(built(config.model_copy(update={"index": None}), Unroll()))(tokens, packed)[0]
+    plain = forward(noisy_model(config.model_copy(update={"index": None}), Unroll()))(tokens, packed)[0]
     for topk, same in ((41, True), (40, False)):  # of 40, only the last of 41 queries leaves one out
         index = config.index.model_copy(update={"topk": topk})
-        got = forward(built(config.model_copy(update={"index": index}), Unroll()))(tokens, packed)[0]
+        got = forward(noisy_model(config.model_copy(update={"index": index}), Unroll()))(tokens, packed)[0]
         assert (got[:, :40] == plain[:, :40]).all() if same else relative(got[:, :40], plain[:, :40]) < LOGIT_ROUNDING
         assert (relative(got[:, 40], plain[:, 40]) < LOGIT_ROUNDING) == same
 
@@ -203,7 +203,7 @@ def is_index(address: str) -> bool:
 @pytest.mark.slow
 def test_a_step_leaves_the_index_alone():
     """With decay on everything: no gradient would bring back what it takes."""
-    model = built(CASES["deepseek-3.2"], Unroll())
+    model = noisy_model(CASES["deepseek-3.2"], Unroll())
     graph, params, rest = split_trained(model)
     assert not any(map(is_index, params))
     assert sum(map(is_index, rest)) == 5 * 4  # three layers, and that of the module ahead
@@ -219,7 +219,7 @@ def test_a_step_leaves_the_index_alone():
 def test_no_gradient_goes_through_the_choice():
     """Nor to what the index reads: the whole model differentiated, its frozen weights too."""
     config = CASES["deepseek-3.2"]
-    graph, weights = split(built(config, Unroll()))
+    graph, weights = split(noisy_model(config, Unroll()))
     tokens = tokens_of(config)
 
     def loss(weights):
@@ -255,12 +255,12 @@ def test_an_adapter_on_the_index_is_left_out_where_it_does_nothing(tmp_path, tra
     config = CASES["deepseek-3.2"]
     heads, size, rank = config.index.heads, config.index.size, config.query_rank
     b = np.ones((config.heads * (config.head_size + config.rope_size), 2), np.float32)
-    given = {
+    factors = {
         "self_attn.q_b_proj": (np.ones((2, rank), np.float32), b),
         "self_attn.indexer.wq_b": (np.ones((2, rank), np.float32), np.full((heads * size, 2), float(trained), np.float32)),
     }
     at = "base_model.model.model.layers.1."
-    tensors = {f"{at}{name}.lora_{k}.weight": f for name, pair in given.items() for k, f in zip("AB", pair, strict=True)}
+    tensors = {f"{at}{name}.lora_{k}.weight": f for name, pair in factors.items() for k, f in zip("AB", pair, strict=True)}
     save_file(tensors, tmp_path / "adapter_model.safetensors")
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 4}))
     if trained:
@@ -310,8 +310,8 @@ def test_the_module_ahead_equals_the_reference(name: str, tmp_path: Path):
     def logits(weights, tokens):
         model = merge(graph, weights)
         x, _, _ = model.hidden(tokens, Packed(jnp.ones_like(tokens)))
-        x, _, told = model.ahead(1, x[:, :-1], tokens[:, 1:], Packed(jnp.ones_like(tokens[:, 1:])))
-        return model.unembed(x), told["load"]
+        x, _, aux = model.ahead(1, x[:, :-1], tokens[:, 1:], Packed(jnp.ones_like(tokens[:, 1:])))
+        return model.unembed(x), aux["load"]
 
     got, load = logits(weights, tokens)
     assert relative(got, golden["ahead"]) < LOGIT_ROUNDING
@@ -341,8 +341,8 @@ def test_a_module_that_is_not_there_is_no_part_of_the_model(tmp_path: Path):
     folder = write_model(GOLDENS / "deepseek_v3-groups", tmp_path / "model")
     assert argosy.load(folder).config.mtp == 0
     convert(str(folder), tmp_path / "again", "hub", None)
-    written = json.loads((tmp_path / "again" / "config.json").read_text())
-    assert written["num_nextn_predict_layers"] == written["num_mtp_layers"] == 0
+    config = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert config["num_nextn_predict_layers"] == config["num_mtp_layers"] == 0
 
 
 def test_half_a_module_is_an_error(further: Path, tmp_path: Path):
@@ -352,9 +352,9 @@ def test_half_a_module_is_an_error(further: Path, tmp_path: Path):
     tensors.pop("model.layers.3.eh_proj.weight")
     (tmp_path / "config.json").write_text((further / "config.json").read_text())
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(BadInput, match="1 missing") as told:
+    with pytest.raises(BadInput, match="1 missing") as caught:
         argosy.load(tmp_path)
-    assert "eh_proj" in (told.value.where or "")
+    assert "eh_proj" in (caught.value.where or "")
 
 
 def test_counts_leave_out_what_logits_do_without():
@@ -369,10 +369,10 @@ def test_counts_leave_out_what_logits_do_without():
 
 
 def test_kimi_is_deepseek_v3_by_another_name(tmp_path: Path):
-    said = config_json("deepseek_v3-yarn")
-    assert DeepSeekConfig.from_hub(said | {"model_type": "kimi_k2"}) == DeepSeekConfig.from_hub(said)
+    config = config_json("deepseek_v3-yarn")
+    assert DeepSeekConfig.from_hub(config | {"model_type": "kimi_k2"}) == DeepSeekConfig.from_hub(config)
     folder = write_model(GOLDENS / "deepseek_v3-yarn", tmp_path / "model")
-    kimi = said | {"model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"]}
+    kimi = config | {"model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"]}
     (folder / "config.json").write_text(json.dumps(kimi))
     golden = dict(np.load(GOLDENS / "deepseek_v3-yarn" / "golden.npz"))
     assert relative(argosy.load(folder).logits(golden["tokens"]), golden["logits"]) < LOGIT_ROUNDING

@@ -79,7 +79,7 @@ def test_activations_are_rounded_by_their_scale():
 
 def test_another_equation_has_data_of_its_own():
     """The scale was calibrated on the data of the first: here a token has its own, as 1e3 would saturate."""
-    scheme, plain = Scheme("int8", activations="int8", activations_scale="static"), made("BTD,DM->BTM")
+    scheme, plain = Scheme("int8", activations="int8", activations_scale="static"), make_einsum("BTD,DM->BTM")
     of = QuantizedEinsum(plain, scheme.quantize(plain, plain.w[...]), scheme)
     of.x_scale[...] = jnp.float32(0.5)
     x = jnp.full((1, 1, SIZES["D"]), 0.6)
@@ -113,13 +113,13 @@ def test_static_scales_saturate_and_faults_stay_visible(of_platform, monkeypatch
     assert (y[0, 4] == 0).all()
 
 
-@pytest.mark.parametrize("how", [Activations("int8", 4), Activations("mxint8", 4)])
-def test_blocks_of_data_are_no_single_product_of_whole_numbers(how, monkeypatch):
+@pytest.mark.parametrize("activations", [Activations("int8", 4), Activations("mxint8", 4)])
+def test_blocks_of_data_are_no_single_product_of_whole_numbers(activations, monkeypatch):
     """Each block has its own scale, so on TPUs as well the numbers are those of the rounded data in floats."""
     x, w = array("BTD"), quantized("DM", (1, 4))
-    expected = how.quantize(x, (2,)).dequantized() @ w.dequantized()
+    expected = activations.quantize(x, (2,)).dequantized() @ w.dequantized()
     monkeypatch.setattr("argosy.models.parts.einsum.platform", lambda: "tpu")
-    assert relative(contract("BTD,DM->BTM", x, replace(w, activations=how)), expected) < 1e-6
+    assert relative(contract("BTD,DM->BTM", x, replace(w, activations=activations)), expected) < 1e-6
 
 
 def test_a_product_of_bfloat16_can_leave_in_float32():
@@ -131,19 +131,19 @@ def test_a_product_of_bfloat16_can_leave_in_float32():
     assert relative(contract("BTD,DNH->BTNH", x, w), exact) > 1e-4
 
 
-def made(eq, **how):
-    einsum = Einsum(eq, {a: SIZES[a] for a in eq.split(",")[1].split("->")[0]}, **how)
+def make_einsum(eq, **options):
+    einsum = Einsum(eq, {a: SIZES[a] for a in eq.split(",")[1].split("->")[0]}, **options)
     fill(einsum, jax.random.key(0), addresses=lambda a: [a])
     return einsum
 
 
 def test_another_equation_needs_the_same_letters_and_no_bias():
-    einsum = made("BTD,DNH->BTNH")
+    einsum = make_einsum("BTD,DNH->BTNH")
     x = array("BTNH")
     assert relative(einsum.via("BTNH,DNH->BTD", x), jnp.einsum("BTNH,DNH->BTD", x, einsum.w[...])) < 1e-6
     with pytest.raises(ValueError, match="DNH"):
         einsum.via("BTNH,NHD->BTD", x)
     with pytest.raises(ValueError, match="bias"):
-        made("BTD,DNH->BTNH", bias=True).via("BTNH,DNH->BTD", x)
+        make_einsum("BTD,DNH->BTNH", bias=True).via("BTNH,DNH->BTD", x)
     with pytest.raises(ValueError, match="route"):
-        made("XD,EDM->XM").via("XM,EDM->XD", array("XM"))
+        make_einsum("XD,EDM->XM").via("XM,EDM->XD", array("XM"))

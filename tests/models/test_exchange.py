@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import default, relative
-from models.test_moe import HOWS, WIDTH, inputs, made
+from models.test_moe import HOWS, WIDTH, inputs, make_moe
 
 from argosy.adapt.lora import DoRA, LoRA
 from argosy.adapt.quant import int8
@@ -20,10 +20,10 @@ EIGHT = HOWS["softmax"].model_copy(update={"count": 8})
 ALL_TO_TWO = 9.0  # on two experts' logits
 
 
-def uneven(how: Experts, **made_as):
+def uneven_moe(experts: Experts, **made_as):
     """Experts of which nearly all tokens choose the first two, which one device has."""
-    moe = made(how, **made_as)
-    lead = jnp.zeros((WIDTH, how.count)).at[0, :2].set(ALL_TO_TWO)
+    moe = make_moe(experts, **made_as)
+    lead = jnp.zeros((WIDTH, experts.count)).at[0, :2].set(ALL_TO_TWO)
     moe.router.w.set_value(moe.router.w[...] + lead)
     return moe
 
@@ -35,8 +35,8 @@ def of_mesh(moe, x, live, sizes):
     x, live = jnp.asarray(x), jnp.asarray(live)
 
     def run(trained, x):
-        y, said = merge(graph, leaves | trained)(x, live)
-        return jnp.sum(jnp.sin(y)) + jnp.sum(said["balance"]), (y, said)
+        y, aux = merge(graph, leaves | trained)(x, live)
+        return jnp.sum(jnp.sin(y)) + jnp.sum(aux["balance"]), (y, aux)
 
     both = jax.jit(jax.grad(run, (0, 1), has_aux=True))
     if sizes is None:
@@ -47,13 +47,13 @@ def of_mesh(moe, x, live, sizes):
 
 
 def same(moe, x, live, sizes):
-    one, other = of_mesh(moe, x, live, None), of_mesh(moe, x, live, sizes)
-    for a, b in zip(jax.tree.leaves(other), jax.tree.leaves(one), strict=True):
+    alone, other = of_mesh(moe, x, live, None), of_mesh(moe, x, live, sizes)
+    for a, b in zip(jax.tree.leaves(other), jax.tree.leaves(alone), strict=True):
         if np.abs(b).max():
             assert relative(a, b) < 1e-5
         else:
             assert not np.asarray(a).any()
-    return one[1]
+    return alone[1]
 
 
 def rows_with_a_lead(B=4):
@@ -65,10 +65,10 @@ def rows_with_a_lead(B=4):
 @pytest.mark.parametrize("weigh", ["output", pytest.param("input", marks=pytest.mark.slow)])
 def test_no_row_is_dropped_however_uneven_the_load(weigh):
     """Three rounds, where one is what an even load needs; the gradient of each."""
-    moe = uneven(EIGHT.model_copy(update={"weigh": weigh}))
+    moe = uneven_moe(EIGHT.model_copy(update={"weigh": weigh}))
     x, live = rows_with_a_lead()
-    y, said = same(moe, x, live, {"expert": 4})
-    load = np.asarray(said["load"])
+    y, aux = same(moe, x, live, {"expert": 4})
+    load = np.asarray(aux["load"])
     places = exchange.ROOM * live[0].size * EIGHT.active / 4
     assert load[:2].sum() / 4 > 1.5 * places, "one round is enough"
     assert np.abs(np.asarray(y)[live]).min(-1).max() > 0
@@ -82,15 +82,15 @@ GRIDS = [{"expert": 2, "tensor": 2}, {"expert": 8}, {"data": 2, "fsdp": 2, "expe
 @pytest.mark.parametrize("capacity", [None, 0.7])
 def test_split_experts_equal_those_of_one_device(sizes, capacity):
     """With biases, which a tensor axis must add once, and a bias of the choice."""
-    how = HOWS["sigmoid, groups of two, bias"].model_copy(update={"count": 8, "capacity": capacity})
-    said = same(made(how, bias=True), *inputs(B=8), sizes)[1]
-    assert capacity is None or np.asarray(said["dropped"]).max() > 0
+    experts = HOWS["sigmoid, groups of two, bias"].model_copy(update={"count": 8, "capacity": capacity})
+    aux = same(make_moe(experts, bias=True), *inputs(B=8), sizes)[1]
+    assert capacity is None or np.asarray(aux["dropped"]).max() > 0
 
 
 @pytest.mark.parametrize("capacity", [None, pytest.param(0.7, marks=pytest.mark.slow)])
 def test_rows_that_do_not_divide_are_computed_where_their_experts_are(capacity):
     """The engine's one row of tokens."""
-    same(made(EIGHT.model_copy(update={"capacity": capacity}), bias=True), *inputs(B=1), {"expert": 2, "tensor": 2})
+    same(make_moe(EIGHT.model_copy(update={"capacity": capacity}), bias=True), *inputs(B=1), {"expert": 2, "tensor": 2})
 
 
 @pytest.mark.slow
@@ -106,7 +106,7 @@ def test_rows_that_do_not_divide_are_computed_where_their_experts_are(capacity):
 )
 def test_adapters_on_split_experts(base, kind, sizes):
     """The norms of DoRA are over all features, of which `tensor` gives a device a share."""
-    moe = made(EIGHT)
+    moe = make_moe(EIGHT)
     if base == "int8":
         swap(moe, "gate|up|down", int8)
     swap(moe, "gate|up|down", lambda of: kind(of, 3, 6.0))

@@ -12,7 +12,7 @@ from argosy.models.parts.weight import fill, split
 from argosy.run.settings.recipe_files import preset_config
 
 
-def drawn(config, run, seed=7):
+def filled_model(config, run, seed=7):
     model = config.build(run)
     fill(model, jax.random.key(seed), addresses=layer_addresses(model))
     return {name: np.asarray(a) for name, a in to_layers(model, split(model)[1]).items()}
@@ -20,7 +20,7 @@ def drawn(config, run, seed=7):
 
 @pytest.fixture(scope="module")
 def start():
-    return drawn(preset_config("argosy-1m"), Unroll())
+    return filled_model(preset_config("argosy-1m"), Unroll())
 
 
 def test_a_seed_draws_the_numbers_it_always_drew(start):
@@ -35,7 +35,7 @@ def test_a_seed_draws_the_numbers_it_always_drew(start):
 
 
 def test_scan_and_unroll_start_equal_bit_for_bit(start):
-    scanned = drawn(preset_config("argosy-1m"), Scan())
+    scanned = filled_model(preset_config("argosy-1m"), Scan())
     assert set(scanned) == set(start)
     assert all(np.array_equal(scanned[name], a) for name, a in start.items())
 
@@ -43,13 +43,13 @@ def test_scan_and_unroll_start_equal_bit_for_bit(start):
 @pytest.mark.parametrize(("run", "at_once"), [(Unroll(), 1 << 30), (Scan(), 1 << 12)], ids=["one program", "chunks"])
 def test_a_large_model_draws_the_same_numbers_in_bounded_chunks(monkeypatch, run, at_once):
     config = CASES["llama-plain"]
-    small = drawn(config, run)
+    small = filled_model(config, run)
     monkeypatch.setattr(weight, "SMALL", 0)
     monkeypatch.setattr(weight, "AT_ONCE", at_once)
     chunks = []
     count = weight._chunks
     monkeypatch.setattr(weight, "_chunks", lambda kinds: [chunks.append(c) or c for c in count(kinds)])
-    large = drawn(config, run)
+    large = filled_model(config, run)
     assert set(large) == set(small)
     for name, a in small.items():
         assert np.allclose(large[name], a, rtol=3e-7, atol=0), name

@@ -105,11 +105,11 @@ def test_sections_turn_by_their_axes():
 
 
 def test_packed_equals_alone():
-    one, other = seeing(1), seeing(2, at=5)
-    row = tuple(np.concatenate(parts) for parts in zip(one, other))
+    first, other = seeing(1), seeing(2, at=5)
+    row = tuple(np.concatenate(parts) for parts in zip(first, other))
     segments = jnp.asarray([[1] * 12 + [2] * 12])
     together = MODEL.hidden(inputs(row), Packed(segments))[0]
-    for start, sequence in ((0, one), (12, other)):
+    for start, sequence in ((0, first), (12, other)):
         alone = MODEL.hidden(inputs(sequence), Packed(jnp.ones((1, 12), jnp.int32)))[0]
         assert relative(together[:, start : start + 12], alone) < 1e-5
 

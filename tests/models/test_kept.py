@@ -48,7 +48,7 @@ def temporaries(program: Any) -> int:
     return program.memory_analysis().temp_size_in_bytes
 
 
-def marked(config: Any) -> set[str]:
+def marked_names(config: Any) -> set[str]:
     """The names in the program of a model's forward pass, also within loops."""
     model = config.build(Scan())
     graph, _ = split(model)
@@ -60,11 +60,11 @@ def marked(config: Any) -> set[str]:
 @pytest.mark.parametrize("name", FULLEST)
 def test_layers_mark_the_names_that_their_classes_list(name: str):
     config = CASES[name]
-    model, found = config.build(Scan()), marked(config)
-    assert {"qkv", "attention", "attention_out"} <= found
-    assert found & {"ffn", "experts"}
-    check_kept(model, sorted(found))
-    for missing in set(NAMES) - found:
+    model, names = config.build(Scan()), marked_names(config)
+    assert {"qkv", "attention", "attention_out"} <= names
+    assert names & {"ffn", "experts"}
+    check_kept(model, sorted(names))
+    for missing in set(NAMES) - names:
         with pytest.raises(BadInput, match=f"no layer of this model has {missing}"):
             check_kept(model, [missing])
 
@@ -77,23 +77,23 @@ def test_kept_tensors_change_no_gradient_and_cost_memory():
     assert temporaries(some) - temporaries(full) == pytest.approx(4 * B * T * 8 * 16 * 4, rel=0.05)
     expected = none(weights)
     for program in (full, some):
-        found = program(weights)
-        assert max(relative(np.asarray(found[a]), np.asarray(expected[a])) for a in expected) < 1e-6
+        gradients = program(weights)
+        assert max(relative(np.asarray(gradients[a]), np.asarray(expected[a])) for a in expected) < 1e-6
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", OTHERS)
 def test_kept_tensors_change_no_gradient_of_other_layers(kind: str):
     names = OTHERS[kind]
-    (none, weights), (least, _), (kept, _) = gradient(Scan(), kind), gradient(Scan(names[0]), kind), gradient(Scan(names), kind)
-    assert temporaries(least) < temporaries(kept) < temporaries(none)
-    expected, found = none(weights), kept(weights)
-    assert max(relative(np.asarray(found[a]), np.asarray(expected[a])) for a in expected) < 1e-5
+    (none, weights), (least, _), (most, _) = gradient(Scan(), kind), gradient(Scan(names[0]), kind), gradient(Scan(names), kind)
+    assert temporaries(least) < temporaries(most) < temporaries(none)
+    expected, gradients = none(weights), most(weights)
+    assert max(relative(np.asarray(gradients[a]), np.asarray(expected[a])) for a in expected) < 1e-5
 
 
 @pytest.mark.slow
 def test_unrolled_layers_keep_tensors_too():
-    none, full, some = (temporaries(gradient(Unroll(how))[0]) for how in ("none", "full", ("full", "ffn")))
+    none, full, some = (temporaries(gradient(Unroll(kept_names))[0]) for kept_names in ("none", "full", ("full", "ffn")))
     assert full < some < none
 
 

@@ -72,10 +72,10 @@ RELEASED = {
 
 @pytest.mark.parametrize("name", RELEASED)
 def test_the_published_config_is_the_preset(name):
-    told = {"model_type": "llama4", "text_config": TEXT | RELEASED[name], "vision_config": {"hidden_size": 1408}}
+    config = {"model_type": "llama4", "text_config": TEXT | RELEASED[name], "vision_config": {"hidden_size": 1408}}
     preset = preset_config(name).resolved()
     even = preset.moe.model_copy(update={"balance": 0.0})       # it is off where output_router_logits is
-    assert config_from(told, "").resolved() == preset.model_copy(update={"preset": None, "moe": even})
+    assert config_from(config, "").resolved() == preset.model_copy(update={"preset": None, "moe": even})
 
 
 SMALL = TEXT | {"hidden_size": 32, "num_hidden_layers": 6, "num_attention_heads": 8, "head_dim": 4, "num_local_experts": 4}
@@ -83,7 +83,7 @@ CHUNK, WHOLE = "chunked_attention", "full_attention"
 
 
 @pytest.mark.parametrize(
-    ("said", "spans", "fed"),
+    ("changes", "spans", "fed"),
     [       # what transformers 5 makes of the same file
         ({}, "LLLGLL", "EEEEEE"),
         ({"no_rope_layer_interval": 2, "interleave_moe_layer_step": 3}, "LGLGLG", "DDEDDE"),
@@ -92,15 +92,15 @@ CHUNK, WHOLE = "chunked_attention", "full_attention"
         ({"no_rope_layers": [0] * 6, "layer_types": [WHOLE] * 6}, "GGGGGG", "EEEEEE"),
     ],
 )
-def test_which_layers_turn_and_which_have_experts(said, spans, fed):
-    config = config_from(SMALL | said, "")
-    for found in (config, config_from(config.to_hub(), "")):
-        assert found.spans == spans
-        assert "".join("E" if kind == "experts" else "D" for kind in found.kinds) == fed
+def test_which_layers_turn_and_which_have_experts(changes, spans, fed):
+    config = config_from(SMALL | changes, "")
+    for form in (config, config_from(config.to_hub(), "")):
+        assert form.spans == spans
+        assert "".join("E" if kind == "experts" else "D" for kind in form.kinds) == fed
 
 
 @pytest.mark.parametrize(
-    ("said", "match"),
+    ("changes", "match"),
     [
         ({"layer_types": [WHOLE] * 6}, "the same 6 layers"),        # layers that turn and see everything
         ({"layer_types": [CHUNK] * 6}, "the same 6 layers"),        # a layer that does not turn and sees its chunk
@@ -112,9 +112,9 @@ def test_which_layers_turn_and_which_have_experts(said, spans, fed):
         ({"swiglu_limit": 7.0}, "swiglu_limit"),
     ],
 )
-def test_what_is_not_built_is_refused(said, match):
+def test_what_is_not_built_is_refused(changes, match):
     with pytest.raises(BadInput, match=match):
-        config_from(SMALL | said, "")
+        config_from(SMALL | changes, "")
 
 
 @pytest.mark.parametrize(
@@ -162,6 +162,6 @@ def test_a_ramp_of_no_width_is_a_step():
     """Scout's: pairs that turn more than once over the original context are kept, the others divided."""
     plain = Rope(base=5e5).frequencies(128)[0]
     scaled = Rope(base=5e5, scaling=Llama3Scaling(factor=16, low=1, high=1)).frequencies(128)[0]
-    kept = plain * 8192 / (2 * np.pi) > 1
-    assert 0 < kept.sum() < 64
-    np.testing.assert_allclose(scaled, np.where(kept, plain, plain / 16), rtol=1e-12)
+    is_kept = plain * 8192 / (2 * np.pi) > 1
+    assert 0 < is_kept.sum() < 64
+    np.testing.assert_allclose(scaled, np.where(is_kept, plain, plain / 16), rtol=1e-12)

@@ -32,12 +32,12 @@ def test_it_is_that_of_diffusers(name: str, tmp_path: Path):
     """Both layouts of layers, on images that are not square."""
     folder = write_model(GOLDENS / name, tmp_path / name)
     golden = dict(np.load(GOLDENS / name / "golden.npz"))
-    given = {key: jnp.asarray(golden[key]) for key in Conditions._fields if key in golden}
+    conditions = {key: jnp.asarray(golden[key]) for key in Conditions._fields if key in golden}
     for run in (None, Scan()):
         model = load_model(open_model(folder), run=run).module
-        found = jax.jit(model)(channels_last(golden["latents"]), jnp.asarray(golden["timestep"]), Conditions(**given))
+        velocity = jax.jit(model)(channels_last(golden["latents"]), jnp.asarray(golden["timestep"]), Conditions(**conditions))
         expected = next(value for key, value in golden.items() if key.startswith("out_"))
-        assert relative(found, channels_last(expected)) < TOLERANCE
+        assert relative(velocity, channels_last(expected)) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -49,8 +49,8 @@ def test_folder_to_argosy_to_folder_is_exact(name: str, tmp_path: Path):
     theirs, ours = load_file(folder / "model.safetensors"), load_file(tmp_path / "hub" / "diffusion_pytorch_model.safetensors")
     assert theirs.keys() == ours.keys()
     assert all((ours[n] == w).all() for n, w in theirs.items())
-    said, written = (json.loads((at / "config.json").read_text(encoding="utf-8")) for at in (folder, tmp_path / "hub"))
-    assert written == said
+    source_config, saved_config = (json.loads((at / "config.json").read_text(encoding="utf-8")) for at in (folder, tmp_path / "hub"))
+    assert saved_config == source_config
 
 
 def test_settings_that_are_not_built_are_named(tmp_path: Path):
@@ -71,7 +71,7 @@ def test_settings_that_are_not_built_are_named(tmp_path: Path):
         ("wan", "qk_norm", "rms_norm"),
     ):
         folder = write_model(GOLDENS / name, tmp_path / f"{name}-{key}")
-        said = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        (folder / "config.json").write_text(json.dumps(said | {key: value}), encoding="utf-8")
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        (folder / "config.json").write_text(json.dumps(config | {key: value}), encoding="utf-8")
         with pytest.raises(BadInput, match=key):
             open_model(folder)

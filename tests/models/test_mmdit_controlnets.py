@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from golden_weights import write_model
 from helpers import relative
-from laws.test_denoisers import built, inputs_of, positions_of
+from laws.test_denoisers import inputs_of, noisy_denoiser, positions_of
 from safetensors.numpy import load_file
 
 from argosy.checkpoint.open import open_model
@@ -49,16 +49,16 @@ def test_it_is_that_of_diffusers(name: str, tmp_path: Path):
     """In both layouts of layers."""
     folder = write_model(GOLDENS / name, tmp_path / name)
     golden = dict(np.load(GOLDENS / name / "golden.npz"))
-    given = Conditions(**{key: jnp.asarray(golden[key]) for key in ("text", "pooled", "guidance") if key in golden})
+    conditions = Conditions(**{key: jnp.asarray(golden[key]) for key in ("text", "pooled", "guidance") if key in golden})
     more = [jnp.asarray(golden[key]) if key in golden else None for key in ("mode", "tokens")]
     for run in (None, Scan()):
         model = load_model(open_model(folder), run=run).module
-        inputs = channels_last(golden["latents"]), jnp.asarray(golden["timestep"]), given, channels_last(golden["control"])
-        found = jax.jit(model)(*inputs, *more)
-        assert {f"out_{key}" for key in found} == {key for key in golden if key.startswith("out_")}
-        assert sum(map(len, found.values())) == model.config.residual_count
-        for key, one in found.items():
-            assert relative(one, golden[f"out_{key}"]) < TOLERANCE
+        inputs = channels_last(golden["latents"]), jnp.asarray(golden["timestep"]), conditions, channels_last(golden["control"])
+        residuals = jax.jit(model)(*inputs, *more)
+        assert {f"out_{key}" for key in residuals} == {key for key in golden if key.startswith("out_")}
+        assert sum(map(len, residuals.values())) == model.config.residual_count
+        for key, residual in residuals.items():
+            assert relative(residual, golden[f"out_{key}"]) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -70,13 +70,13 @@ def test_folder_to_argosy_to_folder_is_exact(name: str, tmp_path: Path):
     theirs, ours = load_file(folder / "model.safetensors"), load_file(tmp_path / "hub" / "diffusion_pytorch_model.safetensors")
     assert theirs.keys() == ours.keys()
     assert all((ours[n] == w).all() for n, w in theirs.items())
-    said, written = (json.loads((at / "config.json").read_text(encoding="utf-8")) for at in (folder, tmp_path / "hub"))
-    assert written == said
+    source_config, saved_config = (json.loads((at / "config.json").read_text(encoding="utf-8")) for at in (folder, tmp_path / "hub"))
+    assert saved_config == source_config
 
 
 @each
 def test_counts_and_names_are_those_of_what_is_built(config: Any):
-    model = built(config)
+    model = noisy_denoiser(config)
     assert parameter_count(abstract(model)) == config.parameters()
     assert set(KeyMap(*config.hub_rows()).paths) == set(variables(model))
     latents, *rest = inputs_of(config)
@@ -106,24 +106,24 @@ def test_it_begins_without_effect_and_steers_in_any_layout(name: str):
     latents, timestep, conditions = inputs_of(denoiser)
     steered_by = conditions._replace(control=(latents[::-1],))
     with jax.enable_x64():
-        plain, fresh = built(denoiser), config.build(Unroll())
+        plain, fresh = noisy_denoiser(denoiser), config.build(Unroll())
         fill(fresh, jax.random.key(1), addresses=layer_addresses(fresh))
         unsteered = plain(latents, timestep, conditions)
         np.testing.assert_array_equal(with_controlnets(plain, [fresh])(latents, timestep, steered_by), unsteered)
         added = {a: v for a, v in variables(fresh).items() if "control" in a and a.endswith(".w")}
         assert len(added) == 1 + config.residual_count
         assert not any(np.any(v[...]) for v in added.values())
-        found = []
+        velocities = []
         for run in (Unroll(), Scan()):
-            model = with_controlnets(built(denoiser, run), [built(config, run)])
+            model = with_controlnets(noisy_denoiser(denoiser, run), [noisy_denoiser(config, run)])
             model.denoiser.dtype = model.controlnets[0].dtype = jnp.float64
-            found.append(model(latents, timestep, steered_by))
-        assert relative(found[1], found[0]) < 1e-6
-        assert relative(found[0], plain(latents, timestep, conditions)) > 1e-3
+            velocities.append(model(latents, timestep, steered_by))
+        assert relative(velocities[1], velocities[0]) < 1e-6
+        assert relative(velocities[0], plain(latents, timestep, conditions)) > 1e-3
         # Step caching runs the layers in two parts.
         streams, step = model.begin(latents, timestep, steered_by)
         apart = model.layered(model.layered(streams, step, "first"), step, "rest")
-        assert relative(model.end(apart, step), found[0]) < 1e-6
+        assert relative(model.end(apart, step), velocities[0]) < 1e-6
 
 
 @pytest.mark.slow
@@ -132,7 +132,7 @@ def test_every_weight_learns(name: str):
     denoiser, config = pair(name)
     latents, timestep, conditions = inputs_of(denoiser)
     with jax.enable_x64():
-        frozen, net = built(denoiser, Scan()), built(config)
+        frozen, net = noisy_denoiser(denoiser, Scan()), noisy_denoiser(config)
         frozen.dtype = net.dtype = jnp.float64
         graph, leaves = split(net)
         steered_by = conditions._replace(control=(latents[::-1],))
@@ -151,7 +151,7 @@ def test_the_gradient_keeps_no_copy_of_the_scanned_weights(name: str, capsys):
     denoiser, config = pair(name)
     latents, timestep, conditions = inputs_of(denoiser)
     steered_by = conditions._replace(control=(latents[::-1],))
-    (frozen_graph, frozen), (graph, leaves) = split(built(denoiser, Scan())), split(built(config))
+    (frozen_graph, frozen), (graph, leaves) = split(noisy_denoiser(denoiser, Scan())), split(noisy_denoiser(config))
 
     def loss(leaves: Any, frozen: Any) -> jax.Array:
         model = with_controlnets(merge(frozen_graph, frozen), [merge(graph, leaves)])
@@ -185,7 +185,7 @@ def test_a_copy_has_fewer_layers_than_its_model():
 )
 def test_what_is_not_built_is_named(name: str, key: str, value: Any, says: str, tmp_path: Path):
     folder = write_model(GOLDENS / name, tmp_path / name)
-    said = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    (folder / "config.json").write_text(json.dumps(said | {key: value}), encoding="utf-8")
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps(config | {key: value}), encoding="utf-8")
     with pytest.raises(BadInput, match=says):
         open_model(folder)

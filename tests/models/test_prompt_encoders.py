@@ -23,7 +23,7 @@ TOLERANCE = 1e-5  # of the largest number; 4e-7 was measured
 CLIPS, T5S = ["clip-l", "clip-g"], ["t5", "t5-plain", "umt5"]
 
 
-def opened(name: str, folder: Path) -> tuple[Path, argosy.LM, dict[str, np.ndarray]]:
+def open_golden(name: str, folder: Path) -> tuple[Path, argosy.LM, dict[str, np.ndarray]]:
     folder = write_model(GOLDENS / name, folder / name)
     return folder, argosy.load(folder), dict(np.load(GOLDENS / name / "golden.npz"))
 
@@ -31,7 +31,7 @@ def opened(name: str, folder: Path) -> tuple[Path, argosy.LM, dict[str, np.ndarr
 @pytest.mark.parametrize("name", CLIPS)
 def test_clip_is_that_of_transformers(name: str, tmp_path: Path):
     """The vectors of tokens, those before the last layer, and of texts: at the end-of-text token, by either rule, and projected."""
-    folder, lm, golden = opened(name, tmp_path)
+    folder, lm, golden = open_golden(name, tmp_path)
     tokens = jnp.asarray(golden["tokens"], jnp.int32)
     attend = lm.config.attend(jnp.ones_like(tokens))
     states = jax.jit(lambda module: module.states(tokens, attend))
@@ -50,7 +50,7 @@ def test_clip_is_that_of_transformers(name: str, tmp_path: Path):
 @pytest.mark.parametrize("name", T5S)
 def test_t5_is_that_of_transformers(name: str, tmp_path: Path):
     """One row whole, one padded, and that one again with its padding read as text."""
-    _, lm, golden = opened(name, tmp_path)
+    _, lm, golden = open_golden(name, tmp_path)
     tokens, live = (jnp.asarray(golden[key], jnp.int32) for key in ("tokens", "mask"))
     encode = jax.jit(lambda module, tokens, live: module.hidden(tokens, module.config.attend(live))[0])
     hidden = encode(lm.module, tokens, live)
@@ -72,7 +72,7 @@ def test_distances_of_the_longest_prompts():
 
 @pytest.mark.parametrize("name", [*CLIPS, *T5S])
 def test_folder_to_argosy_to_folder_is_exact(name: str, tmp_path: Path):
-    folder, lm, _ = opened(name, tmp_path)
+    folder, lm, _ = open_golden(name, tmp_path)
     convert(str(folder), tmp_path / "argosy", "argosy", None)
     convert(str(tmp_path / "argosy"), tmp_path / "hub", "hub", None)
     theirs = load_file(folder / "model.safetensors")
@@ -81,12 +81,12 @@ def test_folder_to_argosy_to_folder_is_exact(name: str, tmp_path: Path):
     assert {prefix + n for n in theirs} == set(ours)
     assert all((ours[prefix + n] == w).all() for n, w in theirs.items())
     assert argosy.load(tmp_path / "hub").config == lm.config
-    written = json.loads((tmp_path / "hub" / "config.json").read_text(encoding="utf-8"))
-    assert written["architectures"] == json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"]
+    config = json.loads((tmp_path / "hub" / "config.json").read_text(encoding="utf-8"))
+    assert config["architectures"] == json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"]
 
 
 def test_t5_folders_with_a_decoder_or_a_second_name_of_the_embedding_are_read(tmp_path: Path, capsys):
-    folder, lm, _ = opened("t5", tmp_path)
+    folder, lm, _ = open_golden("t5", tmp_path)
     tensors = load_file(folder / "model.safetensors")
     tensors |= {"encoder.embed_tokens.weight": tensors["shared.weight"], "decoder.final_layer_norm.weight": np.ones(3, np.float32)}
     save_file(tensors, folder / "model.safetensors")
@@ -96,8 +96,8 @@ def test_t5_folders_with_a_decoder_or_a_second_name_of_the_embedding_are_read(tm
 
 
 def test_an_activation_that_is_not_built_is_named(tmp_path: Path):
-    folder, _, _ = opened("t5", tmp_path)
-    said = json.loads((folder / "config.json").read_text(encoding="utf-8")) | {"feed_forward_proj": "gated-mish"}
-    (folder / "config.json").write_text(json.dumps(said), encoding="utf-8")
+    folder, _, _ = open_golden("t5", tmp_path)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8")) | {"feed_forward_proj": "gated-mish"}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     with pytest.raises(BadInput, match="gated-mish"):
         argosy.load(folder)

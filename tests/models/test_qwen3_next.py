@@ -14,8 +14,8 @@ GOLDEN = Path(__file__).parents[1] / "goldens" / "models" / "qwen3-next-plain" /
 
 def read(**differs) -> Qwen3NextConfig:
     """The golden's config.json with other values; None drops a key."""
-    said = json.loads(GOLDEN.read_text(encoding="utf-8")) | differs
-    return Qwen3NextConfig.from_hub({key: value for key, value in said.items() if value is not None})
+    config = json.loads(GOLDEN.read_text(encoding="utf-8")) | differs
+    return Qwen3NextConfig.from_hub({key: value for key, value in config.items() if value is not None})
 
 
 @pytest.mark.parametrize(

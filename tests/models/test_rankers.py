@@ -49,18 +49,18 @@ def dense(weights, path, x):
 
 def by_hand(config, w, numbers, ids):
     """The equations of the modules' docstrings, row by row."""
-    found = []
-    for x, own in zip(np.asarray(numbers, np.float64), np.asarray(ids), strict=True):
+    scores = []
+    for x, categories in zip(np.asarray(numbers, np.float64), np.asarray(ids), strict=True):
         if isinstance(config, RankerConfig):
             starts = np.concatenate([[0], np.cumsum(config.tables)])
-            vectors = [dense(w, "bottom", x), *(w["embed.w"][starts[f] + i] for f, i in enumerate(own))]
+            vectors = [dense(w, "bottom", x), *(w["embed.w"][starts[f] + i] for f, i in enumerate(categories))]
             pairs = [vectors[i] @ vectors[j] for i in range(len(vectors)) for j in range(i)]
-            found.append(dense(w, "top", np.concatenate([vectors[0], pairs]))[0])
+            scores.append(dense(w, "top", np.concatenate([vectors[0], pairs]))[0])
         else:
-            user = dense(w, "user", np.concatenate([w["embed.w"][own[0]], x]))
-            item = dense(w, "item", w["embed.w"][config.users + own[1]])
-            found.append(user @ item / np.linalg.norm(user) / np.linalg.norm(item) / config.temperature)
-    return np.asarray(found)
+            user = dense(w, "user", np.concatenate([w["embed.w"][categories[0]], x]))
+            item = dense(w, "item", w["embed.w"][config.users + categories[1]])
+            scores.append(user @ item / np.linalg.norm(user) / np.linalg.norm(item) / config.temperature)
+    return np.asarray(scores)
 
 
 @each
@@ -103,8 +103,8 @@ def test_tables_are_split_by_rows_over_a_mesh_and_score_the_same(config):
     table = placed["embed.w"]
     assert table.sharding.shard_shape(table.shape) == (table.shape[0] // 4, table.shape[1])
     with scope(mesh):
-        found = jax.jit(lambda w, n, i: merge(graph, w)(n, i))(placed, numbers, ids)
-    assert relative(np.asarray(found), expected) < 1e-5
+        scores = jax.jit(lambda w, n, i: merge(graph, w)(n, i))(placed, numbers, ids)
+    assert relative(np.asarray(scores), expected) < 1e-5
 
 
 def test_auc_is_the_share_of_pairs_in_order():
@@ -127,9 +127,9 @@ def test_retrieval_counts_an_item_once_and_no_users_own_item_as_a_negative():
     each_loss, ranks = [], []
     for row in range(0, 12, 2):
         scores = {i: users[row] @ every[i] / config.temperature for i in there}
-        own = int(batch["categories"][row, 1])
-        each_loss.append(np.log(sum(np.exp(s) for s in scores.values())) - scores[own])
-        ranks.append(sum(int((batch["categories"][:, 1] == i).sum()) for i in there if scores[i] > scores[own]))
+        own_item = int(batch["categories"][row, 1])
+        each_loss.append(np.log(sum(np.exp(s) for s in scores.values())) - scores[own_item])
+        ranks.append(sum(int((batch["categories"][:, 1] == i).sum()) for i in there if scores[i] > scores[own_item]))
     assert float(loss.loss.value()) == pytest.approx(np.mean(each_loss), rel=1e-4)
     assert float(loss.metrics["recall@1"].value()) == pytest.approx(np.mean([rank < 1 for rank in ranks]))
     assert float(loss.metrics["recall@10"].value()) == pytest.approx(np.mean([rank < 10 for rank in ranks]))
@@ -174,8 +174,8 @@ def test_a_ranker_nears_the_best_there_is_and_resumes_bit_for_bit(run, tmp_path)
     for steps in (80, 160):
         argosy.fit("ranker", *SMALL, f"dir={tmp_path / 'run'}", "schedule=constant", "schedule.warmup=10", view=Heard(), steps=steps)
     argosy.fit("ranker", *SMALL, f"dir={tmp_path / 'whole'}", "schedule=constant", "schedule.warmup=10", view=Heard(), steps=160)
-    one, two = (argosy.load(tmp_path / name) for name in ("run", "whole"))
-    for (name, a), b in zip(split(one.module)[1].items(), split(two.module)[1].values(), strict=True):
+    resumed, two = (argosy.load(tmp_path / name) for name in ("run", "whole"))
+    for (name, a), b in zip(split(resumed.module)[1].items(), split(two.module)[1].values(), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b), err_msg=name)
 
 
@@ -190,10 +190,10 @@ def test_a_ranker_is_a_bundle_with_named_inputs(run, tmp_path):
     lm.export(tmp_path / "ranker" / "1", platforms=["cpu"])
     bundle = Bundle.open(tmp_path / "ranker" / "1")
     numbers, ids = inputs_of(lm.config)
-    found = bundle.run({"numbers": np.asarray(numbers), "categories": np.asarray(ids)})
+    outputs = bundle.run({"numbers": np.asarray(numbers), "categories": np.asarray(ids)})
     expected = np.asarray(lm.module(numbers, ids))
-    np.testing.assert_array_equal(found["scores"], expected)
-    np.testing.assert_allclose(found["probabilities"], 1 / (1 + np.exp(-expected)), rtol=1e-6)
+    np.testing.assert_array_equal(outputs["scores"], expected)
+    np.testing.assert_allclose(outputs["probabilities"], 1 / (1 + np.exp(-expected)), rtol=1e-6)
     ids = np.asarray(ids).copy()
     ids[0, 1] = lm.config.id_spaces[1]
     with pytest.raises(BadInput, match=f"input `categories` has {ids[0, 1]}"):

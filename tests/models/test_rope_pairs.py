@@ -13,11 +13,11 @@ def test_the_form_for_tpus_is_the_plain_one(dtype: str, monkeypatch: pytest.Monk
     draw = np.random.default_rng(0)
     x = jnp.asarray(draw.standard_normal((2, 5, 3, 12)), dtype)
     angle = jnp.asarray(draw.standard_normal((2, 5, 1, 6)), jnp.float32)
-    given = x, jnp.cos(angle), jnp.sin(angle)
+    inputs = x, jnp.cos(angle), jnp.sin(angle)
 
     def both(name: str) -> tuple[jax.Array, jax.Array]:
         monkeypatch.setattr(rope, "platform", lambda: name)
-        y, back = jax.vjp(lambda x: rope.turn_neighbors(x, *given[1:]), x)
+        y, back = jax.vjp(lambda x: rope.turn_neighbors(x, *inputs[1:]), x)
         return y, back(y**2)[0]
 
     # The parts of a gradient are rounded to the type of the features before they are added.

@@ -29,11 +29,11 @@ def test_a_head_of_scores_is_counted_and_survives_config_json(name):
     names = {row.names for row in config.hub_rows()[0]}
     assert names & {"score.weight", "classifier.weight", "classifier.out_proj.weight"}
     try:
-        written = plain.to_hub()
+        hub_config = plain.to_hub()
     except ArgosyError:
         return  # this combination has no architecture on the Hub, with either head
     scored = config.to_hub()
-    kind = written["architectures"][0]
+    kind = hub_config["architectures"][0]
     for end in ("ForCausalLM", "LMHeadModel", "Model"):
         kind = kind.removesuffix(end)
     assert scored["architectures"] == [kind + "ForSequenceClassification"]
@@ -42,7 +42,7 @@ def test_a_head_of_scores_is_counted_and_survives_config_json(name):
 
 
 @pytest.mark.parametrize(
-    ("written", "labels", "problem_type"),
+    ("changes", "labels", "problem_type"),
     [
         ({"id2label": {"0": "LABEL_0", "1": "LABEL_1", "2": "LABEL_2"}}, (), None),
         ({"id2label": {"1": "b", "0": "a"}}, ("a", "b"), None),
@@ -51,9 +51,9 @@ def test_a_head_of_scores_is_counted_and_survives_config_json(name):
         ({"id2label": {"0": "LABEL_0"}, "sentence_transformers": {"activation_fn": "torch.nn.Sigmoid"}}, (), None),
     ],
 )
-def test_names_of_classes_are_read_from_config_json(written, labels, problem_type):
+def test_names_of_classes_are_read_from_config_json(changes, labels, problem_type):
     bert = SCORED["bert-plain"].to_hub() | {"architectures": ["BertForSequenceClassification"]}
-    config = config_from(bert | written, "")
+    config = config_from(bert | changes, "")
     assert (config.labels, config.problem_type) == (labels, problem_type)
     assert config.label_names == (labels or tuple(f"LABEL_{i}" for i in range(config.scores)))
 

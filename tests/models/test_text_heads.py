@@ -6,7 +6,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from golden_weights import digest, drawn
+from golden_weights import digest, draw_weights
 from helpers import relative
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
@@ -27,7 +27,7 @@ TOLERANCE = 4.4e-5
 def case(request, tmp_path):
     """A golden, and its Hub folder."""
     golden, folder = MODELS[request.param], tmp_path / "hub"
-    weights = drawn(golden["tensors"], GOLDEN["seed"])
+    weights = draw_weights(golden["tensors"], GOLDEN["seed"])
     assert digest(weights) == golden["sha256"]
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(golden["config"]))
@@ -58,8 +58,8 @@ def test_a_saved_folder_holds_the_same_tensors(case, tmp_path):
     assert {name for name in was if "position_ids" not in name} == set(now)
     for name, value in now.items():
         np.testing.assert_array_equal(was[name], value, err_msg=name)
-    written = json.loads((tmp_path / "again" / "config.json").read_text())
-    assert written["architectures"] == golden["config"]["architectures"]
+    config = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert config["architectures"] == golden["config"]["architectures"]
 
 
 @pytest.mark.parametrize("problem", ["single_label_classification", "multi_label_classification"])
@@ -75,7 +75,7 @@ def test_losses_equal_those_of_transformers(name, problem):
 def test_a_cross_encoder_of_roberta_reads_pairs_as_its_tokenizer_frames_them(tmp_path):
     """`<s> a </s></s> b </s>` by the tokenizers library; in Python, as a bundle, and cut to the context."""
     golden = MODELS["roberta"]
-    weights = drawn(golden["tensors"], GOLDEN["seed"])
+    weights = draw_weights(golden["tensors"], GOLDEN["seed"])
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "config.json").write_text(json.dumps(golden["config"]))
     save_file(weights, tmp_path / "folder" / "model.safetensors", metadata={"format": "pt"})
@@ -90,14 +90,14 @@ def test_a_cross_encoder_of_roberta_reads_pairs_as_its_tokenizer_frames_them(tmp
     lm = argosy.load(tmp_path / "folder")
     pairs = [("w1 w2 w3", "w4 w5"), ("w6", "w7 w8 w9 w10"), ("w1 " * 60, "w2 " * 60)]
     library.enable_truncation(lm.config.context)
-    wanted = []
+    expected = []
     for pair in pairs:
         ids = jnp.asarray([library.encode(*pair).ids], jnp.int32)
-        wanted.append(np.asarray(text_scores(lm.module, ids, jnp.ones_like(ids))[0][0, 0]))
-    assert relative(scores_of(lm, pairs, 2), np.stack(wanted)) < 1e-5
+        expected.append(np.asarray(text_scores(lm.module, ids, jnp.ones_like(ids))[0][0, 0]))
+    assert relative(scores_of(lm, pairs, 2), np.stack(expected)) < 1e-5
     lm.export(tmp_path / "bundle", platforms=["cpu"])
     columns = dict(zip(("text", "text_pair"), map(list, zip(*pairs))))
-    assert relative(Bundle.open(tmp_path / "bundle").run(columns)["scores"], np.stack(wanted)) < 1e-5
+    assert relative(Bundle.open(tmp_path / "bundle").run(columns)["scores"], np.stack(expected)) < 1e-5
 
 
 def test_packed_texts_score_as_they_do_alone(case):
@@ -109,8 +109,8 @@ def test_packed_texts_score_as_they_do_alone(case):
     second = jnp.asarray([[golden["seconds"][0], 0, 0]], jnp.float32)
     tokens, segments = jnp.asarray(row[None], jnp.int32), jnp.asarray(segments, jnp.int32)
     types = None if lm.config.causal else pair_types(lm.config.attend(segments).positions, segments, second)
-    found = np.asarray(text_scores(lm.module, tokens, segments, types, slots=3)[0])[0, :2]
-    assert relative(found, np.asarray(golden["logits"])[:2]) < TOLERANCE
+    logits = np.asarray(text_scores(lm.module, tokens, segments, types, slots=3)[0])[0, :2]
+    assert relative(logits, np.asarray(golden["logits"])[:2]) < TOLERANCE
 
 
 def test_places_of_texts_in_a_row():

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from golden_weights import digest, drawn
+from golden_weights import digest, draw_weights
 from helpers import Heard, relative
 from safetensors.numpy import save_file
 from serve.conftest import inside
@@ -48,7 +48,7 @@ def write_tokenizer(folder: Path) -> Tokenizer:
 
 def write_folder(name: str, folder: Path, pooling: str = "last") -> dict[str, Any]:
     golden = GOLDENS["models"][name]
-    weights = drawn(golden["tensors"], GOLDENS["seed"])
+    weights = draw_weights(golden["tensors"], GOLDENS["seed"])
     assert digest(weights) == golden["sha256"]
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(golden["config"]))
@@ -65,15 +65,15 @@ def test_vectors_equal_those_of_transformers(name: str, tmp_path: Path):
     assert lm.config.tied
     for pooling in ("last", "mean"):
         for side in ("left", "right"):
-            wanted = np.asarray(golden["vectors"][side][pooling])
-            assert relative(lm.embed(golden["texts"], normalize=False, pooling=pooling), wanted) < TOLERANCE
+            expected = np.asarray(golden["vectors"][side][pooling])
+            assert relative(lm.embed(golden["texts"], normalize=False, pooling=pooling), expected) < TOLERANCE
     longest = max(map(len, golden["texts"]))
     for side in ("left", "right"):
         rows = [[0] * (longest - len(ids)) for ids in golden["texts"]]
         tokens = [fill + ids if side == "left" else ids + fill for fill, ids in zip(rows, golden["texts"])]
         mask = np.asarray(tokens) > 0
-        found = text_vectors(lm.module, jnp.asarray(tokens, jnp.int32), jnp.asarray(mask, jnp.int32), "last")[0][:, 0]
-        assert relative(np.asarray(found), np.asarray(golden["vectors"][side]["last"])) < TOLERANCE
+        vectors = text_vectors(lm.module, jnp.asarray(tokens, jnp.int32), jnp.asarray(mask, jnp.int32), "last")[0][:, 0]
+        assert relative(np.asarray(vectors), np.asarray(golden["vectors"][side]["last"])) < TOLERANCE
 
 
 @pytest.fixture(scope="module")
@@ -90,8 +90,8 @@ def test_texts_end_as_the_tokenizer_ends_them(folder: Path):
     ids = [library.encode(text).ids for text in TEXTS]
     assert all(row[-1] == 2 for row in ids)
     assert relative(lm.embed(TEXTS), lm.embed(ids)) < 1e-6
-    asked = [library.encode(PROMPT + text).ids for text in TEXTS]
-    assert relative(lm.embed(TEXTS, prompt_name="query"), lm.embed(asked)) < 1e-6
+    token_rows = [library.encode(PROMPT + text).ids for text in TEXTS]
+    assert relative(lm.embed(TEXTS, prompt_name="query"), lm.embed(token_rows)) < 1e-6
     # A text that is too long keeps its end token, as transformers cuts it.
     library.enable_truncation(20)
     long = " ".join(TEXTS * 9)
@@ -129,10 +129,10 @@ def test_a_bundle_embeds_and_pads_on_either_side(folder: Path, tmp_path: Path):
     bundle = Bundle.open(tmp_path / "bundle")
     assert bundle.manifest.default == "embed"
     for name in (None, "query"):
-        named = {} if name is None else {"prompt_name": name}
-        assert relative(bundle.run({"text": TEXTS} | named)["embedding"], lm.embed(TEXTS, prompt_name=name)) < 1e-5
-    left = bundle.run({"tokens": [[0, 0, 7, 2], [5, 6, 7, 2]], "mask": [[0, 0, 1, 1], [1, 1, 1, 1]]})["embedding"]
-    assert relative(left, lm.embed([[7, 2], [5, 6, 7, 2]])) < 1e-5
+        inputs = {} if name is None else {"prompt_name": name}
+        assert relative(bundle.run({"text": TEXTS} | inputs)["embedding"], lm.embed(TEXTS, prompt_name=name)) < 1e-5
+    padded_left = bundle.run({"tokens": [[0, 0, 7, 2], [5, 6, 7, 2]], "mask": [[0, 0, 1, 1], [1, 1, 1, 1]]})["embedding"]
+    assert relative(padded_left, lm.embed([[7, 2], [5, 6, 7, 2]])) < 1e-5
 
 
 def test_it_is_served_as_an_encoder(folder: Path):
@@ -141,11 +141,11 @@ def test_it_is_served_as_an_encoder(folder: Path):
     assert isinstance(service, EncoderService)
     try:
         body = {"input": TEXTS, "prompt_name": "query"}
-        found = inside(App(service).asgi, lambda client: client.post("/v1/embeddings", json=body)).json()
+        document = inside(App(service).asgi, lambda client: client.post("/v1/embeddings", json=body)).json()
     finally:
         service.front.close()
-    assert relative(np.asarray([one["embedding"] for one in found["data"]]), lm.embed(TEXTS, prompt_name="query")) < 1e-5
-    assert found["usage"]["prompt_tokens"] == sum(len(text.split()) + 3 for text in TEXTS)
+    assert relative(np.asarray([entry["embedding"] for entry in document["data"]]), lm.embed(TEXTS, prompt_name="query")) < 1e-5
+    assert document["usage"]["prompt_tokens"] == sum(len(text.split()) + 3 for text in TEXTS)
 
 
 def test_a_language_model_without_these_files_is_asked_how(folder: Path, tmp_path: Path):
@@ -156,8 +156,8 @@ def test_a_language_model_without_these_files_is_asked_how(folder: Path, tmp_pat
         lm.embed(golden["texts"])
     with pytest.raises(BadInput, match="not an encoder"):
         lm.export(tmp_path / "bundle", signature="embed")
-    wanted = np.asarray(golden["vectors"]["left"]["last"])
-    assert relative(lm.embed(golden["texts"], pooling="last"), wanted) < TOLERANCE
+    expected = np.asarray(golden["vectors"]["left"]["last"])
+    assert relative(lm.embed(golden["texts"], pooling="last"), expected) < TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -173,10 +173,15 @@ def test_it_learns(words: tuple[str, ...], folder: Path, tmp_path: Path):
             for i in range(12) for j in range(12)]  # fmt: skip
     rows = rows if "objective.negatives=2" in words else [{"anchor": row["anchor"], "positive": row["positive"]} for row in rows]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    how = [f"model={folder}", f"data.source={tmp_path / 'rows.jsonl'}", f"dir={tmp_path / 'run'}", f"data.cache={tmp_path / 'cache'}"]
-    how += ["data.sequence=8", "data.batch=64", "data.held_out=0.2", "data.epochs=99", "mesh.data=1", "eval.every=100"]
-    how += ["eval.batches=1", "optimizer.learning_rate=1e-2", "schedule=constant"]
-    argosy.fit("embed", *how, *words, view=Heard(), steps=30)
+    settings = [
+        f"model={folder}",
+        f"data.source={tmp_path / 'rows.jsonl'}",
+        f"dir={tmp_path / 'run'}",
+        f"data.cache={tmp_path / 'cache'}",
+    ]
+    settings += ["data.sequence=8", "data.batch=64", "data.held_out=0.2", "data.epochs=99", "mesh.data=1", "eval.every=100"]
+    settings += ["eval.batches=1", "optimizer.learning_rate=1e-2", "schedule=constant"]
+    argosy.fit("embed", *settings, *words, view=Heard(), steps=30)
     last = [line for line in read(Store(tmp_path / "run")) if "eval_loss" in line][-1]
     assert last["eval_recall@1"] > 0.4
     steps = read_steps(argosy.load(tmp_path / "run").companions)

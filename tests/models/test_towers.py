@@ -29,12 +29,12 @@ def test_a_folder_with_a_vision_tower(kind, tmp_path):
     save_file(tensors | {name: np.ones((5, 3), np.float32) for name in TOWERS[kind]}, folder / "model.safetensors")
     text = json.loads((plain / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({"model_type": kind, "text_config": text, "vision_config": {}}))
-    told = []
-    open_model(folder, told.append)
-    assert "2 tensors are ignored" in told[0]
+    messages = []
+    open_model(folder, messages.append)
+    assert "2 tensors are ignored" in messages[0]
     assert relative(argosy.load(folder).logits(golden["tokens"]), golden["logits"]) < LOGIT_ROUNDING
     convert(str(folder), tmp_path / "text", "hub", None)
-    written = json.loads((tmp_path / "text" / "config.json").read_text())
-    assert written["model_type"] == f"{kind}_text"
-    assert "text_config" not in written
+    config = json.loads((tmp_path / "text" / "config.json").read_text())
+    assert config["model_type"] == f"{kind}_text"
+    assert "text_config" not in config
     assert relative(argosy.load(tmp_path / "text").logits(golden["tokens"]), golden["logits"]) < LOGIT_ROUNDING

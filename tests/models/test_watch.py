@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import relative
-from laws.families import CASES, STRUCTURES, built, tokens_of
+from laws.families import CASES, STRUCTURES, noisy_model, tokens_of
 
 from argosy.models.parts.attention.attend import Packed
 from argosy.models.parts.attention.rope import angles, apply_rope
@@ -16,28 +16,28 @@ SEGMENTS = jnp.asarray(np.repeat([[1] * 5 + [2] * 4 + [0] * 2], 2, 0), jnp.int32
 
 
 def told_by(config, run):
-    model, tokens = built(config, run), tokens_of(config, length=11)
+    model, tokens = noisy_model(config, run), tokens_of(config, length=11)
     plain, _, aux_before = model.hidden(tokens, Packed(SEGMENTS))
     x, _, aux = model.hidden(tokens, WatchedAttend(Packed(SEGMENTS), outputs=True, heads=True))
     np.testing.assert_allclose(x, plain, rtol=1e-6, atol=1e-6)
-    told, rest = model.layers.layer_aux(aux)
+    layers_aux, rest = model.layers.layer_aux(aux)
     assert jax.tree.structure(rest) == jax.tree.structure(aux_before)
-    return told
+    return layers_aux
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_scanned_and_rematerialized_layers_tell_what_unrolled_ones_tell(name):
     config = CASES[name]
-    found = told_by(config, Unroll())
-    assert len(found) == config.layers
+    layer_aux = told_by(config, Unroll())
+    assert len(layer_aux) == config.layers
     for run in (Scan(), Unroll("full"), Scan("dots")):
-        for own, other in zip(told_by(config, run), found, strict=True):
-            assert own.keys() == other.keys()
-            for kind, array in own.items():
+        for watched, other in zip(told_by(config, run), layer_aux, strict=True):
+            assert watched.keys() == other.keys()
+            for kind, array in watched.items():
                 assert relative(array, other[kind]) < 1e-4, (run, kind)
     # Layers without attention tell their output alone.
-    attends = [QUERIES in own for own in found]
+    attends = [QUERIES in watched for watched in layer_aux]
     assert all(attends) == (not name.startswith("qwen3_next"))
     assert any(attends)
 
@@ -45,18 +45,18 @@ def test_scanned_and_rematerialized_layers_tell_what_unrolled_ones_tell(name):
 def test_queries_keys_and_values_by_hand():
     """Of two layers of a Llama, from its weights and the output of the layer before."""
     config = CASES["llama-plain"]
-    model, found = built(config, Unroll()), told_by(config, Unroll())
+    model, layer_aux = noisy_model(config, Unroll()), told_by(config, Unroll())
     positions = np.concatenate([np.arange(5), np.arange(4), np.arange(2)])
     for i in (1, 2):
         block, each = getattr(model.layers, str(i)), model.layers.plan[i].each
-        x = np.asarray(found[i - 1][OUTPUT], np.float64)
+        x = np.asarray(layer_aux[i - 1][OUTPUT], np.float64)
         x = x / np.sqrt((x * x).mean(-1, keepdims=True) + config.norm_eps) * np.asarray(block.attn_norm.scale[...], np.float64)
         for kind, of, turns in ((QUERIES, block.attn.q, True), (KEYS, block.attn.k, True), (VALUES, block.attn.v, False)):
             y = np.einsum("btd,dnh->btnh", x, np.asarray(of.w[...], np.float64))
             if turns:
                 at = angles(jnp.asarray(positions[None].repeat(2, 0), jnp.int32), each.rope, each.rope.rotated_size(y.shape[-1]))
                 y = apply_rope(jnp.asarray(y, jnp.float32), each.rope, at)
-            assert relative(found[i][kind], y) < 1e-4, (i, kind)
+            assert relative(layer_aux[i][kind], y) < 1e-4, (i, kind)
 
 
 @pytest.mark.slow

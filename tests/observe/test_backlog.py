@@ -16,67 +16,67 @@ def full(name: str, line: str) -> None:
 
 
 def test_lines_wait_and_come_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    said: list[str] = []
-    lines = Backlog(Store(tmp_path), "file", said.append)
+    messages: list[str] = []
+    lines = Backlog(Store(tmp_path), "file", messages.append)
     lines.append("a")
     with monkeypatch.context() as patch:
         patch.setattr(lines.store, "append_line", full)
         lines.append("b")
         lines.append("c")
     assert (tmp_path / "file").read_text() == "a\n"
-    assert said == ["file cannot be written: `file`: no space left on device; the run goes on, and its lines wait in memory"]
+    assert messages == ["file cannot be written: `file`: no space left on device; the run goes on, and its lines wait in memory"]
     lines.append("d")
     assert (tmp_path / "file").read_text() == "a\nb\nc\nd\n"
-    assert said[1:] == ["file can be written again; 2 lines were waiting"]
+    assert messages[1:] == ["file can be written again; 2 lines were waiting"]
     lines.append("e")
     lines.close()
     assert (tmp_path / "file").read_text() == "a\nb\nc\nd\ne\n"
-    assert len(said) == 2
+    assert len(messages) == 2
 
 
 def test_flush_writes_what_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    said: list[str] = []
-    lines = Backlog(Store(tmp_path), "file", said.append)
+    messages: list[str] = []
+    lines = Backlog(Store(tmp_path), "file", messages.append)
     with monkeypatch.context() as patch:
         patch.setattr(lines.store, "append_line", full)
         lines.append("a")
         lines.flush()
-        assert len(said) == 1, "that it cannot is said once"
+        assert len(messages) == 1, "that it cannot is said once"
     lines.flush()
     assert (tmp_path / "file").read_text() == "a\n"
-    assert said[1:] == ["file can be written again; 1 line was waiting"]
+    assert messages[1:] == ["file can be written again; 1 line was waiting"]
     lines.flush()
-    assert len(said) == 2
+    assert len(messages) == 2
 
 
 def test_what_cannot_be_written_at_the_end_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    said: list[str] = []
-    lines = Backlog(Store(tmp_path), "file", said.append)
+    messages: list[str] = []
+    lines = Backlog(Store(tmp_path), "file", messages.append)
     with monkeypatch.context() as patch:
         patch.setattr(lines.store, "append_line", full)
         lines.append("a")
         lines.append("b")
         lines.close()
-    assert said[1:] == ["2 lines of file could not be written, and are lost: `file`: no space left on device"]
+    assert messages[1:] == ["2 lines of file could not be written, and are lost: `file`: no space left on device"]
     lines.close()
-    assert len(said) == 2
+    assert len(messages) == 2
 
 
 def test_metrics_go_through_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    said: list[str] = []
-    metrics = Metrics(Store(tmp_path), say=said.append)
+    messages: list[str] = []
+    metrics = Metrics(Store(tmp_path), say=messages.append)
     with monkeypatch.context() as patch:
         patch.setattr(Store, "append_line", lambda self, name, line: full(name, line))
         metrics.write({"step": 1})
     metrics.close()
     assert read(Store(tmp_path)) == [{"step": 1}]
-    assert len(said) == 1
+    assert len(messages) == 1
 
 
 def test_lines_of_an_object_store_that_is_away_wait(monkeypatch: pytest.MonkeyPatch):
     """They come in their order, none twice, and each attempt is seconds after the one before."""
-    store, said, tried = Store(f"memory://{uuid4().hex}"), list[str](), list[str]()
-    lines = Backlog(store, "file", said.append)
+    store, messages, tried = Store(f"memory://{uuid4().hex}"), list[str](), list[str]()
+    lines = Backlog(store, "file", messages.append)
     lines.append("a")
     assert store.read_text("file") == "a\n"
 
@@ -93,20 +93,20 @@ def test_lines_of_an_object_store_that_is_away_wait(monkeypatch: pytest.MonkeyPa
         assert len(tried) == 1
         lines.flush()
         assert len(tried) == 2
-    assert said == ["file cannot be written: `file`: 503: try again later; the run goes on, and its lines wait in memory"]
+    assert messages == ["file cannot be written: `file`: 503: try again later; the run goes on, and its lines wait in memory"]
     lines.append("d")
-    assert len(said) == 1
+    assert len(messages) == 1
     lines.flush()
-    assert said[1:] == ["file can be written again"]
+    assert messages[1:] == ["file can be written again"]
     assert store.read_text("file") == "a\nb\nc\nd\n"
 
 
 def test_lines_that_come_before_the_store_can_be_read_wait_too(monkeypatch: pytest.MonkeyPatch):
     """As after a restart; and what is left at the end is said."""
-    store, said = Store(f"memory://{uuid4().hex}"), list[str]()
+    store, messages = Store(f"memory://{uuid4().hex}"), list[str]()
     store.append_line("file", "first")
     again = Store(store.root)
-    lines = Backlog(again, "file", said.append)
+    lines = Backlog(again, "file", messages.append)
 
     def away(*_: object) -> None:
         raise RuntimeError("503")
@@ -116,6 +116,6 @@ def test_lines_that_come_before_the_store_can_be_read_wait_too(monkeypatch: pyte
         lines.append("second")
         lines.append("third")
         lines.close()
-    assert said[1:] == ["the last 2 lines of file could not be written"]
+    assert messages[1:] == ["the last 2 lines of file could not be written"]
     lines.flush()
     assert store.read_text("file") == "first\nsecond\nthird\n"

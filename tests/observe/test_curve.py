@@ -38,9 +38,9 @@ def test_a_straight_line_is_drawn_straight():
 
 
 def test_a_jump_is_drawn_without_gaps():
-    drawn = dots(curve.plot([(0, 0.0), (1, 0.0), (2, 1.0), (3, 1.0)], [], width=2, height=5))
-    assert {row for _, row in drawn} == set(range(20))
-    assert {(0, 19), (1, 19), (2, 0), (3, 0)} <= drawn
+    pixels = dots(curve.plot([(0, 0.0), (1, 0.0), (2, 1.0), (3, 1.0)], [], width=2, height=5))
+    assert {row for _, row in pixels} == set(range(20))
+    assert {(0, 19), (1, 19), (2, 0), (3, 0)} <= pixels
 
 
 def test_a_logarithmic_axis_makes_a_logarithm_straight():
@@ -48,8 +48,8 @@ def test_a_logarithmic_axis_makes_a_logarithm_straight():
     bent, straight = (dots(curve.plot(points, [], width=40, height=10, log_x=log)) for log in (False, True))
     line = {(x, round(x / 79 * 39)) for x in range(80)}
 
-    def off(drawn: set[tuple[int, int]]) -> int:
-        return max(min(abs(y - b) for a, b in line if a == x) for x, y in drawn)
+    def off(pixels: set[tuple[int, int]]) -> int:
+        return max(min(abs(y - b) for a, b in line if a == x) for x, y in pixels)
 
     assert off(straight) <= 1
     assert off(bent) > 10
@@ -134,8 +134,8 @@ def test_numbers_as_people_read_them():
 
 def test_no_control_character_survives():
     every = "".join(map(chr, range(0x2100)))
-    kept = harmless(every)
-    assert {c for c in kept if not c.isprintable()} == {"\n"}
-    assert "é" in kept
+    text = harmless(every)
+    assert {c for c in text if not c.isprintable()} == {"\n"}
+    assert "é" in text
     assert harmless("a\tb\x1b[31m\u202e") == "a    b·[31m·"
     assert one_line("a\nb\x85") == "a\\nb·"

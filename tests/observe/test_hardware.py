@@ -25,16 +25,16 @@ from argosy.observe.hardware import CHIPS, hardware
     ],
 )
 def test_a_name_stands_for_a_slice(name: str, shape: tuple[int, ...], devices: int, hosts: int):
-    found = hardware(name)
-    assert (found.shape, found.devices, found.hosts) == (shape, devices, hosts)
+    target = hardware(name)
+    assert (target.shape, target.devices, target.hosts) == (shape, devices, hosts)
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "problem"),
     [("v9-8", "no device"), ("v5p", "no device"), ("v5p-7", "number is even"), ("v5e-24", "no slice"), ("v5e-512", "no slice")],
 )
-def test_what_is_no_slice_is_said(name: str, said: str):
-    with pytest.raises(BadInput, match=said):
+def test_what_is_no_slice_is_said(name: str, problem: str):
+    with pytest.raises(BadInput, match=problem):
         hardware(name)
 
 

@@ -18,17 +18,17 @@ from argosy.parallel.mesh import MeshSettings
 from tools.devices import config_of, lowered_step
 
 
-def looped(x, w, times):
+def apply_loop(x, w, times):
     return jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, None, length=times)[0]
 
 
 @pytest.mark.parametrize("times", [1, 7])
 def test_products_in_loops_count_as_often_as_they_run(times):
     x, w = jnp.ones((4, 8)), jnp.ones((8, 8))
-    one = 2 * 4 * 8 * 8
-    assert cost(jax.jit(lambda x, w: looped(x, w, times)).lower(x, w).compile()).products == times * one
-    nested = jax.jit(lambda x, w: jax.lax.scan(lambda x, _: (looped(x, w, times) @ w, None), x, None, length=5)[0])
-    assert cost(nested.lower(x, w).compile()).products == 5 * (times + 1) * one
+    product = 2 * 4 * 8 * 8
+    assert cost(jax.jit(lambda x, w: apply_loop(x, w, times)).lower(x, w).compile()).products == times * product
+    nested = jax.jit(lambda x, w: jax.lax.scan(lambda x, _: (apply_loop(x, w, times) @ w, None), x, None, length=5)[0])
+    assert cost(nested.lower(x, w).compile()).products == 5 * (times + 1) * product
 
 
 def test_collectives_in_loops_count_as_often_as_they_run():
@@ -38,10 +38,10 @@ def test_collectives_in_loops_count_as_often_as_they_run():
         right = [(i, (i + 1) % 8) for i in range(8)]
         return jax.lax.scan(lambda x, _: (jax.lax.ppermute(x, "data", right), None), x, None, length=5)[0]
 
-    moved = jax.shard_map(ring, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
-    found = cost(jax.jit(moved).lower(jax.ShapeDtypeStruct((16, 3), jnp.float32)).compile())
-    assert found.collectives == {"collective-permute": 2 * 3 * 4}
-    assert found.moved == {"collective-permute": 5 * 2 * 3 * 4}
+    sharded_ring = jax.shard_map(ring, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    costs = cost(jax.jit(sharded_ring).lower(jax.ShapeDtypeStruct((16, 3), jnp.float32)).compile())
+    assert costs.collectives == {"collective-permute": 2 * 3 * 4}
+    assert costs.moved == {"collective-permute": 5 * 2 * 3 * 4}
 
 
 @pytest.mark.parametrize(
@@ -63,13 +63,13 @@ def test_a_collective_of_one_device_moves_nothing(groups: str, counts: bool):
     assert collective_bytes(text) == ({"all-reduce": 32} if counts else {})
 
 
-def flops_by_xla(f, *shapes, **how):
-    compiled = jax.jit(f).lower(*(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes)).compile(**how)
+def flops_by_xla(f, *shapes, **options):
+    compiled = jax.jit(f).lower(*(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes)).compile(**options)
     return (compiled.cost_analysis() or {})["flops"], str(compiled.as_text())
 
 
 @pytest.mark.parametrize(
-    "how",
+    "window",
     [
         {"window_strides": (2, 1), "padding": ((1, 2), (0, 3))},
         {"window_strides": (1, 3), "padding": "SAME", "rhs_dilation": (2, 1)},
@@ -78,10 +78,10 @@ def flops_by_xla(f, *shapes, **how):
     ],
     ids=["strides", "dilated kernel", "dilated input", "groups"],
 )
-def test_products_of_convolutions_are_as_xla_counts_them(how):
+def test_products_of_convolutions_are_as_xla_counts_them(window):
     """XLA counts no position in the padding, and that is how a matrix product over padding is told from a convolution."""
-    inputs = 6 // how.get("feature_group_count", 1)
-    expected, text = flops_by_xla(lambda x, w: jax.lax.conv_general_dilated(x, w, **how), (2, 6, 9, 11), (4, inputs, 3, 5))
+    inputs = 6 // window.get("feature_group_count", 1)
+    expected, text = flops_by_xla(lambda x, w: jax.lax.conv_general_dilated(x, w, **window), (2, 6, 9, 11), (4, inputs, 3, 5))
     assert product_flops(HloModule.read(text)) == expected > 0
 
 
@@ -199,10 +199,10 @@ def test_a_collective_names_the_axes_of_the_mesh_that_it_goes_along(axes):
 
     others = P(tuple(a for a in mesh.axis_names if a not in axes))
     f = jax.jit(jax.shard_map(summed, mesh=mesh, in_specs=P(("data", "fsdp", "tensor")), out_specs=others))
-    (one,) = collectives(HloModule.read(f.lower(jax.ShapeDtypeStruct((8, 3), jnp.float32)).compile().as_text() or ""))
-    assert one.kind == "all-reduce"
-    assert set(one.axes(mesh.shape)) == set(axes)
-    assert one.size == 2 ** len(axes)
+    (collective,) = collectives(HloModule.read(f.lower(jax.ShapeDtypeStruct((8, 3), jnp.float32)).compile().as_text() or ""))
+    assert collective.kind == "all-reduce"
+    assert set(collective.axes(mesh.shape)) == set(axes)
+    assert collective.size == 2 ** len(axes)
 
 
 @pytest.mark.parametrize(
@@ -251,9 +251,9 @@ KERNELS = """ENTRY %main (q: bf16[2,8,512,128]) -> f32[2,8,512] {
 
 
 def test_kernels_are_counted_by_their_shapes_and_the_others_named():
-    one = 2 * 2 * 8 * 512 * 256 * 128
+    unit = 2 * 2 * 8 * 512 * 256 * 128
     grouped = 2 * 512 * 64 * 128
-    assert product_flops(HloModule.read(KERNELS)) == 2 * one + 4 * one + 3 * grouped + 2 * 6 * 8 * 4
+    assert product_flops(HloModule.read(KERNELS)) == 2 * unit + 4 * unit + 3 * grouped + 2 * 6 * 8 * 4
     assert uncounted_kernels(HloModule.read(KERNELS)) == ["other_kernel"]
 
 
@@ -264,12 +264,14 @@ def test_a_training_step_for_tpus_is_read_whole(monkeypatch: pytest.MonkeyPatch)
     config = config_of("dense", width=width, ffn=ffn, heads=2, kv_heads=2, head_size=128, vocab=vocab, layers=layers, context=length)
     mesh = MeshSettings(fsdp=4).build(described_tpus(monkeypatch, "v5e:2x2"))
     compiled = lowered_step(config.build(Scan()), mesh, 4 * rows, length, "bfloat16").compile()
-    found = cost(compiled)
+    costs = cost(compiled)
     weights = layers * (4 * width * width + 3 * width * ffn) + vocab * width
     attention = layers * 2 * (2 + 3 + 4) * rows * length * length * width
-    assert found.products == pytest.approx(6 * weights * rows * length + attention, rel=0.02)
-    assert found.flops < 0.6 * found.products
-    assert (found.uncounted, found.unknown_loops) == ((), ())
+    assert costs.products == pytest.approx(6 * weights * rows * length + attention, rel=0.02)
+    assert costs.flops < 0.6 * costs.products
+    assert (costs.uncounted, costs.unknown_loops) == ((), ())
     # Every weight in bfloat16, for the forward pass and again for the backward pass where it is not kept.
-    assert 2 * weights < found.moved["all-gather"] < 2.6 * 2 * weights
-    assert {axis for one in collectives(HloModule.read(compiled.as_text() or "")) for axis in one.axes(mesh.shape)} == {"fsdp"}
+    assert 2 * weights < costs.moved["all-gather"] < 2.6 * 2 * weights
+    assert {axis for collective in collectives(HloModule.read(compiled.as_text() or "")) for axis in collective.axes(mesh.shape)} == {
+        "fsdp"
+    }

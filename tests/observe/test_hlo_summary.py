@@ -21,11 +21,11 @@ from argosy.observe.hlo.summary import Difference, program_differences, summariz
 from argosy.parallel.mesh import MeshSettings
 
 
-def compiled(f, *shapes):
+def compile_program(f, *shapes):
     return jax.jit(f).lower(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)).compile()
 
 
-def layered(x, w):
+def apply_layers(x, w):
     with jax.named_scope("layers"):
         x = jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, None, length=7)[0]
     with jax.named_scope("head"):
@@ -37,18 +37,18 @@ def summary_of(program):
 
 
 def test_loops_count_as_often_as_they_run_and_layers_have_their_names():
-    program = compiled(layered, (4, 8), (8, 8))
-    found = summary_of(program)
+    program = compile_program(apply_layers, (4, 8), (8, 8))
+    summary = summary_of(program)
     product = 2 * 4 * 8 * 8
-    assert found.flops == 8 * product == cost(program).products
-    layers = {work.name: work for work in found.layers}
+    assert summary.flops == 8 * product == cost(program).products
+    layers = {work.name: work for work in summary.layers}
     assert layers["layers"].flops == 7 * product
     assert layers["head"].flops == product
-    kinds = {work.name: work for work in found.kinds}
+    kinds = {work.name: work for work in summary.kinds}
     assert kinds["matrix products"].count == 8
     # Each reads a row of inputs and the weights, and writes a row.
     assert kinds["matrix products"].bytes >= 8 * 4 * (4 * 8 + 8 * 8 + 4 * 8)
-    assert found.argument_bytes == 4 * (4 * 8 + 8 * 8)
+    assert summary.argument_bytes == 4 * (4 * 8 + 8 * 8)
 
 
 def test_the_biggest_value_is_the_planted_one():
@@ -57,7 +57,7 @@ def test_the_biggest_value_is_the_planted_one():
             wide = x @ x.T
         return wide @ x
 
-    [first, *_] = summary_of(compiled(f, (300, 5))).values
+    [first, *_] = summary_of(compile_program(f, (300, 5))).values
     assert (first.bytes, first.type, first.layer) == (4 * 300 * 300, "f32[300,300]", "mlp")
 
 
@@ -68,21 +68,21 @@ def test_collectives_are_counted_with_their_devices():
         right = [(i, (i + 1) % 8) for i in range(8)]
         return jax.lax.scan(lambda x, _: (jax.lax.ppermute(x, "data", right), None), x, None, length=5)[0]
 
-    moved = jax.shard_map(ring, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
-    [found] = summary_of(compiled(moved, (16, 3))).transfers
-    assert (found.kind, found.count, found.bytes) == ("collective-permute", 5, 5 * 2 * 3 * 4)
+    sharded_ring = jax.shard_map(ring, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    [transfer] = summary_of(compile_program(sharded_ring, (16, 3))).transfers
+    assert (transfer.kind, transfer.count, transfer.bytes) == ("collective-permute", 5, 5 * 2 * 3 * 4)
 
 
 def test_two_programs_differ_by_what_was_planted():
-    a = summary_of(compiled(layered, (4, 8), (8, 8)))
-    assert program_differences(a, summary_of(compiled(layered, (4, 8), (8, 8)))) == []
+    a = summary_of(compile_program(apply_layers, (4, 8), (8, 8)))
+    assert program_differences(a, summary_of(compile_program(apply_layers, (4, 8), (8, 8)))) == []
 
     def twice(x, w):
-        y = layered(x, w)
+        y = apply_layers(x, w)
         with jax.named_scope("head"):
             return jax.lax.optimization_barrier(y) @ w
 
-    rows = {(one.table, one.name): one for one in program_differences(a, summary_of(compiled(twice, (4, 8), (8, 8))))}
+    rows = {(row.table, row.name): row for row in program_differences(a, summary_of(compile_program(twice, (4, 8), (8, 8))))}
     head = rows["layer", "head"]
     assert head.after["flops"] - head.before["flops"] == 2 * 4 * 8 * 8
     assert ("layer", "layers") not in rows
@@ -115,10 +115,10 @@ ENTRY %main (a.1: f32[64,64], b.1: f32[64,64]) -> f32[64,64] {
 
 
 def test_a_program_of_a_gpu_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    found = summarize(HloModule.read(GPU))
-    assert found.flops == 2 * 64**3
-    assert {work.name for work in found.layers} >= {"layers.1/mlp", "head"}
-    [transfer] = found.transfers
+    summary = summarize(HloModule.read(GPU))
+    assert summary.flops == 2 * 64**3
+    assert {work.name for work in summary.layers} >= {"layers.1/mlp", "head"}
+    [transfer] = summary.transfers
     assert (transfer.kind, transfer.devices, transfer.asynchronous, transfer.layer) == ("all-reduce", 2, 1, "layers.0 backward")
     with gzip.open(tmp_path / "module_0001.jit_step.gpu_after_optimizations.txt.gz", "wt") as file:
         file.write(GPU)

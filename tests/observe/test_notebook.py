@@ -13,7 +13,7 @@ class ZMQInteractiveShell:
 
 
 @pytest.fixture
-def shown(monkeypatch):
+def displays_made(monkeypatch):
     """What is displayed under the cell, by display."""
     displays = []
 
@@ -38,7 +38,7 @@ def test_a_terminal_is_no_notebook(monkeypatch):
     assert not in_notebook()
 
 
-def test_one_table_changes_with_the_steps(shown, monkeypatch):
+def test_one_table_changes_with_the_steps(displays_made, monkeypatch):
     monkeypatch.setattr("argosy.observe.terminal.notebook.PACE_S", 0)
     assert in_notebook()
     with Notebook() as view:
@@ -46,8 +46,8 @@ def test_one_table_changes_with_the_steps(shown, monkeypatch):
         for step in range(1, 31):
             view.step(step, {"loss": 5 - step / 10, "lr": 1e-3, "targets": 7.0})
         view.evaluation(30, {"eval_loss": 1.5})
-    assert len(shown) == 1
-    last = shown[0][-1]
+    assert len(displays_made) == 1
+    last = displays_made[0][-1]
     assert "&lt;tiny&gt;, 40 steps" in last
     assert last.count("<tr>") == 21
     assert "<td>30</td><td>2</td><td>1.5</td>" in last.replace("2.0000", "2").replace("1.5000", "1.5")

@@ -27,13 +27,13 @@ def test_every_second_of_a_step_has_a_cause():
     """Two steps in 10 s: 4 s of operations, 1 s of other programs, 2 s of waiting for data; the rest is the host's."""
     window = Window(first=3, last=4, wall_s=10.0, seconds={"data": 2.0, "step": 8.0}, devices=1, kind="x", platform="tpu")
     trace = Trace({"fusion.1": 3.0, "copy.2": 1.0}, {"fusion.1": 4, "copy.2": 2}, 4.0, 9.0, 1, "step", {"other": 1.0})
-    found = profile_of(window, trace, None)
-    ops = {row.name: row for row in found.ops}
+    profile = profile_of(window, trace, None)
+    ops = {row.name: row for row in profile.ops}
     assert {name: row.seconds for name, row in ops.items()} == {"fusion.1": 1.5, HOST: 1.5, DATA: 1.0, "copy.2": 0.5, OTHERS: 0.5}
-    assert [row.name for row in found.ops] == sorted(ops, key=lambda name: -ops[name].seconds)
+    assert [row.name for row in profile.ops] == sorted(ops, key=lambda name: -ops[name].seconds)
     assert (ops["fusion.1"].share, ops[HOST].share) == (0.3, 0.3)
-    for rows in (found.layers, found.kinds, found.ops):
-        assert sum(row.seconds for row in rows) == pytest.approx(found.step_s) == 5.0
+    for rows in (profile.layers, profile.kinds, profile.ops):
+        assert sum(row.seconds for row in rows) == pytest.approx(profile.step_s) == 5.0
     # Data that were waited for while the device computed cost nothing.
     busy = profile_of(window, Trace({"fusion.1": 9.5}, {"fusion.1": 4}, 9.5, 9.5, 1, "step"), None)
     assert {row.name: row.seconds for row in busy.ops} == {"fusion.1": 4.75, DATA: 0.25}
@@ -86,10 +86,10 @@ def test_a_request_is_answered_with_steps_that_every_process_can_reach(tmp_path:
     assert leader.window(5) is None          # once a second
     now[0] = 2.0
     assert other.window(20) is None          # only the leader chooses
-    found = leader.window(20)                # ten steps a second: 100 steps are ten seconds
-    assert found == (20 + 101, 20 + 103, "a")
+    window = leader.window(20)                # ten steps a second: 100 steps are ten seconds
+    assert window == (20 + 101, 20 + 103, "a")
     now[0] = 4.0
-    assert other.window(40) == found
+    assert other.window(40) == window
     other.done()
     assert request.exists()
     leader.done()
@@ -118,7 +118,7 @@ def layers(x, weights):
         return jnp.sum(x * x)
 
 
-def captured(folder: Path, program, *arguments, stall_s: float = 0.0, steps: int = 3):
+def capture_calls(folder: Path, program, *arguments, stall_s: float = 0.0, steps: int = 3):
     """A capture of some calls, each after a wait that counts as the data's."""
     clock = Clock()
     jax.block_until_ready(program(*arguments))
@@ -139,7 +139,7 @@ def test_a_planted_slow_layer_and_a_planted_stall_are_found(tmp_path: Path):
     widths = [256, 256, 2048, 256]
     weights = [jnp.full((128, width), 0.01) for width in widths]
     program = jax.jit(jax.value_and_grad(layers, argnums=1)).lower(x, weights).compile()
-    profile = captured(tmp_path / "slow", program, x, weights)
+    profile = capture_calls(tmp_path / "slow", program, x, weights)
     assert any("layers.2/mlp" in text and "times as long" in text for text in findings(profile))
     by_layer = {row.name: row.seconds for row in profile.layers}
     forward = [by_layer[f"layers.{i}/mlp"] for i in range(4)]
@@ -149,13 +149,13 @@ def test_a_planted_slow_layer_and_a_planted_stall_are_found(tmp_path: Path):
     # Forward, and the gradients of both products of a layer except those of the first input.
     pair = [2 * 256 * 128 * width for width in widths]
     assert sum(row.flops or 0 for row in profile.kinds) == 6 * sum(pair) - pair[0]
-    stalled = captured(tmp_path / "stall", program, x, weights, stall_s=0.1)
+    stalled = capture_calls(tmp_path / "stall", program, x, weights, stall_s=0.1)
     assert not any("waits for data" in text for text in findings(profile))
     assert any("waits for data" in text for text in findings(stalled))
     assert next(row for row in stalled.kinds if row.name == DATA).seconds == pytest.approx(0.1, rel=0.05)
-    for one in (profile, stalled):
-        for rows in (one.layers, one.kinds, one.ops, merged_layers(one.layers)):
-            assert sum(row.seconds for row in rows) == pytest.approx(one.step_s, rel=0.03)
+    for profile_of_run in (profile, stalled):
+        for rows in (profile_of_run.layers, profile_of_run.kinds, profile_of_run.ops, merged_layers(profile_of_run.layers)):
+            assert sum(row.seconds for row in rows) == pytest.approx(profile_of_run.step_s, rel=0.03)
             assert sum(row.share for row in rows) == pytest.approx(1.0, abs=0.03)
 
 
@@ -213,9 +213,9 @@ def test_a_running_job_is_asked_for_a_capture(tmp_path: Path):
         until = time.monotonic() + 120
         while time.monotonic() < until and not (run / "metrics.jsonl").is_file():
             time.sleep(0.2)
-        found = profile(str(run), 4, timeout=120)
-        assert found.window.steps == 4
-        assert "by kind" in profile_text(found)
+        capture = profile(str(run), 4, timeout=120)
+        assert capture.window.steps == 4
+        assert "by kind" in profile_text(capture)
         assert not (run / "profile" / "request.json").exists()
     finally:
         child.terminate()

@@ -70,9 +70,9 @@ class Page(HTMLParser):
 
 
 def lines(steps: int = 60) -> list[dict]:
-    told: list[dict] = []
+    lines_of_run: list[dict] = []
     for step in range(10, steps + 1, 10):
-        told.append(
+        lines_of_run.append(
             {
                 "step": step,
                 "loss": 5 - step / 20,
@@ -82,9 +82,9 @@ def lines(steps: int = 60) -> list[dict]:
                 "tokens_per_s": 900.0,
             }
         )
-        told.append({"step": step, "sample": f"text of step {step}", "prompt": "def "})
-    told.append({"step": steps, "eval_loss": 2.25, "eval_perplexity": math.exp(2.25), "eval_bits_per_byte": 1.5})
-    return told
+        lines_of_run.append({"step": step, "sample": f"text of step {step}", "prompt": "def "})
+    lines_of_run.append({"step": steps, "eval_loss": 2.25, "eval_perplexity": math.exp(2.25), "eval_bits_per_byte": 1.5})
+    return lines_of_run
 
 
 def full(**changes) -> RunRecord:
@@ -117,8 +117,8 @@ def test_checkpoints_of_a_run_that_learns_from_rewards_show_rewards():
 def test_what_preferences_are_compared_by_is_plotted():
     same = {"loss": 0.6, "rewards/margin": 0.5, "rewards/rejected": -1.5}
     pairs = [{"step": step, "rewards/accuracy": step / 8, "rewards/chosen": step} | same for step in (2, 4, 6)]
-    held = {"step": 6, "eval_loss": 0.5, "eval_rewards/accuracy": 0.875, "eval_rewards/chosen": 4.0}
-    page = Page(render_report(full(lines=[*pairs, held], facts={"objective": "dpo"})))
+    evaluation = {"step": 6, "eval_loss": 0.5, "eval_rewards/accuracy": 0.875, "eval_rewards/chosen": 4.0}
+    page = Page(render_report(full(lines=[*pairs, evaluation], facts={"objective": "dpo"})))
     assert "Preferences" in page.text("h2")
     curves = {name: [y for _, y, *_ in points] for name, points in page.series().items()}
     assert curves["accuracy"] == [0.25, 0.5, 0.75]
@@ -204,10 +204,10 @@ def test_what_a_quickstart_proved_is_shown_as_it_is():
 
 def test_axes_have_names_and_the_loss_a_line_where_guessing_is():
     page = Page(render_report(full(facts={"vocab": 258})))
-    named = page.text("text")
-    assert named.count("step") == 4
-    assert {"loss, nats per token", "tokens/s", "learning rate", "gradient norm"} <= set(named)
-    assert f"guessing: ln 258 = {math.log(258):.2f}" in named
+    texts = page.text("text")
+    assert texts.count("step") == 4
+    assert {"loss, nats per token", "tokens/s", "learning rate", "gradient norm"} <= set(texts)
+    assert f"guessing: ln 258 = {math.log(258):.2f}" in texts
     level = next(a["d"] for t, a in page.tags if t == "path" and a["class"] == "level")
     assert 0 < float(str(level).removeprefix("M66 ").partition("H")[0]) < 320
 
@@ -232,9 +232,9 @@ def test_nothing_is_fetched_and_the_script_is_small():
 
 def test_whatever_a_run_holds_is_text():
     evil = "</pre><script>alert(1)</script><img src=x onerror=y>\"'&\x1b[31m\u202e"
-    told = [{"step": 1, "loss": 1.0}, {"step": 1, "sample": evil}, {"step": 1, "seconds": {evil: 1.0}}]
+    lines_of_run = [{"step": 1, "loss": 1.0}, {"step": 1, "sample": evil}, {"step": 1, "seconds": {evil: 1.0}}]
     record = full(
-        name=evil, state=evil, lines=told, settings=[(evil, evil, evil)], environment={evil: evil}, command=evil,
+        name=evil, state=evil, lines=lines_of_run, settings=[(evil, evil, evil)], environment={evil: evil}, command=evil,
         facts={"model": evil, "device": evil}, date=evil,
     )  # fmt: skip
     text = render_report(record)
@@ -262,12 +262,12 @@ def test_places_of_points_are_short():
 
 
 def test_the_last_line_of_a_step_wins_and_curves_hold_their_values():
-    told = [{"step": 10, "loss": 9.0}, {"step": 20, "loss": 8.0}, {"step": 10, "loss": 4.0}, {"step": 20, "loss": 3.0}]
-    told += [{"step": 30, "loss": "nan"}, {"step": 40, "loss": math.inf}, {"step": 40, "eval_loss": 3.5}, {"loss": 1.0}]
-    page = Page(render_report(full(lines=told)))
+    lines_of_run = [{"step": 10, "loss": 9.0}, {"step": 20, "loss": 8.0}, {"step": 10, "loss": 4.0}, {"step": 20, "loss": 3.0}]
+    lines_of_run += [{"step": 30, "loss": "nan"}, {"step": 40, "loss": math.inf}, {"step": 40, "eval_loss": 3.5}, {"loss": 1.0}]
+    page = Page(render_report(full(lines=lines_of_run)))
     assert [point[:2] for point in page.series()["loss"]] == [[10, 4.0], [20, 3.0]]
     assert [point[:2] for point in page.series()["eval"]] == [[40, 3.5]]
-    assert numbers(told, "loss") == [(10.0, 4.0), (20.0, 3.0)]
+    assert numbers(lines_of_run, "loss") == [(10.0, 4.0), (20.0, 3.0)]
 
 
 @pytest.mark.parametrize(
@@ -284,8 +284,8 @@ def test_the_last_line_of_a_step_wins_and_curves_hold_their_values():
 )
 def test_a_small_loss_is_seen_to_change(before: float, after: float, words: str):
     """That of distillation is a divergence of some thousandths."""
-    told = [{"step": 1, "loss": before}, {"step": 9, "loss": after}]
-    page = Page(render_report(full(lines=told, facts={"objective": "gkd"})))
+    lines_of_run = [{"step": 1, "loss": before}, {"step": 9, "loss": after}]
+    page = Page(render_report(full(lines=lines_of_run, facts={"objective": "gkd"})))
     assert f"its loss went from {words}." in page.text("p")[0]
 
 
@@ -298,12 +298,12 @@ def test_a_loss_has_digits(x: float, words: str):
 
 
 def test_time_is_added_over_sessions():
-    told = [
+    lines_of_run = [
         {"step": 10, "seconds": {"step": 30.0, "compile": 10.0}},
         {"step": 10, "seconds": {"step": 50.0, "data": 10.0}},
     ]
-    assert seconds_by_cause(told) == {"step": 80.0, "compile": 10.0, "data": 10.0}
-    page = Page(render_report(full(lines=told)))
+    assert seconds_by_cause(lines_of_run) == {"step": 80.0, "compile": 10.0, "data": 10.0}
+    page = Page(render_report(full(lines=lines_of_run)))
     assert "Time by cause, 2 sessions" in page.text("h2")
     rows = page.text("td")
     assert rows[rows.index("80.0") + 1] == "80.0%"
@@ -321,10 +321,10 @@ def test_a_run_without_any_line_says_so():
 
 
 def test_many_samples_are_folded_away():
-    told = [{"step": s, "sample": f"sample {s}"} for s in range(100)]
-    shown = Page(render_report(full(lines=told, command="")))
-    assert shown.text("pre")[0] == "sample 99"
-    assert "99 earlier samples" in shown.text("summary")
+    lines_of_run = [{"step": s, "sample": f"sample {s}"} for s in range(100)]
+    page = Page(render_report(full(lines=lines_of_run, command="")))
+    assert page.text("pre")[0] == "sample 99"
+    assert "99 earlier samples" in page.text("summary")
 
 
 def test_curves_stay_inside_their_picture():
@@ -344,9 +344,9 @@ def test_an_interval_is_drawn_around_its_line_and_inside_the_picture():
     """Along its lower ends, and back along its upper ones; the axis reaches as far as it does."""
     line, band = [(0.0, 1.0), (10.0, 2.0)], [(0.0, 0.0, 4.0), (10.0, 1.0, 3.0)]
     page = Page(chart([Series("reward", line, band=band, color=2)], "x"))
-    ((_, drawn),) = [(t, a) for t, a in page.tags if t == "path" and "band" in a["class"]]  # pyright: ignore
-    assert drawn["class"] == "band c2"
-    path = str(drawn["d"])
+    ((_, band_path),) = [(t, a) for t, a in page.tags if t == "path" and "band" in a["class"]]  # pyright: ignore
+    assert band_path["class"] == "band c2"
+    path = str(band_path["d"])
     assert path.endswith("Z")
     places = [tuple(map(float, p.split())) for p in re.split("[ML]", path.removesuffix("Z"))[1:]]
     assert [x for x, _ in places] == [LEFT, WIDTH - RIGHT, WIDTH - RIGHT, LEFT]
@@ -375,10 +375,10 @@ def test_thinning_and_smoothing_keep_the_mean():
     "points", [[(1.0, 2.0)], [(1.0, 2.0), (2.0, 2.0)], [(0.0, 0.0), (1.0, 1e300)], [(0.0, -1e-12), (9.0, 0.0)]]
 )
 def test_odd_curves_draw(points):
-    drawn = chart([Series("loss", points)], "x", zero=True)
-    Page(drawn)
-    assert "nan" not in drawn
-    assert "inf" not in drawn
+    svg = chart([Series("loss", points)], "x", zero=True)
+    Page(svg)
+    assert "nan" not in svg
+    assert "inf" not in svg
 
 
 def test_a_bar_fills_its_width():

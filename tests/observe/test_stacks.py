@@ -21,13 +21,13 @@ Extension modules: numpy, yaml (total: 2)
 
 def test_stacks_that_are_alike_are_shown_once():
     other = ONE.replace("0x00007f34", "0x00009934").replace("line 2 in step", "line 3 in wait")
-    shown = fold_stacks({0: ONE, 1: ONE.replace("7f", "aa"), 2: ONE, 4: other})
-    assert shown.count('line 9 in outer') == 1
-    assert "processes 0-2, 4:\n" + '  File "a.py", line 1 in inner' in shown
-    assert "processes 0-2:\n" + '  File "b.py", line 2 in step' in shown
-    assert 'process 4:\n  File "b.py", line 3 in wait' in shown
-    assert "Extension" not in shown
-    assert "0x" not in shown
+    folded = fold_stacks({0: ONE, 1: ONE.replace("7f", "aa"), 2: ONE, 4: other})
+    assert folded.count('line 9 in outer') == 1
+    assert "processes 0-2, 4:\n" + '  File "a.py", line 1 in inner' in folded
+    assert "processes 0-2:\n" + '  File "b.py", line 2 in step' in folded
+    assert 'process 4:\n  File "b.py", line 3 in wait' in folded
+    assert "Extension" not in folded
+    assert "0x" not in folded
 
 
 def test_threads_that_wait_for_work_are_left_out():
@@ -44,15 +44,15 @@ faulthandler.dump_traceback(sys.stdout)
 sys.stdout.flush()
 import os; os._exit(0)
 """
-    written = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    shown = fold_stacks({0: written})
-    assert written.count("most recent call first") == 6
-    assert " in works" in shown
-    assert " in <module>" in shown
-    assert " in _worker" not in shown
-    assert 'queue.py"' not in shown
+    dump = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    folded = fold_stacks({0: dump})
+    assert dump.count("most recent call first") == 6
+    assert " in works" in folded
+    assert " in <module>" in folded
+    assert " in _worker" not in folded
+    assert 'queue.py"' not in folded
     # The thread of a queue without Python code of its own ends in `run`.
-    assert shown.count("process 0:") <= 3
+    assert folded.count("process 0:") <= 3
 
 
 def test_a_process_that_does_not_go_on_ends_and_says_where(tmp_path: Path):

@@ -157,16 +157,16 @@ def test_the_live_picture_is_replaced_in_place(monkeypatch):
         view.say("words [i]above[/i]")
         view.close()
         view.close()
-    shown = out.shown()
-    text = "\n".join(shown)
-    assert max(map(len, shown)) <= 80
-    for once in ("parameters  90,368", "step 200/200  100%", "● eval loss 1.2500", "sample at step 200", "loss 1.0200"):
-        assert text.count(once) == 1, once
+    lines = out.shown()
+    text = "\n".join(lines)
+    assert max(map(len, lines)) <= 80
+    for phrase in ("parameters  90,368", "step 200/200  100%", "● eval loss 1.2500", "sample at step 200", "loss 1.0200"):
+        assert text.count(phrase) == 1, phrase
     assert text.index("words [i]above[/i]") < text.index("┤") < text.index("loss 1.0200") < text.index("step 200/200")
     assert "·[31mred·]0;title· [bold]not markup[/bold]" in text
     assert "\x1b[31mred" not in out.getvalue()
     assert "\x07" not in out.getvalue()
-    assert sum("│" in line or "┤" in line for line in shown) == 8
+    assert sum("│" in line or "┤" in line for line in lines) == 8
 
 
 @pytest.mark.parametrize(("width", "height"), [(1, 1), (8, 3), (20, 5), (39, 50), (60, 12), (80, 17), (300, 100)])
@@ -202,25 +202,25 @@ def test_an_exception_closes_the_picture(monkeypatch):
         time.sleep(0.01)
     assert threading.active_count() == before
     assert "stopped" in out.shown()[-2]
-    written = out.getvalue()
+    output = out.getvalue()
     view.say("after")
-    assert out.getvalue() == written + "after\n"
-    hidden, shown = written.rfind("\x1b[?25l"), written.rfind("\x1b[?25h")
+    assert out.getvalue() == output + "after\n"
+    hidden, shown = output.rfind("\x1b[?25l"), output.rfind("\x1b[?25h")
     assert hidden < shown
 
 
 def test_redraws_are_bounded_however_fast_steps_are(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
-    drawn: list[float] = []
+    times: list[float] = []
     with Terminal(Screen()) as view:
         draw = view.picture.drawn
-        monkeypatch.setattr(view.picture, "drawn", lambda *size: (drawn.append(time.monotonic()), draw(*size))[1])
+        monkeypatch.setattr(view.picture, "drawn", lambda *size: (times.append(time.monotonic()), draw(*size))[1])
         view.header(FACTS | {"steps": 10**7})
         start, step = time.monotonic(), 0
         while time.monotonic() - start < 1.2:
             step += 1
             view.step(step, {"loss": 2.0})
-        running = [t for t in drawn if t - start > 0.05]
+        running = [t for t in times if t - start > 0.05]
     assert step > 5000
     assert 2 <= len(running) <= 1.2 * REDRAWS_PER_S + 1
     assert len(view.picture._losses) <= POINTS
@@ -300,8 +300,8 @@ def test_what_a_step_compares_is_reported():
     view.step(2, {"loss": 0.65, "lr": 5e-7} | pairs)
     view.evaluation(2, {"eval_loss": 0.5} | {f"eval_{name}": x for name, x in pairs.items()})
     words = "accuracy 62.5%  margin 0.123 (chosen 0.1, rejected -0.0234)"
-    said = stream.getvalue().splitlines()[-2:]
-    assert said == [f"step 2/4  loss 0.6500  lr 5.00e-07  {words}", f"step 2/4  eval loss 0.5000  {words}"]
+    lines = stream.getvalue().splitlines()[-2:]
+    assert lines == [f"step 2/4  loss 0.6500  lr 5.00e-07  {words}", f"step 2/4  eval loss 0.5000  {words}"]
     with Terminal(screen, live=True) as live:
         live.header({"steps": 4})
         live.step(2, {"loss": 0.65} | pairs)

@@ -57,23 +57,23 @@ def store(tmp_path):
     return Store(tmp_path / "run")
 
 
-def written(store, lines):
+def write_lines(store, lines):
     metrics = Metrics(store)
     for line in lines:
         metrics.write(line)
     metrics.close()
 
 
-def follower(store, settings=None, said=None, name="recorder"):
+def follower(store, settings=None, messages=None, name="recorder"):
     run = TrackedRun("mine", Path(store.root) / "trackers", {"seed": 0})
-    return Follower(name, settings or Recorder(), store, run, (said if said is not None else []).append)
+    return Follower(name, settings or Recorder(), store, run, (messages if messages is not None else []).append)
 
 
-def followed(store, **more):
-    one = follower(store, **more)
-    one.start()
-    one.close()
-    return one
+def follow(store, **more):
+    follower_run = follower(store, **more)
+    follower_run.start()
+    follower_run.close()
+    return follower_run
 
 
 def all_numbers(logged):
@@ -89,75 +89,75 @@ EXPECTED = {(line["step"], name): number for line in LINES for name, number in n
 
 
 def test_every_number_is_sent_once_in_order_and_the_position_is_kept(store):
-    written(store, LINES[:4])
-    first = followed(store)
+    write_lines(store, LINES[:4])
+    first = follow(store)
     assert first.position == len(store.read_text("metrics.jsonl").encode())
-    written(store, LINES[4:])
-    second = followed(store)
+    write_lines(store, LINES[4:])
+    second = follow(store)
     assert second.id == "first"
-    found = all_numbers(Recorded.logged)
-    assert str(found) == str(EXPECTED)
+    recorded = all_numbers(Recorded.logged)
+    assert str(recorded) == str(EXPECTED)
     assert [step for step, _ in Recorded.logged] == sorted(step for step, _ in Recorded.logged)
 
 
 def test_steps_that_a_resumed_run_writes_again_are_not_sent_again(store):
-    written(store, LINES)
-    followed(store)
-    written(store, [*LINES[3:6], {"step": 6, "loss": 1.0}])
-    followed(store)
+    write_lines(store, LINES)
+    follow(store)
+    write_lines(store, [*LINES[3:6], {"step": 6, "loss": 1.0}])
+    follow(store)
     assert str(all_numbers(Recorded.logged)) == str(EXPECTED | {(6, "loss"): 1.0})
 
 
 def test_a_tracker_of_whole_steps_gets_each_step_once(store):
     """The evaluation of a step comes after its loss, in a line of its own."""
     Recorded.whole_steps = True
-    written(store, LINES[:6])
-    one = follower(store)
-    while one.send(Recorded(None, "")):
+    write_lines(store, LINES[:6])
+    tracker = follower(store)
+    while tracker.send(Recorded(None, "")):
         pass
     assert [step for step, _ in Recorded.logged] == [1, 2, 3, 4]
-    written(store, LINES[6:])
-    followed(store)
+    write_lines(store, LINES[6:])
+    follow(store)
     assert [step for step, _ in Recorded.logged] == [1, 2, 3, 4, 5]
     assert str(all_numbers(Recorded.logged)) == str(EXPECTED)
 
 
 def test_a_torn_line_waits_until_it_is_whole(store):
-    written(store, LINES[:3])
+    write_lines(store, LINES[:3])
     path = store.local_path("metrics.jsonl")
     whole = path.stat().st_size
     with path.open("a", encoding="utf-8") as file:
         file.write('{"step": 3, "lo')
     assert next_lines(store, 0, 100)[-1][1] == whole
     # As a run that starts again has it: the torn end is dropped.
-    written(store, LINES[3:])
-    followed(store)
+    write_lines(store, LINES[3:])
+    follow(store)
     assert str(all_numbers(Recorded.logged)) == str(EXPECTED)
 
 
 def test_a_tracker_that_fails_stops_nothing_and_catches_up(store, monkeypatch):
     monkeypatch.setattr("argosy.observe.trackers.follow.AGAIN_S", 0.01)
-    written(store, LINES)
-    Recorded.fails, said = 3, []
-    one = follower(store, said=said)
-    one.start()
+    write_lines(store, LINES)
+    Recorded.fails, messages = 3, []
+    tracker = follower(store, messages=messages)
+    tracker.start()
     ends = time.monotonic() + 10
-    while one.position == 0 and time.monotonic() < ends:
+    while tracker.position == 0 and time.monotonic() < ends:
         time.sleep(0.01)
-    one.close()
+    tracker.close()
     assert str(all_numbers(Recorded.logged)) == str(EXPECTED)
-    assert said[0] == "recorder fails, and the run goes on: OSError: the server is away"
-    assert said[1] == "recorder answers again, and has caught up"
+    assert messages[0] == "recorder fails, and the run goes on: OSError: the server is away"
+    assert messages[1] == "recorder answers again, and has caught up"
 
 
 def test_what_a_tracker_did_not_get_comes_with_the_next_start(store):
-    written(store, LINES)
-    Recorded.fails, said = 1, []
-    followed(store, said=said)
-    assert any("has not caught up" in text for text in said) or Recorded.logged
+    write_lines(store, LINES)
+    Recorded.fails, messages = 1, []
+    follow(store, messages=messages)
+    assert any("has not caught up" in text for text in messages) or Recorded.logged
     Recorded.logged, Recorded.fails = [], 0
     store.write_text("trackers/recorder.json", json.dumps({"position": 0, "id": "x"}))
-    again = followed(store)
+    again = follow(store)
     assert again.id == "x"
     assert str(all_numbers(Recorded.logged)) == str(EXPECTED)
 
@@ -181,8 +181,8 @@ def events_of(folder):
             fields = dict(fields_of(content))
             for number, value in fields_of(fields.get(5, b"")):
                 assert number == 1
-                own = dict(fields_of(value))
-                out[fields.get(2, 0), own[1].decode()] = own[2]
+                fields_of_value = dict(fields_of(value))
+                out[fields.get(2, 0), fields_of_value[1].decode()] = fields_of_value[2]
     return out
 
 
@@ -213,20 +213,20 @@ def fields_of(data):
 
 
 def test_tensorboards_file_holds_every_number(store):
-    written(store, LINES)
-    followed(store, settings=TRACKERS["tensorboard"](), name="tensorboard")
-    found = events_of(Path(store.root) / "trackers" / "tensorboard")
-    assert found.keys() == EXPECTED.keys()
-    assert all(value == struct.unpack("<f", struct.pack("<f", EXPECTED[key]))[0] or value != value for key, value in found.items())
+    write_lines(store, LINES)
+    follow(store, settings=TRACKERS["tensorboard"](), name="tensorboard")
+    events = events_of(Path(store.root) / "trackers" / "tensorboard")
+    assert events.keys() == EXPECTED.keys()
+    assert all(value == struct.unpack("<f", struct.pack("<f", EXPECTED[key]))[0] or value != value for key, value in events.items())
 
 
 def test_tensorboard_itself_reads_the_file(store):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    written(store, LINES)
-    followed(store, settings=TRACKERS["tensorboard"](), name="tensorboard")
+    write_lines(store, LINES)
+    follow(store, settings=TRACKERS["tensorboard"](), name="tensorboard")
     reader = accumulator.EventAccumulator(str(Path(store.root) / "trackers" / "tensorboard"))
     reader.Reload()
-    assert [(one.step, one.value) for one in reader.Scalars("loss")] == [
+    assert [(point.step, point.value) for point in reader.Scalars("loss")] == [
         (line["step"], pytest.approx(line["loss"])) for line in LINES if "loss" in line
     ]
 
@@ -238,14 +238,14 @@ def test_tensorboard_itself_reads_the_file(store):
 def test_mlflow_holds_every_number_and_goes_on_with_its_run(store):
     mlflow = pytest.importorskip("mlflow")
     settings = TRACKERS["mlflow"]()
-    written(store, LINES[:4])
-    first = followed(store, settings=settings, name="mlflow")
-    written(store, LINES[4:])
-    second = followed(store, settings=settings, name="mlflow")
+    write_lines(store, LINES[:4])
+    first = follow(store, settings=settings, name="mlflow")
+    write_lines(store, LINES[4:])
+    second = follow(store, settings=settings, name="mlflow")
     assert first.id == second.id
     client = mlflow.tracking.MlflowClient(f"sqlite:///{(Path(store.root) / 'trackers' / 'mlflow.db').resolve()}")
     history = client.get_metric_history(second.id, "loss")
-    assert [(one.step, one.value) for one in history] == [(line["step"], line["loss"]) for line in LINES if "loss" in line]
+    assert [(point.step, point.value) for point in history] == [(line["step"], line["loss"]) for line in LINES if "loss" in line]
     assert client.get_run(second.id).data.params["seed"] == "0"
     assert client.get_run(second.id).info.status == "FINISHED"
 
@@ -255,9 +255,9 @@ def leveldb_records(data, ahead=7):
     last). ahead: bytes of the first block before the data."""
     at, parts = 0, b""
     while at + 7 <= len(data):
-        left = 32768 - (at + ahead) % 32768
-        if left < 7:
-            at += left
+        room = 32768 - (at + ahead) % 32768
+        if room < 7:
+            at += room
             continue
         size, kind = struct.unpack_from("<HB", data, at + 4)
         parts += data[at + 7 : at + 7 + size]
@@ -273,10 +273,10 @@ def test_wandb_offline_holds_every_number_under_one_run(store, monkeypatch):
     from wandb.proto import wandb_internal_pb2
 
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    settings, found, ids = TRACKERS["wandb"](mode="offline"), {}, set()
+    settings, recorded, ids = TRACKERS["wandb"](mode="offline"), {}, set()
     for lines in (LINES[:4], LINES[4:]):
-        written(store, lines)
-        ids.add(followed(store, settings=settings, name="wandb").id)
+        write_lines(store, lines)
+        ids.add(follow(store, settings=settings, name="wandb").id)
         # It names its files by the second.
         time.sleep(1.1)
     assert len(ids) == 1
@@ -286,23 +286,23 @@ def test_wandb_offline_holds_every_number_under_one_run(store, monkeypatch):
             record.ParseFromString(raw)
             if record.WhichOneof("record_type") == "history":
                 items = {(item.key or ".".join(item.nested_key)): json.loads(item.value_json) for item in record.history.item}
-                found |= {(items["_step"], name): value for name, value in items.items() if not name.startswith("_")}
-    assert found.keys() == EXPECTED.keys()
-    assert found[3, "loss"] == EXPECTED[3, "loss"]
+                recorded |= {(items["_step"], name): value for name, value in items.items() if not name.startswith("_")}
+    assert recorded.keys() == EXPECTED.keys()
+    assert recorded[3, "loss"] == EXPECTED[3, "loss"]
 
 
 @pytest.mark.slow
 def test_trackio_holds_every_number(store, monkeypatch, tmp_path):
     pytest.importorskip("trackio")
     monkeypatch.setattr("trackio.utils.TRACKIO_DIR", tmp_path / "trackio", raising=False)
-    written(store, LINES)
-    followed(store, settings=TRACKERS["trackio"](project="house"), name="trackio")
+    write_lines(store, LINES)
+    follow(store, settings=TRACKERS["trackio"](project="house"), name="trackio")
     from trackio.sqlite_storage import SQLiteStorage
 
     with sqlite3.connect(SQLiteStorage.get_project_db_path("house")) as database:
         rows = database.execute("select step, metrics from metrics where run_name = 'mine' order by step").fetchall()
-    found = {(step, name) for step, text in rows for name in json.loads(text)}
-    assert {key for key in EXPECTED if key[1] != "grad_norm"} <= found
+    recorded = {(step, name) for step, text in rows for name in json.loads(text)}
+    assert {key for key in EXPECTED if key[1] != "grad_norm"} <= recorded
 
 
 # ---------------------------------------------------------------- a real run that is killed
@@ -324,11 +324,11 @@ def test_a_run_that_is_killed_loses_no_number(tmp_path):
     assert killed.wait() == -signal.SIGKILL
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    found = events_of(run / "trackers" / "tensorboard")
+    events = events_of(run / "trackers" / "tensorboard")
     expected = {(line["step"], name): number for line in read(Store(run)) for name, number in numbers_of(line).items()}
     assert {step for step, name in expected if name == "loss"} == set(range(1, 31))
-    assert found.keys() == expected.keys()
+    assert events.keys() == expected.keys()
     # What was made again has the same values.
-    for (step, name), value in found.items():
+    for (step, name), value in events.items():
         if name == "loss":
             assert value == struct.unpack("<f", struct.pack("<f", expected[step, name]))[0]

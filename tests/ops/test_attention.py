@@ -52,13 +52,13 @@ def test_reference_equals_numpy(window, score):
     q, k, v, segments, at = inputs(T=40)
     see = See(*map(jnp.asarray, (at, at, segments, segments)), aligned=True)
     score = {name: jnp.asarray(value) if name == "sinks" else value for name, value in score.items()}
-    wanted = Score(0.3, window, **score)
-    got = attention(*map(jnp.asarray, (q, k, v)), see, wanted, "reference")
+    rule = Score(0.3, window, **score)
+    got = attention(*map(jnp.asarray, (q, k, v)), see, rule, "reference")
     ahead = at[:, :, None] - at[:, None, :]
     mask = (ahead >= 0) & (segments[:, :, None] == segments[:, None, :])
     if window is not None:
         mask &= ahead < window
-    assert relative(got, oracle(q, k, v, mask, wanted)) < 1e-6
+    assert relative(got, oracle(q, k, v, mask, rule)) < 1e-6
 
 
 @pytest.mark.parametrize("name", [n for n in ATTENTION if n not in ("reference", *ELSEWHERE)])
@@ -80,8 +80,8 @@ def test_implementations_equal_the_reference(name, window, packed, length):
     value, grads = of(name)
     expected, expected_grads = of("reference")
     assert abs(float(value - expected)) < 1e-4 * max(1, abs(float(expected)))
-    for got, wanted in zip(grads, expected_grads):
-        assert np.abs(got - wanted).max() < 5e-6 * max(1, np.abs(wanted).max())     # all zero where only itself is seen
+    for got, expected_grad in zip(grads, expected_grads):
+        assert np.abs(got - expected_grad).max() < 5e-6 * max(1, np.abs(expected_grad).max())     # all zero where only itself is seen
 
 
 def branches(T=150):
@@ -102,8 +102,8 @@ def test_a_query_sees_its_segment_and_the_prefix_of_it():
     got = attention(*map(jnp.asarray, (q, k, v)), see, Score(0.3), "reference")
     mask = np.zeros((B, 40, 40), bool)
     for b, t, s in np.ndindex(mask.shape):
-        own = segments[b, t] == segments[b, s] or (prefixes[b, t] > 0 and segments[b, s] == prefixes[b, t])
-        mask[b, t, s] = s <= t and own
+        visible = segments[b, t] == segments[b, s] or (prefixes[b, t] > 0 and segments[b, s] == prefixes[b, t])
+        mask[b, t, s] = s <= t and visible
     assert mask.sum() > (segments[:, :, None] == segments[:, None, :]).sum() / 2
     assert relative(got, oracle(q, k, v, mask, Score(0.3))) < 1e-6
 
@@ -121,8 +121,8 @@ def test_blocks_of_rows_see_prefixes(length):
     value, grads = of("blocked")
     expected, expected_grads = of("reference")
     assert abs(float(value - expected)) < 1e-4 * abs(float(expected))
-    for got, wanted in zip(grads, expected_grads):
-        assert np.abs(got - wanted).max() < 5e-6 * max(1, np.abs(wanted).max())
+    for got, expected_grad in zip(grads, expected_grads):
+        assert np.abs(got - expected_grad).max() < 5e-6 * max(1, np.abs(expected_grad).max())
 
 
 @pytest.mark.parametrize("name", ["splash", "ring"])
@@ -133,18 +133,18 @@ def test_kernels_without_prefixes_say_so(name):
     see = See(jnp.asarray(at), jnp.asarray(at), segments, segments, aligned=True)
     arrays = tuple(map(jnp.asarray, (q, k, v)))
     refuses = ATTENTION[name].refuses
-    found = {}
+    refusals = {}
     for prefix in (None, prefixes):
         with scope(MeshSettings(context=2, fsdp=4).build()) if name == "ring" else nullcontext():
-            asked = (*arrays, replace(see, q_prefix=prefix), Score(0.3), False)
-            found[prefix is None] = splash_refusal(*asked) if name == "splash" else refuses(*asked)
-    assert found == {True: None, False: "no prefixes of segments"}
+            arguments = (*arrays, replace(see, q_prefix=prefix), Score(0.3), False)
+            refusals[prefix is None] = splash_refusal(*arguments) if name == "splash" else refuses(*arguments)
+    assert refusals == {True: None, False: "no prefixes of segments"}
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)
 def test_kernels_for_other_devices_are_tested_on_their_own(name):
     assert Path(__file__).with_name(f"test_attention_{name}.py").exists()
-    assert any(name in found for found in (*ATTENTION.prefer.values(), ATTENTION.always))
+    assert any(name in preferred for preferred in (*ATTENTION.prefer.values(), ATTENTION.always))
 
 
 def test_what_an_implementation_cannot_do_it_refuses():

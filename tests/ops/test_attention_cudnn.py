@@ -22,7 +22,7 @@ from argosy.parallel.scope import scope
 BENCH = Path(__file__).parents[2] / "bench"
 
 
-def given(T=37, N=6, K=2, H=12, U=10, packed=True, causal=True, B=2, branched=False):
+def inputs_of(T=37, N=6, K=2, H=12, U=10, packed=True, causal=True, B=2, branched=False):
     rng = np.random.default_rng(T)
     q, k, v = (jnp.asarray(rng.standard_normal((B, T, n, h)), jnp.float32) for n, h in ((N, H), (K, H), (K, U)))
     segments = jnp.asarray(np.sort(rng.integers(0, 4, (B, T)), 1), jnp.int32) if packed else None
@@ -32,14 +32,14 @@ def given(T=37, N=6, K=2, H=12, U=10, packed=True, causal=True, B=2, branched=Fa
     return (q, k, v), See(at, at, segments, segments, causal=causal, aligned=True, q_prefix=prefix)
 
 
-def grown(run, arrays, see, score):
+def value_and_gradients(run, arrays, see, score):
     return jax.jit(jax.value_and_grad(lambda *a: jnp.sum(jnp.sin(run(*a, see, score))), (0, 1, 2)))(*arrays)
 
 
-def same(one, other):
-    assert float(abs(one[0] - other[0])) < 1e-4 * max(1, abs(float(other[0])))
-    for got, wanted in zip(one[1], other[1], strict=True):
-        assert np.abs(got - wanted).max() < 5e-6 * max(1, np.abs(wanted).max())
+def same(first, other):
+    assert float(abs(first[0] - other[0])) < 1e-4 * max(1, abs(float(other[0])))
+    for got, expected in zip(first[1], other[1], strict=True):
+        assert np.abs(got - expected).max() < 5e-6 * max(1, np.abs(expected).max())
 
 
 @pytest.mark.parametrize("window", [None, 1, 7])
@@ -47,29 +47,32 @@ def same(one, other):
 @pytest.mark.parametrize("causal", [True, False])
 def test_its_call_equals_the_reference(window, packed, causal):
     """An odd length, odd heads, values of another size, shared key heads."""
-    arrays, see = given(packed=packed, causal=causal)
+    arrays, see = inputs_of(packed=packed, causal=causal)
     score = Score(0.3, window)
-    same(grown(partial(cudnn, kernel="xla"), arrays, see, score), grown(attention_reference, arrays, see, score))
+    same(
+        value_and_gradients(partial(cudnn, kernel="xla"), arrays, see, score),
+        value_and_gradients(attention_reference, arrays, see, score),
+    )
 
 
 def test_a_query_sees_the_prefix_of_its_segment():
-    arrays, see = given(branched=True)
-    found = grown(partial(cudnn, kernel="xla"), arrays, see, Score(0.3))
-    same(found, grown(attention_reference, arrays, see, Score(0.3)))
-    alone = grown(attention_reference, *given()[:2], Score(0.3))
-    assert float(abs(found[0] - alone[0])) > 1e-2
+    arrays, see = inputs_of(branched=True)
+    result = value_and_gradients(partial(cudnn, kernel="xla"), arrays, see, Score(0.3))
+    same(result, value_and_gradients(attention_reference, arrays, see, Score(0.3)))
+    alone = value_and_gradients(attention_reference, *inputs_of()[:2], Score(0.3))
+    assert float(abs(result[0] - alone[0])) > 1e-2
 
 
 @pytest.mark.parametrize("branched", [False, True])
 def test_devices_share_rows_and_heads(branched):
-    arrays, see = given(B=4, N=4, branched=branched)
-    expected = grown(attention_reference, arrays, see, Score(0.3))
+    arrays, see = inputs_of(B=4, N=4, branched=branched)
+    expected = value_and_gradients(attention_reference, arrays, see, Score(0.3))
     with scope(MeshSettings(data=2, fsdp=2, tensor=2).build()):
-        same(grown(partial(cudnn, kernel="xla"), arrays, see, Score(0.3)), expected)
+        same(value_and_gradients(partial(cudnn, kernel="xla"), arrays, see, Score(0.3)), expected)
 
 
 def test_what_it_cannot_do_is_refused():
-    arrays, see = given(T=8)
+    arrays, see = inputs_of(T=8)
     half = tuple(a.astype(jnp.bfloat16) for a in arrays)
     assert cudnn_refusal(*half, see, Score(1.0), False) is None
     assert "float32" in cudnn_refusal(*arrays, see, Score(1.0), False)
@@ -88,12 +91,12 @@ def test_what_it_cannot_do_is_refused():
 
 def test_old_gpus_are_refused(monkeypatch):
     """The kernel is for Ampere and later; XLA says so only when the program is made."""
-    arrays, see = given(T=8)
+    arrays, see = inputs_of(T=8)
     half = tuple(a.astype(jnp.bfloat16) for a in arrays)
     monkeypatch.setattr(attention_cudnn, "find_spec", lambda name: True)
     with jax.default_device("gpu"):
         for capability, refused in ((None, False), (7.5, True), (8.0, False), (9.0, False), (12.0, False)):
-            monkeypatch.setattr(attention_cudnn, "_capability", lambda found=capability: found)
+            monkeypatch.setattr(attention_cudnn, "_capability", lambda version=capability: version)
             assert ("Ampere" in (ATTENTION["cudnn"].refuses(*half, see, Score(1.0), False) or "")) == refused
 
 
@@ -106,6 +109,6 @@ def test_it_compiles_for_an_h100():
     table = subprocess.run(words, stdout=subprocess.PIPE, text=True, env=env, check=True, timeout=300).stdout
     rows = [line.split(" | ") for line in table.splitlines()[2:]]
     assert len(rows) == 8
-    for name, found, _ in rows:
+    for name, kernels, _ in rows:
         kernel = "fmhaSoftmax" if "whole rows" in name else "fmhaScaleBiasSoftmax"
-        assert sorted(found.split(", ")) == [kernel, kernel + "Backward"], name
+        assert sorted(kernels.split(", ")) == [kernel, kernel + "Backward"], name

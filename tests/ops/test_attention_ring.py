@@ -26,25 +26,25 @@ def both(sizes, T=32, K=2, causal=True, segments=True, sinks=False, dtype=jnp.fl
     """(y, lse) and their gradients, of the reference on one device and of the ring on eight."""
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=s), dtype) for s in ((B, T, N, H), (B, T, K, H), (B, T, K, U)))
-    own = jnp.asarray(np.sort(rng.integers(1, 4, (B, T)), 1), jnp.int32) if segments else None
+    segment_ids = jnp.asarray(np.sort(rng.integers(1, 4, (B, T)), 1), jnp.int32) if segments else None
     at = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
     dy, dlse = jnp.asarray(rng.normal(size=(B, T, N, U)), jnp.float32), jnp.asarray(rng.normal(size=(B, T, N)), jnp.float32)
     arrays = {"q": q, "k": k, "v": v} | ({"sinks": jnp.asarray(rng.normal(size=N), jnp.float32)} if sinks else {})
 
     def total(arrays, name):
-        how = Score(H**-0.5, sinks=arrays.get("sinks"), **score)
-        see = See(at, at, own, own, causal=causal, aligned=True)
-        y, lse = attention(arrays["q"], arrays["k"], arrays["v"], see, how, name, lse=True)
+        rule = Score(H**-0.5, sinks=arrays.get("sinks"), **score)
+        see = See(at, at, segment_ids, segment_ids, causal=causal, aligned=True)
+        y, lse = attention(arrays["q"], arrays["k"], arrays["v"], see, rule, name, lse=True)
         return jnp.sum(y.astype(jnp.float32) * dy) + jnp.sum(lse * dlse), {"y": y, "lse": lse}
 
-    found = jax.jit(jax.grad(total, has_aux=True), static_argnums=1)
-    expected = found(arrays, "reference")
+    gradients = jax.jit(jax.grad(total, has_aux=True), static_argnums=1)
+    expected = gradients(arrays, "reference")
     with scope(MeshSettings(**sizes).build()):
-        return expected, found(arrays, "ring")
+        return expected, gradients(arrays, "ring")
 
 
 @pytest.mark.parametrize(
-    ("sizes", "how"),
+    ("sizes", "options"),
     [
         (FOUR, {}),
         (EIGHT, {"K": 4, "segments": False}),
@@ -57,8 +57,8 @@ def both(sizes, T=32, K=2, causal=True, segments=True, sinks=False, dtype=jnp.fl
         ({"data": 2, "fsdp": 1, "context": 4}, {"K": 1, "T": 64}),
     ],
 )
-def test_value_and_gradients_equal_the_reference(sizes, how):
-    for a, b in zip(*map(jax.tree.leaves, both(sizes, **how)), strict=True):
+def test_value_and_gradients_equal_the_reference(sizes, options):
+    for a, b in zip(*map(jax.tree.leaves, both(sizes, **options)), strict=True):
         assert relative(b, a) < 3e-6
 
 
@@ -69,9 +69,9 @@ def test_queries_in_blocks(monkeypatch):
 
 
 def test_bfloat16_stays_near():
-    (_, one), (_, other) = both(FOUR, dtype=jnp.bfloat16)
+    (_, exact), (_, other) = both(FOUR, dtype=jnp.bfloat16)
     assert other["y"].dtype == jnp.bfloat16
-    assert relative(other["y"].astype(jnp.float32), one["y"].astype(jnp.float32)) < 2e-2
+    assert relative(other["y"].astype(jnp.float32), exact["y"].astype(jnp.float32)) < 2e-2
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 8])
@@ -100,7 +100,7 @@ def test_padding_that_sees_nothing_is_finite():
 def test_it_is_taken_where_sequences_are_split_and_only_there():
     q = jnp.zeros((B, 32, N, H))
     at = jnp.broadcast_to(jnp.arange(32, dtype=jnp.int32), (B, 32))
-    ask = lambda q=q, at=at, **how: attention(q, q, q, See(at, at, aligned=True), Score(1.0), **how)  # noqa: E731
+    ask = lambda q=q, at=at, **options: attention(q, q, q, See(at, at, aligned=True), Score(1.0), **options)  # noqa: E731
     with scope(MeshSettings(**FOUR).build()):
         assert "collective_permute" in jax.jit(ask).lower().as_text()
         with pytest.raises(Unsupported, match="divides into 8 pieces, twice mesh"):
@@ -119,7 +119,7 @@ def test_masks_exist_for_a_block_of_queries_alone(monkeypatch, remat):
     monkeypatch.setattr(attention_ring, "QUERIES", queries)
     model = config_of("dense", layers=3).build(Scan(remat))
     text = lowered_step(model, MeshSettings(fsdp=2, context=ways).build(), 2, length).as_text()
-    masks = [math.prod(map(int, found.split("x"))) for found in re.findall(r"tensor<([\dx]+)xi1>", text)]
+    masks = [math.prod(map(int, mask.split("x"))) for mask in re.findall(r"tensor<([\dx]+)xi1>", text)]
     heads = model.config.heads
     # The loss compares targets with the whole vocabulary, and not in the ring.
     of_ring = [n for n in masks if n % (2 * length * model.config.vocab)]

@@ -31,7 +31,7 @@ CASES = {
 }
 
 
-def given(N, K, H, U, packed, causal=True, T=150, B=2):
+def inputs_of(N, K, H, U, packed, causal=True, T=150, B=2):
     rng = np.random.default_rng(N + T)
     q, k, v = (jnp.asarray(rng.standard_normal((B, T, n, h)), jnp.float32) for n, h in ((N, H), (K, H), (K, U)))
     segments = jnp.asarray(np.sort(rng.integers(0, 4, (B, T)), 1), jnp.int32) if packed else None
@@ -39,11 +39,11 @@ def given(N, K, H, U, packed, causal=True, T=150, B=2):
     return (q, k, v), See(at, at, segments, segments, causal=causal, aligned=True)
 
 
-def score_of(how):
-    return Score(0.3, **{name: jnp.asarray(value) if name == "sinks" else value for name, value in how.items()})
+def score_of(options):
+    return Score(0.3, **{name: jnp.asarray(value) if name == "sinks" else value for name, value in options.items()})
 
 
-def grown(run, arrays, see, score):
+def value_and_gradients(run, arrays, see, score):
     """Value and gradients, those of sinks included."""
 
     def loss(q, k, v, sinks):
@@ -53,10 +53,10 @@ def grown(run, arrays, see, score):
     return jax.jit(jax.value_and_grad(loss, which))(*arrays, score.sinks)
 
 
-def same(one, other):
-    assert float(abs(one[0] - other[0])) < 1e-4 * max(1, abs(float(other[0])))
-    for got, wanted in zip(one[1], other[1], strict=True):
-        assert np.abs(got - wanted).max() < 5e-6 * max(1, np.abs(wanted).max())
+def same(first, other):
+    assert float(abs(first[0] - other[0])) < 1e-4 * max(1, abs(float(other[0])))
+    for got, expected in zip(first[1], other[1], strict=True):
+        assert np.abs(got - expected).max() < 5e-6 * max(1, np.abs(expected).max())
 
 
 @pytest.mark.parametrize(
@@ -65,14 +65,17 @@ def same(one, other):
 def test_it_equals_the_reference(name, monkeypatch):
     """In blocks of 128, of which some are skipped."""
     monkeypatch.setattr(attention_splash, "block_of", lambda *_: 128)
-    N, K, H, U, causal, packed, how = CASES[name]
-    arrays, see = given(N, K, H, U, packed, causal)
-    score = score_of(how)
-    same(grown(partial(splash, interpret=True), arrays, see, score), grown(attention_reference, arrays, see, score))
+    N, K, H, U, causal, packed, options = CASES[name]
+    arrays, see = inputs_of(N, K, H, U, packed, causal)
+    score = score_of(options)
+    same(
+        value_and_gradients(partial(splash, interpret=True), arrays, see, score),
+        value_and_gradients(attention_reference, arrays, see, score),
+    )
 
 
 def test_its_log_sum_exp_has_no_gradient():
-    arrays, see = given(4, 2, 16, 16, packed=True, T=40)
+    arrays, see = inputs_of(4, 2, 16, 16, packed=True, T=40)
     score = score_of({"sinks": np.linspace(-1, 3, 4, dtype=np.float32)})
     y, lse = splash(*arrays, see, score, lse=True, interpret=True)
     expected, expected_lse = attention_reference(*arrays, see, score, lse=True)
@@ -88,16 +91,16 @@ def test_its_log_sum_exp_has_no_gradient():
 )
 def test_devices_share_rows_and_heads(sizes, heads, keys):
     """With 2 key heads for 4 devices, each is computed by two."""
-    arrays, see = given(heads, keys, 16, 16, packed=True, T=40, B=4)
+    arrays, see = inputs_of(heads, keys, 16, 16, packed=True, T=40, B=4)
     score = score_of({"sinks": np.linspace(-1, 3, heads, dtype=np.float32)})
-    expected = grown(attention_reference, arrays, see, score)
+    expected = value_and_gradients(attention_reference, arrays, see, score)
     with scope(MeshSettings(**sizes).build()):
         assert splash_refusal(*arrays, see, score, False) is None
-        same(grown(partial(splash, interpret=True), arrays, see, score), expected)
+        same(value_and_gradients(partial(splash, interpret=True), arrays, see, score), expected)
 
 
 def test_what_it_cannot_do_is_refused():
-    arrays, see = given(6, 3, 16, 16, packed=True, T=8)
+    arrays, see = inputs_of(6, 3, 16, 16, packed=True, T=8)
     why = partial(splash_refusal, *arrays, score=Score(1.0), lse=False)
     assert why(see=see) is None
     assert "whole sequences" in why(see=See(see.q_at, see.k_at))
@@ -129,8 +132,8 @@ def test_blocks_that_are_seen(window, causal):
     reach = None if window is None else window - 1
     band = attention_splash._band()((n * side, n * side), (reach, 0 if causal else reach), 0)
     for i, j in np.ndindex(n, n):
-        one = band[slice(i * side, i * side + side), slice(j * side, j * side + side)]
-        assert np.array_equal(np.broadcast_to(one, (side, side)), blocks[i, :, j])
+        block = band[slice(i * side, i * side + side), slice(j * side, j * side + side)]
+        assert np.array_equal(np.broadcast_to(block, (side, side)), blocks[i, :, j])
 
 
 def test_sizes_of_blocks():

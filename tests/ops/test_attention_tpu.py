@@ -71,11 +71,11 @@ def test_every_family_trains_with_the_kernels(name, kind, monkeypatch):
         with implementations(attention="splash"), pytest.raises(Unsupported, match=REFUSED[name]):
             gradient_of(name, devices)
     text = gradient_of(name, devices).compile().as_text()
-    found = kernels(text)
+    counts = kernels(text)
     if name in REFUSED:
-        assert not found
+        assert not counts
     else:
-        assert found["fwd"] == found["dq"] == found["dkv"] > 0
+        assert counts["fwd"] == counts["dq"] == counts["dkv"] > 0
         assert re.search(r"%splash_mha_fwd[\w.]* = [^\n]* bf16\[", text)
 
 
@@ -138,8 +138,8 @@ SIZES = {
     ],
 )
 def test_blocks_fit_in_fast_memory(name, kind, monkeypatch):
-    *sizes, how = SIZES[name]
-    compiled = program(kind, monkeypatch, *sizes, cap=30.0, **how).compile()
+    *sizes, options = SIZES[name]
+    compiled = program(kind, monkeypatch, *sizes, cap=30.0, **options).compile()
     assert kernels(compiled.as_text()) == {"fwd": 1, "dq": 1, "dkv": 1}
 
 

@@ -41,7 +41,7 @@ def test_inputs_are_handed_over(taps: int):
     x, w, before = inputs(taps)
     starts = jnp.zeros((B, T), bool).at[:, 0].set(True).at[1, 8].set(True)
     expected, _ = causal_conv(x, w, before, starts, jnp.ones_like(starts))
-    held, done, got = jnp.full_like(before, jnp.nan), np.zeros(B, int), [[], []]
+    state, done, got = jnp.full_like(before, jnp.nan), np.zeros(B, int), [[], []]
     for new in ((1, 2), (4, 0), (0, 3), (5, 4), (1, 1), (8, 9)):
         piece, begins = np.full((B, 9, *C), 99.0, np.float32), np.ones((B, 9), bool)
         for b in range(B):
@@ -50,9 +50,9 @@ def test_inputs_are_handed_over(taps: int):
                 starts[b, done[b] : done[b] + new[b]],
             )
         live = np.arange(9) < np.asarray(new)[:, None]
-        y, after = causal_conv(*map(jnp.asarray, (piece, w, held, begins, live)))
-        assert all((after[b] == held[b]).all() for b in range(B) if not new[b])
-        held, done = after, done + new
+        y, after = causal_conv(*map(jnp.asarray, (piece, w, state, begins, live)))
+        assert all((after[b] == state[b]).all() for b in range(B) if not new[b])
+        state, done = after, done + new
         for b in range(B):
             got[b].append(y[b, : new[b]])
     assert (done == T).all()

@@ -54,9 +54,9 @@ def gradient(name, beta, temperature):
 def test_gradients_are_those_of_the_formulas_in_float64(name, beta, temperature):
     with jax.enable_x64(True):
         theirs = log_probs(jnp.asarray(T), temperature)
-        found = jax.jit(jax.grad(lambda z: jnp.sum(DIVERGENCES[name](log_probs(z, temperature), theirs, beta))))(S)
-        assert found.dtype == jnp.float64
-        np.testing.assert_allclose(found, gradient(name, beta, temperature), rtol=1e-9, atol=1e-12)
+        gradients = jax.jit(jax.grad(lambda z: jnp.sum(DIVERGENCES[name](log_probs(z, temperature), theirs, beta))))(S)
+        assert gradients.dtype == jnp.float64
+        np.testing.assert_allclose(gradients, gradient(name, beta, temperature), rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["forward", "jsd"])
@@ -78,24 +78,24 @@ def test_ids_that_the_teacher_lacks_have_probability_0_and_a_gradient(name):
 
 
 def test_the_likeliest_tokens_and_the_rest_by_hand():
-    known = top(jnp.log(jnp.asarray([[0.1, 0.4, 0.2, 0.3]])), 2)
-    assert known.ids.tolist() == [[1, 3]]
-    np.testing.assert_allclose(np.exp(known.outcomes), [[0.4, 0.3, 0.3]], rtol=1e-6)
-    ours = coarse(jnp.log(jnp.asarray([[0.7, 0.1, 0.1, 0.1]])), known.ids)
+    candidates = top(jnp.log(jnp.asarray([[0.1, 0.4, 0.2, 0.3]])), 2)
+    assert candidates.ids.tolist() == [[1, 3]]
+    np.testing.assert_allclose(np.exp(candidates.outcomes), [[0.4, 0.3, 0.3]], rtol=1e-6)
+    ours = coarse(jnp.log(jnp.asarray([[0.7, 0.1, 0.1, 0.1]])), candidates.ids)
     np.testing.assert_allclose(np.exp(ours), [[0.1, 0.1, 0.8]], rtol=1e-6)
 
 
 def test_a_divergence_over_joined_outcomes_grows_with_them_to_the_whole():
     ours, theirs = jnp.asarray(S, jnp.float32), jnp.asarray(T, jnp.float32)
     whole = np.asarray(forward(log_probs(ours, 2.0), log_probs(theirs, 2.0)))
-    found = []
+    divergences = []
     for k in (1, 3, 8):
-        known = top(theirs, k, 2.0)
-        found.append(np.asarray(forward(coarse(ours, known.ids, 2.0), known.outcomes)))
-    assert (found[0] < found[1]).all()
-    assert (found[1] < found[2]).all()
+        candidates = top(theirs, k, 2.0)
+        divergences.append(np.asarray(forward(coarse(ours, candidates.ids, 2.0), candidates.outcomes)))
+    assert (divergences[0] < divergences[1]).all()
+    assert (divergences[1] < divergences[2]).all()
     # Of 9 tokens, 8 and the rest are all.
-    np.testing.assert_allclose(found[2], whole, rtol=1e-5)
+    np.testing.assert_allclose(divergences[2], whole, rtol=1e-5)
 
 
 def test_the_rest_keeps_its_digits_where_the_student_has_little_of_it():

@@ -62,8 +62,8 @@ def test_rows_that_do_not_divide_and_other_ranks_are_looked_up_too(count):
     w, ids, _ = arrays()
     scoped, _, place = on_mesh({"fsdp": 8})
     with scoped:
-        found = jax.jit(lambda w, ids: (embedding_rows(w, AXES, ids), embedding_rows(w, AXES, ids[0])))
-        for got, expected in zip(found(jax.device_put(w, place), ids[:count]), (w[ids[:count]], w[ids[0]])):
+        look_up = jax.jit(lambda w, ids: (embedding_rows(w, AXES, ids), embedding_rows(w, AXES, ids[0])))
+        for got, expected in zip(look_up(jax.device_put(w, place), ids[:count]), (w[ids[:count]], w[ids[0]])):
             np.testing.assert_array_equal(got, expected)
 
 
@@ -83,8 +83,8 @@ def test_no_device_has_the_whole_weight_or_its_gradient():
     scoped, step, place = on_mesh({"fsdp": 8})
     with scoped as mesh:
         rows = batch_sharding(mesh)
-        given = (w, place), (ids, rows), (g, rows)
-        shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, at.spec)) for a, at in given]
+        inputs = (w, place), (ids, rows), (g, rows)
+        shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, at.spec)) for a, at in inputs]
         text = step.lower(*shapes).compile().as_text()
     assert f"f32[{V},{D // 8}]" in text
     assert f"f32[{V},{D}]" not in text

@@ -36,8 +36,8 @@ HERE = [name for name in ("ragged_dot", "blocked", "tokamax") if name != "tokama
 def arrays(case, dtype=np.float32):
     rows, (d, m), sizes = CASES[case]
     rng = np.random.default_rng(len(case))
-    made = (rng.standard_normal(shape) for shape in ((rows, d), (len(sizes), d, m), (rows, m)))
-    return [jnp.asarray(a, dtype) for a in made], jnp.asarray(sizes, jnp.int32)
+    matrices = (rng.standard_normal(shape) for shape in ((rows, d), (len(sizes), d, m), (rows, m)))
+    return [jnp.asarray(a, dtype) for a in matrices], jnp.asarray(sizes, jnp.int32)
 
 
 def oracle(x, w, g, sizes):
@@ -152,7 +152,7 @@ def test_the_routing_may_change_without_compiling_again():
 # ---------------------------------------------------------------- what it costs
 
 
-def computed(monkeypatch, case):
+def count_rows(monkeypatch, case):
     """Rows that each kind of product really meets in a step forward and backward, counted while it runs."""
     rows = {}
     dot = grouped_blocked._dot
@@ -172,10 +172,10 @@ def computed(monkeypatch, case):
 def test_no_more_is_computed_than_needed(monkeypatch):
     """2,048 tokens choose 8 of 64 experts: `ragged_dot` on a CPU computes 65 times the rows; this at most 1.5 times."""
     rng = np.random.default_rng(0)
-    chosen = np.argsort(rng.standard_normal((2048, 64)), 1)[:, :8]
-    sizes = jnp.asarray(np.bincount(chosen.reshape(-1), minlength=64), jnp.int32)
+    experts = np.argsort(rng.standard_normal((2048, 64)), 1)[:, :8]
+    sizes = jnp.asarray(np.bincount(experts.reshape(-1), minlength=64), jnp.int32)
     x, w, g = jnp.ones((16384, 2)), jnp.ones((64, 2, 3)), jnp.ones((16384, 3))
-    rows = computed(monkeypatch, ((x, w, g), sizes))
+    rows = count_rows(monkeypatch, ((x, w, g), sizes))
     assert set(rows) == {(1, 0), (1, 1), (0, 0)}
     assert all(16384 <= n < 1.05 * 16384 for n in rows.values()), rows
 
@@ -187,12 +187,12 @@ def test_few_rows_touch_only_the_experts_they_chose(monkeypatch):
     seen = []
     index = grouped_blocked.dynamic_index_in_dim
 
-    def watched(w, i, **how):
+    def watched(w, i, **options):
         jax.debug.callback(lambda i: seen.append(int(i)), i)
-        return index(w, i, **how)
+        return index(w, i, **options)
 
     monkeypatch.setattr(grouped_blocked, "dynamic_index_in_dim", watched)
-    rows = computed(monkeypatch, ((x, w, g), sizes))
+    rows = count_rows(monkeypatch, ((x, w, g), sizes))
     assert rows == {(1, 0): 32, (1, 1): 32, (0, 0): 32}
     assert sorted(seen) == [3, 3, 17, 17, 60, 60]
 

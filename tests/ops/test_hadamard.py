@@ -33,9 +33,9 @@ def test_sizes_of_paley_have_entries_of_one_size(n):
 
 @pytest.mark.parametrize("n", [1536, 8960, 11008, 14336, 18944, 28672])
 def test_widths_of_large_models_take_two_small_products(n):
-    left, right = map(len, hadamard_factors(n))
-    assert left * right == n
-    assert left + right < 3 * n**0.5
+    left_size, right = map(len, hadamard_factors(n))
+    assert left_size * right == n
+    assert left_size + right < 3 * n**0.5
 
 
 def test_any_axis_in_half_precision_and_its_gradient():

@@ -45,7 +45,7 @@ def operands(M: int, N: int, K: int, order: tuple[int, int]) -> tuple[np.ndarray
     return np.ascontiguousarray(a if order[0] else a.T), np.ascontiguousarray(b.T if order[1] else b), exact
 
 
-def compiled(*order: int) -> Any:
+def compile_matmul(*order: int) -> Any:
     """A function of its own, because programs of one function are shared, whatever implementation they were traced with."""
     return jax.jit(lambda a, b: matmul(a, b, *order))
 
@@ -62,7 +62,7 @@ def test_a_product_is_that_of_its_matrices(name: str, order: tuple[int, int]):
     for M, N, K in [(32, 32, 32), (64, 96, 128), (33, 70, 65), (300, 47, 1700), (35, 4200, 40), (4130, 33, 50)]:
         a, b, exact = operands(M, N, K, order)
         with implementations(products=name):
-            y = compiled(*order)(a, b)
+            y = compile_matmul(*order)(a, b)
         assert y.shape == (M, N)
         assert off(y, exact) < BOUND[name], (M, N, K)
         if name == "amx3":
@@ -91,7 +91,7 @@ def test_a_row_depends_on_no_other_and_on_no_thread():
     """Bit for bit. NaN in one row stays there, and an infinity becomes one."""
     a, b, _ = operands(300, 200, 900, (1, 0))
     with implementations(products="amx"):
-        product = compiled()
+        product = compile_matmul()
         whole = np.asarray(product(a, b))
         for _ in range(3):
             assert (np.asarray(product(a, b)) == whole).all()
@@ -111,7 +111,7 @@ def test_errors_do_not_grow_with_the_summed_axis(shift: float):
     exact, errors = a.T.astype(np.float64) @ b.astype(np.float64), {}
     for name in ("xla", "amx"):
         with implementations(products=name):
-            errors[name] = off(compiled(0, 0)(a, b), exact)
+            errors[name] = off(compile_matmul(0, 0)(a, b), exact)
     assert errors["amx"] < 3e-7
     assert errors["amx"] != errors["xla"], "the units multiply"
 
@@ -123,7 +123,7 @@ def test_no_kind_of_nan_becomes_a_number(name: str, bits: int):
     a, b = np.ones((64, 64), np.float32), np.ones((64, 64), np.float32)
     a[5, 7] = np.array([bits], np.uint32).view(np.float32)[0]
     with implementations(products=name):
-        y = np.asarray(compiled()(a, b))
+        y = np.asarray(compile_matmul()(a, b))
     assert np.isnan(y[5]).all()
     assert np.isfinite(np.delete(y, 5, 0)).all()
 
@@ -135,7 +135,7 @@ def test_products_at_the_same_time_do_not_share_memory():
 
     def work(a: np.ndarray, b: np.ndarray, exact: np.ndarray) -> None:
         with implementations(products="amx"):
-            product = compiled()
+            product = compile_matmul()
             worst.extend(off(product(a, b), exact) for _ in range(10))
 
     threads = [threading.Thread(target=work, args=case) for case in cases]
@@ -159,7 +159,7 @@ def test_rows_of_a_batch_one_after_the_other():
 def test_small_products_and_other_types_are_those_of_xla():
     def program(*arrays: jax.Array) -> str:
         with implementations(products="amx"):
-            return compiled().lower(*arrays).as_text()
+            return compile_matmul().lower(*arrays).as_text()
 
     large = jnp.zeros((512, 512))
     assert "argosy_matrix_product" in program(large, large)
@@ -191,15 +191,15 @@ def test_on_gpus_gradients_of_a_wide_output_have_the_type_of_the_arguments(b_sum
 
     def of(name: str) -> tuple[Any, Any, str]:
         monkeypatch.setattr(products, "platform", lambda: name)
-        made = jax.jit(jax.value_and_grad(loss, (0, 1)))
-        text = made.lower(a, b).as_text()
-        return *made(a, b), "\n".join(line.split(" : ")[1] for line in text.splitlines() if "dot_general" in line)
+        program = jax.jit(jax.value_and_grad(loss, (0, 1)))
+        text = program.lower(a, b).as_text()
+        return *program(a, b), "\n".join(line.split(" : ")[1] for line in text.splitlines() if "dot_general" in line)
 
     value, gradients, gpu = of("gpu")
     expected, exact, cpu = of("cpu")
     assert value == expected
     assert "f32>, tensor" not in gpu
     assert "f32>, tensor" in cpu
-    for one, other in zip(gradients, exact, strict=True):
-        np.testing.assert_allclose(one.astype(jnp.float32), other.astype(jnp.float32), atol=0.02 * float(jnp.abs(other).max()))
-        assert one.dtype == jnp.bfloat16
+    for gradient_row, other in zip(gradients, exact, strict=True):
+        np.testing.assert_allclose(gradient_row.astype(jnp.float32), other.astype(jnp.float32), atol=0.02 * float(jnp.abs(other).max()))
+        assert gradient_row.dtype == jnp.bfloat16

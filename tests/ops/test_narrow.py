@@ -44,12 +44,12 @@ def vectors(*shape: int) -> np.ndarray:
 @pytest.mark.parametrize("blocks", [1, 3])
 def test_values_are_the_nearest_in_eight_bits(form: str, blocks: int):
     x = vectors(40, 2, 24)
-    found = jax.jit(round_to_narrow, static_argnums=(1, 2))(x, blocks, form)
+    packed = jax.jit(round_to_narrow, static_argnums=(1, 2))(x, blocks, form)
     eight, expected = rounded(x, form, blocks)
-    np.testing.assert_array_equal(np.asarray(found.bits), eight.view(np.uint8))
-    np.testing.assert_array_equal(np.asarray(found.widened()), expected)
+    np.testing.assert_array_equal(np.asarray(packed.bits), eight.view(np.uint8))
+    np.testing.assert_array_equal(np.asarray(packed.widened()), expected)
     most = np.abs(x.reshape(40, 2, blocks, -1)).max(-1, keepdims=True)
-    error = np.abs(np.asarray(found.widened()) - x).reshape(40, 2, blocks, -1)
+    error = np.abs(np.asarray(packed.widened()) - x).reshape(40, 2, blocks, -1)
     assert (error <= 1.0001 * SHARE[form] * most).all()
     assert error.max() > 0
     if form != "int8":
@@ -61,9 +61,9 @@ def test_values_are_the_nearest_in_eight_bits(form: str, blocks: int):
 @pytest.mark.parametrize("form", FORMS)
 def test_zeros_and_the_smallest_numbers_divide_nothing_by_zero(form: str):
     for x in (0.0, -0.0, 1e-45, 3e-39, -1.2e-38):
-        found = np.asarray(round_to_narrow(jnp.full((2, 8), x, jnp.float32), 1, form).widened())
-        assert np.isfinite(found).all(), x
-        assert np.abs(found).max() <= abs(x), x
+        widened = np.asarray(round_to_narrow(jnp.full((2, 8), x, jnp.float32), 1, form).widened())
+        assert np.isfinite(widened).all(), x
+        assert np.abs(widened).max() <= abs(x), x
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -71,10 +71,10 @@ def test_zeros_and_the_smallest_numbers_divide_nothing_by_zero(form: str):
 def test_a_fault_stays_visible_in_its_own_vector_only(form: str, fault: float):
     x = vectors(6, 2, 8)
     x[3, 1, 5] = fault
-    found = np.asarray(round_to_narrow(jnp.asarray(x), 1, form).widened())
-    assert not np.isfinite(found[3, 1, 5])
-    x[3, 1], found = 0, np.where(np.isfinite(found), found, 0)
-    np.testing.assert_array_equal(np.delete(found.reshape(12, 8), 7, 0), np.delete(rounded(x, form)[1].reshape(12, 8), 7, 0))
+    widened = np.asarray(round_to_narrow(jnp.asarray(x), 1, form).widened())
+    assert not np.isfinite(widened[3, 1, 5])
+    x[3, 1], widened = 0, np.where(np.isfinite(widened), widened, 0)
+    np.testing.assert_array_equal(np.delete(widened.reshape(12, 8), 7, 0), np.delete(rounded(x, form)[1].reshape(12, 8), 7, 0))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -85,10 +85,10 @@ def test_pages_are_written_in_place_and_read_without_what_a_former_owner_left(fo
     places = jnp.asarray([3, 3, 3, 3, 1, 5]), jnp.asarray([0, 1, 2, 3, 0, 0])  # the last one is nobody's
     pool = write_entries(pool, places, jnp.asarray(x))
     assert np.isnan(np.asarray(pool.widened()[jnp.asarray([0, 2, 4])])).all()
-    found = np.asarray(gather_pages(pool, jnp.asarray([[3, 1], [-1, 7]]), jnp.asarray([5, 2])))
-    np.testing.assert_array_equal(found[0, :5], rounded(x, form)[1][:5])
-    assert not found[0, 5:].any()
-    assert not found[1].any()
+    widened = np.asarray(gather_pages(pool, jnp.asarray([[3, 1], [-1, 7]]), jnp.asarray([5, 2])))
+    np.testing.assert_array_equal(widened[0, :5], rounded(x, form)[1][:5])
+    assert not widened[0, 5:].any()
+    assert not widened[1].any()
 
 
 def test_no_block_reaches_into_two_parts_of_a_vector():
@@ -109,8 +109,8 @@ def test_attention_in_blocks_is_that_over_rounded_keys_and_values(form: str):
     pools = tuple(round_to_narrow(jnp.asarray(a), 1, form) for a in plain)
     expected = tuple(jnp.asarray(rounded(a, form)[1]) for a in plain)
     attend = jax.jit(lambda pools: blocked_attention(q, pools, table, lengths, at, Score(8**-0.5)))
-    found, expected = np.asarray(attend(pools)), np.asarray(attend(expected))
-    np.testing.assert_allclose(found[:2], expected[:2], rtol=1e-5, atol=1e-6)
+    output, expected = np.asarray(attend(pools)), np.asarray(attend(expected))
+    np.testing.assert_allclose(output[:2], expected[:2], rtol=1e-5, atol=1e-6)
     with implementations(paged_attention="ragged"), pytest.raises(Unsupported, match="no scales of a quantized cache"):
         paged_attention(q, pools, table, lengths, at, Score(8**-0.5))
     assert joined_size(8, 128, jnp.uint8) is None
@@ -127,8 +127,8 @@ def test_no_program_widens_a_whole_pool(form: str):
         pools = tuple(write_entries(pool, where, new) for pool in pools)
         return pools, paged_attention(q, pools, table, lengths, at, Score(0.125))
 
-    given = [((2, 1, 4, 64), jnp.float32), ((2, 2, 64), jnp.float32), ((2, 64), jnp.int32), ((2,), jnp.int32)]
-    program = jax.jit(step, donate_argnums=0).lower(pools, *(jax.ShapeDtypeStruct(*a) for a in given)).compile()
+    inputs = [((2, 1, 4, 64), jnp.float32), ((2, 2, 64), jnp.float32), ((2, 64), jnp.int32), ((2,), jnp.int32)]
+    program = jax.jit(step, donate_argnums=0).lower(pools, *(jax.ShapeDtypeStruct(*a) for a in inputs)).compile()
     memory, whole = program.memory_analysis(), sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(pools))
     assert memory.alias_size_in_bytes >= whole > 16e6
     # Keys and values of a block in float32, what they are made from, and the scores.

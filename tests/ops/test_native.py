@@ -103,7 +103,7 @@ def test_rows_of_a_packed_embedding():
 class Case:
     """Rows of several lengths with shuffled pages; what belongs to no row is NaN."""
 
-    def __init__(self, T: int, N: int, K: int, H: int, U: int, page: int = 8, dtype: type = np.float32, **how: object):
+    def __init__(self, T: int, N: int, K: int, H: int, U: int, page: int = 8, dtype: type = np.float32, **options: object):
         rng = np.random.default_rng(0)
         lengths = np.asarray([T, 0, T + 3, 150, 90, T + 64], np.int32)
         P, pages = -(-max(lengths) // page), sum(-(-n // page) for n in lengths) + 3
@@ -117,8 +117,8 @@ class Case:
                     pool[row[at // page], at % page] = rng.normal(size=(K, pool.shape[-1]))
         self.q = rng.normal(size=(len(lengths), T, N, H)).astype(np.float32)
         self.lengths, self.at = lengths, (lengths[:, None] - T + np.arange(T)).astype(np.int32)
-        sinks = jnp.asarray(rng.normal(size=N).astype(np.float32)) if how.pop("sinks", False) else None
-        self.score = Score(H**-0.5, sinks=sinks, **how)  # pyright: ignore[reportArgumentType]
+        sinks = jnp.asarray(rng.normal(size=N).astype(np.float32)) if options.pop("sinks", False) else None
+        self.score = Score(H**-0.5, sinks=sinks, **options)  # pyright: ignore[reportArgumentType]
 
     def given(self, first: int = 0, last: int | None = None) -> tuple:
         some = slice(first, last)
@@ -233,10 +233,10 @@ def test_kernels_for_narrower_vectors(tmp_path: Path, level: str):
     """This file and those of blocks and codes again, with a library for processors without 512-bit vectors, and without 256-bit
     ones."""
     script = f'exec {library._compiler()} "$@" -march={level}'
-    how = {"CXX": compiler(tmp_path, script), "XDG_CACHE_HOME": str(tmp_path)}
+    variables = {"CXX": compiler(tmp_path, script), "XDG_CACHE_HOME": str(tmp_path)}
     files = [__file__, *(str(Path(__file__).with_name(f"test_native_{name}.py")) for name in ("blocks", "codes"))]
     tests = "product or row or query or reference or multiplied or float"
     words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files, "-k", tests]
-    done = subprocess.run(words, env=os.environ | how, capture_output=True, text=True, check=False)
+    done = subprocess.run(words, env=os.environ | variables, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:]
     assert set(done.stdout.split("[")[0].strip()) == {"."}, "nothing was skipped"

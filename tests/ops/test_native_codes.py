@@ -41,10 +41,10 @@ def quantized(name: str, summed: int, columns: int, block: int, first: bool, cal
     """A weight of this format, and the same in panels."""
     w = numbers(3, *((summed, columns) if first else (columns, summed)))
     shared = (block, 1) if first else (1, block)
-    found = FORMATS[name].quantize(w, shared, calibration, pack=-1)
-    panels = packed_quantized(found, 1, first)
+    codes = FORMATS[name].quantize(w, shared, calibration, pack=-1)
+    panels = packed_quantized(codes, 1, first)
     assert panels is not None
-    return found, panels
+    return codes, panels
 
 
 # Blocks of whole groups, of parts of groups, one code, and a channel.
@@ -105,7 +105,7 @@ def test_rounded_data_is_multiplied_as_its_floats(name: str, calibration: str, d
     w, panels = quantized(name, 96, 40, 32, True, calibration)
     rounded = Activations(data, block)
     calls = []
-    monkeypatch.setattr(einsum, "integer_product", lambda *given: calls.append(given) or integer_product(*given))
+    monkeypatch.setattr(einsum, "integer_product", lambda *arguments: calls.append(arguments) or integer_product(*arguments))
     whole = Quantized(panels, w.scale, w.minimum, activations=rounded)
     assert multiplies_integers(panels, 3)
     x = jnp.asarray(peaked(numbers(1, 2, 3, 96), block or 96))
@@ -172,10 +172,10 @@ def test_scales_of_several_axes():
     """Weights whose blocks do not lie side by side when their axes are read as one take more scales, and the same numbers."""
     w = numbers(5, 4, 6, 10)
     for block in ((1, 3, 1), (2, 3, 1), (2, 6, 5), (4, 6, 10), (4, 2, 1)):
-        found = FORMATS["int8"].quantize(w, block)
-        panels = packed_quantized(found, 2, True)
+        codes = FORMATS["int8"].quantize(w, block)
+        panels = packed_quantized(codes, 2, True)
         assert panels is not None
-        np.testing.assert_array_equal(np.asarray(panels.dense()), np.asarray(found.dequantized()))
+        np.testing.assert_array_equal(np.asarray(panels.dense()), np.asarray(codes.dequantized()))
     assert block_counts((4, 6), (4, 2)) == [4, 2]
     assert block_counts((4, 6), (2, 1)) == [2, 1]
     assert block_counts((4, 6), (2, 2)) == [4, 2]
@@ -199,9 +199,9 @@ def test_data_is_rounded_as_its_format_rounds(data: str, block: int | None):
     x = peaked(x, block or 96)
     x[4, 5], x[5, 70], x[6, 0] = np.nan, np.inf, 1e4
     rounding = Activations(data, block)
-    how = rounding.whole_numbers((96,), is_static=False)
-    assert how is not None
-    y = np.asarray(integer_product(jnp.asarray(x), panels, *how))
+    scales = rounding.whole_numbers((96,), is_static=False)
+    assert scales is not None
+    y = np.asarray(integer_product(jnp.asarray(x), panels, *scales))
     expected = np.asarray(rounding.quantize(jnp.asarray(x), (1,)).dequantized())
     # A column's other blocks are zeros of the weight, which NaN spoils too.
     finite = np.isfinite(x).all(1)
@@ -267,11 +267,11 @@ def experts_of(name: str, eq: str, block: int = 32, minimum: bool = False) -> tu
     first = eq == "XD,EDM->XM"
     w = numbers(5, 4, *((96, 40) if first else (40, 96))) * np.asarray([1, 3, 0.1, 30], np.float32)[:, None, None]
     shared = (1, block, 1) if first else (1, 1, block)
-    found = FORMATS[name].quantize(w, shared, "minmax" if minimum else "absmax", lead=1, pack=-2 if first else -1)
-    panels = packed_experts(found, 1, first)
+    codes = FORMATS[name].quantize(w, shared, "minmax" if minimum else "absmax", lead=1, pack=-2 if first else -1)
+    panels = packed_experts(codes, 1, first)
     assert panels is not None
-    np.testing.assert_array_equal(np.asarray(panels.dense()), np.asarray(found.dequantized()))
-    return found, panels
+    np.testing.assert_array_equal(np.asarray(panels.dense()), np.asarray(codes.dequantized()))
+    return codes, panels
 
 
 def route_of(sizes: tuple[int, ...]) -> Route:
@@ -293,8 +293,8 @@ def test_experts_have_the_products_of_their_floats(name: str, eq: str, monkeypat
         assert (y[sum(sizes) :] == 0).all()
         for e, size in enumerate(sizes):
             rows = slice(sum(sizes[:e]), sum(sizes[: e + 1]))
-            own: dict[str, Any] = {part: a[e] for part in ("values", "scale", "outer") if (a := getattr(w, part)) is not None}
-            alone = packed_quantized(replace(w, **own), 1, panels.first)
+            parts: dict[str, Any] = {part: a[e] for part in ("values", "scale", "outer") if (a := getattr(w, part)) is not None}
+            alone = packed_quantized(replace(w, **parts), 1, panels.first)
             np.testing.assert_array_equal(y[rows], np.asarray(product(x[rows], alone)) if size else y[rows])
             dense = np.asarray(w.dequantized())[e]
             flat = (dense if panels.first else dense.T).astype(np.float64)
@@ -312,7 +312,7 @@ def test_experts_multiply_rounded_data(
     """As whole numbers, or as floats where scales of data are powers of two."""
     calls = []
     monkeypatch.setattr(einsum, "grouped_matmul", None)
-    monkeypatch.setattr(einsum, "integer_product", lambda *given: calls.append(given) or integer_product(*given))
+    monkeypatch.setattr(einsum, "integer_product", lambda *arguments: calls.append(arguments) or integer_product(*arguments))
     w, panels = experts_of(name, "XD,EDM->XM", minimum=minimum)
     rounded = Activations(data, block)
     x, route = jnp.asarray(peaked(numbers(1, sum(SIZES) + REST, 96), block or 96)), route_of(SIZES)

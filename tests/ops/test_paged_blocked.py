@@ -37,19 +37,19 @@ def test_blocks_give_what_all_pages_give(
         free = iter(rng.permutation(pages)[:-4])
         for row, length in zip(table, lengths):
             row[: -(-length // page)] = [next(free) for _ in range(-(-length // page))]
-        own = np.zeros((pages, page), bool)
+        is_owned = np.zeros((pages, page), bool)
         for row, length in zip(table, lengths):
             for at in range(length):
-                own[row[at // page], at % page] = True
+                is_owned[row[at // page], at % page] = True
         for pool in pools:
-            pool[~own] = np.nan  # what nobody owns may be anything
+            pool[~is_owned] = np.nan  # what nobody owns may be anything
         at = np.maximum(lengths[:, None] - T + np.arange(T), 0).astype(np.int32)
         q = rng.normal(size=(len(lengths), T, N, H))
-        how = dict(SCORES[name])
-        if how.pop("sinks", False):
-            how["sinks"] = jnp.asarray(rng.normal(size=N))
-        score = Score(H**-0.5, **how)
-        given = (
+        options = dict(SCORES[name])
+        if options.pop("sinks", False):
+            options["sinks"] = jnp.asarray(rng.normal(size=N))
+        score = Score(H**-0.5, **options)
+        arguments = (
             jnp.asarray(q),
             tuple(map(jnp.asarray, pools)),
             jnp.asarray(table),
@@ -57,8 +57,8 @@ def test_blocks_give_what_all_pages_give(
             jnp.asarray(at),
             score,
         )
-        y, lse = jax.jit(lambda: run(*given, lse=True))()
-        expected, expected_lse = paged_reference(*given, lse=True)
+        y, lse = jax.jit(lambda: run(*arguments, lse=True))()
+        expected, expected_lse = paged_reference(*arguments, lse=True)
         some = lengths > 0
         # Scores and their sums are float32 in both.
         np.testing.assert_allclose(y[some], expected[some], atol=1e-5)
@@ -87,12 +87,12 @@ def test_one_program_reads_the_blocks_in_use_only(
     pools = {"k": jnp.ones((6, 4, 1, 3))}
     table, score = jnp.arange(6, dtype=jnp.int32)[None], Score(1.0, window=window)
 
-    def met(held: dict, see: See):
+    def mark_blocks(cached: dict, see: See):
         jax.debug.callback(lambda at: read.append(int(at[0, 0])), see.k_at)
         return jnp.ones((1, 1, 1, 3)), jnp.zeros((1, 1, 1))
 
     def program(lengths):
-        return paged_blocked.attend_by_blocks(met, pools, table, lengths, lengths[:, None] - 1, score)
+        return paged_blocked.attend_by_blocks(mark_blocks, pools, table, lengths, lengths[:, None] - 1, score)
 
     jax.block_until_ready(jax.jit(program)(jnp.asarray([length], jnp.int32)))
     jax.effects_barrier()

@@ -24,7 +24,7 @@ from argosy.parallel.rules import DEFAULT, shardings
 from argosy.parallel.scope import scope
 
 
-def given(T, score, lengths):
+def inputs_of(T, score, lengths):
     """Rows whose last tokens are padding. What no row owns is NaN."""
     rng = np.random.default_rng(0)
     pages, page, P, N, K, H = 24, 4, 6, 6, 2, 128
@@ -45,34 +45,36 @@ def given(T, score, lengths):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [{}, {"window": 5}, {"cap": 3.0}])
+@pytest.mark.parametrize("options", [{}, {"window": 5}, {"cap": 3.0}])
 @pytest.mark.parametrize("T", [1, 4])
-def test_it_is_called_as_its_reference_wants_it(T, how):
+def test_it_is_called_as_its_reference_wants_it(T, options):
     """JAX's own reference of its kernel, through our call, gives what ours gives. The kernel itself runs on TPUs alone."""
     from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ref_ragged_paged_attention
 
-    (q, pools, *rest), real = given(T, Score(0.3, **how), [7, 21, 0, 14])
+    (q, pools, *rest), real = inputs_of(T, Score(0.3, **options), [7, 21, 0, 14])
     y = paged_ragged._call(ref_ragged_paged_attention, q, join_heads(*pools), *rest)
     expected = paged_reference(q, pools, *rest)
     np.testing.assert_allclose(y[real], expected[real], atol=1e-5)
 
 
 def test_both_layouts_of_pools_give_the_same():
-    (q, pools, *rest), real = given(4, Score(0.3), [7, 21, 0, 14])
+    (q, pools, *rest), real = inputs_of(4, Score(0.3), [7, 21, 0, 14])
     both = join_heads(*pools)
     assert all(np.array_equal(a, b, equal_nan=True) for a, b in zip(keys_and_values([both]), pools))
     for name in ("reference", "blocked"):
         with implementations(paged_attention=name):
-            one, two, filled = (paged_attention(q, given, *rest) for given in (pools, (both,), (with_longer_heads(both, 160),)))
+            separate, two, filled = (
+                paged_attention(q, layout, *rest) for layout in (pools, (both,), (with_longer_heads(both, 160),))
+            )
             narrow = paged_attention(q, (with_longer_heads(both, 160),), *rest, lse=True)
-        np.testing.assert_array_equal(np.asarray(one)[real], np.asarray(two)[real])
-        assert filled.shape == narrow[0].shape == one.shape
+        np.testing.assert_array_equal(np.asarray(separate)[real], np.asarray(two)[real])
+        assert filled.shape == narrow[0].shape == separate.shape
         for other in (filled, narrow[0]):
-            np.testing.assert_allclose(np.asarray(one)[real], np.asarray(other)[real], rtol=1e-6)
+            np.testing.assert_allclose(np.asarray(separate)[real], np.asarray(other)[real], rtol=1e-6)
 
 
 def test_what_it_cannot_do_is_refused():
-    (q, pools, *rest), _ = given(4, Score(0.3), [7, 21])
+    (q, pools, *rest), _ = inputs_of(4, Score(0.3), [7, 21])
     with implementations(paged_attention="ragged"), pytest.raises(Unsupported, match="is for TPUs"):
         paged_attention(q, pools, *rest)
     assert paged_ragged.ragged_refusal(8, 128, jnp.bfloat16) is None

@@ -19,7 +19,7 @@ SCORES = {
 }
 
 
-def given(score: str = "plain", T: int = 1, N: int = 4, K: int = 2, H: int = 16, U: int = 32, page: int = 8, dtype=jnp.float32):
+def inputs_of(score: str = "plain", T: int = 1, N: int = 4, K: int = 2, H: int = 16, U: int = 32, page: int = 8, dtype=jnp.float32):
     """Rows of 0 to 150 tokens; what nobody owns is NaN, and one page of the longest row is out of range."""
     rng = np.random.default_rng(0)
     lengths = np.asarray([0, 3, 150, 64, 129, 17], np.int32)
@@ -27,21 +27,21 @@ def given(score: str = "plain", T: int = 1, N: int = 4, K: int = 2, H: int = 16,
     pools = [rng.normal(size=(pages, page, K, size)).astype(np.float32) for size in (H, U)]
     table = np.full((len(lengths), P), -1, np.int32)
     free = iter(rng.permutation(pages))
-    own = np.zeros((pages, page), bool)
+    is_owned = np.zeros((pages, page), bool)
     for row, length in zip(table, lengths):
         for place in range(-(-length // page)):
             row[place] = next(free)
-            own[row[place], : min(page, length - place * page)] = True
+            is_owned[row[place], : min(page, length - place * page)] = True
     table[2, 5] = -1
     for pool in pools:
-        pool[~own] = np.nan
+        pool[~is_owned] = np.nan
     at = np.maximum(lengths[:, None] - T + np.arange(T), 0).astype(np.int32)
-    how = dict(SCORES[score])
-    if how.pop("sinks", False):
-        how["sinks"] = jnp.asarray(rng.normal(size=N), jnp.float32)
+    options = dict(SCORES[score])
+    if options.pop("sinks", False):
+        options["sinks"] = jnp.asarray(rng.normal(size=N), jnp.float32)
     q = jnp.asarray(rng.normal(size=(len(lengths), T, N, H)), dtype)
-    held = tuple(jnp.asarray(pool, dtype) for pool in pools)
-    return q, held, jnp.asarray(table), jnp.asarray(lengths), jnp.asarray(at), Score(H**-0.5, **how)
+    pools_of_type = tuple(jnp.asarray(pool, dtype) for pool in pools)
+    return q, pools_of_type, jnp.asarray(table), jnp.asarray(lengths), jnp.asarray(at), Score(H**-0.5, **options)
 
 
 @pytest.mark.parametrize("share", [64, 512])
@@ -49,7 +49,7 @@ def given(score: str = "plain", T: int = 1, N: int = 4, K: int = 2, H: int = 16,
 def test_it_gives_what_the_reference_gives(monkeypatch: pytest.MonkeyPatch, score: str, T: int, share: int):
     """In shares that are merged and in one, with windows, caps and sinks, for one query a row and for several."""
     monkeypatch.setattr(paged_triton, "SHARE", share)
-    args = given(score, T)
+    args = inputs_of(score, T)
     y, lse = jax.jit(lambda *a: triton(*a, args[-1], lse=True, interpret=True))(*args[:-1])
     expected, expected_lse = jax.jit(lambda *a: paged_reference(*a, args[-1], lse=True))(*args[:-1])
     some = np.asarray(args[3]) > 0
@@ -59,7 +59,7 @@ def test_it_gives_what_the_reference_gives(monkeypatch: pytest.MonkeyPatch, scor
 
 
 def test_in_bfloat16_it_differs_by_rounding():
-    args = given("all", dtype=jnp.bfloat16)
+    args = inputs_of("all", dtype=jnp.bfloat16)
     y = triton(*args, interpret=True)
     widened = jax.tree.map(lambda a: a.astype(jnp.float32) if a.dtype == jnp.bfloat16 else a, args[:-1])
     expected = paged_reference(*widened, args[-1])
@@ -70,28 +70,28 @@ def test_in_bfloat16_it_differs_by_rounding():
 
 def test_a_row_of_any_length_costs_its_own_blocks(monkeypatch: pytest.MonkeyPatch):
     """Garbage in blocks behind the end or before the window is not even read: an infinite score there changes nothing."""
-    q, pools, table, lengths, at, _ = given()
+    q, pools, table, lengths, at, _ = inputs_of()
     score = Score(0.25, window=8)
     changed = tuple(pool.at[table[2, 0]].set(jnp.inf) for pool in pools)
-    y, again = (triton(q, held, table, lengths, at, score, interpret=True) for held in (pools, changed))
+    y, again = (triton(q, content, table, lengths, at, score, interpret=True) for content in (pools, changed))
     np.testing.assert_array_equal(y[2], again[2])
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_it_lowers_for_cuda(dtype):
     """The program of Triton is made where there is no GPU; a change of JAX that breaks it turns this red."""
-    q, pools, table, lengths, at, score = given("all", H=64, U=64, page=16, dtype=dtype)
+    q, pools, table, lengths, at, score = inputs_of("all", H=64, U=64, page=16, dtype=dtype)
     traced = jax.jit(lambda *a: triton(*a, score)).trace(q, pools, table, lengths, at)
     assert "@__gpu$xla.gpu.triton(" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
 @pytest.mark.parametrize(
-    ("how", "why"),
+    ("sizes", "why"),
     [({}, None), ({"H": 48}, "heads of 48"), ({"page": 12}, "pages of 12"), ({"T": 40}, "80 queries"), ({"page": 128}, "pages of 128")],
 )
-def test_what_it_cannot_do_is_refused_by_name(how: dict[str, int], why: str | None):
-    q = jnp.zeros((2, how.get("T", 1), 4, how.get("H", 64)), jnp.bfloat16)
-    pools = (jnp.zeros((9, how.get("page", 16), 2, how.get("H", 64)), jnp.bfloat16),) * 2
+def test_what_it_cannot_do_is_refused_by_name(sizes: dict[str, int], why: str | None):
+    q = jnp.zeros((2, sizes.get("T", 1), 4, sizes.get("H", 64)), jnp.bfloat16)
+    pools = (jnp.zeros((9, sizes.get("page", 16), 2, sizes.get("H", 64)), jnp.bfloat16),) * 2
     assert "float32" in str(triton_refusal(q, tuple(pool.astype(jnp.float32) for pool in pools), Score(1.0))) or why
-    found = triton_refusal(q, pools, Score(1.0))
-    assert found is None if why is None else why in str(found)
+    refusal = triton_refusal(q, pools, Score(1.0))
+    assert refusal is None if why is None else why in str(refusal)

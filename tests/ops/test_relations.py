@@ -44,37 +44,37 @@ def test_by_hand():
     """Two tokens and one head of size 4: the first sees itself alone, the second both, with scores 0 and a/2 here, 0 and b/2 there."""
     a, b = 2 * math.log(3), 2 * math.log(4)
     student, teacher = (jnp.asarray([[[[0.0] * 4], [[math.sqrt(x), 0, 0, 0]]]]) for x in (a, b))
-    found = relation_divergence((student, student), (teacher, teacher), ONE, 1)
+    divergence = relation_divergence((student, student), (teacher, teacher), ONE, 1)
     # (1/4, 3/4) here and (1/5, 4/5) there.
     expected = 0.2 * math.log(0.2 / 0.25) + 0.8 * math.log(0.8 / 0.75)
-    np.testing.assert_allclose(found, [[0.0, expected]], rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(divergence, [[0.0, expected]], rtol=1e-6, atol=1e-7)
 
 
-def drawn(seed, heads, size, rows=2, tokens=9):
+def random_heads(seed, heads, size, rows=2, tokens=9):
     return jnp.asarray(np.random.default_rng(seed).normal(0, 1, (rows, tokens, heads, size)), jnp.float32)
 
 
 def test_the_two_sides_may_differ():
     """Queries against keys, in relation heads that are the layer's heads: attention, by NumPy."""
-    q, k, r, s = (np.asarray(drawn(i, 2, 3), np.float64) for i in range(4))
+    q, k, r, s = (np.asarray(random_heads(i, 2, 3), np.float64) for i in range(4))
     ours, theirs = (tuple(jnp.asarray(x, jnp.float32) for x in pair) for pair in ((q, k), (r, s)))
-    found = relation_divergence(ours, theirs, jnp.ones((2, 9), jnp.int32), 2)
+    divergence = relation_divergence(ours, theirs, jnp.ones((2, 9), jnp.int32), 2)
     expected = np.zeros((2, 9))
     for row, t, head in np.ndindex(2, 9, 2):
-        own, other = (np.exp(x[row, t, head] @ y[row, : t + 1, head].T / 3**0.5) for x, y in ((q, k), (r, s)))
-        own, other = own / own.sum(), other / other.sum()
-        expected[row, t] += (other * np.log(other / own)).sum() / 2
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+        probs_own, other = (np.exp(x[row, t, head] @ y[row, : t + 1, head].T / 3**0.5) for x, y in ((q, k), (r, s)))
+        probs_own, other = probs_own / probs_own.sum(), other / other.sum()
+        expected[row, t] += (other * np.log(other / probs_own)).sum() / 2
+    np.testing.assert_allclose(divergence, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_sequences_of_a_row_do_not_see_each_other_and_padding_does_not_matter():
-    ours, theirs = drawn(1, 2, 6), drawn(2, 3, 8)
+    ours, theirs = random_heads(1, 2, 6), random_heads(2, 3, 8)
     segments = jnp.asarray([[1, 1, 1, 1, 2, 2, 2, 0, 0]] * 2, jnp.int32)
     whole = relation_divergence((ours, ours), (theirs, theirs), segments, 4)
     for part in (slice(0, 4), slice(4, 7)):
         alone = [x[:, part] for x in (ours, theirs)]
-        own = relation_divergence((alone[0],) * 2, (alone[1],) * 2, segments[:, part], 4)
-        np.testing.assert_allclose(whole[:, part], own, rtol=1e-5, atol=1e-7)
+        alone_divergence = relation_divergence((alone[0],) * 2, (alone[1],) * 2, segments[:, part], 4)
+        np.testing.assert_allclose(whole[:, part], alone_divergence, rtol=1e-5, atol=1e-7)
     other = [x.at[:, 7:].set(1e4) for x in (ours, theirs)]
     again = relation_divergence((other[0],) * 2, (other[1],) * 2, segments, 4)
     np.testing.assert_array_equal(again[:, :7], whole[:, :7])
@@ -83,13 +83,13 @@ def test_sequences_of_a_row_do_not_see_each_other_and_padding_does_not_matter():
 
 def test_equal_relations_are_0_and_gradients_are_finite():
     """Relations do not change where every vector of a model is turned alike."""
-    x = drawn(1, 2, 6)
+    x = random_heads(1, 2, 6)
     turn = jnp.asarray(np.linalg.qr(np.random.default_rng(0).normal(0, 1, (3, 3)))[0], jnp.float32)
     turned = (x.reshape(2, 9, 4, 3) @ turn).reshape(x.shape)
     segments = jnp.ones((2, 9), jnp.int32)
     assert float(jnp.max(jnp.abs(relation_divergence((x, x), (x, x), segments, 4)))) == 0
     np.testing.assert_allclose(relation_divergence((x, x), (turned, turned), segments, 4), 0, atol=1e-6)
-    huge = 1e4 * drawn(3, 2, 6)
+    huge = 1e4 * random_heads(3, 2, 6)
     slope = jax.grad(lambda x: jnp.sum(relation_divergence((x, x), (huge, huge), segments, 4)))(x)
     assert np.isfinite(slope).all()
     assert np.abs(slope).max() > 0

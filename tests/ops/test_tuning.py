@@ -21,46 +21,46 @@ def slow(*args, **more):
     return later(attention_reference(*args, **more), SLEEP_S)
 
 
-def planted(default: Implementation, **others: Implementation) -> Op:
+def op_with(default: Implementation, **others: Implementation) -> Op:
     """An op whose default on CPUs is `default`, with the reference as its specification."""
     op = Op("attention", "attention", prefer={"cpu": ("usual",)})
     op.add("reference", Implementation(attention_reference))
     op.add("usual", default)
-    for name, one in others.items():
-        op.add(name, one)
+    for name, candidate in others.items():
+        op.add(name, candidate)
     return op
 
 
 def test_the_faster_wins_and_the_slow_lose():
-    found = measure(planted(Implementation(slow), slower=Implementation(lambda *a, **m: later(slow(*a, **m), SLEEP_S))), CASE, 0.01)
-    by = {one.implementation: one for one in found}
-    assert [one.implementation for one in found if one.default] == ["usual"] == [found[0].implementation]
-    assert winner(found) is by["reference"]
+    timings = measure(op_with(Implementation(slow), slower=Implementation(lambda *a, **m: later(slow(*a, **m), SLEEP_S))), CASE, 0.01)
+    by = {candidate.implementation: candidate for candidate in timings}
+    assert [candidate.implementation for candidate in timings if candidate.default] == ["usual"] == [timings[0].implementation]
+    assert winner(timings) is by["reference"]
     assert by["reference"].ratio > 2
     assert by["slower"].ratio < 0.9
     assert by["slower"].seconds >= 2 * SLEEP_S
     assert not by["slower"].wins
     assert by["reference"].faster > 0.5
     assert 0 <= by["slower"].faster < 0.5
-    assert all(one.faster <= 1 for one in found)
+    assert all(candidate.faster <= 1 for candidate in timings)
 
 
 def test_a_default_that_is_the_fastest_stays():
-    found = measure(planted(Implementation(attention_reference), slow=Implementation(slow)), CASE, 0.01)
-    best = winner(found)
+    timings = measure(op_with(Implementation(attention_reference), slow=Implementation(slow)), CASE, 0.01)
+    best = winner(timings)
     assert best is None or best.implementation == "reference", "which is the same function as the default"
-    assert not next(one for one in found if one.implementation == "slow").wins
+    assert not next(candidate for candidate in timings if candidate.implementation == "slow").wins
 
 
 @pytest.mark.parametrize("off", [1e-3, float("nan")])
 def test_what_is_wrong_wins_nothing(off: float):
     wrong = Implementation(lambda *a, **m: attention_reference(*a, **m) * (1 + off))
-    found = measure(planted(Implementation(slow), wrong=wrong), CASE, 0.01)
-    one = next(one for one in found if one.implementation == "wrong")
-    assert one.ratio > 2
-    assert one.reason.startswith("wrong")
-    assert not one.wins
-    assert winner(found).implementation == "reference"
+    timings = measure(op_with(Implementation(slow), wrong=wrong), CASE, 0.01)
+    candidate = next(candidate for candidate in timings if candidate.implementation == "wrong")
+    assert candidate.ratio > 2
+    assert candidate.reason.startswith("wrong")
+    assert not candidate.wins
+    assert winner(timings).implementation == "reference"
 
 
 def test_a_wrong_gradient_alone_is_found():
@@ -69,10 +69,12 @@ def test_a_wrong_gradient_alone_is_found():
         return y
 
     same.defvjp(lambda y: (y, None), lambda _, g: (1.01 * g,))
-    found = measure(planted(Implementation(slow), wrong=Implementation(lambda *a, **m: same(attention_reference(*a, **m)))), CASE, 0.01)
-    one = next(one for one in found if one.implementation == "wrong")
-    assert one.error == pytest.approx(0.01, rel=0.01)
-    assert not one.wins
+    timings = measure(
+        op_with(Implementation(slow), wrong=Implementation(lambda *a, **m: same(attention_reference(*a, **m)))), CASE, 0.01
+    )
+    candidate = next(candidate for candidate in timings if candidate.implementation == "wrong")
+    assert candidate.error == pytest.approx(0.01, rel=0.01)
+    assert not candidate.wins
 
 
 def test_what_breaks_or_refuses_is_no_hindrance():
@@ -80,19 +82,19 @@ def test_what_breaks_or_refuses_is_no_hindrance():
         raise RuntimeError("no such kernel")
 
     refused = Implementation(attention_reference, lambda *_: "not here")
-    found = measure(planted(Implementation(slow), broken=Implementation(broken), refused=refused), CASE, 0.01)
-    assert {one.implementation: one.reason for one in found} == {
+    timings = measure(op_with(Implementation(slow), broken=Implementation(broken), refused=refused), CASE, 0.01)
+    assert {candidate.implementation: candidate.reason for candidate in timings} == {
         "usual": "",
         "reference": "",
         "broken": "RuntimeError: no such kernel",
     }
-    assert winner(found).implementation == "reference"
+    assert winner(timings).implementation == "reference"
 
 
 def test_without_memory_for_the_reference_nothing_is_chosen():
-    found = measure(planted(Implementation(slow)), CASE, 0.01, memory=CASE.reference_bytes)
-    assert winner(found) is None
-    assert all(one.reason for one in found)
+    timings = measure(op_with(Implementation(slow)), CASE, 0.01, memory=CASE.reference_bytes)
+    assert winner(timings) is None
+    assert all(candidate.reason for candidate in timings)
 
 
 def test_blocks_of_any_size_equal_the_reference():
@@ -107,8 +109,8 @@ def test_blocks_of_any_size_equal_the_reference():
         lowered = jax.jit(passes).lower(*inputs)
         return lowered.as_text(), lowered.compile()(*inputs)
 
-    (small, got), (own, _), (_, expected) = map(of, ("blocked:16", "blocked", "reference"))
-    assert small != own
+    (small, got), (default_value, _), (_, expected) = map(of, ("blocked:16", "blocked", "reference"))
+    assert small != default_value
     assert difference(got, expected) < 1e-5
 
 
@@ -134,8 +136,8 @@ def test_a_call_is_described_as_it_is_made_and_its_winner_is_taken():
         "experts float32 X16 E3 D4 M5",
     ]
 
-    def text(**named: str | None) -> str:
-        with implementations(**named):
+    def text(**selection: str | None) -> str:
+        with implementations(**selection):
             return jax.jit(lambda *a: both(*a)).lower(*inputs, x, w).as_text()
 
     plain, reference = text(), text(attention="reference")

@@ -38,7 +38,7 @@ def loss(of, weights, x, w):
     return sum(jnp.sum(a * b) for a, b in zip(of(x, w), weights))
 
 
-def compared(layout: HeadLayout):
+def compare_losses(layout: HeadLayout):
     x, w, targets, weights = arrays(layout.order)
     expected = jax.value_and_grad(partial(loss, lambda x, w: plain(x, w, targets, layout.order, layout.cap), weights), (0, 1))(x, w)
     step = jax.jit(jax.value_and_grad(partial(loss, lambda x, w: vocabulary_scan(x, w, targets, layout), weights), (0, 1)))
@@ -50,7 +50,7 @@ def compared(layout: HeadLayout):
 @pytest.mark.parametrize("cap", [None, CAP])
 @pytest.mark.parametrize("chunk", [7, 48])
 def test_it_equals_logits_in_value_and_gradient(order: str, cap: float | None, chunk: int):
-    compared(HeadLayout(PartitionSpec(None, None), PartitionSpec(None, None), order, chunk, cap))
+    compare_losses(HeadLayout(PartitionSpec(None, None), PartitionSpec(None, None), order, chunk, cap))
 
 
 # Sizes of a mesh, the split of rows, and of V and D.
@@ -70,7 +70,7 @@ def test_any_mesh_gives_the_same(name: str, order: str):
     sizes, rows, (of_v, of_d) = MESHES[name]
     weight = (of_v, of_d) if order == "VD" else (of_d, of_v)
     with scope(MeshSettings(**sizes).build()):
-        compared(HeadLayout(PartitionSpec(*rows), PartitionSpec(*weight), order, 1, CAP))
+        compare_losses(HeadLayout(PartitionSpec(*rows), PartitionSpec(*weight), order, 1, CAP))
 
 
 def test_a_target_outside_the_vocabulary_is_no_column():
@@ -94,13 +94,13 @@ def test_the_head_is_gathered_twice_and_its_gradient_reduced_once_in_blocks():
     rows, split = (NamedSharding(mesh, spec) for spec in (layout.rows, layout.weight))
     with scope(mesh):
         step = jax.grad(partial(loss, lambda x, w: vocabulary_scan(x, w, targets, layout), weights), (0, 1))
-        given = jax.device_put(x, NamedSharding(mesh, PartitionSpec("fsdp"))), jax.device_put(w, split)
-        text = jax.jit(step, out_shardings=(rows, split)).lower(*given).compile().as_text()
+        inputs = jax.device_put(x, NamedSharding(mesh, PartitionSpec("fsdp"))), jax.device_put(w, split)
+        text = jax.jit(step, out_shardings=(rows, split)).lower(*inputs).compile().as_text()
     kinds = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
-    found = re.findall(rf"= \(?(\w+\[[\d,]*\])[^=]*? ({kinds})(?:-start)?\(", text)
-    gathers = [shape for shape, kind in found if kind == "all-gather"]
-    assert gathers == [f"f32[128,{D}]"] * 2, found
-    reduced = [shape for shape, kind in found if kind in ("all-reduce", "reduce-scatter")]
-    assert len(reduced) == 1, found
+    transfers = re.findall(rf"= \(?(\w+\[[\d,]*\])[^=]*? ({kinds})(?:-start)?\(", text)
+    gathers = [shape for shape, kind in transfers if kind == "all-gather"]
+    assert gathers == [f"f32[128,{D}]"] * 2, transfers
+    reduced = [shape for shape, kind in transfers if kind in ("all-reduce", "reduce-scatter")]
+    assert len(reduced) == 1, transfers
     # The whole head is nowhere.
     assert f"f32[{V},{D}]" not in text

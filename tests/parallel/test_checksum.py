@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from helpers import flipped
+from helpers import flip_bit
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -31,11 +31,11 @@ def test_each_device_sums_its_own_copy():
     assert sums.shape == (4, 2)
     assert (sums[:, 0] == int(checksum(jnp.asarray(x)))).all()
     assert sums[:, 1].tolist() == [int(checksum(jnp.asarray(part))) for part in (x[:4], x[4:])] * 2
-    bad = np.asarray(by_device(places, mesh)([flipped(whole, 2, 7), split]))
+    bad = np.asarray(by_device(places, mesh)([flip_bit(whole, 2, 7), split]))
     assert np.argwhere(bad != sums).tolist() == [[2, 0]]
     groups = [copies(place, x.shape, mesh) for place in places]
     assert groups == [[[0, 1, 2, 3]], [[0, 2], [1, 3]]]
     assert odd_ones(bad[:, 0], groups[0]) == [2]
     assert odd_ones(sums[:, 1], groups[1]) == []
-    again = np.asarray(by_device(places, mesh)([whole, flipped(split, 1, 30)]))
+    again = np.asarray(by_device(places, mesh)([whole, flip_bit(split, 1, 30)]))
     assert odd_ones(again[:, 1], groups[1]) == [1, 3], "of two nobody knows which is right"

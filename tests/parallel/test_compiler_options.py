@@ -13,10 +13,10 @@ from argosy.run.settings.run import Run
 
 
 def test_an_unknown_option_is_named_and_left_out():
-    lowered, said = jax.jit(lambda x: x + 1).lower(jnp.zeros(3)), list[str]()
-    program = compile_lowered(lowered, {"xla_tpu_no_such_option": "true"}, said.append)
+    lowered, messages = jax.jit(lambda x: x + 1).lower(jnp.zeros(3)), list[str]()
+    program = compile_lowered(lowered, {"xla_tpu_no_such_option": "true"}, messages.append)
     assert program(jnp.zeros(3)).tolist() == [1, 1, 1]
-    assert "xla_tpu_no_such_option" in said[0]
+    assert "xla_tpu_no_such_option" in messages[0]
 
 
 def test_other_failures_are_not_swallowed():
@@ -47,6 +47,6 @@ def test_the_compiler_of_tpus_knows_all_options(topology):
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     sharding = jax.sharding.SingleDeviceSharding(devices[0])
     lowered = jax.jit(lambda x: x @ x, in_shardings=sharding).lower(jax.ShapeDtypeStruct((128, 128), jnp.float32))
-    said = list[str]()
-    compile_lowered(lowered, OPTIONS["tpu"], said.append)
-    assert said == []
+    messages = list[str]()
+    compile_lowered(lowered, OPTIONS["tpu"], messages.append)
+    assert messages == []

@@ -48,9 +48,9 @@ def slices(monkeypatch: pytest.MonkeyPatch, count: int, topology: str) -> list[D
         device_kind: str
         process_index: int
 
-    own = described_tpus(monkeypatch, topology)
-    one = [(d.coords, d.core_on_chip, d.platform, d.device_kind) for d in own]
-    return [Chip(i + s * len(one), s, *facts, s) for s in range(count) for i, facts in enumerate(one)]
+    described = described_tpus(monkeypatch, topology)
+    facts_of_chips = [(d.coords, d.core_on_chip, d.platform, d.device_kind) for d in described]
+    return [Chip(i + s * len(facts_of_chips), s, *facts, s) for s in range(count) for i, facts in enumerate(facts_of_chips)]
 
 
 def grid(settings: MeshSettings, devices, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, int], np.ndarray]:
@@ -108,15 +108,15 @@ def test_weights_are_copied_between_tpu_slices_and_neighbors_stay_neighbors(monk
 
 
 @pytest.mark.parametrize(
-    ("between", "devices", "what"),
+    ("between", "devices", "problem"),
     [
         ({"data": 3}, processes(2, 4), "mesh.between data 3 x fsdp 1 x tensor 1 does not make 2 processes"),
         ({"data": 2}, processes(1, 4), "mesh.between data 2 x fsdp 1 x tensor 1 does not make 1 process"),
         ({"data": -1}, processes(2, 4)[:-1], "processes have different numbers of devices: 4, 3"),
     ],
 )
-def test_groups_that_do_not_fit_are_refused(between, devices, what):
-    with pytest.raises(BadInput, match=what):
+def test_groups_that_do_not_fit_are_refused(between, devices, problem):
+    with pytest.raises(BadInput, match=problem):
         MeshSettings(between=BetweenSettings(**between)).build(devices)
 
 
@@ -134,12 +134,12 @@ def test_own_rules_come_first_and_replace_those_of_their_axis():
 
 
 @pytest.mark.parametrize(
-    ("rule", "what"),
+    ("rule", "problem"),
     [("vocb:fsdp", "no axis of weights is called `vocb`"), ("vocab:data2", "no axis `data2`"), ("vocab", "no axis ``"),
      ("layers:fsdp", "mesh.stage alone splits `layers`")],
 )  # fmt: skip
-def test_a_rule_that_is_none_is_a_wrong_setting(rule, what):
-    with pytest.raises(SettingsError, match=what) as caught:
+def test_a_rule_that_is_none_is_a_wrong_setting(rule, problem):
+    with pytest.raises(SettingsError, match=problem) as caught:
         compose(Run, "tiny", [f"mesh.rules=[{rule}]"])
     assert caught.value.problems[0].what.startswith("`mesh.rules`: ")
     assert caught.value.problems[0].where == "set by command line"
@@ -154,8 +154,8 @@ def test_a_mesh_by_name_is_a_layer_of_settings(tmp_path: Path):
         (["mesh.tensor=4", "mesh=pipeline"], {"fsdp": 1, "stage": -1, "tensor": 4}),
         ([f"mesh={mine}"], {"fsdp": 2, "tensor": -1}),
     ]:
-        found = compose(Run, "tiny", words).value.mesh
-        assert found.model_dump(exclude_defaults=True, exclude={"between"}) == expected
+        mesh_settings = compose(Run, "tiny", words).value.mesh
+        assert mesh_settings.model_dump(exclude_defaults=True, exclude={"between"}) == expected
     assert compose(Run, "tiny", ["mesh=hsdp"]).value.mesh.between.data == -1
     (tmp_path / "recipe.yml").write_text("extends: tiny\nmesh:\n  tensor: 2\n")
     assert compose(Run, tmp_path / "recipe.yml", ["mesh=fsdp"]).value.mesh.tensor == 1
@@ -176,11 +176,11 @@ def test_weights_that_no_rule_splits_are_said():
 
     split = {"a": weight((64, 64), "fsdp"), "norm": weight((16,), None)}
     assert mesh_header(mesh, split) == {"mesh": "fsdp 4 x tensor 2"}
-    kept = split | {"odd": weight((63, 7), None, None)}
-    whole = mesh_header(mesh, kept)["whole"]
+    weights = split | {"odd": weight((63, 7), None, None)}
+    whole = mesh_header(mesh, weights)["whole"]
     assert whole == "1.79 KiB of weights (10%) on every device, as no rule splits them: odd [63, 7], norm [16]"
     copies = Mesh(np.asarray(jax.devices()).reshape(8), ("data",))
-    assert "whole" not in mesh_header(copies, kept)
+    assert "whole" not in mesh_header(copies, weights)
 
 
 def test_slices_that_are_left_over_hold_copies_and_processes_do_not():

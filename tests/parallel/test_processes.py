@@ -58,5 +58,5 @@ def test_what_one_has_not_read_stays(act):
         act(1)
     assert [act(2) for _ in range(5)] == list(range(5))
     act(0, 5)
-    kept = {key: json.loads(value) for key, value in act.service.values.items()}
-    assert kept == {"argosy/step/6": {"value": 5}, "argosy/step/read/1": 5, "argosy/step/read/2": 5}
+    values = {key: json.loads(value) for key, value in act.service.values.items()}
+    assert values == {"argosy/step/6": {"value": 5}, "argosy/step/read/1": 5, "argosy/step/read/2": 5}

@@ -28,17 +28,17 @@ def chips(processes: list) -> np.ndarray:
 def test_blocks_of_a_torus_are_shares():
     """Hosts of 2 x 2 chips on a torus of 4 x 4, snaked: each has four of sixteen positions."""
     hosts = [[2 * (row // 2) + column // 2 for column in range(4)] for row in range(4)]
-    found = row_positions(chips(np.ravel(hosts)), ["fsdp"], ["fsdp"])
-    assert found.of == {0: (0, 1, 4, 5), 1: (2, 3, 6, 7), 2: (8, 9, 12, 13), 3: (10, 11, 14, 15)}
-    assert found.divide
-    assert found.shares.index(found.of[2]) == 2
+    positions = row_positions(chips(np.ravel(hosts)), ["fsdp"], ["fsdp"])
+    assert positions.of == {0: (0, 1, 4, 5), 1: (2, 3, 6, 7), 2: (8, 9, 12, 13), 3: (10, 11, 14, 15)}
+    assert positions.divide
+    assert positions.shares.index(positions.of[2]) == 2
 
 
 def test_processes_that_split_other_axes_read_the_same_rows():
-    found = row_positions(chips([[0, 1], [2, 3]]), ["fsdp", "tensor"], ["fsdp"])
-    assert found.of == {0: (0,), 1: (0,), 2: (1,), 3: (1,)}
-    assert found.divide
-    assert found.shares == [(0,), (1,)]
+    positions = row_positions(chips([[0, 1], [2, 3]]), ["fsdp", "tensor"], ["fsdp"])
+    assert positions.of == {0: (0,), 1: (0,), 2: (1,), 3: (1,)}
+    assert positions.divide
+    assert positions.shares == [(0,), (1,)]
 
 
 @pytest.mark.parametrize("processes", [[[0, 1], [1, 2]], [[0, 0], [0, 1], [1, 1]]], ids=["some rows in common", "unequal"])
@@ -76,6 +76,6 @@ def test_interleaved_devices_of_two_processes_take_the_rows_of_their_share():
     running = [
         subprocess.Popen([*command, str(i), str(port)], env=os.environ | flags, stderr=subprocess.PIPE, text=True) for i in range(2)
     ]
-    for one in running:
-        _, errors = one.communicate(timeout=120)
-        assert one.returncode == 0, errors
+    for process in running:
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors

@@ -48,14 +48,14 @@ def test_layers_are_split_over_stages_and_rows_outside_of_them():
 
 
 @pytest.mark.parametrize(
-    ("rule", "what", "hint"),
+    ("rule", "problem", "hint"),
     [
         ("embd:tensor", "no axis of weights is called `embd`", "did you mean `embed`?"),
         ("qqqq:tensor", "no axis of weights is called `qqqq`", "axes of weights: "),
         ("embed:tensr", "the mesh has no axis `tensr`", "data, tensor, or none"),
     ],
 )
-def test_rules_of_ones_own_that_name_nothing_are_refused(rule: str, what: str, hint: str):
-    with pytest.raises(BadInput, match=what) as caught:
+def test_rules_of_ones_own_that_name_nothing_are_refused(rule: str, problem: str, hint: str):
+    with pytest.raises(BadInput, match=problem) as caught:
         add_rules(DEFAULT, [rule], ["data", "tensor"])
     assert hint in (caught.value.hint or "")

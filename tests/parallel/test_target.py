@@ -37,9 +37,9 @@ def test_devices_that_are_absent_have_meshes_shardings_and_a_platform():
 def test_a_compiler_describes_the_devices_that_the_table_names(monkeypatch: pytest.MonkeyPatch, name: str):
     described_tpus(monkeypatch, "v5e:2x2")
     target = Target.described(name)
-    found = target.compiled()
-    assert (found.count, found.kind, len(found.devices)) == (target.count, target.kind, target.count)
-    assert found.processes == target.processes
+    described = target.compiled()
+    assert (described.count, described.kind, len(described.devices)) == (target.count, target.kind, target.count)
+    assert described.processes == target.processes
 
 
 @pytest.mark.tpu
@@ -47,8 +47,8 @@ def test_a_program_is_refused_beyond_the_memory_of_the_table(monkeypatch: pytest
     described_tpus(monkeypatch, "v5e:2x2")
     for name in ("v4-8", "v5p-8", "v5e-4", "v6e-4", "v7x-8"):
         target = Target.described(name).compiled()
-        one = jax.sharding.SingleDeviceSharding(target.devices[0])
-        x = jax.ShapeDtypeStruct((1 << 19, 1 << 19), jnp.float32, sharding=one)
+        placement = jax.sharding.SingleDeviceSharding(target.devices[0])
+        x = jax.ShapeDtypeStruct((1 << 19, 1 << 19), jnp.float32, sharding=placement)
         with pytest.raises(Exception, match="exceeds available HBM") as caught:
             jax.jit(lambda x: jnp.sort(x @ x.T)).lower(x).compile()
         assert f"({target.memory_bytes / 2**30:.2f}G)" in str(caught.value), name

@@ -29,28 +29,28 @@ class ServerLog(list[str]):
 def serving(repository: Path, *words: str) -> Iterator[tuple[str, ServerLog]]:
     """A server: its address, and what it says, which grows. With gRPC, `grpc_address` reads its address from that."""
     command = [sys.executable, "-m", "argosy", "predict", str(repository), "port=0", *words]
-    said = ServerLog()
+    log = ServerLog()
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"}) as process:
         assert process.stderr is not None
-        said.pid = process.pid
+        log.pid = process.pid
         for line in process.stderr:
-            said.append(line.strip())
+            log.append(line.strip())
             if line.startswith("ready on "):
                 break
         else:
-            raise AssertionError("\n".join(said))
+            raise AssertionError("\n".join(log))
         # Read on: a full pipe would stop the server.
-        reader = threading.Thread(target=lambda: said.extend(map(str.strip, process.stderr)))  # type: ignore[arg-type]
+        reader = threading.Thread(target=lambda: log.extend(map(str.strip, process.stderr)))  # type: ignore[arg-type]
         reader.start()
         try:
-            yield said[-1].split()[2], said
+            yield log[-1].split()[2], log
         finally:
             process.terminate()
             code = process.wait(30)
             reader.join()
-    assert code in (0, 143), said
+    assert code in (0, 143), log
 
 
-def grpc_address(said: list[str]) -> str:
+def grpc_address(log: list[str]) -> str:
     """Host and port in the line that says that a server is ready."""
-    return next(line for line in said if line.startswith("ready on ")).rpartition("://")[2]
+    return next(line for line in log if line.startswith("ready on ")).rpartition("://")[2]

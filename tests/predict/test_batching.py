@@ -36,14 +36,14 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 
     x, scale = jax.ShapeDtypeStruct((batch, length, 4), jnp.float32), jax.ShapeDtypeStruct((batch, 3), jnp.float32)
     argosy.export(sums, (x, scale), path, platforms=["cpu"])
-    found = Bundle.open(path)
+    opened = Bundle.open(path)
     # Rows do not change one another's results: what `batch=` says where no other axis is open.
-    call = found.manifest.signature().model_copy(update={"padding": ["batch"]})
-    found.manifest = found.manifest.model_copy(update={"signatures": {"call": call}})
-    return found
+    call = opened.manifest.signature().model_copy(update={"padding": ["batch"]})
+    opened.manifest = opened.manifest.model_copy(update={"signatures": {"call": call}})
+    return opened
 
 
-def drawn(seed: int, rows: int, length: int) -> dict[str, np.ndarray]:
+def random_inputs(seed: int, rows: int, length: int) -> dict[str, np.ndarray]:
     draw = np.random.default_rng(seed)
     return {
         "x": draw.normal(size=(rows, length, 4)).astype(np.float32),
@@ -52,49 +52,49 @@ def drawn(seed: int, rows: int, length: int) -> dict[str, np.ndarray]:
 
 
 @pytest.fixture
-def batched(bundle: Bundle) -> Iterator[Callable[..., Batcher]]:
+def make_batcher(bundle: Bundle) -> Iterator[Callable[..., Batcher]]:
     """Makes batchers, and ends them."""
-    made: list[Batcher] = []
+    batchers: list[Batcher] = []
 
-    def make(seen: Any = lambda *_: None, **how: Any) -> Batcher:
-        made.append(Batcher(bundle, BatchingSettings(**how), seen))
-        return made[-1]
+    def make(seen: Any = lambda *_: None, **options: Any) -> Batcher:
+        batchers.append(Batcher(bundle, BatchingSettings(**options), seen))
+        return batchers[-1]
 
     yield make
-    for one in made:
-        one.close()
+    for batcher in batchers:
+        batcher.close()
 
 
-def test_each_gets_what_it_would_get_alone(bundle: Bundle, batched):
+def test_each_gets_what_it_would_get_alone(bundle: Bundle, make_batcher):
     """Lengths that differ are computed apart unless the signature says that they may be filled up."""
     seen: list[tuple[int, int]] = []
-    batcher = batched(lambda _, calls, rows, __: seen.append((calls, rows)), max_queue_delay_ms=200, max_batch_size=8)
-    asked = [drawn(i, 1 + i % 3, 2 + i % 2) for i in range(8)]
+    batcher = make_batcher(lambda _, calls, rows, __: seen.append((calls, rows)), max_queue_delay_ms=200, max_batch_size=8)
+    requests = [random_inputs(i, 1 + i % 3, 2 + i % 2) for i in range(8)]
 
     async def all_at_once() -> list[Any]:
-        return await asyncio.gather(*(batcher.call(one) for one in asked))
+        return await asyncio.gather(*(batcher.call(inputs) for inputs in requests))
 
-    for one, result in zip(asked, asyncio.run(all_at_once()), strict=True):
-        alone = bundle.run(one)
+    for inputs, result in zip(requests, asyncio.run(all_at_once()), strict=True):
+        alone = bundle.run(inputs)
         assert result.outputs.keys() == alone.keys() == {"sum", "rows"}
         for name, value in alone.items():
             np.testing.assert_allclose(result.outputs[name], value, rtol=1e-5, atol=1e-5)
-    assert sum(rows for _, rows in seen) == sum(len(one["scale"]) for one in asked)
-    assert len(seen) < len(asked)
+    assert sum(rows for _, rows in seen) == sum(len(request["scale"]) for request in requests)
+    assert len(seen) < len(requests)
     assert max(rows for _, rows in seen) <= 8
 
 
-def test_more_rows_than_a_batch_are_split_and_joined(bundle: Bundle, batched):
+def test_more_rows_than_a_batch_are_split_and_joined(bundle: Bundle, make_batcher):
     seen: list[int] = []
-    one = drawn(0, 7, 2)
-    found = asyncio.run(batched(lambda _, calls, rows, __: seen.append(rows), max_batch_size=3).call(one))
-    np.testing.assert_allclose(found.outputs["sum"], bundle.run(one)["sum"], rtol=1e-5, atol=1e-5)
+    inputs = random_inputs(0, 7, 2)
+    result = asyncio.run(make_batcher(lambda _, calls, rows, __: seen.append(rows), max_batch_size=3).call(inputs))
+    np.testing.assert_allclose(result.outputs["sum"], bundle.run(inputs)["sum"], rtol=1e-5, atol=1e-5)
     assert sum(seen) == 7
     assert max(seen) <= 3
 
 
-def test_bad_input_is_refused_and_disturbs_nobody(bundle: Bundle, batched):
-    batcher, good = batched(max_queue_delay_ms=50), drawn(1, 2, 2)
+def test_bad_input_is_refused_and_disturbs_nobody(bundle: Bundle, make_batcher):
+    batcher, good = make_batcher(max_queue_delay_ms=50), random_inputs(1, 2, 2)
     wrong: list[dict[str, Any]] = [
         {"x": good["x"]},
         {**good, "y": good["x"]},
@@ -104,55 +104,55 @@ def test_bad_input_is_refused_and_disturbs_nobody(bundle: Bundle, batched):
     ]
 
     async def both() -> Any:
-        return await asyncio.gather(batcher.call(good), *(batcher.call(one) for one in wrong), return_exceptions=True)
+        return await asyncio.gather(batcher.call(good), *(batcher.call(bad_inputs) for bad_inputs in wrong), return_exceptions=True)
 
-    found, *errors = asyncio.run(both())
-    np.testing.assert_allclose(found.outputs["sum"], bundle.run(good)["sum"], rtol=1e-5, atol=1e-5)
+    result, *errors = asyncio.run(both())
+    np.testing.assert_allclose(result.outputs["sum"], bundle.run(good)["sum"], rtol=1e-5, atol=1e-5)
     assert [type(error) for error in errors] == [BadInput] * len(wrong)
 
 
-def test_a_full_queue_refuses_and_a_cancelled_request_gives_its_place_back(bundle: Bundle, batched, monkeypatch):
+def test_a_full_queue_refuses_and_a_cancelled_request_gives_its_place_back(bundle: Bundle, make_batcher, monkeypatch):
     go, run = threading.Event(), bundle.run_arrays
     monkeypatch.setattr(bundle, "run_arrays", lambda *args: (go.wait(20), run(*args))[1])
-    batcher = batched(max_queue_size=3, max_batch_size=1)
+    batcher = make_batcher(max_queue_size=3, max_batch_size=1)
 
     async def crowd() -> None:
-        running = asyncio.ensure_future(batcher.call(drawn(0, 1, 2)))
+        running = asyncio.ensure_future(batcher.call(random_inputs(0, 1, 2)))
         while not batcher.running:
             await asyncio.sleep(0.01)
-        waiting = [asyncio.ensure_future(batcher.call(drawn(i, 1, 2))) for i in range(1, 4)]
+        waiting = [asyncio.ensure_future(batcher.call(random_inputs(i, 1, 2))) for i in range(1, 4)]
         await asyncio.sleep(0.05)
         with pytest.raises(QueueFull):
-            await batcher.call(drawn(9, 1, 2))
+            await batcher.call(random_inputs(9, 1, 2))
         waiting[0].cancel()
         await asyncio.sleep(0.05)
-        last = asyncio.ensure_future(batcher.call(drawn(9, 1, 2)))
+        last = asyncio.ensure_future(batcher.call(random_inputs(9, 1, 2)))
         await asyncio.sleep(0.05)
         go.set()
-        found = await asyncio.gather(running, *waiting[1:], last)
-        assert len(found) == 4
+        results = await asyncio.gather(running, *waiting[1:], last)
+        assert len(results) == 4
         assert batcher.waiting_rows == 0
         assert waiting[0].cancelled()
 
     asyncio.run(crowd())
 
 
-def test_what_waits_is_computed_before_a_version_ends_and_nothing_after(bundle: Bundle, batched):
-    batcher = batched(max_queue_delay_ms=10_000)
+def test_what_waits_is_computed_before_a_version_ends_and_nothing_after(bundle: Bundle, make_batcher):
+    batcher = make_batcher(max_queue_delay_ms=10_000)
 
     async def end() -> None:
-        call = asyncio.ensure_future(batcher.call(drawn(0, 1, 2)))
+        call = asyncio.ensure_future(batcher.call(random_inputs(0, 1, 2)))
         await asyncio.sleep(0.05)
         await asyncio.get_running_loop().run_in_executor(None, batcher.close)
         assert len((await call).outputs["sum"]) == 1
         with pytest.raises(Unloaded):
-            await batcher.call(drawn(0, 1, 2))
+            await batcher.call(random_inputs(0, 1, 2))
 
     asyncio.run(end())
 
 
-def test_an_error_of_the_program_reaches_its_callers_and_the_next_batch_runs(bundle: Bundle, batched, monkeypatch):
-    batcher, run = batched(), bundle.run_arrays
+def test_an_error_of_the_program_reaches_its_callers_and_the_next_batch_runs(bundle: Bundle, make_batcher, monkeypatch):
+    batcher, run = make_batcher(), bundle.run_arrays
     calls = []
 
     def fails_once(*args: Any) -> Any:
@@ -163,8 +163,8 @@ def test_an_error_of_the_program_reaches_its_callers_and_the_next_batch_runs(bun
 
     monkeypatch.setattr(bundle, "run_arrays", fails_once)
     with pytest.raises(RuntimeError, match="no memory"):
-        asyncio.run(batcher.call(drawn(0, 1, 2)))
-    assert len(asyncio.run(batcher.call(drawn(0, 1, 2))).outputs["sum"]) == 1
+        asyncio.run(batcher.call(random_inputs(0, 1, 2)))
+    assert len(asyncio.run(batcher.call(random_inputs(0, 1, 2))).outputs["sum"]) == 1
 
 
 def test_the_batch_is_the_axis_that_everything_has_first(bundle: Bundle):
@@ -179,32 +179,32 @@ def test_rows_that_may_change_one_another_are_never_computed_together(tmp_path: 
     bundle = Bundle.open(tmp_path / "centered")
     assert batch_axis(bundle.manifest.signature()) is None
     batcher = Batcher(bundle, BatchingSettings(max_queue_delay_ms=50))
-    asked = [drawn(i, 3, 1)["scale"] for i in range(4)]
+    requests = [random_inputs(i, 3, 1)["scale"] for i in range(4)]
 
     async def all_at_once() -> list[Any]:
-        return await asyncio.gather(*(batcher.call({"x": one}) for one in asked))
+        return await asyncio.gather(*(batcher.call({"x": inputs}) for inputs in requests))
 
     try:
-        for one, result in zip(asked, asyncio.run(all_at_once()), strict=True):
-            np.testing.assert_allclose(result.outputs["y"], one - one.mean(0), atol=1e-6)
+        for inputs, result in zip(requests, asyncio.run(all_at_once()), strict=True):
+            np.testing.assert_allclose(result.outputs["y"], inputs - inputs.mean(0), atol=1e-6)
     finally:
         batcher.close()
 
 
-def test_a_request_that_is_split_is_queued_whole_or_not_at_all(bundle: Bundle, batched, monkeypatch):
+def test_a_request_that_is_split_is_queued_whole_or_not_at_all(bundle: Bundle, make_batcher, monkeypatch):
     go, run = threading.Event(), bundle.run_arrays
     monkeypatch.setattr(bundle, "run_arrays", lambda *args: (go.wait(20), run(*args))[1])
-    batcher = batched(max_queue_size=4, max_batch_size=2)
+    batcher = make_batcher(max_queue_size=4, max_batch_size=2)
 
     async def crowd() -> None:
-        first = [asyncio.ensure_future(batcher.call(drawn(i, 1, 2))) for i in range(2)]
+        first = [asyncio.ensure_future(batcher.call(random_inputs(i, 1, 2))) for i in range(2)]
         while not batcher.running:
             await asyncio.sleep(0.01)
-        first.append(asyncio.ensure_future(batcher.call(drawn(2, 1, 2))))
+        first.append(asyncio.ensure_future(batcher.call(random_inputs(2, 1, 2))))
         await asyncio.sleep(0.05)
         waited = batcher.waiting_rows
         with pytest.raises(QueueFull):
-            await batcher.call(drawn(9, 4, 2))
+            await batcher.call(random_inputs(9, 4, 2))
         assert batcher.waiting_rows == waited
         go.set()
         await asyncio.gather(*first)
@@ -212,11 +212,11 @@ def test_a_request_that_is_split_is_queued_whole_or_not_at_all(bundle: Bundle, b
     asyncio.run(crowd())
 
 
-def test_dropped_requests_are_told_at_once(bundle: Bundle, batched):
-    batcher = batched(max_queue_delay_ms=10_000)
+def test_dropped_requests_are_told_at_once(bundle: Bundle, make_batcher):
+    batcher = make_batcher(max_queue_delay_ms=10_000)
 
     async def end() -> None:
-        call = asyncio.ensure_future(batcher.call(drawn(0, 1, 2)))
+        call = asyncio.ensure_future(batcher.call(random_inputs(0, 1, 2)))
         await asyncio.sleep(0.05)
         await asyncio.get_running_loop().run_in_executor(None, lambda: batcher.close(drop=True))
         with pytest.raises(Unloaded):
@@ -231,52 +231,52 @@ def test_sizes_that_no_batch_can_have_are_refused(sizes: tuple[int, ...]):
         BatchingSettings(allowed_batch_sizes=sizes)
 
 
-def occupied(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+def block_batches(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Batches wait until the event is set."""
     go, run = threading.Event(), bundle.run_arrays
     monkeypatch.setattr(bundle, "run_arrays", lambda *args: (go.wait(20), run(*args))[1])
     return go
 
 
-async def started(batcher: Batcher, inputs: dict[str, np.ndarray], **how: Any) -> "asyncio.Task[Any]":
+async def start_call(batcher: Batcher, inputs: dict[str, np.ndarray], **options: Any) -> "asyncio.Task[Any]":
     """A call that waits or runs."""
-    call = asyncio.ensure_future(batcher.call(inputs, **how))
+    call = asyncio.ensure_future(batcher.call(inputs, **options))
     await asyncio.sleep(0.02)
     return call
 
 
-def test_a_higher_priority_is_computed_first_and_takes_the_place_of_a_lower_one(bundle: Bundle, batched, monkeypatch):
-    go = occupied(bundle, monkeypatch)
-    batcher = batched(max_batch_size=1, max_queue_size=3, priority_levels=3, default_priority_level=2)
+def test_a_higher_priority_is_computed_first_and_takes_the_place_of_a_lower_one(bundle: Bundle, make_batcher, monkeypatch):
+    go = block_batches(bundle, monkeypatch)
+    batcher = make_batcher(max_batch_size=1, max_queue_size=3, priority_levels=3, default_priority_level=2)
     order: list[str] = []
 
     async def crowd() -> Any:
-        calls = {"running": await started(batcher, drawn(0, 1, 2))}
+        calls = {"running": await start_call(batcher, random_inputs(0, 1, 2))}
         for name, priority in (("late", 3), ("later", 3), ("usual", 0)):
-            calls[name] = await started(batcher, drawn(1, 1, 2), priority=priority)
+            calls[name] = await start_call(batcher, random_inputs(1, 1, 2), priority=priority)
         with pytest.raises(QueueFull):
-            await batcher.call(drawn(1, 1, 2), priority=3)
-        calls["first"] = await started(batcher, drawn(1, 1, 2), priority=1)
+            await batcher.call(random_inputs(1, 1, 2), priority=3)
+        calls["first"] = await start_call(batcher, random_inputs(1, 1, 2), priority=1)
         for name, call in calls.items():
             call.add_done_callback(lambda _, name=name: order.append(name))
         go.set()
         return await asyncio.gather(*calls.values(), return_exceptions=True)
 
-    found = asyncio.run(crowd())
-    assert [type(one).__name__ for one in found] == ["CallResult", "CallResult", "QueueFull", "CallResult", "CallResult"]
+    results = asyncio.run(crowd())
+    assert [type(result).__name__ for result in results] == ["CallResult", "CallResult", "QueueFull", "CallResult", "CallResult"]
     order.remove("later")
     assert order == ["running", "first", "usual", "late"]
 
 
-def test_a_request_that_loses_a_part_computes_nothing_more(bundle: Bundle, batched, monkeypatch):
+def test_a_request_that_loses_a_part_computes_nothing_more(bundle: Bundle, make_batcher, monkeypatch):
     """The last of its three parts gives way; the other two would be computed for nobody."""
-    go, seen = occupied(bundle, monkeypatch), []
-    batcher = batched(lambda _, calls, rows, __: seen.append(rows), max_batch_size=2, max_queue_size=6, priority_levels=2)
+    go, seen = block_batches(bundle, monkeypatch), []
+    batcher = make_batcher(lambda _, calls, rows, __: seen.append(rows), max_batch_size=2, max_queue_size=6, priority_levels=2)
 
     async def crowd() -> None:
-        running = await started(batcher, drawn(0, 1, 2))
-        split = await started(batcher, drawn(1, 6, 2), priority=2)
-        first = await started(batcher, drawn(2, 1, 2), priority=1)
+        running = await start_call(batcher, random_inputs(0, 1, 2))
+        split = await start_call(batcher, random_inputs(1, 6, 2), priority=2)
+        first = await start_call(batcher, random_inputs(2, 1, 2), priority=1)
         with pytest.raises(QueueFull):
             await asyncio.wait_for(split, 5)
         go.set()
@@ -287,33 +287,33 @@ def test_a_request_that_loses_a_part_computes_nothing_more(bundle: Bundle, batch
 
 
 @pytest.mark.parametrize("levels, priority", [(0, 1), (2, 3), (2, -1)])
-def test_a_priority_that_there_is_not_is_refused(bundle: Bundle, batched, levels: int, priority: int):
+def test_a_priority_that_there_is_not_is_refused(bundle: Bundle, make_batcher, levels: int, priority: int):
     with pytest.raises(BadInput, match=f"priority is {priority}"):
-        asyncio.run(batched(priority_levels=levels).call(drawn(0, 1, 2), priority=priority))
+        asyncio.run(make_batcher(priority_levels=levels).call(random_inputs(0, 1, 2), priority=priority))
 
 
-def test_several_instances_compute_at_once(bundle: Bundle, batched, monkeypatch):
+def test_several_instances_compute_at_once(bundle: Bundle, make_batcher, monkeypatch):
     both, run = threading.Barrier(2, timeout=20), bundle.run_arrays
     monkeypatch.setattr(bundle, "run_arrays", lambda *args: (both.wait(), run(*args))[1])
-    batcher = batched(instances=2, max_batch_size=1)
+    batcher = make_batcher(instances=2, max_batch_size=1)
 
     async def two() -> Any:
-        return await asyncio.gather(*(batcher.call(drawn(i, 1, 2)) for i in range(2)))
+        return await asyncio.gather(*(batcher.call(random_inputs(i, 1, 2)) for i in range(2)))
 
-    found = asyncio.run(two())
+    results = asyncio.run(two())
     monkeypatch.undo()
-    for i, result in enumerate(found):
-        np.testing.assert_allclose(result.outputs["sum"], bundle.run(drawn(i, 1, 2))["sum"], rtol=1e-5, atol=1e-5)
+    for i, result in enumerate(results):
+        np.testing.assert_allclose(result.outputs["sum"], bundle.run(random_inputs(i, 1, 2))["sum"], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("policy, rows", [("pad_up", [5]), ("batch_down", [4, 1]), ("minimize_cost", [5])])
-def test_a_batch_between_two_sizes_follows_the_policy(bundle: Bundle, batched, monkeypatch, policy: str, rows: list[int]):
-    go, seen = occupied(bundle, monkeypatch), []
-    batcher = batched(lambda _, calls, rows, __: seen.append(rows), max_batch_size=8, batch_padding_policy=policy)
+def test_a_batch_between_two_sizes_follows_the_policy(bundle: Bundle, make_batcher, monkeypatch, policy: str, rows: list[int]):
+    go, seen = block_batches(bundle, monkeypatch), []
+    batcher = make_batcher(lambda _, calls, rows, __: seen.append(rows), max_batch_size=8, batch_padding_policy=policy)
 
     async def crowd() -> None:
-        calls = [await started(batcher, drawn(9, 1, 2))]
-        calls += [await started(batcher, drawn(i, 1, 2)) for i in range(5)]
+        calls = [await start_call(batcher, random_inputs(9, 1, 2))]
+        calls += [await start_call(batcher, random_inputs(i, 1, 2)) for i in range(5)]
         go.set()
         await asyncio.gather(*calls)
 
@@ -321,15 +321,15 @@ def test_a_batch_between_two_sizes_follows_the_policy(bundle: Bundle, batched, m
     assert seen == [1, *rows]
 
 
-def test_the_first_call_is_in_every_batch(bundle: Bundle, batched, monkeypatch):
+def test_the_first_call_is_in_every_batch(bundle: Bundle, make_batcher, monkeypatch):
     """A call above the size below would otherwise wait as long as smaller ones arrive."""
-    go, order = occupied(bundle, monkeypatch), []
-    batcher = batched(max_batch_size=8, batch_padding_policy="batch_down")
+    go, order = block_batches(bundle, monkeypatch), []
+    batcher = make_batcher(max_batch_size=8, batch_padding_policy="batch_down")
 
     async def crowd() -> None:
-        calls = [await started(batcher, drawn(9, 1, 2))]
+        calls = [await start_call(batcher, random_inputs(9, 1, 2))]
         for rows in (5, 1, 1):
-            calls.append(await started(batcher, drawn(rows, rows, 2)))
+            calls.append(await start_call(batcher, random_inputs(rows, rows, 2)))
             calls[-1].add_done_callback(lambda _, rows=rows: order.append(rows))
         go.set()
         await asyncio.gather(*calls)
@@ -338,25 +338,25 @@ def test_the_first_call_is_in_every_batch(bundle: Bundle, batched, monkeypatch):
     assert order[0] == 5
 
 
-def test_a_size_that_was_compiled_once_is_not_avoided(bundle: Bundle, batched, monkeypatch):
+def test_a_size_that_was_compiled_once_is_not_avoided(bundle: Bundle, make_batcher, monkeypatch):
     """The first batch of a size may wait for the compiler; its time says nothing of the next."""
-    run, met, seen = bundle.run_arrays, set(), []
+    run, warm_sizes, seen = bundle.run_arrays, set(), []
     gate = threading.Event()
 
     def slow(arrays: Any, *more: Any) -> Any:
         gate.wait(20)
         rows = len(arrays["x"])
-        time.sleep(0.4 if rows == 8 and rows not in met else 0.01)
-        met.add(rows)
+        time.sleep(0.4 if rows == 8 and rows not in warm_sizes else 0.01)
+        warm_sizes.add(rows)
         return run(arrays, *more)
 
     monkeypatch.setattr(bundle, "run_arrays", slow)
-    batcher = batched(lambda _, calls, rows, __: seen.append(rows), max_batch_size=8)
+    batcher = make_batcher(lambda _, calls, rows, __: seen.append(rows), max_batch_size=8)
 
     async def crowd(rows: int) -> None:
         gate.clear()
-        calls = [await started(batcher, drawn(9, 1, 2))]
-        calls += [await started(batcher, drawn(i, 1, 2)) for i in range(rows)]
+        calls = [await start_call(batcher, random_inputs(9, 1, 2))]
+        calls += [await start_call(batcher, random_inputs(i, 1, 2)) for i in range(rows)]
         gate.set()
         await asyncio.gather(*calls)
 
@@ -365,7 +365,7 @@ def test_a_size_that_was_compiled_once_is_not_avoided(bundle: Bundle, batched, m
     assert seen == [1, 4, 1, 4, 1, 8, 1, 5]
 
 
-def test_a_batch_that_would_cost_more_padded_goes_in_two(bundle: Bundle, batched, monkeypatch):
+def test_a_batch_that_would_cost_more_padded_goes_in_two(bundle: Bundle, make_batcher, monkeypatch):
     """Eight rows take long, so five go as four and one."""
     run, seen = bundle.run_arrays, []
     gate = threading.Event()
@@ -376,12 +376,12 @@ def test_a_batch_that_would_cost_more_padded_goes_in_two(bundle: Bundle, batched
         return run(arrays, *more)
 
     monkeypatch.setattr(bundle, "run_arrays", slow)
-    batcher = batched(lambda _, calls, rows, __: seen.append(rows), max_batch_size=8)
+    batcher = make_batcher(lambda _, calls, rows, __: seen.append(rows), max_batch_size=8)
 
     async def crowd(rows: int) -> None:
         gate.clear()
-        calls = [await started(batcher, drawn(9, 1, 2))]
-        calls += [await started(batcher, drawn(i, 1, 2)) for i in range(rows)]
+        calls = [await start_call(batcher, random_inputs(9, 1, 2))]
+        calls += [await start_call(batcher, random_inputs(i, 1, 2)) for i in range(rows)]
         gate.set()
         await asyncio.gather(*calls)
 
@@ -390,7 +390,7 @@ def test_a_batch_that_would_cost_more_padded_goes_in_two(bundle: Bundle, batched
     assert seen == [1, 8, 1, 8, 1, 4, 1, 4, 1, 4, 1]
 
 
-def test_programs_are_compiled_in_every_size_and_found_again(bundle: Bundle, batched, tmp_path: Path):
+def test_programs_are_compiled_in_every_size_and_found_again(bundle: Bundle, make_batcher, tmp_path: Path):
     rows = bundle.manifest.signature().model_copy(update={"limits": {"length": 20}, "padding": ["batch", "length"]})
     padded = Bundle.open(bundle.path)
     padded.manifest = padded.manifest.model_copy(update={"signatures": {"call": rows}})
@@ -401,9 +401,9 @@ def test_programs_are_compiled_in_every_size_and_found_again(bundle: Bundle, bat
         try:
             # 1, 2 and 3 rows; lengths of 16 and 20.
             assert batcher.warm_up(store) == 6
-            one = drawn(3, 2, 17)
+            inputs = random_inputs(3, 2, 17)
             np.testing.assert_allclose(
-                asyncio.run(batcher.call(one)).outputs["sum"], bundle.run(one)["sum"], rtol=1e-5, atol=1e-5
+                asyncio.run(batcher.call(inputs)).outputs["sum"], bundle.run(inputs)["sum"], rtol=1e-5, atol=1e-5
             )
         finally:
             batcher.close()
@@ -428,7 +428,7 @@ def test_long_rows_make_small_batches():
     assert [plan.rows_at({"batch": 1, "length": length}) for length in (20, 128, 129, 2048, 4097)] == [32, 32, 21, 2, 1]
     combinations = plan.combinations()
     assert combinations is not None
-    tokens = [one["batch"] * one["length"] for one in combinations]
+    tokens = [sizes["batch"] * sizes["length"] for sizes in combinations]
     assert tokens == sorted(tokens)
     # A batch of 21 rows of 192 tokens is filled up to 32.
     assert {"batch": 32, "length": 192} in combinations
@@ -436,16 +436,16 @@ def test_long_rows_make_small_batches():
     assert {"batch": 2, "length": 8192} not in combinations
 
 
-def test_long_requests_are_split_by_their_tokens(bundle: Bundle, batched):
+def test_long_requests_are_split_by_their_tokens(bundle: Bundle, make_batcher):
     plan = bundle.manifest.signature().model_copy(update={"limits": {"length": 64}, "padding": ["batch", "length"]})
     long = Bundle.open(bundle.path)
     long.manifest = long.manifest.model_copy(update={"signatures": {"call": plan}})
     seen: list[int] = []
     batcher = Batcher(long, BatchingSettings(max_batch_tokens=96), lambda _, calls, rows, __: seen.append(rows))
     try:
-        one = drawn(3, 7, 40)
-        found = asyncio.run(batcher.call(one))
-        np.testing.assert_allclose(found.outputs["sum"], bundle.run(one)["sum"], rtol=1e-5, atol=1e-4)
+        inputs = random_inputs(3, 7, 40)
+        result = asyncio.run(batcher.call(inputs))
+        np.testing.assert_allclose(result.outputs["sum"], bundle.run(inputs)["sum"], rtol=1e-5, atol=1e-4)
         assert seen == [2, 2, 2, 1]
     finally:
         batcher.close()

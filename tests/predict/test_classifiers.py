@@ -33,10 +33,10 @@ def records(tmp_path_factory) -> Path:
     return path
 
 
-def trained(records: Path, run: Path, *words: str, steps: int = 24) -> str:
+def train(records: Path, run: Path, *words: str, steps: int = 24) -> str:
     heard = Heard()
-    how = [*SMALL, f"data.source={records}", f"dir={run}", f"data.cache={run.parent / 'cache'}", "mesh.data=1"]
-    argosy.fit("classify", *how, *words, view=heard, steps=steps)
+    words_of_run = [*SMALL, f"data.source={records}", f"dir={run}", f"data.cache={run.parent / 'cache'}", "mesh.data=1"]
+    argosy.fit("classify", *words_of_run, *words, view=heard, steps=steps)
     return heard.words
 
 
@@ -47,7 +47,7 @@ LLAMA = ["model.family=llama", *SIZES]
 @pytest.fixture(scope="module")
 def run(records, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("classify") / "run"
-    trained(records, folder, *LLAMA)
+    train(records, folder, *LLAMA)
     return folder
 
 
@@ -61,8 +61,8 @@ def test_a_classifier_of_a_decoder_learns_its_classes(run):
     lm = argosy.load(run)
     assert lm.config.labels == ("field", "sea")
     assert lm.config.problem_type == "single_label_classification"
-    found = lm.classify(["wave salt", "corn barn"])
-    assert [max(one, key=one.get) for one in found] == ["sea", "field"]
+    labels = lm.classify(["wave salt", "corn barn"])
+    assert [max(scores, key=scores.get) for scores in labels] == ["sea", "field"]
     with pytest.raises(BadInput, match="scores sequences"):
         lm.generate(["wave"])
 
@@ -75,10 +75,12 @@ def test_a_classifier_goes_to_the_hub_and_back_and_trains_on(run, records, tmp_p
     assert config["id2label"] == {"0": "field", "1": "sea"}
     again = argosy.load(tmp_path / "hub")
     texts = ["wave salt", "corn"]
-    assert [one["sea"] for one in again.classify(texts)] == pytest.approx([one["sea"] for one in lm.classify(texts)], rel=1e-5)
+    assert [scores["sea"] for scores in again.classify(texts)] == pytest.approx(
+        [scores["sea"] for scores in lm.classify(texts)], rel=1e-5
+    )
     # Its head is kept: it knows the classes before the first step of another run.
-    said = trained(records, tmp_path / "more", f"model={tmp_path / 'hub'}", "eval.before=true", steps=1)
-    assert "drawn from the random seed" not in said
+    output = train(records, tmp_path / "more", f"model={tmp_path / 'hub'}", "eval.before=true", steps=1)
+    assert "drawn from the random seed" not in output
     first = next(line for line in read(Store(tmp_path / "more")) if "eval_loss" in line)
     assert first["eval_accuracy"] > 0.95
 
@@ -90,8 +92,8 @@ def test_an_encoder_gets_a_head_and_classifies(records, tmp_path):
     from argosy.infer.lm import LM
 
     LM(**vars(stored)).save(tmp_path / "bert", format="hub")
-    said = trained(records, tmp_path / "run", f"model={tmp_path / 'bert'}", "data.tokenizer=byte", steps=16)
-    assert "a head of scores takes the place" in said
+    output = train(records, tmp_path / "run", f"model={tmp_path / 'bert'}", "data.tokenizer=byte", steps=16)
+    assert "a head of scores takes the place" in output
     last = [line for line in read(Store(tmp_path / "run")) if "eval_loss" in line][-1]
     assert last["eval_accuracy"] > 0.95
     lm = argosy.load(tmp_path / "run")
@@ -105,9 +107,9 @@ def test_an_encoder_gets_a_head_and_classifies(records, tmp_path):
 
 def test_labels_and_heads_that_do_not_fit_are_refused(records, run, tmp_path):
     with pytest.raises(UserError, match=r"model.scores = 3, and data.labels names 2 classes"):
-        trained(records, tmp_path / "a", *LLAMA, "model.scores=3", "data.labels=[field, sea]", steps=1)
+        train(records, tmp_path / "a", *LLAMA, "model.scores=3", "data.labels=[field, sea]", steps=1)
     with pytest.raises(BadInput, match="unknown class `field`"):
-        trained(records, tmp_path / "b", *LLAMA, "data.labels=[sea, sky]", steps=1)
+        train(records, tmp_path / "b", *LLAMA, "data.labels=[sea, sky]", steps=1)
     with pytest.raises(UserError, match="objective=classify trains encoders"):
         argosy.fit("tiny", "model.family=bert", *SIZES, f"dir={tmp_path / 'c'}", steps=1)
 
@@ -119,15 +121,15 @@ def test_a_classifier_is_a_bundle_and_answers_every_protocol(run, tmp_path):
     bundle = Bundle.open(tmp_path / "repository" / "words" / "1")
     assert bundle.manifest.default == "classify"
     texts = ["wave salt", "corn barn"]
-    found, expected = bundle.run({"text": texts}), lm.classify(texts)
-    assert found["label"] == ["sea", "field"]
-    np.testing.assert_allclose(found["probabilities"], [list(one.values()) for one in expected], rtol=1e-5)
+    outputs, expected = bundle.run({"text": texts}), lm.classify(texts)
+    assert outputs["label"] == ["sea", "field"]
+    np.testing.assert_allclose(outputs["probabilities"], [list(scores.values()) for scores in expected], rtol=1e-5)
     with serving(tmp_path / "repository") as (url, _), httpx.Client(base_url=url, timeout=60) as ask:
         answer = ask.post("/classify", json={"model": "words", "input": texts}).json()
-        assert [one["label"] for one in answer["data"]] == ["sea", "field"]
+        assert [entry["label"] for entry in answer["data"]] == ["sea", "field"]
         assert answer["data"][0]["num_classes"] == 2
         assert answer["usage"]["prompt_tokens"] == sum(map(len, texts))
-        np.testing.assert_allclose([one["probs"] for one in answer["data"]], found["probabilities"], rtol=1e-5)
+        np.testing.assert_allclose([entry["probs"] for entry in answer["data"]], outputs["probabilities"], rtol=1e-5)
         alone = ask.post("/v1/classify", json={"input": texts[0]}).json()
         assert alone["data"][0]["label"] == "sea"
         assert ask.post("/classify", json={"model": "no", "input": "x"}).status_code == 404
@@ -137,17 +139,17 @@ def test_a_classifier_is_a_bundle_and_answers_every_protocol(run, tmp_path):
         # TensorFlow Serving
         rows = ask.post("/v1/models/words:classify", json={"examples": [{"text": text} for text in texts]}).json()["result"]
         assert [[label for label, _ in row] for row in rows] == [["field", "sea"]] * 2
-        np.testing.assert_allclose([[score for _, score in row] for row in rows], found["probabilities"], rtol=1e-5)
+        np.testing.assert_allclose([[score for _, score in row] for row in rows], outputs["probabilities"], rtol=1e-5)
         assert "regression has one" in ask.post("/v1/models/words:regress", json={"examples": [{"text": "a"}]}).json()["error"]
         assert ask.post("/v1/models/words:classify", json={"examples": []}).status_code == 400
         # Triton's classification extension
         tensor = {"name": "text", "shape": [2], "datatype": "BYTES", "data": texts}
-        asked = {"inputs": [tensor], "outputs": [{"name": "scores", "parameters": {"classification": 1}}]}
-        output = ask.post("/v2/models/words/infer", json=asked).json()["outputs"][0]
+        body = {"inputs": [tensor], "outputs": [{"name": "scores", "parameters": {"classification": 1}}]}
+        output = ask.post("/v2/models/words/infer", json=body).json()["outputs"][0]
         assert (output["shape"], output["datatype"]) == ([2, 1], "BYTES")
-        for text, row, label in zip(output["data"], found["scores"], ("1:sea", "0:field")):
+        for text, row, label in zip(output["data"], outputs["scores"], ("1:sea", "0:field")):
             value, _, rest = text.partition(":")
             assert rest == label
             assert float(value) == pytest.approx(row.max(), abs=1e-5)
-        asked["outputs"][0]["parameters"]["classification"] = "two"
-        assert ask.post("/v2/models/words/infer", json=asked).status_code == 400
+        body["outputs"][0]["parameters"]["classification"] = "two"
+        assert ask.post("/v2/models/words/infer", json=body).status_code == 400

@@ -109,17 +109,17 @@ def add_ensemble(models: Path, text: str, name: str = "diamond") -> None:
 
 
 @pytest.fixture
-def opened(models: Path) -> Iterator[Callable[[], tuple[Repository, PredictService]]]:
-    made: list[Repository] = []
+def open_repository(models: Path) -> Iterator[Callable[[], tuple[Repository, PredictService]]]:
+    repositories: list[Repository] = []
 
     def make() -> tuple[Repository, PredictService]:
         repository = Repository(models, PredictSettings(warm_up=False), PredictMetrics(), lambda _: None)
-        made.append(repository)
+        repositories.append(repository)
         repository.look()
         return repository, PredictService(repository)
 
     yield make
-    for repository in made:
+    for repository in repositories:
         repository.close()
 
 
@@ -127,9 +127,9 @@ def call(service: PredictService, name: str = "diamond", **inputs: Any) -> dict[
     return asyncio.run(service.call(None, lambda: service.find(name), inputs or {"x": X}, None))[1].outputs
 
 
-def test_steps_compute_what_they_do_one_by_one(models: Path, opened: Any):
+def test_steps_compute_what_they_do_one_by_one(models: Path, open_repository: Any):
     add_ensemble(models, ensemble_text(*DIAMOND))
-    repository, service = opened()
+    repository, service = open_repository()
     outputs = call(service)
     np.testing.assert_allclose(outputs["answer"], diamond(X), rtol=1e-6)
     np.testing.assert_array_equal(outputs["best"], np.argmax(diamond(X), -1))
@@ -152,9 +152,9 @@ def test_steps_compute_what_they_do_one_by_one(models: Path, opened: Any):
     assert config["ensemble_scheduling"]["step"][0]["model_version"] == -1
 
 
-def test_requests_are_counted_for_the_ensemble_and_for_its_members(models: Path, opened: Any):
+def test_requests_are_counted_for_the_ensemble_and_for_its_members(models: Path, open_repository: Any):
     add_ensemble(models, ensemble_text(*DIAMOND))
-    _, service = opened()
+    _, service = open_repository()
 
     async def many() -> None:
         inputs = [np.full((1 + i % 3, 3), i, np.float32) for i in range(30)]
@@ -170,16 +170,16 @@ def test_requests_are_counted_for_the_ensemble_and_for_its_members(models: Path,
     assert counts["sum"]["batches"] < 30
 
 
-def test_ensembles_of_ensembles(models: Path, opened: Any):
+def test_ensembles_of_ensembles(models: Path, open_repository: Any):
     add_ensemble(models, ensemble_text(step("diamond", {"x": "y"}, {"answer": "z"}), step("scaled", {"x": "x"}, {"y": "y"})), "a")
     add_ensemble(models, ensemble_text(*DIAMOND))
-    _, service = opened()
+    _, service = open_repository()
     np.testing.assert_allclose(call(service, "a")["z"], diamond(3 * X), rtol=1e-6)
 
 
-def replaced(i: int, **more: Any) -> tuple[dict[str, Any], ...]:
+def replace_step(i: int, **more: Any) -> tuple[dict[str, Any], ...]:
     """The steps of the diamond with one changed."""
-    steps = [dict(one) for one in DIAMOND]
+    steps = [dict(step) for step in DIAMOND]
     steps[i] |= more
     return tuple(steps)
 
@@ -187,13 +187,13 @@ def replaced(i: int, **more: Any) -> tuple[dict[str, Any], ...]:
 @pytest.mark.parametrize(
     ("steps", "more", "reason"),
     [
-        (replaced(2, model="scled"), {}, "unknown model `scled`"),
-        (replaced(2, version=7), {}, "model `scaled` has no version `7`"),
-        (replaced(2, signature="other"), {}, "step 3: this bundle has no signature `other`"),
-        (replaced(2, input_map={"w": "x"}), {}, "step 3: `scaled` has no input `w`"),
-        (replaced(2, output_map={"w": "doubled"}), {}, "step 3: `scaled` has no output `w`"),
-        (replaced(2, output_map={"y": "left"}), {}, "`left` is written by step 2 (`projection`) and by step 3 (`scaled`)"),
-        (replaced(2, input_map={"x": "right"}), {}, "`right` is [batch, 2] in step 1 (`sum`) and [batch, 3] in step 3 (`scaled`)"),
+        (replace_step(2, model="scled"), {}, "unknown model `scled`"),
+        (replace_step(2, version=7), {}, "model `scaled` has no version `7`"),
+        (replace_step(2, signature="other"), {}, "step 3: this bundle has no signature `other`"),
+        (replace_step(2, input_map={"w": "x"}), {}, "step 3: `scaled` has no input `w`"),
+        (replace_step(2, output_map={"w": "doubled"}), {}, "step 3: `scaled` has no output `w`"),
+        (replace_step(2, output_map={"y": "left"}), {}, "`left` is written by step 2 (`projection`) and by step 3 (`scaled`)"),
+        (replace_step(2, input_map={"x": "right"}), {}, "`right` is [batch, 2] in step 1 (`sum`) and [batch, 3] in step 3 (`scaled`)"),
         (
             (*DIAMOND, step("projection", {"h": "best"}, {"z": "more"})),
             {},
@@ -204,10 +204,10 @@ def replaced(i: int, **more: Any) -> tuple[dict[str, Any], ...]:
     ],
 )
 def test_what_does_not_fit_is_refused_by_name_when_it_is_loaded(
-    models: Path, opened: Any, steps: Any, more: dict[str, Any], reason: str
+    models: Path, open_repository: Any, steps: Any, more: dict[str, Any], reason: str
 ):
     add_ensemble(models, ensemble_text(*steps, **more))
-    repository, service = opened()
+    repository, service = open_repository()
     (entry,) = [entry for entry in InferenceProtocol(service).index(False) if entry["name"] == "diamond"]
     assert entry["state"] == "UNAVAILABLE"
     assert reason in entry["reason"]
@@ -218,7 +218,7 @@ def test_what_does_not_fit_is_refused_by_name_when_it_is_loaded(
     assert repository.find("scaled").version == 2
 
 
-def test_circles_of_ensembles_and_wrong_settings_are_refused(models: Path, opened: Any):
+def test_circles_of_ensembles_and_wrong_settings_are_refused(models: Path, open_repository: Any):
     add_ensemble(models, ensemble_text(step("b", {"x": "x"}, {"y": "y"})), "a")
     add_ensemble(models, ensemble_text(step("c", {"x": "x"}, {"y": "y"})), "b")
     add_ensemble(models, ensemble_text(step("b", {"x": "x"}, {"y": "y"})), "c")
@@ -227,7 +227,7 @@ def test_circles_of_ensembles_and_wrong_settings_are_refused(models: Path, opene
     add_ensemble(models, json.dumps(text | {"batching": {"max_batch_size": 3}}), "e")
     add_ensemble(models, json.dumps(text | {"versions": "all"}), "f")
     add_ensemble(models, ensemble_text(*DIAMOND), "sum")
-    repository, _ = opened()
+    repository, _ = open_repository()
     reasons = {name: state.reasons.get(1, "") for name, state in repository.models.items()}
     assert reasons["b"] == "a circle of ensembles: b -> c -> b"
     assert reasons["c"] == "a circle of ensembles: c -> b -> c"
@@ -241,25 +241,25 @@ def test_circles_of_ensembles_and_wrong_settings_are_refused(models: Path, opene
 def test_an_ensemble_that_is_not_ready_is_said_once(models: Path):
     """However often the repository is looked at."""
     add_ensemble(models, ensemble_text(step("nobody", {"x": "x"}, {"y": "y"})))
-    said: list[str] = []
-    repository = Repository(models, PredictSettings(warm_up=False), PredictMetrics(), said.append)
+    messages: list[str] = []
+    repository = Repository(models, PredictSettings(warm_up=False), PredictMetrics(), messages.append)
     for _ in range(3):
         repository.look()
-    assert len([line for line in said if line.startswith("diamond is not ready")]) == 1
+    assert len([line for line in messages if line.startswith("diamond is not ready")]) == 1
     assert "nobody" in repository.models["diamond"].reasons[1]
     repository.close()
 
 
-def test_outputs_may_be_chosen(models: Path, opened: Any):
+def test_outputs_may_be_chosen(models: Path, open_repository: Any):
     add_ensemble(models, ensemble_text(*DIAMOND, outputs=["doubled", "answer"]))
-    _, service = opened()
+    _, service = open_repository()
     outputs = call(service)
     assert list(outputs) == ["doubled", "answer"]
     np.testing.assert_array_equal(outputs["doubled"], 2 * X)
 
 
 @pytest.mark.parametrize(
-    ("inputs", "said"),
+    ("inputs", "problem"),
     [
         ({"x": X.astype(np.float64)}, "is float64"),
         ({"x": X[:, :2]}, r"has shape \[2, 2\]"),
@@ -268,18 +268,18 @@ def test_outputs_may_be_chosen(models: Path, opened: Any):
         ({"x": X[:0]}, "is 0"),
     ],
 )
-def test_inputs_are_checked_before_any_step(models: Path, opened: Any, inputs: dict[str, Any], said: str):
+def test_inputs_are_checked_before_any_step(models: Path, open_repository: Any, inputs: dict[str, Any], problem: str):
     add_ensemble(models, ensemble_text(*DIAMOND))
-    _, service = opened()
-    with pytest.raises(ApiError, match=said):
+    _, service = open_repository()
+    with pytest.raises(ApiError, match=problem):
         call(service, **inputs)
     assert service.metrics.statistics("scaled", 1)["batches"] == 0
 
 
-def test_members_come_and_go(models: Path, opened: Any):
+def test_members_come_and_go(models: Path, open_repository: Any):
     """Without a member, an ensemble is not ready and says why; with it again, it is. Loading an ensemble loads its members."""
     add_ensemble(models, ensemble_text(*DIAMOND))
-    repository, service = opened()
+    repository, service = open_repository()
     protocol = InferenceProtocol(service)
     old = service.find("diamond")
     asyncio.run(protocol.unload("projection", {}))
@@ -304,12 +304,12 @@ def test_members_come_and_go(models: Path, opened: Any):
     assert repository.state("diamond").reasons == {1: "step 2: `projection` has no output `z`"}
 
 
-def test_a_pinned_version_is_the_one_that_answers(models: Path, opened: Any):
-    steps = [dict(one) for one in DIAMOND]
+def test_a_pinned_version_is_the_one_that_answers(models: Path, open_repository: Any):
+    steps = [dict(step) for step in DIAMOND]
     del steps[2]["version"]
     add_ensemble(models, ensemble_text(*DIAMOND), "pinned")
     add_ensemble(models, ensemble_text(*steps), "newest")
-    repository, service = opened()
+    repository, service = open_repository()
     np.testing.assert_allclose(call(service, "pinned")["answer"], diamond(X, 2.0), rtol=1e-6)
     np.testing.assert_allclose(call(service, "newest")["answer"], diamond(X, 3.0), rtol=1e-6)
     (models / "scaled" / "config.yml").write_text("versions: [2]\n")
@@ -318,10 +318,10 @@ def test_a_pinned_version_is_the_one_that_answers(models: Path, opened: Any):
     np.testing.assert_allclose(call(service, "newest")["answer"], diamond(X, 3.0), rtol=1e-6)
 
 
-def test_a_canceled_request_leaves_every_queue(models: Path, opened: Any):
+def test_a_canceled_request_leaves_every_queue(models: Path, open_repository: Any):
     (models / "projection" / "config.yml").write_text("batching: {max_queue_delay_ms: 300}\n")
     add_ensemble(models, ensemble_text(*DIAMOND))
-    repository, service = opened()
+    repository, service = open_repository()
 
     async def ask() -> None:
         with pytest.raises(ApiError, match="took more than"):
@@ -376,7 +376,7 @@ def test_axes_that_meet_are_the_same(bundles: Path):
 
 
 @pytest.mark.slow
-def test_texts_go_through_an_encoder_and_a_head(tmp_path: Path, models: Path, opened: Any):
+def test_texts_go_through_an_encoder_and_a_head(tmp_path: Path, models: Path, open_repository: Any):
     config = FAMILIES["bert"].examples()["plain"].model_copy(update={"vocab": 30522})
     lm = LM(config, random_model(config, 0).module, find_tokenizer(str(shared("tokenizers/bert_uncased_vocab.txt"))))
     lm.save(tmp_path.parent / f"{tmp_path.name}-model")
@@ -389,7 +389,7 @@ def test_texts_go_through_an_encoder_and_a_head(tmp_path: Path, models: Path, op
     add_ensemble(models, ensemble_text(*steps), "classifier")
     by_tokens = (step("encoder", {"tokens": "ids"}, {"embedding": "vector"}), steps[1])
     add_ensemble(models, ensemble_text(*by_tokens), "tokens")
-    repository, service = opened()
+    repository, service = open_repository()
     texts = ["a boat", "a ship on the sea", "rain"]
     expected = encoder.run({"text": texts})["embedding"] @ weight
     metadata = InferenceProtocol(service).metadata(repository.find("classifier"))
@@ -401,14 +401,14 @@ def test_texts_go_through_an_encoder_and_a_head(tmp_path: Path, models: Path, op
     with pytest.raises(ApiError, match="takes a list of texts"):
         call(service, "classifier", words=[])
     ids = InferenceProtocol(service).metadata(repository.find("tokens"))["inputs"]
-    assert [(one["name"], one["datatype"], one["shape"]) for one in ids] == [("ids", "INT32", [-1, -1])]
+    assert [(tensor["name"], tensor["datatype"], tensor["shape"]) for tensor in ids] == [("ids", "INT32", [-1, -1])]
 
 
 def test_no_request_is_lost_while_a_member_is_replaced(models: Path, tmp_path_factory: pytest.TempPathFactory):
     add_ensemble(models, ensemble_text(step("scaled", {"x": "x"}, {"y": "h"}), step("projection", {}, {"z": "z"})), "chain")
     (models / "scaled" / "config.yml").write_text("versions: latest\n")
     staged = write_scaled(tmp_path_factory.mktemp("staged") / "3", 5.0)
-    asked = {"inputs": [{"name": "x", "shape": [2, 3], "datatype": "FP32", "data": X.tolist()}]}
+    body = {"inputs": [{"name": "x", "shape": [2, 3], "datatype": "FP32", "data": X.tolist()}]}
     with serving(models, "poll=0.05") as (address, _):
         seen: set[float] = set()
         lost: list[str] = []
@@ -417,7 +417,7 @@ def test_no_request_is_lost_while_a_member_is_replaced(models: Path, tmp_path_fa
         def ask() -> None:
             with httpx.Client(base_url=address, timeout=60) as other:
                 while not stop.is_set():
-                    answer = other.post("/v2/models/chain/infer", json=asked)
+                    answer = other.post("/v2/models/chain/infer", json=body)
                     if not answer.is_success:
                         lost.append(answer.text)
                         return

@@ -95,14 +95,14 @@ def test_numbers_go_through_bytes_and_typed_lists_unchanged(datatype: str):
     if field is not None:
         requests.append(request_of(tensor((2, 2), datatype, **{f"{field}_contents": value.ravel().tolist()})))
     for request in requests:
-        found = read_request(MESSAGES["ModelInferRequest"].FromString(request.SerializeToString())).arrays["x"]
-        assert found.dtype == value.dtype
-        np.testing.assert_array_equal(found, value)
+        array = read_request(MESSAGES["ModelInferRequest"].FromString(request.SerializeToString())).arrays["x"]
+        assert array.dtype == value.dtype
+        np.testing.assert_array_equal(array, value)
     assert len(requests) == 2 or value.dtype in (np.float16, ml_dtypes.bfloat16)
 
 
 @pytest.mark.parametrize(
-    ("request_", "said"),
+    ("request_", "problem"),
     [
         (request_of(tensor(), raw=[b"0" * 23]), "has 24 bytes, and 23"),
         (request_of(tensor(), raw=[b"", b""]), "has 2 parts, and there are 1 inputs"),
@@ -117,8 +117,8 @@ def test_numbers_go_through_bytes_and_typed_lists_unchanged(datatype: str):
         (request_of(tensor((1,), "INT8", int_contents=[300])), "outside INT8"),
     ],
 )
-def test_tensors_that_do_not_fit_are_refused(request_: Any, said: str):
-    with pytest.raises(BadInput, match=said):
+def test_tensors_that_do_not_fit_are_refused(request_: Any, problem: str):
+    with pytest.raises(BadInput, match=problem):
         read_request(request_)
 
 
@@ -163,8 +163,8 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(repository: Path) -> Iterator[tuple[str, str]]:
-    with serving(repository, "grpc=0", *LIMITS) as (url, said):
-        yield url, grpc_address(said)
+    with serving(repository, "grpc=0", *LIMITS) as (url, log):
+        yield url, grpc_address(log)
 
 
 @pytest.fixture(scope="module")
@@ -181,11 +181,15 @@ def test_methods_of_the_protocol(client: Client):
         assert client.call("ModelReady", name=name, version=version).ready == ready
     metadata = client.call("ModelMetadata", name="scaled")
     assert list(metadata.versions) == ["1", "2"]
-    assert [(one.name, one.datatype, list(one.shape)) for one in metadata.inputs] == [("x", "FP32", [-1, 3])]
-    found = client.infer(id="one", model_version="1")
-    assert (found.model_name, found.model_version, found.id) == ("scaled", "1", "one")
-    assert [(one.name, one.datatype, list(one.shape)) for one in found.outputs] == [("y", "FP32", [2, 3])]
-    np.testing.assert_array_equal(np.frombuffer(found.raw_output_contents[0], "<f4").reshape(2, 3), 2 * ROWS)
+    assert [(spec.name, spec.datatype, list(spec.shape)) for spec in metadata.inputs] == [
+        ("x", "FP32", [-1, 3])
+    ]
+    response = client.infer(id="one", model_version="1")
+    assert (response.model_name, response.model_version, response.id) == ("scaled", "1", "one")
+    assert [(spec.name, spec.datatype, list(spec.shape)) for spec in response.outputs] == [
+        ("y", "FP32", [2, 3])
+    ]
+    np.testing.assert_array_equal(np.frombuffer(response.raw_output_contents[0], "<f4").reshape(2, 3), 2 * ROWS)
     typed = client.call("ModelInfer", request_of(tensor(fp32_contents=ROWS.ravel().tolist())))
     np.testing.assert_array_equal(np.frombuffer(typed.raw_output_contents[0], "<f4").reshape(2, 3), 3 * ROWS)
     assert typed.model_version == "2"
@@ -201,20 +205,20 @@ def test_extensions(client: Client):
     assert len(client.call("ModelStatistics").model_stats) == 3
     client.call("RepositoryModelUnload", model_name="scaled")
     index = client.call("RepositoryIndex").models
-    assert {(one.version, one.state, one.reason) for one in index if one.name == "scaled"} == {
+    assert {(entry.version, entry.state, entry.reason) for entry in index if entry.name == "scaled"} == {
         ("1", "UNAVAILABLE", "unloaded"), ("2", "UNAVAILABLE", "unloaded")
     }  # fmt: skip
-    assert [one.name for one in client.call("RepositoryIndex", ready=True).models] == ["slow"]
+    assert [entry.name for entry in client.call("RepositoryIndex", ready=True).models] == ["slow"]
     assert client.refusal("ModelInfer", request_of(tensor(), raw=[ROWS.tobytes()]))[0] is grpc.StatusCode.UNAVAILABLE
     client.call("RepositoryModelLoad", model_name="scaled")
     client.infer()
-    code, said = client.refusal("RepositoryModelLoad", model_name="none")
+    code, message = client.refusal("RepositoryModelLoad", model_name="none")
     assert code is grpc.StatusCode.INVALID_ARGUMENT
-    assert "not in the repository" in said
+    assert "not in the repository" in message
 
 
 @pytest.mark.parametrize(
-    ("request_", "code", "said"),
+    ("request_", "code", "problem"),
     [
         (request_of(tensor(name="z"), raw=[ROWS.tobytes()]), "INVALID_ARGUMENT", "no input `z`"),
         (request_of(tensor(datatype="FP64"), raw=[bytes(48)]), "INVALID_ARGUMENT", "is FP64, and this model takes FP32"),
@@ -226,10 +230,10 @@ def test_extensions(client: Client):
         (request_of(tensor((5000, 3)), raw=[bytes(60_000)]), "RESOURCE_EXHAUSTED", "20000"),
     ],
 )
-def test_refusals_have_codes(client: Client, request_: Any, code: str, said: str):
-    found = client.refusal("ModelInfer", request_)
-    assert found[0].name == code
-    assert said in found[1]
+def test_refusals_have_codes(client: Client, request_: Any, code: str, problem: str):
+    refused = client.refusal("ModelInfer", request_)
+    assert refused[0].name == code
+    assert problem in refused[1]
 
 
 def test_bytes_that_are_no_message_and_methods_that_there_are_not(client: Client):
@@ -266,9 +270,9 @@ def test_the_work_of_a_deadline_that_passed_is_dropped(client: Client):
     time.sleep(0.2)
     started.cancel()
     request.parameters["timeout"].int64_param = 200_000
-    code, said = client.refusal("ModelInfer", request)
+    code, message = client.refusal("ModelInfer", request)
     assert code is grpc.StatusCode.DEADLINE_EXCEEDED
-    assert "took more than 0.2 seconds" in said
+    assert "took more than 0.2 seconds" in message
     time.sleep(1.5)
     assert client.call("ModelStatistics", name="slow").model_stats[0].execution_count == batches
 
@@ -281,12 +285,12 @@ def test_a_stream_answers_in_order_and_goes_on_after_an_error(client: Client):
         lambda message: message.SerializeToString(),
         MESSAGES["ModelStreamInferResponse"].FromString,
     )
-    found = list(send(iter(requests), timeout=60))
-    assert [one.infer_response.id for one in found] == [str(i) for i in range(100)]
-    assert [i for i, one in enumerate(found) if one.error_message] == [7]
-    assert "no input `z`" in found[7].error_message
+    responses = list(send(iter(requests), timeout=60))
+    assert [response.infer_response.id for response in responses] == [str(i) for i in range(100)]
+    assert [i for i, response in enumerate(responses) if response.error_message] == [7]
+    assert "no input `z`" in responses[7].error_message
     for i in (0, 8, 99):
-        value = np.frombuffer(found[i].infer_response.raw_output_contents[0], "<f4").reshape(2, 3)
+        value = np.frombuffer(responses[i].infer_response.raw_output_contents[0], "<f4").reshape(2, 3)
         np.testing.assert_array_equal(value, 3 * i * ROWS)
 
 
@@ -294,7 +298,7 @@ def test_more_calls_than_may_run_are_refused(repository: Path):
     request = request_of(tensor(), raw=[ROWS.tobytes()])
     request.model_name = "slow"
     words = ("grpc=0", "limits.connections=2", "warm_up=false")
-    with serving(repository, *words) as (_, said), grpc.insecure_channel(grpc_address(said)) as channel:
+    with serving(repository, *words) as (_, log), grpc.insecure_channel(grpc_address(log)) as channel:
         infer = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
         running = [infer.future(request.SerializeToString(), timeout=30) for _ in range(5)]
         codes = [call.code().name for call in running]
@@ -314,10 +318,10 @@ def test_keys_tls_and_a_drain(repository: Path, tmp_path: Path):
     words = (f"tls_certificate={certificate}", f"tls_key={key}", "api_key=secret", "grpc=0")
     request = request_of(tensor(), raw=[ROWS.tobytes()])
     request.model_name = "slow"
-    with serving(repository, *words) as (url, said):
+    with serving(repository, *words) as (url, log):
         assert url.startswith("https://")
-        assert " and grpcs://127.0.0.1:" in said[-1]
-        channel = grpc.secure_channel(grpc_address(said), grpc.ssl_channel_credentials(certificate.read_bytes()))
+        assert " and grpcs://127.0.0.1:" in log[-1]
+        channel = grpc.secure_channel(grpc_address(log), grpc.ssl_channel_credentials(certificate.read_bytes()))
         client = Client(channel)
         assert client.call("ServerLive").live
         assert client.call("Check", proto=health_proto()).status == 1
@@ -334,7 +338,7 @@ def test_keys_tls_and_a_drain(repository: Path, tmp_path: Path):
         time.sleep(0.3)
     answer = MESSAGES["ModelInferResponse"].FromString(running.result(30))
     np.testing.assert_array_equal(np.frombuffer(answer.raw_output_contents[0], "<f4").reshape(2, 3), ROWS)
-    assert [one.status for one in statuses] == [2]
+    assert [status.status for status in statuses] == [2]
     channel.close()
 
 
@@ -364,10 +368,10 @@ def predict_words(*words: str, program: str = "from argosy.cli import main; sys.
 
 def test_without_the_package_nothing_is_loaded(repository: Path):
     program = "sys.modules['grpc'] = None; from argosy.cli import main; sys.exit(main(sys.argv[1:]))"
-    code, said = predict_words(str(repository), "port=0", "grpc=0", program=program)
+    code, stderr = predict_words(str(repository), "port=0", "grpc=0", program=program)
     assert code == 2
-    assert "gRPC needs the package `grpcio`" in said
-    assert "loading" not in said
+    assert "gRPC needs the package `grpcio`" in stderr
+    assert "loading" not in stderr
 
 
 def test_a_port_in_use_is_said(repository: Path):
@@ -375,10 +379,10 @@ def test_a_port_in_use_is_said(repository: Path):
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        code, said = predict_words(str(repository), "port=0", f"grpc={port}")
+        code, stderr = predict_words(str(repository), "port=0", f"grpc={port}")
     assert code == 2
-    assert f"cannot listen on 127.0.0.1 port {port}" in said
-    assert "another `grpc=`" in said
+    assert f"cannot listen on 127.0.0.1 port {port}" in stderr
+    assert "another `grpc=`" in stderr
 
 
 def test_a_load_goes_on_when_its_client_has_gone(tmp_path: Path, caplog: pytest.LogCaptureFixture):

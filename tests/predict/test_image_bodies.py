@@ -32,20 +32,20 @@ def test_a_body_is_an_image_file(tmp_path: Path):
     with serving(repository, "warm_up=false") as (address, _), httpx.Client(base_url=f"{address}/v2/models", timeout=60) as client:
         for i, kind in enumerate(("image/png", "Image/JPEG; charset=binary")):
             answer = client.post("/light/infer", content=files[i], headers={"Content-Type": kind})
-            outputs = {one["name"]: one["data"] for one in answer.json()["outputs"]}
+            outputs = {tensor["name"]: tensor["data"] for tensor in answer.json()["outputs"]}
             assert outputs["label"] == [expected["label"][i]]
             assert outputs["scores"] == pytest.approx(expected["scores"][i].tolist(), rel=1e-5)
         # Triton's raw binary request: the element's bytes, and bytes come back.
         answer = client.post("/light/infer", content=files[1], headers={"Inference-Header-Content-Length": "0"})
         head = json.loads(answer.content[: int(answer.headers["inference-header-content-length"])])
-        assert [one["name"] for one in head["outputs"]] == ["scores", "probabilities", "label"]
+        assert [tensor["name"] for tensor in head["outputs"]] == ["scores", "probabilities", "label"]
         assert answer.content.endswith(struct.pack("<I", 4) + b"dark")
         # The binary extension: two files in one tensor.
         data = b"".join(struct.pack("<I", len(file)) + file for file in files)
         tensor = {"name": "image_file", "shape": [2], "datatype": "BYTES", "parameters": {"binary_data_size": len(data)}}
         head = json.dumps({"inputs": [tensor]}).encode()
         answer = client.post("/light/infer", content=head + data, headers={"Inference-Header-Content-Length": str(len(head))})
-        outputs = {one["name"]: one["data"] for one in answer.json()["outputs"]}
+        outputs = {tensor["name"]: tensor["data"] for tensor in answer.json()["outputs"]}
         assert outputs["label"] == ["bright", "dark"]
         for body, model, status, why in (
             (files[0][:-40], "light", 400, "no image that can be read"),

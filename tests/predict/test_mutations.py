@@ -15,10 +15,10 @@ from campaign_mutations import campaign, write_models
 
 def test_mutated_requests_are_refused_or_answered_rightly(tmp_path: Path):
     write_models(tmp_path)
-    with serving(tmp_path, "grpc=0", "limits.upload_seconds=2") as (url, said):
-        outcome = asyncio.run(campaign(url, grpc_address(said), said.pid, n=400, seed=1))
+    with serving(tmp_path, "grpc=0", "limits.upload_seconds=2") as (url, log):
+        outcome = asyncio.run(campaign(url, grpc_address(log), log.pid, n=400, seed=1))
     assert outcome.findings == []
-    assert not [line for line in said if "Traceback" in line]
+    assert not [line for line in log if "Traceback" in line]
     # It would find nothing if every request were refused, or none.
     assert outcome.statuses["200"] > 20
     assert outcome.statuses["400"] > 50

@@ -38,12 +38,12 @@ def test_the_page_needs_no_key_and_its_facts_do(server: str):
             assert b"s3cret" not in answer.content
         assert b'data-key="true"' in client.get("/").content
         assert client.get("/web/models").status_code == 401
-        found = client.get("/web/models", headers={"x-api-key": "s3cret"}).json()
-    assert [(one["name"], one["version"], one["ready"]) for one in found] == [
+        models = client.get("/web/models", headers={"x-api-key": "s3cret"}).json()
+    assert [(model["name"], model["version"], model["ready"]) for model in models] == [
         ("broken", "1", False), ("scaled", "1", True), ("scaled", "2", True)
     ]  # fmt: skip
-    assert found[0]["reason"]
-    assert found[1]["signatures"][0]["inputs"] == [{"name": "x", "datatype": "FP32", "shape": [-1, 3]}]
+    assert models[0]["reason"]
+    assert models[1]["signatures"][0]["inputs"] == [{"name": "x", "datatype": "FP32", "shape": [-1, 3]}]
 
 
 def test_the_page_loads_only_its_own_files():
@@ -66,15 +66,15 @@ def test_the_form_calls_a_signature_and_shows_what_is_refused(server: str):
         page.until("document.querySelectorAll('#models tbody tr').length == 3")
         assert page.run("document.querySelector('#models tbody').innerText").startswith("broken\t1\t")
         page.run("const v = document.querySelector('#version'); v.value = 'scaled 2'; v.dispatchEvent(new Event('change')); 0")
-        answered(page, "[[1, 2, 3]]", "#outputs", "3, 6, 9")
-        answered(page, "[[1, 2]]", "#refused", "shape [1, 2]")
-        answered(page, "one", "#refused", "lists of numbers as JSON")
+        answer_form(page, "[[1, 2, 3]]", "#outputs", "3, 6, 9")
+        answer_form(page, "[[1, 2]]", "#refused", "shape [1, 2]")
+        answer_form(page, "one", "#refused", "lists of numbers as JSON")
         page.until("document.querySelectorAll('#charts svg').length == 4")
         page.until("[...document.querySelectorAll('#models tbody tr')].at(-1).innerText.includes('\\t1\\t1\\t')")
         assert [error for error in page.errors if " 400 " not in error and " 401 " not in error] == []
 
 
-def answered(page: Page, text: str, place: str, expected: str) -> None:
+def answer_form(page: Page, text: str, place: str, expected: str) -> None:
     page.run("document.querySelector('#fields textarea').value = ''; 0")
     page.type("#fields textarea", text)
     page.run("document.querySelector('#inputs').requestSubmit(); 0")

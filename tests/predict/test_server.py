@@ -51,8 +51,8 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(repository: Path) -> Iterator[tuple[str, list[str]]]:
-    with serving(repository, "limits.body=20000") as found:
-        yield found
+    with serving(repository, "limits.body=20000") as address_and_log:
+        yield address_and_log
 
 
 @pytest.fixture(scope="module")
@@ -84,10 +84,10 @@ def test_the_versions_of_one_model_are_a_repository(tmp_path: Path, words: tuple
 def test_the_open_inference_protocol(ask: httpx.Client):
     assert ask.get("/v2").json()["name"] == "argosy"
     assert ask.get("/v2/health/live").status_code == ask.get("/v2/health/ready").status_code == 200
-    found = ask.get("/v2/models/scaled").json()
-    assert found["versions"] == ["1", "2"]
-    assert found["inputs"] == [{"name": "x", "datatype": "FP32", "shape": [-1, 3]}]
-    assert found["outputs"] == [{"name": "y", "datatype": "FP32", "shape": [-1, 3]}]
+    metadata = ask.get("/v2/models/scaled").json()
+    assert metadata["versions"] == ["1", "2"]
+    assert metadata["inputs"] == [{"name": "x", "datatype": "FP32", "shape": [-1, 3]}]
+    assert metadata["outputs"] == [{"name": "y", "datatype": "FP32", "shape": [-1, 3]}]
     assert ask.get("/v2/models/scaled/versions/1/ready").json() == {"name": "scaled", "ready": True}
     answer = infer(ask, rows(), id="one").json()
     assert (answer["id"], answer["model_name"], answer["model_version"]) == ("one", "scaled", "2")
@@ -123,7 +123,7 @@ def test_a_body_of_nothing_but_bytes(ask: httpx.Client):
 
 
 @pytest.mark.parametrize(
-    ("change", "status", "said"),
+    ("change", "status", "problem"),
     [
         ({"name": "z"}, 400, "no input `z`"),
         ({"datatype": "FP64"}, 400, "is FP64, and this model takes FP32"),
@@ -137,11 +137,11 @@ def test_a_body_of_nothing_but_bytes(ask: httpx.Client):
         ({"parameters": {"shared_memory_region": "a"}}, 400, "shared memory"),
     ],
 )
-def test_what_does_not_fit_is_said_in_the_form_of_the_protocol(ask: httpx.Client, change: dict[str, Any], status: int, said: str):
+def test_what_does_not_fit_is_said_in_the_form_of_the_protocol(ask: httpx.Client, change: dict[str, Any], status: int, problem: str):
     answer = infer(ask, rows(**change))
     assert answer.status_code == status
     assert list(answer.json()) == ["error"]
-    assert said in answer.json()["error"]
+    assert problem in answer.json()["error"]
 
 
 def test_other_refusals(ask: httpx.Client):
@@ -169,7 +169,7 @@ def test_other_refusals(ask: httpx.Client):
 
 def test_tensorflow_servings_rest(ask: httpx.Client):
     status = ask.get("/v1/models/scaled").json()["model_version_status"]
-    assert [(one["version"], one["state"]) for one in status] == [("2", "AVAILABLE"), ("1", "AVAILABLE")]
+    assert [(entry["version"], entry["state"]) for entry in status] == [("2", "AVAILABLE"), ("1", "AVAILABLE")]
     described = ask.get("/v1/models/scaled/metadata").json()["metadata"]["signature_def"]["signature_def"]["serving_default"]
     assert described["inputs"]["x"]["dtype"] == "DT_FLOAT"
     expected = (3 * np.asarray(ROWS)).tolist()
@@ -200,14 +200,14 @@ def test_metrics_and_statistics(ask: httpx.Client):
     text = ask.get("/metrics").text
     for name in ("nv_inference_request_success", "nv_inference_count", "nv_inference_exec_count", "nv_inference_queue_duration_us"):
         assert f'{name}_total{{model="scaled",version="2"}}' in text
-    (told,) = ask.get("/v2/models/scaled/stats").json()["model_stats"]
-    assert told["inference_count"] >= 2
-    assert told["inference_stats"]["success"]["ns"] > 0
+    (stats,) = ask.get("/v2/models/scaled/stats").json()["model_stats"]
+    assert stats["inference_count"] >= 2
+    assert stats["inference_stats"]["success"]["ns"] > 0
     # What Triton's clients read, and perf_analyzer cannot do without.
     parts = ("compute_input", "compute_infer", "compute_output", "cache_hit", "cache_miss")
-    assert set(told["inference_stats"]) == {"success", "fail", "queue", *parts}
-    assert all(set(part) == {"count", "ns"} for part in told["inference_stats"].values())
-    assert abs(told["last_inference"] / 1e3 - time.time()) < 60
+    assert set(stats["inference_stats"]) == {"success", "fail", "queue", *parts}
+    assert all(set(part) == {"count", "ns"} for part in stats["inference_stats"].values())
+    assert abs(stats["last_inference"] / 1e3 - time.time()) < 60
 
 
 def test_versions_change_under_load_without_a_lost_request(tmp_path: Path):
@@ -223,15 +223,15 @@ def test_versions_change_under_load_without_a_lost_request(tmp_path: Path):
             with httpx.Client(base_url=address, timeout=30) as ask:
                 while not stop.is_set():
                     answer = infer(ask, rows(), model="m")
-                    found = answer.json()["outputs"][0]["data"] if answer.is_success else []
-                    factors = {y / x for y, x in zip(found, [x for row in ROWS for x in row], strict=False)}
+                    data = answer.json()["outputs"][0]["data"] if answer.is_success else []
+                    factors = {y / x for y, x in zip(data, [x for row in ROWS for x in row], strict=False)}
                     if len(factors) != 1 or not answer.is_success:
                         wrong.append(answer.text)
                     seen.update(factors)
 
         clients = [threading.Thread(target=client) for _ in range(4)]
-        for one in clients:
-            one.start()
+        for thread in clients:
+            thread.start()
         with httpx.Client(base_url=address, timeout=30) as ask:
             for number, path in staged.items():
                 while number - 1.0 not in seen and not wrong:
@@ -247,8 +247,8 @@ def test_versions_change_under_load_without_a_lost_request(tmp_path: Path):
         while 3.0 not in seen and not wrong:
             time.sleep(0.01)
         stop.set()
-        for one in clients:
-            one.join()
+        for thread in clients:
+            thread.join()
         assert wrong == []
         assert seen == {1.0, 2.0, 3.0}
 
@@ -275,14 +275,14 @@ def test_a_version_that_is_asked_for_is_never_answered_by_another(tmp_path: Path
             await asyncio.sleep(60)
 
         request = Request({"type": "http"}, connected)
-        found, result = await service.call(request, find, {"x": np.ones((1, 3), np.float32)}, None)
-        return found.version, result.outputs["y"].tolist()
+        loaded, result = await service.call(request, find, {"x": np.ones((1, 3), np.float32)}, None)
+        return loaded.version, result.outputs["y"].tolist()
 
     try:
         assert asyncio.run(ask(None)) == (2, [[2.0, 2.0, 2.0]])
-        with pytest.raises(ApiError, match="has no version `1`") as told:
+        with pytest.raises(ApiError, match="has no version `1`") as caught:
             asyncio.run(ask("1"))
-        assert told.value.status == 404
+        assert caught.value.status == 404
     finally:
         repository.close()
 
@@ -295,13 +295,13 @@ def test_a_damaged_version_is_refused_by_name_and_the_loaded_one_stays(tmp_path:
     raw[len(raw) // 2] ^= 1
     program.write_bytes(raw)
     (tmp_path / "m" / "config.yml").write_text("versions: all\n")
-    with serving(tmp_path) as (address, said), httpx.Client(base_url=address, timeout=30) as ask:
-        assert any("m version 2 is not loaded" in line and program.name in line for line in said)
+    with serving(tmp_path) as (address, log), httpx.Client(base_url=address, timeout=30) as ask:
+        assert any("m version 2 is not loaded" in line and program.name in line for line in log)
         assert ask.get("/v2/models/m").json()["versions"] == ["1"]
         refused = ask.post("/v2/models/m/versions/2/infer", json={"inputs": [rows()]})
         assert refused.status_code == 503
         assert "not ready" in refused.json()["error"]
-        states = {one["version"]: one["state"] for one in ask.post("/v2/repository/index").json()}
+        states = {entry["version"]: entry["state"] for entry in ask.post("/v2/repository/index").json()}
         assert states == {"1": "READY", "2": "UNAVAILABLE"}
         assert ask.post("/v2/repository/models/m/unload").json() == {}
         assert infer(ask, rows(), model="m").status_code == 503
@@ -312,7 +312,7 @@ def test_a_damaged_version_is_refused_by_name_and_the_loaded_one_stays(tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "problem"),
     [
         ([], "has no bundle"),
         (["host=0.0.0.0"], "lets everybody on the network"),
@@ -322,28 +322,28 @@ def test_a_damaged_version_is_refused_by_name_and_the_loaded_one_stays(tmp_path:
         (["batching.max_batch_size=0"], "max_batch_size"),
     ],
 )
-def test_mistakes_are_said_before_a_server_starts(words: list[str], said: str, tmp_path: Path):
+def test_mistakes_are_said_before_a_server_starts(words: list[str], problem: str, tmp_path: Path):
     command = [sys.executable, "-m", "argosy", "predict", str(tmp_path), *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=os.environ | {"JAX_PLATFORMS": "cpu"})
     assert done.returncode == 2
-    assert said in done.stderr
+    assert problem in done.stderr
 
 
 def test_images_by_openais_client(tmp_path: Path):
     """A bundle of a small Stable Diffusion draws what its pipeline draws."""
     pipe = argosy.load(write_pipeline(Path(__file__).parents[1] / "goldens" / "images" / "pipeline-sd", tmp_path / "pipeline"))
-    how = {"steps": 2, "size": 16}
-    pipe.export(tmp_path / "models" / "small" / "1", platforms=["cpu"], batch=[2], **how)
+    options = {"steps": 2, "size": 16}
+    pipe.export(tmp_path / "models" / "small" / "1", platforms=["cpu"], batch=[2], **options)
     write_scaled(tmp_path / "models" / "scaled" / "1", 2.0)
-    expected = pipe.images("a red fox", negative="snow", guidance=3.0, seed=2**32 - 2, n=2, **how)
+    expected = pipe.images("a red fox", negative="snow", guidance=3.0, seed=2**32 - 2, n=2, **options)
     extra = {"negative_prompt": "snow", "guidance_scale": 3.0, "seed": 2**32 - 2}
     with (
         serving(tmp_path / "models", "warm_up=false") as (address, _),
         openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client,
     ):
         for model in ({"model": "small"}, {}):
-            found = client.images.generate(prompt="a red fox", n=2, size="16x16", extra_body=extra, **model)
-            images = [read_image(base64.b64decode(one.b64_json)) for one in found.data]
+            response = client.images.generate(prompt="a red fox", n=2, size="16x16", extra_body=extra, **model)
+            images = [read_image(base64.b64decode(image.b64_json)) for image in response.data]
             assert np.abs(np.stack(images).astype(int) - expected).max() <= 1
         different = client.images.generate(model="small", prompt="a red fox")
         assert different.data[0].b64_json != client.images.generate(model="small", prompt="a red fox").data[0].b64_json
@@ -370,30 +370,30 @@ def test_embeddings_by_openais_client(tmp_path: Path):
     repository = tmp_path / "models"
     texts = ["a boat", "a ship on the sea", "rain"]
     bundle = Bundle.open(repository / "small" / "1")
-    expected, after = (bundle.run({"text": texts} | named)["embedding"] for named in ({}, {"prompt_name": "query"}))
+    expected, after = (bundle.run({"text": texts} | prompt_fields)["embedding"] for prompt_fields in ({}, {"prompt_name": "query"}))
     with serving(repository, "warm_up=false") as (address, _), openai.OpenAI(base_url=f"{address}/v1", api_key="none") as client:
         assert [model.id for model in client.models.list()] == ["small"]
-        found = client.embeddings.create(model="small", input=texts)
-        np.testing.assert_allclose([one.embedding for one in found.data], expected, atol=1e-5)
+        response = client.embeddings.create(model="small", input=texts)
+        np.testing.assert_allclose([entry.embedding for entry in response.data], expected, atol=1e-5)
         with pytest.raises(openai.NotFoundError, match="does not exist"):
             client.embeddings.create(model="other", input=texts)
-        found = client.embeddings.create(model="small", input=texts, extra_body={"prompt_name": "query"})
-        np.testing.assert_allclose([one.embedding for one in found.data], after, atol=1e-5)
+        response = client.embeddings.create(model="small", input=texts, extra_body={"prompt_name": "query"})
+        np.testing.assert_allclose([entry.embedding for entry in response.data], after, atol=1e-5)
         with pytest.raises(openai.BadRequestError, match="no prompt `querry`"):
             client.embeddings.create(model="small", input=texts, extra_body={"prompt_name": "querry"})
-        named = [{"name": "text", "shape": [3], "datatype": "BYTES", "data": texts},
+        inputs = [{"name": "text", "shape": [3], "datatype": "BYTES", "data": texts},
                  {"name": "prompt_name", "shape": [1], "datatype": "BYTES", "data": ["query"]}]  # fmt: skip
-        tensors = httpx.post(f"{address}/v2/models/small/infer", json={"inputs": named}, timeout=30).json()["outputs"]
+        tensors = httpx.post(f"{address}/v2/models/small/infer", json={"inputs": inputs}, timeout=30).json()["outputs"]
         np.testing.assert_allclose(np.reshape(tensors[0]["data"], after.shape), after, atol=1e-5)
-        by_parameter = {"inputs": named[:1], "parameters": {"prompt_name": "query"}}
+        by_parameter = {"inputs": inputs[:1], "parameters": {"prompt_name": "query"}}
         assert httpx.post(f"{address}/v2/models/small/infer", json=by_parameter, timeout=30).json()["outputs"] == tensors
-        for change, why in (({"inputs": named}, "one of them"), ({"parameters": {"prompt_name": "querry"}}, "no prompt `querry`"),
+        for change, why in (({"inputs": inputs}, "one of them"), ({"parameters": {"prompt_name": "querry"}}, "no prompt `querry`"),
                             ({"parameters": {"prompt_name": 1}}, "is no name")):  # fmt: skip
             refused = httpx.post(f"{address}/v2/models/small/infer", json=by_parameter | change, timeout=30)
             assert (refused.status_code, why in refused.json()["error"]) == (400, True)
         ranked = httpx.post(f"{address}/rerank", json={"query": texts[0], "documents": texts[1:]}, timeout=30).json()["results"]
         cosines = at_unit_length(expected[1:]) @ at_unit_length(after[:1])[0]
-        assert sorted(one["relevance_score"] for one in ranked) == pytest.approx(sorted(cosines.tolist()), rel=1e-4)
+        assert sorted(entry["relevance_score"] for entry in ranked) == pytest.approx(sorted(cosines.tolist()), rel=1e-4)
         # A vector is no list of classes.
         vector = httpx.post(f"{address}/v1/models/small:classify", json={"examples": [{"text": texts[0]}]}, timeout=30)
         assert (vector.status_code, "no single output of scores" in vector.json()["error"]) == (400, True)

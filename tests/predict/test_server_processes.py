@@ -21,7 +21,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from helpers import free_port
-from laws.families import CASES, built
+from laws.families import CASES, noisy_model
 from predict_servers import write_scaled
 
 from argosy.cli import main
@@ -47,11 +47,11 @@ def test_messages_carry_arrays_of_every_type():
         "none": np.zeros((0, 4), np.float32),
         "half": np.asarray([[1.5], [-2]], ml_dtypes.bfloat16),
     }
-    head, found = unpacked_message(packed_message({"do": "run", "bundle": 3}, arrays))
+    head, copies = unpacked_message(packed_message({"do": "run", "bundle": 3}, arrays))
     assert head == {"do": "run", "bundle": 3}
     for name, array in arrays.items():
-        assert found[name].dtype == array.dtype
-        np.testing.assert_array_equal(found[name], array)
+        assert copies[name].dtype == array.dtype
+        np.testing.assert_array_equal(copies[name], array)
 
 
 class Pair:
@@ -69,11 +69,11 @@ class Pair:
 
 @pytest.fixture
 def pair() -> Iterator[Pair]:
-    made = Pair()
-    yield made
-    if not made.followed.done():
-        made.leader.end(0)
-    made.pool.shutdown()
+    processes = Pair()
+    yield processes
+    if not processes.followed.done():
+        processes.leader.end(0)
+    processes.pool.shutdown()
 
 
 def until(true: Callable[[], Any], seconds: float = 30) -> None:
@@ -83,40 +83,40 @@ def until(true: Callable[[], Any], seconds: float = 30) -> None:
         time.sleep(0.01)
 
 
-def repository_of(folder: Path, pair: Pair, said: list[str]) -> Repository:
-    return Repository(folder, PredictSettings(), PredictMetrics(), said.append, None, pair.leader.open)
+def repository_of(folder: Path, pair: Pair, messages: list[str]) -> Repository:
+    return Repository(folder, PredictSettings(), PredictMetrics(), messages.append, None, pair.leader.open)
 
 
 def test_a_follower_opens_runs_and_closes_what_the_leader_does(pair, tmp_path, monkeypatch):
     write_scaled(tmp_path / "scaled" / "1", 2.0)
-    ran, original = list[Any](), Bundle.computed
+    runs, original = list[Any](), Bundle.computed
 
     def computed(self: Bundle, signature: Any, program: Any, arrays: Any) -> Any:
         if type(self) is Bundle:
-            ran.append((signature, program, {name: np.array(a) for name, a in arrays.items()}))
+            runs.append((signature, program, {name: np.array(a) for name, a in arrays.items()}))
         return original(self, signature, program, arrays)
 
     monkeypatch.setattr(Bundle, "computed", computed)
-    said: list[str] = []
-    repository = repository_of(tmp_path, pair, said)
+    messages: list[str] = []
+    repository = repository_of(tmp_path, pair, messages)
     repository.look()
     version = repository.find("scaled")
     (bundle,) = pair.follower.bundles.values()
     assert bundle.manifest == version.bundle.manifest
-    warm, ran[:] = len(ran), []
+    warm, runs[:] = len(runs), []
     assert warm
     for i in range(5):
-        found = version.bundle.run({"x": np.full((2, 3), i, np.float32)})
-        np.testing.assert_array_equal(found["y"], np.full((2, 3), 2.0 * i))
-    until(lambda: len(ran) == 5)
+        outputs = version.bundle.run({"x": np.full((2, 3), i, np.float32)})
+        np.testing.assert_array_equal(outputs["y"], np.full((2, 3), 2.0 * i))
+    until(lambda: len(runs) == 5)
     of = bundle.manifest.signatures["call"]
-    assert [(signature, program, arrays["x"][0, 0]) for signature, program, arrays in ran] == [
+    assert [(signature, program, arrays["x"][0, 0]) for signature, program, arrays in runs] == [
         (of, of.programs[0], float(i)) for i in range(5)
     ]
     write_scaled(tmp_path / "scaled" / "2", 3.0)
     repository.look()
     assert [b.path.name for b in pair.follower.bundles.values()] == ["2"]
-    assert "scaled version 1 is unloaded" in said
+    assert "scaled version 1 is unloaded" in messages
     repository.close()
 
 
@@ -131,14 +131,14 @@ def test_what_a_follower_cannot_open_is_not_loaded(pair, tmp_path, monkeypatch):
     monkeypatch.setattr(pair.follower, "_load", load)
     nothing = tmp_path / "nothing", r"no bundle at .*nothing.* \(in process 1\)"
     for elsewhere, why in (nothing, (other, "process 1 has another bundle at")):
-        path, said = str(elsewhere), list[str]()
-        repository = repository_of(tmp_path / "scaled", pair, said)
+        path, messages = str(elsewhere), list[str]()
+        repository = repository_of(tmp_path / "scaled", pair, messages)
         repository.look()
-        assert re.search(why, said[-1]), said
+        assert re.search(why, messages[-1]), messages
         until(lambda: not pair.follower.bundles)
     # It is tried again, for the follower may see the files later, and said once.
     repository.look()
-    assert len(said) == 1
+    assert len(messages) == 1
     path = str(tmp_path / "scaled" / "1")
     repository.look()
     np.testing.assert_array_equal(repository.find("scaled").bundle.run({"x": np.ones((1, 3), np.float32)})["y"], 2)
@@ -165,13 +165,15 @@ def test_a_bundle_that_one_process_alone_finds_altered_is_not_loaded(pair, tmp_p
                 program.write_bytes(before)
 
     monkeypatch.setattr(Bundle, "load", load)
-    said: list[str] = []
+    messages: list[str] = []
     # Without warm-up a batch would be the first to read the files.
     settings = PredictSettings(warm_up=False)
-    repository = Repository(tmp_path, settings, PredictMetrics(), said.append, None, pair.leader.open)
+    repository = Repository(tmp_path, settings, PredictMetrics(), messages.append, None, pair.leader.open)
     repository.look()
     where = "" if in_leader else r" \(in process 1\)"
-    assert re.fullmatch(rf"altered version 1 is not loaded: programs/\S+ was altered after the bundle was opened{where}", said[0]), said
+    assert re.fullmatch(
+        rf"altered version 1 is not loaded: programs/\S+ was altered after the bundle was opened{where}", messages[0]
+    ), messages
     until(lambda: len(pair.follower.bundles) == 1)
     np.testing.assert_array_equal(repository.find("whole").bundle.run({"x": np.ones((2, 3), np.float32)})["y"], 2)
     assert not pair.lost
@@ -192,7 +194,7 @@ def test_a_batch_reads_no_file(pair, tmp_path):
 def test_what_a_follower_cannot_compile_is_tried_once(pair, tmp_path, monkeypatch):
     """It would take the memory of models that serve, at every look."""
     write_scaled(tmp_path / "scaled" / "1", 2.0)
-    original, loads, said = Bundle.load, list[Bundle](), list[str]()
+    original, loads, messages = Bundle.load, list[Bundle](), list[str]()
 
     def load(self: Bundle) -> None:
         loads.append(self)
@@ -207,13 +209,13 @@ def test_what_a_follower_cannot_compile_is_tried_once(pair, tmp_path, monkeypatc
 
     monkeypatch.setattr(Bundle, "load", load)
     monkeypatch.setattr(Bundle, "compile", compile_bundle)
-    repository = repository_of(tmp_path, pair, said)
+    repository = repository_of(tmp_path, pair, messages)
     for _ in range(3):
         repository.look()
     assert [type(bundle) is Bundle for bundle in loads].count(True) == 1
-    assert "scaled version 1 is not loaded" in said[0]
-    assert "in process 1" in said[0]
-    assert len(said) == 1
+    assert "scaled version 1 is not loaded" in messages[0]
+    assert "in process 1" in messages[0]
+    assert len(messages) == 1
     repository.close()
 
 
@@ -269,14 +271,14 @@ def test_only_the_processes_of_the_server_connect():
         hello = {"token": listener.token, "rank": 1}
         wrong = [json.dumps(hello | part).encode() for part in ({"token": "guess"}, {"rank": 3})]
         for words in [b"GET / HTTP/1.1", b"[]", b'{"token": "x", "rank": 1e999}', b"[" * 100_000, *wrong]:
-            with socket.create_connection((listener.host, listener.port)) as one:
-                Channel(one.fileno()).send(words)
-                one.setblocking(True)
-                assert one.recv(1) == b""
+            with socket.create_connection((listener.host, listener.port)) as client:
+                Channel(client.fileno()).send(words)
+                client.setblocking(True)
+                assert client.recv(1) == b""
         first, second = (leader_connection(listener.address, rank) for rank in (2, 1))
-        found = accepted.result(30)
-    assert sorted(found) == [1, 2]
-    for connection in (first, second, *found.values()):
+        connections = accepted.result(30)
+    assert sorted(connections) == [1, 2]
+    for connection in (first, second, *connections.values()):
         connection.close()
 
 
@@ -311,17 +313,17 @@ def test_mistakes_of_a_launch_are_found_before_it_starts(tmp_path, capsys, words
 
 
 @contextmanager
-def launched(repository: Path, logs: Path) -> Iterator[tuple[int, list[str], subprocess.Popen[str]]]:
+def launch_server(repository: Path, logs: Path) -> Iterator[tuple[int, list[str], subprocess.Popen[str]]]:
     """A server of two processes with two devices each: its port, what it says, which grows, and its supervisor."""
-    port, said = free_port(), list[str]()
+    port, lines = free_port(), list[str]()
     base = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
     words = [sys.executable, "-m", "argosy", "launch", "processes=2", "devices=2", f"logs={logs}", "--", "predict", str(repository)]
     with subprocess.Popen([*words, f"port={port}"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=base) as process:
-        reader = threading.Thread(target=lambda: said.extend(map(str.strip, process.stdout)))  # type: ignore[arg-type]
+        reader = threading.Thread(target=lambda: lines.extend(map(str.strip, process.stdout)))  # type: ignore[arg-type]
         reader.start()
         try:
-            wait_ready(said, process)
-            yield port, said, process
+            wait_ready(lines, process)
+            yield port, lines, process
         finally:
             process.terminate()
             try:
@@ -331,19 +333,19 @@ def launched(repository: Path, logs: Path) -> Iterator[tuple[int, list[str], sub
                 reader.join()
 
 
-def wait_ready(said: list[str], process: subprocess.Popen[str], times: int = 1) -> None:
-    until(lambda: process.poll() is not None or sum("ready on " in line for line in said) == times, 300)
-    assert process.poll() is None, said
+def wait_ready(lines: list[str], process: subprocess.Popen[str], times: int = 1) -> None:
+    until(lambda: process.poll() is not None or sum("ready on " in line for line in lines) == times, 300)
+    assert process.poll() is None, lines
 
 
 def members(process: subprocess.Popen[str]) -> dict[int, int]:
     """The processes of a server by rank."""
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    found = {}
+    ranks = {}
     for child in map(int, children):
         environment = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
-        found |= {int(word.removeprefix(b"ARGOSY_RANK=")): child for word in environment if word.startswith(b"ARGOSY_RANK=")}
-    return found
+        ranks |= {int(word.removeprefix(b"ARGOSY_RANK=")): child for word in environment if word.startswith(b"ARGOSY_RANK=")}
+    return ranks
 
 
 def private_bytes(pid: int) -> int:
@@ -352,7 +354,7 @@ def private_bytes(pid: int) -> int:
     return int(re.search(r"RssAnon:\s+(\d+) kB", status)[1]) * 1024  # type: ignore[index]
 
 
-def asked(port: int, tokens: list[list[int]], model: str = "llama") -> np.ndarray:
+def predict(port: int, tokens: list[list[int]], model: str = "llama") -> np.ndarray:
     rows = [{"tokens": row, "mask": [1] * len(row)} for row in tokens]
     answer = httpx.post(f"http://127.0.0.1:{port}/v1/models/{model}:predict", json={"instances": rows}, timeout=60)
     assert answer.status_code == 200, answer.text
@@ -362,10 +364,10 @@ def asked(port: int, tokens: list[list[int]], model: str = "llama") -> np.ndarra
 @pytest.mark.slow
 def test_two_processes_serve_a_model_that_is_split_over_both(tmp_path):
     case = CASES["llama-window"]
-    lm = LM(case, built(case, Unroll()))
-    how: dict[str, Any] = {"platforms": ["cpu"], "length": [8, 16]}
-    export_model(lm, tmp_path / "repository" / "llama" / "1", mesh={"tensor": 2, "fsdp": 2}, **how)
-    export_model(lm, tmp_path / "repository" / "plain" / "1", **how)
+    lm = LM(case, noisy_model(case, Unroll()))
+    options: dict[str, Any] = {"platforms": ["cpu"], "length": [8, 16]}
+    export_model(lm, tmp_path / "repository" / "llama" / "1", mesh={"tensor": 2, "fsdp": 2}, **options)
+    export_model(lm, tmp_path / "repository" / "plain" / "1", **options)
     shutil.copytree(tmp_path / "repository" / "llama", tmp_path / "repository" / "halfway")
     (weights,) = (tmp_path / "repository" / "halfway" / "1" / "weights").iterdir()
     weights.rename(tmp_path / "rest")
@@ -376,12 +378,12 @@ def test_two_processes_serve_a_model_that_is_split_over_both(tmp_path):
 
     def check(port: int, model: str = "llama") -> None:
         with ThreadPoolExecutor(8) as pool:
-            for got, right in zip(pool.map(lambda text: asked(port, text, model), texts), want, strict=True):
+            for got, right in zip(pool.map(lambda text: predict(port, text, model), texts), want, strict=True):
                 np.testing.assert_allclose(got, right, rtol=0, atol=1e-4 * np.abs(right).max())
 
-    with launched(tmp_path / "repository", tmp_path / "logs") as (port, said, process):
-        assert "plain version 1 is not loaded: its programs are for 1 device, and the 2 processes have 4" in said
-        assert f"halfway version 1 is not loaded: weights/{weights.name} is missing" in said
+    with launch_server(tmp_path / "repository", tmp_path / "logs") as (port, lines, process):
+        assert "plain version 1 is not loaded: its programs are for 1 device, and the 2 processes have 4" in lines
+        assert f"halfway version 1 is not loaded: weights/{weights.name} is missing" in lines
         check(port)
         # The copy goes on.
         (tmp_path / "rest").rename(weights)
@@ -392,9 +394,9 @@ def test_two_processes_serve_a_model_that_is_split_over_both(tmp_path):
             assert httpx.post(f"http://127.0.0.1:{port}/v2/repository/models/llama/{verb}", timeout=120).status_code == 200
         check(port)
         os.kill(members(process)[1], signal.SIGKILL)
-        wait_ready(said, process, 2)
-        assert "error: process 1 of this server ended, and a model is split over all of them: all end" in said
-        assert "process 1 of 2 ended by SIGKILL" in said
+        wait_ready(lines, process, 2)
+        assert "error: process 1 of this server ended, and a model is split over all of them: all end" in lines
+        assert "process 1 of 2 ended by SIGKILL" in lines
         check(port)
         # One that is asked to stop has all of them drain.
         os.kill(members(process)[1], signal.SIGTERM)
@@ -406,16 +408,16 @@ def test_a_process_holds_its_share_of_the_weights(tmp_path):
     """240 MB of weights, which each process would hold if they were not split."""
     settings = {"width": 512, "ffn": 8192, "layers": 4, "heads": 8, "kv_heads": 8, "vocab": 8192, "context": 64}
     config = CASES["llama-plain"].model_copy(update=settings)
-    lm = LM(config, built(config, Unroll()))
+    lm = LM(config, noisy_model(config, Unroll()))
     weights = 4 * config.parameters()
     assert weights > 2e8
     used = {}
     for name, mesh in (("split", {"tensor": 4}), ("small", None)):
-        model = lm if mesh else LM(CASES["llama-plain"], built(CASES["llama-plain"], Unroll()))
+        model = lm if mesh else LM(CASES["llama-plain"], noisy_model(CASES["llama-plain"], Unroll()))
         sizes: Any = mesh or {"tensor": 2, "fsdp": 2}
         export_model(model, tmp_path / name / "llama" / "1", platforms=["cpu"], mesh=sizes, batch=1, length=8)
-        with launched(tmp_path / name, tmp_path / "logs") as (port, _, process):
-            asked(port, [[1, 2, 3]])
+        with launch_server(tmp_path / name, tmp_path / "logs") as (port, _, process):
+            predict(port, [[1, 2, 3]])
             used[name] = {rank: private_bytes(pid) for rank, pid in members(process).items()}
     for rank in (0, 1):
         assert used["split"][rank] - used["small"][rank] < 0.75 * weights, used

@@ -17,8 +17,8 @@ from argosy.web.errors import ApiError
 
 
 def tensor(data: Any = None, shape: Any = (2, 2), datatype: str = "FP32", **parameters: Any) -> dict[str, Any]:
-    found = {"name": "x", "shape": list(shape) if isinstance(shape, tuple) else shape, "datatype": datatype}
-    return found | ({} if data is None else {"data": data}) | ({"parameters": parameters} if parameters else {})
+    document = {"name": "x", "shape": list(shape) if isinstance(shape, tuple) else shape, "datatype": datatype}
+    return document | ({} if data is None else {"data": data}) | ({"parameters": parameters} if parameters else {})
 
 
 @pytest.mark.parametrize("datatype", DATATYPES)
@@ -27,13 +27,13 @@ def test_numbers_go_through_json_and_bytes_unchanged(datatype: str):
     value = np.asarray([[0, 1], [1, 0]] if datatype == "BOOL" else [[1, 2], [3, 100]]).astype(dtype)
     kind, shape, data = to_bytes(value)
     assert (kind, shape) == (datatype, [2, 2])
-    sent = [tensor(datatype=datatype, binary_data_size=len(data))]
-    np.testing.assert_array_equal(read_tensors(sent, memoryview(data))["x"], value)
+    body = [tensor(datatype=datatype, binary_data_size=len(data))]
+    np.testing.assert_array_equal(read_tensors(body, memoryview(data))["x"], value)
     kind, shape, flat = to_json(value)
-    for given in (flat, [flat[:2], flat[2:]]):
-        found = read_tensors([tensor(given, datatype=datatype)], memoryview(b""))["x"]
-        assert found.dtype == dtype
-        np.testing.assert_array_equal(found, value)
+    for form in (flat, [flat[:2], flat[2:]]):
+        array = read_tensors([tensor(form, datatype=datatype)], memoryview(b""))["x"]
+        assert array.dtype == dtype
+        np.testing.assert_array_equal(array, value)
 
 
 def test_bytes_are_little_endian_and_texts_have_their_length():
@@ -49,7 +49,7 @@ def test_types_without_a_name_are_sent_as_floats():
 
 
 @pytest.mark.parametrize(
-    ("inputs", "binary", "said"),
+    ("inputs", "binary", "problem"),
     [
         ("x", b"", "no list of tensors"),
         ([{"name": "x", "shape": [1]}], b"", "no `datatype`"),
@@ -78,15 +78,15 @@ def test_types_without_a_name_are_sent_as_floats():
         ([tensor([1], (1,), "BYTES")], b"", "no texts"),
     ],
 )
-def test_what_does_not_fit_is_said(inputs: Any, binary: bytes, said: str):
-    with pytest.raises(BadInput, match=said):
+def test_what_does_not_fit_is_said(inputs: Any, binary: bytes, problem: str):
+    with pytest.raises(BadInput, match=problem):
         read_tensors(inputs, memoryview(binary))
 
 
 def test_bytes_that_are_no_text_are_files_and_no_text_of_a_model():
-    sent = b"".join(struct.pack("<I", 1) + value for value in (b"\xff", b"a"))
-    found = read_tensors([tensor(shape=(2,), datatype="BYTES", binary_data_size=len(sent))], memoryview(sent))
-    assert next(iter(found.values())) == [b"\xff", "a"]
+    body = b"".join(struct.pack("<I", 1) + value for value in (b"\xff", b"a"))
+    arrays = read_tensors([tensor(shape=(2,), datatype="BYTES", binary_data_size=len(body))], memoryview(body))
+    assert next(iter(arrays.values())) == [b"\xff", "a"]
     with pytest.raises(BadInput, match="a text is no UTF-8"):
         tokenize_inputs(TokenizeStep(), ByteTokenizer(), [b"\xff", "a"], None)
 

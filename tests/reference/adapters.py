@@ -70,9 +70,9 @@ def make(name: str) -> None:
     folder = ADAPTERS / name
     model.save_pretrained(folder, save_embedding_layers=False)
     (folder / "README.md").unlink(missing_ok=True)
-    said = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-    said["base_model_name_or_path"] = name  # not where it lay
-    (folder / "adapter_config.json").write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
+    config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    config["base_model_name_or_path"] = name  # not where it lay
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     tokens = torch.from_numpy(np.load(GOLDENS / name / "golden.npz")["tokens"])
     np.savez_compressed(
         folder / "golden.npz", tokens=tokens.numpy(), logits=model(tokens, use_cache=False).logits.numpy()

@@ -127,25 +127,25 @@ def author_shapes(name: str, fresh: Any) -> dict[str, tuple[int, ...]]:
 def author_golden(name: str, weights: dict[str, np.ndarray], fresh: Any, draw: np.random.Generator) -> tuple[dict, dict]:
     """Inputs and outputs of diffusers' models with what its converters make of a file."""
     kind, config = SINGLE_FILES[name]
-    given, model = {key: torch.from_numpy(value) for key, value in weights.items()}, fresh(kind, config)
+    state_dict, model = {key: torch.from_numpy(value) for key, value in weights.items()}, fresh(kind, config)
     if name == "single-flux":
         # The converter knows one width.
         source = inspect.getsource(theirs.convert_flux_transformer_checkpoint_to_diffusers)
         source = source.replace("inner_dim = 3072", "inner_dim = 128")
         scope: dict[str, Any] = dict(vars(theirs))
         exec(source, scope)
-        state = scope["convert_flux_transformer_checkpoint_to_diffusers"](dict(given))
+        state = scope["convert_flux_transformer_checkpoint_to_diffusers"](dict(state_dict))
         model.load_state_dict(state, strict=True)
         with torch.no_grad():
             return flux(model, draw)
     if name == "single-openclip":
-        state = theirs.convert_open_clip_checkpoint(model, given, prefix="conditioner.embedders.1.model.")
+        state = theirs.convert_open_clip_checkpoint(model, state_dict, prefix="conditioner.embedders.1.model.")
         model.load_state_dict(state, strict=True)
         with torch.no_grad():
             return clip(model, draw)
-    model.load_state_dict(theirs.convert_ldm_unet_checkpoint(dict(given), dict(model.config)), strict=True)
+    model.load_state_dict(theirs.convert_ldm_unet_checkpoint(dict(state_dict), dict(model.config)), strict=True)
     vae = fresh("AutoencoderKL", AUTOENCODER)
-    vae.load_state_dict(theirs.convert_ldm_vae_checkpoint(dict(given), dict(vae.config)), strict=True)
+    vae.load_state_dict(theirs.convert_ldm_vae_checkpoint(dict(state_dict), dict(vae.config)), strict=True)
     with torch.no_grad():
         inputs, outputs = unet(model, draw)
         latents = noise(draw, 1, 4, 6, 4)

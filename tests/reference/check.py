@@ -36,12 +36,12 @@ AGAIN = 1e-5  # another processor's matrix products round otherwise
 EXPORTED = 2e-5  # of the largest logit
 
 
-def apart(model: torch.nn.Module, name: str) -> float:
+def relative_difference(model: torch.nn.Module, name: str) -> float:
     """The largest difference from a golden's answer, as a share of its largest number."""
     golden = np.load(GOLDENS / name / "golden.npz")
     seed = json.loads((GOLDENS / name / "tensors.json").read_text(encoding="utf-8"))["seed"]
-    found, key = answers(model, seed), "logits" if "logits" in golden else "hidden"
-    return float(np.abs(found[key] - golden[key]).max() / np.abs(golden[key]).max())
+    output, key = answers(model, seed), "logits" if "logits" in golden else "hidden"
+    return float(np.abs(output[key] - golden[key]).max() / np.abs(golden[key]).max())
 
 
 def same_weights(a: torch.nn.Module, b: torch.nn.Module) -> bool:
@@ -56,7 +56,7 @@ def convert(source: Path, target: Path, *words: str) -> Path:
 
 def check_golden(name: str, folder: Path) -> str | None:
     """What is wrong with a stored golden, if anything."""
-    worst = apart(load(folder), name)
+    worst = relative_difference(load(folder), name)
     return None if worst < AGAIN else f"{worst:.1e} apart"
 
 
@@ -65,7 +65,7 @@ def check_export(name: str, folder: Path, base: Path, figures: dict[str, float])
     exported = load(folder)
     if not same_weights(exported, load(base)):
         return "weights differ"
-    figures[name] = apart(exported, name)
+    figures[name] = relative_difference(exported, name)
     return None if figures[name] < EXPORTED else f"{figures[name]:.1e} apart"
 
 
@@ -86,8 +86,8 @@ def check_run(name: str, base: Path, run: Path) -> str | None:
     model = load(base)
     plain = model(torch.from_numpy(tokens), use_cache=False).logits.numpy()
     logits = peft.PeftModel.from_pretrained(model, run / "adapter").eval()(torch.from_numpy(tokens), use_cache=False).logits.numpy()
-    worst, moved = (float(np.abs(a - expected).max() / np.abs(expected).max()) for a in (logits, plain))
-    return f"{worst:.1e} apart" if worst >= EXPORTED else None if moved > 1e-3 else "nothing was trained"
+    worst, moved_by = (float(np.abs(a - expected).max() / np.abs(expected).max()) for a in (logits, plain))
+    return f"{worst:.1e} apart" if worst >= EXPORTED else None if moved_by > 1e-3 else "nothing was trained"
 
 
 @torch.no_grad()

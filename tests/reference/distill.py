@@ -19,16 +19,16 @@ def main() -> None:
     student, teacher = (rng.normal(0, scale, (ROWS, TOKENS, VOCAB)) for scale in (1.0, 2.5))
     labels = rng.integers(0, VOCAB, (ROWS, TOKENS))
     mask = np.array([[0, 1, 1, 0, 1], [1, 1, 0, 0, 0]])
-    found = []
+    cases = []
     for beta, temperature in CASES:
         logits = torch.tensor(student, requires_grad=True)
         of = torch.tensor(np.where(mask, labels, -100))
         value = GKDTrainer.generalized_jsd_loss(logits, torch.tensor(teacher), of, beta=beta, temperature=temperature)
         value.backward()
         assert logits.grad is not None
-        found.append({"beta": beta, "temperature": temperature, "loss": float(value.detach()), "gradient": logits.grad.tolist()})
-    given = {"student": student.tolist(), "teacher": teacher.tolist(), "labels": labels.tolist(), "mask": mask.tolist()}
-    GOLDEN.write_text(json.dumps(given | {"jsd": found}, indent=None) + "\n", encoding="utf-8")
+        cases.append({"beta": beta, "temperature": temperature, "loss": float(value.detach()), "gradient": logits.grad.tolist()})
+    inputs = {"student": student.tolist(), "teacher": teacher.tolist(), "labels": labels.tolist(), "mask": mask.tolist()}
+    GOLDEN.write_text(json.dumps(inputs | {"jsd": cases}, indent=None) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

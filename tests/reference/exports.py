@@ -44,14 +44,14 @@ def export(name: str, scratch: Path) -> None:
 def scores(scratch: Path) -> None:
     """A reward model of the kind that PEFT calls SEQ_CLS: scores.base, which has a vocabulary of bytes, and the run `scores`."""
     sizes = ["model.vocab=258", "model.width=16", "model.layers=2", "model.ffn=32", "model.heads=2", "model.context=64"]
-    how = ["eval.batches=0", "data.sequence=32", "optimizer.learning_rate=1e-2"]
+    common = ["eval.batches=0", "data.sequence=32", "optimizer.learning_rate=1e-2"]
     base, run, data = scratch / "scores.base", scratch / "scores", scratch / "pairs.jsonl"
-    argosy.fit("tiny", *sizes, *how, "steps=1", "data.source=synthetic", f"dir={scratch / 'scores.first'}")
+    argosy.fit("tiny", *sizes, *common, "steps=1", "data.source=synthetic", f"dir={scratch / 'scores.first'}")
     convert(str(scratch / "scores.first"), base, "hub", None)
     pairs = [{"prompt": f"{i}:", "chosen": " 1", "rejected": " no"} for i in range(16)]
     data.write_text("".join(json.dumps(pair) + "\n" for pair in pairs), encoding="utf-8")
     words = ["data.tokenizer=byte", "data.batch=16", "data.held_out=0", "adapter=lora", "adapter.rank=2", "steps=1"]
-    argosy.fit("reward", *how, *words, f"model={base}", f"dir={run}", f"data.source={data}")
+    argosy.fit("reward", *common, *words, f"model={base}", f"dir={run}", f"data.source={data}")
     tokens = np.random.default_rng(0).integers(0, 256, (4, 20))
     np.save(run / "tokens.npy", tokens)
     np.save(run / "expected.npy", argosy.load(run).rewards([row.tolist() for row in tokens]))

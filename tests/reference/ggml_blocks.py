@@ -27,14 +27,14 @@ def inputs() -> np.ndarray:
 
 def main(library: str) -> None:
     ggml = ctypes.CDLL(library)
-    w, found = inputs(), {}
+    w, blocks = inputs(), {}
     for name, size in BYTES.items():
         out = np.zeros((len(w), size), np.uint8)
         function = getattr(ggml, f"quantize_row_{name.replace('Q', 'q')}_ref")
         function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64], None
         function(w.ctypes.data, out.ctypes.data, w.size)
-        found[name] = out
-    np.savez_compressed(GOLDEN, **found)
+        blocks[name] = out
+    np.savez_compressed(GOLDEN, **blocks)
 
 
 if __name__ == "__main__":

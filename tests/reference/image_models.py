@@ -32,10 +32,10 @@ def clip_ids(draw: np.random.Generator) -> np.ndarray:
 
 def clip(model: Any, draw: np.random.Generator) -> Any:
     ids = clip_ids(draw)
-    said = model(torch.from_numpy(ids), output_hidden_states=True)
-    found = {"hidden": said.last_hidden_state, "penultimate": said.hidden_states[-2]}
-    found["pooled"] = said.text_embeds if hasattr(said, "text_embeds") else said.pooler_output
-    return {"tokens": ids}, {name: array(value) for name, value in found.items()}
+    output = model(torch.from_numpy(ids), output_hidden_states=True)
+    outputs = {"hidden": output.last_hidden_state, "penultimate": output.hidden_states[-2]}
+    outputs["pooled"] = output.text_embeds if hasattr(output, "text_embeds") else output.pooler_output
+    return {"tokens": ids}, {name: array(value) for name, value in outputs.items()}
 
 
 PICTURES = ((20, 31), (45, 17), (15, 15))
@@ -52,22 +52,22 @@ def clip_towers(model: Any, draw: np.random.Generator) -> Any:
     pictures = [np.uint8(0.5 * picture + np.linspace(0, 127, picture.shape[1])[None, :, None]) for picture in pictures]
     pixels = prepare(pictures, return_tensors="pt")["pixel_values"].float()
     ids = clip_ids(draw)
-    said = model(input_ids=torch.from_numpy(ids), pixel_values=pixels)
+    output = model(input_ids=torch.from_numpy(ids), pixel_values=pixels)
     vision = model.vision_model(pixels)
-    found = {"pixels": pixels, "texts": model.text_projection(model.text_model(torch.from_numpy(ids)).pooler_output)}
-    found |= {"images": model.visual_projection(vision.pooler_output), "hidden": vision.last_hidden_state}
-    found |= {"scores": said.logits_per_image}
-    given = {f"picture_{i}": picture for i, picture in enumerate(pictures)}
-    return given | {"tokens": ids}, {name: array(value) for name, value in found.items()}
+    outputs = {"pixels": pixels, "texts": model.text_projection(model.text_model(torch.from_numpy(ids)).pooler_output)}
+    outputs |= {"images": model.visual_projection(vision.pooler_output), "hidden": vision.last_hidden_state}
+    outputs |= {"scores": output.logits_per_image}
+    named_pictures = {f"picture_{i}": picture for i, picture in enumerate(pictures)}
+    return named_pictures | {"tokens": ids}, {name: array(value) for name, value in outputs.items()}
 
 
 def t5(model: Any, draw: np.random.Generator) -> Any:
     ids = draw.integers(2, 90, (2, 23))
     mask = np.ones_like(ids)
     mask[1, 15:] = 0
-    said = model(torch.from_numpy(ids), attention_mask=torch.from_numpy(mask))
+    output = model(torch.from_numpy(ids), attention_mask=torch.from_numpy(mask))
     whole = model(torch.from_numpy(ids[1:]))
-    return {"tokens": ids, "mask": mask}, {"hidden": array(said.last_hidden_state), "unmasked": array(whole.last_hidden_state)}
+    return {"tokens": ids, "mask": mask}, {"hidden": array(output.last_hidden_state), "unmasked": array(whole.last_hidden_state)}
 
 
 CLIP = {"vocab_size": 90, "hidden_size": 28, "intermediate_size": 52, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -86,8 +86,8 @@ def vae(model: Any, draw: np.random.Generator) -> Any:
     moments = model.encode(torch.from_numpy(images)).latent_dist
     factor = 2 ** (len(model.config.block_out_channels) - 1)
     latents = noise(draw, 2, model.config.latent_channels, 24 // factor, 20 // factor)
-    found = {"mean": moments.mean, "logvar": moments.logvar, "images": model.decode(torch.from_numpy(latents)).sample}
-    return {"images": images, "latents": latents}, {name: array(value) for name, value in found.items()}
+    outputs = {"mean": moments.mean, "logvar": moments.logvar, "images": model.decode(torch.from_numpy(latents)).sample}
+    return {"images": images, "latents": latents}, {name: array(value) for name, value in outputs.items()}
 
 
 def flux2_vae(model: Any, draw: np.random.Generator) -> Any:
@@ -98,27 +98,27 @@ def flux2_vae(model: Any, draw: np.random.Generator) -> Any:
     spread = (model.bn.running_var + model.config.batch_norm_eps).sqrt()
     mean, deviation = (a.view(1, -1, 1, 1) for a in (model.bn.running_mean, spread))
     packed = (Klein._patchify_latents(torch.from_numpy(outputs["mean"])) - mean) / deviation
-    given = torch.from_numpy(noise(draw, *packed.shape))
-    images = model.decode(Klein._unpatchify_latents(given * deviation + mean)).sample
-    return inputs | {"packed": array(given)}, outputs | {"packed": array(packed), "unpacked": array(images)}
+    scaled = torch.from_numpy(noise(draw, *packed.shape))
+    images = model.decode(Klein._unpatchify_latents(scaled * deviation + mean)).sample
+    return inputs | {"packed": array(scaled)}, outputs | {"packed": array(packed), "unpacked": array(images)}
 
 
 def tiny_vae(model: Any, draw: np.random.Generator) -> Any:
     images, latents = noise(draw, 2, 3, 24, 40), noise(draw, 2, model.config.latent_channels, 3, 5)
-    found = {"latents": model.encode(torch.from_numpy(images)).latents, "images": model.decode(torch.from_numpy(latents)).sample}
-    return {"images": images, "latents": latents}, {name: array(value) for name, value in found.items()}
+    outputs = {"latents": model.encode(torch.from_numpy(images)).latents, "images": model.decode(torch.from_numpy(latents)).sample}
+    return {"images": images, "latents": latents}, {name: array(value) for name, value in outputs.items()}
 
 
 def wan_vae(model: Any, draw: np.random.Generator) -> Any:
     """An image, and a video of 9 frames. Latents are small, so that few pixels are clipped."""
     image, video = noise(draw, 1, 3, 1, 24, 16), noise(draw, 1, 3, 9, 24, 16)
     latents = 0.5 * noise(draw, 1, model.config.z_dim, 4, 3, 2)
-    found = {"images": model.decode(torch.from_numpy(latents[:, :, :1])).sample}
-    found["videos"] = model.decode(torch.from_numpy(latents)).sample
-    for name, given in (("image", image), ("video", video)):
-        moments = model.encode(torch.from_numpy(given)).latent_dist
-        found |= {f"{name}_mean": moments.mean, f"{name}_logvar": moments.logvar}
-    return {"image": image, "video": video, "latents": latents}, {name: array(value) for name, value in found.items()}
+    outputs = {"images": model.decode(torch.from_numpy(latents[:, :, :1])).sample}
+    outputs["videos"] = model.decode(torch.from_numpy(latents)).sample
+    for name, frames in (("image", image), ("video", video)):
+        moments = model.encode(torch.from_numpy(frames)).latent_dist
+        outputs |= {f"{name}_mean": moments.mean, f"{name}_logvar": moments.logvar}
+    return {"image": image, "video": video, "latents": latents}, {name: array(value) for name, value in outputs.items()}
 
 
 VAE = {"in_channels": 3, "out_channels": 3, "down_block_types": ("DownEncoderBlock2D",) * 3,
@@ -139,81 +139,81 @@ def flux(model: Any, draw: np.random.Generator) -> Any:
 
     rows, columns, channels = 6, 10, model.config.in_channels // 4
     latents = noise(draw, 2, channels, rows, columns)
-    own = {"latents": latents, "text": noise(draw, 2, 7, model.config.joint_attention_dim)}
-    own |= {"pooled": noise(draw, 2, model.config.pooled_projection_dim), "timestep": np.asarray([731.5, 20.25], np.float32)}
-    own |= {"guidance": np.asarray([3.5, 1.25], np.float32)} if model.config.guidance_embeds else {}
-    given = tensors(own)
-    packed = FluxPipeline._pack_latents(given["latents"], 2, channels, rows, columns)
-    said = model(
+    arrays = {"latents": latents, "text": noise(draw, 2, 7, model.config.joint_attention_dim)}
+    arrays |= {"pooled": noise(draw, 2, model.config.pooled_projection_dim), "timestep": np.asarray([731.5, 20.25], np.float32)}
+    arrays |= {"guidance": np.asarray([3.5, 1.25], np.float32)} if model.config.guidance_embeds else {}
+    torch_inputs = tensors(arrays)
+    packed = FluxPipeline._pack_latents(torch_inputs["latents"], 2, channels, rows, columns)
+    output = model(
         hidden_states=packed,
-        encoder_hidden_states=given["text"],
-        pooled_projections=given["pooled"],
-        timestep=given["timestep"] / 1000,
-        guidance=given.get("guidance"),
+        encoder_hidden_states=torch_inputs["text"],
+        pooled_projections=torch_inputs["pooled"],
+        timestep=torch_inputs["timestep"] / 1000,
+        guidance=torch_inputs.get("guidance"),
         txt_ids=torch.zeros(7, 3),
         img_ids=FluxPipeline._prepare_latent_image_ids(2, rows // 2, columns // 2, "cpu", torch.float32),
     ).sample
-    out = FluxPipeline._unpack_latents(said, rows * 8, columns * 8, 8)
-    return own, {"velocity": array(out)}
+    out = FluxPipeline._unpack_latents(output, rows * 8, columns * 8, 8)
+    return arrays, {"velocity": array(out)}
 
 
 def flux2(model: Any, draw: np.random.Generator) -> Any:
     from diffusers import Flux2KleinPipeline as Klein
 
-    own = {"latents": noise(draw, 2, model.config.in_channels, 3, 5), "text": noise(draw, 2, 7, model.config.joint_attention_dim)}
-    own |= {"timestep": np.asarray([731.5, 20.25], np.float32)}
+    arrays = {"latents": noise(draw, 2, model.config.in_channels, 3, 5), "text": noise(draw, 2, 7, model.config.joint_attention_dim)}
+    arrays |= {"timestep": np.asarray([731.5, 20.25], np.float32)}
     # Small ones: of thousands, sines see how torch rounds its frequencies.
-    own |= {"guidance": np.asarray([0.5, 0.125], np.float32)} if model.config.guidance_embeds else {}
-    given = tensors(own)
-    said = model(
-        hidden_states=Klein._pack_latents(given["latents"]),
-        encoder_hidden_states=given["text"],
-        timestep=given["timestep"] / 1000,
-        guidance=given.get("guidance"),
-        txt_ids=Klein._prepare_text_ids(given["text"]),
-        img_ids=Klein._prepare_latent_ids(given["latents"]),
+    arrays |= {"guidance": np.asarray([0.5, 0.125], np.float32)} if model.config.guidance_embeds else {}
+    torch_inputs = tensors(arrays)
+    output = model(
+        hidden_states=Klein._pack_latents(torch_inputs["latents"]),
+        encoder_hidden_states=torch_inputs["text"],
+        timestep=torch_inputs["timestep"] / 1000,
+        guidance=torch_inputs.get("guidance"),
+        txt_ids=Klein._prepare_text_ids(torch_inputs["text"]),
+        img_ids=Klein._prepare_latent_ids(torch_inputs["latents"]),
     ).sample
-    return own, {"velocity": array(said.permute(0, 2, 1).reshape(given["latents"].shape))}
+    return arrays, {"velocity": array(output.permute(0, 2, 1).reshape(torch_inputs["latents"].shape))}
 
 
 def sd3(model: Any, draw: np.random.Generator) -> Any:
-    own = {"latents": noise(draw, 2, model.config.in_channels, 6, 10), "text": noise(draw, 2, 7, model.config.joint_attention_dim)}
-    own |= {"pooled": noise(draw, 2, model.config.pooled_projection_dim), "timestep": np.asarray([731.5, 20.25], np.float32)}
-    given = tensors(own)
-    said = model(
-        hidden_states=given["latents"],
-        encoder_hidden_states=given["text"],
-        pooled_projections=given["pooled"],
-        timestep=given["timestep"],
+    arrays = {"latents": noise(draw, 2, model.config.in_channels, 6, 10), "text": noise(draw, 2, 7, model.config.joint_attention_dim)}
+    arrays |= {"pooled": noise(draw, 2, model.config.pooled_projection_dim), "timestep": np.asarray([731.5, 20.25], np.float32)}
+    torch_inputs = tensors(arrays)
+    output = model(
+        hidden_states=torch_inputs["latents"],
+        encoder_hidden_states=torch_inputs["text"],
+        pooled_projections=torch_inputs["pooled"],
+        timestep=torch_inputs["timestep"],
     ).sample
-    return own, {"velocity": array(said)}
+    return arrays, {"velocity": array(output)}
 
 
 def dit(model: Any, draw: np.random.Generator) -> Any:
     """At another size than the trained one; diffusers takes squares only. The learned variance is left out."""
     channels = model.config.in_channels
-    own = {"latents": noise(draw, 2, channels, 12, 12), "labels": np.asarray([3, 7])}
-    own |= {"timestep": np.asarray([731.0, 20.0], np.float32)}
-    given = tensors(own)
-    said = model(given["latents"], timestep=given["timestep"], class_labels=given["labels"]).sample
-    return own, {"prediction": array(said[:, :channels])}
+    arrays = {"latents": noise(draw, 2, channels, 12, 12), "labels": np.asarray([3, 7])}
+    arrays |= {"timestep": np.asarray([731.0, 20.0], np.float32)}
+    torch_inputs = tensors(arrays)
+    output = model(torch_inputs["latents"], timestep=torch_inputs["timestep"], class_labels=torch_inputs["labels"]).sample
+    return arrays, {"prediction": array(output[:, :channels])}
 
 
 def unet_inputs(model: Any, draw: np.random.Generator) -> Any:
-    own = {"latents": noise(draw, 2, model.config.in_channels, 12, 8), "text": noise(draw, 2, 7, model.config.cross_attention_dim)}
-    own |= {"timestep": np.asarray([731.0, 20.0], np.float32)}
+    arrays = {"latents": noise(draw, 2, model.config.in_channels, 12, 8), "text": noise(draw, 2, 7, model.config.cross_attention_dim)}
+    arrays |= {"timestep": np.asarray([731.0, 20.0], np.float32)}
     more = None
     if model.config.addition_embed_type == "text_time":
-        own |= {"pooled": noise(draw, 2, 14), "sizes": np.asarray([[96, 64, 0, 0, 96, 64], [80, 64, 3, 5, 96, 64]], np.float32)}
-        more = {"text_embeds": torch.from_numpy(own["pooled"]), "time_ids": torch.from_numpy(own["sizes"])}
-    return own, more
+        arrays |= {"pooled": noise(draw, 2, 14), "sizes": np.asarray([[96, 64, 0, 0, 96, 64], [80, 64, 3, 5, 96, 64]], np.float32)}
+        more = {"text_embeds": torch.from_numpy(arrays["pooled"]), "time_ids": torch.from_numpy(arrays["sizes"])}
+    return arrays, more
 
 
 def unet(model: Any, draw: np.random.Generator) -> Any:
-    own, more = unet_inputs(model, draw)
-    given = tensors(own)
-    said = model(given["latents"], given["timestep"], given["text"], added_cond_kwargs=more).sample
-    return own, {"prediction": array(said)}
+    arrays, more = unet_inputs(model, draw)
+    torch_inputs = tensors(arrays)
+    output = model(torch_inputs["latents"], torch_inputs["timestep"], torch_inputs["text"], added_cond_kwargs=more).sample
+    return arrays, {"prediction": array(output)}
 
 
 def controlnet(model: Any, draw: np.random.Generator) -> Any:
@@ -221,12 +221,12 @@ def controlnet(model: Any, draw: np.random.Generator) -> Any:
     inputs, more = unet_inputs(model, draw)
     factor = 2 ** (len(model.config.conditioning_embedding_out_channels) - 1)
     inputs["control"] = draw.random((2, 3, 12 * factor, 8 * factor)).astype(np.float32)
-    given, found = tensors(inputs), {}
+    torch_inputs, outputs = tensors(inputs), {}
     for name, scale, guesses in (("residuals", 1.0, False), ("guessed", 0.75, True)):
-        skips, middle = model(given["latents"], given["timestep"], given["text"], given["control"], conditioning_scale=scale,
-                              guess_mode=guesses, added_cond_kwargs=more, return_dict=False)  # fmt: skip
-        found[name] = torch.cat([one.flatten(1) for one in [*skips, middle]], 1)
-    return inputs, {name: array(value) for name, value in found.items()}
+        skips, middle = model(torch_inputs["latents"], torch_inputs["timestep"], torch_inputs["text"], torch_inputs["control"], 
+                              conditioning_scale=scale, guess_mode=guesses, added_cond_kwargs=more, return_dict=False)  # fmt: skip
+        outputs[name] = torch.cat([residual.flatten(1) for residual in [*skips, middle]], 1)
+    return inputs, {name: array(value) for name, value in outputs.items()}
 
 
 def flux_controlnet(model: Any, draw: np.random.Generator) -> Any:
@@ -234,67 +234,72 @@ def flux_controlnet(model: Any, draw: np.random.Generator) -> Any:
     from diffusers import FluxPipeline
 
     rows, columns, channels = 6, 10, model.config.in_channels // 4
-    own = {"latents": noise(draw, 2, channels, rows, columns), "control": noise(draw, 2, channels, rows, columns)}
-    own |= {"text": noise(draw, 2, 7, model.config.joint_attention_dim), "pooled": noise(draw, 2, model.config.pooled_projection_dim)}
-    own |= {"timestep": np.asarray([731.5, 20.25], np.float32)}
-    own |= {"guidance": np.asarray([3.5, 1.25], np.float32)} if model.config.guidance_embeds else {}
-    own |= {"mode": np.asarray([2, 0])} if model.config.num_mode else {}
-    given = tensors(own)
-    latents, control = (FluxPipeline._pack_latents(given[name], 2, channels, rows, columns) for name in ("latents", "control"))
-    said = model(
+    arrays = {"latents": noise(draw, 2, channels, rows, columns), "control": noise(draw, 2, channels, rows, columns)}
+    arrays |= {
+        "text": noise(draw, 2, 7, model.config.joint_attention_dim),
+        "pooled": noise(draw, 2, model.config.pooled_projection_dim),
+    }
+    arrays |= {"timestep": np.asarray([731.5, 20.25], np.float32)}
+    arrays |= {"guidance": np.asarray([3.5, 1.25], np.float32)} if model.config.guidance_embeds else {}
+    arrays |= {"mode": np.asarray([2, 0])} if model.config.num_mode else {}
+    torch_inputs = tensors(arrays)
+    latents, control = (FluxPipeline._pack_latents(torch_inputs[name], 2, channels, rows, columns) for name in ("latents", "control"))
+    output = model(
         hidden_states=latents,
         controlnet_cond=control,
-        controlnet_mode=given["mode"][:, None] if "mode" in given else None,
-        encoder_hidden_states=given["text"],
-        pooled_projections=given["pooled"],
-        timestep=given["timestep"] / 1000,
-        guidance=given.get("guidance"),
+        controlnet_mode=torch_inputs["mode"][:, None] if "mode" in torch_inputs else None,
+        encoder_hidden_states=torch_inputs["text"],
+        pooled_projections=torch_inputs["pooled"],
+        timestep=torch_inputs["timestep"] / 1000,
+        guidance=torch_inputs.get("guidance"),
         txt_ids=torch.zeros(7, 3),
         img_ids=FluxPipeline._prepare_latent_image_ids(2, rows // 2, columns // 2, "cpu", torch.float32),
         return_dict=False,
     )
-    return own, {name: array(torch.stack(found)) for name, found in zip(("layers", "single_layers"), said, strict=True) if found}
+    return arrays, {
+        name: array(torch.stack(layers)) for name, layers in zip(("layers", "single_layers"), output, strict=True) if layers
+    }
 
 
 def sd3_controlnet(model: Any, draw: np.random.Generator) -> Any:
     """What it gives for each layer [R B T D]. One without positions reads tokens that the steered model made of latents; one without
     text, no text."""
     config, inner = model.config, model.inner_dim
-    own = {name: noise(draw, 2, config.in_channels, 6, 10) for name in ("latents", "control")}
-    own |= {"pooled": noise(draw, 2, config.pooled_projection_dim), "timestep": np.asarray([731.5, 20.25], np.float32)}
-    own |= {} if config.joint_attention_dim is None else {"text": noise(draw, 2, 7, config.joint_attention_dim)}
-    own |= {} if config.use_pos_embed else {"tokens": noise(draw, 2, 15, inner)}
-    given = tensors(own)
+    arrays = {name: noise(draw, 2, config.in_channels, 6, 10) for name in ("latents", "control")}
+    arrays |= {"pooled": noise(draw, 2, config.pooled_projection_dim), "timestep": np.asarray([731.5, 20.25], np.float32)}
+    arrays |= {} if config.joint_attention_dim is None else {"text": noise(draw, 2, 7, config.joint_attention_dim)}
+    arrays |= {} if config.use_pos_embed else {"tokens": noise(draw, 2, 15, inner)}
+    torch_inputs = tensors(arrays)
     # Its pipeline leaves the pooled text out where the settings say so.
-    pooled = torch.zeros_like(given["pooled"]) if config.force_zeros_for_pooled_projection else given["pooled"]
-    (said,) = model(
-        hidden_states=given.get("tokens", given["latents"]),
-        controlnet_cond=given["control"],
-        encoder_hidden_states=given.get("text"),
+    pooled = torch.zeros_like(torch_inputs["pooled"]) if config.force_zeros_for_pooled_projection else torch_inputs["pooled"]
+    (output,) = model(
+        hidden_states=torch_inputs.get("tokens", torch_inputs["latents"]),
+        controlnet_cond=torch_inputs["control"],
+        encoder_hidden_states=torch_inputs.get("text"),
         pooled_projections=pooled,
-        timestep=given["timestep"],
+        timestep=torch_inputs["timestep"],
         return_dict=False,
     )
-    return own, {"layers": array(torch.stack(said))}
+    return arrays, {"layers": array(torch.stack(output))}
 
 
 def z_image(model: Any, draw: np.random.Generator) -> Any:
     """Texts of different lengths, one of more than 32 tokens. Its own output is image - noise, at times from 0 (noise) to 1. These
     times are exact in thousandths. Later ones see that torch rounds two of 128 frequencies otherwise: 1e-5 of an angle at 984."""
-    own = {"latents": noise(draw, 2, model.config.in_channels, 6, 10), "text": noise(draw, 2, 39, model.config.cap_feat_dim)}
-    own |= {"timestep": np.asarray([734.375, 890.625], np.float32), "text_mask": np.arange(39) < np.asarray([[39], [7]])}
-    given = tensors(own)
-    texts = [row[mask] for row, mask in zip(given["text"], given["text_mask"], strict=True)]
-    said = model(list(given["latents"].unsqueeze(2)), (1000 - given["timestep"]) / 1000, texts).sample
-    return own | {"text_mask": own["text_mask"].astype(np.int32)}, {"velocity": -array(torch.stack(said).squeeze(2))}
+    arrays = {"latents": noise(draw, 2, model.config.in_channels, 6, 10), "text": noise(draw, 2, 39, model.config.cap_feat_dim)}
+    arrays |= {"timestep": np.asarray([734.375, 890.625], np.float32), "text_mask": np.arange(39) < np.asarray([[39], [7]])}
+    torch_inputs = tensors(arrays)
+    texts = [row[mask] for row, mask in zip(torch_inputs["text"], torch_inputs["text_mask"], strict=True)]
+    output = model(list(torch_inputs["latents"].unsqueeze(2)), (1000 - torch_inputs["timestep"]) / 1000, texts).sample
+    return arrays | {"text_mask": arrays["text_mask"].astype(np.int32)}, {"velocity": -array(torch.stack(output).squeeze(2))}
 
 
 def wan(model: Any, draw: np.random.Generator) -> Any:
-    own = {"latents": noise(draw, 2, model.config.in_channels, 3, 6, 4), "text": noise(draw, 2, 7, model.config.text_dim)}
-    own |= {"timestep": np.asarray([731.0, 20.0], np.float32)}
-    given = tensors(own)
-    said = model(given["latents"], given["timestep"], given["text"]).sample
-    return own, {"velocity": array(said)}
+    arrays = {"latents": noise(draw, 2, model.config.in_channels, 3, 6, 4), "text": noise(draw, 2, 7, model.config.text_dim)}
+    arrays |= {"timestep": np.asarray([731.0, 20.0], np.float32)}
+    torch_inputs = tensors(arrays)
+    output = model(torch_inputs["latents"], torch_inputs["timestep"], torch_inputs["text"]).sample
+    return arrays, {"velocity": array(output)}
 
 
 FLUX = {"patch_size": 1, "in_channels": 16, "num_layers": 2, "num_single_layers": 3, "attention_head_dim": 14, "num_attention_heads": 3,

@@ -89,13 +89,13 @@ def qwen_tokenizer() -> Qwen2Tokenizer:
             merges.append((at, letter))
             at += letter
             entries.append(at)
-    made = Qwen2Tokenizer(vocab={entry: i for i, entry in enumerate(dict.fromkeys(entries))}, merges=merges, model_max_length=4096)
-    made.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
-    made.chat_template = (
+    tokenizer = Qwen2Tokenizer(vocab={entry: i for i, entry in enumerate(dict.fromkeys(entries))}, merges=merges, model_max_length=4096)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.chat_template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% if not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
     )
-    return made
+    return tokenizer
 
 
 def mistral_tokenizer() -> Any:
@@ -104,19 +104,19 @@ def mistral_tokenizer() -> Any:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    own = Tokenizer(models.BPE(vocab={entry: i for i, entry in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[]))
-    own.pre_tokenizer, own.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    backend = Tokenizer(models.BPE(vocab={entry: i for i, entry in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[]))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     marks = ["[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[IMG]", "[IMG_BREAK]", "[IMG_END]"]
-    made = PreTrainedTokenizerFast(
-        tokenizer_object=own, bos_token="<s>", eos_token="</s>", pad_token="<pad>", additional_special_tokens=marks,
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>", additional_special_tokens=marks,
         padding_side="left", model_max_length=4096,
     )  # fmt: skip
     template = (
         "{{ bos_token }}{% for m in messages %}{% set name = 'SYSTEM_PROMPT' if m.role == 'system' else 'INST' %}[{{ name }}]"
         "{% for part in m.content %}{{ part.text }}{% endfor %}[/{{ name }}]{% endfor %}"
     )
-    made.chat_template = template
-    return made
+    tokenizer.chat_template = template
+    return tokenizer
 
 
 def old_files(tokenizer: CLIPTokenizer, folder: Path) -> None:
@@ -235,7 +235,7 @@ for _name, _width, _sizes in (("sd", 28, SD), ("sdxl", 56, XL)):
     _control = {"controlnet": ("ControlNetModel", CONTROLNET | down_of(_sizes) | {"cross_attention_dim": _width})}
     PIPELINES[f"pipeline-{_name}-controlnet"] = (_pipeline.replace("Pipeline", "ControlNetPipeline"), _scheduler, _models | _control)
 # More layers than their ControlNets, so that what these give is spread over them.
-for _name, _base, _sizes, (_kind, _own) in (
+for _name, _base, _sizes, (_kind, _net_config) in (
     ("flux", "flux", {"num_layers": 3, "num_single_layers": 2},
      ("FluxControlNetModel", FLUX_CONTROLNET | {"joint_attention_dim": 30, "pooled_projection_dim": 28, "guidance_embeds": True,
                                                 "num_mode": 4})),
@@ -245,7 +245,7 @@ for _name, _base, _sizes, (_kind, _own) in (
 ):
     _pipeline, _scheduler, _models = PIPELINES[f"pipeline-{_base}"]
     _denoiser = (_models["transformer"][0], _models["transformer"][1] | _sizes)
-    _control = {"transformer": _denoiser, "controlnet": (_kind, _own)}
+    _control = {"transformer": _denoiser, "controlnet": (_kind, _net_config)}
     PIPELINES[f"pipeline-{_name}-controlnet"] = (_pipeline.replace("Pipeline", "ControlNetPipeline"), _scheduler, _models | _control)
 SCHEDULERS = {"pipeline-sd": "PNDMScheduler", "pipeline-sdxl": "EulerDiscreteScheduler", "pipeline-wan": "UniPCMultistepScheduler",
               "pipeline-sd-controlnet": "PNDMScheduler", "pipeline-sdxl-controlnet": "EulerDiscreteScheduler"}  # fmt: skip
@@ -267,86 +267,86 @@ def write_tokenizers(name: str, folder: Path) -> dict[str, Any]:
         old_files(first, folder / "tokenizer")
         if not name.startswith("pipeline-flux"):
             return {"tokenizer": first}
-        made = {"tokenizer": first, "tokenizer_2": t5_tokenizer()}
-        made["tokenizer_2"].save_pretrained(folder / "tokenizer_2")
-        return made
+        tokenizers = {"tokenizer": first, "tokenizer_2": t5_tokenizer()}
+        tokenizers["tokenizer_2"].save_pretrained(folder / "tokenizer_2")
+        return tokenizers
     if name == "pipeline-wan":
-        made = {"tokenizer": t5_tokenizer()}
-        made["tokenizer"].save_pretrained(folder / "tokenizer")
-        return made
+        tokenizers = {"tokenizer": t5_tokenizer()}
+        tokenizers["tokenizer"].save_pretrained(folder / "tokenizer")
+        return tokenizers
     if name == "pipeline-flux2-dev":
-        made = {"tokenizer": mistral_tokenizer()}
-        made["tokenizer"].save_pretrained(folder / "tokenizer")
-        return made
+        tokenizers = {"tokenizer": mistral_tokenizer()}
+        tokenizers["tokenizer"].save_pretrained(folder / "tokenizer")
+        return tokenizers
     if name in ("pipeline-z-image", "pipeline-flux2"):
-        made = {"tokenizer": qwen_tokenizer()}
-        made["tokenizer"].save_pretrained(folder / "tokenizer")
-        return made
-    made = {"tokenizer": clip_tokenizer(), "tokenizer_2": clip_tokenizer(pad_token="a")}
-    made |= {"tokenizer_3": t5_tokenizer()} if name.startswith("pipeline-sd3") else {}
-    for part, tokenizer in made.items():
+        tokenizers = {"tokenizer": qwen_tokenizer()}
+        tokenizers["tokenizer"].save_pretrained(folder / "tokenizer")
+        return tokenizers
+    tokenizers = {"tokenizer": clip_tokenizer(), "tokenizer_2": clip_tokenizer(pad_token="a")}
+    tokenizers |= {"tokenizer_3": t5_tokenizer()} if name.startswith("pipeline-sd3") else {}
+    for part, tokenizer in tokenizers.items():
         tokenizer.save_pretrained(folder / part)
-    return made
+    return tokenizers
 
 
 def images_of(pipe: Any, name: str) -> dict[str, np.ndarray]:
     """What the pipeline draws from given noise: an image for each prompt."""
     latents = np.random.default_rng(7).standard_normal(LATENTS).astype(np.float32)
-    given, size = torch.from_numpy(latents), {"height": LATENTS[2] * 4, "width": LATENTS[3] * 4}
+    start, size = torch.from_numpy(latents), {"height": LATENTS[2] * 4, "width": LATENTS[3] * 4}
     more: dict[str, Any] = {"num_inference_steps": 3, "output_type": "np", **size}
     pipe.set_progress_bar_config(disable=True)
     with torch.no_grad():
         if name == "pipeline-flux":
-            given = pipe._pack_latents(given, *LATENTS)
-            free = pipe(PROMPTS, latents=given, guidance_scale=3.5, **more).images
-            return {"latents": latents, "out_images": free} | cached_image(pipe, given[:1], more)
+            start = pipe._pack_latents(start, *LATENTS)
+            free = pipe(PROMPTS, latents=start, guidance_scale=3.5, **more).images
+            return {"latents": latents, "out_images": free} | cached_image(pipe, start[:1], more)
         if name.endswith("-controlnet") and name.startswith(("pipeline-flux", "pipeline-sd3")):
-            return {"latents": latents} | controlled_transformers(pipe, name, given, more)
+            return {"latents": latents} | controlled_transformers(pipe, name, start, more)
         if name.endswith("-controlnet"):
-            return {"latents": latents} | controlled_images(pipe, given, more)
+            return {"latents": latents} | controlled_images(pipe, start, more)
         if name == "pipeline-sdxl":
-            free, plain = (pipe(PROMPTS, latents=given, guidance_scale=scale, **more).images for scale in (4.0, 1.0))
+            free, plain = (pipe(PROMPTS, latents=start, guidance_scale=scale, **more).images for scale in (4.0, 1.0))
             return {"latents": latents, "out_images": free, "out_plain": plain}
         if name == "pipeline-flux2-dev":
-            given = torch.from_numpy(latents := np.random.default_rng(7).standard_normal(PACKED).astype(np.float32))
-            return {"latents": latents, "out_images": pipe(prompt=list(PROMPTS), latents=given, guidance_scale=4.0, **more).images}
+            start = torch.from_numpy(latents := np.random.default_rng(7).standard_normal(PACKED).astype(np.float32))
+            return {"latents": latents, "out_images": pipe(prompt=list(PROMPTS), latents=start, guidance_scale=4.0, **more).images}
         if name == "pipeline-flux2":
-            given = torch.from_numpy(latents := np.random.default_rng(7).standard_normal(PACKED).astype(np.float32))
-            free, plain = (pipe(prompt=list(PROMPTS), latents=given, guidance_scale=scale, **more).images for scale in (4.0, 1.0))
+            start = torch.from_numpy(latents := np.random.default_rng(7).standard_normal(PACKED).astype(np.float32))
+            free, plain = (pipe(prompt=list(PROMPTS), latents=start, guidance_scale=scale, **more).images for scale in (4.0, 1.0))
             return {"latents": latents, "out_images": free, "out_plain": plain}
         if name == "pipeline-z-image":
             # It adds the scale to 1, and leaves guidance out at 0. The time steps of two steps are exact: its vector of a time step, a
             # sum over 1,024 numbers, makes those that diffusers rounds visible.
             more["num_inference_steps"] = 2
-            free = pipe(list(PROMPTS), negative_prompt=["snow", "a fox"], latents=given, guidance_scale=3.0, **more).images
-            plain = pipe(list(PROMPTS), latents=given, guidance_scale=0.0, **more).images
+            free = pipe(list(PROMPTS), negative_prompt=["snow", "a fox"], latents=start, guidance_scale=3.0, **more).images
+            plain = pipe(list(PROMPTS), latents=start, guidance_scale=0.0, **more).images
             return {"latents": latents, "out_images": free, "out_plain": plain}
         negative = ["snow", "a fox"]
         if name == "pipeline-wan":
-            given = torch.from_numpy(latents := np.random.default_rng(7).standard_normal(FRAMES).astype(np.float32))
+            start = torch.from_numpy(latents := np.random.default_rng(7).standard_normal(FRAMES).astype(np.float32))
             more |= {"height": FRAMES[3] * 8, "width": FRAMES[4] * 8}
-            videos = pipe(PROMPTS, negative_prompt=negative, latents=given, num_frames=5, guidance_scale=4.0, **more).frames
-            plain = pipe(PROMPTS, latents=given, num_frames=5, guidance_scale=1.0, **more).frames
+            videos = pipe(PROMPTS, negative_prompt=negative, latents=start, num_frames=5, guidance_scale=4.0, **more).frames
+            plain = pipe(PROMPTS, latents=start, num_frames=5, guidance_scale=1.0, **more).frames
             return {"latents": latents, "out_videos": videos, "out_plain": plain}
-        guided = pipe(PROMPTS, negative_prompt=negative, latents=given, guidance_scale=4.0, **more).images
-        return {"latents": latents, "out_images": guided, "out_plain": pipe(PROMPTS, latents=given, guidance_scale=1.0, **more).images}
+        guided = pipe(PROMPTS, negative_prompt=negative, latents=start, guidance_scale=4.0, **more).images
+        return {"latents": latents, "out_images": guided, "out_plain": pipe(PROMPTS, latents=start, guidance_scale=1.0, **more).images}
 
 
 def controlled_images(pipe: Any, latents: torch.Tensor, more: dict[str, Any]) -> dict[str, np.ndarray]:
     """Images of a control image each: at a scale, in guess mode, and in some of the steps alone."""
     control = np.random.default_rng(8).random((2, 3, more["height"], more["width"])).astype(np.float32)
-    found, how = {"control": control}, {"image": torch.from_numpy(control), "latents": latents, "guidance_scale": 4.0}
-    for key, own in (
+    images, arguments = {"control": control}, {"image": torch.from_numpy(control), "latents": latents, "guidance_scale": 4.0}
+    for key, changes in (
         ("images", {"negative_prompt": ["snow", "a fox"], "controlnet_conditioning_scale": 0.8}),
         ("guessed", {"guess_mode": True}),
         ("plain", {"guidance_scale": 1.0}),
         ("span", {"control_guidance_start": 0.2, "control_guidance_end": 0.7, "num_inference_steps": 5}),
     ):
-        found[f"out_{key}"] = pipe(list(PROMPTS), **more | how | own).images
-    return found | several_controls(pipe, control, how, more)
+        images[f"out_{key}"] = pipe(list(PROMPTS), **more | arguments | changes).images
+    return images | several_controls(pipe, control, arguments, more)
 
 
-def several_controls(pipe: Any, control: np.ndarray, how: dict[str, Any], more: dict[str, Any]) -> dict[str, np.ndarray]:
+def several_controls(pipe: Any, control: np.ndarray, arguments: dict[str, Any], more: dict[str, Any]) -> dict[str, np.ndarray]:
     """Images of two ControlNets: the second has the tensors of the first turned upside down, and the first one's negative."""
     from diffusers import MultiControlNetModel
 
@@ -355,10 +355,13 @@ def several_controls(pipe: Any, control: np.ndarray, how: dict[str, Any], more: 
         tensor.data = torch.flip(tensor.data, [0])
     both = type(pipe)(**pipe.components | {"controlnet": MultiControlNetModel([pipe.controlnet, second])})
     both.set_progress_bar_config(disable=True)
-    how = how | {"image": [torch.from_numpy(control), torch.from_numpy(1 - control)], "controlnet_conditioning_scale": [0.8, 0.5]}
+    arguments = arguments | {
+        "image": [torch.from_numpy(control), torch.from_numpy(1 - control)],
+        "controlnet_conditioning_scale": [0.8, 0.5],
+    }
     spans = {"control_guidance_start": [0.0, 0.3], "control_guidance_end": [0.7, 1.0], "num_inference_steps": 5}
-    found = {"out_several": both(list(PROMPTS), **more | how | spans).images}
-    return found | {"out_several_guessed": both(list(PROMPTS), **more | how | {"guess_mode": True}).images}
+    images = {"out_several": both(list(PROMPTS), **more | arguments | spans).images}
+    return images | {"out_several_guessed": both(list(PROMPTS), **more | arguments | {"guess_mode": True}).images}
 
 
 def controlled_transformers(pipe: Any, name: str, latents: torch.Tensor, more: dict[str, Any]) -> dict[str, np.ndarray]:
@@ -372,25 +375,27 @@ def controlled_transformers(pipe: Any, name: str, latents: torch.Tensor, more: d
     of_flux = name == "pipeline-flux-controlnet"
     latents = pipe._pack_latents(latents, *LATENTS) if of_flux else latents
     # Tensors are taken as they are, in -1..1.
-    picture, other = (torch.from_numpy(2 * one - 1) for one in (control, 1 - control))
-    how: dict[str, Any] = {"control_image": picture, "latents": latents, "guidance_scale": 3.5}
-    found, scaled = {"control": control}, {"controlnet_conditioning_scale": 0.8}
+    picture, other = (torch.from_numpy(2 * picture_of - 1) for picture_of in (control, 1 - control))
+    arguments: dict[str, Any] = {"control_image": picture, "latents": latents, "guidance_scale": 3.5}
+    images, scaled = {"control": control}, {"controlnet_conditioning_scale": 0.8}
     scaled |= {"control_mode": 2} if of_flux else {"negative_prompt": ["snow", "a fox"]}
     span: dict[str, Any] = {"control_guidance_start": 0.2, "control_guidance_end": 0.7, "num_inference_steps": 5}
     span |= {"control_mode": 1} if of_flux else {"guidance_scale": 1.0}
-    for key, own in (("images", scaled), ("span", span)):
-        found[f"out_{key}"] = pipe(list(PROMPTS), **more | how | own).images
+    for key, changes in (("images", scaled), ("span", span)):
+        images[f"out_{key}"] = pipe(list(PROMPTS), **more | arguments | changes).images
     if name == "pipeline-sd3.5-controlnet":
-        return found
+        return images
     second = copy.deepcopy(pipe.controlnet)
     for tensor in second.parameters():
         tensor.data = torch.flip(tensor.data, [0])
     several = (FluxMultiControlNetModel if of_flux else SD3MultiControlNetModel)([pipe.controlnet, second])
     both = type(pipe)(**pipe.components | {"controlnet": several})
     both.set_progress_bar_config(disable=True)
-    how |= {"control_image": [picture, other], "controlnet_conditioning_scale": [0.8, 0.5], "num_inference_steps": 5}
-    how |= {"control_guidance_start": [0.0, 0.3], "control_guidance_end": [0.7, 1.0]} | ({"control_mode": [0, 3]} if of_flux else {})
-    return found | {"out_several": both(list(PROMPTS), **more | how).images}
+    arguments |= {"control_image": [picture, other], "controlnet_conditioning_scale": [0.8, 0.5], "num_inference_steps": 5}
+    arguments |= {"control_guidance_start": [0.0, 0.3], "control_guidance_end": [0.7, 1.0]} | (
+        {"control_mode": [0, 3]} if of_flux else {}
+    )
+    return images | {"out_several": both(list(PROMPTS), **more | arguments).images}
 
 
 def cached_image(pipe: Any, latents: torch.Tensor, more: dict[str, Any]) -> dict[str, np.ndarray]:
@@ -417,9 +422,9 @@ def learned_images(pipe: Any, folder: Path) -> np.ndarray:
     both encoders, which are loaded one after the other."""
     encoders, draw = [pipe.text_encoder, *filter(None, [getattr(pipe, "text_encoder_2", None)])], np.random.default_rng(12)
     names = [LEARNED] if len(encoders) == 1 else ["clip_l", "clip_g"]
-    rows = {name: draw.normal(0, 0.5, (2, one.config.hidden_size)).astype(np.float32) for name, one in zip(names, encoders)}
+    rows = {name: draw.normal(0, 0.5, (2, encoder.config.hidden_size)).astype(np.float32) for name, encoder in zip(names, encoders)}
     file = folder / "learned_embeds.safetensors"
-    save_file({name: torch.from_numpy(own) for name, own in rows.items()}, file, metadata={"token": LEARNED})
+    save_file({name: torch.from_numpy(row) for name, row in rows.items()}, file, metadata={"token": LEARNED})
     whole = copy.deepcopy(pipe)
     if len(encoders) == 1:
         whole.load_textual_inversion(str(file))
@@ -428,10 +433,16 @@ def learned_images(pipe: Any, folder: Path) -> np.ndarray:
             parts = {"text_encoder": getattr(whole, f"text_encoder{end}"), "tokenizer": getattr(whole, f"tokenizer{end}")}
             whole.load_textual_inversion({LEARNED: torch.from_numpy(rows[name])}, **parts)
     whole.set_progress_bar_config(disable=True)
-    given = torch.from_numpy(np.random.default_rng(7).standard_normal(LATENTS).astype(np.float32))
-    how = {"num_inference_steps": 3, "output_type": "np", "height": LATENTS[2] * 4, "width": LATENTS[3] * 4, "guidance_scale": 4.0}
+    start = torch.from_numpy(np.random.default_rng(7).standard_normal(LATENTS).astype(np.float32))
+    arguments = {
+        "num_inference_steps": 3,
+        "output_type": "np",
+        "height": LATENTS[2] * 4,
+        "width": LATENTS[3] * 4,
+        "guidance_scale": 4.0,
+    }
     with torch.no_grad():
-        return whole(LEARNED_PROMPTS, latents=given, **how).images
+        return whole(LEARNED_PROMPTS, latents=start, **arguments).images
 
 
 def lora_file(pipe: Any, name: str, folder: Path) -> Path | None:
@@ -449,15 +460,15 @@ def lora_file(pipe: Any, name: str, folder: Path) -> Path | None:
         for target in targets:
             a, b = factors(pipe.transformer.get_submodule(target))
             tensors |= {f"transformer.{target}.lora_A.weight": a, f"transformer.{target}.lora_B.weight": b}
-        said = {"transformer.r": 2, "transformer.lora_alpha": 3, "transformer.target_modules": targets}
+        lora_config = {"transformer.r": 2, "transformer.lora_alpha": 3, "transformer.target_modules": targets}
         path = folder / "lora.safetensors"
-        save_file(tensors, path, metadata={"format": "pt", "lora_adapter_metadata": json.dumps(said)})
+        save_file(tensors, path, metadata={"format": "pt", "lora_adapter_metadata": json.dumps(lora_config)})
         return path
     if name != "pipeline-sd":
         return None
     block = "down_blocks.0.attentions.0.transformer_blocks.0"
-    wanted = [("lora_unet", pipe.unet, f"{block}.attn1.to_q"), ("lora_unet", pipe.unet, f"{block}.ff.net.2")]
-    for start, model, target in wanted:
+    targets_of_lora = [("lora_unet", pipe.unet, f"{block}.attn1.to_q"), ("lora_unet", pipe.unet, f"{block}.ff.net.2")]
+    for start, model, target in targets_of_lora:
         a, b = factors(model.get_submodule(target))
         flat = f"{start}_{target.replace('.', '_')}"
         tensors |= {f"{flat}.lora_down.weight": a, f"{flat}.lora_up.weight": b, f"{flat}.alpha": torch.tensor(1.5)}

@@ -25,7 +25,7 @@ from image_pipelines import PIPELINES, SCHEDULERS, WITHOUT, images_of, learned_i
 from safetensors import safe_open
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from golden_weights import digest, drawn
+from golden_weights import digest, draw_weights
 
 ROOT = Path(__file__).parents[2]
 GOLDENS = ROOT / "tests" / "goldens" / "images"
@@ -59,7 +59,7 @@ def tensors_of(folder: Path) -> dict[str, list]:
     return out
 
 
-def written(kind: str, sizes: dict) -> tuple[dict[str, list], dict]:
+def tensors_and_config(kind: str, sizes: dict) -> tuple[dict[str, list], dict]:
     with tempfile.TemporaryDirectory() as scratch:
         fresh(kind, sizes).save_pretrained(scratch)
         return tensors_of(Path(scratch)), json.loads((Path(scratch) / "config.json").read_text(encoding="utf-8"))
@@ -83,9 +83,9 @@ def load(kind: str, sizes: dict, weights: dict[str, np.ndarray]) -> torch.nn.Mod
 
 def make(name: str) -> None:
     kind, sizes, call = MODELS[name]
-    tensors, config = written(kind, sizes)
+    tensors, config = tensors_and_config(kind, sizes)
     seed = zlib.crc32(name.encode()) % 10_000
-    weights = drawn(tensors, seed)
+    weights = draw_weights(tensors, seed)
     model = load(kind, sizes, weights)
     with torch.no_grad():
         inputs, outputs = call(model, np.random.default_rng(seed))
@@ -97,8 +97,8 @@ def make(name: str) -> None:
     for key in ("_diffusers_version", "transformers_version"):
         config.pop(key, None)
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-    said = {"seed": seed, "sha256": digest(weights), "tensors": tensors}
-    (folder / "tensors.json").write_text(json.dumps(said, separators=(",", ":")) + "\n", encoding="utf-8")
+    description = {"seed": seed, "sha256": digest(weights), "tensors": tensors}
+    (folder / "tensors.json").write_text(json.dumps(description, separators=(",", ":")) + "\n", encoding="utf-8")
     np.savez_compressed(folder / "golden.npz", **inputs, **{f"out_{k}": v for k, v in outputs.items()})
     sizes = {k: v.shape for k, v in outputs.items()}
     print(f"{name}: {sum(w.size for w in weights.values()):,} weights, {sizes}")
@@ -112,32 +112,32 @@ def make_pipeline(name: str) -> None:
     folder.mkdir(parents=True)
     parts: dict = write_tokenizers(name, folder)
     for part, (kind, sizes) in models.items():
-        tensors, config = written(kind, sizes)
+        tensors, config = tensors_and_config(kind, sizes)
         seed = zlib.crc32(f"{name}/{part}".encode()) % 10_000
-        weights = drawn(tensors, seed)
+        weights = draw_weights(tensors, seed)
         parts[part] = load(kind, sizes, weights)
         (folder / part).mkdir()
         (folder / part / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-        said = {"seed": seed, "sha256": digest(weights), "tensors": tensors}
-        (folder / part / "tensors.json").write_text(json.dumps(said, separators=(",", ":")) + "\n", encoding="utf-8")
+        description = {"seed": seed, "sha256": digest(weights), "tensors": tensors}
+        (folder / part / "tensors.json").write_text(json.dumps(description, separators=(",", ":")) + "\n", encoding="utf-8")
     parts["scheduler"] = getattr(diffusers, SCHEDULERS.get(name, "FlowMatchEulerDiscreteScheduler"))(**scheduler)
     pipe = getattr(diffusers, pipeline)(**parts, **WITHOUT.get(name, {}))
     with tempfile.TemporaryDirectory() as scratch:
         pipe.save_pretrained(scratch)
         shutil.copyfile(Path(scratch) / "model_index.json", folder / "model_index.json")
         shutil.copytree(Path(scratch) / "scheduler", folder / "scheduler")
-    found = images_of(pipe, name)
+    outputs = images_of(pipe, name)
     if name in ("pipeline-sd", "pipeline-sdxl"):
-        found["out_learned"] = learned_images(pipe, folder)
+        outputs["out_learned"] = learned_images(pipe, folder)
     if (lora := lora_file(pipe, name, folder)) is not None:
         pipe.load_lora_weights(lora)
-        found["out_lora"] = images_of(pipe, name)["out_images"]
-        assert np.abs(found["out_lora"] - found["out_images"]).max() > 0.02
-    for key, value in found.items():
+        outputs["out_lora"] = images_of(pipe, name)["out_images"]
+        assert np.abs(outputs["out_lora"] - outputs["out_images"]).max() > 0.02
+    for key, value in outputs.items():
         assert np.isfinite(value).all(), f"{name}: {key}"
         assert value.std() > 0.02, f"{name}: {key}"
-    np.savez_compressed(folder / "golden.npz", **found)
-    print(f"{name}: {({key: value.shape for key, value in found.items()})}")
+    np.savez_compressed(folder / "golden.npz", **outputs)
+    print(f"{name}: {({key: value.shape for key, value in outputs.items()})}")
 
 
 def make_single_file(name: str) -> None:
@@ -147,20 +147,20 @@ def make_single_file(name: str) -> None:
     spread = {key: round(0.7 * float(np.prod(shape[1:])) ** -0.5, 4) for key, shape in shapes.items() if len(shape) > 1}
     is_norm = lambda key: key.endswith(".scale") or ("norm" in key and key.endswith(".weight"))  # noqa: E731
     tensors = {key: [list(shape), 1.0 if is_norm(key) else 0.0, spread.get(key, NOISE)] for key, shape in sorted(shapes.items())}
-    weights = drawn(tensors, seed)
+    weights = draw_weights(tensors, seed)
     inputs, outputs = author_golden(name, weights, fresh, np.random.default_rng(seed))
     folder = GOLDENS / name
     folder.mkdir(parents=True, exist_ok=True)
-    said = {"seed": seed, "sha256": digest(weights), "tensors": tensors}
-    (folder / "tensors.json").write_text(json.dumps(said, separators=(",", ":")) + "\n", encoding="utf-8")
+    description = {"seed": seed, "sha256": digest(weights), "tensors": tensors}
+    (folder / "tensors.json").write_text(json.dumps(description, separators=(",", ":")) + "\n", encoding="utf-8")
     np.savez_compressed(folder / "golden.npz", **inputs, **{f"out_{k}": v for k, v in outputs.items()})
     print(f"{name}: {sum(w.size for w in weights.values()):,} weights, {({k: v.shape for k, v in outputs.items()})}")
 
 
 def check_single_file(name: str) -> None:
-    said = json.loads((GOLDENS / name / "tensors.json").read_text(encoding="utf-8"))
-    golden, weights = np.load(GOLDENS / name / "golden.npz"), drawn(said["tensors"], said["seed"])
-    for key, value in author_golden(name, weights, fresh, np.random.default_rng(said["seed"]))[1].items():
+    description = json.loads((GOLDENS / name / "tensors.json").read_text(encoding="utf-8"))
+    golden, weights = np.load(GOLDENS / name / "golden.npz"), draw_weights(description["tensors"], description["seed"])
+    for key, value in author_golden(name, weights, fresh, np.random.default_rng(description["seed"]))[1].items():
         assert np.abs(value - golden[f"out_{key}"]).max() < 1e-5 * np.abs(value).max(), f"{name}: {key}"
     print(f"{name}: equal")
 
@@ -186,10 +186,12 @@ def check(names: list[str]) -> None:
     """The stored goldens again, from torch as it is now."""
     for name in names:
         kind, sizes, call = MODELS[name]
-        said = json.loads((GOLDENS / name / "tensors.json").read_text(encoding="utf-8"))
+        description = json.loads((GOLDENS / name / "tensors.json").read_text(encoding="utf-8"))
         golden = np.load(GOLDENS / name / "golden.npz")
         with torch.no_grad():
-            _, outputs = call(load(kind, sizes, drawn(said["tensors"], said["seed"])), np.random.default_rng(said["seed"]))
+            _, outputs = call(
+                load(kind, sizes, draw_weights(description["tensors"], description["seed"])), np.random.default_rng(description["seed"])
+            )
         for key, value in outputs.items():
             off = np.abs(value - golden[f"out_{key}"]).max() / np.abs(value).max()
             assert off < 1e-5, f"{name}: {key} differs by {off:.2g} of its largest value"

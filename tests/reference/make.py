@@ -34,7 +34,7 @@ from transformers.modeling_layers import MtpModel
 from variants import BASE, EVERY, OUTSIDE
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from golden_weights import digest, drawn, write_model
+from golden_weights import digest, draw_weights, write_model
 
 GOLDENS = Path(__file__).parents[1] / "goldens" / "models"
 MARGIN, SHARP = 5e-4, 0.3
@@ -46,8 +46,8 @@ GAIN = 12.0  # on the deviation of matrices as transformers draws them
 
 def config_of(name: str) -> transformers.PretrainedConfig:
     kind, _, differs = EVERY[name]
-    said = {k: v for k, v in (BASE | differs).items() if not k.startswith("_") and (v is not None or "window" in k)}
-    config = transformers.CONFIG_MAPPING[kind](**said | dict.fromkeys(differs.get("_none", ())))
+    fields = {k: v for k, v in (BASE | differs).items() if not k.startswith("_") and (v is not None or "window" in k)}
+    config = transformers.CONFIG_MAPPING[kind](**fields | dict.fromkeys(differs.get("_none", ())))
     config._attn_implementation = "eager"
     return config
 
@@ -91,7 +91,7 @@ def further_tensors(tensors: dict[str, list], config: transformers.PretrainedCon
     """Those of the module that predicts further ahead, as DeepSeek-V3 lays them out: one more layer, with copies of the
     embedding and the head."""
     last, new = (f"model.layers.{config.num_hidden_layers - n}." for n in (1, 0))
-    out = {name.replace(last, new): how for name, how in tensors.items() if name.startswith(last)}
+    out = {name.replace(last, new): spec for name, spec in tensors.items() if name.startswith(last)}
     width = config.hidden_size
     out |= {f"{new}{norm}.weight": [[width], 1.0, 0.1] for norm in ("enorm", "hnorm", "shared_head.norm")}
     out |= {f"{new}eh_proj.weight": [[width, 2 * width], 0.0, 0.24]}
@@ -101,16 +101,16 @@ def further_tensors(tensors: dict[str, list], config: transformers.PretrainedCon
 
 def load(folder: Path) -> torch.nn.Module:
     kind = json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"]
-    how = {"dtype": torch.float32, "attn_implementation": "eager"}
+    options = {"dtype": torch.float32, "attn_implementation": "eager"}
     if kind in ENCODERS:
         with safe_open(folder / "model.safetensors", "np") as file:
-            how |= {"add_pooling_layer": any(key.startswith("pooler.") for key in file.keys())}  # noqa: SIM118
+            options |= {"add_pooling_layer": any(key.startswith("pooler.") for key in file.keys())}  # noqa: SIM118
     else:
-        how |= {"experts_implementation": "eager"}
-    model, told = class_of(kind).from_pretrained(folder, **how, output_loading_info=True)
+        options |= {"experts_implementation": "eager"}
+    model, loading = class_of(kind).from_pretrained(folder, **options, output_loading_info=True)
     further = f"model.layers.{model.config.num_hidden_layers}."
-    unexpected = {key for key in told["unexpected_keys"] if not key.startswith(further)}
-    assert not told["missing_keys"] | unexpected, told
+    unexpected = {key for key in loading["unexpected_keys"] if not key.startswith(further)}
+    assert not loading["missing_keys"] | unexpected, loading
     return model.eval()
 
 
@@ -123,15 +123,15 @@ def answers(model: torch.nn.Module, seed: int) -> dict[str, np.ndarray]:
         types = torch.from_numpy(draw.integers(0, model.config.type_vocab_size, TOKENS))
         mask = torch.ones(TOKENS, dtype=torch.long)
         mask[1, LIVE:] = 0
-        said = model(tokens, attention_mask=mask, token_type_ids=types)
-        found = {"tokens": tokens, "types": types, "mask": mask, "hidden": said.last_hidden_state}
-        found |= {} if said.pooler_output is None else {"pooled": said.pooler_output}
-        return {key: value.numpy() for key, value in found.items()}
+        output = model(tokens, attention_mask=mask, token_type_ids=types)
+        outputs = {"tokens": tokens, "types": types, "mask": mask, "hidden": output.last_hidden_state}
+        outputs |= {} if output.pooler_output is None else {"pooled": output.pooler_output}
+        return {key: value.numpy() for key, value in outputs.items()}
     greedy = tokens[:1, :PROMPT]
     for _ in range(GREEDY):
         greedy = torch.cat([greedy, model(greedy, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)], 1)
-    found = {"tokens": tokens, "logits": model(tokens, use_cache=False).logits, "greedy": greedy[0]}
-    return {key: value.numpy() for key, value in found.items()}
+    outputs = {"tokens": tokens, "logits": model(tokens, use_cache=False).logits, "greedy": greedy[0]}
+    return {key: value.numpy() for key, value in outputs.items()}
 
 
 @torch.no_grad()
@@ -139,12 +139,12 @@ def ahead(model: torch.nn.Module, tokens: np.ndarray) -> np.ndarray:
     """Logits [B T-1 V] of the module that predicts further ahead: of the token after the next one."""
     last, folder = model.config.num_hidden_layers, Path(model.config._name_or_path)
     kinds = {k: v for k in ("layer_types", "mlp_layer_types") if (v := getattr(model.config, k, None))}
-    for name, told in kinds.items():
-        setattr(model.config, f"mtp_{name}", told[-1:])
+    for name, kind_list in kinds.items():
+        setattr(model.config, f"mtp_{name}", kind_list[-1:])
     deeper = transformers.AutoModelForCausalLM.from_pretrained(
         folder,
         num_hidden_layers=last + 1,  # its layer, read as one more of the others
-        **{name: told + told[-1:] for name, told in kinds.items()},
+        **{name: kind_list + kind_list[-1:] for name, kind_list in kinds.items()},
         dtype=torch.float32,
         attn_implementation="eager",
         experts_implementation="eager",
@@ -200,8 +200,8 @@ def margin(model: torch.nn.Module, greedy: np.ndarray) -> float:
 @torch.no_grad()
 def sharpness(model: torch.nn.Module, tokens: np.ndarray) -> float:
     """The largest attention weight of a query, over the second half of the sequence, on average; uniform is 0.03."""
-    kept = {} if model.config.model_type in ENCODERS else {"use_cache": False}
-    weights = model(torch.from_numpy(tokens), output_attentions=True, **kept).attentions
+    options = {} if model.config.model_type in ENCODERS else {"use_cache": False}
+    weights = model(torch.from_numpy(tokens), output_attentions=True, **options).attentions
     return float(torch.stack([w for w in weights if w is not None])[..., TOKENS[1] // 2 :, :].amax(-1).mean())
 
 
@@ -212,23 +212,23 @@ def make(name: str) -> None:
     tensors, config = tensors_of(name)
     write_config(folder / "config.json", config, EVERY[name][1])
     for seed in range(200):
-        said = {"seed": seed, "sha256": digest(drawn(tensors, seed)), "tensors": tensors}
-        (folder / "tensors.json").write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+        description = {"seed": seed, "sha256": digest(draw_weights(tensors, seed)), "tensors": tensors}
+        (folder / "tensors.json").write_text(json.dumps(description, indent=1) + "\n", encoding="utf-8")
         with tempfile.TemporaryDirectory() as scratch:
             model = load(write_model(folder, Path(scratch) / "model"))
-            found = answers(model, seed)
+            outputs = answers(model, seed)
             if EVERY[name][2].get("_mtp"):
-                found["ahead"] = ahead(model, found["tokens"])
+                outputs["ahead"] = ahead(model, outputs["tokens"])
             if EVERY[name][2].get("_double"):
-                found["double"] = double(model, found["tokens"])
-        sharp = sharpness(model, found["tokens"])
-        clear = margin(model, found["greedy"]) if "greedy" in found else 1.0
-        varied = "greedy" not in found or len(set(found["greedy"][PROMPT:].tolist())) > GREEDY // 3
+                outputs["double"] = double(model, outputs["tokens"])
+        sharp = sharpness(model, outputs["tokens"])
+        clear = margin(model, outputs["greedy"]) if "greedy" in outputs else 1.0
+        varied = "greedy" not in outputs or len(set(outputs["greedy"][PROMPT:].tolist())) > GREEDY // 3
         if clear > MARGIN and sharp > SHARP and varied:
             break
     else:
         raise SystemExit(f"{name}: no seed gives a greedy text that is clear of rounding")
-    np.savez_compressed(folder / "golden.npz", **found)
+    np.savez_compressed(folder / "golden.npz", **outputs)
     size = sum(file.stat().st_size for file in folder.iterdir())
     print(f"{name:30s} seed {seed:3d}, closest choice {clear:.1e}, sharpness {sharp:.2f}, {size:,} bytes", flush=True)
 

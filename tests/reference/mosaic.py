@@ -26,9 +26,9 @@ def row(i: int) -> dict:
 
 
 def main() -> None:
-    for name, how in WAYS.items():
+    for name, options in WAYS.items():
         shutil.rmtree(GOLDENS / name, ignore_errors=True)
-        with MDSWriter(out=str(GOLDENS / name), columns=COLUMNS, size_limit=3000, **how) as writer:
+        with MDSWriter(out=str(GOLDENS / name), columns=COLUMNS, size_limit=3000, **options) as writer:
             for i in range(40):
                 writer.write(row(i))
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from golden_weights import digest, drawn
+from golden_weights import digest, draw_weights
 
 GOLDENS = Path(__file__).parents[1] / "goldens" / "images"
 LAYERS = (2, 2, 3, 3, 3)
@@ -41,7 +41,7 @@ def make(name: str, torchvision: types.ModuleType) -> None:
     torchvision.models.vgg16 = lambda pretrained: vgg16(widths)
     import lpips
 
-    found, tensors, inner, at = {}, {}, 3, 0
+    outputs, tensors, inner, at = {}, {}, 3, 0
     for width, count in zip(widths, LAYERS, strict=True):
         for _ in range(count):
             tensors[f"features.{at}.weight"] = [[width, inner, 3, 3], 0.0, round((2 / (9 * inner)) ** 0.5, 4)]
@@ -50,7 +50,7 @@ def make(name: str, torchvision: types.ModuleType) -> None:
         at += 1
     tensors |= {f"lin{i}.model.1.weight": [[1, width, 1, 1], 0.5, 0.3] for i, width in enumerate(widths)}
     seed = zlib.crc32(name.encode()) % 10_000
-    weights = drawn(tensors, seed)
+    weights = draw_weights(tensors, seed)
     draw = np.random.default_rng(seed)
     inputs = {key: draw.uniform(-1, 1, IMAGES).astype(np.float32) for key in ("images", "others")}
     # Where an image is nearly the other one, the distance is small and its gradient is not.
@@ -72,17 +72,17 @@ def make(name: str, torchvision: types.ModuleType) -> None:
         total, layers = net(x, torch.from_numpy(inputs["others"]).double(), retPerLayer=True)
         total.sum().backward()
         end = "" if learned else "_baseline"
-        found |= {f"out_distance{end}": total.detach().numpy().ravel(), f"out_gradient{end}": x.grad.numpy().astype(np.float32)}
-        found[f"out_layers{end}"] = np.stack([layer.detach().numpy().ravel() for layer in layers])
-    for key, value in found.items():
+        outputs |= {f"out_distance{end}": total.detach().numpy().ravel(), f"out_gradient{end}": x.grad.numpy().astype(np.float32)}
+        outputs[f"out_layers{end}"] = np.stack([layer.detach().numpy().ravel() for layer in layers])
+    for key, value in outputs.items():
         assert np.isfinite(value).all(), key
         assert np.abs(value).max() > 0, key
     out = GOLDENS / name
     out.mkdir(exist_ok=True)
-    said = {"seed": seed, "sha256": digest(weights), "tensors": tensors}
-    (out / "tensors.json").write_text(json.dumps(said, separators=(",", ":")) + "\n", encoding="utf-8")
-    np.savez_compressed(out / "golden.npz", **inputs, **found)
-    print(name, found["out_distance"], found["out_distance_baseline"], found["out_layers"])
+    description = {"seed": seed, "sha256": digest(weights), "tensors": tensors}
+    (out / "tensors.json").write_text(json.dumps(description, separators=(",", ":")) + "\n", encoding="utf-8")
+    np.savez_compressed(out / "golden.npz", **inputs, **outputs)
+    print(name, outputs["out_distance"], outputs["out_distance_baseline"], outputs["out_layers"])
 
 
 def slice_of(name: str) -> int:

@@ -40,12 +40,12 @@ def answering(by_ids: dict) -> object:
 
 
 def trainer(kind: type, **has: object) -> object:
-    made = object.__new__(kind)
-    vars(made).update(
+    instance = object.__new__(kind)
+    vars(instance).update(
         model=SimpleNamespace(training=True), accelerator=ACCELERATOR, _metrics={"train": defaultdict(list)}, _total_train_tokens=0,
         _tp_size=1, aux_loss_enabled=False, beta=BETA, **has,
     )  # fmt: skip
-    return made
+    return instance
 
 
 def batch(rng: np.random.Generator, rows: int, first: int) -> tuple[dict, torch.Tensor, list[int]]:
@@ -66,25 +66,25 @@ def dpo(rng: np.random.Generator) -> dict:
     inputs |= {"ref_chosen_logps": reference[:PAIRS], "ref_rejected_logps": reference[PAIRS:]}
     losses = {}
     for name in LOSSES:
-        made = trainer(
+        instance = trainer(
             DPOTrainer, ld_alpha=None, precompute_ref_logps=True, f_divergence_type="reverse_kl", loss_types=[name], loss_weights=[1.0],
             label_smoothing=SMOOTHING, use_weighting=False,
         )  # fmt: skip
-        losses[name] = float(made._compute_loss(answering({1: logps}), dict(inputs), False))
-    made.loss_types, made.loss_weights = ["sigmoid", "ipo"], [0.8, 0.3]
-    mixture = float(made._compute_loss(answering({1: logps}), dict(inputs), False))
-    told = {name: values[-1] for name, values in made._metrics["train"].items() if "/" in name and "logits" not in name}
-    own = {"logps": sums.tolist(), "lengths": lengths, "reference": reference.tolist(), "losses": losses}
-    return own | {"mixture": mixture, "metrics": told, "label_smoothing": SMOOTHING}
+        losses[name] = float(instance._compute_loss(answering({1: logps}), dict(inputs), False))
+    instance.loss_types, instance.loss_weights = ["sigmoid", "ipo"], [0.8, 0.3]
+    mixture = float(instance._compute_loss(answering({1: logps}), dict(inputs), False))
+    metrics = {name: values[-1] for name, values in instance._metrics["train"].items() if "/" in name and "logits" not in name}
+    document = {"logps": sums.tolist(), "lengths": lengths, "reference": reference.tolist(), "losses": losses}
+    return document | {"mixture": mixture, "metrics": metrics, "label_smoothing": SMOOTHING}
 
 
 def without_reference(of: dict) -> dict:
     """CPO, SimPO and the odds ratio of ORPO on the same log-probabilities."""
     sums, means = torch.tensor(of["logps"]), torch.tensor(of["logps"]) / torch.tensor(of["lengths"])
-    made = trainer(CPOTrainer, alpha=0.0, simpo_gamma=GAMMA, label_smoothing=0.0, loss_type="sigmoid")
-    cpo = float(made.cpo_loss(sums[:PAIRS], sums[PAIRS:])[0].mean())
-    made.loss_type = "simpo"
-    simpo = float(made.cpo_loss(means[:PAIRS], means[PAIRS:])[0].mean())
+    instance = trainer(CPOTrainer, alpha=0.0, simpo_gamma=GAMMA, label_smoothing=0.0, loss_type="sigmoid")
+    cpo = float(instance.cpo_loss(sums[:PAIRS], sums[PAIRS:])[0].mean())
+    instance.loss_type = "simpo"
+    simpo = float(instance.cpo_loss(means[:PAIRS], means[PAIRS:])[0].mean())
     odds = trainer(ORPOTrainer).odds_ratio_loss(means[:PAIRS], means[PAIRS:])
     return {"cpo": cpo, "simpo": simpo, "gamma": GAMMA, "log_odds_ratio": float(odds[4]), "odds_ratio": -float(odds[3])}
 
@@ -92,29 +92,29 @@ def without_reference(of: dict) -> dict:
 def kto(rng: np.random.Generator) -> dict:
     inputs, logps, _ = batch(rng, PAIRS, 1)
     other, other_logps, _ = batch(rng, PAIRS, 2)
-    sums, other_sums = ((one * of["completion_mask"][:, 1:]).sum(1) for one, of in ((logps, inputs), (other_logps, other)))
+    sums, other_sums = ((logps_of * of["completion_mask"][:, 1:]).sum(1) for logps_of, of in ((logps, inputs), (other_logps, other)))
     reference = sums + torch.tensor(rng.normal(0, 2, PAIRS))
     other_reference = other_sums - torch.tensor(rng.normal(1, 2, PAIRS))
     label = torch.tensor([True, False, True, True, False, True])
     whole = inputs | {f"KL_{name}": value for name, value in other.items()}
     whole |= {"label": label, "ref_logps": reference, "ref_KL_logps": other_reference}
-    made = trainer(
+    instance = trainer(
         KTOTrainer, calculate_KL=True, precompute_ref_logps=True, loss_type="kto", desirable_weight=1.5, undesirable_weight=0.5
     )
-    loss = float(made._compute_loss(answering({1: logps, 2: other_logps}), whole, False))
-    own = {"logps": sums.tolist(), "reference": reference.tolist(), "desirable": label.tolist(), "loss": loss}
-    return own | {
-        "other_logps": other_sums.tolist(), "other_reference": other_reference.tolist(), "kl": made._metrics["train"]["kl"][-1],
+    loss = float(instance._compute_loss(answering({1: logps, 2: other_logps}), whole, False))
+    document = {"logps": sums.tolist(), "reference": reference.tolist(), "desirable": label.tolist(), "loss": loss}
+    return document | {
+        "other_logps": other_sums.tolist(), "other_reference": other_reference.tolist(), "kl": instance._metrics["train"]["kl"][-1],
         "weights": [1.5, 0.5],
     }  # fmt: skip
 
 
 def reward(rng: np.random.Generator) -> dict:
     scores, margin = rng.normal(0, 2, 2 * PAIRS), rng.random(PAIRS)
-    made = trainer(RewardTrainer, args=SimpleNamespace(center_rewards_coefficient=CENTER))
+    instance = trainer(RewardTrainer, args=SimpleNamespace(center_rewards_coefficient=CENTER))
     inputs = {"margin": torch.tensor(margin), "attention_mask": torch.ones(1)}
     model = lambda **_: SimpleNamespace(logits=torch.tensor(scores)[:, None])  # noqa: E731
-    loss = float(made.compute_loss(model, inputs))
+    loss = float(instance.compute_loss(model, inputs))
     return {"scores": scores.tolist(), "margin": margin.tolist(), "center": CENTER, "loss": loss}
 
 
@@ -133,9 +133,9 @@ def scores() -> dict:
 def main() -> None:
     rng = np.random.default_rng(0)
     of = dpo(rng)
-    found = {"beta": BETA, "dpo": of, "without_reference": without_reference(of), "kto": kto(rng), "reward": reward(rng)}
-    found["scores"] = scores()
-    GOLDEN.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    document = {"beta": BETA, "dpo": of, "without_reference": without_reference(of), "kto": kto(rng), "reward": reward(rng)}
+    document["scores"] = scores()
+    GOLDEN.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -50,8 +50,8 @@ class Ours(nnx.Module):
 def main() -> None:
     rng = np.random.default_rng(0)
     w, x = rng.standard_normal((64, 24)).astype(np.float32), jnp.asarray(rng.standard_normal((2, 3, 64)), jnp.float32)
-    for how in RULES:
-        rule = qwix.QuantizationRule(module_path=".*", **how)
+    for options in RULES:
+        rule = qwix.QuantizationRule(module_path=".*", **options)
         ours = Ours(w)
         ours.up = quantized_einsum(ours.up, rule_of_qwix(rule).scheme())
         params = qwix_params(ours)
@@ -61,9 +61,9 @@ def main() -> None:
         expected = ours.up(x)
         difference = float(jnp.abs(theirs(x) - expected).max() / jnp.abs(expected).max())
         restored = qwix.restore_quantization_rules(params, qwix.QuantizationRule, tile_size=rule.tile_size or 64, act_qtype=None)
-        assert difference < 1e-6, (how, difference)
-        assert [one.module_path for one in restored] == ["up"], restored
-        print(f"{how}: products differ by {difference:.1e}")
+        assert difference < 1e-6, (options, difference)
+        assert [restored_rule.module_path for restored_rule in restored] == ["up"], restored
+        print(f"{options}: products differ by {difference:.1e}")
 
 
 if __name__ == "__main__":

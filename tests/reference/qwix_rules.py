@@ -44,9 +44,9 @@ class Product(nnx.Module):
 
 def defaults(kind: type) -> dict:
     out = {}
-    for one in dataclasses.fields(kind):
-        plain = one.default is None or isinstance(one.default, (str, int, float, tuple))
-        out[one.name] = {"default": one.default} if plain else {}
+    for rule_field in dataclasses.fields(kind):
+        plain = rule_field.default is None or isinstance(rule_field.default, (str, int, float, tuple))
+        out[rule_field.name] = {"default": rule_field.default} if plain else {}
     return out
 
 
@@ -67,21 +67,26 @@ def main() -> None:
         w = without_ties(rng.standard_normal(shape).astype(np.float32), len(shape) - 2)
         x = without_ties(rng.standard_normal((2, 5, *shape[:-1])).astype(np.float32), -1)
         arrays |= {f"{name}.w": w, f"{name}.x": x}
-        for rule, how in RULES.items():
-            if name == "out" and "tile_size" in how:
+        for rule, options in RULES.items():
+            if name == "out" and "tile_size" in options:
                 continue
             model = Product(eq, w)
-            rules = [qwix.QuantizationRule(module_path=".*", **how)]
+            rules = [qwix.QuantizationRule(module_path=".*", **options)]
             model = qwix.quantize_model(model, qwix.PtqProvider(rules), jnp.asarray(x))
             arrays[f"{name}.{rule}"] = np.asarray(model(jnp.asarray(x)))
     w = without_ties(rng.standard_normal((64, 24)).astype(np.float32), 0)
     arrays["array.w"] = w
     for name, (kind, tile, method) in ARRAYS.items():
-        one = qwix.quantize(jnp.asarray(w), kind, channelwise_axes=(1,), tiled_axes={0: tile}, calibration_method=method)
-        parts = {"qvalue": one.qvalue, "scale": one.scale, "zero_point": one.zero_point, "dense": qwix.dequantize(one)}
+        quantized = qwix.quantize(jnp.asarray(w), kind, channelwise_axes=(1,), tiled_axes={0: tile}, calibration_method=method)
+        parts = {
+            "qvalue": quantized.qvalue,
+            "scale": quantized.scale,
+            "zero_point": quantized.zero_point,
+            "dense": qwix.dequantize(quantized),
+        }
         # NumPy's files know no types of four and eight bits.
         wide = {part: np.asarray(a, np.float32) for part, a in parts.items() if a is not None}
-        arrays |= {f"array.{name}.{part}": a for part, a in wide.items()} | {f"array.{name}.type": str(one.qvalue.dtype)}
+        arrays |= {f"array.{name}.{part}": a for part, a in wide.items()} | {f"array.{name}.type": str(quantized.qvalue.dtype)}
     np.savez_compressed(GOLDEN, facts=json.dumps({"version": qwix.__version__, "kinds": kinds, "rules": RULES}), **arrays)
 
 

@@ -54,27 +54,27 @@ def numbers(rng: np.random.Generator) -> dict[str, torch.Tensor]:
 
 def loss(of: dict[str, torch.Tensor], **has: object) -> dict:
     """The loss of GRPOTrainer, its gradient by the new log-probabilities, and its metrics."""
-    made = object.__new__(GRPOTrainer)
+    trainer = object.__new__(GRPOTrainer)
     new = of["new"].clone().requires_grad_()
-    own = {
+    settings = {
         "model": SimpleNamespace(training=True), "accelerator": ACCELERATOR, "_metrics": {"train": defaultdict(list)}, "args": ARGS,
         "aux_loss_enabled": False, "beta": 0.0, "top_entropy_quantile": 1.0, "off_policy_mask_threshold": None, "loss_type": "dapo",
         "importance_sampling_level": "token", "epsilon_low": LOW, "epsilon_high": HIGH, "use_vllm": False,
         "current_gradient_accumulation_steps": 1, "max_completion_length": LONGEST, "_entropy_bonus_enabled": False,
         "_get_per_token_logps_and_entropies": lambda *a, **k: (new, of["entropies"], None),
     }  # fmt: skip
-    vars(made).update(own | has)
+    vars(trainer).update(settings | has)
     ids = torch.zeros((ROWS, TOKENS), dtype=torch.long)
     inputs = {
         "prompt_ids": ids, "prompt_mask": ids, "completion_ids": ids, "completion_mask": of["mask"], "advantages": of["advantages"],
         "old_per_token_logps": of["old"], "ref_per_token_logps": of["reference"], "num_items_in_batch": of["mask"].sum(),
     }  # fmt: skip
-    value = made._compute_loss(None, inputs)
+    value = trainer._compute_loss(None, inputs)
     value.backward()
     return {
         "loss": float(value.detach()),
         "gradient": new.grad.tolist(),
-        "metrics": {name: values[-1] for name, values in made._metrics["train"].items()},
+        "metrics": {name: values[-1] for name, values in trainer._metrics["train"].items()},
     }
 
 
@@ -141,7 +141,7 @@ def main() -> None:
     }
     each = advantages(rewards, by, multi_objective_aggregation="normalize_then_sum", scale_rewards="group")
     bounds = {"low": 0.5, "high": 1.6}
-    found = {
+    document = {
         "constants": {
             "low": LOW, "high": HIGH, "delta": DELTA, "cispo": CISPO, "beta": BETA, "entropy": ENTROPY, "longest": LONGEST
         },
@@ -156,7 +156,7 @@ def main() -> None:
         },
         "overlong": get_soft_overlong_punishment(20, 8)([[1] * length for length in range(10, 24)]),
     }  # fmt: skip
-    GOLDEN.write_text(json.dumps(found) + "\n", encoding="utf-8")
+    GOLDEN.write_text(json.dumps(document) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

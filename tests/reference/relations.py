@@ -26,33 +26,33 @@ def main(folder: str) -> None:
     theirs = module_from_spec(spec)
     spec.loader.exec_module(theirs)
     rng = np.random.default_rng(0)
-    given = {
+    inputs = {
         name: [rng.normal(0, scale, (len(LENGTHS), max(LENGTHS), size)) for size in sizes]
         for name, sizes, scale in (("student", STUDENT, 1.0), ("teacher", TEACHER, 1.3))
     }
     mask = torch.tensor([[int(t < length) for t in range(max(LENGTHS))] for length in LENGTHS])
     later = torch.triu(torch.ones(max(LENGTHS), max(LENGTHS)), 1).bool()
-    found = []
+    cases = []
     for heads in HEADS:
-        made = theirs.MiniLM.__new__(theirs.MiniLM)
-        torch.nn.Module.__init__(made)
-        made.A_r, made.kl_loss_fn = heads, torch.nn.KLDivLoss(reduction="sum")
+        student_model = theirs.MiniLM.__new__(theirs.MiniLM)
+        torch.nn.Module.__init__(student_model)
+        student_model.A_r, student_model.kl_loss_fn = heads, torch.nn.KLDivLoss(reduction="sum")
 
-        def scores(a: torch.Tensor, b: torch.Tensor, made: object = made, heads: int = heads) -> torch.Tensor:
+        def scores(a: torch.Tensor, b: torch.Tensor, student_model: object = student_model, heads: int = heads) -> torch.Tensor:
             size = a.shape[-1] // heads
-            x, y = (made._transpose_for_scores_relation(each, size) for each in (a, b))
+            x, y = (student_model._transpose_for_scores_relation(each, size) for each in (a, b))
             return (torch.matmul(x, y.transpose(-1, -2)) / math.sqrt(size)).masked_fill(later, -1e30)
 
         for name, (i, j) in RELATIONS.items():
-            ours = [torch.tensor(array, requires_grad=True) for array in given["student"]]
-            other = [torch.tensor(array) for array in given["teacher"]]
-            value = made._get_kl_loss(scores(other[i], other[j]), scores(ours[i], ours[j]), mask)
+            ours = [torch.tensor(array, requires_grad=True) for array in inputs["student"]]
+            other = [torch.tensor(array) for array in inputs["teacher"]]
+            value = student_model._get_kl_loss(scores(other[i], other[j]), scores(ours[i], ours[j]), mask)
             value.backward()
             gradient = ours[i].grad
             assert gradient is not None
-            found.append({"relation": name, "heads": heads, "loss": float(value.detach()), "gradient": gradient.tolist()})
-    arrays = {name: [array.tolist() for array in arrays] for name, arrays in given.items()}
-    GOLDEN.write_text(json.dumps(arrays | {"lengths": LENGTHS, "cases": found}) + "\n", encoding="utf-8")
+            cases.append({"relation": name, "heads": heads, "loss": float(value.detach()), "gradient": gradient.tolist()})
+    arrays = {name: [array.tolist() for array in arrays] for name, arrays in inputs.items()}
+    GOLDEN.write_text(json.dumps(arrays | {"lengths": LENGTHS, "cases": cases}) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import transformers
 TESTS = Path(__file__).parents[1]
 sys.path.insert(0, str(TESTS))
 
-from golden_weights import digest, drawn  # noqa: E402
+from golden_weights import digest, draw_weights  # noqa: E402
 
 GOLDEN, SEED, LABELS, PAD = TESTS / "goldens" / "texts.json", 5, 3, 1
 SMALL = {"vocab_size": 113, "hidden_size": 44, "num_hidden_layers": 2, "intermediate_size": 70, "num_attention_heads": 4}
@@ -31,7 +31,7 @@ def golden(kind: str, rng: np.random.Generator) -> dict:
     model = transformers.AutoModelForSequenceClassification.from_config(config).eval()
     tensors = {name: [list(value.shape), float("norm" in name.lower()), 0.2] for name, value in model.state_dict().items()
                if value.is_floating_point()}  # fmt: skip
-    weights = drawn(tensors, SEED)
+    weights = draw_weights(tensors, SEED)
     model.load_state_dict({name: torch.from_numpy(value) for name, value in weights.items()}, strict=False)
     lengths = [13, 7, 1, 10]
     ids = rng.integers(3, 113, (len(lengths), max(lengths)))

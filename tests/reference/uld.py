@@ -27,7 +27,7 @@ def offsets(sizes: list[int]) -> torch.Tensor:
     return torch.tensor([spans])
 
 
-def named(size: int, whose: str) -> SimpleNamespace:
+def tokenizer_of(size: int, whose: str) -> SimpleNamespace:
     """A tokenizer of which only the vocabulary is known; those of a pair have one name."""
     side = ["student", "teacher"].index(whose)
     names = {pair[side]: f"pair {i}" for i, pair in enumerate(PAIRS)}
@@ -36,10 +36,10 @@ def named(size: int, whose: str) -> SimpleNamespace:
 
 def main() -> None:
     rng = np.random.default_rng(0)
-    found = []
+    cases = []
     for name, (ours, theirs) in CASES.items():
         plain = [(temperature, None) for temperature in (1.0, 2.0)]
-        for temperature, hybrid in plain + [(1.5, how) for how in HYBRIDS]:
+        for temperature, hybrid in plain + [(1.5, hybrid_case) for hybrid_case in HYBRIDS]:
             matched, beta = hybrid or (None, 0.5)
             config = SimpleNamespace(
                 uld_crossentropy_weight=0, uld_distillation_weight=1, uld_student_temperature=temperature,
@@ -52,17 +52,17 @@ def main() -> None:
             labels = [torch.tensor(np.where(np.arange(of.shape[1]) < PROMPT, -100, of)) for of in (ids, other)]
             logits = torch.tensor(student, requires_grad=True)
             args = (logits, torch.tensor(teacher), *labels, torch.tensor(ids), torch.tensor(other), offsets(ours), offsets(theirs))
-            value = ULDLoss(config, named(VOCAB, "student"), named(OTHER, "teacher"))(*args)
+            value = ULDLoss(config, tokenizer_of(VOCAB, "student"), tokenizer_of(OTHER, "teacher"))(*args)
             value.backward()
             assert logits.grad is not None
-            found.append(
+            cases.append(
                 {
                     "name": name, "temperature": temperature, "sizes": [ours, theirs], "student": student.tolist(),
                     "teacher": teacher.tolist(), "ids": ids.tolist(), "teacher_ids": other.tolist(), "loss": float(value.detach()),
                     "gradient": logits.grad.tolist(), "hybrid": hybrid,
                 }
             )  # fmt: skip
-    GOLDEN.write_text(json.dumps({"prompt": PROMPT, "pairs": PAIRS, "cases": found}) + "\n", encoding="utf-8")
+    GOLDEN.write_text(json.dumps({"prompt": PROMPT, "pairs": PAIRS, "cases": cases}) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

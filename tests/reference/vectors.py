@@ -15,7 +15,7 @@ import transformers
 TESTS = Path(__file__).parents[1]
 sys.path.insert(0, str(TESTS))
 
-from golden_weights import digest, drawn  # noqa: E402
+from golden_weights import digest, draw_weights  # noqa: E402
 
 GOLDEN, SEED, PAD, EOS = TESTS / "goldens" / "vectors.json", 11, 1, 2
 SMALL = {"vocab_size": 113, "hidden_size": 44, "num_hidden_layers": 2, "intermediate_size": 70, "num_attention_heads": 4,
@@ -28,7 +28,7 @@ FAMILIES = {
 LENGTHS = [13, 7, 2, 10]
 
 
-def pooled(hidden: torch.Tensor, mask: torch.Tensor) -> dict[str, list]:
+def pool(hidden: torch.Tensor, mask: torch.Tensor) -> dict[str, list]:
     """The last token that counts, wherever padding is, and the mean of those that count."""
     last = mask.shape[1] - 1 - mask.flip(1).argmax(1)
     weights = mask[..., None].float()
@@ -40,10 +40,10 @@ def golden(kind: str, rng: np.random.Generator) -> dict:
     config = transformers.AutoConfig.for_model(kind, attn_implementation="eager", **FAMILIES[kind])
     model = transformers.AutoModel.from_config(config).eval()
     tensors = {name: [list(value.shape), float("norm" in name), 0.2] for name, value in model.state_dict().items()}
-    weights = drawn(tensors, SEED)
+    weights = draw_weights(tensors, SEED)
     model.load_state_dict({name: torch.from_numpy(value) for name, value in weights.items()})
     texts = [[*rng.integers(3, 113, length - 1).tolist(), EOS] for length in LENGTHS]
-    found = {}
+    vectors = {}
     for side in ("left", "right"):
         blank = [[PAD] * (max(LENGTHS) - len(ids)) for ids in texts]
         rows = [fill + ids if side == "left" else ids + fill for fill, ids in zip(blank, texts)]
@@ -52,11 +52,11 @@ def golden(kind: str, rng: np.random.Generator) -> dict:
         places = (mask.cumsum(1) - 1).clamp(min=0)
         with torch.no_grad():
             hidden = model(input_ids=ids, attention_mask=mask, position_ids=places).last_hidden_state
-        found[side] = pooled(hidden, mask)
+        vectors[side] = pool(hidden, mask)
     hub = json.loads(config.to_json_string(use_diff=False)) | {"architectures": [type(model).__name__]}
     return {
         "config": {key: value for key, value in hub.items() if not key.startswith("_") and key != "attn_implementation"},
-        "tensors": tensors, "sha256": digest(weights), "texts": texts, "vectors": found,
+        "tensors": tensors, "sha256": digest(weights), "texts": texts, "vectors": vectors,
     }  # fmt: skip
 
 

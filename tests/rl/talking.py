@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from laws.families import CASES, built
+from laws.families import CASES, noisy_model
 
 from argosy.data.encoding import Encoding
 from argosy.data.order import Order
@@ -33,22 +33,22 @@ CHAT = (
 
 def language_model(template: str = CHAT) -> LM:
     tokenizer = ByteTokenizer(TokenizerConfig(templates={"default": template}))
-    return LM(CASE, built(CASE, Unroll()), tokenizer, engine_settings=EngineSettings(slots=8, page=4))
+    return LM(CASE, noisy_model(CASE, Unroll()), tokenizer, engine_settings=EngineSettings(slots=8, page=4))
 
 
-def prompts(lm: LM, asked: Sequence[Any], **columns: Sequence[Any]) -> Prompts:
+def prompts(lm: LM, questions: Sequence[Any], **columns: Sequence[Any]) -> Prompts:
     records = []
-    for i, one in enumerate(asked):
-        what = {"prompt": one} if isinstance(one, str) else {"messages": one}
-        records.append(SourceRecord(where=f"line {i}", **what, columns={name: items[i] for name, items in columns.items()}))
+    for i, question in enumerate(questions):
+        content = {"prompt": question} if isinstance(question, str) else {"messages": question}
+        records.append(SourceRecord(where=f"line {i}", **content, columns={name: items[i] for name, items in columns.items()}))
     return Prompts(records, Encoding(lm.tokenizer), Order(len(records), None), {"source": "test"})
 
 
-def table(folder: Path, code: str, asked: Prompts, name: str = "Own", **settings: Any) -> EpisodeSetup:
+def table(folder: Path, code: str, questions: Prompts, name: str = "Own", **settings: Any) -> EpisodeSetup:
     """A table of the class `Own` of this code. `Turn` is imported, and so are a few modules."""
     path = folder / "own.py"
     path.write_text("import os, random, time\nfrom argosy.rl.environment import Turn\n" + textwrap.dedent(code))
-    return open_table(CustomEnvironment(of=f"{path}:{name}", **settings), asked, None)
+    return open_table(CustomEnvironment(of=f"{path}:{name}", **settings), questions, None)
 
 
 def ids(text: str) -> list[int]:
@@ -83,9 +83,9 @@ class Scripted(Engine):
 
     def step(self) -> list[Event]:
         events = []
-        for number, left in list(self.running.items()):
-            token = left.pop(0)
-            reason = "stop" if token in self.requests[number - 1].stop_tokens else None if left else "length"
+        for number, remaining in list(self.running.items()):
+            token = remaining.pop(0)
+            reason = "stop" if token in self.requests[number - 1].stop_tokens else None if remaining else "length"
             events.append(Event(number, token, -1.0, reason, -0.5))
             if reason:
                 del self.running[number]

@@ -68,8 +68,8 @@ LOSSES = {
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_and_their_gradients_equal_those_of_trl(name):
-    loss, how = LOSSES[name]
-    value, slope = jax.value_and_grad(lambda new: how(loss(new), numbers()[2]).value())(jnp.asarray(OF["new"]))
+    loss, average = LOSSES[name]
+    value, slope = jax.value_and_grad(lambda new: average(loss(new), numbers()[2]).value())(jnp.asarray(OF["new"]))
     assert float(value) == pytest.approx(TRL["losses"][name]["loss"], rel=1e-6)
     np.testing.assert_allclose(slope, TRL["losses"][name]["gradient"], rtol=1e-6, atol=1e-9)
 
@@ -82,9 +82,9 @@ def test_a_corrected_k3_has_the_value_of_trl():
 
 def test_metrics_equal_those_of_trl():
     theirs = TRL["losses"]["k3"]["metrics"]
-    made = clip(jnp.asarray(OF["new"])).metrics
-    assert float(made["clip/low"].value()) == pytest.approx(theirs["clip_ratio/low_mean"], rel=1e-6)
-    assert float(made["clip/high"].value()) == pytest.approx(theirs["clip_ratio/high_mean"], rel=1e-6)
+    metrics = clip(jnp.asarray(OF["new"])).metrics
+    assert float(metrics["clip/low"].value()) == pytest.approx(theirs["clip_ratio/low_mean"], rel=1e-6)
+    assert float(metrics["clip/high"].value()) == pytest.approx(theirs["clip_ratio/high_mean"], rel=1e-6)
     assert theirs["clip_ratio/low_mean"] > 0 < theirs["clip_ratio/high_mean"]
     _, _, mask, reference, entropies = numbers()
     kl = kl_loss(jnp.asarray(OF["new"]), reference, mask, coefficient=1.0).metrics["kl"]
@@ -94,15 +94,15 @@ def test_metrics_equal_those_of_trl():
 
 def rewards():
     """[g n k], NaN where missing."""
-    own = np.asarray([[math.nan if r is None else r for r in row] for row in TRL["rewards"]])
-    return jnp.asarray(own.reshape(-1, EACH, own.shape[-1])), TRL["weights"]
+    rewards_each = np.asarray([[math.nan if r is None else r for r in row] for row in TRL["rewards"]])
+    return jnp.asarray(rewards_each.reshape(-1, EACH, rewards_each.shape[-1])), TRL["weights"]
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 def test_advantages_of_grpo_equal_those_of_trl(scale):
-    made = grpo(total(*rewards()), scale=scale, epsilon=1e-4)
-    np.testing.assert_allclose(made.values.reshape(-1), TRL["advantages"][scale], rtol=1e-6, atol=1e-9)
-    assert np.sum(~np.asarray(made.scored)) == 1
+    advantages = grpo(total(*rewards()), scale=scale, epsilon=1e-4)
+    np.testing.assert_allclose(advantages.values.reshape(-1), TRL["advantages"][scale], rtol=1e-6, atol=1e-9)
+    assert np.sum(~np.asarray(advantages.scored)) == 1
 
 
 def test_advantages_of_rloo_equal_those_of_trl():
@@ -110,21 +110,21 @@ def test_advantages_of_rloo_equal_those_of_trl():
 
 
 def test_advantages_of_rewards_normalized_each_equal_those_of_trl():
-    made = gdpo(*rewards(), epsilon=1e-4)
-    np.testing.assert_allclose(made.values.reshape(-1), TRL["advantages"]["each"], rtol=1e-6, atol=1e-9)
+    advantages = gdpo(*rewards(), epsilon=1e-4)
+    np.testing.assert_allclose(advantages.values.reshape(-1), TRL["advantages"]["each"], rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("outside", ["truncate", "mask"])
 def test_importance_weights_equal_those_of_trl(level, outside):
     of, mask = TRL["correction"], jnp.asarray(OF["mask"])
-    made = correction(
+    result = correction(
         jnp.asarray(OF["old"]), jnp.asarray(OF["sampler"]), mask, level=level, outside=outside, lowest=of["low"], highest=of["high"]
     )
     theirs = np.asarray(of[f"{level}_{outside}"])
-    own = OF["mask"] > 0 if level == "token" else np.ones_like(theirs) > 0
-    np.testing.assert_allclose(np.asarray(made.weights)[own], theirs[own], rtol=1e-6)
-    assert float(made.metrics["sampler/outside"].value()) > 0
+    live = OF["mask"] > 0 if level == "token" else np.ones_like(theirs) > 0
+    np.testing.assert_allclose(np.asarray(result.weights)[live], theirs[live], rtol=1e-6)
+    assert float(result.metrics["sampler/outside"].value()) > 0
 
 
 def test_the_penalty_of_length_equals_that_of_trl():

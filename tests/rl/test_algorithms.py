@@ -48,7 +48,7 @@ LIVE = np.array([[1, 1, 0], [1, 0, 0], [1, 1, 1]], np.float32)
 
 
 @pytest.fixture
-def own(tmp_path, monkeypatch) -> Path:
+def code_file(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.py").write_text(OWN)
     for registry in (OBJECTIVES, ADVANTAGES, LOSSES):
@@ -84,7 +84,7 @@ def test_the_words_of_settings_are_names_of_algorithms():
     of = RolloutRewards(REWARDS, [1.0], LIVE, greedy=np.array([[0.5]], np.float32))
     assert set(ALIASES.values()) == set(ADVANTAGES)
     for word, name in ALIASES.items():
-        both = [rollout_advantages(GRPO(advantages=one), of).values for one in (word, name)]
+        both = [rollout_advantages(GRPO(advantages=algorithm), of).values for algorithm in (word, name)]
         np.testing.assert_array_equal(*both)
         assert GRPO(advantages=word).advantages == word
     values = {name: rollout_advantages(GRPO(advantages=name), of).values.tobytes() for name in ADVANTAGES}
@@ -96,22 +96,22 @@ def test_what_an_algorithm_compares_with_follows_from_its_parameters():
     assert [name for name in ADVANTAGES if not GRPO(advantages=name).compares_groups] == ["reinforce_pp", "remax"]
 
 
-def test_advantages_of_a_file(own):
+def test_advantages_of_a_file(code_file):
     policy = GRPO(advantages="own.py:median")
-    made = rollout_advantages(policy, RolloutRewards(REWARDS, [1.0], LIVE))
-    np.testing.assert_allclose(made.values, np.array([[-1, -1, 0], [0, 0, 0], [4, 4, 4]], np.float32))
+    advantages = rollout_advantages(policy, RolloutRewards(REWARDS, [1.0], LIVE))
+    np.testing.assert_allclose(advantages.values, np.array([[-1, -1, 0], [0, 0, 0], [4, 4, 4]], np.float32))
     assert policy.compares_groups
 
 
-def test_a_loss_of_a_file_has_the_metrics_of_ratios(own):
+def test_a_loss_of_a_file_has_the_metrics_of_ratios(code_file):
     new, old = jnp.full((3, 3), -1.0), jnp.full((3, 3), -2.0)
     advantages = jnp.ones((3, 3))
-    made = token_losses(GRPO(loss="own.py:negative"), new, old, advantages, jnp.asarray(LIVE))
-    np.testing.assert_allclose(made.tokens, LIVE)
-    assert float(made.metrics["ratio/mean"].value()) == pytest.approx(np.e, rel=1e-6)
+    losses = token_losses(GRPO(loss="own.py:negative"), new, old, advantages, jnp.asarray(LIVE))
+    np.testing.assert_allclose(losses.tokens, LIVE)
+    assert float(losses.metrics["ratio/mean"].value()) == pytest.approx(np.e, rel=1e-6)
 
 
-def test_an_objective_of_a_file_has_settings_of_its_own(own):
+def test_an_objective_of_a_file_has_settings_of_its_own(code_file):
     words = ["objective=own.py:Median", "objective.sharpness=3", "objective.kl=0.5"]
     run = read_settings(Run, words_layer([*MODEL, *words])).value
     assert type(run.objective).__name__ == "Median"
@@ -127,8 +127,8 @@ def test_an_objective_of_a_file_has_settings_of_its_own(own):
         ("wrong.py:f", BadInput, "NameError: name 'undefined' is not defined"),
     ],
 )
-def test_what_a_file_does_not_hold_is_said(own, name, kind, text):
-    own.with_name("wrong.py").write_text("undefined\n")
+def test_what_a_file_does_not_hold_is_said(code_file, name, kind, text):
+    code_file.with_name("wrong.py").write_text("undefined\n")
     with pytest.raises(kind) as caught:
         ADVANTAGES[name]
     assert text in f"{caught.value}"
@@ -140,7 +140,7 @@ def test_names_that_nothing_has():
             GRPO(**{name: {"advantages": "rlo", "loss": "cispoo"}[name]})
 
 
-def test_a_number_is_no_objective(own):
+def test_a_number_is_no_objective(code_file):
     with pytest.raises(UserError) as caught:
         read_settings(Run, words_layer([*MODEL, "objective=own.py:number"]))
     assert "is no class of settings" in str(caught.value)

@@ -101,11 +101,11 @@ def test_code_that_ends_early_passes_nothing(program):
 @linux
 def test_code_that_does_not_end_costs_its_tests_and_not_the_reward():
     loop = "```python\ndef double(x):\n    while x: pass\n    return x\n```"
-    said = []
-    with open_rewards([RewardSettings(of="code", timeout=4)], 1, columns=["tests"], say=said.append) as rewards:
+    messages = []
+    with open_rewards([RewardSettings(of="code", timeout=4)], 1, columns=["tests"], say=messages.append) as rewards:
         scored = rewards(["p"] * 2, [loop, BLOCK], {"tests": [["assert double(0) == 0", "assert double(1) == 2", "assert 1"]] * 2})
     assert scored.values[:, 0].tolist() == pytest.approx([1 / 3, 1])
-    assert not said
+    assert not messages
 
 
 @linux

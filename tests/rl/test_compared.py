@@ -70,15 +70,15 @@ POLICIES = [CISPO, DAPO, GPG, GRPO, GSPO, OPO, PPO, RLOO, DrGRPO, ReinforcePP, R
 
 def check(policy: Policy, expected) -> None:
     penalized = policy.kl_in == "reward"
-    found = rollout_advantages(policy, OF if penalized else OF._replace(penalty=None))
+    result = rollout_advantages(policy, OF if penalized else OF._replace(penalty=None))
     values = jnp.where(LIVE > 0, jnp.broadcast_to(jnp.asarray(expected.values).reshape(len(LIVE), -1), LIVE.shape), 0.0)
-    assert np.isfinite(found.values).all()
-    np.testing.assert_allclose(found.values, values, rtol=1e-6, atol=1e-7)
-    assert found.counted.tolist() == [i != EACH + 2 for i in range(len(LIVE))], "the answer without a reward counts nowhere"
+    assert np.isfinite(result.values).all()
+    np.testing.assert_allclose(result.values, values, rtol=1e-6, atol=1e-7)
+    assert result.counted.tolist() == [i != EACH + 2 for i in range(len(LIVE))], "the answer without a reward counts nowhere"
     # Advantages of tokens compare with more than a group: every group teaches.
     teaches = np.asarray(expected.useful).reshape(-1) if hasattr(expected, "useful") else np.ones(GROUPS, bool)
-    assert found.useful.tolist() == teaches.tolist()
-    assert float(found.metrics["groups/useless"].value()) == pytest.approx(1 / 3)
+    assert result.useful.tolist() == teaches.tolist()
+    assert float(result.metrics["groups/useless"].value()) == pytest.approx(1 / 3)
 
 
 @pytest.mark.parametrize("name", EXPECTED)
@@ -98,7 +98,7 @@ def test_every_policy_is_compared_here():
 
 
 @pytest.mark.parametrize(
-    ("policy", "how", "said"),
+    ("policy", "settings", "problem"),
     [
         (PPO, {"scale": "none"}, "scale = none does not apply: with a critic"),
         (PPO, {"advantages": "leave_one_out"}, "advantages = leave_one_out does not apply: with a critic"),
@@ -109,6 +109,6 @@ def test_every_policy_is_compared_here():
         (GRPO, {"loss": "cispo"}, "bound the ratio itself"),
     ],
 )
-def test_settings_that_mean_nothing_are_refused(policy: type[Policy], how: dict, said: str):
-    with pytest.raises(ValidationError, match=said):
-        policy(**how)
+def test_settings_that_mean_nothing_are_refused(policy: type[Policy], settings: dict, problem: str):
+    with pytest.raises(ValidationError, match=problem):
+        policy(**settings)

@@ -22,7 +22,7 @@ def values(metrics):
 
 
 @pytest.mark.parametrize(
-    ("how", "weights", "outside"),
+    ("options", "weights", "outside"),
     [
         ({}, [[2, 0.5, 0.25, 1], [2, 1, 1, 1]], 1 / 5),
         ({"lowest": 0.4}, [[2, 0.5, 0.4, 1], [2, 1, 1, 1]], 2 / 5),
@@ -32,46 +32,48 @@ def values(metrics):
         ({"level": "sequence", "outside": "mask"}, [[0.375], [2]], 0),
     ],
 )
-def test_weights_by_hand(how, weights, outside):
+def test_weights_by_hand(options, weights, outside):
     # Bounds a rounding wider than the weights that lie on them.
-    made = correction(TRAINER, SAMPLER, MASK, **{"highest": 2.0, **how} | ({} if "highest" in how else {"highest": 2.0 + 1e-6}))
-    np.testing.assert_allclose(made.weights, weights, rtol=2e-6)
-    assert values(made.metrics)["sampler/outside"] == pytest.approx(outside)
+    result = correction(
+        TRAINER, SAMPLER, MASK, **{"highest": 2.0, **options} | ({} if "highest" in options else {"highest": 2.0 + 1e-6})
+    )
+    np.testing.assert_allclose(result.weights, weights, rtol=2e-6)
+    assert values(result.metrics)["sampler/outside"] == pytest.approx(outside)
 
 
 def test_the_metrics_by_hand():
-    found = values(correction(TRAINER, SAMPLER, MASK, highest=10.0).metrics)
+    metrics = values(correction(TRAINER, SAMPLER, MASK, highest=10.0).metrics)
     logs = [math.log(3), math.log(2), math.log(4), math.log(2), 0]
-    own = np.asarray([3, 0.5, 0.25, 2, 1])
+    weights = np.asarray([3, 0.5, 0.25, 2, 1])
     expected = {
         "sampler/difference_max": math.log(4),
         "sampler/difference_mean": sum(logs) / 5,
         "sampler/outside": 0,
         "sampler/missing": 0,
-        "sampler/effective": own.sum() ** 2 / (5 * (own**2).sum()),
+        "sampler/effective": weights.sum() ** 2 / (5 * (weights**2).sum()),
     }
-    assert found == pytest.approx(expected, rel=1e-6)
+    assert metrics == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_equal_log_probabilities_need_no_correction(level):
-    made = correction(TRAINER, TRAINER, MASK, level=level)
-    assert np.all(np.asarray(made.weights) == 1)
-    assert values(made.metrics) == {
+    corrected = correction(TRAINER, TRAINER, MASK, level=level)
+    assert np.all(np.asarray(corrected.weights) == 1)
+    assert values(corrected.metrics) == {
         "sampler/difference_max": 0, "sampler/difference_mean": 0, "sampler/outside": 0, "sampler/missing": 0, "sampler/effective": 1,
     }  # fmt: skip
 
 
 def test_a_missing_log_probability_is_counted_and_not_a_difference():
-    made = correction(TRAINER, SAMPLER.at[0, 0].set(NAN), MASK)
-    assert float(made.weights[0, 0]) == 1
-    assert values(made.metrics)["sampler/missing"] == pytest.approx(1 / 5)
-    assert values(made.metrics)["sampler/difference_mean"] == pytest.approx((2 * math.log(2) + math.log(4)) / 4, rel=1e-6)
+    corrected = correction(TRAINER, SAMPLER.at[0, 0].set(NAN), MASK)
+    assert float(corrected.weights[0, 0]) == 1
+    assert values(corrected.metrics)["sampler/missing"] == pytest.approx(1 / 5)
+    assert values(corrected.metrics)["sampler/difference_mean"] == pytest.approx((2 * math.log(2) + math.log(4)) / 4, rel=1e-6)
 
 
 def test_weights_have_no_gradient():
-    found = jax.grad(lambda trainer: correction(trainer, SAMPLER, MASK).weights.sum())(TRAINER)
-    assert not np.any(np.asarray(found))
+    slope = jax.grad(lambda trainer: correction(trainer, SAMPLER, MASK).weights.sum())(TRAINER)
+    assert not np.any(np.asarray(slope))
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])

@@ -26,14 +26,14 @@ def test_the_example(tmp_path: Path):
     (tmp_path / "game.py").write_text("import random\n" + "\n".join(line[4:] for line in code[1].splitlines()) + "\n")
     lm = language_model()
     data = prompts(lm, ["count down:\n"])
-    made = open_table(CustomEnvironment(of=f"{tmp_path}/game.py:Countdown", args={"start": 1}, stop="\n"), data, None)
+    setup = open_table(CustomEnvironment(of=f"{tmp_path}/game.py:Countdown", args={"start": 1}, stop="\n"), data, None)
     try:
-        playing = EpisodeRunner(lm, data(0, 1), EpisodeLimits(Sampling(), 40, 80), (1,), made, lambda: False)
+        playing = EpisodeRunner(lm, data(0, 1), EpisodeLimits(Sampling(), 40, 80), (1,), setup, lambda: False)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(LM, "engine", lambda *_: Scripted({0: ["0\n"]}))
             (answer,) = playing.run()
     finally:
-        made.close()
+        setup.close()
     assert answer.prompt.tokens == ids("count down:\n1\n")
     assert (answer.text, answer.played.reward, answer.played.counts) == ("1\n0\n", 1, {"countdown/right": 1})
 

@@ -55,48 +55,48 @@ def lm() -> LM:
     return language_model()
 
 
-def played(lm: LM, tmp_path: Path, code: str, name: str, texts: list[str], **args):
+def play(lm: LM, tmp_path: Path, code: str, name: str, texts: list[str], **args):
     (tmp_path / "game.py").write_text(code)
     data = prompts(lm, ["say"], answer=["it"])
-    made = open_table(GymnasiumEnvironment(make=f"{tmp_path}/game.py:{name}", args=args, stop="\n"), data, None)
+    setup = open_table(GymnasiumEnvironment(make=f"{tmp_path}/game.py:{name}", args=args, stop="\n"), data, None)
     try:
-        playing = EpisodeRunner(lm, data(0, 1), EpisodeLimits(Sampling(), 90, 150), (1,), made, lambda: False)
+        playing = EpisodeRunner(lm, data(0, 1), EpisodeLimits(Sampling(), 90, 150), (1,), setup, lambda: False)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(LM, "engine", lambda *_: Scripted({0: texts}))
             return playing.run()[0]
     finally:
-        made.close()
+        setup.close()
 
 
 def test_any_object_of_that_form(lm: LM, tmp_path: Path):
-    answer = played(lm, tmp_path, CODE, "Plain", ["ab\n", " c \n", "def\n"], most=6)
+    answer = play(lm, tmp_path, CODE, "Plain", ["ab\n", " c \n", "def\n"], most=6)
     assert answer.said == "seed int, say it:ab\nab=2\n c \nc=3\ndef\n"
     assert (answer.played.reward, answer.ended, answer.played.why) == (1 + 1.5 + 3, True, "done")
-    cut = played(lm, tmp_path, CODE, "Plain", ["stop\n"], most=9)
+    cut = play(lm, tmp_path, CODE, "Plain", ["stop\n"], most=9)
     assert (cut.ended, cut.played.why) == (False, "environment"), "it was truncated"
 
 
 def test_an_exception_is_blamed_on_the_users_file(lm: LM, tmp_path: Path):
     broken = CODE + "\nclass Broken(Plain):\n    def step(self, action): raise KeyError('mine')\n"
-    answer = played(lm, tmp_path, broken, "Broken", ["a\n"])
+    answer = play(lm, tmp_path, broken, "Broken", ["a\n"])
     kind, message = answer.played.failure
     assert kind == "raised"
     assert message.splitlines()[0] == f"KeyError: 'mine', in {tmp_path}/game.py:16: def step(self, action): raise KeyError('mine')"
 
 
 def test_observations_are_texts(lm: LM, tmp_path: Path):
-    answer = played(lm, tmp_path, CODE, "Numbers", ["a\n"])
+    answer = play(lm, tmp_path, CODE, "Numbers", ["a\n"])
     assert "an observation is a int, not a text" in answer.played.failure[1]
     with pytest.raises(BadInput, match="unexpected keyword argument 'fewest'"):
-        played(lm, tmp_path, CODE, "Plain", [], fewest=1)
+        play(lm, tmp_path, CODE, "Plain", [], fewest=1)
 
 
 def test_a_real_environment_and_its_wrappers(lm: LM, tmp_path: Path):
     """Opt-in: Gymnasium is no dependency."""
     pytest.importorskip("gymnasium")
-    answer = played(lm, tmp_path, REAL, "Letters", ["b\n", "c\n"])
+    answer = play(lm, tmp_path, REAL, "Letters", ["b\n", "c\n"])
     assert answer.said in ("ab\nbc\n", "xb\nyc\n")
     assert answer.played.reward == (2 if answer.said[0] == "a" else 0)
     assert answer.ended
-    limited = played(lm, tmp_path, REAL, "limited", ["b\n"])
+    limited = play(lm, tmp_path, REAL, "limited", ["b\n"])
     assert (limited.ended, limited.played.turn_count) == (False, 1)

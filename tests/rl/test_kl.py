@@ -80,16 +80,16 @@ def test_with_samples_of_an_older_policy_value_and_gradient_stay_right():
     assert float(np.abs(jax.grad(lambda logits: expected(plain, logits, OLDER))(LOGITS) - RIGHT).max()) > 0.05
 
 
-def scored(estimator):
+def reward_gradient(estimator):
     """The expected gradient of REINFORCE on a reward that is only the penalty."""
     rewards, _ = in_reward(jnp.zeros((1, V)), logs(LOGITS), logs(REFERENCE), ONES, coefficient=1.0, estimator=estimator)
     return jax.grad(lambda logits: expected(lambda new: -rewards * new, logits, LOGITS))(LOGITS)
 
 
 def test_in_the_reward_k1_alone_is_right():
-    close(scored("k1"), RIGHT)
+    close(reward_gradient("k1"), RIGHT)
     for estimator in ("k2", "k3"):
-        assert float(np.abs(scored(estimator) - RIGHT).max()) > 0.03, estimator
+        assert float(np.abs(reward_gradient(estimator) - RIGHT).max()) > 0.03, estimator
 
 
 def test_the_penalty_in_the_reward_by_hand():
@@ -106,11 +106,11 @@ def test_the_penalty_in_the_reward_by_hand():
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_the_metric_is_the_divergence_whatever_the_estimator(estimator):
-    drawn = jnp.exp(logs(LOGITS))
-    made = kl_loss(logs(LOGITS), logs(REFERENCE), ONES, coefficient=7.0, estimator=estimator)
+    probs = jnp.exp(logs(LOGITS))
+    penalty = kl_loss(logs(LOGITS), logs(REFERENCE), ONES, coefficient=7.0, estimator=estimator)
     k3 = jnp.mean(estimate(logs(LOGITS), logs(REFERENCE), ONES, "k3"))
-    assert float(made.metrics["kl"].value()) == pytest.approx(float(k3), rel=1e-6)
-    assert float(jnp.sum(drawn * estimate(logs(LOGITS), logs(REFERENCE), ONES, "k3"))) > 0
+    assert float(penalty.metrics["kl"].value()) == pytest.approx(float(k3), rel=1e-6)
+    assert float(jnp.sum(probs * estimate(logs(LOGITS), logs(REFERENCE), ONES, "k3"))) > 0
 
 
 def test_a_token_that_the_reference_forbids_leaves_the_loss_finite():

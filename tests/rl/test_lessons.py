@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from laws.families import CASES, built
+from laws.families import CASES, noisy_model
 
 from argosy.core.errors import ArgosyError, BadInput
 from argosy.data.chat.conversations import ConversationEncoder
@@ -31,7 +31,7 @@ TEMPLATE = "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}</>{% endfor 
 
 @pytest.fixture(scope="module")
 def lm() -> LM:
-    return LM(CASE, built(CASE, Unroll()), load_tokenizer("byte"))
+    return LM(CASE, noisy_model(CASE, Unroll()), load_tokenizer("byte"))
 
 
 def prompts(lm: LM, records: list[SourceRecord] | None = None, most: int | None = None, alone: bool = False) -> AnsweredPrompts:
@@ -40,83 +40,89 @@ def prompts(lm: LM, records: list[SourceRecord] | None = None, most: int | None 
     return AnsweredPrompts(of, None if alone else ConversationEncoder(Encoding(lm.tokenizer)))
 
 
-def lessons(lm: LM, asked: AnsweredPrompts | None = None, batch: int = 4, **how: Any) -> RolloutBatches:
-    rollout = Rollout(**{"completions": 1, "tokens": TOKENS} | {k: how.pop(k) for k in list(how) if k in Rollout.model_fields})
-    vocab = how.get("vocab", 258)
-    made = teacher_batches(asked or prompts(lm), None, GKD(teacher="x", **how), rollout, batch, PartShape(2, 24, TOKENS), 7, vocab)
-    made.signal.trainer = StudentTrainer(lambda state: state, lambda weights: lm, lambda: lm, lambda state, parts: {})
-    return made
+def lessons(lm: LM, data: AnsweredPrompts | None = None, batch: int = 4, **settings: Any) -> RolloutBatches:
+    rollout = Rollout(
+        **{"completions": 1, "tokens": TOKENS} | {k: settings.pop(k) for k in list(settings) if k in Rollout.model_fields}
+    )
+    vocab = settings.get("vocab", 258)
+    batches = teacher_batches(
+        data or prompts(lm), None, GKD(teacher="x", **settings), rollout, batch, PartShape(2, 24, TOKENS), 7, vocab
+    )
+    batches.signal.trainer = StudentTrainer(lambda state: state, lambda weights: lm, lambda: lm, lambda state, parts: {})
+    return batches
 
 
-def learned(part: Any) -> list[list[int]]:
+def targets_of(part: Any) -> list[list[int]]:
     """The targets that count, answer by answer of each row."""
-    found = []
+    target_rows = []
     for row, segments, mask, targets in zip(part["tokens"], part["segments"], part["mask"], part["targets"], strict=True):
         for segment in range(1, segments.max() + 1):
             here = (segments == segment) & (mask > 0)
             assert (np.diff(np.flatnonzero(here)) == 1).all()
             assert targets[here][:-1].tolist() == row[np.flatnonzero(here)[:-1] + 1].tolist()
-            found.append(targets[here].tolist())
-    return found
+            target_rows.append(targets[here].tolist())
+    return target_rows
 
 
 def test_the_answers_of_the_data_are_learned_with_their_end_cut_at_the_limit(lm: LM):
-    said: list[str] = []
-    made = lessons(lm, student_fraction=0)
-    made.signal.say = said.append
-    made.advance(None)
-    one = next(made)
-    assert sorted(map(bytes, ([i for i in ids if i < 256] for part in one.parts for ids in learned(part)))) == sorted(
+    messages: list[str] = []
+    batches = lessons(lm, student_fraction=0)
+    batches.signal.say = messages.append
+    batches.advance(None)
+    batch = next(batches)
+    assert sorted(map(bytes, ([i for i in ids if i < 256] for part in batch.parts for ids in targets_of(part)))) == sorted(
         [b"one", b"longe", b"xxxxx", b"one"]
     )
-    assert sum(ids.count(EOS) for part in one.parts for ids in learned(part)) == 2, "the others are cut"
-    assert one.numbers["answers/cut"] == 0.5
-    assert one.numbers["own"] == 0
-    assert any("line 1: a record without an answer is passed over" in text for text in said)
-    assert any("line 2: an answer of 17 tokens is cut, as are others of more than 5 (rollout.tokens)" in text for text in said)
-    assert made.place == 5, "the record without an answer was looked at too"
+    assert sum(ids.count(EOS) for part in batch.parts for ids in targets_of(part)) == 2, "the others are cut"
+    assert batch.numbers["answers/cut"] == 0.5
+    assert batch.numbers["own"] == 0
+    assert any("line 1: a record without an answer is passed over" in text for text in messages)
+    assert any("line 2: an answer of 17 tokens is cut, as are others of more than 5 (rollout.tokens)" in text for text in messages)
+    assert batches.place == 5, "the record without an answer was looked at too"
 
 
 def test_of_a_conversation_the_last_answer_is_learned_after_the_prompt_of_inference(lm: LM):
-    asked = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "so"}]
-    record = SourceRecord(where="line 1", messages=[*asked, {"role": "assistant", "content": "no"}])
+    messages_in = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "so"}]
+    record = SourceRecord(where="line 1", messages=[*messages_in, {"role": "assistant", "content": "no"}])
     tokenizer = load_tokenizer("byte")
     tokenizer.chat_templates = {"default": TEMPLATE}
     of = Prompts([record], Encoding(tokenizer), Order(1, None), {"source": "test"})
-    found = AnsweredPrompts(of, ConversationEncoder(Encoding(tokenizer)))(0, 1)[0]
-    assert isinstance(found, Answered)
-    assert bytes(found.prompt.tokens) == b"<u>hi</><a>yes</><u>so</><a>"
-    assert list(found.prompt.content) == asked, "without the answer"
-    assert bytes(found.answer or ()).startswith(b"no")
-    alone = Prompts([SourceRecord(where="line 1", messages=asked, prompt_messages=3)], Encoding(tokenizer), Order(1, None), {})(0, 1)[0]
-    assert list(found.prompt.tokens) == list(alone.tokens)
+    answered = AnsweredPrompts(of, ConversationEncoder(Encoding(tokenizer)))(0, 1)[0]
+    assert isinstance(answered, Answered)
+    assert bytes(answered.prompt.tokens) == b"<u>hi</><a>yes</><u>so</><a>"
+    assert list(answered.prompt.content) == messages_in, "without the answer"
+    assert bytes(answered.answer or ()).startswith(b"no")
+    alone = Prompts([SourceRecord(where="line 1", messages=messages_in, prompt_messages=3)], Encoding(tokenizer), Order(1, None), {})(
+        0, 1
+    )[0]
+    assert list(answered.prompt.tokens) == list(alone.tokens)
     unlearned = SourceRecord(where="line 1", messages=record.messages, learned=(False, True, False, False), tools=[{"name": "f"}])
     encoding = Encoding(tokenizer)
-    found = AnsweredPrompts(Prompts([unlearned], encoding, Order(1, None), {}), ConversationEncoder(encoding))(0, 1)[0]
-    assert isinstance(found, Answered)
-    assert list(found.prompt.content) == asked[:1]
-    assert bytes(found.prompt.tokens) == b"<u>hi</><a>"
-    assert found.prompt.tools == [{"name": "f"}], "what another template reads beside messages"
+    answered = AnsweredPrompts(Prompts([unlearned], encoding, Order(1, None), {}), ConversationEncoder(encoding))(0, 1)[0]
+    assert isinstance(answered, Answered)
+    assert list(answered.prompt.content) == messages_in[:1]
+    assert bytes(answered.prompt.tokens) == b"<u>hi</><a>"
+    assert answered.prompt.tools == [{"name": "f"}], "what another template reads beside messages"
 
 
 def test_the_student_answers_with_its_end_and_every_token_is_learned(lm: LM):
-    made = lessons(lm, student_fraction=1, ignore_eos=True)
-    made.advance(None)
-    one = next(made)
-    assert one.numbers["own"] == 1
-    assert [len(ids) for part in one.parts for ids in learned(part)] == [TOKENS] * 4
+    batches = lessons(lm, student_fraction=1, ignore_eos=True)
+    batches.advance(None)
+    batch = next(batches)
+    assert batch.numbers["own"] == 1
+    assert [len(ids) for part in batch.parts for ids in targets_of(part)] == [TOKENS] * 4
     again = lessons(lm, student_fraction=1, ignore_eos=True)
     again.advance(None)
-    assert [learned(part) for part in next(again).parts] == [learned(part) for part in one.parts]
+    assert [targets_of(part) for part in next(again).parts] == [targets_of(part) for part in batch.parts]
 
 
 def test_the_share_of_batches_is_drawn_from_the_seed(lm: LM):
-    made = lessons(lm, student_fraction=0.3)
-    drawn = [made.signal.whose(number) for number in range(4000)]
-    assert np.mean([one == "own" for one in drawn]) == pytest.approx(0.3, abs=0.03)
-    assert {made.signal.whose(n) for n in range(100)} == {"own", "data"}
-    made.signal.seed = 8
-    assert [made.signal.whose(number) for number in range(4000)] != drawn
+    batches = lessons(lm, student_fraction=0.3)
+    origins = [batches.signal.whose(number) for number in range(4000)]
+    assert np.mean([origin == "own" for origin in origins]) == pytest.approx(0.3, abs=0.03)
+    assert {batches.signal.whose(n) for n in range(100)} == {"own", "data"}
+    batches.signal.seed = 8
+    assert [batches.signal.whose(number) for number in range(4000)] != origins
     assert {lessons(lm, student_fraction=1).signal.whose(n) for n in range(100)} == {"own"}
     assert {lessons(lm, student_fraction=0, others="teacher").signal.whose(n) for n in range(100)} == {"teacher"}
 
@@ -135,43 +141,43 @@ def test_a_position_between_the_updates_of_a_rollout_goes_on_alike(lm: LM):
     second.restore(first.state(), first.arrays())
     for step in steps[5:]:
         second.advance(None)
-        made = next(second)
-        assert made.numbers.keys() == step.numbers.keys()
-        assert made.numbers["tokens"] == step.numbers["tokens"]
-        assert made.numbers["own"] == step.numbers["own"]
-        for a, b in zip(made.parts, step.parts, strict=True):
+        later = next(second)
+        assert later.numbers.keys() == step.numbers.keys()
+        assert later.numbers["tokens"] == step.numbers["tokens"]
+        assert later.numbers["own"] == step.numbers["own"]
+        for a, b in zip(later.parts, step.parts, strict=True):
             assert all(np.array_equal(a[name], b[name]) for name in b)
 
 
 def test_epochs_end_where_too_few_prompts_are_left(lm: LM):
-    made = lessons(lm, prompts(lm, most=20, alone=True), student_fraction=1)
-    assert made.summary().ends_after == 5
-    assert made.summary(2).epochs == 1
-    assert (made.summary().tail_rows, made.summary(2).tail_rows) == (0, 0)
+    batches = lessons(lm, prompts(lm, most=20, alone=True), student_fraction=1)
+    assert batches.summary().ends_after == 5
+    assert batches.summary(2).epochs == 1
+    assert (batches.summary().tail_rows, batches.summary(2).tail_rows) == (0, 0)
     short = lessons(lm, prompts(lm, most=18, alone=True), student_fraction=1).summary(100)
     assert (short.ends_after, short.tail_rows) == (4, 2)
     count = 0
     while True:
-        made.advance(None)
-        if next(made, None) is None:
+        batches.advance(None)
+        if next(batches, None) is None:
             break
         count += 1
     assert count == 5
     # The data has one answer to a prompt, the student gives two.
     mixed = lessons(lm, prompts(lm, most=20), student_fraction=0.5, completions=2)
-    asked = [2 if mixed.signal.whose(n) == "own" else 4 for n in range(20)]
-    assert mixed.summary().ends_after == int(np.sum(np.cumsum(asked) <= 20))
+    counts = [2 if mixed.signal.whose(n) == "own" else 4 for n in range(20)]
+    assert mixed.summary().ends_after == int(np.sum(np.cumsum(counts) <= 20))
 
 
 def test_the_teachers_tokens_must_be_the_students(lm: LM):
-    made = lessons(lm, student_fraction=0, others="teacher")
-    made.signal.vocab = 3
+    batches = lessons(lm, student_fraction=0, others="teacher")
+    batches.signal.vocab = 3
     with pytest.raises(ArgosyError, match="the teacher answered with token"):
-        made.advance(None)
+        batches.advance(None)
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("settings", "problem"),
     [
         ({"student_fraction": 0.5, "alone": True}, "this data has prompts alone"),
         ({"tokens": 24}, "no room for a prompt"),
@@ -186,10 +192,10 @@ def test_the_teachers_tokens_must_be_the_students(lm: LM):
         ({"ahead": 1, "devices": 1}, "rollout.ahead is not built"),
     ],
 )
-def test_settings_that_fit_nothing_are_refused(lm: LM, how: dict[str, Any], said: str):
-    asked = prompts(lm, alone=bool(how.pop("alone", False)), most=how.pop("most", None))
-    with pytest.raises(BadInput, match=said):
-        lessons(lm, asked, **how)
+def test_settings_that_fit_nothing_are_refused(lm: LM, settings: dict[str, Any], problem: str):
+    data = prompts(lm, alone=bool(settings.pop("alone", False)), most=settings.pop("most", None))
+    with pytest.raises(BadInput, match=problem):
+        lessons(lm, data, **settings)
 
 
 def test_records_that_never_fit_are_an_error(lm: LM):

@@ -45,7 +45,7 @@ def gradient(loss, new=NEW):
 
 
 @pytest.mark.parametrize(
-    ("advantages", "bounds", "tokens", "moved"),
+    ("advantages", "bounds", "tokens", "gradients"),
     [
         # A gain: the ratio is held at 1 + high, without gradient above it.
         ([1, 1, 1, 1], {}, [-1.2, -0.5, -1.1, -1.2], [0, -0.5, -1.1, 0]),
@@ -57,24 +57,24 @@ def gradient(loss, new=NEW):
         ([0, 0, 0, 0], {}, [0, 0, 0, 0], [0, 0, 0, 0]),
     ],
 )
-def test_ppo_by_hand(advantages, bounds, tokens, moved):
+def test_ppo_by_hand(advantages, bounds, tokens, gradients):
     by = array([[*advantages, NAN]])
-    made = ppo(NEW, OLD, by, OWN, **bounds)
-    np.testing.assert_allclose(made.tokens[0], [*tokens, 0], rtol=2e-6)
-    np.testing.assert_allclose(gradient(lambda new: ppo(new, OLD, by, OWN, **bounds).tokens)[0], [*moved, 0], rtol=2e-6)
+    losses = ppo(NEW, OLD, by, OWN, **bounds)
+    np.testing.assert_allclose(losses.tokens[0], [*tokens, 0], rtol=2e-6)
+    np.testing.assert_allclose(gradient(lambda new: ppo(new, OLD, by, OWN, **bounds).tokens)[0], [*gradients, 0], rtol=2e-6)
 
 
 def test_the_metrics_of_ppo_by_hand():
-    found = values(ppo(NEW, OLD, array([[1, -1, 1, -1, 1]]), OWN, dual=3.0).metrics)
+    metrics = values(ppo(NEW, OLD, array([[1, -1, 1, -1, 1]]), OWN, dual=3.0).metrics)
     k3 = np.mean([r - 1 - math.log(r) for r in RATIOS])
     expected = {"clip/low": 0.25, "clip/high": 0.25, "clip/dual": 0.25, "ratio/mean": 7.1 / 4, "ratio/max": 4, "ratio/min": 0.5}
-    assert found == pytest.approx(expected | {"kl/old": k3}, rel=1e-5)
+    assert metrics == pytest.approx(expected | {"kl/old": k3}, rel=1e-5)
 
 
 def test_clipping_counts_only_where_the_gradient_is_lost():
     """A ratio above the range with a bad token, or below it with a good one, is not clipped."""
-    found = values(ppo(NEW, OLD, array([[-1, 1, 1, -1, 1]]), OWN).metrics)
-    assert found["clip/low"] == found["clip/high"] == 0
+    metrics = values(ppo(NEW, OLD, array([[-1, 1, 1, -1, 1]]), OWN).metrics)
+    assert metrics["clip/low"] == metrics["clip/high"] == 0
 
 
 ROW_ADVANTAGES = array([[2.0], [-1.0]])
@@ -86,14 +86,14 @@ S = [math.exp(0.2), math.exp(-0.1)]
 
 def test_gspo_by_hand():
     """Ratios of whole sequences: geometric means over their tokens."""
-    made = gspo(ROW_OLD + ROW_LOGS, ROW_OLD, ROW_ADVANTAGES, ROW_MASK, low=0.2, high=0.3)
-    np.testing.assert_allclose(made.tokens, [[-2 * S[0]] * 3, [S[1], S[1], 0]], rtol=1e-6)
-    made = gspo(ROW_OLD + ROW_LOGS, ROW_OLD, ROW_ADVANTAGES, ROW_MASK)
-    np.testing.assert_allclose(made.tokens, [[-2 * 1.0004] * 3, [1 - 3e-4, 1 - 3e-4, 0]], rtol=1e-6)
-    found = values(made.metrics)
+    losses = gspo(ROW_OLD + ROW_LOGS, ROW_OLD, ROW_ADVANTAGES, ROW_MASK, low=0.2, high=0.3)
+    np.testing.assert_allclose(losses.tokens, [[-2 * S[0]] * 3, [S[1], S[1], 0]], rtol=1e-6)
+    losses = gspo(ROW_OLD + ROW_LOGS, ROW_OLD, ROW_ADVANTAGES, ROW_MASK)
+    np.testing.assert_allclose(losses.tokens, [[-2 * 1.0004] * 3, [1 - 3e-4, 1 - 3e-4, 0]], rtol=1e-6)
+    metrics = values(losses.metrics)
     # Of tokens: the second sequence has 2, the first 3.
-    assert (found["clip/low"], found["clip/high"]) == pytest.approx((0.4, 0.6))
-    assert (found["ratio/max"], found["ratio/min"]) == pytest.approx((S[0], S[1]), rel=1e-6)
+    assert (metrics["clip/low"], metrics["clip/high"]) == pytest.approx((0.4, 0.6))
+    assert (metrics["ratio/max"], metrics["ratio/min"]) == pytest.approx((S[0], S[1]), rel=1e-6)
 
 
 def test_the_gradient_of_gspo_is_that_of_its_sequences():
@@ -102,8 +102,8 @@ def test_the_gradient_of_gspo_is_that_of_its_sequences():
     def loss(new):
         return SequenceMean()(gspo(new, ROW_OLD, ROW_ADVANTAGES, ROW_MASK, low=0.2, high=0.3).tokens, ROW_MASK).value()
 
-    found = gradient(loss, ROW_OLD + ROW_LOGS)
-    np.testing.assert_allclose(found, [[-2 * S[0] / 3 / 2] * 3, [S[1] / 2 / 2, S[1] / 2 / 2, 0]], rtol=2e-6)
+    slopes = gradient(loss, ROW_OLD + ROW_LOGS)
+    np.testing.assert_allclose(slopes, [[-2 * S[0] / 3 / 2] * 3, [S[1] / 2 / 2, S[1] / 2 / 2, 0]], rtol=2e-6)
 
 
 @pytest.mark.parametrize("bounds", [(0.2, 0.3), (3e-4, 4e-4)])
@@ -112,12 +112,12 @@ def test_gspo_is_the_objective_of_whole_sequences(bounds):
 
     def paper(new):
         logs = jnp.sum((new - ROW_OLD) * ROW_MASK, 1) / jnp.sum(ROW_MASK, 1)
-        own, by = jnp.exp(logs), ROW_ADVANTAGES[:, 0]
-        return -jnp.mean(jnp.minimum(own * by, jnp.clip(own, 1 - bounds[0], 1 + bounds[1]) * by))
+        ratios, by = jnp.exp(logs), ROW_ADVANTAGES[:, 0]
+        return -jnp.mean(jnp.minimum(ratios * by, jnp.clip(ratios, 1 - bounds[0], 1 + bounds[1]) * by))
 
     def ours(new):
-        made = gspo(new, ROW_OLD, ROW_ADVANTAGES, ROW_MASK, low=bounds[0], high=bounds[1])
-        return SequenceMean()(made.tokens, ROW_MASK).value()
+        losses = gspo(new, ROW_OLD, ROW_ADVANTAGES, ROW_MASK, low=bounds[0], high=bounds[1])
+        return SequenceMean()(losses.tokens, ROW_MASK).value()
 
     for new in (ROW_OLD + ROW_LOGS, ROW_OLD - ROW_LOGS):
         assert float(ours(new)) == pytest.approx(float(paper(new)), rel=1e-6)
@@ -127,20 +127,20 @@ def test_gspo_is_the_objective_of_whole_sequences(bounds):
 def test_gspo_moves_each_token_by_its_own_advantage():
     by = array([[1, 0, -1], [2, 0, 5]])
     loss = functools.partial(gspo, old=ROW_OLD, advantages=by, mask=ROW_MASK, low=0.9, high=9.0)
-    found = gradient(lambda new: loss(new).tokens, ROW_OLD + ROW_LOGS)
-    np.testing.assert_allclose(found, [[-S[0], 0, S[0]], [-2 * S[1], 0, 0]], rtol=2e-6, atol=1e-7)
+    slopes = gradient(lambda new: loss(new).tokens, ROW_OLD + ROW_LOGS)
+    np.testing.assert_allclose(slopes, [[-S[0], 0, S[0]], [-2 * S[1], 0, 0]], rtol=2e-6, atol=1e-7)
 
 
 def test_cispo_by_hand():
     """Every token keeps its gradient; its weight is bounded."""
     by = array([[1, -1, 1, -2, NAN]])
-    made = cispo(NEW, OLD, by, OWN, high=2.0, low=0.6)
+    losses = cispo(NEW, OLD, by, OWN, high=2.0, low=0.6)
     weights = [1.5, 0.6, 1.1, 2.0]
     expected = [1.5 * 1, -0.6 * 2, 1.1 * 0.5, -2 * 2.0 * 3]
-    np.testing.assert_allclose(made.tokens[0], [*expected, 0], rtol=2e-6)
-    found = gradient(lambda new: cispo(new, OLD, by, OWN, high=2.0, low=0.6).tokens)
-    np.testing.assert_allclose(found[0], [-w * a for w, a in zip(weights, [1, -1, 1, -2])] + [0], rtol=2e-6)
-    assert values(made.metrics)["clip/low"] == values(made.metrics)["clip/high"] == 0.25
+    np.testing.assert_allclose(losses.tokens[0], [*expected, 0], rtol=2e-6)
+    slopes = gradient(lambda new: cispo(new, OLD, by, OWN, high=2.0, low=0.6).tokens)
+    np.testing.assert_allclose(slopes[0], [-w * a for w, a in zip(weights, [1, -1, 1, -2])] + [0], rtol=2e-6)
+    assert values(losses.metrics)["clip/low"] == values(losses.metrics)["clip/high"] == 0.25
 
 
 def test_reinforce_by_hand():
@@ -153,17 +153,17 @@ def test_reinforce_by_hand():
 def test_on_policy_every_gradient_is_that_of_reinforce(loss):
     by = array([[1, -1, 2, 0.5, 1]])
     bounds = {"low": 0.2, "high": 0.2} if loss is gspo else {}
-    found = gradient(lambda new: loss(new, NEW, by, OWN, **bounds).tokens)
-    np.testing.assert_allclose(found, gradient(lambda new: reinforce(new, by, OWN).tokens), rtol=1e-6)
+    slopes = gradient(lambda new: loss(new, NEW, by, OWN, **bounds).tokens)
+    np.testing.assert_allclose(slopes, gradient(lambda new: reinforce(new, by, OWN).tokens), rtol=1e-6)
 
 
 def test_an_exploded_ratio_leaves_value_and_gradient_finite():
     far = array([[-1000.0, -1000.0]])
     by, mask = array([[-1.0, 1.0]]), jnp.ones((1, 2))
     for loss in (ppo, cispo):
-        made = loss(jnp.zeros((1, 2)), far, by, mask)
-        assert np.isfinite(np.asarray(made.tokens)).all()
-        assert all(np.isfinite(v) for v in values(made.metrics).values())
+        losses = loss(jnp.zeros((1, 2)), far, by, mask)
+        assert np.isfinite(np.asarray(losses.tokens)).all()
+        assert all(np.isfinite(v) for v in values(losses.metrics).values())
         assert np.isfinite(np.asarray(gradient(lambda new, loss=loss: loss(new, far, by, mask).tokens, jnp.zeros((1, 2))))).all()
 
 
@@ -172,11 +172,11 @@ def test_the_value_loss_by_hand():
     now, old, returns = array([[1.0, 0.1, 2.0, NAN]]), array([[0.0, 0.0, 1.9, NAN]]), array([[2.0, 1.0, 1.0, NAN]])
     mask = array([[1, 1, 1, 0]])
     # The first moved by 1, clipped at 0.2: (0.2 - 2)^2. The second moved by 0.1. The third is above its return.
-    made = value_loss(now, old, returns, mask)
-    np.testing.assert_allclose(made.tokens[0], [1.8**2 / 2, 0.9**2 / 2, 0.5, 0], rtol=2e-6)
-    found = gradient(lambda now: value_loss(now, old, returns, mask).tokens, now)
-    np.testing.assert_allclose(found[0], [0, -0.9, 1, 0], rtol=2e-6)
-    assert values(made.metrics) == pytest.approx(
+    losses = value_loss(now, old, returns, mask)
+    np.testing.assert_allclose(losses.tokens[0], [1.8**2 / 2, 0.9**2 / 2, 0.5, 0], rtol=2e-6)
+    slopes = gradient(lambda now: value_loss(now, old, returns, mask).tokens, now)
+    np.testing.assert_allclose(slopes[0], [0, -0.9, 1, 0], rtol=2e-6)
+    assert values(losses.metrics) == pytest.approx(
         {"value/error": (1 + 0.81 + 1) / 3, "value/mean": 3.1 / 3, "value/clipped": 1 / 3}, rel=1e-5
     )
     plain = value_loss(now, old, returns, mask, clip=None)
@@ -185,21 +185,21 @@ def test_the_value_loss_by_hand():
 
 def test_the_entropy_by_hand():
     logits = jnp.log(array([[0.5, 0.25, 0.25, 0.0], [0.25, 0.25, 0.25, 0.25], [0.0, 0.0, 1.0, 0.0]]))
-    found = entropy_of(logits)
-    np.testing.assert_allclose(found, [1.5 * math.log(2), 2 * math.log(2), 0], rtol=1e-6, atol=1e-7)
+    entropies = entropy_of(logits)
+    np.testing.assert_allclose(entropies, [1.5 * math.log(2), 2 * math.log(2), 0], rtol=1e-6, atol=1e-7)
 
 
 def test_the_gradient_of_the_entropy_is_finite_where_a_token_is_forbidden():
-    found = jax.grad(lambda logits: entropy_of(logits).sum())(array([[1.0, 0.0, -INF]]))
+    slopes = jax.grad(lambda logits: entropy_of(logits).sum())(array([[1.0, 0.0, -INF]]))
     p = math.e / (1 + math.e)
     slope = p * (1 - p)  # dH/dl = -p (log p + H), which for two tokens is -p (1 - p) times their difference of 1
-    np.testing.assert_allclose(found[0], [-slope, slope, 0], rtol=1e-5)
+    np.testing.assert_allclose(slopes[0], [-slope, slope, 0], rtol=1e-5)
 
 
 def test_the_entropy_bonus_lowers_the_loss():
-    made = entropy_bonus(array([[1.0, 3.0, NAN]]), array([[1, 1, 0]]), 0.1)
-    np.testing.assert_allclose(made.tokens[0], [-0.1, -0.3, 0], rtol=1e-6)
-    assert values(made.metrics) == {"entropy": 2.0}
+    losses = entropy_bonus(array([[1.0, 3.0, NAN]]), array([[1, 1, 0]]), 0.1)
+    np.testing.assert_allclose(losses.tokens[0], [-0.1, -0.3, 0], rtol=1e-6)
+    assert values(losses.metrics) == {"entropy": 2.0}
 
 
 # ---------------------------------------------------------------- normalization
@@ -228,11 +228,11 @@ def numbers(rows=6, tokens=5):
     rng = np.random.default_rng(3)
     new = rng.normal(-2, 1, (rows, tokens))
     lengths = rng.integers(1, tokens + 1, rows)
-    made = Numbers(
+    arrays = Numbers(
         new, new + rng.normal(0, 0.4, new.shape), new + rng.normal(0, 0.4, new.shape), rng.normal(0, 1, (rows, 1)),
         np.arange(tokens) < lengths[:, None],
     )  # fmt: skip
-    return Numbers(*(array(a) for a in made))
+    return Numbers(*(array(a) for a in arrays))
 
 
 LOSSES = {
@@ -252,24 +252,24 @@ NORMALIZATIONS = (TokenMean(), SequenceMean(), ConstantLength(7))
 def whole(loss, x):
     """Under each normalization: the sum, its weight and the gradient of the sum; and the metrics."""
 
-    def one(how):
+    def sums_of(average):
         def total(new):
-            found = how(loss(x._replace(new=new)).tokens, x.mask)
-            return found.total, found.weight
+            mean = average(loss(x._replace(new=new)).tokens, x.mask)
+            return mean.total, mean.weight
 
         (value, weight), slope = jax.value_and_grad(total, has_aux=True)(x.new)
         return value, weight, slope
 
-    return [one(how) for how in NORMALIZATIONS], loss(x).metrics
+    return [sums_of(average) for average in NORMALIZATIONS], loss(x).metrics
 
 
 @each_loss
 def test_parts_add_up_to_the_whole(loss):
     x = numbers()
     parts = [whole(loss, jax.tree.map(lambda a, i=i: a[i::2], x)) for i in (0, 1)]
-    made, metrics = whole(loss, x)
-    for (value, weight, slope), (one, one_weight, one_slope), (two, two_weight, two_slope) in zip(made, *(p[0] for p in parts)):
-        assert float(one + two) == pytest.approx(float(value), rel=1e-5)
+    losses, metrics = whole(loss, x)
+    for (value, weight, slope), (first, one_weight, one_slope), (two, two_weight, two_slope) in zip(losses, *(p[0] for p in parts)):
+        assert float(first + two) == pytest.approx(float(value), rel=1e-5)
         assert float(one_weight + two_weight) == float(weight)
         np.testing.assert_allclose(np.stack([one_slope, two_slope], 1).reshape(slope.shape), slope, rtol=1e-5, atol=1e-7)
     for name, metric in metrics.items():
@@ -287,8 +287,8 @@ def test_padding_and_the_order_of_rows_change_nothing(loss):
 
     dirty = x._replace(new=jnp.where(x.mask > 0, x.new, NAN), old=jnp.where(x.mask > 0, x.old, -INF))
     more = Numbers(*(padded(a, 0.0 if name == "mask" else NAN) for name, a in dirty._asdict().items()))
-    (made, metrics), (again, again_metrics) = whole(loss, x), whole(loss, more)
-    for (value, weight, slope), (value_again, weight_again, slope_again) in zip(made, again):
+    (sums, metrics), (again, again_metrics) = whole(loss, x), whole(loss, more)
+    for (value, weight, slope), (value_again, weight_again, slope_again) in zip(sums, again):
         assert float(value_again) == pytest.approx(float(value), rel=1e-5)
         assert float(weight_again) == float(weight)
         np.testing.assert_allclose(slope_again[:6, :5], slope[order], rtol=1e-5, atol=1e-7)
@@ -301,8 +301,8 @@ def test_padding_and_the_order_of_rows_change_nothing(loss):
 @each_loss
 def test_a_batch_without_tokens_weighs_nothing(loss):
     x = numbers()
-    made, _ = whole(loss, x._replace(mask=jnp.zeros_like(x.mask)))
-    for value, weight, slope in made:
+    sums, _ = whole(loss, x._replace(mask=jnp.zeros_like(x.mask)))
+    for value, weight, slope in sums:
         assert float(value) == float(weight) == 0
         assert not np.any(np.asarray(slope))
 
@@ -318,7 +318,7 @@ def test_metrics_have_zeros_as_their_neutral_part():
 
 
 @pytest.mark.parametrize(
-    ("call", "what"),
+    ("call", "problem"),
     [
         (lambda: ppo(NEW, OLD, OWN, OWN, low=1.5), "clipped between 1 - 1.5"),
         (lambda: ppo(NEW, OLD, OWN, OWN, high=-0.1), "1 \\+ -0.1"),
@@ -328,6 +328,6 @@ def test_metrics_have_zeros_as_their_neutral_part():
         (lambda: ConstantLength(0), "divided by 0 tokens"),
     ],
 )
-def test_bounds_that_make_no_sense_are_refused(call, what):
-    with pytest.raises(BadInput, match=what):
+def test_bounds_that_make_no_sense_are_refused(call, problem):
+    with pytest.raises(BadInput, match=problem):
         call()

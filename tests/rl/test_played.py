@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 from helpers import default
-from laws.families import built
+from laws.families import noisy_model
 from rl.talking import CASE, language_model, prompts, table
 from rl.test_rollouts import Found
 
@@ -62,47 +62,47 @@ class Judge:
     def close(self) -> None: ...
 
 
-def rollouts(lm: LM, tmp_path, how: Policy, judge: Any, asked: Prompts, n: int = 2, code: str = CODE, **more: Any) -> RolloutBatches:
+def rollouts(lm: LM, tmp_path, policy: Policy, judge: Any, data: Prompts, n: int = 2, code: str = CODE, **more: Any) -> RolloutBatches:
     rollout = Rollout(completions=n, tokens=LONGEST, **more)
-    made = reward_batches(asked, prompts(lm, ["0:", "1:"]), how, rollout, 8, PartShape(4, 40, LONGEST), judge, 7,
-                    table=table(tmp_path, code, asked, tokens=2))  # fmt: skip
+    batches = reward_batches(data, prompts(lm, ["0:", "1:"]), policy, rollout, 8, PartShape(4, 40, LONGEST), judge, 7,
+                    table=table(tmp_path, code, data, tokens=2))  # fmt: skip
     rng = np.random.default_rng(1)
     # What the models say of the environment's tokens is garbage here.
     garbage = lambda state, rows: rng.normal(-2, 1, rows["places"].shape).astype(np.float32)  # noqa: E731
     values = lambda state, rows: (garbage(state, rows), np.zeros(len(rows["ends"]), np.float32))  # noqa: E731
-    made.signal.trainer = PolicyTrainer(lambda state: state, lambda weights: lm, garbage, garbage, values)
-    return made
+    batches.signal.trainer = PolicyTrainer(lambda state: state, lambda weights: lm, garbage, garbage, values)
+    return batches
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", default("grpo", "reinforce_pp", of=NAMES))
 def test_no_number_of_an_environment_becomes_part_of_an_update(name: str, lm: LM, tmp_path):
     """Of every policy: advantages and returns are finite where the policy spoke, 0 elsewhere; only log-probabilities may be NaN."""
-    how = OBJECTIVES[name]()
-    alone = how.advantages in ("batch", "greedy")
-    made = rollouts(lm, tmp_path, how, NoRewards(), prompts(lm, ["0:", "1:", "2:", "3:"]), n=1 if alone else 2)
+    policy = OBJECTIVES[name]()
+    alone = policy.advantages in ("batch", "greedy")
+    batches = rollouts(lm, tmp_path, policy, NoRewards(), prompts(lm, ["0:", "1:", "2:", "3:"]), n=1 if alone else 2)
     try:
-        made.advance(None)
-        (experience,) = made.queue
+        batches.advance(None)
+        (experience,) = batches.queue
     finally:
-        made.close()
+        batches.close()
     assert all(np.isfinite(value) for value in experience.numbers.values()), experience.numbers
     assert experience.numbers["turns"] == 3
     assert experience.numbers["answers/tokens"] == pytest.approx(6, abs=1)
     for part in experience.parts:
-        own = part["live"] > 0
-        assert own.any()
-        assert (part["advantages"][~own] == 0).all()
+        live = part["live"] > 0
+        assert live.any()
+        assert (part["advantages"][~live] == 0).all()
         assert np.isfinite(part["advantages"]).all()
-        assert np.isfinite(part["sampler"][own]).all()
-        assert np.isnan(part["sampler"][~own]).any(), "of the environment's tokens it is not known"
+        assert np.isfinite(part["sampler"][live]).all()
+        assert np.isnan(part["sampler"][~live]).any(), "of the environment's tokens it is not known"
         if "returns" in part:
             assert np.isfinite(part["returns"]).all()
-    again = made.signal.policy
-    loss, gradient = computed(again, experience.parts)
+    again = batches.signal.policy
+    loss, gradient = loss_and_gradient(again, experience.parts)
     clean = [{k: np.where(part["live"] > 0, a, 0).astype(np.float32) if k in ("sampler", "values", "returns") else a
               for k, a in part.items()} for part in experience.parts]  # fmt: skip
-    other, same = computed(again, clean)
+    other, same = loss_and_gradient(again, clean)
     assert np.isfinite(loss)
     assert loss == other
     for address in gradient:
@@ -110,7 +110,7 @@ def test_no_number_of_an_environment_becomes_part_of_an_update(name: str, lm: LM
         assert np.array_equal(gradient[address], same[address]), address
 
 
-def computed(how: Policy, parts: Any) -> tuple[float, dict[str, Any]]:
+def loss_and_gradient(policy: Policy, parts: Any) -> tuple[float, dict[str, Any]]:
     """The loss of the first part, and its gradient."""
     import jax.numpy as jnp
 
@@ -119,40 +119,40 @@ def computed(how: Policy, parts: Any) -> tuple[float, dict[str, Any]]:
     from argosy.train.state import split_trained
     from argosy.train.step import model_for
 
-    model = built(CASE, Unroll())
-    if how.critic is not None:
+    model = noisy_model(CASE, Unroll())
+    if policy.critic is not None:
         attach_critic(model, CASE, Unroll())
         rng = np.random.default_rng(9)
         put(model.critic, {a: jnp.asarray(rng.normal(0, 0.3, s.shape), jnp.float32) for a, s in split(model.critic)[1].items()})
     graph, params, rest = split_trained(model)
-    batch = {name: jnp.asarray(parts[0][name]) for name in how.reads()}
-    loss = lambda p: how({"model": model_for(graph, "float32", p, rest)}, batch, jax.random.key(0)).loss.total  # noqa: E731
-    value, found = jax.value_and_grad(loss)(params)
-    return float(value), {a: np.asarray(leaf) for a, leaf in found.items()}
+    batch = {name: jnp.asarray(parts[0][name]) for name in policy.reads()}
+    loss = lambda p: policy({"model": model_for(graph, "float32", p, rest)}, batch, jax.random.key(0)).loss.total  # noqa: E731
+    value, gradients = jax.value_and_grad(loss)(params)
+    return float(value), {a: np.asarray(leaf) for a, leaf in gradients.items()}
 
 
 @pytest.mark.slow
 def test_an_environments_reward_is_one_of_several_and_a_failed_answer_has_none(lm: LM, tmp_path):
-    judge, kept = Judge(), []
-    made = rollouts(lm, tmp_path, OBJECTIVES["grpo"](), judge, prompts(lm, ["1:", "2:", "3:", "4:"]))
-    made.signal.keep = kept.extend
+    judge, records = Judge(), []
+    batches = rollouts(lm, tmp_path, OBJECTIVES["grpo"](), judge, prompts(lm, ["1:", "2:", "3:", "4:"]))
+    batches.signal.keep = records.extend
     try:
-        made.advance(None)
-        evaluated = made.evaluated(None, 2)
+        batches.advance(None)
+        evaluated = batches.evaluated(None, 2)
     finally:
-        made.close()
-    numbers = made.queue[0].numbers
-    assert made.signal.sampler.names == ["environment", "own"]
-    rewards = [one.rewards for one in kept]
-    assert [one["own"] for one in rewards] == [10] * 6 + [None] * 2
-    assert [one["environment"] for one in rewards[6:]] == [None, None]
-    assert all(one["environment"] >= 3 for one in rewards[:6])
-    assert numbers["reward"] == pytest.approx(np.mean([10 + one["environment"] for one in rewards[:6]]))
+        batches.close()
+    numbers = batches.queue[0].numbers
+    assert batches.signal.sampler.names == ["environment", "own"]
+    rewards = [record.rewards for record in records]
+    assert [record["own"] for record in rewards] == [10] * 6 + [None] * 2
+    assert [record["environment"] for record in rewards[6:]] == [None, None]
+    assert all(record["environment"] >= 3 for record in rewards[:6])
+    assert numbers["reward"] == pytest.approx(np.mean([10 + record["environment"] for record in rewards[:6]]))
     assert (numbers["environment/raised"], numbers["own/steps"]) == (2, 18)
     assert numbers["rewards/missing"] == 0.25
-    said = judge.asked[0][0]
-    assert said == kept[0].completion == "".join(one["content"] for one in kept[0].turns)
-    assert said.startswith("<")
+    completion = judge.asked[0][0]
+    assert completion == records[0].completion == "".join(turn["content"] for turn in records[0].turns)
+    assert completion.startswith("<")
     assert evaluated["eval_turns"] == 3
     assert evaluated["eval_rewards/own"] == 10
 
@@ -160,103 +160,106 @@ def test_an_environments_reward_is_one_of_several_and_a_failed_answer_has_none(l
 @pytest.mark.parametrize("by", ["to_go", "mixed"])
 def test_tokens_of_an_update_have_the_advantage_of_their_turn(by: str, lm: LM, tmp_path):
     """Through packing, against what is kept of the answers. Each turn has two tokens, and the environment speaks between them."""
-    kept, code = list[TrajectoryRecord](), CODE.replace('float(len(said.encode()) + said.count("a"))', "float(sum(said.encode()) % 7)")
-    asked = prompts(lm, [f"{i}:" for i in range(5, 9)])
-    made = rollouts(lm, tmp_path, GRPO(credit={"by": by}, scale="none"), NoRewards(), asked, minibatches=2, code=code)
-    made.signal.keep = kept.extend
+    records, code = (
+        list[TrajectoryRecord](),
+        CODE.replace('float(len(said.encode()) + said.count("a"))', "float(sum(said.encode()) % 7)"),
+    )
+    data = prompts(lm, [f"{i}:" for i in range(5, 9)])
+    batches = rollouts(lm, tmp_path, GRPO(credit={"by": by}, scale="none"), NoRewards(), data, minibatches=2, code=code)
+    batches.signal.keep = records.extend
     try:
-        made.advance(None)
+        batches.advance(None)
     finally:
-        made.close()
-    found = []
-    parts = [part for one in made.queue for part in one.parts]
+        batches.close()
+    token_advantages = []
+    parts = [part for update in batches.queue for part in update.parts]
     for live, advantages in (both for part in parts for both in zip(part["live"], part["advantages"])):
         if live.any():
             pairs = advantages[live > 0].reshape(3, 2)
             assert (pairs[:, 0] == pairs[:, 1]).all()
             assert (advantages[live == 0] == 0).all()
-            found.append(pairs[:, 0].tolist())
-    told = [[turn["advantage"] for turn in one.turns if "advantage" in turn] for one in kept]
-    np.testing.assert_allclose(sorted(found), sorted(told), rtol=1e-6)
-    assert sum(len(set(one)) > 1 for one in told) >= 4, "turns of one answer have advantages of their own"
-    assert [one.advantage for one in kept] == pytest.approx([np.mean(one) for one in told])
-    rewards = np.array([[turn["reward"] for turn in one.turns if "reward" in turn] for one in kept]).reshape(4, 2, 3)
-    numbers = made.queue[0].numbers
+            token_advantages.append(pairs[:, 0].tolist())
+    turn_advantages = [[turn["advantage"] for turn in record.turns if "advantage" in turn] for record in records]
+    np.testing.assert_allclose(sorted(token_advantages), sorted(turn_advantages), rtol=1e-6)
+    assert sum(len(set(advantages)) > 1 for advantages in turn_advantages) >= 4, "turns of one answer have advantages of their own"
+    assert [advantages.advantage for advantages in records] == pytest.approx([np.mean(advantages) for advantages in turn_advantages])
+    rewards = np.array([[turn["reward"] for turn in record.turns if "reward" in turn] for record in records]).reshape(4, 2, 3)
+    numbers = batches.queue[0].numbers
     assert numbers["turns/reward_first"] == pytest.approx(rewards[..., 0].mean())
     assert numbers["turns/reward_last"] == pytest.approx(rewards[..., 2].mean())
     returns = rewards[..., ::-1].cumsum(-1)[..., ::-1]
     if by == "to_go":
         better = np.sign(returns[:, 0] - returns[:, 1])
-        assert np.sign(np.array(told).reshape(4, 2, 3)[:, 0]).tolist() == better.tolist()
+        assert np.sign(np.array(turn_advantages).reshape(4, 2, 3)[:, 0]).tolist() == better.tolist()
 
 
 def test_turns_cannot_be_credited_where_nothing_rewards_them(lm: LM, tmp_path):
-    asked = prompts(lm, ["1:", "2:"])
+    data = prompts(lm, ["1:", "2:"])
     rest = Rollout(completions=2, tokens=LONGEST), 4, PartShape(4, 40, LONGEST), Judge(), 7
     with pytest.raises(BadInput, match=r"credit.by=to_go credits turns, and an answer has one"):
-        reward_batches(asked, None, GRPO(credit={"by": "to_go"}), *rest)
-    own = table(tmp_path, CODE, asked)
+        reward_batches(data, None, GRPO(credit={"by": "to_go"}), *rest)
+    setup = table(tmp_path, CODE, data)
     try:
         with pytest.raises(BadInput, match=r"credit.by=mixed needs rewards of turns, and the environment `.*:Own` gives none"):
-            reward_batches(asked, None, GRPO(credit={"by": "mixed"}), *rest, table=dataclasses.replace(own, gives=False))
+            reward_batches(data, None, GRPO(credit={"by": "mixed"}), *rest, table=dataclasses.replace(setup, gives=False))
     finally:
-        own.close()
+        setup.close()
 
 
 def test_an_environment_that_never_rewards_a_turn_is_said(lm: LM, tmp_path):
     """Where functions reward the answer."""
     silent = CODE.replace('float(len(said.encode()) + said.count("a"))', "None")
-    asked, said = prompts(lm, ["1:", "2:", "3:", "5:"]), list[str]()
-    made = rollouts(lm, tmp_path, GRPO(credit={"by": "to_go"}), Judge(), asked, code=silent)
-    made.signal.say = said.append
+    data, messages = prompts(lm, ["1:", "2:", "3:", "5:"]), list[str]()
+    batches = rollouts(lm, tmp_path, GRPO(credit={"by": "to_go"}), Judge(), data, code=silent)
+    batches.signal.say = messages.append
     try:
-        made.signal.sampler(lm, 0)
-        made.signal.sampler(lm, 0)
+        batches.signal.sampler(lm, 0)
+        batches.signal.sampler(lm, 0)
     finally:
-        made.close()
-    assert sum("gave no turn of a rollout a reward" in one for one in said) == 1
+        batches.close()
+    assert sum("gave no turn of a rollout a reward" in message for message in messages) == 1
 
 
 def test_rollouts_that_were_sampled_ahead_come_back_with_their_turns(lm: LM, tmp_path):
     """Through JSON and arrays, as in a checkpoint; the prompt ends with what the environment said first."""
-    made = rollouts(lm, tmp_path, OBJECTIVES["grpo"](), NoRewards(), asked := prompts(lm, ["1:", "2:", "3:", "4:"]))
+    batches = rollouts(lm, tmp_path, OBJECTIVES["grpo"](), NoRewards(), data := prompts(lm, ["1:", "2:", "3:", "4:"]))
     try:
-        one = made.signal.sampler(lm, 0)
+        sampled = batches.signal.sampler(lm, 0)
     finally:
-        made.close()
-    arrays, told = stored_rollouts([one])
-    (again,) = restored_rollouts(arrays, json.loads(json.dumps(told)), asked)
-    for mine, theirs in zip(one.trajectories.answers, again.trajectories.answers, strict=True):
+        batches.close()
+    arrays, metadata = stored_rollouts([sampled])
+    (again,) = restored_rollouts(arrays, json.loads(json.dumps(metadata)), data)
+    for mine, theirs in zip(sampled.trajectories.answers, again.trajectories.answers, strict=True):
         assert (mine.prompt, mine.tokens, mine.live, mine.said) == (theirs.prompt, theirs.tokens, theirs.live, theirs.said)
         for name in ("turns", "reward", "rewards", "starts", "said", "counts", "turn_count", "why", "failure"):
             assert getattr(mine.played, name) == getattr(theirs.played, name), name
-    assert one.trajectories.answers[0].prompt.tokens != asked(0, 1)[0].tokens
+    assert sampled.trajectories.answers[0].prompt.tokens != data(0, 1)[0].tokens
 
 
 def test_the_greedy_answer_of_remax_is_played_too(lm: LM, tmp_path):
-    judge, kept = Judge(), list[TrajectoryRecord]()
-    made = rollouts(lm, tmp_path, OBJECTIVES["remax"](), judge, prompts(lm, [f"{i}:" for i in range(5, 13)]), n=1)
-    made.signal.keep = kept.extend
+    judge, records = Judge(), list[TrajectoryRecord]()
+    batches = rollouts(lm, tmp_path, OBJECTIVES["remax"](), judge, prompts(lm, [f"{i}:" for i in range(5, 13)]), n=1)
+    batches.signal.keep = records.extend
     try:
-        made.advance(None)
+        batches.advance(None)
     finally:
-        made.close()
+        batches.close()
     sampled, greedy = judge.asked
-    assert [one[:3] for one in sampled] == [one[:3] for one in greedy], "in environments of the same seed"
+    assert [trajectory[:3] for trajectory in sampled] == [trajectory[:3] for trajectory in greedy], "in environments of the same seed"
     assert sampled != greedy
 
 
 def test_numbers_of_answers():
-    def one(tokens: int, **how: Any) -> Trajectory:
-        return Trajectory(Prompt("a", [1], {}, ""), [1] * tokens, [True] * tokens, [0.0] * tokens, True, "", Episode(**how))
+    def trajectory_of(tokens: int, **kwargs: Any) -> Trajectory:
+        return Trajectory(Prompt("a", [1], {}, ""), [1] * tokens, [True] * tokens, [0.0] * tokens, True, "", Episode(**kwargs))
 
-    some = [one(3, reward=1.5, rewards=[0.5, 1.0], turn_count=2, why="done", counts={"tools/calls": 2.0}),
-            one(0, failure=("timed out", "late"), why="failed"),
-            one(2, turn_count=1, why="room", observed=4, cut=1, counts={"tools/calls": 1.0})]  # fmt: skip
-    found = episode_numbers(some)
+    some = [trajectory_of(3, reward=1.5, rewards=[0.5, 1.0], turn_count=2, why="done", counts={"tools/calls": 2.0}),
+            trajectory_of(0, failure=("timed out", "late"), why="failed"),
+            trajectory_of(2, turn_count=1, why="room", observed=4, cut=1, counts={"tools/calls": 1.0})]  # fmt: skip
+    numbers = episode_numbers(some)
     assert np.array_equal(environment_rewards(some), np.array([[1.5], [np.nan], [np.nan]], np.float32), equal_nan=True)
     assert failed_episodes(some).tolist() == [False, True, False]
-    assert found == pytest.approx({
+    assert numbers == pytest.approx({
         "turns": 1, "turns/max": 2, "observations/tokens": 4 / 3, "observations/cut": 1, "environment/room": 1 / 3,
         "environment/turns": 0, "environment/timed_out": 1, "tools/calls": 3, "turns/reward_first": 0.5, "turns/reward_last": 1,
     })  # fmt: skip

@@ -27,26 +27,26 @@ def lm() -> LM:
 
 
 def test_no_process_outlives_its_table(lm: LM, tmp_path):
-    made = table(tmp_path, ECHO, prompts(lm, ["a"]))
-    session = made.environments._process.pid
-    played = [made.environments.open() for _ in range(3)]
-    for one in played:
-        one.ask({"seed": 1, "reset": {}})
-    while any(one.reply is None for one in played):
-        made.environments.look(played, 1.0)
+    setup = table(tmp_path, ECHO, prompts(lm, ["a"]))
+    session = setup.environments._process.pid
+    played = [setup.environments.open() for _ in range(3)]
+    for environment in played:
+        environment.ask({"seed": 1, "reset": {}})
+    while any(environment.reply is None for environment in played):
+        setup.environments.look(played, 1.0)
     assert len(alive(session)) >= 5
-    made.close()
+    setup.close()
     assert eventually(lambda: not alive(session))
 
 
 def alive(session: int) -> list[int]:
     """The processes of a session, without those that have ended and that nobody has asked for."""
-    found = []
+    pids = []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             state, _, _, its = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
-            found += [int(folder.name)] if int(its) == session and state not in "ZX" else []
-    return found
+            pids += [int(folder.name)] if int(its) == session and state not in "ZX" else []
+    return pids
 
 
 def eventually(true: Callable[[], bool]) -> bool:
@@ -64,16 +64,16 @@ def test_what_an_environment_started_ends_with_it(lm: LM, tmp_path):
             self.other = subprocess.Popen(["sh", "-c", "sleep 97; true"])
         def step(self, said): pass
     """
-    made = table(tmp_path, code, prompts(lm, ["a"]))
-    session = made.environments._process.pid
+    setup = table(tmp_path, code, prompts(lm, ["a"]))
+    session = setup.environments._process.pid
     assert eventually(lambda: len(alive(session)) == 2)
-    one = made.environments.open()
-    one.ask({"seed": 1, "reset": {}})
-    what = "besides guard and server: the environment, the process around it, the shell, and what that runs"
-    assert eventually(lambda: len(alive(session)) == 6), what
-    made.environments.end(one)
+    environment = setup.environments.open()
+    environment.ask({"seed": 1, "reset": {}})
+    layout = "besides guard and server: the environment, the process around it, the shell, and what that runs"
+    assert eventually(lambda: len(alive(session)) == 6), layout
+    setup.environments.end(environment)
     assert eventually(lambda: len(alive(session)) == 2)
-    made.close()
+    setup.close()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="what a process leaves behind is found on Linux alone")
@@ -89,28 +89,28 @@ def test_what_an_environment_that_crashes_started_ends_before_the_run_does(lm: L
         def step(self, said):
             {end}
     """
-    made = table(tmp_path, code, prompts(lm, ["a"]))
-    session = made.environments._process.pid
-    one, other = made.environments.open(), made.environments.open()
-    for each in (one, other):
+    setup = table(tmp_path, code, prompts(lm, ["a"]))
+    session = setup.environments._process.pid
+    environment, other = setup.environments.open(), setup.environments.open()
+    for each in (environment, other):
         each.ask({"seed": 1, "reset": {"prompt": "a"}})
-    while one.reply is None or other.reply is None:
-        made.environments.look([one, other], 1.0)
-    gone, kept = int(one.reply["observation"]), int(other.reply["observation"])
+    while environment.reply is None or other.reply is None:
+        setup.environments.look([environment, other], 1.0)
+    crashed, other_pid = int(environment.reply["observation"]), int(other.reply["observation"])
     # The child that leaves the group may be about to.
     assert eventually(lambda: len(alive(session)) == 2 + 2 * 4)
-    one.ask({"step": "x"})
-    while one.reply is None:
-        made.environments.look([one], 1.0)
-    assert one.reply.keys() & {"died", "raised"}
-    if "raised" in one.reply:
-        made.environments.end(one)
+    environment.ask({"step": "x"})
+    while environment.reply is None:
+        setup.environments.look([environment], 1.0)
+    assert environment.reply.keys() & {"died", "raised"}
+    if "raised" in environment.reply:
+        setup.environments.end(environment)
     assert eventually(lambda: len(alive(session)) == 2 + 4)
-    assert eventually(lambda: not is_alive(gone))
-    assert is_alive(kept)
-    made.environments.end(other)
-    assert eventually(lambda: not is_alive(kept))
-    made.close()
+    assert eventually(lambda: not is_alive(crashed))
+    assert is_alive(other_pid)
+    setup.environments.end(other)
+    assert eventually(lambda: not is_alive(other_pid))
+    setup.close()
 
 
 LEAVES = """
@@ -132,7 +132,7 @@ PREPARES = LEAVES + """
 ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="what has left the group is found on Linux alone")
 
 
-def left(folder: Path) -> list[int]:
+def escaped_pids(folder: Path) -> list[int]:
     """The processes that have left their group."""
     return [int(path.name[4:]) for path in folder.glob("pid-*")]
 
@@ -140,20 +140,20 @@ def left(folder: Path) -> list[int]:
 @ON_LINUX
 @pytest.mark.parametrize("code", [LEAVES, PREPARES])
 def test_closing_ends_what_has_left_the_group_of_an_answer_that_goes_on(lm: LM, tmp_path, code: str):
-    made = table(tmp_path, code, prompts(lm, ["a"]), args={"folder": str(tmp_path)})
-    one = made.environments.open()
-    one.ask({"seed": 1, "reset": {}})
-    while one.reply is None:
-        made.environments.look([one], 1.0)
+    setup = table(tmp_path, code, prompts(lm, ["a"]), args={"folder": str(tmp_path)})
+    environment = setup.environments.open()
+    environment.ask({"seed": 1, "reset": {}})
+    while environment.reply is None:
+        setup.environments.look([environment], 1.0)
     # It is in a call that never gives the interpreter back.
-    one.ask({"step": "x"})
-    pids = left(tmp_path)
+    environment.ask({"step": "x"})
+    pids = escaped_pids(tmp_path)
     assert len(pids) == (1 if code is LEAVES else 2)
     assert all(map(is_alive, pids))
-    began = time.monotonic()
-    made.close()
+    start = time.monotonic()
+    setup.close()
     assert not any(map(is_alive, pids)), "closing waits for them"
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - start < 5
 
 
 TRAINER = """
@@ -173,38 +173,38 @@ sys.stdin.read()
 
 
 @ON_LINUX
-@pytest.mark.parametrize("how", ["answer", "loading"])
-def test_sigkill_of_the_trainer_ends_what_has_left_the_group(tmp_path, how: str):
+@pytest.mark.parametrize("situation", ["answer", "loading"])
+def test_sigkill_of_the_trainer_ends_what_has_left_the_group(tmp_path, situation: str):
     """With an environment, or the server while it loads, in a call that never gives the interpreter back."""
     path = tmp_path / "own.py"
     path.write_text("import os, time\nfrom argosy.rl.environment import Turn\n" + textwrap.dedent(PREPARES))
-    if how == "loading":
+    if situation == "loading":
         (tmp_path / "stuck").touch()
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", TRAINER, str(tmp_path)], stdin=pipe, stdout=pipe, text=True) as trainer:
         assert trainer.stdout is not None
-        if how == "answer":
+        if situation == "answer":
             assert trainer.stdout.readline() == "ready\n"
-        assert eventually(lambda: len(left(tmp_path)) == (2 if how == "answer" else 1))
-        assert all(map(is_alive, left(tmp_path)))
+        assert eventually(lambda: len(escaped_pids(tmp_path)) == (2 if situation == "answer" else 1))
+        assert all(map(is_alive, escaped_pids(tmp_path)))
         trainer.kill()
-    assert eventually(lambda: not any(map(is_alive, left(tmp_path))))
+    assert eventually(lambda: not any(map(is_alive, escaped_pids(tmp_path))))
 
 
 @ON_LINUX
 def test_an_environment_that_kills_its_group_leaves_nothing(lm: LM, tmp_path):
     code = LEAVES.replace('re.match(r"(a+)+$", "a" * 64 + "b")', "os.killpg(0, 9)")
-    made = table(tmp_path, code, prompts(lm, ["a"]), args={"folder": str(tmp_path)})
-    one = made.environments.open()
-    one.ask({"seed": 1, "reset": {}})
-    while one.reply is None:
-        made.environments.look([one], 1.0)
-    (pid,) = left(tmp_path)
-    one.ask({"step": "x"})
+    setup = table(tmp_path, code, prompts(lm, ["a"]), args={"folder": str(tmp_path)})
+    environment = setup.environments.open()
+    environment.ask({"seed": 1, "reset": {}})
+    while environment.reply is None:
+        setup.environments.look([environment], 1.0)
+    (pid,) = escaped_pids(tmp_path)
+    environment.ask({"step": "x"})
     assert eventually(lambda: not is_alive(pid))
     with pytest.raises(ArgosyError, match="ended"):
-        eventually(lambda: made.environments.open() is None)
-    made.close()
+        eventually(lambda: setup.environments.open() is None)
+    setup.close()
 
 
 @ON_LINUX
@@ -218,15 +218,15 @@ def test_processes_that_lost_their_parent_are_collected_while_an_answer_goes_on(
             time.sleep(0.5)
             return Turn(str(os.getppid()))
     """
-    made = table(tmp_path, code, prompts(lm, ["a"]))
-    one = made.environments.open()
-    for asked in ({"seed": 1, "reset": {}}, {"step": "x"}):
-        one.ask(asked)
-        while one.reply is None:
-            made.environments.look([one], 1.0)
-    around = int(one.reply["observation"])
-    children = Path(f"/proc/{around}/task/{around}/children").read_text().split()
-    made.close()
+    setup = table(tmp_path, code, prompts(lm, ["a"]))
+    environment = setup.environments.open()
+    for command in ({"seed": 1, "reset": {}}, {"step": "x"}):
+        environment.ask(command)
+        while environment.reply is None:
+            setup.environments.look([environment], 1.0)
+    guard = int(environment.reply["observation"])
+    children = Path(f"/proc/{guard}/task/{guard}/children").read_text().split()
+    setup.close()
     assert len(children) == 1, "the environment, and no process that has ended"
 
 

@@ -25,20 +25,20 @@ def write(tmp_path, monkeypatch):
     """Writes a module into the working directory, and names it."""
     monkeypatch.chdir(tmp_path)
 
-    def written(code: str, name: str = "mine.py") -> str:
+    def write_file(code: str, name: str = "mine.py") -> str:
         (tmp_path / name).write_text(textwrap.dedent(code))
         return name
 
-    return written
+    return write_file
 
 
-def score(*ofs: str, workers=1, columns=None, completions=COMPLETIONS, said=None, **settings):
-    said = [] if said is None else said
-    with open_rewards([RewardSettings(of=of, **settings) for of in ofs], workers, say=said.append) as rewards:
+def score(*ofs: str, workers=1, columns=None, completions=COMPLETIONS, messages=None, **settings):
+    messages = [] if messages is None else messages
+    with open_rewards([RewardSettings(of=of, **settings) for of in ofs], workers, say=messages.append) as rewards:
         return rewards([PROMPTS[i % 3] for i in range(len(completions))], completions, columns or {})
 
 
-def refused(*ofs: str, columns=(), **settings) -> str:
+def refusal_of(*ofs: str, columns=(), **settings) -> str:
     with pytest.raises((BadInput, SettingsError)) as caught:
         open_rewards([RewardSettings(of=of, **settings) for of in ofs], 1, columns=columns)
     return str(caught.value)
@@ -69,14 +69,14 @@ def test_what_a_run_knows_of_completions_goes_to_parameters_of_that_name_alone(w
         def rest(completions, **others): return [len(others)] * len(completions)
     """)
     ofs = [f"mine.py:{name}" for name in ("cut", "opened", "rest")]
-    given = {"answer": ["4"] * 3, "finish_reasons": ["stop", "length", "stop"], "thinking_prompts": [True, False, False]}
-    assert score(*ofs, columns=given).values.tolist() == [[0, 1, 2], [1, 0, 2], [0, 0, 2]]
+    columns = {"answer": ["4"] * 3, "finish_reasons": ["stop", "length", "stop"], "thinking_prompts": [True, False, False]}
+    assert score(*ofs, columns=columns).values.tolist() == [[0, 1, 2], [1, 0, 2], [0, 0, 2]]
     # The parameter `prompts` is among the others.
     with open_rewards([RewardSettings(of=of) for of in ofs], 1, columns=["answer"]) as rewards:
         assert rewards.names == ("cut", "opened", "rest")
         with pytest.raises(BadInput, match="needs `finish_reasons`"):
             rewards(PROMPTS, COMPLETIONS, {"answer": ["4"] * 3})
-    assert "a column `finish_reasons` would hide" in refused("mine.py:rest", columns=["finish_reasons"])
+    assert "a column `finish_reasons` would hide" in refusal_of("mine.py:rest", columns=["finish_reasons"])
 
 
 def test_a_failure_drops_the_completion_and_none_does_not(write):
@@ -208,10 +208,10 @@ def test_what_cannot_be_used_is_refused_before_work_starts(write, tmp_path, code
 
 def test_all_mistakes_at_once(write):
     write("def f(completions, answer): pass\ndef g(prompts): pass")
-    found = refused("mine.py:f", "mine.py:g", columns=[])
-    assert "needs `answer`" in found
-    assert "no other columns than the prompt" in found
-    assert "`mine.py:g` has no parameter `completions`" in found
+    problems = refusal_of("mine.py:f", "mine.py:g", columns=[])
+    assert "needs `answer`" in problems
+    assert "no other columns than the prompt" in problems
+    assert "`mine.py:g` has no parameter `completions`" in problems
 
 
 def test_lists_that_do_not_fit_are_refused(write):
@@ -233,7 +233,7 @@ def test_lists_that_do_not_fit_are_refused(write):
 
 def test_the_same_twice_no_reward_and_no_process(write):
     write("def f(completions): pass")
-    assert "given twice" in refused("mine.py:f", "mine.py:f")
+    assert "given twice" in refusal_of("mine.py:f", "mine.py:f")
     with pytest.raises(BadInput, match="no reward"):
         open_rewards([], 1)
     with pytest.raises(BadInput, match="0 processes"):
@@ -263,8 +263,8 @@ def test_a_result_of_the_wrong_kind_is_an_error_that_names_the_function(write, r
 
 def test_an_exception_costs_one_function_its_rewards_and_is_said_once(write):
     write("def f(completions): return 1 / 0\ndef g(completions): return [1, 2, 3]")
-    said = []
-    with open_rewards([RewardSettings(of="mine.py:f"), RewardSettings(of="mine.py:g")], 1, say=said.append) as rewards:
+    messages = []
+    with open_rewards([RewardSettings(of="mine.py:f"), RewardSettings(of="mine.py:g")], 1, say=messages.append) as rewards:
         for _ in range(2):
             scored = rewards(PROMPTS, COMPLETIONS, {})
             assert np.isnan(scored.values[:, 0]).all()
@@ -272,22 +272,22 @@ def test_an_exception_costs_one_function_its_rewards_and_is_said_once(write):
             assert scored.counts == {"f": {"raised": 3}}
             assert not scored.none_at_all
         scored.check()
-    assert len(said) == 1
+    assert len(messages) == 1
     message = scored.messages["f"]["raised"]
-    assert message in said[0] + "\n"
+    assert message in messages[0] + "\n"
     assert "mine.py\", line 1, in f" in message
     assert message.endswith("ZeroDivisionError: division by zero\n")
     assert "rewards/child.py" not in message
     assert message.startswith("ZeroDivisionError: division by zero, in ")
     assert "mine.py:1: def f(completions): return 1 / 0\n" in message
-    assert said[0].endswith("hint: a function returns None for a completion that it has no reward for")
+    assert messages[0].endswith("hint: a function returns None for a completion that it has no reward for")
 
 
 def test_numpy_is_seeded_where_a_function_imports_it(write):
     write("def f(completions):\n    import numpy\n    return numpy.random.rand(len(completions)).tolist()")
-    one, again = score("mine.py:f").values, score("mine.py:f").values
-    assert np.isfinite(one).all()
-    assert np.array_equal(one, again), "in another process"
+    first, again = score("mine.py:f").values, score("mine.py:f").values
+    assert np.isfinite(first).all()
+    assert np.array_equal(first, again), "in another process"
 
 
 def test_an_exception_in_a_library_is_blamed_on_the_line_that_called_it(write):
@@ -343,15 +343,15 @@ FAILING = """
 )
 def test_a_failure_costs_its_call_and_no_other(write, bad, kind, message):
     write(FAILING)
-    said = []
+    messages = []
     both = [RewardSettings(of=f"mine.py:{name}", timeout=0.3) for name in ("f", "each")]
-    with open_rewards(both, 1, say=said.append) as rewards:
+    with open_rewards(both, 1, say=messages.append) as rewards:
         scored = rewards(PROMPTS, ["ok", bad, "fine"], {})
         np.testing.assert_array_equal(scored.values[:, 1], [2, math.nan, 4])
         assert np.isnan(scored.values[:, 0]).all()
         assert scored.counts == {"f": {kind: 3}, "each": {kind: 1}}
         assert message in scored.messages["each"][kind]
-        assert len(said) == 2
+        assert len(messages) == 2
         # The process that took its place works.
         assert rewards(PROMPTS, ["ok", "good", "fine"], {}).values.tolist() == [[2, 2], [4, 4], [4, 4]]
 
@@ -376,7 +376,7 @@ def test_the_time_limit_ends_what_the_function_started_too(write, tmp_path):
             time.sleep(60)
     """)
     assert score("mine.py:f", timeout=1.0).counts == {"f": {"timed out": 3}}
-    assert gone(int((tmp_path / "child").read_text()))
+    assert has_ended(int((tmp_path / "child").read_text()))
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="what has left the group is found on Linux alone")
@@ -391,7 +391,7 @@ def test_what_a_function_started_in_a_session_of_its_own_ends_with_its_process(w
     """)
     with open_rewards([RewardSettings(of="mine.py:f", timeout=1.0)], 1, say=lambda _: None) as rewards:
         assert rewards(PROMPTS, COMPLETIONS, {}).counts == {"f": {kind: 3}}
-        assert gone(int((tmp_path / "child").read_text()), 1.0), "while the run goes on"
+        assert has_ended(int((tmp_path / "child").read_text()), 1.0), "while the run goes on"
 
 
 # ---- many processes
@@ -407,10 +407,10 @@ def test_the_result_depends_neither_on_the_process_nor_on_their_number(write):
         def whole(completions): return [random.random() for c in completions]
     """)
     completions = [f"{i}" * (i % 5 + 1) for i in range(40)]
-    found = [score("mine.py:f", "mine.py:whole", completions=completions, workers=workers).values for workers in (1, 3, 3)]
-    np.testing.assert_array_equal(found[0], found[1])
-    np.testing.assert_array_equal(found[1], found[2])
-    assert len(np.unique(found[0])) == 80
+    scores = [score("mine.py:f", "mine.py:whole", completions=completions, workers=workers).values for workers in (1, 3, 3)]
+    np.testing.assert_array_equal(scores[0], scores[1])
+    np.testing.assert_array_equal(scores[1], scores[2])
+    assert len(np.unique(scores[0])) == 80
 
 
 def test_completions_are_shared_among_processes_only_where_a_function_allows_it(write):
@@ -431,7 +431,7 @@ def test_completions_are_shared_among_processes_only_where_a_function_allows_it(
 # ---- nothing outlives the run
 
 
-def gone(pid: int, within: float = 5.0) -> bool:
+def has_ended(pid: int, within: float = 5.0) -> bool:
     """Whether a process ends in time. One that is dead and not yet waited for has ended."""
     until = time.monotonic() + within
     while time.monotonic() < until:
@@ -457,15 +457,15 @@ sys.stdin.read()
 """
 
 
-def parent(how: str) -> tuple[subprocess.Popen, list[int]]:
-    process = subprocess.Popen([sys.executable, "-c", PARENT, how], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+def parent(mode: str) -> tuple[subprocess.Popen, list[int]]:
+    process = subprocess.Popen([sys.executable, "-c", PARENT, mode], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     return process, [int(word) for word in process.stdout.readline().split()[1:]]
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("how", ["idle", "busy"])
-def test_processes_end_with_their_parent(write, how, number):
+@pytest.mark.parametrize("mode", ["idle", "busy"])
+def test_processes_end_with_their_parent(write, mode, number):
     """Also inside a call that holds the interpreter's lock, with a child of its own in another session."""
     write("""
         import os, re, subprocess, sys
@@ -476,27 +476,27 @@ def test_processes_end_with_their_parent(write, how, number):
             re.match(r"(a+)+$", "a" * 64 + "b")
         f.per_completion = True
     """)
-    process, pids = parent(how)
+    process, pids = parent(mode)
     assert len(pids) == 2
-    if how == "busy":
+    if mode == "busy":
         until = time.monotonic() + 20
-        while len(found := list(Path.cwd().glob("pids-*"))) < 2 and time.monotonic() < until:
+        while len(files := list(Path.cwd().glob("pids-*"))) < 2 and time.monotonic() < until:
             time.sleep(0.02)
-        pids += [int(path.read_text()) for path in found]
+        pids += [int(path.read_text()) for path in files]
         assert len(pids) == 4
-    assert not any(gone(pid, 0.1) for pid in pids)
+    assert not any(has_ended(pid, 0.1) for pid in pids)
     process.send_signal(number)
     process.wait(20)
     process.stdin.close()
     process.stdout.close()
-    assert all(gone(pid) for pid in pids)
+    assert all(has_ended(pid) for pid in pids)
 
 
 def test_closing_ends_the_processes(write):
     write("import os\ndef f(completions): return [os.getpid()] * len(completions)")
     with open_rewards([RewardSettings(of="mine.py:f")], 1) as rewards:
         pid = int(rewards(PROMPTS, COMPLETIONS, {}).values[0, 0])
-    assert gone(pid)
+    assert has_ended(pid)
 
 
 def test_neither_a_process_nor_opening_imports_jax(write):

@@ -48,14 +48,14 @@ def test_scores_of_prompts_with_completions_beside_a_function(tmp_path, monkeypa
 
 
 def test_a_conversation_too_long_is_missing_and_said(tmp_path):
-    said = []
+    messages = []
     folder = folder_of(tmp_path, 1)
-    with open_rewards([RewardSettings(of=str(folder))], 0, say=said.append) as rewards:
+    with open_rewards([RewardSettings(of=str(folder))], 0, say=messages.append) as rewards:
         scored = rewards(["Once"] * 3, [" upon", " upon a time" * 400, ""], {})
     assert np.isfinite(scored.values[:, 0]).tolist() == [True, False, True]
     assert scored.counts == {"scores-1": {"raised": 1}}
     assert "more than the model's context" in scored.messages["scores-1"]["raised"]
-    assert len(said) == 1
+    assert len(messages) == 1
 
 
 @pytest.mark.parametrize(("scores", "expected"), [(0, "has no head of scores"), (3, "gives 3 scores, not one")])

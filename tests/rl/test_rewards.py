@@ -16,8 +16,8 @@ def test_a_missing_reward_is_left_out_and_a_completion_without_any_stays_missing
     rewards = jnp.asarray([[[1, 2], [NAN, 2]], [[1, math.inf], [NAN, NAN]]])
     np.testing.assert_allclose(total(rewards, [1.0, 0.5]), [[2, 1], [1, NAN]])
     metrics = reward_metrics(rewards, ["right", "short"])
-    found = {name: float(metric.value()) for name, metric in metrics.items()}
-    assert found == {"rewards/right": 1.0, "rewards/right/missing": 0.5, "rewards/short": 2.0, "rewards/short/missing": 0.5}
+    values = {name: float(metric.value()) for name, metric in metrics.items()}
+    assert values == {"rewards/right": 1.0, "rewards/right/missing": 0.5, "rewards/short": 2.0, "rewards/short/missing": 0.5}
 
 
 def test_as_many_weights_as_rewards():

@@ -19,8 +19,8 @@ GUIDE = (Path(__file__).parents[2] / "docs" / "guides" / "rewards.md").read_text
 def block(beginning: str) -> str:
     """The indented block that begins like this, blank lines included."""
     blocks = re.split(r"\n(?=\S)", GUIDE)
-    found = next(part for part in blocks if re.search(rf"^    {re.escape(beginning)}", part, re.MULTILINE))
-    lines = [line[4:] for line in found.splitlines()[1:]]
+    example = next(part for part in blocks if re.search(rf"^    {re.escape(beginning)}", part, re.MULTILINE))
+    lines = [line[4:] for line in example.splitlines()[1:]]
     return "\n".join(lines).strip() + "\n"
 
 

@@ -46,10 +46,10 @@ def test_it_is_available():
 
 @linux
 def test_a_program_reads_and_writes():
-    ran = run("n = int(input())\nprint(n + 1)\nimport sys\nprint('to stderr', file=sys.stderr)", stdin="41\n")
-    assert (ran.stdout, ran.stderr, ran.exit_code) == ("42\n", "to stderr\n", 0)
-    assert (ran.timed_out, ran.killed_by, ran.capped) == (False, None, False)
-    assert 0 < ran.seconds < 60
+    completed = run("n = int(input())\nprint(n + 1)\nimport sys\nprint('to stderr', file=sys.stderr)", stdin="41\n")
+    assert (completed.stdout, completed.stderr, completed.exit_code) == ("42\n", "to stderr\n", 0)
+    assert (completed.timed_out, completed.killed_by, completed.capped) == (False, None, False)
+    assert 0 < completed.seconds < 60
 
 
 @linux
@@ -65,18 +65,18 @@ def test_a_program_reads_and_writes():
     ],
 )
 def test_a_program_ends_as_it_would_alone(code, exit_code, last):
-    ran = run(code)
-    assert ran.exit_code == exit_code
-    assert ran.stderr.strip().endswith(last)
-    assert "sandbox" not in ran.stderr
+    completed = run(code)
+    assert completed.exit_code == exit_code
+    assert completed.stderr.strip().endswith(last)
+    assert "sandbox" not in completed.stderr
     if exit_code == 1 and "Error" in last and "Syntax" not in last:
-        assert 'File "main.py", line 1, in <module>' in ran.stderr
+        assert 'File "main.py", line 1, in <module>' in completed.stderr
 
 
 @linux
 def test_a_program_uses_its_folder_and_the_standard_library():
     """What programs of competitions and lessons do: files, threads with a large stack, an event loop, databases, big numbers."""
-    ran = run("""
+    completed = run("""
         import asyncio, collections, concurrent.futures, ctypes, decimal, heapq, itertools, json, os, random, shutil, sqlite3, ssl
         import sys, tempfile, threading, time, zlib
         os.makedirs("a/b")
@@ -98,8 +98,8 @@ def test_a_program_uses_its_folder_and_the_standard_library():
         assert time.tzname == ("UTC", "UTC") and random.random() < 1 and os.cpu_count() >= 1
         print(2 ** 200 % 1000007, decimal.Decimal(2).sqrt(), hash("a"))
     """)
-    assert (ran.stderr, ran.exit_code) == ("", 0)
-    assert ran.stdout.startswith(f"{2**200 % 1000007} 1.414213562373095048801688724 ")
+    assert (completed.stderr, completed.exit_code) == ("", 0)
+    assert completed.stdout.startswith(f"{2**200 % 1000007} 1.414213562373095048801688724 ")
     assert run("print(hash('a'))").stdout == run("print(hash('a'))").stdout
 
 
@@ -118,13 +118,13 @@ def test_nothing_stays_behind(tmp_path, monkeypatch):
 
 @linux
 def test_many_at_once():
-    found = {}
-    threads = [threading.Thread(target=lambda i=i: found.update({i: run(f"print({i})").stdout})) for i in range(6)]
+    outputs = {}
+    threads = [threading.Thread(target=lambda i=i: outputs.update({i: run(f"print({i})").stdout})) for i in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == {i: f"{i}\n" for i in range(6)}
+    assert outputs == {i: f"{i}\n" for i in range(6)}
 
 
 # ---- attempts
@@ -268,11 +268,11 @@ def test_an_attempt_fails_here_and_succeeds_elsewhere(name, tmp_path):
 
     code = "".join(f"{key} = {value!r}\n" for key, value in names.items()) + code
     before = (secret.stat().st_mode, secret.stat().st_mtime_ns)
-    ran = run(code)
-    assert "escaped" not in ran.stdout, ran
+    completed = run(code)
+    assert "escaped" not in completed.stdout, completed
     assert sorted(path.name for path in tmp_path.iterdir()) == ["secret", "victim"]
     assert (secret.stat().st_mode, secret.stat().st_mtime_ns, secret.read_text()) == (*before, "escaped")
-    assert ran.killed_by == ("SIGSYS" if name == "a system call of 32 bits" else None)
+    assert completed.killed_by == ("SIGSYS" if name == "a system call of 32 bits" else None)
     inside = tmp_path / "control"
     inside.mkdir()
     assert "escaped" in plain(code, inside, SECRET="x"), "the control does not succeed"
@@ -283,8 +283,8 @@ def test_an_attempt_fails_here_and_succeeds_elsewhere(name, tmp_path):
 
 @linux
 def test_an_endless_loop_ends_after_its_seconds_of_cpu():
-    ran = run("print('began', flush=True)\nwhile True: pass", SandboxLimits(cpu_s=1, wall_s=120))
-    assert (ran.timed_out, ran.killed_by, ran.exit_code, ran.stdout) == (True, "cpu", -9, "began\n")
+    completed = run("print('began', flush=True)\nwhile True: pass", SandboxLimits(cpu_s=1, wall_s=120))
+    assert (completed.timed_out, completed.killed_by, completed.exit_code, completed.stdout) == (True, "cpu", -9, "began\n")
 
 
 @linux
@@ -306,20 +306,20 @@ def test_an_endless_loop_ends_after_its_seconds_of_cpu():
     ],
 )
 def test_what_waits_ends_after_its_time(code):
-    began = time.monotonic()
-    ran = run(code, SandboxLimits(wall_s=0.5))
-    assert (ran.timed_out, ran.killed_by, ran.exit_code) == (True, "wall", -9)
-    assert 0.5 <= ran.seconds < 5
-    assert time.monotonic() - began < 20
+    start = time.monotonic()
+    completed = run(code, SandboxLimits(wall_s=0.5))
+    assert (completed.timed_out, completed.killed_by, completed.exit_code) == (True, "wall", -9)
+    assert 0.5 <= completed.seconds < 5
+    assert time.monotonic() - start < 20
 
 
 @linux
 def test_memory():
     code = "data = bytearray(N << 20)\nprint(len(data) >> 20)"
     assert run(code.replace("N", "100")).stdout == "100\n"
-    ran = run(code.replace("N", "600"))
-    assert ran.exit_code == 1
-    assert ran.stderr.endswith("MemoryError\n")
+    completed = run(code.replace("N", "600"))
+    assert completed.exit_code == 1
+    assert completed.stderr.endswith("MemoryError\n")
     assert run(code.replace("N", "600"), SandboxLimits(memory_mb=1024, wall_s=60)).stdout == "600\n"
     bomb = run("x = []\nwhile True: x.append(bytearray(1 << 20))")
     assert bomb.stderr.endswith("MemoryError\n")
@@ -345,7 +345,7 @@ def test_threads():
 @linux
 def test_threads_that_need_no_memory():
     """By the system call, each with the same small stack, so that only their number is limited."""
-    found = run("""
+    completed = run("""
         import ctypes, mmap
         libc = ctypes.CDLL(None)
         # pause for ever: mov eax, 34; syscall; jmp -9
@@ -359,13 +359,13 @@ def test_threads_that_need_no_memory():
         print(made, flush=True)
         os._exit(0)
     """, SandboxLimits(threads=8))  # fmt: skip
-    assert found.stdout == "8\n"
+    assert completed.stdout == "8\n"
 
 
 @linux
 def test_output_is_capped_and_says_so():
-    ran = run("import sys\nprint('x' * 10)\nsys.stderr.write('e' * 5000)", SandboxLimits(output_kb=1))
-    assert (ran.stdout, ran.stderr, ran.capped) == ("x" * 10 + "\n", "e" * 1024, True)
+    completed = run("import sys\nprint('x' * 10)\nsys.stderr.write('e' * 5000)", SandboxLimits(output_kb=1))
+    assert (completed.stdout, completed.stderr, completed.capped) == ("x" * 10 + "\n", "e" * 1024, True)
     assert not run("print('x' * 1023)", SandboxLimits(output_kb=1)).capped
     endless = run("while True: print('x' * 1000)", SandboxLimits(cpu_s=1, wall_s=120, output_kb=4))
     assert len(endless.stdout) == 4096
@@ -377,9 +377,9 @@ def test_output_is_capped_and_says_so():
 def test_sizes_of_files():
     code = "f = open('f', 'wb')\nf.write(b'x' * (N << 20)); f.flush(); print('written')"
     assert run(code.replace("N", "1")).stdout == "written\n"
-    ran = run(code.replace("N", "3"), SandboxLimits(file_mb=2))
-    assert "File too large" in ran.stderr
-    assert ran.stdout == ""
+    completed = run(code.replace("N", "3"), SandboxLimits(file_mb=2))
+    assert "File too large" in completed.stderr
+    assert completed.stdout == ""
 
 
 FILL = {
@@ -393,9 +393,9 @@ FILL = {
 @pytest.mark.parametrize("name", FILL)
 def test_what_the_folder_holds(name):
     code, limits, many = FILL[name]
-    ran = run(code.replace("N", str(many)) + "\nimport time; time.sleep(60)", replace(limits, wall_s=60))
-    assert (ran.killed_by, ran.timed_out) == ("folder", False)
-    assert ran.seconds < 30
+    completed = run(code.replace("N", str(many)) + "\nimport time; time.sleep(60)", replace(limits, wall_s=60))
+    assert (completed.killed_by, completed.timed_out) == ("folder", False)
+    assert completed.seconds < 30
     assert run(code.replace("N", "5"), limits).exit_code == 0
 
 
@@ -423,8 +423,8 @@ def test_input_that_is_not_read_and_input_that_is_large():
 
 @linux
 def test_a_crash_of_the_interpreter():
-    ran = run("import ctypes; ctypes.string_at(0)")
-    assert (ran.killed_by, ran.exit_code, ran.timed_out) == ("SIGSEGV", -11, False)
+    completed = run("import ctypes; ctypes.string_at(0)")
+    assert (completed.killed_by, completed.exit_code, completed.timed_out) == ("SIGSEGV", -11, False)
     assert run("import os; os.abort()").killed_by == "SIGABRT"
 
 
@@ -438,11 +438,11 @@ def test_it_ends_with_its_parent(tmp_path):
     """
     command = [sys.executable, "-c", textwrap.dedent(script)]
     process = subprocess.Popen(command, env={**os.environ, "TMPDIR": str(tmp_path)})
-    until, found = time.monotonic() + 30, []
-    while time.monotonic() < until and not (found and found[0].read_text()):
-        found = list(tmp_path.glob("*/pid"))
+    until, files = time.monotonic() + 30, []
+    while time.monotonic() < until and not (files and files[0].read_text()):
+        files = list(tmp_path.glob("*/pid"))
         time.sleep(0.02)
-    pid = int(found[0].read_text())
+    pid = int(files[0].read_text())
     os.kill(pid, 0)
     process.kill()
     process.wait()
@@ -470,9 +470,9 @@ def test_a_missing_protection_is_found_and_nothing_runs(removed, expected, tmp_p
     source = sandbox_process.CHILD.read_text()
     assert source.count(f"    {removed}\n") == 1
     folder, room = tmp_path / "rl" / "sandbox", tmp_path / "core" / "process"
-    for one, file in ((folder, sandbox_process.CHILD.with_name("system_calls.py")), (room, Path(channel.__file__))):
-        one.mkdir(parents=True)
-        shutil.copy(file, one)
+    for copied, file in ((folder, sandbox_process.CHILD.with_name("system_calls.py")), (room, Path(channel.__file__))):
+        copied.mkdir(parents=True)
+        shutil.copy(file, copied)
     (folder / "child.py").write_text(source.replace(f"    {removed}\n", "    pass\n"))
     monkeypatch.setattr(sandbox_process, "CHILD", folder / "child.py")
     with pytest.raises(Unsupported) as caught:
@@ -520,32 +520,32 @@ def test_numbers_of_calls_are_those_of_the_kernels_headers(machine):
     if not header.exists():
         pytest.skip("no kernel headers")
     numbers = re.findall(r"^#define __NR(?:3264)?_(\w+)\s+(\d+)", header.read_text(), re.MULTILINE)
-    found = {("newfstatat" if name == "fstatat" else name): int(number) for name, number in numbers}
-    assert {name: found.get(name) for name in TABLES[machine][0]} == TABLES[machine][0]
+    kernel_numbers = {("newfstatat" if name == "fstatat" else name): int(number) for name, number in numbers}
+    assert {name: kernel_numbers.get(name) for name in TABLES[machine][0]} == TABLES[machine][0]
 
 
 ALLOWED, EPERM, ENOSYS, KILLED = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
 ARCHITECTURE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
 
-def decided(machine: str, name: str, *arguments: int, number: int | None = None, architecture: int | None = None) -> int:
+def decision_of(machine: str, name: str, *arguments: int, number: int | None = None, architecture: int | None = None) -> int:
     """What the filter of a process 77 decides on a call, by the rules of `struct seccomp_data` and classic BPF."""
     number = TABLES[machine][0][name] if number is None else number
     six = [*arguments, *[0] * (6 - len(arguments))]
     data = struct.pack("=iIQ6Q", number, architecture or ARCHITECTURE[machine], 0, *six)
-    held, at = 0, 0
+    accumulator, at = 0, 0
     steps = list(struct.iter_unpack("=HBBI", program(77, machine)))
     while True:
         code, yes, no, k = steps[at]
         at += 1
         if code == 0x20:
-            held = int.from_bytes(data[k : k + 4], "little")
+            accumulator = int.from_bytes(data[k : k + 4], "little")
         elif code == 0x54:
-            held &= k
+            accumulator &= k
         elif code == 0x06:
             return k
         else:
-            at += yes if {0x15: held == k, 0x35: held >= k, 0x45: bool(held & k)}[code] else no
+            at += yes if {0x15: accumulator == k, 0x35: accumulator >= k, 0x45: bool(accumulator & k)}[code] else no
 
 
 THREAD = 0x3D0F00  # the flags of glibc's pthread_create
@@ -596,17 +596,17 @@ CALLS = [
 @pytest.mark.parametrize(("name", "arguments", "expected"), CALLS)
 def test_the_filter_decides_by_arguments(machine, name, arguments, expected):
     """Also where something else would refuse the call on this machine, and for a machine that is not at hand."""
-    assert decided(machine, name, *arguments) == expected
+    assert decision_of(machine, name, *arguments) == expected
 
 
 @pytest.mark.parametrize("machine", TABLES)
 def test_the_filter_refuses_what_it_does_not_know(machine):
-    allowed = {number for name, number in TABLES[machine][0].items() if decided(machine, name) == ALLOWED}
+    allowed = {number for name, number in TABLES[machine][0].items() if decision_of(machine, name) == ALLOWED}
     for number in [*range(600), 2**30, 2**30 + 1]:
         if number not in allowed and number not in TABLES[machine][0].values():
-            assert decided(machine, "", number=number) == EPERM
+            assert decision_of(machine, "", number=number) == EPERM
     other = next(value for name, value in ARCHITECTURE.items() if name != machine)
-    assert decided(machine, "read", architecture=other) == KILLED
+    assert decision_of(machine, "read", architecture=other) == KILLED
     # Never allowed, whatever their arguments; by their names in the headers of both machines.
     dangerous = {
         "x86_64": """57 58 59 322 41 42 49 50 101 310 311 90 91 268 92 93 132 280 235 165 272 308 319 425 426 321 298 222 223 434 424
@@ -618,8 +618,8 @@ def test_the_filter_refuses_what_it_does_not_know(machine):
 
 
 def test_open_as_old_programs_do():
-    assert decided("x86_64", "open", 0, 0o1000) == EPERM
-    assert decided("x86_64", "open", 0, 0o1) == ALLOWED
+    assert decision_of("x86_64", "open", 0, 0o1000) == EPERM
+    assert decision_of("x86_64", "open", 0, 0o1) == ALLOWED
 
 
 def test_the_filter_of_either_machine_jumps_only_forward_and_inside():

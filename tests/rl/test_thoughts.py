@@ -37,7 +37,7 @@ class Remote:
     def __init__(self, tokenizer: Tokenizer, text: str):
         self.tokenizer, self.tokens = tokenizer, tokenizer.encode(text, special=True)
 
-    def drawn(self, prompts, how, interrupted):
+    def drawn(self, prompts, sampling, interrupted):
         ended = self.tokens[-1] == self.tokenizer.eos
         return [SampledCompletion(self.tokens, [0.0] * len(self.tokens), ended) for _ in prompts]
 
@@ -45,8 +45,8 @@ class Remote:
 
 
 def completion(tokenizer: Tokenizer, text: str) -> str:
-    (found,) = sample_trajectories(Remote(tokenizer, text), [Prompt("?", [63], {}, "line 1")], 99, Sampling(), (0, 0))
-    return found.text
+    (trajectory,) = sample_trajectories(Remote(tokenizer, text), [Prompt("?", [63], {}, "line 1")], 99, Sampling(), (0, 0))
+    return trajectory.text
 
 
 def test_thoughts_of_channels_are_not_graded(tokenizer: Tokenizer):

@@ -10,8 +10,8 @@ import pytest
 from helpers import can_confine
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from infer.marked import NAMES, VOCAB, marked, template
-from laws.families import built
+from infer.marked import NAMES, VOCAB, template, tokenizer_with_marks
+from laws.families import noisy_model
 from rl.talking import CASE, CHAT, EOS, ids, language_model, prompts
 
 from argosy.core.errors import BadInput, SettingsError, UserError
@@ -54,9 +54,9 @@ def test_a_signature_becomes_a_schema():
             },
             "required": ["a"],
         }}}  # fmt: skip
-    found = schema_of(weather, {"place": "x"})["function"]["parameters"]
-    assert found["required"] == ["unit"]
-    assert found["properties"] == {
+    parameters = schema_of(weather, {"place": "x"})["function"]["parameters"]
+    assert parameters["required"] == ["unit"]
+    assert parameters["properties"] == {
         "unit": {"enum": ["C", "F"]},
         "days": {"anyOf": [{"type": "array", "items": {"type": "integer"}}, {"type": "null"}]},
         "rest": {"anyOf": [{"type": "object", "additionalProperties": {"type": "number"}}, {"type": "null"}]},
@@ -72,18 +72,18 @@ def loops() -> str:
             continue
 
 
-def breaks(how: str = "this way") -> str:
+def breaks(reason: str = "this way") -> str:
     """Raises."""
-    raise ValueError(how)
+    raise ValueError(reason)
 
 
 @pytest.fixture
 def tools() -> Tools:
-    made = Tools.__new__(Tools)
-    made.seconds, made.fixed = 0.2, {}
-    made.functions = {one.__name__: one for one in (add, weather, loops, breaks)}
-    made.tools = [schema_of(one, {}) for one in made.functions.values()]
-    return made
+    tool_set = Tools.__new__(Tools)
+    tool_set.seconds, tool_set.fixed = 0.2, {}
+    tool_set.functions = {function.__name__: function for function in (add, weather, loops, breaks)}
+    tool_set.tools = [schema_of(function, {}) for function in tool_set.functions.values()]
+    return tool_set
 
 
 def call(name: str, arguments: Any, number: int = 0) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def call(name: str, arguments: Any, number: int = 0) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("name", "arguments", "said", "kind"),
+    ("name", "arguments", "observation", "kind"),
     [
         ("add", {"a": 2, "b": 3}, "5", None),
         ("weather", {"place": "Köln", "unit": "C", "days": [1]}, '{"place": "Köln", "unit": "C"}', None),
@@ -106,18 +106,18 @@ def call(name: str, arguments: Any, number: int = 0) -> dict[str, Any]:
         ("loops", {}, "error: loops takes more than 0.2 seconds", "timed_out"),
     ],
 )
-def test_what_goes_wrong_is_said_to_the_model_and_counted(tools: Tools, name: str, arguments: Any, said: str, kind: str | None):
+def test_what_goes_wrong_is_said_to_the_model_and_counted(tools: Tools, name: str, arguments: Any, observation: str, kind: str | None):
     begin = time.monotonic()
     turn = tools.step({"role": "assistant", "content": "", "tool_calls": [call(name, arguments)]})
     assert time.monotonic() - begin < 10, "a call has 0.2 seconds"
-    assert turn.observation == [{"role": "tool", "name": name, "tool_call_id": "call0", "content": said}]
+    assert turn.observation == [{"role": "tool", "name": name, "tool_call_id": "call0", "content": observation}]
     counts = {"tools/calls": 1, "tools/failed": float(kind is not None)} | ({f"tools/{kind}": 1} if kind else {})
     assert (turn.counts, turn.done, turn.reward) == (counts, False, None)
 
 
 def test_several_calls_and_none(tools: Tools):
     turn = tools.step({"content": "", "tool_calls": [call("add", {"a": 1}), call("breaks", {}, 1), call("add", {"a": 2}, 2)]})
-    assert [one["content"] for one in turn.observation] == ["1", "error: ValueError: this way", "2"]
+    assert [message["content"] for message in turn.observation] == ["1", "error: ValueError: this way", "2"]
     assert turn.counts == {"tools/calls": 3, "tools/failed": 1, "tools/raised": 1}
     assert tools.step({"content": "4"}).done
     malformed = tools.step({"content": "<tool_call>{", "malformed": True})
@@ -129,21 +129,21 @@ def test_a_tool_that_raises_is_told_to_who_trains_with_its_line(lm: LM, tmp_path
     """Once, however often and in how many processes; what comes with Argosy answers the model that way on purpose."""
     path = tmp_path / "own.py"
     path.write_text("import json\ndef parse(text: str) -> str:\n    return json.loads(text)\n")
-    made = open_table(Settings(functions=[f"{path}:parse"]), prompts(lm, [USER]), None)
-    said: list[str] = []
-    made.environments.say = said.append
-    for one in [made.environments.open() for _ in range(2)]:
+    setup = open_table(Settings(functions=[f"{path}:parse"]), prompts(lm, [USER]), None)
+    messages: list[str] = []
+    setup.environments.say = messages.append
+    for environment in [setup.environments.open() for _ in range(2)]:
         for message in ({"seed": 1, "reset": {}}, *[{"step": {"tool_calls": [call("parse", {"text": "{"})]}}] * 2):
-            one.ask(message)
-            while one.reply is None:
-                made.environments.look([one], 1.0)
-        assert one.reply["counts"]["tools/raised"] == 1
-    made.close()
-    assert len(said) == 1
-    assert said[0].startswith(f"the tool `parse` raised JSONDecodeError in {path}:3: return json.loads(text)\nhint: ")
-    own = Tools([{"of": "calculate", "module": calculate.__module__, "function": "calculate"}])
-    own.called("calculate", {"expression": "a"})
-    assert own.complaint is None
+            environment.ask(message)
+            while environment.reply is None:
+                setup.environments.look([environment], 1.0)
+        assert environment.reply["counts"]["tools/raised"] == 1
+    setup.close()
+    assert len(messages) == 1
+    assert messages[0].startswith(f"the tool `parse` raised JSONDecodeError in {path}:3: return json.loads(text)\nhint: ")
+    calculator = Tools([{"of": "calculate", "module": calculate.__module__, "function": "calculate"}])
+    calculator.called("calculate", {"expression": "a"})
+    assert calculator.complaint is None
 
 
 # ---- in a conversation
@@ -168,20 +168,20 @@ def untyped(a): return a
 """
 
 
-def played(lm: LM, settings: Any, texts: list[str], rows: int = 1, most: int = 150) -> list[Any]:
+def play(lm: LM, settings: Any, texts: list[str], rows: int = 1, most: int = 150) -> list[Any]:
     """The tokens are the model's by hand: those of `texts`, turn by turn."""
     from rl.talking import Scripted
 
     data = prompts(lm, [USER] * rows)
-    made = open_table(settings, data, None)
+    setup = open_table(settings, data, None)
     try:
         longest = len(data(0, 1)[0].tokens) + most
-        playing = EpisodeRunner(lm, data(0, rows), EpisodeLimits(Sampling(), most, longest), (1,), made, lambda: False)
+        playing = EpisodeRunner(lm, data(0, rows), EpisodeLimits(Sampling(), most, longest), (1,), setup, lambda: False)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(LM, "engine", lambda *_: Scripted(dict.fromkeys(range(rows), texts)))
             return playing.run()
     finally:
-        made.close()
+        setup.close()
 
 
 def hermes(name: str, **arguments: Any) -> str:
@@ -192,12 +192,12 @@ def test_a_conversation_with_tools_token_by_token(lm: LM, tmp_path: Path):
     """What a tool keeps in its module is the answer's own, so both answers count from zero."""
     (tmp_path / "own.py").write_text(FUNCTIONS)
     first = hermes("add", a=2, b=2)
-    answers = played(lm, Settings(functions=[f"{tmp_path}/own.py:add"]), [first, first, "104<eos>"], rows=2, most=400)
+    answers = play(lm, Settings(functions=[f"{tmp_path}/own.py:add"]), [first, first, "104<eos>"], rows=2, most=400)
     for answer in answers:
         expected = f"{first}\n<bos>tool\n4<eos>\n<bos>assistant\n{first}\n<bos>tool\n104<eos>\n<bos>assistant\n104<eos>"
         assert answer.tokens == ids(expected)
         assert [len(ids(first)), len(ids(first)), 4] == [len(part) for part in runs(answer.live)]
-        assert [one["role"] for one in answer.said] == ["assistant", "tool", "assistant", "tool", "assistant"]
+        assert [message["role"] for message in answer.said] == ["assistant", "tool", "assistant", "tool", "assistant"]
         assert answer.said[0]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 2, "b": 2}}
         assert answer.said[0]["tool_calls"][0]["id"] == answer.said[1]["tool_call_id"] == "call00000"
         assert (answer.played.reward, answer.played.counts) == (None, {"tools/calls": 2, "tools/failed": 0})
@@ -206,15 +206,15 @@ def test_a_conversation_with_tools_token_by_token(lm: LM, tmp_path: Path):
 
 def runs(live: list[bool]) -> list[list[bool]]:
     """The stretches of the policy."""
-    text = "".join("x" if one else " " for one in live)
+    text = "".join("x" if is_live else " " for is_live in live)
     return [[True] * len(part) for part in text.split()]
 
 
 def test_malformed_calls_and_huge_results(lm: LM, tmp_path: Path):
     (tmp_path / "own.py").write_text(FUNCTIONS)
     texts = ['<tool_call>{"name": "lo<eos>', hermes("long"), hermes("nothing"), "so<eos>"]
-    (answer,) = played(lm, Settings(functions=[f"{tmp_path}/own.py:long"], observation=80), texts, most=900)
-    replies = [one["content"] for one in answer.said if one["role"] == "tool"]
+    (answer,) = play(lm, Settings(functions=[f"{tmp_path}/own.py:long"], observation=80), texts, most=900)
+    replies = [message["content"] for message in answer.said if message["role"] == "tool"]
     assert replies[0].startswith("error: this is no call that can be read")
     assert replies[1].endswith("\n[cut: 9,999,948 characters]")
     assert len(replies[1]) == 80
@@ -251,22 +251,22 @@ def test_a_conversation_in_each_notation(name: str, tmp_path: Path):
     """With the marks as special tokens, which end in no text; the replies are what the published templates write."""
     call, ids_, reply, end = NOTATIONS[name]
     (tmp_path / "own.py").write_text(FUNCTIONS)
-    tokenizer = marked(tmp_path, [*NAMES, "<|im_end|>"], template(name), end)
+    tokenizer = tokenizer_with_marks(tmp_path, [*NAMES, "<|im_end|>"], template(name), end)
     config = CASE.model_copy(update={"vocab": VOCAB})
-    lm = LM(config, built(config, Unroll()), tokenizer)
-    two = '{"a": 2, "b": 2}' if name != "qwen3.5" else "".join(f"<parameter={one}>\n2\n</parameter>\n" for one in "ab").strip()
+    lm = LM(config, noisy_model(config, Unroll()), tokenizer)
+    two = '{"a": 2, "b": 2}' if name != "qwen3.5" else "".join(f"<parameter={digit}>\n2\n</parameter>\n" for digit in "ab").strip()
     right = call.format(name="add", arguments=two) + end
     turns = [right, right, f"Hm.{call.format(name='add', arguments='{')}{end}", f"104{end}"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rl.talking.ids", lambda text: tokenizer.encode(text, special=True))
-        (answer,) = played(lm, Settings(functions=[f"{tmp_path}/own.py:add"]), turns, most=900)
-    replies = [reply.format(result=result, id=given) for result, given in zip(("4", "104"), ids_)]
+        (answer,) = play(lm, Settings(functions=[f"{tmp_path}/own.py:add"]), turns, most=900)
+    replies = [reply.format(result=result, id=call_id) for result, call_id in zip(("4", "104"), ids_)]
     expected = tokenizer.encode(f"{turns[0]}{replies[0]}{turns[1]}{replies[1]}{turns[2]}", special=True)
     assert answer.tokens[: len(expected)] == expected
     assert answer.tokens[-4:] == tokenizer.encode(turns[3], special=True)
     assert answer.said[0]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 2, "b": 2}}
-    assert [one["tool_calls"][0]["id"] for one in answer.said if "tool_calls" in one] == ids_
-    results = [(one["tool_call_id"], one["content"]) for one in answer.said if one["role"] == "tool"][:2]
+    assert [message["tool_calls"][0]["id"] for message in answer.said if "tool_calls" in message] == ids_
+    results = [(message["tool_call_id"], message["content"]) for message in answer.said if message["role"] == "tool"][:2]
     assert results == [*zip(ids_, ("4", "104"))]
     assert answer.said[4] == {"role": "assistant", "content": turns[2].removesuffix(end)}
     assert answer.said[5]["content"].startswith("error: this is no call that can be read")
@@ -279,7 +279,7 @@ def test_end_tokens_that_a_model_spells_in_a_call_do_not_end_its_turn(lm: LM, tm
     call = '<tool_call>{"name": "echo", "arguments": {"a": "x%sy"}}</tool_call>'
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rl.talking.ids", lambda text: [*(call % spelled).encode(), EOS] if text == "call" else ids(text))
-        (answer,) = played(lm, Settings(functions=[f"{tmp_path}/own.py:echo"]), ["call", "so<eos>"], most=300)
+        (answer,) = play(lm, Settings(functions=[f"{tmp_path}/own.py:echo"]), ["call", "so<eos>"], most=300)
     assert answer.tokens == [*(call % spelled).encode(), EOS, *ids("\n<bos>tool\nwell<eos>\n<bos>assistant\nso<eos>")]
     assert "<eos>" in answer.said[0]["tool_calls"][0]["function"]["arguments"]["a"], "the tool reads what the model said"
 
@@ -290,18 +290,18 @@ def test_a_call_that_the_template_refuses_costs_its_answer_alone(tmp_path: Path)
     lm = language_model(walks.replace("<tool_call>", "<tool_call>{{ c.function.name }}"))
     (tmp_path / "own.py").write_text("def echo(a: str) -> str: return 'well'")
     listed = '<tool_call>{"name": "echo", "arguments": [1]}</tool_call><eos>'
-    one = played(lm, Settings(functions=[f"{tmp_path}/own.py:echo"]), [listed, "so<eos>"], most=300)[0].played
-    assert (one.why, one.failure[0], one.reward) == ("failed", "not rendered", None)
-    assert "refuses these messages" in one.failure[1]
+    played_answer = play(lm, Settings(functions=[f"{tmp_path}/own.py:echo"]), [listed, "so<eos>"], most=300)[0].played
+    assert (played_answer.why, played_answer.failure[0], played_answer.reward) == ("failed", "not rendered", None)
+    assert "refuses these messages" in played_answer.failure[1]
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "problem"),
     [("none", "no plain function"), ("untyped", "has no type"), ("count", "no plain function")],
 )
-def test_functions_that_cannot_be_tools(lm: LM, tmp_path: Path, name: str, said: str):
+def test_functions_that_cannot_be_tools(lm: LM, tmp_path: Path, name: str, problem: str):
     (tmp_path / "own.py").write_text(FUNCTIONS)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=problem):
         open_table(Settings(functions=[f"{tmp_path}/own.py:{name}"]), prompts(lm, [USER]), None)
 
 
@@ -320,7 +320,7 @@ def test_tools_need_messages_and_a_notation(lm: LM):
 
 
 @pytest.mark.parametrize(
-    ("expression", "found"),
+    ("expression", "expected"),
     [
         ("2 + 2", "4"), ("2 * (3 + 4) ** 2", "98"), ("1 / 3", "1/3, which is 0.333333333333"), ("0.1 + 0.2", "0.3"), ("-7 / 2", "-3.5"),
         ("2 ** 3 ** 2", "512"), ("-2 ** 2", "-4"), ("2 ** -2", "0.25"), ("1,234 × 2 =", "2468"), ("7 − 9", "-2"), ("1/8", "0.125"),
@@ -328,12 +328,12 @@ def test_tools_need_messages_and_a_notation(lm: LM):
         ("0 ** 0", "1"), ("0 ** 99999999999", "0"), ("-0.5", "-0.5"), ("2^10", "1024"), (".5*4", "2"),
     ],
 )  # fmt: skip
-def test_the_calculator_is_exact(expression: str, found: str):
-    assert calculate(expression) == found
+def test_the_calculator_is_exact(expression: str, expected: str):
+    assert calculate(expression) == expected
 
 
 @pytest.mark.parametrize(
-    ("expression", "said"),
+    ("expression", "problem"),
     [
         ("1 / 0", "division by zero"), ("0 ** -1", "division by zero"), ("2 ** 0.5", "not whole"), ("9 ** 9 ** 9", "1000 digits"),
         ("(" * 200 + "1", "inside each other"), ("-" * 200 + "1", "inside each other"), ("__import__('os')", "is no number"),
@@ -341,14 +341,14 @@ def test_the_calculator_is_exact(expression: str, found: str):
         ("a + 1", "`a . 1` is no number"),
     ],
 )  # fmt: skip
-def test_what_the_calculator_refuses(expression: str, said: str):
-    with pytest.raises((ValueError, ZeroDivisionError), match=said):
+def test_what_the_calculator_refuses(expression: str, problem: str):
+    with pytest.raises((ValueError, ZeroDivisionError), match=problem):
         calculate(expression)
 
 
 numbers_ = st.integers(0, 99).map(str)
 signs = st.sampled_from(["+", "-", "*", "/"])
-expressions = st.recursive(numbers_, lambda inner: st.tuples(inner, signs, inner).map(lambda one: f"({' '.join(one)})"))
+expressions = st.recursive(numbers_, lambda inner: st.tuples(inner, signs, inner).map(lambda parts: f"({' '.join(parts)})"))
 
 
 @settings(max_examples=200, deadline=None)
@@ -363,22 +363,22 @@ def test_the_calculator_agrees_with_fractions(expression: str):
         with pytest.raises(ZeroDivisionError):
             calculate(expression)
         return
-    found = calculate(expression).partition(",")[0]
-    assert Fraction(found) == expected
+    text = calculate(expression).partition(",")[0]
+    assert Fraction(text) == expected
 
 
 def test_what_a_resume_may_change_is_no_part_of_what_it_compares(lm: LM):
     settings = CalculatorEnvironment(), CalculatorEnvironment(call_timeout=4), CalculatorEnvironment(turns=3)
-    one, two, other = (open_table(how, prompts(lm, [USER]), None) for how in settings)
-    assert one.identity == two.identity != other.identity
-    for made in (one, two, other):
-        made.close()
+    first, two, other = (open_table(settings_of_tools, prompts(lm, [USER]), None) for settings_of_tools in settings)
+    assert first.identity == two.identity != other.identity
+    for setup in (first, two, other):
+        setup.close()
 
 
 def test_the_calculator_in_a_conversation(lm: LM):
-    calls = [hermes("calculate", expression=one) for one in ("17 * 23", "a")]
-    (answer,) = played(lm, CalculatorEnvironment(), [*calls, "391<eos>"], most=900)
-    replies = [one["content"] for one in answer.said if one["role"] == "tool"]
+    calls = [hermes("calculate", expression=expression) for expression in ("17 * 23", "a")]
+    (answer,) = play(lm, CalculatorEnvironment(), [*calls, "391<eos>"], most=900)
+    replies = [message["content"] for message in answer.said if message["role"] == "tool"]
     assert replies == ["391", "error: ValueError: `a` is no number and no sign"]
     assert answer.ended
 
@@ -389,9 +389,9 @@ def test_the_calculator_in_a_conversation(lm: LM):
 @pytest.mark.skipif(not can_confine(), reason="needs Linux with Landlock")
 def test_python_runs_in_the_sandbox(lm: LM):
     programs = ["print(sum(range(10)))", "1 / 0", "while True: pass", "open('/etc/passwd')", "x = 1"]
-    texts = [*(hermes("python", code=one) for one in programs), "45<eos>"]
-    (answer,) = played(lm, PythonEnvironment(seconds=1.0, turns=9), texts, most=4000)
-    replies = [one["content"] for one in answer.said if one["role"] == "tool"]
+    texts = [*(hermes("python", code=program) for program in programs), "45<eos>"]
+    (answer,) = play(lm, PythonEnvironment(seconds=1.0, turns=9), texts, most=4000)
+    replies = [message["content"] for message in answer.said if message["role"] == "tool"]
     assert replies[0] == "45"
     assert replies[1].endswith("ZeroDivisionError: division by zero")
     assert replies[2] == "error: it takes more than 1 seconds"

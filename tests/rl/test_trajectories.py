@@ -34,14 +34,14 @@ def lm() -> LM:
 @pytest.fixture
 def play(lm: LM, tmp_path) -> Iterator[Callable[..., list[Trajectory]]]:
     """Plays answers to prompts; `script` has the texts of each row, otherwise the model samples."""
-    made: list[EpisodeSetup] = []
+    setups: list[EpisodeSetup] = []
 
-    def played(code: str, asked: list[Any], script: Any = None, most: int = 60, longest: int = 100, seed: tuple[int, ...] = (1,),
+    def played(code: str, questions: list[Any], script: Any = None, most: int = 60, longest: int = 100, seed: tuple[int, ...] = (1,),
                interrupted: Callable[[], bool] = lambda: False, **settings: Any) -> list[Trajectory]:  # fmt: skip
-        data = prompts(lm, asked)
-        made.append(table(tmp_path, code, data, **settings))
-        how = EpisodeLimits(Sampling(temperature=1.0), most, longest)
-        playing = EpisodeRunner(lm, data(0, len(asked)), how, seed, made[-1], interrupted)
+        data = prompts(lm, questions)
+        setups.append(table(tmp_path, code, data, **settings))
+        limits = EpisodeLimits(Sampling(temperature=1.0), most, longest)
+        playing = EpisodeRunner(lm, data(0, len(questions)), limits, seed, setups[-1], interrupted)
         if script is not None:
             played.engine = Scripted(script)
             with pytest.MonkeyPatch.context() as patch:
@@ -50,13 +50,15 @@ def play(lm: LM, tmp_path) -> Iterator[Callable[..., list[Trajectory]]]:
         return playing.run()
 
     yield played
-    for one in made:
-        one.close()
+    for setup in setups:
+        setup.close()
 
 
 def live(answer: Trajectory) -> str:
     """The tokens of the policy as text; a dot for each of the environment."""
-    return "".join((chr(token) if token < 256 else "$") if own else "." for token, own in zip(answer.tokens, answer.live, strict=True))
+    return "".join(
+        (chr(token) if token < 256 else "$") if mine else "." for token, mine in zip(answer.tokens, answer.live, strict=True)
+    )
 
 
 # ---- token for token
@@ -66,13 +68,13 @@ def test_turns_of_a_text_are_joined_token_by_token(play):
     (answer,) = play(ECHO, ["say:"], {0: ["ab\n", "c<eos>"]}, stop="\n")
     assert answer.tokens == [*ids("ab\n"), *ids("[ab\n]"), *ids("c"), EOS]
     assert live(answer) == "ab\n.....c$"
-    assert [math.isnan(one) for one in answer.logprobs] == [not one for one in answer.live]
-    assert {one for one, own in zip(answer.logprobs, answer.live) if own} == {-0.5}
+    assert [math.isnan(logprob) for logprob in answer.logprobs] == [not is_own for is_own in answer.live]
+    assert {logprob for logprob, is_own in zip(answer.logprobs, answer.live) if is_own} == {-0.5}
     assert (answer.ended, answer.text, answer.said) == (True, "ab\n[ab\n]c", "ab\n[ab\n]c")
     played = answer.played
     assert played is not None
     assert (played.reward, played.turn_count, played.observed, played.why, played.counts) == (3, 2, 5, "done", {"own/steps": 2})
-    assert [one["content"] for one in played.turns] == ["ab\n", "[ab\n]", "c"]
+    assert [turn["content"] for turn in played.turns] == ["ab\n", "[ab\n]", "c"]
     assert (played.rewards, played.starts, played.said) == ([1.5, 1.5], [0, 8], [0, 2])
     first, second = play.engine.requests
     assert (first.tokens, first.max_tokens) == (ids("say:"), 60)
@@ -131,7 +133,7 @@ def test_a_first_observation_is_part_of_the_prompt(play):
 
 
 @pytest.mark.parametrize(
-    ("how", "text", "why", "ended"),
+    ("limits", "text", "why", "ended"),
     [
         ({"turns": 1}, "ab\n", "turns", False),
         ({"most": 9}, "ab\n[ab\n]c", "room", False),
@@ -141,11 +143,11 @@ def test_a_first_observation_is_part_of_the_prompt(play):
         ({"tokens": 2}, "ab[ab]cd", "done", True),
     ],
 )
-def test_limits_end_an_answer(play, how: dict[str, Any], text: str, why: str, ended: bool):
+def test_limits_end_an_answer(play, limits: dict[str, Any], text: str, why: str, ended: bool):
     """A reply after which there is no room for a token of the policy is left out."""
-    (answer,) = play(ECHO, ["say:"], {0: ["ab\n", "cd\n"]}, stop="\n", **how)
+    (answer,) = play(ECHO, ["say:"], {0: ["ab\n", "cd\n"]}, stop="\n", **limits)
     assert (answer.text, answer.ended, answer.played.why) == (text, ended, why)
-    assert len(answer.tokens) <= how.get("most", 60)
+    assert len(answer.tokens) <= limits.get("most", 60)
     assert answer.played.reward == {"ab": 0, "ab[ab]cd": 3}.get(text, 1.5)
 
 
@@ -156,11 +158,11 @@ def test_a_long_observation_is_cut_and_says_so(play):
         def step(self, said): return Turn("x" * (40 if said == "a\\n" else 3_000_000), 0.0)
     """
     (answer,) = play(code, ["say:"], {0: ["a\n", "b\n", "c<eos>"]}, most=90, longest=120, stop="\n", observation=30, turns=3)
-    said = [one["content"] for one in answer.played.turns]
-    assert said[1] == "xxxxxxxxx\n[cut: 31 characters]"
-    assert said[3] == "xx\n[cut: 2,999,998 characters]"
-    assert [len(ids(one)) <= 30 for one in said] == [True] * 5
-    assert (answer.played.cut, answer.played.observed) == (2, sum(len(ids(one)) for one in said[1::2]))
+    observations = [turn["content"] for turn in answer.played.turns]
+    assert observations[1] == "xxxxxxxxx\n[cut: 31 characters]"
+    assert observations[3] == "xx\n[cut: 2,999,998 characters]"
+    assert [len(ids(text)) <= 30 for text in observations] == [True] * 5
+    assert (answer.played.cut, answer.played.observed) == (2, sum(len(ids(text)) for text in observations[1::2]))
 
 
 # ---- environments that fail
@@ -183,8 +185,8 @@ class Own:
 def test_an_environment_that_fails_harms_no_other_answer(play):
     kinds = ["raise", "hang", "die", "reset", "nan", "good"]
     answers = play(FAILING, kinds, {row: ["a<eos>"] for row in range(6)}, timeout=1.5)
-    found = [one.played.failure and one.played.failure[0] for one in answers]
-    assert found == ["raised", "timed out", "died", "raised", "raised", None]
+    failures = [answer.played.failure and answer.played.failure[0] for answer in answers]
+    assert failures == ["raised", "timed out", "died", "raised", "raised", None]
     assert "RuntimeError: no such thing" in answers[0].played.failure[1]
     assert "environments/child.py" not in answers[0].played.failure[1], "the traceback begins in the user's file"
     assert "nothing here" in answers[3].played.failure[1]
@@ -192,12 +194,12 @@ def test_an_environment_that_fails_harms_no_other_answer(play):
     assert first.startswith("RuntimeError: no such thing, in ")
     assert "own.py:" in first
     assert last.startswith("hint: ")
-    assert [len(one.tokens) for one in answers] == [2, 2, 2, 0, 2, 2]
+    assert [len(answer.tokens) for answer in answers] == [2, 2, 2, 0, 2, 2]
     assert answers[5].played.reward == 1
 
 
 @pytest.mark.parametrize(
-    ("step", "said"),
+    ("step", "problem"),
     [
         ("return 1.0", "not a Turn"),
         ("return Turn(5)", "an observation is int 5"),
@@ -206,9 +208,9 @@ def test_an_environment_that_fails_harms_no_other_answer(play):
         ("return Turn([{'role': 'tool'}])", "content is NoneType"),
     ],
 )
-def test_what_an_environment_may_not_return_ends_the_run(play, step: str, said: str):
+def test_what_an_environment_may_not_return_ends_the_run(play, step: str, problem: str):
     code = f"class Own:\n    def reset(self): pass\n    def step(self, said): {step}"
-    with pytest.raises(BadInput, match=said):
+    with pytest.raises(BadInput, match=problem):
         play(code, ["say:"], {0: ["a<eos>"]})
 
 
@@ -229,22 +231,22 @@ def test_numpy_is_seeded_where_it_is_imported_late(play, draw: str):
             {draw}
             return Turn(None, x, True)
     """
-    one, again, other = (play(code, ["say:"], {0: ["a<eos>"]}, seed=seed)[0].played.reward for seed in ((1,), (1,), (2,)))
-    assert one is not None
-    assert one == again != other
+    first, again, other = (play(code, ["say:"], {0: ["a<eos>"]}, seed=seed)[0].played.reward for seed in ((1,), (1,), (2,)))
+    assert first is not None
+    assert first == again != other
 
 
 def test_a_long_reply_that_nobody_read_has_not_timed_out(lm: LM, tmp_path):
     """It is longer than what the system holds, and the engine was busy for longer than the environment may take."""
     code = "class Own:\n    def reset(self): return 'x' * 10**6\n    def step(self, said): pass"
-    made = table(tmp_path, code, prompts(lm, ["a"]), timeout=1)
-    one = made.environments.open()
-    one.ask({"seed": 1, "reset": {}})
+    setup = table(tmp_path, code, prompts(lm, ["a"]), timeout=1)
+    environment = setup.environments.open()
+    environment.ask({"seed": 1, "reset": {}})
     time.sleep(1.5)
-    while one.reply is None:
-        made.environments.look([one], 0.1)
-    assert len(one.reply.get("observation", "")) == 10**6
-    made.close()
+    while environment.reply is None:
+        setup.environments.look([environment], 0.1)
+    assert len(environment.reply.get("observation", "")) == 10**6
+    setup.close()
 
 
 def test_a_process_that_ended_after_its_reply_keeps_nobody_awake(lm: LM, tmp_path):
@@ -256,23 +258,23 @@ def test_a_process_that_ended_after_its_reply_keeps_nobody_awake(lm: LM, tmp_pat
             else: threading.Timer(0.1, os._exit, [0]).start()
         def step(self, said): pass
     """
-    made = table(tmp_path, code, prompts(lm, ["a"]))
-    ended, looks = made.environments.open(), 0
+    setup = table(tmp_path, code, prompts(lm, ["a"]))
+    ended, looks = setup.environments.open(), 0
     ended.ask({"seed": 0, "reset": {"seed": 0}})
     while ended.reply is None:
-        made.environments.look([ended], 0.1)
+        setup.environments.look([ended], 0.1)
     time.sleep(0.3)
-    slow = made.environments.open()
+    slow = setup.environments.open()
     slow.ask({"seed": 1, "reset": {"seed": 1}})
     while slow.reply is None:
-        made.environments.look([slow], 0.1)
+        setup.environments.look([slow], 0.1)
         looks += 1
     assert looks < 50
     ended.ask({"step": "a"})
-    made.environments.look([ended], 0.1)
+    setup.environments.look([ended], 0.1)
     assert "died" in ended.reply
-    made.environments.end(ended)
-    made.close()
+    setup.environments.end(ended)
+    setup.close()
 
 
 def test_a_method_named_prepare_is_the_class_s_own(play):
@@ -313,14 +315,14 @@ class Own:
 
 @pytest.mark.parametrize("wait", [0, 3])
 def test_the_same_run_gives_the_same_answers_whatever_time_environments_take(play, wait: int):
-    asked = [f"{i}:" for i in range(6)]
-    first, second = (play(SLEEPY, asked, most=40, longest=60, stop="\ufffd", wait=wait) for _ in range(2))
+    questions = [f"{i}:" for i in range(6)]
+    first, second = (play(SLEEPY, questions, most=40, longest=60, stop="\ufffd", wait=wait) for _ in range(2))
     for a, b in zip(first, second, strict=True):
         assert (a.tokens, a.live, a.played.reward) == (b.tokens, b.live, b.played.reward)
         assert np.array_equal(a.logprobs, b.logprobs, equal_nan=True), "bit for bit"
-    other = play(SLEEPY, asked, most=40, longest=60, stop="\ufffd", wait=wait, seed=(2,))
+    other = play(SLEEPY, questions, most=40, longest=60, stop="\ufffd", wait=wait, seed=(2,))
     assert [a.tokens for a in first] != [a.tokens for a in other]
-    assert sum(one.played.turn_count for one in first) > 8
+    assert sum(answer.played.turn_count for answer in first) > 8
 
 
 def test_what_is_computed_together_follows_from_no_clock(play):
@@ -336,9 +338,9 @@ def test_what_is_computed_together_follows_from_no_clock(play):
     """
     script = {row: ["a\n"] * 3 for row in range(3)}
     play(code, ["0", "1", "2"], script, stop="\n", wait=2)
-    first = [one.row for one in play.engine.requests]
+    first = [request.row for request in play.engine.requests]
     play(code, ["2", "1", "0"], script, stop="\n", wait=2)
-    assert first == [one.row for one in play.engine.requests] == [0, 1, 2] * 3
+    assert first == [request.row for request in play.engine.requests] == [0, 1, 2] * 3
 
 
 def test_an_answer_that_waits_does_not_stop_the_others(play, tmp_path):
@@ -355,25 +357,25 @@ def test_an_answer_that_waits_does_not_stop_the_others(play, tmp_path):
     """
     script = {0: ["a<eos>"], 1: ["b\n"] * 4}
     answers = play(code, ["slow", "fast"], script, stop="\n", wait=None, timeout=30)
-    assert [one.played.why for one in answers] == ["done", "done"]
+    assert [answer.played.why for answer in answers] == ["done", "done"]
     (tmp_path / "flag").unlink()
     waited = play(code, ["slow", "fast"], script, stop="\n", wait=3, timeout=1.5)
-    assert [one.played.why for one in waited] == ["failed", "done"], "with `wait` the engine waits for it, until its time is over"
+    assert [answer.played.why for answer in waited] == ["failed", "done"], "with `wait` the engine waits for it, until its time is over"
 
 
 def test_more_answers_than_processes(play):
     answers = play(ECHO, [f"{i}" for i in range(5)], {row: ["a\n", "b\n"] for row in range(5)}, stop="\n", processes=2)
-    assert [one.text for one in answers] == ["a\n[a\n]b\n"] * 5
-    rows = [one.row for one in play.engine.requests]
+    assert [answer.text for answer in answers] == ["a\n[a\n]b\n"] * 5
+    rows = [request.row for request in play.engine.requests]
     assert rows.index(4) > max(i for i, row in enumerate(rows) if row in (0, 1)), "the last began when others had ended"
 
 
 def test_environments_of_a_group_have_one_seed(lm: LM):
-    one, two = prompts(lm, ["a", "a"])(0, 2)
-    seeds = environment_seeds([one, one, two, two], (7, 0, 3, 0))
+    first, two = prompts(lm, ["a", "a"])(0, 2)
+    seeds = environment_seeds([first, first, two, two], (7, 0, 3, 0))
     assert seeds[0] == seeds[1] != seeds[2] == seeds[3]
-    assert environment_seeds([one, two], (7, 0, 3, 0)) == [seeds[0], seeds[2]], "the greedy answer's too"
-    assert environment_seeds([one], (7, 0, 4, 0)) != seeds[:1]
+    assert environment_seeds([first, two], (7, 0, 3, 0)) == [seeds[0], seeds[2]], "the greedy answer's too"
+    assert environment_seeds([first], (7, 0, 4, 0)) != seeds[:1]
 
 
 # ---- beside the model alone
@@ -382,17 +384,17 @@ def test_environments_of_a_group_have_one_seed(lm: LM):
 def test_log_probabilities_are_those_of_the_conversation_in_one_go(play, lm: LM):
     """Turns continue in the prefix cache; what they drew is what the model says of the whole text."""
     answers = play(ECHO, [USER, "say:"], most=80, longest=140, turns=4, args={"turns": 4}, observation=20)
-    assert max(one.played.turn_count for one in answers) >= 1
+    assert max(answer.played.turn_count for answer in answers) >= 1
     for answer in answers:
         scores = lm.score([[*answer.prompt.tokens, *answer.tokens]])[0][len(answer.prompt.tokens) - 1 :]
-        own = np.asarray(answer.live)
-        assert np.allclose(np.asarray(answer.logprobs)[own], scores[own], atol=1e-4)
-        assert np.isnan(np.asarray(answer.logprobs)[~own]).all()
+        live = np.asarray(answer.live)
+        assert np.allclose(np.asarray(answer.logprobs)[live], scores[live], atol=1e-4)
+        assert np.isnan(np.asarray(answer.logprobs)[~live]).all()
 
 
 def test_the_prefix_cache_is_hit(play, lm: LM):
     answers = play(ECHO, ["say something:"], most=100, longest=140, stop="\ufffd", turns=4, args={"turns": 4}, seed=(3,))
-    made = answers[0].played.turn_count
-    assert made > 1, "several turns"
+    turn_count = answers[0].played.turn_count
+    assert turn_count > 1, "several turns"
     stats = lm.engine([140]).stats
-    assert stats.reused_tokens >= (made - 1) * len("say something:") // 4 * 4
+    assert stats.reused_tokens >= (turn_count - 1) * len("say something:") // 4 * 4

@@ -49,24 +49,24 @@ def template(name: str) -> str:
     return (FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
 
 
-def rendered(name: str, messages: Any, tools: Any = None, **variables: Any) -> str:
+def render_chat(name: str, messages: Any, tools: Any = None, **variables: Any) -> str:
     special = {"bos_token": "<s>", "eos_token": "</s>"}
-    how: dict[str, Any] = {"add_generation_prompt": True, "now": CLOCK}
-    return render(template(name) if name != "own" else CHAT, messages, special, tools=tools, **how, **variables)
+    variables_of_turn: dict[str, Any] = {"add_generation_prompt": True, "now": CLOCK}
+    return render(template(name) if name != "own" else CHAT, messages, special, tools=tools, **variables_of_turn, **variables)
 
 
 @there
 @pytest.mark.parametrize("tools", [None, TOOLS])
 @pytest.mark.parametrize("name", FOUND)
 def test_templates_that_rewrite_turns_are_refused(name: str, tools: Any):
-    own, off = name.rstrip("/"), {"enable_thinking": False} if name.endswith("/") else {}
-    said = FOUND[name][tools is not None]
+    family, off = name.rstrip("/"), {"enable_thinking": False} if name.endswith("/") else {}
+    problem = FOUND[name][tools is not None]
     check = lambda: check_turn_template(  # noqa: E731
-        lambda messages: rendered(own, messages, tools, **off), ASKED, "tool" if tools else "user", tools, template(own), NAMES
+        lambda messages: render_chat(family, messages, tools, **off), ASKED, "tool" if tools else "user", tools, template(family), NAMES
     )
-    if said is None:
+    if problem is None:
         return check()
-    with pytest.raises((HistoryRewritten, BadInput), match=said):
+    with pytest.raises((HistoryRewritten, BadInput), match=problem):
         check()
 
 
@@ -84,7 +84,7 @@ def test_what_follows_a_turn_is_the_rest_of_the_whole_conversation(name: str):
     messages = conversation["messages"]
     if whole is None or not isinstance(whole, str):
         pytest.skip("transformers did not render it")
-    places = [i for i, one in enumerate(messages) if one["role"] == "assistant"]
+    places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     assert places
     assert messages[-1]["role"] == "user"
     last = places[-1]
@@ -104,8 +104,8 @@ def test_what_follows_a_turn_is_the_rest_of_the_whole_conversation(name: str):
 
 
 def test_a_turn_ends_at_its_own_end():
-    before = rendered("own", ASKED)
-    after = rendered("own", [*ASKED, {"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}])
+    before = render_chat("own", ASKED)
+    after = render_chat("own", [*ASKED, {"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}])
     assert turn_end(before, after, ["<eos>", "</s>"]) == ("<eos>", "\n<bos>user\nb<eos>\n<bos>assistant\n")
     with pytest.raises(HistoryRewritten, match="none of its end tokens"):
         turn_end(before, after, ["</s>"])

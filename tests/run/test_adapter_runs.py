@@ -53,7 +53,7 @@ KINDS = {
 }
 
 
-def saved(config: Any, folder: Path) -> Path:
+def save_model(config: Any, folder: Path) -> Path:
     """A Hub folder of a model with random weights."""
     model = config.build(Unroll())
     fill(model, jax.random.key(1), addresses=layer_addresses(model))
@@ -65,7 +65,7 @@ def saved(config: Any, folder: Path) -> Path:
 def base(tmp_path_factory) -> Path:
     """A model of two layers."""
     config = compose(Run, "tiny", [*SMALL, "model.layers=2"]).value.model
-    return saved(config, tmp_path_factory.mktemp("adapters") / "base")
+    return save_model(config, tmp_path_factory.mktemp("adapters") / "base")
 
 
 def fit(base: Path, run: Path, *words: str) -> dict[int, float]:
@@ -74,7 +74,7 @@ def fit(base: Path, run: Path, *words: str) -> dict[int, float]:
 
 
 @pytest.fixture(scope="module", params=default("lora", of=KINDS))
-def trained(request, base: Path, tmp_path_factory) -> tuple[Path, dict[int, float], list[str]]:
+def adapter_run(request, base: Path, tmp_path_factory) -> tuple[Path, dict[int, float], list[str]]:
     """Four steps of a run, its losses, and what it was told beside the common words."""
     run = tmp_path_factory.mktemp("adapters") / request.param
     return run, fit(base, run, "steps=4", *KINDS[request.param]), KINDS[request.param]
@@ -94,8 +94,8 @@ def plain(base: Path, tmp_path_factory) -> float:
 
 
 @pytest.mark.slow
-def test_a_resume_is_bit_for_bit(trained, base: Path, tmp_path: Path):
-    run, losses, words = trained
+def test_a_resume_is_bit_for_bit(adapter_run, base: Path, tmp_path: Path):
+    run, losses, words = adapter_run
     half = tmp_path / "run"
     Path(shutil.copytree(run, half))
     shutil.rmtree(half / "checkpoints" / "4")
@@ -107,8 +107,8 @@ def test_a_resume_is_bit_for_bit(trained, base: Path, tmp_path: Path):
     assert all(np.array_equal(adapters[0][name].b, adapter.b) for name, adapter in adapters[1].items())
 
 
-def test_a_checkpoint_holds_the_factors_and_their_optimizer_alone(trained):
-    step = trained[0] / "checkpoints" / "4"
+def test_a_checkpoint_holds_the_factors_and_their_optimizer_alone(adapter_run):
+    step = adapter_run[0] / "checkpoints" / "4"
     names = set(stored_shapes(step))
     assert names
     assert {name.rpartition(".")[2] for name in names} <= set(FACTORS)
@@ -118,16 +118,16 @@ def test_a_checkpoint_holds_the_factors_and_their_optimizer_alone(trained):
     assert all(any(name.endswith(f".{moment}") for moment in moments) for name in mirrored)
 
 
-def test_the_header_counts_the_parameters_of_the_model_and_the_adapter(trained, base: Path):
-    header = next(line["header"] for line in read(Store(trained[0])) if "header" in line)
-    factors = sum(int(np.prod(a.shape)) for name, a in stored_shapes(trained[0] / "checkpoints" / "4").items() if name[-1] != "0")
+def test_the_header_counts_the_parameters_of_the_model_and_the_adapter(adapter_run, base: Path):
+    header = next(line["header"] for line in read(Store(adapter_run[0])) if "header" in line)
+    factors = sum(int(np.prod(a.shape)) for name, a in stored_shapes(adapter_run[0] / "checkpoints" / "4").items() if name[-1] != "0")
     assert header["parameters"] == open_model(base).config.parameters() + factors
     assert f"{factors:,} trained" in header["adapter"]
 
 
-def test_what_was_trained_is_the_same_model_everywhere(trained, base: Path, tmp_path: Path):
+def test_what_was_trained_is_the_same_model_everywhere(adapter_run, base: Path, tmp_path: Path):
     """The run, its PEFT folder on the base (whose weights are not rounded, where those of the run are), and its conversion."""
-    run, _, words = trained
+    run, _, words = adapter_run
     tokens = np.arange(3, 20)
     expected = argosy.load(run).logits(tokens)
     plain = argosy.load(base).logits(tokens)
@@ -145,25 +145,25 @@ def test_what_was_trained_is_the_same_model_everywhere(trained, base: Path, tmp_
     assert json.loads((run / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base.resolve())
 
 
-def test_every_kind_starts_at_the_base(trained, plain: float):
-    _, losses, words = trained
+def test_every_kind_starts_at_the_base(adapter_run, plain: float):
+    _, losses, words = adapter_run
     if "adapter=qlora" in words:
         assert 0 < abs(losses[1] - plain) < 0.05
     else:
         assert relative([losses[1]], [plain]) < 1e-6
 
 
-def assembled(base: Path, *words: str) -> Any:
+def assemble_run(base: Path, *words: str) -> Any:
     run = compose(Run, "tiny", [*WORDS, "steps=4", f"model={base}", *KINDS["lora"], *words]).value
     return assemble(run, Decided.here(run))
 
 
 def test_the_base_is_not_copied_donated_or_changed(base: Path):
     files = {file.name: file.read_bytes() for file in base.iterdir()}
-    assembly = assembled(base)
+    assembly = assemble_run(base)
     state, stored = weights_for(assembly, str(base), lambda _: None)
     before = {address: leaf for address, leaf in state.rest.items() if address in assembly.adapters.base}
-    held = {address: np.array(leaf) for address, leaf in before.items()}
+    base_weights = {address: np.array(leaf) for address, leaf in before.items()}
     first = {address: np.array(leaf) for address, leaf in state.params.items()}
     update = assembly.compile()
     batch = assembly.place(next(assembly.batches))
@@ -174,9 +174,9 @@ def test_the_base_is_not_copied_donated_or_changed(base: Path):
     assert all(leaf.is_deleted() for leaf in old.values()), "the adapters are not donated"
     assert all(state.rest[address] is leaf for address, leaf in before.items()), "the base was copied"
     for name in stored.weights.names:
-        address = name if name in held else name.removesuffix(".w") + ".of.w"
-        np.testing.assert_array_equal(held[address], stored.weights.read(name))
-        np.testing.assert_array_equal(np.asarray(state.rest[address]), held[address])
+        address = name if name in base_weights else name.removesuffix(".w") + ".of.w"
+        np.testing.assert_array_equal(base_weights[address], stored.weights.read(name))
+        np.testing.assert_array_equal(np.asarray(state.rest[address]), base_weights[address])
     assert all((np.asarray(state.params[a]) != first[a]).any() for a in first), "an adapter never moved"
     assert set(state.params).isdisjoint(assembly.adapters.base)
     assert {file.name: file.read_bytes() for file in base.iterdir()} == files
@@ -198,8 +198,8 @@ def test_other_layouts_and_meshes_train_the_same(base: Path, lora, tmp_path: Pat
     assert relative(list(there.values()), list(here.values())) < 1e-5
     adapters = [open_model(each).adapted.adapters for each in (run, tmp_path / "there")]
     assert set(adapters[0]) == set(adapters[1])
-    for name, one in adapters[0].items():
-        assert relative(adapters[1][name].a, one.a) < 1e-2
+    for name, adapter in adapters[0].items():
+        assert relative(adapters[1][name].a, adapter.a) < 1e-2
 
 
 @pytest.mark.slow
@@ -227,7 +227,7 @@ def test_other_layouts_and_meshes_drop_the_same(base: Path, tmp_path: Path):
 @pytest.mark.parametrize("name", ["mixtral-plain", "deepseek-3"])
 def test_experts_get_adapters_and_routers_do_not(name: str, tmp_path: Path):
     config = CASES[name]
-    base = saved(config, tmp_path / "base")
+    base = save_model(config, tmp_path / "base")
     words = [f"model={base}", *KINDS["lora"], "steps=2", f"dir={tmp_path / 'run'}", "data.batch=8"]
     argosy.fit("tiny", *WORDS, *words, f"data.sequence={min(16, config.context)}")
     adapters = open_model(tmp_path / "run").adapted.adapters
@@ -242,7 +242,7 @@ def test_experts_get_adapters_and_routers_do_not(name: str, tmp_path: Path):
 
 
 @pytest.fixture
-def moved(base: Path) -> Any:
+def away_base(base: Path) -> Any:
     """Where the base is for the time of a test; another one may take its place."""
     away = base.with_name("away")
     base.rename(away)
@@ -252,7 +252,7 @@ def moved(base: Path) -> Any:
 
 
 @pytest.mark.slow
-def test_a_resume_wants_the_same_base(base: Path, moved: Path, lora):
+def test_a_resume_wants_the_same_base(base: Path, away_base: Path, lora):
     run, _ = lora
     lines = (run / "metrics.jsonl").read_text()
     with pytest.raises(BadInput, match="the base model under these adapters is not at") as error:
@@ -260,19 +260,19 @@ def test_a_resume_wants_the_same_base(base: Path, moved: Path, lora):
     assert "put the base model back" in str(error.value)
     with pytest.raises(BadInput, match="the base model under these adapters is not at"):
         argosy.load(run)
-    changed(moved, base, same_time=True)
+    copy_changed(away_base, base, same_time=True)
     with pytest.raises(BadInput, match="other weights than the base"):
         argosy.fit(str(run), "steps=4")
     assert (run / "metrics.jsonl").read_text() == lines, "work began"
 
 
-def test_another_base_is_refused_when_loaded(base: Path, moved: Path, lora):
-    changed(moved, base, same_time=False)
+def test_another_base_is_refused_when_loaded(base: Path, away_base: Path, lora):
+    copy_changed(away_base, base, same_time=False)
     with pytest.raises(BadInput, match="other weights than the base"):
         argosy.load(lora[0])
 
 
-def changed(original: Path, folder: Path, *, same_time: bool) -> None:
+def copy_changed(original: Path, folder: Path, *, same_time: bool) -> None:
     """A copy with one other byte, of the same size."""
     shutil.copytree(original, folder)
     file = folder / "model.safetensors"
@@ -283,7 +283,7 @@ def changed(original: Path, folder: Path, *, same_time: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "what"),
+    ("words", "problem"),
     [
         (["adapter.where=layers\\.block\\.attention\\.q"], "adapter.where: nothing in the model matches"),
         (["adapter.where=layers.("], "is not a regular expression"),
@@ -291,8 +291,8 @@ def changed(original: Path, folder: Path, *, same_time: bool) -> None:
         (["adapter.init=pissa", "adapter.rank=64"], "singular values"),
     ],
 )
-def test_a_rule_that_cannot_bind_is_refused(base: Path, tmp_path: Path, words: list[str], what: str):
-    with pytest.raises(ArgosyError, match=what):
+def test_a_rule_that_cannot_bind_is_refused(base: Path, tmp_path: Path, words: list[str], problem: str):
+    with pytest.raises(ArgosyError, match=problem):
         fit(base, tmp_path / "run", "steps=1", *KINDS["lora"], *words)
 
 
@@ -358,12 +358,12 @@ def test_without_adapters_the_weights_are_shared(settings: Any, run: Any):
     model = config.build(run)
     settings.put_on(model)
     base = without_adapters(model)
-    own, shared = split(model)[1], split(base)[1]
+    weights, shared = split(model)[1], split(base)[1]
     assert {address.replace(".of.", ".") for address in base_addresses(model)} == set(shared)
-    assert all(own[address] is shared[address.replace(".of.", ".")] for address in base_addresses(model))
+    assert all(weights[address] is shared[address.replace(".of.", ".")] for address in base_addresses(model))
     assert find(model, ".*", LoRA)
     graph = split(model)[0]
-    traced = jax.eval_shape(lambda leaves: split(without_adapters(merge(graph, leaves)))[1], own)
+    traced = jax.eval_shape(lambda leaves: split(without_adapters(merge(graph, leaves)))[1], weights)
     assert {address: (a.shape, a.dtype) for address, a in traced.items()} == {a: (x.shape, x.dtype) for a, x in shared.items()}
     with pytest.raises(BadInput, match="no adapters"):
         without_adapters(base)

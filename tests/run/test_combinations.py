@@ -13,9 +13,9 @@ from argosy.run.start.preflight import checked_settings
 
 
 def test_every_row_names_features_and_says_what_to_do():
-    assert len({(one.feature, one.other) for one in CONFLICTS}) == len(CONFLICTS) > 30
-    assert {key for one in CONFLICTS for key in (one.feature, one.other)} == set(FEATURES)
-    assert all(one.reason and one.hint for one in CONFLICTS)
+    assert len({(conflict.feature, conflict.other) for conflict in CONFLICTS}) == len(CONFLICTS) > 30
+    assert {key for conflict in CONFLICTS for key in (conflict.feature, conflict.other)} == set(FEATURES)
+    assert all(conflict.reason and conflict.hint for conflict in CONFLICTS)
 
 
 @pytest.mark.parametrize("row", CONFLICTS, ids=lambda row: f"{row.feature}-{row.other}")
@@ -24,8 +24,8 @@ def test_each_row_is_violated_by_its_two_features_alone(row: Conflict, monkeypat
         used = {row.feature, row.other} - {absent}
         fake = {key: Feature(key, lambda _, key=key, used=used: key in used) for key in FEATURES}
         monkeypatch.setattr("argosy.run.settings.combinations.FEATURES", fake)
-        found = [error.what for error in violations(Situation(SimpleNamespace()))]
-        assert found == ([] if absent else [f"{row.feature} and {row.other} do not combine: {row.reason}"])
+        problems = [error.what for error in violations(Situation(SimpleNamespace()))]
+        assert problems == ([] if absent else [f"{row.feature} and {row.other} do not combine: {row.reason}"])
 
 
 WORDS: dict[str, list[str]] = {
@@ -79,8 +79,8 @@ def test_all_violated_rows_are_reported_before_anything_is_built(tmp_path: Any):
     words = ["diloco.every=4", "mesh.stage=2", "sample.every=5", "execution.offload=optimizer", f"dir={tmp_path / 'run'}"]
     with pytest.raises(SettingsError) as caught:
         checked_settings("tiny", words)
-    found = [error.what.partition(" do not")[0] for error in caught.value.problems]
-    assert found == [
+    problems = [error.what.partition(" do not")[0] for error in caught.value.problems]
+    assert problems == [
         "mesh.stage and sample.every",
         "execution.offload and mesh.stage",
         "execution.offload and diloco.every",

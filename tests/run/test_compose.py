@@ -143,7 +143,7 @@ def test_a_run_directory_is_its_settings(configs, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "words", "what", "hint", "where"),
+    ("recipe", "words", "problem", "hint", "where"),
     [
         ("tinny", [], "unknown recipe `tinny`", "`tiny`", None),
         ("zzz", [], "unknown recipe `zzz`", "known names are", None),
@@ -156,12 +156,12 @@ def test_a_run_directory_is_its_settings(configs, tmp_path):
         ("circle", [], "`extends: circle` goes in a circle", None, "in recipes/circle2.yml:1"),
     ],
 )
-def test_files_that_are_not_there(configs, tmp_path, monkeypatch, recipe, words, what, hint, where):
+def test_files_that_are_not_there(configs, tmp_path, monkeypatch, recipe, words, problem, hint, where):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.yml").write_text("steps: 1\n")
     with pytest.raises((BadInput, UnknownName)) as caught:
         compose(Run, recipe, words, configs)
-    assert what in str(caught.value)
+    assert problem in str(caught.value)
     assert hint is None or hint in (caught.value.hint or "")
     assert caught.value.where == where
     assert caught.value.exit_code == 2
@@ -176,9 +176,9 @@ def test_the_name_of_an_objective_is_answered_with_its_recipe(name):
     with pytest.raises(BadInput, match="is an objective, not a recipe") as caught:
         compose(TrainingRun, name, [])
     words = str(caught.value.hint).partition("argosy train ")[2].split()
-    chosen = settled_objective(words)
+    objective = settled_objective(words)
     plain = name.lower().replace("-", "_").replace("++", "_pp")
-    assert chosen == plain or words[:2] == ["dpo", f"objective.losses.{name}=1"]
+    assert objective == plain or words[:2] == ["dpo", f"objective.losses.{name}=1"]
 
 
 def settled_objective(words):
@@ -207,7 +207,7 @@ def test_all_rules_that_do_not_hold_are_reported_at_once(recipe, words, rules):
     with pytest.raises(SettingsError) as caught:
         compose(TrainingRun, recipe, ["model.family=llama", "data.source=x.jsonl", *words])
     for rule in rules:
-        assert len([one for one in caught.value.problems if rule in one.what]) == 1, rule
+        assert len([entry for entry in caught.value.problems if rule in entry.what]) == 1, rule
 
 
 def test_of_a_list_of_files_the_later_ones_win(configs):
@@ -324,15 +324,15 @@ def test_listing_presets_walks_their_folder_twice_at_most_and_makes_one_class(mo
     from argosy.jobs import models
 
     models.listing()
-    walked, made = [], []
+    walked, classes = [], []
     rglob, new = type(CONFIGS).rglob, Settings.__pydantic_init_subclass__.__func__
     monkeypatch.setattr(type(CONFIGS), "rglob", lambda self, *a: walked.append(self) or rglob(self, *a))
     monkeypatch.setattr(
-        Settings, "__pydantic_init_subclass__", classmethod(lambda cls, **k: made.append(cls) or new(cls, **k))
+        Settings, "__pydantic_init_subclass__", classmethod(lambda cls, **k: classes.append(cls) or new(cls, **k))
     )
     assert len(models.listing()["presets"]) > 50
     assert len(walked) <= 2
-    assert not made
+    assert not classes
 
 
 def test_a_preset_lies_inside_its_folder():
@@ -342,7 +342,7 @@ def test_a_preset_lies_inside_its_folder():
 
 
 @pytest.mark.parametrize(
-    ("name", "what", "hint"),
+    ("name", "problem", "hint"),
     [
         (
             "Qwen/Qwen3-0.6B",
@@ -359,11 +359,11 @@ def test_a_preset_lies_inside_its_folder():
         ("nope.gguf", "no such file: `nope.gguf`", "model=FOLDER takes a Hub folder"),
     ],
 )
-def test_a_model_that_is_not_there_is_told_from_a_hub_id(tmp_path, monkeypatch, name, what, hint):
+def test_a_model_that_is_not_there_is_told_from_a_hub_id(tmp_path, monkeypatch, name, problem, hint):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(BadInput) as caught:
         compose(TrainingRun, "tiny", [f"model={name}"])
-    assert caught.value.what == what
+    assert caught.value.what == problem
     assert (caught.value.hint or "").startswith(hint)
     assert caught.value.where == "set by command line"
 
@@ -375,35 +375,35 @@ def _problems(*words):
 
 
 def test_beside_an_unknown_optimizer_the_other_mistakes_are_found():
-    found = _problems("optimizer=adam", "lr=3", "optimizer.foo=1", "optimizer.clip=x", "stpes=5")
-    assert found["unknown optimizer `adam` for `optimizer`"] == "did you mean `adamw`?"
-    assert found["unknown setting `lr`"] == "did you mean `optimizer.learning_rate`?"
-    assert found["unknown setting `stpes`"] == "did you mean `steps`?"
-    assert {"unknown setting `optimizer.foo`", "`optimizer.clip` should be a number or none, not `x`"} <= found.keys()
-    assert len(found) == 5
+    problems = _problems("optimizer=adam", "lr=3", "optimizer.foo=1", "optimizer.clip=x", "stpes=5")
+    assert problems["unknown optimizer `adam` for `optimizer`"] == "did you mean `adamw`?"
+    assert problems["unknown setting `lr`"] == "did you mean `optimizer.learning_rate`?"
+    assert problems["unknown setting `stpes`"] == "did you mean `steps`?"
+    assert {"unknown setting `optimizer.foo`", "`optimizer.clip` should be a number or none, not `x`"} <= problems.keys()
+    assert len(problems) == 5
 
 
 def test_beside_an_unknown_preset_the_other_mistakes_are_found():
-    found = _problems("model=lama3.2-1b", "lr=3", "model.widht=3", "model.layers=many", "stpes=5")
-    assert found["unknown model preset `lama3.2-1b`"] == "did you mean `llama3.2-1b`?"
-    assert found["unknown setting `model.widht`"] == "did you mean `model.width`?"
-    assert {"unknown setting `lr`", "unknown setting `stpes`", "`model.layers` should be a whole number, not `many`"} <= found.keys()
-    assert len(found) == 5
+    problems = _problems("model=lama3.2-1b", "lr=3", "model.widht=3", "model.layers=many", "stpes=5")
+    assert problems["unknown model preset `lama3.2-1b`"] == "did you mean `llama3.2-1b`?"
+    assert problems["unknown setting `model.widht`"] == "did you mean `model.width`?"
+    assert {"unknown setting `lr`", "unknown setting `stpes`", "`model.layers` should be a whole number, not `many`"} <= problems.keys()
+    assert len(problems) == 5
     assert "`gemma` is a model family, which has no sizes" in _problems("model=gemma", "stpes=5")
 
 
 def test_beside_a_preset_that_is_near_none_nothing_is_said_of_the_model():
     """The nearest preset is a guess: whether the data fits its context nobody knows."""
-    found = _problems("model=zzz", "model.foo=1", "stpes=5")
-    assert list(found) == ["unknown model preset `zzz`", "unknown setting `stpes`"]
+    problems = _problems("model=zzz", "model.foo=1", "stpes=5")
+    assert list(problems) == ["unknown model preset `zzz`", "unknown setting `stpes`"]
     with pytest.raises(UnknownName):
         compose(TrainingRun, "tiny", ["model=tinyllama-1.2b", "data.sequence=100k"])
 
 
 def test_at_most_one_axis_takes_what_is_left():
-    found = _problems("mesh.data=-1", "stpes=3")
-    assert "`mesh`: data = -1, fsdp = -1: at most one axis of a mesh may be -1, and none 0" in found
-    assert len(found) == 2
+    problems = _problems("mesh.data=-1", "stpes=3")
+    assert "`mesh`: data = -1, fsdp = -1: at most one axis of a mesh may be -1, and none 0" in problems
+    assert len(problems) == 2
 
 
 @pytest.mark.parametrize("name", ["my.txt", "corpus"])
@@ -423,15 +423,15 @@ def test_a_choice_that_is_near_none_is_one_mistake():
 
 
 def test_an_axis_of_no_devices_is_a_wrong_setting():
-    found = _problems("mesh.stage=0", "stpes=3")
-    assert "`mesh`: stage = 0, fsdp = -1: at most one axis of a mesh may be -1, and none 0" in found
-    assert len(found) == 2
+    problems = _problems("mesh.stage=0", "stpes=3")
+    assert "`mesh`: stage = 0, fsdp = -1: at most one axis of a mesh may be -1, and none 0" in problems
+    assert len(problems) == 2
 
 
 def test_a_bound_says_what_was_wanted():
-    found = _problems("eval.every=0", "checkpoint.every=0")
-    assert "eval.batches=0 turns evaluation off" in found["`eval.every` should be greater than 0, not `0`"]
-    assert "at least 1 (a large number saves only at the end)" in found["`checkpoint.every` should be greater than 0, not `0`"]
+    problems = _problems("eval.every=0", "checkpoint.every=0")
+    assert "eval.batches=0 turns evaluation off" in problems["`eval.every` should be greater than 0, not `0`"]
+    assert "at least 1 (a large number saves only at the end)" in problems["`checkpoint.every` should be greater than 0, not `0`"]
 
 
 @pytest.mark.parametrize(
@@ -439,8 +439,8 @@ def test_a_bound_says_what_was_wanted():
     [((), 1), (("objective.negatives=1",), 1), (("objective.negatives=4",), 4), (("objective.negatives=4", "data.negatives=6"), 6)],
 )
 def test_records_have_as_many_negatives_as_are_compared(words, negatives):
-    made = compose(TrainingRun, "embed", ["model=minilm-l6", "init.weights=none", "data.source=n.jsonl", *words]).value
-    assert made.data.negatives == negatives
+    run = compose(TrainingRun, "embed", ["model=minilm-l6", "init.weights=none", "data.source=n.jsonl", *words]).value
+    assert run.data.negatives == negatives
 
 
 def test_presets_of_a_family_are_those_whose_names_begin_with_it():

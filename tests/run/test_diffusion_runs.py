@@ -46,12 +46,12 @@ def weights_of(folder):
 
 
 def test_a_denoiser_learns_and_resumes_bit_for_bit(stripes, tmp_path):
-    how = ["schedule=constant", "schedule.warmup=5", "checkpoint.every=20", "eval.every=20"]
+    settings = ["schedule=constant", "schedule.warmup=5", "checkpoint.every=20", "eval.every=20"]
     for steps in (20, 40):
-        argosy.fit(*words(stripes, tmp_path / "halves", *how), view=Heard(), steps=steps)
-    argosy.fit(*words(stripes, tmp_path / "whole", *how), view=Heard(), steps=40)
-    one, two = weights_of(tmp_path / "halves"), weights_of(tmp_path / "whole")
-    for name, a in one.items():
+        argosy.fit(*words(stripes, tmp_path / "halves", *settings), view=Heard(), steps=steps)
+    argosy.fit(*words(stripes, tmp_path / "whole", *settings), view=Heard(), steps=40)
+    halves, two = weights_of(tmp_path / "halves"), weights_of(tmp_path / "whole")
+    for name, a in halves.items():
         np.testing.assert_array_equal(a, two[name], err_msg=name)
     evals = [line["eval_loss"] for line in read(Store(tmp_path / "whole")) if "eval_loss" in line]
     assert evals == [line["eval_loss"] for line in read(Store(tmp_path / "halves")) if "eval_loss" in line]
@@ -61,7 +61,7 @@ def test_a_denoiser_learns_and_resumes_bit_for_bit(stripes, tmp_path):
     assert {f"eval_error_q{q}" for q in range(1, 5)} <= set(last_of(tmp_path / "whole"))
 
 
-def decoded(data: bytes) -> np.ndarray:
+def decode_png(data: bytes) -> np.ndarray:
     """The image of a PNG file without filters, read by its specification."""
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
     width, height, depth, color = struct.unpack(">IIBB", data[16:26])
@@ -80,12 +80,12 @@ def decoded(data: bytes) -> np.ndarray:
 
 
 def test_grids_are_drawn_of_weights_and_their_average_and_stand_in_the_report(stripes, tmp_path):
-    how = ["schedule.warmup=0", "optimizer.learning_rate=0.02", "ema.decay=0.9"]
-    how += ["sample.every=2", "sample.images=5", "sample.steps=4", "sample.guidance=2"]
-    argosy.fit(*words(stripes, tmp_path / "run", *how), view=Heard(), steps=4)
+    settings = ["schedule.warmup=0", "optimizer.learning_rate=0.02", "ema.decay=0.9"]
+    settings += ["sample.every=2", "sample.images=5", "sample.steps=4", "sample.guidance=2"]
+    argosy.fit(*words(stripes, tmp_path / "run", *settings), view=Heard(), steps=4)
     files = sorted((tmp_path / "run" / "samples").iterdir())
     assert [file.name for file in files] == ["00000002-raw.png", "00000002.png", "00000004-raw.png", "00000004.png"]
-    grids = [decoded(file.read_bytes()) for file in files]
+    grids = [decode_png(file.read_bytes()) for file in files]
     # Three columns, one a class; the third row has none in its last two places.
     assert {grid.shape for grid in grids} == {(17, 26, 3)}
     assert (grids[0][8] == 255).all()
@@ -103,7 +103,7 @@ def test_grids_are_drawn_of_weights_and_their_average_and_stand_in_the_report(st
     assert np.abs(pipeline.images(["0"], guidance=100.0).astype(int) - images[:1]).max() > 1
 
 
-@pytest.mark.parametrize("word, what", [
+@pytest.mark.parametrize("word, problem", [
     ("model.channels=3", "images have 1 channel, and the model reads 3"),
     ("model.patch=4 model.size=12 data.image.size=6", "images of 6 x 6 do not divide into the model's patches of 4"),
     ("model.classes=2", "the data has 3 classes, and the model knows 2"),
@@ -113,8 +113,8 @@ def test_grids_are_drawn_of_weights_and_their_average_and_stand_in_the_report(st
     ("data.batch=15 accumulate=2", "data.batch = 15 is not a multiple of accumulate = 2"),
     ("adapter=lora", "the weights under an adapter are random"),
 ])  # fmt: skip
-def test_mistakes_are_named_before_the_first_step(stripes, tmp_path, word, what):
-    with pytest.raises(UserError, match=what):
+def test_mistakes_are_named_before_the_first_step(stripes, tmp_path, word, problem):
+    with pytest.raises(UserError, match=problem):
         argosy.fit(*words(stripes, tmp_path / "run", *word.split()), view=Heard(), steps=1)
     assert not (tmp_path / "run" / "checkpoints").exists()
 
@@ -122,8 +122,8 @@ def test_mistakes_are_named_before_the_first_step(stripes, tmp_path, word, what)
 def test_an_adapter_trains_on_a_denoiser(stripes, tmp_path):
     argosy.fit(*words(stripes, tmp_path / "base"), view=Heard(), steps=10)
     base = weights_of(tmp_path / "base")
-    how = [f"init.weights={tmp_path / 'base'}", "adapter=lora", "adapter.rank=2"]
-    argosy.fit(*words(stripes, tmp_path / "lora", *how), view=Heard(), steps=10)
+    settings = [f"init.weights={tmp_path / 'base'}", "adapter=lora", "adapter.rank=2"]
+    argosy.fit(*words(stripes, tmp_path / "lora", *settings), view=Heard(), steps=10)
     adapted = weights_of(tmp_path / "lora")
     for name, a in base.items():
         inside = f"{name[:-2]}.of{name[-2:]}"
@@ -138,7 +138,7 @@ def test_an_adapter_trains_on_a_denoiser(stripes, tmp_path):
 def test_meshes_train_alike(stripes, tmp_path, mesh):
     assert len(jax.devices()) == 8
     losses = {}
-    for name, how in {"one": ["mesh.data=1"], "many": mesh}.items():
-        argosy.fit(*words(stripes, tmp_path / name, *how, "execution.run=scan", "log.every=1"), view=Heard(), steps=3)
+    for name, settings in {"one": ["mesh.data=1"], "many": mesh}.items():
+        argosy.fit(*words(stripes, tmp_path / name, *settings, "execution.run=scan", "log.every=1"), view=Heard(), steps=3)
         losses[name] = [line["loss"] for line in read(Store(tmp_path / name)) if "loss" in line]
     assert losses["many"] == pytest.approx(losses["one"], rel=1e-4)

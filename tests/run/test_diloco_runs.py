@@ -39,7 +39,7 @@ def fit(run: Path, *words: str, view: Any = None) -> Any:
     return train("tiny", [*WORDS, *REPLICAS, f"dir={run}", *words], view or Heard())
 
 
-def held(run: Path, step: int) -> dict[str, np.ndarray]:
+def arrays_of(run: Path, step: int) -> dict[str, np.ndarray]:
     """All that a checkpoint holds."""
     folder = run / "checkpoints" / str(step)
     return {name: np.asarray(a) for name, a in (load_weights(folder) | load_item(folder, STATE)).items()}
@@ -67,19 +67,19 @@ def test_a_resume_between_outer_steps_is_bit_for_bit(tmp_path: Path):
     fit(tmp_path / "whole")
     with pytest.raises(Killed):
         fit(tmp_path / "run", view=Kills(8))
-    middle = held(tmp_path / "run", 6)
+    middle = arrays_of(tmp_path / "run", 6)
     ours = {name.removeprefix("optimizer.replicas."): a for name, a in middle.items() if name.startswith("optimizer.replicas.")}
     assert set(ours) == set(load_weights(tmp_path / "run" / "checkpoints" / "6"))
-    for address, own in ours.items():
-        assert own.shape == (2, *middle[address].shape)
-        assert (own[0] != own[1]).any(), address
-        assert (own[0] != middle[address]).any(), address
+    for address, replicas in ours.items():
+        assert replicas.shape == (2, *middle[address].shape)
+        assert (replicas[0] != replicas[1]).any(), address
+        assert (replicas[0] != middle[address]).any(), address
     heard = Heard()
     fit(tmp_path / "run", view=heard)
     assert "resuming from step 6 of 12" in heard.words
-    found, expected = held(tmp_path / "run", 12), held(tmp_path / "whole", 12)
-    assert found.keys() == expected.keys()
-    assert [name for name in expected if found[name].tobytes() != expected[name].tobytes()] == []
+    resumed, expected = arrays_of(tmp_path / "run", 12), arrays_of(tmp_path / "whole", 12)
+    assert resumed.keys() == expected.keys()
+    assert [name for name in expected if resumed[name].tobytes() != expected[name].tobytes()] == []
     for name in ("loss", "grad_norm", "replicas_apart", "outer_grad_norm"):
         assert numbers(tmp_path / "run", name) == numbers(tmp_path / "whole", name)
     apart = numbers(tmp_path / "whole", "replicas_apart")
@@ -113,7 +113,7 @@ def test_sums_after_every_step_are_data_parallel_training(tmp_path: Path):
     ours, theirs = (load_weights(tmp_path / name / "checkpoints" / "4") for name in ("replicas", "summed"))
     for address, w in theirs.items():
         np.testing.assert_allclose(ours[address], w, atol=2e-6)
-    assert not any(name.startswith("optimizer.replicas") for name in held(tmp_path / "summed", 4))
+    assert not any(name.startswith("optimizer.replicas") for name in arrays_of(tmp_path / "summed", 4))
     few = numbers(tmp_path / "replicas", "loss"), numbers(tmp_path / "summed", "loss")
     assert few[0] == pytest.approx(few[1], rel=1e-5)
 
@@ -133,7 +133,7 @@ def settings(*words: str) -> Run:
 
 
 @pytest.mark.parametrize(
-    ("words", "what"),
+    ("words", "problem"),
     [
         (["mesh.data=1"], r"the mesh has one replica: mesh\.data is 1"),
         (["steps=10"], r"steps = 10 is no multiple of diloco\.every = 4: the last 2 steps would move no outer weights"),
@@ -145,9 +145,9 @@ def settings(*words: str) -> Run:
         (["init.weights=somewhere", "adapter=lora"], r"diloco\.every and an adapter do not combine"),
     ],
 )
-def test_what_replicas_cannot_do_is_refused(words: list[str], what: str):
+def test_what_replicas_cannot_do_is_refused(words: list[str], problem: str):
     run = settings(*words)
-    with pytest.raises(ArgosyError, match=what):
+    with pytest.raises(ArgosyError, match=problem):
         assemble(run, Decided("unroll", "float32"))
 
 
@@ -157,8 +157,8 @@ def test_steps_that_no_outer_step_followed_are_said():
     every = run.diloco.every
     assert every > 1
     assert diloco.unfinished_outer_step(run, 4 * every) == ""
-    said = diloco.unfinished_outer_step(run, 4 * every + 1)
-    assert said == f"; its last 1 step moved no outer weights, which are those of step {4 * every} (diloco.every)"
+    message = diloco.unfinished_outer_step(run, 4 * every + 1)
+    assert message == f"; its last 1 step moved no outer weights, which are those of step {4 * every} (diloco.every)"
     assert diloco.unfinished_outer_step(settings("diloco.every=0"), 7) == ""
 
 
@@ -203,7 +203,7 @@ def test_a_run_resumes_with_as_many_replicas_and_the_same_outer_steps(tmp_path: 
 def test_a_step_of_replicas_is_made_twice_with_the_same_bits(tmp_path: Path, words: list[str]):
     fit(tmp_path / "twice", *words)
     fit(tmp_path / "once")
-    ours, theirs = held(tmp_path / "twice", 12), held(tmp_path / "once", 12)
+    ours, theirs = arrays_of(tmp_path / "twice", 12), arrays_of(tmp_path / "once", 12)
     assert [name for name in theirs if ours[name].tobytes() != theirs[name].tobytes()] == []
 
 
@@ -231,7 +231,7 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 def test_a_bad_step_of_one_replica_is_skipped_by_all_and_outer_steps_are_not(poison: Any, tmp_path: Path, step: int):
     poison(step)
     fit(tmp_path / "run", "guard.nonfinite=skip", "checkpoint.every=1", "steps=8")
-    before, after = held(tmp_path / "run", step - 1), held(tmp_path / "run", step)
+    before, after = arrays_of(tmp_path / "run", step - 1), arrays_of(tmp_path / "run", step)
     inner = [name for name in before if name.startswith("optimizer.inner.")]
     assert inner
     assert all(before[name].tobytes() == after[name].tobytes() for name in inner)
@@ -253,5 +253,5 @@ def test_a_rollback_goes_back_to_the_replicas_of_the_checkpoint(poison: Any, tmp
     with pytest.raises(Killed):
         fit(tmp_path / "again", "guard.nonfinite=rollback", view=Kills(10))
     fit(tmp_path / "again", "guard.nonfinite=rollback")
-    ours, theirs = held(tmp_path / "again", 12), held(tmp_path / "run", 12)
+    ours, theirs = arrays_of(tmp_path / "again", 12), arrays_of(tmp_path / "run", 12)
     assert [name for name in theirs if ours[name].tobytes() != theirs[name].tobytes()] == []

@@ -37,8 +37,8 @@ def fit(data: Path, run: Path, *more: str, steps: int = STEPS, recipe: str = "di
     words += [] if "mesh.data=-1" in more else ["mesh.data=1"]
     words += SIZES
     heard = Heard()
-    how = ["model.family=llama", "optimizer=adamw", "optimizer.learning_rate=1e-2", "schedule=constant", f"dir={run}"]
-    argosy.fit(recipe, *words, *how, *more, view=heard, steps=steps)
+    settings = ["model.family=llama", "optimizer=adamw", "optimizer.learning_rate=1e-2", "schedule=constant", f"dir={run}"]
+    argosy.fit(recipe, *words, *settings, *more, view=heard, steps=steps)
     return heard.words
 
 
@@ -80,75 +80,82 @@ def test_a_student_comes_near_its_teacher(whole: Path):
 def test_a_resume_is_bit_for_bit_from_the_same_teacher_although_its_run_went_on(
     whole: Path, data: Path, teacher: Path, tmp_path: Path
 ):
-    run, own = tmp_path / "run", Path(shutil.copytree(teacher, tmp_path / "teacher"))
-    fit(data, run, f"objective.teacher={own}", steps=EVERY)
+    run, teacher_run = tmp_path / "run", Path(shutil.copytree(teacher, tmp_path / "teacher"))
+    fit(data, run, f"objective.teacher={teacher_run}", steps=EVERY)
     words = ["model.family=qwen", "model.layers=2", "model.vocab=264", "checkpoint.keep=9"]
-    fit(data, own, *words, steps=33, recipe="sft")
-    fit(data, run, f"objective.teacher={own}")
+    fit(data, teacher_run, *words, steps=33, recipe="sft")
+    fit(data, run, f"objective.teacher={teacher_run}")
     assert losses(run) == losses(whole)
     assert digest(run, STEPS) == digest(whole, STEPS)
-    shutil.rmtree(own / "checkpoints" / "30")
+    shutil.rmtree(teacher_run / "checkpoints" / "30")
     with pytest.raises(BadInput, match="the teacher that this run learns from is not at"):
-        fit(data, run, f"objective.teacher={own}", steps=STEPS + 1)
+        fit(data, run, f"objective.teacher={teacher_run}", steps=STEPS + 1)
 
 
 CACHED = ["objective.logits=cached", "objective.top=40"]
 
 
 @pytest.fixture(scope="module")
-def cached(data: Path, teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def cached_run(data: Path, teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("cached") / "run"
-    said = fit(data, run, f"objective.teacher={teacher}", *CACHED)
-    assert "40 likeliest tokens, 164 bytes a target" in said
+    output = fit(data, run, f"objective.teacher={teacher}", *CACHED)
+    assert "40 likeliest tokens, 164 bytes a target" in output
     return run
 
 
 @pytest.mark.slow
-def test_a_cached_teacher_gives_nearly_the_numbers_of_an_online_one(whole: Path, cached: Path):
+def test_a_cached_teacher_gives_nearly_the_numbers_of_an_online_one(whole: Path, cached_run: Path):
     """40 of 258 tokens, in 16 bits, and no teacher in memory."""
     for name in ("cross_entropy", "kl", "agreement"):
-        assert losses(cached, name)[1] == pytest.approx(losses(whole, name)[1], rel=0.02), name
+        assert losses(cached_run, name)[1] == pytest.approx(losses(whole, name)[1], rel=0.02), name
     # Joined outcomes differ by less.
-    assert losses(cached, "kl")[1] < losses(whole, "kl")[1]
-    assert losses(cached, "kl")[STEPS] < losses(cached, "kl")[1]
-    headers = [next(line["header"] for line in read(Store(run)) if "header" in line) for run in (cached, whole)]
+    assert losses(cached_run, "kl")[1] < losses(whole, "kl")[1]
+    assert losses(cached_run, "kl")[STEPS] < losses(cached_run, "kl")[1]
+    headers = [next(line["header"] for line in read(Store(run)) if "header" in line) for run in (cached_run, whole)]
     assert headers[0]["memory"]["parameters"] == 4 * headers[0]["parameters"] < headers[1]["memory"]["parameters"] / 2
 
 
-@pytest.mark.parametrize("gone", [pytest.param(False, marks=pytest.mark.slow, id="kept"), pytest.param(True, id="gone")])
+@pytest.mark.parametrize("is_gone", [pytest.param(False, marks=pytest.mark.slow, id="kept"), pytest.param(True, id="gone")])
 def test_a_resume_from_the_cache_is_bit_for_bit_also_where_it_is_made_again(
-    cached: Path, data: Path, teacher: Path, tmp_path: Path, gone: bool
+    cached_run: Path, data: Path, teacher: Path, tmp_path: Path, is_gone: bool
 ):
-    run, how = tmp_path / "run", [f"objective.teacher={teacher}", *CACHED]
-    shutil.copytree(cached.parent / "cache", tmp_path / "cache")
-    assert "likeliest tokens" not in fit(data, run, *how, steps=EVERY)
-    if gone:
+    run, settings = tmp_path / "run", [f"objective.teacher={teacher}", *CACHED]
+    shutil.copytree(cached_run.parent / "cache", tmp_path / "cache")
+    assert "likeliest tokens" not in fit(data, run, *settings, steps=EVERY)
+    if is_gone:
         shutil.rmtree(tmp_path / "cache" / "teacher")
-    assert ("likeliest tokens" in fit(data, run, *how)) == gone
-    assert losses(run) == losses(cached)
-    assert digest(run, STEPS) == digest(cached, STEPS)
+    assert ("likeliest tokens" in fit(data, run, *settings)) == is_gone
+    assert losses(run) == losses(cached_run)
+    assert digest(run, STEPS) == digest(cached_run, STEPS)
 
 
 @pytest.mark.slow
 def test_another_temperature_or_teacher_or_row_is_computed_again_and_another_student_not(
-    cached: Path, data: Path, teacher: Path, tmp_path: Path
+    cached_run: Path, data: Path, teacher: Path, tmp_path: Path
 ):
-    shutil.copytree(cached.parent / "cache", tmp_path / "cache")
-    how = [f"objective.teacher={teacher}", *CACHED, "eval.batches=0"]
+    shutil.copytree(cached_run.parent / "cache", tmp_path / "cache")
+    settings = [f"objective.teacher={teacher}", *CACHED, "eval.batches=0"]
     for name, words, again in [
         ("a", ["model.layers=2", "seed=5", "data.batch=16", "objective.divergence=reverse"], False),
         ("b", ["objective.temperature=2"], True),
         ("c", ["data.sequence=24"], True),
-        ("d", [f"objective.teacher={cached}"], True),
+        ("d", [f"objective.teacher={cached_run}"], True),
     ]:
-        assert ("likeliest tokens" in fit(data, tmp_path / name, *how, *words, steps=1)) == again, name
+        assert ("likeliest tokens" in fit(data, tmp_path / name, *settings, *words, steps=1)) == again, name
 
 
 @pytest.mark.slow
 def test_only_what_a_run_visits_is_computed_and_longer_runs_add_the_rest(data: Path, teacher: Path, tmp_path: Path):
-    how = [f"objective.teacher={teacher}", *CACHED, "eval.batches=0", "data.packing=fit", "data.sequence=16", "objective.head=chunks"]
-    assert "of 8 rows" in fit(data, tmp_path / "run", *how, steps=1)
-    assert "of 8 rows" in fit(data, tmp_path / "run", *how, steps=2)
+    settings = [
+        f"objective.teacher={teacher}",
+        *CACHED,
+        "eval.batches=0",
+        "data.packing=fit",
+        "data.sequence=16",
+        "objective.head=chunks",
+    ]
+    assert "of 8 rows" in fit(data, tmp_path / "run", *settings, steps=1)
+    assert "of 8 rows" in fit(data, tmp_path / "run", *settings, steps=2)
 
 
 def test_eight_devices_give_the_same_run(whole: Path, data: Path, teacher: Path, tmp_path: Path):
@@ -161,11 +168,11 @@ def test_eight_devices_give_the_same_run(whole: Path, data: Path, teacher: Path,
 @pytest.mark.slow
 def test_layers_are_brought_together(data: Path, teacher: Path, tmp_path: Path):
     """The student's only layer and the teacher's first; a resume is bit for bit."""
-    run, how = tmp_path / "run", [f"objective.teacher={teacher}", "objective.hidden=mse", "objective.layers.0=0", "eval.batches=0"]
-    fit(data, run, *how)
+    run, settings = tmp_path / "run", [f"objective.teacher={teacher}", "objective.hidden=mse", "objective.layers.0=0", "eval.batches=0"]
+    fit(data, run, *settings)
     assert losses(run, "hidden")[STEPS] < losses(run, "hidden")[1]
-    fit(data, tmp_path / "halves", *how, steps=EVERY)
-    fit(data, tmp_path / "halves", *how)
+    fit(data, tmp_path / "halves", *settings, steps=EVERY)
+    fit(data, tmp_path / "halves", *settings)
     assert digest(run, STEPS) == digest(tmp_path / "halves", STEPS)
 
 
@@ -175,20 +182,20 @@ WIDER = ["model.width=24", "objective.hidden=mse", "objective.layers.0=1"]
 @pytest.mark.slow
 def test_hidden_states_of_another_width_are_projected(data: Path, teacher: Path, tmp_path: Path):
     """The projection is trained and resumed bit for bit, and is no part of the model that is loaded, saved or started from."""
-    run, how = tmp_path / "run", [f"objective.teacher={teacher}", *WIDER]
-    assert "of 24 features are projected to its 16: 384 weights" in fit(data, run, *how)
+    run, settings = tmp_path / "run", [f"objective.teacher={teacher}", *WIDER]
+    assert "of 24 features are projected to its 16: 384 weights" in fit(data, run, *settings)
     assert losses(run, "hidden")[STEPS] < 0.9 * losses(run, "hidden")[1]
-    fit(data, tmp_path / "halves", *how, steps=EVERY)
-    fit(data, tmp_path / "halves", *how)
+    fit(data, tmp_path / "halves", *settings, steps=EVERY)
+    fit(data, tmp_path / "halves", *settings)
     assert digest(run, STEPS) == digest(tmp_path / "halves", STEPS)
     lm = argosy.load(str(run))
     assert not hasattr(lm.module, "projection")
     lm.save(str(tmp_path / "hub"), format="hub")
     # Another run draws its own.
     for name, words in (("from-run", [f"init.weights={run}"]), ("from-hub", [f"init.weights={tmp_path / 'hub'}"])):
-        fit(data, tmp_path / name, *how, *words, "objective.relations.qq=1", "objective.relation_heads=2", steps=1)
+        fit(data, tmp_path / name, *settings, *words, "objective.relations.qq=1", "objective.relation_heads=2", steps=1)
         assert losses(tmp_path / name, "kl")[1] < losses(run, "kl")[1]
-    fit(data, tmp_path / "state", *how, f"init.state={tmp_path / 'halves'}", steps=STEPS + 1)
+    fit(data, tmp_path / "state", *settings, f"init.state={tmp_path / 'halves'}", steps=STEPS + 1)
     assert losses(tmp_path / "state", "hidden")[STEPS + 1] < 0.9 * losses(run, "hidden")[1]
     # The teacher's own width needs none.
     assert "projected" not in fit(data, tmp_path / "equal", f"objective.teacher={teacher}", "objective.hidden=mse", steps=1)
@@ -196,13 +203,13 @@ def test_hidden_states_of_another_width_are_projected(data: Path, teacher: Path,
 
 @pytest.mark.slow
 def test_projections_of_scanned_layers_over_devices_and_of_adapters(data: Path, teacher: Path, tmp_path: Path):
-    how = [f"objective.teacher={teacher}", *WIDER]
-    fit(data, tmp_path / "one", *how, steps=2)
-    fit(data, tmp_path / "many", *how, "mesh.data=4", "mesh.fsdp=2", "execution.run=scan", "execution.remat=full", steps=2)
+    settings = [f"objective.teacher={teacher}", *WIDER]
+    fit(data, tmp_path / "one", *settings, steps=2)
+    fit(data, tmp_path / "many", *settings, "mesh.data=4", "mesh.fsdp=2", "execution.run=scan", "execution.remat=full", steps=2)
     for name in ("loss", "hidden"):
         for step in (1, 2):
             assert losses(tmp_path / "many", name)[step] == pytest.approx(losses(tmp_path / "one", name)[step], rel=1e-4)
-    run, adapted = tmp_path / "adapters", [*how, f"init.weights={tmp_path / 'one'}", "adapter=lora", "adapter.rank=2"]
+    run, adapted = tmp_path / "adapters", [*settings, f"init.weights={tmp_path / 'one'}", "adapter=lora", "adapter.rank=2"]
     fit(data, run, *adapted, steps=EVERY)
     fit(data, run, *adapted)
     assert losses(run, "hidden")[STEPS] < losses(run, "hidden")[1]
@@ -213,25 +220,27 @@ def test_projections_of_scanned_layers_over_devices_and_of_adapters(data: Path, 
 @pytest.mark.slow
 def test_relations_are_brought_together_between_widths(data: Path, teacher: Path, tmp_path: Path):
     """Of another width and other heads; a resume is bit for bit, over devices too."""
-    run, how = tmp_path / "run", [f"objective.teacher={teacher}", "model.width=24", "model.heads=4", "model.kv_heads=2"]
-    how += ["model.head_size=6", "objective.relation_heads=4", "objective.cross_entropy=0"]
-    how += [f"objective.relations.{name}=1" for name in ("qq", "kk", "vv", "qk")]
-    fit(data, run, *how)
+    run, settings = tmp_path / "run", [f"objective.teacher={teacher}", "model.width=24", "model.heads=4", "model.kv_heads=2"]
+    settings += ["model.head_size=6", "objective.relation_heads=4", "objective.cross_entropy=0"]
+    settings += [f"objective.relations.{name}=1" for name in ("qq", "kk", "vv", "qk")]
+    fit(data, run, *settings)
     for name in ("qq", "kk", "vv", "qk"):
         assert losses(run, f"relations/{name}")[STEPS] < losses(run, f"relations/{name}")[1], name
-    fit(data, tmp_path / "halves", *how, steps=EVERY)
-    fit(data, tmp_path / "halves", *how)
+    fit(data, tmp_path / "halves", *settings, steps=EVERY)
+    fit(data, tmp_path / "halves", *settings)
     assert digest(run, STEPS) == digest(tmp_path / "halves", STEPS)
-    fit(data, tmp_path / "many", *how, "mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2", "execution.run=scan", "accumulate=2", steps=2)
+    fit(
+        data, tmp_path / "many", *settings, "mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2", "execution.run=scan", "accumulate=2", steps=2
+    )
     for step in (1, 2):
         assert losses(tmp_path / "many")[step] == pytest.approx(losses(run)[step], rel=1e-4)
 
 
 @pytest.mark.slow
 def test_adapters_learn_from_a_teacher(data: Path, whole: Path, teacher: Path, tmp_path: Path):
-    run, how = tmp_path / "run", [f"init.weights={whole}", "adapter=lora", "adapter.rank=2", f"objective.teacher={teacher}"]
-    fit(data, run, *how, steps=EVERY)
-    fit(data, run, *how)
+    run, settings = tmp_path / "run", [f"init.weights={whole}", "adapter=lora", "adapter.rank=2", f"objective.teacher={teacher}"]
+    fit(data, run, *settings, steps=EVERY)
+    fit(data, run, *settings)
     kl = losses(run, "kl")
     assert kl[STEPS] < kl[1]
     # What the base had learned is there.
@@ -255,7 +264,7 @@ def test_teachers_are_hub_folders_and_gguf_files(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("words", "what", "hint"),
+    ("words", "problem", "hint"),
     [
         ([], "`distill` needs `objective.teacher`", "objective.teacher=TEACHER_FOLDER"),
         (["objective.teacher=smollm2-135m"], "is a preset: its name alone means random weights", ""),
@@ -278,12 +287,12 @@ def test_teachers_are_hub_folders_and_gguf_files(tmp_path: Path):
     ],
 )
 def test_teachers_that_cannot_teach_are_refused_before_work(
-    data: Path, teacher: Path, tmp_path: Path, words: list[str], what: str, hint: str
+    data: Path, teacher: Path, tmp_path: Path, words: list[str], problem: str, hint: str
 ):
-    named = [word.format(teacher=teacher, stories=shared("models/stories260k")) for word in words]
+    arguments = [word.format(teacher=teacher, stories=shared("models/stories260k")) for word in words]
     with pytest.raises(UserError) as caught:
-        fit(data, tmp_path / "run", *named)
-    assert what in str(caught.value)
+        fit(data, tmp_path / "run", *arguments)
+    assert problem in str(caught.value)
     assert hint in str(caught.value)
     assert not (tmp_path / "run").exists()
 
@@ -292,20 +301,20 @@ def test_tokens_are_compared_one_by_one(data: Path, teacher: Path, tmp_path: Pat
     """A tokenizer of the same size, in which two ids are exchanged."""
     other = Path(shutil.copytree(teacher, tmp_path / "teacher"))
     path = next((other / "tokenizer").glob("tokenizer.json"))
-    made = json.loads(path.read_text())
-    vocab = made["model"]["vocab"]
+    document = json.loads(path.read_text())
+    vocab = document["model"]["vocab"]
     vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
-    path.write_text(json.dumps(made))
+    path.write_text(json.dumps(document))
     with pytest.raises(UserError, match="2 of 258 ids stand for another text, such as id 97: `b`, not `a`"):
         fit(data, tmp_path / "run", f"objective.teacher={other}")
 
 
 def test_a_teacher_with_other_weights_is_refused_on_resume(data: Path, whole: Path, teacher: Path, tmp_path: Path):
     run = Path(shutil.copytree(whole, tmp_path / "run"))
-    told = json.loads((run / "teacher.json").read_text())
-    for file in told["files"].values():
+    record = json.loads((run / "teacher.json").read_text())
+    for file in record["files"].values():
         file["sha256"] = "0" * 64
-    (run / "teacher.json").write_text(json.dumps(told))
+    (run / "teacher.json").write_text(json.dumps(record))
     shutil.copytree(whole.parent / "cache", tmp_path / "cache")
     with pytest.raises(BadInput, match="has other weights than the teacher that this run learns from"):
         fit(data, run, f"objective.teacher={teacher}", steps=STEPS + 1)

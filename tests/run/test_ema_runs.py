@@ -25,7 +25,7 @@ TINY += ["data.max_bytes=40000", "eval.every=100", "checkpoint.every=1", "checkp
 DECAY = 0.3
 
 
-def trained(folder, *more, steps):
+def train(folder, *more, steps):
     argosy.fit("tiny", *TINY, f"dir={folder}", *more, view=Heard(), steps=steps)
     return folder
 
@@ -41,7 +41,7 @@ def raw_of(folder, step):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    return trained(tmp_path_factory.mktemp("ema") / "run", f"ema.decay={DECAY}", steps=6)
+    return train(tmp_path_factory.mktemp("ema") / "run", f"ema.decay={DECAY}", steps=6)
 
 
 def step_of(folder, step):
@@ -49,7 +49,7 @@ def step_of(folder, step):
 
 
 def test_the_average_is_that_of_the_equation_and_training_does_not_see_it(run, tmp_path):
-    plain = trained(tmp_path / "plain", steps=6)
+    plain = train(tmp_path / "plain", steps=6)
     average = None
     for n in range(1, 7):
         raw = raw_of(run, n)
@@ -67,12 +67,12 @@ def test_the_average_is_that_of_the_equation_and_training_does_not_see_it(run, t
 
 def test_a_run_with_an_average_resumes_bit_for_bit(run, tmp_path):
     for steps in (2, 6):
-        trained(tmp_path / "run", f"ema.decay={DECAY}", "schedule=constant", "schedule.warmup=2", steps=steps)
-    whole = trained(tmp_path / "whole", f"ema.decay={DECAY}", "schedule=constant", "schedule.warmup=2", steps=6)
+        train(tmp_path / "run", f"ema.decay={DECAY}", "schedule=constant", "schedule.warmup=2", steps=steps)
+    whole = train(tmp_path / "whole", f"ema.decay={DECAY}", "schedule=constant", "schedule.warmup=2", steps=6)
     for arrays in (weights_of, lambda folder: raw_of(folder, 6)):
-        one, two = arrays(tmp_path / "run"), arrays(whole)
-        assert one
-        for name, a in one.items():
+        resumed, two = arrays(tmp_path / "run"), arrays(whole)
+        assert resumed
+        for name, a in resumed.items():
             np.testing.assert_array_equal(a, two[name], err_msg=name)
 
 
@@ -93,13 +93,13 @@ def test_the_average_is_evaluated(run):
 
 
 def test_a_state_moves_between_runs_with_and_without_an_average(run, tmp_path):
-    without = trained(tmp_path / "without", f"init.state={step_of(run, 4)}", steps=5)
-    with_ = trained(tmp_path / "with", f"init.state={step_of(run, 4)}", f"ema.decay={DECAY}", steps=5)
+    without = train(tmp_path / "without", f"init.state={step_of(run, 4)}", steps=5)
+    with_ = train(tmp_path / "with", f"init.state={step_of(run, 4)}", f"ema.decay={DECAY}", steps=5)
     there = raw_of(with_, 5)
     assert not raw_of(without, 5)
     for name, a in weights_of(without).items():
         np.testing.assert_array_equal(a, there[name], err_msg=name)
-    onto = trained(tmp_path / "onto", f"init.state={step_of(without, 5)}", f"ema.decay={DECAY}", steps=6)
+    onto = train(tmp_path / "onto", f"init.state={step_of(without, 5)}", f"ema.decay={DECAY}", steps=6)
     assert raw_of(onto, 6)
 
 
@@ -111,11 +111,11 @@ def test_the_decay_warms_up(n, d):
 @pytest.mark.parametrize("more", [["diloco.every=2"], ["execution.offload=optimizer", "execution.run=scan"]], ids=" ".join)
 def test_what_does_not_combine_is_refused(tmp_path, more):
     with pytest.raises(UserError, match=r"ema\.decay"):
-        trained(tmp_path / "run", "ema.decay=0.9", *more, steps=1)
+        train(tmp_path / "run", "ema.decay=0.9", *more, steps=1)
 
 
 def test_a_mesh_averages_alike(run, tmp_path):
-    meshed = trained(tmp_path / "run", f"ema.decay={DECAY}", "mesh.data=4", "mesh.fsdp=2", steps=6)
-    one, two = weights_of(run), weights_of(meshed)
-    for name, a in one.items():
+    meshed = train(tmp_path / "run", f"ema.decay={DECAY}", "mesh.data=4", "mesh.fsdp=2", steps=6)
+    single, two = weights_of(run), weights_of(meshed)
+    for name, a in single.items():
         np.testing.assert_allclose(a, two[name], rtol=2e-3, atol=2e-4, err_msg=name)

@@ -153,12 +153,12 @@ def test_a_run_with_an_environment(data: Path, base: Path, tmp_path: Path):
     assert reward == pytest.approx(2 * environment + digits, rel=1e-4)
     evaluated = next(line for line in lines if "eval_reward" in line)
     assert evaluated["eval_turns"] == 3
-    kept = [json.loads(line) for line in (run / "answers.jsonl").read_text().splitlines()]
-    assert [one["role"] for one in kept[0]["turns"]] == ["user", "assistant", "user", "assistant", "user", "assistant"]
-    assert kept[0]["completion"] == "".join(one["content"] for one in kept[0]["turns"])
-    assert sum(one.get("reward", 0) for one in kept[0]["turns"]) == pytest.approx(kept[0]["rewards"]["environment"])
-    asked = {kept[i]["turns"][0]["content"] for i in range(4)}
-    assert len(asked) == 1, "answers to one prompt begin alike"
+    records = [json.loads(line) for line in (run / "answers.jsonl").read_text().splitlines()]
+    assert [turn["role"] for turn in records[0]["turns"]] == ["user", "assistant", "user", "assistant", "user", "assistant"]
+    assert records[0]["completion"] == "".join(turn["content"] for turn in records[0]["turns"])
+    assert sum(turn.get("reward", 0) for turn in records[0]["turns"]) == pytest.approx(records[0]["rewards"]["environment"])
+    questions = {records[i]["turns"][0]["content"] for i in range(4)}
+    assert len(questions) == 1, "answers to one prompt begin alike"
     page = (run / "report.html").read_text()
     assert "rollout 2" in page
     assert "user: " in page, "who said what"
@@ -170,10 +170,10 @@ def test_messages_and_a_tool(data: Path, base: Path, tmp_path: Path):
     run = tmp_path / "run"
     more = [f"data.source={data / 'messages.jsonl'}", f"data.template={data / 'chat.jinja'}", "environment=calculator"]
     more += ["data.sequence=96", f"reward={data / 'functions.py'}:turns", "model.context=128", "rollout.ignore_eos=true"]
-    said = fit("grpo", data, run, *more, steps=1)
+    output = fit("grpo", data, run, *more, steps=1)
     assert numbers(run, "rewards/turns")[1] == 1
     assert numbers(run, "tools/calls").get(1, 0) == 0
-    assert "environment" not in json.loads((run / "answers.jsonl").read_text().splitlines()[0])["rewards"], said
+    assert "environment" not in json.loads((run / "answers.jsonl").read_text().splitlines()[0])["rewards"], output
 
 
 HOW = {
@@ -188,15 +188,15 @@ HOW = {
 @pytest.mark.parametrize("name", HOW)
 def test_a_resume_in_the_middle_of_a_rollout_is_bit_for_bit(name: str, data: Path, base: Path, tmp_path: Path):
     """Environments sleep for random times; step 3 lies between the updates of a rollout, and rollouts follow it."""
-    recipe, how = name.partition("-")[0], [*HOW[name], f"init.weights={base}", TURNS]
-    fit(recipe, data, tmp_path / "whole", *how, steps=6)
-    fit(recipe, data, tmp_path / "halves", *how, steps=3)
-    assert "resuming from step 3" in fit(recipe, data, tmp_path / "halves", *how, steps=6)
+    recipe, settings = name.partition("-")[0], [*HOW[name], f"init.weights={base}", TURNS]
+    fit(recipe, data, tmp_path / "whole", *settings, steps=6)
+    fit(recipe, data, tmp_path / "halves", *settings, steps=3)
+    assert "resuming from step 3" in fit(recipe, data, tmp_path / "halves", *settings, steps=6)
     for metric in ("loss", "reward", "grad_norm", "kl", "tokens", "rollout", "turns"):
         assert numbers(tmp_path / "whole", metric) == numbers(tmp_path / "halves", metric), metric
     assert digest(tmp_path / "whole", 6) == digest(tmp_path / "halves", 6)
-    found = [line for line in read(Store(tmp_path / "whole")) if "loss" in line]
-    for line in found:
+    lines = [line for line in read(Store(tmp_path / "whole")) if "loss" in line]
+    for line in lines:
         assert all(np.isfinite(value) for value in line.values() if isinstance(value, float)), line
 
 
@@ -204,9 +204,9 @@ def test_a_resume_in_the_middle_of_a_rollout_is_bit_for_bit(name: str, data: Pat
 def test_environments_that_fail(data: Path, base: Path, tmp_path: Path):
     run = tmp_path / "run"
     half = [f"environment={data / 'own.py'}:Half", f"init.weights={base}", "data.batch=40", TURNS]
-    said = fit("grpo", data, run, *half, f"reward={data / 'functions.py'}:digits", steps=1)
-    assert said.count("environment raised, its answers have no reward") == 1
-    assert "KeyError: '1:'" in said
+    output = fit("grpo", data, run, *half, f"reward={data / 'functions.py'}:digits", steps=1)
+    assert output.count("environment raised, its answers have no reward") == 1
+    assert "KeyError: '1:'" in output
     assert numbers(run, "rewards/missing")[1] == pytest.approx(0.1), "functions give none to them either"
     assert numbers(run, "environment/raised")[1] == 4
     with pytest.raises(ArgosyError, match=r"no answer of rollout 1 has a reward .environment."):
@@ -214,7 +214,7 @@ def test_environments_that_fail(data: Path, base: Path, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "problem"),
     [
         (["environment={own}:Nope"], "no class `Nope` for the environment"),
         (["environment={own}:NoStep"], "no method `step`"),
@@ -237,10 +237,10 @@ def test_environments_that_fail(data: Path, base: Path, tmp_path: Path):
         (["environment=gymnasium", "environment.make={own}:NoStep"], "has no method `step`"),
     ],
 )
-def test_mistakes_are_found_before_a_file_is_written(words: list[str], said: str, data: Path, tmp_path: Path):
-    given = [word.format(own=data / "own.py", fun=data / "functions.py") for word in words]
-    with pytest.raises(UserError, match=said):
-        fit("grpo", data, tmp_path / "run", *given, steps=1)
+def test_mistakes_are_found_before_a_file_is_written(words: list[str], problem: str, data: Path, tmp_path: Path):
+    arguments = [word.format(own=data / "own.py", fun=data / "functions.py") for word in words]
+    with pytest.raises(UserError, match=problem):
+        fit("grpo", data, tmp_path / "run", *arguments, steps=1)
     assert not (tmp_path / "run").exists()
 
 
@@ -256,12 +256,12 @@ def test_a_template_that_rewrites_turns_is_refused(data: Path, tmp_path: Path):
 @pytest.mark.slow
 @pytest.mark.parametrize("credit", [[], ["objective.credit.by=mixed"]], ids=["answer", "mixed"])
 def test_eight_devices_learn_as_one(credit: list[str], data: Path, base: Path, tmp_path: Path):
-    how = [f"init.weights={base}", "rollout.rows=8", "objective.kl=0.1", TURNS, *credit]
+    settings = [f"init.weights={base}", "rollout.rows=8", "objective.kl=0.1", TURNS, *credit]
     for name, mesh in {"one": [], "eight": ["mesh.data=-1", "mesh.fsdp=4"]}.items():
-        fit("grpo", data, tmp_path / name, *how, *mesh, steps=2)
+        fit("grpo", data, tmp_path / name, *settings, *mesh, steps=2)
     for metric in ("reward", "loss", "grad_norm", "kl", "targets", "turns"):
-        one, eight = numbers(tmp_path / "one", metric), numbers(tmp_path / "eight", metric)
-        assert eight == pytest.approx(one, rel=1e-3, abs=1e-5), metric
+        single, eight = numbers(tmp_path / "one", metric), numbers(tmp_path / "eight", metric)
+        assert eight == pytest.approx(single, rel=1e-3, abs=1e-5), metric
 
 
 @pytest.mark.slow
@@ -291,15 +291,15 @@ def test_ctrl_c_leaves_no_process(data: Path, tmp_path: Path):
 
 def groups_below(parent: int) -> set[int]:
     """The groups of the children of a process, apart from its own."""
-    found = set()
+    groups = set()
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             _, above, group = (folder / "stat").read_text().rpartition(")")[2].split()[:3]
         except OSError:
             continue
         if int(above) == parent and int(group) != parent:
-            found.add(int(group))
-    return found
+            groups.add(int(group))
+    return groups
 
 
 @pytest.mark.slow

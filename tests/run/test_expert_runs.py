@@ -27,16 +27,16 @@ def test_a_run_resumes_with_its_experts_split_otherwise(tmp_path: Path, before: 
     fit(tmp_path / "one", "steps=4", "mesh.expert=1")
     assert fit(tmp_path / "other", "steps=2", f"mesh.expert={before}").step == 2
     assert fit(tmp_path / "other", "steps=4", f"mesh.expert={after}").step == 4
-    one, other = (numbers(tmp_path / name, "loss") for name in ("one", "other"))
+    losses, other = (numbers(tmp_path / name, "loss") for name in ("one", "other"))
     assert len(other) == 4
-    assert [other[step] for step in sorted(one)] == pytest.approx([one[step] for step in sorted(one)], rel=1e-5)
+    assert [other[step] for step in sorted(losses)] == pytest.approx([losses[step] for step in sorted(losses)], rel=1e-5)
 
 
 @pytest.mark.parametrize("words", [["mesh.expert=3"], ["mesh.expert=-1", "mesh.fsdp=1", "model.moe.count=4", "data.batch=16"]])
 def test_experts_that_do_not_divide_are_refused(tmp_path: Path, words: list[str]):
-    with pytest.raises(BadInput, match=r"mesh.expert = [38] does not divide the [48] experts") as told:
+    with pytest.raises(BadInput, match=r"mesh.expert = [38] does not divide the [48] experts") as caught:
         fit(tmp_path / "run", "steps=1", "data.batch=24", *words)
-    assert "mesh.expert may be 2, 4" in (told.value.hint or "")
+    assert "mesh.expert may be 2, 4" in (caught.value.hint or "")
     assert not [*tmp_path.iterdir()]
 
 

@@ -25,31 +25,31 @@ WORDS = [
 ]  # fmt: skip
 
 
-def compiled(*words: str) -> tuple[Any, Cost]:
+def assembly_and_cost(*words: str) -> tuple[Any, Cost]:
     settings = compose(Run, "tiny", [*WORDS, *words]).value
-    made = assemble(settings, Decided.here(settings))
+    assembly = assemble(settings, Decided.here(settings))
     try:
-        return made, cost(made.compile())
+        return assembly, cost(assembly.compile())
     finally:
-        made.close()
+        assembly.close()
 
 
 @pytest.mark.slow
 def test_each_weight_is_gathered_once_a_step():
-    made, once = compiled("execution.gather=once")
-    places = made.places.params
-    split = [a for a, w in made.shapes.params.items() if places[a].shard_shape(w.shape) != w.shape]
-    weights = sum(math.prod(made.shapes.params[a].shape) * 4 for a in split)
-    assert weights > 0.9 * sum(a.size * 4 for a in jax.tree.leaves(made.shapes.params))
-    assert once.moved["all-gather"] == pytest.approx(weights, rel=0.05)
+    assembly, cost_once = assembly_and_cost("execution.gather=once")
+    places = assembly.places.params
+    split = [a for a, w in assembly.shapes.params.items() if places[a].shard_shape(w.shape) != w.shape]
+    weights = sum(math.prod(assembly.shapes.params[a].shape) * 4 for a in split)
+    assert weights > 0.9 * sum(a.size * 4 for a in jax.tree.leaves(assembly.shapes.params))
+    assert cost_once.moved["all-gather"] == pytest.approx(weights, rel=0.05)
     # XLA on CPUs takes most gathers out of the loop by itself.
-    _, each = compiled()
+    _, each = assembly_and_cost()
     assert each.moved["all-gather"] > 1.2 * weights
     # Gradients are summed in each part either way, and the weights stay. Those of rows of the embedding are sent where its features
     # are, unless it is whole.
-    (embedding,) = (math.prod(w.shape) * 4 for a, w in made.shapes.params.items() if a.startswith("embed."))
-    assert once.moved["all-reduce"] - each.moved["all-reduce"] == PARTS * embedding
-    assert once.temporary_bytes < each.temporary_bytes + 1.1 * weights
+    (embedding,) = (math.prod(w.shape) * 4 for a, w in assembly.shapes.params.items() if a.startswith("embed."))
+    assert cost_once.moved["all-reduce"] - each.moved["all-reduce"] == PARTS * embedding
+    assert cost_once.temporary_bytes < each.temporary_bytes + 1.1 * weights
 
 
 @pytest.mark.tpu
@@ -57,23 +57,23 @@ def test_on_tpus_each_weight_is_gathered_once_a_step(monkeypatch: pytest.MonkeyP
     model = config_of("dense", width=256, ffn=1024).build(Unroll())
     mesh = MeshSettings(fsdp=4).build(described_tpus(monkeypatch, "v5e:2x2"))
     weights = sum(w.size * 4 for w in abstract(model).values())
-    moved = {}
+    traffic = {}
     for gather in ("each", "once"):
-        moved[gather] = cost(lowered_step(model, mesh, 4 * PARTS, 256, "bfloat16", PARTS, gather).compile()).moved
+        traffic[gather] = cost(lowered_step(model, mesh, 4 * PARTS, 256, "bfloat16", PARTS, gather).compile()).moved
     # They are cast before.
-    assert moved["once"]["all-gather"] == pytest.approx(weights / 2, rel=0.02)
-    assert moved["each"]["all-gather"] > 1.05 * PARTS * weights / 2
+    assert traffic["once"]["all-gather"] == pytest.approx(weights / 2, rel=0.02)
+    assert traffic["each"]["all-gather"] > 1.05 * PARTS * weights / 2
     # Gradients of matrices are summed as often either way, but for those of rows of the embedding, which are sent where its features
     # are, unless it is whole; those of norms, which are whole, in the loop over parts or after it.
     norms = sum(w.size * 4 for w in abstract(model).values() if len(w.shape) == 1)
     (embedding,) = (w.size * 4 for address, w in abstract(model).items() if address.startswith("embed."))
-    assert 0 <= moved["each"]["all-reduce"] + PARTS * embedding - moved["once"]["all-reduce"] <= (PARTS - 1) * norms
-    assert moved["once"]["all-reduce"] > 20 * PARTS * norms
+    assert 0 <= traffic["each"]["all-reduce"] + PARTS * embedding - traffic["once"]["all-reduce"] <= (PARTS - 1) * norms
+    assert traffic["once"]["all-reduce"] > 20 * PARTS * norms
 
 
 def test_weights_that_are_whole_have_nothing_to_gather():
     with pytest.raises(UserError, match="nothing to gather once"):
-        compiled("mesh.data=-1", "mesh.fsdp=1", "execution.gather=once")
+        assembly_and_cost("mesh.data=-1", "mesh.fsdp=1", "execution.gather=once")
 
 
 def test_one_part_has_nothing_to_gather_once():

@@ -51,8 +51,8 @@ def teacher(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_a_student_comes_near_its_teacher_at_its_own_answers(data: Path, teacher: Path, tmp_path: Path):
     run = tmp_path / "run"
-    how = [f"objective.teacher={teacher}", "objective.student_fraction=1", "objective.divergence=forward", "eval.every=12"]
-    fit("gkd", data, run, *how, steps=24)
+    settings = [f"objective.teacher={teacher}", "objective.student_fraction=1", "objective.divergence=forward", "eval.every=12"]
+    fit("gkd", data, run, *settings, steps=24)
     kl = numbers(run, "kl")
     assert np.mean([kl[s] for s in (23, 24)]) < 0.6 * kl[1]
     assert numbers(run, "loss") == pytest.approx(kl)
@@ -64,8 +64,8 @@ def test_a_student_comes_near_its_teacher_at_its_own_answers(data: Path, teacher
     assert "eval_perplexity" not in evals[0]
     losses = RunDirectory(str(run), CheckpointSettings(), print).checkpoints.eval_losses()
     assert losses[24] == pytest.approx(numbers(run, "eval_loss")[24]), "by which the best are kept"
-    kept = [json.loads(line) for line in (run / "answers.jsonl").read_text().splitlines()]
-    assert kept[0]["rewards"] == {}
+    records = [json.loads(line) for line in (run / "answers.jsonl").read_text().splitlines()]
+    assert records[0]["rewards"] == {}
     assert "rollout 24" in (run / "report.html").read_text()
 
 
@@ -87,10 +87,10 @@ HOW = {
 @pytest.mark.parametrize("name", [name if name == "mixed" else pytest.param(name, marks=pytest.mark.slow) for name in HOW])
 def test_a_resume_in_the_middle_of_a_rollout_is_bit_for_bit(name: str, data: Path, teacher: Path, base: Path, tmp_path: Path):
     """Step 3 lies between the updates of a rollout, whose answers were sampled by weights that are gone."""
-    how = [*HOW[name], f"objective.teacher={teacher}", f"init.weights={base}"]
-    fit("gkd", data, tmp_path / "whole", *how, steps=6)
-    fit("gkd", data, tmp_path / "halves", *how, steps=3)
-    assert "resuming from step 3" in fit("gkd", data, tmp_path / "halves", *how, steps=6)
+    settings = [*HOW[name], f"objective.teacher={teacher}", f"init.weights={base}"]
+    fit("gkd", data, tmp_path / "whole", *settings, steps=6)
+    fit("gkd", data, tmp_path / "halves", *settings, steps=3)
+    assert "resuming from step 3" in fit("gkd", data, tmp_path / "halves", *settings, steps=6)
     for metric in ("loss", "kl", "grad_norm", "tokens", "rollout", "own"):
         assert numbers(tmp_path / "whole", metric) == numbers(tmp_path / "halves", metric), metric
     assert digest(tmp_path / "whole", 6) == digest(tmp_path / "halves", 6)
@@ -115,19 +115,19 @@ def test_batches_of_the_data_are_those_of_offline_distillation(data: Path, teach
 @pytest.mark.slow
 def test_eight_devices_learn_as_one(data: Path, teacher: Path, base: Path, tmp_path: Path):
     """Also where four of them sample."""
-    how = [f"init.weights={base}", "rollout.rows=8", f"objective.teacher={teacher}", "objective.student_fraction=0.5", "seed=2"]
+    settings = [f"init.weights={base}", "rollout.rows=8", f"objective.teacher={teacher}", "objective.student_fraction=0.5", "seed=2"]
     eight = ["mesh.data=-1", "mesh.fsdp=4", "objective.head=chunks"]
     apart = ["mesh.data=-1", "mesh.fsdp=2", "rollout.devices=4"]
     for name, mesh in {"one": [], "eight": eight, "apart": apart}.items():
-        fit("gkd", data, tmp_path / name, *how, *mesh, steps=3)
+        fit("gkd", data, tmp_path / name, *settings, *mesh, steps=3)
     for metric in ("loss", "grad_norm", "kl", "targets"):
-        one = numbers(tmp_path / "one", metric)
+        single = numbers(tmp_path / "one", metric)
         for name in ("eight", "apart"):
-            assert numbers(tmp_path / name, metric) == pytest.approx(one, rel=1e-3, abs=1e-5), (name, metric)
+            assert numbers(tmp_path / name, metric) == pytest.approx(single, rel=1e-3, abs=1e-5), (name, metric)
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "problem"),
     [
         (["reward=x.py:f"], "this one learns from its teacher"),
         (["accumulate=2"], "rollouts and accumulate do not combine"),
@@ -145,8 +145,8 @@ def test_eight_devices_learn_as_one(data: Path, teacher: Path, base: Path, tmp_p
         (["model.vocab=300", "objective.divergence=reverse"], "infinite for the others"),
     ],
 )
-def test_mistakes_are_found_before_a_file_is_written(words: list[str], said: str, data: Path, teacher: Path, tmp_path: Path):
-    with pytest.raises(UserError, match=said):
+def test_mistakes_are_found_before_a_file_is_written(words: list[str], problem: str, data: Path, teacher: Path, tmp_path: Path):
+    with pytest.raises(UserError, match=problem):
         fit("gkd", data, tmp_path / "run", f"objective.teacher={teacher}", *words, steps=1)
     assert not (tmp_path / "run").exists()
 
@@ -154,12 +154,12 @@ def test_mistakes_are_found_before_a_file_is_written(words: list[str], said: str
 @pytest.mark.slow
 def test_prompts_alone_are_for_own_answers_alone(data: Path, teacher: Path, tmp_path: Path):
     (tmp_path / "bare.jsonl").write_text("".join(f'{{"prompt": "{i} 3:"}}\n' for i in range(10)))
-    how = [f"objective.teacher={teacher}", f"data.source={tmp_path / 'bare.jsonl'}"]
+    settings = [f"objective.teacher={teacher}", f"data.source={tmp_path / 'bare.jsonl'}"]
     with pytest.raises(UserError, match=r"data\.format=prompt reads prompts alone"):
-        fit("gkd", data, tmp_path / "run", *how, steps=1)
+        fit("gkd", data, tmp_path / "run", *settings, steps=1)
     with pytest.raises(UserError, match="this data has prompts alone"):
-        fit("gkd", data, tmp_path / "run", *how, "data.format=prompt", steps=1)
-    fit("gkd", data, tmp_path / "run", *how, "data.format=prompt", "objective.student_fraction=1", steps=1)
+        fit("gkd", data, tmp_path / "run", *settings, "data.format=prompt", steps=1)
+    fit("gkd", data, tmp_path / "run", *settings, "data.format=prompt", "objective.student_fraction=1", steps=1)
     assert numbers(tmp_path / "run", "targets")[1] > 0
 
 
@@ -175,12 +175,12 @@ def test_stories260k_comes_near_a_tuned_copy_of_itself(tmp_path: Path):
     data = tmp_path / "lines.jsonl"
     rows = [{"prompt": f"{a}\n{b}\n", "completion": f"{c}\n{d}"} for a, b, c, d in zip(*[iter(lines)] * 4)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    how = [f"model={model}", f"objective.teacher={tmp_path / 'teacher'}", f"data.source={data}", "data.sequence=192"]
-    how += ["data.held_out=0.1", "data.batch=16", "rollout.tokens=32", "eval.batches=2", "optimizer.learning_rate=5e-4"]
-    how += ["mesh.data=1", "mesh.fsdp=1", "objective.student_fraction=1", "schedule.warmup=0"]
-    first = [*how, "optimizer.learning_rate=1e-12", f"dir={tmp_path / 'untouched'}"]
+    settings = [f"model={model}", f"objective.teacher={tmp_path / 'teacher'}", f"data.source={data}", "data.sequence=192"]
+    settings += ["data.held_out=0.1", "data.batch=16", "rollout.tokens=32", "eval.batches=2", "optimizer.learning_rate=5e-4"]
+    settings += ["mesh.data=1", "mesh.fsdp=1", "objective.student_fraction=1", "schedule.warmup=0"]
+    first = [*settings, "optimizer.learning_rate=1e-12", f"dir={tmp_path / 'untouched'}"]
     argosy.fit("gkd", *first, view=Quiet(), steps=1)
-    argosy.fit("gkd", *how, "eval.every=99", f"dir={tmp_path / 'run'}", view=Quiet(), steps=30)
+    argosy.fit("gkd", *settings, "eval.every=99", f"dir={tmp_path / 'run'}", view=Quiet(), steps=30)
     for name in ("eval_kl", "eval_given_kl", "eval_loss"):
         (before,), (after,) = (numbers(tmp_path / run, name).values() for run in ("untouched", "run"))
         assert after < 0.8 * before, name

@@ -37,8 +37,8 @@ def fit(recipe: str, data: Path, run: Path, *more: str, steps: int) -> str:
     words += ["optimizer=adamw", "optimizer.learning_rate=1e-2", "schedule=constant", "checkpoint.every=3", "log.every=1", f"dir={run}"]
     words += ["eval.every=99", "eval.batches=1", "data.tokenizer=byte"]
     words += [f"objective.teacher={shared('models/stories260k')}"] if recipe != "sft" else []
-    own = ["rollout.tokens=24", "rollout.rows=4", "objective.hybrid=false"]
-    words += own if recipe == "gold" else ["data.packing=fit", "data.epochs=99"]
+    gold_words = ["rollout.tokens=24", "rollout.rows=4", "objective.hybrid=false"]
+    words += gold_words if recipe == "gold" else ["data.packing=fit", "data.epochs=99"]
     heard = Heard()
     argosy.fit(recipe, *words, *more, view=heard, steps=steps)
     return heard.words
@@ -55,14 +55,14 @@ def base(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_a_student_learns_from_its_own_answers_and_from_given_ones(data: Path, base: Path, tmp_path: Path):
     run = tmp_path / "run"
-    how = ["objective.student_fraction=0.5", "objective.hybrid=true", "optimizer.learning_rate=3e-3", "eval.every=12"]
-    how += [f"init.weights={base}"]
-    said = fit("gold", data, run, *how, "seed=2", steps=24)
-    assert "of the teacher's 512 tokens are the student's too" in said
-    uld, loss, aligned, own = (numbers(run, name) for name in ("uld", "loss", "aligned", "own"))
-    assert set(own.values()) == {0.0, 1.0}
+    settings = ["objective.student_fraction=0.5", "objective.hybrid=true", "optimizer.learning_rate=3e-3", "eval.every=12"]
+    settings += [f"init.weights={base}"]
+    output = fit("gold", data, run, *settings, "seed=2", steps=24)
+    assert "of the teacher's 512 tokens are the student's too" in output
+    uld, loss, aligned, own_answers = (numbers(run, name) for name in ("uld", "loss", "aligned", "own"))
+    assert set(own_answers.values()) == {0.0, 1.0}
     assert all(loss[s] <= 1.001 * uld[s] for s in loss), "the sum over groups, for each target"
-    assert all((aligned[s] == 1) if own[s] == 0 else (0 < aligned[s] <= 1) for s in own)
+    assert all((aligned[s] == 1) if own_answers[s] == 0 else (0 < aligned[s] <= 1) for s in own_answers)
     for name in ("unreadable", "rewritten", "special", "unaligned", "crowded"):
         assert all(0 <= share <= 1 for share in numbers(run, f"answers/{name}").values())
     evals = [line for line in read(Store(run)) if "eval_loss" in line]
@@ -71,9 +71,9 @@ def test_a_student_learns_from_its_own_answers_and_from_given_ones(data: Path, b
     losses = RunDirectory(str(run), CheckpointSettings(), print).checkpoints.eval_losses()
     worst = evals[-1]["eval_uld"] + 2 * (1 - evals[-1]["eval_aligned"])
     assert losses[24] == pytest.approx(worst), "what is not compared counts as far away"
-    kept = [json.loads(line) for line in (run / "answers.jsonl").read_text().splitlines()]
-    assert kept[0]["rewards"] == {}
-    assert f"rollout {kept[-1]['rollout']}" in (run / "report.html").read_text()
+    records = [json.loads(line) for line in (run / "answers.jsonl").read_text().splitlines()]
+    assert records[0]["rewards"] == {}
+    assert f"rollout {records[-1]['rollout']}" in (run / "report.html").read_text()
 
 
 HOW = {
@@ -86,10 +86,10 @@ HOW = {
 @pytest.mark.parametrize("name", HOW)
 def test_a_resume_in_the_middle_of_a_rollout_is_bit_for_bit(name: str, data: Path, base: Path, tmp_path: Path):
     """Step 3 lies between the updates of a rollout, whose answers were sampled by weights that are gone."""
-    how = [*HOW[name], f"init.weights={base}"]
-    fit("gold", data, tmp_path / "whole", *how, steps=6)
-    fit("gold", data, tmp_path / "halves", *how, steps=3)
-    assert "resuming from step 3" in fit("gold", data, tmp_path / "halves", *how, steps=6)
+    settings = [*HOW[name], f"init.weights={base}"]
+    fit("gold", data, tmp_path / "whole", *settings, steps=6)
+    fit("gold", data, tmp_path / "halves", *settings, steps=3)
+    assert "resuming from step 3" in fit("gold", data, tmp_path / "halves", *settings, steps=6)
     for metric in ("loss", "uld", "aligned", "grad_norm", "tokens", "rollout", "own"):
         assert numbers(tmp_path / "whole", metric) == numbers(tmp_path / "halves", metric), metric
     assert digest(tmp_path / "whole", 6) == digest(tmp_path / "halves", 6)
@@ -113,13 +113,13 @@ def test_batches_of_the_data_are_those_of_offline_distillation(data: Path, base:
 
 @pytest.mark.slow
 def test_eight_devices_learn_as_one(data: Path, base: Path, tmp_path: Path):
-    how = [f"init.weights={base}", "rollout.rows=8", "objective.student_fraction=0.5", "seed=2"]
+    settings = [f"init.weights={base}", "rollout.rows=8", "objective.student_fraction=0.5", "seed=2"]
     eight = ["mesh.data=-1", "mesh.fsdp=4", "objective.chunk=7"]
     for name, mesh in {"one": [], "eight": eight}.items():
-        fit("gold", data, tmp_path / name, *how, *mesh, steps=3)
+        fit("gold", data, tmp_path / name, *settings, *mesh, steps=3)
     for metric in ("loss", "grad_norm", "uld", "aligned", "targets"):
-        one = numbers(tmp_path / "one", metric)
-        assert numbers(tmp_path / "eight", metric) == pytest.approx(one, rel=1e-3, abs=1e-5), metric
+        single = numbers(tmp_path / "one", metric)
+        assert numbers(tmp_path / "eight", metric) == pytest.approx(single, rel=1e-3, abs=1e-5), metric
 
 
 @pytest.fixture(scope="module")
@@ -138,14 +138,14 @@ def test_a_teacher_is_asked_by_its_own_template(chats: tuple[Path, Path], tmp_pa
     data, ours = chats
     teacher = tmp_path / "teacher"
     shutil.copytree(shared("models/stories260k"), teacher)
-    how = [f"data.template={ours}", f"objective.teacher={teacher}", "objective.student_fraction=0"]
+    settings = [f"data.template={ours}", f"objective.teacher={teacher}", "objective.student_fraction=0"]
     with pytest.raises(UserError, match="comes without a chat template") as caught:
-        fit("gold", data, tmp_path / "run", *how, steps=1)
+        fit("gold", data, tmp_path / "run", *settings, steps=1)
     assert "objective.template=student" in str(caught.value)
     assert not (tmp_path / "run").exists()
-    fit("gold", data, tmp_path / "ours", *how, "objective.template=student", steps=1)
+    fit("gold", data, tmp_path / "ours", *settings, "objective.template=student", steps=1)
     (teacher / "chat_template.jinja").write_text(CHATS)
-    fit("gold", data, tmp_path / "theirs", *how, steps=1)
+    fit("gold", data, tmp_path / "theirs", *settings, steps=1)
     both = [numbers(tmp_path / name, "uld")[1] for name in ("ours", "theirs")]
     assert both[0] != both[1], "the teacher reads something else"
     assert numbers(tmp_path / "theirs", "aligned")[1] == 1
@@ -159,7 +159,7 @@ def test_the_same_tokenizer_works_and_is_told(data: Path, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "problem"),
     [
         (["objective.others=teacher"], "not built across tokenizers"),
         (["objective.student_fraction=1", "objective.cross_entropy=1"], "no answer is the data's"),
@@ -175,11 +175,11 @@ def test_the_same_tokenizer_works_and_is_told(data: Path, tmp_path: Path):
         (["data.format=prompt"], "this data has prompts alone"),
     ],
 )
-def test_mistakes_are_found_before_a_file_is_written(words: list[str], said: str, data: Path, tmp_path: Path):
+def test_mistakes_are_found_before_a_file_is_written(words: list[str], problem: str, data: Path, tmp_path: Path):
     if words == ["data.format=prompt"]:
         (tmp_path / "bare.jsonl").write_text("".join(f'{{"prompt": "{i} 3:"}}\n' for i in range(10)))
         words = [*words, f"data.source={tmp_path / 'bare.jsonl'}"]
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=problem):
         fit("gold", data, tmp_path / "run", *words, steps=1)
     assert not (tmp_path / "run").exists()
 

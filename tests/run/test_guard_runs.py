@@ -48,9 +48,9 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
         from argosy.train.objectives.loss import Loss, WeightedMean
 
-        found = loss(settings, models, batch)
+        result = loss(settings, models, batch)
         times = jnp.where(jnp.max(batch["mask"]) > 1.5, JUMP, 1.0)
-        return Loss(WeightedMean(found.loss.total * times, found.loss.weight), found.metrics, found.updates)
+        return Loss(WeightedMean(result.loss.total * times, result.loss.weight), result.metrics, result.updates)
 
     def choose(nan: set[int] = set(), jump: set[int] = set()) -> None:  # noqa: B006
         nans.clear()
@@ -97,8 +97,8 @@ def test_a_run_that_stops_saves_the_last_good_step(poison: Any, tmp_path: Path, 
         fit(tmp_path / "run")
     assert raised.value.exit_code == 1
     assert raised.value.what == f"loss is nan at step {step}"
-    told = f"{raised.value.where} {raised.value.hint}"
-    assert f"loss nan, grad_norm nan, batch {step} at {{'row': {(step - 1) * 8}}}; checkpoint {step - 1} is good" in told
+    message = f"{raised.value.where} {raised.value.hint}"
+    assert f"loss nan, grad_norm nan, batch {step} at {{'row': {(step - 1) * 8}}}; checkpoint {step - 1} is good" in message
     poison()
     fit(tmp_path / "good", f"steps={step - 1}")
     assert digest(tmp_path / "run", step - 1) == digest(tmp_path / "good", step - 1)
@@ -123,7 +123,10 @@ def test_a_step_that_is_skipped_is_counted_and_resumes_bit_for_bit(poison: Any, 
     heard = Heard()
     fit(tmp_path / "whole", "guard.nonfinite=skip", view=heard)
     assert "step 6 is skipped: loss is nan (grad_norm nan, batch 6)" in heard.words
-    assert [(one["step"], one["action"], one["loss"]) for one in bad(tmp_path / "whole")] == [(6, "skip", "nan"), (7, "skip", "nan")]
+    assert [(entry["step"], entry["action"], entry["loss"]) for entry in bad(tmp_path / "whole")] == [
+        (6, "skip", "nan"),
+        (7, "skip", "nan"),
+    ]
     skipped = numbers(tmp_path / "whole", "skipped")
     assert (skipped[5], skipped[6], skipped[12]) == (0, 1, 2)
     # Across checkpoints before, between and after them.
@@ -174,8 +177,8 @@ def test_a_rollback_is_a_run_whose_data_lacked_the_window(poison: Any, lacking: 
     heard = Heard()
     fit(tmp_path / "run", *ROLL, f"guard.beyond={beyond}", view=heard)
     assert f"going back to step 4, without the batches 5 to {7 + beyond}" in heard.words
-    (one,) = json.loads((tmp_path / "run" / "rollbacks.json").read_text())
-    assert (one["step"], one["restored"], one["first"], one["last"]) == (7, 4, 5, 7 + beyond)
+    (entry,) = json.loads((tmp_path / "run" / "rollbacks.json").read_text())
+    assert (entry["step"], entry["restored"], entry["first"], entry["last"]) == (7, 4, 5, 7 + beyond)
     lacking(5, 7 + beyond)
     fit(tmp_path / "without", *ROLL)
     assert not (tmp_path / "without" / "rollbacks.json").exists()

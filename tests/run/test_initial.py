@@ -79,7 +79,7 @@ OTHERS = [w for w in WORDS if not w.startswith("model.")]  # nothing said of the
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "how"),
+    ("kind", "word"),
     [
         ("run", "init.weights={}"),
         pytest.param("hub", "model={}", marks=pytest.mark.slow),
@@ -87,13 +87,13 @@ OTHERS = [w for w in WORDS if not w.startswith("model.")]  # nothing said of the
         pytest.param("run", "model={}", marks=pytest.mark.slow),
     ],
 )
-def test_a_folder_brings_its_sizes(source: Path, first: float, tmp_path: Path, how: str, kind: str):
+def test_a_folder_brings_its_sizes(source: Path, first: float, tmp_path: Path, word: str, kind: str):
     folder = source
     if kind == "hub":
         folder, stored = tmp_path / "hub", open_model(source)
         save_folder(folder, stored.config, stored.weights)
     run = tmp_path / "run"
-    argosy.fit("tiny", *OTHERS, "steps=1", how.format(folder), f"dir={run}")
+    argosy.fit("tiny", *OTHERS, "steps=1", word.format(folder), f"dir={run}")
     assert by_step(read(Store(run)), "loss") == {1: first}
     assert open_model(run).config.width == 16
     shutil.rmtree(folder) if kind == "hub" else None
@@ -104,16 +104,16 @@ def test_a_preset_named_after_a_folder_keeps_nothing_of_the_folder(source: Path,
     recipe = tmp_path / "mine.yml"
     recipe.write_text(f"extends: tiny\nmodel: {source}\ndata:\n  sequence: 16\n")
     assert compose(Run, recipe, []).value.init.weights == str(source)
-    plain, named = (compose(Run, r, ["model=llama3.2-1b", "data.sequence=16"]).value for r in ("tiny", recipe))
-    assert named.init.weights is None
-    assert named.data.tokenizer == plain.data.tokenizer
-    assert named.model == plain.model
+    plain, from_folder = (compose(Run, r, ["model=llama3.2-1b", "data.sequence=16"]).value for r in ("tiny", recipe))
+    assert from_folder.init.weights is None
+    assert from_folder.data.tokenizer == plain.data.tokenizer
+    assert from_folder.model == plain.model
 
 
 def test_what_is_reported_of_the_model_beside_a_folder_counts(source: Path, tmp_path: Path):
-    with pytest.raises(BadInput, match=r"is another model") as told:
+    with pytest.raises(BadInput, match=r"is another model") as caught:
         argosy.fit("tiny", *OTHERS, "steps=1", f"init.weights={source}", "model.ffn=48", f"dir={tmp_path / 'run'}")
-    assert "model.ffn is 32 there, 48 here" in str(told.value)
+    assert "model.ffn is 32 there, 48 here" in str(caught.value)
 
 
 @pytest.mark.slow
@@ -171,8 +171,8 @@ def test_an_optimizer_survives_there_and_back(source: Path):
 def test_optimizer_arrays_go_where_their_weights_go(source: Path):
     config = open_model(source).config
     unrolled, scanned = config.build(Unroll()), config.build(Scan())
-    drawn = np.random.default_rng(0)
-    weights = {a: drawn.standard_normal(v.shape).astype(np.float32) for a, v in split(unrolled)[1].items()}
+    rng = np.random.default_rng(0)
+    weights = {a: rng.standard_normal(v.shape).astype(np.float32) for a, v in split(unrolled)[1].items()}
     mirrored = relaid({f"optimizer.0.mu.{a}": w for a, w in weights.items()}, unrolled, scanned)
     expected = from_layers(scanned, to_layers(unrolled, weights))
     assert {n.removeprefix("optimizer.0.mu.") for n in mirrored} == set(expected)
@@ -181,14 +181,14 @@ def test_optimizer_arrays_go_where_their_weights_go(source: Path):
 
 @pytest.mark.parametrize("init", ["weights", "state"])
 def test_another_model_is_refused_with_its_differences(source: Path, tmp_path: Path, init: str):
-    with pytest.raises(BadInput, match="is another model") as told:
+    with pytest.raises(BadInput, match="is another model") as caught:
         fit(tmp_path / "run", "steps=6", f"init.{init}={source}", "model.ffn=48", "model.layers=1")
-    assert "model.ffn is 32 there, 48 here" in str(told.value)
-    assert "model.layers is 2 there, 1 here" in str(told.value)
+    assert "model.ffn is 32 there, 48 here" in str(caught.value)
+    assert "model.layers is 2 there, 1 here" in str(caught.value)
     words = {"ffn": 48, "layers": 1, "width": 32, "heads": 4, "kv_heads": 4, "vocab": 128}
-    with pytest.raises(BadInput, match="is another model") as told:
+    with pytest.raises(BadInput, match="is another model") as caught:
         fit(tmp_path / "run", "steps=6", f"init.{init}={source}", *(f"model.{key}={value}" for key, value in words.items()))
-    assert all(f"model.{key} is " in str(told.value) for key in words)
+    assert all(f"model.{key} is " in str(caught.value) for key in words)
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
@@ -199,15 +199,15 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def tuned(run: Path, chats: Path, *words: str) -> dict[int, float]:
+def finetune(run: Path, chats: Path, *words: str) -> dict[int, float]:
     """A run that names no model, unless the words do."""
-    how = [word for word in OTHERS if not word.startswith("data.source")]
-    argosy.fit("sft", *how, "data.held_out=0", f"data.source={chats}", f"dir={run}", *words)
+    settings = [word for word in OTHERS if not word.startswith("data.source")]
+    argosy.fit("sft", *settings, "data.held_out=0", f"data.source={chats}", f"dir={run}", *words)
     return by_step(read(Store(run)), "loss")
 
 
 @pytest.fixture(scope="module")
-def begun(chats: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def begun_run(chats: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two steps of a model of bytes, with the generation settings of the model it began from."""
     run = tmp_path_factory.mktemp("initial") / "begun"
     fit(run, "steps=2", f"data.source={chats}", "data.tokenizer=byte", "data.held_out=0", "model.vocab=512", "optimizer=adamw")
@@ -215,65 +215,65 @@ def begun(chats: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-def test_a_state_brings_its_model_and_tokenizer(begun: Path, chats: Path):
+def test_a_state_brings_its_model_and_tokenizer(begun_run: Path, chats: Path):
     """Whoever names no model, or names the same one, gets the model and the tokenizer of the state."""
-    words = [f"data.source={chats}", "data.sequence=16", f"init.state={begun}"]
+    words = [f"data.source={chats}", "data.sequence=16", f"init.state={begun_run}"]
     alone = compose(Run, "sft", words).value
-    assert alone.model == open_model(begun).config
-    assert alone.data.tokenizer == str(begun)
-    assert compose(Run, "sft", [*words, f"model={begun}"]).value == alone, "a state includes weights"
+    assert alone.model == open_model(begun_run).config
+    assert alone.data.tokenizer == str(begun_run)
+    assert compose(Run, "sft", [*words, f"model={begun_run}"]).value == alone, "a state includes weights"
     both = compose(Run, "sft", [*words, "model=argosy-1m"]).value
-    assert (both.model.preset, both.data.tokenizer) == ("argosy-1m", str(begun))
+    assert (both.model.preset, both.data.tokenizer) == ("argosy-1m", str(begun_run))
 
 
 @pytest.mark.slow
-def test_a_recipe_without_a_model_goes_on_from_a_state(begun: Path, chats: Path, tmp_path: Path):
+def test_a_recipe_without_a_model_goes_on_from_a_state(begun_run: Path, chats: Path, tmp_path: Path):
     run = tmp_path / "run"
-    assert list(tuned(run, chats, f"init.state={begun}", "steps=4")) == [3, 4]
+    assert list(finetune(run, chats, f"init.state={begun_run}", "steps=4")) == [3, 4]
     assert json.loads((run / "tokenizer" / "generation_config.json").read_text()) == {"temperature": 0.25}
 
 
-def test_a_later_start_replaces_an_earlier_one(begun: Path, chats: Path, tmp_path: Path):
+def test_a_later_start_replaces_an_earlier_one(begun_run: Path, chats: Path, tmp_path: Path):
     recipe, data = tmp_path / "mine.yml", f"data: {{source: {chats}, sequence: 16}}\n"
-    recipe.write_text(f"extends: sft\ninit: {{weights: {begun}}}\n{data}")
-    went_on = compose(Run, recipe, [f"init.state={begun}"]).value
-    assert (went_on.init.weights, went_on.init.state) == (None, str(begun))
-    recipe.write_text(f"extends: sft\ninit: {{state: {begun}}}\n{data}")
-    for words in ([f"init.weights={begun}"], [f"model={begun}"]):
+    recipe.write_text(f"extends: sft\ninit: {{weights: {begun_run}}}\n{data}")
+    went_on = compose(Run, recipe, [f"init.state={begun_run}"]).value
+    assert (went_on.init.weights, went_on.init.state) == (None, str(begun_run))
+    recipe.write_text(f"extends: sft\ninit: {{state: {begun_run}}}\n{data}")
+    for words in ([f"init.weights={begun_run}"], [f"model={begun_run}"]):
         anew = compose(Run, recipe, words).value
-        assert (anew.init.weights, anew.init.state) == (str(begun), None)
+        assert (anew.init.weights, anew.init.state) == (str(begun_run), None)
 
 
-def test_a_state_of_another_tokenizer_is_refused(begun: Path, chats: Path, tmp_path: Path):
+def test_a_state_of_another_tokenizer_is_refused(begun_run: Path, chats: Path, tmp_path: Path):
     pieces = f"data.tokenizer={shared('models/stories260k')}"
-    with pytest.raises(BadInput, match="another tokenizer") as told:
-        tuned(tmp_path / "run", chats, f"init.state={begun}", "steps=6", pieces)
-    assert "init.state brings its own" in str(told.value)
+    with pytest.raises(BadInput, match="another tokenizer") as caught:
+        finetune(tmp_path / "run", chats, f"init.state={begun_run}", "steps=6", pieces)
+    assert "init.state brings its own" in str(caught.value)
     assert not (tmp_path / "run").exists()
 
 
 def test_a_state_that_is_not_there_is_the_mistake():
-    with pytest.raises(SettingsError) as told:
+    with pytest.raises(SettingsError) as caught:
         checked_settings("sft", ["init.state=gone"])
-    assert [one.what for one in told.value.problems] == ["no such run: `gone`", "`sft` needs `data.source`"]
+    assert [problem.what for problem in caught.value.problems] == ["no such run: `gone`", "`sft` needs `data.source`"]
 
 
 @pytest.mark.slow
-def test_the_state_of_adapters_is_refused(begun: Path, chats: Path, tmp_path: Path):
-    lora, how = tmp_path / "lora", [f"model={begun}", "steps=1", "adapter=lora", "adapter.rank=2"]
-    tuned(lora, chats, *how)
-    with pytest.raises(BadInput, match="trained adapters") as told:
-        tuned(tmp_path / "run", chats, f"init.state={lora}", "steps=2")
-    assert f"init.weights={lora}" in str(told.value)
-    with pytest.raises(BadInput, match="other settings") as told:
-        tuned(lora, chats, *how, "seed=3")
-    assert f"init.weights={lora} dir=NEW" in str(told.value)
+def test_the_state_of_adapters_is_refused(begun_run: Path, chats: Path, tmp_path: Path):
+    lora, settings = tmp_path / "lora", [f"model={begun_run}", "steps=1", "adapter=lora", "adapter.rank=2"]
+    finetune(lora, chats, *settings)
+    with pytest.raises(BadInput, match="trained adapters") as caught:
+        finetune(tmp_path / "run", chats, f"init.state={lora}", "steps=2")
+    assert f"init.weights={lora}" in str(caught.value)
+    with pytest.raises(BadInput, match="other settings") as caught:
+        finetune(lora, chats, *settings, "seed=3")
+    assert f"init.weights={lora} dir=NEW" in str(caught.value)
 
 
 def test_another_optimizer_is_refused(source: Path, tmp_path: Path):
-    with pytest.raises(BadInput, match="another optimizer") as told:
+    with pytest.raises(BadInput, match="another optimizer") as caught:
         fit(tmp_path / "run", "steps=6", f"init.state={source}", "optimizer=lion")
-    assert "init.weights" in str(told.value)
+    assert "init.weights" in str(caught.value)
 
 
 def test_both_at_once_is_a_mistake(source: Path, tmp_path: Path):
@@ -297,13 +297,13 @@ def test_a_damaged_source_is_walked_back_and_left_alone(source: Path, tmp_path: 
 def test_weights_of_another_tokenizer_are_trained_only_with_consent(tmp_path: Path, chats: Path):
     """Ids that mean other words train a model to nonsense, and the loss falls all the same."""
     words = [f"model={stories_model()}", "steps=1", "data.sequence=64"]
-    with pytest.raises(BadInput, match=r"trained with another tokenizer than data\.tokenizer = byte") as told:
-        tuned(tmp_path / "run", chats, *words, "data.tokenizer=byte")
-    assert "leave data.tokenizer out" in str(told.value)
-    assert "init.tokenizer_mismatch=allow" in str(told.value)
+    with pytest.raises(BadInput, match=r"trained with another tokenizer than data\.tokenizer = byte") as caught:
+        finetune(tmp_path / "run", chats, *words, "data.tokenizer=byte")
+    assert "leave data.tokenizer out" in str(caught.value)
+    assert "init.tokenizer_mismatch=allow" in str(caught.value)
     assert not (tmp_path / "run").exists()
     for name, more in (("other", ["data.tokenizer=byte", "init.tokenizer_mismatch=allow"]), ("own", [])):
-        tuned(tmp_path / name, chats, *words, *more)
+        finetune(tmp_path / name, chats, *words, *more)
         assert ("another tokenizer" in (tmp_path / name / "log.txt").read_text()) == (name == "other")
 
 
@@ -316,8 +316,8 @@ def test_a_model_that_brings_no_tokenizer_is_no_model_of_a_much_smaller_one(tmp_
         file.unlink()
     words = [f"model={tmp_path / 'bare'}", "data.tokenizer=byte", "steps=1", "data.sequence=64"]
     with pytest.raises(BadInput, match=r"the tokenizer makes 258 of the 512 ids of .*, which brings none"):
-        tuned(tmp_path / "run", chats, *words)
-    tuned(tmp_path / "run", chats, *words[:1], f"data.tokenizer={stories_model()}", *words[2:])
+        finetune(tmp_path / "run", chats, *words)
+    finetune(tmp_path / "run", chats, *words[:1], f"data.tokenizer={stories_model()}", *words[2:])
 
 
 def test_the_same_tokens_from_another_file_are_the_same_tokenizer():

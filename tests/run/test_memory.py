@@ -28,7 +28,7 @@ def run_of(*words: str) -> Run:
     return compose(Run, "tiny", [*WORDS, *words]).value
 
 
-def traced(run: Run, tokens: int | None = None, remat: str = "none") -> int:
+def traced_bytes(run: Run, tokens: int | None = None, remat: str = "none") -> int:
     rows = run.data.batch // run.accumulate
     return activation_bytes(run.model, rows, tokens or run.data.sequence, run.objective, "float32", remat)
 
@@ -50,7 +50,7 @@ def test_the_state_is_counted_exactly_and_the_estimate_is_below_the_compiled_fig
     assert sizes["gradients"] == sizes["parameters"]
     assert 2 * sizes["parameters"] <= sizes["optimizer"] <= 2 * sizes["parameters"] + 100 * devices
     assert sizes["checkpoint"] == sizes["parameters"] + sizes["optimizer"]
-    assert TRUST * traced(run) < sizes["activations"]
+    assert TRUST * traced_bytes(run) < sizes["activations"]
     assert need.document()["total"] == sum(sizes.values())
 
 
@@ -61,14 +61,14 @@ def test_what_exists_already_is_counted_once(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("argosy.run.memory.resident_bytes", lambda: 100_000_000)
     try:
         program = assembly.compile()
-        shapes, places = ((one.params, one.optimizer) for one in (assembly.shapes, assembly.places))
+        shapes, places = ((parts.params, parts.optimizer) for parts in (assembly.shapes, assembly.places))
         state = jax.tree.map(lambda s, place: jax.device_put(np.zeros(s.shape, s.dtype), place), shapes, places)
-        alone, beside = compiled_need(assembly, program), compiled_need(assembly, program, (state, {"again": state}))
+        alone, with_copy = compiled_need(assembly, program), compiled_need(assembly, program, (state, {"again": state}))
     finally:
         assembly.close()
-    held = alone.sizes["parameters"] + alone.sizes["optimizer"]
+    state_bytes = alone.sizes["parameters"] + alone.sizes["optimizer"]
     assert alone.sizes["process"] == 100_000_000
-    assert beside.sizes == alone.sizes | {"process": pytest.approx(100_000_000 - held, abs=1000)}
+    assert with_copy.sizes == alone.sizes | {"process": pytest.approx(100_000_000 - state_bytes, abs=1000)}
 
 
 def test_the_copy_for_a_save_is_not_counted_as_the_process_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -84,16 +84,16 @@ def test_the_copy_for_a_save_is_not_counted_as_the_process_too(tmp_path: Path, m
 
 def test_accumulation_and_recomputation_need_less():
     run = run_of()
-    assert traced(run_of("accumulate=4")) < 0.3 * traced(run)
-    assert traced(run, remat="full") < 0.3 * traced(run)
-    assert traced(run, remat="full") < traced(run, remat="dots") < traced(run)
+    assert traced_bytes(run_of("accumulate=4")) < 0.3 * traced_bytes(run)
+    assert traced_bytes(run, remat="full") < 0.3 * traced_bytes(run)
+    assert traced_bytes(run, remat="full") < traced_bytes(run, remat="dots") < traced_bytes(run)
 
 
 def test_long_sequences_are_extrapolated_near_what_a_trace_says(monkeypatch: pytest.MonkeyPatch):
     run = run_of("model.context=512", "data.sequence=512")
-    whole = traced(run, 512)
+    whole = traced_bytes(run, 512)
     monkeypatch.setattr("argosy.run.memory.TRACED", 128)
-    assert traced(run, 512) == pytest.approx(whole, rel=0.25)
+    assert traced_bytes(run, 512) == pytest.approx(whole, rel=0.25)
     assert TRACED > 128
 
 

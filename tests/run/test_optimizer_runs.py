@@ -19,7 +19,7 @@ TINY += ["data.max_bytes=40000", "eval.every=100", "checkpoint.every=2", "checkp
 FREE = ["optimizer=schedule_free", "schedule=constant", "schedule.warmup=2"]
 
 
-def trained(folder, *more, steps):
+def train(folder, *more, steps):
     view = Heard()
     argosy.fit("tiny", *TINY, f"dir={folder}", *more, view=view, steps=steps)
     return folder
@@ -35,7 +35,7 @@ def arrays_of(folder, step):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "how",
+    "settings",
     [
         FREE,
         ["optimizer=soap", "optimizer.every=2"],
@@ -43,24 +43,24 @@ def arrays_of(folder, step):
         ["optimizer=prodigy", "optimizer.state=bfloat16"],
         ["optimizer.state=int8", "optimizer.lookahead.every=3"],
     ],
-    ids=lambda how: how[0].partition("=")[2],
+    ids=lambda settings: settings[0].partition("=")[2],
 )
-def test_a_run_resumes_bit_for_bit(how, tmp_path):
-    how = [*how, "schedule=constant", "schedule.warmup=2"]
+def test_a_run_resumes_bit_for_bit(settings, tmp_path):
+    settings = [*settings, "schedule=constant", "schedule.warmup=2"]
     for steps in (2, 4):
-        trained(tmp_path / "parts", *how, steps=steps)
-    trained(tmp_path / "whole", *how, steps=4)
+        train(tmp_path / "parts", *settings, steps=steps)
+    train(tmp_path / "whole", *settings, steps=4)
     for arrays in (weights_of, lambda folder: arrays_of(folder, 4)):
-        one, two = arrays(tmp_path / "parts"), arrays(tmp_path / "whole")
-        assert one.keys() == two.keys()
-        for name, a in one.items():
+        parts, two = arrays(tmp_path / "parts"), arrays(tmp_path / "whole")
+        assert parts.keys() == two.keys()
+        for name, a in parts.items():
             np.testing.assert_array_equal(a, two[name], err_msg=name)
 
 
 @pytest.mark.slow
 def test_the_average_of_schedule_free_is_saved_and_evaluated(tmp_path):
     """x = (y - (1 - b1) z) / b1, of the weights y that are trained and of z, both beside it in the checkpoint."""
-    run = trained(tmp_path / "run", *FREE, steps=4)
+    run = train(tmp_path / "run", *FREE, steps=4)
     arrays, saved = arrays_of(run, 4), weights_of(run)
     for name, x in saved.items():
         y, z = arrays[f"raw.{name}"], arrays[f"optimizer.1.z.{name}"]
@@ -70,23 +70,23 @@ def test_the_average_of_schedule_free_is_saved_and_evaluated(tmp_path):
     lm = argosy.load(run)
     assert lm.config.layers == 2
     # Trained further without steps: a run from these weights evaluates them before its first step.
-    again = trained(tmp_path / "again", f"init.weights={run}", "eval.before=true", steps=1)
+    again = train(tmp_path / "again", f"init.weights={run}", "eval.before=true", steps=1)
     first = next(line for line in read(Store(again)) if "eval_loss" in line)["eval_loss"]
     assert first == pytest.approx(loss, rel=1e-6)
 
 
 def test_schedule_free_refuses_a_schedule_that_decays(tmp_path):
     with pytest.raises(UserError, match="schedule=constant"):
-        trained(tmp_path / "run", "optimizer=schedule_free", steps=2)
+        train(tmp_path / "run", "optimizer=schedule_free", steps=2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["unroll", "scan"])
 def test_frozen_groups_stay_in_both_layouts_of_the_layers(layout, tmp_path):
     groups = 'optimizer.groups=[{match: "layers.0", freeze: true}, {match: embed, freeze: true}]'
-    run = trained(tmp_path / "run", groups, f"execution.run={layout}", steps=2)
+    run = train(tmp_path / "run", groups, f"execution.run={layout}", steps=2)
     still = ["optimizer.learning_rate=1e-30", "optimizer.weight_decay=0"]
-    before = trained(tmp_path / "start", f"execution.run={layout}", *still, steps=1)
+    before = train(tmp_path / "start", f"execution.run={layout}", *still, steps=1)
     after, start = weights_of(run), weights_of(before)
     unmoved = {name for name in after if (after[name] == start[name]).all()}
     expected = {name for name in after if name.startswith(("layers.0.", "embed."))}

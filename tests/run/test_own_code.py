@@ -83,8 +83,8 @@ def test_a_changed_file_is_told_from_an_unchanged_one(tmp_path):
 
 
 def test_an_installed_package_adds_names_by_entry_points(monkeypatch):
-    own = EntryPoint("mine", "argosy.train.optimizers.sgd:SGD", "argosy.things")
-    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [own] if group == "argosy.things" else [])
+    entry_point = EntryPoint("mine", "argosy.train.optimizers.sgd:SGD", "argosy.things")
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [entry_point] if group == "argosy.things" else [])
     registry = Registry("thing", {"first": dict})
     registry.add_installed("argosy.things")
     assert list(registry) == ["first", "mine"]
@@ -118,9 +118,9 @@ def test_the_examples_run_and_a_changed_file_is_said_on_resume(tmp_path):
 
     assert "has changed" not in train(3)
     copy.write_text(copy.read_text(encoding="utf-8") + "\n# another\n", encoding="utf-8")
-    said = train(6)
-    assert f"{copy}:Focal is not the code of the run until step 3" in said
-    assert f"{copy}:SignSGD is not the code" in said
+    output = train(6)
+    assert f"{copy}:Focal is not the code of the run until step 3" in output
+    assert f"{copy}:SignSGD is not the code" in output
     lines = [line for line in read(Store(tmp_path / "run")) if "loss" in line]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     assert all(np.isfinite(line["loss"]) for line in lines)

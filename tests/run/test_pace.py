@@ -15,18 +15,18 @@ from argosy.train.straggler_settings import StragglerSettings
 
 def test_devices_are_timed_each():
     probe = Probe(jax.local_devices()[:3])
-    found = probe()
+    seconds = probe()
     probe.close()
-    assert len(found) == 3
-    assert all(0 < s <= probe.took_s * 20 for s in found)
+    assert len(seconds) == 3
+    assert all(0 < s <= probe.took_s * 20 for s in seconds)
 
 
 def test_one_process_on_a_cpu_compares_nothing():
     def update(state, batch):
         return state, batch
 
-    for how in (StragglerSettings(), StragglerSettings(every=0)):
-        with measured_pace(how, jax.local_devices(), Clock(), lambda: 0, print, print) as measured:
+    for settings in (StragglerSettings(), StragglerSettings(every=0)):
+        with measured_pace(settings, jax.local_devices(), Clock(), lambda: 0, print, print) as measured:
             assert measured(update) is update
 
 
@@ -39,23 +39,23 @@ def test_the_host_counts_where_devices_waited():
     try:
         step = pace(lambda state, batch: (state, metrics))
 
-        def one(data: float, python: float) -> None:
+        def run_host(data: float, python: float) -> None:
             with clock("data"):
                 time.sleep(data)
             time.sleep(python)
             with clock("step"):
                 step(None, None)
 
-        one(0.2, 0.2)
+        run_host(0.2, 0.2)
         # What came before the first step is no step's.
         assert pace.seconds[DATA] == pace.seconds[HOST] == 0
-        one(0.03, 0.01)
+        run_host(0.03, 0.01)
         assert 0.03 <= pace.seconds[DATA] < 0.2
         assert 0.01 <= pace.seconds[HOST] < 0.2
         assert pace.exposed == pace.seconds | {STALLS: pace.exposed[STALLS]}
         before = pace.exposed[DATA]
         ready[0] = False
-        one(0.03, 0.01)
+        run_host(0.03, 0.01)
         assert pace.exposed[DATA] == before
         assert pace.seconds[DATA] >= 0.06
         assert pace.steps == 3

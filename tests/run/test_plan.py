@@ -30,15 +30,17 @@ from argosy.run.settings.run import Run
 LARGE = ("model=llama2-70b",)
 
 
-def planned(recipe: str, *words: str, **how: Any) -> dict[str, Any]:
-    return plan(recipe, words, PlanSettings(**how), lambda _: None)
+def plan_document(recipe: str, *words: str, **settings: Any) -> dict[str, Any]:
+    return plan(recipe, words, PlanSettings(**settings), lambda _: None)
 
 
 def test_a_large_model_fits_where_it_should_and_the_answer_says_why():
-    found = planned("pretrain", *LARGE, "data.sequence=4096", "data.batch=128", "execution.remat=full", device="v5p-128", compile=False)
+    document = plan_document(
+        "pretrain", *LARGE, "data.sequence=4096", "data.batch=128", "execution.remat=full", device="v5p-128", compile=False
+    )
     parameters = 68_976_648_192
-    memory = found["memory_bytes"]
-    assert (found["fits"], found["verdict_by"], found["parameters"]) == (True, "model", parameters)
+    memory = document["memory_bytes"]
+    assert (document["fits"], document["verdict_by"], document["parameters"]) == (True, "model", parameters)
     # Weights and two moments in float32, split over 64 devices but for the norms.
     assert memory["parameters"] == pytest.approx(4 * parameters / 64, rel=1e-3)
     assert memory["optimizer"] == pytest.approx(8 * parameters / 64, rel=1e-3)
@@ -47,35 +49,35 @@ def test_a_large_model_fits_where_it_should_and_the_answer_says_why():
     assert layers < memory["activations"] < 1.2 * layers
     # libtpu allocates 54.9 GB for this step.
     assert memory["total"] == pytest.approx(54.9e9, rel=0.15)
-    assert found["flops_per_step"] == pytest.approx(6 * parameters * 128 * 4096, rel=0.1)
-    assert 0.3 < found["mfu"] < 0.75
+    assert document["flops_per_step"] == pytest.approx(6 * parameters * 128 * 4096, rel=0.1)
+    assert 0.3 < document["mfu"] < 0.75
     # Over several axes of a 3-D torus XLA sums gradients whole.
-    assert {(one["kind"], one["axis"]) for one in found["collectives"]} == {("all-gather", "fsdp"), ("all-reduce", "fsdp")}
+    assert {(entry["kind"], entry["axis"]) for entry in document["collectives"]} == {("all-gather", "fsdp"), ("all-reduce", "fsdp")}
     assert set(memory) == {*KINDS, "total"}
-    assert found["tokens_per_step"] == 128 * 4096
+    assert document["tokens_per_step"] == 128 * 4096
 
 
 def test_what_does_not_fit_is_refused_with_settings_that_do(capsys: pytest.CaptureFixture[str]):
     assert main(["plan", "pretrain", *LARGE, "device=v5e-16", "--json"]) == 2
-    out, said = capsys.readouterr()
-    found = json.loads(out)
-    assert found["fits"] is False
-    assert found["memory_bytes"]["total"] > 4 * found["memory_limit_bytes"]
-    assert "does not fit on v5e-16" in said
-    assert "largest: layers.block.mlp" in said
-    words = found["nearest"][0]["settings"]
-    assert " ".join(words) in said
+    out, message = capsys.readouterr()
+    document = json.loads(out)
+    assert document["fits"] is False
+    assert document["memory_bytes"]["total"] > 4 * document["memory_limit_bytes"]
+    assert "does not fit on v5e-16" in message
+    assert "largest: layers.block.mlp" in message
+    words = document["nearest"][0]["settings"]
+    assert " ".join(words) in message
     device = next(word.partition("=")[2] for word in words if word.startswith("device="))
     others = [word for word in words if not word.startswith("device=")]
-    assert planned("pretrain", *LARGE, *others, device=device, compile=False)["fits"]
+    assert plan_document("pretrain", *LARGE, *others, device=device, compile=False)["fits"]
 
 
 @pytest.mark.slow
 def test_settings_that_need_less_come_before_more_devices():
     words = ("model=llama2-7b", "data.sequence=4096", "data.batch=64")
-    found = planned("pretrain", *words, device="v5e-32", compile=False)
-    assert not found["fits"]
-    first = found["nearest"][0]["settings"]
+    document = plan_document("pretrain", *words, device="v5e-32", compile=False)
+    assert not document["fits"]
+    first = document["nearest"][0]["settings"]
     assert "execution.remat=full" in first
     assert not any(word.startswith("device=") for word in first)
 
@@ -84,20 +86,20 @@ def test_settings_that_need_less_come_before_more_devices():
 def test_adapters_that_do_not_fit_have_hints_of_their_own():
     """A base of 8 B parameters in bfloat16 takes all of a v5e's memory."""
     words = ("model=llama3.1-8b", "adapter=lora", "adapter.rank=4", "data.sequence=1024")
-    found = planned("sft", *words, device="v5e-1", compile=False)
-    assert not found["fits"]
-    (first, *_) = (one["settings"] for one in found["nearest"])
+    document = plan_document("sft", *words, device="v5e-1", compile=False)
+    assert not document["fits"]
+    (first, *_) = (candidate["settings"] for candidate in document["nearest"])
     assert first == ["adapter=qlora", "execution.remat=full"]
-    assert planned("sft", *words, *first, device="v5e-1", compile=False)["fits"]
+    assert plan_document("sft", *words, *first, device="v5e-1", compile=False)["fits"]
 
 
 @pytest.mark.slow
 def test_ranks_that_do_not_fit_are_lowered():
     words = ("model=llama3.2-1b", "adapter=dora", "adapter.rank=2048", "data.sequence=1024", "execution.remat=full", "data.batch=1")
-    found = planned("sft", *words, device="v5e-1", compile=False)
-    assert not found["fits"]
-    assert found["nearest"][0]["settings"] == ["adapter.rank=128"]
-    keys = [[word.partition("=")[0] for word in one["settings"]] for one in found["nearest"]]
+    document = plan_document("sft", *words, device="v5e-1", compile=False)
+    assert not document["fits"]
+    assert document["nearest"][0]["settings"] == ["adapter.rank=128"]
+    keys = [[word.partition("=")[0] for word in candidate["settings"]] for candidate in document["nearest"]]
     assert len(keys) == len({*map(tuple, keys)})
 
 
@@ -110,33 +112,33 @@ def test_a_wrong_device_and_a_wrong_setting_are_mistakes(capsys: pytest.CaptureF
 
 
 def test_a_price_gives_a_cost():
-    found = planned("tiny", "steps=1000", device="v5e-8", compile=False, price=1.2)
-    hours = 1000 * found["step_seconds"] / 3600
-    assert found["cost"] == pytest.approx(hours * 8 * 1.2)
-    assert found["days"] == pytest.approx(hours / 24)
+    document = plan_document("tiny", "steps=1000", device="v5e-8", compile=False, price=1.2)
+    hours = 1000 * document["step_seconds"] / 3600
+    assert document["cost"] == pytest.approx(hours * 8 * 1.2)
+    assert document["days"] == pytest.approx(hours / 24)
 
 
 def test_the_compiler_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("argosy.parallel.target.find_spec", lambda name: None)
-    found = planned("tiny", device="v5e-4")
-    assert (found["missing_compiler"], found["verdict_by"]) == ("libtpu", "model")
-    assert planned("tiny", device="h100-8")["missing_compiler"] == "jax-cuda12-plugin"
+    document = plan_document("tiny", device="v5e-4")
+    assert (document["missing_compiler"], document["verdict_by"]) == ("libtpu", "model")
+    assert plan_document("tiny", device="h100-8")["missing_compiler"] == "jax-cuda12-plugin"
 
 
 @pytest.mark.slow
 def test_the_plan_for_this_machine_is_what_a_run_is_told(tmp_path: Path):
     words = ["data.batch=8", "data.source=synthetic"]
-    found = planned("tiny", *words)
+    document = plan_document("tiny", *words)
     run = compose(Run, "tiny", [*words, f"dir={tmp_path}", "eval.batches=0"]).value
     assembly = assemble(run, Decided.here(run))
     try:
-        told = compiled_need(assembly, assembly.compile()).document()
+        compiled = compiled_need(assembly, assembly.compile()).document()
     finally:
         assembly.close()
-    own = {kind: size for kind, size in found["memory_bytes"].items() if kind not in ("process", "total")}
-    assert own == {kind: size for kind, size in told.items() if kind not in ("process", "total")}
-    assert found["verdict_by"] == "compiler"
-    assert found["step_seconds"] > 0
+    planned_bytes = {kind: size for kind, size in document["memory_bytes"].items() if kind not in ("process", "total")}
+    assert planned_bytes == {kind: size for kind, size in compiled.items() if kind not in ("process", "total")}
+    assert document["verdict_by"] == "compiler"
+    assert document["step_seconds"] > 0
 
 
 CYCLES = 'backend_config={"window_config":{"estimated_cycles":"NUMBER"}}'
@@ -158,12 +160,12 @@ def test_collectives_cost_what_no_work_hides():
     for number in (1000, 300):
         text = text.replace(f"CYCLES{number}", CYCLES.replace("NUMBER", str(number)))
     prices = Prices(flops_per_s=1, bytes_per_s=1, ring_bytes_per_s=8192.0, clock_hz=1000.0)
-    found = price_program(HloModule.read(text), prices, 4)
+    price = price_program(HloModule.read(text), prices, 4)
     # 8192 bytes, of which a device receives three quarters; then the sum, twice that.
-    assert found.compute_seconds == pytest.approx(1.3)
-    assert found.communication_seconds == pytest.approx(0.75 + 1.5)
-    assert found.exposed_seconds == pytest.approx(0.45 + 1.5)
-    assert found.seconds == pytest.approx(1.3 + 1.95)
+    assert price.compute_seconds == pytest.approx(1.3)
+    assert price.communication_seconds == pytest.approx(0.75 + 1.5)
+    assert price.exposed_seconds == pytest.approx(0.45 + 1.5)
+    assert price.seconds == pytest.approx(1.3 + 1.95)
 
 
 GROUPED_ROWS = """HloModule m, is_scheduled=true
@@ -180,13 +182,13 @@ def test_grouped_products_skip_places_that_are_empty():
     prices = Prices(flops_per_s=1, bytes_per_s=1, ring_bytes_per_s=1, clock_hz=1, peak_flops_per_s=2 * 512 * 64 * 128)
     scopes = {"jit(f)/jvp(jit(gmm))/pallas_call": 1.0, "jit(f)/transpose(jvp(filled_percent_80))/jit(gmm)/pallas_call": 0.8}
     for scope, share in scopes.items():
-        found = price_program(HloModule.read(GROUPED_ROWS.replace("SCOPE", scope)), prices)
-        assert found.compute_seconds == pytest.approx(share / 0.8)
+        price = price_program(HloModule.read(GROUPED_ROWS.replace("SCOPE", scope)), prices)
+        assert price.compute_seconds == pytest.approx(share / 0.8)
 
 
 def test_the_message_of_a_compiler_is_read():
-    said = "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (93.71G) exceeds HBM (15.75G)."
-    assert out_of_memory(RuntimeError(said)) == int(93.71 * 2**30)
+    text = "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (93.71G) exceeds HBM (15.75G)."
+    assert out_of_memory(RuntimeError(text)) == int(93.71 * 2**30)
     assert out_of_memory(RuntimeError("RESOURCE_EXHAUSTED: something else")) == 0
     assert out_of_memory(RuntimeError("INVALID_ARGUMENT: no")) is None
 
@@ -200,17 +202,17 @@ def test_the_compiler_answers_for_a_tpu_and_the_model_is_near(monkeypatch: pytes
     if not find_spec("libtpu"):
         pytest.skip("libtpu is not installed: no TPU can be described")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    found = planned("pretrain", *SMALL, device="v5e-4")
-    assert (found["fits"], found["verdict_by"]) == (True, "compiler")
-    assert found["memory_bytes_by_model"]["total"] == pytest.approx(found["memory_bytes"]["total"], rel=0.35)
-    assert found["step_seconds_by_model"] == pytest.approx(found["step_seconds"], rel=0.6)
-    kinds = {one["kind"] for one in found["collectives"] if one["axis"] == "fsdp"}
+    document = plan_document("pretrain", *SMALL, device="v5e-4")
+    assert (document["fits"], document["verdict_by"]) == (True, "compiler")
+    assert document["memory_bytes_by_model"]["total"] == pytest.approx(document["memory_bytes"]["total"], rel=0.35)
+    assert document["step_seconds_by_model"] == pytest.approx(document["step_seconds"], rel=0.6)
+    kinds = {entry["kind"] for entry in document["collectives"] if entry["axis"] == "fsdp"}
     assert "all-gather" in kinds
-    kept = list(tmp_path.rglob("plans/*.json"))
-    assert len(kept) == 1
-    assert figures_from(json.loads(kept[0].read_text())).step_seconds == found["step_seconds"]
+    cached_files = list(tmp_path.rglob("plans/*.json"))
+    assert len(cached_files) == 1
+    assert figures_from(json.loads(cached_files[0].read_text())).step_seconds == document["step_seconds"]
     monkeypatch.setattr("argosy.run.plan.compiled.compiled_figures", lambda *_: pytest.fail("compiled again"))
-    assert planned("pretrain", *SMALL, device="v5e-4")["step_seconds"] == found["step_seconds"]
+    assert plan_document("pretrain", *SMALL, device="v5e-4")["step_seconds"] == document["step_seconds"]
     assert len(list(tmp_path.rglob("plans/*.json"))) == 1
 
 
@@ -226,30 +228,30 @@ def test_what_a_compiler_refuses_does_not_fit(monkeypatch: pytest.MonkeyPatch):
     run = compose(Run, "pretrain", ["model=llama2-7b", "data.source=synthetic", "data.batch=4"]).value
     assembly = assemble(run, Decided.here(run, target), target=target, reads=False)
     assert target.chip is not None
-    found = compiled_figures(assembly, prices_of(target.chip), 0.25)
-    assert (found.fits, found.step_seconds) == (False, None)
-    assert found.total > target.chip.memory_bytes
+    figures = compiled_figures(assembly, prices_of(target.chip), 0.25)
+    assert (figures.fits, figures.step_seconds) == (False, None)
+    assert figures.total > target.chip.memory_bytes
 
 
 @pytest.mark.slow
 def test_recipes_with_a_preset_are_planned_for_a_host_and_a_pod():
     for recipe, device in (("pretrain", "v5p-64"), ("sft", "v5p-64"), ("dpo", "h200-8")):
-        found = planned(recipe, "model=llama3.1-8b", device=device, compile=False)
-        assert found["parameters"] == 8_030_261_248, recipe
-        assert found["step_seconds"] > 0
+        document = plan_document(recipe, "model=llama3.1-8b", device=device, compile=False)
+        assert document["parameters"] == 8_030_261_248, recipe
+        assert document["step_seconds"] > 0
     # What does not combine is said as it would be by a run.
     with pytest.raises(BadInput, match="several processes and a reference"):
-        planned("dpo", "model=llama3.1-8b", device="v5p-64", compile=False)
+        plan_document("dpo", "model=llama3.1-8b", device="v5p-64", compile=False)
 
 
 def test_a_step_that_its_compiler_refuses_is_a_mistake(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     """Compilers of TPUs raise it inside of `compile`; as a failure, `argosy launch` would start the run again."""
-    said = "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (93.71G) exceeds HBM (15.75G)."
+    text = "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (93.71G) exceeds HBM (15.75G)."
 
     def compile_(self: Assembly) -> Any:
-        raise jax.errors.JaxRuntimeError(said)
+        raise jax.errors.JaxRuntimeError(text)
 
     monkeypatch.setattr(Assembly, "compile", compile_)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -276,18 +278,18 @@ def test_words_change_settings_and_nothing_else():
 def test_a_search_ranks_what_fits_and_writes_the_best(tmp_path: Path):
     out = tmp_path / "best.yml"
     words = ("model=llama3.2-1b", "data.sequence=1024", "data.batch=64")
-    found = planned("pretrain", *words, device="v5e-8", compile=False, search=True, out=str(out))
-    speeds = [one["tokens_per_s"] for one in found["ranking"]]
+    document = plan_document("pretrain", *words, device="v5e-8", compile=False, search=True, out=str(out))
+    speeds = [candidate["tokens_per_s"] for candidate in document["ranking"]]
     assert speeds == sorted(speeds, reverse=True)
-    assert len({tuple(one["settings"]) for one in found["ranking"]}) == len(speeds) > 3
-    assert all(one["memory_bytes"] < found["memory_limit_bytes"] for one in found["ranking"])
-    assert found["tokens_per_s"] == pytest.approx(speeds[0])
+    assert len({tuple(candidate["settings"]) for candidate in document["ranking"]}) == len(speeds) > 3
+    assert all(candidate["memory_bytes"] < document["memory_limit_bytes"] for candidate in document["ranking"])
+    assert document["tokens_per_s"] == pytest.approx(speeds[0])
     # A recipe like any other, with the user's model and its settings.
-    best = planned(str(out), *words, device="v5e-8", compile=False)
-    assert best["step_seconds"] == pytest.approx(found["step_seconds"])
-    assert best["mesh"] == found["mesh"]
+    best = plan_document(str(out), *words, device="v5e-8", compile=False)
+    assert best["step_seconds"] == pytest.approx(document["step_seconds"])
+    assert best["mesh"] == document["mesh"]
     with pytest.raises(BadInput, match="exists"):
-        planned("pretrain", *words, device="v5e-8", compile=False, search=True, out=str(out))
+        plan_document("pretrain", *words, device="v5e-8", compile=False, search=True, out=str(out))
 
 
 def test_a_preset_under_an_adapter_stands_for_its_weights():
@@ -298,7 +300,9 @@ def test_a_preset_under_an_adapter_stands_for_its_weights():
 
 @pytest.mark.slow
 def test_adapters_and_frozen_models_are_planned():
-    whole, adapted = (planned("sft", "model=llama3.2-1b", *more, device="h100-8", compile=False) for more in ((), ("adapter=lora",)))
+    whole, adapted = (
+        plan_document("sft", "model=llama3.2-1b", *more, device="h100-8", compile=False) for more in ((), ("adapter=lora",))
+    )
     assert adapted["memory_bytes"]["optimizer"] < 0.05 * whole["memory_bytes"]["optimizer"]
     # Frozen weights are bfloat16.
     assert adapted["memory_bytes"]["parameters"] == pytest.approx(whole["memory_bytes"]["parameters"] / 2, rel=0.1)
@@ -322,13 +326,13 @@ def test_models_that_read_no_tokens_are_planned(recipe):
 ])  # fmt: skip
 def test_denoisers_are_planned_by_name_without_their_encoders(model: str, device: str):
     words = [f"model={model}", "objective.condition=text", "sample.every=none", "data.batch=64"]
-    how = PlanSettings(device=device, compile=False)
-    found, half = (plan("diffusion", [*words, f"data.image.size={size}"], how, lambda text: None) for size in (64, 32))
-    assert found["parameters"] == preset_config(model).parameters()
+    settings = PlanSettings(device=device, compile=False)
+    document, half = (plan("diffusion", [*words, f"data.image.size={size}"], settings, lambda text: None) for size in (64, 32))
+    assert document["parameters"] == preset_config(model).parameters()
     # A quarter of the image's tokens; the text's are as many as before.
-    assert 1.5 < found["flops_per_step"] / half["flops_per_step"] < 5
-    assert found["memory_bytes"]["activations"] > 1.5 * half["memory_bytes"]["activations"]
-    assert found["memory_bytes"]["parameters"] == half["memory_bytes"]["parameters"]
+    assert 1.5 < document["flops_per_step"] / half["flops_per_step"] < 5
+    assert document["memory_bytes"]["activations"] > 1.5 * half["memory_bytes"]["activations"]
+    assert document["memory_bytes"]["parameters"] == half["memory_bytes"]["parameters"]
 
 
 @pytest.mark.slow
@@ -338,19 +342,19 @@ def test_memory_under_adapters_is_what_the_run_allocates(adapter, tmp_path):
     config = preset_config("argosy-1m").model_copy(update={"width": 256, "ffn": 512})
     random_lm(config, 0).save(tmp_path / "model", format="hub")
     words = [f"model={tmp_path}/model", f"adapter={adapter}", "data.source=synthetic", "data.sequence=64", "data.batch=8"]
-    told = plan("sft", words, PlanSettings(), lambda _: None)
-    assert told["verdict_by"] == "compiler"
+    planned_run = plan("sft", words, PlanSettings(), lambda _: None)
+    assert planned_run["verdict_by"] == "compiler"
     run = argosy.fit("sft", *words, f"dir={tmp_path}/run", "steps=1", "eval.batches=0", "init.tokenizer_mismatch=allow")
     lines = (Path(run.dir) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    taken = next(json.loads(line)["header"]["memory"] for line in lines if "header" in line)
+    allocated = next(json.loads(line)["header"]["memory"] for line in lines if "header" in line)
     for kind in ("parameters", "gradients", "optimizer", "activations"):
-        assert told["memory_bytes"][kind] == pytest.approx(taken[kind], rel=0.05), kind
-    weights = told["memory_bytes"]["parameters"] / config.parameters()
+        assert planned_run["memory_bytes"][kind] == pytest.approx(allocated[kind], rel=0.05), kind
+    weights = planned_run["memory_bytes"]["parameters"] / config.parameters()
     assert weights > 3 if adapter == "lora" else weights < 3
 
 
 def test_gpus_are_part_of_a_host_or_whole_hosts():
     assert [hardware(name).hosts for name in ("h100-3", "h100-8", "h200-16")] == [1, 1, 2]
-    with pytest.raises(BadInput, match="whole number of hosts") as found:
+    with pytest.raises(BadInput, match="whole number of hosts") as caught:
         hardware("h100-12")
-    assert "h100-16" in str(found.value.hint) or "h100-8" in str(found.value.hint)
+    assert "h100-16" in str(caught.value.hint) or "h100-8" in str(caught.value.hint)

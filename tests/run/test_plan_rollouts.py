@@ -24,8 +24,8 @@ PRICES = Prices(flops_per_s=1e12, bytes_per_s=1e11, ring_bytes_per_s=1e10)
 SHORT = ("data.sequence=256", "rollout.tokens=128")
 
 
-def planned(*words: str, **how: Any) -> dict[str, Any]:
-    return plan("grpo", words, PlanSettings(compile=False, **how), lambda _: None)
+def plan_document(*words: str, **settings: Any) -> dict[str, Any]:
+    return plan("grpo", words, PlanSettings(compile=False, **settings), lambda _: None)
 
 
 def parts(target: Target, *words: str, recipe: str = "grpo") -> tuple[Any, RolloutPlan]:
@@ -36,80 +36,91 @@ def parts(target: Target, *words: str, recipe: str = "grpo") -> tuple[Any, Rollo
 
 
 def test_a_step_has_its_rollouts_and_its_update():
-    found = planned("model=llama3.2-1b", device="h100-8")
-    one = found["rollouts"]
+    document = plan_document("model=llama3.2-1b", device="h100-8")
+    rollouts = document["rollouts"]
     # The recipe's 64 completions of 512 tokens, 8 to each prompt, all at a time; a prompt has the rest of a row.
-    sizes = (one["completions"], one["prompts"], one["input_len"], one["output_len"], one["sequences"], one["decode_steps"])
+    sizes = (
+        rollouts["completions"],
+        rollouts["prompts"],
+        rollouts["input_len"],
+        rollouts["output_len"],
+        rollouts["sequences"],
+        rollouts["decode_steps"],
+    )
     assert sizes == (64, 8, 512, 512, 64, 512)
-    assert one["cache_tokens"] == 64 * 1024
+    assert rollouts["cache_tokens"] == 64 * 1024
     # 16 layers with 8 heads of 64 for keys and values in bfloat16, whole on each device.
-    assert one["memory_bytes"]["cache"] == 64 * 1024 * 16 * 2 * 8 * 64 * 2
-    assert (one["weights"], one["memory_bytes"]["weights"]) == ("shared", 0)
-    assert one["memory_bytes"]["state"] == found["memory_bytes"]["parameters"] + found["memory_bytes"]["optimizer"]
-    assert found["rollout_seconds"] == pytest.approx(one["prefill_seconds"] + 512 * one["decode_step_seconds"])
-    assert found["step_seconds"] == pytest.approx(found["update_seconds"] + found["rollout_seconds"])
-    assert found["bound_by"].startswith("rollouts (")
-    assert found["fits"]
+    assert rollouts["memory_bytes"]["cache"] == 64 * 1024 * 16 * 2 * 8 * 64 * 2
+    assert (rollouts["weights"], rollouts["memory_bytes"]["weights"]) == ("shared", 0)
+    assert rollouts["memory_bytes"]["state"] == document["memory_bytes"]["parameters"] + document["memory_bytes"]["optimizer"]
+    assert document["rollout_seconds"] == pytest.approx(rollouts["prefill_seconds"] + 512 * rollouts["decode_step_seconds"])
+    assert document["step_seconds"] == pytest.approx(document["update_seconds"] + document["rollout_seconds"])
+    assert document["bound_by"].startswith("rollouts (")
+    assert document["fits"]
 
 
 def test_devices_that_only_sample_have_copies_and_may_run_beside_the_update():
-    beside, after = (planned("model=llama3.2-1b", "rollout.devices=4", *more, device="h100-8") for more in (["rollout.ahead=1"], []))
-    assert beside["mesh"] == {"fsdp": 4}
-    one = beside["rollouts"]
+    concurrent, after = (
+        plan_document("model=llama3.2-1b", "rollout.devices=4", *more, device="h100-8") for more in (["rollout.ahead=1"], [])
+    )
+    assert concurrent["mesh"] == {"fsdp": 4}
+    rollouts = concurrent["rollouts"]
     # A quarter of the weights in the trainer's float32, but for the norms.
-    assert (one["weights"], one["devices"]) == ("copied", 4)
-    assert one["memory_bytes"]["weights"] == pytest.approx(4 * 1_235_814_400 / 4, rel=1e-3)
-    assert {t["axis"] for t in one["collectives"]} == {"tensor"}
-    assert beside["step_seconds"] == max(beside["update_seconds"], beside["rollout_seconds"])
-    assert after["step_seconds"] == pytest.approx(beside["update_seconds"] + beside["rollout_seconds"])
+    assert (rollouts["weights"], rollouts["devices"]) == ("copied", 4)
+    assert rollouts["memory_bytes"]["weights"] == pytest.approx(4 * 1_235_814_400 / 4, rel=1e-3)
+    assert {t["axis"] for t in rollouts["collectives"]} == {"tensor"}
+    assert concurrent["step_seconds"] == max(concurrent["update_seconds"], concurrent["rollout_seconds"])
+    assert after["step_seconds"] == pytest.approx(concurrent["update_seconds"] + concurrent["rollout_seconds"])
     with pytest.raises(BadInput, match="a plan counts the engine"):
-        planned("model=llama3.2-1b", "rollout.processes=2", device="h100-8")
-    again = planned("model=llama3.2-1b", "rollout.resample=2", device="h100-8")
+        plan_document("model=llama3.2-1b", "rollout.processes=2", device="h100-8")
+    again = plan_document("model=llama3.2-1b", "rollout.resample=2", device="h100-8")
     assert "not counted: rollout.resample" in again["note"]
     with pytest.raises(BadInput, match="none is left"):
-        planned("model=llama3.2-1b", "rollout.devices=8", device="h100-8")
+        plan_document("model=llama3.2-1b", "rollout.devices=8", device="h100-8")
 
 
 def test_updates_of_a_rollout_share_its_time():
-    found = plan("ppo", ["model=llama3.2-1b"], PlanSettings(device="h100-8", compile=False), lambda _: None)
-    one = found["rollouts"]
-    assert (one["updates"], one["prompts"]) == (4, 64)
-    assert found["rollout_seconds"] == pytest.approx(one["seconds"] / 4)
+    document = plan("ppo", ["model=llama3.2-1b"], PlanSettings(device="h100-8", compile=False), lambda _: None)
+    rollouts = document["rollouts"]
+    assert (rollouts["updates"], rollouts["prompts"]) == (4, 64)
+    assert document["rollout_seconds"] == pytest.approx(rollouts["seconds"] / 4)
     # Log-probabilities of the sampling weights, and a critic's values.
-    assert found["scoring_seconds"] > 0
+    assert document["scoring_seconds"] > 0
 
 
 def test_each_device_sums_what_its_features_give_as_xla_does():
     """The decode step over weights that fsdp splits, compiled for fake devices: XLA sums queries, keys and values together, gate and up
     together, two norms a layer, and the logits."""
-    assembly, found = parts(Target.here(), "mesh.fsdp=8", "precision=bfloat16")
+    assembly, planned_rollouts = parts(Target.here(), "mesh.fsdp=8", "precision=bfloat16")
     rows = 8
-    program = lowered_step(found.engine, found.size, (rows, 0, 100)).compile()
+    program = lowered_step(planned_rollouts.engine, planned_rollouts.size, (rows, 0, 100)).compile()
     sums = list(collectives(HloModule.read(program.as_text())))
-    assert {one.kind for one in sums} == {"all-reduce"}
-    (predicted,) = found.decode.traffic
-    assert predicted.count == sum(one.times for one in sums)
-    large = sum(one.bytes * one.times for one in sums if one.bytes > 4 * rows)
-    assert predicted.bytes == large * found.decode.decodes // rows
+    assert {collective.kind for collective in sums} == {"all-reduce"}
+    (predicted,) = planned_rollouts.decode.traffic
+    assert predicted.count == sum(collective.times for collective in sums)
+    large = sum(collective.bytes * collective.times for collective in sums if collective.bytes > 4 * rows)
+    assert predicted.bytes == large * planned_rollouts.decode.decodes // rows
     assert assembly.batches.shape.rows % 8 == 0
 
 
 def test_memory_is_what_the_engine_of_a_run_allocates():
     """The engine grows with its requests, so its cache is that of the completions of a rollout."""
-    assembly, found = parts(Target.here(jax.devices()[:1]))
+    assembly, planned_rollouts = parts(Target.here(jax.devices()[:1]))
     a = assembly
     arrays = {name: jax.numpy.zeros(s.shape, s.dtype) for name, s in (a.shapes.params | a.shapes.rest).items()}
     engine = RolloutEngine(a.run.model, a.graph, a.shapes.params | a.shapes.rest, a.decided.dtype, None, a.run.rollout)
     lengths = lengths_of_rollout(a)
-    own = engine(arrays).engine([lengths.input + lengths.output] * lengths.completions)
-    assert own.settings.slots == found.engine.settings.slots == 64
-    assert own.context == found.engine.context
-    assert own.runner.cache_size == found.size
-    assert bytes_of_caches(own.runner.caches) == found.memory["cache"]
-    own.runner.refresh_weights(lambda: None)
-    if found.engine.packed:
+    real = engine(arrays).engine([lengths.input + lengths.output] * lengths.completions)
+    assert real.settings.slots == planned_rollouts.engine.settings.slots == 64
+    assert real.context == planned_rollouts.engine.context
+    assert real.runner.cache_size == planned_rollouts.size
+    assert bytes_of_caches(real.runner.caches) == planned_rollouts.memory["cache"]
+    real.runner.refresh_weights(lambda: None)
+    if planned_rollouts.engine.packed:
         # The trainer needs its weights, so packed ones are copies.
-        assert sum(p.nbytes for p in own.runner.forward.preparation.packer.panels.values()) == found.memory["packed weights"]
+        assert (
+            sum(p.nbytes for p in real.runner.forward.preparation.packer.panels.values()) == planned_rollouts.memory["packed weights"]
+        )
 
 
 def test_rows_of_an_update_are_those_of_its_completions():
@@ -125,11 +136,11 @@ def test_rows_of_an_update_are_those_of_its_completions():
 
 def test_what_does_not_fit_while_it_samples_is_refused(capsys: pytest.CaptureFixture[str]):
     assert main(["plan", "grpo", "model=llama3.1-8b", "device=v5e-4", "compile=false", "--json"]) == 2
-    out, said = capsys.readouterr()
-    found = json.loads(out)
-    assert not found["fits"]
-    assert found["bound_by"].startswith("memory")
-    assert "does not fit on v5e-4" in said
+    out, message = capsys.readouterr()
+    document = json.loads(out)
+    assert not document["fits"]
+    assert document["bound_by"].startswith("memory")
+    assert "does not fit on v5e-4" in message
 
 
 def test_rollouts_are_described(capsys: pytest.CaptureFixture[str]):

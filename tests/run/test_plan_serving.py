@@ -45,9 +45,9 @@ from argosy.weights.build import tensor_shardings
 PRICES = Prices(flops_per_s=1e12, bytes_per_s=1e11, ring_bytes_per_s=1e10)
 
 
-def planned(name: str, **how: Any) -> dict[str, Any]:
-    engine = how.pop("engine", {})
-    return plan_serving(name, ServePlanSettings(compile=False, engine=EngineSettings(**engine), **how), lambda _: None)
+def plan_document(name: str, **settings: Any) -> dict[str, Any]:
+    engine = settings.pop("engine", {})
+    return plan_serving(name, ServePlanSettings(compile=False, engine=EngineSettings(**engine), **settings), lambda _: None)
 
 
 @pytest.mark.parametrize("family", [LlamaConfig, GemmaConfig])
@@ -56,13 +56,13 @@ def test_memory_is_what_an_engine_allocates(family, engine):
     config = next(iter(family.examples().values()))
     settings = EngineSettings(slots=4, page=4, **engine)
     lm = random_lm(config, 0)
-    own = Engine(lm.module, settings)
+    real = Engine(lm.module, settings)
     model = served_model(config, Target.here(jax.devices()[:1]), settings, None, 1, {})
     memory, size = serving_memory(model, 1)
     assert memory["weights"] == sum(a.nbytes for a in jax.tree.leaves(split(lm.module)[1]))
-    assert size == own.runner.cache_size
-    assert memory["cache"] == bytes_of_caches(own.runner.caches)
-    assert memory["sampler"] == sum(np.asarray(a).nbytes for a in jax.tree.leaves(own.runner.slots))
+    assert size == real.runner.cache_size
+    assert memory["cache"] == bytes_of_caches(real.runner.caches)
+    assert memory["sampler"] == sum(np.asarray(a).nbytes for a in jax.tree.leaves(real.runner.slots))
 
 
 @pytest.mark.parametrize("alike", [True, False])
@@ -72,28 +72,28 @@ def test_memory_of_drafts_is_what_an_engine_allocates(alike):
     smaller = config if alike else config.model_copy(update={"layers": 1})
     settings = EngineSettings(slots=4, page=4, speculative=DraftModel(model="draft", tokens=3))
     lm, draft = random_lm(config, 0), random_lm(smaller, 1)
-    own = Engine(lm.module, settings, draft=draft.module)
+    real = Engine(lm.module, settings, draft=draft.module)
     here = Target.here(jax.devices()[:1])
     model = served_model(config, here, settings, None, 1, {})
     described = served_model(smaller, here, EngineSettings(slots=4, page=4), None, 1, {})
     memory, size = serving_memory(replace(model, draft=as_draft(described, model)), 1)
     assert memory["draft model"] == sum(a.nbytes for a in jax.tree.leaves(split(draft.module)[1]))
-    assert size == own.runner.cache_size
-    assert memory["cache"] == bytes_of_caches((own.runner.caches, own.runner.speculation.drafter.caches))
+    assert size == real.runner.cache_size
+    assert memory["cache"] == bytes_of_caches((real.runner.caches, real.runner.speculation.drafter.caches))
 
 
 def test_memory_of_adapters_is_what_an_engine_allocates():
     config = next(iter(LlamaConfig.examples().values()))
     settings = EngineSettings(slots=4, page=4, lora=LoraSettings(enabled=True, adapters=3, rank=5))
     lm = random_lm(config, 0)
-    own = Engine(lm.module, settings)
+    real = Engine(lm.module, settings)
     model = served_model(config, Target.here(jax.devices()[:1]), settings, None, 1, {})
     memory, _ = serving_memory(model, 1)
-    assert memory["adapters"] == sum(a.nbytes for a in own.adapters.arrays.values()) > 0
+    assert memory["adapters"] == sum(a.nbytes for a in real.adapters.arrays.values()) > 0
     assert memory["weights"] == sum(a.nbytes for a in jax.tree.leaves(split(lm.module)[1]))
     # Every token is multiplied with the factors of all adapters, and a step reads them.
     plain = served_model(config, Target.here(jax.devices()[:1]), EngineSettings(slots=4, page=4), None, 1, {})
-    sizes = sum(a.size for a in own.adapters.arrays.values())
+    sizes = sum(a.size for a in real.adapters.arrays.values())
     more = step_parts(model, 2, 0, 8, PRICES).products - step_parts(plain, 2, 0, 8, PRICES).products
     assert more == pytest.approx(2 * 2 * sizes / PRICES.flops_per_s)
     assert read_weights(model, 2) - read_weights(plain, 2) == memory["adapters"]
@@ -112,9 +112,9 @@ def test_drafts_cost_passes_and_give_tokens():
     assert step.seconds == pytest.approx(verified.seconds + k * step_work(plain, 8, 0, 1000, PRICES).seconds)
     prompt = drafted_step(drafted, 0, 512, 0, PRICES).seconds
     assert prompt == pytest.approx(2 * step_work(plain, 0, 512, 0, PRICES).seconds)
-    found = planned("llama3.2-1b", device="h100-1", acceptance=0.0, engine={"speculative": NGram(tokens=k), "context": 4096})
-    rate = found["rates"][0]
-    assert found["tokens_per_step"] == 1
+    document = plan_document("llama3.2-1b", device="h100-1", acceptance=0.0, engine={"speculative": NGram(tokens=k), "context": 4096})
+    rate = document["rates"][0]
+    assert document["tokens_per_step"] == 1
     assert rate["output_tokens_per_s"] == pytest.approx(128 / (rate["time_to_first_token_s"] + 128 * rate["step_seconds"]))
 
 
@@ -124,42 +124,42 @@ def test_devices_that_share_a_model_have_the_shares_that_its_weights_get():
     places = tensor_shardings(model.module, 2)
     for address, shape in model.shapes.items():
         assert model.bytes_of(address) == math.prod(places[address].shard_shape(shape.shape)) * shape.dtype.itemsize
-    one, two = (planned("llama3.1-8b", device="v5p-8", tensor=n, engine={"context": 2048, "pages": 512}) for n in (1, 2))
-    assert two["memory_bytes"]["weights"] == pytest.approx(one["memory_bytes"]["weights"] / 2, rel=1e-3)
-    assert two["memory_bytes"]["cache"] == one["memory_bytes"]["cache"] / 2
+    single, two = (plan_document("llama3.1-8b", device="v5p-8", tensor=n, engine={"context": 2048, "pages": 512}) for n in (1, 2))
+    assert two["memory_bytes"]["weights"] == pytest.approx(single["memory_bytes"]["weights"] / 2, rel=1e-3)
+    assert two["memory_bytes"]["cache"] == single["memory_bytes"]["cache"] / 2
     kinds = [(t["kind"], t["count"]) for t in two["rates"][0]["collectives"]]
     assert kinds == [("all-reduce", 64), ("all-gather", 1)]
-    assert not one["rates"][0]["collectives"]
+    assert not single["rates"][0]["collectives"]
 
 
 def test_weights_that_devices_do_not_share_are_said():
     """Three devices divide neither the 32 heads nor the features of Llama 3.1 8B, but its vocabulary."""
     config = preset_config("llama3.1-8b")
-    found = planned("llama3.1-8b", device="h100-4", tensor=3)
+    document = plan_document("llama3.1-8b", device="h100-4", tensor=3)
     split = 2 * config.vocab * config.width
-    assert found["memory_bytes"]["weights"] == pytest.approx(2 * (config.parameters() - split + split / 3), rel=1e-3)
-    assert f"({1 - split / config.parameters():.0%}) on every device, as no rule splits them: layers.0.mlp." in found["replicated"]
-    assert planned("llama3.1-8b", device="h100-4", tensor=4)["replicated"] == ""
+    assert document["memory_bytes"]["weights"] == pytest.approx(2 * (config.parameters() - split + split / 3), rel=1e-3)
+    assert f"({1 - split / config.parameters():.0%}) on every device, as no rule splits them: layers.0.mlp." in document["replicated"]
+    assert plan_document("llama3.1-8b", device="h100-4", tensor=4)["replicated"] == ""
 
 
 def test_a_large_model_takes_what_arithmetic_says():
-    found = planned("llama3.1-8b", device="h100-8", engine={"context": 8192}, price=2.0)
+    document = plan_document("llama3.1-8b", device="h100-8", engine={"context": 8192}, price=2.0)
     # 32 layers with 8 heads of 128 for keys and values, in bfloat16.
-    assert found["cache_bytes_per_token"] == 32 * 2 * 8 * 128 * 2
-    assert found["memory_bytes"]["weights"] == 2 * 8_030_261_248
+    assert document["cache_bytes_per_token"] == 32 * 2 * 8 * 128 * 2
+    assert document["memory_bytes"]["weights"] == 2 * 8_030_261_248
     # All weights but the embedding, which is looked up, at 0.85 of 3.35 TB/s; and 1,088 tokens of cache.
     read = 2 * (8_030_261_248 - 128_256 * 4096) + 1088 * 131_072
-    one = found["rates"][0]
-    assert one["sequences"] == 1
-    assert one["step_seconds"] == pytest.approx(read / (0.85 * 3.35e12), rel=0.01)
-    assert one["bound_by"].startswith("reading the weights")
-    last = found["rates"][-1]
-    assert last["sequences"] == found["cache_sequences"] == 32
+    rate = document["rates"][0]
+    assert rate["sequences"] == 1
+    assert rate["step_seconds"] == pytest.approx(read / (0.85 * 3.35e12), rel=0.01)
+    assert rate["bound_by"].startswith("reading the weights")
+    last = document["rates"][-1]
+    assert last["sequences"] == document["cache_sequences"] == 32
     # One of 8 GPUs, in hours.
-    assert found["cost_per_million_tokens"] == pytest.approx(2.0 / 3600 / last["output_tokens_per_s"] * 1e6)
-    two = planned("llama3.1-8b", device="h100-8", engine={"context": 8192}, price=2.0, copies=2)
+    assert document["cost_per_million_tokens"] == pytest.approx(2.0 / 3600 / last["output_tokens_per_s"] * 1e6)
+    two = plan_document("llama3.1-8b", device="h100-8", engine={"context": 8192}, price=2.0, copies=2)
     assert two["rates"][-1]["output_tokens_per_s"] == pytest.approx(2 * last["output_tokens_per_s"])
-    assert two["cost_per_million_tokens"] == pytest.approx(found["cost_per_million_tokens"])
+    assert two["cost_per_million_tokens"] == pytest.approx(document["cost_per_million_tokens"])
 
 
 def test_a_few_tokens_read_few_experts():
@@ -206,28 +206,30 @@ def test_rates_count_the_time_of_prompts():
 
 
 def test_weights_in_few_bits_take_less_and_are_read_faster():
-    plain, few = (planned("llama3.1-8b", device="v5e-8", quantization=q, engine={"context": 2048}) for q in (None, "w4"))
+    plain, few = (plan_document("llama3.1-8b", device="v5e-8", quantization=q, engine={"context": 2048}) for q in (None, "w4"))
     assert few["memory_bytes"]["weights"] < 0.4 * plain["memory_bytes"]["weights"]
     assert few["rates"][0]["step_seconds"] < 0.4 * plain["rates"][0]["step_seconds"]
 
 
 def test_what_does_not_fit_is_refused_with_settings_that_do(capsys: pytest.CaptureFixture[str]):
     assert main(["plan", "serve", "llama3.1-8b", "device=v5e-8", "compile=false", "--json"]) == 2
-    out, said = capsys.readouterr()
-    found = json.loads(out)
-    assert not found["fits"]
-    assert "does not fit on v5e-8" in said
-    assert "tensor=2" in said.partition("hint:")[2]
-    for one in found["nearest"]:
-        words = dict(word.split("=") for word in one["settings"])
+    out, stderr = capsys.readouterr()
+    document = json.loads(out)
+    assert not document["fits"]
+    assert "does not fit on v5e-8" in stderr
+    assert "tensor=2" in stderr.partition("hint:")[2]
+    for candidate in document["nearest"]:
+        words = dict(word.split("=") for word in candidate["settings"])
         engine = {"context": int(words.pop("engine.context"))} if "engine.context" in words else {}
-        other = planned("llama3.1-8b", device="v5e-8", engine=engine, **{k: int(v) if v.isdecimal() else v for k, v in words.items()})
-        assert other["fits"], one
-        assert other["memory_bytes"]["total"] == one["memory_bytes"]
+        other = plan_document(
+            "llama3.1-8b", device="v5e-8", engine=engine, **{k: int(v) if v.isdecimal() else v for k, v in words.items()}
+        )
+        assert other["fits"], candidate
+        assert other["memory_bytes"]["total"] == candidate["memory_bytes"]
 
 
 @pytest.mark.parametrize(
-    "words, said",
+    "words, problem",
     [
         ([], "one model"),
         (["argosy-1m", "llama3.1-8b"], "one model"),
@@ -250,9 +252,9 @@ def test_what_does_not_fit_is_refused_with_settings_that_do(capsys: pytest.Captu
         (["argosy-1m", "dtype=int8"], "do not compute in dtype `int8`"),
     ],
 )
-def test_mistakes_are_answered(words, said, capsys: pytest.CaptureFixture[str]):
+def test_mistakes_are_answered(words, problem, capsys: pytest.CaptureFixture[str]):
     assert main(["plan", "serve", *words]) == 2
-    assert said in capsys.readouterr().err
+    assert problem in capsys.readouterr().err
 
 
 def test_a_step_that_the_compiler_refuses_needs_more_than_there_is(monkeypatch: pytest.MonkeyPatch):
@@ -261,9 +263,9 @@ def test_a_step_that_the_compiler_refuses_needs_more_than_there_is(monkeypatch: 
     for needed in (0, 50 << 30):
         monkeypatch.setattr(serving, "answer_of_compiler", lambda *_, n=needed: {"fits": False, "needed": n, "steps": []})
         settings = ServePlanSettings(device="v5e-1", engine=EngineSettings(context=2048, pages=256))
-        found = plan_serving("llama3.2-1b", settings, lambda _: None)
-        assert (found["fits"], found["verdict_by"], found["rates"]) == (False, "compiler", [])
-        assert found["memory_bytes"]["temporaries"] >= max(needed, 1)
+        document = plan_serving("llama3.2-1b", settings, lambda _: None)
+        assert (document["fits"], document["verdict_by"], document["rates"]) == (False, "compiler", [])
+        assert document["memory_bytes"]["temporaries"] >= max(needed, 1)
 
 
 def test_a_server_on_this_machine_is_planned(capsys: pytest.CaptureFixture[str]):
@@ -294,10 +296,10 @@ def test_a_compiled_step_copies_no_layer_of_the_cache(tensor):
     _, size = serving_memory(model, 1)
     key = (32, 0, 1000)
     program = compiled_serving.lowered_step(model, size, key).compile()
-    found, cache = program.memory_analysis(), model.cache_bytes(size)
-    assert found.alias_size_in_bytes >= cache
+    memory, cache = program.memory_analysis(), model.cache_bytes(size)
+    assert memory.alias_size_in_bytes >= cache
     # A layer's pages are a fourth of the cache.
-    assert found.temp_size_in_bytes < cache / 16
+    assert memory.temp_size_in_bytes < cache / 16
     assert compiled_serving.PAGED in program.as_text()
     answer = compiled_serving.compiled_serving(model, size, [key], PRICES)
     assert answer.fits
@@ -312,15 +314,15 @@ def test_a_compiled_step_copies_no_layer_of_the_cache(tensor):
 def test_the_compiler_is_asked_where_it_is_installed(capsys: pytest.CaptureFixture[str]):
     words = ["argosy-1m", "device=v5e-1", "input_len=32", "output_len=16", "engine.slots=2", "--json"]
     assert main(["plan", "serve", *words]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["verdict_by"], found["missing_compiler"]) == ("compiler", None)
-    assert [one["sequences"] for one in found["rates"]] == [1, 2]
-    assert all(one["step_seconds"] > 0 for one in found["rates"])
+    document = json.loads(capsys.readouterr().out)
+    assert (document["verdict_by"], document["missing_compiler"]) == ("compiler", None)
+    assert [entry["sequences"] for entry in document["rates"]] == [1, 2]
+    assert all(entry["step_seconds"] > 0 for entry in document["rates"])
     assert main(["plan", "serve", *words, "compile=false"]) == 0
     other = json.loads(capsys.readouterr().out)
     assert other["verdict_by"] == "model"
     same = ("weights", "cache", "sampler")
-    assert [found["memory_bytes"][kind] for kind in same] == [other["memory_bytes"][kind] for kind in same]
+    assert [document["memory_bytes"][kind] for kind in same] == [other["memory_bytes"][kind] for kind in same]
 
 
 @pytest.mark.skipif(bool(library.load()), reason="no compiled kernels here")
@@ -332,11 +334,11 @@ def test_packed_weights_take_what_an_engine_packs(dtype):
     device = jax.devices()[0]
     rounded = {a: jax.device_put(w.astype(dtype).astype("float32"), device) for a, w in split(lm.module)[1].items()}
     put(lm.module, rounded)
-    own = Engine(lm.module, EngineSettings(slots=4), exclusive=True)
-    own.runner.refresh_weights(lambda: None)
+    real = Engine(lm.module, EngineSettings(slots=4), exclusive=True)
+    real.runner.refresh_weights(lambda: None)
     model = served_model(config, Target.here([device]), EngineSettings(slots=4), None, 1, {}, lambda _: dtype)
     assert model.packed
-    assert serving_memory(model, 1)[0]["weights"] == sum(w.nbytes for w in own.runner.weights().values())
+    assert serving_memory(model, 1)[0]["weights"] == sum(w.nbytes for w in real.runner.weights().values())
     assert model.bytes_of("embed.w") == (2 if dtype == "bfloat16" else 4) * config.vocab * config.width
     assert programs_bytes(model) > programs_bytes(replace(model, settings=EngineSettings(slots=1))) > 0
 
@@ -344,9 +346,9 @@ def test_packed_weights_take_what_an_engine_packs(dtype):
 def test_small_instructions_bound_little_models_on_a_cpu():
     model = served_model(preset_config("argosy-1m"), Target.here(), EngineSettings(), None, 1, {}, lambda _: "bfloat16")
     prices = replace(PRICES, read_bytes_per_s=2e10)
-    one, many = (serving_step(model, n, 0, 100, prices) for n in (1, 32))
-    assert one.bound_by.startswith("small instructions")
-    assert one.seconds < many.seconds < 32 * one.seconds
+    single, many = (serving_step(model, n, 0, 100, prices) for n in (1, 32))
+    assert single.bound_by.startswith("small instructions")
+    assert single.seconds < many.seconds < 32 * single.seconds
     large = served_model(preset_config("llama3.1-8b"), Target.here(), EngineSettings(), None, 1, {}, lambda _: "bfloat16")
     step = serving_step(large, 1, 0, 100, prices)
     # All weights but the embedding, two bytes each where they are packed, at the price of reads.
@@ -359,38 +361,38 @@ def test_small_instructions_bound_little_models_on_a_cpu():
 
 def test_speeds_of_this_machine_are_the_best_ever_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(measured, "_file", lambda: tmp_path / "speed.json")
-    found = iter([measured.Speeds(1e11, 5e9, 3e10), measured.Speeds(2e11, 4e9, 2e10)])
-    monkeypatch.setattr(measured, "_measured", lambda: next(found))
+    speeds = iter([measured.Speeds(1e11, 5e9, 3e10), measured.Speeds(2e11, 4e9, 2e10)])
+    monkeypatch.setattr(measured, "_measured", lambda: next(speeds))
     prices_here = measured.prices_here.__wrapped__
     assert prices_here("cpu").read_bytes_per_s == 3e10
     again = prices_here("cpu")
     assert (again.peak_flops_per_s, again.bytes_per_s, again.read_bytes_per_s) == (2e11, 5e9, 3e10)
     assert prices_here("cpu", again=False) == again
     # What an earlier version kept has no price of reads.
-    kept = json.loads((tmp_path / "speed.json").read_text())
-    (tmp_path / "speed.json").write_text(json.dumps({key: {"flops_per_s": 1e11, "bytes_per_s": 1e9} for key in kept}))
+    keys = json.loads((tmp_path / "speed.json").read_text())
+    (tmp_path / "speed.json").write_text(json.dumps({key: {"flops_per_s": 1e11, "bytes_per_s": 1e9} for key in keys}))
     assert measured._stored() is None
 
 
 def test_a_folder_needs_no_weights(tmp_path):
     """Only config.json: the type of the weights is what it says."""
     config = preset_config("llama3.2-1b")
-    written = config.to_hub() | {"dtype": "bfloat16"}
-    (tmp_path / "config.json").write_text(json.dumps(written))
-    folder, preset = (planned(str(name), device="v5e-1", engine={"context": 2048}) for name in (tmp_path, "llama3.2-1b"))
+    hub_config = config.to_hub() | {"dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(hub_config))
+    folder, preset = (plan_document(str(name), device="v5e-1", engine={"context": 2048}) for name in (tmp_path, "llama3.2-1b"))
     assert folder["memory_bytes"] == preset["memory_bytes"]
-    (tmp_path / "config.json").write_text(json.dumps(written | {"quantization_config": {"quant_method": "fp8"}}))
+    (tmp_path / "config.json").write_text(json.dumps(hub_config | {"quantization_config": {"quant_method": "fp8"}}))
     with pytest.raises(BadInput, match="few bits"):
-        planned(str(tmp_path), device="v5e-1")
+        plan_document(str(tmp_path), device="v5e-1")
 
 
 @pytest.mark.slow
 def test_published_weights_in_few_bits_are_planned_in_them():
     """OpenAI's model card has 12.8 GiB for the checkpoint of gpt-oss 20B, and DeepSeek V3's 671B parameters are in FP8."""
-    small = planned("gpt-oss-20b", device="h100-1", engine={"context": 2048})
+    small = plan_document("gpt-oss-20b", device="h100-1", engine={"context": 2048})
     assert small["memory_bytes"]["weights"] == pytest.approx(12.8 * 2**30, rel=0.02)
     assert small["published_in"] == "mxfp4"
-    plain = planned("gpt-oss-20b", device="h100-1", quantization="w8", engine={"context": 2048})
+    plain = plan_document("gpt-oss-20b", device="h100-1", quantization="w8", engine={"context": 2048})
     assert (plain["published_in"], plain["memory_bytes"]["weights"] > small["memory_bytes"]["weights"]) == (None, True)
 
 
@@ -404,12 +406,12 @@ def test_published_weights_in_few_bits_are_planned_in_them():
 )
 def test_flags_of_vllm_are_settings(words, setting, capsys: pytest.CaptureFixture[str]):
     assert main(["plan", "serve", "llama3.2-1b", "device=v5p-8", "compile=false", "--json", *words]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert {name: found[name] for name in setting} == setting
+    document = json.loads(capsys.readouterr().out)
+    assert {name: document[name] for name in setting} == setting
 
 
 @pytest.mark.parametrize(
-    "word, said",
+    "word, problem",
     [
         ("--gpu-memory-utilization=0.9", "engine.memory=BYTES"),
         ("max_num_seqs=8", "`engine.slots`"),
@@ -419,10 +421,10 @@ def test_flags_of_vllm_are_settings(words, setting, capsys: pytest.CaptureFixtur
         ("host=1.2.3.4", "unknown setting `host`"),
     ],
 )
-def test_what_vllm_calls_otherwise_is_answered(word, said, capsys: pytest.CaptureFixture[str]):
+def test_what_vllm_calls_otherwise_is_answered(word, problem, capsys: pytest.CaptureFixture[str]):
     assert main(["plan", "serve", "llama3.1-8b", "device=v5e-8", word]) == 2
     err = capsys.readouterr().err
-    assert said in err
+    assert problem in err
     assert "did you mean `host`" not in err
 
 

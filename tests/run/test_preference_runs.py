@@ -31,11 +31,11 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     pairs = [{"prompt": f"{i} {i % 7}:", "chosen": f" {i % 10}" * (1 + i % 3), "rejected": " no" * (1 + i % 2)} for i in range(24)]
     labeled = [{"prompt": p["prompt"], "completion": p[n], "label": n == "chosen"} for p in pairs for n in ("chosen", "rejected")]
     steps = [{"prompt": p["prompt"], "completions": [p["chosen"], p["rejected"]], "labels": [True, False]} for p in pairs]
-    found = {}
+    paths = {}
     for name, rows in {"pairs": pairs, "labeled": labeled, "steps": steps}.items():
-        found[name] = folder / f"{name}.jsonl"
-        found[name].write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return found
+        paths[name] = folder / f"{name}.jsonl"
+        paths[name].write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return paths
 
 
 def words_for(data: Path, run: Path, *more: str) -> list[str]:
@@ -93,8 +93,8 @@ def test_a_run_by_a_recipe_and_two_words_shows_its_first_pair(data: dict[str, Pa
 @pytest.mark.slow
 def test_an_online_reference_on_eight_devices_gives_the_same_run(whole: Path, data: dict[str, Path], tmp_path: Path):
     """Each device has one pair, and its share of the model and of the reference."""
-    how = ["model.layers=1", "objective.reference=online", "mesh.data=-1", "mesh.fsdp=4"]
-    fit("dpo", data["pairs"], tmp_path / "run", *how, steps=2)
+    settings = ["model.layers=1", "objective.reference=online", "mesh.data=-1", "mesh.fsdp=4"]
+    fit("dpo", data["pairs"], tmp_path / "run", *settings, steps=2)
     for step in (1, 2):
         assert losses(tmp_path / "run")[step] == pytest.approx(losses(whole)[step], rel=1e-5)
     assert not (tmp_path / "run" / "reference").exists()
@@ -104,11 +104,11 @@ def test_an_online_reference_on_eight_devices_gives_the_same_run(whole: Path, da
 def test_adapters_learn_preferences_over_their_frozen_base(data: dict[str, Path], whole: Path, tmp_path: Path):
     """The reference is the base, whose output adapters leave as it is at first; also after a resume without the cached table."""
     run = tmp_path / "run"
-    how = ["model.layers=1", f"init.weights={whole}", "adapter=lora", "adapter.rank=2"]
-    fit("dpo", data["pairs"], run, *how, steps=EVERY)
+    settings = ["model.layers=1", f"init.weights={whole}", "adapter=lora", "adapter.rank=2"]
+    fit("dpo", data["pairs"], run, *settings, steps=EVERY)
     shutil.rmtree(run / "reference")
     shutil.rmtree(run.parent / "cache" / "reference")
-    assert "reference: log-probabilities" in fit("dpo", data["pairs"], run, *how)
+    assert "reference: log-probabilities" in fit("dpo", data["pairs"], run, *settings)
     assert losses(run)[1] == pytest.approx(np.log(2), rel=1e-6)
     assert losses(run)[STEPS] < losses(run)[EVERY] < losses(run)[1]
     assert (run / "adapter" / "adapter_config.json").exists()
@@ -118,11 +118,11 @@ def test_adapters_learn_preferences_over_their_frozen_base(data: dict[str, Path]
 @pytest.mark.parametrize("kind", ["lora", "qlora"])
 def test_an_online_reference_beside_adapters_is_their_base(data: dict[str, Path], whole: Path, tmp_path: Path, kind: str):
     """The same losses as from the cached one, and a resume to the bit; the base takes memory once."""
-    how = ["model.layers=1", f"init.weights={whole}", f"adapter={kind}", "adapter.rank=2"]
-    fit("dpo", data["pairs"], tmp_path / "cached", *how)
-    fit("dpo", data["pairs"], tmp_path / "whole", *how, "objective.reference=online")
-    fit("dpo", data["pairs"], tmp_path / "run", *how, "objective.reference=online", steps=EVERY)
-    fit("dpo", data["pairs"], tmp_path / "run", *how, "objective.reference=online")
+    settings = ["model.layers=1", f"init.weights={whole}", f"adapter={kind}", "adapter.rank=2"]
+    fit("dpo", data["pairs"], tmp_path / "cached", *settings)
+    fit("dpo", data["pairs"], tmp_path / "whole", *settings, "objective.reference=online")
+    fit("dpo", data["pairs"], tmp_path / "run", *settings, "objective.reference=online", steps=EVERY)
+    fit("dpo", data["pairs"], tmp_path / "run", *settings, "objective.reference=online")
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
     assert digest(tmp_path / "run", STEPS) == digest(tmp_path / "whole", STEPS)
     for step, loss in losses(tmp_path / "cached").items():
@@ -136,17 +136,17 @@ def test_a_resume_is_bit_for_bit_and_keeps_the_first_weights_as_its_reference(
     whole: Path, data: dict[str, Path], tmp_path: Path, kind: str
 ):
     """The cache of log-probabilities is removed between the two halves: the run has its own copy."""
-    how = ["model.layers=1", f"objective.reference={kind}"]
+    settings = ["model.layers=1", f"objective.reference={kind}"]
     other = whole
     if kind == "online":
         other = tmp_path / "whole"
-        fit("dpo", data["pairs"], other, *how)
+        fit("dpo", data["pairs"], other, *settings)
     run = tmp_path / "run"
-    fit("dpo", data["pairs"], run, *how, steps=EVERY)
+    fit("dpo", data["pairs"], run, *settings, steps=EVERY)
     shutil.rmtree(run.parent / "cache" / "reference", ignore_errors=True)
-    said = fit("dpo", data["pairs"], run, *how)
-    assert "reference: log-probabilities" not in said
-    headers = [next(line["header"] for line in read(Store(one)) if "header" in line) for one in (run, whole)]
+    output = fit("dpo", data["pairs"], run, *settings)
+    assert "reference: log-probabilities" not in output
+    headers = [next(line["header"] for line in read(Store(folder)) if "header" in line) for folder in (run, whole)]
     counted = [header["memory"]["parameters"] for header in headers]
     assert counted[0] == counted[1] * (2 if kind == "online" else 1)
     assert losses(run) == losses(other)
@@ -163,12 +163,12 @@ def test_a_reference_is_computed_once_for_runs_with_the_same_weights_and_data(wh
 
 @pytest.mark.slow
 def test_only_what_a_run_visits_is_computed_and_longer_runs_add_the_rest(data: dict[str, Path], tmp_path: Path):
-    run, how = tmp_path / "run", ["model.layers=1", "eval.batches=0"]
-    assert "log-probabilities of 16 rows" in fit("dpo", data["pairs"], run, *how, steps=1)
+    run, settings = tmp_path / "run", ["model.layers=1", "eval.batches=0"]
+    assert "log-probabilities of 16 rows" in fit("dpo", data["pairs"], run, *settings, steps=1)
     table = np.load(run / "reference" / "train.npy")
     assert np.isfinite(table).sum() == 16
     # The weights that it began with are drawn again, although the run has others by now.
-    assert "log-probabilities of 16 rows" in fit("dpo", data["pairs"], run, *how, steps=2)
+    assert "log-probabilities of 16 rows" in fit("dpo", data["pairs"], run, *settings, steps=2)
     again = np.load(run / "reference" / "train.npy")
     assert np.isfinite(again).sum() == 32
     assert (again[np.isfinite(table)] == table[np.isfinite(table)]).all()
@@ -177,9 +177,9 @@ def test_only_what_a_run_visits_is_computed_and_longer_runs_add_the_rest(data: d
 def test_a_torn_or_missing_table_is_made_again_and_changed_weights_are_refused(whole: Path, data: dict[str, Path], tmp_path: Path):
     run = Path(shutil.copytree(whole, tmp_path / "run"))
     (run / "reference" / "train.npy").write_bytes((run / "reference" / "train.npy").read_bytes()[:100])
-    how = ["model.layers=1", f"dir={run}"]
-    said = fit("dpo", data["pairs"], run, *how, steps=STEPS + 1)
-    assert "reference: log-probabilities" in said
+    settings = ["model.layers=1", f"dir={run}"]
+    output = fit("dpo", data["pairs"], run, *settings, steps=STEPS + 1)
+    assert "reference: log-probabilities" in output
     table = np.load(run / "reference" / "train.npy")
     there = np.isfinite(table)
     assert there.any()
@@ -188,15 +188,15 @@ def test_a_torn_or_missing_table_is_made_again_and_changed_weights_are_refused(w
     shutil.rmtree(run / "reference")
     shutil.rmtree(tmp_path / "cache")
     with pytest.raises(BadInput, match="have changed"):
-        fit("dpo", data["pairs"], run, *how, steps=STEPS + 2)
+        fit("dpo", data["pairs"], run, *settings, steps=STEPS + 2)
 
 
 @pytest.mark.slow
 def test_packed_pairs_train_from_the_same_reference(whole: Path, data: dict[str, Path], tmp_path: Path):
     """Of several pairs in a row, each has its own log-probability: the first loss is log 2, and nothing is computed again."""
     shutil.copytree(whole.parent / "cache", tmp_path / "cache")
-    said = fit("dpo", data["pairs"], tmp_path / "run", "model.layers=1", "data.packing=fit", steps=2)
-    assert "reference: log" not in said
+    output = fit("dpo", data["pairs"], tmp_path / "run", "model.layers=1", "data.packing=fit", steps=2)
+    assert "reference: log" not in output
     assert losses(tmp_path / "run")[1] == pytest.approx(np.log(2), rel=1e-6)
     assert losses(tmp_path / "run", "targets")[1] > 8
 
@@ -229,8 +229,8 @@ def test_recipes_run_and_report(data: dict[str, Path], tmp_path: Path, recipe: s
 def test_a_reward_model_keeps_its_backbone_and_scores_from_every_form(data: dict[str, Path], whole: Path, tmp_path: Path):
     """From a language model's weights; as a run, and as a Hub folder of ForSequenceClassification."""
     run = tmp_path / "run"
-    said = fit("reward", data["pairs"], run, "model.layers=1", f"init.weights={whole}", "optimizer.learning_rate=3e-3")
-    assert "a head of scores takes the place" in said
+    output = fit("reward", data["pairs"], run, "model.layers=1", f"init.weights={whole}", "optimizer.learning_rate=3e-3")
+    assert "a head of scores takes the place" in output
     assert losses(run, "rewards/accuracy")[STEPS] == 1
     lm = argosy.load(run)
     texts = ["3 3: 3", "3 3: no"]
@@ -254,17 +254,17 @@ def test_a_reward_model_is_an_adapter_and_a_head(data: dict[str, Path], whole: P
     """PEFT's SEQ_CLS: the body has adapters, the head is trained in full. A resume is bit for bit, and every form scores the same."""
     convert(str(whole), tmp_path / "base", "hub", None)
     run, base = tmp_path / "run", tmp_path / "base"
-    how = ["model.layers=1", f"init.weights={base}", "adapter=lora", "adapter.rank=2"]
-    assert "drawn from the random seed" in fit("reward", data["pairs"], run, *how, steps=EVERY)
-    fit("reward", data["pairs"], run, *how)
-    fit("reward", data["pairs"], tmp_path / "whole", *how)
+    settings = ["model.layers=1", f"init.weights={base}", "adapter=lora", "adapter.rank=2"]
+    assert "drawn from the random seed" in fit("reward", data["pairs"], run, *settings, steps=EVERY)
+    fit("reward", data["pairs"], run, *settings)
+    fit("reward", data["pairs"], tmp_path / "whole", *settings)
     assert digest(run, STEPS) == digest(tmp_path / "whole", STEPS)
     assert losses(run, "rewards/accuracy")[STEPS] == 1
     texts = ["3 3: 3", "3 3: no", "4"]
     expected = argosy.load(run).rewards(texts)
     assert expected[0] > expected[1]
-    said = json.loads((run / "adapter" / "adapter_config.json").read_text())
-    assert (said["task_type"], said["modules_to_save"]) == ("SEQ_CLS", ["score"])
+    adapter_config = json.loads((run / "adapter" / "adapter_config.json").read_text())
+    assert (adapter_config["task_type"], adapter_config["modules_to_save"]) == ("SEQ_CLS", ["score"])
     convert(str(run), tmp_path / "merged", "hub", None)
     convert(str(base), tmp_path / "merged too", "hub", None, adapter=str(run / "adapter"))
     forms = [argosy.load(base, adapter=run / "adapter"), *(argosy.load(tmp_path / name) for name in ("merged", "merged too"))]
@@ -283,7 +283,7 @@ def test_process_rewards_train_on_steps(data: dict[str, Path], tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "kind", "words", "what", "hint"),
+    ("recipe", "kind", "words", "problem", "hint"),
     [
         ("dpo", "labeled", [], "trains on `preference` records, and this data is `kto`", "`chosen` and `rejected`"),
         ("kto", "pairs", [], "trains on `kto` records", "`prompt` and `completion` and `label`"),
@@ -294,11 +294,11 @@ def test_process_rewards_train_on_steps(data: dict[str, Path], tmp_path: Path):
     ],
 )
 def test_data_that_an_objective_cannot_read_is_refused_before_work(
-    data: dict[str, Path], tmp_path: Path, recipe: str, kind: str, words: list[str], what: str, hint: str
+    data: dict[str, Path], tmp_path: Path, recipe: str, kind: str, words: list[str], problem: str, hint: str
 ):
     with pytest.raises(UserError) as caught:
         fit(recipe, data[kind], tmp_path / "run", "model.layers=1", *words)
-    assert what in str(caught.value)
+    assert problem in str(caught.value)
     assert hint in str(caught.value)
     assert not (tmp_path / "run").exists()
 

@@ -36,8 +36,8 @@ WRONG_INPUTS = {
 def mistakes(*words: str) -> list[str]:
     with pytest.raises(UserError) as caught:
         checked_settings("tiny", words)
-    found = caught.value.problems if isinstance(caught.value, SettingsError) else [caught.value]
-    return sorted(one.what for one in found)
+    problems = caught.value.problems if isinstance(caught.value, SettingsError) else [caught.value]
+    return sorted(problem.what for problem in problems)
 
 
 @pytest.mark.parametrize("number", range(len(WRONG_INPUTS) + 1))
@@ -47,9 +47,9 @@ def test_missing_files_a_mesh_and_a_directory_are_reported_at_once(here: Path, n
     assert mistakes(*words) == sorted(WRONG_INPUTS[word] for word in words)
 
 
-@pytest.mark.parametrize(("word", "what"), [("stpes=3", "unknown setting `stpes`"), ("model=smal", "unknown model preset `smal`")])
-def test_they_are_reported_beside_mistakes_in_the_settings(here: Path, word: str, what: str):
-    assert mistakes(word, *WRONG_INPUTS) == sorted([what, *WRONG_INPUTS.values()])
+@pytest.mark.parametrize(("word", "problem"), [("stpes=3", "unknown setting `stpes`"), ("model=smal", "unknown model preset `smal`")])
+def test_they_are_reported_beside_mistakes_in_the_settings(here: Path, word: str, problem: str):
+    assert mistakes(word, *WRONG_INPUTS) == sorted([problem, *WRONG_INPUTS.values()])
 
 
 def test_a_group_with_a_mistake_is_not_checked_further(here: Path):
@@ -59,14 +59,14 @@ def test_a_group_with_a_mistake_is_not_checked_further(here: Path):
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "what"),
+    ("name", "text", "problem"),
     [("rows.jsonl", b'{"txt": "a"}\n', "a record of no known format"), ("latin.txt", b"caf\xe9", "not UTF-8: byte 0xe9")],
 )
-def test_the_beginning_of_a_text_is_read(here: Path, name: str, text: bytes, what: str):
+def test_the_beginning_of_a_text_is_read(here: Path, name: str, text: bytes, problem: str):
     (here / name).write_bytes(text)
-    mesh, data = sorted(mistakes(f"data.source={name}", "mesh.data=3"), key=lambda one: what in one)
+    mesh, data = sorted(mistakes(f"data.source={name}", "mesh.data=3"), key=lambda message: problem in message)
     assert "mesh.data = 3" in mesh
-    assert what in data
+    assert problem in data
 
 
 def test_a_finished_run_needs_no_data(here: Path):
@@ -102,10 +102,10 @@ def test_what_only_jax_knows_is_reported_at_once_too():
     run = compose(Run, "tiny", [*SMALL, *words, "data.source=stdlib"]).value
     with pytest.raises(SettingsError) as caught:
         assemble(run, Decided.here(run))
-    said = [one.what for one in caught.value.problems]
-    assert len(said) == 4
-    for what, part in zip(said, ["blokked", "none-such", "does not make 8 devices", "the tokenizer has 258 tokens"]):
-        assert part in what
+    problems = [problem.what for problem in caught.value.problems]
+    assert len(problems) == 4
+    for problem, part in zip(problems, ["blokked", "none-such", "does not make 8 devices", "the tokenizer has 258 tokens"]):
+        assert part in problem
 
 
 def test_the_proof_says_what_it_does_before_it_does_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

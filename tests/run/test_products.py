@@ -35,31 +35,31 @@ def run_of(*words: str) -> Run:
 @pytest.fixture
 def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A processor with matrix units, and each time that the kernels were asked for."""
-    asked: list[str] = []
-    monkeypatch.setattr(library, "load", lambda *_: asked.append("load") or "")
+    calls: list[str] = []
+    monkeypatch.setattr(library, "load", lambda *_: calls.append("load") or "")
     monkeypatch.setattr(library, "has_amx", lambda: True)
-    return asked
+    return calls
 
 
-def decided(*words: str, precision: str = "float32", devices: int = 1, platform: str = "cpu") -> str:
+def decide_products(*words: str, precision: str = "float32", devices: int = 1, platform: str = "cpu") -> str:
     return decided_products(run_of(*words), precision, devices, platform)
 
 
 def test_a_run_takes_the_units_there_are(loads: list[str], monkeypatch: pytest.MonkeyPatch):
-    assert decided() == "amx"
-    assert decided("execution.products=amx3") == "amx3"
+    assert decide_products() == "amx"
+    assert decide_products("execution.products=amx3") == "amx3"
     monkeypatch.setattr(library, "has_amx", lambda: False)
-    assert decided() == "xla"
+    assert decide_products() == "xla"
     monkeypatch.setattr(library, "load", lambda *_: "no compiler")
-    assert decided() == "xla"
+    assert decide_products() == "xla"
 
 
 def test_kernels_are_not_built_where_they_cannot_be_used(loads: list[str]):
-    assert decided("model.width=64", "model.ffn=64") == "xla"
-    assert decided(precision="bfloat16") == "xla"
-    assert decided(devices=2) == "xla"
-    assert decided(platform="tpu") == "xla"
-    assert decided("execution.products=xla") == "xla"
+    assert decide_products("model.width=64", "model.ffn=64") == "xla"
+    assert decide_products(precision="bfloat16") == "xla"
+    assert decide_products(devices=2) == "xla"
+    assert decide_products(platform="tpu") == "xla"
+    assert decide_products("execution.products=xla") == "xla"
     assert loads == []
 
 
@@ -72,22 +72,22 @@ def test_what_was_decided_stays_or_it_is_said(loads: list[str], monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    ("precision", "devices", "said"),
+    ("precision", "devices", "problem"),
     [("bfloat16", 1, "computes in bfloat16"), ("float32", 2, "this run has 2"), ("float32", 1, "needs matrix units")],
 )
 def test_what_is_named_and_cannot_run_is_a_mistake(
-    loads: list[str], monkeypatch: pytest.MonkeyPatch, precision: str, devices: int, said: str
+    loads: list[str], monkeypatch: pytest.MonkeyPatch, precision: str, devices: int, problem: str
 ):
     monkeypatch.setattr(library, "has_amx", lambda: False)
-    with pytest.raises(Unsupported, match=said):
+    with pytest.raises(Unsupported, match=problem):
         products_of(run_of("execution.products=amx"), "amx", precision, "cpu", devices)
 
 
-def train(recipe: str, *words: str, **how: str) -> str:
+def train(recipe: str, *words: str, **variables: str) -> str:
     """In a process with one device: what it said."""
-    own = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | how
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | variables
     command = [sys.executable, "-m", "argosy", "train", recipe, *words]
-    done = subprocess.run(command, env=own, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stderr
 
@@ -110,5 +110,5 @@ def test_a_run_on_matrix_units(tmp_path: Path):
     np.testing.assert_allclose([*losses["amx"].values()], [*losses["xla"].values()], rtol=2e-5)
     assert losses["amx"] != losses["xla"], "other products, other rounding"
     assert losses["resumed"] == losses["amx"]
-    said = train(str(runs["resumed"]), "steps=7", ARGOSY_NATIVE="0")
-    assert "products were computed by `amx` until step 6, and are by `xla` from here: `amx` needs the kernels of CPUs" in said
+    output = train(str(runs["resumed"]), "steps=7", ARGOSY_NATIVE="0")
+    assert "products were computed by `amx` until step 6, and are by `xla` from here: `amx` needs the kernels of CPUs" in output

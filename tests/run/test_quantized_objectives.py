@@ -30,8 +30,8 @@ def resumed_as_whole(fit: Callable[..., str], folder: Path, steps: int) -> dict[
 
 @pytest.mark.parametrize(("recipe", "rows"), [("dpo", "pairs"), ("orpo", "pairs"), ("reward", "pairs"), ("kto", "labeled")])
 def test_preferences(recipe: str, rows: str, pairs: dict[str, Path], tmp_path: Path):
-    def fit(run: Path, steps: int, how: list[str] = QAT) -> str:
-        return preferences.fit(recipe, pairs[rows], run, "model.layers=1", *how, steps=steps)
+    def fit(run: Path, steps: int, words: list[str] = QAT) -> str:
+        return preferences.fit(recipe, pairs[rows], run, "model.layers=1", *words, steps=steps)
 
     loss = resumed_as_whole(fit, tmp_path, 8)
     fit(tmp_path / "floats", 8, [])
@@ -45,8 +45,8 @@ def test_preferences(recipe: str, rows: str, pairs: dict[str, Path], tmp_path: P
 def test_distillation(answers: Path, tmp_path: Path):
     distillation.fit(answers, tmp_path / "teacher", "model.family=qwen", "model.layers=2", steps=6, recipe="sft")
 
-    def fit(run: Path, steps: int, how: list[str] = QAT) -> str:
-        return distillation.fit(answers, run, f"objective.teacher={tmp_path / 'teacher'}", *how, steps=steps)
+    def fit(run: Path, steps: int, words: list[str] = QAT) -> str:
+        return distillation.fit(answers, run, f"objective.teacher={tmp_path / 'teacher'}", *words, steps=steps)
 
     loss = resumed_as_whole(fit, tmp_path, 6)
     fit(tmp_path / "floats", 6, [])

@@ -58,17 +58,17 @@ def test_a_run_in_few_bits_learns_as_floats_do_and_resumes_bit_for_bit(kind: str
 @pytest.mark.usefixtures("one_device")
 def test_devices_change_a_loss_by_rounding_alone(kind: str, tmp_path: Path):
     """Scales are of whole rows and blocks, however these are split. Sums in another order move a few numbers over a tie."""
-    found = []
+    losses_of = []
     for name, mesh in (("one", ["mesh.data=1", "mesh.fsdp=1"]), ("eight", ["mesh.data=2", "mesh.fsdp=4"])):
         words = [*WORDS, *KINDS[kind], *mesh, f"dir={tmp_path / name}", "steps=4"]
         train("tiny", words, Quiet())
-        found.append(losses(tmp_path / name))
-    assert found[0].keys() == found[1].keys()
-    assert [found[1][step] for step in found[0]] == pytest.approx([found[0][step] for step in found[0]], rel=1e-3)
+        losses_of.append(losses(tmp_path / name))
+    assert losses_of[0].keys() == losses_of[1].keys()
+    assert [losses_of[1][step] for step in losses_of[0]] == pytest.approx([losses_of[0][step] for step in losses_of[0]], rel=1e-3)
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "problem"),
     [
         (["quant.train=qat"], "preset or rules"),
         (["quant.train=qat", "quant.preset=w5"], "no preset `w5`"),
@@ -81,7 +81,7 @@ def test_devices_change_a_loss_by_rounding_alone(kind: str, tmp_path: Path):
         (["quant.train=int8", "execution.offload=weights"], "quant.train"),
     ],
 )
-def test_mistakes_are_said_before_a_file_is_written(words: list[str], said: str, tmp_path: Path):
-    with pytest.raises(UserError, match=said):
+def test_mistakes_are_said_before_a_file_is_written(words: list[str], problem: str, tmp_path: Path):
+    with pytest.raises(UserError, match=problem):
         train("tiny", [*WORDS, *words, f"dir={tmp_path / 'run'}", "steps=2"], Quiet())
     assert not (tmp_path / "run").exists()

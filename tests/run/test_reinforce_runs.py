@@ -70,8 +70,8 @@ def fit(recipe: str, data: Path, run: Path, *more: str, steps: int) -> str:
 def test_a_policy_learns_what_is_rewarded(data: Path, tmp_path: Path):
     """Random weights answer with any byte; digits are a tenth of what is readable and 4 % of all bytes."""
     run = tmp_path / "run"
-    said = fit("grpo", data, run, "data.batch=64", "objective.scale=batch", "optimizer.learning_rate=3e-2", steps=15)
-    assert re.search(r"the first prompt; its completions come at ⟦\.\.\.⟧\n(\d\+\d=)⟦\.\.\.⟧\nanswer: '\d+'\n", said)
+    output = fit("grpo", data, run, "data.batch=64", "objective.scale=batch", "optimizer.learning_rate=3e-2", steps=15)
+    assert re.search(r"the first prompt; its completions come at ⟦\.\.\.⟧\n(\d\+\d=)⟦\.\.\.⟧\nanswer: '\d+'\n", output)
     reward = numbers(run, "reward")
     assert np.mean([reward[step] for step in (1, 2)]) < 0.15
     assert np.mean([reward[step] for step in (14, 15)]) > 0.5
@@ -83,9 +83,9 @@ def test_a_policy_learns_what_is_rewarded(data: Path, tmp_path: Path):
     for name in ("sampler/difference_max", "sampler/difference_mean"):
         assert max(numbers(run, name).values()) < 1e-4
     assert set(numbers(run, "ratio/max").values()) == {1.0}
-    kept = [json.loads(line) for line in (run / "answers.jsonl").read_text().splitlines()]
-    assert kept[0]["prompt"].endswith("=")
-    assert kept[0]["rewards"].keys() == {"digits"}
+    records = [json.loads(line) for line in (run / "answers.jsonl").read_text().splitlines()]
+    assert records[0]["prompt"].endswith("=")
+    assert records[0]["rewards"].keys() == {"digits"}
     page = (run / "report.html").read_text()
     assert "mean reward" in page
     assert f"{evaluated[0]['eval_reward']:.3f} before; greedy answers" in page
@@ -112,11 +112,11 @@ def base(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", [name if name == "ppo" else pytest.param(name, marks=pytest.mark.slow) for name in HOW])
 def test_a_resume_in_the_middle_of_a_rollout_is_bit_for_bit(name: str, data: Path, base: Path, tmp_path: Path):
     """Step 3 lies between the updates of a rollout, whose answers were sampled by weights that are gone."""
-    recipe, how = name.partition("-")[0], [*HOW[name], f"init.weights={base}"]
-    fit(recipe, data, tmp_path / "whole", *how, steps=6)
-    fit(recipe, data, tmp_path / "halves", *how, steps=3)
+    recipe, settings = name.partition("-")[0], [*HOW[name], f"init.weights={base}"]
+    fit(recipe, data, tmp_path / "whole", *settings, steps=6)
+    fit(recipe, data, tmp_path / "halves", *settings, steps=3)
     assert (tmp_path / "halves" / "checkpoints" / "3" / "data").is_dir()
-    assert "resuming from step 3" in fit(recipe, data, tmp_path / "halves", *how, steps=6)
+    assert "resuming from step 3" in fit(recipe, data, tmp_path / "halves", *settings, steps=6)
     for metric in ("loss", "reward", "grad_norm", "kl", "tokens", "rollout"):
         assert numbers(tmp_path / "whole", metric) == numbers(tmp_path / "halves", metric), metric
     assert digest(tmp_path / "whole", 6) == digest(tmp_path / "halves", 6)
@@ -142,9 +142,9 @@ def test_the_critic_is_no_part_of_the_model_that_is_loaded(data: Path, base: Pat
 
 @pytest.mark.slow
 def test_a_run_from_the_state_of_another_goes_on_with_its_critic(data: Path, base: Path, tmp_path: Path):
-    how = ["rollout.completions=1", "objective.kl=0"]
-    fit("ppo", data, tmp_path / "first", *how, f"init.weights={base}", steps=4)
-    fit("ppo", data, tmp_path / "next", *how, f"init.state={tmp_path / 'first'}", "optimizer.learning_rate=1e-12", steps=5)
+    settings = ["rollout.completions=1", "objective.kl=0"]
+    fit("ppo", data, tmp_path / "first", *settings, f"init.weights={base}", steps=4)
+    fit("ppo", data, tmp_path / "next", *settings, f"init.state={tmp_path / 'first'}", "optimizer.learning_rate=1e-12", steps=5)
     before, after = (load_item(tmp_path / run / "checkpoints" / step, STATE) for run, step in (("first", "4"), ("next", "5")))
     critic = [name for name in before if name.startswith("critic.")]
     assert critic
@@ -154,26 +154,26 @@ def test_a_run_from_the_state_of_another_goes_on_with_its_critic(data: Path, bas
 
 @pytest.mark.slow
 def test_eight_devices_learn_as_one(data: Path, base: Path, tmp_path: Path):
-    how = [f"init.weights={base}", "rollout.rows=8", "objective.kl=0.1"]
+    settings = [f"init.weights={base}", "rollout.rows=8", "objective.kl=0.1"]
     for name, mesh in {"one": [], "eight": ["mesh.data=-1", "mesh.fsdp=4"]}.items():
-        fit("grpo", data, tmp_path / name, *how, *mesh, steps=2)
+        fit("grpo", data, tmp_path / name, *settings, *mesh, steps=2)
     for metric in ("reward", "loss", "grad_norm", "kl", "targets"):
-        one, eight = numbers(tmp_path / "one", metric), numbers(tmp_path / "eight", metric)
-        assert eight == pytest.approx(one, rel=1e-3, abs=1e-5), metric
+        single, eight = numbers(tmp_path / "one", metric), numbers(tmp_path / "eight", metric)
+        assert eight == pytest.approx(single, rel=1e-3, abs=1e-5), metric
 
 
 @pytest.mark.slow
 def test_devices_that_only_sample_change_nothing_but_rounding(data: Path, base: Path, tmp_path: Path):
     """The weights are copied to two devices, which share the heads, and arrive whole."""
     fit("grpo", data, tmp_path / "one", f"init.weights={base}", steps=3)
-    said = fit("grpo", data, tmp_path / "apart", f"init.weights={base}", "rollout.devices=2", steps=3)
+    output = fit("grpo", data, tmp_path / "apart", f"init.weights={base}", "rollout.devices=2", steps=3)
     for metric in ("reward", "loss", "grad_norm", "targets"):
-        one, apart = numbers(tmp_path / "one", metric), numbers(tmp_path / "apart", metric)
-        assert apart == pytest.approx(one, rel=1e-3, abs=1e-5), metric
+        single, apart = numbers(tmp_path / "one", metric), numbers(tmp_path / "apart", metric)
+        assert apart == pytest.approx(single, rel=1e-3, abs=1e-5), metric
     header = next(line["header"] for line in read(Store(tmp_path / "apart")) if "header" in line)
     assert "sampled on 2 devices of their own" in header["rollout"]
     assert header["devices"] == 1
-    assert said is not None
+    assert output is not None
     with pytest.raises(UserError, match="none is left to train"):
         fit("grpo", data, tmp_path / "none", f"init.weights={base}", "rollout.devices=8", steps=1)
 
@@ -182,10 +182,10 @@ def test_devices_that_only_sample_change_nothing_but_rounding(data: Path, base: 
 def test_a_weight_that_arrives_changed_ends_the_run(data: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     put = jax.device_put
 
-    def faulty(a, place=None, **how):
-        moved = put(a, place, **how)
+    def faulty(a, place=None, **options):
+        copied = put(a, place, **options)
         on = getattr(place, "device_set", set())
-        return moved.at[0].multiply(1.001) if on == {jax.devices()[-1]} and moved.ndim == 2 else moved
+        return copied.at[0].multiply(1.001) if on == {jax.devices()[-1]} and copied.ndim == 2 else copied
 
     monkeypatch.setattr(rollout_engine.jax, "device_put", faulty)
     with pytest.raises(ArgosyError, match="weights arrived changed"):
@@ -196,10 +196,10 @@ def test_a_weight_that_arrives_changed_ends_the_run(data: Path, base: Path, tmp_
 @pytest.mark.parametrize("depth", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_resume_with_rollouts_ahead_is_bit_for_bit(depth: int, data: Path, base: Path, tmp_path: Path):
     """Those that were sampled ahead of the checkpoint are in it."""
-    how = ["rollout.devices=1", f"rollout.ahead={depth}", "rollout.epochs=2", f"init.weights={base}"]
-    fit("grpo", data, tmp_path / "whole", *how, steps=6)
-    fit("grpo", data, tmp_path / "halves", *how, steps=3)
-    assert "resuming from step 3" in fit("grpo", data, tmp_path / "halves", *how, steps=6)
+    settings = ["rollout.devices=1", f"rollout.ahead={depth}", "rollout.epochs=2", f"init.weights={base}"]
+    fit("grpo", data, tmp_path / "whole", *settings, steps=6)
+    fit("grpo", data, tmp_path / "halves", *settings, steps=3)
+    assert "resuming from step 3" in fit("grpo", data, tmp_path / "halves", *settings, steps=6)
     for metric in ("loss", "reward", "grad_norm", "tokens", "rollout", "rollout_age"):
         assert numbers(tmp_path / "whole", metric) == numbers(tmp_path / "halves", metric), metric
     assert digest(tmp_path / "whole", 6) == digest(tmp_path / "halves", 6)
@@ -212,8 +212,8 @@ def test_weights_of_the_engine_in_int8_are_another_policy(data: Path, base: Path
     """Rounded anew for each rollout; the difference is logged and weighed."""
     run = tmp_path / "run"
     fit("grpo", data, run, "rollout.weights=int8", f"init.weights={base}", steps=3)
-    found = numbers(run, "sampler/difference_max")
-    assert all(1e-5 < found[step] < 0.5 for step in (1, 2, 3)), found
+    differences = numbers(run, "sampler/difference_max")
+    assert all(1e-5 < differences[step] < 0.5 for step in (1, 2, 3)), differences
     assert all(0.9 < share < 1 for share in numbers(run, "sampler/effective").values())
     with pytest.raises(UserError, match=r"rollout\.weights=int8 and an adapter do not combine"):
         fit("grpo", data, tmp_path / "none", "rollout.weights=int8", f"init.weights={base}", "adapter=lora", steps=1)
@@ -231,17 +231,17 @@ def test_prompts_that_are_too_long_are_counted_before_the_first_step(data: Path,
     """Those of both kinds: 19 bytes and more leave no room for an answer of 6 in a row of 24."""
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps({"prompt": f"{i}" * (1 + 30 * (i == 3)), "answer": "1"}) + "\n" for i in range(8)))
-    said = fit("grpo", data, tmp_path / "run", f"init.weights={base}", f"data.source={file}", "data.held_out=0", steps=1)
+    output = fit("grpo", data, tmp_path / "run", f"init.weights={base}", f"data.source={file}", "data.held_out=0", steps=1)
     line = "1 of 8 prompts has more than 18 tokens (data.sequence - rollout.tokens) and so no room for an answer: it is passed over"
-    assert line in said.splitlines()
+    assert line in output.splitlines()
 
 
 @pytest.mark.slow
 def test_missing_rewards_are_left_out_and_told(data: Path, base: Path, tmp_path: Path):
     run = tmp_path / "run"
     where = f"{data / 'functions.py'}:odd"
-    said = fit("grpo", data, run, f"reward={where}", f"init.weights={base}", "data.batch=40", "data.held_out=0", steps=1)
-    assert "not finite" in said
+    output = fit("grpo", data, run, f"reward={where}", f"init.weights={base}", "data.batch=40", "data.held_out=0", steps=1)
+    assert "not finite" in output
     # Of ten prompts, those with a 1 are infinite and those with a 2 are None: 1+1, 4+1, 7+1, and 2+2, 5+2, 8+2 of the rest.
     assert numbers(run, "rewards/missing")[1] == pytest.approx(0.6)
     assert numbers(run, "rewards/odd/not_finite")[1] == 12
@@ -251,7 +251,7 @@ def test_missing_rewards_are_left_out_and_told(data: Path, base: Path, tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "problem"),
     [
         (["reward=[]"], "reward is missing"),
         (["accumulate=2"], "rollouts and accumulate do not combine"),
@@ -268,8 +268,8 @@ def test_missing_rewards_are_left_out_and_told(data: Path, base: Path, tmp_path:
         (["adapter=lora", "adapter.dropout=0.1", "init.weights=."], "rollouts and adapter.dropout do not combine"),
     ],
 )
-def test_mistakes_are_found_before_a_file_is_written(words: list[str], said: str, data: Path, tmp_path: Path):
-    with pytest.raises(UserError, match=said):
+def test_mistakes_are_found_before_a_file_is_written(words: list[str], problem: str, data: Path, tmp_path: Path):
+    with pytest.raises(UserError, match=problem):
         fit("grpo", data, tmp_path / "run", *words, steps=1)
     assert not (tmp_path / "run").exists()
 

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 from campaign_kill import SMALL
-from helpers import Heard, default, flipped
+from helpers import Heard, default, flip_bit
 
 from argosy.jobs.quickstart.proof import digest
 from argosy.jobs.train import train
@@ -23,11 +23,11 @@ def fit(run: Path, *words: str) -> Any:
     return train("tiny", [*WORDS, f"dir={run}", *words], Heard())
 
 
-def saved(run: Path) -> int:
-    return max(int(one.name) for one in (run / "checkpoints").iterdir())
+def newest_step(run: Path) -> int:
+    return max(int(step_folder.name) for step_folder in (run / "checkpoints").iterdir())
 
 
-def spoiled(monkeypatch: pytest.MonkeyPatch, spoil: Any) -> None:
+def spoil_steps(monkeypatch: pytest.MonkeyPatch, spoil: Any) -> None:
     """Calls `spoil(number of the call, state)` on what the compiled step returns."""
     compile_, calls = Assembly.compile, [0]
 
@@ -50,7 +50,7 @@ def spoiled(monkeypatch: pytest.MonkeyPatch, spoil: Any) -> None:
 def bit(state: Any, device: int) -> Any:
     name = "layers.0.mlp.up.w"
     return jax.tree_util.tree_map_with_path(
-        lambda path, a: flipped(a, device, 3) if jax.tree_util.keystr(path).startswith(f".params['{name}']") else a, state
+        lambda path, a: flip_bit(a, device, 3) if jax.tree_util.keystr(path).startswith(f".params['{name}']") else a, state
     )
 
 
@@ -64,22 +64,22 @@ def test_steps_that_are_made_twice_change_nothing(tmp_path: Path, mesh: list[str
 
 def test_a_bit_of_one_copy_of_a_weight_is_found_and_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """Flipped after step 4, the last comparison that passed is that of step 3, and the next is that of step 6."""
-    spoiled(monkeypatch, lambda call, state: bit(state, 5) if call == 4 + 1 else state)
+    spoil_steps(monkeypatch, lambda call, state: bit(state, 5) if call == 4 + 1 else state)
     with pytest.raises(Corrupted, match="copies of the state differ between devices after step 6") as raised:
         fit(tmp_path / "run", "guard.replay=3", "checkpoint.every=1", *COPIES)
     assert f"{jax.devices()[5]} of process 0; " in (raised.value.where or "")
     assert "params.layers.0.mlp.up.w" in (raised.value.where or "")
     assert "checkpoints up to step 3" in (raised.value.hint or "")
-    assert saved(tmp_path / "run") == 5
+    assert newest_step(tmp_path / "run") == 5
 
 
 def test_a_step_that_does_not_give_the_same_twice_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """Calls 4 and 5 are both of step 4: the first of them comes out otherwise on one device."""
-    spoiled(monkeypatch, lambda call, state: bit(state, 2) if call == 4 else state)
+    spoil_steps(monkeypatch, lambda call, state: bit(state, 2) if call == 4 else state)
     with pytest.raises(Corrupted, match="step 4 was computed twice from the same state and batch") as raised:
         fit(tmp_path / "run", "guard.replay=4", *COPIES)
     assert f"on {jax.devices()[2]} of process 0; params.layers.0.mlp.up.w" in (raised.value.where or "")
-    assert saved(tmp_path / "run") == 2
+    assert newest_step(tmp_path / "run") == 2
 
 
 def test_the_copy_is_counted(tmp_path: Path):
@@ -92,6 +92,6 @@ def test_the_copy_is_counted(tmp_path: Path):
     settings = compose(Run, "tiny", [*WORDS, "guard.replay=3", "mesh.data=1"]).value
     a = assemble(settings, Decided.here(settings))
     need = compiled_need(a, a.compile())
-    own = sum(np.prod(one.shape) * 4 for one in jax.tree.leaves((a.shapes.params, a.shapes.optimizer)))
-    assert need.sizes["replay"] == pytest.approx(own, rel=0.01)
+    state_bytes = sum(np.prod(array.shape) * 4 for array in jax.tree.leaves((a.shapes.params, a.shapes.optimizer)))
+    assert need.sizes["replay"] == pytest.approx(state_bytes, rel=0.01)
     a.close()

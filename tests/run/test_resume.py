@@ -194,10 +194,10 @@ def test_a_schedule_that_depends_on_the_steps_follows_them(tmp_path: Path):
 def test_a_signal_from_outside(tmp_path: Path, number: int, code: int):
     run = tmp_path / "run"
     process = campaign_kill.launch(run, campaign_kill.WORDS)
-    campaign_kill.wait_for(process, lambda: bool(campaign_kill.written(run)), True)
+    campaign_kill.wait_for(process, lambda: bool(campaign_kill.lines_from(run)), True)
     process.send_signal(number)
     assert process.wait(timeout=campaign_kill.PATIENCE_S) == code
-    assert campaign_kill.newest(run) == max(step for step, _ in campaign_kill.written(run))
+    assert campaign_kill.newest(run) == max(step for step, _ in campaign_kill.lines_from(run))
 
 
 @pytest.mark.slow

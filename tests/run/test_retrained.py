@@ -36,7 +36,7 @@ LORA = ["adapter=lora", "adapter.rank=2"]
 TOKENS = np.arange(3, 20)
 
 
-def saved(config: Any, folder: Path) -> Path:
+def save_model(config: Any, folder: Path) -> Path:
     """A Hub folder of a model with random weights."""
     model = config.build(Unroll())
     fill(model, jax.random.key(1), addresses=layer_addresses(model))
@@ -47,12 +47,12 @@ def saved(config: Any, folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory) -> dict[str, Path]:
     """Models of two layers, with a head that is tied to the embedding and with one of its own."""
-    found = {}
+    folders = {}
     for name in ("tied", "apart"):
         words = [*SMALL, "model.layers=2", f"model.tied={str(name == 'tied').lower()}"]
         config = compose(Run, "tiny", words).value.model
-        found[name] = saved(config, tmp_path_factory.mktemp("bases") / name)
-    return found
+        folders[name] = save_model(config, tmp_path_factory.mktemp("bases") / name)
+    return folders
 
 
 def fit(base: Path, run: Path, *words: str) -> dict[int, float]:
@@ -61,15 +61,15 @@ def fit(base: Path, run: Path, *words: str) -> dict[int, float]:
 
 
 @pytest.fixture(scope="module")
-def tied(bases: dict[str, Path], tmp_path_factory) -> tuple[Path, dict[int, float]]:
+def tied_run(bases: dict[str, Path], tmp_path_factory) -> tuple[Path, dict[int, float]]:
     """Four steps of LoRA with the embedding and the norms."""
     run = tmp_path_factory.mktemp("retrained") / "run"
     return run, fit(bases["tied"], run, "steps=4", *LORA, "adapter.train=embed", "adapter.train=.*norm")
 
 
 @pytest.mark.slow
-def test_a_resume_is_bit_for_bit(tied, bases: dict[str, Path], tmp_path: Path):
-    run, losses = tied
+def test_a_resume_is_bit_for_bit(tied_run, bases: dict[str, Path], tmp_path: Path):
+    run, losses = tied_run
     half = tmp_path / "run"
     Path(shutil.copytree(run, half))
     shutil.rmtree(half / "checkpoints" / "4")
@@ -78,22 +78,22 @@ def test_a_resume_is_bit_for_bit(tied, bases: dict[str, Path], tmp_path: Path):
     assert digest(half, 4) == digest(run, 4)
 
 
-def test_a_checkpoint_holds_what_is_trained_alone(tied):
-    step = tied[0] / "checkpoints" / "4"
+def test_a_checkpoint_holds_what_is_trained_alone(tied_run):
+    step = tied_run[0] / "checkpoints" / "4"
     whole = {name for name in stored_shapes(step) if not name.endswith((".a", ".b"))}
     norms = {f"layers.{i}.{kind}_norm.scale" for i in range(2) for kind in ("attn", "mlp")}
     assert whole == {"embed.w", "norm.scale", *norms}
-    assert all(any(name.endswith(f"mu.{one}") for name in load_item(step, STATE)) for one in whole)
-    header = next(line["header"] for line in read(Store(tied[0])) if "header" in line)
+    assert all(any(name.endswith(f"mu.{address}") for name in load_item(step, STATE)) for address in whole)
+    header = next(line["header"] for line in read(Store(tied_run[0])) if "header" in line)
     assert "beside 6 weights in full" in header["adapter"]
     factors = sum(int(np.prod(a.shape)) for name, a in stored_shapes(step).items() if name not in whole)
-    assert header["parameters"] == open_model(tied[0]).config.parameters() + factors
+    assert header["parameters"] == open_model(tied_run[0]).config.parameters() + factors
 
 
 @pytest.mark.parametrize("kind", ["tied", pytest.param("apart", marks=pytest.mark.slow)])
-def test_what_was_trained_is_the_same_model_everywhere(tied, bases: dict[str, Path], tmp_path: Path, kind: str):
+def test_what_was_trained_is_the_same_model_everywhere(tied_run, bases: dict[str, Path], tmp_path: Path, kind: str):
     """The run, its PEFT folder on the base, that folder written again, its conversion, and its merge on the way."""
-    base, run = bases[kind], tied[0]
+    base, run = bases[kind], tied_run[0]
     if kind == "apart":
         run = tmp_path / "run"
         fit(base, run, "steps=2", *LORA, "adapter.train=[embed, head, norm]")
@@ -115,30 +115,30 @@ def test_what_was_trained_is_the_same_model_everywhere(tied, bases: dict[str, Pa
         read_adapter(run / "adapter", lm.config)
 
 
-def test_a_tied_head_is_written_beside_the_embedding(tied, bases: dict[str, Path], tmp_path: Path):
+def test_a_tied_head_is_written_beside_the_embedding(tied_run, bases: dict[str, Path], tmp_path: Path):
     """PEFT copies the embedding it trains, and the head stays what it was."""
     folder, config = tmp_path / "adapter", open_model(bases["tied"]).config
-    shutil.copytree(tied[0] / "adapter", folder)
-    said = json.loads((folder / "adapter_config.json").read_text())
-    assert {"lm_head", "model.embed_tokens", "model.norm", "model.layers.1.input_layernorm"} <= set(said["modules_to_save"])
+    shutil.copytree(tied_run[0] / "adapter", folder)
+    adapter_config = json.loads((folder / "adapter_config.json").read_text())
+    assert {"lm_head", "model.embed_tokens", "model.norm", "model.layers.1.input_layernorm"} <= set(adapter_config["modules_to_save"])
     file = SafeTensors.open(folder / "adapter_model.safetensors")
     head, embedding = (f"base_model.model.{name}.weight" for name in ("lm_head", "model.embed_tokens"))
     np.testing.assert_array_equal(file.read(head), file.read(embedding))
     arrays = {name: np.array(file.read(name)) for name in file.names}
-    rewritten(folder, {name: array for name, array in arrays.items() if name != head})
+    rewrite(folder, {name: array for name, array in arrays.items() if name != head})
     with pytest.raises(Unsupported, match="PEFT unties them"):
         read_contents(folder, config)
-    (folder / "adapter_config.json").write_text(json.dumps(said | {"ensure_weight_tying": True}))
+    (folder / "adapter_config.json").write_text(json.dumps(adapter_config | {"ensure_weight_tying": True}))
     np.testing.assert_array_equal(read_contents(folder, config).whole["embed.w"], arrays[embedding])
-    rewritten(folder, arrays | {head: arrays[head] + 1})
+    rewrite(folder, arrays | {head: arrays[head] + 1})
     with pytest.raises(BadInput, match="but their values differ"):
         read_contents(folder, config)
-    rewritten(folder, {name: array for name, array in arrays.items() if name != embedding})
+    rewrite(folder, {name: array for name, array in arrays.items() if name != embedding})
     with pytest.raises(Unsupported, match=r"`lm_head\.weight` was trained in full"):
         read_contents(folder, config)
 
 
-def rewritten(folder: Path, arrays: dict[str, np.ndarray]) -> None:
+def rewrite(folder: Path, arrays: dict[str, np.ndarray]) -> None:
     from safetensors.numpy import save_file
 
     save_file(arrays, folder / "adapter_model.safetensors")
@@ -156,13 +156,13 @@ def test_one_step_moves_them_as_it_does_where_all_weights_are_trained(bases: dic
         whole = open_model(tmp_path / run).adapted.whole
         assert len(whole) == 7
         for name, array in whole.items():
-            moved = full.read(name) - base.read(name)
-            assert np.abs(moved).max() > 1e-4
-            np.testing.assert_allclose(array - base.read(name), moved, rtol=1e-3, atol=1e-6)
+            change = full.read(name) - base.read(name)
+            assert np.abs(change).max() > 1e-4
+            np.testing.assert_allclose(array - base.read(name), change, rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize(
-    ("kind", "words", "what"),
+    ("kind", "words", "problem"),
     [
         ("apart", ["adapter.train=[norm, layers.block.attention_norm]"], "nothing in the model matches `layers.block.att"),
         ("apart", ["adapter.train=norm("], "is not a regular expression"),
@@ -172,10 +172,10 @@ def test_one_step_moves_them_as_it_does_where_all_weights_are_trained(bases: dic
         ("apart", ["adapter=qlora", "adapter.block=8", "adapter.quantize_where=.*", "adapter.train=head"], "quantize_where and"),
     ],
 )
-def test_a_rule_that_cannot_bind_is_refused(bases: dict[str, Path], tmp_path: Path, kind: str, words: list[str], what: str):
+def test_a_rule_that_cannot_bind_is_refused(bases: dict[str, Path], tmp_path: Path, kind: str, words: list[str], problem: str):
     with pytest.raises(UserError) as error:
         fit(bases[kind], tmp_path / "run", "steps=1", *LORA, *words)
-    assert what in str(error.value)
+    assert problem in str(error.value)
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 

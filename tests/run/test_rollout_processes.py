@@ -49,17 +49,17 @@ def base(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-def same(one: Path, other: Path, steps: int) -> None:
+def same(run: Path, other: Path, steps: int) -> None:
     for metric in METRICS:
-        assert numbers(one, metric) == numbers(other, metric), metric
-    assert digest(one, steps) == digest(other, steps)
+        assert numbers(run, metric) == numbers(other, metric), metric
+    assert digest(run, steps) == digest(other, steps)
 
 
-def near(one: Path, other: Path) -> None:
+def near(run: Path, other: Path) -> None:
     """With two processes each computes fewer answers at a time, so log-probabilities may differ by rounding."""
     for metric in METRICS:
         exact = metric in ("reward", "tokens", "rollout")
-        want = numbers(one, metric)
+        want = numbers(run, metric)
         assert numbers(other, metric) == (want if exact else pytest.approx(want, rel=1e-4, abs=1e-6)), metric
 
 
@@ -67,8 +67,8 @@ def trouble(monkeypatch: pytest.MonkeyPatch, do: Callable[[int, int], None]) -> 
     """Calls do(count, pid) when a process has the weights and is about to be asked; returns the pids of these calls."""
     give, pids = rollout_workers.RolloutWorkers.give, []
 
-    def then(self: Any, name: str, weights: Any, told: Any) -> None:
-        give(self, name, weights, told)
+    def then(self: Any, name: str, weights: Any, metadata: Any) -> None:
+        give(self, name, weights, metadata)
         (pid,) = self.workers[name].pids
         pids.append(pid)
         do(len(pids), pid)
@@ -87,21 +87,21 @@ def test_shares_are_answered_as_all_together():
     lm = random_lm(config, 3)
     graph, weights = split(lm.module)
     shapes = {a: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for a, leaf in weights.items()}
-    how = Rollout(tokens=8, slots=4)
-    engine = pickle.dumps(RolloutEngine(config, graph, shapes, lm.module.dtype, None, how))
-    prompts, asked = [[1, 2, 3], [1, 2, 3], [5], [9, 8, 7, 6], [1, 2, 3]], SamplingRequest(8, Sampling(temperature=1.0), (7, 0, 1))
-    expected = sample_completions(lm, prompts, asked)
-    assert len({tuple(one.tokens) for one in expected}) == 5
-    found = []
+    rollout = Rollout(tokens=8, slots=4)
+    engine = pickle.dumps(RolloutEngine(config, graph, shapes, lm.module.dtype, None, rollout))
+    prompts, request = [[1, 2, 3], [1, 2, 3], [5], [9, 8, 7, 6], [1, 2, 3]], SamplingRequest(8, Sampling(temperature=1.0), (7, 0, 1))
+    expected = sample_completions(lm, prompts, request)
+    assert len({tuple(completion.tokens) for completion in expected}) == 5
+    completions = []
     for rows in ([0, 1, 2], [3, 4]):
         worker = RolloutWorker(engine, {})
         names = sorted(weights)
         np.testing.assert_array_equal(worker.take(weights), checksums([weights[name] for name in names]))
-        group: Any = type("Group", (), {"started": worker, "run": lambda self, do, *given: Value(do(*given))})()
-        found += split_completions(rollout_workers.sampling_task(prompts, rows, asked)(group))
-    assert [one.tokens for one in found] == [one.tokens for one in expected]
-    for one, other in zip(found, expected, strict=True):
-        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+        group: Any = type("Group", (), {"started": worker, "run": lambda self, do, *arguments: Value(do(*arguments))})()
+        completions += split_completions(rollout_workers.sampling_task(prompts, rows, request)(group))
+    assert [completion.tokens for completion in completions] == [completion.tokens for completion in expected]
+    for completion, other in zip(completions, expected, strict=True):
+        np.testing.assert_allclose(completion.logprobs, other.logprobs, atol=1e-5)
     changed = {names[0]: weights[names[0]] + 1}
     sums = worker.take(changed)
     assert (sums != np.asarray(checksums([weights[name] for name in names]))).tolist() == [True] + [False] * (len(names) - 1)
@@ -126,23 +126,23 @@ def test_only_what_moved_is_sent_again():
             self.params = {"trained.w": trained}
 
     for ahead in (0, 1):
-        how = Rollout(processes=1, ahead=ahead)
-        made: Any = object.__new__(rollout_workers.RolloutWorkers)
-        made.how, made._latest = how, {}
-        one, two = made.weights(State(first)), made.weights(State(second))
-        assert list(one.versions) == ["frozen.w", "trained.w"]
-        assert [one.versions[a].number for a in one.versions] == [0, 0]
+        rollout = Rollout(processes=1, ahead=ahead)
+        workers: Any = object.__new__(rollout_workers.RolloutWorkers)
+        workers.how, workers._latest = rollout, {}
+        first_copy, two = workers.weights(State(first)), workers.weights(State(second))
+        assert list(first_copy.versions) == ["frozen.w", "trained.w"]
+        assert [first_copy.versions[a].number for a in first_copy.versions] == [0, 0]
         assert [two.versions[a].number for a in two.versions] == [0, 1]
-        assert (one.sums == two.sums).tolist() == [True, False]
+        assert (first_copy.sums == two.sums).tolist() == [True, False]
         # What is sampled ahead outlives the update, which is given the arrays.
-        assert (one.versions["trained.w"].sent is first) == (not ahead)
+        assert (first_copy.versions["trained.w"].sent is first) == (not ahead)
         first.delete() if ahead else None
-        np.testing.assert_array_equal(one.versions["trained.w"].sent, np.ones(2))
+        np.testing.assert_array_equal(first_copy.versions["trained.w"].sent, np.ones(2))
         first = jax.numpy.ones(2)
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "problem"),
     [
         (["rollout.devices=1"], "leave one out"),
         (["environment=tools", "environment.functions=tools.py:add"], "rollout.processes and an environment do not combine"),
@@ -150,8 +150,8 @@ def test_only_what_moved_is_sent_again():
         (["rollout.processes=0"], "greater than 0"),
     ],
 )
-def test_mistakes_are_found_before_a_process_starts(words: list[str], said: str, data: Path, tmp_path: Path):
-    with pytest.raises(UserError, match=said):
+def test_mistakes_are_found_before_a_process_starts(words: list[str], problem: str, data: Path, tmp_path: Path):
+    with pytest.raises(UserError, match=problem):
         fit("grpo", data, tmp_path / "run", "rollout.processes=1", *words, steps=1)
     assert not (tmp_path / "run").exists()
 
@@ -169,11 +169,11 @@ def test_a_process_that_is_killed_changes_nothing(data: Path, tmp_path: Path, mo
     """Its prompts are sampled again, and it is counted."""
     fit("grpo", data, tmp_path / "one", steps=2)
     pids = trouble(monkeypatch, lambda count, pid: os.kill(pid, signal.SIGKILL) if count == 2 else None)
-    said = fit("grpo", data, tmp_path / "apart", "rollout.processes=1", "eval.batches=0", steps=2)
+    output = fit("grpo", data, tmp_path / "apart", "rollout.processes=1", "eval.batches=0", steps=2)
     same(tmp_path / "one", tmp_path / "apart", 2)
     assert numbers(tmp_path / "apart", "rollout_lost") == {1: 0, 2: 1}
-    assert "ended by SIGKILL" in said
-    assert "`rollout-0` is started again, and its prompts are sampled again" in said
+    assert "ended by SIGKILL" in output
+    assert "`rollout-0` is started again, and its prompts are sampled again" in output
     assert len(pids) == 3
     assert not any(is_alive(pid) for pid in pids)
 
@@ -191,9 +191,9 @@ HOW = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HOW)
 def test_two_processes_learn_as_one(name: str, data: Path, base: Path, tmp_path: Path):
-    how = [*HOW[name], f"init.weights={base}"]
-    fit("grpo", data, tmp_path / "one", *how, steps=4)
-    fit("grpo", data, tmp_path / "apart", *how, "rollout.processes=2", steps=4)
+    settings = [*HOW[name], f"init.weights={base}"]
+    fit("grpo", data, tmp_path / "one", *settings, steps=4)
+    fit("grpo", data, tmp_path / "apart", *settings, "rollout.processes=2", steps=4)
     near(tmp_path / "one", tmp_path / "apart")
     assert numbers(tmp_path / "one", "eval_reward") == numbers(tmp_path / "apart", "eval_reward")
     header = next(line["header"] for line in read(Store(tmp_path / "apart")) if "header" in line)
@@ -203,36 +203,36 @@ def test_two_processes_learn_as_one(name: str, data: Path, base: Path, tmp_path:
 
 @pytest.mark.slow
 def test_a_critic_stays_with_the_trainer(data: Path, base: Path, tmp_path: Path):
-    how = ["rollout.completions=1", f"init.weights={base}"]
-    fit("ppo", data, tmp_path / "one", *how, steps=2)
-    fit("ppo", data, tmp_path / "apart", *how, "rollout.processes=1", steps=2)
+    settings = ["rollout.completions=1", f"init.weights={base}"]
+    fit("ppo", data, tmp_path / "one", *settings, steps=2)
+    fit("ppo", data, tmp_path / "apart", *settings, "rollout.processes=1", steps=2)
     same(tmp_path / "one", tmp_path / "apart", 2)
 
 
 @pytest.mark.slow
 def test_adapters_travel_without_their_base(data: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    send, sent = Workers.send, []
+    send, names_sent = Workers.send, []
 
     def noted(self: Workers, value: Any, to: str, sharding: Any = None) -> Any:
-        sent.append(set(value))
+        names_sent.append(set(value))
         return send(self, value, to, sharding)
 
     monkeypatch.setattr(Workers, "send", noted)
-    how = ["adapter=lora", "adapter.rank=2", f"init.weights={base}", "rollout.processes=1", "eval.batches=0"]
-    fit("grpo", data, tmp_path / "run", *how, steps=3)
-    assert len(sent) == 3
-    assert "embed.w" in sent[0]
-    assert sent[1] == sent[2] < sent[0]
-    assert all(name.endswith((".a", ".b")) for name in sent[1])
+    settings = ["adapter=lora", "adapter.rank=2", f"init.weights={base}", "rollout.processes=1", "eval.batches=0"]
+    fit("grpo", data, tmp_path / "run", *settings, steps=3)
+    assert len(names_sent) == 3
+    assert "embed.w" in names_sent[0]
+    assert names_sent[1] == names_sent[2] < names_sent[0]
+    assert all(name.endswith((".a", ".b")) for name in names_sent[1])
 
 
 @pytest.mark.slow
 def test_a_process_that_ends_while_others_are_ahead(data: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """It samples again with the weights from before, which the trainer has left: the answers are those of devices of their own."""
-    how = ["rollout.ahead=2", "rollout.epochs=2", f"init.weights={base}"]
-    fit("grpo", data, tmp_path / "one", *how, "rollout.devices=1", steps=6)
+    settings = ["rollout.ahead=2", "rollout.epochs=2", f"init.weights={base}"]
+    fit("grpo", data, tmp_path / "one", *settings, "rollout.devices=1", steps=6)
     trouble(monkeypatch, lambda count, pid: os.kill(pid, signal.SIGKILL) if count in (3, 6) else None)
-    fit("grpo", data, tmp_path / "apart", *how, "rollout.processes=2", steps=6)
+    fit("grpo", data, tmp_path / "apart", *settings, "rollout.processes=2", steps=6)
     near(tmp_path / "one", tmp_path / "apart")
     assert numbers(tmp_path / "apart", "rollout_age") == numbers(tmp_path / "one", "rollout_age")
     assert numbers(tmp_path / "apart", "rollout_age")[5] == 2
@@ -242,28 +242,28 @@ def test_a_process_that_ends_while_others_are_ahead(data: Path, base: Path, tmp_
 @pytest.mark.slow
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_a_resume_with_another_number_of_processes(ahead: int, data: Path, base: Path, tmp_path: Path):
-    how = [f"rollout.ahead={ahead}", "rollout.epochs=2", f"init.weights={base}"]
-    fit("grpo", data, tmp_path / "whole", *how, "rollout.processes=1", steps=6)
-    fit("grpo", data, tmp_path / "halves", *how, "rollout.processes=1", steps=3)
-    assert "resuming from step 3" in fit("grpo", data, tmp_path / "halves", *how, "rollout.processes=2", steps=6)
+    settings = [f"rollout.ahead={ahead}", "rollout.epochs=2", f"init.weights={base}"]
+    fit("grpo", data, tmp_path / "whole", *settings, "rollout.processes=1", steps=6)
+    fit("grpo", data, tmp_path / "halves", *settings, "rollout.processes=1", steps=3)
+    assert "resuming from step 3" in fit("grpo", data, tmp_path / "halves", *settings, "rollout.processes=2", steps=6)
     near(tmp_path / "whole", tmp_path / "halves")
 
 
 @pytest.mark.slow
 def test_one_that_ends_again_and_again_ends_the_run(data: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """What was learned is saved, and a resume ends as if nothing had happened."""
-    how = [f"init.weights={base}", "eval.batches=0", "checkpoint.every=99"]
-    fit("grpo", data, tmp_path / "one", *how, steps=4)
+    settings = [f"init.weights={base}", "eval.batches=0", "checkpoint.every=99"]
+    fit("grpo", data, tmp_path / "one", *settings, steps=4)
     with monkeypatch.context() as patch:
         pids = trouble(patch, lambda count, pid: os.kill(pid, signal.SIGKILL) if count > 2 else None)
         with pytest.raises(ArgosyError, match="ended by SIGKILL") as caught:
-            fit("grpo", data, tmp_path / "apart", *how, "rollout.processes=1", steps=4)
+            fit("grpo", data, tmp_path / "apart", *settings, "rollout.processes=1", steps=4)
     assert "3 times in a row without an answer" in str(caught.value)
     assert "what was learned is saved" in str(caught.value)
     assert len(pids) == 5
     assert not any(is_alive(pid) for pid in pids)
     assert (tmp_path / "apart" / "checkpoints" / "2").is_dir()
-    assert "resuming from step 2" in fit("grpo", data, tmp_path / "apart", *how, "rollout.processes=1", steps=4)
+    assert "resuming from step 2" in fit("grpo", data, tmp_path / "apart", *settings, "rollout.processes=1", steps=4)
     same(tmp_path / "one", tmp_path / "apart", 4)
 
 
@@ -273,26 +273,26 @@ def test_one_that_ends_in_the_last_evaluation_fails_nothing(times: int, data: Pa
     """The weights are those of a run that was left alone. Where its process ends again and again, the evaluation alone is missing."""
     fit("grpo", data, tmp_path / "one", steps=1)
     pids = trouble(monkeypatch, lambda count, pid: os.kill(pid, signal.SIGKILL) if 2 < count <= 2 + times else None)
-    said = fit("grpo", data, tmp_path / "apart", "rollout.processes=1", steps=1)
+    output = fit("grpo", data, tmp_path / "apart", "rollout.processes=1", steps=1)
     same(tmp_path / "one", tmp_path / "apart", 1)
     if times == 1:
         assert numbers(tmp_path / "apart", "eval_reward") == numbers(tmp_path / "one", "eval_reward")
-        assert "evaluation is missing" not in said
+        assert "evaluation is missing" not in output
     else:
         assert list(numbers(tmp_path / "apart", "eval_reward")) == [0]
-        assert "step 1 is saved, but its evaluation is missing: process 0 of the group `rollout-0` ended by SIGKILL" in said
+        assert "step 1 is saved, but its evaluation is missing: process 0 of the group `rollout-0` ended by SIGKILL" in output
     assert len(pids) == (4 if times == 1 else 5)
     assert not any(is_alive(pid) for pid in pids)
 
 
 @pytest.mark.slow
 def test_a_stuck_process_is_started_again(data: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    how = [f"init.weights={base}", "eval.batches=0"]
-    fit("grpo", data, tmp_path / "one", *how, steps=2)
+    settings = [f"init.weights={base}", "eval.batches=0"]
+    fit("grpo", data, tmp_path / "one", *settings, steps=2)
     trouble(monkeypatch, lambda count, pid: os.kill(pid, signal.SIGSTOP) if count == 2 else None)
-    said = fit("grpo", data, tmp_path / "apart", *how, "rollout.processes=1", "rollout.stuck=20", steps=2)
+    output = fit("grpo", data, tmp_path / "apart", *settings, "rollout.processes=1", "rollout.stuck=20", steps=2)
     same(tmp_path / "one", tmp_path / "apart", 2)
-    assert "did not answer within 20 s" in said
+    assert "did not answer within 20 s" in output
     assert numbers(tmp_path / "apart", "rollout_lost")[2] == 1
 
 
@@ -321,27 +321,27 @@ def children(pid: int) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("number", "how"),
+    ("number", "settings"),
     [(signal.SIGINT, []), (signal.SIGTERM, ["rollout.ahead=1"]), (signal.SIGKILL, []), (signal.SIGKILL, ["rollout.ahead=1"])],
 )
-def test_nothing_is_left_behind_and_a_resume_is_bit_for_bit(number: signal.Signals, how: list[str], data: Path, tmp_path: Path):
-    words = [*words_for(data, tmp_path / "run", *how), "rollout.processes=2", "steps=24", "eval.batches=0", "checkpoint.every=5"]
+def test_nothing_is_left_behind_and_a_resume_is_bit_for_bit(number: signal.Signals, settings: list[str], data: Path, tmp_path: Path):
+    words = [*words_for(data, tmp_path / "run", *settings), "rollout.processes=2", "steps=24", "eval.batches=0", "checkpoint.every=5"]
     command = [sys.executable, "-m", "argosy", "train", "grpo", *words]
     flags = os.environ["XLA_FLAGS"].replace("--xla_force_host_platform_device_count=8", "")
     environment = os.environ | {"ARGOSY_HUGE_PAGES": "0", "XLA_FLAGS": flags, "XDG_CACHE_HOME": str(data / "cache")}
-    with (tmp_path / "said.txt").open("wb") as said:
-        one = subprocess.Popen(command, env=environment, stdout=said, stderr=said)
+    with (tmp_path / "said.txt").open("wb") as log:
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
         try:
             until = time.monotonic() + 200
             while max(numbers(tmp_path / "run", "loss") or [0]) < 8:
-                assert one.poll() is None, (tmp_path / "said.txt").read_text()
+                assert process.poll() is None, (tmp_path / "said.txt").read_text()
                 assert time.monotonic() < until, (tmp_path / "said.txt").read_text()
                 time.sleep(0.05)
-            workers = children(one.pid)
-            one.send_signal(number)
-            code = one.wait(60)
+            workers = children(process.pid)
+            process.send_signal(number)
+            code = process.wait(60)
         finally:
-            one.kill()
+            process.kill()
         assert code in (-signal.SIGKILL, 128 + number)
         time.sleep(0.5)
         assert len(workers) >= 2
@@ -349,7 +349,7 @@ def test_nothing_is_left_behind_and_a_resume_is_bit_for_bit(number: signal.Signa
         if number != signal.SIGKILL:
             last = max(int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.isdigit())
             assert last == max(numbers(tmp_path / "run", "loss"))
-        assert subprocess.run(command, env=environment, stdout=said, stderr=said, check=False).returncode == 0
+        assert subprocess.run(command, env=environment, stdout=log, stderr=log, check=False).returncode == 0
         whole = [word.replace(str(tmp_path / "run"), str(tmp_path / "whole")) for word in command]
-        assert subprocess.run(whole, env=environment, stdout=said, stderr=said, check=False).returncode == 0
+        assert subprocess.run(whole, env=environment, stdout=log, stderr=log, check=False).returncode == 0
     same(tmp_path / "whole", tmp_path / "run", 24)

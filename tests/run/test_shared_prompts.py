@@ -20,10 +20,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prompts_and_rewards(tmp_path_factory.mktemp("prompts"))
 
 
-def decided(*words: str, platform: str = "cpu", recipe: str = "grpo") -> bool:
+def sharing_of(*words: str, platform: str = "cpu", recipe: str = "grpo") -> bool:
     model = [] if any(word.startswith("model=") for word in words) else ["model=llama3.2-1b"]
-    given = ["data.source=prompts.jsonl", "reward=exact", *model, "data.sequence=64", "data.batch=8", "rollout.tokens=16"]
-    return decided_sharing(compose(Run, recipe, [*given, *words]).value, platform)
+    common = ["data.source=prompts.jsonl", "reward=exact", *model, "data.sequence=64", "data.batch=8", "rollout.tokens=16"]
+    return decided_sharing(compose(Run, recipe, [*common, *words]).value, platform)
 
 
 RECURRENT = "model=qwen3-next-80b-a3b"
@@ -44,8 +44,8 @@ CASES: dict[str, tuple[list[str], dict[str, Any], bool]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_prompts_are_shared_where_it_is_faster(name: str):
-    words, how, expected = CASES[name]
-    assert decided(*words, **how) == expected
+    words, options, expected = CASES[name]
+    assert sharing_of(*words, **options) == expected
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_prompts_are_shared_where_it_is_faster(name: str):
 )
 def test_what_cannot_share_is_refused_where_it_is_asked_for(words: list[str], message: str):
     with pytest.raises(ArgosyError, match=message):
-        decided(*words, "rollout.share_prompts=true")
+        sharing_of(*words, "rollout.share_prompts=true")
 
 
 def test_a_run_that_resumes_on_a_tpu_says_what_its_masks_cost():
@@ -64,35 +64,35 @@ def test_a_run_that_resumes_on_a_tpu_says_what_its_masks_cost():
 def test_a_run_that_shares_prompts_has_the_numbers_of_one_that_does_not(data: Path, tmp_path: Path):
     """Three updates, with a critic's values, the KL penalty's reference and two epochs, so that all that reads parts is compared. The
     first run is stopped between the updates of a rollout, and goes on as it began."""
-    how = ["rollout.epochs=2", "objective.kl=0.1", "data.sequence=40", "rollout.completions=4"]
-    fit("ppo", data, tmp_path / "shared", *how, steps=1)
-    fit("ppo", data, tmp_path / "shared", *how, steps=3)
-    fit("ppo", data, tmp_path / "alone", *how, "rollout.share_prompts=false", steps=3)
+    settings = ["rollout.epochs=2", "objective.kl=0.1", "data.sequence=40", "rollout.completions=4"]
+    fit("ppo", data, tmp_path / "shared", *settings, steps=1)
+    fit("ppo", data, tmp_path / "shared", *settings, steps=3)
+    fit("ppo", data, tmp_path / "alone", *settings, "rollout.share_prompts=false", steps=3)
     spared = numbers(tmp_path / "shared", "tokens_spared")
     assert 0.1 < spared[1] == spared[2] < 0.5
     assert not numbers(tmp_path / "alone", "tokens_spared")
     for metric in ("loss", "reward", "grad_norm", "value/error", "sampler/difference_mean", "targets"):
-        one, other = numbers(tmp_path / "shared", metric), numbers(tmp_path / "alone", metric)
-        assert set(one) == {1, 2, 3}, metric
-        assert one == pytest.approx(other, rel=1e-4, abs=2e-6), metric
+        shared, other = numbers(tmp_path / "shared", metric), numbers(tmp_path / "alone", metric)
+        assert set(shared) == {1, 2, 3}, metric
+        assert shared == pytest.approx(other, rel=1e-4, abs=2e-6), metric
     tokens = [numbers(tmp_path / name, "tokens")[3] for name in ("shared", "alone")]
     assert tokens[0] < 0.9 * tokens[1]
 
 
 def test_a_row_that_has_no_room_for_two_answers_is_told(data: Path, tmp_path: Path):
     words = ["data.sequence=13", "rollout.tokens=8", "rollout.ignore_eos=true"]
-    said = fit("grpo", data, tmp_path / "asked", *words, "rollout.share_prompts=true", steps=1)
-    assert "no two answers to a prompt fit into a row of 13 tokens" in said
+    output = fit("grpo", data, tmp_path / "asked", *words, "rollout.share_prompts=true", steps=1)
+    assert "no two answers to a prompt fit into a row of 13 tokens" in output
     assert numbers(tmp_path / "asked", "tokens_spared") == {1: 0.0}
     assert "no two answers" not in fit("grpo", data, tmp_path / "default", *words, steps=1)
 
 
 @pytest.mark.slow
 def test_devices_share_rows_whose_answers_share_prompts(data: Path, tmp_path: Path):
-    how = ["rollout.epochs=2", "objective.kl=0.1", "data.sequence=40", "mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2"]
-    fit("ppo", data, tmp_path / "shared", *how, steps=2)
-    fit("ppo", data, tmp_path / "alone", *how, "rollout.share_prompts=false", steps=2)
+    settings = ["rollout.epochs=2", "objective.kl=0.1", "data.sequence=40", "mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2"]
+    fit("ppo", data, tmp_path / "shared", *settings, steps=2)
+    fit("ppo", data, tmp_path / "alone", *settings, "rollout.share_prompts=false", steps=2)
     assert numbers(tmp_path / "shared", "tokens_spared")[1] > 0.1
     for metric in ("loss", "reward", "grad_norm", "value/error"):
-        one, other = numbers(tmp_path / "shared", metric), numbers(tmp_path / "alone", metric)
-        assert one == pytest.approx(other, rel=1e-4, abs=2e-6), metric
+        shared, other = numbers(tmp_path / "shared", metric), numbers(tmp_path / "alone", metric)
+        assert shared == pytest.approx(other, rel=1e-4, abs=2e-6), metric

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from campaign_kill import SMALL
 from helpers import LOGIT_ROUNDING, relative, shared
-from test_retrained import saved
+from test_retrained import save_model
 
 import argosy
 from argosy.checkpoint.open import open_model
@@ -36,7 +36,7 @@ def fit(base: Path, run: Path, *words: str) -> dict[int, float]:
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = compose(Run, "tiny", [*SMALL, "model.layers=2", "model.tied=false"]).value.model
-    return saved(config, tmp_path_factory.mktemp("stacked") / "base")
+    return save_model(config, tmp_path_factory.mktemp("stacked") / "base")
 
 
 @pytest.fixture(scope="module")
@@ -51,11 +51,11 @@ def first(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def runs(first: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dict[int, float]]]:
     """Four steps of further adapters, on the feed-forward layers and the queries."""
-    made = {}
+    stacked = {}
     for onto in ("merge", "stack"):
         run = tmp_path_factory.mktemp("second") / onto
-        made[onto] = run, fit(first, run, "steps=4", *second(onto))
-    return made
+        stacked[onto] = run, fit(first, run, "steps=4", *second(onto))
+    return stacked
 
 
 def second(onto: str) -> list[str]:
@@ -105,15 +105,15 @@ def test_what_was_trained_is_the_same_model_everywhere(base: Path, first: Path, 
 def test_stacked_ones_keep_those_below(base: Path, first: Path, runs: Any):
     under, both = (open_model(run).adapted.contents for run in (first, runs["stack"][0]))
     assert set(both.adapters) == set(under.adapters) | {f"layers.{i}.mlp.{kind}" for i in range(2) for kind in ("gate", "up", "down")}
-    ranks = {name: one.a.shape[-1] for name, one in both.adapters.items()}
+    ranks = {name: adapter.a.shape[-1] for name, adapter in both.adapters.items()}
     assert (ranks["layers.0.attn.q"], ranks["layers.0.attn.k"], ranks["layers.1.mlp.up"], ranks["layers.0.mlp.up"]) == (5, 3, 5, 2)
-    for name, one in under.adapters.items():
+    for name, adapter in under.adapters.items():
         product = np.tensordot(both.adapters[name].a[..., :3], both.adapters[name].b[:3], 1) * both.adapters[name].gain
-        np.testing.assert_allclose(product, one.gain * np.tensordot(one.a, one.b, 1), rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(product, adapter.gain * np.tensordot(adapter.a, adapter.b, 1), rtol=1e-4, atol=1e-6)
     assert set(both.whole) == {"norm.scale"}
     np.testing.assert_array_equal(both.whole["norm.scale"], under.whole["norm.scale"])
-    held = read_contents(runs["stack"][0] / "adapter", open_model(base).config)
-    assert set(held.adapters) == set(both.adapters)
+    contents = read_contents(runs["stack"][0] / "adapter", open_model(base).config)
+    assert set(contents.adapters) == set(both.adapters)
 
 
 @pytest.mark.slow
@@ -147,8 +147,8 @@ def test_a_folder_of_adapters_brings_the_tokenizer_of_its_base(base: Path, first
     for file in shared("models/stories260k").glob("tokenizer*"):
         shutil.copy(file, whole)
     shutil.copytree(first / "adapter", adapters)
-    said = adapters / "adapter_config.json"
-    said.write_text(json.dumps(json.loads(said.read_text()) | {"base_model_name_or_path": str(whole)}))
+    config_file = adapters / "adapter_config.json"
+    config_file.write_text(json.dumps(json.loads(config_file.read_text()) | {"base_model_name_or_path": str(whole)}))
     assert compose(Run, "tiny", [f"model={adapters}"]).value.data.tokenizer == str(whole)
     shutil.copy(whole / "tokenizer.model", adapters)
     assert compose(Run, "tiny", [f"model={adapters}"]).value.data.tokenizer == str(adapters)

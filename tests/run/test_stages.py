@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from campaign_kill import SMALL
 from helpers import numbers, relative
-from test_adapter_runs import saved
+from test_adapter_runs import save_model
 
 import argosy
 from argosy.checkpoint.open import open_model
@@ -46,15 +46,15 @@ def test_a_run_goes_on_with_other_stages(tmp_path: Path):
     assert "pipeline" not in fit(tmp_path / "run", "steps=4", "mesh.stage=1")
     fit(tmp_path / "run", "steps=6", "mesh.stage=4", "execution.microbatches=8")
     for name in ("loss", "grad_norm", "eval_loss"):
-        expected, found = numbers(tmp_path / "scan", name), numbers(tmp_path / "run", name)
-        assert found == pytest.approx(expected, rel=1e-5), name
+        expected, losses = numbers(tmp_path / "scan", name), numbers(tmp_path / "run", name)
+        assert losses == pytest.approx(expected, rel=1e-5), name
         assert len(expected) == (3 if name == "eval_loss" else 6)
 
 
-def near(one: Path, other: Path, *names: str, rel: float = 1e-5) -> None:
+def near(run: Path, other: Path, *names: str, rel: float = 1e-5) -> None:
     """Whether two runs tell the same numbers, and any."""
     for name in names:
-        expected = numbers(one, name)
+        expected = numbers(run, name)
         assert expected
         assert numbers(other, name) == pytest.approx(expected, rel=rel), name
 
@@ -71,10 +71,10 @@ def test_a_run_in_rounds_is_the_scanned_one_wherever_it_is_read(tmp_path: Path):
     assert "pipeline" not in fit(tmp_path / "run", *words, "steps=4")
     fit(tmp_path / "run", *words, "steps=6", "mesh.stage=4", "execution.microbatches=8")
     near(tmp_path / "scan", tmp_path / "run", "loss", "grad_norm", "eval_loss")
-    one, other = (open_model(str(tmp_path / name)).weights for name in ("scan", "run"))
-    assert set(one.names) == set(other.names) != set()
-    for name in one.names:
-        assert relative(other.read(name), one.read(name)) < 1e-4, name
+    scanned, other = (open_model(str(tmp_path / name)).weights for name in ("scan", "run"))
+    assert set(scanned.names) == set(other.names) != set()
+    for name in scanned.names:
+        assert relative(other.read(name), scanned.read(name)) < 1e-4, name
     for name in ("scan", "run"):
         convert(str(tmp_path / name), tmp_path / f"{name}-hub", "hub", None)
     hubs = [argosy.load(str(tmp_path / f"{name}-hub")) for name in ("scan", "run")]
@@ -118,7 +118,7 @@ def test_what_else_is_trained_over_stages_is_trained_as_scanned(tmp_path: Path, 
     }[kind]
     if kind in ("lora", "dpo"):
         config = compose(Run, "tiny", [*small, *sizes, *family, "data.sequence=32"]).value.model
-        folder = saved(config, tmp_path / "base")
+        folder = save_model(config, tmp_path / "base")
         words = [word for word in words if not word.startswith("model.")] + [f"model={folder}"]
     common = [*small, *words, "steps=4", "eval.every=2", "optimizer=sgd", "optimizer.momentum=0.9", "optimizer.learning_rate=0.1"]
     common += ["execution.run=scan", f"data.cache={tmp_path / 'cache'}", "mesh.fsdp=1"]
@@ -134,7 +134,7 @@ def test_what_else_is_trained_over_stages_is_trained_as_scanned(tmp_path: Path, 
 
 
 @pytest.mark.parametrize(
-    ("words", "kind", "said"),
+    ("words", "kind", "problem"),
     [
         (["execution.rounds=2", "execution.run=unroll"], BadInput, "execution.rounds = 2 is of stacked layers"),
         (["execution.rounds=3"], BadInput, "mesh.stage = 1 and execution.rounds = 3: 4 layers repeat 4 times, in groups"),
@@ -149,10 +149,10 @@ def test_what_else_is_trained_over_stages_is_trained_as_scanned(tmp_path: Path, 
         (["mesh.stage=2", "sample.every=2"], BadInput, "mesh.stage and sample.every do not combine"),
     ],
 )
-def test_what_stages_cannot_do_is_said_before_a_run_begins(tmp_path: Path, words, kind, said):
+def test_what_stages_cannot_do_is_said_before_a_run_begins(tmp_path: Path, words, kind, problem):
     with pytest.raises(ArgosyError) as caught:
         fit(tmp_path / "run", "steps=2", *words)
     assert isinstance(caught.value, kind)
-    assert said in str(caught.value)
+    assert problem in str(caught.value)
     assert caught.value.hint
     assert not (tmp_path / "run").exists()

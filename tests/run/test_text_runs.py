@@ -40,7 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Phrases of two words and their translations, which share no word with them."""
-    folder, found = tmp_path_factory.mktemp("data"), {}
+    folder, paths = tmp_path_factory.mktemp("data"), {}
     phrases = [(f"{a} {b}", f"{WORDS[a]} {THINGS[b]}") for a in WORDS for b in THINGS] * 4
     others = [phrases[(i + 7) % 30][1] for i in range(len(phrases))]
     rows = {
@@ -50,9 +50,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "scores": [{"sentence1": a, "sentence2": x, "score": s} for (a, p), n in zip(phrases, others) for x, s in ((p, 5), (n, 0.5))],
     }
     for name, each in rows.items():
-        found[name] = folder / f"{name}.jsonl"
-        found[name].write_text("".join(json.dumps(row) + "\n" for row in each))
-    return found
+        paths[name] = folder / f"{name}.jsonl"
+        paths[name].write_text("".join(json.dumps(row) + "\n" for row in each))
+    return paths
 
 
 def fit(recipe: str, model: Path, source: Path, run: Path, *more: str, steps: int = 20) -> str:
@@ -62,7 +62,7 @@ def fit(recipe: str, model: Path, source: Path, run: Path, *more: str, steps: in
     return heard.words
 
 
-def evaluated(run: Path) -> dict[str, float]:
+def last_evaluation(run: Path) -> dict[str, float]:
     return [line for line in read(Store(run)) if "eval_loss" in line][-1]
 
 
@@ -70,8 +70,8 @@ def test_an_encoder_learns_pairs_and_its_folder_says_how(model: Path, data: dict
     run = tmp_path / "run"
     fit("embed", model, data["pairs"], run, "objective.dimensions=[8,32]")
     # Of more than ten documents one is right.
-    assert evaluated(run)["eval_negatives"] > 10
-    assert evaluated(run)["eval_recall@1"] > 0.5
+    assert last_evaluation(run)["eval_negatives"] > 10
+    assert last_evaluation(run)["eval_recall@1"] > 0.5
     steps = read_steps(open_model(run).companions)
     assert steps == EmbeddingSteps("cls", normalize=True, tokens=8)
     lm = argosy.load(run)
@@ -95,19 +95,19 @@ def test_a_resume_is_bit_for_bit(recipe: str, kind: str, more: tuple[str, ...], 
 @pytest.mark.slow
 def test_graded_pairs_and_negatives_are_learned(model: Path, data: dict[str, Path], tmp_path: Path):
     fit("embed", model, data["scores"], tmp_path / "scores", "objective=similarity", steps=60)
-    assert evaluated(tmp_path / "scores")["eval_ordered"] > 0.9
+    assert last_evaluation(tmp_path / "scores")["eval_ordered"] > 0.9
     fit("embed", model, data["triplets"], tmp_path / "triplets", "objective.negatives=1")
-    assert evaluated(tmp_path / "triplets")["eval_negatives"] > 7
-    assert evaluated(tmp_path / "triplets")["eval_recall@1"] > 0.5
+    assert last_evaluation(tmp_path / "triplets")["eval_negatives"] > 7
+    assert last_evaluation(tmp_path / "triplets")["eval_recall@1"] > 0.5
     fit("embed", model, data["negatives"], tmp_path / "negatives", "objective.negatives=2", "data.batch=64")
-    assert evaluated(tmp_path / "negatives")["eval_negatives"] > 10
-    assert evaluated(tmp_path / "negatives")["eval_recall@1"] > 0.5
+    assert last_evaluation(tmp_path / "negatives")["eval_negatives"] > 10
+    assert last_evaluation(tmp_path / "negatives")["eval_recall@1"] > 0.5
 
 
 @pytest.mark.slow
 def test_a_cross_encoder_ranks(model: Path, data: dict[str, Path], tmp_path: Path):
     fit("rerank", model, data["triplets"], tmp_path / "run", "data.sequence=16", steps=60)
-    assert evaluated(tmp_path / "run")["eval_accuracy"] > 0.8
+    assert last_evaluation(tmp_path / "run")["eval_accuracy"] > 0.8
     lm = argosy.load(tmp_path / "run")
     right, wrong = lm.classify([("one horse", "eins stein"), ("one horse", "zwei berg")])
     assert next(iter(right.values())) > next(iter(wrong.values()))
@@ -118,9 +118,9 @@ def test_a_cross_encoder_ranks(model: Path, data: dict[str, Path], tmp_path: Pat
 def test_negatives_come_from_all_devices(mesh: str, model: Path, data: dict[str, Path], tmp_path: Path):
     fit("embed", model, data["pairs"], tmp_path / "one", steps=5)
     fit("embed", model, data["pairs"], tmp_path / "many", *mesh.split(), steps=5)
-    one, many = (evaluated(tmp_path / name)["eval_loss"] for name in ("one", "many"))
-    assert many == pytest.approx(one, rel=1e-4)
-    assert evaluated(tmp_path / "many")["eval_negatives"] > 7
+    single, many = (last_evaluation(tmp_path / name)["eval_loss"] for name in ("one", "many"))
+    assert many == pytest.approx(single, rel=1e-4)
+    assert last_evaluation(tmp_path / "many")["eval_negatives"] > 7
 
 
 @pytest.mark.parametrize(
@@ -147,14 +147,14 @@ def test_prompts_of_the_model_or_of_the_settings_are_before_texts_and_kept(model
     shutil.copytree(model, copy)
     steps = EmbeddingSteps("mean", True, 32, prompts={"query": "query: "}, default_prompt="query", include_prompt=False)
     write_steps(copy, steps, 32)
-    said = fit("embed", copy, data["pairs"], tmp_path / "run", "eval.batches=0", steps=1)
-    assert "[CLS]⟧query : one horse" in said.replace("⟦", "")
-    kept = read_steps(open_model(tmp_path / "run").companions)
-    assert (kept.prompts, kept.default_prompt, kept.include_prompt) == ({"query": "query: "}, "query", False)
-    own = ["data.prompts.anchor=q: ", "data.prompts.positive=d: ", "data.prompts.negative=d: ", "objective.negatives=1"]
-    said = fit("embed", copy, data["triplets"], tmp_path / "own", *own, "eval.batches=0", "data.batch=48", steps=1)
-    kept = read_steps(open_model(tmp_path / "own").companions)
-    assert (kept.prompts, kept.default_prompt) == ({"query": "q: ", "document": "d: "}, None)
+    output = fit("embed", copy, data["pairs"], tmp_path / "run", "eval.batches=0", steps=1)
+    assert "[CLS]⟧query : one horse" in output.replace("⟦", "")
+    text_steps = read_steps(open_model(tmp_path / "run").companions)
+    assert (text_steps.prompts, text_steps.default_prompt, text_steps.include_prompt) == ({"query": "query: "}, "query", False)
+    words = ["data.prompts.anchor=q: ", "data.prompts.positive=d: ", "data.prompts.negative=d: ", "objective.negatives=1"]
+    output = fit("embed", copy, data["triplets"], tmp_path / "own", *words, "eval.batches=0", "data.batch=48", steps=1)
+    text_steps = read_steps(open_model(tmp_path / "own").companions)
+    assert (text_steps.prompts, text_steps.default_prompt) == ({"query": "q: ", "document": "d: "}, None)
     with pytest.raises(UserError, match=r"leaves prompts out of vectors, and data\.prompts names none"):
         fit("embed", model, data["pairs"], tmp_path / "none", "objective.include_prompt=false")
     with pytest.raises(UserError, match=r"data\.prompts\.sentence1, and `pair` records have no such text"):

@@ -45,8 +45,8 @@ def pictures(tmp_path_factory) -> Path:
 
 
 def words(pipelines, pictures, folder, kind, *more):
-    given = [f"model={pipelines / kind}", f"data.source={pictures}", f"dir={folder}", f"data.cache={pictures.parent / 'cache'}"]
-    return ["diffusion", *given, "data.batch=8", "eval.batches=1", "log.every=1", "mesh.data=8", *more]
+    common = [f"model={pipelines / kind}", f"data.source={pictures}", f"dir={folder}", f"data.cache={pictures.parent / 'cache'}"]
+    return ["diffusion", *common, "data.batch=8", "eval.batches=1", "log.every=1", "mesh.data=8", *more]
 
 
 def encoders_of(pipelines, kind="sd3") -> RunEncoders:
@@ -73,9 +73,9 @@ class Counted:
         return self.encoders.states(texts)
 
 
-def rows_of(pictures, cache, encoders, held_out=False, **how):
-    settings = ImageSettings(**{name: how.pop(name) for name in ("flip", "crop") if name in how})
-    source = EncodedImages(ImageArrays(str(pictures), settings, 0.0), encoders, cache, **how)
+def rows_of(pictures, cache, encoders, held_out=False, **options):
+    settings = ImageSettings(**{name: options.pop(name) for name in ("flip", "crop") if name in options})
+    source = EncodedImages(ImageArrays(str(pictures), settings, 0.0), encoders, cache, **options)
     return source.rows(sequence=1, vocab=encoders.encoders.config.id_spaces, seed=3, held_out=held_out)
 
 
@@ -89,10 +89,10 @@ def test_rows_are_what_the_pipeline_encodes_and_are_computed_once(pipelines, pic
     pipe = argosy.load(pipelines / "sd3")
     with np.load(pictures) as file:
         images, captions = file["images"], file["captions"]
-    wanted = [7, 0, 19]
-    batch, other = rows.gather(np.array(wanted)), same.gather(np.array(wanted))
-    latents = pipe.encode(images[wanted] / np.float32(255))
-    conditions = pipe.prompts.encode([str(text) for text in captions[wanted]])
+    numbers = [7, 0, 19]
+    batch, other = rows.gather(np.array(numbers)), same.gather(np.array(numbers))
+    latents = pipe.encode(images[numbers] / np.float32(255))
+    conditions = pipe.prompts.encode([str(text) for text in captions[numbers]])
     np.testing.assert_allclose(batch["images"], latents, atol=1e-5)
     np.testing.assert_allclose(batch["text"], conditions.text, atol=1e-5)
     np.testing.assert_allclose(batch["pooled"], conditions.pooled, atol=1e-5)
@@ -122,10 +122,10 @@ def test_mirrored_latents_and_empty_captions_follow_from_the_place(pipelines, pi
     with np.load(pictures) as file:
         image = file["images"][:1] / np.float32(255)
     straight, mirrored = pipe.encode(image)[0], pipe.encode(image[:, :, ::-1])[0]
-    flipped = [np.abs(one - mirrored).max() < 1e-5 for one in batch["images"]]
-    assert all(np.abs(one - straight).max() < 1e-5 for one, turned in zip(batch["images"], flipped) if not turned)
+    flipped = [np.abs(latents - mirrored).max() < 1e-5 for latents in batch["images"]]
+    assert all(np.abs(latents - straight).max() < 1e-5 for latents, turned in zip(batch["images"], flipped) if not turned)
     empty = np.asarray(pipe.prompts.encode([""]).text)[0]
-    dropped = [np.abs(one - empty).max() < 1e-5 for one in batch["text"]]
+    dropped = [np.abs(states - empty).max() < 1e-5 for states in batch["text"]]
     # Both are drawn at one half, each by itself.
     assert 16 < sum(flipped) < 48
     assert 16 < sum(dropped) < 48
@@ -152,17 +152,24 @@ def test_another_text_encoder_is_another_cache(pipelines, pictures, tmp_path):
     ("sd", "unet", "mid_block.attentions.0.transformer_blocks.0.attn2.to_k"),
 ])  # fmt: skip
 def test_adapters_of_captions_train_and_draw_what_their_file_draws(pipelines, pictures, tmp_path, kind, part, module):
-    how = ["adapter=lora", "adapter.rank=2", "sample.every=2", "sample.images=4", "optimizer.learning_rate=0.01", "schedule.warmup=0"]
-    argosy.fit(*words(pipelines, pictures, tmp_path / "run", kind, *how), view=Heard(), steps=2)
+    settings = [
+        "adapter=lora",
+        "adapter.rank=2",
+        "sample.every=2",
+        "sample.images=4",
+        "optimizer.learning_rate=0.01",
+        "schedule.warmup=0",
+    ]
+    argosy.fit(*words(pipelines, pictures, tmp_path / "run", kind, *settings), view=Heard(), steps=2)
     file = SafeTensors.open(tmp_path / "run" / "adapter" / "pytorch_lora_weights.safetensors")
     assert np.abs(file.read(f"{part}.{module}.lora_B.weight")).max() > 0
-    said = json.loads(file.metadata["lora_adapter_metadata"])
-    assert (said[f"{part}.r"], said[f"{part}.lora_alpha"]) == (2, 32)
+    metadata = json.loads(file.metadata["lora_adapter_metadata"])
+    assert (metadata[f"{part}.r"], metadata[f"{part}.lora_alpha"]) == (2, 32)
     run, base = argosy.load(tmp_path / "run"), argosy.load(pipelines / kind)
     adapted = argosy.load(pipelines / kind, adapter=tmp_path / "run" / "adapter")
-    one, two, three = (pipe.images(["a red fox"], steps=2, guidance=2.0, size=16, output="float") for pipe in (run, adapted, base))
-    np.testing.assert_allclose(one, two, atol=1e-4)
-    assert np.abs(one - three).max() > 1e-3
+    trained, two, three = (pipe.images(["a red fox"], steps=2, guidance=2.0, size=16, output="float") for pipe in (run, adapted, base))
+    np.testing.assert_allclose(trained, two, atol=1e-4)
+    assert np.abs(trained - three).max() > 1e-3
     assert [path.name for path in sorted((tmp_path / "run" / "samples").iterdir())] == ["00000002-raw.png", "00000002.png"]
     # What was trained is a pipeline that others load.
     adapted.save(tmp_path / "saved")
@@ -187,8 +194,8 @@ def test_latents_of_buckets_are_what_the_pipeline_encodes(pipelines, tmp_path):
         images = np.stack([bucket.images.table.pictures[i] for i in bucket.chosen])
         height, width = bucket.table.size
         batch = rows.gather(first + np.arange(3), np.arange(3))
-        top, left = (images.shape[1] - height) // 2, (images.shape[2] - width) // 2
-        straight = pipe.encode(images[:, top : top + height, left : left + width] / 255)
+        top, left_edge = (images.shape[1] - height) // 2, (images.shape[2] - width) // 2
+        straight = pipe.encode(images[:, top : top + height, left_edge : left_edge + width] / 255)
         mirrored = [bool(bucket.images.drawn(place)[2] >> np.uint64(63)) for place in range(3)]
         assert batch["images"].shape[1:3] == (height // factor, width // factor)
         assert np.abs(batch["images"] - straight)[~np.array(mirrored)].max(initial=0) < 1e-5
@@ -200,41 +207,41 @@ def test_latents_of_buckets_are_what_the_pipeline_encodes(pipelines, tmp_path):
 
 @pytest.mark.slow
 def test_a_run_on_latents_and_captions_resumes_bit_for_bit(pipelines, pictures, tmp_path):
-    how = ["schedule=constant", "checkpoint.every=2", "data.image.flip=true", "objective.label_dropout=0.5"]
+    settings = ["schedule=constant", "checkpoint.every=2", "data.image.flip=true", "objective.label_dropout=0.5"]
     for steps in (2, 4):
-        argosy.fit(*words(pipelines, pictures, tmp_path / "halves", "sd3", *how), view=Heard(), steps=steps)
-    argosy.fit(*words(pipelines, pictures, tmp_path / "whole", "sd3", *how), view=Heard(), steps=4)
+        argosy.fit(*words(pipelines, pictures, tmp_path / "halves", "sd3", *settings), view=Heard(), steps=steps)
+    argosy.fit(*words(pipelines, pictures, tmp_path / "whole", "sd3", *settings), view=Heard(), steps=4)
     losses = [[line["loss"] for line in read(Store(tmp_path / name)) if "loss" in line] for name in ("halves", "whole")]
     assert losses[0] == losses[1]
     assert len(losses[0]) == 4
 
 
-@pytest.mark.parametrize("word, what", [
+@pytest.mark.parametrize("word, problem", [
     ("data.image.crop=random", r"latents are computed once for each image"),
     ("encoders.pipeline=nowhere", r"nowhere is no diffusers folder"),
     ("objective.condition=labels", r"the model reads pooled and text, and objective.condition = labels gives none"),
     ("objective=autoencode", r"the model is a denoiser, which objective=diffusion trains"),
     ("model.channels=5", r"is another model|latents have"),
 ])  # fmt: skip
-def test_mistakes_are_named_before_the_first_step(pipelines, pictures, tmp_path, word, what):
-    with pytest.raises(UserError, match=what):
+def test_mistakes_are_named_before_the_first_step(pipelines, pictures, tmp_path, word, problem):
+    with pytest.raises(UserError, match=problem):
         argosy.fit(*words(pipelines, pictures, tmp_path / "run", "sd3", *word.split()), view=Heard(), steps=1)
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 def test_a_pipeline_of_another_model_is_refused(pipelines, pictures, tmp_path):
-    how = f"encoders.pipeline={pipelines / 'flux'}"
+    word = f"encoders.pipeline={pipelines / 'flux'}"
     with pytest.raises(UserError, match="FluxPipeline draws with a FluxConfig, and the model is a SD3Config"):
-        argosy.fit(*words(pipelines, pictures, tmp_path / "run", "sd3", how), view=Heard(), steps=1)
+        argosy.fit(*words(pipelines, pictures, tmp_path / "run", "sd3", word), view=Heard(), steps=1)
 
 
 def test_states_of_another_width_are_refused(pipelines, pictures, tmp_path):
     text = tmp_path / "text"
     shutil.copytree(pipelines / "flux" / "text_encoder", text)
     shutil.copytree(pipelines / "flux" / "tokenizer", text, dirs_exist_ok=True)
-    how = [f"encoders.text={text}", "encoders.text_tokens=8"]
+    settings = [f"encoders.text={text}", "encoders.text_tokens=8"]
     with pytest.raises(UserError, match=r"of a caption: \d+ numbers, and model\.(text|pooled)_width = \d+"):
-        argosy.fit(*words(pipelines, pictures, tmp_path / "run", "sd3", *how), view=Heard(), steps=1)
+        argosy.fit(*words(pipelines, pictures, tmp_path / "run", "sd3", *settings), view=Heard(), steps=1)
 
 
 def test_weights_of_encoders_are_read_once_for_their_identity(pipelines, monkeypatch):
@@ -242,8 +249,8 @@ def test_weights_of_encoders_are_read_once_for_their_identity(pipelines, monkeyp
 
     hashed = []
     monkeypatch.setattr(encoders, "hash_file", lambda path: hashed.append(path) or {"sha256": str(path)})
-    made = encoders_of(pipelines)
-    assert made.identity == made.identity
+    text_encoders = encoders_of(pipelines)
+    assert text_encoders.identity == text_encoders.identity
     assert len(hashed) == len(set(hashed))
 
 
@@ -263,9 +270,9 @@ def test_a_denoiser_of_its_own_reads_any_text_encoder_and_draws(pipelines, pictu
     width = argosy.load(text).config.width
     sizes = {"family": "sd3", "channels": 3, "size": 16, "patch": 2, "layers": 2, "heads": 2, "head_size": 8, "grid": 8, "waves": 8}
     sizes |= {"text_width": width, "pooled_width": width, "text_tokens": 8}
-    how = [f"encoders.text={text}", "encoders.text_tokens=8", "objective.condition=text", "data.batch=8", "eval.batches=1"]
-    given = [f"data.source={pictures}", f"dir={tmp_path / 'run'}", f"data.cache={tmp_path / 'cache'}", "mesh.data=8"]
-    argosy.fit("diffusion", *(f"model.{k}={v}" for k, v in sizes.items()), *how, *given, view=Heard(), steps=2)
+    settings = [f"encoders.text={text}", "encoders.text_tokens=8", "objective.condition=text", "data.batch=8", "eval.batches=1"]
+    common = [f"data.source={pictures}", f"dir={tmp_path / 'run'}", f"data.cache={tmp_path / 'cache'}", "mesh.data=8"]
+    argosy.fit("diffusion", *(f"model.{k}={v}" for k, v in sizes.items()), *settings, *common, view=Heard(), steps=2)
     pipe = argosy.load(tmp_path / "run")
     fox, snow = (pipe.images([prompt], steps=2, output="float") for prompt in ("a red fox", "snow"))
     assert fox.shape == (1, 16, 16, 3)

@@ -67,8 +67,8 @@ def test_a_resume_is_bit_for_bit(whole: Path, data: Path, tmp_path: Path):
 
 @pytest.mark.slow
 def test_parts_and_devices_give_the_same_run(data: Path, tmp_path: Path):
-    for run, how in {"one": [], "parts": ["accumulate=2"], "apart": ["mesh.data=-1", "mesh.fsdp=4", "objective.chunk=7"]}.items():
-        fit(data, tmp_path / run, "data.batch=16", *how, steps=2)
+    for run, words in {"one": [], "parts": ["accumulate=2"], "apart": ["mesh.data=-1", "mesh.fsdp=4", "objective.chunk=7"]}.items():
+        fit(data, tmp_path / run, "data.batch=16", *words, steps=2)
     for name in ("loss", "uld", "grad_norm"):
         for run in ("parts", "apart"):
             assert numbers(tmp_path / run, name)[2] == pytest.approx(numbers(tmp_path / "one", name)[2], rel=1e-4), (run, name)
@@ -76,20 +76,20 @@ def test_parts_and_devices_give_the_same_run(data: Path, tmp_path: Path):
 
 @pytest.mark.slow
 def test_the_same_tokenizer_works_and_is_told(data: Path, tmp_path: Path):
-    said = fit(data, tmp_path / "run", f"data.tokenizer={shared('models/stories260k')}", "model.vocab=512", steps=1)
-    assert "objective=distill compares token by token" in said
+    output = fit(data, tmp_path / "run", f"data.tokenizer={shared('models/stories260k')}", "model.vocab=512", steps=1)
+    assert "objective=distill compares token by token" in output
     assert numbers(tmp_path / "run", "aligned")[1] == 1
 
 
 @pytest.mark.slow
 def test_rows_that_are_longer_for_the_teacher_are_told(data: Path, tmp_path: Path):
-    said = fit(data, tmp_path / "run", "objective.teacher_sequence=16", steps=1)
-    assert "are more than 16" in said
+    output = fit(data, tmp_path / "run", "objective.teacher_sequence=16", steps=1)
+    assert "are more than 16" in output
     assert numbers(tmp_path / "run", "aligned")[1] < 1
 
 
 @pytest.mark.parametrize(
-    ("words", "what", "hint"),
+    ("words", "problem", "hint"),
     [
         (["objective.teacher_sequence=1024"], "longer than the teacher's context of 512", "teacher_sequence=512"),
         (["objective.weight=0"], "weight", ""),
@@ -98,9 +98,9 @@ def test_rows_that_are_longer_for_the_teacher_are_told(data: Path, tmp_path: Pat
         (["objective=gkd", "rollout.tokens=8"], "another tokenizer than the data", "objective=uld"),
     ],
 )
-def test_mistakes_are_found_before_a_file_is_written(data: Path, tmp_path: Path, words: list[str], what: str, hint: str):
+def test_mistakes_are_found_before_a_file_is_written(data: Path, tmp_path: Path, words: list[str], problem: str, hint: str):
     with pytest.raises(UserError) as caught:
         fit(data, tmp_path / "run", *words, steps=1)
-    assert what in str(caught.value)
+    assert problem in str(caught.value)
     assert hint in str(caught.value)
     assert not (tmp_path / "run").exists()

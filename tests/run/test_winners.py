@@ -48,7 +48,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def built(*words: str) -> Assembly:
+def assemble_run(*words: str) -> Assembly:
     run = compose(Run, "tiny", [*WORDS, *words]).value
     return assemble(run, Decided.here(run), reads=False)
 
@@ -67,7 +67,7 @@ def text(a: Assembly) -> str:
 
 
 def test_without_a_file_nothing_is_chosen_and_nothing_is_traced(monkeypatch: pytest.MonkeyPatch):
-    a = built()
+    a = assemble_run()
     monkeypatch.setattr(Assembly, "lower", lambda _: pytest.fail("traced"))
     assert with_winners(a) == a.decided
     assert a.decided.winners is None
@@ -76,31 +76,31 @@ def test_without_a_file_nothing_is_chosen_and_nothing_is_traced(monkeypatch: pyt
 
 def test_a_run_takes_the_winner_of_its_shapes(monkeypatch: pytest.MonkeyPatch):
     (name,) = plant()
-    a = built()
+    a = assemble_run()
     plain = text(a)
     a.decided = with_winners(a)
     assert winners_of(a) == {name: "reference"}
-    assert text(a) == text(built("execution.attention=reference")) != plain
+    assert text(a) == text(assemble_run("execution.attention=reference")) != plain
     a.decided = Decided(**json.loads(json.dumps(vars(a.decided) | {"winners": {"another kind": {name: "reference"}}})))
     assert text(a) == plain, "a run that resumes on another kind of device"
-    for other in (built("data.sequence=64"), built("execution.attention=blocked")):
+    for other in (assemble_run("data.sequence=64"), assemble_run("execution.attention=blocked")):
         assert with_winners(other).winners is None
     devices(2, monkeypatch)
-    assert with_winners(built()).winners is None
+    assert with_winners(assemble_run()).winners is None
 
 
 def test_winners_of_another_kind_of_device_are_not_taken():
     plant("TPU v5")
-    assert with_winners(built()).winners is None
+    assert with_winners(assemble_run()).winners is None
 
 
 def test_a_named_file_is_read_or_it_is_a_mistake(cache: Path, monkeypatch: pytest.MonkeyPatch):
     path = cache / "shared.json"
     monkeypatch.setenv("ARGOSY_TUNED", str(path))
     with pytest.raises(BadInput, match="holds no winners"):
-        with_winners(built())
+        with_winners(assemble_run())
     plant(path=path)
-    assert with_winners(built()).winners
+    assert with_winners(assemble_run()).winners
     file = winners_file()
     assert file is not None
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -128,16 +128,16 @@ def test_the_verb_keeps_what_was_measured(cache: Path, monkeypatch: pytest.Monke
     with monkeypatch.context() as planted:
         planted.setitem(ATTENTION._items, "blocked", Implementation(lambda *a, **m: later(attention_reference(*a, **m), 0.02)))
         assert main(["autotune", "tiny", *WORDS, "ops=attention", "seconds=0.01", f"out={shared}", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    (case,) = found["cases"]
+    document = json.loads(capsys.readouterr().out)
+    (case,) = document["cases"]
     assert case["winner"] == "reference"
-    assert [one["implementation"] for one in case["implementations"]] == ["blocked", "reference"]
+    assert [entry["implementation"] for entry in case["implementations"]] == ["blocked", "reference"]
     file = winners_file()
     assert file is not None
-    kept = json.loads(file.read_text())
-    assert kept == json.loads(shared.read_text())
-    assert kept[tuned_device()][case["case"]]["implementation"] == "reference"
-    assert kept[tuned_device()][case["case"]]["jax"] == jax.__version__
+    winners = json.loads(file.read_text())
+    assert winners == json.loads(shared.read_text())
+    assert winners[tuned_device()][case["case"]]["implementation"] == "reference"
+    assert winners[tuned_device()][case["case"]]["jax"] == jax.__version__
     with monkeypatch.context() as planted:
         planted.setitem(ATTENTION._items, "reference", Implementation(lambda *a, **m: later(attention_reference(*a, **m), 0.02)))
         assert main(["autotune", "tiny", *WORDS, "ops=attention", "seconds=0.01"]) == 0

@@ -51,15 +51,15 @@ class Page:
                 else:
                     self._happened(message.get("method"), message.get("params", {}))
 
-    def _happened(self, method: str | None, told: dict[str, Any]) -> None:
+    def _happened(self, method: str | None, params: dict[str, Any]) -> None:
         if method == "Network.requestWillBeSent":
-            self.requests.append(told["request"]["url"])
+            self.requests.append(params["request"]["url"])
         elif method == "Runtime.exceptionThrown":
-            self.errors.append(json.dumps(told["exceptionDetails"]))
-        elif method == "Log.entryAdded" and told["entry"]["level"] in ("error", "warning"):
-            self.errors.append(f"{told['entry']['text']} {told['entry'].get('url', '')}")
-        elif method == "Runtime.consoleAPICalled" and told["type"] in ("error", "warning", "assert"):
-            self.errors.append(json.dumps(told["args"]))
+            self.errors.append(json.dumps(params["exceptionDetails"]))
+        elif method == "Log.entryAdded" and params["entry"]["level"] in ("error", "warning"):
+            self.errors.append(f"{params['entry']['text']} {params['entry'].get('url', '')}")
+        elif method == "Runtime.consoleAPICalled" and params["type"] in ("error", "warning", "assert"):
+            self.errors.append(json.dumps(params["args"]))
 
     def send(self, method: str, **params: Any) -> dict[str, Any]:
         """The result of a command of the protocol."""
@@ -84,9 +84,9 @@ class Page:
 
     def run(self, script: str) -> Any:
         """The value of a JavaScript expression, awaited."""
-        found = self.send("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
-        assert "exceptionDetails" not in found, found["exceptionDetails"]
-        return found["result"].get("value")
+        evaluation = self.send("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
+        assert "exceptionDetails" not in evaluation, evaluation["exceptionDetails"]
+        return evaluation["result"].get("value")
 
     def until(self, script: str, seconds: float = 60) -> Any:
         """The value of an expression as soon as it is true."""
@@ -111,9 +111,9 @@ class Page:
         """Presses a key. modifiers: 8 for Shift."""
         codes = {"Enter": (13, "\r"), "Escape": (27, ""), "ArrowRight": (39, ""), "Tab": (9, "")}
         code, text = codes[key]
-        how = {"key": key, "code": key, "windowsVirtualKeyCode": code, "modifiers": modifiers}
-        self.send("Input.dispatchKeyEvent", type="keyDown", **how, **({"text": text} if text else {}))
-        self.send("Input.dispatchKeyEvent", type="keyUp", **how)
+        key_event = {"key": key, "code": key, "windowsVirtualKeyCode": code, "modifiers": modifiers}
+        self.send("Input.dispatchKeyEvent", type="keyDown", **key_event, **({"text": text} if text else {}))
+        self.send("Input.dispatchKeyEvent", type="keyUp", **key_event)
 
     def place(self, selector: str) -> tuple[float, float]:
         """The middle of an element, scrolled into sight."""
@@ -139,8 +139,8 @@ class Page:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.send("Emulation.setEmulatedMedia", features=[scheme])
 
-    def picture(self, kind: str = "png", **how: Any) -> bytes:
-        return base64.b64decode(self.send("Page.captureScreenshot", format=kind, **how)["data"])
+    def picture(self, kind: str = "png", **options: Any) -> bytes:
+        return base64.b64decode(self.send("Page.captureScreenshot", format=kind, **options)["data"])
 
 
 @contextmanager

@@ -59,14 +59,14 @@ class Alone:
     finish_reason: str | None
 
 
-def alone(lm: LM, prompt: str | list[int], most: int, seed: int = 0, ends: frozenset[int] = EOS, **how: Any) -> Alone:
+def alone(lm: LM, prompt: str | list[int], most: int, seed: int = 0, ends: frozenset[int] = EOS, **sampling: Any) -> Alone:
     engine = Engine(lm.module, SIZES)
     ids = lm.encode(prompt)
-    engine.add(Request(ids, most, Sampling(**how), ends, seed))
+    engine.add(Request(ids, most, Sampling(**sampling), ends, seed))
     events = list(engine.run())
-    made = events[:-1] if events[-1].finish_reason == "stop" else events
-    tokens = [event.token for event in made if event.token is not None]
-    return Alone(lm.tokenizer.decode(tokens), tokens, [event.logprob for event in made], events[-1].finish_reason)
+    sampled = events[:-1] if events[-1].finish_reason == "stop" else events
+    tokens = [event.token for event in sampled if event.token is not None]
+    return Alone(lm.tokenizer.decode(tokens), tokens, [event.logprob for event in sampled], events[-1].finish_reason)
 
 
 class Says(Front):
@@ -79,7 +79,7 @@ class Says(Front):
     waits: asyncio.Event | None = None
 
     @asynccontextmanager
-    async def open(self, requests: Sequence[Request], *more: Any, **how: Any) -> AsyncIterator[Any]:
+    async def open(self, requests: Sequence[Request], *more: Any, **options: Any) -> AsyncIterator[Any]:
         yield Spoken(self, requests)
 
 
@@ -122,9 +122,9 @@ def serving(
     engine = Engine(lm.module, sizes, draft=draft)
     front = kind(engine, limits, EngineMetrics("tiny", engine))
     front.start()
-    how = {"request_templates": templates} | (more or {})
+    kwargs = {"request_templates": templates} | (more or {})
     try:
-        yield Service(lm, "tiny", front, limits, {"temperature": 1.0} | defaults, Random(0), **how)
+        yield Service(lm, "tiny", front, limits, {"temperature": 1.0} | defaults, Random(0), **kwargs)
     finally:
         front.close()
     if front.failure is None:
@@ -133,8 +133,8 @@ def serving(
 
 @pytest.fixture(scope="module")
 def service(lm: LM) -> Iterator[Service]:
-    with serving(lm) as found:
-        yield found
+    with serving(lm) as service:
+        yield service
 
 
 @pytest.fixture(scope="module")
@@ -142,11 +142,11 @@ def ask(service: Service) -> Callable[..., httpx.Response]:
     """`ask(method, path, ...)`: one request to the application, without a socket."""
     app = App(service).asgi
 
-    def ask(method: str, path: str, **how: Any) -> httpx.Response:
-        async def one(client: httpx.AsyncClient) -> httpx.Response:
-            return await client.request(method, path, **how)
+    def ask(method: str, path: str, **options: Any) -> httpx.Response:
+        async def send(client: httpx.AsyncClient) -> httpx.Response:
+            return await client.request(method, path, **options)
 
-        return inside(app, one)
+        return inside(app, send)
 
     return ask
 
@@ -166,17 +166,17 @@ def inside(app: Any, do: Callable[[httpx.AsyncClient], Awaitable[Any]]) -> Any:
 def url(service: Service) -> Iterator[str]:
     """The address of the service. Not for tests to start while their output is captured: uvicorn configures logging, which closes the
     stream of absl's handler unless that is the current stderr."""
-    with listening(service) as found:
-        yield found
+    with listening(service) as address:
+        yield address
 
 
 @contextmanager
 def listening(service: Service | EncoderService, **settings: Any) -> Iterator[str]:
     """A real server in a thread, on a free port of the loopback, until the block ends."""
-    how = ServeSettings(port=0, drain=30, **settings)
-    listener, stop, ready = bound_socket(how.host, how.port), threading.Event(), threading.Event()
-    thread = threading.Thread(target=lambda: run.serve_until(service, how, listener, stop=stop.is_set, ready=ready.set))
-    address = server_address(listener, how)
+    serve_settings = ServeSettings(port=0, drain=30, **settings)
+    listener, stop, ready = bound_socket(serve_settings.host, serve_settings.port), threading.Event(), threading.Event()
+    thread = threading.Thread(target=lambda: run.serve_until(service, serve_settings, listener, stop=stop.is_set, ready=ready.set))
+    address = server_address(listener, serve_settings)
     thread.start()
     assert ready.wait(60)
     try:

@@ -108,7 +108,7 @@ def tokens(count: int, prompt: int, spoken: Sequence[str] = ()) -> list[bytes]:
 @contextmanager
 def endless() -> Iterator[str]:
     """A server in a thread whose answers never end; its address."""
-    ended, found = threading.Event(), Queue()
+    ended, urls = threading.Event(), Queue()
 
     async def script(path: str, body: Any, send: Callable[[bytes], Awaitable[None]]) -> None:
         await send(MODELS if path == "/v1/models" else STREAM)
@@ -118,14 +118,14 @@ def endless() -> Iterator[str]:
 
     async def go() -> None:
         async with fake(script) as server:
-            found.put(server.url)
+            urls.put(server.url)
             while not ended.is_set():
                 await asyncio.sleep(0.05)
 
     thread = threading.Thread(target=lambda: asyncio.run(go()))
     thread.start()
     try:
-        yield found.get()
+        yield urls.get()
     finally:
         ended.set()
         thread.join()

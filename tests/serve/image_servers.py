@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 
-from laws.families import built
+from laws.families import noisy_model
 
 from argosy.infer.denoise.classes import ClassPrompts
 from argosy.infer.denoise.pipeline import ImageDefaults, ImagePipeline
@@ -26,15 +26,15 @@ LIMITS = ImageLimits(images=4, steps=200, pixels=64 * 64, waiting=6)
 def class_pipeline() -> ImagePipeline:
     """A tiny denoiser of four classes, with random weights."""
     prompts = ClassPrompts(CONFIG.classes, ["cat", "dog", "fox", "owl"])
-    return ImagePipeline(built(CONFIG, Unroll()), prompts, SamplerSettings(), ImageDefaults(5, 2.0, (8, 8)))
+    return ImagePipeline(noisy_model(CONFIG, Unroll()), prompts, SamplerSettings(), ImageDefaults(5, 2.0, (8, 8)))
 
 
 @contextlib.contextmanager
 def serving(pipe: ImagePipeline, **settings: object) -> Iterator[Server]:
     """Its server in a thread: address, service, and what stops it."""
-    how = ImageServeSettings(port=0, limits=LIMITS, **settings)  # type: ignore[arg-type]
-    service, stop, ready = ImageService(pipe, "classes", how), threading.Event(), threading.Event()
-    listener: socket.socket = bound_socket(how.host, how.port)
+    serve_settings = ImageServeSettings(port=0, limits=LIMITS, **settings)  # type: ignore[arg-type]
+    service, stop, ready = ImageService(pipe, "classes", serve_settings), threading.Event(), threading.Event()
+    listener: socket.socket = bound_socket(serve_settings.host, serve_settings.port)
     thread = threading.Thread(target=serve_images, args=(service, listener), kwargs={"stop": stop.is_set, "ready": ready.set})
     thread.start()
     try:

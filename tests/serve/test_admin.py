@@ -117,16 +117,16 @@ def ask(service: Service, root: Path) -> Callable[..., httpx.Response]:
     admin = Admin(service, AdminSettings(shared=True, key="secret", root=str(root)))
     app = App(service, admin=admin).asgi
 
-    def ask(path: str, body: Any = None, method: str = "", **how: Any) -> httpx.Response:
-        async def one(client: httpx.AsyncClient) -> httpx.Response:
-            return await client.request(method or ("GET" if body is None else "POST"), path, json=body, **{"headers": KEY, **how})
+    def ask(path: str, body: Any = None, method: str = "", **options: Any) -> httpx.Response:
+        async def send(client: httpx.AsyncClient) -> httpx.Response:
+            return await client.request(method or ("GET" if body is None else "POST"), path, json=body, **{"headers": KEY, **options})
 
-        return inside(app, one)
+        return inside(app, send)
 
     return ask
 
 
-def said(ask: Callable[..., httpx.Response], model: str) -> list[int]:
+def greedy_of(ask: Callable[..., httpx.Response], model: str) -> list[int]:
     body = {"model": model, "prompt": [5, 6, 7], "max_tokens": 6, "ignore_eos": True, "return_token_ids": True}
     answer = ask("/v1/completions", body)
     assert answer.status_code == 200, answer.text
@@ -159,11 +159,11 @@ def test_an_adapter_is_loaded_named_and_unloaded(lm: LM, service: Service, ask: 
     cards = ask("/v1/models").json()["data"]
     assert [(card["id"], card["parent"]) for card in cards] == [("tiny", None), ("sql", "tiny"), ("poet", "tiny")]
     assert ask("/v1/models/sql").json() == cards[1]
-    found = {name: said(ask, name) for name in ("tiny", "sql", "poet")}
-    assert found == {"tiny": expected(lm, None), "sql": expected(lm, 0, 2), "poet": expected(lm, 1, 4)}
-    assert len(set(map(tuple, found.values()))) == 3
-    gone = ask("/v1/unload_lora_adapter", {"lora_name": "sql"})
-    assert (gone.status_code, gone.text) == (200, "Success: LoRA adapter 'sql' removed successfully.")
+    completions = {name: greedy_of(ask, name) for name in ("tiny", "sql", "poet")}
+    assert completions == {"tiny": expected(lm, None), "sql": expected(lm, 0, 2), "poet": expected(lm, 1, 4)}
+    assert len(set(map(tuple, completions.values()))) == 3
+    answer = ask("/v1/unload_lora_adapter", {"lora_name": "sql"})
+    assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'sql' removed successfully.")
     missing = ask("/v1/completions", {"model": "sql", "prompt": "x"})
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
     assert [card["id"] for card in ask("/v1/models").json()["data"]] == ["tiny", "poet"]
@@ -175,9 +175,9 @@ def test_an_adapter_is_replaced_in_place_only_where_asked(lm: LM, ask: Callable)
     again = ask("/v1/load_lora_adapter", body | {"lora_path": "poet"})
     assert (again.status_code, again.json()["error"]["param"]) == (400, "lora_name")
     assert "load_inplace" in again.json()["error"]["message"]
-    assert said(ask, "one") == expected(lm, 0, 2)
+    assert greedy_of(ask, "one") == expected(lm, 0, 2)
     assert ask("/v1/load_lora_adapter", body | {"lora_path": "poet", "load_inplace": True}).status_code == 200
-    assert said(ask, "one") == expected(lm, 1, 4)
+    assert greedy_of(ask, "one") == expected(lm, 1, 4)
 
 
 REFUSED = [
@@ -194,10 +194,10 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("body, status, what", REFUSED)
-def test_what_may_not_be_loaded_is_refused_without_a_path(service: Service, ask: Callable, root: Path, body, status, what):
+@pytest.mark.parametrize("body, status, problem", REFUSED)
+def test_what_may_not_be_loaded_is_refused_without_a_path(service: Service, ask: Callable, root: Path, body, status, problem):
     answer = ask("/v1/load_lora_adapter", body)
-    assert (answer.status_code, what in answer.json()["error"]["message"]) == (status, True), answer.text
+    assert (answer.status_code, problem in answer.json()["error"]["message"]) == (status, True), answer.text
     assert str(root.parent) not in answer.text
     assert not service.front.engine.adapters.loaded
 
@@ -222,15 +222,15 @@ def scored(lm: LM, ids: list[int], seed: int | None, rank: int = 0) -> np.ndarra
 def test_prompt_logprobs_are_those_under_the_adapter_that_is_named(lm: LM, ask: Callable):
     ask("/v1/load_lora_adapter", {"lora_name": "sql", "lora_path": "sql"})
     ids = list(range(5, 25))
-    for model, own in (("sql", (0, 2)), ("tiny", (None,))):
-        truth = scored(lm, ids, *own)
+    for model, adapter in (("sql", (0, 2)), ("tiny", (None,))):
+        truth = scored(lm, ids, *adapter)
         body = {"model": model, "prompt": ids, "max_tokens": 0, "echo": True, "logprobs": 1}
         echoed = ask("/v1/completions", body).json()["choices"][0]["logprobs"]["token_logprobs"]
         vllm = ask("/v1/completions", {"model": model, "prompt": ids, "max_tokens": 1, "prompt_logprobs": 1})
         entries = vllm.json()["choices"][0]["prompt_logprobs"]
         assert echoed[0] is entries[0] is None
         np.testing.assert_allclose(echoed[1:], truth, atol=1e-4)
-        np.testing.assert_allclose([one[str(token)]["logprob"] for one, token in zip(entries[1:], ids[1:])], truth, atol=1e-4)
+        np.testing.assert_allclose([entry[str(token)]["logprob"] for entry, token in zip(entries[1:], ids[1:])], truth, atol=1e-4)
 
 
 @pytest.mark.slow
@@ -259,12 +259,12 @@ def test_prompts_keep_their_adapter_until_they_are_scored_or_left(
 
     front.prompts.score = unloading  # pyright: ignore[reportAttributeAccessIssue]
     try:
-        found = asyncio.run(go())
+        prompt_scores = asyncio.run(go())
     finally:
         del front.prompts.score
     assert set(free) == {1}, "of two places"
     if end == "scored":
-        np.testing.assert_allclose(found[0].logprobs, scored(lm, ids, 0, 2), atol=1e-4)
+        np.testing.assert_allclose(prompt_scores[0].logprobs, scored(lm, ids, 0, 2), atol=1e-4)
 
     async def places() -> int:
         return await front.call(lambda engine: len(engine.adapters._free()))
@@ -322,19 +322,19 @@ def test_each_key_opens_its_own_routes_only(service: Service, root: Path):
             for key in ("public", "secret", "")
         }
 
-    found = inside(app, go)
-    assert [place for place, status in found.items() if status == 200] == [("/weight_info", "secret"), ("/v1/models", "public")]
-    assert set(found.values()) == {200, 401}
+    statuses = inside(app, go)
+    assert [place for place, status in statuses.items() if status == 200] == [("/weight_info", "secret"), ("/v1/models", "public")]
+    assert set(statuses.values()) == {200, 401}
 
 
 def test_the_admin_port_is_a_server_of_its_own(lm: LM):
-    how = ServeSettings(port=0, drain=5, admin=AdminSettings(port=0, key="secret"))
-    listener, beside = bound_socket(how.host, how.port), run.admin_socket(how)
+    settings = ServeSettings(port=0, drain=5, admin=AdminSettings(port=0, key="secret"))
+    listener, admin_listener = bound_socket(settings.host, settings.port), run.admin_socket(settings)
     stop, ready = threading.Event(), threading.Event()
-    urls = [f"http://127.0.0.1:{one.getsockname()[1]}" for one in (listener, beside)]
+    urls = [f"http://127.0.0.1:{listener.getsockname()[1]}" for listener in (listener, admin_listener)]
     with answering(lm, SIZES) as service:
-        given = {"stop": stop.is_set, "ready": ready.set, "admin": beside}
-        thread = threading.Thread(target=run.serve_until, args=(service, how, listener), kwargs=given)
+        kwargs = {"stop": stop.is_set, "ready": ready.set, "admin": admin_listener}
+        thread = threading.Thread(target=run.serve_until, args=(service, settings, listener), kwargs=kwargs)
         thread.start()
         try:
             assert ready.wait(60)
@@ -353,7 +353,7 @@ def test_the_admin_port_is_a_server_of_its_own(lm: LM):
 
 
 @pytest.mark.parametrize(
-    "how, what",
+    "settings, problem",
     [
         ({"admin": {"port": 0}}, "need a key"),
         ({"admin": {"shared": True}}, "need a key"),
@@ -363,21 +363,21 @@ def test_the_admin_port_is_a_server_of_its_own(lm: LM):
         ({"lora_modules": {"a": "b"}}, "takes no adapters"),
     ],
 )
-def test_settings_that_contradict_each_other_are_refused_before_the_model_is_loaded(how: dict[str, Any], what: str):
-    with pytest.raises(BadInput, match=what):
-        run.check_server(ServeSettings(**how))
+def test_settings_that_contradict_each_other_are_refused_before_the_model_is_loaded(settings: dict[str, Any], problem: str):
+    with pytest.raises(BadInput, match=problem):
+        run.check_server(ServeSettings(**settings))
 
 
 # ---------------------------------------------------------------- pauses
 
 
 async def tokens_of(answers: Any, most: int | None = None) -> list[int]:
-    found: list[int] = []
+    tokens: list[int] = []
     async for _, event in answers:
-        found += [] if event.token is None else [event.token]
-        if len(found) == most:
+        tokens += [] if event.token is None else [event.token]
+        if len(tokens) == most:
             break
-    return found
+    return tokens
 
 
 @pytest.mark.slow
@@ -385,19 +385,19 @@ def test_a_pause_that_keeps_requests_lets_them_go_on(lm: LM, service: Service):
     async def go() -> tuple[list[int], int]:
         front = service.front
         async with front.open([Request([5, 6, 7], 40)]) as answers:
-            found = await tokens_of(answers, 3)
+            tokens = await tokens_of(answers, 3)
             await front.pause("keep")
             steps = front.engine.stats.steps
             async with front.open([Request([1, 2], 2)]) as late:
                 await asyncio.sleep(0.05)
                 more = front.engine.stats.steps - steps
                 await front.resume()
-                found += await tokens_of(answers)
+                tokens += await tokens_of(answers)
                 assert len(await tokens_of(late)) == 2
-        return found, more
+        return tokens, more
 
-    found, more = asyncio.run(go())
-    assert (found, more) == (greedy(service.front.engine.model, [5, 6, 7], 40), 0)
+    tokens, more = asyncio.run(go())
+    assert (tokens, more) == (greedy(service.front.engine.model, [5, 6, 7], 40), 0)
 
 
 def test_a_pause_that_aborts_gives_readers_what_there_is(service: Service):
@@ -432,16 +432,16 @@ def test_a_pause_that_waits_lets_earlier_requests_finish_and_holds_later_ones(se
             await tokens_of(first, 1)
             pausing = asyncio.create_task(front.pause("wait"))
             await asyncio.sleep(0)
-            async with front.open([Request([1, 2], 2)]) as held, front.open([Request([3], 90)]):
+            async with front.open([Request([1, 2], 2)]) as answers, front.open([Request([3], 90)]):
                 await asyncio.wait_for(pausing, 30)
                 assert front.paused
-                made = len(await tokens_of(first)) + 1
-                waiting = [row.number for row in held.rows]
+                count = len(await tokens_of(first)) + 1
+                waiting = [row.number for row in answers.rows]
                 steps = front.engine.stats.steps
                 await front.resume()
-                late = await tokens_of(held)
+                late = await tokens_of(answers)
         assert front.engine.stats.steps > steps
-        return [made, waiting, len(late), front.paused]
+        return [count, waiting, len(late), front.paused]
 
     assert asyncio.run(go()) == [30, [-1], 2, False]
 
@@ -503,14 +503,14 @@ def test_the_prefix_cache_is_reset_unless_requests_hold_pages(ask: Callable, ser
     engine = service.front.engine
 
     async def go() -> list[bool]:
-        front, found = service.front, []
+        front, resets = service.front, []
         async with front.open([Request(prompt, 60)]) as answers:
             first = await tokens_of(answers, 2)
-            found.append(await front.call(lambda engine: engine.reset_prefix_cache()))
-            found.append(await front.call(lambda engine: engine.reset_prefix_cache(running=True)))
+            resets.append(await front.call(lambda engine: engine.reset_prefix_cache()))
+            resets.append(await front.call(lambda engine: engine.reset_prefix_cache(running=True)))
             rest = await tokens_of(answers)
-        found.append(first + rest == greedy(engine.model, prompt, 60))
-        return found
+        resets.append(first + rest == greedy(engine.model, prompt, 60))
+        return resets
 
     assert asyncio.run(go()) == [False, True, True]
     assert ask("/reset_prefix_cache", method="POST").json() == {"success": True}
@@ -546,10 +546,10 @@ def test_new_weights_answer_after_an_update_and_adapters_stay(lm: LM, other: LM,
     assert update(ask, "next", "step-1").json() == {"message": "Weight update finished"}
     assert ask("/weight_info").json() == {"weight_version": "step-1"}
     assert ask("/v1/completions", {"prompt": "x", "max_tokens": 1}).headers["x-weight-version"] == "step-1"
-    assert said(ask, "tiny") == greedy(other.module, [5, 6, 7], 6)
+    assert greedy_of(ask, "tiny") == greedy(other.module, [5, 6, 7], 6)
     adapted = random_model(lm.config, 1).module
     put_adapter(adapted, factors_of(lm.module, 0, 2))
-    assert said(ask, "sql") == greedy(adapted, [5, 6, 7], 6)
+    assert greedy_of(ask, "sql") == greedy(adapted, [5, 6, 7], 6)
     assert ask("/update_weight_version", {"new_version": "2"}).json() == {"success": True, "new_version": "2"}
     assert ask("/weight_info").json() == {"weight_version": "2"}
 
@@ -557,7 +557,7 @@ def test_new_weights_answer_after_an_update_and_adapters_stay(lm: LM, other: LM,
 @pytest.mark.parametrize("path", ["part.safetensors", "next/model.safetensors"])
 def test_a_file_holds_some_weights_or_all_under_either_names(lm: LM, other: LM, service: Service, ask: Callable, path: str):
     assert update(ask, path).status_code == 200
-    old, new = (to_layers(one.module, split(one.module)[1]) for one in (lm, other))
+    old, new = (to_layers(lm.module, split(lm.module)[1]) for lm in (lm, other))
     for name, a in to_layers(service.front.engine.model, service.front.engine.weights()).items():
         changed = path.startswith("next") or name.startswith("layers.1.")
         np.testing.assert_array_equal(a, (new if changed else old)[name], err_msg=name)
@@ -567,21 +567,21 @@ def test_a_file_holds_some_weights_or_all_under_either_names(lm: LM, other: LM, 
 def test_a_body_is_read_within_the_limits(service: Service, path: str):
     """By the ASGI protocol itself: httpx's transport without a socket hands over a body whole."""
     app = App(service, admin=Admin(service, AdminSettings(shared=True, key="secret"))).asgi
-    taken, sent = [], []
+    sizes, messages = [], []
 
     async def receive() -> dict[str, Any]:
-        taken.append(LIMITS.body // 4)
-        assert len(taken) < 100, "it reads for ever"
-        return {"type": "http.request", "body": b" " * taken[-1], "more_body": True}
+        sizes.append(LIMITS.body // 4)
+        assert len(sizes) < 100, "it reads for ever"
+        return {"type": "http.request", "body": b" " * sizes[-1], "more_body": True}
 
     async def send(message: Any) -> None:
-        sent.append(message)
+        messages.append(message)
 
     headers = [(b"authorization", b"Bearer secret"), (b"content-type", b"application/json"), (b"host", b"localhost")]
     scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b"", "headers": headers}
     asyncio.run(app(scope | {"client": ("127.0.0.1", 1), "server": ("localhost", 80), "scheme": "http"}, receive, send))
-    assert sent[0]["status"] == 413
-    assert sum(taken) <= LIMITS.body + 2 * taken[0]
+    assert messages[0]["status"] == 413
+    assert sum(sizes) <= LIMITS.body + 2 * sizes[0]
 
 
 @pytest.mark.slow
@@ -591,7 +591,7 @@ def test_a_running_answer_goes_on_with_the_new_weights_from_its_next_token(lm: L
     async def go(client: httpx.AsyncClient) -> tuple[list[int], int]:
         front = service.front
         async with front.open([Request([5, 6, 7], 24)]) as answers:
-            found = await tokens_of(answers, 4)
+            tokens = await tokens_of(answers, 4)
             await client.post("/pause?mode=keep")
             sequence = front.engine._requests[answers.rows[0].number]
             before = sequence.scheduled.completion_length
@@ -599,20 +599,20 @@ def test_a_running_answer_goes_on_with_the_new_weights_from_its_next_token(lm: L
             await client.post("/update_weights", json={"update_info": {"path": "next"}})
             await client.post("/finish_weight_update")
             await client.post("/resume")
-            found += await tokens_of(answers)
-        return found, before
+            tokens += await tokens_of(answers)
+        return tokens, before
 
     async def keyed(client: httpx.AsyncClient) -> Any:
         client.headers.update(KEY)
         return await go(client)
 
-    found, before = inside(admin_app(admin, App(service)), keyed)
+    tokens, before = inside(admin_app(admin, App(service)), keyed)
     # The engine is ahead of its reader, by `before` tokens when the pause had begun; the next ones are of the new weights.
     old, module = greedy(random_model(lm.config, 0).module, [5, 6, 7], 24), other.module
-    assert found[:before] == old[:before]
-    assert found[before:] == greedy(module, [5, 6, 7, *found[:before]], 24 - before)
-    assert found != old
-    assert found[:before] != greedy(module, [5, 6, 7], before)
+    assert tokens[:before] == old[:before]
+    assert tokens[before:] == greedy(module, [5, 6, 7, *tokens[:before]], 24 - before)
+    assert tokens != old
+    assert tokens[:before] != greedy(module, [5, 6, 7], before)
 
 
 WRONG = [
@@ -624,13 +624,13 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize("path, what", WRONG)
-def test_an_update_that_fails_leaves_the_old_weights(service: Service, ask: Callable, root: Path, path: str, what: str):
+@pytest.mark.parametrize("path, problem", WRONG)
+def test_an_update_that_fails_leaves_the_old_weights(service: Service, ask: Callable, root: Path, path: str, problem: str):
     before = service.front.engine.weights()
     ask("/start_weight_update", method="POST")
     answer = ask("/update_weights", {"update_info": {"path": path}})
     assert answer.status_code in (400, 404)
-    assert what in answer.json()["error"]["message"]
+    assert problem in answer.json()["error"]["message"]
     assert str(root.parent) not in answer.text
     assert ask("/finish_weight_update", {"weight_version": "wrong"}).status_code == 400
     assert ask("/weight_info").json() == {"weight_version": "default"}
@@ -643,9 +643,9 @@ def test_a_prompt_that_is_half_scored_begins_again_with_the_new_weights(service:
     prompts, ids = service.front.prompts, list(range(60))
     assert prompts.score([ids]) is None, "one of two passes"
     assert update(ask, "next").status_code == 200
-    found = prompts.score([ids]) or prompts.score([ids])
+    scored = prompts.score([ids]) or prompts.score([ids])
     expected = LM(service.lm.config, service.front.engine.model).score([ids])[0]
-    np.testing.assert_allclose(found[0].logprobs, expected, atol=1e-4)
+    np.testing.assert_allclose(scored[0].logprobs, expected, atol=1e-4)
 
 
 @pytest.mark.slow

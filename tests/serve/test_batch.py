@@ -63,14 +63,14 @@ class Echo:
         yield HttpReply(self.status, {}, blocks())
 
 
-def written(path: Path) -> list[Any]:
+def read_lines(path: Path) -> list[Any]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def answer(source: Path, target: Path, server: Any, settings: BatchSettings | None = None, **how: Any) -> BatchOutput:
-    how = {"stop": lambda: False} | how
+def answer(source: Path, target: Path, server: Any, settings: BatchSettings | None = None, **kwargs: Any) -> BatchOutput:
+    kwargs = {"stop": lambda: False} | kwargs
     with BatchOutput(target, BEGUN) as out:
-        asyncio.run(batch.complete_batch(source, out, server, settings or settings_of(), **how))
+        asyncio.run(batch.complete_batch(source, out, server, settings or settings_of(), **kwargs))
     return out
 
 
@@ -87,9 +87,9 @@ def files(tmp_path: Path) -> tuple[Path, Path]:
 def test_a_row_is_answered_in_the_layout_of_openai(files: tuple[Path, Path]):
     server = Echo()
     out = answer(*files, server)
-    found = {line["custom_id"]: line for line in written(files[1])}
-    assert set(found) == {"a", "b\u2028é", "c"}
-    assert found["a"] == {
+    lines = {line["custom_id"]: line for line in read_lines(files[1])}
+    assert set(lines) == {"a", "b\u2028é", "c"}
+    assert lines["a"] == {
         "id": "batch_req_1",
         "custom_id": "a",
         "response": {
@@ -103,7 +103,7 @@ def test_a_row_is_answered_in_the_layout_of_openai(files: tuple[Path, Path]):
         },
         "error": None,
     }
-    assert {line["id"] for line in found.values()} == {"batch_req_1", "batch_req_3", "batch_req_4"}
+    assert {line["id"] for line in lines.values()} == {"batch_req_1", "batch_req_3", "batch_req_4"}
     assert (out.failed, out.prompt_tokens, out.tokens) == (0, 6, 9)
 
 
@@ -114,7 +114,7 @@ def test_seeds_depend_on_the_line_and_not_on_the_run(files: tuple[Path, Path]):
 
 
 @pytest.mark.parametrize(
-    "line, what",
+    "line, problem",
     [
         ("{broken", "is no JSON"),
         ("[1]", "is no JSON object"),
@@ -131,17 +131,17 @@ def test_seeds_depend_on_the_line_and_not_on_the_run(files: tuple[Path, Path]):
         ("[" * 100_000, "is no JSON"),
     ],
 )
-def test_a_line_that_is_no_request_is_answered_with_its_number(files: tuple[Path, Path], line: str, what: str):
+def test_a_line_that_is_no_request_is_answered_with_its_number(files: tuple[Path, Path], line: str, problem: str):
     source, target = files
     source.write_bytes(b"\n".join([request("a").encode(), line.encode("utf-8", "surrogateescape"), request("c").encode()]))
     server = Echo()
     out = answer(source, target, server)
-    [bad] = [one for one in written(target) if one["error"]]
+    [bad] = [line for line in read_lines(target) if line["error"]]
     assert bad["id"] == "batch_req_2"
     assert bad["response"] is None
     assert bad["error"]["line"] == 2
     assert bad["error"]["message"].startswith("line 2")
-    assert what in bad["error"]["message"]
+    assert problem in bad["error"]["message"]
     assert [body["prompt"] for body in server.asked] == ["a", "c"]
     assert out.failed == 1
     assert out.first_error == bad["error"]["message"]
@@ -149,8 +149,8 @@ def test_a_line_that_is_no_request_is_answered_with_its_number(files: tuple[Path
 
 def test_an_error_of_the_api_is_an_answer(files: tuple[Path, Path]):
     out = answer(*files, Echo(400))
-    assert [line["response"]["status_code"] for line in written(files[1])] == [400] * 3
-    assert all(line["error"] is None for line in written(files[1]))
+    assert [line["response"]["status_code"] for line in read_lines(files[1])] == [400] * 3
+    assert all(line["error"] is None for line in read_lines(files[1]))
     assert out.failed == 3
     assert "status 400" in (out.first_error or "")
 
@@ -159,7 +159,7 @@ def test_half_a_surrogate_pair_breaks_nothing(files: tuple[Path, Path], capsys: 
     source, target = files
     source.write_text(r'{"custom_id": "\ud800", "method": "POST", "url": "/x", "body": {"prompt": "\udfff"}}')
     out = answer(source, target, Echo(400))
-    assert written(target)[0]["custom_id"] == "\ud800"
+    assert read_lines(target)[0]["custom_id"] == "\ud800"
     assert (out.first_error or "").encode()
 
 
@@ -175,7 +175,7 @@ def test_a_last_line_cut_at_any_byte_is_repaired(files: tuple[Path, Path]):
         target.write_bytes(whole[:cut])
         server = Echo()
         out = answer(source, target, server)
-        assert Counter(line["custom_id"] for line in written(target)) == Counter({"a": 1, "b\u2028é": 1, "c": 1}), cut
+        assert Counter(line["custom_id"] for line in read_lines(target)) == Counter({"a": 1, "b\u2028é": 1, "c": 1}), cut
         assert len(server.asked) == (0 if cut == len(whole) else 1), cut
         assert out.was_torn == (begin < cut < len(whole)), cut
         assert out.tokens == 9
@@ -186,7 +186,7 @@ def test_an_output_of_one_torn_line_begins_anew(files: tuple[Path, Path]):
     answer(source, target, Echo())
     target.write_bytes(target.read_bytes()[:20])
     answer(source, target, Echo())
-    assert len(written(target)) == 3
+    assert len(read_lines(target)) == 3
 
 
 def test_a_run_that_is_stopped_resumes_and_answers_nothing_twice(tmp_path: Path):
@@ -202,16 +202,16 @@ def test_a_run_that_is_stopped_resumes_and_answers_nothing_twice(tmp_path: Path)
 
     server.hold = hold
     answer(source, target, server, settings_of("concurrent=4"), stop=lambda: stopped)
-    done = {line["custom_id"] for line in written(target)}
+    done = {line["custom_id"] for line in read_lines(target)}
     assert 16 <= len(done) <= 20
     again = Echo()
     answer(source, target, again, settings_of("concurrent=4"))
     assert {body["prompt"] for body in again.asked} == {f"r{i}" for i in range(50)} - done
-    assert Counter(line["custom_id"] for line in written(target)) == Counter(f"r{i}" for i in range(50))
+    assert Counter(line["custom_id"] for line in read_lines(target)) == Counter(f"r{i}" for i in range(50))
 
 
 @pytest.mark.parametrize(
-    "now, what",
+    "now, problem",
     [
         ({"input": {"address": "in", "sha256": "2"}}, "another version of its input"),
         ({"input": {"address": "other", "sha256": "2"}}, "the input in, not other"),
@@ -221,20 +221,20 @@ def test_a_run_that_is_stopped_resumes_and_answers_nothing_twice(tmp_path: Path)
         ({"settings": {"seed": 0, "name": "x"}}, "name=None, not x"),
     ],
 )
-def test_an_output_that_was_begun_otherwise_is_refused(files: tuple[Path, Path], now: dict[str, Any], what: str):
+def test_an_output_that_was_begun_otherwise_is_refused(files: tuple[Path, Path], now: dict[str, Any], problem: str):
     answer(*files, Echo())
     before = files[1].read_bytes()
     with pytest.raises(BadInput) as error:
         BatchOutput(files[1], BEGUN | now)
-    assert what in str(error.value)
+    assert problem in str(error.value)
     assert "remove" in (error.value.hint or "")
     assert files[1].read_bytes() == before
 
 
 def test_files_that_were_moved_are_the_same(files: tuple[Path, Path]):
     answer(*files, Echo())
-    moved = {"input": {"address": "there", "sha256": "1"}, "model": {"address": "there", "step": 3}}
-    with BatchOutput(files[1], BEGUN | moved) as out:
+    locations = {"input": {"address": "there", "sha256": "1"}, "model": {"address": "there", "step": 3}}
+    with BatchOutput(files[1], BEGUN | locations) as out:
         assert len(out.done) == 3
 
 
@@ -273,7 +273,7 @@ def test_a_full_disk_fails_and_resumes(files: tuple[Path, Path], monkeypatch: py
     monkeypatch.setattr(os, "write", write)
     assert files[1].read_bytes().endswith(b"\n")
     answer(*files, Echo())
-    assert Counter(line["id"] for line in written(files[1])) == Counter(f"batch_req_{n}" for n in (1, 3, 4))
+    assert Counter(line["id"] for line in read_lines(files[1])) == Counter(f"batch_req_{n}" for n in (1, 3, 4))
 
 
 # ---------------------------------------------------------------- servers
@@ -303,7 +303,7 @@ def test_a_server_without_time_is_asked_again_and_its_refusal_is_no_answer(
 
     asyncio.run(go())
     assert times == 5
-    assert [line["response"]["status_code"] for line in written(files[1])] == [200] * 3
+    assert [line["response"]["status_code"] for line in read_lines(files[1])] == [200] * 3
 
 
 def test_a_server_that_is_gone_stops_the_run(files: tuple[Path, Path], capsys: pytest.CaptureFixture[str], monkeypatch: Any):
@@ -320,9 +320,9 @@ def bodies(lm: LM, count: int) -> list[dict[str, Any]]:
 
 def test_rows_are_answered_by_the_server_s_own_code_and_share_its_steps(lm: LM, tmp_path: Path):
     source, target = tmp_path / "in", tmp_path / "out"
-    asked = bodies(lm, 24)
+    requests = bodies(lm, 24)
     chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
-    lines = [request(f"r{i}", body) for i, body in enumerate(asked)]
+    lines = [request(f"r{i}", body) for i, body in enumerate(requests)]
     lines += [request("chat", chat, "/v1/chat/completions"), request("ids", {"prompt": "hé"}, "/tokenize")]
     lines += [request("wrong", {"prompt": "x", "temprature": 1}), request("where", {}, "/v1/nowhere")]
     new = {"/v1/responses": {"input": "hi", "max_output_tokens": 4}, "/v1/messages": chat}
@@ -333,24 +333,24 @@ def test_rows_are_answered_by_the_server_s_own_code_and_share_its_steps(lm: LM, 
     with serving(lm, limits) as service:
         server = AsgiTransport(App(service).asgi)
         engine = service.front.engine
-        steps, drawn = engine.stats.steps, engine.stats.drawn_tokens
+        steps, drawn_tokens = engine.stats.steps, engine.stats.drawn_tokens
         out = answer(source, target, server)
-        steps, drawn = engine.stats.steps - steps, engine.stats.drawn_tokens - drawn
-        found = {line["custom_id"]: line["response"] for line in written(target)}
-        alone = [asyncio.run(ask(server, "POST", "/v1/completions", body | {"seed": i + 1})) for i, body in enumerate(asked)]
+        steps, drawn_tokens = engine.stats.steps - steps, engine.stats.drawn_tokens - drawn_tokens
+        responses = {line["custom_id"]: line["response"] for line in read_lines(target)}
+        alone = [asyncio.run(ask(server, "POST", "/v1/completions", body | {"seed": i + 1})) for i, body in enumerate(requests)]
         for line, (path, body) in enumerate(new.items(), 29):
             alike = asyncio.run(ask(server, "POST", path, body | {"seed": line}))
             name = "output" if path == "/v1/responses" else "content"
-            text = [one[name][0].get("text") or one[name][0]["content"][0]["text"] for one in (found[path]["body"], alike)]
+            text = [body[name][0].get("text") or body[name][0]["content"][0]["text"] for body in (responses[path]["body"], alike)]
             assert text[0] == text[1], "seeded by its line"
-    texts = [found[f"r{i}"]["body"]["choices"][0]["text"] for i in range(24)]
-    assert texts == [one["choices"][0]["text"] for one in alone], "as if each had been asked for by itself"
-    assert steps < drawn / 2, "rows shared steps"
-    assert found["chat"]["status_code"] == 200
-    assert found["ids"]["body"]["tokens"] == [104, 195, 169]
-    assert found["wrong"]["status_code"] == 400
-    assert found["wrong"]["body"]["error"]["param"] == "temprature"
-    assert found["where"]["status_code"] == 404
+    texts = [responses[f"r{i}"]["body"]["choices"][0]["text"] for i in range(24)]
+    assert texts == [answer["choices"][0]["text"] for answer in alone], "as if each had been asked for by itself"
+    assert steps < drawn_tokens / 2, "rows shared steps"
+    assert responses["chat"]["status_code"] == 200
+    assert responses["ids"]["body"]["tokens"] == [104, 195, 169]
+    assert responses["wrong"]["status_code"] == 400
+    assert responses["wrong"]["body"]["error"]["param"] == "temprature"
+    assert responses["where"]["status_code"] == 404
     assert out.failed == 2
 
 
@@ -375,9 +375,9 @@ def test_the_command_answers_resumes_and_refuses(url: str, files: tuple[Path, Pa
     lines = [request(f"r{i}", {"prompt": "abc", "max_tokens": 3, "ignore_eos": True}) for i in range(3)]
     files[0].write_text("\n".join([*lines, "{broken"]))
     assert main(["run-batch", url, source, target, "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert (found["rows"], found["failed"], found["resumed"], found["completion_tokens"]) == (4, 1, 0, 9)
-    assert found["first_error"] == "line 4 is no JSON"
+    summary = json.loads(capsys.readouterr().out)
+    assert (summary["rows"], summary["failed"], summary["resumed"], summary["completion_tokens"]) == (4, 1, 0, 9)
+    assert summary["first_error"] == "line 4 is no JSON"
     before = files[1].read_bytes()
     assert main(["run-batch", url, source, target]) == 1
     out, err = capsys.readouterr()
@@ -394,7 +394,7 @@ def test_the_command_answers_resumes_and_refuses(url: str, files: tuple[Path, Pa
 
 
 @pytest.mark.parametrize(
-    "words, what, hint",
+    "words, problem, hint",
     [
         (["run-batch", "no-model", "{in}", "{out}"], "no-model", ""),
         (["run-batch", "{here}", "missing.jsonl", "{out}"], "cannot read missing.jsonl", ""),
@@ -406,13 +406,13 @@ def test_the_command_answers_resumes_and_refuses(url: str, files: tuple[Path, Pa
     ],
 )
 def test_mistakes_are_answered(
-    words: list[str], what: str, hint: str, files: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+    words: list[str], problem: str, hint: str, files: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ):
     names = {"in": files[0], "out": files[1], "here": files[0].parent}
     assert main([word.format(**names) for word in words]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert what in err
+    assert problem in err
     assert hint in err
     assert not files[1].exists()
 
@@ -435,7 +435,7 @@ def test_versions_of_inputs_and_models_are_told_apart(tmp_path: Path):
 # ---------------------------------------------------------------- killed
 
 
-def started(source: Path, target: Path, *words: str) -> subprocess.Popen[str]:
+def start_batch(source: Path, target: Path, *words: str) -> subprocess.Popen[str]:
     model, sizes = shared("models/stories260k"), ["engine.slots=4", "engine.context=128"]
     command = [sys.executable, "-P", "-m", "argosy", "run-batch", str(model), str(source), str(target), *sizes, *words]
     environment = os.environ | {"ARGOSY_HUGE_PAGES": "0"}
@@ -443,13 +443,13 @@ def started(source: Path, target: Path, *words: str) -> subprocess.Popen[str]:
 
 
 def batch_of(path: Path, count: int) -> None:
-    how = {"max_tokens": 40, "temperature": 1.0, "ignore_eos": True}
-    path.write_text("\n".join(request(f"r{i}", {"prompt": f"Once upon a time, {i}", **how}) for i in range(count)))
+    fields = {"max_tokens": 40, "temperature": 1.0, "ignore_eos": True}
+    path.write_text("\n".join(request(f"r{i}", {"prompt": f"Once upon a time, {i}", **fields}) for i in range(count)))
 
 
-def wait_for(what: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
     deadline = time.monotonic() + 600
-    while not what() and process.poll() is None:
+    while not condition() and process.poll() is None:
         if time.monotonic() > deadline:
             process.kill()
             raise AssertionError("nothing happened for ten minutes")
@@ -460,12 +460,12 @@ def wait_for(what: Callable[[], bool], process: subprocess.Popen[str]) -> None:
 def test_killed_again_and_again_it_answers_each_row_once_and_the_same(tmp_path: Path):
     source, target, whole = tmp_path / "in", tmp_path / "out", tmp_path / "whole"
     batch_of(source, 300)
-    with started(source, whole) as process:
+    with start_batch(source, whole) as process:
         assert process.wait(900) == 0
-    expected = {line["custom_id"]: line["response"]["body"]["choices"][0]["text"] for line in written(whole)}
+    expected = {line["custom_id"]: line["response"]["body"]["choices"][0]["text"] for line in read_lines(whole)}
     draw = random.Random(0)
     for kill in range(6):
-        with started(source, target) as process:
+        with start_batch(source, target) as process:
             size = target.stat().st_size if target.exists() else 0
             if kill:
                 wait_for(lambda size=size: target.exists() and target.stat().st_size > size, process)
@@ -474,13 +474,13 @@ def test_killed_again_and_again_it_answers_each_row_once_and_the_same(tmp_path: 
                 wait_for(target.exists, process)
             process.kill()
             process.communicate()
-    with started(source, target) as process:
-        said = process.communicate()[1]
-        assert process.returncode == 0, said
-    assert "of 300 rows are there" in said
-    found = written(target)
-    assert Counter(line["custom_id"] for line in found) == Counter(list(expected))
-    assert {line["custom_id"]: line["response"]["body"]["choices"][0]["text"] for line in found} == expected
+    with start_batch(source, target) as process:
+        stderr = process.communicate()[1]
+        assert process.returncode == 0, stderr
+    assert "of 300 rows are there" in stderr
+    lines = read_lines(target)
+    assert Counter(line["custom_id"] for line in lines) == Counter(list(expected))
+    assert {line["custom_id"]: line["response"]["body"]["choices"][0]["text"] for line in lines} == expected
 
 
 @pytest.mark.slow
@@ -488,7 +488,7 @@ def test_killed_again_and_again_it_answers_each_row_once_and_the_same(tmp_path: 
 def test_a_signal_ends_it_with_whole_lines_and_says_how_to_resume(tmp_path: Path, number: int, code: int):
     source, target = tmp_path / "in", tmp_path / "out"
     batch_of(source, 2000)
-    with started(source, target) as process:
+    with start_batch(source, target) as process:
         try:
             wait_for(lambda: target.exists() and target.stat().st_size > 0, process)
             process.send_signal(number)
@@ -500,4 +500,4 @@ def test_a_signal_ends_it_with_whole_lines_and_says_how_to_resume(tmp_path: Path
     assert out == ""
     assert f"of 2,000 rows are in {target}; the same command resumes" in err
     assert target.read_bytes().endswith(b"\n")
-    assert 0 < len(written(target)) < 2000
+    assert 0 < len(read_lines(target)) < 2000

@@ -9,7 +9,7 @@ import httpx
 import numpy as np
 import pytest
 from serve.conftest import LIMITS, SIZES, inside, serving
-from serve.test_front import PROMPT, forever, settled
+from serve.test_front import PROMPT, forever, until_settled
 from serve.test_several_copies import serving as serving_copies
 
 from argosy.infer.completions import Completion
@@ -27,11 +27,11 @@ SEARCH = {"use_beam_search": True, "n": 3, "max_tokens": 5, "temperature": 0}
 @pytest.fixture(scope="module")
 def expected(lm: LM) -> dict[tuple[str, float], list[Completion]]:
     """What `lm.beam_search` finds, by text and length penalty."""
-    found = {}
+    completions = {}
     for penalty in (1.0, 0.0):
         beams = lm.beam_search(["It was", "a dark night"], 5, beam_width=3, length_penalty=penalty)
-        found |= {("It was", penalty): beams[0], ("a dark night", penalty): beams[1]}
-    return found
+        completions |= {("It was", penalty): beams[0], ("a dark night", penalty): beams[1]}
+    return completions
 
 
 def test_completions_are_those_of_the_library(ask: Ask, expected: dict[tuple[str, float], list[Completion]]):
@@ -55,8 +55,8 @@ def test_completions_are_those_of_the_library(ask: Ask, expected: dict[tuple[str
             np.testing.assert_allclose(logprobs, beam.logprobs, rtol=1e-4)
             assert all(len(top) in (2, 3) for top in choice["logprobs"]["top_logprobs"][before:])
             assert ("prompt_logprobs" in choice) == bool(more)
-        made = sum(len(choice["token_ids"]) for choice in choices)
-        assert answer.json()["usage"]["completion_tokens"] == made
+        count = sum(len(choice["token_ids"]) for choice in choices)
+        assert answer.json()["usage"]["completion_tokens"] == count
 
 
 def test_chats_are_answered_by_beams(lm: LM, ask: Ask):
@@ -65,17 +65,17 @@ def test_chats_are_answered_by_beams(lm: LM, ask: Ask):
     answer = ask("POST", "/v1/chat/completions", json=body)
     assert answer.status_code == 200, answer.text
     [beams] = lm.beam_search([lm.chat_prompt(messages)], 5, beam_width=2)
-    found = answer.json()["choices"]
-    assert [one["message"]["content"] for one in found] == [beam.text for beam in beams]
-    for choice, beam in zip(found, beams, strict=True):
+    choices = answer.json()["choices"]
+    assert [choice["message"]["content"] for choice in choices] == [beam.text for beam in beams]
+    for choice, beam in zip(choices, beams, strict=True):
         content = choice["logprobs"]["content"]
-        np.testing.assert_allclose([one["logprob"] for one in content][: len(beam.tokens)], beam.logprobs, rtol=1e-4)
-        assert {len(one["top_logprobs"]) for one in content} == {4}
+        np.testing.assert_allclose([entry["logprob"] for entry in content][: len(beam.tokens)], beam.logprobs, rtol=1e-4)
+        assert {len(entry["top_logprobs"]) for entry in content} == {4}
         # A beam may go on with any of the 2n likeliest tokens, and they are told in descending order.
-        for one in content:
-            top = [other["logprob"] for other in one["top_logprobs"]]
+        for entry in content:
+            top = [other["logprob"] for other in entry["top_logprobs"]]
             assert top == sorted(top, reverse=True)
-            assert one["logprob"] <= top[0]
+            assert entry["logprob"] <= top[0]
 
 
 def test_tokens_that_end_an_answer_are_those_of_the_request(lm: LM, ask: Ask):
@@ -83,11 +83,11 @@ def test_tokens_that_end_an_answer_are_those_of_the_request(lm: LM, ask: Ask):
     body = SEARCH | {"prompt": "It was", "stop_token_ids": [first], "return_token_ids": True, "ignore_eos": True}
     [beams] = lm.beam_search(["It was"], 5, beam_width=3, stop_tokens=[first], ignore_eos=True)
     choices = ask("POST", "/v1/completions", json=body).json()["choices"]
-    assert [one["stop_reason"] for one in choices] == [beam.stopped_by for beam in beams]
-    assert first in [one["stop_reason"] for one in choices]
-    kept = ask("POST", "/v1/completions", json=body | {"include_stop_str_in_output": True}).json()["choices"]
-    longer = [len(a["text"]) > len(b["text"]) for a, b in zip(kept, choices, strict=True)]
-    assert longer == [one["stop_reason"] == first and bool(lm.tokenizer.decode([first])) for one in choices]
+    assert [choice["stop_reason"] for choice in choices] == [beam.stopped_by for beam in beams]
+    assert first in [choice["stop_reason"] for choice in choices]
+    included = ask("POST", "/v1/completions", json=body | {"include_stop_str_in_output": True}).json()["choices"]
+    longer = [len(a["text"]) > len(b["text"]) for a, b in zip(included, choices, strict=True)]
+    assert longer == [choice["stop_reason"] == first and bool(lm.tokenizer.decode([first])) for choice in choices]
 
 
 def test_each_step_finds_its_beams_in_the_prefix_cache(service: Service, ask: Ask):
@@ -158,10 +158,10 @@ def job(service: Service, most: int = 60, **more: Any) -> GenerationJob:
     return completions.prepare_completions(service, body | more)
 
 
-async def begun(service: Service, one: GenerationJob) -> asyncio.Task[Any]:
+async def begin_search(service: Service, job: GenerationJob) -> asyncio.Task[Any]:
     """A search that has made some steps."""
-    task = asyncio.create_task(one.answered())
-    while len(one.searches[0].beams.open[0].tokens if one.searches[0].beams.open else ()) < 3:
+    task = asyncio.create_task(job.answered())
+    while len(job.searches[0].beams.open[0].tokens if job.searches[0].beams.open else ()) < 3:
         assert not task.done()
         await asyncio.sleep(0.001)
     return task
@@ -169,7 +169,7 @@ async def begun(service: Service, one: GenerationJob) -> asyncio.Task[Any]:
 
 def test_other_requests_go_on_beside_a_search(service: Service):
     async def go() -> tuple[bool, int]:
-        searching = await begun(service, job(service))
+        searching = await begin_search(service, job(service))
         async with service.front.open(forever(2)) as answers:
             for _ in range(10):
                 await anext(answers)
@@ -181,14 +181,14 @@ def test_other_requests_go_on_beside_a_search(service: Service):
 
 def test_a_client_that_leaves_ends_its_search(service: Service):
     async def go() -> int:
-        searching = await begun(service, job(service))
+        searching = await begin_search(service, job(service))
         searching.cancel()
         with pytest.raises(asyncio.CancelledError):
             await searching
-        await settled(service.front)
-        made = service.front.engine.stats.drawn_tokens
+        await until_settled(service.front)
+        drawn = service.front.engine.stats.drawn_tokens
         await asyncio.sleep(0.1)
-        return service.front.engine.stats.drawn_tokens - made
+        return service.front.engine.stats.drawn_tokens - drawn
 
     assert asyncio.run(go()) == 0
     assert service.front.engine.pages.used == 0
@@ -204,15 +204,15 @@ def test_a_search_is_admitted_once_and_counts_as_one_request(lm: LM):
         front = service.front
 
         async def go() -> tuple[int, int]:
-            searching = await begun(service, job(service, 20))
+            searching = await begin_search(service, job(service, 20))
             count = len(front.opened)
             front.waiting += 5
             opening = front.open(forever(1))
             with pytest.raises(ApiError, match="too many"):
                 await opening.__aenter__()
-            found = len((await searching)["choices"])
+            choice_count = len((await searching)["choices"])
             front.waiting -= 5
-            return count, found
+            return count, choice_count
 
         assert asyncio.run(go()) == (1, 2)
 
@@ -221,11 +221,11 @@ def test_a_drain_waits_for_a_search(lm: LM):
     with serving(lm) as service:
 
         async def go() -> list[str]:
-            searching = await begun(service, job(service, 20))
+            searching = await begin_search(service, job(service, 20))
             draining = asyncio.create_task(service.front.drain(60))
-            found = (await searching)["choices"]
+            choices = (await searching)["choices"]
             await draining
-            return [one["finish_reason"] for one in found]
+            return [choice["finish_reason"] for choice in choices]
 
         assert asyncio.run(go()) == ["length", "length"]
 
@@ -233,12 +233,12 @@ def test_a_drain_waits_for_a_search(lm: LM):
 def test_a_pause_that_waits_lets_a_search_finish_first(service: Service):
     front = service.front
 
-    one = job(service, 20)
+    search = job(service, 20)
 
     async def go() -> list[bool]:
-        searching = await begun(service, one)
+        searching = await begin_search(service, search)
         await front.pause("wait")
-        done = not one.searches[0].beams.open
+        done = not search.searches[0].beams.open
         await asyncio.wait_for(searching, 5)
         await front.resume()
         return [done, front.paused]
@@ -248,15 +248,15 @@ def test_a_pause_that_waits_lets_a_search_finish_first(service: Service):
 
 def test_an_aborted_search_answers_with_what_it_has(service: Service):
     async def go() -> Any:
-        searching = await begun(service, job(service, 60, request_id="mine"))
+        searching = await begin_search(service, job(service, 60, request_id="mine"))
         assert service.front.abort(["mine"]) == 1
-        found = await searching
+        body = await searching
         # Its reader is told at once, the engine at its next step.
-        await settled(service.front)
-        return found
+        await until_settled(service.front)
+        return body
 
-    found = asyncio.run(go())["choices"]
-    assert [one["finish_reason"] for one in found] == ["abort", "abort"]
+    choices = asyncio.run(go())["choices"]
+    assert [choice["finish_reason"] for choice in choices] == ["abort", "abort"]
     assert service.front.engine.pages.used == 0
 
 
@@ -269,7 +269,7 @@ def test_a_search_that_takes_too_long_ends_with_an_error(lm: LM):
                 await job(service).answered()
             assert error.value.status == 504
             service.front.engine.step = step  # pyright: ignore[reportAttributeAccessIssue]
-            await settled(service.front)
+            await until_settled(service.front)
 
         service.front.engine.step = lambda: (time.sleep(0.02), step())[1]  # pyright: ignore[reportAttributeAccessIssue]
         asyncio.run(go())
@@ -284,12 +284,12 @@ def test_a_search_stays_on_one_copy_and_searches_are_spread(lm: LM, expected: di
             body = SEARCH | {"prompt": ["It was", "a dark night"], "return_token_ids": True, "prompt_logprobs": 1}
             answer = (await client.post("/v1/completions", json=body)).json()
             async with front.open([*forever(1)]) as answers:
-                assert [len(one.opened) for one in front.fronts] == [1, 0], "each copy has had its turn"
+                assert [len(front.opened) for front in front.fronts] == [1, 0], "each copy has had its turn"
                 await anext(answers)
             return answer["choices"]
 
         choices = inside(App(service).asgi, go)
-        made = [engine.stats.drawn_tokens for engine in front.engines]
+        drawn = [engine.stats.drawn_tokens for engine in front.engines]
     beams = [beam for prompt in ("It was", "a dark night") for beam in expected[prompt, 1.0]]
-    assert [one["text"] for one in choices] == [beam.text for beam in beams]
-    assert min(made) >= 5, "five steps each"
+    assert [choice["text"] for choice in choices] == [beam.text for beam in beams]
+    assert min(drawn) >= 5, "five steps each"

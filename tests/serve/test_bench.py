@@ -26,7 +26,7 @@ def settings_of(*words: str) -> BenchSettings:
     return read_settings(BenchSettings, words_layer(list(words))).value
 
 
-def loaded(script: Any, *words: str) -> tuple[list[BenchRound], Any]:
+def run_rounds(script: Any, *words: str) -> tuple[list[BenchRound], Any]:
     """The rounds of a scripted server, and the server."""
     settings = settings_of(*words)
 
@@ -55,23 +55,23 @@ def test_a_server_is_measured_over_http(url: str, capsys: pytest.CaptureFixture[
     saved = tmp_path / "result.json"
     assert main(["bench", "serve", url, *words.split(), f"save={saved}", "goodput=ttft:600000", "--json"]) == 0
     out, err = capsys.readouterr()
-    found = json.loads(out)
+    figures = json.loads(out)
     whole = json.loads(saved.read_text())
     # The server runs in this process too.
     assert all("this client was busy" in line for line in err.splitlines())
-    assert (found["completed"], found["failed"], found["model_id"]) == (6, 0, "tiny")
-    assert found["total_input_tokens"] == sum(whole["input_lens"])
-    assert found["total_output_tokens"] == sum(whole["output_lens"])
+    assert (figures["completed"], figures["failed"], figures["model_id"]) == (6, 0, "tiny")
+    assert figures["total_input_tokens"] == sum(whole["input_lens"])
+    assert figures["total_output_tokens"] == sum(whole["output_lens"])
     assert all(10 <= n <= 30 for n in whole["input_lens"])
     assert all(3 <= n <= 10 for n in whole["output_lens"])
     assert len(set(whole["input_lens"])) > 1
-    assert found["request_goodput"] == found["request_throughput"] == pytest.approx(6 / found["duration"])
-    assert found["max_concurrent_requests"] <= 3
-    assert {"p50_ttft_ms", "p99.9_e2el_ms", "mean_tpot_ms", "std_itl_ms"} <= set(found)
+    assert figures["request_goodput"] == figures["request_throughput"] == pytest.approx(6 / figures["duration"])
+    assert figures["max_concurrent_requests"] <= 3
+    assert {"p50_ttft_ms", "p99.9_e2el_ms", "mean_tpot_ms", "std_itl_ms"} <= set(figures)
     for ttft, itls, latency in zip(whole["ttfts"], whole["itls"], whole["latencies"]):
         assert ttft + sum(itls) == pytest.approx(latency)
         assert ttft > 0
-    assert 0 < found["client_cpu"] < 3
+    assert 0 < figures["client_cpu"] < 3
 
 
 def test_prompts_reach_the_server_in_exactly_the_length_that_was_asked(url: str):
@@ -79,7 +79,7 @@ def test_prompts_reach_the_server_in_exactly_the_length_that_was_asked(url: str)
     server = BenchServer(url, settings, None)
     [round] = asyncio.run(run_bench([server], SampleSource(settings), 1))
     assert server.vocab == 258
-    assert [(one.input_len, one.output_len, one.error) for one in round.outcomes] == [(33, 5, None)] * 4
+    assert [(outcome.input_len, outcome.output_len, outcome.error) for outcome in round.outcomes] == [(33, 5, None)] * 4
 
 
 @pytest.mark.slow
@@ -88,9 +88,9 @@ def test_chats_of_a_file_are_asked(url: str, tmp_path: Path, capsys: pytest.Capt
     lines = [{"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}, {"prompt": "hello", "max_tokens": 2}]
     file.write_text("\n".join(map(json.dumps, lines)))
     assert main(["bench", "serve", url, f"data={file}", "num_prompts=4", "api=chat", "ignore_eos=true", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["completed"] == 4
-    assert 8 <= found["total_output_tokens"] <= 12
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["completed"] == 4
+    assert 8 <= figures["total_output_tokens"] <= 12
     # Random token ids as the text of a message.
     words = "api=chat num_prompts=2 input_len=8 output_len=2"
     assert main(["bench", "serve", url, *words.split(), "--json"]) == 0
@@ -104,7 +104,7 @@ def test_answers_of_sharegpt_are_as_long_as_their_own(url: str, tmp_path: Path):
     file.write_text(json.dumps([*talks, {"conversations": []}, {"id": 3}]))
     settings = settings_of(f"data={file}", "num_prompts=3", "ignore_eos=true")
     [round] = asyncio.run(run_bench([BenchServer(url, settings, None)], SampleSource(settings), 1))
-    assert {one.output_len for one in round.outcomes} == {len("a test"), len("once more")}
+    assert {outcome.output_len for outcome in round.outcomes} == {len("a test"), len("once more")}
     assert len(round.outcomes) == 3
 
 
@@ -136,15 +136,15 @@ def test_failures_are_counted_and_the_first_is_told(capsys: pytest.CaptureFixtur
             await send(head + first + b"".join(rest))
 
     settings = "num_prompts=8 input_len=10 output_len=4 max_concurrency=1"
-    [round], _ = loaded(script, *settings.split())
-    found = round_figures(round, settings_of(*settings.split()))
-    assert (found["completed"], found["failed"]) == (3, 5)
-    assert found["first_error"] == "overloaded"
-    assert (found["total_input_tokens"], found["total_output_tokens"]) == (30, 12)
-    told = [one.error or "" for one in round.outcomes]
-    for what, text in zip(("overloaded", "broke off", "no JSON", "no `usage`", "no token"), told[1:]):
-        assert what in text
-    assert "3 of 8, 5 failed" in round_text(found, settings_of(*settings.split()))
+    [round], _ = run_rounds(script, *settings.split())
+    figures = round_figures(round, settings_of(*settings.split()))
+    assert (figures["completed"], figures["failed"]) == (3, 5)
+    assert figures["first_error"] == "overloaded"
+    assert (figures["total_input_tokens"], figures["total_output_tokens"]) == (30, 12)
+    errors = [outcome.error or "" for outcome in round.outcomes]
+    for problem, text in zip(("overloaded", "broke off", "no JSON", "no `usage`", "no token"), errors[1:]):
+        assert problem in text
+    assert "3 of 8, 5 failed" in round_text(figures, settings_of(*settings.split()))
 
 
 def test_a_failed_request_fails_the_command(capsys: pytest.CaptureFixture[str], url: str):
@@ -177,14 +177,14 @@ def test_an_answer_that_is_too_short_is_told(capsys: pytest.CaptureFixture[str],
 
 
 def test_no_more_requests_are_open_than_allowed():
-    _, server = loaded(good, "num_prompts=12", "input_len=3", "output_len=3", "max_concurrency=4")
+    _, server = run_rounds(good, "num_prompts=12", "input_len=3", "output_len=3", "max_concurrency=4")
     assert server.most == 4
-    _, server = loaded(good, "num_prompts=12", "input_len=3", "output_len=3")
+    _, server = run_rounds(good, "num_prompts=12", "input_len=3", "output_len=3")
     assert server.most > 8, "all at once"
 
 
 def test_warm_ups_are_asked_but_not_counted():
-    [round], server = loaded(good, "num_prompts=2", "num_warmups=3", "input_len=3", "output_len=3")
+    [round], server = run_rounds(good, "num_prompts=2", "num_warmups=3", "input_len=3", "output_len=3")
     assert server.paths == ["/v1/models", *["/v1/completions"] * 6]
     assert len(round.outcomes) == 2
 
@@ -203,8 +203,8 @@ def test_arrivals_have_the_rate_and_the_spread_that_were_asked(burstiness: float
 
 def test_requests_are_sent_when_they_are_due(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("argosy.client.bench.arrivals", lambda *_: [0.0, 0.1, 0.25])
-    [round], _ = loaded(good, "num_prompts=3", "input_len=3", "output_len=2")
-    starts = [one.start for one in round.outcomes]
+    [round], _ = run_rounds(good, "num_prompts=3", "input_len=3", "output_len=2")
+    starts = [outcome.start for outcome in round.outcomes]
     assert starts[1] >= 0.1
     assert starts[2] >= 0.25
 
@@ -245,7 +245,7 @@ def test_files_of_prompts_are_read(tmp_path: Path, text: str, expected: list[Ben
 
 
 @pytest.mark.parametrize(
-    "text, words, what",
+    "text, words, problem",
     [
         ("", [], "holds no prompts"),
         ("[]", [], "holds no prompts"),
@@ -257,10 +257,10 @@ def test_files_of_prompts_are_read(tmp_path: Path, text: str, expected: list[Ben
         ('{"prompt": [1]}', ["api=chat"], "holds token ids"),
     ],
 )
-def test_files_without_prompts_are_refused(tmp_path: Path, text: str, words: list[str], what: str):
+def test_files_without_prompts_are_refused(tmp_path: Path, text: str, words: list[str], problem: str):
     file = tmp_path / "prompts"
     file.write_text(text)
-    with pytest.raises(BadInput, match=what):
+    with pytest.raises(BadInput, match=problem):
         SampleSource(settings_of(f"data={file}", *words))
     with pytest.raises(BadInput, match="cannot read"):
         SampleSource(settings_of(f"data={tmp_path / 'missing'}"))
@@ -295,26 +295,26 @@ def test_figures_are_those_of_vllm():
     ]
     settings = settings_of("goodput=ttft:250 tpot:99", "metric_percentiles=50,100")
     round = BenchRound(0, "http://h", "m", outcomes, 2.0, 0.1)
-    found = round_figures(round, settings)
-    assert (found["completed"], found["failed"], found["first_error"]) == (3, 1, "gone")
-    assert (found["total_input_tokens"], found["total_output_tokens"]) == (60, 9)
-    assert found["request_throughput"] == 1.5
-    assert (found["output_throughput"], found["total_token_throughput"]) == (4.5, 34.5)
-    assert found["max_concurrent_requests"] == 2, "the third begins after the second has ended"
-    assert found["client_cpu"] == 0.05
-    assert found["request_rate"] == "inf"
+    figures = round_figures(round, settings)
+    assert (figures["completed"], figures["failed"], figures["first_error"]) == (3, 1, "gone")
+    assert (figures["total_input_tokens"], figures["total_output_tokens"]) == (60, 9)
+    assert figures["request_throughput"] == 1.5
+    assert (figures["output_throughput"], figures["total_token_throughput"]) == (4.5, 34.5)
+    assert figures["max_concurrent_requests"] == 2, "the third begins after the second has ended"
+    assert figures["client_cpu"] == 0.05
+    assert figures["request_rate"] == "inf"
     ttft, tpot = [100, 300, 200], [1000 * 0.2 / 2, 1000 * 0.4 / 4]
     itl = [50, 150, 100, 100, 100, 100]
     for name, values in {"ttft": ttft, "tpot": tpot, "itl": itl, "e2el": [300, 300, 600]}.items():
-        assert found[f"mean_{name}_ms"] == pytest.approx(statistics.mean(values))
-        assert found[f"median_{name}_ms"] == found[f"p50_{name}_ms"] == pytest.approx(statistics.median(values))
-        assert found[f"std_{name}_ms"] == pytest.approx(statistics.pstdev(values))
-        assert found[f"p100_{name}_ms"] == pytest.approx(max(values))
-    assert found["request_goodput"] == 0, "a limit of 99 ms is below both tpots, and 250 below the second ttft"
+        assert figures[f"mean_{name}_ms"] == pytest.approx(statistics.mean(values))
+        assert figures[f"median_{name}_ms"] == figures[f"p50_{name}_ms"] == pytest.approx(statistics.median(values))
+        assert figures[f"std_{name}_ms"] == pytest.approx(statistics.pstdev(values))
+        assert figures[f"p100_{name}_ms"] == pytest.approx(max(values))
+    assert figures["request_goodput"] == 0, "a limit of 99 ms is below both tpots, and 250 below the second ttft"
     assert round_figures(round, settings_of("goodput=ttft:250 tpot:101"))["request_goodput"] == 1.0
     assert round_figures(round, settings_of())["request_goodput"] is None
     # 3 tokens within the first second of the clock, then 1, and 2 of the third answer's 5.
-    assert found["max_output_tokens_per_s"] == pytest.approx(6)
+    assert figures["max_output_tokens_per_s"] == pytest.approx(6)
     assert request_details(round)["errors"] == ["", "", "", "gone"]
     assert request_details(round)["generated_texts"][0] == "abc"
     assert not any("tpot" in name for name in round_figures(round, settings_of("percentile_metrics=ttft")))
@@ -322,8 +322,8 @@ def test_figures_are_those_of_vllm():
 
 def test_nothing_completed_is_zeros_and_no_crash():
     round = BenchRound(0, "http://h", "m", [RequestOutcome(0.0, error="gone")], 1.0, 0.0)
-    found = round_figures(round, settings_of())
-    assert (found["output_throughput"], found["mean_ttft_ms"], found["max_concurrent_requests"]) == (0, 0, 0)
+    figures = round_figures(round, settings_of())
+    assert (figures["output_throughput"], figures["mean_ttft_ms"], figures["max_concurrent_requests"]) == (0, 0, 0)
 
 
 @pytest.mark.slow
@@ -345,12 +345,12 @@ def test_two_servers_alternate_and_are_compared():
     settings = settings_of("num_prompts=1", "input_len=3", "output_len=2", "against=http://h")
     rounds = asyncio.run(go())
     assert "".join(order) == "ab" + "aabbbbaa"
-    assert [one.server for one in rounds] == [0, 1, 1, 0]
+    assert [bench_round.server for bench_round in rounds] == [0, 1, 1, 0]
 
-    found = [round_figures(one, settings) | {"server": one.server} for one in rounds]
-    for one, rate in zip(found, (10.0, 5.0, 7.0, 14.0)):
-        one["output_throughput"] = rate
-    document = compare_rounds(found, "http://a", "http://b")
+    figures = [round_figures(bench_round, settings) | {"server": bench_round.server} for bench_round in rounds]
+    for entry, rate in zip(figures, (10.0, 5.0, 7.0, 14.0)):
+        entry["output_throughput"] = rate
+    document = compare_rounds(figures, "http://a", "http://b")
     assert document["median"]["output_throughput"] == 12.0
     assert document["median_against"]["output_throughput"] == 6.0
     assert document["ratio"]["output_throughput"] == 2.0
@@ -364,15 +364,15 @@ def test_a_server_may_be_compared_with_itself(url: str, capsys: pytest.CaptureFi
     words = f"against={url} num_prompts=2 input_len=24 output_len=2 rounds=1 seed=9"
     assert main(["bench", "serve", url, *words.split(), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
-    assert [one["server"] for one in document["rounds"]] == [0, 1]
-    assert [one["total_cached_tokens"] for one in document["rounds"]] == [0, 0], "no prompt was asked before"
+    assert [bench_round["server"] for bench_round in document["rounds"]] == [0, 1]
+    assert [bench_round["total_cached_tokens"] for bench_round in document["rounds"]] == [0, 0], "no prompt was asked before"
 
 
 # ---------------------------------------------------------------- the command
 
 
 @pytest.mark.parametrize(
-    "words, what, hint",
+    "words, problem, hint",
     [
         (["bench", "serve", "num_prompts=3"], "which server?", "first word"),
         (["bench", "serve", "http://h", "num_prompt=3"], "unknown setting `num_prompt`", "num_prompts"),
@@ -388,21 +388,21 @@ def test_a_server_may_be_compared_with_itself(url: str, capsys: pytest.CaptureFi
         (["bench", "srve"], "no such command 'srve'", "serve"),
     ],
 )
-def test_mistakes_are_answered(words: list[str], what: str, hint: str, capsys: pytest.CaptureFixture[str]):
+def test_mistakes_are_answered(words: list[str], problem: str, hint: str, capsys: pytest.CaptureFixture[str]):
     assert main(words) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("error: ")
-    assert what in err
+    assert problem in err
     assert hint in err
     assert len(err.splitlines()) <= 5
 
 
 def test_flags_of_vllm_bench_are_settings():
     words = "--base-url http://h:1 --num-prompts 5 --goodput ttft:200 tpot:50 --backend openai-chat --ignore-eos seed=2"
-    found = translate_flags(words.split(), BENCH_SERVE)
-    assert found == ["url=http://h:1", "num_prompts=5", "goodput=ttft:200 tpot:50", "api=chat", "ignore_eos=true", "seed=2"]
-    url, rest = address(found)
+    settings = translate_flags(words.split(), BENCH_SERVE)
+    assert settings == ["url=http://h:1", "num_prompts=5", "goodput=ttft:200 tpot:50", "api=chat", "ignore_eos=true", "seed=2"]
+    url, rest = address(settings)
     assert url == "http://h:1"
     assert settings_of(*rest).goods == {"ttft": 200.0, "tpot": 50.0}
     assert address(["seed=1", "http://h:1/?a=b", "api=chat"]) == ("http://h:1/?a=b", ["seed=1", "api=chat"])
@@ -431,4 +431,4 @@ def test_the_first_error_stops_everything():
         await send(response(b'{"data": "none"}') if path == "/v1/models" else MODELS)
 
     with pytest.raises(ArgosyError, match="lists no models"):
-        loaded(script, "num_prompts=1")
+        run_rounds(script, "num_prompts=1")

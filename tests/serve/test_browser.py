@@ -42,12 +42,12 @@ def server(service: Service) -> Iterator[str]:
 def page(chromium: Page, server: str) -> Iterator[Page]:
     """The playground, as somebody sees it for the first time. Nothing may fail in it, and nothing may leave the server."""
     chromium.looks(1200, 900)
-    yield opened(chromium, server)
+    yield open_page(chromium, server)
     assert chromium.errors == []
     assert {url.removeprefix(server)[:1] for url in chromium.requests} == {"/"}
 
 
-def opened(page: Page, address: str) -> Page:
+def open_page(page: Page, address: str) -> Page:
     page.open(f"{address}/")
     page.until("document.querySelector('#model').textContent || !document.querySelector('#key').hidden")
     page.run("localStorage.clear(); sessionStorage.clear()")
@@ -86,11 +86,11 @@ def speaks(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     """The model's answer becomes this text, 20 characters a token."""
     take = CompletionChoice.take
 
-    def said(self: CompletionChoice, event: Any) -> ChoicePiece:
+    def speak(self: CompletionChoice, event: Any) -> ChoicePiece:
         at = 20 * len(self.tokens)
         return replace(take(self, event), text=text[at : at + 20])
 
-    monkeypatch.setattr(CompletionChoice, "take", said)
+    monkeypatch.setattr(CompletionChoice, "take", speak)
 
 
 def test_an_answer_streams_in_and_says_how_fast(page: Page, service: Service, monkeypatch: pytest.MonkeyPatch):
@@ -114,13 +114,13 @@ def test_shift_enter_starts_a_new_line(page: Page):
     assert not texts(page)
 
 
-@pytest.mark.parametrize("how", ["Escape", "button"])
-def test_stop_ends_the_request_in_the_server(page: Page, service: Service, monkeypatch: pytest.MonkeyPatch, how: str):
+@pytest.mark.parametrize("method", ["Escape", "button"])
+def test_stop_ends_the_request_in_the_server(page: Page, service: Service, monkeypatch: pytest.MonkeyPatch, method: str):
     slow(service, monkeypatch)
     send(page, "Hello")
     page.until("document.querySelector('.answer .text').textContent.length > 0")
     assert service.front.engine.pages.used > 0
-    page.press("Escape") if how == "Escape" else page.click("#stop")
+    page.press("Escape") if method == "Escape" else page.click("#stop")
     page.until("document.querySelector('.note').textContent.includes('stopped')")
     end = time.monotonic() + 30
     while service.front.engine.pages.used or service.front.opened:
@@ -165,9 +165,9 @@ def test_two_settings_answer_side_by_side_at_once(page: Page, service: Service, 
     assert notes == ["", ""], "both have text, and none has ended"
     monkeypatch.undo()
     page.until(DONE)
-    left, right = texts(page)
-    assert len(left) < len(right)
-    assert right.startswith(left)
+    left_text, right = texts(page)
+    assert len(left_text) < len(right)
+    assert right.startswith(left_text)
     boxes = page.run("[...document.querySelectorAll('.answer')].map(e => e.getBoundingClientRect().toJSON())")
     assert boxes[0]["top"] == boxes[1]["top"]
     assert boxes[0]["right"] <= boxes[1]["left"]
@@ -190,26 +190,26 @@ def test_html_in_an_answer_stays_text(page: Page, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_conversation_is_edited_retried_kept_and_cleared(page: Page, service: Service):
-    sent = "JSON.parse(localStorage.getItem('argosy-playground'))"
+    stored = "JSON.parse(localStorage.getItem('argosy-playground'))"
     page.until(READY)
     page.type("#max_tokens-0", "9")
     ask(page, "one")
     ask(page, "two")
-    assert page.run(f"{sent}.turns.map(turn => turn.prompt)") == ["one", "two"]
+    assert page.run(f"{stored}.turns.map(turn => turn.prompt)") == ["one", "two"]
     page.click("article:first-child .prompt button:nth-of-type(1)")
     page.type("article:first-child .prompt textarea", "three")
     page.press("Enter")
-    page.until(f"{DONE} && {sent}.turns.length == 1")
+    page.until(f"{DONE} && {stored}.turns.length == 1")
     assert page.run("document.querySelector('.prompt pre').textContent") == "three"
     page.type("#temperature-0", "0")
     for _ in range(2):
         page.run("document.querySelector('.note').textContent = ''")
         page.click("article:first-child .prompt button:nth-of-type(2)")
         page.until(f"{DONE} == 1 && document.querySelector('.note').textContent")
-    kept = texts(page)
+    answers = texts(page)
     page.open(page.run("location.href"))
     page.until("document.querySelectorAll('.answer').length")
-    assert texts(page) == kept
+    assert texts(page) == answers
     assert page.run("document.querySelector('#temperature-0').value") == "0"
     page.click("#clear")
     assert texts(page) == []
@@ -222,16 +222,16 @@ def test_settings_and_history_are_what_the_request_says(page: Page):
     page.until(READY)
     wrap = "window.sent = []; const real = fetch; window.fetch = (...a) => (sent.push(a[1]?.body), real(...a)); 0"
     page.run(wrap)
-    wanted = {"temperature": 0.5, "top_p": 0.9, "top_k": 40, "min_p": 0.05, "repetition_penalty": 1.1, "presence_penalty": 0.2,
+    fields = {"temperature": 0.5, "top_p": 0.9, "top_k": 40, "min_p": 0.05, "repetition_penalty": 1.1, "presence_penalty": 0.2,
               "frequency_penalty": -0.2, "max_tokens": 9, "seed": 7}  # fmt: skip
-    for name, value in wanted.items():
+    for name, value in fields.items():
         page.type(f"#{name}-0", str(value))
     page.type("#system-0", "Be brief.")
     page.type("#stop-0", "END\\n\nQ:")
     ask(page, "one")
     ask(page, "two")
     first, second = (json.loads(body) for body in page.run("sent.filter(Boolean)"))
-    assert {name: first[name] for name in wanted} == wanted
+    assert {name: first[name] for name in fields} == fields
     assert first["stop"] == ["END\n", "Q:"]
     assert (first["logprobs"], first["top_logprobs"], first["stream"]) == (True, 5, True)
     answer = page.run("JSON.parse(localStorage.getItem('argosy-playground')).turns[0].answers[0].text")
@@ -254,7 +254,7 @@ def test_a_refusal_is_shown_in_the_servers_words(chromium: Page, page: Page):
 
 def test_a_model_without_a_chat_template_continues_text(chromium: Page, lm: LM):
     with serving(replace(lm, tokenizer=ByteTokenizer(TokenizerConfig()))) as plain, listening(plain) as address:
-        page = opened(chromium, address)
+        page = open_page(chromium, address)
         page.until(READY)
         assert "no chat template" in page.run("document.querySelector('#mode').textContent")
         assert page.run("document.querySelector('#system-0')") is None
@@ -270,7 +270,7 @@ def test_a_model_without_a_chat_template_continues_text(chromium: Page, lm: LM):
 
 def test_the_key_is_asked_for_and_stays_in_the_tab(chromium: Page, lm: LM):
     with serving(lm) as service, listening(service, api_key="s3cret") as address:
-        page = opened(chromium, address)
+        page = open_page(chromium, address)
         page.until("!document.querySelector('#key').hidden")
         assert not [url for url in page.requests if "/v1/" in url or "model" in url or "metrics" in url]
         page.type("#key-value", "wrong")
@@ -315,9 +315,9 @@ def test_the_dashboard_draws_what_the_server_does(page: Page, service: Service):
     metrics.prompt_compilations.inc(2)
     alarm = "document.querySelector('#alarm').textContent"
     page.until(f"!document.querySelector('#alarm').hidden && {alarm}.includes('step')")
-    said = page.run(alarm)
-    assert said.startswith("2 programs were compiled in the last minute for requests with prompt_logprobs")
-    assert said.endswith("1 program was compiled in the last minute for a step of the engine: all requests waited.")
+    message = page.run(alarm)
+    assert message.startswith("2 programs were compiled in the last minute for requests with prompt_logprobs")
+    assert message.endswith("1 program was compiled in the last minute for a step of the engine: all requests waited.")
     page.run(later)
     page.until("document.querySelector('#alarm').hidden")
 
@@ -405,11 +405,11 @@ def test_thoughts_are_shown_apart_and_are_no_part_of_the_next_prompt(chromium: P
     with serving(LM(lm.config, lm.module, ByteTokenizer(template)), kind=Says) as service, listening(service) as url:
         front: Any = service.front
         front.said = "<think>hm</think>\nHello"
-        page = opened(chromium, url)
+        page = open_page(chromium, url)
         ask(page, "hi")
         assert texts(page) == ["hm\n\nHello"]
-        said = "[...document.querySelectorAll('.answer .text .thought')].map(e => e.textContent).join('')"
-        assert page.run(said).strip() == "hm"
+        thoughts = "[...document.querySelectorAll('.answer .text .thought')].map(e => e.textContent).join('')"
+        assert page.run(thoughts).strip() == "hm"
         # The next prompt is made of what is kept.
         assert page.run("JSON.parse(localStorage.getItem('argosy-playground')).turns[0].answers[0].text") == "Hello"
         assert page.errors == []

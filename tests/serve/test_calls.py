@@ -31,14 +31,14 @@ TWICE = f'{LLAMA[:-1]}, "arguments": {{}}}}'
 
 def read(notation: type[TextNotation], text: str, size: int) -> tuple[str, list[tuple[str, Any]]]:
     calls = CallParser(notation(""))
-    said = "".join(calls.push(text[i : i + size]) for i in range(0, len(text), size))
-    rest, found = calls.end()
-    return said + rest, [(one.name, json.loads(one.arguments)) for one in found]
+    prose = "".join(calls.push(text[i : i + size]) for i in range(0, len(text), size))
+    rest, found_calls = calls.end()
+    return prose + rest, [(call.name, json.loads(call.arguments)) for call in found_calls]
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000])
 @pytest.mark.parametrize(
-    "notation, text, said, names",
+    "notation, text, prose, names",
     [
         (HermesNotation, f"Let me see.<tool_call>\n{ONE}\n</tool_call>", "Let me see.", ["weather"]),
         (HermesNotation, f"<tool_call>{ONE}</tool_call>\n<tool_call>{TWO}</tool_call>", "", ["weather", "time"]),
@@ -62,9 +62,9 @@ def read(notation: type[TextNotation], text: str, size: int) -> tuple[str, list[
         (Llama3Notation, "{" * 5000, "{" * 5000, []),
     ],
 )
-def test_calls_are_found_and_text_stays_text(notation: type[TextNotation], text: str, said: str, names: list[str], size: int):
-    found, calls = read(notation, text, size)
-    assert found == said
+def test_calls_are_found_and_text_stays_text(notation: type[TextNotation], text: str, prose: str, names: list[str], size: int):
+    text_outside, calls = read(notation, text, size)
+    assert text_outside == prose
     assert [name for name, _ in calls] == names
     assert all(arguments == {"city": "Köln"} for name, arguments in calls if name == "weather")
 
@@ -94,8 +94,8 @@ def test_text_before_a_call_is_not_held_back():
     ],
 )
 def test_the_notation_is_that_of_the_template(file: str, kind: Any):
-    found = find_notation(shared(f"chat_templates/{file}.jinja").read_text(), ByteTokenizer())
-    assert type(found) is (kind or type(None))
+    notation = find_notation(shared(f"chat_templates/{file}.jinja").read_text(), ByteTokenizer())
+    assert type(notation) is (kind or type(None))
 
 
 def test_which_notation_a_template_teaches():

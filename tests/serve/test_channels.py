@@ -66,8 +66,8 @@ def lm(tokenizer: Tokenizer) -> LM:
 
 @pytest.fixture(scope="module")
 def service(lm: LM, tokenizer: Tokenizer) -> Iterator[Service]:
-    with serving(lm, kind=Says, more={"marks": channel_marks(tokenizer)}, sizes=LONG) as found:
-        yield found
+    with serving(lm, kind=Says, more={"marks": channel_marks(tokenizer)}, sizes=LONG) as service:
+        yield service
 
 
 def said(service: Service, text: str, status: int = 200, **body: Any) -> dict[str, Any]:
@@ -159,9 +159,9 @@ def test_old_thoughts_and_calls_reach_the_template(service: Service):
     call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
     assistant = {"role": "assistant", "content": None, "reasoning": "Say hé.", "tool_calls": [call]}
     messages = [*TALK["messages"], assistant, {"role": "tool", "tool_call_id": "c", "content": "warm"}]
-    found = read_chat(service, ChatFields.of(TALK | {"messages": messages, "tools": [WEATHER]}))
+    chat = read_chat(service, ChatFields.of(TALK | {"messages": messages, "tools": [WEATHER]}))
     assert service.lm.tokenizer is not None
-    text = service.lm.tokenizer.decode(found.prompt, skip_special=False)
+    text = service.lm.tokenizer.decode(chat.prompt, skip_special=False)
     assert "<|channel|>analysis<|message|>Say hé.<|end|><|start|>assistant to=functions.weather<|channel|>commentary json" in text
     assert text.endswith("<|start|>assistant")
 
@@ -229,9 +229,9 @@ def test_calls_are_bound_to_their_schema(grammars: Grammars):
 
 def test_a_request_is_bound_behind_its_header(grammars: Grammars, service: Service):
     body = TALK | {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"const": 1}}}}
-    found = read_chat(service, ChatFields.of(body))
-    assert found.wanted is not None
-    assert state(grammars, found.wanted.structure, f"{THOUGHT}<|start|>assistant<|channel|>final<|message|>1") == "complete"
+    chat = read_chat(service, ChatFields.of(body))
+    assert chat.wanted is not None
+    assert state(grammars, chat.wanted.structure, f"{THOUGHT}<|start|>assistant<|channel|>final<|message|>1") == "complete"
     bound = read_chat(service, ChatFields.of(TALK | {"tools": [WEATHER], "tool_choice": "required"})).wanted
     assert bound is not None
     assert state(grammars, bound.structure, THOUGHT + CALL) in ("complete", "accepting")

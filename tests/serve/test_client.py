@@ -49,7 +49,7 @@ def test_a_line_without_end_is_not_collected_for_ever(monkeypatch: pytest.Monkey
         read([b"data: " + b"x" * 900, b"x" * 200])
 
 
-def asked(script: Any, *, seconds: float = 20, stream: bool = True) -> Any:
+def request_once(script: Any, *, seconds: float = 20, stream: bool = True) -> Any:
     """What one request to a scripted server gives."""
 
     async def go() -> Any:
@@ -66,7 +66,7 @@ HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
 
 
 @pytest.mark.parametrize(
-    "parts, error, what",
+    "parts, error, problem",
     [
         ([], ConnectionFailed, "broke off in the middle of an answer"),
         ([b"SSH-2.0-OpenSSH\r\n"], ConnectionFailed, "speaks no HTTP"),
@@ -90,26 +90,26 @@ HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
         ([response(b'{"choices": []}')], ConnectionFailed, "no event stream, but application/json"),
     ],
 )
-def test_a_bad_answer_is_one_clear_error(parts: list[bytes], error: type[ArgosyError], what: str):
-    with pytest.raises(error, match=what):
-        asked(says(*parts))
+def test_a_bad_answer_is_one_clear_error(parts: list[bytes], error: type[ArgosyError], problem: str):
+    with pytest.raises(error, match=problem):
+        request_once(says(*parts))
 
 
 def test_a_document_that_is_no_json_is_an_error():
     with pytest.raises(ConnectionFailed, match="no JSON, but '<html>'"):
-        asked(says(response(b"<html>")), stream=False)
-    assert asked(says(MODELS), stream=False)["data"][0]["id"] == "fake"
+        request_once(says(response(b"<html>")), stream=False)
+    assert request_once(says(MODELS), stream=False)["data"][0]["id"] == "fake"
 
 
 def test_bodies_without_length_and_announcements_are_read():
     early = b"HTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n"
-    assert asked(says(early + b'HTTP/1.0 200 OK\r\n\r\n{"a": ', b"1}"), stream=False) == {"a": 1}
+    assert request_once(says(early + b'HTTP/1.0 200 OK\r\n\r\n{"a": ', b"1}"), stream=False) == {"a": 1}
 
 
 def test_an_error_has_its_status_code_and_wait():
     body = b'{"error": {"message": "later", "code": "queue_full"}}'
     with pytest.raises(RequestRefused) as error:
-        asked(says(response(body, "503 Service Unavailable", more="Retry-After: 2\r\n")), stream=False)
+        request_once(says(response(body, "503 Service Unavailable", more="Retry-After: 2\r\n")), stream=False)
     assert (error.value.status, error.value.code, error.value.retry_after) == (503, "queue_full", 2.0)
 
 
@@ -119,7 +119,7 @@ def test_a_slow_server_is_left():
         await asyncio.Event().wait()
 
     with pytest.raises(ConnectionFailed, match=r"took longer than 0\.1 seconds"):
-        asked(script, seconds=0.1)
+        request_once(script, seconds=0.1)
 
 
 def test_connections_are_kept_and_replaced_when_the_server_has_closed_them():
@@ -132,16 +132,16 @@ def test_connections_are_kept_and_replaced_when_the_server_has_closed_them():
         async with fake(script) as server, Http(server.url) as http:
             for _ in range(5):
                 await ask(http, "GET", "/v1/models")
-            kept = server.connections
+            connections = server.connections
             await ask(http, "GET", "/last")
             await ask(http, "GET", "/v1/models")
-            return kept, server.connections
+            return connections, server.connections
 
     assert asyncio.run(go()) == (1, 2)
 
 
 def test_leaving_early_hangs_up():
-    gone = asyncio.Event()
+    hung_up = asyncio.Event()
 
     async def script(path: str, body: Any, send: Callable[[bytes], Awaitable[None]]) -> None:
         await send(STREAM)
@@ -150,7 +150,7 @@ def test_leaving_early_hangs_up():
                 await send(event({"a": "x" * 10_000}))
                 await asyncio.sleep(0)
         except OSError:
-            gone.set()
+            hung_up.set()
             raise
 
     async def go() -> None:
@@ -158,7 +158,7 @@ def test_leaving_early_hangs_up():
             async with http.send("POST", "/x", {}) as reply, aclosing(documents(reply)) as stream:
                 await anext(stream)
             async with asyncio.timeout(20):
-                await gone.wait()
+                await hung_up.wait()
             assert not http._idle
 
     asyncio.run(go())
@@ -227,12 +227,12 @@ def test_an_application_is_asked_without_a_socket(service: Service):
         server = AsgiTransport(App(service).asgi)
         body = {"prompt": "Once", "max_tokens": 3, "ignore_eos": True, "stream": True}
         async with server.send("POST", "/v1/completions", body) as reply:
-            found = [document async for document in documents(reply)]
-        return await ask(server, "GET", "/v1/models"), found
+            events = [document async for document in documents(reply)]
+        return await ask(server, "GET", "/v1/models"), events
 
-    models, found = asyncio.run(go())
+    models, events = asyncio.run(go())
     assert models["data"][0]["meta"] == {"n_vocab": 258}
-    assert found[-1]["choices"][0]["finish_reason"] == "length"
+    assert events[-1]["choices"][0]["finish_reason"] == "length"
 
 
 def test_an_application_is_left_early(service: Service):

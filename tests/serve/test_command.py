@@ -77,9 +77,9 @@ def test_the_type_of_the_cache_has_the_flag_of_vllm(flags: Flags):
 
 def test_the_flags_of_adapters():
     words = ["--enable-lora", "--max-loras", "2", "--lora-modules", "sql=/a b", '{"name": "my.one", "path": "/c"}', "port=1"]
-    given = read_settings(ServeSettings, words_layer(translate_flags(words))).value
-    assert given.lora_modules == {"sql": "/a b", "my.one": "/c"}
-    assert (given.engine.lora.enabled, given.engine.lora.adapters, given.port) == (True, 2, 1)
+    settings = read_settings(ServeSettings, words_layer(translate_flags(words))).value
+    assert settings.lora_modules == {"sql": "/a b", "my.one": "/c"}
+    assert (settings.engine.lora.enabled, settings.engine.lora.adapters, settings.port) == (True, 2, 1)
     with pytest.raises(BadInput, match="--lora-modules") as error:
         translate_flags(["--lora-modules", '{"name": "x"}'])
     assert "NAME=FOLDER" in str(error.value)
@@ -134,8 +134,8 @@ def test_a_server_imports_nothing_of_training():
         "import sys, argosy.jobs.api, argosy.serve.run\n"
         "print([name for name in sys.modules if name.startswith(('argosy.run', 'argosy.rl', 'argosy.train'))])"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert found.stdout.strip() == "[]"
+    completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert completed.stdout.strip() == "[]"
 
 
 def test_a_chat_template_is_set_by_name(lm: LM, tmp_path: Path):
@@ -164,7 +164,7 @@ def test_every_flag_names_a_setting():
 
 
 @pytest.mark.parametrize(
-    "given, expected",
+    "config, expected",
     [
         ({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}, {"method": "ngram", "tokens": 3, "lookup_max": 4}),
         ({"num_speculative_tokens": 2, "method": "mtp"}, {"method": "mtp", "tokens": 2}),
@@ -172,16 +172,16 @@ def test_every_flag_names_a_setting():
     ],
     ids=["ngram", "mtp", "draft model without a method"],
 )
-def test_vllms_speculative_config_is_a_group_of_settings(given: dict, expected: dict):
+def test_vllms_speculative_config_is_a_group_of_settings(config: dict, expected: dict):
     for flags in (SERVE, RUN_BATCH):
-        words = translate_flags(["--speculative-config", json.dumps(given)], flags)
-        found = read_settings(ServeSettings, words_layer(words)).value.engine.speculative
-        assert {"method": SPECULATION.name_of(found)} | found.model_dump(include=set(expected)) == expected
+        words = translate_flags(["--speculative-config", json.dumps(config)], flags)
+        speculative = read_settings(ServeSettings, words_layer(words)).value.engine.speculative
+        assert {"method": SPECULATION.name_of(speculative)} | speculative.model_dump(include=set(expected)) == expected
     assert set(OBJECTS["--speculative-config"][1].values()) == {"method", *(n for c in SPECULATIVE.values() for n in c.model_fields)}
 
 
 @pytest.mark.parametrize(
-    "words, what, hint",
+    "words, problem, hint",
     [
         (["--speculative-config"], "needs a value", "engine.speculative=VALUE"),
         (["--speculative-config=ngram"], "is no JSON object", "num_speculative_tokens"),
@@ -196,8 +196,8 @@ def test_vllms_speculative_config_is_a_group_of_settings(given: dict, expected: 
         (["--engine.slots", "3"], "no such option: --engine.slots", "settings have no dashes: `engine.slots=VALUE`"),
     ],
 )
-def test_other_flags_are_answered(words: list[str], what: str, hint: str):
-    with pytest.raises(BadInput, match=what) as error:
+def test_other_flags_are_answered(words: list[str], problem: str, hint: str):
+    with pytest.raises(BadInput, match=problem) as error:
         translate_flags(words)
     assert hint in (error.value.hint or "")
 
@@ -217,11 +217,11 @@ def test_strangers_cannot_use_a_server_by_accident(tmp_path: Path):
 
 
 def test_an_address_in_use_is_a_mistake():
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
         with pytest.raises(BadInput, match="cannot listen on 127"):
-            bound_socket("127.0.0.1", taken.getsockname()[1])
+            bound_socket("127.0.0.1", listener.getsockname()[1])
     with pytest.raises(BadInput, match="cannot listen"):
         bound_socket("no such host", 8000)
 
@@ -230,26 +230,26 @@ def test_answers_do_not_wait_for_acknowledgements():
     """Without TCP_NODELAY, the first token on a connection that is kept comes 40 ms late."""
 
     async def delays() -> int:
-        found = asyncio.get_running_loop().create_future()
+        no_delay = asyncio.get_running_loop().create_future()
 
         def accepted(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             connection = writer.get_extra_info("socket")
-            found.set_result(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            no_delay.set_result(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
             writer.close()
 
         with bound_socket("127.0.0.1", 0) as listener:
             async with await asyncio.start_server(accepted, sock=listener):
                 _, writer = await asyncio.open_connection(*listener.getsockname())
                 writer.close()
-                return await found
+                return await no_delay
 
     assert asyncio.run(delays()) != 0
 
 
 def test_defaults_come_from_the_generation_config():
     assert default_sampling({}) == {"temperature": 1.0}
-    own = {"temperature": 0.6, "top_p": 0.9, "top_k": None, "max_new_tokens": 3}
-    assert default_sampling(own) == {"temperature": 0.6, "top_p": 0.9}
+    generation_config = {"temperature": 0.6, "top_p": 0.9, "top_k": None, "max_new_tokens": 3}
+    assert default_sampling(generation_config) == {"temperature": 0.6, "top_p": 0.9}
     with pytest.raises(BadInput, match="generation config"):
         default_sampling({"top_p": 3})
 
@@ -315,12 +315,12 @@ def test_the_command_says_when_it_is_ready_and_drains_on_sigterm():
     with subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
         try:
             assert process.stderr is not None
-            told = []
+            stderr_lines = []
             for line in process.stderr:
-                told.append(line)
+                stderr_lines.append(line)
                 if line.startswith("ready on "):
                     break
-            url = told[-1].split()[-1]
+            url = stderr_lines[-1].split()[-1]
             story = httpx.post(f"{url}/v1/completions", json={"prompt": "Once upon a time", "temperature": 0}, timeout=60)
             assert story.json()["choices"][0]["text"].startswith(", there was a little girl")
             body = {"prompt": "Once", "max_tokens": 400, "stream": True, "ignore_eos": True, "model": "tales"}
@@ -334,8 +334,8 @@ def test_the_command_says_when_it_is_ready_and_drains_on_sigterm():
         finally:
             with contextlib.suppress(OSError):
                 process.kill()
-    assert any("temperature=1.0" in line for line in told)
-    assert "cache: 16,384 tokens of 32 sequences of at most 512, 20.0 MiB\n" in told
+    assert any("temperature=1.0" in line for line in stderr_lines)
+    assert "cache: 16,384 tokens of 32 sequences of at most 512, 20.0 MiB\n" in stderr_lines
 
 
 @pytest.mark.slow
@@ -347,17 +347,17 @@ def test_a_second_start_of_the_command_compiles_nothing_and_answers_alike(tmp_pa
     for _ in range(2):
         with subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=env) as process:
             assert process.stderr is not None
-            said = []
+            lines = []
             for line in process.stderr:
-                said.append(line)
+                lines.append(line)
                 if line.startswith("ready on "):
                     break
             body = {"prompt": "Once upon a time", "temperature": 0}
-            story = httpx.post(f"{said[-1].split()[-1]}/v1/completions", json=body, timeout=60)
+            story = httpx.post(f"{lines[-1].split()[-1]}/v1/completions", json=body, timeout=60)
             answers.append(story.json()["choices"][0]["text"])
             process.terminate()
-            said += process.stderr.readlines()
-        compiled.append([line for line in said if "Finished XLA compilation" in line])
+            lines += process.stderr.readlines()
+        compiled.append([line for line in lines if "Finished XLA compilation" in line])
     assert answers[0] == answers[1] != ""
     assert compiled[0]
     assert not compiled[1], "not while it starts, and not by the first request"

@@ -35,12 +35,12 @@ EDGES[:4, :6] = 0
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """That of the golden, whose ControlNet looks closer at its control image: as it was drawn, that changes three levels of 255."""
-    made = write_pipeline(GOLDEN, tmp_path_factory.mktemp("controlled") / "sd")
-    (file,) = (made / "controlnet").glob("*.safetensors")
+    root = write_pipeline(GOLDEN, tmp_path_factory.mktemp("controlled") / "sd")
+    (file,) = (root / "controlnet").glob("*.safetensors")
     tensors = load_file(file)
     name = "controlnet_cond_embedding.conv_out.weight"
     save_file(tensors | {name: 30 * tensors[name]}, file, metadata={"format": "pt"})
-    return made
+    return root
 
 
 @pytest.fixture(scope="module")
@@ -50,27 +50,27 @@ def pipe(folder: Path) -> ImagePipeline:
 
 @pytest.fixture(scope="module")
 def server(pipe: ImagePipeline) -> Iterator[Server]:
-    with serving(pipe) as found:
-        yield found
+    with serving(pipe) as server:
+        yield server
 
 
 def text_of(image: np.ndarray) -> str:
     return base64.b64encode(png_bytes(image)).decode()
 
 
-def drawn(document: Any) -> list[np.ndarray]:
-    return [read_image(base64.b64decode(one["b64_json"])).astype(int) for one in document["data"]]
+def images_of(document: Any) -> list[np.ndarray]:
+    return [read_image(base64.b64decode(entry["b64_json"])).astype(int) for entry in document["data"]]
 
 
 def test_control_images_in_json_draw_what_python_draws(server: Server, pipe: ImagePipeline):
-    how: dict[str, Any] = {"seed": 3, "num_inference_steps": 3, "guidance_scale": 3.0, "control_scale": 0.8, "control_end": 0.7}
+    fields: dict[str, Any] = {"seed": 3, "num_inference_steps": 3, "guidance_scale": 3.0, "control_scale": 0.8, "control_end": 0.7}
     with openai.OpenAI(base_url=f"{server[0]}/v1", api_key="none", max_retries=0) as client:
-        more = how | {"control_image": f"data:image/png;base64,{text_of(EDGES)}"}
-        found = drawn(client.images.generate(prompt="a red fox", n=2, size="24x16", extra_body=more).model_dump())
+        more = fields | {"control_image": f"data:image/png;base64,{text_of(EDGES)}"}
+        images = images_of(client.images.generate(prompt="a red fox", n=2, size="24x16", extra_body=more).model_dump())
     arguments: dict[str, Any] = {"n": 2, "seed": 3, "steps": 3, "guidance": 3.0, "size": SIZE}
     control = {"control_image": EDGES[None], "control_scale": 0.8, "control_end": 0.7}
     expected = pipe.images("a red fox", **arguments, **control)
-    assert all(np.abs(one - image).max() <= 1 for one, image in zip(found, expected, strict=True))
+    assert all(np.abs(drawn_image - image).max() <= 1 for drawn_image, image in zip(images, expected, strict=True))
     other = pipe.images("a red fox", **arguments, **control | {"control_image": 255 - EDGES[None]})
     assert np.abs(other.astype(int) - expected).max() > 3, "the control image decides"
 
@@ -81,9 +81,9 @@ def test_a_form_has_the_control_image_as_a_file(server: Server, pipe: ImagePipel
     data = {"prompt": "snow", "seed": "1", "num_inference_steps": "4", "strength": "0.6", "guess_mode": "true", "control_scale": "0.5"}
     answer = httpx.post(f"{server[0]}/v1/images/edits", files=files, data=data, timeout=60)
     assert answer.status_code == 200, answer.text
-    how: dict[str, Any] = {"seed": 1, "steps": 4, "strength": 0.6, "guess_mode": True, "control_scale": 0.5, "size": SIZE}
-    expected = pipe.images("snow", image=PHOTO[None], control_image=EDGES[None], **how)
-    assert np.abs(drawn(answer.json())[0] - expected[0]).max() <= 1
+    fields: dict[str, Any] = {"seed": 1, "steps": 4, "strength": 0.6, "guess_mode": True, "control_scale": 0.5, "size": SIZE}
+    expected = pipe.images("snow", image=PHOTO[None], control_image=EDGES[None], **fields)
+    assert np.abs(images_of(answer.json())[0] - expected[0]).max() <= 1
 
 
 @pytest.mark.parametrize(
@@ -126,9 +126,9 @@ def test_several_controlnets_have_an_image_each_and_a_warm_up(folder: Path, tmp_
         assert answer.status_code == 200, answer.text
         lacking = httpx.post(where, json=body | {"control_image": images[0]}, timeout=60)
         assert "needs 2 images, one for each ControlNet" in lacking.json()["error"]["message"]
-    how: dict[str, Any] = {"seed": 2, "steps": 2, "size": SIZE, "control_scale": [0.8, 0.4]}
-    expected = pipe.images("a fox", control_image=[EDGES[None], DEPTHS[None]], **how)
-    assert np.abs(drawn(answer.json())[0] - expected[0]).max() <= 1
+    fields: dict[str, Any] = {"seed": 2, "steps": 2, "size": SIZE, "control_scale": [0.8, 0.4]}
+    expected = pipe.images("a fox", control_image=[EDGES[None], DEPTHS[None]], **fields)
+    assert np.abs(images_of(answer.json())[0] - expected[0]).max() <= 1
 
 
 @pytest.mark.slow
@@ -154,8 +154,8 @@ def test_the_page_sends_a_control_image(server: Server, pipe: ImagePipeline):
         page.until("document.querySelectorAll('#images canvas:not(.unfinished)').length == 1 && document.querySelector('#stop').hidden")
         image = page.run("document.querySelector('#images canvas').toDataURL('image/png')")
         assert page.run("document.querySelector('#refused').textContent") == ""
-    found = read_image(base64.b64decode(image.partition(",")[2])).astype(int)[..., :3]
-    assert np.abs(found - expected).max() <= 1
+    image_shown = read_image(base64.b64decode(image.partition(",")[2])).astype(int)[..., :3]
+    assert np.abs(image_shown - expected).max() <= 1
 
 
 @pytest.mark.slow
@@ -171,7 +171,7 @@ def test_a_union_of_flux_is_told_its_kind_of_control(tmp_path: Path):
         assert "control_mode is missing" in lacking.json()["error"]["message"]
         answer = httpx.post(where, json=body | {"control_mode": 3, "control_scale": 0.5}, timeout=120)
         assert answer.status_code == 200, answer.text
-    how: dict[str, Any] = {"seed": 2, "steps": 2, "size": SIZE, "control_scale": 0.5, "control_image": EDGES[None]}
-    expected = pipe.images("a fox", **how, control_mode=3)
-    assert np.abs(drawn(answer.json())[0] - expected[0]).max() <= 1
-    assert np.abs(pipe.images("a fox", **how, control_mode=1).astype(int) - expected).max() > 3, "the kind decides"
+    fields: dict[str, Any] = {"seed": 2, "steps": 2, "size": SIZE, "control_scale": 0.5, "control_image": EDGES[None]}
+    expected = pipe.images("a fox", **fields, control_mode=3)
+    assert np.abs(images_of(answer.json())[0] - expected[0]).max() <= 1
+    assert np.abs(pipe.images("a fox", **fields, control_mode=1).astype(int) - expected).max() > 3, "the kind decides"

@@ -61,8 +61,8 @@ def encoding(lm: LM, limits: ServerLimits = LIMITS) -> Iterator[EncoderService]:
 
 @pytest.fixture(scope="module")
 def service(encoder: LM) -> Iterator[EncoderService]:
-    with encoding(encoder) as found:
-        yield found
+    with encoding(encoder) as service:
+        yield service
 
 
 def ask(service: Any, path: str, status: int = 200, **body: Any) -> Any:
@@ -73,12 +73,12 @@ def ask(service: Any, path: str, status: int = 200, **body: Any) -> Any:
 
 
 def vectors_of(answer: Any) -> np.ndarray:
-    assert [one["index"] for one in answer["data"]] == list(range(len(answer["data"])))
-    return np.asarray([one["embedding"] for one in answer["data"]], np.float32)
+    assert [entry["index"] for entry in answer["data"]] == list(range(len(answer["data"])))
+    return np.asarray([entry["embedding"] for entry in answer["data"]], np.float32)
 
 
 @contextmanager
-def held(service: EncoderService) -> Iterator[threading.Event]:
+def hold_engine(service: EncoderService) -> Iterator[threading.Event]:
     """Holds the thread in its next pass until the event is set, which the end of the block does too."""
     engine, go = service.front.engine, threading.Event()
     pooled = engine.pooled
@@ -100,32 +100,32 @@ def test_the_official_client_gets_the_vectors_of_the_model(encoder: LM):
         listening(service) as address,
         openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client,
     ):
-        wanted = encoder.embed(TEXTS)
+        expected = encoder.embed(TEXTS)
         coded = client.embeddings.create(model="small", input=TEXTS, extra_body={"truncate_prompt_tokens": -1})
         plain = client.embeddings.create(
             model="small", input=TEXTS[0], encoding_format="float", user="somebody"
         )
         models = client.models.list().data
-    np.testing.assert_allclose([one.embedding for one in coded.data], wanted, rtol=0, atol=1e-6)
-    np.testing.assert_allclose(plain.data[0].embedding, wanted[0], rtol=0, atol=1e-6)
-    assert [one.index for one in coded.data] == list(range(len(TEXTS)))
+    np.testing.assert_allclose([embedding.embedding for embedding in coded.data], expected, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(plain.data[0].embedding, expected[0], rtol=0, atol=1e-6)
+    assert [embedding.index for embedding in coded.data] == list(range(len(TEXTS)))
     assert plain.usage.prompt_tokens == plain.usage.total_tokens == 3
-    assert [one.id for one in models] == ["small"]
+    assert [model.id for model in models] == ["small"]
 
 
 def test_input_comes_in_four_forms(encoder: LM, service: EncoderService):
     ids = [service.tokenized(text, True) for text in TEXTS[:2]]
-    wanted = encoder.embed(TEXTS[:2])
-    for given, rows in ((TEXTS[0], 1), (TEXTS[:2], 2), (ids[0], 1), (ids, 2)):
-        answer = ask(service, "/v1/embeddings", input=given)
-        np.testing.assert_allclose(vectors_of(answer), wanted[:rows], rtol=0, atol=1e-6)
+    expected = encoder.embed(TEXTS[:2])
+    for input_form, rows in ((TEXTS[0], 1), (TEXTS[:2], 2), (ids[0], 1), (ids, 2)):
+        answer = ask(service, "/v1/embeddings", input=input_form)
+        np.testing.assert_allclose(vectors_of(answer), expected[:rows], rtol=0, atol=1e-6)
         assert answer["usage"]["prompt_tokens"] == sum(map(len, ids[:rows]))
 
 
 def test_base64_is_little_endian_float32(service: EncoderService):
     coded = ask(service, "/v1/embeddings", input=TEXTS[:2], encoding_format="base64")["data"]
     plain = vectors_of(ask(service, "/v1/embeddings", input=TEXTS[:2]))
-    np.testing.assert_array_equal([np.frombuffer(base64.b64decode(one["embedding"]), "<f4") for one in coded], plain)
+    np.testing.assert_array_equal([np.frombuffer(base64.b64decode(entry["embedding"]), "<f4") for entry in coded], plain)
 
 
 def test_a_text_that_is_too_long_is_refused_or_cut(encoder: LM, service: EncoderService):
@@ -146,8 +146,8 @@ def test_a_text_that_is_too_long_is_refused_or_cut(encoder: LM, service: Encoder
 
 def test_special_tokens_may_be_left_out(encoder: LM, service: EncoderService):
     ids = encoder.tokenizer.encode(TEXTS[1])
-    found = vectors_of(ask(service, "/v1/embeddings", input=TEXTS[1], add_special_tokens=False))
-    np.testing.assert_allclose(found, encoder.embed([ids]), rtol=0, atol=1e-6)
+    vectors = vectors_of(ask(service, "/v1/embeddings", input=TEXTS[1], add_special_tokens=False))
+    np.testing.assert_allclose(vectors, encoder.embed([ids]), rtol=0, atol=1e-6)
 
 
 def test_vectors_are_cut_where_the_folder_allows_it_before_they_are_scaled(encoder: LM, service: EncoderService):
@@ -158,8 +158,8 @@ def test_vectors_are_cut_where_the_folder_allows_it_before_they_are_scaled(encod
     assert vectors_of(ask(service, "/v1/embeddings", input="Hello", dimensions=width)).shape == (1, width)
     try:
         encoder.hub = {"is_matryoshka": True}
-        found = vectors_of(ask(service, "/v1/embeddings", input="Hello", dimensions=8))
-        np.testing.assert_allclose(found, whole[:, :8] / np.linalg.norm(whole[:, :8]), rtol=0, atol=1e-6)
+        vectors = vectors_of(ask(service, "/v1/embeddings", input="Hello", dimensions=8))
+        np.testing.assert_allclose(vectors, whole[:, :8] / np.linalg.norm(whole[:, :8]), rtol=0, atol=1e-6)
         assert "1 to" in ask(service, "/v1/embeddings", 400, input="Hello", dimensions=width + 1)["message"]
         encoder.hub = {"matryoshka_dimensions": [8, 16]}
         assert vectors_of(ask(service, "/v1/embeddings", input="Hello", dimensions=16)).shape == (1, 16)
@@ -202,11 +202,11 @@ def test_scores_are_cosines_one_to_many_and_in_pairs(encoder: LM, service: Encod
     unit = encoder.embed(TEXTS[:4], normalize=True)
     for path in ("/score", "/v1/score"):
         many = ask(service, path, text_1=TEXTS[0], text_2=TEXTS[1:4])
-        np.testing.assert_allclose([one["score"] for one in many["data"]], unit[1:4] @ unit[0], rtol=0, atol=1e-6)
-    assert [(one["index"], one["object"]) for one in many["data"]] == [(i, "score") for i in range(3)]
+        np.testing.assert_allclose([entry["score"] for entry in many["data"]], unit[1:4] @ unit[0], rtol=0, atol=1e-6)
+    assert [(entry["index"], entry["object"]) for entry in many["data"]] == [(i, "score") for i in range(3)]
     pairs = ask(service, "/score", text_1=TEXTS[:2], text_2=TEXTS[2:4])
-    wanted = [unit[0] @ unit[2], unit[1] @ unit[3]]
-    np.testing.assert_allclose([one["score"] for one in pairs["data"]], wanted, rtol=0, atol=1e-6)
+    expected = [unit[0] @ unit[2], unit[1] @ unit[3]]
+    np.testing.assert_allclose([entry["score"] for entry in pairs["data"]], expected, rtol=0, atol=1e-6)
     assert pairs["usage"]["prompt_tokens"] == sum(len(service.tokenized(text, True)) for text in TEXTS[:4])
 
 
@@ -217,11 +217,11 @@ def test_documents_come_by_their_likeness_to_the_query(encoder: LM, service: Enc
     assert order[0] == 3
     for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
         results = ask(service, path, query="Hello", documents=documents)["results"]
-        assert [one["index"] for one in results] == order
-    assert [one["document"]["text"] for one in results] == [documents[i] for i in order]
-    np.testing.assert_allclose([one["relevance_score"] for one in results], scores[order], rtol=0, atol=1e-6)
+        assert [entry["index"] for entry in results] == order
+    assert [entry["document"]["text"] for entry in results] == [documents[i] for i in order]
+    np.testing.assert_allclose([entry["relevance_score"] for entry in results], scores[order], rtol=0, atol=1e-6)
     best = ask(service, "/rerank", query="Hello", documents=documents, top_n=2)["results"]
-    assert [one["index"] for one in best] == order[:2]
+    assert [entry["index"] for entry in best] == order[:2]
 
 
 # ---------------------------------------------------------------- the other routes
@@ -253,7 +253,7 @@ def test_texts_are_counted_once_and_documented(encoder: LM):
         names = [metric.name for metric in service.front.metrics.registry.collect()]
     values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
     labels = '{engine="0",model_name="small"}'
-    tokens = sum(len(service.tokenized(one, True)) for one in TEXTS[:2])
+    tokens = sum(len(service.tokenized(text, True)) for text in TEXTS[:2])
     assert float(values[f"vllm:prompt_tokens_total{labels}"]) == tokens
     assert float(values[f"vllm:request_prompt_tokens_count{labels}"]) == 2
     assert float(values['vllm:request_success_total{engine="0",finished_reason="stop",model_name="small"}']) == 1
@@ -268,11 +268,11 @@ def texts(*lengths: int) -> TextBatch:
 
 
 def test_texts_of_several_clients_share_a_pass_and_take_turns():
-    many, one = texts(*[30] * 100, 20), texts(9)
-    places, shape = next_pass([many, one], 128, 256)
+    many, short = texts(*[30] * 100, 20), texts(9)
+    places, shape = next_pass([many, short], 128, 256)
     assert (shape, [place[0] for place in places]) == ((4, 32), [many] * 4)
-    places, shape = next_pass([one, many], 128, 256)
-    assert (shape, places) == ((1, 16), [(one, 0)]), "it waits for no text that would make it longer"
+    places, shape = next_pass([short, many], 128, 256)
+    assert (shape, places) == ((1, 16), [(short, 0)]), "it waits for no text that would make it longer"
     places, shape = next_pass([texts(20), texts(24, 9, 100), texts(25)], 512, 256)
     assert shape == (4, 24)
     assert [len(texts.rows[place]) for texts, place in places] == [20, 24, 9]
@@ -288,23 +288,23 @@ def test_the_longest_text_alone_is_a_pass():
 def test_every_pass_has_a_shape_that_was_compiled(budget: int, context: int):
     compiled = list(pass_shapes(budget, context))
     assert len(compiled) == len(set(compiled))
-    found = {next_pass([texts(*[n] * count)], budget, context)[1] for n in range(1, context + 1) for count in (1, 3, 9, 99)}
-    assert found == set(compiled)
+    shapes = {next_pass([texts(*[n] * count)], budget, context)[1] for n in range(1, context + 1) for count in (1, 3, 9, 99)}
+    assert shapes == set(compiled)
 
 
 def test_a_vector_is_the_same_in_any_company(encoder: LM, service: EncoderService):
-    wanted = encoder.embed(TEXTS)
+    expected = encoder.embed(TEXTS)
     rows = service.rows(TEXTS, -1, "input")
 
     async def go() -> list[np.ndarray]:
-        with held(service) as proceed:
-            asked = [asyncio.create_task(service.front.vectors([row])) for row in rows]
+        with hold_engine(service) as proceed:
+            tasks = [asyncio.create_task(service.front.vectors([row])) for row in rows]
             await asyncio.sleep(0.05)
             proceed.set()
-            return await asyncio.gather(*asked)
+            return await asyncio.gather(*tasks)
 
-    found = service.front.engine.finished(np.concatenate(asyncio.run(go())))
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-6)
+    vectors = service.front.engine.finished(np.concatenate(asyncio.run(go())))
+    np.testing.assert_allclose(vectors, expected, rtol=0, atol=1e-6)
     assert any(rows > 1 for rows, _ in service.front.engine.shapes), "none had company"
 
 
@@ -324,18 +324,18 @@ def test_a_client_that_leaves_has_nothing_computed(service: EncoderService):
     passes: list[int] = []
 
     async def go() -> None:
-        with held(service) as proceed:
+        with hold_engine(service) as proceed:
             engine = service.front.engine
             holds = engine.pooled
             engine.pooled = lambda rows, shape=None: (passes.append(len(rows)), holds(rows, shape))[1]  # pyright: ignore[reportAttributeAccessIssue]
             first = asyncio.create_task(service.front.vectors([[5]]))
             while not passes:
                 await asyncio.sleep(0.001)
-            left = asyncio.create_task(service.front.vectors([[6]] * 3))
+            task = asyncio.create_task(service.front.vectors([[6]] * 3))
             await asyncio.sleep(0)
-            left.cancel()
+            task.cancel()
             with pytest.raises(asyncio.CancelledError):
-                await left
+                await task
             assert (service.front.waiting, service.front.waiting_tokens) == (1, 1)
             proceed.set()
             await first
@@ -356,11 +356,11 @@ def test_clients_take_turns(encoder: LM):
                 await service.front.vectors(rows)
                 ended.append(name)
 
-            with held(service) as proceed:
-                asked = [asyncio.create_task(client("many", [[5]] * 20)), asyncio.create_task(client("one", [[6]]))]
+            with hold_engine(service) as proceed:
+                tasks = [asyncio.create_task(client("many", [[5]] * 20)), asyncio.create_task(client("one", [[6]]))]
                 await asyncio.sleep(0)
                 proceed.set()
-                await asyncio.gather(*asked)
+                await asyncio.gather(*tasks)
 
         asyncio.run(go())
     assert ended == ["one", "many"]
@@ -370,7 +370,7 @@ def test_too_many_texts_are_refused_and_come_in_later(encoder: LM):
     with encoding(encoder) as service:
 
         async def go() -> None:
-            with held(service) as proceed:
+            with hold_engine(service) as proceed:
                 first = asyncio.create_task(service.front.vectors([[5]] * 6))
                 await asyncio.sleep(0)
                 for rows in ([[6]] * 3, [[6] * 195]):
@@ -388,7 +388,7 @@ def test_a_drain_waits_for_texts_and_then_gives_up(encoder: LM):
     with encoding(encoder) as service:
 
         async def go() -> None:
-            with held(service) as proceed:
+            with hold_engine(service) as proceed:
                 first = asyncio.create_task(service.front.vectors([[5]]))
                 await asyncio.sleep(0)
                 draining = asyncio.create_task(service.front.drain(60))
@@ -403,7 +403,7 @@ def test_a_drain_waits_for_texts_and_then_gives_up(encoder: LM):
     with encoding(encoder) as service:
 
         async def late() -> None:
-            with held(service):
+            with hold_engine(service):
                 first = asyncio.create_task(service.front.vectors([[5]]))
                 await asyncio.sleep(0)
                 await service.front.drain(0)
@@ -414,7 +414,7 @@ def test_a_drain_waits_for_texts_and_then_gives_up(encoder: LM):
 
 
 def test_a_request_that_takes_too_long_ends_with_an_error(encoder: LM):
-    with encoding(encoder, LIMITS.model_copy(update={"seconds": 0.01})) as service, held(service):
+    with encoding(encoder, LIMITS.model_copy(update={"seconds": 0.01})) as service, hold_engine(service):
         error = ask(service, "/v1/embeddings", 504, input="a")
     assert error["code"] == "timeout"
 
@@ -458,8 +458,8 @@ def test_minilm_over_http():
     service = run.build_encoder(lm, "minilm", ServeSettings(), None)
     compiled = len(service.front.engine.shapes)
     try:
-        answer = ask(service, "/v1/embeddings", input=[one["text"] for one in cases])
+        answer = ask(service, "/v1/embeddings", input=[case["text"] for case in cases])
     finally:
         service.front.close()
-    np.testing.assert_allclose(vectors_of(answer), [one["embedding"] for one in cases], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(vectors_of(answer), [case["embedding"] for case in cases], rtol=0, atol=1e-5)
     assert len(service.front.engine.shapes) == compiled

@@ -26,13 +26,13 @@ def forever(n: int = 1) -> list[Request]:
 
 
 async def tokens(answers: EventStreams) -> dict[int, list[int]]:
-    found: dict[int, list[int]] = {row.place: [] for row in answers.rows}
+    tokens_by_place: dict[int, list[int]] = {row.place: [] for row in answers.rows}
     async for place, event in answers:
-        found[place].append(event.token)
-    return found
+        tokens_by_place[place].append(event.token)
+    return tokens_by_place
 
 
-async def settled(front: Front) -> None:
+async def until_settled(front: Front) -> None:
     """Returns when the engine's thread has done what it was told, and sleeps."""
     for _ in range(600):
         if front._tasks.empty() and not front.engine.busy:
@@ -47,9 +47,9 @@ def test_each_answer_is_that_of_the_model_alone(lm: LM, service: Service):
         async with service.front.open(forever(3)) as answers:
             return await tokens(answers)
 
-    found = asyncio.run(go())
+    tokens_of_place = asyncio.run(go())
     expected = [alone(lm, request.tokens, 90, ends=frozenset()) for request in forever(3)]
-    assert [found[place] for place in range(3)] == [one.tokens for one in expected]
+    assert [tokens_of_place[place] for place in range(3)] == [completion.tokens for completion in expected]
 
 
 def test_leaving_an_answer_frees_its_pages_before_the_next_step(service: Service):
@@ -61,17 +61,17 @@ def test_leaving_an_answer_frees_its_pages_before_the_next_step(service: Service
         async with front.open(forever()) as answers:
             await anext(answers)
             assert front.engine.pages.used > 0
-        left.append(len(steps))
-        await settled(front)
+        steps_when_left.append(len(steps))
+        await until_settled(front)
 
-    left: list[int] = []
+    steps_when_left: list[int] = []
     try:
         asyncio.run(go())
     finally:
         front.engine.step = step
     assert front.engine.pages.used == 0
     # The step under way when the reader left, and one to read what it sampled.
-    assert len(steps) <= left[0] + 2
+    assert len(steps) <= steps_when_left[0] + 2
     assert not front._rows
 
 
@@ -80,16 +80,16 @@ def test_a_cancelled_reader_frees_pages(service: Service):
         async def read() -> None:
             async with service.front.open(forever(4)) as answers:
                 await anext(answers)
-                began.set()
+                started.set()
                 await tokens(answers)
 
-        began = asyncio.Event()
+        started = asyncio.Event()
         task = asyncio.create_task(read())
-        await began.wait()
+        await started.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        await settled(service.front)
+        await until_settled(service.front)
 
     before = service.front.engine.stats.drawn_tokens
     asyncio.run(go())
@@ -110,7 +110,7 @@ def test_a_reader_cancelled_before_admission_leaves_nothing(service: Service):
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        await settled(service.front)
+        await until_settled(service.front)
 
     asyncio.run(go())
     assert not service.front._rows
@@ -158,7 +158,7 @@ def test_all_requests_are_added_or_none(service: Service):
         with pytest.raises(ApiError, match="outside the model's vocabulary"):
             async with service.front.open([*forever(2), Request([9999], 5)]):
                 raise AssertionError("was admitted")
-        await settled(service.front)
+        await until_settled(service.front)
 
     asyncio.run(go())
     assert service.front.engine.pages.used == 0
@@ -195,7 +195,7 @@ def test_a_request_that_takes_too_long_ends_with_an_error(lm: LM):
             async with service.front.open(forever()) as answers:
                 with pytest.raises(ApiError) as late:
                     await tokens(answers)
-            await settled(service.front)
+            await until_settled(service.front)
             return late.value
 
         service.front.engine.step = lambda: (time.sleep(0.02), step())[1]  # pyright: ignore[reportAttributeAccessIssue]
@@ -214,9 +214,9 @@ def test_a_drain_lets_running_requests_finish_and_refuses_new_ones(lm: LM):
                 with pytest.raises(ApiError, match="shutting down"):
                     async with service.front.open(forever()):
                         raise AssertionError("was admitted")
-                made = len((await tokens(answers))[0])
+                count = len((await tokens(answers))[0])
             await draining
-            return made
+            return count
 
         assert asyncio.run(go()) == 89
 
@@ -230,7 +230,7 @@ def test_a_drain_ends_what_takes_too_long(lm: LM):
                 await service.front.drain(0)
                 with pytest.raises(ApiError, match="shutting down"):
                     await tokens(answers)
-            await settled(service.front)
+            await until_settled(service.front)
 
         asyncio.run(go())
         assert service.front.engine.pages.used == 0
@@ -266,8 +266,8 @@ def test_an_engine_that_died_ends_all_answers_and_refuses_new_ones(lm: LM, capsy
 
 def test_drafts_are_counted_as_vllm_counts_them(lm: LM):
     """The draft model is the model itself: after the prompt's step, one step makes four tokens and the next three."""
-    how = SIZES.model_copy(update={"speculative": DraftModel(model="itself", tokens=3)})
-    with serving(lm, sizes=how, draft=lm.module) as service:
+    sizes = SIZES.model_copy(update={"speculative": DraftModel(model="itself", tokens=3)})
+    with serving(lm, sizes=sizes, draft=lm.module) as service:
 
         async def go() -> list[int]:
             async with service.front.open([Request(PROMPT, 8)]) as answers:
@@ -275,13 +275,13 @@ def test_drafts_are_counted_as_vllm_counts_them(lm: LM):
 
         assert asyncio.run(go()) == alone(lm, PROMPT, 8, ends=frozenset()).tokens
         text = service.front.metrics.text().decode()
-    own = 'engine="0",model_name="tiny"'
+    labels = 'engine="0",model_name="tiny"'
     for name, value in {"drafts": 2, "draft_tokens": 5, "accepted_tokens": 5}.items():
-        assert f"vllm:spec_decode_num_{name}_total{{{own}}} {value}.0" in text
+        assert f"vllm:spec_decode_num_{name}_total{{{labels}}} {value}.0" in text
     for at, value in enumerate((2, 2, 1)):
-        assert f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{{own},position="{at}"}} {value}.0' in text
-    assert f"vllm:generation_tokens_total{{{own}}} 8.0" in text
-    assert f"vllm:inter_token_latency_seconds_count{{{own}}} 2.0" in text
+        assert f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{{labels},position="{at}"}} {value}.0' in text
+    assert f"vllm:generation_tokens_total{{{labels}}} 8.0" in text
+    assert f"vllm:inter_token_latency_seconds_count{{{labels}}} 2.0" in text
 
 
 @pytest.mark.parametrize("drafts", [False, True], ids=["plain", "drafts"])
@@ -299,10 +299,10 @@ def test_an_answer_that_begins_and_ends_within_a_step_counts_as_any_other(lm: LM
 
         assert [asyncio.run(go()) for _ in range(2)] == [0, reused]
         text = service.front.metrics.text().decode()
-    own = '{engine="0",model_name="tiny"}'
-    assert f"vllm:prompt_tokens_total{own} {2 * len(PROMPT)}.0" in text
-    assert f"vllm:prompt_tokens_cached_total{own} {reused}.0" in text
-    assert f"vllm:request_queue_time_seconds_count{own} 2.0" in text
+    labels = '{engine="0",model_name="tiny"}'
+    assert f"vllm:prompt_tokens_total{labels} {2 * len(PROMPT)}.0" in text
+    assert f"vllm:prompt_tokens_cached_total{labels} {reused}.0" in text
+    assert f"vllm:request_queue_time_seconds_count{labels} 2.0" in text
     assert (service.front.running, service.front.waiting, service.front.waiting_tokens) == (0, 0, 0)
 
 

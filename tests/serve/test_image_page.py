@@ -15,8 +15,8 @@ SOURCES = {path.name: path.read_text(encoding="utf-8") for path in (*SHARED.iter
 
 @pytest.fixture
 def address() -> Iterator[str]:
-    with serving(class_pipeline(), api_key="s3cret") as (found, _, _):
-        yield found
+    with serving(class_pipeline(), api_key="s3cret") as (url, _, _):
+        yield url
 
 
 def test_the_page_loads_only_its_own_files():

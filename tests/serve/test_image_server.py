@@ -32,14 +32,14 @@ def pipe() -> ImagePipeline:
 
 @pytest.fixture(scope="module")
 def server(pipe: ImagePipeline) -> Iterator[Server]:
-    with serving(pipe) as found:
-        yield found
+    with serving(pipe) as server:
+        yield server
 
 
 @pytest.fixture
 def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server[0]}/v1", api_key="none", max_retries=0) as found:
-        yield found
+    with openai.OpenAI(base_url=f"{server[0]}/v1", api_key="none", max_retries=0) as client:
+        yield client
 
 
 def pixels(file: str) -> np.ndarray:
@@ -56,32 +56,32 @@ def pixels(file: str) -> np.ndarray:
 
 
 def test_openais_client_gets_the_images_of_the_pipeline(client: openai.OpenAI, pipe: ImagePipeline):
-    found = client.images.generate(prompt="fox", model="classes", n=2, size="10x8", extra_body={"seed": 3, "num_inference_steps": 4})
+    response = client.images.generate(prompt="fox", model="classes", n=2, size="10x8", extra_body={"seed": 3, "num_inference_steps": 4})
     expected = pipe.images("fox", n=2, seed=3, steps=4, size=(8, 10))
-    assert found.data is not None
-    for one, image in zip(found.data, expected, strict=True):
-        assert np.abs(pixels(one.b64_json or "").astype(int) - image).max() <= 1
-    assert found.output_format == "png"
+    assert response.data is not None
+    for entry, image in zip(response.data, expected, strict=True):
+        assert np.abs(pixels(entry.b64_json or "").astype(int) - image).max() <= 1
+    assert response.output_format == "png"
 
 
 def test_seeds_are_honored_in_any_batch(client: openai.OpenAI):
     def ask(seed: int, more: dict) -> np.ndarray:
-        found = client.images.generate(prompt="owl", extra_body={"seed": seed} | more)
-        assert found.data is not None
-        return pixels(found.data[0].b64_json or "").astype(int)
+        response = client.images.generate(prompt="owl", extra_body={"seed": seed} | more)
+        assert response.data is not None
+        return pixels(response.data[0].b64_json or "").astype(int)
 
     alone = [ask(seed, {}) for seed in range(4)]
     results: list[np.ndarray | None] = [None] * 4
     # The first one keeps the engine busy, so that the others share a batch.
     ahead = threading.Thread(target=ask, args=(9, {"num_inference_steps": 100}))
     threads = [threading.Thread(target=lambda i=i: results.__setitem__(i, ask(i, {}))) for i in range(4)]
-    for one in (ahead, *threads):
-        one.start()
-    for one in (ahead, *threads):
-        one.join()
-    for one, other in zip(alone, results, strict=True):
+    for thread in (ahead, *threads):
+        thread.start()
+    for thread in (ahead, *threads):
+        thread.join()
+    for thread, other in zip(alone, results, strict=True):
         assert other is not None
-        assert np.abs(one - other).max() <= 1
+        assert np.abs(thread - other).max() <= 1
 
 
 def test_step_caching_is_the_requests_or_the_servers(pipe: ImagePipeline):
@@ -104,12 +104,12 @@ def test_without_a_seed_images_differ(client: openai.OpenAI):
 
 def test_a_stream_has_images_on_the_way(client: openai.OpenAI):
     events = list(client.images.generate(prompt="dog", stream=True, partial_images=2, extra_body={"seed": 1, "num_inference_steps": 9}))
-    kinds = [one.type for one in events]
+    kinds = [event.type for event in events]
     assert kinds == ["image_generation.partial_image"] * 2 + ["image_generation.completed"]
-    assert [one.partial_image_index for one in events[:2]] == [0, 1]  # type: ignore[union-attr]
-    found = client.images.generate(prompt="dog", extra_body={"seed": 1, "num_inference_steps": 9})
-    assert found.data is not None
-    assert events[-1].b64_json == found.data[0].b64_json
+    assert [event.partial_image_index for event in events[:2]] == [0, 1]  # type: ignore[union-attr]
+    response = client.images.generate(prompt="dog", extra_body={"seed": 1, "num_inference_steps": 9})
+    assert response.data is not None
+    assert events[-1].b64_json == response.data[0].b64_json
     assert events[0].b64_json != events[-1].b64_json
 
 
@@ -157,9 +157,9 @@ def test_edits_keep_what_the_mask_covers(client: openai.OpenAI):
     clear = np.full((8, 8, 1), 255, np.uint8)
     clear[:4] = 0
     mask = np.concatenate([image, clear], 2)
-    found = client.images.edit(image=png(image), mask=png(mask), prompt="fox", n=2, extra_body={"seed": 4})
-    assert found.data is not None
-    first, second = (pixels(one.b64_json or "").astype(int) for one in found.data)
+    response = client.images.edit(image=png(image), mask=png(mask), prompt="fox", n=2, extra_body={"seed": 4})
+    assert response.data is not None
+    first, second = (pixels(entry.b64_json or "").astype(int) for entry in response.data)
     assert np.abs(first[4:] - image[4:]).max() <= 1
     assert np.abs(first[:4] - image[:4]).max() > 10
     assert np.abs(first[:4] - second[:4]).max() > 1
@@ -168,19 +168,19 @@ def test_edits_keep_what_the_mask_covers(client: openai.OpenAI):
 def test_a_weak_edit_stays_near_its_image_at_another_size(client: openai.OpenAI):
     image = np.full((16, 12, 3), 200, np.uint8)
     more = {"strength": 0.05, "num_inference_steps": 40, "guidance_scale": 1}
-    found = client.images.edit(image=png(image), prompt="fox", extra_body=more)
-    assert found.data is not None
-    drawn = pixels(found.data[0].b64_json or "").astype(int)
-    assert drawn.shape == (16, 12, 3)
-    assert np.abs(drawn - 200).mean() < 15
-    found = client.images.edit(image=png(image), prompt="fox", size="8x8", extra_body=more)  # type: ignore[call-overload]
-    assert found.size == "8x8"
+    response = client.images.edit(image=png(image), prompt="fox", extra_body=more)
+    assert response.data is not None
+    result = pixels(response.data[0].b64_json or "").astype(int)
+    assert result.shape == (16, 12, 3)
+    assert np.abs(result - 200).mean() < 15
+    response = client.images.edit(image=png(image), prompt="fox", size="8x8", extra_body=more)  # type: ignore[call-overload]
+    assert response.size == "8x8"
 
 
 def test_edits_stream_events_of_their_own(client: openai.OpenAI):
     image = np.zeros((8, 8, 3), np.uint8)
     events = list(client.images.edit(image=png(image), prompt="fox", stream=True, partial_images=1))
-    assert [one.type for one in events] == ["image_edit.partial_image", "image_edit.completed"]
+    assert [event.type for event in events] == ["image_edit.partial_image", "image_edit.completed"]
 
 
 @pytest.mark.parametrize(
@@ -222,14 +222,14 @@ def test_an_edit_that_is_no_form_is_refused(server: Server):
 
 @pytest.mark.parametrize("kind", ["jpeg", "webp"])
 def test_other_formats_are_written(client: openai.OpenAI, kind: str):
-    how = {"seed": 2, "output_format": kind}
-    found = client.images.generate(prompt="fox", output_compression=100, extra_body=how)
-    assert found.data is not None
-    drawn = read_image(base64.b64decode(found.data[0].b64_json or ""))
+    options = {"seed": 2, "output_format": kind}
+    response = client.images.generate(prompt="fox", output_compression=100, extra_body=options)
+    assert response.data is not None
+    result = read_image(base64.b64decode(response.data[0].b64_json or ""))
     exact = client.images.generate(prompt="fox", extra_body={"seed": 2})
     assert exact.data is not None
     # Both formats halve the resolution of colors, and these images are nearly noise.
-    assert np.corrcoef(drawn.ravel(), pixels(exact.data[0].b64_json or "").ravel())[0, 1] > 0.5
+    assert np.corrcoef(result.ravel(), pixels(exact.data[0].b64_json or "").ravel())[0, 1] > 0.5
 
 
 def test_too_many_images_are_refused_and_those_that_wait_are_drawn(pipe: ImagePipeline):
@@ -241,14 +241,14 @@ def test_too_many_images_are_refused_and_those_that_wait_are_drawn(pipe: ImagePi
             answers.append(http.post("/v1/images/generations", json=body).status_code)
 
         threads = [threading.Thread(target=ask, args=(4,)) for _ in range(3)]
-        for one in threads:
-            one.start()
-        for one in threads:
-            one.join()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
         assert sorted(answers) == [200, 200, 503] or sorted(answers) == [200, 503, 503]
         text = http.get("/metrics").text
-        drawn = 4.0 * answers.count(200)
-        assert f"argosy_images_total {drawn}" in text
+        count = 4.0 * answers.count(200)
+        assert f"argosy_images_total {count}" in text
         wait_until_idle(service)
 
 
@@ -263,10 +263,10 @@ def test_a_client_that_leaves_ends_its_images(server: Server):
 
 def test_a_drain_finishes_what_runs_and_refuses_the_rest(pipe: ImagePipeline):
     with serving(pipe) as (address, service, stop):
-        found: list[int] = []
+        statuses: list[int] = []
         body = {"prompt": "cat", "num_inference_steps": 200, "size": "32x32"}
         thread = threading.Thread(
-            target=lambda: found.append(httpx.post(f"{address}/v1/images/generations", json=body, timeout=60).status_code)
+            target=lambda: statuses.append(httpx.post(f"{address}/v1/images/generations", json=body, timeout=60).status_code)
         )
         thread.start()
         while service.engine.idle:
@@ -277,7 +277,7 @@ def test_a_drain_finishes_what_runs_and_refuses_the_rest(pipe: ImagePipeline):
         assert httpx.get(f"{address}/health").status_code == 503
         assert httpx.post(f"{address}/v1/images/generations", json=body).status_code == 503
         thread.join()
-        assert found == [200]
+        assert statuses == [200]
 
 
 def test_the_page_needs_no_key_and_its_requests_do(pipe: ImagePipeline):

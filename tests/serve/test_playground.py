@@ -120,10 +120,10 @@ def test_every_setting_of_the_playground_is_a_field_of_both_apis():
 
 def test_every_metric_of_the_dashboard_is_one_of_the_server(service: Service):
     samples = {sample.name for metric in service.front.metrics.registry.collect() for sample in metric.samples}
-    known = samples | {name.removesuffix("_bucket") for name in samples}
+    names = samples | {name.removesuffix("_bucket") for name in samples}
     read = set(re.findall(r'["`]((?:vllm|argosy):[\w$]+(?:\{name\}\w*)?)["`]', SOURCES["dashboard.js"]))
     template = "vllm:prefix_cache_${name}_total"
     assert template in read
-    found = (read - {template}) | {template.replace("${name}", name) for name in ("queries", "hits")}
-    assert len(found) >= 11
-    assert not found - known
+    metrics = (read - {template}) | {template.replace("${name}", name) for name in ("queries", "hits")}
+    assert len(metrics) >= 11
+    assert not metrics - names

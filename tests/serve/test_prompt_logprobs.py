@@ -45,22 +45,22 @@ def events(ask: Ask, **body: Any) -> list[dict[str, Any]]:
     return [json.loads(part.removeprefix("data: ")) for part in text.split("\n\n")[:-2]]
 
 
-def check(lm: LM, ids: list[int], found: dict[str, Any], top: int) -> None:
+def check(lm: LM, ids: list[int], logprobs: dict[str, Any], top: int) -> None:
     """Checks the first tokens of `logprobs` against the model."""
     expected, count = truth(lm, ids), len(ids)
-    assert found["token_logprobs"][0] is None
-    assert found["top_logprobs"][0] is None
-    own = [row[token] for row, token in zip(expected, ids[1:])]
-    np.testing.assert_allclose(found["token_logprobs"][1:count], own, rtol=1e-4, atol=1e-5)
-    for row, token, names in zip(expected, ids[1:], found["top_logprobs"][1:count]):
+    assert logprobs["token_logprobs"][0] is None
+    assert logprobs["top_logprobs"][0] is None
+    log_probs = [row[token] for row, token in zip(expected, ids[1:])]
+    np.testing.assert_allclose(logprobs["token_logprobs"][1:count], log_probs, rtol=1e-4, atol=1e-5)
+    for row, token, names in zip(expected, ids[1:], logprobs["top_logprobs"][1:count]):
         # Several bytes that are no character have one name.
         likeliest = [lm.tokenizer.piece(int(i), False).decode("utf-8", "replace") for i in np.argsort(-row)[:top]]
         assert set(names) == {*likeliest, lm.tokenizer.piece(token, False).decode("utf-8", "replace")}
 
 
 def test_echo_with_logprobs_is_the_prompt_then_the_answer(lm: LM, ask: Ask):
-    found = completion(ask, echo=True, logprobs=3, max_tokens=4)
-    choice, logprobs = found["choices"][0], found["choices"][0]["logprobs"]
+    document = completion(ask, echo=True, logprobs=3, max_tokens=4)
+    choice, logprobs = document["choices"][0], document["choices"][0]["logprobs"]
     answer = alone(lm, PROMPT, 4)
     assert choice["text"] == PROMPT + answer.text
     assert {len(values) for values in logprobs.values()} == {len(PROMPT) + 4}
@@ -72,12 +72,12 @@ def test_echo_with_logprobs_is_the_prompt_then_the_answer(lm: LM, ask: Ask):
 
 
 def test_no_tokens_but_the_prompts(lm: LM, ask: Ask):
-    found = completion(ask, prompt=[PROMPT, "b", "a" * 60], echo=True, logprobs=0, max_tokens=0, n=2)
-    assert [c["text"] for c in found["choices"]] == [one for one in (PROMPT, "b", "a" * 60) for _ in range(2)]
-    assert {c["finish_reason"] for c in found["choices"]} == {"length"}
-    assert found["usage"]["completion_tokens"] == 0
-    assert found["usage"]["prompt_tokens"] == 74
-    for choice in found["choices"]:
+    document = completion(ask, prompt=[PROMPT, "b", "a" * 60], echo=True, logprobs=0, max_tokens=0, n=2)
+    assert [c["text"] for c in document["choices"]] == [prompt for prompt in (PROMPT, "b", "a" * 60) for _ in range(2)]
+    assert {c["finish_reason"] for c in document["choices"]} == {"length"}
+    assert document["usage"]["completion_tokens"] == 0
+    assert document["usage"]["prompt_tokens"] == 74
+    for choice in document["choices"]:
         check(lm, list(choice["text"].encode()), choice["logprobs"], 0)
         assert len(choice["logprobs"]["tokens"]) == len(choice["text"])
     assert completion(ask, echo=True, max_tokens=0)["choices"][0]["logprobs"] is None
@@ -85,18 +85,18 @@ def test_no_tokens_but_the_prompts(lm: LM, ask: Ask):
 
 def test_a_prompt_may_fill_the_context_if_nothing_follows(lm: LM):
     with serving(lm, LIMITS.model_copy(update={"prompt_logprobs_tokens": 4096})) as service:
-        def ask(method: str, path: str, **how: Any) -> httpx.Response:
-            return inside(App(service).asgi, lambda client: client.request(method, path, **how))
+        def ask(method: str, path: str, **kwargs: Any) -> httpx.Response:
+            return inside(App(service).asgi, lambda client: client.request(method, path, **kwargs))
 
-        found = completion(ask, prompt="a" * 128, echo=True, logprobs=0, max_tokens=0)["choices"][0]
-        check(lm, [97] * 128, found["logprobs"], 0)
+        document = completion(ask, prompt="a" * 128, echo=True, logprobs=0, max_tokens=0)["choices"][0]
+        check(lm, [97] * 128, document["logprobs"], 0)
         assert ask("POST", "/v1/completions", json={"prompt": "a" * 129, "echo": True, "max_tokens": 0}).status_code == 400
 
 
 def test_a_stream_with_echo_joins_to_the_whole_answer(ask: Ask):
     for tokens in (0, 4):
-        how = {"prompt": [PROMPT, "b"], "echo": True, "logprobs": 2, "max_tokens": tokens}
-        whole, chunks = completion(ask, **how)["choices"], events(ask, **how)
+        fields = {"prompt": [PROMPT, "b"], "echo": True, "logprobs": 2, "max_tokens": tokens}
+        whole, chunks = completion(ask, **fields)["choices"], events(ask, **fields)
         for choice in whole:
             mine = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == choice["index"]]
             assert "".join(c["text"] for c in mine) == choice["text"]
@@ -113,32 +113,32 @@ def test_offsets_are_places_in_the_text(ask: Ask):
     hidden = completion(ask, prompt=ids, echo=True, logprobs=0, max_tokens=0)["choices"][0]
     assert hidden["text"] == "hélo"
     assert hidden["logprobs"]["text_offset"] == [0, 1, 1, 2, 2, 3]
-    shown = completion(ask, prompt=ids, echo=True, logprobs=0, max_tokens=0, skip_special_tokens=False)["choices"][0]
-    special = shown["logprobs"]["tokens"][3]
-    assert shown["text"] == f"hé{special}lo"
-    assert shown["logprobs"]["text_offset"] == [0, 1, 1, 2, 2 + len(special), 3 + len(special)]
+    special_shown = completion(ask, prompt=ids, echo=True, logprobs=0, max_tokens=0, skip_special_tokens=False)["choices"][0]
+    special = special_shown["logprobs"]["tokens"][3]
+    assert special_shown["text"] == f"hé{special}lo"
+    assert special_shown["logprobs"]["text_offset"] == [0, 1, 1, 2, 2 + len(special), 3 + len(special)]
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_prompt_logprobs_have_vllms_shape(lm: LM, ask: Ask, path: str):
     talk = path.endswith("chat/completions")
-    asked = {"messages": [{"role": "user", "content": "hi"}]} if talk else {"prompt": PROMPT}
+    prompt_fields = {"messages": [{"role": "user", "content": "hi"}]} if talk else {"prompt": PROMPT}
     text = "<user>hi<assistant>" if talk else PROMPT
-    answer = ask("POST", path, json=asked | {"prompt_logprobs": 2, "max_tokens": 2, "temperature": 0}).json()
+    answer = ask("POST", path, json=prompt_fields | {"prompt_logprobs": 2, "max_tokens": 2, "temperature": 0}).json()
     assert "text_offset" not in (answer["choices"][0]["logprobs"] or {})
-    found = (answer if talk else answer["choices"][0])["prompt_logprobs"]
+    document = (answer if talk else answer["choices"][0])["prompt_logprobs"]
     ids = list(text.encode())
-    assert len(found) == len(ids)
-    assert found[0] is None
-    for row, token, entries in zip(truth(lm, ids), ids[1:], found[1:]):
+    assert len(document) == len(ids)
+    assert document[0] is None
+    for row, token, entries in zip(truth(lm, ids), ids[1:], document[1:]):
         order = np.argsort(-row)
         assert next(iter(entries)) == str(token)
         assert set(entries) == {str(token), *(str(i) for i in order[:2])}
-        for one, entry in entries.items():
-            assert entry["logprob"] == pytest.approx(row[int(one)], rel=1e-4, abs=1e-5)
-            assert entry["rank"] == 1 + int((row > row[int(one)]).sum())
-            assert entry["decoded_token"] == lm.tokenizer.piece(int(one), False).decode("utf-8", "replace")
-    assert "prompt_logprobs" not in ask("POST", path, json=asked | {"max_tokens": 2}).json()
+        for token_id, entry in entries.items():
+            assert entry["logprob"] == pytest.approx(row[int(token_id)], rel=1e-4, abs=1e-5)
+            assert entry["rank"] == 1 + int((row > row[int(token_id)]).sum())
+            assert entry["decoded_token"] == lm.tokenizer.piece(int(token_id), False).decode("utf-8", "replace")
+    assert "prompt_logprobs" not in ask("POST", path, json=prompt_fields | {"max_tokens": 2}).json()
 
 
 @pytest.mark.slow
@@ -168,10 +168,10 @@ def test_running_answers_go_on_between_passes(lm: LM, service: Service):
     finally:
         del front.engine.step, front.prompts.score
     assert tokens == alone(lm, PROMPT, 60, ends=frozenset()).tokens
-    for ids, one in zip(prompts, scores):
-        np.testing.assert_allclose(one.logprobs, [r[t] for r, t in zip(truth(lm, ids), ids[1:])], rtol=1e-4, atol=1e-5)
+    for ids, prompt_score in zip(prompts, scores):
+        np.testing.assert_allclose(prompt_score.logprobs, [r[t] for r, t in zip(truth(lm, ids), ids[1:])], rtol=1e-4, atol=1e-5)
     assert 3 < order.count("pass") < 44, "prompts of one length share passes"
-    while_running = order[: [i for i, what in enumerate(order) if what == "step"][60]]
+    while_running = order[: [i for i, kind in enumerate(order) if kind == "step"][60]]
     assert all("step" in two for two in pairwise(while_running))
 
 
@@ -204,12 +204,12 @@ def test_a_long_prompt_takes_several_passes_with_other_work_between_them(family:
             assert prompts.score([long]) is None
             prompts.forget([long])
             assert prompts._long is None
-        found = [prompts.score([ids]) for _ in range(4)]
-        assert found[:3] == [None] * 3
-        (one,) = found[3]
+        document = [prompts.score([ids]) for _ in range(4)]
+        assert document[:3] == [None] * 3
+        (score,) = document[3]
         rows = truth(of, ids)
-        np.testing.assert_allclose(one.logprobs, [r[t] for r, t in zip(rows, ids[1:])], rtol=1e-4, atol=1e-5)
-        np.testing.assert_array_equal(one.ids[:, 0], rows.argmax(-1))
+        np.testing.assert_allclose(score.logprobs, [r[t] for r, t in zip(rows, ids[1:])], rtol=1e-4, atol=1e-5)
+        np.testing.assert_array_equal(score.ids[:, 0], rows.argmax(-1))
     assert prompts.compilations == 1
 
 
@@ -218,8 +218,8 @@ def test_what_is_compiled_for_a_request_is_counted(lm: LM):
         front = service.front
         front.metrics.text()
 
-        def ask(method: str, path: str, **how: Any) -> httpx.Response:
-            return inside(App(service).asgi, lambda client: client.request(method, path, **how))
+        def ask(method: str, path: str, **kwargs: Any) -> httpx.Response:
+            return inside(App(service).asgi, lambda client: client.request(method, path, **kwargs))
 
         for expected in (1, 1):
             completion(ask, echo=True, logprobs=0, max_tokens=0)
@@ -272,8 +272,8 @@ def test_a_server_that_ends_says_so_to_who_waits_for_scores(lm: LM):
 
 def test_programs_of_the_warm_up_are_not_counted_as_compiled_later(lm: LM):
     limits = LIMITS.model_copy(update={"prompt_logprobs_tokens": 33})
-    how = ServeSettings(warm_up=False, warm_up_prompt_logprobs=True, engine=SIZES, limits=limits)
-    service = run.build_service(lm, "tiny", how, None)
+    serve_settings = ServeSettings(warm_up=False, warm_up_prompt_logprobs=True, engine=SIZES, limits=limits)
+    service = run.build_service(lm, "tiny", serve_settings, None)
     try:
         assert service.front.prompts.compilations == 4
         assert 'argosy:compilations_total{engine="0",model_name="tiny"} 0.0' in service.front.metrics.text().decode()

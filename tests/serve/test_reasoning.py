@@ -72,7 +72,7 @@ def say(service: Service, text: str, status: int = 200, **body: Any) -> dict[str
 
 @pytest.mark.parametrize("size", [1, 2, 5, 1000])
 @pytest.mark.parametrize(
-    "start, text, thought, said",
+    "start, text, thought, answer",
     [
         ("open", "<think>\nhm\n\nwell\n</think>\n\nHello\n", "hm\n\nwell", "Hello\n"),
         ("open", "\n <think>hm</think>Hello", "hm", "Hello"),
@@ -89,11 +89,11 @@ def say(service: Service, text: str, status: int = 200, **body: Any) -> dict[str
         ("after", "\nHello <think>", "", "\nHello <think>"),
     ],
 )
-def test_thoughts_are_split_off_however_the_text_is_cut(start: Start, text: str, thought: str, said: str, size: int):
+def test_thoughts_are_split_off_however_the_text_is_cut(start: Start, text: str, thought: str, answer: str, size: int):
     thoughts = ThoughtSplitter(start)
     parts = [thoughts.push(text[i : i + size]) for i in range(0, len(text), size)] + [thoughts.end()]
     assert "".join(part[0] for part in parts) == thought
-    assert "".join(part[1] for part in parts) == said
+    assert "".join(part[1] for part in parts) == answer
 
 
 def test_thoughts_are_not_held_back():
@@ -109,12 +109,12 @@ def test_tokens_of_thoughts_are_counted_and_those_of_the_answer_scored():
     for i, text in enumerate(("<think>", "a", "b", "</think>", "\n\n", "c")):
         reader.push(ChoicePiece(text, [ScoredToken(i, 0.0)]))
     reader.push(ChoicePiece("", [ScoredToken(6, 0.0)], "stop"))
-    assert (reader.thinking, [one.token for one in reader.tokens]) == (4, [4, 5, 6])
+    assert (reader.thinking, [token.token for token in reader.tokens]) == (4, [4, 5, 6])
     # Tokens that might have begun a thought belong to the answer after all.
     plain = CompletionReader(CompletionFormat(start="open"))
     for i, text in enumerate(("<th", "ick", "")):
         plain.push(ChoicePiece(text, [ScoredToken(i, 0.0)], "stop" if i == 2 else None))
-    assert (plain.thinking, [one.token for one in plain.tokens], plain.text) == (0, [0, 1, 2], "<thick")
+    assert (plain.thinking, [token.token for token in plain.tokens], plain.text) == (0, [0, 1, 2], "<thick")
 
 
 # ---------------------------------------------------------------- which answers have thoughts
@@ -141,11 +141,11 @@ def test_the_template_and_its_prompt_say_where_an_answer_starts(name: str, varia
     path = TEMPLATES / f"{name}.jinja"
     if not path.exists():
         pytest.skip("the published templates are not here")
-    template, said = path.read_text(), [{"role": "user", "content": "What does </think> mean? <think>"}]
+    template, messages = path.read_text(), [{"role": "user", "content": "What does </think> mean? <think>"}]
     assert thinks("auto", template) == (start is not None)
     assert not thinks("none", template)
     if start is not None:
-        text = render(template, said, {"bos_token": "", "eos_token": ""}, add_generation_prompt=True, **variables)
+        text = render(template, messages, {"bos_token": "", "eos_token": ""}, add_generation_prompt=True, **variables)
         tokenizer = ByteTokenizer()
         assert thought_start("auto", tokenizer, tokenizer.encode(text), None) == start
         assert thought_start("deepseek_r1", tokenizer, tokenizer.encode(text), None) == ("inside" if start == "open" else start)
@@ -172,13 +172,13 @@ def test_a_mark_that_is_a_special_token_is_no_text():
 
 
 def test_an_answer_has_its_thoughts_apart_under_both_names(qwen: Service):
-    found = say(qwen, "<think>\nhm\n</think>\n\nHello")
-    message = found["choices"][0]["message"]
+    reply = say(qwen, "<think>\nhm\n</think>\n\nHello")
+    message = reply["choices"][0]["message"]
     assert (message["content"], message["reasoning_content"], message["reasoning"]) == ("Hello", "hm", "hm")
-    assert found["usage"]["completion_tokens_details"] == {"reasoning_tokens": len("<think>\nhm\n</think>")}
+    assert reply["usage"]["completion_tokens_details"] == {"reasoning_tokens": len("<think>\nhm\n</think>")}
     hidden = say(qwen, "<think>\nhm\n</think>\n\nHello", include_reasoning=False)
     assert "reasoning" not in hidden["choices"][0]["message"]
-    assert hidden["usage"] == found["usage"]
+    assert hidden["usage"] == reply["usage"]
     cut = say(qwen, "<think>\nhm\n</think>\n\nHello", max_tokens=10)["choices"][0]
     assert (cut["message"]["content"], cut["message"]["reasoning"], cut["finish_reason"]) == (None, "hm", "length")
 
@@ -293,9 +293,9 @@ def test_a_request_is_bound_behind_its_thoughts(grammars: Grammars, qwen: Servic
     from argosy.serve.openai.fields import ChatFields
 
     body = TALK | {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"const": 1}}}}
-    wanted = read_chat(qwen, ChatFields.of(body)).wanted
-    assert wanted is not None
-    assert state(grammars, wanted.structure, "<think>hm</think>\n1") == "complete"
+    binding = read_chat(qwen, ChatFields.of(body)).wanted
+    assert binding is not None
+    assert state(grammars, binding.structure, "<think>hm</think>\n1") == "complete"
     switched_off = read_chat(qwen, ChatFields.of(body | {"reasoning_effort": "none"})).wanted
     assert switched_off is not None
     assert state(grammars, switched_off.structure, "<") == "refused"

@@ -22,7 +22,7 @@ TEXT = {"prompt": "hi", "max_tokens": 2}
 TALK = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 
 
-def refused(answer: httpx.Response, status: int = 400) -> dict[str, Any]:
+def error_of(answer: httpx.Response, status: int = 400) -> dict[str, Any]:
     assert answer.status_code == status, answer.text
     error = answer.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
@@ -93,7 +93,7 @@ def refused(answer: httpx.Response, status: int = 400) -> dict[str, Any]:
     ],
 )
 def test_a_wrong_value_is_refused_by_its_name(ask: Ask, more: dict[str, Any], param: str):
-    error = refused(ask("POST", "/v1/completions", json=TEXT | more))
+    error = error_of(ask("POST", "/v1/completions", json=TEXT | more))
     assert error["param"] == param
     assert error["type"] == "invalid_request_error"
 
@@ -114,19 +114,19 @@ def test_a_wrong_value_is_refused_by_its_name(ask: Ask, more: dict[str, Any], pa
 )
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
 def test_a_wrong_option_of_a_template_is_refused_by_its_name(ask: Ask, path: str, more: dict[str, Any], param: str):
-    assert refused(ask("POST", path, json={"messages": TALK["messages"]} | more))["param"] == param
+    assert error_of(ask("POST", path, json={"messages": TALK["messages"]} | more))["param"] == param
 
 
 @pytest.mark.parametrize("name", ["add_generation_prompt", "continue_final_message", "documents", "tools"])
 def test_options_of_a_template_are_not_for_a_text(ask: Ask, name: str):
     value: Any = [] if name in ("documents", "tools") else False
-    assert refused(ask("POST", "/tokenize", json={"prompt": "hi", name: value}))["param"] == name
+    assert error_of(ask("POST", "/tokenize", json={"prompt": "hi", name: value}))["param"] == name
 
 
 @pytest.mark.parametrize("name", sorted(NEUTRAL))
 def test_a_field_that_is_not_supported_is_refused_unless_it_asks_for_nothing(ask: Ask, name: str):
     path, body = ("/v1/chat/completions", TALK) if name != "suffix" else ("/v1/completions", TEXT)
-    error = refused(ask("POST", path, json=body | {name: {"something": "else"}}))
+    error = error_of(ask("POST", path, json=body | {name: {"something": "else"}}))
     assert (error["param"], error["code"]) == (name, "unsupported_parameter")
     assert ("structured_outputs" in error["message"]) == name.startswith("guided_")
     for value in (None, *NEUTRAL[name]):
@@ -134,11 +134,11 @@ def test_a_field_that_is_not_supported_is_refused_unless_it_asks_for_nothing(ask
 
 
 def test_an_unknown_field_is_refused_with_the_nearest_name(ask: Ask):
-    error = refused(ask("POST", "/v1/completions", json=TEXT | {"max_token": 3}))
+    error = error_of(ask("POST", "/v1/completions", json=TEXT | {"max_token": 3}))
     assert (error["param"], error["code"]) == ("max_token", "unknown_parameter")
     assert "did you mean `max_tokens`" in error["message"]
     # A client's own words come back shortened.
-    assert len(refused(ask("POST", "/v1/completions", json=TEXT | {"x" * 5000: 3}))["message"]) < 200
+    assert len(error_of(ask("POST", "/v1/completions", json=TEXT | {"x" * 5000: 3}))["message"]) < 200
 
 
 def test_fields_without_effect_on_an_answer_are_accepted(ask: Ask):
@@ -161,7 +161,7 @@ def test_fields_without_effect_on_an_answer_are_accepted(ask: Ask):
     ],
 )
 def test_wrong_messages_are_refused_by_their_place(ask: Ask, messages: list[Any], param: str):
-    assert refused(ask("POST", "/v1/chat/completions", json={"messages": messages}))["param"] == param
+    assert error_of(ask("POST", "/v1/chat/completions", json={"messages": messages}))["param"] == param
 
 
 @pytest.mark.parametrize("kind", ["image_url", "input_audio", "file", "video_url"])
@@ -173,7 +173,7 @@ def test_no_address_in_a_message_is_ever_opened(ask: Ask, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(socket.socket, "connect", connect)
     part = {"type": kind, kind: {"url": "http://127.0.0.1:9/x.png"}}
-    error = refused(ask("POST", "/v1/chat/completions", json={"messages": [{"role": "user", "content": [part]}]}))
+    error = error_of(ask("POST", "/v1/chat/completions", json={"messages": [{"role": "user", "content": [part]}]}))
     assert error["param"] == "messages.0.content.0"
     assert kind in error["message"]
 
@@ -197,21 +197,21 @@ def test_no_address_in_a_message_is_ever_opened(ask: Ask, monkeypatch: pytest.Mo
     ],
 )
 def test_a_wrong_field_of_a_chat_is_refused_by_its_name(ask: Ask, more: dict[str, Any], param: str):
-    assert refused(ask("POST", "/v1/chat/completions", json=TALK | more))["param"] == param
+    assert error_of(ask("POST", "/v1/chat/completions", json=TALK | more))["param"] == param
 
 
 def test_a_prompt_and_its_answer_must_fit_into_the_context(ask: Ask):
     for more in ({"prompt": "a" * 127}, {"prompt": [5] * 200}, {"prompt": "a" * 15_000}):
-        assert refused(ask("POST", "/v1/completions", json=TEXT | more))["code"] == "context_length_exceeded"
+        assert error_of(ask("POST", "/v1/completions", json=TEXT | more))["code"] == "context_length_exceeded"
     assert ask("POST", "/v1/completions", json=TEXT | {"prompt": "a" * 126}).status_code == 200
-    assert refused(ask("POST", "/v1/completions", json={"prompt": [258]}))["message"].startswith("token id 258")
+    assert error_of(ask("POST", "/v1/completions", json={"prompt": [258]}))["message"].startswith("token id 258")
 
 
 def test_another_model_is_not_here(ask: Ask):
-    error = refused(ask("POST", "/v1/completions", json=TEXT | {"model": "gpt-x"}), 404)
+    error = error_of(ask("POST", "/v1/completions", json=TEXT | {"model": "gpt-x"}), 404)
     assert (error["param"], error["code"]) == ("model", "model_not_found")
     assert ask("POST", "/v1/completions", json=TEXT | {"model": "tiny"}).status_code == 200
-    refused(ask("GET", "/v1/models/gpt-x"), 404)
+    error_of(ask("GET", "/v1/models/gpt-x"), 404)
     assert ask("GET", "/v1/models/tiny").json()["id"] == "tiny"
 
 
@@ -220,14 +220,14 @@ def test_another_model_is_not_here(ask: Ask):
 
 def test_a_body_is_json_of_limited_length(ask: Ask):
     json_type = {"content-type": "application/json"}
-    refused(ask("POST", "/v1/completions", content=b'{"prompt": "hi"}'), 415)
-    refused(ask("POST", "/v1/completions", content=b" " * 20_001, headers=json_type), 413)
+    error_of(ask("POST", "/v1/completions", content=b'{"prompt": "hi"}'), 415)
+    error_of(ask("POST", "/v1/completions", content=b" " * 20_001, headers=json_type), 413)
     for body in (b"", b"{", b"[1]", b"3", b"null", b'{"prompt": NaN}', b"\xff\xfe", b"[" * 9_000, b'{"n": ' + b"9" * 5_000 + b"}"):
-        refused(ask("POST", "/v1/completions", content=body, headers=json_type))
+        error_of(ask("POST", "/v1/completions", content=body, headers=json_type))
 
 
 def test_too_many_headers_are_refused(ask: Ask):
-    refused(ask("GET", "/health", headers={f"x-{i}": "1" for i in range(20)}), 431)
+    error_of(ask("GET", "/health", headers={f"x-{i}": "1" for i in range(20)}), 431)
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def test_a_key_is_asked_of_everything_but_probes(service: Service):
         for path in paths:
             for headers in wrong:
                 raw = {name: value.encode() for name, value in headers.items()}
-                refused(await client.get(path, headers=raw), 401)
+                error_of(await client.get(path, headers=raw), 401)
         assert (await client.get("/v1/models", headers=right)).status_code == 200
         lower = {"authorization": "bearer s3cret"}
         assert (await client.get("/v1/models", headers=lower)).status_code == 200
@@ -280,7 +280,7 @@ def test_a_server_without_a_key_answers_to_names_of_the_loopback_only(service: S
         for host in ("localhost", "LOCALHOST:8000", "127.0.0.1:8000", "127.9.9.9", "[::1]:8000"):
             assert (await client.get("/version", headers={"host": host})).status_code == 200
         for host in ("evil.example", "evil.example:8000", "127.0.0.1.evil.example", "", "10.0.0.1"):
-            assert refused(await client.get("/version", headers={"host": host}), 403)["code"] == "unknown_host"
+            assert error_of(await client.get("/version", headers={"host": host}), 403)["code"] == "unknown_host"
 
     inside(app, go)
 
@@ -288,7 +288,7 @@ def test_a_server_without_a_key_answers_to_names_of_the_loopback_only(service: S
 def test_what_was_not_foreseen_is_a_500_that_says_nothing(service: Service, capsys: pytest.CaptureFixture[str]):
     app = App(service)
     models: Any = next(route for route in app.asgi.router.routes if getattr(route, "path", None) == "/v1/models")
-    models.app = broken
+    models.app = raise_error
 
     async def go() -> httpx.Response:
         transport = httpx.ASGITransport(app.asgi, raise_app_exceptions=False)
@@ -303,7 +303,7 @@ def test_what_was_not_foreseen_is_a_500_that_says_nothing(service: Service, caps
     assert "a secret" in capsys.readouterr().err
 
 
-async def broken(scope: Any, receive: Any, send: Any) -> None:
+async def raise_error(scope: Any, receive: Any, send: Any) -> None:
     raise RuntimeError("a secret")
 
 
@@ -335,18 +335,18 @@ SEEDS: list[tuple[str, dict[str, Any]]] = [
 ODD = [None, True, 0, -1, 2**63, 2**70, 1e308, 0.5, "", "x", "\ud800", "é" * 50, [], {}, [[]], [None], {"a": None}, [-1], ["", 1]]
 
 
-def spoiled(value: Any, rng: Random) -> Any:
+def spoil(value: Any, rng: Random) -> Any:
     """The value with one part replaced, removed or added, somewhere in its depth."""
     if isinstance(value, dict) and value and rng.random() < 0.8:
         key = rng.choice(list(value))
         if rng.random() < 0.2:
-            return {name: one for name, one in value.items() if name != key}
-        known = (ChatFields, CompletionFields, Responses, Messages)
-        fields = [*(name for kind in known for name in kind.model_fields), *NEUTRAL, "x" * 40]
-        return value | {key: spoiled(value[key], rng)} | ({rng.choice(fields): rng.choice(ODD)} if rng.random() < 0.5 else {})
+            return {name: item for name, item in value.items() if name != key}
+        kinds = (ChatFields, CompletionFields, Responses, Messages)
+        fields = [*(name for kind in kinds for name in kind.model_fields), *NEUTRAL, "x" * 40]
+        return value | {key: spoil(value[key], rng)} | ({rng.choice(fields): rng.choice(ODD)} if rng.random() < 0.5 else {})
     if isinstance(value, list) and value and rng.random() < 0.6:
         at = rng.randrange(len(value))
-        return [*value[:at], spoiled(value[at], rng), *value[at + 1 :]]
+        return [*value[:at], spoil(value[at], rng), *value[at + 1 :]]
     return rng.choice(ODD)
 
 
@@ -356,7 +356,7 @@ def test_no_body_whatever_makes_a_5xx(service: Service):
     async def go(client: httpx.AsyncClient) -> None:
         for _ in range(400):
             path, body = rng.choice(SEEDS)
-            body = spoiled(body, rng)
+            body = spoil(body, rng)
             if path.endswith("completions") and isinstance(body, dict) and rng.random() < 0.9:
                 body["max_tokens"] = 1
             if rng.random() < 0.2:

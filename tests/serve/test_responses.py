@@ -42,15 +42,15 @@ class Pet(BaseModel):
 
 
 @pytest.fixture(scope="module")
-def said(lm: LM) -> Iterator[Service]:
+def speaker(lm: LM) -> Iterator[Service]:
     """A service whose model says what a test wants, and which keeps three responses."""
     with serving(with_template(lm, TEMPLATE), kind=Says, more={"store": ResponseStore(3)}) as service:
         yield service
 
 
 @pytest.fixture(scope="module")
-def client(said: Service) -> Iterator[openai.OpenAI]:
-    with listening(said) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+def client(speaker: Service) -> Iterator[openai.OpenAI]:
+    with listening(speaker) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         yield client
 
 
@@ -74,81 +74,81 @@ def says(service: Service, text: str) -> None:
 
 
 def test_an_answer_is_that_of_the_chat_it_is_translated_to(real: openai.OpenAI):
-    how: dict[str, Any] = {"model": "tiny", "temperature": 0.7, "top_p": 0.9, "extra_body": {"seed": 3, "top_k": 20}}
+    options: dict[str, Any] = {"model": "tiny", "temperature": 0.7, "top_p": 0.9, "extra_body": {"seed": 3, "top_k": 20}}
     messages: Any = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
-    chat = real.chat.completions.create(messages=messages, max_tokens=12, **how)
-    found = real.responses.create(instructions="be brief", input="hi", max_output_tokens=12, **how)
-    assert found.output_text == chat.choices[0].message.content
-    assert (found.status, found.object, found.model) == ("incomplete", "response", "tiny")
-    assert found.incomplete_details is not None
-    assert found.incomplete_details.reason == "max_output_tokens"
-    assert found.output[0].status == "incomplete"  # pyright: ignore
-    assert (found.temperature, found.top_p, found.instructions, found.max_output_tokens) == (0.7, 0.9, "be brief", 12)
-    assert found.usage is not None
+    chat = real.chat.completions.create(messages=messages, max_tokens=12, **options)
+    response = real.responses.create(instructions="be brief", input="hi", max_output_tokens=12, **options)
+    assert response.output_text == chat.choices[0].message.content
+    assert (response.status, response.object, response.model) == ("incomplete", "response", "tiny")
+    assert response.incomplete_details is not None
+    assert response.incomplete_details.reason == "max_output_tokens"
+    assert response.output[0].status == "incomplete"  # pyright: ignore
+    assert (response.temperature, response.top_p, response.instructions, response.max_output_tokens) == (0.7, 0.9, "be brief", 12)
+    assert response.usage is not None
     assert chat.usage is not None
-    assert (found.usage.input_tokens, found.usage.output_tokens) == (chat.usage.prompt_tokens, 12)
-    assert found.store is False  # pyright: ignore
+    assert (response.usage.input_tokens, response.usage.output_tokens) == (chat.usage.prompt_tokens, 12)
+    assert response.store is False  # pyright: ignore
 
 
 def test_the_official_client_parses_a_response_into_its_class(real: openai.OpenAI):
-    found = real.responses.parse(model="tiny", input="hi", text_format=Pet, temperature=1.5, extra_body=TERSE)
-    assert isinstance(found.output_parsed, Pet)
-    assert found.status == "completed"
+    response = real.responses.parse(model="tiny", input="hi", text_format=Pet, temperature=1.5, extra_body=TERSE)
+    assert isinstance(response.output_parsed, Pet)
+    assert response.status == "completed"
     with real.responses.stream(model="tiny", input="hi", text_format=Pet, extra_body=TERSE) as stream:
         parsed = [event.parsed for event in stream if event.type == "response.output_text.done"]
         assert stream.get_final_response().output_parsed == parsed[0]
 
 
-def test_thoughts_text_and_calls_are_items(said: Service, client: openai.OpenAI):
-    says(said, f"<think>hm</think>\nOk{BARE}")
-    found = client.responses.create(tools=[TOOL], **HI)
-    assert [item.type for item in found.output] == ["reasoning", "message", "function_call"]
-    thought, message, call = found.output
+def test_thoughts_text_and_calls_are_items(speaker: Service, client: openai.OpenAI):
+    says(speaker, f"<think>hm</think>\nOk{BARE}")
+    response = client.responses.create(tools=[TOOL], **HI)
+    assert [item.type for item in response.output] == ["reasoning", "message", "function_call"]
+    thought, message, call = response.output
     assert thought.type == "reasoning"
     assert message.type == "message"
     assert call.type == "function_call"
     assert thought.content is not None
     assert (thought.content[0].text, thought.summary) == ("hm", [])
-    assert (found.output_text, call.name, call.arguments) == ("Ok", "f", '{"a": 1}')
+    assert (response.output_text, call.name, call.arguments) == ("Ok", "f", '{"a": 1}')
     assert {item.status for item in (thought, message, call)} == {"completed"}
-    assert found.usage is not None
-    assert found.usage.output_tokens_details.reasoning_tokens == len("<think>hm</think>")
-    assert found.usage.input_tokens_details.cached_tokens == 3
+    assert response.usage is not None
+    assert response.usage.output_tokens_details.reasoning_tokens == len("<think>hm</think>")
+    assert response.usage.input_tokens_details.cached_tokens == 3
     hidden = client.responses.create(extra_body={"include_reasoning": False}, tools=[TOOL], **HI)
     assert [item.type for item in hidden.output] == ["message", "function_call"]
 
 
-def test_an_empty_answer_is_an_empty_message(said: Service, client: openai.OpenAI):
-    says(said, "")
-    found = client.responses.create(**HI)
-    assert [item.type for item in found.output] == ["message"]
-    assert found.output_text == ""
+def test_an_empty_answer_is_an_empty_message(speaker: Service, client: openai.OpenAI):
+    says(speaker, "")
+    response = client.responses.create(**HI)
+    assert [item.type for item in response.output] == ["message"]
+    assert response.output_text == ""
     events = [event.type for event in client.responses.create(stream=True, **HI)]
     assert events[2:-1] == [f"response.{name}" for name in (
         "output_item.added", "content_part.added", "output_text.done", "content_part.done", "output_item.done",
     )]  # fmt: skip
 
 
-def test_log_probabilities_are_those_of_the_text(said: Service, client: openai.OpenAI):
-    says(said, "<think>hm</think>\nHé")
-    how: dict[str, Any] = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
-    found = client.responses.create(**HI, **how).output[1]
-    assert found.type == "message"
-    scores: Any = found.content[0].logprobs  # pyright: ignore
+def test_log_probabilities_are_those_of_the_text(speaker: Service, client: openai.OpenAI):
+    says(speaker, "<think>hm</think>\nHé")
+    options: dict[str, Any] = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    response = client.responses.create(**HI, **options).output[1]
+    assert response.type == "message"
+    scores: Any = response.content[0].logprobs  # pyright: ignore
     # The line break behind the thoughts and the end are tokens of the answer, though no text.
-    assert [one.token for one in scores] == ["\n", "H", "�", "�", "<eos>"]
-    assert [len(one.top_logprobs) for one in scores] == [2] * len(scores)
-    with client.responses.stream(**HI, **how) as stream:
-        streamed = [one for event in stream if event.type == "response.output_text.delta" for one in event.logprobs]
-    assert [one.token for one in streamed] == [one.token for one in scores][: len(streamed)]
+    assert [score.token for score in scores] == ["\n", "H", "�", "�", "<eos>"]
+    assert [len(score.top_logprobs) for score in scores] == [2] * len(scores)
+    with client.responses.stream(**HI, **options) as stream:
+        streamed = [score for event in stream if event.type == "response.output_text.delta" for score in event.logprobs]
+    assert [score.token for score in streamed] == [score.token for score in scores][: len(streamed)]
     assert len(streamed) == len(scores) - 1
 
 
 # ---------------------------------------------------------------- streams
 
 
-def test_a_stream_has_the_events_of_the_api_in_their_order(said: Service, client: openai.OpenAI):
-    says(said, f"<think>hm</think>\nOk{BARE}")
+def test_a_stream_has_the_events_of_the_api_in_their_order(speaker: Service, client: openai.OpenAI):
+    says(speaker, f"<think>hm</think>\nOk{BARE}")
     with client.responses.stream(tools=[TOOL], **HI) as stream:
         events: list[Any] = list(stream)
         final = stream.get_final_response()
@@ -171,19 +171,19 @@ def test_a_stream_has_the_events_of_the_api_in_their_order(said: Service, client
     assert added == [item.id for item in raw[-1].response.output]  # pyright: ignore
 
 
-def test_events_have_names_and_no_end_mark(said: Service):
-    says(said, "Hello")
+def test_events_have_names_and_no_end_mark(speaker: Service):
+    says(speaker, "Hello")
 
     async def go(client: httpx.AsyncClient) -> str:
         return (await client.post("/v1/responses", json=HI | {"stream": True})).text
 
-    parts = inside(App(said).asgi, go).split("\n\n")
+    parts = inside(App(speaker).asgi, go).split("\n\n")
     assert parts.pop() == ""
     assert all(part.startswith("event: response.") and "\ndata: {" in part for part in parts)
 
 
-def test_an_answer_that_is_cut_short_ends_with_incomplete(said: Service, client: openai.OpenAI):
-    says(said, THINKS)
+def test_an_answer_that_is_cut_short_ends_with_incomplete(speaker: Service, client: openai.OpenAI):
+    says(speaker, THINKS)
     last: Any = list(client.responses.create(stream=True, max_output_tokens=8, **HI))[-1]
     assert last.type == "response.incomplete"
     assert [item.type for item in last.response.output] == ["reasoning"]
@@ -193,7 +193,7 @@ def test_an_answer_that_is_cut_short_ends_with_incomplete(said: Service, client:
 
 
 def test_items_become_the_messages_of_a_chat():
-    found = input_messages(
+    messages = input_messages(
         [
             {"role": "developer", "content": "be brief"},
             {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]},
@@ -212,7 +212,7 @@ def test_items_become_the_messages_of_a_chat():
         {"id": f"call_{i}", "type": "function", "function": {"name": "f", "arguments": arguments}}
         for i, arguments in ((1, {"a": 1}), (2, {}))
     ]
-    assert found == [
+    assert messages == [
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": "a\nb"},
         {"role": "assistant", "reasoning": "hm", "content": "c", "tool_calls": calls},
@@ -221,21 +221,21 @@ def test_items_become_the_messages_of_a_chat():
         {"role": "assistant", "content": "d"},
         {"role": "assistant", "content": "e"},
     ]
-    assert with_instructions("you are a cat", found)[:2] == [
+    assert with_instructions("you are a cat", messages)[:2] == [
         {"role": "system", "content": "you are a cat\n\nbe brief"},
         {"role": "user", "content": "a\nb"},
     ]
 
 
-def test_a_response_can_be_sent_back_as_input(said: Service, client: openai.OpenAI):
-    says(said, f"<think>hm</think>\nOk{BARE}")
+def test_a_response_can_be_sent_back_as_input(speaker: Service, client: openai.OpenAI):
+    says(speaker, f"<think>hm</think>\nOk{BARE}")
     first = client.responses.create(tools=[TOOL], **HI)
     call: Any = first.output[2]
     output = {"type": "function_call_output", "call_id": call.call_id, "output": "2"}
-    given: Any = [{"role": "user", "content": "hi"}, *(item.to_dict() for item in first.output), output]
-    found = client.responses.create(model="tiny", input=given)
-    assert found.usage is not None
-    assert found.usage.input_tokens == len("<u>hi<a>(hm)Okf1<t>2<a>")
+    conversation: Any = [{"role": "user", "content": "hi"}, *(item.to_dict() for item in first.output), output]
+    response = client.responses.create(model="tiny", input=conversation)
+    assert response.usage is not None
+    assert response.usage.input_tokens == len("<u>hi<a>(hm)Okf1<t>2<a>")
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -278,19 +278,19 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize("more, param", WRONG)
-def test_a_wrong_field_is_refused_by_its_name(said: Service, more: dict[str, Any], param: str):
+def test_a_wrong_field_is_refused_by_its_name(speaker: Service, more: dict[str, Any], param: str):
     async def go(client: httpx.AsyncClient) -> httpx.Response:
         return await client.post("/v1/responses", json=HI | more)
 
-    answer = inside(App(said).asgi, go)
+    answer = inside(App(speaker).asgi, go)
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     assert error["param"] == param
     assert "messages" not in error["message"]
 
 
-def test_fields_that_ask_for_nothing_are_accepted(said: Service, client: openai.OpenAI):
-    says(said, "Hello")
+def test_fields_that_ask_for_nothing_are_accepted(speaker: Service, client: openai.OpenAI):
+    says(speaker, "Hello")
     nothing = {name: values[0] for name, values in Responses.neutral.items() if values} | dict.fromkeys(Responses.neutral)
     body = nothing | dict.fromkeys(Responses.ignored - Responses.model_fields.keys(), "x")
     assert client.responses.create(extra_body=body, **HI).output_text == "Hello"
@@ -301,8 +301,8 @@ def test_fields_that_ask_for_nothing_are_accepted(said: Service, client: openai.
 # ---------------------------------------------------------------- the store
 
 
-def test_a_conversation_goes_on_from_a_stored_response(said: Service, client: openai.OpenAI):
-    says(said, "<think>hm</think>\nHello")
+def test_a_conversation_goes_on_from_a_stored_response(speaker: Service, client: openai.OpenAI):
+    says(speaker, "<think>hm</think>\nHello")
     first = client.responses.create(instructions="be brief", **HI)
     second = client.responses.create(model="tiny", input="and?", previous_response_id=first.id, metadata={"a": "b"})
     assert second.usage is not None
@@ -318,19 +318,19 @@ def test_a_conversation_goes_on_from_a_stored_response(said: Service, client: op
     client.responses.delete(second.id)
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(second.id)
-    gone = client.responses.create(store=False, **HI)
+    unstored = client.responses.create(store=False, **HI)
     with pytest.raises(openai.NotFoundError):
-        client.responses.retrieve(gone.id)
+        client.responses.retrieve(unstored.id)
 
 
-def test_the_oldest_response_makes_room(said: Service, client: openai.OpenAI):
-    says(said, "Hello")
+def test_the_oldest_response_makes_room(speaker: Service, client: openai.OpenAI):
+    says(speaker, "Hello")
     names = [client.responses.create(**HI).id for _ in range(4)]
     for name in names[1:]:
         assert client.responses.retrieve(name).output_text == "Hello"
-    with pytest.raises(openai.BadRequestError, match="no response") as gone:
+    with pytest.raises(openai.BadRequestError, match="no response") as caught:
         client.responses.create(previous_response_id=names[0], **HI)
-    assert gone.value.param == "previous_response_id"
+    assert caught.value.param == "previous_response_id"
 
 
 def test_a_server_that_keeps_nothing_says_so(real: openai.OpenAI):
@@ -345,9 +345,9 @@ def test_a_server_that_keeps_nothing_says_so(real: openai.OpenAI):
 # ---------------------------------------------------------------- in the background
 
 
-def in_background(said: Service, do: Any) -> None:
+def in_background(service: Service, do: Any) -> None:
     """Runs a test in an event loop of its own, with a front whose answers wait for `release.set()`."""
-    front: Any = said.front
+    front: Any = service.front
 
     async def go(client: httpx.AsyncClient) -> None:
         front.waits = asyncio.Event()
@@ -359,11 +359,11 @@ def in_background(said: Service, do: Any) -> None:
             front.waits.set()
             front.waits = None
 
-    inside(App(said).asgi, go)
+    inside(App(service).asgi, go)
 
 
-def test_a_response_is_made_in_the_background(said: Service):
-    says(said, "Hello")
+def test_a_response_is_made_in_the_background(speaker: Service):
+    says(speaker, "Hello")
 
     async def go(client: httpx.AsyncClient, name: str, release: asyncio.Event) -> None:
         assert (await client.get(f"/v1/responses/{name}")).json()["status"] == "in_progress"
@@ -371,44 +371,44 @@ def test_a_response_is_made_in_the_background(said: Service):
         assert refused.json()["error"]["param"] == "previous_response_id"
         release.set()
         until = time.monotonic() + 30
-        while (found := (await client.get(f"/v1/responses/{name}")).json())["status"] == "in_progress":
+        while (status := (await client.get(f"/v1/responses/{name}")).json())["status"] == "in_progress":
             assert time.monotonic() < until
             await asyncio.sleep(0)
-        assert (found["status"], found["output"][0]["content"][0]["text"]) == ("completed", "Hello")
+        assert (status["status"], status["output"][0]["content"][0]["text"]) == ("completed", "Hello")
         # It is too late to cancel it.
-        assert (await client.post(f"/v1/responses/{name}/cancel", json={})).json() == found
+        assert (await client.post(f"/v1/responses/{name}/cancel", json={})).json() == status
 
-    in_background(said, go)
+    in_background(speaker, go)
 
 
-def test_a_response_in_the_background_can_be_cancelled_or_deleted(said: Service):
+def test_a_response_in_the_background_can_be_cancelled_or_deleted(speaker: Service):
     async def cancel(client: httpx.AsyncClient, name: str, release: asyncio.Event) -> None:
-        found = (await client.post(f"/v1/responses/{name}/cancel", json={})).json()
-        assert found["status"] == "cancelled"
-        assert (await client.get(f"/v1/responses/{name}")).json() == found
-        task = said.store.get(name).task if said.store else None
+        document = (await client.post(f"/v1/responses/{name}/cancel", json={})).json()
+        assert document["status"] == "cancelled"
+        assert (await client.get(f"/v1/responses/{name}")).json() == document
+        task = speaker.store.get(name).task if speaker.store else None
         assert task is None
 
     async def delete(client: httpx.AsyncClient, name: str, release: asyncio.Event) -> None:
-        task = said.store.get(name).task if said.store else None
+        task = speaker.store.get(name).task if speaker.store else None
         assert (await client.delete(f"/v1/responses/{name}")).json()["deleted"] is True
         assert task is not None
         assert task.cancelled()
         assert (await client.get(f"/v1/responses/{name}")).status_code == 404
 
-    in_background(said, cancel)
-    in_background(said, delete)
+    in_background(speaker, cancel)
+    in_background(speaker, delete)
 
 
-def test_what_is_under_way_is_not_dropped_for_something_new(said: Service):
+def test_what_is_under_way_is_not_dropped_for_something_new(speaker: Service):
     async def go(client: httpx.AsyncClient, name: str, release: asyncio.Event) -> None:
         more = [await client.post("/v1/responses", json=HI | {"background": True}) for _ in range(3)]
         assert [answer.status_code for answer in more] == [200, 200, 503]
         assert more[2].json()["error"]["code"] == "store_full"
-        for one in (name, more[0].json()["id"], more[1].json()["id"]):
-            assert (await client.post(f"/v1/responses/{one}/cancel", json={})).json()["status"] == "cancelled"
+        for response_id in (name, more[0].json()["id"], more[1].json()["id"]):
+            assert (await client.post(f"/v1/responses/{response_id}/cancel", json={})).json()["status"] == "cancelled"
 
-    in_background(said, go)
+    in_background(speaker, go)
 
 
 def test_an_answer_is_not_lost_where_everything_stored_is_still_running():
@@ -426,24 +426,24 @@ def test_an_answer_is_not_lost_where_everything_stored_is_still_running():
     asyncio.run(go())
 
 
-def test_only_what_is_in_the_background_can_be_cancelled(said: Service, client: openai.OpenAI):
-    says(said, "Hello")
-    found = client.responses.create(**HI)
+def test_only_what_is_in_the_background_can_be_cancelled(speaker: Service, client: openai.OpenAI):
+    says(speaker, "Hello")
+    response = client.responses.create(**HI)
     with pytest.raises(openai.BadRequestError, match="background"):
-        client.responses.cancel(found.id)
+        client.responses.cancel(response.id)
 
 
-def test_a_failure_under_way_is_told(said: Service, monkeypatch: pytest.MonkeyPatch):
+def test_a_failure_under_way_is_told(speaker: Service, monkeypatch: pytest.MonkeyPatch):
     from serve.conftest import Spoken
 
     from argosy.serve.engine.admission import timed_out
 
-    says(said, "Hello")
+    says(speaker, "Hello")
     whole = Spoken.__aiter__
 
     async def fails(self: Spoken) -> Any:
-        async for one in whole(self):
-            yield one
+        async for event in whole(self):
+            yield event
             raise timed_out(600)
 
     monkeypatch.setattr(Spoken, "__aiter__", fails)
@@ -451,17 +451,17 @@ def test_a_failure_under_way_is_told(said: Service, monkeypatch: pytest.MonkeyPa
     async def go(client: httpx.AsyncClient) -> str:
         return (await client.post("/v1/responses", json=HI | {"stream": True})).text
 
-    last = inside(App(said).asgi, go).split("\n\n")[-2]
+    last = inside(App(speaker).asgi, go).split("\n\n")[-2]
     assert last.startswith("event: response.failed\n")
     assert "more than 600 seconds" in last
 
     async def background(client: httpx.AsyncClient, name: str, release: asyncio.Event) -> None:
         release.set()
         until = time.monotonic() + 30
-        while (found := (await client.get(f"/v1/responses/{name}")).json())["status"] == "in_progress":
+        while (status := (await client.get(f"/v1/responses/{name}")).json())["status"] == "in_progress":
             assert time.monotonic() < until
             await asyncio.sleep(0)
-        assert found["status"] == "failed"
-        assert "600 seconds" in found["error"]["message"]
+        assert status["status"] == "failed"
+        assert "600 seconds" in status["error"]["message"]
 
-    in_background(said, background)
+    in_background(speaker, background)

@@ -16,7 +16,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from serve.conftest import LIMITS, SIZES, alone, inside
 from serve.test_admin import KEY, LORA, factors_of
-from serve.test_front import PROMPT, breaks, settled, tokens
+from serve.test_front import PROMPT, breaks, tokens, until_settled
 
 from argosy.core.errors import BadInput
 from argosy.infer.engine.engine import Engine
@@ -47,7 +47,7 @@ def forever(n: int = 1) -> list[Request]:
 def serving(lm: LM, count: int, limits: ServerLimits = LIMITS, sizes: Any = SIZES) -> Iterator[Service]:
     """A service of several copies, whose threads end with the block, and with no page in use."""
     engines = [Engine(module, sizes) for module in model_copies(random_model(lm.config, 0).module, count)]
-    front = ReplicaFront([Front(one, limits, EngineMetrics("tiny", one, i)) for i, one in enumerate(engines)], limits)
+    front = ReplicaFront([Front(engine, limits, EngineMetrics("tiny", engine, i)) for i, engine in enumerate(engines)], limits)
     front.start()
     try:
         yield Service(lm, "tiny", front, limits, {"temperature": 1.0}, Random(0))
@@ -56,21 +56,21 @@ def serving(lm: LM, count: int, limits: ServerLimits = LIMITS, sizes: Any = SIZE
     if not front.failed:
         assert [engine.pages.used for engine in engines] == [0] * count
         assert front.queue == (0, 0)
-        assert [one.load for one in front.fronts] == [0] * count
+        assert [copy.load for copy in front.fronts] == [0] * count
 
 
 @pytest.fixture(scope="module")
-def shared(lm: LM) -> Iterator[Service]:
-    with serving(lm, 3) as found:
-        yield found
+def shared_service(lm: LM) -> Iterator[Service]:
+    with serving(lm, 3) as service:
+        yield service
 
 
 @pytest.fixture
-def service(shared: Service) -> Iterator[Service]:
+def service(shared_service: Service) -> Iterator[Service]:
     """Three copies, as new for each test: nothing cached, and the first one's turn."""
-    yield shared
-    front: Any = shared.front
-    asyncio.run(rested(front))
+    yield shared_service
+    front: Any = shared_service.front
+    asyncio.run(until_rested(front))
     front._turn = 0
     for engine in front.engines:
         assert engine.reset_prefix_cache()
@@ -82,18 +82,18 @@ def front(service: Service) -> ReplicaFront:
     return service.front
 
 
-def made(front: ReplicaFront) -> list[int]:
+def drawn_tokens(front: ReplicaFront) -> list[int]:
     return [engine.stats.drawn_tokens for engine in front.engines]
 
 
-def opened(front: ReplicaFront) -> list[int]:
+def open_counts(front: ReplicaFront) -> list[int]:
     """The open requests of each copy."""
-    return [len(one.opened) for one in front.fronts]
+    return [len(copy.opened) for copy in front.fronts]
 
 
-async def rested(front: ReplicaFront) -> None:
-    for one in front.fronts:
-        await settled(one)
+async def until_rested(front: ReplicaFront) -> None:
+    for copy in front.fronts:
+        await until_settled(copy)
 
 
 # ---------------------------------------------------------------- answers
@@ -101,25 +101,25 @@ async def rested(front: ReplicaFront) -> None:
 
 @pytest.mark.slow
 def test_an_answer_does_not_depend_on_the_copy(lm: LM, front: ReplicaFront):
-    how = Sampling(temperature=0.9, top_k=50)
+    sampling = Sampling(temperature=0.9, top_k=50)
 
     async def go() -> list[list[int]]:
-        found = []
+        outputs = []
         for _ in range(3):
-            async with front.open([Request(PROMPT, 12, how, seed=7)]) as answers:
-                found.append((await tokens(answers))[0])
-            await rested(front)
-            await front.together(lambda engines: [one.reset_prefix_cache() for one in engines])
-        return found
+            async with front.open([Request(PROMPT, 12, sampling, seed=7)]) as answers:
+                outputs.append((await tokens(answers))[0])
+            await until_rested(front)
+            await front.together(lambda engines: [engine.reset_prefix_cache() for engine in engines])
+        return outputs
 
-    before = made(front)
+    before = drawn_tokens(front)
     expected = alone(lm, PROMPT, 12, seed=7, ends=frozenset(), temperature=0.9, top_k=50).tokens
     assert asyncio.run(go()) == [expected] * 3
-    assert [now > then for now, then in zip(made(front), before)] == [True] * 3, "each copy has answered once"
+    assert [now > then for now, then in zip(drawn_tokens(front), before)] == [True] * 3, "each copy has answered once"
 
 
-def completion(client: httpx.AsyncClient, prompt: Any, **how: Any) -> Any:
-    return client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 6, "temperature": 0, **how})
+def completion(client: httpx.AsyncClient, prompt: Any, **fields: Any) -> Any:
+    return client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 6, "temperature": 0, **fields})
 
 
 ASKED = {"n": 2, "logprobs": 2, "echo": True, "seed": 3, "return_token_ids": True}
@@ -130,16 +130,16 @@ def test_prompts_of_one_request_are_spread_and_answered_in_their_order(service: 
     texts = ["It was", "a dark", "and stormy", "night; the"]
 
     async def go(client: httpx.AsyncClient) -> Any:
-        before = made(front)
+        before = drawn_tokens(front)
         whole = (await completion(client, texts, **ASKED)).json()
-        grown = [now - then for now, then in zip(made(front), before)]
+        grown = [now - then for now, then in zip(drawn_tokens(front), before)]
         single = [(await completion(client, text, **ASKED)).json()["choices"] for text in texts]
         return whole, grown, single
 
     whole, grown, single = inside(App(service).asgi, go)
     assert all(grown), f"tokens of each copy: {grown}"
     assert [choice["index"] for choice in whole["choices"]] == list(range(8))
-    for choice, expected in zip(whole["choices"], [one for choices in single for one in choices], strict=True):
+    for choice, expected in zip(whole["choices"], [choice for choices in single for choice in choices], strict=True):
         assert choice["text"] == expected["text"]
         assert choice["token_ids"] == expected["token_ids"]
         np.testing.assert_allclose(choice["logprobs"]["token_logprobs"][1:], expected["logprobs"]["token_logprobs"][1:], rtol=1e-4)
@@ -149,10 +149,10 @@ def test_prompts_of_one_request_are_spread_and_answered_in_their_order(service: 
 def test_a_stream_of_spread_prompts_has_every_answer_and_stop_strings_end_theirs(service: Service):
     async def go(client: httpx.AsyncClient) -> Any:
         whole = (await completion(client, [[65], [66], [67]])).json()["choices"]
-        stop = next(text[2] for text in (one["text"] for one in whole) if len(text) > 3)
-        how = {"stop": [stop]}
-        whole = (await completion(client, [[65], [66], [67]], **how)).json()["choices"]
-        text = (await completion(client, [[65], [66], [67]], stream=True, **how)).text
+        stop = next(text[2] for text in (choice["text"] for choice in whole) if len(text) > 3)
+        fields = {"stop": [stop]}
+        whole = (await completion(client, [[65], [66], [67]], **fields)).json()["choices"]
+        text = (await completion(client, [[65], [66], [67]], stream=True, **fields)).text
         return whole, text
 
     whole, text = inside(App(service).asgi, go)
@@ -170,13 +170,13 @@ def test_a_stream_of_spread_prompts_has_every_answer_and_stop_strings_end_theirs
 def test_answers_to_one_prompt_stay_on_one_copy(front: ReplicaFront):
     async def go() -> list[list[int]]:
         prompt = [*PROMPT]
-        found = []
+        counts = []
         for _ in range(2):
             async with front.open([Request(prompt, 30, seed=i) for i in range(3)]) as answers:
                 await anext(answers)
-                found.append(sorted(sum(not row.done for row in one.rows) for f in front.fronts for one in f.opened))
-            await rested(front)
-        return found
+                counts.append(sorted(sum(not row.done for row in stream.rows) for f in front.fronts for stream in f.opened))
+            await until_rested(front)
+        return counts
 
     assert asyncio.run(go()) == [[3], [3]]
 
@@ -188,39 +188,39 @@ def _shares(front: ReplicaFront, request: Request) -> Any:
 def test_a_long_prompt_is_hashed_beside_the_event_loop(front: ReplicaFront, monkeypatch: pytest.MonkeyPatch):
     """For as long as hashing takes, here until the loop has made a turn of its own."""
     turned = threading.Event()
-    own = replicas.page_hashes
+    hashes_of = replicas.page_hashes
 
-    def slowly(*given: Any) -> Any:
+    def slowly(*rest: Any) -> Any:
         assert turned.wait(30), "the event loop waits"
-        return own(*given)
+        return hashes_of(*rest)
 
     monkeypatch.setattr(replicas, "page_hashes", slowly)
 
     async def go() -> Any:
-        found = asyncio.create_task(front._hashes([Request([1] * (replicas.FEW_TOKENS + 1), 1)]))
+        hashing = asyncio.create_task(front._hashes([Request([1] * (replicas.FEW_TOKENS + 1), 1)]))
         await asyncio.sleep(0.01)
         turned.set()
-        return await found
+        return await hashing
 
     [hashes] = asyncio.run(go()).values()
-    assert hashes == own([1] * replicas.FEW_TOKENS, front.engine.settings.page)
+    assert hashes == hashes_of([1] * replicas.FEW_TOKENS, front.engine.settings.page)
 
 
 def test_a_request_goes_to_the_least_busy_copy_and_waiting_counts_fourfold(front: ReplicaFront):
     async def go() -> list[list[int]]:
-        found = []
+        loads = []
         async with front.open(forever(3)[:1]), front.open(forever(3)[1:2]):
             async with front.open(forever(3)[2:]):
-                found.append(opened(front))
+                loads.append(open_counts(front))
             async with front.open(forever(4)[3:]):
-                found.append(opened(front))
-        return found
+                loads.append(open_counts(front))
+        return loads
 
     assert asyncio.run(go()) == [[1, 1, 1], [1, 1, 1]], "the third has ended: its copy is idle again"
     first, second, third = front.fronts
     try:
         first.waiting, second.running, third.running = 1, 3, 5
-        assert [one.load for one in front.fronts] == [4, 3, 5]
+        assert [copy.load for copy in front.fronts] == [4, 3, 5]
         assert list(_shares(front, Request([3, 3], 1))) == [second]
     finally:
         first.waiting, second.running, third.running = 0, 0, 0
@@ -233,13 +233,13 @@ def test_a_cached_prefix_outweighs_one_waiting_sequence_and_no_more(front: Repli
 
     asyncio.run(go())
     first, second, third = front.fronts
-    found = []
+    shares = []
     try:
         for first.running, second.running, third.running in ((7, 3, 5), (8, 3, 5)):
-            found += _shares(front, Request([*PROMPT, 1], 1))
+            shares += _shares(front, Request([*PROMPT, 1], 1))
     finally:
         first.running, second.running, third.running = 0, 0, 0
-    assert found == [first, second]
+    assert shares == [first, second]
 
 
 def test_a_conversation_finds_its_cached_prefix_and_others_take_turns(front: ReplicaFront):
@@ -249,7 +249,7 @@ def test_a_conversation_finds_its_cached_prefix_and_others_take_turns(front: Rep
 
     async def turn(ids: list[int], salt: str) -> tuple[int, int]:
         async with front.open([Request(ids, 4, salt=salt)]) as answers:
-            [number] = [i for i, one in enumerate(front.fronts) if one.opened]
+            [number] = [i for i, copy in enumerate(front.fronts) if copy.opened]
             await tokens(answers)
             return number, answers.reused(0)
 
@@ -268,12 +268,12 @@ def test_a_conversation_finds_its_cached_prefix_and_others_take_turns(front: Rep
 
 def test_a_prefix_under_another_salt_attracts_nothing(front: ReplicaFront):
     async def go() -> list[int]:
-        found = []
+        places = []
         for salt in ("a", "b", "a"):
             async with front.open([Request([*PROMPT], 2, salt=salt)]) as answers:
-                found.append(next(i for i, one in enumerate(front.fronts) if one.opened))
+                places.append(next(i for i, copy in enumerate(front.fronts) if copy.opened))
                 await tokens(answers)
-        return found
+        return places
 
     assert asyncio.run(go()) == [0, 1, 0]
 
@@ -286,9 +286,9 @@ def test_leaving_frees_the_pages_of_every_copy(front: ReplicaFront):
         async with front.open(forever(6)) as answers:
             await anext(answers)
             assert len(front.opened) == 1, "one request of one client"
-            assert opened(front) == [1, 1, 1]
+            assert open_counts(front) == [1, 1, 1]
         assert not front.opened
-        await rested(front)
+        await until_rested(front)
 
     asyncio.run(go())
     assert [engine.pages.used for engine in front.engines] == [0, 0, 0]
@@ -298,10 +298,10 @@ def test_requests_are_aborted_by_name_with_what_they_have_on_all_copies(front: R
     async def go() -> tuple[int, int, Counter[Any]]:
         async with front.open(forever(3), names=["x"]) as answers, front.open(forever(1), names=["y"]) as other:
             await anext(answers)
-            missed, found = front.abort(["z"]), front.abort(["x"])
+            missed, aborted = front.abort(["z"]), front.abort(["x"])
             reasons = Counter([event.finish_reason async for _, event in answers if event.finish_reason is not None])
             await anext(other)
-        return missed, found, reasons
+        return missed, aborted, reasons
 
     assert asyncio.run(go()) == (0, 1, Counter({"abort": 3}))
 
@@ -325,7 +325,7 @@ def test_limits_count_the_sum_over_the_copies(front: ReplicaFront, limits: dict[
     finally:
         front.limits = old
     assert (error.status, error.code) == (503, "queue_full")
-    assert sum(one.metrics.rejections._value.get() for one in front.fronts) > 0
+    assert sum(copy.metrics.rejections._value.get() for copy in front.fronts) > 0
 
 
 def test_all_prompts_of_a_request_are_admitted_or_none(front: ReplicaFront):
@@ -333,11 +333,11 @@ def test_all_prompts_of_a_request_are_admitted_or_none(front: ReplicaFront):
         with pytest.raises(ApiError, match="outside the model's vocabulary"):
             async with front.open([*forever(2), Request([9999], 5)]):
                 raise AssertionError("was admitted")
-        await rested(front)
+        await until_rested(front)
 
     asyncio.run(go())
     assert front.queue == (0, 0)
-    assert not any(one._rows for one in front.fronts)
+    assert not any(copy._rows for copy in front.fronts)
 
 
 @pytest.mark.slow
@@ -353,18 +353,18 @@ def test_a_drain_lets_every_copy_finish(lm: LM):
                 with pytest.raises(ApiError, match="shutting down"):
                     async with front.open(forever()):
                         raise AssertionError("was admitted")
-                made = sum(map(len, (await tokens_of(answers)).values()))
+                count = sum(map(len, (await tokens_of(answers)).values()))
             await draining
-            return [made]
+            return [count]
 
         assert asyncio.run(go()) == [179]
 
 
 async def tokens_of(answers: Any) -> dict[int, list[int]]:
-    found: dict[int, list[int]] = {}
+    tokens_by_place: dict[int, list[int]] = {}
     async for place, event in answers:
-        found.setdefault(place, []).append(event.token)
-    return found
+        tokens_by_place.setdefault(place, []).append(event.token)
+    return tokens_by_place
 
 
 def test_one_copy_that_dies_ends_the_answers_of_all(lm: LM, capsys: pytest.CaptureFixture[str]):
@@ -373,24 +373,24 @@ def test_one_copy_that_dies_ends_the_answers_of_all(lm: LM, capsys: pytest.Captu
         front: Any = service.front
 
         async def go(client: httpx.AsyncClient) -> list[Any]:
-            found = []
+            outcomes = []
             async with front.open(forever(1)) as healthy:
                 await anext(healthy)
-                assert opened(front) == [1, 0]
+                assert open_counts(front) == [1, 0]
                 front.fronts[1].engine.step = breaks(2)
                 async with front.open(forever(2)[1:]) as answers:
-                    assert opened(front) == [1, 1]
+                    assert open_counts(front) == [1, 1]
                     with pytest.raises(ApiError) as error:
                         await tokens(answers)
-                found.append(error.value.code)
+                outcomes.append(error.value.code)
                 with pytest.raises(ApiError) as error:
                     await tokens(healthy)
-                found.append(error.value.code)
+                outcomes.append(error.value.code)
             with pytest.raises(ApiError) as error:
                 await front.together(len)
-            found.append(error.value.code)
-            await settled(front.fronts[0])
-            return [*found, (await client.get("/health")).status_code, (await completion(client, "x")).status_code]
+            outcomes.append(error.value.code)
+            await until_settled(front.fronts[0])
+            return [*outcomes, (await client.get("/health")).status_code, (await completion(client, "x")).status_code]
 
         assert inside(App(service).asgi, go) == ["engine_dead"] * 3 + [503, 503]
         assert front.fronts[0].engine.pages.used == 0
@@ -416,12 +416,12 @@ def test_each_copy_has_series_of_its_own_and_every_name_occurs_once(service: Ser
     series = Counter((s.name, tuple(sorted(s.labels.items()))) for family in families for s in family.samples)
     assert max(series.values()) == 1
     for name in ("vllm:num_requests_running", "vllm:kv_cache_usage_perc", "vllm:generation_tokens", "argosy:compilations"):
-        [family] = [one for one in families if one.name == name]
+        [family] = [candidate for candidate in families if candidate.name == name]
         engines = {s.labels["engine"] for s in family.samples if not s.name.endswith("_created")}
         assert engines == {"0", "1", "2"}, name
-    running = next(one for one in families if one.name == "vllm:num_requests_running")
-    waiting = next(one for one in families if one.name == "vllm:num_requests_waiting")
-    assert sum(s.value for one in (running, waiting) for s in one.samples) == 3
+    running = next(candidate for candidate in families if candidate.name == "vllm:num_requests_running")
+    waiting = next(candidate for candidate in families if candidate.name == "vllm:num_requests_waiting")
+    assert sum(s.value for candidate in (running, waiting) for s in candidate.samples) == 3
 
 
 # ---------------------------------------------------------------- changes
@@ -443,9 +443,9 @@ def test_no_copy_computes_while_something_changes_them_all(front: ReplicaFront):
     async def go() -> list[int]:
         async with front.open(forever(6)) as answers:
             await anext(answers)
-            found = await asyncio.gather(front.together(change), front.together(change))
+            returned = await asyncio.gather(front.together(change), front.together(change))
             await anext(answers)
-        return found
+        return returned
 
     try:
         assert asyncio.run(go()) == [3, 3]
@@ -466,9 +466,9 @@ def root(lm: LM, tmp_path_factory: Any) -> Path:
 
 
 @pytest.fixture(scope="module")
-def adapted(lm: LM) -> Iterator[Service]:
-    with serving(lm, 2, sizes=LORA) as found:
-        yield found
+def adapted_service(lm: LM) -> Iterator[Service]:
+    with serving(lm, 2, sizes=LORA) as service:
+        yield service
 
 
 def post(service: Service, root: Path) -> Callable[..., httpx.Response]:
@@ -481,18 +481,18 @@ def on_each(front: Any, ids: list[int], adapter: str | None = None) -> list[list
     """The greedy answer of each copy."""
 
     async def go() -> list[list[int]]:
-        found = []
-        for one in front.fronts:
-            async with one.open([Request(ids, 6, adapter=adapter)]) as answers:
-                found.append((await tokens(answers))[0])
-        return found
+        outputs = []
+        for copy in front.fronts:
+            async with copy.open([Request(ids, 6, adapter=adapter)]) as answers:
+                outputs.append((await tokens(answers))[0])
+        return outputs
 
     return asyncio.run(go())
 
 
 @pytest.mark.slow
-def test_adapters_and_weights_change_on_every_copy(lm: LM, adapted: Service, root: Path):
-    say, front = post(adapted, root), adapted.front
+def test_adapters_and_weights_change_on_every_copy(lm: LM, adapted_service: Service, root: Path):
+    say, front = post(adapted_service, root), adapted_service.front
     plain = on_each(front, [5, 6, 7])
     assert say("/v1/load_lora_adapter", {"lora_name": "sql", "lora_path": "sql"}).status_code == 200
     with_adapter = on_each(front, [5, 6, 7], "sql")
@@ -517,15 +517,15 @@ def test_adapters_and_weights_change_on_every_copy(lm: LM, adapted: Service, roo
     assert on_each(front, [5, 6, 7]) == plain
 
 
-def test_an_adapter_is_loaded_on_all_copies_or_on_none(adapted: Service, root: Path):
+def test_an_adapter_is_loaded_on_all_copies_or_on_none(adapted_service: Service, root: Path):
     """The second copy has no place: an adapter that was unloaded there still answers, and another one is loaded."""
-    say, front = post(adapted, root), adapted.front
+    say, front = post(adapted_service, root), adapted_service.front
 
     async def go() -> tuple[httpx.Response, list[list[str]]]:
         async with front.fronts[1].open([Request([1, 2], 80, adapter="sql")]) as answers:  # pyright: ignore
             await anext(answers)
-            admin = Admin(adapted, AdminSettings(shared=True, key="secret", root=str(root)))
-            transport = httpx.ASGITransport(App(adapted, admin=admin).asgi)
+            admin = Admin(adapted_service, AdminSettings(shared=True, key="secret", root=str(root)))
+            transport = httpx.ASGITransport(App(adapted_service, admin=admin).asgi)
             async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
                 await client.post("/v1/unload_lora_adapter", json={"lora_name": "sql"}, headers=KEY)
                 body = {"lora_name": "new", "lora_path": "poet"}
@@ -540,15 +540,15 @@ def test_an_adapter_is_loaded_on_all_copies_or_on_none(adapted: Service, root: P
     assert loaded == [["poet"], ["poet"]]
 
 
-def test_metrics_name_the_adapters_of_all_copies_once(adapted: Service, root: Path):
-    say, front = post(adapted, root), adapted.front
+def test_metrics_name_the_adapters_of_all_copies_once(adapted_service: Service, root: Path):
+    say, front = post(adapted_service, root), adapted_service.front
     for name in ("sql", "poet"):
         say("/v1/load_lora_adapter", {"lora_name": name, "lora_path": name})
 
     async def go() -> str:
         await front.pause("keep")
         async with front.open([Request([1, 2], 3, adapter="sql"), Request([3, 4], 3, adapter="poet")]):
-            assert opened(front) == [1, 1]  # pyright: ignore
+            assert open_counts(front) == [1, 1]  # pyright: ignore
             text = front.metrics.text().decode()
         await front.resume()
         return text
@@ -571,16 +571,16 @@ def test_the_prefix_caches_are_cleared_on_all_copies_or_on_none(service: Service
             async with front.open(forever(1), names=["x"]) as answers:
                 await anext(answers)
                 busy = (await client.post("/reset_prefix_cache")).json()
-                kept = [bool(engine.pages._page_of) for engine in front.engines]
+                cached = [bool(engine.pages._page_of) for engine in front.engines]
                 paused = (await client.post("/pause?mode=keep")).json()
-                rests = front.paused and [one.paused for one in front.fronts] == [True] * 3
+                rests = front.paused and [copy.paused for copy in front.fronts] == [True] * 3
                 await client.post("/resume")
-            await rested(front)
-            return busy, paused, kept, [rests, (await client.post("/reset_prefix_cache")).json()]
+            await until_rested(front)
+            return busy, paused, cached, [rests, (await client.post("/reset_prefix_cache")).json()]
 
-    busy, paused, kept, after = asyncio.run(go())
+    busy, paused, cached, after = asyncio.run(go())
     assert (busy, paused) == ({"success": False}, {"status": "paused"})
-    assert any(kept)
+    assert any(cached)
     assert after == [True, {"success": True}]
     assert not any(engine.pages._page_of for engine in front.engines)
 
@@ -591,10 +591,10 @@ def test_a_pause_that_waits_lets_every_copy_finish(front: ReplicaFront):
             await anext(answers)
             await front.pause("wait")
             assert front.paused
-            found = await tokens_of(answers)
+            answers_tokens = await tokens_of(answers)
         await front.resume()
         assert not front.paused
-        return [sum(map(len, found.values()))]
+        return [sum(map(len, answers_tokens.values()))]
 
     assert asyncio.run(go()) == [59]
 
@@ -603,9 +603,9 @@ def test_a_pause_that_waits_lets_every_copy_finish(front: ReplicaFront):
 
 
 def test_a_server_of_two_copies_is_made_of_its_settings(lm: LM):
-    how = ServeSettings(copies=2, warm_up=False, engine=SIZES, limits=LIMITS)
-    own = LM(lm.config, random_model(lm.config, 0).module, lm.tokenizer)
-    service = run.build_service(own, "tiny", how, None)
+    serve_settings = ServeSettings(copies=2, warm_up=False, engine=SIZES, limits=LIMITS)
+    own_lm = LM(lm.config, random_model(lm.config, 0).module, lm.tokenizer)
+    service = run.build_service(own_lm, "tiny", serve_settings, None)
     try:
         assert [{d.id for d in engine.runner.devices} for engine in service.front.engines] == [{0}, {1}]
         assert "cache: 2 copies with 512 tokens of 4 sequences of at most 128" in service.about[1]

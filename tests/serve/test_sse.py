@@ -7,7 +7,7 @@ from typing import Any
 from argosy.serve.sse import EventStream
 
 
-def streamed(receive: Any, send: Any, seconds: float) -> bool:
+def stream_closes(receive: Any, send: Any, seconds: float) -> bool:
     """Whether the events of an endless stream were closed."""
     closed = []
 
@@ -36,18 +36,18 @@ async def at_once(*_: Any) -> Any:
     return {"type": "http.disconnect"}
 
 
-async def taken(_: Any) -> None:
+async def accept_event(_: Any) -> None:
     await asyncio.sleep(0)
 
 
 def test_a_client_that_does_not_read_loses_its_stream():
-    assert streamed(never, never, 0.1)
+    assert stream_closes(never, never, 0.1)
 
 
 def test_a_client_that_leaves_ends_its_stream():
-    assert streamed(at_once, taken, 60)
-    assert streamed(at_once, never, 60)
+    assert stream_closes(at_once, accept_event, 60)
+    assert stream_closes(at_once, never, 60)
 
 
 def test_a_stream_is_over_when_its_time_is_up():
-    assert streamed(never, taken, 0.1)
+    assert stream_closes(never, accept_event, 0.1)

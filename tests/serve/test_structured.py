@@ -53,14 +53,14 @@ def caller(lm: LM) -> LM:
 
 
 @pytest.fixture(scope="module")
-def served(caller: LM) -> Iterator[tuple[str, Service]]:
+def served_caller(caller: LM) -> Iterator[tuple[str, Service]]:
     with serving(caller) as service, listening(service) as address:
         yield address, service
 
 
 @pytest.fixture(scope="module")
-def client(served: tuple[str, Service]) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{served[0]}/v1", api_key="none", max_retries=0) as client:
+def client(served_caller: tuple[str, Service]) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{served_caller[0]}/v1", api_key="none", max_retries=0) as client:
         yield client
 
 
@@ -96,23 +96,26 @@ def test_a_stream_of_structured_output_joins_to_the_whole(client: openai.OpenAI)
 def test_response_format_of_both_routes(client: openai.OpenAI):
     schema = {"type": "object", "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 99}}, "required": ["n"],
               "additionalProperties": False}  # fmt: skip
-    wanted: Any = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": True, "description": "a number"}}
+    schema_format: Any = {
+        "type": "json_schema",
+        "json_schema": {"name": "n", "schema": schema, "strict": True, "description": "a number"},
+    }
     answer = client.completions.create(
-        model="tiny", prompt="hi", max_tokens=60, n=3, extra_body={"response_format": wanted} | TERSE
+        model="tiny", prompt="hi", max_tokens=60, n=3, extra_body={"response_format": schema_format} | TERSE
     )
     for choice in answer.choices:
         jsonschema.validate(json.loads(choice.text), schema)
         assert choice.finish_reason == "stop"
     close = {"logit_bias": {str(ord("}")): 50}}
-    found = client.chat.completions.create(response_format={"type": "json_object"}, **TALK | close)
-    assert json.loads(found.choices[0].message.content or "") == {}
+    json_answer = client.chat.completions.create(response_format={"type": "json_object"}, **TALK | close)
+    assert json.loads(json_answer.choices[0].message.content or "") == {}
     for text in ({"type": "text"}, None):
         body: Any = {"response_format": text}
         assert client.chat.completions.create(max_tokens=2, extra_body=body, **TALK).choices[0].finish_reason == "length"
 
 
 @pytest.mark.parametrize(
-    "wanted, pattern",
+    "constraint, pattern",
     [
         ({"regex": r"[ab]{3}-\d"}, r"[ab]{3}-\d"),
         ({"choice": ["yes", "no"]}, "yes|no"),
@@ -122,10 +125,10 @@ def test_response_format_of_both_routes(client: openai.OpenAI):
         ({"json": {"const": [1, 2]}, "disable_any_whitespace": True, "regex": None, "json_object": False}, r"\[1,2\]"),
     ],
 )
-def test_structured_outputs_as_vllm_names_them(client: openai.OpenAI, wanted: dict[str, Any], pattern: str):
+def test_structured_outputs_as_vllm_names_them(client: openai.OpenAI, constraint: dict[str, Any], pattern: str):
     for path in (client.completions.create, client.chat.completions.create):
         prompt = {"prompt": "hi"} if path == client.completions.create else {"messages": MESSAGES}
-        answer = path(model="tiny", max_tokens=20, temperature=1.2, extra_body={"structured_outputs": wanted}, **prompt)
+        answer = path(model="tiny", max_tokens=20, temperature=1.2, extra_body={"structured_outputs": constraint}, **prompt)
         choice: Any = answer.choices[0]
         assert re.fullmatch(pattern, choice.text if "prompt" in prompt else choice.message.content)
         assert (choice.finish_reason, choice.stop_reason) == ("stop", None)
@@ -137,19 +140,19 @@ def test_log_probabilities_come_with_the_tokens_and_not_with_the_end(client: ope
     body: Any = {"structured_outputs": {"regex": "ab"}}
     answer = client.chat.completions.create(logprobs=True, top_logprobs=1, extra_body=body, **TALK).choices[0]
     assert answer.logprobs is not None
-    assert [one.token for one in answer.logprobs.content or []] == ["a", "b"]
+    assert [score.token for score in answer.logprobs.content or []] == ["a", "b"]
     ids: Any = client.completions.create(model="tiny", prompt="hi", extra_body=body | {"return_token_ids": True}).choices[0]
     assert ids.token_ids == [97, 98]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_that_bans_have_blocked_says_so(client: openai.OpenAI, served: tuple[str, Service], stream: bool):
+def test_an_answer_that_bans_have_blocked_says_so(client: openai.OpenAI, served_caller: tuple[str, Service], stream: bool):
     body = {"structured_outputs": {"regex": "abc"}, "bad_words": ["c"]}
-    found: Any = client.completions.create(model="tiny", prompt="hi", stream=stream, extra_body=body)
-    choices = [chunk.choices[0] for chunk in found] if stream else found.choices
+    reply: Any = client.completions.create(model="tiny", prompt="hi", stream=stream, extra_body=body)
+    choices = [chunk.choices[0] for chunk in reply] if stream else reply.choices
     assert "".join(choice.text for choice in choices) == "ab"
     assert choices[-1].finish_reason == "blocked"
-    assert 'finished_reason="blocked"' in httpx.get(served[0] + "/metrics").text
+    assert 'finished_reason="blocked"' in httpx.get(served_caller[0] + "/metrics").text
 
 
 # ---------------------------------------------------------------- calls
@@ -186,21 +189,21 @@ def test_a_call_that_is_demanded_comes_and_matches_the_schema_of_its_tool(client
         assert len(calls) == 1
         names |= set(calls)
     assert names == {"weather", "time"}
-    chosen: Any = {"type": "function", "function": {"name": "weather"}}
-    answer = client.chat.completions.create(tools=TOOLS, tool_choice=chosen, **TALK).choices[0]
+    choice: Any = {"type": "function", "function": {"name": "weather"}}
+    answer = client.chat.completions.create(tools=TOOLS, tool_choice=choice, **TALK).choices[0]
     assert check_calls(answer.message.tool_calls) == ["weather"]
-    chunks = list(client.chat.completions.create(tools=TOOLS, tool_choice=chosen, stream=True, **TALK))
+    chunks = list(client.chat.completions.create(tools=TOOLS, tool_choice=choice, stream=True, **TALK))
     assert check_calls(chunks[-1].choices[0].delta.tool_calls) == ["weather"]
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
 
 
 def test_a_format_and_tools_give_a_call_or_the_format(client: openai.OpenAI):
-    wanted: Any = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": [1, 2]}}}
-    how: Any = {"tools": TOOLS[1:], "response_format": wanted}
+    response_format: Any = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": [1, 2]}}}
+    fields: Any = {"tools": TOOLS[1:], "response_format": response_format}
     begins = {"<": "tool_calls", "1": "stop"}
     for first, reason in begins.items():
         bias = TALK | {"logit_bias": TERSE["logit_bias"] | {str(ord(first)): 60, str(ord("}")): 70, str(EOS): 90}}
-        answer = client.chat.completions.create(**how | bias).choices[0]
+        answer = client.chat.completions.create(**fields | bias).choices[0]
         assert answer.finish_reason == reason
         if reason == "stop":
             assert answer.message.content == "1"
@@ -220,8 +223,8 @@ def over_bytes() -> Grammars:
     return Grammars(ByteTokenizer(), 258)
 
 
-def accepts(found: Grammars, structure: Structure, text: str) -> bool:
-    matcher = found.get(structure).matcher([EOS])
+def accepts(store: Grammars, structure: Structure, text: str) -> bool:
+    matcher = store.get(structure).matcher([EOS])
     for byte in [*text.encode(), EOS]:
         if not unpacked_bits(grammar_masks([matcher])[0][0], 258)[byte]:
             return False
@@ -241,11 +244,11 @@ GRAMMARS: list[tuple[type[CallNotation], dict[str, Any], list[str], list[str]]] 
 ]
 
 
-@pytest.mark.parametrize("notation, how, right, wrong", GRAMMARS)
+@pytest.mark.parametrize("notation, options, right, wrong", GRAMMARS)
 def test_a_grammar_of_calls_is_text_then_calls_of_the_tools(
-    over_bytes: Grammars, notation: type[CallNotation], how: dict[str, Any], right: list[str], wrong: list[str]
+    over_bytes: Grammars, notation: type[CallNotation], options: dict[str, Any], right: list[str], wrong: list[str]
 ):
-    structure = notation("").grammar(TOOLS, **how)
+    structure = notation("").grammar(TOOLS, **options)
     assert [text for text in [*right, *wrong] if accepts(over_bytes, structure, text)] == right
 
 
@@ -256,26 +259,26 @@ def post(served: tuple[str, Service], **body: Any) -> httpx.Response:
     return httpx.post(served[0] + "/v1/completions", json={"prompt": "hi", "max_tokens": 3} | body, timeout=60)
 
 
-def test_a_schema_has_limits_of_size_and_depth(served: tuple[str, Service]):
+def test_a_schema_has_limits_of_size_and_depth(served_caller: tuple[str, Service]):
     deep: Any = {"type": "null"}
     for _ in range(LIMITS.schema_depth):
         deep = {"items": deep}
     large = {"enum": ["x" * 100] * 40}
-    for schema, what in ((deep, "deeper than 12 levels"), (large, "at most 3000")):
-        answer = post(served, structured_outputs={"json": schema})
+    for schema, problem in ((deep, "deeper than 12 levels"), (large, "at most 3000")):
+        answer = post(served_caller, structured_outputs={"json": schema})
         assert answer.status_code == 400
-        assert what in answer.json()["error"]["message"]
+        assert problem in answer.json()["error"]["message"]
         assert answer.json()["error"]["param"] == "structured_outputs"
-    assert post(served, structured_outputs={"json": deep["items"]}).status_code == 200
+    assert post(served_caller, structured_outputs={"json": deep["items"]}).status_code == 200
 
 
 @pytest.mark.parametrize(
-    "given", [{"regex": "a?" * 5_000}, {"json": {"pattern": "a?" * 5_000}}, {"json": json.dumps({"pattern": "a?" * 5_000})},
+    "constraint", [{"regex": "a?" * 5_000}, {"json": {"pattern": "a?" * 5_000}}, {"json": json.dumps({"pattern": "a?" * 5_000})},
               {"grammar": "start: A\nA: /" + "a?" * 5_000 + "/"}]
 )  # fmt: skip
-def test_a_regular_expression_has_a_limit_wherever_it_stands(given: dict[str, Any]):
+def test_a_regular_expression_has_a_limit_wherever_it_stands(constraint: dict[str, Any]):
     with pytest.raises(ApiError, match="a line of more than 8192 characters"):
-        check_structure(given, "structured_outputs", ServerLimits())
+        check_structure(constraint, "structured_outputs", ServerLimits())
     assert check_structure({"json": json.dumps({"enum": ["x" * 90] * 200})}, "structured_outputs", ServerLimits()).kind == "json"
 
 
@@ -287,7 +290,7 @@ def test_gbnf_has_a_limit_of_its_own():
 
 
 @pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+def compile_gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Grammars with the word `slow` are compiled once this is set."""
     hold, compiled = threading.Event(), grammars.Grammar._compiled
 
@@ -301,13 +304,13 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     hold.set()
 
 
-def regexes(client: httpx.AsyncClient, *wanted: str | None) -> list[asyncio.Task[httpx.Response]]:
+def regexes(client: httpx.AsyncClient, *patterns: str | None) -> list[asyncio.Task[httpx.Response]]:
     body: dict[str, Any] = {"prompt": "hi", "max_tokens": 3}
-    bodies = [body if one is None else body | {"structured_outputs": {"regex": one}} for one in wanted]
-    return [asyncio.create_task(client.post("/v1/completions", json=one)) for one in bodies]
+    bodies = [body if pattern is None else body | {"structured_outputs": {"regex": pattern}} for pattern in patterns]
+    return [asyncio.create_task(client.post("/v1/completions", json=body)) for body in bodies]
 
 
-def test_a_grammar_that_takes_long_delays_nobody_else(caller: LM, held: threading.Event):
+def test_a_grammar_that_takes_long_delays_nobody_else(caller: LM, compile_gate: threading.Event):
     """Requests without a grammar are answered meanwhile, and those whose grammar is known."""
 
     async def go(client: httpx.AsyncClient) -> None:
@@ -316,14 +319,14 @@ def test_a_grammar_that_takes_long_delays_nobody_else(caller: LM, held: threadin
         for task in regexes(client, None):
             assert (await task).status_code == 200
         assert not any(task.done() for task in waiting)
-        held.set()
+        compile_gate.set()
         assert [(await task).status_code for task in waiting] == [200] * 6
 
     with serving(LM(caller.config, caller.module, caller.tokenizer), LIMITS.model_copy(update={"compile_seconds": 60.0})) as service:
         inside(App(service).asgi, go)
 
 
-def test_compiling_ends_with_a_reason_and_so_does_waiting_for_a_turn(caller: LM, held: threading.Event):
+def test_compiling_ends_with_a_reason_and_so_does_waiting_for_a_turn(caller: LM, compile_gate: threading.Event):
     async def go(client: httpx.AsyncClient) -> None:
         answers = [await task for task in regexes(client, *(f"slow{i}" for i in range(6)))]
         errors = [answer.json()["error"] for answer in answers]
@@ -340,11 +343,11 @@ def test_compiling_ends_with_a_reason_and_so_does_waiting_for_a_turn(caller: LM,
         inside(App(service).asgi, go)
 
 
-def test_a_grammar_is_compiled_once_for_equal_requests(served: tuple[str, Service], monkeypatch: pytest.MonkeyPatch):
-    made = []
+def test_a_grammar_is_compiled_once_for_equal_requests(served_caller: tuple[str, Service], monkeypatch: pytest.MonkeyPatch):
+    larks = []
     compiled = grammars.Grammar._compiled
-    monkeypatch.setattr(grammars.Grammar, "_compiled", lambda self: (made.append(self.structure.lark), compiled(self))[1])
+    monkeypatch.setattr(grammars.Grammar, "_compiled", lambda self: (larks.append(self.structure.lark), compiled(self))[1])
     for _ in range(3):
-        assert post(served, structured_outputs={"regex": "once"}, n=2).status_code == 200
+        assert post(served_caller, structured_outputs={"regex": "once"}, n=2).status_code == 200
     # A thread of a test before, whose time was up, may compile its own now.
-    assert len([lark for lark in made if "once" in lark]) == 1
+    assert len([lark for lark in larks if "once" in lark]) == 1

@@ -36,8 +36,8 @@ from argosy.serve.service import Service
 GREEDY = ChatSampling(temperature=0.0, max_tokens=4)
 
 
-def asked(talk: ChatSession, text: str, **how: Any) -> ChatReply:
-    return asyncio.run(talk.ask(text, lambda piece: None, **how))
+def ask_session(talk: ChatSession, text: str, **options: Any) -> ChatReply:
+    return asyncio.run(talk.ask(text, lambda piece: None, **options))
 
 
 @pytest.fixture
@@ -61,9 +61,9 @@ def test_an_answer_is_streamed_and_kept(talk: ChatSession):
 def test_each_turn_finds_the_ones_before_it_in_the_prefix_cache(lm: LM):
     with serving(lm) as service:
         talk = ChatSession(AsgiTransport(App(service).asgi), "tiny", GREEDY, system="be brief and kind")
-        first = asked(talk, "tell me of the sea")
+        first = ask_session(talk, "tell me of the sea")
         reused = service.front.engine.stats.reused_tokens
-        second = asked(talk, "more")
+        second = ask_session(talk, "more")
         page = service.front.engine.settings.page
         assert first.cached == 0
         # Every whole page of the first prompt. What follows is the answer's text, whose bytes may be other tokens.
@@ -127,10 +127,10 @@ def test_a_question_that_is_stopped_before_the_first_word_is_not_kept():
 
 def test_plain_text_is_continued(service: Service):
     talk = ChatSession(AsgiTransport(App(service).asgi), "tiny", GREEDY, plain=True)
-    one = asked(talk, "Once")
-    asked(talk, "then")
+    reply = ask_session(talk, "Once")
+    ask_session(talk, "then")
     assert talk.request()[0] == "/v1/completions"
-    assert talk.request()[1]["prompt"].startswith(f"Once{one.text}\nthen")
+    assert talk.request()[1]["prompt"].startswith(f"Once{reply.text}\nthen")
     with pytest.raises(BadInput, match="no system message"):
         talk.system = "be brief"
     assert ChatSession(talk.server, "tiny", ChatSampling(), plain=True).request()[1]["max_tokens"] == 64
@@ -139,8 +139,8 @@ def test_plain_text_is_continued(service: Service):
 def test_messages_are_undone_saved_and_loaded(talk: ChatSession, tmp_path: Path):
     talk.system = "one"
     talk.system = "two"
-    asked(talk, "a")
-    asked(talk, "b")
+    ask_session(talk, "a")
+    ask_session(talk, "b")
     talk.save(tmp_path / "x.json")
     before = list(talk.messages)
     assert [m["role"] for m in before] == ["system", "user", "assistant", "user", "assistant"]
@@ -168,7 +168,7 @@ def test_messages_are_undone_saved_and_loaded(talk: ChatSession, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    "lines, text, left",
+    "lines, text, remaining",
     [
         (["hi", "x"], "hi", 1),
         (["one \\", "two\\", "three", "x"], "one \ntwo\nthree", 1),
@@ -180,7 +180,7 @@ def test_messages_are_undone_saved_and_loaded(talk: ChatSession, tmp_path: Path)
         ([""], "", 0),
     ],
 )
-def test_several_lines_are_one_text(lines: list[str], text: str, left: int):
+def test_several_lines_are_one_text(lines: list[str], text: str, remaining: int):
     rest, prompts = list(lines), []
 
     def read(prompt: str) -> str:
@@ -190,10 +190,10 @@ def test_several_lines_are_one_text(lines: list[str], text: str, left: int):
         return rest.pop(0)
 
     assert several(read, "> ", ". ") == text
-    assert len(rest) == left
+    assert len(rest) == remaining
     assert prompts[0] == "> "
     assert set(prompts[1:]) <= {". "}
-    if not left:
+    if not remaining:
         with pytest.raises(EOFError):
             several(read, "> ", ". ")
 
@@ -202,7 +202,7 @@ def test_several_lines_are_one_text(lines: list[str], text: str, left: int):
 
 
 @pytest.fixture
-def piped(url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+def run_chat(url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
     """`argosy chat` at the server with these lines on stdin: exit code, stdout, stderr."""
 
     def run(*lines: str, words: str = "max_tokens=4 temperature=0") -> tuple[int, str, str]:
@@ -214,9 +214,9 @@ def piped(url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     return run
 
 
-def test_each_line_of_a_pipe_is_a_turn(piped: Callable[..., tuple[int, str, str]], talk: ChatSession):
-    expected = [asked(talk, text).text for text in ("hi", "more")]
-    code, out, err = piped("hi", "", "more", "/stats")
+def test_each_line_of_a_pipe_is_a_turn(run_chat: Callable[..., tuple[int, str, str]], talk: ChatSession):
+    expected = [ask_session(talk, text).text for text in ("hi", "more")]
+    code, out, err = run_chat("hi", "", "more", "/stats")
     assert code == 0
     assert out == "".join(f"{text}\n" for text in expected)
     assert err.count("[4 tokens") == 2
@@ -226,21 +226,21 @@ def test_each_line_of_a_pipe_is_a_turn(piped: Callable[..., tuple[int, str, str]
     assert "\033" not in out + err
 
 
-def test_commands_change_the_conversation(piped: Callable[..., tuple[int, str, str]], tmp_path: Path):
+def test_commands_change_the_conversation(run_chat: Callable[..., tuple[int, str, str]], tmp_path: Path):
     file = tmp_path / "talk.json"
     lines = ["/system be kind", "hi", "/retry", "/set", "/set seed=3 temperature=none", "/undo", f"/save {file}", "/reset"]
-    code, out, err = piped(*lines, f"/load {file}", "/system", "/help", "/quit", "never asked")
+    code, out, err = run_chat(*lines, f"/load {file}", "/system", "/help", "/quit", "never asked")
     assert code == 0
     first, again = out[: len(out) // 2], out[len(out) // 2 :]
     assert first == again, "greedy answers are equal"
     assert "max_tokens=4 temperature=0.0\n" in err
     assert "max_tokens=4 seed=3\n" in err
     assert json.loads(file.read_text())["messages"] == [{"role": "system", "content": "be kind"}]
-    assert all(f"{name} {what}" in err for name, what in COMMANDS.items())
+    assert all(f"{name} {summary}" in err for name, summary in COMMANDS.items())
 
 
 @pytest.mark.parametrize(
-    "line, code, what, hint",
+    "line, code, problem, hint",
     [
         ("/sett x=1", 2, "unknown command `/sett`", "did you mean `/set`"),
         ("/set temprature=1", 2, "unknown setting `temprature`", "temperature"),
@@ -253,12 +253,12 @@ def test_commands_change_the_conversation(piped: Callable[..., tuple[int, str, s
     ],
 )
 def test_a_mistake_ends_a_pipe(
-    piped: Callable[..., tuple[int, str, str]], line: str, code: int, what: str, hint: str
+    run_chat: Callable[..., tuple[int, str, str]], line: str, code: int, problem: str, hint: str
 ):
-    found, out, err = piped(line, "hi")
-    assert found == code
+    status, out, err = run_chat(line, "hi")
+    assert status == code
     assert out == ""
-    assert what in err
+    assert problem in err
     assert hint in err
 
 
@@ -269,7 +269,7 @@ def test_a_chat_with_a_model_speculates_if_asked(lm: LM, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "words, what, hint",
+    "words, problem, hint",
     [
         (["chat", "http://127.0.0.1:1"], "cannot connect to http://127.0.0.1:1: connection refused", "argosy serve"),
         (["chat", "http://h", "temprature=3"], "unknown setting `temprature`", "temperature"),
@@ -279,11 +279,11 @@ def test_a_chat_with_a_model_speculates_if_asked(lm: LM, tmp_path: Path):
         (["chat", "x", "--model", "y"], "no such option: --model", "first word"),
     ],
 )
-def test_mistakes_are_answered(words: list[str], what: str, hint: str, capsys: pytest.CaptureFixture[str]):
+def test_mistakes_are_answered(words: list[str], problem: str, hint: str, capsys: pytest.CaptureFixture[str]):
     assert main(words) in (1, 2)
     out, err = capsys.readouterr()
     assert out == ""
-    assert what in err
+    assert problem in err
     assert hint in err
 
 
@@ -323,14 +323,14 @@ class Terminal:
         os.close(slave)
         self.text = ""
 
-    def until(self, what: str) -> str:
+    def until(self, text: str) -> str:
         """Reads up to a text, and returns what came before it."""
         deadline = time.monotonic() + 120
-        while what not in self.text:
+        while text not in self.text:
             assert time.monotonic() < deadline, self.text
             if select.select([self.number], [], [], 1)[0]:
                 self.text += os.read(self.number, 10_000).decode()
-        before, _, self.text = self.text.partition(what)
+        before, _, self.text = self.text.partition(text)
         return before
 
     def type(self, text: str) -> None:
@@ -339,13 +339,13 @@ class Terminal:
 
 @contextmanager
 def terminal(url: str, state: Path) -> Iterator[Terminal]:
-    found = Terminal(url, state)
+    opened = Terminal(url, state)
     try:
-        yield found
+        yield opened
     finally:
-        found.process.kill()
-        found.process.wait()
-        os.close(found.number)
+        opened.process.kill()
+        opened.process.wait()
+        os.close(opened.number)
 
 
 def echoes(number: int) -> bool:

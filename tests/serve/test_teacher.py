@@ -30,8 +30,8 @@ IDS = list(b"Once")
 
 @pytest.fixture(scope="module")
 def url(lm: LM) -> Iterator[str]:
-    with serving(lm, replace_limits()) as service, listening(service) as found:
-        yield f"{found}/v1"
+    with serving(lm, replace_limits()) as service, listening(service) as address:
+        yield f"{address}/v1"
 
 
 def replace_limits() -> Any:
@@ -67,11 +67,11 @@ def test_our_own_server_teaches_as_its_weights_do(lm: LM, url: str, data: Path, 
     lm.save(tmp_path / "teacher")
     fit(data, tmp_path / "local" / "run", f"objective.teacher={tmp_path / 'teacher'}")
     served = [f"objective.teacher={url}", "objective.teacher_model=tiny"]
-    said = fit(data, tmp_path / "served" / "run", *served)
-    assert f"teacher tiny at {url}" in said
+    output = fit(data, tmp_path / "served" / "run", *served)
+    assert f"teacher tiny at {url}" in output
     for name in ("loss", "kl", "agreement"):
-        one, other = numbers(tmp_path / "local" / "run", name), numbers(tmp_path / "served" / "run", name)
-        assert other == pytest.approx(one, rel=2e-3, abs=1e-5), name
+        local, other = numbers(tmp_path / "local" / "run", name), numbers(tmp_path / "served" / "run", name)
+        assert other == pytest.approx(local, rel=2e-3, abs=1e-5), name
     assert numbers(tmp_path / "served" / "run", "eval_kl").keys() == numbers(tmp_path / "local" / "run", "eval_kl").keys()
 
 
@@ -87,7 +87,7 @@ def test_a_resume_is_bit_for_bit_and_asks_nothing_again(url: str, data: Path, tm
 
 
 @pytest.mark.parametrize(
-    ("words", "what", "hint"),
+    ("words", "problem", "hint"),
     [
         (["objective.teacher={url}"], "teacher_model is missing", ""),
         (["objective.teacher={url}", "objective.teacher_model=nobody"], "HTTP 404", "GET /v1/models"),
@@ -101,10 +101,10 @@ def test_a_resume_is_bit_for_bit_and_asks_nothing_again(url: str, data: Path, tm
         (["objective={{name: gkd, teacher: {url}}}"], "gives its likeliest tokens on given text", ""),
     ],
 )
-def test_mistakes_are_found_before_a_file_is_written(url: str, data: Path, tmp_path: Path, words: list[str], what: str, hint: str):
+def test_mistakes_are_found_before_a_file_is_written(url: str, data: Path, tmp_path: Path, words: list[str], problem: str, hint: str):
     with pytest.raises(UserError) as caught:
         fit(data, tmp_path / "run", *(word.format(url=url) for word in words))
-    assert what in str(caught.value)
+    assert problem in str(caught.value)
     assert hint in str(caught.value)
     assert "secret" not in str(caught.value).replace("secrets", "")
     assert not (tmp_path / "run").exists()
@@ -114,8 +114,8 @@ def test_mistakes_are_found_before_a_file_is_written(url: str, data: Path, tmp_p
 
 
 def entry(token: int, *others: tuple[int, float], text: str | None = None, logp: Any = -1.0) -> dict[str, Any]:
-    own = {str(token): {"logprob": logp, "rank": 1, "decoded_token": text or chr(token)}}
-    return own | {str(t): {"logprob": p, "rank": 2, "decoded_token": chr(t)} for t, p in others}
+    entries = {str(token): {"logprob": logp, "rank": 1, "decoded_token": text or chr(token)}}
+    return entries | {str(t): {"logprob": p, "rank": 2, "decoded_token": chr(t)} for t, p in others}
 
 
 def answer(change: Callable[[list[Any]], Any] = lambda places: None, ids: list[int] = IDS) -> tuple[int, dict[str, str], Any]:
@@ -125,24 +125,24 @@ def answer(change: Callable[[list[Any]], Any] = lambda places: None, ids: list[i
 
 
 @pytest.fixture
-def scripted() -> Iterator[Callable[..., tuple[Endpoint, list[dict[str, Any]], list[float]]]]:
+def scripted_server() -> Iterator[Callable[..., tuple[Endpoint, list[dict[str, Any]], list[float]]]]:
     """A server that gives these answers in turn, the last one forever: its endpoint, what it was asked, and the seconds waited."""
     servers = []
 
     def start(*script: tuple[int, dict[str, str], Any]) -> tuple[Endpoint, list[dict[str, Any]], list[float]]:
-        asked: list[dict[str, Any]] = []
+        requests: list[dict[str, Any]] = []
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                asked.append({"path": self.path, "body": body, "key": self.headers.get("Authorization")})
-                code, headers, said = script[min(len(asked), len(script)) - 1]
-                sent = (said if isinstance(said, str) else json.dumps(said)).encode()
+                requests.append({"path": self.path, "body": body, "key": self.headers.get("Authorization")})
+                code, headers, reply = script[min(len(requests), len(script)) - 1]
+                content = (reply if isinstance(reply, str) else json.dumps(reply)).encode()
                 self.send_response(code)
-                for name, value in {"Content-Length": str(len(sent)), **headers}.items():
+                for name, value in {"Content-Length": str(len(content)), **headers}.items():
                     self.send_header(name, value)
                 self.end_headers()
-                self.wfile.write(sent)
+                self.wfile.write(content)
 
             def log_message(self, *args: Any) -> None: ...
 
@@ -151,7 +151,7 @@ def scripted() -> Iterator[Callable[..., tuple[Endpoint, list[dict[str, Any]], l
         servers.append(server)
         waits: list[float] = []
         url = f"http://127.0.0.1:{server.server_address[1]}/v1"
-        return Endpoint(url, "tiny", load_tokenizer("byte"), waits.append), asked, waits
+        return Endpoint(url, "tiny", load_tokenizer("byte"), waits.append), requests, waits
 
     yield start
     for server in servers:
@@ -159,29 +159,29 @@ def scripted() -> Iterator[Callable[..., tuple[Endpoint, list[dict[str, Any]], l
         server.server_close()
 
 
-def test_the_rest_is_what_the_named_tokens_leave(scripted: Any, monkeypatch: pytest.MonkeyPatch):
+def test_the_rest_is_what_the_named_tokens_leave(scripted_server: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("ARGOSY_TEACHER_KEY", "hidden-key")
-    endpoint, asked, _ = scripted(answer())
-    found = endpoint.top(IDS, 2, 258)
-    assert found.ids.tolist() == [[ord("n"), 65], [ord("c"), 65], [ord("e"), 65]]
-    np.testing.assert_allclose(found.logps, [[-1, -2]] * 3)
-    np.testing.assert_allclose(found.rest, np.log(1 - np.exp(-1) - np.exp(-2)), rtol=1e-6)
-    assert asked[0]["path"] == "/v1/completions"
-    assert asked[0]["key"] == "Bearer hidden-key"
-    assert asked[0]["body"]["prompt"] == IDS
+    endpoint, requests, _ = scripted_server(answer())
+    targets = endpoint.top(IDS, 2, 258)
+    assert targets.ids.tolist() == [[ord("n"), 65], [ord("c"), 65], [ord("e"), 65]]
+    np.testing.assert_allclose(targets.logps, [[-1, -2]] * 3)
+    np.testing.assert_allclose(targets.rest, np.log(1 - np.exp(-1) - np.exp(-2)), rtol=1e-6)
+    assert requests[0]["path"] == "/v1/completions"
+    assert requests[0]["key"] == "Bearer hidden-key"
+    assert requests[0]["body"]["prompt"] == IDS
 
 
-def test_errors_that_may_pass_are_tried_again_and_told_in_the_end(scripted: Any, monkeypatch: pytest.MonkeyPatch):
+def test_errors_that_may_pass_are_tried_again_and_told_in_the_end(scripted_server: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("OPENAI_API_KEY", "hidden-key")
     busy, broken = (429, {"Retry-After": "7"}, "slow down"), (503, {}, "no")
-    endpoint, asked, waits = scripted(busy, broken, (200, {}, "{"), answer())
+    endpoint, requests, waits = scripted_server(busy, broken, (200, {}, "{"), answer())
     assert len(endpoint.top(IDS, 2, 258).ids) == 3
     assert waits == [7.0, WAITS_S[1], WAITS_S[2]]
-    endpoint, asked, waits = scripted((500, {}, {"error": {"message": "your key hidden-key is fine, I am not"}}))
+    endpoint, requests, waits = scripted_server((500, {}, {"error": {"message": "your key hidden-key is fine, I am not"}}))
     with pytest.raises(ArgosyError) as caught:
         endpoint.top(IDS, 2, 258)
     assert "after 6 tries: HTTP 500: your key [key] is fine" in str(caught.value)
-    assert len(asked) == 6
+    assert len(requests) == 6
     assert waits == list(WAITS_S)
     nobody = replace(endpoint, url="http://127.0.0.1:9/v1")
     with pytest.raises(ArgosyError, match=r"does not answer after 6 tries: .*refused"):
@@ -189,7 +189,7 @@ def test_errors_that_may_pass_are_tried_again_and_told_in_the_end(scripted: Any,
 
 
 @pytest.mark.parametrize(
-    ("reply", "error", "said"),
+    ("reply", "error", "problem"),
     [
         ((401, {}, {"error": {"message": "who are you"}}), BadInput, "HTTP 401: who are you"),
         ((302, {"Location": "http://example.com"}, ""), BadInput, "HTTP 302"),
@@ -203,11 +203,11 @@ def test_errors_that_may_pass_are_tried_again_and_told_in_the_end(scripted: Any,
         (answer(lambda p: p.__setitem__(2, entry(ord("c")))), BadInput, "names 1 tokens of a place, not 2"),
     ],
 )
-def test_what_is_no_teacher_is_refused(scripted: Any, reply: Any, error: type[Exception], said: str):
-    endpoint, asked, waits = scripted(reply)
-    with pytest.raises(error, match=said):
+def test_what_is_no_teacher_is_refused(scripted_server: Any, reply: Any, error: type[Exception], problem: str):
+    endpoint, requests, waits = scripted_server(reply)
+    with pytest.raises(error, match=problem):
         endpoint.top(IDS, 2, 258)
-    assert len(asked) == 1
+    assert len(requests) == 1
     assert not waits
 
 

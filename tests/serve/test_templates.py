@@ -23,12 +23,12 @@ BEGUN = [*HI, {"role": "assistant", "content": "It is "}]
 
 def prompts(ask: Ask, **body: Any) -> str:
     """The prompt that both routes make of a body."""
-    found = ask("POST", "/tokenize", json={"messages": HI} | body)
-    assert found.status_code == 200, found.text
+    tokenized = ask("POST", "/tokenize", json={"messages": HI} | body)
+    assert tokenized.status_code == 200, tokenized.text
     answer = ask("POST", "/v1/chat/completions", json={"messages": HI, "max_tokens": 1, "return_token_ids": True} | body)
     assert answer.status_code == 200, answer.text
-    assert answer.json()["choices"][0]["prompt_token_ids"] == found.json()["tokens"]
-    return ByteTokenizer().decode(found.json()["tokens"], skip_special=False)
+    assert answer.json()["choices"][0]["prompt_token_ids"] == tokenized.json()["tokens"]
+    return ByteTokenizer().decode(tokenized.json()["tokens"], skip_special=False)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_options_make_the_prompt(ask: Ask, body: dict[str, Any], prompt: str):
 
 
 def asking(service: Any) -> Ask:
-    return lambda method, path, **how: inside(App(service).asgi, lambda client: client.request(method, path, **how))
+    return lambda method, path, **kwargs: inside(App(service).asgi, lambda client: client.request(method, path, **kwargs))
 
 
 def test_a_continued_message_ends_where_its_text_ends(lm: LM):
@@ -85,8 +85,8 @@ def test_clients_can_read_the_special_tokens_and_the_template(lm: LM):
     """What lm-evaluation-harness asks for before it tokenizes over HTTP."""
     tokenizer = ByteTokenizer(TokenizerConfig(roles={"eos_token": "<eos>"}, templates={"default": TEMPLATE}))
     with serving(replace(lm, tokenizer=tokenizer)) as service:
-        found = asking(service)("GET", "/tokenizer_info").json()
-        assert found == {"bos_token": "<bos>", "eos_token": "<eos>", "add_bos_token": False, "chat_template": TEMPLATE}
+        info = asking(service)("GET", "/tokenizer_info").json()
+        assert info == {"bos_token": "<bos>", "eos_token": "<eos>", "add_bos_token": False, "chat_template": TEMPLATE}
     with serving(replace(lm, tokenizer=None)) as service:
         assert asking(service)("GET", "/tokenizer_info").status_code == 404
 
@@ -163,29 +163,29 @@ def test_an_answer_continues_the_assistants_last_message(strict: Ask):
     assert "its result is missing" in refused.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("own", [True, False], ids=["the model's", "the client's"])
-def test_a_slow_template_delays_nobody_else(lm: LM, own: bool, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("from_model", [True, False], ids=["the model's", "the client's"])
+def test_a_slow_template_delays_nobody_else(lm: LM, from_model: bool, monkeypatch: pytest.MonkeyPatch):
     """Here a conversation is rendered until the others have been answered: those with the model's template while three of it take
     their time, or however many with a template of their own."""
     answered, renders = threading.Event(), template.all_rendered
 
-    def slowly(jobs: Sequence[template.RenderJob], *given: Any) -> Any:
+    def slowly(jobs: Sequence[template.RenderJob], *rest: Any) -> Any:
         if jobs[0].messages[0]["content"] == "slow":
             assert answered.wait(60), "the others wait"
-        return renders(jobs, *given)
+        return renders(jobs, *rest)
 
     monkeypatch.setattr(template, "all_rendered", slowly)
 
     async def go(client: httpx.AsyncClient) -> None:
-        async def one(content: str) -> int:
+        async def send(content: str) -> int:
             body: dict[str, Any] = {"messages": [{"role": "user", "content": content}]}
-            if content == "slow" and not own:
+            if content == "slow" and not from_model:
                 body["chat_template"] = TEMPLATE
             return (await client.post("/tokenize", json=body)).status_code
 
-        slow = [asyncio.create_task(one("slow")) for _ in range(3 if own else 6)]
+        slow = [asyncio.create_task(send("slow")) for _ in range(3 if from_model else 6)]
         await asyncio.sleep(0.05)
-        assert await asyncio.gather(*(one("quick") for _ in range(4))) == [200] * 4
+        assert await asyncio.gather(*(send("quick") for _ in range(4))) == [200] * 4
         assert not any(task.done() for task in slow)
         answered.set()
         assert await asyncio.gather(*slow) == [200] * len(slow)

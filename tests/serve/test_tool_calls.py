@@ -6,7 +6,7 @@ from typing import Any
 
 import openai
 import pytest
-from infer.marked import NAMES, TOOLS, VOCAB, marked, template
+from infer.marked import NAMES, TOOLS, VOCAB, template, tokenizer_with_marks
 from serve.conftest import SIZES, Says, listening, serving
 from serve.test_reasoning import TALK, say
 
@@ -56,13 +56,15 @@ def lm(name: str, tmp_path_factory: pytest.TempPathFactory) -> LM:
     config = FAMILIES["llama"].examples()["plain"].model_copy(update={"vocab": VOCAB, "context": 4096})
     # The template of DeepSeek R1 writes calls, and lists no tools.
     listed = TOOLS if name == "deepseek" else ""
-    return LM(config, random_model(config, 0).module, marked(tmp_path_factory.mktemp(name), NAMES, listed + template(name)))
+    return LM(
+        config, random_model(config, 0).module, tokenizer_with_marks(tmp_path_factory.mktemp(name), NAMES, listed + template(name))
+    )
 
 
 @pytest.fixture(scope="module")
 def service(lm: LM) -> Iterator[Service]:
-    with serving(lm, kind=Says, sizes=LONG) as found:
-        yield found
+    with serving(lm, kind=Says, sizes=LONG) as service:
+        yield service
 
 
 def says(service: Service, text: str) -> Any:
@@ -70,58 +72,58 @@ def says(service: Service, text: str) -> Any:
     return Ids(service.lm.tokenizer.encode(text, special=True))
 
 
-def said(service: Service, text: str, **body: Any) -> dict[str, Any]:
+def choice_of(service: Service, text: str, **body: Any) -> dict[str, Any]:
     return say(service, says(service, text), **body)["choices"][0]
 
 
-def is_of(name: str, given: str, number: int = 0) -> bool:
+def is_of(name: str, call_id: str, number: int = 0) -> bool:
     """Whether an id is one of the notation."""
     if name in ("deepseek", "gemma"):
-        return given.startswith("call_")
-    return given == f"functions.time:{number}" if name == "kimi" else len(given) == 9 and given.isalnum()
+        return call_id.startswith("call_")
+    return call_id == f"functions.time:{number}" if name == "kimi" else len(call_id) == 9 and call_id.isalnum()
 
 
 def test_calls_are_a_part_of_their_own(service: Service, name: str):
-    one, two = SAYS[name]
-    choice = said(service, f"Let me see.{one}", tools=[TOOL])
+    first_text, two = SAYS[name]
+    choice = choice_of(service, f"Let me see.{first_text}", tools=[TOOL])
     assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", "Let me see.")
     (call,) = choice["message"]["tool_calls"]
     assert (call["type"], call["function"]) == ("function", {"name": "time", "arguments": ARGUMENTS})
     assert is_of(name, call["id"])
-    if "a1b2c3d4e" in one:
+    if "a1b2c3d4e" in first_text:
         assert call["id"] == "a1b2c3d4e", "the model's own"
-    first, second = said(service, two, tools=[TOOL])["message"]["tool_calls"]
+    first, second = choice_of(service, two, tools=[TOOL])["message"]["tool_calls"]
     assert is_of(name, first["id"])
     assert is_of(name, second["id"], 1)
     assert first["id"] != second["id"]
 
 
 def test_what_is_no_call_is_text_with_its_marks(service: Service, name: str):
-    one, _ = SAYS[name]
-    cut = one[: one.index("Rome")]
-    choice = said(service, cut, tools=[TOOL])
+    first, _ = SAYS[name]
+    cut = first[: first.index("Rome")]
+    choice = choice_of(service, cut, tools=[TOOL])
     assert (choice["finish_reason"], choice["message"]["content"]) == ("stop", cut)
-    choice = said(service, "Hello [TOOL", tools=[TOOL])
+    choice = choice_of(service, "Hello [TOOL", tools=[TOOL])
     assert (choice["finish_reason"], choice["message"]["content"]) == ("stop", "Hello [TOOL")
     # Without tools, special tokens are no text.
-    assert said(service, "[TOOL_CALLS]Hello")["message"]["content"] == "Hello"
+    assert choice_of(service, "[TOOL_CALLS]Hello")["message"]["content"] == "Hello"
 
 
 def test_a_call_is_sent_back_with_its_result(service: Service, name: str):
     """Also one that another model made. Its prompt has the call as the template writes it."""
-    call = said(service, SAYS[name][0], tools=[TOOL])["message"]["tool_calls"][0]
+    call = choice_of(service, SAYS[name][0], tools=[TOOL])["message"]["tool_calls"][0]
     assert service.lm.tokenizer is not None
-    for given in (call["id"], "call_0123456789abcdef"):
-        assistant = {"role": "assistant", "content": None, "tool_calls": [call | {"id": given}]}
-        messages = [*TALK["messages"], assistant, {"role": "tool", "tool_call_id": given, "content": "noon"}]
+    for call_id in (call["id"], "call_0123456789abcdef"):
+        assistant = {"role": "assistant", "content": None, "tool_calls": [call | {"id": call_id}]}
+        messages = [*TALK["messages"], assistant, {"role": "tool", "tool_call_id": call_id, "content": "noon"}]
         body = {"tools": [TOOL], "messages": messages}
         text = service.lm.tokenizer.decode(read_chat(service, ChatFields.of(TALK | body)).prompt, skip_special=False)
         before, _, after = SAYS[name][0].replace("}]", "").partition("a1b2c3d4e")
-        assert f"{before}{'' if not after else given if len(given) == 9 else mistral_call_id(given)}{after}" in text
+        assert f"{before}{'' if not after else call_id if len(call_id) == 9 else mistral_call_id(call_id)}{after}" in text
         # Calls are counted over the whole conversation.
-        again = said(service, SAYS[name][0], **body)["message"]["tool_calls"][0]["id"]
+        again = choice_of(service, SAYS[name][0], **body)["message"]["tool_calls"][0]["id"]
         assert is_of(name, again, 1)
-        assert again != given
+        assert again != call_id
 
 
 def test_the_official_client_streams_calls(service: Service, name: str):
@@ -134,12 +136,12 @@ def test_the_official_client_streams_calls(service: Service, name: str):
     # A token at a time, and none of them waits for the calls.
     assert [delta.content for delta in deltas if delta.content] == list("Let me see.")
     (calls,) = [delta.tool_calls for delta in deltas if delta.tool_calls]
-    assert [one.index for one in calls] == [0, 1]
-    for streamed, one in zip(calls, whole.message.tool_calls or [], strict=True):
+    assert [call.index for call in calls] == [0, 1]
+    for streamed, call in zip(calls, whole.message.tool_calls or [], strict=True):
         assert streamed.function is not None
-        assert one.type == "function"
+        assert call.type == "function"
         assert (streamed.function.name, streamed.function.arguments) == ("time", ARGUMENTS)
-        assert (one.function.name, one.function.arguments) == ("time", ARGUMENTS)
+        assert (call.function.name, call.function.arguments) == ("time", ARGUMENTS)
         assert is_of(name, streamed.id or "", streamed.index)
     assert chunks[-1].choices[0].finish_reason == whole.finish_reason == "tool_calls"
     assert whole.message.content == "Let me see."
@@ -149,9 +151,9 @@ def test_the_official_client_streams_calls(service: Service, name: str):
 def test_a_call_that_is_demanded_comes(lm: LM, name: str):
     """From a model that has learned nothing."""
     with serving(lm, sizes=LONG) as service:
-        named = {"type": "function", "function": {"name": "time"}}
-        for choice in ("required", named):
-            answer = said(service, "", tools=[TOOL], tool_choice=choice, parallel_tool_calls=False, seed=1)
+        forced = {"type": "function", "function": {"name": "time"}}
+        for choice in ("required", forced):
+            answer = choice_of(service, "", tools=[TOOL], tool_choice=choice, parallel_tool_calls=False, seed=1)
             assert (answer["finish_reason"], answer["message"]["content"]) == ("tool_calls", None)
             (call,) = answer["message"]["tool_calls"]
             assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("time", {"in": "Rome"})
@@ -161,13 +163,13 @@ def test_a_call_that_is_demanded_comes(lm: LM, name: str):
 def test_values_are_read_by_the_schemas_that_a_request_offers(tmp_path_factory: pytest.TempPathFactory):
     """As Qwen 3.5 writes them, behind its thoughts."""
     config = FAMILIES["llama"].examples()["plain"].model_copy(update={"vocab": VOCAB, "context": 4096})
-    lm = LM(config, random_model(config, 0).module, marked(tmp_path_factory.mktemp("qwen"), [], template("qwen3.5")))
+    lm = LM(config, random_model(config, 0).module, tokenizer_with_marks(tmp_path_factory.mktemp("qwen"), [], template("qwen3.5")))
     text = "<tool_call>\n<function=add>\n<parameter=a>\n5\n</parameter>\n<parameter=b>\n5\n</parameter>\n</function>\n</tool_call>"
     properties = {"a": {"type": "integer"}, "b": {"type": "string"}}
     tool: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": properties}}}
     with serving(lm, kind=Says, sizes=LONG.model_copy(update={"context": 4096, "pages": 512})) as service:
-        for before, how in (("Hm.</think>\n\n", {}), ("", {"chat_template_kwargs": {"enable_thinking": False}})):
-            message = said(service, f"{before}{text}", tools=[tool], **how)["message"]
+        for before, options in (("Hm.</think>\n\n", {}), ("", {"chat_template_kwargs": {"enable_thinking": False}})):
+            message = choice_of(service, f"{before}{text}", tools=[tool], **options)["message"]
             assert (message["content"], message.get("reasoning")) == (None, "Hm." if before else None)
             (call,) = message["tool_calls"]
             assert json.loads(call["function"]["arguments"]) == {"a": 5, "b": "5"}

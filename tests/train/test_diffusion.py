@@ -38,7 +38,7 @@ class Recorded:
         return 0.3 * x
 
 
-def kept() -> np.ndarray:
+def kept_signal() -> np.ndarray:
     """alpha^2 of Stable Diffusion's noise (Rombach et al. 2022)."""
     return np.cumprod(1 - np.linspace(0.00085**0.5, 0.012**0.5, 1000) ** 2)
 
@@ -53,7 +53,7 @@ def test_the_loss_is_that_of_the_equations(prediction, min_snr):
     if prediction == "velocity":
         alpha, sigma = 1 - t, t
     else:
-        bar = kept()[np.round(t * 1000).astype(int)]
+        bar = kept_signal()[np.round(t * 1000).astype(int)]
         alpha, sigma = bar**0.5, (1 - bar) ** 0.5
     image, x = np.asarray(batch["images"], np.float64), np.asarray(model.x, np.float64)
     a, s = (v[:, None, None, None] for v in (alpha, sigma))
@@ -63,9 +63,11 @@ def test_the_loss_is_that_of_the_equations(prediction, min_snr):
     weight = np.ones(8)
     if min_snr is not None:
         # The image that a prediction means, by solving for it; the weighted loss is min(SNR, gamma) times its squared error.
-        given = 0.3 * x
-        meant = {"velocity": x - s * given, "epsilon": (x - s * given) / a, "v": a * x - s * given, "sample": given}[prediction]
-        weight = np.minimum((alpha / sigma) ** 2, min_snr) * ((image - meant) ** 2).mean((1, 2, 3)) / error
+        output = 0.3 * x
+        expected_output = {"velocity": x - s * output, "epsilon": (x - s * output) / a, "v": a * x - s * output, "sample": output}[
+            prediction
+        ]
+        weight = np.minimum((alpha / sigma) ** 2, min_snr) * ((image - expected_output) ** 2).mean((1, 2, 3)) / error
     assert float(loss.loss.value()) == pytest.approx((weight * error).mean(), rel=1e-3)
     quarters = np.minimum((t * 4).astype(int), 3)
     for q in range(4):
@@ -81,17 +83,17 @@ def test_noise_is_standard_new_in_each_step_and_follows_from_the_row():
         t = model.t[:, None, None, None] / 1000
         return np.asarray((model.x - (1 - t) * batch["images"]) / t), np.asarray(model.t)
 
-    one, t = noise(batch, jax.random.key(0))
+    drawn, t = noise(batch, jax.random.key(0))
     keep = t > 100
-    assert abs(one[keep].mean()) < 0.03
-    assert abs(one[keep].std() - 1) < 0.03
+    assert abs(drawn[keep].mean()) < 0.03
+    assert abs(drawn[keep].std() - 1) < 0.03
     assert scipy.stats.kstest(t / 1000, "uniform").pvalue > 1e-3
     other, _ = noise(batch, jax.random.key(1))
-    assert abs(np.corrcoef(one[keep].ravel(), other[keep].ravel())[0, 1]) < 0.05
+    assert abs(np.corrcoef(drawn[keep].ravel(), other[keep].ravel())[0, 1]) < 0.05
     backwards = {name: a[::-1] for name, a in batch.items()}
     same, other_t = noise(backwards, jax.random.key(0))
     both = keep & (other_t[::-1] > 100)
-    np.testing.assert_allclose(same[::-1][both], one[both], atol=1e-3)
+    np.testing.assert_allclose(same[::-1][both], drawn[both], atol=1e-3)
 
 
 def test_labels_are_dropped_as_often_as_asked_and_padding_counts_for_nothing():

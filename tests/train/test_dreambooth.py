@@ -102,23 +102,23 @@ def pairs_of(folder, seed=0, **share):
 
 def test_pairs_stay_together_and_the_class_is_seen_whole(tmp_path):
     batches = pairs_of(tmp_path)
-    made = [next(batches) for _ in range(21)]
-    shown = np.concatenate([np.rint((batch["images"][:, 0, 0, 0] + 1) * 127.5).astype(int) for batch in made])
-    assert (shown[::2] < 3).all()
-    assert (shown[1::2] >= 100).all()
-    assert all(sorted(shown[::2][i : i + 3]) == [0, 1, 2] for i in range(0, 42, 3))
-    assert all(sorted(shown[1::2][i : i + 7]) == list(range(100, 107)) for i in range(0, 42, 7))
-    for batch in made:
+    first_batches = [next(batches) for _ in range(21)]
+    numbers = np.concatenate([np.rint((batch["images"][:, 0, 0, 0] + 1) * 127.5).astype(int) for batch in first_batches])
+    assert (numbers[::2] < 3).all()
+    assert (numbers[1::2] >= 100).all()
+    assert all(sorted(numbers[::2][i : i + 3]) == [0, 1, 2] for i in range(0, 42, 3))
+    assert all(sorted(numbers[1::2][i : i + 7]) == list(range(100, 107)) for i in range(0, 42, 7))
+    for batch in first_batches:
         assert batch["prior"].tolist() == [0, 1, 0, 1]
         assert batch["pooled"][:, 0].tolist() == [9, 5, 9, 5]
     halves = [pairs_of(tmp_path, process=i, processes=2) for i in range(2)]
-    for batch in made[:5]:
+    for batch in first_batches[:5]:
         parts = [next(half) for half in halves]
         np.testing.assert_array_equal(np.concatenate([part["images"] for part in parts]), batch["images"])
     halves[0].restore(batches.state())
     np.testing.assert_array_equal(next(halves[0])["images"], next(batches)["images"][:2])
-    for one in (batches, *halves):
-        one.close()
+    for stream in (batches, *halves):
+        stream.close()
 
 
 @pytest.fixture(scope="module")
@@ -131,9 +131,15 @@ def subject(tmp_path_factory) -> Path:
 
 
 def words(model, subject, folder, *more):
-    given = [f"model={model}", f"data.source={subject}", f"dir={folder}", f"data.cache={folder.parent / 'cache'}", "data.image.size=16"]
-    given += ["data.image.caption=a sks flower", "objective.class_prompt=a flower", "objective.num_class_images=5", "sample.steps=2"]
-    return ["dreambooth", *given, "data.batch=16", "sample.images=1", "log.every=1", *more]
+    common = [
+        f"model={model}",
+        f"data.source={subject}",
+        f"dir={folder}",
+        f"data.cache={folder.parent / 'cache'}",
+        "data.image.size=16",
+    ]
+    common += ["data.image.caption=a sks flower", "objective.class_prompt=a flower", "objective.num_class_images=5", "sample.steps=2"]
+    return ["dreambooth", *common, "data.batch=16", "sample.images=1", "log.every=1", *more]
 
 
 @pytest.mark.slow
@@ -141,23 +147,23 @@ def test_the_class_is_drawn_once_and_a_run_resumes_bit_for_bit(subject, tmp_path
     write_pipeline(GOLDENS / "pipeline-sd", model := tmp_path / "sd")
     adapter = ["adapter=lora", "adapter.rank=2", "optimizer.learning_rate=1e-3", "checkpoint.every=2"]
     argosy.fit(*words(model, subject, tmp_path / "halves", *adapter), view=Heard(), steps=2)
-    drawn = {path.name: path.read_bytes() for path in (tmp_path / "halves" / "class_images").iterdir()}
-    assert sorted(drawn) == [f"{i:05}.png" for i in range(5)]
+    class_images = {path.name: path.read_bytes() for path in (tmp_path / "halves" / "class_images").iterdir()}
+    assert sorted(class_images) == [f"{i:05}.png" for i in range(5)]
     pipe = argosy.load(model)
-    wanted = pipe.images(["a flower"] * 5, steps=2, guidance=7.5, seed=list(range(5)), size=16)
+    expected = pipe.images(["a flower"] * 5, steps=2, guidance=7.5, seed=list(range(5)), size=16)
     for i in range(5):
         with Image.open(tmp_path / "halves" / "class_images" / f"{i:05}.png") as image:
-            assert np.abs(np.array(image.convert("RGB")).astype(int) - wanted[i]).max() <= 1
+            assert np.abs(np.array(image.convert("RGB")).astype(int) - expected[i]).max() <= 1
     times = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "halves" / "class_images").iterdir()}
     argosy.fit(*words(model, subject, tmp_path / "halves", *adapter), view=Heard(), steps=4)
     assert times == {path.name: path.stat().st_mtime_ns for path in (tmp_path / "halves" / "class_images").iterdir()}
     # Images that are there are used, and only the missing ones are drawn.
     (tmp_path / "class").mkdir()
-    for name in sorted(drawn)[:3]:
-        (tmp_path / "class" / name).write_bytes(drawn[name])
+    for name in sorted(class_images)[:3]:
+        (tmp_path / "class" / name).write_bytes(class_images[name])
     where = f"objective.class_data_dir={tmp_path / 'class'}"
     argosy.fit(*words(model, subject, tmp_path / "whole", where, *adapter), view=Heard(), steps=4)
-    assert {path.name: path.read_bytes() for path in (tmp_path / "class").iterdir()} == drawn
+    assert {path.name: path.read_bytes() for path in (tmp_path / "class").iterdir()} == class_images
     losses = [[line["loss"] for line in read(Store(tmp_path / name)) if "loss" in line] for name in ("halves", "whole")]
     assert losses[0] == losses[1]
     assert len(losses[0]) == 4
@@ -166,11 +172,11 @@ def test_the_class_is_drawn_once_and_a_run_resumes_bit_for_bit(subject, tmp_path
 
 def test_mistakes_are_named_before_anything_is_drawn(subject, tmp_path):
     write_pipeline(GOLDENS / "pipeline-sd", model := tmp_path / "sd")
-    for word, what in (
+    for word, problem in (
         ("data.image.buckets=8", "pairs of a subject and its class are of one size"),
         ("data.batch=3", "groups of 2 rows"),
         ("objective.prior_loss_weight=0", "should be greater than 0"),
     ):
-        with pytest.raises(UserError, match=what):
+        with pytest.raises(UserError, match=problem):
             argosy.fit(*words(model, subject, tmp_path / "run", word), view=Heard(), steps=1)
         assert not (tmp_path / "run" / "class_images").exists()

@@ -61,9 +61,9 @@ def test_the_loss_is_that_of_the_papers_table(prediction: str, sign: int):
 
 def test_times_at_either_end_are_finite():
     """A uniform law draws 0 now and then, where log s is not finite."""
-    found = EDM(noise=EDMNoise(sigma_data=D)).levels_at("edm", jnp.asarray([0.0, 1.0]))
-    assert all(np.isfinite(column).all() for column in found)
-    timestep, alpha, sigma = found
+    levels = EDM(noise=EDMNoise(sigma_data=D)).levels_at("edm", jnp.asarray([0.0, 1.0]))
+    assert all(np.isfinite(column).all() for column in levels)
+    timestep, alpha, sigma = levels
     assert timestep[0] < -3 < 3 < timestep[1]
     np.testing.assert_allclose(D**2 * alpha**2 + sigma**2, 1, rtol=1e-5)
 
@@ -87,11 +87,11 @@ def test_the_exact_network_draws_the_data(method: str, prediction: str, sign: in
         best = (deviation**2 * x / alpha + s**2 * m) / (deviation**2 + s**2)
         return sign * (best - D**2 * alpha * x) / (s * D * alpha)
 
-    network, how = Network(exact, prediction), SamplerSettings(name=method, noise=noise, prediction=prediction, levels="karras")
-    plan = SAMPLERS[method](how, 400)
+    network, sampler = Network(exact, prediction), SamplerSettings(name=method, noise=noise, prediction=prediction, levels="karras")
+    plan = SAMPLERS[method](sampler, 400)
     e = jax.random.normal(jax.random.key(0), (4, 3, 3, 1))
-    drawn = sample(lambda x, t, level: network(x, jnp.full(len(x), t), None), plan, initial_state(plan, e))
-    np.testing.assert_allclose(drawn, m + deviation * e, atol=0.03 if method == "euler" else 3e-3)
+    images = sample(lambda x, t, level: network(x, jnp.full(len(x), t), None), plan, initial_state(plan, e))
+    np.testing.assert_allclose(images, m + deviation * e, atol=0.03 if method == "euler" else 3e-3)
 
 
 def test_a_run_draws_by_its_own_noise(tmp_path: Any):
@@ -125,7 +125,7 @@ def test_what_does_not_combine_is_refused(more: list[str], says: str, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("how", "says"),
+    ("options", "says"),
     [
         ({"name": "ddim", "noise": {"kind": "edm"}, "prediction": "edm", "levels": "karras"}, "ddim does not follow noise.kind = edm"),
         ({"name": "euler", "noise": {"kind": "edm"}, "prediction": "edm"}, "levels = timesteps"),
@@ -133,6 +133,6 @@ def test_what_does_not_combine_is_refused(more: list[str], says: str, tmp_path: 
         ({"name": "euler", "noise": {"kind": "betas"}, "prediction": "edm"}, "set noise.kind = edm"),
     ],
 )
-def test_samplers_that_do_not_fit_are_refused(how: dict[str, Any], says: str):
+def test_samplers_that_do_not_fit_are_refused(options: dict[str, Any], says: str):
     with pytest.raises(ValueError, match=says):
-        SamplerSettings(**how)
+        SamplerSettings(**options)

@@ -23,18 +23,18 @@ def step(state: TrainState, loss: Any) -> Any:
     return new, {"loss": loss, "grad_norm": jnp.abs(loss)}
 
 
-def after(losses: list[float], **how: Any) -> tuple[list[TrainState], list[int]]:
+def after(losses: list[float], **options: Any) -> tuple[list[TrainState], list[int]]:
     """The states before and after each step, and what each found."""
-    settings = GuardSettings(**how)
+    settings = GuardSettings(**options)
     state = TrainState.start(
         {"w": jnp.ones((2, 3))}, {"moved": jnp.ones(2), "frozen": jnp.ones(2)}, {"mu": jnp.zeros((2, 3))}, 0, begin(settings)
     )
-    update, states, found = jax.jit(guard_step(step, settings)), [state], []
+    update, states, verdicts = jax.jit(guard_step(step, settings)), [state], []
     for loss in losses:
         state, metrics = update(state, jnp.float32(loss))
         states.append(state)
-        found.append(int(metrics["guard"]))
-    return states, found
+        verdicts.append(int(metrics["guard"]))
+    return states, verdicts
 
 
 def weights(state: TrainState) -> list[bytes]:
@@ -43,8 +43,8 @@ def weights(state: TrainState) -> list[bytes]:
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 def test_a_skipped_step_changes_nothing_but_counts(bad: float):
-    states, found = after([0.5, bad, 0.25], nonfinite="skip")
-    assert found == [GOOD, NONFINITE, GOOD]
+    states, verdicts = after([0.5, bad, 0.25], nonfinite="skip")
+    assert verdicts == [GOOD, NONFINITE, GOOD]
     assert weights(states[2]) == weights(states[1])
     assert [int(s.step) for s in states] == [0, 1, 2, 3]
     without, _ = after([0.5, 0.25])
@@ -54,56 +54,56 @@ def test_a_skipped_step_changes_nothing_but_counts(bad: float):
 
 @pytest.mark.parametrize("action", ["stop", "rollback"])
 def test_the_state_halts_at_a_bad_step_whatever_follows(action: str):
-    states, found = after([0.5, NAN, 0.25, NAN], nonfinite=action)
-    assert found == [GOOD, NONFINITE + HALTED, GOOD + HALTED, NONFINITE + HALTED]
+    states, verdicts = after([0.5, NAN, 0.25, NAN], nonfinite=action)
+    assert verdicts == [GOOD, NONFINITE + HALTED, GOOD + HALTED, NONFINITE + HALTED]
     assert all(weights(s) == weights(states[1]) and int(s.step) == 1 for s in states[2:])
     assert int(clear_halt(states[-1]).guard["halted"]) == 0
 
 
 def test_too_many_skips_in_a_row_halt_and_a_good_step_counts_anew():
-    states, found = after([NAN, NAN, 1.0, NAN, NAN, NAN, 1.0], nonfinite="skip", in_row=2)
-    assert found == [1, 1, 0, 1, 1, 1 + HALTED, 0 + HALTED]
+    states, verdicts = after([NAN, NAN, 1.0, NAN, NAN, NAN, 1.0], nonfinite="skip", in_row=2)
+    assert verdicts == [1, 1, 0, 1, 1, 1 + HALTED, 0 + HALTED]
     assert int(states[-1].step) == 5
     assert int(states[-1].guard["in_row"]) == 2, "that of the last step that counts"
 
 
 def test_a_spike_is_what_lies_far_above_the_median():
     losses = [2.0, 2.1, 1.9, 2.0, 2.2, 2.1, 9.0, 2.0, 0.1, 2.15]
-    states, found = after(losses, spike="skip", window=8)
-    assert found == [0, 0, 0, 0, 0, 0, SPIKE, 0, 0, 0], "a loss far below is none"
+    states, verdicts = after(losses, spike="skip", window=8)
+    assert verdicts == [0, 0, 0, 0, 0, 0, SPIKE, 0, 0, 0], "a loss far below is none"
     assert weights(states[7]) == weights(states[6])
-    early, found = after([2.0, 2.1, 1.9, 9.0], spike="skip", window=8)
-    assert found == [0, 0, 0, 0], "half a window is not known yet"
+    early, verdicts = after([2.0, 2.1, 1.9, 9.0], spike="skip", window=8)
+    assert verdicts == [0, 0, 0, 0], "half a window is not known yet"
     assert weights(early[4]) != weights(early[3])
 
 
 def test_actions_are_apart():
-    _, found = after([2.0, 2.1, 9.0, 2.0, NAN], spike="skip", nonfinite="stop", window=4)
-    assert found == [0, 0, SPIKE, 0, NONFINITE + HALTED]
+    _, verdicts = after([2.0, 2.1, 9.0, 2.0, NAN], spike="skip", nonfinite="stop", window=4)
+    assert verdicts == [0, 0, SPIKE, 0, NONFINITE + HALTED]
 
 
 @pytest.mark.parametrize("seen", [0, 3, 4, 7, 8, 100])
 def test_the_limit_is_the_median_and_the_median_distance_from_it(seen: int):
     losses = np.random.default_rng(seen).normal(3, 0.2, 8).astype(np.float32)
-    known = losses[: min(seen, 8)]
+    seen_losses = losses[: min(seen, 8)]
     expected = INF
-    if len(known) >= 4:
-        middle = np.median(known)
-        expected = middle + 6 * 1.4826 * np.median(np.abs(known - middle))
-    found = limit(jnp.asarray(losses), jnp.int32(seen), GuardSettings(window=8))
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    if len(seen_losses) >= 4:
+        middle = np.median(seen_losses)
+        expected = middle + 6 * 1.4826 * np.median(np.abs(seen_losses - middle))
+    bound = limit(jnp.asarray(losses), jnp.int32(seen), GuardSettings(window=8))
+    np.testing.assert_allclose(bound, expected, rtol=1e-6)
 
 
 def test_losses_that_are_all_alike_have_a_deviation_of_a_thousandth():
-    found = limit(jnp.full(8, 2.0), jnp.int32(8), GuardSettings(window=8))
-    np.testing.assert_allclose(found, 2.0 + 6 * 0.002, rtol=1e-6)
+    bound = limit(jnp.full(8, 2.0), jnp.int32(8), GuardSettings(window=8))
+    np.testing.assert_allclose(bound, 2.0 + 6 * 0.002, rtol=1e-6)
 
 
 def test_losses_of_exactly_zero_have_a_deviation_of_a_millionth():
     """Policy losses are exactly 0 where every answer of a group has the same reward."""
     zeros = jnp.asarray([0.0] * 6 + [0.1, -0.1])
-    found = limit(zeros, jnp.int32(8), GuardSettings(window=8))
-    np.testing.assert_allclose(found, 6e-6, rtol=1e-6)
+    bound = limit(zeros, jnp.int32(8), GuardSettings(window=8))
+    np.testing.assert_allclose(bound, 6e-6, rtol=1e-6)
     _, verdicts = after([0.0] * 4 + [1e-7, 0.5], spike="skip", window=4)
     assert verdicts == [0, 0, 0, 0, 0, SPIKE]
 

@@ -20,7 +20,7 @@ class Ticking(Clock):
         return nullcontext()
 
 
-def measured(every: int, begin: int, steps: int, certain: bool = False) -> tuple[list[float], list[tuple[int, float]]]:
+def measure(every: int, begin: int, steps: int, certain: bool = False) -> tuple[list[float], list[tuple[int, float]]]:
     """The paces and the rates that a meter reports of steps of 3 s (2 of the step, 1 of data) and 6 tokens."""
     clock, paces, rates = Ticking(), [], []
     meter = Meter(clock, 6, lambda step, numbers: rates.append((step, numbers["tokens_per_s"])), every, paces.append)
@@ -32,7 +32,7 @@ def measured(every: int, begin: int, steps: int, certain: bool = False) -> tuple
 
 
 def test_one_step_is_timed_once():
-    paces, rates = measured(every=4, begin=0, steps=9)
+    paces, rates = measure(every=4, begin=0, steps=9)
     assert paces == [3.0]
     assert rates == [(4, pytest.approx(2.0)), (8, pytest.approx(2.0))]
 
@@ -48,20 +48,20 @@ def test_a_first_step_that_compiles_does_not_count_in_the_pace():
 
 
 def test_time_of_rollouts_counts_as_training_and_not_as_data():
-    clock, told = Ticking(), []
-    meter = Meter(clock, 6, lambda step, numbers: told.append(numbers))
+    clock, reports = Ticking(), []
+    meter = Meter(clock, 6, lambda step, numbers: reports.append(numbers))
     meter.begin(0)
     clock.seconds = {"step": 2.0, "data": 1.0, "rollouts": 3.0, "evaluation": 5.0}
     meter.read(1, {"loss": 1.0})
-    assert (told[0]["tokens_per_s"], told[0]["data_wait_s"]) == (pytest.approx(1.0), 1.0)
+    assert (reports[0]["tokens_per_s"], reports[0]["data_wait_s"]) == (pytest.approx(1.0), 1.0)
 
 
 def test_a_first_step_that_is_logged_has_no_pace_of_its_own():
-    assert measured(every=1, begin=0, steps=3)[0] == []
-    assert measured(every=4, begin=3, steps=3)[0] == []
+    assert measure(every=1, begin=0, steps=3)[0] == []
+    assert measure(every=4, begin=3, steps=3)[0] == []
 
 
 def test_a_step_that_was_not_waited_for_is_not_timed():
     """A hook reads it as soon as it is dispatched. The first two are timed together, so the third is the first that is timed alone."""
-    assert measured(every=9, begin=0, steps=2, certain=True)[0] == []
-    assert measured(every=9, begin=0, steps=3, certain=True)[0] == [3.0]
+    assert measure(every=9, begin=0, steps=2, certain=True)[0] == []
+    assert measure(every=9, begin=0, steps=3, certain=True)[0] == [3.0]

@@ -87,8 +87,8 @@ def test_gradients_do_not_flow_through_the_target():
         model = Function(lambda x, t, h: w * x * (1 + h))
         return MeanFlow(equal=0.0, power=0.0)({"model": model}, batch, jax.random.key(0)).loss.value()
 
-    def parts(w, kept):
-        model = Function(lambda x, t, h: jnp.where(kept, w, jax.lax.stop_gradient(w)) * x * (1 + h))
+    def parts(w, is_kept):
+        model = Function(lambda x, t, h: jnp.where(is_kept, w, jax.lax.stop_gradient(w)) * x * (1 + h))
         return MeanFlow(equal=0.0, power=0.0)({"model": model}, batch, jax.random.key(0)).loss.value()
 
     assert float(jax.grad(loss)(0.5)) == pytest.approx(float(jax.grad(parts)(0.5, True)))
@@ -100,11 +100,11 @@ def test_gradients_do_not_flow_through_the_target():
 def test_steps_are_told_their_length():
     config = DiTConfig(channels=1, size=4, patch=2, width=16, layers=1, heads=2, classes=3, waves=8, intervals=True)
     module = random_model(config, 0).module
-    told = []
+    intervals = []
     call = type(module).__call__
 
     def recording(self, x, t, conditions):
-        jax.debug.callback(lambda t, h: told.append((float(t), float(h))), t[0], conditions.interval[0])
+        jax.debug.callback(lambda t, h: intervals.append((float(t), float(h))), t[0], conditions.interval[0])
         return call(self, x, t, conditions)
 
     kind = type("Recording", (type(module),), {"__call__": recording})
@@ -113,19 +113,19 @@ def test_steps_are_told_their_length():
     pipe.images(["1"], steps=4)
     jax.effects_barrier()
     times = [1000 * i / 4 for i in (4, 3, 2, 1)]
-    np.testing.assert_allclose(told, [(t, 250) for t in times], rtol=1e-4)
+    np.testing.assert_allclose(intervals, [(t, 250) for t in times], rtol=1e-4)
     with pytest.raises(BadInput, match="which Euler's method takes"):
         pipe.images(["1"], steps=4, sampler=SamplerSettings(name="heun"))
 
 
-@pytest.mark.parametrize("words, what", [
+@pytest.mark.parametrize("words, problem", [
     (["objective=mean_flow"], "models that read intervals: model.family=dit model.intervals=true"),
     (["model.intervals=true"], r"model\.intervals is for objective=mean_flow"),
     (["objective=mean_flow", "model.intervals=true", "model.prediction=epsilon"], "trains velocities"),
     (["objective=mean_flow", "model.intervals=true", "execution.products=amx"], "differentiates the model forward"),
     (["objective=mean_flow", "model.intervals=true", "execution.attention=blocked"], "execution.attention=blocked does not"),
 ])  # fmt: skip
-def test_mistakes_are_named(tmp_path, words, what):
-    given = [f"data.source={shared('images/digits_8x8.npz')}", "data.image.white=16", f"dir={tmp_path / 'run'}"]
-    with pytest.raises(UserError, match=what):
-        argosy.fit("diffusion", *given, *words, view=Heard(), steps=1)
+def test_mistakes_are_named(tmp_path, words, problem):
+    common = [f"data.source={shared('images/digits_8x8.npz')}", "data.image.white=16", f"dir={tmp_path / 'run'}"]
+    with pytest.raises(UserError, match=problem):
+        argosy.fit("diffusion", *common, *words, view=Heard(), steps=1)

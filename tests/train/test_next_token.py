@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from helpers import relative
-from laws.families import CASES, built
+from laws.families import CASES, noisy_model
 
 from argosy.models.parts.stack import Unroll
 from argosy.models.parts.weight import merge, split
@@ -21,8 +21,8 @@ def batch_of(rows=2, length=12, vocab=113):
     segments = np.asarray([[1] * 7 + [2] * 5, [1] * 9 + [0] * 3], np.int32)
     mask = rng.random((rows, length)).astype(np.float32) * (segments > 0)
     mask[0, 6] = 0
-    named = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "segments": segments, "mask": mask}
-    return {name: jnp.asarray(array) for name, array in named.items()}
+    arrays = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "segments": segments, "mask": mask}
+    return {name: jnp.asarray(array) for name, array in arrays.items()}
 
 
 class Table(nnx.Module):
@@ -53,20 +53,20 @@ def test_the_loss_by_hand():
 
 
 def test_a_masked_target_changes_nothing():
-    model, batch = built(CASES["llama-plain"], Unroll()), batch_of()
+    model, batch = noisy_model(CASES["llama-plain"], Unroll()), batch_of()
     changed = dict(batch)
     hidden = np.asarray(batch["mask"]) == 0
     changed["targets"] = jnp.where(jnp.asarray(hidden), 0, batch["targets"])
     assert (np.asarray(changed["targets"]) != np.asarray(batch["targets"])).any()
-    one, other = (NextToken()({"model": model}, b, KEY).loss for b in (batch, changed))
-    assert float(one.total) == float(other.total)
+    first, other = (NextToken()({"model": model}, b, KEY).loss for b in (batch, changed))
+    assert float(first.total) == float(other.total)
     counted = dict(batch, targets=jnp.where(jnp.asarray(~hidden), 0, batch["targets"]))
-    assert abs(float(NextToken()({"model": model}, counted, KEY).loss.total) - float(one.total)) > 1e-3
+    assert abs(float(NextToken()({"model": model}, counted, KEY).loss.total) - float(first.total)) > 1e-3
 
 
 @pytest.mark.parametrize("case", [pytest.param("llama-plain", marks=pytest.mark.slow), "llama-tied-biased"])
 def test_every_head_gives_the_same_loss_and_gradient(case):
-    graph, params, rest = split(built(CASES[case], Unroll()), nnx.Param)
+    graph, params, rest = split(noisy_model(CASES[case], Unroll()), nnx.Param)
 
     def of(head):
         def loss(params):

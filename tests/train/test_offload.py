@@ -42,14 +42,14 @@ def fit(folder: Path, *words: str) -> tuple[dict[str, np.ndarray], dict[str, np.
     """The weights and the state at the end of a run, and its losses."""
     train("tiny", [*WORDS, f"dir={folder}", *words], Heard())
     last = max((folder / "checkpoints").iterdir(), key=lambda path: int(path.name))
-    held = (load_weights(last), load_item(last, STATE))
-    weights, state = ({name: np.asarray(a) for name, a in own.items()} for own in held)
+    loaded = (load_weights(last), load_item(last, STATE))
+    weights, state = ({name: np.asarray(a) for name, a in arrays.items()} for arrays in loaded)
     assert any(name.startswith("optimizer.") for name in state)
     return weights, state, numbers(folder, "loss")
 
 
-def close(one: Any, other: Any, tolerance: float = 2e-6) -> None:
-    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+def close(first: Any, other: Any, tolerance: float = 2e-6) -> None:
+    for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(other), strict=True):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=tolerance, atol=tolerance)
 
 
@@ -78,17 +78,17 @@ def test_updates_and_state_are_those_of_the_device(settings: Optimizer, monkeypa
     plain = settings.build(lambda _: 1.0, meanings)
     away = settings.build(lambda _: 1.0, meanings, pieces)
 
-    def twice(rule: Any, **told: Any) -> Any:
+    def twice(rule: Any, **options: Any) -> Any:
         def run(params: Any, grads: Any) -> Any:
-            moved, state = rule.update(grads, rule.init(params), params, **told)
-            return rule.update(grads, state, optax.apply_updates(params, moved), **told)
+            updates, state = rule.update(grads, rule.init(params), params, **options)
+            return rule.update(grads, state, optax.apply_updates(params, updates), **options)
 
         return jax.jit(run)(params, grads)
 
-    expected, found = twice(plain), twice(away, stays=jnp.zeros((), bool))
-    assert jax.tree.structure(expected) == jax.tree.structure(found)
-    close(expected, found, 2e-5)
-    assert kinds(found[1]) == {HOST}
+    expected, result = twice(plain), twice(away, stays=jnp.zeros((), bool))
+    assert jax.tree.structure(expected) == jax.tree.structure(result)
+    close(expected, result, 2e-5)
+    assert kinds(result[1]) == {HOST}
     # What stays is as it began.
     _, stayed = twice(away, stays=jnp.ones((), bool))
     assert all(map(np.array_equal, jax.tree.leaves(jax.jit(plain.init)(params)), jax.tree.leaves(stayed)))
@@ -100,9 +100,9 @@ def test_a_run_learns_the_same_and_resumes_with_and_without(tmp_path: Path):
     host = fit(tmp_path / "host", OFFLOADED)
     close(device, host)
     settings = compose(Run, "tiny", [*WORDS, OFFLOADED]).value
-    made = assemble(settings, Decided.here(settings))
-    large = [place for place, leaf in zip(*map(jax.tree.leaves, (made.places.optimizer, made.shapes.optimizer))) if leaf.ndim]
-    made.close()
+    assembly = assemble(settings, Decided.here(settings))
+    large = [place for place, leaf in zip(*map(jax.tree.leaves, (assembly.places.optimizer, assembly.shapes.optimizer))) if leaf.ndim]
+    assembly.close()
     assert {place.memory_kind for place in large} == {HOST}
     for first, then in ([OFFLOADED], []), ([], [OFFLOADED]), ([OFFLOADED], [OFFLOADED]):
         folder = tmp_path / f"{len(first)}{len(then)}"
@@ -110,9 +110,9 @@ def test_a_run_learns_the_same_and_resumes_with_and_without(tmp_path: Path):
         resumed = fit(folder, "steps=4", *then)
         close(host, resumed)
     # The last one was on the host all along.
-    for one, other in zip(host, resumed):
-        assert one.keys() == other.keys()
-        assert all(np.array_equal(one[name], other[name]) for name in one)
+    for before, other in zip(host, resumed):
+        assert before.keys() == other.keys()
+        assert all(np.array_equal(before[name], other[name]) for name in before)
 
 
 MORE = [["execution.remat=dots"], ["execution.remat=full", "accumulate=2", "data.batch=16"], ["guard.nonfinite=skip", "mesh.tensor=2"]]
@@ -133,11 +133,11 @@ def test_weights_on_the_host_learn_the_same_and_resume(tmp_path: Path, more: lis
 
 def test_the_weights_of_layers_alone_are_on_the_host():
     settings = compose(Run, "tiny", [*WORDS, WEIGHTS]).value
-    made = assemble(settings, Decided.here(settings))
-    found = {address for address, place in made.places.params.items() if place.memory_kind == HOST}
-    made.close()
-    assert found == {address for address in made.places.params if address.startswith("layers.")}
-    assert "embed.w" not in found
+    assembly = assemble(settings, Decided.here(settings))
+    host_weights = {address for address, place in assembly.places.params.items() if place.memory_kind == HOST}
+    assembly.close()
+    assert host_weights == {address for address in assembly.places.params if address.startswith("layers.")}
+    assert "embed.w" not in host_weights
 
 
 @pytest.mark.parametrize("mesh", default("mesh.fsdp=-1", of=["mesh.fsdp=-1", "mesh.tensor=2", "mesh.data=2"]))
@@ -159,7 +159,7 @@ def test_a_bad_step_leaves_the_state_as_it_was(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize(
-    ("words", "said", "kind"),
+    ("words", "problem", "kind"),
     [
         (["execution.run=unroll"], "these layers are a list", BadInput),
         (["mesh.data=8", "mesh.fsdp=1", "diloco.every=2"], "execution.offload and diloco.every", BadInput),
@@ -168,22 +168,22 @@ def test_a_bad_step_leaves_the_state_as_it_was(tmp_path: Path, monkeypatch: pyte
         (["mesh.stage=2", "model.layers=4", "mesh.fsdp=4", "execution.run=auto"], "execution.offload and mesh.stage", BadInput),
     ],
 )
-def test_what_is_not_built_is_refused(words: list[str], said: str, kind: type[UserError]):
+def test_what_is_not_built_is_refused(words: list[str], problem: str, kind: type[UserError]):
     settings = compose(Run, "tiny", [*WORDS, OFFLOADED, *words]).value
-    with pytest.raises(kind, match=said):
+    with pytest.raises(kind, match=problem):
         assemble(settings, Decided.here(settings))
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "problem"),
     [
         (["sample.every=2"], "execution.offload=weights and sample.every do not combine"),
         (["execution.gather=once", "accumulate=2", "data.batch=16"], "execution.offload=weights and execution.gather=once"),
     ],
 )
-def test_what_is_not_built_for_weights_is_refused(words: list[str], said: str):
+def test_what_is_not_built_for_weights_is_refused(words: list[str], problem: str):
     settings = compose(Run, "tiny", [*WORDS, WEIGHTS, *words]).value
-    with pytest.raises(BadInput, match=said):
+    with pytest.raises(BadInput, match=problem):
         assemble(settings, Decided.here(settings))
 
 
@@ -192,11 +192,11 @@ def test_on_tpus_a_device_holds_the_weights_of_one_layer_or_two(monkeypatch: pyt
     devices = described_tpus(monkeypatch, "v5e:2x2")
     for count, remat in ((1, "full"), (4, "full"), (1, "none")):
         model = config_of("dense", width=1024, ffn=4096, vocab=4096, layers=8).build(Scan(remat))
-        mesh, found = MeshSettings(fsdp=count).build(devices[:count]), {}
+        mesh, memory = MeshSettings(fsdp=count).build(devices[:count]), {}
         for where in ("optimizer", "weights"):
             lowered = lowered_step(model, mesh, 4, 256, "bfloat16", optimizer=AdamW(), offload=where)
-            found[where] = lowered.compile().memory_analysis()
-        here, away = found["optimizer"], found["weights"]
+            memory[where] = lowered.compile().memory_analysis()
+        here, away = memory["optimizer"], memory["weights"]
         layers = sum(w.size * 4 for a, w in abstract(model).items() if a.startswith("layers.")) / count
         assert here.argument_size_in_bytes - away.argument_size_in_bytes == pytest.approx(layers, rel=0.01)
         assert away.host_argument_size_in_bytes - here.host_argument_size_in_bytes == pytest.approx(layers, rel=0.01)
@@ -211,11 +211,11 @@ def test_on_tpus_a_device_holds_a_piece_a_piece_of_the_state(monkeypatch: pytest
     # Large embeddings come in pieces where the mesh does not split their rows.
     for count, vocab in ((1, 32768), (4, 4096)):
         model = config_of("dense", width=1024, ffn=4096, vocab=vocab, layers=8).build(Scan("full"))
-        mesh, found = MeshSettings(fsdp=count).build(devices[:count]), {}
+        mesh, memory = MeshSettings(fsdp=count).build(devices[:count]), {}
         for where in ("none", "optimizer"):
             lowered = lowered_step(model, mesh, 4, 128, "bfloat16", optimizer=AdamW(), offload=where)
-            found[where] = lowered.compile().memory_analysis()
-        here, away = found["none"], found["optimizer"]
+            memory[where] = lowered.compile().memory_analysis()
+        here, away = memory["none"], memory["optimizer"]
         state = 2 * sum(w.size * 4 for w in abstract(model).values()) / count
         assert here.argument_size_in_bytes - away.argument_size_in_bytes == pytest.approx(state, rel=0.01)
         assert away.host_argument_size_in_bytes == pytest.approx(state, rel=0.01)

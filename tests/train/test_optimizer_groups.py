@@ -60,18 +60,18 @@ def test_rates_decays_and_frozen_weights_are_those_of_the_last_group_that_matche
         group(r".*\.norm", weight_decay=2.0),
         group("embed", freeze=True),
     ]
-    found = moves(SGD(**PLAIN, groups=groups))
-    assert found["embed.w"] == 0
-    assert found["head.w"] == pytest.approx(-1.5)
-    assert [found[f"layers.{i}.mlp.up.w"] for i in range(3)] == pytest.approx([-0.15, -0.375, -0.15])
-    assert [found[f"layers.{i}.norm.scale"] for i in range(3)] == pytest.approx([-3.0] * 3)
+    moved_by = moves(SGD(**PLAIN, groups=groups))
+    assert moved_by["embed.w"] == 0
+    assert moved_by["head.w"] == pytest.approx(-1.5)
+    assert [moved_by[f"layers.{i}.mlp.up.w"] for i in range(3)] == pytest.approx([-0.15, -0.375, -0.15])
+    assert [moved_by[f"layers.{i}.norm.scale"] for i in range(3)] == pytest.approx([-3.0] * 3)
 
 
 def test_the_rate_falls_from_layer_to_layer():
-    found = moves(SGD(**PLAIN, layer_decay=0.5, groups=[group("head", rate=4)]))
-    assert found["head.w"] == pytest.approx(-1.5 * 4)
-    assert [found[f"layers.{i}.mlp.up.w"] / -1.5 for i in range(3)] == pytest.approx([0.125, 0.25, 0.5])
-    assert found["embed.w"] / -1.5 == pytest.approx(0.0625)
+    moved_by = moves(SGD(**PLAIN, layer_decay=0.5, groups=[group("head", rate=4)]))
+    assert moved_by["head.w"] == pytest.approx(-1.5 * 4)
+    assert [moved_by[f"layers.{i}.mlp.up.w"] / -1.5 for i in range(3)] == pytest.approx([0.125, 0.25, 0.5])
+    assert moved_by["embed.w"] / -1.5 == pytest.approx(0.0625)
 
 
 def test_stacked_layers_move_as_single_ones():
@@ -86,8 +86,8 @@ def test_stacked_layers_move_as_single_ones():
 def test_frozen_layers_do_not_count_in_the_clipped_norm():
     """Otherwise the others would move less."""
     settings = {"learning_rate": 1.0, "weight_decay": 0.0, "clip": 1.0}
-    found = moves(SGD(**settings, groups=[group("layers", freeze=True)]))
-    assert found["head.w"] == pytest.approx(-1 / np.sqrt(28 + 28))
+    moved_by = moves(SGD(**settings, groups=[group("layers", freeze=True)]))
+    assert moved_by["head.w"] == pytest.approx(-1 / np.sqrt(28 + 28))
 
 
 @pytest.mark.parametrize("match, hint", [("embedd", "embed"), (r"layers\.3", "layers"), ("[", "regular expression")])

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from golden_weights import digest, drawn
+from golden_weights import digest, draw_weights
 from helpers import Heard, relative
 from pydantic import ValidationError
 from safetensors.numpy import save_file
@@ -33,9 +33,9 @@ TOLERANCE = 1e-6  # of the largest number, in float64; gradients are stored in f
 
 
 def tensors_of(name: str) -> dict[str, np.ndarray]:
-    said = json.loads((GOLDENS / name / "tensors.json").read_text(encoding="utf-8"))
-    weights = drawn(said["tensors"], said["seed"])
-    assert digest(weights) == said["sha256"]
+    description = json.loads((GOLDENS / name / "tensors.json").read_text(encoding="utf-8"))
+    weights = draw_weights(description["tensors"], description["seed"])
+    assert digest(weights) == description["sha256"]
     return weights
 
 
@@ -161,9 +161,9 @@ def test_the_loss_has_the_term_with_its_weight():
 
 
 def test_settings_without_a_net_are_refused():
-    for given in ({"weight": 0.5}, {"linear": "x.safetensors"}):
+    for fields in ({"weight": 0.5}, {"linear": "x.safetensors"}):
         with pytest.raises(ValidationError, match="is set without net"):
-            Perceptual(**given)
+            Perceptual(**fields)
 
 
 # ---- runs
@@ -174,9 +174,9 @@ def data(tmp_path_factory) -> Path:
     """Bright rectangles on dark grounds."""
     draw, images = np.random.default_rng(0), np.zeros((40, 16, 16, 3), np.uint8)
     for image in images:
-        top, left = draw.integers(0, 9, 2)
+        top, left_edge = draw.integers(0, 9, 2)
         image[:] = draw.integers(0, 60, 3)
-        image[top : top + 7, left : left + 7] = draw.integers(120, 256, 3)
+        image[top : top + 7, left_edge : left_edge + 7] = draw.integers(120, 256, 3)
     path = tmp_path_factory.mktemp("data") / "images.npz"
     np.savez(path, images=images)
     return path
@@ -198,9 +198,9 @@ def test_the_term_falls_and_what_is_compared_is_recorded(files, data, tmp_path):
     assert len(falls) == 12
     assert np.mean(falls[-3:]) < 0.8 * np.mean(falls[:3])
     for name, file in (("perceptual.json", net), ("perceptual_linear.json", linear)):
-        said = json.loads((tmp_path / "run" / name).read_text(encoding="utf-8"))
-        assert said["path"] == str(file)
-        assert len(said["files"][file.name]["sha256"]) == 64
+        record = json.loads((tmp_path / "run" / name).read_text(encoding="utf-8"))
+        assert record["path"] == str(file)
+        assert len(record["files"][file.name]["sha256"]) == 64
 
 
 def test_mistakes_are_named_before_anything_is_trained(files, data, tmp_path):
@@ -216,7 +216,7 @@ def test_mistakes_are_named_before_anything_is_trained(files, data, tmp_path):
     save_file(dict(list(part(tensors, "lin").items())[:4]), tmp_path / "four.safetensors")
     net, linear = "objective.perceptual.net", "objective.perceptual.linear"
     vgg = f"{net}={files / 'vgg16.safetensors'}"
-    for word, what in (
+    for word, problem in (
         (f"{net}={tmp_path / 'vgg.pth'}", r"is a file of torch, which may run code when it is read"),
         (f"{vgg} {linear}={tmp_path / 'lin.pth'}", r"is a file of torch"),
         (f"{net}={tmp_path / 'none.safetensors'}", "no model at"),
@@ -230,7 +230,7 @@ def test_mistakes_are_named_before_anything_is_trained(files, data, tmp_path):
         (f"{vgg} model.channels=4 data.source={tmp_path / 'clear.npz'}", "reads images of 3 channels, and model.channels = 4"),
         (f"{linear}={files / 'linear.safetensors'}", "is set without net"),
     ):
-        with pytest.raises(UserError, match=what):
+        with pytest.raises(UserError, match=problem):
             argosy.fit(*words(data, tmp_path / "run", *word.split()), view=Heard(), steps=1)
     assert not (tmp_path / "run").exists()
 
@@ -246,21 +246,27 @@ def test_images_that_a_net_halves_to_nothing_are_refused(files, data, tmp_path):
 def test_it_resumes_bit_for_bit_and_beside_the_same_net_alone(files, data, tmp_path):
     net = tmp_path / "net.safetensors"
     net.write_bytes((files / "lpips.safetensors").read_bytes())
-    how = ["checkpoint.every=2", f"objective.perceptual.net={net}", "objective.perceptual.weight=0.5", "mesh.data=2", "mesh.fsdp=4"]
+    settings = [
+        "checkpoint.every=2",
+        f"objective.perceptual.net={net}",
+        "objective.perceptual.weight=0.5",
+        "mesh.data=2",
+        "mesh.fsdp=4",
+    ]
     for steps in (2, 4):
-        argosy.fit(*words(data, tmp_path / "halves", *how), view=Heard(), steps=steps)
-    argosy.fit(*words(data, tmp_path / "whole", *how), view=Heard(), steps=4)
+        argosy.fit(*words(data, tmp_path / "halves", *settings), view=Heard(), steps=steps)
+    argosy.fit(*words(data, tmp_path / "whole", *settings), view=Heard(), steps=4)
     losses = [[line["loss"] for line in read(Store(tmp_path / name)) if "loss" in line] for name in ("halves", "whole")]
     assert losses[0] == losses[1]
     assert len(losses[0]) == 4
     # Over other devices, to rounding.
-    argosy.fit(*words(data, tmp_path / "other", *how, "mesh.data=8", "mesh.fsdp=1"), view=Heard(), steps=4)
+    argosy.fit(*words(data, tmp_path / "other", *settings, "mesh.data=8", "mesh.fsdp=1"), view=Heard(), steps=4)
     other = [line["loss"] for line in read(Store(tmp_path / "other")) if "loss" in line]
     np.testing.assert_allclose(other, losses[1], rtol=1e-4)
     tensors = tensors_of("lpips-small")
     save_file({name: w + np.float32(1e-3) for name, w in tensors.items()}, net)
     with pytest.raises(UserError, match="other weights than the net of this run's perceptual term"):
-        argosy.fit(*words(data, tmp_path / "halves", *how), view=Heard(), steps=6)
+        argosy.fit(*words(data, tmp_path / "halves", *settings), view=Heard(), steps=6)
 
 
 @pytest.mark.slow

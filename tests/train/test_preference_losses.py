@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import relative
-from laws.families import CASES, built
+from laws.families import CASES, noisy_model
 
 from argosy.adapt.quant import apply_schemes, by_layer
 from argosy.adapt.rules import preset_rules, schemes_of
@@ -69,15 +69,15 @@ def smoothing(name, rate=0.1):
 
 @pytest.mark.parametrize("name", DPO_LOSSES)
 def test_dpo_losses_by_hand(name):
-    how = DPO(beta=0.5, losses={name: 1.0}, **smoothing(name))
-    assert float(dpo(how, *one_pair()).loss.value()) == pytest.approx(BY_HAND[name], rel=1e-6)
+    objective = DPO(beta=0.5, losses={name: 1.0}, **smoothing(name))
+    assert float(dpo(objective, *one_pair()).loss.value()) == pytest.approx(BY_HAND[name], rel=1e-6)
     assert set(BY_HAND) == set(LOSSES) == set(DPO_LOSSES)
 
 
 def test_a_mixture_is_the_weighted_sum_and_reports_its_parts():
-    made = dpo(DPO(beta=0.5, losses={"sigmoid": 0.8, "sft": 0.2}), *one_pair())
-    assert float(made.loss.value()) == pytest.approx(0.8 * BY_HAND["sigmoid"] + 0.2 * BY_HAND["sft"], rel=1e-6)
-    assert float(made.metrics["loss/sft"].value()) == pytest.approx(BY_HAND["sft"])
+    result = dpo(DPO(beta=0.5, losses={"sigmoid": 0.8, "sft": 0.2}), *one_pair())
+    assert float(result.loss.value()) == pytest.approx(0.8 * BY_HAND["sigmoid"] + 0.2 * BY_HAND["sft"], rel=1e-6)
+    assert float(result.metrics["loss/sft"].value()) == pytest.approx(BY_HAND["sft"])
 
 
 def test_metrics_show_rewards_and_log_probabilities():
@@ -91,11 +91,11 @@ def test_metrics_show_rewards_and_log_probabilities():
 def test_a_near_tie_is_one_half():
     """Two answers whose log-ratios differ by rounding alone, as before the first update, are neither right nor wrong."""
     live = column([1, 1, 1, 1, 1, 1])
-    found = SequenceLogps(column([-301.2001, -80.3, -200.0, -90.0, -200.1, -90.0]), column([9] * 6))
+    logps = SequenceLogps(column([-301.2001, -80.3, -200.0, -90.0, -200.1, -90.0]), column([9] * 6))
     reference = column([-301.2002, -80.3, -200.0, -90.1, -200.0, -90.0])
-    made = dpo(DPO(beta=0.5), found, reference, live)
-    assert float(made.metrics["rewards/accuracy"].value()) == pytest.approx((0.5 + 0 + 0) / 3)
-    labeled = kto(KTO(beta=0.5), found, reference, jnp.float32(0.0), column([1, 1, 1, 1, 0, 0]), live)
+    result = dpo(DPO(beta=0.5), logps, reference, live)
+    assert float(result.metrics["rewards/accuracy"].value()) == pytest.approx((0.5 + 0 + 0) / 3)
+    labeled = kto(KTO(beta=0.5), logps, reference, jnp.float32(0.0), column([1, 1, 1, 1, 0, 0]), live)
     assert float(labeled.metrics["rewards/accuracy"].value()) == pytest.approx((0.5 + 0.5 + 0.5 + 1 + 1 + 0.5) / 6)
     scored = bradley_terry(RewardModel(center=0.1), column([2.0, 2.0, 1.0, 0.9]), column([0] * 4), column([1] * 4))
     assert float(scored.metrics["rewards/accuracy"].value()) == 0.75
@@ -104,17 +104,17 @@ def test_a_near_tie_is_one_half():
 
 
 def test_losses_without_a_reference_by_hand():
-    found, _, live = one_pair()
-    chosen, rejected = -6 / 4, -5 / 2
-    assert float(simpo(SimPO(beta=2.0, gamma=0.5), found, live).loss.value()) == pytest.approx(
-        -math.log(s(2 * chosen - 2 * rejected - 0.5)), rel=1e-6
+    logps, _, live = one_pair()
+    chosen_mean, rejected = -6 / 4, -5 / 2
+    assert float(simpo(SimPO(beta=2.0, gamma=0.5), logps, live).loss.value()) == pytest.approx(
+        -math.log(s(2 * chosen_mean - 2 * rejected - 0.5)), rel=1e-6
     )
-    assert float(cpo(CPO(beta=0.5, sft=2.0), found, live).loss.value()) == pytest.approx(
+    assert float(cpo(CPO(beta=0.5, sft=2.0), logps, live).loss.value()) == pytest.approx(
         -math.log(s(0.5 * (-6 + 5))) + 2 * 6 / 4, rel=1e-6
     )
-    odds = [math.exp(p) / (1 - math.exp(p)) for p in (chosen, rejected)]
+    odds = [math.exp(p) / (1 - math.exp(p)) for p in (chosen_mean, rejected)]
     expected = 6 / 4 - 0.3 * math.log(s(math.log(odds[0] / odds[1])))
-    assert float(orpo(ORPO(beta=0.3), found, live).loss.value()) == pytest.approx(expected, rel=1e-6)
+    assert float(orpo(ORPO(beta=0.3), logps, live).loss.value()) == pytest.approx(expected, rel=1e-6)
 
 
 def test_log_odds_keep_their_digits_and_gradient_at_both_ends():
@@ -128,29 +128,29 @@ def test_log_odds_keep_their_digits_and_gradient_at_both_ends():
 
 def test_kto_by_hand():
     """Good answers gain above the divergence z, bad ones below it; a negative estimate counts as 0."""
-    found, live = SequenceLogps(column([-3.0, -4.0]), column([2, 2])), column([1, 1])
-    how = KTO(beta=0.5, desirable_weight=1.5, undesirable_weight=0.7)
+    logps, live = SequenceLogps(column([-3.0, -4.0]), column([2, 2])), column([1, 1])
+    objective = KTO(beta=0.5, desirable_weight=1.5, undesirable_weight=0.7)
     reference, good = column([-5.0, -3.0]), column([1, 0])
     for divergence, z in ((0.4, 0.4), (-0.3, 0.0)):
-        made = kto(how, found, reference, jnp.float32(divergence), good, live)
+        result = kto(objective, logps, reference, jnp.float32(divergence), good, live)
         expected = (1.5 * (1 - s(0.5 * (2 - z))) + 0.7 * (1 - s(0.5 * (z + 1)))) / 2
-        assert float(made.loss.value()) == pytest.approx(expected, rel=1e-6)
-        assert float(made.metrics["kl"].value()) == pytest.approx(z)
-        assert float(made.metrics["rewards/chosen"].value()) == 1.0
-        assert float(made.metrics["rewards/rejected"].value()) == -0.5
+        assert float(result.loss.value()) == pytest.approx(expected, rel=1e-6)
+        assert float(result.metrics["kl"].value()) == pytest.approx(z)
+        assert float(result.metrics["rewards/chosen"].value()) == 1.0
+        assert float(result.metrics["rewards/rejected"].value()) == -0.5
 
 
 def test_bradley_terry_by_hand():
-    made = bradley_terry(RewardModel(center=0.1), column([2.0, 0.5]), column([0.4, 0.4]), column([1, 1]))
-    assert float(made.loss.value()) == pytest.approx(-math.log(s(2 - 0.5 - 0.4)) + 0.1 * 2.5**2, rel=1e-6)
-    assert float(made.metrics["rewards/accuracy"].value()) == 1.0
+    result = bradley_terry(RewardModel(center=0.1), column([2.0, 0.5]), column([0.4, 0.4]), column([1, 1]))
+    assert float(result.loss.value()) == pytest.approx(-math.log(s(2 - 0.5 - 0.4)) + 0.1 * 2.5**2, rel=1e-6)
+    assert float(result.metrics["rewards/accuracy"].value()) == 1.0
 
 
 def test_process_rewards_by_hand():
     scores, right = jnp.asarray([[0.0, 2.0, -1.0]]), jnp.asarray([[0.0, 1.0, 0.0]])
-    made = step_loss(scores, right, jnp.asarray([[0.0, 1.0, 1.0]]))
-    assert float(made.loss.value()) == pytest.approx((-math.log(s(2)) - math.log(1 - s(-1))) / 2, rel=1e-6)
-    assert float(made.metrics["accuracy"].value()) == 1.0
+    result = step_loss(scores, right, jnp.asarray([[0.0, 1.0, 1.0]]))
+    assert float(result.loss.value()) == pytest.approx((-math.log(s(2)) - math.log(1 - s(-1))) / 2, rel=1e-6)
+    assert float(result.metrics["accuracy"].value()) == 1.0
 
 
 def test_a_step_whose_score_is_rounding_is_half_right():
@@ -159,47 +159,47 @@ def test_a_step_whose_score_is_rounding_is_half_right():
     for score in (0.0, 1e-7, -1e-7, 1e-6, -1e-6):
         scores = jnp.asarray([[score, score, 1.0, -1.0]], jnp.float32)
         for right in (1.0, 0.0):
-            made = step_loss(scores, jnp.asarray([[right, right, 1.0, 1.0]]), ends)
-            assert float(made.metrics["accuracy"].value()) == (0.5 + 0.5 + 1 + 0) / 4
-    made = step_loss(jnp.full((1, 4), 1e-3), jnp.asarray([[1.0, 1.0, 1.0, 0.0]]), ends)
-    assert float(made.metrics["accuracy"].value()) == 3 / 4
+            result = step_loss(scores, jnp.asarray([[right, right, 1.0, 1.0]]), ends)
+            assert float(result.metrics["accuracy"].value()) == (0.5 + 0.5 + 1 + 0) / 4
+    result = step_loss(jnp.full((1, 4), 1e-3), jnp.asarray([[1.0, 1.0, 1.0, 0.0]]), ends)
+    assert float(result.metrics["accuracy"].value()) == 3 / 4
 
 
 # ---------------------------------------------------------------- TRL's own functions
 
 
-def paired(values):
+def interleave(values):
     """TRL's order, all chosen and then all rejected, to ours."""
     half = len(values) // 2
-    return column([one for pair in zip(values[:half], values[half:]) for one in pair])
+    return column([value for pair in zip(values[:half], values[half:]) for value in pair])
 
 
 def of_trl():
     of = TRL["dpo"]
-    found = SequenceLogps(paired(of["logps"]), paired(of["lengths"]))
-    return found, paired(of["reference"]), jnp.ones_like(found.logps)
+    logps = SequenceLogps(interleave(of["logps"]), interleave(of["lengths"]))
+    return logps, interleave(of["reference"]), jnp.ones_like(logps.logps)
 
 
 @pytest.mark.parametrize("name", list(TRL["dpo"]["losses"]))
 def test_dpo_losses_equal_those_of_trl(name):
-    how = DPO(beta=TRL["beta"], losses={name: 1.0}, **smoothing(name, TRL["dpo"]["label_smoothing"]))
-    assert float(dpo(how, *of_trl()).loss.value()) == pytest.approx(TRL["dpo"]["losses"][name], rel=1e-6)
+    objective = DPO(beta=TRL["beta"], losses={name: 1.0}, **smoothing(name, TRL["dpo"]["label_smoothing"]))
+    assert float(dpo(objective, *of_trl()).loss.value()) == pytest.approx(TRL["dpo"]["losses"][name], rel=1e-6)
 
 
 def test_a_mixture_and_its_metrics_equal_those_of_trl():
-    made = dpo(DPO(beta=TRL["beta"], losses={"sigmoid": 0.8, "ipo": 0.3}), *of_trl())
-    assert float(made.loss.value()) == pytest.approx(TRL["dpo"]["mixture"], rel=1e-6)
+    result = dpo(DPO(beta=TRL["beta"], losses={"sigmoid": 0.8, "ipo": 0.3}), *of_trl())
+    assert float(result.loss.value()) == pytest.approx(TRL["dpo"]["mixture"], rel=1e-6)
     theirs = {"rewards/accuracies": "rewards/accuracy", "rewards/margins": "rewards/margin"}
     for name, value in TRL["dpo"]["metrics"].items():
-        assert float(made.metrics[theirs.get(name, name)].value()) == pytest.approx(value, rel=1e-5)
+        assert float(result.metrics[theirs.get(name, name)].value()) == pytest.approx(value, rel=1e-5)
 
 
 def test_the_losses_without_a_reference_equal_those_of_trl():
-    found, _, live = of_trl()
+    logps, _, live = of_trl()
     of, beta = TRL["without_reference"], TRL["beta"]
-    assert float(cpo(CPO(beta=beta, sft=0.0), found, live).loss.value()) == pytest.approx(of["cpo"], rel=1e-6)
-    assert float(simpo(SimPO(beta=beta, gamma=of["gamma"]), found, live).loss.value()) == pytest.approx(of["simpo"], rel=1e-6)
-    metrics = orpo(ORPO(beta=beta), found, live).metrics
+    assert float(cpo(CPO(beta=beta, sft=0.0), logps, live).loss.value()) == pytest.approx(of["cpo"], rel=1e-6)
+    assert float(simpo(SimPO(beta=beta, gamma=of["gamma"]), logps, live).loss.value()) == pytest.approx(of["simpo"], rel=1e-6)
+    metrics = orpo(ORPO(beta=beta), logps, live).metrics
     assert float(metrics["log_odds_ratio"].value()) == pytest.approx(of["log_odds_ratio"], rel=2e-6)
     assert float(metrics["loss/odds_ratio"].value()) == pytest.approx(of["odds_ratio"], rel=2e-6)
 
@@ -207,18 +207,18 @@ def test_the_losses_without_a_reference_equal_those_of_trl():
 def test_kto_equals_that_of_trl():
     of = TRL["kto"]
     other = np.mean(np.subtract(of["other_logps"], of["other_reference"]))
-    how = KTO(beta=TRL["beta"], desirable_weight=of["weights"][0], undesirable_weight=of["weights"][1])
-    found, labels = SequenceLogps(column(of["logps"]), column(of["logps"])), column(of["desirable"])
-    made = kto(how, found, column(of["reference"]), jnp.float32(other), labels, jnp.ones_like(labels))
-    assert float(made.loss.value()) == pytest.approx(of["loss"], rel=1e-6)
-    assert float(made.metrics["kl"].value()) == pytest.approx(of["kl"], rel=1e-6)
+    objective = KTO(beta=TRL["beta"], desirable_weight=of["weights"][0], undesirable_weight=of["weights"][1])
+    logps, labels = SequenceLogps(column(of["logps"]), column(of["logps"])), column(of["desirable"])
+    result = kto(objective, logps, column(of["reference"]), jnp.float32(other), labels, jnp.ones_like(labels))
+    assert float(result.loss.value()) == pytest.approx(of["loss"], rel=1e-6)
+    assert float(result.metrics["kl"].value()) == pytest.approx(of["kl"], rel=1e-6)
 
 
 def test_reward_equals_that_of_trl():
     of = TRL["reward"]
-    margin = paired(of["margin"] * 2)
-    made = bradley_terry(RewardModel(center=of["center"]), paired(of["scores"]), margin, jnp.ones_like(margin))
-    assert float(made.loss.value()) == pytest.approx(of["loss"], rel=1e-6)
+    margin = interleave(of["margin"] * 2)
+    result = bradley_terry(RewardModel(center=of["center"]), interleave(of["scores"]), margin, jnp.ones_like(margin))
+    assert float(result.loss.value()) == pytest.approx(of["loss"], rel=1e-6)
 
 
 # ---------------------------------------------------------------- on a model
@@ -233,7 +233,7 @@ def batch_of(rows=8, tokens=12, *more):
     ids = rng.integers(0, 113, (rows, tokens)).astype(np.int32)
     sizes = rng.integers(5, tokens + 1, rows)
     place = np.arange(tokens)
-    made = {
+    columns = {
         "tokens": ids,
         "targets": np.roll(ids, -1, 1),
         "segments": (place < sizes[:, None]).astype(np.int32),
@@ -241,8 +241,8 @@ def batch_of(rows=8, tokens=12, *more):
         "live": np.ones((rows, 1), np.float32),
     }
     per_sequence = {"reference": -7.0 * sizes[:, None], "desirable": np.arange(rows)[:, None] // 2 % 2, "margin": sizes[:, None] / 9}
-    made |= {name: per_sequence[name].astype(np.float32) for name in more if name in per_sequence}
-    return {name: jnp.asarray(array) for name, array in made.items()}
+    columns |= {name: per_sequence[name].astype(np.float32) for name in more if name in per_sequence}
+    return {name: jnp.asarray(array) for name, array in columns.items()}
 
 
 def reads(objective):
@@ -259,13 +259,13 @@ OBJECTIVES = {
 SOME = [name if name == "kto" else pytest.param(name, marks=pytest.mark.slow) for name in OBJECTIVES]
 
 
-def stepped(objective, batch, accumulate):
-    graph, params, rest = split_trained(built(CASE, Unroll()))
+def update_once(objective, batch, accumulate):
+    graph, params, rest = split_trained(noisy_model(CASE, Unroll()))
     rate = Constant(warmup=0).build(10)
-    optimizer = SGD(learning_rate=1.0).build(rate, meanings_of(built(CASE, Unroll())))
+    optimizer = SGD(learning_rate=1.0).build(rate, meanings_of(noisy_model(CASE, Unroll())))
     state = TrainState.start(params, rest, optimizer.init(params), 0)
-    after, told = jax.jit(make_step(graph, objective, optimizer, rate, accumulate=accumulate))(state, batch)
-    return {a: np.asarray(after.params[a] - params[a]) for a in params}, told
+    after, metrics = jax.jit(make_step(graph, objective, optimizer, rate, accumulate=accumulate))(state, batch)
+    return {a: np.asarray(after.params[a] - params[a]) for a in params}, metrics
 
 
 @pytest.mark.slow
@@ -274,13 +274,13 @@ def test_accumulation_and_order_change_no_loss_and_no_gradient(name):
     """KTO's divergence is that of the whole batch: a part's own would give another loss."""
     objective = OBJECTIVES[name]
     batch = batch_of(8, 12, *reads(objective))
-    moved, told = stepped(objective, batch, 1)
-    assert name != "kto" or float(told["kl"]) > 1
+    changes, metrics = update_once(objective, batch, 1)
+    assert name != "kto" or float(metrics["kl"]) > 1
     groups = np.asarray([6, 7, 2, 3, 0, 1, 4, 5])
-    again, told_again = stepped(objective, {name: a[groups] for name, a in batch.items()}, 2)
-    for metric in told:
-        assert float(told_again[metric]) == pytest.approx(float(told[metric]), rel=2e-5, abs=1e-6), metric
-    for address, change in moved.items():
+    again, told_again = update_once(objective, {name: a[groups] for name, a in batch.items()}, 2)
+    for metric in metrics:
+        assert float(told_again[metric]) == pytest.approx(float(metrics[metric]), rel=2e-5, abs=1e-6), metric
+    for address, change in changes.items():
         assert relative(again[address], change) < 2e-4, address
 
 
@@ -288,10 +288,10 @@ def test_accumulation_and_order_change_no_loss_and_no_gradient(name):
 @pytest.mark.parametrize("name", SOME)
 def test_an_empty_group_changes_nothing(name):
     """Evaluation fills its last batch up with blank rows."""
-    objective, model = OBJECTIVES[name], built(CASE, Unroll())
+    objective, model = OBJECTIVES[name], noisy_model(CASE, Unroll())
     batch = batch_of(4, 12, *reads(objective))
     blank = {name: jnp.concatenate([a, jnp.zeros_like(a[:2])]) for name, a in batch.items()}
-    alone, filled = (objective({"model": model}, one, KEY) for one in (batch, blank))
+    alone, filled = (objective({"model": model}, rows, KEY) for rows in (batch, blank))
     assert relative(filled.loss.value(), alone.loss.value()) < 1e-5
     assert float(filled.loss.weight) == float(alone.loss.weight)
     for metric, mean in alone.metrics.items():
@@ -300,21 +300,21 @@ def test_an_empty_group_changes_nothing(name):
 
 def test_a_near_tie_in_bfloat16_is_one_half():
     """Before the first update a reference that another program computed differs by rounding, which is larger in bfloat16."""
-    batch, models = batch_of(8, 12), [built(CASE, run) for run in (Unroll(), Scan())]
+    batch, models = batch_of(8, 12), [noisy_model(CASE, run) for run in (Unroll(), Scan())]
     for model in models:
         model.dtype = jnp.dtype("bfloat16")
     logps, reference = (sequences(DPO(), model, batch)[0].logps for model in models)
     assert np.abs(logps - reference).max() > 1e-3
-    told = DPO()({"model": models[0]}, batch | {"reference": reference}, KEY).metrics
-    assert float(told["rewards/accuracy"].value()) == 0.5
+    metrics = DPO()({"model": models[0]}, batch | {"reference": reference}, KEY).metrics
+    assert float(metrics["rewards/accuracy"].value()) == 0.5
     # What is no rounding is none in bfloat16 either.
-    moved = DPO()({"model": models[0]}, batch | {"reference": logps.at[::2].add(-1.0)}, KEY).metrics
-    assert float(moved["rewards/accuracy"].value()) == 1.0
+    metrics_apart = DPO()({"model": models[0]}, batch | {"reference": logps.at[::2].add(-1.0)}, KEY).metrics
+    assert float(metrics_apart["rewards/accuracy"].value()) == 1.0
 
 
 @pytest.mark.slow
 def test_log_probabilities_of_packed_sequences_are_those_of_each_alone():
-    model, batch = built(CASE, Unroll()), batch_of(4, 12)
+    model, batch = noisy_model(CASE, Unroll()), batch_of(4, 12)
     alone, _ = sequences(DPO(), model, batch)
     sizes = np.asarray(batch["segments"]).sum(1)
     packed = {name: np.zeros((2, 24), np.asarray(batch[name]).dtype) for name in ("tokens", "targets", "segments", "mask")}
@@ -332,7 +332,7 @@ def test_log_probabilities_of_packed_sequences_are_those_of_each_alone():
 
 @pytest.mark.parametrize("head", ["logits", "blocks", "chunks"])
 def test_every_way_over_the_vocabulary_gives_the_same_log_probabilities(head):
-    model, batch = built(CASE, Unroll()), batch_of(4, 12)
+    model, batch = noisy_model(CASE, Unroll()), batch_of(4, 12)
 
     @jax.jit
     def each(model, batch):
@@ -340,9 +340,9 @@ def test_every_way_over_the_vocabulary_gives_the_same_log_probabilities(head):
         picked = jnp.take_along_axis(jax.nn.log_softmax(logits), batch["targets"][..., None], -1)[..., 0]
         return jnp.sum(picked * batch["mask"], 1)
 
-    found, _ = jax.jit(lambda model, batch: sequences(DPO(head=head, chunk=5), model, batch))(model, batch)
-    assert relative(found.logps[:, 0], each(model, batch)) < 1e-5
-    assert found.lengths[:, 0].tolist() == np.asarray(batch["mask"]).sum(1).tolist()
+    logps, _ = jax.jit(lambda model, batch: sequences(DPO(head=head, chunk=5), model, batch))(model, batch)
+    assert relative(logps.logps[:, 0], each(model, batch)) < 1e-5
+    assert logps.lengths[:, 0].tolist() == np.asarray(batch["mask"]).sum(1).tolist()
 
 
 def test_the_score_of_a_sequence_is_that_of_its_last_token():
@@ -353,14 +353,14 @@ def test_the_score_of_a_sequence_is_that_of_its_last_token():
 
 def test_the_online_reference_is_the_frozen_model():
     """The first weights against themselves: rewards of 0, the loss log 2, and no gradient into the reference."""
-    model, batch = built(CASE, Unroll()), batch_of(4)
-    made = DPO(reference="online")({"model": model, "reference": model}, batch, KEY)
-    assert float(made.loss.value()) == pytest.approx(math.log(2), rel=1e-6)
+    model, batch = noisy_model(CASE, Unroll()), batch_of(4)
+    result = DPO(reference="online")({"model": model, "reference": model}, batch, KEY)
+    assert float(result.loss.value()) == pytest.approx(math.log(2), rel=1e-6)
     assert set(DPO(reference="online").reads()) == set(DPO().reads()) - {"reference"}
 
 
 @pytest.mark.parametrize(
-    ("words", "what"),
+    ("words", "problem"),
     [
         (["losses.sigmiod=1"], "a loss is one of"),
         (["losses.ipo=0"], "above 0"),
@@ -368,8 +368,8 @@ def test_the_online_reference_is_the_frozen_model():
         (["losses.robust=1"], "without it they are the loss sigmoid"),
     ],
 )
-def test_losses_that_would_be_ignored_are_mistakes(words, what):
-    with pytest.raises(SettingsError, match=what):
+def test_losses_that_would_be_ignored_are_mistakes(words, problem):
+    with pytest.raises(SettingsError, match=problem):
         read_settings(DPO, words_layer(words))
 
 
@@ -378,7 +378,7 @@ def test_weights_of_losses_are_given_by_name():
 
 
 def test_objectives_say_what_they_train_on():
-    assert {one.needs.formats for one in (DPO, SimPO, CPO, ORPO, RewardModel)} == {("preference",)}
+    assert {objective.needs.formats for objective in (DPO, SimPO, CPO, ORPO, RewardModel)} == {("preference",)}
     assert (KTO.needs.formats, ProcessReward.needs.formats) == (("kto",), ("stepwise",))
 
 
@@ -386,7 +386,7 @@ def test_objectives_say_what_they_train_on():
 def test_objectives_train_models_that_round(name):
     """Quantization-aware training is part of the model, so an objective does not know of it: finite gradients reach every weight, and
     the loss is that of the model that `argosy quantize` writes."""
-    objective, model, rounded = OBJECTIVES[name], built(CASE, Unroll()), built(CASE, Unroll())
+    objective, model, rounded = OBJECTIVES[name], noisy_model(CASE, Unroll()), noisy_model(CASE, Unroll())
     schemes = schemes_of(model, preset_rules("w4a8"))
     names = train_quantization_aware(model, schemes)
     apply_schemes(rounded, by_layer(rounded, schemes))

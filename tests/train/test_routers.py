@@ -9,7 +9,7 @@ import optax
 import pytest
 from flax import nnx
 from helpers import relative
-from laws.families import CASES, built
+from laws.families import CASES, noisy_model
 from train.test_next_token import batch_of
 
 from argosy.models.parts.attention.attend import Packed
@@ -33,27 +33,27 @@ def case(layers=2, **moe):
     return config.model_copy(update={"layers": layers, "dense": 1, "moe": config.moe.model_copy(update=moe)})
 
 
-def loss_of(model, batch, **how):
+def loss_of(model, batch, **options):
     graph, weights = split(model)
-    return jax.jit(lambda w, b: NextToken(head="logits", **how)({"model": merge(graph, w)}, b, KEY))(weights, batch)
+    return jax.jit(lambda w, b: NextToken(head="logits", **options)({"model": merge(graph, w)}, b, KEY))(weights, batch)
 
 
-def updated(model, batch, accumulate=1):
+def update_once(model, batch, accumulate=1):
     """The state before and after one update with a learning rate of 0: only what is moved by load can move."""
     graph, params, rest = split_trained(model)
     transform = optax.sgd(0.0)
     state = TrainState.start(params, rest, transform.init(params), 0)
     step = make_step(graph, NextToken(head="logits"), transform, Constant(warmup=0).build(10), accumulate=accumulate)
-    after, told = jax.jit(step)(state, batch)
-    return state, after, told
+    after, metrics = jax.jit(step)(state, batch)
+    return state, after, metrics
 
 
 def loads_of(model, batch):
     """The load of each layer by the per-layer name of its bias, asked of the model directly."""
     graph, weights = split(model)
-    x, _, told = jax.jit(lambda w, b: merge(graph, w).hidden(b["tokens"], Packed(b["segments"])))(weights, batch)
+    x, _, aux = jax.jit(lambda w, b: merge(graph, w).hidden(b["tokens"], Packed(b["segments"])))(weights, batch)
     layers = [i for i, layer in enumerate(model.layers.plan) if layer.kind == "experts"]
-    out = {f"layers.{i}.mlp.bias": n for i, n in zip(layers, told["experts"]["load"], strict=True)}
+    out = {f"layers.{i}.mlp.bias": n for i, n in zip(layers, aux["experts"]["load"], strict=True)}
     s = np.asarray(batch["segments"])
     last = np.pad(s[:, 1:], ((0, 0), (0, 1))) != s
     attend = Packed(jnp.asarray(np.where(last, 0, s)))
@@ -67,10 +67,10 @@ def loads_of(model, batch):
 def test_biases_move_against_the_load_in_every_layout(run, accumulate):
     """Up where fewer tokens than even went, down where more, by the rate, in each layer and in the module ahead."""
     batch = jax.tree.map(lambda a: jnp.concatenate([a, a]), batch_of())
-    expected = {a: np.asarray(n) for a, n in loads_of(built(case(layers=3), Unroll()), batch).items()}
+    expected = {a: np.asarray(n) for a, n in loads_of(noisy_model(case(layers=3), Unroll()), batch).items()}
     assert len(expected) == 3
-    model = built(case(layers=3), run)
-    before, after, _ = updated(model, batch, accumulate)
+    model = noisy_model(case(layers=3), run)
+    before, after, _ = update_once(model, batch, accumulate)
     old, new = (to_layers(model, state.rest) for state in (before, after))
     assert set(old) == set(expected)
     for name, load in expected.items():
@@ -81,21 +81,21 @@ def test_biases_move_against_the_load_in_every_layout(run, accumulate):
 
 
 def test_biases_are_not_trained():
-    model = built(case(layers=3), Scan())
-    moved = {a for a, v in variables(model).items() if isinstance(v, Moved)}
-    assert moved == {"layers.experts.mlp.bias", "mtp.0.block.mlp.bias"}
-    assert not moved & set(split_trained(model)[1])
+    model = noisy_model(case(layers=3), Scan())
+    moved_weights = {a for a, v in variables(model).items() if isinstance(v, Moved)}
+    assert moved_weights == {"layers.experts.mlp.bias", "mtp.0.block.mlp.bias"}
+    assert not moved_weights & set(split_trained(model)[1])
 
 
 def test_auxiliary_losses_count():
     batch, weights = batch_of(), {"balance": 0.01, "z_loss": 0.003}
-    plain, told = (loss_of(built(case(**w), Unroll()), batch) for w in ({}, weights))
-    balance, z = (float(told.metrics[name].value()) for name in ("router_balance", "router_z"))
+    plain, with_aux = (loss_of(noisy_model(case(**w), Unroll()), batch) for w in ({}, weights))
+    balance, z = (float(with_aux.metrics[name].value()) for name in ("router_balance", "router_z"))
     assert balance > 1
     assert z > 0
-    added = float(told.loss.value()) - float(plain.loss.value())
+    added = float(with_aux.loss.value()) - float(plain.loss.value())
     assert added == pytest.approx(0.01 * balance + 0.003 * z, rel=1e-3)
-    assert float(told.metrics["expert_load_max"].value()) > 1
+    assert float(with_aux.metrics["expert_load_max"].value()) > 1
 
 
 def test_experts_that_tell_nothing_are_an_error():
@@ -111,7 +111,7 @@ def test_experts_that_tell_nothing_are_an_error():
 @pytest.mark.slow
 def test_the_loss_of_later_tokens_by_hand():
     """Each target of a text but its last two, weighed by the mask of what is predicted, as a part of the whole loss."""
-    batch, model = batch_of(), built(case(), Unroll())
+    batch, model = batch_of(), noisy_model(case(), Unroll())
     tokens, segments, targets, mask = (np.asarray(batch[n]) for n in ("tokens", "segments", "targets", "mask"))
     graph, weights = split(model)
     x = jax.jit(lambda w: merge(graph, w).hidden(batch["tokens"], Packed(batch["segments"]))[0])(weights)
@@ -137,18 +137,18 @@ def test_the_loss_of_later_tokens_by_hand():
 
 def test_targets_beyond_a_text_count_nothing():
     """The second text of a row may be another: what is predicted in the first stays."""
-    model, batch = built(case(), Unroll()), batch_of()
+    model, batch = noisy_model(case(), Unroll()), batch_of()
     first = jnp.asarray(np.asarray(batch["segments"]) == 1, jnp.float32).at[1].set(0)
     batch["mask"] = jnp.ones_like(batch["mask"]) * first
     other = dict(batch, tokens=batch["tokens"].at[0, 7:].set(5), targets=batch["targets"].at[0, 7:].set(9))
-    one, two = (loss_of(model, b).metrics["mtp_cross_entropy"] for b in (batch, other))
-    assert float(one.weight) == 6
-    assert float(one.total) == pytest.approx(float(two.total), rel=1e-6)
+    whole, two = (loss_of(model, b).metrics["mtp_cross_entropy"] for b in (batch, other))
+    assert float(whole.weight) == 6
+    assert float(whole.total) == pytest.approx(float(two.total), rel=1e-6)
 
 
 @pytest.mark.slow
 def test_the_module_ahead_learns_and_all_of_it():
-    model, batch = built(case(), Unroll()), batch_of()
+    model, batch = noisy_model(case(), Unroll()), batch_of()
     graph, params, rest = split(model, nnx.Param)
 
     def ahead(params):

@@ -103,12 +103,12 @@ def test_prompts_may_be_left_out_of_vectors(encoder, pooling):
     sizes = [1, 0, 1, 2, 0, 1, 1, 3]
     batch = batch_of(texts) | {"prompt_length": jnp.asarray(sizes, jnp.float32)[:, None]}
     loss = Contrastive(pooling=pooling, include_prompt=False)({"model": encoder}, batch, None)
-    found = []
+    pooled = []
     for text, size in zip(texts, sizes):
         row = jnp.asarray([text], jnp.int32)
         x = np.asarray(encoder.hidden(row, encoder.config.attend(jnp.ones_like(row)))[0][0])[size:]
-        found.append({"mean": x.mean(0), "max": x.max(0), "last": x[-1], "cls": x[0]}[pooling])
-    expected = by_hand(found[::2], found[1::2], POSITIVES, 20.0)
+        pooled.append({"mean": x.mean(0), "max": x.max(0), "last": x[-1], "cls": x[0]}[pooling])
+    expected = by_hand(pooled[::2], pooled[1::2], POSITIVES, 20.0)
     assert float(loss.loss.value()) == pytest.approx(expected.mean(), rel=2e-4)
 
 
@@ -147,12 +147,12 @@ def test_ranks_are_among_the_documents_that_may_be_negatives():
     anchors, documents = rng.normal(size=(12, 4)).astype(np.float32), rng.normal(size=(14, 4)).astype(np.float32)
     keys, there = np.arange(14, dtype=np.uint32), np.arange(14) != 12
     keys[3] = keys[0]
-    given = (jnp.asarray(anchors), jnp.arange(12, dtype=jnp.uint32), jnp.ones(12, bool))
-    metrics = contrastive_loss(Contrastive(), *given, jnp.asarray(documents), jnp.asarray(keys), jnp.asarray(there)).metrics
+    arguments = (jnp.asarray(anchors), jnp.arange(12, dtype=jnp.uint32), jnp.ones(12, bool))
+    metrics = contrastive_loss(Contrastive(), *arguments, jnp.asarray(documents), jnp.asarray(keys), jnp.asarray(there)).metrics
     ranks, others = [], []
     for i, anchor in enumerate(anchors):
         against = [cosine(anchor, documents[j]) for j in range(14) if there[j] and keys[j] != keys[i]]
-        ranks.append(sum(one > cosine(anchor, documents[i]) for one in against))
+        ranks.append(sum(score > cosine(anchor, documents[i]) for score in against))
         others.append(np.mean(against))
     assert 0 < ranks.count(0) < 12
     assert float(metrics["recall@1"].value()) == pytest.approx(ranks.count(0) / 12)
@@ -186,9 +186,9 @@ def test_losses_equal_those_of_sentence_transformers():
 
 def test_hashes_tell_texts_apart_wherever_they_stand():
     batch = batch_of([[1, 2, 3], [3, 2, 1], [7], [1, 2, 3], [1, 2, 3, 0], [0]], slots=2)
-    found = np.asarray(text_hashes(batch)).reshape(-1).tolist()
-    assert found[0] == found[3]
-    assert len(set(found)) == 5
+    hashes = np.asarray(text_hashes(batch)).reshape(-1).tolist()
+    assert hashes[0] == hashes[3]
+    assert len(set(hashes)) == 5
 
 
 def test_pairs_are_ordered_by_their_scores():

@@ -49,9 +49,9 @@ def data(tmp_path_factory) -> Path:
 
 
 def words(model: Path, data: Path, folder: Path, *more: str) -> list[str]:
-    given = [f"model={model}", f"data.source={data}", f"dir={folder}", f"data.cache={folder.parent / 'cache'}", "data.image.size=16"]
-    own = [f"model.token={TOKEN}", "objective.initializer=fox", "data.batch=8", "log.every=1", "sample.every=none"]
-    return ["textual_inversion", *given, *own, *more]
+    common = [f"model={model}", f"data.source={data}", f"dir={folder}", f"data.cache={folder.parent / 'cache'}", "data.image.size=16"]
+    words_of_token = [f"model.token={TOKEN}", "objective.initializer=fox", "data.batch=8", "log.every=1", "sample.every=none"]
+    return ["textual_inversion", *common, *words_of_token, *more]
 
 
 def config_for(name: str, vectors: int) -> LearnedEmbeddingsConfig:
@@ -68,27 +68,27 @@ def test_the_loss_is_that_of_the_pipeline_with_the_token(name: str, models: dict
     draw = np.random.default_rng(3)
     rows = [draw.normal(0, 0.5, (2, width)).astype(np.float32) for width in config.widths]
     learned = config.build()
-    put(learned, {name: jnp.asarray(own) for name, own in zip(config.encoders, rows)})
+    put(learned, {name: jnp.asarray(row) for name, row in zip(config.encoders, rows)})
     stored, unet_config = open_unet(folder)
     unet: Any = load_model(stored).module
     unet.config = unet_config
     frozen = {"unet": unet} | {part: load_model(open_model(folder / part)).module for part in config.encoders}
-    chosen = np.array([0, 1, 2, 3])
+    caption_numbers = np.array([0, 1, 2, 3])
     images = jnp.asarray(draw.normal(size=(4, 4, 4, 4)), jnp.float32)
     batch: dict[str, Any] = {"images": images, "row": jnp.arange(4, dtype=jnp.int32)}
     prompts = load_diffusers(folder, embeddings=LearnedToken(TOKEN, rows)).prompts
-    found = prompts.encode(["", *(objective.prompts[i - 1].format(TOKEN) for i in chosen[1:])])
-    pooled = jnp.zeros((4, 1)) if found.pooled is None else found.pooled
-    known = batch | {"text": found.text, "text_mask": jnp.ones(found.text.shape[:2], jnp.int32), "pooled": pooled}
+    encoded = prompts.encode(["", *(objective.prompts[i - 1].format(TOKEN) for i in caption_numbers[1:])])
+    pooled = jnp.zeros((4, 1)) if encoded.pooled is None else encoded.pooled
+    plain_batch = batch | {"text": encoded.text, "text_mask": jnp.ones(encoded.text.shape[:2], jnp.int32), "pooled": pooled}
     graph, leaves = split(learned)
 
     def loss(leaves: Any) -> Any:
-        given = batch | {"prompts": jnp.asarray(ids[chosen])}
-        return objective({"model": merge(graph, leaves), **frozen}, given, jax.random.key(1)).loss.value()
+        prompt_batch = batch | {"prompts": jnp.asarray(ids[caption_numbers])}
+        return objective({"model": merge(graph, leaves), **frozen}, prompt_batch, jax.random.key(1)).loss.value()
 
     ours, gradients = jax.jit(jax.value_and_grad(loss))(leaves)
     plain = Diffusion(condition="text", timesteps="uniform")
-    theirs = jax.jit(lambda batch: plain({"model": unet}, batch, jax.random.key(1)).loss.value())(known)
+    theirs = jax.jit(lambda batch: plain({"model": unet}, batch, jax.random.key(1)).loss.value())(plain_batch)
     assert float(ours) == pytest.approx(float(theirs), rel=1e-5)
     assert {address: bool((np.abs(g).max(1) > 0).all()) for address, g in gradients.items()} == dict.fromkeys(config.encoders, True)
 
@@ -109,41 +109,41 @@ def test_counts_and_templates(models: dict[str, Path]):
 def test_only_the_rows_move_and_a_run_resumes_bit_for_bit(name: str, models: dict[str, Path], data: Path, tmp_path: Path):
     model = models[name]
     before = {path: hash_file(path) for path in sorted(model.rglob("*.safetensors"))}
-    how = ["checkpoint.every=2", "model.vectors=2", "data.image.flip=true", "objective.label_dropout=0.2", "sample.steps=1"]
+    settings = ["checkpoint.every=2", "model.vectors=2", "data.image.flip=true", "objective.label_dropout=0.2", "sample.steps=1"]
     for steps in (2, 4):
-        argosy.fit(*words(model, data, tmp_path / "halves", *how), view=Heard(), steps=steps)
-    argosy.fit(*words(model, data, tmp_path / "whole", *how, "sample.every=4", "sample.images=2"), view=Heard(), steps=4)
+        argosy.fit(*words(model, data, tmp_path / "halves", *settings), view=Heard(), steps=steps)
+    argosy.fit(*words(model, data, tmp_path / "whole", *settings, "sample.every=4", "sample.images=2"), view=Heard(), steps=4)
     losses = [[line["loss"] for line in read(Store(tmp_path / name)) if "loss" in line] for name in ("halves", "whole")]
     assert losses[0] == losses[1]
     assert len(set(losses[0])) == 4
     files = [load_file(tmp_path / name / "learned_embeds.safetensors") for name in ("halves", "whole")]
-    assert all((files[0][key] == own).all() for key, own in files[1].items())
+    assert all((files[0][key] == array).all() for key, array in files[1].items())
     assert {path: hash_file(path) for path in before} == before, "the folder stays as it is"
     assert (tmp_path / "whole" / "samples" / "00000004.png").is_file()
     # The rows began as those of the word, and all of them moved by a few learning rates.
     stored = open_model(tmp_path / "whole")
     for part in stored.config.encoders:
         word = np.asarray(open_model(model / part).weights.read("embed.w"))[55]
-        moved = np.abs(stored.weights.read(part) - word)
-        assert (moved.max(1) > 1e-4).all()
-        assert moved.max() < 0.02
+        distance = np.abs(stored.weights.read(part) - word)
+        assert (distance.max(1) > 1e-4).all()
+        assert distance.max() < 0.02
     # What is written draws as the run does, and other prompts draw what they drew.
     names = [[TOKEN] if name == "sd" else ["clip_g", "clip_l"]] * 2
     convert(str(tmp_path / "whole"), tmp_path / "folder", "hub", None)
     convert(str(tmp_path / "whole"), tmp_path / "cat.safetensors", "hub", None)
-    written = tmp_path / "folder" / "learned_embeds.safetensors", tmp_path / "cat.safetensors"
-    assert [sorted(load_file(file)) for file in written] == names
+    saved_files = tmp_path / "folder" / "learned_embeds.safetensors", tmp_path / "cat.safetensors"
+    assert [sorted(load_file(file)) for file in saved_files] == names
     plain, prompts = argosy.load(model), [f"a photo of a {TOKEN}", "a red fox"]
     drawing: dict[str, Any] = {"steps": 2, "size": 16, "output": "float"}
-    drawn = [
-        argosy.load(model, embeddings=one).images(prompts, **drawing)
-        for one in (tmp_path / "whole", tmp_path / "folder", tmp_path / "cat.safetensors")
+    images = [
+        argosy.load(model, embeddings=embeddings).images(prompts, **drawing)
+        for embeddings in (tmp_path / "whole", tmp_path / "folder", tmp_path / "cat.safetensors")
     ]
-    for other in drawn[1:]:
-        np.testing.assert_array_equal(drawn[0], other)
+    for other in images[1:]:
+        np.testing.assert_array_equal(images[0], other)
     bare = plain.images(prompts, **drawing)
-    np.testing.assert_array_equal(drawn[0][1], bare[1])
-    assert np.abs(drawn[0][0] - bare[0]).max() > 1e-4
+    np.testing.assert_array_equal(images[0][1], bare[1])
+    assert np.abs(images[0][0] - bare[0]).max() > 1e-4
     with pytest.raises(UserError, match="has learned embeddings, which the text encoder of another model reads"):
         argosy.load(tmp_path / "whole")
     # Training goes on from the rows of another run.
@@ -154,7 +154,7 @@ def test_only_the_rows_move_and_a_run_resumes_bit_for_bit(name: str, models: dic
 
 def test_mistakes_are_named_before_anything_is_read(models: dict[str, Path], data: Path, tmp_path: Path):
     model = models["sd"]
-    for more, what in (
+    for more, problem in (
         ("objective.initializer=foxes", "objective.initializer = 'foxes' is 5 tokens"),
         ("model.token=aa", "the learned token 'aa' is in the vocabulary of text_encoder already"),
         ("model.vectors=19", "loses the learned ones: 'a photo of a <fox-toy>'"),
@@ -166,7 +166,7 @@ def test_mistakes_are_named_before_anything_is_read(models: dict[str, Path], dat
         (f"model={model / 'unet'}", "objective=textual_inversion trains a token for the text encoders of a diffusers folder"),
         ("objective=diffusion", "`initializer` belongs to `name: textual_inversion`"),
     ):
-        with pytest.raises(UserError, match=what):
+        with pytest.raises(UserError, match=problem):
             argosy.fit(*words(model, data, tmp_path / "run", more), view=Heard(), steps=1)
     # The padding of its second tokenizer is the letter a.
     with pytest.raises(UserError, match="has 'a' in it, a special token of"):

@@ -44,8 +44,8 @@ def data(tmp_path_factory) -> Path:
     lines = []
     for i in range(10):
         image = np.zeros((16, 20, 3), np.uint8)
-        top, left = draw.integers(0, 8, 2)
-        image[top : top + 8, left : left + 8] = draw.integers(60, 256, 3)
+        top, left_edge = draw.integers(0, 8, 2)
+        image[top : top + 8, left_edge : left_edge + 8] = draw.integers(60, 256, 3)
         edge = np.abs(np.diff(image.max(-1).astype(int), axis=0, prepend=0)).astype(np.uint8)
         Image.fromarray(image).save(root / f"{i}.png")
         Image.fromarray(np.repeat(edge[..., None], 3, -1)).resize((40, 32) if i == 3 else (20, 16)).save(root / "edges" / f"{i}.png")
@@ -56,14 +56,14 @@ def data(tmp_path_factory) -> Path:
 
 
 def words(model: Path, data: Path, folder: Path, *more: str) -> list[str]:
-    given = [f"model={model}", f"data.source={data}", f"dir={folder}", f"data.cache={folder.parent / 'cache'}", "data.image.size=16"]
-    return ["controlnet", *given, "data.batch=8", "optimizer.learning_rate=1e-3", "schedule.warmup=0", "log.every=1", *more]
+    common = [f"model={model}", f"data.source={data}", f"dir={folder}", f"data.cache={folder.parent / 'cache'}", "data.image.size=16"]
+    return ["controlnet", *common, "data.batch=8", "optimizer.learning_rate=1e-3", "schedule.warmup=0", "log.every=1", *more]
 
 
 def batch_of(rows: int, unet: UNetConfig) -> dict[str, Any]:
     draw = np.random.default_rng(0)
-    made = {"images": (rows, 4, 4, unet.channels), "text": (rows, 5, unet.text_width), "pooled": (rows, 1)}
-    batch: dict[str, Any] = {name: jnp.asarray(draw.normal(size=shape), jnp.float32) for name, shape in made.items()}
+    shapes = {"images": (rows, 4, 4, unet.channels), "text": (rows, 5, unet.text_width), "pooled": (rows, 1)}
+    batch: dict[str, Any] = {name: jnp.asarray(draw.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
     batch["control"] = jnp.asarray(draw.random((rows, 8, 8, 3)), jnp.float32)
     return batch | {"text_mask": jnp.ones((rows, 5), jnp.int32), "row": jnp.arange(rows, dtype=jnp.int32)}
 
@@ -110,24 +110,24 @@ def test_mistakes_are_named_before_anything_is_read(model, data, tmp_path):
     folder = write_model(GOLDENS / "controlnet-sd", tmp_path / "controlnet")
     with pytest.raises(UserError, match="a ControlNet reads control images, and this data has none"):
         argosy.fit(*words(model, bare, tmp_path / "run"), view=Heard(), steps=1)
-    for word, what in (
+    for word, problem in (
         ("adapter=lora", "adapters on a ControlNet are not built"),
         ("encoders.pipeline=null", "encoders.pipeline is missing"),
         (f"model={model / 'unet'}", "objective=controlnet trains a ControlNet for the denoiser of a diffusers folder"),
         (f"model={folder} objective=diffusion", "the model is a ControlNet, which objective=controlnet trains"),
     ):
-        with pytest.raises(UserError, match=what):
+        with pytest.raises(UserError, match=problem):
             argosy.fit(*words(model, data, tmp_path / "run", *word.split()), view=Heard(), steps=1)
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 @pytest.mark.slow
 def test_it_begins_as_a_copy_trains_alone_and_resumes_bit_for_bit(model, data, tmp_path):
-    how = ["checkpoint.every=2", "objective.label_dropout=0.5", "data.image.flip=true", "sample.every=2", "sample.images=2"]
-    how.append("sample.steps=1")
+    settings = ["checkpoint.every=2", "objective.label_dropout=0.5", "data.image.flip=true", "sample.every=2", "sample.images=2"]
+    settings.append("sample.steps=1")
     for steps in (2, 4):
-        argosy.fit(*words(model, data, tmp_path / "halves", *how), view=Heard(), steps=steps)
-    argosy.fit(*words(model, data, tmp_path / "whole", *how), view=Heard(), steps=4)
+        argosy.fit(*words(model, data, tmp_path / "halves", *settings), view=Heard(), steps=steps)
+    argosy.fit(*words(model, data, tmp_path / "whole", *settings), view=Heard(), steps=4)
     losses = [[line["loss"] for line in read(Store(tmp_path / name)) if "loss" in line] for name in ("halves", "whole")]
     assert losses[0] == losses[1]
     assert len(losses[0]) == 4
@@ -138,17 +138,17 @@ def test_it_begins_as_a_copy_trains_alone_and_resumes_bit_for_bit(model, data, t
     assert all(np.abs(trained.controlnet_down_blocks[i].w[...]).max() > 0 for i in range(4))
     # What was trained is a folder of diffusers, which steers as the run does.
     convert(str(tmp_path / "whole"), tmp_path / "folder", "hub", None)
-    said = json.loads((tmp_path / "folder" / "config.json").read_text(encoding="utf-8"))
-    assert (said["_class_name"], said["conditioning_embedding_out_channels"]) == ("ControlNetModel", [16, 32, 256])
-    assert "sample_size" not in said
+    config = json.loads((tmp_path / "folder" / "config.json").read_text(encoding="utf-8"))
+    assert (config["_class_name"], config["conditioning_embedding_out_channels"]) == ("ControlNetModel", [16, 32, 256])
+    assert "sample_size" not in config
     assert (tmp_path / "folder" / "diffusion_pytorch_model.safetensors").is_file()
     control = np.random.default_rng(1).random((16, 16, 3)).astype(np.float32)
-    drawn = []
+    images = []
     for controlnet in (tmp_path / "whole", tmp_path / "folder", None):
         more: dict[str, Any] = {} if controlnet is None else {"control_image": control}
-        drawn.append(argosy.load(model, controlnet=controlnet).images(["a red fox"], steps=2, size=16, output="float", **more))
-    np.testing.assert_array_equal(drawn[0], drawn[1])
-    assert np.abs(drawn[0] - drawn[2]).max() > 1e-4
+        images.append(argosy.load(model, controlnet=controlnet).images(["a red fox"], steps=2, size=16, output="float", **more))
+    np.testing.assert_array_equal(images[0], images[1])
+    assert np.abs(images[0] - images[2]).max() > 1e-4
     with pytest.raises(UserError, match="is a ControlNet, which steers another model"):
         argosy.load(tmp_path / "whole")
     # Training goes on from the folder.
@@ -178,12 +178,19 @@ def transformer(request, tmp_path_factory) -> tuple[Path, str, list[str]]:
 def test_that_of_a_transformer_learns_in_latents_and_resumes_bit_for_bit(execution: str, transformer, data, tmp_path):
     """It begins as a copy of the first layers, whose control images are encoded once and mirrored with their images."""
     model, kind, layers = transformer
-    how = [*layers, f"execution.run={execution}", "checkpoint.every=2", "data.image.flip=true", "sample.every=2", "sample.images=2"]
-    how += ["sample.steps=1", "objective.label_dropout=0.3"]
+    settings = [
+        *layers,
+        f"execution.run={execution}",
+        "checkpoint.every=2",
+        "data.image.flip=true",
+        "sample.every=2",
+        "sample.images=2",
+    ]
+    settings += ["sample.steps=1", "objective.label_dropout=0.3"]
     heard = Heard()
     for steps in (2, 4):
-        argosy.fit(*words(model, data, tmp_path / "halves", *how), view=heard, steps=steps)
-    argosy.fit(*words(model, data, tmp_path / "whole", *how), view=Heard(), steps=4)
+        argosy.fit(*words(model, data, tmp_path / "halves", *settings), view=heard, steps=steps)
+    argosy.fit(*words(model, data, tmp_path / "whole", *settings), view=Heard(), steps=4)
     losses = [[line["loss"] for line in read(Store(tmp_path / name)) if "loss" in line] for name in ("halves", "whole")]
     assert losses[0] == losses[1]
     assert len(losses[0]) == 4
@@ -198,19 +205,19 @@ def test_that_of_a_transformer_learns_in_latents_and_resumes_bit_for_bit(executi
     convert(str(tmp_path / "whole"), tmp_path / "folder", "hub", None)
     assert json.loads((tmp_path / "folder" / "config.json").read_text(encoding="utf-8"))["_class_name"] == kind
     control = np.random.default_rng(1).random((16, 16, 3)).astype(np.float32)
-    drawn = []
+    images = []
     for controlnet in (tmp_path / "whole", tmp_path / "folder", None):
         more: dict[str, Any] = {} if controlnet is None else {"control_image": control}
-        drawn.append(argosy.load(model, controlnet=controlnet).images(["a red fox"], steps=2, size=16, output="float", **more))
-    np.testing.assert_array_equal(drawn[0], drawn[1])
-    assert np.abs(drawn[0] - drawn[2]).max() > 1e-4
+        images.append(argosy.load(model, controlnet=controlnet).images(["a red fox"], steps=2, size=16, output="float", **more))
+    np.testing.assert_array_equal(images[0], images[1])
+    assert np.abs(images[0] - images[2]).max() > 1e-4
 
 
 def test_what_is_not_trained_of_transformers_is_named(transformer, data, tmp_path):
     model, kind, layers = transformer
     other = ("model.modes=3", "training of unions") if kind == "FluxControlNetModel" else ("model.positions=false", "without text")
-    for word, what in (("model.layers=9", "a copy of at most 3"), other):
-        with pytest.raises(UserError, match=what):
+    for word, problem in (("model.layers=9", "a copy of at most 3"), other):
+        with pytest.raises(UserError, match=problem):
             argosy.fit(*words(model, data, tmp_path / "run", *layers, word), view=Heard(), steps=1)
 
 
@@ -218,10 +225,10 @@ def test_what_is_not_trained_of_transformers_is_named(transformer, data, tmp_pat
 def test_that_of_a_transformer_is_sharded(transformer, data, tmp_path):
     """The frozen model and the ControlNet over devices, its layers scanned: the losses are those of one device."""
     model, _, layers = transformer
-    how = [*layers, "execution.run=scan", "sample.every=null"]
+    settings = [*layers, "execution.run=scan", "sample.every=null"]
     for name, mesh in (("alone", ["mesh.data=8"]), ("sharded", ["mesh.fsdp=4", "mesh.tensor=2"])):
-        argosy.fit(*words(model, data, tmp_path / name, *how, *mesh), view=Heard(), steps=3)
+        argosy.fit(*words(model, data, tmp_path / name, *settings, *mesh), view=Heard(), steps=3)
     losses = [[line["loss"] for line in read(Store(tmp_path / name)) if "loss" in line] for name in ("alone", "sharded")]
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-4)
     with pytest.raises(UserError, match=r"mesh\.stage"):
-        argosy.fit(*words(model, data, tmp_path / "staged", *how, "mesh.stage=2", "mesh.fsdp=4"), view=Heard(), steps=1)
+        argosy.fit(*words(model, data, tmp_path / "staged", *settings, "mesh.stage=2", "mesh.fsdp=4"), view=Heard(), steps=1)

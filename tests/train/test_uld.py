@@ -46,12 +46,12 @@ class Nothing(BatchWrapper):
 
 def batch_of(ids, others, groups, places):
     """A row of one document, of which the prompt is not learned. groups: of its tokens."""
-    made = BothTokenizers(Nothing(), lambda _: Aligned(list(others), groups), places)
+    tokenizers = BothTokenizers(Nothing(), lambda _: Aligned(list(others), groups), places)
     n = len(ids)
     rows = {"tokens": ids, "targets": [*ids[1:], 0], "segments": [1] * n}
     rows["mask"] = [float(PROMPT - 1 <= i < n - 1) for i in range(n)]
     batch = {name: np.asarray([row], np.float32 if name == "mask" else np.int32) for name, row in rows.items()}
-    return made.aligned_batch(batch)
+    return tokenizers.aligned_batch(batch)
 
 
 @pytest.mark.parametrize("case", TRL["cases"], ids=lambda case: f"{case['name']}-{case['temperature']}-{case['hybrid']}")
@@ -63,25 +63,25 @@ def test_the_distance_and_its_gradient_equal_those_of_trl(case):
         batch = {name: jnp.asarray(a) for name, a in batch_of(ids, others, groups, len(others) + 2).items()}
         batch["mask"] = batch["mask"].astype(jnp.float64)
         teacher = jnp.pad(jnp.asarray(case["teacher"]), ((0, 0), (0, 2), (0, 0)))
-        how = {} if case["hybrid"] is None else dict(zip(("hybrid", "matched", "beta"), (True, *case["hybrid"])))
-        objective = ULD(teacher="none", temperature=case["temperature"], cross_entropy=0, weight=2, chunk=3, **how)
+        options = {} if case["hybrid"] is None else dict(zip(("hybrid", "matched", "beta"), (True, *case["hybrid"])))
+        objective = ULD(teacher="none", temperature=case["temperature"], cross_entropy=0, weight=2, chunk=3, **options)
 
-        def made(student):
+        def loss_of(student):
             return objective({"model": Given(student), "teacher": Given(teacher)}, batch, KEY)
 
-        found = made(jnp.asarray(case["student"]))
-        assert float(found.metrics["uld"].value()) == pytest.approx(case["loss"], rel=1e-6)
-        slope = jax.grad(lambda student: made(student).metrics["uld"].value())(jnp.asarray(case["student"]))
+        result = loss_of(jnp.asarray(case["student"]))
+        assert float(result.metrics["uld"].value()) == pytest.approx(case["loss"], rel=1e-6)
+        slope = jax.grad(lambda student: loss_of(student).metrics["uld"].value())(jnp.asarray(case["student"]))
         np.testing.assert_allclose(slope, case["gradient"], rtol=1e-6, atol=1e-9)
         targets = len(case["sizes"][0])
-        assert float(found.loss.value()) == pytest.approx(2 * case["loss"] * len(groups) / targets, rel=1e-6)
-        assert float(found.metrics["aligned"].value()) == 1
+        assert float(result.loss.value()) == pytest.approx(2 * case["loss"] * len(groups) / targets, rel=1e-6)
+        assert float(result.metrics["aligned"].value()) == 1
 
 
 def test_sorted_distances_by_hand():
-    one, other = jnp.array([[0.1, 0.6, 0.3], [1.0, 0.0, 0.0]]), jnp.array([[0.5, 0.1, 0.2, 0.2], [0.0, 0.0, 0.0, 1.0]])
-    np.testing.assert_allclose(sorted_distance(one, other), [0.1 + 0.1 + 0.1 + 0.1, 0], atol=1e-6)
-    np.testing.assert_allclose(sorted_distance(other, one), [0.4, 0], atol=1e-6)
+    probs, other = jnp.array([[0.1, 0.6, 0.3], [1.0, 0.0, 0.0]]), jnp.array([[0.5, 0.1, 0.2, 0.2], [0.0, 0.0, 0.0, 1.0]])
+    np.testing.assert_allclose(sorted_distance(probs, other), [0.1 + 0.1 + 0.1 + 0.1, 0], atol=1e-6)
+    np.testing.assert_allclose(sorted_distance(other, probs), [0.4, 0], atol=1e-6)
 
 
 @pytest.mark.slow
@@ -92,27 +92,27 @@ def test_a_merged_group_by_hand():
     teacher = jnp.log(jnp.asarray([np.ones(2) / 2, q, np.ones(2) / 2], jnp.float32))[None]
     batch = batch_of([0, 0, 1, 2], [0, 1, 0], [AlignedSpan((2, 4), (2, 3))], 3)
     objective = ULD(teacher="none", cross_entropy=1, weight=1.5)
-    made = objective({"model": Given(student), "teacher": Given(teacher)}, {k: jnp.asarray(v) for k, v in batch.items()}, KEY)
+    result = objective({"model": Given(student), "teacher": Given(teacher)}, {k: jnp.asarray(v) for k, v in batch.items()}, KEY)
     joint = np.sort(p1[1] * p2)[::-1]
     distance = abs(joint[0] - 0.6) + abs(joint[1] - 0.4) + joint[2]
-    assert float(made.metrics["uld"].value()) == pytest.approx(distance, rel=1e-5)
+    assert float(result.metrics["uld"].value()) == pytest.approx(distance, rel=1e-5)
     nll = -np.log(p1[1]) - np.log(p2[2])
-    assert float(made.loss.value()) == pytest.approx((nll + 1.5 * distance) / 2, rel=1e-5)
+    assert float(result.loss.value()) == pytest.approx((nll + 1.5 * distance) / 2, rel=1e-5)
 
 
 def test_a_hybrid_by_hand():
     """Tokens of both as themselves, the others sorted; what one side alone has counts in full."""
     p, q = np.array([[0.5, 0.2, 0.2, 0.1]]), np.array([[0.3, 0.4, 0.3]])
     pairs = Matched(np.array([0, 2], np.int32).tobytes(), np.array([1, 2], np.int32).tobytes())
-    how = ULD(teacher="none", hybrid=True, matched=0.25, beta=0.0)
-    found = hybrid(how, jnp.asarray(p, jnp.float32), jnp.asarray(q, jnp.float32), pairs)
+    objective = ULD(teacher="none", hybrid=True, matched=0.25, beta=0.0)
+    terms = hybrid(objective, jnp.asarray(p, jnp.float32), jnp.asarray(q, jnp.float32), pairs)
     same = 0.4 * np.log(0.4 / 0.5) + 0.3 * np.log(0.3 / 0.2)
     rest = abs(0.2 - 0.3) + 0.1
-    np.testing.assert_allclose(found["matched"], [same], rtol=1e-5)
-    np.testing.assert_allclose(found["unmatched"], [rest], rtol=1e-5)
-    np.testing.assert_allclose(found["uld"], [0.25 * same + 0.75 * rest], rtol=1e-5)
+    np.testing.assert_allclose(terms["matched"], [same], rtol=1e-5)
+    np.testing.assert_allclose(terms["unmatched"], [rest], rtol=1e-5)
+    np.testing.assert_allclose(terms["uld"], [0.25 * same + 0.75 * rest], rtol=1e-5)
     every = Matched(np.array([0, 1, 2], np.int32).tobytes(), np.array([0, 1, 2], np.int32).tobytes())
-    alone = hybrid(how, jnp.asarray(p, jnp.float32), jnp.asarray(q, jnp.float32), every)
+    alone = hybrid(objective, jnp.asarray(p, jnp.float32), jnp.asarray(q, jnp.float32), every)
     np.testing.assert_allclose(alone["unmatched"], [0.1], rtol=1e-5)
 
 
@@ -121,11 +121,11 @@ def test_labels_count_where_they_are_given():
     student = jnp.log(jnp.asarray([[[0.7, 0.3], [0.4, 0.6], [0.5, 0.5]]], jnp.float32))
     batch = {k: jnp.asarray(v) for k, v in batch_of([0, 1, 0, 1], [0, 1, 0, 1], [], 4).items()}
     models = {"model": Given(jnp.pad(student, ((0, 0), (1, 0), (0, 0)))), "teacher": Given(jnp.zeros((1, 4, 3)))}
-    how = GOLD(teacher="none", cross_entropy=2)
+    objective = GOLD(teacher="none", cross_entropy=2)
     nll = [-np.log(0.7), -np.log(0.6)]
     for labels, expected in {(1.0, 1.0): 2 * sum(nll) / 2, (1.0, 0.0): 2 * nll[0] / 2, (0.0, 0.0): 0.0}.items():
-        given = jnp.asarray([[0.0, *labels, 0.0]], jnp.float32)
-        made = how(models, batch | {"labels": given}, KEY)
-        assert float(made.loss.value()) == pytest.approx(expected, rel=1e-5)
-        assert float(made.metrics["cross_entropy"].value()) == pytest.approx(sum(nll) / 2, rel=1e-5)
-        assert float(made.metrics["uld"].value()) == 0, "nothing is aligned"
+        labels_row = jnp.asarray([[0.0, *labels, 0.0]], jnp.float32)
+        result = objective(models, batch | {"labels": labels_row}, KEY)
+        assert float(result.loss.value()) == pytest.approx(expected, rel=1e-5)
+        assert float(result.metrics["cross_entropy"].value()) == pytest.approx(sum(nll) / 2, rel=1e-5)
+        assert float(result.metrics["uld"].value()) == 0, "nothing is aligned"

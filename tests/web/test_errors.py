@@ -20,8 +20,8 @@ from argosy.web.errors import ApiError
     ],
 )
 def test_errors_have_the_shape_of_the_api_that_owns_the_path(path: str, form: str):
-    found = json.loads(bytes(ApiError("no", param="x").response(path).body))
-    assert found == {
+    document = json.loads(bytes(ApiError("no", param="x").response(path).body))
+    assert document == {
         "openai": {"error": {"message": "no", "type": "invalid_request_error", "param": "x", "code": None}},
         "anthropic": {"type": "error", "error": {"type": "invalid_request_error", "message": "no"}},
         "inference": {"error": "no"},

@@ -104,7 +104,7 @@ def talk(tokenizer: Tokenizer) -> dict[str, Any]:
     ids = [tokenizer.encode(text, special) for text in TEXTS for special in (False, True)]
     return {
         "ids": ids,
-        "text": [tokenizer.decode(one, skip_special=False) for one in ids],
+        "text": [tokenizer.decode(row, skip_special=False) for row in ids],
         "chats": {name: render(text, MESSAGES, tokenizer.special) for name, text in tokenizer.chat_templates.items()},
         "about": (tokenizer.vocab, tokenizer.bos, tokenizer.eos, tokenizer.pad, tokenizer.adds_bos, tokenizer.special),
     }
@@ -138,8 +138,11 @@ def shapes() -> dict[str, tuple[int, ...]]:
     from argosy.models.parts.weight import variables
 
     model = CONFIG.build()
-    own = variables(model)
-    return {n: tuple(own[a].shape if i is None else own[a].shape[1:]) for n, (a, i) in stored_addresses(model).items()}
+    model_variables = variables(model)
+    return {
+        n: tuple(model_variables[a].shape if i is None else model_variables[a].shape[1:])
+        for n, (a, i) in stored_addresses(model).items()
+    }
 
 
 def test_every_file_that_a_tokenizer_is_read_from_is_copied(tmp_path):

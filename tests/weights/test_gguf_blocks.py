@@ -48,15 +48,15 @@ def test_weights_in_blocks_are_those_that_are_read(name: str, tmp_path: Path):
     config, expected = MODELS[name]
     stored = open_model(gguf_in_blocks(tmp_path / "model.gguf", config, ("Q8_0", "Q4_1", "Q5_0", "Q4_0", "Q5_1")))
     assert stored.blocks is not None
-    found = set()
+    addresses = set()
     for address, form in block_forms(config.build(Unroll())).items():
         if (rows := stored.blocks.of(address, *form)) is None:
             continue
-        found.add(".".join(address.split(".")[2:]) if address.startswith("layers") else address)
+        addresses.add(".".join(address.split(".")[2:]) if address.startswith("layers") else address)
         weight, floats = rows.packed(), stored.weights.read(address)
         assert weight.nbytes == rows.nbytes
         np.testing.assert_array_equal(np.asarray(weight.dense()), floats, err_msg=address)
-    assert found == expected
+    assert addresses == expected
 
 
 def test_files_of_every_model_open(tmp_path: Path):
@@ -66,10 +66,10 @@ def test_files_of_every_model_open(tmp_path: Path):
     stored = open_model(gguf_in_blocks(tmp_path / "model.gguf", config, ("Q8_0",)))
     assert stored.blocks is not None
     forms = block_forms(config.build(Unroll()))
-    found = {address for address, form in forms.items() if stored.blocks.of(address, *form) is not None}
-    assert "layers.0.attn.o.w" in found
-    assert "layers.0.mlp.down.w" in found
-    assert not {address for address in found if "k_up" in address or "v_up" in address}
+    addresses = {address for address, form in forms.items() if stored.blocks.of(address, *form) is not None}
+    assert "layers.0.attn.o.w" in addresses
+    assert "layers.0.mlp.down.w" in addresses
+    assert not {address for address in addresses if "k_up" in address or "v_up" in address}
 
 
 # ---------------------------------------------------------------- rows of a table
@@ -91,7 +91,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> GGUF:
 
 
 @pytest.mark.parametrize(
-    ("theirs", "ours", "how", "form", "is_rows"),
+    ("theirs", "ours", "pattern", "form", "is_rows"),
     [
         ("a", "w", "M D -> M D", (1, False), True),
         ("a", "w", "M D -> D M", (1, True), True),
@@ -106,9 +106,9 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> GGUF:
         pytest.param("c", "w", "F M D -> F M D", (1, False), False, id="three axes"),
     ],
 )
-def test_what_is_whole_rows_of_a_tensor(file: GGUF, theirs: Any, ours: Any, how: str, form: tuple[int, bool], is_rows: bool):
+def test_what_is_whole_rows_of_a_tensor(file: GGUF, theirs: Any, ours: Any, pattern: str, form: tuple[int, bool], is_rows: bool):
     sizes = {"M": 12, "D": 64, "N": 2, "P": 3, "two": 2, "X": 4, "Y": 16, "J": 10, "Z": 60, "F": 4}
-    mapped = MappedTensors(KeyMap([KeyRow(theirs, ours, how)], sizes, ignore=("*",)), file, "x")
+    mapped = MappedTensors(KeyMap([KeyRow(theirs, ours, pattern)], sizes, ignore=("*",)), file, "x")
     rows = BlockedWeights(file, mapped).of("w", *form)
     assert (rows is not None) == is_rows
     if rows is not None:

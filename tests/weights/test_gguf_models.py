@@ -52,8 +52,8 @@ def model_of(name: str, folder: Path) -> tuple[dict[str, Any], dict[str, np.ndar
     return json.loads((hub / "config.json").read_text(encoding="utf-8")), load_file(hub / "model.safetensors")
 
 
-def gguf_of(name: str, folder: Path, **how: Any) -> Path:
-    return write_gguf(folder / "model.gguf", *model_of(name, folder / "hub"), **how)
+def gguf_of(name: str, folder: Path, **options: Any) -> Path:
+    return write_gguf(folder / "model.gguf", *model_of(name, folder / "hub"), **options)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in BY_DEFAULT else pytest.mark.slow) for n in LOGITS])
@@ -94,8 +94,8 @@ def test_the_same_model_as_the_hub_folder(name: str, tmp_path: Path):
 
 def settings(config: LanguageConfig) -> dict[str, Any]:
     """Those that a forward pass reads."""
-    said = config.resolved().model_dump()
-    return said | ({"moe": said["moe"] | {"balance": 0}} if said.get("moe") else {})
+    fields = config.resolved().model_dump()
+    return fields | ({"moe": fields["moe"] | {"balance": 0}} if fields.get("moe") else {})
 
 
 # ---------------------------------------------------------------- blocks
@@ -106,7 +106,7 @@ def test_blocks_equal_what_they_dequantise_to(name: str, kinds: list[str], tmp_p
     """Every matrix in one of these types, in turn, against a Hub folder of what the gguf library makes of its blocks."""
     config, rng, values = WIDE_MODELS[name], np.random.default_rng(3), {}
     save_folder(tmp_path / "drawn", config, random_weights(config, rng))
-    drawn = load_file(tmp_path / "drawn" / "model.safetensors")
+    weights = load_file(tmp_path / "drawn" / "model.safetensors")
 
     def packed(theirs: str, tensor: np.ndarray) -> Packed:
         if theirs.endswith(("norm.weight", "sinks.weight", ".bias")):
@@ -116,8 +116,8 @@ def test_blocks_equal_what_they_dequantise_to(name: str, kinds: list[str], tmp_p
         values[theirs] = gguf.quants.dequantize(blocks, kind).reshape(tensor.shape)
         return blocks, kind
 
-    file = write_gguf(tmp_path / "packed.gguf", config.to_hub(), drawn, pack=packed)
-    plain = write_gguf(tmp_path / "plain.gguf", config.to_hub(), drawn, pack=lambda n, t: (values.get(n, t), None))
+    file = write_gguf(tmp_path / "packed.gguf", config.to_hub(), weights, pack=packed)
+    plain = write_gguf(tmp_path / "plain.gguf", config.to_hub(), weights, pack=lambda n, t: (values.get(n, t), None))
     assert {tensor.tensor_type.name for tensor in gguf.GGUFReader(file).tensors} == {*kinds, "F32"}
     save_folder(tmp_path / "hub", config, open_model(plain).weights)
     read, hub = open_model(file), open_model(tmp_path / "hub")
@@ -166,8 +166,8 @@ def test_the_27b_gemmas_divide_scores_by_width_over_heads(name: str, layers: int
 
 @pytest.mark.parametrize(("factor", "original", "base"), [(8.0, 8192, 5e5), (32.0, 8192, 5e5), (16.0, 4096, 1e4)])
 def test_llama3_is_recognized_by_its_factors(factor: float, original: int, base: float):
-    said = {"factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    divisors = np.array([factor_of(said, base ** (i / 128), original) for i in range(0, 128, 2)], np.float32)
+    scaling = {"factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    divisors = np.array([factor_of(scaling, base ** (i / 128), original) for i in range(0, 128, 2)], np.float32)
     assert llama3(divisors, base) == Llama3Scaling(factor=factor, original=original)
     with pytest.raises(BadInput, match="match no known scaling"):
         llama3(divisors[::-1], base)
@@ -182,7 +182,7 @@ def test_tokens_that_end_an_answer_are_all_kept(tmp_path: Path):
 # ---------------------------------------------------------------- what is refused
 
 
-def refused(name: str, folder: Path, more: Callable[[gguf.GGUFWriter], Any]) -> str:
+def refusal_of(name: str, folder: Path, more: Callable[[gguf.GGUFWriter], Any]) -> str:
     file = gguf_of(name, folder, more=more)
     with pytest.raises(BadInput) as error:
         open_model(file)
@@ -198,7 +198,7 @@ def test_every_problem_of_the_metadata_is_reported_at_once(tmp_path: Path):
         w.add_expert_group_count(4)
         w.add_causal_attention(False)
 
-    said = refused("qwen2-tied", tmp_path, more)
+    refusal = refusal_of("qwen2-tied", tmp_path, more)
     for problem in (
         "`qwen2.rope.scaling.type` is `longrope`: only none or linear or yarn is built",
         "`qwen2.rope.dimension_count` is 4 of 8",
@@ -207,8 +207,8 @@ def test_every_problem_of_the_metadata_is_reported_at_once(tmp_path: Path):
         "`qwen2.expert_group_count` = `4` is not understood",
         "`qwen2.attention.causal` is False: only True is built",
     ):
-        assert problem in said
-    assert len(said.splitlines()) <= 5
+        assert problem in refusal
+    assert len(refusal.splitlines()) <= 5
 
 
 @pytest.mark.parametrize(
@@ -228,13 +228,13 @@ def test_what_would_change_the_numbers_is_refused(name: str, key: str, value: fl
             key, value, gguf.GGUFValueType.FLOAT32 if isinstance(value, float) else gguf.GGUFValueType.UINT32
         )
 
-    assert key in refused(name, tmp_path, more)
+    assert key in refusal_of(name, tmp_path, more)
 
 
 @pytest.mark.parametrize("missing", ["block_count", "attention.head_count", "attention.layer_norm_rms_epsilon"])
 def test_a_key_that_is_missing_is_named(missing: str, tmp_path: Path):
-    said = refused("llama-yarn", tmp_path, lambda w: w.kv_data[0].pop(f"llama.{missing}"))
-    assert f"`llama.{missing}` is missing" in said
+    problem = refusal_of("llama-yarn", tmp_path, lambda w: w.kv_data[0].pop(f"llama.{missing}"))
+    assert f"`llama.{missing}` is missing" in problem
 
 
 def test_an_architecture_that_is_not_built_is_answered_with_the_nearest(tmp_path: Path):
@@ -257,9 +257,9 @@ def test_more_layers_than_tensors_is_damage(tmp_path: Path):
 
 def test_tensors_that_are_missing_are_listed(tmp_path: Path):
     config, weights = model_of("gpt-oss-yarn", tmp_path / "hub")
-    gone = {n: t for n, t in weights.items() if not n.endswith("sinks")}
+    remaining = {n: t for n, t in weights.items() if not n.endswith("sinks")}
     with pytest.raises(BadInput, match="4 missing, 0 unexpected") as error:
-        open_model(write_gguf(tmp_path / "model.gguf", config, gone))
+        open_model(write_gguf(tmp_path / "model.gguf", config, remaining))
     assert "`blk.3.attn_sinks.weight` is missing" in str(error.value)
 
 

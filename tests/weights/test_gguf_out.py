@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from golden_weights import write_model
-from laws.families import CASES, built
+from laws.families import CASES, noisy_model
 from test_gguf_models import GOLDENS, gguf_of
 
 import argosy
@@ -43,7 +43,7 @@ def config_of(name: str) -> Any:
     return CASES[name].model_copy(update=CHANGES.get(name, {}))
 
 
-def written(path: Path, config: Any, weights: TensorReader, preset: str | None = None, **more: Any) -> Path:
+def write_file_of(path: Path, config: Any, weights: TensorReader, preset: str | None = None, **more: Any) -> Path:
     content = gguf_content(config, weights, MIXTURES[preset] if preset else None, **more)
     write_file(path, content.file(path.name))
     return path
@@ -52,12 +52,12 @@ def written(path: Path, config: Any, weights: TensorReader, preset: str | None =
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in BY_DEFAULT else pytest.mark.slow) for n in WRITTEN])
 def test_a_model_comes_back(name, tmp_path):
     config = config_of(name)
-    lm = LM(config, built(config, Unroll()), None)
-    file = written(tmp_path / "x.gguf", config, model_weights(lm.module))
+    lm = LM(config, noisy_model(config, Unroll()), None)
+    file = write_file_of(tmp_path / "x.gguf", config, model_weights(lm.module))
     exact = lm.logits(PROMPT)
     np.testing.assert_array_equal(argosy.load(file).logits(PROMPT), exact)
     # What blocks decode to is what the model computes with.
-    packed = written(tmp_path / "q.gguf", config, model_weights(lm.module), "q8_0")
+    packed = write_file_of(tmp_path / "q.gguf", config, model_weights(lm.module), "q8_0")
     rounded = argosy.load(packed).logits(PROMPT)
     assert 0 < np.abs(rounded - exact).max() < 0.1 * np.abs(exact).max()
 
@@ -71,7 +71,7 @@ def test_files_have_the_names_and_numbers_of_llama_cpp_converter(name, tmp_path)
     """Against a file written by the gguf library's own tables of names."""
     theirs = gguf_of(name, tmp_path)
     stored = open_model(write_model(GOLDENS / name, tmp_path / "hub2"))
-    ours = written(tmp_path / "ours.gguf", stored.config, stored.weights)
+    ours = write_file_of(tmp_path / "ours.gguf", stored.config, stored.weights)
     a, b = GGUF.open(theirs), GGUF.open(ours)
     assert set(a.names) == set(b.names)
     for tensor in a.names:
@@ -92,9 +92,15 @@ def test_types_are_those_of_llama_quantize():
 
     def types(preset: str, name: str, width: int) -> set[str]:
         more = [0, 1, 2, 5, 8, 11, 14, 17, 20, 23, 26, 27, 28, 29]
-        found = {layer: type_of(f"blk.{layer}.{name}.weight", (8, width), MIXTURES[preset], config, "llama") for layer in range(30)}
-        assert len({found[layer] for layer in more}) == len({found[layer] for layer in found.keys() - set(more)}) == 1
-        return {found[0], found[3]}
+        types_by_layer = {
+            layer: type_of(f"blk.{layer}.{name}.weight", (8, width), MIXTURES[preset], config, "llama") for layer in range(30)
+        }
+        assert (
+            len({types_by_layer[layer] for layer in more})
+            == len({types_by_layer[layer] for layer in types_by_layer.keys() - set(more)})
+            == 1
+        )
+        return {types_by_layer[0], types_by_layer[3]}
 
     assert types("q4_k_m", "ffn_down", 1536) == {"Q6_K", "Q4_K"}
     assert types("q5_k_m", "ffn_down", 1536) == {"Q6_K", "Q5_K"}
@@ -118,9 +124,9 @@ def test_types_are_those_of_llama_quantize():
 
 def test_norms_biases_and_routers_are_float32_whatever_the_source(tmp_path):
     config = config_of("gpt_oss-plain")
-    weights = model_weights(built(config, Unroll()))
+    weights = model_weights(noisy_model(config, Unroll()))
     half = Arrays({name: weights.read(name).astype(np.float16) for name in weights.names})
-    file = GGUF.open(written(tmp_path / "x.gguf", config, half))
+    file = GGUF.open(write_file_of(tmp_path / "x.gguf", config, half))
     kinds = {name: file.type(name) for name in file.names}
     small = [name for name in kinds if name.endswith(".bias") or any(part in name for part in ("norm", "sinks", "gate_inp"))]
     assert {kinds[name] for name in small} == {"F32"}
@@ -132,7 +138,7 @@ def test_norms_biases_and_routers_are_float32_whatever_the_source(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "what"),
+    ("name", "change", "problem"),
     [
         ("llama-window", {}, "`activation` is gelu_tanh and would be silu"),
         ("qwen-2", {}, "`pattern` is GLL and would be None; `window` is 7 and would be None"),
@@ -142,16 +148,16 @@ def test_norms_biases_and_routers_are_float32_whatever_the_source(tmp_path):
         ("bert-plain", {}, "the family `bert` cannot be written as GGUF"),
     ],
 )
-def test_a_setting_without_a_key_is_refused_by_name(name, change, what):
+def test_a_setting_without_a_key_is_refused_by_name(name, change, problem):
     config = CASES[name].model_copy(update=change)
     with pytest.raises(Unsupported) as error:
-        gguf_content(config, model_weights(built(config, Unroll())), None)
-    assert what in error.value.what
+        gguf_content(config, model_weights(noisy_model(config, Unroll())), None)
+    assert problem in error.value.what
 
 
 def test_weights_that_are_not_the_models_are_refused():
     config = CASES["llama-plain"]
-    weights = model_weights(built(config, Unroll()))
+    weights = model_weights(noisy_model(config, Unroll()))
     some = Arrays({name: weights.read(name) for name in weights.names if name != "layers.1.attn.q.w"})
     with pytest.raises(BadInput, match=r"layers\.1\.attn\.q\.w"):
         gguf_content(config, some, None)

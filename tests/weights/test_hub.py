@@ -25,7 +25,7 @@ def folder(tmp_path: Path) -> Path:
     return write_model(GOLDENS / PLAIN, tmp_path / "folder")
 
 
-def configured(folder: Path, **changes: object) -> Path:
+def change_config(folder: Path, **changes: object) -> Path:
     config = json.loads((folder / "config.json").read_text()) | changes
     (folder / "config.json").write_text(json.dumps(config))
     return folder
@@ -77,7 +77,7 @@ def test_through_a_checkpoint_and_back_is_exact(name: str, tmp_path: Path):
     companions = {"generation_config.json": '{"eos_token_id": [2, 7]}', "chat_template.jinja": "{{ messages }}\n"}
     for file, text in companions.items():
         (source / file).write_text(text)
-    configured(source, bos_token_id=5, eos_token_id=[2, 7], initializer_range=0.017, use_cache=False)
+    change_config(source, bos_token_id=5, eos_token_id=[2, 7], initializer_range=0.017, use_cache=False)
     convert(str(source), tmp_path / "argosy", "argosy", None)
     convert(str(tmp_path / "argosy"), tmp_path / "hub", "hub", None)
     assert same(tensors_of(tmp_path / "hub"), tensors_of(source))
@@ -87,27 +87,27 @@ def test_through_a_checkpoint_and_back_is_exact(name: str, tmp_path: Path):
 
 
 def test_a_key_that_is_not_understood_is_refused_and_named(folder: Path):
-    with pytest.raises(BadInput, match="`attention_sink_size` = 4 is not understood") as told:
-        open_model(configured(folder, attention_sink_size=4, logit_softcapping=30.0))
-    assert "logit_softcapping" in told.value.what, "every such key at once"
+    with pytest.raises(BadInput, match="`attention_sink_size` = 4 is not understood") as caught:
+        open_model(change_config(folder, attention_sink_size=4, logit_softcapping=30.0))
+    assert "logit_softcapping" in caught.value.what, "every such key at once"
 
 
 def test_an_architecture_that_is_not_built_is_named(folder: Path):
-    with pytest.raises(BadInput, match="`mistrall` is not built") as told:
-        open_model(configured(folder, model_type="mistrall"))
-    assert "did you mean `mistral`? A new family is one file and one line" in (told.value.hint or "")
+    with pytest.raises(BadInput, match="`mistrall` is not built") as caught:
+        open_model(change_config(folder, model_type="mistrall"))
+    assert "did you mean `mistral`? A new family is one file and one line" in (caught.value.hint or "")
 
 
 def test_quantised_weights_are_refused(folder: Path):
     with pytest.raises(BadInput, match="quantized by `hqq`"):
-        open_model(configured(folder, quantization_config={"quant_method": "hqq", "bits": 4}))
+        open_model(change_config(folder, quantization_config={"quant_method": "hqq", "bits": 4}))
 
 
 def test_auto_map_imports_nothing(folder: Path):
     (folder / "modeling_evil.py").write_text("raise SystemExit('imported')")
     open_model(folder)
     before, path = set(sys.modules), list(sys.path)
-    stored = open_model(configured(folder, auto_map={"AutoModelForCausalLM": "modeling_evil.Evil"}))
+    stored = open_model(change_config(folder, auto_map={"AutoModelForCausalLM": "modeling_evil.Evil"}))
     stored.weights.read(next(iter(stored.weights.names)))
     assert set(sys.modules) == before
     assert sys.path == path
@@ -119,18 +119,18 @@ def test_everything_wrong_with_the_tensors_is_reported_at_once(folder: Path):
     tensors["model.layers.0.extra.weight"] = np.zeros(3, np.float32)
     tensors["model.layers.1.mlp.up_proj.weight"] = np.zeros((58, 41), np.float32)
     save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(BadInput) as told:
+    with pytest.raises(BadInput) as caught:
         open_model(folder)
     for name in ("model.norm.weight", "model.layers.0.extra.weight", "model.layers.1.mlp.up_proj.weight"):
-        assert name in str(told.value), name
+        assert name in str(caught.value), name
 
 
 def test_a_vocabulary_that_is_miscounted_says_both_numbers_and_what_to_write(folder: Path):
     """transformers 5 refuses it too: a size mismatch of embed_tokens and lm_head."""
-    with pytest.raises(BadInput, match=r"`vocab_size` is 90, and .* has 97 rows") as told:
-        open_model(configured(folder, vocab_size=90))
-    assert '"vocab_size": 97' in (told.value.hint or "")
-    assert open_model(configured(folder, vocab_size=97)).config.vocab == 97
+    with pytest.raises(BadInput, match=r"`vocab_size` is 90, and .* has 97 rows") as caught:
+        open_model(change_config(folder, vocab_size=90))
+    assert '"vocab_size": 97' in (caught.value.hint or "")
+    assert open_model(change_config(folder, vocab_size=97)).config.vocab == 97
 
 
 def test_buffers_that_follow_from_the_config_are_ignored_by_rule(folder: Path, monkeypatch):
@@ -178,10 +178,10 @@ def test_a_config_that_is_none_is_damaged(folder: Path, text: str):
 
 def test_a_size_that_makes_no_model_is_reported(folder: Path):
     with pytest.raises(BadInput, match="kv_heads = 5"):
-        open_model(configured(folder, num_key_value_heads=5))
+        open_model(change_config(folder, num_key_value_heads=5))
 
 
 def test_a_folder_whose_config_and_tensors_agree_is_read_without_a_word(folder: Path):
-    said: list[str] = []
-    open_folder(folder, warn=said.append)
-    assert said == []
+    messages: list[str] = []
+    open_folder(folder, warn=messages.append)
+    assert messages == []

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from helpers import relative, shared
-from laws.families import CASES, built
+from laws.families import CASES, noisy_model
 from safetensors.numpy import save_file
 
 from argosy.adapt.quant import QuantizedEinsum
@@ -82,7 +82,7 @@ def pack_quantized(bits: int, group: int | None, symmetric: bool, kind=BF16):
         return tensors, meaning(q, scale, zero)
 
     args = {"num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": "group" if group else "channel", "group_size": group}
-    return pack, compressed("pack-quantized", args)
+    return pack, compressed_config("pack-quantized", args)
 
 
 def int_quantized(symmetric: bool, data=None):
@@ -94,23 +94,23 @@ def int_quantized(symmetric: bool, data=None):
         return tensors, meaning(q, scale, zero)
 
     args = {"num_bits": 8, "type": "int", "symmetric": symmetric, "strategy": "channel"}
-    return pack, compressed("int-quantized", args, data)
+    return pack, compressed_config("int-quantized", args, data)
 
 
 def float_quantized(strategy: str):
     def pack(name: str, w: np.ndarray):
         rows, columns = {"tensor": w.shape, "channel": (1, w.shape[1]), "block": (32, 32)}[strategy]
         counts = -(-w.shape[0] // rows), -(-w.shape[1] // columns)
-        values, scale, meant = np.empty(w.shape, E4M3), np.empty(counts, BF16), np.empty(w.shape, np.float32)
+        values, scale, floats = np.empty(w.shape, E4M3), np.empty(counts, BF16), np.empty(w.shape, np.float32)
         for i, j in np.ndindex(counts):
             at = np.s_[i * rows : (i + 1) * rows, j * columns : (j + 1) * columns]
             scale[i, j] = np.abs(w[at]).max() / 440
             values[at] = (w[at] / np.float32(scale[i, j])).astype(E4M3)
-            meant[at] = values[at].astype(np.float32) * np.float32(scale[i, j])
-        return {"weight": values, "weight_scale": scale.reshape(-1) if strategy == "tensor" else scale}, meant
+            floats[at] = values[at].astype(np.float32) * np.float32(scale[i, j])
+        return {"weight": values, "weight_scale": scale.reshape(-1) if strategy == "tensor" else scale}, floats
 
     args = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy}
-    return pack, compressed("float-quantized", args | ({"block_structure": [32, 32]} if strategy == "block" else {}))
+    return pack, compressed_config("float-quantized", args | ({"block_structure": [32, 32]} if strategy == "block" else {}))
 
 
 def fp4(kind: str):
@@ -128,15 +128,15 @@ def fp4(kind: str):
             exponent = np.ceil(np.log2(high)).astype(int)
             scale, step, extra = (exponent + 127).astype(np.uint8), np.float32(2.0) ** exponent, {}
         codes = np.abs((tiles / step[..., None])[..., None] - E2M1).argmin(-1).astype(np.uint8).reshape(w.shape)
-        meant = (E2M1[codes].reshape(tiles.shape) * step[..., None].astype(np.float32)).reshape(w.shape)
-        return {"weight_packed": codes[:, ::2] | codes[:, 1::2] << 4, "weight_scale": scale, **extra}, meant
+        floats = (E2M1[codes].reshape(tiles.shape) * step[..., None].astype(np.float32)).reshape(w.shape)
+        return {"weight_packed": codes[:, ::2] | codes[:, 1::2] << 4, "weight_scale": scale, **extra}, floats
 
     strategy = "tensor_group" if kind == "nvfp4" else "group"
     args = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": strategy, "group_size": group}
-    return pack, compressed(f"{kind}-pack-quantized", args)
+    return pack, compressed_config(f"{kind}-pack-quantized", args)
 
 
-def compressed(format: str, args: dict, data: dict | None = None) -> dict:
+def compressed_config(format: str, args: dict, data: dict | None = None) -> dict:
     group = {"targets": ["Linear"], "weights": {"dynamic": False} | args, "input_activations": data, "output_activations": None}
     return {"quant_method": "compressed-tensors", "format": format, "ignore": ["lm_head"], "config_groups": {"group_0": group}}
 
@@ -161,15 +161,15 @@ def gptq(bits: int, group: int, *, symmetric: bool = False, order: str = "", ver
             index = np.random.default_rng(3).permutation(index)
         at = np.argsort(index, kind="stable")
         q, scale, zero = rounded(w[:, at], group, bits, symmetric, np.float16)
-        meant = np.empty_like(w)
-        meant[:, at], q[:, at] = meaning(q, scale, zero), q.copy()
+        floats = np.empty_like(w)
+        floats[:, at], q[:, at] = meaning(q, scale, zero), q.copy()
         stored = (zero - (1 if version == "gptq" else 0)) % 2**bits
         tensors = {"qweight": np.ascontiguousarray(words(q, bits).T)}
         tensors |= {"qzeros": words(stored.T, bits), "scales": scale.T.copy(), "g_idx": index.astype(np.int32)}
-        return tensors, meant
+        return tensors, floats
 
-    told = {"quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": bool(order)}
-    return pack, told | {"sym": symmetric, "checkpoint_format": version}
+    settings_of = {"quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": bool(order)}
+    return pack, settings_of | {"sym": symmetric, "checkpoint_format": version}
 
 
 INT8_DATA = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
@@ -195,7 +195,7 @@ LAYOUTS = {
 }
 
 
-def written(folder: Path, config, pack, settings: dict, which=is_matrix) -> tuple[Path, Path]:
+def write_packed(folder: Path, config, pack, settings: dict, which=is_matrix) -> tuple[Path, Path]:
     """A packed folder, and the folder of floats that it stands for."""
     rng = np.random.default_rng(0)
     packed, plain = {}, {}
@@ -206,10 +206,10 @@ def written(folder: Path, config, pack, settings: dict, which=is_matrix) -> tupl
             packed |= {f"{name.removesuffix('.weight')}.{end}": np.ascontiguousarray(a) for end, a in tensors.items()}
         else:
             packed[name] = plain[name] = w
-    for path, tensors, told in ((folder / "packed", packed, {"quantization_config": settings}), (folder / "plain", plain, {})):
+    for path, tensors, extra_fields in ((folder / "packed", packed, {"quantization_config": settings}), (folder / "plain", plain, {})):
         path.mkdir(parents=True)
         save_file(tensors, path / "model.safetensors")
-        (path / "config.json").write_text(json.dumps(config.to_hub() | told))
+        (path / "config.json").write_text(json.dumps(config.to_hub() | extra_fields))
     return folder / "packed", folder / "plain"
 
 
@@ -230,10 +230,10 @@ def check_equal(packed: Path, plain: Path) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_packed_folder_is_its_floats_and_keeps_its_codes(layout, tmp_path):
     (pack, settings), format, granularity = LAYOUTS[layout]
-    packed, plain = written(tmp_path, LLAMA, pack, settings)
-    said: list[str] = []
-    stored = open_folder(packed, said.append)
-    assert not said
+    packed, plain = write_packed(tmp_path, LLAMA, pack, settings)
+    messages: list[str] = []
+    stored = open_folder(packed, messages.append)
+    assert not messages
     assert {(s.weights, s.granularity) for s in stored.quantized.schemes.values()} == {(format, granularity)}
     assert len(stored.quantized.schemes) == 7 * LLAMA.layers
     check_equal(packed, plain)
@@ -241,7 +241,7 @@ def test_a_packed_folder_is_its_floats_and_keeps_its_codes(layout, tmp_path):
 
 @pytest.mark.parametrize("layout", ["int4 in groups, asymmetric", "int8", "fp8 in tiles", "nvfp4", "awq"])
 def test_a_packed_folder_answers_as_its_floats(layout, tmp_path):
-    packed, plain = written(tmp_path, LLAMA, *LAYOUTS[layout][0])
+    packed, plain = write_packed(tmp_path, LLAMA, *LAYOUTS[layout][0])
     exact = load_lm(plain).logits(TOKENS)
     for run in (None, Scan()):
         lm = load_lm(packed, run=run)
@@ -250,11 +250,11 @@ def test_a_packed_folder_answers_as_its_floats(layout, tmp_path):
 
 
 def test_columns_in_the_order_of_activations_are_read_as_floats(tmp_path):
-    packed, plain = written(tmp_path, LLAMA, *gptq(4, 16, order="shuffled"))
-    said: list[str] = []
-    assert open_folder(packed, said.append).quantized is None
-    assert len(said) == 1
-    assert "21 packed weights" in said[0]
+    packed, plain = write_packed(tmp_path, LLAMA, *gptq(4, 16, order="shuffled"))
+    messages: list[str] = []
+    assert open_folder(packed, messages.append).quantized is None
+    assert len(messages) == 1
+    assert "21 packed weights" in messages[0]
     check_equal(packed, plain)
     assert relative(load_lm(packed).logits(TOKENS), load_lm(plain).logits(TOKENS)) == 0
 
@@ -265,7 +265,7 @@ def test_columns_in_the_order_of_activations_are_read_as_floats(tmp_path):
 def quantized(config, folder: Path, rules, to: str) -> Path:
     """A tiny model, quantized into a folder."""
     if not (folder / "plain").exists():
-        LM(config, built(config, Unroll()), None).save(folder / "plain")
+        LM(config, noisy_model(config, Unroll()), None).save(folder / "plain")
     quantize(str(folder / "plain"), folder / to, rules, to=to)
     return folder / to
 
@@ -291,9 +291,9 @@ def test_a_written_folder_has_the_codes_that_were_rounded(preset, tmp_path):
         rules = [Rule(where=r"layers\..*\.mlp\.down"), *rules]
     quantize(source, tmp_path / "argosy", rules)
     quantize(source, tmp_path / "hub", rules, to="compressed-tensors")
-    said = json.loads((tmp_path / "hub" / "config.json").read_text())["quantization_config"]
-    assert said["format"] == format
-    assert "lm_head" in said["ignore"]
+    hub_settings = json.loads((tmp_path / "hub" / "config.json").read_text())["quantization_config"]
+    assert hub_settings["format"] == format
+    assert "lm_head" in hub_settings["ignore"]
     ours, theirs = open_model(tmp_path / "argosy"), open_model(tmp_path / "hub")
     assert set(theirs.quantized.schemes) == set(ours.quantized.schemes)
     assert {s.activations for s in theirs.quantized.schemes.values()} == {s.activations for s in ours.quantized.schemes.values()}
@@ -322,9 +322,9 @@ def test_families_go_out_and_come_back(name, tmp_path):
 def test_rules_that_differ_become_groups_of_named_modules(tmp_path):
     rules = [Rule(where=r"layers\..*\.mlp\.down", weights="int8"), Rule(where=r"layers\.0\..*"), Rule(weights="int4", granularity=4)]
     ours, theirs = (open_model(quantized(CASES["llama-plain"], tmp_path, rules, to)) for to in ("argosy", "compressed-tensors"))
-    said = theirs.hub["quantization_config"]
-    assert [len(group["targets"]) for group in said["config_groups"].values()] == [10, 2, 3]  # heads of 14 are groups of 2
-    assert "model.layers.0.self_attn.q_proj" in said["ignore"]
+    hub_settings = theirs.hub["quantization_config"]
+    assert [len(group["targets"]) for group in hub_settings["config_groups"].values()] == [10, 2, 3]  # heads of 14 are groups of 2
+    assert "model.layers.0.self_attn.q_proj" in hub_settings["ignore"]
     formats = [{name: s.weights for name, s in stored.quantized.schemes.items()} for stored in (ours, theirs)]
     assert formats[0] == formats[1]
     for weight in ours.weights.names:
@@ -357,7 +357,7 @@ def test_what_the_layout_cannot_say_is_refused_before_anything_is_written(name, 
 
 
 def test_modules_that_are_not_packed_stay_as_they_are(tmp_path):
-    packed, plain = written(tmp_path, LLAMA, *awq(), which=lambda name: is_matrix(name) and ".0." not in name)
+    packed, plain = write_packed(tmp_path, LLAMA, *awq(), which=lambda name: is_matrix(name) and ".0." not in name)
     assert {name.split(".")[1] for name in open_folder(packed).quantized.schemes} == {"1", "2"}
     check_equal(packed, plain)
     # Layers that differ cannot be stacked.
@@ -366,14 +366,14 @@ def test_modules_that_are_not_packed_stay_as_they_are(tmp_path):
 
 def test_experts_and_fused_projections_are_read(tmp_path):
     for name in ("mixtral-plain", "phi-window"):
-        packed, plain = written(tmp_path / name, CASES[name], *pack_quantized(4, None, False))
+        packed, plain = write_packed(tmp_path / name, CASES[name], *pack_quantized(4, None, False))
         assert open_folder(packed).quantized is not None
         check_equal(packed, plain)
 
 
 def test_data_with_scales_of_its_own_is_rounded(tmp_path):
     pack, settings = int_quantized(True, INT8_DATA)
-    schemes = open_folder(written(tmp_path, LLAMA, pack, settings)[0]).quantized.schemes.values()
+    schemes = open_folder(write_packed(tmp_path, LLAMA, pack, settings)[0]).quantized.schemes.values()
     assert {scheme.activations for scheme in schemes} == {"int8"}
 
 
@@ -384,8 +384,8 @@ def with_input_scales(pack):
     """A packer that also writes a scale of data, another for each module."""
 
     def packed(name: str, w: np.ndarray):
-        tensors, meant = pack(name, w)
-        return tensors | {"input_scale": np.asarray([len(name) / 1024], BF16)}, meant
+        tensors, floats = pack(name, w)
+        return tensors | {"input_scale": np.asarray([len(name) / 1024], BF16)}, floats
 
     return packed
 
@@ -393,7 +393,7 @@ def with_input_scales(pack):
 def test_a_calibrated_scale_of_data_is_used(tmp_path):
     """The answer is that of products whose data is rounded by hand."""
     pack, settings = int_quantized(True, STATIC_DATA)
-    packed, plain = written(tmp_path, LLAMA, with_input_scales(pack), settings)
+    packed, plain = write_packed(tmp_path, LLAMA, with_input_scales(pack), settings)
     for run in (Unroll(), Scan()):
         lm = load_lm(packed, run=run)
         exact = load_lm(plain, run=Unroll())
@@ -430,11 +430,11 @@ class RoundsByHand(Contraction):
 )
 def test_scales_of_data_that_do_not_fit_are_named(data, change, complaint, tmp_path):
     pack, settings = int_quantized(True, data)
-    packed, _ = written(tmp_path, LLAMA, with_input_scales(pack), settings)
+    packed, _ = write_packed(tmp_path, LLAMA, with_input_scales(pack), settings)
     file = SafeTensors.open(packed / "model.safetensors")
     whole = {name: np.array(file.read(name)) for name in file.names}
-    one = whole.pop(f"{Q}.input_scale")
-    whole |= {} if change is None else {f"{Q}.input_scale": change(one)}
+    input_scale = whole.pop(f"{Q}.input_scale")
+    whole |= {} if change is None else {f"{Q}.input_scale": change(input_scale)}
     save_file(whole, packed / "model.safetensors")
     with pytest.raises(ArgosyError, match=complaint):
         load_lm(packed)
@@ -442,7 +442,7 @@ def test_scales_of_data_that_do_not_fit_are_named(data, change, complaint, tmp_p
 
 def test_asymmetric_scales_of_data_are_not_used(tmp_path):
     pack, settings = int_quantized(True, STATIC_DATA | {"symmetric": False})
-    schemes = open_folder(written(tmp_path, LLAMA, with_input_scales(pack), settings)[0]).quantized.schemes.values()
+    schemes = open_folder(write_packed(tmp_path, LLAMA, with_input_scales(pack), settings)[0]).quantized.schemes.values()
     assert {scheme.activations for scheme in schemes} == {None}
 
 
@@ -453,12 +453,12 @@ STATIC_OUT = [("llama-plain", "w8a8-static"), ("mixtral-plain", "fp8-static"), (
 def test_static_scales_go_out_and_come_back(name, preset, tmp_path):
     """As a dynamic=false group and one number for a module; experts have the same for all of them."""
     config, data = CASES[name], DataSettings(source="synthetic", sequence=24)
-    LM(config, built(config, Unroll()), None).save(tmp_path / "plain")
+    LM(config, noisy_model(config, Unroll()), None).save(tmp_path / "plain")
     for to in ("argosy", "compressed-tensors"):
         quantize(str(tmp_path / "plain"), tmp_path / to, preset_rules(preset), data=data, samples=2, to=to)
     ours, theirs = (load_lm(tmp_path / to) for to in ("argosy", "compressed-tensors"))
-    said = json.loads((tmp_path / "compressed-tensors" / "config.json").read_text())["quantization_config"]
-    args = said["config_groups"]["group_0"]["input_activations"]
+    hub_settings = json.loads((tmp_path / "compressed-tensors" / "config.json").read_text())["quantization_config"]
+    args = hub_settings["config_groups"]["group_0"]["input_activations"]
     kind = "int" if preset == "w8a8-static" else "float"
     assert {key: args[key] for key in STATIC_DATA} == STATIC_DATA | {"type": kind}
     file = SafeTensors.open(tmp_path / "compressed-tensors" / "model.safetensors")
@@ -472,7 +472,7 @@ def test_static_scales_go_out_and_come_back(name, preset, tmp_path):
 
 def test_static_scales_that_are_not_multiplied_are_refused(tmp_path):
     rules = [Rule(weights="int4", granularity=4, activations="int8", activations_scale="static")]
-    LM(CASES["llama-plain"], built(CASES["llama-plain"], Unroll()), None).save(tmp_path / "plain")
+    LM(CASES["llama-plain"], noisy_model(CASES["llama-plain"], Unroll()), None).save(tmp_path / "plain")
     data = DataSettings(source="synthetic", sequence=24)
     with pytest.raises(ArgosyError, match="by a static scale: vLLM does not multiply"):
         quantize(str(tmp_path / "plain"), tmp_path / "out", rules, data=data, samples=1, to="compressed-tensors")
@@ -480,7 +480,7 @@ def test_static_scales_that_are_not_multiplied_are_refused(tmp_path):
 
 
 def test_floats_of_a_packed_folder_are_a_plain_one(tmp_path):
-    packed, plain = written(tmp_path, LLAMA, *gptq(4, 16))
+    packed, plain = write_packed(tmp_path, LLAMA, *gptq(4, 16))
     convert(str(packed), tmp_path / "floats", "hub", None)
     assert "quantization_config" not in json.loads((tmp_path / "floats" / "config.json").read_text())
     check_equal(tmp_path / "floats", plain)
@@ -492,10 +492,10 @@ Q = "model.layers.1.self_attn.q_proj"
 COMPRESSED = ("int4 in groups, asymmetric", "int8", "fp8 in tiles", "nvfp4", "mxfp4")
 
 
-def changed(tmp_path: Path, layout: str, tensors: dict, **told) -> Path:
+def change_packed(tmp_path: Path, layout: str, tensors: dict, **more) -> Path:
     """A folder with some tensors changed or, for None, left out."""
     (pack, settings), _, _ = LAYOUTS[layout]
-    packed, _ = written(tmp_path, LLAMA, pack, settings | told)
+    packed, _ = write_packed(tmp_path, LLAMA, pack, settings | more)
     file = SafeTensors.open(packed / "model.safetensors")
     whole = {name: np.array(file.read(name)) for name in file.names}
     for name, change in tensors.items():
@@ -528,7 +528,7 @@ def changed(tmp_path: Path, layout: str, tensors: dict, **told) -> Path:
 )  # fmt: skip
 def test_tensors_that_do_not_fit_are_named_on_opening(layout, name, change, error, complaint, tmp_path):
     with pytest.raises(error, match=complaint):
-        open_folder(changed(tmp_path, layout, {name: change}))
+        open_folder(change_packed(tmp_path, layout, {name: change}))
 
 
 @pytest.mark.parametrize(
@@ -542,7 +542,7 @@ def test_tensors_that_do_not_fit_are_named_on_opening(layout, name, change, erro
     ],
 )
 def test_numbers_that_are_none_are_found_on_reading(layout, name, change, complaint, tmp_path):
-    stored = open_folder(changed(tmp_path, layout, {name: change}))
+    stored = open_folder(change_packed(tmp_path, layout, {name: change}))
     with pytest.raises(Damaged, match=complaint):
         stored.weights.read("layers.1.attn.q.w")
     with pytest.raises(Damaged, match=complaint):
@@ -551,11 +551,11 @@ def test_numbers_that_are_none_are_found_on_reading(layout, name, change, compla
 
 def test_a_second_level_of_zero_is_found_on_opening(tmp_path):
     with pytest.raises(Damaged, match="by which scales are divided"):
-        open_folder(changed(tmp_path, "nvfp4", {"weight_global_scale": np.zeros(1, np.float32)}))
+        open_folder(change_packed(tmp_path, "nvfp4", {"weight_global_scale": np.zeros(1, np.float32)}))
 
 
 @pytest.mark.parametrize(
-    ("layout", "told", "complaint"),
+    ("layout", "more", "complaint"),
     [
         ("int8", {"format": "marlin-24"}, "in the format `marlin-24` is not supported"),
         ("int8", {"config_groups": None}, "no object of groups"),
@@ -570,6 +570,6 @@ def test_a_second_level_of_zero_is_found_on_opening(tmp_path):
         ("gptq", {"quant_method": "hqq"}, "quantized by `hqq` are not supported"),
     ],
 )
-def test_ways_of_packing_that_are_not_read_are_refused_by_name(layout, told, complaint, tmp_path):
+def test_ways_of_packing_that_are_not_read_are_refused_by_name(layout, more, complaint, tmp_path):
     with pytest.raises(ArgosyError, match=complaint):
-        open_folder(changed(tmp_path, layout, {}, **told))
+        open_folder(change_packed(tmp_path, layout, {}, **more))

@@ -33,13 +33,13 @@ def expected() -> dict[str, bytes]:
     return {file.name: b"".join(slab.tobytes() for slab in file.slabs(np.asarray)) for file in some()}
 
 
-def written(target: Path, files: list[File] | None = None, identity: dict | None = IDENTITY) -> int:
+def write_part(target: Path, files: list[File] | None = None, identity: dict | None = IDENTITY) -> int:
     files = some() if files is None else files
     with StagedFolder(target, identity) as part:
-        kept = part.plan(files)
+        kept_bytes = part.plan(files)
         part.write(files)
         part.commit()
-    return kept
+    return kept_bytes
 
 
 def left_over(target: Path, **changes: object) -> Path:
@@ -52,7 +52,7 @@ def left_over(target: Path, **changes: object) -> Path:
 
 
 def test_what_is_written_is_there_and_nothing_else(tmp_path):
-    assert written(tmp_path / "sub" / "target") == 0
+    assert write_part(tmp_path / "sub" / "target") == 0
     assert contents(tmp_path / "sub" / "target") == expected()
     assert [path.name for path in (tmp_path / "sub").iterdir()] == ["target"]
 
@@ -61,7 +61,7 @@ KILLED = """
 import os, signal, sys, threading
 from pathlib import Path
 sys.path.insert(0, {tests!r})
-from test_partial import contents, expected, written
+from test_partial import contents, expected, write_part
 import argosy.weights.output as output
 import argosy.weights.staging as module
 
@@ -77,7 +77,7 @@ def run(target, last):
         return trace
     threading.settrace(trace)
     sys.settrace(trace)
-    written(target)
+    write_part(target)
     os._exit(0)
 
 folder, last, killed, resumed = Path(sys.argv[1]), 1, 0, 0
@@ -91,7 +91,7 @@ while True:
     if (target / "a").exists():
         assert {{k: v for k, v in contents(target).items() if not k.startswith(".")}} == expected(), "a torn target"
     try:
-        resumed += written(target) > 0
+        resumed += write_part(target) > 0
     except module.BadInput as error:
         assert "not empty" in error.what and contents(target) == expected(), "the rename was done before"
     assert contents(target) == expected(), last
@@ -116,7 +116,7 @@ def test_whole_files_are_kept_and_not_made_again(tmp_path):
         raise AssertionError("made again")
 
     files = [file._replace(slabs=fails) for file in some()[:2]] + some()[2:]
-    assert written(tmp_path / "target", files) == 6000
+    assert write_part(tmp_path / "target", files) == 6000
     assert contents(tmp_path / "target") == expected()
 
 
@@ -129,7 +129,7 @@ def test_a_left_over_that_is_damaged_is_written_again(tmp_path, harm):
         (part / "a").unlink()
     else:
         (part / "a").write_bytes(data if harm == "flipped" else data[:-1])
-    assert written(tmp_path / "target") == 3000
+    assert write_part(tmp_path / "target") == 3000
     assert contents(tmp_path / "target") == expected()
 
 
@@ -137,16 +137,16 @@ def test_a_torn_line_of_the_journal_ends_it(tmp_path):
     part = left_over(tmp_path / "target")
     text = (part / JOURNAL).read_text()
     (part / JOURNAL).write_text(text[: len(text) - 20])
-    assert written(tmp_path / "target") == 3000
+    assert write_part(tmp_path / "target") == 3000
     assert contents(tmp_path / "target") == expected()
 
 
 def test_a_left_over_of_something_else_is_refused_and_stays(tmp_path):
     part = left_over(tmp_path / "target", dtype="float32")
     before = contents(part)
-    with pytest.raises(BadInput, match="is an unfinished folder of another conversion") as told:
-        written(tmp_path / "target")
-    assert told.value.where == "dtype was float32, is kept"
+    with pytest.raises(BadInput, match="is an unfinished folder of another conversion") as caught:
+        write_part(tmp_path / "target")
+    assert caught.value.where == "dtype was float32, is kept"
     assert contents(part) == before
     assert not (tmp_path / "target").exists()
 
@@ -155,7 +155,7 @@ def test_a_folder_of_that_name_that_is_no_left_over_is_refused(tmp_path):
     (tmp_path / "target.part").mkdir()
     (tmp_path / "target.part" / "thesis.tex").write_text("mine")
     with pytest.raises(BadInput, match="in the way"):
-        written(tmp_path / "target")
+        write_part(tmp_path / "target")
     assert contents(tmp_path / "target.part") == {"thesis.tex": b"mine"}
 
 
@@ -170,13 +170,13 @@ def test_nothing_is_overwritten(tmp_path, there):
     else:
         target.symlink_to(tmp_path / "nowhere")
     with pytest.raises(BadInput, match="not empty"):
-        written(target)
+        write_part(target)
     assert not (tmp_path / "target.part").exists()
 
 
 def test_an_empty_folder_is_taken(tmp_path):
     (tmp_path / "target").mkdir()
-    written(tmp_path / "target")
+    write_part(tmp_path / "target")
     assert contents(tmp_path / "target") == expected()
 
 
@@ -184,7 +184,7 @@ def test_a_second_writer_is_refused(tmp_path):
     with StagedFolder(tmp_path / "target", IDENTITY) as part:
         part.plan(some())
         with pytest.raises(Busy, match="another process"):
-            written(tmp_path / "target")
+            write_part(tmp_path / "target")
         part.write(some())
         part.commit()
     assert contents(tmp_path / "target") == expected()
@@ -192,7 +192,7 @@ def test_a_second_writer_is_refused(tmp_path):
 
 def test_too_little_space_is_reported_before_anything_is_written(tmp_path):
     with pytest.raises(BadInput, match="GB free"):
-        written(tmp_path / "target", [File("a", 2**60, lambda order: iter([]))])
+        write_part(tmp_path / "target", [File("a", 2**60, lambda order: iter([]))])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -202,9 +202,9 @@ def test_a_disk_that_fills_up_keeps_complete_files(tmp_path):
         raise OSError(28, "No space left on device")
 
     files = some()
-    with pytest.raises(ArgosyError, match="no space left") as told:
-        written(tmp_path / "target", [*files[:2], file_of("c", 3)._replace(slabs=fails)])
-    assert "the same command continues" in (told.value.hint or "")
+    with pytest.raises(ArgosyError, match="no space left") as caught:
+        write_part(tmp_path / "target", [*files[:2], file_of("c", 3)._replace(slabs=fails)])
+    assert "the same command continues" in (caught.value.hint or "")
     assert not (tmp_path / "target").exists()
     assert {name for name in contents(tmp_path / "target.part") if name != JOURNAL} == {"a", "deep/er/b", "c"}
 
@@ -217,7 +217,7 @@ def test_what_fails_in_the_writing_thread_is_raised(tmp_path):
             part.write(some())
     short = file_of("a", 1)._replace(bytes=2999)
     with pytest.raises(ValueError, match="announced as 2999"):
-        written(tmp_path / "other", [short])
+        write_part(tmp_path / "other", [short])
 
 
 def test_without_an_identity_nothing_is_kept(tmp_path):
@@ -226,12 +226,12 @@ def test_without_an_identity_nothing_is_kept(tmp_path):
 
     bad = [*some()[:1], File("x", 1, fails)]
     with pytest.raises(RuntimeError, match="no"):
-        written(tmp_path / "target", bad, None)
+        write_part(tmp_path / "target", bad, None)
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "target.part").mkdir()  # what a kill leaves
     (tmp_path / "target.part" / JOURNAL).write_text(json.dumps({"facts": None}) + "\n")
     (tmp_path / "target.part" / "old").touch()
-    written(tmp_path / "target", identity=None)
+    write_part(tmp_path / "target", identity=None)
     assert contents(tmp_path / "target") == expected()
 
 
@@ -257,7 +257,7 @@ def test_slabs_do_not_pile_up(tmp_path):
     slow = pytest.MonkeyPatch()
     slow.setattr("argosy.weights.output.write_all", lambda out, slab: (time.sleep(0.002), out.write(slab)))
     try:
-        written(tmp_path / "target", [File("a", 20_000, slabs)])
+        write_part(tmp_path / "target", [File("a", 20_000, slabs)])
     finally:
         slow.undo()
     assert 2 <= most[0] <= 6

@@ -65,13 +65,13 @@ def test_merged_on_the_way_and_in_memory(case, tmp_path):
 def test_merged_weights_keep_their_type_and_go_back_where_they_were(tmp_path):
     base = write_model(ADAPTERS.parent / "models" / "llama-grouped", tmp_path / "base")
     lm = argosy.load(base, adapter=ADAPTERS / "llama-grouped", dtype="bfloat16")
-    kept = {}
-    names = merge(lm.module, kept)
+    original_weights = {}
+    names = merge(lm.module, original_weights)
     assert {str(v.dtype) for v in variables(lm.module).values()} == {"bfloat16"}
     scanned = load_lm(base, run=Scan())
     with pytest.raises(BadInput, match=r"no such contraction.*layers\.0"):
-        unmerge(scanned.module, kept)
-    assert unmerge(lm.module, kept) == names
+        unmerge(scanned.module, original_weights)
+    assert unmerge(lm.module, original_weights) == names
 
 
 def test_an_adapter_is_merged_in_slabs(tmp_path, monkeypatch):
@@ -169,17 +169,17 @@ def test_every_contraction_of_every_family_goes_out_and_in(name, tmp_path):
     stacked = {n for n, m in specs.items() if m.group and n not in homes}
     assert set(specs) - set(homes) == stacked
     assert not stacked or name.startswith(("gpt_oss", "llama4"))
-    given = {}
+    factors = {}
     for site in dict.fromkeys(homes[n] for n in specs if n in homes):
         first = specs[site.weights[0]]
         a = draw([first.sizes[x] for x in first.group + first.inner] + [2]).astype(np.float32)
         for n in site.weights:
             of = specs[n]
             shape = [of.sizes[x] for x in of.group] + [2] + [of.sizes[x] for x in of.out if x in of.spec]
-            given[n] = Adapter(a, draw(shape).astype(np.float32), 1.5)
-    magnitudes = {n: draw([specs[n].sizes[x] for x in specs[n].kept]).astype(np.float32) for n in given}
-    dora = {n: adapter._replace(m=magnitudes[n]) for n, adapter in given.items()}
-    for name, adapters in (("lora", given), ("dora", dora)):
+            factors[n] = Adapter(a, draw(shape).astype(np.float32), 1.5)
+    magnitudes = {n: draw([specs[n].sizes[x] for x in specs[n].kept]).astype(np.float32) for n in factors}
+    dora = {n: adapter._replace(m=magnitudes[n]) for n, adapter in factors.items()}
+    for name, adapters in (("lora", factors), ("dora", dora)):
         write_adapter(tmp_path / name, config, adapters)
         read = read_adapter(tmp_path / name, config)
         assert set(read) == set(adapters)
@@ -197,16 +197,16 @@ def test_an_alpha_by_module_holds_for_experts_too(tmp_path):
     E, D, M = config.moe.count, config.width, config.moe.ffn
     draw = np.random.default_rng(0).standard_normal
     a, b = draw((E, D, 2)).astype(np.float32), draw((E, 2, M)).astype(np.float32)
-    given = {"layers.1.mlp.gate": Adapter(a, b, 4.0), "layers.1.mlp.up": Adapter(a, b, 0.5)}
-    write_adapter(tmp_path / "adapter", config, given)
+    factors = {"layers.1.mlp.gate": Adapter(a, b, 4.0), "layers.1.mlp.up": Adapter(a, b, 0.5)}
+    write_adapter(tmp_path / "adapter", config, factors)
     assert {n: f.gain for n, f in read_adapter(tmp_path / "adapter", config).items()} == {
-        n: f.gain for n, f in given.items()
+        n: f.gain for n, f in factors.items()
     }
-    said = json.loads((tmp_path / "adapter" / CONFIG).read_text()) | {"lora_alpha": 8}
+    adapter_config = json.loads((tmp_path / "adapter" / CONFIG).read_text()) | {"lora_alpha": 8}
     for patterns, gain in (({r"experts\.\d+\.w3": 3}, 1.5), ({}, 4.0)):
-        (tmp_path / "adapter" / CONFIG).write_text(json.dumps(said | {"alpha_pattern": patterns}))
+        (tmp_path / "adapter" / CONFIG).write_text(json.dumps(adapter_config | {"alpha_pattern": patterns}))
         assert read_adapter(tmp_path / "adapter", config)["layers.1.mlp.up"].gain == gain
-    (tmp_path / "adapter" / CONFIG).write_text(json.dumps(said | {"alpha_pattern": {r"experts\.0\.w3": 3}}))
+    (tmp_path / "adapter" / CONFIG).write_text(json.dumps(adapter_config | {"alpha_pattern": {r"experts\.0\.w3": 3}}))
     with pytest.raises(Unsupported, match="with different alphas"):
         read_adapter(tmp_path / "adapter", config)
 
@@ -223,7 +223,7 @@ def test_an_adapter_on_a_tied_embedding_is_refused(tmp_path):
 
 
 @pytest.fixture
-def broken(tmp_path):
+def broken_adapter(tmp_path):
     """A golden adapter's copy, to be broken."""
     shutil.copytree(ADAPTERS / "llama-grouped", tmp_path / "adapter")
     config = open_model(write_model(ADAPTERS.parent / "models" / "llama-grouped", tmp_path / "base")).config
@@ -231,7 +231,7 @@ def broken(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("said", "error", "match"),
+    ("changes", "error", "match"),
     [
         ({"use_qalora": True}, Unsupported, "use_qalora"),
         ({"bias": "all"}, Unsupported, "bias"),
@@ -252,23 +252,23 @@ def broken(tmp_path):
         ({"modules_to_save": "lm_head"}, BadInput, "modules_to_save is not a list of names"),
     ],
 )
-def test_what_would_change_the_function_is_refused(broken, said, error, match):
-    folder, config = broken
+def test_what_would_change_the_function_is_refused(broken_adapter, changes, error, match):
+    folder, config = broken_adapter
     old = json.loads((folder / CONFIG).read_text())
-    (folder / CONFIG).write_text(json.dumps(old | said))
+    (folder / CONFIG).write_text(json.dumps(old | changes))
     with pytest.raises(error, match=match):
         read_adapter(folder, config)
 
 
 @pytest.mark.parametrize("start", [True, False, None, "gaussian", "eva", "orthogonal"])
-def test_an_initialization_that_leaves_the_base_alone_is_read(broken, start):
-    folder, config = broken
+def test_an_initialization_that_leaves_the_base_alone_is_read(broken_adapter, start):
+    folder, config = broken_adapter
     expected = read_adapter(folder, config)
     (folder / CONFIG).write_text(json.dumps(json.loads((folder / CONFIG).read_text()) | {"init_lora_weights": start}))
     assert read_adapter(folder, config).keys() == expected.keys()
 
 
-def rewritten(folder: Path, arrays: dict[str, np.ndarray]) -> None:
+def rewrite(folder: Path, arrays: dict[str, np.ndarray]) -> None:
     from safetensors.numpy import save_file
 
     save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, folder / WEIGHTS)
@@ -280,19 +280,19 @@ def test_the_bases_own_weights_beside_adapters_on_an_embedding_and_a_head(tmp_pa
     base = write_model(ADAPTERS.parent / "models" / "qwen3-plain", tmp_path / "base")
     shutil.copytree(ADAPTERS / "qwen3-plain", folder)
     weights, file = open_model(base).weights, SafeTensors.open(folder / WEIGHTS)
-    own = {"model.embed_tokens": "embed.w", "lm_head": "head.w"}
+    addresses = {"model.embed_tokens": "embed.w", "lm_head": "head.w"}
     # The head is stored the other way around: read as the Hub has it.
-    theirs = {name: np.asarray(weights.read(ours)) for name, ours in own.items()}
+    theirs = {name: np.asarray(weights.read(ours)) for name, ours in addresses.items()}
     theirs["lm_head"] = theirs["lm_head"].T
     arrays = {name: np.array(file.read(name)) for name in file.names}
     saved = {f"base_model.model.{name}.base_layer.weight": array for name, array in theirs.items()}
-    rewritten(folder, arrays | saved)
+    rewrite(folder, arrays | saved)
     assert relative(argosy.load(base, adapter=folder).logits(golden["tokens"]), golden["logits"]) < LOGIT_ROUNDING
     convert(str(base), tmp_path / "merged", "hub", None, adapter=str(folder))
     assert relative(argosy.load(tmp_path / "merged").logits(golden["tokens"]), golden["logits"]) < LOGIT_ROUNDING
     with pytest.raises(Unsupported, match="weights of the base beside other adapters"):
         read_adapter(folder, open_model(base).config)
-    rewritten(folder, arrays | {name: array + 1 for name, array in saved.items()})
+    rewrite(folder, arrays | {name: array + 1 for name, array in saved.items()})
     with pytest.raises(Unsupported, match=r"`base_layer\.weight` of `(embed|head)` is not that of the base model"):
         argosy.load(base, adapter=folder)
     with pytest.raises(Unsupported, match=r"is not that of the base model"):
@@ -304,13 +304,13 @@ def test_an_adapter_on_a_tied_head_is_refused_by_name(tmp_path):
     config = open_model(base).config
     shutil.copytree(golden, tmp_path / "adapter")
     file = SafeTensors.open(golden / WEIGHTS)
-    rewritten(tmp_path / "adapter", {name: np.array(file.read(name)) for name in file.names if "lm_head" in name})
+    rewrite(tmp_path / "adapter", {name: np.array(file.read(name)) for name in file.names if "lm_head" in name})
     with pytest.raises(Unsupported, match="`lm_head`, which is tied to the embedding"):
         read_adapter(tmp_path / "adapter", config)
 
 
-def test_an_adapter_of_another_model_is_refused(broken):
-    folder, config = broken
+def test_an_adapter_of_another_model_is_refused(broken_adapter):
+    folder, config = broken_adapter
     with pytest.raises(BadInput):
         read_adapter(folder, config.model_copy(update={"width": 48}))
     with pytest.raises(BadInput, match="belong to no module"):

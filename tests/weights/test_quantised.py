@@ -40,14 +40,14 @@ def fp8(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Values, scales, and what they stand for: each tile by its largest value, partial tiles at the edges."""
     rows, columns = (-(-n // BLOCK) for n in weight.shape)
     values, scales = np.empty(weight.shape, ml_dtypes.float8_e4m3fn), np.empty((rows, columns), np.float32)
-    meant = np.empty_like(weight)
+    floats = np.empty_like(weight)
     for i in range(rows):
         for j in range(columns):
             tile = np.s_[i * BLOCK : (i + 1) * BLOCK, j * BLOCK : (j + 1) * BLOCK]
             scales[i, j] = np.abs(weight[tile]).max() / 448
             values[tile] = (weight[tile] / scales[i, j]).astype(ml_dtypes.float8_e4m3fn)
-            meant[tile] = values[tile].astype(np.float32) * scales[i, j]
-    return values, scales, meant
+            floats[tile] = values[tile].astype(np.float32) * scales[i, j]
+    return values, scales, floats
 
 
 def tensors_of(folder: Path) -> dict[str, np.ndarray]:
@@ -62,27 +62,27 @@ def deepseek(tmp_path_factory) -> tuple[Path, dict[str, np.ndarray]]:
     config = CASES["deepseek-3"].model_copy(update={"width": 200, "ffn": 140, "latent_rank": 130})
     folder = tmp_path_factory.mktemp("fp8") / "model"
     folder.mkdir()
-    tensors, meant = {}, {}
+    tensors, floats = {}, {}
     for name, weight in random_weights(config).items():
         if any(part in name for part in PLAIN):
-            tensors[name] = meant[name] = weight.astype(ml_dtypes.bfloat16)
+            tensors[name] = floats[name] = weight.astype(ml_dtypes.bfloat16)
         else:
-            tensors[name], tensors[f"{name}_scale_inv"], meant[name] = fp8(weight)
+            tensors[name], tensors[f"{name}_scale_inv"], floats[name] = fp8(weight)
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config.to_hub() | {"quantization_config": FP8, "bos_token_id": 7}))
-    return folder, meant
+    return folder, floats
 
 
 def test_fp8_becomes_plain(deepseek, tmp_path: Path):
     """Every tensor, the module ahead's among them, bit for bit; then the folder says nothing of FP8."""
-    folder, meant = deepseek
+    folder, floats = deepseek
     convert(str(folder), tmp_path / "plain", "hub", None)
-    written = load_file(tmp_path / "plain" / "model.safetensors")
+    plain = load_file(tmp_path / "plain" / "model.safetensors")
     copies = {"model.layers.5.embed_tokens.weight", "model.layers.5.shared_head.head.weight"}
-    assert set(written) == set(meant) | copies
-    for name, weight in meant.items():
-        assert written[name].dtype == weight.dtype, name
-        np.testing.assert_array_equal(written[name], weight, err_msg=name)
+    assert set(plain) == set(floats) | copies
+    for name, weight in floats.items():
+        assert plain[name].dtype == weight.dtype, name
+        np.testing.assert_array_equal(plain[name], weight, err_msg=name)
     config = json.loads((tmp_path / "plain" / "config.json").read_text())
     assert "quantization_config" not in config
     assert config["bos_token_id"] == 7
@@ -100,12 +100,12 @@ def test_scaled_weights_are_float32_before_they_are_read(deepseek):
 O_PROJ = "model.layers.1.self_attn.o_proj.weight"
 
 
-def changed(folder: Path, target: Path, tensors: dict, **config) -> Path:
+def change_folder(folder: Path, target: Path, tensors: dict, **config) -> Path:
     target.mkdir()
     whole = tensors_of(folder) | tensors
     save_file({name: tensor for name, tensor in whole.items() if tensor is not None}, target / "model.safetensors")
-    said = json.loads((folder / "config.json").read_text()) | config
-    (target / "config.json").write_text(json.dumps(said))
+    config_fields = json.loads((folder / "config.json").read_text()) | config
+    (target / "config.json").write_text(json.dumps(config_fields))
     return target
 
 
@@ -119,32 +119,32 @@ def changed(folder: Path, target: Path, tensors: dict, **config) -> Path:
     ],
 )
 def test_bad_scales_are_found(deepseek, tmp_path: Path, scales, error, complaint):
-    folder = changed(deepseek[0], tmp_path / "bad", {f"{O_PROJ}_scale_inv": scales})
+    folder = change_folder(deepseek[0], tmp_path / "bad", {f"{O_PROJ}_scale_inv": scales})
     with pytest.raises(error, match=complaint):
         open_folder(folder).weights.read("layers.1.attn.o.w")
 
 
 def test_values_that_are_not_fp8_are_found(deepseek, tmp_path: Path):
     shape = tensors_of(deepseek[0])[O_PROJ].shape
-    folder = changed(deepseek[0], tmp_path / "bad", {O_PROJ: np.ones(shape, np.float32)})
+    folder = change_folder(deepseek[0], tmp_path / "bad", {O_PROJ: np.ones(shape, np.float32)})
     with pytest.raises(Damaged, match="stored as float32"):
         open_folder(folder).weights.read("layers.1.attn.o.w")
 
 
 def test_a_layer_may_be_plain_where_others_are_not(deepseek, tmp_path: Path):
     plain = np.ones(tensors_of(deepseek[0])[O_PROJ].shape, np.float32)
-    folder = changed(deepseek[0], tmp_path / "mixed", {O_PROJ: plain, f"{O_PROJ}_scale_inv": None})
+    folder = change_folder(deepseek[0], tmp_path / "mixed", {O_PROJ: plain, f"{O_PROJ}_scale_inv": None})
     assert (open_folder(folder).weights.read("layers.1.attn.o.w") == 1).all()
 
 
 def test_scales_without_a_word_of_them_have_no_place(deepseek, tmp_path: Path):
-    folder = changed(deepseek[0], tmp_path / "silent", {}, quantization_config=None)
+    folder = change_folder(deepseek[0], tmp_path / "silent", {}, quantization_config=None)
     with pytest.raises(BadInput, match="unexpected"):
         open_folder(folder)
 
 
 @pytest.mark.parametrize(
-    ("told", "complaint"),
+    ("quantization", "complaint"),
     [
         ({"quant_method": "hqq", "bits": 4}, "`hqq`"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "`bitsandbytes`"),
@@ -153,8 +153,8 @@ def test_scales_without_a_word_of_them_have_no_place(deepseek, tmp_path: Path):
         ({"quant_method": "fp8", "weight_block_size": [64, 64]}, r"`fp8` in blocks of \[64, 64\]"),
     ],
 )
-def test_other_ways_of_packing_are_refused_by_name(deepseek, tmp_path: Path, told, complaint):
-    folder = changed(deepseek[0], tmp_path / "other", {}, quantization_config=told)
+def test_other_ways_of_packing_are_refused_by_name(deepseek, tmp_path: Path, quantization, complaint):
+    folder = change_folder(deepseek[0], tmp_path / "other", {}, quantization_config=quantization)
     with pytest.raises(ArgosyError, match=complaint):
         open_folder(folder)
 
@@ -164,16 +164,16 @@ def llama(tmp_path_factory) -> tuple[Path, Path]:
     """A folder in FP8 with whole tiles, and one with the floats that it stands for."""
     config = CASES["llama-plain"].model_copy(update={"width": 256, "ffn": 384, "heads": 4, "kv_heads": 2, "head_dim": 64})
     folder, floats = (tmp_path_factory.mktemp("llama") / name for name in ("fp8", "floats"))
-    tensors, meant = {}, {}
+    tensors, plain = {}, {}
     for name, weight in random_weights(config).items():
         if any(part in name for part in PLAIN):
-            tensors[name] = meant[name] = weight * np.float32(0.1)
+            tensors[name] = plain[name] = weight * np.float32(0.1)
         else:
-            tensors[name], tensors[f"{name}_scale_inv"], meant[name] = fp8(weight * np.float32(0.05))
-    for path, stored, said in ((folder, tensors, {"quantization_config": FP8}), (floats, meant, {})):
+            tensors[name], tensors[f"{name}_scale_inv"], plain[name] = fp8(weight * np.float32(0.05))
+    for path, stored, extra_fields in ((folder, tensors, {"quantization_config": FP8}), (floats, plain, {})):
         path.mkdir()
         save_file(stored, path / "model.safetensors")
-        (path / "config.json").write_text(json.dumps(config.to_hub() | said))
+        (path / "config.json").write_text(json.dumps(config.to_hub() | extra_fields))
     return folder, floats
 
 
@@ -213,8 +213,8 @@ def mxfp4(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     exponent = np.ceil(np.log2(np.abs(groups).max(-1) / 6)).astype(np.int32)
     values = (groups / 2.0 ** exponent[..., None]).astype(ml_dtypes.float4_e2m1fn)
     codes = values.view(np.uint8) & 0xF
-    meant = (values.astype(np.float32) * 2.0 ** exponent[..., None]).reshape(weight.shape)
-    return codes[..., 0::2] | codes[..., 1::2] << 4, (exponent + 127).astype(np.uint8), meant
+    floats = (values.astype(np.float32) * 2.0 ** exponent[..., None]).reshape(weight.shape)
+    return codes[..., 0::2] | codes[..., 1::2] << 4, (exponent + 127).astype(np.uint8), floats
 
 
 @pytest.fixture(scope="module")
@@ -223,28 +223,28 @@ def gpt_oss(tmp_path_factory) -> tuple[Path, dict[str, np.ndarray]]:
     config = CASES["gpt_oss-plain"]
     moe = config.moe.model_copy(update={"ffn": 32})
     config = config.model_copy(update={"width": 64, "ffn": 32, "moe": moe})
-    tensors, meant = {}, {}
+    tensors, floats = {}, {}
     for name, weight in random_weights(config).items():
         if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
             tensors[f"{name}_blocks"], tensors[f"{name}_scales"], lying = mxfp4(weight.swapaxes(1, 2))
-            meant[name] = lying.swapaxes(1, 2)
+            floats[name] = lying.swapaxes(1, 2)
         else:
-            tensors[name] = meant[name] = weight
+            tensors[name] = floats[name] = weight
     folder = tmp_path_factory.mktemp("mxfp4") / "model"
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors")
-    said = config.to_hub() | {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}
-    (folder / "config.json").write_text(json.dumps(said))
-    return folder, meant
+    config_fields = config.to_hub() | {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}
+    (folder / "config.json").write_text(json.dumps(config_fields))
+    return folder, floats
 
 
 def test_gpt_oss_blocks_become_plain(gpt_oss: tuple[Path, dict[str, np.ndarray]], tmp_path: Path):
-    folder, meant = gpt_oss
+    folder, floats = gpt_oss
     convert(str(folder), tmp_path / "plain", "hub", None)
-    written = load_file(tmp_path / "plain" / "model.safetensors")
-    assert set(written) == set(meant)
-    for name, weight in meant.items():
-        np.testing.assert_array_equal(written[name], weight, err_msg=name)
+    plain = load_file(tmp_path / "plain" / "model.safetensors")
+    assert set(plain) == set(floats)
+    for name, weight in floats.items():
+        np.testing.assert_array_equal(plain[name], weight, err_msg=name)
     assert "quantization_config" not in json.loads((tmp_path / "plain" / "config.json").read_text())
 
 
@@ -253,12 +253,12 @@ def test_gpt_oss_keeps_its_codes(gpt_oss: tuple[Path, dict[str, np.ndarray]], tm
     folder, _ = gpt_oss
     convert(str(folder), tmp_path / "plain", "hub", None)
     lm, plain = load(folder), load(tmp_path / "plain")
-    kept = split(lm.module)[1]
-    experts = [name for name in kept if name.endswith((".gate.values", ".up.values", ".down.values"))]
+    leaves = split(lm.module)[1]
+    experts = [name for name in leaves if name.endswith((".gate.values", ".up.values", ".down.values"))]
     assert len(experts) == 3 * lm.config.layers
     for name in experts:
         floats = split(plain.module)[1][name.removesuffix("values") + "w"]
-        assert kept[name].nbytes * 8 == floats.nbytes
+        assert leaves[name].nbytes * 8 == floats.nbytes
     ids = [list(range(1, 20))]
     ours, exact = lm.logits(ids), plain.logits(ids)
     np.testing.assert_allclose(ours, exact, atol=1e-5 * float(np.abs(exact).max()))

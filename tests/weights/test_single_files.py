@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from golden_weights import digest, drawn, write_pipeline
+from golden_weights import digest, draw_weights, write_pipeline
 from helpers import relative
 from safetensors.numpy import load_file, save_file
 
@@ -32,13 +32,13 @@ TOLERANCE = 1e-5  # of the largest number
 
 
 def tensors_of(name: str) -> dict[str, np.ndarray]:
-    said = json.loads((GOLDENS / name / "tensors.json").read_text(encoding="utf-8"))
-    weights = drawn(said["tensors"], said["seed"])
-    assert digest(weights) == said["sha256"]
+    description = json.loads((GOLDENS / name / "tensors.json").read_text(encoding="utf-8"))
+    weights = draw_weights(description["tensors"], description["seed"])
+    assert digest(weights) == description["sha256"]
     return weights
 
 
-def written(name: str, folder: Path) -> Path:
+def write_single(name: str, folder: Path) -> Path:
     folder.mkdir(exist_ok=True)
     save_file(tensors_of(name), folder / f"{name}.safetensors")
     return folder / f"{name}.safetensors"
@@ -50,13 +50,13 @@ def last(a: np.ndarray) -> jnp.ndarray:
 
 @pytest.mark.parametrize("name", ["single-flux", "single-sd", "single-xl"])
 def test_a_file_is_the_model_that_diffusers_reads_from_it(name: str, tmp_path: Path):
-    file, golden = written(name, tmp_path), dict(np.load(GOLDENS / name / "golden.npz"))
-    given = {key: jnp.asarray(golden[key]) for key in Conditions._fields if key in golden}
-    arguments = last(golden["latents"]), jnp.asarray(golden["timestep"]), Conditions(**given)
+    file, golden = write_single(name, tmp_path), dict(np.load(GOLDENS / name / "golden.npz"))
+    conditions = {key: jnp.asarray(golden[key]) for key in Conditions._fields if key in golden}
+    arguments = last(golden["latents"]), jnp.asarray(golden["timestep"]), Conditions(**conditions)
     expected = last(golden["out_velocity" if name == "single-flux" else "out_prediction"])
     heard: list[str] = []
     assert relative(jax.jit(load_model(open_model(file, heard.append)).module)(*arguments), expected) < TOLERANCE
-    assert [("without vae" in said) for said in heard] == ([] if name == "single-flux" else [True])
+    assert [("without vae" in message) for message in heard] == ([] if name == "single-flux" else [True])
     convert(str(file), tmp_path / "hub", "hub", None)
     assert relative(jax.jit(load_model(open_model(tmp_path / "hub")).module)(*arguments), expected) < TOLERANCE
     parts = single_file_parts(file)
@@ -68,12 +68,12 @@ def test_a_file_is_the_model_that_diffusers_reads_from_it(name: str, tmp_path: P
 
 def test_prefixes_of_other_programs_are_read(tmp_path: Path):
     """ComfyUI writes Flux's denoiser under the prefix of Stable Diffusion's."""
-    given = tensors_of("single-flux")
-    save_file({f"model.diffusion_model.{name}": w for name, w in given.items()}, tmp_path / "prefixed.safetensors")
-    save_file(given, tmp_path / "plain.safetensors")
-    one, two = (open_model(tmp_path / f"{name}.safetensors") for name in ("prefixed", "plain"))
-    assert one.config == two.config
-    assert all((one.weights.read(name) == two.weights.read(name)).all() for name in two.weights.names)
+    tensors = tensors_of("single-flux")
+    save_file({f"model.diffusion_model.{name}": w for name, w in tensors.items()}, tmp_path / "prefixed.safetensors")
+    save_file(tensors, tmp_path / "plain.safetensors")
+    first, two = (open_model(tmp_path / f"{name}.safetensors") for name in ("prefixed", "plain"))
+    assert first.config == two.config
+    assert all((first.weights.read(name) == two.weights.read(name)).all() for name in two.weights.names)
 
 
 def test_the_text_encoder_of_stable_diffusion_1_is_read(tmp_path: Path):
@@ -92,35 +92,35 @@ def test_the_text_encoder_of_stable_diffusion_1_is_read(tmp_path: Path):
 
 def test_a_pipeline_draws_with_the_models_of_a_file(tmp_path: Path, capsys):
     """The folder's own denoiser is zero: what is drawn is the file's, and what is saved draws the same."""
-    file, folder = written("single-flux", tmp_path), write_pipeline(GOLDENS / "pipeline-flux", tmp_path / "folder")
+    file, folder = write_single("single-flux", tmp_path), write_pipeline(GOLDENS / "pipeline-flux", tmp_path / "folder")
     shutil.rmtree(folder / "transformer")
     convert(str(file), folder / "transformer", "hub", None)
-    how = {"steps": 2, "size": 16, "output": "float"}
-    expected = argosy.load(folder).images("a red fox", **how)
+    options = {"steps": 2, "size": 16, "output": "float"}
+    expected = argosy.load(folder).images("a red fox", **options)
     weights = next((folder / "transformer").glob("*.safetensors"))
     save_file({name: np.zeros_like(w) for name, w in load_file(weights).items()}, weights)
     pipe = argosy.load(folder, single_file=file)
     assert "text_encoder, text_encoder_2, vae are the folder's" in capsys.readouterr().err
-    np.testing.assert_array_equal(pipe.images("a red fox", **how), expected)
-    assert np.abs(argosy.load(folder).images("a red fox", **how) - expected).max() > 0.01
+    np.testing.assert_array_equal(pipe.images("a red fox", **options), expected)
+    assert np.abs(argosy.load(folder).images("a red fox", **options) - expected).max() > 0.01
     pipe.save(tmp_path / "out")
-    np.testing.assert_array_equal(argosy.load(tmp_path / "out").images("a red fox", **how), expected)
+    np.testing.assert_array_equal(argosy.load(tmp_path / "out").images("a red fox", **options), expected)
     with pytest.raises(BadInput, match="another model than that of the folder"):
         argosy.load(write_pipeline(GOLDENS / "pipeline-flux", tmp_path / "other"), single_file=file)
     with pytest.raises(BadInput, match="has the model unet, which FluxPipeline has not"):
-        argosy.load(folder, single_file=written("single-sd", tmp_path))
+        argosy.load(folder, single_file=write_single("single-sd", tmp_path))
 
 
-@pytest.mark.parametrize("names, what", [
+@pytest.mark.parametrize("names, problem", [
     (["joint_blocks.0.x_block.attn.qkv.weight"], "Stable Diffusion 3"),
     (["decoder.up.0.block.0.conv1.weight"], "an autoencoder alone"),
     (["lora_unet_down.lora_down.weight"], "low-rank adapters"),
     (["model.layers.0.self_attn.q_proj.weight"], "a language model"),
     (["something.weight"], "its tensors begin with something.weight"),
 ])  # fmt: skip
-def test_other_files_are_named(names: list[str], what: str, tmp_path: Path):
+def test_other_files_are_named(names: list[str], problem: str, tmp_path: Path):
     save_file({name: np.zeros((2, 2), np.float32) for name in names}, tmp_path / "file.safetensors")
-    with pytest.raises(BadInput, match=what):
+    with pytest.raises(BadInput, match=problem):
         open_model(tmp_path / "file.safetensors")
 
 
@@ -133,9 +133,9 @@ def test_models_that_read_an_image_and_incomplete_files_are_named(tmp_path: Path
         "missing": {name: w for name, w in flux.items() if name != "txt_in.bias"},
         "do not fit a flux": {name: w for name, w in flux.items() if name != "txt_in.weight"},
     }
-    for i, (what, tensors) in enumerate(wrong.items()):
+    for i, (problem, tensors) in enumerate(wrong.items()):
         save_file(tensors, tmp_path / f"{i}.safetensors")
-        with pytest.raises(BadInput, match=what):
+        with pytest.raises(BadInput, match=problem):
             open_model(tmp_path / f"{i}.safetensors")
 
 
@@ -144,9 +144,9 @@ def test_models_that_read_an_image_and_incomplete_files_are_named(tmp_path: Path
 
 def pipeline_of(file: Path, folder: Path, **changes: dict) -> Path:
     """The models of a file as the folders of a pipeline."""
-    for part, one in single_file_parts(file).items():
-        config = one.config.model_copy(update=changes.get(part, {}))
-        write_model_folder(folder / part, "hub", config, one.weights, {}, None)
+    for part, loaded in single_file_parts(file).items():
+        config = loaded.config.model_copy(update=changes.get(part, {}))
+        write_model_folder(folder / part, "hub", config, loaded.weights, {}, None)
     (folder / "model_index.json").write_text("{}")
     return folder
 
@@ -174,11 +174,11 @@ def test_openclip_is_the_encoder_that_diffusers_reads(tmp_path: Path):
 def test_the_last_layer_of_stable_diffusion_2_is_left_out_as_in_diffusers_folders(tmp_path: Path):
     """Its encoder has 24 layers, of which the states before the last are read."""
     start, layer = "cond_stage_model.model.", "transformer.resblocks.0."
-    given = {name.removeprefix("conditioner.embedders.1.model."): w for name, w in tensors_of("single-openclip").items()}
-    one = {name.removeprefix(layer): w for name, w in given.items() if name.startswith(layer)}
-    given |= {f"transformer.resblocks.{i}.{name}": w for i in range(24) for name, w in one.items()}
-    given["logit_scale"] = np.zeros((), np.float32)
-    save_file(tensors_of("single-sd") | {start + name: w for name, w in given.items()}, tmp_path / "sd2.safetensors")
+    tensors = {name.removeprefix("conditioner.embedders.1.model."): w for name, w in tensors_of("single-openclip").items()}
+    layer_tensors = {name.removeprefix(layer): w for name, w in tensors.items() if name.startswith(layer)}
+    tensors |= {f"transformer.resblocks.{i}.{name}": w for i in range(24) for name, w in layer_tensors.items()}
+    tensors["logit_scale"] = np.zeros((), np.float32)
+    save_file(tensors_of("single-sd") | {start + name: w for name, w in tensors.items()}, tmp_path / "sd2.safetensors")
     config = single_file_parts(tmp_path / "sd2.safetensors")["text_encoder"].config
     assert (config.layers, config.projection, config.activation) == (23, None, "gelu")
 
@@ -200,10 +200,10 @@ def test_what_is_written_is_the_file_that_was_read(name: str, tmp_path: Path, ca
     source = source / "transformer" if name == "flux alone" else source
     assert main(["convert", str(source), str(tmp_path / "written.safetensors")]) == 0
     assert f"{len(tensors)} tensors" in capsys.readouterr().out
-    written = load_file(tmp_path / "written.safetensors")
-    assert written.keys() == tensors.keys()
+    saved = load_file(tmp_path / "written.safetensors")
+    assert saved.keys() == tensors.keys()
     for key, w in tensors.items():
-        np.testing.assert_array_equal(written[key], w, err_msg=key)
+        np.testing.assert_array_equal(saved[key], w, err_msg=key)
     assert main(["convert", str(source), str(tmp_path / "written.safetensors")]) == 2
     assert "exists" in capsys.readouterr().err
     assert main(["convert", str(source), str(tmp_path / "half.safetensors"), "dtype=bfloat16"]) == 0
@@ -212,13 +212,13 @@ def test_what_is_written_is_the_file_that_was_read(name: str, tmp_path: Path, ca
 
 
 def test_models_that_would_be_read_back_otherwise_are_not_written(tmp_path: Path):
-    file = written("single-sd", tmp_path)
+    file = write_single("single-sd", tmp_path)
     folder = pipeline_of(file, tmp_path / "scaled", vae={"scale": 0.5})
     with pytest.raises(BadInput, match=r"vae: scale=0.5 would be read back as 0.18215"):
         convert(str(folder), tmp_path / "out.safetensors", "hub", None)
-    for part, change, what in (("vae", {"shift": 0.25}, "shift=0.25"), ("unet", {"norm_eps": 1e-3}, "norm_eps=0.001")):
+    for part, change, problem in (("vae", {"shift": 0.25}, "shift=0.25"), ("unet", {"norm_eps": 1e-3}, "norm_eps=0.001")):
         odd = pipeline_of(file, tmp_path / part, **{part: change})
-        with pytest.raises(BadInput, match=f"{part}: {what} would be read back as"):
+        with pytest.raises(BadInput, match=f"{part}: {problem} would be read back as"):
             convert(str(odd), tmp_path / "out.safetensors", "hub", None)
     other = write_pipeline(GOLDENS / "pipeline-sd3", tmp_path / "sd3")
     with pytest.raises(BadInput, match="no single file in its authors' names is written of SD3Config"):

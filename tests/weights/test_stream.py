@@ -74,13 +74,13 @@ def test_every_layout_gives_the_same_weights_one_at_a_time(hub, layouts):
         weights = streaming_model(open_model(path)).weights
         assert set(weights.names) == set(expected.names), name
         for tensor in weights.names:
-            found = weights.read(tensor)
+            array = weights.read(tensor)
             assert (
                 (weights.shape(tensor), weights.dtype(tensor))
-                == (found.shape, found.dtype)
+                == (array.shape, array.dtype)
                 == (expected.shape(tensor), np.float32)
             )
-            assert found.tobytes() == expected.read(tensor).tobytes(), (name, tensor)
+            assert array.tobytes() == expected.read(tensor).tobytes(), (name, tensor)
 
 
 def test_orbax_reads_what_was_written_array_by_array(layouts):

@@ -17,7 +17,7 @@ SIMPLE = ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"]
 SEARCHED = ["Q4_K", "Q5_K", "Q6_K"]
 
 
-def drawn(rows: int = 300) -> np.ndarray:
+def random_rows(rows: int = 300) -> np.ndarray:
     """Rows of every size: halves too, which are rounded away from zero, and rows of few different numbers."""
     rng = np.random.default_rng(5)
     w = rng.normal(0, 1, (rows, 512)) * 10.0 ** rng.uniform(-4, 3, (rows, 1))
@@ -30,7 +30,7 @@ def drawn(rows: int = 300) -> np.ndarray:
 
 @pytest.mark.parametrize("name", SIMPLE)
 def test_blocks_are_those_of_the_gguf_library(name):
-    w = drawn()
+    w = random_rows()
     np.testing.assert_array_equal(encode(name, w), gguf.quantize(w, gguf.GGMLQuantizationType[name]))
 
 

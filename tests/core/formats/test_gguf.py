@@ -31,7 +31,7 @@ VALUES = {
 }
 
 
-def written(path, alignment: int = 32) -> dict[str, np.ndarray]:
+def write_examples(path, alignment: int = 32) -> dict[str, np.ndarray]:
     """A file with a value of each type and a few tensors, by the library."""
     rng = np.random.default_rng(0)
     writer = gguf.GGUFWriter(path, "llama")
@@ -63,7 +63,7 @@ def written(path, alignment: int = 32) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("alignment", [32, 8, 256])
 def test_reads_what_the_library_writes(tmp_path, alignment):
-    tensors = written(tmp_path / "x.gguf", alignment)
+    tensors = write_examples(tmp_path / "x.gguf", alignment)
     file = GGUF.open(tmp_path / "x.gguf")
     assert file.version == 3
     assert {key: file.meta[key] for key in VALUES} == {key: value for key, (value, _) in VALUES.items()}
@@ -287,7 +287,7 @@ def test_a_type_without_a_decoder_opens_and_is_refused_when_read(tmp_path):
 def test_mutations_never_crash(tmp_path):
     """2,000 files with 1 to 4 wrong bytes, most of them before the data, or cut short."""
     rng = np.random.default_rng(0)
-    written(tmp_path / "good")
+    write_examples(tmp_path / "good")
     good = (tmp_path / "good").read_bytes()
     header = min(place.begin for place in GGUF.open(tmp_path / "good").places.values())
     path, outcomes = tmp_path / "x", {"read": 0, "refused": 0}

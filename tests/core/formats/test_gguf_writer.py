@@ -31,16 +31,16 @@ def tensors(arrays=ARRAYS) -> list[EncodedTensor]:
     return [EncodedTensor(TensorEntry(name, a.shape, a.dtype, lambda a=a: a), kind) for name, (kind, a) in arrays.items()]
 
 
-def written(path: Path, arrays=ARRAYS, meta=META) -> list[EncodedTensor]:
-    found = tensors(arrays)
-    file = gguf_file(path.name, meta, found)
+def write_tensors(path: Path, arrays=ARRAYS, meta=META) -> list[EncodedTensor]:
+    entries = tensors(arrays)
+    file = gguf_file(path.name, meta, entries)
     write_file(path, file)
     assert path.stat().st_size == file.bytes
-    return found
+    return entries
 
 
 def test_the_gguf_library_reads_every_value_and_block(tmp_path):
-    rows = written(tmp_path / "x.gguf")
+    rows = write_tensors(tmp_path / "x.gguf")
     read = gguf.GGUFReader(tmp_path / "x.gguf")
     assert {name: read.fields[name].contents() for name in META} == {
         name: value.tolist() if isinstance(value, np.ndarray | np.generic) else value for name, value in META.items()
@@ -59,20 +59,20 @@ def test_experts_are_encoded_one_by_one(tmp_path):
     whole = RNG.normal(size=(3, 4, 32)).astype(np.float32)
     parts = EncodedTensor(TensorEntry("x", whole.shape, whole.dtype, lambda: 1 / 0, lambda: iter(whole)), "Q5_1")
     write_file(tmp_path / "x.gguf", gguf_file("x.gguf", {}, [parts]))
-    written(tmp_path / "y.gguf", {"x": ("Q5_1", whole)}, {})
+    write_tensors(tmp_path / "y.gguf", {"x": ("Q5_1", whole)}, {})
     assert (tmp_path / "x.gguf").read_bytes() == (tmp_path / "y.gguf").read_bytes()
     assert GGUF.open(tmp_path / "x.gguf").read("x").shape == whole.shape
 
 
 @pytest.mark.parametrize(
-    ("kind", "value", "what"),
+    ("kind", "value", "problem"),
     [("Q4_0", np.nan, "not finite"), ("F32", np.inf, "not finite"), ("F16", 1e6, "beyond F16"), ("Q4_1", 1e7, "beyond Q4_1")],
 )
-def test_numbers_that_no_file_may_hold_are_refused_by_name(tmp_path, kind, value, what):
+def test_numbers_that_no_file_may_hold_are_refused_by_name(tmp_path, kind, value, problem):
     w = np.ones((2, 32), np.float32)
     w[1, 3] = value
-    with pytest.raises(BadInput, match=f"`blk.0.x` has numbers that are {what}"):
-        written(tmp_path / "x.gguf", {"blk.0.x": (kind, w)})
+    with pytest.raises(BadInput, match=f"`blk.0.x` has numbers that are {problem}"):
+        write_tensors(tmp_path / "x.gguf", {"blk.0.x": (kind, w)})
     assert not list(tmp_path.iterdir())
 
 

@@ -73,13 +73,13 @@ BEGINNINGS = {
 }
 
 
-@pytest.mark.parametrize("what", BEGINNINGS)
-def test_beginnings_that_specifications_name(what):
-    assert (binary_kind(BEGINNINGS[what]) or [""])[0] == what
+@pytest.mark.parametrize("kind", BEGINNINGS)
+def test_beginnings_that_specifications_name(kind):
+    assert (binary_kind(BEGINNINGS[kind]) or [""])[0] == kind
 
 
 def test_what_other_programs_write(tmp_path):
-    made = {
+    files = {
         "an array of numpy (.npy)": numpy_array(),
         "an archive of numpy arrays (.npz)": numpy_archive(),
         "a zip archive": archive("a.txt"),
@@ -95,7 +95,7 @@ def test_what_other_programs_write(tmp_path):
         "a GGUF model": shared("gguf/stories260K-q8_0.gguf").read_bytes(),
         "a PNG image": shared("images/china_256.png").read_bytes(),
     }
-    assert {what: (binary_kind(data[:HEAD_BYTES]) or [""])[0] for what, data in made.items()} == {what: what for what in made}
+    assert {kind: (binary_kind(data[:HEAD_BYTES]) or [""])[0] for kind, data in files.items()} == {kind: kind for kind in files}
 
 
 @pytest.mark.parametrize("text", [

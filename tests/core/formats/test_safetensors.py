@@ -41,7 +41,7 @@ def file_of(header: object, data: bytes = b"", length: int | None = None) -> byt
     return (len(text) if length is None else length).to_bytes(8, "little") + text + data
 
 
-def one(**changes: object) -> dict:
+def header_of(**changes: object) -> dict:
     return {"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} | changes}
 
 
@@ -90,9 +90,9 @@ def test_tensors_are_views_of_the_file():
 HOSTILE = {
     "nothing": b"",
     "short": b"\x05\0\0",
-    "header over the file": file_of(one(), b"\0" * 8, length=10_000),
-    "header over the limit": file_of(one(), b"\0" * 8, length=100_000_001),
-    "header of 2^64": file_of(one(), b"\0" * 8, length=2**64 - 1),
+    "header over the file": file_of(header_of(), b"\0" * 8, length=10_000),
+    "header over the limit": file_of(header_of(), b"\0" * 8, length=100_000_001),
+    "header of 2^64": file_of(header_of(), b"\0" * 8, length=2**64 - 1),
     "not JSON": file_of(b"{nonsense}"),
     "not UTF-8": file_of(b'{"\xff": 1}'),
     "not an object": file_of([1]),
@@ -104,30 +104,30 @@ HOSTILE = {
         b"\0",
     ),
     "field twice": file_of(b'{"x":{"dtype":"U8","dtype":"I8","shape":[1],"data_offsets":[0,1]}}', b"\0"),
-    "metadata": file_of(one() | {"__metadata__": {"a": 1}}, b"\0" * 8),
+    "metadata": file_of(header_of() | {"__metadata__": {"a": 1}}, b"\0" * 8),
     "entry": file_of({"x": 3}),
     "field missing": file_of({"x": {"dtype": "F32", "shape": [0]}}),
-    "field too many": file_of(one(more=1), b"\0" * 8),
-    "dtype": file_of(one(dtype="F33"), b"\0" * 8),
-    "dtype a list": file_of(one(dtype=["F32"]), b"\0" * 8),
-    "negative size": file_of(one(shape=[-2]), b"\0" * 8),
-    "size a float": file_of(one(shape=[2.0]), b"\0" * 8),
-    "size a bool": file_of(one(shape=[True, 2]), b"\0" * 8),
-    "size a text": file_of(one(shape="2"), b"\0" * 8),
-    "33 axes": file_of(one(shape=[1] * 32 + [2]), b"\0" * 8),
-    "overflow": file_of(one(shape=[2**33, 2**33, 0], data_offsets=[0, 0])),
-    "overflow to right": file_of(one(shape=[2**62 + 2]), b"\0" * 8),
-    "shape too large": file_of(one(shape=[3]), b"\0" * 8),
-    "offsets reversed": file_of(one(data_offsets=[8, 0]), b"\0" * 8),
-    "offsets three": file_of(one(data_offsets=[0, 4, 8]), b"\0" * 8),
-    "offsets negative": file_of(one(data_offsets=[-8, 0]), b"\0" * 8),
-    "out of bounds": file_of(one(), b"\0" * 7),
-    "far out of bounds": file_of(one(data_offsets=[2**60, 2**60 + 8]), b"\0" * 8),
-    "trailing bytes": file_of(one(), b"\0" * 9),
-    "hole at the start": file_of(one(data_offsets=[4, 12]), b"\0" * 12),
-    "hole": file_of(one() | {"y": {"dtype": "U8", "shape": [1], "data_offsets": [9, 10]}}, b"\0" * 10),
-    "overlap": file_of(one() | {"y": {"dtype": "U8", "shape": [1], "data_offsets": [7, 8]}}, b"\0" * 8),
-    "the same bytes": file_of(one() | {"y": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}, b"\0" * 8),
+    "field too many": file_of(header_of(more=1), b"\0" * 8),
+    "dtype": file_of(header_of(dtype="F33"), b"\0" * 8),
+    "dtype a list": file_of(header_of(dtype=["F32"]), b"\0" * 8),
+    "negative size": file_of(header_of(shape=[-2]), b"\0" * 8),
+    "size a float": file_of(header_of(shape=[2.0]), b"\0" * 8),
+    "size a bool": file_of(header_of(shape=[True, 2]), b"\0" * 8),
+    "size a text": file_of(header_of(shape="2"), b"\0" * 8),
+    "33 axes": file_of(header_of(shape=[1] * 32 + [2]), b"\0" * 8),
+    "overflow": file_of(header_of(shape=[2**33, 2**33, 0], data_offsets=[0, 0])),
+    "overflow to right": file_of(header_of(shape=[2**62 + 2]), b"\0" * 8),
+    "shape too large": file_of(header_of(shape=[3]), b"\0" * 8),
+    "offsets reversed": file_of(header_of(data_offsets=[8, 0]), b"\0" * 8),
+    "offsets three": file_of(header_of(data_offsets=[0, 4, 8]), b"\0" * 8),
+    "offsets negative": file_of(header_of(data_offsets=[-8, 0]), b"\0" * 8),
+    "out of bounds": file_of(header_of(), b"\0" * 7),
+    "far out of bounds": file_of(header_of(data_offsets=[2**60, 2**60 + 8]), b"\0" * 8),
+    "trailing bytes": file_of(header_of(), b"\0" * 9),
+    "hole at the start": file_of(header_of(data_offsets=[4, 12]), b"\0" * 12),
+    "hole": file_of(header_of() | {"y": {"dtype": "U8", "shape": [1], "data_offsets": [9, 10]}}, b"\0" * 10),
+    "overlap": file_of(header_of() | {"y": {"dtype": "U8", "shape": [1], "data_offsets": [7, 8]}}, b"\0" * 8),
+    "the same bytes": file_of(header_of() | {"y": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}, b"\0" * 8),
 }
 
 
@@ -145,23 +145,23 @@ def test_hostile_headers_are_damaged(name, tmp_path):
 
 def test_the_unchanged_header_is_accepted(tmp_path):
     """What the hostile ones were made from."""
-    (tmp_path / "x").write_bytes(file_of(one(), b"\0" * 8))
+    (tmp_path / "x").write_bytes(file_of(header_of(), b"\0" * 8))
     assert SafeTensors.open(tmp_path / "x").read("x").tolist() == [0, 0]
 
 
 def test_as_many_axes_as_the_limit_are_read(tmp_path):
-    (tmp_path / "a.safetensors").write_bytes(file_of(one(shape=[1] * 31 + [2]), b"\0" * 8))
+    (tmp_path / "a.safetensors").write_bytes(file_of(header_of(shape=[1] * 31 + [2]), b"\0" * 8))
     assert SafeTensors.open(tmp_path / "a.safetensors").shape("x") == (1,) * 31 + (2,)
 
 
 def test_errors_name_the_tensor_and_fit_a_line(tmp_path):
     name = "evil\n\x1b[31m" + "x" * 100_000
-    (tmp_path / "x").write_bytes(file_of({name: one()["x"]}, b"\0" * 7))
+    (tmp_path / "x").write_bytes(file_of({name: header_of()["x"]}, b"\0" * 7))
     with pytest.raises(Damaged) as error:
         SafeTensors.open(tmp_path / "x")
     assert "evil\\n\\x1b[31mxxx" in error.value.what
     assert len(str(error.value)) < 500
-    (tmp_path / "x").write_bytes(file_of(one(dtype="F4"), b"\0" * 8))
+    (tmp_path / "x").write_bytes(file_of(header_of(dtype="F4"), b"\0" * 8))
     with pytest.raises(Unsupported, match="F4"):
         SafeTensors.open(tmp_path / "x")
 
@@ -245,9 +245,9 @@ def test_sizes_are_known_before_anything_is_made():
         raise AssertionError("made")
 
     tensors = some()
-    made = [entry._replace(make=fails) for entry in entries(tensors)]
+    lazy_entries = [entry._replace(make=fails) for entry in entries(tensors)]
     for shard_bytes in (5e9, 50):
-        files = folder_files(made, shard_bytes)
+        files = folder_files(lazy_entries, shard_bytes)
         whole = folder_files(entries(tensors), shard_bytes)
         for file, same_file in zip(files, whole, strict=True):
             assert file.bytes == sum(len(slab) for slab in same_file.slabs(np.ascontiguousarray))
@@ -321,9 +321,9 @@ def test_one_tensor_in_memory_at_a_time(tmp_path, monkeypatch):
     """Eight transposed tensors of 8 MB: the file has 64."""
     monkeypatch.setattr("argosy.core.formats.files.SLAB_BYTES", 1 << 20)
     kind = np.dtype(np.float32)
-    made = [TensorEntry(f"t{i}", (1000, 2000), kind, lambda: np.ones((2000, 1000), kind).T) for i in range(8)]
+    lazy_entries = [TensorEntry(f"t{i}", (1000, 2000), kind, lambda: np.ones((2000, 1000), kind).T) for i in range(8)]
     tracemalloc.start()
-    write_folder(tmp_path, made)
+    write_folder(tmp_path, lazy_entries)
     assert tracemalloc.get_traced_memory()[1] < 12e6
     tracemalloc.stop()
     assert SafetensorsFolder.open(tmp_path).read("t7").all()

@@ -15,7 +15,7 @@ from argosy.core.formats.zarr import DTYPES, array_files, map_array
 SHAPES = [(), (1,), (7,), (5, 3), (1, 9), (4, 3, 2), (2, 1, 3, 2)]
 
 
-def written(folder: Path, array: np.ndarray) -> Path:
+def write_zarr(folder: Path, array: np.ndarray) -> Path:
     for file in array_files(TensorEntry("layers.0.x", array.shape, array.dtype, lambda: array)):
         write_file(folder / file.name, file)
         assert (folder / file.name).stat().st_size == file.bytes
@@ -37,24 +37,24 @@ def noise(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 def test_tensorstore_reads_what_is_written(tmp_path, monkeypatch, shape, chunk_bytes):
     monkeypatch.setattr("argosy.core.formats.zarr.CHUNK_BYTES", chunk_bytes)
     x = noise(shape, np.dtype(ml_dtypes.bfloat16))
-    found = theirs(written(tmp_path, x))
-    assert (found.shape, found.read().result().tobytes()) == (x.shape, x.tobytes())
+    stored = theirs(write_zarr(tmp_path, x))
+    assert (stored.shape, stored.read().result().tobytes()) == (x.shape, x.tobytes())
     if len(shape) > 1:
-        assert found[shape[0] - 1].read().result().tobytes() == x[-1].tobytes(), "a part alone"
+        assert stored[shape[0] - 1].read().result().tobytes() == x[-1].tobytes(), "a part alone"
 
 
 @pytest.mark.parametrize("name", sorted(DTYPES - {"int4"}))
 def test_every_type(tmp_path, name):
     x = noise((3, 5), np.dtype(name))
-    found = theirs(written(tmp_path, x)).read().result()
-    assert (found.dtype, found.tobytes()) == (x.dtype, x.tobytes())
+    stored = theirs(write_zarr(tmp_path, x)).read().result()
+    assert (stored.dtype, stored.tobytes()) == (x.dtype, x.tobytes())
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_what_is_written_is_mapped(tmp_path, monkeypatch, shape):
     monkeypatch.setattr("argosy.core.formats.zarr.CHUNK_BYTES", 20)
     x = noise(shape, np.dtype(np.float32))
-    mapped = map_array(written(tmp_path, x))
+    mapped = map_array(write_zarr(tmp_path, x))
     assert mapped is not None
     assert (mapped.shape, mapped.dtype, mapped.tobytes()) == (x.shape, x.dtype, x.tobytes())
     assert not mapped.flags.writeable
@@ -62,7 +62,7 @@ def test_what_is_written_is_mapped(tmp_path, monkeypatch, shape):
 
 def test_a_transposed_array_is_put_in_order(tmp_path):
     x = np.arange(6, dtype=np.float32).reshape(2, 3).T
-    assert theirs(written(tmp_path, x)).read().result().tolist() == x.tolist()
+    assert theirs(write_zarr(tmp_path, x)).read().result().tolist() == x.tolist()
 
 
 def test_another_layout_is_not_mapped(tmp_path):
@@ -74,7 +74,7 @@ def test_another_layout_is_not_mapped(tmp_path):
 
 
 def test_a_file_cut_short_is_damaged(tmp_path):
-    folder = written(tmp_path, np.ones((4, 3), np.float32))
+    folder = write_zarr(tmp_path, np.ones((4, 3), np.float32))
     file = folder / "c" / "0" / "0"
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(Damaged, match="which is not the size of"):

@@ -29,12 +29,12 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     return {name: write_pipeline(GOLDENS / name, tmp_path_factory.mktemp("controlled") / name) for name in NAMES}
 
 
-def given(name: str) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+def golden_and_arguments(name: str) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """A golden, and the arguments of its images."""
     golden = dict(np.load(GOLDENS / name / "golden.npz"))
     control = np.moveaxis(golden["control"], 1, -1)
-    how = {"steps": 3, "guidance": 3.5, "size": SIZE, "latents": golden["latents"], "output": "float", "control_image": control}
-    return golden, how
+    arguments = {"steps": 3, "guidance": 3.5, "size": SIZE, "latents": golden["latents"], "output": "float", "control_image": control}
+    return golden, arguments
 
 
 def cases(name: str) -> dict[str, dict[str, Any]]:
@@ -48,11 +48,11 @@ def cases(name: str) -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize("name", [pytest.param(NAMES[0]), *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES[1:])])
 def test_it_draws_what_diffusers_draws(name: str, folders: dict[str, Path]):
     """The ControlNet of 3.5 reads no text, and the tokens of the model itself. With step caching it runs in each evaluation."""
-    (golden, how), pipe = given(name), argosy.load(folders[name])
-    for key, own in cases(name).items():
-        assert np.abs(pipe.images(PROMPTS, **how | own) - golden[f"out_{key}"]).max() < TOLERANCE, key
+    (golden, arguments), pipe = golden_and_arguments(name), argosy.load(folders[name])
+    for key, changes in cases(name).items():
+        assert np.abs(pipe.images(PROMPTS, **arguments | changes) - golden[f"out_{key}"]).max() < TOLERANCE, key
     if name == NAMES[1]:
-        cached = pipe.images(PROMPTS, **how | cases(name)["images"], step_cache=1e-6)
+        cached = pipe.images(PROMPTS, **arguments | cases(name)["images"], step_cache=1e-6)
         assert np.abs(cached - golden["out_images"]).max() < TOLERANCE
 
 
@@ -74,10 +74,14 @@ def two(folder: Path, scratch: Path) -> ImagePipeline:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES[:2])
 def test_several_controlnets_draw_what_diffusers_draws(name: str, folders: dict[str, Path], tmp_path: Path):
-    (golden, how), pipe = given(name), two(folders[name], tmp_path)
-    how |= {"control_image": [how["control_image"], 1 - how["control_image"]], "control_scale": [0.8, 0.5], "steps": 5}
-    how |= {"control_start": [0.0, 0.3], "control_end": [0.7, 1.0]} | ({"control_mode": [0, 3]} if name == NAMES[0] else {})
-    assert np.abs(pipe.images(PROMPTS, **how) - golden["out_several"]).max() < TOLERANCE
+    (golden, arguments), pipe = golden_and_arguments(name), two(folders[name], tmp_path)
+    arguments |= {
+        "control_image": [arguments["control_image"], 1 - arguments["control_image"]],
+        "control_scale": [0.8, 0.5],
+        "steps": 5,
+    }
+    arguments |= {"control_start": [0.0, 0.3], "control_end": [0.7, 1.0]} | ({"control_mode": [0, 3]} if name == NAMES[0] else {})
+    assert np.abs(pipe.images(PROMPTS, **arguments) - golden["out_several"]).max() < TOLERANCE
     with pytest.raises(BadInput, match="diffusers writes no folder of several"):
         pipe.save(tmp_path / "saved")
 
@@ -85,17 +89,17 @@ def test_several_controlnets_draw_what_diffusers_draws(name: str, folders: dict[
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES[:2])
 def test_a_controlnet_beside_a_folder_is_saved_with_it(name: str, folders: dict[str, Path], tmp_path: Path):
-    (_, how), pipe = given(name), two(folders[name], tmp_path)
-    own = cases(name)["images"]
-    one = argosy.load(tmp_path / "plain", controlnet=folders[name] / "controlnet")
-    drawn = one.images(PROMPTS, **how | own)
-    one.save(tmp_path / "saved")
+    (_, arguments), pipe = golden_and_arguments(name), two(folders[name], tmp_path)
+    changes = cases(name)["images"]
+    pipeline = argosy.load(tmp_path / "plain", controlnet=folders[name] / "controlnet")
+    images = pipeline.images(PROMPTS, **arguments | changes)
+    pipeline.save(tmp_path / "saved")
     index = json.loads((tmp_path / "saved" / "model_index.json").read_text(encoding="utf-8"))
     whole = json.loads((folders[name] / "model_index.json").read_text(encoding="utf-8"))
     assert (index["_class_name"], index["controlnet"]) == (whole["_class_name"], whole["controlnet"])
-    np.testing.assert_array_equal(argosy.load(tmp_path / "saved").images(PROMPTS, **how | own), drawn)
-    both = how | own | {"control_image": [how["control_image"]] * 2, "control_scale": [0.8, 0.0]}
-    np.testing.assert_allclose(pipe.images(PROMPTS, **both), drawn, atol=1e-5)
+    np.testing.assert_array_equal(argosy.load(tmp_path / "saved").images(PROMPTS, **arguments | changes), images)
+    both = arguments | changes | {"control_image": [arguments["control_image"]] * 2, "control_scale": [0.8, 0.0]}
+    np.testing.assert_allclose(pipe.images(PROMPTS, **both), images, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -105,29 +109,29 @@ def test_the_verb_draws_what_python_draws(folders: dict[str, Path], tmp_path: Pa
     words: Any = {"image": str(tmp_path / "out.png"), "control_image": str(tmp_path / "edges.png"), "size": "32x48", "steps": 2}
     generate_images(str(folders[NAMES[0]]), "a fox", GenerateImages(**words, control_scale=0.5, control_mode=3))
     with Image.open(tmp_path / "out.png") as file:
-        drawn = np.array(file)
+        pixels = np.array(file)
     pipe = argosy.load(folders[NAMES[0]])
-    wanted = pipe.images("a fox", size=SIZE, steps=2, control_image=control, control_scale=0.5, control_mode=3)[0]
-    assert np.abs(drawn.astype(int) - wanted).max() <= 1
+    expected = pipe.images("a fox", size=SIZE, steps=2, control_image=control, control_scale=0.5, control_mode=3)[0]
+    assert np.abs(pixels.astype(int) - expected).max() <= 1
 
 
 def test_mistakes_are_named(folders: dict[str, Path], tmp_path: Path):
-    (_, how), pipe = given(NAMES[0]), argosy.load(folders[NAMES[0]])
-    for own, what in (
+    (_, arguments), pipe = golden_and_arguments(NAMES[0]), argosy.load(folders[NAMES[0]])
+    for changes, problem in (
         ({}, "control_mode is missing: this ControlNet knows 4 kinds of control"),
         ({"control_mode": 4}, "control_mode = 4: this ControlNet knows 4 kinds of control, by their numbers from 0 to 3"),
         ({"control_mode": 1, "guess_mode": True}, "guess_mode: ControlNets of Flux.1 have none"),
         ({"control_mode": [1, 2]}, "control_mode: 2 of them for 1 ControlNet"),
     ):
-        with pytest.raises(BadInput, match=what):
-            pipe.images(PROMPTS, **how | own)
+        with pytest.raises(BadInput, match=problem):
+            pipe.images(PROMPTS, **arguments | changes)
     with pytest.raises(BadInput, match="the ControlNet knows one kind of control"):
-        argosy.load(folders[NAMES[2]]).images(PROMPTS, **given(NAMES[2])[1] | {"control_mode": 1})
+        argosy.load(folders[NAMES[2]]).images(PROMPTS, **golden_and_arguments(NAMES[2])[1] | {"control_mode": 1})
     flux = write_pipeline(GOLDENS / "pipeline-flux", tmp_path / "flux")
     other = write_model(GOLDENS / "controlnet-flux", tmp_path / "other")
-    for controlnet, what in (
+    for controlnet, problem in (
         (other, "is of another model: its text_width = 26, and the model's text_width = 30"),
         (folders[NAMES[1]] / "controlnet", "it steers Stable Diffusion 3 and 3.5, and the model is a FluxConfig"),
     ):
-        with pytest.raises(BadInput, match=what):
+        with pytest.raises(BadInput, match=problem):
             argosy.load(flux, controlnet=controlnet)

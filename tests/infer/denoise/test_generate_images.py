@@ -38,13 +38,13 @@ def run(*words: str) -> subprocess.CompletedProcess:
 
 
 def test_images_are_written_as_the_pipeline_draws_them(folder: Path, tmp_path: Path):
-    how = ["steps=2", "guidance=2.5", "seed=3", "size=24x16", "n=2"]
-    done = run(str(folder), "a red fox", f"image={tmp_path}/out.png", *how, "--json")
+    words = ["steps=2", "guidance=2.5", "seed=3", "size=24x16", "n=2"]
+    done = run(str(folder), "a red fox", f"image={tmp_path}/out.png", *words, "--json")
     assert done.returncode == 0, done.stderr
-    files = [Path(one["file"]) for one in json.loads(done.stdout)]
+    files = [Path(entry["file"]) for entry in json.loads(done.stdout)]
     assert [file.name for file in files] == ["out-0.png", "out-1.png"]
-    drawn = argosy.load(folder).images("a red fox", steps=2, guidance=2.5, seed=3, size=(16, 24), n=2)
-    for file, image in zip(files, drawn, strict=True):
+    images = argosy.load(folder).images("a red fox", steps=2, guidance=2.5, seed=3, size=(16, 24), n=2)
+    for file, image in zip(files, images, strict=True):
         apart = png_pixels(file.read_bytes()).astype(int) - image
         assert np.abs(apart).max() <= 1  # rounding of another process
     assert "evaluation 2 of 2" in done.stderr
@@ -58,26 +58,26 @@ def test_an_animated_file_has_all_frames_and_their_rate(ending: str):
     frames[1:3], frames[3, :, :12], frames[4] = 255, (200, 30, 30), 90
     with image_module.open(io.BytesIO(animation_file(frames, ending[1:], 12.5))) as opened:
         assert opened.size == (24, 16)
-        shown: list[np.ndarray] = []
+        frames_shown: list[np.ndarray] = []
         for i in range(opened.n_frames):
             opened.seek(i)
             frame = np.array(opened.convert("RGB")).astype(int)
-            shown += [frame] * round(opened.info["duration"] / 80)
-    assert len(shown) == 5
-    assert all(np.abs(a - b).mean() < 6 for a, b in zip(shown, frames, strict=True))
+            frames_shown += [frame] * round(opened.info["duration"] / 80)
+    assert len(frames_shown) == 5
+    assert all(np.abs(a - b).mean() < 6 for a, b in zip(frames_shown, frames, strict=True))
 
 
 def test_videos_are_written_as_the_pipeline_draws_them(wan: Path, tmp_path: Path):
     """As a folder of frames, in another process, and as an animated file."""
     pytest.importorskip("PIL.Image")
-    how: dict = {"steps": 2, "size": "16x32", "frames": 5, "n": 2}
-    written = generate_images(str(wan), "a red fox", GenerateImages(image=f"{tmp_path}/clip.webp", **how))
-    assert [Path(one["file"]).name for one in written] == ["clip-0.webp", "clip-1.webp"]
-    assert written[1] | {"file": ""} == {"file": "", "seed": 0, "number": 1, "height": 32, "width": 16, "frames": 5}
-    done = run(str(wan), "a red fox", f"image={tmp_path}/frames/", *(f"{name}={value}" for name, value in how.items()))
+    fields: dict = {"steps": 2, "size": "16x32", "frames": 5, "n": 2}
+    entries = generate_images(str(wan), "a red fox", GenerateImages(image=f"{tmp_path}/clip.webp", **fields))
+    assert [Path(entry["file"]).name for entry in entries] == ["clip-0.webp", "clip-1.webp"]
+    assert entries[1] | {"file": ""} == {"file": "", "seed": 0, "number": 1, "height": 32, "width": 16, "frames": 5}
+    done = run(str(wan), "a red fox", f"image={tmp_path}/frames/", *(f"{name}={value}" for name, value in fields.items()))
     assert done.returncode == 0, done.stderr
-    drawn = argosy.load(wan).images("a red fox", steps=2, size=(32, 16), frames=5, n=2)
-    for video, name in zip(drawn, ("frames-0", "frames-1"), strict=True):
+    videos = argosy.load(wan).images("a red fox", steps=2, size=(32, 16), frames=5, n=2)
+    for video, name in zip(videos, ("frames-0", "frames-1"), strict=True):
         files = sorted((tmp_path / name).iterdir())
         assert [file.name for file in files] == [f"{i:04}.png" for i in range(5)]
         for file, frame in zip(files, video, strict=True):
@@ -87,7 +87,7 @@ def test_videos_are_written_as_the_pipeline_draws_them(wan: Path, tmp_path: Path
 def test_mistakes_with_videos_are_named(folder: Path, wan: Path, tmp_path: Path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "0000.png").touch()
-    for model, words, named in (
+    for model, words, problem in (
         (wan, {"image": f"{tmp_path}/out.mp4", "frames": 5}, "files of videos end in .webp, .gif, .png"),
         (wan, {"image": f"{tmp_path}/out.gif"}, "gif: files end in"),
         (wan, {"image": f"{tmp_path}/full", "frames": 5}, "is there already"),
@@ -96,7 +96,7 @@ def test_mistakes_with_videos_are_named(folder: Path, wan: Path, tmp_path: Path)
         (wan, {"image": f"{tmp_path}/out.png", "frames": 6}, "frames = 6: .* multiple of 4"),
         (folder, {"image": f"{tmp_path}/out.png", "frames": 5}, "draws images alone"),
     ):
-        with pytest.raises(BadInput, match=named):
+        with pytest.raises(BadInput, match=problem):
             generate_images(str(model), "a fox", GenerateImages(**words))
 
 
@@ -111,7 +111,7 @@ def test_without_pillow_animated_files_are_refused_and_folders_of_frames_are_not
 
 
 def test_mistakes_are_named_before_anything_is_loaded(folder: Path, tmp_path: Path):
-    for words, named in (
+    for words, problem in (
         ([f"image={tmp_path}/out.bmp"], "files end in"),
         ([f"image={tmp_path}/none/out.png"], "there is no folder"),
         ([f"image={tmp_path}/out.png", "size=large"], "size=768x512"),
@@ -121,7 +121,7 @@ def test_mistakes_are_named_before_anything_is_loaded(folder: Path, tmp_path: Pa
     ):
         done = run(str(folder), "a fox", *words)
         assert done.returncode == 2, done.stderr
-        assert named in done.stderr
+        assert problem in done.stderr
     text = run(str(stories_model()), "a fox", f"image={tmp_path}/out.png")
     assert text.returncode == 2
     assert "draws no images" in text.stderr

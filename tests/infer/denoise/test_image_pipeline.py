@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from laws.families import built
+from laws.families import noisy_model
 
 from argosy.core.errors import ArgosyError, BadInput
 from argosy.infer.denoise.classes import ClassPrompts
@@ -25,12 +25,12 @@ AUTOENCODER = AutoencoderKLConfig(widths=(4, 6), groups=2, latent_channels=3, sc
 @pytest.fixture(scope="module")
 def pipe() -> ImagePipeline:
     prompts = ClassPrompts(CONFIG.classes, ["cat", "dog", "fox", "owl"])
-    return ImagePipeline(built(CONFIG, Unroll()), prompts, SamplerSettings(), ImageDefaults(4, 2.0, (8, 8)))
+    return ImagePipeline(noisy_model(CONFIG, Unroll()), prompts, SamplerSettings(), ImageDefaults(4, 2.0, (8, 8)))
 
 
 @pytest.fixture(scope="module")
 def latent(pipe: ImagePipeline) -> ImagePipeline:
-    return ImagePipeline(pipe.denoiser, pipe.prompts, pipe.sampler, ImageDefaults(3, 1.0, (16, 16)), built(AUTOENCODER, Unroll()))
+    return ImagePipeline(pipe.denoiser, pipe.prompts, pipe.sampler, ImageDefaults(3, 1.0, (16, 16)), noisy_model(AUTOENCODER, Unroll()))
 
 
 LISTENERS: list[list[str]] = []
@@ -48,28 +48,28 @@ jax.monitoring.register_event_duration_secs_listener(_heard)
 @pytest.fixture
 def compilations() -> Iterator[list[str]]:
     """What has been compiled since the list was cleared."""
-    found: list[str] = []
-    LISTENERS.append(found)
-    yield found
-    LISTENERS.remove(found)
+    names: list[str] = []
+    LISTENERS.append(names)
+    yield names
+    LISTENERS.remove(names)
 
 
 def test_images_are_what_the_equations_say(pipe: ImagePipeline):
     noise = np.random.default_rng(0).normal(size=(2, 3, 8, 8)).astype(np.float32)
-    found = pipe.images(["fox", "1"], latents=noise, output="latents", guidance=3.0)
+    images = pipe.images(["fox", "1"], latents=noise, output="latents", guidance=3.0)
     x = jnp.asarray(noise.transpose(0, 2, 3, 1))
     sigmas = np.append(np.linspace(1, 1 / 1000, 4), 0)
     for now, to in pairwise(sigmas):
         times = jnp.full(2, 1000 * now, jnp.float32)
         with_class, without = (pipe.denoiser(x, times, pipe.prompts.encode(texts)) for texts in (["fox", "dog"], ["", ""]))
         x = x + (to - now) * (without + 3 * (with_class - without))
-    np.testing.assert_allclose(found, x, atol=1e-4)
+    np.testing.assert_allclose(images, x, atol=1e-4)
 
 
 def test_an_image_depends_on_its_seed_and_number_alone(pipe: ImagePipeline):
     alone = pipe.images("fox", seed=5, n=3, output="float")
-    beside = pipe.images(["cat", "fox", "owl"], seed=[1, 5, 2], n=3, output="float")
-    np.testing.assert_allclose(beside[3:6], alone, atol=1e-5)
+    batch = pipe.images(["cat", "fox", "owl"], seed=[1, 5, 2], n=3, output="float")
+    np.testing.assert_allclose(batch[3:6], alone, atol=1e-5)
     one_by_one = pipe.images("fox", seed=5, n=3, output="float", batch=1)
     np.testing.assert_allclose(one_by_one, alone, atol=1e-5)
     assert np.abs(alone[0] - alone[1]).max() > 0.01, "images of one prompt differ"
@@ -81,10 +81,10 @@ def test_an_image_depends_on_its_seed_and_number_alone(pipe: ImagePipeline):
 
 
 def test_step_by_step_is_at_once_and_progress_is_told(pipe: ImagePipeline):
-    how = SamplerSettings(name="heun")
+    sampler = SamplerSettings(name="heun")
     seen: list[tuple[int, int]] = []
-    slow = pipe.images("cat", sampler=how, output="float", progress=lambda i, n: seen.append((i, n)))
-    np.testing.assert_allclose(slow, pipe.images("cat", sampler=how, output="float"), atol=1e-5)
+    slow = pipe.images("cat", sampler=sampler, output="float", progress=lambda i, n: seen.append((i, n)))
+    np.testing.assert_allclose(slow, pipe.images("cat", sampler=sampler, output="float"), atol=1e-5)
     assert seen == [(i + 1, 7) for i in range(7)]
 
 
@@ -112,9 +112,9 @@ def test_images_begin_from_an_image(latent: ImagePipeline):
     assert near < far / 3
     mask = np.zeros((16, 16))
     mask[:8] = 1
-    drawn = draw(mask=mask)
-    np.testing.assert_allclose(drawn[:, 4:], start[:, 4:], atol=1e-5)
-    assert np.abs(drawn[:, :4] - start[:, :4]).max() > 0.1
+    images = draw(mask=mask)
+    np.testing.assert_allclose(images[:, 4:], start[:, 4:], atol=1e-5)
+    assert np.abs(images[:, :4] - start[:, :4]).max() > 0.1
     assert latent.images("cat", image=image, mask=mask).shape == (1, 16, 16, 3)
 
 
@@ -156,11 +156,11 @@ def test_a_prompt_that_is_no_class_names_the_nearest(pipe: ImagePipeline):
 
 
 def test_numbers_that_are_not_finite_name_their_stage(latent: ImagePipeline):
-    broken = built(CONFIG, Unroll())
+    broken = noisy_model(CONFIG, Unroll())
     broken.head.b[...] = jnp.full_like(broken.head.b[...], jnp.nan)
     with pytest.raises(ArgosyError, match="the denoiser gave numbers"):
         ImagePipeline(broken, latent.prompts, latent.sampler, ImageDefaults(2, 1.0, (8, 8))).images("cat")
-    blind = built(AUTOENCODER, Unroll())
+    blind = noisy_model(AUTOENCODER, Unroll())
     blind.decoder.conv_out.b[...] = jnp.full_like(blind.decoder.conv_out.b[...], jnp.inf)
     with pytest.raises(ArgosyError, match="decoder gave numbers"):
         ImagePipeline(latent.denoiser, latent.prompts, latent.sampler, latent.defaults, blind).images("cat")

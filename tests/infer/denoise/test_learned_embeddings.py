@@ -32,10 +32,12 @@ def pipe(folder):
 
 def test_it_draws_what_diffusers_draws(folder, pipe):
     golden = dict(np.load(GOLDEN / "golden.npz"))
-    how = {"steps": 3, "guidance": 4.0, "size": (48, 32), "latents": golden["latents"], "output": "float"}
-    learned = pipe.images(PROMPTS, **how)
+    arguments = {"steps": 3, "guidance": 4.0, "size": (48, 32), "latents": golden["latents"], "output": "float"}
+    learned = pipe.images(PROMPTS, **arguments)
     assert np.abs(learned - golden["out_learned"]).max() < TOLERANCE
-    assert np.abs(learned - argosy.load(folder).images(PROMPTS, **how)).max() > 0.02, "without them, the name is spelled by letters"
+    assert np.abs(learned - argosy.load(folder).images(PROMPTS, **arguments)).max() > 0.02, (
+        "without them, the name is spelled by letters"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +47,8 @@ def xl(tmp_path_factory) -> Path:
 
 def test_both_encoders_of_xl_read_their_rows(xl, tmp_path):
     golden, file = dict(np.load(XL / "golden.npz")), XL / "learned_embeds.safetensors"
-    how = {"steps": 3, "guidance": 4.0, "size": (48, 32), "latents": golden["latents"], "output": "float"}
-    learned = argosy.load(xl, embeddings=file).images(PROMPTS, **how)
+    arguments = {"steps": 3, "guidance": 4.0, "size": (48, 32), "latents": golden["latents"], "output": "float"}
+    learned = argosy.load(xl, embeddings=file).images(PROMPTS, **arguments)
     assert np.abs(learned - golden["out_learned"]).max() < TOLERANCE
     # diffusers' script for XL writes the rows of the first encoder alone, whose name the second then spells.
     rows = load_file(file)
@@ -91,22 +93,22 @@ def test_a_token_stands_for_its_rows(pipe):
 
 
 def test_a_prompt_that_loses_a_learned_token_says_so(folder):
-    said: list[str] = []
+    messages: list[str] = []
     pipe = argosy.load(folder, embeddings=FILE)
-    pipe.prompts.readers[0].say = said.append
+    pipe.prompts.readers[0].say = messages.append
     pipe.prompts.readers[0].ids(["a red fox in the snow " * 4 + "<snow-fox>"])
-    assert "<snow-fox>" in said[0]
+    assert "<snow-fox>" in messages[0]
 
 
 def test_a_token_that_neither_prompt_names_is_said(folder):
     """Learned embeddings of what to lead away from stand in the negative prompt alone."""
-    said: list[str] = []
-    pipe, how = argosy.load(folder, embeddings=FILE), {"steps": 1, "size": (16, 16)}
-    pipe.say = said.append
-    pipe.images("a fox", negative="<Snow-Fox>", **how)
-    assert not [text for text in said if "learned" in text]
-    pipe.images("a snow-fox", negative="snow", **how)
-    assert [text for text in said if "no prompt names <snow-fox>" in text]
+    messages: list[str] = []
+    pipe, arguments = argosy.load(folder, embeddings=FILE), {"steps": 1, "size": (16, 16)}
+    pipe.say = messages.append
+    pipe.images("a fox", negative="<Snow-Fox>", **arguments)
+    assert not [text for text in messages if "learned" in text]
+    pipe.images("a snow-fox", negative="snow", **arguments)
+    assert [text for text in messages if "no prompt names <snow-fox>" in text]
 
 
 def test_files_of_other_programs_and_folders(folder, tmp_path):
@@ -123,8 +125,8 @@ def test_the_verb_draws_with_them(folder, pipe, tmp_path):
     words = {"image": str(tmp_path / "out.png"), "size": "32x48", "steps": 1, "embeddings": str(FILE)}
     generate_images(str(folder), PROMPTS[0], GenerateImages(**words))
     with Image.open(tmp_path / "out.png") as file:
-        drawn = np.array(file)
-    assert np.abs(drawn.astype(int) - pipe.images(PROMPTS[0], size=(48, 32), steps=1)[0]).max() <= 1
+        pixels = np.array(file)
+    assert np.abs(pixels.astype(int) - pipe.images(PROMPTS[0], size=(48, 32), steps=1)[0]).max() <= 1
 
 
 def test_mistakes_are_named(folder, tmp_path):
@@ -134,9 +136,9 @@ def test_mistakes_are_named(folder, tmp_path):
         "wide": ({"a": rows[:, :5].copy()}, r"rows of \[2, 5\], and the text encoder reads rows of 28"),
         "xl": ({"clip_l": rows, "clip_g": rows}, "of Stable Diffusion XL, with rows for two encoders, and this pipeline has one"),
     }
-    for name, (tensors, what) in files.items():
+    for name, (tensors, problem) in files.items():
         save_file(tensors, tmp_path / f"{name}.safetensors")
-        with pytest.raises(BadInput, match=what):
+        with pytest.raises(BadInput, match=problem):
             argosy.load(folder, embeddings=tmp_path / f"{name}.safetensors")
     with pytest.raises(BadInput, match="in another file too"):
         argosy.load(folder, embeddings=[FILE, FILE])

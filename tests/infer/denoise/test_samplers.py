@@ -36,11 +36,11 @@ def row_of(plan: SamplingPlan, i: int) -> SamplingPlan:
 
 
 def settings_of(case: dict[str, Any]) -> SamplerSettings:
-    how = sampler_of(case["config"])
+    sampler = sampler_of(case["config"])
     if "positions" in case:
         # Pipelines with dynamic shifts give levels that end at 1 / steps.
-        how = how.model_copy(update={"spacing": "trailing"})
-    return how.model_copy(update={"eta": case.get("eta", 0.0)})
+        sampler = sampler.model_copy(update={"spacing": "trailing"})
+    return sampler.model_copy(update={"eta": case.get("eta", 0.0)})
 
 
 def name_of(case: dict[str, Any]) -> str:
@@ -50,8 +50,8 @@ def name_of(case: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("case", GOLDENS, ids=name_of)
 def test_a_sampler_draws_what_diffusers_draws(case: dict[str, Any]):
-    how, steps = settings_of(case), case["steps"]
-    plan = SAMPLERS[how.name](how, steps, positions=case.get("positions"))
+    sampler, steps = settings_of(case), case["steps"]
+    plan = SAMPLERS[sampler.name](sampler, steps, positions=case.get("positions"))
     np.testing.assert_allclose(plan.timestep, case["timesteps"], rtol=1e-5, atol=1e-3)
     noise = np.random.default_rng(7).normal(size=(2 * steps + 2, *SHAPE)).astype(np.float32)
     state = initial_state(plan, jnp.asarray(noise[0]))
@@ -59,11 +59,11 @@ def test_a_sampler_draws_what_diffusers_draws(case: dict[str, Any]):
     with jax.enable_x64(False):
         for i in range(plan.evaluations):
             state = advance(network, state, row_of(plan, i), jnp.asarray(next(fresh)) if plan.spread[i] else None)
-    found = np.asarray(state.x * plan.scale[1], np.float64).ravel()[::7]
+    sample_rows = np.asarray(state.x * plan.scale[1], np.float64).ravel()[::7]
     # diffusers' Euler keeps x / alpha in float32, which begins at thousands and is rounded there.
-    rounding = 6e-8 * plan.begin[1] / plan.begin[0] if how.name.startswith("euler") and how.prediction != "velocity" else 0
+    rounding = 6e-8 * plan.begin[1] / plan.begin[0] if sampler.name.startswith("euler") and sampler.prediction != "velocity" else 0
     allowed = max(1e-5 * max(1, np.abs(case["sample"]).max()), rounding)
-    np.testing.assert_allclose(found, case["sample"], rtol=0, atol=allowed)
+    np.testing.assert_allclose(sample_rows, case["sample"], rtol=0, atol=allowed)
 
 
 def test_every_method_is_compared():
@@ -72,13 +72,13 @@ def test_every_method_is_compared():
 
 @pytest.mark.parametrize("case", GOLDENS, ids=name_of)
 def test_a_scheduler_config_reads_back_as_it_was_written(case: dict[str, Any]):
-    how = sampler_of(case["config"])
-    assert sampler_of(scheduler_config(how)) == how
+    sampler = sampler_of(case["config"])
+    assert sampler_of(scheduler_config(sampler)) == sampler
 
 
 def test_one_loop_is_the_steps_one_by_one():
-    how = SamplerSettings(name="euler_ancestral", noise={"kind": "betas"}, prediction="epsilon")
-    plan, keys = SAMPLERS[how.name](how, 5), jax.random.split(jax.random.key(3), 2)
+    sampler = SamplerSettings(name="euler_ancestral", noise={"kind": "betas"}, prediction="epsilon")
+    plan, keys = SAMPLERS[sampler.name](sampler, 5), jax.random.split(jax.random.key(3), 2)
     noise = jax.random.normal(jax.random.key(0), SHAPE)
     whole = jax.jit(sample, static_argnums=0)(network, pad_plan(plan), initial_state(plan, noise), keys, None, plan.evaluations)
     state = initial_state(plan, noise)
@@ -88,8 +88,8 @@ def test_one_loop_is_the_steps_one_by_one():
 
 
 def test_an_image_does_not_depend_on_its_neighbors():
-    how = SamplerSettings(name="ddpm", noise={"kind": "betas"}, prediction="v")
-    plan, keys = SAMPLERS[how.name](how, 4), jax.random.split(jax.random.key(3), 2)
+    sampler = SamplerSettings(name="ddpm", noise={"kind": "betas"}, prediction="v")
+    plan, keys = SAMPLERS[sampler.name](sampler, 4), jax.random.split(jax.random.key(3), 2)
     noise = jax.random.normal(jax.random.key(0), SHAPE)
     both, alone = (sample(network, plan, initial_state(plan, noise[at]), keys[at]) for at in (slice(0, 2), slice(1, 2)))
     np.testing.assert_array_equal(both[1], alone[0])
@@ -98,12 +98,12 @@ def test_an_image_does_not_depend_on_its_neighbors():
 @pytest.mark.parametrize("name", sorted(set(SAMPLERS) - {"lcm"}))
 @pytest.mark.parametrize("strength", [0.3, 0.75])
 def test_image_to_image_takes_the_last_steps(name: str, strength: float):
-    how = sampler_of(next(case["config"] for case in GOLDENS if sampler_of(case["config"]).name == name))
-    whole, part = (SAMPLERS[name](how, 20, strength=s) for s in (1.0, strength))
+    sampler = sampler_of(next(case["config"] for case in GOLDENS if sampler_of(case["config"]).name == name))
+    whole, part = (SAMPLERS[name](sampler, 20, strength=s) for s in (1.0, strength))
     # PNDM takes its second evaluation twice, wherever it begins.
-    found = np.unique(part.timestep)
-    np.testing.assert_array_equal(found, np.unique(whole.timestep)[: len(found)])
-    assert len(found) == (6 if strength == 0.3 else 15)
+    timesteps = np.unique(part.timestep)
+    np.testing.assert_array_equal(timesteps, np.unique(whole.timestep)[: len(timesteps)])
+    assert len(timesteps) == (6 if strength == 0.3 else 15)
     image = jnp.ones(SHAPE)
     np.testing.assert_allclose(initial_state(part, jnp.zeros(SHAPE), image).x, part.begin[0] * image)
 
@@ -112,9 +112,9 @@ def test_fixed_parts_end_as_they_were():
     plan = SAMPLERS["euler"](SamplerSettings(), 6)
     image, noise = jnp.full(SHAPE, 0.25), jax.random.normal(jax.random.key(1), SHAPE)
     mask = jnp.zeros((*SHAPE[:3], 1)).at[:, 0].set(1)
-    drawn = sample(network, plan, initial_state(plan, noise), fixed=FixedParts(mask, image, noise))
-    np.testing.assert_allclose(drawn[:, 1:], image[:, 1:], atol=1e-6)
-    assert float(jnp.max(jnp.abs(drawn[:, 0] - image[:, 0]))) > 0.05
+    images = sample(network, plan, initial_state(plan, noise), fixed=FixedParts(mask, image, noise))
+    np.testing.assert_allclose(images[:, 1:], image[:, 1:], atol=1e-6)
+    assert float(jnp.max(jnp.abs(images[:, 0] - image[:, 0]))) > 0.05
 
 
 @pytest.mark.parametrize(
@@ -134,8 +134,8 @@ def test_what_is_not_built_is_refused_by_name(config: dict[str, Any], complaint:
 
 
 def test_more_steps_than_the_model_has_are_refused():
-    how = sampler_of({"_class_name": "DDIMScheduler"})
+    sampler = sampler_of({"_class_name": "DDIMScheduler"})
     with pytest.raises(BadInput, match="at most 1000"):
-        SAMPLERS["ddim"](how, 1001)
+        SAMPLERS["ddim"](sampler, 1001)
     with pytest.raises(BadInput, match="leaves none"):
-        SAMPLERS["ddim"](how, 3, strength=0.1)
+        SAMPLERS["ddim"](sampler, 3, strength=0.1)

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from golden_weights import write_pipeline
 from helpers import relative
-from laws.families import built
+from laws.families import noisy_model
 from laws.test_denoisers import CASES, inputs_of
 from serve.image_servers import class_pipeline
 
@@ -41,13 +41,13 @@ def flux(tmp_path_factory: pytest.TempPathFactory) -> ImagePipeline:
 
 def test_flux_reuses_what_diffusers_reuses(flux: ImagePipeline):
     golden, reports = dict(np.load(GOLDEN / "golden.npz")), list[CacheReport]()
-    how: dict[str, Any] = {"steps": 8, "guidance": 3.5, "size": (48, 32), "latents": golden["latents"][:1], "output": "float"}
-    image = flux.images("a red fox in the snow", **how, step_cache=THRESHOLD, compare=True, report=reports.append)
+    arguments: dict[str, Any] = {"steps": 8, "guidance": 3.5, "size": (48, 32), "latents": golden["latents"][:1], "output": "float"}
+    image = flux.images("a red fox in the snow", **arguments, step_cache=THRESHOLD, compare=True, report=reports.append)
     assert np.abs(image - golden["out_cached"]).max() < 5e-5
     (report,) = reports
     assert (report.evaluations, report.reused) == (8, 3)
-    how["output"] = "latents"
-    full, cached = (flux.images("a red fox in the snow", **how, step_cache=threshold) for threshold in (None, THRESHOLD))
+    arguments["output"] = "latents"
+    full, cached = (flux.images("a red fox in the snow", **arguments, step_cache=threshold) for threshold in (None, THRESHOLD))
     assert report.errors == pytest.approx([np.linalg.norm(cached - full) / np.linalg.norm(full)], rel=1e-4)
     assert report.errors[0] > 0.05
 
@@ -57,24 +57,24 @@ def test_flux_decides_as_diffusers_step_by_step(flux: ImagePipeline):
     plan, (conditions, null) = flux.plan(flux.sampler, 8, (48, 32)), flux.conditions(["a red fox in the snow"], [None], 3.5)
     noise, scale = golden["latents"][:1].transpose(0, 2, 3, 1), np.full(1, 3.5, np.float32)
     run = flux.sampling(Drawing(plan, [(0, 0)], scale, conditions, null, noise.shape[1:], noise=noise, cache_threshold=THRESHOLD))
-    ran = [0]
+    layer_runs = [0]
     for i in range(run.evaluations):
         run.step(i)
-        ran.append(run.layer_runs)
-    np.testing.assert_array_equal(np.diff(ran), golden["computed"])
+        layer_runs.append(run.layer_runs)
+    np.testing.assert_array_equal(np.diff(layer_runs), golden["computed"])
 
 
 @pytest.mark.parametrize("config", LAYERED.values(), ids=LAYERED)
 def test_the_first_layer_and_the_rest_are_all_layers(config: Any):
     """Scanned, in plans of one kind of layer and of several."""
-    given = inputs_of(config)
-    graph, leaves = split(built(config, Scan()))
+    inputs = inputs_of(config)
+    graph, leaves = split(noisy_model(config, Scan()))
 
     @jax.jit
     def parts(leaves: Any) -> tuple[Any, Any]:
         model: LayeredDenoiser = merge(graph, leaves)
-        streams, step = model.begin(*given)
-        return model(*given), model.end(model.layered(model.layered(streams, step, "first"), step, "rest"), step)
+        streams, step = model.begin(*inputs)
+        return model(*inputs), model.end(model.layered(model.layered(streams, step, "first"), step, "rest"), step)
 
     whole, cut = parts(leaves)
     assert relative(cut, whole) < 2e-5
@@ -112,11 +112,11 @@ def test_any_range_of_a_plan_that_repeats_in_groups():
 
 def test_an_image_is_the_same_in_any_batch():
     """Images of different prompts decide for themselves, with guidance and without."""
-    pipe, how = class_pipeline(), {"steps": 12, "step_cache": 0.2, "output": "latents"}
+    pipe, arguments = class_pipeline(), {"steps": 12, "step_cache": 0.2, "output": "latents"}
     for guidance in (1.0, 3.0):
         reports = list[CacheReport]()
-        both = pipe.images(["fox", "owl"], seed=[3, 4], guidance=guidance, **how, report=reports.append)
-        alone = [pipe.images(p, seed=s, guidance=guidance, **how, report=reports.append)[0] for p, s in (("fox", 3), ("owl", 4))]
+        both = pipe.images(["fox", "owl"], seed=[3, 4], guidance=guidance, **arguments, report=reports.append)
+        alone = [pipe.images(p, seed=s, guidance=guidance, **arguments, report=reports.append)[0] for p, s in (("fox", 3), ("owl", 4))]
         np.testing.assert_allclose(both, alone, atol=1e-5)
         # The two decide differently, and in a batch the layers run where one of them needs them.
         together, *apart = (report.reused for report in reports)
@@ -125,21 +125,23 @@ def test_an_image_is_the_same_in_any_batch():
 
 
 def test_nothing_is_reused_below_a_threshold_that_no_step_keeps():
-    pipe, how, reports = class_pipeline(), {"steps": 5, "output": "latents"}, list[CacheReport]()
-    found = pipe.images("fox", **how, step_cache=1e-9, compare=True, report=reports.append)
-    np.testing.assert_allclose(found, pipe.images("fox", **how), atol=1e-6)
+    pipe, arguments, reports = class_pipeline(), {"steps": 5, "output": "latents"}, list[CacheReport]()
+    image = pipe.images("fox", **arguments, step_cache=1e-9, compare=True, report=reports.append)
+    np.testing.assert_allclose(image, pipe.images("fox", **arguments), atol=1e-6)
     assert reports == [CacheReport(5, 0, reports[0].errors)]
     assert reports[0].errors[0] < 1e-6
 
 
 def test_what_cannot_be_cached_is_refused(tmp_path: Path):
     pipe = class_pipeline()
-    for how, says in [({"step_cache": 0.0}, "above 0"), ({"compare": True}, "compare without step_cache")]:
+    for arguments, says in [({"step_cache": 0.0}, "above 0"), ({"compare": True}, "compare without step_cache")]:
         with pytest.raises(BadInput, match=says):
-            pipe.images("fox", **how)
-    one = ImagePipeline(built(pipe.config.model_copy(update={"layers": 1}), Unroll()), pipe.prompts, pipe.sampler, pipe.defaults)
+            pipe.images("fox", **arguments)
+    single_layer = ImagePipeline(
+        noisy_model(pipe.config.model_copy(update={"layers": 1}), Unroll()), pipe.prompts, pipe.sampler, pipe.defaults
+    )
     with pytest.raises(BadInput, match="one layer"):
-        one.images("fox", step_cache=0.1)
+        single_layer.images("fox", step_cache=0.1)
     unet = argosy.load(write_pipeline(GOLDEN.with_name("pipeline-sd"), tmp_path / "sd"))
     with pytest.raises(BadInput, match="UNet has no layers that follow each other"):
         unet.images("a red fox", step_cache=0.1)
