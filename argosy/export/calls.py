@@ -24,7 +24,8 @@ def checked_inputs(signature: BundleSignature, inputs: Mapping[str, Any]) -> dic
             raise BadInput(f"no input `{name}`", hint=nearest(name, [*texts, *specs]))
     arrays = {name: _as_array(specs[name], value) for name, value in inputs.items()}
     if missing := [spec.name for spec in signature.inputs if spec.name not in arrays and spec.default is None]:
-        other = f"; or `{texts[0]}`" if texts else ""
+        maker = next((step.input for step in signature.preprocess if missing[0] in step.results), None)
+        other = "" if maker is None else f"; or `{maker}`"
         raise BadInput(f"input `{missing[0]}` is missing", hint=f"it takes {', '.join(specs)}{other}")
     sizes = named_sizes(signature, arrays)
     for spec in signature.inputs:

@@ -1,6 +1,7 @@
 """Exports pipelines that draw images as bundles: `argosy export MODEL OUT signature=denoise`.
 
     denoise    prompt, negative_prompt, seed, index, guidance [batch] -> images [batch, H, W, 3] uint8, finite [batch]
+               and of each ControlNet its image, scale and kind (`control`)
 
 A program holds the whole way from ids of prompts to pixels: the text encoders, the sampler's table for a number of steps, the denoiser
 with and without its conditions, and the decoder. Size and steps are those of the export. An image is the one that
@@ -17,6 +18,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from argosy.core.errors import BadInput
+from argosy.export.control import bundled_control
 from argosy.export.lower import PLATFORMS, export_program, portable_implementations
 from argosy.export.manifest import BundleManifest, BundleSignature, TensorSignature
 from argosy.export.model import abstract_inputs, listed_sizes, size_combinations
@@ -43,7 +45,7 @@ class PipelineModule(nnx.Module):
     """The modules of a pipeline as one, with the conditions that guidance leads away from, of one row."""
 
     def __init__(self, pipeline: ImagePipeline, prompts: BundledPrompts | None, null: Conditions | None):
-        self.denoiser, self.dtype = pipeline.denoiser, pipeline.denoiser.dtype
+        self.denoiser, self.dtype = pipeline.steered_denoiser, pipeline.denoiser.dtype
         if prompts is not None:
             self.encoders = prompts.modules
         if pipeline.autoencoder is not None:
@@ -108,9 +110,8 @@ def denoise_signature(
     Raises:
         BadInput: the model cannot draw this size in so many steps.
     """
-    if pipeline.controlnets:
-        raise BadInput("bundles with a ControlNet are not built", hint="the folder of the pipeline without it")
     height, width = pipeline.checked_size(size)
+    control = bundled_control(pipeline, (height, width))
     count = pipeline.defaults.steps if steps is None else steps
     plan = pipeline.plan(pipeline.sampler, count, (height, width))
     config, null = pipeline.config, pipeline.prompts.null(1)
@@ -128,6 +129,7 @@ def denoise_signature(
     if learned or guided:
         about = "how strongly an image follows its conditions"
         specs.append(TensorSignature(name="guidance", shape=[BATCH], dtype="float32", description=about, default=scale, minimum=0))
+    specs += [] if control is None else control.inputs()
     outputs = [
         TensorSignature(name="images", shape=[BATCH, height, width, 3], dtype="uint8", description="RGB"),
         TensorSignature(name="finite", shape=[BATCH], dtype="bool", description="whether every number was finite"),
@@ -145,6 +147,8 @@ def denoise_signature(
         if guided:
             none = {k: jnp.broadcast_to(v[...], (rows, *v.shape[1:])) for k, v in module.null.items()}
             away = Conditions(**none) if prompts is None else prompts.base(module.encoders, inputs, none)
+        if control is not None:
+            conditions, away = control.put_on(module, inputs, conditions, away)
         keys = jax.vmap(lambda seed, i: jax.random.fold_in(jax.random.key(seed), i))(inputs["seed"], inputs["index"])
 
         def predict(x: Float[Array, "B H W C"], timestep: Float[Array, ""], level: Float[Array, "2"]) -> Float[Array, "B H W C"]:
@@ -168,6 +172,8 @@ def denoise_signature(
         finite = jnp.isfinite(latents).all((1, 2, 3)) & jnp.isfinite(images).all((1, 2, 3))
         return {"finite": finite, "images": jnp.rint(jnp.clip(images / 2 + 0.5, 0, 1) * 255).astype(jnp.uint8)}
 
+    example = {"labels": [0], "seed": [0]} if null.labels is not None else {} if prompts is None else PROMPTED
+    decoding = [] if control is None else control.steps
     signature = BundleSignature(
         description=f"an image of {width}x{height} pixels for each row, drawn in {count} steps of {pipeline.sampler.name}",
         inputs=specs,
@@ -175,8 +181,8 @@ def denoise_signature(
         programs=[],
         weights=[],
         padding=[BATCH],
-        preprocess=[] if prompts is None else list(prompts.steps),
-        example={"labels": [0], "seed": [0]} if null.labels is not None else {} if prompts is None else PROMPTED,
+        preprocess=[*([] if prompts is None else prompts.steps), *decoding],
+        example=example | (control.example if control is not None and example else {}),
     )
     return signature, function, PipelineModule(pipeline, prompts, null if guided else None)
 

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array
 
-from argosy.core.errors import BadInput
 from argosy.export.manifest import TensorSignature
 from argosy.export.model import tokenizer_files
 from argosy.export.signatures import BATCH
@@ -30,13 +29,10 @@ class BundledPrompts:
         guided: whether there are negative prompts.
 
     Raises:
-        BadInput: the pipeline has learned embeddings, or a chat template that changes prompts.
+        BadInput: a chat template changes prompts.
     """
 
     def __init__(self, prompts: EncoderPrompts, guided: bool):
-        if tokens := prompts.learned_tokens:
-            problem = f"bundles with learned embeddings ({', '.join(tokens)}) are not built"
-            raise BadInput(problem, hint="the pipeline without `embeddings`")
         self.prompts = prompts
         ends = [f"_{i + 1}" if i else "" for i in range(len(prompts.readers))]
         self.readers = dict(zip(ends, prompts.readers, strict=True))
@@ -50,14 +46,15 @@ class BundledPrompts:
 
     @property
     def modules(self) -> nnx.Dict:
-        """The text encoders."""
-        return nnx.Dict({f"text_encoder{end}": reader.module for end, reader in self.readers.items()})
+        """The text encoders, with the rows of learned tokens."""
+        return nnx.Dict({f"text_encoder{end}": reader.full_module for end, reader in self.readers.items()})
 
     def _step(self, name: str) -> TokenizePromptStep:
         encoders = []
         for end, reader in self.readers.items():
             (prefix_ids, suffix_ids), (prefix, suffix) = reader.frame, reader.affixes()
             names: Any = {"folder": f"tokenizer{end}", "tokens": f"{name}_ids{end}", "mask": f"{name}_mask{end}"}
+            names["learned"] = reader.learned_tokens.ids
             affixes: Any = {"prefix_ids": prefix_ids, "suffix_ids": suffix_ids, "prefix": prefix, "suffix": suffix}
             encoders.append(EncoderTokens(**names, **affixes, length=reader.length, pad=reader.pad, pad_left=reader.pads_left))
         return TokenizePromptStep(input=name, encoders=encoders, unescape=self.prompts.unescapes)
@@ -68,7 +65,8 @@ class BundledPrompts:
             of, default = step.input.replace("_", " "), 0 if step.input == NEGATIVE else None
             for encoder, reader in zip(step.encoders, self.readers.values(), strict=True):
                 tensor_fields: Any = {"shape": [BATCH, encoder.length], "dtype": "int32", "default": default, "minimum": 0}
-                about, most = f"ids of the {of} by `{encoder.folder}`", reader.module.config.vocab - 1
+                learned_rows = sum(map(len, reader.learned.values()))
+                about, most = f"ids of the {of} by `{encoder.folder}`", reader.module.config.vocab + learned_rows - 1
                 yield TensorSignature(name=encoder.tokens, description=about, pad=encoder.pad, maximum=most, **tensor_fields)
                 yield TensorSignature(name=encoder.mask, description="1 for tokens, 0 for padding", maximum=1, **tensor_fields)
 

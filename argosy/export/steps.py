@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput, nearest
@@ -20,6 +20,7 @@ from argosy.core.sequences import common_length
 from argosy.core.settings import Settings
 from argosy.data.framing import TextFrame, frame_ids, unescape_text
 from argosy.data.tokenizers import Tokenizer
+from argosy.data.tokenizers.learned import LearnedTokens
 
 
 class TokenizeStep(Settings):
@@ -112,6 +113,13 @@ class EncoderTokens(Settings):
     """The program's input that receives the ids."""
     mask: str
     """The program's input that receives 1 for each token of the text and 0 for padding."""
+    learned: dict[str, list[int]] = Field(default_factory=dict)
+    """The ids of learned tokens, by their names in a text."""
+
+    @model_serializer(mode="wrap")
+    def _without_learned(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """An encoder without learned tokens has the same text as when there were none."""
+        return {name: value for name, value in handler(self).items() if name != "learned" or value}
 
 
 class TokenizePromptStep(Settings):
@@ -317,7 +325,7 @@ def tokenized_prompts(step: TokenizePromptStep, tokenizer: Callable[[str], Token
         tokens = np.full((len(texts), encoder.length), encoder.pad, np.int32)
         mask = np.zeros_like(tokens)
         whole = [encoder.prefix + text + encoder.suffix for text in plain]
-        for i, ids in enumerate(tokenizer(encoder.folder).encode_many(whole, special=True)):
+        for i, ids in enumerate(LearnedTokens(encoder.learned).encode(tokenizer(encoder.folder), whole)):
             row = [*encoder.prefix_ids, *ids[:room], *encoder.suffix_ids]
             place = slice(encoder.length - len(row), None) if encoder.pad_left else slice(len(row))
             tokens[i, place], mask[i, place] = row, 1

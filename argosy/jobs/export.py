@@ -23,6 +23,8 @@ def export_bundle(
     dtype: str | None = None,
     quantization: str | None = None,
     adapter: str | None = None,
+    controlnet: str | Sequence[str] | None = None,
+    embeddings: str | Sequence[str] | None = None,
     steps: int | None = None,
     size: tuple[int, int] | None = None,
     say: Say = lambda _: None,
@@ -31,7 +33,7 @@ def export_bundle(
     """Writes a model as a bundle. Returns what was written.
 
     Args:
-        dtype, quantization, adapter: as in `argosy.load`.
+        dtype, quantization, adapter, controlnet, embeddings: as in `argosy.load`.
         signatures, options: as in `export.model.export_model`.
         steps, size: as in `export.images.export_images`, for models that draw images.
 
@@ -48,11 +50,14 @@ def export_bundle(
         _check_drawing(signatures, options)
         options = {name: value for name, value in options.items() if name not in ("length", "max_tokens", "mesh")}
         say(f"loading {model}")
-        pipeline = load(model, dtype=dtype, quantization=quantization, adapter=adapter)
+        more: Any = {"controlnet": controlnet, "embeddings": embeddings}
+        pipeline = load(model, dtype=dtype, quantization=quantization, adapter=adapter, **more)
         manifest = pipeline.export(target, steps=steps, size=size, lineage=source_lineage(model), say=say, **options)
         return bundle_facts(manifest) | {"source": model, "target": target, "seconds": time.monotonic() - start}
     if steps is not None or size is not None or "denoise" in (signatures or ()):
         raise BadInput("signature=denoise, steps and size are for models that draw images", hint="leave them out")
+    if controlnet is not None or embeddings is not None:
+        raise BadInput("controlnet and embeddings are for models of a diffusers folder, which draw images", hint="leave them out")
     check_one_tower(model, "export", say)
     say(f"loading {model}")
     lm = load(model, dtype=dtype, quantization=quantization, adapter=adapter)

@@ -11,6 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from argosy.core.counts import plural
+from argosy.export.control_inputs import FILE, IMAGE, MODE, SCALE, suffixes_in
 from argosy.export.manifest import BundleSignature
 from argosy.export.steps import TokenizePromptStep
 from argosy.predict.repository import LoadedVersion
@@ -24,6 +25,20 @@ IMAGES, FINITE = "images", "finite"
 MOST_IMAGES = 10
 
 
+class BundleImageFields(ImageGenerationFields):
+    """A request for images that a bundle draws.
+
+    control_image: for a bundle with a ControlNet, the image that it follows: a file in base64, or as a `data:` URL. It is resized to
+        the size of the images. For several ControlNets it is a list, in their order.
+    control_scale: how strongly it acts; one for all ControlNets, or one for each.
+    control_mode: for ControlNets that know several kinds of control, the number of the kind.
+    """
+
+    control_image: str | list[str] | None = None
+    control_scale: float | list[float] = 1.0
+    control_mode: int | list[int | None] | None = None
+
+
 class BundleImageRoutes:
     """/v1/images/generations."""
 
@@ -34,7 +49,7 @@ class BundleImageRoutes:
         return [Route("/v1/images/generations", self.generations, methods=["POST"])]
 
     async def generations(self, request: Request) -> Response:
-        fields = ImageGenerationFields.of(await read_json_body(request, self.service.settings.limits))
+        fields = BundleImageFields.of(await read_json_body(request, self.service.settings.limits))
         fields.check_format()
         name = self._name(fields)
         version = self.service.find(name)
@@ -46,7 +61,7 @@ class BundleImageRoutes:
         files = await asyncio.to_thread(lambda: [fields.file(image) for image in images])
         return Json({"created": int(time.time()), "data": [{"b64_json": file} for file in files]} | fields.about(images[0]))
 
-    def _name(self, fields: ImageGenerationFields) -> str:
+    def _name(self, fields: BundleImageFields) -> str:
         """The model of a request; the only one that draws, where it names none."""
         models = self.service.repository.models
         if fields.model is not None:
@@ -66,11 +81,12 @@ def draws_prompts(version: LoadedVersion) -> bool:
     return is_prompted and {IMAGES, FINITE} <= {spec.name for spec in of.outputs}
 
 
-def image_inputs(of: BundleSignature, fields: ImageGenerationFields, name: str) -> dict[str, Any]:
+def image_inputs(of: BundleSignature, fields: BundleImageFields, name: str) -> dict[str, Any]:
     """The inputs of a signature for a request.
 
     Raises:
-        ApiError: the signature draws no prompts, another size, or takes no guidance or negative prompt; or too many images are wanted.
+        ApiError: the signature draws no prompts, another size, or takes no guidance, negative prompt or control image; or too many
+            images are wanted, or control images are missing.
     """
     outputs = {spec.name: spec for spec in of.outputs}
     prompts = [step.input for step in of.preprocess if isinstance(step, TokenizePromptStep)]
@@ -91,4 +107,38 @@ def image_inputs(of: BundleSignature, fields: ImageGenerationFields, name: str) 
         if "guidance" not in {spec.name for spec in of.inputs}:
             raise ApiError("`guidance_scale` has no effect on this model", param="guidance_scale", code="unsupported_parameter")
         inputs["guidance"] = [fields.guidance_scale] * fields.n
-    return inputs
+    return inputs | {key: [value] * fields.n for key, value in control_values(of, fields, name).items()}
+
+
+def control_values(of: BundleSignature, fields: BundleImageFields, name: str) -> dict[str, Any]:
+    """What the ControlNets of a signature are given for each image of a request, by the names of its inputs.
+
+    Raises:
+        ApiError: the signature has no ControlNet, or another number of them, or kinds of control do not fit.
+    """
+    ends, specs = suffixes_in(of), {spec.name: spec for spec in of.inputs}
+    given = [field for field in (IMAGE, SCALE, MODE) if field in fields.model_fields_set]
+    if given and not ends:
+        raise ApiError(f"`{given[0]}`: model `{name}` has no ControlNet", param=given[0], code="unsupported_parameter")
+    files = [fields.control_image] if isinstance(fields.control_image, str) else fields.control_image or []
+    if len(files) != len(ends):
+        needed = "the image that its ControlNet follows" if len(ends) == 1 else f"{len(ends)} images, one for each ControlNet"
+        raise ApiError(f"`control_image`: model `{name}` needs {needed}", param=IMAGE)
+    values: dict[str, Any] = {}
+    for i, end in enumerate(ends):
+        values |= {f"{FILE}{end}": files[i], f"{SCALE}{end}": _of_each(SCALE, fields.control_scale, i, len(ends))}
+        mode, spec = _of_each(MODE, fields.control_mode, i, len(ends)), specs.get(f"{MODE}{end}")
+        if (mode is None) != (spec is None):
+            state = "has no effect on a ControlNet of one kind" if spec is None else f"is missing: a number from 0 to {spec.maximum}"
+            raise ApiError(f"`control_mode` {state}", param=MODE)
+        values |= {} if spec is None else {spec.name: mode}
+    return values
+
+
+def _of_each(field: str, value: Any, i: int, count: int) -> Any:
+    """The value of ControlNet i of `count`, of a list or of one for all."""
+    if not isinstance(value, list):
+        return value
+    if len(value) != count:
+        raise ApiError(f"`{field}`: {len(value)} of them for {plural(count, 'ControlNet')}", param=field)
+    return value[i]

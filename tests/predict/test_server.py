@@ -23,7 +23,8 @@ from predict_servers import serving, write_scaled
 from starlette.requests import Request
 
 import argosy
-from argosy.core.formats.image_files import read_image
+from argosy.core.formats.image_files import read_image, resize_image
+from argosy.core.formats.png import png_bytes
 from argosy.data.tokenizers.load import find_tokenizer
 from argosy.export.bundle import Bundle
 from argosy.export.steps import at_unit_length
@@ -359,6 +360,39 @@ def test_images_by_openais_client(tmp_path: Path):
                 client.images.generate(**{"model": "small", "prompt": "a red fox"} | words)
         with pytest.raises(openai.NotFoundError, match="does not exist"):
             client.images.generate(model="other", prompt="a red fox")
+
+
+@pytest.mark.slow
+def test_control_images_by_openais_client(tmp_path: Path):
+    """A bundle with a ControlNet draws what its pipeline draws from the same control image, of any size."""
+    goldens = Path(__file__).parents[1] / "goldens" / "images"
+    pipe = argosy.load(write_pipeline(goldens / "pipeline-sd-controlnet", tmp_path / "pipeline"))
+    how = {"steps": 2, "size": 16}
+    pipe.export(tmp_path / "models" / "edges" / "1", platforms=["cpu"], batch=[2], **how)
+    write_scaled(tmp_path / "models" / "scaled" / "1", 2.0)
+    control = np.random.default_rng(0).integers(0, 256, (20, 24, 3)).astype(np.uint8)
+    file = base64.b64encode(png_bytes(control)).decode()
+    control_how: dict[str, Any] = {"control_image": resize_image(control, 16, 16), "control_scale": 0.5}
+    expected = pipe.images("a red fox", guidance=3.0, seed=5, n=2, **control_how, **how)
+    with (
+        serving(tmp_path / "models") as (address, _),
+        openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client,
+    ):
+        extra = {"control_image": f"data:image/png;base64,{file}", "control_scale": 0.5, "guidance_scale": 3.0, "seed": 5}
+        found = client.images.generate(prompt="a red fox", n=2, extra_body=extra)
+        images = [read_image(base64.b64decode(one.b64_json)) for one in found.data]
+        assert np.abs(np.stack(images).astype(int) - expected).max() <= 1
+        for more, why in (
+            ({}, "needs the image that its ControlNet follows"),
+            ({"control_image": [file, file]}, "needs the image that its ControlNet follows"),
+            ({"control_image": "AAAA"}, "control_image_file"),
+            ({"control_image": file, "control_scale": [1.0, 1.0]}, "2 of them for 1 ControlNet"),
+            ({"control_image": file, "control_scale": 101.0}, "0 to 100"),
+            ({"control_image": file, "control_mode": 1}, "has no effect on a ControlNet of one kind"),
+            ({"control_image": file, "control_start": 0.5}, "control_start"),
+        ):
+            with pytest.raises(openai.BadRequestError, match=why):
+                client.images.generate(prompt="a red fox", extra_body=more)
 
 
 def test_embeddings_by_openais_client(tmp_path: Path):

@@ -190,6 +190,7 @@ def words(data: Path, folder: Path, *more: str) -> list[str]:
     return ["vae", f"data.source={data}", f"dir={folder}", *SMALL, *HOW, *more]
 
 
+@pytest.mark.slow
 def test_the_term_falls_and_what_is_compared_is_recorded(files, data, tmp_path):
     net, linear = files / "shallow.safetensors", files / "shallow_linear.safetensors"
     terms = [f"objective.perceptual.net={net}", f"objective.perceptual.linear={linear}", "optimizer.learning_rate=1e-2"]

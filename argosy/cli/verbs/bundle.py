@@ -158,7 +158,7 @@ def bundle_report(facts: dict[str, Any]) -> str:
             for side in ("inputs", "outputs")
             for spec in signature[side]
         ]
-        rows += [("in", step["input"], "text", "[batch]", "in place of " + step["tokens"]) for step in signature["preprocess"]]
+        rows += [_step_row(step) for step in signature["preprocess"]]
         lines.append(columns(("", "name", "type", "shape", ""), rows))
         steps = [step["step"] for step in (*signature["preprocess"], *signature["postprocess"])]
         platforms = dict.fromkeys(p for program in signature["programs"] for p in program["platforms"])
@@ -175,6 +175,14 @@ def bundle_report(facts: dict[str, Any]) -> str:
     lines.append(f"{until}, which is past" if is_past else f"{until}, {format_duration(facts['days_left'] * 86400)} from now")
     lines.append(f"sha256 {facts['sha256']}{', signed' if facts['signed'] else ''}")
     return "\n".join(lines)
+
+
+def _step_row(step: dict[str, Any]) -> tuple[str, ...]:
+    """The input of a step before the program: a text or an image file, and what it takes the place of."""
+    if step["step"] == "decode_image":
+        return "in", step["input"], "file", "[batch]", f"in place of {step['image']}"
+    tokens = [encoder["tokens"] for encoder in step["encoders"]] if "encoders" in step else [step["tokens"]]
+    return "in", step["input"], "text", "[batch]", f"in place of {', '.join(tokens)}"
 
 
 def output_text(value: Any) -> str:

@@ -21,6 +21,8 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 SIGNATURES = ("logits", "embed", "classify", "generate", "rank", "user", "item", "denoise")
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+# Settings of `argosy.load`.
+LOADING = ("dtype", "quantization", "adapter", "controlnet", "embeddings")
 
 
 class Export(Settings):
@@ -53,6 +55,11 @@ class Export(Settings):
     """A preset of `argosy quantize`, such as w8 or w4, or a YAML file of rules. Folders that are quantized already stay so."""
     adapter: str | None = None
     """A folder of low-rank adapters, which become part of the program."""
+    controlnet: str | tuple[str, ...] | None = None
+    """A ControlNet that steers the denoiser of a diffusers folder, as `argosy generate` takes it; several as a list. Its control image
+    is an input of the bundle."""
+    embeddings: str | tuple[str, ...] | None = None
+    """Learned embeddings (textual inversion) of a diffusers folder, as `argosy generate` takes them; prompts name their tokens."""
     mesh: ExportMesh = ExportMesh()
     """The devices that its programs run on together, for a model that one host cannot hold. They need not be here."""
     store: str | None = None
@@ -81,7 +88,7 @@ def export_words(
     settings = read_settings(Export, words_layer(words or [])).value
     platforms = names_of("platforms", settings.platforms, PLATFORMS)
     signatures = None if settings.signature is None else names_of("signature", settings.signature, SIGNATURES)
-    options: dict[str, Any] = settings.model_dump(include={"max_tokens", "dtype", "quantization", "adapter", "store", "sign", "steps"})
+    options: dict[str, Any] = settings.model_dump(include={*LOADING, "max_tokens", "store", "sign", "steps"})
     options["size"] = parsed_size(settings.size)
     options["mesh"] = settings.mesh if settings.mesh.sizes() else None
     options |= {"platforms": platforms, "batch": sizes_in("batch", settings.batch), "length": sizes_in("length", settings.length)}

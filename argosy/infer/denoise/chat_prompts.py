@@ -21,6 +21,7 @@ from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.core.progress import Say
 from argosy.data.chat.template import choose_template, render
+from argosy.data.tokenizers.learned import LearnedTokens
 from argosy.infer.denoise.finite import check_finite
 from argosy.infer.denoise.prompts import EncoderPrompts, TextStates
 from argosy.models.diffusion.base import Conditions
@@ -90,7 +91,8 @@ class ChatReader:
         system: str | None = None,
         pads_left: bool = False,
     ):
-        self.module, self.tokenizer, self.length, self.name, self.say = module, tokenizer, length, name, say
+        self.module = self.full_module = module
+        self.tokenizer, self.length, self.name, self.say = tokenizer, length, name, say
         self.system, self.pads_left = system, pads_left
         self.variables, self._template = variables, choose_template(tokenizer.chat_templates)
         if wrong := [i for i in layers if not 0 <= i <= module.config.layers]:
@@ -98,6 +100,7 @@ class ChatReader:
         pad = tokenizer.special.get("pad_token")
         self.pad = tokenizer.encode(pad, special=True)[0] if pad else 0
         self.learned: dict[str, list[int]] = {}
+        self.learned_tokens = LearnedTokens({})
         graph, self._leaves = split(module)
         self.layers = tuple(layers)
         self._program = _layer_states(graph, module.dtype, self.layers)

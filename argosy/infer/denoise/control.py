@@ -96,7 +96,7 @@ def checked_mode(config: ControlNetSettings, mode: int | None, which: str) -> in
     return mode
 
 
-def remove_shift(config: ControlNetSettings, autoencoder: Any, latents: np.ndarray) -> np.ndarray:
+def remove_shift(config: ControlNetSettings, autoencoder: Any, latents: Any) -> Any:
     """Latents of control images as a ControlNet reads them: those of InstantX for Stable Diffusion 3 are not shifted, as in diffusers.
 
     Args:

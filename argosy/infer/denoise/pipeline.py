@@ -110,9 +110,9 @@ class ImagePipeline:
         for i, controlnet in enumerate(controlnets):
             which = "" if len(controlnets) == 1 else f" {i + 1} of {len(controlnets)}"
             check_controlnet(controlnet.config, denoiser.config, self.factor, which)
-        if controlnets:
-            denoiser = with_controlnets(denoiser, controlnets)
-        self._graph, self._leaves = split(denoiser)
+        # The denoiser, with the ControlNets that steer it.
+        self.steered_denoiser = with_controlnets(denoiser, controlnets) if controlnets else denoiser
+        self._graph, self._leaves = split(self.steered_denoiser)
 
     def save(self, folder: str | Path) -> None:
         """Writes a diffusers folder.

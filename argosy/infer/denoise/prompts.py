@@ -10,7 +10,6 @@ Texts are padded to one length, and padding is read like words: so these models 
 leave it out. A longer text loses its end, which is said.
 """
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -26,6 +25,7 @@ from argosy.core.errors import BadInput
 from argosy.core.progress import Say
 from argosy.data.framing import unescape_text
 from argosy.data.tokenizers.config import read_config
+from argosy.data.tokenizers.learned import LearnedTokens
 from argosy.infer.denoise.finite import check_finite
 from argosy.models.blocks.clip import text_states, unet_conditions
 from argosy.models.diffusion.base import Conditions
@@ -52,6 +52,7 @@ class PromptTokens:
         learned: the number of rows of each learned token.
 
     learned: the ids of each learned token's rows, by its name in lower case.
+    learned_tokens: the same by the names as they are written.
     frame: ids before and after each text.
     pad: the id of padding.
     pads_left: whether padding stands before the text: never.
@@ -66,16 +67,15 @@ class PromptTokens:
         self, config: Any, tokenizer: Any, length: int, name: str, say: Say | None = None, learned: Mapping[str, int] | None = None
     ):
         self.tokenizer, self.length, self.name, self.say = tokenizer, length, name, say
-        self.learned: dict[str, list[int]] = {}
+        learned_ids: dict[str, list[int]] = {}
         at = config.vocab
         for token, rows in (learned or {}).items():
             if tokenizer.id_of(token) is not None:
                 what = f"the learned token {token!r} is in the vocabulary of {name} already"
                 raise BadInput(what, hint="another name, such as <cat-toy>: of a file with emb_params, that of the file")
-            self.learned[token.lower()] = list(range(at, at := at + rows))
-        # By the names as they are written: "İ" is two letters in lower case, and "ſ" matches "s".
-        self._names = sorted(learned or {}, key=len, reverse=True)
-        self._token = re.compile(f"({'|'.join(map(re.escape, self._names))})", re.IGNORECASE)
+            learned_ids[token] = list(range(at, at := at + rows))
+        self.learned_tokens = LearnedTokens(learned_ids)
+        self.learned = {token.lower(): ids for token, ids in learned_ids.items()}
         first, last = (self._special(role) for role in config.framing)
         self.frame, pad = (first, last), self._special("pad_token")
         self.pad = pad[0] if pad else (last[0] if last else 0)
@@ -110,22 +110,7 @@ class PromptTokens:
 
     def encoded(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of each text alone. Learned tokens part it, as added tokens do in transformers, within words too."""
-        if not self.learned:
-            return self.tokenizer.encode_many(list(texts), special=True)
-        parts = [self._token.split(text) for text in texts]
-        plain = iter(self.tokenizer.encode_many([part for one in parts for part in one[::2]], special=True))
-        found = []
-        for one in parts:
-            ids: list[int] = []
-            for i, part in enumerate(one):
-                ids += self._rows(part) if i % 2 else next(plain)
-            found.append(ids)
-        return found
-
-    def _rows(self, match: str) -> list[int]:
-        """The ids of the learned token that a part of a text names."""
-        token = next(name for name in self._names if re.fullmatch(re.escape(name), match, re.IGNORECASE))
-        return self.learned[token.lower()]
+        return self.learned_tokens.encode(self.tokenizer, texts)
 
     def _decoded(self, ids: Sequence[int]) -> str:
         """The text of ids, the names of learned tokens among them."""
@@ -149,6 +134,8 @@ class PromptReader(PromptTokens):
     Args:
         module: of CLIP or T5.
         learned: [n D] rows of each learned token, which stand where its name is in a text (textual inversion).
+
+    full_module: the encoder with these rows behind those of its vocabulary.
     """
 
     def __init__(
@@ -162,13 +149,14 @@ class PromptReader(PromptTokens):
     ):
         learned = learned or {}
         super().__init__(module.config, tokenizer, length, name, say, {token: len(rows) for token, rows in learned.items()})
-        self.module = module
+        self.module = self.full_module = module
         graph, self._leaves = split(module)
         if learned:
             # The table of this program alone: the module stays as its folder has it.
             table = self._leaves[EMBEDDING]
             rows = np.concatenate(list(learned.values()))
             self._leaves = self._leaves | {EMBEDDING: jnp.concatenate([table, jnp.asarray(rows, table.dtype)])}
+            self.full_module = merge(graph, self._leaves)
         self._program = _states(graph, module.dtype)
 
     def states(self, texts: Sequence[str], *, masked: bool = False) -> TextStates:
@@ -218,9 +206,11 @@ class TextReader(Protocol):
     """A text encoder with its tokenizer: `PromptReader`, or `chat_prompts.ChatReader`."""
 
     module: Any
+    full_module: Any
     tokenizer: Any
     length: int
     learned: dict[str, list[int]]
+    learned_tokens: LearnedTokens
     frame: tuple[list[int], list[int]]
     pad: int
     pads_left: bool

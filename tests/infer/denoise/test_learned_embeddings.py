@@ -11,6 +11,8 @@ from safetensors.numpy import load_file, save_file
 
 import argosy
 from argosy.core.errors import BadInput
+from argosy.export.prompts import BundledPrompts
+from argosy.export.steps import tokenized_prompts
 from argosy.jobs.images import GenerateImages, generate_images
 
 GOLDEN = Path(__file__).parents[2] / "goldens" / "images" / "pipeline-sd"
@@ -71,6 +73,20 @@ def test_letters_that_match_those_of_another_case_name_the_token(folder, tmp_pat
     save_file({token: load_file(FILE)["<snow-fox>"][:1]}, tmp_path / "learned_embeds.safetensors")
     reader = argosy.load(folder, embeddings=tmp_path).prompts.readers[0]
     assert 90 in reader.encoded([text])[0]
+
+
+def test_bundles_read_tokens_as_the_pipeline(folder, tmp_path):
+    """In any case and within words; by the ids that stand in the manifest."""
+    save_file({"<Snow-Fox>": load_file(FILE)["<snow-fox>"]}, tmp_path / "learned_embeds.safetensors")
+    prompts = argosy.load(folder, embeddings=tmp_path).prompts
+    (step, _), (reader,) = BundledPrompts(prompts, True).steps, prompts.readers
+    step = type(step).model_validate_json(step.model_dump_json())
+    texts = ["a <snow-fox> in the snow", "infra<SNOW-FOX>red", "nothing of it"]
+    found = tokenized_prompts(step, lambda folder: reader.tokenizer, texts)
+    ids, mask = reader.padded(texts)
+    assert (ids >= 90).any()
+    np.testing.assert_array_equal(found["prompt_ids"], ids)
+    np.testing.assert_array_equal(found["prompt_mask"], mask)
 
 
 def test_a_token_stands_within_words_as_added_tokens_do(folder, tmp_path):
