@@ -12,8 +12,8 @@ kernels   the largest difference of each implementation from the reference in fl
           value and gradient; and milliseconds of both
 train     an update of a model of 1.2B parameters in bfloat16 by each attention: milliseconds, tokens a second, MFU, memory as the run
           predicted it, as the compiler counts it and as the device had it at its peak
-decode    tokens a second of the engine at 1, 8 and 32 rows, in bfloat16 and by presets of `argosy quantize`; beside the floor, which is
-          the bytes of the weights over the device's bandwidth
+decode    tokens a second of the engine at 1, 8 and 32 rows, in bfloat16 with one step and with eight a dispatch, and by presets of
+          `argosy quantize`; beside the floor, which is the bytes of the weights over the device's bandwidth
 profile   where the time of a training step and of a decode step goes: the kernels that took most of it
 verbs     seconds of verbs as a user types them: a run, its resume, text from it, its quantization, text from that
 
@@ -32,6 +32,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,7 @@ def packages(tiny: bool) -> None:
         except ModuleNotFoundError:
             return True
 
-    missing = [name for name in names if is_missing(name)]
+    missing = sorted({name for name in names if is_missing(name)} | absent_requirements(names))
     if missing:
         raise SystemExit(f"missing packages: {' '.join(missing)}")
     import flax
@@ -131,6 +132,26 @@ def packages(tiny: bool) -> None:
     memory = (device.memory_stats() or {}).get("bytes_limit", 0)
     print(f"{device.device_kind}, {memory / 2**30:.0f} GiB for jax; Python {sys.version.split()[0]}, jax {jax.__version__}, "
           f"flax {flax.__version__}")  # fmt: skip
+
+
+def absent_requirements(names: list[str]) -> set[str]:
+    """Packages that installed ones of these need, on this machine, directly or not, and that are not installed."""
+    from packaging.requirements import Requirement
+
+    absent, known, queue = set[str](), set[str](), list(names)
+    while queue:
+        name = queue.pop()
+        if name in known:
+            continue
+        known.add(name)
+        try:
+            needs = [Requirement(line) for line in metadata.requires(name) or []]
+        except metadata.PackageNotFoundError:
+            if name not in names:
+                absent.add(name)
+            continue
+        queue += [need.name for need in needs if need.marker is None or need.marker.evaluate({"extra": ""})]
+    return absent
 
 
 # ---------------------------------------------------------------- kernels
@@ -371,10 +392,12 @@ def decode(tiny: bool) -> None:
 
     preset, length, new = ("argosy-1m", 16, 64) if tiny else ("llama3.2-1b", 128, 128)
     dtype = jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32
-    row = table("weights", "rows", "tokens/s", "ms a step", "floor ms", "first tokens, s")
-    for form in (np.dtype(dtype).name, "w8", *(() if tiny else ("w4", "fp8", "mxfp4"))):
-        lm = random_lm(preset_config(preset), 0, dtype=dtype, engine=EngineSettings(slots=32, context=length + new + 1))
-        if form != np.dtype(dtype).name:
+    row = table("weights", "steps", "rows", "tokens/s", "ms a step", "floor ms", "first tokens, s")
+    plain = np.dtype(dtype).name
+    for form, steps in ((plain, 1), (plain, 8), ("w8", 1), *(() if tiny else (("w4", 1), ("fp8", 1), ("mxfp4", 1)))):
+        engine = EngineSettings(slots=32, context=length + new + 1, steps=steps)
+        lm = random_lm(preset_config(preset), 0, dtype=dtype, engine=engine)
+        if form != plain:
             lm.quantize(form)
         size = sum(a.nbytes for address, a in split(lm.module)[1].items() if not address.startswith("embed.") or lm.config.tied)
         peak = peaks()
@@ -392,7 +415,7 @@ def decode(tiny: bool) -> None:
             first, whole = spent(1), spent(new)
             step = (whole - first) / (new - 1)
             floor = f"{1e3 * size / peak[1]:.2f}" if peak else "-"
-            row(form, rows, f"{rows * (new - 1) / (whole - first):,.0f}", f"{1e3 * step:.2f}", floor, f"{first:.3f}")
+            row(form, steps, rows, f"{rows * (new - 1) / (whole - first):,.0f}", f"{1e3 * step:.2f}", floor, f"{first:.3f}")
 
 
 # ---------------------------------------------------------------- profile

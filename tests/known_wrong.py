@@ -701,7 +701,7 @@ EDITS = [
         "argosy/models/hub/config.py",
         "new = scaling | {",
         'new = {"rope_type": "default"} | {',
-        (f"{LAWS}hub_folder_gives_the_model_again[phi-long]",),
+        ("tests/models/test_hub_config.py::test_rope_of_both_generations",),
     ),
     Edit(
         "another equation is not checked",
@@ -889,11 +889,11 @@ EDITS = [
         ("tests/data/test_conversations.py::test_whole_records_are_held_out",),
     ),
     Edit(
-        "messages that do not count learned",
+        "weights of messages ignored",
         "argosy/data/chat/mask.py",
-        "return {place: span for place, span in turns.items() if learned[place]}",
-        "return dict(turns)",
-        ("tests/data/test_conversations.py::test_only_messages_that_count_are_learned",),
+        "[conversation.learned[place] for place in spans]",
+        "[1.0 for place in spans]",
+        ("tests/data/test_weights.py::test_a_number_a_message_weighs_its_turn",),
     ),
     Edit(
         "a prepared folder's settings ignored",
@@ -1006,11 +1006,11 @@ EDITS = [
         ("tests/rl/test_policy.py::test_log_probabilities_are_those_of_each_answer_alone[blocks-1.0]",),
     ),
     Edit(
-        "a resume held against settings.yml",
+        "who set a setting is read from settings.yml",
         "argosy/checkpoint/run_directory.py",
         "for step in reversed(self.steps()):",
         "for step in ():",
-        (f"{RUNS}an_edited_settings_yml_is_held_against_the_checkpoint",),
+        (f"{RUNS}who_set_what_is_kept_when_the_directory_is_the_recipe",),
     ),
     Edit(
         "keep_best ignored",

@@ -298,6 +298,7 @@ def test_new_weights_count_at_once_for_running_and_for_new_requests():
 
 def test_a_preempted_answer_whose_chunks_end_one_token_early_resumes_in_another_slot(lm: LM, engine: Engine):
     (prompt,) = prompts(lm.config.vocab, (60,))
+    engine.reset_prefix_cache()
     number, tokens = engine.add(Request(prompt, 12, priority=1)), []
     while len(tokens) < 4:
         tokens += [event.token for event in engine.step()]

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from argosy.core.errors import BadInput, Unsupported
+from argosy.models.hub.config import write_rope
 from argosy.models.llama import LlamaConfig
 from argosy.models.settings import LinearScaling, Llama3Scaling, Yarn
 from argosy.weights.hub.config import config_from
@@ -96,6 +97,10 @@ def test_rope_of_both_generations(said, expected):
     assert (rope.base, rope.scaling) == expected
     again = LlamaConfig.from_hub(LlamaConfig.from_hub(BASE | said).to_hub())
     assert again.rope == rope
+    written = write_rope(rope)
+    for generation in ("rope_parameters", "rope_scaling"):
+        alone = {key: value for key, value in written.items() if key in ("rope_theta", generation)}
+        assert LlamaConfig.from_hub(BASE | alone).rope == rope
 
 
 @pytest.mark.parametrize(

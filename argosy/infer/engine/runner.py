@@ -37,7 +37,15 @@ from argosy.infer.forward.passes import OneProgram, forward_of
 from argosy.infer.forward.step import PageTables
 from argosy.infer.placement import home_mesh, weights_home
 from argosy.infer.sampling.sample import Sampling, Seed, seed_words, stream_data
-from argosy.infer.sampling.sampler import SamplerOutput, empty_slots, sample, slot_row, write_masks, write_slot
+from argosy.infer.sampling.sampler import (
+    SamplerFeatures,
+    SamplerOutput,
+    empty_slots,
+    sample,
+    slot_row,
+    write_masks,
+    write_slot,
+)
 from argosy.infer.settings import MTP, EngineSettings
 from argosy.infer.speculation.drafts import DraftContext
 from argosy.infer.speculation.speculate import VerifiedTokens, speculation_of
@@ -49,7 +57,7 @@ from argosy.ops.native import library
 from argosy.ops.native.products import Panels
 from argosy.ops.programs.programs import Program, Programs, abstract_arrays
 from argosy.ops.programs.store import ProgramStore
-from argosy.parallel.scope import scope
+from argosy.parallel.scope import platform, scope
 from argosy.weights.gguf.blocks import Origin
 
 
@@ -110,6 +118,9 @@ class Runner:
         # A CPU touches all of the cache to reserve it (0.7 s for 4 GB), which `warm_up` does while programs load.
         self._caches: Caches | None = None if self.on_cpu else self._allocated()
         self.slots = jax.device_put(empty_slots(settings.slots, self.vocab), self.home)
+        # The settings of sampling of each slot's owner. Elsewhere the device looks them up, where a program is compiled for them all.
+        with self.on_mesh():
+            self._slot_features = np.zeros(settings.slots, np.int32) if platform() == "gpu" else None
         if self.speculation is not None:
             self.speculation.drafter.allocate(self.cache_size.pages)
         self._sizes: set[tuple[Any, ...]] = set()
@@ -235,6 +246,9 @@ class Runner:
         prompt, completion = scheduled.tokens[: scheduled.prompt], scheduled.completion
         # A grammar's mask is written before the request is sampled.
         mask = limits.bits(completion) if limits and state.matcher is None else None
+        if self._slot_features is not None:
+            has_mask = mask is not None or state.matcher is not None
+            self._slot_features[scheduled.slot] = SamplerFeatures.by(request.sampling, request.top, mask=has_mask)
         self._write_slot(scheduled.slot, request.sampling, state.random_key, request.top, prompt, completion, mask)
         state.slot, state.mask = (scheduled.slot, scheduled.preemptions), b"" if mask is None else mask.tobytes()
         if self.adapters is not None:
@@ -269,15 +283,25 @@ class Runner:
         self.stats.steps += batch.sizes.steps
         return batch, out
 
-    def compute(self, batch: StepBatch, constrain: Callable[[StepBatch], None] = lambda _: None) -> SamplerOutput | VerifiedTokens:
-        """The forward pass of a step, then the sampler."""
+    def compute(
+        self,
+        batch: StepBatch,
+        constrain: Callable[[StepBatch], None] = lambda _: None,
+        features: SamplerFeatures | None = None,
+    ) -> SamplerOutput | VerifiedTokens:
+        """The forward pass of a step, then the sampler.
+
+        Args:
+            constrain: as in `dispatch`.
+            features: the settings of sampling that its program has; None: those of the batch's requests.
+        """
         if batch.sizes.steps > 1:
             constrain(batch)
-            return self._several(batch)
+            return self._several(batch, features)
         if batch.drafts is None:
             logits = self._logits(batch)
             constrain(batch)
-            return self._sampled(logits, batch.owners)
+            return self._sampled(logits, batch.owners, features)
         assert self.speculation is not None
         states = self.speculation.copied_states(self.caches, batch)
         logits = self._logits(batch)
@@ -304,20 +328,28 @@ class Runner:
             self.speculation.drafter.observe(batch, hidden)
         return logits
 
-    def _several(self, batch: StepBatch) -> SamplerOutput:
+    def _several(self, batch: StepBatch, features: SamplerFeatures | None) -> SamplerOutput:
         """Several decode steps, each with its sampler."""
         assert isinstance(self.forward, OneProgram)
         sizes, owners = batch.sizes, batch.owners
+        features = self._features_of(owners) if features is None else features
         label, program = f"{plural(sizes.steps, 'step')} of {sizes.decodes} decoding rows", self.forward.several
         state = self._prepared, self.caches, self.slots, batch.words, batch.picks, owners
-        self.slots, self.caches, out = self.run(label, program, ("several", *sizes, len(owners)), *state, sizes)
+        self.slots, self.caches, out = self.run(label, program, ("several", *sizes, len(owners), features), *state, sizes, features)
         return out
 
-    def _sampled(self, logits: Any, owners: np.ndarray) -> SamplerOutput:
+    def _sampled(self, logits: Any, owners: np.ndarray, features: SamplerFeatures | None) -> SamplerOutput:
         """Samples a token for each row with an owner."""
-        count = len(owners)
-        self.slots, out = self.run(f"the sampler for {plural(count, 'row')}", sample, (count,), self.slots, logits, owners)
+        count, features = len(owners), self._features_of(owners) if features is None else features
+        label = f"the sampler for {plural(count, 'row')}"
+        self.slots, out = self.run(label, sample, (count, features), self.slots, logits, owners, features)
         return out
+
+    def _features_of(self, owners: np.ndarray) -> SamplerFeatures:
+        """The settings of sampling that a program for these slots has."""
+        if self._slot_features is None:
+            return SamplerFeatures.ALL
+        return SamplerFeatures(max(self._slot_features[owners[owners >= 0]], default=0))
 
     # ---------------------------------------------------------------- programs
 
@@ -384,7 +416,8 @@ class Runner:
     def _call_all(self, copies: bool) -> None:
         self.random_key(0, 0)
         for batch in self.batches.all_batches():
-            self.compute(batch)
+            for features in (SamplerFeatures.ALL,) if self._slot_features is None else SamplerFeatures:
+                self.compute(batch, features=features)
         if self.speculation is not None:
             for batch in self.batches.all_batches(self.speculation.draft_width):
                 self.compute(batch)

@@ -29,7 +29,7 @@ from argosy.infer.cpu.prepare import WeightPreparation
 from argosy.infer.cpu.views import is_on_one_cpu
 from argosy.infer.forward.layers import AbsentWeights, LayerPrograms, traced_model
 from argosy.infer.forward.step import StepSizes, read_overlaid_step, read_step, split_words
-from argosy.infer.sampling.sampler import SamplerOutput, Slots, sample_rows
+from argosy.infer.sampling.sampler import SamplerFeatures, SamplerOutput, Slots, sample_rows
 from argosy.models.parts.attention.attend import Attend
 from argosy.models.parts.attention.cache import Caches, Specs, constrain_caches
 from argosy.models.parts.inputs import as_inputs
@@ -208,16 +208,25 @@ class OneProgram(Forward):
         return self.run(self.program(kind), (sizes, _shapes(more)), weights, caches, inputs, more, sizes)
 
     def several(
-        self, weights: Leaves, caches: Caches, slots: Slots, words: Any, picks: Any, owners: Any, sizes: StepSizes
+        self,
+        weights: Leaves,
+        caches: Caches,
+        slots: Slots,
+        words: Any,
+        picks: Any,
+        owners: Any,
+        sizes: StepSizes,
+        features: SamplerFeatures,
     ) -> tuple[Slots, Caches, SamplerOutput]:
         """Several steps of decoding rows, each with its sampler: the state of the sampler, the caches, and arrays [steps B ...].
 
         Args:
-            picks, owners: as a step's, for the sampler.
+            picks, owners, features: as a step's, for the sampler.
         """
         if self.adapters is not None:
             weights = weights | self.adapters.step_leaves(words, picks, sizes)
-        return self.run(self._several, (sizes, len(picks)), weights, caches, slots, words, picks, owners, sizes)
+        at = sizes, features, len(picks)
+        return self.run(self._several, at, weights, caches, slots, words, picks, owners, (sizes, features))
 
 
 class ByLayer(Forward):
@@ -311,11 +320,18 @@ def _one_program(graph: Any, dtype: Any, kind: PassKind) -> Program:
 
 @lru_cache(maxsize=16)
 def _several_steps(graph: Any, dtype: Any) -> Program:
-    """(weights, caches, state of the sampler, words, picks, owners, sizes) -> (state of the sampler, caches, Sampled)."""
+    """(weights, caches, state of the sampler, words, picks, owners, (sizes, features)) -> (state of the sampler, caches, Sampled)."""
 
     def several_steps(
-        weights: Leaves, caches: Caches, slots: Slots, words: Array, picks: Array, owners: Array, sizes: StepSizes
+        weights: Leaves,
+        caches: Caches,
+        slots: Slots,
+        words: Array,
+        picks: Array,
+        owners: Array,
+        sizes_and_features: tuple[StepSizes, SamplerFeatures],
     ) -> tuple[Slots, Caches, SamplerOutput]:
+        sizes, features = sizes_and_features
         model = traced_model(graph, weights, dtype)
         specs, steps = model.layers.holds(), split_words(words, sizes)[0]["steps"]
 
@@ -325,7 +341,7 @@ def _several_steps(graph: Any, dtype: Any) -> Program:
             logits, _ = step_logits(model, x, picks)
             if on_several_devices():
                 caches = constrain_caches(specs, caches)
-            slots, out = sample_rows(slots, logits, jnp.where(step < steps[picks], owners, -1))
+            slots, out = sample_rows(slots, logits, jnp.where(step < steps[picks], owners, -1), features)
             return (slots, caches), out
 
         (slots, caches), out = jax.lax.scan(one_step, (slots, caches), jnp.arange(sizes.steps, dtype=jnp.int32))

@@ -168,6 +168,7 @@ def next_tokens(
     live: Bool[Array, "B"] | None = None,
     *,
     filtered: bool = True,
+    conditional: bool = True,
 ) -> NextTokens:
     """The next token of each row. A filter that no row asks for is not computed, and the first that does compiles nothing.
 
@@ -177,6 +178,7 @@ def next_tokens(
         keys: a random key for each row.
         live: rows that count; others get a token of no meaning.
         filtered: whether a row may have a filter.
+        conditional: whether the device decides what no row asks for, and leaves that out. Otherwise no row may ask for `typical_p`.
     """
     hot = settings["temperature"] > 0 if live is None else live & (settings["temperature"] > 0)
     greedy = largest_token(scored)
@@ -185,11 +187,11 @@ def next_tokens(
         # Shifted before they are divided: at 1e-10 a quotient has no digits left for what is added to it, at 1e-38 it is infinite.
         warm = (scored - _highest(scored)) / jnp.where(hot, settings["temperature"], 1.0)[:, None]
         hot_settings = settings | {"temperature": jnp.where(hot, settings["temperature"], 0.0)}
-        tokens, chance = draw_filtered(warm, hot_settings, keys) if filtered else draw_token(warm, keys)
+        tokens, chance = draw_filtered(warm, hot_settings, keys, conditional) if filtered else draw_token(warm, keys)
         return jnp.where(hot, tokens, greedy), jnp.where(hot, chance, 0.0)
 
     none = jnp.zeros(logits.shape[:1], jnp.float32)
-    tokens, chance = jax.lax.cond(hot.any(), by_chance, lambda: (greedy, none))
+    tokens, chance = jax.lax.cond(hot.any(), by_chance, lambda: (greedy, none)) if conditional else by_chance()
     return NextTokens(tokens, token_logprobs(logits, tokens), chance)
 
 
@@ -199,8 +201,8 @@ def _highest(logits: Float[Array, "B V"]) -> Float[Array, "B 1"]:
     return jnp.where(jnp.isfinite(top), top, 0.0)
 
 
-def has_penalty(settings: dict[str, Array]) -> Bool[Array, "B"]:
-    """The rows with a penalty."""
+def has_penalty(settings: dict[str, Any]) -> Any:
+    """The rows with a penalty [B], of the device or of the host."""
     repetition, presence, frequency = (settings[f"{name}_penalty"] for name in ("repetition", "presence", "frequency"))
     return (repetition != 1) | (presence != 0) | (frequency != 0)
 
@@ -222,15 +224,21 @@ def apply_penalties(
 
 
 def draw_filtered(
-    logits: Float[Array, "B V"], settings: dict[str, Array], keys: Any
+    logits: Float[Array, "B V"], settings: dict[str, Array], keys: Any, conditional: bool = True
 ) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
     """One token a row, drawn from what its filters leave, and its log-probability there. Rows at temperature 0 get values of no
-    meaning."""
+    meaning.
+
+    Args:
+        conditional: as in `next_tokens`.
+    """
     draws = settings["temperature"] > 0
 
     def filtered() -> Array:
         least = threshold(logits, likeliest(logits)[0], settings)
         filtered_logits = jnp.where(logits >= least[:, None], logits, -jnp.inf)
+        if not conditional:
+            return filtered_logits
 
         def near_the_entropy() -> Array:
             return jnp.where(typical_tokens(filtered_logits, settings["typical_p"]), filtered_logits, -jnp.inf)
@@ -238,11 +246,12 @@ def draw_filtered(
         return jax.lax.cond((draws & (settings["typical_p"] < 1)).any(), near_the_entropy, lambda: filtered_logits)
 
     # Drawn from in one place: a program with several of them takes longer to compile and more memory.
-    return draw_token(jax.lax.cond((draws & has_filter(settings)).any(), filtered, lambda: logits), keys)
+    some = (draws & has_filter(settings)).any()
+    return draw_token(jax.lax.cond(some, filtered, lambda: logits) if conditional else filtered(), keys)
 
 
-def has_filter(settings: dict[str, Array]) -> Bool[Array, "B"]:
-    """The rows with a filter."""
+def has_filter(settings: dict[str, Any]) -> Any:
+    """The rows with a filter [B], of the device or of the host."""
     top = (settings["top_k"] > 0) | (settings["top_p"] < 1)
     return top | (settings["min_p"] > 0) | (settings["typical_p"] < 1)
 

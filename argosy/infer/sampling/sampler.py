@@ -2,6 +2,8 @@
 settings compiles nothing."""
 
 from collections.abc import Sequence
+from enum import IntEnum
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -58,7 +60,7 @@ class Slots(NamedTuple):
 class SamplerOutput(NamedTuple):
     """The tokens that a step sampled, by row of the logits.
 
-    likeliest, ids: the likeliest tokens and their log-probabilities, descending, for rows that asked.
+    likeliest, ids: the likeliest tokens and their log-probabilities, descending, for rows that features.
     """
 
     tokens: Int[Array, "B"]
@@ -143,11 +145,42 @@ def allowed_tokens(mask: Int[Array, "B W"], vocab: int) -> Bool[Array, "B V"]:
     return bits.reshape(len(mask), -1)[:, :vocab] == 1
 
 
-def sample_rows(slots: Slots, logits: Float[Array, "B V"], owners: Int[Array, "B"]) -> tuple[Slots, SamplerOutput]:
+class SamplerFeatures(IntEnum):
+    """The settings of sampling that a row may have.
+
+    The host of a GPU waits for each condition that the device decides, and starts nothing meanwhile: three of them took 1.8 ms of a
+    decode step of 3.9 (docs/guides/gpus.md). So engines on GPUs run the sampler of what their requests ask for.
+    """
+
+    TEMPERATURE = 0
+    """The temperature alone."""
+    FILTERS = 1
+    """top_k, top_p and min_p too."""
+    ALL = 2
+    """All settings, each computed only where some row has it."""
+
+    @classmethod
+    def by(cls, sampling: Sampling, top: int, *, mask: bool) -> "SamplerFeatures":
+        """The settings of a request.
+
+        Args:
+            top: likeliest tokens that are returned.
+            mask: whether it has a mask.
+        """
+        columns = sampling_columns([sampling])
+        if mask or top or sampling.logit_bias or has_penalty(columns)[0] or columns["typical_p"][0] < 1:
+            return cls.ALL
+        return cls.FILTERS if columns["temperature"][0] > 0 and has_filter(columns)[0] else cls.TEMPERATURE
+
+
+def sample_rows(
+    slots: Slots, logits: Float[Array, "B V"], owners: Int[Array, "B"], features: SamplerFeatures = SamplerFeatures.ALL
+) -> tuple[Slots, SamplerOutput]:
     """Samples a token for each row that has an owner.
 
     Args:
         owners: the slot of each row, -1 for none.
+        features: the settings that a row may have.
     """
     count, vocab = slots.history.shape
     rows = jnp.arange(len(owners), dtype=jnp.int32)
@@ -175,12 +208,15 @@ def sample_rows(slots: Slots, logits: Float[Array, "B V"], owners: Int[Array, "B
         scored = jax.lax.cond((live & has_mask).any(), allowed, lambda: scored)
         return next_tokens(logits, scored, settings, keys, live)
 
-    def by_temperature() -> NextTokens:
-        return next_tokens(logits, logits, settings, keys, live, filtered=False)
+    def by_temperature(**options: bool) -> NextTokens:
+        return next_tokens(logits, logits, settings, keys, live, **options)
 
     # Where no row asks for more, because a `cond` copies a result as large as the logits.
     some = live & (has_bias | has_mask | has_penalty(settings) | has_filter(settings) & (settings["temperature"] > 0))
-    tokens, logprobs, drawn = jax.lax.cond(some.any(), by_all_settings, by_temperature)
+    if features is SamplerFeatures.ALL:
+        tokens, logprobs, drawn = jax.lax.cond(some.any(), by_all_settings, partial(by_temperature, filtered=False))
+    else:
+        tokens, logprobs, drawn = by_temperature(filtered=features is SamplerFeatures.FILTERS, conditional=False)
     C = min(MOST_TOP, logits.shape[-1])
 
     def best() -> tuple[Array, Array]:
@@ -190,7 +226,7 @@ def sample_rows(slots: Slots, logits: Float[Array, "B V"], owners: Int[Array, "B
     def none() -> tuple[Array, Array]:
         return jnp.zeros((len(owners), C), logits.dtype), jnp.zeros((len(owners), C), jnp.int32)
 
-    top, ids = jax.lax.cond((live & (slots.top[mine] > 0)).any(), best, none)
+    top, ids = jax.lax.cond((live & (slots.top[mine] > 0)).any(), best, none) if features is SamplerFeatures.ALL else none()
     where, before = jnp.where(live, owners, count), slots.history[mine, tokens]
     slots = slots._replace(
         last=slots.last.at[where].set(tokens, mode="drop"),
@@ -200,4 +236,4 @@ def sample_rows(slots: Slots, logits: Float[Array, "B V"], owners: Int[Array, "B
     return slots, SamplerOutput(tokens, logprobs, drawn, top, ids)
 
 
-sample = Program(sample_rows, donate=0)
+sample = Program(sample_rows, donate=0, static=3)

@@ -22,7 +22,7 @@ from argosy.infer.engine.scheduled import ScheduledRequest
 from argosy.infer.engine.scheduler import StepPlan
 from argosy.infer.forward.step import StepSizes, empty_words, split_words
 from argosy.infer.placement import Home, home_mesh
-from argosy.infer.sampling.sampler import Slots, sample
+from argosy.infer.sampling.sampler import SamplerFeatures, Slots, sample
 from argosy.models.parts.attention.cache import Caches, Specs
 from argosy.ops.programs.programs import Program, Programs
 
@@ -168,7 +168,8 @@ def sampled_drafts(
         logits = passed(at, live, state) if at else logits
         owners = np.full(len(logits), -1, np.int32)
         owners[: len(live)] = [s.slot if on else -1 for s, on in zip(plan.decodes, live, strict=True)]
-        state, out = run(f"the sampler for {plural(len(owners), 'row')}", sample, (len(owners),), state, logits, owners)
+        label = f"the sampler for {plural(len(owners), 'row')}"
+        state, out = run(label, sample, (len(owners),), state, logits, owners, SamplerFeatures.ALL)
         columns.append(out.tokens)
     tokens = np.stack(jax.device_get([column[: len(room)] for column in columns]), 1).tolist()
     return [row[:most] for row, most in zip(tokens, room, strict=True)]
