@@ -19,6 +19,7 @@ from argosy.checkpoint.open import open_model
 from argosy.core.errors import UserError
 from argosy.core.storage import Store
 from argosy.jobs.convert import convert
+from argosy.models.diffusion.base import Conditions
 from argosy.models.diffusion.controlnets.unet import ControlNetConfig
 from argosy.models.diffusion.unet import UNetConfig
 from argosy.models.parts.stack.addresses import layer_addresses, to_layers
@@ -211,6 +212,40 @@ def test_that_of_a_transformer_learns_in_latents_and_resumes_bit_for_bit(executi
         images.append(argosy.load(model, controlnet=controlnet).images(["a red fox"], steps=2, size=16, output="float", **more))
     np.testing.assert_array_equal(images[0], images[1])
     assert np.abs(images[0] - images[2]).max() > 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transformer", ["pipeline-sd3-controlnet"], indirect=True)
+def test_that_of_stable_diffusion_3_learns_without_pooled_texts_and_the_shift(transformer, data, tmp_path):
+    """`model.zero_pooled`, as diffusers' script trains: control images are encoded without the shift of latents, in drawing too."""
+    model, _, layers = transformer
+    encoded = {}
+    for zero in ("false", "true"):
+        settings = [*layers, f"model.zero_pooled={zero}", f"data.cache={tmp_path / zero}", "sample.every=null"]
+        argosy.fit(*words(model, data, tmp_path / f"run-{zero}", *settings), view=Heard(), steps=2)
+        (file,) = (tmp_path / zero).rglob("controls.npy")
+        encoded[zero] = np.load(file).astype(np.float32)
+    vae = json.loads((model / "vae" / "config.json").read_text(encoding="utf-8"))
+    shift = vae["shift_factor"] * vae["scaling_factor"]
+    assert shift > 0.01
+    np.testing.assert_allclose(encoded["true"] - encoded["false"], shift, rtol=0.02)
+    losses = [[line["loss"] for line in read(Store(tmp_path / f"run-{zero}")) if "loss" in line] for zero in ("false", "true")]
+    # Before the first update neither adds anything.
+    assert losses[0][0] == pytest.approx(losses[1][0], rel=1e-6)
+    assert losses[0][1] != losses[1][1]
+    convert(str(tmp_path / "run-true"), tmp_path / "folder", "hub", None)
+    assert json.loads((tmp_path / "folder" / "config.json").read_text(encoding="utf-8"))["force_zeros_for_pooled_projection"]
+    # What it adds does not depend on the vector of the text.
+    net = load_model(open_model(tmp_path / "run-true")).module
+    assert net.config.zero_pooled
+    draw, conditions = np.random.default_rng(0), []
+    text = jnp.asarray(draw.normal(size=(1, 5, net.config.text_width)), jnp.float32)
+    for size in (0.0, 1.0):
+        conditions.append(Conditions(text=text, pooled=jnp.full((1, net.config.pooled_width), size)))
+    latents = jnp.asarray(draw.normal(size=(1, 4, 4, net.config.channels)), jnp.float32)
+    first, second = (net(latents, jnp.array([500.0]), each, latents, None, None) for each in conditions)
+    assert all(np.abs(first[name]).max() > 0 for name in first)
+    assert all((first[name] == second[name]).all() for name in first)
 
 
 def test_what_is_not_trained_of_transformers_is_named(transformer, data, tmp_path):
