@@ -11,7 +11,7 @@ import pytest
 from helpers import relative
 
 from argosy.core.errors import Unsupported
-from argosy.ops.attention import ATTENTION, Score, See, attention
+from argosy.ops.attention import ATTENTION, Score, See, attention, bidirectional
 from argosy.ops.attention.splash import splash_refusal
 from argosy.parallel.mesh import MeshSettings
 from argosy.parallel.scope import scope
@@ -125,6 +125,53 @@ def test_blocks_of_rows_see_prefixes(length):
         assert np.abs(got - expected_grad).max() < 5e-6 * max(1, np.abs(expected_grad).max())
 
 
+@pytest.mark.parametrize("length, keys, segments, window, heads_at_once", [
+    (150, 150, None, None, 2),
+    (150, 150, "packed", None, 1),
+    (150, 150, "packed", 9, 2),
+    (130, 130, "prefixes", None, 1),
+    (64, 64, None, 7, 2),
+    (5, 5, "packed", None, 2),
+    (150, 40, None, None, 1),       # to the keys of another sequence
+    (3, 70, None, None, 2),
+])  # fmt: skip
+def test_blocks_of_queries_that_see_both_directions(length, keys, segments, window, heads_at_once, monkeypatch):
+    monkeypatch.setattr(bidirectional, "core_count", lambda: 1)
+    rows = -(-length // -(-length // 64)) * N // K
+    monkeypatch.setattr(bidirectional, "SCORES", heads_at_once * B * rows * keys * 4)
+    q, _, _, packed, at = inputs(3, length)
+    _, k, v, *_ = inputs(4, keys)
+    v = np.concatenate([v, v[..., :3] ** 2], -1)
+    whose, prefixes = (packed, None) if segments == "packed" else branches(length) if segments == "prefixes" else (None, None)
+    at, k_at, whose, prefixes = (a if a is None else jnp.asarray(a) for a in (at, at[:, :1] + np.arange(keys, dtype=np.int32), whose, prefixes))
+    see = See(at, k_at, whose, whose, causal=False, aligned=length == keys, q_prefix=prefixes)
+
+    def of(implementation):
+        def loss(q, k, v):
+            return jnp.sum(jnp.sin(attention(q, k, v, see, Score(0.3, window), implementation)))
+
+        return jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(*map(jnp.asarray, (q, k, v)))
+
+    value, grads = of("blocked")
+    expected, expected_grads = of("reference")
+    assert abs(float(value - expected)) < 1e-4 * max(1, abs(float(expected)))
+    for got, wanted in zip(grads, expected_grads):
+        assert np.abs(got - wanted).max() < 5e-6 * max(1, np.abs(wanted).max())
+
+
+def test_what_is_not_causal_takes_blocks_on_cpus_and_keeps_no_scores():
+    """The reference keeps [B N T S] numbers for its backward pass."""
+    shape = jax.ShapeDtypeStruct((1, 512, 4, 16), jnp.float32)
+    at = jnp.arange(512, dtype=jnp.int32)[None]
+
+    def temporaries(implementation):
+        loss = lambda *a: jnp.sum(attention(*a, See(at, at, causal=False), Score(0.25), implementation) ** 2)  # noqa: E731
+        return jax.jit(jax.grad(loss, (0, 1, 2))).lower(shape, shape, shape).compile().memory_analysis().temp_size_in_bytes
+
+    scores = 4 * 512 * 512 * 4
+    assert temporaries(None) < scores < temporaries("reference")
+
+
 @pytest.mark.parametrize("name", ["splash", "ring"])
 def test_kernels_without_prefixes_say_so(name):
     """Where the platform and the mesh are theirs, so that the reference takes over."""
@@ -152,8 +199,12 @@ def test_what_an_implementation_cannot_do_it_refuses():
     see = See(jnp.asarray(at), jnp.asarray(at), aligned=True)
     with pytest.raises(Unsupported, match="cap"):
         attention(*map(jnp.asarray, (q, k, v)), see, Score(1.0, cap=3.0), "blocked")
-    with pytest.raises(Unsupported, match="causal"):
-        attention(*map(jnp.asarray, (q, k, v)), See(see.q_at, see.k_at, causal=False), Score(1.0), "blocked")
+    with pytest.raises(Unsupported, match="whole sequences"):
+        attention(*map(jnp.asarray, (q, k, v)), See(see.q_at, see.k_at), Score(1.0), "blocked")
+    with pytest.raises(Unsupported, match="whole sequences"):
+        attention(*map(jnp.asarray, (q, k, v)), See(see.q_at, see.k_at, causal=False), Score(1.0, 3), "blocked")
+    with pytest.raises(Unsupported, match="choice"):
+        attention(*map(jnp.asarray, (q, k, v)), replace(see, picked=jnp.ones((B, 8, 8), bool)), Score(1.0), "blocked")
 
 
 def test_what_the_best_cannot_do_falls_to_the_reference():

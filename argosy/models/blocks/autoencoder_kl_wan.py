@@ -151,7 +151,7 @@ class AutoencoderKLWan(nnx.Module):
         """Attention of one head over the positions of a frame."""
         B, H, W, C = x.shape
         q, k, v = (a.reshape(B, H * W, 1, C) for a in jnp.split(of.to_qkv(of.norm(x)), 3, -1))
-        attend = Bidirectional(jnp.ones((B, H * W), jnp.int32))
+        attend = Bidirectional.whole_rows(B, H * W)
         y, _ = attend(q, {"k": k, "v": v}, None, HEADS, score=Score(C**-0.5))
         return of.proj(y.reshape(x.shape))
 

@@ -44,7 +44,7 @@ class ClipImageEncoder(nnx.Module):
         first = jnp.broadcast_to(self.first[...].astype(patches.dtype), (rows, 1, patches.shape[-1]))
         places = jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32), (rows, count))
         x = jnp.concatenate([first, patches], 1) + self.positions.take(places).astype(patches.dtype)
-        x, _, _ = self.layers(self.pre_norm(x), None, Bidirectional(jnp.ones_like(places)))
+        x, _, _ = self.layers(self.pre_norm(x), None, Bidirectional.whole_rows(*places.shape))
         return constrain(x, "B T D")
 
     def __call__(self, images: Float[Array, "B H W C"]) -> Float[Array, "B O"]:

@@ -107,7 +107,7 @@ class DiT(LayeredDenoiser):
             interval = sinusoid(length, config.waves, shift=1.0).astype(self.dtype)
         c = self.embedder(waves, conditions.labels, interval)
         condition = {"c": c} | ({"waves": waves, "labels": conditions.labels} if config.layer_embedders else {})
-        attend = Bidirectional(jnp.ones(x.shape[:2], jnp.int32))
+        attend = Bidirectional.whole_rows(*x.shape[:2])
         return x, DenoiserStep(attend, condition, c, (height, width))
 
     def end(self, streams: Float[Array, "B T D"], step: DenoiserStep) -> Float[Array, "B H W C"]:

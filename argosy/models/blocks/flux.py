@@ -95,7 +95,7 @@ class FluxLayers(nnx.Module):
         x, text = self.tokens(latents, conditions)
         x = constrain(x, "B T D")
         c = self.vector(timestep, conditions.pooled, conditions.guidance, self.dtype)
-        attend = Bidirectional(jnp.ones((x.shape[0], text.shape[1] + x.shape[1]), jnp.int32))
+        attend = Bidirectional.whole_rows(x.shape[0], text.shape[1] + x.shape[1])
         condition = JointCondition(c, self.turns(x.shape[0], text.shape[1], height, width))
         return {"image": x, "text": text}, DenoiserStep(attend, condition, c, (height, width))
 

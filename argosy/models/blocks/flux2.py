@@ -114,7 +114,7 @@ class Flux2(SingleStreamDenoiser):
         modulations = {"image": self.image_modulation(activated), "text": self.text_modulation(activated)}
         modulations["both"] = self.single_modulation(activated)
         condition = SharedCondition(modulations, self.turns(rows, text.shape[1], height, width))
-        attend = Bidirectional(jnp.ones((rows, text.shape[1] + x.shape[1]), jnp.int32))
+        attend = Bidirectional.whole_rows(rows, text.shape[1] + x.shape[1])
         return {"image": x, "text": text}, DenoiserStep(attend, condition, c, (height, width))
 
     def end(self, streams: dict[str, Array], step: DenoiserStep) -> Float[Array, "B H W C"]:

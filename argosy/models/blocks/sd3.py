@@ -54,7 +54,7 @@ class SD3Block(nnx.Module):
         y = joint_attention(read, attend)
         h = image + m[2][:, None] * self.image.attn.o(y[:, text.shape[1] :])  # pyright: ignore[reportOptionalCall]
         if self.second is not None:
-            alone = Bidirectional(jnp.ones(image.shape[:2], jnp.int32))
+            alone = Bidirectional.whole_rows(*image.shape[:2])
             image_y = joint_attention([self.second(modulate(image, m[6], m[7]))], alone)
             h = h + m[8][:, None] * self.second.o(image_y)  # pyright: ignore[reportOptionalCall]
         out = {"image": h + m[5][:, None] * self.image.mlp(modulate(h, m[3], m[4])), "text": text}  # pyright: ignore[reportOptionalCall]
@@ -90,7 +90,7 @@ class SD3Layers(nnx.Module):
         """The streams, and what every layer reads besides. size: height and width of the latents."""
         c = self.vector(timestep, pooled, None, self.dtype)
         tokens = sum(stream.shape[1] for stream in streams.values())
-        attend = Bidirectional(jnp.ones((streams["image"].shape[0], tokens), jnp.int32))
+        attend = Bidirectional.whole_rows(streams["image"].shape[0], tokens)
         return streams, DenoiserStep(attend, JointCondition(c), c, size)
 
     def places(self, rows: int, columns: int) -> np.ndarray:

@@ -101,7 +101,7 @@ class Wan(LayeredDenoiser):
         text = self.text_down(jax.nn.gelu(self.text_up(conditions.text.astype(self.dtype)), approximate=True))
         turns = self.turns(rows, frames or 1, height // config.patch, width // config.patch)
         condition = WanCondition(self.modulation(jax.nn.silu(c)), text, turns)
-        return x, DenoiserStep(Bidirectional(jnp.ones(x.shape[:2], jnp.int32)), condition, c, (height, width), frames)
+        return x, DenoiserStep(Bidirectional.whole_rows(*x.shape[:2]), condition, c, (height, width), frames)
 
     def end(self, streams: Float[Array, "B T D"], step: DenoiserStep) -> Float[Array, "B *F H W C"]:
         config, (height, width), rows = self.config, step.size, len(streams)

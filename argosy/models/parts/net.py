@@ -77,7 +77,7 @@ def net_attention(of: Any, x: Float[Array, "B T I"], memory: Float[Array, "B S E
     split = partial(_heads, heads=heads)
     q, k, v = split(of.to_q(x)), split(of.to_k(memory)), split(of.to_v(memory))
     if memory is x:
-        attend = Bidirectional(jax.numpy.ones(x.shape[:2], jax.numpy.int32))
+        attend = Bidirectional.whole_rows(*x.shape[:2])
         y, _ = attend(q, {"k": k, "v": v}, None, HEADS, score=Score(q.shape[-1] ** -0.5))
     else:
         y = cross_attention(q, k, v)

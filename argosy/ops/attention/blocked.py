@@ -1,4 +1,5 @@
-"""Causal attention for CPUs: query rows in blocks, each against only the keys it sees, with its own backward pass.
+"""Attention for CPUs. Causal: query rows in blocks, each against only the keys it sees, with its own backward pass. `bidirectional` has
+what is not causal.
 
 Half the scores of a causal layer are never computed (with a window, even more). The forward pass keeps unnormalized
 probabilities, so the backward pass computes no exponentials. It is exact: the sums are those of `attention.reference`. On two
@@ -15,6 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from argosy.ops.attention import Score, See, of_segments
+from argosy.ops.attention.bidirectional import bidirectional
 from argosy.ops.op import Implementation
 from argosy.ops.precision import sums_in, wide
 
@@ -30,23 +32,29 @@ MOST_BLOCKS = 16
 
 
 def _refuses(q: Array, k: Array, v: Array, see: See, score: Score, lse: bool) -> str | None:
-    if not (see.aligned and see.causal) or see.picked is not None:
-        return "only a causal pass over a whole sequence"
+    if see.picked is not None:
+        return "no choice of keys by queries"
+    if not see.aligned and (see.causal or score.window is not None):
+        return "only whole sequences, or all keys of another one"
     if score.cap is not None or score.sinks is not None or score.bias is not None:
         return "no soft cap, no sinks and no bias"
     if lse:
         return "no log-sum-exp"
-    if not isinstance(q.shape[1], int):
+    if not (isinstance(q.shape[1], int) and isinstance(k.shape[1], int)):
         return "only a length that is known when the program is made"
     return None
 
 
 def _run(q: Array, k: Array, v: Array, see: See, score: Score, lse: bool = False, block: int = BLOCK) -> Array:
+    if not see.causal:
+        return bidirectional(q, k, v, see, score, block)
     return _attend(q, k, v, (see.q_segment, see.q_prefix), score.scale, score.window, block)
 
 
-def _blocks(q: Array, *_: Any) -> list[int]:
+def _blocks(q: Array, k: Array, v: Array, see: See, *_: Any) -> list[int]:
     T = q.shape[1]
+    if not see.causal:
+        return [size for size in SIZES if size != BLOCK and size < T]
     # A shorter block than the least gives the same program, and one block computes all scores.
     return [size for size in SIZES if size != _block_size(T, BLOCK) and -(-T // MOST_BLOCKS) <= size < T]
 

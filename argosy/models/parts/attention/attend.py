@@ -272,12 +272,21 @@ class Branched:
         raise Unsupported("a recurrent layer, in a row whose sequences share how they begin")
 
 
-@_strategy()
+@_strategy("whole")
 class Bidirectional(RowRecurrence):
-    """Each token attends to its whole segment; segment 0 is padding."""
+    """Each token attends to its whole segment; segment 0 is padding.
+
+    whole: each row is one segment without padding, so nothing is masked.
+    """
 
     segments: Int[Array, "B T"]
     angles: Angled = None
+    whole: bool = False
+
+    @classmethod
+    def whole_rows(cls, rows: Any, tokens: Any) -> "Bidirectional":
+        """Every token attends to all of its row. The sizes may be symbolic, in an export."""
+        return cls(jnp.ones((rows, tokens), jnp.int32), whole=True)
 
     @property
     def positions(self) -> Int[Array, "B T"]:
@@ -288,7 +297,8 @@ class Bidirectional(RowRecurrence):
         return self.segments > 0
 
     def __call__(self, q: Array, entries: Cache, cache: Cache | None, read: Read = HEADS, *, score: Score) -> Any:
-        at, segments = row_places(self.segments), window_segments(self.segments, score)
+        at = row_places(self.segments)
+        segments = None if self.whole and not score.chunked else window_segments(self.segments, score)
         see = See(at, at, segments, segments, causal=False, aligned=True)
         return meet(q, entries, read, score, see, False), cache
 
