@@ -143,7 +143,8 @@ def test_blocks_of_queries_that_see_both_directions(length, keys, segments, wind
     _, k, v, *_ = inputs(4, keys)
     v = np.concatenate([v, v[..., :3] ** 2], -1)
     whose, prefixes = (packed, None) if segments == "packed" else branches(length) if segments == "prefixes" else (None, None)
-    at, k_at, whose, prefixes = (a if a is None else jnp.asarray(a) for a in (at, at[:, :1] + np.arange(keys, dtype=np.int32), whose, prefixes))
+    k_at = np.broadcast_to(np.arange(keys, dtype=np.int32), (B, keys))
+    at, k_at, whose, prefixes = (a if a is None else jnp.asarray(a) for a in (at, k_at, whose, prefixes))
     see = See(at, k_at, whose, whose, causal=False, aligned=length == keys, q_prefix=prefixes)
 
     def of(implementation):

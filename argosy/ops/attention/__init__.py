@@ -1,8 +1,9 @@
 """Softmax attention: which keys a query sees, how scores are computed, and several implementations of the same function.
 
 `attention_reference` is the specification: dense, any score. `blocked` is for CPUs: causal rows in blocks that only read their prefix,
-with its own backward pass. `splash` is for TPUs, `cudnn` for NVIDIA GPUs: kernels that keep scores out of memory. All are
-implementations of the op `ATTENTION`, which takes the first of its platform that can do what is asked, otherwise the reference.
+others in a loop over blocks of queries, both with a backward pass of their own. `splash` is for TPUs, `cudnn` for NVIDIA GPUs: kernels
+that keep scores out of memory. All are implementations of the op `ATTENTION`, which takes the first of its platform that can do what
+is asked, otherwise the reference.
 """
 
 from collections.abc import Sequence

@@ -143,10 +143,14 @@ def _backward(window: int | None, rows: int, residuals: Any, g: Array) -> Any:
         dv = sums[1] + _dot(go_across, p.astype(g.dtype), (3, 2))
         return (dk, dv), _dot(ds, keys, (3, 2)).astype(g.dtype)
 
-    zeros = tuple(jnp.zeros_like(a.swapaxes(2, 3), sums_in(a.dtype)) for a in (keys, values))
+    zeros = _zeros_across(keys), _zeros_across(values)
     (dk, dv), dq = jax.lax.scan(of_block, zeros, (queries, _numbered(queries, segments), most, go, inner, across))
     no_gradient = jax.tree.map(lambda a: np.zeros(a.shape, jax.dtypes.float0), segments)
     return dq, dk.swapaxes(2, 3).astype(g.dtype), dv.swapaxes(2, 3).astype(g.dtype), no_gradient
+
+
+def _zeros_across(a: Float[Array, "B K S H"]) -> Float[Array, "B K H S"]:
+    return jnp.zeros_like(a.swapaxes(2, 3), sums_in(a.dtype))
 
 
 _attend.defvjp(_forward, _backward)

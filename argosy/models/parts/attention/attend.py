@@ -284,7 +284,7 @@ class Bidirectional(RowRecurrence):
     whole: bool = False
 
     @classmethod
-    def whole_rows(cls, rows: Any, tokens: Any) -> "Bidirectional":
+    def whole_rows(cls: Any, rows: Any, tokens: Any) -> "Bidirectional":
         """Every token attends to all of its row. The sizes may be symbolic, in an export."""
         return cls(jnp.ones((rows, tokens), jnp.int32), whole=True)
 
