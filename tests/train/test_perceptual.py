@@ -230,10 +230,12 @@ def test_mistakes_are_named_before_anything_is_trained(files, data, tmp_path):
         (f"{vgg} {linear}={tmp_path / 'four.safetensors'}", "weighs 6, 7, 8, 9 channels"),
         (f"{vgg} model.channels=4 data.source={tmp_path / 'clear.npz'}", "reads images of 3 channels, and model.channels = 4"),
         (f"{linear}={files / 'linear.safetensors'}", "is set without net"),
-        (f"model={files / 'vgg16.safetensors'}", "the model is a net of features, which is not trained"),
     ):
         with pytest.raises(UserError, match=problem):
             argosy.fit(*words(data, tmp_path / "run", *word.split()), view=Heard(), steps=1)
+    trained = [f"data.source={data}", f"dir={tmp_path / 'run'}", f"model={files / 'vgg16.safetensors'}"]
+    with pytest.raises(UserError, match="the model is a net of features, which is not trained"):
+        argosy.fit("vae", *trained, view=Heard(), steps=1)
     assert not (tmp_path / "run").exists()
 
 
