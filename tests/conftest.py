@@ -179,6 +179,28 @@ def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket.socket, "connect", only_here)
 
 
+# Lists to which each compilation is added.
+_LISTENERS: list[list[str]] = []
+
+
+def _note_compilation(event: str, seconds: float, **details: object) -> None:
+    if "backend_compile" in event:
+        for listener in _LISTENERS:
+            listener.append(event)
+
+
+jax.monitoring.register_event_duration_secs_listener(_note_compilation)
+
+
+@pytest.fixture
+def compilations() -> Iterator[list[str]]:
+    """What has been compiled since the list was cleared."""
+    events: list[str] = []
+    _LISTENERS.append(events)
+    yield events
+    _LISTENERS.remove(events)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--share", default="0/1", help="NUMBER/OF: these tests of the selected ones, each file's in turn")
 

@@ -1312,7 +1312,7 @@ EDITS = [
         "argosy/core/process/guard.py",
         "    collect_orphans()\n    guard = os.getpid()",
         "    guard = os.getpid()",
-        ("tests/rl/test_process_guard.py::test_sigkill_of_the_trainer_ends_what_has_left_the_group",),
+        ("tests/rl/test_process_guard.py::test_an_environment_that_kills_its_group_leaves_nothing",),
     ),
     Edit(
         "a spelled end token ends a turn",
@@ -1368,7 +1368,7 @@ EDITS = [
         "argosy/checkpoint/tiers/tiered.py",
         "self.local.drop_newer(good)",
         "pass",
-        ("tests/run/test_guard_runs.py::test_a_rollback_makes_the_same_steps_whatever_local_checkpoints_there_are",),
+        ("tests/checkpoint/test_tiers.py::test_going_back_removes_local_steps_after_the_persistent_one",),
     ),
     Edit(
         "a bad step changes the optimizer's state",

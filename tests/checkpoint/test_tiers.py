@@ -109,6 +109,16 @@ def test_the_newest_good_step_of_any_tier_is_resumed_from(tmp_path: Path):
     assert not (tmp_path / "local" / "run").exists()
 
 
+def test_going_back_removes_local_steps_after_the_persistent_one(tmp_path: Path):
+    tiers = two(tmp_path)
+    save_step(tiers, 4, local=False)
+    for step in (5, 6):
+        save_step(tiers, step, local=True)
+    assert tiers.go_back() == 4
+    assert tiers.local.own_steps() == []
+    check(tiers, 4)
+
+
 @pytest.mark.parametrize("file", ["manifest.json", "meta.json", "weights/split/c/0/0", "weights/split/zarr.json", "data/seen/c/0"])
 @pytest.mark.parametrize("kind", ["flipped", "gone"])
 def test_damage_to_a_local_step_costs_that_step(tmp_path: Path, file: str, kind: str):

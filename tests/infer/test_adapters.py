@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -171,27 +170,6 @@ def test_nothing_compiles_as_adapters_come_and_go(plain: Any, engine: Engine, co
             # The first request of a process reads random keys.
             compilations.clear()
     assert not compilations
-
-
-@pytest.fixture
-def compilations() -> Iterator[list[str]]:
-    """What has been compiled since the list was cleared."""
-    names: list[str] = []
-    LISTENERS.append(names)
-    yield names
-    LISTENERS.remove(names)
-
-
-LISTENERS: list[list[str]] = []
-
-
-def _heard(event: str, seconds: float, **more: Any) -> None:
-    if "backend_compile" in event:
-        for listener in LISTENERS:
-            listener.append(event)
-
-
-jax.monitoring.register_event_duration_secs_listener(_heard)
 
 
 def test_the_listener_hears_compilations(compilations: list[str]):

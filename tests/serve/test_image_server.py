@@ -292,9 +292,15 @@ def test_the_page_needs_no_key_and_its_requests_do(pipe: ImagePipeline):
         assert models["data"][0]["id"] == "classes"
 
 
-def test_warm_up_compiles_all_batches(pipe: ImagePipeline):
-    with serving(pipe, batch=3) as (_, service, _):
+def test_warm_up_compiles_all_batches(pipe: ImagePipeline, compilations: list[str]):
+    with serving(class_pipeline(), batch=3) as (url, service, _):
         service.warm_up()
+        assert compilations
+        compilations.clear()
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            for n in (1, 2, 3):
+                client.images.generate(prompt="fox", model="classes", n=n)
+        assert not compilations
 
 
 def test_numbers_that_are_not_finite_end_the_image_that_they_are_of_alone():

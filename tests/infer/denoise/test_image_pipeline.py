@@ -1,10 +1,8 @@
 """Images from prompts: seeds, batches, sizes, images to begin from, and what is refused."""
 
-from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -31,27 +29,6 @@ def pipe() -> ImagePipeline:
 @pytest.fixture(scope="module")
 def latent(pipe: ImagePipeline) -> ImagePipeline:
     return ImagePipeline(pipe.denoiser, pipe.prompts, pipe.sampler, ImageDefaults(3, 1.0, (16, 16)), noisy_model(AUTOENCODER, Unroll()))
-
-
-LISTENERS: list[list[str]] = []
-
-
-def _heard(event: str, seconds: float, **more: object) -> None:
-    if "backend_compile" in event:
-        for listener in LISTENERS:
-            listener.append(event)
-
-
-jax.monitoring.register_event_duration_secs_listener(_heard)
-
-
-@pytest.fixture
-def compilations() -> Iterator[list[str]]:
-    """What has been compiled since the list was cleared."""
-    names: list[str] = []
-    LISTENERS.append(names)
-    yield names
-    LISTENERS.remove(names)
 
 
 def test_images_are_what_the_equations_say(pipe: ImagePipeline):
