@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from argosy.ops import attention, grouped, matmul
+from argosy.ops import attention, grouped, matmul, video_convolution
 from argosy.ops.attention import Score, See
 from argosy.ops.attention import blocked as attention_blocked
 from argosy.ops.attention import cudnn as attention_cudnn
@@ -56,6 +56,10 @@ reference's CPU time at 2 x 1,024 tokens (`argosy/ops/attention/blocked.py`, `bi
         "blocked": "CPU: measured (docs/log)",
         "megablox": "TPU v5p: compiled (`tests/ops/test_grouped.py`); never timed; sizes below 1,024 must be multiples of 128",
         "tokamax": "TPU v5p: compiled where the package is installed; never timed",
+    },
+    "video_convolution": {
+        "volumes": "everywhere",
+        "frames": "CPU, float32: measured, 23 ms of CPU instead of 50 for 96 channels of 32 x 32, 71 instead of 206 with gradients",
     },
 }  # fmt: skip
 
@@ -203,7 +207,7 @@ def page() -> str:
         "ragged": on_a_tpu,
     }
     ops = (attention.ATTENTION, paged_attention.PAGED_ATTENTION, matmul.MATMUL, grouped.GROUPED_MATMUL)
-    for op in ops:
+    for op in (*ops, video_convolution.VIDEO_CONVOLUTION):
         assert set(SPEED[op.key]) == set(op), op.key
     parts = (
         "# Kernels",
@@ -226,5 +230,8 @@ def page() -> str:
         "## Products of experts",
         preferred({name: grouped.GROUPED_MATMUL.prefer.get(name, ("ragged_dot",)) for name in PLATFORMS}),
         known("experts"),
+        "## Convolutions of videos",
+        preferred(then(video_convolution.VIDEO_CONVOLUTION.prefer, "volumes")),
+        known("video_convolution"),
     )
     return "\n\n".join(parts) + "\n"

@@ -25,7 +25,7 @@ PLATFORMS = ("cpu", "cuda", "tpu")
 # What `jax.export` lowers for.
 KNOWN_PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 # The implementations that every platform compiles, by op. On CPUs alone, those in blocks of plain XLA are as portable.
-PORTABLE = {"attention": "reference", "experts": "ragged_dot", "products": "xla"}
+PORTABLE = {"attention": "reference", "experts": "ragged_dot", "products": "xla", "video_convolution": "volumes"}
 PORTABLE_ON_CPU = {"products": "xla"}
 
 # (weights, inputs) -> outputs, each by name.

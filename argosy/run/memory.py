@@ -24,6 +24,7 @@ from argosy.models.parts.stack import Scan
 from argosy.models.parts.weight import abstract
 from argosy.observe.memory import resident_bytes
 from argosy.observe.readable import format_bytes
+from argosy.ops.op import implementations
 from argosy.parallel.place import row_shares
 from argosy.parallel.target import Target
 from argosy.rl.policy.critic import attach_critic
@@ -121,11 +122,19 @@ def estimated_need(
         rows = run.data.batch // run.accumulate if run.rollout is None else run.rollout.rows_over(row_shares(mesh))
         arguments = (run.objective, decided.precision, run.execution.recompute)
         options: Any = {"adapter": run.adapter, "roles": roles, "axis_sizes": axis_sizes}
-        whole = activation_bytes(run.model, rows, run.data.sequence, *arguments, **options)
+        with implementations(attention=requested_attention(run)):
+            whole = activation_bytes(run.model, rows, run.data.sequence, *arguments, **options)
         traced = whole // (1 if target.shares_memory else mesh.size)
     state = state_bytes(shapes, places, mesh, target, roles)
     need = _need(state, state["gradients"], int(TRUST * traced), run, mesh, target)
     return replace(need, host=host_bytes(shapes, places, mesh, target), host_limit=target.host_memory_bytes)
+
+
+def requested_attention(run: Any) -> str | None:
+    """The implementation of attention that a run asks for; None: the device's own. Some objectives take derivatives forward, which only
+    `reference` has: the others have a backward pass of their own."""
+    attention = run.execution.attention
+    return "reference" if attention is None and run.objective.needs.forward else attention
 
 
 def compiled_need(assembly: Any, program: Any, there: Any = ()) -> Need:

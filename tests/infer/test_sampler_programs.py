@@ -25,6 +25,7 @@ CASES = {
     # More tokens than the sampler ranks: the threshold is found among all of them.
     "top_p of many tokens": (Sampling(temperature=50.0, top_p=0.999), 0, SamplerFeatures.FILTERS),
     "min_p": (Sampling(temperature=1.5, min_p=0.2), 0, SamplerFeatures.FILTERS),
+    "greedy, with typical_p": (Sampling(typical_p=0.6), 0, SamplerFeatures.TEMPERATURE),
     "typical_p": (Sampling(temperature=1.5, typical_p=0.6), 0, SamplerFeatures.ALL),
     "a penalty": (Sampling(repetition_penalty=1.7), 0, SamplerFeatures.ALL),
     "a bias": (Sampling(logit_bias={3: 2.0}), 0, SamplerFeatures.ALL),
@@ -40,18 +41,19 @@ def lm() -> LM:
     return LM(config, random_model(config, 0).module)
 
 
-@pytest.fixture(scope="module")
-def engines(lm: LM):
+@pytest.fixture(scope="module", params=[1, pytest.param(4, marks=pytest.mark.slow)], ids="{} steps".format)
+def engines(lm: LM, request: pytest.FixtureRequest):
     """An engine whose device decides, and one whose host does."""
-    on_device = Engine(lm.module, SETTINGS)
+    settings = SETTINGS.model_copy(update={"steps": request.param})
+    on_device = Engine(lm.module, settings)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner, "platform", lambda: "gpu")
-        on_host = Engine(lm.module, SETTINGS)
+        on_host = Engine(lm.module, settings)
     assert (on_device.runner._slot_features is None, on_host.runner._slot_features is None) == (True, False)
     return on_device, on_host
 
 
-def request(case: str, row: int = 0) -> Request:
+def request_of(case: str, row: int = 0) -> Request:
     sampling, top, _ = CASES[case]
     return Request([*PROMPT, row], 6, sampling, frozenset([1]), seed=7, row=row, top=top)
 
@@ -74,7 +76,7 @@ def test_who_decides_changes_no_completion(engines: tuple[Engine, Engine], cases
         return features_by_step[-1]
 
     monkeypatch.setattr(on_host.runner, "_features_of", observed)
-    expected, completions = (engine.generate([request(case, row) for row, case in enumerate(cases)]) for engine in engines)
+    expected, completions = (engine.generate([request_of(case, row) for row, case in enumerate(cases)]) for engine in engines)
     for first, second in zip(expected, completions, strict=True):
         assert [(event.token, event.finish_reason) for event in first] == [(event.token, event.finish_reason) for event in second]
         assert [event.drawn for event in first] == pytest.approx([event.drawn for event in second], abs=1e-5)
@@ -85,17 +87,18 @@ def test_who_decides_changes_no_completion(engines: tuple[Engine, Engine], cases
 
 def test_a_mate_that_has_ended_asks_for_nothing(engines: tuple[Engine, Engine]):
     _, on_host = engines
-    on_host.generate([request("a bias")])
-    on_host.add(request("a temperature"))
+    on_host.generate([request_of("a bias")])
+    on_host.add(request_of("a temperature"))
     on_host.step()
     assert on_host.runner._features_of(on_host._in_flight[0][0].owners) is SamplerFeatures.TEMPERATURE
     list(on_host.run())
 
 
-def test_nothing_compiles_after_the_warm_up(lm: LM, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("steps", [1, pytest.param(4, marks=pytest.mark.slow)])
+def test_nothing_compiles_after_the_warm_up(lm: LM, monkeypatch: pytest.MonkeyPatch, steps: int):
     monkeypatch.setattr(runner, "platform", lambda: "gpu")
-    engine = Engine(lm.module, SETTINGS)
+    engine = Engine(lm.module, SETTINGS.model_copy(update={"steps": steps}))
     engine.warm_up()
     before = engine.stats.compilations
-    engine.generate([request(case, row) for row, case in enumerate(CASES)])
+    engine.generate([request_of(case, row) for row, case in enumerate(CASES)])
     assert engine.stats.compilations == before

@@ -129,3 +129,11 @@ def test_mistakes_are_named(tmp_path, words, problem):
     common = [f"data.source={shared('images/digits_8x8.npz')}", "data.image.white=16", f"dir={tmp_path / 'run'}"]
     with pytest.raises(UserError, match=problem):
         argosy.fit("diffusion", *common, *words, view=Heard(), steps=1)
+
+
+@pytest.mark.slow
+def test_a_run_takes_steps(tmp_path):
+    """Its loss is differentiated forward inside a backward pass, when memory is predicted too."""
+    words = [f"data.source={shared('images/digits_8x8.npz')}", "data.image.white=16", "objective=mean_flow", "model.intervals=true"]
+    outcome = argosy.fit("diffusion", *words, f"dir={tmp_path / 'run'}", "sample.every=none", view=Heard(), steps=2)
+    assert outcome.step == 2

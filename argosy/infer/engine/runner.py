@@ -2,7 +2,8 @@
 
 It holds the weights, the caches and the sampler's state, and computes one batch at a time: the forward pass, then the sampler. The
 forward pass (`infer.forward.passes`) is compiled for a number of decoding rows and a number of prompt rows, both out of short lists.
-The sampler's state has a row for each slot (`infer.sampling.sampler`), so a request with other settings compiles nothing.
+The sampler's state has a row for each slot (`infer.sampling.sampler`), so a request with other settings compiles nothing, but for the
+three programs of the sampler on GPUs, which `warm_up` compiles.
 """
 
 import time
@@ -118,7 +119,7 @@ class Runner:
         # A CPU touches all of the cache to reserve it (0.7 s for 4 GB), which `warm_up` does while programs load.
         self._caches: Caches | None = None if self.on_cpu else self._allocated()
         self.slots = jax.device_put(empty_slots(settings.slots, self.vocab), self.home)
-        # The settings of sampling of each slot's owner. Elsewhere the device looks them up, where a program is compiled for them all.
+        # The settings of sampling of each slot's owner, on GPUs. On other devices one program looks all of them up.
         with self.on_mesh():
             self._slot_features = np.zeros(settings.slots, np.int32) if platform() == "gpu" else None
         if self.speculation is not None:
@@ -333,6 +334,8 @@ class Runner:
         assert isinstance(self.forward, OneProgram)
         sizes, owners = batch.sizes, batch.owners
         features = self._features_of(owners) if features is None else features
+        if features is not SamplerFeatures.TEMPERATURE:
+            features = SamplerFeatures.ALL  # each holds the whole model, so there are two
         label, program = f"{plural(sizes.steps, 'step')} of {sizes.decodes} decoding rows", self.forward.several
         state = self._prepared, self.caches, self.slots, batch.words, batch.picks, owners
         self.slots, self.caches, out = self.run(label, program, ("several", *sizes, len(owners), features), *state, sizes, features)

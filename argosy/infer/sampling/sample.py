@@ -178,7 +178,8 @@ def next_tokens(
         keys: a random key for each row.
         live: rows that count; others get a token of no meaning.
         filtered: whether a row may have a filter.
-        conditional: whether the device decides what no row asks for, and leaves that out. Otherwise no row may ask for `typical_p`.
+        conditional: whether the device decides what no row asks for, and leaves that out. Otherwise no row that
+            draws may ask for `typical_p`.
     """
     hot = settings["temperature"] > 0 if live is None else live & (settings["temperature"] > 0)
     greedy = largest_token(scored)

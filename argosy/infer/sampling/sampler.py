@@ -1,5 +1,5 @@
 """The sampler's state on the device, and the programs that change it. Every array has a row per slot, so a request with other
-settings compiles nothing."""
+settings compiles nothing; engines on GPUs have three programs of the sampler (`SamplerFeatures`)."""
 
 from collections.abc import Sequence
 from enum import IntEnum
@@ -60,7 +60,7 @@ class Slots(NamedTuple):
 class SamplerOutput(NamedTuple):
     """The tokens that a step sampled, by row of the logits.
 
-    likeliest, ids: the likeliest tokens and their log-probabilities, descending, for rows that features.
+    likeliest, ids: the likeliest tokens and their log-probabilities, descending, for rows whose requests want them.
     """
 
     tokens: Int[Array, "B"]
@@ -168,9 +168,10 @@ class SamplerFeatures(IntEnum):
             mask: whether it has a mask.
         """
         columns = sampling_columns([sampling])
-        if mask or top or sampling.logit_bias or has_penalty(columns)[0] or columns["typical_p"][0] < 1:
+        draws = columns["temperature"][0] > 0
+        if mask or top or sampling.logit_bias or has_penalty(columns)[0] or (draws and columns["typical_p"][0] < 1):
             return cls.ALL
-        return cls.FILTERS if columns["temperature"][0] > 0 and has_filter(columns)[0] else cls.TEMPERATURE
+        return cls.FILTERS if draws and has_filter(columns)[0] else cls.TEMPERATURE
 
 
 def sample_rows(

@@ -169,7 +169,7 @@ def sampled_drafts(
         owners = np.full(len(logits), -1, np.int32)
         owners[: len(live)] = [s.slot if on else -1 for s, on in zip(plan.decodes, live, strict=True)]
         label = f"the sampler for {plural(len(owners), 'row')}"
-        state, out = run(label, sample, (len(owners),), state, logits, owners, SamplerFeatures.ALL)
+        state, out = run(label, sample, (len(owners), SamplerFeatures.ALL), state, logits, owners, SamplerFeatures.ALL)
         columns.append(out.tokens)
     tokens = np.stack(jax.device_get([column[: len(room)] for column in columns]), 1).tolist()
     return [row[:most] for row, most in zip(tokens, room, strict=True)]

@@ -20,7 +20,8 @@ from argosy.ops.attention import UNSEEN, Score, See, of_segments
 from argosy.ops.precision import sums_in, wide
 from argosy.parallel.scope import on_several_devices
 
-# Bytes of scores for each core in one iteration: what the second cache of most processors holds.
+# Bytes of scores for each core in one iteration: what the second cache of most processors holds. So a machine with other cores has
+# another program, whose results differ by rounding; four times as many bytes take a quarter more CPU time at 4,096 tokens.
 SCORES = 1 << 20
 
 # What queries see beside their places: the segments of the blocks of queries, their prefixes, and the segments of the keys.
@@ -88,7 +89,7 @@ def _dot(a: Array, b: Array, contract: tuple[int, int]) -> Array:
 
 
 def _scores(queries: Array, keys: Array, ids: tuple[Any, ...], theirs: Any, window: int | None, rows: int) -> Array:
-    """Of one block, [B K rows_of_group S], with `UNSEEN` for keys that a query does not see.
+    """The scores of one block, [B K rows_of_group S], with `UNSEEN` for keys that a query does not see.
 
     ids: the number of the block, and the segments and prefixes of its queries.
     """

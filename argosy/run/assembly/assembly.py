@@ -32,7 +32,7 @@ from argosy.run.distillation.teacher import Teacher
 from argosy.run.frozen.perceptual_net import PerceptualNet
 from argosy.run.frozen.pipeline_parts import FrozenPart
 from argosy.run.frozen.role import Role
-from argosy.run.memory import batch_shapes
+from argosy.run.memory import batch_shapes, requested_attention
 from argosy.run.settings.run import Run
 from argosy.train.beside import split_parts
 from argosy.train.ema import RAW
@@ -223,11 +223,8 @@ class Assembly:
     @contextmanager
     def tracing(self) -> Iterator[None]:
         """A scope for tracing programs of this run: under its mesh, with the implementations of its settings and its winners."""
-        execution, attention = self.run.execution, self.run.execution.attention
-        if self.run.objective.needs.forward and attention is None:
-            # The others have a backward pass of their own, and none forward.
-            attention = "reference"
-        choices = implementations(attention=attention, experts=execution.experts, products=self.products.name)
+        attention, experts = requested_attention(self.run), self.run.execution.experts
+        choices = implementations(attention=attention, experts=experts, products=self.products.name)
         with scope(self.mesh, self.run.mesh.table()), choices, winners(winners_of(self)):
             yield
 
