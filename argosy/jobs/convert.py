@@ -46,6 +46,8 @@ from argosy.weights.stream import in_order, largest_tensor, streaming_model
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 # What a target that ends so is.
 FILES_OF = {".gguf": "gguf", ".safetensors": "single_file"}
+# Endings of files in formats of others, which no folder is meant to have.
+OTHER_FILES = frozenset((".onnx", ".pt", ".pth", ".bin", ".ckpt", ".pkl", ".h5", ".keras", ".tflite", ".mlmodel", ".npz", ".msgpack"))
 DIFFUSERS_INDEX = "model_index.json"
 # Folders of a diffusers folder whose models a single file has.
 SINGLE_FILE_PARTS = ("transformer", "unet", "vae", "text_encoder", "text_encoder_2")
@@ -152,6 +154,9 @@ def target_format(target: Path, to: str) -> str:
         raise BadInput(f"{target} and to={to}", hint=f"name a file that ends in {next(end for end in FILES_OF if FILES_OF[end] == to)}")
     if ending_format is not None and to not in (ending_format, "hub"):
         raise BadInput(f"{target} and to={to}", hint="name a new folder")
+    if target.suffix.lower() in OTHER_FILES:
+        problem = f"{target.suffix} files are not written"
+        raise BadInput(problem, where=str(target), hint=f"a new folder, or a file that ends in {' or '.join(FILES_OF)}")
     return ending_format or to
 
 

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import pytest
 import yaml
+from helpers import stories_model
 from pydantic import Field
 from schema_check import check
 
@@ -463,3 +464,10 @@ echo "${COMPREPLY[*]}"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=environment)
     assert done.stdout == "muon\n", done.stderr
+
+
+@pytest.mark.parametrize("tokens, ended", [(600, True), (4, False)])
+def test_text_that_fills_the_context_is_said_to_end_there(capsys: pytest.CaptureFixture[str], tokens: int, ended: bool):
+    words = [f"max_tokens={tokens}", "engine.context=32", "ignore_eos=true"]
+    assert main(["generate", str(stories_model()), "Once upon", *words]) == 0
+    assert ("ended at the context of 32 tokens" in capsys.readouterr().err) is ended

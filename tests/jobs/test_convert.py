@@ -355,3 +355,10 @@ def test_words_that_make_no_sense(source, capsys):
     assert main(["convert", str(source), "x", "shard_gb=0"]) == 2
     assert main(["convert", str(source), "--check", str(source), "tolerence=1"]) == 2
     assert "`tolerance`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ending", [".onnx", ".pth"])
+def test_a_file_of_another_format_is_not_a_folder(source: Path, tmp_path: Path, ending: str):
+    with pytest.raises(BadInput, match=f"{ending} files are not written"):
+        convert(str(source), tmp_path / f"model{ending}", "hub", None)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]

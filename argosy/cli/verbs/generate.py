@@ -108,7 +108,7 @@ def generate(
     if any(word.startswith("image=") for word in settings):
         return draw(model, prompt, settings, chat, as_json)
     if draws_images(model, say):
-        raise BadInput(f"{model} draws images", hint="image=out.png")
+        raise BadInput(f"{model} is no language model", hint="image=out.png draws, with a denoiser or a folder of diffusers")
     options = read_settings(Generate, words_layer([literal(word) for word in settings])).value
     if options.logprobs and not as_json:
         raise BadInput("logprobs need --json", hint="add --json")
@@ -151,6 +151,9 @@ def generate(
         print("\n---\n".join(c.text for c in answers.completions))
     else:
         print()
+    context = min(options.engine.context or lm.config.context, lm.config.context)
+    if len(ids) + options.max_tokens > context and any(c.finish_reason == "length" for c in answers.completions):
+        say(f"ended at the context of {context} tokens, of which the prompt has {len(ids)}")
 
 
 def draw(model: str, prompt: str | None, settings: list[str], chat: bool, as_json: bool) -> None:

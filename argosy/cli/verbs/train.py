@@ -79,7 +79,11 @@ def train(
         generates = model.causal and not model.scored and not embedded
         follows = f"argosy generate {outcome.dir}" if generates else f"argosy export {outcome.dir} BUNDLE"
         if model.inputs == "images":
+            from argosy.models.autoencoders.base import AutoencoderConfig
+
             follows = f"argosy eval {outcome.dir} tasks=images"
+            if isinstance(model, AutoencoderConfig):
+                follows = f"argosy train diffusion data.source=FOLDER encoders.autoencoder={outcome.dir}"
         if {"unet", "denoiser"} & set(reading.value.objective.roles):
             token, pipeline = getattr(model, "token", None), reading.value.encoders.pipeline
             prompt = f"{shlex.quote(f'a photo of a {token}')}" if token else "PROMPT"
