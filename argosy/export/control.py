@@ -44,9 +44,11 @@ class BundledControl:
 
     @property
     def steps(self) -> list[DecodeImageStep]:
-        """Files to pixels. An image of another ratio is stretched, as `ImagePipeline` reads it."""
-        sizes: Any = {"height": self.size[0], "width": self.size[1], "resize": "stretch", "rescale_factor": 1.0}
-        return [DecodeImageStep(input=f"{FILE}{end}", image=f"{IMAGE}{end}", **sizes) for end in self.ends]
+        """Files to pixels, as `argosy generate` and `argosy serve` read them: an image of another ratio is stretched, and opacity is
+        ignored."""
+        how: Any = {"height": self.size[0], "width": self.size[1], "resize": "stretch", "rescale_factor": 1.0}
+        how["transparency"] = "ignore"
+        return [DecodeImageStep(input=f"{FILE}{end}", image=f"{IMAGE}{end}", **how) for end in self.ends]
 
     @property
     def example(self) -> dict[str, list[Any]]:

@@ -10,7 +10,7 @@ def control_suffixes(count: int) -> list[str]:
     return [f"_{i + 1}" if i else "" for i in range(count)]
 
 
-def suffixes_in(of: BundleSignature) -> list[str]:
+def suffixes_in(signature: BundleSignature) -> list[str]:
     """The ends of the names of a signature's ControlNets; empty: it has none."""
-    names = {spec.name for spec in of.inputs}
+    names = {spec.name for spec in signature.inputs}
     return [end for end in control_suffixes(len(names)) if f"{IMAGE}{end}" in names]

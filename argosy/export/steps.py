@@ -173,12 +173,19 @@ class DecodeImageStep(Settings):
     image is inside, between bars of `background`."""
     background: int = Field(255, ge=0, le=255)
     """The gray behind transparent pixels and beside an image that is contained: 0 is black, 255 white."""
+    transparency: Literal["blend", "ignore"] = "blend"
+    """blend: transparent pixels are blended with `background`; ignore: they have their colors, as if they were opaque."""
     rescale_factor: float = 1 / 255
     """What pixels, from 0 to 255, are multiplied with."""
     image_mean: list[float] = Field(default_factory=list)
     """What is subtracted of each channel afterwards; empty: nothing."""
     image_std: list[Annotated[float, Field(gt=0)]] = Field(default_factory=list)
     """What each channel is divided by afterwards; empty: by nothing."""
+
+    @model_serializer(mode="wrap")
+    def _without_transparency(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """A step that blends has the same text as when every step did."""
+        return {name: value for name, value in handler(self).items() if name != "transparency" or value != "blend"}
 
     @model_validator(mode="after")
     def _channels_agree(self) -> "DecodeImageStep":
@@ -351,26 +358,38 @@ def decoded_images(step: DecodeImageStep, files: Any, dtype: np.dtype) -> np.nda
     files = files.tolist() if isinstance(files, np.ndarray) else [files] if isinstance(files, str | bytes) else files
     if not isinstance(files, list | tuple) or not files:
         raise BadInput(f"`{step.input}` takes a list of image files", hint=f'"{step.input}": ["iVBORw0KGgo..."], each in base64')
-    images = np.zeros((len(files), *step.shape), dtype)
+    images, first = np.zeros((len(files), *step.shape), dtype), dict[bytes, int]()
     for i, file in enumerate(files):
         try:
-            image = read_image(_file_bytes(file))
+            data = file_bytes(file)
+            # Equal files are decoded once: several images of a request may follow the same one.
+            at = first.setdefault(data, i)
+            images[i] = images[at] if at < i else _image_array(step, read_image(data), dtype)
         except BadInput as error:
             raise BadInput(f"`{step.input}`, file {i}: {error.what}", hint=error.hint) from None
-        pixels = _fitted(step, image)
-        if step.channels == 1:
-            # The gray of ITU-R BT.601, as in Pillow's mode L.
-            pixels = np.rint(pixels @ np.array([0.299, 0.587, 0.114]))[..., None]
-        pixels = pixels * step.rescale_factor - np.array(step.image_mean or 0.0)
-        pixels = pixels / np.array(step.image_std or 1.0)
-        if dtype.kind in "iu":
-            pixels = np.clip(np.rint(pixels), np.iinfo(dtype).min, np.iinfo(dtype).max)
-        axes = pixels.transpose(2, 0, 1) if step.layout == "CHW" else pixels
-        images[i] = axes.reshape(step.shape).astype(dtype)
     return images
 
 
-def _file_bytes(file: Any) -> bytes:
+def _image_array(step: DecodeImageStep, image: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """An image as the program reads it, of the step's shape."""
+    pixels = _fitted(step, image)
+    if step.channels == 1:
+        # The gray of ITU-R BT.601, as in Pillow's mode L.
+        pixels = np.rint(pixels @ np.array([0.299, 0.587, 0.114]))[..., None]
+    pixels = pixels * step.rescale_factor - np.array(step.image_mean or 0.0)
+    pixels = pixels / np.array(step.image_std or 1.0)
+    if dtype.kind in "iu":
+        pixels = np.clip(np.rint(pixels), np.iinfo(dtype).min, np.iinfo(dtype).max)
+    axes = pixels.transpose(2, 0, 1) if step.layout == "CHW" else pixels
+    return axes.reshape(step.shape).astype(dtype)
+
+
+def file_bytes(file: Any) -> bytes:
+    """A file of bytes, or of a text in base64, which may be a data URL.
+
+    Raises:
+        BadInput: it is neither.
+    """
     if isinstance(file, bytes):
         return file
     if not isinstance(file, str):
@@ -384,6 +403,8 @@ def _file_bytes(file: Any) -> bytes:
 
 def _fitted(step: DecodeImageStep, image: np.ndarray) -> np.ndarray:
     """The colors [H W 3] of an image at the step's size, from 0 to 255."""
+    # Before it is resized: Pillow weights colors by their opacity.
+    image = image[..., :3] if step.transparency == "ignore" else image
     height, width = image.shape[:2]
     size = step.height, step.width
     ratios = step.height / height, step.width / width

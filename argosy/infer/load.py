@@ -8,13 +8,17 @@ import jax
 
 from argosy.adapt.rules import Rule
 from argosy.checkpoint.open import open_model
+from argosy.core.errors import BadInput
 from argosy.infer.cpu.panels import block_forms
 from argosy.infer.lm import LM
 from argosy.infer.settings import EngineSettings
 from argosy.models.base.language import LanguageConfig
+from argosy.models.diffusion.base import DenoiserConfig
 from argosy.models.parts.stack import Execution
+from argosy.models.vgg import USE
 from argosy.ops.native import library
 from argosy.weights import build
+from argosy.weights.model import OpenedModel
 
 DEFAULT = EngineSettings()
 
@@ -34,7 +38,7 @@ def load_lm(
     rules: Sequence[Rule] | None = None,
 ) -> LM:
     """Loads a language model from a Hub folder, a GGUF file, a run directory or one checkpoint. Arguments and errors are those of
-    `weights.build.load_model`.
+    `weights.build.load_model`; models of images are refused.
 
     Args:
         engine: settings of the engine under `generate`.
@@ -45,7 +49,23 @@ def load_lm(
     forms = block_forms if blocks and jax.default_backend() == "cpu" and not library.load() else None
     options: Any = {"dtype": dtype, "run": run, "adapter": adapter, "context": context, "tensor": tensor}
     options |= {"forms": forms, "rules": rules}
-    return LM(**vars(build.load_model(open_model(path, warn), **options)), engine_settings=engine, draft=draft)
+    stored = open_model(path, warn)
+    _check_reads_text(stored)
+    return LM(**vars(build.load_model(stored, **options)), engine_settings=engine, draft=draft)
+
+
+def _check_reads_text(stored: OpenedModel) -> None:
+    """Checks that a model is none of images, such as a denoiser or a VGG in a file of its own.
+
+    Raises:
+        BadInput: it is one; says what it is for.
+    """
+    if stored.config.inputs != "images":
+        return
+    if isinstance(stored.config, DenoiserConfig):
+        hint = f"with a diffusers folder: argosy generate FOLDER PROMPT image=out.png single_file={stored.path}"
+        raise BadInput(f"{stored.path} is a denoiser alone, which draws nothing without text encoders and an autoencoder", hint=hint)
+    raise BadInput(f"{stored.path} is a {type(stored.config).__name__}, which reads images and no text", hint=USE)
 
 
 def random_lm(

@@ -73,13 +73,13 @@ class GenerateImages(Settings):
     """The image file that a ControlNet follows: edges, depths, poses, as it was trained on. Of any size, and resized to that of the
     image; of several ControlNets a list, in their order. Needs the extra `images`."""
     control_scale: float | tuple[float, ...] = 1.0
-    """How strongly the ControlNet acts, 0 to 100; 1 is what it was trained for. Of several, one for all or a list."""
+    """How strongly the ControlNet acts, 0 to 100; 1 is what it was trained for. For several: one for all, or a list."""
     control_start: float | tuple[float, ...] = 0.0
-    """Share of the steps after which the ControlNet begins to act. Of several, one for all or a list."""
+    """Share of the steps after which the ControlNet begins to act. For several: one for all, or a list."""
     control_end: float | tuple[float, ...] = 1.0
-    """Share of the steps after which the ControlNet does not act any more. Of several, one for all or a list."""
+    """Share of the steps after which the ControlNet does not act any more. For several: one for all, or a list."""
     control_mode: int | tuple[int | None, ...] | None = None
-    """The number of the kind of control, for a ControlNet of Flux.1 that knows several (a union). Of several ControlNets a list, with
+    """The number of the kind of control, for a ControlNet of Flux.1 that knows several (a union). For several ControlNets: a list, with
     null for those that know one."""
     guess_mode: bool = False
     """The ControlNet acts on predictions with the prompt alone, and more weakly on fine details, as for an empty prompt; of UNets."""

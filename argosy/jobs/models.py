@@ -17,6 +17,7 @@ from argosy.core.progress import Say
 from argosy.core.settings import dump
 from argosy.models import FAMILIES
 from argosy.models.settings import Experts
+from argosy.models.vgg import USE, VGGConfig
 from argosy.run.settings.recipe_files import preset_config, presets, recipe_layers, recipes
 
 BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
@@ -73,7 +74,8 @@ def describe(name: str, context: int | None = None) -> dict[str, Any]:
     config = config_named(name)
     if config.inputs != "tokens":
         problem = f"{name} reads {config.inputs}, and models of tokens are described"
-        raise BadInput(problem, hint="`argosy plan RECIPE model=NAME` tells parameters, FLOPs and memory")
+        plan = "`argosy plan RECIPE model=NAME` tells parameters, FLOPs and memory"
+        raise BadInput(problem, hint=USE if isinstance(config, VGGConfig) else plan)
     tokens = context or config.context
     if tokens > config.context:
         raise BadInput(f"context={tokens} is longer than the {config.context} tokens it was made for")

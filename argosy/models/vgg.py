@@ -7,6 +7,7 @@ not read. m and s are those of LPIPS (Zhang et al. 2018, arXiv:1801.03924), for 
 channel of its maps: LPIPS's linear layers. B batch, H height, W width, C channels of an image, K of a map.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -21,6 +22,12 @@ from argosy.models.hub.nets import LayerSite, site_flops, site_rows
 
 # A convolution and its ReLU each have a number in torchvision's list of layers, and so has the pooling between stages.
 LAYER, POOL = 2, 1
+KERNEL = 3
+# What a net of features is for.
+USE = "argosy train vae objective.perceptual.net=FILE compares an autoencoder's images by its features"
+CONVOLUTION = re.compile(r"^features\.(\d+)\.(weight|bias)$")
+# Their layers are called `features` too.
+OTHER_NETS = "torchvision's vgg16; AlexNet and SqueezeNet, LPIPS's other nets, are not built"
 
 
 class VGGConfig(ModelConfig):
@@ -90,8 +97,12 @@ class VGGConfig(ModelConfig):
         return site_rows(self.sites())
 
     def flops(self, tokens: int) -> int:
-        """FLOPs of the maps of an image of `tokens` pixels, and of the weighing of their channels."""
+        """FLOPs of the maps of an image of `tokens` pixels, and of the weighted sums of their channels."""
         return site_flops(self.sites(), tokens)
+
+    def maps_flops(self, tokens: int) -> int:
+        """FLOPs of `VGG.maps` and `VGG.weighted_sum` for an image of `tokens` pixels."""
+        return self.flops(tokens)
 
     def mixing_flops(self, tokens: int) -> int:
         return 0
@@ -107,12 +118,18 @@ def vgg_settings(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
     """The settings of a VGG with these tensors, in torchvision's names.
 
     Raises:
-        BadInput: it has batch norms, or layers of another kind.
+        BadInput: it has batch norms, layers of another kind, or kernels of another size.
     """
-    layers = {int(name.split(".")[1]): shape for name, shape in shapes.items() if name.startswith("features.")}
-    convolutions = {number: shapes[f"features.{number}.weight"] for number in layers if f"features.{number}.weight" in shapes}
     if any(name.endswith("running_mean") for name in shapes):
         raise BadInput("a VGG with batch norms is not built", hint="torchvision's vgg16, not vgg16_bn")
+    matches = ((CONVOLUTION.match(name), shape) for name, shape in shapes.items() if name.startswith("features."))
+    convolutions = {int(match[1]): shape for match, shape in matches if match and match[2] == "weight"}
+    others = [name for name in shapes if name.startswith("features.") and not CONVOLUTION.match(name)]
+    kernels = {shape[2:] for shape in convolutions.values()}
+    if others or kernels != {(KERNEL, KERNEL)}:
+        sizes = ", ".join("x".join(map(str, kernel)) or "no axes" for kernel in sorted(kernels))
+        problem = f"layers {', '.join(sorted(others)[:3])}" if others else f"kernels of {sizes}"
+        raise BadInput(f"{problem}, where those of a VGG are convolutions of {KERNEL}x{KERNEL}", hint=OTHER_NETS)
     stages: list[list[int]] = []
     for number in sorted(convolutions):
         follows = bool(stages) and number - LAYER in convolutions

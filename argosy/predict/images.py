@@ -11,18 +11,22 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from argosy.core.counts import plural
+from argosy.core.errors import BadInput
+from argosy.core.formats.image_files import image_size
 from argosy.export.control_inputs import FILE, IMAGE, MODE, SCALE, suffixes_in
 from argosy.export.manifest import BundleSignature
-from argosy.export.steps import TokenizePromptStep
+from argosy.export.steps import TokenizePromptStep, file_bytes
 from argosy.predict.repository import LoadedVersion
 from argosy.predict.service import PredictService
 from argosy.web.body import read_json_body
-from argosy.web.errors import ApiError, Json, unknown_model
+from argosy.web.errors import ApiError, Json, input_error, unknown_model
 from argosy.web.images import ImageGenerationFields
 
 IMAGES, FINITE = "images", "finite"
 # As in OpenAI's API.
 MOST_IMAGES = 10
+# As `argosy serve` has them, unless it is told otherwise: characters of a prompt, and pixels of a control image.
+MOST_CHARACTERS, MOST_CONTROL_PIXELS = 32_768, 8_388_608
 
 
 class BundleImageFields(ImageGenerationFields):
@@ -53,7 +57,7 @@ class BundleImageRoutes:
         fields.check_format()
         name = self._name(fields)
         version = self.service.find(name)
-        inputs = image_inputs(version.bundle.manifest.signature(), fields, name)
+        inputs = await asyncio.to_thread(image_inputs, version.bundle.manifest.signature(), fields, name)
         _, result = await self.service.call(request, lambda: self.service.find(name), inputs, None)
         if not np.asarray(result.outputs[FINITE]).all():
             raise ApiError("numbers that are not finite were drawn", status=500)
@@ -76,20 +80,20 @@ class BundleImageRoutes:
 
 def draws_prompts(version: LoadedVersion) -> bool:
     """Whether the default signature of a version draws images of prompts."""
-    of = version.bundle.manifest.signature()
-    is_prompted = any(isinstance(step, TokenizePromptStep) for step in of.preprocess)
-    return is_prompted and {IMAGES, FINITE} <= {spec.name for spec in of.outputs}
+    signature = version.bundle.manifest.signature()
+    is_prompted = any(isinstance(step, TokenizePromptStep) for step in signature.preprocess)
+    return is_prompted and {IMAGES, FINITE} <= {spec.name for spec in signature.outputs}
 
 
-def image_inputs(of: BundleSignature, fields: BundleImageFields, name: str) -> dict[str, Any]:
+def image_inputs(signature: BundleSignature, fields: BundleImageFields, name: str) -> dict[str, Any]:
     """The inputs of a signature for a request.
 
     Raises:
         ApiError: the signature draws no prompts, another size, or takes no guidance, negative prompt or control image; or too many
-            images are wanted, or control images are missing.
+            images are wanted, a prompt is too long, or control images are missing or too large.
     """
-    outputs = {spec.name: spec for spec in of.outputs}
-    prompts = [step.input for step in of.preprocess if isinstance(step, TokenizePromptStep)]
+    outputs = {spec.name: spec for spec in signature.outputs}
+    prompts = [step.input for step in signature.preprocess if isinstance(step, TokenizePromptStep)]
     if not prompts or not {IMAGES, FINITE} <= set(outputs):
         raise ApiError(f"model `{name}` draws no images of prompts", param="model", code="wrong_kind_of_model")
     height, width = outputs[IMAGES].shape[1:3]
@@ -97,6 +101,10 @@ def image_inputs(of: BundleSignature, fields: BundleImageFields, name: str) -> d
         raise ApiError(f"`size`: this model was exported for {width}x{height}", param="size")
     if fields.n > MOST_IMAGES:
         raise ApiError(f"`n`: {fields.n} images, this server allows {MOST_IMAGES}", param="n")
+    for field in ("prompt", "negative_prompt"):
+        if len(getattr(fields, field) or "") > MOST_CHARACTERS:
+            problem = f"`{field}`: {len(getattr(fields, field))} characters, this server allows {MOST_CHARACTERS}"
+            raise ApiError(problem, param=field)
     seed = secrets.randbits(32) if fields.seed is None else fields.seed
     inputs: dict[str, Any] = {prompts[0]: [fields.prompt] * fields.n, "seed": [seed] * fields.n, "index": list(range(fields.n))}
     if fields.negative_prompt is not None:
@@ -104,19 +112,20 @@ def image_inputs(of: BundleSignature, fields: BundleImageFields, name: str) -> d
             raise ApiError("`negative_prompt` has no effect on this model", param="negative_prompt", code="unsupported_parameter")
         inputs[prompts[1]] = [fields.negative_prompt] * fields.n
     if fields.guidance_scale is not None:
-        if "guidance" not in {spec.name for spec in of.inputs}:
+        if "guidance" not in {spec.name for spec in signature.inputs}:
             raise ApiError("`guidance_scale` has no effect on this model", param="guidance_scale", code="unsupported_parameter")
         inputs["guidance"] = [fields.guidance_scale] * fields.n
-    return inputs | {key: [value] * fields.n for key, value in control_values(of, fields, name).items()}
+    return inputs | {key: [value] * fields.n for key, value in control_values(signature, fields, name).items()}
 
 
-def control_values(of: BundleSignature, fields: BundleImageFields, name: str) -> dict[str, Any]:
+def control_values(signature: BundleSignature, fields: BundleImageFields, name: str) -> dict[str, Any]:
     """What the ControlNets of a signature are given for each image of a request, by the names of its inputs.
 
     Raises:
-        ApiError: the signature has no ControlNet, or another number of them, or kinds of control do not fit.
+        ApiError: the signature has no ControlNet, or another number of them, kinds of control do not fit, or a control image is too
+            large.
     """
-    ends, specs = suffixes_in(of), {spec.name: spec for spec in of.inputs}
+    ends, specs = suffixes_in(signature), {spec.name: spec for spec in signature.inputs}
     given = [field for field in (IMAGE, SCALE, MODE) if field in fields.model_fields_set]
     if given and not ends:
         raise ApiError(f"`{given[0]}`: model `{name}` has no ControlNet", param=given[0], code="unsupported_parameter")
@@ -124,6 +133,8 @@ def control_values(of: BundleSignature, fields: BundleImageFields, name: str) ->
     if len(files) != len(ends):
         needed = "the image that its ControlNet follows" if len(ends) == 1 else f"{len(ends)} images, one for each ControlNet"
         raise ApiError(f"`control_image`: model `{name}` needs {needed}", param=IMAGE)
+    for file in files:
+        _check_pixels(file)
     values: dict[str, Any] = {}
     for i, end in enumerate(ends):
         values |= {f"{FILE}{end}": files[i], f"{SCALE}{end}": _of_each(SCALE, fields.control_scale, i, len(ends))}
@@ -133,6 +144,17 @@ def control_values(of: BundleSignature, fields: BundleImageFields, name: str) ->
             raise ApiError(f"`control_mode` {state}", param=MODE)
         values |= {} if spec is None else {spec.name: mode}
     return values
+
+
+def _check_pixels(file: str) -> None:
+    """Checks the size of a control image by the head of its file, before anything is decoded."""
+    try:
+        height, width = image_size(file_bytes(file))
+    except BadInput as error:
+        raise ApiError(f"`{IMAGE}`: {input_error(error).message}", param=IMAGE) from None
+    if height * width > MOST_CONTROL_PIXELS:
+        problem = f"`{IMAGE}`: an image of {width}x{height} pixels, this server allows {MOST_CONTROL_PIXELS} pixels"
+        raise ApiError(problem, param=IMAGE)
 
 
 def _of_each(field: str, value: Any, i: int, count: int) -> Any:

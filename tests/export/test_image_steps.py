@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 import argosy
 from argosy.core.errors import BadInput
-from argosy.core.formats.image_files import image_file
+from argosy.core.formats.image_files import image_file, read_image
 from argosy.export.bundle import Bundle
 from argosy.export.steps import DecodeImageStep, LabelsStep, ProbabilitiesStep, decoded_images
 from argosy.jobs.bundle import run_bundle
@@ -39,6 +39,32 @@ def test_base64_and_data_urls_are_bytes():
     text = base64.b64encode(data).decode()
     for file in (data, text, f"data:image/png;base64,{text}"):
         np.testing.assert_array_equal(decode(file, np.uint8, rescale_factor=1)[0], PICTURE)
+
+
+def test_opacity_is_blended_or_ignored():
+    """Where it is ignored, a file that is resized has the colors of the opaque one."""
+    clear = np.concatenate([PICTURE, RNG.integers(0, 256, (6, 8, 1), np.uint8)], -1)
+    how = {"height": 3, "width": 5, "resize": "stretch", "rescale_factor": 1}
+    opaque = decode([image_file(PICTURE)], np.uint8, **how)
+    np.testing.assert_array_equal(decode([image_file(clear)], np.uint8, transparency="ignore", **how), opaque)
+    assert np.abs(decode([image_file(clear)], np.uint8, **how).astype(int) - opaque).max() > 20
+    # Manifests of steps that blend have the text that they had before there was a choice.
+    assert "transparency" not in DecodeImageStep(height=3, width=5).model_dump_json()
+    assert DecodeImageStep(**DecodeImageStep(transparency="ignore", **how).model_dump()).transparency == "ignore"
+
+
+def test_equal_files_are_decoded_once(monkeypatch):
+    calls = []
+
+    def counted(data):
+        calls.append(len(data))
+        return read_image(data)
+
+    monkeypatch.setattr("argosy.export.steps.read_image", counted)
+    files = [image_file(PICTURE), image_file(PICTURE[::-1])]
+    pixels = decode([files[0], files[1], base64.b64encode(files[0]).decode(), files[0]], np.uint8, rescale_factor=1)
+    np.testing.assert_array_equal(pixels, np.stack([PICTURE, PICTURE[::-1], PICTURE, PICTURE]))
+    assert len(calls) == 2
 
 
 @pytest.mark.parametrize("layout", ["HW", "HWC"])

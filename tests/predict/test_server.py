@@ -23,7 +23,7 @@ from predict_servers import serving, write_scaled
 from starlette.requests import Request
 
 import argosy
-from argosy.core.formats.image_files import read_image, resize_image
+from argosy.core.formats.image_files import image_file, read_image, resize_image
 from argosy.core.formats.png import png_bytes
 from argosy.data.tokenizers.load import find_tokenizer
 from argosy.export.bundle import Bundle
@@ -372,6 +372,7 @@ def test_control_images_by_openais_client(tmp_path: Path):
     write_scaled(tmp_path / "models" / "scaled" / "1", 2.0)
     control = np.random.default_rng(0).integers(0, 256, (20, 24, 3)).astype(np.uint8)
     file = base64.b64encode(png_bytes(control)).decode()
+    large = base64.b64encode(png_bytes(np.zeros((2049, 4096, 3), np.uint8))).decode()
     control_how: dict[str, Any] = {"control_image": resize_image(control, 16, 16), "control_scale": 0.5}
     expected = pipe.images("a red fox", guidance=3.0, seed=5, n=2, **control_how, **how)
     with (
@@ -382,10 +383,18 @@ def test_control_images_by_openais_client(tmp_path: Path):
         found = client.images.generate(prompt="a red fox", n=2, extra_body=extra)
         images = [read_image(base64.b64decode(one.b64_json)) for one in found.data]
         assert np.abs(np.stack(images).astype(int) - expected).max() <= 1
+        # Opacity is ignored, as `argosy generate` and `argosy serve` do.
+        clear = np.concatenate([control, np.full((20, 24, 1), 40, np.uint8)], -1)
+        extra["control_image"] = base64.b64encode(image_file(clear)).decode()
+        found = client.images.generate(prompt="a red fox", n=2, extra_body=extra)
+        images = [read_image(base64.b64decode(one.b64_json)) for one in found.data]
+        assert np.abs(np.stack(images).astype(int) - expected).max() <= 1
         for more, why in (
             ({}, "needs the image that its ControlNet follows"),
             ({"control_image": [file, file]}, "needs the image that its ControlNet follows"),
-            ({"control_image": "AAAA"}, "control_image_file"),
+            ({"control_image": "AAAA"}, "`control_image`: no image that can be read"),
+            ({"control_image": large}, "`control_image`: an image of 4096x2049 pixels, this server allows 8388608 pixels"),
+            ({"control_image": file, "negative_prompt": "a" * 32769}, "`negative_prompt`: 32769 characters, this server allows 32768"),
             ({"control_image": file, "control_scale": [1.0, 1.0]}, "2 of them for 1 ControlNet"),
             ({"control_image": file, "control_scale": 101.0}, "0 to 100"),
             ({"control_image": file, "control_mode": 1}, "has no effect on a ControlNet of one kind"),

@@ -18,6 +18,8 @@ from argosy.checkpoint.open import open_model
 from argosy.core.errors import BadInput, UserError
 from argosy.core.keymap import KeyMap
 from argosy.core.storage import Store
+from argosy.jobs.models import describe
+from argosy.jobs.plan.training import PlanSettings, plan
 from argosy.models.autoencoders.autoencoder_kl import AutoencoderKLConfig
 from argosy.models.parts.weight import abstract, parameter_count, put, variables
 from argosy.models.vgg import VGGConfig
@@ -30,6 +32,7 @@ from argosy.weights.hub.vgg_files import open_linear, with_linear
 
 GOLDENS = Path(__file__).parents[1] / "goldens" / "images"
 TOLERANCE = 1e-6  # of the largest number, in float64; gradients are stored in float32
+FLOAT32 = 1e-5
 
 
 def tensors_of(name: str) -> dict[str, np.ndarray]:
@@ -99,6 +102,15 @@ def test_it_is_lpips(files):
         np.testing.assert_array_equal(whole.weights.read(name), two.weights.read(name))
 
 
+def test_distances_in_float32_are_near(files):
+    golden = np.load(GOLDENS / "lpips-small" / "golden.npz")
+    net = load_model(open_model(files / "lpips.safetensors")).module
+    images, others = (channels_last(golden[key]) for key in ("images", "others"))
+    distances = perceptual_distance(net, images, others)
+    assert distances.dtype == jnp.float32
+    assert relative(distances, golden["out_distance"]) < FLOAT32
+
+
 @pytest.mark.slow
 def test_it_is_lpips_at_the_size_of_vgg16(tmp_path):
     save_file(tensors_of("lpips-vgg16"), tmp_path / "lpips.safetensors")
@@ -114,6 +126,17 @@ def test_features_that_are_all_zero_have_a_gradient_of_zero():
     put(net, {address: jnp.full(v.shape, -9.0) for address, v in variables(net).items() if address.endswith(".b")})
     images = jnp.linspace(-1, 1, 4 * 4 * 3).reshape(1, 4, 4, 3)
     gradient = jax.grad(lambda images: jnp.sum(perceptual_distance(net, images, jnp.zeros_like(images))))(images)
+    np.testing.assert_array_equal(gradient, 0)
+
+
+def test_features_of_an_autoencoder_that_are_all_zero_have_a_gradient_of_zero():
+    """No ReLU stands before its maps, so nothing else stops the gradient."""
+    net = random_model(AutoencoderKLConfig.examples()["full"], 0).module
+    others = jnp.asarray(np.random.default_rng(0).uniform(-1, 1, (1, 8, 8, 3)), jnp.float32)
+    images = jnp.zeros_like(others)
+    assert not any(np.any(x) for x in net.maps(images))
+    distance, gradient = jax.value_and_grad(lambda images: jnp.sum(perceptual_distance(net, images, others)))(images)
+    assert distance > 0.1
     np.testing.assert_array_equal(gradient, 0)
 
 
@@ -138,10 +161,36 @@ def test_counts_and_names_are_those_of_what_is_built(config):
     assert set(KeyMap(*config.hub_rows()).paths) == set(variables(model))
     images = jnp.zeros((1, 8, 12, 3))
 
-    def weighed(images: Any) -> list[Any]:
-        return [model.weighed(level, x) for level, x in enumerate(model.maps(images))]
+    def sums(images: Any) -> list[Any]:
+        return [model.weighted_sum(level, x) for level, x in enumerate(model.maps(images))]
 
-    assert contraction_flops(jax.make_jaxpr(weighed)(images).jaxpr) == config.flops(8 * 12)
+    assert contraction_flops(jax.make_jaxpr(sums)(images).jaxpr) == config.flops(8 * 12)
+
+
+@pytest.mark.parametrize("config", [VGGConfig.examples()["linear"], AutoencoderKLConfig.examples()["full"]], ids=["vgg", "autoencoder"])
+def test_flops_of_a_step_have_the_passes_of_the_net(config):
+    """Two forward and one backward to the images, against the products of the compiled program."""
+    net, images = random_model(config, 0).module, jnp.zeros((1, 8, 8, 3))
+    assert contraction_flops(jax.make_jaxpr(net.maps)(images).jaxpr) == config.maps_flops(64) - linear_flops(config, 64)
+    step = jax.make_jaxpr(jax.grad(lambda images: jnp.sum(perceptual_distance(net, images, images + 1))))(images)
+    assert contraction_flops(step.jaxpr) == pytest.approx(3 * config.maps_flops(64), rel=0.05)
+
+
+def linear_flops(config: Any, pixels: int) -> int:
+    widths = config.widths if getattr(config, "linear", False) else ()
+    return sum(2 * width * (pixels // 4**level) for level, width in enumerate(widths))
+
+
+def planned(recipe: str, *words: str) -> Any:
+    return plan(recipe, words, PlanSettings(device="this"), lambda _: None)
+
+
+def test_plans_have_the_flops_of_the_net(files, data):
+    net = files / "shallow.safetensors"
+    size = "data.image.size=16"
+    plain, whole = (planned(*words(data, Path("none"), size, *more)) for more in ((), (f"objective.perceptual.net={net}",)))
+    config: Any = open_model(net).config
+    assert whole["flops_per_step"] - plain["flops_per_step"] == 8 * 3 * config.maps_flops(16 * 16)
 
 
 def test_the_loss_has_the_term_with_its_weight():
@@ -158,6 +207,13 @@ def test_the_loss_has_the_term_with_its_weight():
     assert distance > 0.1
     np.testing.assert_allclose(losses[1].loss.value() - losses[0].loss.value(), distance, rtol=1e-5)
     np.testing.assert_allclose(losses[2].loss.value() - losses[0].loss.value(), 3 * distance, rtol=1e-5)
+
+
+def test_a_net_that_is_missing_is_an_error():
+    model = random_model(AutoencoderKLConfig.examples()["bare"], 0).module
+    batch: dict[str, Any] = {"images": jnp.zeros((1, 8, 8, 3)), "row": jnp.array([0])}
+    with pytest.raises(KeyError, match="perceptual"):
+        Autoencode(perceptual=Perceptual(net="net"))({"model": model}, batch, jax.random.key(0))
 
 
 def test_settings_without_a_net_are_refused():
@@ -212,6 +268,15 @@ def test_mistakes_are_named_before_anything_is_trained(files, data, tmp_path):
     save_file(part(tensors, "features.") | {"features.1.running_mean": np.zeros(6, np.float32)}, tmp_path / "bn.safetensors")
     save_file({"layer1.0.conv1.weight": np.zeros((4, 3, 1, 1), np.float32)}, tmp_path / "resnet.safetensors")
     save_file(part(tensors, "features.") | {"features.0.bias": np.zeros(5, np.float32)}, tmp_path / "cut.safetensors")
+    first = np.zeros((6, 3, 3, 3), np.float32)
+    for name, tensors_of_file in {
+        "axis": {"features.0.weight": np.zeros(4, np.float32)},
+        "norm": {"features.0.weight": first, "features.norm.weight": np.zeros(4, np.float32)},
+        "alexnet": {"features.0.weight": np.zeros((6, 3, 11, 11), np.float32), "features.3.weight": np.zeros((8, 6, 5, 5), np.float32)},
+        "squeezenet": {"features.0.weight": first, "features.3.squeeze.weight": np.zeros((4, 6, 1, 1), np.float32)},
+        "gap": {"features.0.weight": first, "features.4.weight": np.zeros((8, 6, 3, 3), np.float32)},
+    }.items():
+        save_file(tensors_of_file, tmp_path / f"{name}.safetensors")
     wide = {name: np.concatenate([w, w], 1) for name, w in part(tensors, "lin").items()}
     save_file(wide, tmp_path / "wide.safetensors")
     save_file(dict(list(part(tensors, "lin").items())[:4]), tmp_path / "four.safetensors")
@@ -224,6 +289,11 @@ def test_mistakes_are_named_before_anything_is_trained(files, data, tmp_path):
         (f"{net}={tmp_path / 'bn.safetensors'}", "a VGG with batch norms is not built"),
         (f"{net}={tmp_path / 'resnet.safetensors'}", "is of no kind that is read"),
         (f"{net}={tmp_path / 'cut.safetensors'}", "features.0.bias"),
+        (f"{net}={tmp_path / 'axis.safetensors'}", "kernels of no axes, where those of a VGG are convolutions of 3x3"),
+        (f"{net}={tmp_path / 'norm.safetensors'}", "layers features.norm.weight, where"),
+        (f"{net}={tmp_path / 'alexnet.safetensors'}", "kernels of 5x5, 11x11, where"),
+        (f"{net}={tmp_path / 'squeezenet.safetensors'}", "layers features.3.squeeze.weight, where"),
+        (f"{net}={tmp_path / 'gap.safetensors'}", "convolutions have the numbers 0, 4, which are not those of a VGG"),
         (f"{net}={files / 'linear.safetensors'}", "is of no kind that is read"),
         (f"{vgg} {linear}={files / 'vgg16.safetensors'}", "has no linear layers of LPIPS"),
         (f"{vgg} {linear}={tmp_path / 'wide.safetensors'}", "12, 14, 16, 18, 20 channels, and the net's maps have 6, 7, 8, 9, 10"),
@@ -237,6 +307,22 @@ def test_mistakes_are_named_before_anything_is_trained(files, data, tmp_path):
     with pytest.raises(UserError, match="the model is a net of features, which is not trained"):
         argosy.fit("vae", *trained, view=Heard(), steps=1)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("recipe", "model"), [("diffusion", "model.family=vgg"), ("diffusion", "model=FILE"), ("vae", "model=FILE")])
+def test_a_net_of_features_is_not_trained(recipe, model, files, data):
+    with pytest.raises(UserError, match="the model is a net of features, which is not trained") as caught:
+        planned(recipe, f"data.source={data}", model.replace("FILE", str(files / "vgg16.safetensors")))
+    assert "objective.perceptual.net=FILE" in str(caught.value)
+    assert "denoiser" not in str(caught.value)
+
+
+def test_a_net_of_features_is_no_language_model(files):
+    file = str(files / "vgg16.safetensors")
+    for use in (argosy.load, describe):
+        with pytest.raises(BadInput, match="reads images") as caught:
+            use(file)
+        assert "objective.perceptual.net=FILE" in str(caught.value.hint)
 
 
 def test_images_that_a_net_halves_to_nothing_are_refused(files, data, tmp_path):
@@ -271,6 +357,18 @@ def test_it_resumes_bit_for_bit_and_beside_the_same_net_alone(files, data, tmp_p
     save_file({name: w + np.float32(1e-3) for name, w in tensors.items()}, net)
     with pytest.raises(UserError, match="other weights than the net of this run's perceptual term"):
         argosy.fit(*words(data, tmp_path / "halves", *settings), view=Heard(), steps=6)
+
+
+@pytest.mark.slow
+def test_a_run_does_not_resume_beside_other_linear_layers(files, data, tmp_path):
+    linear = tmp_path / "linear.safetensors"
+    linear.write_bytes((files / "shallow_linear.safetensors").read_bytes())
+    settings = [f"objective.perceptual.net={files / 'shallow.safetensors'}", f"objective.perceptual.linear={linear}"]
+    argosy.fit(*words(data, tmp_path / "run", "checkpoint.every=2", *settings), view=Heard(), steps=2)
+    tensors = part(tensors_of("lpips-small"), "lin")
+    save_file({name: 2 * w for name, w in tensors.items() if name[3] < "2"}, linear)
+    with pytest.raises(UserError, match="other weights than the linear layers of this run's perceptual term"):
+        argosy.fit(*words(data, tmp_path / "run", "checkpoint.every=2", *settings), view=Heard(), steps=4)
 
 
 @pytest.mark.slow

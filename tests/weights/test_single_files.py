@@ -109,6 +109,9 @@ def test_a_pipeline_draws_with_the_models_of_a_file(tmp_path: Path, capsys):
         argosy.load(write_pipeline(GOLDENS / "pipeline-flux", tmp_path / "other"), single_file=file)
     with pytest.raises(BadInput, match="has the model unet, which FluxPipeline has not"):
         argosy.load(folder, single_file=write_single("single-sd", tmp_path))
+    with pytest.raises(BadInput, match="is a denoiser alone") as caught:
+        argosy.load(file)
+    assert f"single_file={file}" in str(caught.value.hint)
 
 
 @pytest.mark.parametrize("names, problem", [

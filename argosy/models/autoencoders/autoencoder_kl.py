@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 from argosy.models import parts
 from argosy.models.autoencoders.base import AutoencoderConfig
 from argosy.models.hub.autoencoders import AutoencoderKLHub
-from argosy.models.hub.nets import LayerSite, resnet_sites
+from argosy.models.hub.nets import LayerSite, resnet_sites, site_flops
 
 
 class AutoencoderKLConfig(AutoencoderKLHub, AutoencoderConfig):
@@ -99,6 +99,10 @@ class AutoencoderKLConfig(AutoencoderKLHub, AutoencoderConfig):
             layers = ("to_q", "to_k", "to_v", "to_out.0")
             sites += [LayerSite(f"{name}.attentions.0.{layer}", "linear", width, width, level=level) for layer in layers]
         return [*sites, *resnet_sites(f"{name}.resnets.1", width, width, level)]
+
+    def maps_flops(self, tokens: int) -> int:
+        """FLOPs of `AutoencoderKL.maps` for an image of `tokens` pixels."""
+        return site_flops((s for s in self._sites if s.name.startswith(("encoder.conv_in", "encoder.down_blocks."))), tokens)
 
     def mixing_flops(self, tokens: int) -> int:
         positions = tokens // 4 ** (len(self.widths) - 1)

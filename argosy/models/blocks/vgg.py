@@ -35,7 +35,7 @@ class VGG(nnx.Module):
             maps.append(x)
         return maps
 
-    def weighed(self, level: int, differences: Float[Array, "B h w K"]) -> Float[Array, "B h w"]:
+    def weighted_sum(self, level: int, differences: Float[Array, "B h w K"]) -> Float[Array, "B h w"]:
         """The sum over channels, each times its weight; without linear layers, every weight is 1."""
         linear = getattr(self, f"lin{level}", None)
         return jnp.sum(differences, -1) if linear is None else linear.model[1](differences)[..., 0]

@@ -38,6 +38,7 @@ from argosy.train.beside import split_parts
 from argosy.train.ema import RAW
 from argosy.train.guard import FLAG, begin
 from argosy.train.guard_settings import GuardSettings
+from argosy.train.objectives.images.perceptual import PERCEPTUAL
 from argosy.train.state import TrainState, flatten_state, meanings_of, split_trained, unflatten_state
 
 if TYPE_CHECKING:
@@ -276,10 +277,13 @@ class Assembly:
     @property
     def flops_per_step(self) -> int:
         """FLOPs of the forward and backward pass; attention counts in full, although half of it is masked. Frozen weights have no
-        gradient, which saves one of three passes over them; adapters have all three."""
+        gradient, which saves one of three passes over them; adapters have all three. The net of a perceptual term is counted, and no
+        other frozen model beside the trained one."""
         model, tokens = self.run.model, self.positions
         if not self.adapters.base:
-            return self.run.data.batch * model.training_flops(tokens)
+            net = self.parts.get(PERCEPTUAL)
+            beside = net.training_flops(tokens) if isinstance(net, PerceptualNet) else 0
+            return self.run.data.batch * (model.training_flops(tokens) + beside)
         weights = model.flops(tokens) - model.mixing_flops(tokens)
         meanings = meanings_of(self.model)
         whole = sum(math.prod(self.shapes.params[a].shape) for a in self.adapters.retrained if meanings[a][0].inner)

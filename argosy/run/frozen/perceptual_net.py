@@ -56,6 +56,11 @@ class PerceptualNet(FrozenModel):
                 problem = f"images of {sizes['w']}x{sizes['h']} pixels, which {self.settings.net} halves until nothing is left"
                 raise BadInput(problem, where=WHERE, hint=f"data.image.size={self.config.smallest_side} or more")
 
+    def training_flops(self, pixels: int) -> int:
+        """FLOPs for an image of so many pixels: two forward passes, over it and over what is decoded, and a backward pass that reaches
+        the decoder. Its weights have no gradient."""
+        return 3 * self.config.maps_flops(pixels)
+
     def settle(self, assembly: Any, directory: RunDirectory, say: Say) -> None:
         """Reads the weights, before the run's first step.
 

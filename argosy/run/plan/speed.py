@@ -14,6 +14,7 @@ from argosy.observe.hardware import Chip
 from argosy.observe.hlo.estimate import ATTENTION, Prices
 from argosy.parallel.place import row_shares
 from argosy.run.plan.figures import Traffic
+from argosy.train.objectives.images.perceptual import PERCEPTUAL
 
 # The share of a large product's speed that the products of a layer reach; on CPUs, of a small product measured here.
 PRODUCTS = {"tpu": 0.9, "gpu": 0.9, "cpu": 0.8}
@@ -70,8 +71,9 @@ def work_of(assembly: Any, prices: Prices, host_devices: int | None = None) -> S
     run, mesh = assembly.run, assembly.mesh
     size, remat = mesh.size, run.execution.remat
     attention = attention_flops(assembly)
-    # Frozen models beside the trained one pass forward alone.
-    products = (float(assembly.flops_per_step) - attention) * (1 + len(assembly.roles) / 3)
+    # Frozen models beside the trained one pass forward alone. The passes of a perceptual net are among the FLOPs of the step.
+    forward_only = len(assembly.roles.keys() - {PERCEPTUAL})
+    products = (float(assembly.flops_per_step) - attention) * (1 + forward_only / 3)
     # The forward pass of the layers is computed again; kernels of attention keep what they need.
     again = {"none": 0.0, "dots": 0.03, "full": 1 / 3}[remat] * products * _share_of_layers(run.model)
     peak = prices.peak_flops_per_s or prices.flops_per_s

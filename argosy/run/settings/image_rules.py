@@ -4,9 +4,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from argosy.models.autoencoders.base import AutoencoderConfig
+from argosy.models.diffusion.base import DenoiserConfig
 from argosy.models.diffusion.controlnets.base import ControlNetSettings
 from argosy.models.diffusion.learned_embeddings import LearnedEmbeddingsConfig
-from argosy.models.vgg import VGGConfig
+from argosy.models.vgg import USE
 from argosy.train.objectives.images.autoencode import Autoencode
 from argosy.train.objectives.images.controlnet import ControlNetDiffusion
 from argosy.train.objectives.images.dreambooth import DreamBooth
@@ -24,8 +25,8 @@ def broken_by_conditions(run: Any) -> Iterator[str]:
     if isinstance(run.model, LearnedEmbeddingsConfig) or isinstance(run.objective, TextualInversion):
         yield from _broken_by_learned_token(run)
         return
-    if isinstance(run.model, VGGConfig):
-        yield "the model is a net of features, which is not trained: objective.perceptual.net=FILE compares by it"
+    if not isinstance(run.model, AutoencoderConfig | DenoiserConfig):
+        yield f"the model is a net of features, which is not trained: {USE}"
         return
     if isinstance(run.model, AutoencoderConfig) != isinstance(run.objective, Autoencode):
         kind, other = ("an autoencoder", "autoencode") if isinstance(run.model, AutoencoderConfig) else ("a denoiser", "diffusion")

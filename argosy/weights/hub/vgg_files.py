@@ -48,14 +48,16 @@ def open_vgg(path: Path, file: TensorReader, names: Mapping[str, str]) -> Opened
         config: Any = VGGConfig(**vgg_settings({name: file.shape(source) for name, source in sources.items()}))
     except BadInput as error:
         raise BadInput(error.what, where=str(path), hint=error.hint) from None
+    except (KeyError, IndexError, ValueError) as error:
+        raise BadInput(f"the tensors do not fit a vgg: {error}", where=str(path), hint="torchvision's vgg16") from None
     weights = MappedTensors(KeyMap(*config.hub_rows()), TensorView(file, names=sources), str(path))
     return OpenedModel(path, "file", config, weights)
 
 
 def linear_names(file: TensorReader) -> dict[str, str]:
     """{name of a linear layer: name in the file}."""
-    found = ((LINEAR.match(name), name) for name in file.names)
-    return {f"lin{match[1]}.model.1.weight": name for match, name in found if match}
+    matches = ((LINEAR.match(name), name) for name in file.names)
+    return {f"lin{match[1]}.model.1.weight": name for match, name in matches if match}
 
 
 def open_linear(path: str | Path, net: VGGConfig) -> OpenedModel:

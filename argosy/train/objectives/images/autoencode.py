@@ -84,8 +84,9 @@ class Autoencode(Settings, Objective):
         std = jnp.sqrt(jnp.sum((latents - mean) ** 2 * weight, (0, 1, 2)) / jnp.sum(weight) + 1e-12)
         apart = jnp.mean(mean**2 + (std - 1) ** 2)
         loss = error + self.kl * divergence + self.spread * apart
-        distance = perceptual_distance(models[PERCEPTUAL], decoded, images) if PERCEPTUAL in models else None
-        if distance is not None:
+        distance = None
+        if self.perceptual.net is not None:
+            distance = perceptual_distance(models[PERCEPTUAL], decoded, images)
             loss = loss + self.perceptual.weight * distance
         psnr = 20 * jnp.log10(RANGE) - 10 * jnp.log10(jnp.maximum(squared, 1e-12))
         rows = jnp.sum(there)

@@ -4,7 +4,8 @@
 
 u_l is a map of features, scaled to length 1 at each position. Zhang et al. 2018 (arXiv:1801.03924), equation 1, as version 0.1 of the
 `lpips` package. The weights w are those of the net's linear layers, which were learned from people's judgments; a net without any
-weighs all channels alike. Differences: a position whose features are all zero has no gradient, where the package's is not a number.
+weighs all channels alike. Differences: a position whose features are all zero, or of length `EPS` at most, counts as zero and has no
+gradient; in the package, the gradient of zeros is not a number.
 """
 
 from typing import TYPE_CHECKING, Annotated, Any
@@ -46,22 +47,25 @@ def perceptual_distance(net: Any, images: "Float[Array, 'B H W C']", others: "Fl
     """The distance of each image in -1..1 to another.
 
     Args:
-        net: its `maps` are compared, and its `weighed`, if it has that, weighs their channels (`models.blocks.vgg`). Gray images are
-            read as colors that are equal.
+        net: its `maps` are compared, and its `weighted_sum`, if it has that, weights their channels (`models.blocks.vgg`). Gray images
+            are read as colors that are equal.
     """
     import jax
     import jax.numpy as jnp
 
     from argosy.ops.precision import wide
 
+    def unit(x: Any) -> Any:
+        squared = jnp.sum(x * x, -1, keepdims=True)
+        nonzero = squared > EPS**2
+        return jnp.where(nonzero, x / (jnp.sqrt(jnp.where(nonzero, squared, 1)) + EPS), 0)
+
     def units(images: Any) -> list[Any]:
         if images.shape[-1] == 1:
             images = jnp.repeat(images, net.config.channels, -1)
-        maps = [wide(x) for x in net.maps(images)]
-        lengths = [jnp.sqrt(jnp.maximum(jnp.sum(x * x, -1, keepdims=True), EPS**2)) for x in maps]
-        return [x / (length + EPS) for x, length in zip(maps, lengths, strict=True)]
+        return [unit(wide(x)) for x in net.maps(images)]
 
-    weighed = getattr(net, "weighed", lambda level, differences: jnp.sum(differences, -1))
+    weighted_sum = getattr(net, "weighted_sum", lambda level, differences: jnp.sum(differences, -1))
     pairs = zip(units(images), jax.lax.stop_gradient(units(others)), strict=True)
-    parts = [jnp.mean(weighed(level, (x - y) ** 2), (1, 2)) for level, (x, y) in enumerate(pairs)]
+    parts = [jnp.mean(weighted_sum(level, (x - y) ** 2), (1, 2)) for level, (x, y) in enumerate(pairs)]
     return jnp.sum(jnp.stack(parts), 0)
