@@ -108,10 +108,10 @@ class VGGConfig(ModelConfig):
         return 0
 
     def build(self, run: "parts.Execution | None" = None) -> Any:
-        """The module. Its layers are no stack, so there is one way to run them."""
+        """The module. Its layers are no stack: `run` says what is computed again, and no more."""
         from argosy.models.blocks.vgg import VGG
 
-        return VGG(self)
+        return VGG(self, "none" if run is None else run.remat)
 
 
 def vgg_settings(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:

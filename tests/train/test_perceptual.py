@@ -21,7 +21,8 @@ from argosy.core.storage import Store
 from argosy.jobs.models import describe
 from argosy.jobs.plan.training import PlanSettings, plan
 from argosy.models.autoencoders.autoencoder_kl import AutoencoderKLConfig
-from argosy.models.parts.weight import abstract, parameter_count, put, variables
+from argosy.models.parts.stack import Unroll
+from argosy.models.parts.weight import abstract, merge, parameter_count, put, split, variables
 from argosy.models.vgg import VGGConfig
 from argosy.observe.flops import contraction_flops
 from argosy.observe.metrics import read
@@ -179,6 +180,29 @@ def test_flops_of_a_step_have_the_passes_of_the_net(config):
 def linear_flops(config: Any, pixels: int) -> int:
     widths = config.widths if getattr(config, "linear", False) else ()
     return sum(2 * width * (pixels // 4**level) for level, width in enumerate(widths))
+
+
+@pytest.mark.parametrize(
+    "config", [VGGConfig(widths=(16, 16), depths=(4, 4)), AutoencoderKLConfig(widths=(16, 16), groups=2, latent_channels=3, layers=3)],
+    ids=["vgg", "autoencoder"],
+)  # fmt: skip
+def test_a_net_whose_stages_are_computed_again_has_fewer_temporaries(config):
+    """And the same gradients, of its weights too."""
+    draw = np.random.default_rng(0)
+    images, others = (jnp.asarray(draw.uniform(-1, 1, (2, 32, 32, 3)), jnp.float32) for _ in range(2))
+    sizes, gradients = [], []
+    for remat in ("none", "full"):
+        graph, weights = split(config.build(Unroll(remat)))[0], split(random_model(config, 0).module)[1]
+
+        def distance(images: Any, weights: Any, graph: Any = graph) -> Any:
+            return jnp.sum(perceptual_distance(merge(graph, weights), images, others))
+
+        program = jax.jit(jax.grad(distance)).lower(images, weights).compile()
+        sizes.append(program.memory_analysis().temp_size_in_bytes)
+        gradients.append([program(images, weights), jax.jit(jax.grad(distance, 1))(images, weights)])
+    assert sizes[1] < 0.75 * sizes[0]
+    for plain, again in zip(*map(jax.tree.leaves, gradients), strict=True):
+        np.testing.assert_allclose(again, plain, atol=1e-5 * np.abs(plain).max())
 
 
 def planned(recipe: str, *words: str) -> Any:
@@ -357,6 +381,17 @@ def test_it_resumes_bit_for_bit_and_beside_the_same_net_alone(files, data, tmp_p
     save_file({name: w + np.float32(1e-3) for name, w in tensors.items()}, net)
     with pytest.raises(UserError, match="other weights than the net of this run's perceptual term"):
         argosy.fit(*words(data, tmp_path / "halves", *settings), view=Heard(), steps=6)
+
+
+@pytest.mark.slow
+def test_a_run_that_computes_activations_again_trains_alike(files, data, tmp_path):
+    term = f"objective.perceptual.net={files / 'lpips.safetensors'}"
+    losses = []
+    for remat in ("none", "full"):
+        argosy.fit(*words(data, tmp_path / remat, term, f"execution.remat={remat}"), view=Heard(), steps=3)
+        losses.append([line["loss"] for line in read(Store(tmp_path / remat)) if "loss" in line])
+    assert len(losses[0]) == 3
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
 
 
 @pytest.mark.slow

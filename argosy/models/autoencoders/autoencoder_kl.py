@@ -109,7 +109,7 @@ class AutoencoderKLConfig(AutoencoderKLHub, AutoencoderConfig):
         return 2 * 4 * positions * positions * self.widths[-1] if self.attention else 0
 
     def build(self, run: "parts.Execution | None" = None) -> Any:
-        """The module. Its layers are no stack, so there is one way to run them."""
+        """The module. Its layers are no stack: `run` says what is computed again, and no more."""
         from argosy.models.blocks.autoencoder_kl import AutoencoderKL
 
-        return AutoencoderKL(self)
+        return AutoencoderKL(self, "none" if run is None else run.remat)

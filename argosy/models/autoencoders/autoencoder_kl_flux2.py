@@ -42,7 +42,7 @@ class AutoencoderKLFlux2Config(AutoencoderKLFlux2Hub, AutoencoderKLConfig):
         return rows, sizes | {"packed": self.latent_channels * PACK**2}
 
     def build(self, run: "parts.Execution | None" = None) -> Any:
-        """The module. Its layers are no stack, so there is one way to run them."""
+        """The module. Its layers are no stack: `run` says what is computed again, and no more."""
         from argosy.models.blocks.autoencoder_kl import AutoencoderKLFlux2
 
-        return AutoencoderKLFlux2(self)
+        return AutoencoderKLFlux2(self, "none" if run is None else run.remat)

@@ -8,7 +8,8 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from argosy.models.parts.conv import twice
-from argosy.models.parts.net import grow, net_attention, resnet
+from argosy.models.parts.net import grow, net_attention, resnet, run_part
+from argosy.models.parts.stack.remat import Remat
 from argosy.models.parts.weight import Draw, Meaning, Moved, weight
 from argosy.ops.precision import sums_in
 
@@ -31,10 +32,15 @@ class Moments(NamedTuple):
 
 
 class AutoencoderKL(nnx.Module):
-    """Images to latents and back. `dtype` is the type of activations."""
+    """Images to latents and back. `dtype` is the type of activations.
 
-    def __init__(self, config: Any):
+    Args:
+        remat: what the backward pass computes again of a residual block (`parts.stack.remat`).
+    """
+
+    def __init__(self, config: Any, remat: Remat = "none"):
         self.config, self.dtype = config, jnp.float32
+        self.remat: Remat = remat
         grow(self, config.sites(), groups=config.groups, late=True)
 
     def encode(self, images: Float[Array, "B H W 3"]) -> Moments:
@@ -79,7 +85,7 @@ class AutoencoderKL(nnx.Module):
 
     def _level(self, of: Any, x: Array, layers: int) -> Array:
         for i in range(layers):
-            x = resnet(of.resnets[i], x)
+            x = run_part(resnet, of.resnets[i], x, self.remat)
         if hasattr(of, "downsamplers"):
             return of.downsamplers[0].conv(x)
         return of.upsamplers[0].conv(twice(x)) if hasattr(of, "upsamplers") else x
@@ -107,8 +113,8 @@ class PackedStatistics(nnx.Module):
 class AutoencoderKLFlux2(AutoencoderKL):
     """The autoencoder of Flux.2 (`models.autoencoders.autoencoder_kl_flux2` has the equations)."""
 
-    def __init__(self, config: Any):
-        super().__init__(config)
+    def __init__(self, config: Any, remat: Remat = "none"):
+        super().__init__(config, remat)
         self.bn = PackedStatistics(config.latent_channels * 4)
 
     def to_latents(self, moments: Moments, noise: Float[Array, "B h w C"] | None = None) -> Float[Array, "B g v P"]:

@@ -7,17 +7,23 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from argosy.models.parts.net import grow
+from argosy.models.parts.net import grow, run_part
+from argosy.models.parts.stack.remat import Remat
 
 # LPIPS's normalization of images in -1..1: mean and deviation of ImageNet's pixels in 0..1.
 SHIFT, SCALE = (-0.030, -0.088, -0.188), (0.458, 0.448, 0.450)
 
 
 class VGG(nnx.Module):
-    """Images to maps of features. `dtype` is the type of activations."""
+    """Images to maps of features. `dtype` is the type of activations.
 
-    def __init__(self, config: Any):
+    Args:
+        remat: what the backward pass computes again of a stage (`parts.stack.remat`).
+    """
+
+    def __init__(self, config: Any, remat: Remat = "none"):
         self.config, self.dtype = config, jnp.float32
+        self.remat: Remat = remat
         # There are no norms.
         grow(self, config.sites(), groups=1)
 
@@ -30,8 +36,7 @@ class VGG(nnx.Module):
         x, maps = x.astype(self.dtype), []
         for level, numbers in enumerate(self.config.stages):
             x = _halved(x) if level else x
-            for number in numbers:
-                x = jax.nn.relu(of.features[number](x))
+            x = run_part(_stage, [of.features[number] for number in numbers], x, self.remat)
             maps.append(x)
         return maps
 
@@ -42,6 +47,12 @@ class VGG(nnx.Module):
 
     def __call__(self, images: Float[Array, "B H W C"]) -> list[Float[Array, "B h w K"]]:
         return self.maps(images)
+
+
+def _stage(layers: list[Any], x: Float[Array, "B H W C"]) -> Float[Array, "B H W K"]:
+    for layer in layers:
+        x = jax.nn.relu(layer(x))
+    return x
 
 
 def _halved(x: Float[Array, "B H W C"]) -> Float[Array, "B h w C"]:

@@ -3,7 +3,7 @@
     net.down_blocks[0].resnets[1]        children with numbers are reached by them
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from argosy.models.parts.attention.cross import cross_attention
 from argosy.models.parts.conv import LEGEND, CausalConv, ChannelNorm, Conv, GroupNorm
 from argosy.models.parts.einsum import Einsum
 from argosy.models.parts.norm import LayerNorm
+from argosy.models.parts.stack.remat import Remat, rematerialize
 from argosy.ops.attention import Score
 
 
@@ -45,6 +46,19 @@ def grow(root: nnx.Module, sites: Iterable[LayerSite], *, groups: int, eps: floa
                 setattr(node, name, Branch())
             node = getattr(node, name)
         setattr(node, last, _layer(site, groups, eps, late))
+
+
+def run_part(function: Callable[..., Any], layers: Any, x: Array, remat: Remat) -> Any:
+    """`function(layers, x)`, a part of a network whose backward pass may compute it again.
+
+    Args:
+        layers: a module, or a list of modules.
+        remat: as in `parts.stack.remat`; convolutions are no products that `dots` keeps.
+    """
+    if remat == "none":
+        return function(layers, x)
+    graph, weights = nnx.split(layers)
+    return rematerialize(lambda weights, x: function(nnx.merge(graph, weights), x), remat, unrolled=True)(weights, x)
 
 
 def _layer(site: LayerSite, groups: int, eps: float, late: bool) -> nnx.Module:
