@@ -65,7 +65,7 @@ def _check_reads_text(stored: OpenedModel) -> None:
     if isinstance(stored.config, DenoiserConfig):
         hint = f"with a diffusers folder: argosy generate FOLDER PROMPT image=out.png single_file={stored.path}"
         raise BadInput(f"{stored.path} is a denoiser alone, which draws nothing without text encoders and an autoencoder", hint=hint)
-    raise BadInput(f"{stored.path} is a {type(stored.config).__name__}, which reads images and no text", hint=USE)
+    raise BadInput(f"{stored.path} is a net of features, which reads images and no text", hint=USE)
 
 
 def random_lm(
