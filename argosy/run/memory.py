@@ -126,7 +126,8 @@ def estimated_need(
             whole = activation_bytes(run.model, rows, run.data.sequence, *arguments, **options)
         traced = whole // (1 if target.shares_memory else mesh.size)
     state = state_bytes(shapes, places, mesh, target, roles)
-    need = _need(state, state["gradients"], int(TRUST * traced), run, mesh, target)
+    frozen = frozen_bytes(roles, mesh, target)
+    need = _need(state, state["gradients"], int(TRUST * traced), run, mesh, target, frozen)
     return replace(need, host=host_bytes(shapes, places, mesh, target), host_limit=target.host_memory_bytes)
 
 
@@ -152,7 +153,9 @@ def compiled_need(assembly: Any, program: Any, there: Any = ()) -> Need:
     rest = argument + output + temp - alias - state["parameters"] - state["optimizer"]
     trained = state["gradients"]
     state["gradients"] = min(trained, max(rest, 0))
-    need = _need(state, trained, max(rest - state["gradients"], 0), assembly.run, assembly.mesh, target, _bytes_here(there))
+    frozen = frozen_bytes(assembly.roles, assembly.mesh, target)
+    activations = max(rest - state["gradients"], 0)
+    need = _need(state, trained, activations, assembly.run, assembly.mesh, target, frozen, _bytes_here(there))
     return replace(need, host=host_bytes(assembly.shapes, assembly.places, assembly.mesh, target), host_limit=target.host_memory_bytes)
 
 
@@ -295,15 +298,19 @@ def state_bytes(shapes: Any, places: Any, mesh: Any, target: Target, roles: Mapp
     """Bytes of the state by kind; the parameters of frozen models count beside the model's."""
     params = _total(shapes.params, places.params, mesh, target)
     rest = _total(shapes.rest, places.rest, mesh, target)
-    unshared = [{a: s for a, s in role.shapes.items() if a not in role.shared} for role in roles.values()]
-    frozen = sum(_total(leaves, {a: s.sharding for a, s in leaves.items()}, mesh, target) for leaves in unshared)
     return {
-        "parameters": params + rest + frozen,
+        "parameters": params + rest + frozen_bytes(roles, mesh, target),
         # They are on the device wherever the weights are.
         "gradients": _total(shapes.params, places.params, mesh, target, on_host=True),
         # The average of the weights counts as a part of it.
         "optimizer": _total((shapes.optimizer, shapes.ema), (places.optimizer, places.ema), mesh, target),
     }
+
+
+def frozen_bytes(roles: Mapping[str, Any], mesh: Any, target: Target) -> int:
+    """Bytes of the frozen models' own parameters, which no checkpoint of the run has."""
+    unshared = [{a: s for a, s in role.shapes.items() if a not in role.shared} for role in roles.values()]
+    return sum(_total(leaves, {a: s.sharding for a, s in leaves.items()}, mesh, target) for leaves in unshared)
 
 
 def _total(shapes: Any, places: Any, mesh: Any, target: Target, on_host: bool = False) -> int:
@@ -338,14 +345,16 @@ def _bytes_here(tree: Any) -> int:
     return sum(shard.data.nbytes for a in each for shard in a.addressable_shards)
 
 
-def _need(sizes: dict[str, int], trained: int, activations: int, run: Any, mesh: Any, target: Target, there: int = 0) -> Need:
+def _need(
+    sizes: dict[str, int], trained: int, activations: int, run: Any, mesh: Any, target: Target, frozen: int, there: int = 0
+) -> Need:
     limit, where = target.memory_bytes, "this machine" if target.shares_memory else f"each {target.kind}"
     sizes = sizes | {"activations": activations}
     if run.guard.replay:
         sizes["replay"] = trained + sizes["optimizer"]
     if target.shares_memory:
         # Gradients are as large as what is trained, which is what is saved.
-        saved = sizes["parameters"] if run.adapter.trains_base else sizes["gradients"]
+        saved = sizes["parameters"] - frozen if run.adapter.trains_base else sizes["gradients"]
         sizes |= {"checkpoint": saved + sizes["optimizer"], "process": max(0, resident_bytes() - there)}
     changes = []
     if activations > sizes["parameters"]:

@@ -11,7 +11,7 @@ import pytest
 from helpers import relative
 
 from argosy.core.errors import Unsupported
-from argosy.ops.attention import ATTENTION, Score, See, attention, bidirectional
+from argosy.ops.attention import ATTENTION, Score, See, attention, bidirectional, blocked
 from argosy.ops.attention.splash import splash_refusal
 from argosy.parallel.mesh import MeshSettings
 from argosy.parallel.scope import scope
@@ -136,6 +136,7 @@ def test_blocks_of_rows_see_prefixes(length):
     (3, 70, None, None, 2),
 ])  # fmt: skip
 def test_blocks_of_queries_that_see_both_directions(length, keys, segments, window, heads_at_once, monkeypatch):
+    monkeypatch.setattr(blocked, "FEWEST", 1)
     monkeypatch.setattr(bidirectional, "core_count", lambda: 1)
     rows = -(-length // -(-length // 64)) * N // K
     monkeypatch.setattr(bidirectional, "SCORES", heads_at_once * B * rows * keys * 4)

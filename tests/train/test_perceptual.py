@@ -270,6 +270,20 @@ def words(data: Path, folder: Path, *more: str) -> list[str]:
     return ["vae", f"data.source={data}", f"dir={folder}", *SMALL, *HOW, *more]
 
 
+def test_a_net_that_is_not_finite_is_named(files, data, tmp_path):
+    tensors = part(tensors_of("lpips-small"), "features.")
+    save_file(tensors | {"features.2.bias": np.full_like(tensors["features.2.bias"], np.nan)}, tmp_path / "nan.safetensors")
+    with pytest.raises(BadInput, match=r"nan.safetensors has numbers that are not finite, in features\.2\.b"):
+        argosy.fit(*words(data, tmp_path / "run", f"objective.perceptual.net={tmp_path / 'nan.safetensors'}"), view=Heard(), steps=1)
+
+
+def test_the_memory_of_a_checkpoint_has_no_frozen_net(files, data):
+    net = f"objective.perceptual.net={files / 'shallow.safetensors'}"
+    plain, beside = (planned(*words(data, Path("none"), "data.image.size=16", *more))["memory_bytes_by_model"] for more in ((), (net,)))
+    assert beside["checkpoint"] == plain["checkpoint"]
+    assert beside["parameters"] > plain["parameters"]
+
+
 @pytest.mark.slow
 def test_the_term_falls_and_what_is_compared_is_recorded(files, data, tmp_path):
     net, linear = files / "shallow.safetensors", files / "shallow_linear.safetensors"
@@ -318,7 +332,8 @@ def test_mistakes_are_named_before_anything_is_trained(files, data, tmp_path):
         (f"{net}={tmp_path / 'alexnet.safetensors'}", "kernels of 5x5, 11x11, where"),
         (f"{net}={tmp_path / 'squeezenet.safetensors'}", "layers features.3.squeeze.weight, where"),
         (f"{net}={tmp_path / 'gap.safetensors'}", "convolutions have the numbers 0, 4, which are not those of a VGG"),
-        (f"{net}={files / 'linear.safetensors'}", "is of no kind that is read"),
+        (f"{net}={files / 'linear.safetensors'}", "has linear layers of LPIPS, and no net"),
+        (f"{vgg} {linear}={tmp_path / 'none.pth'}", "no file .*none.pth"),
         (f"{vgg} {linear}={files / 'vgg16.safetensors'}", "has no linear layers of LPIPS"),
         (f"{vgg} {linear}={tmp_path / 'wide.safetensors'}", "12, 14, 16, 18, 20 channels, and the net's maps have 6, 7, 8, 9, 10"),
         (f"{vgg} {linear}={tmp_path / 'four.safetensors'}", "weighs 6, 7, 8, 9 channels"),

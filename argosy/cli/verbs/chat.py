@@ -122,8 +122,9 @@ def open_chat(model: str, settings: ChatSettings) -> Iterator[tuple[ChatSession,
             raise BadInput("this model has no chat template, so it takes no system message", hint="leave out `system`")
         if plain and not settings.plain:
             say("this model has no chat template: what is typed is continued as plain text")
-        defaults = " ".join(f"{key}={value}" for key, value in service.defaults.items())
-        say(f"{service.name}: sampled with {defaults} where `/set` says nothing")
+        given = {name for name in ChatSampling.model_fields if getattr(settings, name) is not None}
+        defaults = " ".join(f"{key}={value}" for key, value in service.defaults.items() if key not in given)
+        say(f"{service.name}: sampled with {defaults} where nothing else is set" if defaults else service.name)
         talk = ChatSession(AsgiTransport(App(service).asgi), service.name, chat_sampling(settings), system=settings.system, plain=plain)
         yield talk, service.front.engine
     finally:

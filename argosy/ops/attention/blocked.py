@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from argosy.ops.attention import Score, See, of_segments
+from argosy.ops.attention import Score, See, attention_reference, of_segments
 from argosy.ops.attention.bidirectional import bidirectional
 from argosy.ops.op import Implementation
 from argosy.ops.precision import sums_in, wide
@@ -29,6 +29,9 @@ BLOCK = 64
 SIZES = (32, 64, 128, 256, 512)
 # The program is unrolled over blocks, so longer sequences get longer blocks.
 MOST_BLOCKS = 16
+# With fewer queries than this, in both directions, the reference computes. A bundle with open sizes has the reference, so it equals the
+# module to the last bit for sentences.
+FEWEST = 256
 
 
 def _refuses(q: Array, k: Array, v: Array, see: See, score: Score, lse: bool) -> str | None:
@@ -47,6 +50,8 @@ def _refuses(q: Array, k: Array, v: Array, see: See, score: Score, lse: bool) ->
 
 def _run(q: Array, k: Array, v: Array, see: See, score: Score, lse: bool = False, block: int = BLOCK) -> Array:
     if not see.causal:
+        if q.shape[1] < FEWEST:
+            return attention_reference(q, k, v, see, score)
         return bidirectional(q, k, v, see, score, block)
     return _attend(q, k, v, (see.q_segment, see.q_prefix), score.scale, score.window, block)
 

@@ -3,15 +3,19 @@
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from argosy.checkpoint.base import ModelRole, check_exists, check_same_weights, describe_base
 from argosy.checkpoint.open import open_model
 from argosy.checkpoint.run_directory import RunDirectory
 from argosy.core.errors import BadInput
+from argosy.core.formats.safetensors import SafeTensors
 from argosy.core.progress import Say
 from argosy.models.vgg import VGGConfig
 from argosy.run.frozen.stored import FrozenModel
 from argosy.train.objectives.images.perceptual import PERCEPTUAL
-from argosy.weights.hub.vgg_files import check_format, open_linear, with_linear
+from argosy.weights.hub.vgg_files import check_format, linear_names, open_linear, vgg_names, with_linear
 from argosy.weights.model import OpenedModel
 
 WHERE = "objective.perceptual.net"
@@ -78,7 +82,11 @@ class PerceptualNet(FrozenModel):
             net = net if net is self.stored else with_linear(net, self.linear)
         kind = "linear layers" if getattr(self.config, "linear", False) else "channels that weigh alike"
         say(f"perceptual term: features of {self.settings.net}, {self.config.parameters():,} parameters, frozen, with {kind}")
-        assembly.frozen[PERCEPTUAL] = self.read(net)
+        assembly.frozen[PERCEPTUAL] = weights = self.read(net)
+        finite = jax.device_get(jax.jit(lambda leaves: {address: jnp.isfinite(a).all() for address, a in leaves.items()})(weights))
+        if wrong := sorted(address for address, is_finite in finite.items() if not is_finite):
+            problem = f"{self.settings.net} has numbers that are not finite, in {', '.join(wrong[:3])}"
+            raise BadInput(problem, where=WHERE, hint="convert it again from the published file")
 
 
 def open_net(path: str) -> OpenedModel:
@@ -88,9 +96,16 @@ def open_net(path: str) -> OpenedModel:
         BadInput, Damaged: there is none, or it gives no features.
     """
     check_format(Path(path))
-    net = open_model(path)
+    hint = "torchvision's vgg16 as .safetensors, or an autoencoder (AutoencoderKL) as a folder or a run"
+    file = SafeTensors.open(Path(path)) if path.endswith(".safetensors") and Path(path).is_file() else None
+    is_vgg = file is not None and bool(vgg_names(file))
+    if file is not None and not is_vgg and linear_names(file):
+        raise BadInput(f"{path} has linear layers of LPIPS, and no net", where=WHERE, hint=f"objective.perceptual.linear={path}")
+    try:
+        net = open_model(path)
+    except BadInput as error:
+        raise BadInput(error.what, where=error.where or WHERE, hint=error.hint if is_vgg else hint) from None
     if not hasattr(net.config, "smallest_side"):
-        hint = "torchvision's vgg16 as .safetensors, or an autoencoder (AutoencoderKL) as a folder or a run"
         raise BadInput(f"{path} is a {type(net.config).__name__}, which gives no maps of features", where=WHERE, hint=hint)
     return net
 

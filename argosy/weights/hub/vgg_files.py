@@ -68,9 +68,9 @@ def open_linear(path: str | Path, net: VGGConfig) -> OpenedModel:
         Damaged: the file contradicts itself.
     """
     path = Path(path)
-    check_format(path)
     if not path.is_file():
-        raise BadInput(f"no file {path}", hint="the weights of lpips for vgg, as .safetensors")
+        raise BadInput(f"no file {path}", where="objective.perceptual.linear", hint="the weights of lpips for vgg, as .safetensors")
+    check_format(path)
     file = SafeTensors.open(path)
     names = linear_names(file)
     if not names:

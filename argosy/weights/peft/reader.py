@@ -107,7 +107,10 @@ def read_contents(folder: str | Path, config: Any) -> PeftContents:
     """
     folder = Path(folder)
     if not (folder / CONFIG).is_file():
-        raise BadInput(f"no {CONFIG}", where=str(folder), hint="give a folder that PEFT's save_pretrained wrote")
+        # A run keeps its adapter in a folder of its own.
+        inside = folder / "adapter"
+        hint = f"adapter={inside}" if (inside / CONFIG).is_file() else "give a folder that PEFT's save_pretrained wrote"
+        raise BadInput(f"no {CONFIG}", where=str(folder), hint=hint)
     keys = read_json_object(folder / CONFIG)
     _check(keys, folder)
     if not (folder / WEIGHTS).is_file():
