@@ -1,1 +1,1 @@
-"""From bytes to batches. Nothing here imports jax until a pipeline is built."""
+"""Reads sources, tokenizes them and makes batches. Nothing here imports jax until a pipeline is built."""

@@ -1,7 +1,7 @@
 """A batch, the fields it holds, and the iterator that makes batches.
 
 A batch is a dict of numpy arrays: this process's rows of the global batch. It holds the fields that were asked for and no
-others. Language modeling asks for four, over B rows of T tokens:
+others. Language modeling asks for four fields, over B rows of T tokens:
 
     tokens    int32    [B T]   input
     targets   int32    [B T]   the token after each input
@@ -9,8 +9,8 @@ others. Language modeling asks for four, over B rows of T tokens:
     mask      float32  [B T]   weight of each target in the loss; 0 where the target is padding, belongs to another document
                                than its input, or is not to be learned
 
-Other per-token fields are aligned with the targets, as `mask` is, unless they say otherwise (`Field.at`): entry t belongs to
-`targets[t]`, and it is 0 where the input at t has no target of its own document.
+Other per-token fields are aligned with the targets, as `mask` is, unless `Field.at` says otherwise. Entry t then belongs to
+`targets[t]`, and is 0 where the target lies outside the document of the input at t.
 """
 
 from abc import ABC, abstractmethod
@@ -31,11 +31,10 @@ Batch = dict[str, np.ndarray]
 class Field:
     """One array of a batch, as its objective declares it.
 
-    axes: letters of the legend, such as "B T": B rows, T tokens. Other letters are sizes that belong to this field.
-    dtype: type of the numbers.
-    per: what an entry belongs to. A "token" field is packed like the tokens, a "row" field has one entry per row, and a "group" field
-        has one entry per group of rows (a preference pair, the samples of one prompt): its first axis is B divided by the rows of a
-        group.
+    axes: the letters of the axes, such as "B T" for B rows of T tokens (`core.dims`). Other letters are sizes that only this field has.
+    dtype: the numpy type of the entries.
+    per: what an entry belongs to. A "token" field is packed like the tokens. A "row" field has one entry per row. A "group" field has
+        one entry per group of rows (a preference pair, the samples of one prompt), so its first axis is B / (rows per group).
     at: whether entry t of a "token" field belongs to the target or to the input at t.
     """
 
@@ -58,11 +57,11 @@ LANGUAGE_MODELING: Fields = {
 
 
 def check_fields(required: Fields, provided: Fields) -> None:
-    """Compares the fields that an objective reads with those that the data provides.
+    """Checks that the data provides all fields that an objective reads.
 
     Raises:
-        BadInput: the data lacks a field, has it per token where the objective reads one per sequence (or another such pair), or has it
-            in a type that does not convert.
+        BadInput: the data lacks a field, its `per` or its number of axes differs from what the objective reads, or its type does not
+            convert.
     """
     for name, field in required.items():
         if name not in provided:
@@ -82,19 +81,19 @@ def check_fields(required: Fields, provided: Fields) -> None:
 class Batches(ABC):
     """An iterator of batches whose position can be saved and restored.
 
-    `state()` describes the batches handed out, never those made ahead of need, so the state saved with the weights of step n
-    is that of step n. It includes a fingerprint of the data, since a position means nothing in other data.
+    `state()` counts the batches handed out, and never those that were prefetched. So the state saved with the weights of step n
+    belongs to step n. The state includes a fingerprint of the data, since a position means nothing in other data.
     """
 
     fingerprint: Fingerprint
     tokens_per_batch: int  # of the global batch, padding included
     # UTF-8 bytes of text for each token that is learned; None where there is no text.
     bytes_per_token: float | None
-    # Of the axes that are fields' own, by letter.
+    # The sizes of the axes that belong to single fields, by letter.
     sizes: Mapping[str, int] = MappingProxyType({})
-    # The same of each bucket, where batches are of several sizes; `sizes` is that of the largest, the first.
+    # The same sizes for each bucket, if batches have several sizes. `sizes` is then that of the first bucket, which is the largest.
     buckets: tuple[Mapping[str, int], ...] = ()
-    # Whether `advance` computes with the state, so that a step is over before the next batch is made.
+    # Whether `advance` computes with the training state, so that each step has to end before the next batch is made.
     depends: bool = False
 
     def __iter__(self) -> "Batches":
@@ -102,7 +101,7 @@ class Batches(ABC):
 
     @abstractmethod
     def __next__(self) -> Batch:
-        """This process's rows of the next global batch.
+        """Returns this process's rows of the next global batch.
 
         Raises:
             StopIteration: the epochs are over.
@@ -110,11 +109,11 @@ class Batches(ABC):
 
     @abstractmethod
     def position(self) -> dict[str, Any]:
-        """Where the next batch begins, as JSON."""
+        """Returns the position where the next batch begins, as a JSON object."""
 
     @abstractmethod
     def seek(self, position: dict[str, Any]) -> None:
-        """Moves to a position of the same data.
+        """Moves to a position that `position` returned for the same data. An empty dict is the start.
 
         Raises:
             UserError: the position cannot be honored here, for instance under another number of processes.
@@ -125,18 +124,18 @@ class Batches(ABC):
         """Stops the threads that read ahead. Idempotent."""
 
     def advance(self, state: Any) -> None:  # noqa: B027
-        """Called before each batch with the training state that will learn from it.
+        """Receives the training state before each batch is made.
 
-        Batches that depend on the model (rollouts) read its weights here. They must not keep the state, because the next update donates
+        Batches that depend on the model (rollouts) read the weights here. They must not keep the state, because the next update donates
         its buffers. The default does nothing.
         """
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Arrays of the position that are too large for JSON, by name. A checkpoint stores them too."""
+        """The arrays of the position that are too large for JSON, by name. A checkpoint stores them beside `state()`."""
         return {}
 
     def take(self, arrays: dict[str, np.ndarray]) -> None:
-        """Continues with the arrays of a position, after `seek`."""
+        """Continues with the arrays that `arrays` returned. Called after `seek`."""
         if arrays:
             raise BadInput("this data keeps no arrays in a checkpoint", where="the saved position")
 
@@ -144,7 +143,7 @@ class Batches(ABC):
         """The contents of the data in numbers.
 
         Args:
-            steps: number of batches, for the number of epochs; None: unknown.
+            steps: the number of batches in the run, from which the number of epochs follows; None: unknown.
         """
         return CorpusSummary(source="unknown")
 
@@ -161,10 +160,10 @@ class Batches(ABC):
         return {"position": self.position(), "fingerprint": self.fingerprint}
 
     def restore(self, state: dict[str, Any], arrays: dict[str, np.ndarray] | None = None) -> None:
-        """Continues where `state` and `arrays` were taken.
+        """Moves to the position at which `state()` and `arrays()` returned these values.
 
         Raises:
-            UserError: the state was taken on other data; the message names the differences.
+            UserError: the state belongs to other data. The message names the differences.
         """
         if not isinstance(state, dict) or not isinstance(state.get("fingerprint"), dict):
             raise BadInput("not the state of a data pipeline", hint="it holds `position` and `fingerprint`")
@@ -174,7 +173,7 @@ class Batches(ABC):
 
 
 class BatchWrapper(Batches):
-    """Batches that add fields to other batches. The position is that of the other batches."""
+    """The base of batches that wrap other batches, for instance to add fields. The position is that of the wrapped batches."""
 
     def __init__(self, inner: Any):
         self.inner = inner
@@ -198,10 +197,10 @@ class BatchWrapper(Batches):
 
 
 def check_same(saved: Fingerprint, now: Fingerprint) -> None:
-    """Compares the fingerprint of a saved state with that of the data at hand.
+    """Checks that the fingerprint of a saved state is that of the current data.
 
     Raises:
-        UserError: they differ; the message names every key with both values.
+        UserError: they differ. The message names every differing key with both values.
     """
     keys = [key for key in sorted(saved.keys() | now.keys()) if saved.get(key) != now.get(key)]
     if not keys:
@@ -215,6 +214,6 @@ def check_same(saved: Fingerprint, now: Fingerprint) -> None:
 
 
 def _short(value: Any) -> str:
-    """A value in at most 20 characters: hashes are told apart by their heads."""
+    """A value as text of at most 20 characters. The first characters are enough to distinguish hashes."""
     text = str(value)
     return text if len(text) <= 20 else text[:17] + "..."

@@ -1,8 +1,8 @@
-"""Documents to tokens, with the special tokens that mark where one begins and ends.
+"""Encodes documents to tokens, and adds the special tokens that mark the beginning and the end of a document.
 
-A long document arrives in pieces, and long texts are encoded in parts on all cores. The tokens are those of the whole text either way:
-a text is cut only where no token spans the cut (`Tokenizer.cut_pattern`), and the text after the last such position waits for the next
-piece.
+A long document arrives in pieces, and long texts are encoded in parts on all cores. The tokens are the same as those of the whole text,
+because a text is cut only where no token spans the cut (`Tokenizer.cut_pattern`). The text after the last such position is buffered
+until the next piece arrives.
 """
 
 import re
@@ -29,12 +29,12 @@ class DocumentEncoder:
     """Encodes documents in order, and buffers the end of a document that arrives in pieces.
 
     special_documents: number of documents that contain the name of a special token as ordinary text.
-    special_names: some of those names.
+    special_names: at most three of those names.
     """
 
-    # What depends on the documents so far; encoders of records count more of them.
+    # The names of the attributes that `state` stores. Encoders of records add more.
     counted: ClassVar[tuple[str, ...]] = ("held", "begun", "opening", "named", "last", "special_documents", "special_names")
-    # Whether `state` is all that depends on them.
+    # Whether `state` is enough to resume after an interruption.
     resumes: ClassVar[bool] = True
 
     def __init__(self, encoding: Encoding):
@@ -48,15 +48,15 @@ class DocumentEncoder:
         self.dtype = np.uint16 if tokenizer.vocab <= 1 << 16 else np.uint32
         self.before = [tokenizer.bos] if tokenizer.bos is not None and encoding.puts_bos else []
         self.after = [] if tokenizer.eos is None else [tokenizer.eos]
-        # Of the document that has not ended: its text that waits, whether any of it has been encoded, whether that gave no
-        # token yet, whether it holds a name of a special token, and its last token.
+        # These describe the document that has not ended: its buffered text, whether any text was encoded, whether no token came
+        # out yet, whether the text holds a name of a special token, and the last token.
         self.held, self.begun, self.opening, self.named = "", False, False, False
         self.last: int | None = None
         self.special_documents = 0
         self.special_names: list[str] = []
 
     def encode(self, documents: list[Document]) -> Iterator[Encoded]:
-        """The encoded documents, or pieces of them, in order. Texts are tokenized together.
+        """Encodes documents or pieces of them, and yields one result each, in order. All texts are tokenized in one call.
 
         Raises:
             BadInput: tokens or spans are out of range, or a long text cannot be cut.
@@ -87,21 +87,21 @@ class DocumentEncoder:
             yield Encoded(ids, weights_of(document, len(body), len(before), len(after)), begins=opening and len(ids) > 0)
 
     def skip(self, document: Document) -> None:
-        """Skips a document, or a piece of one. The next piece is encoded as if it had been encoded."""
+        """Skips a document or a piece of one. The next piece is encoded as if this one had been encoded too."""
         self._ready_parts(document)
 
     def state(self) -> dict[str, Any]:
-        """What depends on the documents so far, for JSON."""
+        """The attributes that depend on the documents encoded so far (`counted`), as a JSON object."""
         fields = {name: getattr(self, name) for name in self.counted}
         return {name: sorted(value) if isinstance(value, set) else value for name, value in fields.items()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continues where an encoder with this state was."""
+        """Sets the attributes to those that `state` returned."""
         for name, value in state.items():
             setattr(self, name, set(value) if isinstance(getattr(self, name), set) else value)
 
     def close(self) -> None:
-        """Ends what encoding started; it may start again."""
+        """Releases what encoding has started, such as processes. The encoder may be used again."""
 
     @property
     def inside(self) -> bool:
@@ -109,7 +109,7 @@ class DocumentEncoder:
         return self.begun or bool(self.held)
 
     def _ready_parts(self, document: Document) -> list[tuple[str, bool]]:
-        """The parts of a document's text that can be encoded now, each with whether it continues the one before."""
+        """The parts of the text that can be encoded now, as pairs (part, whether it continues the part before). Buffers the rest."""
         if document.tokens is not None:
             self.begun = not document.ends
             return []
@@ -126,7 +126,7 @@ class DocumentEncoder:
         return [(part, begun or number > 0) for number, part in enumerate(_in_parts(text[:cut], pattern))]
 
     def _look_for_names(self, text: str, ends: bool) -> None:
-        """Counts documents with names of special tokens that stay text."""
+        """Counts the document if its text holds the name of a special token that is encoded as ordinary text."""
         names = None if self.special or self.named else self.tokenizer.special_names
         if names is not None and (match := names.search(text)):
             self.named = True
@@ -145,7 +145,7 @@ class DocumentEncoder:
 
 
 def last_cut(text: str, pattern: "re.Pattern[str] | None") -> int:
-    """The last position where the text can be cut; 0 if there is none. The end is searched first."""
+    """The last position where the text can be cut; 0 if there is none. The search begins near the end of the text."""
     if pattern is None:
         return 0
     for start in (max(0, len(text) - PART_CHARACTERS), 0):
@@ -158,7 +158,7 @@ def last_cut(text: str, pattern: "re.Pattern[str] | None") -> int:
 
 
 def _in_parts(text: str, pattern: "re.Pattern[str] | None") -> Iterator[str]:
-    """The text in parts of at least PART_CHARACTERS; nothing for an empty one."""
+    """Cuts a text into parts of at least PART_CHARACTERS. An empty text has no parts."""
     start = 0
     while pattern is not None and len(text) - start > 2 * PART_CHARACTERS:
         match = pattern.search(text, start + PART_CHARACTERS)
@@ -171,11 +171,11 @@ def _in_parts(text: str, pattern: "re.Pattern[str] | None") -> Iterator[str]:
 
 
 def weights_of(document: Document, length: int, before: int, after: int) -> np.ndarray | None:
-    """The weight of each token in the loss: uint8 for weights of 0 and 1, or float32; None if all are 1. A token that marks the end has
-    the last token's weight.
+    """The weight of each token in the loss: uint8 if all weights are 0 or 1, else float32. None means that all are 1. The
+    end-of-sequence token has the weight of the last token before it.
 
     Args:
-        length: number of the document's tokens, without special ones.
+        length: number of the document's tokens, without the special tokens around it.
         before: number of special tokens that were added before the document's tokens.
         after: number of special tokens that were added after them.
 

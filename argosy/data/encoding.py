@@ -1,4 +1,4 @@
-"""How documents become tokens: the tokenizer, and the settings that it is used with."""
+"""Describes how documents become tokens: the tokenizer and the settings of tokenization."""
 
 import hashlib
 import json
@@ -17,23 +17,24 @@ from argosy.data.tokenizers.config import CONFIG_BYTES, DEFAULT, read_text
 if TYPE_CHECKING:
     from argosy.data.tokenizers.load import Tokenizer
 
-# The name of Stanford's text, for Alpaca records whose tokenizer has a chat template too.
+# The template name that selects Stanford's Alpaca text, even if the tokenizer has a chat template.
 ALPACA = "alpaca"
 TEMPLATE_HINT = f"data.template=NAME sets a published one ({', '.join(PUBLISHED)}), data.template=FILE.jinja one of your own"
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """How documents become tokens.
+    """A tokenizer, and the settings of tokenization.
 
-    tokenizer: makes the tokens.
-    bos: whether a document begins with the beginning-of-sequence token; None: if the tokenizer does so for prompts.
+    tokenizer: the tokenizer.
+    bos: whether a document begins with the beginning-of-sequence token; None: whether the tokenizer adds this token to prompts.
     special: whether names of special tokens in a text become those tokens.
-    learn: the tokens of records that count in the loss: `answers` or `all`.
-    template: the name of one of the tokenizer's chat templates or of a published one, a file, or `alpaca`; None: the tokenizer's own.
-    labels: the classes of labeled texts, in their order; empty: labels are numbers.
+    learn: which tokens of records count in the loss, `answers` or `all`.
+    template: the chat template: the name of a template of the tokenizer, the name of a published template, a Jinja file, or `alpaca`;
+        None: the template of the tokenizer.
+    labels: the names of the classes of labeled texts, in the order of the scores; empty: labels are numbers.
     negatives: number of negative texts in a record of the format `negatives` (anchor, positive, negatives).
-    prompts: what is put before the texts of a column, by the column.
+    prompts: the text that is put before the texts of a column, by the name of the column.
     """
 
     tokenizer: "Tokenizer"
@@ -57,10 +58,10 @@ class Encoding:
 
     @cached_property
     def chat_templates(self) -> tuple[Mapping[str, str], str | None]:
-        """The chat templates to choose from, and the name of the chosen one. Empty for `alpaca`.
+        """The chat templates by name, and the name of the chosen one (None: the default). There are no templates for `alpaca`.
 
         Raises:
-            BadInput: the tokenizer has none of that name, and there is no such file.
+            BadInput: `template` names no template of the tokenizer, no published template and no file.
         """
         tokenizer, template = self.tokenizer, self.template
         if template is None:
@@ -73,7 +74,7 @@ class Encoding:
 
     @property
     def template_hash(self) -> str:
-        """sha256 of the possible templates and of the special tokens that they write."""
+        """The sha256 of the templates that may be used, and of the special tokens that they can write."""
         templates, name = self.chat_templates
         used = {name: templates[name]} if name is not None and name in templates else dict(templates)
         return hashlib.sha256(json.dumps([used, self.tokenizer.special, name], sort_keys=True).encode()).hexdigest()
@@ -93,7 +94,7 @@ class Encoding:
 
 
 def template_text(name: str, templates: Mapping[str, str]) -> str:
-    """The chat template of this name: one of a tokenizer's `templates`, a published one, or a Jinja file.
+    """The source text of a chat template: one of the tokenizer's `templates`, a published template, or the content of a Jinja file.
 
     Raises:
         BadInput: there is no such template.

@@ -3,8 +3,7 @@
     encoders     [CLS] a [SEP]        [CLS] a [SEP] b [SEP]        RoBERTa: <s> a </s></s> b </s>
     decoders     <bos> a <eos>        <bos> a <bos> b <eos>        without <bos> or <eos> where the tokenizer adds none
 
-The tokenizers of transformers frame one text and two texts in this way. A tokenizer with both `cls_token` and `sep_token` belongs to an
-encoder.
+The tokenizers of transformers add the same special tokens. A tokenizer with both `cls_token` and `sep_token` belongs to an encoder.
 """
 
 import html
@@ -16,7 +15,12 @@ if TYPE_CHECKING:
 
 
 class TextFrame(NamedTuple):
-    """Ids before a text, between two texts, and after the last one."""
+    """The special tokens around texts.
+
+    first: ids before the first text.
+    between: ids between two texts.
+    last: ids after the last text.
+    """
 
     first: tuple[int, ...] = ()
     between: tuple[int, ...] = ()
@@ -24,10 +28,10 @@ class TextFrame(NamedTuple):
 
 
 def frame_of(tokenizer: "Tokenizer", bos: bool | None = None) -> TextFrame:
-    """The frame that a tokenizer's model was trained with.
+    """The special tokens around texts that the tokenizer's model was trained with.
 
     Args:
-        bos: whether texts begin with the beginning-of-sequence token; None: as the tokenizer does. Encoders always have their own.
+        bos: whether texts begin with the beginning-of-sequence token; None: as the tokenizer does. Ignored for encoders.
     """
     roles = [tokenizer.special.get(role, "") for role in ("cls_token", "sep_token")]
     ids = [tokenizer.encode(text, special=True) if text else [] for text in roles]
@@ -43,10 +47,16 @@ def frame_of(tokenizer: "Tokenizer", bos: bool | None = None) -> TextFrame:
 def frame_ids(
     frame: TextFrame, text: Sequence[int], pair: Sequence[int] | None = None, most: int | None = None
 ) -> tuple[list[int], int]:
-    """The ids of a text or of a pair in their frame, and the index where the second text begins; 0 if there is one text.
+    """Adds the special tokens to a text or to a pair of texts.
 
     Args:
-        most: limit in ids. The end of the longer text is cut first, as in transformers' `longest_first`.
+        frame: the special tokens.
+        text: the ids of the first text.
+        pair: the ids of the second text; None: there is only one.
+        most: the largest number of ids to return. The end of the longer text is cut first, as in transformers' `longest_first`.
+
+    Returns:
+        The ids, and the index where the second text begins, which is 0 if there is only one text.
     """
     text, other = list(text), list(pair or ())
     room = None if most is None else most - len(frame.first) - len(frame.last) - (0 if pair is None else len(frame.between))
@@ -63,6 +73,5 @@ def frame_ids(
 
 
 def unescape_text(text: str) -> str:
-    """A text in which names of characters (`&amp;`) are the characters, twice over, and white space is one blank: what pipelines of Wan
-    read."""
+    """Replaces the HTML entities of a text (`&amp;`) twice, and each run of white space by one blank, as pipelines of Wan do."""
     return " ".join(html.unescape(html.unescape(text)).split())

@@ -1,4 +1,4 @@
-"""A batch as text for people: where documents begin, and which tokens count in the loss.
+"""Shows a batch as text for people: where documents begin, and which tokens count in the loss.
 
 With color, learned tokens are green and the rest is dim. Without color, the rest stands in ⟦ ⟧.
 """
@@ -21,9 +21,9 @@ ESCAPED = {c: f"\\x{c:02x}" for c in (*range(32), *range(127, 160)) if chr(c) no
 
 
 def render(batch: Batch, tokenizer: "Tokenizer | None", color: bool = False, rows: int | None = None) -> str:
-    """The first `rows` rows of a batch (None: all) as text. Without a tokenizer, it prints token ids.
+    """The first `rows` rows of a batch (None: all rows) as text, or as token ids if there is no tokenizer.
 
-    A token counts in the loss if it is predicted, which a row's first token never is.
+    A token counts in the loss if it is predicted. The first token of a segment never is.
     """
     count = len(batch["tokens"]) if rows is None else min(rows, len(batch["tokens"]))
     table = [{name: array[row] for name, array in batch.items()} for row in range(count)]
@@ -31,7 +31,7 @@ def render(batch: Batch, tokenizer: "Tokenizer | None", color: bool = False, row
 
 
 def example(batch: Batch, tokenizer: "Tokenizer | None", most: int = 600) -> str:
-    """The first sequence of each row of a batch as text, at most so many characters of each, the middle left out."""
+    """The first sequence of each row of a batch as text. The middle of a sequence of more than `most` characters is left out."""
     parts = []
     for row in range(len(batch["tokens"])):
         fields = {name: array[row] for name, array in batch.items()}
@@ -44,7 +44,8 @@ def example(batch: Batch, tokenizer: "Tokenizer | None", most: int = 600) -> str
 
 
 def prompt_text(prompt: "Prompt", tokenizer: "Tokenizer | None", most: int = 600) -> str:
-    """A prompt as a model reads it, the middle of a long one left out, and the columns that rewards read."""
+    """A prompt as a model reads it, then the columns that rewards read. The middle of a prompt of more than `most` characters is left
+    out."""
     text = words(list(prompt.tokens), tokenizer).translate(ESCAPED)
     text = text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
     columns = [f"{name}: {_short(value)}".translate(ESCAPED) for name, value in prompt.columns.items()]
@@ -57,7 +58,7 @@ def _short(value: Any, most: int = 100) -> str:
 
 
 def row_text(row: Batch, number: int, tokenizer: "Tokenizer | None", color: bool) -> str:
-    """One row: a line of counts, then each segment below a line of its own."""
+    """One row as text: a line of counts, then each segment under a heading."""
     segments, filled = row["segments"], int((row["segments"] > 0).sum())
     counts = f"{plural(filled, 'token')}, {int((row['mask'] > 0).sum())} learned, {len(segments) - filled} padding"
     lines = [f"row {number}: {counts}"]
@@ -68,7 +69,12 @@ def row_text(row: Batch, number: int, tokenizer: "Tokenizer | None", color: bool
 
 
 def segment_text(row: Batch, places: np.ndarray, tokenizer: "Tokenizer | None", color: bool) -> str:
-    """A segment's tokens, in runs that count alike, so that characters of several tokens stay whole."""
+    """The text of one segment. Neighboring tokens that all count in the loss, or all do not, are decoded together, so that a character
+    of several tokens stays whole.
+
+    Args:
+        places: the positions of the segment in its row.
+    """
     last = int(places[-1])
     ids, learned = row["tokens"][places].tolist(), [False, *(row["mask"][places[:-1]] > 0).tolist()]
     if row["mask"][last] > 0:  # its last token is only a target
@@ -87,7 +93,7 @@ def _marked(text: str, counts: bool, color: bool) -> str:
 
 
 def words(ids: list[int], tokenizer: "Tokenizer | None") -> str:
-    """Decoded text, special tokens by their names; without a tokenizer, the ids."""
+    """The decoded text, with special tokens written by name; the ids if there is no tokenizer."""
     if tokenizer is None:
         return "".join(f"{token} " for token in ids)
     return tokenizer.decode(ids, skip_special=False)

@@ -1,11 +1,11 @@
-"""The labels of records: the classes of a file, and their conversion to numbers.
+"""Finds the classes in a file of labeled records, and converts labels to numbers.
 
     "label": "good"              one class of several, by name or by number from 0
     "label": ["news", "sport"]   several classes at once, or none; also [0, 2], or a number for each class: [0.0, 1.0, 0.5]
     "label": 3.5                 no class but a number: regression
 
-Columns and kinds are those of transformers' examples for text classification. Names are sorted, so that a file gives the same order
-however its lines are shuffled.
+Columns and kinds of labels are those of transformers' examples for text classification. Class names are sorted, so that their order
+does not depend on the order of the lines.
 """
 
 from collections import Counter
@@ -29,7 +29,7 @@ class LabelSet:
     """The labels of a file.
 
     names: names of the classes; empty for regression.
-    problem_type: the kind of labels, by the names of transformers.
+    problem_type: the kind of labels, as transformers' `problem_type` names it.
     counts: number of records of each class.
     """
 
@@ -44,10 +44,10 @@ class LabelSet:
 
 
 def labels_of_source(settings: "DataSettings") -> LabelSet:
-    """The labels of a source of `classification` records, which is read whole.
+    """Reads a whole source of `classification` records, and returns its labels.
 
     Raises:
-        BadInput: labels of several kinds, one class alone, or more classes than a classifier has.
+        BadInput: there are no labels, labels of several kinds, only one class, or more than MOST_CLASSES classes.
     """
     from argosy.data.sources import Source
     from argosy.data.sources.find import find_source
@@ -102,10 +102,10 @@ def _numbered_names(count: int) -> tuple[str, ...]:
 
 
 def label_kind(raw: Any, where: str) -> str:
-    """The kind of a label, in words.
+    """The kind of a label, as a phrase such as "a name" or "numbers for classes".
 
     Raises:
-        BadInput: it is no label.
+        BadInput: the value is no label.
     """
     if isinstance(raw, str):
         return "a name"
@@ -127,10 +127,15 @@ def label_kind(raw: Any, where: str) -> str:
 
 
 def label_numbers(raw: Any, names: Sequence[str], where: str) -> list[float]:
-    """A label as numbers: the index of its class; 0 or 1 for each class if several are allowed; or the number itself for regression.
+    """Converts a label to numbers: the index of its class, 0 or 1 for each class if a text may have several, or the number itself for
+    regression.
+
+    Args:
+        names: the names of the classes; empty for regression.
+        where: the file and line of the record, for errors.
 
     Raises:
-        BadInput: the class is not among the names.
+        BadInput: the class is not among the names, or the label is of another kind.
     """
     kind = label_kind(raw, where)
     if not names:

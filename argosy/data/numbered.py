@@ -1,7 +1,7 @@
-"""The batches of a run by number, with windows of batches that are skipped.
+"""Numbers the batches of a run, and skips windows of them.
 
-Batch 1 is the first of the run's data. Without rollbacks step n takes batch n; after a rollback, every later step in every later
-process skips its window. So the batch of a step depends only on the step's number and the windows.
+Batch 1 is the first of the run's data. Without rollbacks, step n takes batch n. A rollback adds a window of batch numbers, which every
+later step skips, also after a restart. So the batch of a step depends only on the number of the step and on the windows.
 """
 
 from collections.abc import Iterable
@@ -9,12 +9,12 @@ from typing import Any
 
 from argosy.data.batch import Batch, BatchWrapper
 
-# Of how many of the last steps it is known where their batches began: the loop reads numbers one step late.
+# The number of recent steps whose batch positions are kept. The loop reads metrics one step late.
 KEPT = 3
 
 
 class At(BatchWrapper):
-    """The batches at an earlier position, for a checkpoint of that time."""
+    """Batches that report an earlier position, for a checkpoint of the step that had it. They yield nothing."""
 
     def __init__(self, inner: Any, position: dict[str, Any]):
         super().__init__(inner)
@@ -28,11 +28,11 @@ class At(BatchWrapper):
 
 
 class Numbered(BatchWrapper):
-    """The batches of a run.
+    """The batches of a run, without those in skipped windows.
 
     Args:
-        inner: the batches; `begin` sets their position.
-        left_out: windows of skipped batches, each (first, last).
+        inner: all batches.
+        left_out: the windows of batches to skip, each (first, last) by batch number, both included.
     """
 
     def __init__(self, inner: Any, left_out: Iterable[tuple[int, int]] = ()):
@@ -43,20 +43,20 @@ class Numbered(BatchWrapper):
         self._before: dict[int, tuple[int, At | None]] = {}
 
     def begin(self, steps: int) -> None:
-        """Sets the number of steps whose batches the inner batches have handed out."""
+        """Sets the number of steps done so far. The inner batches must be at the position after those steps."""
         self.steps = self.number = steps
         self._before = {}
         for first, last in self.windows:
-            # A window is passed over when the batch after it is asked for, not before.
+            # The batches of a window are skipped only when the batch after it is asked for.
             if first <= self.number:
                 self.number += last - first + 1
 
     def leave_out(self, first: int, last: int) -> None:
-        """Adds a window of batches to skip."""
+        """Adds a window of batches to skip, from number `first` to number `last`, both included."""
         self.windows = merge_windows([*self.windows, (first, last)])
 
     def __next__(self) -> Batch:
-        # What depends on the model has positions that are dear, and cannot go back.
+        # Positions of batches that depend on the model are expensive, and such batches cannot go back.
         before = None if self.depends else At(self.inner, self.inner.position())
         number = self.number + 1
         for first, last in self.windows:
@@ -70,7 +70,7 @@ class Numbered(BatchWrapper):
         return batch
 
     def of_step(self, step: int) -> tuple[int, At | None]:
-        """The number of the batch of a recent step, and the batches at the position before it, if that is known."""
+        """The number of the batch that one of the last KEPT steps took, and the batches at the position before it (None: unknown)."""
         return self._before[step]
 
     def advance(self, state: Any) -> None:
@@ -84,7 +84,7 @@ class Numbered(BatchWrapper):
 
 
 def merge_windows(windows: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Sorted windows; overlapping and adjacent ones are merged."""
+    """Sorts windows, and merges overlapping and adjacent ones."""
     out: list[tuple[int, int]] = []
     for first, last in sorted(windows):
         if out and first <= out[-1][1] + 1:

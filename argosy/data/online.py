@@ -1,6 +1,6 @@
-"""Batches of documents that are tokenized while training (`data.online`), with nothing written to disk.
+"""Batches of documents that are tokenized while training (`data.online`). Nothing is written to disk.
 
-There is no table of rows. The position is that of one process, and holds only among as many processes.
+There is no table of rows. Each process has its own position, which is valid only for the same number of processes.
 """
 
 import weakref
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class OnlineBatches(Batches):
-    """Batches of documents that are tokenized and packed as they come."""
+    """Batches of documents that are tokenized and packed in the order of the source, while training."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class OnlineBatches(Batches):
         return self.held[0]
 
     def summary(self, steps: int | None = None) -> CorpusSummary:
-        """What is known before reading: files and bytes; names of special tokens in the first MiB of text."""
+        """What is known without reading everything: the number of files, their bytes, and names of special tokens in the first MiB."""
         encoder, source = self.make_encoder(), self.source
         for document in next(document_groups(source.documents()), []):
             encoder.skip(document)
@@ -107,10 +107,11 @@ class OnlineBatches(Batches):
 
 
 class Windows:
-    """An endless iterator over windows of about 1 MiB of text: each is tokenized, packed, shuffled and handed out.
+    """Iterates over windows of about 1 MiB of text. Each window is tokenized, packed and shuffled, and its rows are handed out.
 
-    Process p of P takes every P-th document. A position names the first document of the open window, counted over those
-    of this process, and the rows taken from it. Seeking reads the source from its start, and tokenizes one window.
+    Process p of P takes every P-th document. A position holds the epoch, the first document of the current window, counted among the
+    documents of this process, and the number of rows taken from the window. Seeking reads the source from its start, but tokenizes only
+    one window.
     """
 
     POSITION = ("epoch", "document", "row")
@@ -147,7 +148,7 @@ class Windows:
         return {name: np.concatenate([row[name] for _, row in rows]) for name in rows[0][1]}
 
     def rows_from(self, epoch: int, document: int, row: int) -> Iterator[tuple[dict[str, int], Batch]]:
-        """Batches of one row from a position on, each with the position after it."""
+        """Yields batches of one row, starting at a position, each with the position after it."""
         while self.settings.epochs is None or epoch < self.settings.epochs:
             empty = document == 0
             for first, rows in self.windows(document):
@@ -163,7 +164,7 @@ class Windows:
             epoch, document = epoch + 1, 0
 
     def windows(self, start: int) -> Iterator[tuple[int, PackedRows]]:
-        """The rows of each window from document `start` on, with the number of its first document."""
+        """Yields the rows of each window from document `start` on, with the number of the window's first document."""
         encoder, documents = self.make_encoder(), self.own_documents()
         for document in islice(documents, start):
             encoder.skip(document)
@@ -174,7 +175,7 @@ class Windows:
             start += len(group)
 
     def own_documents(self) -> Iterator[Document]:
-        """This process's documents that are not held out. Pieces of one stay together."""
+        """Yields this process's documents that are not held out. All pieces of a document go to one process."""
         chooser, number, inside = HeldOut(self.settings.held_out), -1, False
         for document in self.source.documents():
             number += not inside

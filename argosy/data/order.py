@@ -1,4 +1,4 @@
-"""The order of rows: a permutation for each epoch, and positions in it as JSON."""
+"""Decides the order of rows, a permutation for each epoch, and what identifies that order in a saved position."""
 
 import hashlib
 from collections import OrderedDict
@@ -12,21 +12,26 @@ from argosy.data.settings import DataSettings
 from argosy.data.sources.records import GROUPS, LABELED
 from argosy.data.sources.synthetic import splitmix
 
-# 8 MB of permutation, made in 0.1 s an epoch.
+# Tables up to this size sort random keys, which takes 8 MB and 0.1 s per epoch.
 SORTED_ROWS = 1 << 20
-# Windows of blocks whose order is kept: a batch may reach into a second one.
+# Number of windows of blocks whose order is kept, because a batch may reach into a second window.
 WINDOWS_KEPT = 4
 
 
 class Order:
-    """Maps indices in the endless sequence of epochs to rows; -1 past the end of a table that is read once."""
+    """Maps indices in the endless sequence of epochs to row numbers.
+
+    rows: the number of rows in the table.
+    seed: the random seed; None: rows are not shuffled.
+    repeats: whether epochs follow each other; if not, indices past the end of the table give -1.
+    """
 
     def __init__(self, rows: int, seed: int | None, *, repeats: bool = True):
         self.rows, self.seed, self.repeats = rows, seed, repeats
         self.sorted: dict[int, np.ndarray] = {}
 
     def __call__(self, places: np.ndarray) -> np.ndarray:
-        """The rows at some indices; both int64 [B]."""
+        """The row numbers, int64 [B], at the indices `places`, int64 [B]."""
         if not self.repeats:
             return np.where(places < self.rows, places, -1)
         epochs, rows = np.divmod(places, self.rows)
@@ -37,8 +42,10 @@ class Order:
         return rows
 
     def shuffled(self, epoch: int, rows: np.ndarray) -> np.ndarray:
-        """The epoch's permutation. Small tables sort random keys; Grain's index shuffle needs no memory, but works in a
-        domain of at least 65,536 and takes 0.3 ms for each row of a table of 100.
+        """Applies the permutation of an epoch to indices within the epoch.
+
+        Small tables sort random keys. Larger tables use Grain's index shuffle, which needs no memory, but works in a domain of at least
+        65,536 and so takes 0.3 ms for each row of a table of 100.
         """
         if self.rows > SORTED_ROWS:
             from grain.experimental import index_shuffle
@@ -50,22 +57,25 @@ class Order:
         return self.sorted[epoch][rows]
 
     def epoch_seed(self, epoch: int) -> int:
-        """A seed of 64 bits for each epoch. It is a hash: with seed + epoch, run 1's second epoch would be run 2's first."""
+        """A 64-bit seed for an epoch. It is a hash: with seed + epoch, the second epoch of seed 1 would be the first of seed 2."""
         return int.from_bytes(hashlib.blake2b(f"{self.seed}/{epoch}".encode(), digest_size=8).digest(), "big")
 
 
 class BlockOrder(Order):
     """Shuffles blocks of consecutive rows, then the rows of each window of blocks (Levanter's hierarchical block shuffle).
 
-    So a window's rows are read from a few places of the file, one after the other, and not each from a place of its own. A last,
-    shorter block stays in the last window. Row p of an epoch is found by arithmetic and two permutations, which the epoch decides.
+    So the rows of a window come from a few contiguous ranges of the file. A last, shorter block stays in the last window. Two
+    permutations give the row at any index: the epoch's permutation of blocks, and the window's permutation of rows.
     """
 
     def __init__(self, rows: int, seed: int, block: int, window: int):
-        """block: rows of a block. window: blocks of a window."""
+        """Args:
+        block: number of rows in a block.
+        window: number of blocks in a window.
+        """
         super().__init__(rows, seed)
         self.block, self.per_window = block, block * window
-        # Of whole blocks: the epoch's, or those of one window of an epoch.
+        # The permutation of whole blocks by epoch, and the rows of a window by (epoch, window).
         self.blocks: dict[int, np.ndarray] = {}
         self.windows: OrderedDict[tuple[int, int], np.ndarray] = OrderedDict()
 
@@ -77,7 +87,7 @@ class BlockOrder(Order):
         return out
 
     def window_rows(self, epoch: int, window: int) -> np.ndarray:
-        """The rows of a window in their order."""
+        """The row numbers of a window in shuffled order."""
         key = epoch, window
         if key not in self.windows:
             first = window * self.per_window
@@ -99,25 +109,25 @@ class BlockOrder(Order):
 
 
 def random_permutation(seed: int, count: int) -> np.ndarray:
-    """A permutation of `count` numbers, int64, by sorting random keys."""
+    """A permutation of 0 to count - 1, int64 [count], made by sorting random keys."""
     return np.argsort(splitmix(np.array([seed], np.uint64), np.arange(count, dtype=np.uint64)), kind="stable")
 
 
 def row_order(rows: int, settings: DataSettings, seed: int) -> Order:
-    """The order of training, over rows or groups of rows."""
+    """The order in which training reads `rows` rows, or as many groups of rows."""
     if settings.shuffle and settings.shuffle_block:
         return BlockOrder(rows, seed, settings.shuffle_block, settings.shuffle_window)
     return Order(rows, seed if settings.shuffle else None)
 
 
 def check_blocks(settings: DataSettings, packing: str, other: str | None = None) -> None:
-    """Checks that a shuffle of blocks reads blocks.
+    """Checks that `data.shuffle_block` applies to this data.
 
     Args:
-        other: what is read, where it is not one table of rows.
+        other: a phrase for the data if it is not one table of rows, such as "a mixture"; None: it is one table.
 
     Raises:
-        BadInput: it would be ignored, or rows of a block do not lie together.
+        BadInput: the setting would be ignored, or the rows of a block do not lie together in the file.
     """
     if not settings.shuffle_block:
         return
@@ -142,7 +152,7 @@ def of_sequences(identity: Fingerprint) -> int:
 
 
 def packing_of(settings: DataSettings, identity: Fingerprint) -> str:
-    """The packing of this data.
+    """The packing of this data: `data.packing`, or the default for this kind of data.
 
     Raises:
         BadInput: the setting does not apply to such data.
@@ -156,10 +166,10 @@ def packing_of(settings: DataSettings, identity: Fingerprint) -> str:
 
 
 def too_long_of(settings: DataSettings, identity: Fingerprint) -> str:
-    """The treatment of a document longer than a row.
+    """The treatment of a document longer than a row: `data.too_long`, or the default for this kind of data.
 
     Raises:
-        BadInput: the setting would be ignored, because the packing has no documents longer than a row.
+        BadInput: the setting does not apply to such data, or the packing would ignore it.
     """
     if of_sequences(identity):
         if settings.too_long == "continue":
@@ -179,23 +189,23 @@ def too_long_of(settings: DataSettings, identity: Fingerprint) -> str:
 
 
 def order_fingerprint(identity: Fingerprint, settings: DataSettings, seed: int) -> Fingerprint:
-    """The fingerprint of the rows and their order. The number of processes and of steps is not part of it."""
-    # Another way of shuffling gets another number.
+    """The fingerprint of the rows and their order. It does not depend on the number of processes or steps."""
+    # A changed shuffling algorithm needs another number here.
     shuffle: str | bool = "order 1" if settings.shuffle else False
     if shuffle and settings.shuffle_block:
         shuffle = f"{settings.shuffle_window} blocks of {settings.shuffle_block}"
     packing, too_long = packing_of(settings, identity), too_long_of(settings, identity)
     packed = {"sequence": settings.sequence, "batch": settings.batch, "packing": packing}
-    # Left out where it is what every older run did, so that those resume.
+    # The default of older runs is left out, so that they resume.
     packed |= {"too_long": too_long} if packing != "split" and too_long != "continue" else {}
     return identity | packed | {"shuffle": shuffle, "seed": seed, "online": settings.online}
 
 
 def whole_numbers(position: dict[str, Any], names: tuple[str, ...]) -> dict[str, int]:
-    """Integers of a saved position by name; 0 for an empty position.
+    """Reads these integers from a saved position. In an empty position all are 0.
 
     Raises:
-        BadInput: it is not a position of this kind of pipeline.
+        BadInput: an integer is missing or negative, so the position belongs to another kind of pipeline.
     """
     numbers = {name: position.get(name, None if position else 0) for name in names}
     for name, value in numbers.items():
@@ -205,5 +215,5 @@ def whole_numbers(position: dict[str, Any], names: tuple[str, ...]) -> dict[str,
 
 
 def select_fields(batch: Batch, fields: Fields) -> Batch:
-    """The requested fields, in the requested types."""
+    """The requested fields of a batch, converted to the requested types."""
     return {name: batch[name].astype(field.dtype, copy=False) for name, field in fields.items()}

@@ -1,15 +1,16 @@
-"""Packs documents into rows of equal length: the tokens of row i.
+"""Packs documents into rows of equal length.
 
-Two packings. Both make any row directly from its number:
+There are two packings. Both compute any row directly from its number:
 
-    SplitRows   the documents as one stream; row i reads stream[i T : i T + T + 1]. The overlap of one keeps every
-                target, the only padding is in the last row, and a document may begin in one row and end in the next.
-    FitRows     whole documents, one per row or by best fit decreasing (Johnson, 1973); documents longer than a row continue in
-                others, or are cut or dropped. Every position holds an input with its target, so a document of n tokens takes n - 1.
+    SplitRows   joins the documents to one stream. Row i reads stream[i T : i T + T + 1]. The overlap of one token keeps every target.
+                Only the last row has padding. A document may begin in one row and end in the next.
+    FitRows     keeps documents whole, one per row or packed by best fit decreasing (Johnson, 1973). Documents longer than a row
+                continue in other rows, or are cut or dropped. Every position holds an input with its target, so a document of n
+                tokens takes n - 1 positions.
 
-A document is never predicted from the one before it: in both packings the first token of a document is not a target. The
-model has to keep attention within `segments`. Nothing here knows text, files or tokenizers. Rows that belong together, such
-as preference pairs, are not packed: `groups`.
+A document is never predicted from the one before it, because the first token of a document is not a target. The model has to keep
+attention within `segments`. Nothing here knows text, files or tokenizers. Rows that belong together, such as preference pairs, are in
+`data.rows.groups`.
 """
 
 from collections.abc import Iterable, Mapping
@@ -30,10 +31,10 @@ class Corpus:
     """The tokens of all documents, concatenated, in memory or mapped from a file.
 
     tokens: [n] unsigned integers.
-    starts: [documents + 1] int64, the start of each document, then n.
+    starts: [documents + 1] int64, the index of the first token of each document, then n.
     weights: [n], the weight of each token in the loss: uint8 if all are 0 or 1, else float32; None: all are 1.
-    columns: further numbers per token, [n] each, such as advantages; every packing aligns them with the targets.
-    values: numbers per document, [documents] each; only rows of sequences have them (`data.rows.sequences`).
+    columns: further numbers per token, such as advantages, as an array [n] for each name. Packing aligns them with the targets.
+    values: numbers per document, as an array [documents] for each name. Only corpora of sequences have them (`data.rows.sequences`).
     """
 
     tokens: np.ndarray
@@ -60,19 +61,19 @@ class Corpus:
 
     @property
     def target_arrays(self) -> dict[str, np.ndarray]:
-        """The arrays that are aligned with the targets: the columns, and the weights as `mask`."""
+        """The arrays that packing aligns with the targets: the columns, and the weights under the name `mask`."""
         return dict(self.columns) | ({} if self.weights is None else {"mask": self.weights})
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """A document, or a piece of one.
+    """An encoded document, or a piece of one.
 
     tokens: [n] ids.
     weights, columns: as in `Corpus`.
-    begins: whether a document begins here.
-    group: further documents that belong to this one and follow it.
-    values: numbers of each document.
+    begins: whether a document begins with this piece.
+    group: further documents of the same group, which follow this one, such as the rejected answer of a pair.
+    values: numbers of this document, by name.
     """
 
     tokens: np.ndarray
@@ -84,9 +85,10 @@ class Encoded:
 
 
 class PackedRows(Protocol):
-    """A table of rows, any of which can be made from its number. Rows `g i` up to `g i + g` are a group, g = per_group.
+    """A table of rows. Any row can be computed from its number.
 
-    fields: the fields that `gather` returns, with their types.
+    per_group: the number g of rows in a group. Group i has the rows g i to g i + g - 1.
+    fields: the fields that `gather` returns.
     """
 
     per_group: int
@@ -95,12 +97,12 @@ class PackedRows(Protocol):
     def __len__(self) -> int: ...
 
     def gather(self, rows: np.ndarray) -> Batch:
-        """The batch of those rows: [B] numbers to arrays of B rows. Rows of a group come together and in order."""
+        """Returns the batch of the rows with these numbers, [B]. The caller passes the rows of a group together and in order."""
         ...
 
 
 class SplitRows:
-    """Rows of `sequence` tokens cut from the stream."""
+    """Rows of `sequence` tokens, cut from the stream of all documents."""
 
     per_group = 1
 
@@ -128,7 +130,13 @@ class SplitRows:
 
 
 class Blank:
-    """Arrays of T + 1 tokens per row while rows are filled. `begins` marks the first token of documents, except in column 0."""
+    """Empty rows of T + 1 tokens, to be filled in place.
+
+    window: [B T+1] int32, the tokens.
+    begins: [B T+1] bool, True at the first token of each document.
+    filled: [B], the number of tokens in each row.
+    beside: further numbers per token, [B T+1] for each name.
+    """
 
     def __init__(self, rows: int, width: int, columns: Mapping[str, np.dtype]):
         self.window = np.zeros((rows, width), np.int32)
@@ -138,7 +146,7 @@ class Blank:
 
 
 def _finish(blank: Blank) -> Batch:
-    """Inputs, targets, segments, mask and columns of windows whose documents abut."""
+    """The batch of filled rows: inputs, targets, segments, mask and columns. Documents in a row follow each other without a gap."""
     begins, column = blank.begins[:, :-1], np.arange(blank.window.shape[1], dtype=np.int32)
     is_input = column[:-1] < blank.filled[:, None]
     has_target = column[1:] < blank.filled[:, None]
@@ -157,17 +165,19 @@ def _finish(blank: Blank) -> Batch:
 class FitRows:
     """Rows of `sequence` positions that hold whole documents.
 
-    The plan takes 24 bytes per document in memory and about 2 s for a million documents.
+    Planning takes about 2 s for a million documents, and the plan takes 24 bytes of memory per document.
 
-    cut, dropped: number of documents longer than a row whose end, or all of which, is left out.
-    unlearned: number of documents that are left out because none of their remaining targets count.
+    cut: number of documents longer than a row whose end is left out.
+    dropped: number of documents longer than a row that are left out.
+    unlearned: number of documents that are left out because none of their remaining targets counts in the loss.
     """
 
     per_group = 1
 
     def __init__(self, corpus: Corpus, sequence: int, too_long: str = "continue", *, alone: bool = False):
-        """too_long: what happens to documents longer than a row: `continue` in further rows, `cut`, `drop`, or `error`.
-        alone: whether each row holds only one document, or one piece of a longer one.
+        """Args:
+        too_long: what happens to documents longer than a row: `continue` in further rows, `cut`, `drop`, or `error`.
+        alone: whether each row holds only one document, or one piece of a longer document.
 
         Raises:
             BadInput: a document is longer than a row, and `too_long` is `error`.
@@ -184,7 +194,13 @@ class FitRows:
         self.offsets = np.concatenate([[0], np.cumsum(np.bincount(row_of))]).astype(np.int64)
 
     def kept(self, places: np.ndarray, too_long: str) -> tuple[np.ndarray, np.ndarray]:
-        """The start of each document that is kept, and the number of input positions it takes."""
+        """The first token of each document that is kept, and the number of input positions that it takes.
+
+        Counts the other documents in `dropped`, `unlearned` and `cut`.
+
+        Args:
+            places: [documents], the number of input positions of each document.
+        """
         long, short = places > self.sequence, places > 0
         if too_long == "error" and long.any():
             are = "is" if long.sum() == 1 else "are"
@@ -224,7 +240,13 @@ class FitRows:
 
 
 def place(batch: Batch, where: tuple[int, slice], corpus: Corpus, begin: int, size: int, segment: int) -> None:
-    """Writes `size` inputs of a document, from token `begin` on, with the arrays of their targets."""
+    """Writes `size` inputs of a document and their targets into a batch, in place.
+
+    Args:
+        where: the row and the slice of positions to write to.
+        begin: the index of the first input in `corpus.tokens`.
+        segment: the number of the document in its row.
+    """
     batch["tokens"][where] = corpus.tokens[begin : begin + size]
     batch["targets"][where] = corpus.tokens[begin + 1 : begin + size + 1]
     batch["segments"][where] = segment
@@ -234,8 +256,8 @@ def place(batch: Batch, where: tuple[int, slice], corpus: Corpus, begin: int, si
 
 
 def cut_long(starts: np.ndarray, sequence: int) -> tuple[np.ndarray, np.ndarray]:
-    """Cuts documents into pieces of at most `sequence` inputs. Returns the start and the number of inputs of each piece. Documents of a
-    single token have no input and give no piece.
+    """Cuts documents into pieces of at most `sequence` inputs. Returns the first token and the number of inputs of each piece. A
+    document of a single token has no input and gives no piece.
     """
     places = np.diff(starts) - 1
     pieces = -(-places // sequence)
@@ -246,10 +268,14 @@ def cut_long(starts: np.ndarray, sequence: int) -> tuple[np.ndarray, np.ndarray]
 
 
 def best_fit_decreasing(sizes: np.ndarray, capacity: int) -> np.ndarray:
-    """The bin of each item, [n], for [n] sizes of at most `capacity`: largest first, each into the fullest bin with enough room.
+    """Packs n items into bins. Returns the bin of each item, [n].
 
-    Open bins are stored by their remaining room, and the occurring rooms as the bits of one integer, so that finding the fullest bin is
-    a shift and a lowest set bit. Among equal sizes the earlier item comes first.
+    The largest item comes first, and each goes into the fullest bin that has enough room. Among equal sizes the earlier item comes
+    first. Open bins are stored by their remaining room. The rooms that occur are the bits of one integer, so the fullest bin is found
+    with a shift and a lowest set bit.
+
+    Args:
+        sizes: [n], each at most `capacity`.
     """
     bin_of = np.zeros(len(sizes), np.int64)
     with_room: list[list[int]] = [[] for _ in range(capacity + 1)]
@@ -274,7 +300,7 @@ def rows_of(corpus: Corpus, packing: str, sequence: int, too_long: str = "contin
 
     Args:
         packing: `split`, `fit` or `alone`, as in `data.packing`.
-        sequence: tokens of a row.
+        sequence: number of tokens in a row.
         too_long: what happens to documents longer than a row, as in `FitRows`.
     """
     return SplitRows(corpus, sequence) if packing == "split" else FitRows(corpus, sequence, too_long, alone=packing == "alone")
@@ -282,7 +308,7 @@ def rows_of(corpus: Corpus, packing: str, sequence: int, too_long: str = "contin
 
 @dataclass(frozen=True)
 class PackCounts:
-    """The effect of packing on documents, in numbers.
+    """Counts of what packing did to documents.
 
     cut, dropped, unlearned: as in `FitRows`.
     parted: number of documents that begin in one row and continue in another.
@@ -299,7 +325,7 @@ class PackCounts:
 
 
 def counts_of(rows: PackedRows) -> PackCounts:
-    """The counts of rows that are packed from documents; empty for other rows."""
+    """The counts of rows that are packed from documents; all 0 for other rows."""
     if (counts := getattr(rows, "counts", None)) is not None:
         return counts
     if isinstance(rows, FitRows):
@@ -307,7 +333,7 @@ def counts_of(rows: PackedRows) -> PackCounts:
         return PackCounts(rows.cut, rows.dropped, rows.unlearned, 0, int(rows.size.sum()), learned)
     if isinstance(rows, SplitRows):
         starts, weights = rows.corpus.starts, rows.corpus.weights
-        # A document's targets are all of its tokens but the first; the last place of one is its last but one.
+        # The targets of a document are all tokens but the first. Its last input is its last token but one.
         last = np.maximum(starts[1:] - 2, starts[:-1])
         parted = int((starts[:-1] // rows.sequence != last // rows.sequence).sum())
         targets = int(starts[-1]) - rows.corpus.documents
@@ -317,7 +343,7 @@ def counts_of(rows: PackedRows) -> PackCounts:
 
 
 def corpus_of(encoded: Iterable[Encoded]) -> Corpus:
-    """A corpus in memory. All tokens of a document without weights count; every document has the same columns.
+    """Builds a corpus in memory. If a document has no weights, all its tokens count in the loss.
 
     Raises:
         BadInput: some documents have a column that others lack.

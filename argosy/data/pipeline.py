@@ -45,9 +45,9 @@ if TYPE_CHECKING:
 
 __all__ = ["build", "eval_batches", "find", "fitting", "holds_out", "summary_of", "tokenizer_for"]
 
-# A field that every table has: the number of each row of a batch in the table, -1 where the batch is filled up with padding.
+# The name of a field that every table has: the number of each row of a batch in the table, or -1 for a padding row.
 ROW = "row"
-# Batches per Grain element: its cost of 60 us is then small, and the first batch comes within 1 ms.
+# Tokens per Grain element. With this many, the 60 us per element are negligible, and the first batch comes within 1 ms.
 BLOCK_TOKENS = 1 << 14
 
 
@@ -64,14 +64,17 @@ def build(
     source: Data | DataMixture | None = None,
     progress: Progress | None = None,
 ) -> Batches:
-    """The training batches: this process's rows of each global batch.
+    """Builds the training batches: this process's rows of each global batch.
 
     Args:
         vocab: the model's vocabulary size.
-        seed: the run's random seed, used if the settings have none.
-        fields: the fields of a batch, by name; those of language modeling by default.
-        rows_per_group: number of rows in a group, as the objective expects them.
-        source: replaces `settings.source`; may also be a `Corpus` or `Examples` in memory.
+        seed: the run's random seed, used if `settings.seed` is None.
+        fields: the fields of a batch, by name; None: those of language modeling.
+        rows_per_group: the number of rows in a group that the objective expects.
+        process: the index of this process.
+        processes: the number of processes.
+        source: the data to read instead of `settings.source`. It may also be a `Corpus` or `Examples` in memory.
+        progress: called while text is tokenized.
 
     Raises:
         UserError: the data is missing, empty, lacks a field, or does not fit the tokenizer, the model or the number of processes.
@@ -117,13 +120,13 @@ def eval_batches(
     limit: int | None = None,
     progress: Progress | None = None,
 ) -> Batches:
-    """The held-out rows in order, once; call `rewind()` before each evaluation. The last batch is padded.
+    """Builds batches that read the held-out rows once, in order. The last batch is padded. Call `rewind()` before each evaluation.
 
     Args:
-        limit: largest number of batches; the other arguments are as in `build`.
+        limit: the largest number of batches; None: no limit. The other arguments are as in `build`.
 
     Raises:
-        UserError: as in `build`, and if no data is held out.
+        UserError: as in `build`, or no data is held out.
     """
     share = share_of(settings.batch, process, processes, rows_per_group)
     source, seed = source or find(settings), seed if settings.seed is None else settings.seed
@@ -142,7 +145,7 @@ def eval_batches(
 
 
 def share_of(batch: int, process: int, processes: int, per_group: int = 1) -> slice:
-    """This process's groups of a global batch; without groups, its rows.
+    """The slice of a global batch that this process reads, counted in groups of `per_group` rows.
 
     Raises:
         BadInput: the batch does not divide among the processes in whole groups.
@@ -156,13 +159,13 @@ def share_of(batch: int, process: int, processes: int, per_group: int = 1) -> sl
 
 
 def ungrouped_rows_error(expected: int, rows: int) -> BadInput:
-    """The error for data whose rows do not come in the groups that the objective expects."""
+    """The error for data whose groups have another number of rows than the objective expects."""
     has, reads = (f"groups of {count} rows" if count > 1 else "single rows" for count in (rows, expected))
     return BadInput(f"the objective reads {reads}, and this data has {has}")
 
 
 class BatchBlocks:
-    """The source for Grain: maps a block's number to this process's rows of `per_block` consecutive global batches."""
+    """The data source of Grain. Maps the number of a block to this process's rows of `per_block` consecutive global batches."""
 
     def __init__(
         self,
@@ -181,9 +184,9 @@ class BatchBlocks:
         self.rows, self.order, self.count, self.batch = rows, order, count, settings.batch
         self.fields, self.per_group = fields, per_group
         each = getattr(rows, "numbers_per_row", settings.sequence)
-        # Rows of several buckets are of several sizes, which one array does not hold.
+        # Rows of different buckets have different sizes, so that one array cannot hold several batches.
         self.per_block = 1 if isinstance(order, BucketOrder) else max(1, BLOCK_TOKENS // (settings.batch * each))
-        # Images are cropped and mirrored anew in each epoch: their rows depend on the place in the run too.
+        # Images are cropped and mirrored differently in each epoch, so their rows also depend on the position in the run.
         self.by_place = getattr(rows, "reads_places", False)
         self.share = np.arange(share.start, share.stop)  # groups of a batch
 
@@ -195,13 +198,13 @@ class BatchBlocks:
         batches = np.arange(first, min(first + self.per_block, self.count))
         places = (batches[:, None] * groups_per_batch + self.share).ravel()
         groups = self.order(places)
-        # Past the end stands -1 - r, for a row r whose arrays have the right shape.
+        # Past the end, an order returns -1 - r, where r is a row whose arrays have the right shape.
         rows = (np.where(groups < 0, -1 - groups, groups)[:, None] * self.per_group + np.arange(self.per_group)).ravel()
         gathered = self.rows.gather(rows, places) if self.by_place else self.rows.gather(rows)  # type: ignore[call-arg]
         batch = select_fields(gathered, self.of_table)
         if ROW in self.fields:
             batch[ROW] = rows.astype(self.fields[ROW].dtype)
-        # Past the end of the last batch of an evaluation.
+        # Rows past the end of the last batch of an evaluation become padding.
         if (groups < 0).any():
             live = {"group": groups >= 0, "row": np.repeat(groups >= 0, self.per_group)}
             live["token"] = live["row"]
@@ -211,20 +214,20 @@ class BatchBlocks:
         return batch
 
     def entries(self, name: str) -> int:
-        """The number of entries of a field in one batch."""
+        """The length of a field's first axis in this process's share of one batch."""
         return len(self.share) * (1 if self.fields[name].per == "group" else self.per_group)
 
 
 def zero_outside(array: np.ndarray, live: np.ndarray) -> np.ndarray:
-    """The array with zeros where `live` is False."""
+    """The array with zeros in the rows where `live`, [rows] bool, is False."""
     return np.where(live.reshape(-1, *[1] * (array.ndim - 1)), array, np.zeros((), array.dtype))
 
 
 class RowBatches(Batches):
-    """Batches of a table. The position is the place of the next global batch's first row."""
+    """Batches from a table of rows. The position is the index of the next global batch's first row in the sequence of epochs."""
 
     def __init__(self, table: RowTable, blocks: BatchBlocks, settings: DataSettings, seed: int, mixed: MixedTable | None = None):
-        """mixed: the mixture that the table is of."""
+        """mixed: the mixture that the table was made from; None: there is one source."""
         import grain
 
         self.mixed = mixed

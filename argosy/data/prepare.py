@@ -1,19 +1,19 @@
-"""A corpus as tokens on disk: written once, in bounded memory, then mapped.
+"""Writes a corpus of tokens to disk, once and in bounded memory, and maps it for reading.
 
     FOLDER/manifest.json             fingerprint, settings, dtype, counts, sizes and sha256 of every file; written last
-    FOLDER/tokenizer/                the tokenizer, where one was asked to be kept
-    FOLDER/train/tokens.bin          uint16, or uint32 where the vocabulary is larger than 65,536; little-endian
-    FOLDER/train/documents.bin       int64: where each document begins, then the number of tokens
-    FOLDER/train/learn.bin           uint8 a token: 0 where it does not count in the loss; only if there are such tokens
-    FOLDER/train/weights.bin         float32 a token in place of learn.bin, where some weight is neither 0 nor 1
-    FOLDER/train/column.NAME.bin     float32 a token: further numbers, such as whether a step is right
-    FOLDER/train/value.NAME.bin      float32 a document: numbers of records, such as margins
-    FOLDER/held_out/                 the same
+    FOLDER/tokenizer/                the tokenizer, if `keep_tokenizer` is set
+    FOLDER/train/tokens.bin          uint16, or uint32 if the vocabulary is larger than 65,536; little-endian
+    FOLDER/train/documents.bin       int64: the first token of each document, then the number of tokens
+    FOLDER/train/learn.bin           uint8 per token: 0 if it does not count in the loss; only if there are such tokens
+    FOLDER/train/weights.bin         float32 per token, instead of learn.bin, if some weight is neither 0 nor 1
+    FOLDER/train/column.NAME.bin     float32 per token: further numbers, such as whether a step is right
+    FOLDER/train/value.NAME.bin      float32 per document: numbers of records, such as margins
+    FOLDER/held_out/                 the same files for the held-out split
 
-The folder appears under its name in one rename, complete or not at all. A writer that is killed or interrupted leaves `.NAME.partial`
-beside it, with a journal of how far it was: the next one reads past what was done and goes on there, with the same result. Two writers
-at once wait for each other. Rows, batches and seeds are no part
-of it: any sequence length and either packing reads the same folder.
+One rename puts the finished folder under its name, so it is complete or absent. A writer that is killed or interrupted leaves the
+folder `.NAME.partial` beside it, with a journal of its progress. The next writer skips the documents that were written and continues
+from there, with the same result. Of two writers at once, one waits for the other. Rows, batches and seeds are not part of the folder:
+every sequence length and packing reads the same folder.
 """
 
 import errno
@@ -46,24 +46,24 @@ from argosy.data.split_writer import DTYPES, FLOAT, GROUP_BYTES, SplitWriter, sh
 FORMAT, VERSION = "argosy corpus", 1
 SPLITS = ("train", "held_out")
 TOKENIZER = "tokenizer"
-# What a writer that was killed had done, in its unfinished folder; written anew after so many bytes of text and tokens.
+# The file in an unfinished folder that tells how far its writer was. It is rewritten after this many bytes of text and tokens.
 JOURNAL, JOURNAL_BYTES = "journal.json", 32 << 20
 Say = Callable[[str], None]
-# Called with the bytes of text done, and in all (None: unknown).
+# Called with the number of bytes of text done, and their total (None: unknown).
 Progress = Callable[[int, int | None], None]
-# A context around the writing of a corpus: what it gives says whether to stop.
+# Makes a context manager around the writing of a corpus. It yields a function that tells whether to stop.
 Stopping = Callable[[], AbstractContextManager[Callable[[], bool]]]
 
 
 def never_stopped() -> AbstractContextManager[Callable[[], bool]]:
-    """A context in which nobody asks for a stop."""
+    """A context manager whose function never asks to stop."""
     return nullcontext(lambda: False)
 
 
 class WriterStopped(KeyboardInterrupt):
     """A writer of a prepared corpus was asked to stop.
 
-    kept: whether the next one goes on from what it had written, or starts over.
+    kept: whether the next writer continues after what was written; if not, it starts over.
     """
 
     kept = False
@@ -71,7 +71,7 @@ class WriterStopped(KeyboardInterrupt):
 
 @dataclass(frozen=True)
 class Prepared:
-    """An open prepared corpus; `train` and `held_out` are mapped, not read."""
+    """An open prepared corpus. `train` and `held_out` are memory-mapped."""
 
     folder: Path
     manifest: dict[str, Any]
@@ -84,21 +84,21 @@ class Prepared:
 
     @property
     def tokenizer(self) -> Path | None:
-        """The folder of the corpus's tokenizer, if it was stored."""
+        """The folder of the tokenizer inside the corpus; None if no tokenizer was stored."""
         folder = self.folder / TOKENIZER
         return folder if folder.is_dir() else None
 
     def bytes_per_token(self, split: str) -> float | None:
-        """UTF-8 bytes of text for each token after its document's first, which is never a target."""
+        """UTF-8 bytes of text per target, which is every token but the first of each document; None if the split holds no text."""
         counts = self.manifest["splits"][split]
         targets = counts["tokens"] - counts["documents"]
         return counts["bytes"] / targets if targets > 0 and counts["bytes"] else None
 
     def verify(self) -> None:
-        """Reads every file and compares its sha256.
+        """Reads every file, and compares its sha256 with that in the manifest.
 
         Raises:
-            Damaged: a file differs from what was written; the message names the first.
+            Damaged: a file has changed. The message names the first such file.
         """
         for split in SPLITS:
             for name, entry in self.manifest["splits"][split]["files"].items():
@@ -107,10 +107,11 @@ class Prepared:
 
 
 class HeldOut:
-    """Selects the documents for evaluation: those whose hash falls below the share, so that equal documents are on the same side.
+    """Selects the documents that are held out for evaluation: those whose hash, as a number from 0 to 1, is below `share`.
 
-    It decides document by document, so the source is read only once. A document in pieces is never held out, nor one that would bring
-    the share above twice its setting, or leave no training data.
+    So equal documents are in the same split. `takes` decides about one document at a time, so the source is read only once. A document
+    that comes in pieces is never held out. Neither is a document that would bring the held-out share above twice the setting, or leave
+    no training data.
     """
 
     def __init__(self, share: float):
@@ -142,18 +143,19 @@ def prepare(
 ) -> Prepared:
     """Tokenizes a source into `folder`, or opens the folder if it was made from the same source and settings.
 
-    The share for evaluation is drawn by document (`HeldOut`). If that gives less than half of it, as in a corpus of few documents, the
-    rest is taken from the end of the corpus.
+    The share for evaluation is drawn by document (`HeldOut`). If less than half of the share is drawn, as in a corpus of few documents,
+    the rest is taken from the end of the corpus.
 
     Args:
-        settings: stored in the manifest, for readers of the folder.
+        held_out: the share of the corpus for evaluation.
+        settings: settings to store in the manifest, for readers of the folder.
         keep_tokenizer: whether the tokenizer is saved in the folder too.
         progress: called with the bytes of text so far, after each group of documents.
-        say: called with a sentence if an earlier writer was killed and its work goes on, or starts over.
-        stopping: a context around the writing; what it gives is asked before each document whether to stop.
+        say: called with a sentence if an earlier writer was killed, which tells whether this one continues or starts over.
+        stopping: makes a context manager around the writing. Its function is called before each document, and tells whether to stop.
 
     Raises:
-        WriterStopped: it said so. The same call goes on where this one was.
+        WriterStopped: the function of `stopping` returned True. The same call continues if `kept` is set.
         BadInput: there are no documents, or the folder holds something else.
         ArgosyError: the disk is full; unfinished files are removed.
     """
@@ -182,16 +184,16 @@ def prepare(
 
 
 def corpus_identity(source: Source, encoding: Encoding, held_out: float) -> Fingerprint:
-    """The settings that decide the tokens. Keys that were added later are left out at their defaults, so that older runs resume."""
+    """The settings that decide the tokens of a corpus. Newer keys are left out at their defaults, so that older runs resume."""
     identity = {"tokenizer": encoding.tokenizer.fingerprint, "bos": encoding.puts_bos, "held_out": held_out}
     identity |= {"special": True} if encoding.special else {}
-    # Once, each MiB of a text began with a space of its own.
+    # In older corpora, the tokenizer added a space before each MiB of a text.
     identity |= {"parts": "joined"} if encoding.tokenizer.puts_space else {}
     return source.fingerprint() | identity | record_identity(source, encoding)
 
 
 def _check_same(prepared: Prepared, fingerprint: Fingerprint) -> Prepared:
-    """The corpus that is already there, if it is what was asked for."""
+    """Returns a corpus that exists already, after a check that its fingerprint is the requested one."""
     stored = prepared.fingerprint
     if keys := [key for key in sorted(stored.keys() | fingerprint.keys()) if stored.get(key) != fingerprint.get(key)]:
         problem = f"the folder holds another prepared corpus: {', '.join(keys)} differ"
@@ -213,7 +215,7 @@ def write(
     """Writes the unfinished folder: both splits, then the manifest.
 
     Raises:
-        WriterStopped: `stopping` said so.
+        WriterStopped: the function of `stopping` returned True.
     """
     chooser, state = HeldOut(share), journal.state
     read, done = state.get("documents", 0), state.get("bytes", 0)
@@ -230,7 +232,7 @@ def write(
             journal.write(state | {"splits": {split: writer.state() for split, writer in writers.items()}})
 
         try:
-            # What an earlier writer has done is read again, since what is held out and left out may depend on it, and not encoded.
+            # Documents that an earlier writer has written are read again, since later choices may depend on them, but not encoded.
             for group in document_groups(islice(until(stopped, source.documents()), read, None)):
                 for document, encoded in zip(group, encoder.encode(group)):
                     size_bytes = len(document.text.encode())
@@ -246,7 +248,7 @@ def write(
                     note()
                     unsaved = 0
         except WriterStopped as stop:
-            # It is raised between groups, when all of them are written.
+            # The exception is raised between groups, when all groups so far are written.
             if encoder.resumes and unsaved:
                 note()
             stop.kept = journal.path.exists()
@@ -286,10 +288,10 @@ def write(
 
 
 def until(stopped: Callable[[], bool], documents: Iterable[Document]) -> Iterator[Document]:
-    """The documents.
+    """Yields documents until `stopped` returns True.
 
     Raises:
-        WriterStopped: `stopped` said so before one of them.
+        WriterStopped: `stopped` returned True.
     """
     for document in documents:
         if stopped():
@@ -298,7 +300,7 @@ def until(stopped: Callable[[], bool], documents: Iterable[Document]) -> Iterato
 
 
 def document_groups(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """Documents in lists of about GROUP_BYTES."""
+    """Yields the documents in lists of about GROUP_BYTES of text or tokens."""
     group: list[Document] = []
     size = 0
     for document in documents:
@@ -313,7 +315,7 @@ def document_groups(documents: Iterable[Document]) -> Iterator[list[Document]]:
 
 
 def open_prepared(folder: str | Path, *, verify: bool = False) -> Prepared:
-    """Maps a prepared corpus. Sizes and the index are always checked.
+    """Opens a prepared corpus, whose files are memory-mapped. File sizes and the index of documents are always checked.
 
     Args:
         verify: whether the sha256 of every file is checked too.
@@ -343,7 +345,7 @@ def open_prepared(folder: str | Path, *, verify: bool = False) -> Prepared:
 
 
 def open_split(folder: Path, manifest: dict[str, Any], dtype: np.dtype) -> Corpus:
-    """One split's corpus, after checks that read only the index."""
+    """Maps the corpus of one split. Checks the sizes of files, and reads the index of documents."""
     tokens, documents = int(manifest["tokens"]), int(manifest["documents"])
     sizes = {"tokens.bin": tokens * dtype.itemsize, "documents.bin": (documents + 1) * 8}
     sizes |= {name: tokens * kind.itemsize for name, kind in DTYPES.items()}
@@ -365,14 +367,14 @@ def open_split(folder: Path, manifest: dict[str, Any], dtype: np.dtype) -> Corpu
 
 
 def _mapped(path: Path, dtype: np.dtype) -> np.ndarray:
-    """The file as a plain read-only array over its pages: slices of np.memmap itself cost 5 times as much."""
+    """Maps a file as a plain read-only array, because slices of np.memmap itself cost 5 times as much."""
     return np.asarray(np.memmap(path, dtype, "r")) if path.stat().st_size else np.zeros(0, dtype)
 
 
 class Journal:
-    """How far the writer of an unfinished folder is.
+    """The progress of the writer of an unfinished folder, as a file in the folder.
 
-    state: of the writer that was killed; empty for a new folder.
+    state: what an earlier writer noted last; empty for a new folder.
     """
 
     def __init__(self, folder: Path, fingerprint: Fingerprint, state: dict[str, Any]):
@@ -380,8 +382,8 @@ class Journal:
 
     @classmethod
     def opened(cls, folder: Path, fingerprint: Fingerprint, encoder: DocumentEncoder, say: Say) -> "Journal":
-        """The journal of a folder, and its encoder where the journal says that it was. What another corpus or a damaged journal left
-        is removed."""
+        """Opens the journal of a folder, and restores the encoder from it. If the journal is damaged, missing or from another corpus,
+        the folder is emptied."""
         content = cls._read(folder, fingerprint)
         if content is None:
             if any(folder.iterdir()):
@@ -405,24 +407,24 @@ class Journal:
             return None
 
     def write(self, state: dict[str, Any]) -> None:
-        """Replaces it, once what it says is on disk."""
+        """Replaces the journal on disk. The files that `state` describes must be on disk already."""
         part = self.path.with_suffix(".part")
         part.write_text(json.dumps(state | {"fingerprint": self.fingerprint}))
         sync(part)
         part.replace(self.path)
 
     def remove(self) -> None:
-        """Removes it from a finished folder."""
+        """Removes the journal from a finished folder."""
         self.path.unlink(missing_ok=True)
 
 
 @contextmanager
 def _one_writer(folder: Path, say: Say) -> Iterator[Path]:
-    """A folder to write in, held by one process at a time. It is removed if writing fails, and stays, with its journal, if the
-    process is interrupted.
+    """Yields the unfinished folder, for one process at a time. The folder is removed if writing fails. It stays, with its journal, if
+    the process is interrupted.
 
-    The lock is a file beside the folder, and is released when its process ends. It is removed once the folder stands, when
-    nobody who waited for it has anything left to write.
+    The lock is a file beside the folder, and is released when its process ends. The file is removed when the finished folder exists,
+    because processes that waited for the lock then have nothing left to write.
     """
     partial, lock = folder.with_name(f".{folder.name}.partial"), folder.with_name(f".{folder.name}.lock")
     with file_lock(lock, say):

@@ -1,6 +1,6 @@
-"""Writes the files of one split of a prepared corpus, in order. Its state is enough to continue after a kill.
+"""Writes the files of one split of a prepared corpus, in order. `data.prepare` describes the files.
 
-The files are those that `data.prepare` describes.
+The state of a writer is enough to continue after the process was killed.
 """
 
 import hashlib
@@ -18,16 +18,18 @@ from argosy.data.pack import Encoded
 # Bytes of text tokenized at once: enough for all cores, and little memory.
 GROUP_BYTES = 1 << 20
 FLOAT = np.dtype("<f4")
-# What a state holds beside the sizes of files.
+# The attributes that a state holds, beside the sizes of files.
 COUNTED = ("tokens", "documents", "bytes", "weights")
 DTYPES = {"learn.bin": np.dtype(np.uint8), "weights.bin": np.dtype("<f4")}
 
 
 class SplitWriter:
-    """One split's files, appended to as documents come. Weights are written from the first one on that is not 1.
+    """Appends documents to the files of one split. The file of weights is created with the first weight that is not 1.
 
     Args:
-        state: what `state` returned; the files are cut to what they held then. None: a new folder.
+        folder: the folder of the split.
+        dtype: the type of the token ids.
+        state: what `state` returned. The files are truncated to the sizes that they had then. None: the folder is created.
 
     Raises:
         FileNotFoundError: a file that the state names is gone.
@@ -52,7 +54,7 @@ class SplitWriter:
         self.files = {name: (folder / name).open("ab") for name in state["files"]}
 
     def state(self) -> dict[str, Any]:
-        """How far the files are, for JSON, once what they hold is on disk."""
+        """Flushes the files to disk, and returns their sizes and the counts so far, as a JSON object."""
         for file in self.files.values():
             file.flush()
             os.fsync(file.fileno())
@@ -75,7 +77,7 @@ class SplitWriter:
             self.put(part.tokens, part.weights)
 
     def number(self, name: str, values: np.ndarray) -> None:
-        """Adds numbers of documents or tokens. All documents must have the same columns."""
+        """Appends numbers per document or per token to the file `name`. All documents must have the same columns."""
         if name not in self.files:
             self.files[name] = (self.folder / name).open("wb")
         self.files[name].write(values.astype(FLOAT).tobytes())
@@ -90,7 +92,7 @@ class SplitWriter:
         self.tokens += len(tokens)
 
     def need(self, name: str) -> None:
-        """Opens a file of weights, and fills it with the weights of the tokens so far."""
+        """Makes sure that weights are written to the file `name`, or to weights.bin. A new file gets the weights of earlier tokens."""
         if self.weights in (name, "weights.bin"):
             return
         before, self.weights = self.weights, name
@@ -111,7 +113,7 @@ class SplitWriter:
             file.close()
 
     def take_tail(self, other: "SplitWriter", count: int, encoder: DocumentEncoder) -> None:
-        """Moves the last `count` tokens of another split to the end of this one; a document that is cut becomes two."""
+        """Moves the last `count` tokens of another split to the end of this split. A document that is cut becomes two documents."""
         start = other.tokens - count
         starts = np.fromfile(other.folder / "documents.bin", "<i8")
         inside = starts[starts > start] - start + self.tokens
@@ -139,16 +141,16 @@ class SplitWriter:
         other.tokens, other.documents, other.bytes = start, len(head) - 1, other.bytes - moved_bytes
 
     def tail_of_documents(self, count: int, per_group: int = 1) -> int:
-        """The number of tokens in whole groups of documents at the end: the smallest that is at least `count` and leaves one group."""
+        """The number of tokens in the last groups of documents: as few whole groups as have `count` tokens, but not all groups."""
         starts = np.fromfile(self.folder / "documents.bin", "<i8")[::per_group]
         first = int(np.searchsorted(starts, self.tokens - count, side="right")) - 1
         return self.tokens - int(starts[max(first, 1)]) if len(starts) > 1 else 0
 
     def manifest(self) -> dict[str, Any]:
-        """Finishes the index, and describes the files once they are on disk."""
+        """Finishes the index of documents, flushes the files to disk, and returns their description for the manifest."""
         with (self.folder / "documents.bin").open("ab") as file:
             file.write(np.array([self.tokens], "<i8").tobytes())
-        # A state may still name the file of weights that another replaced.
+        # The folder may still hold a file of weights that another file has replaced.
         for path in self.folder.iterdir():
             if path.name not in self.files:
                 path.unlink()

@@ -1,4 +1,4 @@
-"""The contents of a corpus, in numbers and as one paragraph, which every run prints before its first step."""
+"""Summarizes a corpus in numbers and as one paragraph. Every run prints the paragraph before its first step."""
 
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -9,13 +9,13 @@ from argosy.data.sources.records import LABELED
 
 @dataclass(frozen=True)
 class MixedPart:
-    """One source of a mixture.
+    """One source of a mixture, or one bucket of images.
 
-    name: its path.
-    rows, tokens: the size of one pass over it.
-    text: what it holds, as a paragraph.
-    share: its part of the rows of the run.
-    epochs: passes over it in the run.
+    name: the path of the source.
+    rows, tokens: the number of rows and tokens in one epoch of the source; None: unknown.
+    text: the summary of the source, as a paragraph.
+    share: the share of the run's rows that come from the source, from 0 to 1; None: unknown.
+    epochs: the number of epochs over the source in the run; None: unknown.
     """
 
     name: str
@@ -28,49 +28,52 @@ class MixedPart:
 
 @dataclass(frozen=True)
 class CorpusSummary:
-    """The size of a corpus and what is left out of it. None means unknown, for instance because nothing has been read yet.
+    """The size of a corpus, and counts of what is left out. None means unknown, for instance because nothing has been read yet.
 
     source: the source as the settings name it.
-    files: how many files were read, in a folder or glob.
-    source_bytes: the size of those files on disk.
-    bytes, documents, tokens: the size of the text that is trained on.
-    rows: rows of `sequence` tokens in one epoch.
-    batch: rows of a step.
-    epochs: passes over the rows in the steps of the run.
-    held_out_documents, held_out_tokens: the size of what is kept for evaluation.
-    max_bytes: the limit on the text, where it cut any off.
-    unreadable: image files that are damaged or too large.
-    stretched: control images whose sides have another ratio than those of their images.
-    short_documents: documents of fewer than two tokens, which have no target and which packing by fit leaves out.
-    duplicates: documents that occur before.
-    tail_rows: the last rows of the last epoch, too few for a batch.
-    ends_short: online data ends after epochs, and it is not known how many rows are too few for a batch then.
-    ends_after: batches until the epochs asked for are over.
-    special_documents: documents that hold the name of a special token, which trains as plain text.
+    files: number of files that were read.
+    source_bytes: the size of those files on disk, in bytes.
+    bytes, documents, tokens: the size of the training data: UTF-8 bytes of text, documents, and tokens.
+    rows: number of rows in one epoch.
+    sequence: number of tokens in a row.
+    batch: number of rows in a step.
+    epochs: number of epochs in the run.
+    held_out_documents, held_out_tokens: the size of the data held out for evaluation.
+    max_bytes: the limit on bytes of text, if the text is longer.
+    unreadable: number of image files that are damaged or too large.
+    stretched: number of control images whose aspect ratio differs from that of their images.
+    short_documents: number of documents of fewer than two tokens, which have no target. Only packing `split` keeps them.
+    duplicates: number of documents that are left out because they occur before.
+    tail_rows: number of rows at the end of the last epoch that are left out because they do not fill a batch.
+    ends_short: whether rows may be left out at the end of the last epoch of online data, where their number is unknown.
+    ends_after: number of batches in `data.epochs` epochs; None: no limit is set.
+    special_documents: number of documents that hold the name of a special token, which is trained as ordinary text.
     special_names: some of those names.
-    placeholders: names in braces that every prompt holds.
+    online: whether documents are tokenized while training.
+    placeholders: names in braces that occur in every prompt.
 
-    For records:
+    These fields are for records:
 
-    format: their format.
-    rendered: how they became text.
-    learn: which tokens count.
-    targets: tokens that are predicted in one epoch.
-    learned: targets that count.
-    packing: how records became rows.
-    padding: share of the places of rows that hold no token, where whole documents are packed.
-    chosen_packing: `packing` is the default for them, because it was not set.
-    unanswered: records that are left out because nothing in them is learned.
-    too_long: what happens to records longer than a row.
-    cut, dropped: records that were cut or left out for their length.
-    unlearned: records that are left out because no answer is within the row.
-    parted: records that continue in another row.
-    ignored: columns that nothing reads.
-    endless: records whose answer ends with no special token.
-    identical: pairs whose answers are the same.
-    surplus: negatives beyond those of a record.
-    absent: negatives that records lack.
-    slots: sequences of a packed row, at most.
+    format: the format of the records.
+    rendered: a phrase that says how records become text.
+    learn: which tokens count in the loss, as in `data.learn`.
+    targets: number of tokens that are predicted in one epoch.
+    learned: number of targets that count in the loss; None: all.
+    packing: how records become rows, as in `data.packing`.
+    padding: share of the positions of rows that hold no token, from 0 to 1, if whole documents are packed.
+    chosen_packing: whether `packing` is the default, because the setting is None.
+    unanswered: number of records that are left out because no token of them counts in the loss.
+    too_long: what happens to records longer than a row, as in `data.too_long`.
+    cut: number of records that are cut because they are longer than a row.
+    dropped: number of records that are left out because they are longer than a row.
+    unlearned: number of records that are left out because their answer begins after the end of a row.
+    parted: number of records that continue in another row.
+    ignored: names of columns that nothing reads.
+    endless: number of records whose answer does not end with a special token.
+    identical: number of pairs that are left out because both answers are equal.
+    surplus: number of negatives that are left out because their records have more than `data.negatives`.
+    absent: number of negatives that records lack to have `data.negatives`.
+    slots: the largest number of sequences in a packed row.
 
     parts: the sources of a mixture.
     buckets: the aspect-ratio buckets of images.
@@ -166,7 +169,7 @@ class CorpusSummary:
         return f"data {self.source}: {', '.join(parts) or 'of unknown size'}."
 
     def _mixture_sentence(self) -> str:
-        """How much of each source of a mixture is seen."""
+        """A sentence that says how much of each source of a mixture the run reads."""
         each = [
             f"{100 * part.share:.3g} % {part.name} ({plural(part.rows, 'row')}, {part.epochs:.3g} epoch{'s' * (part.epochs != 1)})"
             for part in self.parts
@@ -175,7 +178,7 @@ class CorpusSummary:
         return f"Mixture: {'; '.join(each)}." if each else ""
 
     def _bucket_sentence(self) -> str:
-        """The buckets of images, how often each image is seen, and which wait for a batch beyond the end of the run."""
+        """Sentences about the buckets of images: their sizes, their epochs, and the images that the run does not reach."""
         if not self.buckets:
             return ""
         each, unseen, small = [], 0, []
@@ -247,12 +250,12 @@ class CorpusSummary:
 
     @property
     def compared(self) -> bool:
-        """Whether records are pairs, labeled answers or steps, or texts with labels."""
+        """Whether records are pairs, labeled answers, completions in steps, or labeled texts."""
         return self.format in ("preference", "kto", "stepwise", *LABELED)
 
     @property
     def noun(self) -> str:
-        """What a document is called."""
+        """The noun for a document of this corpus, such as "conversation"."""
         if self.format in (None, "text"):
             return "document"
         if self.compared:
@@ -263,7 +266,7 @@ class CorpusSummary:
 
     @property
     def warning(self) -> str:
-        """A warning about what is probably a mistake; empty if nothing is."""
+        """A warning about a probable mistake in the data; empty if there is none."""
         if self.endless:
             return (
                 f"Warning: the answers of {plural(self.endless, self.noun)} end with no special token, so the model does not learn to "
@@ -284,7 +287,7 @@ class CorpusSummary:
 
 
 def counted_bytes(count: int | None) -> str:
-    """Bytes in the unit that suits them, to three digits."""
+    """A number of bytes as text, with three digits and the largest unit that fits (None: 0 bytes)."""
     count = count or 0
     for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if count >= size:

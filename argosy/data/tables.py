@@ -1,6 +1,6 @@
-"""From the data settings to a table of rows: finds the source, prepares its corpus if need be, and packs it.
+"""Makes a table of rows from the data settings: finds the source, prepares its corpus if necessary, and packs it.
 
-Everything that is wrong with the data is found here, before a batch is made.
+Mistakes in the data are reported here, before a batch is made.
 """
 
 import hashlib
@@ -41,12 +41,12 @@ if TYPE_CHECKING:
 
 # Larger corpora must be prepared beforehand, not when a run starts.
 CORPUS_BYTES = 10**9
-# Packings kept in memory: a run builds its data twice, training and evaluation each time.
+# Number of packings that are kept in memory. A run builds its data twice, each time for training and evaluation.
 PLANS = 4
 KEPT: OrderedDict[tuple[str, str, str, int, str], PackedRows] = OrderedDict()
 ENDLESS = sys.maxsize
 
-# Values that leave a setting to the data: any prepared corpus has them.
+# Values of settings that leave the choice to the data, so they fit every prepared corpus.
 UNDECIDED = {"bos": None, "format": "auto"}
 
 Data = Source | RowSource | Prepared | Corpus
@@ -54,8 +54,13 @@ Data = Source | RowSource | Prepared | Corpus
 
 @dataclass(frozen=True)
 class RowTable:
-    """All rows of one split, what identifies them, the bytes of text for each target (None: there is no text), and what the
-    corpus consists of."""
+    """The rows of one split.
+
+    rows: the rows.
+    identity: the fingerprint of the corpus.
+    bytes_per_token: UTF-8 bytes of text per target; None: there is no text.
+    summary: the contents of the corpus in numbers.
+    """
 
     rows: PackedRows
     identity: Fingerprint
@@ -64,10 +69,10 @@ class RowTable:
 
 
 def find(settings: DataSettings) -> Source | RowSource | Prepared:
-    """What `settings.source` names. A folder written by `prepare` is read as it is.
+    """Finds the source that `settings.source` names. A folder written by `prepare` is opened.
 
     Raises:
-        BadInput: there is no such source, or the settings ask for another corpus than the one that was prepared.
+        BadInput: there is no such source, or the settings differ from those that the corpus was prepared with.
     """
     place = settings.single_source
     if not is_prepared(place):
@@ -80,10 +85,10 @@ def find(settings: DataSettings) -> Source | RowSource | Prepared:
 
 
 def check_prepared(prepared: Prepared, settings: DataSettings) -> None:
-    """Compares the settings that were given with those that a corpus was prepared with.
+    """Checks that the settings that were set explicitly are those that a corpus was prepared with.
 
     Raises:
-        BadInput: one differs; it cannot be changed after the fact.
+        BadInput: a setting differs. It cannot be changed in a prepared corpus.
     """
     fingerprint = prepared.fingerprint
     stored = {
@@ -111,10 +116,10 @@ def check_prepared(prepared: Prepared, settings: DataSettings) -> None:
 
 
 def check_template(prepared: Prepared, settings: DataSettings) -> None:
-    """Compares the chat template, which may be a file that has changed, with the one that a corpus was rendered by.
+    """Checks that the chat template is the one that a corpus was rendered with. The template may be a file that has changed.
 
     Raises:
-        BadInput: it is another, or the corpus is text.
+        BadInput: the template differs, or the corpus is text without a template.
     """
     if settings.template is None or prepared.tokenizer is None:
         return
@@ -131,8 +136,8 @@ def check_template(prepared: Prepared, settings: DataSettings) -> None:
 
 
 def tokenizer_for(settings: DataSettings) -> "Tokenizer | None":
-    """The tokenizer of the data: the one that is set, else the one that a prepared corpus brings. None for synthetic tokens. A
-    template of the settings becomes its own, so that whoever chats with the trained model uses it.
+    """Loads the tokenizer of the data: `data.tokenizer` if set, else the tokenizer that a prepared corpus stores. Returns None for data
+    without text, such as synthetic tokens. `data.template` becomes the tokenizer's chat template, so the trained model has it too.
 
     Raises:
         UserError: there is no such tokenizer or template.
@@ -150,14 +155,18 @@ def tokenizer_for(settings: DataSettings) -> "Tokenizer | None":
 
 
 def holds_out(settings: DataSettings, source: Data) -> bool:
-    """Whether a share of the data is kept for evaluation."""
+    """Whether some of the data is held out for evaluation."""
     if isinstance(source, Prepared):
         return bool(len(source.held_out.tokens))
     return not isinstance(source, Corpus) and settings.held_out > 0
 
 
 def fitting(tokenizer: "Tokenizer | None", settings: DataSettings, vocab: int) -> "Tokenizer":
-    """The tokenizer, which must exist and make no token that the model lacks."""
+    """Returns the tokenizer, after a check that there is one and that its vocabulary is not larger than the model's.
+
+    Raises:
+        BadInput: the check fails.
+    """
     if tokenizer is None:
         raise BadInput("text needs a tokenizer", where=f"data.source={settings.source_name}", hint="set `data.tokenizer`")
     if tokenizer.vocab > vocab:
@@ -176,7 +185,11 @@ def table_of(
     progress: Progress | None,
     limit: int | None = None,
 ) -> RowTable:
-    """The rows of the split `train` or `held_out`; text is tokenized on the way, where that has not been done."""
+    """Makes the table of the rows of a split, `train` or `held_out`. Text is tokenized first, unless it is in the cache.
+
+    Args:
+        limit: the number of batches to read, for the held-out split of online data; None: no limit.
+    """
     if isinstance(source, RowSource):
         rows = source.rows(sequence=settings.sequence, vocab=vocab, seed=seed, held_out=split == "held_out")
         _check_not_empty(rows, split, settings)
@@ -202,7 +215,11 @@ def table_of(
 
 
 def table_in_memory(corpus: Corpus, split: str, settings: DataSettings, vocab: int) -> RowTable:
-    """The rows of a corpus that the caller holds."""
+    """Makes the table of the rows of a corpus in memory.
+
+    Raises:
+        BadInput: the split is `held_out`, a token is outside the vocabulary, or there are no rows.
+    """
     if split == "held_out":
         raise BadInput("a corpus in memory holds nothing out", hint="build batches from a second corpus to evaluate on")
     if len(corpus.tokens) and int(corpus.tokens.max()) >= vocab:
@@ -216,7 +233,7 @@ def table_in_memory(corpus: Corpus, split: str, settings: DataSettings, vocab: i
 
 
 def packed_rows(corpus: Corpus, settings: DataSettings, identity: Fingerprint) -> PackedRows:
-    """The rows of a corpus under the settings; `identity` says what it was made from."""
+    """Packs a corpus into rows as the settings say. `identity` is the fingerprint of the corpus, which holds its format."""
     layout = settings.sequence, packing_of(settings, identity), too_long_of(settings, identity)
     if together := of_sequences(identity):
         return sequence_rows(corpus, str(identity["source.format"]), together, *layout)
@@ -224,8 +241,8 @@ def packed_rows(corpus: Corpus, settings: DataSettings, identity: Fingerprint) -
 
 
 def rows_of_split(prepared: Prepared, split: str, settings: DataSettings) -> PackedRows:
-    """The rows of a split. The last few plans are kept, because a run builds its data more than once and packing takes 2 s for
-    a million documents."""
+    """Packs a split into rows. The last PLANS packings are kept in memory, because a run builds its data more than once, and packing
+    takes 2 s for a million documents."""
     corpus = prepared.train if split == "train" else prepared.held_out
     files = json.dumps(prepared.manifest["splits"][split]["files"], sort_keys=True)
     fingerprint = prepared.fingerprint
@@ -245,7 +262,15 @@ def summarize_corpus(
     identity: Fingerprint | None = None,
     **more: Any,
 ) -> CorpusSummary:
-    """A summary of these rows; `rows` and `batch` are what batches are made of. identity: what the corpus was made from."""
+    """Summarizes a corpus and its rows.
+
+    Args:
+        name: the name of the source.
+        corpus: the tokens; None: unknown.
+        rows: the packed rows; None: unknown.
+        identity: the fingerprint of the corpus.
+        more: further fields of the summary.
+    """
     identity = identity or {}
     together = of_sequences(identity)
     if corpus is not None and together:
@@ -271,7 +296,7 @@ def summarize_corpus(
 
 
 def summary_of(prepared: Prepared, settings: DataSettings, rows: PackedRows | None = None) -> CorpusSummary:
-    """What a prepared corpus consists of."""
+    """Summarizes a prepared corpus, and its rows if they are given."""
     source, special = prepared.manifest.get("source", {}), prepared.manifest.get("special", {})
     records = prepared.manifest.get("records", {})
     train, held_out = (prepared.manifest["splits"][split] for split in ("train", "held_out"))
@@ -288,7 +313,7 @@ def summary_of(prepared: Prepared, settings: DataSettings, rows: PackedRows | No
 
 
 def _check_not_empty(rows: PackedRows, split: str, settings: DataSettings) -> PackedRows:
-    """The rows, which must not be empty."""
+    """Returns the rows. Raises BadInput if there are none."""
     if not len(rows):
         purpose, hint = ("train", "") if split == "train" else ("evaluate", "raise `data.held_out`, or ")
         counts = counts_of(rows)
@@ -301,10 +326,10 @@ def _check_not_empty(rows: PackedRows, split: str, settings: DataSettings) -> Pa
 
 
 def cached_corpus(source: Source, settings: DataSettings, tokenizer: "Tokenizer", progress: Progress | None) -> Prepared:
-    """The source's prepared corpus in the cache, where it is written first if it is not there.
+    """Opens the prepared corpus of a source in the cache. Writes the corpus first if the cache does not have it.
 
     Raises:
-        BadInput: more text than should be tokenized while a run starts.
+        BadInput: the source has more than CORPUS_BYTES, which is too much to tokenize while a run starts.
     """
     fingerprint = source_identity(source, tokenizer, settings)
     modified = source.modified()
@@ -327,7 +352,7 @@ def cached_corpus(source: Source, settings: DataSettings, tokenizer: "Tokenizer"
 
 
 def source_identity(source: Source, tokenizer: "Tokenizer", settings: DataSettings) -> Fingerprint:
-    """What decides the tokens of a source under these settings."""
+    """The settings and the source's fingerprint, which decide the tokens."""
     return corpus_identity(source, Encoding.of_settings(tokenizer, settings), settings.held_out)
 
 
@@ -340,10 +365,13 @@ def corpus_cache(settings: DataSettings) -> Path:
 
 
 def held_out_online(source: Source, settings: DataSettings, tokenizer: "Tokenizer", limit: int | None) -> RowTable:
-    """The documents that training online leaves out, in memory. With a limit of batches, reading stops once they are full.
+    """Reads the held-out documents of online data into memory, and packs them.
+
+    Args:
+        limit: the number of batches after which reading stops; None: the whole source is read.
 
     Raises:
-        BadInput: nothing is left out, for instance because all the text is one document.
+        BadInput: no document is held out, for instance because all the text is one document.
     """
     chooser, encoder = HeldOut(settings.held_out), encoder_for(source, Encoding.of_settings(tokenizer, settings))
     enough = ENDLESS if limit is None else limit * settings.batch * settings.sequence + 1

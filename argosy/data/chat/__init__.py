@@ -1,1 +1,1 @@
-"""Conversations as text and tokens, by the chat template of a model."""
+"""Renders and encodes conversations with the chat template of a model."""

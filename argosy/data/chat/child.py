@@ -1,16 +1,19 @@
-"""The process that renders chat templates: run by path with `python -I`, never imported.
+"""The process that renders chat templates. This file is run by path with `python -I`, and never imported.
 
-Templates come with models, from anybody. Jinja's sandbox stops access to Python, not cost: nested loops run for minutes,
-`'a' * 10**10` asks for 10 GB, and neither can be interrupted by an exception. So the process has limits of its own and may
-die of them. It needs the standard library and Jinja, and ends with its parent.
+Templates come with models, from anybody. Jinja's sandbox limits access to Python, but not cost: nested loops run for minutes,
+`'a' * 10**10` asks for 10 GB, and no exception can interrupt either. So the process has limits on time and memory, and ends when it
+exceeds them. It needs only the standard library and Jinja. It ends when its parent ends.
 
-Jinja's sandbox had holes before (CVE-2016-10745, CVE-2019-10906, CVE-2024-56326, CVE-2025-27516). Whoever finds the next one is in a
-process that has no environment variables and can open no file, start no process and import nothing: the interpreter refuses it
-(`forbid`, an audit hook, which cannot be taken away), and so does the kernel (`limit`).
+Jinja's sandbox had holes before (CVE-2016-10745, CVE-2019-10906, CVE-2024-56326, CVE-2025-27516). Code that escapes through the next
+hole finds no environment variables, and can open no file, start no process and import nothing. The interpreter refuses this with an
+audit hook that cannot be removed (`forbid`), and the kernel refuses it with resource limits (`_limit`).
 
-Messages in both directions (`core.process.channel`) are JSON. In: templates, now (ISO 8601 or null), and jobs: template (its
-number), variables, most_characters, parts ([messages, add_generation_prompt] each). Out: for each job a list of its parts, each
-text and spans, or error and message. Many jobs travel together because a round trip costs as much as a short conversation.
+Messages in both directions are JSON objects, sent through `core.process.channel`. Many jobs travel in one request, because a round trip
+costs as much as a short conversation.
+
+    request    templates: list of texts; now: ISO 8601 or null; jobs: list of
+                   {template: index, variables, most_characters, parts: list of [number of messages, add_generation_prompt]}
+    reply      jobs: for each job a list with one entry per part, {text, spans} or {error, message}
 """
 
 import contextlib
@@ -22,12 +25,12 @@ import sys
 from datetime import datetime
 from functools import lru_cache
 
-# By path and not as a part of the package, whose import costs more than its own start.
+# Imported by path, because importing the package would take longer than starting this process.
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "core", "process"))
 import channel  # pyright: ignore[reportMissingImports]
 
 sys.path.pop(0)
-# Where the parent found Jinja.
+# The folders in which the parent found Jinja.
 sys.path += sys.argv[1:-1]
 
 import jinja2
@@ -35,19 +38,20 @@ import jinja2.ext
 from jinja2.nodes import CallBlock
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-# How Kimi K2's template keeps the ids of its calls in a queue. Jinja's immutable sandbox refuses to change any list; here a template
-# may change those that it has made.
+# The list methods with which Kimi K2's template keeps the ids of calls in a queue. Jinja's immutable sandbox forbids changing any list.
+# Here a template may change the lists that it has created itself.
 QUEUES = ("append", "pop")
 MEMORY_BYTES = 512 << 20
 # The longest published template takes 5 ms.
 CPU_S = 2.0
-# Of the renders before the first request.
+# The character limit of the renders before the first request.
 LEAST = 1 << 20
 # How often an idle process checks that its parent lives.
 LOOK_S = 5.0
 
 
-# What the interpreter tells its audit hooks before it touches anything outside of itself (docs.python.org, Audit events table).
+# Beginnings of the names of audit events, which the interpreter raises before it accesses anything outside of itself (docs.python.org,
+# Audit events table).
 FORBIDDEN = (
     "open", "import", "os.", "subprocess.", "socket.", "ctypes.", "shutil.", "mmap.", "fcntl.", "pty.", "glob.", "tempfile.", "pickle.",
     "marshal.load", "syslog.", "sys.add", "sys.set", "sys.unraisablehook", "cpython.run",
@@ -59,8 +63,8 @@ class TooLong(Exception):
 
 
 class Generation(jinja2.ext.Extension):
-    """`{% generation %}` ... `{% endgeneration %}` around an assistant's words: changes nothing, and records the place of its
-    content in the text (huggingface/transformers, chat_template_utils.py)."""
+    """The block `{% generation %}` ... `{% endgeneration %}` around an assistant's words. It writes its content unchanged, and records
+    the span of the content in the text (huggingface/transformers, chat_template_utils.py)."""
 
     environment: "TemplateEnvironment"
     tags = {"generation"}  # noqa: RUF012
@@ -78,7 +82,7 @@ class Generation(jinja2.ext.Extension):
 
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
-    """Jinja as Hugging Face configures it for chat templates."""
+    """A sandboxed Jinja environment that is configured as Hugging Face does for chat templates."""
 
     def __init__(self):
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols])
@@ -98,7 +102,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return (self.now or datetime.now()).strftime(format)
 
     def rendered(self, template, variables, most_characters):
-        """The text, and the spans of it that an assistant wrote."""
+        """Renders a template. Returns the text, and the spans inside `{% generation %}` blocks."""
         self.parts, self.spans = [], []
         remaining = most_characters
         self.variables, self.given = variables, None
@@ -111,7 +115,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
 
 def ids_of_lists(value):
-    """The ids of all lists in a document."""
+    """Yields the Python ids of all lists inside a JSON value."""
     if isinstance(value, list):
         yield id(value)
     for inside in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
@@ -127,7 +131,7 @@ def _refuse(message):
 
 
 def answers(environment, request):
-    """The results of all jobs of a request, each with its parts."""
+    """Renders all parts of all jobs of a request, and returns the reply."""
     environment.now = None if request["now"] is None else datetime.fromisoformat(request["now"])
     results = []
     for job in request["jobs"]:
@@ -141,7 +145,7 @@ def answers(environment, request):
 
 
 def _answer(environment, template, most_characters, variables):
-    """One render, in at most CPU_S."""
+    """Renders one part. The process is killed if this takes more than CPU_S."""
     signal.setitimer(signal.ITIMER_PROF, CPU_S)  # its signal ends the process
     try:
         return environment.rendered(template, variables, most_characters)
@@ -167,7 +171,7 @@ def forbid(event, _):
 
 
 def warm(environment):
-    """Loads modules and data that Jinja and the C library would read at first use: words, filters, the time zone, error messages."""
+    """Loads the modules and data that Jinja and the C library would read at first use: filters, the time zone, error messages."""
     used = "{{ lipsum(n=1) }}{{ [1]|pprint }}{{ 'a b'|wordwrap(1) }}{{ ('a.com'|urlize)|striptags }}{{ strftime_now('%c %Z') }}"
     for template in (used, "{{ nothing.more }}", "{% if %}"):
         with contextlib.suppress(jinja2.TemplateError):
@@ -176,8 +180,8 @@ def warm(environment):
 
 
 def _receive(parent, pid):
-    """The next message of the parent. If the parent has ended, this process ends too, even while a process that the parent forked holds
-    the pipe open."""
+    """Returns the next message of the parent. Ends this process if the parent has ended, even if another child of the parent holds the
+    pipe open."""
     while True:
         try:
             return json.loads(parent.receive(LOOK_S))
@@ -189,7 +193,7 @@ def _receive(parent, pid):
 
 
 def main(descriptor):
-    # As 0, since `select`, which is left to a process without files, takes small numbers only.
+    # The socket becomes descriptor 0, because `select`, which a process without files still can call, takes only small numbers.
     os.dup2(descriptor, 0)
     os.close(descriptor)
     parent, pid, environment = channel.Channel(0), os.getppid(), TemplateEnvironment()

@@ -1,9 +1,9 @@
-"""Records to tokens: conversations by a chat template, prompts with completions as their text.
+"""Encodes records for fine-tuning: conversations with a chat template, and prompts with completions as plain text.
 
-The learned tokens are an assistant's words with the token that ends its turn, or a completion with the end of sequence. The ids before
-them are those of inference: messages get no beginning-of-sequence token but the template's own, as in `lm.chat`, and a prompt gets one
-where the tokenizer puts it there, as in `lm.generate`. TRL does the same: two texts are never put through a chat template. An Alpaca
-record becomes messages where there is a template, and Stanford's text otherwise.
+The learned tokens are the words of an assistant with the token that ends the turn, or a completion with the end-of-sequence token. The
+ids before them are those of inference. Messages get a beginning-of-sequence token only from the template, as in `lm.chat`. A prompt
+gets one if the tokenizer adds it, as in `lm.generate`. As in TRL, a pair of texts is never rendered by a chat template. An Alpaca
+record becomes messages if there is a template, and Stanford's text otherwise.
 """
 
 import json
@@ -31,28 +31,27 @@ from argosy.data.tokenizers.config import DEFAULT
 if TYPE_CHECKING:
     from argosy.data.tokenizers.load import Tokenizer
 
-# The clock of templates that write the date: a corpus must be the same on every day. It is the date that Llama 3's own
-# templates write where they get no clock.
+# The date that templates write, so that a corpus is the same on every day. Llama 3's templates write this date if they get no clock.
 CLOCK = datetime(2024, 7, 26)
 RECORDS_VERSION = 3
 
 
 class ConversationEncoder(DocumentEncoder):
-    """Encodes documents that hold records. Its counts cover the records so far.
+    """Encodes documents that hold records, and counts over the records so far.
 
     read: number of records.
-    unanswered: number of records that are left out because no token of them is learned.
-    endless: number of conversations whose last completion ends with no special token, so that a model does not learn to stop.
-    toolless: number of conversations with tools that their template does not write.
-    unwritten: fields of messages that their template does not write.
-    unread: names in `chat_template_kwargs` that their template does not read.
+    unanswered: number of records that are left out because none of their tokens is learned.
+    endless: number of conversations whose last completion does not end with a special token, so that a model does not learn to stop.
+    toolless: number of conversations with tools that the chat template does not write.
+    unwritten: names of fields of messages that the chat template does not write.
+    unread: names in `chat_template_kwargs` that the chat template does not read.
     """
 
     counted = (*DocumentEncoder.counted, "read", "unanswered", "endless", "toolless", "unwritten", "unread")
 
     def __init__(self, encoding: Encoding):
         """Raises:
-        BadInput: there is no such chat template.
+        BadInput: there is no chat template of the name in `encoding`.
         """
         super().__init__(encoding)
         self.learn, self.bos_first = encoding.learn, bool(encoding.bos)
@@ -64,10 +63,10 @@ class ConversationEncoder(DocumentEncoder):
         self._writes: dict[tuple[str, str], bool] = {}
 
     def encode(self, documents: list[Document]) -> Iterator[Encoded]:
-        """The encoded records in order; empty for a record that is left out.
+        """Encodes records, and yields one result each, in order. The result is empty for a record that is left out.
 
         Raises:
-            BadInput: the template refuses a record, or does not write the assistant's words; the message names file and line.
+            BadInput: the template refuses a record, or does not write the assistant's words. The message names the file and line.
         """
         records = [document.record for document in documents if document.record is not None]
         chats = encode_all(self.tokenizer, [self.conversation(record) for record in records if self.is_chat(record)], self.way)
@@ -85,7 +84,7 @@ class ConversationEncoder(DocumentEncoder):
             yield self.finished(self.weighted(content, record, is_chat), is_chat, weighted=record.weights is not None)
 
     def skip(self, document: Document) -> None:
-        """Skips a record; only names of special tokens in its texts are counted."""
+        """Skips a record. Only names of special tokens in its texts are counted."""
         if document.record is not None and document.record.messages is None:
             self._look_for_names(document.record.words, ends=True)
 
@@ -96,7 +95,7 @@ class ConversationEncoder(DocumentEncoder):
         """Whether a record is rendered by a chat template.
 
         Raises:
-            BadInput: it can only be rendered by a template, and there is none.
+            BadInput: the record can only be rendered by a template, and there is none.
         """
         if self.templates and record.messages is not None:
             return True
@@ -120,10 +119,10 @@ class ConversationEncoder(DocumentEncoder):
         return MaskedConversation(record.messages or (), record.tools, record.variables, self.learned_of(record))
 
     def learned_of(self, record: SourceRecord) -> tuple[float, ...] | None:
-        """The weight of each message, where the record has some; otherwise whether it counts.
+        """The weight of each message, if messages have weights; else whether each message counts in the loss. None: all count.
 
         Raises:
-            BadInput: messages have weights, and every token is learned.
+            BadInput: messages have weights, but `learn` is `all`.
         """
         weights = message_weights(record)
         if weights is None:
@@ -135,10 +134,10 @@ class ConversationEncoder(DocumentEncoder):
         return tuple(weight * counts for weight, counts in zip(weights, record.learned or (True,) * len(weights)))
 
     def weighted(self, token_ids: Ids, record: SourceRecord, is_chat: bool) -> Ids:
-        """Ids with their weights, where the record has one for all of them, or one for each.
+        """Replaces the mask of the ids by weights, if the record has one weight for all ids or one for each.
 
         Raises:
-            BadInput: the number of weights is neither that of messages nor that of tokens.
+            BadInput: the number of weights is neither the number of messages nor the number of tokens.
         """
         ids, mask = token_ids
         if record.weights is None or (is_chat and message_weights(record) is not None):
@@ -151,7 +150,7 @@ class ConversationEncoder(DocumentEncoder):
         return ids, [weight if counts or self.learn == "all" else 0.0 for weight, counts in zip(each, mask)]
 
     def _is_written(self, field: str, tools: bool) -> bool:
-        """Whether the template of a conversation writes a field of messages."""
+        """Whether the chat template writes a field of messages. `tools`: whether the conversation has tools."""
         template = choose_template(self.templates, name=self.name, tools=tools)
         if (template, field) not in self._writes:
             self._writes[template, field] = writes_field(
@@ -160,15 +159,21 @@ class ConversationEncoder(DocumentEncoder):
         return self._writes[template, field]
 
     def completion(self, record: SourceRecord) -> Ids:
-        """The ids of a prompt and its completion. Names of special tokens are plain text, unless `special` is set."""
+        """Encodes a prompt and its completion. Names of special tokens are ordinary text, unless `special` is set."""
         prompt, answer = record.prompt or "", record.completion or ""
         span = [(len(prompt), len(prompt) + len(answer))] if answer else []
         self._look_for_names(prompt + answer, ends=True)
         return encode_spans(self.tokenizer, prompt + answer, span, special=self.special)
 
     def finished(self, token_ids: Ids, is_chat: bool, ends: bool = True, weighted: bool = False) -> Encoded:
-        """Ids with what begins a document and, where it `ends`, ends it, and what is learned of them. weighted: whether the mask holds
-        weights."""
+        """Adds the special tokens around encoded content, and makes the weights of all tokens.
+
+        Args:
+            token_ids: the ids, and the mask or weight of each.
+            is_chat: whether a chat template has rendered the content. It then gets no end-of-sequence token.
+            ends: whether the document ends with this content.
+            weighted: whether the mask holds weights.
+        """
         ids, mask = token_ids
         if not ids or ((self.learn == "answers" or weighted) and not any(mask)):
             self.unanswered += 1
@@ -186,18 +191,18 @@ class ConversationEncoder(DocumentEncoder):
 
 
 def message_weights(record: SourceRecord) -> tuple[float, ...] | None:
-    """The weights of a record's messages; None if it has other weights, or none."""
+    """The weights of a record's messages; None if the record has other weights or no weights."""
     has = record.messages is not None and isinstance(record.weights, tuple) and len(record.weights) == len(record.messages)
     return record.weights if has else None  # type: ignore[return-value]
 
 
-# What is written of a record that is left out.
+# The result for a record that is left out.
 NOTHING = Encoded(np.zeros(0, np.uint16), np.zeros(0, np.uint8), begins=False)
 
 
 def says_something(record: SourceRecord) -> bool:
-    """Whether a message that may be learned holds words, a call, or anything else that a template writes. An empty one would teach a
-    model to end its turn at once. Records of plain texts are judged by their tokens.
+    """Whether a learned message of the assistant holds words, a tool call, or anything else that a template writes. An empty message
+    would teach a model to end its turn at once. True for records of plain text, which are checked by their tokens.
     """
     if record.messages is None:
         return True
@@ -207,7 +212,8 @@ def says_something(record: SourceRecord) -> bool:
 
 
 def with_template(tokenizer: "Tokenizer", template: str | None) -> "Tokenizer":
-    """The tokenizer with a published template, or one from a file, as its default template."""
+    """Makes a published template, or one from a file, the default template of the tokenizer. The tokenizer is changed in place and
+    returned."""
     templates, name = Encoding(tokenizer, template=template).chat_templates
     if template is not None and name is None:
         tokenizer.config = replace(tokenizer.config, templates={**tokenizer.chat_templates, **templates})
@@ -216,9 +222,9 @@ def with_template(tokenizer: "Tokenizer", template: str | None) -> "Tokenizer":
 
 
 def record_identity(source: Source, encoding: Encoding) -> dict[str, Any]:
-    """The settings that decide the tokens of records, for a fingerprint: learned tokens, templates, and how records are read.
+    """The part of a fingerprint that decides the tokens of records: which tokens are learned, the templates, and RECORDS_VERSION.
 
-    A change of the reading code changes a number in it, so that older corpora in the cache are not reused.
+    RECORDS_VERSION is raised when the code that reads records changes, so that older corpora in the cache are not reused.
     """
     if source.format == "text":
         return {}
@@ -231,7 +237,7 @@ def record_identity(source: Source, encoding: Encoding) -> dict[str, Any]:
 
 
 def record_counts(encoder: DocumentEncoder, source: Source) -> dict[str, Any]:
-    """The counts of records for a manifest; empty for text."""
+    """The counts over all records for the manifest of a corpus; empty for text."""
     ignored = [*source.ignored, *(["tools"] if getattr(encoder, "toolless", 0) else [])]
     ignored += [f"{name} of messages" for name in sorted(getattr(encoder, "unwritten", ()))]
     ignored += [f"{name} of chat_template_kwargs" for name in sorted(getattr(encoder, "unread", ()))]
@@ -247,7 +253,7 @@ def record_counts(encoder: DocumentEncoder, source: Source) -> dict[str, Any]:
 
 
 def nothing_to_learn(encoder: DocumentEncoder, where: str) -> BadInput | None:
-    """The error for data in which no record has a completion; None if some have."""
+    """The error for data in which all records were left out; None if the encoder has left out no record."""
     if not isinstance(encoder, ConversationEncoder):
         return None
     if identical := getattr(encoder, "identical", 0):

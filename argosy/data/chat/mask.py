@@ -1,10 +1,10 @@
 """Finds the tokens of a conversation that an assistant wrote, which fine-tuning trains on.
 
-Few templates mark the assistant's words (`{% generation %}`). For the others, renders are compared. A turn begins where the
-render of the messages before it, with the generation prompt, ends; it ends where the render that stops with it ends. That is
-exact if these renders are prefixes of the full one. Some templates rewrite earlier turns (drop their thoughts, or end the
-last one with another token); for these a second comparison replaces the words of the turn. If neither finds the
-turn, the result is an error, never a guess.
+Few templates mark the assistant's words (`{% generation %}`). For the others, renders are compared. The messages before a turn are
+rendered with the generation prompt, and the turn begins where this text ends. The messages up to and including the turn are rendered
+too, and the turn ends where that text ends. This is exact if both texts are prefixes of the whole text. Some templates rewrite earlier
+turns: they drop thoughts, or end the last turn with another token. For these, a second comparison replaces the words of the turn. If
+neither finds the turn, the result is an error, and never a guess.
 """
 
 import re
@@ -32,22 +32,22 @@ from argosy.data.chat.template import (
 from argosy.data.tokenizers import Span, Tokenizer
 
 TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-# A private-use character, with which no real word begins or ends.
+# A private-use character. No real word begins or ends with it.
 PROBE = "\ue000"
-# Conversations in one request to a rendering process: a round trip is then small beside them.
+# Number of conversations in one request to a rendering process. The round trip is then cheap compared with the rendering.
 TOGETHER = 32
-# The ids of a conversation, and whether each counts in the loss, or its weight.
+# The ids of a conversation, and for each id whether it counts in the loss, or its weight.
 Ids = tuple[list[int], list[float]]
 
 
 @dataclass(frozen=True)
 class MaskedConversation:
-    """The messages to encode, and the further inputs of their template.
+    """The messages to encode, and the further inputs of the chat template.
 
     messages: the messages.
-    tools: JSON schemas of functions.
+    tools: the JSON schemas of functions.
     variables: further variables of the template.
-    learned: for each message of an assistant, whether its words count, or their weight; None: all do.
+    learned: for each message, whether its words count in the loss, or their weight; None: all messages of the assistant count.
     """
 
     messages: Sequence[Message]
@@ -58,12 +58,12 @@ class MaskedConversation:
 
 @dataclass(frozen=True)
 class Way:
-    """How conversations are encoded.
+    """The settings with which conversations are encoded.
 
     templates: the chat templates by name.
-    name: the name of the template to use; see `choose_template`.
-    now: the clock of templates.
-    masked: whether only the assistant's tokens count; otherwise every token does.
+    name: the name of the template to use, as in `choose_template`.
+    now: the time that templates write; None: the current time.
+    masked: whether only the assistant's tokens count in the loss; if not, every token does.
     """
 
     templates: Mapping[str, str]
@@ -81,17 +81,17 @@ def encode_with_mask(
     now: datetime | None = None,
     **extra: Any,
 ) -> Ids:
-    """A conversation as ids, and for each id whether an assistant wrote it: its words and the token that ends its turn.
+    """Encodes a conversation. Returns the ids, and for each id whether it belongs to the words of an assistant or ends its turn.
 
-    The ids are those of the whole text, except where one token would span the end of a prompt and the beginning of an answer, or
-    where the answer changes how the prompt before it is encoded. The text is cut there, as it is at inference.
+    The ids are those of the whole text, except at the beginning of an answer. The text is cut there, as in inference, if one token would
+    span the end of the prompt and the beginning of the answer, or if the answer changes the tokens of the prompt before it.
 
     Args:
-        template: the name of one of the tokenizer's; see `choose_template`.
+        template: the name of one of the tokenizer's templates, as in `choose_template`.
         tools, now, extra: as in `render`.
 
     Raises:
-        BadInput: as `render_with_mask`; and where no token is an assistant's, since nothing would be trained.
+        BadInput: as in `render_with_mask`, or no token belongs to an assistant, so that nothing would be trained.
     """
     way = Way(tokenizer.chat_templates, template, now)
     (ids_and_mask,) = encode_chunk(tokenizer, [MaskedConversation(messages, tools, extra)], way, CHILD)
@@ -105,8 +105,8 @@ def encode_with_mask(
 
 
 def encode_all(tokenizer: Tokenizer, conversations: Sequence[MaskedConversation], way: Way) -> Iterator[Ids | BadInput]:
-    """`encode_with_mask` of many conversations, in order and on all cores: each its ids and mask, which may be all False, or the
-    error that it would raise."""
+    """Encodes many conversations on all cores, as `encode_with_mask` does. Yields for each, in order, its ids and mask, or the error.
+    A mask may be all False."""
     processes = children()
     chunks = [conversations[at : at + TOGETHER] for at in range(0, len(conversations), TOGETHER)]
     with ThreadPoolExecutor(min(len(processes), len(chunks)) or 1) as threads:
@@ -121,7 +121,7 @@ def encode_all(tokenizer: Tokenizer, conversations: Sequence[MaskedConversation]
 def encode_chunk(
     tokenizer: Tokenizer, conversations: Sequence[MaskedConversation], way: Way, child: Child
 ) -> list[Ids | BadInput]:
-    """`encode_all` of conversations that one process renders in one request."""
+    """Encodes conversations that one process renders in one request. The results are as in `encode_all`."""
     now = way.now or datetime.now()  # one clock for all renders
     ends = [tokenizer.decode([token], skip_special=False) for token in tokenizer.hidden]
     jobs = []
@@ -146,7 +146,7 @@ def encode_chunk(
 
 
 def in_known_roles(conversation: MaskedConversation, template: str) -> MaskedConversation:
-    """The conversation with its roles converted to those that its template knows, as for chats."""
+    """Converts the roles of a conversation to those that the template knows (`with_known_roles`)."""
     messages, learned = with_known_roles(conversation.messages, template), conversation.learned
     # Only system messages at the beginning become fewer.
     learned = None if learned is None else learned[len(conversation.messages) - len(messages) :]
@@ -154,7 +154,8 @@ def in_known_roles(conversation: MaskedConversation, template: str) -> MaskedCon
 
 
 def _parts_of(template: str, messages: Sequence[Message]) -> list[Part]:
-    """The renders that show which words are an assistant's: the whole, and for each turn its prompt and all up to its end."""
+    """The parts of a conversation to render in order to find the assistant's words: the whole conversation, and for each turn the
+    messages before it with the generation prompt, and the messages up to its end."""
     whole = len(messages), False
     if TAG.search(template):
         return [whole]
@@ -165,10 +166,10 @@ def _parts_of(template: str, messages: Sequence[Message]) -> list[Part]:
 
 
 def learned_turns(turns: Mapping[int, Span], conversation: MaskedConversation) -> dict[int, Span]:
-    """The turns that count in the loss.
+    """The spans of the turns that count in the loss, by the index of their message.
 
     Raises:
-        BadInput: only some count, and the template's own marks do not show which turn belongs to which message.
+        BadInput: only some turns count, and the `{% generation %}` marks do not show which turn belongs to which message.
     """
     learned = conversation.learned
     if learned is None:
@@ -189,8 +190,15 @@ def encode_spans(
     special: bool = True,
     weights: Sequence[float] | None = None,
 ) -> Ids:
-    """The ids of a text, and which of them lie in spans of characters, or the weights of the spans they lie in. The text before a span
-    is encoded as a prompt is: alone."""
+    """Encodes a text. Returns the ids, and for each id whether it lies in one of the spans of characters. With `weights`, one per span,
+    ids in a span have its weight.
+
+    The text before a span is encoded as a prompt is in inference: without the text after it.
+
+    Args:
+        masked: whether only ids in spans count; if not, all do.
+        special: whether names of special tokens become those tokens.
+    """
     ids, places = tokenizer.encode_with_offsets(text, special=special)
     if not masked:
         return ids, [True] * len(ids)
@@ -208,8 +216,8 @@ def encode_spans(
 def begins_as_prompt(
     tokenizer: Tokenizer, text: str, ids: Sequence[int], places: Sequence[Span], start: int, special: bool
 ) -> bool:
-    """Whether the ids before a position equal those of the text before it alone, as a prompt is encoded. Only the text after the last
-    special token matters: tokens before a special token do not affect those after it.
+    """Whether the ids before the character `start` are those that encoding only the text before it would give. Only the text after the
+    last special token is compared, because tokens before a special token do not affect those after it.
     """
     count = bisect_left(places, start, key=lambda place: place[0])
     first = next((place for place in range(count - 1, 0, -1) if ids[place] in tokenizer.hidden), 0)
@@ -217,7 +225,8 @@ def begins_as_prompt(
 
 
 def unaligned_ends(ids: Sequence[int], places: Sequence[Span], spans: Sequence[Span], hidden: Collection[int]) -> list[int]:
-    """The ends of spans that lie inside a token of text. Special tokens are exempt: they may include neighboring blanks."""
+    """The beginnings and ends of spans that lie inside a token of text. Special tokens are exempt, because they may include neighboring
+    blanks."""
     inside = []
     for edge in sorted({edge for span in spans for edge in span}):
         token = bisect_left(places, edge, key=lambda place: place[0]) - 1
@@ -229,7 +238,7 @@ def unaligned_ends(ids: Sequence[int], places: Sequence[Span], spans: Sequence[S
 def encode_cut(
     tokenizer: Tokenizer, text: str, cuts: Sequence[int], special: bool = True
 ) -> tuple[list[int], list[Span]]:
-    """Ids and spans of a text whose parts are encoded separately."""
+    """Cuts a text at character indices, and encodes the parts separately. Returns the ids, and the span of characters of each id."""
     ids: list[int] = []
     places: list[Span] = []
     for start, stop in zip([0, *cuts], [*cuts, len(text)]):
@@ -251,14 +260,15 @@ def render_with_mask(
     now: datetime | None = None,
     **extra: Any,
 ) -> tuple[str, list[Span]]:
-    """`render`, and which characters an assistant wrote: half-open spans, one per turn, none of them empty.
+    """Renders a conversation. Returns the text, and the spans of characters that an assistant wrote: half-open, one per turn, none empty.
 
     Args:
-        ends: the texts of special tokens. A turn ends with the last of them; blanks after it are the template's.
-        name: the template's, for errors.
+        ends: the texts of special tokens. A turn ends after its last special token. Blanks after that belong to the template.
+        name: the name of the template, for errors.
+        template, messages, special, tools, now, extra: as in `render`.
 
     Raises:
-        BadInput: as `render`; and where the assistant's words cannot be located.
+        BadInput: as in `render`, or the assistant's words cannot be located.
     """
     now = now or datetime.now()
     job = RenderJob(template, messages, _parts_of(template, messages), {"tools": tools} | extra)
@@ -268,10 +278,11 @@ def render_with_mask(
 
 
 class Renders:
-    """One conversation, rendered completely and in parts.
+    """The text of one conversation, and of the beginnings of it that show where turns begin and end.
 
-    known: parts that were rendered before.
-    name: the template's name, for errors.
+    whole: the text of the whole conversation.
+    known: the results of the parts that were rendered already.
+    name: the name of the template, for errors.
     """
 
     def __init__(
@@ -288,12 +299,12 @@ class Renders:
         self.whole = self.of(len(self.messages))
 
     def of(self, count: int, prompt: bool = False) -> str:
-        """The rendered text of the first `count` messages."""
+        """The rendered text of the first `count` messages. `prompt`: whether a generation prompt follows them."""
         answer = self.known.get((count, prompt))
         return self.render_once(self.messages, count, prompt) if answer is None else checked_answer(answer)["text"]
 
     def attempt(self, count: int, prompt: bool = False) -> str | None:
-        """The same as `of`; None if the template refuses to render a part of the conversation, such as one without a question."""
+        """The same as `of`, or None if the template refuses these messages, for instance because there is no question."""
         try:
             return self.of(count, prompt)
         except BadInput:
@@ -304,8 +315,8 @@ class Renders:
         return checked_answer(all_rendered([job], self.special, self.now, self.child)[0][0])["text"]
 
     def turns(self, ends: Collection[str]) -> dict[int, Span]:
-        """The span of each non-empty message of the assistant, by the message's index. If the template's own marks do not correspond
-        one to one to these messages, the keys are -1, -2, ...
+        """The span of each non-empty message of the assistant, by the index of the message. If the number of `{% generation %}` marks
+        is not that of these messages, the keys are -1, -2, ...
         """
         places = [place for place, message in enumerate(self.messages) if message.get("role") == "assistant"]
         if TAG.search(self.job.template):
@@ -318,13 +329,13 @@ class Renders:
         return {place: span for place, span in zip(places, spans) if span[0] < span[1]}
 
     def check_calls(self, turns: Mapping[int, Span]) -> None:
-        """Checks that the template writes the calls of tools: without them a turn would be learned as an empty answer.
+        """Checks that the template writes tool calls. Otherwise a turn of calls would be learned as an empty answer.
 
         Args:
             turns: the spans that were found, by the index of their message.
 
         Raises:
-            BadInput: the name of a function is not in the turn that calls it; or not in the text, where turns are not known.
+            BadInput: the name of a called function is not in the turn that calls it, or, if the turn is not known, not in the text.
         """
         for place, message in enumerate(self.messages):
             start, stop = turns.get(place, (0, len(self.whole)))
@@ -336,7 +347,7 @@ class Renders:
                 )
 
     def turn(self, place: int, ends: Collection[str]) -> Span:
-        """The span of a message in the whole text."""
+        """The span of the message with index `place` in the whole text."""
         prompt, through = self.attempt(place, prompt=True) if place else None, self.attempt(place + 1)
         if prompt is None:
             start = self.header_stop(place)
@@ -353,7 +364,7 @@ class Renders:
         return start, stop
 
     def with_other_words(self, place: int) -> str:
-        """The whole text with the words of one message replaced, which shows the text around them."""
+        """Renders the conversation with the words of one message replaced by PROBE. What stays the same is the text around them."""
         content = self.messages[place].get("content")
         if not isinstance(content, str) or not content.strip():
             raise self.unclear(place)
@@ -364,8 +375,8 @@ class Renders:
             raise self.unclear(place) from None
 
     def common_start(self, place: int, prompt: str) -> int:
-        """The position where the prompt ends and the turn begins, independent of the words. A prompt may contain text that earlier
-        turns do not keep.
+        """The position where the turn begins, found by comparing the prompt with a render in which the words are replaced. The prompt may
+        contain text that the template drops from earlier turns.
         """
         other, before = self.with_other_words(place), self.of(place)
         start = common_length(prompt, other)
@@ -377,22 +388,24 @@ class Renders:
         return start
 
     def header_stop(self, place: int) -> int:
-        """The end of the header of a turn without a prompt before it: a conversation that an assistant begins, or one that the template
-        refuses to render up to there. A header is the text that opens the reply to a question. Its last occurrence before the words is
-        used, as far as it matches, since some templates open a thought that earlier turns do not keep.
+        """The position where a turn begins if the text before it cannot be rendered alone: an assistant begins the conversation, or the
+        template refuses the messages before the turn.
+
+        The turn begins after its header, the text that opens the reply to a question. The last occurrence of the header before the words
+        is used, as far as it matches, because some templates open a thought there that they drop from earlier turns.
         """
         words = common_length(self.whole, self.with_other_words(place))
         question, header = self.generation_prompt(place)
         if not header:
             return words
         at, common = longest_shared(header, self.whole[:words])
-        # A question begins with the same token as an answer in many templates, so as much alone is no header.
+        # In many templates a question begins with the same token as an answer, so that a match of this token alone is no header.
         if common <= longest_shared(header, question)[1]:
             raise self.unclear(place)
         return at + common
 
     def generation_prompt(self, place: int) -> tuple[str, str]:
-        """A question as text, and the text that the template adds after it to open a reply."""
+        """The text of a question, and the text that the template adds after it to open a reply."""
         question = [{"role": "user", "content": PROBE}]
         try:
             prefix, opened = self.render_once(question, 1), self.render_once(question, 1, prompt=True)
@@ -403,8 +416,12 @@ class Renders:
         return prefix, opened[len(prefix) :]
 
     def same_stop(self, start: int, through: str, ends: Collection[str]) -> int | None:
-        """The position after the first special token that also ends the turn when it is the last one; None unless the turn is then the
-        same.
+        """The end of the turn, found by the special token that ends it when it is the last turn: the position after the first such token
+        in the whole text. None if the turn's text differs between the two renders.
+
+        Args:
+            start: the beginning of the turn.
+            through: the text of the conversation up to the turn.
         """
         last = through.rstrip()
         mark = max((end for end in ends if end and last.endswith(end)), key=len, default="")
@@ -412,7 +429,7 @@ class Renders:
         return stop if mark and start < stop and last.endswith(self.whole[start:stop]) else None
 
     def common_stop(self, place: int, ends: Collection[str]) -> int:
-        """The position after the special token that follows the words, for templates whose last turn ends with another token."""
+        """The position after the special token that follows the words. For templates that end the last turn with another token."""
         other = self.with_other_words(place)
         stop = len(self.whole) - common_length(self.whole[::-1], other[::-1])
         ending = max((end for end in ends if end and self.whole.startswith(end, stop)), key=len, default=None)
@@ -429,7 +446,7 @@ class Renders:
 
 
 def longest_shared(part: str, text: str) -> tuple[int, int]:
-    """The last position in a text at which the longest possible beginning of a part occurs, and the length of that beginning in
+    """Finds the longest beginning of `part` that occurs in a text. Returns the position of its last occurrence, and its length in
     characters.
     """
     begins = (at for at in range(len(text) - 1, -1, -1) if text[at] == part[0])
@@ -438,6 +455,6 @@ def longest_shared(part: str, text: str) -> tuple[int, int]:
 
 
 def without_blanks(text: str, start: int, stop: int, ends: Collection[str]) -> int:
-    """The end of a span without trailing blanks after its last special token."""
+    """The end of a span, without trailing blanks if a special token stands before them."""
     words = text[start:stop].rstrip()
     return start + len(words) if any(end and words.endswith(end) for end in ends) else stop

@@ -1,8 +1,9 @@
-"""Detects content that a chat template leaves out: a prompt that lacks something its sender wrote is refused by name.
+"""Detects content that a chat template leaves out, and refuses such a prompt with an error that names the content.
 
-Templates silently ignore unknown content: tools, documents, messages of a role, tool calls. A model would then reply to another
-conversation. So if content may be missing, the conversation is rendered once more with a mark after each text, and a mark that is not
-in the result names the missing content. Thoughts of earlier turns are no omission: reasoning models drop them by design.
+Templates silently ignore content that they do not know: tools, documents, messages of a role, tool calls. The model would then reply to
+another conversation. So if content may be missing, the conversation is rendered once more with a mark after each text. A mark that is
+not in the result shows the missing content. Missing thoughts of earlier turns are no error, because reasoning models drop them by
+design.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,15 +20,16 @@ PREFIX, SUFFIX = "Kq7", "Zw"
 class Omitted(BadInput):
     """A chat template leaves out part of a conversation.
 
-    param: the part: messages, tools or documents.
+    param: the part of the request that is left out: messages, tools or documents.
     """
 
     param: str = "messages"
 
 
 def with_known_roles(messages: Sequence[Message], template: str) -> list[dict[str, Any]]:
-    """Messages with the role `developer` changed to `system`, for a template without that role. Leading system messages are then merged
-    into one, because many templates refuse a second. An assistant's refusal becomes its content, if it has no other.
+    """Copies messages, with roles that the template knows. If it does not know `developer`, that role becomes `system`, and leading
+    system messages are merged into one, because many templates refuse a second. The `refusal` of a message without content becomes its
+    content.
     """
     copies = [_with_refusal(message) for message in messages]
     if "developer" in template or not any(message.get("role") == "developer" for message in copies):
@@ -53,8 +55,9 @@ def check_complete(
     """Checks that a prompt contains all content of its messages, tools and documents.
 
     Args:
-        render: renders other messages in the same way; takes `messages`, `tools` and `documents`.
-        text: the prompt.
+        render: renders other messages in the same way. It takes the keywords `messages`, `tools` and `documents`.
+        text: the rendered prompt.
+        template: the source text of the template.
 
     Raises:
         Omitted: the template leaves out a message, a call, a tool or the documents.
@@ -71,13 +74,13 @@ def check_complete(
     try:
         rendered = render(messages=marked, tools=with_tools, documents=with_documents)
     except BadInput:
-        # The template reads what a text says; without its marks it has taken this conversation.
+        # The template refuses the marked texts, but has accepted the conversation without marks.
         return
     marks.check(rendered)
 
 
 class Marks:
-    """Makes marks that do not occur in a text, and remembers the text before each.
+    """Makes marks that do not occur in a text, and remembers what each mark stands for.
 
     Args:
         text: the text without marks.
@@ -88,11 +91,17 @@ class Marks:
         while prefix in text:
             prefix += "q"
         self.prefix = prefix
-        # By mark: what it is put behind, and the part of the request. Of a group, one mark that is found is enough.
+        # (mark, phrase for the marked content, part of the request, group). If one mark of a group is found, the group is complete.
         self.known: list[tuple[str, str, str, Any]] = []
 
     def __call__(self, value: Any, noun: str, part: str, group: Any = None) -> Any:
-        """A text with a mark after it; other values, and empty texts, unchanged."""
+        """Returns a text with a new mark after it. Other values and empty texts are returned unchanged.
+
+        Args:
+            noun: a phrase for the content, for errors.
+            part: the part of the request that the content belongs to: messages, tools or documents.
+            group: marks with the same group stand for one content; None: the mark is its own group.
+        """
         if not isinstance(value, str) or not value.strip():
             return value
         mark = f"{self.prefix}{len(self.known)}{SUFFIX}"
@@ -100,7 +109,11 @@ class Marks:
         return value + mark
 
     def check(self, text: str) -> None:
-        """Raises: Omitted: a mark is missing."""
+        """Checks that a rendered text holds the marks.
+
+        Raises:
+            Omitted: a mark is missing.
+        """
         present = {group for mark, _, _, group in self.known if mark in text}
         for _, noun, part, group in self.known:
             if group not in present:
@@ -117,8 +130,8 @@ def _with_refusal(message: Message) -> dict[str, Any]:
 
 
 def extra_fields(message: Message) -> list[str]:
-    """The non-empty fields of a message that few templates write. A tool's name is not among them: the call that it replies to has it
-    too.
+    """The names of non-empty fields of a message that few templates write. The name of a tool is not among them, because the call that
+    the tool replies to holds it too.
     """
     names = ("refusal",) if message.get("role") == "tool" else ("name", "refusal")
     return [name for name in names if isinstance(message.get(name), str) and message[name].strip()]
@@ -129,11 +142,11 @@ FIELD_MARK = "Kq7Zw"
 
 
 def writes_field(render: Callable[[list[dict[str, Any]]], str], field: str) -> bool:
-    """Whether a template writes this field of messages. A template that refuses the conversation counts as writing it, so that its own
-    error names the record.
+    """Whether a template writes this field of messages. True if the template refuses the test conversation, so that its own error is
+    reported later, with the record.
 
     Args:
-        render: renders a conversation by the template.
+        render: renders a conversation with the template.
     """
     messages = [{"role": role, "content": text, field: FIELD_MARK} for role, text in (("user", "a"), ("assistant", "b"))]
     try:
@@ -143,7 +156,7 @@ def writes_field(render: Callable[[list[dict[str, Any]]], str], field: str) -> b
 
 
 def _may_be_missing(message: Message, place: int, text: str, template: str) -> bool:
-    """Whether a message may be missing from a prompt, as far as that is seen without rendering it again."""
+    """Whether content of a message may be missing from the prompt `text`, as far as this can be seen without rendering again."""
     content, role = message.get("content"), message.get("role")
     if message.get("tool_calls") or extra_fields(message):
         return True

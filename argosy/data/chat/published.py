@@ -1,6 +1,6 @@
 """Published chat formats by name, for tokenizers that come without a chat template: `data.template=chatml`.
 
-Each is the plain conversation of its format, without tools. Only `chatml` and `llama3` take any role.
+Each template writes plain conversations, without tools. Only `chatml` and `llama3` accept any role.
 
     chatml    OpenAI, github.com/openai/openai-python/blob/release-v0.28.0/chatml.md; as Qwen, without its default system message
     gemma     ai.google.dev/gemma/docs/core/prompt-structure; no system message, and turns alternate
@@ -8,8 +8,8 @@ Each is the plain conversation of its format, without tools. Only `chatml` and `
     mistral   docs.mistral.ai/guides/tokenization, version 3; the system message stands in the first user message
     zephyr    huggingface.co/HuggingFaceH4/zephyr-7b-beta; turns end with the tokenizer's own end of sequence
 
-`zephyr` needs no special token but the end of sequence, which a model without chat data already stops at. The marks of the others are
-ordinary text for a tokenizer that lacks them as tokens.
+`zephyr` needs no special token but end-of-sequence, at which a model without chat data already stops. For a tokenizer that lacks the
+special tokens of the other templates, these are ordinary text.
 """
 
 CHATML = (

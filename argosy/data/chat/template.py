@@ -1,10 +1,9 @@
 """Renders conversations by the chat template that comes with a model, exactly as Hugging Face transformers does.
 
-A template is a program written by somebody else, so each is rendered in a process with limits (`child.py`): 2 seconds of
-CPU, 512 MB, a bound on its text. No template is trusted more than another, because its cost depends on the messages and
-cannot be seen in its source. The process stays for the next conversation: it costs 0.2 s once, then less than 1 ms beside
-the rendering itself. Many conversations travel in one request, to a process for each core (`children`). This file knows no
-tokenizer: special tokens come as texts.
+A template is a program written by somebody else, so each is rendered in a process with limits (`child.py`): 2 s of CPU time, 512 MiB of
+memory, and a bound on the length of its text. No template is trusted more than another, because its cost depends on the messages and
+cannot be seen in its source. The process is reused: it takes 0.2 s to start, and adds less than 1 ms to the rendering. Many
+conversations travel in one request, to one process per core (`children`). This file knows no tokenizer: special tokens are texts here.
 """
 
 import atexit
@@ -26,9 +25,9 @@ from argosy.core.process.cores import core_count
 from argosy.data.chat.published import PUBLISHED
 
 Message = Mapping[str, Any]
-# A render of the first so many messages, and whether it ends with the tokens that open an answer.
+# What to render: the number of messages from the first on, and whether the generation prompt follows them.
 Part = tuple[int, bool]
-# As in transformers, with a space at its end.
+# The mark of transformers, with a space at its end.
 MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 
 # Limit for a render on a busy machine; the real bound of a template is its 2 s of CPU.
@@ -39,7 +38,7 @@ START_S = 60.0
 TEMPLATE_CHARACTERS = 1 << 20
 # Any template may produce this much text; a longer input allows four times its own length.
 LEAST_CHARACTERS = 1 << 20
-# Conversations that are rendered at a time, each in a process of its own.
+# Number of conversations that are rendered at the same time, each in its own process.
 RENDERING = 4
 
 
@@ -54,22 +53,22 @@ def render(
     now: datetime | None = None,
     **extra: Any,
 ) -> str:
-    """A conversation as the text that a model was trained on.
+    """Renders a conversation as the text that a model was trained on.
 
     Args:
-        template: Jinja.
-        messages: `role` and `content`, and what else the template knows.
-        special: the texts of special tokens by their role, as in `Tokenizer.special`.
-        tools: JSON schemas of functions.
-        add_generation_prompt: end with the tokens that open an answer.
-        continue_final_message: end with the content of the last message, so that an answer continues it. Where the template drops
-            spaces at its end, they are dropped here too.
-        now: the clock of `strftime_now`; the machine's where not given.
-        extra: further variables, such as `documents` or `enable_thinking`.
+        template: the source text of a Jinja template.
+        messages: mappings with `role`, `content`, and further fields that the template knows.
+        special: the texts of special tokens by role, as in `Tokenizer.special`.
+        tools: the JSON schemas of functions.
+        add_generation_prompt: whether the text ends with the tokens that open an answer.
+        continue_final_message: whether the text ends with the content of the last message, so that an answer continues it. Spaces at
+            the end of the content are dropped if the template drops them.
+        now: the time that `strftime_now` writes; None: the current time.
+        extra: further variables of the template, such as `documents` or `enable_thinking`.
 
     Raises:
-        BadInput: the template refuses these messages, is not Jinja, or costs too much; or its variables are not JSON; or the last
-            message cannot be continued.
+        BadInput: the template refuses these messages, is not Jinja, or costs too much; its variables are not JSON; or the last message
+            cannot be continued.
     """
     if continue_final_message:
         if add_generation_prompt:
@@ -81,7 +80,11 @@ def render(
 
 
 def mark_last_message(template: str, messages: Sequence[Message]) -> list[Message]:
-    """The messages with a mark after the content of the last one."""
+    """The messages, with MARK after the content of the last one.
+
+    Raises:
+        BadInput: the last message has no text as its content, or the template writes no content.
+    """
     content = messages[-1].get("content") if messages else None
     if not isinstance(content, str) or "content" not in template:
         raise BadInput("continue_final_message: the last message has no content to continue")
@@ -89,7 +92,11 @@ def mark_last_message(template: str, messages: Sequence[Message]) -> list[Messag
 
 
 def text_before_mark(text: str, content: str) -> str:
-    """A rendered conversation up to the mark after its last message."""
+    """A rendered conversation up to MARK. `content` is the content of the last message, without the mark.
+
+    Raises:
+        BadInput: the template drops part of the last message.
+    """
     if content.strip() not in text or MARK.strip() not in text:
         raise BadInput("continue_final_message: the chat template drops part of the last message", hint="send another message")
     at = text.rindex(MARK.strip())
@@ -104,10 +111,11 @@ NO_TEMPLATE = (
 
 
 def choose_template(templates: Mapping[str, str], *, name: str | None = None, tools: bool = False) -> str:
-    """One of a tokenizer's chat templates: the named one; else `tool_use` where tools are given; else the default.
+    """Chooses one of a tokenizer's chat templates: the one called `name`; if that is None, `tool_use` for conversations with tools, if
+    there is such a template, else `default`.
 
     Raises:
-        BadInput: there is none, or none of that name.
+        BadInput: there are no templates, or no template of that name.
     """
     if not templates:
         raise BadInput("this tokenizer has no chat template", hint=NO_TEMPLATE)
@@ -119,7 +127,13 @@ def choose_template(templates: Mapping[str, str], *, name: str | None = None, to
 
 @dataclass(frozen=True)
 class RenderJob:
-    """One conversation to render, whole and in parts, by a template with its variables."""
+    """One conversation to render.
+
+    template: the source text of the template.
+    messages: all messages of the conversation.
+    parts: the renders to make, each (number of messages, whether the generation prompt follows).
+    variables: further variables of the template.
+    """
 
     template: str
     messages: Sequence[Message]
@@ -134,7 +148,7 @@ def render_conversation(
     variables: Mapping[str, Any],
     now: datetime | None,
 ) -> dict[str, Any]:
-    """The text of one conversation, and its spans in `{% generation %}`."""
+    """Renders one conversation in an idle process. Returns its `text`, and the `spans` inside `{% generation %}` blocks."""
     rest = {name: value for name, value in variables.items() if name != "add_generation_prompt"}
     part = len(messages), bool(variables.get("add_generation_prompt"))
     with free_child() as child:
@@ -142,10 +156,10 @@ def render_conversation(
 
 
 def checked_answer(answer: dict[str, Any] | BadInput) -> dict[str, Any]:
-    """The result of a render, unless it failed.
+    """Returns the result of a render, or raises its error.
 
     Raises:
-        BadInput: it failed.
+        BadInput: the render failed.
     """
     if isinstance(answer, BadInput):
         raise answer
@@ -157,9 +171,10 @@ def checked_answer(answer: dict[str, Any] | BadInput) -> dict[str, Any]:
 def all_rendered(
     jobs: Sequence[RenderJob], special: Mapping[str, str], now: datetime | None, child: "Child"
 ) -> list[list[dict[str, Any] | BadInput]]:
-    """The results of all parts of some jobs, which one process renders in one request; pass each to `checked_answer`.
+    """Renders all parts of some jobs in one request to one process. Returns for each job a list with one result per part, each of which
+    should be passed to `checked_answer`.
 
-    A job that is refused, or that kills its process, does not affect the others: those are rendered again without it.
+    If a job kills the process, every job is rendered again in a request of its own, so that the others are not affected.
     """
     numbers = {template: number for number, template in enumerate(dict.fromkeys(job.template for job in jobs))}
     requests: list[dict[str, Any] | BadInput] = []
@@ -182,7 +197,7 @@ def all_rendered(
 
 
 def request_of(job: RenderJob, number: int, special: Mapping[str, str]) -> dict[str, Any]:
-    """A job as the request that is sent to the rendering process.
+    """The JSON object for a job in a request to the rendering process (`child.py`). `number` is the index of the template there.
 
     Raises:
         BadInput: the template is too long, or its variables are not JSON.
@@ -199,7 +214,11 @@ def request_of(job: RenderJob, number: int, special: Mapping[str, str]) -> dict[
 
 
 def refusal(kind: str, message: str) -> BadInput:
-    """The error for a failure inside a template. Control characters of its message are replaced: it is printed to a terminal."""
+    """The error for a failure inside a template. Control characters in the message are replaced, because it is printed to a terminal.
+
+    Args:
+        kind: the name of the exception in the rendering process.
+    """
     message = "".join(c if c.isprintable() or c.isspace() else "\N{REPLACEMENT CHARACTER}" for c in message)
     if kind == "TemplateSyntaxError":
         return BadInput(f"the chat template is not Jinja: {message}")
@@ -214,19 +233,19 @@ def costly(reason: str) -> BadInput:
 
 
 class Child:
-    """The rendering process. It is started by the first request, and again after it died or this process was forked."""
+    """A rendering process. It is started by the first request, and started again after it died or after this process was forked."""
 
     def __init__(self) -> None:
         self._lock = Lock()
-        # Held by who has taken it from among those that are free.
+        # Held by the caller of `free_child` that uses this process.
         self.turn = Lock()
         self._process: ChildProcess | None = None
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """The reply to one request.
+        """Sends one request, and returns the reply.
 
         Raises:
-            BadInput: it took too long, or killed the process.
+            BadInput: the request took too long, or killed the process.
         """
         with self._lock:
             process = self._running_process()
@@ -252,7 +271,7 @@ class Child:
             process.end()
 
     def forget(self) -> None:
-        """Drops the process in a forked process, where it belongs to the parent."""
+        """Drops the rendering process without ending it. Called in a forked process, since the rendering process belongs to the parent."""
         process, self._process, self._lock, self.turn = self._process, None, Lock(), Lock()
         if process is not None:
             process.forget()
@@ -263,10 +282,10 @@ class Child:
 
 
 def start() -> ChildProcess:
-    """A new process that is ready, without environment variables, and with no open files but its socket.
+    """Starts a rendering process, and waits until it is ready. It has no environment variables, and no open files but its socket.
 
     Raises:
-        ArgosyError: it cannot be started.
+        ArgosyError: the process cannot be started.
     """
     folders = {
         str(Path(spec.origin).parents[1])
@@ -284,8 +303,8 @@ def start() -> ChildProcess:
 
 
 def children() -> list[Child]:
-    """A rendering process for each core that this process may use; none is started before its first request, and `close_all` ends
-    them until the next."""
+    """One rendering process for each core that this process may use. Each is started by its first request. `close_all` ends them, and
+    the next request starts them again."""
     cores = core_count()
     with GROWING:
         CHILDREN.extend(Child() for _ in range(cores - len(CHILDREN)))
@@ -294,8 +313,8 @@ def children() -> list[Child]:
 
 @contextmanager
 def free_child() -> Iterator[Child]:
-    """An idle rendering process for one conversation. While one is busy another is started, up to `RENDERING`, so that a template which
-    takes two seconds delays nobody else.
+    """Yields an idle rendering process for one conversation. If all are busy, another is started, up to RENDERING, so that a template
+    that takes two seconds delays no other conversation. Beyond that number, the first process is shared.
     """
     with GROWING:
         CHILDREN.extend(Child() for _ in range(RENDERING - len(CHILDREN)))
@@ -315,14 +334,14 @@ def close_all() -> None:
 
 
 def forget_all() -> None:
-    """Drops all processes in a forked process, where they belong to the parent."""
+    """Drops all rendering processes in a forked process, since they belong to the parent."""
     global GROWING
     GROWING = Lock()
     for child in CHILDREN:
         child.forget()
 
 
-# The process of single conversations, which is the first of all.
+# The first of the rendering processes, which also renders single conversations.
 CHILD = Child()
 CHILDREN = [CHILD]
 GROWING = Lock()

@@ -1,1 +1,1 @@
-"""Data of distillation: rows in two vocabularies, and a teacher's likeliest tokens."""
+"""Data of distillation: rows in the tokens of two tokenizers, and a cache of a teacher's most likely tokens."""

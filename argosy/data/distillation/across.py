@@ -1,19 +1,18 @@
-"""Aligns two tokenizers on the same text: rows of a student's tokens, the same text in its teacher's tokens, and which of both stand
-for the same bytes.
+"""Aligns two tokenizers on the same text: encodes rows of a student's tokens with the teacher's tokenizer, and finds the tokens of both
+that stand for the same bytes.
 
-A document is cut where the student has special tokens. Between them the teacher's tokenizer encodes the same text; tokens of both are
-joined into groups that end where both end at the same byte, the finest ones there are. A special token is grouped with the teacher's
-special token of the same role (beginning, end), or with the teacher's tokens of its name. Tokenizers need not reproduce a text: if the
-bytes of their tokens differ from the text (unknown characters, joined spaces), only the text before the first difference and after the
-last one is aligned.
+A document is cut at the student's special tokens. The teacher's tokenizer encodes the text between them. Tokens of both are joined into
+the smallest groups that end at the same byte in both. A special token is grouped with the teacher's special token of the same role
+(beginning, end), or with the teacher's tokens for its name. Some tokenizers do not reproduce a text (unknown characters, joined spaces).
+Then only the text before the first difference and after the last one is aligned.
 
-Fields that are added to those of language modeling, U places a row for the teacher's tokens:
+These fields are added to those of language modeling. A row has room for U tokens of the teacher:
 
-    teacher_tokens, teacher_segments   [B U]  documents as in the student's row
-    teacher_targets                    [B U]  the token after each
-    group, teacher_group               [B T], [B U]  number of the target's group within its row; 0: none
-    last                               [B T]  1 where a target is the last one of its group
-    teacher_last                       [B T]  at those targets, the index of the teacher's last target of the group
+    teacher_tokens, teacher_segments   [B U]         the documents of the student's row in the teacher's tokens
+    teacher_targets                    [B U]         the token after each of teacher_tokens
+    group, teacher_group               [B T], [B U]  the number of the target's group within its row; 0: the target is in no group
+    last                               [B T]         1 if the target is the last one of its group, else 0
+    teacher_last                       [B T]         where `last` is 1, the index of the teacher's last target of the group
 """
 
 from collections.abc import Callable, Sequence
@@ -49,12 +48,12 @@ class AlignedSpan(NamedTuple):
 
 @dataclass
 class Aligned:
-    """A document in both tokenizers.
+    """A document of student tokens, aligned with the teacher's tokens.
 
-    teacher: the teacher's tokens.
+    teacher: the ids of the teacher's tokens.
     groups: the aligned spans.
-    unreadable: whether some of its tokens are not valid text.
-    rewritten: whether the teacher's tokenizer writes other bytes than the student's.
+    unreadable: whether some of the student's tokens are not valid UTF-8 text.
+    rewritten: whether the bytes of the teacher's tokens differ from the text of the student's.
     """
 
     teacher: list[int] = field(default_factory=list)
@@ -64,10 +63,10 @@ class Aligned:
 
 
 class TeacherPrompt(NamedTuple):
-    """A prompt in the teacher's tokens, ready for a completion.
+    """A prompt in the teacher's tokens. The completion follows it directly.
 
-    tokens: the tokens.
-    end: the teacher's token that stands for the student's special token at the end of a completion; None: the one of the same role.
+    tokens: the ids.
+    end: the teacher's token for the student's special token at the end of a completion; None: the teacher's token of the same role.
     """
 
     tokens: Sequence[int]
@@ -77,8 +76,8 @@ class TeacherPrompt(NamedTuple):
 def align(student: Sequence[int], teacher: Sequence[int]) -> list[AlignedSpan]:
     """Groups the tokens of two texts into the finest spans that end at the same byte in both.
 
-    A token without bytes belongs to the span that ends next; at the end, to the last span. Tokens beyond the shorter text belong to no
-    span.
+    A token without bytes belongs to the next span to end, or to the last span if no span ends after it. Tokens beyond the shorter text
+    belong to no span.
 
     Args:
         student: the number of bytes of each student token.
@@ -102,14 +101,14 @@ def align(student: Sequence[int], teacher: Sequence[int]) -> list[AlignedSpan]:
 
 
 class Across:
-    """Aligns documents of a student's tokens with those of a teacher's tokenizer."""
+    """Aligns documents of a student's tokens with the tokens of a teacher's tokenizer."""
 
     def __init__(self, student: "Tokenizer", teacher: "Tokenizer"):
         self.student, self.teacher = student, teacher
         self.special: dict[int, list[int]] = {}
 
     def __call__(self, ids: Sequence[int]) -> Aligned:
-        """A document of student tokens, aligned with the teacher's."""
+        """Aligns a document of student tokens."""
         out = Aligned()
         if self.teacher.adds_bos and self.teacher.bos is not None and (not ids or ids[0] != self.student.bos):
             out.teacher.append(self.teacher.bos)
@@ -117,23 +116,24 @@ class Across:
         return out
 
     def answer(self, prompt: Sequence[int], answer: Sequence[int], teacher_prompt: TeacherPrompt | None = None) -> Aligned:
-        """A completion after its prompt, both in student tokens. The spans cover the completion, with indices counted from the
-        beginning of the prompt.
+        """Aligns a completion. The spans cover only the completion. Their indices count from the beginning of the prompt.
 
         The prompt is encoded separately for the teacher, so no teacher token spans the boundary between prompt and completion.
 
         Args:
-            teacher_prompt: the prompt in the teacher's tokens; None: the student's text is encoded.
+            prompt: the ids of the prompt in the student's tokens.
+            answer: the ids of the completion in the student's tokens.
+            teacher_prompt: the prompt in the teacher's tokens; None: the text of `prompt` is encoded.
         """
         out = Aligned(list(teacher_prompt.tokens if teacher_prompt is not None else self(prompt).teacher))
         self.follow(out, [*prompt, *answer], len(prompt), teacher_prompt.end if teacher_prompt is not None else None)
         return out
 
     def follow(self, out: Aligned, ids: Sequence[int], at: int, ends: int | None = None) -> None:
-        """Adds the student's tokens from index `at` on.
+        """Aligns the student's tokens from index `at` on, and appends to `out`.
 
         Args:
-            ends: the teacher's token for a special token at the end; None: the token of the same role.
+            ends: the teacher's token for a special token at the end of `ids`; None: the teacher's token of the same role.
         """
         hidden, begin = self.student.hidden, at
         while at < len(ids):
@@ -148,22 +148,22 @@ class Across:
             at += 1
 
     def role(self, token: int) -> list[int]:
-        """The teacher's tokens for a special token of the student."""
+        """The teacher's tokens for a special token of the student; empty for a beginning that the teacher does not have."""
         if token not in self.special:
             ours, theirs = self.student, self.teacher
             roles = [(ours.eos, theirs.eos), (ours.bos, theirs.bos)]
             match = next((teacher_id for student_id, teacher_id in roles if student_id == token and teacher_id is not None), None)
-            # A beginning that the teacher has not is nothing, an end is its name as text.
+            # A beginning-of-sequence token that the teacher lacks has no tokens. An end-of-sequence token becomes its name as text.
             text = "" if token == ours.bos else ours.piece(token, False).decode(errors="ignore")
             self.special[token] = [match] if match is not None else theirs.encode(text, special=True)
         return self.special[token]
 
     def stretch(self, out: Aligned, ids: Sequence[int], begin: int, end: int, first: bool, rest: bool = False) -> None:
-        """Adds the student's tokens from `begin` to `end`, which are ordinary text.
+        """Aligns the student's tokens from index `begin` to `end`, which are ordinary text, and appends to `out`.
 
         Args:
-            first: whether they begin a document.
-            rest: whether they continue the text before them.
+            first: whether the tokens begin a document.
+            rest: whether the tokens continue the text before them.
         """
         pieces = [self.student.piece(ids[i], first and i == begin) for i in range(begin, end)]
         cut = whole_characters(pieces)
@@ -171,28 +171,28 @@ class Across:
         text = b"".join(pieces[a:b]).decode(errors="replace")
         teacher_ids, at = self.teacher.encode_rest([text])[0] if rest else self.teacher.encode(text), len(out.teacher)
         out.teacher += teacher_ids
-        # Some tokenizers put a space in front of a text, which is none of its bytes.
+        # Some tokenizers put a space before a text, which is not in the text.
         ways = [
             [self.teacher.piece(token, alone and place == 0) for place, token in enumerate(teacher_ids)] for alone in (not rest, False)
         ]
         theirs = next((way for way in ways if b"".join(way) == text.encode()), ways[0])
         out.unreadable |= (a, b) != (0, len(pieces)) or cut is None
         out.rewritten |= b"".join(theirs) != text.encode()
-        # Behind bytes that are no text the teacher has read something else.
+        # After bytes that are not valid text, the teacher's tokens stand for other text.
         groups = same_bytes(pieces[a:b], theirs) if cut else beginning(pieces, theirs)
         for ours, others in groups:
             out.groups.append(AlignedSpan((begin + a + ours[0], begin + a + ours[1]), (at + others[0], at + others[1])))
 
 
 def beginning(student: Sequence[bytes], teacher: Sequence[bytes]) -> list[AlignedSpan]:
-    """The spans of the common beginning of two token sequences."""
+    """Aligns the common beginning of two sequences of tokens, given as the bytes of each token."""
     most = common_length(b"".join(student), b"".join(teacher))
     return align(_sizes_within(student, most), _sizes_within(teacher, most))
 
 
 def same_bytes(student: Sequence[bytes], teacher: Sequence[bytes]) -> list[AlignedSpan]:
-    """The spans of two token sequences. If their texts differ, for instance by joined spaces, only those of the common beginning and
-    end.
+    """Aligns two sequences of tokens, given as the bytes of each token. If their texts differ, for instance by joined spaces, only the
+    common beginning and end are aligned.
     """
     ours, theirs = b"".join(student), b"".join(teacher)
     if ours == theirs:
@@ -206,13 +206,14 @@ def same_bytes(student: Sequence[bytes], teacher: Sequence[bytes]) -> list[Align
 
 
 def _sizes_within(pieces: Sequence[bytes], most: int) -> list[int]:
-    """The sizes of the first pieces that are all within so many bytes."""
+    """The sizes of the first pieces, as many as fit in `most` bytes."""
     sizes = [len(piece) for piece in pieces]
     return sizes[: int(np.searchsorted(np.cumsum(sizes), most, side="right"))]
 
 
 def whole_characters(pieces: Sequence[bytes]) -> tuple[int, int] | None:
-    """The longest range of tokens that is valid text: rows may begin and end inside a character. None: it contains other invalid bytes.
+    """The longest range of tokens that is valid UTF-8, found by dropping tokens at both ends, since rows may begin and end inside a
+    character. None: there are other invalid bytes.
     """
     most = min(4, len(pieces))
     for dropped in range(2 * most):
@@ -227,10 +228,13 @@ def whole_characters(pieces: Sequence[bytes]) -> tuple[int, int] | None:
 
 
 class BothTokenizers(BatchWrapper):
-    """Batches with the teacher's tokens of the same text.
+    """Adds the teacher's tokens of the same text to batches.
 
     Args:
+        inner: the batches of the student's tokens.
+        across: aligns documents.
         places: U, the number of teacher tokens in a row. Further tokens are not aligned, which is reported once.
+        say: called with that report.
     """
 
     def __init__(self, inner: Batches, across: Across, places: int, say: Say = lambda _: None):
@@ -242,7 +246,7 @@ class BothTokenizers(BatchWrapper):
         return self.aligned_batch(dict(next(self.inner)))
 
     def aligned_batch(self, batch: Batch) -> Batch:
-        """A batch of language modeling with the fields above."""
+        """Adds the fields of this module to a batch of language modeling."""
         return aligned_fields(batch, self.places, lambda row, places: self.across(_document(batch, row, places)), self.complain)
 
     def complain(self, tokens: int) -> None:
@@ -256,7 +260,7 @@ def full(places: int, tokens: int) -> str:
 
     Args:
         places: U, the number of teacher tokens in a row.
-        tokens: number of teacher tokens of the document that is cut.
+        tokens: the number of teacher tokens in the document that is cut.
     """
     return (
         f"the teacher's tokens of some rows are more than {places:,} (one document has {tokens:,}): beyond them the "
@@ -265,7 +269,7 @@ def full(places: int, tokens: int) -> str:
 
 
 def _document(batch: Batch, row: int, places: np.ndarray) -> list[int]:
-    """The tokens of a document in a row, with the target of the last one."""
+    """The tokens of a document at these positions of a row, and the target of the last one if the loss counts it."""
     ids = batch["tokens"][row, places].tolist()
     return [*ids, int(batch["targets"][row, places[-1]])] if batch["mask"][row, places[-1]] > 0 else ids
 
@@ -273,12 +277,12 @@ def _document(batch: Batch, row: int, places: np.ndarray) -> list[int]:
 def aligned_fields(
     batch: Batch, places: int, aligned: Callable[[int, np.ndarray], Aligned], cut: Callable[[int], None]
 ) -> Batch:
-    """A batch of language modeling with the fields above.
+    """Adds the fields of this module to a batch of language modeling.
 
     Args:
         places: U, the number of teacher tokens in a row.
-        aligned: (row, the indices of a document in it) -> that document in both tokenizers.
-        cut: called with the number of teacher tokens of each document that does not fit in its row.
+        aligned: (row, the positions of a document in the row) -> the aligned document.
+        cut: called for each document that does not fit in its row, with its number of teacher tokens.
     """
     rows, length = batch["tokens"].shape
     sizes = {"B": rows, "T": length, "U": places}

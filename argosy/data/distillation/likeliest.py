@@ -1,11 +1,11 @@
-"""A cache on disk of a model's most likely tokens at each target of a table's rows. It is filled row by row.
+"""Caches on disk a model's k most likely tokens at each target, for the rows of a table. The cache is filled row by row.
 
-    NAME.bin    for each row: the number n of its targets (int64), k ids per target (uint16, or uint32 for larger vocabularies), then k
-                log-probabilities per target (float16), then that of all other tokens together (float32)
-    NAME.npy    int64 [rows], the offset of each row in it; -1 for rows that are not cached
+    NAME.bin    for each row: the number n of its targets (int64), k ids per target (uint16, or uint32 for larger vocabularies), k
+                log-probabilities per target (float16), and per target the log-probability of all other tokens together (float32)
+    NAME.npy    int64 [rows], the offset of each row in NAME.bin; -1 for rows that are not cached
 
 Only targets that count in the loss are stored. float16 holds log-probabilities to one part in 2,000. The offset of a row is written
-after the row has reached the disk, so a kill at any time leaves whole rows.
+after the row has reached the disk, so a process that is killed at any time leaves only whole rows.
 """
 
 import os
@@ -24,10 +24,10 @@ UNKNOWN = -1
 
 
 class TopTokens(NamedTuple):
-    """The most likely tokens of n targets.
+    """The k most likely tokens at n targets.
 
-    ids: [n k].
-    logps: [n k], their log-probabilities.
+    ids: [n k], the token ids.
+    logps: [n k], the log-probability of each id.
     rest: [n], the log-probability of all other tokens together.
     """
 
@@ -37,7 +37,7 @@ class TopTokens(NamedTuple):
 
 
 def bytes_per_target(k: int, vocab: int) -> int:
-    """Size of a target on disk, in bytes."""
+    """The size of a target on disk, in bytes."""
     return k * (id_type(vocab).itemsize + 2) + 4
 
 
@@ -46,13 +46,13 @@ def id_type(vocab: int) -> np.dtype:
 
 
 class Likeliest:
-    """The cached rows.
+    """The cache of a table's rows.
 
     Args:
-        path: the file of offsets; the other file is beside it.
-        rows: number of rows in the table.
-        k: number of tokens per target.
-        vocab: every id is below it.
+        path: the file of offsets, NAME.npy. NAME.bin is in the same folder.
+        rows: the number of rows in the table.
+        k: the number of tokens per target.
+        vocab: the size of the vocabulary.
     """
 
     def __init__(self, path: Path, rows: int, k: int, vocab: int):
@@ -78,7 +78,7 @@ class Likeliest:
             self.begins[row] = UNKNOWN
 
     def missing(self, rows: np.ndarray) -> np.ndarray:
-        """The rows, of these, that are not cached."""
+        """Those of the given row numbers that are not cached."""
         return rows[self.begins[rows] < 0]
 
     def read(self, row: int) -> TopTokens:
@@ -100,12 +100,16 @@ class Likeliest:
         return TopTokens(parts[0], parts[1], parts[2][:, 0])
 
     def targets_at(self, at: int) -> int:
-        """The number of targets of the row at this offset."""
+        """The number of targets in the row that begins at this offset."""
         return int.from_bytes(self.records[at : at + 8].tobytes(), "little")
 
     def with_top_tokens(self, mask: np.ndarray, rows: np.ndarray) -> Batch:
-        """The arrays of the cached fields for a batch. They are filled at targets whose mask is above 0; other targets, and rows with a
-        negative number, hold zeros.
+        """The cached fields of a batch: `teacher_ids` and `teacher_logps` [B T k], and `teacher_rest` [B T]. Targets whose mask is 0
+        hold zeros. So do rows with a negative number.
+
+        Args:
+            mask: [B T], the weights of targets.
+            rows: [B], the numbers of rows in the table.
         """
         ids, logps = np.zeros((*mask.shape, self.k), np.int32), np.zeros((*mask.shape, self.k), np.float32)
         rest = np.zeros(mask.shape, np.float32)
@@ -117,7 +121,7 @@ class Likeliest:
 
     @contextmanager
     def writing(self, say: Say) -> Iterator["LikeliestWriter"]:
-        """A writer that adds rows. One process writes at a time, and starts from the rows that others have added meanwhile."""
+        """Yields a writer that adds rows. One process writes at a time. The rows that other processes have added are loaded first."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with file_lock(self.path.with_suffix(".lock"), say):
             self.load()
@@ -133,9 +137,9 @@ class Likeliest:
 class LikeliestWriter:
     """Appends rows to the files of a `Likeliest`.
 
-    store: the object whose files they are.
-    targets: number of targets added.
-    offsets: row -> its offset in the file, for the rows that were added since the last flush.
+    store: the cache.
+    targets: the number of targets that were added.
+    offsets: the offset in the file of each row that was added since the last flush, by row number.
     """
 
     def __init__(self, store: Likeliest):
@@ -152,7 +156,7 @@ class LikeliestWriter:
         self.offsets[row], self.targets = at, self.targets + len(top.ids)
 
     def flush(self) -> None:
-        """Writes the added rows to disk, and then their offsets to the index, which makes them known."""
+        """Writes the added rows to disk, and then their offsets, so that readers find them."""
         if not self.offsets:
             return
         self.file.flush()

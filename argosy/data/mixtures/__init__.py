@@ -1,1 +1,1 @@
-"""Mixtures: several sources of data as one."""
+"""Mixtures: several sources of data that are read as one."""

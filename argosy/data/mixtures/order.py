@@ -1,14 +1,14 @@
-"""The order of a mixture: which row of which source stands at each place of the endless sequence.
+"""The order of a mixture: which row of which source stands at each place. A place is an index in the endless sequence of rows.
 
-The row follows from the place by arithmetic alone, so the position of a mixture is one number, as that of a single source, and holds
-for any number of processes. Each source has an order of its own (`data.order.Order`), from which the mixture draws: draw d of a source
-is entry d of its epochs, so a source is always seen whole before any of its rows comes again.
+The row at a place is computed by arithmetic alone. So the position of a mixture is one number, as for a single source, and holds for any
+number of processes. Each source has its own order (`data.order.Order`). Draw d of a source, which is the d-th of its rows in the
+mixture, is entry d in that order. So all rows of a source are read before any comes again.
 
-    by size     no weights: one pass draws `epochs` times every row of each source; a permutation of the pass mixes them
-    by weight   every BLOCK places hold a fixed number of each source (its share, to 1/BLOCK), in an order of the block's own;
-                the counts change at given places, where weights are scheduled
+    by size     There are no weights. One epoch draws every row of a source `epochs` times, and a permutation mixes the sources.
+    by weight   Every block of BLOCK places holds a fixed number of rows of each source (its share, to 1/BLOCK), and each block is
+                shuffled. If weights are scheduled, these numbers change at given places.
 
-The draws of a source before a place are counted, never looped over: full blocks times their quota, and the part of one block.
+The draws of a source before a place are computed without a loop over places: the whole blocks times the quota, and a part of one block.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from argosy.core.errors import BadInput
 from argosy.data.order import Order
 from argosy.data.sources.synthetic import splitmix
 
-# Places in which shares are exact. A share below 1/BLOCK cannot be had.
+# Number of places in a block, in which shares are exact. Shares are multiples of 1/BLOCK.
 BLOCK = 4096
 BLOCKS_CACHED = 8
 
@@ -31,23 +31,27 @@ BLOCKS_CACHED = 8
 class DrawOrder(Protocol):
     """Maps places to sources and draws.
 
-    places_per_epoch: places of one pass; None: a mixture by weight has none.
+    places_per_epoch: the number of places in one epoch; None: a mixture by weight has no epochs.
     """
 
     places_per_epoch: int | None
 
     def __call__(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The source at each place, and its draw there; int64 [B] each."""
+        """The index of the source at each place, and the number of the draw from that source; int64 [B] each."""
         ...
 
     def draws(self, place: int) -> np.ndarray:
-        """How many draws of each source come before a place, int64 [sources]. By size, within a pass: an estimate in proportion to the
-        sources' counts."""
+        """The number of draws from each source before a place, int64 [sources]. For a mixture by size, this is an estimate in proportion
+        to the counts of the sources."""
         ...
 
 
 class OrderBySize:
-    """One pass draws `counts` rows of each source."""
+    """The order without weights. One epoch draws `counts` rows from each source.
+
+    counts: the number of draws from each source in an epoch.
+    seed: the random seed; None: sources follow each other without mixing.
+    """
 
     def __init__(self, counts: Sequence[int], seed: int | None):
         self.counts = np.asarray(counts, np.int64)
@@ -68,10 +72,11 @@ class OrderBySize:
 
 @dataclass(frozen=True)
 class WeightStage:
-    """Places from `start` on with these weights.
+    """The weights that hold from a place on.
 
-    quotas: rows of each source in a block, int64 [sources].
-    before: draws of each source before `start`.
+    start: the first place.
+    quotas: the number of rows of each source in a block, int64 [sources].
+    before: the number of draws from each source before `start`, int64 [sources].
     """
 
     start: int
@@ -80,9 +85,9 @@ class WeightStage:
 
 
 class OrderByWeight:
-    """Blocks of places with fixed numbers of rows of each source.
+    """The order with weights. Every block of BLOCK places holds a fixed number of rows of each source.
 
-    shares: (first place, weight of each source) of each stage, from place 0 on.
+    shares: (first place, weight of each source) for each stage. The first stage begins at place 0.
     """
 
     places_per_epoch: int | None = None

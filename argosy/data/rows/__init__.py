@@ -1,1 +1,1 @@
-"""Rows that belong together: groups, prompts, pairs, answered prompts."""
+"""Rows of post-training data: groups of rows, prompts, pairs, prompts with answers, and labeled texts."""

@@ -1,7 +1,8 @@
-"""Prompts with the data's completions, for training that may also sample completions: fine-tuning data, or prompts alone.
+"""Reads prompts with the completions that the data has, for training that may also sample completions from the model.
 
-A record becomes tokens as in fine-tuning. The completion of a conversation is its last learned turn, with the token that ends it. The
-text before it is the prompt, exactly as in inference; later messages are dropped. Records are held in memory and rendered on use.
+A record becomes tokens as in fine-tuning. The completion of a conversation is its last learned turn, with the token that ends the turn.
+The text before the completion is the prompt, exactly as in inference. Later messages are dropped. Records are held in memory, and are
+rendered when they are asked for. The data may also be prompts alone.
 """
 
 from collections.abc import Sequence
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
 class Answered:
     """A prompt and its completion.
 
-    answer: the tokens of the completion with their end; None: the data has none.
+    prompt: the prompt.
+    answer: the token ids of the completion, with the token that ends it; None: the data has no completions.
     """
 
     prompt: Prompt
@@ -38,11 +40,11 @@ class Answered:
 
 
 class AnsweredPrompts:
-    """The records of a file in the order of a run, like `Prompts`.
+    """Prompts with completions in the order of a run, like `Prompts`.
 
     Args:
-        prompts: the records, and how prompts alone are rendered.
-        encoder: renders prompts with completions; None: the data has no completions.
+        prompts: the records and their order. It also renders prompts that have no completion.
+        encoder: encodes prompts with completions; None: the data has no completions.
     """
 
     def __init__(self, prompts: Prompts, encoder: ConversationEncoder | None):
@@ -73,12 +75,12 @@ class AnsweredPrompts:
 
     @property
     def conversations(self) -> bool:
-        """Whether some prompts are messages, not texts."""
+        """Whether some prompts are lists of messages, and not texts."""
         return any(record.messages is not None for record in self.prompts.records)
 
     def __call__(self, first: int, count: int) -> list[Answered | str]:
-        """The `count` records from index `first` on; fewer at the end of the order. A record that has nothing to learn is replaced by
-        its file and line.
+        """Returns `count` items from index `first` on, or fewer at the end of the order. Instead of a record in which no token is
+        learned, its file and line are returned, as a string.
 
         Raises:
             BadInput: a template refuses a record, there is no template, or a prompt is empty; the message names the record.
@@ -95,7 +97,10 @@ class AnsweredPrompts:
 
 
 def divide_answer(record: SourceRecord, encoded: Any) -> Answered:
-    """Divides a record's tokens into prompt and completion.
+    """Divides the encoded tokens of a record into prompt and completion.
+
+    Args:
+        encoded: the `Encoded` tokens of the record, with weights.
 
     Raises:
         BadInput: there are no tokens before the completion.
@@ -118,7 +123,8 @@ def divide_answer(record: SourceRecord, encoded: Any) -> Answered:
 def answered_prompts(
     settings: DataSettings, tokenizer: "Tokenizer", seed: int
 ) -> tuple[AnsweredPrompts, AnsweredPrompts | None]:
-    """The prompts for training, in the order of a run, and the held-out ones in the order of the file; None if none are held out.
+    """Reads all records. Returns the prompts for training, in the order of a run, and the held-out prompts, in the order of the file
+    (None: no prompts are held out).
 
     Raises:
         BadInput: there is no file, there are no records, records have another format, or settings do not apply to sampled completions.
@@ -153,10 +159,10 @@ def answered_prompts(
 
 
 def check_settings(settings: DataSettings) -> None:
-    """Checks that no setting would be ignored.
+    """Checks that no setting is set that would be ignored.
 
     Raises:
-        BadInput: a setting would be.
+        BadInput: such a setting is not at its default.
     """
     fields = type(settings).model_fields
     for name in OF_ROWS:

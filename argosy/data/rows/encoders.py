@@ -1,4 +1,4 @@
-"""Chooses the encoder of documents and the rows of tokens by the format of a source's records."""
+"""Chooses the encoder of documents and the packing of rows by the format of a source's records."""
 
 from argosy.core.errors import BadInput
 from argosy.data.chat.conversations import ConversationEncoder
@@ -13,10 +13,10 @@ from argosy.data.sources.records import GROUPS, LABELED
 
 
 def encoder_for(source: Source, encoding: Encoding) -> DocumentEncoder:
-    """The encoder of a source's documents: for text, conversations, sequences with completions, or labeled texts.
+    """Makes the encoder of a source's documents: for text, conversations, sequences that are compared, or labeled texts.
 
     Raises:
-        BadInput: there are prompts for other records than those of texts that are compared, or as the encoder.
+        BadInput: `encoding.prompts` is set for records that do not become vectors, or the encoder refuses a setting.
     """
     if encoding.prompts and source.format not in COMPARED:
         problem = f"data.prompts is for texts that become vectors, and this data is `{source.format}`"
@@ -31,6 +31,13 @@ def encoder_for(source: Source, encoding: Encoding) -> DocumentEncoder:
 
 
 def sequence_rows(corpus: Corpus, format: str, per_group: int, sequence: int, packing: str, too_long: str) -> SequenceRows:
-    """The rows of a corpus of sequences."""
+    """Packs a corpus of sequences or labeled texts into rows.
+
+    Args:
+        format: the format of the records.
+        per_group: the number of sequences per record.
+        sequence: the number of tokens in a row.
+        packing, too_long: as in `data.packing` and `data.too_long`.
+    """
     table_class = LabeledRows if format in LABELED else SequenceRows
     return table_class(corpus, per_group, sequence, packing, too_long)

@@ -1,10 +1,10 @@
-"""Rows that belong together: preference pairs, the samples of one prompt. The in-memory entry point of post-training.
+"""Makes rows from groups of examples in memory, such as preference pairs or the samples of one prompt.
 
     pairs = [Group((Example(chosen), Example(rejected)), values={"margin": 0.5}), ...]
     batches = build(settings, None, vocab=..., seed=..., source=Examples(pairs), rows_per_group=2, fields=...)
 
-One example is one row: nothing is packed. Groups are shuffled as a whole, and a batch and each process's share of it hold whole groups.
-This module knows no losses; the caller and the objective agree on the meaning of columns.
+One example is one row: nothing is packed. Groups are shuffled as a whole, and each process's share of a batch holds whole groups.
+This module knows no losses. The caller and the objective agree on the meaning of columns.
 """
 
 import hashlib
@@ -22,13 +22,14 @@ from argosy.data.sources import RowSource
 
 @dataclass(frozen=True)
 class Example:
-    """One row.
+    """The content of one row.
 
     tokens: n ids, of which n - 1 are inputs.
     weights: [n], the weight of each token in the loss; None: all are 1. The first is not used, because the first token is no target.
-    columns: further numbers per token, [n] each, such as advantages; they are aligned with the targets.
-    values: one number or array per row, such as a reward.
-    inputs: numbers or vectors per token, [n ...] each, such as the embeddings of an image; they are aligned with the inputs.
+    columns: further numbers per token, such as advantages, [n] for each name. In a batch, they are aligned with the targets.
+    values: numbers or arrays of the row, such as a reward, one for each name.
+    inputs: numbers or vectors per token, such as the embeddings of an image, [n ...] for each name. In a batch, they are aligned with
+        the inputs.
     """
 
     tokens: Sequence[int]
@@ -43,7 +44,7 @@ class ExampleGroup:
     """Examples that always stay together, in order.
 
     examples: the examples.
-    values: one number or array for the group, by name.
+    values: numbers or arrays of the group, such as a margin, one for each name.
     """
 
     examples: Sequence[Example]
@@ -55,8 +56,8 @@ class GroupRows:
 
     def __init__(self, groups: Sequence[ExampleGroup], sequence: int, vocab: int):
         """Raises:
-        BadInput: groups of unequal size, an example that is too long or too short or has a token outside the vocabulary,
-            names or shapes that differ between examples.
+        BadInput: groups have unequal sizes, an example is too long or too short or has a token outside the vocabulary, or names or
+            shapes differ between examples.
         """
         sizes = {len(group.examples) for group in groups}
         if len(sizes) > 1 or 0 in sizes:
@@ -97,7 +98,8 @@ class GroupRows:
         return len(self.groups) * self.per_group
 
     def gather(self, rows: np.ndarray) -> Batch:
-        """The batch of these rows [B], which are whole groups. Arrays by row have B entries, arrays by group B / per_group."""
+        """Returns the batch of the rows with these numbers, [B], which must be whole groups. Fields per row have B entries, and fields
+        per group have B / per_group."""
         numbers = rows[:: self.per_group] // self.per_group
         if (rows != (numbers[:, None] * self.per_group + np.arange(self.per_group)).ravel()).any():
             raise ValueError("the rows asked for are not whole groups")
@@ -141,11 +143,12 @@ class Examples(RowSource):
 
 
 def stack_rows(items: Sequence[Mapping[str, Any]], noun: str, tokens: bool = False) -> dict[str, np.ndarray]:
-    """One array per name, from mappings with equal names. Empty columns of tokens have the type and shape of their entries.
+    """Stacks the values of mappings with equal names to one array per name.
 
     Args:
-        noun: what the mappings belong to, for errors.
-        tokens: whether the values are columns of tokens.
+        noun: the word for a value in error messages, such as "column".
+        tokens: whether the values have one entry per token. Their lengths differ, so the result is then an empty array with the type
+            and shape of an entry.
 
     Raises:
         BadInput: names or shapes differ.
@@ -170,7 +173,7 @@ def stack_rows(items: Sequence[Mapping[str, Any]], noun: str, tokens: bool = Fal
 
 
 def number_array(value: Any) -> np.ndarray:
-    """Numbers as an array; Python numbers become float32 and int32."""
+    """Converts numbers to an array. Python numbers become float32 or int32, and numpy arrays keep their type."""
     if isinstance(value, np.ndarray | np.generic):
         return np.asarray(value)
     array = np.asarray(value)
@@ -178,7 +181,7 @@ def number_array(value: Any) -> np.ndarray:
 
 
 def _axes_of(per: str, table: np.ndarray) -> str:
-    """How a field's axes are written: its own sizes after B, or after B T, as lower-case letters."""
+    """The letters of a field's axes (`Field.axes`): B or B T, then one lower-case letter for each further axis of `table`."""
     if per == "token":
         return " ".join(["B", "T", *"abcdef"[: table.ndim - 1]])
     return " ".join(["B", *"abcdef"[: table.ndim - 1]])

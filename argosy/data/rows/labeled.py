@@ -1,12 +1,11 @@
-"""Texts that are scored or embedded as a whole: converts records to tokens in their tokenizer's frame, and tokens to rows.
+"""Encodes texts that are scored or embedded as a whole, with the tokenizer's special tokens around them, and makes rows of them.
 
-Beside what every row of sequences holds (`data.rows.sequences`), a batch has for each slot
+A batch has the fields of rows of sequences (`data.rows.sequences`), and for each slot, which holds one text or pair:
 
     label     float32  [B s z]  the index of the class, 0 or 1 for each class, or the regression target
     second    float32  [B s]    the index where the second text of a pair begins; 0: there is none
 
-No token is a target: all are inputs, and the label is learned. A text that a record lacks, such as its third negative, has an empty
-slot.
+No token is a target, because only the label is learned. A text that a record lacks, such as a third negative, leaves its slot empty.
 """
 
 from collections.abc import Iterator
@@ -27,25 +26,25 @@ from argosy.data.rows.sequences import SequenceRows
 from argosy.data.sources import Document, SourceRecord
 from argosy.data.sources.labeled import COMPARED, NEGATIVES
 
-# The names of a record's values: the numbers of its label, where its second text begins, how many tokens end it, whether it has the
-# text at all, and how many tokens there are up to the end of its prompt.
+# The names of `Encoded.values`: the numbers of the label (with an index), the index where the second text begins, the number of special
+# tokens at the end, whether the record has the text, and the number of tokens up to the end of the prompt.
 LABEL, SECOND, CLOSING, PRESENT, PROMPT = "label_", "second", "closing", "present", "prompt_length"
 
 
 class LabeledEncoder(DocumentEncoder):
-    """Encodes records of texts. Its counts cover the records so far.
+    """Encodes records of labeled texts, and counts over the records so far.
 
     read: number of records.
-    unanswered: number of records without any token of a text.
-    surplus: number of negatives beyond those of a record.
-    absent: number of negatives that records lack.
+    unanswered: number of records that are left out because a text has no tokens.
+    surplus: number of negatives that are left out because records have more than `negatives`.
+    absent: number of negatives that records lack to have `negatives`.
     """
 
     counted = (*DocumentEncoder.counted, "read", "unanswered", "surplus", "absent")
 
     def __init__(self, encoding: Encoding, format: str):
         """Raises:
-        BadInput: tokens are to be learned, or a prompt is for a column that records do not have.
+        BadInput: `learn` is not `answers`, or a prompt is for a column that records of this format do not have.
         """
         if encoding.learn != "answers":
             problem = f"data.learn={encoding.learn} is for fine-tuning: of `{format}` records no token is learned"
@@ -53,11 +52,11 @@ class LabeledEncoder(DocumentEncoder):
         super().__init__(encoding)
         self.frame, self.labels = frame_of(encoding.tokenizer, encoding.bos), encoding.labels
         self.read = self.unanswered = self.surplus = self.absent = 0
-        # The texts of a record that may have fewer.
+        # The number of texts of a record that may have fewer; None: every record has all texts.
         self.most = 2 + encoding.negatives if format == NEGATIVES else None
-        # Blanks around texts that become vectors are left out, as when they are embedded.
+        # Blanks around texts that become vectors are stripped, as in inference.
         self.strips = format in COMPARED
-        # What is before each text of a record and before all further ones; and its tokens.
+        # The prompt before each text of a record, the last also before all further texts; and the tokens of each prompt.
         columns = COMPARED.get(format, ("text",))
         if unknown := [name for name in encoding.prompts if name not in columns]:
             problem = f"data.prompts.{unknown[0]}, and `{format}` records have no such text"
@@ -66,7 +65,7 @@ class LabeledEncoder(DocumentEncoder):
         self.before = [self.tokenizer.encode(text) for text in self.prompts]
 
     def encode(self, documents: list[Document]) -> Iterator[Encoded]:
-        """The encoded records in order: one text or pair each, with the texts that belong to it in `group`.
+        """Encodes records, and yields one result each, in order: the first text or pair, with the record's other texts in `group`.
 
         Raises:
             BadInput: a label is not among the classes.
@@ -94,36 +93,41 @@ class LabeledEncoder(DocumentEncoder):
             yield Encoded(each[0].tokens, values=each[0].values, group=tuple(each[1:]))
 
     def prompted(self, text: str, place: int) -> str:
-        """The text at a place in its record, after its prompt; an empty text stays empty."""
+        """The text with its prompt before it. `place` is the index of the text in its record. An empty text stays empty."""
         text = self.prompts[min(place, len(self.prompts) - 1)] + text if self.prompts and text else text
         return text.strip() if self.strips else text
 
     def shortened(self, record: SourceRecord) -> SourceRecord:
-        """A record without the texts that it has beyond those of every record."""
+        """The record without its surplus negatives, which are counted."""
         if self.most is None or len(record.others) < self.most:
             return record
         self.surplus += len(record.others) - (self.most - 1)
         return replace(record, others=record.others[: self.most - 1])
 
     def missing(self) -> Encoded:
-        """What stands in a corpus for a text that a record lacks: one token, which no row holds."""
+        """The placeholder in a corpus for a text that a record lacks: one token, which is never written to a row."""
         values = {SECOND: 0.0, CLOSING: 0.0, PRESENT: 0.0} | ({PROMPT: 0.0} if self.prompts else {})
         return Encoded(np.zeros(1, self.dtype), values=values)
 
     def skip(self, document: Document) -> None:
-        """Skips a record; only names of special tokens in its texts are counted."""
+        """Skips a record. Only names of special tokens in its texts are counted."""
         if document.record is not None:
             self._look_for_names(document.record.words, ends=True)
 
     def sequence(self, record: SourceRecord, ids: Iterator[list[int]], place: int) -> Encoded:
-        """One text or pair, with the numbers of its record, where it stands at `place`."""
+        """Encodes one text or pair, with its values.
+
+        Args:
+            ids: yields the ids of the next text.
+            place: the index of the text or pair in its record.
+        """
         text, pair = next(ids), None if record.completion is None else next(ids)
         if not text and not pair:
             return NOTHING
         tokens, second = frame_ids(self.frame, text, pair)
         values = {SECOND: float(second), CLOSING: float(len(self.frame.last))} | ({} if self.most is None else {PRESENT: 1.0})
         if self.prompts:
-            # A token may belong to the end of a prompt and the beginning of its text: it is pooled.
+            # A token that belongs to the end of a prompt and the beginning of its text is pooled.
             size = common_length(self.before[min(place, len(self.before) - 1)], text)
             values[PROMPT] = float(len(self.frame.first) + size if size else 0)
         if "label" in record.columns:
@@ -133,7 +137,7 @@ class LabeledEncoder(DocumentEncoder):
 
 
 class LabeledRows(SequenceRows):
-    """Rows of texts with their labels. A text that is cut keeps its final special tokens, as in inference."""
+    """Rows of texts with their labels. A text that is cut to the length of a row keeps its final special tokens, as in inference."""
 
     def __init__(self, corpus: Corpus, per_group: int, sequence: int, packing: str = "alone", too_long: str = "cut"):
         super().__init__(corpus, per_group, sequence, packing, too_long)
@@ -147,7 +151,7 @@ class LabeledRows(SequenceRows):
         return {"s": self.slots, "z": max(self.numbers, 1)}
 
     def learned_of(self, sizes: np.ndarray) -> np.ndarray:
-        """The number of tokens that count: all, since a text may be one token."""
+        """The number of tokens that count for keeping a text. All count, since a text may be a single token."""
         return sizes
 
     def gather(self, rows: np.ndarray) -> Batch:

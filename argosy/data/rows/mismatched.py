@@ -1,9 +1,9 @@
-"""Mismatched completions for KTO (arXiv:2402.01306): for each record, a completion of another prompt.
+"""Pairs each record with a completion of another prompt, for KTO (arXiv:2402.01306).
 
-Records of one prompt are often neighbors, and sorted files hold thousands of them in a row. So the file is read by runs of records with
-one prompt: the k-th record of a run gets the k-th completion of the next run, and the last run gets completions of the first. The file
-is read a second time, up to a run ahead of the first reading, and only the first KEPT records of each run are in memory. The pairing
-depends only on the file, not on the groups in which it is read.
+Records of one prompt are often neighbors, and sorted files hold thousands of them in a row. So the file is read in runs: consecutive
+records with the same prompt. The k-th record of a run gets the k-th completion of the next run. The last run gets completions of the
+first. The file is read a second time, one run ahead of the first reading. Only the first KEPT records of each run are in memory. The
+pairing depends only on the file, and not on the groups in which it is read.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -12,24 +12,24 @@ from typing import Any
 from argosy.core.errors import BadInput
 from argosy.data.sources import SourceRecord
 
-# Answers of a run that are kept; those of longer runs take turns.
+# Number of records that are kept of each run. Longer runs before it reuse them in turn.
 KEPT = 64
 
 
 class MismatchedRecords:
-    """Records of other prompts.
+    """Finds a record with another prompt for each record.
 
     Args:
-        records: starts to read all records from the first, every time it is called.
+        records: returns an iterable of all records from the first on, every time it is called.
     """
 
     def __init__(self, records: Callable[[], Iterable[SourceRecord]]):
         self._records = records
-        # Conversations and texts are two files in one: an answer of one kind does not fit a prompt of the other.
+        # Conversations and texts are paired separately, because an answer of one kind does not fit a prompt of the other.
         self._runs: dict[bool, _Runs] = {}
 
     def of(self, record: SourceRecord) -> SourceRecord:
-        """The record whose completion is paired with this record's prompt. Call it for every record, in the order of the file.
+        """Returns the record whose completion is paired with this record's prompt. Call it for every record, in the order of the file.
 
         Raises:
             BadInput: all records have the same prompt.
@@ -41,7 +41,10 @@ class MismatchedRecords:
 
 
 class _Runs:
-    """The runs of a file, read one ahead. beginning: the first two, of which the last run takes one that has another prompt."""
+    """The runs of a file, read one run ahead.
+
+    beginning: the first two runs. The last run is paired with the first of them that has another prompt.
+    """
 
     def __init__(self, records: Iterable[SourceRecord]):
         self.runs, self.beginning = runs_of(records), list[list[SourceRecord]]()
@@ -69,7 +72,7 @@ class _Runs:
 
 
 def runs_of(records: Iterable[SourceRecord]) -> Iterator[list[SourceRecord]]:
-    """The first records of each run of records of one prompt."""
+    """Yields the first KEPT records of each run: consecutive records with the same prompt."""
     run: list[SourceRecord] = []
     prompt: Any = None
     for record in records:

@@ -1,7 +1,7 @@
-"""Prompts of reinforcement learning: their token ids, and the columns that rewards read.
+"""Reads the prompts of reinforcement learning: their token ids, and the columns that rewards read.
 
-All records are held in memory, because their texts are small compared with the completions. They are rendered on use. Whether a record
-is held out depends only on its own text, as in a corpus.
+All records are held in memory, because their texts are small compared with the completions. A record is rendered when it is asked for.
+Whether a record is held out depends only on its own text, as in a corpus.
 """
 
 import re
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 PLACEHOLDER = re.compile(r"(?<![\\\w^{}$])\{([A-Za-z_]\w*)\}(?!\})")
-# Prompts that are rendered between two looks at the clock.
+# Number of prompts that are rendered between two looks at the clock.
 LOOKED_AT = 64
 
 
@@ -43,12 +43,12 @@ class Prompt:
     """One prompt.
 
     content: the text or the messages, as in the file.
-    tokens: the model's input, ready for a completion.
-    columns: the other columns.
-    where: file and line, for errors.
-    place: index in the order of the prompts.
-    tools: JSON schemas of functions, for the template.
-    variables: further variables of the template.
+    tokens: the token ids of the model's input. The completion follows them directly.
+    columns: the other columns of the record, by name.
+    where: the file and line of the record, for errors.
+    place: the index of the prompt in the order of the run.
+    tools: the JSON schemas of functions, for the chat template.
+    variables: further variables of the chat template.
     """
 
     content: str | Sequence[Mapping[str, Any]]
@@ -65,7 +65,11 @@ class Prompts:
     """The prompts of a file in the order of a run: epochs follow each other, each shuffled anew.
 
     records: the records; at least one.
-    names: names of all columns, in the order of their first occurrence. A record without a column has None there.
+    encoding: the tokenizer and its settings.
+    order: maps an index in the run to the number of a record.
+    fingerprint: what identifies the prompts and their order.
+    source: the name of the source.
+    names: the names of all columns, in the order of their first occurrence. A record without a column has None as its value.
     """
 
     records: Sequence[SourceRecord]
@@ -73,9 +77,9 @@ class Prompts:
     order: Order | MixedOrder
     fingerprint: Fingerprint
     source: str = ""
-    # Places of the order before it ends; None: it does not.
+    # The number of prompts after which the order ends; None: it does not end.
     most: int | None = None
-    # Tools that every prompt of messages is shown, an environment's; a record's own are an error beside them.
+    # The tools of an environment, which every prompt of messages gets. A record may then have no tools.
     tools: Sequence[Mapping[str, Any]] | None = None
     names: tuple[str, ...] = field(init=False)
 
@@ -90,7 +94,7 @@ class Prompts:
         return len(self.records)
 
     def __call__(self, first: int, count: int) -> list[Prompt]:
-        """The `count` prompts from index `first` on; fewer at the end of the order.
+        """Returns `count` prompts from index `first` on, or fewer at the end of the order.
 
         Raises:
             BadInput: a template refuses a prompt, or there is no template; the message names the record.
@@ -102,8 +106,8 @@ class Prompts:
 
     @cached_property
     def special_names(self) -> dict[str, int]:
-        """Names of special tokens that are plain text in prompts, with the number of prompts in which each occurs first. Such prompts
-        were rendered by a chat template elsewhere. Empty for prompts of messages.
+        """Names of special tokens that occur in text prompts and are encoded as ordinary text. The value is the number of prompts in
+        which the name is the first such name. Such prompts were probably rendered by a chat template elsewhere.
         """
         counts: dict[str, int] = {}
         pattern = self.tokenizer.special_names
@@ -116,7 +120,7 @@ class Prompts:
 
     @cached_property
     def ignored(self) -> tuple[str, ...]:
-        """Fields of messages that their template does not write, as in fine-tuning."""
+        """Names of fields of messages and records that the chat template does not write."""
         names: dict[str, None] = {}
         for record in self.records if self.templates else ():
             if record.messages is None:
@@ -137,8 +141,8 @@ class Prompts:
 
     @cached_property
     def placeholders(self) -> tuple[str, ...]:
-        """Names in braces, such as `{question}`, that occur in every prompt and are never filled in. In a file of one prompt, only
-        names of columns count. Braces after a letter, `\\`, `_` or `^` are LaTeX or code.
+        """Names in braces, such as `{question}`, that occur in every prompt, and that nothing fills in. In a file of one prompt, only
+        names of columns count. Braces after a letter, `\\`, `_` or `^` are ignored, because they are LaTeX or code.
         """
         common: set[str] | None = None
         for record in self.records:
@@ -150,7 +154,11 @@ class Prompts:
         return tuple(sorted(name for name in common or () if len(self.records) > 1 or name in self.names))
 
     def rendered(self, record: SourceRecord) -> Prompt:
-        """One record as a prompt, with all columns."""
+        """Renders and encodes one record. The prompt has all columns of the file.
+
+        Raises:
+            BadInput: the prompt is empty, there is no chat template, or the template refuses the messages.
+        """
         columns = {name: record.columns.get(name) for name in self.names}
         if record.messages is None:
             text = record.prompt or ""
@@ -174,10 +182,10 @@ class Prompts:
         return Prompt(record.messages, ids, columns, record.where, tools=tools, variables=record.variables)
 
     def text_of(self, messages: Sequence[Mapping[str, Any]], tools: Any, variables: Mapping[str, Any]) -> str:
-        """A conversation as text, ready for a completion.
+        """Renders a conversation as text that ends where the model's answer begins.
 
         Raises:
-            BadInput: the template refuses it.
+            BadInput: the template refuses the conversation.
         """
         template = self.template_for(tools)
         options: dict[str, Any] = {"tools": tools, "add_generation_prompt": True, "now": CLOCK}
@@ -190,12 +198,12 @@ class Prompts:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Lengths of prompts, measured before a run.
+    """Counts of prompts that are too long, measured before a run.
 
-    longest: limit in tokens.
+    longest: the largest allowed length of a prompt, in tokens.
     all: number of prompts.
     looked: number of prompts that were measured.
-    long: number of those that exceed the limit.
+    long: number of measured prompts that are longer than `longest`.
     """
 
     longest: int
@@ -214,12 +222,12 @@ class Lengths:
 
 
 def lengths_of(prompts: Callable[[int, int], Sequence[Any]], count: int, longest: int, within_s: float) -> Lengths:
-    """Measures prompts in their order, for a limited time: they are rendered on use, and a file may have millions.
+    """Measures prompts in order, for a limited time. Prompts are rendered when they are asked for, and a file may have millions.
 
     Args:
-        prompts: (first, count) -> the items at these indices; items without tokens are skipped.
+        prompts: (first, count) -> the items at these indices. An item without tokens has length 0.
         count: number of prompts.
-        longest: limit in tokens.
+        longest: the largest allowed length of a prompt, in tokens.
         within_s: time limit in seconds.
 
     Raises:
@@ -238,10 +246,11 @@ def lengths_of(prompts: Callable[[int, int], Sequence[Any]], count: int, longest
 
 
 def prompts_of(settings: DataSettings, tokenizer: "Tokenizer", seed: int) -> tuple[Prompts, Prompts | None]:
-    """The prompts for training, in the order of a run, and the held-out ones in the order of the file; None if none are held out.
+    """Reads all records. Returns the prompts for training, in the order of a run, and the held-out prompts, in the order of the file
+    (None: no prompts are held out).
 
     Raises:
-        BadInput: there is no file, there are no records, one has no prompt, or settings do not apply to prompts.
+        BadInput: there is no file, there are no records, a record has no prompt, or settings do not apply to prompts.
     """
     check_prompt_settings(settings)
     if isinstance(settings.source, list):
@@ -274,7 +283,7 @@ def prompts_of(settings: DataSettings, tokenizer: "Tokenizer", seed: int) -> tup
     order, held_out_order = Order(len(records), seed if settings.shuffle else None), Order(len(others), None, repeats=False)
     places = len(records)
     if isinstance(settings.source, list):
-        # How many prompts a step takes is the rollout's business, so their places at a step are not known here.
+        # The rollout decides how many prompts a step takes, so the prompts of a step are not known here.
         if any(isinstance(mixed.weight, dict) for mixed in settings.source):
             problem = "weights by step are for rows of data, not for prompts"
             raise BadInput(problem, where="data.source", hint="give each file one weight")
@@ -287,15 +296,15 @@ def prompts_of(settings: DataSettings, tokenizer: "Tokenizer", seed: int) -> tup
     return Prompts(records, encoding, order, fingerprint, settings.source_name, most), held_out
 
 
-# Settings that say something about rows of given tokens, with their defaults.
+# Names of settings that apply only to rows of given answers.
 OF_ROWS = ("packing", "too_long", "online", "learn")
 
 
 def check_prompt_settings(settings: DataSettings) -> None:
-    """Checks that no setting would be ignored.
+    """Checks that no setting is set that would be ignored.
 
     Raises:
-        BadInput: a setting would be.
+        BadInput: such a setting is not at its default.
     """
     if settings.format not in ("auto", PROMPT):
         problem = f"data.format={settings.format}, and reinforcement learning reads prompts"

@@ -1,12 +1,12 @@
-"""Sequences that are compared or labeled: preference pairs, completions labeled good or bad, completions in steps. Converts records to
-tokens, and tokens to rows.
+"""Encodes sequences that are compared or labeled, and makes rows of them: preference pairs, completions labeled good or bad, and
+completions in steps.
 
-A preference record gives two sequences: chosen and rejected. A KTO record gives two: its own, and its prompt with the completion of
-another prompt. The sequences of a record form a group, which is kept or dropped as a whole. Each includes the prompt, because its
-log-probability depends on it; all encode the prompt in the same way, as in inference.
+A preference record has two sequences: chosen and rejected. A KTO record has two: its own, and its prompt with the completion of another
+prompt. The sequences of a record form a group, which is kept or dropped as a whole. Each sequence includes the prompt, because the
+log-probability of a completion depends on it. All encode the prompt in the same way, as in inference.
 
-Rows hold one sequence each, or several by best fit (`data.packing=fit`), where the first rows of groups hold their first sequences and
-the second rows their second ones, in the same order: slot k of a row belongs to slot k of the next. Nothing here knows losses.
+A row holds one sequence, or several sequences by best fit (`data.packing=fit`). Groups of per_group rows belong together: row j holds
+sequence j of each of its records, and all rows of the group hold the same records in the same slots. Nothing here knows losses.
 """
 
 from collections.abc import Iterable, Iterator
@@ -27,14 +27,14 @@ from argosy.data.sources import Document, Source, SourceRecord
 
 
 class SequenceEncoder(ConversationEncoder):
-    """Encodes records of sequences. Its counts cover the records so far.
+    """Encodes records of sequences, and counts over the records so far.
 
     read, endless: as in `ConversationEncoder`.
-    unanswered: number of records with a sequence of which no token is learned.
-    identical: number of pairs whose completions are equal.
+    unanswered: number of records that are left out because in one of their sequences no token is learned.
+    identical: number of pairs that are left out because their completions are equal.
     """
 
-    # Completions of other prompts are read ahead.
+    # Completions of other prompts are read ahead, which `state` does not store.
     resumes = False
 
     def __init__(
@@ -43,11 +43,12 @@ class SequenceEncoder(ConversationEncoder):
         format: str,
         source: Source | None = None,
     ):
-        """source: the documents' source, from which KTO takes completions of other prompts; None: from documents that are encoded
-            together.
+        """Args:
+            source: the source of the documents, from which KTO takes completions of other prompts; None: they are taken from the
+                documents of the same call of `encode`.
 
         Raises:
-            BadInput: as ConversationEncoder; or prompts are to be learned.
+            BadInput: as in `ConversationEncoder`, or `learn` is not `answers`.
         """
         if encoding.learn != "answers":
             problem = f"data.learn={encoding.learn} is for fine-tuning: of `{format}` records only the answers count"
@@ -57,11 +58,11 @@ class SequenceEncoder(ConversationEncoder):
         self.others = None if source is None else MismatchedRecords(lambda: records_of(source.documents()))
 
     def encode(self, documents: list[Document]) -> Iterator[Encoded]:
-        """The encoded records in order: the first sequence of each, with the others in its `group`; empty for a record that is left
-        out.
+        """Encodes records, and yields one result each, in order: the first sequence, with the other sequences in `group`. The result
+        is empty for a record that is left out.
 
         Raises:
-            BadInput: as in `ConversationEncoder`; or all KTO records have the same prompt.
+            BadInput: as in `ConversationEncoder`, or all KTO records have the same prompt.
         """
         records = list(records_of(documents))
         others = self.others or MismatchedRecords(lambda: records)
@@ -99,7 +100,7 @@ class SequenceEncoder(ConversationEncoder):
             self.others.of(document.record)
 
     def rows_of(self, record: SourceRecord, mismatched: MismatchedRecords) -> list[SourceRecord]:
-        """The sequences of a record; none if its completions are equal."""
+        """The sequences of a record, each as a record; empty if the completions are equal."""
         if self.format == "kto":
             return [record, answered_by(record, mismatched.of(record))]
         others = list(record.others)
@@ -110,8 +111,8 @@ class SequenceEncoder(ConversationEncoder):
         return super().completion(record) if not record.steps else self.in_steps(record)
 
     def in_steps(self, record: SourceRecord) -> tuple[list[int], list[bool]]:
-        """The tokens of a prompt and its steps, and whether each token is the last of a step. Steps are encoded separately, so that a
-        step's tokens do not depend on later steps.
+        """Encodes a prompt and its steps. Returns the token ids, and for each token whether it is the last one of a step. Steps are
+        encoded separately, so that the tokens of a step do not depend on later steps.
         """
         text, cuts = record.prompt or "", []
         for step, _ in record.steps:
@@ -125,7 +126,7 @@ class SequenceEncoder(ConversationEncoder):
         return ids, mask
 
     def sequence(self, record: SourceRecord, content: Any) -> Encoded:
-        """One encoded sequence, with its learned tokens."""
+        """Makes one sequence from encoded content: adds the special tokens and the weight of each token."""
         if not record.steps:
             return self.finished(content, self.is_chat(record))
         encoded, right = self.finished(content, False, ends=False), np.zeros(0, np.float32)
@@ -149,16 +150,17 @@ def answered_by(record: SourceRecord, other: SourceRecord) -> SourceRecord:
 
 
 class SequenceRows:
-    """Rows of `sequence` positions with whole sequences. Beside the fields of language modeling, a batch has for each slot of a row
+    """Rows of `sequence` positions with whole sequences. A row has s slots, each for one sequence. A batch has the fields of language
+    modeling, the columns of the corpus for each token, and for each slot:
 
-        live       float32  [B s]  1 where there is a sequence
-        document   int32    [B s]  the sequence's number in the corpus
-        and the values of records by name, float32 [B s]
+        live       float32  [B s]  1 if the slot holds a sequence, else 0
+        document   int32    [B s]  the number of the sequence in the corpus; -1 in an empty slot
+        NAME       float32  [B s]  the values of records, by name
 
-    and the columns of the corpus for each token. All tokens of a sequence are inputs, the last one without a target.
+    All tokens of a sequence are inputs. The last token has no target.
 
     dropped: number of groups that are left out because a sequence is longer than a row.
-    cut: number of groups with a sequence that was cut, at the end or at the beginning of the prompt.
+    cut: number of groups in which a sequence was cut, at its end or at the beginning of the prompt.
     unlearned: number of groups that are left out because no completion token is within the row.
     """
 
@@ -176,11 +178,11 @@ class SequenceRows:
             problem = f"{long.sum():,} of {plural(len(long), 'record')} {are} longer than a row of {sequence:,} tokens"
             where = f"the longest sequence has {sizes.max():,} tokens (data.too_long=error)"
             raise BadInput(problem, where=where, hint="raise `data.sequence`, or set `data.too_long=cut_prompt`, `cut` or `drop`")
-        # [groups] tokens that are left out at the beginning of each sequence.
+        # [groups] the number of tokens that are left out at the beginning of each sequence of a group.
         self.skipped = np.zeros(len(sizes), np.int64)
         fits = ~long if too_long == "drop" else np.ones(len(long), bool)
         if too_long == "cut_prompt":
-            # The same of both, so that they stay answers to one prompt, of which at least one token is left.
+            # All sequences of a group lose as many tokens, so that they keep the same prompt. At least one token of it is left.
             more = np.maximum(sizes.max(1) - sequence, 0)
             fits = ~long | (more < self.prompts(sizes).min(1))
             self.skipped = np.where(fits, more, 0)
@@ -190,7 +192,7 @@ class SequenceRows:
         self.dropped = int((~fits).sum())
         self.unlearned = int((fits & ~learns).sum())
         self.cut = int((fits & learns & long).sum())
-        # [groups kept] numbers of groups, and the tokens of each sequence.
+        # [groups kept] the numbers of the groups; [groups, per_group] the number of tokens of each sequence.
         self.groups, self.sizes = np.flatnonzero(fits & learns), sizes
         needed = sizes[self.groups].max(1, initial=0)
         row_of = best_fit_decreasing(needed, sequence) if packing == "fit" else np.arange(len(needed))
@@ -204,18 +206,18 @@ class SequenceRows:
 
     @property
     def counts(self) -> PackCounts:
-        """The effect of packing on groups, and the numbers of targets."""
+        """Counts of what packing did to groups, and the number of targets."""
         sizes = self.sizes[self.groups]
         learned = int(self.learned_of(self.sizes)[self.groups].sum())
         return PackCounts(self.cut, self.dropped, self.unlearned, 0, int((sizes - 1).sum()), learned)
 
     @property
     def own_sizes(self) -> dict[str, int]:
-        """The sizes of axes that belong to its own fields, by letter."""
+        """The sizes of the axes that belong to single fields, by letter."""
         return {"s": self.slots}
 
     def learned_of(self, sizes: np.ndarray) -> np.ndarray:
-        """The number of targets of each sequence that count, if this many of its tokens are kept."""
+        """The number of targets of each sequence that count in the loss, if `sizes` tokens are kept; both [groups, per_group]."""
         begin = self.corpus.starts[:-1].reshape(sizes.shape) + self.skipped[:, None]
         if self.corpus.weights is None:
             return np.maximum(sizes - 1, 0)
@@ -223,7 +225,7 @@ class SequenceRows:
         return edges[begin + sizes] - edges[np.minimum(begin + 1, begin + sizes)]
 
     def prompts(self, sizes: np.ndarray) -> np.ndarray:
-        """The number of tokens of each sequence before its completion."""
+        """The number of tokens of each sequence before its completion, [groups, per_group]."""
         begin, weights = self.corpus.starts[:-1], self.corpus.weights
         if weights is None:
             return np.zeros_like(sizes)
@@ -248,7 +250,15 @@ class SequenceRows:
         return batch
 
     def write(self, batch: Batch, row: int, at: int, slot: int, group: int, place: int) -> int:
-        """Writes a sequence into a slot. Returns the number of positions it takes."""
+        """Writes a sequence into a batch, in place. Returns the number of positions that it takes.
+
+        Args:
+            row: the row of the batch.
+            at: the first position in the row.
+            slot: the slot in the row.
+            group: the number of the group.
+            place: the index of the sequence in its group.
+        """
         document, corpus = group * self.per_group + place, self.corpus
         begin, size = int(corpus.starts[document] + self.skipped[group]), int(self.sizes[group, place])
         tokens = corpus.tokens[begin : begin + size]
