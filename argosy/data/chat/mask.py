@@ -83,8 +83,8 @@ def encode_with_mask(
 ) -> Ids:
     """Encodes a conversation. Returns the ids, and for each id whether it belongs to the words of an assistant or ends its turn.
 
-    The ids are those of the whole text, except at the beginning of an answer. The text is cut there, as in inference, if one token would
-    span the end of the prompt and the beginning of the answer, or if the answer changes the tokens of the prompt before it.
+    The ids are those of the whole text, except at the beginning of an answer. The text is cut there, as in inference, if one token
+    would span the end of the prompt and the beginning of the answer, or if the answer changes the tokens of the prompt before it.
 
     Args:
         template: the name of one of the tokenizer's templates, as in `choose_template`.
@@ -260,7 +260,7 @@ def render_with_mask(
     now: datetime | None = None,
     **extra: Any,
 ) -> tuple[str, list[Span]]:
-    """Renders a conversation. Returns the text, and the spans of characters that an assistant wrote: half-open, one per turn, none empty.
+    """Renders a conversation. Returns the text, and the spans of characters that an assistant wrote: half-open, one per non-empty turn.
 
     Args:
         ends: the texts of special tokens. A turn ends after its last special token. Blanks after that belong to the template.
@@ -375,8 +375,8 @@ class Renders:
             raise self.unclear(place) from None
 
     def common_start(self, place: int, prompt: str) -> int:
-        """The position where the turn begins, found by comparing the prompt with a render in which the words are replaced. The prompt may
-        contain text that the template drops from earlier turns.
+        """The position where the turn begins, found by comparing the prompt with a render in which the words are replaced. The prompt
+        may contain text that the template drops from earlier turns.
         """
         other, before = self.with_other_words(place), self.of(place)
         start = common_length(prompt, other)
@@ -391,8 +391,8 @@ class Renders:
         """The position where a turn begins if the text before it cannot be rendered alone: an assistant begins the conversation, or the
         template refuses the messages before the turn.
 
-        The turn begins after its header, the text that opens the reply to a question. The last occurrence of the header before the words
-        is used, as far as it matches, because some templates open a thought there that they drop from earlier turns.
+        The turn begins after its header, the text that opens the reply to a question. The last occurrence of the header before the
+        words is used, as far as it matches, because some templates open a thought there that they drop from earlier turns.
         """
         words = common_length(self.whole, self.with_other_words(place))
         question, header = self.generation_prompt(place)
@@ -416,8 +416,8 @@ class Renders:
         return prefix, opened[len(prefix) :]
 
     def same_stop(self, start: int, through: str, ends: Collection[str]) -> int | None:
-        """The end of the turn, found by the special token that ends it when it is the last turn: the position after the first such token
-        in the whole text. None if the turn's text differs between the two renders.
+        """The end of the turn, found by the special token that ends it when it is the last turn: the position after the first such
+        token in the whole text. None if the turn's text differs between the two renders.
 
         Args:
             start: the beginning of the turn.

@@ -271,7 +271,8 @@ class Child:
             process.end()
 
     def forget(self) -> None:
-        """Drops the rendering process without ending it. Called in a forked process, since the rendering process belongs to the parent."""
+        """Drops the rendering process without ending it. A forked process calls this, because the rendering process belongs to its
+        parent."""
         process, self._process, self._lock, self.turn = self._process, None, Lock(), Lock()
         if process is not None:
             process.forget()

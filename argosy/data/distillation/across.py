@@ -3,8 +3,8 @@ that stand for the same bytes.
 
 A document is cut at the student's special tokens. The teacher's tokenizer encodes the text between them. Tokens of both are joined into
 the smallest groups that end at the same byte in both. A special token is grouped with the teacher's special token of the same role
-(beginning, end), or with the teacher's tokens for its name. Some tokenizers do not reproduce a text (unknown characters, joined spaces).
-Then only the text before the first difference and after the last one is aligned.
+(beginning, end), or with the teacher's tokens for its name. Some tokenizers do not reproduce a text (unknown characters, joined
+spaces). Then only the text before the first difference and after the last one is aligned.
 
 These fields are added to those of language modeling. A row has room for U tokens of the teacher:
 

@@ -1,1 +1,1 @@
-"""Images as data: where they come from, and how each becomes a row of a batch."""
+"""Image data: sources of images, and the rows of batches that are made of them."""

@@ -1,13 +1,13 @@
-"""Arrays of images: a NumPy file (`.npz`) with `images` and, where there are any, `labels`, `captions` and `class_names`.
+"""Reads images from a NumPy file (`.npz`). Only `images` is required.
 
-    images       [N H W], or [N H W C] with 1, 3 or 4 channels: whole numbers up to `data.image.white`, or floats
-    labels       [N] whole numbers from 0
-    captions     [N] texts
-    class_names  [classes] texts
+    images               [N H W], or [N H W C] with 1, 3 or 4 channels: numbers from 0 (black) to `data.image.white`
+    labels               [N] integers from 0
+    captions             [N] texts
+    class_names          [classes] texts
     conditioning_images  [N H W 3] control images of edges, depths or poses, for ControlNets
 
-Columns of other names are given by `data.columns`: `data.columns.images=train_images`. A file with `train_images` and `test_images`
-(and labels) has its own held-out images: the test ones.
+`data.columns` renames arrays: `data.columns.images=train_images`. If a file has `train_images` and `test_images` (and labels of both),
+the test images are held out.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from argosy.data.settings import DataSettings
 
 COLUMNS = ("images", "labels", "captions", "class_names", "conditioning_images")
-# Images of which no pixel reaches this share of white were probably meant for another white.
+# If no pixel of all images reaches this share of white, `data.image.white` is probably wrong.
 DARK = 1 / 8
 
 
@@ -73,10 +73,10 @@ class ImageArrays(ImageSource):
         return [self._table(arrays, prefix) for prefix in self.prefixes]
 
     def _arrays(self, is_read: Callable[[str], bool]) -> dict[str, np.ndarray]:
-        """The arrays of the file whose names are read.
+        """Reads the arrays whose names pass `is_read`.
 
         Raises:
-            BadInput: the file holds none.
+            BadInput: the file is no NumPy file of arrays.
         """
         try:
             with np.load(self.path, allow_pickle=False) as file:
@@ -145,7 +145,7 @@ class ImageArrays(ImageSource):
         )
 
     def _check_values(self, images: np.ndarray, white: float) -> None:
-        """Raises BadInput for numbers that are no image: NaN, infinite, below black or above white."""
+        """Raises BadInput if some numbers are not finite, below 0 or above white, or if all images are nearly black."""
         low, high = float(images.min()), float(images.max())
         if not np.isfinite([low, high]).all():
             row = int(np.flatnonzero(~np.isfinite(images.reshape(len(images), -1)).all(1))[0])

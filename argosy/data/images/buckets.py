@@ -1,14 +1,15 @@
-"""Aspect-ratio buckets: images fall into the size whose ratio is nearest to theirs, and a batch is of one size.
+"""Aspect-ratio buckets: each image goes to the size with the nearest aspect ratio, and all images of a batch have one size.
 
-The sizes are those of kohya's sd-scripts, after NovelAI's "Aspect ratio bucketing" (2022): sides are multiples of a step, between half
-and twice the side of the square, and a height is the largest whose area does not exceed the square's. Ratios are compared by their
-logarithms, so that wide and high images are treated alike.
+The sizes are those of kohya's sd-scripts, after NovelAI's "Aspect ratio bucketing" (2022). Sides are multiples of a step, between half
+and twice the side of the square. For each width, the height is the largest with which the area does not exceed that of the square.
+Ratios are compared by their logarithms, so that wide and high images are treated alike.
 
-    batch n of the run  ->  (bucket b, batch k of that bucket)  ->  places k B to k B + B of the bucket's own epochs
+    batch n of the run  ->  (bucket b, batch k of that bucket)  ->  indices k B to k B + B in the bucket's own sequence of epochs
 
-Buckets take turns by the number of their images: in as many batches as there are images, bucket b has as many as it has images, evenly
-spread. So each image is seen equally often in the long run, none is dropped, and an image waits until its bucket's next batch. A bucket
-with fewer images than a batch fills it with its next epoch. All follows from the number of the batch, so the position is one number.
+The buckets alternate. In a cycle of as many batches as there are images, each bucket has as many batches as it has images, evenly
+spread. So in the long run all images are read equally often, and none is dropped. An image waits for the next batch of its bucket. A
+bucket with fewer images than a batch fills the batch with images of its next epoch. Everything follows from the number of the batch, so
+the position is one number.
 """
 
 import math
@@ -25,12 +26,12 @@ from argosy.data.summary import MixedPart
 
 
 def bucket_sizes(size: int, step: int, shortest: int | None = None, longest: int | None = None) -> list[tuple[int, int]]:
-    """Heights and widths of buckets whose area is at most that of a square with this side, in order.
+    """The (height, width) of each bucket in pixels, sorted. Areas are at most that of a square with the side `size`.
 
     Args:
-        size: side of the square, in pixels.
-        step: divides each side.
-        shortest, longest: of a side; None: half and twice the size.
+        size: the side of the square, in pixels.
+        step: the step between sides, in pixels. All sides are multiples of it.
+        shortest, longest: the limits of a side, in pixels; None: half of `size`, and twice `size`.
     """
     shortest = -(-(shortest or size // 2) // step) * step
     longest = (longest or 2 * size) // step * step
@@ -44,26 +45,26 @@ def bucket_sizes(size: int, step: int, shortest: int | None = None, longest: int
 
 
 def nearest_bucket(height: int, width: int, sizes: Sequence[tuple[int, int]]) -> int:
-    """The number of the size whose ratio is nearest to that of an image."""
+    """The index in `sizes` of the size whose aspect ratio is nearest to that of an image."""
     ratio = math.log(height / width)
     return min(range(len(sizes)), key=lambda i: abs(math.log(sizes[i][0] / sizes[i][1]) - ratio))
 
 
 class BucketOrder:
-    """Maps places to rows, where rows of a bucket follow those of the bucket before. A place past the end of a bucket in an evaluation
-    is -1 - r, r a row of the same bucket.
+    """Maps places, the indices in the sequence of all rows of a run, to row numbers in a table in which the buckets follow each other.
 
     Args:
-        counts: images of each bucket.
-        batch: rows of a batch.
-        seed: of the order; None: images come in the order of the source.
-        repeats: False for an evaluation: each image comes once, and the last batch of a bucket is filled up.
+        counts: the number of images in each bucket.
+        batch: the number of rows in a batch.
+        seed: the random seed of the order; None: images come in the order of the source.
+        repeats: whether epochs follow each other. If not, as in an evaluation, each image comes once, and padding of the last batch of a
+            bucket is -1 - r, where r is a row of the bucket.
     """
 
     def __init__(self, counts: Sequence[int], batch: int, seed: int | None, *, repeats: bool = True):
         self.counts, self.batch, self.seed, self.repeats = np.asarray(counts, np.int64), batch, seed, repeats
         self.offsets = np.cumsum(self.counts) - self.counts
-        # Batches of each bucket before the schedule begins anew.
+        # The number of batches of each bucket in a cycle of the schedule.
         self.turns = self.counts if repeats else -(-self.counts // batch)
         seeds = [None if seed is None else named_seed(seed, f"bucket {b}") for b in range(len(self.counts))]
         self.orders = [Order(count, bucket_seed) for count, bucket_seed in zip(self.counts.tolist(), seeds)]
@@ -71,18 +72,18 @@ class BucketOrder:
 
     @property
     def batches(self) -> int:
-        """Batches of the schedule: those of one evaluation."""
+        """The number of batches in a cycle of the schedule, which is one evaluation if `repeats` is False."""
         return int(self.turns.sum())
 
     def turn(self, batch: int) -> tuple[int, int]:
-        """The bucket of a batch, and the number of the batch among those of its bucket."""
+        """The bucket of a batch, and the number of the batch among the batches of that bucket."""
         cycle, at = divmod(batch, self.batches)
         buckets, numbers = self._cycle(cycle)
         bucket = int(buckets[at])
         return bucket, cycle * int(self.turns[bucket]) + int(numbers[at])
 
     def _cycle(self, cycle: int) -> tuple[np.ndarray, np.ndarray]:
-        """The bucket of each batch of a cycle, and its number within the cycle."""
+        """For each batch of a cycle, its bucket, and its number among the batches of that bucket in the cycle."""
         if self._schedule is None or self._schedule[0] != cycle:
             bucket = np.repeat(np.arange(len(self.turns)), self.turns)
             number = np.arange(len(bucket)) - np.repeat(np.cumsum(self.turns) - self.turns, self.turns)
@@ -95,7 +96,7 @@ class BucketOrder:
         return self._schedule[1:]
 
     def __call__(self, places: np.ndarray) -> np.ndarray:
-        """The rows at some places; both int64 [B]."""
+        """The row numbers, int64 [B], at the places, int64 [B]."""
         rows = np.zeros(len(places), np.int64)
         batches = places // self.batch
         for batch in np.unique(batches).tolist():
@@ -110,21 +111,21 @@ class BucketOrder:
         return rows
 
     def draws(self, batches: int) -> np.ndarray:
-        """How many rows of each bucket the first batches of a run hold, int64 [buckets]."""
+        """The number of rows of each bucket in the first `batches` batches of a run, int64 [buckets]."""
         cycles, within = divmod(batches, self.batches)
         buckets, _ = self._cycle(cycles)
         return self.batch * (cycles * self.turns + np.bincount(buckets[:within], minlength=len(self.turns)))
 
 
 class BucketRows:
-    """The rows of several buckets, those of each after those of the one before. Rows that are gathered together are of one bucket."""
+    """The rows of several buckets, which follow each other. The rows of one call of `gather` must be of one bucket."""
 
     per_group = 1
     reads_places = True
     tokens_per_row = 1
 
     def __init__(self, buckets: Sequence[Any]):
-        """buckets: rows of one size each."""
+        """buckets: the tables of rows, each with images of one size."""
         self.buckets = list(buckets)
         self.fields: Fields = buckets[0].fields
         self.ends = np.cumsum([len(rows) for rows in buckets])
@@ -134,17 +135,17 @@ class BucketRows:
 
     @property
     def counts(self) -> list[int]:
-        """Images of each bucket."""
+        """The number of images in each bucket."""
         return [len(rows) for rows in self.buckets]
 
     @property
     def bucket_axes(self) -> list[dict[str, int]]:
-        """The sizes of each bucket's rows, by the letters of their fields; the largest bucket is first."""
+        """The sizes of axes in each bucket, by letter. The bucket with the largest images is first."""
         return sorted((dict(rows.own_sizes) for rows in self.buckets), key=lambda axes: (-axes["h"] * axes["w"], axes["h"]))
 
     @property
     def own_sizes(self) -> dict[str, int]:
-        """The sizes of the largest bucket."""
+        """The sizes of axes in the bucket with the largest images, by letter."""
         return self.bucket_axes[0]
 
     @property
@@ -159,10 +160,10 @@ class BucketRows:
         return self.buckets[number].gather(rows - first, places)
 
     def parts(self, draws: np.ndarray | None) -> tuple[MixedPart, ...]:
-        """The buckets in numbers.
+        """The size and the epochs of each bucket, for a summary.
 
         Args:
-            draws: rows of each bucket in the run; None: unknown.
+            draws: the number of rows of each bucket in the run; None: unknown.
         """
         names = ["{} x {}".format(*rows.table.size) for rows in self.buckets]
         epochs = [None] * len(names) if draws is None else (draws / np.array(self.counts)).tolist()

@@ -1,23 +1,27 @@
-"""Images and captions as frozen models read them: latents of an autoencoder, states of text encoders. Computed once, then mapped.
+"""Encodes images and captions with frozen models: latents of an autoencoder, and hidden states of text encoders. They are computed
+once, stored on disk, and mapped.
 
-    FOLDER/SPLIT/manifest.json    shapes and types, and how many rows of each array are there
-    FOLDER/SPLIT/latents.npy      [N F h w C]  of each image, and of its mirror image where images are mirrored (F = 2)
-    FOLDER/SPLIT/controls.npy     [N F h w C]  the same of control images, for ControlNets that read their latents
-    FOLDER/SPLIT/text.npy         [U S E]      of each distinct caption; the first is the empty one
-    FOLDER/SPLIT/text_mask.npy    [U S]        1 for tokens of the caption, 0 for padding that models leave out
-    FOLDER/SPLIT/pooled.npy       [U O]
+    FOLDER/SPLIT/manifest.json    the number of rows that are stored of each kind of array
+    FOLDER/SPLIT/latents.npy      [N F h w C]  the latents of each image and, if images are mirrored (F = 2), of its mirror image
+    FOLDER/SPLIT/controls.npy     [N F h w C]  the latents of control images, for ControlNets that read latents
+    FOLDER/SPLIT/text.npy         [U S E]      the hidden states of each distinct caption; the first is the empty caption
+    FOLDER/SPLIT/text_mask.npy    [U S]        the attention mask of each caption
+    FOLDER/SPLIT/pooled.npy       [U O]        the pooled vector of each caption
 
-SPLIT is `train` or `held_out`, with the size of each bucket where there are buckets.
+SPLIT is `train` or `held_out`, followed by the size of images if there are buckets.
 
-The folder's name is a hash of what decides the numbers: the images and their settings, the weights of the encoders, and the precision.
-Runs with equal ones share it, and a run that is killed while it fills the folder goes on where it was.
+The name of the folder is a hash of everything that decides the numbers: the images and their settings, the weights of the encoders, and
+the precision. Runs for which these are equal share a folder. A run that is killed while it fills the folder is continued by the next.
 
-    images   float32  [B h w c]  latents, or images where there is no autoencoder
-    text     float32  [B s e]    states of the caption; of the empty caption for a share of the rows (`dropout`)
-    text_mask int32   [B s]      its tokens that the model reads
-    pooled   float32  [B o]      the caption as one vector
-    labels   int32    [B]        the class, where there are classes
-    control  float32  [B y x k]  the control image, or its latents, where there are any
+A batch has these fields:
+
+    images     float32  [B h w c]  latents, or images if there is no autoencoder
+    text       float32  [B s e]    hidden states of the caption, or of the empty caption for a share of the rows (`dropout`)
+    text_mask  int32    [B s]      attention mask of the caption
+    pooled     float32  [B o]      the pooled vector of the caption
+    labels     int32    [B]        the class, if there are classes
+    control    float32  [B y x k]  the control image or its latents, if there are any
+    prompts    int32    [B n t]    token ids of a prompt for n text encoders, if `prompts` is given
 """
 
 import hashlib
@@ -39,7 +43,7 @@ from argosy.data.images.buckets import BucketRows
 from argosy.data.images.table import ImageRows, ImageSource, ImageTable, check_images
 from argosy.data.sources import RowSource
 
-# What encoders make of captions.
+# The fields that text encoders make of captions.
 CAPTION_FIELDS = {
     "text": Field("B s e", np.float32, "row"),
     "text_mask": Field("B s", np.int32, "row"),
@@ -47,23 +51,23 @@ CAPTION_FIELDS = {
 }
 PROMPTS = Field("B n t", np.int32, "row")
 MANIFEST = "manifest.json"
-# Images that are encoded at once, and texts.
+# The numbers of images and of texts that are encoded in one batch.
 IMAGES_AT_ONCE, TEXTS_AT_ONCE = 8, 16
-# Random numbers of a row are below this.
+# The random numbers of a row are integers below this.
 WIDTH = 2.0**64
 
 
 class FrozenEncoders(Protocol):
-    """The models that images and captions go through. They are loaded when something is missing in the cache."""
+    """The frozen models that encode images and captions. They are loaded only if something is missing in the cache."""
 
     @property
     def identity(self) -> str:
-        """What decides the numbers: a hash of weights, settings and precision."""
+        """A hash of what decides the results: weights, settings and precision."""
         ...
 
     @property
     def space(self) -> Any:
-        """What the autoencoder asks of images (`ImageSpace`); None: there is none."""
+        """The requirements of the autoencoder on images (`ImageSpace`); None: there is no autoencoder."""
         ...
 
     @property
@@ -77,29 +81,29 @@ class FrozenEncoders(Protocol):
         ...
 
     def latents(self, images: np.ndarray) -> np.ndarray:
-        """Latents [B h w C] of images [B H W c] in -1..1."""
+        """Encodes images [B H W c], from -1 (black) to 1 (white), to latents [B h w C]."""
         ...
 
     def control_latents(self, images: np.ndarray) -> np.ndarray:
-        """Latents [B h w C] of control images [B H W 3] in 0..1."""
+        """Encodes control images [B H W 3], from 0 (black) to 1 (white), to latents [B h w C]."""
         ...
 
     def states(self, texts: Sequence[str]) -> dict[str, np.ndarray]:
-        """`text` [B S E], `text_mask` [B S] and `pooled` [B O], those that there are."""
+        """Encodes texts to `text` [B S E], `text_mask` [B S] and `pooled` [B O]. Arrays that the encoders do not make are left out."""
         ...
 
 
 class EncodedImages(RowSource):
-    """Images of another source with latents and states of captions.
+    """The images of another source, encoded by frozen models.
 
     Args:
         source: the images.
-        encoders: what they go through.
-        cache: the folder that holds a folder for each source and encoders.
-        dropout: share of captions that are replaced by the empty one in training.
-        say: called with what is being computed.
-        prompts: ids [P n t] of prompts for n text encoders, in place of captions: the empty one, and those of which each image is given
-            one, drawn anew in each epoch.
+        encoders: the frozen models.
+        cache: the folder of the cache, which has one folder for each combination of source and encoders.
+        dropout: the share of captions that are replaced by the empty caption in training.
+        say: called with progress messages.
+        prompts: the token ids [P n t] of P prompts for n text encoders, which replace captions. The first is the empty prompt. Each
+            image gets a random one, drawn anew in each epoch. None: captions are used.
     """
 
     def __init__(
@@ -121,12 +125,12 @@ class EncodedImages(RowSource):
 
     @property
     def unreadable(self) -> Sequence[str]:
-        """Images that were left out because they cannot be read."""
+        """The names of images that are left out because they cannot be read."""
         return getattr(self.source, "unreadable", ())
 
     @property
     def stretched(self) -> Sequence[str]:
-        """Images whose control image has another ratio of its sides."""
+        """The names of images whose control image has another aspect ratio."""
         return getattr(self.source, "stretched", ())
 
     def rows(self, *, sequence: int, vocab: Any, seed: int, held_out: bool = False) -> "EncodedRows | BucketRows":
@@ -141,7 +145,7 @@ class EncodedImages(RowSource):
     def _rows_of(
         self, table: ImageTable, indexes: np.ndarray, space: Any, channels: int, seed: int, held_out: bool, name: str
     ) -> "EncodedRows":
-        """Rows of one size, encoded into the folder of this name."""
+        """The rows of images of one size. Encodes what is missing into the folder `name`."""
         check_images(table, space, self.source.where, self.source.settings)
         if self.encoders.reads_text and table.captions is None:
             hint = "NAME.txt beside NAME.png; `text` in metadata.jsonl; an array `captions`; data.image.caption gives all the same one"
@@ -157,7 +161,11 @@ class EncodedImages(RowSource):
 
 
 class EncodedStore:
-    """The arrays of one split, on disk."""
+    """The arrays of one split on disk.
+
+    arrays: the memory-mapped arrays, by name.
+    texts: the index of each distinct caption in the arrays of captions.
+    """
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -165,7 +173,7 @@ class EncodedStore:
         self.texts = dict[str, int]()
 
     def fill(self, rows: ImageRows, encoders: FrozenEncoders, say: Say) -> None:
-        """Computes what is missing, and maps the arrays."""
+        """Computes and stores the rows that are missing, then maps the arrays."""
         captions = rows.table.captions if encoders.reads_text else None
         encodes_controls = rows.table.controls is not None and encoders.encodes_controls
         if captions is not None:
@@ -193,7 +201,14 @@ class EncodedStore:
     def _write(
         self, noun: str, count: int, at_once: int, compute: Callable[[int, int], dict[str, np.ndarray]], say: Say
     ) -> None:
-        """Computes rows from where an earlier process ended, and writes down how far it is after each part."""
+        """Computes the rows that earlier processes have not stored, and records the progress after each part.
+
+        Args:
+            noun: what is computed, such as "images". It is also the key in the manifest.
+            count: the number of rows.
+            at_once: the number of rows that are computed together.
+            compute: (first row, row after the last) -> the arrays of these rows, by name.
+        """
         done = self._manifest().get(noun, 0)
         arrays, last_tenth = dict[str, np.ndarray](), -1
         for at in range(done, count, at_once):
@@ -226,12 +241,13 @@ class EncodedStore:
 
 
 class EncodedRows:
-    """The rows of one split: latents or images, with states of captions or ids of prompts.
+    """The rows of one split: latents or images, with hidden states of captions or token ids of prompts.
 
     Args:
         rows: the images.
-        channels: of the latents, as the model reads them.
-        prompts: as `EncodedImages` takes them.
+        store: the stored arrays.
+        channels: the number of channels that the model reads.
+        dropout, prompts: as in `EncodedImages`.
     """
 
     per_group = 1
@@ -293,7 +309,7 @@ class EncodedRows:
             captions = np.where(empty, 0, self._captions[rows])
             batch |= {name: np.asarray(arrays[name][captions]) for name in CAPTION_FIELDS if name in arrays}
         if self.prompts is not None:
-            # The number that decides about the empty prompt also decides which other one it is.
+            # One random number decides whether the prompt is empty, and if not, which prompt it is.
             shares = np.array([float(bits[3]) / WIDTH for bits in draws])
             each = (shares - self.dropout) / (1 - self.dropout) * (len(self.prompts) - 1)
             prompt_ids = np.where(shares < self.dropout, 0, 1 + np.minimum(each.astype(np.int64), len(self.prompts) - 2))
@@ -302,8 +318,8 @@ class EncodedRows:
 
 
 def encode_views(images: np.ndarray, flip: bool, encode: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-    """Latents [B F h w C] of images, and of their mirror images where these are trained on."""
-    # The last part is as large as the others, so that one program encodes all of them.
+    """Encodes images [B H W c] to latents [B F h w C]: F is 2, for each image and its mirror image, if `flip` is set, else 1."""
+    # The last batch is padded to the size of the others, so that only one program is compiled.
     padded = np.concatenate([images, np.zeros((IMAGES_AT_ONCE - len(images), *images.shape[1:]), np.float32)])
     views = [padded, padded[:, :, ::-1]] if flip else [padded]
     return np.stack([encode(view)[: len(images)] for view in views], 1)

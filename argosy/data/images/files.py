@@ -1,9 +1,9 @@
-"""Encoded images (PNG, JPEG, WebP ...), each with its class or caption, wherever their bytes are. Pillow decodes them (the extra
+"""Reads encoded images (PNG, JPEG, WebP ...) with a class or caption each, from files or archives. Pillow decodes them (the extra
 `images`).
 
-Images are turned as their camera says (EXIF), resized so that they cover `data.image.size` or their bucket, and cropped. Every image is
-read and decoded once before the first step, so that what is damaged is known by name: it ends the run, or with
-`data.image.invalid=drop` is left out and counted. Small images then stay in memory; of a larger set, each is decoded when it is needed.
+Images are rotated as their EXIF data says, resized so that they cover `data.image.size` or their bucket, and cropped. Every image is
+read and decoded once before the first step, so that a damaged image is found early. It ends the run, or, with
+`data.image.invalid=drop`, is left out and counted. Decoded images stay in memory up to KEPT_BYTES. Others are decoded on each use.
 """
 
 import hashlib
@@ -22,18 +22,18 @@ from argosy.data.images.table import ImageSource, ImageTable, SplitImages, held_
 if TYPE_CHECKING:
     from argosy.data.settings import DataSettings
 
-# Decoded images that are kept in memory.
+# The largest total size of decoded images that are kept in memory.
 KEPT_BYTES = 1 << 28
 
 
 class ImageFile(NamedTuple):
     """One encoded image.
 
-    name: its path below the folder, or its name in an archive.
-    label: its class; None: there are no classes.
-    caption: its text; None: there are no texts.
-    digest: SHA-256 of its bytes; of both where control images are read.
-    size: height and width as it is prepared, before it is cropped.
+    name: the path of the image below the folder, or its name in an archive.
+    label: the class of the image; None: there are no classes.
+    caption: the caption of the image; None: there are no captions.
+    digest: the SHA-256 of the image's bytes, or of those of the image and its control image if control images are read.
+    size: the height and width after resizing and before cropping.
     """
 
     name: str
@@ -44,7 +44,8 @@ class ImageFile(NamedTuple):
 
 
 class ImageFiles(ImageSource):
-    """Encoded images. A subclass adds each in its constructor, in the order of the rows, and reads it again by its row.
+    """The base of sources of encoded images. The constructor of a subclass calls `add` for each image, in the order of the rows. Later,
+    `encoded` reads an image again by its row.
 
     kind: the name of the source, which is part of the fingerprint.
     """
@@ -54,11 +55,11 @@ class ImageFiles(ImageSource):
     def __init__(self, settings: ImageSettings, held_out: float):
         self.settings, self.held_out = settings, held_out
         self.class_names: tuple[str, ...] = ()
-        # Images that were left out because they cannot be read.
+        # The names of images that were left out because they cannot be read.
         self.unreadable: list[str] = []
-        # Images whose control image has another ratio of its sides.
+        # The names of images whose control image has another aspect ratio.
         self.stretched: list[str] = []
-        # Height and width of each image before it was prepared.
+        # The height and width of each image before it was resized.
         self.original_sizes: list[tuple[int, int]] = []
         self.decoded, self.kept_bytes = dict[int, np.ndarray](), 0
         self.files: list[ImageFile] = []
@@ -76,25 +77,30 @@ class ImageFiles(ImageSource):
 
     @abstractmethod
     def encoded(self, row: int) -> bytes:
-        """The bytes of an image's file."""
+        """Reads the encoded image of a row."""
 
     @abstractmethod
     def control_places(self) -> list[str]:
-        """Where the control image of each row is, for error messages; empty if there are none.
+        """The place of each row's control image as a phrase, for error messages; empty if there are no control images.
 
         Raises:
-            BadInput: some images have one and others have none, or an image has several.
+            BadInput: some images have a control image and others have none, or an image has several.
         """
 
     @abstractmethod
     def encoded_control(self, row: int) -> bytes:
-        """The bytes of the control image's file."""
+        """Reads the encoded control image of a row."""
 
     def add(self, name: str, where: str, data: bytes, label: int | None, caption: str | None) -> bool:
-        """Adds an image, unless it is damaged and left out.
+        """Adds an image. Returns False if it is damaged and left out.
+
+        Args:
+            name: the name of the image in the source.
+            where: the place of the image, for errors.
+            data: the encoded image.
 
         Raises:
-            BadInput: it cannot be read.
+            BadInput: the image cannot be read, and `data.image.invalid` is `error`.
         """
         if (original := self._read(name, where, data)) is None:
             return False
@@ -109,10 +115,10 @@ class ImageFiles(ImageSource):
         return True
 
     def _read(self, name: str, where: str, data: bytes) -> np.ndarray | None:
-        """The decoded image; None: it is damaged and left out.
+        """Decodes an image. Returns None, and counts the image in `unreadable`, if it is damaged and left out.
 
         Raises:
-            BadInput: it cannot be read.
+            BadInput: the image cannot be read, and `data.image.invalid` is `error`.
         """
         try:
             return read_image(data)
@@ -138,17 +144,17 @@ class ImageFiles(ImageSource):
             self.keep(kept)
 
     def keep(self, rows: list[int]) -> None:
-        """Leaves out all images but these."""
+        """Keeps only the images with these row numbers."""
         self.files = [self.files[row] for row in rows]
         self.original_sizes = [self.original_sizes[row] for row in rows]
         self.bucket_of = [self.bucket_of[row] for row in rows] if self.bucket_of else []
         self.decoded = {i: self.decoded[row] for i, row in enumerate(rows) if row in self.decoded}
 
     def check_added(self) -> None:
-        """Checks all images together.
+        """Checks the images after all were added.
 
         Raises:
-            BadInput: none can be read, or they have several sizes and `data.image.size` does not say which to make of them.
+            BadInput: no image can be read, or images have several sizes and `data.image.size` is not set.
         """
         if not self.files:
             raise BadInput("no image can be read", where=self.where)
@@ -157,7 +163,7 @@ class ImageFiles(ImageSource):
             raise BadInput(f"images are of {len(self.sizes)} sizes: {some} ...", where=self.where, hint="data.image.size=64")
 
     def _prepared(self, image: np.ndarray) -> np.ndarray:
-        """The image at the least size that covers the square of the settings, or its bucket."""
+        """Resizes an image to the smallest size that covers `data.image.size` or its bucket, with the same aspect ratio."""
         if (size := self.settings.size) is None:
             return image
         height, width = image.shape[:2]
@@ -169,16 +175,16 @@ class ImageFiles(ImageSource):
         return len(self.files)
 
     def picture(self, row: int) -> np.ndarray:
-        """The decoded image of a row."""
+        """The decoded and resized image of a row."""
         cached = self.decoded.get(row)
         return self._prepared(read_image(self.encoded(row))) if cached is None else cached
 
     def control(self, row: int) -> np.ndarray:
-        """The decoded control image of a row, as high and wide as its image."""
+        """The decoded control image of a row, resized to the size of its image."""
         return with_channels(resize_image(read_image(self.encoded_control(row)), *self.files[row].size), 3)
 
     def table(self, channels: int, size: tuple[int, int]) -> ImageTable:
-        """All images with so many channels, at one size."""
+        """The table of all images, with this number of channels, and cropped to this (height, width)."""
         labels = [file.label for file in self.files]
         captions = [file.caption for file in self.files]
         return ImageTable(
@@ -205,7 +211,7 @@ class ImageFiles(ImageSource):
         return [SplitImages(self.table(channels, self.bucket_sizes[b]), indexes[buckets == b]) for b in numbers]
 
     def fingerprint(self) -> dict[str, Any]:
-        """Names count, because they set the order; where the folder or archive is does not."""
+        """The fingerprint includes the names of images, because they decide the order. It does not include the path of the folder."""
         digest = hashlib.sha256()
         for file in self.files:
             digest.update(json.dumps([file.name, file.label, file.caption, file.digest.hex()]).encode())
@@ -215,7 +221,7 @@ class ImageFiles(ImageSource):
 
 
 class ChannelsOf:
-    """Images with so many channels: gray, RGB on white, or RGBA."""
+    """The images of a source, converted to this number of channels: 1 is gray, 3 is RGB on white, 4 is RGBA."""
 
     def __init__(self, files: ImageFiles, channels: int):
         self.files, self.channels = files, channels
@@ -228,7 +234,7 @@ class ChannelsOf:
 
 
 class ControlsOf:
-    """Control images, RGB on white."""
+    """The control images of a source, as RGB on white."""
 
     def __init__(self, files: ImageFiles):
         self.files = files
@@ -241,7 +247,7 @@ class ControlsOf:
 
 
 def with_channels(image: np.ndarray, channels: int) -> np.ndarray:
-    """An RGB or RGBA image with other channels; transparent pixels are white. Gray is the luma of ITU-R BT.601."""
+    """Converts an RGB or RGBA image to 1, 3 or 4 channels. Transparent pixels become white. Gray is the luma of ITU-R BT.601."""
     if channels == 4:
         return image if image.shape[-1] == 4 else np.concatenate([image, np.full_like(image[..., :1], 255)], -1)
     if image.shape[-1] == 4:

@@ -1,10 +1,10 @@
-"""Folders of image files, as Hugging Face's `imagefolder` and torchvision read them. Pillow decodes them (the extra `images`).
+"""Reads folders of image files, like Hugging Face's `imagefolder` and torchvision. Pillow decodes them (the extra `images`).
 
-    ROOT/CLASS/NAME.png                a class for each folder, in the order of their names
+    ROOT/CLASS/NAME.png                one folder for each class; classes are sorted by name
     ROOT/NAME.png, ROOT/NAME.txt       a caption beside each image
-    ROOT/metadata.jsonl                {"file_name": "NAME.png", "text": "a fox", "label": 3} for each image
+    ROOT/metadata.jsonl                a line {"file_name": "NAME.png", "text": "a fox", "label": 3} for each image
 
-With `"conditioning_image": "edges/NAME.png"` in each line, images have control images, for ControlNets.
+A key `"conditioning_image": "edges/NAME.png"` in each line names control images, for ControlNets.
 """
 
 import json
@@ -18,7 +18,7 @@ from argosy.data.images.settings import ImageSettings
 from argosy.data.sources.kinds import IMAGE_NAMES as ENDINGS
 
 METADATA = "metadata.jsonl"
-# Keys of the path of a control image: diffusers' column, and as `datasets` names paths.
+# The keys for the path of a control image: that of diffusers, and that of the convention of `datasets` for paths.
 CONTROL_KEYS = ("conditioning_image", "conditioning_image_file_name")
 
 
@@ -61,24 +61,24 @@ class ImageFolder(ImageFiles):
 
 
 def image_paths(root: Path) -> list[Path]:
-    """The image files below a folder, in the order of their relative paths; hidden ones are not among them."""
+    """The image files below a folder, sorted by relative path, without hidden files and folders."""
     paths = (path for path in root.rglob("*") if path.suffix.lower() in ENDINGS)
     seen = [path for path in paths if not any(part.startswith(".") for part in path.relative_to(root).parts)]
     return sorted(seen, key=lambda path: path.relative_to(root).as_posix())
 
 
 def named_controls(root: Path) -> dict[str, Path]:
-    """The control image of each image, by its name in `metadata.jsonl`; empty if there are none."""
+    """The path of each control image, by the `file_name` of its image in `metadata.jsonl`; empty if there are no control images."""
     rows = _lines(root / METADATA)
     values = {name: next((row[key] for key in CONTROL_KEYS if key in row), None) for name, row in rows.items()}
     return {name: root / str(value) for name, value in values.items() if value is not None}
 
 
 def _lines(where: Path) -> dict[str, dict[str, Any]]:
-    """The lines of a `metadata.jsonl`, by the names of their files; empty without one.
+    """Reads the lines of a `metadata.jsonl`, by their `file_name`; empty if the file does not exist.
 
     Raises:
-        BadInput: a line that names no file.
+        BadInput: a line is no JSON object with `file_name`.
     """
     rows = dict[str, dict[str, Any]]()
     for number, line in enumerate(where.read_text(encoding="utf-8").splitlines() if where.is_file() else (), 1):
@@ -93,10 +93,10 @@ def _lines(where: Path) -> dict[str, dict[str, Any]]:
 
 
 def described_files(root: Path, paths: list[Path]) -> tuple[tuple[str, ...], list[int | None], list[str | None]]:
-    """Names of classes, and the class and caption of each file.
+    """Finds classes and captions. Returns the names of the classes, the class of each file, and the caption of each file.
 
     Raises:
-        BadInput: an image without a line or caption where others have one, or a line or caption without an image.
+        BadInput: only some images have a line, caption or folder of a class, or a line or caption has no image.
     """
     nothing: list[Any] = [None] * len(paths)
     if (root / METADATA).is_file():

@@ -1,9 +1,9 @@
-"""Images of a subject, each beside an image of its class: DreamBooth's pairs (Ruiz et al. 2022, arXiv:2208.12242).
+"""Pairs each image of a subject with an image of its class, as DreamBooth does (Ruiz et al. 2022, arXiv:2208.12242).
 
-Row 2 i is image i of the subject, and row 2 i + 1 an image of the class, drawn from a permutation of those for each epoch of them. Both
-come encoded, and are of one size.
+Row 2 i is image i of the subject. Row 2 i + 1 is an image of the class. The images of the class are shuffled anew in each epoch over
+them. All images are encoded, and have the same size.
 
-    prior   float32  [B]   1 for images of the class, 0 for those of the subject
+    prior   float32  [B]   1 for images of the class, 0 for images of the subject
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ PRIOR = Field("B", np.float32, "row")
 
 
 class PriorImages(RowSource):
-    """Encoded images of a subject, and of its class."""
+    """Encoded images of a subject, and of its class (`prior`)."""
 
     def __init__(self, subject: EncodedImages, prior: EncodedImages):
         self.subject, self.prior = subject, prior
@@ -28,7 +28,7 @@ class PriorImages(RowSource):
 
     def rows(self, *, sequence: int, vocab: Any, seed: int, held_out: bool = False) -> "PriorRows":
         subject = self.subject.rows(sequence=sequence, vocab=vocab, seed=seed, held_out=held_out)
-        # Another seed: a pair is not mirrored together.
+        # The seed differs, so that the two images of a pair are mirrored independently.
         prior = self.prior.rows(sequence=sequence, vocab=vocab, seed=named_seed(seed, "prior"))
         assert isinstance(subject, EncodedRows)
         assert isinstance(prior, EncodedRows)
@@ -42,8 +42,9 @@ class PriorRows:
     """The rows of one split, in pairs.
 
     Args:
-        subject, prior: the rows of the subject and of the class.
-        seed: of the order of the class's images; None: as they come.
+        subject: the rows of the subject.
+        prior: the rows of the class.
+        seed: the random seed of the order of the class's images; None: they are not shuffled.
     """
 
     per_group = 2
@@ -66,11 +67,11 @@ class PriorRows:
         return self.subject.numbers_per_row
 
     def gather(self, rows: np.ndarray, places: np.ndarray | None = None) -> Batch:
-        """The batch of whole pairs. `places` are those of pairs."""
+        """Returns the batch of whole pairs. `places` has one entry per pair: its index in the sequence of epochs."""
         pairs = rows[::2] // 2
         places = pairs if places is None else places
         parts = self.subject.gather(pairs, places), self.prior.gather(self.order(places), places)
-        # What only images of the subject have, such as classes, is left out.
+        # Fields that only images of the subject have, such as classes, are left out.
         shared = {name: array for name, array in parts[0].items() if name in parts[1]}
         batch = {name: np.stack([part[name] for part in parts], 1).reshape(-1, *array.shape[1:]) for name, array in shared.items()}
         return batch | {"prior": np.tile(np.array([0, 1], np.float32), len(pairs))}

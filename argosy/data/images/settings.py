@@ -35,7 +35,6 @@ class ImageSettings(Settings):
     white is 1."""
 
     def fingerprint(self) -> dict[str, Any]:
-        """The settings that decide the rows, by name. A setting that has the value of every older run is left out, so that those
-        resume."""
+        """The settings that decide the rows, by name. Newer settings are left out at their defaults, so that older runs resume."""
         later = ("buckets", "caption")
         return {f"image.{name}": value for name, value in self.model_dump().items() if name not in later or value is not None}

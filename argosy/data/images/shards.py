@@ -1,13 +1,15 @@
-"""Shards of images: tar files as WebDataset writes them, and Parquet files as `datasets` writes them. One shard, or a pattern of them.
+"""Reads shards of images: tar files in the format of WebDataset, and Parquet files in the format of `datasets`.
 
-    0001.jpg  0001.txt  0001.json  0001.cls    files whose names are equal up to the first point are one record: an image, its caption
-                                               (`.txt`, or `text` or `caption` of the JSON object) and its class (`.cls`, or `label`)
-    0001.conditioning_image.png                its control image, for ControlNets
-    image, text, label, conditioning_image     columns of a Parquet file: images are bytes, or structures with `bytes`
+    0001.jpg  0001.txt  0001.json  0001.cls    The members of a tar file whose names are equal up to the first dot form one record: an
+                                               image, its caption (`.txt`, or `text` or `caption` of the JSON object), and its class
+                                               (`.cls`, or `label` of the JSON object).
+    0001.conditioning_image.png                The control image of the record, for ControlNets.
+    image, text, label, conditioning_image     The columns of a Parquet file. Images are bytes, or structures with `bytes`.
 
-`data.columns.images=NAME`, `controls`, `captions` and `labels` name others: endings of files, keys of JSON objects, columns. A pattern
-has wildcards, or a range in braces: `shard-{000..010}.tar`. Images are read again where they are in the shard, so tar files are not
-packed. A Parquet file's whole group of rows is read for one image, so large sets want small groups: `datasets` writes 100 rows.
+`data.columns.images=NAME`, `controls`, `captions` and `labels` choose other endings of files, keys of JSON objects or columns. A path
+may be a pattern with wildcards, or with a range in braces: `shard-{000..010}.tar`. Images are read again from their position in the
+shard, so tar files must not be compressed. To read one image of a Parquet file, its whole row group is read. So row groups of large
+sets should be small: `datasets` writes groups of 100 rows.
 """
 
 import json
@@ -36,19 +38,19 @@ COLUMNS = {
     "labels": ("label", "cls", "labels", "class"),
 }
 KINDS = ("tar", "parquet")
-# Groups of rows of Parquet files that are kept in memory.
+# Number of row groups of a Parquet file that are kept in memory.
 GROUPS_KEPT = 4
 
 
 class ShardRecord(NamedTuple):
-    """One image of a shard with what belongs to it.
+    """One image of a shard, with its label, caption and control images.
 
-    name: of the record, in its shard.
-    image: the bytes of its file.
-    at: where the image is, as the shard reads it again.
-    label: its class, a number or a name; None: there is none.
-    caption: its text; None: there is none.
-    controls: where its control images are, by their endings or column.
+    name: the name of the record in its shard.
+    image: the encoded image.
+    at: the position of the image in the shard, for `ImageShard.read`.
+    label: the class, a number or a name; None: there is no class.
+    caption: the caption; None: there is no caption.
+    controls: the positions of control images, by the ending of their names or by column.
     """
 
     name: str
@@ -62,10 +64,10 @@ class ShardRecord(NamedTuple):
 class ImageShard(ABC):
     """One file of images.
 
-    columns: names that the settings give for `images`, `controls`, `captions` and `labels`.
+    columns: the names that `data.columns` gives for `images`, `controls`, `captions` and `labels`.
     """
 
-    # Names of classes that the file knows.
+    # The names of the classes, if the file holds them.
     class_names: tuple[str, ...] = ()
 
     def __init__(self, file: InputFile, columns: Mapping[str, str]):
@@ -73,22 +75,25 @@ class ImageShard(ABC):
 
     @abstractmethod
     def records(self) -> Iterator[ShardRecord]:
-        """All images, in order.
+        """Yields the records of all images, in order.
 
         Raises:
-            BadInput: a record has no image, or several.
-            Damaged: the file is cut or wrong.
+            BadInput: a record has no image or several images.
+            Damaged: the file is truncated or damaged.
         """
 
     @abstractmethod
     def read(self, at: Any) -> bytes:
-        """The bytes of one image."""
+        """Reads the encoded image at this position."""
 
     def chosen(self, column: str, fields: Mapping[str, Any], where: str) -> Any:
-        """The caption or label among a record's fields; None if there is none.
+        """Chooses the caption or label among the fields of a record; None if there is none.
+
+        Args:
+            column: `captions` or `labels`.
 
         Raises:
-            BadInput: the settings name a field that is not there.
+            BadInput: the settings name a field that the record does not have.
         """
         if (field := self.columns.get(column)) is not None and field not in fields:
             raise BadInput(f"no `{field}`, which data.columns.{column} names", where=where, hint=f"it has {', '.join(fields)}")
@@ -97,7 +102,7 @@ class ImageShard(ABC):
 
 
 class TarShard(ImageShard):
-    """A tar file of images, not packed."""
+    """An uncompressed tar file of images. A position is (offset, size) in bytes."""
 
     def records(self) -> Iterator[ShardRecord]:
         key, fields, images, controls = "", dict[str, Any](), dict[str, tuple[bytes, Any]](), dict[str, Any]()
@@ -137,15 +142,15 @@ class TarShard(ImageShard):
         return ShardRecord(stem, data, at, self.chosen("labels", fields, where), text, controls)
 
     def _is_control(self, ending: str) -> bool:
-        """Whether a file with this ending is a control image: `conditioning_image.png`, or the ending that the settings name."""
+        """Whether a member with this ending is a control image: `conditioning_image.png`, or the ending that the settings name."""
         requested, (stem, _, last) = self.columns.get("controls"), ending.rpartition(".")
         if f".{last}" not in IMAGE_NAMES or ending == self.columns.get("images"):
             return False
         return stem in COLUMNS["controls"] if requested is None else ending == requested
 
     def _members(self) -> Iterator[tuple[str, str, bytes | None, tuple[int, int]]]:
-        """Name, ending after the first point, bytes (None: a control image, which is not read), and place of each file that is an
-        image or a text."""
+        """Yields each member that is an image or a text: its name, its ending after the first dot, its content (None: a control image,
+        which is not read), and its position."""
         name = ""
         try:
             with self.file.open() as raw, tarfile.open(fileobj=raw, mode="r:") as archive:
@@ -160,7 +165,7 @@ class TarShard(ImageShard):
                     if data is not None and len(data) != member.size:
                         raise tarfile.ReadError(f"{name} is cut off")
                     yield name, ending, data, (member.offset_data, member.size)
-                # tarfile takes an archive that is cut between two files for a whole one.
+                # tarfile does not notice if an archive is truncated between two members.
                 raw.seek(-min(BLOCK_BYTES, self.file.size_bytes), 2)
                 if raw.read().strip(b"\0"):
                     raise tarfile.ReadError("it has no end")
@@ -171,13 +176,13 @@ class TarShard(ImageShard):
 
 
 class ParquetShard(ImageShard):
-    """A Parquet file with a column of images."""
+    """A Parquet file with a column of images. A position is (row group, row in the group, column)."""
 
     def __init__(self, file: InputFile, columns: Mapping[str, str]):
         super().__init__(file, columns)
         schema, self.row_groups = self._read_with(lambda opened: (opened.schema_arrow, opened.num_row_groups))
         names = schema.names
-        # What a column holds counts, unless the settings name it.
+        # Unless the settings name a column, its type decides whether it holds images.
         with_files = [name for name in names if holds_files(schema.field(name).type)]
         candidates = [name for name in self._names("images") if name in names]
         self.column = next((name for name in candidates if name in with_files), next(iter(candidates), ""))
@@ -197,10 +202,10 @@ class ParquetShard(ImageShard):
         self.groups = OrderedDict[tuple[int, str], list[bytes]]()
 
     def _read_with(self, use: Callable[[Any], Any]) -> Any:
-        """What a function gives for the open file.
+        """Opens the file, and returns the result of `use` for it.
 
         Raises:
-            Damaged: it cannot be read.
+            Damaged: the file cannot be read.
         """
         parquet, lib = import_package("pyarrow.parquet", "Parquet files"), import_package("pyarrow", "Parquet files")
         try:
@@ -231,10 +236,10 @@ class ParquetShard(ImageShard):
         return self._images(at[0], at[2])[at[1]]
 
     def _images(self, group: int, column: str) -> list[bytes]:
-        """The files of a column's images in a group.
+        """The encoded images of a column in a row group.
 
         Raises:
-            BadInput: an image is not there, or is a path.
+            BadInput: an entry holds no bytes, for instance because it is a path.
         """
         if (key := (group, column)) not in self.groups:
             images = []
@@ -253,7 +258,7 @@ class ParquetShard(ImageShard):
 
 
 def holds_files(kind: Any) -> bool:
-    """Whether a column of this Arrow type can hold the files of images: bytes, or structures with `bytes`."""
+    """Whether a column of this Arrow type can hold encoded images: bytes, or structures with `bytes`."""
     types = import_package("pyarrow", "Parquet files").types
     if types.is_struct(kind):
         return any(field.name == "bytes" and holds_files(field.type) for field in kind)
@@ -273,7 +278,7 @@ class ImageShards(ImageFiles):
             raise BadInput(f"data.columns.{min(unknown)} is no column of images", hint=f"columns: {', '.join(COLUMNS)}")
         files = image_shard_files(path)
         self.shards = [{"tar": TarShard, "parquet": ParquetShard}[file_kind(file)](file, columns or {}) for file in files]
-        # The shard of each image, and where it and its control images are there.
+        # For each image: the index of its shard, its position there, and the positions of its control images.
         self.places: list[tuple[int, Any, Mapping[str, Any]]] = []
         labels = list[Any]()
         for number, shard in enumerate(self.shards):
@@ -286,7 +291,7 @@ class ImageShards(ImageFiles):
         self._check_complete(labels)
 
     def _check_complete(self, labels: list[Any]) -> None:
-        """Gives images their classes.
+        """Checks that all images have a class, or none, and the same for captions. Then sets the class of each image.
 
         Raises:
             BadInput: some images have a class or a caption, and others have none.
@@ -342,10 +347,10 @@ class ImageShards(ImageFiles):
 
 
 def image_shard_files(place: str) -> list[InputFile]:
-    """The files that a place names: one, or all that a pattern matches.
+    """The files that a path or URL names: one file, or all files that a pattern matches.
 
     Raises:
-        BadInput: there are none, or one is neither a tar nor a Parquet file.
+        BadInput: there are no files, or a file is neither a tar nor a Parquet file.
     """
     single = InputFile(place)
     files = [single] if single.is_file else matching_files(place)
@@ -358,7 +363,7 @@ def image_shard_files(place: str) -> list[InputFile]:
 
 
 def image_data(settings: "DataSettings") -> "DataSettings":
-    """The same settings, where a model of images reads them: tar and Parquet files, and patterns of them, are shards of images."""
+    """Returns the settings for a model of images: if the source is tar or Parquet files, it becomes `shards:SOURCE`."""
     if not isinstance(settings.source, str):
         return settings
     single = InputFile(settings.source)

@@ -1,8 +1,9 @@
-"""Images as a table of rows: any row is made from its number, and what is random about it from its place in the run.
+"""Makes a table of rows from images. A row follows from its number. Its random crop and mirroring follow from its place, the index in
+the run's sequence of rows.
 
-    images   float32  [B h w c]  -1 is black, 1 is white
-    labels   int32    [B]        the class, where there are classes
-    control  float32  [B y x k]  the control image, where there are any: 0 is black, 1 is white
+    images   float32  [B h w c]  the image; -1 is black, 1 is white
+    labels   int32    [B]        the class, if there are classes
+    control  float32  [B y x k]  the control image, if there are any; 0 is black, 1 is white
 """
 
 import hashlib
@@ -27,7 +28,7 @@ CONTROL = Field("B y x k", np.float32, "row")
 
 
 class Pictures(Protocol):
-    """Images by number, [H W C] each; a source holds them, or reads them when they are asked for."""
+    """A sequence of images, [H W C] each. They are in memory, or are read when they are asked for."""
 
     def __len__(self) -> int: ...
 
@@ -36,16 +37,17 @@ class Pictures(Protocol):
 
 @dataclass(frozen=True)
 class ImageTable:
-    """All images of a source, and what belongs to each.
+    """All images of a source, with their labels, captions and control images.
 
     pictures: the images.
-    labels: the class of each; None: there are no classes.
-    captions: the text of each; None: there are no texts.
-    class_names: names of the classes, in order; empty if they have none.
-    identities: for each image, the hash that decides whether it is held out.
-    size, channels: of every image as a row has it.
+    labels: the class of each image; None: there are no classes.
+    captions: the caption of each image; None: there are no captions.
+    class_names: the names of the classes, in order; empty if classes have no names.
+    identities: [images] uint64, the hash of each image that decides whether it is held out.
+    size: the (height, width) of each image in a batch, after cropping.
+    channels: the number of channels of each image.
     white: the number that stands for white.
-    controls: the control image of each, of three channels and as high and wide as the picture; None: there are none.
+    controls: the control image of each image, with 3 channels and the size of the image; None: there are no control images.
     """
 
     pictures: Pictures
@@ -60,17 +62,17 @@ class ImageTable:
 
     @property
     def classes(self) -> int:
-        """The number of classes: of the names, or one more than the largest label."""
+        """The number of classes: the number of names, or one more than the largest label if that is more. 0 without labels."""
         if self.labels is None or not len(self.labels):
             return 0
         return max(len(self.class_names), int(self.labels.max()) + 1)
 
 
 class SplitImages(NamedTuple):
-    """Images of one split and one size.
+    """The images of one split that have one size.
 
     table: all images of the source, at that size.
-    chosen: indices into `table` of the images of the split.
+    chosen: the indices in `table` of the images in the split.
     """
 
     table: ImageTable
@@ -78,7 +80,7 @@ class SplitImages(NamedTuple):
 
 
 def image_identity(picture: np.ndarray, caption: str | None) -> int:
-    """The hash of an image and its caption: equal ones are held out together."""
+    """A 64-bit hash of an image and its caption. Images with the same hash are held out together."""
     digest = hashlib.sha256(np.ascontiguousarray(picture).tobytes())
     if caption is not None:
         digest.update(caption.encode())
@@ -86,8 +88,8 @@ def image_identity(picture: np.ndarray, caption: str | None) -> int:
 
 
 def held_out_mask(identities: np.ndarray, share: float) -> np.ndarray:
-    """Which images are kept for evaluation: those whose hash falls below the share; the last ones if that gives less than half of
-    it, as in a small set."""
+    """A mask of the images that are held out for evaluation: those whose hash, as a number from 0 to 1, is below the share. If these
+    are less than half of the share, as in a small set, the last images are held out instead."""
     mask = identities < np.uint64(min(share, 1.0) * 2.0**64) if share else np.zeros(len(identities), bool)
     count = int(share * len(identities))
     if mask.sum() < count / 2 or mask.all():
@@ -96,7 +98,7 @@ def held_out_mask(identities: np.ndarray, share: float) -> np.ndarray:
 
 
 class ImageSource(RowSource):
-    """Images with what belongs to each: a file of arrays, a folder of image files, or archives of them."""
+    """The base of sources of images: a file of arrays, a folder of image files, or shards."""
 
     settings: ImageSettings
 
@@ -106,18 +108,22 @@ class ImageSource(RowSource):
         """The file or folder, for error messages."""
 
     def read_controls(self) -> None:
-        """Reads the control images too, if the data has any: an objective asks for them, and other runs leave them alone.
+        """Reads control images too, if the data has any. Called only for objectives that use them.
 
         Raises:
-            BadInput: one is missing or damaged.
+            BadInput: a control image is missing or damaged.
         """
 
     @abstractmethod
     def stored_splits(self, held_out: bool, channels: int) -> list[SplitImages]:
-        """The images of a split, with the captions that the source has."""
+        """The images of a split, with the captions of the source: one entry for each bucket, or only one without buckets."""
 
     def splits(self, held_out: bool, channels: int) -> list[SplitImages]:
-        """The images of a split with so many channels, if the source can convert them: of each bucket, where there are any."""
+        """The images of a split: one entry for each bucket, or only one without buckets. `data.image.caption` replaces captions.
+
+        Args:
+            channels: the number of channels to convert images to. Sources that cannot convert images ignore it.
+        """
         splits = self.stored_splits(held_out, channels)
         if (caption := self.settings.caption) is None:
             return splits
@@ -135,12 +141,12 @@ class ImageSource(RowSource):
 class ImageRows:
     """The rows of one split.
 
-    gather: takes the place of each row in the run beside its number: epoch times rows, plus the position in the epoch.
+    `gather` takes, beside row numbers, the place of each row: its index in the run's sequence of rows, over all epochs.
     """
 
     per_group = 1
     reads_places = True
-    # Tokens of a row, as rates count them: one for an image.
+    # The number of tokens in a row for throughput metrics. An image counts as one.
     tokens_per_row = 1
 
     def __init__(self, table: ImageTable, indexes: np.ndarray, settings: ImageSettings, seed: int, trains: bool):
@@ -160,7 +166,7 @@ class ImageRows:
 
     @property
     def numbers_per_row(self) -> int:
-        """Numbers of an image, by which the pipeline decides how many batches it makes at once."""
+        """How many numbers a row holds. The pipeline chooses from this how many batches it makes at once."""
         return self.table.size[0] * self.table.size[1] * (self.table.channels + (0 if self.table.controls is None else 3))
 
     def gather(self, rows: np.ndarray, places: np.ndarray | None = None) -> Batch:
@@ -172,7 +178,7 @@ class ImageRows:
         return batch | self.controls(rows, places)
 
     def controls(self, rows: np.ndarray, places: np.ndarray) -> Batch:
-        """The control images of rows, cropped and mirrored as their images; nothing without any."""
+        """The field `control` of some rows, cropped and mirrored like their images; empty if there are no control images."""
         if (controls := self.table.controls) is None:
             return {}
         pairs = zip(rows.tolist(), places.tolist(), strict=True)
@@ -180,38 +186,38 @@ class ImageRows:
         return {"control": images.astype(np.float32) * np.float32(1 / self.table.white)}
 
     def drawn(self, place: int) -> np.ndarray:
-        """Four random numbers for a place in the run: of the crop's height and width, of the mirror, and of the caption or prompt."""
+        """Four random uint64 for a place in the run. They decide the height and width of the crop, mirroring, and the caption or prompt."""
         return splitmix(self.seed, np.arange(4, dtype=np.uint64) + np.uint64(4 * place))
 
     def prepared(self, row: int, place: int) -> np.ndarray:
-        """One image as the model reads it."""
+        """One image, cropped and mirrored, as float32 from -1 (black) to 1 (white)."""
         picture = self._placed(self.table.pictures[int(self.chosen[row])], place)
         return (picture.astype(np.float32) * np.float32(2 / self.table.white) - 1).astype(np.float32)
 
     def _placed(self, picture: np.ndarray, place: int) -> np.ndarray:
-        """An image, cropped and mirrored as its place in the run says."""
+        """Crops and mirrors an image as its place in the run decides."""
         draws = self.drawn(place)
         picture = crop_image(picture, self.table.size, self.settings.crop == "random", draws[:2])
         return picture[:, ::-1] if self.settings.flip and draws[2] >> np.uint64(63) else picture
 
 
 def without_chance(settings: ImageSettings) -> ImageSettings:
-    """The same settings without anything random: held-out images are the same in every evaluation."""
+    """The same settings without random crops and mirroring, for held-out images."""
     return settings.model_copy(update={"crop": "center", "flip": False})
 
 
 def crop_image(picture: np.ndarray, size: tuple[int, int], random: bool, draws: np.ndarray) -> np.ndarray:
-    """The part of an image with this size, at its center or at a random place."""
+    """Crops an image to a size, at its center or, with `random`, at a place that `draws` decides."""
     spare = [have - target for have, target in zip(picture.shape[:2], size, strict=True)]
     at = [int(bits % np.uint64(room + 1)) if random else room // 2 for room, bits in zip(spare, draws, strict=True)]
     return picture[at[0] : at[0] + size[0], at[1] : at[1] + size[1]]
 
 
 def check_images(table: ImageTable, space: Any, where: str, settings: ImageSettings) -> None:
-    """Checks that a model takes these images.
+    """Checks that a model can read these images. `space` is its `ImageSpace`.
 
     Raises:
-        BadInput: other channels, a size that its patches do not divide, or classes that it does not know.
+        BadInput: the number of channels differs, the patch size does not divide the image, or the data has no or too many classes.
     """
     height, width = table.size
     if table.channels != space.channels:

@@ -1,7 +1,7 @@
 """The order of a mixture: which row of which source stands at each place. A place is an index in the endless sequence of rows.
 
-The row at a place is computed by arithmetic alone. So the position of a mixture is one number, as for a single source, and holds for any
-number of processes. Each source has its own order (`data.order.Order`). Draw d of a source, which is the d-th of its rows in the
+The row at a place is computed by arithmetic alone. So the position of a mixture is one number, as for a single source, and holds for
+any number of processes. Each source has its own order (`data.order.Order`). Draw d of a source, which is the d-th of its rows in the
 mixture, is entry d in that order. So all rows of a source are read before any comes again.
 
     by size     There are no weights. One epoch draws every row of a source `epochs` times, and a permutation mixes the sources.
@@ -41,8 +41,8 @@ class DrawOrder(Protocol):
         ...
 
     def draws(self, place: int) -> np.ndarray:
-        """The number of draws from each source before a place, int64 [sources]. For a mixture by size, this is an estimate in proportion
-        to the counts of the sources."""
+        """The number of draws from each source before a place, int64 [sources]. For a mixture by size, this is an estimate in
+        proportion to the counts of the sources."""
         ...
 
 
@@ -116,7 +116,7 @@ class OrderByWeight:
         return source, draw
 
     def block(self, stage: int, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """The source at each place of a block, and how many of that source come before it there."""
+        """The source at each place of a block, and the number of places before it in the block with the same source."""
         key = stage, number
         if key not in self.cached:
             quotas = self.stages[stage].quotas
@@ -140,10 +140,11 @@ class OrderByWeight:
 
 
 def quotas_of(weights: Sequence[float]) -> np.ndarray:
-    """How many places of a block each source gets: its share by largest remainders, and at least one for a weight that is not 0.
+    """The number of places of a block that each source gets, int64 [sources]. Shares are rounded by largest remainders. A source whose
+    weight is not 0 gets at least one place.
 
     Raises:
-        BadInput: a weight is too small a part of the whole.
+        BadInput: a share is not 0 but below 0.5 / BLOCK.
     """
     share = np.asarray(weights, np.float64) / np.sum(weights)
     if (small := (share > 0) & (share < 0.5 / BLOCK)).any():
@@ -164,9 +165,11 @@ def quotas_of(weights: Sequence[float]) -> np.ndarray:
 
 
 class MixedOrder:
-    """Maps places to rows (or groups of rows) of all sources, one after the other.
+    """Maps places to row numbers (or numbers of groups of rows) in the table of all sources, which follow each other there.
 
-    sizes: rows of each source.
+    sizes: the number of rows (or groups) of each source.
+    order: chooses the source at each place.
+    seed: the random seed of the orders of sources; None: rows are not shuffled.
     """
 
     repeats = True
@@ -178,7 +181,7 @@ class MixedOrder:
         self.orders = [Order(size, source_seed) for size, source_seed in zip(self.sizes.tolist(), seeds)]
 
     def __call__(self, places: np.ndarray) -> np.ndarray:
-        """The rows at some places; both int64 [B]."""
+        """The row numbers, int64 [B], at the places, int64 [B]."""
         source, draw = self.order(places)
         rows = np.zeros(len(places), np.int64)
         for number in np.unique(source).tolist():
@@ -188,5 +191,5 @@ class MixedOrder:
 
 
 def named_seed(seed: int, name: str) -> int:
-    """A seed of 64 bits for a part of a mixture."""
+    """A 64-bit seed for the part of a mixture that has this name."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "big")

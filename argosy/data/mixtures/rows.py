@@ -1,4 +1,4 @@
-"""The rows of several tables as one table, those of each source after those of the one before."""
+"""Joins the tables of several sources to one table, in which the rows of the sources follow each other."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,13 +11,13 @@ from argosy.data.pack import PackCounts, PackedRows, counts_of
 
 
 class MixedRows:
-    """The rows of several tables whose batches have the same fields."""
+    """The rows of several tables. Batches have the fields that all tables have."""
 
     def __init__(self, tables: Sequence[PackedRows], names: Sequence[str]):
-        """names: of the sources, for errors.
+        """names: the names of the sources, for errors.
 
         Raises:
-            BadInput: rows of one source come in other groups than those of another, or with other fields.
+            BadInput: the sources differ in the number of rows in a group or in the sizes of axes, or images are in buckets.
         """
         self.tables, self.per_group = tables, tables[0].per_group
         self.own_sizes: dict[str, int] = dict(getattr(tables[0], "own_sizes", {}))
@@ -50,7 +50,7 @@ class MixedRows:
             places = np.flatnonzero(source == number)
             part = self.tables[number].gather(rows[places] - starts[number])
             for name, field in self.fields.items():
-                # A group's rows are of one source, and come together.
+                # All rows of a group come from one source, and are together in `rows`.
                 per_group = field.per == "group"
                 whole = places, len(rows)
                 at, count = (places[:: self.per_group] // self.per_group, len(rows) // self.per_group) if per_group else whole

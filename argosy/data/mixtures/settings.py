@@ -84,16 +84,16 @@ class MixedSource(Settings):
 
     @property
     def overrides(self) -> dict[str, Any]:
-        """The settings of data that this source has for itself."""
+        """The data settings that are set for this source, by name."""
         names = set(type(self).model_fields) - {"path", "weight", "epochs"}
         return {name: getattr(self, name) for name in names & self.model_fields_set if getattr(self, name) is not None}
 
 
 def mixed_source(value: Any, number: int) -> MixedSource:
-    """A source of a mixture from a path, or from its settings.
+    """Makes a source of a mixture from a path, or from a mapping of its settings. `number` counts sources from 1, for errors.
 
     Raises:
-        ValueError: a setting is wrong; the message names it.
+        ValueError: a setting is wrong. The message names it.
     """
     if isinstance(value, MixedSource):
         return value

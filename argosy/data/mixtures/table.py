@@ -1,4 +1,4 @@
-"""From `data.source=[...]` to a table of rows: each source is found, tokenized, cached and packed by itself, as a single one is."""
+"""Makes a table of rows from `data.source=[...]`. Each source is found, tokenized, cached and packed separately, like a single source."""
 
 import json
 from collections.abc import Mapping
@@ -25,14 +25,19 @@ if TYPE_CHECKING:
     from argosy.data.tokenizers.load import Tokenizer
 
 
-# Numbers of a summary that add up.
+# Fields of a summary that are added up over the sources.
 COUNTS = ("held_out_documents", "held_out_tokens", "short_documents", "special_documents", "unanswered", "cut", "dropped", "unlearned",
           "parted", "endless", "identical", "surplus", "absent", "duplicates")  # fmt: skip
 
 
 @dataclass(frozen=True)
 class MixturePart:
-    """One source of a mixture, with the settings of data that hold for it."""
+    """One source of a mixture.
+
+    mixed: the settings of the source in the mixture.
+    settings: the data settings that apply to the source.
+    source: the opened source.
+    """
 
     mixed: MixedSource
     settings: DataSettings
@@ -47,20 +52,24 @@ class MixturePart:
 
 @dataclass(frozen=True)
 class DataMixture:
-    """Several sources as one."""
+    """The sources of a mixture.
+
+    settings: the data settings of the run.
+    parts: the sources.
+    """
 
     settings: DataSettings
     parts: tuple[MixturePart, ...]
 
     @cached_property
     def format(self) -> str:
-        """The format of all records, where they are compared; `text` if texts and conversations are mixed."""
+        """The format of the records, if all sources have the same; else `text`."""
         formats = {part.format for part in self.parts}
         return formats.pop() if len(formats) == 1 else "text"
 
 
 def find_mixture(settings: DataSettings) -> DataMixture:
-    """The sources of a mixture.
+    """Finds the sources of a mixture.
 
     Raises:
         BadInput: a source cannot be read, or weights and epochs contradict each other.
@@ -75,7 +84,7 @@ def check_mixture(settings: DataSettings) -> None:
     """Checks that weights, epochs and temperature do not contradict each other.
 
     Raises:
-        BadInput: they do.
+        BadInput: they contradict each other, or `data.online` is set.
     """
     assert isinstance(settings.source, list)
     weighted = [mixed for mixed in settings.source if mixed.weight is not None]
@@ -98,26 +107,26 @@ def check_mixture(settings: DataSettings) -> None:
 
 
 def part_settings(mixed: MixedSource, settings: DataSettings, **more: Any) -> DataSettings:
-    """The settings of data that hold for one source of a mixture.
+    """The data settings that apply to one source of a mixture: those of the run, overridden by those of the source.
 
     Args:
-        more: settings that decide, whatever the source has.
+        more: settings that override both.
     """
     inherited = {name: getattr(settings, name) for name in settings.model_fields_set - {"source"}}
     return DataSettings(**inherited | mixed.overrides | more, source=mixed.path)
 
 
 def find_data(settings: DataSettings) -> Source | RowSource | Prepared | DataMixture:
-    """What `settings.source` names: one source, or a mixture.
+    """Finds what `settings.source` names: one source, or a mixture.
 
     Raises:
-        BadInput: as `tables.find` and `find_mixture`.
+        BadInput: as in `tables.find` and `find_mixture`.
     """
     return find_mixture(settings) if isinstance(settings.source, list) else find(settings)
 
 
 def mixture_holds_out(settings: DataSettings, source: "Data | DataMixture") -> bool:
-    """Whether a share of the data, or of some source of a mixture, is kept for evaluation."""
+    """Whether some of the data, or some of any source of a mixture, is held out for evaluation."""
     if isinstance(source, DataMixture):
         return any(holds_out(part.settings, part.source) for part in source.parts)
     return holds_out(settings, source)
@@ -129,8 +138,8 @@ class MixedTable:
 
     table: the rows of all sources.
     order: the order of training, over groups of rows; None for evaluation, which reads each row once.
-    names: the sources.
-    per_place: tokens of a place, of each source.
+    names: the paths of the sources.
+    parts: the size of each source, for a summary.
     """
 
     table: RowTable
@@ -143,7 +152,7 @@ class MixedTable:
         return self.order.order.places_per_epoch if self.order else None
 
     def seen(self, places: int) -> tuple[MixedPart, ...]:
-        """How much of each source stands before a place, which counts groups of rows."""
+        """The share and the epochs of each source in the first `places` groups of rows."""
         assert self.order is not None
         draws = self.order.order.draws(places)
         total = max(int(draws.sum()), 1)
@@ -160,10 +169,10 @@ def mixture_table(
     progress: Progress | None = None,
     limit: int | None = None,
 ) -> MixedTable:
-    """The rows of a mixture's split `train` or `held_out`.
+    """Makes the table of a mixture's split, `train` or `held_out`. Other arguments are as in `tables.table_of`.
 
     Raises:
-        UserError: as `tables.table_of`; or sources that cannot be mixed; or, of the split held out, none has any.
+        UserError: as in `tables.table_of`, or sources cannot be mixed, or no source holds anything out.
     """
     tables: list[RowTable] = []
     names: list[str] = []
@@ -175,7 +184,7 @@ def mixture_table(
         try:
             tables.append(table_of(part.source, split, part.settings, tokenizer, vocab, seed, progress, limit))
         except UserError as error:
-            # A small source may have nothing held out beside a large one that does.
+            # A small source may have no held-out rows, while a larger one does.
             if split == "train":
                 raise
             refused = error
@@ -202,7 +211,7 @@ def mixture_table(
 
 
 def _identity(parts: list[MixturePart], tables: list[RowTable], settings: DataSettings) -> Fingerprint:
-    """Everything that decides the rows and their order, of each source, by number."""
+    """The fingerprint of a mixture: the fingerprint, packing and weight of each source, with its number in each key."""
     identity: Fingerprint = {"source": "mixture", "source.count": len(parts)}
     for number, (part, table) in enumerate(zip(parts, tables)):
         table_identity = table.identity
@@ -216,12 +225,14 @@ def _identity(parts: list[MixturePart], tables: list[RowTable], settings: DataSe
 def mixed_order(
     sources: list[MixedSource], groups: list[int], tokens: list[float], per_group: int, settings: DataSettings, seed: int
 ) -> MixedOrder:
-    """The order of a mixture.
+    """Makes the order of a mixture.
 
     Args:
-        groups: number of groups of rows of each source.
-        tokens: tokens of a group of each source, where weights count tokens.
-        per_group: rows of a group.
+        sources: the settings of the sources.
+        groups: the number of groups of rows in each source.
+        tokens: the mean number of tokens in a group of each source. Used only with `data.weight_unit=tokens`.
+        per_group: the number of rows in a group.
+        seed: the random seed.
     """
     shuffled = seed if settings.shuffle else None
     tokens = tokens if settings.weight_unit == "tokens" else [1.0] * len(sources)
@@ -245,12 +256,12 @@ def mixed_order(
 
 
 def _tokens_of(table: RowTable) -> int:
-    """Targets in one pass over the rows; places of rows where no packing counted them."""
+    """The number of targets in one epoch of a table; the number of rows if packing has not counted targets."""
     return counts_of(table.rows).targets or len(table.rows)
 
 
 def _summary(tables: list[RowTable], settings: DataSettings, rows: MixedRows) -> CorpusSummary:
-    """What all sources hold together."""
+    """The summary of all sources together."""
     each = [table.summary for table in tables]
 
     def total(name: str) -> int:
