@@ -57,8 +57,8 @@ class BucketOrder:
         counts: the number of images in each bucket.
         batch: the number of rows in a batch.
         seed: the random seed of the order; None: images come in the order of the source.
-        repeats: whether epochs follow each other. If not, as in an evaluation, each image comes once, and padding of the last batch of a
-            bucket is -1 - r, where r is a row of the bucket.
+        repeats: whether epochs follow each other. If not, as in an evaluation, each image comes once, and padding of the last batch of
+            a bucket is -1 - r, where r is a row of the bucket.
     """
 
     def __init__(self, counts: Sequence[int], batch: int, seed: int | None, *, repeats: bool = True):

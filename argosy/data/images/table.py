@@ -186,7 +186,8 @@ class ImageRows:
         return {"control": images.astype(np.float32) * np.float32(1 / self.table.white)}
 
     def drawn(self, place: int) -> np.ndarray:
-        """Four random uint64 for a place in the run. They decide the height and width of the crop, mirroring, and the caption or prompt."""
+        """Four random uint64 for a place in the run. They decide the vertical and horizontal offset of the crop, the mirroring, and the
+        caption or prompt."""
         return splitmix(self.seed, np.arange(4, dtype=np.uint64) + np.uint64(4 * place))
 
     def prepared(self, row: int, place: int) -> np.ndarray:

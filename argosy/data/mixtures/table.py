@@ -1,4 +1,4 @@
-"""Makes a table of rows from `data.source=[...]`. Each source is found, tokenized, cached and packed separately, like a single source."""
+"""Makes a table of rows from `data.source=[...]`. Each source is found, tokenized, cached and packed like a single source."""
 
 import json
 from collections.abc import Mapping

@@ -1,12 +1,12 @@
 """The registry of data sources, and their interface.
 
     data.source=stdlib            a registered name
-    data.source=corpus.parquet    a file, folder, glob or address: what the file holds chooses the reader (`sources.kinds`)
-    data.source=text:server.log   a reader by name, and what it reads
-    data.source=FILE.py:CLASS     a class of one's own that derives from `Source`
+    data.source=corpus.parquet    a file, folder, glob or URL; the content of the file chooses the reader (`sources.kinds`)
+    data.source=text:server.log   the name of a reader, and the file that it reads
+    data.source=FILE.py:CLASS     a class in a file of the user that derives from `Source`
 
-A source of documents yields the same documents in the same order every time. A source of rows makes any row from its
-number. Neither knows the tokenizer: a source of conversations yields records, which `data.chat.conversations` renders.
+A `Source` yields the same documents in the same order every time. A `RowSource` computes any row from its number. A `Source` does not
+know the tokenizer. A source of conversations yields records, which `data.chat.conversations` renders.
 """
 
 import json
@@ -63,21 +63,21 @@ TEXTLESS = ("synthetic", "clicks", "arrays", "images", "shards")
 
 @dataclass(frozen=True)
 class SourceRecord:
-    """One example to fine-tune on: messages for a chat template, or a prompt and its completion. If it has both, their content is the
-    same.
+    """One example for fine-tuning: messages for a chat template, or a prompt and its completion as texts. If a record has both, they
+    have the same content.
 
-    where: the file and line, for errors.
+    where: the file and line of the record, for errors.
     messages: the messages.
-    learned: for each message of an assistant, whether it counts; None: all do.
-    tools: JSON schemas of functions.
-    variables: further variables of the template.
-    prompt, completion: the texts.
-    others: records that belong to this one, such as the rejected completion of a pair.
-    prompt_messages: number of messages that are the prompt of a completion.
-    values: numbers of the record.
-    steps: texts of a completion's steps, and whether each is right.
-    columns: other columns of a prompt, by name.
-    weights: the weight in the loss of the record, of each of its messages, or of each of its tokens.
+    learned: for each message, whether it counts in the loss if it is an assistant's; None: all messages of the assistant count.
+    tools: the JSON schemas of functions.
+    variables: further variables of the chat template.
+    prompt, completion: the texts of the prompt and of the completion.
+    others: further records of the same group, such as the rejected completion of a pair.
+    prompt_messages: the number of messages that are the prompt of a completion.
+    values: numbers of the record, by name, such as a margin.
+    steps: (text, whether it is right) for each step of a completion.
+    columns: the other columns of a prompt, by name; for labeled texts, the label.
+    weights: the weight in the loss of the record, of each message, or of each token; None: 1.
     """
 
     where: str
@@ -96,7 +96,7 @@ class SourceRecord:
 
     @property
     def words(self) -> str:
-        """Its content, without the names of roles and columns."""
+        """The words of the record and of `others`, without the names of roles and columns."""
         if self.messages is None:
             text = f"{self.prompt or ''}{self.completion or ''}"
         else:
@@ -105,9 +105,9 @@ class SourceRecord:
 
     @property
     def text(self) -> str:
-        """Everything that decides its tokens, as JSON."""
+        """Everything that decides the tokens of the record, as JSON text."""
         content: list[Any] = [self.messages, self.learned, self.tools, self.variables, self.prompt, self.completion]
-        # Left out where there is none, so that what is held out of older corpora stays the same.
+        # Empty fields are left out, so that the held-out split of older corpora stays the same.
         if self.others or self.values or self.steps:
             content += [[other.text for other in self.others], self.values, self.steps]
         if self.columns:
@@ -119,13 +119,15 @@ class SourceRecord:
 
 @dataclass(frozen=True)
 class Document:
-    """Text, or tokens where the source already has them, or a record.
+    """One document, or a piece of a long document: a text, tokens if the source already has them, or a record.
 
-    learn: half-open spans of `tokens` that count in the loss; None means all of them.
-    weights: the weight of each token in the loss, in place of `learn`; or one for all of them. Tokens that mark the beginning and the
-        end are not counted.
-    ends: False for a piece of a long document; the next Document continues it.
-    record: the record to render; `text` is then its JSON, by which it is measured and held out.
+    text: the text; for a record, its JSON text, whose hash decides whether the record is held out.
+    tokens: the token ids, without special tokens at the beginning and the end; None: the text is to be tokenized.
+    learn: the half-open spans of `tokens` that count in the loss; None: all tokens count.
+    ends: whether the document ends here. If not, the next Document continues it.
+    weights: instead of `learn`, the weight of each token in the loss, or one weight for all. Special tokens at the beginning and the
+        end have no entry.
+    record: the record to render; None: the document is no record.
     where: the file and row of a text with weights, for errors.
     """
 
@@ -147,17 +149,17 @@ class Document:
 
 
 class DocumentOrigin(ABC):
-    """Anything that `data.source` can name."""
+    """The base of everything that `data.source` can name."""
 
-    # Whether the setting `columns` applies, and for texts `format`: to files of records and arrays.
+    # Whether `data.columns` applies to this source and, for a source of texts, `data.format` too.
     has_columns: bool = False
 
     @classmethod
     def from_settings(cls, argument: str, settings: "DataSettings") -> Self:
-        """The source that `NAME:ARGUMENT` names; the argument is empty where there is none.
+        """Makes the source that `NAME:ARGUMENT` names. The argument is empty if only NAME is given.
 
         Raises:
-            BadInput: this source takes no argument, or not this one.
+            BadInput: this source takes no argument, or the argument is wrong.
         """
         if argument:
             name = settings.single_source.partition(":")[0]
@@ -166,50 +168,52 @@ class DocumentOrigin(ABC):
 
     @abstractmethod
     def fingerprint(self) -> dict[str, Any]:
-        """Everything that decides the data: `source` (a name) and `source.*`. No paths, so that a corpus can be moved."""
+        """Everything that decides the data, under the keys `source` (a name) and `source.*`. It has no paths, so that files can be
+        moved."""
 
 
 class Source(DocumentOrigin):
-    """Documents, the same ones in the same order every time."""
+    """A source of documents. It yields the same documents in the same order every time."""
 
-    # That will be read, where known beforehand.
+    # The number of bytes that will be read, if it is known beforehand.
     size_bytes: int | None = None
-    disk_bytes: int | None = None  # of all files, read or not
+    disk_bytes: int | None = None  # the size of all files, read or not
     files: int | None = None
-    # Documents that were left out because they occur before, as far as the source has been read.
+    # The number of documents that were left out because they occur before, among those read so far.
     duplicates: int = 0
-    # The limit on the text, if it cut some off; known once the text has been read.
+    # The limit on bytes of text, if the text is longer. It is known once the text has been read.
     max_bytes: int | None = None
     @property
     def format(self) -> str:
-        """One of `records.FORMATS`. Any other than `text` yields records."""
+        """The format of the documents, a key of `records.FORMATS`. Sources of any format but `text` yield records."""
         return "text"
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """Columns that were found and not read, as far as the source has been read."""
+        """The names of columns that nothing reads, among the documents read so far."""
         return ()
 
     @abstractmethod
     def documents(self) -> Iterator[Document]:
-        """All documents, from the first."""
+        """Yields all documents, from the first on."""
 
     def modified(self) -> list[int]:
-        """Times of modification, in ns, of the files that the fingerprint only samples. The cache of tokenized corpora includes
-        them, so that an edit between samples is seen; a run does not, so that its corpus can be copied."""
+        """The modification times, in ns, of large files, of which the fingerprint hashes only samples. The key of a tokenized corpus in
+        the cache includes them, so that an edit between samples is noticed. The fingerprint of a run does not, so that files can be
+        copied."""
         return []
 
 
 class RowSource(DocumentOrigin):
-    """Rows of tokens made from their number, with no corpus behind them."""
+    """A source of rows that are computed from their number, without a corpus of documents."""
 
     @abstractmethod
     def rows(self, *, sequence: int, vocab: int, seed: int, held_out: bool = False) -> "PackedRows":
-        """The rows to train on, or others to evaluate on."""
+        """The table of rows for training, or, with `held_out`, that for evaluation."""
 
 
 class DerivedSource(Source):
-    """What is read of another source: a part of its documents, in their order."""
+    """The base of sources that yield some of the documents of another source, in the same order."""
 
     def __init__(self, source: Source):
         self.source = source
@@ -229,7 +233,8 @@ class DerivedSource(Source):
 
 
 class Capped(DerivedSource):
-    """The first `limit` bytes of another source's text; the document that crosses the limit is cut there."""
+    """The first `limit` bytes of another source's text. The document that crosses the limit is cut there, or left out if it is a
+    record."""
 
     def __init__(self, source: Source, limit: int):
         super().__init__(source)
@@ -258,17 +263,17 @@ class Capped(DerivedSource):
 
 
 def is_prepared(folder: Any) -> bool:
-    """Whether `argosy data prepare` wrote the folder, good or damaged. A mixture is none."""
+    """Whether `argosy data prepare` wrote the folder, even if it is damaged. False for a mixture."""
     if not isinstance(folder, str | Path):
         return False
     return (Path(folder).expanduser() / "manifest.json").is_file()
 
 
 def existing(place: "str | Path | InputFile") -> InputFile:
-    """The file, which must exist.
+    """Returns the file, after a check that it exists.
 
     Raises:
-        BadInput: there is none, or it is a folder.
+        BadInput: there is no such file, or it is a folder.
     """
     file = place if isinstance(place, InputFile) else InputFile(place)
     if file.is_folder:
@@ -279,7 +284,7 @@ def existing(place: "str | Path | InputFile") -> InputFile:
 
 
 def missing(file: InputFile) -> BadInput:
-    """The error for a source that is neither a name nor a file, with the nearest of both."""
+    """The error for a source that is neither a registered name nor a file. Its hint is the nearest name or file."""
     if not file.is_local:
         return BadInput("no such file", where=str(file), hint="check the address, and that its store may be read from here")
     path = file.path
@@ -288,13 +293,13 @@ def missing(file: InputFile) -> BadInput:
             fetched = f"`hf download {path} --repo-type dataset --local-dir {path.name}`"
             return BadInput(f"no folder `{path}`", hint=f"nothing is downloaded: {fetched}, then data.source={path.name}/FILE")
         return BadInput(f"no such data source: `{path}`", hint=f"there is no folder `{path.parent}`")
-    # Names alone: with their folder in front, any two of its files are alike.
+    # Only the names are compared, because with the common folder before them all paths would be similar.
     siblings = {child.name: str(path.with_name(child.name)) for child in path.parent.iterdir() if child.name[0] != "."}
     near = get_close_matches(path.name, [*siblings, *SOURCES], n=1)
     close = [siblings.get(name, name) for name in near]
     return BadInput(
         f"no such data source: `{path}`",
         where="no such file or folder, and no registered name",
-        # Any other file of the folder, such as LICENSE, is not what was meant.
+        # A file with no similar name, such as LICENSE, would be no help.
         hint=f"did you mean `{close[0]}`?" if close else f"registered names are {', '.join(CORPORA)}",
     )

@@ -1,4 +1,4 @@
-"""ArrayRecord files, read by the package of that name, which Grain brings where it installs.
+"""Reads ArrayRecord files with the package `array_record`, which is a dependency of Grain on platforms that have it.
 
 A record is a tf.Example (as MaxText and TFDS write them), a JSON object, or UTF-8 text.
 """
@@ -14,18 +14,18 @@ from argosy.data.sources.opening import import_package
 from argosy.data.sources.record_files import RecordFile, RowAt
 from argosy.data.sources.tfrecord import tf_example
 
-# Records read at once: their chunks are then unpacked once.
+# Number of records that are read in one call, so that each chunk is decompressed only once.
 BATCH_RECORDS = 1024
 
 
 class RecordContainer(RecordFile):
-    """A file of records that a library reads by their numbers."""
+    """The base of files whose records a library reads by number. `noun` is the name of the format, for errors."""
 
     noun: ClassVar[str]
 
     @abstractmethod
     def batches(self) -> Iterator[Sequence[bytes]]:
-        """The records in order, about BATCH_RECORDS at a time."""
+        """Yields the records in order, in batches of about BATCH_RECORDS."""
 
     def rows(self) -> Iterator[RowAt]:
         if not self.path.is_local:
@@ -56,7 +56,7 @@ class ArrayRecords(RecordContainer):
         library = import_package("array_record.python.array_record_module", "ArrayRecord files")
         with closing(library.ArrayRecordReader(str(self.path))) as reader:
             count = reader.num_records()
-            # The index is at the end: without it, the library finds nothing and says nothing.
+            # The index is at the end of the file. If it is missing, the library reports no records and no error.
             if not count:
                 raise Damaged("an ArrayRecord file without an index: it is cut off, or holds no record", where=str(self.path))
             for first in range(0, count, BATCH_RECORDS):
@@ -64,12 +64,12 @@ class ArrayRecords(RecordContainer):
 
 
 def record_columns(data: bytes, where: str) -> dict[str, Any]:
-    """The columns of a record.
+    """The columns of a record. A text that is no JSON object becomes the column `text`.
 
     Raises:
-        BadInput: it is neither a tf.Example nor text.
+        BadInput: the record is neither a tf.Example nor text.
     """
-    # A tf.Example begins with its only field, of number 1; a text may begin with a line break too.
+    # A tf.Example begins with the tag of field 1, which is also the line break. So it may also be a text.
     if data.startswith(b"\n"):
         with suppress(BadInput):
             return tf_example(data, where)

@@ -1,7 +1,7 @@
-"""Tables of Apache Arrow and Parquet, read by pyarrow in batches of rows; of the columns, only those that the format reads.
+"""Reads tables of Apache Arrow and Parquet with pyarrow, in batches of rows. Only the columns that the format needs are read.
 
-An Arrow file is also what `datasets` writes by `save_to_disk`, and Feather. Text of any Arrow type is read, and lists, structures and
-numbers become what JSON has.
+Files that `datasets` writes with `save_to_disk` and Feather files are Arrow files too. Text of any Arrow type is read. Lists, structures
+and numbers become JSON values.
 """
 
 from abc import abstractmethod
@@ -12,37 +12,37 @@ from argosy.core.errors import BadInput, Damaged
 from argosy.data.sources.opening import import_package
 from argosy.data.sources.record_files import RecordFile, RecordSource, RowAt, plain
 
-# Rows of a batch: little memory, and few calls.
+# Number of rows in a batch, which needs little memory and few calls.
 BATCH_ROWS = 1024
 # The end of an Arrow stream.
 END_MARK = b"\xff\xff\xff\xff\0\0\0\0"
 
 
 class ArrowRows(RecordSource):
-    """Records in batches of Arrow."""
+    """The base of sources whose records come in Arrow record batches."""
 
     @abstractmethod
     def tables(self) -> Iterator[tuple[int, Any]]:
-        """Record batches in order, each with the number of its first row."""
+        """Yields the record batches in order, each as (number of its first row, batch)."""
 
     @property
     @abstractmethod
     def place(self) -> str:
-        """The file or data set, for errors."""
+        """The name of the file or data set, for errors."""
 
     def rows(self) -> Iterator[RowAt]:
         for row, batch in self.tables():
             if row == 0 and batch.num_rows:
-                # One row decides the format, and so the columns of the others.
+                # The first row decides the format, and so which columns of the other rows are read.
                 yield from self.batch_rows(batch.slice(0, 1), 0)
                 yield from list(self.batch_rows(self.pruned(batch), 0))[1:]
             else:
                 yield from self.batch_rows(self.pruned(batch), row)
 
     def columns_of(self, names: list[str]) -> list[str] | None:
-        """The columns to read; None: all."""
+        """The columns to read, of those with these names; None: all. The others are listed as ignored."""
         columns = self.reader.columns_read()
-        # A function of the user's may read any. Names with points are paths into structures for pyarrow.
+        # A function of the user may read any column. In pyarrow, names with dots are paths into structures.
         if columns is None or self.steps or any("." in name for name in names):
             return None
         self.reader.ignored |= dict.fromkeys(name for name in names if name not in columns)
@@ -53,7 +53,7 @@ class ArrowRows(RecordSource):
         return batch if names is None else batch.select(names)
 
     def batch_rows(self, batch: Any, first: int) -> Iterator[RowAt]:
-        # An offset that was damaged would be read outside of the buffer.
+        # A damaged offset would make pyarrow read outside of the buffer.
         batch.validate(full=True)
         for number, fields in enumerate(batch.to_pylist(), first):
             where = f"{self.place}, row {number}"
@@ -98,7 +98,7 @@ class ParquetFile(RecordFile, ArrowRows):
 
 
 def numbered_batches(batches: Iterable[Any]) -> Iterator[tuple[int, Any]]:
-    """Batches with the number of their first row."""
+    """Yields (number of its first row, batch) for each batch."""
     row = 0
     for batch in batches:
         yield row, batch
@@ -116,10 +116,10 @@ class ArrowFile(ParquetFile):
             yield from numbered_batches(self.batches(raw))
 
     def batches(self, raw: BinaryIO) -> Iterator[Any]:
-        """Record batches in order.
+        """Yields the record batches in order.
 
         Raises:
-            Damaged: a stream without its end.
+            Damaged: a stream has no end mark, so it is truncated.
         """
         ipc, head = import_package("pyarrow.ipc", "Arrow files"), raw.read(8)
         raw.seek(0)
@@ -129,7 +129,7 @@ class ArrowFile(ParquetFile):
             file = ipc.open_file(raw)
             yield from (file.get_batch(number) for number in range(file.num_record_batches))
         else:
-            # pyarrow takes a stream that is cut between two batches for a whole one.
+            # pyarrow does not notice if a stream is truncated between two batches.
             raw.seek(-len(END_MARK), 2)
             if raw.read() != END_MARK:
                 raise Damaged("an Arrow stream without its end", where=str(self.path))

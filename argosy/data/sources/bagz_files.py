@@ -1,7 +1,8 @@
-"""Bagz files (github.com/google-deepmind/bagz), read by the package of that name, an extra.
+"""Reads Bagz files (github.com/google-deepmind/bagz) with the package `bagz`, an extra.
 
-A record is what one of an ArrayRecord file is. The records of `.bagz` files are compressed by Zstandard, those of `.bag` files are not.
-The format has no mark and no checksums: a file is recognized by its name, and a wrong byte of a text stays unseen.
+A record is a tf.Example, a JSON object or a text, as in ArrayRecord files. Records of `.bagz` files are compressed by Zstandard, and
+those of `.bag` files are not. The format has no magic number and no checksums. So a file is recognized by its name, and a damaged byte
+in a text is not noticed.
 """
 
 from collections.abc import Iterator, Sequence

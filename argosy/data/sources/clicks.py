@@ -1,10 +1,11 @@
-"""Clicks of users on items, made from their number by a model of latent factors, for recommenders without a corpus.
+"""Synthetic clicks of users on items from a model of latent factors, for recommenders without a corpus.
 
-    click ~ s(4 <p_u, q_i> / sqrt(k) + <w, x> - 3)        p, q normal, k = 4; x four numbers of the visit, w = (1, -1, 0.5, 0)
+    click ~ Bernoulli(sigmoid(4 <p_u, q_i> / sqrt(k) + <w, x> - 3))
+            p, q: k = 4 normal factors of each user and item; x: four normal numbers of the visit; w = (1, -1, 0.5, 0)
 
-u, i and x are drawn anew for each row; p_u and q_i stay. A row follows from its number and the seed, so any process makes any row. The
-probability of each click is known, and so are the factors, and come out beside it: no model predicts better than that, so the best AUC,
-log loss and recall of the same rows can be said beside those of a model.
+u, i and x are drawn anew for each row. p_u and q_i are fixed. A row follows from its number and the seed, so any process can make any
+row. A batch also holds the probability of each click and the factors. No model predicts better than this probability, so the best
+possible AUC, log loss and recall of the same rows can be reported beside those of a model.
 """
 
 from typing import Any, ClassVar
@@ -26,19 +27,19 @@ CLICK_FIELDS: Fields = {
     "p": Field("B k", np.float32, "row"),
     "q": Field("B k", np.float32, "row"),
 }
-# Rows of the evaluation come after these.
+# The number of the first row for evaluation.
 TRAINED = 1 << 40
 
 
 class Clicks(RowSource):
-    """`count` clicks an epoch, and others held out."""
+    """A source of `count` clicks per epoch, and `held_out` other clicks for evaluation."""
 
     def __init__(self, count: int = 1 << 22, held_out: int = 1 << 15):
         self.count, self.held_out = count, held_out
 
     def rows(self, *, sequence: int, vocab: Any, seed: int, held_out: bool = False) -> "ClickRows":
         """Raises:
-        BadInput: the model has no table of users and one of items.
+        BadInput: the model does not have two tables, one of users and one of items.
         """
         if not isinstance(vocab, tuple) or len(vocab) != 2:
             hint = "model.family=ranker model.tables=[2000,1000], or model.family=two_tower"
@@ -50,12 +51,12 @@ class Clicks(RowSource):
 
 
 class ClickRows:
-    """Rows `first` up to `first + count` of an endless table of clicks.
+    """Rows `first` up to `first + count` of an endless table of clicks. A batch has the fields
 
-    numbers      float32  [B i]  of the visit
-    categories   int32    [B f]  the user and the item
-    label        float32  [B]    1 for a click
-    probability  float32  [B]    of the click
+    numbers      float32  [B i]  the numbers x of the visit
+    categories   int32    [B f]  the ids of the user and the item
+    label        float32  [B]    1 for a click, else 0
+    probability  float32  [B]    the probability of the click
     p, q         float32  [B k]  the factors of the user and the item
     """
 
@@ -84,21 +85,21 @@ class ClickRows:
 
 
 def factor_places(ids: np.ndarray) -> np.ndarray:
-    """The places of the random numbers of these users or items."""
+    """The counters of the random numbers from which the factors of these users or items are made."""
     return ids.astype(np.uint64)[:, None] * np.uint64(2 * FACTORS) + np.arange(2 * FACTORS, dtype=np.uint64)
 
 
 def uniform(bits: np.ndarray) -> np.ndarray:
-    """Numbers above 0 and below 1."""
+    """Converts random uint64 to uniform numbers above 0 and below 1."""
     return ((bits >> np.uint64(11)).astype(np.float64) + 0.5) / 2.0**53
 
 
 def below(bits: np.ndarray, count: int) -> np.ndarray:
-    """Whole numbers below `count`."""
+    """Converts random uint64 to uniform integers from 0 to count - 1."""
     return (bits >> np.uint64(32)) * np.uint64(count) >> np.uint64(32)
 
 
 def normal(bits: np.ndarray) -> np.ndarray:
-    """Normal numbers from twice as many random ones (Box and Muller 1958)."""
+    """Converts random uint64 [B 2n] to standard normal numbers [B n] (Box and Muller 1958)."""
     half = bits.shape[1] // 2
     return np.sqrt(-2 * np.log(uniform(bits[:, :half]))) * np.cos(2 * np.pi * uniform(bits[:, half:]))

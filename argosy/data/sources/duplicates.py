@@ -1,11 +1,11 @@
 """Leaves out documents that occur before in the same source.
 
-    exact      the same text, by 128 bits of its hash
-    minhash    nearly the same words: MinHash of 5-grams (Broder 1997) in 14 bands of 8, as FineWeb has it (arXiv:2406.17557): documents
-               whose sets of 5-grams overlap by s (Jaccard) agree in some band with probability 1 - (1 - s^8)^14
+    exact      the same text, compared by a 128-bit hash
+    minhash    nearly the same words: MinHash of 5-grams (Broder 1997) in 14 bands of 8, as in FineWeb (arXiv:2406.17557). Documents
+               whose sets of 5-grams have the Jaccard similarity s agree in some band with probability 1 - (1 - s^8)^14.
 
-The first of each kind is kept. Both need the hashes of all documents in memory: about 90 bytes a document, or 14 times as much. A
-document in pieces, of more than about 1 MiB, is kept without a look.
+The first of equal documents is kept. Both methods keep the hashes of all documents in memory: about 90 bytes per document for `exact`,
+and 14 times as much for `minhash`. Documents that come in pieces (longer than about 1 MiB) are always kept.
 """
 
 import hashlib
@@ -25,7 +25,10 @@ WORD = re.compile(r"\w+")
 
 
 class Deduplicated(DerivedSource):
-    """Another source, without the documents that occur before."""
+    """The documents of another source, without those that occur before.
+
+    method: `exact` or `minhash`.
+    """
 
     def __init__(self, source: Source, method: str):
         super().__init__(source)
@@ -54,16 +57,16 @@ def exact_keys(document: Document) -> list[bytes]:
 
 
 def near_keys(document: Document) -> list[bytes]:
-    """A hash for each band of the signature. Records are compared by what they say, without names of columns and roles."""
+    """A hash for each band of the signature. Records are compared by their words, without the names of columns and roles."""
     text = document.text if document.record is None else document.record.words
     bands = signature(text).reshape(BANDS, ROWS_OF_BAND)
     return [hashlib.blake2b(band.tobytes(), digest_size=12, salt=bytes([number])).digest() for number, band in enumerate(bands)]
 
 
 def signature(text: str) -> np.ndarray:
-    """The smallest hash of the text's 5-grams under each of BANDS x ROWS_OF_BAND hash functions, uint64."""
+    """The MinHash signature of a text, uint64 [BANDS * ROWS_OF_BAND]: for each hash function, the smallest hash of a 5-gram."""
     words = np.fromiter((zlib.crc32(word.encode()) for word in WORD.findall(text.lower())), np.uint64)
-    # A shorter text is one gram.
+    # A text of fewer words is padded to one 5-gram.
     words = np.pad(words, (0, max(0, WORDS_OF_GRAM - len(words))))
     grams = np.zeros(len(words) - WORDS_OF_GRAM + 1, np.uint64)
     for place in range(WORDS_OF_GRAM):
@@ -79,6 +82,6 @@ def signature(text: str) -> np.ndarray:
 
 @cache
 def hash_functions() -> tuple[np.ndarray, np.ndarray]:
-    """Odd factors and offsets of multiply-shift hashing, uint64 [n, 1] each."""
+    """The odd factors and the offsets of multiply-shift hashing, uint64 [BANDS * ROWS_OF_BAND, 1] each."""
     numbers = splitmix(np.array([1], np.uint64), np.arange(2 * BANDS * ROWS_OF_BAND, dtype=np.uint64)).reshape(2, -1, 1)
     return numbers[0] | np.uint64(1), numbers[1]

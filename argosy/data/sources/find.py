@@ -13,10 +13,10 @@ from argosy.data.sources.kinds import reader_of
 
 
 def find_source(settings: DataSettings) -> Source | RowSource:
-    """The source that `settings.source` names.
+    """Finds and opens the source that `settings.source` names, with `deduplicate` and `max_bytes` applied.
 
     Raises:
-        BadInput: no such name, file or folder (with the nearest name), or nothing there to read.
+        BadInput: there is no such name, file or folder (the hint is the nearest name), or it holds nothing to read.
     """
     place = settings.single_source
     name, _, argument = place.partition(":")
@@ -28,7 +28,7 @@ def find_source(settings: DataSettings) -> Source | RowSource:
         source = SOURCES[reader_of(place)].from_settings(place, settings)
     check_described(source, settings)
     if settings.deduplicate != "no" and isinstance(source, Source):
-        # Imported here: it needs numpy, and whoever checks settings does not.
+        # Imported here, because it needs numpy, which a check of settings does not need.
         from argosy.data.sources.duplicates import Deduplicated
 
         source = Deduplicated(source, settings.deduplicate)
@@ -38,10 +38,11 @@ def find_source(settings: DataSettings) -> Source | RowSource:
 
 
 def source_in_file(place: str, settings: DataSettings) -> Source | RowSource:
-    """The source that FILE.py:CLASS names, with the text of the file in its fingerprint, so that a run does not go on with another.
+    """Makes the source that FILE.py:CLASS names. Its fingerprint includes a hash of the file, so that a run does not resume with other
+    code.
 
     Raises:
-        BadInput: there is no such class, or it is no source.
+        BadInput: there is no such class, or it does not derive from `Source` or `RowSource`.
     """
     kind = from_file("data source", place)
     if not (isinstance(kind, type) and issubclass(kind, Source | RowSource)):
@@ -55,10 +56,10 @@ def source_in_file(place: str, settings: DataSettings) -> Source | RowSource:
 
 
 def check_described(source: DocumentOrigin, settings: DataSettings) -> None:
-    """Checks that settings about records are not given for a source without records.
+    """Checks that settings about records or documents are set only for sources that have them.
 
     Raises:
-        BadInput: they are, and would be ignored.
+        BadInput: a setting would be ignored.
     """
     if not source.has_columns and (settings.format not in ("auto", "text") or settings.columns):
         name = "columns" if settings.columns else f"format={settings.format}"
@@ -69,14 +70,14 @@ def check_described(source: DocumentOrigin, settings: DataSettings) -> None:
         raise BadInput(problem, where=f"data.source={settings.source_name}", hint=hint)
     if settings.deduplicate != "no" and not isinstance(source, Source):
         raise BadInput("data.deduplicate is for documents", where=f"data.source={settings.source_name}", hint="leave it out")
-    # A run that resumes has the defaults among its settings, so `learn=answers` cannot be told from saying nothing.
+    # `learn` is not checked: a resumed run stores the defaults as settings, so an explicit `learn=answers` cannot be recognized.
     if settings.template is not None and not (isinstance(source, Source) and source.format != "text"):
         problem = "data.template is for conversations, and this data is text: every token is learned"
         raise BadInput(problem, where=f"data.source={settings.source_name}", hint="leave `data.template` out")
 
 
 def check_readable(settings: DataSettings) -> None:
-    """Checks that there is something to read and that the beginning of a text can be read, without tokenizing it.
+    """Checks that the sources exist and that the first document of each can be read. Nothing is tokenized.
 
     Raises:
         UserError: there is no such source, or its first document cannot be read.
@@ -94,7 +95,7 @@ def check_readable(settings: DataSettings) -> None:
 
 
 def is_textless(spec: str | list[MixedSource]) -> bool:
-    """Whether a source has no text, so that no tokenizer reads it: made-up rows and images; of a mixture, all of them."""
+    """Whether a source has no text and needs no tokenizer, such as synthetic rows or images. For a mixture, whether all sources do."""
     if isinstance(spec, list):
         return all(is_textless(mixed.path) for mixed in spec)
     name, _, argument = spec.partition(":")

@@ -1,5 +1,5 @@
-"""Files below a folder, or that a pattern matches, in the order of their paths. Each is read by what it holds; records of all files
-have the same format."""
+"""Reads all files below a folder, or that a pattern matches, sorted by path. The content of each file chooses its reader. Records of all
+files have the same format."""
 
 import hashlib
 from collections.abc import Iterator, Mapping
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from argosy.data.settings import DataSettings
 
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst")
-# Descriptions that `datasets` and TFDS keep beside their data.
+# Names of files in which `datasets` and TFDS describe their data.
 DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "features.json", "index.json")
 
 
 class FileSet(Source):
-    """Every text and file of records below a folder, or whatever a glob matches, in the order of their paths."""
+    """All files of text or records below a folder, or all files that a glob matches, sorted by path."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class FileSet(Source):
         steps: RecordSteps | None = None,
     ):
         root = InputFile(where)
-        # A folder of data often holds a JSON file that describes it, so those are read where there is nothing else.
+        # A folder of data often holds a JSON file that describes it, so JSON files are read only if there is nothing else.
         self.paths = files_below(root, is_data) or files_below(root, is_json_file) if root.is_folder else matching_files(str(where))
         if not self.paths:
             if root.is_local and is_prepared(root.path.parent):
@@ -71,7 +71,7 @@ class FileSet(Source):
 
     @cached_property
     def format(self) -> str:  # type: ignore[override]
-        """The format of the first file of records; all others must have it."""
+        """The format of the first file of records, which all others must have; `text` if there are only texts."""
         record_format = self.record_file(self.records[0], self.asked).format if self.records else "text"
         if record_format != "text" and (texts := [path for path in self.paths if path not in self.records]):
             problem = f"a text file among files of `{record_format}` records"
@@ -99,7 +99,7 @@ class FileSet(Source):
         return SOURCES[self.kinds[path]](path, format=format, **options)
 
     def fingerprint(self) -> dict[str, Any]:
-        """Paths below the folder count, because they set the order; the folder's own place does not."""
+        """The fingerprint includes paths relative to the folder, because they decide the order. It does not include the folder's path."""
         digest = hashlib.sha256()
         for path in self.paths:
             relative = path.full_place.removeprefix(self.root).replace("\\", "/").lstrip("/")
@@ -113,7 +113,7 @@ class FileSet(Source):
 
 
 def is_data(name: str) -> bool:
-    """Whether a file of this name below a folder is read."""
+    """Whether a file of this name is read as data if it is below a folder."""
     return not base_name(name).endswith(".json") and (base_name(name).endswith(TEXT_SUFFIXES) or named_kind(name) is not None)
 
 

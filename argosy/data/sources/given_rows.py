@@ -1,7 +1,7 @@
-"""Rows that a Python program holds, as a file that every process of a run reads: lists, generators, data frames, `datasets`' data sets.
+"""Writes rows in memory to a file that every process of a run reads: lists, generators, data frames, or data sets of `datasets`.
 
-The file is JSON lines, named by its own hash, in the cache: the same rows are the same file, so the call that resumes a run finds its
-data. A generator is read once, to its end, and needs memory for one row.
+The file is JSON lines in the cache, and its name is its hash. The same rows give the same file, so the call that resumes a run finds its
+data. A generator is read once, to its end, with one row in memory at a time.
 """
 
 import hashlib
@@ -22,10 +22,10 @@ def rows_file(rows: Any, folder: Path | None = None) -> Path:
 
     Args:
         rows: texts, or mappings of columns.
-        folder: where to write; None: `argosy/rows` under the user's cache.
+        folder: the folder to write to; None: `argosy/rows` in the user's cache.
 
     Raises:
-        BadInput: a row is neither a text nor a mapping, there are none, or there is nowhere to write.
+        BadInput: a row is neither a text nor a mapping, there are no rows, or there is no home directory.
     """
     if folder is None and (home := cache_home()) is None:
         raise BadInput("there is no home directory to keep rows in", hint="set XDG_CACHE_HOME")
@@ -49,7 +49,11 @@ def rows_file(rows: Any, folder: Path | None = None) -> Path:
 
 
 def _iterate(rows: Any) -> Iterator[Any]:
-    """The rows of whatever holds them."""
+    """Iterates over the rows of a list, generator, data frame or data set.
+
+    Raises:
+        BadInput: the object is a mapping of splits, or cannot be iterated over.
+    """
     if isinstance(rows, Mapping):
         raise BadInput("several splits where rows belong", where="data", hint=f"give one: data=...[{next(iter(rows), 'train')!r}]")
     # A data frame iterates over the names of its columns.
@@ -62,10 +66,10 @@ def _iterate(rows: Any) -> Iterator[Any]:
 
 
 def columns_of_row(row: Any, number: int) -> dict[str, Any]:
-    """A row as a mapping of columns; a text is the column `text`.
+    """Converts a row to a mapping of columns. A text becomes the column `text`.
 
     Raises:
-        BadInput: it is something else.
+        BadInput: the row is neither a text nor a mapping.
     """
     where = f"row {number} of data"
     if isinstance(row, str):
@@ -76,5 +80,5 @@ def columns_of_row(row: Any, number: int) -> dict[str, Any]:
 
 
 def _number(value: Any) -> Any:
-    """Numbers and arrays of numpy as Python's."""
+    """Converts numpy numbers and arrays to Python numbers and lists. Other values are unchanged."""
     return value.tolist() if hasattr(value, "tolist") and not isinstance(value, Mapping) else value

@@ -1,12 +1,12 @@
-"""Data sets of the Hub, read by the package `datasets` (an extra), which keeps them in its own cache.
+"""Reads data sets of the Hub with the package `datasets` (an extra), which has its own cache.
 
     hf:NAME            the split `train`, or the only one          hf:NAME:SPLIT          hf:NAME:SUBSET:SPLIT
     hf:NAME@REVISION   a commit, branch or tag                     hf:FOLDER:SPLIT        a folder of files, or of `save_to_disk`
 
-A data set is downloaded whole, as Arrow files that are mapped: so its order is fixed, and a run resumes exactly. With `data.online` it
-is a stream, of which nothing is kept. Its rows come in the order of the data set, without the shuffle buffer of `datasets`, which loses
-rows and repeats others when it resumes; so the position is the number of a document here too. One file is read where it is by
-`data.source=hf://datasets/NAME/FILE.parquet`.
+A data set is downloaded completely, as Arrow files that are memory-mapped. So its order is fixed, and a run resumes exactly. With
+`data.online`, the data set is streamed, and nothing is stored. Its rows come in the order of the data set, so the position is the number
+of a document here too. The shuffle buffer of `datasets` is not used, because it loses rows and repeats others when it resumes. A single
+file is read directly from the Hub with `data.source=hf://datasets/NAME/FILE.parquet`.
 """
 
 import re
@@ -34,11 +34,15 @@ FILE_ENDINGS = tuple(f"{kind}{packed}" for kind in KINDS for packed in ("", ".gz
 
 
 class HubDataset(ArrowRows):
-    """One split of a data set of the Hub."""
+    """One split of a data set on the Hub, or of a local folder.
+
+    spec: what follows `hf:` in `data.source`.
+    streams: whether the data set is streamed, and not downloaded.
+    """
 
     kind = "hf"
     FILES = "a data set of the Hub is hf:OWNER/NAME; files and folders of this machine are data.source=PATH, without `hf:`"
-    # What identifies the contents of a stream; None: it is none.
+    # An id of the contents of a stream; None: the data set is not streamed.
     version: str | None = None
 
     def __init__(
@@ -66,7 +70,7 @@ class HubDataset(ArrowRows):
 
     @cached_property
     def dataset(self) -> Any:
-        """The split, as `datasets` has it: a stream if this is one, unless it lies in a folder that `save_to_disk` wrote.
+        """Loads the split with `datasets`: as a stream if `streams` is set, unless `save_to_disk` wrote the folder.
 
         Raises:
             BadInput: `datasets` is not installed, or there is no such data set, subset or split.
@@ -108,12 +112,16 @@ class HubDataset(ArrowRows):
         if not self.streams:
             return datasets.load_dataset(path, self.subset, revision=self.revision)
         builder = datasets.load_dataset_builder(path, self.subset, revision=self.revision)
-        # Of the files of a folder, their names, sizes and times; of a repository, its commit.
+        # The hash depends on the names, sizes and times of local files, or on the commit of a repository.
         self.version = f"{builder.config_id} {builder.hash}"
         return builder.as_streaming_dataset()
 
     def _check_path(self, path: Path) -> None:
-        """Raises: BadInput: the name is that of a file, or can only be a path of this machine, and nothing is there."""
+        """Checks that the name may be that of a data set.
+
+        Raises:
+            BadInput: the name is a file, or it can only be a local path, and there is no such folder.
+        """
         if path.is_file():
             raise BadInput(f"`{self.name}` is a file", where=f"data.source={self.place}", hint=f"data.source={self.name}")
         is_path = self.name.startswith((".", "/", "~")) or self.name.count("/") > 1 or path.name.endswith(FILE_ENDINGS)
@@ -127,10 +135,10 @@ class HubDataset(ArrowRows):
         yield from numbered_batches(batch for table in tables for batch in table.to_batches())
 
     def _checked_stream(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """The batches of a stream.
+        """Yields the batches of a stream.
 
         Raises:
-            Damaged: it ends with an error, after the attempts of `datasets`.
+            Damaged: the stream failed, after the retries of `datasets`.
         """
         try:
             yield from batches
@@ -150,7 +158,7 @@ class HubDataset(ArrowRows):
 
 @contextmanager
 def _cache_alone() -> Iterator[None]:
-    """Inside, `datasets` looks into its cache alone."""
+    """A context manager inside which `datasets` uses only its cache."""
     from datasets import config
 
     before, config.HF_HUB_OFFLINE = config.HF_HUB_OFFLINE, True

@@ -1,4 +1,4 @@
-"""JSON lines: one object a line, or all of them in one array (`.json`); packed or not."""
+"""Reads JSON lines: one JSON object per line, or one array of all objects (`.json`). Files may be compressed."""
 
 import json
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ ARRAY_BYTES = 1 << 30
 
 
 class JsonLines(RecordFile):
-    """One JSON object a line, or all of them in one array (`.json`): text, or records to fine-tune on."""
+    """A file of JSON lines, or of one JSON array of objects (`.json`): texts, or records to fine-tune on."""
 
     kind: ClassVar[str] = "jsonl"
 
@@ -34,10 +34,10 @@ class JsonLines(RecordFile):
 
 
 def text_lines(path: InputFile, invalid: str, encoding: str) -> Iterator[tuple[str, str]]:
-    """Each line of a file of text, and where it stands.
+    """Yields each line of a text file, with its place as FILE:LINE.
 
     Raises:
-        BadInput: a line is longer than any record.
+        BadInput: a line is longer than LINE_BYTES.
     """
     with open_bytes(path, encoding=encoding, invalid=invalid) as stream:
         offset = number = 0
@@ -51,10 +51,10 @@ def text_lines(path: InputFile, invalid: str, encoding: str) -> Iterator[tuple[s
 
 
 def array_of(path: InputFile, invalid: str, encoding: str) -> list[Any]:
-    """The values of a file that is one JSON array.
+    """Reads a file that is one JSON array.
 
     Raises:
-        BadInput: it is too large to be read at once, or is no JSON array.
+        BadInput: the file is larger than ARRAY_BYTES, or is no JSON array.
     """
     with open_bytes(path, encoding=encoding, invalid=invalid) as stream:
         data = stream.read(ARRAY_BYTES + 1)

@@ -1,7 +1,7 @@
-"""Which reader a file needs: by what it begins with, otherwise by its name. A Parquet file called `data.txt` is read as Parquet.
+"""Chooses the reader of a file by its first bytes, or else by its name. A Parquet file called `data.txt` is read as Parquet.
 
-Text, JSON lines and separated values have no mark, so their names count: `.jsonl .ndjson .json` and `.csv .tsv`. A file of any other
-name that is not usual for text is JSON lines if its first line is an object. The endings of packed files (`.gz`) do not count.
+Text, JSON lines and separated values have no magic number, so they are recognized by name: `.jsonl .ndjson .json` and `.csv .tsv`. A file
+without a usual ending of text is read as JSON lines if its first line is a JSON object. Endings of compressed files (`.gz`) are ignored.
 """
 
 from pathlib import Path
@@ -26,7 +26,7 @@ BY_NAME = {
     ".arrayrecord": "array_record", ".tar": "tar", ".bagz": "bagz", ".bag": "bagz",
 }  # fmt: skip
 OF_TEXT = ("jsonl", "csv")
-# Kinds that nothing but a name tells.
+# Kinds that can only be recognized by name.
 BY_NAME_ALONE = ("bagz",)
 MOSAIC_INDEX, MOSAIC_SHARD = "index.json", ".mds"
 WHAT = {"parquet": "a Parquet file", "arrow": "an Arrow file", "tfrecord": "a TFRecord file", "array_record": "an ArrayRecord file",
@@ -38,7 +38,7 @@ IMAGE_NAMES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif")
 
 
 def reader_of(place: str) -> str:
-    """The name of the source that reads a path or an address.
+    """The registered name of the source that reads a path or URL.
 
     Raises:
         BadInput: there is no such file or folder.
@@ -54,7 +54,7 @@ def reader_of(place: str) -> str:
 
 
 def mosaic_index(place: InputFile) -> InputFile | None:
-    """The index of MDS shards in a folder, or the file itself if it is one; None if there is none."""
+    """The index of MDS shards in a folder, or the file itself if it is such an index; None if there is no index."""
     if place.is_folder:
         place = InputFile(f"{place.full_place.rstrip('/')}/{MOSAIC_INDEX}")
     if place.name != MOSAIC_INDEX or not place.is_file:
@@ -64,16 +64,16 @@ def mosaic_index(place: InputFile) -> InputFile | None:
 
 
 def holds_images(folder: Path) -> bool:
-    """Whether there are image files in a folder or in those right below it. `folder:PATH` reads the texts beside them."""
+    """Whether there are image files in a folder or in its direct subfolders. `folder:PATH` reads the texts of such a folder instead."""
     return any(path.suffix.lower() in IMAGE_NAMES for pattern in ("*", "*/*") for path in folder.glob(pattern))
 
 
 def file_kind(file: InputFile) -> str:
-    """The name of the source that reads a file.
+    """The registered name of the source that reads a file.
 
     Raises:
-        BadInput: the name says that it holds records, and the file is something else.
-        Damaged: likewise, and nothing is known about what it is.
+        BadInput: the file is empty, a single MDS shard, or of another known format than its name says.
+        Damaged: the file is not of the format that its name says, and of no other known format.
     """
     expected = named_kind(file.name)
     with file.open() as raw:
@@ -108,24 +108,24 @@ def file_kind(file: InputFile) -> str:
 
 
 def named_kind(name: str) -> str | None:
-    """The name of the source that a file's ending names."""
+    """The registered name of the source for a file's ending; None if the ending is not known."""
     name = base_name(name)
     # TFDS: NAME-train.tfrecord-00000-of-00001
     return next((kind for ending, kind in BY_NAME.items() if name.endswith(ending) or f"{ending}-0" in name), None)
 
 
 def megatron_index(path: InputFile) -> InputFile:
-    """Where the index of a file of token ids is, if Megatron-LM wrote it."""
+    """The path that the index of a file of token ids has if Megatron-LM wrote it."""
     return InputFile(path.path.with_suffix(".idx"))
 
 
 def is_tfrecord(head: bytes) -> bool:
-    """Whether a file that begins with these bytes is a TFRecord file: the checksum of the first length fits."""
+    """Whether a file that begins with these bytes is a TFRecord file: whether the checksum of the first length is right."""
     return len(head) >= 12 and masked_crc32c([head[:8]])[0] == int.from_bytes(head[8:12], "little")
 
 
 def holds_objects(name: str, stream: BinaryIO) -> bool:
-    """Whether a file without a known ending holds JSON lines: whether its first line is an object."""
+    """Whether a file without a known ending holds JSON lines: whether its first line is a JSON object."""
     if base_name(name).endswith(TEXT_NAMES):
         return False
     line = stream.readline(FIRST_LINE_BYTES).removeprefix(b"\xef\xbb\xbf").strip()

@@ -1,14 +1,15 @@
-"""Records of texts that a model scores or embeds, as users of transformers and sentence-transformers write them.
+"""Reads records of texts that a model scores or embeds, in the formats of transformers and sentence-transformers.
 
-    classification   text, label                    with `text_pair` for two texts; label: `data.labels`
-    pair             anchor, positive               two texts whose vectors are to be near to one another
-    triplet          anchor, positive, negative     and one whose vector is to be far
-    negatives        anchor, positive, negatives    and a list of such texts, of any length; or columns negative_1,
+    classification   text, label                    a text with a label (`data.labels`); with `text_pair`, two texts
+    pair             anchor, positive               two texts whose vectors should be near to each other
+    triplet          anchor, positive, negative     a pair, and a text whose vector should be far from the anchor
+    negatives        anchor, positive, negatives    a pair, and a list of any number of negatives; or columns negative_1,
                                                     negative_2 ..., as sentence-transformers' mine_hard_negatives writes them
-    similarity       sentence1, sentence2, score    two texts, and a number: the more similar, the larger
-    rerank           anchor, positive, negative     the pair of a query and a document that answers it, and one that does not
+    similarity       sentence1, sentence2, score    two texts, and a number that is larger the more similar they are
+    rerank           anchor, positive, negative     a query, a document that answers it, and a document that does not
 
-Each text of a pair, triplet, similarity or of negatives is a sequence of its own; in `rerank` and `classification` two texts make one.
+In `pair`, `triplet`, `negatives` and `similarity`, each text is a sequence. In `rerank` and `classification`, two texts are one
+sequence.
 """
 
 import re
@@ -20,23 +21,23 @@ from argosy.core.errors import BadInput
 from argosy.data.sources import SourceRecord
 
 Row = Mapping[str, Any]
-# The texts of a record that are sequences of their own, in their order.
+# For each format in which each text is a sequence: the columns of the texts, in order.
 SEQUENCES = {"pair": ("anchor", "positive"), "triplet": ("anchor", "positive", "negative"), "similarity": ("sentence1", "sentence2")}
-# The format with a list of texts, and its column. The list may be in columns of its own.
+# The name of the format with a list of negatives, and of its column. The list may also be numbered columns.
 NEGATIVES = "negatives"
-# The columns of texts whose vectors are compared, by format; the last is that of all further texts.
+# The columns of texts whose vectors are compared, by format. The last column also stands for all further texts.
 COMPARED = {**SEQUENCES, NEGATIVES: SEQUENCES["triplet"]}
 NUMBERED = re.compile("negative_([0-9]{1,4})")
 
 
 def classification_record(row: Row, where: str, kind: Any) -> SourceRecord:
-    """A text, or a pair of texts, and its label as the file has it."""
+    """A record of a text or a pair of texts, with the label as the file has it. `kind` describes a JSON value, for errors."""
     _check_texts(row, ("text", "text_pair"), where, kind)
     return SourceRecord(where=where, prompt=row["text"], completion=row.get("text_pair"), columns={"label": row["label"]})
 
 
 def compared_record(row: Row, format: str, where: str, kind: Any) -> SourceRecord:
-    """The first text of a record, with those that it is compared with. Each of a record of `similarity` has its score as the label."""
+    """A record of the first text, with a record of each other text in `others`. In `similarity`, each has the score as its label."""
     names = SEQUENCES[format]
     _check_texts(row, names, where, kind)
     columns = {"label": score_of(row["score"], where, kind)} if format == "similarity" else {}
@@ -45,10 +46,10 @@ def compared_record(row: Row, format: str, where: str, kind: Any) -> SourceRecor
 
 
 def with_negatives(fields: Row, column: str) -> Row:
-    """The columns of a record, with its numbered negatives as one list in the order of their numbers; null ones are left out.
+    """The columns of a record, with numbered columns of negatives joined to one list, in the order of their numbers. Null is left out.
 
     Args:
-        column: name of the list in the file; null is an empty list.
+        column: the name of the list in the file. A null list becomes an empty list.
     """
     if column in fields:
         return fields if fields[column] is not None else {**fields, column: []}
@@ -61,7 +62,7 @@ def with_negatives(fields: Row, column: str) -> Row:
 
 
 def contrasted_record(row: Row, where: str, kind: Any) -> SourceRecord:
-    """A text with the one that it belongs to, and those that it does not; empty ones are left out."""
+    """A record of the anchor, with records of the positive and of the negatives in `others`. Empty negatives are left out."""
     _check_texts(row, ("anchor", "positive"), where, kind)
     negatives = row[NEGATIVES]
     if not isinstance(negatives, list):
@@ -74,17 +75,17 @@ def contrasted_record(row: Row, where: str, kind: Any) -> SourceRecord:
 
 
 def reranking_record(row: Row, where: str, kind: Any) -> SourceRecord:
-    """A query with a document that answers it; the same query with one that does not is among its others."""
+    """A record of the query with the document that answers it. In `others`, the query with the document that does not answer it."""
     _check_texts(row, ("anchor", "positive", "negative"), where, kind)
     right, wrong = (SourceRecord(where=where, prompt=row["anchor"], completion=row[name]) for name in ("positive", "negative"))
     return replace(right, others=(wrong,))
 
 
 def score_of(value: Any, where: str, kind: Any) -> float:
-    """How similar two texts are.
+    """The similarity of two texts, as a number.
 
     Raises:
-        BadInput: it is no finite number.
+        BadInput: the value is no finite number.
     """
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < float("inf"):
         raise BadInput(f"`score` is {kind(value)}", where=where, hint="a number: the more similar two texts are, the larger")

@@ -1,11 +1,12 @@
-"""Data sets of MosaicML's streaming library: a folder of `index.json` and shards (MDS).
+"""Reads data sets of MosaicML's streaming library: a folder with `index.json` and shards (MDS).
 
-    shard     uint32: samples; uint32 [samples + 1]: where each sample begins, and the end; the columns as JSON; the samples
-    sample    uint32 for each column without a fixed size: its bytes; then the columns, one after the other
+    shard     uint32, the number of samples; uint32 [samples + 1], the offset of each sample and of the end; the columns as JSON; the
+              samples
+    sample    uint32 for each column without a fixed size, its size in bytes; then the values of the columns, one after the other
 
-(github.com/mosaicml/streaming, streaming/base/format/mds/). All is little-endian. Shards may be compressed by Zstandard, gzip or bzip2.
-A shard is read whole; the library writes 64 MiB a shard. Sizes, and hashes that Python knows, are compared with the index. Pictures and
-pickles are not read: their columns are left out, and listed.
+See github.com/mosaicml/streaming, streaming/base/format/mds/. All numbers are little-endian. Shards may be compressed by Zstandard, gzip
+or bzip2. A shard is read whole; the library writes shards of 64 MiB. Sizes are compared with the index, and so are hashes that Python
+can compute. Columns of images and pickles are not read, and are listed as ignored.
 """
 
 import hashlib
@@ -31,10 +32,10 @@ if TYPE_CHECKING:
     from argosy.data.settings import DataSettings
 
 VERSION = 2
-# What a file may be compressed by.
+# The supported compressions of shards.
 PACKINGS = ("zstd", "gz", "bz2")
 NUMBERS = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
-# The code of an array's type within its bytes.
+# The types of arrays by their code in the data.
 CODES = {8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32", 33: "int32", 34: "float32", 64: "uint64",
          65: "int64", 66: "float64"}  # fmt: skip
 SIZES = ("<u1", "<u2", "<u4", "<u8")
@@ -45,11 +46,11 @@ NUMBER = struct.Struct("<I")
 class MosaicShard:
     """A shard, as the index describes it.
 
-    file: the file that is read.
-    samples: number of samples.
-    size_bytes: size of the shard, unpacked.
-    hashes: hashes of the file by algorithm.
-    columns: name, encoding and fixed size (None: any) of each column.
+    file: the file to read, compressed or not.
+    samples: the number of samples.
+    size_bytes: the uncompressed size of the shard.
+    hashes: the hashes of the file, by algorithm.
+    columns: (name, encoding, fixed size in bytes) of each column; the size is None if it varies.
     """
 
     file: InputFile
@@ -75,8 +76,8 @@ class MosaicDataset(RecordSource):
         """place: the folder, or its index.
 
         Raises:
-            BadInput: there is no index, or a shard is missing or compressed in another way.
-            Damaged: the index cannot be understood.
+            BadInput: there is no index, a shard is missing, or its format or compression is not supported.
+            Damaged: the index cannot be read, or a shard has another size.
         """
         super().__init__(format=format, columns=columns, steps=steps)
         self.path = existing(mosaic_index(InputFile(place)) or place)
@@ -97,10 +98,10 @@ class MosaicDataset(RecordSource):
                 yield self.sample(data[offsets[number] : offsets[number + 1]], shard, where), where
 
     def sample(self, data: memoryview, shard: MosaicShard, where: str) -> dict[str, Any]:
-        """The columns of a sample that are read.
+        """Decodes the columns of a sample that the format needs. Other columns are listed as ignored.
 
         Raises:
-            Damaged: the sizes of its columns are not its own, or a value is not of its type.
+            Damaged: the sizes of the columns do not add up to that of the sample, or a value is not of its type.
         """
         columns = self.reader.columns_read() if self.reader.begun and not self.steps else None
         fields: dict[str, Any] = {}
@@ -131,11 +132,11 @@ class MosaicDataset(RecordSource):
 
 
 def read_mosaic_index(index: InputFile) -> list[MosaicShard]:
-    """The shards that an index names.
+    """Reads an index, and returns its shards.
 
     Raises:
-        BadInput: a shard is missing, compressed in another way, or not of this format.
-        Damaged: the index cannot be understood.
+        BadInput: a shard is missing, or its format or compression is not supported.
+        Damaged: the index cannot be read, or a shard has another size.
     """
     where = str(index)
     try:
@@ -150,7 +151,7 @@ def read_mosaic_index(index: InputFile) -> list[MosaicShard]:
 
 
 def mosaic_shard(shard: Mapping[str, Any], index: InputFile) -> MosaicShard:
-    """One shard of an index. Where both are there, the unpacked file is read."""
+    """Reads the description of one shard in an index. If both files exist, the uncompressed one is used."""
     if (shard["format"], shard["version"]) != ("mds", VERSION):
         problem = f"shards of format {shard['format']}, version {shard['version']}"
         raise BadInput(problem, where=str(index), hint=f"read are those of format mds, version {VERSION}")
@@ -170,10 +171,10 @@ def mosaic_shard(shard: Mapping[str, Any], index: InputFile) -> MosaicShard:
 
 
 def read_shard(shard: MosaicShard) -> tuple[memoryview, list[int]]:
-    """The bytes of a shard, unpacked, and where each sample begins, then the end.
+    """Reads a shard. Returns its uncompressed bytes, and the offsets of the samples and of the end.
 
     Raises:
-        Damaged: it is not what the index says.
+        Damaged: the shard is not what the index says.
     """
     where = str(shard.file)
     for name, digest in shard.hashes.items():
@@ -194,7 +195,7 @@ def read_shard(shard: MosaicShard) -> tuple[memoryview, list[int]]:
 
 
 def decoder(encoding: str) -> Callable[[bytes], Any] | None:
-    """The function that decodes a column, as JSON has values; None for one that is not read."""
+    """The function that decodes the bytes of a column to a JSON value; None for an encoding that is not read."""
     kind, _, layout = encoding.partition(":")
     if kind in NUMBERS:
         return lambda data: np.frombuffer(data, np.dtype(kind).newbyteorder("<"), 1)[0].item()
@@ -204,7 +205,7 @@ def decoder(encoding: str) -> Callable[[bytes], Any] | None:
 
 
 def array_of_bytes(data: bytes, layout: str) -> np.ndarray:
-    """An array. Its type and its shape are in `layout` (`int32:2,3`) or in front of its values."""
+    """Decodes an array. The type and the shape are in `layout` (`int32:2,3`), or, if missing there, before the values in `data`."""
     name, _, sizes = layout.partition(":")
     if not name:
         name, data = CODES[data[0]], data[1:]
@@ -218,7 +219,7 @@ def array_of_bytes(data: bytes, layout: str) -> np.ndarray:
 
 
 def text_or_nothing(data: bytes) -> str | None:
-    """The text of a column of bytes; None if they are no text."""
+    """Decodes bytes as UTF-8 text; None if they are no text."""
     try:
         return data.decode()
     except UnicodeDecodeError:

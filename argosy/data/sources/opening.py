@@ -1,6 +1,6 @@
-"""The bytes of a data file as UTF-8: unpacked by what they begin with (gzip, bzip2, xz, Zstandard), and converted from other encodings.
+"""Opens data files: decompresses them, as their first bytes say (gzip, bzip2, xz, Zstandard), and converts text to UTF-8.
 
-Damaged archives, bytes of no text and unreadable files are errors that name the file.
+Damaged archives, bytes that are no text, and unreadable files are errors that name the file.
 """
 
 import bz2
@@ -22,10 +22,10 @@ from argosy.core.formats.recognize import HEAD_BYTES, refuse_binary
 from argosy.core.input_files import InputFile, reading
 
 PIECE_BYTES = 1 << 20
-# For larger files only 64 samples are hashed, so that a terabyte is not read twice.
+# Of larger files, only 64 samples are hashed, so that a terabyte is not read twice.
 HASHED_BYTES = 64 << 20
 UTF8, UTF16 = "utf-8", (b"\xff\xfe", b"\xfe\xff")
-# A bzip2 file names its block size, and begins with a block or ends at once; a text may begin with BZh too.
+# A bzip2 file begins with its block size, and then the mark of a block or of the end. BZh alone may also begin a text.
 BZIP2 = tuple(b"BZh%d%s" % (size, block) for size in range(1, 10) for block in (b"1AY&SY", b"\x17\x72\x45\x38"))
 PACKED = {"gzip": (b"\x1f\x8b",), "bzip2": BZIP2, "xz": (b"\xfd7zXZ\0",), "Zstandard": (b"\x28\xb5\x2f\xfd",)}
 ENDINGS = (".gz", ".bz2", ".xz", ".zst", ".zstd")
@@ -33,10 +33,14 @@ COMMON = ("utf-8", "utf-16", "utf-32", "latin-1", "cp1252", "cp1251", "gb18030",
 
 
 def import_package(package: str, readers: str, extra: str = "data") -> Any:
-    """A package of an extra, imported.
+    """Imports a package of an extra.
+
+    Args:
+        readers: what the package reads, such as "Parquet files", for the error.
+        extra: the name of the extra.
 
     Raises:
-        BadInput: it is not installed.
+        BadInput: the package is not installed.
     """
     try:
         return import_module(package)
@@ -46,18 +50,18 @@ def import_package(package: str, readers: str, extra: str = "data") -> Any:
 
 
 def base_name(name: str) -> str:
-    """A file's name in small letters, without the ending of a compressed file."""
+    """A file's name in lower case, without the ending of a compressed file."""
     name = name.lower()
     return next((name.removesuffix(ending) for ending in ENDINGS if name.endswith(ending)), name)
 
 
 def packed_as(head: bytes) -> str | None:
-    """How a file that begins with these bytes is compressed; None if it is not."""
+    """The compression of a file that begins with these bytes; None: it is not compressed."""
     return next((kind for kind, marks in PACKED.items() if head.startswith(marks)), None)
 
 
 def decompress_stream(raw: BinaryIO, kind: str) -> BinaryIO:
-    """The bytes that a compressed stream holds.
+    """Wraps a compressed stream in a stream of the decompressed bytes. `kind` is a key of PACKED.
 
     Raises:
         BadInput: Python is older than 3.14, and pyarrow, which also reads Zstandard, is not installed.
@@ -74,7 +78,7 @@ def decompress_stream(raw: BinaryIO, kind: str) -> BinaryIO:
 
 
 class ZstandardStream(io.RawIOBase):
-    """A stream of pyarrow as Python's buffered readers take it."""
+    """Adapts a stream of pyarrow to the interface that Python's buffered readers need."""
 
     def __init__(self, inner: Any):
         self.inner = inner
@@ -89,9 +93,10 @@ class ZstandardStream(io.RawIOBase):
 
 
 class Transcoded(io.RawIOBase):
-    """A stream of text in another encoding, as UTF-8.
+    """Converts a stream of text in another encoding to UTF-8.
 
-    Bytes that are no text in that encoding are replaced by U+FFFD, or an error that gives their offset.
+    Bytes that are invalid in that encoding are replaced by U+FFFD if `invalid` is `replace`. Otherwise they raise an error with their
+    offset.
     """
 
     def __init__(self, inner: BinaryIO, encoding: str, invalid: str, where: str):
@@ -138,14 +143,16 @@ def text_encoding(name: str) -> str:
 def open_bytes(
     file: InputFile, *, encoding: str = UTF8, invalid: str = "error", text: bool = True
 ) -> Iterator["io.BufferedReader[Any]"]:
-    """The file's bytes, unpacked; as UTF-8 if they are text.
+    """Opens a file, and yields a stream of its decompressed bytes, converted to UTF-8 if it is text.
 
     Args:
-        text: whether a file that is no text is refused.
+        encoding: the encoding of the text.
+        invalid: what happens to bytes that are invalid in the encoding: `error` or `replace`.
+        text: whether the file must be text.
 
     Raises:
-        BadInput: it holds something else, such as a table or an image; or it cannot be read.
-        Damaged: a compressed file that is cut or wrong.
+        BadInput: the file is no text, although `text` is set, or it cannot be read.
+        Damaged: a compressed file is truncated or damaged.
     """
     kind = None
     with ExitStack() as stack:
@@ -175,17 +182,17 @@ def open_bytes(
 
 
 def buffered_reader(stream: Any) -> "io.BufferedReader[Any]":
-    """A stream with `peek` and quick lines."""
+    """Wraps a stream in a buffered reader, which has `peek` and reads lines quickly."""
     return stream if isinstance(stream, io.BufferedReader) else io.BufferedReader(stream, PIECE_BYTES)
 
 
 def modification_times(files: Sequence[InputFile]) -> list[int]:
-    """When each file was modified, in ns, of those whose `content_hash` is of samples."""
+    """The modification times, in ns, of the files of which `content_hash` hashes only samples."""
     return [file.modified_ns for file in files if file.size_bytes > HASHED_BYTES]
 
 
 def content_hash(file: InputFile) -> str:
-    """sha256 of a file's bytes; of its size and 64 spaced mebibytes where it is larger than HASHED_BYTES."""
+    """The sha256 of a file's bytes. For a file larger than HASHED_BYTES, that of its size and of 64 evenly spaced samples of 1 MiB."""
     size = file.size_bytes
     with reading(str(file)), file.open() as stream:
         if size <= HASHED_BYTES:

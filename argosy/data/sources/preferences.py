@@ -1,11 +1,11 @@
-"""Records of preferences, labels and steps, as TRL's users, LLaMA-Factory and the Hub write them.
+"""Reads records of preferences, labels and steps, in the formats of TRL, LLaMA-Factory and the Hub.
 
-    preference   chosen, rejected               with `prompt`, or both beginning with it; texts, or lists of messages
-                                                (LLaMA-Factory's `instruction` and `input` are a prompt too)
-    kto          prompt, completion, label      label: true for a good answer
-    stepwise     prompt, completions, labels    texts: the steps of one answer, and whether each is right
+    preference   chosen, rejected               two answers, as texts or lists of messages; with a column `prompt`, or each with the
+                                                prompt at its beginning (LLaMA-Factory's `instruction` and `input` are a prompt too)
+    kto          prompt, completion, label      an answer; `label` is true for a good one
+    stepwise     prompt, completions, labels    a list of the steps of one answer, as texts, and whether each is right
 
-`margin` beside a pair is by how much the chosen answer is to be preferred; reward models read it.
+A column `margin` of a pair says by how much the chosen answer is better. Reward models read it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,11 +18,11 @@ from argosy.data.sources import SourceRecord
 
 Row = Mapping[str, Any]
 Messages = tuple[list[dict[str, Any]], list[bool]]
-# Reads a list of messages: (given, name of the column) -> messages, and which of them may be learned.
+# Reads a list of messages: (value of the column, name of the column) -> messages, and for each whether it is learned.
 ReadMessages = Callable[[Any, str], Messages]
-# Columns that hold the question where there is no `prompt`: overlooking one would train on answers to nothing.
+# Names of columns that probably hold the prompt if there is no `prompt`. If one were ignored, answers would have no prompt.
 ASKING = ("question", "query", "problem", "context", "user", "input")
-# What an answer follows in the texts of Anthropic's HH-RLHF.
+# The text before an answer in Anthropic's HH-RLHF.
 ASSISTANT = "\n\nAssistant:"
 HINT = 'like {"prompt": "...", "chosen": "...", "rejected": "..."}'
 
@@ -30,13 +30,15 @@ HINT = 'like {"prompt": "...", "chosen": "...", "rejected": "..."}'
 def preference(
     row: Row, has: Row, column_of: Callable[[str], str], read: ReadMessages, options: dict[str, Any], kind: Any
 ) -> SourceRecord:
-    """A pair: a record of the chosen answer that holds one of the rejected answer.
+    """Reads a pair: a record of the chosen answer, with a record of the rejected answer in `others`.
 
     Args:
-        row, has: the columns under the format's names, and all columns of the file.
-        column_of: a column's name in the file.
-        options: where, tools and variables of records.
-        kind: what a JSON value is, in words.
+        row: the columns under the names of the format.
+        has: all columns of the file.
+        column_of: name in the format -> name of the column in the file.
+        read: reads a list of messages.
+        options: the fields `where`, `tools` and `variables` of records.
+        kind: describes a JSON value, for errors.
     """
     where, chosen, rejected = options["where"], row["chosen"], row["rejected"]
     if type(chosen) is not type(rejected) or not isinstance(chosen, str | list):
@@ -72,36 +74,41 @@ def preference(
 
 
 def instruction_pair(row: Row, alpaca: Callable[[Row, str], SourceRecord], where: str, kind: Any) -> SourceRecord:
-    """A pair of answers to an instruction, each as an Alpaca record."""
+    """Reads a pair of answers to an instruction, each as an Alpaca record. `alpaca` reads such a record."""
     chosen, other = (alpaca({**row, "output": row[name]}, where) for name in ("chosen", "rejected"))
     chosen, other = (replace(record, prompt_messages=len(record.messages or ()) - 1) for record in (chosen, other))
     return replace(chosen, others=(other,), values={"margin": margin_of(row.get("margin"), where, kind)})
 
 
 def _conversation(question: list[dict[str, Any]], answer: list[dict[str, Any]], taught: list[bool], whole: bool) -> Messages:
-    """A whole conversation. Many files repeat the prompt in the answers' messages, where it is taken once."""
+    """Joins a prompt and an answer to one conversation. Many files repeat the prompt in the messages of the answer; it is not repeated
+    here.
+
+    Args:
+        whole: whether `answer` holds the whole conversation already.
+    """
     if whole or starts(answer, question):
         return answer, taught
     return [*question, *answer], [*[False] * len(question), *taught]
 
 
 def starts(messages: Sequence[Any], prompt: Sequence[Any]) -> bool:
-    """Whether messages begin with those of a prompt. A prompt that is one text may follow a system message."""
+    """Whether messages begin with those of a prompt. A prompt of one message may also follow a system message."""
     begins = list(messages[: len(prompt)]) == list(prompt)
     after_system = len(prompt) == 1 and len(messages) > 2 and messages[0]["role"] == "system" and messages[1] == prompt[0]
     return bool(prompt) and (begins or after_system)
 
 
 def common_messages(both: Sequence[Sequence[Any]]) -> int:
-    """How many messages two conversations begin with in common; of equal ones, all but the last."""
+    """The number of messages that two conversations have in common at their beginning, without the last message of the shorter one."""
     return min(common_length(*both), *(len(messages) - 1 for messages in both))
 
 
 def prompt_of(row: Row, has: Row, column_of: Callable[[str], str], where: str, kind: Any) -> Any:
-    """The prompt of a pair: a text or messages; None where both answers begin with it.
+    """The prompt of a pair: a text or messages; None: both answers begin with the prompt.
 
     Raises:
-        BadInput: it is something else, or may be in a column that is not read.
+        BadInput: the prompt is neither a text nor a list, or is probably in a column that is not read.
     """
     prompt = row.get("prompt")
     if prompt is None:
@@ -116,14 +123,14 @@ def prompt_of(row: Row, has: Row, column_of: Callable[[str], str], where: str, k
 
 
 def _split_prompt(chosen: str, rejected: str) -> tuple[str, str, str]:
-    """The common beginning of two texts, and what is left of each. It ends where an assistant begins to speak, otherwise after a
-    blank: a word is not cut."""
+    """Splits two texts into their common beginning, the prompt, and the rest of each. The prompt ends after the last "Assistant:" of
+    HH-RLHF, or else between words."""
     common = common_length(chosen, rejected)
     speaks = chosen.rfind(ASSISTANT, 0, common)
     if speaks >= 0:
         common = speaks + len(ASSISTANT)
     elif chosen != rejected:
-        # A blank belongs to the word after it, as tokenizers have it.
+        # A blank belongs to the word after it, as in tokenizers.
         while common and not (chosen[common : common + 1].isspace() and rejected[common : common + 1].isspace()):
             common -= 1
     return chosen[:common], chosen[common:], rejected[common:]
@@ -138,7 +145,7 @@ def margin_of(value: Any, where: str, kind: Any) -> float:
 
 
 def labeled_completion(row: Row, record: SourceRecord, where: str, kind: Any) -> SourceRecord:
-    """A prompt and its completion with a label."""
+    """Adds the label of a row to the record of its prompt and completion."""
     label = row["label"]
     if label not in (True, False) or isinstance(label, float):
         raise BadInput(f"`label` is {kind(label)}", where=where, hint="true for a good answer, false for a bad one")
@@ -147,7 +154,7 @@ def labeled_completion(row: Row, record: SourceRecord, where: str, kind: Any) ->
 
 
 def stepwise(row: Row, where: str, kind: Any) -> SourceRecord:
-    """A prompt, the steps of an answer, and whether each is right."""
+    """Reads a prompt, the steps of an answer, and whether each step is right."""
     prompt, steps, labels = row["prompt"], row["completions"], row["labels"]
     if not isinstance(prompt, str):
         raise BadInput(f"`prompt` is {kind(prompt)}, not a text", where=where)

@@ -1,6 +1,6 @@
-"""Files of records, one a row: what JSON lines, tables and containers of examples have in common.
+"""The base of files of records, one record per row: JSON lines, tables, and containers of examples.
 
-A kind of file says how its rows are read (`RecordFile.rows`); which columns the format reads is decided by the first row
+A subclass reads the rows of one kind of file (`RecordFile.rows`). The first row decides the format, and so which columns are read
 (`records.RecordReader`). A column that is null counts as absent. This module knows no kind of file.
 """
 
@@ -24,12 +24,12 @@ from argosy.data.sources.text import encoded_as
 if TYPE_CHECKING:
     from argosy.data.settings import DataSettings
 
-# A record's columns, and where it stands: file and line, or file and row.
+# The columns of a record, and its place: file and line, or file and row.
 RowAt = tuple[dict[str, Any], str]
 
 
 class RecordSource(Source):
-    """Records, one a row: texts, or records to fine-tune on."""
+    """The base of sources with one record per row: texts, or records to fine-tune on."""
 
     has_columns = True
     kind: ClassVar[str]  # in the registry of sources
@@ -37,14 +37,17 @@ class RecordSource(Source):
     def __init__(
         self, *, format: str = "auto", columns: Mapping[str, str] | None = None, steps: RecordSteps | None = None
     ):
-        """format, columns: as `records.RecordReader`. steps: what records pass before they are read."""
+        """Args:
+        format, columns: as in `records.RecordReader`.
+        steps: the user's functions that are applied to each record first.
+        """
         self.asked, self.columns = format, dict(columns or {})
         self.steps = steps or RecordSteps()
         self.reader = RecordReader(format, columns)
 
     @abstractmethod
     def rows(self) -> Iterator[RowAt]:
-        """All records, from the first, with the names of the file's columns."""
+        """Yields all records from the first on, with the column names of the file."""
 
     @property
     def format(self) -> str:
@@ -71,12 +74,12 @@ class RecordSource(Source):
         return Document(record.text, record=record)
 
     def read_fingerprint(self) -> dict[str, Any]:
-        """How records are read."""
+        """The part of the fingerprint that says how records are read."""
         return read_as(self.format, self.columns) | self.steps.fingerprint()
 
 
 class RecordFile(RecordSource):
-    """A file of records."""
+    """The base of single files of records."""
 
     def __init__(
         self,
@@ -108,18 +111,18 @@ class RecordFile(RecordSource):
 
 
 def read_as(format: str, columns: Mapping[str, str]) -> dict[str, Any]:
-    """How records are read, for a fingerprint. Nothing for text in the column `text`, so that older runs resume."""
+    """The part of a fingerprint that says how records are read. It is empty for text in the column `text`, so that older runs resume."""
     facts = {"source.format": format} if format != "text" else {}
     return facts | ({"source.columns": json.dumps(dict(columns), sort_keys=True)} if columns else {})
 
 
 def plain(value: Any, where: str, column: str) -> Any:
-    """A value of a table as JSON has it: times as ISO 8601 texts, bytes as UTF-8 text, structures without their null fields.
+    """Converts a value of a table to a JSON value: times to ISO 8601 texts, bytes to UTF-8 text, structures to objects without null fields.
 
-    Tables give every structure of a column the fields of all of them, so a null field is one that the record did not have.
+    In a table, all structures of a column have the same fields, so a null field is one that the record did not have.
 
     Raises:
-        BadInput: bytes that are no text.
+        BadInput: bytes are no text.
     """
     if value is None or isinstance(value, str | int | float):
         return value

@@ -1,5 +1,6 @@
-"""Records to train on: which format the objects of a JSONL file, or the rows of a table, have, and what each of them asks and answers.
+"""Detects the format of records (JSON objects or rows of a table), and reads them.
 
+    format       columns
     text         text                                   a document, as in pre-training
     completion   prompt, completion                     two texts, or two lists of messages
     messages     messages                               OpenAI's: role, content, tool_calls
@@ -9,13 +10,14 @@
     prompt       prompt                                 a text, or a list of messages; every other column is kept, for rewards
     classification, pair, triplet, negatives, similarity, rerank   `sources.labeled`
 
-`prompt` is never detected, because the others have a prompt too: whoever wants prompts alone asks for it. Nor are `classification`,
-whose texts would be detected as documents, `similarity`, and `rerank`, which has the columns of `triplet`: their objectives ask for
-them. Beside messages, `tools`
-are JSON schemas of functions (a list, or its JSON) and `chat_template_kwargs` further variables of the template, as in TRL.
-A message of an assistant with `weight` 0 is not learned, as in OpenAI's fine-tuning. A column that is null counts as absent, because
-that is how tables with optional columns become JSONL. `weights`, which is read where `data.columns.weights` names a column, says
-how much a record, each of its messages or each of its tokens counts in the loss.
+Some formats are never detected, and must be requested with `data.format` or by the objective: `prompt`, because other formats have a
+prompt too; `classification`, because its texts would be detected as documents; `similarity`; and `rerank`, which has the columns of
+`triplet`.
+
+Beside messages, a column `tools` holds the JSON schemas of functions (as a list or as JSON text), and `chat_template_kwargs` further
+variables of the chat template, as in TRL. A message of an assistant with `weight` 0 is not learned, as in OpenAI's fine-tuning. A column
+that is null counts as absent, because tables with optional columns become such JSON lines. If `data.columns.weights` names a column, it
+holds the weight in the loss of the record, of each message, or of each token.
 """
 
 from collections.abc import Mapping
@@ -37,7 +39,7 @@ from argosy.data.sources.labeled import (
 from argosy.data.sources.preferences import instruction_pair, labeled_completion, preference, stepwise
 
 Row = Mapping[str, Any]
-# Format -> the columns that it needs, and those that it may have.
+# Format -> its required columns, and its optional columns.
 FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "text": (("text",), ()),
     "completion": (("prompt", "completion"), ("tools", "chat_template_kwargs")),
@@ -57,22 +59,22 @@ FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "similarity": (("sentence1", "sentence2", "score"), ()),
     "rerank": (("anchor", "positive", "negative"), ()),
 }  # fmt: skip
-# The format whose other columns are free, and kept.
+# The format in which all other columns are kept.
 PROMPT = "prompt"
-# Formats that are read only where they are asked for.
+# Formats that are never detected, and must be requested.
 ASKED_FOR = (PROMPT, "classification", "similarity", "rerank")
-# Formats whose columns are told apart from those of fine-tuning beside them, and how many sequences of a record belong together. KTO's
-# second one is the prompt with the answer to another; negatives are counted beside their anchor and positive (`data.negatives`).
+# Formats of groups of sequences -> the number of sequences per record. They take precedence over other formats in detection. The second
+# sequence of KTO is the prompt with an answer to another prompt. For NEGATIVES, `data.negatives` sequences are added to this number.
 GROUPS = {
     **{"preference": 2, "kto": 2, "stepwise": 1, "classification": 1, "rerank": 2},
     **{format: len(names) for format, names in SEQUENCES.items()},
     NEGATIVES: 2,
 }
-# Of these, those whose sequences are texts that are read whole, without an answer.
+# Those of the formats in GROUPS whose sequences are whole texts, without an answer.
 LABELED = ("classification", "rerank", NEGATIVES, *SEQUENCES)
-# What a message holds, which `data.columns` may rename too.
+# The keys of a message, which `data.columns` may rename too.
 OF_A_MESSAGE = ("role", "content", "from", "value")
-# The column of weights in the loss, read where `data.columns` names it, and the formats that have one.
+# The column of weights in the loss, which is read if `data.columns` names it, and the formats that may have it.
 WEIGHTS = "weights"
 WEIGHTED = ("text", "completion", "messages", "alpaca", "sharegpt")
 NAMES = tuple(dict.fromkeys([*(name for needs, may in FORMATS.values() for name in needs + may), *OF_A_MESSAGE, WEIGHTS]))
@@ -97,10 +99,10 @@ ALPACA_WITH_INPUT = (
 
 
 def line_fields(line: str, where: str) -> dict[str, Any]:
-    """The columns of a line of JSON.
+    """Parses a line of JSON, and returns the columns.
 
     Raises:
-        BadInput: it is not an object.
+        BadInput: the line is no JSON object.
     """
     try:
         fields = parse_json(line)
@@ -115,8 +117,8 @@ class RecordReader:
     """Reads the records of one format.
 
     Args:
-        format: one of FORMATS, or `auto`: the one that the first record has.
-        columns: format's name of a column -> its name in the file.
+        format: a key of FORMATS, or `auto`: the format of the first record.
+        columns: name of a column in the format -> its name in the file, where they differ.
     """
 
     def __init__(self, format: str = "auto", columns: Mapping[str, str] | None = None):
@@ -126,14 +128,14 @@ class RecordReader:
                 raise BadInput(f"unknown column `{name}`", where="data.columns", hint=nearest(name, NAMES))
         self.format = None if format == "auto" else format
         self.begun = False
-        # Columns that were found and are not read, in order.
+        # The names of columns that are not read, in order of occurrence.
         self.ignored: dict[str, None] = {}
 
     def row(self, fields: Row, where: str) -> dict[str, Any]:
-        """The columns of a record, under the format's names.
+        """The columns of a record under the names of the format. Decides the format if this is the first record.
 
         Raises:
-            BadInput: it is not of the format.
+            BadInput: the record is not of the format.
         """
         if self.format in (None, NEGATIVES):
             fields = with_negatives(fields, self.named(NEGATIVES))
@@ -151,14 +153,14 @@ class RecordReader:
 
     @property
     def of_weights(self) -> set[str]:
-        """The column of weights, if one is read."""
+        """The name in the file of the column of weights, as a set; empty if no such column is read."""
         return {self.columns[WEIGHTS]} if WEIGHTS in self.columns else set()
 
     def weights_of(self, fields: Row, where: str) -> float | tuple[float, ...] | None:
-        """The weights of a record in the loss: one number, or a list of them. None where no column of weights is read.
+        """The weights of a record in the loss: one number, or several. None: no column of weights is read.
 
         Raises:
-            BadInput: the column holds something else.
+            BadInput: the column holds neither a number nor a list of numbers, or a negative number.
         """
         if WEIGHTS not in self.columns:
             return None
@@ -175,10 +177,10 @@ class RecordReader:
         return self.columns.get(name, name)
 
     def begin(self, fields: Row, has: Row, where: str) -> None:
-        """Decides the format by the first record.
+        """Decides the format from the first record.
 
         Raises:
-            BadInput: it has none, or several.
+            BadInput: the record fits no format or several formats, or a renamed column is missing.
         """
         for name, column in self.columns.items():
             if name not in OF_A_MESSAGE and column not in fields:
@@ -198,15 +200,15 @@ class RecordReader:
         self.begun = True
 
     def fitting(self, has: Row) -> list[str]:
-        """The formats that a record has the columns of. One that needs more columns is meant, such as a pair beside `messages`; but not
-        one that lacks a column which the settings rename."""
+        """The formats whose required columns a record has. Formats of groups, such as pairs, take precedence over other formats. Formats
+        without a column that the settings rename are left out."""
         detected = [candidate for candidate in FORMATS if candidate not in ASKED_FOR]
         fits = [candidate for candidate in detected if all(self.named(name) in has for name in FORMATS[candidate][0])]
         renamed = {name for name in self.columns if name not in (*OF_A_MESSAGE, WEIGHTS)}
         fits = [candidate for candidate in fits if renamed <= {*FORMATS[candidate][0], *FORMATS[candidate][1]}] or fits
         if "triplet" in fits or NEGATIVES in fits:
             fits = [candidate for candidate in fits if candidate != "pair"]
-        # A column `label` may be a class; only a truth value is KTO's.
+        # A column `label` may hold a class. In KTO, it is a truth value.
         if "kto" in fits and not isinstance(has[self.named("label")], bool):
             fits.remove("kto")
         return [candidate for candidate in fits if candidate in GROUPS] or fits
@@ -220,9 +222,9 @@ class RecordReader:
         return BadInput(problem, where=where, hint=f"this data is read as `{self.format}`; {_list_columns(has)}; {way_out}")
 
     def columns_read(self) -> set[str] | None:
-        """The names in the file of the columns that are read, once the format is known; None: all."""
+        """The names in the file of the columns that are read, once the format is known; None: all columns are read."""
         if self.format in (PROMPT, NEGATIVES):
-            # The number of negatives may be that of columns.
+            # Negatives may be in any number of numbered columns.
             return None
         return {self.named(name) for names in FORMATS[self.format or "text"] for name in names} | self.of_weights
 
@@ -239,10 +241,10 @@ class RecordReader:
         return text
 
     def record(self, fields: Row, where: str) -> SourceRecord:
-        """A record of any other format.
+        """Reads a record of any format but `text`.
 
         Raises:
-            BadInput: something in it is not what the format says.
+            BadInput: a column holds something that the format does not allow.
         """
         row = self.row(fields, where)
         options = {"where": where, "tools": tools_of(row.get("tools"), where), "variables": variables_of(row, where)}
@@ -276,7 +278,7 @@ class RecordReader:
         return SourceRecord(messages=messages, learned=None if all(taught) else tuple(taught), **options)
 
     def asking(self, row: Row, fields: Row, options: dict[str, Any], where: str) -> SourceRecord:
-        """A prompt alone, with every other column of the file under its own name."""
+        """Reads a record of the format `prompt`. All other columns of the file are kept under their own names."""
         prompt, columns_read = row["prompt"], {self.named(name) for name in (*FORMATS[PROMPT][0], *FORMATS[PROMPT][1])}
         columns = {name: value for name, value in fields.items() if name not in columns_read}
         if isinstance(prompt, str):
@@ -287,7 +289,7 @@ class RecordReader:
         return SourceRecord(messages=messages, prompt_messages=len(messages), columns=columns, **options)
 
     def completion(self, row: Row, options: dict[str, Any], where: str) -> SourceRecord:
-        """A prompt and its completion: both texts, or both messages."""
+        """Reads a prompt and its completion: both are texts, or both are lists of messages."""
         prompt, answer = row["prompt"], row["completion"]
         if isinstance(prompt, str) and isinstance(answer, str):
             return SourceRecord(where=where, prompt=prompt, completion=answer)
@@ -299,7 +301,7 @@ class RecordReader:
         return SourceRecord(messages=[*question, *reply], learned=(*[False] * len(question), *taught), **options)
 
     def messages(self, conversation: Any, column: str, where: str) -> tuple[list[dict[str, Any]], list[bool]]:
-        """Messages as templates read them, and which of them are learned if an assistant's."""
+        """Converts messages to the form that templates read. Returns them, and for each whether it is learned if it is an assistant's."""
         if not isinstance(conversation, list) or not conversation:
             problem = (
                 "an empty list of messages" if conversation == [] else f"`{column}` is {kind(conversation)}, not a list of messages"
@@ -319,7 +321,7 @@ class RecordReader:
         return normalized, taught
 
     def message(self, message: dict[str, Any], where: str) -> dict[str, Any]:
-        """One message under the names that templates read."""
+        """Converts one message to the keys that templates read. `message` is changed."""
         tag, value = self.named("from"), self.named("value")
         if tag in message and self.named("role") not in message:
             speaker, content = message.pop(tag), message.pop(value, None)
@@ -344,7 +346,7 @@ class RecordReader:
 
 
 def function_call(text: str, where: str) -> list[dict[str, Any]]:
-    """The calls that a ShareGPT message `from: function_call` holds as JSON: one object, or several."""
+    """Parses the calls in a ShareGPT message `from: function_call`: JSON of one object or of a list of objects."""
     try:
         content = parse_json(text)
     except (ValueError, RecursionError):
@@ -356,7 +358,7 @@ def function_call(text: str, where: str) -> list[dict[str, Any]]:
 
 
 def _text_of(content: Any, where: str) -> str:
-    """A message's content as text: parts of text are joined by line breaks, as the server joins them."""
+    """The content of a message as text. Parts of type `text` are joined by line breaks, as in the server."""
     if content is None or isinstance(content, str):
         return content or ""
     parts = content if isinstance(content, list) else [content]
@@ -368,7 +370,7 @@ def _text_of(content: Any, where: str) -> str:
 
 
 def calls_of(calls: Any, where: str) -> list[dict[str, Any]]:
-    """Tool calls with their arguments as objects: OpenAI writes them as a JSON text, which templates would quote again."""
+    """Normalizes tool calls, with their arguments as objects. OpenAI writes arguments as JSON text, which templates would quote again."""
     normalized = []
     for call in calls if isinstance(calls, list) else [calls]:
         function = call.get("function") if isinstance(call, dict) else None
@@ -385,7 +387,7 @@ def calls_of(calls: Any, where: str) -> list[dict[str, Any]]:
 
 
 def tools_of(value: Any, where: str) -> list[Any] | None:
-    """The functions that a conversation may call; None where there are none."""
+    """The JSON schemas of the functions that a conversation may call; None: there are none."""
     if isinstance(value, str):
         try:
             value = parse_json(value) if value.strip() else None
@@ -397,7 +399,7 @@ def tools_of(value: Any, where: str) -> list[Any] | None:
 
 
 def variables_of(row: Row, where: str) -> dict[str, Any]:
-    """Further variables of the template."""
+    """Further variables of the chat template."""
     variables = row.get("chat_template_kwargs", {})
     if not isinstance(variables, dict):
         raise BadInput(f"`chat_template_kwargs` is {kind(variables)}", where=where, hint='like {"enable_thinking": false}')
@@ -405,7 +407,7 @@ def variables_of(row: Row, where: str) -> dict[str, Any]:
 
 
 def alpaca(row: Row, where: str) -> SourceRecord:
-    """An instruction, as messages and as Stanford's text, which has no room for earlier turns."""
+    """Reads an Alpaca record as messages and, without earlier turns and system message, also as Stanford's text."""
     for name in ("instruction", "output", "input", "system"):
         if not isinstance(row.get(name, ""), str):
             raise BadInput(f"`{name}` is {kind(row[name])}, not a text", where=where)
@@ -434,7 +436,7 @@ def system(text: Any, where: str) -> dict[str, Any]:
 
 
 def _unknown_format(has: Row, where: str) -> BadInput:
-    """The error for a first record of no format: what it has, what its columns probably are, and what each format needs."""
+    """The error for a first record that fits no format: its columns, what they probably are, and the columns of each format."""
     hint = f"{_list_columns(has)}; {columns_hint(has)}; formats and the columns they need: {_format_columns()}"
     if "input_ids" in has:
         hint = "token ids are not read from files: give the text or the messages"
@@ -442,7 +444,7 @@ def _unknown_format(has: Row, where: str) -> BadInput:
 
 
 def columns_hint(has: Row) -> str:
-    """How to say what the columns of a record are: by their names, otherwise by what they hold."""
+    """A hint for the settings that name the columns of a record, guessed from their names, or else from their values."""
     if pair := next((pair for pair in PAIRS if set(pair) <= has.keys()), None):
         return f"rename them: data.columns.prompt={pair[0]} data.columns.completion={pair[1]}"
     if "positive" in has and (query := next((name for name in ("query", "question", "sentence") if name in has), None)):
@@ -458,13 +460,13 @@ def columns_hint(has: Row) -> str:
     return "data.columns.text=NAME reads the text from the column NAME"
 
 
-# Names under which files have a prompt and its completion.
+# Usual names of the columns of a prompt and its completion.
 PAIRS = (("question", "answer"), ("query", "response"), ("prompt", "response"), ("instruction", "response"), ("input", "output"),
          ("question", "response"), ("instruction", "completion"))  # fmt: skip
 
 
 def _format_columns() -> str:
-    """Every format with its columns, for a hint."""
+    """All formats with their required columns, for a hint."""
     return "; ".join(f"{name} ({', '.join(needs)})" for name, (needs, _) in FORMATS.items())
 
 
@@ -475,6 +477,6 @@ def _list_columns(has: Row) -> str:
 
 
 def kind(value: Any) -> str:
-    """What a JSON value is, in words."""
+    """The type of a JSON value, as a phrase."""
     names = {str: "a text", bool: "a switch", int: "a number", float: "a number", list: "a list", dict: "an object"}
     return names.get(type(value), "null")

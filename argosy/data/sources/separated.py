@@ -1,7 +1,7 @@
-"""Tables of separated values (CSV, TSV): the first line names the columns, every other line is a record.
+"""Reads tables of separated values (CSV, TSV). The first line names the columns, and every other line is a record.
 
-Python's reader is used, because cells are texts: a reader that guesses types turns a text of digits into a number. A cell is parsed as
-JSON only where the format reads no text: messages, labels, margins. An empty cell of these columns is null.
+Python's reader is used, because it keeps cells as texts. A reader that guesses types would turn a text of digits into a number. A cell
+is parsed as JSON only in columns that hold no text: messages, labels, margins. An empty cell of such a column is null.
 """
 
 import csv
@@ -15,10 +15,10 @@ from argosy.data.sources.opening import base_name
 from argosy.data.sources.record_files import RecordFile, RowAt
 from argosy.data.sources.records import WEIGHTS
 
-# Columns that are numbers, truth values, lists or objects; and those that may be lists of messages.
+# Columns of numbers, truth values, lists or objects; and columns that may be texts or lists of messages.
 STRUCTURED = ("messages", "conversations", "history", "tools", "chat_template_kwargs", "completions", "labels", "label", "margin")
 OF_MESSAGES = ("prompt", "completion", "chosen", "rejected")
-# As pandas writes them.
+# Truth values as pandas writes them.
 WORDS = {"True": True, "False": False}
 DELIMITERS = ",\t;|"
 
@@ -29,7 +29,7 @@ class SeparatedValues(RecordFile):
     kind: ClassVar[str] = "csv"
 
     def rows(self) -> Iterator[RowAt]:
-        # The limit is that of the process; a cell is at most a line.
+        # This limit applies to the whole process. A cell is at most as long as a line.
         csv.field_size_limit(LINE_BYTES)
         place = [str(self.path)]
 
@@ -55,7 +55,7 @@ class SeparatedValues(RecordFile):
             raise BadInput(problem, where=place[0], hint=f"`data.source=text:{self.path}` reads the file as text") from None
 
     def delimiter(self, first: str) -> str:
-        """The character between cells: a tab in `.tsv`, else what the first line has most of."""
+        """The character between cells: a tab in `.tsv`, else the most frequent of DELIMITERS in the first line."""
         if base_name(self.path.name).endswith(".tsv"):
             return "\t"
         return max(DELIMITERS, key=first.count)
@@ -80,10 +80,10 @@ def _prepend(first: str, rest: Iterator[str]) -> Iterator[str]:
 
 
 def header(cells: list[str], where: str) -> list[str]:
-    """The names of the columns.
+    """The names of the columns. A column without a name is called "column N".
 
     Raises:
-        BadInput: a name is missing or occurs twice.
+        BadInput: a name occurs twice.
     """
     names = [cell.strip() for cell in cells]
     if twice := next((name for name in names if names.count(name) > 1), None):
@@ -94,7 +94,7 @@ def header(cells: list[str], where: str) -> list[str]:
 
 
 def structured_value(cell: str) -> Any:
-    """The value of a cell that holds no text."""
+    """Parses a cell of a column that holds no text: null if empty, a truth value, or JSON; else the cell itself."""
     if not cell:
         return None
     if cell in WORDS:
@@ -106,7 +106,7 @@ def structured_value(cell: str) -> Any:
 
 
 def messages_of(cell: str) -> Any:
-    """The messages that a cell holds as JSON; the cell itself where it is a text."""
+    """The list of messages that a cell holds as JSON; the cell itself if it is a text."""
     content = structured_value(cell)
     is_message = lambda value: isinstance(value, Mapping) and {"role", "from"} & value.keys()  # noqa: E731
     is_list = isinstance(content, list) and content and all(map(is_message, content))

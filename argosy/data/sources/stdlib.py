@@ -1,8 +1,8 @@
 """Text that every machine has: the source code of Python's standard library, or only its docstrings.
 
-The files are read in sorted order and never imported. They differ from one Python to the next, so its version is part of
-the fingerprint. Code teaches a small model better than docstrings: a sample that looks like Python is recognized at a
-glance, and the 1.5 MB of docstrings are too few.
+The files are read in sorted order and never imported. They differ between versions of Python, so the version is part of the fingerprint.
+Code is better than docstrings for a small model: samples that look like Python are easy to recognize, and the docstrings are only
+1.5 MB.
 """
 
 import ast
@@ -20,8 +20,8 @@ from typing import Any
 from argosy.core.errors import BadInput
 from argosy.data.sources import Document, Source
 
-# Tests repeat themselves, encodings and entities are tables (a small model falls in love with LATIN CAPITAL LETTER),
-# and _sysconfigdata spells the paths of the machine that built Python.
+# Tests are repetitive. Encodings and entities are tables, whose lines a small model would repeat forever. _sysconfigdata holds paths of
+# the machine that built Python.
 FOLDERS_LEFT_OUT = frozenset({
     "test", "tests", "idlelib", "lib2to3", "encodings", "site-packages", "dist-packages", "pydoc_data", "turtledemo",
     "ensurepip", "__pycache__",
@@ -30,7 +30,7 @@ FILES_LEFT_OUT = frozenset({"stringprep.py", "html/entities.py"})
 
 
 class StandardLibrary(Source):
-    """One document a file: about 9 MB in Python 3.11."""
+    """The source files of the standard library, one document per file: about 9 MB in Python 3.11."""
 
     name = "stdlib"
 
@@ -52,7 +52,7 @@ class StandardLibrary(Source):
                 yield Document(source)
 
     def read(self, path: Path) -> str:
-        """The text of a source file, whatever encoding its first lines declare."""
+        """Reads the text of a source file, in the encoding that its first lines declare."""
         try:
             return importlib.util.decode_source(path.read_bytes())
         except (OSError, SyntaxError, UnicodeDecodeError) as e:
@@ -60,7 +60,7 @@ class StandardLibrary(Source):
 
     @cached_property
     def sha256(self) -> str:
-        """For every file: Linux distributions patch theirs without changing the version."""
+        """The sha256 of all files, because Linux distributions change files without changing the version."""
         digest = hashlib.sha256()
         for path in self.paths:
             digest.update(path.relative_to(self.root).as_posix().encode() + b"\0" + path.read_bytes())
@@ -72,7 +72,7 @@ class StandardLibrary(Source):
 
 
 def python_files(root: Path) -> Iterator[Path]:
-    """Source files below the root. Folders that are left out are not walked: site-packages alone may hold a gigabyte."""
+    """Yields the source files below the root. FOLDERS_LEFT_OUT are not walked, because site-packages alone may hold a gigabyte."""
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in FOLDERS_LEFT_OUT]
         for path in (Path(folder, name) for name in names if name.endswith(".py")):
@@ -82,7 +82,7 @@ def python_files(root: Path) -> Iterator[Path]:
 
 
 class Docstrings(StandardLibrary):
-    """One document a docstring, in the order of the files."""
+    """The docstrings of the standard library, one document per docstring, in the order of the files."""
 
     name = "docstrings"
 
@@ -92,7 +92,7 @@ class Docstrings(StandardLibrary):
 
 
 def docstrings(source: str) -> Iterator[str]:
-    """The cleaned docstrings of a module, outermost first; none where this Python cannot parse it."""
+    """Yields the cleaned docstrings of a module, outermost first; nothing if this Python cannot parse the module."""
     try:
         with warnings.catch_warnings():
             # Old modules hold escapes that newer parsers warn of.

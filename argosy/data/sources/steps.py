@@ -1,11 +1,11 @@
-"""Functions of the user's that records pass before they are read: `data.map` and `data.filter`, as FILE.py:FUNCTION.
+"""Applies functions of the user to records before they are read: `data.map` and `data.filter`, as FILE.py:FUNCTION.
 
     def shorter(row): return len(row["text"]) < 2000           # filter: true keeps the record
     def asked(row): return {"prompt": row["q"] + "\\n", "completion": row["a"]}
                                                                # map: the new record, a list of them, or None for none
 
-The map comes first. The text of each file is part of the fingerprint of the data, so a run does not go on with other functions.
-Modules that a file imports are not.
+The map comes first. A hash of each file is part of the fingerprint of the data, so a run does not resume with other functions. Modules
+that a file imports are not part of it.
 """
 
 import hashlib
@@ -23,7 +23,8 @@ Row = dict[str, Any]
 class RecordSteps:
     """The map and the filter of a source's records.
 
-    mapping, keeping: FILE.py:FUNCTION; None: there is none.
+    mapping: the map, as FILE.py:FUNCTION; None: there is none.
+    keeping: the filter, as FILE.py:FUNCTION; None: there is none.
     """
 
     def __init__(self, mapping: str | None = None, keeping: str | None = None):
@@ -40,10 +41,10 @@ class RecordSteps:
         return (self.mapping, "data.map"), (self.keeping, "data.filter")
 
     def __call__(self, fields: Mapping[str, Any], where: str) -> Iterator[Row]:
-        """The records that become of one.
+        """Applies the map and the filter to one record, and yields the resulting records.
 
         Raises:
-            BadInput: a function fails, or returns something else; the record is named.
+            BadInput: a function fails or returns a wrong type. The message names the record.
         """
         change, keep = self.functions
         rows: Any = [dict(fields)] if change is None else _call(change, dict(fields), where, f"data.map={self.mapping}")
@@ -56,7 +57,7 @@ class RecordSteps:
                 yield dict(row)
 
     def fingerprint(self) -> dict[str, Any]:
-        """Nothing where there are no steps, so that older runs resume."""
+        """A hash of each function's file. Empty if there are no functions, so that older runs resume."""
         return {f"source.{key[5:]}": _hash(of, key) for of, key in self._settings() if of is not None}
 
 
@@ -87,13 +88,14 @@ def _hash(of: str, key: str) -> str:
 
 
 def user_function(of: str, key: str) -> Callable[[Row], Any]:
-    """A function of a file of the user's.
+    """Imports a function from a file of the user.
 
     Args:
-        key: the setting that names it, for errors.
+        of: FILE.py:FUNCTION.
+        key: the setting that names the function, for errors.
 
     Raises:
-        BadInput: there is no such file or function, or the file fails.
+        BadInput: there is no such file or function, or importing the file fails.
     """
     path, function = _split(of, key)
     imported = from_file(key, f"{path}:{function}")

@@ -1,7 +1,7 @@
-"""Random tokens, for benchmarks: no corpus, no tokenizer.
+"""Random tokens for benchmarks, without a corpus or a tokenizer.
 
-A token is one step of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) at a counter made from row and column. So any process
-makes any row without making those before it, and the tokens do not depend on the version of a library.
+A token is one step of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) at a counter made from row and column. So any process can make any
+row without the rows before it, and the tokens do not depend on the version of a library.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Synthetic(RowSource):
-    """`count` rows of random tokens an epoch, and 64 others held out."""
+    """A source of `count` rows of random tokens per epoch, and 64 other rows for evaluation."""
 
     def __init__(self, count: int = 1 << 20):
         self.count = count
@@ -35,7 +35,7 @@ class SyntheticRows:
 
     def __init__(self, first: int, count: int, sequence: int, vocab: int, seed: int):
         self.first, self.count, self.sequence, self.vocab = first, count, sequence, vocab
-        # Mixed, so that near seeds share no stretch of counters.
+        # The seed is mixed, so that the streams of neighboring seeds do not overlap.
         self.seed = mix(np.array([seed % 2**64], np.uint64))
 
     def __len__(self) -> int:
@@ -56,12 +56,12 @@ class SyntheticRows:
 
 
 def splitmix(seed: np.ndarray, counter: np.ndarray) -> np.ndarray:
-    """Output number `counter` of the SplitMix64 stream that starts at `seed`; both uint64."""
+    """The output at index `counter` of the SplitMix64 stream that starts at `seed`. All are uint64."""
     return mix(seed + (counter + np.uint64(1)) * GOLDEN)
 
 
 def mix(z: np.ndarray) -> np.ndarray:
-    """SplitMix64's finalizer: a bijection of 64 bits."""
+    """Applies SplitMix64's finalizer, a bijection of 64-bit integers."""
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))

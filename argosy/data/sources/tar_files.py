@@ -1,9 +1,9 @@
-"""Tar files of examples, as WebDataset writes them: files whose names are equal up to the first point are one record.
+"""Reads tar files of examples in the format of WebDataset. Members whose names are equal up to the first dot form one record.
 
-    0001.txt  0001.json            the columns `txt` (also read as `text`) and those of the JSON object
-    0001.jpg                       no text: the column is left out, and listed
+    0001.txt  0001.json            the column `txt` (also read as `text`), and the columns of the JSON object
+    0001.jpg                       no text: the column is not read, and is listed as ignored
 
-The file is read once from its beginning, so it may be packed (`.tar.gz`) and come from anywhere.
+The file is read once from its beginning, so it may be compressed (`.tar.gz`) or remote.
 """
 
 import json
@@ -45,10 +45,11 @@ class TarFile(RecordFile):
             yield fields, where
 
     def members(self) -> Iterator[tuple[str, bytes]]:
-        """Name and bytes of each file.
+        """Yields the name and the content of each member. The content is empty if the member is no text.
 
         Raises:
-            Damaged: the archive is cut or wrong.
+            BadInput: a text is larger than MEMBER_BYTES.
+            Damaged: the archive is truncated or damaged.
         """
         name = ""
         try:
@@ -61,7 +62,7 @@ class TarFile(RecordFile):
                         raise BadInput(f"a file of more than {MEMBER_BYTES >> 20} MiB", where=f"{self.path}, {name}")
                     file = archive.extractfile(member)
                     yield name, b"" if file is None or not name.lower().endswith(TEXT_ENDINGS) else file.read()
-                # tarfile takes an archive that is cut between two files for a whole one.
+                # tarfile does not notice if an archive is truncated between two members.
                 while stream.read(1 << 20):
                     pass
                 if stream.tail.strip(b"\0") or len(stream.tail) < BLOCK_BYTES:
@@ -72,7 +73,7 @@ class TarFile(RecordFile):
 
 
 class Tail:
-    """A stream, and the last block of what was read of it."""
+    """Wraps a stream, and keeps the last BLOCK_BYTES that were read from it in `tail`."""
 
     def __init__(self, inner: Any):
         self.inner, self.tail = inner, b""
@@ -84,10 +85,14 @@ class Tail:
 
 
 def member_columns(ending: str, last: str, data: bytes, where: str) -> dict[str, Any]:
-    """The columns that a file of an example gives.
+    """The columns that one member adds to its record.
+
+    Args:
+        ending: the name of the member after its first dot, in lower case.
+        last: the ending after the last dot, which tells the type.
 
     Raises:
-        BadInput: it is no text, or no JSON object.
+        BadInput: the content is no UTF-8 text, or no JSON.
     """
     try:
         text = data.decode()

@@ -1,7 +1,7 @@
-"""Text files, and texts in memory.
+"""Reads text files, and texts in memory.
 
-Files of any size are read in pieces of about 1 MiB, so memory is bounded. How a text in pieces gets the tokens of the whole
-text is the business of `encode.DocumentEncoder`. Text is UTF-8 unless `data.encoding` names another encoding.
+Files of any size are read in pieces of about 1 MiB, so memory is bounded. `encode.DocumentEncoder` makes sure that the tokens of the
+pieces are those of the whole text. Text is UTF-8, unless `data.encoding` names another encoding.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ BLANK_LINES = re.compile(r"\n[ \t\r]*\n\s*")
 
 
 class TextFile(Source):
-    """A file of text: one document, or one for each paragraph between blank lines."""
+    """A text file. It is one document, or, if `documents` is `paragraphs`, one document for each paragraph between blank lines."""
 
     def __init__(
         self, path: str | Path | InputFile, *, documents: str = "whole", invalid: str = "error", encoding: str = UTF8
@@ -53,12 +53,12 @@ class TextFile(Source):
 
 
 def encoded_as(encoding: str) -> dict[str, Any]:
-    """The encoding, for a fingerprint. Nothing for UTF-8, so that older runs resume."""
+    """The encoding as part of a fingerprint. Empty for UTF-8, so that older runs resume."""
     return {} if encoding == UTF8 else {"source.encoding": encoding}
 
 
 class TextsInMemory(Source):
-    """Texts or Documents that the caller holds in memory. `memory:TEXT` is one document of that text."""
+    """Texts or Documents in memory. `data.source=memory:TEXT` is one document with that text."""
 
     def __init__(self, texts: Sequence[str | Document]):
         self.held = [text if isinstance(text, Document) else Document(text) for text in texts]
@@ -82,7 +82,7 @@ class TextsInMemory(Source):
 
 
 def single_document(pieces: Iterator[str]) -> Iterator[Document]:
-    """One document, in its pieces."""
+    """Yields the pieces of one document. `ends` is True only for the last piece."""
     previous = next(pieces, "")
     for piece in pieces:
         yield Document(previous, ends=False)
@@ -92,7 +92,11 @@ def single_document(pieces: Iterator[str]) -> Iterator[Document]:
 
 
 def paragraphs(pieces: Iterator[str], path: InputFile) -> Iterator[Document]:
-    """A document for each paragraph between blank lines, without line breaks at its ends."""
+    """Yields a document for each paragraph between blank lines, without line breaks at its beginning and end.
+
+    Raises:
+        BadInput: a paragraph is longer than 4 MiB.
+    """
     rest = ""
     for piece in pieces:
         *done, rest = BLANK_LINES.split(rest + piece)
@@ -104,7 +108,7 @@ def paragraphs(pieces: Iterator[str], path: InputFile) -> Iterator[Document]:
 
 
 def text_pieces(path: InputFile, invalid: str, encoding: str = UTF8) -> Iterator[str]:
-    """The file's text, about 1 MiB at a time, without a byte-order mark."""
+    """Yields the text of a file in pieces of about 1 MiB, without a byte-order mark."""
     with open_bytes(path, encoding=encoding, invalid=invalid) as stream:
         rest, offset = stream.read(PIECE_BYTES), 0
         if rest.startswith(b"\xef\xbb\xbf"):
@@ -119,7 +123,7 @@ def text_pieces(path: InputFile, invalid: str, encoding: str = UTF8) -> Iterator
 
 
 def piece_end(data: bytes) -> int:
-    """Where to end a piece: after the last line break before a non-blank, else before the last character."""
+    """The index at which to end a piece: after the last line break that is followed by a non-blank, else before the last character."""
     at = len(data)
     while (at := data.rfind(b"\n", 0, at)) >= 0:
         if data[at + 1 : at + 2].strip():
@@ -129,10 +133,14 @@ def piece_end(data: bytes) -> int:
 
 
 def decode(data: bytes, offset: int, path: InputFile, invalid: str) -> str:
-    """UTF-8 to text.
+    """Decodes UTF-8.
+
+    Args:
+        offset: the offset of `data` in the decompressed file, for errors.
+        invalid: what happens to bytes that are not UTF-8: `error`, or `replace` by U+FFFD.
 
     Raises:
-        BadInput: bytes that are not UTF-8, with the offset of the first in the (unpacked) file.
+        BadInput: there are bytes that are not UTF-8. The message has the offset of the first.
     """
     if invalid == "replace":
         return data.decode(errors="replace")

@@ -1,11 +1,11 @@
-"""TFRecord files of tf.Example records, without TensorFlow.
+"""Reads TFRecord files of tf.Example records, without TensorFlow.
 
     record    uint64 length, uint32 masked crc32c of the length, the data, uint32 masked crc32c of the data; little-endian
     masked    rotate right by 15 bits, plus 0xa282ead8
     Example   { 1: Features { 1: { 1: name, 2: Feature { 1: BytesList | 2: FloatList | 3: Int64List } } ... } }, each list { 1: values }
 
-(tensorflow/core/lib/io/record_writer.h, tensorflow/core/example/feature.proto). A feature of one value is that value, any other is a
-list; bytes are UTF-8 text. Both checksums of every record are checked. Files of TFDS are such files.
+See tensorflow/core/lib/io/record_writer.h and tensorflow/core/example/feature.proto. A feature of one value becomes that value, and any
+other feature a list. Bytes are read as UTF-8 text. Both checksums of every record are checked. TFDS writes such files too.
 """
 
 import struct
@@ -21,9 +21,9 @@ from argosy.data.tokenizers.proto import fields
 
 HEADER = struct.Struct("<QI")
 FOOTER = struct.Struct("<I")
-# Larger records are refused: a length that was damaged would otherwise be allocated.
+# Larger records are refused. Otherwise a damaged length would allocate too much memory.
 RECORD_BYTES = 1 << 30
-# Records whose checksums are computed together.
+# Bytes of records whose checksums are computed together.
 GROUP_BYTES = 1 << 20
 # The parser of protocol buffers names a file in its errors; these are replaced.
 NAMELESS = Path("record")
@@ -44,10 +44,10 @@ class TfRecords(RecordFile):
                     number += 1
 
     def groups(self, stream: BinaryIO) -> Iterator[list[bytes]]:
-        """The data of records, about GROUP_BYTES at a time, once their checksums are checked.
+        """Yields the data of records in groups of about GROUP_BYTES, after their checksums were checked.
 
         Raises:
-            Damaged: the file is cut, or bytes differ from what was written.
+            Damaged: the file is truncated, or a checksum is wrong.
         """
         group: list[bytes] = []
         sums: list[int] = []
@@ -80,7 +80,7 @@ class TfRecords(RecordFile):
 
 
 def tf_example(data: bytes, where: str) -> dict[str, Any]:
-    """The features of a tf.Example, by name.
+    """Parses a tf.Example, and returns its features by name.
 
     Raises:
         BadInput: the data is no tf.Example, or a feature holds bytes that are no text.
@@ -118,7 +118,7 @@ def feature(data: bytes) -> list[Any]:
 
 
 def integers(data: bytes) -> list[int]:
-    """Packed numbers of seven bits a byte."""
+    """Decodes packed varints, which have seven bits per byte."""
     numbers, value, shift = [], 0, 0
     for byte in data:
         value |= (byte & 127) << shift

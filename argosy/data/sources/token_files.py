@@ -1,4 +1,4 @@
-"""Files of token ids that other trainers prepared. The tokenizer is `data.tokenizer`; an id outside its vocabulary is an error.
+"""Reads files of token ids that other trainers prepared. `data.tokenizer` is their tokenizer. An id outside its vocabulary is an error.
 
     Megatron-LM    NAME.bin of ids and NAME.idx: "MMIDIDX\\0\\0", version 1, type, counts, lengths, offsets, documents
                    (megatron/core/datasets/indexed_dataset.py)
@@ -6,7 +6,7 @@
                    (github.com/karpathy/llm.c, dev/data/data_common.py)
     nanoGPT        uint16 ids and nothing else; a document ends with the tokenizer's end-of-sequence token
 
-All are mapped, so any size takes little memory.
+All files are memory-mapped, so that large files need little memory.
 """
 
 import struct
@@ -25,7 +25,7 @@ from argosy.data.sources.opening import content_hash, modification_times
 if TYPE_CHECKING:
     from argosy.data.settings import DataSettings
 
-# Numbers of types in an index, in order from 1.
+# The types of ids by their code in an index.
 TYPES = dict(enumerate(("<u1", "<i1", "<i2", "<i4", "<i8", "<f8", "<f4", "<u2"), 1))
 # First number of a file of llm.c -> its version and the type of its ids.
 LLM_C = {20240520: (1, "<u2"), 20240801: (7, "<u4")}
@@ -35,7 +35,7 @@ PIECE_TOKENS = 1 << 18
 
 
 class TokenFile(Source):
-    """A file of token ids: each document of an index, or what lies between end-of-sequence tokens.
+    """A file of token ids. Its documents are those of its index, or, without an index, the ids between end-of-sequence tokens.
 
     eos: the end-of-sequence token of a file without an index; None: such a file is one document.
     """
@@ -44,8 +44,8 @@ class TokenFile(Source):
 
     def __init__(self, path: str | Path | InputFile, *, eos: int | None = None):
         """Raises:
-        BadInput: the file is at an address.
-        Damaged: its size is not what its header or its index says.
+        BadInput: the file is remote or empty.
+        Damaged: the size of the file is not what its header or index says.
         """
         self.path, self.eos = existing(path), eos
         if not self.path.is_local:
@@ -63,7 +63,7 @@ class TokenFile(Source):
                    eos=None if has_index else load_tokenizer(settings.tokenizer).eos)  # fmt: skip
 
     def layout(self) -> tuple[np.ndarray, np.ndarray | None]:
-        """The ids, mapped, and where documents begin where an index says so."""
+        """Maps the ids. Returns them, and the index of the first id of each document, then their number (None: there is no index)."""
         size, where = self.disk_bytes or 0, str(self.path)
         if not size:
             raise BadInput("the file is empty", where=where)
@@ -97,8 +97,8 @@ class TokenFile(Source):
                 yield Document(tokens=cast(Any, self.ids[at:end]), ends=end == stop)
 
     def stream(self) -> Iterator[Document]:
-        """The documents of a file without an index. llm.c writes the end-of-sequence token in front of documents, nanoGPT after them;
-        encoding adds one at the end of each, so it is taken off here."""
+        """Yields the documents of a file without an index, without end-of-sequence tokens. llm.c writes this token before each document,
+        and nanoGPT after it. Encoding adds it at the end of each document again."""
         inside = False
         for at in range(0, len(self.ids), PIECE_TOKENS):
             block = np.asarray(self.ids[at : at + PIECE_TOKENS])
@@ -123,10 +123,10 @@ class TokenFile(Source):
 
 
 def read_index(path: InputFile) -> tuple[np.dtype, np.ndarray]:
-    """The type of the ids, and where each document begins, then their number.
+    """Reads an index of Megatron-LM. Returns the type of the ids, and the index of the first id of each document, then their number.
 
     Raises:
-        Damaged: it is no index, or contradicts itself.
+        Damaged: the file is no such index, or contradicts itself.
     """
     with path.open() as file:
         data = file.read()
