@@ -1,7 +1,7 @@
 """Reads tables of Apache Arrow and Parquet with pyarrow, in batches of rows. Only the columns that the format needs are read.
 
-Files that `datasets` writes with `save_to_disk` and Feather files are Arrow files too. Text of any Arrow type is read. Lists, structures
-and numbers become JSON values.
+Files that `datasets` writes with `save_to_disk` and Feather files are Arrow files too. Text of any Arrow type is read. Lists,
+structures and numbers become JSON values.
 """
 
 from abc import abstractmethod

@@ -1,5 +1,5 @@
-"""Reads all files below a folder, or that a pattern matches, sorted by path. The content of each file chooses its reader. Records of all
-files have the same format."""
+"""Reads all files below a folder, or that a pattern matches, sorted by path. The content of each file chooses its reader. Records of
+all files have the same format."""
 
 import hashlib
 from collections.abc import Iterator, Mapping
@@ -99,7 +99,8 @@ class FileSet(Source):
         return SOURCES[self.kinds[path]](path, format=format, **options)
 
     def fingerprint(self) -> dict[str, Any]:
-        """The fingerprint includes paths relative to the folder, because they decide the order. It does not include the folder's path."""
+        """The fingerprint includes paths relative to the folder, because they decide the order. It does not include the folder's
+        path."""
         digest = hashlib.sha256()
         for path in self.paths:
             relative = path.full_place.removeprefix(self.root).replace("\\", "/").lstrip("/")

@@ -1,7 +1,7 @@
 """Writes rows in memory to a file that every process of a run reads: lists, generators, data frames, or data sets of `datasets`.
 
-The file is JSON lines in the cache, and its name is its hash. The same rows give the same file, so the call that resumes a run finds its
-data. A generator is read once, to its end, with one row in memory at a time.
+The file is JSON lines in the cache, and its name is its hash. The same rows give the same file, so the call that resumes a run finds
+its data. A generator is read once, to its end, with one row in memory at a time.
 """
 
 import hashlib

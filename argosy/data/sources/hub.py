@@ -4,9 +4,9 @@
     hf:NAME@REVISION   a commit, branch or tag                     hf:FOLDER:SPLIT        a folder of files, or of `save_to_disk`
 
 A data set is downloaded completely, as Arrow files that are memory-mapped. So its order is fixed, and a run resumes exactly. With
-`data.online`, the data set is streamed, and nothing is stored. Its rows come in the order of the data set, so the position is the number
-of a document here too. The shuffle buffer of `datasets` is not used, because it loses rows and repeats others when it resumes. A single
-file is read directly from the Hub with `data.source=hf://datasets/NAME/FILE.parquet`.
+`data.online`, the data set is streamed, and nothing is stored. Its rows come in the order of the data set, so the position is the
+number of a document here too. The shuffle buffer of `datasets` is not used, because it loses rows and repeats others when it resumes. A
+single file is read directly from the Hub with `data.source=hf://datasets/NAME/FILE.parquet`.
 """
 
 import re

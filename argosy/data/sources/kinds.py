@@ -1,7 +1,8 @@
 """Chooses the reader of a file by its first bytes, or else by its name. A Parquet file called `data.txt` is read as Parquet.
 
-Text, JSON lines and separated values have no magic number, so they are recognized by name: `.jsonl .ndjson .json` and `.csv .tsv`. A file
-without a usual ending of text is read as JSON lines if its first line is a JSON object. Endings of compressed files (`.gz`) are ignored.
+Text, JSON lines and separated values have no magic number, so they are recognized by name: `.jsonl .ndjson .json` and `.csv .tsv`. A
+file without a usual ending of text is read as JSON lines if its first line is a JSON object. Endings of compressed files (`.gz`) are
+ignored.
 """
 
 from pathlib import Path

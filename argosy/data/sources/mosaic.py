@@ -4,9 +4,9 @@
               samples
     sample    uint32 for each column without a fixed size, its size in bytes; then the values of the columns, one after the other
 
-See github.com/mosaicml/streaming, streaming/base/format/mds/. All numbers are little-endian. Shards may be compressed by Zstandard, gzip
-or bzip2. A shard is read whole; the library writes shards of 64 MiB. Sizes are compared with the index, and so are hashes that Python
-can compute. Columns of images and pickles are not read, and are listed as ignored.
+See github.com/mosaicml/streaming, streaming/base/format/mds/. All numbers are little-endian. Shards may be compressed by Zstandard,
+gzip or bzip2. A shard is read whole; the library writes shards of 64 MiB. Sizes are compared with the index, and so are hashes that
+Python can compute. Columns of images and pickles are not read, and are listed as ignored.
 """
 
 import hashlib

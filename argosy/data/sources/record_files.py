@@ -111,13 +111,15 @@ class RecordFile(RecordSource):
 
 
 def read_as(format: str, columns: Mapping[str, str]) -> dict[str, Any]:
-    """The part of a fingerprint that says how records are read. It is empty for text in the column `text`, so that older runs resume."""
+    """The part of a fingerprint that says how records are read. It is empty for text in the column `text`, so that older runs
+    resume."""
     facts = {"source.format": format} if format != "text" else {}
     return facts | ({"source.columns": json.dumps(dict(columns), sort_keys=True)} if columns else {})
 
 
 def plain(value: Any, where: str, column: str) -> Any:
-    """Converts a value of a table to a JSON value: times to ISO 8601 texts, bytes to UTF-8 text, structures to objects without null fields.
+    """Converts a value of a table to a JSON value: times to ISO 8601 texts, bytes to UTF-8 text, structures to objects without null
+    fields.
 
     In a table, all structures of a column have the same fields, so a null field is one that the record did not have.
 

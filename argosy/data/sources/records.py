@@ -15,9 +15,9 @@ prompt too; `classification`, because its texts would be detected as documents; 
 `triplet`.
 
 Beside messages, a column `tools` holds the JSON schemas of functions (as a list or as JSON text), and `chat_template_kwargs` further
-variables of the chat template, as in TRL. A message of an assistant with `weight` 0 is not learned, as in OpenAI's fine-tuning. A column
-that is null counts as absent, because tables with optional columns become such JSON lines. If `data.columns.weights` names a column, it
-holds the weight in the loss of the record, of each message, or of each token.
+variables of the chat template, as in TRL. A message of an assistant with `weight` 0 is not learned, as in OpenAI's fine-tuning. A
+column that is null counts as absent, because tables with optional columns become such JSON lines. If `data.columns.weights` names a
+column, it holds the weight in the loss of the record, of each message, or of each token.
 """
 
 from collections.abc import Mapping
@@ -200,8 +200,8 @@ class RecordReader:
         self.begun = True
 
     def fitting(self, has: Row) -> list[str]:
-        """The formats whose required columns a record has. Formats of groups, such as pairs, take precedence over other formats. Formats
-        without a column that the settings rename are left out."""
+        """The formats whose required columns a record has. Formats of groups, such as pairs, take precedence over other formats.
+        Formats without a column that the settings rename are left out."""
         detected = [candidate for candidate in FORMATS if candidate not in ASKED_FOR]
         fits = [candidate for candidate in detected if all(self.named(name) in has for name in FORMATS[candidate][0])]
         renamed = {name for name in self.columns if name not in (*OF_A_MESSAGE, WEIGHTS)}
@@ -301,7 +301,8 @@ class RecordReader:
         return SourceRecord(messages=[*question, *reply], learned=(*[False] * len(question), *taught), **options)
 
     def messages(self, conversation: Any, column: str, where: str) -> tuple[list[dict[str, Any]], list[bool]]:
-        """Converts messages to the form that templates read. Returns them, and for each whether it is learned if it is an assistant's."""
+        """Converts messages to the form that templates read. Returns them, and for each whether it is learned if it is an
+        assistant's."""
         if not isinstance(conversation, list) or not conversation:
             problem = (
                 "an empty list of messages" if conversation == [] else f"`{column}` is {kind(conversation)}, not a list of messages"
@@ -370,7 +371,8 @@ def _text_of(content: Any, where: str) -> str:
 
 
 def calls_of(calls: Any, where: str) -> list[dict[str, Any]]:
-    """Normalizes tool calls, with their arguments as objects. OpenAI writes arguments as JSON text, which templates would quote again."""
+    """Normalizes tool calls, with their arguments as objects. OpenAI writes arguments as JSON text, which templates would quote
+    again."""
     normalized = []
     for call in calls if isinstance(calls, list) else [calls]:
         function = call.get("function") if isinstance(call, dict) else None

@@ -1,8 +1,8 @@
 """Text that every machine has: the source code of Python's standard library, or only its docstrings.
 
-The files are read in sorted order and never imported. They differ between versions of Python, so the version is part of the fingerprint.
-Code is better than docstrings for a small model: samples that look like Python are easy to recognize, and the docstrings are only
-1.5 MB.
+The files are read in sorted order and never imported. They differ between versions of Python, so the version is part of the
+fingerprint. Code is better than docstrings for a small model: samples that look like Python are easy to recognize, and the docstrings
+are only 1.5 MB.
 """
 
 import ast

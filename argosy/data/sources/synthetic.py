@@ -1,7 +1,7 @@
 """Random tokens for benchmarks, without a corpus or a tokenizer.
 
-A token is one step of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) at a counter made from row and column. So any process can make any
-row without the rows before it, and the tokens do not depend on the version of a library.
+A token is one step of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) at a counter made from row and column. So any process can make
+any row without the rows before it, and the tokens do not depend on the version of a library.
 """
 
 from typing import Any

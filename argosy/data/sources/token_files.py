@@ -97,8 +97,8 @@ class TokenFile(Source):
                 yield Document(tokens=cast(Any, self.ids[at:end]), ends=end == stop)
 
     def stream(self) -> Iterator[Document]:
-        """Yields the documents of a file without an index, without end-of-sequence tokens. llm.c writes this token before each document,
-        and nanoGPT after it. Encoding adds it at the end of each document again."""
+        """Yields the documents of a file without an index, without end-of-sequence tokens. llm.c writes this token before each
+        document, and nanoGPT after it. Encoding adds it at the end of each document again."""
         inside = False
         for at in range(0, len(self.ids), PIECE_TOKENS):
             block = np.asarray(self.ids[at : at + PIECE_TOKENS])

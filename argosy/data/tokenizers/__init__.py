@@ -1,11 +1,11 @@
-"""The interface of every tokenizer, and how ids become text: bytes first, characters after.
+"""The interface of every tokenizer, and the decoding of ids to text: ids to bytes, then bytes to characters.
 
-Decoding and streaming share one implementation. Each id stands for some bytes, and an incremental UTF-8 decoder turns them
-into characters: a character split over several tokens appears once it is complete, and the parts of a stream always join
-to `decode` of all ids.
+Decoding and streaming share one implementation. Each id stands for some bytes, and an incremental UTF-8 decoder turns them into
+characters. A character that is split over several tokens appears when it is complete. The parts of a stream always join to `decode` of
+all ids.
 
-A long text may be encoded in parts, in parallel or as it is read, without changing a token: `cut_pattern` finds places where
-no token can span. The file formats are the other files of this folder; `data.tokenizers.load` chooses among them.
+A long text may be encoded in parts, in parallel or while it is read, with the same tokens. `cut_pattern` finds positions that no token
+can span. The file formats are the other files of this folder, and `data.tokenizers.load` chooses among them.
 """
 
 import codecs
@@ -22,10 +22,12 @@ Span = tuple[int, int]
 
 
 class TextStream:
-    """Turns ids into text one at a time, and never gives half a character.
+    """Decodes ids one at a time. Never returns part of a character.
 
     Args:
-        marks: characters that stand for some tokens. The same ones spelled in ordinary tokens become U+FFFD.
+        skip_special: whether special tokens decode to nothing.
+        marks: token id -> text that stands for this token in the output. A mark of one character that comes from ordinary tokens
+            becomes U+FFFD.
     """
 
     def __init__(self, tokenizer: "Tokenizer", skip_special: bool = True, marks: Mapping[int, str] | None = None):
@@ -35,11 +37,11 @@ class TextStream:
         self._first, self._strip, self._held = True, tokenizer.strips, ""
 
     def begun(self) -> None:
-        """The next token continues a text, though no text has come yet: it keeps its leading space."""
+        """Tells the stream that its first token continues an earlier text, so that the token keeps its leading space."""
         self._first, self._strip = False, 0
 
     def push(self, token: int) -> str:
-        """The characters that this token completes, perhaps none."""
+        """Decodes the next token. Returns the characters that it completes, which may be none."""
         if (mark := self._marks.get(token)) is not None:
             cut = self._stripped(self._text.decode(b"", True))
             self._text.reset()
@@ -52,13 +54,13 @@ class TextStream:
         return self._held_back(self._stripped(text.translate(self._forged) if self._forged else text))
 
     def end(self) -> str:
-        """The rest of the text: U+FFFD for a character that was never completed."""
+        """Ends the stream. Returns the rest of the text, with U+FFFD for an incomplete character."""
         text = self._held + self._stripped(self._text.decode(b"", True))
         self._text.reset()
         return text[: max(len(text.rstrip(" ")), len(text) - self._tokenizer.trims)]
 
     def _held_back(self, text: str) -> str:
-        """The text without trailing spaces that would be removed if it ended here."""
+        """Buffers trailing spaces that would be removed if the text ended here, and returns the text before them."""
         if not self._tokenizer.trims:
             return text
         text = self._held + text
@@ -66,7 +68,7 @@ class TextStream:
         return text[: len(text) - len(self._held)]
 
     def _stripped(self, text: str) -> str:
-        """The text without leading spaces that encoding had put there."""
+        """The text without the leading spaces that encoding has added."""
         while self._strip and text:
             if text[0] != " ":
                 self._strip = 0
@@ -76,22 +78,22 @@ class TextStream:
 
 
 class Tokenizer(ABC):
-    """Text to ids and back. Encoding never adds a special token.
+    """Encodes text to ids, and decodes ids to text. Encoding never adds a special token.
 
     Attributes:
-        vocab: every id is below it; a model's padded vocabulary may be larger.
-        bos, eos, pad: ids, or None.
-        adds_bos: the model was trained with `bos` in front of every text.
-        ending: ids that the tokenizer's own files put after every text that is embedded or scored, such as `eos`.
-        special: the texts of special tokens by their role (`bos_token` ...), for chat templates.
-        chat_template: the default template in Jinja, or None.
-        chat_templates: all templates by name.
-        hidden: ids of special tokens, which decode to nothing unless asked for.
-        strips, trims: number of spaces taken off the beginning and the end of a decoded text.
-        lasting: after a token that decodes to nothing, the next one still counts as the first.
-        invalid: name of the codecs error handler for bytes that are not UTF-8.
-        unknown: id for text without a token; decoding it does not give that text. None if not known.
-        puts_space: encoding adds a space in front of a text, so the rest of a longer text must be encoded differently.
+        vocab: the size of the vocabulary. Every id is below it. A model's padded vocabulary may be larger.
+        bos, eos, pad: the ids of the beginning-of-sequence, end-of-sequence and padding tokens, or None.
+        adds_bos: whether the model was trained with `bos` before every text.
+        ending: the ids that the tokenizer's own files add after every text that is embedded or scored, such as `eos`.
+        special: the texts of special tokens by role (`bos_token` ...), for chat templates.
+        chat_template: the default chat template, in Jinja, or None.
+        chat_templates: all chat templates, by name.
+        hidden: the ids of special tokens, which decode to nothing unless `skip_special` is False.
+        strips, trims: the number of spaces that are removed from the beginning and from the end of a decoded text.
+        lasting: whether, after a token that decodes to nothing, the next token still counts as the first of the text.
+        invalid: the name of the codecs error handler for bytes that are not UTF-8.
+        unknown: the id of the token for text outside the vocabulary, or None. Decoding does not restore that text.
+        puts_space: whether encoding adds a space before a text. The rest of a longer text must then be encoded by `encode_rest`.
     """
 
     vocab: int
@@ -116,59 +118,69 @@ class Tokenizer(ABC):
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 of everything that decides ids, in hex."""
+        """The sha256 of `identity`, in hex."""
         return hashlib.sha256(self.identity()).hexdigest()
 
     @cached_property
     def missing_bytes(self) -> list[int]:
-        """Bytes that no token stands for: encoding drops them without an error."""
+        """The bytes that no token stands for. Encoding drops them without an error."""
         return []
 
     @abstractmethod
     def identity(self) -> bytes:
-        """Everything that decides ids."""
+        """Everything that decides the ids of a text, as bytes."""
 
     @abstractmethod
     def encode(self, text: str, special: bool = False) -> list[int]:
-        """The ids of a text. special: names of special tokens in it become those tokens, as rendered chats need;
-        otherwise they are ordinary text."""
+        """Encodes a text.
+
+        Args:
+            special: whether names of special tokens in the text become those tokens, as rendered chats need. If not, they are ordinary
+                text.
+        """
 
     @abstractmethod
     def encode_with_offsets(
         self, text: str, special: bool = False, rest: bool = False
     ) -> tuple[list[int], list[Span]]:
-        """`encode`, and the half-open span of characters that each token stands for. Tokens that are bytes of one character
-        have the same span; a token that stands for no character has an empty one. rest: the text continues a longer one, so
-        no space is put in front of it."""
+        """Encodes a text. Returns the ids, and the half-open span of characters that each token stands for.
+
+        Tokens for single bytes of one character have the same span. A token that stands for no character has an empty span.
+
+        Args:
+            special: as in `encode`.
+            rest: whether the text continues a longer one, so that no space is added before it.
+        """
 
     @abstractmethod
     def piece(self, token: int, first: bool) -> bytes:
-        """The bytes of a token; some lose their space where they come `first`. Unknown ids have none."""
+        """The bytes of a token; empty for ids outside the vocabulary. `first`: whether it is the first token of a text, in which some
+        tokens lose their leading space."""
 
     def id_of(self, name: str) -> int | None:
-        """The id of the token that is called so in the vocabulary; None if there is none."""
+        """The id of the token with this name in the vocabulary; None: there is no such token."""
         ids = self.encode(name, special=True)
         return ids[0] if len(ids) == 1 and self.piece(ids[0], True) == name.encode() else None
 
     @abstractmethod
     def save(self, folder: str | Path) -> None:
-        """Writes files from which `find_tokenizer` makes an equal tokenizer."""
+        """Writes files to a folder from which `find_tokenizer` loads an equal tokenizer."""
 
     def encode_many(self, texts: Sequence[str], special: bool = False) -> list[list[int]]:
-        """`encode` of each text, in parallel where the library can."""
+        """Encodes each text, in parallel if the library can."""
         return [self.encode(text, special) for text in texts]
 
     def encode_rest(self, texts: Sequence[str], special: bool = False) -> list[list[int]]:
-        """`encode_many` of texts that continue a longer one, each beginning where `cut_pattern` matches."""
+        """Encodes texts that are parts of longer texts. Each begins where `cut_pattern` matches."""
         return self.encode_many(texts, special)
 
     def cut_pattern(self, special: bool = False) -> re.Pattern[str] | None:
-        """Matches at places where a text can be cut: the tokens of the left part, then those of the right part by `encode_rest`,
-        are the tokens of the whole. None where no such place is known.
+        """A pattern that matches where a text can be cut: the tokens of the left part, followed by those of the right part by
+        `encode_rest`, are the tokens of the whole text. None: no such positions are known.
 
-        The places are blanks after a letter or digit. Every known way to split text into words begins a new one there; and
-        where text is not split (SentencePiece), no token spans the place as long as the vocabulary has none with a letter
-        or digit before that blank, which is looked up, as is that a few texts encode alike in parts.
+        The positions are blanks after a letter or digit. Every known way to split text into words begins a new word there. If text is
+        not split into words (SentencePiece), no token may span such a position. So a blank is used only if the vocabulary has no token
+        with a letter or digit before this blank, and if a few sample texts give the same tokens in parts.
         """
         if special not in self._cut_patterns:
             blanks = "".join(blank for blank in self.blanks(special) if self._splits_at(blank, special))
@@ -176,7 +188,7 @@ class Tokenizer(ABC):
         return self._cut_patterns[special]
 
     def blanks(self, special: bool) -> str:
-        """The space and the line break, if no token has them after a letter or digit. special: special tokens count too."""
+        """The blanks of " \\n" that no token has after a letter or digit. `special`: whether special tokens are checked too."""
         ids = (token for token in range(self.vocab) if token != self.unknown and (special or token not in self.hidden))
         pieces = [self.piece(token, False).decode(errors="replace") for token in ids]
         return "".join(blank for blank in " \n" if not any(re.search(rf"[^\W_]{blank}", text) for text in pieces))
@@ -197,23 +209,23 @@ class Tokenizer(ABC):
 
     @cached_property
     def special_names(self) -> re.Pattern[str] | None:
-        """Finds the names of special tokens in a text. None where there are none."""
+        """A pattern that finds the names of special tokens in a text; None: there are no special tokens."""
         names = {self.piece(token, False).decode(errors="ignore").strip() for token in self.hidden}
         longest = sorted((name for name in names if len(name) > 1), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, longest))) if longest else None
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
-        """The text of some ids; U+FFFD for bytes that are not UTF-8."""
+        """Decodes ids. Bytes that are not UTF-8 become U+FFFD. `skip_special`: whether special tokens are left out."""
         stream = self.stream(skip_special)
         return "".join([stream.push(token) for token in ids]) + stream.end()
 
     def stream(self, skip_special: bool = True, marks: Mapping[int, str] | None = None) -> TextStream:
-        """For ids that arrive one by one; without `marks`, the parts join to `decode` of all."""
+        """A decoder for ids that arrive one by one. Without `marks`, the parts join to `decode` of all ids."""
         return TextStream(self, skip_special, marks)
 
 
 def well_formed(text: str) -> str:
-    """The text with U+FFFD for lone surrogates, which JSON can write and UTF-8 cannot."""
+    """Replaces lone surrogates by U+FFFD. JSON can encode lone surrogates, and UTF-8 cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:

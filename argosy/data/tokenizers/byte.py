@@ -1,6 +1,6 @@
-"""One token for each of the 256 bytes, then `<bos>` and `<eos>`. Needs no file and no library.
+"""A tokenizer with one token for each of the 256 bytes, and `<bos>` and `<eos>`. It needs no file and no library.
 
-It is saved as a tokenizer.json that gives the same ids, so other programs read an exported model too.
+It is saved as a tokenizer.json that gives the same ids, so other programs can read an exported model.
 """
 
 import json
@@ -22,7 +22,7 @@ class ByteTokenizer(Tokenizer):
     hidden = frozenset(NAMES.values())
 
     def __init__(self, config: TokenizerConfig | None = None) -> None:
-        """config: what stands beside a saved one, such as its chat templates."""
+        """config: the configuration of a saved tokenizer, such as its chat templates; None: the default."""
         super().__init__((config or TokenizerConfig()).filled({"bos_token": BOS, "eos_token": EOS}))
         self.adds_bos = bool(self.config.adds_bos)
 
@@ -64,7 +64,7 @@ class ByteTokenizer(Tokenizer):
 
 
 def tokenizer_json() -> str:
-    """A byte-level BPE without merges that gives the same ids (format of huggingface/tokenizers)."""
+    """The tokenizer.json of a byte-level BPE without merges, which gives the same ids (format of huggingface/tokenizers)."""
     alphabet = byte_names()
     added = [
         {"id": number, "content": name, "special": True} | dict.fromkeys(
@@ -82,8 +82,8 @@ def tokenizer_json() -> str:
 
 
 def byte_names() -> dict[int, str]:
-    """The character that byte-level vocabularies write for each byte: itself if it is printable, else one from U+0100 on
-    (openai/gpt-2, encoder.py)."""
+    """The character that byte-level vocabularies write for each byte: the character itself if it is printable, else one from U+0100
+    on (openai/gpt-2, encoder.py)."""
     printing = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printing]
     return {byte: chr(byte) for byte in printing} | {byte: chr(256 + place) for place, byte in enumerate(others)}

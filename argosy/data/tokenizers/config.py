@@ -1,8 +1,8 @@
-"""The files beside a vocabulary: special tokens by role, whether a text begins with one, chat templates.
+"""Reads the configuration beside a vocabulary: special tokens by role, whether a text begins with one, and chat templates.
 
-They come from four places (tokenizer_config.json, special_tokens_map.json, chat_template.jinja, a GGUF's keys) and are
-written as one tokenizer_config.json. Sizes are checked before anything is parsed, and `auto_map` imports nothing. A role's
-text has an id only if the vocabulary, which is read elsewhere, gives it one.
+It comes from four places (tokenizer_config.json, special_tokens_map.json, chat_template.jinja, the keys of a GGUF file), and is written
+as one tokenizer_config.json. File sizes are checked before anything is parsed. `auto_map` is ignored, so that no code is imported. The
+text of a role has an id only if it is in the vocabulary, which is read elsewhere.
 """
 
 import json
@@ -19,7 +19,7 @@ from argosy.core.errors import BadInput, Damaged
 VOCABULARY_BYTES = 256 << 20
 CONFIG_BYTES = 16 << 20
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-# An escape of half a character; JSON joins two of them to one.
+# A JSON escape of a surrogate. Two of them are one character.
 HALF = re.compile(r"\\u[dD][89a-fA-F]")
 LONE = re.compile("[\ud800-\udfff]")
 # The name of a chat template without a name.
@@ -30,12 +30,12 @@ DEFAULT = "default"
 class TokenizerConfig:
     """The configuration beside a vocabulary.
 
-    roles: text of each special token.
-    adds_bos: whether a text begins with the beginning-of-sequence token; None if no file says.
-    templates: chat templates by name.
-    added: tokens beside the vocabulary, by id.
-    more: special tokens without a role.
-    raw: the whole tokenizer_config.json.
+    roles: the text of each special token, by role.
+    adds_bos: whether a text begins with the beginning-of-sequence token; None: no file tells.
+    templates: the chat templates, by name.
+    added: the added tokens, as in `added_tokens_decoder`, by id.
+    more: the texts of special tokens without a role.
+    raw: the whole content of tokenizer_config.json.
     """
 
     roles: Mapping[str, str] = field(default_factory=dict)
@@ -46,11 +46,16 @@ class TokenizerConfig:
     raw: Mapping[str, Any] = field(default_factory=dict)
 
     def filled(self, roles: Mapping[str, str]) -> "TokenizerConfig":
-        """The same config, with these texts for the roles that it leaves out."""
+        """A copy of the config in which missing roles have these texts."""
         return replace(self, roles={**roles, **self.roles})
 
     def save(self, folder: Path, adds_bos: bool, kind: str = "PreTrainedTokenizerFast") -> None:
-        """Writes tokenizer_config.json as the Hub's readers expect it; `kind` is its class if the config names none."""
+        """Writes a tokenizer_config.json that readers of Hub folders understand.
+
+        Args:
+            adds_bos: whether a text begins with the beginning-of-sequence token.
+            kind: the `tokenizer_class`, if the config has none.
+        """
         config = {"tokenizer_class": kind} | dict(self.raw) | dict(self.roles)
         config["add_bos_token"] = adds_bos
         if self.added:
@@ -67,10 +72,10 @@ class TokenizerConfig:
 
 
 def read_config(folder: Path) -> TokenizerConfig:
-    """The config of a Hub folder; empty where it has none of the files.
+    """Reads the config of a Hub folder. It is empty if the folder has none of the files.
 
     Raises:
-        Damaged: a file that is not JSON, or not an object of the expected shape.
+        Damaged: a file is not JSON, or not an object of the expected form.
     """
     config = read_object(folder / "tokenizer_config.json")
     special_map = read_object(folder / "special_tokens_map.json")
@@ -83,7 +88,7 @@ def read_config(folder: Path) -> TokenizerConfig:
 
 
 def texts_of(config: Mapping[str, Any]) -> dict[str, str]:
-    """The text of each role, which is given directly or as the `content` of an object."""
+    """The text of each role. In the config, it is a text, or an object with the text as `content`."""
     texts = {}
     for role in ROLES:
         text = config.get(role)
@@ -94,7 +99,7 @@ def texts_of(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def more_of(config: Mapping[str, Any]) -> list[str]:
-    """Special tokens without a role, under the old and the new name of their list."""
+    """The texts of special tokens without a role, from the lists `additional_special_tokens` and `extra_special_tokens`."""
     lists = [config.get("additional_special_tokens"), config.get("extra_special_tokens")]
     entries = [
         entry
@@ -107,7 +112,8 @@ def more_of(config: Mapping[str, Any]) -> list[str]:
 
 
 def read_added(folder: Path, config: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
-    """Tokens beside the vocabulary: `added_tokens_decoder` of the config, or the older added_tokens.json."""
+    """Reads the added tokens, by id: from the older added_tokens.json, and from `added_tokens_decoder` of the config, which takes
+    precedence."""
     added: dict[int, dict[str, Any]] = {}
     for text, number in read_object(folder / "added_tokens.json").items():
         if isinstance(number, int) and text:
@@ -124,7 +130,7 @@ def read_added(folder: Path, config: Mapping[str, Any]) -> dict[int, dict[str, A
 
 
 def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Chat templates by name. A template in a file of its own takes precedence over the config."""
+    """Reads the chat templates, by name. A template in a separate file takes precedence over the config."""
     templates: dict[str, str] = {}
     inside = config.get("chat_template", read_object(folder / "chat_template.json").get("chat_template"))
     if isinstance(inside, str):
@@ -145,7 +151,7 @@ def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """A file's JSON object; empty where there is no such file."""
+    """Reads a JSON object from a file; empty if there is no such file."""
     return parse_object(read_text(path, CONFIG_BYTES), path) if path.is_file() else {}
 
 
@@ -153,7 +159,7 @@ def parse_object(text: str, path: Path) -> dict[str, Any]:
     """Parses a JSON object.
 
     Raises:
-        Damaged: it is not one.
+        Damaged: the text is no JSON object, or holds half of a surrogate pair.
     """
     try:
         value = json.loads(text)
@@ -167,15 +173,15 @@ def parse_object(text: str, path: Path) -> dict[str, Any]:
 
 
 def read_bytes(path: Path, most: int = VOCABULARY_BYTES) -> bytes:
-    """A file of bounded size.
+    """Reads a file of at most `most` bytes.
 
     Raises:
-        BadInput: it cannot be read.
-        Damaged: it is larger than any of its kind.
+        BadInput: the file cannot be read.
+        Damaged: the file is larger.
     """
     try:
         with path.open("rb") as file:
-            # A read allocates what it is asked for, so it is asked for no more than the file holds.
+            # `read` allocates as much as it is asked for, so the size of the file is passed.
             data = file.read(min(os.fstat(file.fileno()).st_size, most) + 1)
     except OSError as error:
         raise BadInput(f"cannot read `{path}`: {(error.strerror or str(error)).lower()}") from None
@@ -185,7 +191,7 @@ def read_bytes(path: Path, most: int = VOCABULARY_BYTES) -> bytes:
 
 
 def read_text(path: Path, most: int = VOCABULARY_BYTES) -> str:
-    """A file of bounded size, as UTF-8."""
+    """Reads a file of at most `most` bytes as UTF-8."""
     try:
         return read_bytes(path, most).decode("utf-8")
     except UnicodeDecodeError as error:

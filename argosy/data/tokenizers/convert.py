@@ -1,8 +1,8 @@
-"""Converts older vocabularies to a tokenizer.json: vocab.json with merges.txt, WordPiece, CLIP's list of merges.
+"""Converts older vocabularies to a tokenizer.json: vocab.json with merges.txt, WordPiece, and CLIP's list of merges.
 
-None of these files says how text is split into words. For vocab.json that follows from the class in tokenizer_config.json,
-GPT-2's where there is none. An unknown class is refused, because a wrong rule gives other ids and no error. tiktoken's ranks
-are converted in `ranks`.
+None of these files says how text is split into words. For vocab.json, the class in tokenizer_config.json decides; if there is none, the
+rule is GPT-2's. An unknown class is refused, because a wrong rule would give wrong ids without an error. `ranks` converts tiktoken's
+ranks.
 """
 
 import json
@@ -36,14 +36,21 @@ CLIP_CUT = r"'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
 # The list is longer than the vocabulary (openai/CLIP, simple_tokenizer.py).
 CLIP_MERGES = 49_152 - 256 - 2
 CLIP_BYTES = 8 << 20  # unpacked; the published list has 3 MB
-# Longer words are unknown to BERT (google-research/bert, tokenization.py).
+# Longer words become the unknown token in BERT (google-research/bert, tokenization.py).
 WHOLE_WORD_CHARACTERS = 100
 
 
 def byte_bpe(
     vocab: Mapping[str, int], merges: list[str] | list[list[str]], rule: SplitRule, added: list[dict[str, Any]]
 ) -> str:
-    """A byte-level BPE."""
+    """The tokenizer.json of a byte-level BPE.
+
+    Args:
+        vocab: the ids by token.
+        merges: the merges in order.
+        rule: how text is split into words.
+        added: the added tokens.
+    """
     model = {
         "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
         "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": rule.whole,
@@ -55,7 +62,7 @@ def byte_bpe(
 def _tokenizer_json(
     model: Any, normalizer: Any, cutting: Any, decoder: Any, added: list[dict[str, Any]], frame: dict[str, Any] | None = None
 ) -> str:
-    """The content of a file (format of huggingface/tokenizers)."""
+    """The text of a tokenizer.json (format of huggingface/tokenizers). `frame` is its post-processor."""
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
     return json.dumps(
         {
@@ -68,11 +75,11 @@ def _tokenizer_json(
 
 
 def from_vocab_and_merges(vocab: str, merges: str, config: TokenizerConfig, path: Path) -> tuple[str, TokenizerConfig]:
-    """Converts vocab.json and merges.txt; returns the config with its class's default roles.
+    """Converts vocab.json and merges.txt. Returns a tokenizer.json, and the config with the default roles of its class.
 
     Raises:
         BadInput: the class that the config names is not known.
-        Damaged: a line of merges.txt is no pair, or vocab.json no table of ids.
+        Damaged: a line of merges.txt is no pair, or vocab.json is no table of ids.
     """
     kind = str(config.raw.get("tokenizer_class") or "GPT2Tokenizer").removesuffix("Fast").removesuffix("Tokenizer")
     if kind != "CLIP" and kind not in PAIRED:
@@ -92,10 +99,11 @@ def from_vocab_and_merges(vocab: str, merges: str, config: TokenizerConfig, path
 
 
 def from_clip(path: Path) -> str:
-    """CLIP's packed list of merges, from which its vocabulary follows: bytes, bytes that end a word, merges, two marks.
+    """Converts CLIP's compressed list of merges to a tokenizer.json. The vocabulary follows from the merges: the bytes, the bytes that
+    end a word, the merged pairs, and two special tokens.
 
     Raises:
-        Damaged: it does not unpack, or not to pairs.
+        Damaged: the file cannot be decompressed, or does not hold pairs.
     """
     unpacked = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
     try:
@@ -111,7 +119,8 @@ def from_clip(path: Path) -> str:
 
 
 def clip(vocab: Mapping[str, int], merges: list[list[str]]) -> str:
-    """CLIP's byte-level BPE: lower-case, blanks as one, words with a mark at their end instead of a space before them."""
+    """The tokenizer.json of CLIP's byte-level BPE: text is lower-cased, runs of blanks become one, and words have a mark at their end
+    instead of a space before them."""
     normalizers = [
         {"type": "NFC"}, {"type": "Replace", "pattern": {"Regex": r"\s+"}, "content": " "}, {"type": "Lowercase"},
     ]  # fmt: skip
@@ -141,7 +150,12 @@ def clip(vocab: Mapping[str, int], merges: list[list[str]]) -> str:
 
 
 def from_word_pieces(tokens: list[str], config: Mapping[str, Any]) -> str:
-    """BERT's WordPiece; `##` marks tokens that continue a word."""
+    """The tokenizer.json of BERT's WordPiece. `##` marks tokens that continue a word.
+
+    Args:
+        tokens: the tokens in the order of their ids.
+        config: the content of tokenizer_config.json.
+    """
     lowers = config.get("do_lower_case", True) is not False
     accents = config.get("strip_accents")
     normalizer = {
@@ -158,8 +172,8 @@ def from_word_pieces(tokens: list[str], config: Mapping[str, Any]) -> str:
 
 
 def bert_frame(vocab: Mapping[str, int]) -> dict[str, Any] | None:
-    """How BERT frames a text and two texts, as tokenizer.json has it; None if the vocabulary has no such tokens. A vocab.txt leaves it
-    to the tokenizer's class."""
+    """The post-processor of a tokenizer.json that adds BERT's special tokens around a text or two texts; None if the vocabulary has no
+    [CLS] and [SEP]. A vocab.txt does not hold it."""
     if not {"[CLS]", "[SEP]"} <= vocab.keys():
         return None
 

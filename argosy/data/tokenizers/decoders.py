@@ -1,8 +1,8 @@
-"""The bytes of a single token, by the decoder that a tokenizer.json names.
+"""Decodes single tokens to bytes, as the decoder of a tokenizer.json says.
 
-The library decodes a whole list of tokens; here each token is decoded by itself, which streaming needs. The text is the
-library's, with one difference: where a vocabulary falls back to bytes, the library also loses the valid characters beside an
-invalid byte.
+The library decodes a whole list of tokens. Here each token is decoded separately, which streaming needs. The text is the same as the
+library's, with one difference: if a vocabulary has tokens for single bytes, the library also loses valid characters beside an invalid
+byte.
 """
 
 import codecs
@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 from argosy.core.errors import Unsupported
 from argosy.data.tokenizers.byte import byte_names
 
-# (a token's text, whether it is the first) -> what it stands for so far
+# (text of a token, whether it is the first token) -> the text for the next step, or the final bytes
 TokenDecoder = Callable[[str, bool], str | bytes]
 Spec = dict[str, Any]
 
 BYTES = {name: byte for byte, name in byte_names().items()}
-# One U+FFFD for each byte, not one for each sequence of them.
+# The name of an error handler that writes one U+FFFD for each invalid byte, and not one for each sequence of them.
 EACH_BYTE = "argosy.each_byte"
 codecs.register_error(EACH_BYTE, lambda error: ("\ufffd" * (error.end - error.start), error.end))  # pyright: ignore
 
@@ -27,9 +27,9 @@ codecs.register_error(EACH_BYTE, lambda error: ("\ufffd" * (error.end - error.st
 class Decoding(NamedTuple):
     """The decoding of tokens to bytes.
 
-    steps: functions that are applied to each token.
-    strips, trims: number of spaces removed from the beginning and the end of the whole text.
-    invalid: codecs error handler.
+    steps: the functions that are applied to each token, in order.
+    strips, trims: the number of spaces that are removed from the beginning and from the end of the whole text.
+    invalid: the codecs error handler for bytes that are not UTF-8.
     """
 
     steps: list[TokenDecoder]
@@ -38,7 +38,7 @@ class Decoding(NamedTuple):
     invalid: str = "replace"
 
     def piece(self, token: str, first: bool) -> bytes:
-        """The bytes that a token stands for."""
+        """The bytes that a token stands for. `first`: whether it is the first token of the text."""
         value: str | bytes = token
         for step in self.steps:
             if isinstance(value, bytes):
@@ -48,10 +48,10 @@ class Decoding(NamedTuple):
 
 
 def decoding(spec: Spec | None, path: Path) -> Decoding:
-    """What a decoder, as tokenizer.json spells it, does to each token.
+    """Converts the decoder of a tokenizer.json to functions for single tokens.
 
     Raises:
-        Unsupported: it joins tokens in a way that is not known.
+        Unsupported: the decoder, or one of its steps, is not known.
     """
     if spec is None:
         return Decoding([lambda token, first: token if first else f" {token}"])
@@ -71,7 +71,7 @@ def _step_of(spec: Spec, path: Path) -> TokenDecoder:
 
 
 def whole_strip(spec: Spec, path: Path) -> tuple[int, int]:
-    """Spaces that a step after `Fuse` takes off the beginning and the end of the text."""
+    """The numbers of spaces that a step after `Fuse` removes from the beginning and from the end of the text."""
     if spec["type"] == "Fuse":
         return 0, 0
     if spec["type"] != "Strip" or spec["content"] != " ":
@@ -80,7 +80,7 @@ def whole_strip(spec: Spec, path: Path) -> tuple[int, int]:
 
 
 def _byte_level(spec: Spec) -> TokenDecoder:
-    """Characters that stand for bytes (openai/gpt-2); a token with any other character stands for itself."""
+    """Decodes characters that stand for bytes (openai/gpt-2). A token with any other character stands for itself."""
 
     def step(token: str, first: bool) -> str | bytes:
         return bytes(BYTES[c] for c in token) if all(c in BYTES for c in token) else token
@@ -89,7 +89,7 @@ def _byte_level(spec: Spec) -> TokenDecoder:
 
 
 def byte_fallback(spec: Spec) -> TokenDecoder:
-    """`<0x0A>` stands for a byte."""
+    """Decodes tokens like `<0x0A>` to the byte that they name."""
 
     def step(token: str, first: bool) -> str | bytes:
         return bytes([int(token[3:5], 16)]) if re.fullmatch("<0x[0-9A-Fa-f]{2}>", token) else token
@@ -98,13 +98,13 @@ def byte_fallback(spec: Spec) -> TokenDecoder:
 
 
 def metaspace(spec: Spec) -> TokenDecoder:
-    """A mark for each space; the first token's are dropped where encoding put one in front."""
+    """Decodes the mark that stands for a space. In the first token, marks are dropped if encoding adds a space before the text."""
     mark, drops = spec["replacement"], spec.get("prepend_scheme", "always") != "never"
     return lambda token, first: token.replace(mark, "" if first and drops else " ")
 
 
 def word_piece(spec: Spec) -> TokenDecoder:
-    """Words separated by spaces, except before tokens that continue a word."""
+    """Puts a space before each token, except before the first and before tokens that continue a word."""
     prefix, cleans = spec["prefix"], spec.get("cleanup", True)
 
     def step(token: str, first: bool) -> str | bytes:
@@ -116,7 +116,7 @@ def word_piece(spec: Spec) -> TokenDecoder:
 
 
 def clean_up_spaces(text: str) -> str:
-    """Without the space before punctuation and English endings, as the library's `cleanup` does it."""
+    """Removes spaces before punctuation and English endings, as the library's `cleanup` does."""
     for end in (".", "?", "!", ","):
         text = text.replace(f" {end}", end)
     text = text.replace(" ' ", "'").replace(" n't", "n't").replace(" 'm", "'m").replace(" do not", " don't")
@@ -131,7 +131,7 @@ def replacing(spec: Spec) -> TokenDecoder:
 
 
 def stripping(spec: Spec) -> TokenDecoder:
-    """Takes up to so many of a character off each end of a token."""
+    """Removes up to `start` and `stop` times a character from the beginning and the end of a token."""
     mark, start, stop = re.escape(spec["content"]), spec["start"], spec["stop"]
     ends = re.compile(f"^{mark}{{0,{start}}}|{mark}{{0,{stop}}}$")
     return lambda token, first: ends.sub("", token)

@@ -1,8 +1,8 @@
 """Tokenizers of the `tokenizers` library: a tokenizer.json, or another format converted to one.
 
-The library encodes. Decoding is done here, from the bytes of each token (`decoders`), so that text can be streamed. Text
-that looks like a special token stays text unless the caller asks; tokens that a file adds without calling them special are
-always found, as in every other program.
+The library encodes. Decoding is done here, from the bytes of each token (`decoders`), so that text can be streamed. Names of special
+tokens in a text stay text unless the caller sets `special`. Added tokens that are not special are always found, as in every other
+program.
 """
 
 import json
@@ -27,17 +27,20 @@ class FastTokenizer(Tokenizer):
     """A tokenizer.json in memory."""
 
     def __init__(self, text: str, config: TokenizerConfig, path: Path):
-        """text: content of the tokenizer.json. config: the files beside it. path: for errors.
+        """Args:
+            text: the content of the tokenizer.json.
+            config: the configuration beside it.
+            path: the file, for errors.
 
         Raises:
-            Damaged: the library refuses the content, or added tokens do not get their ids.
-            Unsupported: a decoder that is not known.
+            Damaged: the library refuses the content, or an added token gets another id than the config says.
+            Unsupported: the decoder is not known.
         """
         super().__init__(config)
         self._path = path
         self._library = parse(text, path)
         self._text = self._library.to_str() if add(self._library, config, path) else text
-        # The library means: names of special tokens are text.
+        # In the library, this means that names of special tokens are encoded as text.
         self._library.encode_special_tokens = True
         added = self._library.get_added_tokens_decoder()
         self.hidden = frozenset(number for number, token in added.items() if token.special)
@@ -71,7 +74,7 @@ class FastTokenizer(Tokenizer):
         return self._batch(self._finding(special, rest=self.puts_space), texts)
 
     def _batch(self, library: Library, texts: Sequence[str]) -> list[list[int]]:
-        """All texts on all cores: the library releases the GIL."""
+        """Encodes all texts on all cores. The library releases the GIL."""
         with refusals(self._path):
             encodings = library.encode_batch_fast([well_formed(text) for text in texts], add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
@@ -90,18 +93,18 @@ class FastTokenizer(Tokenizer):
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "tokenizer.json").write_text(self._text, encoding="utf-8")
-        # transformers tells BERT which of two texts a token belongs to, by the class of its tokenizer.
+        # In transformers, BERT gets token types (which of two texts a token belongs to) only with its own tokenizer class.
         pieces = isinstance(self._library.model, WordPiece)
         self.config.save(folder, self.adds_bos, *(["BertTokenizer"] if pieces else []))
 
     @property
     def content(self) -> dict[str, Any]:
-        """The tokenizer.json."""
+        """The parsed tokenizer.json."""
         # The library accepts some text that is not JSON.
         return parse_object(self._text, self._path)
 
     def identity(self) -> bytes:
-        """The content, independent of the order of keys, of blanks, and of how merges are written."""
+        """The content that decides ids. It does not depend on the order of keys, on blanks, or on the form of merges."""
         content = self.content
         model = content["model"]
         model["merges"] = [m.split(" ", 1) if isinstance(m, str) else m for m in model.get("merges") or []]
@@ -116,9 +119,12 @@ class FastTokenizer(Tokenizer):
         return sorted(byte for byte, name in byte_names().items() if self._library.token_to_id(name) is None)
 
     def _finding(self, special: bool, rest: bool = False) -> Library:
-        """A library of its own for each way to encode: the switch that finds special tokens holds for all threads at once.
+        """The instance of the library for one way to encode. There are several, because the switch for special tokens applies to all
+        threads that use an instance.
 
-        rest: without the space that the normalizer puts in front.
+        Args:
+            special: whether names of special tokens become those tokens.
+            rest: whether the normalizer adds no space before a text.
         """
         if (special, rest) not in self._libraries:
             library = parse(without_prepend(self._text, self._path) if rest else self._text, self._path)
@@ -130,9 +136,9 @@ class FastTokenizer(Tokenizer):
         return self._library.token_to_id(self.special[role]) if role in self.special else None
 
     def _ending(self, adds_eos: Any) -> tuple[int, ...]:
-        """The ids after every text: those of the file's post-processor, or `eos` where the config asks for it."""
+        """The ids that are added after every text: those of the file's post-processor, with or without `eos` if the config says so."""
         alone, framed = list[int](), list[int]()
-        # A vocabulary may have neither this letter nor a token for what is unknown.
+        # A vocabulary may have neither this letter nor an unknown token.
         with suppress(Damaged), refusals(self._path):
             alone, framed = (self._library.encode("a", add_special_tokens=special).ids for special in (False, True))
         starts = [at for at in range(len(framed)) if alone and framed[at : at + len(alone)] == alone]
@@ -142,14 +148,15 @@ class FastTokenizer(Tokenizer):
         return after if adds_eos is not False else tuple(token for token in after if token != self.eos)
 
     def _puts_bos(self) -> bool:
-        """Whether the file's own post-processor puts `bos` in front."""
+        """Whether the file's post-processor adds `bos` before a text."""
         with refusals(self._path):
             return self._library.encode("").ids[:1] == [self.bos]
 
 
 @contextmanager
 def refusals(path: Path) -> Iterator[None]:
-    """Turns what the library refuses into `Damaged`. A hostile regular expression makes it panic, which is no Exception."""
+    """A context manager that turns errors of the library into `Damaged`. It catches BaseException, because a hostile regular expression
+    makes the library panic, which is no Exception."""
     try:
         yield
     except BaseException as error:
@@ -159,10 +166,10 @@ def refusals(path: Path) -> Iterator[None]:
 
 
 def parse(text: str, path: Path) -> Library:
-    """Parses a tokenizer.json, and switches off the truncation and padding that it may ask for.
+    """Parses a tokenizer.json. Truncation and padding are switched off.
 
     Raises:
-        Damaged: the library refuses it.
+        Damaged: the library refuses the text.
     """
     with refusals(path):
         library = Library.from_str(text)
@@ -172,7 +179,8 @@ def parse(text: str, path: Path) -> Library:
 
 
 def add(library: Library, config: TokenizerConfig, path: Path) -> bool:
-    """Adds the config's tokens beside the vocabulary, and marks its roles as special; whether there was anything to add.
+    """Adds the added tokens of the config to the library, and marks the texts of its roles as special. Returns whether anything was
+    added or marked.
 
     Raises:
         Damaged: a token gets another id than the config says.
@@ -195,7 +203,7 @@ def add(library: Library, config: TokenizerConfig, path: Path) -> bool:
 
 
 def without_prepend(text: str, path: Path) -> str:
-    """A tokenizer.json without the normalizer step that puts a space in front of a text, as Llama 2's has it."""
+    """The tokenizer.json without the normalizer step that adds a space before a text, which Llama 2's has, for instance."""
     content = parse_object(text, path)
     normalizer = content["normalizer"]
     steps = normalizer["normalizers"] if normalizer["type"] == "Sequence" else [normalizer]

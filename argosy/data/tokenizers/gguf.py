@@ -1,15 +1,15 @@
-"""The tokenizer inside a GGUF file: `llama` (SentencePiece), `gpt2` (byte-level BPE), `bert` (WordPiece).
+"""Reads the tokenizer of a GGUF file: `llama` (SentencePiece), `gpt2` (byte-level BPE), or `bert` (WordPiece).
 
-A GGUF holds tables, not a tokenizer. The tables are turned back into the SentencePiece model or tokenizer.json that they
-came from, and read as such. They leave out two things: the pre-tokenizer's rule, which is known by its name (`rules`), and
-how a SentencePiece model normalizes text, which is assumed to be Llama's way.
+A GGUF file holds the tables of a tokenizer. They are converted back to the SentencePiece model or tokenizer.json that they came from.
+Two things are missing in the tables: the pre-tokenizer's rule, of which they only have the name (`rules`), and the normalization of a
+SentencePiece model, which is assumed to be that of Llama.
 
-llama.cpp's converter (convert_hf_to_gguf.py) changes four things on the way, which are undone here:
+llama.cpp's converter (convert_hf_to_gguf.py) changes four things, which are undone here:
 
-    `<unk>` becomes a control token where tokenizer_config.json calls it special; `unknown_token_id` still names it
+    `<unk>` becomes a control token if tokenizer_config.json calls it special; `unknown_token_id` still names it
     user-defined tokens of SentencePiece have real spaces, where the model has U+2581
-    vocabularies shorter than the embedding are filled up with unused tokens `[PADn]`
-    converters from before byte tokens had a type left `<0x0A>` as ordinary tokens
+    vocabularies that are smaller than the embedding are filled up with unused tokens `[PADn]`
+    old converters, which knew no type for byte tokens, wrote `<0x0A>` as an ordinary token
 """
 
 import re
@@ -36,12 +36,12 @@ ROLES = {
 
 
 def read_gguf(path: Path) -> Tokenizer | None:
-    """The tokenizer of a GGUF file; None where it holds none.
+    """Reads the tokenizer of a GGUF file; None: the file holds no tokenizer.
 
     Raises:
-        BadInput: a pre-tokenizer rule that is not known.
-        Damaged: tables that contradict each other.
-        Unsupported: another kind.
+        BadInput: the pre-tokenizer's rule is not known.
+        Damaged: the tables contradict each other.
+        Unsupported: the tokenizer is of another kind.
     """
     meta = GGUF.open(path).meta
     kind = meta.get(f"{KEY}model")
@@ -53,7 +53,7 @@ def read_gguf(path: Path) -> Tokenizer | None:
 
 
 class VocabularyTables:
-    """The tables of one file, checked against each other, without the fillers at their end.
+    """The tables of one file, checked against each other, without the unused filler tokens at the end.
 
     Raises:
         Damaged: a table is missing, of another length or of another type.
@@ -75,7 +75,7 @@ class VocabularyTables:
             self.kinds.pop()
 
     def is_filler(self, number: int) -> bool:
-        """Whether an id stands for nothing but a row of the embedding."""
+        """Whether an id is an unused filler `[PADn]`, which only stands for a row of the embedding."""
         unused = number > 0 and self.kinds[number] == UNUSED and number not in self.roles.values()
         return unused and re.fullmatch(r"\[PAD\d+\]", self.tokens[number]) is not None
 
@@ -95,7 +95,7 @@ class VocabularyTables:
         return bool(self.meta.get(KEY + name, missing))
 
     def config(self, adds_bos: bool) -> TokenizerConfig:
-        """The roles and the chat templates; `adds_bos` where the file does not say."""
+        """The roles and the chat templates. `adds_bos` is used if the file does not say whether `bos` is added."""
         key = "tokenizer.chat_template"
         templates = {DEFAULT: self.meta[key]} if isinstance(self.meta.get(key), str) else {}
         templates |= {name[len(key) + 1 :]: text for name, text in self.meta.items() if name.startswith(f"{key}.")}
@@ -113,7 +113,7 @@ class VocabularyTables:
 
 
 def byte_level(tables: VocabularyTables) -> Tokenizer:
-    """`gpt2`: tokens, merges, and the name of a rule."""
+    """Makes a byte-level BPE from the tables of `gpt2`: tokens, merges, and the name of a rule."""
     from argosy.data.tokenizers.fast import FastTokenizer
 
     name = tables.meta.get(f"{KEY}pre", "default")
@@ -131,7 +131,7 @@ def byte_level(tables: VocabularyTables) -> Tokenizer:
 
 
 def sentence_pieces(tables: VocabularyTables) -> Tokenizer:
-    """`llama`: tokens with scores and kinds."""
+    """Makes a SentencePiece tokenizer from the tables of `llama`: tokens with scores and kinds."""
     from argosy.data.tokenizers.pieces import PieceTokenizer
 
     config = tables.config(adds_bos=True)
@@ -147,10 +147,10 @@ def sentence_pieces(tables: VocabularyTables) -> Tokenizer:
 
 
 def model_pieces(tables: VocabularyTables) -> list[tuple[str, int]]:
-    """Text and kind of each piece, as the SentencePiece model had them before llama.cpp's converter.
+    """The text and the kind of each piece, as in the SentencePiece model before llama.cpp's converter changed it.
 
     Raises:
-        Damaged: several unknown tokens or none, or two pieces with the same text.
+        Damaged: there is not exactly one unknown token, or two pieces have the same text.
     """
     tokens, kinds = list(tables.tokens), list(tables.kinds)
     if UNKNOWN not in kinds:
@@ -170,7 +170,8 @@ def model_pieces(tables: VocabularyTables) -> list[tuple[str, int]]:
 
 
 def word_pieces(tables: VocabularyTables) -> Tokenizer:
-    """`bert`: it marks tokens that begin a word, where BERT's own file marks those that continue one."""
+    """Makes a WordPiece tokenizer from the tables of `bert`. They mark tokens that begin a word, while BERT's own file marks tokens
+    that continue one."""
     from argosy.data.tokenizers.fast import FastTokenizer
 
     tokens = [

@@ -1,10 +1,10 @@
-"""The tables of a GGUF file from a tokenizer: the inverse of `gguf`, as llama.cpp's converter writes them.
+"""Converts a tokenizer to the tables of a GGUF file, as llama.cpp's converter writes them. It is the inverse of `gguf`.
 
-    byte-level BPE (tokenizer.json, vocab.json with merges.txt, tiktoken)    `gpt2`, with the name of the rule that cuts text
-    SentencePiece's BPE, and a tokenizer.json made of one                    `llama`, with scores
+    byte-level BPE (tokenizer.json, vocab.json with merges.txt, tiktoken)    `gpt2`, with the name of the rule that splits text
+    SentencePiece's BPE, and a tokenizer.json converted from it              `llama`, with scores
 
-Tables say less than the files that they come from: a rule has a name only if llama.cpp knows it, and a normalizer has no place. So the
-tables are read again, and a tokenizer that would encode otherwise is refused.
+Tables hold less than the files that they come from: only rules that llama.cpp knows have a name, and normalizers are not stored. So the
+tables are read again, and an error is raised if they would encode some text differently.
 """
 
 import json
@@ -24,7 +24,7 @@ from argosy.data.tokenizers.pieces import SPACE, PieceTokenizer
 from argosy.data.tokenizers.proto import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
 from argosy.data.tokenizers.rules import RULES, pre_tokenizer
 
-# Of tokens without one, as llama.cpp's converter has it.
+# The scores of tokens without a score and of filler tokens, as in llama.cpp's converter.
 NO_SCORE, FILLER_SCORE = -1000.0, -10_000.0
 SAMPLES = (
     "Hello  world,\n\n  it's 1234567 IT'LL cost $3.50 (about 2½)...\t\tx=y_z; don't\r\n",
@@ -35,10 +35,10 @@ SAMPLES = (
 
 
 def gguf_tables(tokenizer: Tokenizer, vocab: int) -> dict[str, Any]:
-    """The keys of a tokenizer, for a model with this vocabulary.
+    """The GGUF keys and values of a tokenizer, for a model with a vocabulary of `vocab` rows.
 
     Raises:
-        Unsupported: another kind, or tables that would encode otherwise.
+        Unsupported: tokenizers of this kind cannot be converted, or the tables would encode some text differently.
     """
     if isinstance(tokenizer, PieceTokenizer):
         tables = _of_pieces(tokenizer)
@@ -56,7 +56,7 @@ def _unsupported(noun: str) -> Unsupported:
 
 
 def _with_fillers(table: dict[str, Any], vocab: int) -> dict[str, Any]:
-    """Unused tokens for the rest of the embedding's rows."""
+    """Fills the tables up with unused tokens to the number of rows of the embedding."""
     missing = range(len(table[f"{KEY}tokens"]), vocab)
     out = dict(table)
     out[f"{KEY}tokens"] = [*table[f"{KEY}tokens"], *(f"[PAD{number}]" for number in missing)]
@@ -67,7 +67,7 @@ def _with_fillers(table: dict[str, Any], vocab: int) -> dict[str, Any]:
 
 
 def _ends(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Special tokens by role, and the chat templates."""
+    """The keys of special tokens and chat templates."""
     ids = {role: _id_of(tokenizer, text) for role, text in tokenizer.config.roles.items()}
     ids |= {"bos_token": tokenizer.bos, "eos_token": tokenizer.eos, "pad_token": tokenizer.pad}
     out: dict[str, Any] = {f"{KEY}{word}_token_id": ids[role] for word, role in ROLES.items() if ids.get(role) is not None}
@@ -82,18 +82,18 @@ def _ends(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _id_of(tokenizer: Tokenizer, text: str) -> int | None:
-    """The id of a special token; None where its text is not one token."""
+    """The id of a special token; None if its text is not a single token."""
     ids = tokenizer.encode(text, special=True)
     return ids[0] if len(ids) == 1 else None
 
 
 def _check_alike(tokenizer: Tokenizer, table: Mapping[str, Any]) -> None:
-    """Reads the tables and compares.
+    """Reads the tables again, and compares the encodings of SAMPLES.
 
     Raises:
-        Unsupported: some text would be encoded otherwise.
+        Unsupported: a sample is encoded differently.
     """
-    # Fillers are taken off the copy.
+    # Reading removes the fillers, so it gets a copy.
     copy = {**table, f"{KEY}tokens": [*table[f"{KEY}tokens"]]}
     again = KINDS[table[f"{KEY}model"]](VocabularyTables(copy, Path("tokenizer")))
     special = "".join(dict.fromkeys(tokenizer.config.roles.values()))
@@ -144,7 +144,8 @@ def _piece_kinds(tokens: list[str], kinds: list[int], unknown: str | None) -> li
 
 
 def _scores(tokens: list[str], kinds: list[int], merges: list[tuple[str, ...]]) -> np.ndarray:
-    """SentencePiece merges the pair with the highest score, `tokenizers` that of the first merge."""
+    """Converts the order of merges to scores: SentencePiece merges the pair with the highest score first, and `tokenizers` that of the
+    first merge."""
     ranks: dict[str, int] = {}
     for rank, pair in enumerate(merges):
         ranks.setdefault("".join(pair), rank)
@@ -156,10 +157,10 @@ def _scores(tokens: list[str], kinds: list[int], merges: list[tuple[str, ...]]) 
 
 
 def rule_name(content: Mapping[str, Any]) -> str:
-    """The name of the rule by which a tokenizer.json cuts text: found by how it cuts.
+    """Finds the name of the rule by which a tokenizer.json splits text, by comparing how the rules split SAMPLES.
 
     Raises:
-        Unsupported: no rule cuts so.
+        Unsupported: no rule splits them in the same way.
     """
     normalizer = content.get("normalizer")
     expected = list(_cuts(content.get("pre_tokenizer")))
@@ -172,7 +173,7 @@ def rule_name(content: Mapping[str, Any]) -> str:
 
 
 def _cuts(cutting: Any) -> Iterator[list[str]]:
-    """The words of each sample."""
+    """Yields the words into which a pre-tokenizer splits each of SAMPLES."""
     model = {"type": "BPE", "vocab": {}, "merges": []}
     library: Library = parse(json.dumps({"model": model, "pre_tokenizer": cutting}), Path("tokenizer.json"))
     for text in SAMPLES:

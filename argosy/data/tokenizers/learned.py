@@ -1,7 +1,7 @@
-"""Learned tokens beside a vocabulary (textual inversion): names in a text that stand for rows of their own.
+"""Encodes texts with learned tokens of textual inversion: names that stand for additional rows of the embedding.
 
-As added tokens do in transformers, they part a text, within words too; capitals make no difference, and of two names that match the
-longer one is read. Gal et al. 2022 (arXiv:2208.01618).
+Like added tokens in transformers, the names are found anywhere in a text, also within words. Upper and lower case are equal. Of two
+names that match, the longer one is used. Gal et al. 2022 (arXiv:2208.01618).
 """
 
 import re
@@ -10,20 +10,20 @@ from typing import Any
 
 
 class LearnedTokens:
-    """The ids that names stand for.
+    """Names of learned tokens, and their ids.
 
     Args:
-        ids: of each token, by its name as it is written.
+        ids: the ids of each learned token, by its name.
     """
 
     def __init__(self, ids: Mapping[str, Sequence[int]]):
         self.ids = {token: list(rows) for token, rows in ids.items()}
-        # By the names as they are written: "İ" is two letters in lower case, and "ſ" matches "s".
+        # Names are not lower-cased, because "İ" is two letters in lower case, and "ſ" matches "s".
         self.names = sorted(self.ids, key=len, reverse=True)
         self._parts = re.compile(f"({'|'.join(map(re.escape, self.names))})", re.IGNORECASE)
 
     def encode(self, tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text. The name of a special token is that token."""
+        """Encodes texts. Names of special tokens become those tokens."""
         if not self.ids:
             return tokenizer.encode_many(list(texts), special=True)
         parts = [self._parts.split(text) for text in texts]
@@ -37,6 +37,6 @@ class LearnedTokens:
         return encoded
 
     def _rows(self, match: str) -> list[int]:
-        """The ids of the token that a part of a text names."""
+        """The ids of the learned token whose name was matched."""
         token = next(name for name in self.names if re.fullmatch(re.escape(name), match, re.IGNORECASE))
         return self.ids[token]

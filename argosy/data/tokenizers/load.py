@@ -1,17 +1,16 @@
-"""Text to ids and back: from what a user writes to a `Tokenizer`.
+"""Loads a tokenizer by what a user writes for `data.tokenizer`.
 
     byte                      256 bytes, <bos>, <eos>
     tokenizer.json            a file of the `tokenizers` library
     tokenizer.model           SentencePiece
     vocab.txt                 WordPiece
-    cl100k_base.tiktoken      ranks, where their rule is known by name (also Kimi's tiktoken.model)
+    cl100k_base.tiktoken      tiktoken's ranks, if the name of the file tells their split rule (also Kimi's tiktoken.model)
     bpe_simple_vocab.txt.gz   CLIP's list of merges
-    model.gguf                the one inside a GGUF file
-    hf:OWNER/NAME             that of a model of the Hub
+    model.gguf                the tokenizer inside a GGUF file
+    hf:OWNER/NAME             the tokenizer of a model on the Hub
     a folder                  a Hub folder (also vocab.json with merges.txt), a run directory or a prepared corpus (tokenizer/)
 
-Encoding never adds a special token, and text that looks like one stays text. File sizes are checked before anything is
-parsed. Whether a vocabulary fits a model is for the caller to check.
+File sizes are checked before anything is parsed. The caller has to check whether a vocabulary fits a model.
 """
 
 from collections.abc import Iterable
@@ -35,12 +34,15 @@ KINDS = "`byte`, a tokenizer.json, a SentencePiece .model, a .gguf file, a Hub f
 
 
 def load_tokenizer(spec: str | Path) -> Tokenizer:
-    """The tokenizer that `byte`, a file, a folder or a run directory names.
+    """Loads a tokenizer.
+
+    Args:
+        spec: `byte`, a file, a folder, a run directory, or a model of the Hub.
 
     Raises:
-        BadInput: nothing is there, or nothing of a known kind.
-        Damaged: a file that contradicts itself.
-        Unsupported: a file of a known kind with a feature that is not built.
+        BadInput: there is no such file or folder, or it holds no tokenizer of a known kind.
+        Damaged: a file contradicts itself.
+        Unsupported: a file of a known kind has a feature that is not supported.
     """
     if str(spec) == "byte":
         from argosy.data.tokenizers.byte import ByteTokenizer
@@ -57,7 +59,7 @@ def check_tokenizer(spec: str | Path) -> None:
     """Checks that there is a tokenizer, without reading it.
 
     Raises:
-        BadInput: nothing is there, or a folder without a vocabulary.
+        BadInput: there is no such file or folder, or the folder holds no vocabulary.
     """
     if str(spec) == "byte":
         return
@@ -69,16 +71,16 @@ def check_tokenizer(spec: str | Path) -> None:
 
 
 def _path(spec: str | Path) -> Path:
-    """For a model of the Hub, only the files beside its weights are downloaded."""
+    """The local path. Of a model of the Hub, all files but the weights are downloaded."""
     return Path(local_model(spec, small=True)).expanduser()
 
 
 def find_tokenizer(path: str | Path) -> Tokenizer | None:
-    """The tokenizer of a folder or file; None where a folder or a GGUF holds none.
+    """Reads the tokenizer of a folder or file; None: the folder or GGUF file holds no tokenizer.
 
     Raises:
-        BadInput: a file of an unknown kind.
-        Damaged, Unsupported: as `load_tokenizer`.
+        BadInput: the file is of an unknown kind.
+        Damaged, Unsupported: as in `load_tokenizer`.
     """
     path = Path(path)
     if not path.is_dir():
@@ -90,18 +92,18 @@ def find_tokenizer(path: str | Path) -> Tokenizer | None:
 
 
 def matching(folder: Path, patterns: Iterable[str]) -> list[Path]:
-    """The files of a folder that match glob patterns relative to it, in the order of the patterns, each once."""
+    """The files of a folder that match any of the glob patterns, in the order of the patterns, without duplicates."""
     paths = (path for pattern in patterns for path in sorted(folder.glob(pattern)) if path.is_file())
     return list(dict.fromkeys(paths))
 
 
 def is_vocabulary(name: str) -> bool:
-    """Whether a tokenizer is read from a file of this name (and not only beside one)."""
+    """Whether a file of this name holds a vocabulary, and is not only read beside one."""
     return any(fnmatchcase(name, pattern) for pattern in VOCABULARIES)
 
 
 def read_file(path: Path, config: TokenizerConfig) -> Tokenizer | None:
-    """The tokenizer of one file, by its suffix; `config` is what the files beside it say."""
+    """Reads the tokenizer of one file, as its suffix says. `config` comes from the files beside it. None: a GGUF file without one."""
     from argosy.data.tokenizers import convert, ranks
 
     if path.suffix == ".gguf":
@@ -128,7 +130,7 @@ def read_file(path: Path, config: TokenizerConfig) -> Tokenizer | None:
 
 
 def _read_model(path: Path, config: TokenizerConfig) -> Tokenizer:
-    """A file called `.model`: SentencePiece's, or tiktoken's ranks under that name."""
+    """Reads a file with the ending `.model`: a SentencePiece model, or tiktoken's ranks."""
     from argosy.data.tokenizers.pieces import PieceTokenizer
     from argosy.data.tokenizers.ranks import from_ranks, holds_ranks
 
@@ -139,7 +141,7 @@ def _read_model(path: Path, config: TokenizerConfig) -> Tokenizer:
 
 
 def fast(text: str, config: TokenizerConfig, path: Path) -> Tokenizer:
-    """A tokenizer.json; the byte tokenizer if the file is what a byte tokenizer saves."""
+    """Makes a tokenizer from the text of a tokenizer.json: the byte tokenizer if a byte tokenizer has saved it."""
     from argosy.data.tokenizers.byte import ByteTokenizer, tokenizer_json
     from argosy.data.tokenizers.fast import FastTokenizer
 

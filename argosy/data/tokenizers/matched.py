@@ -1,4 +1,4 @@
-"""Which tokens of two vocabularies stand for the same bytes, whatever their ids and however their tokenizers write a space."""
+"""Finds the tokens of two vocabularies that stand for the same bytes. Their ids, and how the tokenizers write spaces, may differ."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +13,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Matched:
-    """Pairs of ids, each of which is in one pair at most. Kept as bytes of int32, which are compared and hashed fast."""
+    """Pairs of a student's id and a teacher's id. Each id is in at most one pair.
+
+    student, teacher: the ids as the bytes of int32 arrays, which are compared and hashed fast.
+    """
 
     student: bytes
     teacher: bytes
@@ -23,12 +26,12 @@ class Matched:
 
     @cached_property
     def ids(self) -> tuple[np.ndarray, np.ndarray]:
-        """The student's ids and the teacher's, [M] each."""
+        """The student's ids and the teacher's ids of the M pairs, int32 [M] each."""
         return np.frombuffer(self.student, np.int32), np.frombuffer(self.teacher, np.int32)
 
 
 def match_tokens(student: "Tokenizer", teacher: "Tokenizer") -> Matched:
-    """The tokens that both have. Among special tokens only those that end a text match, whatever they are called."""
+    """Finds the tokens that both vocabularies have. Of special tokens, only the two end-of-sequence tokens are matched."""
     ours, theirs = by_bytes(student), by_bytes(teacher)
     pairs = [(token, theirs[piece]) for piece, token in ours.items() if piece in theirs]
     if student.eos is not None and teacher.eos is not None:
@@ -38,19 +41,20 @@ def match_tokens(student: "Tokenizer", teacher: "Tokenizer") -> Matched:
 
 
 def same_tokens(first: "Tokenizer", second: "Tokenizer") -> bool:
-    """Whether every id stands for the same in both, though they may come from files of two kinds, such as GGUF and tokenizer.json."""
+    """Whether every id stands for the same bytes in both. The tokenizers may come from files of different kinds, such as GGUF and
+    tokenizer.json."""
     if first.fingerprint == second.fingerprint:
         return True
     if first.vocab != second.vocab or first.unknown != second.unknown:
         return False
-    # What stands for unknown bytes has no bytes of its own, and files write it in many ways.
+    # The unknown token stands for no bytes, and files write it in many ways.
     ids = (token for token in range(first.vocab) if token != first.unknown)
     return all(first.piece(token, False) == second.piece(token, False) for token in ids)
 
 
 def by_bytes(tokenizer: "Tokenizer") -> Mapping[bytes, int]:
-    """{bytes: id} of ordinary tokens. Where several tokens have the same bytes, such as a character and its byte, the id is that of the
-    token that the tokenizer writes."""
+    """The ids of ordinary tokens by their bytes. If several tokens have the same bytes, such as a character and a byte token, the id is
+    that of the token to which the tokenizer encodes these bytes."""
     out: dict[bytes, int] = {}
     for token in range(tokenizer.vocab):
         if token in tokenizer.hidden or token == tokenizer.unknown:
@@ -62,7 +66,7 @@ def by_bytes(tokenizer: "Tokenizer") -> Mapping[bytes, int]:
 
 
 def writes(tokenizer: "Tokenizer", piece: bytes) -> int | None:
-    """The token that these bytes become inside of a text; None: they are no text, or several tokens."""
+    """The token to which these bytes are encoded inside of a text; None: they are no text, or several tokens."""
     try:
         ids = tokenizer.encode_rest([piece.decode()])[0]
     except UnicodeDecodeError:

@@ -1,12 +1,12 @@
-"""SentencePiece models: Llama 1 and 2, Mistral, Gemma, T5 (library `sentencepiece`).
+"""Tokenizers of SentencePiece models: Llama 1 and 2, Mistral, Gemma, T5 (library `sentencepiece`).
 
-The library encodes. Decoding is done here, piece by piece, and gives the same text. The library never finds control pieces
-(`<s>`) in a text, so names of special tokens are cut out before it sees a rendered chat; it always finds user-defined
-pieces. Each part after a special token begins with a space again, as the models were trained, unless the tokenizer's
-config says `legacy: false` (huggingface/transformers#24565).
+The library encodes. Decoding is done here, piece by piece, and gives the same text. The library always finds user-defined pieces in a
+text, but never control pieces (`<s>`). So a rendered chat is split at the names of special tokens first. Each part after a special
+token begins with a space again, as the models were trained, unless the tokenizer's config says `legacy: false`
+(huggingface/transformers#24565).
 
-Most models put a space in front of every text. A part of a longer text must not get one, so parts are encoded by a second
-copy of the model without it.
+Most models add a space before every text. A part of a longer text must not get one, so a second copy of the model, without this space,
+encodes parts.
 """
 
 import json
@@ -44,11 +44,14 @@ class PieceTokenizer(Tokenizer):
     invalid = EACH_BYTE
 
     def __init__(self, data: bytes, config: TokenizerConfig, path: Path):
-        """data: the model's bytes. config: the files beside it. path: for errors.
+        """Args:
+            data: the bytes of the model file.
+            config: the configuration beside it.
+            path: the file, for errors.
 
         Raises:
-            Damaged: it is not a SentencePiece model.
-            Unsupported: it changes text after decoding.
+            Damaged: the file is no SentencePiece model.
+            Unsupported: the model changes text after decoding.
         """
         self._data, self._path = data, path
         self.model = read_model(data, path)
@@ -81,9 +84,11 @@ class PieceTokenizer(Tokenizer):
     def _parts(
         self, text: str, special: bool, first: SentencePieceProcessor
     ) -> Iterator[tuple[int | None, SentencePieceProcessor, str]]:
-        """The text cut at special tokens: the id of one, or None and the processor that encodes the text between them.
+        """Splits a text at special tokens. Yields (id of a special token or None, processor, text) for each part. The processor encodes
+        the parts whose id is None.
 
-        first: encodes what stands before the first special token.
+        Args:
+            first: the processor for the text before the first special token.
         """
         parts = self._splitting.split(text) if special and self._special else [text]
         for place, part in enumerate(parts):
@@ -123,8 +128,8 @@ class PieceTokenizer(Tokenizer):
         return blanks if " " in blanks else ""
 
     def _continuing(self, text: str) -> SentencePieceProcessor:
-        """The processor of a text that continues another one. A model that trims takes away the space that the text begins
-        with, so that space is the one which the processor puts in front; a line break may count as a space too."""
+        """The processor for a text that continues another one. If the model trims the blank at the beginning of the text, the processor
+        that adds a space restores it. Otherwise, the processor adds no space."""
         if self.model.trims and not self._library.encode(text[:1]):
             return self._with_space
         return self._without_space
@@ -146,7 +151,7 @@ class PieceTokenizer(Tokenizer):
         return text.replace(SPACE, " ").encode()
 
     def scored_pieces(self) -> list[tuple[str, int, float]]:
-        """Text, kind and score of each id, added tokens too; a gap is a piece without text."""
+        """The text, kind and score of each id, including added tokens. Unused ids have no text."""
         pieces = [(text, kind, score) for (text, kind), score in zip(self.model.pieces, self.model.scores, strict=True)]
         for number in range(len(pieces), self.vocab):
             kind = UNUSED if number not in self._added else CONTROL if number in self.hidden else USER_DEFINED
@@ -165,7 +170,7 @@ class PieceTokenizer(Tokenizer):
 
     @cached_property
     def _special(self) -> dict[str, int]:
-        """Text and id of special tokens: control pieces and added tokens."""
+        """The ids of special tokens by their text: control pieces and added tokens."""
         control = {text: number for number, (text, kind) in enumerate(self.model.pieces) if kind == CONTROL and text}
         return control | {text: number for number, text in self._added.items()}
 
@@ -176,12 +181,12 @@ class PieceTokenizer(Tokenizer):
 
     @cached_property
     def _without_space(self) -> SentencePieceProcessor:
-        """The same model, without a space in front of a text."""
+        """A copy of the model that adds no space before a text."""
         return _processor(self._data + NO_PREFIX, self._path)
 
     @cached_property
     def _with_space(self) -> SentencePieceProcessor:
-        """The same model, with a space in front of a text."""
+        """A copy of the model that adds a space before a text."""
         return _processor(self._data + PREFIX, self._path)
 
     def _id(self, role: str) -> int | None:
@@ -192,20 +197,22 @@ class PieceTokenizer(Tokenizer):
         return numbers.get(text) if text is not None else None
 
     def _begins(self, config: TokenizerConfig) -> bool:
-        """The convention: Llama's kind (BPE) begins with `bos`, T5's (unigram) does not, unless its class does."""
+        """Whether texts begin with `bos` if no file says so: as the tokenizer's class does, or else for BPE (Llama), but not for
+        unigram models (T5)."""
         kind = config.raw.get("tokenizer_class")
         return kind.startswith(BEGINNING) if isinstance(kind, str) else self.model.bpe
 
 
 def _aligned(answer: bytes, text: str, path: Path) -> list[tuple[int, int, int]]:
-    """Id, begin and end of each piece of the library's answer (sentencepiece.proto), its bytes counted as characters."""
+    """The (id, begin, end) of each piece in the library's answer (sentencepiece.proto). Offsets in bytes are converted to
+    characters."""
     characters = [place for place, character in enumerate(text) for _ in character.encode()] + [len(text)]
     pieces = [dict(fields(bytes(value), path)) for number, value in fields(answer, path) if number == 2]
     return [(int(p.get(2, 0)), characters[int(p.get(4, 0))], characters[int(p.get(5, 0))]) for p in pieces]
 
 
 def is_special(config: TokenizerConfig, number: int, text: str) -> bool:
-    """Whether an added token is called special, or has a role."""
+    """Whether an added token is marked as special or has a role."""
     return bool(config.added[number].get("special")) or text in config.roles.values()
 
 
@@ -213,7 +220,7 @@ def _processor(data: bytes, path: Path) -> SentencePieceProcessor:
     """Loads a model into the library.
 
     Raises:
-        Damaged: the library refuses it.
+        Damaged: the library refuses the model.
     """
     library = SentencePieceProcessor()
     try:
@@ -225,7 +232,7 @@ def _processor(data: bytes, path: Path) -> SentencePieceProcessor:
 
 
 def with_roles(config: TokenizerConfig, library: SentencePieceProcessor) -> TokenizerConfig:
-    """The config, with the model's own names for the roles that it leaves out."""
+    """The config, in which missing roles have the names that the model gives them."""
     ids = {"bos_token": library.bos_id(), "eos_token": library.eos_id(), "pad_token": library.pad_id()}
     roles = {role: library.id_to_piece(number) for role, number in ids.items() if number >= 0}
     return config.filled(roles)

@@ -1,7 +1,7 @@
 """Reads and writes the protocol buffer of a SentencePiece model (google/sentencepiece, sentencepiece_model.proto).
 
-Only the fields that decide ids and text are read, and every length is checked against the bytes that are left. Models that
-are written here are BPE with byte fallback, which GGUF files call `llama`. This needs no protocol buffer library.
+Only the fields that decide ids and text are read. Every length is checked against the number of bytes that are left. The models that
+this module writes are BPE with byte fallback, which GGUF files call `llama`. No protocol buffer library is needed.
 """
 
 import re
@@ -25,12 +25,12 @@ _PIECE, _TRAINER, _NORMALIZER, _DENORMALIZER = 1, 2, 3, 5  # fields of the model
 class SentencePieceModel:
     """The contents of a SentencePiece model.
 
-    pieces: text and kind of each piece.
-    scores: score of each piece.
-    bpe: whether it is a BPE model.
+    pieces: the text and the kind of each piece.
+    scores: the score of each piece.
+    bpe: whether the model is a BPE model.
     prefix: whether a space is added before a text.
-    trims: whether runs of spaces become one, and spaces at the ends are removed.
-    unknown: text of an unknown piece when it is decoded.
+    trims: whether runs of spaces become one, and spaces at both ends are removed.
+    unknown: the text to which the unknown piece is decoded.
     denormalizes: whether text is changed again after decoding.
     """
 
@@ -47,7 +47,7 @@ def read_model(data: bytes, path: Path) -> SentencePieceModel:
     """Parses a model.
 
     Raises:
-        Damaged: they are not a SentencePiece model.
+        Damaged: the bytes are no SentencePiece model.
     """
     pieces, scores, trainer, normalizer, denormalizes = [], [], {}, {}, False
     for number, value in fields(data, path):
@@ -95,7 +95,7 @@ def _text_of(value: int | bytes, path: Path) -> str:
 
 
 def fields(data: bytes, path: Path) -> Iterator[tuple[int, int | bytes]]:
-    """Number and value of each field of a message; fixed-size values as bytes."""
+    """Yields the number and the value of each field of a message. Values of fixed size are bytes."""
     at = 0
     while at < len(data):
         key, at = varint(data, at, path)
@@ -117,7 +117,7 @@ def fields(data: bytes, path: Path) -> Iterator[tuple[int, int | bytes]]:
 
 
 def varint(data: bytes, at: int, path: Path) -> tuple[int, int]:
-    """A number of seven bits a byte, and the place after it."""
+    """Decodes a varint at index `at`, which has seven bits per byte. Returns the number, and the index after it."""
     value = 0
     for shift in range(0, 70, 7):
         if at >= len(data):
@@ -132,7 +132,14 @@ def varint(data: bytes, at: int, path: Path) -> tuple[int, int]:
 def write_model(
     pieces: Sequence[tuple[str, float, int]], *, prefix: bool, trims: bool, bos: str | None, eos: str | None
 ) -> bytes:
-    """A BPE model of pieces with their scores and kinds, which does not normalize text."""
+    """Encodes a BPE model that does not normalize text.
+
+    Args:
+        pieces: the text, score and kind of each piece.
+        prefix: whether a space is added before a text.
+        trims: whether runs of spaces become one, and spaces at both ends are removed.
+        bos, eos: the texts of the beginning-of-sequence and end-of-sequence pieces; None: there is none.
+    """
     body = b"".join(
         message(_PIECE, message(1, text.encode()) + b"\x15" + struct.pack("<f", score) + number(3, kind))
         for text, score, kind in pieces
@@ -155,7 +162,7 @@ def message(field: int, content: bytes) -> bytes:
 
 
 def _encoded(value: int) -> bytes:
-    """The inverse of `varint`."""
+    """Encodes a number as a varint, the inverse of `varint`."""
     data = bytearray()
     while value > 127:
         data.append(value & 127 | 128)

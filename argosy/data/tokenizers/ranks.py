@@ -1,8 +1,9 @@
-"""tiktoken's vocabularies: a line a token, its bytes in base64 and its rank (openai/tiktoken, load.py).
+"""Converts tiktoken's vocabularies to a tokenizer.json. A file has one line per token: its bytes in base64, and its rank
+(openai/tiktoken, load.py).
 
-tiktoken merges the two neighbors whose union has the lowest rank, so every way to split a token becomes a merge here, in
-the order of the ranks. A file says neither how text is split into words nor what its special tokens are: both follow from
-the file's name, which is known for few.
+tiktoken merges the two neighbors whose union has the lowest rank. So every way to split a token into two becomes a merge here, in the
+order of the ranks. A file tells neither how text is split into words nor what the special tokens are. Both follow from the name of the
+file, of which only a few are known.
 """
 
 import base64
@@ -20,7 +21,7 @@ from argosy.data.tokenizers.rules import RULES, SplitRule
 
 # The largest published vocabulary has 200,000.
 MOST_RANK = 1 << 24
-# Special ids after the ranks of Kimi K2, named by its config or by their number.
+# The number of special ids after the ranks of Kimi K2. Their names come from its config, or else from their number.
 RESERVED = 256
 QWEN = [END, "<|im_start|>", "<|im_end|>", *(f"<|extra_{number}|>" for number in range(205))]
 CL100K = {END: 100_257, "<|fim_prefix|>": 100_258, "<|fim_middle|>": 100_259, "<|fim_suffix|>": 100_260,
@@ -31,9 +32,9 @@ CL100K = {END: 100_257, "<|fim_prefix|>": 100_258, "<|fim_middle|>": 100_259, "<
 class Kind:
     """A kind of tiktoken vocabulary.
 
-    rule: how text is split.
-    special: (lowest free id, config) -> ids of special tokens by name.
-    roles: default roles of special tokens.
+    rule: how text is split into words.
+    special: (lowest free id, config) -> the ids of special tokens by name.
+    roles: the default names of special tokens by role.
     """
 
     rule: SplitRule
@@ -42,13 +43,14 @@ class Kind:
 
 
 def reserved_tokens(first: int, config: TokenizerConfig) -> dict[str, int]:
-    """Kimi's: named in tokenizer_config.json, else by number (moonshotai/Kimi-K2-Instruct, tokenization_kimi.py)."""
+    """The special tokens of Kimi, from id `first` on. Names come from tokenizer_config.json, or else from the number
+    (moonshotai/Kimi-K2-Instruct, tokenization_kimi.py)."""
     names = {number: str(token["content"]) for number, token in config.added.items()}
     return {names.get(number, f"<|reserved_token_{number}|>"): number for number in range(first, first + RESERVED)}
 
 
 def known_split_rule(rule: str) -> SplitRule:
-    """The split rule of a vocabulary, in which words that are tokens are taken before any merge, as in tiktoken."""
+    """The split rule of this name, but with words that are tokens taken whole, without merges, as in tiktoken."""
     return replace(RULES[rule], whole=True)
 
 
@@ -64,11 +66,11 @@ KINDS = {
 
 
 def from_ranks(text: str, config: TokenizerConfig, path: Path) -> tuple[str, TokenizerConfig]:
-    """The content of a tokenizer.json, and the config with the default roles of its kind.
+    """Converts ranks. Returns the text of a tokenizer.json, and the config with the default roles of this kind.
 
     Raises:
-        BadInput: the file's name says nothing of how text is cut.
-        Damaged: a line that is no token with its rank, a token or rank that stands twice.
+        BadInput: the name of the file does not tell how text is split.
+        Damaged: a line is no token with its rank, or a token or rank occurs twice.
     """
     kind = next((kind for name, kind in KINDS.items() if path.name.startswith(name)), None)
     if kind is None:
@@ -92,9 +94,11 @@ def from_ranks(text: str, config: TokenizerConfig, path: Path) -> tuple[str, Tok
 
 
 def merges(ranks: Mapping[bytes, int], names: Mapping[int, str]) -> Iterator[list[str]]:
-    """The merges of a byte-pair vocabulary whose tokens have ranks: every split of a token into two others, by the rank of the token.
+    """Yields the merges of a byte-pair vocabulary: every split of a token into two others, sorted by the rank of the token.
 
-    names: byte -> the character that stands for it in tokenizer.json.
+    Args:
+        ranks: the rank of each token.
+        names: byte -> the character that stands for it in tokenizer.json.
     """
     pairs = [
         (rank, ranks[token[:cut]], token[:cut], token[cut:])
@@ -107,7 +111,7 @@ def merges(ranks: Mapping[bytes, int], names: Mapping[int, str]) -> Iterator[lis
 
 
 def holds_ranks(data: bytes) -> bool:
-    """Whether a file called tokenizer.model is one of tiktoken's, as Meta's own Llama 3 has it, and not SentencePiece's."""
+    """Whether the content of a tokenizer.model is tiktoken's ranks, as in Meta's Llama 3, and not a SentencePiece model."""
     return re.match(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n", data[:4096]) is not None
 
 

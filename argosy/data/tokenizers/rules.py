@@ -1,9 +1,9 @@
-"""How text is split into words before a byte-level vocabulary is applied, by the names that GGUF files give the rules.
+"""The rules that split text into words before a byte-level vocabulary is applied, by the names that GGUF files give them.
 
-A GGUF names its rule without spelling it out. The wrong rule gives other ids and no error: with GPT-2's in
-place of `smollm`, "\\n\\n1. First" has one token more. So an unknown name is refused. Names are those of llama.cpp
-(ggml-org/llama.cpp at 00ad355, src/llama-vocab.cpp), expressions those of the tokenizer.json that each family published,
-where llama.cpp has rewritten them for its own engine.
+A GGUF file has only the name of its rule. A wrong rule would give wrong ids without an error: with GPT-2's rule instead of `smollm`,
+"\\n\\n1. First" has one token more. So an unknown name is refused. The names are those of llama.cpp (ggml-org/llama.cpp at 00ad355,
+src/llama-vocab.cpp). The regular expressions are those of the tokenizer.json that each family published, because llama.cpp has
+rewritten some for its own engine.
 """
 
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ JAIS2_SPACES = (
 )
 BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
 KANA, CJK = "[一-龥぀-ゟ゠-ヿ]+", "[一-龥ࠀ-一가-퟿]+"
-# Of deepseek-llm: the letters that have a case.
+# The letters that have upper and lower case, for deepseek-llm.
 CASED = (
     "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-\u1f7dᾀ-ᾴᾶ-ᾼ\u1fbe"
     "ῂ-ῄῆ-ῌῐ-\u1fd3ῖ-\u1fdbῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤ\u2126ℨ\u212a-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ"
@@ -55,12 +55,12 @@ MARKS = "!-/:-~！-／：-～‘-‟\u3000-。"
 
 @dataclass(frozen=True)
 class SplitRule:
-    """How text is split into words.
+    """A rule that splits text into words.
 
-    cuts: regular expressions, applied one after another.
+    cuts: the regular expressions that are applied one after the other.
     nfc: whether text is normalized to NFC first.
     whole: whether a word that is a token is taken whole, without merges.
-    bos: whether a text begins with the beginning-of-sequence token if the file does not say.
+    bos: whether a text begins with the beginning-of-sequence token, if the file does not tell.
     """
 
     cuts: tuple[str, ...]
@@ -113,10 +113,10 @@ vocabularies that are not of bytes (gemma4, sarvam-moe, whitespace)."""
 
 
 def rule(name: str, where: str) -> SplitRule:
-    """The rule of a name.
+    """The rule with this name. `where` is the place of the name, for errors.
 
     Raises:
-        BadInput: it is unknown, and any other would silently give wrong ids.
+        BadInput: there is no rule with this name.
     """
     if name not in RULES:
         hint = nearest(name, RULES) or ""
@@ -125,7 +125,7 @@ def rule(name: str, where: str) -> SplitRule:
 
 
 def pre_tokenizer(rule: SplitRule) -> dict[str, Any]:
-    """A rule as tokenizer.json spells it."""
+    """A rule as the `pre_tokenizer` of a tokenizer.json."""
     cuts = [{"type": "Split", "pattern": {"Regex": cut}, "behavior": "Isolated", "invert": False} for cut in rule.cuts]
     return {"type": "Sequence", "pretokenizers": [*cuts, BYTE_LEVEL]}
 

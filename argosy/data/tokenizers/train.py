@@ -1,7 +1,7 @@
 """Trains a byte-level BPE vocabulary with the `tokenizers` library.
 
-The same texts give the same file, byte for byte. `<|bos|>` and `<|eos|>` are 0 and 1 and the 256 bytes follow, so any text
-can be encoded without loss. Text is split into words as Qwen does it: each digit alone, line breaks by themselves.
+The same texts give the same file, byte for byte. `<|bos|>` and `<|eos|>` have the ids 0 and 1. The 256 bytes follow, so any text can be
+encoded without loss. Text is split into words as in Qwen: each digit is a word, and line breaks are separate from other words.
 """
 
 from collections.abc import Iterable
@@ -19,17 +19,17 @@ from argosy.data.tokenizers.rules import QWEN2
 
 BOS, EOS = "<|bos|>", "<|eos|>"
 LEAST = 256 + 2  # the bytes and both special tokens
-# Most characters of a token, because a line of dashes is not a word.
+# The largest number of characters in a token, because a line of dashes should not become a token.
 LONGEST = 24
 
 
 def train(texts: Iterable[str], vocab: int) -> Tokenizer:
-    """A tokenizer of `vocab` tokens; of fewer, if no further pair occurs twice in the texts.
+    """Trains a tokenizer of `vocab` tokens, or fewer, if no further pair of tokens occurs twice in the texts.
 
-    Sennrich et al., arXiv 1508.07909; on bytes: Radford et al., Language Models are Unsupervised Multitask Learners.
+    BPE is by Sennrich et al., arXiv 1508.07909; on bytes, by Radford et al., Language Models are Unsupervised Multitask Learners.
 
     Raises:
-        BadInput: fewer tokens than bytes, or no text.
+        BadInput: `vocab` is less than 258, or there is no text.
     """
     if vocab < LEAST:
         raise BadInput(
