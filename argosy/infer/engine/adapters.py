@@ -1,14 +1,15 @@
 """The low-rank adapters of an engine: loaded and unloaded while it runs, and another one for each sequence (multi-LoRA).
 
-All of them together are one pair of arrays for each contraction (`adapt.bank`), with places for a fixed number of adapters of a fixed
-rank. Which place a token uses is data, so loading and naming adapters compiles nothing after warm-up. An adapter that is unloaded or
-replaced keeps its place until the sequences that use it have ended; a new one takes a free place.
+The bank (`adapt.bank`) keeps all adapters in one pair of arrays A, B for each contraction. It has a fixed number of places, each for
+one adapter of at most a fixed rank. The place that a token uses is an input of the compiled program, so loading and choosing adapters
+compiles nothing after warm-up. An adapter that is unloaded or replaced keeps its place until the sequences that use it have ended; its
+successor takes a free place.
 
-Whole sequences (`infer.forward.sequences`) are computed under an adapter with the same arrays, one adapter a pass.
+Forward passes over whole sequences (`infer.forward.sequences`) use the same arrays, with one adapter for the whole pass.
 
-Over several devices, the rules for weights split the factors too: the one that has the letter along which the weight is split is
-split likewise, the other is whole on every device. Heads split B of a query projection and A of the output projection, as in S-LoRA
-(arXiv:2311.03285): the second costs a sum over the devices of `adapters * rank` numbers a token.
+Over several devices, the sharding rules of the weights apply to the factors too. If a weight is split along one of its axes, the factor
+that has this axis is split along it, and the other factor is replicated. As in S-LoRA (arXiv:2311.03285), tensor parallelism over heads
+splits B of a query projection and A of the output projection. The latter costs an all-reduce of `adapters * rank` numbers a token.
 """
 
 import copy
@@ -40,7 +41,7 @@ from argosy.parallel.scope import scope
 from argosy.weights.peft.reader import read_adapter
 from argosy.weights.peft.sites import Adapter
 
-# A place of the bank: host arrays by the address of the factor, with one adapter each.
+# One adapter as it is written into its place of the bank: a host array for each factor, by the factor's parameter name.
 Factors = dict[str, np.ndarray]
 
 
@@ -49,10 +50,10 @@ class UnknownAdapter(BadInput):
 
 
 class LoadedAdapter(NamedTuple):
-    """An adapter.
+    """A loaded adapter.
 
-    place: in the bank.
-    number: how many were loaded before it; no two of one engine have the same.
+    place: its index in the bank.
+    number: a serial number, counted from 1; never used twice in one engine.
     """
 
     name: str
@@ -63,10 +64,10 @@ class LoadedAdapter(NamedTuple):
 class AdapterFactor(NamedTuple):
     """One array of the bank.
 
-    side: a or b.
-    layers: the contractions it is of.
-    stacked: whether they are its leading axis.
-    place: the axis of the places, after that one; the rank is the next.
+    side: which factor it is, `a` or `b`.
+    layers: per-layer names of the contractions whose factors it holds.
+    stacked: 1 if its leading axis is the layer axis, else 0.
+    place: index of the axis of the bank's places, not counting the layer axis. The rank axis follows it.
     """
 
     side: str
@@ -75,10 +76,10 @@ class AdapterFactor(NamedTuple):
     place: int
 
     def write(self, into: np.ndarray, name: str, adapter: Adapter) -> None:
-        """Writes the factor of one contraction into the only place of an array.
+        """Writes one contraction's factor of an adapter into `into`, an array of this shape with one place and no layer axis.
 
         Raises:
-            BadInput: it is of another shape, or has numbers that are not finite, which would spoil other requests.
+            BadInput: the factor has another shape, or values that are not finite, which would corrupt other requests.
         """
         values = np.asarray(adapter.a if self.side == "a" else np.float32(adapter.gain) * adapter.b, np.float32)
         view = into[(*[slice(None)] * self.place, 0, slice(adapter.a.shape[-1]))]
@@ -91,14 +92,17 @@ class AdapterFactor(NamedTuple):
 
 @dataclass
 class _Bank:
-    """The factors and the model that the engines over one model share.
+    """The factors and the model with banks, shared by all engines over one model.
 
-    home: where arrays lie on one device.
-    loaded: replaced as a whole, never changed, so other threads may read it at any time.
-    users: sequences by place.
-    model: with banks.
-    base: the model's own address of each weight.
-    chosen: the leading axes of each variable that takes the places of tokens.
+    home: the device or sharding of arrays that are not split.
+    loaded: the loaded adapters, by name. The mapping is replaced as a whole and never changed in place, so any thread may read it.
+    arrays: the factors of all places, by parameter name.
+    users: number of sequences that use each place.
+    count: number of adapters loaded so far.
+    model: the model with banks; None before the first call of `Adapters.on`.
+    factors: a description of each array in `arrays`.
+    chosen: the leading axes of each variable that holds the tokens' places, by parameter name.
+    base: for each weight of the model with banks, its parameter name in the model without banks.
     carrying: the per-layer names of the contractions with a bank.
     """
 
@@ -115,10 +119,11 @@ class _Bank:
 
 
 def put_banks(model: Any, settings: LoraSettings) -> dict[str, Contraction]:
-    """Puts banks on the contractions of a model that match. Returns these, without banks, by name.
+    """Puts banks on the contractions that match `settings.where`; changes the model in place. Returns the original contractions, by
+    name.
 
     Raises:
-        BadInput: nothing that matches can carry adapters.
+        BadInput: no contraction that matches can carry adapters.
     """
     kinds: dict[str, AdapterIds] = {}
     banks: dict[str, Contraction] = {}
@@ -139,8 +144,8 @@ class Adapters:
     """The adapters of one engine.
 
     Args:
-        model: a module, for its settings and type; `on` is called with the module that the engine runs.
-        slots: number of the engine's slots.
+        model: a module whose config, dtype and placement are read. The module that the engine runs is passed to `on` later.
+        slots: number of slots of the engine.
     """
 
     def __init__(self, settings: LoraSettings, model: Any, slots: int):
@@ -156,28 +161,28 @@ class Adapters:
 
     @property
     def loaded(self) -> Mapping[str, LoadedAdapter]:
-        """The adapters that requests may name. Any thread may read it."""
+        """The adapters that requests may name, by name. Any thread may read this mapping."""
         return self._bank.loaded
 
     @property
     def arrays(self) -> Leaves:
-        """The factors of all places."""
+        """The factors of all places, by parameter name."""
         return self._bank.arrays
 
     @property
     def base(self) -> Mapping[str, str]:
-        """The model's own address of each weight of the model with banks."""
+        """For each weight of the model with banks, its parameter name in the model without banks."""
         return self._bank.base
 
     # ---------------------------------------------------------------- the model
 
     def on(self, model: Any) -> Any:
-        """The model with banks on the contractions that match, its weights as descriptions. The model itself stays as it is. Further
-        calls return what the first one made.
+        """Returns a copy of the model with banks on the contractions that match. Its weights are `ShapeDtypeStruct`s; `model` is not
+        changed. Further calls return the first call's result.
 
         Raises:
-            BadInput: nothing that matches can carry adapters.
-            ValueError: the first call was for another layout of the layers.
+            BadInput: no contraction that matches can carry adapters.
+            ValueError: the first call's model had other parameter names, such as those of another layout of the layers.
         """
         graph, leaves = split(model)
         if self._bank.model is not None:
@@ -192,7 +197,7 @@ class Adapters:
         return out
 
     def _describe(self, out: Any, banks: Mapping[str, Contraction], mesh: Mesh | None) -> None:
-        """Records the addresses of the model with banks, and allocates the factors."""
+        """Records the parameter names of the model with banks, and allocates the factors."""
         names, model_variables, bank = layer_addresses(out), variables(out), self._bank
         for name, of in banks.items():
             layers = [address.removesuffix(".a") for address in names(f"{name}.a")]
@@ -212,20 +217,27 @@ class Adapters:
         bank.carrying = {name for factor in bank.factors.values() for name in factor.layers}
 
     def step_leaves(self, words: np.ndarray, picks: Any, sizes: StepSizes) -> Leaves:
-        """The weights that a step has besides those of the model: the factors, and the place of each token for each variable that takes
-        places. The head takes those of the picked tokens."""
+        """The inputs of a step besides the model's weights, by parameter name: the factors of all places, and for each bank the place
+        of each token. The head gets the places of the picked tokens only.
+
+        Args:
+            words: the rows of the step, as in `StepBatch`.
+            picks: indices of the tokens whose logits are computed.
+        """
         places = self.token_places(words, sizes)
         return self.arrays | self._spread(places, places[:, np.asarray(picks)])
 
     def sequence_leaves(self, adapter: LoadedAdapter | None, rows: int, length: int) -> Leaves:
-        """The weights of a program over whole sequences [rows length] under one adapter, or under none; otherwise like `step_leaves`.
-        The head may process any number of tokens.
+        """As `step_leaves`, for a forward pass over whole sequences [rows length].
+
+        Args:
+            adapter: the adapter of every token; None: the model alone.
         """
         places = np.full((rows, length), -1 if adapter is None else adapter.place, np.int32)
         return self.arrays | self._spread(places, places[:1, :1])
 
     def token_places(self, words: np.ndarray, sizes: StepSizes) -> Int[np.ndarray, "1 tokens"]:
-        """The place of each token of a step, -1 for none."""
+        """The place in the bank of each token's adapter, in the order of the step's tokens; -1 for tokens without one."""
         decodes, drafted, rows = (part["slot"] for part in split_words(words, sizes))
         slots = np.concatenate([decodes, np.repeat(drafted, sizes.draft_width), np.repeat(rows, sizes.width)])
         return np.where(slots < 0, -1, self._places[np.maximum(slots, 0)])[None].astype(np.int32)
@@ -244,16 +256,19 @@ class Adapters:
     # ---------------------------------------------------------------- loading
 
     def read(self, folder: str | Path) -> Factors:
-        """Reads a PEFT folder. It changes nothing, and any thread may call it.
+        """Reads a PEFT folder into host arrays for `put`. It loads nothing, and any thread may call it.
 
         Raises:
-            BadInput: it is no adapter of this model, its rank is above the maximum, or it adapts what cannot carry adapters here.
-            Unsupported: it changes the model in another way too (DoRA, biases).
+            BadInput: it is no adapter of this model, its rank is above the maximum, or it adapts contractions without a bank.
+            Unsupported: it has more than low-rank factors (DoRA, biases).
         """
         return self.packed(read_adapter(folder, self.config))
 
     def packed(self, adapters: Mapping[str, Adapter]) -> Factors:
-        """Adapters by per-layer name as the arrays of one place: padded to the rank, with the gain in B.
+        """Packs the factors of one adapter into host arrays for one place: padded to the maximal rank, with the gain multiplied into B.
+
+        Args:
+            adapters: the factors of each adapted contraction, by per-layer name.
 
         Raises:
             BadInput, Unsupported: as `read`.
@@ -282,8 +297,11 @@ class Adapters:
     def place_for(self, name: str, *, replace: bool = False) -> int:
         """The place that `put` would give an adapter of this name.
 
+        Args:
+            replace: whether a loaded adapter of this name may be replaced.
+
         Raises:
-            BadInput: the name is taken, or every place is.
+            BadInput: the name is taken and `replace` is false, or no place is free.
         """
         if name in self.loaded and not replace:
             raise BadInput(f"an adapter `{name}` is loaded already", hint="unload it first, or replace it")
@@ -298,7 +316,7 @@ class Adapters:
         return old.place if old is not None and old.place in free else free[0]
 
     def put(self, name: str, factors: Factors, *, replace: bool = False) -> LoadedAdapter:
-        """Loads an adapter under a name. Sequences that use an earlier one of this name finish with that.
+        """Loads an adapter under a name. Sequences that use a replaced adapter finish with the old one.
 
         Raises:
             BadInput: as `place_for`.
@@ -314,7 +332,7 @@ class Adapters:
         """Unloads an adapter. Requests that use it finish with it; new ones are refused.
 
         Raises:
-            NoAdapter: there is none of this name.
+            UnknownAdapter: no adapter of this name is loaded.
         """
         self.get(name)
         self._bank.loaded = {other: adapter for other, adapter in self.loaded.items() if other != name}
@@ -325,8 +343,8 @@ class Adapters:
             self._write(self.packed({}), free[0])
 
     def _write(self, factors: Factors, place: int) -> None:
-        # An array at a time: the old ones are not donated, because another thread may be compiling a pass that reads them
-        # (`infer.prompt_logprobs`), and two copies of one array need less memory than two of all.
+        # The old arrays are not donated, because another thread may be compiling a pass that reads them (`infer.prompt_logprobs`).
+        # They are replaced one after the other, because two copies of one array need less memory than two copies of all.
         arrays, mesh = self._bank.arrays, weights_mesh(self._bank.arrays)
         with nullcontext() if mesh is None else scope(mesh):
             for address, factor in self._bank.factors.items():
@@ -335,7 +353,7 @@ class Adapters:
                 arrays[address] = _placed(whole, factors[address], np.int32(place), axis, on)
 
     def _free(self, besides: LoadedAdapter | None = None) -> list[int]:
-        """The places that no adapter and no sequence has. besides: an adapter that gives up its own."""
+        """The places that no loaded adapter has and no sequence uses. The place of `besides` counts as given up by that adapter."""
         taken = {adapter.place for adapter in self.loaded.values() if adapter is not besides}
         taken |= {place for place, users in self._bank.users.items() if users}
         return [place for place in range(self.settings.adapters) if place not in taken]
@@ -353,27 +371,28 @@ class Adapters:
         return adapter
 
     def use(self, adapter: LoadedAdapter | None) -> None:
-        """A sequence with this adapter begins to wait."""
+        """Counts a new sequence as a user of this adapter, from the moment that it is queued."""
         if adapter is not None:
             self._bank.users[adapter.place] += 1
 
     def leave(self, adapter: LoadedAdapter | None) -> None:
-        """It has ended."""
+        """Removes a sequence that has ended from the users of this adapter."""
         if adapter is not None:
             self._bank.users[adapter.place] -= 1
 
     def assign(self, slot: int, adapter: LoadedAdapter | None) -> None:
-        """A slot has a new owner, with this adapter."""
+        """Sets the adapter of a slot to that of its new owner."""
         self._places[slot] = -1 if adapter is None else adapter.place
 
     @staticmethod
     def salt(adapter: LoadedAdapter | None, salt: str) -> str:
-        """The salt of a sequence's pages: no two adapters share pages, nor does one with the model alone, whatever salts users give."""
+        """The salt of a sequence's KV-cache pages. Sequences under different adapters, or under one and none, never share pages,
+        whatever salts users give."""
         return f"{'' if adapter is None else adapter.number}:{salt}"
 
 
 @partial(jax.jit, static_argnums=(3, 4))
 def _placed(whole: Array, part: Array, place: Array, axis: int, on: Any) -> Array:
-    """An array of the bank with one place along an axis replaced, split over devices as before (on; None: one device)."""
+    """Replaces the entry `place` of an array of the bank along `axis`. The result has the sharding `on`; None: one device."""
     out = jax.lax.dynamic_update_slice_in_dim(whole, part, place, axis)
     return out if on is None else jax.lax.with_sharding_constraint(out, on)

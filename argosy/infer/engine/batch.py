@@ -1,4 +1,4 @@
-"""How the plan of a step becomes arrays, of sizes that programs are compiled for."""
+"""Turns the plan of a step into arrays, padded to the sizes that programs are compiled for."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,14 +18,14 @@ class StepBatch(NamedTuple):
     """A step as arrays.
 
     sizes: the sizes that the program is compiled for.
-    words: its rows, as `step.split_words` reads them.
-    due: the requests that get a token sampled.
-    picks: index of the last token of each of those requests. With drafts: of the last known token of each, then of the first draft of
-        each, and so on.
-    owners: slot of each of those requests; padded with -1 to the length that the sampler is compiled for.
-    drafts: the drafts, as `speculate.verify` takes them; None without drafts.
-    counts: number of tokens sampled for each request, one after another; empty if it is one.
-    embeddings: embeddings that replace those of ids in prompt rows; None: there are none.
+    words: the arrays of all rows in one int32 array, which `step.split_words` splits.
+    due: the requests for which a token is sampled.
+    picks: index, among the tokens of the step, of the last token of each request in `due`. With drafts: the indices of the last known
+        tokens, then those of the first drafts, and so on.
+    owners: the slot of each request in `due`, padded with -1 to the length that the sampler is compiled for.
+    drafts: the draft tokens, as `speculate.verify` takes them; None without drafts.
+    counts: number of tokens that this step samples for each request; empty if one for each.
+    embeddings: embeddings [1 T D] for prompt tokens whose embeddings are replaced; None: there are none.
     """
 
     sizes: StepSizes
@@ -43,9 +43,9 @@ class BatchBuilder:
     """Fills the arrays of steps.
 
     settings: the engine's settings.
-    tables: the page tables of a row.
+    tables: the sizes of the page tables of a row.
     shares: whether several rows of one step may belong to one request.
-    width: width of the model's embeddings.
+    width: the model's embedding width.
     text: whether inputs other than token ids are ignored.
     """
 
@@ -56,7 +56,7 @@ class BatchBuilder:
     text: bool = False
 
     def build(self, plan: StepPlan) -> StepBatch:
-        """A plan as arrays; `words` is one array, for one transfer to the device. Decoding rows compute the token sampled last."""
+        """Turns a plan into arrays. A decoding row computes one token, the one sampled last, which stays on the device."""
         sizes, words, prompts, embeddings = self._with_prompts(plan, 1)
         d, _, _ = split_words(words, sizes)
         for i, request in enumerate(plan.decodes):
@@ -81,13 +81,13 @@ class BatchBuilder:
         drafts: Sequence[Sequence[int]],
         draft_width: int,
     ) -> StepBatch:
-        """A plan whose decoding requests compute several tokens each.
+        """Turns a plan into arrays, where each decoding request computes several tokens.
 
         Args:
-            starts: tokens of each request that were computed before.
-            rows: tokens of each request from there on.
-            drafts: the last tokens of each row that are drafts.
-            draft_width: tokens of a row, in the program.
+            starts: number of tokens of each decoding request that are computed already.
+            rows: the tokens that this step computes for each decoding request, drafts included.
+            drafts: the drafts of each decoding request, which are the last tokens of its row.
+            draft_width: number of tokens in a decoding row of the compiled program.
         """
         sizes, words, prompts, embeddings = self._with_prompts(plan, draft_width)
         _, r, _ = split_words(words, sizes)
@@ -110,7 +110,8 @@ class BatchBuilder:
     def _with_prompts(
         self, plan: StepPlan, draft_width: int
     ) -> tuple[StepSizes, np.ndarray, list[tuple[ScheduledRequest, int]], np.ndarray | None]:
-        """The arrays with the rows of prompts; the prompts that end, each with the place of its last token; and the embeddings."""
+        """Fills the rows of prompts. Returns the sizes; the words; each request whose prompt ends in this step, with the index of its
+        last token among the step's tokens; and the embeddings."""
         rows = self._rows(plan)
         longest = max((len(chunk.tokens) for chunk in plan.chunks), default=0)
         width = ROW * (1 if self.shares else next_power(-(-longest // ROW), 4))
@@ -136,7 +137,8 @@ class BatchBuilder:
         return sizes, words, ended, None if embeddings is None else embeddings.reshape(1, -1, self.width)
 
     def write_pages(self, part: dict[str, np.ndarray], i: int, request: ScheduledRequest) -> None:
-        """Writes the page tables of row i, whose length is written already. A window's table has the pages that the row sees."""
+        """Writes the page tables of row i in place. The row's length must be written before. The table of a sliding window gets only
+        the pages that the row attends to."""
         part["table"][i, : len(request.pages)] = request.pages
         for number, (window, window_pages) in enumerate(zip(self.tables.windows, request.windows)):
             first = window.first(int(part["length"][i])) // self.tables.page
@@ -146,18 +148,18 @@ class BatchBuilder:
             part[f"first{number}"][i], table[: len(visible)] = first, visible
 
     def decode_sizes(self, rows: int) -> StepSizes:
-        """The sizes of a step of decoding rows alone."""
+        """The sizes of a step with `rows` decoding rows and no prompt."""
         return StepSizes(self._decoding_rows(rows, alone=True), 0, 0, self.tables)
 
     def prompt_sizes(self, tokens: int) -> StepSizes:
-        """The sizes of a step of so many tokens of one prompt alone."""
+        """The sizes of a step that computes `tokens` tokens of one prompt and nothing else."""
         rows = -(-tokens // ROW)
         if self.shares:
             return StepSizes(0, _prompt_rows(rows, 0), ROW, self.tables)
         return StepSizes(0, 1, ROW * next_power(rows, 4), self.tables)
 
     def all_batches(self, draft_width: int = 1) -> Iterator[StepBatch]:
-        """A step of every size there may be, without requests.
+        """Yields an empty batch for every combination of sizes that a step may have, for warm-up.
 
         Args:
             draft_width: as in `possible_sizes`.
@@ -170,10 +172,10 @@ class BatchBuilder:
                 yield StepBatch(sizes, words, [], picks, owners, drafts)
 
     def possible_sizes(self, draft_width: int = 1) -> dict[StepSizes, set[int]]:
-        """The sizes of every step there may be, and for each the numbers of rows that the sampler may be called with.
+        """All sizes that a step may have, each with the numbers of rows that the sampler may be called with.
 
         Args:
-            draft_width: tokens of a decoding row. More than one: as `build_drafted` makes them, and only steps with decoding rows.
+            draft_width: number of tokens in a decoding row. Above 1: the steps of `build_drafted`, which have decoding rows.
         """
         slots, tables = self.settings.slots, self.tables
         possible: dict[StepSizes, set[int]] = {}
@@ -194,15 +196,17 @@ class BatchBuilder:
         return possible
 
     def _rows(self, plan: StepPlan) -> list[tuple[PrefillChunk, int]]:
-        """The rows of the prompts: each chunk, and the place in it where the row begins."""
+        """The rows of the prompts: for each row its chunk, and the index in the chunk of the row's first token."""
         if not self.shares:
             return [(chunk, 0) for chunk in plan.chunks]
         return [(chunk, at) for chunk in plan.chunks for at in range(0, len(chunk.tokens), ROW)]
 
     def _decoding_rows(self, n: int, *, alone: bool) -> int:
-        """The number of decoding rows that a step is compiled for: alone 1, 4, 8, 16 and so on; beside prompts, where more rows cost
-        little, 8 or all slots. On GPUs and TPUs 4 at least. For a single row, XLA for GPUs writes each weight, times the row, to memory
-        before it sums, and XLA for TPUs leaves the matrix units idle (20 ms a step for 14, Llama 3.1 8B on a v5p by its compiler)."""
+        """The number of decoding rows that a step with `n` of them is compiled for.
+
+        Without prompts it is 1, 4, 8, 16 and so on. With prompts, where more rows cost little, it is 8 or all slots. On GPUs and TPUs
+        it is at least 4. For a single row, XLA for GPUs writes the product of each weight and the row to memory before the sum, and XLA
+        for TPUs leaves the matrix units idle (20 ms a step instead of 14, Llama 3.1 8B on a v5p, by its compiler's estimate)."""
         if n == 0:
             return 0
         if alone:
@@ -213,7 +217,8 @@ class BatchBuilder:
 
 
 def _input_sizes(plan: StepPlan) -> dict[str, Any]:
-    """What the requests of a plan have besides token ids, as fields of `StepSizes`."""
+    """The fields `axes` and `overlay` of `StepSizes`, by the inputs that a plan's requests have besides token ids; empty without
+    any."""
     inputs = [request.inputs for request in plan.decodes] + [chunk.request.inputs for chunk in plan.chunks]
     if not any(inputs):
         return {}
@@ -223,7 +228,8 @@ def _input_sizes(plan: StepPlan) -> dict[str, Any]:
 
 
 def _write_rotary(part: dict[str, np.ndarray], i: int, request: ScheduledRequest, count: int) -> None:
-    """Writes the rotary positions of the first tokens of row i, whose length is written already, where the step has any."""
+    """Writes the rotary positions of the first `count` tokens of row i in place, if the step has an array for them. The row's length
+    must be written before."""
     if "rotary" in part:
         start = int(part["length"][i])
         part["rotary"][i, :count] = rotary_positions(request.inputs, start, start + count, part["rotary"].shape[2])
@@ -236,18 +242,21 @@ def _sizes(decodes: int, rows: int, width: int, tables: PageTables, draft_width:
 
 
 def _prompt_rows(n: int, decodes: int) -> int:
-    """The number of rows of prompts that a step is compiled for: alone, where empty rows cost as much as full ones, 1, 2, 4 and so on;
-    beside decoding rows 1, 4, 16, since each number there is compiled with several numbers of those."""
+    """The number of prompt rows that a step with `n` of them is compiled for.
+
+    Without decoding rows it is 1, 2, 4 and so on, because empty rows cost as much as full ones. With decoding rows it is 1, 4, 16,
+    because each of these is compiled for several numbers of decoding rows."""
     return next_power(n, 4 if decodes else 2)
 
 
 def sampler_rows(n: int) -> int:
-    """The number of rows that the sampler is compiled for, which takes 3 CPU seconds: 1, 8, 32, 64 and so on."""
+    """The number of rows that the sampler is compiled for, if it samples `n`: 1, 8, 32, 64 and so on. Each compilation takes 3 s on a
+    CPU."""
     return 1 if n <= 1 else 8 if n <= 8 else max(32, next_power(n, 2))
 
 
 def next_power(n: int, base: int) -> int:
-    """The next larger power of the base; 0 for 0."""
+    """The smallest power of `base` that is at least `n`; 0 for 0."""
     size = min(n, 1)
     while size < n:
         size *= base

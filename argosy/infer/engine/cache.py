@@ -1,4 +1,4 @@
-"""How much memory a cache may take, and how it is allocated."""
+"""Sizes the KV cache by the memory that it may take, and allocates it."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -30,19 +30,20 @@ from argosy.observe.readable import format_bytes
 from argosy.ops.programs.programs import Program, Programs
 from argosy.parallel.scope import default_device, scope
 
-# Devices, which may be absent.
+# A mesh of devices that are here, or of devices that are only described.
 AnyMesh = Mesh | AbstractMesh
-# The most bytes of a cache in the memory of a CPU, and the share of what is free there, unless one sequence needs more. On other
-# devices the cache takes this share of what the weights leave: activations, logits and XLA's programs need the rest.
+# CACHE, OF_FREE: in the memory of a CPU, the cache takes at most this many bytes and this share of the free memory, unless one sequence
+# needs more. OF_DEVICE: on other devices it takes this share of the memory that the weights leave free. Activations, logits and XLA's
+# programs need the rest.
 CACHE, OF_FREE, OF_DEVICE = 4e9, 0.25, 0.8
 
 
 def room_for_cache(weights: Leaves, copies: int = 1, memory: int | None = None) -> float:
-    """Bytes that a cache may take beside these weights on each device.
+    """The number of bytes that a cache may take on each device that holds these weights.
 
     Args:
-        copies: engines of this process with a cache each; on a CPU they share its memory.
-        memory: what the settings say instead.
+        copies: number of engines in this process, each with its own cache. On a CPU they share the memory.
+        memory: the number from the settings (`engine.memory`), returned as it is; None: computed from free memory.
     """
     if memory is not None:
         return float(memory)
@@ -54,19 +55,27 @@ def room_for_cache(weights: Leaves, copies: int = 1, memory: int | None = None) 
 
 
 def host_room(free: float | int | None) -> float:
-    """Bytes that caches may take in the memory of a CPU, of which so much is free."""
+    """The number of bytes that all caches together may take in the memory of a CPU.
+
+    Args:
+        free: free bytes of memory; None: unknown.
+    """
     return CACHE if free is None else min(CACHE, _in_steps(OF_FREE * free))
 
 
 def _in_steps(room: float) -> float:
-    """Less room, in steps of 500 MB, or of 50 MB below that. Free memory differs at each start, and programs are compiled for the
-    size of a cache: every start would compile them anew."""
+    """Rounds a number of bytes down to a multiple of 500 MB, or of 50 MB if it is smaller. Programs are compiled for the size of the
+    cache, and free memory differs at each start: without rounding, every start would compile them again."""
     step = next((step for step in (5e8, 5e7) if room >= step), 1)
     return room // step * step
 
 
 class WindowShare(NamedTuple):
-    """Pages that one sequence keeps for the layers of a window, at most: while it decodes, and while its prompt is computed."""
+    """The most pages that one sequence keeps for the layers with one sliding window.
+
+    decoding: pages while it decodes.
+    filling: pages while its prompt is computed.
+    """
 
     decoding: int
     filling: int
@@ -75,7 +84,8 @@ class WindowShare(NamedTuple):
 class CacheSize(NamedTuple):
     """The size of a paged cache.
 
-    pages: of layers that attend to everything, and those of each window.
+    pages: number of pages for layers that attend to the whole sequence.
+    windows: number of pages for the layers of each sliding window.
     """
 
     pages: int
@@ -86,9 +96,12 @@ class CacheSize(NamedTuple):
 class CacheNeeds:
     """The memory that the cache of a model takes.
 
-    longest: tokens of one sequence, at most.
-    windows: those whose layers have pools of their own.
-    narrow: as in `empty_pools`.
+    specs: what each layer caches.
+    page: tokens per page.
+    dtype: the model's type.
+    longest: the most tokens of one sequence.
+    windows: the sliding windows whose layers have pools of their own, with the pages of one sequence there.
+    narrow: the quantized type of the cache, as in `empty_pools`; None: not quantized.
     """
 
     specs: Specs
@@ -100,37 +113,40 @@ class CacheNeeds:
 
     @property
     def pages(self) -> int:
-        """Pages of one sequence, at most."""
+        """The most pages of one sequence."""
         return -(-self.longest // self.page)
 
     def empty(self, slots: int, extent: CacheSize) -> Caches:
-        """Pools of this size. Sequences may be rolled back to any length."""
+        """Empty caches: page pools of this size, and the states of `slots` slots. Sequences in them may be rolled back to any
+        length."""
         options: Any = {"longest": self.longest, "slack": self.longest, "windows": extent.windows, "narrow": self.narrow}
         return empty_pools(self.specs, slots, extent.pages, self.page, self.dtype, **options)
 
     def bytes(self, mesh: AnyMesh | None, extent: CacheSize) -> int:
-        """Size of these pools on each device in bytes, without the caches per slot."""
+        """The bytes that the page pools take on each device, without the states of slots."""
         return bytes_on_each(self.specs, mesh, lambda: self.empty(0, extent))
 
     def size(self, slots: int, pages: int) -> CacheSize:
-        """Pools of layers with windows have room for as many decoding sequences as those of the other layers, and for two prompts
-        beside them: a step computes few prompts at a time."""
+        """The sizes of all pools, given `pages` for the layers that attend to the whole sequence.
+
+        The pools of sliding windows have room for as many decoding sequences of the longest length as those pages hold, at most
+        `slots`, and for two prompts more, because a step computes few prompts at a time."""
         count = max(1.0, min(slots, pages / self.pages))
         windows = {w: int(count * share.decoding + min(count, 2) * share.filling) for w, share in self.windows.items()}
         return CacheSize(pages, windows)
 
     def fitting(self, slots: int, room: float, mesh: AnyMesh | None, besides: int = 0, *, strict: bool = False) -> CacheSize:
-        """The largest pools for which there is room, up to `slots` sequences; but for one in any case.
+        """The largest pools that fit into `room`, with pages for at most `slots` sequences of the longest length and at least one.
 
         Args:
             room: bytes on each device.
-            besides: bytes of other caches for each page, on each device.
-            strict: room for less than one sequence is an error.
+            besides: bytes that other caches, such as a draft model's, take on each device for each page.
+            strict: raise an error if there is not room for one sequence, rather than exceed `room`.
 
         Raises:
-            BadInput: it is, with `strict`.
+            BadInput: there is not room for one sequence, and `strict` is set.
         """
-        # Bytes grow with the number of sequences in two straight lines: up to two sequences each has a prompt, and then none.
+        # Bytes are piecewise linear in the number of sequences: the first two each count with a prompt, further ones without.
         one, two, three = (self.bytes(mesh, self.size(3, n * self.pages)) + besides * n * self.pages for n in (1, 2, 3))
         if strict and room < one:
             need = f"a sequence of {self.longest:,} tokens takes {format_bytes(one)} of cache"
@@ -142,12 +158,15 @@ class CacheNeeds:
 
 
 def cache_needs(specs: Specs, settings: EngineSettings, dtype: Any, longest: int) -> CacheNeeds:
-    """The memory that the cache of an engine takes. A layer with a window shares the pools of layers without one, if its window covers
-    the whole sequence, or consists of chunks that do not begin with a page.
+    """The memory that the cache of an engine takes. The layers of a sliding window have pools of their own, unless the window covers
+    the whole sequence, or is a chunk whose length is no multiple of the page.
+
+    Args:
+        longest: the most tokens of one sequence.
 
     Raises:
-        BadInput: a quantized cache would be no smaller: a model without attention, or heads so short that the scales take what the
-            values save.
+        BadInput: a quantized cache would be no smaller, because the model has no attention, or heads so short that the scales take
+            what the values save.
     """
     page, drafts = settings.page, 0 if settings.speculative is None else settings.speculative.tokens
     queries = 1 + drafts, max(settings.budget, settings.budget_decoding, 1 + drafts)
@@ -178,7 +197,12 @@ def _check_smaller(needs: CacheNeeds) -> None:
 
 
 def bytes_on_each(specs: Specs, mesh: AnyMesh | None, empty: Callable[[], Caches]) -> int:
-    """Bytes of caches on each device."""
+    """The bytes of caches on each device.
+
+    Args:
+        mesh: the devices that the caches are split over; None: one device.
+        empty: returns empty caches. It is only traced.
+    """
     if mesh is None:
         return bytes_of_caches(jax.eval_shape(empty))
     with scope(mesh):
@@ -189,7 +213,7 @@ def bytes_on_each(specs: Specs, mesh: AnyMesh | None, empty: Callable[[], Caches
 
 
 def allocate_caches(specs: Specs, home: Home, empty: Callable[[], Caches]) -> Caches:
-    """Empty caches on their devices."""
+    """Allocates the caches that `empty` returns on the devices of `home`."""
     if home is None:
         return empty()
     if (mesh := home_mesh(home)) is not None:
@@ -202,11 +226,11 @@ def allocate_caches(specs: Specs, home: Home, empty: Callable[[], Caches]) -> Ca
 def reserve_caches(specs: Specs, home: Home, empty: Callable[[], Caches], programs: Programs | None = None) -> Caches:
     """As `allocate_caches`, for caches that live as long as the engine.
 
-    On a CPU their pages take memory when they are first written, so a large pool costs only what is used of it. One array is
-    allocated at a time, so that the peak holds the zeros of one, not of all.
+    On a CPU the memory of a pool is physically allocated when it is first written, so a large pool costs only what is used of it. The
+    arrays are allocated one after the other, so that at the peak the zeros of only one take memory.
 
     Args:
-        programs: the engine's programs, which compile the zeros.
+        programs: the engine's programs, among which the programs that write zeros are compiled; None: others.
     """
     device = default_device() if home is None else next(iter(home.device_set))
     if device.platform != "cpu" or home_mesh(home) is not None:
@@ -216,7 +240,7 @@ def reserve_caches(specs: Specs, home: Home, empty: Callable[[], Caches], progra
     def allocated(a: jax.ShapeDtypeStruct) -> jax.Array:
         with jax.default_device(device):
             zeros = jax.block_until_ready(programs.prepared(_zeros(a.shape, a.dtype), "pool")())
-        # XLA has written zeros, and these are read again from pages that the system has taken back.
+        # XLA has written zeros. The system takes their memory back, and reading it gives zeros again.
         drop(zeros.unsafe_buffer_pointer(), zeros.nbytes)
         return zeros if home is None else jax.device_put(zeros, home)
 
@@ -224,8 +248,8 @@ def reserve_caches(specs: Specs, home: Home, empty: Callable[[], Caches], progra
 
 
 def describe_pools(home: Home, empty: Callable[[], Caches], programs: Programs) -> Caches:
-    """Shapes of the caches that `reserve_caches` will return on a CPU; allocates nothing. Prepares the programs of `reserve_caches`
-    before all others, so that it can run while those are prepared."""
+    """The shapes of the caches that `reserve_caches` will return on a CPU; allocates nothing. It queues the programs of
+    `reserve_caches` for compilation first, so that `reserve_caches` can run while the other programs are compiled."""
     caches = jax.eval_shape(empty)
     with jax.default_device(default_device() if home is None else next(iter(home.device_set))):
         for a in jax.tree.leaves(caches):

@@ -1,7 +1,7 @@
-"""Keeps what was made from a module between calls, and makes it anew when the structure of the module has changed.
+"""Keeps the engine and the forward passes built from a module between calls, and builds them again when the module's structure changes.
 
-Splitting a module of 270 weights takes 15 ms, walking it 1 ms. The walk collects the identity of every variable and attribute, so
-surgery, adapters and another dtype are noticed, because each replaces an object. Values are not part of it: new weights are used
+Splitting a module of 270 weights takes 15 ms, walking it 1 ms. The walk collects the identity of every variable and attribute. Surgery,
+adapters and another dtype are noticed, because each replaces an object. The values of weights are not collected: new weights are used
 at once, and replaced ones are not kept in memory.
 """
 
@@ -26,17 +26,23 @@ from argosy.weights.peft.sites import Adapter
 
 
 class EngineRoom(NamedTuple):
-    """The sizes of an engine: sequences at a time, tokens of one sequence, pages of all."""
+    """The sizes of an engine.
+
+    slots: number of sequences that run at a time.
+    context: the most tokens of one sequence.
+    pages: number of KV-cache pages for all sequences.
+    """
 
     slots: int = 1
     context: int = 512
     pages: int = 0
 
     def grown(self, lengths: Sequence[int], most: int, settings: EngineSettings) -> "EngineRoom":
-        """EngineRoom for sequences of these lengths too, in sizes that grow by large steps, because each is compiled.
+        """Returns sizes that also have room for sequences of these lengths. Sizes grow by large factors, because each is compiled.
 
         Args:
-            most: the longest sequence that there may be.
+            lengths: tokens of each sequence, prompt and completion.
+            most: the most tokens that a sequence may have.
         """
         slots, context = self.slots, min(self.context, most)
         while slots < min(len(lengths), settings.slots):
@@ -55,8 +61,10 @@ class EngineRoom(NamedTuple):
 class EngineParts(NamedTuple):
     """The parts that an engine is built from.
 
+    module: the module of the model.
+    settings: the engine's settings.
     draft: the module of the draft model, if the settings ask for one.
-    origin: the blocks of a file that the module's weights were read from.
+    origin: the quantized blocks of the GGUF file that the module's weights were read from; None: read from another file.
     """
 
     module: Any
@@ -93,10 +101,11 @@ class EngineCache:
     # ---------------------------------------------------------------- adapters
 
     def adapted(self, parts: EngineParts, say: Say | None = None) -> tuple[SequenceScorer, Adapters]:
-        """The forward pass over whole sequences under adapters, and these.
+        """The forward pass over whole sequences with adapters, and the adapters that are loaded into it.
 
         Raises:
-            NoAdapter: the settings have no room for any. BadInput: an adapter that was loaded does not fit the module as it is now.
+            UnknownAdapter: adapters are not enabled in the settings.
+            BadInput: an adapter that was loaded does not fit the module as it is now.
         """
         if not parts.settings.lora.enabled:
             raise UnknownAdapter("there is no room for adapters", hint='argosy.load(MODEL, engine={"lora": {"enabled": True}})')
@@ -113,7 +122,7 @@ class EngineCache:
 
     @property
     def loaded(self) -> Mapping[str, Mapping[str, Adapter]]:
-        """The adapters that were loaded, by name."""
+        """The factors of each loaded adapter by per-layer name, by the adapter's name."""
         return self._loaded
 
     def load_adapter(self, parts: EngineParts, name: str, folder: str | Path, *, replace: bool) -> None:
@@ -133,9 +142,13 @@ class EngineCache:
     # ---------------------------------------------------------------- the engine
 
     def engine(self, parts: EngineParts, lengths: Sequence[int], say: Say | None = None) -> Engine:
-        """An engine with room for sequences of these lengths; those that do not fit beside the others wait. A larger engine takes the
-        place of a smaller one at once only if a sequence would not fit, and requests that run in the smaller one end there. It grows
-        to the slots and the context of the settings at most, and has their number of pages from the start.
+        """Returns an engine with room for each of these sequences. If all of them do not fit at the same time, some wait.
+
+        The engine is replaced by a larger one while requests run only if a sequence would not fit, and these requests end. Its slots
+        and its context grow up to those of the settings. If the settings give a number of pages, it has this number from the start.
+
+        Args:
+            lengths: tokens of each sequence, prompt and completion.
 
         Raises:
             BadInput: as `Engine`.
@@ -161,12 +174,12 @@ class EngineCache:
             self._engine.reset_prefix_cache()
 
     def sleep(self) -> None:
-        """Frees the cache of an engine that has nothing to do, until its next step."""
+        """Frees the KV cache of an idle engine until its next step. Compiled programs are kept."""
         if self._engine is not None:
             self._engine.sleep()
 
     def forget(self) -> None:
-        """Frees the cache and the programs."""
+        """Frees the engine, with its KV cache and its compiled programs."""
         self._engine, self._room = None, EngineRoom()
 
     def _look(self, parts: EngineParts) -> None:
@@ -177,7 +190,7 @@ class EngineCache:
 
 
 def _pages_for(parts: EngineParts, room: EngineRoom) -> int:
-    """The number of pages that there is memory for."""
+    """The number of KV-cache pages for an engine of these sizes that fits into memory."""
     module, settings, draft, _ = parts
     weights = {address: v.get_value() for address, v in variables(module).items()}
     mesh, besides = weights_mesh(weights), 0
@@ -189,8 +202,8 @@ def _pages_for(parts: EngineParts, room: EngineRoom) -> int:
 
 
 def module_identities(module: Any) -> list[Any]:
-    """Every object that a module consists of, in the order of its attributes; for weights the variables, not their values. The
-    list keeps them alive, so that no identity is reused."""
+    """Every object that a module consists of, in the order of its attributes: for weights the variables, not their values. The list
+    keeps the objects alive, so that no identity is reused."""
     out: list[Any] = []
     inside: set[int] = set()
 

@@ -6,21 +6,21 @@
         for event in engine.step():
             ...
 
-    Request          what was asked, checked in `add`
-    RequestState     what the engine keeps of it (`engine.state`)
-    Scheduler        plans a step: who takes part, with how many tokens, in which pages
-    Runner           computes it on the device
-    Event            what a request got from it
+    Request          a prompt and how to complete it, checked in `add`
+    RequestState     the engine's state of a request (`engine.state`)
+    Scheduler        plans a step: which requests take part, with how many tokens, in which KV-cache pages
+    Runner           computes the step on the device
+    Event            the token that a request got from the step, or its end
 
 A step is one forward pass over the new tokens of all sequences, decoding and prefilling together, then one call of the sampler.
-Sampled tokens stay on the device for the next step. The host plans a step while the device computes the previous one, so the end of a
-sequence is seen one step late, and the token that step samples for it is dropped. While no prompt is computed, `settings.steps` decode
-steps are one dispatch. With speculation (`infer.speculation.speculate`) a step is read before the next is planned, and may sample
-several tokens of a sequence.
+Sampled tokens stay on the device for the next step. The host plans a step while the device computes the previous one. So the host sees
+the end of a sequence one step late, and drops the token that this step samples for the sequence. While no prompt is computed, one
+dispatch runs `settings.steps` decode steps. With speculation (`infer.speculation.speculate`) the host reads a step before it plans the
+next, and a step may sample several tokens of a sequence.
 
-The tokens that may follow can depend on the completion so far: on bans (`infer.sampling.restrictions`) and on a grammar
-(`infer.tools.grammar`). Then the host reads the previous step's tokens while the device computes the forward pass, and hands over
-masks before the sampler runs.
+The next token can be restricted by the completion so far: by bans (`infer.sampling.restrictions`) and by a grammar
+(`infer.tools.grammar`). Then the host reads the previous step's tokens while the device computes the forward pass, and writes masks of
+the allowed tokens before the sampler runs.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -48,19 +48,20 @@ from argosy.weights.gguf.blocks import Origin
 
 
 class Engine:
-    """Completes many requests with one model at a time.
+    """Completes many requests at the same time with one model.
 
     Args:
-        model: a decoder module. Its weights are read at each step; if `exclusive`, at the first step after it was idle, and after
-            `swap_weights`. If one was replaced, running sequences are computed again from their first token, and the prefix cache is
-            cleared.
-        say: called with what is being compiled, if that takes longer than a second.
-        exclusive: nobody else uses the model, so its weights stay prepared while nothing runs. A model that is trained meanwhile must
-            not be: views of its weights would make a training step copy arrays that it should reuse.
+        model: a decoder module. The engine looks for replaced weights at each step. If `exclusive`, it looks only at the first step
+            after it was idle, and after `swap_weights`. If a weight was replaced, running sequences are computed again from their first
+            token, and the prefix cache is cleared.
+        say: called with the name of the program that is being compiled, if compiling takes longer than a second.
+        exclusive: whether nothing else uses the model. Then its weights stay prepared while the engine is idle. It must be false for a
+            model that is being trained: views of its weights would make a training step copy arrays that it should reuse.
         draft: the module of the draft model, if the settings ask for one.
-        adapters: shared with another engine over this model (`Adapters.for_engine`); None: its own, if the settings ask for any.
-        copies: number of engines like this one in the process; on a CPU they share its memory.
-        origin: the blocks of a file that weights were read from: packed, they have fewer bytes.
+        adapters: adapters shared with another engine over this model (`Adapters.for_engine`). None: the engine makes its own, if the
+            settings enable adapters.
+        copies: number of engines like this one in the process. On a CPU they share the memory.
+        origin: the quantized blocks of the GGUF file that weights were read from, which take fewer bytes when packed for the CPU.
 
     Raises:
         BadInput: the cache has no room for one sequence of `context` tokens, the model and its draft model do not fit, or a quantized
@@ -116,7 +117,7 @@ class Engine:
     # ---------------------------------------------------------------- requests come and go
 
     def add(self, request: Request) -> int:
-        """Queues a request; returns its number, which its events carry. A completion is never longer than the context allows.
+        """Queues a request. Returns its id, which its events carry. A completion is never longer than the context allows.
 
         Raises:
             BadInput: an empty prompt, ids outside the vocabulary, a prompt that fills the context, a seed of more than 64 bits, more
@@ -137,7 +138,7 @@ class Engine:
         return state.id
 
     def page_key(self, request: Request) -> PageKey:
-        """The key of the pages of a request. Any thread may ask."""
+        """The prefix-cache key of a request: what the content of its pages depends on besides token ids. Any thread may call it."""
         digests = () if request.inputs is None else request.inputs.digests(self.settings.page)
         if self.adapters is None:
             return PageKey(request.salt, digests)
@@ -145,14 +146,14 @@ class Engine:
         return PageKey(self.adapters.salt(loaded, request.salt), digests)
 
     def abort(self, id: int) -> bool:
-        """Ends a request with an `abort` event; the next step may use its pages. Returns False if it has ended already."""
+        """Ends a request with an `abort` event and frees its pages. Returns False if it has ended already."""
         ended = self.end(id)
         if ended:
             self._events.append(Event(id, None, 0.0, "abort"))
         return ended
 
     def end(self, id: int) -> bool:
-        """Ends a request without any further event. Returns False if it has ended already."""
+        """Ends a request without any further event, and frees its pages. Returns False if it has ended already."""
         self._uncollected.pop(id, None)
         state = self._requests.get(id)
         if state is not None:
@@ -183,7 +184,8 @@ class Engine:
     # ---------------------------------------------------------------- a step
 
     def step(self) -> list[Event]:
-        """Starts the next step, and returns the events of the previous one; with speculation, its own events."""
+        """Starts the next step, and returns the events of the previous one. With speculation it returns the events of the step
+        itself."""
         self.runner.refresh_weights(self._restart)
         try:
             plan = self.scheduler.plan(self.speculation and self.speculation.room, self._steps())
@@ -192,7 +194,7 @@ class Engine:
             if self._in_flight and (len(self._in_flight) > 1 or not plan or self.speculation):
                 self._land(*self._in_flight.pop(0))
         except BaseException:
-            # Pages are found from the plan on that is to compute them, and this one may not have.
+            # The prefix cache finds pages as soon as a step is planned that will compute them, and this step may have failed to.
             self.scheduler.clear_prefix_cache()
             raise
         events, self._events = self._events, []
@@ -207,7 +209,7 @@ class Engine:
         return self.settings.steps
 
     def _dispatch(self, plan: StepPlan) -> tuple[StepBatch, SamplerOutput | VerifiedTokens]:
-        """Starts a step: the requests that begin with it get their rows of the sampler's state first."""
+        """Starts a step. Before, it writes the rows of the sampler's state for requests that got a slot in this step."""
         begun = [(chunk.request, chunk.start) for chunk in plan.chunks]
         begun += [(request, len(request.tokens) - 1) for request in plan.decodes if request.copied]
         for request, start in begun:
@@ -219,7 +221,7 @@ class Engine:
         return self.runner.dispatch(plan, self._constrain)
 
     def _constrain(self, batch: StepBatch) -> None:
-        """Hands over the masks that have changed, of the requests that are sampled next."""
+        """Writes the changed masks of the requests that are sampled in this step, after reading the tokens of earlier steps."""
         if not any(request.stepwise for request in batch.due):
             return
         self._land_all()
@@ -231,7 +233,7 @@ class Engine:
             self._land(*self._in_flight.pop(0))
 
     def _land(self, batch: StepBatch, out: SamplerOutput | VerifiedTokens) -> None:
-        """Reads the tokens that a step sampled."""
+        """Reads the tokens that a step sampled, waiting for the device, and adds them to their completions."""
         places: list[tuple[ScheduledRequest, Any]] = [(request, i) for i, request in enumerate(batch.due)]
         if batch.counts:
             places = [(request, (at, i)) for request, i in places for at in range(batch.counts[i])]
@@ -248,7 +250,7 @@ class Engine:
             self._append(state, int(tokens[at]), float(logprobs[at]), float(drawn[at]), top)
 
     def _append(self, state: RequestState, token: int, logprob: float, drawn: float, top: Any) -> None:
-        """Adds a token to a completion, and ends the completion where that ends it."""
+        """Adds a token to a completion, and ends the completion if this is its last token."""
         request, scheduled = state.request, state.scheduled
         self.scheduler.append_token(scheduled, token)
         self.stats.drawn_tokens += 1
@@ -271,13 +273,13 @@ class Engine:
     # ---------------------------------------------------------------- until requests have ended
 
     def run(self) -> Iterator[Event]:
-        """Steps until every request has ended."""
+        """Runs steps until every request has ended, and yields their events."""
         while self.busy:
             yield from self.step()
 
     def collect(self, ids: Collection[int]) -> list[Event]:
-        """Steps until one of these requests has an event. Events of others are kept until somebody collects them, so several callers
-        may share an engine."""
+        """Runs steps until one of these requests has an event, and returns the new events of all of these. Events of other requests are
+        kept until a call with their ids, so several callers may share an engine."""
         while not (events := [event for id in ids for event in self._uncollected.pop(id, ())]):
             if not self.busy:
                 raise RuntimeError(f"requests {sorted(ids)} have ended")
@@ -286,10 +288,10 @@ class Engine:
         return events
 
     def generate(self, requests: Sequence[Request]) -> list[list[Event]]:
-        """The events of each of these requests, until all have ended.
+        """Runs these requests to their end. Returns the events of each, in the order of the requests.
 
         Raises:
-            BadInput: as `add`, and then none is queued.
+            BadInput: as `add`. Then none of the requests stays queued.
         """
         events: dict[int, list[Event]] = {}
         try:
@@ -316,10 +318,11 @@ class Engine:
         return self.runner.weights()
 
     def swap_weights(self, weights: Mapping[str, Any]) -> None:
-        """Replaces weights, by address; running completions go on with the new ones from their next token.
+        """Replaces weights, by parameter name, in the model. Running completions go on with the new weights from their next token.
 
         Raises:
-            KeyError: no such address. ValueError: another shape.
+            KeyError: the model has no parameter of this name.
+            ValueError: a weight has another shape.
         """
         self.runner.swap_weights(weights)
 
@@ -328,8 +331,12 @@ class Engine:
         self.scheduler.restart_all()
 
     def reset_prefix_cache(self, *, running: bool = False) -> bool:
-        """Clears the prefix cache; returns whether it did. While sequences run it does nothing, unless `running`: then these are
-        computed again from their first token."""
+        """Clears the prefix cache. Returns whether it did.
+
+        Args:
+            running: whether to clear it while sequences run, which are then computed again from their first token. If false, nothing is
+                done while sequences run.
+        """
         if running:
             self._restart()
         elif not self.scheduler.is_empty:
@@ -338,8 +345,8 @@ class Engine:
         return True
 
     def sleep(self) -> bool:
-        """Frees the cache until the next step, for whoever needs the memory meanwhile; programs are kept. Returns whether it did: while
-        sequences run, and with a draft model, it does nothing."""
+        """Frees the memory of the KV cache until the next step. Compiled programs are kept. Returns whether it did: while sequences
+        run, and with speculation, it does nothing."""
         if self.speculation is not None or not self.reset_prefix_cache():
             return False
         self._land_all()
@@ -347,11 +354,11 @@ class Engine:
         return True
 
     def warm_up(self, store: ProgramStore | None = None) -> int:
-        """Compiles every program that a step may need, or reads it from a store; returns their number. Later requests compile nothing.
-        One step with one token is computed.
+        """Compiles every program that a step may need, or loads it from a store. Returns how many were compiled. Later requests compile
+        nothing. One step with one token is computed.
 
         Args:
-            store: compiled programs of earlier starts; those that it lacks are added.
+            store: compiled programs of earlier starts. Programs that it lacks are added to it.
 
         Raises:
             RuntimeError: requests are running.
@@ -364,14 +371,16 @@ class Engine:
     # ---------------------------------------------------------------- adapters
 
     def load_adapter(self, name: str, folder: str | Path, *, replace: bool = False) -> None:
-        """Loads a PEFT folder as an adapter that requests may name. Running completions go on with the one that they began with.
+        """Loads a PEFT folder as an adapter that requests may name. Running completions go on with the adapter that they began with.
 
         Args:
-            replace: another adapter of this name makes room.
+            name: the name that requests use.
+            replace: whether a loaded adapter of this name may be replaced.
 
         Raises:
-            BadInput: it does not fit the model or `settings.lora`, the name is taken, or every place is; nothing is changed.
-            Unsupported: it changes the model in another way too (DoRA, biases).
+            BadInput: the adapter does not fit the model or `settings.lora`, the name is taken, or as many adapters are loaded as may
+                be. Nothing is changed then.
+            Unsupported: it has more than low-rank factors (DoRA, biases).
         """
         adapters = self._adapters()
         adapters.put(name, adapters.read(folder), replace=replace)
@@ -380,12 +389,12 @@ class Engine:
         """Unloads an adapter: its running and waiting requests finish with it, and new ones are refused.
 
         Raises:
-            NoAdapter: none of this name is loaded.
+            UnknownAdapter: no adapter of this name is loaded.
         """
         self._adapters().unload(name)
 
     def adapters_in_use(self) -> tuple[list[str], list[str]]:
-        """The names of the adapters of running requests, and of waiting ones. Any thread may ask."""
+        """The sorted names of the adapters of running requests, and those of waiting requests. Any thread may call it."""
         names: tuple[set[str], set[str]] = set(), set()
         for state in list(self._requests.values()):
             if state.request.adapter is not None:

@@ -1,4 +1,4 @@
-"""The masks of the tokens that may follow, for the sampler's state. Host only: NumPy."""
+"""Masks of the tokens that requests allow next, for the sampler's state. Host only: NumPy."""
 
 from collections.abc import Callable, Sequence
 
@@ -8,18 +8,18 @@ from argosy.infer.engine.request import FinishReason
 from argosy.infer.engine.state import RequestState
 from argosy.infer.tools.grammar import grammar_masks, unpacked_bits
 
-# A slot, and the mask that is written into it.
+# A slot, and the token mask that is written into its row of the sampler's state.
 MaskRow = tuple[int, np.ndarray]
 
 
 def mask_rows(
     due: Sequence[RequestState], vocab: int, close: Callable[[RequestState, FinishReason], None]
 ) -> list[MaskRow]:
-    """The masks that differ from those in their slots.
+    """The token masks that differ from those written before, with their slots. Records them in `RequestState.mask`.
 
     Args:
-        due: requests with a grammar, or with bans that depend on their completion.
-        close: ends a request that has no token left, for a reason.
+        due: requests with a grammar, or with bans that depend on their completion, that are sampled next.
+        close: called with a request that no token may follow, and the reason why it ends.
     """
     rows: list[tuple[RequestState, np.ndarray]] = []
     matchers = [state.matcher for state in due if state.matcher is not None]
@@ -46,7 +46,7 @@ def mask_rows(
 
 
 def mask_arrays(rows: Sequence[MaskRow], count: int, no_slot: int) -> tuple[np.ndarray, np.ndarray]:
-    """The slots and masks as arrays of length `count`; unused entries have a slot that does not exist."""
+    """Packs slots [count] and masks [count, words] into arrays. Unused entries get the slot `no_slot`, which does not exist."""
     slots, values = np.full(count, no_slot, np.int32), np.zeros((count, len(rows[0][1])), rows[0][1].dtype)
     for i, (slot, row) in enumerate(rows):
         slots[i], values[i] = slot, row

@@ -5,8 +5,9 @@ the earlier pages: automatic prefix caching, as in vLLM (Kwon et al. 2023, arXiv
 sequences with different salts share nothing. Pages are reference-counted. A page without references keeps its tokens until it is
 allocated again, least recently used first.
 
-The page in which a prompt ends is not full, and its owner writes its completion behind the prompt. It is found by a hash of all tokens
-of the prompt but the last, to be copied: what it holds of the prompt does not change until it is allocated again.
+The page in which a prompt ends is usually not full, and its request writes the completion behind the prompt. A later, equal prompt
+finds the page by a hash of all its tokens but the last, and copies it. The prompt's part of the page does not change until the page is
+allocated again.
 """
 
 from bisect import bisect_left
@@ -23,9 +24,10 @@ PageHash = bytes
 class PageKey(NamedTuple):
     """The facts that the pages of a sequence depend on besides its token ids.
 
-    salt: sequences with different salts share nothing.
-    digests: (position, digest) of what a token has besides its id, such as the vectors of an image, in the order of positions. A
-        digest counts from the page of its position on, so the text before it is shared.
+    salt: sequences with different salts share no pages.
+    digests: (position, digest) pairs in the order of positions. Each digest stands for an input that a token has besides its id, such
+        as the embedding of an image patch. It enters the hashes of the page of its position and of all later pages, so earlier pages
+        are shared.
     """
 
     salt: str = ""
@@ -36,7 +38,7 @@ class PageKey(NamedTuple):
         return blake2b(self.salt.encode(), digest_size=16).digest()
 
     def within(self, start: int, end: int) -> bytes:
-        """The digests at these positions, for the hash of the page that has them."""
+        """The digests at positions from `start` to `end` (exclusive), joined, for the hash of the page with these positions."""
         entries = self.digests[bisect_left(self.digests, (start,)) : bisect_left(self.digests, (end,))]
         return b"".join(at.to_bytes(8, "little") + digest for at, digest in entries)
 
@@ -64,34 +66,35 @@ def page_hashes(
 
 
 def tail_hash(tokens: Sequence[int], page: int, key: PageKey, full: Sequence[PageHash]) -> PageHash:
-    """The hash of tokens that end within a page.
+    """The hash of a sequence that ends within a page.
 
     Args:
+        tokens: all tokens of the sequence.
         page: tokens per page.
-        full: the hashes of its full pages, as `page_hashes` gives them.
+        full: the hashes of the sequence's full pages, as `page_hashes` returns them.
     """
     before, start = full[-1] if full else key.root(), len(full) * page
     content = np.asarray(tokens[start:], np.int64).tobytes() + key.within(start, len(tokens))
-    # Another length than that of a page's hash, so that none is the other.
+    # 20 bytes, not 16 as the hash of a full page, so that the two kinds never collide.
     return blake2b(before + content, digest_size=20).digest()
 
 
 class PagePool:
-    """The pages of a pool.
+    """Allocates the pages of one pool, counts their owners, and finds them by hash.
 
     Args:
         count: number of pages.
-        reuse: whether full pages can be found by their tokens (prefix caching).
+        reuse: whether pages can be found by the hash of their tokens (prefix caching).
     """
 
     def __init__(self, count: int, *, reuse: bool = True):
         self.count, self.reuse = count, reuse
         self.owners = [0] * count
-        # Ordered by when a page is allocated next.
+        # In the order in which pages are allocated.
         self._free: OrderedDict[int, None] = OrderedDict((page, None) for page in range(count))
         self._hash_of: dict[int, PageHash] = {}
         self._page_of: dict[PageHash, int] = {}
-        # Pages in which a prompt ends.
+        # Pages in which a prompt ends, and their hashes (`tail_hash`).
         self._tail_of: dict[int, PageHash] = {}
         self._tails: dict[PageHash, int] = {}
 
@@ -106,7 +109,7 @@ class PagePool:
         return 1 - self.free / self.count
 
     def lookup(self, hashes: Iterable[PageHash]) -> list[int]:
-        """The pages with these hashes, in order, up to the first that is missing. It allocates nothing; `allocate` does."""
+        """The pages with these hashes, in order, up to the first that is missing. They get no new owner until `allocate`."""
         pages: list[int] = []
         for content in hashes:
             if (page := self._page_of.get(content)) is None:
@@ -115,15 +118,15 @@ class PagePool:
         return pages
 
     def lookup_each(self, hashes: Iterable[PageHash]) -> list[int | None]:
-        """The page with each of these hashes, None where there is none."""
+        """For each of these hashes its page, or None if no page has it."""
         return [self._page_of.get(content) for content in hashes]
 
     def can_allocate(self, new: int, shared: Sequence[int] = ()) -> bool:
-        """Whether `allocate` succeeds."""
+        """Whether `allocate` would succeed with these arguments."""
         return new + sum(self.owners[page] == 0 for page in shared) <= self.free
 
     def has(self, content: PageHash) -> bool:
-        """Whether a page with this hash would be found. Any thread may ask."""
+        """Whether a page with this hash would be found. Any thread may call it."""
         return content in self._page_of
 
     def allocate(self, new: int, shared: Sequence[int] = ()) -> list[int] | None:
@@ -145,18 +148,19 @@ class PagePool:
         return [*shared, *fresh]
 
     def publish(self, page: int, content: PageHash) -> None:
-        """Registers the hash of a full page. If another page has it already, that one stays the one that is found."""
+        """Registers the hash of a full page. If another page has this hash already, `lookup` continues to find that other page."""
         if self.reuse and content not in self._page_of:
             self._forget(page)
             self._hash_of[page], self._page_of[content] = content, page
 
     def publish_tail(self, page: int, content: PageHash) -> None:
-        """Registers the page in which a prompt ends, so that `tail` finds it. If this prompt has one already, that one stays."""
+        """Registers the page in which a prompt ends, so that `tail` finds it. If a page is registered for this hash already, that page
+        stays."""
         if self.reuse and content not in self._tails and page not in self._tail_of:
             self._tail_of[page], self._tails[content] = content, page
 
     def tail(self, content: PageHash) -> int | None:
-        """The page in which the prompt with this hash ends, to be copied before the next step."""
+        """The page in which the prompt with this hash ends, or None. It has to be copied before the next step."""
         return self._tails.get(content)
 
     def release(self, pages: Sequence[int]) -> None:

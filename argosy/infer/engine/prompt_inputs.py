@@ -1,10 +1,10 @@
-"""What a prompt has besides its token ids: embeddings at some of its places, and rotary positions with several axes.
+"""The inputs of a prompt besides its token ids: embeddings that replace those of some tokens, and rotary positions with several axes.
 
-The pages of a sequence depend on both, so both enter the key of its pages (`PageKey`): a page is shared where its ids, its
-embeddings and its positions are equal. Positions count by how far they are from the place of their token, where that changes. So
-what was completed after an image is found again when a longer prompt brings it.
+The KV-cache pages of a sequence depend on both, so both enter its prefix-cache key (`PageKey`): sequences share a page only if its ids,
+its embeddings and its rotary positions are equal. Rotary positions enter the key as their offsets from the token's index, and only
+where the offset changes. So a longer prompt that repeats an image and its completion finds the pages of both.
 
-On the host alone: no jax.
+Host only: no jax.
 """
 
 from collections.abc import Collection, Sequence
@@ -24,10 +24,10 @@ NO_PLACES: Int[np.ndarray, " P"] = np.zeros(0, np.int64)
 class PromptInputs:
     """The inputs of a prompt besides its token ids.
 
-    places: places of the tokens whose embeddings are replaced, ascending. Their ids may be any of the vocabulary.
-    embeddings: what replaces them, such as the vectors of an image's patches.
-    positions: the rotary position of each prompt token on each axis (M-RoPE). Tokens of the completion follow the largest of them.
-        None: the place of each token, on every axis.
+    places: indices in the prompt of the tokens whose embeddings are replaced, ascending. Their ids may be any of the vocabulary.
+    embeddings: the embeddings that replace them, such as the vectors of an image's patches.
+    positions: the rotary position of each prompt token on each axis (M-RoPE). Tokens of the completion count on from the largest
+        position. None: each token's index, on every axis.
     """
 
     places: Int[np.ndarray, " P"] = field(default_factory=lambda: NO_PLACES)
@@ -36,12 +36,12 @@ class PromptInputs:
     _digests: dict[int, tuple[tuple[int, bytes], ...]] = field(default_factory=dict, init=False, repr=False)
 
     def check(self, length: int, width: int, axes: Collection[int]) -> None:
-        """Checks them against a prompt and a model.
+        """Checks that these inputs fit a prompt and a model.
 
         Args:
-            length: prompt tokens.
-            width: of the model's embeddings.
-            axes: numbers of axes that the model's rotary positions may have.
+            length: number of prompt tokens.
+            width: the model's embedding width.
+            axes: the numbers of axes that the model's rotary positions may have.
 
         Raises:
             BadInput: they do not fit.
@@ -60,21 +60,21 @@ class PromptInputs:
 
     @property
     def axes(self) -> int:
-        """Axes of its rotary positions; 0 without."""
+        """Number of axes of the rotary positions; 0 if there are none."""
         return 0 if self.positions is None else self.positions.shape[1]
 
     def rows(self, start: int, end: int) -> slice:
-        """The rows of `embeddings` whose tokens are at the places from `start` to `end`."""
+        """The rows of `embeddings` for the tokens with indices from `start` to `end` (exclusive)."""
         first, last = np.searchsorted(self.places, (start, end))
         return slice(int(first), int(last))
 
     def overlays(self, start: int, end: int) -> bool:
-        """Whether it replaces embeddings of tokens at the places from `start` to `end`."""
+        """Whether embeddings of tokens with indices from `start` to `end` (exclusive) are replaced."""
         rows = self.rows(start, end)
         return rows.start < rows.stop
 
     def digests(self, page: int) -> tuple[tuple[int, bytes], ...]:
-        """The content that pages of `page` tokens depend on, as `PageKey` takes it."""
+        """The digests of these inputs for `PageKey.digests`, at most one for each page of `page` tokens."""
         if page not in self._digests:
             entries = sorted([*self._embedded(), *self._offset_changes()])
             pages = [list(group) for _, group in groupby(entries, lambda entry: entry[0] // page)]
@@ -88,7 +88,8 @@ class PromptInputs:
         return [(int(place), b"embedding" + row.tobytes()) for place, row in zip(self.places, values, strict=True)]
 
     def _offset_changes(self) -> list[tuple[int, bytes]]:
-        """How far positions are from places, where that changes. The last change may be that of the completion."""
+        """The offsets of rotary positions from token indices, at each index where the offset changes. The last may be the first token
+        of the completion."""
         if self.positions is None:
             return []
         length = len(self.positions)
@@ -98,7 +99,7 @@ class PromptInputs:
 
 
 def rotary_positions(inputs: PromptInputs | None, start: int, end: int, axes: int) -> Int[np.ndarray, "T A"]:
-    """The rotary positions of the tokens of a sequence at the places from `start` to `end`, beyond the prompt too."""
+    """The rotary positions of a sequence's tokens with indices from `start` to `end` (exclusive), which may be beyond the prompt."""
     at = np.repeat(np.arange(start, end)[:, None], axes, 1)
     if inputs is None or inputs.positions is None:
         return at

@@ -1,7 +1,7 @@
-"""Copies of a model on devices of their own, each for an engine of its own (data-parallel serving).
+"""Copies of a model for data-parallel serving, each on its own devices and for its own engine.
 
-The weights are read once, onto the devices of the first copy, and go from device to device from there. CPU devices of one process
-share its memory, and so do the copies on them: N copies hold the weights once.
+The weights are read once, onto the devices of the first copy, and are copied from device to device from there. CPU devices of one
+process share its memory, so N copies on them hold the weights once.
 """
 
 from collections.abc import Sequence
@@ -17,10 +17,10 @@ from argosy.models.parts.weight import Leaves, merge, put, split
 
 
 def check_device_count(copies: int, tensor: int) -> None:
-    """Checks that there is a device for each copy, or `tensor` of them.
+    """Checks that this process has `tensor` devices for each copy.
 
     Raises:
-        BadInput: there are fewer.
+        BadInput: it has fewer.
     """
     here, needed = len(jax.devices()), copies * tensor
     if copies > 1 and needed > here:
@@ -32,8 +32,8 @@ def check_device_count(copies: int, tensor: int) -> None:
 
 
 def model_copies(model: Any, count: int) -> list[Any]:
-    """`count` modules with equal weights, of which this module is the first. The others are on the following devices, with the same
-    sharding, and committed to them. With a count of 1, the module is returned unchanged.
+    """Returns `count` modules with equal weights, each committed to its own devices. The first is this module, whose weights move to
+    the first devices in place; the others are on the devices that follow, with the same sharding. With a count of 1 nothing is moved.
     """
     if count == 1:
         return [model]
@@ -50,7 +50,7 @@ def model_copies(model: Any, count: int) -> list[Any]:
 
 
 def copy_to_devices(weights: Leaves, devices: Sequence[Any]) -> Leaves:
-    """Weights on other devices, as many as they are on, laid out alike."""
+    """Copies weights to other devices with the same sharding. There must be as many devices as the weights are on."""
     return {address: _on(a, devices) for address, a in weights.items()}
 
 
@@ -69,6 +69,6 @@ def _on(a: jax.Array, devices: Sequence[Any]) -> jax.Array:
 
 
 def _copied(a: jax.Array, device: Any) -> jax.Array:
-    """An array on another device; on a CPU, another view of its memory."""
+    """Copies an array to another device. On a CPU the result is a view of the same memory."""
     place = SingleDeviceSharding(device)
     return jax.device_put(np.asarray(a), place, may_alias=True) if device.platform == "cpu" else jax.device_put(a, place)

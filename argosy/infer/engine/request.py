@@ -1,4 +1,4 @@
-"""A request to an engine, and the events that it gets."""
+"""A request to an engine, and the events that the engine returns for it."""
 
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -18,19 +18,19 @@ FinishReason = Literal["stop", "length", "abort", "blocked", "repetition"]
 class Request:
     """One prompt, and how to complete it.
 
-    tokens: prompt ids.
-    max_tokens: limit on the tokens of the completion.
-    sampling: how its tokens are chosen.
-    stop_tokens: ids that end the completion.
+    tokens: the token ids of the prompt.
+    max_tokens: the most tokens of the completion.
+    sampling: the settings of sampling.
+    stop_tokens: token ids that end the completion.
     seed, row: folded into one random stream, as in `infer.sampling.sample.random_streams`.
     top: number of likeliest tokens to return with each token, at most 20.
-    priority: lower runs first.
-    salt: prompts share cached pages only under the same salt.
-    grammar: the completion matches it, unless it ends too early by `length` or an end token that is text. It ends by `stop` once it is
-        complete and nothing may follow.
+    priority: requests with a lower number run first.
+    salt: prompts share cached pages only if they have the same salt.
+    grammar: the grammar that the completion must match; None: none. The completion ends with reason `stop` once it matches and no token
+        may follow. It may fall short of a match if it ends by `length`, or by an end token that is text.
     adapter: the name of a loaded adapter (`Engine.load_adapter`); None: the model alone.
-    repetition: ends a completion that repeats itself.
-    inputs: what the prompt has besides its ids: embeddings at some places, rotary positions with several axes.
+    repetition: the repetition that ends the completion; None: none does.
+    inputs: the prompt's inputs besides token ids: replaced embeddings, and rotary positions with several axes.
     """
 
     tokens: list[int]
@@ -48,11 +48,11 @@ class Request:
     inputs: PromptInputs | None = None
 
     def check(self, vocab: int, context: int) -> None:
-        """Checks it against a model.
+        """Checks that a model with this vocabulary and context can run the request.
 
         Raises:
-            BadInput: an empty prompt, ids outside the vocabulary, a prompt that fills the context, no tokens to sample, too many
-                likeliest tokens.
+            BadInput: the prompt is empty, has ids outside the vocabulary or fills the context, `max_tokens` is below 1, or `top` is out
+                of range.
         """
         ids = self.tokens
         if not ids:
@@ -71,15 +71,15 @@ class Request:
 class Event(NamedTuple):
     """A new token of a request, its end, or both.
 
-    id: the request's number.
-    token: the token; None if the request was aborted, or its grammar ended the completion.
-    logprob: the model's own, before bias, mask, penalties, temperature and filters.
-    finish_reason: why the completion ended; None if it has not. The token that ended it by `stop` is the event's token. `blocked`: no
-        token is left, because those that the grammar allows are banned, or the grammar has become too complex. `repetition`: the
+    id: the request's id, as `Engine.add` returned it.
+    token: the new token; None if the request was aborted, or its completion ended without a token.
+    logprob: the token's log-probability by the model alone, before bias, mask, penalties, temperature and filters.
+    finish_reason: why the completion ended; None if it has not. With `stop`, `token` is the token that ended it, if one did. `blocked`:
+        no token was allowed, because all that the grammar allows are banned, or the grammar has become too complex. `repetition`: the
         completion repeats itself.
-    drawn: the log-probability in the distribution that the token was drawn from; 0 at temperature 0.
-    top: the likeliest tokens and their log-probabilities, if the request wants them.
-    reused: prompt tokens found in the prefix cache.
+    drawn: the token's log-probability in the distribution that it was drawn from; 0 at temperature 0.
+    top: the likeliest tokens with their log-probabilities, descending, if the request asks for them.
+    reused: number of prompt tokens found in the prefix cache.
     """
 
     id: int
@@ -95,12 +95,12 @@ class Event(NamedTuple):
 class EngineStats:
     """Counts since the engine was made.
 
-    steps: steps of the model.
-    prompt_tokens: tokens of prompts that were computed or copied.
-    reused_tokens: tokens of prompts that were found in the prefix cache.
+    steps: steps that were dispatched.
+    prompt_tokens: prompt tokens that were computed, which excludes those found in the prefix cache.
+    reused_tokens: prompt tokens that were found in the prefix cache.
     drawn_tokens: tokens that were sampled.
     compilations: programs that were compiled.
-    compile_seconds: what that took.
+    compile_seconds: seconds spent compiling, or in `warm_up`.
     """
 
     steps: int = 0

@@ -1,9 +1,9 @@
-"""The runner: everything of an engine that is on a device, or compiled for one.
+"""The runner: the part of an engine that is on a device, or compiled for one.
 
 It holds the weights, the caches and the sampler's state, and computes one batch at a time: the forward pass, then the sampler. The
-forward pass (`infer.forward.passes`) is compiled for a number of decoding rows and a number of prompt rows, both out of short lists.
-The sampler's state has a row for each slot (`infer.sampling.sampler`), so a request with other settings compiles nothing, but for the
-three programs of the sampler on GPUs, which `warm_up` compiles.
+forward pass (`infer.forward.passes`) is compiled for a few numbers of decoding rows and of prompt rows. The sampler's state has a row
+for each slot (`infer.sampling.sampler`), so a request with other sampling settings compiles nothing. On GPUs there are three programs
+of the sampler, which `warm_up` compiles.
 """
 
 import time
@@ -66,11 +66,11 @@ class Runner:
     """The device side of an engine. The arguments are those of `Engine`.
 
     forward: the forward pass.
-    batches: fills the arrays of steps.
+    batches: the builder of step arrays.
     programs: the compiled programs.
     slots: the sampler's state.
-    speculation: the steps with drafts; None without.
-    cache_size: pages of the caches.
+    speculation: builds and verifies steps with drafts; None without speculation.
+    cache_size: number of pages in each pool.
     shares: whether several rows of one step may belong to one request.
     stats: counts since the engine was made.
     """
@@ -98,7 +98,7 @@ class Runner:
         self.stats = EngineStats()
         self.programs = Programs(self.on_mesh, self._count_compilation)
         with self.on_mesh():
-            # Copies share the memory of their weights; packed, each would have its own.
+            # Copies of a model share the memory of their weights. With packed weights, each copy would have its own.
             replace = self._replace if exclusive and copies == 1 else None
             options: Any = {"hidden": isinstance(speculative, MTP), "run": self.programs, "activations": settings.activations}
             self.forward = forward_of(
@@ -116,26 +116,26 @@ class Runner:
         self.cache_size = self._cache_size(copies)
         check_sequence_fits(self.cache_size.pages, settings.page, self.context)
         self._copied = Program(partial(with_pages_copied, specs), donate=0)
-        # A CPU touches all of the cache to reserve it (0.7 s for 4 GB), which `warm_up` does while programs load.
+        # To reserve the cache, a CPU writes all of it (0.7 s for 4 GB). `warm_up` does this while programs load.
         self._caches: Caches | None = None if self.on_cpu else self._allocated()
         self.slots = jax.device_put(empty_slots(settings.slots, self.vocab), self.home)
-        # The settings of sampling of each slot's owner, on GPUs. On other devices one program looks all of them up.
+        # On GPUs, the `SamplerFeatures` of each slot's owner. On other devices one program handles all settings.
         with self.on_mesh():
             self._slot_features = np.zeros(settings.slots, np.int32) if platform() == "gpu" else None
         if self.speculation is not None:
             self.speculation.drafter.allocate(self.cache_size.pages)
         self._sizes: set[tuple[Any, ...]] = set()
-        # Weak references while nothing runs: a weight that was replaced is not kept in memory.
+        # Weak references, so that a weight that was replaced is not kept in memory.
         self._previous: dict[str, Any] = {}
         self._prepared: Any = None
-        # Whether nothing can have replaced a weight since they were compared: while it is busy, the owner of an exclusive model alone
-        # writes them.
+        # Whether no weight can have been replaced since the last comparison. While the engine is busy, only `swap_weights` replaces
+        # weights of an exclusive model.
         self._unchanged = False
 
     # ---------------------------------------------------------------- weights
 
     def weights(self) -> Leaves:
-        """The current weights."""
+        """The current weights, by parameter name."""
         return {address: v.get_value() for address, v in self.variables.items()}
 
     def swap_weights(self, weights: Mapping[str, Any]) -> None:
@@ -144,15 +144,15 @@ class Runner:
         self._unchanged = False
 
     def refresh_weights(self, restart: Callable[[], None]) -> None:
-        """Prepares the weights that the model has now.
+        """Prepares the model's current weights for the forward pass, if they are not prepared yet or a weight was replaced.
 
         Args:
-            restart: called first if one was replaced since the last step.
+            restart: called before, if a weight was replaced since the last step.
         """
         if self._unchanged and self.exclusive:
             return
         self._unchanged = True
-        # Through `get_value`, looking at 270 weights takes 3 ms a step.
+        # `get_raw_value`, because reading 270 weights with `get_value` takes 3 ms a step.
         now = {address: v.get_raw_value() for address, v in self.variables.items()}
         if self._previous and any(self._previous[address]() is not a for address, a in now.items()):
             restart()
@@ -164,7 +164,7 @@ class Runner:
             self._previous = {address: weakref.ref(v.get_raw_value()) for address, v in self.variables.items()}
 
     def rest(self) -> None:
-        """Nothing runs: a model that others use too is free of views and copies of its weights."""
+        """Called when the engine becomes idle. Frees the prepared views and copies of the weights, unless the model is exclusive."""
         self._unchanged = False
         if not self.exclusive:
             self._prepared = None
@@ -181,13 +181,13 @@ class Runner:
         return list(next(iter(self.weights().values())).devices()) if mesh is None else list(mesh.devices.flat)
 
     def on_mesh(self) -> AbstractContextManager[Any]:
-        """The scope of programs over several devices."""
+        """A context manager for tracing programs over the mesh; it does nothing on one device."""
         mesh = home_mesh(self.home)
         return nullcontext() if mesh is None else scope(mesh)
 
     @property
     def caches(self) -> Caches:
-        """The pools of pages, and the states of recurrent layers."""
+        """The page pools and the states of recurrent layers, allocated at the first access."""
         if self._caches is None:
             self._caches = self._allocated()
         return self._caches
@@ -197,7 +197,7 @@ class Runner:
         self._caches = caches
 
     def free_caches(self) -> None:
-        """Frees the caches until the next step."""
+        """Frees the caches and the prepared weights until the next step."""
         self._caches = self._prepared = None
 
     def _allocated(self) -> Caches:
@@ -215,7 +215,7 @@ class Runner:
         return self.needs.fitting(slots, room, home_mesh(self.home), drafter, strict=memory is not None)
 
     def describe_cache(self) -> str:
-        """The size of the cache, in words."""
+        """Describes the size of the cache as text."""
         drafter = None if self.speculation is None else self.speculation.drafter.caches
         settings, size = self.settings, format_bytes(bytes_of_caches((self.caches, drafter)))
         form = f" in {settings.cache_dtype}" if settings.cache_dtype else ""
@@ -225,16 +225,17 @@ class Runner:
     # ---------------------------------------------------------------- a request
 
     def check_inputs(self, request: Request) -> None:
-        """Checks what a prompt has besides its ids.
+        """Checks the inputs that a prompt has besides its token ids.
 
         Raises:
-            BadInput: it does not fit the prompt or the model.
+            BadInput: they do not fit the prompt or the model.
         """
         if request.inputs is not None:
             request.inputs.check(len(request.tokens), self.batches.width, self.model.layers.rotary_axes())
 
     def random_key(self, seed: Seed, row: int) -> Any:
-        """The random key of a request, computed on a device of this engine: another one may be busy with a step of its own."""
+        """The data of a request's random key [2]. It is computed on a device of this engine, because the default device may be busy
+        with a step of another engine."""
         device = None if self.home is None else min(self.home.device_set, key=lambda device: device.id)
         words = np.asarray(seed_words(seed), np.uint32)
         with nullcontext() if device is None else jax.default_device(device):
@@ -242,7 +243,8 @@ class Runner:
         return keys if isinstance(keys, jax.ShapeDtypeStruct) else np.asarray(keys)[0]
 
     def write_slot(self, state: RequestState) -> None:
-        """Writes the settings and the tokens of a request into its slot's row of the sampler's state."""
+        """Writes the sampling settings and the token counts of a request into its slot's row of the sampler's state, and sets the
+        slot's adapter."""
         request, scheduled, limits = state.request, state.scheduled, state.restrictions
         prompt, completion = scheduled.tokens[: scheduled.prompt], scheduled.completion
         # A grammar's mask is written before the request is sampled.
@@ -256,12 +258,12 @@ class Runner:
             self.adapters.assign(scheduled.slot, state.adapter)
 
     def _write_slot(self, slot: int, *owner: Any) -> None:
-        """Gives a slot a new owner; the arguments are those of `slot_row`."""
+        """Writes the row of a slot's new owner into the sampler's state. `owner` are the arguments of `slot_row`."""
         with self.on_mesh():
             self.slots = self.programs(write_slot, "slot", self.slots, np.int32(slot), slot_row(self.vocab, *owner))
 
     def write_masks(self, rows: Sequence[MaskRow]) -> None:
-        """Writes masks into the sampler's state."""
+        """Writes token masks into the sampler's state."""
         if rows:
             self._write_masks(*mask_arrays(rows, sampler_rows(len(rows)), self.settings.slots))
 
@@ -271,7 +273,7 @@ class Runner:
     # ---------------------------------------------------------------- a step
 
     def dispatch(self, plan: StepPlan, constrain: Callable[[StepBatch], None]) -> tuple[StepBatch, SamplerOutput | VerifiedTokens]:
-        """Starts a step.
+        """Starts a step. Returns its batch and the sampled tokens, whose copy to the host has been started.
 
         Args:
             constrain: called with the batch before the sampler runs, while the device computes the forward pass.
@@ -290,11 +292,11 @@ class Runner:
         constrain: Callable[[StepBatch], None] = lambda _: None,
         features: SamplerFeatures | None = None,
     ) -> SamplerOutput | VerifiedTokens:
-        """The forward pass of a step, then the sampler.
+        """Runs the forward pass of a step, then the sampler. Updates the caches and the sampler's state.
 
         Args:
             constrain: as in `dispatch`.
-            features: the settings of sampling that its program has; None: those of the batch's requests.
+            features: the sampling settings that the sampler's program handles; None: those that the batch's requests use.
         """
         if batch.sizes.steps > 1:
             constrain(batch)
@@ -312,7 +314,8 @@ class Runner:
         return out
 
     def _copy_pages(self, copies: Collection[tuple[int, int]]) -> None:
-        """Copies pages of the cache, before a step reads the copies or writes the pages that they came from."""
+        """Copies cache pages, each given as (source, target). It runs before the step that reads the copies or writes to the
+        sources."""
         if not copies:
             return
         pages = np.full((2, self.settings.slots), -1, np.int32)
@@ -320,7 +323,7 @@ class Runner:
         self.caches = self.run("copies of pages", self._copied, ("pages",), self.caches, *pages)
 
     def _logits(self, batch: StepBatch) -> Any:
-        """The logits after the picked tokens of a step."""
+        """Runs the forward pass of a step. Returns the logits at the picked tokens."""
         sizes, words, picks = batch.sizes, batch.words, batch.picks
         label = f"a step of {sizes.decodes + sizes.drafted} decoding rows and {sizes.rows} x {sizes.width} prompt tokens"
         arguments = self._prepared, self.caches, self.slots.last, words, picks, sizes, batch.embeddings
@@ -330,26 +333,26 @@ class Runner:
         return logits
 
     def _several(self, batch: StepBatch, features: SamplerFeatures | None) -> SamplerOutput:
-        """Several decode steps, each with its sampler."""
+        """Runs several decode steps in one dispatch, each with the sampler."""
         assert isinstance(self.forward, OneProgram)
         sizes, owners = batch.sizes, batch.owners
         features = self._features_of(owners) if features is None else features
         if features is not SamplerFeatures.TEMPERATURE:
-            features = SamplerFeatures.ALL  # each holds the whole model, so there are two
+            features = SamplerFeatures.ALL  # only two programs, because each contains the whole model
         label, program = f"{plural(sizes.steps, 'step')} of {sizes.decodes} decoding rows", self.forward.several
         state = self._prepared, self.caches, self.slots, batch.words, batch.picks, owners
         self.slots, self.caches, out = self.run(label, program, ("several", *sizes, len(owners), features), *state, sizes, features)
         return out
 
     def _sampled(self, logits: Any, owners: np.ndarray, features: SamplerFeatures | None) -> SamplerOutput:
-        """Samples a token for each row with an owner."""
+        """Samples a token for each row of logits with an owner."""
         count, features = len(owners), self._features_of(owners) if features is None else features
         label = f"the sampler for {plural(count, 'row')}"
         self.slots, out = self.run(label, sample, (count, features), self.slots, logits, owners, features)
         return out
 
     def _features_of(self, owners: np.ndarray) -> SamplerFeatures:
-        """The settings of sampling that a program for these slots has."""
+        """The smallest `SamplerFeatures` that handle the requests in these slots."""
         if self._slot_features is None:
             return SamplerFeatures.ALL
         return SamplerFeatures(max(self._slot_features[owners[owners >= 0]], default=0))
@@ -357,7 +360,12 @@ class Runner:
     # ---------------------------------------------------------------- programs
 
     def run(self, label: str, program: Any, sizes: tuple[Any, ...], *arguments: Any) -> Any:
-        """Calls a program; counts and times the call if it compiles."""
+        """Calls a program. The first call with these sizes is counted and timed as a compilation.
+
+        Args:
+            label: the program's name for `say`.
+            sizes: stand for the shapes of the arguments.
+        """
         if isinstance(program, Program):
             program = partial(self.programs, program, sizes)
         if sizes in self._sizes:
@@ -375,10 +383,10 @@ class Runner:
         self.stats.compilations += 1
 
     def warm_up(self, store: ProgramStore | None, *, copies: bool) -> int:
-        """As `Engine.warm_up`. The weights are refreshed.
+        """As `Engine.warm_up`. `refresh_weights` must have been called before.
 
         Args:
-            copies: whether pages may be copied.
+            copies: whether the scheduler may have pages copied.
         """
         before, seconds, start = self.stats.compilations, self.stats.compile_seconds, time.monotonic()
         self.prepare_programs(store, copies=copies)
@@ -394,7 +402,7 @@ class Runner:
         return self.stats.compilations - before
 
     def prepare_programs(self, store: ProgramStore | None, *, copies: bool) -> None:
-        """Loads or compiles every program in every size, and allocates the caches meanwhile."""
+        """Loads or compiles every program in every size, and allocates the caches at the same time."""
         with self.programs.ahead(store, self.say):
             with self._described():
                 self._call_all(copies)
@@ -402,7 +410,7 @@ class Runner:
 
     @contextmanager
     def _described(self) -> Iterator[None]:
-        """Descriptions stand in for the caches and the sampler's state."""
+        """Inside, descriptions of shapes replace the caches and the sampler's state."""
         drafter = None if self.speculation is None else self.speculation.drafter
         caches, slots, drafts = self._caches, self.slots, None if drafter is None else drafter.caches
         try:

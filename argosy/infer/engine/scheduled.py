@@ -1,4 +1,4 @@
-"""A request as the scheduler sees it: tokens, and the pages of its sequence. No jax."""
+"""A request as the scheduler sees it: its tokens and its KV-cache pages. No jax."""
 
 from dataclasses import dataclass, field
 
@@ -8,7 +8,11 @@ from argosy.infer.engine.prompt_inputs import PromptInputs
 
 @dataclass(eq=False)
 class WindowPages:
-    """The pages of a sequence in the pool of a window: those of the page numbers from `first` on."""
+    """The pages that a sequence has in the pool of a sliding window.
+
+    first: the page number, counted from the beginning of the sequence, of the first page that it still has.
+    pages: its pages from there on.
+    """
 
     first: int = 0
     pages: list[int] = field(default_factory=list)
@@ -20,28 +24,28 @@ class WindowPages:
 
 @dataclass(eq=False)
 class ScheduledRequest:
-    """One prompt and its completion.
+    """One prompt and its completion. The scheduler changes it in place.
 
-    tokens: the known ids, of prompt and completion.
-    max_tokens: limit on the tokens of the completion.
-    prompt: number of prompt tokens.
-    id: the engine's number of the request.
-    priority: lower runs first.
-    key: what its pages depend on besides token ids.
-    inputs: what its prompt has besides token ids.
-    stepwise: the host must see each token before the next is sampled.
-    order: its place in the order of arrival.
-    computed: tokens that dispatched steps wrote into the cache.
-    pending: tokens that dispatched steps sample and the host has not read yet.
-    recompute: tokens besides the last that the next decode step computes again, because recurrent states were rolled back.
+    tokens: the token ids of prompt and completion that the host knows.
+    max_tokens: the most tokens of the completion.
+    prompt: number of prompt tokens; 0: all of `tokens`.
+    id: the engine's id of the request.
+    priority: requests with a lower number run first.
+    key: the prefix-cache key: what its pages depend on besides token ids.
+    inputs: the prompt's inputs besides token ids.
+    stepwise: whether the host must see each token before the next is sampled.
+    order: its number in the order of arrival.
+    computed: number of tokens whose keys and values dispatched steps wrote into the cache.
+    pending: number of tokens that dispatched steps sample and the host has not read yet.
+    recompute: number of tokens besides the last that the next decode step computes again, because recurrent states were rolled back.
     slot: its row in the sampler's state and in the caches of recurrent layers; -1 while it waits.
     pages: its pages, in the order of its tokens.
-    windows: its pages in the pools of windows.
-    published: pages registered for prefix caching.
-    reused: prompt tokens found in the prefix cache.
-    copied: all but the last token of the prompt was found there.
-    preemptions: how many times its pages were taken away.
-    done: it has ended.
+    windows: its pages in the pool of each sliding window.
+    published: number of its pages that are registered for prefix caching.
+    reused: number of prompt tokens found in the prefix cache.
+    copied: whether all but the last token of the prompt was found in the prefix cache.
+    preemptions: how many times it was preempted.
+    done: whether it has ended.
     """
 
     tokens: list[int]
@@ -77,12 +81,12 @@ class ScheduledRequest:
 
     @property
     def length(self) -> int:
-        """Tokens of prompt and completion, including those still being sampled."""
+        """Number of tokens of prompt and completion, including those still being sampled."""
         return len(self.tokens) + self.pending
 
     @property
     def completion_length(self) -> int:
-        """Tokens of the completion, including those still being sampled."""
+        """Number of tokens of the completion, including those still being sampled."""
         return self.length - self.prompt
 
     @property
@@ -92,17 +96,17 @@ class ScheduledRequest:
 
     @property
     def ends_in_overlay(self) -> bool:
-        """Whether its last known token has an embedding in place of its id's, which decoding rows do not."""
+        """Whether the embedding of its last known token is replaced. Decoding rows cannot do that."""
         last = len(self.tokens) - 1
         return self.inputs is not None and self.inputs.overlays(last, last + 1)
 
     @property
     def next_position(self) -> int:
-        """Position of the first token that its next decode step computes."""
+        """The position of the first token that its next decode step computes."""
         return self.length - 1 - self.recompute
 
     def hashes(self, page: int) -> list[PageHash]:
-        """The hashes of its full pages of known tokens."""
+        """The hashes of its pages that known tokens fill. `page` is the number of tokens per page."""
         count = len(self._hashes)
         if len(self.tokens) // page > count:
             first = self._hashes[-1] if count else None
@@ -110,7 +114,7 @@ class ScheduledRequest:
         return self._hashes
 
     def tail(self, page: int) -> PageHash | None:
-        """The hash of its known tokens but the last one; None if these end with a page."""
+        """The hash (`tail_hash`) of all its known tokens but the last; None if these fill whole pages."""
         length = len(self.tokens) - 1
         if length % page == 0:
             return None

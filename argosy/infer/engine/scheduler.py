@@ -1,19 +1,19 @@
-"""The scheduler: which sequences take part in the next step, and with how many tokens. No arrays and no jax.
+"""The scheduler: chooses the sequences of the next step, and how many tokens of each are computed. No arrays and no jax.
 
-Every sequence that decodes gets one token in each step. Prompts are prefilled in chunks under a token budget, those that have begun
-before those that wait, first come first served within a priority. So a long prompt delays decoding by one chunk at most. If the
-pages run out, the last sequence in that order is preempted: it gives up its pages, waits, and is computed again later.
+Every sequence that decodes gets one token in each step. Prompts are prefilled in chunks under a token budget. Prompts that have begun
+go before waiting ones; otherwise lower priority numbers go first, then earlier arrivals. So a long prompt delays decoding by one chunk
+at most. If the pages run out, the last sequence in this order is preempted: it gives up its pages, waits, and is computed again later.
 
 A step is planned before the tokens of the previous step are known, so a sequence counts the tokens that are still being sampled
-(`pending`). With speculation the tokens of the previous step are known, and a decoding sequence may have drafts after them: the step
-computes these too, and `accept_drafts` counts those that agree. Pages for drafts are taken only if they are free.
+(`pending`). With speculation the tokens of the previous step are known, and a decoding sequence may have drafts after them. The step
+computes these too, and `accept_drafts` counts those that the model accepts. Pages for drafts are taken only if they are free.
 
-A prompt that is equal to an earlier one reuses all of it but its last token: its full pages are shared, the page in which it ends is
-copied, and the last token is computed as a decoding one. So of equal prompts that come at once, the first is computed and the others
-wait for the step after it.
+A prompt that is equal to an earlier one reuses all of it but the last token: its full pages are shared, the page in which it ends is
+copied, and the last token is computed in a decoding row. So if equal prompts arrive together, the first is computed, and the others
+wait for the next step.
 
-Layers with a window have pools of their own (`WindowPool`). There a sequence keeps the pages that its next query sees, and gives the
-earlier ones back. A prompt is found in the prefix cache up to where every pool still has the pages that its next token sees.
+Layers with a sliding window have pools of their own (`WindowPool`). There a sequence keeps only the pages that its next query attends
+to, and frees the earlier ones. So a prefix counts as cached only if every pool still has the pages that the token after it attends to.
 """
 
 import heapq
@@ -28,11 +28,11 @@ from argosy.models.parts.attention.cache import AttentionWindow
 
 @dataclass(frozen=True)
 class WindowPool:
-    """The pages of layers with one window.
+    """The pages of the layers with one sliding window.
 
     window: the window.
-    pages: the pages.
-    most: pages of one sequence, at most.
+    pages: the allocator of the pages.
+    most: the most pages of one sequence.
     """
 
     window: AttentionWindow
@@ -42,12 +42,12 @@ class WindowPool:
 
 @dataclass(frozen=True)
 class PrefillChunk:
-    """A chunk of a prompt.
+    """A chunk of a prompt that one step computes.
 
-    request: whose prompt it is.
-    start: position of its first token.
-    tokens: its tokens.
-    ends: its last token is the last of the prompt, so the step samples the next token.
+    request: the request with the prompt.
+    start: position in the prompt of the chunk's first token.
+    tokens: the token ids of the chunk.
+    ends: whether the chunk ends the prompt, so that the step samples the next token.
     """
 
     request: ScheduledRequest
@@ -58,13 +58,13 @@ class PrefillChunk:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One step.
+    """The work of one step.
 
     decodes: the requests that decode.
-    chunks: the chunks of prompts.
-    draft_room: the most drafts for each request that decodes; empty without speculation.
-    counts: tokens that are sampled for each request that decodes, one after the other; empty if it is one.
-    copies: pages that are copied before the step, each with the page that it is copied to.
+    chunks: the chunks of prompts that are computed.
+    draft_room: the most drafts for each request in `decodes`; empty without speculation.
+    counts: number of tokens that are sampled for each request in `decodes`; empty if one for each.
+    copies: (source, target) pairs of pages that are copied before the step.
     """
 
     decodes: list[ScheduledRequest]
@@ -86,14 +86,15 @@ class Scheduler:
     """The queue of waiting requests, and the running ones.
 
     Args:
+        pages: the allocator of the pages of layers that attend to the whole sequence.
         page: tokens per page.
         slots: number of requests that run at a time.
-        budget: prompt tokens per step, if nothing decodes.
-        mixed_budget: prompt tokens per step, if requests decode too.
-        row: prompts are computed in rows of this many tokens, each row of one request; both budgets count full rows.
+        budget: the most prompt tokens per step, if nothing decodes.
+        mixed_budget: the most prompt tokens per step, if requests decode too.
+        row: prompts are computed in rows of this many tokens, each row of one request. Both budgets count full rows.
         chunks: the most chunks in a step; None: no limit.
-        pools: of layers with windows.
-        copies: whether pages may be copied.
+        pools: the page pools of the layers with sliding windows.
+        copies: whether pages may be copied, if the other settings allow prefix caching of a prompt's last page.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class Scheduler:
         self._order = itertools.count()
         self.preemptions = 0
         self.copies = copies and pages.reuse and not pools
-        # Pages that the step being planned copies, and the prompts whose last page it writes.
+        # For the step being planned: the (source, target) pages that it copies, and the last page of each prompt that it ends.
         self._copies: list[tuple[int, int]] = []
         self._ending: dict[PageHash, int] = {}
 
@@ -151,7 +152,7 @@ class Scheduler:
         return [self.pages, *(pool.pages for pool in self.pools)]
 
     def end(self, request: ScheduledRequest) -> None:
-        """Removes a waiting or running request; the next step may use its pages."""
+        """Removes a waiting or running request, and frees its pages for the next step."""
         if request.done:
             return
         request.done = True
@@ -163,8 +164,8 @@ class Scheduler:
             heapq.heapify(self._waiting)
 
     def restart_all(self) -> None:
-        """Preempts all running requests and clears the prefix cache, because the weights have changed. No sampled token may be
-        unread."""
+        """Preempts all running requests and clears the prefix cache, because the weights have changed. The tokens of all dispatched
+        steps must have been read before."""
         for request in list(self.running):
             self._preempt(request)
         self.clear_prefix_cache()
@@ -179,11 +180,11 @@ class Scheduler:
     # ---------------------------------------------------------------- a step
 
     def plan(self, max_drafts: Callable[[ScheduledRequest], int] | None = None, steps: int = 1) -> StepPlan:
-        """The next step. Its tokens count as computed from here on, and those it samples as `pending`.
+        """Plans the next step. From here on its tokens count as `computed`, and those that it samples as `pending`.
 
         Args:
-            max_drafts: the most drafts that a request may have; None: no speculation.
-            steps: decode steps that may be one, if no prompt is computed.
+            max_drafts: returns the most drafts that a request may have; None: no speculation.
+            steps: the number of decode steps in one dispatch, if no prompt is computed.
         """
         decodes = self._decodes()
         self._copies, self._ending = [], {}
@@ -200,19 +201,20 @@ class Scheduler:
         return StepPlan(decodes, chunks, room, counts if max(counts, default=1) > 1 else [], self._copies)
 
     def _count(self, request: ScheduledRequest, steps: int) -> int:
-        """The number of tokens, at most so many, that are sampled for it in a step; nobody is preempted for more than one."""
+        """The number of tokens, at most `steps`, that one dispatch samples for a request. No other request is preempted to sample more
+        than one."""
         count = min(steps, request.max_tokens - request.completion_length)
         return count if self._grow(request, request.length + count - 1, request.next_position) else 1
 
     def _draft_room(self, request: ScheduledRequest, drafts: int) -> int:
-        """The number of drafts, at most so many, that its pages hold; nobody is preempted for drafts."""
+        """The number of drafts, at most `drafts`, that fit into the pages of a request. No other request is preempted for drafts."""
         self._grow(request, request.length + drafts, request.next_position)
         pages = min([len(request.pages), *(window_pages.end for window_pages in request.windows)])
         return min(drafts, pages * self.page - request.length)
 
     def _decodes(self) -> list[ScheduledRequest]:
-        """The running requests that decode. If the pages run out, the last request in order is preempted; if its sampled tokens
-        are not read yet, it skips this step and is preempted in a later one."""
+        """The running requests that decode in this step. If the pages run out, the last request in the order of service is preempted.
+        If its sampled tokens are not read yet, it skips this step and is preempted in a later one."""
         decodes: list[ScheduledRequest] = []
         for request in sorted(self.running, key=_rank):
             if request.slot < 0 or request.is_prefilling or request.completion_length >= request.max_tokens:
@@ -231,10 +233,11 @@ class Scheduler:
         return decodes
 
     def _grow(self, request: ScheduledRequest, tokens: int, at: int) -> bool:
-        """Allocates pages for this many tokens; returns whether the request has them. If a pool has too few, it takes none.
+        """Allocates pages so that a request has room for `tokens` tokens. Returns whether it has. If a pool has too few pages, none are
+        allocated in any pool.
 
         Args:
-            at: position of the first query that is not computed yet. Pages that no window reaches from there are given back.
+            at: position of the first token that is not computed yet. Pages that no sliding window reaches from there are freed.
         """
         number = -(-tokens // self.page)
         owns = [(self.pages, request.pages, number - len(request.pages))]
@@ -252,7 +255,7 @@ class Scheduler:
         return True
 
     def _slide(self, pool: WindowPool, window_pages: WindowPages, request: ScheduledRequest, at: int) -> None:
-        """Gives back the pages that a query at `at` does not see."""
+        """Frees the pages that a query at position `at` does not attend to."""
         passed = min(pool.window.first(at) // self.page - window_pages.first, len(window_pages.pages))
         if passed > 0:
             self.publish(request)
@@ -260,7 +263,7 @@ class Scheduler:
             window_pages.first, window_pages.pages = window_pages.first + passed, window_pages.pages[passed:]
 
     def _preempt(self, request: ScheduledRequest) -> None:
-        """Takes the pages of a request away and puts it back at its place in the queue."""
+        """Frees the pages of a running request and puts it back into the queue, by its priority and arrival."""
         self.running.remove(request)
         self._release(request)
         request.computed = request.recompute = 0
@@ -270,10 +273,11 @@ class Scheduler:
         heapq.heappush(self._waiting, (request.priority, request.order, request))
 
     def _chunks(self, budget: int, *, decodes: bool) -> tuple[list[PrefillChunk], list[ScheduledRequest]]:
-        """The chunks of prompts, and the requests that begin to decode because their prompts are known already.
+        """The chunks of prompts for this step, and the requests that begin to decode because the prefix cache has their whole prompts.
 
         Args:
-            decodes: whether requests decode in this step.
+            budget: the most prompt tokens.
+            decodes: whether running requests decode in this step.
         """
         whole = budget
         chunks: list[PrefillChunk] = []
@@ -285,7 +289,7 @@ class Scheduler:
         while self._waiting and self._slots and not self._full(chunks, budget):
             request = self._waiting[0][2]
             if self._ending and request.tail(self.page) in self._ending:
-                # This step computes its prompt, and the next one may copy it.
+                # This step computes an equal prompt, whose pages the next step may copy.
                 later.append(heapq.heappop(self._waiting))
                 continue
             if not self._admit(request):
@@ -297,14 +301,15 @@ class Scheduler:
                 budget -= self._chunk(request, budget, chunks)
         for item in later:
             heapq.heappush(self._waiting, item)
-        # Beside more prompt tokens than that nothing decodes: then these begin with the next step.
+        # Nothing decodes beside more prompt tokens than `mixed_budget`. The ready requests then begin with the next step.
         return chunks, ready if decodes or whole - budget <= self.mixed_budget else []
 
     def _full(self, chunks: Sequence[PrefillChunk], budget: int) -> bool:
         return budget < self.row or (self.max_chunks is not None and len(chunks) >= self.max_chunks)
 
     def _admit(self, request: ScheduledRequest) -> bool:
-        """Gives a waiting request a slot, and pages for its tokens: first those found in the prefix cache."""
+        """Gives a waiting request a slot and pages for its tokens, as many as possible from the prefix cache. Returns whether there
+        were enough pages; if not, nothing is changed."""
         length = len(request.tokens)
         number = -(-length // self.page)
         prefix = self._lookup(request.hashes(self.page)[: (length - 1) // self.page]) if self.pages.reuse else _NO_PREFIX
@@ -325,7 +330,12 @@ class Scheduler:
         return True
 
     def _copy(self, request: ScheduledRequest, full: int) -> None:
-        """Has the rest of a prompt copied, of which so many full pages were found, if it is known but for its last token."""
+        """Plans the copy of the page in which a prompt ends, if the prefix cache has all of the prompt but its last token. The request
+        then begins to decode.
+
+        Args:
+            full: number of full pages that were found in the prefix cache.
+        """
         length = len(request.tokens) - 1
         if not self.copies or length // self.page != full or length == 0 or request.ends_in_overlay:
             return
@@ -337,10 +347,11 @@ class Scheduler:
         request.computed, request.copied = length, True
 
     def _lookup(self, hashes: list[PageHash]) -> "_CachedPrefix":
-        """The longest beginning with these hashes for which every pool has the pages that the next token sees."""
+        """The longest cached prefix of the sequence with these page hashes. Every pool must have the pages that the token after the
+        prefix attends to."""
         pages = self.pages.lookup(hashes)
         in_pools = [pool.pages.lookup_each(hashes[: len(pages)]) for pool in self.pools]
-        # For each pool, the number of pages in a row that end with each page.
+        # For each pool and each page, the number of consecutive cached pages that end with it.
         runs = [list(itertools.accumulate(cached, lambda n, page: 0 if page is None else n + 1, initial=0)) for cached in in_pools]
         for count in range(len(pages), 0, -1):
             firsts = [pool.window.first(count * self.page) // self.page for pool in self.pools]
@@ -360,7 +371,8 @@ class Scheduler:
         ends = start + count == len(request.tokens)
         chunks.append(PrefillChunk(request, start, request.tokens[start : start + count], ends))
         request.computed += count
-        # Found from here on: a step writes all of its keys and values before it reads any, and steps run in order.
+        # Other requests find these pages from here on: a step writes all of its keys and values before it reads any, and steps run in
+        # order.
         self.publish(request)
         request.pending += ends
         if ends and self.copies and (tail := request.tail(self.page)) is not None:
@@ -368,10 +380,11 @@ class Scheduler:
         return -(-count // self.row) * self.row
 
     def accept_drafts(self, request: ScheduledRequest, tokens: int, *, rolled_back: bool) -> None:
-        """A decode step samples this many tokens for a request, all but the last its drafts.
+        """Updates the counts of a request after a step verified its drafts.
 
         Args:
-            rolled_back: whether its states are as before the step, so that what the step computed is computed again.
+            tokens: number of tokens that the step sampled. All but the last are accepted drafts.
+            rolled_back: whether the recurrent states were rolled back to before the step, so that its tokens are computed again.
         """
         request.pending += tokens - 1
         if rolled_back:
@@ -382,13 +395,13 @@ class Scheduler:
             request.recompute = 0
 
     def append_token(self, request: ScheduledRequest, token: int) -> None:
-        """Adds a token that a step sampled."""
+        """Adds a sampled token, which the host has read, to a request."""
         request.tokens.append(token)
         request.pending -= 1
         self.publish(request)
 
     def publish(self, request: ScheduledRequest) -> None:
-        """Registers the pages of a request that have become full."""
+        """Registers the pages of a request that have become full for prefix caching."""
         full = min(request.computed, len(request.tokens)) // self.page
         if not self.pages.reuse or not request.pages or full <= request.published:
             return
@@ -403,7 +416,7 @@ class Scheduler:
 
 @dataclass(frozen=True)
 class _CachedPrefix:
-    """The part of a prompt that the prefix cache has."""
+    """The cached prefix of a prompt: its full pages, and those in the pool of each sliding window."""
 
     pages: list[int] = field(default_factory=list)
     windows: list[WindowPages] = field(default_factory=list)
@@ -413,5 +426,6 @@ _NO_PREFIX = _CachedPrefix()
 
 
 def _give_back(pool: WindowPool, pages: list[int]) -> None:
-    """The last pages are allocated again last: a prompt that continues this request needs those, and those alone."""
+    """Frees pages of a sliding window. The last ones are allocated again last, because a prompt that continues this request needs only
+    these."""
     pool.pages.release(pages[::-1])

@@ -21,13 +21,13 @@ class RequestState:
     """A request in the engine.
 
     request: the request as it was added.
-    scheduled: the scheduler's part.
-    random_key: data of its random key.
-    restrictions: restrictions of the next tokens.
-    matcher: the state of its grammar; None without one.
+    scheduled: the scheduler's state of the request.
+    random_key: the data of its random key [2].
+    restrictions: the tokens that it allows next, apart from its grammar.
+    matcher: the state of its grammar; None: it has no grammar.
     adapter: its adapter; None: the model alone.
-    slot: the slot, and the number of preemptions, when the sampler's row was last written.
-    mask: the token mask in that row.
+    slot: its slot and its number of preemptions when its row of the sampler's state was last written; None: never.
+    mask: the token mask in that row, as bytes.
     """
 
     request: Request
@@ -49,7 +49,7 @@ class RequestState:
 
     @property
     def needs_slot(self) -> bool:
-        """Whether the sampler's row of its slot must be written, because it still belongs to an earlier request."""
+        """Whether its row of the sampler's state must be written, because it got this slot since the last time."""
         return self.slot != (self.scheduled.slot, self.scheduled.preemptions)
 
 
@@ -63,11 +63,14 @@ def new_state(
     vocab: int,
     context: int,
 ) -> RequestState:
-    """The state of a request that passed `Request.check`.
+    """Makes the state of a request that passed `Request.check`.
 
     Args:
-        id: its number in the engine.
-        key: the key of its pages.
+        id: the id of the request in the engine.
+        key: its prefix-cache key.
+        random_key: the data of its random key [2].
+        vocab: the model's vocabulary size.
+        context: the most tokens of a sequence.
 
     Raises:
         BadInput: no token is allowed, or the grammar has another vocabulary.

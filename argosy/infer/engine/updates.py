@@ -1,11 +1,11 @@
-"""New weights for a model that is being served, from files: read and checked as a whole before the first one is replaced.
+"""New weights from files for a model that is being served. All are read and checked before the first weight is replaced.
 
-    update = Update(model, context)
+    update = WeightUpdate(model, context)
     update.add("runs/grpo/checkpoints/300")         a Hub folder, a run directory, one checkpoint, a GGUF file; or a .safetensors file
     engine.swap_weights(update.leaves())
 
-A `.safetensors` file may hold some of the weights, under the Hub's names or under per-layer ones ("layers.3.attn.q.w"); those that it
-lacks stay as they are. Until `leaves` is swapped in, memory holds the new weights beside the old ones.
+A `.safetensors` file may hold only some of the weights, under the Hub's names or under per-layer names ("layers.3.attn.q.w"). The other
+weights stay as they are. Until the result of `leaves` is swapped in, memory holds the new weights beside the old ones.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ from argosy.models.parts.stack.addresses import stored_addresses
 from argosy.models.parts.weight import Codes, Leaves, storage_dtype, variables
 from argosy.weights.hub.reader import with_expected_names
 
-# Settings of a model that may differ: its name, and the longest sequence that it was made for.
+# Settings in which the model of the new weights may differ: its preset's name, and the longest sequence that it was made for.
 MAY_DIFFER = ("preset", "context")
 
 
@@ -33,10 +33,11 @@ class WeightUpdate:
     """Weights that will replace those of a model.
 
     Args:
-        context: the longest sequence that is served, in tokens; decides between tables of rotary positions, as at loading.
+        model: the module that is being served. It is not changed.
+        context: the most tokens of a sequence that is served. It selects among scaled rotary frequencies, as at loading.
 
     Raises:
-        BadInput: the model has quantized weights or adapters of its own, so that its weights are not those of a file.
+        BadInput: the model was quantized here or has adapters, so that its weights differ from those of a file.
     """
 
     def __init__(self, model: Any, context: int):
@@ -49,15 +50,15 @@ class WeightUpdate:
             raise BadInput(problem, hint="serve the plain model; `engine.lora.enabled=true` has adapters beside it")
 
     def __len__(self) -> int:
-        """How many weights it has, a layer's each by itself."""
+        """The number of weights read so far. Each layer's weights count separately."""
         return len(self._staged)
 
     def add(self, path: str | Path) -> int:
-        """Reads weights; returns how many. A weight that was added earlier under the same name is replaced.
+        """Reads the weights of a model or a file, and returns how many. They replace weights of the same names that were added earlier.
 
         Raises:
-            BadInput: not a model of the same settings, or weights that are unknown or of another shape, all listed; nothing is added.
-            Damaged: files differ from what was written.
+            BadInput: the model has other settings, or weights are unknown or of another shape. Nothing is added then.
+            Damaged: a file differs from what was written.
         """
         path = Path(path)
         if path.is_file() and path.suffix == ".safetensors":
@@ -74,7 +75,8 @@ class WeightUpdate:
         return len(arrays)
 
     def leaves(self) -> Leaves:
-        """The weights to swap in, by the model's own addresses and on its devices. Layers that were not added keep their weights."""
+        """The weights for `Engine.swap_weights`, by the model's parameter names and on its devices. Where layers are stacked in one
+        array, those that were not added keep their weights."""
         parts: dict[str, dict[int | None, np.ndarray]] = {}
         for name, array in self._staged.items():
             address, layer = self._stored[name]
@@ -94,7 +96,7 @@ class WeightUpdate:
         return out
 
     def _weight_readers(self, file: SafeTensors) -> dict[str, Any]:
-        """How to read each weight of a file, by per-layer name."""
+        """A function that reads each weight of a file, by per-layer name."""
         if not file.names:
             raise BadInput("the file holds no weights")
         if set(file.names) <= set(self._stored):
@@ -136,6 +138,6 @@ class WeightUpdate:
         return shape if layer is None else shape[1:]
 
     def _convert(self, name: str, array: np.ndarray) -> np.ndarray:
-        """A weight in the type that the model keeps it in; a copy, because files may be replaced while they are mapped."""
+        """A weight in the type in which the model stores it. It is a copy, because a mapped file may be replaced later."""
         v = self._own[self._stored[name][0]]
         return np.array(array, np.dtype(storage_dtype(v, v.dtype)))
