@@ -1,4 +1,4 @@
-"""Conversations as token ids."""
+"""Converts conversations to token ids."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,11 +15,12 @@ def chat_ids(
     generation: Mapping[str, bool],
     special_tokens: bool,
 ) -> list[int]:
-    """A conversation as token ids, rendered with a template of the tokenizer, or another one. Errors are those of `LM.chat_prompt`.
+    """Returns the token ids of a conversation. Errors, and arguments not listed here, are those of `LM.chat_prompt`.
 
     Args:
-        generation: `add_generation_prompt` and `continue_final_message`.
-        special_tokens: `add_special_tokens`; the other arguments have the names that they have there.
+        tokenizer: the tokenizer, whose chat template is used if `template` is None.
+        generation: the arguments `add_generation_prompt` and `continue_final_message` of `LM.chat_prompt`, by name.
+        special_tokens: the argument `add_special_tokens` of `LM.chat_prompt`.
     """
     templates = getattr(tokenizer, "chat_templates", None) or {}
     if not templates and (template is None or tokenizer is None):

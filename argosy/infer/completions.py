@@ -1,4 +1,4 @@
-"""Answers to prompts: text over the engine, which knows token ids only."""
+"""Completions of prompts as text. The engine below knows token ids only."""
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,13 +22,15 @@ Reason = Literal["stop", "length", "blocked", "repetition"]
 class Completion:
     """The completion to one prompt.
 
-    tokens: ids, without the token that ended it.
-    finish_reason: `stop`, `length`, `repetition` if it repeated itself, or `blocked`: no token was left, because those that its
-        grammar allows are banned, or the grammar has become too complex.
-    logprobs: the model's own, one per token, before bias, mask, penalties, temperature and filters.
-    drawn: log-probabilities in the distributions that the tokens were drawn from; 0 at temperature 0.
-    top: the likeliest tokens with their log-probabilities, for each token, if asked.
-    stopped_by: the id or the string that ended it; None: neither.
+    text: the text of the completion, without the stop string that ended it.
+    tokens: the token ids, without the token that ended it.
+    finish_reason: why it ended; None: it has not. `repetition`: it repeated itself. `blocked`: no token was allowed, because all that
+        its grammar allows are banned, or the grammar has become too complex.
+    prompt_tokens: number of prompt tokens.
+    logprobs: the log-probability of each token by the model alone, before bias, mask, penalties, temperature and filters.
+    drawn: the log-probability of each token in the distribution that it was drawn from; 0 at temperature 0.
+    top: for each token, the likeliest tokens in its place with their log-probabilities, if they were asked for.
+    stopped_by: the token id or the stop string that ended it; None: neither did.
     """
 
     text: str
@@ -43,9 +45,11 @@ class Completion:
 
 @dataclass(frozen=True)
 class CompletionPiece:
-    """Text that a step added to a row, in whole characters.
+    """Text that a step added to a completion, in whole characters.
 
-    done: the row has ended.
+    row: index of the completion's prompt.
+    text: the added text, which may be empty.
+    done: whether the completion has ended.
     """
 
     row: int
@@ -54,10 +58,10 @@ class CompletionPiece:
 
 
 class CompletionStream:
-    """Prompts being continued; iterating yields what each token adds, and `completions` is complete at the end.
+    """Prompts that are being completed. Iterating yields the text that each token adds. At the end `completions` is complete.
 
     Args:
-        lm: an `infer.lm.LM`; its method `generate` describes the others.
+        lm: an `infer.lm.LM`. The other arguments are those of its method `generate`.
     """
 
     def __init__(
@@ -95,7 +99,7 @@ class CompletionStream:
         return self._pieces
 
     def close(self) -> None:
-        """Ends the completions that are not complete, and frees their pages."""
+        """Ends the completions that are still running, and frees their KV-cache pages."""
         self._pieces.close()
 
     def _run(self) -> Generator[CompletionPiece, None, None]:
@@ -211,13 +215,13 @@ def _ends(lm: Any, stop_tokens: Sequence[int], ignore_eos: bool) -> frozenset[in
 
 
 def check_prompts(prompts: Sequence[Any], method: str) -> None:
-    """Checks that these are prompts.
+    """Checks that `prompts` is a list of prompts.
 
     Args:
-        method: of `LM`, for the message.
+        method: the name of the method of `LM`, for the error message.
 
     Raises:
-        BadInput: there is none, or they are the messages of a conversation, or the token ids of one prompt.
+        BadInput: the list is empty, or consists of messages, or of the token ids of one prompt.
     """
     if not prompts:
         raise BadInput("no prompt")
@@ -244,10 +248,10 @@ def _sampling(lm: Any, options: Mapping[str, Any]) -> Sampling:
 
 
 def token_ids(tokens: Any) -> np.ndarray:
-    """Token ids as an array of whole numbers.
+    """Converts token ids to an array of whole numbers.
 
     Raises:
-        BadInput: rows of unequal length, or values that are not whole numbers.
+        BadInput: rows have unequal lengths, or values are not whole numbers.
     """
     try:
         ids = np.asarray(tokens)

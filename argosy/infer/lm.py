@@ -1,5 +1,5 @@
-"""`LM`: a language model with its tokenizer. `argosy.load` returns it; samples during training, `argosy generate` and
-the tests use it.
+"""`LM`: a language model with its tokenizer, as `argosy.load` returns it. It also draws the samples during training, and is what
+`argosy generate` and the tests use.
 """
 
 import threading
@@ -41,19 +41,22 @@ _MAKING = threading.Lock()
 
 @dataclass
 class LM:
-    """A language model: its settings, its module, its tokenizer (None: token ids only).
+    """A language model.
 
-    generation: its generation_config.json.
-    hub: the config.json it came with.
-    companions: the folder of its small files.
+    config: the model's settings.
+    module: the module with the weights.
+    tokenizer: the tokenizer; None: prompts are token ids only.
+    generation: the contents of its generation_config.json.
+    hub: the contents of the config.json that it was loaded with.
+    companions: the folder with its small files, such as the tokenizer's.
     dtypes: the type of each stored tensor, by per-layer name.
-    origin: the blocks of a file that the weights were read from.
-    merged: the adapters that `merge(keep=True)` removed.
+    origin: the quantized blocks of the GGUF file that the weights were read from; None: read from another file.
+    merged: the adapters that `merge(keep=True)` merged, with the unmerged weights.
     say: called with the current operation, such as `compiling for 512 tokens`, if it takes longer than a second; None: silent.
-    engine_settings: settings of the engine under `generate`, `stream`, `chat` and `beam_search`. Its cache grows with the requests, up
-        to `slots` and `context`.
-    draft: the draft model, if the settings need one.
-    exporter: writes the model as a bundle; `argosy.load` sets it.
+    engine_settings: settings of the engine under `generate`, `stream`, `chat` and `beam_search`. Its KV cache grows with the requests,
+        up to `slots` sequences of `context` tokens.
+    draft: the draft model, if `engine_settings` asks for one.
+    exporter: the function that writes the model as a bundle; `argosy.load` sets it.
     """
 
     config: Any
@@ -84,16 +87,16 @@ class LM:
 
     @property
     def in_blocks(self) -> int:
-        """The number of weights that are kept in the blocks of their file (`argosy.load(FILE, blocks=True)`)."""
+        """The number of weights that are kept in the quantized blocks of their GGUF file (`argosy.load(FILE, blocks=True)`)."""
         return count_in_blocks(split(self.module)[1])[0]
 
     # ---------------------------------------------------------------- numbers
 
     def logits(self, tokens: Any) -> np.ndarray:
-        """Logits of whole sequences, causal: [B T] ints (or [T]) -> [B T V] float32.
+        """The logits at every token of whole sequences, with causal attention: [B T] ints (or [T]) -> [B T V] float32.
 
         Raises:
-            BadInput: ids outside the vocabulary, a sequence longer than the model's context, an encoder.
+            BadInput: ids are outside the vocabulary, a sequence is longer than the model's context, or the model predicts no tokens.
         """
         self.check_predicts()
         ids = token_ids(tokens)
@@ -104,15 +107,17 @@ class LM:
     def score(self, texts: Sequence[Prompt], *, batch: int = BATCH, adapter: str | None = None) -> list[np.ndarray]:
         """The log-probability of each token of these texts, given the tokens before it; float32, natural logarithm.
 
-        A text of n ids has n - 1 of them, because nothing is before the first. `encode` gives the ids: where the tokenizer adds a
-        beginning-of-sequence token, that is the first, and every token of the text has a log-probability.
+        A text of n ids has n - 1 log-probabilities, because no token is before the first. The ids are those of `encode`. If the
+        tokenizer adds a beginning-of-sequence token, this is the first id, and every token of the text has a log-probability.
 
         Args:
-            batch: tokens of one forward pass, padding included. Texts of similar length share one.
+            texts: texts, or lists of token ids, which are used as they are.
+            batch: tokens of one forward pass, padding included. Texts of similar length share a pass.
             adapter: the name of a loaded adapter; None: the model alone.
 
         Raises:
-            BadInput: text without a tokenizer, ids outside the vocabulary, more tokens than the context, an encoder, no such adapter.
+            BadInput: a text is given without a tokenizer, ids are outside the vocabulary, a text has more tokens than the context, the
+                model predicts no tokens, or there is no such adapter.
         """
         self.check_predicts()
         check_prompts(texts, "score")
@@ -146,31 +151,31 @@ class LM:
         adapter: str | None = None,
         **sampling: Any,
     ) -> list[Completion]:
-        """Continues each prompt: text, or token ids, which are used as they are.
+        """Completes each prompt. At most `engine_settings.slots` prompts are completed at a time, and the others wait.
 
         Args:
+            prompts: texts, or lists of token ids, which are used as they are.
             max_tokens: the most tokens of each completion.
             stop: strings that end a completion; they are not part of it.
-            stop_tokens: token ids that end a completion, besides the model's own.
-            ignore_eos: continue after the model's own end-of-sequence tokens.
-            seed: a whole number of up to 64 bits, or several, such as (run seed, step). Seed and row are folded into one random
-                stream a row: a completion depends on its own prompt, settings, seed and place among the prompts, and on nothing
-                else (to rounding), whatever the other prompts are. Streams of different (seed, row) have nothing in common.
+            stop_tokens: token ids that end a completion, in addition to the model's end-of-sequence tokens.
+            ignore_eos: whether to continue after the model's end-of-sequence tokens.
+            seed: a whole number of up to 64 bits, or several, such as (run seed, step). Each prompt has its own random stream, derived
+                from the seed and the prompt's index. So a completion depends (up to rounding) only on its prompt, settings, seed and
+                index, not on the other prompts. Streams of different (seed, index) have nothing in common.
             top: number of likeliest tokens to return with each token, at most 20.
-            structured: what every completion must match, by the names of vLLM's `structured_outputs`: {"json": schema}, {"regex": ...},
-                {"choice": [...]}, {"grammar": Lark or GBNF} or {"json_object": True}; a schema may be a pydantic class. See
-                `infer.tools.grammar.read_structure`. A completion that `max_tokens` cuts short is a beginning of what matches.
-            repetition: ends answers that repeat themselves, such as `argosy.infer.sampling.repetition.Repetition(longest=20, count=4)`.
+            structured: a format that every completion must match, by the names of vLLM's `structured_outputs`: {"json": schema},
+                {"regex": ...}, {"choice": [...]}, {"grammar": Lark or GBNF} or {"json_object": True}. A schema may be a pydantic class.
+                See `infer.tools.grammar.read_structure`. A completion that `max_tokens` cuts short is the beginning of a match.
+            repetition: the repetition that ends a completion, such as `argosy.infer.sampling.repetition.Repetition(longest=20,
+                count=4)`.
             adapter: the name of a loaded adapter (`load_adapter`); None: the model alone.
             sampling: the settings of `infer.sampling.sample.Sampling`: temperature, top_k, top_p, min_p, penalties, logit_bias and so
-            on.
-                `bad_words` may be texts too.
-
-        There may be any number of prompts: 32 are continued at a time, and the others wait.
+                on. `bad_words` may also have texts.
 
         Raises:
-            BadInput: text without a tokenizer, ids outside the vocabulary, a prompt that leaves no room in the context, a seed of
-                more than 64 bits, an encoder, a schema or grammar that is wrong or not supported, no such adapter.
+            BadInput: a text is given without a tokenizer, ids are outside the vocabulary, a prompt leaves no room in the context, the
+                seed has more than 64 bits, the model predicts no tokens, a schema or grammar is wrong or not supported, or there is no
+                such adapter.
         """
         if isinstance(prompts, str):
             raise BadInput("generate takes a list of prompts, not one text", hint="generate([text])")
@@ -182,13 +187,15 @@ class LM:
         return answers.completions
 
     def stream(self, prompt: Prompt, max_tokens: int = 64, **how: Any) -> Iterator[str]:
-        """The completion to one prompt while it is generated, in pieces of whole characters."""
+        """Yields the completion to one prompt while it is generated, in pieces of whole characters. Arguments are those of
+        `generate`."""
         for piece in self.pieces([prompt], max_tokens, **how):
             if piece.text:
                 yield piece.text
 
     def pieces(self, prompts: Sequence[Prompt], max_tokens: int = 64, **how: Any) -> CompletionStream:
-        """`generate`, step by step: iterating gives the text that each step adds; `completions` is complete at the end."""
+        """As `generate`, step by step: iterating over the result yields the text that each step adds. At the end its `completions` is
+        what `generate` returns."""
         return CompletionStream(self, prompts, max_tokens, **how)
 
     def beam_search(
@@ -207,19 +214,22 @@ class LM:
         Args:
             max_tokens: the most tokens of each completion.
             beam_width: number of beams, 1 to 10.
-            length_penalty: scores are log-probabilities divided by the number of tokens to this power; above 0 it favors long
-            completions. stop_tokens, ignore_eos, adapter: as in `generate`.
+            length_penalty: scores are log-probabilities divided by the number of tokens to this power. Values above 0 favor long
+                completions.
+            stop_tokens, ignore_eos, adapter: as in `generate`.
 
         Raises:
-            BadInput: as `generate`, or a width out of range.
+            BadInput: as `generate`, or `beam_width` is out of range.
         """
         return beam_search(self, prompts, max_tokens, beam_width, length_penalty, stop_tokens, ignore_eos, adapter)
 
     def chat(self, messages: Sequence[Mapping[str, Any]], max_tokens: int = 256, **how: Any) -> Completion:
-        """The completion to a conversation, rendered with the model's chat template.
+        """Completes a conversation, rendered with the model's chat template.
 
         Args:
-            how: as in `generate`.
+            messages: dictionaries with "role" and "content", as in the OpenAI API.
+            max_tokens: the most tokens of the completion.
+            how: further arguments of `generate`.
 
         Raises:
             BadInput: as `chat_prompt` and `generate`.
@@ -237,17 +247,19 @@ class LM:
         add_special_tokens: bool = False,
         **variables: Any,
     ) -> list[int]:
-        """A conversation as token ids, rendered with the model's chat template.
+        """Returns the token ids of a conversation, rendered with the model's chat template.
 
         Args:
+            messages: dictionaries with "role" and "content", as in the OpenAI API.
             tools: JSON descriptions of functions, for templates that list them.
-            template: Jinja, in place of the model's. It is rendered in a process with limits, as that is.
-            add_generation_prompt: end with the tokens that open a completion.
-            continue_final_message: end with the content of the last message, so that a completion continues it; needs
+            template: a Jinja template to use in place of the model's. Both are rendered in a process with limits.
+            add_generation_prompt: whether to end with the tokens that open a completion.
+            continue_final_message: whether to end with the content of the last message, so that a completion continues it. Needs
                 `add_generation_prompt=False`.
-            add_special_tokens: put the beginning-of-sequence token in front, where the tokenizer adds one. Most templates write it
-                themselves.
-            variables: of the template, such as `documents` or `enable_thinking`. It ignores those it does not read.
+            add_special_tokens: whether to put the beginning-of-sequence token in front, if the tokenizer adds one. Most templates write
+                it themselves.
+            variables: variables of the template, such as `documents` or `enable_thinking`. A template ignores those that it does not
+                read.
 
         Raises:
             BadInput: there is no tokenizer or no template, the template refuses these messages, or the last one cannot be continued.
@@ -259,38 +271,42 @@ class LM:
     # ---------------------------------------------------------------- vectors
 
     def embed(self, texts: Sequence[Prompt], normalize: bool | None = None, **how: Any) -> np.ndarray:
-        """One vector per text, [texts D] float32, pooled as the model's folder says (`infer.embed`).
+        """Returns one embedding per text, [texts D] float32, pooled as the files of the model's folder say (`infer.embed`).
 
         Args:
-            normalize: scales vectors to length 1; None: as the folder says.
+            texts: texts, or lists of token ids.
+            normalize: whether to scale embeddings to length 1; None: as the model's folder says.
             how: prompt_name, prompt, pooling and batch, as in `infer.embed.embed`.
 
         Raises:
-            BadInput: the model is not an encoder, there is no tokenizer, ids are outside the vocabulary, or a step is not built.
+            BadInput: the model is not an encoder, there is no tokenizer, ids are outside the vocabulary, or the folder asks for a step
+                that is not built.
         """
         return embed(self, texts, normalize, **how)
 
     def rewards(self, conversations: Sequence[Any], *, batch: int = BATCH) -> np.ndarray:
-        """The scores of a reward model, read at the last token of each: [n] float32, or [n Z] where its head gives Z > 1.
+        """Returns a reward model's score of each conversation, read at its last token: [n] float32, or [n Z] if the head has Z > 1
+        outputs.
 
         Args:
-            conversations: lists of messages, rendered by the chat template; or texts of a prompt and its completion, which end with the
-                end-of-sequence token as in training; or token ids, used as they are.
+            conversations: each is a list of messages, which the chat template renders; a text of prompt and completion, to which the
+                end-of-sequence token is added as in training; or a list of token ids, used as they are.
             batch: tokens of one forward pass, padding included.
 
         Raises:
-            BadInput: the model has no head of scores, or as `chat_prompt` and `score`.
+            BadInput: the model has no score head, or as `chat_prompt` and `score`.
         """
         return rewards(self, conversations, batch)
 
     def classify(self, texts: Sequence[TextOrPair], *, batch: int = BATCH) -> list[dict[str, float]]:
-        """The probability of each class, by name, for each text or pair of texts; of a model of numbers, the number.
+        """Returns the probability of each class, by the class's name, for each text or pair of texts. For a regression model it is the
+        predicted number.
 
         Args:
             batch: tokens of one forward pass, padding included.
 
         Raises:
-            BadInput: the model has no head of scores or no tokenizer.
+            BadInput: the model has no score head or no tokenizer.
         """
         return classify(self, texts, batch)
 
@@ -302,25 +318,29 @@ class LM:
         return list(self._held.loaded)
 
     def load_adapter(self, name: str, folder: str | Path, *, replace: bool = False) -> None:
-        """Loads a PEFT folder as an adapter that `generate`, `stream`, `chat`, `score` and `beam_search` may name. The model's weights
-        stay as they are, and answers under different adapters, or none, may run at the same time. `argosy.load` decides how many are
-        loaded at a time, and their highest rank: `engine={"lora": {"enabled": True, "adapters": 2, "rank": 16}}`.
+        """Loads a PEFT folder as an adapter, for the argument `adapter` of `generate`, `stream`, `chat`, `score` and `beam_search`.
+
+        The model's weights are not changed, and completions under different adapters, or none, may run at the same time. How many
+        adapters can be loaded, and their highest rank, is an argument of `argosy.load`:
+        `engine={"lora": {"enabled": True, "adapters": 2, "rank": 16}}`.
 
         Args:
-            replace: another adapter of this name makes room.
+            name: the adapter's name.
+            replace: whether a loaded adapter of this name may be replaced.
 
         Raises:
-            BadInput: there is no room for adapters, it does not fit the model or that room, or the name is taken; nothing is changed.
-            Unsupported: it changes the model in another way too (DoRA, biases).
+            BadInput: adapters are not enabled, the adapter does not fit the model or the highest rank, the name is taken, or as many
+                adapters are loaded as may be. Nothing is changed then.
+            Unsupported: it has more than low-rank factors (DoRA, biases).
         """
         self.check_predicts()
         self._held.load_adapter(self._parts, name, folder, replace=replace)
 
     def unload_adapter(self, name: str) -> None:
-        """Unloads an adapter. Answers that run finish with it.
+        """Unloads an adapter. Completions that run under it finish with it.
 
         Raises:
-            BadInput: none of this name is loaded.
+            BadInput: no adapter of this name is loaded.
         """
         self._held.unload_adapter(self._parts, name)
 
@@ -337,19 +357,20 @@ class LM:
     def quantize(
         self, rules: str | Sequence[Any], *, method: str | RoundingMethod = "nearest", data: Data | None = None, samples: int = 128
     ) -> list[str]:
-        """Quantizes weights in place, by a preset of `argosy quantize`, such as "w4", a YAML file of rules, or rules: those of this
-        house, mappings with their keys, or `qwix.QuantizationRule`s. Returns the names of the contractions, at least one.
+        """Quantizes weights in place. Returns the names of the quantized contractions, at least one.
 
         Args:
-            method: how weights are rounded, as in `argosy quantize`: nearest, mse, gptq, awq, smoothquant, or one of
-                `argosy.adapt.methods.settings` with settings of its own, such as `GPTQ(damping=0.1)`.
-            data: calibration data: a file or another source as `data.source` names it, a list of texts, or a mapping of data
-                settings such as {"source": "texts.jsonl", "sequence": 256}.
-            samples: sequences of it.
+            rules: a preset of `argosy quantize`, such as "w4"; a YAML file of rules; or a list of rules: `argosy.adapt.rules.Rule`s,
+                mappings with their fields, or `qwix.QuantizationRule`s.
+            method: the rounding method, as in `argosy quantize`: nearest, mse, gptq, awq or smoothquant; or a settings object of
+                `argosy.adapt.methods.settings`, such as `GPTQ(damping=0.1)`.
+            data: calibration data: a file or another source as in `data.source`, a list of texts, or a mapping of data settings such
+                as {"source": "texts.jsonl", "sequence": 256}.
+            samples: number of sequences of calibration data.
 
         Raises:
             UserError: there is no such preset, file or method, a rule matches nothing, a weight is quantized already or has an
-                adapter, or there is too little data; the model is as it was.
+                adapter, or there is too little data. The model is not changed then.
         """
         options: Any = {"method": method, "data": data, "samples": samples}
         names = quantize_in_place(self.module, self.config, self.tokenizer, as_rules(rules), **options)
@@ -357,10 +378,11 @@ class LM:
         return names
 
     def merge(self, *, keep: bool = False) -> list[str]:
-        """Merges adapters into the weights, in the weights' type. Returns the names of the contractions that had one.
+        """Merges the module's adapters into its weights in place, in the weights' type. Returns the names of the contractions that had
+        an adapter.
 
         Args:
-            keep: keeps the unmerged weights in memory, for `unmerge`.
+            keep: whether to keep the unmerged weights in memory, for `unmerge`.
 
         Raises:
             BadInput: there is no adapter, or one is on a quantized weight.
@@ -382,7 +404,11 @@ class LM:
         return names
 
     def save(self, folder: str | Path, format: Literal["hub", "argosy", "peft"] = "hub", dtype: Any = None) -> None:
-        """Writes model and tokenizer as a Hub folder or an Argosy checkpoint, or the adapters alone as a PEFT folder."""
+        """Writes model and tokenizer as a Hub folder or an Argosy checkpoint, or only the adapters as a PEFT folder (`format="peft"`).
+
+        Args:
+            dtype: the type of the written weights, as in `argosy.checkpoint.save.save_model`.
+        """
         from argosy.checkpoint.save import save_model
 
         save_model(self, Path(folder), format, dtype)
@@ -403,16 +429,16 @@ class LM:
     # ---------------------------------------------------------------- checks
 
     def sequences(self) -> SequenceScorer:
-        """The forward pass of the model in its current state, including surgery and changed weights."""
+        """The forward pass over whole sequences, for the module in its current state, including surgery and changed weights."""
         return self._held.sequences(self._parts, self.say)
 
     def engine(self, lengths: Sequence[int]) -> Engine:
-        """The engine, with room for sequences of these lengths."""
+        """The engine, with room for sequences of these lengths (tokens of prompt and completion)."""
         return self._held.engine(self._parts, lengths, self.say)
 
     @property
     def longest(self) -> int:
-        """The longest sequence that `generate` makes, in tokens, prompt and completion."""
+        """The most tokens of prompt and completion together in `generate`."""
         return self._parts.longest
 
     @property
@@ -420,19 +446,20 @@ class LM:
         return EngineParts(self.module, self.engine_settings, None if self.draft is None else self.draft.module, self.origin)
 
     def forget(self) -> None:
-        """Frees the cache of earlier completions."""
+        """Frees the engine, with its KV cache and its compiled programs. The next completions build another one."""
         self._held.forget()
 
     def reset_prefix_cache(self) -> None:
-        """Forgets the beginnings of prompts. A prompt that is found there is computed in other parts, which changes rounding."""
+        """Clears the prefix cache, so that completions do not depend on earlier ones. A prompt that is found there is computed in other
+        chunks, which changes rounding."""
         self._held.reset_prefix_cache()
 
     def sleep(self) -> None:
-        """Frees the cache as `forget` does, and keeps its programs, so that the next completions compile nothing."""
+        """Frees the KV cache, but keeps the compiled programs, so that the next completions compile nothing."""
         self._held.sleep()
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """The token ids of a prompt, with the beginning-of-sequence token in front where the tokenizer adds one."""
+        """The token ids of a prompt. Ids of a text begin with the beginning-of-sequence token, if the tokenizer adds one."""
         if not isinstance(prompt, str):
             return token_ids(prompt).tolist()
         if self.tokenizer is None:
@@ -442,14 +469,14 @@ class LM:
         return [self.tokenizer.bos, *ids] if self.tokenizer.adds_bos else ids
 
     def grammar(self, structured: Mapping[str, Any]) -> Grammar:
-        """Compiles what answers must match, for `generate(structured=)`. The latest 32 are kept, so this is called with each
-        completion.
+        """Compiles the format that completions must match, for `generate(structured=)`. The 32 latest grammars are cached, so it may be
+        called for each completion.
 
         Args:
             structured: as in `generate`.
 
         Raises:
-            BadInput: no tokenizer, or a schema or grammar that is wrong or not supported.
+            BadInput: there is no tokenizer, or a schema or grammar is wrong or not supported.
         """
         return self.grammars().get(read_structure(structured))
 
@@ -457,7 +484,7 @@ class LM:
         """The compiler of grammars over this model's tokens.
 
         Raises:
-            BadInput: no tokenizer, or one that is not supported.
+            BadInput: there is no tokenizer, or it is not supported.
         """
         with _MAKING:
             if self._grammars is None or self._grammars.tokenizer is not self.tokenizer:
@@ -475,7 +502,7 @@ class LM:
         """Checks that the model predicts tokens.
 
         Raises:
-            BadInput: it is an encoder, or scores sequences.
+            BadInput: the model is an encoder, scores sequences, or ranks items.
         """
         if self.config.inputs == "clicks":
             raise BadInput("this model ranks and predicts no tokens", hint="`argosy export MODEL OUT` makes a bundle of it")
@@ -487,10 +514,10 @@ class LM:
             raise BadInput("this model is an encoder: it predicts no tokens", hint=hint)
 
     def check_ids(self, ids: Any, length: int) -> None:
-        """Checks token ids, and that the context has room for a length.
+        """Checks token ids against the vocabulary, and a length in tokens against the context.
 
         Raises:
-            BadInput: ids outside the vocabulary, a length beyond the context.
+            BadInput: ids are outside the vocabulary, or the length is beyond the context.
         """
         ids = np.asarray(ids)
         if ids.size and (ids.min() < 0 or ids.max() >= self.config.vocab):

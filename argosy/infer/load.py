@@ -1,4 +1,4 @@
-"""Loads an `LM` from a MODEL argument; `weights.build` builds its pieces."""
+"""Loads an `LM` from a MODEL argument. `weights.build` builds its config, module and tokenizer."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -42,9 +42,9 @@ def load_lm(
 
     Args:
         engine: settings of the engine under `generate`.
-        draft: the draft model, if they ask for one.
-        blocks: keep the weights of a GGUF file in its blocks (`panels.forms_in_blocks`), on a CPU with kernels for them. Such a model
-            answers; it is neither trained, changed nor saved.
+        draft: the draft model, if the engine's settings ask for one.
+        blocks: whether to keep the weights of a GGUF file in its quantized blocks (`panels.block_forms`), on a CPU with kernels for
+            them. Such a model can generate and score, but not be trained, changed or saved.
     """
     forms = block_forms if blocks and jax.default_backend() == "cpu" and not library.load() else None
     options: Any = {"dtype": dtype, "run": run, "adapter": adapter, "context": context, "tensor": tensor}

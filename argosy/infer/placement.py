@@ -1,4 +1,4 @@
-"""The devices that weights lie on, and where the state of programs over them lies."""
+"""The devices that weights are on, and the placement of the arrays that programs over them use."""
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
@@ -15,13 +15,13 @@ def weights_mesh(weights: Leaves) -> Mesh | None:
     return None
 
 
-# Where arrays lie that every device of a model has whole; None: on JAX's default device, wherever that is.
+# The placement of arrays that are replicated on every device of a model; None: on JAX's default device.
 Home = NamedSharding | SingleDeviceSharding | None
 
 
 def weights_home(weights: Leaves) -> Home:
-    """Where the state of programs over these weights lies. A weight that was put on a device explicitly ties programs to that device,
-    and they compile anew for state that is tied to none."""
+    """The placement of arrays, such as caches, that programs use with these weights. If a weight is committed to a device, other arrays
+    must be too: programs would compile again for uncommitted ones."""
     if (mesh := weights_mesh(weights)) is not None:
         return NamedSharding(mesh, PartitionSpec())
     tied = next((a for a in weights.values() if isinstance(a, jax.Array) and a.committed), None)
@@ -29,5 +29,5 @@ def weights_home(weights: Leaves) -> Home:
 
 
 def home_mesh(home: Home) -> Mesh | None:
-    """The mesh of a home on several devices."""
+    """The mesh of a placement on several devices; None if it is on one."""
     return home.mesh if isinstance(home, NamedSharding) and isinstance(home.mesh, Mesh) else None

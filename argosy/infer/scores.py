@@ -1,4 +1,4 @@
-"""Scores of whole sequences by a reward model: read at the last token, as its training does (`train.objectives.preferences.reward`).
+"""Scores of whole sequences by a reward model, read at the last token as in its training (`train.objectives.preferences.reward`).
 
 Transformers' `ForSequenceClassification` reads the last token that is not padding, which is the same unless a sequence ends with the
 padding token.
@@ -41,7 +41,7 @@ def rewards(lm: "LM", conversations: Sequence[Any], batch: int) -> np.ndarray:
 
 
 def conversation_ids(lm: "LM", conversation: Any) -> list[int]:
-    """The token ids of a conversation, a text or ids."""
+    """The token ids of a conversation, as `LM.rewards` reads it: a list of messages, a text, or token ids."""
     if isinstance(conversation, str):
         ids = lm.encode(conversation)
         return ids if lm.tokenizer.eos is None or ids[-1:] == [lm.tokenizer.eos] else [*ids, lm.tokenizer.eos]
@@ -51,5 +51,5 @@ def conversation_ids(lm: "LM", conversation: Any) -> list[int]:
 
 
 def last_scores(model: Any, x: Array, last: Array) -> Array:
-    """The scores [B Z] at these places [B]."""
+    """The scores [B Z] of sequences with hidden states `x` [B T D], at the positions `last` [B]."""
     return model.unembed(jnp.take_along_axis(x, last[:, None, None], 1))[:, 0]

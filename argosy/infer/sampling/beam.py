@@ -5,14 +5,15 @@
         beams.take(engine.generate(beams.requests()))
     beams.best()
 
-Each step continues every beam by its `2 * width` likeliest tokens. A token that ends it makes it a complete beam; of the others, the
-`width` with the highest scores stay open. The search ends once no open beam can come to a higher score than the best complete ones.
+Each step continues every open beam by each of its `2 * width` likeliest tokens. A continuation that ends with an end token is complete.
+Of the others, the `width` with the highest scores stay open. The search ends once no open beam can reach a higher score than the best
+`width` complete beams.
 
-The score of a beam is its log-probability divided by the number of its tokens, the ending one included, to the power of
-`length_penalty` (arXiv:1609.08144). vLLM counts the tokens of the prompt too, so short completions score higher there.
+The score of a beam is its log-probability divided by the number of its tokens to the power of `length_penalty` (arXiv:1609.08144). The
+end token counts. vLLM counts the tokens of the prompt too, so short completions score higher there.
 
-A step is a request for one token for each beam. The pages of a beam are found in the prefix cache, except for tokens of its last page.
-A model with recurrent layers has no prefix cache: it computes each beam from its first token in every step.
+A step sends one request for each open beam, for a single token. The full pages of a beam are found in the prefix cache. A model with
+recurrent layers has no prefix cache, so it computes each beam from its first token in every step.
 """
 
 from collections.abc import Sequence
@@ -26,12 +27,12 @@ from argosy.infer.sampling.sampler import MOST_TOP
 
 @dataclass(frozen=True)
 class Beam:
-    """A beam, or a finished completion.
+    """A beam: a partial or a complete completion.
 
-    tokens: its tokens, without the token that ended it.
-    logprobs: their log-probabilities, and that of the token that ended it.
-    tops: the most likely tokens at each position.
-    ended_by: the token that ended it; None: the limit did.
+    tokens: its token ids, without the end token.
+    logprobs: the log-probability of each token, and then of the end token if there is one.
+    ended_by: the end token; None: the beam is open, or was ended by the limit on its length.
+    tops: the likeliest tokens at each position, with their log-probabilities.
     """
 
     tokens: tuple[int, ...] = ()
@@ -47,9 +48,10 @@ class Beams:
     """The beams of one prompt.
 
     Args:
-        width: number of beams, at most 10: the engine tells the 20 likeliest tokens.
-        most: limit on the tokens of each completion.
-        ends: ids that end a completion.
+        width: number of beams, at most 10, because the engine returns at most the 20 likeliest tokens.
+        most: the most tokens of each completion.
+        ends: token ids that end a completion.
+        length_penalty: the power of the number of tokens by which log-probabilities are divided; above 0 it favors long completions.
 
     Raises:
         BadInput: a width out of range.
@@ -65,17 +67,21 @@ class Beams:
         self.complete: list[Beam] = []
 
     def requests(self, top: int = 0, **options: Any) -> list[Request]:
-        """One for each open beam: its next token with the likeliest ones.
+        """A request for each open beam, for one token and the likeliest tokens in its place.
 
         Args:
-            top: likeliest tokens to keep, if more than the search needs.
+            top: number of likeliest tokens to return, if more than the search needs.
             options: further fields of the requests, such as `adapter` and `salt`.
         """
         top = max(2 * self.width, top)
         return [Request([*self.prompt, *beam.tokens], 1, top=top, **options) for beam in self.open]
 
     def take(self, answers: Sequence[Sequence[Event]]) -> None:
-        """Continues the beams by the completions to `requests`."""
+        """Continues the open beams.
+
+        Args:
+            answers: the events of each request of `requests`, in order.
+        """
         grown: list[Beam] = []
         for beam, events in zip(self.open, answers, strict=True):
             for token, logprob in events[0].top[: 2 * self.width]:
@@ -99,6 +105,6 @@ class Beams:
         return beam.score(self.penalty)
 
     def _bound(self, beam: Beam) -> float:
-        """The highest score that continuing a beam may come to: more tokens never raise its log-probability."""
+        """The highest score that continuations of an open beam can reach, because more tokens never raise its log-probability."""
         longest = self.most if self.penalty > 0 else len(beam.tokens) + 1
         return sum(beam.logprobs) / longest**self.penalty

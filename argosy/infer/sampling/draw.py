@@ -1,7 +1,9 @@
-"""The largest of many numbers, and a token drawn from a distribution, each in two steps: a block of 128 tokens, then one of them.
+"""The argmax of logits, and a token drawn from their softmax, each in two steps: first a block of 128 tokens, then a token of the
+block.
 
-`jnp.argmax` of 32 rows of 49,152 numbers takes 7.5 ms on one core, because XLA:CPU compares them one by one; by blocks 0.2. Random
-bits for each token of these rows would take 80 ms, for each block and the tokens of one block 1.3.
+`jnp.argmax` of 32 rows of 49,152 logits takes 7.5 ms on one core, because XLA:CPU compares them one by one. In two steps it takes
+0.2 ms. Random bits for every token of these rows would take 80 ms. Random bits for every block, and for the tokens of one block, take
+1.3 ms.
 """
 
 from typing import Any
@@ -15,10 +17,10 @@ BLOCK = 128
 
 
 def gumbel_noise(key: Any, ids: Int[Array, "N"]) -> Float[Array, "N"]:
-    """Minus the log of an exponential variable for each id (a Gumbel variable), a function of the key and the id.
+    """Gumbel noise for each id, a function of the key and the id: minus the log of an exponential variable.
 
-    The smallest exponential variable wins, and of many ids that one is small: so it comes from a uniform variable with 32 bits near
-    0, where `jax.random.gumbel` has 23.
+    The id with the smallest exponential variable is drawn, and among many ids the smallest is close to 0. So the uniform variable that
+    it is computed from has 32 bits near 0, where that of `jax.random.gumbel` has 23.
     """
     bits = jax.vmap(lambda token: jax.random.key_data(jax.random.fold_in(key, token))[..., 0])(ids)
     uniform = (bits.astype(jnp.float32) + 0.5) * np.float32(2**-32)
@@ -26,26 +28,26 @@ def gumbel_noise(key: Any, ids: Int[Array, "N"]) -> Float[Array, "N"]:
 
 
 def largest_token(values: Float[Array, "B V"]) -> Int[Array, "B"]:
-    """The place of the largest value of each row, the first of equals."""
+    """The index of the largest value of each row. Of equal values the first counts."""
     blocks = _blocks(values)
     best = jnp.argmax(blocks.max(-1), -1)
     return best.astype(jnp.int32) * BLOCK + jnp.argmax(_at(blocks, best), -1).astype(jnp.int32)
 
 
 def draw_token(logits: Float[Array, "B V"], keys: Any) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
-    """One token per row, drawn from softmax(logits), and its log-probability.
+    """Draws one token per row from softmax(logits). Returns the tokens and their log-probabilities.
 
-    It uses the Gumbel-max trick: among exponential variables divided by weights, the smallest belongs to an item with a probability in
-    proportion to its weight. A block is drawn first, by the blocks' sums, then a token of the block.
+    It uses the Gumbel-max trick: if independent exponential variables are divided by weights, the smallest quotient belongs to an item
+    with a probability in proportion to its weight. First a block is drawn, by the probability of all its tokens, then a token of it.
 
     Args:
-        keys: a random key for each row. A row's token depends on its logits and its key alone.
+        keys: a random key for each row [B]. A row's token depends only on its logits and its key.
     """
     blocks = _blocks(logits)
     top = logits.max(-1, keepdims=True)
     mass = _sums(jnp.exp(blocks - top[:, :, None]))
     numbers = jnp.arange(mass.shape[-1], dtype=jnp.int32)
-    # Ids below 0, so that no block shares its variable with a token.
+    # Blocks have ids below 0, so that no block has the noise of a token.
     block = jnp.argmax(jnp.log(mass) + jax.vmap(gumbel_noise, (0, None))(keys, -1 - numbers), -1).astype(jnp.int32)
     inside, ids = _at(blocks, block), block[:, None] * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
     place = jnp.argmax(inside + jax.vmap(gumbel_noise)(keys, ids), -1)[:, None]
@@ -54,7 +56,8 @@ def draw_token(logits: Float[Array, "B V"], keys: Any) -> tuple[Int[Array, "B"],
 
 
 def _sums(values: Float[Array, "... N"]) -> Float[Array, "..."]:
-    """The sums of the last axis, half and half: XLA:CPU adds in an order of its own, which depends on the number of rows."""
+    """Sums over the last axis, by adding its halves repeatedly. In `jnp.sum`, XLA:CPU adds in an order that depends on the number of
+    rows, which changes rounding."""
     while (size := values.shape[-1]) > 1:
         half = -(-size // 2)
         values = jnp.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, size % 2)])
@@ -63,7 +66,7 @@ def _sums(values: Float[Array, "... N"]) -> Float[Array, "..."]:
 
 
 def _blocks(values: Float[Array, "B V"]) -> Float[Array, "B blocks 128"]:
-    """The values, with minus infinity after the last of a row."""
+    """The values in blocks of 128. The last block of each row is padded with minus infinity."""
     padded = jnp.pad(values, ((0, 0), (0, -values.shape[-1] % BLOCK)), constant_values=-jnp.inf)
     return padded.reshape(values.shape[0], -1, BLOCK)
 

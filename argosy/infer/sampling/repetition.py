@@ -1,4 +1,4 @@
-"""Answers that repeat themselves. No jax here."""
+"""Detects completions that repeat themselves. No jax here."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,10 +8,15 @@ from argosy.core.errors import BadInput
 
 @dataclass(frozen=True)
 class Repetition:
-    """When a completion repeats itself: it ends with `count` times the same `shortest` to `longest` tokens.
+    """Detects that a completion ends with the same pattern `count` times in a row. Calling it with the completion's tokens returns
+    whether it does.
+
+    longest: the most tokens of a pattern.
+    count: how many times the pattern occurs, at least 2.
+    shortest: the fewest tokens of a pattern.
 
     Raises:
-        BadInput: a count below 2, or no such length.
+        BadInput: `count` is below 2, or not 1 <= shortest <= longest.
     """
 
     longest: int
@@ -26,7 +31,7 @@ class Repetition:
 
     def __call__(self, answer: Sequence[int]) -> bool:
         for size in range(self.shortest, min(self.longest, len(answer) // self.count) + 1):
-            # Each token of the end is the one a pattern before it; most patterns differ at the first token that is compared.
+            # Each token equals the one `size` tokens before it. Most patterns differ at the first token that is compared.
             if all(answer[-i] == answer[-i - size] for i in range(1, size * (self.count - 1) + 1)):
                 return True
         return False

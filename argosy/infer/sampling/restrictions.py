@@ -1,4 +1,4 @@
-"""The tokens that a request allows next, as a function of its completion so far. Host only: NumPy."""
+"""The next tokens that a request's sampling settings allow, given its completion so far. Host only: NumPy."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from argosy.core.errors import BadInput
 from argosy.infer.sampling.sample import Sampling
 from argosy.infer.tools.grammar import packed_bits
 
-# Tokens of one request's logit_bias. A slot keeps 8 bytes for each on the device. OpenAI's limit is 300.
+# The most tokens in one request's logit_bias. A slot keeps 8 bytes for each on the device. OpenAI's limit is 300.
 MAX_BIASES = 1024
 
 
@@ -16,10 +16,13 @@ class Restrictions:
     """The restrictions of one request: allowed_tokens, bad_words, min_tokens, and tokens with a bias of minus infinity.
 
     Args:
-        ends: ids that end the completion. They are allowed besides `allowed_tokens`, and banned for `min_tokens`.
+        sampling: the sampling settings of the request.
+        ends: token ids that end the completion. They are allowed in addition to `allowed_tokens`, and banned until the completion has
+            `min_tokens` tokens.
+        vocab: the model's vocabulary size.
 
     Raises:
-        BadInput: ids outside the vocabulary, an empty sequence, too many biases, or nothing is allowed.
+        BadInput: ids are outside the vocabulary, `bad_words` has an empty sequence, there are too many biases, or no token is allowed.
     """
 
     def __init__(self, sampling: Sampling, ends: frozenset[int], vocab: int):
@@ -46,20 +49,20 @@ class Restrictions:
 
     @property
     def changes(self) -> bool:
-        """Whether they depend on the completion."""
+        """Whether the allowed tokens depend on the completion."""
         return bool(self.least or self.words)
 
     def __bool__(self) -> bool:
         return self.changes or self._some
 
     def bits(self, completion: Sequence[int]) -> np.ndarray:
-        """The tokens that may follow a completion: bits [ceil(vocab / 32)] int32, the lowest bit first. Where bans that depend on the
-        completion would leave nothing, they do not count."""
+        """The mask of the tokens that may follow a completion: [ceil(vocab / 32)] int32, one bit per token, the lowest bit first. If
+        bans that depend on the completion would leave no token, they are ignored."""
         allowed = self._after(completion)
         return packed_bits(allowed if allowed.any() else self._always)
 
     def leaves(self, allowed: np.ndarray, completion: Sequence[int]) -> bool:
-        """Whether some of the allowed tokens [vocab] may follow a completion."""
+        """Whether at least one token of `allowed` (bool, [vocab]) may follow a completion."""
         return bool((allowed & self._after(completion)).any())
 
     def _after(self, completion: Sequence[int]) -> np.ndarray:

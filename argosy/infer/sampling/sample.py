@@ -1,20 +1,21 @@
-"""From logits to the next token, each row by its own settings.
+"""Samples the next token from logits, each row with its own settings.
 
-In the order of the field: bias, penalties, temperature, top-k, top-p, min-p, typical, draw. Log-probabilities are the model's own,
-before any of these; a second one is that of the distribution that was drawn from, after all of them.
+The settings apply in the usual order: bias, penalties, temperature, top-k, top-p, min-p, typical, draw. Each token comes with two
+log-probabilities: that of the model, before all of these, and that in the distribution which the token was drawn from, after all.
 
-    repetition    logits above 0 divided, below 0 multiplied, of tokens in prompt or completion (CTRL, arXiv:1909.05858)
-    presence, frequency    subtracted once, and once for each occurrence, of tokens in the completion (the OpenAI API)
-    top-p         the likeliest tokens whose probabilities first sum to p (arXiv:1904.09751)
-    min-p         tokens at least this share as likely as the likeliest (arXiv:2407.01082)
-    typical       the tokens with information nearest to the entropy, whose probabilities first sum to p (arXiv:2202.00666)
+    repetition    divides positive logits of tokens in prompt or completion, and multiplies negative ones (CTRL, arXiv:1909.05858)
+    presence      is subtracted from the logits of tokens in the completion (the OpenAI API)
+    frequency     is subtracted once for each occurrence of the token in the completion (the OpenAI API)
+    top-p         keeps the fewest likeliest tokens whose probabilities sum to p (arXiv:1904.09751)
+    min-p         keeps tokens whose probability is at least this share of the likeliest token's (arXiv:2407.01082)
+    typical       keeps the fewest tokens with information nearest to the entropy whose probabilities sum to p (arXiv:2202.00666)
 
-The vocabulary is never sorted: sorting 4 rows of 131,072 logits takes 110 ms of CPU, their 256 likeliest 1.2 ms. These decide top-k
-up to 256, and top-p where they reach p. Where they do not, and for typical sampling, the threshold is found by bisection over the
-bits of a float32, in 32 passes. Min-p is a threshold as it is.
+The vocabulary is never sorted: sorting 4 rows of 131,072 logits takes 110 ms on a CPU, finding their 256 likeliest 1.2 ms. These 256
+are enough for top-k up to 256, and for top-p if their probabilities sum to p. Otherwise, and for typical sampling, the threshold is
+found by bisection over the bits of a float32, in 32 passes. Min-p is itself a threshold.
 
-A token is drawn in two steps (`infer.sampling.draw`), from the whole vocabulary with what the filters exclude at minus infinity. So a
-row draws the same token whether its candidates or a bisection decided what is left, and therefore whatever the rows beside it ask for.
+A token is drawn in two steps (`infer.sampling.draw`) from the whole vocabulary, with the logits of excluded tokens at minus infinity.
+So a row draws the same token whichever way its threshold was found, and therefore whatever other rows of the batch ask for.
 """
 
 import operator
@@ -32,9 +33,9 @@ from argosy.core.settings import Settings
 from argosy.infer.sampling.draw import draw_token, largest_token
 from argosy.ops.programs.programs import Program
 
-# Likeliest tokens that are looked at before the whole vocabulary is.
+# Number of likeliest tokens in which thresholds are searched before the whole vocabulary.
 CANDIDATES = 256
-# The 256 likeliest reach p only if they do by more than the rounding of a float32 sum over the vocabulary.
+# The 256 likeliest count as reaching p only if they exceed it by more than the rounding of a float32 sum over the vocabulary.
 MARGIN = 2e-6
 
 Seed = int | Sequence[int]
@@ -77,19 +78,19 @@ class Sampling(Settings):
     """Tokens before the completion may end by an end-of-sequence token, a stop token or a stop string."""
 
 
-# The settings that are columns of numbers on the device.
+# The settings that the device has as arrays, with one number per row.
 COLUMNS = (
     "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty"
 )  # fmt: skip
 
 
 def sampling_columns(rows: Sequence[Sampling]) -> dict[str, np.ndarray]:
-    """Each of `COLUMNS` as one array over the rows; and `tail`, 1 - top_p, subtracted in float64: in float32, 1 - 0.999999 is 5 %
-    off."""
+    """Turns the settings of rows into one array [rows] for each of `COLUMNS`. A further array, `tail`, is 1 - top_p, computed in
+    float64: in float32, 1 - 0.999999 is 5 % off."""
     columns = {
         name: np.asarray([getattr(r, name) for r in rows], np.int32 if name == "top_k" else np.float32) for name in COLUMNS
     }
-    # A number below the smallest normal one counts as 0 on the device.
+    # The device treats subnormal numbers as 0, which would mean no sampling.
     warm = columns["temperature"]
     columns["temperature"] = np.where([r.temperature > 0 for r in rows], np.maximum(warm, np.finfo(np.float32).tiny), warm)
     return columns | {"tail": np.asarray([1 - r.top_p for r in rows], np.float64).astype(np.float32)}
@@ -99,23 +100,24 @@ def sampling_columns(rows: Sequence[Sampling]) -> dict[str, np.ndarray]:
 
 
 def random_streams(seed: Seed, rows: Sequence[int]) -> Any:
-    """A random key for each of these rows. Seed and row are folded in one after the other, never added: row 1 of seed 0 has
+    """Returns a random key for each of these rows. Seed and row are folded in one after the other, never added, so row 1 of seed 0 has
     nothing in common with row 0 of seed 1.
 
     Args:
-        seed: a whole number of up to 64 bits, all of which count; or several, such as the seed of a run and a step.
+        seed: a whole number of up to 64 bits, all of which count; or several, such as a run's seed and a step.
+        rows: indices of the rows, such as those of prompts in a batch.
 
     Raises:
-        BadInput: a seed of more than 64 bits.
+        BadInput: the seed has more than 64 bits.
     """
     return _streams(np.asarray(seed_words(seed), np.uint32), np.asarray(rows, np.uint32))
 
 
 def seed_words(seed: Any) -> list[int]:
-    """A seed in words of 32 bits, two for each number.
+    """Splits a seed into words of 32 bits, two for each number, the lower word first.
 
     Raises:
-        BadInput: more than 64 bits, or no number.
+        BadInput: the seed has more than 64 bits, or is no whole number.
     """
     words: list[int] = []
     numbers: Any = seed if isinstance(seed, tuple | list) and seed else [seed]
@@ -151,8 +153,9 @@ _streams, stream_data = jax.jit(_row_keys), Program(_data)
 class NextTokens(NamedTuple):
     """The next token of each row.
 
-    logprobs: the model's own.
-    drawn: log-probability in the distribution that it was drawn from; 0 for a row at temperature 0.
+    tokens: the token ids.
+    logprobs: their log-probabilities by the model alone, before bias, mask, penalties, temperature and filters.
+    drawn: their log-probabilities in the distributions that they were drawn from; 0 for a row at temperature 0.
     """
 
     tokens: Int[Array, "B"]
@@ -170,22 +173,24 @@ def next_tokens(
     filtered: bool = True,
     conditional: bool = True,
 ) -> NextTokens:
-    """The next token of each row. A filter that no row asks for is not computed, and the first that does compiles nothing.
+    """Samples the next token of each row. All filters are in the compiled program, but those that no row asks for are not computed.
 
     Args:
-        logits: the model's own. scored: with biases and penalties.
-        settings: from `sampling_columns`.
+        logits: the logits of the model.
+        scored: the logits after bias, penalties and mask.
+        settings: the columns of `sampling_columns`.
         keys: a random key for each row.
-        live: rows that count; others get a token of no meaning.
-        filtered: whether a row may have a filter.
-        conditional: whether the device decides what no row asks for, and leaves that out. Otherwise no row that
-            draws may ask for `typical_p`.
+        live: the rows whose tokens are used; None: all. The other rows get arbitrary tokens.
+        filtered: whether a row may have a filter (top-k, top-p, min-p, typical).
+        conditional: whether the device skips what no row asks for (`jax.lax.cond`). If false, filters are always computed, and no row
+            with a temperature above 0 may use `typical_p`.
     """
     hot = settings["temperature"] > 0 if live is None else live & (settings["temperature"] > 0)
     greedy = largest_token(scored)
 
     def by_chance() -> tuple[Array, Array]:
-        # Shifted before they are divided: at 1e-10 a quotient has no digits left for what is added to it, at 1e-38 it is infinite.
+        # Logits are shifted before they are divided: at a temperature of 1e-10 a quotient is too large to add noise to in float32, and
+        # at 1e-38 it is infinite.
         warm = (scored - _highest(scored)) / jnp.where(hot, settings["temperature"], 1.0)[:, None]
         hot_settings = settings | {"temperature": jnp.where(hot, settings["temperature"], 0.0)}
         tokens, chance = draw_filtered(warm, hot_settings, keys, conditional) if filtered else draw_token(warm, keys)
@@ -203,13 +208,13 @@ def _highest(logits: Float[Array, "B V"]) -> Float[Array, "B 1"]:
 
 
 def has_penalty(settings: dict[str, Any]) -> Any:
-    """The rows with a penalty [B], of the device or of the host."""
+    """Whether each row has a penalty [B] bool. The columns of `settings` may be JAX or NumPy arrays."""
     repetition, presence, frequency = (settings[f"{name}_penalty"] for name in ("repetition", "presence", "frequency"))
     return (repetition != 1) | (presence != 0) | (frequency != 0)
 
 
 def token_logprobs(logits: Float[Array, "B V"], tokens: Int[Array, "B"]) -> Float[Array, "B"]:
-    """The log-probabilities of these tokens."""
+    """The log-probability of each row's token, by softmax(logits)."""
     return jnp.take_along_axis(logits, tokens[:, None], -1)[:, 0] - jax.nn.logsumexp(logits, -1)
 
 
@@ -227,11 +232,12 @@ def apply_penalties(
 def draw_filtered(
     logits: Float[Array, "B V"], settings: dict[str, Array], keys: Any, conditional: bool = True
 ) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
-    """One token a row, drawn from what its filters leave, and its log-probability there. Rows at temperature 0 get values of no
-    meaning.
+    """Draws one token per row from the tokens that its filters leave. Returns the tokens and their log-probabilities in that
+    distribution. Rows at temperature 0 get arbitrary values.
 
     Args:
-        conditional: as in `next_tokens`.
+        logits: the logits, divided by the temperature.
+        settings, keys, conditional: as in `next_tokens`.
     """
     draws = settings["temperature"] > 0
 
@@ -246,19 +252,20 @@ def draw_filtered(
 
         return jax.lax.cond((draws & (settings["typical_p"] < 1)).any(), near_the_entropy, lambda: filtered_logits)
 
-    # Drawn from in one place: a program with several of them takes longer to compile and more memory.
+    # `draw_token` is called in one place only: a program with several calls takes longer to compile, and more memory.
     some = (draws & has_filter(settings)).any()
     return draw_token(jax.lax.cond(some, filtered, lambda: logits) if conditional else filtered(), keys)
 
 
 def has_filter(settings: dict[str, Any]) -> Any:
-    """The rows with a filter [B], of the device or of the host."""
+    """Whether each row has a filter [B] bool. The columns of `settings` may be JAX or NumPy arrays."""
     top = (settings["top_k"] > 0) | (settings["top_p"] < 1)
     return top | (settings["min_p"] > 0) | (settings["typical_p"] < 1)
 
 
 def typical_tokens(logits: Float[Array, "B V"], p: Float[Array, "B"]) -> Bool[Array, "B V"]:
-    """The tokens whose information is nearest to the entropy, the fewest whose probabilities sum to p; all where p is 1."""
+    """Whether typical sampling keeps each token: the fewest tokens with information nearest to the entropy whose probabilities sum to
+    p. If p is 1, all are kept."""
     logprobs = jax.nn.log_softmax(logits, -1)
     share = jnp.exp(logprobs)
     entropy = -jnp.where(share > 0, share * logprobs, 0.0).sum(-1, keepdims=True)
@@ -270,10 +277,10 @@ def typical_tokens(logits: Float[Array, "B V"], p: Float[Array, "B"]) -> Bool[Ar
 def likeliest(
     logits: Float[Array, "B V"], count: int = CANDIDATES
 ) -> tuple[Float[Array, "B C"], Int[Array, "B C"]]:
-    """The largest logits of each row, descending, and their tokens."""
+    """The `count` largest logits of each row, descending, and their token ids."""
     top, ids = jax.lax.top_k(logits, min(count, logits.shape[-1]))
-    # The barrier keeps values and tokens together: where a use needs one of them, XLA:CPU makes a sort of the vocabulary of it.
-    # A third operand, because XLA drops a tuple of exactly the two, and then dies of a top-k whose user is a barrier.
+    # The barrier keeps values and ids together: if only one of them is used, XLA:CPU turns the top-k into a sort of the vocabulary.
+    # It has a third operand because XLA drops a tuple of exactly these two, and then crashes on a top-k whose user is a barrier.
     top, ids, _ = jax.lax.optimization_barrier((top, ids, logits[:, :1]))
     return top, ids
 
@@ -281,10 +288,11 @@ def likeliest(
 def threshold(
     logits: Float[Array, "B V"], top: Float[Array, "B C"], settings: dict[str, Array]
 ) -> Float[Array, "B"]:
-    """The smallest logit in each row that passes top-k, then top-p of the rest, then min-p; minus infinity without filters.
+    """The smallest logit in each row that passes top-k, then top-p among the rest, then min-p. Minus infinity for rows without filters.
 
     Args:
-        top: the largest logits, from `likeliest`.
+        top: the largest logits of each row, from `likeliest`.
+        settings: as in `next_tokens`.
     """
     V, C = logits.shape[-1], top.shape[-1]
     draws = settings["temperature"] > 0
@@ -305,7 +313,7 @@ def threshold(
 def lowest_of_all(
     logits: Float[Array, "B V"], k: Int[Array, "B"], settings: dict[str, Array]
 ) -> Float[Array, "B"]:
-    """The smallest logit in each row that passes top-k, then top-p of the rest."""
+    """The smallest logit in each row that passes top-k, then top-p among the rest, found by bisection over the whole vocabulary."""
     by_k = lowest_by_bits(logits, lambda above: above.sum(-1) < k)
     passing = logits >= by_k[:, None]
     mass = jnp.where(passing, jnp.exp(logits - jnp.max(logits, -1, keepdims=True)), 0.0)
@@ -313,8 +321,8 @@ def lowest_of_all(
     p, tail = settings["top_p"], settings["tail"]
 
     def too_little(above: Bool[Array, "B V"]) -> Bool[Array, "B"]:
-        # Summed over what is above for a small p, and over the rest for one near 1, where a sum in float32 of what is above has no
-        # digits left for 1 - p.
+        # For a small p, the probabilities above are summed. For a p near 1 the rest is summed, because a float32 sum of those above has
+        # no digits left for 1 - p.
         before, after = jnp.where(above, share, 0.0).sum(-1), jnp.where(above, 0.0, share).sum(-1)
         return (p >= 1) | jnp.where(p < 0.5, before < p, after > tail)
 
@@ -324,12 +332,12 @@ def lowest_of_all(
 def lowest_by_bits(
     values: Float[Array, "B V"], stays: Callable[[Bool[Array, "B V"]], Bool[Array, "B"]]
 ) -> Float[Array, "B"]:
-    """The smallest value of each row that stays, found by bisection over float32 bits, whose order as integers is that of the
-    values.
+    """The smallest value of each row that `stays` keeps, found by bisection over float32 bits, which have the order of the values if
+    read as integers.
 
     Args:
-        stays: whether a value stays, given the tokens with larger ones; false for every value below one for which it is false. The
-            largest value stays anyway.
+        stays: returns whether a value of each row is kept, given a mask of the tokens with larger values. It must be monotonic: false
+            for all values below one for which it is false. The largest value is always kept.
     """
     bits = jax.lax.bitcast_convert_type(values, jnp.int32)
     ordered = jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
@@ -351,11 +359,16 @@ def lowest_by_bits(
 def lowest_of_ranked(
     ranked: Float[Array, "B C"], k: Int[Array, "B"], total: Float[Array, "B"], settings: dict[str, Array]
 ) -> tuple[Float[Array, "B"], Bool[Array, "B"]]:
-    """The smallest of these logits that top-k and top-p leave, and whether these, all within the k, sum to p for certain.
+    """Finds the smallest logit that passes top-k and top-p among the largest logits only. Returns it for each row, and whether the
+    probabilities of `ranked` within the top k sum to p for certain.
+
+    The result is exact for a row if `ranked` is its whole vocabulary, contains its top k, or sums to p.
 
     Args:
-        ranked: the largest logits of each row, descending: all of them, or at least its k unless they sum to p.
-        total: the sum of exp(logit - largest) over the vocabulary.
+        ranked: the largest logits of each row, descending.
+        k: the top-k of each row; the vocabulary size for none.
+        total: the sum of exp(logit - largest logit) over the vocabulary.
+        settings: as in `next_tokens`.
     """
     C = ranked.shape[-1]
     inside = jnp.arange(C, dtype=jnp.int32)[None] < k[:, None]
@@ -365,8 +378,8 @@ def lowest_of_ranked(
     norm = jnp.where(all_k, here[:, None], total[:, None])
     outside = jnp.where(all_k, 0.0, jnp.maximum(total - here, 0.0)[:, None])
     share = mass / norm
-    # A token stays if the sum before it is below p: summed from the front for a small p, and from the back for one near 1, where
-    # a sum in float32 from the front has no digits left for 1 - p.
+    # A token stays if the sum before it is below p. For a small p the sum runs from the front. For a p near 1 it runs from the back,
+    # because a float32 sum from the front has no digits left for 1 - p.
     before = jnp.cumsum(share, -1) - share
     after = jnp.cumsum(share[:, ::-1], -1)[:, ::-1] + outside / norm
     p, tail = settings["top_p"][:, None], settings["tail"][:, None]

@@ -1,5 +1,5 @@
-"""The sampler's state on the device, and the programs that change it. Every array has a row per slot, so a request with other
-settings compiles nothing; engines on GPUs have three programs of the sampler (`SamplerFeatures`)."""
+"""The sampler's state on the device, and the programs that change it. Every array has a row per slot, so a request with other settings
+compiles nothing. Engines on GPUs have three programs of the sampler (`SamplerFeatures`)."""
 
 from collections.abc import Sequence
 from enum import IntEnum
@@ -24,24 +24,24 @@ from argosy.infer.sampling.sample import (
 )
 from argosy.ops.programs.programs import Program
 
-# Upper limit on the likeliest tokens that come with a token.
+# The most likeliest tokens that can be returned with a token.
 MOST_TOP = 20
-# Occurrences of a token that are counted, at most.
+# Counts of a token's occurrences stop here.
 MAX_COUNT = 2**15 - 1
 
 
 class Slots(NamedTuple):
-    """The state, with a row for each slot.
+    """The sampler's state, with a row for each slot.
 
     last: the token sampled last.
-    sampled: number of tokens sampled.
-    keys: data of the random key.
-    settings: from `sample.table`.
-    top: number of likeliest tokens returned.
-    history: twice the occurrences of each token in the completion, plus one if it is in the prompt; they stop at 32,767 occurrences.
-        Two bytes a token: a slot of a vocabulary of 152k has 0.3 MB.
-    biased, biases: the tokens whose logits have a bias, and the biases. A place that is not used has a token beyond the vocabulary.
-    mask: a bit for each token that is allowed, the lowest first, in slots that have a mask.
+    sampled: number of tokens sampled so far.
+    keys: the data of the random key.
+    settings: the columns of `sample.sampling_columns`.
+    top: number of likeliest tokens to return.
+    history: twice the number of occurrences of each token in the completion, plus one if it is in the prompt. Counts stop at 32,767. It
+        takes two bytes per token of the vocabulary, 0.3 MB a slot for a vocabulary of 152k.
+    biased, biases: the tokens whose logits have a bias, and the biases. Unused entries have a token id beyond the vocabulary.
+    mask: one bit for each token, the lowest bit first, set if the token is allowed. Read only if the slot has a mask.
     has_mask: whether the slot has a mask.
     """
 
@@ -58,9 +58,11 @@ class Slots(NamedTuple):
 
 
 class SamplerOutput(NamedTuple):
-    """The tokens that a step sampled, by row of the logits.
+    """The tokens that a step sampled, one for each row of the logits.
 
-    likeliest, ids: the likeliest tokens and their log-probabilities, descending, for rows whose requests want them.
+    tokens, logprobs, drawn: as in `sample.NextTokens`.
+    likeliest: the largest log-probabilities of the model, descending; valid for rows whose requests ask for them.
+    ids: the tokens with these log-probabilities.
     """
 
     tokens: Int[Array, "B"]
@@ -71,7 +73,7 @@ class SamplerOutput(NamedTuple):
 
 
 def empty_slots(slots: int, vocab: int) -> Slots:
-    """The state of slots without an owner, as host arrays."""
+    """The initial state of slots without owners, as host arrays."""
     places = min(MAX_BIASES, vocab)
     plain: dict[str, Any] = {
         "last": np.zeros(slots, np.int32),
@@ -97,7 +99,16 @@ def slot_row(
     completion: Sequence[int],
     mask: np.ndarray | None = None,
 ) -> Slots:
-    """The row of a slot's new owner, whose completion has these tokens already. mask: bits of the tokens that may follow; None: all."""
+    """The row of the sampler's state for a slot's new owner, as host arrays without the slot axis.
+
+    Args:
+        vocab: the vocabulary size.
+        key: the data of the request's random key [2].
+        top: number of likeliest tokens to return.
+        prompt: the token ids of the prompt.
+        completion: the token ids of its completion so far, which a preempted request has.
+        mask: the mask of the tokens that may follow, one bit per token; None: all may.
+    """
     counts = np.bincount(np.asarray(completion, int), minlength=vocab)
     history = (2 * np.minimum(counts, MAX_COUNT)).astype(np.uint16)
     history[np.asarray(prompt)] |= np.uint16(1)
@@ -121,8 +132,8 @@ def slot_row(
 
 
 def _write_slot(slots: Slots, slot: Array, row: Slots) -> Slots:
-    """The state with a new owner of a slot. Its last token is read if chunks end before the last token of a preempted request: a
-    decode step computes that one."""
+    """The state after a slot got a new owner. Its `last` token is read if the prefilled chunks of a preempted request end before the
+    last token, which a decode step then computes."""
     return jax.tree.map(lambda column, value: column.at[slot].set(value, mode="drop"), slots, row)
 
 
@@ -130,7 +141,7 @@ write_slot = Program(_write_slot, donate=0)
 
 
 def _write_masks(slots: Slots, where: Int[Array, "B"], mask: Int[Array, "B W"]) -> Slots:
-    """The state with other masks in these slots; a slot out of range is dropped."""
+    """The state with new masks in the slots `where`. Slots out of range are ignored."""
     return slots._replace(
         mask=slots.mask.at[where].set(mask, mode="drop"), has_mask=slots.has_mask.at[where].set(True, mode="drop")
     )
@@ -140,16 +151,17 @@ write_masks = Program(_write_masks, donate=0)
 
 
 def allowed_tokens(mask: Int[Array, "B W"], vocab: int) -> Bool[Array, "B V"]:
-    """The bits of masks, one for each token."""
+    """Unpacks masks of one bit per token into booleans."""
     bits = (mask[:, :, None] >> jnp.arange(32, dtype=jnp.int32)) & 1
     return bits.reshape(len(mask), -1)[:, :vocab] == 1
 
 
 class SamplerFeatures(IntEnum):
-    """The settings of sampling that a row may have.
+    """The sampling settings that a program of the sampler handles.
 
-    The host of a GPU waits for each condition that the device decides, and starts nothing meanwhile: three of them took 1.8 ms of a
-    decode step of 3.9 (docs/guides/gpus.md). So engines on GPUs run the sampler of what their requests ask for.
+    On a GPU the host waits for each condition (`jax.lax.cond`) that the device decides, and starts nothing meanwhile. Three conditions
+    took 1.8 ms of a decode step of 3.9 ms (docs/guides/gpus.md). So engines on GPUs choose the smallest program that handles the
+    settings of all requests in the step.
     """
 
     TEMPERATURE = 0
@@ -161,11 +173,12 @@ class SamplerFeatures(IntEnum):
 
     @classmethod
     def by(cls, sampling: Sampling, top: int, *, mask: bool) -> "SamplerFeatures":
-        """The settings of a request.
+        """The smallest features that handle a request.
 
         Args:
-            top: likeliest tokens that are returned.
-            mask: whether it has a mask.
+            sampling: the request's sampling settings.
+            top: number of likeliest tokens to return.
+            mask: whether the request has a token mask.
         """
         columns = sampling_columns([sampling])
         draws = columns["temperature"][0] > 0
@@ -177,11 +190,13 @@ class SamplerFeatures(IntEnum):
 def sample_rows(
     slots: Slots, logits: Float[Array, "B V"], owners: Int[Array, "B"], features: SamplerFeatures = SamplerFeatures.ALL
 ) -> tuple[Slots, SamplerOutput]:
-    """Samples a token for each row that has an owner.
+    """Samples a token for each row that has an owner; other rows get arbitrary tokens. Returns the updated state and the tokens.
 
     Args:
-        owners: the slot of each row, -1 for none.
-        features: the settings that a row may have.
+        slots: the sampler's state.
+        logits: the logits of the model.
+        owners: the slot of each row; -1: none.
+        features: the sampling settings that rows may use.
     """
     count, vocab = slots.history.shape
     rows = jnp.arange(len(owners), dtype=jnp.int32)
@@ -212,7 +227,8 @@ def sample_rows(
     def by_temperature(**options: bool) -> NextTokens:
         return next_tokens(logits, logits, settings, keys, live, **options)
 
-    # Where no row asks for more, because a `cond` copies a result as large as the logits.
+    # Rows that need more than a temperature. If there are none, the other path is taken, because each `cond` in `by_all_settings`
+    # copies a result as large as the logits.
     some = live & (has_bias | has_mask | has_penalty(settings) | has_filter(settings) & (settings["temperature"] > 0))
     if features is SamplerFeatures.ALL:
         tokens, logprobs, drawn = jax.lax.cond(some.any(), by_all_settings, partial(by_temperature, filtered=False))
