@@ -1,7 +1,8 @@
-"""Classes and scores of texts by a model with a head of scores: `lm.classify(texts)`.
+"""Classifies texts by a model with a score head: `lm.classify(texts)`.
 
-A text is framed as its tokenizer frames it (`data.framing`) and read where training reads it (`models.parts.texts`). Scores become
-probabilities as in transformers' pipeline for text classification. A text longer than the model takes loses its end.
+The tokenizer's special tokens are put around each text (`data.framing`), and scores are read at the same tokens as in training
+(`models.parts.texts`). Scores become probabilities as in transformers' text classification pipeline. Texts longer than the model's
+context are truncated at the end.
 """
 
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from argosy.models.parts.weight import merge
 if TYPE_CHECKING:
     from argosy.infer.lm import LM
 
-# A text, or two of which the model says how they go together.
+# A text, or a pair of texts, such as premise and hypothesis.
 TextOrPair = str | tuple[str, str]
 
 
@@ -33,7 +34,7 @@ def classify(lm: "LM", texts: Sequence[TextOrPair], batch: int) -> list[dict[str
 
 
 def scores_of(lm: "LM", texts: Sequence[TextOrPair], batch: int) -> Float[np.ndarray, "N Z"]:
-    """The scores of texts or pairs of texts, as the head gives them."""
+    """The scores of texts or pairs of texts, before any activation."""
     rows, seconds = framed_texts(lm, texts)
     scores = np.zeros((len(rows), lm.config.scored), np.float32)
     model = lm.sequences()
@@ -51,10 +52,10 @@ def scores_of(lm: "LM", texts: Sequence[TextOrPair], batch: int) -> Float[np.nda
 
 
 def framed_texts(lm: "LM", texts: Sequence[TextOrPair]) -> tuple[list[list[int]], list[int]]:
-    """The ids of each text, and where the second of a pair begins.
+    """The token ids of each text or pair with special tokens, and the index where the second text of a pair begins (0: no pair).
 
     Raises:
-        BadInput: the model has no head of scores or no tokenizer, or these are no texts.
+        BadInput: the model has no score head or no tokenizer, or `texts` is no list of texts or pairs.
     """
     if not lm.config.scored:
         hint = "`argosy train classify model=FOLDER data.source=FILE.jsonl` trains one"
@@ -77,7 +78,7 @@ def _is_pair(entry: Any) -> bool:
 
 
 def apply_activation(scores: Float[np.ndarray, "N Z"], activation: str) -> Float[np.ndarray, "N Z"]:
-    """Scores as probabilities: softmax, sigmoid, or none, which leaves them."""
+    """Converts scores to probabilities. `activation` is softmax, sigmoid, or none, which returns them unchanged."""
     if activation == "none":
         return scores
     wide = jnp.asarray(scores)

@@ -1,4 +1,4 @@
-"""`ImageTextEncoder`: vectors of images and of texts in one space, by CLIP. `argosy.load(FOLDER)` of a CLIPModel returns it."""
+"""`ImageTextEncoder`: CLIP embeddings of images and texts in one space. `argosy.load(FOLDER)` of a CLIPModel returns it."""
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -19,7 +19,7 @@ from argosy.models.parts.weight import merge, split
 from argosy.weights.build import LoadedModel
 from argosy.weights.hub.image_steps import read_image_steps
 
-# Texts or images that are computed at once.
+# Number of texts or images in one forward pass.
 BATCH = 16
 
 
@@ -27,16 +27,16 @@ class ImageTextEncoder:
     """CLIP: `embed(texts)`, `embed_images(images)` and `scores(images, texts)`.
 
     Args:
-        loaded: the model, with its folder's small files.
+        loaded: the model, with the small files of its folder.
 
     Raises:
-        BadInput: its images are prepared in a way that is not built.
+        BadInput: the folder asks for a preparation of images that is not built.
     """
 
     def __init__(self, loaded: LoadedModel):
         self.loaded, self.module, self.tokenizer = loaded, loaded.module, loaded.tokenizer
         self.steps = read_image_steps(loaded.companions, self.config.vision.size)
-        # Colors become gray in no way that transformers has.
+        # transformers has no conversion of colors to gray.
         if self.config.vision.channels != 3:
             raise BadInput(f"images of {self.config.vision.channels} channels: a CLIP that reads colors, 3, is built")
         graph, self._leaves = split(self.module)
@@ -45,23 +45,23 @@ class ImageTextEncoder:
 
     @property
     def config(self) -> ClipTowersConfig:
-        """Its settings."""
+        """The settings of the model."""
         config: Any = self.loaded.config
         return config
 
     @property
     def scale(self) -> float:
-        """What a cosine is multiplied by: exp(logit_scale)."""
+        """The factor exp(logit_scale) that cosines are multiplied by in `scores`."""
         return float(np.exp(np.asarray(self.module.scale[...], np.float64)))
 
     def embed(self, texts: Sequence[str], normalize: bool = False) -> Float[np.ndarray, "N O"]:
-        """The vector of each text. A text beyond the context loses its end.
+        """Returns the embedding of each text. Texts longer than the context are truncated at the end.
 
         Args:
-            normalize: scales vectors to length 1.
+            normalize: whether to scale embeddings to length 1.
 
         Raises:
-            BadInput: one text in place of a list, or a model without a tokenizer.
+            BadInput: one text is given in place of a list, or the model has no tokenizer.
         """
         if isinstance(texts, str):
             raise BadInput("embed takes a list of texts, not one text", hint="embed([text])")
@@ -70,14 +70,18 @@ class ImageTextEncoder:
         return self._joined(parts, normalize)
 
     def cut(self, texts: Sequence[str]) -> int:
-        """How many texts are longer than the context, and lose their ends."""
+        """The number of texts that are longer than the context, which `embed` truncates."""
         return self._text_reader().cut(texts)
 
     def embed_images(self, images: Sequence[Any], normalize: bool = False) -> Float[np.ndarray, "N O"]:
-        """The vector of each image, [H W 3] uint8 or floats in 0..1, of any sizes.
+        """Returns the embedding of each image.
+
+        Args:
+            images: arrays [H W 3] of uint8, or of floats in 0..1. Sizes may differ.
+            normalize: whether to scale embeddings to length 1.
 
         Raises:
-            BadInput: another shape or other numbers; or Pillow, which resizes, is not installed.
+            BadInput: an image has another shape or other numbers, or Pillow, which resizes images, is not installed.
         """
         parts = []
         for some in _in_parts(images):
@@ -88,8 +92,8 @@ class ImageTextEncoder:
         return self._joined(parts, normalize)
 
     def scores(self, images: Sequence[Any], texts: Sequence[str]) -> Float[np.ndarray, "N M"]:
-        """exp(logit_scale) times the cosine of each image with each text: CLIPModel's `logits_per_image`. Arguments and errors as
-        `embed_images` and `embed`."""
+        """The similarity of each image with each text: exp(logit_scale) times the cosine, as `logits_per_image` of transformers'
+        CLIPModel. Arguments and errors are those of `embed_images` and `embed`."""
         return self.scale * self.embed_images(images, normalize=True) @ self.embed(texts, normalize=True).T
 
     def save(self, folder: str | Path, format: Literal["hub", "argosy"] = "hub", dtype: Any = None) -> None:
@@ -119,10 +123,10 @@ class ImageTextEncoder:
 
 
 def as_pixels(image: Any) -> np.ndarray:
-    """An image [H W 3] uint8, from uint8 or floats in 0..1.
+    """Converts an image to an array [H W 3] of uint8, from uint8 or floats in 0..1.
 
     Raises:
-        BadInput: another shape or other numbers.
+        BadInput: the image has another shape or other numbers.
     """
     pixels = np.asarray(image)
     if pixels.ndim != 3 or pixels.shape[-1] != 3 or not pixels.size:

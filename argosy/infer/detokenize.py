@@ -1,4 +1,4 @@
-"""Token ids of a completion to text: whole characters, and stop strings."""
+"""Decodes the tokens of a completion to text as they arrive, in whole characters, and finds stop strings."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,20 +7,22 @@ from argosy.core.errors import BadInput
 
 
 class Detokenizer:
-    """The text of one completion while its tokens arrive.
+    """Decodes one completion while its tokens arrive.
 
-    A piece is text that no later token can change: a character whose bytes are not complete yet is held back, and so is an ending
-    that may be the beginning of a stop string. `stopped` is the stop string that was found; what follows it is dropped.
+    Each call returns text that no later token can change. Held back are a character whose bytes are not complete yet, and an ending
+    that may be the beginning of a stop string.
+
+    stopped: the stop string that was found; None so far. Text after it is dropped.
 
     Args:
-        tokenizer: None gives no text.
-        prompt: ids before the completion. The completion continues their text, so it keeps its leading space.
-        stop: strings that end the completion. If several are complete with the same token, the one that begins first counts.
-        include_stop: keeps the stop string in the text.
-        begun: the first token of the completion keeps its leading space even if the prompt has no text, as after `bos` alone.
+        tokenizer: the tokenizer; None: no text is returned.
+        prompt: the token ids before the completion. The completion continues their text, so it keeps its leading space.
+        stop: strings that end the completion. If one token completes several, the one that begins first counts.
+        include_stop: whether to keep the stop string in the text.
+        begun: whether the first token keeps its leading space even if the prompt has no text, such as `bos` alone.
 
     Raises:
-        BadInput: an empty stop string, or stop strings without a tokenizer.
+        BadInput: a stop string is empty, or stop strings are given without a tokenizer.
     """
 
     def __init__(
@@ -47,10 +49,10 @@ class Detokenizer:
                 self._stream.begun()
 
     def push(self, token: int, *, may_stop: bool = True) -> str:
-        """The text that is final with this token.
+        """Adds a token. Returns the text that has become final.
 
         Args:
-            may_stop: whether a stop string that is complete by now ends the completion.
+            may_stop: whether a stop string that is complete now ends the completion.
         """
         if self._stream is None or self.stopped is not None:
             return ""
@@ -64,7 +66,7 @@ class Detokenizer:
         return text
 
     def end(self) -> str:
-        """The rest of the text, once there are no more tokens."""
+        """Ends the completion. Returns the text that was held back."""
         if self._stream is not None and self.stopped is None:
             self._held += self._stream.end()
             self._cut_at_stop()
@@ -85,10 +87,10 @@ class Detokenizer:
 
 
 def token_spellings(tokenizer: Any, word: str) -> list[tuple[int, ...]]:
-    """The token ids of a word at the beginning of a text, and after a space.
+    """The token ids of a word, at the beginning of a text and after a space.
 
     Raises:
-        BadInput: no tokenizer, or nothing but spaces.
+        BadInput: there is no tokenizer, or the word consists of spaces.
     """
     if tokenizer is None:
         raise BadInput("bad_words as text need a tokenizer", hint="give token ids")

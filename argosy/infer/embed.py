@@ -1,8 +1,8 @@
 """Sentence embeddings, by an encoder or by a language model: `lm.embed(texts)`.
 
-The small files of sentence-transformers beside the weights define the steps (`weights.hub.sentence_steps`). Without them the result is
-the mean over all tokens, not normalized. A language model embeds texts if it has these files (Qwen3-Embedding, E5-Mistral); it is read
-after its final norm, mostly at the last token, which sees all others.
+The configuration files of sentence-transformers beside the weights define the steps (`weights.hub.sentence_steps`). Without them an
+embedding is the mean over all tokens, not normalized. A language model embeds texts if it has these files (Qwen3-Embedding,
+E5-Mistral). Its hidden states are read after the final norm, usually at the last token, which attends to all others.
 
 Texts are processed in batches sorted by length, to reduce padding; programs are compiled once for each bucket of lengths. This
 module knows nothing of weight files or families.
@@ -40,20 +40,20 @@ def embed(
     pooling: str | None = None,
     batch: int = 32,
 ) -> np.ndarray:
-    """One vector per text, [texts D] float32.
+    """Returns one embedding per text, [texts D] float32. Defaults come from the configuration in the model's folder.
 
     Args:
-        texts: strings; or token ids, which are used as they are and must include [CLS] and [SEP]. Text beyond the longest
-            sequence is not read.
-        normalize: scales vectors to length 1; by default as the folder says.
-        prompt_name: name of the folder's prompt that is put before each string; by default as the folder says.
-        prompt: the prompt itself; "" for none.
-        pooling: mean, cls, max or last of the token vectors; by default as the folder says.
-        batch: number of texts computed at once.
+        texts: strings; or lists of token ids, which are used as they are and must include [CLS] and [SEP]. Strings longer than the
+            longest sequence are truncated.
+        normalize: whether to scale embeddings to length 1; None: the folder's default.
+        prompt_name: name of a prompt in the folder's configuration, which is put before each string; None: the folder's default.
+        prompt: text to put before each string in place of a named prompt; "": nothing.
+        pooling: mean, cls, max or last: how token vectors become one; None: the folder's default.
+        batch: number of texts in one forward pass.
 
     Raises:
-        BadInput: the model embeds no texts, there is text but no tokenizer, ids are outside the vocabulary, or a step is not
-            built.
+        BadInput: the model embeds no texts, a string is given without a tokenizer, ids are outside the vocabulary, or the folder asks
+            for a step that is not built.
     """
     if isinstance(texts, str):
         raise BadInput("embed takes a list of texts, not one text", hint="embed([text])")
@@ -79,7 +79,10 @@ def embed(
 
 
 class TextTokens(list[int]):
-    """The ids of a text. prompt: how many of them, at the beginning, belong to its prompt and are not pooled."""
+    """The token ids of a text.
+
+    prompt: number of ids at the beginning that belong to the prompt, and are not pooled.
+    """
 
     def __init__(self, ids: Iterable[int], prompt: int = 0):
         super().__init__(ids)
@@ -87,12 +90,12 @@ class TextTokens(list[int]):
 
 
 class SentenceEncoder:
-    """An encoder with the steps of its folder, one step at a time: texts to ids, ids to pooled vectors, and those to the result. The
-    weights are those that the model has now.
+    """The steps of embedding texts with one model: `ids` converts texts to token ids, `pooled` computes pooled vectors from these, and
+    `finished` truncates and normalizes the vectors. The weights are those at the time of construction.
 
     Args:
-        pooling: overrides the folder's.
-        say: called with what is being compiled, if that takes longer than a second.
+        pooling: the pooling to use in place of the folder's.
+        say: called with the name of the program that is being compiled, if compiling takes longer than a second.
 
     Raises:
         BadInput: the model embeds no texts, or its folder asks for a step that is not built.
@@ -112,29 +115,30 @@ class SentenceEncoder:
     def ids(
         self, texts: Sequence[Prompt], most: int | None = None, *, special: bool = True, prompt: str | None = None
     ) -> list[list[int]]:
-        """The ids of each text: the tokenizer's between [CLS] and [SEP]. Texts that are token ids stay as they are.
+        """The token ids of each text, between [CLS] and [SEP]. Texts that are token ids already are returned unchanged.
 
         Args:
-            most: the longest sequence; longer texts lose their end, but not their [SEP]. None: any length.
-            special: puts [CLS] before a text and [SEP] after it.
-            prompt: is put before each text; None: as the folder says.
+            most: the most tokens of a sequence. Longer texts are truncated before their [SEP]. None: no limit.
+            special: whether to put [CLS] before each text and [SEP] after it.
+            prompt: text to put before each text; None: the folder's default.
 
         Raises:
-            BadInput: there is no tokenizer, or it has no such tokens; ids outside the vocabulary, or none; more than the context.
+            BadInput: there is no tokenizer, or it lacks these special tokens; or a text has no ids, ids outside the vocabulary, or more
+                ids than the context.
         """
         rows = [[] if isinstance(text, str) else self.lm.encode(text) for text in texts]
         strings = [i for i, text in enumerate(texts) if isinstance(text, str)]
         if strings:
             first, last = frame_tokens(self.lm)
             prompt = self.steps.prompt if prompt is None else prompt
-            # Blanks around prompt and text are no part of them, as in sentence-transformers.
+            # Whitespace around prompt and text is stripped, as in sentence-transformers.
             whole = [prompt, *((prompt + str(texts[i])).strip() for i in strings)]
             before, *encoded = self.lm.tokenizer.encode_many([t.lower() if self.steps.lower else t for t in whole])
             first, last = (first, last) if special else ([], [])
             leaves_out = bool(prompt) and not self.steps.include_prompt
             for i, ids in zip(strings, encoded, strict=True):
                 cut = ids if most is None else ids[: max(most - len(first) - len(last), 0)]
-                # A token may belong to the end of the prompt and the beginning of the text: it is pooled.
+                # A token that spans the end of the prompt and the beginning of the text is pooled.
                 prompt_length = common_length(before, ids) if leaves_out else 0
                 if prompt_length and prompt_length >= len(cut) and (len(cut) < len(ids) or not last):
                     raise BadInput("a text of which nothing is left beside its prompt", hint="a longer text, or a shorter prompt")
@@ -146,10 +150,11 @@ class SentenceEncoder:
         return rows
 
     def pooled(self, rows: Sequence[Sequence[int]], shape: tuple[int, int] | None = None) -> Float[np.ndarray, "N D"]:
-        """The pooled vectors of these sequences, in one forward pass.
+        """Computes the pooled vectors of sequences in one forward pass.
 
         Args:
-            shape: rows and tokens to pad to; None: the next power of two, and the next length that programs are compiled for.
+            rows: the token ids of each sequence, as `ids` returns them.
+            shape: (rows, tokens) to pad to; None: the next power of two, and the next length that programs are compiled for.
         """
         longest = max(map(len, rows))
         shape = shape or (row_bucket(len(rows)), max(longest, min(length_bucket(longest), self.lm.config.context)))
@@ -176,11 +181,11 @@ class SentenceEncoder:
     def finished(
         self, vectors: Float[np.ndarray, "N D"], normalize: bool | None = None, dimensions: int | None = None
     ) -> Float[np.ndarray, "N d"]:
-        """Pooled vectors, cut to their first dimensions and then scaled.
+        """Truncates pooled vectors to their first dimensions, and then normalizes them.
 
         Args:
-            normalize: scales vectors to length 1; None: as the folder says.
-            dimensions: numbers to keep of each; None: all.
+            normalize: whether to scale vectors to length 1; None: the folder's default.
+            dimensions: number of dimensions to keep; None: all.
         """
         vectors = vectors[:, :dimensions]
         scaled = self.steps.normalize if normalize is None else normalize
@@ -188,15 +193,16 @@ class SentenceEncoder:
 
 
 def unit_vectors(vectors: Float[np.ndarray, "N D"]) -> Float[np.ndarray, "N D"]:
-    """The vectors at length 1."""
+    """Scales vectors to length 1."""
     return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
 
 
 def frame_tokens(lm: "LM") -> tuple[list[int], list[int]]:
-    """The ids put before and after a text; none where the family has none.
+    """The special tokens that are put before a text and after it, such as [CLS] and [SEP]. A list is empty if the family has none
+    there.
 
     Raises:
-        BadInput: there is no tokenizer, or it has no such tokens.
+        BadInput: there is no tokenizer, or it lacks these tokens.
     """
     if lm.tokenizer is None:
         raise BadInput("this model came without a tokenizer", hint="give token ids")
@@ -213,7 +219,8 @@ def frame_tokens(lm: "LM") -> tuple[list[int], list[int]]:
 
 
 def embedding_steps(lm: "LM", pooling: str | None = None) -> EmbeddingSteps:
-    """The steps of a model, by its folder or else by its family. Arguments and errors as `read_steps`."""
+    """The embedding steps of a model, from its folder's files, or else from its family's defaults. Arguments and errors are those of
+    `read_steps`."""
     default = lm.config.pooling
     return EmbeddingSteps(pooling or default) if lm.companions is None else read_steps(lm.companions, pooling, default)
 
@@ -228,7 +235,7 @@ def check_embeds(lm: "LM") -> None:
     """Checks that a model embeds texts.
 
     Raises:
-        BadInput: it does not.
+        BadInput: the model does not.
     """
     if lm.config.inputs != "tokens":
         hint = "`embed` of argosy.load(FOLDER) gives its vectors; tasks=images clip=FOLDER compares drawn images with captions"
@@ -249,8 +256,8 @@ def row_bucket(rows: int) -> int:
 
 @lru_cache(maxsize=16)
 def _pooled(graph: Any, dtype: Any, pooling: str) -> Any:
-    """(weights, tokens [B T], segments [B T]) -> [B D]; compiled once for each model and shape. Where prompts are not pooled,
-    the number of their tokens follows, [B 1]."""
+    """(weights, tokens [B T], attention mask [B T]) -> [B D]; compiled once for each model and shape. A fourth argument [B 1] is the
+    number of each row's first tokens that are not pooled."""
 
     def pooled(weights: Any, tokens: Any, segments: Any, after: Any = None) -> Any:
         model = merge(graph, weights)

@@ -1,11 +1,12 @@
-"""Log-probabilities of the tokens of prompts, with the likeliest tokens at each place, while an engine answers other requests.
+"""Scores the tokens of prompts, with the likeliest tokens at each position, while an engine runs other requests.
 
-A pass cannot be interrupted, so its length bounds how long running completions wait: `PASS` tokens. Short prompts of one length share a
-pass, without the engine's cache. A longer prompt takes several passes, with a cache of its own, and other work is done between them.
-Each length costs a program (`sequences.bucket`), and a second one for full batches; `compile` makes them in any thread.
+A forward pass cannot be interrupted, so it has at most `PASS` tokens, which bounds how long running completions wait. Short prompts of
+one padded length share a pass, without the engine's KV cache. A longer prompt takes several passes, with its own KV cache, and the
+engine steps between them. Each padded length (`sequences.length_bucket`) needs one program, and a second one for full batches.
+`compile` compiles them in any thread.
 
-With an engine's adapters, the prompts of a pass have one adapter in common, or none. Its factors are data, so no adapter compiles a
-program.
+With an engine's adapters, all prompts of a pass have the same adapter, or none. The factors are inputs of the program, so an adapter
+compiles nothing.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,11 +34,12 @@ PASS = 256
 
 
 class PromptScores(NamedTuple):
-    """The tokens of one prompt, from the second on (the first has nothing before it).
+    """The scores of the tokens of one prompt, from the second token on, because no token is before the first.
 
-    logprobs: natural logarithms.
-    ranks: 1 for the likeliest token.
-    ids, likeliest: the likeliest tokens and their log-probabilities, descending.
+    logprobs: the log-probability of each token (natural logarithm).
+    ranks: the rank of each token by probability; 1: the likeliest.
+    ids: the likeliest tokens at each position, descending.
+    likeliest: the log-probabilities of `ids`.
     """
 
     logprobs: Float[np.ndarray, " S"]
@@ -54,9 +56,9 @@ class PromptScorer:
     """Scores prompts with one model. `score` is called by the thread that steps the engine, `compile` by any.
 
     Args:
-        longest: the longest prompt in tokens.
-        say: called with what is being compiled, if that takes longer than a second.
-        adapters: those of the engine.
+        longest: tokens of the longest prompt.
+        say: called with the name of the program that is being compiled, if compiling takes longer than a second.
+        adapters: the engine's adapters; None: it has none.
     """
 
     def __init__(self, model: Any, longest: int, say: Say | None = None, adapters: Adapters | None = None):
@@ -69,7 +71,7 @@ class PromptScorer:
         self._long: _Long | None = None
 
     def sizes(self) -> Iterator[tuple[int, int]]:
-        """(rows, length) of every pass there may be."""
+        """Yields the sizes (rows, length) of every pass that there may be."""
         length = 0
         while length < self._padded(self.longest):
             length = self._padded(length + 1)
@@ -78,7 +80,7 @@ class PromptScorer:
                 yield rows, length
 
     def sizes_of(self, prompts: Sequence[Sequence[int]]) -> set[tuple[int, int]]:
-        """(rows, length) of the passes over these prompts, whatever else is scored beside them."""
+        """The sizes (rows, length) of all passes that these prompts may be part of, whichever other prompts are scored with them."""
         lengths = [self._padded(len(ids) - 1) for ids in prompts if len(ids) > 1]
         rows = {length: self._rows(length) for length in lengths}
         many = {(rows[length], length) for length in lengths if lengths.count(length) > rows[length] // 2}
@@ -89,7 +91,7 @@ class PromptScorer:
         return self.sizes_of(prompts) - self._compiled
 
     def compile(self, sizes: Iterable[tuple[int, int]]) -> int:
-        """Compiles the programs of these sizes that are not compiled; returns their number. Slow: seconds each."""
+        """Compiles the programs of these sizes that are not compiled yet, which takes seconds each. Returns how many were compiled."""
         count = 0
         with self._lock:
             for rows, length in sizes:
@@ -117,17 +119,17 @@ class PromptScorer:
         if home_mesh(home) is None:
             return allocate_caches(self._specs, home, empty)
         with self.sequences.on_mesh():
-            # Kept by length: a new function would compile for each long prompt.
+            # Kept by length, because a new function would be compiled again for each long prompt.
             if length not in self._empties:
                 self._empties[length] = jax.jit(lambda: constrain_caches(self._specs, empty()))
             return self._empties[length]()
 
     def batch(self, prompts: Sequence[Sequence[int]], under: Sequence[LoadedAdapter | None] | None = None) -> list[int]:
-        """The places of the prompts that the next pass scores: the first alone, or with others of its length and adapter if they fill
-        more than half of a batch.
+        """The indices of the prompts that the next pass scores. It is the first prompt alone, or together with others of the same
+        padded length and adapter if these fill more than half of a batch.
 
         Args:
-            under: the adapter of each prompt; None: none has one.
+            under: the adapter of each prompt; None: no prompt has one.
         """
         adapters = [None] * len(prompts) if under is None else under
         length = self._padded(len(prompts[0]) - 1)
@@ -140,11 +142,13 @@ class PromptScorer:
         return places if len(places) > rows // 2 and (rows, length) in self._compiled else [0]
 
     def score(self, prompts: Sequence[Sequence[int]], adapter: LoadedAdapter | None = None) -> list[PromptScores] | None:
-        """One pass over a batch; None if its one prompt needs another pass: then call this again with it. Compiles nothing that
-        `compile` has made. The passes of a long prompt are remembered until another long one begins.
+        """Runs one pass. Returns the scores of the prompts, or None if a long prompt needs another pass: then call it again with the
+        same prompt. The passes of a long prompt are kept until another long prompt begins. Programs that `compile` has not compiled are
+        compiled here.
 
         Args:
-            adapter: of all of these prompts. It keeps its place until they are scored (`Adapters.use`).
+            prompts: the prompts that `batch` chose.
+            adapter: the adapter of all these prompts. The caller must have registered its use (`Adapters.use`).
         """
         length = self._padded(max(len(ids) for ids in prompts) - 1)
         rows = 1 if len(prompts) == 1 else self._rows(length)
@@ -156,8 +160,12 @@ class PromptScorer:
         return self._scored([*prompts, *[[]] * (rows - len(prompts))], adapter)[: len(prompts)]
 
     def forget(self, prompts: Iterable[Sequence[int]] | None = None) -> None:
-        """Frees the cache of a prompt that nobody waits for any more. None: of any, because the weights have changed; it is scored
-        again from its first token."""
+        """Frees the KV cache of a long prompt that is partly scored.
+
+        Args:
+            prompts: prompts whose scores nobody waits for any more; None: any prompt, because the weights have changed. A prompt that
+                is passed to `score` again is then scored from its first token.
+        """
         if self._long is not None and (prompts is None or any(ids is self._long.ids for ids in prompts)):
             self._long = None
 
@@ -180,12 +188,12 @@ class PromptScorer:
         return PromptScores(*(np.concatenate(parts) for parts in zip(*long.scores)))
 
     def _padded(self, length: int) -> int:
-        # A model with a short context has its own as the last length.
+        # The last length is the model's context.
         return min(length_bucket(max(length, 1)), self.sequences.context)
 
     @staticmethod
     def _rows(length: int) -> int:
-        """Prompts of this length that share a pass: a power of two."""
+        """The number of prompts of this length that share a pass, a power of two."""
         return 1 << max(PASS // length, 1).bit_length() - 1
 
     def _scored(self, rows: Sequence[Sequence[int]], adapter: LoadedAdapter | None = None) -> list[PromptScores]:
@@ -202,7 +210,12 @@ class PromptScorer:
 
 @dataclass
 class _Long:
-    """A prompt that takes several passes, the cache of its tokens, and what the passes so far found."""
+    """A prompt that takes several passes.
+
+    ids: its token ids.
+    caches: the KV cache of the tokens computed so far.
+    scores: the results of each pass so far.
+    """
 
     ids: Sequence[int]
     caches: Caches
@@ -210,7 +223,7 @@ class _Long:
 
 
 def _of_logits(logits: Array, following: Array) -> tuple[Array, ...]:
-    """Log-probabilities and ranks of the tokens that follow [tokens]; the likeliest tokens and their log-probabilities [tokens K]."""
+    """Log-probabilities and ranks of the following tokens [tokens]; the likeliest tokens and their log-probabilities [tokens K]."""
     target_logits = jnp.take_along_axis(logits, following[:, None], -1)
     total = jax.nn.logsumexp(logits, -1, keepdims=True)
     top, ids = likeliest(logits, MOST_TOP)
@@ -218,5 +231,5 @@ def _of_logits(logits: Array, following: Array) -> tuple[Array, ...]:
 
 
 def _scored(model: Any, x: Array, following: Array) -> tuple[Array, ...]:
-    """Log-probabilities and ranks of the tokens that follow [B T]; the likeliest tokens and their log-probabilities [B T K]."""
+    """Log-probabilities and ranks of the following tokens [B T]; the likeliest tokens and their log-probabilities [B T K]."""
     return map_chunks(model, x, following, _of_logits)

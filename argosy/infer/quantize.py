@@ -1,7 +1,7 @@
-"""`lm.quantize("w4", method="gptq", data=...)`: rounds the weights of a model in memory by a method.
+"""`lm.quantize("w4", method="gptq", data=...)`: quantizes the weights of a model in memory.
 
-Everything is computed before the model changes, so a mistake or an interruption leaves it as it was. Beside the model there are its
-weights in few bits, and on disk, in a temporary folder, the inputs of two layers.
+Everything is computed before the model is changed, so a mistake or an interruption leaves it as it was. In addition to the model,
+memory holds its quantized weights, and a temporary folder on disk holds the inputs of two layers.
 """
 
 import json
@@ -33,18 +33,19 @@ from argosy.parallel.place import on_devices
 from argosy.weights.fill import model_weights, stored_arrays
 from argosy.weights.quantized import RoundedTensors
 
-# A source as `data.source` names it, texts, or data settings by key.
+# Calibration data: a source as in `data.source`, a list of texts, or a mapping of data settings.
 Data = str | Path | Sequence[str] | Mapping[str, Any]
 
 
 def quantize_in_place(
     module: Any, config: Any, tokenizer: Any, rules: list[Rule], *, method: str | RoundingMethod, data: Data | None, samples: int
 ) -> list[str]:
-    """Quantizes weights of a model by a method. Returns the names of the quantized contractions; there is at least one.
+    """Quantizes weights of a model in place. Arguments are those of `LM.quantize`. Returns the names of the quantized contractions, at
+    least one.
 
     Raises:
-        UserError: as `LM.quantize`; the model is as it was.
-        Unsupported: several devices share its weights.
+        UserError: as `LM.quantize`. The model is not changed then.
+        Unsupported: the weights are split over several devices.
     """
     rounding = METHODS[method]() if isinstance(method, str) else method
     if rounding.needs_data and data is None:
@@ -99,10 +100,10 @@ def _put_all(module: Any, modules: Mapping[str, Any]) -> list[str]:
 
 
 def calibration_settings(data: Data, folder: Path) -> DataSettings:
-    """The settings of calibration data.
+    """The data settings for calibration data.
 
     Args:
-        folder: for a file of texts that are in memory.
+        folder: the folder for a file that is written if `data` is a list of texts.
     """
     if isinstance(data, str | Path):
         return DataSettings(source=str(data))

@@ -1,4 +1,4 @@
-"""The layers of an unrolled model as programs, one layer or several at a time; and a model while a program is traced."""
+"""Compiles the layers of an unrolled model as programs of one or several layers, and rebuilds a model inside a traced program."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from functools import lru_cache
@@ -14,12 +14,13 @@ from argosy.ops.programs.programs import Program, RunProgram, run_jitted
 
 
 class LayerPrograms:
-    """The layers of an unrolled model, called one by one, or several at a time.
+    """The layers of an unrolled model as compiled programs, each of one or several consecutive layers.
 
     Args:
-        most: layers of a program, at most. There are fewer where the plan does not repeat.
+        model: an unrolled model.
+        most: the most layers of one program. Programs have fewer where the model's plan of layers does not repeat.
 
-    outside: what a program outside the layers is compiled for; see `traced_model`.
+    outside: the arguments of `traced_model` (graph, dtype, absent weights) for programs outside the layers.
     """
 
     def __init__(self, model: Any, most: int = 1):
@@ -37,12 +38,12 @@ class LayerPrograms:
 
     @property
     def compiled_layers(self) -> list[int]:
-        """The layers that are compiled: the first run of each kind, whose program the others share."""
+        """The indices of the layers that are compiled. Later runs of the same kinds of layers share their programs."""
         first = {program: (start, end) for start, end, program in reversed(self._runs)}
         return [i for start, end in first.values() for i in range(start, end)]
 
     def divided(self, weights: Leaves) -> tuple[Leaves, list[Leaves]]:
-        """The weights outside the layers, and the weights of each layer by its own names."""
+        """Splits weights into those outside the layers, by parameter name, and those of each layer, by the name within the layer."""
         layers = [{leaf: weights[a] for leaf, a in names.items() if a in weights} for names in self._addresses]
         return {address: weights[address] for address in self._outside if address in weights}, layers
 
@@ -55,11 +56,15 @@ class LayerPrograms:
         run: RunProgram = run_jitted,
         at: Hashable = None,
     ) -> tuple[Any, dict[str, Any]]:
-        """The hidden states after all layers, and their caches, in place.
+        """Runs all layers. Returns the hidden states and the updated caches; the arrays in `caches` are donated.
 
         Args:
-            attend: a strategy (`parts.attention.attend`).
-            run, at: how programs are called, and what stands for the shapes of these arguments (`ops.programs.programs`).
+            weights: the weights of each layer, from `divided`.
+            x: the hidden states before the first layer.
+            caches: the cache of each layer, by its index as text.
+            attend: an attention strategy (`parts.attention.attend`).
+            run: calls the programs (`ops.programs.programs`).
+            at: a key that stands for the shapes of these arguments, for `run`.
         """
         new_caches = {}
         for start, end, program in self._runs:
@@ -70,7 +75,12 @@ class LayerPrograms:
 
 
 def equal_runs(kinds: Sequence[Any], most: int) -> list[tuple[int, int]]:
-    """Layers of these kinds as runs (start, end) of at most this many. Where the plan repeats, runs are alike, and share a program."""
+    """Divides layers into runs (start, end) of at most `most` layers. Where the sequence of kinds repeats, runs have the same kinds,
+    and so share a program.
+
+    Args:
+        kinds: the kind of each layer. Layers of one kind have the same program.
+    """
     runs = []
     for start, period, repeats in repeating(kinds):
         fitting = [n for n in range(1, repeats + 1) if repeats % n == 0 and n * period <= most]
@@ -80,14 +90,19 @@ def equal_runs(kinds: Sequence[Any], most: int) -> list[tuple[int, int]]:
 
 
 class AbsentWeights(dict[str, jax.ShapeDtypeStruct]):
-    """Shapes of weights that a program does not use. Hashable, because the program does not depend on them."""
+    """The shapes of weights that a program does not use, by parameter name. The hash covers the names only, because the program does
+    not depend on the shapes."""
 
     def __hash__(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return hash(frozenset(self))
 
 
 def traced_model(graph: Any, weights: Leaves, dtype: Any, absent: AbsentWeights | None = None) -> Any:
-    """A model while a program is traced, whose layers may be absent."""
+    """Rebuilds a model from its graph and weights, inside a program that is being traced.
+
+    Args:
+        absent: the shapes of the weights that are not among `weights`, because the program does not use them.
+    """
     model = merge(graph, weights if absent is None else weights | absent)
     model.dtype = dtype
     return model

@@ -1,18 +1,18 @@
-"""The forward pass of one model: over the rows of an engine's step, and over whole sequences.
+"""The forward pass of one model, over the rows of an engine's step or over whole sequences.
 
-    OneProgram   for accelerators, for weights on several devices, and for scanned layers
-    ByLayer      programs of up to four layers, for a CPU
+    OneProgram   compiles the whole model: for accelerators, for weights on several devices, and for scanned layers
+    ByLayer      compiles up to four layers at a time: for a CPU
 
-A pass is told by two functions (`PassKind`): one makes the inputs of the model from arrays, the other makes arrays from the last
-hidden states. The layers between them are the same for all kinds of passes, and so are their programs.
+Two functions define a kind of pass (`PassKind`): one makes the model's inputs from arrays, the other makes arrays from the last hidden
+states. The layers between them, and their programs, are the same for all kinds.
 
-XLA:CPU compiles a program in time proportional to its layers, but three layers with kernels (`ops.native`) as fast as one: SmolLM2
-135M takes 2.5 CPU seconds by layer where the whole program takes 10 to 14, and a step of one row, which then calls 12 programs
-instead of 32, takes 14.4 ms instead of 16.0. XLA:CPU runs a scan over stacked layers at half the speed, because it copies each
-layer's slice. So steps take layers of stacked weights as views (`infer.cpu.views`).
+XLA:CPU compiles a program in time proportional to its layers, except that three layers with kernels (`ops.native`) compile as fast as
+one. SmolLM2 135M compiles in 2.5 CPU seconds by layer, and in 10 to 14 as a whole. With several layers in a program, a step of one row
+calls 12 programs instead of 32, and takes 14.4 ms instead of 16.0. XLA:CPU runs a scan over stacked layers at half the speed, because
+it copies each layer's slice. So steps on a CPU run stacked layers unrolled, over views of their weights (`infer.cpu.views`).
 
-With adapters (`infer.engine.adapters`), the same programs run a model with banks on its contractions: the factors, and the adapter of
-each token, are further weights of theirs.
+With adapters (`infer.engine.adapters`), these programs run a model with banks on its contractions. The adapters' factors, and the
+place of each token's adapter, are further weights of this model.
 """
 
 from collections.abc import Callable
@@ -40,7 +40,7 @@ from argosy.parallel.scope import on_several_devices
 if TYPE_CHECKING:
     from argosy.infer.engine.adapters import Adapters
 
-# Layers of a program of a step, at most.
+# The most layers of one program of a step.
 TOGETHER = 4
 
 # (model, last hidden states [B T D] after the norm, further arrays) -> arrays.
@@ -48,11 +48,11 @@ Tail = Callable[..., Any]
 
 
 class PassKind(NamedTuple):
-    """The two ends of a forward pass. Compiled programs are found by them again, so they are functions of a module.
+    """The functions before and after the layers of a forward pass. They are keys of compiled programs, so they must be functions of a
+    module, not closures.
 
-    entry: (arrays ..., sizes) -> (token ids or `Inputs`, strategy of attention). sizes: what the entry is compiled for besides the
-        shapes of the arrays.
-    tail: makes the results of the last hidden states.
+    entry: (arrays ..., sizes) -> (token ids or `Inputs`, attention strategy). `sizes` is static: the entry is compiled for it.
+    tail: (model, last hidden states, further arrays ...) -> results.
     """
 
     entry: Callable[..., tuple[Any, Attend]]
@@ -62,9 +62,9 @@ class PassKind(NamedTuple):
 class StepOutput(NamedTuple):
     """The results of a step.
 
-    logits: after the picked tokens.
-    caches: after the step.
-    hidden: the input of the head at every token; None unless the forward pass returns it.
+    logits: the logits at the picked tokens.
+    caches: the updated caches.
+    hidden: the hidden states of every token before the head; None unless the forward pass was built with `hidden=True`.
     """
 
     logits: Float[Array, "B V"]
@@ -73,36 +73,36 @@ class StepOutput(NamedTuple):
 
 
 def whole_sequences(tokens: Any, attend: Attend, sizes: None) -> tuple[Any, Attend]:
-    """The entry of a pass over whole sequences."""
+    """The entry (`PassKind`) of a pass over whole sequences."""
     return tokens, attend
 
 
 def step_logits(model: Any, x: Array, picks: Array) -> tuple[Array, None]:
-    """The logits after the picked tokens of a step."""
+    """The tail of a step: the logits at its picked tokens."""
     return replicate(model.unembed(x[:, picks])[0]), None
 
 
 def step_logits_and_hidden(model: Any, x: Array, picks: Array) -> tuple[Array, Array]:
-    """The logits after the picked tokens of a step, and the input of the head at every token."""
+    """The tail of a step: the logits at its picked tokens, and the hidden states of every token before the head."""
     return replicate(model.unembed(x[:, picks])[0]), replicate(x)
 
 
 def replicate(a: Array) -> Array:
-    """An array that every device has whole: in each step as before it, or XLA might choose another layout and the next step would
-    compile again."""
+    """Constrains an array to be replicated on every device. Otherwise XLA might choose another sharding for the results of a step, and
+    the next step would compile again."""
     return jax.lax.with_sharding_constraint(a, PartitionSpec()) if on_several_devices() else a
 
 
 class Forward:
-    """The forward pass of one model; `OneProgram` and `ByLayer` say how it is compiled.
+    """The forward pass of one model. Its subclasses `OneProgram` and `ByLayer` compile it.
 
     Args:
-        adapters: those that its tokens may use; None: the model alone.
-        run: how its programs are called (`ops.programs.programs`).
-        hidden: whether a step returns the input of the head at every token too.
-        preparation: how its weights are prepared; None: they are taken as they are.
+        adapters: the adapters that tokens may use; None: the model alone.
+        run: calls its programs (`ops.programs.programs`).
+        hidden: whether a step also returns the hidden states of every token before the head.
+        preparation: prepares the weights for the programs; None: they are used unchanged.
 
-    specs: of the caches that it reads and writes, in place.
+    specs: the specs of the caches, which a pass updates in place.
     """
 
     def __init__(
@@ -122,27 +122,29 @@ class Forward:
         self.step_kind = PassKind(read_step, step_logits_and_hidden if hidden else step_logits)
 
     def prepared(self, weights: Leaves) -> Any:
-        """The model's weights as the programs take them. May take some out of `weights`."""
+        """Prepares weights for the programs. May remove entries from `weights`, to free their memory."""
         weights = self.preparation(weights)
         if self.adapters is not None:
             weights = {address: weights[base] for address, base in self.adapters.base.items()}
         return self._divided(weights)
 
     def forget(self) -> None:
-        """Frees what `prepared` keeps for its next call, because the weights have changed."""
+        """Frees the packed weights that `prepared` keeps between calls. Called when the weights have changed."""
         self.preparation.forget()
 
     def step(
         self, weights: Any, caches: Caches, last: Any, words: Any, picks: Any, sizes: StepSizes, embeddings: Any = None
     ) -> StepOutput:
-        """One step. While programs are prepared (`ops.programs.programs`), of descriptions.
+        """Runs one step. While programs are compiled ahead of time (`Programs.ahead`), arrays may be descriptions.
 
         Args:
-            weights: from `prepared`.
+            weights: the weights from `prepared`.
+            caches: the caches, which are updated in place.
             last: the token sampled last in each slot [N], which a decoding row computes.
-            words: the step, as in `step.split_words`.
-            picks: places of the tokens whose logits are wanted: decoding rows come first, then drafted rows and prompts row by row.
-            embeddings: as `step.read_overlaid_step` takes them; None: every token has that of its id.
+            words: the arrays of all rows, as `step.split_words` reads them.
+            picks: indices of the tokens whose logits are computed. Tokens are counted over decoding rows, then drafted rows, then
+                prompt rows, each row by row.
+            embeddings: the embeddings of prompt tokens, as in `step.read_overlaid_step`; None: every token has that of its id.
         """
         extra = {} if self.adapters is None else self.adapters.step_leaves(words, picks, sizes)
         kind, inputs = self.step_kind, (last, words)
@@ -163,14 +165,14 @@ class Forward:
         sizes: Any = None,
         extra: Leaves | None = None,
     ) -> tuple[Any, Caches | None]:
-        """The results of a pass, and the caches after it, in place.
+        """Runs a pass. Returns the results of its tail, and the caches, which are updated in place.
 
         Args:
-            weights: from `prepared`.
-            inputs: the arrays of the entry.
-            more: further arrays of the tail.
+            weights: the weights from `prepared`.
+            inputs: the arrays that the entry reads.
+            more: the further arrays that the tail reads.
             sizes: the last argument of the entry.
-            extra: further weights: the factors of adapters, and the places of its tokens.
+            extra: further weights by parameter name: the factors of adapters, and the place of each token's adapter.
         """
         raise NotImplementedError
 
@@ -218,10 +220,13 @@ class OneProgram(Forward):
         sizes: StepSizes,
         features: SamplerFeatures,
     ) -> tuple[Slots, Caches, SamplerOutput]:
-        """Several steps of decoding rows, each with its sampler: the state of the sampler, the caches, and arrays [steps B ...].
+        """Runs several decode steps, each with the sampler, in one program. Returns the sampler's state, the caches, and the sampled
+        tokens as arrays [steps B ...].
 
         Args:
-            picks, owners, features: as a step's, for the sampler.
+            slots: the sampler's state.
+            picks: indices of the decoding rows that are sampled.
+            owners, features: as in `sampler.sample_rows`.
         """
         if self.adapters is not None:
             weights = weights | self.adapters.step_leaves(words, picks, sizes)
@@ -230,10 +235,10 @@ class OneProgram(Forward):
 
 
 class ByLayer(Forward):
-    """The forward pass as programs of its parts: before the layers, each kind of run of layers, after the layers.
+    """The forward pass as several programs: one before the layers, one for each kind of run of layers, and one after the layers.
 
     Args:
-        together: layers of a program, at most.
+        together: the most layers of one program.
     """
 
     def __init__(self, model: Any, adapters: "Adapters | None" = None, *, together: int = TOGETHER, **options: Any):
@@ -282,12 +287,12 @@ def forward_of(
     activations: str | None = None,
     **options: Any,
 ) -> Forward:
-    """The forward pass of an engine, for where these weights are.
+    """Builds the forward pass of an engine: by layer if all weights are on one CPU, else as one program.
 
     Args:
-        whole: whether it is one program wherever they are.
+        whole: whether it is one program in any case.
         replace, origin, activations: as in `WeightPreparation`.
-        options: of `Forward`.
+        options: further arguments of `Forward`.
     """
     if whole or not is_on_one_cpu(weights):
         return OneProgram(model, adapters, **options)
@@ -311,7 +316,7 @@ def _one_program(graph: Any, dtype: Any, kind: PassKind) -> Program:
         model = traced_model(graph, weights, dtype)
         x, caches, _ = model.hidden(*kind.entry(*inputs, sizes), caches)
         if caches is not None and on_several_devices():
-            # In each pass as before it, or XLA might choose others and the next pass would compile again.
+            # Otherwise XLA might choose another sharding for the caches, and the next pass would compile again.
             caches = constrain_caches(model.layers.holds(), caches)
         return kind.tail(model, x, *more), caches
 
@@ -320,7 +325,7 @@ def _one_program(graph: Any, dtype: Any, kind: PassKind) -> Program:
 
 @lru_cache(maxsize=16)
 def _several_steps(graph: Any, dtype: Any) -> Program:
-    """(weights, caches, state of the sampler, words, picks, owners, (sizes, features)) -> (state of the sampler, caches, Sampled)."""
+    """(weights, caches, sampler's state, words, picks, owners, (sizes, features)) -> (sampler's state, caches, `SamplerOutput`)."""
 
     def several_steps(
         weights: Leaves,

@@ -1,8 +1,8 @@
-"""The forward pass over whole sequences: logits, and the log-probability of each token; alone, or under one of the adapters of an
-engine (`infer.engine.adapters`), which is data: no adapter compiles a program of its own.
+"""The forward pass over whole sequences: logits, and the log-probability of each token. A pass may run under one of an engine's
+adapters (`infer.engine.adapters`), which is an input of the program, so an adapter compiles nothing.
 
 Sequences of similar length share a forward pass (`length_batches`). Lengths and numbers of sequences are padded to a few sizes, because
-each pair of them is a program that takes seconds to compile.
+each combination is a program that takes seconds to compile.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,19 +30,19 @@ if TYPE_CHECKING:
 
 # The shortest length that programs are compiled for, in tokens.
 SHORTEST = 32
-# Tokens whose logits are in memory at a time while sequences are scored: 128 MB for a vocabulary of 128k.
+# Number of tokens whose logits are in memory at a time while sequences are scored: 128 MB for a vocabulary of 128k.
 CHUNK = 256
-# Tokens of one forward pass over several sequences, padding included. On two CPU cores, sequences of 24 to 120 tokens: 42 to 47
-# thousand tokens/s from 1024 to 8192 with a model of 260k parameters, and 232, 220, 167 at 1024, 2048, 4096 with 135M, since larger
-# batches hold more padding. One at a time: 10 to 14 thousand, and 135.
+# Tokens of one forward pass over several sequences, padding included. Measured on two CPU cores with sequences of 24 to 120 tokens: a
+# model of 260k parameters scores 42 to 47 thousand tokens/s for 1024 to 8192, and 10 to 14 thousand one sequence at a time. A model of
+# 135M scores 232, 220 and 167 tokens/s for 1024, 2048 and 4096, since larger batches hold more padding, and 135 one at a time.
 BATCH = 2048
 
 
 class TokenScores(NamedTuple):
     """Scores of the tokens of one sequence, from the second on.
 
-    logprobs: log-probability of each token, given those before it.
-    greedy: whether it is the most likely token.
+    logprobs: the log-probability of each token, given the tokens before it.
+    greedy: whether each token is the likeliest at its position.
     """
 
     logprobs: Float[np.ndarray, " S"]
@@ -50,7 +50,7 @@ class TokenScores(NamedTuple):
 
 
 def length_bucket(length: int, shortest: int = SHORTEST) -> int:
-    """The next length that programs are compiled for: powers of two and the midpoints between them."""
+    """The smallest length of at least `length` tokens that programs are compiled for: powers of two, and the midpoints between them."""
     size = shortest
     while size < length:
         if size * 3 // 2 >= length:
@@ -60,10 +60,14 @@ def length_bucket(length: int, shortest: int = SHORTEST) -> int:
 
 
 def length_batches(lengths: Sequence[int], tokens: int, context: int) -> Iterator[list[int]]:
-    """Divides sequences of these lengths into batches of at most so many tokens, padding included; the longest come first. A sequence
-    longer than that is a batch of its own. Yields the places of each batch.
+    """Divides sequences into batches of at most `tokens` tokens, padding included, the longest sequences first. A sequence longer than
+    `tokens` is a batch of its own. Yields the indices of the sequences of each batch.
 
-    All batches but the last have the power of two that fits their longest sequence, so each length costs one program, or two.
+    All batches but the last have the largest power of two of sequences that fits, so each padded length needs one program or two.
+
+    Args:
+        lengths: tokens of each sequence.
+        context: the model's context, which padded lengths do not exceed.
     """
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     at = 0
@@ -75,16 +79,16 @@ def length_batches(lengths: Sequence[int], tokens: int, context: int) -> Iterato
 
 
 class SequenceScorer:
-    """One model over whole sequences. Its graph is fixed, its weights are read at each call.
+    """Runs one model over whole sequences. The structure of the model is fixed here; its weights are read at each call.
 
     Args:
-        model: a module, which is split here: 15 ms for 270 weights. `infer.engine.cached_engine` reuses this object while nothing
-            changes.
-        say: called with what is being compiled, if that takes longer than a second.
-        adapters: the adapters that `run` and `advance` may name.
-        whole: whether the engine of these adapters, if it is built later, runs the model as one program, on CPUs too.
+        model: a module. Splitting it takes 15 ms for 270 weights, so `infer.engine.cached_engine` reuses this object while the
+            structure does not change.
+        say: called with the name of the program that is being compiled, if compiling takes longer than a second.
+        adapters: the adapters that `run` and `advance` may use.
+        whole: whether the engine with these adapters, if it is built later, runs the model as one program, even on a CPU.
 
-    specs: of the caches that `advance` takes.
+    specs: the specs of the caches that `advance` takes.
     """
 
     def __init__(self, model: Any, say: Say | None = None, adapters: "Adapters | None" = None, *, whole: bool = False):
@@ -95,7 +99,7 @@ class SequenceScorer:
         if adapters is None:
             views = False
         elif adapters.base:
-            # In the layout of the engine's forward pass, whose factors these are.
+            # The factors are laid out for the engine's forward pass, so this one has the same layout of layers.
             views = set(adapters.base.values()) != set(weights)
         else:
             views = local and stacked and not whole
@@ -109,27 +113,33 @@ class SequenceScorer:
         self._sizes: set[tuple[Any, ...]] = set()
 
     def weights(self) -> Leaves:
-        """The current weights."""
+        """The current weights, by parameter name."""
         return {address: v.get_value() for address, v in self.variables.items()}
 
     def on_mesh(self) -> Any:
-        """The scope of programs over several devices."""
+        """A context manager for tracing programs over the mesh; it does nothing on one device."""
         mesh = home_mesh(self.home)
         return nullcontext() if mesh is None else scope(mesh)
 
     def padded(self, ids: Int[np.ndarray, "B T"]) -> tuple[np.ndarray, np.ndarray]:
-        """The sequences at a length that a program is compiled for, and their segments."""
+        """Pads sequences to a length that programs are compiled for. Returns the padded ids and the attention mask (1: a token, 0:
+        padding)."""
         T = ids.shape[1]
         width = ((0, 0), (0, max(T, min(length_bucket(T), self.context)) - T))
         return np.pad(ids.astype(np.int32), width), np.pad(np.ones_like(ids, np.int32), width)
 
     def logits(self, ids: Int[np.ndarray, "B T"]) -> Float[np.ndarray, "B T V"]:
-        """Logits at every token, causal."""
+        """The logits at every token, with causal attention."""
         return np.asarray(self.run("logits", _logits, *self.padded(ids)))[:, : ids.shape[1]]
 
     def scores(self, rows: Sequence[Sequence[int] | np.ndarray], adapter: "LoadedAdapter | None" = None) -> list[TokenScores]:
-        """The log-probability of each token of these sequences given those before it, in one forward pass. A sequence may have one
-        token more than the context, because nothing follows the last."""
+        """Scores each token of these sequences given the tokens before it, in one forward pass. A sequence may have one token more than
+        the context, because the last token is only predicted, not computed.
+
+        Args:
+            rows: the token ids of each sequence.
+            adapter: the adapter for all of them; None: the model alone.
+        """
         tokens, segments = self.padded_rows([row[:-1] for row in rows])
         following = np.zeros_like(tokens)
         for i, row in enumerate(rows):
@@ -141,8 +151,12 @@ class SequenceScorer:
     def followers(
         self, rows: Sequence[Sequence[int] | np.ndarray], tokens: Sequence[Sequence[int]]
     ) -> list[Float[np.ndarray, " C"]]:
-        """The log-probabilities of several tokens that may follow each of these sequences, in one forward pass: what scoring each
-        sequence once for each of its tokens would give."""
+        """The log-probabilities of several candidates for the next token of each sequence, in one forward pass.
+
+        Args:
+            rows: the token ids of each sequence.
+            tokens: the candidates for each sequence.
+        """
         padded, segments = self.padded_rows(rows)
         last, candidates = np.zeros(len(padded), np.int32), np.zeros((len(padded), _power(max(map(len, tokens)))), np.int32)
         for i, (row, some) in enumerate(zip(rows, tokens, strict=True)):
@@ -151,7 +165,8 @@ class SequenceScorer:
         return [each[: len(some)] for each, some in zip(np.asarray(logprobs), tokens)]
 
     def padded_rows(self, rows: Sequence[Sequence[int] | np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """Sequences of any lengths as one array of a size that a program is compiled for, and their segments."""
+        """Pads sequences of any lengths into one array [B T] of a size that programs are compiled for. Returns the ids and the
+        attention mask (1: a token, 0: padding)."""
         longest = max(map(len, rows))
         shape = (_power(len(rows)), max(longest, min(length_bucket(longest), self.context)))
         tokens, segments = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
@@ -168,7 +183,15 @@ class SequenceScorer:
         *more: np.ndarray,
         adapter: "LoadedAdapter | None" = None,
     ) -> Any:
-        """The results of a tail on the hidden states of sequences, with the current weights; all of them under this adapter."""
+        """Runs a forward pass over padded sequences with the current weights, and returns the results of its tail.
+
+        Args:
+            label: name of the computation, for the message while it compiles.
+            tail: the function of the last hidden states (`PassKind`).
+            tokens, segments: token ids and attention mask, as `padded_rows` returns them.
+            more: further arrays for the tail.
+            adapter: the adapter for all sequences; None: the model alone.
+        """
         return self.advance(label, tail, tokens, Packed(jnp.asarray(segments)), None, *more, adapter=adapter)[0]
 
     def advance(
@@ -181,11 +204,11 @@ class SequenceScorer:
         *more: np.ndarray,
         adapter: "LoadedAdapter | None" = None,
     ) -> tuple[Any, Any]:
-        """The results of a tail, and the caches after these tokens, in place; with the current weights and under this adapter.
+        """As `run`, for tokens that continue the sequences in `caches`. Also returns the caches, which are updated in place.
 
         Args:
-            label: name of the computation, for the message while it compiles.
-            more: further arguments of the tail.
+            attend: the attention strategy, with the positions of the tokens.
+            caches: the caches of the tokens before; None: there are none.
         """
         if self.adapters is not None:
             extra = self.adapters.sequence_leaves(adapter, *tokens.shape)
@@ -215,7 +238,7 @@ def _logits(model: Any, x: Array) -> Array:
 
 
 def _scores(model: Any, x: Array, following: Array) -> tuple[Array, Array]:
-    """The log-probability of each token that follows [B T], and whether it is the likeliest [B T]."""
+    """The log-probability of each following token [B T], and whether it is the likeliest [B T]."""
 
     def of(logits: Array, following: Array) -> tuple[Array, Array]:
         following_logits = jnp.take_along_axis(logits, following[:, None], -1)[:, 0]
@@ -225,14 +248,20 @@ def _scores(model: Any, x: Array, following: Array) -> tuple[Array, Array]:
 
 
 def _followers(model: Any, x: Array, last: Array, candidates: Array) -> Array:
-    """The log-probabilities [B C] of candidates [B C] after the tokens at these places [B]."""
+    """The log-probabilities [B C] of candidates [B C] for the token after position `last` [B]."""
     x = jnp.take_along_axis(x, last[:, None, None], 1)
     return jnp.take_along_axis(jax.nn.log_softmax(model.unembed(x)[:, 0], -1), candidates, -1)
 
 
 def map_chunks(model: Any, x: Float[Array, "B T D"], following: Int[Array, "B T"], of: Any) -> Any:
-    """The results [B T ...] of `of` on the logits [tokens V] after each token and the tokens that follow them [tokens], with the
-    logits of `CHUNK` tokens in memory at a time."""
+    """Applies a function to the logits of all tokens, with the logits of `CHUNK` tokens in memory at a time. Returns its results,
+    [B T ...] each.
+
+    Args:
+        x: the last hidden states.
+        following: the token that follows each token.
+        of: (logits [tokens V], following tokens [tokens]) -> a tuple of arrays [tokens ...].
+    """
     count = following.size
     chunk = min(CHUNK, count)
     rest = -count % chunk

@@ -1,9 +1,10 @@
-"""The arrays of one step of an engine, as one array of words: rows that decode, rows whose drafts are verified, rows of prompts.
+"""The arrays of one step of an engine, packed into one array of int32 words. A step has decoding rows, rows whose drafts are verified,
+and prompt rows.
 
 Programs are compiled for `StepSizes`. The host fills the words (`infer.engine.batch`), one transfer brings them to the device, and
-`read_step` reads them there. A step whose requests have inputs besides token ids (`models.parts.inputs`) has sizes of its own: its
-words hold rotary positions (`axes`), and say which tokens have embeddings (`overlay`), which come as a second array
-(`read_overlaid_step`). So a step of text has the program that it would have without them.
+`read_step` unpacks them there. If requests have inputs besides token ids (`models.parts.inputs`), the step has other sizes: its words
+also hold rotary positions (`axes`) and a mask of the tokens whose embeddings are replaced (`overlay`). These embeddings come as a
+second array (`read_overlaid_step`). Steps of text alone have smaller programs without all this.
 """
 
 import math
@@ -21,11 +22,11 @@ from argosy.models.parts.inputs import Inputs, Overlay, as_inputs
 
 
 class PageTables(NamedTuple):
-    """The page tables of a sequence.
+    """The sizes of the page tables of a sequence.
 
-    page: tokens of a page.
-    pages: pages of a sequence, at most.
-    windows: windows whose layers have page tables of their own.
+    page: tokens per page.
+    pages: the most pages of a sequence.
+    windows: the sliding windows whose layers have page tables of their own.
     """
 
     page: int
@@ -36,15 +37,15 @@ class PageTables(NamedTuple):
 class StepSizes(NamedTuple):
     """The sizes that a step is compiled for.
 
-    decodes: decoding rows.
-    rows: prompt rows.
-    width: tokens of a prompt row.
-    tables: the page tables of a row.
-    drafted: rows whose drafts are verified.
-    draft_width: tokens of such a row.
-    steps: decode steps that follow one another, without any other rows.
-    axes: axes of rotary positions; 0 if they are the places of tokens.
-    overlay: whether tokens of prompt rows have embeddings in place of those of their ids.
+    decodes: number of decoding rows.
+    rows: number of prompt rows.
+    width: number of tokens in a prompt row.
+    tables: the sizes of the page tables of a row.
+    drafted: number of rows whose drafts are verified.
+    draft_width: number of tokens in a row with drafts.
+    steps: number of decode steps in one dispatch; above 1, there are decoding rows only.
+    axes: number of axes of rotary positions; 0: the positions are the tokens' indices.
+    overlay: whether embeddings of prompt tokens may be replaced.
     """
 
     decodes: int
@@ -59,12 +60,12 @@ class StepSizes(NamedTuple):
 
     @property
     def words(self) -> int:
-        """Length of the array that describes a step."""
+        """The length of the array of words."""
         return sum(math.prod(shape) for part in part_shapes(self) for shape in part.values())
 
     @property
     def text(self) -> "StepSizes":
-        """The sizes that the layers are compiled for: those of a step of text."""
+        """The sizes of the same step with text alone, for which the layers are compiled."""
         return self._replace(axes=0, overlay=False) if self.axes or self.overlay else self
 
     @property
@@ -74,9 +75,19 @@ class StepSizes(NamedTuple):
 
 @cache
 def part_shapes(sizes: StepSizes) -> tuple[dict[str, tuple[int, ...]], ...]:
-    """Shapes of the arrays of decoding rows, drafted rows and prompt rows, in the order of their tokens. `window0` is the table of the
-    first window, from the page of number `first0` on; `steps` says how many steps each decoding row takes; `rotary` has the rotary
-    positions of each token, and `overlay` is 1 where a token has an embedding in place of its id's."""
+    """The shapes of the arrays by name, for decoding rows, drafted rows and prompt rows.
+
+    slot: the slot of each row; -1: an unused row.
+    length: number of tokens of the sequence that are computed before this step.
+    table: the pages of the sequence.
+    window0, first0: the pages that layers with the first sliding window read, and the page number of the first of them. Likewise for
+        further windows.
+    new: number of the row's tokens that count.
+    tokens: the token ids.
+    steps: number of steps that each decoding row takes.
+    rotary: the rotary positions of each token.
+    overlay: 1 for a token whose embedding is replaced.
+    """
 
     def part(B: int, width: int) -> dict[str, tuple[int, ...]]:
         shapes: dict[str, tuple[int, ...]] = {"slot": (B,), "length": (B,), "table": (B, sizes.tables.pages)}
@@ -96,7 +107,7 @@ def part_shapes(sizes: StepSizes) -> tuple[dict[str, tuple[int, ...]], ...]:
 
 
 def empty_words(sizes: StepSizes) -> Int[np.ndarray, " words"]:
-    """The array of a step whose rows belong to no sequence."""
+    """The array of words of a step whose rows are all unused."""
     words = np.zeros(sizes.words, np.int32)
     for part in split_words(words, sizes):
         for name, a in part.items():
@@ -106,8 +117,8 @@ def empty_words(sizes: StepSizes) -> Int[np.ndarray, " words"]:
 
 
 def split_words(words: Any, sizes: StepSizes) -> tuple[dict[str, Any], ...]:
-    """The arrays of a step within its `words`, for decoding rows, drafted rows and prompt rows, in the order of their tokens: views,
-    if `words` is a NumPy array."""
+    """Splits the words of a step into the arrays of `part_shapes`, for decoding rows, drafted rows and prompt rows. They are views if
+    `words` is a NumPy array."""
     at = 0
 
     def take(shape: tuple[int, ...]) -> Any:
@@ -121,11 +132,12 @@ def split_words(words: Any, sizes: StepSizes) -> tuple[dict[str, Any], ...]:
 
 
 def read_step(last: Array, words: Array, sizes: StepSizes, step: Array | int = 0) -> tuple[Int[Array, "B T"] | Inputs, Ragged]:
-    """The tokens of a step [1 tokens], with their rotary positions where they have several axes, and its strategy of attention.
+    """Unpacks a step on the device. Returns its tokens [1 tokens], with rotary positions if these have several axes, and its attention
+    strategy.
 
     Args:
         last: the token sampled last in each slot [N], which a decoding row computes.
-        step: the number of this step, of several.
+        step: index of this step among the steps of the dispatch.
     """
     d, *wider = split_words(words, sizes)
     groups, flat, rotary = [], [], []
@@ -155,10 +167,10 @@ def read_step(last: Array, words: Array, sizes: StepSizes, step: Array | int = 0
 def read_overlaid_step(
     last: Array, words: Array, embeddings: Float[Array, "1 prompts D"], sizes: StepSizes
 ) -> tuple[Inputs, Ragged]:
-    """As `read_step`, but some tokens of the prompt rows have a given embedding instead of their id's.
+    """As `read_step`, but the embeddings of some prompt tokens are replaced.
 
     Args:
-        embeddings: embedding of every token of the prompt rows; ignored for tokens that use their id's embedding.
+        embeddings: an embedding for every token of the prompt rows. Only those are read whose tokens have 1 in `overlay`.
     """
     tokens, attend = read_step(last, words, sizes)
     where = split_words(words, sizes)[2]["overlay"].reshape(1, -1) > 0
