@@ -1,8 +1,9 @@
-"""The weights of a model, packed for the small products of decoding on a CPU (`ops.native.products`).
+"""Packs the weights of a model into panels, for the small matrix products of decoding on a CPU (`ops.native.products`).
 
-A serving engine is the only user of its model, so there each weight is packed in place, and memory holds it once. Elsewhere packed
-weights are a copy, made only if it takes at most a quarter of the free memory. Weights that a GGUF file has in blocks may come packed.
-Quantized weights are packed as their codes, whatever the format. Their scales, which are small, stay beside them, too.
+A serving engine is the only user of its model, so it replaces each weight by its panels, and memory holds the weight once. Elsewhere
+panels are a copy, made only if it takes at most a quarter of the free memory. Weights that were kept in the quantized blocks of a GGUF
+file may be packed already. Quantized weights of any format are packed as their codes. Their original scales, which are small, are kept
+too.
 """
 
 import math
@@ -25,23 +26,26 @@ from argosy.ops.native.blocks import packed_experts, packed_quantized
 from argosy.ops.native.products import SMALLEST, Panels, pack_panels
 from argosy.weights.gguf.blocks import BlockRows, Origin
 
-# The fewest numbers of data that share a scale: llama.cpp's block.
+# The fewest activations that share a scale, as in a block of llama.cpp.
 SHARED = 32
-# The most of the free memory that a copy may take.
+# The largest share of the free memory that a copy may take.
 SHARE = 0.25
 
-# Takes the place of a weight, by address.
+# Replaces a weight by its panels: (parameter name, panels).
 ReplaceWeight = Callable[[str, Panels], None]
 
 
 class PanelPacker:
-    """The packed weights of one model.
+    """Packs the weights of one model.
 
     Args:
-        model: unrolled.
-        replace: called with each packed weight, so that nothing else need hold the weight itself; None: they are copies.
-        origin: the blocks that weights were read from, which are packed in their place.
-        activations: the number format to which data of products with whole numbers is rounded; None: as the weights say.
+        model: the model, with unrolled layers.
+        replace: called with each packed weight, to replace the weight itself; None: the packed weights are copies.
+        origin: the quantized blocks of the GGUF file that weights were read from, which are packed in place of the weights.
+        activations: the number format to which activations are rounded before products with integer weights; None: as each weight's own
+            scheme says.
+
+    panels: the packed weights, by parameter name.
     """
 
     def __init__(
@@ -54,12 +58,12 @@ class PanelPacker:
         self.forms, self.replace, self.origin, self.activations = panel_forms(model), replace, origin, activations
         quantized = ((path, of) for path, of in nnx.iter_modules(model) if isinstance(of, QuantizedEinsum))
         self.quantized = {".".join(map(str, (*path, "values"))): of for path, of in quantized}
-        # The packed weights, by address.
+        # The packed weights, by parameter name.
         self.panels: Leaves = {}
 
     def of(self, weights: Leaves) -> Leaves:
-        """The weights, packed where that makes products faster; the same arrays until `forget`. Packed weights are removed from
-        `weights`.
+        """Returns the weights, packed where that makes products faster. Further calls return the same panels until `forget`. Weights
+        that get packed are removed from `weights`.
 
         Raises:
             BadInput: activations are to be rounded, but no packed weight supports it.
@@ -85,7 +89,7 @@ class PanelPacker:
         return {at: rounding_data(w, self.activations) for at, w in weights.items()}
 
     def _packed(self, address: str, weights: Leaves, rows: BlockRows | None, form: tuple[int, bool]) -> Panels | None:
-        """A weight in panels; None for codes that have no kernel."""
+        """Packs a weight into panels; None if there is no kernel for its codes."""
         if (of := self.quantized.get(address)) is not None:
             name, pack = address.removesuffix("values"), packed_experts if of.group else packed_quantized
             return pack(of.with_parts({part: weights.get(f"{name}{part}") for part in PARTS}), *form)
@@ -93,7 +97,7 @@ class PanelPacker:
 
     @staticmethod
     def _rows(origin: Origin, weights: Leaves, forms: Mapping[str, tuple[int, bool]]) -> dict[str, BlockRows]:
-        """The blocks of a file, for those of these weights that it has in blocks."""
+        """The blocks of the file, for those weights that it has in blocks, by parameter name."""
         blocks = {address: origin.rows(address, weights[address], *form) for address, form in forms.items()}
         return {address: rows for address, rows in blocks.items() if rows is not None}
 
@@ -112,22 +116,23 @@ def packer_of(model: Any, *options: Any) -> PanelPacker | None:
 
 
 def rounding_data(w: Any, format: str) -> Any:
-    """A weight, which rounds the data of its products to this format if it is packed whole numbers."""
+    """Sets the number format to which a weight's products round their activations, if the weight is packed integers. Returns the
+    weight."""
     if not has_whole_numbers(w):
         return w
     return replace(w, activations=Activations(format, max(w.summed // w.scale.shape[1], SHARED)))
 
 
 def has_whole_numbers(w: Any) -> bool:
-    """Whether a weight is packed whole numbers."""
+    """Whether a weight is packed integers."""
     return isinstance(w, Panels) and w.scale is not None and w.code.numbers == "whole"
 
 
 def check_rounds_data(model: Any, weights: Leaves, origin: Origin | None) -> None:
-    """Checks that a model has weights whose data an engine can round.
+    """Checks that a model has integer weights, for whose products an engine can round activations.
 
     Raises:
-        BadInput: it computes in another type, there are no kernels, or no weight is whole numbers.
+        BadInput: the model does not compute in float32, there are no kernels, or it has no integer weight.
     """
     setting = "engine.activations"
     if why := library.unavailable() or ("" if model.dtype == jnp.float32 else f"the model computes in {jnp.dtype(model.dtype)}"):
@@ -139,13 +144,14 @@ def check_rounds_data(model: Any, weights: Leaves, origin: Origin | None) -> Non
 
 
 def panel_forms(model: nnx.Module, *, in_blocks: bool = False) -> dict[str, tuple[int, bool]]:
-    """`{address of a weight: (inner, first)}`, as in `Panels`, of the weights that are matrices of a product.
+    """The weights that can be packed, by parameter name, each with (inner, first) as in `Panels`.
 
-    An embedding is packed for its use as a head, if there is no other head. Experts are packed as codes alone, each as a matrix of its
-    own. What several equations contract (latent attention) is not packed.
+    An embedding is packed for its use as a head, if there is no other head. Experts are packed only if they are quantized, each as a
+    separate matrix. Weights that several equations contract (latent attention) are not packed.
 
     Args:
-        in_blocks: what stays in a file's blocks: an embedding beside a head and experts of floats too.
+        in_blocks: whether to return the weights that may stay in a file's blocks, which include an embedding besides a head, and
+            experts that are not quantized here.
     """
     out: dict[str, tuple[int, bool]] = {}
     for path, node in nnx.iter_modules(model):
@@ -167,8 +173,8 @@ def panel_forms(model: nnx.Module, *, in_blocks: bool = False) -> dict[str, tupl
 
 
 def block_forms(model: nnx.Module) -> dict[str, tuple[int, bool, bool]]:
-    """`{address: (inner, first, has_experts)}` of weights that stay in a file's blocks, as `BlockedWeights.of` takes them. An embedding
-    beside a head is only looked up, for which blocks do too."""
+    """The weights that may stay in a file's blocks, by parameter name, each with (inner, first, has_experts) as `BlockedWeights.of`
+    takes them. They include an embedding besides a head, because looking up rows works in blocks too."""
     weights = {address: (v, v.get_metadata()["meaning"]) for address, v in variables(model).items()}
     forms = panel_forms(model, in_blocks=True).items()
     return {
@@ -177,16 +183,16 @@ def block_forms(model: nnx.Module) -> dict[str, tuple[int, bool, bool]]:
 
 
 def count_in_blocks(weights: Leaves) -> tuple[int, int]:
-    """The number of weights that are packed as codes, from a file's blocks or quantized, and their bytes."""
+    """The number of weights that are packed as codes, either from a file's blocks or quantized here, and their total bytes."""
     panels = [a for a in weights.values() if isinstance(a, Panels) and a.scale is not None]
     return len(panels), sum(a.nbytes for a in panels)
 
 
 def is_packable(w: Any, is_quantized: bool = False) -> bool:
-    """Whether packing a weight is worth it, and possible.
+    """Whether a weight can be packed, and is large enough for that.
 
     Args:
-        is_quantized: the array has its codes, of which a byte may have four.
+        is_quantized: whether the array has codes, up to four in a byte.
     """
     if not isinstance(w, jax.Array):
         return False
@@ -194,6 +200,6 @@ def is_packable(w: Any, is_quantized: bool = False) -> bool:
 
 
 def has_memory_for(weights: Any) -> bool:
-    """Whether there is memory for a copy of these weights, each an array or `BlockRows`."""
+    """Whether there is memory for a copy of these weights, which are arrays or `BlockRows`."""
     free = memory_bytes()[1]
     return free is not None and sum(a.nbytes for a in weights) <= SHARE * free

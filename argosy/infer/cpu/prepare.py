@@ -1,4 +1,4 @@
-"""The weights of a model as the programs on one CPU take them: layers of stacked weights as views, large matrices packed in panels."""
+"""Prepares the weights of a model for programs on one CPU: stacked layers become views, and large matrices are packed into panels."""
 
 from typing import Any
 
@@ -12,14 +12,11 @@ class WeightPreparation:
     """Prepares the weights of one model.
 
     Args:
-        views: runs a model of stacked layers unrolled, over views of its weights.
-        panels: packs matrices in panels where that helps.
-        replace: called with each packed weight, by the address in the model, so that nothing else need hold the weight itself; None:
-            packed weights are copies.
-        origin: the blocks of the file that weights were read from, which are packed in their place.
-        activations: as in `PanelPacker`.
+        views: whether to run a model with stacked layers unrolled, over views of its weights.
+        panels: whether to pack matrices into panels where that makes products faster.
+        replace, origin, activations: as in `PanelPacker`. With `views`, `replace` and `origin` are not used.
 
-    model: the model that runs: `model` itself, or unrolled.
+    model: the model that runs: the given one, or its unrolled form.
     """
 
     def __init__(
@@ -40,11 +37,11 @@ class WeightPreparation:
             self.packer = packer_of(self.model, *arguments, activations)
 
     def __call__(self, weights: Leaves) -> Leaves:
-        """The weights of `self.model`. May take some out of `weights`."""
+        """Converts the weights of the given model to those of `self.model`. May remove entries from `weights`."""
         weights = weights if self.views is None else self.views.of(weights)
         return weights if self.packer is None else self.packer.of(weights)
 
     def forget(self) -> None:
-        """Frees packed weights, because the weights have changed."""
+        """Frees the packed weights. Called when the weights have changed."""
         if self.packer is not None:
             self.packer.forget()

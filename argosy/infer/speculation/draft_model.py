@@ -1,12 +1,13 @@
-"""Drafts of a second, smaller model.
+"""Drafts by a second, smaller model.
 
-Its caches have the same page tables as the engine's, with arrays of their own: it computes every token that the engine's model
-computes, the prompts' too, in the same pages. So prefix caching, preemption and page tables are the scheduler's alone. In a step it
-first computes the known tokens that it lacks, one or two for each sequence, then samples a draft, computes that, and so on. Drafts
-are sampled with the settings and the random keys of the tokens that they guess.
+The draft model has its own cache arrays, but uses the page tables of the engine's model. It computes every token that the engine's
+model computes, prompts included, in the same pages. So only the scheduler deals with prefix caching, preemption and page tables. In
+each step the draft model first computes the known tokens that it lacks, one or two for each sequence. Then it samples a draft, computes
+it, samples the next, and so on. Drafts are sampled with the settings and the random keys of the tokens that they guess.
 
-If the last of a step's drafts is accepted, its place in the draft model's pages is written one step late. Should its sequence end
-just then, another one may find that page in the prefix cache: its drafts then agree less often, its completion stays the same.
+If the last draft of a step is accepted, its keys and values are written into the draft model's pages one step late. If the sequence
+ends just then, another sequence may find this page in the prefix cache. Its drafts are then accepted less often; its completion is the
+same.
 """
 
 from dataclasses import replace
@@ -34,32 +35,33 @@ from argosy.infer.speculation.drafts import (
 from argosy.models.parts.attention.ragged import rows_share_pages
 from argosy.models.parts.weight import split
 
-# Known tokens that the draft model lacks, at most: the last draft of the previous step, and the token sampled after it.
+# The most known tokens of a sequence that the draft model lacks: the last draft of the previous step, and the token sampled after it.
 LACKING = 2
 
 
 class ModelDrafter(Drafter):
-    """The drafter.
+    """Drafts with a second model.
 
     Args:
-        model: a decoder module. Its weights are read once.
-        tokens: drafts of a sequence in a step.
-        vocab: number of tokens of the engine's model.
+        model: the draft model, a decoder module. Its weights are read once.
+        tokens: number of drafts per sequence and step.
+        vocab: vocabulary size of the engine's model.
 
     Raises:
-        BadInput: another vocabulary, a context shorter than the engine's, other devices, or layers whose states cannot be rolled back.
+        BadInput: the draft model has another vocabulary, a context shorter than the engine's, other devices, or layers whose states
+            cannot be rolled back.
     """
 
     def __init__(self, model: Any, tokens: int, vocab: int, context: DraftContext):
         self.tokens, self.context, self.run = tokens, context, context.run
-        # All its layers keep all tokens, and it sees text alone: drafts after an image may agree less often.
+        # All its layers keep all tokens. It reads token ids alone, so drafts after an image may be accepted less often.
         tables = context.batches.tables._replace(windows=())
         self.batches = replace(context.batches, tables=tables, text=True)
         _check(model, context.max_length, vocab)
         weights = split(model)[1]
         if weights_home(weights) != context.home:
             raise BadInput("the draft model is not on the devices of the model", hint="load both with the same `tensor`")
-        # Under names of its own: it may be the engine's model, over other caches.
+        # Its programs have keys of their own, because the draft model may be the engine's model with other caches.
         programs = context.programs
         self.forward = forward_of(model, weights, run=lambda program, at, *arguments: programs(program, ("draft", at), *arguments))
         if not rows_share_pages(self.forward.specs, context.max_length, slack=context.max_length):
@@ -67,7 +69,7 @@ class ModelDrafter(Drafter):
         self.weights, self.dtype = self.forward.prepared(weights), model.dtype
         self.page_bytes = context.page_bytes(self.forward.specs, self.dtype)
         self.caches: Any = None
-        # The tokens of each sequence in the draft model's pages: the known ones, and drafts that may have been rejected since.
+        # Number of tokens of each sequence that are in the draft model's pages, including drafts that may have been rejected since.
         self._computed: WeakKeyDictionary[ScheduledRequest, int] = WeakKeyDictionary()
 
     def allocate(self, pages: int) -> None:

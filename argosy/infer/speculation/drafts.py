@@ -1,8 +1,8 @@
-"""Who proposes drafts, and the simplest who does: n-grams.
+"""The interface of drafters, and the simplest of them, by n-grams.
 
-    NGramDrafter    what followed the last tokens where they occurred before; on the host, no model
-    ModelDrafter    a second model (`infer.speculation.draft_model`)
-    MTPDrafter      the model's module for multi-token prediction (`infer.speculation.mtp`)
+    NGramDrafter    proposes the tokens that followed an earlier occurrence of the last tokens; on the host, without a model
+    ModelDrafter    drafts with a second model (`infer.speculation.draft_model`)
+    MTPDrafter      drafts with the model's module for multi-token prediction (`infer.speculation.mtp`)
 """
 
 from collections.abc import Callable, Sequence
@@ -30,11 +30,11 @@ from argosy.ops.programs.programs import Program, Programs
 class DraftContext(NamedTuple):
     """The parts of an engine that a drafter uses.
 
-    batches: fills the arrays of steps.
-    max_length: longest sequence in tokens.
-    home: where the state of programs lies.
+    batches: the builder of step arrays.
+    max_length: the most tokens of a sequence.
+    home: the placement of caches (`infer.placement`).
     run: `Runner.run`, which counts compilations.
-    programs: the engine's.
+    programs: the engine's compiled programs.
     """
 
     batches: BatchBuilder
@@ -44,11 +44,11 @@ class DraftContext(NamedTuple):
     programs: Programs
 
     def page_bytes(self, specs: Specs, dtype: Any) -> int:
-        """Bytes of further caches for each page of the engine's."""
+        """The bytes that caches with these specs take for each page of the engine's cache."""
         return self._needs(specs, dtype).bytes(home_mesh(self.home), CacheSize(1, {}))
 
     def allocated(self, specs: Specs, pages: int, dtype: Any) -> Caches:
-        """Further caches with as many pages. All their layers keep all tokens."""
+        """Allocates caches with these specs and `pages` pages. All their layers keep all tokens."""
         needs, slots = self._needs(specs, dtype), self.batches.settings.slots
         return reserve_caches(specs, self.home, lambda: needs.empty(slots, CacheSize(pages, {})))
 
@@ -58,11 +58,11 @@ class DraftContext(NamedTuple):
 
 
 class Drafter:
-    """Proposes the next tokens of sequences. A wrong draft costs time and nothing else.
+    """Proposes the next tokens of sequences. A wrong draft costs time only.
 
-    tokens: largest number of drafts per sequence and step.
-    page_bytes: size of its own caches, for each page of the engine's.
-    caches: its own caches.
+    tokens: the most drafts per sequence and step.
+    page_bytes: bytes of the drafter's own caches for each page of the engine's cache.
+    caches: the drafter's own caches; None: it has none.
     """
 
     tokens: int
@@ -70,29 +70,29 @@ class Drafter:
     caches: Caches | None = None
 
     def allocate(self, pages: int) -> None:
-        """Allocates its own caches."""
+        """Allocates the drafter's own caches, with as many pages as the engine's cache."""
 
     def draft(self, plan: StepPlan, slots: Slots) -> list[list[int]]:
-        """The drafts of each decoding sequence of a plan, at most as many as `plan.draft_room` says. The plan's prompts are computed
-        after this, so a drafter with caches of its own computes them here too.
+        """Returns the drafts of each decoding sequence of a plan, at most `plan.draft_room` each. A drafter with its own caches also
+        computes the plan's prompts here.
 
         Args:
-            slots: the sampler's state, for drafters that sample; not changed.
+            slots: the sampler's state, for drafters that sample. It is not changed.
         """
         raise NotImplementedError
 
     def observe(self, step: StepBatch, hidden: Any) -> None:
-        """Takes the input of the model's head at the tokens of the step that was drafted last."""
+        """Receives the hidden states before the model's head, for the tokens of the step that was drafted last."""
 
     def warm_up(self, slots: Slots) -> None:
-        """Compiles what `draft` may need."""
+        """Compiles the programs that `draft` may need."""
 
 
 class NGramDrafter(Drafter):
-    """Prompt lookup (Saxena 2023): the tokens after the latest place where the last tokens of the sequence occurred before.
+    """Prompt lookup (Saxena 2023): drafts the tokens that followed an earlier occurrence of the sequence's last tokens.
 
-    The place that agrees with the most tokens is taken. Where the text after it runs into the end of the sequence, the drafts
-    continue with themselves, so that a text with a short period is drafted to any length.
+    Of several occurrences, the longest match is taken, and of equal ones the latest. If fewer tokens than wanted follow it, the drafts
+    repeat themselves, so that a text with a short period is drafted to any length.
     """
 
     def __init__(self, ngram: settings.NGram):
@@ -114,7 +114,7 @@ class NGramDrafter(Drafter):
 
 
 class _Ids:
-    """The tokens of a sequence as an array, which takes the new ones only."""
+    """The tokens of a sequence as an array. Each call of `grown` copies only the new tokens into it."""
 
     def __init__(self) -> None:
         self._ids, self._count = np.zeros(256, np.int32), 0
@@ -128,8 +128,8 @@ class _Ids:
 
 
 def last_occurrence(ids: Int[np.ndarray, " T"], least: int, most: int) -> int | None:
-    """The place after the latest earlier occurrence of as many of the last tokens as possible, `least` to `most`; None if there is
-    none. Comparing 8,000 tokens takes 10 microseconds."""
+    """The index after the latest earlier occurrence of the last tokens, as many of them as possible, from `least` to `most`; None if
+    there is no occurrence. Searching 8,000 tokens takes 10 microseconds."""
     count = len(ids)
     ends, place = np.flatnonzero(ids[:-1] == ids[-1]), None
     for length in range(1, min(most, count - 1) + 1):
@@ -153,13 +153,13 @@ def sampled_drafts(
     passed: Callable[[int, list[bool], Slots], Float[Array, "B V"]],
     run: Callable[..., Any],
 ) -> list[list[int]]:
-    """Drafts sampled one after the other, with the settings, penalties and random keys of the tokens that they guess.
+    """Samples drafts one after the other, with the settings, penalties and random keys of the tokens that they guess.
 
     Args:
         room: number of drafts to sample for each decoding sequence of the plan.
-        logits: of the first draft.
-        passed: (index of the draft, which sequences have another one, the sampler's state) -> its logits, after a pass over the
-            previous draft, the state's `last`.
+        logits: the logits for the first draft.
+        passed: runs a pass over the previous draft, and returns the logits for the next one. Its arguments are the index of the next
+            draft, whether each sequence gets one, and the sampler's state, whose `last` is the previous draft.
         run: `Runner.run`.
     """
     state, columns = copied_slots(slots, run), []
@@ -176,7 +176,12 @@ def sampled_drafts(
 
 
 def decoding_rows(batches: BatchBuilder, plan: StepPlan, live: Sequence[bool], before: Sequence[int]) -> tuple[StepSizes, np.ndarray]:
-    """A pass of one token for each live sequence, after so many."""
+    """The arrays of a pass over one token of each live sequence.
+
+    Args:
+        live: whether each decoding sequence of the plan takes part.
+        before: number of tokens before that token, for each sequence.
+    """
     sizes = batches.decode_sizes(len(live))
     words = empty_words(sizes)
     d, _, _ = split_words(words, sizes)
@@ -188,14 +193,14 @@ def decoding_rows(batches: BatchBuilder, plan: StepPlan, live: Sequence[bool], b
 
 
 def first_rows(count: int) -> np.ndarray:
-    """The places of this many rows, as long as the sampler is compiled for."""
+    """The indices of the first `count` rows, padded to a number of rows that the sampler is compiled for."""
     picks = np.zeros(sampler_rows(count), np.int32)
     picks[:count] = np.arange(count)
     return picks
 
 
 def copied_slots(slots: Slots, run: Callable[..., Any]) -> Slots:
-    """A copy of the sampler's state, because the sampler writes in place."""
+    """Copies the sampler's state, because the sampler updates it in place."""
     return run("a copy of the sampler's state", _copied, ("copied",), slots)
 
 

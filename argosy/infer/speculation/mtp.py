@@ -1,13 +1,14 @@
-"""Drafts of the model's own module for multi-token prediction (`parts.ahead`).
+"""Drafts by the model's own module for multi-token prediction (`parts.ahead`).
 
-The module reads the input of the head at a token, and the token after it, so it runs one step behind the model: when a step's tokens
-are known, it computes the same positions in the same rows, and its caches have the same page tables. Its prediction at the last
-position is the first draft. For further drafts it reads its own output, as vLLM does for models with one such module, which is what
-is published; of a chain of modules the first is used.
+The module reads the model's hidden state at a token, and the token after it, so it runs one step behind the model. When a step's tokens
+are known, the module computes the same positions in the same rows, with the same page tables. Its prediction at the last position is
+the first draft. For further drafts it reads its own output, as vLLM does. Published models have one such module; of several, the first
+is used.
 
-The cache of the last token that a sequence found in the prefix cache belongs to that page's first owner, whose next token may have
-been another. A page can be shared within the step that computes it; this module fills its part of the page one step later, and does
-not if the first owner has left by then. In both cases drafts may agree less often, and completions stay the same.
+The module's cache may be wrong in two cases, and then drafts are accepted less often, while completions stay the same. First, its entry
+for the last token of a cached prefix depends on the next token, which was that of another sequence. Second, a page can be shared within
+the step that computes it, but the module fills it one step later, and not at all if the sequence that computed the page has ended by
+then.
 """
 
 from functools import lru_cache
@@ -44,10 +45,11 @@ from argosy.parallel.scope import on_several_devices
 
 
 class _Seen(NamedTuple):
-    """A step of the model.
+    """The model's latest step, which the module has not computed yet.
 
-    sequences: by slot, with the number of their preemptions.
-    hidden: the input of the head.
+    sequences: the sequence in each slot, with its number of preemptions at that time.
+    step: the arrays of the step.
+    hidden: the hidden states before the head.
     """
 
     sequences: dict[int, tuple[ScheduledRequest, int]]
@@ -56,11 +58,11 @@ class _Seen(NamedTuple):
 
 
 class MTPDrafter(Drafter):
-    """The drafter.
+    """Drafts with the model's module for multi-token prediction.
 
     Args:
-        model: whose module drafts. Its weights are read at each step.
-        tokens: drafts of a sequence in a step.
+        model: the engine's model. Its weights are read at each step.
+        tokens: number of drafts per sequence and step.
 
     Raises:
         BadInput: the model has no such module.
@@ -121,7 +123,7 @@ class MTPDrafter(Drafter):
         return x
 
     def _after(self, weights: Leaves, x: Any, picks: np.ndarray) -> tuple[Any, Any]:
-        """The module's output at some places, and the logits there."""
+        """The module's output at the tokens `picks`, and the logits there."""
         x = self._select(x, picks)
         return x, self.run(f"the head for {plural(len(picks), 'row')}", self._head, ("head", len(picks)), weights, x)
 
@@ -130,7 +132,7 @@ class MTPDrafter(Drafter):
         return self.run(f"{len(places)} of {x.shape[1]} tokens", _take_program, size, x, places.astype(np.int32))
 
     def warm_up(self, slots: Slots) -> None:
-        # The warm-up has shown `observe` a step that nobody computed.
+        # The engine's warm-up has called `observe` for a step that was not computed.
         self._plan = self._seen = None
         copied_slots(slots, self.run)
         weights = {name: v.get_value() for name, v in self.variables.items()}
@@ -144,9 +146,9 @@ class MTPDrafter(Drafter):
 
 
 def _shifted(seen: _Seen) -> tuple[np.ndarray, dict[ScheduledRequest, int]]:
-    """The rows of a step with the token after each of their tokens; and for each sequence whose last two tokens are the last of a
-    row's tokens and the one after it, the place of that row's last token. Tokens that were rejected are left out, and rows whose
-    sequence has ended or was preempted."""
+    """Rewrites the rows of a step for the module: each token is replaced by the token after it. Rejected drafts are left out, and so
+    are rows whose sequence has ended or was preempted. Also returns, for each sequence whose known tokens end with its row, the index
+    of the row's last token."""
     words, places, at = seen.step.words.copy(), {}, 0
     for part in split_words(words, seen.step.sizes):
         width = part["tokens"].shape[1] if "tokens" in part else 1
@@ -170,12 +172,12 @@ def _shifted(seen: _Seen) -> tuple[np.ndarray, dict[ScheduledRequest, int]]:
 
 @lru_cache(maxsize=16)
 def _ahead(graph: Any, absent: AbsentWeights, dtype: Any) -> Any:
-    """(weights outside the layers, input of the head, caches, last, words, StepSizes) -> (the module's output, caches)."""
+    """(weights outside the layers, hidden states before the head, caches, last, words, StepSizes) -> (the module's output, caches)."""
 
     def ahead(weights: Leaves, x: Array, caches: Caches, last: Array, words: Array, sizes: StepSizes) -> tuple[Array, Caches]:
         model = traced_model(graph, weights, dtype, absent)
         tokens, attend = read_step(last, words, sizes)
-        # Of text alone: drafts after an image may agree less often.
+        # The module reads token ids alone, so drafts after an image may be accepted less often.
         x, cache, _ = model.ahead(1, x, as_inputs(tokens).ids, attend, caches["mtp"])
         caches = {"mtp": cache}
         if on_several_devices():

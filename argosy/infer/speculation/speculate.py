@@ -1,23 +1,24 @@
-"""Speculative decoding: a step computes the last token of a sequence and several guesses of what follows, and keeps those that the
-sampler would have drawn (Leviathan et al. 2022, arXiv:2211.17192; Chen et al. 2023, arXiv:2302.01318).
+"""Speculative decoding: a step computes the last token of a sequence and several drafts of the tokens that follow, and keeps the drafts
+that the sampler would have drawn (Leviathan et al. 2022, arXiv:2211.17192; Chen et al. 2023, arXiv:2302.01318).
 
-It differs from these papers: nothing is accepted by a ratio of probabilities. Each position is sampled as a plain step samples it,
-with the random key of that token and the penalties of the tokens before it. A draft is accepted if it is the token sampled; the
-first that differs is replaced by that token, and the drafts after it are dropped. So a completion is the one without speculation, seed
-for seed (to rounding), at any temperature and with any drafts. For drafts without a distribution of their own, such as n-grams,
-this accepts exactly as often as rejection sampling. A draft model draws with the same keys: two distributions that share their
+It differs from these papers in that no ratio of probabilities decides. Each position is sampled as in a step without drafts, with the
+random key of that token and the penalties of the tokens before it. A draft is accepted if it equals the sampled token. The first that
+differs is replaced by the sampled token, and the drafts after it are dropped. So, for the same seed, a completion is the same as
+without speculation (up to rounding), at any temperature and with any drafts. For drafts without a distribution, such as n-grams, this
+accepts exactly as often as rejection sampling. A draft model draws with the same keys, because two distributions that share their
 Gumbel noise often draw the same token (a coupling; Daliri et al. 2024, arXiv:2408.07978).
 
     plan       the scheduler gives each decoding request room for drafts in its pages
-    drafts     `infer.speculation.drafts` proposes them
-    forward    rows of [known tokens, drafts], with logits after the last known token and after each draft
-    verify     the sampler over these positions in order, until the first that differs
-    roll back  pages: the length of the request says how much of them counts. States of recurrent layers: restored from a copy, and
-               what was accepted is computed again at the beginning of the request's next row.
+    draft      a drafter (`infer.speculation.drafts`) proposes tokens
+    forward    the model computes rows of [known tokens, drafts], with logits at the last known token and at each draft
+    verify     the sampler draws a token at these positions in order, until the first that differs from its draft
+    roll back  Pages need nothing, because the length of a request says how many of its tokens count. States of recurrent layers are
+               restored from a copy, and the accepted tokens are computed again at the beginning of the request's next row.
 
-The host needs a step's tokens to draft the next ones, so with speculation a step is read before the next is planned. If no request
-has a draft, a step is a plain one. If one has, all decoding requests get rows of the same width: rows of two widths would square
-the number of programs. A request whose biases or grammar depend on the completion has no drafts, because only the host knows them.
+The host needs a step's tokens to draft the next ones, so with speculation a step is read before the next is planned. If no request has
+a draft, a step has plain decoding rows. If one has, all decoding requests get rows of the same width, because rows of two widths would
+square the number of programs. A request whose biases or grammar depend on the completion has no drafts, because only the host knows
+these.
 """
 
 from functools import partial
@@ -45,9 +46,9 @@ from argosy.parallel.scope import on_several_devices
 class VerifiedTokens(NamedTuple):
     """The tokens that a step with drafts sampled.
 
-    sampled: arrays [W B ...] by position and row.
-    counts: tokens of each row that count.
-    rejected: whether a draft of the row was wrong.
+    sampled: the sampled tokens, as arrays [W B ...] by position and row.
+    counts: number of sampled tokens of each row that are kept, its accepted drafts and one more.
+    rejected: whether a draft of the row was rejected.
     """
 
     sampled: SamplerOutput
@@ -58,12 +59,13 @@ class VerifiedTokens(NamedTuple):
 def _verified(
     slots: Slots, logits: Float[Array, "WB V"], owners: Int[Array, "B"], drafts: Int[Array, "K B"]
 ) -> tuple[Slots, VerifiedTokens]:
-    """Samples a token for each row, then as many more as drafts agree with what is sampled.
+    """Samples a token for each row, and then further ones as long as the row's drafts equal the sampled tokens. Returns the sampler's
+    updated state and the tokens.
 
     Args:
-        logits: after the last known token of each row, then after its first draft, and so on: W = K + 1 times B.
-        owners: the slot of each row, -1 for none.
-        drafts: -1 after the last of a row.
+        logits: the logits at the last known token of all rows, then at their first drafts, and so on; W = K + 1 positions of B rows.
+        owners: the slot of each row; -1: none.
+        drafts: the drafts of each row, followed by -1.
     """
     K, B = drafts.shape
     by_position = logits.reshape(K + 1, B, -1)
@@ -87,14 +89,16 @@ verify = Program(_verified, donate=0)
 
 
 class Speculation:
-    """The engine's steps with drafts.
+    """Builds and verifies the engine's steps with drafts.
 
     Args:
-        drafter: proposes the drafts.
+        drafter: the drafter that proposes tokens.
         specs: the specs of the model's caches.
 
+    draft_width: the most tokens of a decoding row, drafts included.
+    keeps_states: whether the model has recurrent states, which must be rolled back.
     rows: number of rows with drafts so far.
-    drafted: number of drafts so far, by their index in the row.
+    drafted: number of drafts so far.
     accepted: number of accepted drafts so far, by their index in the row.
     """
 
@@ -117,7 +121,7 @@ class Speculation:
         return max(0, min(self.draft_width - 1 - request.recompute, remaining))
 
     def build(self, plan: StepPlan, slots: Slots) -> StepBatch:
-        """A plan as arrays, with drafts. Its requests have no unread tokens."""
+        """Turns a plan into arrays, with drafts. All tokens of its requests must have been read."""
         drafts = self.drafter.draft(plan, slots)
         if not any(drafts) and not any(request.recompute for request in plan.decodes):
             return self.batches.build(plan)
@@ -128,20 +132,20 @@ class Speculation:
     # ---------------------------------------------------------------- a step with drafts
 
     def copied_states(self, caches: Caches, step: StepBatch) -> Any:
-        """The states of the requests that are sampled, before the step."""
+        """Copies the recurrent states of the requests that are sampled, before the step. None if the model has no such states."""
         if not self.keeps_states:
             return None
         count = len(step.owners)
         return self.run(f"copies of {count} states", self._copied, ("copies", count), caches, step.owners)
 
     def verified(self, slots: Slots, logits: Any, step: StepBatch) -> tuple[Slots, VerifiedTokens]:
-        """Samples after the drafts of a step."""
+        """Samples the tokens of a step and verifies its drafts."""
         count = len(step.owners)
         label = f"the sampler for {plural(count, 'row')} of {plural(self.draft_width, 'token')}"
         return self.run(label, verify, ("verify", count), slots, logits, step.owners, step.drafts)
 
     def rolled_back(self, caches: Caches, copies: Any, step: StepBatch, verified: VerifiedTokens) -> Caches:
-        """The caches with the states restored where a draft was rejected."""
+        """Restores the recurrent states of requests with a rejected draft, from the copies of `copied_states`. Returns the caches."""
         if copies is None:
             return caches
         count = len(step.owners)
@@ -149,7 +153,8 @@ class Speculation:
         return self.run(f"restoring {count} states", self._restored, ("restored", count), caches, copies, *rows)
 
     def landed(self, scheduler: Scheduler, step: StepBatch, verified: VerifiedTokens) -> list[tuple[ScheduledRequest, tuple[int, int]]]:
-        """Each token that counts: its request, and its place in the arrays of `verified.sampled`."""
+        """Reads the results of a step, and updates the scheduler and the counts. Returns for each kept token its request, and its index
+        (position, row) in the arrays of `verified.sampled`."""
         counts, rejected = np.asarray(verified.counts).tolist(), np.asarray(verified.rejected).tolist()
         assert step.drafts is not None
         proposed = (step.drafts >= 0).sum(0).tolist()
@@ -175,10 +180,12 @@ def _restored(
 
 
 def speculation_of(method: Any, model: Any, draft: Any, specs: Specs, context: DraftContext) -> Speculation | None:
-    """The speculation of the setting `engine.speculative`; None without it.
+    """Builds the speculation for the setting `engine.speculative`; None if it is off.
 
     Args:
-        draft: the module of the draft model, for the method that has one.
+        method: the value of the setting.
+        model: the engine's model.
+        draft: the module of the draft model, if the method needs one.
         specs: the specs of the model's caches.
 
     Raises:

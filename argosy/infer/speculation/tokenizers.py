@@ -1,15 +1,15 @@
-"""A draft model must have the tokenizer of the model that it drafts for."""
+"""Checks that a draft model has the tokenizer of the model that it drafts for."""
 
 from typing import Any
 
 from argosy.core.errors import BadInput
 
-# Text by which two tokenizers are told apart.
+# Text whose token ids are compared.
 SAMPLE = "Speculation: 1 of 2 models drafts, né?"
 
 
 def check_tokenizers(*tokenizers: Any) -> None:
-    """Checks that tokenizers are the same. None, of a model that came without one, counts as any.
+    """Checks that tokenizers are the same. None stands for a model without a tokenizer, and is ignored.
 
     Raises:
         BadInput: they differ.
