@@ -1,4 +1,4 @@
-"""`ImageAutoencoder`: images to latents and back, `argosy.load(folder or run of an autoencoder)`."""
+"""`ImageAutoencoder`: encodes images to latents and decodes them. `argosy.load` of an autoencoder's folder or run returns it."""
 
 from collections.abc import Callable
 from functools import lru_cache
@@ -16,10 +16,10 @@ from argosy.models.parts.weight import merge, split
 
 
 class ImageAutoencoder:
-    """An autoencoder of images.
+    """An autoencoder of images or videos.
 
     Args:
-        module: of AutoencoderKL or AutoencoderTiny.
+        module: the module, such as that of AutoencoderKL or AutoencoderTiny.
     """
 
     def __init__(self, module: Any):
@@ -29,14 +29,16 @@ class ImageAutoencoder:
 
     @property
     def factor(self) -> int:
-        """An image is so many times as high and wide as its latents."""
+        """The ratio of an image's height and width to those of its latents."""
         return self.config.factor
 
     def encode(self, images: Float[Any, "B *F H W c"]) -> Float[np.ndarray, "B *G h w C"]:
-        """What denoisers read of images, or of videos where it reads them, in 0..1; the mean, where the encoder gives a distribution.
+        """Encodes images [B H W c] or videos [B F H W c] in 0..1 to normalized latents, as denoisers read them. If the encoder returns
+        a distribution, the latents are its mean.
 
         Raises:
-            BadInput: the images' sides are no multiples of `factor`, or they have other channels, or a number of frames does not fit.
+            BadInput: heights or widths are no multiples of `factor`, the images have another number of channels, or the number of
+                frames does not fit.
             ArgosyError: the latents are not finite.
         """
         shape = np.shape(images)
@@ -53,10 +55,10 @@ class ImageAutoencoder:
         return latents
 
     def decode(self, latents: Float[Any, "B *G h w C"]) -> Float[np.ndarray, "B *F H W c"]:
-        """Images, or videos, in 0..1.
+        """Decodes normalized latents to images or videos in 0..1.
 
         Raises:
-            ArgosyError: they are not finite.
+            ArgosyError: the images are not finite.
         """
         images = np.asarray(_decoder(self._graph)(self._leaves, jnp.asarray(latents)), np.float32)
         check_finite("the autoencoder's decoder", images)
@@ -64,13 +66,13 @@ class ImageAutoencoder:
 
 
 def latent_frames(frames: int, pace: int) -> int:
-    """Frames of latents of a video.
+    """The number of latent frames for a video of `frames` frames.
 
     Args:
-        pace: frames that a frame of latents after the first one stands for (`AutoencoderConfig.frame_factor`).
+        pace: number of video frames for each latent frame after the first (`AutoencoderConfig.frame_factor`).
 
     Raises:
-        BadInput: no latents have so many frames.
+        BadInput: `frames` is not a multiple of `pace`, plus 1.
     """
     if frames < 1 or (frames - 1) % pace:
         lower = max(0, frames - 1) // pace * pace + 1

@@ -1,4 +1,4 @@
-"""`ClassPrompts`: the prompts of a denoiser that was trained on classes are their names or numbers."""
+"""`ClassPrompts`: the prompts of a class-conditional denoiser are the names or numbers of classes."""
 
 from collections.abc import Sequence
 
@@ -9,11 +9,11 @@ from argosy.models.diffusion.base import Conditions
 
 
 class ClassPrompts:
-    """Class labels of prompts.
+    """Converts prompts to class labels.
 
     Args:
         classes: number of classes, without the null class.
-        names: of the classes; their numbers are understood too.
+        names: the names of the classes. Prompts may also be their numbers.
     """
 
     def __init__(self, classes: int, names: Sequence[str] = ()):
@@ -21,8 +21,10 @@ class ClassPrompts:
         self._ids = {str(i): i for i in range(classes)} | {name: i for i, name in enumerate(names)}
 
     def encode(self, texts: Sequence[str]) -> Conditions:
-        """Raises:
-        BadInput: a text is no class.
+        """Returns the class label of each text. An empty text is the null class.
+
+        Raises:
+            BadInput: a text is no class.
         """
         for text in texts:
             if text.strip() not in self._ids and text:

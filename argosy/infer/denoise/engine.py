@@ -1,7 +1,8 @@
-"""`ImageEngine`: a queue of images to draw, and the thread that draws those of equal size and plan together.
+"""`ImageEngine`: a queue of images to draw, and a thread that draws images of equal size and sampling plan in batches.
 
-A batch is formed from the images that wait when the device becomes free. After each evaluation every image of it learns how far it
-is, gets a preview if it asked for one, and may leave. An image is the same in any batch: its noise is its own.
+When the device becomes free, a batch is formed from the waiting images. After each evaluation of the network, every image of the batch
+gets a progress event, and a preview if one is due. An image is the same in any batch, because its noise depends on its own seed and
+number.
 """
 
 import threading
@@ -24,12 +25,12 @@ from argosy.models.diffusion.base import Conditions
 
 
 class ImageEvent(NamedTuple):
-    """Something that happened to an image.
+    """An event of one image.
 
-    kind: progress; preview: an image on its way; image: the image; error: it will not come.
-    done, evaluations: of the network.
-    image: [H W 3] in 0..1.
-    error: why it will not come.
+    kind: progress; preview: a prediction of the image so far; image: the finished image; error: drawing failed.
+    done, evaluations: the evaluations of the network so far, and of the whole plan.
+    image: the image or preview, [H W 3] in 0..1.
+    error: the reason why drawing failed.
     """
 
     kind: Literal["progress", "preview", "image", "error"]
@@ -43,12 +44,20 @@ class ImageEvent(NamedTuple):
 class ImageRequest:
     """One image to draw, made by `ImageEngine.request`.
 
-    conditions, null: of its prompt, and of what guidance leads away from (None: no guidance); one row each.
-    number: of the image among those of its prompt.
-    previews: how many images on the way are wanted.
+    conditions: the conditions of its prompt, one row.
+    null: the conditions of its negative prompt, one row; None: no classifier-free guidance.
+    seed: the seed of its noise.
+    number: index of the image among those of its prompt.
+    guidance: the guidance scale.
+    size: height and width in pixels.
+    plan: the sampling plan.
+    key: only images with equal keys are drawn in one batch.
     emit: called with each event, from the engine's thread.
-    step_cache: threshold of step caching (None: none).
-    canceled: set by whoever does not want it any more.
+    previews: number of previews to send.
+    image: latents [1 h w C] of the image to begin from; None: noise alone.
+    mask: [1 h w 1], 1 where `image` is redrawn; None: everywhere.
+    step_cache: threshold of step caching; None: no step caching.
+    canceled: set by the caller if it no longer wants the image.
     """
 
     conditions: Conditions
@@ -67,7 +76,7 @@ class ImageRequest:
     canceled: bool = field(default=False)
 
     def preview_at(self, done: int, evaluations: int) -> bool:
-        """Whether a preview is due after so many evaluations: they are spread evenly, none at the end."""
+        """Whether a preview is due after `done` of `evaluations` evaluations. Previews are spread evenly, without one at the end."""
         now, before = (i * (self.previews + 1) // evaluations for i in (done, done - 1))
         return done < evaluations and before < now <= self.previews
 
@@ -84,12 +93,12 @@ class EngineClosed(ArgosyError):
 
 
 class ImageEngine:
-    """Draws images of a pipeline.
+    """Draws queued images with a pipeline, in a thread.
 
     Args:
-        batch: most images drawn together.
-        waiting: most images that wait.
-        drawn: called with the number of a batch's images, of its evaluations, and of those that step caching reused.
+        batch: the most images in a batch.
+        waiting: the most waiting images.
+        drawn: called after each batch with the number of its images, of its evaluations, and of those that step caching reused.
     """
 
     def __init__(
@@ -129,10 +138,13 @@ class ImageEngine:
         control_mode: int | Sequence[int | None] | None = None,
         guess_mode: bool = False,
     ) -> ImageRequest:
-        """An image to draw. Arguments are those of `ImagePipeline.images`, for one image.
+        """Prepares an image for `add`. Arguments are those of `ImagePipeline.images`, for one image.
 
         Args:
-            image, mask: [1 h w C] latents and [1 h w 1], as `ImagePipeline.encode_given` gives them.
+            emit: called with each event, from the engine's thread.
+            number: index of the image among those of its prompt.
+            previews: number of previews to send.
+            image, mask: latents [1 h w C] and mask [1 h w 1], as `ImagePipeline.encode_given` returns them.
 
         Raises:
             BadInput: the size, the steps, the prompt or control images do not fit the model.
@@ -161,7 +173,7 @@ class ImageEngine:
         """Queues images.
 
         Raises:
-            QueueOverflow: there is no room for all of them; none is queued.
+            QueueOverflow: there is no room for all of them. None is queued then.
         """
         with self._changed:
             if len(self.waiting) + len(requests) > self.most:
@@ -170,7 +182,7 @@ class ImageEngine:
             self._changed.notify()
 
     def close(self) -> None:
-        """Ends the thread after the evaluation that runs. Images that were not drawn get an error."""
+        """Ends the thread after the current evaluation. Images that are not finished get an error event."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -182,7 +194,7 @@ class ImageEngine:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing waits or is drawn."""
+        """Whether no image waits or is being drawn."""
         with self._changed:
             return not self.waiting and not self.running
 
@@ -205,7 +217,8 @@ class ImageEngine:
                 self.running = []
 
     def _next_batch(self) -> list[ImageRequest]:
-        """The first image that waits, and those behind it that may be drawn with it."""
+        """Takes the first waiting image from the queue, and later ones that may be drawn in one batch with it. Drops canceled
+        images."""
         requests = [request for request in self.waiting if not request.canceled]
         batch = [request for request in requests if request.key == requests[0].key][: self.batch]
         self.waiting = deque(request for request in requests if request not in batch)
@@ -241,7 +254,7 @@ class ImageEngine:
         if all(request.canceled for request in batch):
             return
         images = each_image(pipe.finished, run.latents()[: len(batch)])
-        # Counted before anybody learns of them: whoever has an image finds it in the metrics.
+        # Counted before the events are sent, so that a client with an image finds it in the metrics.
         if self._drawn is not None:
             count = sum(isinstance(image, np.ndarray) for image in images)
             self._drawn(count, run.evaluations, run.evaluations - run.layer_runs)
@@ -252,7 +265,7 @@ class ImageEngine:
                 request.emit(ImageEvent("error", error=image))
 
     def _tell(self, batch: list[ImageRequest], run: Any, done: int) -> None:
-        """Progress of every image, and previews where they are due."""
+        """Sends a progress event for every image, and previews that are due."""
         for request in batch:
             request.emit(ImageEvent("progress", done, run.evaluations))
         due = [i for i, request in enumerate(batch) if request.preview_at(done, run.evaluations) and not request.canceled]
@@ -264,7 +277,8 @@ class ImageEngine:
 
 
 def each_image(decode: Callable[[Any], np.ndarray], latents: Any) -> list[np.ndarray | ArgosyError]:
-    """The image of each row of latents, or why it has none: numbers of one request that are not finite end no other."""
+    """Decodes each row of latents to an image, or to the error if decoding fails. Values of one image that are not finite do not affect
+    others."""
     try:
         return list(decode(latents))
     except ArgosyError as error:
@@ -274,6 +288,6 @@ def each_image(decode: Callable[[Any], np.ndarray], latents: Any) -> list[np.nda
 
 
 def _concatenate(rows: list[Conditions]) -> Conditions:
-    """The conditions of several images as those of a batch."""
-    # By numpy, which compiles nothing for a number of rows that it has not met.
+    """Concatenates the conditions of several images to those of a batch."""
+    # NumPy, because JAX would compile for each new number of rows.
     return Conditions(*jax.tree.map(lambda *a: np.concatenate(a), *(tuple(row) for row in rows)))

@@ -1,4 +1,4 @@
-"""Stages of a pipeline are checked for numbers that are not finite, so that an error says where they came from."""
+"""Checks the results of a pipeline's stages for values that are not finite, so that an error names the stage."""
 
 from typing import Any
 
@@ -9,8 +9,13 @@ from argosy.core.errors import ArgosyError
 
 
 def check_finite(stage: str, *trees: Any) -> None:
-    """Raises:
-    ArgosyError: a number is not finite.
+    """Checks that all values of pytrees are finite.
+
+    Args:
+        stage: the name of the stage, for the error message.
+
+    Raises:
+        ArgosyError: a value is not finite.
     """
     for leaf in jax.tree.leaves(trees):
         values = np.asarray(leaf, np.float32)

@@ -1,10 +1,10 @@
-"""Classifier-free guidance: the network is evaluated with and without its conditions, and the difference is enlarged.
+"""Classifier-free guidance: the network is evaluated with and without its conditions, and the difference of the predictions is scaled.
 
     guided = without + scale (with - without)        Ho and Salimans 2022 (arXiv:2207.12598)
 
-interval    only between two noise levels; elsewhere the prediction with conditions. Kynkäänniemi et al. 2024 (arXiv:2404.07724)
-zero_star   `without` is first scaled to lie nearest `with`: <with, without> / |without|^2. Fan et al. 2025 (arXiv:2503.18886)
-rescale     the result keeps the standard deviation of `with`, to this share. Lin et al. 2023 (arXiv:2305.08891)
+interval    applies guidance between two timesteps only; elsewhere the result is `with`. Kynkäänniemi et al. 2024 (arXiv:2404.07724)
+zero_star   first scales `without` by <with, without> / |without|^2, so that it is nearest to `with`. Fan et al. 2025 (arXiv:2503.18886)
+rescale     mixes in, with this weight, the result scaled to the standard deviation of `with`. Lin et al. 2023 (arXiv:2305.08891)
 """
 
 import jax.numpy as jnp
@@ -37,7 +37,7 @@ class Guidance(Settings):
         scale: Float[Array, "B"],
         timestep: Float[Array, ""],
     ) -> Float[Array, "B *F H W C"]:
-        """The guided prediction; an image with scale 1 gets `conditioned`."""
+        """Combines the predictions with and without conditions. An image with scale 1 gets `conditioned`."""
         axes = tuple(range(1, conditioned.ndim))
         base = unconditioned
         if self.zero_star:

@@ -1,13 +1,13 @@
-"""Calls of tools in the text of a completion: what every notation shares. `infer.tools.notations` has one file a notation.
+"""Tool calls in the text of a completion: the code that all notations share. `infer.tools.notations` has one file for each notation.
 
-Text that could be a call is held back until the completion ends. Text that does not parse as a call stays text. A call of a tool that
-nobody offered is a call: who runs tools says what there is.
+Text that could be a call is held back until the completion ends. Text that does not parse as a call remains text. A call of a tool that
+was not offered is returned as a call, and the client that runs the tools rejects it.
 
-Notations mark calls by special tokens, which decode to nothing. So the text of a completion is made with a character for each mark that
-Unicode will never assign, and a mark that is spelled in ordinary tokens is text. Where the tokenizer has no such token, the mark's
-own name in the text is the mark.
+Notations mark calls by special tokens, which decode to nothing. So here each mark is decoded to a character that Unicode will never
+assign, and a mark spelled in ordinary tokens remains text. If the tokenizer has no special token of this name, the name in the text is
+the mark.
 
-A grammar makes the model call a tool, or makes the arguments of its calls match the tools' schemas.
+A grammar can force the model to call a tool, or force the arguments of its calls to match the tools' schemas.
 """
 
 import contextlib
@@ -26,8 +26,11 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class ToolCall:
-    """arguments: JSON as text.
-    id: as the model wrote it, if the notation has ids.
+    """A tool call that the model wrote.
+
+    name: the name of the tool.
+    arguments: the arguments, as the text of a JSON object.
+    id: the id that the model wrote; None: it wrote none.
     """
 
     name: str
@@ -37,9 +40,12 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class CallDelta:
-    """A whole completion.
+    """A whole completion, parsed.
 
-    tried: it has something that begins as a call does.
+    text: the text besides the calls and the reasoning.
+    calls: the tool calls.
+    thought: the reasoning.
+    tried: whether something in it begins like a call, even if it does not parse as one.
     """
 
     text: str
@@ -49,17 +55,19 @@ class CallDelta:
 
 
 class CallNotation(ABC):
-    """How a chat template writes calls, for one tokenizer.
+    """The notation in which a chat template writes tool calls, for one tokenizer.
 
-    title: its name in messages to users.
-    names: special tokens, each with the character that represents it.
-    needs_marks: whether the tokenizer must have all of them.
+    title: the notation's name in messages to users.
+    names: the names of its special tokens, each with the character that it is decoded to.
+    needs_marks: whether the tokenizer must have all these special tokens.
     like_json: whether a call begins like any other JSON object.
-    marks: characters of the tokenizer's special tokens, by id.
+    ids: the ids of those special tokens that the tokenizer has, by name.
+    marks: the characters that these are decoded to, by token id.
 
     Args:
-        tokenizer: None: special tokens are written by their names.
-        tools: the offered tools. Notations that write values without types read them by the tools' schemas.
+        template: the chat template.
+        tokenizer: the tokenizer; None: special tokens appear as their names.
+        tools: the offered tools. Notations that write values without types parse them by the tools' schemas.
     """
 
     title: ClassVar[str]
@@ -81,14 +89,14 @@ class CallNotation(ABC):
 
     @abstractmethod
     def read(self, text: str) -> CallDelta:
-        """A whole completion, as its text with marks."""
+        """Parses a whole completion, given as text with characters for marks."""
 
     def mark(self, name: str) -> str:
-        """The text by which a special token appears in a completion."""
+        """The text that a special token appears as in a completion."""
         return self.names[name] if name in self.ids else name
 
     def spelled(self, text: str) -> str:
-        """A text with the names of its marks."""
+        """Replaces the characters for marks in a text by the marks' names."""
         for name in self.ids:
             text = text.replace(self.names[name], name)
         return text
@@ -96,29 +104,30 @@ class CallNotation(ABC):
     # ---------------------------------------------------------------- ids
 
     def numbered(self, name: str, number: int) -> str | None:
-        """The id that the template itself gives to a call. None: it reads that of the message.
+        """The id that the template itself gives to a call; None: it takes the id in the message.
 
         Args:
-            number: of calls before it in the conversation.
+            name: the name of the called tool.
+            number: number of calls before this one in the conversation.
         """
         return None
 
     def admits(self, value: str) -> bool:
-        """Whether what the model wrote as an id is one."""
+        """Whether an id that the model wrote is valid in this notation."""
         return False
 
     def fresh(self) -> str:
-        """A new id."""
+        """A new random id."""
         return f"call_{uuid.uuid4().hex[:24]}"
 
     def written(
         self, calls: Sequence[ToolCall], before: Sequence[str], make: Callable[[int], str] | None = None
     ) -> list[dict[str, Any]]:
-        """Calls as the API writes them, each with an id of its own.
+        """Converts calls to the format of OpenAI's API, each with a unique id.
 
         Args:
             before: the ids of the calls earlier in the conversation.
-            make: an id for the call in this place, where neither the template nor the model gives one; None: random ones.
+            make: returns the id for the call with this index, if neither the template nor the model gives one; None: ids are random.
         """
         entries: list[dict[str, Any]] = []
         ids = set(before)
@@ -133,48 +142,49 @@ class CallNotation(ABC):
 
     @classmethod
     def messages(cls, messages: Sequence[Message], template: str) -> list[dict[str, Any]]:
-        """Messages as a template of this notation can read them, whoever wrote their calls."""
+        """Copies messages, converted so that the template can render their calls."""
         return [dict(message) for message in messages]
 
     @classmethod
     def described(cls, tools: Sequence[Message] | None) -> list[dict[str, Any]] | None:
-        """Tools as the template can read them."""
+        """Copies tools, converted so that the template can render them."""
         return None if tools is None else [dict(tool) for tool in tools]
 
     # ---------------------------------------------------------------- grammars
 
     @abstractmethod
     def grammar(self, tools: Sequence[Message], *, must: bool, many: bool, answer: Structure | None = None) -> Structure:
-        """The completions that call these tools, with arguments that match their schemas.
+        """The grammar of completions that may call these tools, with arguments that match the tools' schemas.
 
         Args:
-            must: a completion is a call and nothing else; otherwise text, then calls if any.
-            many: calls may follow each other, where the notation allows it.
-            answer: what a completion matches that is no call, in the place of text.
+            must: whether a completion must consist of calls; if not, it is text, then calls if any.
+            many: whether several calls may follow each other, if the notation allows it.
+            answer: the structure of a completion without calls; None: any text.
 
         Raises:
-            BadInput: the parameters of a tool are no schema, or one that cannot be forced.
+            BadInput: the parameters of a tool are no JSON schema, or one that cannot be forced.
         """
 
     def token(self, name: str) -> str:
-        """A mark in a grammar: its token, or its name as text."""
+        """A mark as it is written in a grammar: its special token, or its name as a text literal."""
         return f"<[{self.ids[name]}]>" if name in self.ids else json.dumps(name)
 
 
 class TextNotation(CallNotation):
-    """A notation of calls that stand in the text of a completion, or behind it."""
+    """A notation whose calls are part of the text of a completion, or follow it."""
 
     @abstractmethod
     def split(self, text: str, first: bool) -> tuple[bool, int]:
-        """Whether a call has begun, and the number of characters before it, or before what may become its beginning.
+        """Searches for the beginning of a call. Returns whether a call has begun, and the number of characters before it, or before
+        characters that may become its beginning.
 
         Args:
-            first: nothing came before this text.
+            first: whether the completion begins with this text.
         """
 
     @abstractmethod
     def parse(self, text: str) -> tuple[str, list[ToolCall]]:
-        """The calls of a text that begins with one, and the text beside them.
+        """Parses a text that begins with a call. Returns the text besides the calls, and the calls.
 
         Raises:
             ValueError: it is no call after all.
@@ -188,18 +198,18 @@ class TextNotation(CallNotation):
 
     @abstractmethod
     def rules(self, names: Sequence[str], many: bool) -> list[str]:
-        """Rules of a Lark grammar: `calls`, of the tools with these names; `TEXT`, which has none; and `after_text`, text followed by
-        calls. `arguments_0` and so on are the arguments of each.
+        """Rules of a Lark grammar: `calls` matches calls of the tools with these names, `TEXT` matches text without calls, and
+        `after_text` matches text followed by calls. They refer to `arguments_0` and so on for the arguments of each tool.
 
         Args:
-            many: calls may follow each other.
+            many: whether several calls may follow each other.
         """
 
     def arguments(self, place: int, function: Message) -> list[str]:
-        """The rule `arguments_0` (or of another place), and those that it needs.
+        """The rule `arguments_{place}` for the arguments of a function, and the rules that it refers to.
 
         Raises:
-            BadInput: the parameters of the function are no schema, or one that cannot be forced.
+            BadInput: the parameters of the function are no JSON schema, or one that cannot be forced.
         """
         return [json_rule(f"arguments_{place}", parameters_schema(function))]
 
@@ -219,7 +229,7 @@ class TextNotation(CallNotation):
 class MarkedNotation(TextNotation):
     """A notation whose calls follow a mark.
 
-    openings: the marks that begin calls, first the one that models are taught.
+    openings: the marks that begin calls. The first is the one that models are trained to write.
     """
 
     openings: ClassVar[Sequence[str]]
@@ -232,13 +242,13 @@ class MarkedNotation(TextNotation):
 
     @abstractmethod
     def rest(self, names: Sequence[str], many: bool) -> list[str]:
-        """The rule `rest`, of what follows the mark that opens the first call, and those that it needs."""
+        """The rule `rest`, for the text after the opening mark of the first call, and the rules that it refers to."""
 
     def rules(self, names: Sequence[str], many: bool) -> list[str]:
         opening = self.token(self.openings[0])
         rules = [*self.rest(names, many), f"calls: {opening} rest"]
         if self.openings[0] in self.ids:
-            # No text has a special token.
+            # Text cannot contain a special token.
             return [*rules, "TEXT: /(?s:.*)/", "after_text: TEXT calls"]
         patterns = [re.escape(name).replace("/", r"\/") for name in self.openings]
         return [
@@ -251,9 +261,9 @@ class MarkedNotation(TextNotation):
 
 @dataclass
 class CallParser:
-    """The calls of one completion, whose text comes in pieces.
+    """Finds the calls of one completion while its text arrives in pieces.
 
-    begun: something begins as a call does.
+    begun: whether a call may have begun.
     """
 
     notation: TextNotation
@@ -262,7 +272,7 @@ class CallParser:
     _first: bool = field(default=True, init=False)
 
     def push(self, text: str) -> str:
-        """The text that is certainly part of no call."""
+        """Adds a piece of text. Returns the text that is certainly not part of a call."""
         self._held += text
         if self.begun:
             return ""
@@ -272,7 +282,7 @@ class CallParser:
         return self.notation.spelled(text)
 
     def end(self) -> tuple[str, list[ToolCall]]:
-        """The rest: text and calls."""
+        """Ends the completion. Returns the rest of its text, and its calls."""
         rest, self._held = self._held, ""
         text, calls = rest, []
         if self.begun:
@@ -285,7 +295,7 @@ class CallParser:
 
 
 def special_token(tokenizer: Any, name: str) -> int | None:
-    """The special token with this name; None: there is none, or it decodes to its name."""
+    """The id of the special token with this name; None: there is no such token, or it decodes to its name."""
     if tokenizer is None:
         return None
     ids = tokenizer.encode(name, special=True)
@@ -293,17 +303,17 @@ def special_token(tokenizer: Any, name: str) -> int | None:
 
 
 def possible_prefix(mark: str, text: str) -> int:
-    """The length of the beginning of a mark that a text ends with."""
+    """The length of the longest beginning of a mark that a text ends with."""
     return max((n for n in range(1, len(mark)) if text.endswith(mark[:n])), default=0)
 
 
 def call_ids(messages: Sequence[Message]) -> list[str]:
-    """The ids of all calls of a conversation; an empty one for a call without."""
+    """The ids of all calls in a conversation; an empty text for a call without an id."""
     return [str(call.get("id") or "") for message in messages for call in message.get("tool_calls") or []]
 
 
 def parameters_schema(function: Mapping[str, Any]) -> Any:
-    """The schema of a function's arguments. One without `parameters` has none, as OpenAI documents it."""
+    """The JSON schema of a function's arguments. A function without `parameters` takes no arguments, as OpenAI documents it."""
     nothing = {"type": "object", "properties": {}, "additionalProperties": False}
     return nothing if function.get("parameters") is None else function["parameters"]
 
@@ -313,16 +323,16 @@ def _refuse(constant: str) -> Any:
 
 
 def loads(text: str) -> Any:
-    """Parses a JSON document, without the constants that Python adds to JSON.
+    """Parses JSON, without the constants NaN and Infinity that Python adds.
 
     Raises:
-        ValueError: it is not JSON.
+        ValueError: the text is not JSON.
     """
     return json.loads(text, parse_constant=_refuse)
 
 
 def dumps(value: Any) -> str:
-    """Arguments of a call as JSON.
+    """Writes the arguments of a call as JSON.
 
     Raises:
         ValueError: a number is too large for a float, such as 1e999.
@@ -337,9 +347,10 @@ _BLANKS = re.compile(r"\s*")
 
 
 class CallScanner:
-    """Walks over a text with calls.
+    """Scans a text with calls from left to right.
 
-    at: where it is.
+    text: the text.
+    at: index of the next character.
     """
 
     def __init__(self, text: str):
@@ -352,7 +363,7 @@ class CallScanner:
         return self.at >= len(self.text)
 
     def takes(self, text: str) -> bool:
-        """Whether this text comes next; then it is passed."""
+        """Whether `text` comes next. If so, it is consumed."""
         comes = self.text.startswith(text, self.at)
         self.at += len(text) if comes else 0
         return comes
@@ -370,31 +381,31 @@ class CallScanner:
         return match
 
     def until(self, *marks: str) -> str:
-        """The text before the next of these marks, or all that is left."""
+        """Consumes and returns the text before the next of these marks, or all the rest if none follows."""
         ends = [at for mark in marks if (at := self.text.find(mark, self.at)) >= 0]
         start, self.at = self.at, min(ends, default=len(self.text))
         return self.text[start : self.at]
 
     def json(self) -> tuple[Any, str]:
-        """The JSON document at this position, and its text.
+        """Consumes the JSON value at this position. Returns the value and its text.
 
         Raises:
-            ValueError: there is no JSON document.
+            ValueError: there is no JSON value.
         """
         start = self.at
         value, self.at = _DECODER.raw_decode(self.text, start)
         return value, self.text[start : self.at]
 
 
-# Keys of a call that is an object. An object with other keys is no call: they would be lost.
+# Keys that a call written as a JSON object may have. An object with other keys is no call, because they would be lost.
 OF_A_CALL = {"name", "arguments", "parameters", "id", "type"}
 
 
 def call_names(call: Any, *, marked: bool = True) -> ToolCall:
-    """A call from an object with its name and arguments.
+    """Reads a call from a JSON object with its name and arguments.
 
     Args:
-        marked: whether a special token marks it as a call; then a call without arguments may leave them out.
+        marked: whether a special token marks the object as a call. If so, a call without arguments may omit the key.
 
     Raises:
         ValueError: the object is no call.

@@ -1,13 +1,13 @@
 """Channels of gpt-oss, in OpenAI's Harmony format (https://github.com/openai/harmony, docs/format.md).
 
-A completion is a row of messages: a header, its text, and a special token that ends it. The header names the channel.
+A completion is a sequence of messages. Each has a header, which names its channel, then its text, then a special token that ends it.
 
-    <|channel|>analysis<|message|>...<|end|>                                             thoughts
-    <|start|>assistant<|channel|>final<|message|>...<|return|>                           the completion
-    <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{...}<|call|>    a call of a tool
+    <|channel|>analysis<|message|>...<|end|>                                             reasoning
+    <|start|>assistant<|channel|>final<|message|>...<|return|>                           the final answer
+    <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{...}<|call|>    a tool call
 
-The prompt ends with `<|start|>assistant`. The marks are special tokens, which decode to nothing, so the text of such a completion is
-made with a character for each mark that Unicode will never assign. So `<|end|>` that is spelled in ordinary tokens is text.
+The prompt ends with `<|start|>assistant`. The marks are special tokens, which decode to nothing. So here each mark is decoded to a
+character that Unicode will never assign, and `<|end|>` spelled in ordinary tokens remains text.
 """
 
 import json
@@ -19,7 +19,7 @@ from argosy.infer.tools.calls import special_token
 from argosy.infer.tools.grammar import Structure, json_rule
 
 START, END, MESSAGE, CHANNEL, CONSTRAIN = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3", "\ufdd4"
-# <|return|> and <|call|> end the whole completion. They are read only if it goes on nevertheless (`ignore_eos`).
+# <|return|> and <|call|> end the whole completion. They are parsed only if it continues nevertheless (`ignore_eos`).
 MARKS = {
     "<|start|>": START,
     "<|end|>": END,
@@ -37,7 +37,7 @@ _CHANNEL = re.compile(rf"{CHANNEL}\s*(\w+)")
 
 
 def channel_marks(tokenizer: Any) -> dict[int, str]:
-    """The special tokens of the format, each with its character. Empty if the tokenizer lacks one."""
+    """The ids of the format's special tokens, each with the character that it is decoded to. Empty if the tokenizer lacks one."""
     marks = {special_token(tokenizer, name): mark for name, mark in MARKS.items()}
     return {} if None in marks else {token: mark for token, mark in marks.items() if token is not None}
 
@@ -48,42 +48,42 @@ def uses_channels(template: str) -> bool:
 
 
 def with_thinking(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages with their thoughts under the name that the template of gpt-oss reads."""
+    """Copies messages, with their reasoning also under `thinking`, the name that the template of gpt-oss reads."""
     return [dict(m) | ({"thinking": m["reasoning_content"]} if m.get("reasoning_content") else {}) for m in messages]
 
 
 def with_descriptions(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
-    """Tools, each with a description: OpenAI's API does not ask for one, and the template of gpt-oss cannot do without."""
+    """Copies tools, adding an empty description where there is none. OpenAI's API does not require one, but gpt-oss's template does."""
     if tools is None:
         return None
     return [dict(tool) | {"function": {"description": "", **tool["function"]}} for tool in tools]
 
 
 class ChannelParser:
-    """Splits a completion into thoughts, text and calls as its text, with marks, arrives in pieces.
+    """Splits a completion into reasoning, text and tool calls while its text, with characters for marks, arrives in pieces.
 
-    over: a message that is no thought has begun.
-    any: the completion has thoughts.
-    calls: (name, arguments as text) so far.
+    over: whether a message other than reasoning has begun.
+    any: whether the completion has reasoning.
+    calls: the calls so far, as (name, arguments as text).
 
     Args:
-        calls: tools were offered. Without them, what would be the arguments of a call is text.
-        continued: the completion continues a final message instead of beginning with a header.
+        calls: whether tools were offered. If not, the arguments of a call are returned as text.
+        continued: whether the completion continues a final message instead of beginning with a header.
     """
 
     def __init__(self, *, calls: bool = False, continued: bool = False):
         self.over, self.any = continued, False
         self.calls: list[tuple[str, str]] = []
         self._offered = calls
-        # The current message: its header while that is read, then its kind, and a call's name and arguments so far.
+        # The current message: the header while it is being read, else None; then the kind; for a call, its name and arguments so far.
         self._header: str | None = None if continued else ""
         self._kind, self._name, self._arguments = "text", "", ""
-        # The kinds that were written before, so that a second message of a kind begins on a line of its own.
+        # Whether a message of each kind was written before. A second message of a kind begins on a new line.
         self._wrote = {"thought": False, "text": False}
         self._fresh = False
 
     def push(self, text: str) -> tuple[str, str]:
-        """The pieces of thought and of answer."""
+        """Adds a piece of text. Returns the reasoning and the text in it."""
         pieces = {"thought": "", "text": ""}
         for part in _PARTS.split(text):
             if not part:
@@ -106,7 +106,7 @@ class ChannelParser:
         return pieces["thought"], pieces["text"]
 
     def end(self) -> tuple[str, str]:
-        """The rest of the thought and of the completion, at the end of the text."""
+        """Ends the completion. Returns the rest of its reasoning and of its text."""
         pieces = {"thought": "", "text": ""}
         self._close(pieces)
         return pieces["thought"], pieces["text"]
@@ -132,7 +132,7 @@ class ChannelParser:
         pieces[self._kind] += text
 
     def _close(self, pieces: dict[str, str]) -> None:
-        """Ends the current message, or what was taken for a header: without a mark in it, it is text that the model wrote."""
+        """Ends the current message. An unfinished header without any mark was no header, so it is written as text."""
         if self._header is not None:
             text, self._header = self._header, ""
             if not _PARTS.search(text) and text.strip() not in ("", "assistant"):
@@ -150,15 +150,15 @@ class ChannelParser:
 
 
 def framed_grammar(answer: Structure, tools: Sequence[tuple[str, Any]] = (), *, must: bool = False) -> Structure:
-    """The grammar of thoughts, followed by a final message or by one call.
+    """The grammar of reasoning followed by a final message or by one tool call.
 
     Args:
-        answer: what the final message matches.
-        tools: (name, schema of the arguments) of those that may be called.
-        must: it is a call.
+        answer: the grammar of the final message.
+        tools: (name, schema of the arguments) of each tool that may be called.
+        must: whether only a call may follow.
 
     Raises:
-        BadInput: a schema is none.
+        BadInput: a schema of arguments is no JSON schema.
     """
     ends = [] if must else ["final"]
     rules = [

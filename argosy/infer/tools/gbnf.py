@@ -1,16 +1,16 @@
-r"""Escapes of GBNF, llama.cpp's notation of grammars (https://github.com/ggml-org/llama.cpp, grammars/README.md), as llguidance's
-translator to Lark can read them.
+r"""Rewrites the escapes of GBNF, llama.cpp's notation of grammars (https://github.com/ggml-org/llama.cpp, grammars/README.md), so that
+llguidance's translator to Lark can read them.
 
-A literal `"..."` or a class `[...]` may have \xXX, \uXXXX and \UXXXXXXXX for a character by its number, and \t, \r, \n, \\, \", \[ and
-\]. The translator copies them to Lark, whose texts are JSON's and whose classes are those of Rust's regular expressions, and some mean
-nothing there. So characters take the place of their numbers.
+A literal `"..."` or a class `[...]` may have \xXX, \uXXXX and \UXXXXXXXX for a character by its code point, and \t, \r, \n, \\, \", \[
+and \]. The translator copies escapes to Lark unchanged. There, literals have JSON's escapes and classes those of Rust's regular
+expressions, which lack some of GBNF's. So code points are replaced by their characters.
 """
 
 import re
 
 from argosy.core.errors import BadInput
 
-# A comment, a literal, or a class; anything else of a grammar has no escapes.
+# A comment, a literal, or a class. Other parts of a grammar have no escapes.
 _PART = re.compile(r'#[^\n]*|"(?:[^"\\]|\\.)*"|\[(?:[^\]\\]|\\.)*\]', re.DOTALL)
 _ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))", re.DOTALL)
 NAMED = {"t": "\t", "r": "\r", "n": "\n", "\\": "\\", '"': '"', "[": "[", "]": "]"}
@@ -31,7 +31,7 @@ def _of_part(part: str) -> str:
     if part[0] == '"':
         return _ESCAPE.sub(lambda match: _in_literal(_character(match)), part)
     part = _ESCAPE.sub(lambda match: _in_class(_character(match)), part)
-    # Twice, they are set operations of Rust's classes.
+    # In Rust's classes, `&&` and `~~` are set operations.
     return part.replace("&", _in_class("&")).replace("~", _in_class("~"))
 
 
@@ -48,7 +48,7 @@ def _character(match: "re.Match[str]") -> str:
 
 
 def _in_literal(character: str) -> str:
-    """A character in a text as both the translator and JSON read it."""
+    """A character as it is written in a literal, so that both the translator and JSON read it."""
     if character in '"\\':
         return "\\" + character
     if character in "\t\r\n":
@@ -57,5 +57,5 @@ def _in_literal(character: str) -> str:
 
 
 def _in_class(character: str) -> str:
-    """A character in a class: by its number, unless it has no meaning of its own there."""
+    """A character as it is written in a class: escaped, if it could have a special meaning there."""
     return f"\\x{ord(character):02x}" if ord(character) < 0x80 and not character.isalnum() else character

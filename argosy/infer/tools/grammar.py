@@ -1,17 +1,17 @@
-"""Structured output: which tokens may follow so that the completion matches a JSON schema, a regular expression, a list of choices or a
-grammar. Host only: NumPy, and llguidance, which walks a trie of all tokens through a parser of bytes.
+"""Structured output: computes the tokens that may follow, so that a completion matches a JSON schema, a regular expression, a list of
+choices or a grammar. Host only: NumPy, and llguidance, which walks a trie of all tokens through a parser of bytes.
 
     grammars = Grammars(tokenizer, vocab)
-    grammar = grammars.get(structure_of({"json": schema}))
+    grammar = grammars.get(read_structure({"json": schema}))
     matcher = grammar.matcher(ends)              # one for each completion
-    bits, states = masks([matcher, ...])         # before each token; matcher.push(token) after it
+    bits, states = grammar_masks([matcher, ...]) # before each token; matcher.push(token) after it
 
-A token stands for the bytes that decoding gives for it after other text, so byte tokens may build a character together, and every
-way to cut a text into tokens is allowed. Special tokens stand for nothing: no text matches them, and only our own grammars name them
-(`Structure.special`). An end-of-sequence token is allowed where the text is complete.
+A token matches as the bytes that it decodes to after other text. So several byte tokens may form a character, and every tokenization of
+a text is allowed. Special tokens match no text; only grammars written here name them (`Structure.special`). An end-of-sequence token is
+allowed where the text is complete.
 
-llguidance compiles recursively, and a chain of 2,000 definitions in 60 kB of schema overflows the 8 MB stack of a thread, which ends
-the process. So it compiles in a thread whose stack grows with the text.
+llguidance compiles recursively. A chain of 2,000 definitions in 60 kB of schema would overflow the 8 MB stack of a thread, and end the
+process. So grammars are compiled in a thread whose stack grows with their text.
 """
 
 import json
@@ -35,19 +35,19 @@ Kind = Literal["json", "json_object", "regex", "choice", "grammar", "tools"]
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
 OPTIONS = ("whitespace_pattern", "disable_any_whitespace")
-# Whitespace that programs write: a space, or a line break and an indent. Where any whitespace is allowed, a model that has lost its
-# thread writes blanks until the limit of tokens.
+# The whitespace that programs write: a space, or a line break and an indent. If any whitespace were allowed, a confused model would
+# write blanks until it reaches the limit on tokens.
 WHITESPACE = r" |\r?\n[ \t]{0,64}"
-# Compiled grammars that are kept.
+# Number of compiled grammars that are cached.
 KEPT = 32
-# Grammars that are compiled at a time.
+# Number of grammars that are compiled at the same time.
 COMPILING = 2
-# States of a lexer, at most 2 kB each, so one grammar may take 100 MB. The default of 250,000 is 500 MB.
+# The most states of a lexer. Each takes up to 2 kB, so one grammar may take 100 MB. The default of 250,000 would be 500 MB.
 LEXER_STATES = 50_000
-# Work for one mask. With the default of 200,000, a regular expression of 16 kB holds the engine up for a second; a tenth of that
-# suffices for URLs, long texts and lists of 1,500 choices over 49k tokens.
+# llguidance's limit on the work for one mask. With the default of 200,000, a regular expression of 16 kB delays the engine by a second.
+# A tenth of that is enough for URLs, long texts and lists of 1,500 choices over 49k tokens.
 LEXER_FUEL = 50_000
-# Bytes of stack: chains of definitions took up to 1,000 for each byte of grammar.
+# Bytes of stack, and more for each byte of a grammar. Chains of definitions were seen to take up to 1,000 for each byte.
 STACK, STACK_FOR_EACH_BYTE = 64 << 20, 2048
 
 
@@ -59,8 +59,9 @@ class TooManyGrammars(BadInput):
 class Structure:
     """A Lark grammar that a completion must match.
 
-    kind: the word it was asked by.
-    special: it names special tokens, as in `<|end|>`; then a complement (`~/a/`) in it may match them too.
+    kind: the kind of structure that the request named.
+    lark: the text of the grammar.
+    special: whether the grammar names special tokens, such as `<|end|>`. A complement (`~/a/`) in it may then match them too.
     """
 
     kind: Kind
@@ -69,15 +70,15 @@ class Structure:
 
 
 def read_structure(structured: Mapping[str, Any]) -> Structure:
-    """Reads what a completion must match, by the names of vLLM's `structured_outputs`.
+    """Converts a description of structured output, with the names of vLLM's `structured_outputs`, to a grammar.
 
     Args:
         structured: one of `json` (a JSON schema as a dict or as text, or a pydantic class), `json_object` (True), `regex`, `choice` (a
-            list of texts) and `grammar` (Lark or GBNF). With the first two also `whitespace_pattern`, a regular expression for the
-            whitespace between the tokens of JSON, or `disable_any_whitespace` (True).
+            list of texts) and `grammar` (Lark or GBNF). The first two may come with `whitespace_pattern`, a regular expression for the
+            whitespace between JSON tokens, or `disable_any_whitespace` (True).
 
     Raises:
-        BadInput: none or several of these, an unknown name, or a value of another type.
+        BadInput: `structured` has none or several of these, an unknown name, or a value of another type.
     """
     structured = {name: value for name, value in structured.items() if value is not None and value is not False}
     if unknown := sorted(set(structured) - {*KINDS, *OPTIONS}):
@@ -107,17 +108,22 @@ def read_structure(structured: Mapping[str, Any]) -> Structure:
 
 
 def whitespace_rule(structured: Mapping[str, Any]) -> str | None:
-    """The regular expression for whitespace in JSON; None: no whitespace is allowed."""
+    """The regular expression for whitespace between JSON tokens, by the options of `read_structure`; None: no whitespace is allowed."""
     if structured.get("disable_any_whitespace"):
         return None
     return _text("whitespace_pattern", structured.get("whitespace_pattern", WHITESPACE)) or None
 
 
 def json_rule(name: str, schema: Any, whitespace: str | None = WHITESPACE) -> str:
-    """A rule of a Lark grammar for the JSON documents of a schema, whose `$ref` are looked up in that schema only.
+    """Writes a rule of a Lark grammar that matches the JSON values of a schema. A `$ref` is looked up in that schema only.
+
+    Args:
+        name: the name of the rule.
+        schema: the JSON schema as a dict or as text, or a pydantic class.
+        whitespace: a regular expression for the whitespace between JSON tokens; None: no whitespace is allowed.
 
     Raises:
-        BadInput: it is no schema.
+        BadInput: `schema` is no JSON schema.
     """
     if isinstance(schema, str):
         try:
@@ -157,7 +163,7 @@ def _literally(text: str) -> str:
 def _regex(regex: str) -> str:
     from llguidance import regex_to_lark
 
-    # A literal of Lark ends with its line.
+    # A literal of Lark may not contain a line break.
     return "start: /" + regex_to_lark(regex, "").replace("\n", r"[\x0a]") + "/"
 
 
@@ -178,13 +184,13 @@ def _lark(text: str) -> str:
 
 
 class Grammars:
-    """Compiles grammars over the tokens of one model, and keeps the latest ones. Any thread may use it.
+    """Compiles grammars over the tokens of one model, and caches the latest ones. Any thread may use it.
 
     Args:
-        vocab: number of the model's tokens, which may be more than the tokenizer's.
+        vocab: the model's vocabulary size, which may be larger than the tokenizer's.
 
     Raises:
-        BadInput: no tokenizer, or one whose text is not that of its tokens one after the other.
+        BadInput: there is no tokenizer, or the text that it decodes is not the concatenation of its tokens' texts.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, vocab: int):
@@ -201,14 +207,14 @@ class Grammars:
         self._turns = threading.Semaphore(COMPILING)
 
     def get(self, structure: Structure, *, seconds: float | None = None) -> "Grammar":
-        """The compiled grammar.
+        """Compiles a grammar, or takes it from the cache.
 
         Args:
-            seconds: limit on the time this takes.
+            seconds: time limit; None: no limit.
 
         Raises:
-            BadInput: llguidance does not support it, nothing matches it, or it takes too long.
-            TooManyGrammars: other grammars are being compiled all that time.
+            BadInput: llguidance does not support the grammar, nothing matches it, or compiling takes too long.
+            TooManyGrammars: other grammars were being compiled all that time.
         """
         if (cached := self._lookup(structure)) is not None:
             return cached
@@ -219,7 +225,7 @@ class Grammars:
         if (cached := self._lookup(structure)) is not None:
             self._turns.release()
             return cached
-        # Freed by the thread that compiles: one that takes too long goes on, and keeps its turn.
+        # The compiling thread releases the semaphore, because a thread that takes too long continues.
         grammar = _deep(lambda: Grammar(self, structure), _stack(structure), end, self._turns.release)
         if grammar is None:
             raise BadInput(f"compiling the grammar takes more than {seconds:g} seconds", hint="make it simpler")
@@ -236,7 +242,11 @@ class Grammars:
             return self._cache.get(structure)
 
     def library(self, special: bool = False) -> Any:
-        """llguidance's trie of the tokens, of the special ones too if asked for. Building it takes 0.7 s for 49k tokens."""
+        """llguidance's trie of all tokens. It is built at the first call, which takes 0.7 s for 49k tokens.
+
+        Args:
+            special: whether it includes the special tokens.
+        """
         with self._building:
             if special not in self._libraries:
                 from llguidance import LLTokenizer
@@ -248,8 +258,8 @@ class Grammars:
 
 
 def token_bytes(tokenizer: Tokenizer, vocab: int) -> list[bytes]:
-    """The bytes of each token after other text. None for special tokens, for the one that stands for unknown text, and for ids
-    beyond the tokenizer's."""
+    """The bytes that each token decodes to after other text. They are empty for special tokens, for the unknown token, and for ids
+    beyond the tokenizer's vocabulary."""
     silent = {*tokenizer.hidden, tokenizer.bos, tokenizer.eos, tokenizer.pad, tokenizer.unknown}
     pieces = [b"" if token in silent else tokenizer.piece(token, False) for token in range(vocab)]
     # To llguidance, 0xff marks special tokens. No UTF-8 text has it.
@@ -257,14 +267,16 @@ def token_bytes(tokenizer: Tokenizer, vocab: int) -> list[bytes]:
 
 
 def special_names(tokenizer: Tokenizer, vocab: int) -> dict[int, bytes]:
-    """The special tokens that a grammar may name: those written as `<...>`, but not the ones that begin, end or fill texts."""
+    """The names of the special tokens that a grammar may name: those written as `<...>`, except the tokens for the beginning and the
+    end of texts, for padding, and for unknown text."""
     silent = {tokenizer.bos, tokenizer.eos, tokenizer.pad, tokenizer.unknown}
     names = {token: tokenizer.piece(token, False) for token in tokenizer.hidden if token < vocab and token not in silent}
     return {token: name for token, name in names.items() if re.fullmatch(rb"<[^<>\s]+>", name)}
 
 
 class _Tokens:
-    """Tokens as llguidance takes them, and one more without bytes: allowed where the text is complete."""
+    """The interface of a tokenizer that llguidance expects. It has one token more, without bytes, which is allowed where the text is
+    complete."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -278,7 +290,7 @@ class _Tokens:
 
 
 class Grammar:
-    """A compiled grammar. Its matchers share the states of its lexer."""
+    """A compiled grammar. All its matchers share the states of one lexer."""
 
     def __init__(self, grammars: Grammars, structure: Structure):
         self.grammars, self.structure, self.vocab = grammars, structure, grammars.vocab
@@ -292,7 +304,7 @@ class Grammar:
     def _compiled(self) -> Any:
         from llguidance import LLMatcher, LLParserLimits
 
-        # Where only one text can follow, llguidance would force its own way to cut it into tokens.
+        # Without this option, llguidance would allow only its own tokenization where only one text can follow.
         text = f'{self.structure.lark}\n%llguidance {{"no_forcing": true}}\n'
         limits = LLParserLimits(max_lexer_states=LEXER_STATES, step_lexer_fuel=LEXER_FUEL, verbose_errors=False)
         inner = LLMatcher(self.grammars.library(self.structure.special), text, log_level=0, limits=limits)
@@ -301,10 +313,10 @@ class Grammar:
         return inner
 
     def matcher(self, ends: Collection[int]) -> "Matcher":
-        """A matcher of one completion.
+        """A matcher for one completion.
 
         Args:
-            ends: ids that may end it once it is complete.
+            ends: token ids that may end the completion once it matches.
         """
         return Matcher(self, ends)
 
@@ -312,7 +324,7 @@ class Grammar:
         return self._inner.deep_copy()
 
     def renew(self) -> None:
-        """Forgets the states of the lexer, which many completions have filled."""
+        """Compiles the grammar again, with an empty lexer, after completions have filled the old one with states."""
         self._inner = _deep(self._compiled, _stack(self.structure), None)
 
 
@@ -325,15 +337,15 @@ class Matcher:
         self.inner = grammar.copy()
 
     def push(self, token: int) -> bool:
-        """Adds a token to the completion. Returns whether it is complete, so that nothing may follow."""
+        """Adds a token to the completion. Returns whether the completion matches and nothing may follow."""
         self.tokens.append(token)
         if not self.inner.consume_token(token):
             self.again()
         return self.inner.is_stopped() and not self.inner.is_error()
 
     def again(self) -> bool:
-        """Reads the completion again with a fresh lexer, if earlier completions have filled the old one. Returns whether that
-        helped."""
+        """Parses the completion again with an empty lexer, if earlier completions have filled the old one with states. Returns whether
+        that succeeded."""
         if "too many states" not in self.inner.get_error():
             return False
         self.grammar.renew()
@@ -342,11 +354,12 @@ class Matcher:
 
 
 def grammar_masks(matchers: Sequence[Matcher]) -> tuple[np.ndarray, list[State]]:
-    """The tokens that may follow each completion: bits [rows, ceil(vocab / 32)] int32, the lowest bit first; in parallel.
+    """Computes the masks of the tokens that may follow each completion, in parallel, and the state of each completion.
 
-    A state is `accepting` if the completion matches and more may follow, `complete` if it matches and nothing may follow, `open` if it
-    does not match yet. It is `blocked` if it does not match and no token may follow: a limit of llguidance was reached, or the model
-    has no token for the text that is due.
+    The masks are [rows, ceil(vocab / 32)] int32, one bit per token, the lowest bit first. A state is `open` if the completion does not
+    match yet, `accepting` if it matches and more may follow, and `complete` if it matches and nothing may follow. It is `blocked` if
+    the completion does not match and no token may follow, because a limit of llguidance was reached, or the model has no token for the
+    text that must follow.
     """
     from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
 
@@ -357,7 +370,7 @@ def grammar_masks(matchers: Sequence[Matcher]) -> tuple[np.ndarray, list[State]]
     else:
         fill_next_token_bitmask_par(_executor(), [(m.inner, i) for i, m in enumerate(matchers)], full)
     for i, matcher in enumerate(matchers):
-        # In a state of error llguidance allows the end.
+        # After an error, llguidance's mask allows the end of the text.
         if matcher.inner.is_error():
             full[i] = 0
             if matcher.again():
@@ -378,12 +391,12 @@ def grammar_masks(matchers: Sequence[Matcher]) -> tuple[np.ndarray, list[State]]
 
 
 def unpacked_bits(bits: np.ndarray, vocab: int) -> np.ndarray:
-    """Bits [W] int32 as booleans [vocab]."""
+    """Unpacks a mask [W] int32, one bit per token, into booleans [vocab]."""
     return np.unpackbits(np.ascontiguousarray(bits).view(np.uint8), bitorder="little")[:vocab].astype(bool)
 
 
 def packed_bits(allowed: np.ndarray) -> np.ndarray:
-    """Booleans [vocab] as bits [ceil(vocab / 32)] int32, the lowest bit first."""
+    """Packs booleans [vocab] into a mask [ceil(vocab / 32)] int32, one bit per token, the lowest bit first."""
     return np.packbits(np.pad(allowed, (0, -len(allowed) % 32)), bitorder="little").view(np.int32)
 
 
@@ -405,10 +418,12 @@ _starting = threading.Lock()
 
 
 def _deep(work: Callable[[], Any], stack: int, end: float | None, after: Callable[[], object] = lambda: None) -> Any:
-    """The result of `work`, in a thread with a stack of so many bytes; None if it is not done by `end`.
+    """Runs `work` in a thread with a larger stack. Returns its result, or None if it has not ended by `end`; it continues then.
 
     Args:
-        after: called when the work ends, however long it takes.
+        stack: bytes of the stack.
+        end: the time limit, on the clock of `time.monotonic`; None: no limit.
+        after: called in the thread when the work ends, however long it takes.
     """
     outcomes: list[Any] = []
 
@@ -443,7 +458,7 @@ def _deep(work: Callable[[], Any], stack: int, end: float | None, after: Callabl
 
 
 def _reason(error: str) -> str:
-    """The mistake that llguidance reports, in a line: without its position, the text, and the stack of a panic."""
+    """The mistake in llguidance's report, in one line, without its position, the grammar's text, or the stack of a panic."""
     if error.startswith("panic: missing special token"):
         return "special tokens have no names in a grammar, write them by id, such as <[2]>"
     if "Default retriever does not fetch" in error:
