@@ -1,4 +1,4 @@
-"""Images of calls: as they are given, and as they are returned."""
+"""Converts images that are given as arguments, and images that are returned."""
 
 from typing import Any
 
@@ -8,10 +8,15 @@ from argosy.core.errors import BadInput
 
 
 def given_images(images: Any, name: str, count: int, size: tuple[int, int]) -> np.ndarray:
-    """Images in 0..1 [N H W 3] of an argument, uint8 or floats; N divides `count`.
+    """Converts images given as an argument, uint8 or floats, to floats [N H W 3] in 0..1.
+
+    Args:
+        name: the name of the argument, for error messages.
+        count: number of images to draw, which must be a multiple of N.
+        size: the height and width that images must have.
 
     Raises:
-        BadInput: a shape does not fit, or the numbers are neither uint8 nor floats in 0..1.
+        BadInput: a shape does not fit, or the values are neither uint8 nor floats in 0..1.
     """
     array = np.asarray(images)
     array = array[None] if array.ndim == 3 else array
@@ -26,10 +31,10 @@ def given_images(images: Any, name: str, count: int, size: tuple[int, int]) -> n
 
 
 def in_color(images: np.ndarray) -> np.ndarray:
-    """Images with three channels."""
+    """Repeats the channel of gray images, so that the result has three channels."""
     return np.repeat(images, 3, -1) if images.shape[-1] == 1 else images
 
 
 def as_uint8(images: np.ndarray) -> np.ndarray:
-    """Images in 0..1 as uint8."""
+    """Converts images in 0..1 to uint8."""
     return np.rint(images * 255).astype(np.uint8)

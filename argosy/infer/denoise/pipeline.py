@@ -1,8 +1,8 @@
-"""`ImagePipeline`: images and videos from prompts, `argosy.load(folder).images(prompts)`.
+"""`ImagePipeline`: draws images and videos from prompts, `argosy.load(folder).images(prompts)`.
 
-    prompts -> conditions -> latents by the sampler's plan -> images        each stage is checked for numbers that are not finite
+    prompts -> conditions -> latents by the sampler's plan -> images        each stage is checked for values that are not finite
 
-Each image's noise depends on the seed and its number alone, so an image is the same in any batch.
+The noise of an image depends only on the seed and its number, so an image is the same in any batch.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,31 +38,31 @@ from argosy.models.diffusion.base import Conditions, DenoiserConfig
 from argosy.models.parts.weight import split
 
 Output = Literal["uint8", "float", "latents"]
-# Images that the autoencoder encodes at a time.
+# Number of images that the autoencoder encodes at a time.
 ENCODED_TOGETHER = 8
 
 
 @runtime_checkable
 class PromptEncoder(Protocol):
-    """What makes conditions of prompts: text encoders with their tokenizers, or a table of classes."""
+    """Converts prompts to conditions of a denoiser: text encoders with their tokenizers, or a table of classes."""
 
     def encode(self, texts: Sequence[str]) -> Conditions:
-        """Conditions of as many rows. Raises BadInput for a text that it does not know."""
+        """Returns the conditions of these prompts, a row for each. Raises BadInput for an invalid prompt, such as an unknown class."""
         ...
 
     def null(self, count: int) -> Conditions:
-        """Conditions of rows without a prompt, for guidance."""
+        """Returns `count` rows of conditions without a prompt, for classifier-free guidance."""
         ...
 
 
 @dataclass(frozen=True)
 class ImageDefaults:
-    """What is drawn unless told otherwise.
+    """The default arguments of `ImagePipeline.images`.
 
-    steps: of the sampler.
-    guidance: its scale; 1 for none.
+    steps: number of sampling steps.
+    guidance: the guidance scale; 1: no guidance.
     size: height and width in pixels.
-    frames: of the videos that the model was made for; None: it draws images alone.
+    frames: number of frames of the videos that the model was made for; None: it draws images only.
     """
 
     steps: int
@@ -75,17 +75,17 @@ class ImagePipeline:
     """Draws images with a denoiser.
 
     Args:
-        denoiser: its module.
-        prompts: makes conditions of prompts.
-        sampler: how latents are drawn, unless a call says otherwise.
-        defaults: of `images`.
-        autoencoder: its module; None: the denoiser draws images themselves, in -1..1.
-        guidance: how predictions with and without prompt become one.
-        say: called with what is being compiled, if that takes longer than a second.
-        controlnets: their modules, which steer the denoiser by control images.
+        denoiser: the module of the denoiser.
+        prompts: converts prompts to conditions.
+        sampler: the sampler, unless a call names another.
+        defaults: the default arguments of `images`.
+        autoencoder: the module of the autoencoder; None: the denoiser draws pixels, in -1..1.
+        guidance: the variant of classifier-free guidance; None: the plain one.
+        say: called with the name of the program that is being compiled, if compiling takes longer than a second; also with warnings.
+        controlnets: the modules of ControlNets, which steer the denoiser by control images.
 
     Raises:
-        BadInput: a ControlNet does not steer this denoiser.
+        BadInput: a ControlNet does not fit this denoiser.
     """
 
     def __init__(
@@ -101,9 +101,9 @@ class ImagePipeline:
     ):
         self.denoiser, self.prompts, self.sampler, self.defaults = denoiser, prompts, sampler, defaults
         self.autoencoder, self.guidance, self.say = autoencoder, guidance or Guidance(), say
-        # Writes it, where it was read from a folder of diffusers (`infer.denoise.folder`).
+        # Writes the pipeline as a diffusers folder. Set if it was read from one (`infer.denoise.folder`).
         self.writer: Callable[[ImagePipeline, Path], None] | None = None
-        # Set by `argosy.load`: bundles are of a later room.
+        # Writes the pipeline as a bundle. Set by `argosy.load`.
         self.exporter: Callable[..., Any] | None = None
         self._autoencoder = None if autoencoder is None else ImageAutoencoder(autoencoder)
         self.controlnets = tuple(controlnets)
@@ -131,12 +131,12 @@ class ImagePipeline:
 
     @property
     def factor(self) -> int:
-        """An image is so many times as high and wide as its latents."""
+        """The ratio of an image's height and width to those of its latents."""
         return 1 if self.autoencoder is None else self.autoencoder.config.factor
 
     @property
     def frame_factor(self) -> int:
-        """A video has so many times the frames of its latents, not counting the first; 0: the model draws images alone."""
+        """The number of video frames for each latent frame after the first; 0: the model draws images only."""
         if not self.config.draws_videos:
             return 0
         return 1 if self.autoencoder is None else self.autoencoder.config.frame_factor
@@ -170,40 +170,44 @@ class ImagePipeline:
         batch: int = 8,
         progress: Callable[[int, int], None] | None = None,
     ) -> np.ndarray:
-        """Draws `n` images of each prompt, [N H W 3], or with `frames` videos, [N F H W 3]: those of the first prompt first.
+        """Draws `n` images of each prompt, [N H W 3], or with `frames` videos, [N F H W 3]. Images of the first prompt come first.
+
+        Arguments that are None take the pipeline's defaults, unless they say otherwise.
 
         Args:
-            steps: of the sampler; more are slower and finer.
-            guidance: how strongly prompts are followed; 1 for not at all beyond what the model learned.
-            negative: what images are led away from; one for all, or one for each prompt.
-            seed: of the noise, one for all prompts or one for each. Image i of a prompt depends on the seed and i alone.
-            size: height and width in pixels.
-            frames: of videos, for models that draw them: in Wan a multiple of 4, and one more. None: images.
-            latents: the first noise as diffusers shapes it, [N C H W], of videos [N C F H W]; with it, images are those of diffusers.
-            image: images to begin from (image to image), [N H W 3] uint8, or floats in 0..1.
-            mask: [N H W] 1 where `image` is drawn anew, 0 where it stays (inpainting).
-            strength: the share of the steps that an image goes through; at 1 nothing of it is left.
+            steps: number of sampling steps. More are slower and give finer images.
+            guidance: the scale of classifier-free guidance, which makes images follow prompts more closely; 1: no guidance.
+            negative: negative prompt, which guidance leads images away from; one for all prompts, or one for each.
+            seed: the seed of the noise; one for all prompts, or one for each. Image i of a prompt depends only on the seed and i.
+            size: height and width in pixels; one number for a square.
+            frames: number of frames of videos, for models that draw them. For Wan it is a multiple of 4, plus 1. None: images.
+            n: number of images of each prompt.
+            latents: the initial noise, as diffusers shapes it: [N C H W], for videos [N C F H W]. With it, images equal those of
+                diffusers. None: drawn from the seed.
+            image: images to begin from (image to image), [N H W 3] uint8, or floats in 0..1; None: noise alone.
+            mask: [N H W], 1 where `image` is redrawn, 0 where it stays (inpainting).
+            strength: the share of the steps that are run on `image`, above 0, up to 1. At 1 nothing of the image is left.
             control_image: for a pipeline with a ControlNet, images of edges, depths or poses that it follows, [N H W 3] uint8, or
-                floats in 0..1; for a pipeline with several, a list of these, in the order of the ControlNets.
-            control_scale: how strongly the ControlNet acts; 1 is what it was trained for. One number for all ControlNets, or
-                one for each.
-            control_start, control_end: the share of the steps after which it begins to act, and after which it does not act any more;
-                one for all or one for each.
-            control_mode: for a ControlNet that knows several kinds of control (a union of Flux), the number of the kind of the control
-                image; for several ControlNets a list, with None for those that know one.
-            guess_mode: the ControlNet acts on predictions with the prompt alone, and more weakly on fine details; of UNets.
-            sampler: in place of the model's own.
-            step_cache: reuses what the layers after the first changed, until the change of the first one has moved by more than this
-                share of it; 0.05 to 0.2 are usual. None: all layers run in every step.
-            compare: draws with and without `step_cache`, and reports the error.
-            report: called with what `step_cache` did.
-            output: uint8; float: in 0..1; latents: [N H W C], not decoded.
-            batch: most images drawn at once.
-            progress: called with evaluations done and all of them, of each batch.
+                floats in 0..1. For several ControlNets, a list of these in their order.
+            control_scale: the strength of the ControlNet; 1 is what it was trained with. One number for all ControlNets, or one for
+                each.
+            control_start, control_end: the shares of the steps after which the ControlNet begins and ends to act. One number for all
+                ControlNets, or one for each.
+            control_mode: for a ControlNet with several kinds of control (a union ControlNet of Flux), the number of the control
+                image's kind. For several ControlNets, a list, with None for those with one kind.
+            guess_mode: whether the ControlNet acts only on predictions with the prompt, and less on fine details. For UNets only.
+            sampler: the sampler to use in place of the model's.
+            step_cache: threshold of step caching, 0.05 to 0.2 usually. The change that the layers after the first make is reused until
+                the first layer's change differs by more than this share. None: all layers run in every step.
+            compare: whether to draw with and without `step_cache`, and report the error.
+            report: called with the counts and errors of step caching.
+            output: `uint8`; `float`: in 0..1; `latents`: [N H W C], not decoded.
+            batch: the most images in a batch.
+            progress: called after each evaluation with the number of evaluations done and of all evaluations, for each batch.
 
         Raises:
             BadInput: a size, a number or an array does not fit the model.
-            ArgosyError: numbers that are not finite came out of a stage, which it names.
+            ArgosyError: a stage, which the error names, returned values that are not finite.
         """
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         if not texts or n < 1 or batch < 1:
@@ -262,10 +266,10 @@ class ImagePipeline:
         return as_uint8(result) if output == "uint8" else result
 
     def checked_size(self, size: int | tuple[int, int] | None) -> tuple[int, int]:
-        """Height and width in pixels.
+        """Returns height and width in pixels; None: the pipeline's default.
 
         Raises:
-            BadInput: they are no multiples of what the model needs.
+            BadInput: they are not multiples of the number of pixels that the model needs.
         """
         height, width = self.defaults.size if size is None else (size, size) if isinstance(size, int) else size
         multiple = self.factor * self.config.size_multiple
@@ -278,10 +282,10 @@ class ImagePipeline:
         return height, width
 
     def checked_frames(self, frames: int) -> int:
-        """Frames of latents of a video of so many frames.
+        """The number of latent frames for a video of `frames` frames.
 
         Raises:
-            BadInput: the model draws images alone, or no latents have so many frames.
+            BadInput: the model draws images only, or the number does not fit its autoencoder.
         """
         if not self.frame_factor:
             raise BadInput(f"frames = {frames}: this model draws images alone", hint="leave out `frames`")
@@ -290,7 +294,7 @@ class ImagePipeline:
     def plan(
         self, sampler: SamplerSettings, steps: int, size: tuple[int, int], strength: float = 1.0, frames: int = 1
     ) -> SamplingPlan:
-        """The sampler's plan for an image of this size in pixels, or for a video of so many frames of latents.
+        """The sampling plan for images of this size in pixels, or for videos with `frames` latent frames.
 
         Raises:
             BadInput: the sampler does not fit the model, or these steps.
@@ -325,7 +329,7 @@ class ImagePipeline:
         return conditions, self.prompts.encode([text or "" for text in negatives])
 
     def finished(self, latents: Any) -> np.ndarray:
-        """Images [B H W 3] in 0..1 of latents that were drawn.
+        """Checks and decodes latents that were drawn, to images [B H W 3] in 0..1.
 
         Raises:
             ArgosyError: the latents or the images are not finite.
@@ -336,10 +340,11 @@ class ImagePipeline:
     def draw(
         self, drawing: Drawing, progress: Callable[[int, int], None] | None = None, cached: CacheReport | None = None
     ) -> np.ndarray:
-        """Latents [B H W C] of a batch.
+        """Draws the latents [B H W C] of a batch.
 
         Args:
-            cached: counts the evaluations.
+            progress: called after each evaluation with the number done and of all evaluations.
+            cached: counts the evaluations; changed in place.
 
         Raises:
             ArgosyError: the conditions or the latents are not finite.
@@ -367,7 +372,12 @@ class ImagePipeline:
         guess_mode: bool,
         mode: int | Sequence[int | None] | None = None,
     ) -> Control | None:
-        """What the ControlNets are given, of arguments of `images`; None without any.
+        """Prepares the inputs of the ControlNets from arguments of `images`; None if the pipeline has no ControlNet.
+
+        Args:
+            image: the argument `control_image`.
+            count: number of images to draw.
+            size: height and width in pixels.
 
         Raises:
             BadInput: control images do not fit, there is no ControlNet for them, or a ControlNet has none.
@@ -393,7 +403,7 @@ class ImagePipeline:
         return control_of([net.config for net in nets], images, scales, guess_mode, modes)
 
     def warm_up(self, batch: int, step_cache: float | None = None) -> None:
-        """Compiles what draws so many images of the default size together, step by step."""
+        """Compiles the programs that draw a batch of `batch` images of the default size, step by step."""
         height, width = (side // self.factor for side in self.defaults.size)
         null, scale = self.prompts.null(batch), np.full(batch, self.defaults.guidance, np.float32)
         learned = "guidance" in self.config.conditions
@@ -412,7 +422,7 @@ class ImagePipeline:
         self.decode(run.latents()[:batch])
 
     def sampling(self, drawing: Drawing) -> SamplingRun:
-        """A batch on its way; padded to the size of a program.
+        """Starts to sample a batch, which is padded to a size that programs are compiled for.
 
         Raises:
             ArgosyError: the conditions are not finite.
@@ -421,7 +431,7 @@ class ImagePipeline:
         return SamplingRun(self._graph, self._leaves, padded_drawing(drawing), self.guidance, self.say)
 
     def decode(self, latents: Any) -> np.ndarray:
-        """Images [B H W 3] in 0..1 of latents [B H W C], or videos of latents with frames.
+        """Decodes latents [B H W C] to images [B H W 3] in 0..1, or latents with frames to videos.
 
         Raises:
             ArgosyError: the images are not finite.
@@ -433,7 +443,8 @@ class ImagePipeline:
         return in_color(np.clip(images / 2 + 0.5, 0, 1))
 
     def export(self, folder: str | Path, **options: Any) -> Any:
-        """Writes the pipeline as a bundle, which draws without its source (`argosy export`). Returns its manifest.
+        """Writes the pipeline as a bundle, which draws without the model's source code (`argosy export`). Returns the bundle's
+        manifest.
 
         Args:
             options: steps, size, platforms, batch, store, sign, as in `export.images.export_images`.
@@ -446,7 +457,7 @@ class ImagePipeline:
         return self.exporter(self, folder, **options)
 
     def encode(self, images: Any) -> np.ndarray:
-        """Latents [B h w C] of images [B H W 3] in 0..1; the mean, where the encoder gives a distribution."""
+        """Encodes images [B H W 3] in 0..1 to latents [B h w C]. If the encoder returns a distribution, the latents are its mean."""
         channels = self.config.channels if self._autoencoder is None else self._autoencoder.config.channels
         images = np.asarray(images, np.float32)
         images = images.mean(-1, keepdims=True) if channels == 1 else images
@@ -463,10 +474,15 @@ class ImagePipeline:
         return np.moveaxis(noise, 1, -1)
 
     def encode_given(self, image: Any, mask: Any, count: int, size: tuple[int, int]) -> tuple[Any, Any]:
-        """Latents [count h w C] of images to begin from and the mask [count h w 1] over them, of arguments of `images`.
+        """Encodes the arguments `image` and `mask` of `images` to latents [count h w C] and a mask [count h w 1] over them; None for
+        each that is not given.
+
+        Args:
+            count: number of images to draw.
+            size: height and width in pixels.
 
         Raises:
-            BadInput: a shape does not fit.
+            BadInput: a shape does not fit, or a mask is given without an image.
         """
         if image is None:
             if mask is not None:
@@ -482,6 +498,6 @@ class ImagePipeline:
             raise BadInput(f"mask of {list(free.shape)}: [N H W] is {[count, *size]} here")
         free = np.repeat(free, count // len(free), 0)
         f = self.factor
-        # A latent may change where any of its pixels may.
+        # A latent is redrawn if any of its pixels is.
         blocks = free.reshape(len(free), size[0] // f, f, size[1] // f, f)
         return latents, blocks.max((2, 4))[..., None]

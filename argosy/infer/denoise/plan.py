@@ -1,14 +1,14 @@
-"""`SamplingPlan`: every sampler as a table of numbers, and the one loop that follows it.
+"""`SamplingPlan`: every sampler as a table of coefficients, and the one loop that applies it.
 
-All samplers of the field are linear in what they have seen. With x the sample at which the network was evaluated, `last` an earlier one
-that some of them keep, and h_0, h_1, ... what was predicted at this evaluation and at those before,
+All common samplers are linear in their inputs. Let x be the sample at which the network was evaluated, `last` an earlier sample that
+some samplers keep, and h_0, h_1, ... the predictions at this evaluation and at those before. Then
 
-    h_0 = p x + q prediction                  clipped, where a plan says so
+    h_0 = p x + q prediction                  clipped, if the plan says so
     last' = keep . (x, last, raw, h_0, h_1, ...)
     x' = move . (x, last, raw, h_0, h_1, ...) + spread e           raw: h_0 before it was clipped; e: fresh noise
 
-so a sampler computes p, q, keep, move and spread on the host, in double precision, and one program runs all of them. Rows of a plan are
-evaluations of the network: a method of second order has two a step.
+A sampler computes p, q, keep, move and spread on the host, in double precision, and one program runs all samplers. The rows of a plan
+are evaluations of the network; a method of second order has two for each step.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,9 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-# Places in the list that `keep` and `move` weigh; earlier predictions follow.
+# Indices in the list of arrays that `keep` and `move` weigh. Earlier predictions follow `NEW`.
 X, LAST, RAW, NEW = range(4)
-# Columns of a plan that are not by evaluation.
+# Columns of a plan without an axis of evaluations.
 WHOLE = ("begin", "scale")
 
 
@@ -30,11 +30,11 @@ WHOLE = ("begin", "scale")
 class SamplerStep:
     """One row of a plan, on the host.
 
-    timestep: what the network is told.
-    level: alpha and sigma after it.
+    timestep: the timestep that the network gets as input.
+    level: alpha and sigma after the evaluation.
     read: p and q.
-    keep, move: weight by place (`X`, `LAST`, `RAW`, `NEW`, `NEW + 1` for the prediction before, ...).
-    spread: weight of fresh noise.
+    keep, move: weights by index (`X`, `LAST`, `RAW`, `NEW`, `NEW + 1` for the prediction before, ...); 0 for others.
+    spread: the weight of fresh noise.
     """
 
     timestep: float
@@ -46,17 +46,17 @@ class SamplerStep:
 
 
 class SamplingPlan(NamedTuple):
-    """The table of a sampler for a number of steps. S evaluations, K places.
+    """The coefficients of a sampler for a number of steps. It has S evaluations, and weighs K arrays.
 
-    timestep: [S] float32.
+    timestep: [S] the timestep that the network gets as input.
     read: [S 2] p and q.
-    keep, move: [S K].
-    spread: [S].
+    keep, move: [S K] weights of x, last, raw, h_0, h_1, ...
+    spread: [S] the weight of fresh noise.
     level: [S 2] alpha and sigma after each evaluation.
-    begin: alpha and sigma of the first sample.
-    scale: factors on the initial noise and on the result.
-    clip: [S] the largest value of a predicted image; infinite where nothing is clipped.
-    control: [S C] above 0 where each of the ControlNets acts; None: all act at each evaluation.
+    begin: [2] alpha and sigma of the first sample.
+    scale: [2] factors on the initial noise and on the result.
+    clip: [S] the largest absolute value of a prediction; infinite: not clipped.
+    control: [S C] above 0 where each of the C ControlNets acts; None: all act at every evaluation.
     """
 
     timestep: Any
@@ -72,7 +72,7 @@ class SamplingPlan(NamedTuple):
 
     @property
     def evaluations(self) -> int:
-        """How often the network is evaluated."""
+        """The number of evaluations of the network."""
         return self.timestep.shape[0]
 
 
@@ -82,7 +82,7 @@ def plan_of(
     scale: tuple[float, float] = (1.0, 1.0),
     clip: float | None = None,
 ) -> SamplingPlan:
-    """The table of these rows."""
+    """Builds the plan of these rows. `begin`, `scale` and `clip` are as in `SamplingPlan`; clip=None: not clipped."""
     places = 1 + max(max([*row.move, *row.keep, NEW]) for row in rows)
 
     def dense(weights: dict[int, float]) -> list[float]:
@@ -103,13 +103,13 @@ def plan_of(
 
 
 class SamplerState(NamedTuple):
-    """Between two evaluations.
+    """The state of a sampler between two evaluations. For videos, arrays have an axis F after B.
 
-    x: the sample [B H W C], of videos [B F H W C]; so are the others.
-    last: an earlier one that the sampler kept [B H W C].
-    predicted: what was predicted last [B H W C]: the image, or with pndm the noise.
-    past: earlier predictions, the newest first [K - 4 B H W C].
-    memory: what the network keeps between evaluations (`infer.denoise.step_cache`). None: nothing.
+    x: [B H W C] the sample.
+    last: [B H W C] an earlier sample that the sampler keeps.
+    predicted: [B H W C] the last prediction: the image, or with pndm the noise.
+    past: [K - 4 B H W C] earlier predictions, the newest first.
+    memory: the state of step caching (`infer.denoise.step_cache`); None: no step caching.
     """
 
     x: Array
@@ -119,15 +119,15 @@ class SamplerState(NamedTuple):
     memory: Any = None
 
 
-# (sample, timestep, alpha and sigma after the step) -> prediction. With a memory, which comes last: -> prediction, memory. Where the
-# plan says when a ControlNet acts, that is the argument `control`.
+# (sample, timestep, level after the step: alpha and sigma) -> prediction. With step caching: (..., memory) -> (prediction, memory). If
+# the plan has a column `control`, its row is the argument `control`.
 Predict = Callable[..., Any]
 
 
 def initial_state(
     plan: SamplingPlan, noise: Float[Array, "B *F H W C"], image: Float[Array, "B *F H W C"] | None = None
 ) -> SamplerState:
-    """The first state, from noise alone, or from an image with the noise of the plan's first level on it."""
+    """The state before the first evaluation: noise alone, or an image mixed with noise at the plan's first level."""
     x = noise * plan.scale[0] if image is None else plan.begin[0] * image + plan.begin[1] * noise
     past = plan.move.shape[-1] - NEW - 1
     nothing = jnp.zeros_like(x)
@@ -135,7 +135,12 @@ def initial_state(
 
 
 def advance(predict: Predict, state: SamplerState, row: SamplingPlan, fresh: Array | None) -> SamplerState:
-    """One evaluation. row: one row of the plan's columns; fresh: noise like x, where the sampler spreads any."""
+    """Evaluates the network once. Returns the next state.
+
+    Args:
+        row: one row of the plan (`row_at`).
+        fresh: fresh noise with the shape of x; None: the sampler adds none.
+    """
     x, last, _, past, memory = state
     more: Any = {} if row.control is None else {"control": row.control}
     if memory is None:
@@ -145,7 +150,7 @@ def advance(predict: Predict, state: SamplerState, row: SamplingPlan, fresh: Arr
     raw = row.read[0] * x + row.read[1] * prediction
     new = jnp.clip(raw, -row.clip, row.clip)
     seen = jnp.stack([x, last, raw, new, *past])
-    # A weight of 0 leaves out what may be infinite or no number.
+    # Arrays with weight 0 are left out, because they may be infinite or NaN.
     predicted, moved = (_weighed(weights, seen) for weights in (row.keep, row.move))
     if fresh is not None:
         moved = moved + row.spread * fresh
@@ -158,12 +163,13 @@ def _weighed(weights: Array, seen: Array) -> Array:
 
 
 def row_at(plan: SamplingPlan, i: Any) -> SamplingPlan:
-    """Row i of a plan's columns."""
+    """Row i of a plan. Columns without an axis of evaluations become None."""
     return SamplingPlan(*(None if name in WHOLE or column is None else column[i] for name, column in plan._asdict().items()))
 
 
 def pad_plan(plan: SamplingPlan) -> SamplingPlan:
-    """The same plan with rows after its end that nothing reads: one program serves every number of steps up to a power of two."""
+    """Pads a plan to a power of two of rows, at least 16, so that one program serves several numbers of steps. Added rows are not
+    run."""
     count = max(16, 1 << (plan.evaluations - 1).bit_length())
     more = count - plan.evaluations
 
@@ -181,7 +187,7 @@ def sample(
     fixed: "FixedParts | None" = None,
     evaluations: Any = None,
 ) -> Float[Array, "B *F H W C"]:
-    """The result of a whole plan, as one loop of the compiled program. Arguments are those of `last_state`."""
+    """Runs a whole plan as one loop of the compiled program. Returns the result; arguments are those of `last_state`."""
     return last_state(predict, plan, state, keys, fixed, evaluations).x * plan.scale[1]
 
 
@@ -193,12 +199,15 @@ def last_state(
     fixed: "FixedParts | None" = None,
     evaluations: Any = None,
 ) -> SamplerState:
-    """The state after a whole plan, as one loop of the compiled program.
+    """Runs a whole plan as one loop of the compiled program. Returns the last state.
 
     Args:
-        keys: [B] random keys of the images, for samplers that spread noise: each image's noise depends on its key alone.
-        fixed: parts of the image that stay as they are (inpainting).
-        evaluations: how many rows of the plan count; all by default.
+        predict: evaluates the network.
+        state: the state before the first evaluation.
+        keys: [B] random keys of the images, for samplers that add fresh noise; None: the sampler adds none. The noise of each image
+            depends only on its key.
+        fixed: the parts of images that are not redrawn (inpainting); None: all is drawn.
+        evaluations: number of rows of the plan to run; None: all.
     """
     table = jax.tree.map(jnp.asarray, plan)
 
@@ -213,16 +222,16 @@ def last_state(
 
 
 def fresh_noise(keys: Array, index: Array | int, like: Array) -> Array:
-    """Normal noise [B H W C] of evaluation `index`, an image's from its own key."""
+    """Standard normal noise with the shape of `like` [B H W C] for evaluation `index`. Each image's noise is drawn from its own key."""
     return jax.vmap(lambda key: jax.random.normal(jax.random.fold_in(key, index), like.shape[1:], like.dtype))(keys)
 
 
 class FixedParts(NamedTuple):
-    """Parts of an image that are not drawn anew.
+    """The parts of images that are not redrawn (inpainting).
 
     mask: [B H W 1] 1 where the image is drawn, 0 where it stays.
-    image: [B H W C] the image that stays.
-    noise: [B H W C] its noise on the way.
+    image: [B H W C] the latents of the image that stays.
+    noise: [B H W C] the noise that is mixed with it at each level.
     """
 
     mask: Array
@@ -230,5 +239,5 @@ class FixedParts(NamedTuple):
     noise: Array
 
     def apply(self, x: Array, level: Array) -> Array:
-        """x with the fixed parts at alpha and sigma of this level."""
+        """Replaces the fixed parts of x by the image at this noise level (alpha and sigma)."""
         return self.mask * x + (1 - self.mask) * (level[0] * self.image + level[1] * self.noise)

@@ -1,4 +1,4 @@
-"""The pipeline of a denoiser that a run trained: its objective says how noise was mixed in, and so how images are drawn."""
+"""Builds the pipeline of a denoiser that a run trained. The run's objective determines the noise schedule, and so the sampler."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -27,7 +27,11 @@ STEPS = 20
 
 
 def sampler_for(model: Any, objective: Any) -> SamplerSettings:
-    """The sampler of a model that this objective trained: Euler's method for flows, Heun's for EDM, DDIM for betas."""
+    """The sampler for a model that this objective trained: Euler's method for flows, Heun's for EDM, DDIM for beta schedules.
+
+    Args:
+        model: the settings of the denoiser.
+    """
     noise = objective.noise_of(model.prediction)
     if "interval" in model.conditions:
         # Every step counts: with spacing=linspace the last one would be of 1/1000.
@@ -49,14 +53,16 @@ def pipeline_of(
     dtype: Any = None,
     say: Callable[[str], None] | None = None,
 ) -> ImagePipeline:
-    """The pipeline of a module.
+    """Builds the pipeline of a denoiser.
 
     Args:
-        sample: `steps` and `guidance`, which are drawn with unless told otherwise.
-        encoders: of the run.
-        size: height and width of images in pixels; None: those that the model was made for.
-        prompts: in place of the text encoders, which are then not loaded.
-        dtype: of the encoders' weights and activations.
+        module: the module of the denoiser.
+        objective: the objective that trained it.
+        sample: the run's settings `sample`: the default `steps` and `guidance`.
+        encoders: the run's settings `encoders`.
+        size: the default height and width of images in pixels; None: those that the model was made for.
+        prompts: converts prompts to conditions in place of the text encoders, which are then not loaded.
+        dtype: the type of the encoders' weights and activations.
     """
     config = module.config
     factor = autoencoder_factor(encoders)
@@ -70,7 +76,7 @@ def pipeline_of(
 
 
 def load_images(path: str | Path, dtype: Any = None, warn: Callable[[str], None] = lambda _: None) -> ImagePipeline | ImageAutoencoder:
-    """The pipeline of a run that trained a denoiser, or an autoencoder: a run's, or that of a folder.
+    """Loads the pipeline of a run that trained a denoiser; or an autoencoder, from a run or a folder.
 
     Raises:
         BadInput, Damaged: as `load_pipeline`.
@@ -82,10 +88,10 @@ def load_images(path: str | Path, dtype: Any = None, warn: Callable[[str], None]
 
 
 def load_pipeline(path: str | Path, dtype: Any = None, warn: Callable[[str], None] = lambda _: None) -> ImagePipeline:
-    """The pipeline of a run, at its last good checkpoint, or of one checkpoint.
+    """Loads the pipeline of a run, at its last good checkpoint, or of one checkpoint.
 
     Raises:
-        BadInput, Damaged: there is none, or the encoders of the run are not where they were.
+        BadInput, Damaged: there is no good checkpoint, it is of no denoiser, or the run's encoders are not where they were.
     """
     stored = open_model(path, warn)
     if isinstance(stored.config, ControlNetSettings):

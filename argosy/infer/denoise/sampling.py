@@ -1,6 +1,7 @@
-"""Latents of a batch of images, by the programs that are compiled for its size.
+"""Draws the latents of a batch of images with compiled programs.
 
-Programs are for a batch size (a power of two) and an image size; one serves any number of steps, any seed and any scale of guidance.
+A program is compiled for a batch size (a power of two) and an image size. It serves any number of steps, any seed and any guidance
+scale.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,16 +36,18 @@ from argosy.models.parts.weight import merge
 
 @dataclass(frozen=True)
 class Drawing:
-    """One batch of images to draw, of equal size and plan.
+    """One batch of images to draw, with equal size and plan.
 
-    plan: of the sampler.
-    seeds: of each image, and its number among those of its prompt.
-    scale: [B] of guidance.
-    conditions, null: of the prompts, and of what guidance leads away from (None: no guidance).
-    shape: height, width and channels of the latents; of videos, their frames before them.
-    image, mask: to begin from, [B H W C] latents, and where they may change [B H W 1] (None: everywhere).
-    noise: [B H W C] the first noise, in place of that of the seeds.
-    cache_threshold: of step caching (None: none).
+    plan: the sampling plan.
+    seeds: for each image its seed, and its index among the images of its prompt.
+    scale: [B] the guidance scale of each image.
+    conditions: the conditions of the prompts.
+    null: the conditions of negative or empty prompts; None: no guidance.
+    shape: height, width and channels of the latents; for videos, frames come first.
+    image: [B H W C] the latents to begin from; None: noise alone.
+    mask: [B H W 1] 1 where `image` is redrawn; None: everywhere.
+    noise: [B H W C] the initial noise; None: drawn from the seeds.
+    cache_threshold: threshold of step caching; None: no step caching.
     """
 
     plan: SamplingPlan
@@ -63,20 +66,20 @@ class Drawing:
 
 
 class SamplingRun:
-    """A batch on its way, step by step or at once.
+    """Samples one batch, evaluation by evaluation (`step`), or in one program (`at_once`).
 
     Args:
-        graph, leaves: of the denoiser's module (`models.parts.weight.split`).
-        drawing: the batch, of the size of a program (`padded_drawing`).
-        guidance: how predictions with and without prompt become one.
-        say: called with what is being compiled, if that takes longer than a second.
+        graph, leaves: the denoiser's module, split (`models.parts.weight.split`).
+        drawing: the batch, padded to a size that programs are compiled for (`padded_drawing`).
+        guidance: the variant of classifier-free guidance.
+        say: called with the name of the program that is being compiled, if compiling takes longer than a second.
     """
 
     def __init__(self, graph: Any, leaves: Any, drawing: Drawing, guidance: Guidance, say: Say | None = None):
         self.drawing, self.evaluations, self._say = drawing, drawing.plan.evaluations, say
         self._programs = _programs(graph, guidance, drawing.null is not None)
         keys = jnp.stack([jax.random.fold_in(jax.random.key(seed), i) for seed, i in drawing.seeds])
-        # Once for all evaluations.
+        # Moved to the device once, for all evaluations.
         conditions, null = jax.device_put((drawing.conditions, drawing.null))
         noise = first_noise(keys, drawing.shape) if drawing.noise is None else jnp.asarray(drawing.noise)
         image = None if drawing.image is None else jnp.asarray(drawing.image)
@@ -89,29 +92,29 @@ class SamplingRun:
         self._given = (leaves, conditions, null, jnp.asarray(drawing.scale), fresh, fixed)
 
     def at_once(self) -> Array:
-        """The latents after all evaluations."""
+        """Runs all evaluations in one program. Returns the latents."""
         plan = pad_plan(self.drawing.plan)
         with telling(self._say, "compiling the sampler"):
             self._state = self._programs.whole(*self._given, plan, self._state, self.evaluations)
         return self.latents()
 
     def step(self, i: int) -> None:
-        """Evaluation i."""
+        """Runs evaluation i."""
         with telling(self._say if i == 0 else None, "compiling the sampler"):
             row = row_at(self.drawing.plan, i)
             self._state = self._programs.step(*self._given, row, self._state, np.int32(i))
 
     @property
     def layer_runs(self) -> int:
-        """In how many evaluations the layers after the first ran."""
+        """The number of evaluations so far in which the layers after the first ran; without step caching, the number of all."""
         return self.evaluations if self._state.memory is None else int(self._state.memory.runs)
 
     def predicted(self) -> Array:
-        """The latents of the images as they were predicted last."""
+        """The latents of the finished images, as the last evaluation predicted them."""
         return self._state.predicted
 
     def latents(self) -> Array:
-        """The latents, after the last evaluation, or on their way."""
+        """The current latents. After the last evaluation these are the result."""
         return self._state.x * self.drawing.plan.scale[1]
 
 
@@ -123,7 +126,14 @@ class _Programs:
 
 
 def step_conditions(config: Any, conditions: Conditions, timestep: Array, level: Array, rows: int) -> Conditions:
-    """Conditions with the interval of a step, for models that read one: flows, whose sigma is the time."""
+    """Adds the length of a step to the conditions, for models that are conditioned on it. These are flow models, whose sigma is the
+    time.
+
+    Args:
+        config: the denoiser's settings.
+        level: alpha and sigma after the step.
+        rows: number of rows.
+    """
     if "interval" not in config.conditions:
         return conditions
     return conditions._replace(interval=jnp.full(rows, timestep - STEPS * level[1], jnp.float32))
@@ -132,7 +142,8 @@ def step_conditions(config: Any, conditions: Conditions, timestep: Array, level:
 def network_inputs(
     config: Any, conditions: Conditions, null: Conditions | None, x: Array, timestep: Array, level: Array
 ) -> tuple[Array, Array, Conditions]:
-    """Samples, time steps and conditions of an evaluation: with guidance, rows with their prompts, then the same ones without."""
+    """The samples, timesteps and conditions of an evaluation. With guidance, the batch is doubled: first all rows with their prompts,
+    then all rows with `null`."""
     times = jnp.full(len(x), timestep, jnp.float32)
     with_interval = step_conditions(config, conditions, timestep, level, len(x))
     if null is None:
@@ -182,12 +193,12 @@ def _programs(graph: Any, guidance: Guidance, guided: bool) -> _Programs:
 
 @partial(jax.jit, static_argnums=1)
 def first_noise(keys: Key[Array, "B"], shape: tuple[int, ...]) -> Float[Array, "B *F H W C"]:
-    """The noise that images or videos begin from, each from its own key."""
+    """The initial noise of images or videos, each drawn from its own key."""
     return jax.vmap(lambda key: jax.random.normal(key, shape, jnp.float32))(keys)
 
 
 def padded_drawing(drawing: Drawing) -> Drawing:
-    """The batch with its last image repeated up to a power of two, so that few programs are compiled."""
+    """Pads a batch to a power of two by repeating its last image, so that few programs are compiled."""
     more = (1 << (len(drawing) - 1).bit_length()) - len(drawing)
     if not more:
         return drawing

@@ -1,13 +1,13 @@
-"""Step caching: an evaluation of the network runs its first layer, and adds what the others changed the last time they ran.
+"""Step caching: if the first layer changes little between evaluations, the change made by all other layers is reused.
 
-    h = first layer(x)                        d = h - x                     of the image's tokens
+    h = first layer(x)                        d = h - x                     for the image's tokens
     moved = mean |d - d_kept| / mean |d_kept|
     moved > threshold, or nothing is kept     y = other layers(h), and keep d and y - h
     otherwise                                 y = h + (y - h)_kept
 
-First-block caching of ParaAttention, as diffusers' `FirstBlockCache` has it; the idea is that of TeaCache (Liu et al. 2024,
-arXiv:2411.19108). Unlike there, every image decides for itself, with and without its prompt apart, so that it is the same in any batch.
-The other layers run where any image of the batch needs them.
+This is the first-block caching of ParaAttention and of diffusers' `FirstBlockCache`; the idea is that of TeaCache (Liu et al. 2024,
+arXiv:2411.19108). Unlike there, the decision is made for each image, and separately for its rows with and without prompt, so an image
+is the same in any batch. The other layers run if any row of the batch needs them.
 """
 
 from dataclasses import dataclass, field
@@ -25,13 +25,13 @@ from argosy.ops.precision import wide
 
 
 class StepMemory(NamedTuple):
-    """What is kept between evaluations. R rows: the images, and with guidance the same ones without their prompts.
+    """The arrays kept between evaluations. The R rows are the images; with guidance, followed by the same images without prompt.
 
-    threshold: of the settings.
-    known: [R] whether anything is kept.
-    first: [R T D] what the first layer changed of the image when the others ran last.
-    rest: what they changed: a tree of streams [R T D].
-    runs: how often the other layers ran.
+    threshold: the relative change above which the other layers run.
+    known: [R] whether anything is kept for a row.
+    first: [R T D] the change that the first layer made to the image's tokens when the other layers last ran.
+    rest: the change that the other layers made then, a pytree of streams [R T D].
+    runs: the number of evaluations in which the other layers ran.
     """
 
     threshold: Float[Array, ""]
@@ -43,12 +43,12 @@ class StepMemory(NamedTuple):
 
 @dataclass
 class CacheReport:
-    """What step caching did to the images of a call.
+    """The effect of step caching in one call of `ImagePipeline.images`.
 
-    evaluations: of the network, a batch's counted once.
-    reused: evaluations in which the layers after the first did not run.
-    errors: of each image's latents against the full drawing, in root mean square over that of the full ones; empty unless it was
-        compared.
+    evaluations: number of evaluations of the network, each batch counted once.
+    reused: number of evaluations in which the layers after the first did not run.
+    errors: for each image, the root mean square error of its latents against those drawn without step caching, divided by the root mean
+        square of the latter; empty unless they were compared.
     """
 
     evaluations: int = 0
@@ -56,12 +56,12 @@ class CacheReport:
     errors: list[float] = field(default_factory=list)
 
     def count(self, evaluations: int, layer_runs: int) -> None:
-        """Counts a batch: its evaluations, and those in which the layers after the first ran."""
+        """Adds the counts of a batch: its evaluations, and those in which the layers after the first ran."""
         self.evaluations += evaluations
         self.reused += evaluations - layer_runs
 
     def compare(self, latents: Any, full: Any) -> None:
-        """Adds the errors of a batch: latents [B H W C], or of videos, against those of the full drawing."""
+        """Adds the errors of a batch: latents [B H W C], or of videos, against `full`, those drawn without step caching."""
         latents, full = (np.asarray(a, np.float64) for a in (latents, full))
         axes = tuple(range(1, full.ndim))
         size = np.sqrt(np.mean(full**2, axes))
@@ -69,9 +69,13 @@ class CacheReport:
 
 
 def check_step_cache(module: Any, threshold: float) -> None:
-    """
+    """Checks that step caching is possible.
+
+    Args:
+        module: the module of the denoiser.
+
     Raises:
-        BadInput: the threshold is not above 0, or the denoiser is none of several layers that follow each other.
+        BadInput: the threshold is not above 0, or the denoiser is not a sequence of at least two layers.
     """
     if not 0 < threshold < np.inf:
         raise BadInput(f"step_cache = {threshold}: above 0; 0.05 to 0.2 are usual")
@@ -83,7 +87,7 @@ def check_step_cache(module: Any, threshold: float) -> None:
 
 
 def fresh_memory(model: LayeredDenoiser, x: Array, times: Array, conditions: Conditions, threshold: Any) -> StepMemory:
-    """The memory before the first evaluation."""
+    """The memory before the first evaluation, with nothing kept. `x`, `times` and `conditions` are used for their shapes."""
     streams, _ = model.begin(x, times, conditions)
     rest = jax.tree.map(jnp.zeros_like, streams)
     is_known = jnp.zeros(len(x), bool)
@@ -93,13 +97,13 @@ def fresh_memory(model: LayeredDenoiser, x: Array, times: Array, conditions: Con
 def cached_prediction(
     model: LayeredDenoiser, x: Float[Array, "R *F H W C"], times: Float[Array, "R"], conditions: Conditions, memory: StepMemory
 ) -> tuple[Float[Array, "R *F H W C"], StepMemory]:
-    """The network's prediction, and what is kept after it."""
+    """Evaluates the network with step caching. Returns its prediction, and the updated memory."""
     before, step = model.begin(x, times, conditions)
     after = model.layered(before, step, "first")
     first = image_stream(after) - image_stream(before)
     axes = (1, 2)
     change = jnp.mean(jnp.abs(wide(first - memory.first)), axes) / jnp.mean(jnp.abs(wide(memory.first)), axes)
-    # What is no number is computed: nothing moved where nothing was, or the numbers are not finite.
+    # Rows whose change is NaN are computed: the kept change was 0, or values are not finite.
     computed = ~memory.known | ~(change <= memory.threshold)
 
     def select(ours: Array, stored: Array) -> Array:
@@ -120,5 +124,5 @@ def cached_prediction(
 
 
 def image_stream(streams: Any) -> Float[Array, "R T D"]:
-    """The stream that decides: the image's, where text has one of its own."""
+    """The stream of the image's tokens, whose change decides. Models without a separate text stream have one stream."""
     return streams["image"] if isinstance(streams, dict) else streams

@@ -1,4 +1,4 @@
-"""Which timesteps and noise levels a number of steps gets, as diffusers counts them. Numpy in double precision, on the host."""
+"""Computes the timesteps and noise levels for a number of steps, as diffusers does. NumPy in double precision, on the host."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +14,11 @@ RHO = 7.0
 
 @dataclass(frozen=True)
 class Points:
-    """The levels that a sampler visits.
+    """The noise levels that a sampler visits.
 
-    timesteps: [S] what the network is told at each.
-    alpha, sigma: [S + 1] of each, and of the end.
-    total: how many steps there would be without `strength`.
+    timesteps: [S] the timestep that the network gets at each level.
+    alpha, sigma: [S + 1] the coefficients of image and noise at each level, and at the end.
+    total: the number of steps before `strength` was applied.
     """
 
     timesteps: np.ndarray
@@ -35,16 +35,16 @@ class Points:
 
     @property
     def log_ratio(self) -> np.ndarray:
-        """lambda = log(alpha/sigma) of each; infinite where there is no noise."""
+        """lambda = log(alpha/sigma) at each level [S + 1]; infinite where there is no noise."""
         with np.errstate(divide="ignore"):
             return np.log(self.alpha) - np.log(self.sigma)
 
 
 def _from(points: Points, strength: float, is_flow: bool) -> Points:
-    """The last steps, a share `strength` of all.
+    """Keeps the last steps, a share `strength` of all.
 
     Raises:
-        BadInput: none is left.
+        BadInput: no step is left, or `strength` is out of range.
     """
     if not 0 < strength <= 1:
         raise BadInput(f"strength = {strength}: above 0, up to 1")
@@ -57,7 +57,13 @@ def _from(points: Points, strength: float, is_flow: bool) -> Points:
 
 
 def flow_points(settings: SamplerSettings, sigmas: np.ndarray, positions: int | None, strength: float) -> Points:
-    """The points of a flow model for these noise levels before their shift."""
+    """The points of a flow model.
+
+    Args:
+        sigmas: the noise levels before the settings' shift.
+        positions: number of tokens of the image, for a shift that depends on the size.
+        strength: the share of the steps to keep.
+    """
     k = settings.shift.of(positions, len(sigmas))
     sigmas = k * sigmas / (1 + (k - 1) * sigmas)
     if settings.shift.terminal is not None:
@@ -68,10 +74,10 @@ def flow_points(settings: SamplerSettings, sigmas: np.ndarray, positions: int | 
 
 
 def flow_grid(settings: SamplerSettings, steps: int) -> np.ndarray:
-    """Evenly spaced noise levels of a flow model.
+    """Evenly spaced noise levels of a flow model, before the shift.
 
-    With spacing=linspace the smallest is the shifted one of the last timestep of training, so that the shift acts on it twice:
-    diffusers does so where a pipeline gives no levels of its own (Stable Diffusion 3).
+    With spacing=linspace the smallest is the shifted level of the last timestep of training, so the shift acts on it twice. diffusers
+    does this if a pipeline passes no levels itself (Stable Diffusion 3).
     """
     if settings.spacing == "trailing":
         return np.linspace(1, 1 / steps, steps)
@@ -82,7 +88,7 @@ def flow_grid(settings: SamplerSettings, steps: int) -> np.ndarray:
 
 
 def spread_levels(settings: SamplerSettings, sigmas: np.ndarray, steps: int) -> np.ndarray:
-    """Levels between the first and the last of these, spread as the settings say."""
+    """Replaces noise levels by others between the first and the last, spaced as `settings.levels` says."""
     high, low = sigmas[0], sigmas[-1]
     if settings.levels == "karras":
         return np.linspace(high ** (1 / RHO), low ** (1 / RHO), steps) ** RHO
@@ -90,10 +96,13 @@ def spread_levels(settings: SamplerSettings, sigmas: np.ndarray, steps: int) -> 
 
 
 def timestep_grid(settings: SamplerSettings, steps: int, without_last: bool = False) -> np.ndarray:
-    """The timesteps of a model trained with betas, falling. With `without_last` as many are taken as if there was one more, at 0.
+    """The timesteps of a model trained with a beta schedule, descending.
+
+    Args:
+        without_last: whether timesteps are spaced as for one step more, whose last timestep is left out.
 
     Raises:
-        BadInput: there are more steps than timesteps.
+        BadInput: there are more steps than timesteps of training.
     """
     more = 1 if without_last else 0
     if steps + more > STEPS:
@@ -110,11 +119,12 @@ def timestep_grid(settings: SamplerSettings, steps: int, without_last: bool = Fa
 def beta_points(
     settings: SamplerSettings, timesteps: np.ndarray, strength: float, all_levels: bool = False, whole: bool = True
 ) -> Points:
-    """The points of a model trained with betas, by sigma/alpha, which is interpolated between timesteps.
+    """The points of a model trained with a beta schedule. The ratio sigma/alpha is interpolated between timesteps.
 
     Args:
-        all_levels: levels that are spread anew go from the noise of the last timestep of training to that of the first.
-        whole: timesteps of such levels are made whole, as diffusers does: rounded, with levels=exponential cut.
+        all_levels: whether levels that are respaced (`settings.levels`) range over all timesteps of training, not only over these.
+        whole: whether timesteps of respaced levels become whole numbers, as in diffusers: rounded down with levels=exponential, else
+            rounded.
     """
     noise: BetaNoise = settings.noise
     places = np.arange(len(noise.ratios))
@@ -133,11 +143,12 @@ def beta_points(
 
 
 def edm_points(settings: SamplerSettings, steps: int, strength: float) -> Points:
-    """The points of a model with EDM's noise: deviations spread from the largest to the smallest (equation 5 of the paper)."""
+    """The points of a model with EDM's noise. Standard deviations are spaced from the largest to the smallest (equation 5 of the
+    paper)."""
     noise: EDMNoise = settings.noise
     high, low = noise.sigma_max, noise.sigma_min
     if settings.levels == "exponential":
-        # diffusers begins there with one step at the smallest.
+        # As in diffusers, a single step is at the smallest level.
         s = np.exp(np.linspace(np.log(low), np.log(high), steps))[::-1]
     else:
         s = np.linspace(high ** (1 / noise.rho), low ** (1 / noise.rho), steps) ** noise.rho
@@ -147,8 +158,8 @@ def edm_points(settings: SamplerSettings, steps: int, strength: float) -> Points
 
 
 def edm_scales(settings: SamplerSettings, at: Points) -> tuple[float, float]:
-    """What the first noise and the result are multiplied by. As in diffusers, the first sample has the variance of the largest noise
-    and 1, where the paper has that of the noise alone."""
+    """The factors on the initial noise and on the result, for EDM's noise. As in diffusers, the first sample has the variance
+    sigma_max^2 + 1, where the paper has sigma_max^2."""
     noise: EDMNoise = settings.noise
     return float(at.alpha[0] * np.sqrt(noise.sigma_max**2 + 1)), float(1 / at.alpha[-1])
 
@@ -159,24 +170,29 @@ def is_edm(settings: SamplerSettings) -> bool:
 
 
 def trained_points(settings: SamplerSettings, timesteps: np.ndarray, end: np.ndarray, strength: float) -> Points:
-    """The points at whole timesteps; `end` is alpha and sigma after the last."""
+    """The points at whole timesteps of training.
+
+    Args:
+        end: alpha and sigma after the last step.
+        strength: the share of the steps to keep.
+    """
     alpha, sigma = settings.noise.levels(timesteps)
     points = Points(timesteps, np.append(alpha, end[0]), np.append(sigma, end[1]), len(timesteps))
     return _from(points, strength, False)
 
 
 def end_level(settings: SamplerSettings) -> np.ndarray:
-    """alpha and sigma after the last step of ddim and its kin."""
+    """alpha and sigma after the last step, for ddim and similar samplers."""
     return np.array([1.0, 0.0]) if settings.final == "zero" else np.array(settings.noise.levels(np.array(0)))
 
 
 def is_flow(settings: SamplerSettings) -> bool:
-    """Whether the model was trained on straight lines."""
+    """Whether the model was trained by flow matching."""
     return isinstance(settings.noise, FlowNoise)
 
 
 def any_points(settings: SamplerSettings, steps: int, positions: int | None, strength: float, **kind: Any) -> Points:
-    """The points of Euler's and Heun's methods."""
+    """The points of Euler's and Heun's methods, for any kind of noise. `kind` are further arguments of `beta_points`."""
     if is_edm(settings):
         return edm_points(settings, steps, strength)
     if is_flow(settings):
