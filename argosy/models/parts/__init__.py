@@ -1,7 +1,7 @@
-"""The parts models are made of. A part is here if two families use it.
+"""The parts that models are made of. A part is here if at least two families use it.
 
-`parts.Attention` imports its module on first use, so a family's file, which only describes its parts until `build` is called,
-imports neither jax nor flax.
+`parts.Attention` imports the module of `Attention` on first use. A family's file only describes its parts until `build` is called, so
+importing that file imports neither jax nor flax.
 """
 
 from importlib import import_module

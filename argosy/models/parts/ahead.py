@@ -17,7 +17,7 @@ from argosy.models.parts.attention.attend import Attend
 from argosy.models.parts.attention.cache import Cache
 from argosy.models.parts.einsum import Einsum
 
-# I: an embedding and the input of the head, one behind the other.
+# I: the features of an embedding and of the head's input, concatenated.
 LEGEND = (("I", "mtp_input"),)
 
 
@@ -25,10 +25,10 @@ class Depth(nnx.Module):
     """One module of the chain.
 
     Args:
-        width: of the residual stream D.
+        width: the width D of the residual stream.
         block: one layer, as in `Stack`.
-        each: settings of that layer.
-        norm: builds a norm of that width.
+        each: the fixed settings of that layer (`stack.Layer.each`).
+        norm: builds a norm of width D.
     """
 
     def __init__(self, width: int, block: Any, each: Any, norm: Callable[[], nnx.Module]):
@@ -46,7 +46,7 @@ class Depth(nnx.Module):
 
 
 class MultiTokenPrediction(nnx.Module):
-    """The chain; its modules are named "0", "1", ..."""
+    """The chain of `depths` modules, which are named "0", "1", ... `make` builds one."""
 
     def __init__(self, depths: int, make: Callable[[], Depth]):
         for d in range(depths):

@@ -2,8 +2,8 @@
 
     h = after(x + post(mixer(pre(x))))        y = after(h + post(mlp(pre(h))))
 
-Where norms stand is data: before each sublayer (Llama), on what it adds (OLMo 2), both (Gemma 2), or on the sum (BERT; Vaswani et
-al. 2017, arXiv:1706.03762). A block may have one of the two sublayers only.
+Arguments choose where norms stand: before each sublayer (Llama), on each sublayer's output (OLMo 2), both (Gemma 2), or on the sum
+(BERT; Vaswani et al. 2017, arXiv:1706.03762). A block may also have only one of the two sublayers.
 """
 
 from collections.abc import Callable
@@ -26,12 +26,12 @@ class Block(nnx.Module):
     """A mixer and a feed-forward part, each with norms where the family has them.
 
     Args:
-        mixer: called as `mixer(x, each, cache, attend)`; None for a block without one.
-        mlp: a feed-forward layer or experts; None for a block without one.
-        pre: builds the norm of what a sublayer reads.
-        post: builds the norm of what a sublayer adds.
+        mixer: a layer that is called as `mixer(x, each, cache, attend)`. None for a block without a mixer.
+        mlp: a feed-forward layer or experts. None for a block without a feed-forward part.
+        pre: builds the norm of a sublayer's input.
+        post: builds the norm of a sublayer's output, before it is added to the stream.
         after: builds the norm of the stream after the addition.
-        cached: whether earlier tokens are kept for later calls; an encoder gets whole sequences.
+        cached: whether the mixer caches earlier tokens for later calls. Encoders do not need this, since they get whole sequences.
 
     Raises:
         ValueError: there is no sublayer, or both `pre` and `after` are given.
@@ -60,7 +60,7 @@ class Block(nnx.Module):
 
     @property
     def formula(self) -> str:
-        """What a sublayer makes of the stream x, with {} in place of its name."""
+        """The formula of a sublayer on the stream x, with {} in place of the sublayer's name, such as "x + {}(norm(x))"."""
         read = "{}(norm(x))" if self._has_norm("norm") and not self.norm_after else "{}(x)"
         added = f"norm({read})" if self._has_norm("post") else read
         return f"norm(x + {added})" if self.norm_after else f"x + {added}"
@@ -70,20 +70,20 @@ class Block(nnx.Module):
         return getattr(self, f"{part}_norm" if kind == "norm" else f"post_{part}_norm") is not None
 
     def holds(self, each: Any) -> Spec:
-        """What the mixer keeps of earlier tokens."""
+        """What the mixer caches. Empty if the block caches nothing."""
         return self.attn.holds(each) if self.attn is not None and self.cached else Spec()
 
     def turns(self, each: Any) -> Turns:
-        """The rotary positions of the mixer."""
+        """The rotary positions that the mixer applies."""
         return turns_of(self.attn, each)
 
     def __call__(
         self, x: Float[Array, "B T D"], each: Any, cache: Cache | None, attend: Attend, condition: Any = None
     ) -> tuple[Float[Array, "B T D"], Cache | None, dict[str, Array]]:
-        """The stream, the cache of this layer and the aux outputs of experts.
+        """Runs the block. Returns the stream, the updated cache of this layer, and the aux outputs of experts.
 
         Raises:
-            ValueError: a condition is given, which this block does not read.
+            ValueError: a condition is given. This block reads none.
         """
         if condition is not None:
             raise ValueError("this block reads no condition")
@@ -109,5 +109,5 @@ class Block(nnx.Module):
 def feed_forward(
     mlp: Any, x: Float[Array, "B T D"], live: Bool[Array, "B T"]
 ) -> tuple[Float[Array, "B T D"], dict[str, Array]]:
-    """Applies a feed-forward layer, or experts, which have aux outputs."""
+    """Applies a feed-forward layer, or experts. Also returns the aux outputs of experts; a feed-forward layer has none."""
     return mlp(x, live) if isinstance(mlp, MoE) else (mlp(x), {})

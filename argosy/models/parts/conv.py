@@ -1,8 +1,8 @@
 """Convolutions over images [B H W C] and videos [B F H W C], and norms of their channels.
 
-    y[h, w] = sum over taps p, q of x[s h + p - pad, s w + q - pad] W[p, q] + b
+    y[h, w] = sum over p, q of x[s h + p - pad, s w + q - pad] W[p, q] + b        stride s
 
-A weight's axes have names, as those of `Einsum` have: sharding and optimizers ask for them. Group norm: Wu and He 2018
+As in `Einsum`, the axes of a weight have names, by which sharding rules and optimizers select them. Group norm: Wu and He 2018
 (arXiv:1803.08494).
 """
 
@@ -19,12 +19,15 @@ LEGEND = (("P", "tap_rows"), ("Q", "tap_columns"), ("I", "channels_in"), ("O", "
 
 
 class Conv(nnx.Module):
-    """A convolution with an odd number of taps in each direction, zeros outside the image.
+    """A convolution over images with an odd kernel size and zero padding.
 
     Args:
-        stride: height and width are divided by it.
-        late: pads on the right and below only, as the down-sampling of Stable Diffusion's autoencoder does.
-        zero: its weights begin at zero.
+        inner: the number of input channels.
+        outer: the number of output channels.
+        taps: the kernel size in height and width.
+        stride: the stride in height and width. The output has 1 / stride of the input's height and width.
+        late: whether only the right and bottom edges are padded, as in the downsampling of Stable Diffusion's autoencoder.
+        zero: whether the weights are initialized to zero.
     """
 
     def __init__(
@@ -43,12 +46,14 @@ class Conv(nnx.Module):
 
 
 class CausalConv(nnx.Module):
-    """A convolution over the frames of videos, zeros outside each frame. Frames are not padded: of `frames` taps, the last is on the
-    frame itself, so whoever calls it gives the frames before it too.
+    """A causal convolution over videos. Height and width are zero-padded; time is not. An output frame depends on the input frame at
+    the same time and the `frames` - 1 frames before it, which the caller must put in front of x.
 
     Args:
-        taps: of the kernel in height and width, odd.
-        frames: of the kernel in time.
+        inner: the number of input channels.
+        outer: the number of output channels.
+        taps: the kernel size in height and width, odd.
+        frames: the kernel size in time.
     """
 
     def __init__(self, inner: int, outer: int, taps: int, frames: int, *, bias: bool = True):
@@ -58,26 +63,26 @@ class CausalConv(nnx.Module):
         self.b = weight((outer,), Meaning("O", legend=LEGEND), Draw("constant", 0.0)) if bias else None
 
     def __call__(self, x: Float[Array, "B F H W I"], stride: int = 1) -> Float[Array, "B f H W O"]:
-        """stride: the number of frames is divided by it."""
+        """Convolves x. `stride` is the stride in time; height and width are unchanged."""
         y = convolve_video(x, self.w[...].astype(x.dtype), self.padding, stride)
         return y if self.b is None else y + self.b[...].astype(x.dtype)
 
 
 class ChannelNorm(nnx.Module):
-    """x sqrt(C) / |x| g over the channels of each position, in float32 at least: RMSNorm that adds nothing to the mean square."""
+    """Computes x sqrt(C) / |x| g over the channels of each position, in float32 at least. This is RMSNorm without an epsilon."""
 
     def __init__(self, channels: int):
         self.scale = weight((channels,), Meaning("I", legend=LEGEND), Draw("constant", 1.0))
 
     def __call__(self, x: Float[Array, "... I"]) -> Float[Array, "... I"]:
         y = wide(x)
-        # A position of zeros stays zeros.
+        # A position whose channels are all zero stays zero.
         size = jnp.sqrt(jnp.maximum(jnp.sum(y * y, -1, keepdims=True), 1e-24))
         return (y / size * y.shape[-1] ** 0.5 * self.scale[...].astype(y.dtype)).astype(x.dtype)
 
 
 class GroupNorm(nnx.Module):
-    """Normalizes groups of channels over the whole image, in float32 at least."""
+    """Normalizes groups of channels over the whole image, in float32 at least. `groups` is the number of groups."""
 
     def __init__(self, channels: int, groups: int, eps: float = 1e-6):
         self.groups, self.eps = groups, eps
@@ -94,5 +99,5 @@ class GroupNorm(nnx.Module):
 
 
 def twice(x: Float[Array, "B H W C"]) -> Float[Array, "B 2*H 2*W C"]:
-    """The image at twice its size, each pixel repeated."""
+    """Doubles the height and width of images by repeating each pixel (nearest-neighbor upsampling)."""
     return jnp.repeat(jnp.repeat(x, 2, 1), 2, 2)

@@ -1,4 +1,4 @@
-"""The model around the layers of a language model, from tokens to logits.
+"""A language model around its layers: embedding, layers, final norm and head, from tokens to logits.
 
 B batch, T time, D width, V vocabulary, A positions.
 """
@@ -21,7 +21,7 @@ from argosy.parallel.scope import constrain
 
 
 def head_of(config: Any) -> Einsum | None:
-    """What makes logits or scores of the last layer's output; None where the embedding does (tied embeddings)."""
+    """Builds the head, which maps the last layer's output to logits or scores. None if the embedding is the head (tied embeddings)."""
     if getattr(config, "scores", 0):
         # The deviation of transformers' new heads: first scores near 0.
         return Einsum("BTD,DZ->BTZ", config.dims, scale=0.02)
@@ -29,15 +29,16 @@ def head_of(config: Any) -> Einsum | None:
 
 
 class Decoder(nnx.Module):
-    """Tokens to logits; or to scores, if the config has `scores`. `dtype` is the type of activations, and so of contractions.
+    """Maps tokens to logits, or to scores if the config has `scores`. The attribute `dtype` is the type of activations and so of
+    contractions.
 
     Args:
-        config: of the family: vocab, width, tied, dims.
+        config: the family's config. Its fields vocab, width, tied and dims are read.
         plan, make, run: as in `Stack`.
         norm: the final norm.
-        gain: factor on the embedding's output.
-        logit_cap: logits become cap * tanh(logits / cap).
-        positions: adds a learned vector for each position to the embedding's output.
+        gain: a factor on the embedding's output. None: 1.
+        logit_cap: caps logits softly, as cap * tanh(logits / cap). None: no cap.
+        positions: whether a learned vector for each position is added to the embedding's output.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Decoder(nnx.Module):
         self.head = head_of(config)
 
     def embedded(self, tokens: Int[Array, "B T"] | Inputs, attend: Attend) -> Float[Array, "B T D"]:
-        """The input of the first layer."""
+        """Computes the input of the first layer."""
         ids, overlay, _ = as_inputs(tokens)
         x = self.embed.take(ids).astype(self.dtype)
         x = x if self.gain is None else x * jnp.asarray(self.gain, x.dtype)
@@ -72,14 +73,14 @@ class Decoder(nnx.Module):
     def hidden(
         self, tokens: Int[Array, "B T"] | Inputs, attend: Attend, cache: Any = None
     ) -> tuple[Float[Array, "B T D"], Any, Aux]:
-        """The input of the head, the cache after these tokens, and the aux outputs of the layers."""
+        """Computes the input of the head. Also returns the cache after these tokens, and the aux outputs of the layers."""
         with jax.named_scope("embed"):
             x = self.embedded(tokens, attend)
         x, cache, aux = self.layers(x, cache, attend, positions=as_inputs(tokens).positions)
         return constrain(self.norm(x), "B T D"), cache, aux
 
     def unembed(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """Logits, or scores [B T Z], summed and kept in float32 at least, whatever the type of x."""
+        """Computes logits, or scores [B T Z], from the output of `hidden`. They are float32 at least, whatever the dtype of x."""
         with jax.named_scope("head"):
             if self.head is None:
                 y = self.embed.via("BTD,VD->BTV", x, dtype=sums_in(x.dtype))

@@ -1,4 +1,4 @@
-"""Dense layers one after another, as rankers and towers have them: products with biases, and a ReLU between."""
+"""A multi-layer perceptron of dense layers with biases and a ReLU between them, for rankers and two-tower models."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -13,7 +13,7 @@ LEGEND = (("I", "inputs"), ("O", "outputs"))
 
 
 class DenseLayers(nnx.Module):
-    """Layers of these widths; the first width is that of the input. The last layer has no activation."""
+    """Dense layers. `widths` are the width of the input, then of each layer's output. The last layer has no activation."""
 
     def __init__(self, widths: Sequence[int]):
         self.count = len(widths) - 1

@@ -1,11 +1,11 @@
-"""Seam 1: every weight contraction, dense or grouped.
+"""Contractions of data with weights, dense or grouped. Every product with a weight of a model goes through here.
 
     Einsum("BTD,DNH->BTNH", dims)     a projection: D is summed, N and H are kept
-    Einsum("XD,EDM->XM", dims)        grouped: E is on neither side, so each row's expert is given by its `Route`
+    Einsum("XD,EDM->XM", dims)        grouped: E is in neither the input nor the output, so a `Route` gives each row's expert
 
-The equation fixes the weight's shape, fan-in, logical axes, bias, which channels share a quantization scale, how a low-rank
-adapter splits, and which matrix an optimizer sees. LoRA, int8, sharding and Hub names act on it from outside (`adapt.surgery`);
-this file knows none of them.
+The equation fixes the weight's shape, fan-in, logical axes and bias. It also fixes which channels share a quantization scale, how a
+low-rank adapter splits, and which matrix an optimizer sees. LoRA, int8, sharding and Hub names act on contractions from outside
+(`adapt.surgery`). This file knows none of them.
 """
 
 import math
@@ -29,15 +29,17 @@ from argosy.ops.precision import sums_in
 from argosy.ops.quantized import Quantized
 from argosy.parallel.scope import platform, splits
 
-# The checkpoint name of every product with a weight, by which rematerialization keeps it.
+# The checkpoint name of every product with a weight, by which rematerialization can keep these products.
 PRODUCT = "product"
 
 
 class Route(NamedTuple):
-    """Rows sorted by expert: how many rows each expert has, and which expert each row has.
+    """The experts of rows that are sorted by expert.
 
-    even: every expert has the same number, known from the shape.
-    token: the flat index of the token that each row is of.
+    sizes: the number of rows of each expert.
+    expert: the expert of each row.
+    even: whether every expert has the same number of rows. This is known when the program is compiled.
+    token: the flat index of the token that each row belongs to.
     """
 
     sizes: Int[Array, "E"]
@@ -49,12 +51,14 @@ class Route(NamedTuple):
 def contract(
     eq: str, x: Float[Array, "..."], w: Any, route: Route | None = None, *, dtype: Any = None
 ) -> Float[Array, "..."]:
-    """Contracts data with a weight; no other function does. Computes in the type of `x` and sums in float32 at least.
+    """Contracts data with a weight. Multiplies in the dtype of `x` and sums in float32 at least.
 
     Args:
-        w: an array, a quantized one (`ops.quantized`), or a packed one (`ops.native.products`).
-        route: of a grouped equation, such as "XD,EDM->XM".
-        dtype: of the output; that of `x` unless given. Rounding the logits of a bfloat16 head ties the best two of 3 % of tokens.
+        eq: the equation, such as "BTD,DF->BTF".
+        w: an array, a quantized weight (`ops.quantized`), or a packed weight (`ops.native.products`).
+        route: the experts of the rows, for a grouped equation such as "XD,EDM->XM".
+        dtype: the dtype of the output. Default: that of `x`. A head needs float32: rounded to bfloat16, the best two logits are equal
+            for 3 % of tokens.
     """
     dtype = dtype or x.dtype
     activations, x_scale = (w.activations, w.x_scale) if isinstance(w, Quantized) else (None, None)
@@ -80,8 +84,8 @@ def _plain(eq: str, x: Array, w: Any, route: Route | None, dtype: Any) -> Array:
     if route is not None:
         rows = x.reshape(len(w), -1, x.shape[-1])
         return jnp.einsum("EXD,EDM->EXM", rows, w, preferred_element_type=dtype).reshape(len(x), -1)
-    # Rows and times that are merged into one axis can no longer both be split over devices: all tokens would be gathered. On TPUs,
-    # which store the last two axes in tiles, merging the axes of heads copies the weight (docs/measured.md).
+    # If batch and time were merged into one axis, they could no longer both be split over devices, and all tokens would be gathered.
+    # On TPUs, which store the last two axes in tiles, merging the axes of heads copies the weight (docs/measured.md).
     if (inner := _tail(eq)) is None or ("T" in eq and splits("time")) or platform() == "tpu":
         return with_wide_output(partial(_einsum, eq), x, w, dtype)
     return _product(eq, x, w, inner, dtype)
@@ -94,10 +98,10 @@ def _einsum(eq: str, x: Array, w: Array, dtype: Any) -> Array:
 def _packed_codes(
     eq: str, x: Array, w: Panels, activations: Any, x_scale: Array | None, route: Route | None
 ) -> Float[Array, "..."]:
-    """A contraction of data that is rounded with a packed weight. The kernels round it to whole numbers themselves.
+    """Contracts data with a packed weight. The kernels themselves round the data to whole numbers.
 
     Args:
-        activations, x_scale: as in `Quantized`.
+        activations, x_scale: how the data is rounded, as in `Quantized`.
     """
     lead = x.ndim - w.inner
     if x.dtype == jnp.float32 and _packed_for(eq, w):
@@ -112,21 +116,24 @@ def _packed_codes(
 
 
 def _requantized(eq: str, x: Array, w: Quantized, route: Route | None) -> Float[Array, "..."]:
-    """A contraction whose backward pass widens the weight again. Otherwise the weights of all layers would be kept as floats from the
-    forward pass to the backward pass, and a 4-bit base would take the memory of float32."""
+    """Contracts data with a quantized weight, which the backward pass dequantizes again. Otherwise the dequantized weights of all
+    layers would be kept for the backward pass, and a 4-bit base model would take the memory of float32."""
     return jax.checkpoint(lambda x, w: _quantized(eq, x, w, route))(x, w)
 
 
 def _quantized(eq: str, x: Array, w: Quantized, route: Route | None) -> Float[Array, "..."]:
-    """Scales along kept letters multiply the output, scales along summed letters the input. With scales along both, or along
-    blocks, the weight is dequantized first. Computes in float32 at least."""
+    """Contracts data with a quantized weight, in float32 at least.
+
+    Scales along kept letters multiply the output. Scales along summed letters multiply the input. If there are scales along both, or
+    along blocks, the weight is dequantized first.
+    """
     letters, spec, out = eq.replace("->", ",").split(",")
     scaled_letters, kind = {a for a, n in zip(spec, w.scale.shape) if n > 1}, sums_in(x.dtype)
     in_blocks = any(n not in (1, size) for n, size in zip(w.scale.shape, w.shape))
     group = {a for a in spec if a not in letters + out}
 
     def along(a: Array, target: str) -> Array:
-        """A scale, shaped to multiply an array with these axes; with a route, that of each row's expert."""
+        """Reshapes a scale so that it multiplies an array with these axes. With a route, selects the scale of each row's expert."""
         a = a.astype(kind)
         if route is None:
             order = "".join(letter for letter in target if letter in spec)
@@ -149,7 +156,7 @@ def _quantized(eq: str, x: Array, w: Quantized, route: Route | None) -> Float[Ar
             rows = jnp.squeeze(data.scales, [i for i, a in enumerate(letters) if a not in out])
             rest = dict(zip([a for a in letters if a in out], rows.shape))
             return y * rows.astype(kind).reshape([rest.get(a, 1) for a in out]) * along(w.scales, out)
-        # The same numbers in floats: products of whole numbers are exact, their sums are rounded.
+        # The same product in floats. Products of whole numbers are exact, but sums are rounded.
         x = data.dequantized(x.dtype)
     if not separate:
         return _plain(eq, x, w.dequantized(x.dtype), route, kind).astype(kind)
@@ -166,16 +173,16 @@ def _quantized(eq: str, x: Array, w: Quantized, route: Route | None) -> Float[Ar
 
 
 def _multiplies_integers(x: Quantized, w: Quantized, summed: tuple[int, ...]) -> bool:
-    """Whether the device multiplies int8 with int8: XLA:CPU does so ten times slower than float32. Blocks of data along the summed axes
-    would each need a sum of their own."""
+    """Whether to multiply int8 with int8 on this device. Not on CPUs, where XLA does so ten times slower than float32, and not if the
+    data has blocks along the summed axes, each of which would need its own sum."""
     if platform() == "cpu" or x.minimum is not None or any(x.scale.shape[axis] > 1 for axis in summed if x.scale.ndim):
         return False
     return x.values.dtype == w.values.dtype == jnp.int8
 
 
 def _tail(eq: str) -> str | None:
-    """The summed letters, if the equation is a matrix product once axes are merged: x ends in them, the weight begins or ends
-    with them, and the output is the rest, in order. None otherwise."""
+    """Returns the summed letters if the equation is a matrix product after axes are merged, otherwise None. It is one if x ends in the
+    summed letters, the weight begins or ends with them, and the output has the other letters in order."""
     letters, spec, out = eq.replace("->", ",").split(",")
     inner = "".join(a for a in spec if a not in out)
     rest = letters.removesuffix(inner)
@@ -187,7 +194,7 @@ def _tail(eq: str) -> str | None:
 
 
 def _packed_for(eq: str, w: Panels) -> bool:
-    """Whether a weight is packed for the product of this equation."""
+    """Whether a packed weight has the layout that this equation needs."""
     x, spec, out, _ = letters_of(eq)
     if w.experts:
         spec = "".join(a for a in spec if a in x + out)
@@ -196,7 +203,7 @@ def _packed_for(eq: str, w: Panels) -> bool:
 
 
 def _product(eq: str, x: Array, w: Array, inner: str, dtype: Any) -> Array:
-    """The contraction as one matrix product with merged axes: XLA:CPU runs it with four axes 15 % slower."""
+    """Computes the contraction as one matrix product with merged axes. With four axes, XLA:CPU is 15 % slower."""
     _, spec, _ = eq.replace("->", ",").split(",")
     n, first = len(inner), spec.startswith(inner)
     out_shape = w.shape[n:] if first else w.shape[: len(spec) - n]
@@ -207,7 +214,13 @@ def _product(eq: str, x: Array, w: Array, inner: str, dtype: Any) -> Array:
 
 
 class Letters(NamedTuple):
-    """The letters of an equation: of the input, the weight and the output, and those of the weight that are summed."""
+    """The letters of an equation.
+
+    x: the letters of the input.
+    spec: the letters of the weight.
+    out: the letters of the output.
+    inner: the letters of the weight that are summed.
+    """
 
     x: str
     spec: str
@@ -222,10 +235,10 @@ def letters_of(eq: str) -> Letters:
 
 
 class Contraction(nnx.Module):
-    """The interface of `Einsum` and of everything that replaces it: `__call__`, `via`, `take`, and the letters of the equation.
+    """The interface of `Einsum` and of modules that replace it, such as adapters and quantized weights.
 
-    b: the variable of the bias, or None; `biased` adds it.
-    several: whether other equations contract the weight too (`via`).
+    eq: the equation.
+    several: whether the weight is also used with other equations (`via`).
     legend: letters of the equation that stand for other axes than in `core.dims.LEGEND`.
     """
 
@@ -250,7 +263,7 @@ class Contraction(nnx.Module):
 
     @property
     def weight(self) -> Any:
-        """The weight that is contracted: an array, or a quantized one."""
+        """The weight that is contracted: an array, a quantized weight or a packed weight."""
         raise NotImplementedError
 
     @property
@@ -264,30 +277,31 @@ class Contraction(nnx.Module):
         return self.biased(self.product(x, route, dtype=dtype), route)
 
     def product(self, x: Float[Array, "..."], route: Route | None = None, *, dtype: Any = None) -> Float[Array, "..."]:
-        """The contraction without the bias."""
+        """Computes the contraction without the bias. Arguments as in `contract`."""
         self.check(route)
         return contract(self.eq, x, self.weight, route, dtype=dtype)
 
     def before_split(self) -> "Contraction":
-        """This contraction, with what it needs of the whole weight computed: inside a `shard_map` a device has its share."""
+        """Returns this contraction after computing what depends on the whole weight. Call it before a `shard_map`, inside of which a
+        device sees only its shard of the weight."""
         return self
 
     def biased(self, y: Float[Array, "..."], route: Route | None = None) -> Float[Array, "..."]:
-        """A product with the bias added; with a route, that of each row's expert."""
+        """Adds the bias to a product. With a route, adds the bias of each row's expert."""
         if (bias := self.bias) is None:
             return y
         return y + (bias if route is None else bias[route.expert]).astype(y.dtype)
 
     def via(self, eq: str, x: Float[Array, "..."], *, dtype: Any = None) -> Float[Array, "..."]:
-        """The same weight under another equation: tied embeddings, absorbed latent attention.
+        """Contracts x with the same weight by another equation, as tied embeddings and absorbed latent attention do.
 
         Raises:
-            ValueError: the equation has other letters for the weight, or there is a bias, which only fits the first equation.
+            ValueError: the weight has other letters in `eq` than in the equation of this contraction, or there is a bias.
         """
         self.check_via(eq)
         w = self.weight
         if eq != self.eq and isinstance(w, Quantized) and w.x_scale is not None:
-            # It was calibrated on the data of the first equation.
+            # `x_scale` was calibrated on the inputs of the first equation.
             w = replace(w, x_scale=None)
         return contract(eq, x, w, dtype=dtype)
 
@@ -300,19 +314,19 @@ class Contraction(nnx.Module):
             raise ValueError(f"{eq}: the bias of {self.eq} does not fit another equation")
 
     def take(self, ids: Int[Array, "..."]) -> Float[Array, "... D"]:
-        """Rows of the weight: the lookup of an embedding."""
+        """Looks up rows of the weight, as an embedding does."""
         w = self.weight
         return w.rows(ids) if isinstance(w, Quantized | Panels) else embedding_rows(w, self.axes, ids)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the weight, including the leading axis of stacked layers."""
+        """The shape of the weight. Stacked layers are a leading axis."""
         return tuple(self.weight.shape)
 
     @property
     def chooses(self) -> bool:
-        """Whether its output only selects something (experts, tokens), so that no gradient flows through it and an adapter would
-        never train."""
+        """Whether the output only selects something, such as experts or tokens. No gradient flows through such a contraction, so an
+        adapter on it would never train."""
         return isinstance(getattr(self, "w", None), SelectionWeight)
 
     @property
@@ -334,19 +348,19 @@ class Contraction(nnx.Module):
 
     @property
     def group(self) -> str:
-        """The letter selected by the route."""
+        """The letter that a route selects, such as E for experts; empty if the equation is not grouped."""
         x, spec, out, _ = letters_of(self.eq)
         return "".join(a for a in spec if a not in x + out)
 
     @property
     def kept(self) -> str:
-        """The letters of the bias; for grouped weights, without the group."""
+        """The letters of the weight that are not summed, in the order of the bias. The letter of `group` is included."""
         _, spec, _, inner = letters_of(self.eq)
         return "".join(a for a in spec if a not in inner)
 
     @property
     def stacked(self) -> int:
-        """1 if the weight has all layers of a kind on a leading axis, otherwise 0."""
+        """The number of leading axes of stacked layers: 1 if the weight holds all layers of a kind, otherwise 0."""
         return len(self.shape) - len(self.spec)
 
     @property
@@ -354,15 +368,19 @@ class Contraction(nnx.Module):
         return dict(zip(self.spec, self.shape[self.stacked :]))
 
     def check(self, route: Route | None) -> None:
-        """Raises ValueError unless a route is given for grouped weights only: jnp.einsum would silently sum over all experts."""
+        """Checks that a route is given if and only if the equation is grouped. jnp.einsum would silently sum over all experts.
+
+        Raises:
+            ValueError: a grouped equation lacks a route, or another equation has one.
+        """
         if bool(self.group) != (route is not None):
             raise ValueError(f"{self.eq} {'needs' if self.group else 'takes no'} route")
 
 
 class ContractionWrapper(Contraction):
-    """A contraction around another one, whose weight, bias and shape it has.
+    """A contraction that wraps another one, and has the same weight, bias and shape.
 
-    of: the contraction inside.
+    of: the wrapped contraction.
     """
 
     of: Contraction
@@ -384,12 +402,12 @@ class Einsum(Contraction):
     """A contraction of x with a weight, by an equation.
 
     Args:
-        eq: such as "BTD,DNH->BTNH"; letters as in `core.dims`.
+        eq: the equation, such as "BTD,DNH->BTNH". Letters as in `core.dims`.
         dims: the size of each letter of the weight.
-        bias: adds one number for each kept channel.
-        scale: standard deviation of the initial weights; 1/sqrt(fan-in) by default.
-        kind: the class of its variables: `SelectionWeight` if its output only selects.
-        several: whether other equations contract the weight as well (`via`), so that it is not packed for this one.
+        bias: whether a bias is added, with one number for each channel of the output.
+        scale: the standard deviation of the initial weight. Default: 1/sqrt(fan-in).
+        kind: the class of the weight and the bias. `SelectionWeight` if the output only selects something and is never trained.
+        several: whether the weight is also used with other equations (`via`). If so, it is not packed for this equation.
         legend: letters of this equation that stand for other axes than in `core.dims.LEGEND`.
     """
 

@@ -1,4 +1,4 @@
-"""The model around the layers of an encoder, from tokens to vectors."""
+"""A text encoder around its layers: embeddings, layers, pooler and head, from tokens to vectors."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,14 +15,14 @@ from argosy.parallel.scope import constrain
 
 
 class TextEncoder(nnx.Module):
-    """Tokens to one vector each. `dtype` is the type of activations, and so of contractions.
+    """Maps each token to a vector. The attribute `dtype` is the type of activations and so of contractions.
 
     Args:
-        config: of the family: width, dims.
+        config: the family's config. Its fields dims and scored are read.
         plan, make, run: as in `Stack`.
-        norm: applied to the sum of the three embeddings.
-        first: the row of the position embedding for the first token.
-        pooler: whether there is a projection of the first token's vector, for `pooled`.
+        norm: the norm of the sum of the three embeddings (token, position, token type).
+        first: the row of the position embedding that belongs to the first token.
+        pooler: whether the model has a pooler, a projection of the first token's vector (`pooled`).
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class TextEncoder(nnx.Module):
     def embedded(
         self, tokens: Int[Array, "B T"], attend: Attend, types: Int[Array, "B T"] | None = None
     ) -> Float[Array, "B T D"]:
-        """The input of the first layer. Arguments as `hidden`."""
+        """Computes the input of the first layer. Arguments as in `hidden`."""
         x = self.embed.take(tokens) + self.positions.take(attend.positions + self.first)
         x = x + self.types.take(jnp.zeros_like(tokens) if types is None else types)
         return self.embed_norm(x.astype(self.dtype))
@@ -61,16 +61,16 @@ class TextEncoder(nnx.Module):
         cache: Any = None,
         types: Int[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Any, Aux]:
-        """A vector for each token, the unchanged cache, and the aux outputs of the layers.
+        """Computes a vector for each token. Also returns the cache, unchanged, and the aux outputs of the layers.
 
         Args:
-            types: which of two texts a token belongs to, 0 or 1; by default 0 for all.
+            types: the token types, 0 for the first text of a pair and 1 for the second. Default: all 0.
         """
         x, cache, aux = self.layers(self.embedded(tokens, attend, types), cache, attend)
         return constrain(x, "B T D"), cache, aux
 
     def pooled(self, x: Float[Array, "B T D"]) -> Float[Array, "B O"]:
-        """The pooler's vector for each sequence: tanh of a projection of the first token.
+        """Computes the pooler's vector for each sequence: tanh of a projection of the first token's vector.
 
         Raises:
             ValueError: this model has no pooler.
@@ -80,7 +80,7 @@ class TextEncoder(nnx.Module):
         return jnp.tanh(self.pooler(x[:, 0]))
 
     def unembed(self, x: Float[Array, "B T D"]) -> Float[Array, "B T Z"]:
-        """Scores from the vectors of first tokens, float32 at least.
+        """Computes scores from the vectors of first tokens, in float32 at least.
 
         Raises:
             ValueError: this model has no head of scores.

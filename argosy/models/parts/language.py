@@ -11,7 +11,7 @@ from argosy.models.parts.stack import Aux, Stack
 
 @runtime_checkable
 class LanguageModel(Protocol):
-    """The module of a family that predicts tokens."""
+    """A model that predicts tokens."""
 
     config: Any
     layers: Stack
@@ -20,11 +20,11 @@ class LanguageModel(Protocol):
     def hidden(
         self, tokens: Int[Array, "B T"] | Inputs, attend: Attend, cache: Any = None
     ) -> tuple[Float[Array, "B T D"], Any, Aux]:
-        """The input of the head, the cache after these tokens, and the aux outputs of the layers."""
+        """Computes the input of the head. Also returns the cache after these tokens, and the aux outputs of the layers."""
         ...
 
     def unembed(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """Logits, float32."""
+        """Computes float32 logits from the output of `hidden`."""
         ...
 
     def __call__(

@@ -22,9 +22,9 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 
 
 class GLU(nnx.Module):
-    """down(act(gate(x)) * up(x)): D to F, gated, and back.
+    """The gated feed-forward layer down(act(gate(x)) * up(x)), from D features to F and back.
 
-    rotates: whether what `down` reads is rotated (`parts.rotations`).
+    rotates: whether the input of `down` is rotated (`parts.rotations`).
     """
 
     marks = ("ffn",)
@@ -43,9 +43,9 @@ class GLU(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """down(act(up(x))): D to F and back.
+    """The plain feed-forward layer down(act(up(x))), from D features to F and back.
 
-    rotates: as of `GLU`.
+    rotates: as in `GLU`.
     """
 
     marks = ("ffn",)

@@ -1,4 +1,4 @@
-"""Layers that read a time step: its sinusoid, and norms that are shifted and scaled by a condition (adaLN).
+"""Functions for layers that read a time step: sinusoidal embeddings, and norms that are shifted and scaled by a condition (adaLN).
 
     modulate(x, shift, scale) = norm(x) (1 + scale) + shift        norm: LayerNorm without weights
 
@@ -14,10 +14,12 @@ from argosy.ops.precision import wide
 
 
 def sinusoid(timestep: Float[Array, "B"], size: int, *, shift: float = 0.0, period: float = 1e4) -> Float[Array, "B W"]:
-    """Cosines, then sines, of a time step: the order of diffusers' `flip_sin_to_cos`.
+    """Computes the sinusoidal embedding of a time step: size / 2 cosines, then as many sines (diffusers' `flip_sin_to_cos`).
 
     Args:
-        shift: `downscale_freq_shift`: 0 in Flux, Stable Diffusion and Wan; 1 in diffusers' DiT.
+        size: the number of features W.
+        shift: diffusers' `downscale_freq_shift`, which is 0 in Flux, Stable Diffusion and Wan and 1 in diffusers' DiT.
+        period: the longest period, in units of 2 pi.
     """
     half = size // 2
     # Exponents in float32, as diffusers has them: at 1000, a frequency rounded otherwise moves an angle by 6e-4.
@@ -28,7 +30,7 @@ def sinusoid(timestep: Float[Array, "B"], size: int, *, shift: float = 0.0, peri
 
 
 def layer_norm(x: Float[Array, "B T D"], eps: float = 1e-6) -> Float[Array, "B T D"]:
-    """LayerNorm without weights."""
+    """Applies LayerNorm without weights."""
     y = wide(x)
     y = y - jnp.mean(y, -1, keepdims=True)
     return (y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + eps)).astype(x.dtype)
@@ -37,5 +39,5 @@ def layer_norm(x: Float[Array, "B T D"], eps: float = 1e-6) -> Float[Array, "B T
 def modulate(
     x: Float[Array, "B T D"], shift: Float[Array, "B D"], scale: Float[Array, "B D"], eps: float = 1e-6
 ) -> Float[Array, "B T D"]:
-    """The norm of x, scaled and shifted alike at all positions."""
+    """Normalizes x with `layer_norm`, then scales by 1 + scale and shifts by shift, the same at all positions."""
     return layer_norm(x, eps) * (1 + scale[:, None]) + shift[:, None]

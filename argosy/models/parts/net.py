@@ -1,6 +1,6 @@
-"""A network of convolutions, built from the list of its layers (`models.hub.nets`): each layer is at its own path.
+"""A convolutional network that is built from a list of its layers and their paths (`models.hub.nets`).
 
-    net.down_blocks[0].resnets[1]        children with numbers are reached by them
+    net.down_blocks[0].resnets[1]        the layers with paths "down_blocks.0.resnets.1.*"
 """
 
 from collections.abc import Callable, Iterable
@@ -22,7 +22,7 @@ from argosy.ops.attention import Score
 
 
 class Branch(nnx.Module):
-    """A node of a network with layers or further branches under it."""
+    """A node of a network. Its attributes are layers or further branches. Attributes that are numbers can be indexed."""
 
     def __getitem__(self, number: int) -> Any:
         return getattr(self, str(number))
@@ -32,11 +32,12 @@ class Branch(nnx.Module):
 
 
 def grow(root: nnx.Module, sites: Iterable[LayerSite], *, groups: int, eps: float = 1e-6, late: bool = False) -> None:
-    """Adds the layers to a module, each at its path.
+    """Adds layers to a module, in place, each at its path.
 
     Args:
-        groups, eps: of group norms.
-        late: see `Conv`; of those with a stride.
+        groups: the number of groups of each group norm.
+        eps: the epsilon of group norms that give none themselves.
+        late: the argument `late` of convolutions with a stride (`Conv`).
     """
     for site in sites:
         *way, last = site.name.split(".")
@@ -78,7 +79,12 @@ def _layer(site: LayerSite, groups: int, eps: float, late: bool) -> nnx.Module:
 
 
 def resnet(of: Any, x: Float[Array, "B H W I"], time: Float[Array, "B E"] | None = None) -> Float[Array, "B H W O"]:
-    """A residual block (`nets.resnet_sites`)."""
+    """Applies a residual block, which has the layers of `nets.resnet_sites`.
+
+    Args:
+        of: the block.
+        time: the embedding of the time step. None for blocks without one.
+    """
     y = of.conv1(jax.nn.silu(of.norm1(x)))
     if time is not None:
         y = y + of.time_emb_proj(jax.nn.silu(time))[:, None, None]
@@ -87,7 +93,12 @@ def resnet(of: Any, x: Float[Array, "B H W I"], time: Float[Array, "B E"] | None
 
 
 def net_attention(of: Any, x: Float[Array, "B T I"], memory: Float[Array, "B S E"], heads: int) -> Float[Array, "B T I"]:
-    """Attention of positions to those of a memory, with the layers to_q, to_k, to_v and to_out.0."""
+    """Attention of the positions of x to those of a memory, without the residual connection.
+
+    Args:
+        of: a branch with the layers to_q, to_k, to_v and to_out.0.
+        memory: the vectors to attend to. Pass x itself for self-attention.
+    """
     split = partial(_heads, heads=heads)
     q, k, v = split(of.to_q(x)), split(of.to_k(memory)), split(of.to_v(memory))
     if memory is x:

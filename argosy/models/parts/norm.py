@@ -14,9 +14,9 @@ class RMSNorm(nnx.Module):
     """x / rms(x) * (scale + offset). Zhang and Sennrich 2019 (arXiv:1910.07467).
 
     Args:
-        width: of the axes that are normalized together, the last ones of x.
-        offset: 1 if scale - 1 is stored (Gemma, Qwen3-Next), which then starts at 0.
-        letters, legend: the letters of those axes, as in `Einsum`.
+        width: the size of the last axis of x, or the sizes of the last axes that are normalized together.
+        offset: is added to the stored scale. With 1 the weight stores scale - 1 and starts at 0 (Gemma, Qwen3-Next).
+        letters, legend: the letters of the normalized axes, as in `Einsum`.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class RMSNorm(nnx.Module):
 
 
 def rms_normalize(x: Float[Array, "..."], eps: float, axes: tuple[int, ...] = (-1,)) -> Float[Array, "..."]:
-    """x / rms(x), in the type of x: RMSNorm without a weight."""
+    """Returns x / rms(x), in the dtype of x: RMSNorm without a weight."""
     return x * jax.lax.rsqrt(jnp.mean(x * x, axes, keepdims=True) + eps)
 
 
@@ -41,8 +41,9 @@ class LayerNorm(nnx.Module):
     """(x - mean) / std * scale + bias. Ba et al. 2016 (arXiv:1607.06450).
 
     Args:
-        letters: the letter of the normalized axis.
-        kind: the class of its variables: `SelectionWeight` if its output only selects.
+        width: the size of the last axis of x, which is normalized.
+        letters: the letter of that axis.
+        kind: the class of the weights. `SelectionWeight` if the norm's output only selects something and is never trained.
     """
 
     def __init__(self, width: int, eps: float = 1e-5, letters: str = "D", kind: type[nnx.Variable] = nnx.Param):

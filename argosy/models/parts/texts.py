@@ -1,8 +1,10 @@
-"""Where whole texts are read: the head of scores reads an encoder at the first token of a text, and a decoder at the last, as
-transformers' ForSequenceClassification does; a vector is pooled of all tokens, or read at the first or the last, as in
-sentence-transformers (Reimers and Gurevych 2019, arXiv:1908.10084).
+"""Scores and embeddings of whole texts, from the hidden states of their tokens.
 
-Segments number the texts of a row from 1; 0 is padding. A row holds up to s texts, segment k in slot k - 1.
+A score is read at the first token of a text in encoders and at the last token in decoders, as in transformers'
+ForSequenceClassification. An embedding is pooled over all tokens, or read at the first or the last token, as in sentence-transformers
+(Reimers and Gurevych 2019, arXiv:1908.10084).
+
+Segments number the texts of a row from 1, and 0 is padding. A row holds up to s texts. Segment k is in slot k - 1.
 B batch, T time, s slots, D width, Z scores.
 """
 
@@ -17,10 +19,10 @@ from argosy.models.parts.stack import Aux
 def token_vectors(
     model: Any, tokens: Int[Array, "B T"], segments: Int[Array, "B T"], types: Int[Array, "B T"] | None = None
 ) -> tuple[Float[Array, "B T D"], Any, Aux]:
-    """The vector of each token, the strategy of attention, and the aux outputs of the layers.
+    """Computes the hidden state of each token. Also returns the attention strategy, and the aux outputs of the layers.
 
     Args:
-        types: which of two texts a token belongs to, 0 or 1; only encoders that tell them apart read it.
+        types: the token types, 0 for the first text of a pair and 1 for the second. Only encoders read them. Default: 0.
     """
     attend = model.config.attend(segments)
     if model.config.causal:
@@ -32,17 +34,18 @@ def token_vectors(
 
 
 def pair_types(positions: Int[Array, "B T"], segments: Int[Array, "B T"], second: Array) -> Int[Array, "B T"]:
-    """Which of two texts each token belongs to.
+    """Computes token types: 0 for tokens of the first text of a pair and for padding, 1 for tokens of the second text.
 
     Args:
-        second: [B s] where the second text of each slot begins; 0: there is none.
+        positions: the position of each token within its segment.
+        second: [B s], the position at which the second text of each slot begins. 0 if the slot has one text only.
     """
     begin = jnp.take_along_axis(second.astype(jnp.int32), jnp.maximum(segments - 1, 0), 1)
     return ((begin > 0) & (positions >= begin) & (segments > 0)).astype(jnp.int32)
 
 
 def text_places(segments: Int[Array, "B T"], slots: int, *, last: bool) -> Int[Array, "B s"]:
-    """The place of the first or the last token of each slot; 0 in empty slots."""
+    """Returns the index along T of the first or the last token of each slot's text; 0 for empty slots."""
     return _ends(_of_slots(segments, slots, None), last=last)
 
 
@@ -54,7 +57,7 @@ def _ends(mask: Bool[Array, "B T s"], *, last: bool) -> Int[Array, "B s"]:
 
 
 def _of_slots(segments: Int[Array, "B T"], slots: int, after: Int[Array, "B s"] | None) -> Bool[Array, "B T s"]:
-    """Whether a token belongs to the text of a slot, and is not among its first `after` ones."""
+    """Whether a token belongs to the text of a slot and is not one of the first `after` tokens of that text."""
     mask = segments[:, :, None] == jnp.arange(1, slots + 1, dtype=segments.dtype)
     return mask if after is None else mask & (jnp.cumsum(mask, 1, dtype=jnp.int32) > after[:, None])
 
@@ -62,7 +65,7 @@ def _of_slots(segments: Int[Array, "B T"], slots: int, after: Int[Array, "B s"] 
 def text_scores(
     model: Any, tokens: Int[Array, "B T"], segments: Int[Array, "B T"], types: Int[Array, "B T"] | None = None, slots: int = 1
 ) -> tuple[Float[Array, "B s Z"], Aux]:
-    """The scores of each text, and the aux outputs of the layers."""
+    """Computes the scores of each text. Also returns the aux outputs of the layers. `types` as in `token_vectors`."""
     x, _, aux = token_vectors(model, tokens, segments, types)
     places = text_places(segments, slots, last=model.config.causal)
     return model.unembed(jnp.take_along_axis(x, places[:, :, None], 1)), aux
@@ -76,12 +79,14 @@ def text_vectors(
     slots: int = 1,
     after: Int[Array, "B s"] | None = None,
 ) -> tuple[Float[Array, "B s D"], Aux]:
-    """The vector of each text, and the aux outputs of the layers. A vector that is pooled as the model was trained for is also
-    projected, where the model has a projection for that.
+    """Computes an embedding of each text. Also returns the aux outputs of the layers.
+
+    If the model has a projection and `pooling` is the one that it was trained with, the pooled vector is projected.
 
     Args:
         pooling: one of `weights.hub.sentence_steps.POOLINGS`.
-        after: number of tokens at the beginning of each text, such as its prompt, that are read and not pooled; None: 0.
+        after: how many tokens at the beginning of each text, such as a prompt, are excluded from pooling. The model still reads them.
+            None: 0.
     """
     x, _, aux = model.hidden(tokens, model.config.attend(segments))
     vectors = pool_tokens(x.astype(jnp.float32), segments, pooling, slots, after)
@@ -93,7 +98,7 @@ def text_vectors(
 def pool_tokens(
     x: Float[Array, "B T D"], segments: Int[Array, "B T"], pooling: str, slots: int = 1, after: Int[Array, "B s"] | None = None
 ) -> Float[Array, "B s D"]:
-    """Pools the vectors of each slot's tokens into one; 0 where there are none. `after` as in `text_vectors`."""
+    """Pools the vectors of each slot's tokens into one vector; 0 for empty slots. `pooling` and `after` are as in `text_vectors`."""
     mask = _of_slots(segments, slots, after)
     if pooling in ("cls", "last"):
         picked = jnp.take_along_axis(x, _ends(mask, last=pooling == "last")[:, :, None], 1)

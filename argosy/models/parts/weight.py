@@ -1,10 +1,12 @@
-"""Weights begin as descriptions: shape, letters, how to draw them. So building a model draws nothing and takes milliseconds at
-any size, loading never draws what it overwrites, planning needs no memory, and weights that a checkpoint lacks can be drawn
-afterwards.
+"""The weights of a model: their descriptions, names and initialization.
 
-Every weight has an address, its dotted path: "layers.3.attn.q.w". Outside the model, weights are a flat `{address: array}`, the
-form that optimizers, checkpoints, name tables and sharding rules use. How layers are stacked in memory (`parts.stack`) changes
-the address and the leading axes, never the letters.
+A new model has no arrays. Its weights are descriptions: a shape, the letters of the axes, and how to initialize the weight. Building a
+model of any size therefore takes milliseconds, planning needs no memory, and loading initializes nothing that it overwrites. `fill`
+initializes the weights that a checkpoint lacks.
+
+Every weight has an address, which is its dotted path: "layers.3.attn.q.w". Outside the model, weights are a flat dict
+`{address: array}`. Optimizers, checkpoints, name tables and sharding rules use that form. How layers are stacked in memory
+(`parts.stack`) changes the address and the leading axes, never the letters.
 """
 
 import math
@@ -21,9 +23,9 @@ from jaxtyping import Array, Key
 
 from argosy.core.dims import LOOKED_UP, Legend, named_axes
 
-# Models of up to this many numbers are drawn as rows of equal length.
+# Models with at most this many parameters are initialized as rows of equal length (`_draw_rows`).
 SMALL = 1 << 26
-# Bytes of weights drawn by one program, unless a single weight has more.
+# The most bytes of weights that one program initializes, unless a single weight has more.
 AT_ONCE = 1 << 30
 
 # {address: array or jax.ShapeDtypeStruct}.
@@ -31,18 +33,22 @@ Leaves = dict[str, Any]
 
 
 class Draw(NamedTuple):
-    """How a weight is initialized: normal with this standard deviation, or constant."""
+    """How a weight is initialized.
+
+    kind: "normal" or "constant".
+    value: the standard deviation, or the constant.
+    """
 
     kind: str = "normal"
     value: float = 1.0
 
 
 class Meaning(NamedTuple):
-    """The axes of a weight, by letters of its file.
+    """The axes of a weight, by letter.
 
-    letters: all axes.
-    inner: the summed ones.
-    group: those selected per row.
+    letters: the letters of all axes.
+    inner: the letters of the axes that a contraction sums over.
+    group: the letter of the axis that a `Route` selects from, such as that of experts.
     legend: letters that stand for other axes than in `core.dims.LEGEND`.
     """
 
@@ -58,32 +64,32 @@ class Meaning(NamedTuple):
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it maps features to features, as matrix optimizers and weight decay expect. Embeddings of words or positions do
-        not."""
+        """Whether the weight maps features to features, as matrix optimizers and weight decay expect. Embeddings of tokens or positions
+        do not."""
         return bool(self.inner) and not LOOKED_UP & set(self.axes)
 
 
 def weight(shape: tuple[int, ...], meaning: Meaning, draw: Draw, kind: type[nnx.Variable] = nnx.Param) -> nnx.Variable:
-    """A weight that is not drawn yet. It is float32, the master copy; the type of computation follows the activations."""
+    """Describes a weight that is not initialized yet. It is float32, as the master copy. Computations use the activations' dtype."""
     return kind(jax.ShapeDtypeStruct(shape, jnp.float32), draw=draw, meaning=meaning)
 
 
 class Moved(nnx.Variable):
-    """A weight that training changes by a rule, not by a gradient (a router's bias). It is added to scores to make a choice, so
-    it always stays float32: rounded to bfloat16 it would make other choices."""
+    """A weight that training changes by a rule instead of a gradient, such as a router's bias. It is always float32: it is added to
+    scores to choose experts, and rounded to bfloat16 it would change the choice."""
 
     exact = True
 
 
 def storage_dtype(v: nnx.Variable, dtype: Any) -> Any:
-    """The type in which a weight is stored, in a model stored in `dtype`."""
+    """Returns the dtype in which a weight is stored if the model is stored in `dtype`."""
     if isinstance(v, Codes):
         return v.dtype
     return jnp.float32 if getattr(type(v), "exact", False) else dtype
 
 
 def float32_addresses(model: nnx.Module) -> set[str]:
-    """Addresses of the weights that stay float32."""
+    """Returns the addresses of the weights that stay float32 whatever the model's dtype."""
     return {address for address, v in variables(model).items() if getattr(type(v), "exact", False)}
 
 
@@ -92,18 +98,18 @@ class Frozen(nnx.Variable):
 
 
 class Codes(Frozen):
-    """Part of a quantized weight: its values, scales or zero points. Never trained, even after `thaw`."""
+    """An array of a quantized weight: the values, scales or zero points. It is never trained, even after `thaw`."""
 
 
 class SelectionWeight(nnx.Variable):
-    """A weight whose output only selects, such as the keys that an indexer attends to. No gradient reaches it, so it is neither
-    trained, decayed nor adapted."""
+    """A weight whose output only selects something, such as the weights of a sparse attention's indexer. No gradient reaches it, so it
+    is not trained, decayed or adapted."""
 
 
 def split(model: nnx.Module, *kinds: Any) -> tuple[Any, ...]:
-    """The model's graph, and its weights as `{address: array}`: one dict for each requested kind, and one for the rest.
+    """Splits a model into its graph and its weights `{address: array}`: one dict for each requested kind, then one for the rest.
 
-    `split(model)` gives (graph, all); `split(model, nnx.Param)` gives (graph, trained, rest).
+    `split(model)` returns (graph, all weights). `split(model, nnx.Param)` returns (graph, trained weights, other weights).
     """
     if not kinds:
         graph, state = nnx.split(model)
@@ -113,17 +119,17 @@ def split(model: nnx.Module, *kinds: Any) -> tuple[Any, ...]:
 
 
 def merge(graph: Any, *leaves: Leaves) -> Any:
-    """The model again, with these weights. Cheap under jit; outside it, costs about 20 us a weight."""
+    """Rebuilds the model from its graph and weights, the inverse of `split`. Outside of jit, this takes about 20 us per weight."""
     flat: Any = {tuple(address.split(".")): value for part in leaves for address, value in part.items()}
     return nnx.merge(graph, nnx.from_flat_state(flat))
 
 
 def put(model: nnx.Module, leaves: Leaves) -> None:
-    """Sets these weights in place.
+    """Sets weights of a model, in place.
 
     Raises:
-        KeyError: an address that the model does not have.
-        ValueError: a shape that is not the model's.
+        KeyError: the model has no weight at an address.
+        ValueError: an array has another shape than the model's weight.
     """
     for address, value in leaves.items():
         v = variable(model, address)
@@ -133,10 +139,10 @@ def put(model: nnx.Module, leaves: Leaves) -> None:
 
 
 def variable(model: nnx.Module, address: str) -> nnx.Variable:
-    """The variable at an address.
+    """Returns the variable at an address.
 
     Raises:
-        KeyError: there is none.
+        KeyError: the model has no variable there.
     """
     node: Any = model
     for name in address.split("."):
@@ -147,7 +153,7 @@ def variable(model: nnx.Module, address: str) -> nnx.Variable:
 
 
 def variables(model: nnx.Module) -> dict[str, nnx.Variable]:
-    """`{address: variable}`, each shared weight once. For reading: `put` writes."""
+    """Returns `{address: variable}`, with each shared weight once. Use `put` to write."""
     return {".".join(map(str, path)): v for path, v in nnx.to_flat_state(nnx.state(model))}
 
 
@@ -156,7 +162,7 @@ def meanings(model: nnx.Module) -> dict[str, Meaning]:
 
 
 def logical(model: nnx.Module) -> dict[str, tuple[str, ...]]:
-    """Names of the logical axes of each weight, including the leading axis of stacked layers."""
+    """Returns the names of each weight's logical axes, by address, including the leading axis of stacked layers."""
     out = {}
     for address, v in variables(model).items():
         names = v.get_metadata()["meaning"].axes
@@ -169,7 +175,7 @@ def abstract(model: nnx.Module) -> Leaves:
 
 
 def undrawn(model: nnx.Module) -> list[str]:
-    """Addresses of the weights that are still descriptions."""
+    """Returns the addresses of the weights that are still descriptions."""
     return [a for a, v in variables(model).items() if isinstance(v.get_value(), jax.ShapeDtypeStruct)]
 
 
@@ -180,15 +186,16 @@ def fill(
     addresses: Callable[[str], list[str]],
     place: Callable[..., Any] | None = None,
 ) -> list[str]:
-    """Draws every weight that is still a description. Returns their addresses.
+    """Initializes every weight that is still a description, in place. Returns the addresses of these weights.
 
-    Each tensor of each layer is drawn from `key` folded with its own name, so a model has the same numbers in any layout and on
-    any mesh, whatever else was drawn or loaded. A small model is drawn by one loop over rows of equal length, because each random
-    shape takes half a second to compile; a large one by one program per gigabyte.
+    Each weight of each layer is drawn from `key` folded with its own per-layer name. A model therefore has the same numbers in any
+    layout and on any mesh, whatever else was initialized or loaded. A small model is initialized by one loop over rows of equal length,
+    because each random shape takes half a second to compile. A large model takes one program per gigabyte.
 
     Args:
-        addresses: the per-layer names of a stored address (`parts.stack.layer_addresses`); one, if it is not stacked.
-        place: the sharding of an address, to draw weights directly onto a mesh.
+        addresses: a function from a stored address to its per-layer names (`parts.stack.addresses.layer_addresses`). It returns one
+            name if the weight is not stacked.
+        place: a function from an address to its sharding, to initialize weights directly on a mesh.
     """
     todo = undrawn(model)
     kinds: dict[_Kind, list[_Todo]] = {}
@@ -214,7 +221,11 @@ def fill(
 
 
 class _Kind(NamedTuple):
-    """Weights that are drawn in the same way: the shape for one layer, the type, and the initialization."""
+    """What weights have in common that are initialized in the same way.
+
+    shape: the shape for one layer.
+    draw: as `Draw.kind`.
+    """
 
     shape: tuple[int, ...]
     dtype: Any
@@ -222,9 +233,11 @@ class _Kind(NamedTuple):
 
 
 class _Todo(NamedTuple):
-    """A weight to draw.
+    """A weight to initialize.
 
-    hashes: of its per-layer names.
+    stacked: whether the weight has a leading axis of layers.
+    hashes: a hash of each per-layer name.
+    value: as `Draw.value`.
     """
 
     address: str
@@ -238,20 +251,21 @@ _Chunk = list[tuple[_Kind, list[_Todo]]]
 
 
 def _prefixed(key: Key[Array, ""]) -> bool:
-    """Whether the first n of more normal numbers from a key equal n numbers from it."""
+    """Whether the first n of m > n normal numbers drawn from a key equal n numbers drawn from the same key."""
     partitionable = jax.config.jax_threefry_partitionable  # pyright: ignore[reportAttributeAccessIssue]
     return bool(partitionable) and str(jax.random.key_impl(key)) == "threefry2x32"
 
 
 def _padded(kinds: dict[_Kind, list[_Todo]]) -> int:
-    """The normal numbers that `_draw_rows` draws: every tensor of a layer is as long as the longest."""
+    """Returns how many normal numbers `_draw_rows` draws, where every weight of a layer takes as many as the largest."""
     normal = {kind: some for kind, some in kinds.items() if kind.draw == "normal"}
     longest = max((math.prod(kind.shape) for kind in normal), default=0)
     return _next_power_of_two(longest) * _next_power_of_two(sum(len(entry.hashes) for some in normal.values() for entry in some))
 
 
 def _draw_rows(key: Key[Array, ""], kinds: dict[_Kind, list[_Todo]], place: Callable[..., Any] | None) -> None:
-    """Draws a small model: first all normal numbers of a type, one row per tensor of a layer; then the tensors from these."""
+    """Initializes a small model. First draws all normal numbers of a dtype, one row per weight of a layer. Then cuts the weights out of
+    these rows."""
 
     def put(todo: _Todo, array: Any) -> None:
         todo.variable.set_value(jax.device_put(array, place(todo.address) if place else None))
@@ -266,7 +280,8 @@ def _draw_rows(key: Key[Array, ""], kinds: dict[_Kind, list[_Todo]], place: Call
     for dtype, some in normal.items():
         names = np.asarray([h for _, entry in some for h in entry.hashes], np.uint32)
         values = np.asarray([entry.value for _, entry in some for _ in entry.hashes], dtype)
-        # Rounded up to powers of two, so that most models share a program. What a row begins with does not depend on its length.
+        # Lengths are rounded up to powers of two, so that most models share a program. The numbers that a row begins with do not
+        # depend on its length.
         size = _next_power_of_two(max(math.prod(kind.shape) for kind, _ in some))
         more = (0, _next_power_of_two(len(names)) - len(names))
         rows, at = np.asarray(_rows(key, np.pad(names, more), np.pad(values, more), size, dtype)), 0
@@ -291,8 +306,8 @@ def _rows(key: Key[Array, ""], names: Array, values: Array, size: int, dtype: An
 
 
 def _chunks(kinds: dict[_Kind, list[_Todo]]) -> Iterator[_Chunk]:
-    """The weights drawn by each program: all, or those of one kind if all are more than `AT_ONCE`. All chunks of a kind except
-    its last then use the same program."""
+    """Groups the weights by the program that initializes them. If all weights together have more than `AT_ONCE` bytes, a chunk has
+    weights of one kind only, and all chunks of a kind except the last use the same program."""
 
     def size(kind: _Kind, todo: _Todo) -> int:
         return len(todo.hashes) * math.prod(kind.shape) * kind.dtype.itemsize
@@ -308,7 +323,7 @@ def _chunks(kinds: dict[_Kind, list[_Todo]]) -> Iterator[_Chunk]:
 
 @lru_cache(maxsize=64)
 def _drawer(layout: tuple[Any, ...], places: tuple[Any, ...] | None) -> Callable[..., list[Array]]:
-    """A function (key, hashes of each kind, values of each kind) -> the weights, in the order of the layout."""
+    """Compiles a function (key, hashes of each kind, values of each kind) that returns the weights in the order of `layout`."""
 
     def draw(key: Key[Array, ""], hashes: list[Array], values: list[Array]) -> list[Array]:
         out = []

@@ -1,1 +1,1 @@
-"""How queries meet keys, and what a layer keeps of the past: strategies, caches, rotary positions, heads."""
+"""Attention: strategies that decide which queries see which keys, caches, rotary positions, and attention layers."""

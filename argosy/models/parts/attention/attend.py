@@ -1,19 +1,19 @@
-"""Seam 2: how queries meet keys (attention), and how a state is carried along (recurrence).
+"""Attention strategies: which keys a query attends to, where keys and values are cached, and how recurrent states are carried.
 
-A layer declares what it caches, `holds() -> Spec`, and the caller allocates it (`contiguous`, `empty_pools`). Then the layer
+A layer declares what it caches, `holds() -> Spec`, and the caller allocates those arrays (`contiguous`, `empty_pools`). The layer then
 calls
 
     y, cache = attend(q, entries, cache, read, score)       attention
     y, cache = attend.recur(step, inputs, cache)         recurrence: step(inputs, carry) -> y, state
 
-and reads `attend.positions` for rope. A strategy is a pytree whose arrays all have the batch as leading axis, so rows can be
-split over devices and pipelines without knowing the strategy. A model has no second version for decoding, and no mode.
+and reads `attend.positions` for rope. The same model trains, prefills and decodes; only the strategy differs. A strategy is a pytree
+whose arrays all have the batch as leading axis, so devices and pipeline stages can split rows without knowing the strategy.
 
     Packed(segments)                        training: whole sequences, several to a row
-    Branched(segments, prefixes, at)        training: the same, where sequences share how they begin
-    Contiguous(at, live)                    evaluation and decoding: one buffer a row, rows of any length
-    Paged(table, slots, lengths, new, t)    serving: rows own pages of a pool (Kwon et al. 2023, arXiv:2309.06180)
-    Ragged(groups)                          serving: rows of several widths in one call (`parts.attention.ragged`)
+    Branched(segments, prefixes, at)        training: the same, with a prefix that several sequences share
+    Contiguous(at, live)                    evaluation and decoding: one KV buffer for each row, rows of any length
+    Paged(table, slots, lengths, new, t)    serving: rows own KV-cache pages of a pool (Kwon et al. 2023, arXiv:2309.06180)
+    Ragged(groups)                          serving: rows with different numbers of new tokens (`parts.attention.ragged`)
     Bidirectional(segments)                 encoders and diffusion: each token attends to its whole segment
 """
 
@@ -56,46 +56,47 @@ from argosy.ops.paged.attention import (
 )
 from argosy.ops.paged.blocked import attend_by_blocks, fits_one_block
 
-# Cosines and sines of the tokens by `Rope.key`, computed once by a stack for all its layers.
+# Cosines and sines of the tokens' rotary angles, by `Rope.key`. A stack computes them once for all its layers.
 Angled = dict[str, Any] | None
 
 
 @runtime_checkable
 class Read(Protocol):
-    """How cached arrays become keys and values."""
+    """Converts cached arrays to keys and values."""
 
     def expand(self, entries: Cache) -> tuple[Array, Array]:
-        """Keys [B S K H] and values [B S K U]."""
+        """Computes keys [B S K H] and values [B S K U] from cached arrays."""
         ...
 
     def absorb(self, q: Array, entries: Cache) -> tuple[Array, Array, Array] | None:
-        """Queries, keys and values that give the same scores in the space of the cached arrays; None: there is no such form."""
+        """Maps queries into the space of the cached arrays. Returns queries, keys and values that give the same scores as the expanded
+        form. None: this kind of cache has no such form."""
         ...
 
     def release(self, y: Array) -> Array:
-        """An output in that space, converted back to heads."""
+        """Maps an output of attention in the space of the cached arrays back to heads."""
         ...
 
     @property
     def narrows(self) -> bool:
-        """Whether `narrow` picks some of the tokens. If so, it needs all of them at once."""
+        """Whether `narrow` restricts queries to some tokens. If so, `narrow` needs the cached arrays of all tokens at once."""
         ...
 
     def narrow(self, entries: Cache, see: See, window: int | None) -> See:
-        """Restricts who attends to whom by the cached arrays (sparse attention)."""
+        """Restricts which tokens each query attends to, from the cached arrays (sparse attention)."""
         ...
 
     def multiplications(self, T: int, S: int) -> tuple[int, int]:
-        """Multiplications per row for T queries against S tokens: expanded, absorbed."""
+        """Counts the multiplications per row for T queries and S cached tokens: of the expanded form, and of the absorbed form."""
         ...
 
     def of_rows(self, cut: Callable[[Array], Array]) -> "Read":
-        """The same for some rows of the call; `cut` takes theirs out of an array of all its tokens."""
+        """Returns this `Read` for some rows of the call. `cut` takes the part of those rows out of an array with all tokens."""
         ...
 
 
 class Heads:
-    """Reads keys and values that are cached as they are."""
+    """A `Read` for caches that hold keys and values themselves."""
 
     narrows = False
 
@@ -123,7 +124,7 @@ HEADS = Heads()
 
 @runtime_checkable
 class Attend(Protocol, metaclass=StaticProtocol):
-    """The interface of every strategy."""
+    """The interface of attention strategies."""
 
     @property
     def positions(self) -> Int[Array, "B T"]:
@@ -132,7 +133,7 @@ class Attend(Protocol, metaclass=StaticProtocol):
 
     @property
     def live(self) -> Bool[Array, "B T"]:
-        """Which tokens are real; results for the others have no meaning."""
+        """Which tokens are real. The results for other tokens, such as padding, have no meaning."""
         ...
 
     def __call__(
@@ -146,7 +147,10 @@ class Attend(Protocol, metaclass=StaticProtocol):
 
 @runtime_checkable
 class StackedAttend(Attend, Protocol):
-    """A strategy over caches whose rows it names by number, so that it can name those of one layer among all layers'."""
+    """A strategy that indexes pages and slots by number, so it can also index one layer's in a cache of all layers.
+
+    `in_stack` returns the strategy for layer `at` of a stacked cache (see `Paged.in_stack`).
+    """
 
     def in_stack(self, cache: Cache, at: Int[Array, ""]) -> Attend: ...
 
@@ -154,14 +158,18 @@ class StackedAttend(Attend, Protocol):
 def meet(
     q: Array, entries: Cache, read: Read, score: Score, see: See, absorb: bool | None, *, lse: bool = False
 ) -> Any:
-    """Attention on cached arrays, expanded or absorbed: the form with fewer multiplications, unless `absorb` says which. With
-    `lse` also its log-sum-exp."""
+    """Computes attention over cached arrays, in expanded or absorbed form (`Read`).
+
+    Args:
+        absorb: whether to use the absorbed form. None: the form with fewer multiplications.
+        lse: whether to return a pair of the output and the log-sum-exp of the scores, instead of the output only.
+    """
     if score.chunked and score.window and see.q_segment is None:
         see = replace(see, q_segment=see.q_at // score.window, k_segment=see.k_at // score.window)
     see = read.narrow(entries, see, score.window)
     T, S = q.shape[1], see.k_at.shape[1]
     if absorb is None and not (isinstance(T, int) and isinstance(S, int)):
-        # An export with symbolic lengths.
+        # In an export with symbolic lengths, multiplications cannot be counted.
         absorb = False
     if absorb is not False and (form := read.absorb(q, entries)) is not None:
         expanded, absorbed = read.multiplications(T, S)
@@ -182,10 +190,18 @@ def meet_ring(
     score: Score,
     absorb: bool | None,
 ) -> Array:
-    """Attention on rings with `before` tokens, and on the new tokens.
+    """Computes attention over the cached tokens of rings and over the new tokens of this call.
 
     Args:
-        past: the rings before this call, by plain name.
+        entries: the arrays of the new tokens, by name.
+        past: the rings before this call, by name without prefix.
+        before: the number of tokens of each row before this call.
+        at: the positions of the new tokens.
+        live: which of the new tokens are real.
+        absorb: as in `meet`.
+
+    Raises:
+        ValueError: the layer has no window, or one that is too long for the ring.
     """
     size = next(iter(past.values())).shape[1]
     if score.window is None or score.window > size + 1:
@@ -195,7 +211,7 @@ def meet_ring(
 
 
 def _strategy(*static: str) -> Any:
-    """A frozen dataclass that is a pytree; `static` names the fields that are not arrays."""
+    """A class decorator: makes a frozen dataclass that is a pytree. `static` names the fields that are not arrays."""
 
     def wrap(cls: type) -> type:
         cls = dataclass(frozen=True)(cls)
@@ -207,7 +223,11 @@ def _strategy(*static: str) -> Any:
 
 @_strategy("absorb")
 class Packed(RowRecurrence):
-    """Whole sequences, causal within each segment; segment 0 is padding. For training and for evaluating whole texts."""
+    """Whole sequences, causal within each segment. For training and for evaluating whole texts.
+
+    segments: the segment of each token. 0 is padding.
+    absorb: as in `meet`.
+    """
 
     segments: Int[Array, "B T"]
     absorb: bool | None = None
@@ -235,12 +255,13 @@ class Packed(RowRecurrence):
 
 @_strategy()
 class Branched:
-    """Sequences that begin alike, with what they share computed once: a tree of segments, causal along each branch. Segment 0 is
-    padding (arXiv:2506.05433).
+    """Sequences that share a prefix, which is computed once (arXiv:2506.05433). A token attends causally to its own segment, and to the
+    whole prefix segment.
 
-    segments: of each token.
-    prefixes: the segment that comes before the token's own, 0: none; it stands earlier in the row, and has no prefix itself.
-    at: positions, counted from the start of the prefix.
+    segments: the segment of each token. 0 is padding.
+    prefixes: for each token, the segment that is the prefix of the token's own segment; 0 for none. The prefix stands earlier in the
+        row, and has no prefix itself.
+    at: the position of each token, counted from the start of the prefix.
     """
 
     segments: Int[Array, "B T"]
@@ -262,7 +283,7 @@ class Branched:
         if score.window is not None and score.window >= q.shape[1]:
             score = replace(score, window=None)
         elif score.window is not None:
-            # Places in the row are no distances between tokens of different segments.
+            # Between tokens of different segments, the distance in the row is not the distance in the sequence.
             see = replace(see, q_at=self.at, k_at=self.at, aligned=False)
             chunk = self.at // score.window
             see = replace(see, picked=chunk[:, :, None] == chunk[:, None, :]) if score.chunked else see
@@ -274,9 +295,10 @@ class Branched:
 
 @_strategy("whole")
 class Bidirectional(RowRecurrence):
-    """Each token attends to its whole segment; segment 0 is padding.
+    """Each token attends to its whole segment.
 
-    whole: each row is one segment without padding, so nothing is masked.
+    segments: the segment of each token. 0 is padding.
+    whole: whether each row is one segment without padding, so that no mask is needed.
     """
 
     segments: Int[Array, "B T"]
@@ -285,7 +307,7 @@ class Bidirectional(RowRecurrence):
 
     @classmethod
     def whole_rows(cls: Any, rows: Any, tokens: Any) -> "Bidirectional":
-        """Every token attends to all of its row. The sizes may be symbolic, in an export."""
+        """The strategy in which every token attends to its whole row. In an export, the two sizes may be symbolic."""
         return cls(jnp.ones((rows, tokens), jnp.int32), whole=True)
 
     @property
@@ -311,11 +333,14 @@ class Bidirectional(RowRecurrence):
 
 @_strategy("absorb", "fresh")
 class Contiguous(RowRecurrence):
-    """A buffer [B S ...] for each layer. Token t of row b is at `at[b, t]`. Tokens that are not `live` (padding on the right of
-    shorter rows) and positions outside the buffer are not written, and their results have no meaning.
+    """Caches keys and values in one buffer [B S ...] for each layer.
 
-    fresh: these are the first tokens, `at` is 0..T-1. They then attend only to each other, as in training, and not to the whole
-    buffer: scores are [T T] and causal instead of [T S] and dense.
+    at: the position of each token, which is its index along S.
+    live: which tokens are real; shorter rows are padded on the right. Tokens that are not live or lie outside the buffer are not
+        written, and their results have no meaning.
+    absorb: as in `meet`.
+    fresh: whether these are the first tokens of their rows, with `at` 0..T-1. They then attend only to each other, as in training:
+        scores are [T T] and causal instead of [T S] and dense.
     """
 
     at: Int[Array, "B T"]
@@ -360,42 +385,47 @@ class Contiguous(RowRecurrence):
 
 
 def zero_unowned(a: Array, mask: Bool[Array, "B S"]) -> Array:
-    """An array [B S ...] with zeros where the row has no tokens: a previous owner may have left NaN there, and zero times NaN is
-    NaN."""
+    """Sets an array [B S ...] to zero where the mask is false. Positions without a token may hold NaN of a previous owner, and zero
+    times NaN is NaN."""
     return jnp.where(mask.reshape(*mask.shape, *(1,) * (a.ndim - 2)), a, jnp.zeros((), a.dtype))
 
 
 def _parted(entries: Cache, size: int) -> Cache:
-    """What was gathered from pools, by the layer's own names.
+    """Splits a joined pool's entries into "k" and "v". Other entries are returned unchanged.
 
     Args:
-        size: of heads of keys and values, which joined pools may fill up.
+        size: the head size of keys and values. Joined pools may pad heads.
     """
     return dict(zip("kv", keys_and_values([entries[JOINED][..., :size]]))) if JOINED in entries else entries
 
 
 @_strategy("absorb")
 class Paged(RowRecurrence):
-    """Row b owns the pages `table[b]` of a pool [pages page ...] and the slot `slots[b]` of rings and states. It has `lengths[b]`
-    tokens, and `new[b]` of the T tokens of this call are its new ones.
+    """Caches keys and values in pages of a pool [pages page ...], and rings and states in slots.
 
-    A slot or page out of range, including -1, belongs to no row: nothing is read from it, and writes to it are dropped, as are
-    those of tokens beyond the row's table. What a previous owner left in a page or slot may be anything, including NaN.
+    table: the KV-cache pages that each row owns, in order.
+    slots: the slot of each row's rings and states.
+    lengths: the number of cached tokens of each row before this call.
+    new: how many of the T tokens of this call are new tokens of the row. The others are padding.
 
-    Keys and values of this call are written first and then read like all others, so in a quantized pool an answer does not depend on
-    how a prompt was cut into calls.
+    A slot or page out of range, including -1, belongs to no row: nothing is read from it, and writes to it are dropped. Tokens beyond
+    the row's table are not written either. A page or slot may hold anything of a previous owner, including NaN.
+
+    Keys and values of this call are written first and then read like all others. In a quantized pool, results therefore do not depend
+    on how a prompt was split into calls.
     """
 
-    # Arrays, or descriptions of them (`ops.programs.programs`).
+    # Arrays, or descriptions of arrays (`ops.programs.programs`).
     table: Int[Any, "B P"]
     slots: Int[Any, "B"]
     lengths: Int[Any, "B"]
     new: Int[Any, "B"]
-    # 0..T-1 in each row, so that the number of tokens is known from an array with the batch as leading axis.
+    # 0..T-1 in each row: an array with the batch as leading axis, from whose shape T is known.
     t: Int[Any, "B T"]
     absorb: bool | None = None
     angles: Angled = None
-    # For the pools of windows: the number of the first page that a row keeps there [B], and from it on its pages [B W].
+    # For the pools of each window: the index of the first page that a row keeps of its sequence [B], and the row's pages from there on
+    # [B W].
     windows: Mapping[AttentionWindow, tuple[Int[Any, "B"], Int[Any, "B W"]]] = field(default_factory=dict)
 
     @property
@@ -417,8 +447,10 @@ class Paged(RowRecurrence):
         return self.attend(q, entries, cache, read, score), cache
 
     def in_stack(self, cache: Cache, at: Int[Array, ""]) -> "Paged":
-        """The strategy for layer `at` of a stacked cache [layers ...] whose layers are joined (`cache.joined_layers`): its pages and
-        slots come after those of earlier layers."""
+        """Returns the strategy for layer `at` of a stacked cache [layers ...].
+
+        The strategy indexes the cache after `joined_layers`, where a layer's pages and slots come after those of earlier layers.
+        """
         counts = entry_counts(cache)
 
         def shifted(index: Int[Any, "*B"], kind: str) -> Int[Any, "*B"]:
@@ -430,7 +462,7 @@ class Paged(RowRecurrence):
         return Paged(table, slots, self.lengths, self.new, self.t, self.absorb, self.angles, windows)
 
     def write(self, entries: Cache, cache: Cache, score: Score) -> Cache:
-        """The pools with the tokens of this call. Not for rings."""
+        """Writes the tokens of this call to the pools, and returns the new cache. Not for rings."""
         strategy, prefix, pools = self._pools(entries, cache, score)
         if JOINED in pools:
             entries = {JOINED: with_longer_heads(join_heads(entries["k"], entries["v"]), pools[JOINED].shape[-1])}
@@ -438,10 +470,10 @@ class Paged(RowRecurrence):
         return cache | {prefix + n: write_entries(pools[n], where, new) for n, new in entries.items()}
 
     def attend(self, q: Array, entries: Cache, cache: Cache, read: Read, score: Score) -> Array:
-        """Attention over pools to which the tokens of this call were written.
+        """Computes attention over pools that the tokens of this call were already written to.
 
         Args:
-            entries: for its names.
+            entries: the arrays of the new tokens. Only their names are read.
         """
         strategy, _, pools = self._pools(entries, cache, score)
         total = strategy.lengths + strategy.new
@@ -451,7 +483,7 @@ class Paged(RowRecurrence):
         return strategy._attend_through(q, pools, total, read, score)
 
     def _pools(self, entries: Cache, cache: Cache, score: Score) -> tuple["Paged", str, Cache]:
-        """The strategy for a layer's pools, what their names in the cache begin with, and the pools by plain name."""
+        """Returns the strategy for a layer's pools, the prefix of their names in the cache, and the pools by name without prefix."""
         strategy, prefix = self, ""
         if is_windowed(cache, entries):
             prefix = WINDOW
@@ -461,15 +493,17 @@ class Paged(RowRecurrence):
         return strategy, prefix, {name: cache[prefix + name] for name in names}
 
     def _in_window(self, score: Score, page: int) -> "Paged":
-        """The strategy for the pools of a window, as if sequences began where their pages there begin: what a query sees depends on
-        distances alone. Chunks begin with a page."""
+        """Returns the strategy for the pools of a window, where positions are counted from the first page that a row keeps.
+
+        This changes no result: which keys a query sees depends on distances only, and a chunk begins at the start of a page.
+        """
         assert score.window is not None
         assert not (score.chunked and score.window % page)
         first, table = self.windows[AttentionWindow(score.window, score.chunked)]
         return Paged(table, self.slots, self.lengths - first * page, self.new, self.t, self.absorb)
 
     def _attend_through(self, q: Array, pools: Cache, total: Int[Array, "B"], read: Read, score: Score) -> Array:
-        """Attention through a `Read`: over a block of pages at a time, unless the read must see all tokens at once."""
+        """Computes attention through a `Read`, one block of pages at a time, unless the `Read` needs all tokens at once."""
         at = self.positions
         pages, page = next(iter(pools.values())).shape[:2]
         if read.narrows or fits_one_block(self.table, page):
@@ -485,7 +519,7 @@ class Paged(RowRecurrence):
         return attend_by_blocks(attend, pools, self.table, total, at, score)[0].astype(q.dtype)
 
     def _places(self, pages: int, page: int) -> tuple[Array, Array]:
-        """Page and place of each token; past the last page for tokens that are not new."""
+        """Returns the page of each token and the index within that page. Tokens that are not new get page `pages`, out of range."""
         P = self.table.shape[1]
         number = self.positions // page
         page_ids = jnp.take_along_axis(self.table, jnp.clip(number, 0, P - 1), axis=1)

@@ -1,22 +1,24 @@
-"""What layers cache, and where: buffers, pools, rings, states.
+"""The caches of layers: buffers, page pools, rings and recurrent states.
 
-A layer declares it (`Spec`), the caller allocates it (`contiguous`, `empty_pools`), and the strategies of `parts.attention.attend` read
-and write it. An entry is of one of four kinds, which is part of its array's name in a layer's cache:
+A layer declares what it caches (`Spec`), the caller allocates the arrays (`contiguous`, `empty_pools`), and the strategies of
+`parts.attention.attend` read and write them. An entry has one of four kinds. The kind is part of the array's name in a layer's cache:
 
-    "k"          token   one per token: a buffer for each row, or pages of a pool
-    "ring.k"     ring    one for each of the last `span` tokens, for layers that attend no further back (a window)
-    "window.k"   window  for the same layers, pages of a pool of which a sequence keeps those that its window still reaches
-    "row.state"  row     one per sequence: the state of a recurrent layer
+    "k"          token   one entry per token, in a buffer for each row or in pages of a pool
+    "ring.k"     ring    one entry for each of the last `span` tokens, for layers with a sliding window
+    "window.k"   window  also for layers with a sliding window: pages of a pool, of which a sequence keeps those that the window reaches
+    "row.state"  row     one entry per sequence: the state of a recurrent layer
 
-Keys and values of one shape may share a pool, `"kv"`, where a kernel of the platform reads them so (`ops.paged.attention`).
+If a kernel of the platform reads keys and values from one pool, keys and values of equal shape share the pool "kv"
+(`ops.paged.attention`).
 
-A pool of pages may be quantized: then its entries are `ops.narrow.Narrow`, in eight bits with a scale for each token and head, so that
-page tables, copies and rollbacks need to know nothing of it. Rings and states keep their type: a ring is as short as its window, and a
-state sums over all tokens, with the rounding of each.
+A pool of pages may be quantized. Its entries are then `ops.narrow.Narrow`: eight bits, with a scale for each token and head. Page
+tables, copies and rollbacks are the same for quantized pools. Rings and states are never quantized: a ring is as short as its window,
+and a state would accumulate the rounding error of every token.
 
-Token p is at p modulo the size of a ring, so the contents of a ring follow from the length of its sequence alone, and a slot need
-not be cleared for a new owner. With `slack`, a ring has that many more tokens than its layer attends to: a sequence can then be
-rolled back by as many (a rejected draft) and resumed. Pages and buffers need nothing for that, states need a `snapshot`.
+Token p is at index p modulo the size of a ring. Which entries of a ring are valid therefore follows from the length of the sequence,
+and a slot need not be cleared for a new owner. With `slack`, a ring holds that many more tokens than its layer attends to, and a
+sequence can be rolled back by as many tokens (a rejected draft). Pages and buffers can be rolled back without that. States need a
+`snapshot`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -35,19 +37,21 @@ from argosy.ops.paged.ragged import joined_size
 from argosy.ops.precision import sums_in
 from argosy.parallel.scope import activation_spec, on_several_devices
 
-# Of one layer: arrays, or `Narrow`.
+# The cache of one layer: arrays, or `Narrow`, by name.
 Cache = dict[str, Any]
 Kind = Literal["token", "ring", "window", "row"]
 RING, WINDOW, ROW = "ring.", "window.", "row."
-# The pool of keys and values together.
+# The name of a pool that holds both keys and values.
 JOINED = "kv"
 
 
 class CacheEntry(NamedTuple):
-    """One array that a layer caches: its name, the shape for one token or sequence, and its kind.
+    """One array that a layer caches.
 
-    dtype: None: the type of the whole cache.
-    size: of a ring, in tokens.
+    name: the name without the prefix of its kind, such as "k".
+    shape: the shape for one token, or for one sequence if the kind is "row".
+    dtype: None: the dtype of the whole cache.
+    size: the size of a ring, in tokens.
     scales: as in `Spec`.
     """
 
@@ -60,39 +64,40 @@ class CacheEntry(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Its name in the cache of a layer."""
+        """The name of the array in a layer's cache, with the prefix of its kind."""
         return {"token": "", "ring": RING, "window": WINDOW, "row": ROW}[self.kind] + self.name
 
 
 class AttentionWindow(NamedTuple):
-    """How far back a layer attends: to the last `tokens` tokens, the query's own included.
+    """How far back a layer attends.
 
-    tokens: their number.
-    chunked: only to tokens of the query's own chunk; sequences are cut every `tokens` tokens.
+    tokens: the size of the window, including the query's own token.
+    chunked: whether sequences are cut into chunks of `tokens` tokens, and a query attends only to its own chunk.
     """
 
     tokens: int
     chunked: bool = False
 
     def first(self, at: int) -> int:
-        """The first position that a query at this position sees."""
+        """Returns the first position that a query at position `at` sees."""
         return at // self.tokens * self.tokens if self.chunked else max(0, at - self.tokens + 1)
 
     def pages(self, queries: int, page: int) -> int:
-        """The most pages that so many queries in a row see."""
+        """Returns the most pages that `queries` consecutive queries can see, with `page` tokens per page."""
         return (self.tokens + queries + page - 3) // page + 1
 
 
 @dataclass(frozen=True)
 class Spec:
-    """What one layer caches: (name, shape) of the arrays per token and per sequence, and how many tokens back it attends,
-    including the token itself (None: all of them). States are float32 at least, because they sum over thousands of tokens.
+    """What one layer caches.
 
-    chunked: a token attends only within its own chunk of `span` tokens.
-    letters: of the shapes, such as ("k", "K H"), for the rules that split arrays over devices. An array without letters is whole on
-    every device.
-    scales: by entry, how many scales its last axis has in a quantized cache. Entries that are not named have 1; with 0 an entry is not
-        quantized.
+    token: (name, shape per token) of each array that has an entry per token.
+    row: (name, shape per sequence) of each state. States are float32, because they sum over thousands of tokens.
+    span: how many tokens a query attends to at most, including its own. None: all tokens.
+    chunked: whether a token attends only within its own chunk of `span` tokens.
+    letters: (name, letters of the shape's axes), such as ("k", "K H"), for the rules that split arrays over devices. An array without
+        letters is replicated on every device.
+    scales: (name, number of scales along the last axis in a quantized cache). 0: the entry is not quantized. Default: 1.
     """
 
     token: tuple[tuple[str, tuple[int, ...]], ...] = ()
@@ -107,7 +112,7 @@ class Spec:
         return AttentionWindow(self.span, self.chunked) if self.span is not None and self.token else None
 
     def entries(self, longest: int, slack: int = 0) -> Iterator[CacheEntry]:
-        """Its arrays, for sequences of at most `longest` tokens; rings if these are shorter."""
+        """The arrays for sequences of at most `longest` tokens. Arrays per token are rings if a ring is shorter than `longest`."""
         size = None if self.span is None or self.span + slack >= longest else self.span + slack
         for name, shape in self.token:
             yield CacheEntry(name, shape, "token" if size is None else "ring", None, size, dict(self.scales).get(name, 1))
@@ -121,10 +126,11 @@ Caches = dict[str, Cache]
 
 
 def contiguous(specs: Specs, rows: Any, length: int, dtype: Any = jnp.float32, *, slack: int = 0) -> Caches:
-    """Empty buffers for `Contiguous`: [rows length ...] per token, [rows span ...] for rings, [rows ...] for states.
+    """Allocates empty caches for `Contiguous`: buffers [rows length ...], rings [rows span + slack ...] and states [rows ...].
 
     Args:
-        rows: their number, which an export may leave open.
+        rows: the number of rows. In an export, it may be symbolic.
+        length: the most tokens of one row.
         slack: how many tokens a sequence may be rolled back.
     """
     return _allocate(specs, (rows, length), rows, dtype, length, slack)
@@ -142,14 +148,17 @@ def empty_pools(
     windows: Mapping[AttentionWindow, int] | None = None,
     narrow: str | None = None,
 ) -> Caches:
-    """Empty pools for `Paged`: [pages page ...] per token, [slots span ...] for rings, [slots ...] for states.
+    """Allocates empty caches for `Paged`: pools [pages page ...], rings [slots span + slack ...] and states [slots ...].
 
     Args:
-        longest: the most tokens of one sequence; layers that attend less far back have rings. The whole pool by default.
+        slots: the number of slots for rings and states.
+        pages: the number of pages.
+        page: the number of tokens per page.
+        longest: the most tokens of one sequence; layers that attend less far back have rings. Default: all tokens of the pool.
         slack: how many tokens a sequence may be rolled back.
-        windows: the number of pages in the pools of layers with these windows. Layers with other windows have rings, or pages like
-            layers without a window.
-        narrow: the pools are quantized, in this form of `ops.narrow`.
+        windows: for some windows, the number of pages in the pools of layers with that window. Layers with other windows have rings, or
+            pages like layers without a window.
+        narrow: the quantized form of the pools, of `ops.narrow`. None: they are not quantized.
     """
     longest = pages * page if longest is None else longest
     return _allocate(specs, (pages, page), slots, dtype, longest, slack, joined=True, windows=windows or {}, narrow=narrow)
@@ -188,7 +197,7 @@ def _allocate(
 
 
 def _joined(entries: list[CacheEntry], dtype: Any) -> list[CacheEntry]:
-    """The entries with keys and values as one, where kernels read them so."""
+    """Replaces the entries "k" and "v" by one joined entry, if the platform's kernels read joined pools."""
     paged_ = [e for e in entries if e.kind in ("token", "window")]
     tokens = {e.name: e.shape for e in paged_}
     if set(tokens) != {"k", "v"} or tokens["k"] != tokens["v"]:
@@ -201,17 +210,17 @@ def _joined(entries: list[CacheEntry], dtype: Any) -> list[CacheEntry]:
 
 
 def layouts(specs: Specs, caches: Any) -> dict[str, dict[str, Any]]:
-    """How the rules split these caches, or shapes of them, over the mesh in scope."""
+    """The partition specs of these caches, or of their shapes, over the mesh in scope."""
 
     def narrow(spec: PartitionSpec, a: Narrow) -> Narrow:
-        """Each head's scales are where the head is."""
+        """Splits scales as heads are split, so that a head's scales are on the head's device."""
         return replace(a, bits=spec, scale=PartitionSpec(*spec[:-1], None))
 
     def layout(key: str, shape: tuple[int, ...], letters: Mapping[str, str], heads: int) -> PartitionSpec:
         name = key.split(".")[-1]
         axis_letters = letters.get("k" if name == JOINED else name, "").split()
         whole = (None,) * (len(shape) - len(axis_letters))
-        # A joined pool is split between heads, never between keys and values of one.
+        # A joined pool is split between heads, never between a head's keys and values.
         sizes = shape[len(whole) :] if name != JOINED else (heads, *shape[len(whole) + 1 :])
         return PartitionSpec(*whole, *activation_spec(" ".join(axis_letters), sizes))
 
@@ -225,22 +234,22 @@ def layouts(specs: Specs, caches: Any) -> dict[str, dict[str, Any]]:
 
 
 def constrain_caches(specs: Specs, caches: Caches) -> Caches:
-    """These caches, split as `layouts` says."""
+    """Constrains the sharding of these caches to `layouts`."""
     return jax.tree.map(jax.lax.with_sharding_constraint, caches, layouts(specs, caches))
 
 
 def is_ring(cache: Cache, entries: Cache) -> bool:
-    """Whether the arrays per token are kept in rings."""
+    """Whether a layer's cache keeps these entries in rings."""
     return all(RING + name in cache for name in entries)
 
 
 def is_windowed(cache: Cache, entries: Cache) -> bool:
-    """Whether the arrays per token are kept in pages of a window."""
+    """Whether a layer's cache keeps these entries in pages of a window."""
     return any(WINDOW + name in cache for name in (*entries, JOINED))
 
 
 def row_states(cache: Cache) -> Cache:
-    """The entries per sequence, by plain name."""
+    """The entries per sequence (states), by name without prefix."""
     return {key.removeprefix(ROW): a for key, a in cache.items() if key.startswith(ROW)}
 
 
@@ -248,8 +257,10 @@ def row_states(cache: Cache) -> Cache:
 
 
 def joined_layers(cache: Cache) -> Cache:
-    """A stacked cache [layers pages ...] as one of all layers [layers * pages ...]. A kernel reads one layer's pages there in place;
-    taken out of the stack, they would be copied for it, and copied back."""
+    """Merges the first two axes of a stacked cache: [layers pages ...] becomes [layers * pages ...].
+
+    A kernel can read one layer's pages there in place. A layer sliced out of the stack would be copied, and copied back.
+    """
     return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), cache)
 
 
@@ -259,7 +270,7 @@ def parted_layers(cache: Cache, layers: int) -> Cache:
 
 
 def entry_counts(cache: Cache) -> dict[str, int]:
-    """How many pages, pages of a window, and rows a layer of a stacked cache has, by `""`, `WINDOW` and `ROW`."""
+    """Counts what one layer of a stacked cache has: pages by key `""`, pages of a window by `WINDOW`, and slots by `ROW`."""
     counts: dict[str, int] = {}
     for key, entry in cache.items():
         kind = key.partition(".")[0] + "." if "." in key else ""
@@ -271,10 +282,10 @@ def entry_counts(cache: Cache) -> dict[str, int]:
 
 
 def snapshot(specs: Specs, caches: Caches, rows: Int[Array, "B"]) -> Caches:
-    """Copies what cannot be rolled back by changing a length, for these sequences: rings and states.
+    """Copies the rings and states of these sequences, which cannot be rolled back by changing a length.
 
     Args:
-        rows: rows of a buffer or slots of a pool; for values out of range, including -1, the copies have no meaning.
+        rows: the sequences' rows in buffers, or slots in pools. For values out of range, including -1, the copies have no meaning.
     """
 
     def copied(name: str, cache: Cache) -> Cache:
@@ -289,11 +300,11 @@ def snapshot(specs: Specs, caches: Caches, rows: Int[Array, "B"]) -> Caches:
 
 
 def restore(specs: Specs, caches: Caches, copies: Caches, rows: Int[Array, "B"]) -> Caches:
-    """The caches with these copies put back: rolled back, or resumed in other rows.
+    """Writes copies of `snapshot` back, to roll sequences back or to resume them in other rows. Returns the new caches.
 
     Args:
-        copies: from `snapshot`, for as many sequences.
-        rows: where they go; a copy for a row out of range, including -1, is dropped.
+        copies: the result of `snapshot`, for as many sequences as `rows` has.
+        rows: the row or slot that each copy is written to. A copy for a row out of range, including -1, is dropped.
     """
 
     def restored(name: str, cache: Cache) -> Cache:
@@ -309,10 +320,11 @@ def restore(specs: Specs, caches: Caches, copies: Caches, rows: Int[Array, "B"])
 
 
 def with_pages_copied(specs: Specs, caches: Caches, pages: Int[Array, "B"], to: Int[Array, "B"]) -> Caches:
-    """The pools with these pages copied, all at once: a page that is both copied and copied to is read before it is written.
+    """Copies pages within the pools, and returns the new caches. All pages are read before any is written.
 
     Args:
-        to: the page that each is copied to; one that is out of range, including -1, is dropped.
+        pages: the pages to copy.
+        to: the page that each is copied to. A copy to a page out of range, including -1, is dropped.
     """
 
     def with_copies(name: str, cache: Cache) -> Cache:
@@ -331,7 +343,7 @@ def with_pages_copied(specs: Specs, caches: Caches, pages: Int[Array, "B"], to: 
 
 
 def nobodys(index: Int[Array, "*B"], size: int) -> Int[Array, "*B"]:
-    """Indexes, with `size` in place of those that are out of range: `mode="drop"` drops these; negative ones would wrap around."""
+    """Replaces indexes that are out of range by `size`, so that `mode="drop"` drops them. Negative indexes would wrap around."""
     return jnp.where((index >= 0) & (index < size), index, size)
 
 
@@ -341,7 +353,14 @@ def nobodys(index: Int[Array, "*B"], size: int) -> Int[Array, "*B"]:
 def with_tokens(
     cache: Cache, rows: Int[Array, "B"], entries: Cache, at: Int[Array, "B T"], live: Bool[Array, "B T"]
 ) -> Cache:
-    """The rings after these tokens are written. A chunk that is longer than the ring leaves only its end there."""
+    """Writes tokens to rings, and returns the new cache. If there are more tokens than the ring has places, only the last are written.
+
+    Args:
+        rows: the row or slot of each sequence.
+        entries: the arrays of the new tokens, by name without prefix.
+        at: the positions of the new tokens.
+        live: which of them are real. The others are not written.
+    """
     out = dict(cache)
     for name, new in entries.items():
         ring = cache[RING + name]
@@ -355,15 +374,19 @@ def with_tokens(
 def rings_with_new(
     past: Cache, entries: Cache, before: Int[Array, "B"], at: Int[Array, "B T"], live: Bool[Array, "B T"], dtype: Any
 ) -> tuple[Cache, Int[Array, "B S"]]:
-    """The rings after `before` tokens concatenated with the new tokens, and the position of each entry: so a chunk may have any
-    length, and the ring need not be larger than the window. Entries of no token are zero, whatever they contained.
+    """Concatenates the entries of rings with those of the new tokens. Also returns the position of each entry.
+
+    A call may so have any number of new tokens, while the ring need not be larger than the window. Entries that belong to no token are
+    set to zero.
 
     Args:
-        past: by plain name.
+        past: the rings before the new tokens are written, by name without prefix.
+        entries: the arrays of the new tokens.
+        before: the number of tokens of each row before the new ones.
     """
     size = next(iter(past.values())).shape[1]
     newest = before[:, None] - 1
-    # The position in each entry.
+    # The position of the token in each entry of the ring.
     old = newest - (newest - jnp.arange(size, dtype=jnp.int32)) % size
     k_at = jnp.concatenate([jnp.where(old >= 0, old, NOWHERE), jnp.where(live, at, NOWHERE)], 1)
 
@@ -376,5 +399,5 @@ def rings_with_new(
 
 
 def bytes_of_caches(caches: Any) -> int:
-    """Bytes of all arrays of some caches, or of their shapes."""
+    """The size in bytes of all arrays of these caches. Shapes may stand for arrays."""
     return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(caches))

@@ -31,15 +31,17 @@ class Attention(nnx.Module):
 
     Args:
         dims: sizes of D, N, K and H.
-        layers: the number of layers; the output projection starts smaller with more of them, so that the residual stream keeps
-            its variance.
-        scale: of the scores; 1/sqrt(H) by default.
-        bias: adds biases to queries, keys and values; out_bias: to the output.
-        norms: builds the norm of queries and that of keys, from the number of their heads.
-        cap, sinks: as in `Score`; sinks are learned, one per head.
+        layers: the number of layers of the model. The more layers, the smaller the output projection is initialized, so that the
+            residual stream keeps its variance.
+        scale: the factor on scores. Default: 1/sqrt(H).
+        bias: whether queries, keys and values have biases.
+        out_bias: whether the output projection has a bias.
+        norms: builds the norm of queries or of keys from their number of heads. None: no norms.
+        cap: the soft cap on scores, as in `Score`.
+        sinks: whether each head has a learned sink, as in `Score`.
 
-    rotates_keys: whether queries and keys are rotated after their positions (`parts.rotations`).
-    rotates_heads: whether what `o` reads is rotated across heads.
+    rotates_keys: whether queries and keys are rotated by a Hadamard matrix after RoPE (`parts.rotations`).
+    rotates_heads: whether the input of `o` is rotated across heads.
     """
 
     marks = ("qkv", "attention", "attention_out")
@@ -91,7 +93,7 @@ class Attention(nnx.Module):
 
 
 def rotate_heads(x: Float[Array, "B T N H"], each: Reach, attend: Attend) -> Float[Array, "B T N H"]:
-    """Rotates queries or keys by the positions of their tokens (RoPE), and normalizes them where the layer does so after it."""
+    """Applies RoPE to queries or keys, then the layer's weightless RMS norm. Each is skipped if the layer's settings lack it."""
     if each.rope is not None:
         size = each.rope.rotated_size(x.shape[-1])
         shared = (getattr(attend, "angles", None) or {}).get(each.rope.key(size))

@@ -1,14 +1,15 @@
-"""The indexer of sparse attention: a few small heads score all earlier tokens, and attention reads those with the best scores.
+"""The indexer of sparse attention: a few small heads score all earlier tokens, and attention reads the tokens with the best scores.
 
     I_ts = sum over h of  w_th relu(q_th . k_s)        q and w of each indexer head, one key for all of them
     selected for query t: the `topk` tokens s with the largest I_ts; all tokens if there are fewer
 
-The indexer only selects. No gradient reaches its weights (`SelectionWeight`), and a model trained here keeps the indexer it started
-with: DeepSeek trains it separately, towards the weights of attention, with a loss that is not built. Like the router, it computes
-scores in float32 at least. DeepSeek's kernels first multiply queries and keys by a Hadamard matrix and round them to FP8; the
-multiplication does not change products, and the rounding is left out.
+No gradient reaches the indexer's weights (`SelectionWeight`), so training leaves the indexer as it is. DeepSeek trains it separately,
+towards the weights of attention; that loss is not implemented here. Like a router, the indexer computes scores in float32 at least.
+DeepSeek's kernels multiply queries and keys by a Hadamard matrix, then round them to FP8. The multiplication does not change products
+and is left out, as is the rounding.
 
-Attention still computes the scores of all tokens and drops those not selected: the same function, without a gain in speed.
+Attention still computes the scores of all tokens and drops those that are not selected. The result is the same, without a gain in
+speed.
 
 DeepSeek-V3.2 (arXiv:2512.02556, section 2.1).
 """
@@ -30,14 +31,14 @@ from argosy.models.parts.weight import SelectionWeight
 from argosy.ops.attention import See
 from argosy.ops.precision import wide
 
-# Scores of single heads that exist at once: 64 MB.
+# The most scores of single heads that exist at once: 64 MB in float32.
 AT_ONCE = 1 << 24
-# Of the norm over keys, whatever the model's other norms use.
+# The epsilon of the norm over keys, whatever epsilon the model's other norms have.
 KEY_EPS = 1e-6
 
 
 class IndexQuery(NamedTuple):
-    """What the tokens of one call look for: a query for each indexer head, and the weight of that head."""
+    """The indexer's queries of the tokens of one call: for each indexer head, a query and the weight of that head."""
 
     q: Float[Array, "B T I J"]
     weights: Float[Array, "B T I"]
@@ -47,7 +48,8 @@ class Indexer(nnx.Module):
     """The indexer of one layer.
 
     Args:
-        dims: sizes of D, Q, I, J, and P, the number of features of a head with rotary positions.
+        dims: sizes of D, Q, I, J and P. P is the number of features of a head that have rotary positions.
+        topk: how many tokens each query selects.
     """
 
     def __init__(self, dims: dict[str, int], topk: int):
@@ -65,9 +67,9 @@ class Indexer(nnx.Module):
         each: Reach,
         attend: Attend,
     ) -> tuple[IndexQuery, Float[Array, "B T J"]]:
-        """The queries of these tokens, and their keys."""
+        """Computes the indexer's queries and keys of these tokens. `latent` is the latent of attention's queries."""
         x, latent = jax.lax.stop_gradient((x, latent))
-        # A selection is discrete.
+        # A selection is discrete: a small rounding error can select another token.
         with jax.default_matmul_precision("highest"):
             q, k = self.q(latent), self.k_norm(self.k(x))
             weights = self.weigh(wide(x)) * self.scale
@@ -75,7 +77,7 @@ class Indexer(nnx.Module):
         return IndexQuery(self.positioned(q, each, attend), weights), k
 
     def positioned(self, x: Float[Array, "B T N J"], each: Reach, attend: Attend) -> Float[Array, "B T N J"]:
-        """Applies rotary positions to the first features, always in halves."""
+        """Applies RoPE to the first P features, always with pairs in halves (`Rope.pairs`)."""
         halves = each.rope and each.rope.model_copy(update={"pairs": "halves"})
         first = rotate_heads(x[..., : self.turns], Reach(rope=halves), attend)
         return jnp.concatenate([first, x[..., self.turns :]], -1)
@@ -83,7 +85,7 @@ class Indexer(nnx.Module):
     def pick(self, query: IndexQuery, keys: Float[Array, "B S J"], see: See, window: int | None) -> See:
         """Restricts each query to the tokens with the best scores among those it may attend to."""
         if isinstance(keys.shape[1], int) and keys.shape[1] <= self.topk:
-            # There are no more than topk tokens: all are selected.
+            # At most topk tokens: all are selected.
             return see
         seen = see.dense(window)
         scores = sum_scores(query, wide(keys))
@@ -91,7 +93,8 @@ class Indexer(nnx.Module):
 
 
 def sum_scores(query: IndexQuery, keys: Float[Array, "B S J"]) -> Float[Array, "B T S"]:
-    """The scores summed over heads. For long sequences one head at a time: 64 heads of 8,192 by 8,192 tokens would be 17 GB."""
+    """Computes scores and sums them over heads. For long sequences, computes one head at a time: the scores of 64 heads for 8,192
+    queries and 8,192 keys would take 17 GB."""
 
     def head_sum(q: Float[Array, "B T I J"], weights: Float[Array, "B T I"]) -> Float[Array, "B T S"]:
         with jax.default_matmul_precision("highest"):
@@ -108,7 +111,7 @@ def sum_scores(query: IndexQuery, keys: Float[Array, "B S J"]) -> Float[Array, "
 
 
 def top_k_mask(scores: Float[Array, "B T S"], k: int) -> Bool[Array, "B T S"]:
-    """Marks the k largest of each row; of equal ones the first."""
+    """Marks the k largest scores along S. Of equal scores, the first is marked."""
     S = scores.shape[-1]
     # With symbolic sizes, S may turn out to be less than k.
     wide = scores if isinstance(S, int) else jnp.pad(scores, ((0, 0), (0, 0), (0, k)), constant_values=-jnp.inf)

@@ -1,12 +1,12 @@
-"""Latent attention: only one short vector and one rotary key per token are cached, shared by all heads.
+"""Multi-head latent attention (MLA): only one short vector and one rotary key per token are cached, shared by all heads.
 
     c = norm(W_dkv x),  r = rope(W_kr x)                 cached: c [R] and r [P] in one array, nothing else
     q = W_q x, or W_uq norm(W_dq x)                      for each head: a plain part [H] and a rotary part [P]
     k = [W_uk c ; r],  v = W_uv c                        expanded: keys and values of each head, best for training
     [W_uk' q ; q_r] against [c ; r], then W_uv           absorbed: one key head in the space of the cache, best for decoding
 
-Both forms are the same function. With an indexer (`parts.attention.indexer`) a query attends only to the tokens it selects, and its
-keys are cached too. DeepSeek-V2 (arXiv:2405.04434, section 2.1).
+Both forms compute the same function. With an indexer (`parts.attention.indexer`), a query attends only to the tokens that the indexer
+selects, and the indexer's keys are cached too. DeepSeek-V2 (arXiv:2405.04434, section 2.1).
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ from argosy.models.settings import Index
 from argosy.ops.attention import Score, See
 from argosy.ops.narrow import blocks_of
 
-# Of the norms over latents, whatever the model's other norms use.
+# The epsilon of the norms over latents, whatever epsilon the model's other norms have.
 LATENT_EPS = 1e-6
 
 
@@ -36,13 +36,13 @@ class LatentAttention(nnx.Module):
     """Latent attention of one layer.
 
     Args:
-        dims: sizes of D, N, R, H, P, C = H + P, U; of Q, if queries are projected from a latent; of I and J, if there is an
-            indexer.
-        layers: the number of layers; the output projection starts smaller with more of them, so that the residual stream keeps
-            its variance.
-        scale: of the scores.
-        bias: adds biases to the projections to latents and to the output.
-        index: selects the tokens to attend to; its queries are projected from the latent of queries.
+        dims: sizes of D, N, R, H, P, C = H + P and U. If queries are projected from a latent, also of Q. If there is an indexer, also
+            of I and J.
+        layers: the number of layers of the model. The more layers, the smaller the output projection is initialized, so that the
+            residual stream keeps its variance.
+        scale: the factor on scores.
+        bias: whether the projections to latents and the output projection have biases.
+        index: the settings of an indexer, which reads the latent of queries. None: queries attend to all tokens.
     """
 
     marks = ("qkv", "attention", "attention_out")
@@ -69,8 +69,8 @@ class LatentAttention(nnx.Module):
         self.index: Any = None if index is None else Indexer(dims, index.topk)
 
     def holds(self, each: Reach) -> Spec:
-        # The latent is normed and the rotary key is not, so they have scales apart. The indexer's choice is discrete: a key that moves
-        # by half a step may select another token, and the error of that is not bounded by the rounding.
+        # The latent is normalized and the rotary key is not, so each has its own scales. The indexer's keys are not quantized: a key
+        # that moves by half a step may select another token, and the error of that is not bounded by the rounding.
         scales = (("latent", blocks_of(self.rank, self.rope_size)), ("index", 0))
         return Spec(token=self.kept, span=each.window, scales=scales)
 
@@ -78,7 +78,7 @@ class LatentAttention(nnx.Module):
         return () if each.rope is None else ((each.rope, self.rope_size),)
 
     def queries(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T N C"], Array]:
-        """The queries of each head, and what they were projected from: their latent, or x."""
+        """Computes the queries of each head. Also returns what they were projected from: the latent of queries, or x."""
         if not hasattr(self, "q_up"):
             return self.q(x), x
         latent = self.q_norm(self.q_down(x))
@@ -90,7 +90,7 @@ class LatentAttention(nnx.Module):
         q, source = self.queries(x)
         q = jnp.concatenate([q[..., : self.plain], rotate_heads(q[..., self.plain :], each, attend)], -1)
         rope = rotate_heads(self.k_rope(x)[:, :, None], each, attend)[:, :, 0]
-        # Keys and values of the heads are made of the latent, which is shorter.
+        # The latent is kept instead of the heads' keys and values, which are longer and computed from the latent.
         q = checkpoint_name(q, "qkv")
         entries = {"latent": checkpoint_name(jnp.concatenate([self.kv_norm(self.kv_down(x)), rope], -1), "qkv")}
         query = None
@@ -101,7 +101,7 @@ class LatentAttention(nnx.Module):
 
 
 class Latent:
-    """An `attend.Read` for the cache of latent attention. `query`: what the indexer looks for, for these tokens."""
+    """An `attend.Read` for the cache of latent attention. `query`: the indexer's queries of these tokens; None without an indexer."""
 
     def __init__(self, layer: LatentAttention, query: IndexQuery | None = None):
         self.layer, self.query = layer, query

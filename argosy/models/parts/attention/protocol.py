@@ -1,4 +1,4 @@
-"""Interfaces that can be asked for without computing anything."""
+"""Protocols whose `isinstance` check runs no property of the instance."""
 
 from inspect import getattr_static
 from typing import Any, Protocol
@@ -7,8 +7,8 @@ _ProtocolType: Any = type(Protocol)
 
 
 class StaticProtocol(_ProtocolType):
-    """The metaclass of an interface whose `isinstance` looks attributes up, as Python 3.12's does (python/cpython#102433). Python 3.11
-    gets each of them, which would run properties that compute arrays."""
+    """The metaclass of such protocols. It looks attributes up statically, as Python 3.12 does for all protocols
+    (python/cpython#102433). Python 3.11 gets each attribute, which would run properties that compute arrays."""
 
     def __instancecheck__(self, instance: object) -> bool:
         if not self._is_protocol:

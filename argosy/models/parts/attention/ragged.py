@@ -1,11 +1,11 @@
-"""The strategy for a batch whose rows have different lengths: decoding rows of one token beside prompt rows of many.
+"""The strategy for a batch whose rows have different numbers of new tokens: one in decoding rows, many in prefill rows.
 
-Tokens are flat, [1 tokens]: those of the first group of rows, then those of the next. So projections, feed-forward layers and
-experts compute no padding to the longest row; only attention and recurrence see rows.
+Tokens are flat, [1 tokens]: those of the first group of rows, then those of the next. Projections, feed-forward layers and experts
+therefore compute no padding to the longest row. Only attention and recurrence see rows.
 
 If a model caches everything in pages (`rows_share_pages`), several rows of one call may belong to one sequence: each row attends to
-what earlier rows wrote in the same call. Rings and states are read as they were before the call, so with them a sequence has one
-row.
+what earlier rows wrote in the same call. Rings and states are read as they were before the call. A model with rings or states
+therefore needs one row per sequence.
 """
 
 from dataclasses import dataclass, replace
@@ -22,14 +22,18 @@ from argosy.ops.attention import Score
 
 
 def rows_share_pages(specs: Specs, longest: int, slack: int = 0) -> bool:
-    """Whether a model caches everything in pages, so that several rows of one call may belong to one sequence."""
+    """Whether a model caches everything in pages, so that several rows of one call may belong to one sequence.
+
+    Args:
+        longest, slack: as in `cache.empty_pools`.
+    """
     return all(e.kind == "token" for spec, _ in specs.values() for e in spec.entries(longest, slack))
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Ragged:
-    """Groups of rows; a group of B rows of T tokens takes B * T of the flat tokens."""
+    """Groups of rows with equally many tokens. A group of B rows with T tokens each takes B * T of the flat tokens."""
 
     groups: tuple[Paged, ...]
     angles: Angled = None
@@ -43,7 +47,7 @@ class Ragged:
         return jnp.concatenate([group.live.reshape(1, -1) for group in self.groups], 1)
 
     def split(self, a: Array) -> list[Array]:
-        """An array [1 tokens ...] as one [B T ...] for each group."""
+        """Splits an array [1 tokens ...] into one array [B T ...] for each group."""
         out, start = [], 0
         for group in self.groups:
             B, T = group.t.shape

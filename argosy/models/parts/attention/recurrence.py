@@ -1,4 +1,4 @@
-"""What a recurrent layer is given by the strategies of attention: the state of the previous call, and where sequences start."""
+"""How attention strategies run a recurrent layer: they hand it the state of the previous call, and where sequences start."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -9,8 +9,12 @@ from argosy.models.parts.attention.cache import Cache
 
 
 class Carry(NamedTuple):
-    """For a recurrent layer: the state after the last token of the previous call (None: there was none), where sequences start,
-    and which tokens are real. Tokens that are not real must not change the state."""
+    """The input of a recurrent layer that the strategy supplies.
+
+    state: the state after the last token of the previous call. None: there was no previous call.
+    starts: whether a token is the first of its sequence.
+    live: whether a token is real. Tokens that are not must not change the state.
+    """
 
     state: Cache | None
     starts: Bool[Array, "B T"]
@@ -21,13 +25,14 @@ Recurrence = Callable[[tuple[Array, ...], Carry], tuple[Array, Cache]]
 
 
 class RowRecurrence:
-    """The recurrence of strategies whose calls are rows [B T ...], each row one sequence or a part of it."""
+    """A mixin for strategies whose inputs are rows [B T ...]. Carries the state of each row from call to call."""
 
     def recur(self: Any, step: Recurrence, inputs: tuple[Array, ...], cache: Cache | None) -> tuple[Array, Cache | None]:
-        """A recurrence over the rows of a call.
+        """Runs a recurrence over the rows of a call. Returns the output, and the cache with the new states.
 
         Args:
-            step: of inputs [B T ...] and the `Carry` of these rows; gives [B T ...], and the state after the last token.
+            step: a function of inputs [B T ...] and the `Carry` of these rows. It returns an output [B T ...], and the state after the
+                last token.
         """
         y, state = step(inputs, self.carry(cache))
         return y, self.keep(cache, state)

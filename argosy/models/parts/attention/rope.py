@@ -1,6 +1,6 @@
-"""Rotary positions, with their scaling as data. Su et al. 2021 (arXiv:2104.09864).
+"""Rotary position embeddings (RoPE). Su et al. 2021 (arXiv:2104.09864). `models.settings.Rope` holds the settings, with scaling.
 
-Frequencies are NumPy constants of the traced program. Angles are float32, or float64 where JAX has it enabled: bfloat16 rounds
+Frequencies are NumPy constants of the traced program. Angles are float32, or float64 if JAX has it enabled, because bfloat16 rounds
 position 257 to 256.
 """
 
@@ -21,11 +21,14 @@ Angles = tuple[Float[Array, "B T 1 pairs"], Float[Array, "B T 1 pairs"]]
 
 
 def angles(at: Int[Array, "B T"] | Int[Array, "B T A"], rope: Rope, size: int) -> Angles:
-    """Cosine and sine of each position, for this number of rotated features. Positions with several axes turn each section of the pairs
-    (`Rope.sections`) by its axis; positions with one turn all.
+    """Computes the cosines and sines of the rotary angles of each position.
 
     A stack computes them once for all its layers. XLA:CPU still fuses the cosine into each place that reads it, with or without an
-    optimization barrier; a loop over rows stops that and is no faster (docs/log).
+    optimization barrier. A loop over rows prevents that and is no faster (docs/log).
+
+    Args:
+        at: positions. If positions have several axes, each section of the feature pairs (`Rope.sections`) is rotated by one of them.
+        size: the number of rotated features. The result has size / 2 pairs.
     """
     freq, factor = rope.frequencies(size)
     if at.ndim == 3:
@@ -37,7 +40,7 @@ def angles(at: Int[Array, "B T"] | Int[Array, "B T A"], rope: Rope, size: int) -
 
 
 def apply_rope(x: Float[Array, "B T N H"], rope: Rope, table: Angles) -> Float[Array, "B T N H"]:
-    """Rotates each pair of features by its position."""
+    """Rotates each pair of features by the angles of `table`. Features beyond `Rope.rotated_size` are unchanged."""
     size, (cos, sin) = rope.rotated_size(x.shape[-1]), table
     y = wide(x[..., :size])
     cos, sin = cos.astype(y.dtype), sin.astype(y.dtype)
@@ -51,10 +54,10 @@ def apply_rope(x: Float[Array, "B T N H"], rope: Rope, table: Angles) -> Float[A
 
 
 def turn_neighbors(x: Float[Array, "B T N H"], cos: Float[Array, "B T 1 pairs"], sin: Float[Array, "B T 1 pairs"]) -> Array:
-    """Turns each pair of neighboring features, in the type of the cosines.
+    """Rotates each pair of neighboring features, in the dtype of the cosines.
 
-    An array of pairs has a last axis of 2, of whose tiles TPUs use a 64th. There, a product with a matrix of zeros and ones puts each
-    feature in the place of its neighbor, exactly: Flux.1's step takes 7 to 12 % less (docs/measured.md).
+    An array of pairs has a last axis of 2, which fills a 64th of a TPU's tiles. On TPUs, a product with a signed permutation matrix
+    therefore swaps neighboring features, exactly. This makes a step of Flux.1 7 to 12 % faster (docs/measured.md).
     """
     y = x.astype(cos.dtype)
     if platform() != "tpu":

@@ -1,4 +1,4 @@
-"""Documents in packed rows: where each begins, and the places of its tokens. A segment is a number that differs from its neighbors'."""
+"""Segments of packed rows: where each begins, and the positions of its tokens. Adjacent tokens with equal numbers form a segment."""
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +14,13 @@ def segment_starts(segments: Int[Array, "B T"]) -> Bool[Array, "B T"]:
 
 
 def segment_positions(segments: Int[Array, "B T"]) -> Int[Array, "B T"]:
-    """The place of a token within its segment."""
+    """The position of each token, counted from the start of its segment."""
     t = jnp.arange(segments.shape[1], dtype=jnp.int32)
     return t - jax.lax.cummax(jnp.where(segment_starts(segments), t, 0), axis=1)
 
 
 def window_segments(segments: Int[Array, "B T"], score: Score) -> Int[Array, "B T"]:
-    """The segments, split at chunk boundaries if the window is a chunk."""
+    """Splits segments at chunk boundaries if the layer's window is chunked. Otherwise returns them unchanged."""
     if not (score.chunked and score.window):
         return segments
     starts = segment_starts(segments) | (segment_positions(segments) % score.window == 0)
@@ -28,5 +28,5 @@ def window_segments(segments: Int[Array, "B T"], score: Score) -> Int[Array, "B 
 
 
 def row_places(segments: Int[Array, "B T"]) -> Int[Array, "B T"]:
-    """The place of a token within its row."""
+    """The index of each token within its row."""
     return jnp.broadcast_to(jnp.arange(segments.shape[1], dtype=jnp.int32), segments.shape)

@@ -2,17 +2,20 @@
 
     p = score(W_r x)        y = sum over the k best experts e of  w_e Expert_e(x)  (+ Shared(x))
 
-How rows get to their experts is a strategy, `MoE.dispatch`, set from outside (`parts.moe.dispatch`): `Sorted`, without drops, or
-`Capacity`. Each device sorts the rows that it has. An `expert` axis of the mesh splits the experts, and rows are sent to the
-devices of their experts and back; the weights of the experts of a device are gathered over the other axes that split rows, as
-FSDP does, and a `tensor` axis splits their features. Sequences never share a capacity, so results do not depend on batches,
-accumulation or devices.
+A strategy, `MoE.dispatch`, brings rows to their experts (`parts.moe.dispatch`): `Sorted`, which drops nothing, or `Capacity`. Each
+device sorts the rows that it has. A mesh axis `expert` splits the experts, and rows are sent to the devices of their experts and back.
+The weights of a device's experts are gathered over the other mesh axes that split rows, as in FSDP. A mesh axis `tensor` splits the
+experts' features. Sequences never share a capacity, so results do not depend on batch size, gradient accumulation or devices.
 
-The router always computes in float32 at least: its choice is discrete, and bfloat16 would make ties. Tokens that are not
-live go to no expert and are not counted.
+The router always computes in float32 at least, because its choice is discrete and bfloat16 would make ties. Tokens that are not live go
+to no expert and are not counted.
 
-Aux outputs of a layer: `load` [E], the number of assignments of each expert; `balance` and `router_z` [B], the unweighted aux
-losses of each sequence; with a capacity, `dropped` [B], the share of assignments that were dropped.
+Aux outputs of a layer:
+
+    load [E]          the number of assignments of each expert
+    balance [B]       the unweighted load-balancing loss of each sequence
+    router_z [B]      the unweighted z-loss of each sequence
+    dropped [B]       with a capacity, the share of assignments that were dropped
 """
 
 from typing import Any
@@ -35,11 +38,11 @@ from argosy.parallel.scope import activation_spec, axes_in, axis_sizes, constrai
 def choose(
     logits: Float[Array, "B T E"], settings: Experts, bias: Float[Array, "E"] | None = None
 ) -> tuple[Float[Array, "B T k"], Int[Array, "B T k"]]:
-    """Weights and indexes of the experts of each token, best first.
+    """Chooses the experts of each token. Returns their weights and indexes, best first.
 
-    Groups and experts are chosen by score + bias; weights come from the scores alone (DeepSeek-V3, arXiv:2412.19437). Without a
-    bias the logits are compared instead of the scores: they have the same order, and stay distinct where a sigmoid is 1, in
-    float32 from 17 on.
+    Groups and experts are chosen by score + bias. Weights come from the scores alone (DeepSeek-V3, arXiv:2412.19437). Without a bias,
+    logits are compared instead of scores. They have the same order, and remain distinct where a float32 sigmoid is exactly 1, which is
+    so for logits from 17 on.
     """
     scores = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid, "softmax_chosen": lambda s: s}[settings.score](logits)
     rank = scores if bias is None else scores + bias
@@ -68,12 +71,12 @@ class MoE(nnx.Module):
     """Sends x [B T D] through the experts of each token.
 
     Args:
-        dims: size of D.
-        activation: of the gate, also in the shared expert.
+        dims: the size of D.
+        activation: the activation of the gate, also in the shared expert.
         act: a function of gate and up that replaces activation(gate) * up.
-        bias: adds biases to the router and to the experts' projections (gpt-oss).
+        bias: whether the router and the experts' projections have biases (gpt-oss).
 
-    rotates: whether what `down` reads is rotated (`parts.rotations`); the shared expert has its own.
+    rotates: whether the input of the experts' `down` is rotated (`parts.rotations`). The shared expert has its own attribute.
     """
 
     called = "experts"
@@ -103,7 +106,7 @@ class MoE(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], live: Bool[Array, "B T"]
     ) -> tuple[Float[Array, "B T D"], dict[str, Array]]:
-        # Padding may contain NaN, and NaN times a weight of 0 is NaN.
+        # Padding may hold NaN, and NaN times a weight of 0 is NaN.
         x = jnp.where(live[..., None], x, 0)
         # By default accelerators multiply float32 as bfloat16 or TF32.
         with jax.default_matmul_precision("highest"):
@@ -117,7 +120,7 @@ class MoE(nnx.Module):
         return y, passed | router_aux(logits, indexes, live, self.settings)
 
     def choices(self, logits: Float[Array, "B T E"]) -> tuple[Float[Array, "B T k"], Int[Array, "B T k"]]:
-        """`choose` on the devices of the tokens: XLA gathers the rows of all devices for a `top_k`."""
+        """Runs `choose` on the devices of the tokens, in a `shard_map`. Otherwise XLA would gather all rows for `top_k`."""
         bias = () if self.bias is None else (self.bias[...],)
         rows = activation_spec("B T", logits.shape[:2])
         if not axes_in(rows):
@@ -131,7 +134,11 @@ class MoE(nnx.Module):
     def dispatched(
         self, x: Float[Array, "B T D"], weights: Float[Array, "B T k"], indexes: Int[Array, "B T k"]
     ) -> tuple[Float[Array, "B T D"], dict[str, Float[Array, "B"]]]:
-        """The weighted sum over the experts of each token, computed on the devices of the tokens; `indexes` is E for no expert."""
+        """Computes the weighted sum over each token's experts, on the devices of the tokens. Also returns aux outputs.
+
+        Args:
+            indexes: the experts of each token. E stands for no expert.
+        """
         rows = activation_spec("B T", x.shape[:2])
         if self.dispatch.whole:
             rows = PartitionSpec(rows[0], None)
@@ -146,7 +153,7 @@ class MoE(nnx.Module):
         for name, part in apart.items():
             graphs[name], leaves[name] = split(part)
             if type(part) is Einsum:
-                # Gathered, and their gradients summed, in the type that they are multiplied in: half the bytes.
+                # Weights are gathered, and their gradients summed, in the dtype of the products: half the bytes.
                 leaves[name]["w"] = leaves[name]["w"].astype(x.dtype)
         axis, features, _ = used["down"][next(a for a in ("w", "values", "of.w", "of.values") if a in used["down"])]
 
@@ -171,11 +178,11 @@ class MoE(nnx.Module):
 
 
 def expert_specs(module: nnx.Module, mesh_axes: frozenset[str], rows: frozenset[str] | None) -> dict[str, PartitionSpec]:
-    """How the arrays of one contraction over experts are split over the mesh axes `mesh_axes`, by address.
+    """Returns how the arrays of one contraction over experts are split over the mesh axes `mesh_axes`, by address.
 
     Args:
-        rows: mesh axes that split rows: the arrays as the products read them, split along the experts E, and along their features M
-            where the axis does not split rows; a device has all of D of its rows. None: the arrays as they are stored.
+        rows: the mesh axes that split rows. The result is then for the arrays as products read them: split along the experts E, and
+            along the features M over axes that do not split rows, never along D. None: the result is for the arrays as they are stored.
     """
     out = {}
     for address, v in variables(module).items():
@@ -190,10 +197,12 @@ def expert_specs(module: nnx.Module, mesh_axes: frozenset[str], rows: frozenset[
 
 
 def _gathered(leaf: Array, stored: PartitionSpec, used: PartitionSpec) -> Array:
-    """A device's share of an array of experts, gathered as products read it, inside a `shard_map`. So its gradient is summed and
-    scattered, where that of an array which is whole inside would be summed whole on every device."""
+    """Gathers a device's shard of an array of experts, inside a `shard_map`, from the stored split to the split that products read.
+
+    The gradient is then reduce-scattered. If the array entered the `shard_map` gathered, every device would sum the whole gradient.
+    """
     if leaf.shape[:1] == (1,) and stored[0] == used[0]:
-        # XLA for TPUs scatters no axis behind one of size 1: it sums everywhere and cuts.
+        # XLA for TPUs does not reduce-scatter an axis that follows an axis of size 1. It would sum the whole array and slice it.
         return _gathered(leaf[0], PartitionSpec(*stored[1:]), PartitionSpec(*used[1:]))[None]
     for i, (stored_axis, used_axis) in enumerate(zip(stored, used)):
         if stored_axis != used_axis:
@@ -202,7 +211,7 @@ def _gathered(leaf: Array, stored: PartitionSpec, used: PartitionSpec) -> Array:
 
 
 def with_capacity(model: nnx.Module) -> nnx.Module:
-    """The model with the capacity of its settings, if they have one, in effect: for the training step."""
+    """Sets the dispatch of every MoE whose settings have a capacity to `Capacity`, in place. For training steps. Returns the model."""
     for _, module in nnx.iter_modules(model):
         if isinstance(module, MoE) and module.settings.capacity is not None:
             module.dispatch = Capacity(module.settings.capacity)
@@ -212,7 +221,7 @@ def with_capacity(model: nnx.Module) -> nnx.Module:
 def router_aux(
     logits: Float[Array, "B T E"], indexes: Int[Array, "B T k"], live: Bool[Array, "B T"], settings: Experts
 ) -> dict[str, Array]:
-    """Load and aux losses of one layer, over its live tokens."""
+    """Computes the expert loads and the aux losses of one layer, over live tokens."""
     real = live.astype(logits.dtype)
     counts = jnp.sum((indexes[..., None] == jnp.arange(settings.count)).astype(logits.dtype), (1, 2))  # [B E]; nothing is kept of it
     scores = jax.nn.sigmoid(logits) if settings.score == "sigmoid" else jax.nn.softmax(logits)

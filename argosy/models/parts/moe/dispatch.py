@@ -1,14 +1,13 @@
-"""How the rows of tokens get to their experts: strategies of `parts.moe`, set from outside.
+"""Strategies that bring the rows of tokens to their experts (`parts.moe`).
 
     Sorted      dropless: rows are sorted by expert and multiplied in grouped matrix products (`ops.grouped`; Gale et al.
                 2022, arXiv:2211.15841)
-    Capacity    every expert processes the same number of tokens of each sequence, and tokens beyond it skip the expert; first
-                choices are served before second ones (Lepikhin et al. 2020, arXiv:2006.16668). For training only: an answer
-                must not depend on what else is in its sequence
+    Capacity    an expert processes at most a fixed number of tokens of each sequence, and further tokens skip the expert; first
+                choices are served before second ones (Lepikhin et al. 2020, arXiv:2006.16668). For training only: in inference, a
+                token's output must not depend on later tokens
 
-Where a mesh axis splits the experts, rows are sent to the devices of their experts and back (`parts.moe.exchange`). Where the
-devices along that axis all have the same rows, which do not divide over it, each computes its own experts, and the outputs are
-summed.
+If a mesh axis splits the experts, rows are sent to the devices of their experts and back (`parts.moe.exchange`). If the rows do not
+divide over that axis, its devices all have the same rows. Each device then applies its own experts, and the outputs are summed.
 """
 
 import math
@@ -31,13 +30,14 @@ Act = Callable[[Array, Array], Array]
 
 
 class LocalExperts(NamedTuple):
-    """The experts as one device has them.
+    """The experts of one device.
 
-    features: the mesh axis that splits their M features; their output must then be summed over it, and biases are added on its first
-        device only.
-    axis: the mesh axis that splits the experts; each of its devices has as many, one after the other.
-    together: its devices have the same rows.
-    rotates: whether what `down` reads is rotated (`parts.rotations`).
+    acted: the function of gate and up whose result `down` reads.
+    features: the mesh axis that splits the experts' features M. The output must be summed over that axis, and only its first device
+        adds biases.
+    axis: the mesh axis that splits the experts. Each of its devices has the same number of consecutive experts.
+    together: whether the devices along `axis` have the same rows.
+    rotates: whether the input of `down` is rotated (`parts.rotations`).
     """
 
     gate: Contraction
@@ -59,10 +59,10 @@ class LocalExperts(NamedTuple):
         return jnp.where(jax.lax.axis_index(self.features) == 0, self.down.biased(y, route), y)
 
     def _rotated(self, h: Float[Array, "A M"]) -> Float[Array, "A M"]:
-        """The features of this device, after the rotation of all."""
+        """Rotates across all features, and returns those of this device."""
         if self.features is None:
             return hadamard_transform(h)
-        # Each number is a sum over the features of all devices.
+        # Each rotated feature is a sum over the features of all devices.
         whole = hadamard_transform(jax.lax.all_gather(h, self.features, axis=1, tiled=True))
         return jax.lax.dynamic_slice_in_dim(whole, jax.lax.axis_index(self.features) * h.shape[1], h.shape[1], 1)
 
@@ -73,19 +73,21 @@ class LocalExperts(NamedTuple):
 
     @property
     def local_experts(self) -> int:
-        """The number of experts here."""
+        """The number of experts on this device."""
         return self.settings.count // self.shares
 
     @property
     def first(self) -> Any:
-        """The index of the first expert here."""
+        """The index of the first expert on this device."""
         return 0 if self.axis is None else jax.lax.axis_index(self.axis) * self.local_experts
 
 
 class Dispatch(Protocol):
-    """How rows get to their experts: a frozen dataclass. `chosen` is E where a token goes to no expert. Also returns aux outputs [B].
+    """The interface of dispatch strategies, which are frozen dataclasses.
 
-    whole: whether it needs whole sequences, where they are split over devices.
+    A call returns the weighted sum over each token's experts, and aux outputs [B]. `indexes` is E where a token goes to no expert.
+
+    whole: whether the strategy needs whole sequences on one device.
     """
 
     @property
@@ -102,7 +104,7 @@ class Dispatch(Protocol):
 
 @dataclass(frozen=True)
 class Sorted:
-    """Dropless: rows sorted by expert."""
+    """Sorts rows by expert and drops none."""
 
     whole = False
 
@@ -136,13 +138,13 @@ class Sorted:
 
 @dataclass(frozen=True)
 class Capacity:
-    """Each expert processes at most `factor` times an even load of each sequence; further tokens are dropped."""
+    """Limits the tokens of each sequence that an expert processes to `factor` times an even load. Further tokens are dropped."""
 
     factor: float
     whole = True
 
     def places(self, tokens: int, settings: Experts) -> int:
-        """The most tokens of a sequence that an expert processes. A token counts once per expert."""
+        """Returns the most tokens that an expert processes of a sequence with `tokens` tokens."""
         return min(tokens, math.ceil(self.factor * tokens * settings.active / settings.count))
 
     def __call__(
@@ -150,7 +152,7 @@ class Capacity:
     ) -> tuple[Float[Array, "B T D"], dict[str, Float[Array, "B"]]]:
         (B, T, k), E = indexes.shape, experts.settings.count
         places = self.places(T, experts.settings)
-        # First choices come first.
+        # All first choices of a sequence come before all second choices.
         ranked = indexes.swapaxes(1, 2).reshape(B, k * T)
         order = jax.vmap(lambda row: sorted_by(row, E))(ranked)
         sizes = jnp.sum(ranked[:, :, None] == jnp.arange(E), 1)  # [B E]; XLA fuses the comparison into the sum
@@ -159,7 +161,7 @@ class Capacity:
         place = back - jnp.take_along_axis(starts, jnp.minimum(ranked, E - 1), 1)
         fits = (ranked < E) & (place < places)
 
-        # Place p of expert e has the p-th row that chose it.
+        # Place p of expert e holds the p-th row that chose e.
         p = jnp.arange(places)
         filled = p < sizes[:, :, None]  # [B E places]
         source = jnp.take_along_axis(order, jnp.where(filled, starts[:, :, None] + p, 0).reshape(B, -1), 1)

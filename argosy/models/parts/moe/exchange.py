@@ -1,14 +1,14 @@
 """Sends the rows of tokens to the devices of their experts, and the outputs back, inside a `shard_map`.
 
-Each of the n devices along `experts.axis` has its own rows, and E / n experts. Shapes are static, so how many rows a device may
-send to another is fixed when the program is compiled:
+Each of the n devices along `experts.axis` has its own rows, and E / n experts. Shapes are static, so compilation fixes how many rows a
+device may send to another at once:
 
-    exchanged             as many as the capacity says
-    exchanged_in_rounds   no limit: an even share of a device's rows and a quarter more at once, and again until none is left.
-                          All devices make as many rounds as the one with the most to send; most often it is one
+    exchange_rows         the capacity
+    exchanged_in_rounds   1.25 times an even share of a device's rows, in rounds until all rows are sent. All devices make as many
+                          rounds as the device with the most rows to send; usually one
 
-Rounds after the first are a loop whose length is found as it runs. It has its own backward pass, which computes those rounds
-again, so memory and bytes do not depend on how uneven a load could be, only on how uneven it is (docs/decisions/0019).
+Rounds after the first are a loop whose length is not known before it runs. The loop has its own backward pass, which computes these
+rounds again. Memory and bytes sent therefore depend on how uneven the load is, not on how uneven it could be (docs/decisions/0019).
 """
 
 import math
@@ -26,13 +26,13 @@ from argosy.models.parts.weight import merge, split
 from argosy.observe.hlo.estimate import FILLED
 from argosy.observe.hlo.loops import SELDOM
 
-# Rows that a device may send to another at once, as a multiple of an even share of its rows.
+# How many rows a device may send to another at once, as a multiple of an even share of its rows.
 ROOM = 1.25
 
 
 def exchange_rows(experts: Any, rows: Float[Array, "E R D"]) -> Float[Array, "E R D"]:
-    """R rows of each expert through it. Where the devices have the same rows, each computes those of its experts, and gives zeros
-    for the others."""
+    """Applies each expert to its R rows. If the devices have the same rows (`experts.together`), each device applies its own experts
+    and returns zeros for the others."""
     (E, R, D), local_count = rows.shape, experts.local_experts
     if experts.axis is None:
         return _apply_evenly(experts, rows)
@@ -51,7 +51,7 @@ def _apply_evenly(experts: Any, rows: Float[Array, "E R D"]) -> Float[Array, "E 
 
 
 def _swapped(experts: Any, a: Array) -> Array:
-    """Part i of each device's array goes to device i, and becomes there the part of the device it is from."""
+    """Sends part i of each device's array to device i, which receives part j from device j (all-to-all)."""
     return jax.lax.all_to_all(a, experts.axis, 0, 0)
 
 
@@ -63,30 +63,31 @@ def exchanged_in_rounds(
     order: Int[Array, "A"],
     sizes: Int[Array, "E"],
 ) -> Float[Array, "A D"]:
-    """The output of each assignment's expert, sorted by expert as `order` says; zero after the last one.
+    """Computes the output of each assignment's expert. The outputs are sorted by expert, and zero where an assignment has no expert.
 
     Args:
-        x: the tokens; the k assignments of a token follow each other.
-        scales: multiply the inputs of the experts.
-        expert: of each assignment; E for none.
+        x: the vectors of the tokens.
+        scales: a factor on the expert's input for each assignment. None: 1.
+        expert: the expert of each assignment; E for none. The k assignments of a token are consecutive.
+        order: the order of assignments that sorts them by expert.
         sizes: the number of assignments of each expert.
     """
     n, local_count = experts.shares, experts.local_experts
     A, k = len(expert), len(expert) // len(x)
     counts = jnp.sum(sizes.reshape(n, local_count), 1)
     starts = jnp.cumsum(counts) - counts
-    # A token goes to an expert once.
+    # A token goes to an expert at most once.
     most = len(x) * min(k, local_count)
     places = min(most, math.ceil(ROOM * A / n))
     graphs, leaves = zip(*(split(part) for part in (experts.gate, experts.up, experts.down)))
 
     def at(i: Any, counts: Array, starts: Array) -> Int[Array, "n places"]:
-        """The sorted assignment in each place of a round; A for none."""
+        """Returns the index of the sorted assignment in each place of round i; A for none."""
         p = i * places + jnp.arange(places)
         return jnp.where(p < counts[:, None], starts[:, None] + p, A)
 
     def of_round(i: Any, leaves: Any, x: Array, scales: Array | None, expert: Array, order: Array, at: Array) -> Array:
-        """What the experts make of the rows of a round, [n places, D]."""
+        """Computes the experts' outputs for the rows of round i, [n * places, D]."""
         filled, picked = at < A, order[jnp.minimum(at, A - 1)]
         rows = x[picked // k]
         if scales is not None:
@@ -98,7 +99,7 @@ def exchanged_in_rounds(
         inward = sorted_by(local_id, local_count)
         outward = inverse(inward)
         route = Route(jnp.bincount(local_id, length=local_count).astype(jnp.int32), jnp.minimum(local_id[inward], local_count - 1))
-        # The places of a first round that even loads fill.
+        # The scope names the percentage of a round's places that an even load fills.
         with jax.named_scope(f"{FILLED}{round(100 * A / (n * places))}"):
             y = local(permute_rows(rows.reshape(-1, x.shape[-1]), inward, outward), route)
         return _swapped(experts, permute_rows(y, outward, inward).reshape(n, places, -1)).reshape(n * places, -1)
@@ -114,7 +115,7 @@ def exchanged_in_rounds(
     if most_rounds == 1:
         rounds = jnp.asarray(1)
     else:
-        # The same number everywhere, over axes that do not split the experts too: a device must not wait alone.
+        # All devices make the same number of rounds, also along axes that do not split the experts. Otherwise one would wait forever.
         busiest = jax.lax.pmax(jnp.max(counts), tuple(jax.sharding.get_abstract_mesh().axis_names))
         rounds = (busiest + places - 1) // places
     return in_rounds(work, where, args, (A, x.shape[-1]), rounds, single=most_rounds == 1)
@@ -129,12 +130,16 @@ def in_rounds(
     *,
     single: bool,
 ) -> Float[Array, "A D"]:
-    """Zeros of this shape, with the rows `where(i, args)` replaced by `work(i, args)` for each i below `rounds`, at least one; no
-    row twice. The backward pass keeps what it needs of the first round and computes the others again. Arguments
-    of integers have no gradient.
+    """Computes rows in rounds: starts from zeros, and in round i sets the rows `where(i, args)` to `work(i, args)`.
+
+    The backward pass keeps the residuals of the first round and computes the others again. Integer arguments have no gradient.
 
     Args:
-        single: there is one round, whatever `rounds` says.
+        work: computes the rows of round i.
+        where: the indexes of these rows. No row may be in two rounds.
+        shape: the shape of the result.
+        rounds: the number of rounds, at least 1.
+        single: whether there is always one round. `rounds` is then not read.
     """
     flat, tree = jax.tree.flatten(args)
     inexact = [i for i, a in enumerate(flat) if jnp.issubdtype(a.dtype, jnp.inexact)]

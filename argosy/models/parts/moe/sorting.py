@@ -1,4 +1,4 @@
-"""Orders of rows: sorted by expert, and back."""
+"""Permutations of rows: sorting by expert, and the way back."""
 
 from typing import Any
 
@@ -11,8 +11,13 @@ from argosy.ops.precision import wide
 
 
 def sorted_by(expert: Int[Array, "X"], count: int) -> Int[Array, "X"]:
-    """The order that sorts rows by expert and keeps the order of one expert's rows. It sorts small numbers once: 16,384 rows take
-    1 ms on XLA:CPU, with argsort 2.6."""
+    """Returns the order that sorts rows by expert and keeps the order of rows with the same expert (a stable argsort).
+
+    Expert and row number are sorted as one integer: for 16,384 rows this takes 1 ms on XLA:CPU, argsort 2.6 ms.
+
+    Args:
+        count: the number of experts. `expert` may also be `count`, which stands for none.
+    """
     X = expert.shape[0]
     if not isinstance(X, int) or (count + 1) * X >= 2**31:
         return jnp.argsort(expert, stable=True)
@@ -20,13 +25,13 @@ def sorted_by(expert: Int[Array, "X"], count: int) -> Int[Array, "X"]:
 
 
 def inverse(order: Int[Array, "X"]) -> Int[Array, "X"]:
-    """Where each row is in this order."""
+    """Returns the inverse permutation: the index of each row in this order."""
     return jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0], dtype=order.dtype))
 
 
 @jax.custom_vjp
 def permute_rows(x: Float[Array, "X D"], order: Int[Array, "X"], back: Int[Array, "X"]) -> Float[Array, "X D"]:
-    """Rows in another order, of which `back` is the inverse: so the gradient is a gather too, where JAX's own is a scatter."""
+    """Returns x[order]. `back` is the inverse of `order`, with which the gradient is a gather too, where JAX's own is a scatter."""
     return x[order]
 
 
@@ -46,8 +51,15 @@ permute_rows.defvjp(_permuted, _unpermuted)
 def weighted_rows(
     y: Float[Array, "A D"], weights: Float[Array, "X k"], order: Int[Array, "A"], back: Int[Array, "X k"]
 ) -> Float[Array, "X D"]:
-    """The weighted sum of each token's k rows. Row a of y is assignment order[a], and assignment i of token x is at back[x, i]:
-    so the gradient is a gather too, where JAX's own is k scatters into all of y (3 % of a layer, forward and backward)."""
+    """Computes the weighted sum of each token's k rows.
+
+    The gradient is a gather too, where JAX's own is k scatters into all of y (3 % of a layer's forward and backward time).
+
+    Args:
+        y: the outputs of assignments, sorted by expert.
+        order: the assignment of each row of y.
+        back: the row of y that has assignment i of token x, at [x, i].
+    """
     first, *others = (y[back[:, i]] * weights[:, i, None] for i in range(back.shape[1]))
     return sum(others, first)
 

@@ -1,4 +1,4 @@
-"""Names of a model's weights by layer, however its layers are stored: one by one, or stacked for a scan."""
+"""Per-layer names of a model's weights, whether the layers are stored one by one or stacked for a scan."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,7 +11,7 @@ from argosy.models.parts.weight import Leaves, variables
 
 
 def layer_addresses(model: nnx.Module) -> Callable[[str], list[str]]:
-    """A function from a stored address to its per-layer names, in the order of the leading axis."""
+    """Returns a function from a stored address to its per-layer names, in the order of the leading axis."""
     stacks = {".".join([*map(str, path), ""]): s for path, s in nnx.iter_modules(model) if isinstance(s, Stack)}
 
     def names(address: str) -> list[str]:
@@ -26,7 +26,7 @@ def layer_addresses(model: nnx.Module) -> Callable[[str], list[str]]:
 
 
 def stored_addresses(model: nnx.Module) -> dict[str, tuple[str, int | None]]:
-    """{per-layer name: (stored address, index on its leading axis, or None)}."""
+    """Returns {per-layer name: (stored address, index on the leading axis)}. The index is None if the weight is not stacked."""
     names = layer_addresses(model)
     out: dict[str, tuple[str, int | None]] = {}
     for address, v in variables(model).items():
@@ -37,7 +37,7 @@ def stored_addresses(model: nnx.Module) -> dict[str, tuple[str, int | None]]:
 
 
 def to_layers(model: nnx.Module, leaves: Leaves) -> Leaves:
-    """Weights by per-layer name; slices of stacked ones."""
+    """Converts stored weights to weights by per-layer name. Stacked weights are sliced."""
     return {
         name: leaves[a] if i is None else leaves[a][i]
         for name, (a, i) in stored_addresses(model).items()
@@ -46,7 +46,10 @@ def to_layers(model: nnx.Module, leaves: Leaves) -> Leaves:
 
 
 def from_layers(model: nnx.Module, by_layer: Mapping[str, Any]) -> Leaves:
-    """Weights as this model stores them, from per-layer ones; on the host, one stored array at a time."""
+    """The inverse of `to_layers`: converts weights by per-layer name to the form in which this model stores them.
+
+    Stacked weights become NumPy arrays on the host, one at a time.
+    """
     out: Leaves = {}
     names = layer_addresses(model)
     for address, v in variables(model).items():

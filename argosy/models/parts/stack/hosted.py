@@ -1,7 +1,8 @@
-"""Weights of layers that lie in the host's memory: each layer brings its own to the device as it runs, and again in the backward pass.
+"""Layers whose weights stay in the host's memory. Each layer copies its weights to the device when it runs, and again in the backward
+pass.
 
-The gradient of a weight on the host is wanted on the device, but the transpose of a copy to the device is a copy to the host. So such a
-weight comes with a slot: zeros on the device, which no program reads. The gradient is taken of the slot.
+The gradient of such a weight is needed on the device, but JAX's transpose of a copy to the device is a copy to the host. Each such
+weight therefore has a slot: zeros on the device, which no program reads. The gradient is taken with respect to the slot.
 """
 
 from collections.abc import Collection
@@ -19,7 +20,11 @@ Space = jax.memory.Space
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Hosted:
-    """A weight in the host's memory, and the slot on the device, of the same shape, that its gradient goes to."""
+    """A weight in the host's memory.
+
+    array: the weight.
+    slot: zeros of the same shape on the device. The weight's gradient is that of the slot.
+    """
 
     array: Any
     slot: Any
@@ -34,22 +39,26 @@ class Hosted:
 
 
 def on_host(array: Any) -> bool:
-    """Whether an array, or the array that is traced, is in the host's memory."""
+    """Whether an array or a tracer is in the host's memory."""
     return isinstance(array, jax.Array) and jax.typeof(array).memory_space == Space.Host
 
 
 def slots(leaves: Leaves) -> Leaves:
-    """What to differentiate: the weights, and slots for those in the host's memory."""
+    """Returns the arrays to differentiate with respect to: weights on the device, and new slots for weights in the host's memory."""
     return {a: jnp.zeros(leaf.shape, leaf.dtype) if on_host(leaf) else leaf for a, leaf in leaves.items()}
 
 
 def with_slots(leaves: Leaves, moving: Leaves) -> Leaves:
-    """The weights that a model is given: `moving` (of `slots`), and those of the host's memory with their slots."""
+    """Returns the weights for the model: `Hosted` for weights in the host's memory, otherwise the arrays of `moving`.
+
+    Args:
+        moving: the result of `slots`, which is differentiated.
+    """
     return {a: Hosted(leaf, moving[a]) if on_host(leaf) else moving[a] for a, leaf in leaves.items()}
 
 
 def brought(leaves: Leaves) -> Leaves:
-    """The weights on the device. The others stay what they are."""
+    """Copies `Hosted` weights to the device. Other weights are returned unchanged."""
     return {a: _bring(leaf) for a, leaf in leaves.items()}
 
 

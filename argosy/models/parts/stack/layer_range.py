@@ -1,7 +1,8 @@
-"""Some layers of a stack without the others, for who decides between them (`infer.denoise.step_cache`), or adds to what each gives.
+"""Runs a range of a stack's layers, for callers that decide something between layers (`infer.denoise.step_cache`) or change the output
+of each layer.
 
-Weights of scanned layers stay one array, from which a loop over indexes reads one layer after the other: a slice of the array would be
-a copy of nearly all weights.
+The weights of scanned layers stay in one array. A loop over indexes reads one layer after the other, because a slice of the array
+would copy nearly all weights.
 """
 
 from collections import Counter
@@ -18,15 +19,19 @@ from argosy.models.parts.stack import LayerGroup, Stack, Streams, constrain_stre
 from argosy.models.parts.stack.remat import on_picked_weights
 from argosy.models.parts.weight import split
 
-# Changes the streams after a layer with this number, which is traced where layers are scanned.
+# A function (streams, index of the layer) that is applied after a layer. The index is traced if layers are scanned.
 AfterLayer = Callable[[Streams, Any], Streams]
 
 
 def run_layers(
     stack: Stack, x: Streams, attend: Attend, condition: Any, start: int = 0, stop: int | None = None, after: AfterLayer | None = None
 ) -> Streams:
-    """The layers `start` to `stop` of a stack that caches nothing; all of them as its own execution runs them, unless something is done
-    after each."""
+    """Runs the layers from `start` up to, not including, `stop`, without caches. Returns the streams.
+
+    Args:
+        stop: None: the number of layers.
+        after: is applied to the streams after each layer. Without it, the whole range of layers runs by the stack's own strategy.
+    """
     layers = range(len(stack.plan))[start:stop]
     if len(layers) == len(stack.plan) and after is None:
         return stack(x, None, attend, condition)[0]
@@ -46,7 +51,7 @@ def run_layers(
 def _run_group_range(
     stack: Stack, group: LayerGroup, x: Streams, attend: Attend, condition: Any, layers: range, after: AfterLayer | None
 ) -> Streams:
-    """The layers of a group that are in the range: whole repeats in a loop, those before and after them one by one."""
+    """Runs the layers of a group that are in the range. Whole repeats run in a loop, the layers before and after them one by one."""
     period = len(group.layers)
     first, last = (min(max(at - group.start, 0), period * group.repeats) for at in (layers.start, layers.stop))
     graphs, leaves = group_parts(stack, group)
@@ -61,7 +66,7 @@ def _run_group_range(
 
     def body(x: Streams, repeat: Any) -> tuple[Streams, None]:
         for j in range(period):
-            # The backward pass picks the weights again: it would keep a copy of every layer's.
+            # The backward pass reads each layer's weights again. Otherwise it would keep a copy of all layers' weights.
             x = on_picked_weights(partial(run_layer, j=j), stack.run.remat)(x, repeat)
         return x, None
 

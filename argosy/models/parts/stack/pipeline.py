@@ -1,16 +1,15 @@
-"""Pipeline: each stage, a part of the devices, has some of the layers, and microbatches of rows go from stage to stage.
+"""Pipeline parallelism: each stage is a part of the devices and has some of the layers. Micro-batches go from stage to stage.
 
-Huang et al. 2018, arXiv:1811.06965 (GPipe). Weights are stored as those of scanned layers, and split over the mesh axis `stage` along
-their layer axis: of a group with R repeats, each of S stages runs R/S that follow each other. In step t, stage s runs them on
-microbatch t - s, and sends the result to stage s + 1. The M microbatches take M + S - 1 steps, so each stage computes nothing of use
-in (S - 1) / (M + S - 1) of the time.
+GPipe (Huang et al. 2018, arXiv:1811.06965). Weights are stored as for scanned layers and are split along their layer axis over the mesh
+axis `stage`: each of S stages has 1/S of a group's repeats. In step t, stage s runs its layers on micro-batch t - s and sends the
+result to stage s + 1. M micro-batches take M + S - 1 steps. Each stage is idle in (S - 1) / (M + S - 1) of the time.
 
-In R rounds (Narayanan et al. 2021, arXiv:2104.04473), a group is stored as R groups that follow each other, and each stage runs its
-part of every one. A microbatch goes through the stages R times: S of them make all their rounds, then the next S. So the last stage
-sends to the first what that runs next, and the steps are M R + S - 1, each R times shorter.
+With R rounds (Narayanan et al. 2021, arXiv:2104.04473), a group is stored as R groups, and each stage runs its part of every one. A
+micro-batch goes through all stages R times. S micro-batches make all their rounds, then the next S, so that the first stage can at once
+run what the last stage sends. There are M R + S - 1 steps, each R times shorter.
 
-Only `stage` is manual in here: XLA splits rows, weights and features over the other axes of the mesh as elsewhere. Groups whose repeats
-do not divide by the stages run on all devices, before or after.
+Only the axis `stage` is manual in the `shard_map`. XLA splits rows, weights and features over the other axes of the mesh as usual.
+Groups whose repeats do not divide by the number of stages run on all devices, before or after the pipeline.
 """
 
 from dataclasses import dataclass
@@ -31,20 +30,22 @@ from argosy.models.parts.stack.remat import Remat, on_picked_weights
 from argosy.parallel.scope import activation_spec, axes_in, axis_sizes, platform
 
 AXIS = "stage"
-# Aux outputs that are sums over the rows computed together; all others have one entry a row.
+# Aux outputs that are sums over all rows of a call. All others have one entry per row.
 SUMMED = ("load",)
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Layers over `stages` parts of the devices, `microbatches` at a time. With caches, or outside a mesh with such stages, the layers
-    run as `Scan` runs them: one token of one row leaves all stages but one without work.
+    """Runs layers in pipeline stages. With caches, or without a mesh that has these stages, layers run as in `Scan`: when decoding, all
+    stages but one would be idle.
 
     Args:
-        rounds: how often a microbatch goes through all stages; the layers of a repeating group are stored in so many arrays.
+        stages: the number of stages.
+        microbatches: the number of micro-batches that the rows of a call are split into.
+        rounds: how often a micro-batch goes through all stages. The layers of a repeating group are stored in that many arrays.
 
     Raises:
-        ValueError: when called with rows that do not divide into the microbatches.
+        ValueError: a call's rows do not divide into the micro-batches.
     """
 
     stages: int
@@ -68,7 +69,7 @@ class Pipeline:
                     group, graphs, leaves, x, attend, self.remat, condition=condition
                 )
             else:
-                # The rounds of a group follow each other.
+                # The rounds of a group are consecutive groups.
                 more = list(takewhile(lambda other: other.round, groups[1:]))
                 all_leaves = [leaves, *(group_parts(stack, other)[1] for other in more)]
                 groups, (x, group_aux) = groups[1 + len(more) :], self.staged(group, graphs, all_leaves, x, (attend, condition))
@@ -78,21 +79,22 @@ class Pipeline:
     def staged(
         self, group: LayerGroup, graphs: Any, leaves: list[Any], x: Streams, context: tuple[Attend, Any]
     ) -> tuple[Streams, Aux]:
-        """A group of layers over the stages.
+        """Runs a group of layers over the stages.
 
         Args:
+            graphs: the structure of the layers, by kind.
             leaves: the weights of each round.
-            context: the strategy of attention and the condition, whose arrays all lead with the batch.
+            context: the attention strategy and the condition. The leading axis of all their arrays is the batch.
         """
         S, M, R = self.stages, self.microbatches, len(leaves)
         mine = group._replace(repeats=group.repeats // S)
-        # Rows of a microbatch come in equal parts from all devices that have rows, so none of them moves.
+        # A micro-batch takes an equal number of rows from each device that has rows, so no row moves to another device.
         sizes = axis_sizes()
         apart = 1
         for axis in axes_in(activation_spec("B", (_rows(x) // M,))) - {AXIS}:
             apart *= sizes[axis]
 
-        # XLA:CPU aborts on sums over devices of 16-bit numbers in here. All but one stage add zeros, so either way is exact.
+        # XLA:CPU aborts on sums of 16-bit numbers over devices in here. All stages but one add zeros, so both dtypes are exact.
         def summable(a: Array) -> Array:
             return a.astype(jnp.float32) if platform() == "cpu" and a.dtype.itemsize < 4 else a
 
@@ -103,7 +105,7 @@ class Pipeline:
             return a.reshape(-1, *a.shape[2:])
 
         strategy, form = jax.tree.flatten(context)
-        # Where the last stage sends to: the first one takes up what has rounds left.
+        # With several rounds, the last stage sends to the first stage, which runs the next round.
         ring = [(i, (i + 1) % S) for i in range(S)][: S if R > 1 else S - 1]
 
         def stage(s: Array, leaves: list[Any], x: Streams, strategy: list[Array]) -> tuple[Streams, Aux]:
@@ -120,14 +122,14 @@ class Pipeline:
                 return jax.tree.map(lambda a: lax.ppermute(a, AXIS, ring), y)
 
             def step(received: Streams, t: Array) -> tuple[Streams, tuple[Streams, Aux]]:
-                # A stage without a microbatch, before its first and after its last, computes on some rows. Nothing reads the result.
+                # Before its first and after its last micro-batch, a stage computes on arbitrary rows. Nothing reads the result.
                 inputs = entering(s == 0, jnp.minimum(t, M - 1), received)
                 attend, condition = jax.tree.unflatten(form, [of(a, jnp.clip(t - s, 0, M - 1)) for a in strategy])
                 y, _, aux = run_group(mine, graphs, leaves[0], inputs, attend, self.remat, condition=condition)
                 return send(y), (y, aux)
 
             def step_of_rounds(received: Streams, t: Array) -> tuple[Streams, tuple[Streams, Aux]]:
-                # S microbatches make all their rounds, then the next S: what the last stage sends is taken up at once.
+                # S micro-batches make all their rounds, then the next S, so that the first stage at once runs what the last one sends.
                 i = jnp.clip(t - s, 0, M * R - 1)
                 r, m = i // S % R, i // (S * R) * S + i % S
                 inputs = entering((s == 0) & (r == 0), m, received)
@@ -151,21 +153,21 @@ class Pipeline:
             return y, {kind: {name: jax.vmap(partial(together, name))(a) for name, a in arrays.items()} for kind, arrays in aux.items()}
 
         def handed_out(s: Array, y: Array) -> Array:
-            """What the last stage has computed in all steps, each stage with its share of the rows."""
+            """Distributes the last stage's outputs of all steps over the stages. Each stage gets an equal share of the rows."""
             output = jnp.where(s == S - 1, last(y[S - 1 :]), 0)
             output = jnp.moveaxis(output.reshape(M, apart, -1, *output.shape[2:]), 0, 1)
             return lax.psum_scatter(summable(output), AXIS, scatter_dimension=1, tiled=True).astype(y.dtype)
 
         def by_round(a: Array) -> Array:
-            """[M R ...] in the order of the steps as [R M ...]."""
+            """Rearranges outputs [M R ...], in the order of the steps, to [R M ...]."""
             return jnp.moveaxis(a.reshape(M // S, R, S, *a.shape[1:]), 1, 0).reshape(R, M, *a.shape[1:])
 
         def last(a: Array) -> Array:
-            """The outputs of the last round, from [M R ...] in the order of the steps."""
+            """Returns the outputs of the last round, from outputs [M R ...] in the order of the steps."""
             return a if R == 1 else by_round(a)[-1]
 
         def together(name: str, a: Array) -> Array:
-            """[M L ...] of all microbatches as [L ...] of all rows."""
+            """Joins aux outputs [M L ...] of all micro-batches to [L ...] of all rows."""
             if name in SUMMED:
                 return jnp.sum(a, 0)
             a = a.reshape(M, a.shape[1], apart, -1, *a.shape[3:])

@@ -1,13 +1,13 @@
 """Rematerialization: what the backward pass recomputes instead of keeping (Chen et al. 2016, arXiv:1604.06174).
 
-XLA:CPU drops optimization barriers before it merges equal instructions. So in unrolled layers it finds that the recomputation
-equals the forward pass and keeps everything: `jax.checkpoint` alone saved 14 % of the temporaries of 12 layers. There the
-recomputation is put in a branch of a conditional whose predicate XLA cannot decide and which depends on the incoming gradient, so
-it can be neither merged nor moved ahead (162 MB -> 28 MB; scanned layers 197 -> 28). Loop bodies are compiled separately, so
-scanned layers do not need this, and other platforms keep barriers.
+XLA:CPU drops optimization barriers before it merges equal instructions. In unrolled layers it therefore merges the recomputation with
+the forward pass and keeps everything: `jax.checkpoint` alone saved 14 % of the temporaries of 12 layers. On CPUs, the recomputation of
+unrolled layers is therefore a branch of a conditional. XLA cannot decide its predicate, which depends on the incoming gradient, so the
+recomputation can be neither merged nor moved ahead (162 MB -> 28 MB; scanned layers 197 -> 28). Scanned layers do not need this,
+because loop bodies are compiled separately. Other platforms keep barriers.
 
-What an attention kernel leaves for its own backward pass is always kept (`ops.attention.KEPT`): an output and a float32 for each
-query and head. Otherwise the kernel would run twice, for the memory of one more activation of each layer.
+The residuals of an attention kernel's own backward pass are always kept (`ops.attention.KEPT`): the output, and a float32 for each
+query and head. This takes the memory of one more activation per layer. Otherwise the kernel would run twice.
 """
 
 from collections.abc import Callable, Iterable
@@ -24,12 +24,12 @@ from argosy.models.settings import Kept
 from argosy.ops.attention import KEPT, KEPT_PRIMITIVES
 from argosy.parallel.scope import platform
 
-# How a layer recomputes; with names behind it, what carries them is kept too: ("full", "attention").
+# What a layer recomputes. A tuple adds checkpoint names whose values are kept as well: ("full", "attention").
 Remat = Literal["none", "dots", "full"] | tuple[str, ...]
 NAMES: tuple[str, ...] = get_args(Kept)
-# The input of a layer, where it is marked.
+# The checkpoint name of layers' inputs, where these are marked.
 INPUT = "layer_input"
-# What a weight goes through on its way from an array of several layers, or from the host's memory, into a product.
+# The operations that take a layer's weight from an array of several layers, or from the host's memory, to its product.
 PICKING = frozenset(
     (
         "device_put", "dynamic_slice", "slice", "squeeze", "reshape", "transpose", "broadcast_in_dim", "convert_element_type",
@@ -39,11 +39,12 @@ PICKING = frozenset(
 
 
 def rematerialize(function: Callable[..., Any], remat: Remat, unrolled: bool = False) -> Callable[..., Any]:
-    """A layer whose backward pass recomputes.
+    """Wraps a layer so that its backward pass recomputes what `remat` does not keep.
 
     Args:
-        remat: none keeps everything the backward pass needs; dots keeps the products with weights, including those of experts;
-            full keeps only the input. Both keep what attention kernels leave, and what carries the names behind them.
+        remat: "none" keeps everything that the backward pass needs. "dots" keeps products with weights, including those of experts.
+            "full" keeps only the input. The latter two also keep the residuals of attention kernels, and the values of the names that
+            follow in a tuple.
         unrolled: whether the layer is in a program with other layers, not in a loop's body.
     """
     if remat == "none":
@@ -53,7 +54,7 @@ def rematerialize(function: Callable[..., Any], remat: Remat, unrolled: bool = F
 
 
 def _policy(remat: Remat, *more: str) -> Callable[..., bool]:
-    """The policy of `dots` or `full`, with more names."""
+    """Returns the checkpoint policy of "dots" or "full", which also keeps the values of these names."""
     kind, *saved = (remat,) if isinstance(remat, str) else remat
     names = jax.checkpoint_policies.save_only_these_names(KEPT, *saved, *more, *([PRODUCT] if kind == "dots" else []))
 
@@ -64,18 +65,21 @@ def _policy(remat: Remat, *more: str) -> Callable[..., bool]:
 
 
 def on_picked_weights(function: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
-    """A part of a loop which picks its weights anew in each step, and whose layers mark their inputs as `INPUT`. The backward pass
-    picks them again, where it would keep those of every step; else it keeps what `rematerialize` layers keep."""
+    """Wraps a part of a loop's body that reads its weights from a stacked array in each iteration.
+
+    The backward pass reads the weights again, where it would otherwise keep a copy of those of every iteration. Apart from that, it
+    keeps what `rematerialize` keeps for this `remat`. The part's layers must mark their inputs as `INPUT`.
+    """
     if remat != "none":
         return jax.checkpoint(function, policy=_policy(remat, INPUT), prevent_cse=False)
     return jax.checkpoint(function, prevent_cse=False, policy=lambda primitive, *_, **__: primitive.name not in PICKING)
 
 
 def check_kept(model: nnx.Module, names: Iterable[str]) -> None:
-    """Checks that a layer of the model marks each name. What marks names lists them in its class, as `marks`.
+    """Checks that a layer of the model marks values with each of these checkpoint names. A module's `marks` are the names it uses.
 
     Raises:
-        BadInput: none does, so keeping it would change nothing.
+        BadInput: no layer uses a name, so keeping it would change nothing.
     """
     marked = {name for _, module in nnx.iter_modules(model) for name in getattr(module, "marks", ())}
     if missing := [name for name in names if name not in marked]:
@@ -84,7 +88,7 @@ def check_kept(model: nnx.Module, names: Iterable[str]) -> None:
 
 
 def _backward_in_branch(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, with its backward pass, including the recomputation, in a branch of a conditional."""
+    """Wraps a function so that its backward pass, with the recomputation, runs in a branch of a conditional."""
 
     def called(*args: Any) -> Any:
         leaves, tree = jax.tree.flatten(args)
@@ -127,6 +131,6 @@ def _backward_in_branch(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _always(x: Array) -> Array:
-    """True, but XLA cannot know: the last bit of a number is less than 2."""
+    """Returns true in a way that XLA cannot fold: the last bit of a number is less than 2."""
     bits = jax.lax.bitcast_convert_type(x[(0,) * x.ndim].astype(jnp.float32), jnp.uint32)
     return (bits & jnp.uint32(1)) < jnp.uint32(2)

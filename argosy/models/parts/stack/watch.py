@@ -1,10 +1,10 @@
-"""A strategy that tells what passes through the layers: their outputs, and the queries, keys and values of their attention.
+"""A strategy that records what passes through the layers: their outputs, and the queries, keys and values of their attention.
 
     model.hidden(tokens, Watched(Packed(segments), heads=True)) -> x, cache, aux
-    model.layers.layer_aux(aux) -> what each layer told, and the other aux outputs
+    model.layers.layer_aux(aux) -> the recorded values of each layer, and the other aux outputs
 
-Watched values are aux outputs of a layer, so they leave scanned and rematerialized layers as those do. Scanned layers keep the values
-of all layers in memory at once; of unrolled layers XLA keeps the values that are used.
+Recorded values are aux outputs, so they also leave scanned and rematerialized layers. Scanned layers hold the values of all layers in
+memory at once. For unrolled layers, XLA keeps only the values that are used.
 """
 
 from dataclasses import dataclass
@@ -18,18 +18,19 @@ from argosy.models.parts.attention.cache import Cache
 from argosy.models.parts.attention.recurrence import Recurrence
 from argosy.ops.attention import Score
 
-# What the names of these aux outputs begin with; OUTPUT: the residual stream after a layer.
+# The prefix of the names of these aux outputs. OUTPUT is the name of the residual stream after a layer.
 TOLD = "told."
 OUTPUT, QUERIES, KEYS, VALUES = (f"{TOLD}{name}" for name in ("output", "q", "k", "v"))
 
 
 @dataclass(frozen=True)
 class WatchedAttend:
-    """The strategy `of`, watched.
+    """An attention strategy whose layers record values.
 
-    outputs: layers tell the residual stream after them, [B T D].
-    heads: layers with attention tell its queries [B T N H], keys [B T K H] and values [B T K U], as it reads them: after norms and
-    rotary positions, and expanded where something else is cached. For strategies whose keys are the tokens of the call (`Packed`).
+    of: the strategy that computes.
+    outputs: whether layers record the residual stream after them, [B T D].
+    heads: whether attention layers record queries [B T N H], keys [B T K H] and values [B T K U]. They are recorded as attention reads
+        them: after norms and RoPE, and in expanded form (`Read`). Only for strategies whose keys are the tokens of the call (`Packed`).
     """
 
     of: Attend
@@ -56,7 +57,7 @@ jax.tree_util.register_dataclass(WatchedAttend, ["of", "angles"], ["outputs", "h
 
 
 class Listening:
-    """A watched strategy in the call of one layer. `told`: what the layer tells; it belongs to the trace of that call."""
+    """A watched strategy during the call of one layer. `told` holds the values that the layer records, tracers of that call."""
 
     def __init__(self, of: WatchedAttend):
         self.of, self.told = of, dict[str, Array]()
