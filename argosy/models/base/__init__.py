@@ -1,1 +1,1 @@
-"""The config of every model, and of those that predict tokens: what it says of itself, and the table of its names on the Hub."""
+"""Base classes of model configs: for models of any kind, and for models that read tokens."""

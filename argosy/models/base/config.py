@@ -1,7 +1,7 @@
-"""`ModelConfig`: the settings that describe a model of any kind, and what is known of it from them alone.
+"""`ModelConfig`: the settings that describe a model of any kind, and what can be computed from the settings alone.
 
-A model is one file: its config counts parameters and FLOPs (the laws compare them with the built model), builds the module, and
-maps names on the Hub. Everything architectural is in the config; nothing branches on a model's name.
+A model family is one file. Its config counts parameters and FLOPs, builds the module, and maps tensor names on the Hub. Tests compare
+the counts with the built model. Everything architectural is in the config. Nothing branches on a model's name.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -21,114 +21,126 @@ class ModelConfig(Settings):
     """Settings of a model. It may predict tokens (`LanguageConfig`) or not: a tower, a denoiser, a ranker."""
 
     hub_types: ClassVar[tuple[str, ...]] = ()
-    # The `model_type`s of config.json that this config reads.
+    # The values of `model_type` in config.json that this config reads.
     hub_ignore: ClassVar[tuple[str, ...]] = ()
-    # Tensors that may be in Hub folders of these types and follow from the config: causal masks, position numbers.
+    # Patterns of tensors in Hub folders that are ignored because they follow from the config: causal masks, position numbers.
     hub_unsaid: ClassVar[frozenset[str]] = frozenset()
-    # Settings without a key in config.json: the tensors decide them (`fitted`).
+    # Settings without a key in config.json. Which tensors are in the folder decides them (`fitted`).
     hub_left_out: ClassVar[tuple[str, ...]] = ()
-    # Tensors that may be in such folders and that the model does not use: ignored, with a warning.
+    # Patterns of tensors in Hub folders that the model does not use. They are ignored, with a warning.
     hub_prefixes: ClassVar[tuple[str, ...]] = ()
-    # Prefixes that tensor names may have or lack, depending on the class that wrote the folder.
+    # Prefixes that tensor names have or lack, depending on the class that wrote the folder.
     hub_old_ends: ClassVar[Mapping[str, str]] = {}
-    # Old endings of tensor names, and the current ones.
+    # Old endings of tensor names, mapped to the current ones.
     hub_blocks: ClassVar[Mapping[str, str]] = {}
-    # For folders with MXFP4 blocks: how a weight is read from them, by how it is read plain.
+    # For folders with MXFP4 blocks: maps the reading of a plain weight to the reading of a weight in blocks (`KeyRow.reading`).
 
     causal: ClassVar[bool] = False
-    # Whether it predicts tokens.
+    # Whether the model predicts tokens.
     inputs: ClassVar[InputKind] = "tokens"
-    # What it reads: tokens; clicks, which are rows of numbers and categories; images and latents; or images beside texts.
+    # What the model reads: tokens; clicks, which are rows of numbers and categories; images and latents; or images and texts.
     adapted: ClassVar[str | None] = None
-    # Which contractions get adapters unless told otherwise, as a pattern of their paths. None: every matrix of `layers` except routers.
+    # A pattern of the paths of the contractions that get adapters by default. None: every matrix of `layers` except routers.
 
     preset: str | None = None
     """Name of the preset these settings came from."""
 
     @property
     def scored(self) -> int:
-        """How many scores a head gives in place of logits."""
+        """The number of scores that the head outputs instead of logits; 0 without such a head."""
         return 0
 
     @property
     def id_spaces(self) -> Any:
-        """How many ids there are of each kind that it looks up."""
+        """The number of ids that the model looks up, of each kind."""
         raise NotImplementedError
 
     def build(self, run: "parts.Execution | None" = None) -> Any:
-        """Builds the module; every weight is a description (`parts.weight`)."""
+        """Builds the module. Its weights are descriptions, without arrays (`parts.weight`).
+
+        Args:
+            run: the strategy that runs the layers. Default: `Unroll`.
+        """
         raise NotImplementedError
 
     @property
     def dims(self) -> dict[str, int]:
-        """The size of each letter of its equations (`core.dims`)."""
+        """The size of each letter in the model's equations (`core.dims`)."""
         raise NotImplementedError
 
     def hub_rows(self) -> tuple[list[KeyRow], dict[str, int]]:
-        """The table of names on the Hub, and the sizes its rows use."""
+        """Returns the rows that map tensor names on the Hub to weights, and the size of each axis in the rows."""
         raise NotImplementedError
 
     def parameters(self, active: bool = False) -> int:
-        """The number of parameters, or with `active` those used for one position. Counted from the table of names; nothing is
-        built."""
+        """Counts parameters, from `hub_rows`, without building the model.
+
+        Args:
+            active: whether to count only the parameters that are used for one position. This matters for mixtures of experts.
+        """
         share = self._share if active else lambda axes: 1
         return int(sum(t.size * t.layers * share(t.axes) for t in filled_tensors(*self.hub_rows())))
 
     def flops(self, tokens: int) -> int:
-        """FLOPs of one forward pass over a row of `tokens` positions: 2 for each multiply-add of every contraction. Attention counts
-        in full, without subtracting for causality or windows. A backward pass costs twice as much."""
-        # Embeddings are looked up, and a pooler sees one vector per sequence.
+        """Counts the FLOPs of one forward pass over a row of `tokens` positions: 2 for each multiply-add of every contraction.
+
+        Attention counts in full, without subtracting for causality or windows. A backward pass costs twice as much.
+        """
+        # Embeddings are only looked up, and a pooler reads one vector per sequence: neither counts.
         apart = LOOKED_UP | {"pooled"}
         tensors = (t for t in filled_tensors(*self.hub_rows()) if t.path.endswith(".w") and not apart & set(named_axes(t.axes)))
         return int(2 * tokens * sum(t.size * t.layers * self._share(t.axes) for t in tensors)) + self.mixing_flops(tokens)
 
     def training_flops(self, tokens: int) -> int:
-        """FLOPs of a forward and a backward pass over a row of `tokens` positions."""
+        """Counts the FLOPs of a forward and a backward pass over a row of `tokens` positions."""
         return 3 * self.flops(tokens) - 2 * self.choosing_flops(tokens)
 
     def mixing_flops(self, tokens: int) -> int:
-        """The part of `flops` that mixes positions without weights (attention scores and sums)."""
+        """Counts the part of `flops` that mixes positions without weights: attention scores and weighted sums."""
         raise NotImplementedError
 
     def choosing_flops(self, tokens: int) -> int:
-        """The part of `flops` that only selects experts or tokens: no gradient flows through it."""
+        """Counts the part of `flops` that only selects experts or tokens. It has no backward pass."""
         return 0
 
     def _share(self, axes: tuple[str, ...]) -> Any:
-        """The share of a weight with these axes that is used for one position."""
+        """Returns the share, 0..1, of a weight with these axes that is used for one position."""
         return 1
 
     def resolved(self) -> Any:
-        """The same model with all sizes set that would otherwise be derived from others."""
+        """Returns the same config with explicit values for all sizes that are derived from others by default."""
         return self
 
     @classmethod
     def examples(cls) -> dict[str, Any]:
-        """Small configs with odd sizes in which every option is used both ways; the laws run over them."""
+        """Returns small configs with odd sizes, by name, for tests. Together they use every option in both ways."""
         raise NotImplementedError
 
     def hub_scaled(self, rows: Sequence[KeyRow], names: Collection[str]) -> list[KeyRow]:
-        """The rows of the table of names for a Hub folder with these tensors. A weight that is stored quantized is read from its values
-        and its scales."""
+        """Returns the rows of `hub_rows` for a Hub folder with the tensors `names`. Rows of quantized weights then read values and
+        scales."""
         return scaled_rows(rows, names, self.hub_blocks)
 
     def fitted(self, names: Collection[str]) -> Any:
-        """The same model without parts that config.json declares but whose tensors are missing."""
+        """Returns the config without parts that config.json declares but whose tensors are not among `names`."""
         return self
 
     @classmethod
     def hub_text(cls, config: dict[str, Any]) -> dict[str, Any]:
-        """The part of a config.json about this model, if it also describes other models (a vision tower)."""
+        """Returns the part of config.json that describes this model, if it also describes others, such as a vision tower."""
         return config
 
     @classmethod
     def from_hub(cls, config: dict[str, Any]) -> Any:
-        """The settings from a Hub folder's config.json. Raises BadInput for keys that would change the results and are not
-        understood."""
+        """Reads the settings from a Hub folder's config.json.
+
+        Raises:
+            BadInput: a key that could change results is not supported.
+        """
         raise NotImplementedError
 
     def to_hub(self) -> dict[str, Any]:
-        """The config.json of this model, checked by `agreed`.
+        """Returns the config.json of this model, checked by `agreed`.
 
         Raises:
             Unsupported: no architecture on the Hub has this combination of options.
@@ -137,10 +149,10 @@ class ModelConfig(Settings):
         raise Unsupported(problem, hint='Argosy\'s own format keeps it: to=argosy, lm.save(..., format="argosy")')
 
     def agreed(self, hub_config: dict[str, Any]) -> dict[str, Any]:
-        """Returns the config.json if reading it gives this model again.
+        """Checks that reading this config.json gives this config again, and returns it.
 
         Raises:
-            Unsupported: it does not; names the settings that would be lost.
+            Unsupported: settings would be lost. The error names them.
         """
         hint = 'Argosy\'s own format keeps every setting: to=argosy, lm.save(..., format="argosy")'
         hub_config |= self.hub_head(hub_config)
@@ -156,28 +168,28 @@ class ModelConfig(Settings):
         return hub_config
 
     def hub_head(self, hub_config: Mapping[str, Any]) -> dict[str, Any]:
-        """The keys of config.json that describe another head than the usual one."""
+        """Returns the keys of config.json that describe a head of scores. Empty without such a head."""
         return {}
 
 
-# The end of the name of transformers' classes with a head of scores.
+# The suffix of the names of transformers' classes with a head of scores.
 SCORING = "ForSequenceClassification"
-# What scores mean, by the names of transformers.
+# The meanings of scores that transformers knows.
 PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
 
 
 def with_scores(config: Any, hub: Mapping[str, Any]) -> Any:
-    """The settings of a model whose config.json names a class with a head of scores; of any other, unchanged.
+    """Adds the settings of a head of scores to a config, if the config.json `hub` names a class with one.
 
     Raises:
-        BadInput: the family has no such head, or the names of its classes are not numbered from 0.
+        BadInput: the family has no such head, or its labels are not numbered from 0.
     """
     if not any(str(name).endswith(SCORING) for name in hub.get("architectures") or ()):
         return config
     if not getattr(type(config), "can_score", False):
         problem = f"a `{hub.get('model_type')}` with a head of scores ({SCORING}) is not built"
         raise BadInput(problem)
-    # transformers writes labels only if there are not two.
+    # transformers writes labels only if there are more or fewer than two.
     names = hub.get("id2label")
     names = names if isinstance(names, dict) and names else {"0": "LABEL_0", "1": "LABEL_1"}
     if set(map(str, names)) != {str(i) for i in range(len(names))}:
@@ -188,12 +200,12 @@ def with_scores(config: Any, hub: Mapping[str, Any]) -> Any:
 
 
 def numbered_labels(count: int) -> tuple[str, ...]:
-    """The names that transformers gives to classes without one."""
+    """Returns the labels that transformers gives to classes without names: LABEL_0, LABEL_1, ..."""
     return tuple(f"LABEL_{i}" for i in range(count))
 
 
 def _problem_type(hub: Mapping[str, Any], scores: int) -> str | None:
-    """What scores mean. A cross-encoder of sentence-transformers says so by its activation: Identity leaves a score as it is."""
+    """Reads the meaning of scores. A cross-encoder of sentence-transformers with the activation Identity is a regression."""
     problem_type = hub.get("problem_type")
     if problem_type is not None and problem_type not in PROBLEM_TYPES:
         raise BadInput(f"config.json: unknown `problem_type` {problem_type!r}", hint=f"one of {', '.join(PROBLEM_TYPES)}")
@@ -203,7 +215,7 @@ def _problem_type(hub: Mapping[str, Any], scores: int) -> str | None:
 
 
 def _differing(mine: Any, theirs: Any, at: str = "") -> Iterator[str]:
-    """The settings that differ, each with its value in `mine`."""
+    """Lists the settings in which `mine` and `theirs` differ, each with the value in `mine`."""
     if not (isinstance(mine, dict) and isinstance(theirs, dict)):
         yield from [f"{at} = {mine}"] if mine != theirs else []
         return
@@ -212,12 +224,12 @@ def _differing(mine: Any, theirs: Any, at: str = "") -> Iterator[str]:
 
 
 def _without_training(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings without those that config.json has no keys for: settings of training, and choices made when loading."""
+    """Removes the settings that config.json has no keys for: settings of training, and choices made when loading."""
     settings = dict(settings)
     if (scaling := (settings.get("rope") or {}).get("scaling")) and "table" in scaling:
         settings["rope"] = settings["rope"] | {"scaling": scaling | {"table": None}}
     moe = settings.get("moe")
     moe_keys = {k: v for k, v in moe.items() if k not in ("z_loss", "bias_rate", "capacity", "balance", "balance_over")} if moe else moe
-    # What a denoiser predicts is written in the settings of its scheduler.
+    # diffusers writes what a denoiser predicts in the scheduler's settings instead.
     elsewhere = {name: None for name in ("preset", "prediction") if name in settings}
     return settings | elsewhere | ({"moe": moe_keys} if moe else {})

@@ -1,4 +1,4 @@
-"""Models of text: the settings of language models, and of families with ordinary attention."""
+"""Configs of models that read tokens, and of families with ordinary multi-head attention."""
 
 import re
 from collections.abc import Mapping
@@ -23,14 +23,14 @@ class LanguageConfig(ModelConfig):
     can_score: ClassVar[bool] = True
     """Whether it may have a head of scores."""
     make: ClassVar[Any] = None
-    # Builds a block, as `make(kind)`; a function of the config and the kind.
+    # A method that builds a block: make(config, kind).
     causal: ClassVar[bool] = True
-    # A token attends to earlier tokens only. False: to its full sequence, and no token is predicted (encoders).
+    # Whether a token attends to earlier tokens only. False: it attends to its whole sequence, and no token is predicted (encoders).
 
     pooling: ClassVar[str] = "mean"
-    # How an encoder's vectors of tokens become one for a text, where its folder does not say.
+    # How an encoder's token vectors are pooled into one vector for a text, if the model's folder does not say.
     framing: ClassVar[tuple[str | None, str | None]] = ("cls_token", "sep_token")
-    # The special tokens that an encoder reads before and after a text, by the tokenizer's names for them.
+    # The special tokens before and after a text that an encoder reads, by the tokenizer's names for them.
 
     vocab: Annotated[int, Also("vocab_size")] = Field(gt=0)
     """Vocabulary size V: rows of the embedding."""
@@ -65,17 +65,17 @@ class LanguageConfig(ModelConfig):
 
     @property
     def recurrent(self) -> bool:
-        """Whether a layer carries a state from token to token."""
+        """Whether any layer is recurrent, that is, carries a state from token to token."""
         return False
 
     @property
     def embedding_width(self) -> int:
-        """Width of an encoder's vector for a text."""
+        """The width of an encoder's vector for a text."""
         return self.width
 
     @property
     def scored(self) -> int:
-        """How many scores the head gives for a token, in place of logits; 0 for a language model."""
+        """The number of scores that the head outputs for a token, instead of logits; 0 for a language model."""
         return self.scores
 
     @property
@@ -89,7 +89,7 @@ class LanguageConfig(ModelConfig):
 
     @property
     def activation_of_scores(self) -> Literal["none", "sigmoid", "softmax"]:
-        """What makes probabilities of scores; that of transformers' pipeline for text classification."""
+        """The function that maps scores to probabilities, the same as in transformers' pipeline for text classification."""
         if self.problem_type == "regression":
             return "none"
         return "sigmoid" if self.problem_type == "multi_label_classification" or self.scores == 1 else "softmax"
@@ -113,7 +113,7 @@ class LanguageConfig(ModelConfig):
 
     @model_validator(mode="after")
     def _experts_have_names(self) -> "LanguageConfig":
-        """Refuses parts of experts for which the family has no Hub rows: they would be built but not counted, read or written."""
+        """Refuses parts of experts that the family has no Hub rows for. They would be built, but not counted, read or written."""
         experts = self.experts
         strange = [
             part
@@ -126,30 +126,34 @@ class LanguageConfig(ModelConfig):
 
     @property
     def experts(self) -> Experts | None:
-        """The settings of its mixture of experts, None if it has none."""
+        """The settings of the mixture of experts. None if the model has none."""
         return getattr(self, "moe", None)
 
     def attend(self, segments: Any) -> "parts.Attend":
-        """The attention strategy for full sequences. segments: [B T] ints; segment 0 is padding."""
+        """Returns the attention strategy for whole sequences.
+
+        Args:
+            segments: the segment of each token, [B T] integers. 0 is padding.
+        """
         return parts.Packed(segments) if self.causal else parts.Bidirectional(segments)
 
     def flops(self, tokens: int) -> int:
-        """As in `ModelConfig`, with the head: one product for each token."""
-        # A head of scores is among the weights that are counted there.
+        """Counts FLOPs as in `ModelConfig`, and adds the head, which is applied to each token."""
+        # `ModelConfig.flops` already counts a head of scores.
         head = self.width * self.vocab if self.causal and not self.scored else 0
         return super().flops(tokens) + 2 * tokens * head
 
     def _share(self, axes: tuple[str, ...]) -> Fraction:
-        """The share of a weight with these axes used for one token. The weights of experts begin with the axis of experts; a router,
-        used for all tokens, ends in it."""
+        """Returns the share of a weight with these axes that is used for one token. The first axis of experts' weights is that of
+        experts. A router, which is used for all tokens, has it last."""
         routed = self.experts is not None and len(axes) > 1 and named_axes(axes)[0] == "experts"
         return Fraction(self.experts.active, self.experts.count) if self.experts and routed else Fraction(1)
 
     def for_context(self, tokens: int) -> Any:
-        """The same model, for sequences of at most `tokens` tokens.
+        """Returns the config with RoPE decided for sequences of at most `tokens` tokens.
 
         Raises:
-            BadInput: that is longer than its context.
+            BadInput: `tokens` exceeds the model's context.
         """
         if tokens > self.context:
             raise BadInput(f"context = {tokens}: the model was made for at most {self.context} tokens")
@@ -157,7 +161,7 @@ class LanguageConfig(ModelConfig):
         return self if rope is None else self.model_copy(update={"rope": rope.decided(tokens)})
 
     def hub_head(self, hub_config: Mapping[str, Any]) -> dict[str, Any]:
-        """The class and the labels of a head of scores."""
+        """Returns the keys of config.json for a head of scores: the class, the labels and the problem type. Empty without one."""
         if not self.scored:
             return {}
         (kind,) = hub_config["architectures"]
@@ -247,11 +251,11 @@ class DecoderConfig(LanguageConfig):
 
     @property
     def rope_of_local_layers(self) -> Rope:
-        """Rotary positions of local layers."""
+        """The rotary positions of layers with a window."""
         return self.rope
 
     def reaches(self) -> list[Reach]:
-        """The attention of each layer: window and rotary positions."""
+        """Returns the attention settings of each layer: window and rotary positions."""
         local, full = Reach(self.window, self.rotary(self.rope_of_local_layers)), Reach(None, self.rotary(self.rope))
         return [local if span == "L" else full for span in self.spans]
 
@@ -261,15 +265,15 @@ class DecoderConfig(LanguageConfig):
         return ["block"] * self.layers
 
     def plan(self) -> "list[parts.Layer]":
-        """The layers in order: the kind of each, and its attention."""
+        """Returns the layers in order, each with its kind and its attention settings."""
         return [parts.Layer(kind, reach) for kind, reach in zip(self.kinds, self.reaches(), strict=True)]
 
     def build(self, run: "parts.Execution | None" = None) -> "parts.Decoder":
-        """The module, with RMSNorm before the head. Layers differ by their kind, and in how far back they attend."""
+        """Builds a decoder with the layers of `plan`, and RMSNorm before the head."""
         return parts.Decoder(self, self.plan(), self.make, parts.RMSNorm(self.width, self.norm_eps), run)
 
     def rotary(self, rope: Rope) -> Rope:
-        """Rotary positions as this model applies them, for sequences of any length."""
+        """Returns rotary positions with the scaling decided for the model's own context."""
         return rope.decided(self.context)
 
     def mixing_flops(self, tokens: int) -> int:
@@ -309,5 +313,5 @@ class AbsoluteConfig(LanguageConfig):
 
 
 def shortest_pattern(spans: str) -> str:
-    """The shortest pattern whose repetition gives this one: LGLGL is LG."""
+    """Returns the shortest pattern whose repetition gives this one. For LGLGL this is LG."""
     return next(spans[:n] for n in range(1, len(spans) + 1) if (spans[:n] * len(spans))[: len(spans)] == spans)

@@ -1,1 +1,1 @@
-"""Blocks used by a single family. The family's file, which does not import jax, describes them and has their equations."""
+"""Modules that a single family uses. The family's file in `models` has the equations; that file does not import jax."""

@@ -1,7 +1,8 @@
 """The module of Wan's autoencoder (`models.autoencoders.autoencoder_kl_wan` has the equations).
 
-A video goes through in pieces: its first frame, then as many frames at a time as one latent frame stands for. What convolutions keep
-between pieces is a tuple of arrays, so that one loop of the compiled program goes over any number of pieces, in the memory of one.
+A video is processed in pieces: the first frame, then as many frames at a time as one latent frame stands for. The frames that
+convolutions keep between pieces are a tuple of arrays. One loop of the compiled program therefore processes any number of pieces, in
+the memory of one.
 """
 
 from collections.abc import Callable
@@ -19,66 +20,66 @@ from argosy.models.parts.net import grow
 from argosy.ops.attention import Score
 from argosy.ops.precision import sums_in
 
-# Frames that a convolution reads before its own.
+# The number of earlier frames that a convolution reads.
 BEFORE = 2
 
 
 class PastFrames:
-    """The frames that the convolutions of a network read last, in the order in which they are called.
+    """The last frames that each convolution of a network has read, in the order in which the convolutions are called.
 
     Args:
-        before: those of the piece before; None: this is the first piece.
+        before: the frames that were kept of the previous piece. None: this is the first piece.
     """
 
     def __init__(self, before: tuple[Array, ...] | None = None):
         self.is_first, self._before, self.after = before is None, list(before or ()), list[Array]()
 
     def joined(self, x: Float[Array, "B F H W C"], count: int = BEFORE) -> Float[Array, "B G H W C"]:
-        """x after the last `count` frames before it: zeros before the first piece."""
+        """Puts the last `count` frames of the previous piece in front of x, or zeros for the first piece. Keeps the last frames."""
         before = jnp.zeros((len(x), count, *x.shape[2:]), x.dtype) if self.is_first else self._before[len(self.after)]
         whole = jnp.concatenate([before, x], 1)
         self.keep(whole, count)
         return whole
 
     def keep(self, x: Float[Array, "B F H W C"], count: int) -> None:
-        """Keeps the last frames of x for the next piece."""
+        """Keeps the last `count` frames of x for the next piece."""
         self.after.append(x[:, -count:])
 
 
 class AutoencoderKLWan(nnx.Module):
-    """Videos, or images, to latents and back. `dtype` is the type of activations."""
+    """Encodes videos or images to latents, and decodes latents. The attribute `dtype` is the type of activations."""
 
     def __init__(self, config: Any):
         self.config, self.dtype = config, jnp.float32
         grow(self, config.sites(), groups=1, late=True)
 
     def encode(self, images: Float[Array, "B *F H W 3"]) -> Moments:
-        """The moments of latents. A video has a multiple of the frames of a latent frame, and one more."""
+        """Computes the mean and log-variance of the latents. A video must have n f + 1 frames, with f the frames of a latent frame."""
         of: Any = self
         x = of.quant_conv(self._in_pieces(self._encoded, _as_video(images).astype(self.dtype), self.config.frame_factor))
         mean, log_variance = jnp.split(_match_axes(x, images).astype(sums_in(x.dtype)), 2, -1)
         return Moments(mean, jnp.clip(log_variance, *LOG_VARIANCE))
 
     def decode(self, latents: Float[Array, "B *F h w C"]) -> Float[Array, "B *G H W 3"]:
-        """Videos or images in -1..1, or a little beyond; float32 at least."""
+        """Decodes latents to videos or images in about -1..1, without clipping; float32 at least."""
         of: Any = self
         x = self._in_pieces(self._decoded, of.post_quant_conv(_as_video(latents).astype(self.dtype)), 1)
         return _match_axes(x, latents).astype(sums_in(x.dtype))
 
     def to_latents(self, moments: Moments, noise: Float[Array, "B *F h w C"] | None = None) -> Float[Array, "B *F h w C"]:
-        """What denoisers read: the mean, or a sample with `noise`."""
+        """Returns the latents that denoisers read, normalized: the mean, or a sample if `noise` is given."""
         return self.config.to_latents(moments.mean if noise is None else moments.sample(noise))
 
     def from_latents(self, latents: Float[Array, "B *F h w C"]) -> Float[Array, "B *F h w C"]:
-        """What `decode` reads, from a denoiser's latents."""
+        """Undoes the normalization of `to_latents`: maps a denoiser's latents to those that `decode` reads."""
         return self.config.from_latents(latents)
 
     def __call__(self, images: Float[Array, "B *F H W 3"]) -> Float[Array, "B *F H W 3"]:
-        """The videos or images again, by way of the means of their latents."""
+        """Reconstructs videos or images from the means of their latents."""
         return self.decode(self.encode(images).mean)
 
     def _in_pieces(self, go: Callable[[Array, PastFrames], Array], x: Float[Array, "B F H W C"], size: int) -> Array:
-        """`go` over the first frame, then over `size` frames at a time."""
+        """Applies `go` to the first frame, then to `size` frames at a time."""
         if (x.shape[1] - 1) % size:
             raise ValueError(f"{x.shape[1]} frames: a multiple of {size}, and one more")
         past = PastFrames()
@@ -121,7 +122,7 @@ class AutoencoderKLWan(nnx.Module):
         return y + (of.conv_shortcut(x) if hasattr(of, "conv_shortcut") else x)
 
     def _slower(self, of: Any, x: Array, past: PastFrames) -> Array:
-        """Half the height and width, and half the frames where there is a convolution for that: the first one stays."""
+        """Halves height and width. Also halves the number of frames after the first, if the level has a convolution over time."""
         x = by_frame(of.resample[1], x)
         if not hasattr(of, "time_conv"):
             return x
@@ -131,10 +132,10 @@ class AutoencoderKLWan(nnx.Module):
         return of.time_conv(past.joined(x, 1), 2)
 
     def _upsampled(self, of: Any, x: Array, past: PastFrames) -> Array:
-        """Twice the height and width, and two frames for each where there is a convolution for that: the first one stays one."""
+        """Doubles height and width. Also doubles the number of frames after the first, if the level has a convolution over time."""
         if hasattr(of, "time_conv"):
             if past.is_first:
-                # The frames after the first do not read it here.
+                # The frames after the first do not read the first frame here, so zeros are kept.
                 past.keep(jnp.zeros_like(jnp.concatenate([x] * BEFORE, 1)), BEFORE)
             else:
                 y = of.time_conv(past.joined(x))
@@ -148,7 +149,7 @@ class AutoencoderKLWan(nnx.Module):
         return self._resnet(of.resnets[1], x, past)
 
     def _attention(self, of: Any, x: Float[Array, "B H W C"]) -> Float[Array, "B H W C"]:
-        """Attention of one head over the positions of a frame."""
+        """Computes attention with one head over the positions of each frame."""
         B, H, W, C = x.shape
         q, k, v = (a.reshape(B, H * W, 1, C) for a in jnp.split(of.to_qkv(of.norm(x)), 3, -1))
         attend = Bidirectional.whole_rows(B, H * W)
@@ -160,7 +161,7 @@ class AutoencoderKLWan(nnx.Module):
 
 
 def by_frame(of: Callable[[Array], Array], x: Float[Array, "B F H W C"]) -> Float[Array, "B F h w D"]:
-    """A function of images over each frame."""
+    """Applies a function of images to each frame of videos."""
     y = of(x.reshape(-1, *x.shape[2:]))
     return y.reshape(*x.shape[:2], *y.shape[1:])
 
@@ -170,5 +171,5 @@ def _as_video(x: Array) -> Array:
 
 
 def _match_axes(x: Array, reference: Array) -> Array:
-    """x as an image where one was given."""
+    """Removes the frame axis of x if `reference` has none, that is, if it is an image."""
     return x if reference.ndim == 5 else x[:, 0]

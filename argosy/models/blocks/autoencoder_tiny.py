@@ -14,35 +14,35 @@ from argosy.ops.precision import sums_in
 
 
 class AutoencoderTiny(nnx.Module):
-    """Images to latents and back. `dtype` is the type of activations."""
+    """Encodes images to latents, and decodes latents. The attribute `dtype` is the type of activations."""
 
     def __init__(self, config: Any):
         self.config, self.dtype = config, jnp.float32
         grow(self, config.sites(), groups=config.pool_groups, eps=1e-5)
 
     def encode(self, images: Float[Array, "B H W 3"]) -> Float[Array, "B h w C"]:
-        """Latents, from images in -1..1."""
+        """Encodes images in -1..1 to latents; float32 at least."""
         of: Any = self
         x = self._steps(of.encoder.layers, self.config.encoder_steps, (images.astype(self.dtype) + 1) / 2)
         return x.astype(sums_in(x.dtype))
 
     def decode(self, latents: Float[Array, "B h w C"]) -> Float[Array, "B H W 3"]:
-        """Images in -1..1, or a little beyond."""
+        """Decodes latents to images in about -1..1, without clipping; float32 at least."""
         of: Any = self
         most = self.config.magnitude
         x = self._steps(of.decoder.layers, self.config.decoder_steps, jnp.tanh(latents.astype(self.dtype) / most) * most)
         return 2 * x.astype(sums_in(x.dtype)) - 1
 
     def to_latents(self, encoded: Float[Array, "B h w C"], noise: Any = None) -> Float[Array, "B h w C"]:
-        """What denoisers read."""
+        """Normalizes the encoder's latents to those that denoisers read. `noise` is not read."""
         return self.config.to_latents(encoded)
 
     def from_latents(self, latents: Float[Array, "B h w C"]) -> Float[Array, "B h w C"]:
-        """What `decode` reads, from a denoiser's latents."""
+        """Undoes the normalization of `to_latents`: maps a denoiser's latents to those that `decode` reads."""
         return self.config.from_latents(latents)
 
     def __call__(self, images: Float[Array, "B H W 3"]) -> Float[Array, "B H W 3"]:
-        """The images again."""
+        """Reconstructs images from their latents."""
         return self.decode(self.encode(images))
 
     def _steps(self, layers: Any, steps: Sequence[Any], x: Array) -> Array:

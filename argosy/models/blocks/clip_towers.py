@@ -20,10 +20,11 @@ LEGEND = (("I", "patch"),)
 
 
 class ClipImageEncoder(nnx.Module):
-    """Images to one vector each.
+    """Maps each image to a vector.
 
     Args:
-        output: width of the vector O.
+        config: the settings of the vision tower.
+        output: the width O of the vector.
     """
 
     def __init__(self, config: Any, output: int, run: Execution | None):
@@ -38,7 +39,7 @@ class ClipImageEncoder(nnx.Module):
         self.pooler = Einsum("BD,DO->BO", d)
 
     def hidden(self, images: Float[Array, "B H W C"]) -> Float[Array, "B T D"]:
-        """A vector for each position after the last layer: of the whole image, then of its patches by rows."""
+        """Computes the last layer's vectors: first that of the whole image (the class token), then those of patches, row by row."""
         patches = self.patch(patchify(images.astype(self.dtype), self.config.patch))
         rows, count = patches.shape[0], patches.shape[1] + 1
         first = jnp.broadcast_to(self.first[...].astype(patches.dtype), (rows, 1, patches.shape[-1]))
@@ -48,12 +49,12 @@ class ClipImageEncoder(nnx.Module):
         return constrain(x, "B T D")
 
     def __call__(self, images: Float[Array, "B H W C"]) -> Float[Array, "B O"]:
-        """Vectors of images that are resized, cropped and normalized."""
+        """Computes vectors of images, which must already be resized, cropped and normalized."""
         return self.pooler(self.norm(self.hidden(images)[:, 0]))
 
 
 class ClipTowers(nnx.Module):
-    """Texts and images to vectors of one space."""
+    """Maps texts and images to vectors in one space."""
 
     def __init__(self, config: Any, run: Execution | None):
         self.config = config
@@ -71,15 +72,15 @@ class ClipTowers(nnx.Module):
         self.text.dtype = self.vision.dtype = dtype
 
     def texts(self, tokens: Int[Array, "B T"]) -> Float[Array, "B O"]:
-        """Vectors of texts, each with its end-of-text token; what follows that is not read."""
+        """Computes vectors of texts. Each text must contain the end-of-text token; tokens after it are not read."""
         return self.text.pooled(self.text.hidden(tokens, self.config.text.attend(jnp.ones_like(tokens)))[0], tokens)
 
     def images(self, images: Float[Array, "B H W C"]) -> Float[Array, "B O"]:
-        """Vectors of images that are resized, cropped and normalized."""
+        """Computes vectors of images, which must already be resized, cropped and normalized."""
         return self.vision(images)
 
     def __call__(self, images: Float[Array, "B H W C"], tokens: Int[Array, "b T"]) -> Float[Array, "B b"]:
-        """The score of each image with each text: exp(scale) times the cosine of their vectors."""
+        """Computes the score of each image with each text: exp(scale) times the cosine of their vectors."""
         vectors = (x.astype(jnp.float32) for x in (self.images(images), self.texts(tokens)))
         image, text = (x / jnp.linalg.norm(x, axis=-1, keepdims=True) for x in vectors)
         return jnp.exp(self.scale[...].astype(jnp.float32)) * (image @ text.T)

@@ -17,7 +17,7 @@ from argosy.models.settings import Reach
 
 
 class DeepSeekDecoder(Decoder):
-    """A `Decoder` that can also predict further tokens ahead."""
+    """A `Decoder` that can also predict tokens further ahead, with `config.mtp` modules."""
 
     def __init__(self, config: Any, block: Callable[[str], Block], norm: Callable[[], nnx.Module], run: Execution | None):
         reach = Reach(None, config.rope.decided(config.context))
@@ -28,12 +28,12 @@ class DeepSeekDecoder(Decoder):
     def ahead(
         self, depth: int, x: Float[Array, "B T D"], tokens: Int[Array, "B T"], attend: Attend, cache: Any = None
     ) -> tuple[Float[Array, "B T D"], Any, dict[str, Array]]:
-        """The input of the head for predicting the token `depth` + 1 positions ahead. Returns the same as `hidden`, with the aux
-        outputs of one layer.
+        """Computes the input of the head for predicting the token `depth` + 1 positions ahead. Returns the same as `hidden`, with the
+        aux outputs of one layer.
 
         Args:
-            depth: from 1 to `config.mtp`.
-            x: the input of the head for one token less: from `hidden`, or from `ahead` of the previous depth.
+            depth: the index of the module, from 1 to `config.mtp`.
+            x: the input of the head for predicting `depth` positions ahead: the result of `hidden`, or of `ahead` at depth - 1.
             tokens: for each position of x, the token `depth` positions ahead.
         """
         graph, weights = split(getattr(self.mtp, str(depth - 1)))

@@ -27,12 +27,12 @@ LEGEND = (
     ("I", "patch"), ("O", "patch_out"), ("W", "waves"), ("E", "embedder"), ("Y", "classes"), ("G", "modulation"), ("M", "modulated")
 )
 
-# Waves of time steps are so many times as long in models that read intervals: the shortest of 628 time steps.
+# Models that read intervals divide time steps by this factor before the sinusoid. The shortest wavelength is then 628 time steps.
 SLOWER = 100
 
 
 class Embedder(nnx.Module):
-    """Sines of the time step and a class to one vector."""
+    """Embeds a time step's sinusoid and a class label in one vector."""
 
     def __init__(self, config: Any):
         d = config.dims
@@ -43,7 +43,13 @@ class Embedder(nnx.Module):
         self.interval_down = Einsum("BE,ED->BD", d, bias=True, scale=0.02, legend=LEGEND) if config.intervals else None
 
     def __call__(self, waves: Float[Array, "B W"], labels: Any, interval: Any = None) -> Float[Array, "B D"]:
-        """interval: [B W] sines of the interval, where the model reads one."""
+        """Computes the vector.
+
+        Args:
+            waves: the sinusoid of the time step.
+            labels: [B] classes.
+            interval: [B W], the sinusoid of the interval. Only for models that read intervals.
+        """
         time = self.down(jax.nn.silu(self.up(waves)))
         if self.interval_up is not None and self.interval_down is not None:
             time = time + self.interval_down(jax.nn.silu(self.interval_up(interval)))
@@ -51,10 +57,10 @@ class Embedder(nnx.Module):
 
 
 class DiTBlock(nnx.Module):
-    """Attention, then the feed-forward layer, both shifted, scaled and gated.
+    """Attention, then the feed-forward layer, both with adaLN (shift, scale and gate).
 
     Args:
-        embeds: whether the layer has an embedder of its own, in place of the model's.
+        embeds: whether the layer has its own embedder instead of the model's.
     """
 
     def __init__(self, config: Any, embeds: bool):
@@ -79,13 +85,13 @@ class DiTBlock(nnx.Module):
 
 
 class DiT(LayeredDenoiser):
-    """Noisy images, time steps and classes to predictions."""
+    """Maps noisy images or latents, time steps and classes to predictions."""
 
     def __init__(self, config: Any, run: Execution | None):
         self.config, self.dtype, d = config, jnp.float32, config.dims
         self.patch = Einsum("BTI,ID->BTD", d, bias=True, legend=LEGEND)
         self.embedder = Embedder(config)
-        # The first layer reads the model's embedder, which the final layer reads too.
+        # The first layer and the final layer share the model's embedder.
         apart = ["apart"] * (config.layers - 1) if config.layer_embedders else ["block"] * (config.layers - 1)
         plan = [Layer(kind, Reach()) for kind in ("block", *apart)]
         self.layers = Stack(plan, lambda kind: DiTBlock(config, kind == "apart"), run=run)
@@ -98,7 +104,7 @@ class DiT(LayeredDenoiser):
         x = self.patch(patchify(latents.astype(self.dtype), config.patch))
         x = constrain(x + jnp.asarray(self.positions(height, width), x.dtype), "B T D")
         if config.intervals:
-            # The derivative along time is trained on, and that of waves of one radian in a thousandth of the way is mostly noise.
+            # Training uses the derivative with respect to time. Waves of one radian per time step would make that mostly noise.
             timestep = timestep / SLOWER
         waves = sinusoid(timestep, config.waves, shift=1.0).astype(self.dtype)
         interval = None
@@ -116,7 +122,7 @@ class DiT(LayeredDenoiser):
         return unpatchify(y, *step.size, self.config.patch)[..., : self.config.channels]
 
     def positions(self, height: int, width: int) -> np.ndarray:
-        """The table of positions, scaled to that of the trained size."""
+        """The fixed position embeddings for latents of this size. Positions are scaled to the range of `config.size`."""
         base = self.config.size // self.config.patch
         counts = [n // self.config.patch for n in (height, width)]
         rows, columns = (np.arange(n) * (base / n) for n in counts)

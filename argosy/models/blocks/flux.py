@@ -32,7 +32,7 @@ from argosy.parallel.scope import constrain
 
 
 class DoubleBlock(nnx.Module):
-    """A layer in which image and text have weights of their own. What flows is {image, text}."""
+    """A double-stream layer: image and text have separate weights and attend jointly. The streams are {image, text}."""
 
     def __init__(self, config: Any):
         self.image, self.text = (JointStream(config.dims, 6, norms=True) for _ in range(2))
@@ -55,7 +55,7 @@ class DoubleBlock(nnx.Module):
 
 
 class SingleBlock(nnx.Module):
-    """A layer over the tokens of text and image: attention and the feed-forward layer side by side."""
+    """A single-stream layer over text and image tokens. Attention and the feed-forward layer are parallel."""
 
     def __init__(self, config: Any):
         d = config.dims
@@ -76,7 +76,7 @@ class SingleBlock(nnx.Module):
 
 
 class FluxLayers(nnx.Module):
-    """What Flux and its ControlNets share: noisy latents, time steps and texts to tokens, and the layers over these."""
+    """The shared base of Flux and its ControlNets: embeds noisy latents, time steps and texts, and has the layers."""
 
     double_block: ClassVar[Any] = DoubleBlock
     single_block: ClassVar[Any] = SingleBlock
@@ -100,12 +100,18 @@ class FluxLayers(nnx.Module):
         return {"image": x, "text": text}, DenoiserStep(attend, condition, c, (height, width))
 
     def tokens(self, latents: Float[Array, "B H W C"], conditions: Conditions) -> tuple[Float[Array, "B T D"], Float[Array, "B S D"]]:
-        """The tokens of image and text."""
+        """Computes the tokens of image and text."""
         image = self.patch(patchify(latents.astype(self.dtype), self.config.patch))
         return image, self.text_embed(conditions.text.astype(self.dtype))
 
     def turns(self, rows: int, text: int, height: int, width: int) -> tuple[Array, Array]:
-        """Cosines and sines of the positions: 0 for all tokens of a text, row and column for patches."""
+        """Computes cosines and sines [rows T P] of the positions: row and column for patches, 0 for all text tokens.
+
+        Args:
+            rows: the batch size.
+            text: the number of text tokens.
+            height, width: the size of the latents.
+        """
         at = np.stack(np.meshgrid(np.arange(height // self.config.patch), np.arange(width // self.config.patch), indexing="ij"), -1)
         patches = np.pad(at.reshape(-1, 2), ((0, 0), (1, 0)))
         cos, sin = axial_turns(np.concatenate([np.zeros((text, 3)), patches]), self.config.axes)
@@ -113,7 +119,7 @@ class FluxLayers(nnx.Module):
 
 
 class Flux(FluxLayers, SingleStreamDenoiser):
-    """Noisy latents, time steps and texts to velocities."""
+    """Maps noisy latents, time steps and texts to velocities."""
 
     def __init__(self, config: Any, run: Execution | None):
         super().__init__(config, run)

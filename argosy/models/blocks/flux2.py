@@ -23,10 +23,11 @@ from argosy.parallel.scope import constrain
 
 
 class SharedCondition(NamedTuple):
-    """What every layer reads.
+    """The condition of every layer.
 
-    modulations: of image and text, [B 6 D] each, in the first layers; of both, [B 3 D], in the others.
-    turns: cosines and sines of the positions of text and image.
+    modulations: shift, scale and gate vectors by stream. For the first layers: of image and of text, [B 6 D] each. For the last
+        layers: of both together, [B 3 D].
+    turns: the cosines and sines of the positions of text, then image.
     """
 
     modulations: dict[str, Float[Array, "B G D"]]
@@ -34,7 +35,7 @@ class SharedCondition(NamedTuple):
 
 
 class StreamWeights(nnx.Module):
-    """The weights of image or of text in a layer."""
+    """The weights of one stream, image or text, in a layer."""
 
     def __init__(self, dims: dict[str, int]):
         self.attn = Projections(dims, norms=True, bias=False)
@@ -42,7 +43,7 @@ class StreamWeights(nnx.Module):
 
 
 class Flux2Block(nnx.Module):
-    """A layer in which image and text have weights of their own. What flows is {image, text}."""
+    """A double-stream layer: image and text have separate weights and attend jointly. The streams are {image, text}."""
 
     def __init__(self, config: Any):
         self.image, self.text = StreamWeights(config.dims), StreamWeights(config.dims)
@@ -65,7 +66,7 @@ class Flux2Block(nnx.Module):
 
 
 class Flux2SingleBlock(nnx.Module):
-    """A layer over the tokens of text and image: attention and the feed-forward layer side by side."""
+    """A single-stream layer over text and image tokens. Attention and the feed-forward layer are parallel."""
 
     def __init__(self, config: Any):
         d = config.dims
@@ -84,7 +85,7 @@ class Flux2SingleBlock(nnx.Module):
 
 
 class Flux2(SingleStreamDenoiser):
-    """Noisy latents, time steps and texts to velocities."""
+    """Maps noisy latents, time steps and texts to velocities."""
 
     def __init__(self, config: Any, run: Execution | None):
         self.config, self.dtype, d = config, jnp.float32, config.dims
@@ -122,7 +123,14 @@ class Flux2(SingleStreamDenoiser):
         return y.astype(sums_in(y.dtype)).reshape(-1, *step.size, self.config.channels)
 
     def turns(self, rows: int, text: int, height: int, width: int) -> tuple[Array, Array]:
-        """Cosines and sines of the positions: a word has its place on the last axis, a position of the image its row and column."""
+        """Computes cosines and sines [rows T P] of the positions. A text token has its index on the last axis, an image token its row
+        and column.
+
+        Args:
+            rows: the batch size.
+            text: the number of text tokens.
+            height, width: the size of the latents.
+        """
         at = np.stack(np.meshgrid(np.arange(height), np.arange(width), indexing="ij"), -1).reshape(-1, 2)
         words = np.pad(np.arange(text)[:, None], ((0, 0), (3, 0)))
         cos, sin = axial_turns(np.concatenate([words, np.pad(at, ((0, 0), (1, 1)))]), self.config.axes, self.config.rope_base)

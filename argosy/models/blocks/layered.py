@@ -1,8 +1,8 @@
-"""`LayeredDenoiser`: denoisers whose layers follow each other, in three parts.
+"""`LayeredDenoiser`: the base of denoisers that are a sequence of layers. A call has three steps.
 
     streams, step = begin(latents, timestep, conditions)        streams = layered(streams, step)        end(streams, step)
 
-Who runs the parts one by one may leave out layers, as step caching does (`infer.denoise.step_cache`).
+A caller that runs the three steps by itself can skip layers, as step caching does (`infer.denoise.step_cache`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,20 +21,20 @@ from argosy.models.parts.stack import Stack, Streams
 from argosy.models.parts.stack.layer_range import run_layers
 
 LayerPart = Literal["all", "first", "rest"]
-# From which layer to which each part goes.
+# The first layer of each part, and the layer after its last; None: the number of layers.
 SPANS: dict[str, tuple[int, int | None]] = {"all": (0, None), "first": (0, 1), "rest": (1, None)}
 
 
 class DenoiserStep(NamedTuple):
-    """What layers and output read at a time step.
+    """The inputs of the layers and of `end` at a time step, besides the streams.
 
-    attend: how tokens see each other.
-    condition: what layers get.
-    c: the vector of the time step.
-    size: height and width of the latents.
-    frames: of the latents of a video; None: they are those of an image.
-    residuals: what ControlNets add to tokens of the image after layers, by the name of the stack: [R B T D] of each ControlNet. None:
-        nothing.
+    attend: the attention strategy.
+    condition: the condition that every layer gets (`parts.stack`).
+    c: the embedding of the time step.
+    size: the height and width of the latents.
+    frames: the number of latent frames of a video. None: the latents are those of an image.
+    residuals: the residuals that ControlNets add to image tokens after layers, by the name of the stack, [R B T D] for each ControlNet.
+        None: there are no ControlNets.
     """
 
     attend: Attend
@@ -46,10 +46,10 @@ class DenoiserStep(NamedTuple):
 
 
 class LayeredDenoiser(nnx.Module):
-    """Noisy latents, time steps and conditions to predictions, by layers over tokens.
+    """Maps noisy latents, time steps and conditions to predictions, with layers over tokens.
 
-    config: of its family.
-    layers: over the streams of tokens.
+    config: the family's config.
+    layers: the layers over the token streams.
     """
 
     config: Any
@@ -58,26 +58,35 @@ class LayeredDenoiser(nnx.Module):
     def begin(
         self, latents: Float[Array, "B *F H W C"], timestep: Float[Array, "B"], conditions: Conditions
     ) -> tuple[Any, DenoiserStep]:
-        """The input of the first layer (an array, or {image, text}), and what every layer reads besides."""
+        """Computes the input of the first layer, one array or {image, text}. Also returns the other inputs of the layers."""
         raise NotImplementedError
 
     def layered(self, streams: Any, step: DenoiserStep, part: LayerPart = "all") -> Any:
-        """The streams after the layers, after the first one, or from there after the rest."""
+        """Runs a part of the layers: all, only the first, or all others. Returns the streams."""
         return self.run_with_residuals("layers", streams, step, *SPANS[part])
 
     def run_with_residuals(self, name: str, streams: Streams, step: DenoiserStep, start: int = 0, stop: int | None = None) -> Streams:
-        """Layers of one stack, after each of which what ControlNets give for it is added."""
+        """Runs the layers `start` to `stop` of a stack. Adds the residuals of ControlNets after each layer.
+
+        Args:
+            name: the attribute that holds the stack.
+        """
         stack, residuals = getattr(self, name), (step.residuals or {}).get(name, ())
         places = [self.residual_places(len(stack.plan), len(values)) for values in residuals]
         after = partial(_with_residuals, list(zip(residuals, places))) if places else None
         return run_layers(stack, streams, step.attend, step.condition, start, stop, after)
 
     def residual_places(self, layers: int, residuals: int) -> Sequence[int | None]:
-        """For each layer of a stack, which of so many residuals of a ControlNet is added after it; None: none is."""
+        """Returns, for each layer of a stack, the index of the ControlNet residual that is added after the layer. None: none is added.
+
+        Args:
+            layers: the number of layers of the stack.
+            residuals: the number of residuals that the ControlNet computes for the stack.
+        """
         raise NotImplementedError
 
     def end(self, streams: Any, step: DenoiserStep) -> Float[Array, "B *F H W C"]:
-        """The prediction, of what the last layer gave."""
+        """Computes the prediction from the output of the last layer."""
         raise NotImplementedError
 
     def __call__(
@@ -88,9 +97,9 @@ class LayeredDenoiser(nnx.Module):
 
 
 class SingleStreamDenoiser(LayeredDenoiser):
-    """A denoiser whose first layers have weights for the image and for the text, and whose last ones read both as one stream.
+    """A denoiser whose first layers have separate weights for image and text, and whose last layers read both as one stream.
 
-    single_layers: the last ones.
+    single_layers: the last layers.
     """
 
     single_layers: Stack
@@ -105,11 +114,11 @@ class SingleStreamDenoiser(LayeredDenoiser):
 
 
 def _with_residuals(residuals: Sequence[tuple[Array, Sequence[int | None]]], streams: Streams, layer: Any) -> Streams:
-    """Streams with the residuals of a layer added to the tokens of the image, which are the last ones where text comes before them.
+    """Adds ControlNets' residuals for a layer to the image tokens of the streams. In a single stream, image tokens come after the text.
 
     Args:
-        residuals: [R B T D], and for each layer the place of its own.
-        layer: its number, which a scan traces.
+        residuals: for each ControlNet, the residuals [R B T D], and for each layer the index of its residual.
+        layer: the index of the layer. It is traced in a scan.
     """
     is_apart = isinstance(streams, dict)
     x = streams["image"] if is_apart else streams
@@ -120,6 +129,6 @@ def _with_residuals(residuals: Sequence[tuple[Array, Sequence[int | None]]], str
             at = jnp.asarray(np.array([-1 if place is None else place for place in places]))[layer]
             added = jnp.where(at < 0, 0, dynamic_index_in_dim(values, jnp.maximum(at, 0), keepdims=False))
         if added is not None:
-            # No scatter, for whose window a mesh that splits tokens would gather them.
+            # Pads instead of scattering. For a scatter, a mesh that splits tokens would gather them.
             x = x + jnp.pad(added.astype(x.dtype), ((0, 0), (x.shape[1] - added.shape[1], 0), (0, 0)))
     return streams | {"image": x} if is_apart else x

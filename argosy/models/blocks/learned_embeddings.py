@@ -9,13 +9,13 @@ from jaxtyping import Array, Float, Int
 from argosy.models.parts.inputs import Inputs, Overlay
 from argosy.models.parts.weight import Draw, Meaning, weight
 
-# The deviation of CLIP's own rows. Training begins with the row of a word instead.
+# The standard deviation of CLIP's own embedding. Training replaces this initialization by the embedding of a word.
 SCALE = 0.02
 LEGEND = (("J", "learned_tokens"),)
 
 
 class LearnedEmbeddings(nnx.Module):
-    """Prompts with a learned token to what a text encoder reads."""
+    """Maps prompts that contain a learned token to the inputs of text encoders (textual inversion)."""
 
     def __init__(self, config: Any):
         self.config, self.dtype = config, jnp.float32
@@ -23,14 +23,15 @@ class LearnedEmbeddings(nnx.Module):
             setattr(self, name, weight((config.vectors, width), Meaning("JD", legend=LEGEND), Draw("normal", SCALE)))
 
     def rows(self, encoder: str) -> Float[Array, "J D"]:
-        """The rows of the token for a text encoder."""
+        """Returns the J learned embeddings of the token for a text encoder, given by its name."""
         return getattr(self, encoder)[...]
 
     def inputs(self, encoder: str, ids: Int[Array, "B T"], vocab: int) -> Inputs:
-        """What a text encoder reads.
+        """Returns the inputs of a text encoder, with learned embeddings in place of the learned token.
 
         Args:
-            ids: of prompts; row i of the token is vocab + i, where `vocab` is the encoder's own.
+            ids: the token ids of prompts. Id `vocab` + i stands for the i-th learned embedding.
+            vocab: the size of the encoder's own vocabulary.
         """
         place = jnp.maximum(ids - vocab, 0)
         return Inputs(ids, Overlay(jnp.take(self.rows(encoder), place, axis=0), ids >= vocab))

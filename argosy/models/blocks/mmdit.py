@@ -1,6 +1,6 @@
 """Parts of denoisers with joint attention of image and text (`models.diffusion.mmdit`).
 
-Positions are turned in interleaved pairs by cosines and sines [B T pairs] that the model hands to its layers.
+RoPE rotates interleaved pairs of features by cosines and sines [B T pairs], which the model passes to its layers.
 """
 
 from collections.abc import Callable
@@ -26,15 +26,15 @@ LEGEND = (
     ("I", "patch"), ("W", "waves"), ("E", "embedder"), ("G", "modulation"), ("M", "modulated"), ("S", "text"), ("O", "pooled"),
     ("Q", "time_vector"), ("U", "classes"), ("R", "residual"),
 )
-# The letter of the axis that embedders read, by the name of their condition.
+# The letter of the input axis of each embedder, by the name of the condition.
 READS = {"time": "W", "guidance": "W", "pooled": "O"}
 
 
 class JointCondition(NamedTuple):
-    """What every layer reads.
+    """The condition of every layer.
 
-    c: the vector of time step and text.
-    turns: cosines and sines of the positions of text and image; None: there are none.
+    c: the embedding of the time step and the pooled text.
+    turns: the cosines and sines of the positions of text, then image. None: the model has no rotary positions.
     """
 
     c: Float[Array, "B D"]
@@ -42,11 +42,11 @@ class JointCondition(NamedTuple):
 
 
 class MLPEmbedder(nnx.Module):
-    """down(silu(up(x))): sines of a number, or a vector, to the width of the model.
+    """The two-layer embedder down(silu(up(x))) of a sinusoid or a pooled text.
 
     Args:
-        letter: the axis that it reads.
-        out: the axis that it gives.
+        letter: the letter of the input axis.
+        out: the letter of the output axis.
     """
 
     def __init__(self, dims: dict[str, int], letter: str, out: str = "D", *, bias: bool = True):
@@ -58,7 +58,7 @@ class MLPEmbedder(nnx.Module):
 
 
 class VectorEmbedder(nnx.Module):
-    """Time step, pooled text and, where the model reads it, the scale of guidance to one vector."""
+    """Embeds the time step, the pooled text and, if `guided`, the guidance scale in one vector."""
 
     def __init__(self, config: Any, guided: bool):
         self.waves = config.waves
@@ -71,17 +71,17 @@ class VectorEmbedder(nnx.Module):
             return c
         if guidance is None:
             raise ValueError("this model reads the scale of guidance")
-        # As the time step, it is counted in thousandths.
+        # Like the time step, the guidance scale is multiplied by 1000.
         return c + self.guidance(sinusoid(1000 * guidance, self.waves).astype(dtype))
 
 
 class JointStream(nnx.Module):
-    """The weights of image or of text in a layer.
+    """The weights of one stream, image or text, in a layer.
 
     Args:
-        parts: of the modulation: six for two sublayers, nine with a second attention; two for a stream that ends here.
+        parts: the number of modulation vectors: 6 for two sublayers, 9 with a second attention, 2 for a stream that ends in this layer.
         norms: whether queries and keys are normalized.
-        mlp: whether there is a feed-forward layer and an output of attention.
+        mlp: whether the stream has a feed-forward layer and an output projection of attention.
     """
 
     def __init__(self, dims: dict[str, int], parts: int, *, norms: bool, mlp: bool = True):
@@ -90,12 +90,18 @@ class JointStream(nnx.Module):
         self.mlp = MLP(dims, "gelu_tanh") if mlp else None
 
     def modulated(self, c: Float[Array, "B D"]) -> list[Float[Array, "B D"]]:
-        """The parts of the modulation."""
+        """Computes the modulation vectors (shifts, scales and gates) from the condition."""
         return list(jnp.unstack(self.modulation(jax.nn.silu(c)), axis=1))
 
 
 class Projections(nnx.Module):
-    """Queries, keys and values of a stream, and the output of attention."""
+    """The projections of a stream to queries, keys and values, and the output projection of attention.
+
+    Args:
+        norms: whether queries and keys are normalized.
+        out: whether there is an output projection.
+        eps: the epsilon of the norms.
+    """
 
     def __init__(self, dims: dict[str, int], *, norms: bool, out: bool = True, bias: bool = True, eps: float = 1e-6):
         self.q = Einsum("BTD,DNH->BTNH", dims, bias=bias)
@@ -115,7 +121,12 @@ class Projections(nnx.Module):
 def joint_attention(
     streams: list[tuple[Array, Array, Array]], attend: Attend, turns: tuple[Array, Array] | None = None
 ) -> Float[Array, "B T N H"]:
-    """Attention over the tokens of all streams, one after the other."""
+    """Computes attention over the concatenated tokens of all streams.
+
+    Args:
+        streams: the queries, keys and values of each stream.
+        turns: the cosines and sines of the positions. None: no rotary positions.
+    """
     q, k, v = (jnp.concatenate([stream[i] for stream in streams], 1) for i in range(3))
     if turns is not None:
         q, k = turn_features(q, turns), turn_features(k, turns)
@@ -123,16 +134,17 @@ def joint_attention(
 
 
 def turn_features(x: Float[Array, "B T N H"], turns: tuple[Array, Array]) -> Float[Array, "B T N H"]:
-    """Turns each pair of neighboring features by its angle."""
+    """Applies RoPE: rotates each pair of neighboring features by its angle."""
     cos, sin = (t[:, :, None].astype(sums_in(x.dtype)) for t in turns)
     return turn_neighbors(x, cos, sin).astype(x.dtype)
 
 
 def axial_turns(positions: np.ndarray, axes: tuple[int, ...], base: float = 1e4) -> tuple[np.ndarray, np.ndarray]:
-    """Cosines and sines [T pairs] of positions [T axes], each axis with frequencies of its own, from float64.
+    """Computes cosines and sines [T pairs] of positions [T axes]. They are computed in float64 and returned in float32.
 
     Args:
-        axes: features of a head that turn by each axis.
+        axes: the number of features of a head that each axis rotates.
+        base: the rope base of every axis.
     """
     angles = [positions[:, i, None] * base ** -(np.arange(0, n, 2) / n) for i, n in enumerate(axes)]
     angle = np.concatenate(angles, 1)
@@ -140,7 +152,7 @@ def axial_turns(positions: np.ndarray, axes: tuple[int, ...], base: float = 1e4)
 
 
 class FinalLayer(nnx.Module):
-    """The last norm, shifted and scaled by the condition, and the projection to patches."""
+    """The final adaLN norm, shifted and scaled by the condition, and the projection to patches."""
 
     def __init__(self, dims: dict[str, int], *, bias: bool = True):
         self.shift = Einsum("BD,DM->BM", dims, bias=bias, scale=0.0, legend=LEGEND)

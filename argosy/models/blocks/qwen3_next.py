@@ -49,11 +49,11 @@ class DeltaNet(nnx.Module):
     """A gated delta net (arXiv:2412.06464).
 
     Args:
-        heads: its sizes.
-        width: of the residual stream.
-        layers: the number of layers; the output projection starts smaller with more of them, so that the residual stream keeps
-            its variance.
-        eps: of the norm on the output of the state.
+        heads: the sizes of the delta net (`DeltaHeads`).
+        width: the width D of the residual stream.
+        layers: the number of layers of the model. The more layers, the smaller the output projection is initialized, so that the
+            residual stream keeps its variance.
+        eps: the epsilon of the norm of the delta rule's output.
     """
 
     called = "delta net"
@@ -91,7 +91,7 @@ class DeltaNet(nnx.Module):
         return checkpoint_name(self.o(y.astype(x.dtype)), "attention_out"), cache
 
     def recurrence(self, each: Any, inputs: tuple[Array, ...], carry: Carry) -> tuple[Float[Array, "B T K G U"], Cache]:
-        """Short convolutions, then the delta rule, over rows."""
+        """Applies the short convolutions, then the delta rule. Returns the output and the new states (`parts.attention.recurrence`)."""
         q, k, v, decay, write = inputs
         states, new = carry.state, {}
         if states is None:
@@ -108,11 +108,11 @@ class DeltaNet(nnx.Module):
 
 
 def _taps(letters: str, dims: dict[str, int]) -> Any:
-    """The weights of a short convolution."""
+    """Describes the weight of a short convolution."""
     return weight(tuple(dims[a] for a in letters), Meaning(letters, legend=LEGEND), Draw("normal", dims["W"] ** -0.5))
 
 
 def unit(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """x scaled to length 1, in at least float32; zero stays zero."""
+    """Scales x to length 1 along the last axis, in at least float32. Zero stays zero."""
     x = wide(x)
     return x * jax.lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) + 1e-6)

@@ -12,7 +12,7 @@ from argosy.models.parts.einsum import Einsum
 
 
 class Ranker(nnx.Module):
-    """Numbers and categories to a logit."""
+    """Maps numbers and categories to a logit."""
 
     def __init__(self, config: Any):
         self.config, self.dtype = config, jnp.float32

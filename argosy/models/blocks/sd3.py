@@ -30,10 +30,10 @@ from argosy.parallel.scope import constrain
 
 
 class SD3Block(nnx.Module):
-    """A layer. What flows is {image, text}; after the last one, text is what came in.
+    """A layer over the streams {image, text}. The last layer returns the text unchanged.
 
     Args:
-        kind: block, dual (a second attention of the image), last (no text afterwards), dual_last.
+        kind: block, dual (with a second attention over the image only), last (does not compute the text stream), or dual_last.
     """
 
     def __init__(self, config: Any, kind: str):
@@ -48,7 +48,7 @@ class SD3Block(nnx.Module):
     def __call__(self, x: dict[str, Array], each: Reach, cache: Any, attend: Attend, condition: JointCondition) -> Any:
         image, text = x["image"], x["text"]
         m, t = self.image.modulated(condition.c), self.text.modulated(condition.c)
-        # diffusers gives the last text norm its scale first.
+        # In diffusers, the modulation of the last text norm has the scale before the shift.
         text_shift, text_scale = (t[1], t[0]) if self.is_last else (t[0], t[1])
         read = [self.text.attn(modulate(text, text_shift, text_scale)), self.image.attn(modulate(image, m[0], m[1]))]
         y = joint_attention(read, attend)
@@ -65,10 +65,11 @@ class SD3Block(nnx.Module):
 
 
 class SD3Layers(nnx.Module):
-    """What Stable Diffusion 3 and its ControlNets share: noisy latents and texts to the input of the layers.
+    """The shared base of Stable Diffusion 3 and its ControlNets: computes the input of the layers.
 
-    patch, positions: latents to tokens.
-    vector: time step and pooled text to one vector.
+    patch: projects patches of latents to tokens.
+    positions: the position embedding of patches.
+    vector: embeds the time step and the pooled text in one vector.
     """
 
     config: Any
@@ -78,7 +79,7 @@ class SD3Layers(nnx.Module):
     vector: VectorEmbedder
 
     def tokens(self, latents: Float[Array, "B H W C"]) -> Float[Array, "B T D"]:
-        """The tokens of an image, with their positions."""
+        """Computes the image tokens from latents, with position embeddings added."""
         patch, (height, width) = self.config.patch, latents.shape[1:3]
         x = self.patch(patchify(latents.astype(self.dtype), patch))
         places = jnp.asarray(self.places(height // patch, width // patch))
@@ -87,14 +88,18 @@ class SD3Layers(nnx.Module):
     def embed_conditions(
         self, streams: dict[str, Float[Array, "B _ D"]], timestep: Float[Array, "B"], pooled: Float[Array, "B O"], size: Any
     ) -> tuple[dict[str, Array], DenoiserStep]:
-        """The streams, and what every layer reads besides. size: height and width of the latents."""
+        """Returns the streams, and the other inputs of the layers.
+
+        Args:
+            size: the height and width of the latents.
+        """
         c = self.vector(timestep, pooled, None, self.dtype)
         tokens = sum(stream.shape[1] for stream in streams.values())
         attend = Bidirectional.whole_rows(streams["image"].shape[0], tokens)
         return streams, DenoiserStep(attend, JointCondition(c), c, size)
 
     def places(self, rows: int, columns: int) -> np.ndarray:
-        """The rows of the table of positions for an image of so many patches: those in its middle."""
+        """Returns the rows of the position embedding for an image of rows x columns patches: the middle of the embedding's grid."""
         grid = self.config.grid
         if max(rows, columns) > grid:
             raise ValueError(f"{rows} x {columns} patches; the table of positions has {grid} x {grid}")
@@ -103,7 +108,7 @@ class SD3Layers(nnx.Module):
 
 
 class SD3(SD3Layers, LayeredDenoiser):
-    """Noisy latents, time steps and texts to velocities."""
+    """Maps noisy latents, time steps and texts to velocities."""
 
     def __init__(self, config: Any, run: Execution | None):
         self.config, self.dtype, d = config, jnp.float32, config.dims
@@ -124,5 +129,5 @@ class SD3(SD3Layers, LayeredDenoiser):
         return unpatchify(y.astype(sums_in(y.dtype)), *step.size, self.config.patch)
 
     def residual_places(self, layers: int, residuals: int) -> list[int | None]:
-        # The last layer gets none. The division is diffusers', in floats.
+        # The last layer gets no residual. The division is in floats, as in diffusers.
         return [*(int(i / (layers / residuals)) for i in range(layers - 1)), None]

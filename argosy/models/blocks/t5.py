@@ -20,8 +20,14 @@ from argosy.parallel.scope import constrain
 
 
 def nearby_buckets(buckets: int, most: int) -> np.ndarray:
-    """The bucket of each distance 0 .. `most` on one side; longer ones share the last. Half are exact distances, the others grow
-    logarithmically. In float32, as the reference computes them: a distance on a border may else fall into the other bucket."""
+    """Returns the bucket of each distance 0 .. `most` in one direction. Longer distances have the last bucket.
+
+    Half of the buckets are for exact distances. The others grow logarithmically. They are computed in float32, as in the reference:
+    otherwise a distance on a border might fall into the other bucket.
+
+    Args:
+        buckets: the number of buckets for both directions together.
+    """
     half, exact = buckets // 2, buckets // 4
     far = np.arange(most + 1)
     grown = np.log(np.maximum(far, 1).astype(np.float32) / np.float32(exact)) / np.float32(np.log(most / exact))
@@ -30,21 +36,26 @@ def nearby_buckets(buckets: int, most: int) -> np.ndarray:
 
 
 def distance_buckets(tokens: Int[Array, " T"], buckets: int, most: int) -> Int[Array, "T T"]:
-    """The bucket of each pair of a query and a key at these places. The upper half is for keys after the query."""
+    """Returns the bucket of each pair of a query and a key. The upper half of the buckets is for keys after the query.
+
+    Args:
+        tokens: the positions of the tokens.
+        buckets, most: as in `nearby_buckets`.
+    """
     ahead = tokens[None, :] - tokens[:, None]
     near = jnp.asarray(nearby_buckets(buckets, most))[jnp.minimum(jnp.abs(ahead), most)]
     return near + (buckets // 2) * (ahead > 0).astype(jnp.int32)
 
 
 class T5Attention(nnx.Module):
-    """Attention with a bias for each distance, and without a scale."""
+    """Attention with a bias for each distance (T5's relative positions). Scores are not scaled."""
 
     marks = ("qkv", "attention", "attention_out")
 
     def __init__(self, config: Any):
         dims = config.dims
         N, H, layers = config.heads, config.head_size, config.layers
-        # Without a scale of scores, queries begin smaller by it.
+        # Scores are not scaled, so the weight of queries is initialized smaller by that factor.
         self.q = Einsum("BTD,DNH->BTNH", dims, scale=(config.width * H) ** -0.5)
         self.k = Einsum("BTD,DKH->BTKH", dims)
         self.v = Einsum("BTD,DKH->BTKH", dims)
@@ -57,7 +68,10 @@ class T5Attention(nnx.Module):
 
 
 class T5Block(nnx.Module):
-    """Attention, then the feed-forward layer, each on a norm of the stream. The condition is the shared table [B A N], in every row."""
+    """Attention, then the feed-forward layer, each with a norm before it.
+
+    The condition is the bias table [B A N] that all layers share (T5), repeated for each row. None: each layer has its own (UMT5).
+    """
 
     def __init__(self, config: Any):
         self.buckets, self.distance = config.buckets, config.distance
@@ -78,7 +92,7 @@ class T5Block(nnx.Module):
 
 
 class T5Encoder(nnx.Module):
-    """Tokens to one vector each."""
+    """Maps each token to a vector."""
 
     def __init__(self, config: Any, plan: Sequence[Layer], run: Execution | None):
         self.config, self.dtype = config, jnp.float32
@@ -88,11 +102,11 @@ class T5Encoder(nnx.Module):
         self.norm = RMSNorm(config.width, config.norm_eps)
 
     def embedded(self, tokens: Int[Array, "B T"], attend: Attend) -> Float[Array, "B T D"]:
-        """The input of the first layer."""
+        """Computes the input of the first layer."""
         return self.embed.take(tokens).astype(self.dtype)
 
     def hidden(self, tokens: Int[Array, "B T"], attend: Attend, cache: Any = None) -> tuple[Float[Array, "B T D"], Any, Aux]:
-        """A vector for each token, the unchanged cache, and the aux outputs of the layers."""
+        """Computes a vector for each token. Also returns the cache, unchanged, and the aux outputs of the layers."""
         x, shared = self.embedded(tokens, attend), None
         if self.bias is not None:
             table = self.bias.take(jnp.arange(self.config.buckets))
@@ -105,5 +119,6 @@ class T5Encoder(nnx.Module):
 
 
 def bias_table(config: Any) -> Einsum:
-    """The table of biases [A N], rows by bucket. Rows are looked up, so weight decay and matrix optimizers leave them alone."""
+    """Builds the table of biases [A N], with a row for each bucket. Rows are looked up, so weight decay and matrix optimizers leave the
+    table alone."""
     return Einsum("BA,AN->BN", config.dims, scale=config.width**-0.5)

@@ -16,7 +16,7 @@ from argosy.ops.precision import sums_in
 
 
 class UNetEncoder(nnx.Module):
-    """The way down of a UNet and its middle."""
+    """The down blocks and the middle block of a UNet."""
 
     def __init__(self, config: Any):
         self.config, self.dtype = config, jnp.float32
@@ -25,7 +25,13 @@ class UNetEncoder(nnx.Module):
     def encoded(
         self, x: Float[Array, "B H W C"], c: Float[Array, "B E"], text: Float[Array, "B S D"]
     ) -> tuple[list[Array], Float[Array, "B h w O"]]:
-        """What the way down leaves for the way up, and the middle's output, from the output of `conv_in`."""
+        """Runs the down blocks and the middle block. Returns the skips for the up blocks, and the output of the middle block.
+
+        Args:
+            x: the output of `conv_in`.
+            c: the embedding of the time step (`condition`).
+            text: the text states.
+        """
         of: Any = self
         skips = [x]
         for level in range(len(self.config.widths)):
@@ -41,10 +47,10 @@ class UNetEncoder(nnx.Module):
         return skips, resnet(of.mid_block.resnets[1], x, c)
 
     def condition(self, timestep: Float[Array, "B"], conditions: Conditions, height: int, width: int) -> Float[Array, "B E"]:
-        """The vector of the time step, in XL with that of the text and of the image's sizes.
+        """Computes the embedding of the time step. SDXL adds embeddings of the pooled text and of the image's sizes.
 
         Args:
-            height, width: of the image in pixels.
+            height, width: the size of the image in pixels.
         """
         of: Any = self
         c = _embedded(of.time_embedding, sinusoid(timestep, self.config.widths[0]).astype(self.dtype))
@@ -77,7 +83,7 @@ class UNetEncoder(nnx.Module):
 
 
 class UNet(UNetEncoder):
-    """Noisy latents, time steps and texts to predictions."""
+    """Maps noisy latents, time steps and texts to predictions."""
 
     def __call__(
         self,
@@ -86,9 +92,10 @@ class UNet(UNetEncoder):
         conditions: Conditions,
         residuals: Sequence[Array] | None = None,
     ) -> Float[Array, "B H W C"]:
-        """
+        """Computes the prediction, in float32 at least.
+
         Args:
-            residuals: of a ControlNet, added to what the way down leaves, and the last one to the middle's output.
+            residuals: the residuals of ControlNets. They are added to the skips, and the last one to the output of the middle block.
         """
         of: Any = self
         config, text = self.config, conditions.text.astype(self.dtype)

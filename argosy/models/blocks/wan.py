@@ -27,11 +27,11 @@ from argosy.parallel.scope import constrain
 
 
 class WanCondition(NamedTuple):
-    """What every layer reads.
+    """The condition of every layer.
 
-    modulation: of the time step; a layer adds its own table.
-    text: states of the text.
-    turns: cosines and sines of the positions.
+    modulation: the G modulation vectors of the time step. A layer adds its own learned table.
+    text: the text states.
+    turns: the cosines and sines of the positions.
     """
 
     modulation: Float[Array, "B G D"]
@@ -40,7 +40,7 @@ class WanCondition(NamedTuple):
 
 
 class WanProjections(nnx.Module):
-    """Queries, keys and values, normalized over all heads together, and the output of attention."""
+    """The projections to queries, keys and values, and the output projection. Queries and keys are normalized across all heads."""
 
     def __init__(self, config: Any):
         d, width = config.dims, (config.heads, config.head_size)
@@ -55,7 +55,7 @@ class WanProjections(nnx.Module):
 
 
 class WanBlock(nnx.Module):
-    """A layer: attention to the video, attention to the text, and the feed-forward layer."""
+    """A layer: self-attention over the video, cross-attention to the text, and the feed-forward layer."""
 
     def __init__(self, config: Any):
         self.eps = config.norm_eps
@@ -77,7 +77,7 @@ class WanBlock(nnx.Module):
 
 
 class Wan(LayeredDenoiser):
-    """Noisy latents of videos or images, time steps and texts to velocities."""
+    """Maps noisy latents of videos or images, time steps and texts to velocities."""
 
     def __init__(self, config: Any, run: Execution | None):
         self.config, self.dtype, d = config, jnp.float32, config.dims
@@ -112,7 +112,7 @@ class Wan(LayeredDenoiser):
         return unpatchify(y, height, width, config.patch).reshape(rows, *frames, height, width, config.channels)
 
     def turns(self, batch: int, frames: int, rows: int, columns: int) -> tuple[Array, Array]:
-        """Cosines and sines of the positions: each patch has its frame, row and column."""
+        """Computes cosines and sines [batch T P] of the positions: the frame, row and column of each patch."""
         at = np.stack(np.meshgrid(*map(np.arange, (frames, rows, columns)), indexing="ij"), -1).reshape(-1, 3)
         cos, sin = axial_turns(at, self.config.axes)
         return jnp.broadcast_to(cos, (batch, *cos.shape)), jnp.broadcast_to(sin, (batch, *sin.shape))

@@ -25,15 +25,15 @@ from argosy.models.settings import Reach
 from argosy.ops.precision import sums_in
 from argosy.parallel.scope import constrain
 
-# Added to the mean square of queries and keys.
+# The epsilon of the norms of queries and keys.
 HEAD_EPS = 1e-5
 
 
 class TimeCondition(NamedTuple):
-    """What every layer reads.
+    """The condition of every layer.
 
-    c: the vector of the time step.
-    turns: cosines and sines of the positions.
+    c: the embedding of the time step.
+    turns: the cosines and sines of the positions.
     """
 
     c: Float[Array, "B Q"]
@@ -41,10 +41,10 @@ class TimeCondition(NamedTuple):
 
 
 class ZImageBlock(nnx.Module):
-    """A layer, with norms before and after each of its parts.
+    """A layer with norms before and after attention and the feed-forward layer.
 
     Args:
-        modulated: whether the time step scales and gates it; not for texts.
+        modulated: whether the time step scales and gates the layer. Not so in layers over texts.
     """
 
     def __init__(self, config: Any, modulated: bool):
@@ -70,7 +70,7 @@ class ZImageBlock(nnx.Module):
 
 
 class ZImage(LayeredDenoiser):
-    """Noisy latents, time steps and texts to velocities."""
+    """Maps noisy latents, time steps and texts to velocities."""
 
     def __init__(self, config: Any, run: Execution | None):
         self.config, self.dtype, d = config, jnp.float32, config.dims
@@ -91,7 +91,7 @@ class ZImage(LayeredDenoiser):
 
     def begin(self, latents: Float[Array, "B H W C"], timestep: Float[Array, "B"], conditions: Conditions) -> tuple[Any, DenoiserStep]:
         config, (height, width), rows = self.config, latents.shape[1:3], latents.shape[0]
-        # It counts from noise (0) to images (1), and predicts image - noise.
+        # Z-Image counts time from noise (0) to images (1), and predicts image - noise.
         waves = sinusoid((1000 - timestep) * (config.time_scale / 1000), config.waves)
         c = self.time(waves.astype(self.dtype))
         x = constrain(self.patch(patchify(latents.astype(self.dtype), config.patch)), "B T D")
@@ -116,7 +116,7 @@ class ZImage(LayeredDenoiser):
         return -unpatchify(y.astype(sums_in(y.dtype)), height, width, patch)
 
     def texts(self, conditions: Conditions) -> tuple[Float[Array, "B T D"], Int[Array, "B"]]:
-        """The texts, filled up with the learned token after their words, and how many words each has."""
+        """Computes text tokens, padded with a learned token. Also returns the number of tokens of each text without padding."""
         states = conditions.text.astype(self.dtype)
         text = self.text_embed(self.text_norm(states))
         mask = conditions.text_mask
@@ -128,11 +128,13 @@ class ZImage(LayeredDenoiser):
     def turns(
         self, lengths: Int[Array, "B"], text: int, rows: int, columns: int
     ) -> tuple[Float[Array, "B T P"], Float[Array, "B T P"]]:
-        """Cosines and sines of the positions of image and text. Patches have the place after their text, so it differs between rows.
+        """Computes the cosines and sines of the positions of image and text. On the first axis, image tokens come right after their
+        text, so their positions differ between rows.
 
         Args:
-            lengths: of the texts, filled up.
-            text: tokens of the longest one.
+            lengths: the padded length of each text.
+            text: the padded length of the longest text.
+            rows, columns: the number of patches of the image.
         """
         config, patches = self.config, rows * columns
         grid = np.stack(np.meshgrid(np.arange(rows), np.arange(columns), indexing="ij"), -1).reshape(-1, 2)

@@ -1,1 +1,1 @@
-"""Models on the Hub: config.json and the names of tensors, a file a family."""
+"""Reads and writes models in the formats of the Hub: config.json and tensor names. Each family has a file."""

@@ -1,4 +1,4 @@
-"""Wan's autoencoder in diffusers' format: config.json. Names of tensors are those of the layers (`models.autoencoders`)."""
+"""The config.json of Wan's autoencoder in diffusers' format. Tensor names equal the paths of layers (`models.autoencoders`)."""
 
 from typing import Any, ClassVar
 
@@ -6,7 +6,7 @@ from argosy.core.errors import BadInput
 from argosy.models.hub.config import ConfigTable
 
 WAN_AUTOENCODER = "AutoencoderKLWan"
-# Statistics of the latents of Wan 2.1, as diffusers takes them where config.json has none.
+# Mean and standard deviation of Wan 2.1's latents, which diffusers uses if config.json has none.
 MEAN = (-0.7571, -0.7089, -0.9113, 0.1075, -0.1745, 0.9653, -0.1517, 1.5508, 0.4134, -0.0715, 0.5517, -0.3632, -0.1922, -0.9497, 0.2503,
         -0.2921)  # fmt: skip
 DEVIATION = (2.8184, 1.4541, 2.3275, 2.6558, 1.2196, 1.7708, 2.6052, 2.0743, 3.2687, 2.1526, 2.8652, 1.5579, 1.6382, 1.1253, 2.8251,
@@ -14,7 +14,7 @@ DEVIATION = (2.8184, 1.4541, 2.3275, 2.6558, 1.2196, 1.7708, 2.6052, 2.0743, 3.2
 
 
 class AutoencoderKLWanHub:
-    """Reads and writes folders of this family; a base class of its config."""
+    """A base class of the family's config that reads and writes folders in diffusers' format."""
 
     hub_types: ClassVar[tuple[str, ...]] = (WAN_AUTOENCODER,)
 
@@ -48,7 +48,7 @@ TABLE = ConfigTable(
         ("latents_std", "deviation"),
     ],
     defaults={"z_dim": 16, "latents_mean": MEAN, "latents_std": DEVIATION},
-    # Wan 2.2's has shortcuts around its levels, and packs pixels.
+    # Other values are for Wan 2.2's autoencoder, which has shortcuts around levels and packs pixels.
     fixed={"is_residual": (False,), "patch_size": (None, 1), "attn_scales": ([], ())},
     harmless=frozenset(["dropout", "out_channels", "scale_factor_spatial", "scale_factor_temporal"]),
 )

@@ -1,18 +1,18 @@
-"""Autoencoders in diffusers' format: config.json. Names of tensors are those of the layers (`models.autoencoders`)."""
+"""The config.json of autoencoders in diffusers' format. Tensor names equal the paths of layers (`models.autoencoders`)."""
 
 from typing import Any, ClassVar
 
 from argosy.core.errors import BadInput
 from argosy.models.hub.config import ConfigTable
 
-# The layout of the author's own files, which diffusers does not read.
+# The layout of tiny autoencoders' files as their author publishes them, which diffusers does not read.
 AUTHORS = "tiny_autoencoder"
-# The attention of folders written before 2023.
+# The names of attention layers in folders written before 2023, mapped to the current ones.
 OLD_ATTENTION = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
 
 
 class AutoencoderKLHub:
-    """Reads and writes folders of this family; a base class of its config."""
+    """A base class of the family's config that reads and writes folders in diffusers' format."""
 
     hub_types: ClassVar[tuple[str, ...]] = ("AutoencoderKL",)
     hub_old_ends: ClassVar[dict[str, str]] = {
@@ -38,10 +38,10 @@ class AutoencoderKLHub:
 
 
 class AutoencoderKLFlux2Hub:
-    """Reads and writes folders of Flux.2's autoencoder; a base class of its config."""
+    """A base class of the config of Flux.2's autoencoder that reads and writes folders in diffusers' format."""
 
     hub_types: ClassVar[tuple[str, ...]] = ("AutoencoderKLFlux2",)
-    # How many batches its statistics saw.
+    # The number of batches that batch norm's statistics were computed from.
     hub_ignore: ClassVar[tuple[str, ...]] = ("bn.num_batches_tracked",)
 
     @classmethod
@@ -68,7 +68,7 @@ class AutoencoderKLFlux2Hub:
 
 
 class AutoencoderTinyHub:
-    """Reads and writes folders of this family; a base class of its config."""
+    """A base class of the family's config that reads and writes folders in diffusers' format."""
 
     hub_types: ClassVar[tuple[str, ...]] = ("AutoencoderTiny", AUTHORS)
 
@@ -138,6 +138,6 @@ TINY_TABLE = ConfigTable(
     ],
     defaults={"latent_channels": 4},
     fixed={"act_fn": ("relu",), "upsample_fn": ("nearest",), "upsampling_scaling_factor": (2,)},
-    # The shift and the magnitude of latents serve to store them as an image.
+    # The shift and the magnitude of latents only serve to store latents as an image.
     harmless=frozenset([*WIDTHS, "out_channels", "latent_shift", "num_blocks", "force_upcast"]),
 )

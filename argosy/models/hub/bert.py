@@ -1,4 +1,4 @@
-"""BERT and RoBERTa on the Hub: config.json, and the names of tensors (`models.bert` has the equations)."""
+"""BERT and RoBERTa on the Hub: config.json and tensor names (`models.bert` has the equations)."""
 
 from collections.abc import Collection
 from typing import Any, ClassVar
@@ -9,7 +9,7 @@ from argosy.models.hub.config import ConfigTable
 
 
 class BertHub:
-    """Reads and writes Hub folders of this family; a base class of its config."""
+    """A base class of the family's config that reads and writes Hub folders."""
 
     hub_types: ClassVar[tuple[str, ...]] = ("bert", "roberta", "xlm-roberta")
     hub_ignore: ClassVar[tuple[str, ...]] = ("*embeddings.position_ids", "*embeddings.token_type_ids")
@@ -19,7 +19,7 @@ class BertHub:
     hub_old_ends: ClassVar[dict[str, str]] = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 
     def hub_rows(self: Any) -> tuple[list[KeyRow], dict[str, int]]:
-        # Folders with a head of scores have the encoder under a name of its own.
+        # In folders with a head of scores, the encoder's names have a prefix.
         encoder = "" if not self.scores else "roberta." if self.first else "bert."
         ends = (
             ("embeddings.word_embeddings.weight", "embed.w", "V D -> V D"),
@@ -58,7 +58,7 @@ class BertHub:
         return rows, self.dims
 
     def fitted(self: Any, names: Collection[str]) -> Any:
-        """The same config, with a pooler if the folder has one."""
+        """Returns the config with a pooler if the folder has one, otherwise without."""
         return self.model_copy(update={"pooler": any(name.endswith("pooler.dense.weight") for name in names)})
 
     @classmethod
@@ -70,7 +70,7 @@ class BertHub:
         return cls(**read | {"first": first, "context": read["context"] - first})
 
     def to_hub(self: Any) -> dict[str, Any]:
-        """The config.json as transformers writes it, plus `has_pooler`, which in transformers is an argument of the class."""
+        """Returns config.json as transformers writes it, plus `has_pooler`, which in transformers is an argument of the class."""
         config = {"model_type": "bert", "architectures": ["BertModel"]} | TABLE.write(self)
         if self.first:
             config |= {"model_type": "roberta", "architectures": ["RobertaModel"], "pad_token_id": self.first - 1}

@@ -1,6 +1,7 @@
-"""CLIP's text encoder on the Hub: config.json, and the names of tensors (`models.clip` has the equations).
+"""CLIP's text encoder on the Hub: config.json and tensor names (`models.clip` has the equations).
 
-transformers 5 writes CLIPTextModel without the prefix `text_model.`; all published folders have it. Both are read; with it is written.
+transformers 5 writes CLIPTextModel without the prefix `text_model.`, while all published folders have it. Names are read with and
+without the prefix, and written with it.
 """
 
 from collections.abc import Collection
@@ -15,7 +16,7 @@ PROJECTING = "CLIPTextModelWithProjection"
 
 
 class ClipTextHub:
-    """Reads and writes Hub folders of this family; a base class of its config."""
+    """A base class of the family's config that reads and writes Hub folders."""
 
     hub_types: ClassVar[tuple[str, ...]] = ("clip_text_model",)
     hub_ignore: ClassVar[tuple[str, ...]] = ("*embeddings.position_ids",)
@@ -33,13 +34,13 @@ class ClipTextHub:
         return rows + ([KeyRow(PROJECTION, "pooler.w", "O D -> D O")] if self.projection else []), self.dims
 
     def fitted(self: Any, names: Collection[str]) -> Any:
-        """The same config, without a projection that the folder lacks."""
+        """Returns the config without a projection if the folder has none."""
         return self if PROJECTION in names else self.model_copy(update={"projection": None})
 
     @classmethod
     def from_hub(cls: Any, config: dict[str, Any]) -> Any:
         read = TABLE.read(config)
-        # transformers 5 leaves out what is its default, and CLIPTextModel has the key without a projection.
+        # transformers 5 omits keys with default values. CLIPTextModel has the key although it has no projection.
         projects = PROJECTING in (config.get("architectures") or ())
         return cls(**read | {"projection": config.get("projection_dim", 512) if projects else None})
 
@@ -50,7 +51,7 @@ class ClipTextHub:
 
 
 def layer_names() -> list[tuple[str, str, str]]:
-    """The tensors of a layer of either tower: (their name, ours, reading)."""
+    """Returns the tensors of a layer, for both towers: (name on the Hub, our path, reading), as in `KeyRow`."""
     attention = [
         (f"self_attn.{theirs}_proj.{end}", f"attn.{ours}.{leaf}", reading)
         for theirs, ours, weight, bias in (

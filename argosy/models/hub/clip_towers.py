@@ -1,4 +1,4 @@
-"""CLIP with both towers on the Hub: config.json and the names of tensors (`models.clip_towers` has the equations)."""
+"""CLIP with both towers on the Hub: config.json and tensor names (`models.clip_towers` has the equations)."""
 
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -8,20 +8,20 @@ from argosy.core.keymap import KeyRow
 from argosy.models.hub.clip import TABLE, layer_names
 from argosy.models.hub.config import ConfigTable
 
-# Axes of the tower of images have names of their own, since a table of names has one size for each. `positions` and `pooled` are
-# those of `core.dims`.
+# The names of the vision tower's axes. They differ from those of the text tower, because an axis name has one size in all rows.
+# `positions` is a name of `core.dims`.
 VISION_AXES = {"D": "image_width", "F": "image_ffn", "N": "image_heads", "K": "image_kv_heads", "H": "image_head", "A": "positions"}
 WIDTH = VISION_AXES["D"]
 
 
 class ClipTowersHub:
-    """Reads and writes Hub folders of this family; a base class of its config."""
+    """A base class of the family's config that reads and writes Hub folders."""
 
     hub_types: ClassVar[tuple[str, ...]] = ("clip",)
     hub_ignore: ClassVar[tuple[str, ...]] = ("*embeddings.position_ids",)
 
     def tower_rows(self: Any) -> tuple[list[KeyRow], dict[str, int]]:
-        """The rows of both towers, of the projections and of the scale, and the sizes that they use."""
+        """Returns the rows of both towers, the projections and the scale, and the size of each axis in the rows."""
         text, sizes = self.text.hub_rows()
         rows = [replace(row, paths=f"text.{row.paths}") for row in text]
         d, a = WIDTH, VISION_AXES["A"]
@@ -31,7 +31,7 @@ class ClipTowersHub:
             KeyRow("vision_model.embeddings.position_embedding.weight", "vision.positions.w", f"{a} {d} -> {a} {d}"),
             *(
                 KeyRow(f"vision_model.{theirs}.{end}", f"vision.{ours}.{leaf}", f"{d} -> {d}")
-                # transformers' own spelling.
+                # `layrnorm` is transformers' spelling.
                 for theirs, ours in (("pre_layrnorm", "pre_norm"), ("post_layernorm", "norm"))
                 for end, leaf in (("weight", "scale"), ("bias", "b"))
             ),
@@ -47,7 +47,7 @@ class ClipTowersHub:
     def from_hub(cls: Any, config: dict[str, Any]) -> Any:
         parts = {}
         for name in ("text", "vision"):
-            # Folders written before 2023 have what differs from the defaults in a second mapping, which wins.
+            # Folders written before 2023 have a second mapping with the values that differ from the defaults. It takes precedence.
             tower = {**(config.get(f"{name}_config") or {}), **(config.get(f"{name}_config_dict") or {})}
             parts[name] = {key: value for key, value in tower.items() if value is not None}
         if not (parts["vision"] or parts["text"]):

@@ -1,7 +1,8 @@
 """Maps a Hub folder's config.json to settings and back, with one table per family.
 
-Both generations of the format are read: `torch_dtype`, `rope_theta`, `rope_scaling`; `dtype`, `rope_parameters`. A key that is
-neither in the table nor known to be harmless is an error, because ignoring it could silently give a wrong model.
+Both generations of the format are read: the older one with `torch_dtype`, `rope_theta` and `rope_scaling`, and the newer one with
+`dtype` and `rope_parameters`. A key that is neither in the table nor known to be harmless is an error, because ignoring it could
+silently give a wrong model.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,7 +39,7 @@ BALANCE, ROUTED = "moe.balance", "output_router_logits"
 ROPE_KEYS = frozenset(["rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"])
 
 
-# The keys nearly every architecture uses for its sizes.
+# The keys that nearly every architecture uses for its sizes: (key of config.json, our setting).
 SIZES = [
     ("vocab_size", "vocab"),
     ("hidden_size", "width"),
@@ -58,10 +59,10 @@ SIZES = [
 class ConfigTable:
     """The mapping between config.json and a family's settings.
 
-    rows: (their key, our key); ours is dotted if it is in a group.
-    defaults: values of missing keys.
-    fixed: keys that must have one of these values, because no other is supported.
-    harmless: keys without effect here.
+    rows: pairs of a key of config.json and our setting. Settings in a group have a dotted name.
+    defaults: the values of keys that config.json lacks.
+    fixed: the supported values of keys that have no setting. Other values are refused.
+    harmless: keys that do not change results, and are ignored.
     """
 
     rows: Sequence[tuple[str, str]]
@@ -70,14 +71,14 @@ class ConfigTable:
     harmless: frozenset[str] = frozenset()
 
     def read(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Our settings from a config.json. All problems are reported at once.
+        """Reads our settings from a config.json. All problems are reported in one error.
 
         Raises:
-            BadInput: keys that are not understood, or values that are not built.
+            BadInput: config.json has unknown keys, or values that are not supported.
         """
         config = dict(self.defaults) | dict(config)
         understood = {theirs for theirs, _ in self.rows} | set(self.fixed) | HARMLESS | ROPE_KEYS | self.harmless
-        # transformers writes keys with a leading underscore for its own use.
+        # transformers writes keys with a leading underscore for its own use: they are ignored.
         unknown = sorted(k for k in set(config) - understood if not k.startswith("_"))
         problems = [f"`{k}` = {config[k]!r} is not understood and may change the results" for k in unknown]
         for key, allowed in self.fixed.items():
@@ -89,7 +90,7 @@ class ConfigTable:
         read: dict[str, Any] = {}
         for theirs, ours in self.rows:
             if ours == BALANCE and not config.get(ROUTED):
-                # Transformers adds the loss only if this is set, whatever its weight.
+                # transformers adds the aux loss only if this key is set, whatever the weight of the loss.
                 continue
             if config.get(theirs) is not None:
                 _put(read, ours.split("."), config[theirs])
@@ -102,20 +103,21 @@ class ConfigTable:
         for theirs in [theirs for theirs, ours in self.rows if ours == BALANCE]:
             config[ROUTED] = bool(config[theirs])
             if not config[ROUTED]:
-                # The value in the original folder's config.json is kept.
+                # Without this key, the value in the original folder's config.json is kept.
                 del config[theirs]
         acts = {theirs: config[theirs] for theirs, ours in self.rows if ours == "activation"}
         return config | {theirs: WRITTEN.get(act, act) for theirs, act in acts.items()}
 
 
 def text_config(config: dict[str, Any], model_type: str, text: dict[str, Any]) -> dict[str, Any]:
-    """The text model's config.json, from that of a model of type `model_type` with towers for other inputs.
+    """Returns the text model's part of the config.json of a multimodal model. Other config.json are returned unchanged.
 
     Args:
-        text: the architecture keys of the text model.
+        model_type: the `model_type` of the multimodal model.
+        text: the keys `model_type` and `architectures` of the text model.
 
     Raises:
-        BadInput: there is no text model.
+        BadInput: config.json describes no text model.
     """
     if config.get("model_type") != model_type:
         return config
@@ -136,14 +138,14 @@ KINDS_OF_LAYERS = {"full_attention": "G", "sliding_attention": "L"}
 
 
 def read_pattern(config: Mapping[str, Any], read: Mapping[str, Any], otherwise: str | None = None) -> dict[str, Any]:
-    """The settings `window` and `pattern`, from the list `layer_types`.
+    """Reads the settings `window` and `pattern` from the list `layer_types`.
 
     Args:
-        read: the settings read by the table.
-        otherwise: L or G for each layer, if there is no such list.
+        read: the settings that the family's table has read.
+        otherwise: L (local) or G (global) for each layer, which is used if config.json has no `layer_types`.
 
     Raises:
-        BadInput: a kind of layer that is not built.
+        BadInput: a kind of layer is not supported, or the list does not have one kind per layer.
     """
     kinds = config.get("layer_types")
     if kinds is not None and (unknown := sorted(set(kinds) - set(KINDS_OF_LAYERS))):
@@ -162,7 +164,8 @@ def write_pattern(spans: str) -> dict[str, Any]:
 
 
 def read_dense(config: Mapping[str, Any], layers: int) -> tuple[int, ...]:
-    """The layers without experts, in Qwen's format: a list of them, and every n-th layer has experts."""
+    """Reads the indexes of the layers without experts, in Qwen's format: those in `mlp_only_layers`, and all layers other than every
+    n-th, with n `decoder_sparse_step`."""
     every, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
     return tuple(i for i in range(layers) if i in dense or (i + 1) % every)
 
@@ -174,14 +177,15 @@ def read_rope(
     layer_type: str | None = None,
     partial: float | None = None,
 ) -> dict[str, Any]:
-    """Settings of `Rope` from either generation of config.json.
+    """Reads the settings of `Rope` from either generation of config.json.
 
     Args:
-        layer_type: selects an entry, if `rope_parameters` has one per type of layer.
-        partial: the default share of a head that rotary positions apply to; None: this architecture uses whole heads.
+        default_base: the rope base if config.json has none.
+        layer_type: the type of layer to read, if `rope_parameters` has an entry for each type.
+        partial: the default share of a head that rotary positions apply to. None: this architecture always rotates whole heads.
 
     Raises:
-        BadInput: a kind of scaling that is not built.
+        BadInput: a kind of scaling is not supported.
     """
     scaling = _rope_keys(config, layer_type, {"rope_theta": default_base, "partial_rotary_factor": 1.0 if partial is None else partial})
     base = scaling.pop("rope_theta", None) or config.get("rope_theta") or default_base
@@ -199,7 +203,7 @@ def read_rope(
     if kind in ("yarn", "longrope") and "original_max_position_embeddings" not in scaling:
         original = config.get("original_max_position_embeddings") or config["max_position_embeddings"]
         scaling["original_max_position_embeddings"] = original
-    # Newer writers add the original context here too.
+    # Newer versions of transformers write the original context here even without scaling.
     if kind == "default":
         scaling.pop("original_max_position_embeddings", None)
     if unknown := {k for k, v in scaling.items() if v is not None} - set(names):
@@ -212,14 +216,17 @@ def read_rope(
 
 
 def _rope_keys(config: Mapping[str, Any], layer_type: str | None, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """The object that says how positions turn. As in transformers (`convert_rope_params_to_dict`, 5.x), `rope_scaling`, which model
-    cards ask to be added by hand, replaces `rope_parameters`; among parameters by type of layer it adds to those of full attention.
+    """Returns the JSON object with the rope parameters, merged as in transformers 5 (`convert_rope_params_to_dict`).
+
+    Model cards ask users to add `rope_scaling` by hand. It replaces `rope_parameters`. If `rope_parameters` has an entry for each type
+    of layer, `rope_scaling` is instead merged into that of full attention.
 
     Args:
-        defaults: the values of keys that are nowhere.
+        layer_type: as in `read_rope`.
+        defaults: the default values of keys.
 
     Raises:
-        BadInput: `rope_scaling` would replace a value that it does not repeat, which transformers drops.
+        BadInput: `rope_scaling` would replace `rope_parameters` and so silently drop a value, as transformers does.
     """
     parameters, added = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
     if layer_type in parameters:
@@ -265,7 +272,7 @@ KINDS = {LinearScaling: "linear", Llama3Scaling: "llama3", Yarn: "yarn", LongRop
 
 
 def write_rope(rope: Rope) -> dict[str, Any]:
-    """Both generations at once, so that old and new readers agree."""
+    """Returns the rope keys of config.json in both generations of the format, so that old and new readers agree."""
     part = {} if rope.part == 1 else {"partial_rotary_factor": rope.part}
     if rope.scaling is None:
         new = {"rope_type": "default", "rope_theta": rope.base} | part

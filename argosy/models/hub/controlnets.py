@@ -1,5 +1,5 @@
-"""ControlNets in diffusers' format (`models.diffusion.controlnets` has the equations). ControlNets of UNets name tensors
-as their layers."""
+"""ControlNets in diffusers' format (`models.diffusion.controlnets` has the equations). For ControlNets of UNets, tensor names equal the
+paths of layers."""
 
 from typing import Any, ClassVar
 
@@ -17,7 +17,7 @@ CONTROLNET, FLUX_CONTROLNET, SD3_CONTROLNET = "ControlNetModel", "FluxControlNet
 
 
 class ControlNetHub:
-    """Reads and writes folders of this family; a base class of its config."""
+    """A base class of the family's config that reads and writes folders in diffusers' format."""
 
     hub_types: ClassVar[tuple[str, ...]] = (CONTROLNET,)
 
@@ -45,12 +45,12 @@ TABLE = ConfigTable(
 
 
 class FluxControlNetHub:
-    """Reads and writes folders of ControlNets of Flux.1; a base class of their config."""
+    """A base class of the config of Flux.1's ControlNets that reads and writes folders in diffusers' format."""
 
     hub_types: ClassVar[tuple[str, ...]] = (FLUX_CONTROLNET,)
 
     def tensor_rows(self: Any) -> tuple[list[KeyRow], dict[str, int]]:
-        """The table of names, and the sizes its rows use."""
+        """Returns the rows that map tensor names to weights, and the size of each axis in the rows."""
         rows = flux_layer_rows(self)
         rows += linear_rows("controlnet_x_embedder", "control_patch", "D", "I")
         rows[-2] = KeyRow("controlnet_x_embedder.weight", "control_patch.w", "D (C p q) -> (p q C) D")
@@ -82,12 +82,12 @@ FLUX_CONTROLNET_TABLE = ConfigTable(
 
 
 class SD3ControlNetHub:
-    """Reads and writes folders of ControlNets of Stable Diffusion 3; a base class of their config."""
+    """A base class of the config of Stable Diffusion 3's ControlNets that reads and writes folders in diffusers' format."""
 
     hub_types: ClassVar[tuple[str, ...]] = (SD3_CONTROLNET,)
 
     def tensor_rows(self: Any) -> tuple[list[KeyRow], dict[str, int]]:
-        """The table of names, and the sizes its rows use."""
+        """Returns the rows that map tensor names to weights, and the size of each axis in the rows."""
         rows = [
             KeyRow("pos_embed_input.proj.weight", "control_patch.w", "D C p q -> (p q C) D"),
             KeyRow("pos_embed_input.proj.bias", "control_patch.b", "D -> D"),

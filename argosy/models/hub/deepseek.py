@@ -1,4 +1,4 @@
-"""DeepSeek on the Hub: config.json, and the names of tensors (`models.deepseek` has the equations)."""
+"""DeepSeek on the Hub: config.json and tensor names (`models.deepseek` has the equations)."""
 
 from collections.abc import Collection
 from dataclasses import replace
@@ -12,7 +12,7 @@ from argosy.models.settings import Rope
 
 
 class DeepSeekHub:
-    """Reads and writes Hub folders of this family; a base class of its config."""
+    """A base class of the family's config that reads and writes Hub folders."""
 
     hub_types: ClassVar[tuple[str, ...]] = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2")
 
@@ -75,7 +75,7 @@ class DeepSeekHub:
         return rows + (hub.glu(layers, "mlp.shared_experts", "mlp.shared", "shared") if self.moe.shared else [])
 
     def _mtp_rows(self: Any, d: int) -> list[KeyRow]:
-        """Rows of one `mtp` module. The Hub stores it as a layer after the last."""
+        """Returns the rows of module d of multi-token prediction. On the Hub, it is a layer after the last layer."""
         theirs = f"model.layers.{self.layers + d}."
 
         def renamed(row: KeyRow) -> KeyRow:
@@ -93,14 +93,14 @@ class DeepSeekHub:
         ]
 
     def fitted(self: Any, names: Collection[str]) -> Any:
-        """Without `mtp` if its tensors are missing: transformers writes its key, but not its tensors."""
+        """Returns the config without multi-token prediction if its tensors are missing. transformers writes the key without tensors."""
         has_tensors = any(name.startswith(f"model.layers.{self.layers}.") for name in names)
         return self if has_tensors else self._without_mtp()
 
     @classmethod
     def from_hub(cls: Any, config: dict[str, Any]) -> Any:
         kind = config["model_type"]
-        # Transformers 5 writes this key and reads both.
+        # transformers 5 writes `num_mtp_layers`, and reads the older key too.
         if "num_mtp_layers" in config:
             config = {"num_nextn_predict_layers": config["num_mtp_layers"]} | config
         read = TABLES[kind].read(config)
@@ -115,7 +115,7 @@ class DeepSeekHub:
         return cls(**read | {"moe": moe}, rope=Rope(**read_rope(config), pairs=pairs))
 
     def to_hub(self: Any) -> dict[str, Any]:
-        """V2 if experts are scored by softmax, V3.2 if there is an indexer, otherwise V3."""
+        """Returns the config.json of V2 if experts are scored by softmax, of V3.2 if there is an indexer, otherwise of V3."""
         kind = "deepseek_v2" if self.moe.score == "softmax" else "deepseek_v32" if self.index else "deepseek_v3"
         config = {"model_type": kind, "architectures": [ARCHITECTURES[kind]]} | TABLES[kind].write(self)
         config |= {"num_key_value_heads": self.heads, "n_shared_experts": self.moe.shared // self.moe.ffn or None}
@@ -130,7 +130,8 @@ class DeepSeekHub:
 
 
 def _read_layer_lists(config: dict[str, Any], layers: int) -> dict[str, int]:
-    """Reads transformers' lists of layer kinds: all layers have the indexer, and the first ones have no experts."""
+    """Reads transformers' lists of layer kinds. Supported is only an indexer in all layers, and layers without experts before the
+    others."""
     attention, mlp = (config.get(name) for name in ("layer_types", "mlp_layer_types"))
     if attention is not None and not _has_order(attention, layers, [INDEXED]):
         raise BadInput(f"config.json: `layer_types`: only {layers} times {INDEXED} is built")
@@ -142,7 +143,7 @@ def _read_layer_lists(config: dict[str, Any], layers: int) -> dict[str, int]:
 
 
 def _has_order(kinds: Any, layers: int, order: list[str]) -> bool:
-    """Whether this is a list of `layers` kinds in this order."""
+    """Whether `kinds` is a list of `layers` kinds that are sorted in this order."""
     if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in order for kind in kinds):
         return False
     return kinds == sorted(kinds, key=order.index)
@@ -170,7 +171,7 @@ ROWS = [
     ("n_group", "moe.groups"),
     ("topk_group", "moe.kept_groups"),
 ]
-# The first three are read above; the others follow from other sizes, or describe training.
+# The first three keys are read above. The others follow from other sizes, or describe training.
 HARMLESS = frozenset(
     """num_key_value_heads n_shared_experts topk_method head_dim qk_head_dim num_local_experts output_router_logits ep_size
     aux_loss_alpha seq_aux num_mtp_layers""".split()  # noqa: SIM905
@@ -185,7 +186,7 @@ V2 = ConfigTable(
         "q_lora_rank": 1536,
         "topk_method": "greedy",
     },
-    # transformers never reads norm_topk_prob, DeepSeek's own code does; no published V2 sets it.
+    # transformers never reads norm_topk_prob, but DeepSeek's own code does. No published V2 sets it.
     {
         "norm_topk_prob": (False, None),
         "scoring_func": ("softmax",),
@@ -222,12 +223,12 @@ V32 = ConfigTable(
         "index_head_dim": 128,
         "index_topk": 2048,
     },
-    # The indexer's rotary pairs are halves, those of attention are interleaved.
+    # Rotary pairs are halves in the indexer, and interleaved in attention.
     {**V3.fixed, "mlp_bias": (False, None), "rope_interleave": (True, None), "indexer_rope_interleave": (False, None)},
     HARMLESS | {"mlp_layer_types", "layer_types"},
 )
 TABLES = {"deepseek_v2": V2, "deepseek_v3": V3, "deepseek_v32": V32, "kimi_k2": V3}
-# Facts that the architecture fixes and no key of config.json states.
+# Settings that the architecture fixes, for which config.json has no key.
 SIGMOID: dict[str, Any] = {"score": "sigmoid", "group_strength": "top2", "bias": True}
 EXPERTS: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"score": "softmax", "normalized": False, "group_strength": "max"},

@@ -1,7 +1,7 @@
-"""DiT in diffusers' format: config.json, and the names of tensors (`models.diffusion.dit` has the equations).
+"""DiT in diffusers' format: config.json and tensor names (`models.diffusion.dit` has the equations).
 
-diffusers stores the embedding of time step and class once for each layer. The copies may differ in a file, so each layer reads its own;
-a model that shares one writes equal copies, and says so in config.json by `shared_embedder`, which diffusers ignores with a warning.
+diffusers stores the embedder of time step and class once for each layer. These copies may differ, so each layer reads its own. A model
+with one shared embedder writes equal copies, and the key `shared_embedder` in config.json, which diffusers ignores with a warning.
 """
 
 from typing import Any, ClassVar
@@ -18,19 +18,19 @@ EMBEDDER = (
     ("timestep_embedder.linear_2.bias", "down.b", "D -> D"),
     ("class_embedder.embedding_table.weight", "classes.w", "classes D -> classes D"),
 )
-# Of models that read intervals, which diffusers has none of.
+# The tensors of models that read intervals. diffusers has no such models.
 INTERVAL = tuple(
     (theirs.replace("timestep", "interval"), f"interval_{ours}", reading) for theirs, ours, reading in EMBEDDER if "timestep" in theirs
 )
 
 
 class DiTHub:
-    """Reads and writes folders of this family; a base class of its config."""
+    """A base class of the family's config that reads and writes folders in diffusers' format."""
 
     hub_types: ClassVar[tuple[str, ...]] = ("DiTTransformer2DModel",)
 
     def tensor_rows(self: Any) -> tuple[list[KeyRow], dict[str, int]]:
-        """The table of names, and the sizes its rows use."""
+        """Returns the rows that map tensor names to weights, and the size of each axis in the rows."""
         per_layer = self.layer_embedders
         others = () if per_layer else tuple(range(1, self.layers))
         embedder = "transformer_blocks.0.norm1.emb."
@@ -85,7 +85,7 @@ class DiTHub:
 
 
 class _Written:
-    """The settings under the names of the table."""
+    """Gives the settings of a config the names that `ConfigTable.write` looks for."""
 
     def __init__(self, config: Any):
         self.config = config
@@ -97,7 +97,7 @@ class _Written:
 
 
 def _linear(theirs: str, ours: str, out: str, summed: str) -> list[tuple[str, str, str]]:
-    """The rows of a linear layer with a bias, torch's weight [out, in]."""
+    """Returns (name on the Hub, our path, reading) of a linear layer's weight, which is [out, in] in torch, and of its bias."""
     joined = [f"({axes})" if " " in axes else axes for axes in (out, summed)]
     return [
         (f"{theirs}.weight", f"{ours}.w", f"{joined[0]} {joined[1]} -> {summed} {out}"),

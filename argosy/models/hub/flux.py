@@ -1,4 +1,4 @@
-"""Flux.1 in diffusers' format, and the names of Black Forest Labs' own files (`models.diffusion.flux` has the equations)."""
+"""Flux.1 in diffusers' format (`models.diffusion.flux` has the equations). `single_file` has the names of Black Forest Labs."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -12,12 +12,12 @@ FLUX = "FluxTransformer2DModel"
 
 
 class FluxHub:
-    """Reads and writes folders of this family; a base class of its config."""
+    """A base class of the family's config that reads and writes folders in diffusers' format."""
 
     hub_types: ClassVar[tuple[str, ...]] = (FLUX,)
 
     def tensor_rows(self: Any) -> tuple[list[KeyRow], dict[str, int]]:
-        """The table of names, and the sizes its rows use."""
+        """Returns the rows that map tensor names to weights, and the size of each axis in the rows."""
         rows = [*flux_layer_rows(self), *FINAL, KeyRow("proj_out.weight", "final.out.w", "(C p q) D -> D (p q C)")]
         rows.append(KeyRow("proj_out.bias", "final.out.b", "(C p q) -> (p q C)"))
         return rows, mmdit_sizes(self.dims, self.patch, self.channels) | {"modulation3": 3, "modulation6": 6}
@@ -33,10 +33,10 @@ class FluxHub:
 
 
 def read_flux(table: ConfigTable, config: dict[str, Any]) -> dict[str, Any]:
-    """Settings of Flux's layers from a config.json.
+    """Reads the settings of Flux's layers from a config.json.
 
     Raises:
-        BadInput: latents cannot be packed two by two, or as `ConfigTable.read`.
+        BadInput: latents cannot be packed two by two, or one of the reasons of `ConfigTable.read`.
     """
     read = table.read(config)
     if read["channels"] % 4:
@@ -45,16 +45,16 @@ def read_flux(table: ConfigTable, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_flux(config: Any, table: ConfigTable) -> dict[str, Any]:
-    """The keys of config.json about Flux's layers."""
+    """Returns the keys of config.json that describe Flux's layers."""
     fixed = {"patch_size": 1, "in_channels": config.channels * config.patch**2, "axes_dims_rope": list(config.axes)}
     return table.write(config) | fixed
 
 
 def flux_layer_rows(config: Any) -> list[KeyRow]:
-    """The rows of the layers of Flux, and of what comes before them."""
+    """Returns the rows of Flux's layers, and of the embedders before them."""
     double, single = range(config.layers), range(config.single_layers)
     rows = linear_rows("x_embedder", "patch", "D", "I")
-    # diffusers packs a patch by channels first.
+    # diffusers has the channels of a patch before the pixels.
     rows[0] = KeyRow("x_embedder.weight", "patch.w", "D (C p q) -> (p q C) D")
     rows += linear_rows("context_embedder", "text_embed", "D", "text")
     rows += embedder_rows("time_text_embed.timestep_embedder", "vector.time", "waves")
@@ -77,7 +77,8 @@ def flux_layer_rows(config: Any) -> list[KeyRow]:
 
 
 def modulation_rows(theirs: str, ours: str, parts: int, layers: Sequence[int]) -> list[KeyRow]:
-    """The rows of a modulation with so many parts. Its axis has a name that says how many, for one table has several."""
+    """Returns the rows of a modulation with `parts` vectors. The name of its axis includes the number, because a model has several
+    modulations."""
     name = f"modulation{parts}"
     return linear_rows(theirs, ours, f"{name} modulated", "D", layers)
 

@@ -11,12 +11,12 @@ FLUX2 = "Flux2Transformer2DModel"
 
 
 class Flux2Hub:
-    """Reads and writes folders of this family; a base class of its config."""
+    """A base class of the family's config that reads and writes folders in diffusers' format."""
 
     hub_types: ClassVar[tuple[str, ...]] = (FLUX2,)
 
     def tensor_rows(self: Any) -> tuple[list[KeyRow], dict[str, int]]:
-        """The table of names, and the sizes its rows use."""
+        """Returns the rows that map tensor names to weights, and the size of each axis in the rows."""
         double, single = range(self.layers), range(self.single_layers)
         rows = linear_rows("x_embedder", "patch", "D", "I", bias=False)
         rows += linear_rows("context_embedder", "text_embed", "D", "text", bias=False)

@@ -1,4 +1,4 @@
-"""Gemma on the Hub: config.json, and the names of tensors (`models.gemma` has the equations)."""
+"""Gemma on the Hub: config.json and tensor names (`models.gemma` has the equations)."""
 
 from typing import Any, ClassVar
 
@@ -9,7 +9,7 @@ from argosy.models.settings import Rope
 
 
 class GemmaHub:
-    """Reads and writes Hub folders of this family; a base class of its config."""
+    """A base class of the family's config that reads and writes Hub folders."""
 
     hub_types: ClassVar[tuple[str, ...]] = ("gemma", "gemma2", "gemma3_text", "gemma3")
     hub_prefixes: ClassVar[tuple[str, ...]] = ("language_model.",)
@@ -24,14 +24,14 @@ class GemmaHub:
 
     @classmethod
     def hub_text(cls, config: dict[str, Any]) -> dict[str, Any]:
-        """Gemma 3 from 4B on is published with a vision tower; `text_config` describes the text model."""
+        """Returns `text_config` of models with a vision tower, such as Gemma 3 from 4B on."""
         return text_config(config, "gemma3", {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"]})
 
     @classmethod
     def from_hub(cls: Any, config: dict[str, Any]) -> Any:
         kind = config["model_type"]
         read = TABLES[kind].read(config)
-        # "gelu" there has always meant the approximation.
+        # In Gemma's config.json, "gelu" has always meant the tanh approximation.
         if kind == "gemma":
             read["activation"] = "gelu_tanh"
             return cls(**read, rope=Rope(**read_rope(config)))
@@ -49,7 +49,7 @@ class GemmaHub:
         return cls(**read, rope=Rope(**read_rope(config, 1e6, layer_type="full_attention")), local_rope=Rope(**local))
 
     def to_hub(self: Any) -> dict[str, Any]:
-        """The config.json of the Gemma in transformers that has these options."""
+        """Returns the config.json of the generation of Gemma that has these options."""
         kind = "gemma" if not self.post_norms else "gemma3_text" if self.qk_norm else "gemma2"
         config = {"model_type": kind, "architectures": [ARCHITECTURES[kind]]} | TABLES[kind].write(self)
         config |= {"num_key_value_heads": self.K, "head_dim": self.H}
@@ -110,7 +110,7 @@ TABLES = {
         | {"query_pre_attn_scalar": 256, "sliding_window": 4096, "max_position_embeddings": 131072}
         | {"vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26}
         | {"num_attention_heads": 8, "num_key_value_heads": 4},
-        # Gemma 3 normalizes instead, and transformers ignores the cap.
+        # Gemma 3 normalizes queries and keys instead, and transformers ignores the cap.
         PLAIN | {"attn_logit_softcapping": (None,)},
         frozenset(
             """layer_types sliding_window_pattern _sliding_window_pattern rope_local_base_freq cache_implementation

@@ -1,4 +1,4 @@
-"""GPT2 on the Hub: config.json, and the names of tensors (`models.gpt2` has the equations)."""
+"""GPT-2 on the Hub: config.json and tensor names (`models.gpt2` has the equations)."""
 
 from typing import Any, ClassVar
 
@@ -8,7 +8,7 @@ from argosy.models.hub.config import ConfigTable
 
 
 class GPT2Hub:
-    """Reads and writes Hub folders of this family; a base class of its config."""
+    """A base class of the family's config that reads and writes Hub folders."""
 
     hub_types: ClassVar[tuple[str, ...]] = ("gpt2",)
     hub_ignore: ClassVar[tuple[str, ...]] = ("*h.*.attn.bias", "*h.*.attn.masked_bias")
@@ -50,10 +50,10 @@ class GPT2Hub:
         return cls(**{"ffn": 4 * read["width"]} | read)
 
     def to_hub(self: Any) -> dict[str, Any]:
-        """The config.json as transformers writes it."""
+        """Returns config.json as transformers writes it."""
         config = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]} | TABLE.write(self)
         if self.activation == "gelu_tanh":
-            # The only name that readers from 2019 know.
+            # Readers from 2019 know the activation by this name only.
             config["activation_function"] = "gelu_new"
         return self.agreed(config)
 

@@ -1,4 +1,4 @@
-"""gpt-oss on the Hub: config.json, and the names of tensors (`models.gpt_oss` has the equations)."""
+"""gpt-oss on the Hub: config.json and tensor names (`models.gpt_oss` has the equations)."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -10,7 +10,7 @@ from argosy.models.settings import Rope
 
 
 class GptOssHub:
-    """Reads and writes Hub folders of this family; a base class of its config."""
+    """A base class of the family's config that reads and writes Hub folders."""
 
     hub_types: ClassVar[tuple[str, ...]] = ("gpt_oss",)
     hub_blocks: ClassVar[Mapping[str, str]] = {
@@ -22,7 +22,7 @@ class GptOssHub:
         layers = range(self.layers)
 
         def both(theirs: str, kind: str, reading: str) -> KeyRow:
-            """A row for gate and up, which are interleaved."""
+            """Returns a row for gate and up, which are interleaved in one tensor."""
             return KeyRow(hub.LAYER + theirs, (f"layers.{{l}}.mlp.gate.{kind}", f"layers.{{l}}.mlp.up.{kind}"), reading, layers)
 
         rows = hub.attention_key_rows(layers, bias=self.attention_bias, out_bias=self.attention_bias)
@@ -49,13 +49,13 @@ class GptOssHub:
         return cls(**read | read_pattern(config, read, spans), rope=Rope(**read_rope(config)))
 
     def to_hub(self: Any) -> dict[str, Any]:
-        """The config.json as transformers writes it."""
+        """Returns config.json as transformers writes it."""
         config = {"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"]} | TABLE.write(self)
         config |= {"num_key_value_heads": self.K, "head_dim": self.H, "experts_per_token": self.moe.active}
         return self.agreed(config | write_pattern(self.spans) | write_rope(self.rope))
 
 
-# The rotary positions transformers assumes if config.json has none: those of the released models.
+# The rotary positions of the released models, which transformers uses if config.json has none.
 RELEASED = {
     "rope_type": "yarn",
     "rope_theta": 150_000.0,

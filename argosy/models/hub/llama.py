@@ -1,4 +1,4 @@
-"""Llama on the Hub: config.json, and the names of tensors (`models.llama` has the equations)."""
+"""Llama on the Hub: config.json and tensor names (`models.llama` has the equations)."""
 
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -10,10 +10,10 @@ from argosy.models.settings import Rope
 
 
 class LlamaHub:
-    """Reads and writes Hub folders of this family; a base class of its config."""
+    """A base class of the family's config that reads and writes Hub folders."""
 
     hub_types: ClassVar[tuple[str, ...]] = ("llama", "mistral", "ministral", "mistral3")
-    # Sentence encoders are saved without a head.
+    # Sentence encoders are saved without a head, and without the prefix `model.`.
     hub_prefixes: ClassVar[tuple[str, ...]] = ("model.", "language_model.")
     hub_left_out: ClassVar[tuple[str, ...]] = ("vision_tower.*", "multi_modal_projector.*")
 
@@ -25,8 +25,8 @@ class LlamaHub:
 
     @classmethod
     def hub_text(cls, config: dict[str, Any]) -> dict[str, Any]:
-        """Mistral Small 3.1 is published with a vision tower; `text_config` describes the text model."""
-        # Whether the head is the embedding is said outside of it.
+        """Returns `text_config` of models with a vision tower, such as Mistral Small 3.1."""
+        # `tie_word_embeddings` is outside of `text_config`.
         tied = {name: config[name] for name in ("tie_word_embeddings",) if name in config}
         return text_config(config, "mistral3", {"model_type": "mistral", "architectures": ["MistralForCausalLM"]} | tied)
 
@@ -37,7 +37,7 @@ class LlamaHub:
         return cls(**read, **read_pattern(config, read), rope=Rope(**read_rope(config)))
 
     def to_hub(self: Any) -> dict[str, Any]:
-        """Mistral with a window, Ministral with a window in some layers, otherwise Llama."""
+        """Returns the config.json of Mistral if all layers have a window, of Ministral if some have, otherwise of Llama."""
         mixed = len(set(self.spans)) > 1
         kind = ("ministral", "MinistralForCausalLM") if mixed else ("mistral", "MistralForCausalLM")
         kind = kind if self.window else ("llama", "LlamaForCausalLM")
@@ -46,7 +46,7 @@ class LlamaHub:
         return self.agreed(config | (write_pattern(self.spans) if mixed else {}))
 
 
-# By `model_type`: keys, the defaults of transformers, and keys that it never reads.
+# By `model_type`: the keys, transformers' defaults, and the keys that transformers never reads.
 TABLES = {
     "llama": ConfigTable(
         [*SIZES, ("attention_bias", "attention_bias"), ("mlp_bias", "mlp_bias")],

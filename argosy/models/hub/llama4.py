@@ -1,4 +1,4 @@
-"""Llama4 on the Hub: config.json, and the names of tensors (`models.llama4` has the equations)."""
+"""Llama 4 on the Hub: config.json and tensor names (`models.llama4` has the equations)."""
 
 from typing import Any, ClassVar
 
@@ -11,7 +11,7 @@ from argosy.models.settings import Rope, Temper
 
 
 class Llama4Hub:
-    """Reads and writes Hub folders of this family; a base class of its config."""
+    """A base class of the family's config that reads and writes Hub folders."""
 
     hub_types: ClassVar[tuple[str, ...]] = ("llama4_text", "llama4")
     hub_prefixes: ClassVar[tuple[str, ...]] = ("language_model.",)
@@ -34,8 +34,7 @@ class Llama4Hub:
 
     @classmethod
     def hub_text(cls, config: dict[str, Any]) -> dict[str, Any]:
-        """The settings of the text model in a config.json: those under `text_config`, since Llama 4 is published with a vision tower.
-        """
+        """Returns `text_config` of models with a vision tower, as Llama 4 is published."""
         return text_config(config, "llama4", ARCHITECTURE)
 
     @classmethod
@@ -48,7 +47,7 @@ class Llama4Hub:
         return cls(**read, rope=Rope(**read_rope(config, 5e5), pairs="interleaved"))
 
     def to_hub(self: Any) -> dict[str, Any]:
-        """The config.json as transformers writes it."""
+        """Returns config.json as transformers writes it."""
         config = ARCHITECTURE | TABLE.write(self) | {"num_key_value_heads": self.K, "head_dim": self.H}
         # Transformers requires one even if no layer is local.
         config |= {"attention_chunk_size": self.window or 8192}
@@ -65,10 +64,10 @@ class Llama4Hub:
 
 
 def _spans(config: dict[str, Any], layers: int) -> str:
-    """L or G for each layer. Rotary layers are the chunked ones; a list of kinds must agree with that.
+    """Reads the pattern of L (chunked attention, with RoPE) and G (full attention, without).
 
     Raises:
-        BadInput: it does not agree, or the lists are shorter than the number of layers.
+        BadInput: `layer_types` contradicts the list of layers with RoPE, or a list is shorter than the number of layers.
     """
     every = config.get("no_rope_layer_interval", 4)
     turn = config.get("no_rope_layers") or [(i + 1) % every != 0 for i in range(layers)]
@@ -83,7 +82,7 @@ def _spans(config: dict[str, Any], layers: int) -> str:
 
 
 def _moe_pattern(config: dict[str, Any], layers: int) -> str:
-    """E or D for each layer: from a list of layers with experts, otherwise every n-th layer has them."""
+    """Reads the pattern of E (experts) and D (dense), from `moe_layers`. Without that list, every n-th layer has experts."""
     sparse, every = config.get("moe_layers"), config.get("interleave_moe_layer_step", 1)
     has = [(i + 1) % every == 0 if sparse is None else i in sparse for i in range(layers)]
     return shortest_pattern("".join("E" if is_sparse else "D" for is_sparse in has))
@@ -91,7 +90,7 @@ def _moe_pattern(config: dict[str, Any], layers: int) -> str:
 
 ARCHITECTURE = {"model_type": "llama4_text", "architectures": ["Llama4ForCausalLM"]}
 KINDS = {"L": "chunked_attention", "G": "full_attention"}
-# Facts that the architecture fixes and no key of config.json states.
+# Settings that the architecture fixes, for which config.json has no key.
 FIXED: dict[str, Any] = {"score": "sigmoid", "normalized": False, "weigh": "input"}
 TABLE = ConfigTable(
     [
@@ -121,7 +120,7 @@ TABLE = ConfigTable(
         "attention_chunk_size": 8192,
         "use_qk_norm": True,
     },
-    # All but the last three are read above. No implementation has router noise, and two keys describe how a file was made.
+    # All keys but the last three are read above. No implementation has router noise. The other two describe how a file was made.
     harmless=frozenset(
         """no_rope_layers no_rope_layer_interval layer_types moe_layers interleave_moe_layer_step attn_temperature_tuning
         floor_scale attn_scale output_router_logits router_jitter_noise for_llm_compressor cache_implementation""".split()  # noqa: SIM905

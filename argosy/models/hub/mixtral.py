@@ -1,4 +1,4 @@
-"""Mixtral on the Hub: config.json, and the names of tensors (`models.mixtral` has the equations)."""
+"""Mixtral on the Hub: config.json and tensor names (`models.mixtral` has the equations)."""
 
 from typing import Any, ClassVar
 
@@ -9,7 +9,7 @@ from argosy.models.settings import Rope
 
 
 class MixtralHub:
-    """Reads and writes Hub folders of this family; a base class of its config."""
+    """A base class of the family's config that reads and writes Hub folders."""
 
     hub_types: ClassVar[tuple[str, ...]] = ("mixtral",)
 
@@ -31,7 +31,7 @@ class MixtralHub:
         return cls(**read | {"moe": read["moe"] | {"ffn": read["ffn"]}}, rope=Rope(**read_rope(config, 1e6)))
 
     def to_hub(self: Any) -> dict[str, Any]:
-        """The config.json as transformers writes it."""
+        """Returns config.json as transformers writes it."""
         config = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]} | TABLE.write(self)
         return self.agreed(config | {"head_dim": self.H, "num_key_value_heads": self.K} | write_rope(self.rope))
 

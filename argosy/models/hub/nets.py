@@ -1,7 +1,7 @@
-"""Networks of convolutions as a list of layers, each at the name that diffusers gives it.
+"""Convolutional networks as lists of layers, each with the name that diffusers gives it.
 
-A convolutional network is no stack of equal layers, so its structure is data: `LayerSite`s. The module is built from them
-(`parts.net`), and so is the table of names; weights have the same paths here and there.
+A convolutional network is not a stack of equal layers, so its structure is a list of `LayerSite`. Both the module (`parts.net`) and the
+rows of tensor names are built from that list. Weights have the same paths in diffusers' files and in the module.
 """
 
 from collections.abc import Iterable
@@ -11,24 +11,33 @@ from argosy.core.keymap import KeyRow
 
 SiteKind = Literal["conv", "causal", "linear", "vector", "norm", "layer_norm", "channel_norm", "frame_norm"]
 NORMS = ("norm", "layer_norm", "channel_norm", "frame_norm")
-# Axes of size 1 after that of channels, in diffusers' files.
+# The axes of size 1 that follow the axis of channels in diffusers' files, by kind of norm.
 ONES = {"channel_norm": " 1 1 1", "frame_norm": " 1 1"}
 
 
 class LayerSite(NamedTuple):
     """One layer of a network.
 
-    name: its path, in diffusers' file and in ours.
-    kind: conv; causal, a convolution over the frames of a video too; linear, on positions [B T I]; vector, on one vector for an image
-        [B I]; norm: GroupNorm; layer_norm; channel_norm, over the channels of a position in a video; frame_norm, of a frame.
-    inner, outer: channels in and out.
-    taps: height and width of a convolution's kernel.
-    level: how many times height and width were halved where it stands, or below 0 doubled. None: once for an image.
-    eps: of a norm; None: that of the whole network.
-    reads_text: whether its positions are tokens of a text.
-    frame_taps: frames of a causal convolution's kernel.
-    reads_first: whether it reads the first frame of a video, and an image.
-    zero: whether it begins at zero, so that training starts without it.
+    name: the path of the layer, the same in diffusers' files and in the module.
+    kind: the kind of layer:
+        conv: a convolution over images.
+        causal: a convolution over videos, causal in time.
+        linear: a linear layer on positions [B T I].
+        vector: a linear layer on one vector for each image [B I].
+        norm: a GroupNorm.
+        layer_norm: a LayerNorm.
+        channel_norm: a norm over the channels of each position of a video.
+        frame_norm: a norm over the channels of each position of a frame.
+    inner: the number of input channels.
+    outer: the number of output channels.
+    taps: the kernel size of a convolution in height and width.
+    level: how often height and width have been halved at this layer. Below 0: how often they have been doubled. None: the layer runs
+        once for an image, not on positions.
+    eps: the epsilon of a norm. None: that of the whole network.
+    reads_text: whether the layer reads the tokens of a text instead of positions of the image.
+    frame_taps: the kernel size of a causal convolution in time.
+    reads_first: whether the layer runs on the first frame of a video, and on images.
+    zero: whether the weights are initialized to zero.
     """
 
     name: str
@@ -47,7 +56,7 @@ class LayerSite(NamedTuple):
 
 
 def site_rows(sites: Iterable[LayerSite]) -> tuple[list[KeyRow], dict[str, int]]:
-    """The table of names, and the sizes that its rows use."""
+    """Returns the rows that map tensor names to weights, and the size of each axis in the rows."""
     rows: list[KeyRow] = []
     sizes: dict[str, int] = {}
     for site in sites:
@@ -72,7 +81,12 @@ def site_rows(sites: Iterable[LayerSite]) -> tuple[list[KeyRow], dict[str, int]]
 
 
 def site_flops(sites: Iterable[LayerSite], positions: int, text: int = 0) -> int:
-    """FLOPs of the layers for an image with so many positions at level 0, and a text of so many tokens."""
+    """Counts the FLOPs of these layers.
+
+    Args:
+        positions: the number of positions of the image at level 0.
+        text: the number of text tokens.
+    """
     flops = 0
     for site in sites:
         if site.kind not in NORMS and site.reads_first:
@@ -84,10 +98,13 @@ def site_flops(sites: Iterable[LayerSite], positions: int, text: int = 0) -> int
 
 
 def resnet_sites(name: str, inner: int, outer: int, level: int, time: int | None = None) -> list[LayerSite]:
-    """A residual block: two convolutions after norms, and one of a single tap where channels change.
+    """Returns the layers of a residual block: two convolutions with norms before them, and a 1 x 1 convolution as shortcut if the number
+    of channels changes.
 
     Args:
-        time: width of the time step's vector; None: the block reads none.
+        name: the path of the block.
+        inner, outer, level: as in `LayerSite`.
+        time: the width of the time step's embedding. None: the block reads no time step.
     """
     sites = [LayerSite(f"{name}.norm1", "norm", inner, inner), LayerSite(f"{name}.conv1", "conv", inner, outer, level=level)]
     sites += [] if time is None else [LayerSite(f"{name}.time_emb_proj", "vector", time, outer, level=None)]

@@ -1,4 +1,4 @@
-"""Olmo on the Hub: config.json, and the names of tensors (`models.olmo` has the equations)."""
+"""OLMo on the Hub: config.json and tensor names (`models.olmo` has the equations)."""
 
 from typing import Any, ClassVar
 
@@ -9,7 +9,7 @@ from argosy.models.settings import Rope
 
 
 class OlmoHub:
-    """Reads and writes Hub folders of this family; a base class of its config."""
+    """A base class of the family's config that reads and writes Hub folders."""
 
     hub_types: ClassVar[tuple[str, ...]] = ("olmo2", "olmo3")
 
@@ -37,7 +37,7 @@ class OlmoHub:
         return cls(**read | read_pattern(config, read, spans), rope=full, local_rope=local)
 
     def to_hub(self: Any) -> dict[str, Any]:
-        """OLMo 3 if there is a window, otherwise OLMo 2."""
+        """Returns the config.json of OLMo 3 if there is a window, otherwise of OLMo 2."""
         kind = "olmo3" if self.window or self.local_rope else "olmo2"
         config = {"model_type": kind, "architectures": [kind.replace("olmo", "Olmo") + "ForCausalLM"]}
         config |= TABLES[kind].write(self) | {"num_key_value_heads": self.K} | write_rope(self.rope)

@@ -1,4 +1,4 @@
-"""Phi on the Hub: config.json, and the names of tensors (`models.phi` has the equations)."""
+"""Phi on the Hub: config.json and tensor names (`models.phi` has the equations)."""
 
 import math
 from typing import Any, ClassVar
@@ -10,7 +10,7 @@ from argosy.models.settings import Rope
 
 
 class PhiHub:
-    """Reads and writes Hub folders of this family; a base class of its config."""
+    """A base class of the family's config that reads and writes Hub folders."""
 
     hub_types: ClassVar[tuple[str, ...]] = ("phi3",)
 
@@ -47,14 +47,14 @@ class PhiHub:
         return cls(**read, rope=Rope(**rope))
 
     def to_hub(self: Any) -> dict[str, Any]:
-        """The config.json as transformers writes it."""
+        """Returns config.json as transformers writes it."""
         config = {"model_type": "phi3", "architectures": ["Phi3ForCausalLM"]} | TABLE.write(self) | write_rope(self.rope)
         original = getattr(self.rope.scaling, "original", self.context)
         return self.agreed(config | {"num_key_value_heads": self.K, "original_max_position_embeddings": original})
 
 
 def _current_form(config: dict[str, Any]) -> dict[str, Any]:
-    """The config in the form that `read_rope` knows. `su`, and `yarn` in Phi's first files, mean longrope."""
+    """Converts config.json to the form that `read_rope` knows. In Phi's files, the scaling `su` or `yarn` means longrope."""
     config = dict(config)
     for key in ("rope_scaling", "rope_parameters"):
         if scaling := dict(config.get(key) or {}):
@@ -67,7 +67,7 @@ def _current_form(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _attention_factor(config: dict[str, Any], original: int) -> float:
-    """The factor of the paper (arXiv:2402.13753) for the ratio of the two contexts."""
+    """Computes LongRoPE's attention factor (arXiv:2402.13753) from the ratio of the long context to the original one."""
     scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
     factor = scaling.get("factor") or config["max_position_embeddings"] / original
     return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
@@ -76,7 +76,7 @@ def _attention_factor(config: dict[str, Any], original: int) -> float:
 TABLE = ConfigTable(
     [*(row for row in SIZES if row[0] != "head_dim"), ("sliding_window", "window")],
     {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
-    # Further keys of Phi-4-mini's file, with the values that have no effect.
+    # Further keys of Phi-4-mini's config.json, with the values that have no effect.
     {
         "attention_bias": (False, None),
         "mlp_bias": (False, None),

@@ -1,4 +1,4 @@
-"""Qwen on the Hub: config.json, and the names of tensors (`models.qwen` has the equations)."""
+"""Qwen on the Hub: config.json and tensor names (`models.qwen` has the equations)."""
 
 from typing import Any, ClassVar
 
@@ -9,10 +9,10 @@ from argosy.models.settings import Rope
 
 
 class QwenHub:
-    """Reads and writes Hub folders of this family; a base class of its config."""
+    """A base class of the family's config that reads and writes Hub folders."""
 
     hub_types: ClassVar[tuple[str, ...]] = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
-    # Text encoders of images and sentence encoders are saved without a head.
+    # Text encoders of denoisers, and sentence encoders, are saved without a head, and without the prefix `model.`.
     hub_prefixes: ClassVar[tuple[str, ...]] = ("model.",)
 
     def hub_rows(self: Any) -> tuple[list[KeyRow], dict[str, int]]:
@@ -32,7 +32,7 @@ class QwenHub:
     @classmethod
     def from_hub(cls: Any, config: dict[str, Any]) -> Any:
         kind = config["model_type"]
-        # Transformers 5 writes this key and reads both.
+        # transformers 5 writes `num_local_experts`, and reads the older key too.
         if kind == "qwen3_moe" and "num_local_experts" in config:
             config = {"num_experts": config["num_local_experts"]} | config
         read = TABLES[kind].read(config) | FIXED[kind]
@@ -42,7 +42,7 @@ class QwenHub:
         return cls(**read | windows(config, read), rope=Rope(**read_rope(config)))
 
     def to_hub(self: Any) -> dict[str, Any]:
-        """The config.json of the architecture in transformers that has these options."""
+        """Returns the config.json of the generation of Qwen that has these options."""
         moe = self.moe
         kind = ("qwen3" if self.qk_norm else "qwen2") + ("_moe" if moe else "")
         config = {"model_type": kind, "architectures": [ARCHITECTURES[kind]]} | TABLES[kind].write(self)
@@ -53,7 +53,7 @@ class QwenHub:
         if kind == "qwen3_moe" and moe:
             config |= {"num_local_experts": moe.count}
         config |= {"use_sliding_window": bool(self.window), "sliding_window": self.window}
-        # Its windows are in all layers or in none.
+        # Qwen3 with experts has windows in all layers or in none.
         if kind == "qwen3_moe":
             return self.agreed(config)
         first = {} if moe else {"max_window_layers": (self.spans + "L").find("L")}
@@ -61,10 +61,11 @@ class QwenHub:
 
 
 def windows(config: dict[str, Any], read: dict[str, Any]) -> dict[str, Any]:
-    """The settings `window` and `pattern`. Windows are off by default. Without `layer_types`, the layers with a window depend on
-    the
-    architecture: from layer `max_window_layers` on (Qwen2 and 3), every second layer before it
-    (Qwen2 with experts), or always all layers (Qwen3 with experts)."""
+    """Reads the settings `window` and `pattern`. Without `use_sliding_window`, no layer has a window.
+
+    Without `layer_types`, the architecture decides which layers have a window: those from `max_window_layers` on (Qwen2 and Qwen3),
+    every second layer before `max_window_layers` (Qwen2 with experts), or all layers (Qwen3 with experts).
+    """
     if not config.get("use_sliding_window"):
         return {}
     kind, first = config["model_type"], config.get("max_window_layers", 28)
@@ -81,7 +82,7 @@ ARCHITECTURES = {
     "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
-# Qwen2.5 has this key; positions of images and time belong to another architecture.
+# Qwen2.5 has this key. Positions of images and time (M-RoPE) belong to another architecture.
 PLAIN = {"use_mrope": (False, None)}
 WINDOWS = frozenset(["use_sliding_window", "sliding_window", "max_window_layers", "layer_types"])
 DEFAULTS = {"rms_norm_eps": 1e-6, "max_position_embeddings": 32768}
@@ -104,7 +105,7 @@ TABLES = {
     ),
     "qwen3_moe": ConfigTable([*MOE, *BIASES], DEFAULTS | {"norm_topk_prob": False}, harmless=WINDOWS | SPARSE),
 }
-# Facts that the architecture fixes and no key of config.json states.
+# Settings that the architecture fixes, for which config.json has no key.
 FIXED: dict[str, dict[str, Any]] = {
     "qwen2": {"qkv_bias": True},
     "qwen2_moe": {},

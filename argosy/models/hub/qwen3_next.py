@@ -1,4 +1,4 @@
-"""Qwen3Next on the Hub: config.json, and the names of tensors (`models.qwen3_next` has the equations)."""
+"""Qwen3-Next on the Hub: config.json and tensor names (`models.qwen3_next` has the equations)."""
 
 from typing import Any, ClassVar
 
@@ -11,14 +11,14 @@ from argosy.models.settings import Rope
 
 
 class Qwen3NextHub:
-    """Reads and writes Hub folders of this family; a base class of its config."""
+    """A base class of the family's config that reads and writes Hub folders."""
 
     hub_types: ClassVar[tuple[str, ...]] = ("qwen3_next",)
-    # Modules for multi-token prediction, which config.json does not mention.
+    # The modules for multi-token prediction, which config.json does not mention.
     hub_left_out: ClassVar[tuple[str, ...]] = ("mtp.*",)
 
     def hub_rows(self: Any) -> tuple[list[KeyRow], dict[str, int]]:
-        """Small letters in the rows are sizes of the delta net."""
+        """Returns the rows, and the size of each axis in them. Lower-case letters are axes of the delta net."""
         layers = range(self.layers)
         recurrent, full = ([i for i in layers if self.spans[i] == span] for span in "RG")
         dense, sparse = ([i for i in layers if (i in self.dense) == is_dense] for is_dense in (True, False))
@@ -45,7 +45,7 @@ class Qwen3NextHub:
         )
 
     def to_hub(self: Any) -> dict[str, Any]:
-        """The config.json as transformers writes it, which always includes the share of a head with rotary positions."""
+        """Returns config.json as transformers writes it, always with the share of a head that rotary positions apply to."""
         config = {"model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"]} | TABLE.write(self)
         config |= {"num_key_value_heads": self.K, "head_dim": self.H} | write_rope(self.rope)
         config |= {"decoder_sparse_step": 1, "mlp_only_layers": list(self.dense)}
@@ -56,7 +56,7 @@ class Qwen3NextHub:
 
 
 def _spans(config: dict[str, Any], layers: int) -> str:
-    """R or G for each layer: from a list of kinds, otherwise every n-th layer attends."""
+    """Reads R (recurrent) or G (attention) for each layer, from `layer_types`. Without that list, every n-th layer is G."""
     kinds = config.get("layer_types")
     if kinds is None:
         every = config.get("full_attention_interval", 4)
@@ -69,7 +69,7 @@ def _spans(config: dict[str, Any], layers: int) -> str:
 
 
 def _attention(layers: list[int], bias: bool) -> list[KeyRow]:
-    """Rows of gated attention; each query head is followed by its output gate."""
+    """Returns the rows of gated attention. In their tensor, each query head is followed by its output gate."""
 
     def both(theirs: str, kind: str, reading: str) -> KeyRow:
         return KeyRow(hub.LAYER + theirs, (f"layers.{{l}}.attn.q.{kind}", f"layers.{{l}}.attn.gate.{kind}"), reading, layers)
@@ -80,7 +80,8 @@ def _attention(layers: list[int], bias: bool) -> list[KeyRow]:
 
 
 def _delta_net(layers: list[int]) -> list[KeyRow]:
-    """Rows of a delta net, fused by key head: a query, a key, and the values and gates of the value heads it serves."""
+    """Returns the rows of a delta net. Their tensors are fused by key head: its query, its key, and the values and gates of its value
+    heads."""
 
     def fused(theirs: str, ours: tuple[str, ...], reading: str) -> KeyRow:
         return KeyRow(hub.LAYER + theirs, tuple(f"layers.{{l}}.attn.{name}" for name in ours), reading, layers)

@@ -1,4 +1,8 @@
-"""Tensor names that most architectures on the Hub share, as rows of a `KeyMap`. Families combine them with rows of their own."""
+"""Rows (`KeyRow`) for tensor names that most architectures on the Hub share. Families combine these with rows of their own.
+
+A row maps tensors of a Hub folder ("theirs") to weights of the model ("ours"). In all functions, `layers` are the indexes of the layers
+that have the weights.
+"""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -9,12 +13,18 @@ LAYER = "model.layers.{l}."
 
 
 def of_layers(layers: Sequence[int], *names: tuple[str, str, str], prefix: str = LAYER) -> list[KeyRow]:
-    """The rows of each layer, from (their name, ours, reading)."""
+    """Returns a row for each (their name, our path, reading) of a layer. Both names are relative to the layer."""
     return [KeyRow(prefix + theirs, "layers.{l}." + ours, reading, layers) for theirs, ours, reading in names]
 
 
 def ends(tied: bool, *, bias: bool = False, scores: int = 0) -> list[KeyRow]:
-    """The rows of embedding, final norm (with a bias for LayerNorm) and head: of logits, or of so many scores."""
+    """Returns the rows of the embedding, the final norm and the head.
+
+    Args:
+        tied: whether the embedding is also the head.
+        bias: whether the final norm has a bias (LayerNorm).
+        scores: the number of scores of the head. 0: a head of logits.
+    """
     tied_to = "lm_head.weight" if tied and not scores else None
     rows = [
         KeyRow("model.embed_tokens.weight", "embed.w", "V D -> V D", tied_to=tied_to),
@@ -27,7 +37,12 @@ def ends(tied: bool, *, bias: bool = False, scores: int = 0) -> list[KeyRow]:
 
 
 def norms(layers: Sequence[int], names: Mapping[str, str], *, bias: bool = False) -> list[KeyRow]:
-    """Rows of norms over the model's width, {ours: theirs}; with biases for LayerNorm."""
+    """Returns the rows of norms over the model's width.
+
+    Args:
+        names: {our path: their name}, relative to the layer.
+        bias: whether the norms have biases (LayerNorm).
+    """
     rows = of_layers(layers, *((f"{theirs}.weight", f"{ours}.scale", "D -> D") for ours, theirs in names.items()))
     more = of_layers(layers, *((f"{theirs}.bias", f"{ours}.b", "D -> D") for ours, theirs in names.items()))
     return rows + more if bias else rows
@@ -37,7 +52,12 @@ PRE_NORMS = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layerno
 
 
 def attention_key_rows(layers: Sequence[int], *, bias: bool = False, out_bias: bool = False) -> list[KeyRow]:
-    """The rows of the four projections of attention."""
+    """Returns the rows of the four projections of attention.
+
+    Args:
+        bias: whether queries, keys and values have biases.
+        out_bias: whether the output projection has a bias.
+    """
     rows = of_layers(
         layers,
         ("self_attn.q_proj.weight", "attn.q.w", "(N H) D -> D N H"),
@@ -58,7 +78,7 @@ def attention_key_rows(layers: Sequence[int], *, bias: bool = False, out_bias: b
 
 
 def head_norms(layers: Sequence[int]) -> list[KeyRow]:
-    """The rows of norms over each head of queries and keys."""
+    """Returns the rows of norms over each head of queries and keys."""
     return of_layers(
         layers,
         ("self_attn.q_norm.weight", "attn.q_norm.scale", "H -> H"),
@@ -69,7 +89,7 @@ def head_norms(layers: Sequence[int]) -> list[KeyRow]:
 def glu(
     layers: Sequence[int], theirs: str = "mlp", ours: str = "mlp", width: str = "F", *, bias: bool = False
 ) -> list[KeyRow]:
-    """The rows of a gated feed-forward layer of this width."""
+    """Returns the rows of a gated feed-forward layer. `width` is the letter of its inner axis."""
     rows = of_layers(
         layers,
         (f"{theirs}.gate_proj.weight", f"{ours}.gate.w", f"{width} D -> D {width}"),
@@ -87,7 +107,7 @@ def glu(
 
 
 def experts(layers: Sequence[int], theirs: str = "mlp.experts.{e}") -> list[KeyRow]:
-    """The rows of routed experts: one tensor per expert on the Hub, one array per layer here."""
+    """Returns the rows of routed experts, which are one tensor per expert on the Hub and one array per layer here."""
     return of_layers(
         layers,
         (f"{theirs}.gate_proj.weight", "mlp.gate.w", "M D -> E D M"),
@@ -97,7 +117,7 @@ def experts(layers: Sequence[int], theirs: str = "mlp.experts.{e}") -> list[KeyR
 
 
 def dense_layers(path: str, widths: Sequence[int]) -> tuple[list[KeyRow], dict[str, int]]:
-    """The rows of `DenseLayers`, weights [out, in] as torch has them, and the sizes they use."""
+    """Returns the rows of `DenseLayers`, whose weights are [out, in] in torch, and the size of each axis in the rows."""
     rows: list[KeyRow] = []
     for i in range(len(widths) - 1):
         a, b = f"{path}{i}", f"{path}{i + 1}"
@@ -107,11 +127,11 @@ def dense_layers(path: str, widths: Sequence[int]) -> tuple[list[KeyRow], dict[s
 
 
 def table_rows(dims: Mapping[str, int], widths: Mapping[str, Sequence[int]]) -> tuple[list[KeyRow], dict[str, int]]:
-    """The rows of a recommender, an embedding table and its stacks of layers, and the sizes they use.
+    """Returns the rows of a recommender, with an embedding table and stacks of dense layers, and the size of each axis in the rows.
 
     Args:
-        dims: sizes of the table, by letter.
-        widths: widths of each stack, by its path.
+        dims: the sizes of the embedding table, by letter.
+        widths: the widths of each stack's layers, by the stack's path.
     """
     rows, sizes = [KeyRow("embeddings.weight", "embed.w", "V D -> V D")], dict(dims)
     for path, some in widths.items():
@@ -121,11 +141,11 @@ def table_rows(dims: Mapping[str, int], widths: Mapping[str, Sequence[int]]) -> 
 
 
 def scaled_rows(rows: Sequence[KeyRow], names: Collection[str], blocks: Mapping[str, str]) -> list[KeyRow]:
-    """The rows for a folder in which some weights are quantized as values and scales.
+    """Adapts rows to a folder in which some weights are quantized, that is, stored as values and scales.
 
     Args:
-        names: of the tensors in the folder.
-        blocks: how a weight is read from MXFP4 blocks, by how it is read plain. Blocks lie along the summed axis, which is last.
+        names: the names of the tensors in the folder.
+        blocks: maps the reading of a plain weight to that of a weight in MXFP4 blocks. Blocks lie along the summed axis, which is last.
     """
     out: list[KeyRow] = []
     for row in rows:
@@ -137,7 +157,7 @@ def scaled_rows(rows: Sequence[KeyRow], names: Collection[str], blocks: Mapping[
 
 
 def _scales(row: KeyRow, layer: int | None, names: Collection[str]) -> str | None:
-    """How this row's tensor is quantized at a layer; for experts, the first one decides."""
+    """Returns how this row's tensor is quantized at a layer. Of several experts, the first decides. None: it is not quantized."""
     if not isinstance(row.names, str) or row.scales:
         return None
     name = row.names.replace("{l}", str(layer)).replace("{e}", "0")

@@ -1,6 +1,6 @@
 """Stable Diffusion 3 and 3.5 in diffusers' format (`models.diffusion.sd3` has the equations).
 
-The table of positions is a tensor of the file, which diffusers does not train; here it is a weight like others.
+The position embedding is a tensor in diffusers' files, which diffusers does not train. Here, it is a weight like any other.
 """
 
 from typing import Any, ClassVar
@@ -15,12 +15,12 @@ SD3 = "SD3Transformer2DModel"
 
 
 class SD3Hub:
-    """Reads and writes folders of this family; a base class of its config."""
+    """A base class of the family's config that reads and writes folders in diffusers' format."""
 
     hub_types: ClassVar[tuple[str, ...]] = (SD3,)
 
     def tensor_rows(self: Any) -> tuple[list[KeyRow], dict[str, int]]:
-        """The table of names, and the sizes its rows use."""
+        """Returns the rows that map tensor names to weights, and the size of each axis in the rows."""
         rows = [*sd3_token_rows(), *sd3_layer_rows(self), *FINAL, KeyRow("proj_out.weight", "final.out.w", "(p q C) D -> D (p q C)")]
         rows.append(KeyRow("proj_out.bias", "final.out.b", "(p q C) -> (p q C)"))
         names = {f"modulation{parts}": parts for parts in (2, 6, 9)}
@@ -44,7 +44,7 @@ class SD3Hub:
 
 
 def sd3_token_rows() -> list[KeyRow]:
-    """The rows of what makes tokens of latents."""
+    """Returns the rows of the weights that map latents to tokens."""
     return [
         KeyRow("pos_embed.proj.weight", "patch.w", "D C p q -> (p q C) D"),
         KeyRow("pos_embed.proj.bias", "patch.b", "D -> D"),
@@ -53,7 +53,7 @@ def sd3_token_rows() -> list[KeyRow]:
 
 
 def sd3_layer_rows(config: Any) -> list[KeyRow]:
-    """The rows of the layers, and of the embedders before them."""
+    """Returns the rows of the layers, and of the embedders before them."""
     rows = [] if config.text_width is None else linear_rows("context_embedder", "text_embed", "D", "text")
     rows += embedder_rows("time_text_embed.timestep_embedder", "vector.time", "waves")
     rows += embedder_rows("time_text_embed.text_embedder", "vector.pooled", "pooled")

@@ -1,10 +1,10 @@
-"""Names of tensors in the files that authors published themselves, of one model or of a whole pipeline, and the settings that their
-shapes tell: such a file has no config.json.
+"""Single files of one model or of a whole pipeline, as their authors published them. Such a file has no config.json, so settings are
+derived from the shapes of tensors.
 
-    Flux.1                        Black Forest Labs: `double_blocks.0.img_attn.qkv.weight`, queries, keys and values in one
-    Stable Diffusion 1, 2, XL     CompVis and Stability AI: `model.diffusion_model.input_blocks.1.0.in_layers.0.weight`, with the
-                                  autoencoder (`first_stage_model.`) and text encoders beside it; that of 2 and the second of
-                                  XL in OpenCLIP's names: `transformer.resblocks.0.attn.in_proj_weight`
+    Flux.1                        by Black Forest Labs: `double_blocks.0.img_attn.qkv.weight`, with queries, keys and values in one
+    Stable Diffusion 1, 2, XL     by CompVis and Stability AI: `model.diffusion_model.input_blocks.1.0.in_layers.0.weight`. The file
+                                  also has the autoencoder (`first_stage_model.`) and the text encoders. The text encoder of 2
+                                  and the second one of XL have OpenCLIP's names: `transformer.resblocks.0.attn.in_proj_weight`
 """
 
 import re
@@ -18,9 +18,9 @@ from argosy.models.hub.flux import modulation_rows
 from argosy.models.hub.mmdit import linear_rows, mmdit_sizes
 
 Shapes = Mapping[str, tuple[int, ...]]
-# Features of a head that turn by each axis of positions, by head size: no tensor tells them.
+# By head size, the number of features that each axis of positions rotates. They cannot be derived from tensors.
 FLUX_AXES = {128: (16, 56, 56)}
-# Of each width of text states: the heads of a level with this width, and the scale of the autoencoder's latents.
+# By width of the text states: the number of heads of a level, from the level's width, and the scale of the autoencoder's latents.
 STABLE_DIFFUSION = {
     768: (lambda width: 8, 0.18215),
     1024: (lambda width: width // 64, 0.18215),
@@ -44,10 +44,10 @@ VAE_ATTENTION = {"group_norm": "norm", "to_q": "q", "to_k": "k", "to_v": "v", "t
 
 
 def flux_settings(shapes: Shapes) -> dict[str, Any]:
-    """The settings of a Flux.1 with these tensors.
+    """Derives the settings of a Flux.1 from the shapes of its tensors.
 
     Raises:
-        BadInput: it reads an image beside the noise, or its heads have another size than 128.
+        BadInput: the model reads an image besides the noise, or its head size is not 128.
     """
     width, packed = shapes["img_in.weight"]
     if (out := shapes["final_layer.linear.weight"][0]) != packed:
@@ -71,7 +71,7 @@ def flux_settings(shapes: Shapes) -> dict[str, Any]:
 
 
 def flux_rows(config: Any) -> tuple[list[KeyRow], dict[str, int]]:
-    """The table of Black Forest Labs' names, and the sizes its rows use."""
+    """Returns the rows for Black Forest Labs' tensor names, and the size of each axis in the rows."""
     double, single = range(config.layers), range(config.single_layers)
     rows = [KeyRow("img_in.weight", "patch.w", "D (C p q) -> (p q C) D"), KeyRow("img_in.bias", "patch.b", "D -> D")]
     rows += linear_rows("txt_in", "text_embed", "D", "text")
@@ -102,7 +102,7 @@ def flux_rows(config: Any) -> tuple[list[KeyRow], dict[str, int]]:
         rows.append(KeyRow(f"{theirs}.norm.{name}_norm.scale", f"{to}.attn.{x}_norm.scale", "H -> H", single))
     rows.append(KeyRow(f"{theirs}.linear2.weight", (f"{to}.attn.o.w", f"{to}.down.w"), "D (N H|F) -> N H D, F D", single))
     rows.append(KeyRow(f"{theirs}.linear2.bias", f"{to}.attn.o.b", "D -> D", single))
-    # The shift stands first here, and the scale in diffusers' files.
+    # The shift comes first in this file. In diffusers' files, the scale comes first.
     last, ends = "final_layer.adaLN_modulation.1", ("final.shift", "final.scale")
     rows.append(KeyRow(f"{last}.weight", (f"{ends[0]}.w", f"{ends[1]}.w"), "((1|1) modulated) D -> D modulated, D modulated"))
     rows.append(KeyRow(f"{last}.bias", (f"{ends[0]}.b", f"{ends[1]}.b"), "((1|1) modulated) -> modulated, modulated"))
@@ -112,10 +112,10 @@ def flux_rows(config: Any) -> tuple[list[KeyRow], dict[str, int]]:
 
 
 def unet_settings(shapes: Shapes) -> dict[str, Any]:
-    """The settings of a UNet with these tensors. No tensor tells what it predicts, noise or v.
+    """Derives the settings of a UNet from the shapes of its tensors. Whether it predicts noise or v cannot be derived.
 
     Raises:
-        BadInput: it reads an image beside the noise, or it is none of Stable Diffusion 1, 2 and XL.
+        BadInput: the UNet reads an image besides the noise, or it is not one of Stable Diffusion 1, 2 and XL.
     """
     channels, out = shapes["input_blocks.0.0.weight"][1], shapes["out.2.weight"][0]
     if channels != out:
@@ -147,7 +147,11 @@ def unet_settings(shapes: Shapes) -> dict[str, Any]:
 
 
 def vae_settings(shapes: Shapes, text_width: int) -> dict[str, Any]:
-    """The settings of an autoencoder with these tensors, of a UNet that reads text states of this width."""
+    """Derives the settings of an autoencoder from the shapes of its tensors.
+
+    Args:
+        text_width: the width of the text states that the UNet in the same file reads.
+    """
     levels = part_count(shapes, "encoder.down")
     return {
         "widths": tuple(shapes[f"encoder.down.{i}.block.0.conv1.weight"][0] for i in range(levels)),
@@ -161,7 +165,7 @@ def vae_settings(shapes: Shapes, text_width: int) -> dict[str, Any]:
 
 
 def clip_settings(shapes: Shapes) -> dict[str, Any]:
-    """The settings of CLIP's text encoder with these tensors: OpenAI's, with heads of 64 features."""
+    """Derives the settings of OpenAI's CLIP text encoder from the shapes of its tensors. The head size is 64."""
     layers = part_count(shapes, "text_model.encoder.layers")
     vocab, width = shapes["text_model.embeddings.token_embedding.weight"]
     return {
@@ -176,10 +180,11 @@ def clip_settings(shapes: Shapes) -> dict[str, Any]:
 
 
 def openclip_settings(shapes: Shapes, projects: bool) -> dict[str, Any]:
-    """The settings of OpenCLIP's text encoder with these tensors, with heads of 64 features.
+    """Derives the settings of OpenCLIP's text encoder from the shapes of its tensors. The head size is 64.
 
     Args:
-        projects: whether its vector is projected, as that of Stable Diffusion XL is. Stable Diffusion 2 reads its states alone.
+        projects: whether the encoder has a projection of the pooled vector, as in Stable Diffusion XL. Stable Diffusion 2 reads only
+            the states of tokens.
     """
     vocab, width = shapes["token_embedding.weight"]
     return {
@@ -195,7 +200,7 @@ def openclip_settings(shapes: Shapes, projects: bool) -> dict[str, Any]:
 
 
 def openclip_rows(config: Any) -> tuple[list[KeyRow], dict[str, int]]:
-    """The table of OpenCLIP's names of its text encoder, and the sizes its rows use."""
+    """Returns the rows for OpenCLIP's tensor names of its text encoder, and the size of each axis in the rows."""
     layers, at = range(config.layers), "transformer.resblocks.{l}"
     rows = [
         KeyRow("token_embedding.weight", "embed.w", "V D -> V D"),
@@ -221,14 +226,14 @@ def openclip_rows(config: Any) -> tuple[list[KeyRow], dict[str, int]]:
 
 
 def unet_rows(config: Any) -> tuple[list[KeyRow], dict[str, int]]:
-    """The table of Stability AI's names of a UNet, and the sizes its rows use."""
+    """Returns the rows for Stability AI's tensor names of a UNet, and the size of each axis in the rows."""
     rows, sizes = config.hub_rows()
     return [replace(row, names=_unet_name(row.names, config)) for row in rows], sizes
 
 
 def vae_rows(config: Any) -> tuple[list[KeyRow], dict[str, int]]:
-    """The table of Stability AI's names of an autoencoder, and the sizes its rows use. The projections of its attention are
-    convolutions of one pixel."""
+    """Returns the rows for Stability AI's tensor names of an autoencoder, and the size of each axis in the rows. In these files, the
+    projections of attention are 1 x 1 convolutions."""
     rows, sizes = config.hub_rows()
     last = len(config.widths) - 1
     renamed = []
@@ -240,7 +245,7 @@ def vae_rows(config: Any) -> tuple[list[KeyRow], dict[str, int]]:
 
 
 def part_count(shapes: Collection[str], path: str) -> int:
-    """How many numbered parts there are under a path."""
+    """Counts the numbers that follow a path in tensor names, such as the number of layers."""
     start = f"{path}."
     numbers = {name.removeprefix(start).partition(".")[0] for name in shapes if name.startswith(start)}
     return len([number for number in numbers if number.isdigit()])

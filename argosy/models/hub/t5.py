@@ -1,6 +1,6 @@
-"""T5's and UMT5's encoders on the Hub: config.json, and the names of tensors (`models.t5` has the equations).
+"""T5's and UMT5's encoders on the Hub: config.json and tensor names (`models.t5` has the equations).
 
-Folders of the whole model are read too; the decoder is left out, with a warning.
+Folders with encoder and decoder can be read too. The decoder is ignored, with a warning.
 """
 
 from typing import Any, ClassVar
@@ -11,7 +11,7 @@ from argosy.models.hub import rows as hub
 from argosy.models.hub.config import ConfigTable
 
 TABLE_OF = "layer.0.SelfAttention.relative_attention_bias.weight"
-# How transformers names a feed-forward layer, and our settings of it.
+# The feed-forward layers that transformers knows, by name, and our settings of each.
 FEED_FORWARDS = {
     "gated-gelu": (True, "gelu_tanh"),
     "gated-silu": (True, "silu"),
@@ -21,7 +21,7 @@ FEED_FORWARDS = {
 
 
 class T5Hub:
-    """Reads and writes Hub folders of this family; a base class of its config."""
+    """A base class of the family's config that reads and writes Hub folders."""
 
     hub_types: ClassVar[tuple[str, ...]] = ("t5", "umt5")
     hub_left_out: ClassVar[tuple[str, ...]] = ("decoder.*", "lm_head.*")
@@ -65,7 +65,7 @@ class T5Hub:
         kind, names = ("t5", "T5EncoderModel") if self.shared_bias else ("umt5", "UMT5EncoderModel")
         proj = kinds.get((self.gated, self.activation), f"{'gated-' * self.gated}{self.activation}")
         config = {"model_type": kind, "architectures": [names], "feed_forward_proj": proj}
-        # As transformers writes encoders alone.
+        # The values that transformers writes for an encoder without a decoder.
         config["is_encoder_decoder"] = kind == "umt5"
         return self.agreed(config | TABLE.write(self))
 

@@ -1,4 +1,4 @@
-"""Stable Diffusion's UNet in diffusers' format: config.json. Names of tensors are those of the layers (`models.diffusion.unet`)."""
+"""The config.json of Stable Diffusion's UNet in diffusers' format. Tensor names equal the paths of layers (`models.diffusion.unet`)."""
 
 from typing import Any, ClassVar
 
@@ -10,7 +10,7 @@ PLAIN, CROSS = ("DownBlock2D", "UpBlock2D"), ("CrossAttnDownBlock2D", "CrossAttn
 
 
 class UNetHub:
-    """Reads and writes folders of this family; a base class of its config."""
+    """A base class of the family's config that reads and writes folders in diffusers' format."""
 
     hub_types: ClassVar[tuple[str, ...]] = (UNET,)
 
@@ -33,10 +33,10 @@ class UNetHub:
 
 
 def read_levels(config: dict[str, Any]) -> dict[str, Any]:
-    """The settings of the levels on the way down, and of what XL reads beside the time step; a ControlNet has them too.
+    """Reads the settings that UNets and ControlNets share: the down levels, and SDXL's additional conditions.
 
     Raises:
-        BadInput: a kind of level that is not built.
+        BadInput: a kind of level is not supported.
     """
     widths = tuple(config.get("block_out_channels", (320, 640, 1280, 1280)))
     levels = len(widths)
@@ -53,7 +53,7 @@ def read_levels(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_levels(settings: Any) -> dict[str, Any]:
-    """What `read_levels` reads."""
+    """The inverse of `read_levels`: returns the keys of config.json that it reads."""
     layers: Any = [n or 1 for n in settings.transformers[:-1]] + [settings.transformers[-1] or settings.middle_transformer]
     config = {
         "block_out_channels": list(settings.widths),
@@ -74,7 +74,7 @@ def _check_kinds(key: str, kinds: Any, built: int) -> None:
 
 
 def _per_level(value: Any, levels: int) -> tuple[int, ...]:
-    """One number for each level."""
+    """Expands a value of config.json to one number for each level."""
     numbers = tuple(value) if isinstance(value, list | tuple) else (value,) * levels
     if len(numbers) != levels or not all(isinstance(number, int) for number in numbers):
         raise BadInput(f"config.json: {value!r} is no number for each of {levels} levels")
@@ -90,7 +90,7 @@ ROWS = [
     ("use_linear_projection", "linear"),
 ]
 DEFAULTS = {"in_channels": 4, "layers_per_block": 2, "norm_num_groups": 32, "cross_attention_dim": 1280}
-# Keys of UNets and ControlNets whose other values are not built.
+# Keys of UNets and ControlNets, with the values that are supported.
 FIXED: dict[str, tuple[Any, ...]] = {
     "act_fn": ("silu",),
     "addition_embed_type": (None, "text_time"),

@@ -11,12 +11,12 @@ WAN = "WanTransformer3DModel"
 
 
 class WanHub:
-    """Reads and writes folders of this family; a base class of its config."""
+    """A base class of the family's config that reads and writes folders in diffusers' format."""
 
     hub_types: ClassVar[tuple[str, ...]] = (WAN,)
 
     def tensor_rows(self: Any) -> tuple[list[KeyRow], dict[str, int]]:
-        """The table of names, and the sizes its rows use."""
+        """Returns the rows that map tensor names to weights, and the size of each axis in the rows."""
         layers, block, at = range(self.layers), "blocks.{l}", "layers.{l}"
         rows = [KeyRow("patch_embedding.weight", "patch.w", "D C 1 p q -> (p q C) D")]
         rows.append(KeyRow("patch_embedding.bias", "patch.b", "D -> D"))
@@ -87,6 +87,6 @@ TABLE = ConfigTable(
         "eps": 1e-6,
     },
     fixed={"qk_norm": (QK_NORM,), "image_dim": (None,), "added_kv_proj_dim": (None,), "pos_embed_seq_len": (None,)},
-    # Positions are computed, not looked up: there is no longest one.
+    # Positions are computed, not looked up, so there is no longest one.
     harmless=frozenset(["out_channels", "rope_max_seq_len"]),
 )

@@ -8,18 +8,18 @@ from argosy.models.hub.config import ConfigTable
 from argosy.models.hub.mmdit import linear_rows, qk_norm_rows, stream_rows
 
 Z_IMAGE = "ZImageTransformer2DModel"
-# The vector of the time step is as wide as the model, up to this.
+# The largest width of the time step's embedding, which is otherwise as wide as the model.
 TIME_WIDTH = 256
 NORMS = {"attn_norm": "attention_norm1", "attn_post_norm": "attention_norm2", "mlp_norm": "ffn_norm1", "mlp_post_norm": "ffn_norm2"}
 
 
 class ZImageHub:
-    """Reads and writes folders of this family; a base class of its config."""
+    """A base class of the family's config that reads and writes folders in diffusers' format."""
 
     hub_types: ClassVar[tuple[str, ...]] = (Z_IMAGE,)
 
     def tensor_rows(self: Any) -> tuple[list[KeyRow], dict[str, int]]:
-        """The table of names, and the sizes its rows use."""
+        """Returns the rows that map tensor names to weights, and the size of each axis in the rows."""
         size = f"{self.patch}-1"
         rows = linear_rows(f"all_x_embedder.{size}", "patch", "D", "I")
         rows += linear_rows("t_embedder.mlp.0", "time.up", "embedder", "waves")
@@ -92,6 +92,6 @@ TABLE = ConfigTable(
         "axes_dims": (32, 48, 48),
     },
     fixed={"all_f_patch_size": ([1], (1,)), "siglip_feat_dim": (None,)},
-    # Positions are computed, not looked up: there is no longest one.
+    # Positions are computed, not looked up, so there is no longest one.
     harmless=frozenset(["n_kv_heads", "axes_lens"]),
 )

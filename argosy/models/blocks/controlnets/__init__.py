@@ -1,1 +1,1 @@
-"""Modules of ControlNets, and denoisers that they steer."""
+"""Modules of ControlNets, and of denoisers with ControlNets."""

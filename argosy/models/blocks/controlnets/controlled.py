@@ -1,4 +1,4 @@
-"""A denoiser with the ControlNets that steer it."""
+"""Combines a denoiser with the ControlNets that steer it."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,5 +9,5 @@ from argosy.models.diffusion.unet import UNetConfig
 
 
 def with_controlnets(denoiser: Any, controlnets: Sequence[Any]) -> Any:
-    """A module that is called like the denoiser, and reads control images (`Conditions.control`)."""
+    """Returns a module that is called like the denoiser, and also reads control images (`Conditions.control`)."""
     return (ControlledUNet if isinstance(denoiser.config, UNetConfig) else ControlledMMDiT)(denoiser, controlnets)

@@ -17,7 +17,7 @@ from argosy.models.settings import Reach
 
 
 class ControlDoubleBlock(DoubleBlock):
-    """A layer with weights for image and text that also gives the residual of the image."""
+    """A `DoubleBlock` that also computes the ControlNet's residual for the image tokens, as the aux output `control`."""
 
     def __init__(self, config: Any):
         super().__init__(config)
@@ -29,7 +29,7 @@ class ControlDoubleBlock(DoubleBlock):
 
 
 class ControlSingleBlock(SingleBlock):
-    """A layer over text and image as one that also gives the residual of both."""
+    """A `SingleBlock` that also computes the ControlNet's residual for text and image tokens, as the aux output `control`."""
 
     def __init__(self, config: Any):
         super().__init__(config)
@@ -41,7 +41,7 @@ class ControlSingleBlock(SingleBlock):
 
 
 class FluxControlNet(FluxLayers):
-    """Noisy latents, time steps, texts and latents of control images to what Flux adds after its layers."""
+    """Computes residuals that Flux adds after its layers, from noisy latents, time steps, texts and latents of control images."""
 
     double_block: ClassVar[Any] = ControlDoubleBlock
     single_block: ClassVar[Any] = ControlSingleBlock
@@ -60,7 +60,13 @@ class FluxControlNet(FluxLayers):
         mode: Int[Array, "B"] | None = None,
         tokens: Float[Array, "B T D"] | None = None,
     ) -> dict[str, Float[Array, "R B T D"]]:
-        """The residuals of each stack of layers; `tokens` of the model itself are not read."""
+        """Computes residuals for image tokens: R residuals for each stack of layers of the denoiser, by the stack's name.
+
+        Args:
+            control: the latents of control images.
+            mode: the kind of control, for ControlNets that know several.
+            tokens: not read.
+        """
         streams, step = self.begin(latents, timestep, conditions._replace(control=control, control_mode=mode))
         streams, _, outputs = self.layers(streams, None, step.attend, step.condition)
         residuals = {"layers": outputs["block"]["control"]}

@@ -1,4 +1,4 @@
-"""What ControlNets of Flux and of Stable Diffusion 3 share: weights that begin at zero, and the model that they steer."""
+"""Shared code of ControlNets of Flux and Stable Diffusion 3: zero-initialized layers, and the denoiser with ControlNets."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,18 +15,20 @@ from argosy.models.parts.einsum import Einsum
 
 
 def zero_projection(dims: dict[str, int]) -> Einsum:
-    """A linear layer that begins at zero: tokens after a layer to what the steered model adds there."""
+    """A zero-initialized linear layer from the tokens after a ControlNet's layer to the residual that the denoiser adds."""
     return Einsum("BTD,DR->BTR", dims, bias=True, scale=0.0, legend=LEGEND)
 
 
 def control_patch(dims: dict[str, int]) -> Einsum:
-    """Patches of a control image's latents to tokens; zeros before training."""
+    """A zero-initialized linear layer from patches of a control image's latents to tokens."""
     return Einsum("BTI,ID->BTD", dims, bias=True, scale=0.0, legend=LEGEND)
 
 
 class ControlledMMDiT(LayeredDenoiser):
-    """A denoiser with joint attention and ControlNets, which act where there are control images: called like the denoiser. What they
-    add is summed."""
+    """A denoiser with joint attention, steered by ControlNets. It is called like the denoiser.
+
+    ControlNets act if there are control images. Their residuals are summed.
+    """
 
     def __init__(self, denoiser: LayeredDenoiser, controlnets: Sequence[Any]):
         self.denoiser, self.controlnets = denoiser, nnx.List(controlnets)
@@ -50,7 +52,7 @@ class ControlledMMDiT(LayeredDenoiser):
                 added = net(latents, timestep, conditions, control, mode, streams["image"])
                 if scale is None:
                     return added
-                # One factor for all that a ControlNet gives.
+                # All residuals of a ControlNet have the same factor.
                 return {name: value * scale[None, :, :1, None].astype(value.dtype) for name, value in added.items()}
 
             def nothing(residuals: Any = residuals) -> dict[str, Array]:

@@ -20,7 +20,7 @@ from argosy.models.settings import Reach
 
 
 class ControlBlock(SD3Block):
-    """A layer of image and text that also gives the residual of the image."""
+    """An `SD3Block` that also computes the ControlNet's residual for the image tokens, as the aux output `control`."""
 
     def __init__(self, config: Any, kind: str):
         super().__init__(config, kind)
@@ -32,7 +32,7 @@ class ControlBlock(SD3Block):
 
 
 class ImageControlBlock(nnx.Module):
-    """A layer of the image alone, which tells what it gives."""
+    """A layer over image tokens only, whose aux output `control` is the ControlNet's residual."""
 
     def __init__(self, config: Any):
         self.image = JointStream(config.dims, 6, norms=config.normalizes)
@@ -50,7 +50,7 @@ class ImageControlBlock(nnx.Module):
 
 
 class SD3ControlNet(SD3Layers):
-    """Noisy latents, time steps, texts and latents of control images to what the model adds after its layers."""
+    """Computes residuals that the denoiser adds after its layers, from noisy latents, time steps, texts and control images' latents."""
 
     def __init__(self, config: Any, run: Execution | None):
         self.config, self.dtype, d = config, jnp.float32, config.dims
@@ -64,7 +64,7 @@ class SD3ControlNet(SD3Layers):
         self.layers = Stack(plan, self.block, run=run)
 
     def block(self, kind: str) -> Any:
-        """A layer of this kind."""
+        """Builds a layer of this kind."""
         return ImageControlBlock(self.config) if kind == "alone" else ControlBlock(self.config, kind)
 
     def __call__(
@@ -76,10 +76,12 @@ class SD3ControlNet(SD3Layers):
         mode: Any = None,
         tokens: Float[Array, "B T D"] | None = None,
     ) -> dict[str, Float[Array, "R B T D"]]:
-        """The residuals of the layers.
+        """Computes R residuals for the image tokens of the denoiser's stack `layers`.
 
         Args:
-            tokens: that the model itself makes of the latents, for ControlNets without positions.
+            control: the latents of control images.
+            mode: not read.
+            tokens: the image tokens that the denoiser computes from the latents. Only ControlNets without positions read them.
         """
         config = self.config
         x = self.tokens(latents) if config.positions else tokens

@@ -1,4 +1,4 @@
-"""The module of a ControlNet (`models.diffusion.controlnets.unet` has the equations), and a UNet that one or several of them steer."""
+"""The module of a ControlNet of a UNet (`models.diffusion.controlnets.unet` has the equations), and a UNet with ControlNets."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from argosy.models.diffusion.base import Conditions
 
 
 class ControlNet(UNetEncoder):
-    """Noisy latents, time steps, texts and control images to what a UNet adds on its way up."""
+    """Computes residuals that a UNet adds to its skips and its middle, from noisy latents, time steps, texts and control images."""
 
     def __call__(
         self,
@@ -23,7 +23,12 @@ class ControlNet(UNetEncoder):
         control: Float[Array, "B Y X 3"],
         scale: Float[Array, "B R"] | None = None,
     ) -> list[Array]:
-        """The residuals of each skip [B h w O], and last that of the middle; multiplied by `scale`."""
+        """Computes a residual [B h w O] for each skip, then one for the middle.
+
+        Args:
+            control: control images in 0..1, in pixels.
+            scale: a factor on each of the R residuals. None: 1.
+        """
         of: Any = self
         height, width = control.shape[1:3]
         c = self.condition(timestep, conditions, height, width)
@@ -35,7 +40,7 @@ class ControlNet(UNetEncoder):
         return [residual * scale[:, i, None, None, None].astype(residual.dtype) for i, residual in enumerate(residuals)]
 
     def embedded(self, control: Float[Array, "B Y X 3"]) -> Float[Array, "B H W C"]:
-        """A control image in 0..1, at the size of latents."""
+        """Embeds control images in 0..1. The result has the height and width of latents."""
         of: Any = self
         net, y = of.controlnet_cond_embedding, control.astype(self.dtype)
         y = net.conv_in(y[..., ::-1] if self.config.channel_order == "bgr" else y)
@@ -45,7 +50,10 @@ class ControlNet(UNetEncoder):
 
 
 class ControlledUNet(nnx.Module):
-    """A UNet with ControlNets, which act where there are control images: called like the UNet. What they add is summed."""
+    """A UNet that ControlNets steer. It is called like the UNet.
+
+    ControlNets act if there are control images. Their residuals are summed.
+    """
 
     def __init__(self, unet: UNet, controlnets: Sequence[ControlNet]):
         self.unet, self.controlnets = unet, nnx.List(controlnets)
