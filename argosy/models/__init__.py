@@ -1,5 +1,5 @@
-"""Model families, one file each: config, module, names on the Hub. A family registers with one line here, or from outside the
-package."""
+"""Model families, one file each. A family has a config, a module and tensor names on the Hub. It is registered by one line here, or
+from outside the package."""
 
 from argosy.core.registry import Registry
 

@@ -2,10 +2,12 @@
 
     h = LayerNorm(x + Attention(x))        y = LayerNorm(h + MLP(h))
 
-Every token attends to the whole sequence; no token is predicted. RoBERTa's positions begin after the row of its padding token. With
-`scores`, a head reads the first token: W2 tanh(W1 y + b1) + b2, of which BERT calls the inner part its pooler. Devlin et al.
-2018 (arXiv:1810.04805), Liu et al. 2019 (arXiv:1907.11692), Conneau et al. 2019 (arXiv:1911.02116), Wang et al. 2020
-(MiniLM, arXiv:2002.10957), Reimers and Gurevych 2019 (arXiv:1908.10084). `argosy.load(FOLDER).embed(texts)`: infer.embed.
+Every token attends to the whole sequence, and no token is predicted. RoBERTa's positions begin after the row of the padding token. With
+`scores`, a head reads the first token: W2 tanh(W1 y + b1) + b2. BERT calls the inner part, tanh(W1 y + b1), its pooler. To embed texts,
+call `argosy.load(FOLDER).embed(texts)` (`infer.embed`).
+
+Devlin et al. 2018 (arXiv:1810.04805), Liu et al. 2019 (arXiv:1907.11692), Conneau et al. 2019 (arXiv:1911.02116), Wang et al. 2020
+(MiniLM, arXiv:2002.10957), Reimers and Gurevych 2019 (arXiv:1908.10084).
 B batch, T time, D width, F feed-forward, N heads, H head size, V vocabulary, A positions, Y token types, O pooled,
 Z scores.
 """
@@ -22,7 +24,7 @@ from argosy.models.settings import Reach
 
 
 def block(config: "BertConfig", kind: str) -> "parts.Block":
-    """One layer. All layers are of one kind."""
+    """Builds one layer. All layers are of one kind."""
     attention = parts.Attention(config.dims, config.layers, bias=True, out_bias=True)
     mlp = parts.MLP(config.dims, config.activation)
     return parts.Block(attention, mlp, after=partial(parts.LayerNorm, config.width, config.norm_eps), cached=False)
@@ -68,7 +70,7 @@ class BertConfig(BertHub, AbsoluteConfig):
         return super().dims | rows | ({"O": self.width} if self.projects else {})
 
     def build(self, run: "parts.Execution | None" = None) -> "parts.TextEncoder":
-        """The module. All layers are equal, without rotary positions."""
+        """Builds the module. All layers are equal, without rotary positions."""
         plan = [parts.Layer("block", Reach())] * self.layers
         norm = parts.LayerNorm(self.width, self.norm_eps)
         return parts.TextEncoder(self, plan, self.make, norm, run, first=self.first, pooler=self.projects)

@@ -1,9 +1,10 @@
-"""CLIP's text encoder: OpenAI's and OpenCLIP's, as Stable Diffusion, SDXL, SD3 and Flux read prompts with it.
+"""The text encoders of OpenAI's CLIP and of OpenCLIP, with which Stable Diffusion, SDXL, SD3 and Flux read prompts.
 
     h = x + Attention(LayerNorm(x))        y = h + MLP(LayerNorm(h))        text = P LayerNorm(y)[end]
 
-Tokens attend to earlier ones only, yet no token is predicted: the vector at the end-of-text token stands for the text, projected by P
-where it was trained with images. Radford et al. 2021 (arXiv:2103.00020); Cherti et al. 2022 (OpenCLIP, arXiv:2212.07143).
+Tokens attend to earlier tokens only, but no token is predicted. The vector at the end-of-text token stands for the text. If the model
+has a projection P, that vector is projected into the space that texts and images share. Radford et al. 2021 (arXiv:2103.00020); Cherti
+et al. 2022 (OpenCLIP, arXiv:2212.07143).
 B batch, T time, D width, F feed-forward, N heads, H head size, V vocabulary, A positions, O projection.
 """
 
@@ -19,7 +20,7 @@ from argosy.models.settings import Activation, Reach
 
 
 def block(config: "ClipTextConfig", kind: str) -> "parts.Block":
-    """One layer. All layers are of one kind."""
+    """Builds one layer. All layers are of one kind."""
     attention = parts.Attention(config.dims, config.layers, bias=True, out_bias=True)
     mlp = parts.MLP(config.dims, config.activation)
     return parts.Block(attention, mlp, pre=partial(parts.LayerNorm, config.width, config.norm_eps), cached=False)
@@ -65,7 +66,7 @@ class ClipTextConfig(ClipTextHub, AbsoluteConfig):
         return parts.Packed(segments)
 
     def build(self, run: "parts.Execution | None" = None) -> Any:
-        """The module. All layers are equal, without rotary positions."""
+        """Builds the module. All layers are equal, without rotary positions."""
         from argosy.models.blocks.clip import ClipTextEncoder
 
         return ClipTextEncoder(self, [parts.Layer("block", Reach())] * self.layers, self.make, run)

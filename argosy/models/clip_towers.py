@@ -1,6 +1,6 @@
-"""CLIP whole: a tower of texts and one of images, whose vectors of a text and of its image point the same way.
+"""CLIP with a text tower and a vision tower, trained so that the vectors of an image and of its text have a high cosine similarity.
 
-    image   x = LayerNorm([class, patches W] + positions), layers as in `models.clip`, tokens see all others     P_i LayerNorm(x)[0]
+    image   x = LayerNorm([class, patches W] + positions), layers as in `models.clip` without causal mask        P_i LayerNorm(x)[0]
     text    as `models.clip`                                                                                     P_t LayerNorm(y)[end]
     score   exp(scale) cos(image, text)
 
@@ -54,7 +54,7 @@ class ClipVision(Settings):
 
     @property
     def positions(self) -> int:
-        """Patches of an image, and the class token before them."""
+        """The number of positions: the patches of an image, and the class token before them."""
         return (self.size // self.patch) ** 2 + 1
 
     @property
@@ -88,12 +88,12 @@ class ClipTowersConfig(ClipTowersHub, ModelConfig):
 
     @property
     def vocab(self) -> int:
-        """Vocabulary size of the tower of texts."""
+        """The vocabulary size of the text tower."""
         return self.text.vocab
 
     @property
     def context(self) -> int:
-        """Longest text in tokens."""
+        """The longest text that the text tower reads, in tokens."""
         return self.text.context
 
     @property
@@ -109,7 +109,7 @@ class ClipTowersConfig(ClipTowersHub, ModelConfig):
         return self.hub_rows()[1]
 
     def flops(self, tokens: int) -> int:
-        """FLOPs of an image, whose positions are fixed, and a text of so many tokens."""
+        """Counts the FLOPs of one image, whose number of positions is fixed, and one text of `tokens` tokens."""
         v, n = self.vision, self.vision.positions
         layer = 4 * v.width * v.width + 2 * v.width * v.ffn
         image = 2 * (n - 1) * v.dims["I"] * v.width + v.layers * (2 * n * layer + 4 * n * n * v.width)
@@ -120,7 +120,7 @@ class ClipTowersConfig(ClipTowersHub, ModelConfig):
         return self.text.mixing_flops(tokens) + 4 * n * n * self.vision.width * self.vision.layers
 
     def build(self, run: "parts.Execution | None" = None) -> Any:
-        """The module. All layers of a tower are equal."""
+        """Builds the module. All layers of a tower are equal."""
         from argosy.models.blocks.clip_towers import ClipTowers
 
         return ClipTowers(self, run)

@@ -3,9 +3,9 @@ indexer, and multi-token prediction.
 
     h = x + LatentAttention(RMSNorm(x))        y = h + MoE(RMSNorm(h)), in the first layers h + SwiGLU(RMSNorm(h))
 
-V2 scores experts by softmax and a group by its best expert. V3 scores experts by sigmoid and a group by its best two, and a bias
-adjusted by load balances experts. V3 is published in FP8, with one scale for each 128 x 128 values. V3.2 has the
-indexer (`parts.attention.indexer`).
+V2 scores experts by softmax, and a group of experts by its best expert. V3 scores experts by sigmoid, and a group by its best two
+experts. V3 balances the load with a bias on the scores, which training adjusts by load. V3 is published in FP8, with one scale for each
+128 x 128 values. V3.2 has the indexer (`parts.attention.indexer`).
 
 DeepSeek-AI 2024 (arXiv:2405.04434, 2412.19437), 2025 (arXiv:2501.12948, 2512.02556), Moonshot AI 2025 (arXiv:2507.20534).
 B batch, T time, D width, F feed-forward, N heads, H plain and P rotary part of a head, C both, U value size, R and Q ranks of
@@ -24,7 +24,7 @@ from argosy.models.settings import Activation, Experts, Index, Rope, Yarn
 
 
 def block(config: "DeepSeekConfig", kind: str) -> "parts.Block":
-    """One layer. kind: "dense" or "experts"."""
+    """Builds one layer. `kind` is "dense" or "experts"."""
     d, bias = config.dims, config.attention_bias
     attention = parts.LatentAttention(d, config.layers, scale=config.scale, bias=bias, index=config.index)
     experts = kind == "experts"
@@ -133,23 +133,23 @@ class DeepSeekConfig(DeepSeekHub, LanguageConfig):
 
     @property
     def scale(self) -> float:
-        """Scale of the scores: 1/sqrt(C), times the square of YaRN's sharpening if `mscale_all_dim` is set."""
+        """The factor on attention scores: 1/sqrt(C), times the square of YaRN's sharpening if `mscale_all_dim` is set."""
         yarn = self.rope.scaling if isinstance(self.rope.scaling, Yarn) else None
         sharper = yarn.sharpening(yarn.mscale_all_dim) if yarn and yarn.mscale_all_dim else 1.0
         return (self.head_size + self.rope_size) ** -0.5 * sharper**2
 
     def build(self, run: "parts.Execution | None" = None) -> Any:
-        """The module. The first layers are dense, the others have experts."""
+        """Builds the module. The first layers are dense, the others have experts."""
         from argosy.models.blocks.deepseek import DeepSeekDecoder
 
         return DeepSeekDecoder(self, self.make, partial(parts.RMSNorm, self.width, self.norm_eps), run)
 
     def parameters(self, active: bool = False) -> int:
-        """Includes the `mtp` modules, except for `active`: logits do not use them."""
+        """Counts parameters, including the `mtp` modules. With `active`, excludes the `mtp` modules, since logits do not use them."""
         return super().parameters(active) if not (active and self.mtp) else self._without_mtp().parameters(active)
 
     def flops(self, tokens: int) -> int:
-        """As for every family; the `mtp` modules are not included."""
+        """Counts the FLOPs of one forward pass, without the `mtp` modules."""
         return self._without_mtp().flops(tokens) if self.mtp else super().flops(tokens)
 
     def mixing_flops(self, tokens: int) -> int:
@@ -164,7 +164,7 @@ class DeepSeekConfig(DeepSeekHub, LanguageConfig):
         return 2 * tokens * weights * self.layers + self._index_flops(tokens)
 
     def _index_flops(self, tokens: int) -> int:
-        """FLOPs of the indexer's scores, which are skipped for rows no longer than `topk`."""
+        """Counts the FLOPs of the indexer's scores. Rows of at most `topk` tokens skip these."""
         if self.index is None or tokens <= self.index.topk:
             return 0
         return 2 * tokens * tokens * self.index.heads * (self.index.size + 1) * self.layers

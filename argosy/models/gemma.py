@@ -22,7 +22,7 @@ from argosy.models.settings import Activation, LinearScaling, Rope
 
 
 def block(config: "GemmaConfig", kind: str) -> "parts.Block":
-    """One layer. Local and global layers have the same weights, and differ in their reach and rotary base alone."""
+    """Builds one layer. Local and global layers have weights of the same structure. They differ only in window and rope base."""
 
     def head_norm(heads: int) -> "parts.RMSNorm":
         return parts.RMSNorm(config.H, config.norm_eps, offset=1.0, letters="H")
@@ -83,12 +83,12 @@ class GemmaConfig(GemmaHub, DecoderConfig):
         return self.local_rope or self.rope
 
     def build(self, run: "parts.Execution | None" = None) -> "parts.Decoder":
-        """The module. Layers differ in how far back they attend and in their rotary positions."""
+        """Builds the module. Layers differ in how far back they attend and in their rotary positions."""
         norm = parts.RMSNorm(self.width, self.norm_eps, offset=1.0)
         return parts.Decoder(self, self.plan(), self.make, norm, run, gain=self.width**0.5, logit_cap=self.logit_cap)
 
     def resolved(self) -> "GemmaConfig":
-        """Gemma 1 has no separate query scale, and only Gemma 3 has two rotary bases."""
+        """Returns the config with all derived values set. Gemma 1 has no separate query scale, and only Gemma 3 has two rope bases."""
         local = (self.local_rope or self.rope) if self.qk_norm else None
         scalar = (self.query_scalar or self.H) if self.post_norms else self.query_scalar
         return super().resolved().model_copy(update={"local_rope": local, "query_scalar": scalar})

@@ -2,8 +2,8 @@
 
     h = x + Attention(LayerNorm(x))        y = h + MLP(LayerNorm(h))
 
-Radford et al. 2019 (Language models are unsupervised multitask learners). On the Hub its matrices are [in, out], queries, keys
-and values are fused, and names may begin with `transformer.`.
+Radford et al. 2019 (Language models are unsupervised multitask learners). On the Hub, GPT-2's matrices are [in, out], queries, keys and
+values are fused, and names may begin with `transformer.`.
 B batch, T time, D width, F feed-forward, N heads, H head size, V vocabulary, A positions.
 """
 
@@ -17,7 +17,7 @@ from argosy.models.settings import Activation, Reach
 
 
 def block(config: "GPT2Config", kind: str) -> "parts.Block":
-    """One layer. All layers are of one kind."""
+    """Builds one layer. All layers are of one kind."""
     attention = parts.Attention(config.dims, config.layers, bias=True, out_bias=True)
     mlp = parts.MLP(config.dims, config.activation)
     return parts.Block(attention, mlp, pre=partial(parts.LayerNorm, config.width, config.norm_eps))
@@ -39,7 +39,7 @@ class GPT2Config(GPT2Hub, AbsoluteConfig):
         return {"tied": cls(**odd), "untied": cls(**{**odd, "width": 42, "heads": 3}, tied=False, activation="relu")}
 
     def build(self, run: "parts.Execution | None" = None) -> "parts.Decoder":
-        """The module. All layers are equal, without rotary positions."""
+        """Builds the module. All layers are equal, without rotary positions."""
         plan = [parts.Layer("block", Reach())] * self.layers
         norm = parts.LayerNorm(self.width, self.norm_eps)
         return parts.Decoder(self, plan, self.make, norm, run, positions=True)

@@ -3,7 +3,7 @@
     h = x + Attention(RMSNorm(x))        y = h + MoE(RMSNorm(h))
     expert(x) = W_down ((up + 1) * gate * sigmoid(alpha gate)),  gate at most `limit`, up within +-limit
 
-OpenAI 2025 (arXiv:2508.10925). Its expert weights are published in MXFP4: blocks of 32 with a common power of two.
+OpenAI 2025 (arXiv:2508.10925). The experts' weights are published in MXFP4: 4-bit values in blocks of 32 with a power of two as scale.
 B batch, T time, D width, N query heads, K key heads, H head size, V vocabulary, E experts, M expert ffn.
 """
 
@@ -19,7 +19,7 @@ from argosy.models.settings import Experts, Rope, Yarn
 
 
 def block(config: "GptOssConfig", kind: str) -> "parts.Block":
-    """One layer. All layers are of one kind."""
+    """Builds one layer. All layers are of one kind."""
     from argosy.models.blocks.gpt_oss import clipped_swiglu
 
     bias = config.attention_bias

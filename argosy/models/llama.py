@@ -17,7 +17,7 @@ from argosy.models.settings import LinearScaling, Llama3Scaling, Rope, Yarn
 
 
 def block(config: "LlamaConfig", kind: str) -> "parts.Block":
-    """One layer. All layers are of one kind."""
+    """Builds one layer. All layers are of one kind."""
     bias = config.attention_bias
     attention = parts.Attention(config.dims, config.layers, bias=bias, out_bias=bias)
     mlp = parts.GLU(config.dims, config.activation, bias=config.mlp_bias)

@@ -1,5 +1,5 @@
-"""Llama 4 (text): layers with rotary positions and chunked attention, layers with full attention and no positions; experts
-whose weight scales their input, beside a shared expert.
+"""Llama 4 (text): layers with RoPE and chunked attention, and layers with full attention and no positions. A routed expert's weight
+scales the expert's input. There is also a shared expert.
 
     h = x + Attention(RMSNorm(x))        y = h + MoE(RMSNorm(h)), in some layers h + SwiGLU(RMSNorm(h))
     MoE(x) = Shared(x) + sum over the k best experts e of  Expert_e(sigmoid(r_e) x),  r = W_r x
@@ -23,7 +23,7 @@ from argosy.models.settings import Experts, Llama3Scaling, Reach, Rope, Temper
 
 
 def block(config: "Llama4Config", kind: str) -> "parts.Block":
-    """One layer. kind: "dense" or "experts"."""
+    """Builds one layer. `kind` is "dense" or "experts"."""
     d, bias = config.dims, config.attention_bias
     attention = parts.Attention(d, config.layers, bias=bias, out_bias=bias)
     experts = kind == "experts"
@@ -93,7 +93,7 @@ class Llama4Config(Llama4Hub, DecoderConfig):
 
     @property
     def kinds(self) -> list[str]:
-        """The feed-forward part of each layer."""
+        """The feed-forward part of each layer: "dense" or "experts"."""
         letters = (self.moe_pattern * self.layers)[: self.layers]
         return ["experts" if letter == "E" else "dense" for letter in letters]
 

@@ -18,7 +18,7 @@ from argosy.models.settings import Experts
 
 
 def block(config: "MixtralConfig", kind: str) -> "parts.Block":
-    """One layer. All layers are of one kind."""
+    """Builds one layer. All layers are of one kind."""
     attention = parts.Attention(config.dims, config.layers)
     moe = parts.MoE(config.dims, config.moe, config.activation)
     return parts.Block(attention, moe, pre=partial(parts.RMSNorm, config.width, config.norm_eps))

@@ -18,7 +18,7 @@ from argosy.models.settings import Rope, Yarn
 
 
 def block(config: "OlmoConfig", kind: str) -> "parts.Block":
-    """One layer. All layers are of one kind."""
+    """Builds one layer. All layers are of one kind."""
 
     def over_all_heads(heads: int) -> "parts.RMSNorm":
         return parts.RMSNorm((heads, config.H), config.norm_eps, letters="NH" if heads == config.heads else "KH")

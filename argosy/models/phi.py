@@ -17,7 +17,7 @@ from argosy.models.settings import LongRope, Rope
 
 
 def block(config: "PhiConfig", kind: str) -> "parts.Block":
-    """One layer. All layers are of one kind."""
+    """Builds one layer. All layers are of one kind."""
     attention, mlp = parts.Attention(config.dims, config.layers), parts.GLU(config.dims, config.activation)
     return parts.Block(attention, mlp, pre=partial(parts.RMSNorm, config.width, config.norm_eps))
 

@@ -2,8 +2,8 @@
 
     h = x + Attention(RMSNorm(x))        y = h + SwiGLU(RMSNorm(h)), or h + MoE(RMSNorm(h))
 
-Qwen2 has biases on queries, keys and values; Qwen3 instead normalizes queries and keys over each head. Qwen2's experts have
-a gated shared expert beside them; Qwen3's have none.
+Qwen2 has biases on queries, keys and values. Qwen3 instead normalizes queries and keys over each head. Qwen2 with experts has a gated
+shared expert. Qwen3 with experts has none.
 
 Yang et al. 2024 (arXiv:2407.10671, 2412.15115), the Qwen team 2025 (arXiv:2505.09388).
 B batch, T time, D width, F feed-forward, N query heads, K key heads, H head size, V vocabulary, E experts, M expert ffn.
@@ -21,7 +21,7 @@ from argosy.models.settings import Experts, Rope, Yarn
 
 
 def block(config: "QwenConfig", kind: str) -> "parts.Block":
-    """One layer. kind: "dense" or "experts"."""
+    """Builds one layer. `kind` is "dense" or "experts"."""
     d, moe, bias = config.dims, config.moe, config.qkv_bias
 
     def head_norm(heads: int) -> "parts.RMSNorm":
@@ -84,5 +84,5 @@ class QwenConfig(QwenHub, DecoderConfig):
 
     @property
     def kinds(self) -> list[str]:
-        """The feed-forward part of each layer."""
+        """The feed-forward part of each layer: "dense" or "experts"."""
         return ["dense" if self.moe is None or i in self.dense else "experts" for i in range(self.layers)]

@@ -7,8 +7,8 @@
                  q and k have length 1; the state decays by exp(-exp(A) softplus(W_a x + dt)) and is written with rate
                  sigmoid(W_b x)
 
-A delta net keeps a state of fixed size per sequence, whatever its length. Norms store their scale minus one, except the
-one inside the delta net. Attention layers attend to all earlier tokens; none is local.
+A delta net keeps a state of fixed size per sequence, whatever the sequence's length. Norms store their scale minus one, except the norm
+inside the delta net. Attention layers attend to all earlier tokens; none is local.
 
 The Qwen team 2025, Yang et al. 2024 (arXiv:2412.06464).
 B batch, T time, D width, F feed-forward, N query heads, K key heads, H head size, V vocabulary, E experts, M expert ffn; in a
@@ -28,7 +28,7 @@ from argosy.models.settings import Experts, Reach, Rope, Yarn
 
 
 def block(config: "Qwen3NextConfig", kind: str) -> "parts.Block":
-    """One layer. kind: "delta" or "attention", then "_dense" or "_experts"."""
+    """Builds one layer. `kind` is "delta" or "attention", followed by "_dense" or "_experts"."""
     from argosy.models.blocks.qwen3_next import DeltaNet, GatedAttention
 
     d = config.dims
@@ -94,7 +94,7 @@ class Qwen3NextConfig(Qwen3NextHub, DecoderConfig):
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> "Qwen3NextConfig":
-        """The rules of every decoder, except for the letters of the pattern."""
+        """Checks the rules of every decoder, and those of this family. The pattern has its own letters."""
         DecoderConfig._sizes_fit(self.model_copy(update={"pattern": None}))  # pyright: ignore[reportCallIssue]
         if self.window is not None:
             raise ValueError(f"window = {self.window}: no layer of this family is local")
@@ -150,12 +150,12 @@ class Qwen3NextConfig(Qwen3NextHub, DecoderConfig):
 
     @property
     def kinds(self) -> list[str]:
-        """How each layer mixes tokens, and its feed-forward part."""
+        """The kind of each layer: how it mixes tokens, and its feed-forward part, such as "delta_experts"."""
         mixes = ("delta" if span == "R" else "attention" for span in self.spans)
         return [f"{mix}_{'dense' if i in self.dense else 'experts'}" for i, mix in enumerate(mixes)]
 
     def build(self, run: "parts.Execution | None" = None) -> "parts.Decoder":
-        """The module. Layers differ in how they mix tokens, and in their feed-forward part."""
+        """Builds the module. Layers differ in how they mix tokens, and in their feed-forward part."""
         reach = Reach(None, self.rope.decided(self.context))
         plan = [parts.Layer(kind, reach if kind.startswith("attention") else None) for kind in self.kinds]
         norm = parts.RMSNorm(self.width, self.norm_eps, offset=1.0)

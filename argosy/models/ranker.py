@@ -2,8 +2,8 @@
 
     b = bottom(numbers)        e_f = E_f[categories_f]        z = top([b, <v_i, v_j> for i < j of b, e_1 ... e_F])
 
-E_f is the table of category f. All tables are one array, in which each begins where the one before it ends, so that its rows are split
-over devices as a vocabulary is (`vocab` of the mesh's rules). Naumov et al. 2019 (arXiv:1906.00091).
+E_f is the embedding table of category f. All tables are concatenated in one array, whose rows are split over devices as a vocabulary is
+(`vocab` of the mesh's rules). Naumov et al. 2019 (arXiv:1906.00091).
 
 Differences from the paper: the widths of the layers are settings; z is a logit without an activation.
 B batch, I numbers, F categories, V rows of all tables, D width of a row.
@@ -49,7 +49,7 @@ class RankerConfig(ModelConfig):
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Where each table begins."""
+        """The first row of each category's table in the array of all tables."""
         return (0, *accumulate(self.tables))[:-1]
 
     @property
@@ -62,13 +62,13 @@ class RankerConfig(ModelConfig):
 
     @property
     def widths(self) -> dict[str, list[int]]:
-        """The widths of the layers below and above the products."""
+        """The widths of the layers before the pairwise products ("bottom") and after them ("top"), from input to output."""
         vectors = len(self.tables) + 1
         pairs = vectors * (vectors - 1) // 2
         return {"bottom": [self.numbers, *self.bottom, self.width], "top": [self.width + pairs, *self.top, 1]}
 
     def build(self, run: "parts.Execution | None" = None) -> Any:
-        """The module."""
+        """Builds the module."""
         from argosy.models.blocks.ranker import Ranker
 
         return Ranker(self)

@@ -1,7 +1,6 @@
-"""Settings shared by families, without jax, so that a mistake in them is reported before anything heavy is imported.
+"""Settings that families share. This file does not import jax, so that mistakes in settings are reported before jax is imported.
 
-They are implemented in the part of the same name: `parts.attention.rope`, `parts.moe`, `parts.attention.heads`,
-`parts.attention.indexer`, `parts.mlp`.
+The settings are implemented in `parts.attention.rope`, `parts.moe`, `parts.attention.heads`, `parts.attention.indexer` and `parts.mlp`.
 """
 
 import math
@@ -13,9 +12,9 @@ from argosy.core.registry import Registry
 from argosy.core.settings import Also, Choice, Settings
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu"]
-# What is rotated while a model runs (`parts.rotations`).
+# The data that can be rotated by Hadamard matrices while a model runs (`parts.rotations`).
 Rotation = Literal["ffn", "heads", "keys"]
-# What layers mark by name, so that rematerialization can keep it (`parts.stack.remat`).
+# The checkpoint names of values in layers, by which rematerialization can keep these values (`parts.stack.remat`).
 Kept = Literal["qkv", "attention", "attention_out", "ffn", "experts"]
 
 
@@ -45,7 +44,7 @@ class Llama3Scaling(Settings):
         import numpy as np
 
         turns = self.original * freq / (2 * math.pi)
-        # Llama 4 Scout has no ramp: low and high are 1.
+        # In Llama 4 Scout, low and high are both 1, so there is no ramp.
         ramp = max(self.high - self.low, 1e-9)
         unscaled = np.clip((turns - self.low) / ramp, 0, 1)
         return freq * unscaled + freq / self.factor * (1 - unscaled), 1.0
@@ -147,7 +146,7 @@ class Rope(Settings):
     of the rotated features. None: positions have one axis."""
 
     def sections_for(self, size: int, axes: int) -> tuple[int, ...]:
-        """The pairs of each axis, for `size` rotated features.
+        """Returns how many pairs each axis of positions rotates, for `size` rotated features.
 
         Raises:
             ValueError: the sections do not fit the features or the axes.
@@ -158,7 +157,7 @@ class Rope(Settings):
         return self.sections
 
     def decided(self, context: int) -> "Rope":
-        """These positions for a model with this context; if the scaling has two tables of frequencies, one is chosen."""
+        """Returns the settings for a model with this context, in tokens. If LongRoPE may choose between two tables, one is chosen."""
         scaling = self.scaling
         if not isinstance(scaling, LongRope) or scaling.table != "auto":
             return self
@@ -166,15 +165,15 @@ class Rope(Settings):
         return self.model_copy(update={"scaling": scaling.model_copy(update={"table": table})})
 
     def rotated_size(self, size: int) -> int:
-        """The number of features with rotary positions, of a head of this size."""
+        """Returns the number of features with rotary positions, for heads of this size."""
         return int(size * self.part)
 
     def key(self, size: int) -> str:
-        """The name of the table of angles for heads of this size."""
+        """Returns a name for the table of angles, which is unique for these settings and this number of rotated features."""
         return f"{size} {self!r}"
 
     def frequencies(self, size: int) -> tuple[Any, float]:
-        """Radians per token of each of the size/2 pairs, and the factor on cosine and sine."""
+        """Returns the frequency of each of the size / 2 pairs in radians per token, and the factor on cosine and sine."""
         import numpy as np
 
         freq = self.base ** -(np.arange(0, size, 2, dtype=np.float64) / size)
@@ -194,13 +193,13 @@ class Temper(Settings):
 
 
 class Reach(NamedTuple):
-    """The attention of one layer: what it attends to, and how positions act on it.
+    """The attention settings of one layer.
 
-    window: how far back it attends; None: to everything.
-    chunked: only to its own chunk of `window` tokens (`Score`).
-    rope: rotary positions of queries and keys; None: none.
-    unit: divides each head of queries and keys by its RMS after rotary positions; the number is added to the mean square.
-    temper: how its queries grow with their position.
+    window: the number of tokens that a query attends to, including its own. None: all earlier tokens.
+    rope: the rotary positions of queries and keys. None: the layer has none.
+    chunked: whether a query attends only to its own chunk of `window` tokens (`Score`).
+    unit: an epsilon. If set, each head of queries and keys is divided by its RMS after RoPE, with this added to the mean square.
+    temper: how queries grow with their position. None: they do not.
     """
 
     window: int | None = None

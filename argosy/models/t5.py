@@ -1,10 +1,10 @@
-"""T5's encoder, and UMT5's: what Flux, SD3 and Wan read prompts with.
+"""The encoders of T5 and UMT5, with which Flux, SD3 and Wan read prompts.
 
     h = x + Attention(RMSNorm(x))        y = h + MLP(RMSNorm(h))        scores = q k' + b[bucket(k - q)]
 
-Scores are not scaled; a learned bias for each head and each bucket of distances stands in place of positions. T5 has one table of
-biases for all layers, UMT5 one for each. Raffel et al. 2019 (arXiv:1910.10683); gated: Shazeer 2020 (arXiv:2002.05202); UMT5: Chung et
-al. 2023 (arXiv:2304.09151).
+Scores are not scaled. Instead of positions, there is a learned bias for each head and each bucket of distances. T5 has one table of
+biases for all layers, UMT5 one for each layer. Raffel et al. 2019 (arXiv:1910.10683); gated: Shazeer 2020 (arXiv:2002.05202); UMT5:
+Chung et al. 2023 (arXiv:2304.09151).
 B batch, T time, D width, F feed-forward, N heads, H head size, V vocabulary, A buckets.
 """
 
@@ -67,7 +67,7 @@ class T5Config(T5Hub, LanguageConfig):
         return {"D": self.width, "F": self.ffn, **heads, "V": self.vocab, "A": self.buckets}
 
     def build(self, run: "parts.Execution | None" = None) -> Any:
-        """The module. All layers are equal."""
+        """Builds the module. All layers are equal."""
         from argosy.models.blocks.t5 import T5Encoder
 
         return T5Encoder(self, [parts.Layer("block", Reach())] * self.layers, run)

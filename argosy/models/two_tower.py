@@ -1,10 +1,10 @@
-"""Two towers for retrieval: a vector for each user and each item, whose cosine says how well they go together.
+"""A two-tower model for retrieval: each user and each item has a vector, and their cosine is the score of the pair.
 
     u = unit(user([U[id], numbers]))        v = unit(item(I[id]))        score = u . v / temperature
 
-A user's vector is computed once, and the nearest items are looked up. Training with the items of the batch as negatives: `objective =
-retrieve`. Covington, Adams and Sargin 2016 (Deep neural networks for YouTube recommendations); Yi et al. 2019 (Sampling-bias-corrected
-neural modeling for large corpus item recommendations); Yang et al. 2020 (Mixed negative sampling).
+For retrieval, the user's vector is computed once, and the nearest items are looked up. `objective=retrieve` trains with the items of
+the batch as negatives. Covington, Adams and Sargin 2016 (Deep neural networks for YouTube recommendations); Yi et al. 2019
+(Sampling-bias-corrected neural modeling for large corpus item recommendations); Yang et al. 2020 (Mixed negative sampling).
 
 B batch, I numbers, V rows of both tables, D width of a row, O width of a vector.
 """
@@ -54,11 +54,11 @@ class TwoTowerConfig(ModelConfig):
 
     @property
     def widths(self) -> dict[str, list[int]]:
-        """The widths of the layers of each tower."""
+        """The widths of each tower's layers, from input to output."""
         return {"user": [self.width + self.numbers, *self.hidden, self.output], "item": [self.width, *self.hidden, self.output]}
 
     def build(self, run: "parts.Execution | None" = None) -> Any:
-        """The module."""
+        """Builds the module."""
         from argosy.models.blocks.two_tower import TwoTower
 
         return TwoTower(self)

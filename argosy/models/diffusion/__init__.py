@@ -1,1 +1,1 @@
-"""Denoisers, one file a family: from noisy images or latents to what an image is computed from."""
+"""Denoisers, one file for each family. A denoiser maps noisy images or latents to a prediction, such as the noise or the velocity."""

@@ -1,13 +1,16 @@
-"""`DenoiserConfig`: the settings that every denoiser has, and `Conditions`: what it may read beside noisy images.
-`LatentNetConfig`: those of any network over the positions of latents, a ControlNet too.
+"""The settings that denoisers share, and the conditions that they read besides noisy images.
 
     module(latents [B H W C], timestep [B], conditions) -> prediction [B H W C], float32
 
-Latents are channels last; they may be the images themselves. Models that draw videos read [B F H W C] too, with F frames of latents.
-`timestep` counts as diffusers does, from 0 (an image) to 1000 (noise); a flow model at noise level sigma reads 1000 sigma. What the
-output predicts is `prediction`: a learned variance is split off.
+    Conditions          the inputs of a denoiser besides noisy latents and time steps
+    LatentNetConfig     the settings of any network over the positions of latents, including ControlNets
+    DenoiserConfig      the settings of a denoiser
 
-This file imports no jax: `Conditions` is a named tuple, which jax knows as a tree.
+Latents are channels last, and may be the images themselves. Models of videos also read [B F H W C], with F latent frames. `timestep` is
+in 0 (an image) .. 1000 (noise), as in diffusers. A flow model at noise level sigma reads 1000 sigma. The setting `prediction` says what
+the output predicts. A learned variance is not part of the output.
+
+This file does not import jax. `Conditions` is a named tuple, which jax treats as a pytree.
 """
 
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -18,30 +21,31 @@ from argosy.core.dims import LOOKED_UP, named_axes
 from argosy.core.keymap import filled_tensors
 from argosy.models.base.config import InputKind, ModelConfig
 
-# velocity: noise - image; epsilon: the noise; v: alpha noise - sigma image; sample: the image; edm: -v, of images in units of their
-# deviation.
+# velocity: noise - image; epsilon: the noise; v: alpha noise - sigma image; sample: the image; edm: -v, of images divided by their
+# standard deviation.
 Prediction = Literal["velocity", "epsilon", "v", "sample", "edm"]
-# Axes of weights that are computed with once for an image, as hub tables name them.
+# Names of axes, in rows of tensor names, whose weights are applied once for an image and not at every position.
 PER_IMAGE = frozenset(["waves", "embedder", "modulation", "final_modulation", "modulated", "pooled", "time_vector"])
 
 
 class Conditions(NamedTuple):
-    """What a denoiser reads beside noisy images. A model ignores those that it does not list (`DenoiserConfig.conditions`).
+    """The inputs of a denoiser besides noisy latents and time steps. A model ignores the fields that `DenoiserConfig.conditions` lacks.
 
-    labels: [B] classes; the last row of the table is the null class.
-    text: [B S E] states of a text encoder.
-    text_mask: [B S] 1 for the tokens of a text, 0 for padding.
-    pooled: [B E] one vector for each text.
-    guidance: [B] the scale of guidance, for models that learned it.
-    sizes: [B 6] for SDXL: height and width before cropping, top and left of the crop, height and width of the image, in pixels. None:
+    labels: [B], the classes. The last row of the class embedding is the null class.
+    text: [B S E], the states of a text encoder.
+    text_mask: [B S], the attention mask of the text: 1 for tokens, 0 for padding.
+    pooled: [B E], one vector for each text.
+    guidance: [B], the guidance scale, for models that are distilled to read it.
+    sizes: [B 6], for SDXL: height and width before cropping, top and left of the crop, height and width of the image, in pixels. None:
         the image was not cropped.
-    interval: [B] for models of mean velocities: from the time step back to the end of the step. None: empty.
-    control: for each ControlNet beside the model, [B Y X 3] images in 0..1, in pixels, or their latents [B H W C] where it reads these.
-        None: none acts.
-    control_scale: for each, [B R] factors on what it adds to the model: of a UNet to each skip and the middle. None: 1.
-    control_mode: for each, [B] the number of the kind of control, for those that know several (unions); others ignore it. None: none
-        knows several.
-    control_acts: [C] above 0 for those that act at this step. None: all do.
+    interval: [B], for models of mean velocities: the length of the step, in units of the time step. None: 0.
+    control: for each ControlNet, control images [B Y X 3] in 0..1, or their latents [B H W C] if the ControlNet reads latents. None: no
+        ControlNet acts.
+    control_scale: for each ControlNet, [B R] factors on its residuals. A ControlNet of a UNet has a residual for each skip and for the
+        middle. None: 1.
+    control_mode: for each ControlNet, [B], the index of the kind of control. Only ControlNets with several kinds (unions) read it.
+        None: no ControlNet has several kinds.
+    control_acts: [C], above 0 for each ControlNet that acts at this time step. None: all act.
     """
 
     labels: Any = None
@@ -58,11 +62,11 @@ class Conditions(NamedTuple):
 
 
 class ImageSpace(NamedTuple):
-    """What a denoiser asks of images.
+    """The images or latents that a denoiser reads.
 
-    channels: of an image or of its latents.
-    multiple: divides height and width.
-    classes: number of classes that it knows, without the null class; 0 if it reads none.
+    channels: the number of channels.
+    multiple: the number that must divide height and width.
+    classes: the number of classes, without the null class. 0: the denoiser reads no class.
     """
 
     channels: int
@@ -74,7 +78,7 @@ class LatentNetConfig(ModelConfig):
     """Settings of a network over the positions of images or latents."""
 
     inputs: ClassVar[InputKind] = "images"
-    # What the paths of weights begin with that read the tokens of the text, or those of image and text.
+    # Prefixes of the paths of weights that read only text tokens, and of weights that read both image and text tokens.
     text_paths: ClassVar[tuple[str, ...]] = ()
     joint_paths: ClassVar[tuple[str, ...]] = ()
 
@@ -83,12 +87,12 @@ class LatentNetConfig(ModelConfig):
 
     @property
     def size_multiple(self) -> int:
-        """The number that divides height and width of its inputs."""
+        """The number that must divide height and width of the inputs."""
         return 1
 
     def flops(self, tokens: int) -> int:
-        """FLOPs of one forward pass over an image of `tokens` positions, and a text of `text_tokens` in families that read one. What
-        reads the time step and the other conditions is computed once for an image."""
+        """Counts the FLOPs of one forward pass over an image of `tokens` positions. In families that read a text, adds a text of
+        `text_tokens` tokens. Weights that read the time step or other conditions count once for an image."""
         text, total = getattr(self, "text_tokens", 0), 0
         for tensor in filled_tensors(*self.hub_rows()):
             axes = set(named_axes(tensor.axes))
@@ -108,11 +112,11 @@ class LatentNetConfig(ModelConfig):
 class DenoiserConfig(LatentNetConfig):
     """Settings of a denoiser."""
 
-    # What its folder is called in a pipeline of diffusers.
+    # The name of the denoiser's folder in a pipeline of diffusers.
     pipeline_part: ClassVar[str] = "transformer"
-    # Settings that such a folder has elsewhere: in its scheduler's, or its autoencoder's.
+    # Settings that a pipeline of diffusers stores elsewhere, with the scheduler or the autoencoder.
     pipeline_settings: ClassVar[tuple[str, ...]] = ()
-    # Whether it reads latents with an axis of frames too.
+    # Whether the model also reads latents of videos, which have an axis of frames.
     draws_videos: ClassVar[bool] = False
 
     prediction: Prediction = "velocity"
@@ -127,17 +131,17 @@ class DenoiserConfig(LatentNetConfig):
 
     @property
     def distilled(self) -> bool:
-        """Whether it was distilled to draw without guidance."""
+        """Whether the model was distilled to sample without classifier-free guidance."""
         return False
 
     @property
     def idle_weights(self) -> tuple[str, ...]:
-        """Patterns of the weights that files have and that nothing reads."""
+        """Patterns of the weights that files have but no computation reads."""
         return ()
 
     @property
     def classes_known(self) -> int:
-        """Number of classes without the null class; 0 if it reads none."""
+        """The number of classes, without the null class. 0: the model reads no class."""
         return 0
 
     @property

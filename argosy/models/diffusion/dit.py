@@ -4,8 +4,8 @@
     h = x + g1 Attention(modulate(x, s1, c1))             y = h + g2 MLP(modulate(h, s2, c2))
     out = P modulate(y, s, c)                             modulate(x, s, c) = LayerNorm(x) (1 + c) + s
 
-M and P start at zero, so that layers start as the identity and the output as 0 (adaLN-Zero). The last row of Y is the null class. DiT:
-Peebles and Xie 2023 (arXiv:2212.09748), which predicts noise. SiT: Ma et al. 2024 (arXiv:2401.08740), the same network with
+M and P are initialized to zero, so that at first layers are the identity and the output is 0 (adaLN-Zero). The last row of Y is the
+null class. DiT (Peebles and Xie 2023, arXiv:2212.09748) predicts noise. SiT (Ma et al. 2024, arXiv:2401.08740) is the same network with
 `prediction: velocity`. Norms on queries and keys: Dehghani et al. 2023 (arXiv:2302.05442).
 
 B batch, T patches, D width, F feed-forward, N heads, K key heads, H head size, I numbers of a patch, O numbers of an output patch,
@@ -96,7 +96,7 @@ class DiTConfig(DiTHub, DenoiserConfig):
         return self.model_copy(update={"ffn": self.dims["F"]})
 
     def build(self, run: "parts.Execution | None" = None) -> Any:
-        """The module."""
+        """Builds the module."""
         from argosy.models.blocks.dit import DiT
 
         return DiT(self, run)

@@ -1,8 +1,8 @@
-"""Flux.1: a flow model of image and text, first in layers with weights for each, then in layers that they share.
+"""Flux.1: a flow model whose first layers have separate weights for image and text, and whose last layers share weights.
 
     double:  x += g1 joint(modulate(x))          x += g2 MLP(modulate(x))          for image and for text, with their own weights
     single:  z += g (O joint(modulate(z)) + W2 gelu(W1 modulate(z)))               z: text and image, one after the other
-    joint: attention over the tokens of text and image; queries and keys are normalized and turned by row and column
+    joint: attention over the tokens of text and image; queries and keys are normalized and rotated by row and column (RoPE)
 
 shift, scale, gate = M silu(c); c = time step + pooled text (+ scale of guidance, in dev). Black Forest Labs 2024 (FLUX.1);
 Esser et al. 2024 (arXiv:2403.03206); layers with parallel MLP: Dehghani et al. 2023 (arXiv:2302.05442).
@@ -50,7 +50,7 @@ class FluxLayersConfig(MMDiTLayersConfig):
 class FluxConfig(FluxHub, FluxLayersConfig, MMDiTConfig):
     """Flux.1, dev and schnell."""
 
-    # The output of single layers is one matrix in files, of two inputs that have weights of their own here.
+    # The output projection of single layers is excluded: in files it is one matrix over two inputs, which have separate weights here.
     adapted: ClassVar[str | None] = r"layers\.(.*\.)?(image|text)\.(attn|mlp)\..*|single_layers\.(.*\.)?(attn\.[qkv]|up)"
 
     @classmethod
@@ -64,7 +64,7 @@ class FluxConfig(FluxHub, FluxLayersConfig, MMDiTConfig):
         return not self.guided
 
     def build(self, run: "parts.Execution | None" = None) -> Any:
-        """The module."""
+        """Builds the module."""
         from argosy.models.blocks.flux import Flux
 
         return Flux(self, run)

@@ -1,11 +1,12 @@
-"""Flux.2: as Flux.1, with one modulation for all layers of a kind, gated feed-forward layers, and no vector of the text.
+"""Flux.2: like Flux.1, with one modulation for all layers of a kind, gated feed-forward layers, and no pooled text.
 
     double:  x += g1 joint(modulate(x))          x += g2 GLU(modulate(x))          for image and for text, with their own weights
     single:  z += g (O joint(modulate(z)) + W2 (silu(W3 modulate(z)) W1 modulate(z)))       z: text and image, one after the other
-    joint: attention over the tokens of text and image; queries and keys are normalized and turned by image, row, column and word
+    joint: attention over the tokens of text and image; queries and keys are normalized and rotated by image, row, column and word
 
-shift, scale, gate = M silu(c), where M is that of the kind and the stream; c = time step (+ scale of guidance). There are no biases.
-Latents are packed two by two and normalized by the autoencoder, so that a position is one token. Black Forest Labs 2025 (FLUX.2).
+shift, scale, gate = M silu(c), with one M for each kind of layer and stream; c = time step (+ scale of guidance). There are no biases.
+The autoencoder packs latents two by two and normalizes them, so that each position of the latents is one token. Black Forest Labs 2025
+(FLUX.2).
 
 B batch, T tokens, D width, F feed-forward, N heads, K key heads, H head size, I channels of a position, S width of text states, W sines
 and cosines, E width of embedders, G parts of a modulation, M width of a part.
@@ -68,7 +69,7 @@ class Flux2Config(Flux2Hub, DenoiserConfig):
 
     @property
     def width(self) -> int:
-        """Width of both streams D."""
+        """The width D of both streams."""
         return self.heads * self.head_size
 
     @property
@@ -82,7 +83,7 @@ class Flux2Config(Flux2Hub, DenoiserConfig):
         return {"D": self.width, "F": int(self.width * self.expansion), **heads, **inputs, "E": self.width, "M": self.width}
 
     def build(self, run: "parts.Execution | None" = None) -> Any:
-        """The module."""
+        """Builds the module."""
         from argosy.models.blocks.flux2 import Flux2
 
         return Flux2(self, run)

@@ -1,9 +1,9 @@
-"""Learned embeddings: rows that stand for a new token in a prompt, in place of those of the text encoders' vocabularies.
+"""Learned embeddings (textual inversion): embeddings of a new token in prompts, which the text encoders' vocabularies do not have.
 
     E'(token) = [v_1 ... v_n]         E'(other) = E(other)         for each text encoder, with its own rows v
 
-Nothing else of a model changes: Gal et al. 2022 (An Image is Worth One Word, arXiv:2208.01618). The text encoders of Stable Diffusion
-1, 2 and XL read them. They are written as diffusers writes them (`weights.hub.learned_embeddings`), which has no config.json.
+Nothing else of the model is trained. Gal et al. 2022 (An Image is Worth One Word, arXiv:2208.01618). Supported are the text encoders of
+Stable Diffusion 1, 2 and XL. Files have diffusers' format (`weights.hub.learned_embeddings`), which has no config.json.
 
 Letters of this file: J rows of a token, D width of an encoder's embedding.
 """
@@ -18,7 +18,7 @@ from argosy.models import parts
 from argosy.models.base.config import InputKind, ModelConfig
 from argosy.models.diffusion.base import ImageSpace
 
-# What weights are called: the folders of the encoders in a pipeline of diffusers.
+# The names of the weights, which are the folders of the text encoders in a pipeline of diffusers.
 ENCODERS = ("text_encoder", "text_encoder_2")
 
 
@@ -26,7 +26,7 @@ class LearnedEmbeddingsConfig(ModelConfig):
     """Learned embeddings of a token (textual inversion, arXiv:2208.01618)."""
 
     inputs: ClassVar[InputKind] = "images"
-    # Nothing of the data's captions is read: prompts are made from templates.
+    # Empty, because prompts are made from templates: captions in the data are not read.
     conditions: ClassVar[frozenset[str]] = frozenset()
 
     token: Annotated[str, Also("placeholder_token")]
@@ -53,7 +53,7 @@ class LearnedEmbeddingsConfig(ModelConfig):
     def _fits_a_prompt(self) -> "LearnedEmbeddingsConfig":
         if any(width < 1 for width in self.widths):
             raise ValueError("widths are at least 1")
-        # A prompt begins and ends with a token of its own.
+        # A prompt begins and ends with a special token.
         if self.vectors > self.text_tokens - 2:
             raise ValueError(f"vectors = {self.vectors}: a prompt has {self.text_tokens} tokens")
         return self
@@ -64,12 +64,12 @@ class LearnedEmbeddingsConfig(ModelConfig):
 
     @property
     def encoders(self) -> tuple[str, ...]:
-        """The names of the text encoders, which are those of the weights."""
+        """The names of the text encoders, which are also the names of the weights."""
         return ENCODERS[: len(self.widths)]
 
     @property
     def size_multiple(self) -> int:
-        """The number that divides height and width of the latents."""
+        """The number that must divide height and width of the latents."""
         return self.multiple
 
     @property
@@ -84,11 +84,11 @@ class LearnedEmbeddingsConfig(ModelConfig):
         return [KeyRow(name, name, f"J D{i} -> J D{i}") for i, name in enumerate(self.encoders)], self.dims
 
     def mixing_flops(self, tokens: int) -> int:
-        """None: rows are looked up."""
+        """Returns 0, because embeddings are only looked up."""
         return 0
 
     def build(self, run: "parts.Execution | None" = None) -> Any:
-        """The module. It has no layers."""
+        """Builds the module. It has no layers."""
         from argosy.models.blocks.learned_embeddings import LearnedEmbeddings
 
         return LearnedEmbeddings(self)

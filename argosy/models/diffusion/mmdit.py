@@ -1,7 +1,7 @@
-"""`MMDiTConfig`: the settings of denoisers in which image and text attend to each other, each with weights of its own. Their
-ControlNets share `MMDiTLayersConfig`.
+"""The settings of denoisers in which image and text have separate weights and attend to each other (joint attention).
 
-Esser et al. 2024 (MMDiT, arXiv:2403.03206). Flux and Stable Diffusion 3 are such models.
+`MMDiTConfig` is for the denoisers, and `MMDiTLayersConfig` has the settings that they share with their ControlNets. Flux and Stable
+Diffusion 3 are such models. Esser et al. 2024 (MMDiT, arXiv:2403.03206).
 """
 
 from typing import ClassVar
@@ -36,7 +36,7 @@ class MMDiTLayersConfig(LatentNetConfig):
 
     @property
     def width(self) -> int:
-        """Width of both streams D."""
+        """The width D of both streams."""
         return self.heads * self.head_size
 
     @property

@@ -1,4 +1,4 @@
-"""Noise schedules: how much of an image and how much noise there is at a timestep.
+"""Noise schedules: the shares of image and noise at each timestep.
 
     x_t = alpha_t x_0 + sigma_t e        e normal, t in 0..1000
 
@@ -6,12 +6,12 @@ flow    alpha = 1 - t/1000, sigma = t/1000. Lipman et al. 2022 (arXiv:2210.02747
 betas   alpha^2 = product of (1 - beta_i) up to t, sigma^2 = 1 - alpha^2. Ho et al. 2020 (arXiv:2006.11239)
 edm     c (image + s noise), c = 1 / sqrt(s^2 + sigma_data^2), t = log(s) / 4. Karras et al. 2022 (arXiv:2206.00364)
 
-Training draws noise by them, and samplers follow them back. What a network predicts at x_t is one of
+Training adds noise by a schedule, and samplers remove it by the same schedule. At x_t, a network predicts one of
 
     velocity = e - x_0 (flow)      epsilon = e      v = alpha e - sigma x_0 (arXiv:2202.00512)      sample = x_0
 
-so that x_0 is a x_t + b prediction, with the numbers of `to_sample`. Settings of training name these classes, so neither jax nor numpy
-is imported at the top.
+Then x_0 = a x_t + b prediction, with a and b from `to_sample`. Settings of training use these classes, so neither jax nor numpy is
+imported at the top.
 """
 
 import math
@@ -35,7 +35,7 @@ class FlowNoise(Settings):
     """Straight lines from image to noise."""
 
     def levels(self, timestep: Any) -> tuple[Any, Any]:
-        """alpha and sigma at these timesteps, of numpy or jax, as an array of the same shape."""
+        """Computes alpha and sigma at these timesteps, each of the same shape. Takes NumPy and JAX arrays."""
         return 1 - timestep / STEPS, timestep / STEPS
 
 
@@ -56,7 +56,7 @@ class BetaNoise(Settings):
 
     @cached_property
     def alphas(self) -> "np.ndarray":
-        """alpha^2 after each step, [1000] float32, rounded as published models were trained with them."""
+        """alpha^2 after each step, [1000] float32, with the same rounding as in the training of published models."""
         import numpy as np
 
         alphas = np.cumprod(1 - self._betas().astype(np.float32), dtype=np.float32)
@@ -79,7 +79,7 @@ class BetaNoise(Settings):
         return np.array([min(1 - alphas[i + 1] / alphas[i], 0.999) for i in range(STEPS)])
 
     def levels(self, timestep: Any) -> tuple[Any, Any]:
-        """alpha and sigma at these timesteps, of numpy or jax, as an array of the same shape; at the nearest whole ones."""
+        """Computes alpha and sigma at these timesteps, rounded to the nearest integers. Takes NumPy and JAX arrays."""
         import numpy as np
 
         if isinstance(timestep, np.ndarray | np.generic | float | int):
@@ -92,7 +92,7 @@ class BetaNoise(Settings):
 
     @cached_property
     def ratios(self) -> "np.ndarray":
-        """sigma/alpha after each step, [1000] float64. Where nothing of the image is left it is about 4096, as in diffusers."""
+        """sigma / alpha after each step, [1000] float64. If nothing of the image is left, the ratio is about 4096, as in diffusers."""
         import numpy as np
 
         alphas = self.alphas.astype(np.float64)
@@ -123,16 +123,16 @@ class EDMNoise(Settings):
         return self
 
     def of_deviation(self, s: Any) -> tuple[Any, Any]:
-        """alpha and sigma where the noise has this deviation."""
+        """Computes alpha and sigma for noise of standard deviation s."""
         alpha = (s * s + self.sigma_data**2) ** -0.5
         return alpha, s * alpha
 
     def to_sample(self, prediction: Prediction, alpha: Any, sigma: Any) -> tuple[Any, Any]:
-        """a and b of x_0 = a x_t + b prediction: c_skip / c_in and c_out."""
+        """Computes a and b of x_0 = a x_t + b prediction, which are c_skip / c_in and c_out."""
         return self.sigma_data**2 * alpha, (-1 if prediction == "v" else 1) * self.sigma_data * sigma
 
     def target(self, prediction: Prediction, image: Any, noise: Any, alpha: Any, sigma: Any) -> Any:
-        """What the network is trained to predict: (image - c_skip y) / c_out."""
+        """Computes the training target of the network: (image - c_skip y) / c_out."""
         target = sigma / self.sigma_data * image - self.sigma_data * alpha * noise
         return -target if prediction == "v" else target
 
@@ -141,9 +141,9 @@ NOISES = Registry("noise schedule", {"flow": FlowNoise, "betas": BetaNoise, "edm
 
 
 def to_sample(prediction: Prediction, alpha: Any, sigma: Any) -> tuple[Any, Any]:
-    """a and b of x_0 = a x_t + b prediction."""
+    """Computes a and b of x_0 = a x_t + b prediction."""
     if prediction == "velocity":
-        # Of x_t = alpha x_0 + sigma e and velocity = e - x_0.
+        # From x_t = alpha x_0 + sigma e and velocity = e - x_0.
         return 1 / (alpha + sigma), -sigma / (alpha + sigma)
     if prediction == "epsilon":
         return 1 / alpha, -sigma / alpha
@@ -153,7 +153,7 @@ def to_sample(prediction: Prediction, alpha: Any, sigma: Any) -> tuple[Any, Any]
 
 
 def target(prediction: Prediction, image: Any, noise: Any, alpha: Any, sigma: Any) -> Any:
-    """What the network is trained to predict."""
+    """Computes the training target of a network with this kind of prediction."""
     if prediction == "velocity":
         return noise - image
     if prediction == "epsilon":

@@ -2,8 +2,9 @@
 
     x += g1 joint(modulate(x)) (+ g3 self(modulate(x)))          x += g2 MLP(modulate(x))          for image and for text
 
-Image tokens carry a table of positions, cut from its middle; text tokens have none. The last layer gives no text. 3.5 has norms on keys
-and queries; its medium size has a second attention, of image tokens alone, in its first layers. Esser et al. 2024 (arXiv:2403.03206).
+Image tokens have position embeddings, cut from the middle of a square grid. Text tokens have none. The last layer computes no text. 3.5
+has norms on queries and keys. In 3.5 medium, the first layers have a second attention over image tokens only. Esser et al. 2024
+(arXiv:2403.03206).
 
 B batch, T tokens, D width, F feed-forward, N heads, K key heads, H head size, I numbers of a patch, S width of text states, O pooled
 width, W sines and cosines, E width of embedders, G parts of a modulation, M width of a part, A rows of the table of positions.
@@ -49,7 +50,7 @@ class SD3LayersConfig(MMDiTLayersConfig):
 
     @property
     def text_layers(self) -> tuple[range, range]:
-        """The layers that give a text, and those that read one and give none."""
+        """The layers that compute a text stream, and the layers that only read one."""
         return range(self.layers - 1), range(self.layers - 1, self.layers)
 
     def mixing_flops(self, tokens: int) -> int:
@@ -80,11 +81,11 @@ class SD3Config(SD3Hub, SD3LayersConfig, MMDiTConfig):
 
     @property
     def idle_weights(self) -> tuple[str, ...]:
-        # Nothing reads what the text attends to in the last layer.
+        # The last layer computes no text stream, so the text's queries are not read.
         return (f"layers.{self.layers - 1}.text.attn.q*",)
 
     def build(self, run: "parts.Execution | None" = None) -> Any:
-        """The module."""
+        """Builds the module."""
         from argosy.models.blocks.sd3 import SD3
 
         return SD3(self, run)

@@ -1,11 +1,11 @@
 """The UNet of Stable Diffusion 1, 2 and XL: convolutions at several levels, each with attention to the text.
 
-    down: resnet, (transformer), halve      middle: resnet, transformer, resnet      up: join what "down" left, resnet, (transformer)
+    down: resnet, (transformer), halve      middle: resnet, transformer, resnet      up: concatenate skip, resnet, (transformer)
     resnet(x) = x + conv silu norm (conv silu norm x + P silu c)        c = time step (+ pooled text and sizes, in XL)
     transformer(x): h = x + self(norm x); h += cross(norm h, text); h += gated(norm h)
 
-Ronneberger et al. 2015 (arXiv:1505.04597); Rombach et al. 2021 (arXiv:2112.10752); Podell et al. 2023 (SDXL, arXiv:2307.01952). It is
-trained with betas: what it predicts is written in the settings of its scheduler.
+Ronneberger et al. 2015 (arXiv:1505.04597); Rombach et al. 2021 (arXiv:2112.10752); Podell et al. 2023 (SDXL, arXiv:2307.01952). UNets
+are trained with a beta schedule (`noise.BetaNoise`). In diffusers' format, the scheduler's settings say what the UNet predicts.
 """
 
 from functools import cached_property
@@ -60,7 +60,7 @@ class UNetConfig(UNetHub, UNetEncoderConfig, DenoiserConfig):
         return tuple(sites)
 
     def up_channels(self, i: int) -> list[tuple[int, int]]:
-        """Channels that come from below, and from the way down, at each residual block of a level on the way up."""
+        """Returns the input channels of each residual block of up level i: those from the block before, and those of the skip."""
         level = len(self.widths) - 1 - i
         width, below, above = self.widths[level], self.widths[min(level + 1, len(self.widths) - 1)], self.widths[max(level - 1, 0)]
         return [(below if j == 0 else width, above if j == self.layers else width) for j in range(self.layers + 1)]
@@ -69,7 +69,7 @@ class UNetConfig(UNetHub, UNetEncoderConfig, DenoiserConfig):
         return self._mixing(tokens, 2 * self.layers + 1)
 
     def build(self, run: "parts.Execution | None" = None) -> Any:
-        """The module. Its layers are no stack, so there is one way to run them."""
+        """Builds the module. Its layers are no stack, so there is one way to run them."""
         from argosy.models.blocks.unet import UNet
 
         return UNet(self)

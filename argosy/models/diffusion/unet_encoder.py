@@ -1,8 +1,8 @@
-"""`UNetEncoderConfig`: the settings of what a UNet and its ControlNets share, the way down and the middle.
+"""`UNetEncoderConfig`: the settings of the down and middle blocks, which a UNet and its ControlNets share.
 
     down: resnet, (transformer), halve      middle: resnet, transformer, resnet
 
-A settings class of either derives from it.
+The config classes of both derive from it.
 """
 
 from collections.abc import Sequence
@@ -60,7 +60,7 @@ class UNetEncoderConfig(ModelConfig):
 
     @property
     def size_multiple(self) -> int:
-        """The number that divides height and width of its inputs."""
+        """The number that must divide height and width of the inputs."""
         return 2 ** (len(self.widths) - 1)
 
     @property
@@ -71,11 +71,11 @@ class UNetEncoderConfig(ModelConfig):
         return site_rows(self.sites())
 
     def sites(self) -> Sequence[LayerSite]:
-        """The layers, with their levels."""
+        """Returns all layers of the network."""
         raise NotImplementedError
 
     def encoder_sites(self) -> list[LayerSite]:
-        """The layers of the way down and the middle."""
+        """Returns the layers of the down blocks and the middle block."""
         w, last = self.widths, len(self.widths) - 1
         time = 4 * w[0]
         sites = [LayerSite("conv_in", "conv", self.channels, w[0])]
@@ -96,7 +96,7 @@ class UNetEncoderConfig(ModelConfig):
         return sites + self.transformer_sites("mid_block.attentions.0", w[last], last, self.middle_transformer)
 
     def transformer_sites(self, name: str, width: int, level: int, layers: int) -> list[LayerSite]:
-        """A transformer over the positions of a level; none without layers."""
+        """Returns the layers of a transformer over the positions of a level. Empty if `layers` is 0."""
         if not layers:
             return []
         ends = ("linear", 1) if self.linear else ("conv", 1)
@@ -115,14 +115,14 @@ class UNetEncoderConfig(ModelConfig):
         return [*sites, LayerSite(f"{name}.proj_out", ends[0], width, width, ends[1], level=level)]
 
     def flops(self, tokens: int) -> int:
-        """FLOPs of one forward pass over latents with `tokens` positions at the smallest level."""
+        """Counts the FLOPs of one forward pass over latents with `tokens` positions at the smallest level."""
         return site_flops(self.sites(), tokens * self.size_multiple**2, self.text_tokens) + self.mixing_flops(tokens)
 
     def mixing_flops(self, tokens: int) -> int:
         return self._mixing(tokens, self.layers)
 
     def _mixing(self, tokens: int, blocks: int) -> int:
-        """FLOPs of attention, with so many transformers at a level."""
+        """Counts the FLOPs of attention. `blocks` is the number of transformers at each level, apart from the middle."""
         last = len(self.widths) - 1
         transformers = [(self.middle_transformer, last)]
         transformers += [(self.transformers[level] * blocks, level) for level in range(last + 1)]
@@ -134,7 +134,7 @@ class UNetEncoderConfig(ModelConfig):
 
 
 def _embedder_sites(name: str, inner: int, outer: int) -> list[LayerSite]:
-    """Two layers on one vector for an image."""
+    """Returns the two linear layers of an embedder, which reads one vector for each image."""
     return [
         LayerSite(f"{name}.linear_1", "vector", inner, outer, level=None),
         LayerSite(f"{name}.linear_2", "vector", outer, outer, level=None),

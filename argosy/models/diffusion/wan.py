@@ -1,10 +1,10 @@
-"""Wan 2.1: a flow model of videos, whose layers read the text by attention of their own.
+"""Wan 2.1: a flow model of videos, whose layers read the text by cross-attention.
 
     x += g1 attention(norm(x) (1 + s1) + b1)        x += cross(norm(x), text)        x += g2 MLP(norm(x) (1 + s2) + b2)
 
-(b, s, g) = table of the layer + M silu(c), where M is that of the whole model and c is a vector of the time step. Queries and keys are
-normalized over all heads together, and those of the first attention are turned by frame, row and column. An image is a video of one
-frame. Wan Team 2025 (arXiv:2503.20314).
+(b, s, g) = table of the layer + M silu(c), with one M for the whole model and c an embedding of the time step. Queries and keys are
+normalized across all heads. Those of self-attention are rotated by frame, row and column (RoPE). An image is a video of one frame. Wan
+Team 2025 (arXiv:2503.20314).
 
 B batch, T tokens, D width, F feed-forward, N heads, K key heads, H head size, I numbers of a patch, S width of text states, W sines and
 cosines, E width of embedders, G parts of a modulation, M width of a part.
@@ -63,12 +63,12 @@ class WanConfig(WanHub, DenoiserConfig):
 
     @property
     def width(self) -> int:
-        """Width D."""
+        """The width D of the residual stream."""
         return self.heads * self.head_size
 
     @property
     def axes(self) -> tuple[int, int, int]:
-        """Features of a head that turn by each axis of positions: frame, row, column."""
+        """The number of features of a head that each axis of positions rotates: frame, row, column."""
         side = 2 * (self.head_size // 6)
         return self.head_size - 2 * side, side, side
 
@@ -87,7 +87,7 @@ class WanConfig(WanHub, DenoiserConfig):
         return {"D": self.width, "F": self.ffn, **heads, **inputs, "E": self.width, "M": self.width}
 
     def build(self, run: "parts.Execution | None" = None) -> Any:
-        """The module."""
+        """Builds the module."""
         from argosy.models.blocks.wan import Wan
 
         return Wan(self, run)

@@ -4,10 +4,10 @@
     text:  the same without scales and gates
     layers: z = image and text, one after the other, as `image`
 
-c is a vector of the time step alone. Image and text first go through a few layers of their own, and each is filled up to a multiple of
-32 tokens with a learned one. Queries and keys are normalized and turned by three axes: a text counts on the first, an image has the
-number after its text there, and its rows and columns on the others. Z-Image Team 2025 (arXiv:2511.22699); layers with norms on both
-sides: NextDiT (arXiv:2406.18583).
+c is an embedding of the time step only. Image and text first go through a few separate layers. Each is padded with a learned token to a
+multiple of 32 tokens. Queries and keys are normalized and rotated by three axes of positions (RoPE). On the first axis, text tokens have
+their index, and all image tokens have the number after their text. The other two axes are the row and the column of image tokens.
+Z-Image Team 2025 (arXiv:2511.22699); layers with norms on both sides: NextDiT (arXiv:2406.18583).
 
 B batch, T tokens, D width, F feed-forward, N heads, K key heads, H head size, I numbers of a patch, S width of text states, W sines and
 cosines, E width of the embedder, Q width of the time step's vector, G parts of a modulation, M width of a part.
@@ -22,7 +22,7 @@ from argosy.models import parts
 from argosy.models.diffusion.base import PER_IMAGE, DenoiserConfig
 from argosy.models.hub.z_image import ZImageHub
 
-# Image and text are each filled up to a multiple of so many tokens.
+# Image and text are each padded to a multiple of this number of tokens.
 MULTIPLE = 32
 
 
@@ -98,7 +98,7 @@ class ZImageConfig(ZImageHub, DenoiserConfig):
         return self.model_copy(update={"ffn": self.dims["F"]})
 
     def build(self, run: "parts.Execution | None" = None) -> Any:
-        """The module."""
+        """Builds the module."""
         from argosy.models.blocks.z_image import ZImage
 
         return ZImage(self, run)
@@ -107,7 +107,7 @@ class ZImageConfig(ZImageHub, DenoiserConfig):
         return self.tensor_rows()
 
     def filled_up(self, tokens: Any) -> Any:
-        """So many tokens, up to the next multiple of 32; a number or an array."""
+        """Rounds a number of tokens up to a multiple of 32. Takes numbers and arrays."""
         return -(-tokens // MULTIPLE) * MULTIPLE
 
     def flops(self, tokens: int) -> int:

@@ -98,8 +98,8 @@ def site_flops(sites: Iterable[LayerSite], positions: int, text: int = 0) -> int
 
 
 def resnet_sites(name: str, inner: int, outer: int, level: int, time: int | None = None) -> list[LayerSite]:
-    """Returns the layers of a residual block: two convolutions with norms before them, and a 1 x 1 convolution as shortcut if the number
-    of channels changes.
+    """Returns the layers of a residual block: two convolutions with norms before them, and a 1 x 1 convolution as shortcut if the
+    number of channels changes.
 
     Args:
         name: the path of the block.

@@ -1,2 +1,2 @@
-"""ControlNets: networks beside a denoiser that read a control image, and whose outputs are added to the denoiser's layers. One file for
-each kind of denoiser."""
+"""ControlNets: networks that read a control image and steer a denoiser, whose layers add their outputs. One file for each kind of
+denoiser."""

@@ -1,4 +1,4 @@
-"""`ControlNetSettings`: what the settings of every ControlNet have."""
+"""`ControlNetSettings`: the base class of the settings of ControlNets."""
 
 from typing import Any, ClassVar
 
@@ -11,28 +11,28 @@ class ControlNetSettings(ModelConfig):
     """Settings of a network that reads a control image beside a denoiser and steers it."""
 
     inputs: ClassVar[InputKind] = "images"
-    # The settings of denoisers that it steers, and what these are called in errors.
+    # The config class of the denoisers that it steers, and the name of these denoisers in errors.
     steers: ClassVar[type]
     steered: ClassVar[str]
-    # Settings that it has from the denoiser whose copy it begins as.
+    # Settings that a new ControlNet takes from the denoiser, since it is initialized as a copy of the denoiser's layers.
     copied: ClassVar[tuple[str, ...]]
-    # Settings that must be those of a denoiser that it steers.
+    # Settings that must be equal to those of the denoiser.
     compared: ClassVar[tuple[str, ...]]
-    # Whether it reads latents of control images, or their pixels.
+    # Whether it reads latents of control images. False: it reads their pixels.
     reads_latents: ClassVar[bool] = True
-    # Whether its effect on details may be weaker than on the whole (guess mode).
+    # Whether it supports diffusers' guess mode, in which its effect on details is weaker than on the whole.
     guesses: ClassVar[bool] = False
 
     @classmethod
     def of_denoiser(cls, denoiser: Any) -> Any:
-        """The ControlNet that steers a denoiser and begins as a copy of its layers."""
+        """Returns the settings of a ControlNet that steers this denoiser and is initialized as a copy of the denoiser's layers."""
         raise NotImplementedError
 
     def check_copy(self, denoiser: Any) -> None:
-        """Checks that it can begin as a copy of a denoiser's layers.
+        """Checks that the ControlNet can be initialized as a copy of a denoiser's layers.
 
         Raises:
-            BadInput: it has more layers.
+            BadInput: the ControlNet has more layers than may be copied.
         """
         for name, most in self.most_layers(denoiser).items():
             if (count := getattr(self, name)) > most:
@@ -41,17 +41,17 @@ class ControlNetSettings(ModelConfig):
 
     @staticmethod
     def most_layers(denoiser: Any) -> dict[str, int]:
-        """How many layers of each kind may be copied, by the names of the settings; empty where all are."""
+        """Returns how many layers of each kind may be copied, by the name of the setting. Empty if all layers are copied."""
         return {}
 
     @property
     def residual_count(self) -> int:
-        """Number of arrays that it adds to the denoiser."""
+        """The number of residuals that the ControlNet computes for the denoiser."""
         raise NotImplementedError
 
     @property
     def factor(self) -> int:
-        """What it reads of a control image is so many times as high and wide as the latents."""
+        """The height and width of the control input, as a multiple of those of the latents."""
         return 1
 
     @property

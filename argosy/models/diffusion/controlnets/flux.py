@@ -1,14 +1,14 @@
-"""ControlNet of Flux.1: a copy of some of its layers, which reads the latents of a control image, and steers Flux.
+"""ControlNets of Flux.1: a copy of some of Flux's layers that reads the latents of a control image and steers Flux.
 
     image tokens = P latents + E control          E: from patches of the control image's latents
     r_i = Z_i (image after double layer i)        s_j = Z_j (image after single layer j)
-    Flux of L double layers adds r_(i / ceil(L / R)) after layer i, R the number of r; its single layers s, likewise
+    Flux with L double layers adds r_(i / ceil(L / R)) after layer i, with R the number of r. Single layers add s in the same way.
 
-A union knows several kinds of control, such as edges and depths: the token of the kind stands before the text. E and Z begin at zero:
-before training, Flux draws what it drew. As diffusers' FluxControlNetModel in the layout of InstantX and Shakker Labs; that of XLabs,
-which reads pixels, and ControlNets of inpainting are not built. Zhang et al. 2023 (arXiv:2302.05543).
+A union supports several kinds of control, such as edges and depth: a token for the kind is put before the text. E and Z are initialized
+to zero, so that before training Flux's output is unchanged. The format is diffusers' FluxControlNetModel in the layout of InstantX and
+Shakker Labs. That of XLabs, which reads pixels, and ControlNets for inpainting are not supported. Zhang et al. 2023 (arXiv:2302.05543).
 
-U kinds of control, R width of what it gives; the others are Flux's (`models.diffusion.flux`).
+U kinds of control, R width of a residual. The other letters are Flux's (`models.diffusion.flux`).
 """
 
 from typing import Any, ClassVar
@@ -21,7 +21,7 @@ from argosy.models.diffusion.controlnets.base import ControlNetSettings
 from argosy.models.diffusion.flux import FluxConfig, FluxLayersConfig
 from argosy.models.hub.controlnets import FluxControlNetHub
 
-# Layers of each kind that are copied, as by diffusers' train_controlnet_flux.py.
+# The number of layers of each kind that are copied, as in diffusers' train_controlnet_flux.py.
 COPIED = 4
 
 
@@ -62,7 +62,7 @@ class FluxControlNetConfig(FluxControlNetHub, ControlNetSettings, FluxLayersConf
         return super().dims | {"R": self.width} | ({} if self.modes is None else {"U": self.modes})
 
     def build(self, run: "parts.Execution | None" = None) -> Any:
-        """The module."""
+        """Builds the module."""
         from argosy.models.blocks.controlnets.flux import FluxControlNet
 
         return FluxControlNet(self, run)

@@ -1,4 +1,4 @@
-"""The kinds of ControlNets, by the denoisers that they steer."""
+"""Finds the kind of ControlNet for a denoiser."""
 
 from typing import Any
 
@@ -12,5 +12,5 @@ STEERED_MODELS = "UNets of Stable Diffusion 1, 2 and XL, Flux.1, and Stable Diff
 
 
 def controlnet_kind(denoiser: Any) -> type[ControlNetSettings] | None:
-    """The settings of ControlNets that steer a denoiser with these settings; None: there are none."""
+    """Returns the config class of the ControlNets that steer a denoiser with this config. None: there are none."""
     return next((kind for kind in CONTROLNETS if isinstance(denoiser, kind.steers)), None)

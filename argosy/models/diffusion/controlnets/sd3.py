@@ -1,14 +1,14 @@
-"""ControlNet of Stable Diffusion 3 and 3.5: a copy of some of its layers, which reads the latents of a control image, and steers it.
+"""ControlNets of Stable Diffusion 3 and 3.5: a copy of some of the model's layers that reads a control image's latents and steers it.
 
     image tokens = P latents + positions + E control          E: from patches of the control image's latents
     r_i = Z_i (image after layer i)
-    the model of L layers adds r_(i R / L) after layer i, R the number of r, but none after its last layer
+    a model with L layers adds r_(i R / L) after layer i, with R the number of r, but none after the last layer
 
-E and Z begin at zero: before training, the model draws what it drew. ControlNets of InstantX read no pooled text. ControlNets of
-Stability AI for 3.5 large read no text, and take the tokens that the model itself makes of latents. As diffusers' SD3ControlNetModel;
-ControlNets of inpainting are not built. Zhang et al. 2023 (arXiv:2302.05543).
+E and Z are initialized to zero, so that before training the model's output is unchanged. ControlNets of InstantX read no pooled text.
+ControlNets of Stability AI for 3.5 large read no text, and read the tokens that the model itself computes from latents. The format is
+diffusers' SD3ControlNetModel. ControlNets for inpainting are not supported. Zhang et al. 2023 (arXiv:2302.05543).
 
-R width of what it gives; the others are those of the model (`models.diffusion.sd3`).
+R width of a residual. The other letters are those of the model (`models.diffusion.sd3`).
 """
 
 from typing import Any, ClassVar
@@ -21,7 +21,8 @@ from argosy.models.diffusion.controlnets.base import ControlNetSettings
 from argosy.models.diffusion.sd3 import SD3Config, SD3LayersConfig
 from argosy.models.hub.controlnets import SD3ControlNetHub
 
-# Layers that are copied, as by diffusers' `SD3ControlNetModel.from_transformer`; never the last one, which gives no text.
+# The number of layers that are copied, as in diffusers' `SD3ControlNetModel.from_transformer`. The last layer, which computes no text,
+# is never copied.
 COPIED = 12
 
 
@@ -72,12 +73,12 @@ class SD3ControlNetConfig(SD3ControlNetHub, ControlNetSettings, SD3LayersConfig)
 
     @property
     def normalizes(self) -> bool:
-        # Layers of the image alone have no norms, whatever the settings say.
+        # Layers over image tokens only have no norms on queries and keys, whatever the settings say.
         return self.qk_norm and self.text_width is not None
 
     @property
     def second_layers(self) -> tuple[int, ...]:
-        # The model may have more layers of which the settings speak.
+        # `dual_layers` may name layers that the model has and the ControlNet does not.
         return tuple(i for i in self.dual_layers if i < self.layers) if self.text_width is not None else ()
 
     @property
@@ -92,7 +93,7 @@ class SD3ControlNetConfig(SD3ControlNetHub, ControlNetSettings, SD3LayersConfig)
         return ["dual" if i in self.second_layers else "block" for i in range(self.layers)]
 
     def build(self, run: "parts.Execution | None" = None) -> Any:
-        """The module."""
+        """Builds the module."""
         from argosy.models.blocks.controlnets.sd3 import SD3ControlNet
 
         return SD3ControlNet(self, run)

@@ -1,11 +1,12 @@
-"""ControlNet: a copy of a UNet's way down and middle, which reads an image of edges, depths or poses, and steers the UNet.
+"""ControlNets of UNets: a copy of a UNet's down and middle blocks that reads an image of edges, depth or poses and steers the UNet.
 
     x = conv(latents) + E(control)          E: convolutions from pixels to the size of latents
-    r_i = Z_i (what "down" leaves at i)      r_m = Z_m (middle of x)
-    the UNet takes skip_i + scale r_i and middle + scale r_m on its way up
+    r_i = Z_i (skip i of x)                 r_m = Z_m (middle of x)
+    the UNet's up blocks read skip_i + scale r_i and middle + scale r_m
 
-The convolutions Z, and the last one of E, begin at zero: before training, the UNet draws what it drew. Zhang et al. 2023
-(arXiv:2302.05543), as diffusers' ControlNetModel. Published ones of XL in which the middle has no attention are not built.
+The convolutions Z, and the last convolution of E, are initialized to zero, so that before training the UNet's output is unchanged.
+Zhang et al. 2023 (arXiv:2302.05543). The format is diffusers' ControlNetModel. Published ControlNets of XL without attention in the
+middle are not supported.
 """
 
 from functools import cached_property
@@ -21,7 +22,7 @@ from argosy.models.diffusion.unet_encoder import UNetEncoderConfig
 from argosy.models.hub.controlnets import ControlNetHub
 from argosy.models.hub.nets import LayerSite
 
-# diffusers' channels of E; each but the first halves the image.
+# The channels of E's convolutions in diffusers. Each convolution but the first halves the image.
 EMBEDDING = (16, 32, 96, 256)
 
 
@@ -50,7 +51,7 @@ class ControlNetConfig(ControlNetHub, ControlNetSettings, UNetEncoderConfig):
 
     @classmethod
     def of_denoiser(cls, denoiser: Any) -> "ControlNetConfig":
-        # diffusers' own channels, as many as the UNet's `pixels` needs.
+        # diffusers' channels, with as many halvings as the UNet's `pixels` needs.
         halvings = denoiser.pixels.bit_length() - 1
         embedding = (*EMBEDDING[:halvings], EMBEDDING[-1])[: halvings + 1]
         return cls(**{name: getattr(denoiser, name) for name in cls.copied}, embedding=embedding)
@@ -62,7 +63,7 @@ class ControlNetConfig(ControlNetHub, ControlNetSettings, UNetEncoderConfig):
 
     @property
     def factor(self) -> int:
-        """A control image is so many times as high and wide as the latents."""
+        """The height and width of a control image, as a multiple of those of the latents."""
         return 2 ** (len(self.embedding) - 1)
 
     @property
@@ -71,7 +72,7 @@ class ControlNetConfig(ControlNetHub, ControlNetSettings, UNetEncoderConfig):
 
     @property
     def residual_channels(self) -> tuple[int, ...]:
-        """Channels of what the UNet is given for each of its skips."""
+        """The number of channels of the residual for each skip of the UNet."""
         channels = [self.widths[0]]
         for level, width in enumerate(self.widths):
             channels += [width] * (self.layers + (level < len(self.widths) - 1))
@@ -90,7 +91,7 @@ class ControlNetConfig(ControlNetHub, ControlNetSettings, UNetEncoderConfig):
         sites.append(LayerSite(f"{name}.conv_out", "conv", sizes[-1], self.widths[0], zero=True))
         level, at = 0, 1 + self.layers
         for i, channels in enumerate(self.residual_channels):
-            # What the halving of a level leaves is as small as the next level.
+            # The output of a level's downsampling has the size of the next level.
             level, at = (level + 1, at + self.layers + 1) if i == at else (level, at)
             sites.append(LayerSite(f"controlnet_down_blocks.{i}", "conv", channels, channels, 1, level=level, zero=True))
         last = self.widths[-1]
@@ -98,7 +99,7 @@ class ControlNetConfig(ControlNetHub, ControlNetSettings, UNetEncoderConfig):
         return tuple(sites)
 
     def build(self, run: "parts.Execution | None" = None) -> Any:
-        """The module. Its layers are no stack, so there is one way to run them."""
+        """Builds the module. Its layers are no stack, so there is one way to run them."""
         from argosy.models.blocks.controlnets.unet import ControlNet
 
         return ControlNet(self)
