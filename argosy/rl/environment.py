@@ -4,23 +4,24 @@
         def __init__(self, start: int = 3):                    # settings: environment.args.start=5
             self.left = start
 
-        def reset(self, prompt, seed):                         # what it names of prompt, seed and the columns; None, or a text
+        def reset(self, prompt, seed):                         # may also name columns of the data; returns a text or None
             return f"{self.left} to go\\n"
 
-        def step(self, said):                                  # what the model said in its turn
+        def step(self, said):                                  # `said` is the text or message of the model's turn
             self.left -= 1
             return Turn(f"{self.left} to go\\n", reward=float("down" in said), done=self.left == 0)
 
-Each episode has its own object in its own process, so that one that hangs or crashes harms no other. `seed` is the only source of
-randomness; it also seeds `random` and NumPy's global generator. Completions of one prompt get the same seed, since their rewards are
-compared, and a repeated run gets it again.
+Each episode has its own object in its own process, so an environment that hangs or crashes harms no other episode. `seed` is the only
+source of randomness; it also seeds `random` and NumPy's global generator. Completions of one prompt get the same seed, since their
+rewards are compared. A repeated run gets the same seeds again.
 
-If prompts are lists of messages, `step` receives the assistant's message, with its `tool_calls` if it called tools, and with
-`malformed` if it seems to have tried. An observation is then one message of the user (or of the role in the attribute `role`), or a
-list of messages. JSON schemas in the attribute `tools` are shown to the model. This file needs the standard library alone.
+If prompts are lists of messages, `step` receives the assistant's message. The message has `tool_calls` if the model called tools, and
+`malformed` if the model seems to have tried. An observation is then a text, which becomes a message of the user (or of the role in the
+attribute `role`), or a list of messages. JSON schemas in the attribute `tools` are shown to the model. This file imports the standard
+library alone.
 
-A classmethod `prepare`, if there is one, is called once with the arguments of the class, before any object is made: all processes share
-the data that it loads.
+A class may have a classmethod `prepare`. It is called once with the arguments of the class, before any object is made, and all
+processes share the data that it loads.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,12 +33,12 @@ Observation = str | Sequence[Mapping[str, Any]] | None
 class Turn(NamedTuple):
     """The reply of an environment to a model turn.
 
-    observation: the input of the model's next turn; that of the last turn is dropped.
-    reward: the reward of this turn; None: no reward. The rewards of all turns are added, unless `objective.credit` credits turns. A
-        completion without any reward is missing one.
+    observation: the input of the model's next turn. The observation of the last turn is dropped.
+    reward: the reward of this turn, or None. The rewards of all turns are summed, unless `objective.credit` credits turns. If no turn
+        has a reward, the reward of the completion is missing.
     done: whether the episode is over.
-    cut: whether a limit of the environment ended it, as Gymnasium's `truncated`.
-    counts: numbers by metric, which are added up over all completions of a rollout.
+    cut: whether a limit of the environment ended the episode, as Gymnasium's `truncated`.
+    counts: a number for each metric, summed over all completions of a rollout.
     """
 
     observation: Observation = None
@@ -48,8 +49,8 @@ class Turn(NamedTuple):
 
 
 class Environment(Protocol):
-    """The interface of an environment. `reset` is given those of `prompt`, `seed` and the columns of the data that it has parameters
-    for."""
+    """The interface of an environment. `reset` receives, of `prompt`, `seed` and the columns of the data, those that its parameters
+    name."""
 
     def reset(self, **given: Any) -> Observation: ...
 

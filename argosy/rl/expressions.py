@@ -1,8 +1,9 @@
-"""Expressions in LaTeX or plain text, and whether two are the same number or function.
+"""Evaluates expressions in LaTeX or plain text, and tells whether two are the same number or function.
 
-Rational numbers are exact. Anything else is a complex float; an expression with variables is represented by its values at six points.
-Two are the same if they agree there to twelve digits, which needs no algebra system and is right for polynomials, roots and elementary
-functions, except by an unlikely accident. Functions are compared over the reals: sqrt(x^2) is |x|, not x.
+Rational numbers are exact. Any other number is a complex float. An expression with variables is represented by its values at six
+points, and two expressions are the same if these values agree to twelve digits. That needs no algebra system, and is right for
+polynomials, roots and elementary functions, except by an unlikely accident. Functions are compared over the reals: sqrt(x^2) is |x|,
+not x.
 
 The calculator (`environments.calculator`) uses the same `ArithmeticGrammar`, for rational numbers alone.
 """
@@ -51,10 +52,10 @@ class ArithmeticGrammar:
         self.tokens, self.at, self.depth = tokens, 0, 0
 
     def whole(self) -> Any:
-        """The value of all tokens.
+        """Returns the value of the whole expression.
 
         Raises:
-            ValueError: they are no expression (`mistake`).
+            ValueError: the tokens are no expression. The type of the error is `mistake`.
         """
         value = self.sum()
         if self.at < len(self.tokens):
@@ -65,7 +66,7 @@ class ArithmeticGrammar:
         return self.tokens[self.at] if self.at < len(self.tokens) else ""
 
     def take(self, *tokens: str) -> str | None:
-        """The next token, if it is one of these."""
+        """Consumes and returns the next token if it is one of these; otherwise returns None."""
         if self.peek() in tokens:
             self.at += 1
             return self.tokens[self.at - 1]
@@ -124,7 +125,8 @@ class ArithmeticGrammar:
 
 
 class _Parser(ArithmeticGrammar):
-    """An expression, evaluated at one point: also LaTeX, products without a sign, variables, functions, factorials and bars."""
+    """Evaluates an expression at one point. Beside arithmetic it reads LaTeX, products without a sign, variables, functions, factorials
+    and absolute values in bars."""
 
     def __init__(self, text: str, point: tuple[float, float]):
         super().__init__(_tokens(text))
@@ -143,7 +145,7 @@ class _Parser(ArithmeticGrammar):
                 return value
 
     def begins(self) -> bool:
-        """Whether a factor begins here, without a sign between."""
+        """Whether a factor begins here, so that a product without a sign continues."""
         token = self.peek()
         if token == "|":
             return not self.bars
@@ -181,7 +183,8 @@ class _Parser(ArithmeticGrammar):
         return self.named(token.removeprefix("\\"))
 
     def mixed(self, whole: Fraction) -> Number:
-        """A whole number with a fraction of plain numbers behind it is their sum: 2\\frac{1}{3}."""
+        """Adds the fraction of plain numbers that follows a whole number, as in 2\\frac{1}{3}. Without a fraction, returns the
+        number."""
         at = self.at
         if self.take("\\frac"):
             part = self.fraction()
@@ -198,7 +201,7 @@ class _Parser(ArithmeticGrammar):
         return _binary("/", above, self.argument())
 
     def argument(self) -> Number:
-        """An argument in braces, or one digit or letter without."""
+        """Reads the argument of a command: an expression in braces, or a single digit or letter."""
         token = self.peek()
         if token.isdigit() and len(token) > 1:
             self.tokens[self.at : self.at + 1] = [token[0], token[1:]]
@@ -252,7 +255,11 @@ class _Parser(ArithmeticGrammar):
 
 
 def _tokens(text: str) -> list[str]:
-    """The tokens of a text. Letters that are no name are variables side by side; three or more are a word."""
+    """Splits a text into tokens. One or two letters that are no known name become variables.
+
+    Raises:
+        NoExpression: the text is empty, or has a word of three or more letters or an unknown character.
+    """
     tokens, at = [], 0
     text = text.strip()
     while at < len(text):
@@ -277,7 +284,7 @@ def is_number(token: str) -> bool:
 
 
 def _variable(name: str, point: tuple[float, float]) -> float:
-    """Where a variable is at a point: each name at another place."""
+    """Returns the value of a variable at a point. Each name has another value."""
     number = sum(ord(letter) * 31**i for i, letter in enumerate(name)) % 9973
     return point[0] + point[1] * number / 9973
 
@@ -309,7 +316,7 @@ def _power(base: Number, exponent: Number) -> Number:
 
 
 def _root(x: Number, degree: Number) -> Number:
-    """A root, exact where it is rational. An odd root of a negative number is the real one."""
+    """Computes a root, which is exact where it is rational. An odd root of a negative number is real."""
     if not isinstance(degree, Fraction) or degree.denominator != 1 or degree < 1:
         raise NoExpression("sqrt")
     n = int(degree)
@@ -330,7 +337,7 @@ def _finite(value: complex) -> complex:
 
 
 def values(text: str) -> list[Number]:
-    """The value of an expression at each of `POINTS`.
+    """Evaluates an expression at each of `POINTS`.
 
     Raises:
         NoExpression: the text is no expression, or has no value at a point.
@@ -345,10 +352,11 @@ def values(text: str) -> list[Number]:
 
 
 def nearly_equal(a: Number, b: Number, decimal: bool = False) -> bool:
-    """Whether two numbers are the same: rational numbers exactly, others to twelve digits.
+    """Whether two numbers are the same. Rational numbers are compared exactly, other numbers to twelve digits.
 
     Args:
-        decimal: whether one of them is a decimal, which may be rounded; then to six places after the point, or below 1 to six digits.
+        decimal: whether one of the numbers is a decimal, which may be rounded. Numbers are then compared to six decimal places, or to
+            six digits if they are below 1.
     """
     if isinstance(a, Fraction) and isinstance(b, Fraction) and (a == b or not decimal):
         return a == b

@@ -1,5 +1,5 @@
-"""Loads and seeds users' files in separate processes, and traces errors to their lines. Standard library only: the scripts of those
-processes import it by path.
+"""Loads users' files in separate processes, seeds their random generators, and finds the line of an error. It needs the standard
+library alone, because the scripts of these processes import it by path.
 """
 
 import importlib.machinery
@@ -16,14 +16,14 @@ FILES = set()
 
 
 class Unusable(Exception):
-    """A function that cannot be used, or an unusable result: {what, where, hint} or a sentence."""
+    """A function or its result cannot be used. The argument is a mapping {what, where, hint} or a sentence."""
 
 
 # ---- loading
 
 
 def load_file(source):
-    """The module of a file, from the source that the parent has read. So editing the file during a run changes nothing."""
+    """Makes a module from the text of a file that the parent has read. So editing the file during a run changes nothing."""
     path, name = source["file"], "reward_of_" + os.path.basename(source["file"]).removesuffix(".py")
     folder = os.path.dirname(path)
     if folder not in sys.path:
@@ -37,7 +37,7 @@ def load_file(source):
 
 
 def source_function(module, source):
-    """The function that a source names."""
+    """Returns the function of a module that a source description names."""
     try:
         function = module
         for part in source["function"].split("."):
@@ -53,7 +53,7 @@ def source_function(module, source):
 
 
 def function_parameters(function, fixed):
-    """The parameters that a function needs, and those that it accepts."""
+    """Returns the names of the parameters that a function needs and of those that it accepts, without those in `fixed`."""
     needs, takes, every = [], [], False
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind == parameter.VAR_KEYWORD:
@@ -68,7 +68,7 @@ def function_parameters(function, fixed):
 
 
 def load_failure(error, source):
-    """The description of a mistake in a module, with its line."""
+    """Describes an error that a module raised when it was loaded, with the line."""
     message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     place, line = source.get("file") or source["module"], None
     if isinstance(error, SyntaxError) and error.filename:
@@ -107,7 +107,7 @@ SEEDING = Seeding()
 
 
 def seed_generators(number):
-    """Seeds the global generators of `random` and NumPy, which may not be imported yet."""
+    """Seeds the global generators of `random` and NumPy. If NumPy is not imported yet, its generator is seeded when it is."""
     random.seed(number)
     SEEDING.seed = number % 2**32
     if "numpy.random" in sys.modules:
@@ -120,26 +120,26 @@ def seed_generators(number):
 
 
 def traceback_text(error, tb):
-    """An exception as text: one line with the user's line of code, then the traceback."""
+    """Formats an exception: one line with the user's line of code, then the traceback."""
     text = "".join(traceback.format_exception(type(error), error, tb))
     first = ", in ".join(filter(None, error_summary(error, tb)))
     return f"{first}\n{text if len(text) <= MOST_TRACEBACK else '... ' + text[-MOST_TRACEBACK:]}"
 
 
 def error_summary(error, tb):
-    """`KeyError: 'a'`, and `FILE:LINE: CODE` of the innermost line in a user's file."""
+    """Returns an exception in one line, such as `KeyError: 'a'`, and `FILE:LINE: CODE` of the innermost line in a user's file."""
     summary = traceback.format_exception_only(type(error), error)[-1].strip().partition("\n")[0]
     return summary, user_line(tb)
 
 
 def user_line(tb):
-    """`FILE:LINE: CODE` of the last frame in a user's file; None if none is."""
+    """Returns `FILE:LINE: CODE` of the innermost frame in a user's file; None if there is none."""
     frames = [frame for frame in traceback.extract_tb(tb) if frame.filename in FILES]
     return f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else None
 
 
 def traceback_below(tb, file):
-    """The part of a traceback below the last frame of `file`."""
+    """Returns the part of a traceback below the last frame of `file`."""
     start = tb
     while tb is not None:
         tb, ours = tb.tb_next, tb.tb_frame.f_code.co_filename == file

@@ -27,10 +27,11 @@ class RolloutAdvantages(NamedTuple):
     """The advantages of a rollout.
 
     values: [B L], the advantage of each token; 0 where there is no token.
-    counted: [B], whether the completion counts.
+    counted: [B], whether the completion takes part in the loss.
     useful: [g], whether the group can be learned from.
-    returns: [B L], with a critic: the returns that it learns.
-    turns: [B K], with credit for turns: the advantage of each turn.
+    metrics: the metrics of the rollout's rewards and advantages.
+    returns: [B L], the returns that the critic learns; None without a critic.
+    turns: [B K], the advantage of each turn; None unless turns are credited one by one.
     """
 
     values: np.ndarray
@@ -44,14 +45,15 @@ class RolloutAdvantages(NamedTuple):
 class RolloutRewards(NamedTuple):
     """The inputs of advantages, for a rollout of g groups of n completions; B = g n, in the same order.
 
-    rewards: [g n k], NaN where missing.
+    rewards: [g n k], k rewards of each completion; NaN where one is missing.
     weights: the weights of the k rewards.
-    live: [B L], 1 for tokens of the policy.
+    live: [B L], 1 for tokens that the policy sampled, 0 for others.
     greedy: [g k], the rewards of greedy completions, for `advantages: remax`.
-    penalty: [B L], the penalty to subtract from the reward at each token.
-    values: [B L], the critic's values.
+    penalty: [B L], the KL penalty to subtract from the reward at each token.
+    values: [B L], the critic's value before each token.
     after: [B], the critic's value after the last token of completions that were cut; 0 for others.
-    turns: the turns, with credit for turns. The first of the k rewards is then the sum of the turns' rewards.
+    turns: the rewards and tokens of each turn, if turns are credited one by one. The first of the k rewards is then the sum of the
+        rewards of all turns.
     """
 
     rewards: np.ndarray
@@ -65,7 +67,7 @@ class RolloutRewards(NamedTuple):
 
 
 def rollout_advantages(policy: Policy, of: RolloutRewards) -> RolloutAdvantages:
-    """The advantages of a rollout."""
+    """Computes the advantages of a rollout as the policy's settings say: against a critic, by turn, or against other completions."""
     summed, mask = total(jnp.asarray(of.rewards), of.weights), jnp.asarray(of.live)
     penalty = None if of.penalty is None else jnp.where(mask > 0, jnp.asarray(of.penalty), 0.0)
     if policy.critic is not None:
@@ -85,7 +87,13 @@ def rollout_advantages(policy: Policy, of: RolloutRewards) -> RolloutAdvantages:
 def advantages_of(
     policy: Policy, of: RolloutRewards, summed: Array, mask: Array, penalty: Array | None
 ) -> Advantages | TokenAdvantages:
-    """The advantages by the function that the policy's setting `advantages` names (`rl.algorithms`)."""
+    """Computes advantages with the function that the policy's setting `advantages` names (`rl.algorithms`).
+
+    Args:
+        summed: [g n], the weighted sum of each completion's rewards.
+        mask: [B L], 1 for tokens that the policy sampled.
+        penalty: [B L], the KL penalty of each token.
+    """
     if policy.normalize == "each":
         return gdpo(jnp.asarray(of.rewards), of.weights)
     function = ADVANTAGES[policy.comparison]
@@ -99,7 +107,7 @@ def advantages_of(
 
 
 def of_turns(policy: Policy, of: RolloutRewards, turns: EpisodeTurns, summed: Array, penalty: Array | None) -> RolloutAdvantages:
-    """The advantages of turns, repeated for all tokens of a turn."""
+    """Computes the advantage of each turn, and repeats it for all tokens of the turn."""
     plain = groups(summed).advantages(jnp.zeros_like(summed))
     advantages = turn_advantages(policy, of, turns, penalty)
     values = np.asarray(advantages.values).reshape(turns.rewards.shape)
@@ -109,7 +117,8 @@ def of_turns(policy: Policy, of: RolloutRewards, turns: EpisodeTurns, summed: Ar
 
 
 def turn_advantages(policy: Policy, of: RolloutRewards, turns: EpisodeTurns, penalty: Array | None = None) -> TurnAdvantages:
-    """The advantages of turns by the policy's `credit`. Penalties of tokens are added up by turn."""
+    """Computes the advantage of each turn by the policy's setting `credit`. The penalties of a turn's tokens are summed and subtracted
+    from the reward of the turn."""
     g, n = of.rewards.shape[:2]
     rewards = rewards_of_turns(of, turns) - (0.0 if penalty is None else turns.sums(np.asarray(penalty)))
     rewarded = TurnRewards(jnp.asarray(rewards).reshape(g, n, -1), outcome(of), jnp.asarray(turns.turn_count).reshape(g, n))
@@ -124,7 +133,8 @@ def rewards_of_turns(of: RolloutRewards, turns: EpisodeTurns) -> np.ndarray:
 
 
 def outcome(of: RolloutRewards) -> Array:
-    """The rewards of whole completions [g n]: all but the environment's. NaN: the completion has no reward at all."""
+    """Returns the reward of each whole completion [g n], the weighted sum without the environment's reward. It is NaN for a completion
+    without any reward."""
     scored = jnp.isfinite(jnp.asarray(of.rewards)).any(-1)
     if of.rewards.shape[-1] == 1:
         return jnp.where(scored, 0.0, jnp.nan)
@@ -140,7 +150,14 @@ def useful_groups(policy: Policy, of: RolloutRewards) -> np.ndarray:
 
 
 def against_critic(critic: Critic, of: RolloutRewards, summed: Array, mask: Array, penalty: Array | None) -> RolloutAdvantages:
-    """The advantages of tokens relative to a critic's values. Every group can be learned from."""
+    """Computes the advantage of each token relative to a critic's values. Every group counts as useful, because completions of a group
+    are not compared.
+
+    Args:
+        summed: [g n], the weighted sum of each completion's rewards.
+        mask: [B L], 1 for tokens that the policy sampled.
+        penalty: [B L], the KL penalty of each token.
+    """
     plain = groups(summed).advantages(jnp.zeros_like(summed))
     assert of.values is not None
     rewards = at_last((summed if of.turns is None else outcome(of)).reshape(-1), mask)

@@ -30,15 +30,18 @@ def gae(
     lam: float = 0.95,
     normalize: bool = True,
 ) -> TokenAdvantages:
-    """Advantages and returns of every token.
+    """Computes the advantage and the return of every token.
 
-    A row with a reward of NaN has no reward: its mask is 0.
+    A row with a reward of NaN counts as a completion without a reward: its mask is 0 in the result.
 
     Args:
-        rewards: rewards of tokens; `argosy.rl.advantages.totals.at_last` makes them from the rewards of completions.
+        rewards: the reward of each token. `argosy.rl.advantages.totals.at_last` makes them from the rewards of completions.
         values: the critic's value before each token.
-        after: the critic's value after the last token of completions that were cut, 0 for those that ended. None: all ended.
-        normalize: normalizes advantages to mean 0 and standard deviation 1 over all tokens of the batch; returns stay as they are.
+        mask: 1 for tokens that the policy sampled.
+        after: the critic's value after the last token of completions that were cut, and 0 for those that ended. None if all ended.
+        gamma: the discount per token.
+        lam: lambda, between 0 (least variance) and 1 (least bias).
+        normalize: whether advantages are normalized to mean 0 and standard deviation 1 over all tokens of the batch. Returns are not.
     """
     scored = jnp.all(jnp.isfinite(rewards), 1, keepdims=True)
     live = (mask > 0) & scored

@@ -20,11 +20,12 @@ from argosy.train.objectives.loss import WeightedMean
 
 
 class Advantages(NamedTuple):
-    """The advantages of completions, before micro-batches.
+    """The advantages of the completions of a whole rollout.
 
-    values: 0 where the reward is missing or the group is useless.
+    values: the advantage of each completion; 0 where the reward is missing or the group is useless.
     scored: whether the completion has a reward.
     useful: whether an advantage of the group can differ from 0.
+    metrics: means of rewards, and shares of missing rewards and of useless groups.
     """
 
     values: Float[Array, "g n"]
@@ -33,13 +34,18 @@ class Advantages(NamedTuple):
     metrics: Metrics
 
     def rows(self, mask: Float[Array, "B T"]) -> tuple[Float[Array, "B 1"], Float[Array, "B T"]]:
-        """The advantage of each row, and the mask with the tokens of completions without a reward set to 0."""
+        """Returns the advantage of each row, and the mask, which is now also 0 at all tokens of completions without a reward."""
         scored_mask = jnp.where(self.scored.reshape(-1, 1), mask, 0.0)
         return self.values.reshape(-1, 1), scored_mask
 
 
 class TokenAdvantages(NamedTuple):
-    """Advantages of tokens, the returns that a critic learns, and the mask of the tokens that have them."""
+    """The advantages of tokens.
+
+    values: the advantage of each token.
+    returns: the return of each token, which a critic learns.
+    mask: 1 for tokens that have an advantage.
+    """
 
     values: Float[Array, "B T"]
     returns: Float[Array, "B T"]
@@ -47,11 +53,11 @@ class TokenAdvantages(NamedTuple):
 
 
 class Groups(NamedTuple):
-    """Rewards by group.
+    """The rewards of completions, one row per group.
 
-    rewards: 0 where missing.
-    scored: whether the reward exists.
-    size: number of rewards in the group.
+    rewards: the reward of each completion; 0 where it is missing.
+    scored: whether the completion has a reward.
+    size: the number of rewards in the group.
     useful: whether the group can be learned from.
     """
 
@@ -70,7 +76,7 @@ class Groups(NamedTuple):
         return deviation(jnp.where(self.scored, self.rewards - self.mean, 0.0), self.size, 1)
 
     def advantages(self, values: Float[Array, "g n"]) -> Advantages:
-        """The values as advantages: 0 where the reward is missing or the group is useless."""
+        """Makes advantages of these values. They become 0 where the reward is missing or the group is useless."""
         several = (self.size > 1).astype(values.dtype)
         metrics: Metrics = {
             "reward": mean_where(self.rewards, self.scored.astype(values.dtype)),
@@ -82,7 +88,7 @@ class Groups(NamedTuple):
 
 
 def groups(rewards: Float[Array, "g n"]) -> Groups:
-    """Groups rewards, and finds which are missing and which groups can be learned from."""
+    """Groups rewards [g n] by prompt. Finds which rewards are missing, and which groups can be learned from."""
     scored = jnp.isfinite(rewards)
     clean = jnp.where(scored, rewards, 0.0)
     size = jnp.sum(scored.astype(rewards.dtype), 1, keepdims=True)
@@ -90,7 +96,12 @@ def groups(rewards: Float[Array, "g n"]) -> Groups:
 
 
 def differ(values: Float[Array, "..."], where: Bool[Array, "..."], axis: int | None = None) -> Bool[Array, "..."]:
-    """Whether values differ by more than 8 roundings of the largest of them."""
+    """Whether values differ by more than rounding: by more than 8 epsilon times the largest absolute value.
+
+    Args:
+        where: the values to compare.
+        axis: the axis to compare along, which is kept with size 1; None: all axes.
+    """
     high = jnp.max(jnp.where(where, values, -jnp.inf), axis, keepdims=True)
     low = jnp.min(jnp.where(where, values, jnp.inf), axis, keepdims=True)
     largest = jnp.max(jnp.where(where, jnp.abs(values), 0.0), axis, keepdims=True)
@@ -100,7 +111,8 @@ def differ(values: Float[Array, "..."], where: Bool[Array, "..."], axis: int | N
 def standardize(
     values: Float[Array, "..."], where: Bool[Array, "..."], epsilon: float = 1e-8
 ) -> Float[Array, "..."]:
-    """Values minus their mean, divided by their sample standard deviation plus epsilon; 0 outside `where`, and if all are equal."""
+    """Subtracts the mean of the values and divides by their sample standard deviation plus epsilon. The result is 0 outside `where`. It
+    is 0 everywhere if all values are equal."""
     weight = where.astype(values.dtype)
     count = jnp.sum(weight)
     mean = jnp.sum(jnp.where(where, values, 0.0)) / jnp.maximum(count, 1.0)
@@ -109,8 +121,12 @@ def standardize(
 
 
 def deviation(apart: Float[Array, "..."], count: Float[Array, "..."], axis: int | None = None) -> Float[Array, "..."]:
-    """The sample standard deviation from distances to the mean. Distances are scaled before they are squared: the square of 1e30
-    overflows float32, and dividing by infinity gives 0.
+    """Computes the sample standard deviation from distances to the mean. Distances are scaled before they are squared, because the
+    square of 1e30 overflows float32.
+
+    Args:
+        apart: the distance of each value to the mean; 0 where there is no value.
+        count: the number of values.
     """
     scale = jnp.max(jnp.abs(apart), axis, keepdims=True)
     scale = jnp.where(scale > 0, scale, 1.0)

@@ -14,10 +14,10 @@ from argosy.rl.policy.metrics import Metrics, mean_where
 
 
 def total(rewards: Float[Array, "g n k"], weights: Sequence[float]) -> Float[Array, "g n"]:
-    """The weighted sum of k rewards. Missing rewards are left out; a completion without any reward gets NaN.
+    """Computes the weighted sum of the k rewards of each completion. Missing rewards are left out; a completion without any gets NaN.
 
-    So a reward function may score some prompts only (mathematics, code), as in TRL 1.16. To normalize each reward before the sum, see
-    `argosy.rl.algorithms.gdpo`.
+    A reward function may therefore score some of the prompts only (mathematics, code), as in TRL 1.16. To normalize each reward before
+    the sum, see `argosy.rl.algorithms.gdpo`.
 
     Raises:
         BadInput: the number of weights is not k.
@@ -28,7 +28,7 @@ def total(rewards: Float[Array, "g n k"], weights: Sequence[float]) -> Float[Arr
 
 
 def reward_weights(rewards: Float[Array, "g n k"], weights: Sequence[float]) -> Float[Array, "k"]:  # noqa: F821
-    """The weights as an array.
+    """Returns the weights of the k rewards as an array, in the type of the rewards.
 
     Raises:
         BadInput: the number of weights is not k.
@@ -42,7 +42,7 @@ def reward_weights(rewards: Float[Array, "g n k"], weights: Sequence[float]) -> 
 
 
 def reward_metrics(rewards: Float[Array, "g n k"], names: Sequence[str]) -> Metrics:
-    """The mean of each reward over the completions that have it, and the share of completions that lack it."""
+    """Computes, for each reward, its mean over the completions that have it, and the share of completions that lack it."""
     there = jnp.isfinite(rewards).astype(rewards.dtype)
     out: Metrics = {}
     for i, name in enumerate(names):
@@ -52,14 +52,15 @@ def reward_metrics(rewards: Float[Array, "g n k"], names: Sequence[str]) -> Metr
 
 
 def overlong(lengths: Float[Array, "*n"], longest: int, margin: int) -> Float[Array, "*n"]:
-    """DAPO's soft punishment of overlong completions (arXiv:2503.14476, equation 13), to be added to the reward.
+    """Computes DAPO's soft punishment of overlong completions (arXiv:2503.14476, equation 13), which is added to the reward.
 
-        0 up to longest - margin tokens, then falling evenly to -1 at longest, -1 beyond
-
-    The paper has longest = 20480 and margin = 4096. With margin 0 only completions longer than `longest` are punished.
+    It is 0 up to `longest - margin` tokens, falls linearly to -1 at `longest` tokens, and is -1 beyond. The paper has longest = 20480
+    and margin = 4096. With a margin of 0 only completions longer than `longest` are punished.
 
     Args:
-        lengths: lengths of completions in tokens, the EOS included.
+        lengths: the length of each completion in tokens, the end-of-sequence token included.
+        longest: the length from which the punishment is -1, in tokens.
+        margin: the length over which the punishment grows, in tokens.
 
     Raises:
         BadInput: margin is not between 0 and longest.
@@ -72,9 +73,8 @@ def overlong(lengths: Float[Array, "*n"], longest: int, margin: int) -> Float[Ar
 
 
 def at_last(rewards: Float[Array, "B"], mask: Float[Array, "B T"]) -> Float[Array, "B T"]:
-    """The reward of each completion, placed at the last token of its mask (its EOS, if it ended with one); 0 elsewhere.
-
-    The reward of a row without tokens is lost.
+    """Places the reward of each completion at the last token of its mask, which is the end-of-sequence token if there is one. All other
+    tokens get 0. The reward of a row without tokens is lost.
     """
     live = mask > 0
     after = jnp.cumsum(live[:, ::-1].astype(jnp.int32), 1)[:, ::-1]

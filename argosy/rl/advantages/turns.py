@@ -37,8 +37,9 @@ from argosy.rl.policy.settings import Scale
 class TurnAdvantages(NamedTuple):
     """The advantages of turns.
 
-    values: 0 where there is no turn, where the completion has no reward, and where nothing is taught.
+    values: the advantage of each turn; 0 where there is no turn, where the completion has no reward, and where all rewards are equal.
     useful: whether an advantage of the group can differ from 0.
+    metrics: metrics of the comparison of turns.
     """
 
     values: Float[Array, "g n K"]
@@ -50,8 +51,8 @@ class TurnRewards(NamedTuple):
     """The rewards of completions by turn.
 
     rewards: the reward of each turn.
-    outcome: the reward of the whole completion; NaN: the completion has no reward at all.
-    turn_count: number of turns.
+    outcome: the reward of each whole completion; NaN for a completion without any reward.
+    turn_count: the number of turns of each completion.
     """
 
     rewards: Float[Array, "g n K"]
@@ -81,17 +82,17 @@ class TurnRewards(NamedTuple):
         return jnp.where(self.there, self.rewards, 0.0)
 
     def whole(self) -> Float[Array, "g n K"]:
-        """The rewards of turns, with the outcome added to the last turn."""
+        """Returns the rewards of turns, with the reward of the whole completion added to the last turn."""
         return self.turn_rewards + jnp.where(self.last, self.outcome[..., None], 0.0)
 
 
 def to_go(of: TurnRewards, *, gamma: float = 1.0, scale: Scale = "group") -> TurnAdvantages:
-    """The discounted reward from each turn on, relative to the other completions of the group at the same turn.
+    """Computes the advantage of each turn from its discounted reward to go, relative to the same turn of the group's other completions.
 
     Args:
-        gamma: discount per turn of distance.
-        scale: divisor of the differences: the standard deviation of the group at the turn, that of all turns of all completions
-            (batch), or none (Dr. GRPO, arXiv:2503.20783).
+        gamma: the discount per turn.
+        scale: the divisor of the differences. `group`: the standard deviation of the group at the turn. `batch`: the standard deviation
+            over all turns of all completions. `none`: no division (Dr. GRPO, arXiv:2503.20783).
     """
     start = jnp.zeros_like(of.outcome), jnp.asarray(gamma, of.rewards.dtype)
     returns = jnp.moveaxis(jax.lax.scan(_back, start, jnp.moveaxis(of.whole(), -1, 0), reverse=True)[1], 0, -1)
@@ -106,11 +107,12 @@ def _back(carry: tuple[Array, Array], reward: Array) -> tuple[tuple[Array, Array
 
 
 def mixed(of: TurnRewards, *, weight: float = 1.0, scale: Scale = "group") -> TurnAdvantages:
-    """The advantage of the outcome relative to the group, plus, for each turn but the last, that of its own reward at the same turn.
+    """Computes the advantage of each turn as a sum of two advantages. The first compares the whole completion with its group. The
+    second compares the turn's own reward with the same turn of the other completions; the last turn does not have it.
 
     Args:
-        weight: weight of the turn's own advantage.
-        scale: divisor of the differences in both parts, as in `to_go`.
+        weight: the weight of the second advantage in the sum.
+        scale: the divisor of the differences in both advantages, as in `to_go`.
     """
     end = jnp.sum(jnp.where(of.last, of.rewards, 0.0), -1)
     whole = grpo(of.outcome + end, scale=scale)
@@ -122,7 +124,15 @@ def mixed(of: TurnRewards, *, weight: float = 1.0, scale: Scale = "group") -> Tu
 def at_turns(
     values: Float[Array, "g n K"], there: Bool[Array, "g n K"], scale: Scale
 ) -> tuple[Float[Array, "g n K"], Bool[Array, "g K"], Metrics]:
-    """The advantages of values relative to the same group at the same turn, and whether those can be learned from."""
+    """Compares the values of each turn within the group.
+
+    Args:
+        values: a number for each turn.
+        there: whether the turn exists.
+
+    Returns:
+        The advantage of each turn, whether each group can be learned from at each turn, and metrics.
+    """
     g, n, turns = values.shape
     flat = jnp.moveaxis(jnp.where(there, values, jnp.nan), -1, 1).reshape(g * turns, n)
     advantages, of = grpo(flat, scale=scale), groups(flat)
@@ -135,5 +145,5 @@ def at_turns(
 
 
 def useless(of: TurnAdvantages) -> Metrics:
-    """The share of groups that cannot be learned from at any turn."""
+    """Returns a metric, the share of groups that cannot be learned from at any turn."""
     return {"groups/useless": share_where(~of.useful, of.values.dtype)}

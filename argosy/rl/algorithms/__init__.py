@@ -14,12 +14,12 @@ loss.
     gpg              against its group, not divided  REINFORCE                tokens               arXiv:2504.02546
     opo              against a length-weighted mean  REINFORCE                tokens               arXiv:2505.23585
 
-They are one set of parts with different defaults, so any part can be exchanged: `objective=grpo objective.scale=none`. An algorithm's
-further parts are settings of `rollout` (dynamic sampling, punishment of overlong completions), which its recipe sets.
+All algorithms consist of the same parts with different defaults, so any part can be exchanged: `objective=grpo objective.scale=none`.
+Dynamic sampling and the punishment of overlong completions are settings of `rollout`, which the recipe of an algorithm sets.
 
-To add an algorithm: a file here, and its lines below. A user's file needs no line: `objective=FILE.py:CLASS`, a class of settings that
-derives from `Policy`; `objective.advantages=FILE.py:FUNCTION`; `objective.loss=FILE.py:FUNCTION`. The parameters of a function name its
-inputs, out of
+To add an algorithm, add a file here and its lines below. A user's file needs no line. It provides a class of settings that derives from
+`Policy` (`objective=FILE.py:CLASS`), or a function (`objective.advantages=FILE.py:FUNCTION`, `objective.loss=FILE.py:FUNCTION`). A
+function receives the inputs that its parameters name, out of
 
     advantages    rewards [g n] (less the KL penalty, unless it takes `penalty` [B T] too), lengths [g n] in tokens, greedy [g 1] (the
                   rewards of greedy completions, which are then sampled), mask [B T], scale (a setting); it returns
@@ -60,7 +60,7 @@ ADVANTAGES = Registry(
     },
     files=True,
 )
-# What they are called by what a reward is compared with.
+# Other names of the advantages, which say what a reward is compared with.
 ALIASES = {
     "group": "grpo",
     "leave_one_out": "rloo",

@@ -2,12 +2,12 @@
 
     L_t = -sg(clip(ratio_t, low, high)) A_t log p_new(y_t)
 
-PPO drops the gradient of clipped tokens, most of them rare and decisive ("however", "wait"); CISPO keeps every token and bounds its
-weight. sg stops the gradient. Normalized by `TokenMean` in the paper.
+PPO drops the gradient of clipped tokens, most of which are rare and decisive ("however", "wait"). CISPO keeps every token and bounds
+its weight. sg stops the gradient. The paper normalizes by `TokenMean`.
 
-The bounds are of the ratio itself. The paper writes 1 + epsilon_high, tunes only that, and has no lower bound in effect; 5 is the
-middle of the values that arXiv:2510.13786 found equally good (4, 5 and 8), and the value of TRL's documentation. verl's default bounds
-are PPO's, 1 - 0.2 and 1 + 0.2.
+`low` and `high` bound the ratio itself. The paper writes 1 + epsilon_high, tunes only that, and has no effective lower bound. The
+default of 5 is the middle of the values that arXiv:2510.13786 found equally good (4, 5 and 8), and the value in TRL's documentation.
+verl's default bounds are those of PPO, 1 - 0.2 and 1 + 0.2.
 """
 
 from typing import TYPE_CHECKING
@@ -42,11 +42,12 @@ def cispo(
     low: float = 0.0,
     high: float = 5.0,
 ) -> "TokenLoss":
-    """REINFORCE with bounded importance weights. Only its gradient is meaningful; its value is not an objective.
+    """Computes the loss of each token by REINFORCE with bounded importance weights. Only its gradient is meaningful.
 
     Args:
-        new, old: log-probabilities of the tokens by the trained policy, and by the policy at the start of the step.
-        advantages: of tokens, or of rows [B 1].
+        new: log-probabilities of the tokens under the trained policy.
+        old: log-probabilities of the tokens under the policy at the start of the step.
+        advantages: the advantage of each token [B T], or one per completion [B 1].
 
     Raises:
         BadInput: not 0 <= low <= 1 <= high.

@@ -20,10 +20,10 @@ from argosy.rl.advantages.totals import reward_weights, total
 
 
 def gdpo(rewards: Float[Array, "g n k"], weights: Sequence[float], *, epsilon: float = 1e-6) -> Advantages:
-    """Advantages of the weighted sum of normalized rewards. The metric `reward` is the weighted sum of the rewards as they came.
+    """Computes advantages from the weighted sum of normalized rewards. The metric `reward` is the weighted sum of the raw rewards.
 
     Args:
-        rewards: NaN where missing.
+        rewards: k rewards of each completion; NaN where one is missing.
 
     Raises:
         BadInput: the number of weights is not k.

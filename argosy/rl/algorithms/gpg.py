@@ -2,11 +2,11 @@
 
     A_i = alpha (r_i - mean(r)) / norm        alpha = groups / useful groups
 
-alpha undoes the shrinking of the gradient by groups whose rewards are all equal. norm is 1 in the paper's own choice. The loss is
-plain REINFORCE (`argosy.rl.algorithms.reinforce`), without ratio, clipping or reference.
+Groups whose rewards are all equal shrink the gradient; alpha makes up for that. The paper uses norm = 1. The loss is plain REINFORCE
+(`argosy.rl.algorithms.reinforce`), without ratio, clipping or reference.
 
-Difference from verl: its alpha is completions / completions whose reward is not 0, so right answers to a prompt that is always solved
-count as useful there, and rewards of 0 and 1 train otherwise than rewards of 1 and 2.
+Difference from verl: there alpha is completions / completions whose reward is not 0. So completions of a prompt that is always solved
+count as useful there, and rewards of 0 and 1 give other updates than rewards of 1 and 2.
 """
 
 from typing import TYPE_CHECKING
@@ -28,10 +28,10 @@ class GPG(Policy):
 
 
 def gpg(rewards: "Float[Array, 'g n']", *, norm: float = 1.0) -> "Advantages":
-    """Advantages over the mean of the group, scaled up by the share of groups that are useless.
+    """Computes advantages relative to the mean of the group, scaled up to make up for useless groups.
 
     Args:
-        rewards: NaN where missing.
+        rewards: the reward of each completion; NaN where it is missing.
     """
     import jax.numpy as jnp
 

@@ -7,9 +7,9 @@ mean and std are over the completions of a prompt. Dividing by the group's std g
 the largest advantages: Dr. GRPO's first bias. Its second is the length in the loss, see `argosy.rl.policy.token_losses.ConstantLength`.
 scale="batch" divides by the std of all rewards of the step (arXiv:2508.08221).
 
-Differences from the paper: the std is that of a sample (n - 1), as in TRL and verl; epsilon is added. From TRL 1.16: epsilon is 1e-6
-as in verl, not 1e-4, which shrinks the advantages of rewards that differ by as little. From both: see `argosy.rl.advantages.groups` on
-missing and equal rewards; in verl a group of one gets its raw reward as advantage, here 0.
+Differences from the paper: the std is that of a sample (n - 1), as in TRL and verl, and epsilon is added. Difference from TRL 1.16:
+epsilon is 1e-6 as in verl, not 1e-4, which shrinks the advantages of rewards that differ by as little. Differences from both: see
+`argosy.rl.advantages.groups` on missing and equal rewards. A group of one completion gets the advantage 0; in verl it gets its reward.
 """
 
 from typing import TYPE_CHECKING
@@ -27,10 +27,10 @@ class GRPO(Policy):
 
 
 def grpo(rewards: "Float[Array, 'g n']", *, scale: Scale = "group", epsilon: float = 1e-6) -> "Advantages":
-    """Advantages relative to the group.
+    """Computes advantages relative to the group.
 
     Args:
-        rewards: NaN where missing.
+        rewards: the reward of each completion; NaN where it is missing.
         epsilon: added to the standard deviation.
     """
     from argosy.rl.advantages.groups import groups

@@ -4,11 +4,11 @@
     s_it = sg(s_i) p_new(y_t) / sg(p_new(y_t))
     L_it = -min(s_it A_it, clip(s_it, 1 - low, 1 + high) A_it)
 
-sg stops the gradient. With one advantage a row, the mean of L_it over its tokens has the value and the gradient of GSPO (equations 5
-to 7), so `SequenceMean` gives the paper's objective; `TokenMean` would weigh sequences by their length.
+sg stops the gradient. If all tokens of a row have the same advantage, the mean of L_it over them has the value and the gradient of GSPO
+(equations 5 to 7). So `SequenceMean` gives the paper's objective; `TokenMean` would weigh sequences by their length.
 
-The bounds are the paper's, 3e-4 and 4e-4: s_i is a geometric mean, and moves some hundred times less than the ratio of a token. Clip
-metrics count tokens. Difference from verl: log s_i is clipped at 20, not at 10.
+The bounds 3e-4 and 4e-4 are the paper's. They are small because s_i is a geometric mean, which moves some hundred times less than the
+ratio of a token. Clip metrics count tokens. Difference from verl: log s_i is clipped at 20, not at 10.
 """
 
 from typing import TYPE_CHECKING
@@ -42,14 +42,15 @@ def gspo(
     low: float = 3e-4,
     high: float = 4e-4,
 ) -> "TokenLoss":
-    """The clipped loss of each token under the ratio of its sequence.
+    """Computes the clipped loss of each token with the ratio of its sequence.
 
     Args:
-        new, old: log-probabilities of the tokens by the trained policy, and by the policy at the start of the step.
-        advantages: of tokens, or of rows [B 1].
+        new: log-probabilities of the tokens under the trained policy.
+        old: log-probabilities of the tokens under the policy at the start of the step.
+        advantages: the advantage of each token [B T], or one per completion [B 1].
 
     Raises:
-        BadInput: a bound that clips everything or nothing.
+        BadInput: a bound clips every ratio or none.
     """
     import jax
     import jax.numpy as jnp

@@ -5,7 +5,7 @@
 The baseline of least variance weighs rewards by the squared norm of the gradients; with gradients of tokens about orthogonal that is
 the length l_i. The paper trains exactly on-policy: one update per batch of samples, without clipping, KL or entropy terms.
 
-Difference from verl: a group of one gets 0 and is counted, not its raw reward.
+Difference from verl: a group of one completion gets the advantage 0 and counts as useless. In verl it gets its raw reward.
 """
 
 from typing import TYPE_CHECKING
@@ -27,11 +27,11 @@ class OPO(Policy):
 
 
 def opo(rewards: "Float[Array, 'g n']", lengths: "Float[Array, 'g n']") -> "Advantages":
-    """Advantages over the length-weighted mean of the group.
+    """Computes advantages relative to the length-weighted mean of the group.
 
     Args:
-        rewards: NaN where missing.
-        lengths: of the completions, in tokens of the policy.
+        rewards: the reward of each completion; NaN where it is missing.
+        lengths: the number of tokens that the policy sampled in each completion.
     """
     import jax.numpy as jnp
 

@@ -1,15 +1,15 @@
-"""Proximal policy optimization (PPO): Schulman et al. 2017, arXiv:1707.06347, equation 7. Also the loss of GRPO, Dr. GRPO, DAPO.
+"""Proximal policy optimization (PPO): Schulman et al. 2017, arXiv:1707.06347, equation 7. GRPO, Dr. GRPO and DAPO use its loss too.
 
     ratio_t = p_new(y_t) / p_old(y_t)
     L_t = -min(ratio_t A_t, clip(ratio_t, 1 - low, 1 + high) A_t)
     with dual, where A_t < 0:  min(L_t, -dual A_t)
 
-- high > low is DAPO's clip-higher (arXiv:2503.14476: 0.2 and 0.28): unlikely tokens may become likelier before they are clipped.
-- dual is dual-clip PPO (arXiv:1912.09729: 3): without it, a bad token whose ratio has exploded gives an unbounded loss. `delta` in
-  TRL is the same bound.
+- high > low is DAPO's clip-higher (arXiv:2503.14476 has 0.2 and 0.28). It lets unlikely tokens become likelier before they are clipped.
+- dual is the bound of dual-clip PPO (arXiv:1912.09729 has 3). Without it, a token of negative advantage whose ratio has exploded gives
+  an unbounded loss. `delta` in TRL is the same bound.
 
-Differences: verl clips log-ratios at -20 and 20, here only at 20, since small ratios do no harm. verl sets dual = 3 unless told
-otherwise; here it is off, as in the papers of PPO, GRPO and DAPO.
+Differences from verl: it clips log-ratios at -20 and 20. Here they are clipped only at 20, since small ratios do no harm. The default
+of dual is 3 in verl. Here it is off, as in the papers of PPO, GRPO and DAPO.
 """
 
 from typing import TYPE_CHECKING, Literal
@@ -49,14 +49,15 @@ def ppo(
     high: float = 0.2,
     dual: float | None = None,
 ) -> "TokenLoss":
-    """The clipped loss of each token.
+    """Computes the clipped loss of each token.
 
     Args:
-        new, old: log-probabilities of the tokens by the trained policy, and by the policy at the start of the step.
-        advantages: of tokens, or of rows [B 1].
+        new: log-probabilities of the tokens under the trained policy.
+        old: log-probabilities of the tokens under the policy at the start of the step.
+        advantages: the advantage of each token [B T], or one per completion [B 1].
 
     Raises:
-        BadInput: a bound that clips everything or nothing.
+        BadInput: a bound clips every ratio or none.
     """
     import jax.numpy as jnp
 

@@ -2,8 +2,8 @@
 
     L_t = -A_t log p_new(y_t)
 
-It is right only for samples of the current policy: one update per batch of samples. For several updates, use `cispo`, which adds an
-importance weight, or multiply by `argosy.rl.policy.correction`.
+The loss is right only for samples of the current policy, so it allows one update per batch of samples. For several updates, use
+`cispo`, which adds an importance weight, or multiply by `argosy.rl.policy.correction`.
 """
 
 import jax.numpy as jnp
@@ -13,10 +13,10 @@ from argosy.rl.policy.token_losses import TokenLoss
 
 
 def reinforce(new: Float[Array, "B T"], advantages: Float[Array, "B #T"], mask: Float[Array, "B T"]) -> TokenLoss:
-    """The loss of each token. Only its gradient is meaningful; its value is not an objective.
+    """Computes the loss of each token. Only its gradient is meaningful.
 
     Args:
-        new: log-probabilities of the tokens by the trained policy.
-        advantages: of tokens, or of rows [B 1].
+        new: log-probabilities of the tokens under the trained policy.
+        advantages: the advantage of each token [B T], or one per completion [B 1].
     """
     return TokenLoss(jnp.where(mask > 0, -advantages * jnp.where(mask > 0, new, 0.0), 0.0), {})

@@ -6,9 +6,9 @@
 penalty_i is beta log(p_old / p_ref) of token i: `argosy.rl.policy.kl.in_reward` without a reward. The baseline variant has its KL in
 the loss.
 
-Without the baseline, groups play no part: a prompt whose completions are all right has positive advantages, as in the paper, and no
-group is useless. With it, the mean over completions is 0, so equal groups keep their zeros. That is the difference from verl, which
-normalizes the baseline variant over tokens: there long completions shift the mean, and groups of equal rewards get advantages.
+Without the baseline, groups do not matter: a prompt whose completions are all right has positive advantages, as in the paper, and no
+group is useless. With the baseline, the mean over completions is 0, so groups of equal rewards have advantages of 0. verl differs: it
+normalizes the baseline variant over tokens, where long completions shift the mean and groups of equal rewards get advantages.
 """
 
 from typing import TYPE_CHECKING, Literal
@@ -33,11 +33,13 @@ class ReinforcePP(Policy):
 def reinforce_pp(
     rewards: "Float[Array, 'g n']", mask: "Float[Array, 'B T']", penalty: "Float[Array, 'B T'] | None" = None
 ) -> "TokenAdvantages":
-    """Advantages of tokens, normalized over the batch; 0 where the reward is missing. The returns are the values before normalization.
+    """Computes advantages of tokens, normalized over the batch; 0 where the reward is missing. The returns are the advantages before
+    normalization.
 
     Args:
-        rewards: NaN where missing.
-        penalty: of each token, subtracted from the reward of all tokens up to it.
+        rewards: the reward of each completion; NaN where it is missing.
+        mask: 1 for tokens that the policy sampled.
+        penalty: the penalty of each token, which is subtracted from the return of this token and of all earlier ones.
     """
     import jax.numpy as jnp
 
@@ -54,10 +56,10 @@ def reinforce_pp(
 
 
 def reinforce_pp_baseline(rewards: "Float[Array, 'g n']") -> "Advantages":
-    """Advantages over the mean of the group, normalized over the batch.
+    """Computes advantages relative to the mean of the group, normalized over the batch.
 
     Args:
-        rewards: NaN where missing.
+        rewards: the reward of each completion; NaN where it is missing.
     """
     import jax.numpy as jnp
 

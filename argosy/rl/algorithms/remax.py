@@ -26,10 +26,10 @@ class ReMax(Policy):
 
 
 def remax(rewards: "Float[Array, 'g n']", greedy: "Float[Array, 'g 1']") -> "Advantages":
-    """Advantages over the greedy completion.
+    """Computes advantages relative to the reward of the greedy completion.
 
     Args:
-        rewards: NaN where missing.
+        rewards: the reward of each completion; NaN where it is missing.
         greedy: the reward of each prompt's greedy completion; NaN where missing.
     """
     import jax.numpy as jnp

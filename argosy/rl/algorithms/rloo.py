@@ -2,10 +2,11 @@
 
     A_i = r_i - (sum of r_j, j != i) / (n - 1)
 
-A completion's baseline does not contain its own reward, so the gradient is unbiased; A_i is n / (n - 1) times GRPO's without std.
+A completion's baseline does not contain its own reward, so the gradient is unbiased. A_i is n / (n - 1) times GRPO's advantage without
+the division by the std.
 
-Difference from TRL 1.16: a group with one reward gets 0 and is counted; TRL computes 0 / 0 and replaces it. TRL's RLOO has the product
-of a sequence's ratios in its loss; here the loss is a separate choice (`argosy.rl.policy.token_losses`).
+Differences from TRL 1.16: a group with one reward gets the advantage 0 and counts as useless; TRL computes 0 / 0 and replaces it. TRL's
+RLOO has the product of a sequence's ratios in its loss; here the loss is a separate choice (`argosy.rl.policy.token_losses`).
 """
 
 from typing import TYPE_CHECKING, Literal
@@ -28,10 +29,10 @@ class RLOO(Policy):
 
 
 def rloo(rewards: "Float[Array, 'g n']") -> "Advantages":
-    """Advantages over the mean of the other completions.
+    """Computes advantages relative to the mean of the group's other completions.
 
     Args:
-        rewards: NaN where missing.
+        rewards: the reward of each completion; NaN where it is missing.
     """
     import jax.numpy as jnp
 

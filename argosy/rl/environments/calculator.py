@@ -4,7 +4,8 @@
     calculate("1 / 3")                1/3, which is 0.333333333333
     calculate("0.1 + 0.2")            0.3
 
-It runs nothing: expressions are read by a grammar (`rl.expressions.ArithmeticGrammar`), and have bounds.
+The tool runs no code. Expressions are parsed by a grammar (`rl.expressions.ArithmeticGrammar`). Their length and the numbers in them
+are bounded.
 """
 
 import re
@@ -30,10 +31,10 @@ def calculate(expression: str) -> str:
 
 
 def tokens_of(expression: str) -> list[str]:
-    """The numbers and signs of an expression.
+    """Splits an expression into numbers and signs.
 
     Raises:
-        ValueError: it contains something else.
+        ValueError: the expression contains anything else.
     """
     tokens, at, text = [], 0, expression.rstrip().removesuffix("=")
     text = text.rstrip()
@@ -76,10 +77,10 @@ class Calculation(ArithmeticGrammar):
 
 
 def check_digits(value: Fraction) -> Fraction:
-    """The value, if it is short enough to be written.
+    """Returns the value unchanged if it is short enough to be written.
 
     Raises:
-        ValueError: it is too long.
+        ValueError: the value is too long.
     """
     if max(value.numerator.bit_length(), value.denominator.bit_length()) > MOST_DIGITS * 3.33:
         raise ValueError(f"a result of more than {MOST_DIGITS} digits")
@@ -87,7 +88,7 @@ def check_digits(value: Fraction) -> Fraction:
 
 
 def number_text(value: Fraction) -> str:
-    """A number as text: as a whole number or decimal if it is exactly one; otherwise as a fraction with its first decimals."""
+    """Writes a number as a whole number or a decimal if it is exactly one, and otherwise as a fraction with its first decimals."""
     if value.denominator == 1:
         return str(value.numerator)
     rest, twos, fives = value.denominator, 0, 0

@@ -1,13 +1,13 @@
-"""The process that forks the environments: run by path, never imported by others.
+"""The server process that forks environment processes. It is run by path; no module imports it.
 
-It loads a class once, and forks a process for each of its objects, which costs 1 ms and copies nothing. So no episode waits for
-another's environment, and an environment that hangs is killed alone. This process is a new interpreter itself, since the parent has
-jax's threads.
+The server loads a class once, and forks a process for each object of the class, which costs 1 ms and copies nothing. So no episode
+waits for another's environment, and an environment that hangs is killed alone. The server itself is a new interpreter, since the
+parent has jax's threads.
 
-The first message is a pickle of the parent that names the class. Commands of 9 bytes follow: open the environment of a number (with the
-socket of the new process), or end it. An environment's process answers JSON with JSON (`core.process.channel`). A guard
-(`core.process.guard`) ends all of them with the parent, together with the processes that they have started (on Linux; elsewhere their
-process group).
+The parent's first message is a pickle that names the class. Commands of 9 bytes follow. One command opens the environment with a given
+number, and comes with the socket of its process; the other command ends it. The process of an environment receives JSON and replies
+with JSON (`core.process.channel`). A guard (`core.process.guard`) ends all these processes with the parent, together with the processes
+that they have started (on Linux; elsewhere their process groups).
 """
 
 import gc
@@ -41,7 +41,7 @@ MOST_CHARACTERS = 1 << 20
 
 
 def load_class(request):
-    """Loads the class. Returns it and its requirements, or why it cannot be used."""
+    """Loads the class that a request names. Returns the class and its requirements, or the reason why it cannot be used."""
     sys.path[:] = request["path"]
     source, module = request["class"], None
     try:
@@ -64,7 +64,7 @@ def load_class(request):
 
 
 def class_requirements(cls, args):
-    """The requirements of a class, read from its signature without running it."""
+    """Reads the requirements of a class from its signature, without running it."""
     if not callable(cls):
         raise user_code.Unusable({"what": f"it is a {type(cls).__name__}, not a class"})
     try:
@@ -90,7 +90,7 @@ class EnvironmentHost:
         self.environment_class, self.source, self.environment = environment_class, source, None
 
     def answered(self, request):
-        """The reply to one message of the parent."""
+        """Handles one message of the parent, and returns the reply."""
         try:
             if "seed" in request:
                 user_code.seed_generators(request["seed"])
@@ -113,7 +113,7 @@ class EnvironmentHost:
 
 
 def environment_interface(environment):
-    """The parameters of `reset`, and the tools that are shown to the model."""
+    """Describes an environment object: the parameters of its `reset`, and the tools that are shown to the model."""
     for name in ("reset", "step"):
         if not callable(getattr(environment, name, None)):
             hint = "it has reset(self, prompt, seed, ...) and step(self, said)"
@@ -130,7 +130,7 @@ def environment_interface(environment):
 
 
 def turn_document(turn):
-    """A turn as JSON."""
+    """Converts a turn to a JSON object."""
     if not all(hasattr(turn, name) for name in ("observation", "reward", "done", "cut", "counts")):
         raise user_code.Unusable(f"`step` returned {user_code.short_repr(turn)}, not a Turn")
     reward = turn.reward.item() if hasattr(turn.reward, "item") else turn.reward
@@ -145,7 +145,8 @@ def turn_document(turn):
 
 
 def observation_document(observation):
-    """An observation as JSON: a text, messages or None. A text above a megabyte is cut, and its full length is added."""
+    """Converts an observation, which is a text, messages or None, to JSON. A text above a megabyte is cut, and its full length is
+    added."""
     if observation is None:
         return None
     if isinstance(observation, str):
@@ -171,8 +172,8 @@ def observation_document(observation):
 
 
 def host_process(connection, environment, source, server):
-    """Runs one environment object in a process below this one, on Linux. However that process ends, its orphaned children are
-    reparented to this process, which ends them.
+    """Runs one environment object; on Linux in a child of this process. However that child ends, its orphaned children are reparented
+    to this process, which ends them.
     """
     guard.end_with(server)
     if sys.platform == "linux":

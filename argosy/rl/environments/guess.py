@@ -4,8 +4,8 @@
     the model       5                                 up to the end of the line
     the environment higher                            and so on, until `tries` are used up
 
-The number depends on the seed alone. The reward is 1 for the number. Otherwise the best guess counts: less than 0.5, and more the
-nearer it is. A turn that is no number is a guess too, and scores 0.
+The number depends on the seed alone. The reward is 1 if the model finds it. Otherwise the reward is that of the best guess: below 0.5,
+and larger the nearer the guess is. A turn that is no number counts as a guess and scores 0.
 """
 
 import random
@@ -17,7 +17,7 @@ NUMBER = re.compile(r"\s*(-?\d{1,9})\s*")
 
 
 class Guess:
-    """One game."""
+    """One game, as an environment of `argosy.rl.environment`."""
 
     def __init__(self, low: int = 1, high: int = 9, tries: int = 3):
         self.low, self.high, self.left = low, high, tries

@@ -3,8 +3,8 @@
     reset(seed=..., options=...) -> (observation, info)
     step(action) -> (observation, reward, terminated, truncated, info)
 
-An action is the text of a turn without leading and trailing blanks. If `reset` takes `options`, it receives the prompt and the columns
-of the data in them. Gymnasium itself is not needed.
+An action is the text of a turn without leading and trailing blanks. If `reset` has the parameter `options`, it receives a mapping with
+the prompt and the columns of the data. Gymnasium itself is not needed.
 """
 
 import importlib
@@ -21,8 +21,8 @@ class Gymnasium:
     """Adapts a Gymnasium environment.
 
     Args:
-        make: source of the class or function that makes the environment.
-        args: keyword arguments of the call.
+        make: the source of the class or function that makes the environment, as `EnvironmentPool` takes it.
+        args: keyword arguments of the call of `make`.
     """
 
     _maker: typing.ClassVar[Callable[..., Any] | None] = None
@@ -57,10 +57,10 @@ class Gymnasium:
 
 
 def observation_text(observation: Any) -> str:
-    """An observation that is a text.
+    """Returns an observation unchanged if it is a text.
 
     Raises:
-        TypeError: it is something else.
+        TypeError: the observation is something else.
     """
     if not isinstance(observation, str):
         raise TypeError(f"an observation is a {type(observation).__name__}, not a text")

@@ -1,7 +1,8 @@
-"""Processes of environments (`child.py`): one loads the class, and each environment object runs in a process that is forked from it.
+"""Environment processes, as the trainer uses them. A server process (`child.py`) loads the class, and each environment object runs in a
+process that is forked from the server.
 
-Nothing here waits for an environment unless it is asked to: `look` reads the replies that have arrived, and ends environments that
-exceed their time.
+Nothing here waits for an environment unless the caller asks for it: `look` reads the replies that have arrived, and ends environments
+that exceed their time limit.
 """
 
 import json
@@ -32,11 +33,14 @@ Reply = dict[str, Any]  # one of: about, observation (with reward, done, cut, co
 
 @dataclass(eq=False)
 class EnvironmentProcess:
-    """The environment of one episode.
+    """The process of one episode's environment.
 
-    timeout: limit of a step in seconds.
-    until: time at which the current step times out, by the monotonic clock.
-    reply: the last reply; None while the environment works.
+    number: the number of the environment within its pool.
+    socket: the connection to the process.
+    channel: the messages over the socket.
+    timeout: the time limit of a step in seconds.
+    until: the time at which the current step times out, by the monotonic clock.
+    reply: the last reply; None while the environment computes.
     """
 
     number: int
@@ -57,7 +61,7 @@ class EnvironmentProcess:
             self.reply = {"died": error.strerror or str(error)}
 
     def receive(self) -> None:
-        """Reads the reply, if it has arrived."""
+        """Reads the reply if it has arrived, without waiting."""
         try:
             message = self.channel.arrived()
         except EOFError:
@@ -72,14 +76,14 @@ class EnvironmentPool:
     """Makes environments of one class.
 
     Args:
-        source: the class to load, as a mapping: `of` (its name in errors), `module` or `file` with its `source`, `function`, and
-            `args`.
-        timeout: limit of a step in seconds.
-        columns: columns of the data, to check the parameters of `reset`.
+        source: a mapping that describes the class to load. It has `of` (the name in errors), `module` or `file` with the text of the
+            file as `source`, `function` (the name of the class) and `args` (its keyword arguments).
+        timeout: the time limit of a step in seconds.
+        columns: names of the columns of the data, to check the parameters of `reset`.
 
     Raises:
-        BadInput: there is no such class, it cannot be loaded or made, lacks a method, or needs a column that there is not.
-        ArgosyError: its process cannot be started, or ends.
+        BadInput: the class does not exist, cannot be loaded or instantiated, lacks a method, or needs a column that the data lack.
+        ArgosyError: the server process cannot be started, or ends.
     """
 
     def __init__(self, source: Mapping[str, Any], timeout: float, columns: Sequence[str]):
@@ -104,11 +108,11 @@ class EnvironmentPool:
 
     @property
     def tools(self) -> list[Mapping[str, Any]] | None:
-        """JSON schemas of the tools that are shown to the model."""
+        """The JSON schemas of the tools that are shown to the model; None if there are no tools."""
         return self.about["tools"]
 
     def first_message(self, prompt: Any, seed: int, columns: Mapping[str, Any]) -> dict[str, Any]:
-        """The message that begins an episode: those arguments of `reset` that are available."""
+        """Makes the message that begins an episode. It has those of the prompt, the seed and the columns that `reset` takes."""
         everything = {**columns, "prompt": prompt, "seed": seed}
         arguments = everything
         if not self.about["every"]:
@@ -116,7 +120,7 @@ class EnvironmentPool:
         return {"seed": seed, "reset": arguments}
 
     def open(self) -> EnvironmentProcess:
-        """Starts a process for one episode. Its object is made with the first message."""
+        """Starts a process for one episode. The environment object is made when the first message arrives."""
         ours, theirs = socket.socketpair()
         number, self._next = self._next, self._next + 1
         try:
@@ -146,10 +150,11 @@ class EnvironmentPool:
             self.end(played)
 
     def look(self, processes: Iterable[EnvironmentProcess], wait_s: float = 0.0) -> None:
-        """Reads the replies that have arrived. An environment that exceeds its time gets a reply that says so.
+        """Reads the replies that have arrived. For an environment that exceeds its time limit, the reply is set to one that says so.
 
         Args:
-            wait_s: longest wait for the first reply, in seconds.
+            processes: the processes whose replies are read; their `reply` is set.
+            wait_s: the longest time to wait for the first reply, in seconds.
         """
         waiting = [process for process in processes if process.reply is None]
         remaining = min((process.until for process in waiting), default=0.0) - time.monotonic()

@@ -1,4 +1,5 @@
-"""A tool that runs Python in the sandbox of `argosy.rl.sandbox`: the model reads what its code prints, and its exception."""
+"""A tool that runs Python in the sandbox of `argosy.rl.sandbox`. The model reads what its code prints, and the exception if one ends
+it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +12,7 @@ MOST_LINES = 12
 
 
 class Python(Tools):
-    """The tool of one answer."""
+    """The tool `python` of one episode."""
 
     @classmethod
     def prepare(cls, functions: Any, **more: Any) -> None:

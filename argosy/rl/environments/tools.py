@@ -1,4 +1,4 @@
-"""Tools that a model may call: plain Python functions. Their signatures and docstrings become the JSON schemas that it is shown.
+"""Tools that a model may call: plain Python functions. Their signatures and docstrings become the JSON schemas that the model reads.
 
     def add(a: int, b: int = 0) -> int:
         \"\"\"Adds two numbers.
@@ -7,9 +7,9 @@
             a: the first.
         \"\"\"
 
-A turn with calls gets one message from each called tool; a turn without calls ends the episode. Failed calls (unparsable text, an
-unknown tool, wrong arguments, an exception, a tool that takes too long) are reported to the model and counted, because a model must
-learn to call tools; the episode goes on. The module state of a tool belongs to one episode.
+A turn with calls gets one message from each called tool. A turn without calls ends the episode. Failed calls (unparsable text, an
+unknown tool, wrong arguments, an exception, a tool that takes too long) are reported to the model and counted, and the episode goes on,
+because a model must learn to call tools. State in a tool's module belongs to one episode.
 """
 
 import importlib
@@ -38,9 +38,10 @@ class Tools:
     """The tools of one episode.
 
     Args:
-        functions: source of each function: `file` with its `source`, or `module`; and `function`.
-        seconds: limit of a call in seconds.
-        fixed: arguments that every function receives and the model does not see.
+        functions: a mapping for each function. It has `function` (the name), and `module` or `file` with the text of the file as
+            `source`.
+        seconds: the time limit of a call in seconds.
+        fixed: arguments that every function receives and that the model does not see.
     """
 
     # For whoever trains, of the last call that raised.
@@ -59,10 +60,10 @@ class Tools:
 
     @staticmethod
     def load(functions: Sequence[Mapping[str, Any]]) -> dict[str, Callable[..., Any]]:
-        """Loads the functions, by name.
+        """Loads the functions and returns them by name.
 
         Raises:
-            ValueError: a source is no function, or two have the same name.
+            ValueError: a source is no function, or two functions have the same name.
         """
         by_name: dict[str, Callable[..., Any]] = {}
         for source in functions:
@@ -97,14 +98,14 @@ class Tools:
         return Turn(messages, counts=counts)
 
     def _failed(self, counts: Mapping[str, float], kind: str) -> dict[str, float]:
-        """The counts with one more call, which failed in this way."""
+        """Returns the counts with one more call, which failed in the way that `kind` names."""
         more = dict(counts)
         for name in ("tools/calls", "tools/failed", f"tools/{kind}"):
             more[name] = more.get(name, 0.0) + 1
         return more
 
     def called(self, name: str, arguments: Any) -> tuple[str, str | None]:
-        """The result of a call as the model reads it, and the kind of failure, if it failed."""
+        """Calls a tool. Returns the result as the model reads it, and the kind of failure; None if the call succeeded."""
         function = self.functions.get(name)
         if function is None:
             return f"error: there is no tool `{name}`; there are {', '.join(self.functions)}", "unknown"
@@ -130,13 +131,13 @@ class Tools:
 
 
 class TimeIsOver(BaseException):
-    """A call has exceeded its time. It is no `Exception`, so that a tool's `except Exception` does not catch it."""
+    """A call has exceeded its time limit. This is no `Exception`, so that a tool's `except Exception` does not catch it."""
 
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raises `TimeIsOver` in Python code that runs for longer than `seconds`. Code that never returns to the interpreter is ended with
-    its episode's process.
+    """Raises `TimeIsOver` in Python code that runs for longer than `seconds`. Code that never returns to the interpreter is only ended
+    with the process of its episode.
     """
 
     def interrupt(*_: object) -> None:
@@ -155,7 +156,10 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def schema_of(function: Callable[..., Any], fixed: Mapping[str, Any]) -> dict[str, Any]:
-    """A function as a JSON schema, in the form that chat templates read.
+    """Makes the JSON schema of a function, in the form that chat templates read.
+
+    Args:
+        fixed: arguments that the model does not see, which the schema leaves out.
 
     Raises:
         ValueError: a parameter has no type, has a type that JSON lacks, or cannot be given by name.
@@ -181,7 +185,11 @@ def schema_of(function: Callable[..., Any], fixed: Mapping[str, Any]) -> dict[st
 
 
 def json_kind(hint: Any, where: str) -> dict[str, Any]:
-    """The schema of a type."""
+    """Returns the JSON schema of a type hint.
+
+    Args:
+        where: the name of the parameter, for errors.
+    """
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint in KINDS:
         return {"type": KINDS[hint]}
@@ -199,7 +207,7 @@ def json_kind(hint: Any, where: str) -> dict[str, Any]:
 
 
 def parameter_texts(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
-    """The descriptions of a function and of its parameters, from a docstring in Google's form."""
+    """Reads the description of a function and those of its parameters from a docstring in Google's style."""
     text, _, rest = (inspect.getdoc(function) or "").partition("\nArgs:\n")
     about: dict[str, str] = {}
     last = None
@@ -219,7 +227,7 @@ def parameter_texts(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
 
 
 def mistake(name: str, schema: Mapping[str, Any], arguments: Any) -> str | None:
-    """What is wrong with the arguments of a call, as a sentence; None if nothing is."""
+    """Returns a sentence that says what is wrong with the arguments of a call; None if they are right."""
     if not isinstance(arguments, dict):
         return f"the arguments of {name} are no JSON object"
     properties = schema["properties"]

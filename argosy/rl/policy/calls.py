@@ -6,7 +6,7 @@ from typing import Any
 
 
 def call_with(function: Callable[..., Any], **offers: Any) -> Any:
-    """Calls a function with those of the offered arguments that it has parameters for."""
+    """Calls a function with the offered arguments that its parameters name. Other offers are ignored."""
     return function(**{name: offers[name] for name in parameter_names(function) if name in offers})
 
 

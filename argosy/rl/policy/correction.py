@@ -1,7 +1,7 @@
-"""Importance weights for the difference between sampler and trainer: the engine's log-probabilities of the tokens that it sampled are
+"""Importance weights for the difference between sampler and trainer. The engine's log-probabilities of the tokens that it sampled are
 not exactly those that the trainer computes for them (quantized rollout, other kernels, older weights).
 
-    w = p_trainer / p_sampler, of a token, or of a sequence: the product over its tokens
+    w = p_trainer / p_sampler                            of a token, or of a sequence as the product over its tokens
     truncate: min(max(w, lowest), highest)               TIS (Yao et al. 2025, with lowest 0 and highest 2)
     mask:     w if lowest <= w <= highest, else 0        IcePop (arXiv:2510.18855)
 
@@ -11,9 +11,10 @@ have no gradient. p_trainer is the trainer's probability at the start of the ste
 Sampling by top-k, top-p or min-p changes the sampler's distribution: its log-probabilities must be taken after that truncation, or
 every weight is too small by the same factor.
 
-A sampler log-probability of NaN is missing: its weight is 1, and it is counted. Differences from TRL 1.16: the default is one weight
-per token, truncated at 2, instead of one per sequence, masked at 3 (a product over hundreds of tokens is far from 1 although each
-factor is near 1); missing values and the effective sample size are reported.
+A sampler log-probability of NaN is missing. Its weight is 1, and the metric `sampler/missing` counts it.
+
+Differences from TRL 1.16: the default is one weight per token, truncated at 2, instead of one per sequence, masked at 3. A product over
+hundreds of tokens is far from 1 although each factor is near 1. Missing values and the effective sample size are reported.
 """
 
 from typing import Literal, NamedTuple
@@ -30,7 +31,8 @@ from argosy.rl.policy.token_losses import ratios, sequence_mask
 class ImportanceWeights(NamedTuple):
     """Importance weights and their metrics.
 
-    weights: factors of the token losses, [B T], or one per row, [B 1]; 1 outside the mask.
+    weights: factors of the token losses [B T], or of all token losses of a row [B 1]; 1 outside the mask.
+    metrics: metrics of the difference between sampler and trainer.
     """
 
     weights: Float[Array, "B #T"]
@@ -47,15 +49,22 @@ def correction(
     lowest: float = 0.0,
     highest: float = 2.0,
 ) -> ImportanceWeights:
-    """The importance weights, and metrics of the difference between sampler and trainer.
+    """Computes importance weights, and metrics of the difference between sampler and trainer.
 
-    Metrics: `sampler/difference_max` and `_mean` of the absolute differences of log-probabilities, in nats; `sampler/outside`, the
-    share of weights that were truncated or masked; `sampler/missing`; `sampler/effective`, the effective sample size of the weights
-    as a share.
+    The metrics are
+
+        sampler/difference_max, _mean    absolute differences of log-probabilities, in nats
+        sampler/outside                  share of weights that were truncated or masked
+        sampler/missing                  share of tokens without a log-probability of the sampler
+        sampler/effective                effective sample size of the weights, as a share of their number
 
     Args:
-        trainer, sampler: log-probabilities of the sampled tokens.
+        trainer: log-probabilities of the sampled tokens under the trainer's model.
+        sampler: log-probabilities of the same tokens as the engine reported them; NaN where they are missing.
+        mask: 1 for tokens that the policy sampled.
+        level: whether there is one weight per token or per sequence.
         outside: whether weights below `lowest` or above `highest` are moved to the bound (`truncate`) or set to 0 (`mask`).
+        lowest, highest: the bounds of the weights.
 
     Raises:
         BadInput: not 0 <= lowest <= 1 <= highest.

@@ -1,7 +1,7 @@
 """The critic of PPO: a second model beside the policy, trained with it.
 
-It is stored as the attribute `critic` of the policy's module (`train.beside`). Its body starts as a copy of the initial policy, and its
-head is drawn at random: an untrained head on a trained body learns values in few steps, a random body does not.
+The critic is the attribute `critic` of the policy's module (`train.beside`). Its body starts as a copy of the initial policy, and its
+head is initialized at random. A random head on a trained body learns values in few steps; a random body does not.
 """
 
 from typing import Any
@@ -12,5 +12,11 @@ PREFIX = f"{CRITIC}."
 
 
 def attach_critic(model: Any, config: Any, run: Any) -> None:
-    """Adds a critic with the same settings to a policy's module. Its weights are not initialized yet."""
+    """Adds a critic to a policy's module, which is changed in place. The critic's weights are not initialized yet.
+
+    Args:
+        model: the policy's module.
+        config: the policy's config; the critic has the same one with a head of one score.
+        run: how layers are run, as the config's `build` takes it.
+    """
     model.critic = config.model_copy(update={"scores": 1}).build(run)

@@ -1,6 +1,6 @@
-"""Metrics that add up: `whole = part + part`, then `whole.value()`.
+"""Metrics that are summed over micro-batches: `total = first + second`, then `total.value()`.
 
-A mean alone cannot report an extreme or an effective sample size, so each kind of metric is a type. All of them accumulate from zeros.
+A mean alone cannot report an extreme or an effective sample size, so each kind of metric is a type. Each can be accumulated from zeros.
 """
 
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from argosy.train.objectives.loss import WeightedMean
 
 
 class Highest(NamedTuple):
-    """The largest of numbers that are 0 or more; 0 if there are none."""
+    """The largest of nonnegative numbers; 0 if there are none."""
 
     highest: Float[Array, ""]
 
@@ -24,7 +24,7 @@ class Highest(NamedTuple):
 
 
 class Lowest(NamedTuple):
-    """The smallest of positive numbers, stored as the largest inverse; 0 if there are none."""
+    """The smallest of positive numbers, stored as its inverse; 0 if there are none."""
 
     inverse: Float[Array, ""]
 
@@ -61,12 +61,12 @@ def mean_where(values: Float[Array, "..."], mask: Float[Array, "..."]) -> Weight
 
 
 def highest_where(values: Float[Array, "..."], mask: Float[Array, "..."]) -> Highest:
-    """The largest of the values where the mask is 1. Values are 0 or more."""
+    """The largest of the values where the mask is 1. The values must be nonnegative."""
     return Highest(jnp.max(jnp.where(mask > 0, values, 0.0), initial=0.0))
 
 
 def metric_values(metrics: Metrics) -> dict[str, float]:
-    """The values of metrics by name. A mean over nothing is left out: 0 would read as a reward."""
+    """Returns the values of metrics by name. A mean over nothing is left out, because 0 would look like a reward."""
     return {
         name: float(metric.value())
         for name, metric in metrics.items()

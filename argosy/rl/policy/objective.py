@@ -1,11 +1,11 @@
 """The loss of a policy over packed completions, and the log-probabilities that it compares.
 
-A row of a batch holds several prompts with their completions, packed as in fine-tuning. Arrays of completion tokens are stored by
-completion, [S L]: S completions of at most L tokens, in any order. `places` maps each token to its index among the targets of the
-flattened rows. So packing, padding and the order of completions change no result of `rl.algorithms`.
+A row of a batch holds several prompts with their completions, packed as in fine-tuning. Arrays of completion tokens have the shape
+[S L]: S completions of at most L tokens, in any order. `places` maps each token to its index among the targets of the flattened rows.
+So packing, padding and the order of completions change no result of `rl.algorithms`.
 
     tokens, targets, segments  [B T]  as in language modeling
-    prefixes, positions        [B T]  with shared prompts: the segment before the token's own, and its position (`Branched`)
+    prefixes, positions        [B T]  with shared prompts: the segment of the token's prompt, and the token's position (`Branched`)
     places                     [S L]  the token's index among the B T targets; 0 for padding
     ends                       [S]    the index of the completion's last token among the B T inputs
     live                       [S L]  1 for tokens of the policy, 0 for tokens of an environment and padding
@@ -13,10 +13,10 @@ flattened rows. So packing, padding and the order of completions change no resul
     sampler                    [S L]  log-probability by the engine when it sampled the token; NaN: unknown
     old                        [S L]  log-probability by the trainer before the first of several updates with this rollout
     reference                  [S L]  log-probability by the reference, if the loss has a KL penalty
-    values, returns            [S L]  with a critic: its value before the first update, and the return that it learns
+    values, returns            [S L]  with a critic: the critic's value before the first update, and the return that it learns
 
-The critic is a separate model with a head of one score, `model.critic`. Its value of a token is the return that it expects before the
-token is chosen, so it has the same index as the policy's log-probability of the token.
+The critic `model.critic` is a separate model with a head of one score. Its value at a token is the return that it expects before the
+token is chosen. So the value has the same index as the policy's log-probability of the token.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -59,12 +59,12 @@ Answers = Float[Array, "S L"]
 
 
 def shared_of(shape: PartShape) -> Fields:
-    """The arrays for shared prompts, if this shape has them, by name."""
+    """Returns the fields of a batch that shared prompts add, by name. There are none if prompts are not shared."""
     return SHARED if shape.shared else {}
 
 
 def fields_of(settings: "Policy") -> Fields:
-    """The arrays of a batch, by name.
+    """Returns the fields of a batch under these settings, by name, without those of `shared_of`.
 
     `old` is always among them. With one update per rollout it is NaN, and the loss uses the current policy's log-probabilities instead.
     """
@@ -74,15 +74,15 @@ def fields_of(settings: "Policy") -> Fields:
 
 
 def attend_of(batch: dict[str, Array]) -> Attend:
-    """The attention mask of the rows of a part."""
+    """Returns the attention mask of the rows of a micro-batch."""
     if "prefixes" in batch:
         return Branched(batch["segments"], batch["prefixes"], batch["positions"])
     return Packed(batch["segments"])
 
 
 def logps_of(settings: "Policy", model: Any, batch: dict[str, Array]) -> tuple[Answers, Float[Array, "B T D"], Aux]:
-    """The log-probability of each completion token at the policy's temperature, the last hidden states, and the aux outputs of the
-    layers. Positions outside completions hold the value at index 0, and nothing reads them.
+    """Computes the log-probability of each completion token at the policy's temperature, the last hidden states, and the aux outputs of
+    the layers. Positions outside completions hold the value at index 0, and nothing reads them.
     """
     x, _, aux = model.hidden(batch["tokens"], attend_of(batch))
     nll, _ = losses(settings, model, x, batch["targets"], temperature=settings.temperature)
@@ -90,7 +90,8 @@ def logps_of(settings: "Policy", model: Any, batch: dict[str, Array]) -> tuple[A
 
 
 def critic_values(model: Any, batch: dict[str, Array]) -> tuple[Float[Array, "B T"], Aux]:
-    """The critic's value at each token of the rows: the return that it expects after that token."""
+    """Computes the critic's value at each token of the rows, which is the return that it expects after the token; and the aux outputs
+    of its layers."""
     critic = model.critic
     critic.dtype = model.dtype
     x, _, aux = critic.hidden(batch["tokens"], attend_of(batch))
@@ -98,13 +99,17 @@ def critic_values(model: Any, batch: dict[str, Array]) -> tuple[Float[Array, "B 
 
 
 def values_at(values: Float[Array, "B T"], places: Int[Array, "S L"]) -> Answers:
-    """The values at these indices of the flattened rows."""
+    """Gathers values of rows by completion: the values at these indices of the flattened rows."""
     return values.reshape(-1)[places]
 
 
 def entropies(settings: "Policy", model: Any, x: Float[Array, "B T D"], places: Int[Array, "S L"]) -> Answers:
-    """The entropy of the distribution that each completion token was drawn from, in nats. `chunk` rows of logits exist at once, and are
-    recomputed in the backward pass.
+    """Computes the entropy of the distribution at each completion token, in nats. The logits of only `settings.chunk` tokens exist at
+    once. They are recomputed in the backward pass.
+
+    Args:
+        x: the last hidden states.
+        places: the index of each completion token in the flattened rows.
     """
     flat = x.reshape(-1, x.shape[-1])[places.reshape(-1)]
     rows = min(settings.chunk, len(flat))
@@ -115,14 +120,14 @@ def entropies(settings: "Policy", model: Any, x: Float[Array, "B T D"], places: 
 
 
 def token_losses(policy: "Policy", new: Answers, old: Answers, advantages: Answers, live: Answers) -> TokenLoss:
-    """The loss of each token, by the policy's setting `loss`."""
+    """Computes the loss of each token with the function that the policy's setting `loss` names."""
     bounds = {"low": policy.low, "high": policy.high, "dual": policy.dual}
     loss = call_with(LOSSES[policy.loss], new=new, old=old, advantages=advantages, mask=live, **bounds)
     return loss if loss.metrics else TokenLoss(loss.tokens, ratio_metrics(jnp.where(live > 0, new - old, 0.0), live))
 
 
 def policy_loss(settings: "Policy", models: Models, batch: dict[str, Array]) -> Loss:
-    """The loss of one part of a rollout."""
+    """Computes the loss of one micro-batch of a rollout."""
     model = models["model"]
     new, x, aux = logps_of(settings, model, batch)
     live, places = batch["live"], batch["places"]
@@ -151,7 +156,8 @@ def policy_loss(settings: "Policy", models: Models, batch: dict[str, Array]) -> 
 def off_policy_correction(
     settings: "Policy", tokens: Answers, old: Answers, sampler: Answers, live: Answers
 ) -> tuple[Answers, Metrics]:
-    """The token losses times their importance weights, and metrics of the difference between sampler and trainer."""
+    """Multiplies token losses by their importance weights, unless the settings turn this off. Also returns metrics of the difference
+    between sampler and trainer."""
     by = settings.correction
     bounds = {"lowest": by.lowest, "highest": by.highest}
     outside = "truncate" if by.outside == "off" else by.outside
@@ -160,7 +166,8 @@ def off_policy_correction(
 
 
 def router_rows(weight: Float[Array, ""], segments: Int[Array, "B T"]) -> Float[Array, "B"]:
-    """The weight of each row in the aux losses of experts: the row's share of the part's tokens, times the weight of the part's loss.
+    """Computes the weight of each row in the aux losses of experts. It is the row's share of the micro-batch's tokens, times the weight
+    of the micro-batch's loss.
     """
     row_tokens = jnp.sum((segments > 0).astype(jnp.float32), 1)
     return weight * row_tokens / jnp.maximum(jnp.sum(row_tokens), 1.0)

@@ -1,11 +1,11 @@
 """Shared parts of policy losses. A loss returns a value for every token; its normalization is a separate choice.
 
-    made = ppo(new, old, advantages, mask)
-    loss = TokenMean()(made.tokens, mask)            a WeightedMean: the sum and its weight
+    token_loss = ppo(new, old, advantages, mask)
+    loss = TokenMean()(token_loss.tokens, mask)            # a WeightedMean: the sum and its weight
 
 Token losses may be added (the KL penalty, the entropy bonus) and multiplied by importance weights (`argosy.rl.policy.correction`)
-before they are normalized. Sums and weights add up over the parts of a batch, so accumulation and the number of devices change nothing.
-A mean of means over micro-batches, as in TRL's GRPO, weighs tokens by the micro-batch they fall into.
+before they are normalized. Sums and weights are added over micro-batches, so accumulation and the number of devices do not change the
+loss. A mean of means over micro-batches, as in TRL's GRPO, would weigh tokens by the micro-batch they fall into.
 
 Ratios are exp(new - old), at most e^20: a greater one could overflow, and its gradient would be NaN.
 """
@@ -25,7 +25,11 @@ LARGEST_LOG_RATIO = 20.0
 
 
 class TokenLoss(NamedTuple):
-    """The loss of each token, 0 outside the mask, and its metrics."""
+    """The loss of each token.
+
+    tokens: the loss of each token; 0 outside the mask.
+    metrics: metrics of the loss.
+    """
 
     tokens: Float[Array, "B T"]
     metrics: Metrics
@@ -41,7 +45,8 @@ class TokenMean:
 
 @dataclass(frozen=True)
 class SequenceMean:
-    """Every completion weighs the same, each of its tokens 1 / length (GRPO, GSPO). A long wrong completion is punished less per token.
+    """Every completion weighs the same, and each of its tokens 1 / length (GRPO, GSPO). So a long wrong completion is punished less per
+    token than a short one.
 
     Rows without tokens have weight 0; TRL counts them as completions.
     """
@@ -52,11 +57,11 @@ class SequenceMean:
 
 @dataclass(frozen=True)
 class ConstantLength:
-    """The sum over a completion's tokens divided by a constant, then the mean over completions (Dr. GRPO, arXiv:2503.20783): no bias by
-    length.
+    """The sum over a completion's tokens is divided by a constant, then averaged over completions (Dr. GRPO, arXiv:2503.20783). So the
+    length of a completion causes no bias.
 
-    length: the constant, in tokens; usually the limit of a completion. It only scales the loss, so it must not change from batch to
-        batch, as verl's divisor does, which is the padded width.
+    length: the constant divisor in tokens, usually the largest length of a completion. It only scales the loss, so it must not change
+        from batch to batch. verl divides by the padded width, which does.
     """
 
     length: int
@@ -74,18 +79,18 @@ Normalization = TokenMean | SequenceMean | ConstantLength
 
 
 def sequence_mask(mask: Float[Array, "B T"]) -> Float[Array, "B 1"]:
-    """1 for rows with tokens, 0 for others."""
+    """Returns 1 for each row that has tokens, 0 for others."""
     return jnp.any(mask > 0, 1, keepdims=True).astype(mask.dtype)
 
 
 def sequence_means(values: Float[Array, "B T"], mask: Float[Array, "B T"]) -> Float[Array, "B 1"]:
-    """The mean over the tokens of each row; 0 for rows without tokens."""
+    """Computes the mean over the tokens of each row; 0 for rows without tokens."""
     count = jnp.sum((mask > 0).astype(values.dtype), 1, keepdims=True)
     return jnp.sum(jnp.where(mask > 0, values, 0.0), 1, keepdims=True) / jnp.maximum(count, 1.0)
 
 
 def log_ratios(new: Float[Array, "B T"], old: Float[Array, "B T"], mask: Float[Array, "B T"]) -> Float[Array, "B T"]:
-    """log(p_new / p_old), 0 outside the mask, so that inputs there reach neither value nor gradient."""
+    """Computes log(p_new / p_old) of each token. It is 0 outside the mask, so inputs there reach neither the loss nor the gradient."""
     return jnp.where(mask > 0, new - old, 0.0)
 
 
@@ -96,10 +101,10 @@ def ratios(logs: Float[Array, "B #T"]) -> Float[Array, "B #T"]:
 def clipped_objective(
     ratio: Float[Array, "B #T"], advantages: Float[Array, "B #T"], low: float, high: float, dual: float | None = None
 ) -> Float[Array, "B #T"]:
-    """-min(ratio A, clip(ratio, 1 - low, 1 + high) A), and at most -dual A where A < 0.
+    """Computes -min(ratio A, clip(ratio, 1 - low, 1 + high) A), which is at most -dual A where A < 0. A is the advantage.
 
     Raises:
-        BadInput: a bound that clips everything or nothing.
+        BadInput: a bound clips every ratio or none.
     """
     if not (0 <= low <= 1 and high >= 0):
         raise BadInput(
@@ -112,7 +117,11 @@ def clipped_objective(
 
 
 def ratio_metrics(logs: Float[Array, "B #T"], mask: Float[Array, "B #T"]) -> Metrics:
-    """Extremes and mean of the ratios where the mask is 1, and the KL divergence of the old policy from the new, by k3."""
+    """Metrics of ratios: their mean and extremes where the mask is 1, and the KL divergence of the old policy from the new one by k3.
+
+    Args:
+        logs: the logarithm of each ratio.
+    """
     logs = jax.lax.stop_gradient(logs)
     ratio = ratios(logs)
     return {
@@ -131,7 +140,8 @@ def clip_metrics(
     high: float,
     dual: float | None = None,
 ) -> Metrics:
-    """The shares of ratios that lost their gradient: below 1 - low with A < 0, above 1 + high with A > 0, above dual with A < 0."""
+    """Metrics of clipping: the shares of ratios that lost their gradient, because they are below 1 - low where A < 0, above 1 + high
+    where A > 0, or above dual where A < 0. A is the advantage."""
     share = lambda where: mean_where(jnp.broadcast_to(where, mask.shape).astype(mask.dtype), mask)  # noqa: E731
     shares: Metrics = {
         "clip/low": share((ratio < 1 - low) & (advantages < 0)),

@@ -2,9 +2,10 @@
 
     L_t = 1/2 max((V_t - R_t)^2, (clip(V_t, V_old - epsilon, V_old + epsilon) - R_t)^2)
 
-The maximum is pessimistic: a value that moved more than epsilon towards its return stops learning; a value that moved away keeps
+The maximum is pessimistic: a value that moved more than epsilon towards its return stops learning, and a value that moved away keeps
 learning. epsilon is in units of the return; 0.2 suits returns of about 1. For larger rewards, scale epsilon with them or turn clipping
-off: arXiv:2006.05990 found that it hurts at any threshold. 1/2 as in TRL and verl; the coefficient is the caller's.
+off. arXiv:2006.05990 found that clipping hurts at any threshold. The factor 1/2 is as in TRL and verl. Callers multiply the loss by
+their own coefficient.
 """
 
 import jax
@@ -24,11 +25,13 @@ def value_loss(
     *,
     clip: float | None = 0.2,
 ) -> TokenLoss:
-    """The squared error of each value.
+    """Computes half of the clipped squared error of each value.
 
     Args:
         values: the critic's values.
         old: the critic's values at the start of the step.
+        returns: the returns that the critic learns.
+        mask: 1 for tokens that the policy sampled.
         clip: how far a value may move from `old`, in units of the return. None: no clipping.
 
     Raises:

@@ -1,7 +1,8 @@
-"""Built-in reward functions. Each scores one completion at a time. Rows whose column is empty have no reward.
+"""Built-in reward functions. Each scores one completion at a time. A completion whose column `answer` or `tests` is empty has no
+reward.
 
-A completion is a text, or the text of its last message. All functions but `format` grade the text after the thoughts; a completion
-whose thought is not closed scores 0.
+A completion is a text, or a list of messages, of which the text of the last one is graded. All functions but `format` grade the text
+after the thoughts. A completion whose thought is not closed scores 0.
 """
 
 import math
@@ -20,7 +21,7 @@ SHARE = 0.8
 
 
 def completion_text(completion: Any) -> str:
-    """The text of a completion: itself, or the content of its last message."""
+    """Returns a completion that is a text, or the content of its last message if it is a list of messages."""
     if isinstance(completion, str):
         return completion
     content = completion[-1].get("content") if completion else ""
@@ -33,7 +34,13 @@ def _each(
     reward: Callable[[str, Any], float | None],
     thinking_prompts: Sequence[bool] | None,
 ) -> list[float | None]:
-    """The reward of each completion behind its thoughts."""
+    """Grades the text of each completion after its thoughts.
+
+    Args:
+        column: the right answer of each completion, or its tests; None or empty where there is no reward.
+        reward: (text, entry of the column) -> the reward.
+        thinking_prompts: whether the prompt of each completion has opened a thought.
+    """
     opened = thinking_prompts or [False] * len(completions)
     rows = zip(completions, column, opened, strict=True)
     texts = [(without_thoughts(completion_text(completion), inside), item) for completion, item, inside in rows]
@@ -41,7 +48,7 @@ def _each(
 
 
 def exact(completions: Sequence[Any], answer: Sequence[Any], thinking_prompts: Sequence[bool] | None = None) -> list[float | None]:
-    """1 if a completion equals the answer, leading and trailing blanks aside; 0 otherwise."""
+    """Scores 1 if a completion equals the answer, apart from leading and trailing blanks; 0 otherwise."""
     return _each(completions, answer, lambda text, right: float(text.strip() == str(right).strip()), thinking_prompts)
 
 
@@ -51,8 +58,8 @@ def maths(
     finish_reasons: Sequence[str] | None = None,
     thinking_prompts: Sequence[bool] | None = None,
 ) -> list[float | None]:
-    """1 if a completion ends with the right answer to a question of mathematics (`argosy.rl.rewards.maths`); 0 otherwise. In a
-    completion that was cut, only a finished answer counts.
+    """Scores 1 if a completion ends with the right answer to a question of mathematics (`argosy.rl.rewards.maths`); 0 otherwise. In a
+    completion that the token limit cut, only a finished answer counts.
     """
     return _graded(completions, answer, finish_reasons, thinking_prompts, strict=False)
 
@@ -63,7 +70,7 @@ def maths_strict(
     finish_reasons: Sequence[str] | None = None,
     thinking_prompts: Sequence[bool] | None = None,
 ) -> list[float | None]:
-    """As `maths`, but an answer counts only in \\boxed{} or after ####."""
+    """Scores as `maths` does, but an answer counts only in \\boxed{} or after ####."""
     return _graded(completions, answer, finish_reasons, thinking_prompts, strict=True)
 
 
@@ -83,8 +90,8 @@ def _graded(
 
 
 def format(completions: Sequence[Any], format: Sequence[str | None] | None = None) -> list[float | None]:
-    """1 if a whole completion is `<think> </think> <answer> </answer>`, as in DeepSeek-R1, or matches the regular expression in the
-    column `format`, whose dot also matches line breaks; 0 otherwise.
+    """Scores 1 if a whole completion matches the regular expression in the column `format`, whose dot also matches line breaks; 0
+    otherwise. The default pattern is `<think> </think> <answer> </answer>`, as in DeepSeek-R1.
     """
     patterns = format or [None] * len(completions)
     rows = zip(completions, patterns, strict=True)
@@ -94,18 +101,20 @@ def format(completions: Sequence[Any], format: Sequence[str | None] | None = Non
 def code(
     completions: Sequence[Any], tests: Sequence[Any], thinking_prompts: Sequence[bool] | None = None, timeout: float = 10.0
 ) -> list[float | None]:
-    """The share of tests that the last Python block of a completion passes. Each test runs in its own sandbox (`argosy.rl.sandbox`).
+    """Scores the share of tests that the last Python block of a completion passes. Each test runs in its own sandbox
+    (`argosy.rl.sandbox`).
 
-    A test of a completion is one of two kinds. A Python text is run after the code, and passes if it ends without an exception (MBPP,
-    arXiv: 2108.07732). For {input, output} the code runs as a program and must write the output, blanks at the ends of lines aside
-    (APPS, arXiv:2105.09938). A test that takes more than `timeout` seconds fails. A completion without a block scores 0.
+    There are two kinds of tests. A test in Python is run after the code, and passes if it ends without an exception (MBPP,
+    arXiv: 2108.07732). For a test {input, output} the code runs as a program and must write the output, apart from blanks at the ends
+    of lines (APPS, arXiv:2105.09938). A test that takes more than `timeout` seconds fails. A completion without a block scores 0.
 
-    A test in Python shares its process with the code, which can read the test and exit before it. Exiting early does not pass, but a
-    program that is written to deceive can still succeed. Input and output have no such hole: the process never receives the expected
-    output.
+    A test in Python shares its process with the code, so the code can read the test and exit before it. Exiting early does not pass,
+    but a program that is written to deceive can still succeed. Tests by input and output have no such hole, because the process never
+    receives the expected output.
 
     Args:
-        tests: for each completion a list of tests, or one test.
+        tests: a list of tests, or one test, for each completion.
+        timeout: the time limit of a test in seconds.
     """
     share = lambda text, its: _share([its] if isinstance(its, str | Mapping) else list(its), text, timeout)  # noqa: E731
     return _each(completions, tests, share, thinking_prompts)

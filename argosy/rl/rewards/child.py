@@ -1,8 +1,8 @@
-"""The process that runs reward functions: run by path, never imported by others. It needs the standard library alone, and jax only
-if a user's function does.
+"""The process that runs reward functions. It is run by path; no module imports it. It needs the standard library alone, and jax only if
+a user's function does.
 
-Messages (`core.process.channel`) are pickles of the parent's objects on their way in, and JSON on their way out, so that nothing that a
-function returns can run code in the parent. The first message loads functions; each further one calls one of them.
+Messages (`core.process.channel`) from the parent are pickles. Replies are JSON, so that nothing that a function returns can run code in
+the parent. The first message loads the functions; each further message calls one of them.
 
 The process and everything that it has started end with its parent, even inside a call that never returns to the interpreter
 (`core.process.guard`).
@@ -32,7 +32,7 @@ del sys.path[:2], sys.modules["channel"], sys.modules["guard"], sys.modules["use
 
 
 def load_functions(request):
-    """Loads reward functions. Returns the parameters of each, or why it cannot be used."""
+    """Loads reward functions. Returns, for each function, its parameters or the reason why it cannot be used."""
     sys.path[:] = request["path"]
     modules, functions, requirements = {}, [], []
     for source in request["functions"]:
@@ -52,7 +52,7 @@ def load_functions(request):
 
 
 def with_fixed_arguments(function, source):
-    """The function with the arguments that its source fixes."""
+    """Binds the arguments that the source of a function fixes. Returns a function of the other arguments."""
     fixed = source.get("fixed", {})
     return (lambda **arguments: function(**arguments, **fixed)) if fixed else function
 
@@ -61,7 +61,7 @@ def with_fixed_arguments(function, source):
 
 
 def answer_call(functions, request, runner):
-    """The rewards of one call, or the reason why there are none."""
+    """Calls a reward function. Returns its rewards, or the reason why there are none."""
     function, arguments = functions[request["function"]], request["given"]
     # The same draws whichever process runs the call, and whatever ran before in it.
     user_code.seed_generators(request["seed"])
@@ -81,7 +81,11 @@ async def _awaited(awaitable):
 
 
 def rewards_of(rewards, count):
-    """The return value of a reward function as a list of numbers and None."""
+    """Converts the return value of a reward function to a list of numbers and None.
+
+    Args:
+        count: the number of completions, and so of rewards.
+    """
     if hasattr(rewards, "tolist"):
         rewards = rewards.tolist()
     if isinstance(rewards, str | bytes | dict) or not hasattr(rewards, "__iter__"):
@@ -127,7 +131,8 @@ def run_rewards(lifeline, descriptor):
 
 
 def next_request(parent):
-    """The next message. If the parent is gone, this process exits, whatever threads functions have left."""
+    """Waits for the next message of the parent and returns it. If the parent is gone, this process exits, even if functions have left
+    threads running."""
     try:
         return parent.receive()
     except EOFError:

@@ -1,9 +1,15 @@
 r"""Extracts the final answer of a solution to a question of mathematics.
 
-The answer is the first that exists of: the content of the last \boxed{} or \fbox{}; the text after the last ####, as in GSM8K
-(arXiv:2110.14168); the content of the last <answer> </answer>; the text after the last `answer is`; the last number or expression
-(`last_value`). In strict mode only a box or four hashes count. If a text was cut, an answer in it counts only if it was finished: the 4
-at its end may be the beginning of 42.
+The answer is the first of these that exists:
+
+- the content of the last \boxed{} or \fbox{}
+- the text after the last ####, as in GSM8K (arXiv:2110.14168)
+- the content of the last <answer> </answer>
+- the text after the last `answer is`
+- the last number or expression (`last_value`)
+
+In strict mode only a box or the text after #### counts. If the token limit cut the text, only a finished answer counts, because a 4 at
+the end may be the beginning of 42.
 """
 
 import re
@@ -14,7 +20,7 @@ FORMULA = re.compile(r"\$+([^$]+)\$+|\\\((.+?)\\\)|\\\[(.+?)\\\]")
 
 
 def final_answer(text: str, *, cut: bool = False, strict: bool = False) -> str | None:
-    """The final answer of a text; None if it has none, for instance because it breaks off inside its box.
+    """Finds the final answer of a text. Returns None if there is none, for instance because the text breaks off inside a box.
 
     Args:
         cut: whether the token limit ended the text.
@@ -36,7 +42,7 @@ def final_answer(text: str, *, cut: bool = False, strict: bool = False) -> str |
 
 
 def _boxed(text: str) -> str | None:
-    """What is in the braces that begin here, or the word behind `\\boxed `."""
+    """Returns the content of the box at the start of this text: what the braces enclose, or the word after `\\boxed `."""
     start = re.match(r"\\[a-z]+\s*", text)
     assert start
     rest = text[start.end() :]
@@ -52,7 +58,11 @@ def _boxed(text: str) -> str | None:
 
 
 def _sentence(text: str, cut: bool) -> str | None:
-    """The formula or the words up to the end of the sentence. cut: the text ends here, and only a whole sentence counts."""
+    """Returns the formula at the start of a text, or else the words up to the end of the sentence.
+
+    Args:
+        cut: whether the token limit ended the text. Only a whole sentence then counts.
+    """
     if formula := FORMULA.match(text.lstrip("* ")):
         return next(filter(None, formula.groups())).strip()
     if cut and not re.search(r"\.\s", text):

@@ -4,17 +4,17 @@
     with open_rewards(settings, workers=4, columns=["answer"]) as rewards:
         scored = rewards(prompts, completions, {"answer": answers})     # scored.values [n k], NaN where there is no reward
 
-A function's parameters name the columns that it receives: `prompts`, `completions`, columns of the data, and columns that a run adds
-(`GIVEN`). Each is a list with one item per completion. It returns as many numbers, with None for a completion that it does not score.
-It may be `async`. It is called once for a whole batch, so that it can compare completions or ask another service for all of them at
-once. With the attribute `per_completion = True` it is called for each completion alone, on all processes, and one completion that
-crashes it or takes too long harms no other.
+The parameters of a function name the columns that it receives: `prompts`, `completions`, columns of the data, and columns that a run
+adds (`GIVEN`). Each column is a list with one item per completion. The function returns a list with one number per completion, or None
+for a completion that it does not score. It may be `async`. It is called once for a whole batch, so that it can compare completions or
+ask another service for all of them at once. A function with the attribute `per_completion = True` is called for each completion alone,
+on all processes. Then a completion that crashes it or takes too long harms no other completion.
 
-None leaves the decision to the other rewards. If a function fails, its completions are left out: counting a time-out of the sandbox as
-0 would punish them.
+If a function returns None for a completion, the other rewards decide. If a function fails, its completions are left out of the loss,
+because counting a time-out of the sandbox as 0 would punish them.
 
-The random generators of a function (`random`, NumPy's global generator) are seeded by its arguments, so the result depends neither on
-the process that ran it nor on the number of processes. State that a module keeps between calls does depend on them.
+The random generators (`random`, NumPy's global generator) are seeded from the arguments of each call, so the result depends neither on
+the process that runs it nor on the number of processes. State that a module keeps between calls does depend on them.
 """
 
 import math
@@ -43,10 +43,10 @@ class RewardScores:
     """The rewards of one batch.
 
     values: [n k] float32, NaN where there is no reward.
-    names: names of the k rewards.
-    failed: [n], whether a reward of the completion failed. None is no failure: the other rewards decide.
-    counts: number of completions whose reward failed, by reward and kind of failure (`FAILURES`). A returned None is not counted.
-    messages: the first message of this batch, by reward and kind of failure.
+    names: the names of the k rewards.
+    failed: [n], whether a reward of the completion failed. A returned None is no failure.
+    counts: the number of completions whose reward failed, by reward and kind of failure (`FAILURES`).
+    messages: the first error message of this batch, by reward and kind of failure.
     """
 
     values: np.ndarray
@@ -61,10 +61,10 @@ class RewardScores:
         return not bool(np.isfinite(self.values).any())
 
     def check(self) -> None:
-        """Checks that there is a reward.
+        """Checks that some completion has a reward.
 
         Raises:
-            ArgosyError: there is none at all.
+            ArgosyError: no completion has one.
         """
         if self.none_at_all:
             count = len(self.values)
@@ -74,13 +74,18 @@ class RewardScores:
 
 
 class Rewards:
-    """Open reward functions and models. Call it with a batch; `close` it, or use `with`."""
+    """Reward functions and reward models that are ready to use, as `open_rewards` makes them. Call the object with a batch. Call
+    `close` afterwards, or use `with`."""
 
     def __init__(
         self, rewards: Sequence[RewardSettings], pool: RewardPool | None, places: Sequence[int], models: Mapping[int, Any], say: Say
     ):
         """Args:
-            places: index among all rewards of each function of the pool; the keys of `models` are the indices of the models.
+            rewards: the settings of all k rewards.
+            pool: the processes that run the reward functions; None if there are only models.
+            places: for each function of the pool, its index among all rewards.
+            models: the reward models, by their index among all rewards.
+            say: called with the first failure of each kind of each reward.
         """
         self.rewards, self.names = tuple(rewards), tuple(reward_names(rewards))
         self._pool, self._places, self._models, self._say = pool, list(places), dict(models), say
@@ -106,9 +111,9 @@ class Rewards:
         """Scores a batch.
 
         Args:
-            prompts: the prompt of each completion, so a prompt with several completions is repeated. Texts or lists of messages.
-            completions: texts, or lists of messages. Functions receive both unchanged.
-            columns: further columns of the data, and known columns of `GIVEN`, each with one item for each completion.
+            prompts: the prompt of each completion, a text or a list of messages. A prompt with several completions is repeated.
+            completions: texts or lists of messages. Functions receive prompts and completions unchanged.
+            columns: further columns of the data, and the available columns of `GIVEN`, each with one item for each completion.
 
         Raises:
             BadInput: lists of different lengths, a missing column that a function needs, or a function that does not return one number
@@ -160,7 +165,7 @@ class Rewards:
                 raise wrong
 
     def _first(self, name: str, kind: str, message: str) -> None:
-        """Says each kind of failure of each reward once, as soon as it happens."""
+        """Reports a failure, once for each kind of failure of each reward."""
         if (name, kind) not in self._said:
             self._said.add((name, kind))
             hint = "\nhint: a function returns None for a completion that it has no reward for" if kind == "raised" else ""
@@ -185,7 +190,7 @@ class _Batch:
 
 
 class _ScoreTable:
-    """The rewards of a batch, as they come."""
+    """Collects the rewards of a batch as they arrive."""
 
     def __init__(self, names: Sequence[str], count: int, first: Callable[[str, str, str], None]):
         self.names, self.first = tuple(names), first
@@ -232,18 +237,19 @@ def open_rewards(
     load: Callable[[Path], Any] | None = None,
     say: Say | None = None,
 ) -> Rewards:
-    """Loads functions in `workers` processes and models in this one, and checks all of them before work starts.
+    """Loads reward functions in `workers` processes and reward models in this process, and checks all of them.
 
     Args:
-        workers: processes for functions; all functions are loaded in each.
-        columns: names of the data's further columns, to check the functions' parameters now; None: they are checked in each call.
-        load: loads the language model of a folder; `argosy.infer.load.load_lm` if not given.
-        say: called with the first failure of each kind of each reward; by default it is written to stderr.
+        rewards: the settings of the rewards.
+        workers: the number of processes for functions. Each process loads all functions.
+        columns: the names of the data's further columns, to check the parameters of functions now. None: each call checks them.
+        load: loads the language model of a folder. The default is `argosy.infer.load.load_lm`.
+        say: called with the first failure of each kind of each reward. By default failures are written to stderr.
 
     Raises:
-        BadInput, SettingsError: no rewards, no such file, function, built-in or folder; a file that cannot be imported, with its line;
-            a function that needs a missing column; a model without a head of one score.
-        ArgosyError: a process cannot be started, or ends while it loads.
+        BadInput, SettingsError: there are no rewards; a file, function, built-in or folder does not exist; a file cannot be imported
+            (the error names its line); a function needs a missing column; a model's head does not give one score.
+        ArgosyError: a process cannot be started, or ends while it loads functions.
     """
     if not rewards:
         raise BadInput("no reward", hint="give one: `reward=FILE.py:FUNCTION`")

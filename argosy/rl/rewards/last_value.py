@@ -1,10 +1,11 @@
-r"""Finds the last number or expression of a prose text, always whole: in `\frac{1}{2}` never the 2.
+r"""Finds the last number or expression of a prose text. An expression is never divided: in `\frac{1}{2}` the 2 alone is not found.
 
-A text is split into runs of numbers, variables, LaTeX commands, operators and brackets; words, relations (`=`), dollars and line ends
-stand between runs. The last run with a number or a command is the value. It is none where it breaks off (`= 4 *`, `\frac{1`), lacks
-an operand (`3 * apples`), or is arithmetic that is not carried out (`2 + 3`), which would let a text earn by restating the question.
+A text is split into runs of numbers, variables, LaTeX commands, operators and brackets. Words, relations (`=`), dollars and line ends
+separate runs. The last run with a number or a command is the value. There is no value if this run breaks off (`= 4 *`, `\frac{1`),
+lacks an operand (`3 * apples`), or is arithmetic that is not carried out (`2 + 3`). Otherwise a text could earn a reward by restating
+the question.
 
-It has no list of all units: a letter after a number is a unit if it is in `UNIT`, otherwise a variable.
+There is no list of all units. A letter after a number is a unit if it is in `UNIT`, otherwise a variable.
 """
 
 import re
@@ -55,7 +56,11 @@ class _Token(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """Tokens of an expression, and the kind of what stands before and behind them (`line`: the begin or end of a line or text)."""
+    """A run of tokens that may form an expression.
+
+    tokens: the tokens.
+    before, behind: the kind of the separator on each side; `line` is the begin or end of a line or of the text.
+    """
 
     tokens: list[_Token]
     before: str
@@ -63,13 +68,13 @@ class _Run(NamedTuple):
 
 
 def last_value(text: str) -> str | None:
-    """The last number or expression of a text; None if there is none, or it is cut off."""
+    """Finds the last number or expression of a text. Returns None if there is none or if it is incomplete."""
     runs = [run for run in _runs(text) if any(token.kind in ("number", "command") for token in run.tokens)]
     return _value(text, runs[-1]) if runs else None
 
 
 def _tokens(text: str) -> list[_Token]:
-    """The tokens of a text, each name decided: a function or constant is a command, other names are words."""
+    """Splits a text into tokens. The name of a function or constant becomes a command; other names become words."""
     tokens: list[_Token] = []
     for match in _TOKEN.finditer(text):
         kind, token = str(match.lastgroup), match[0]
@@ -88,7 +93,7 @@ def _tokens(text: str) -> list[_Token]:
 
 
 def _touches(text: str, start: int, end: int) -> bool:
-    """Whether a letter stands directly at a digit, an operator or a bracket."""
+    """Whether the letter at these indices stands directly at a digit, an operator or a bracket."""
     return any(near and near in "0123456789+*/^_(){}[]=-" for near in (text[start - 1 : start], text[end : end + 1]))
 
 
@@ -125,7 +130,7 @@ def _runs(text: str) -> list[_Run]:
 
 
 def _follows(text: str, last: _Token, token: _Token) -> bool:
-    """Whether a factor that stands behind a blank belongs to the one before it."""
+    """Whether a factor after a blank belongs to the same product as the factor before the blank."""
     if "command" in (last.kind, token.kind) or (last.kind == "close" and last.text == "}"):
         return True
     return last.kind == token.kind == "number" and last.text.isdigit() and _MIXED.match(text, token.start) is not None
@@ -150,7 +155,7 @@ def _value(text: str, run: _Run) -> str | None:
 
 
 def _without_marks(text: str, run: _Run) -> list[_Token]:
-    """The run without bullets, dashes and emphasis of Markdown."""
+    """Removes bullets, dashes and emphasis of Markdown from a run."""
     tokens = list(run.tokens)
     while tokens and tokens[-1].text in ("*", "**", "_") and (len(tokens) == 1 or tokens[-2].end == tokens[-1].start):
         tokens.pop()
@@ -164,7 +169,7 @@ def _without_marks(text: str, run: _Run) -> list[_Token]:
 
 
 def _unclosed(tokens: list[_Token], run: _Run) -> list[_Token] | None:
-    """The run without brackets that words opened or that words follow; None where it breaks off inside one."""
+    """Removes brackets whose counterpart lies outside the run, among words. Returns None if the run breaks off inside a bracket."""
     opened: list[int] = []
     for i, token in enumerate(tokens):
         if token.kind == "open":
@@ -181,7 +186,7 @@ def _unclosed(tokens: list[_Token], run: _Run) -> list[_Token] | None:
 
 
 def _is_arithmetic(value: str, tokens: list[_Token]) -> bool:
-    """Whether numbers alone are added, subtracted or multiplied."""
+    """Whether a value is arithmetic on numbers alone: a sum, difference or product that is not carried out."""
     symbols = [token for token in tokens if token.kind in ("letter", "command") and token.text not in _FRACTIONS]
     if symbols or _SCIENTIFIC.fullmatch(value) or any(token.kind == "comma" for token in tokens):
         return False

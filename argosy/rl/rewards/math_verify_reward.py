@@ -1,7 +1,7 @@
 """The built-in reward `math_verify`: the library of that name (Apache-2.0), which `pip install '.[maths]'` brings.
 
-It has an algebra system under it: 34 MB, and two seconds of CPU to import in each process. Its answers differ from those of `maths` in
-some cases, so each has its own name.
+The library contains an algebra system of 34 MB, which takes two seconds of CPU to import in each process. Its verdicts differ from
+those of `maths` in some cases, so each reward has its own name.
 """
 
 from collections.abc import Sequence
@@ -18,8 +18,8 @@ def math_verify(
     finish_reasons: Sequence[str] | None = None,
     thinking_prompts: Sequence[bool] | None = None,
 ) -> list[float | None]:
-    """1 if the library finds the right answer in a completion; 0 otherwise. None if it finds no answer in the column `answer`. In a
-    completion that was cut, only a box counts.
+    """Scores 1 if the library finds the right answer in a completion, 0 otherwise, and None if it finds no answer in the column
+    `answer`. In a completion that the token limit cut, only a box counts.
     """
     cuts = [reason == "length" for reason in finish_reasons or ["stop"] * len(completions)]
     references = [None if right in (None, "", []) else (right, cut) for right, cut in zip(answer, cuts, strict=True)]

@@ -2,12 +2,15 @@
 
     grade("... so the sum is $\\boxed{\\frac{14}{3}}$.", "14/3")            # True
 
-`final_answer` finds the answer. Answers are compared as tuples, intervals, sets and matrices part by part, as numbers and expressions
-by value (`maths_expression`), as equations up to a factor, otherwise as text without regard to case.
+`final_answer` finds the answer. Tuples, intervals, sets and matrices are compared part by part, numbers and expressions by value
+(`rl.expressions`), and equations up to a factor. All other answers are compared as text without regard to case.
 
-Graders differ in some conventions. Here 10% is 10 and also 0.1, as in Hendrycks' MATH (arXiv:2103.03874) and math-verify; a list has an
-order, as in MATH, where {} has none; 1,000 is a thousand and 1,5 a list, since a comma is no decimal point; 2\\frac13 and 2 1/3 are
-seven thirds.
+Graders differ in some conventions. Here
+
+- 10% is 10 and also 0.1, as in Hendrycks' MATH (arXiv:2103.03874) and math-verify.
+- A list has an order, as in MATH; a set in {} has none.
+- 1,000 is a thousand and 1,5 is a list, since a comma is no decimal point.
+- 2\\frac13 and 2 1/3 are seven thirds.
 """
 
 import re
@@ -22,7 +25,8 @@ OPEN, CLOSE = "([{", ")]}"
 
 
 def reference_answer(answer: object) -> str:
-    """The right answer from a column: a number, an answer, or a solution that ends with an answer in a box or after ####."""
+    """Extracts the right answer from an entry of the column `answer`: a number, an answer, or a solution whose answer is in a box or
+    after ####."""
     text = str(answer)
     if "\\boxed" in text or "\\fbox" in text or "####" in text:
         return final_answer(text) or text
@@ -30,11 +34,12 @@ def reference_answer(answer: object) -> str:
 
 
 def grade(completion: str, answer: object, *, cut: bool = False, strict: bool = False, thinking: bool = False) -> bool:
-    """Whether a completion ends with the right answer, thoughts aside.
+    """Whether the text after a completion's thoughts ends with the right answer.
 
     Args:
-        cut: whether the token limit ended it; then only a finished answer counts.
-        strict: whether only a box or the text after #### counts.
+        answer: the right answer, or a solution that ends with it.
+        cut: whether the token limit ended the completion. Only a finished answer then counts.
+        strict: whether only an answer in a box or after #### counts.
         thinking: whether the prompt has opened a thought.
     """
     text = without_thoughts(completion, thinking)
@@ -55,8 +60,8 @@ def equal(a: str, b: str) -> bool:
 
 
 def normalize_math(text: str) -> str:
-    """An answer without notation that does not change its meaning: dollars, styles, spaces of LaTeX, degrees, separators of thousands.
-    """
+    """Removes notation that does not change the meaning of an answer: dollars, styles and spaces of LaTeX, degrees, separators of
+    thousands."""
     text = text.strip().strip("$").strip().rstrip(".").strip()
     text = re.sub(r"^\\\(|\\\)$|^\\\[|\\\]$", "", text)
     text = re.sub(r"\\(?:left|right|bigl?|bigr|Bigl?|Bigr|displaystyle|limits)(?![A-Za-z])\.?", "", text)
@@ -79,7 +84,8 @@ def _mixed(match: re.Match[str]) -> str:
 
 
 def _unworded(text: str) -> str:
-    """Words of LaTeX: alone they are the answer, behind something else its unit."""
+    """Resolves words in LaTeX (`\\text{...}`). Words that stand alone are the answer; words after something else are a unit, which is
+    removed."""
     if alone := re.fullmatch(rf"\s*{TEXT}\s*", text):
         word = alone[1].strip()
         return word[1:-1] if re.fullmatch(r"\(\w\)", word) else word
@@ -88,7 +94,7 @@ def _unworded(text: str) -> str:
 
 
 def _prefixed(text: str) -> str:
-    """Without `x =` in front."""
+    """Removes `x =` from the start of an answer."""
     match = re.match(r"\s*(?:\\?[A-Za-z]\w?|[a-zA-Z]\([a-z]\)|\\[a-z]+)\s*(?:=|\\in(?![a-z]))\s*(?=\S)", text)
     return text[match.end() :] if match and text.count("=") <= 1 else text
 
@@ -99,7 +105,7 @@ def _without_percent(text: str) -> tuple[str, bool]:
 
 
 def _without_units(text: str) -> str:
-    """Without words of three letters or more behind a number."""
+    """Removes words of three letters or more after a number."""
     match = re.fullmatch(r"(.*\d\)?)\s+(?:[A-Za-z]{3,}|per|of)(?:\s+[A-Za-z]+)*\s*", text)
     return match[1] if match else text
 
@@ -109,7 +115,7 @@ def _squeezed(text: str) -> str:
 
 
 def _parts_equal(a: str, b: str) -> bool:
-    """Tuples, intervals, sets, lists, unions and matrices of equal parts."""
+    """Whether two tuples, intervals, sets, lists, unions or matrices have equal parts."""
     for separator in (r"\\cup", ","):
         (opened, xs, closed), (other, ys, shut) = _parts(a, separator), _parts(b, separator)
         if len(xs) != len(ys) or (opened, closed) != (other, shut):
@@ -134,7 +140,8 @@ def _matched(xs: list[str], ys: list[str]) -> bool:
 
 
 def _parts(text: str, separator: str) -> tuple[str, list[str], str]:
-    """The brackets around a text and its parts between separators outside of inner brackets."""
+    """Splits a text at separators outside of inner brackets. Returns the opening bracket around the text, the parts, and the closing
+    bracket; brackets are empty texts where there are none."""
     plain = text.strip()
     opened = closed = ""
     if separator == "," and plain.startswith("\\{") and plain.endswith("\\}"):
@@ -156,7 +163,7 @@ def _parts(text: str, separator: str) -> tuple[str, list[str], str]:
 
 
 def _encloses(text: str) -> bool:
-    """Whether the first bracket is closed by the last, of either kind."""
+    """Whether the last character closes the bracket that the first character opens. The kinds of the two may differ."""
     depth = 0
     for i, letter in enumerate(text):
         depth += (letter in OPEN) - (letter in CLOSE)
@@ -174,7 +181,7 @@ def _matrix(text: str) -> list[list[str]]:
 
 
 def _by_value(a: str, b: str) -> bool:
-    """Numbers, expressions and equations of the same value."""
+    """Whether two numbers, expressions or equations have the same value."""
     try:
         if a.count("=") == b.count("=") == 1:
             return _same_equation(a, b)
@@ -184,7 +191,7 @@ def _by_value(a: str, b: str) -> bool:
 
 
 def _same_equation(a: str, b: str) -> bool:
-    """Whether two equations say the same: their sides differ by the same function up to a factor."""
+    """Whether two equations are equivalent: left side minus right side is the same function up to a factor."""
     first, second = (values(f"({left})-({right})") for left, right in (a.split("="), b.split("=")))
     ratios = [complex(x) / complex(y) for x, y in zip(first, second) if y]
     return len(ratios) == len(first) and ratios[0] != 0 and all(nearly_equal(ratio, ratios[0]) for ratio in ratios)

@@ -11,17 +11,20 @@ from argosy.rl.rewards.settings import RewardSettings
 
 
 class ModelReward:
-    """A language model with a head of one score (`LM.rewards`)."""
+    """A reward model: a language model with a head of one score (`LM.rewards`)."""
 
     def __init__(self, lm: Any):
         self.lm = lm
 
     @classmethod
     def opened(cls, folder: Path, reward: RewardSettings, load: Callable[[Path], Any] | None) -> "ModelReward":
-        """Loads the model of a folder.
+        """Loads the reward model of a folder.
+
+        Args:
+            load: loads a language model. The default is `argosy.infer.load.load_lm`.
 
         Raises:
-            BadInput, Damaged: it is no model, or its head does not give one score.
+            BadInput, Damaged: the folder is no model, or the model's head does not give one score.
         """
         if load is None:
             from argosy.infer.load import load_lm as load
@@ -33,8 +36,8 @@ class ModelReward:
         return cls(lm)
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any]) -> tuple[np.ndarray, list[tuple[int, str, str]]]:
-        """The scores [n], and the failures as (row, kind, message). The score is NaN where a conversation cannot be scored, for example
-        because it is longer than the model's context.
+        """Scores completions. Returns the scores [n], and the failures as (row, kind, message). A score is NaN where a conversation
+        cannot be scored, for example because it is longer than the model's context.
         """
         from argosy.infer.scores import conversation_ids
 
@@ -59,10 +62,10 @@ class ModelReward:
 
 
 def whole_conversation(prompt: Any, completion: Any) -> Any:
-    """A prompt and its completion as one text, or as one list of messages where the prompt is one.
+    """Joins a prompt and its completion to one text, or to one list of messages if the prompt is a list of messages.
 
     Raises:
-        BadInput: a text followed by messages.
+        BadInput: the prompt is a text and the completion a list of messages.
     """
     if isinstance(prompt, str):
         if not isinstance(completion, str):

@@ -1,9 +1,9 @@
-"""Processes that run reward functions (`child.py`). A process is started once and reused; one that exceeds its time is ended and
-replaced.
+"""Worker processes that run reward functions (`child.py`). A process is started once and reused. A process that exceeds its time limit
+is ended and replaced.
 
-They are new interpreters, never forks: this process may have jax's threads. So neither a function that never returns nor one that
-crashes the interpreter can harm the run. This module knows nothing of rewards: a call is a function's number and its arguments, and its
-reply is whatever the process sent back.
+Workers are new interpreters, never forks, because this process may have jax's threads. Neither a function that never returns nor one
+that crashes the interpreter can harm the run. This module knows nothing of rewards: a call is the number of a function with its
+arguments, and a reply is whatever the worker sent back.
 """
 
 import json
@@ -35,10 +35,10 @@ LOOK_S = 0.5
 class RewardCall:
     """One call of one function.
 
-    function: number of the function.
-    count: number of completions.
-    arguments: makes the arguments once a process is free, so that few are in memory at once.
-    timeout: limit in seconds.
+    function: the index of the function.
+    count: the number of completions.
+    arguments: makes the arguments once a process is free, so that few of them are in memory at once.
+    timeout: the time limit of the call in seconds.
     """
 
     function: int
@@ -64,13 +64,13 @@ class _Worker:
             raise BadInput(f"a batch cannot be sent to another process: {complaint(error)}") from None
 
     def end(self) -> str:
-        """Ends the process and what it has started. Returns how it had ended, if it had."""
+        """Ends the process and the processes that it has started. Returns the reason of its death, if it had died before."""
         reason = reason_of(self.process.end())
         return f"{reason}{': out of memory?' if reason == 'SIGKILL' else ''}"
 
 
 class RewardPool:
-    """`workers` processes, each with all functions loaded."""
+    """Worker processes, each of which has loaded all functions."""
 
     def __init__(self, functions: Sequence[Mapping[str, Any]], workers: int):
         self._functions = [dict(source) for source in functions]
@@ -85,7 +85,7 @@ class RewardPool:
         self.run([])
 
     def run(self, calls: Sequence[RewardCall], done: Callable[[int, Answer], None] = lambda *_: None) -> list[Answer]:
-        """The replies to calls, in order.
+        """Runs calls on the workers. Returns the replies in the order of the calls.
 
         Args:
             done: called with the index and the reply of each call as it arrives.
@@ -133,7 +133,7 @@ class RewardPool:
             worker.call, worker.until = waiting.popleft(), time.monotonic() + call.timeout
 
     def _arrived(self) -> list[tuple[int, Answer]]:
-        """Waits for a message, a death or the end of somebody's time, and returns the answers among them."""
+        """Waits until a worker replies, dies or exceeds its time limit. Returns the index and the reply of each call that is over."""
         busy = {worker.process.fileno(): place for place, worker in enumerate(self._processes) if worker.call != -1}
         if not busy:
             return []
@@ -194,7 +194,11 @@ class RewardPool:
 
 
 def _started(functions: Sequence[Mapping[str, Any]], path: Sequence[str]) -> _Worker:
-    """A process that has begun to load the functions."""
+    """Starts a worker, which begins to load the functions.
+
+    Args:
+        path: the `sys.path` of the worker.
+    """
     # Sets are walked in the same order in every process, and no process takes an accelerator from the trainer.
     environment = os.environ | {"PYTHONHASHSEED": "0", "JAX_PLATFORMS": "cpu"}
     process = ChildProcess(["-P", "-X", "utf8", str(CHILD)], "reward functions", environment, guarded=True)

@@ -1,6 +1,6 @@
 """The settings of rewards, without jax.
 
-A settings tree with rewards has the field `reward: Annotated[list[RewardSettings], Repeats("of")]`, so that `reward=a.py:f
+Settings that contain rewards have the field `reward: Annotated[list[RewardSettings], Repeats("of")]`, so that `reward=a.py:f
 reward=b.py:g` are two rewards.
 """
 

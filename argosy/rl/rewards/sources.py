@@ -1,4 +1,4 @@
-"""Resolves `RewardSettings.of` to a function or model, and checks it as far as that needs no user code to run."""
+"""Resolves `RewardSettings.of` to a function or model, and checks it as far as that is possible without running user code."""
 
 import os
 from collections.abc import Sequence
@@ -28,13 +28,13 @@ HINT = "write FILE.py:FUNCTION, package.module:FUNCTION, a built-in reward or th
 
 
 def source_of(reward: RewardSettings) -> dict[str, Any] | Path:
-    """The description from which a process loads the function, or the folder of a model.
+    """Returns the description from which a process loads a reward function, or the folder of a reward model.
 
-    A file's source is read here, once, so that every process runs the same, also one that starts later. Modules that the file imports
-    are not covered by this.
+    The text of a file is read here, once, so that all processes run the same code, even those that start later. Modules that the file
+    imports may still change.
 
     Raises:
-        BadInput: there is no such file, built-in or folder, or a built-in's library is missing.
+        BadInput: there is no such file, built-in or folder, or the library of a built-in is missing.
         Unsupported: this machine has no sandbox for the built-in `code`.
     """
     of = reward.of
@@ -66,7 +66,12 @@ def _builtin(of: str, timeout: float) -> dict[str, Any]:
 
 
 def text_of_file(place: str, of: str, noun: str = "reward") -> str:
-    """The source of a file.
+    """Reads the text of a source file.
+
+    Args:
+        place: the path of the file.
+        of: the name of the reward in errors.
+        noun: what the file defines, for errors.
 
     Raises:
         BadInput: the file does not exist, or is no text.
@@ -84,7 +89,8 @@ def text_of_file(place: str, of: str, noun: str = "reward") -> str:
 
 
 def reward_names(rewards: Sequence[RewardSettings]) -> list[str]:
-    """A short name for each reward, used in metrics: the function's or folder's, with its file or module where two are equal.
+    """Returns a short name for each reward, for metrics: the name of the function or folder. Where two of these are equal, the name of
+    the file or module is added.
 
     Raises:
         BadInput: the same reward is given twice.
@@ -110,8 +116,12 @@ def _with_place(of: str) -> str:
 
 
 def check_functions(sources: Sequence[dict[str, Any]], about: Sequence[dict[str, Any]], columns: Sequence[str] | None) -> None:
-    """Checks what a process reported when it loaded the functions, and their parameters against the columns of the data if they are
-    known.
+    """Checks the reports of a process that has loaded the functions, and the parameters of the functions.
+
+    Args:
+        sources: the description of each function.
+        about: the report of the process on each function.
+        columns: the columns of the data; None: not known yet, so parameters are not compared with them.
 
     Raises:
         BadInput, SettingsError: a function cannot be loaded, or needs a missing column.
@@ -138,7 +148,7 @@ def _not_usable(source: dict[str, Any], wrong: dict[str, Any]) -> UserError:
 
 
 def lacking(of: str, requirements: dict[str, Any], columns: Sequence[str] | None) -> BadInput | None:
-    """The error of a function that does not take completions, or needs a missing column; None if it is usable."""
+    """Returns the error of a function that does not take completions or needs a missing column; None if it can be used."""
     if not requirements["every"] and "completions" not in requirements["takes"]:
         hint = "def reward(completions, **columns), or with `prompts` and columns by name"
         return BadInput(f"the reward `{of}` has no parameter `completions`", hint=hint)

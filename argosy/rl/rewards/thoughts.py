@@ -1,8 +1,9 @@
-"""The text after the thoughts of a reasoning model. Rewards grade only that text: a thought may try every answer.
+"""Finds the text after the thoughts of a reasoning model. Rewards grade only that text, because a thought may try every answer.
 
-The marks are those of DeepSeek R1, Qwen 3 and SmolLM 3, of Mistral's Magistral, of Kimi VL and of Seed OSS. gpt-oss writes thoughts as
-messages of a channel (`infer.tools.channels`), whose marks are special tokens and decode to nothing; they become `<think>` when a
-completion is converted to text. If a chat template opens the thought at the end of the prompt, a completion has the closing mark only.
+The marks around thoughts are those of DeepSeek R1, Qwen 3 and SmolLM 3, of Mistral's Magistral, of Kimi VL and of Seed OSS. gpt-oss
+writes thoughts as messages of a channel (`infer.tools.channels`), whose marks are special tokens and decode to nothing. These marks
+become `<think>` when a completion is converted to text. If a chat template opens the thought at the end of the prompt, the completion
+has the closing mark only.
 """
 
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ TAIL = 24
 
 
 def without_thoughts(text: str, thinking: bool = False) -> str | None:
-    """The text of a completion after its last thought; None if a thought is not closed.
+    """Returns the text of a completion after its last thought; None if a thought is not closed.
 
     Args:
         thinking: whether the prompt has opened a thought.
@@ -33,7 +34,7 @@ def without_thoughts(text: str, thinking: bool = False) -> str | None:
 
 
 def text_with_thoughts(tokenizer: Any, tokens: Sequence[int]) -> str:
-    """The text of a completion, with thoughts of channels between `<think>` and `</think>`. A thought that no message follows is not
+    """Decodes a completion, with thoughts of channels between `<think>` and `</think>`. A thought that no message follows is not
     closed.
     """
     from argosy.infer.tools.channels import ChannelParser, channel_marks

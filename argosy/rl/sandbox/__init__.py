@@ -1,22 +1,24 @@
-"""Runs Python code that nobody has read, such as a model's, with limits that the kernel keeps.
+"""Runs untrusted Python code, such as code that a model wrote, under limits that the kernel enforces.
 
     ran = run_code("print(input())", stdin="3")        # ran.stdout == "3\n", ran.exit_code == 0
 
-The code runs in a new interpreter with the standard library alone, in a folder of its own that is removed afterwards. What it may do:
+The code runs in a new interpreter with the standard library alone, in a separate folder that is removed afterwards. Its limits are:
 
-    files       read the standard library and read and write its folder, nothing else (Landlock); names, sizes and times of other
-                files can be seen, their contents not; modes, owners and times of files cannot be changed
-    network     no sockets but pairs of its own (seccomp)
-    processes   none, and no other program; `threads` of its own (seccomp, RLIMIT_NPROC)
-    others      no signals to them, no look into them: environment, memory, descriptors (Landlock, seccomp)
-    time        seconds of CPU (RLIMIT_CPU) and of the clock; it ends with this process (PR_SET_PDEATHSIG), and at the latest by a timer
-    memory      its address space; the size of a file and the number of open ones; what its folder holds is looked at 20 times a second
-    output      a part of what it writes is kept; `SandboxResult.capped` says that there was more
+    files       It can read the standard library, and read and write its folder (Landlock). Of other files it can see names, sizes and
+                times, but not contents. It cannot change modes, owners and times of files.
+    network     It can make no sockets but socket pairs (seccomp).
+    processes   It can start no process and no program. It can start at most `threads` threads (seccomp, RLIMIT_NPROC).
+    others      It can send no signals to other processes, and cannot read their environment, memory or descriptors (Landlock, seccomp).
+    time        Its CPU time is limited (RLIMIT_CPU), and so is its time by the clock. It ends with this process (PR_SET_PDEATHSIG), and
+                at the latest by a timer.
+    memory      Its address space, the size of a file and the number of open files are limited. The size of its folder is checked 20
+                times a second.
+    output      Only the first part of its output is kept. `SandboxResult.capped` says whether there was more.
 
-This takes no rights: Landlock (Linux 5.13), seccomp, limits of resources, and for threads a user of its own (as root), a user
-namespace, or a count of what the user has running. `available` tries all of it; where something is missing code is not run, with an
-error, never with less. Nobody should take it for a wall against an attacker who has a hole in the kernel: for that, put the whole
-run into a virtual machine.
+No privileges are needed. The sandbox uses Landlock (Linux 5.13), seccomp and resource limits. To limit threads it uses a separate user
+(if run as root), a user namespace, or a count of the threads that the user already runs. `available` tries all of these. If one is
+missing, code is refused with an error; it never runs with fewer protections. The sandbox does not stop an attacker who knows a hole in
+the kernel: for that, put the whole run into a virtual machine.
 """
 
 import os
@@ -43,7 +45,7 @@ def run_code(code: str, stdin: str = "", limits: SandboxLimits = DEFAULT) -> San
     """Runs Python code as `main.py` in an empty folder, until it ends or reaches a limit.
 
     Raises:
-        Unsupported: this machine cannot keep the code from files, the network or other processes (`available` says why).
+        Unsupported: this machine cannot keep the code from files, the network or other processes. `available` returns the reasons.
     """
     if reasons := available():
         problem = f"untrusted code cannot be run here: {'; '.join(reasons)}"
@@ -52,7 +54,8 @@ def run_code(code: str, stdin: str = "", limits: SandboxLimits = DEFAULT) -> San
 
 
 def available() -> list[str]:
-    """The reasons why code cannot be run here; empty if it can. Code is tried until it succeeds once, which takes 0.2 seconds."""
+    """Returns the reasons why code cannot be run here; none if it can. Each call runs trial code for 0.2 seconds, until the trial has
+    succeeded once."""
     with _LOCK:
         try:
             _try()
@@ -96,10 +99,10 @@ print("done")
 
 @cache
 def _try() -> None:
-    """Runs code that tries what must fail.
+    """Runs trial code that attempts forbidden operations.
 
     Raises:
-        Unsupported: some of it did not fail, or this system is not known.
+        Unsupported: one of the operations succeeded, or this system is not known.
         ArgosyError: the trial did not run.
     """
     if sys.platform != "linux":

@@ -1,8 +1,9 @@
-"""The process in which untrusted code runs: started by path, in a new interpreter, never imported. Standard library only.
+"""The process in which untrusted code runs. It is started by path in a new interpreter, and no module imports it. Standard library
+only.
 
-It gives up its own rights one by one, tries whether they are gone, reports `ready`, and only then runs the code in this same
-interpreter, because it may no longer start a program. After `ready` there is no way back: the kernel enforces every limit. It imports
-as little as it can, because imports take most of the time of a run.
+The process gives up its rights one by one, tests that they are gone, and reports `ready`. Only then does it run the code, in this same
+interpreter, because it may no longer start a program. After `ready` there is no way back: the kernel enforces every limit. The process
+imports as little as possible, because imports take most of the time of a run.
 """
 
 import ctypes
@@ -57,8 +58,16 @@ def prctl(option, *values):
 
 
 def count_apart(ways, keep_fsuid, folder):
-    """Makes the limit on threads (RLIMIT_NPROC) count this process's alone; where that is impossible, counts those that the user has.
-    Returns the way that worked, and the number of threads and processes that are in the count already.
+    """Makes the limit on threads (RLIMIT_NPROC) count only the threads of this process. Where that is impossible, counts the threads
+    that the user runs already.
+
+    Args:
+        ways: the ways to try, in order (`uid`, `namespace`, ...).
+        keep_fsuid: whether files are still accessed as the old user (`own_uid`).
+        folder: the folder of the code.
+
+    Returns:
+        The way that worked, and the number of threads and processes that the limit counts already.
     """
     for way in ways:
         if way == "uid" and os.geteuid() == 0 and own_uid(keep_fsuid, folder):
@@ -71,8 +80,8 @@ def count_apart(ways, keep_fsuid, folder):
 
 
 def own_uid(keep_fsuid, folder):
-    """Changes to a new user, who owns the folder. The file system still checks root's user id where the standard library is readable
-    for root only; root's power over all files goes with the capabilities.
+    """Changes this process to a new user, who owns the folder. With `keep_fsuid` files are still accessed with root's user id, because
+    only root can read the standard library. Root's power over all other files is given up with the capabilities.
     """
     uid = FIRST_UID + os.getpid()
     try:
@@ -100,7 +109,7 @@ def capabilities(allowed):
 
 
 def tasks_of(uid):
-    """Number of threads of this user."""
+    """Counts the threads of a user."""
     count = 0
     for name in os.listdir("/proc"):
         try:
@@ -127,7 +136,12 @@ def thread_starts():
 
 
 def limit_resources(limits, counted):
-    """Sets the kernel's limits of this process."""
+    """Sets the resource limits of this process.
+
+    Args:
+        limits: the fields of `SandboxLimits`.
+        counted: the number of threads that the limit on threads counts already.
+    """
     mega = 1 << 20
     for which, value in (
         (resource.RLIMIT_CORE, 0),
@@ -152,8 +166,8 @@ def limit_resources(limits, counted):
 
 
 def end_at(seconds):
-    """Makes the kernel kill this process after a time, whatever it does with signals. The process cannot undo that, because the filter
-    refuses these calls.
+    """Makes the kernel kill this process after a time, however it handles signals. The process cannot undo that, because the filter of
+    system calls refuses timers.
     """
     event = struct.pack("=QiI48x", 0, SIGKILL, 0)
     number = ctypes.c_int()
@@ -166,7 +180,13 @@ def end_at(seconds):
 
 
 def landlock(reads, lists, writes):
-    """Restricts the file system: reads of some paths, listings of others, changes of one folder, and nothing else."""
+    """Restricts access to the file system with Landlock.
+
+    Args:
+        reads: the paths that may be read.
+        lists: the folders that may be listed.
+        writes: the folder that may be changed.
+    """
     version = LIBC.syscall(LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), 1)
     _require(version, "Landlock is not available")
     rights = sum(bits for since, bits in RIGHTS.items() if since <= version)
@@ -199,7 +219,8 @@ def seccomp(filter):
 
 
 def attempt(filter):
-    """Tries forbidden operations. This finds a kernel that accepts every rule and enforces none, as emulators of Linux do."""
+    """Attempts forbidden operations, and fails if one succeeds. This detects a kernel that accepts every rule and enforces none, as
+    emulators of Linux do."""
     for path in ("/", "/proc/self/environ", "/etc"):
         try:
             os.close(os.open(path, os.O_RDONLY))
@@ -222,7 +243,7 @@ def attempt(filter):
 
 
 def restrict(limits):
-    """Gives up every right except those to the code's own folder."""
+    """Gives up every right except access to the folder of the code."""
     sys.path.append(os.path.dirname(os.path.abspath(__file__)))
     import system_calls as filter
 

@@ -1,4 +1,4 @@
-"""The files of untrusted code: the standard library, which it may read, and its own folder, which is removed afterwards."""
+"""The files that untrusted code can use: the standard library, which it may read, and a folder, which is removed afterwards."""
 
 import json
 import os
@@ -13,8 +13,10 @@ from argosy.core.errors import ArgosyError
 
 @cache
 def library() -> tuple[list[str], list[str], bool]:
-    """The paths of the standard library and its shared objects, without installed packages; the folders that imports list; and whether
-    everybody may read them.
+    """Finds the standard library, without installed packages.
+
+    Returns:
+        The paths of its files and shared objects, the folders that imports list, and whether every user may read them.
     """
     completed = subprocess.run(
         [sys.executable, "-I", "-S", "-c", OBJECTS], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env={}
@@ -54,8 +56,7 @@ def everybody_reaches(path: str) -> bool:
 
 
 def remove(folder: str) -> None:
-    """Removes the folder of code that has ended. Its paths may exceed the longest that the system accepts, so deep folders are moved up
-    first.
+    """Removes the folder of code that has ended. Paths in it may be longer than the system accepts, so deep folders are moved up first.
     """
     while entries := list(os.scandir(folder)):
         for entry in entries:

@@ -1,5 +1,5 @@
-"""One run of `child.py`: its process, its input and output, and the limits that are enforced from outside: the clock, the folder and
-the output. `rl.sandbox` explains why a run is safe.
+"""Runs `child.py` once: starts the process, feeds its input, reads its output, and enforces the limits on time, folder size and output
+from outside. `rl.sandbox` explains why a run is safe.
 """
 
 import marshal
@@ -30,17 +30,17 @@ LEAST = {"threads": 0, "memory_mb": 64, "open_files": 16}
 
 @dataclass(frozen=True)
 class SandboxLimits:
-    """The limits of code.
+    """The limits under which code runs.
 
-    cpu_s: CPU time in whole seconds.
-    wall_s: time by the clock in seconds, without the start of the interpreter.
-    memory_mb: address space, of which the interpreter takes 40 MB.
-    threads: number of threads beside the first.
-    file_mb: size of the largest file.
-    folder_mb: size of all files together.
-    files: number of files.
-    open_files: number of files that are open at a time.
-    output_kb: kept output, of stdout and of stderr each.
+    cpu_s: the CPU time, in whole seconds.
+    wall_s: the time by the clock in seconds, without the start of the interpreter.
+    memory_mb: the address space, of which the interpreter takes 40 MB.
+    threads: the number of threads beside the main thread.
+    file_mb: the size of a file.
+    folder_mb: the size of all files together.
+    files: the number of files.
+    open_files: the number of files that are open at a time.
+    output_kb: the size of the output that is kept, for stdout and for stderr each.
     """
 
     cpu_s: int = 5
@@ -66,12 +66,12 @@ class SandboxLimits:
 class SandboxResult:
     """The result of running code.
 
-    stdout, stderr: output as text, with � for bytes that are no text.
-    exit_code: exit status of the interpreter: 1 after an exception, minus the signal's number if a signal ended it.
-    timed_out: whether it used up its CPU time or its time by the clock.
-    killed_by: the limit that ended it (`cpu`, `wall`, `folder`), or the name of a signal; None if it ended by itself.
-    seconds: duration by the clock.
-    capped: whether it wrote more output than was kept.
+    stdout, stderr: the output as text, with � for bytes that are no text.
+    exit_code: the exit status of the interpreter. It is 1 after an exception, and minus the signal's number if a signal ended the code.
+    timed_out: whether the code used up its CPU time or its time by the clock.
+    killed_by: the limit that ended the code (`cpu`, `wall`, `folder`), or the name of a signal; None if the code ended by itself.
+    seconds: the duration by the clock.
+    capped: whether the code wrote more output than was kept.
     """
 
     stdout: str
@@ -111,8 +111,8 @@ class SandboxProcess:
         """Waits until the process has given up its rights.
 
         Raises:
-            Unsupported: it cannot give them up.
-            ArgosyError: it does not start.
+            Unsupported: the process cannot give up its rights.
+            ArgosyError: the process does not start.
         """
         try:
             reply = self.child.receive(START_S)
@@ -127,7 +127,7 @@ class SandboxProcess:
             raise Unsupported(reply.decode(errors="replace"))
 
     def _watched(self, stdin: bytes) -> SandboxResult:
-        """Feeds the code, and keeps what it writes, to its end."""
+        """Feeds the code its input and collects its output, until the code ends or reaches a limit."""
         start, killed = time.monotonic(), None
         # The end of the process, and not of its output, which it may close to go on in silence.
         ended = os.pidfd_open(self.process.pid)
@@ -194,7 +194,7 @@ class SandboxProcess:
 
 
 class SandboxStreams:
-    """The pipes of a process. Output beyond a limit is read and dropped."""
+    """The input and output pipes of a process. Output beyond a limit is read and dropped."""
 
     def __init__(self, process: subprocess.Popen[bytes], waiting: selectors.BaseSelector, stdin: bytes, most: int):
         assert process.stdin is not None
@@ -212,7 +212,7 @@ class SandboxStreams:
         waiting.register(process.stdin, selectors.EVENT_WRITE)
 
     def serve(self, ready: set[int]) -> None:
-        """Reads and writes what can be read and written now."""
+        """Reads from and writes to the pipes that are ready, without waiting."""
         for pipe in ready & self.read:
             part = os.read(pipe, 1 << 16)
             room = self.most - len(self.kept[pipe])

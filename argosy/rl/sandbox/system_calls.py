@@ -1,10 +1,18 @@
-"""The system calls that untrusted code may make, as a program for the kernel (seccomp, `man 2 seccomp`). It lists the allowed calls, so
-a call that a later kernel adds is refused until somebody has looked at it.
+"""The system calls that untrusted code may make, as a program for the kernel (seccomp, `man 2 seccomp`). The program lists the allowed
+calls, so a call that a later kernel adds is refused until somebody has reviewed it.
 
-Read by `child.py`, before it runs anything else: standard library only. Refused on purpose, beside everything unlisted: sockets, new
-processes and programs (clone makes threads alone), signals to others and ways to have the kernel send them (F_SETOWN), tracing, changes
-of modes, owners and times of files (Landlock does not check these), shared memory and memfd (no memory limit counts them), namespaces,
-timers (one of them ends this process) and prctl (it could undo the end with the parent).
+`child.py` imports this file before it runs the code, so it needs the standard library alone. Every call that is not listed is refused.
+Among these are, on purpose:
+
+- sockets
+- new processes and programs; clone can only make threads
+- signals to other processes, and ways to have the kernel send them (F_SETOWN)
+- tracing
+- changes of modes, owners and times of files, which Landlock does not check
+- shared memory and memfd, which no memory limit counts
+- namespaces
+- timers, because a timer ends this process at its time limit
+- prctl, which could undo that this process ends with its parent
 """
 
 import os
@@ -91,25 +99,29 @@ def argument(index: int, high: bool = False) -> Instruction:
 
 
 def allow_where(tests: list[Instruction]) -> list[Instruction]:
-    """Instructions that allow a call if every test passes. A jump of -1 in a test stands for the refusal."""
+    """Makes the instructions that allow a call if every test passes. A jump of -1 in a test leads to the refusal."""
     end = len(tests) + 1
     placed = [(code, end - i - 1 if yes < 0 else yes, end - i - 1 if no < 0 else no, k) for i, (code, yes, no, k) in enumerate(tests)]
     return [*placed, (RETURN, 0, 0, ALLOW), (RETURN, 0, 0, ERRNO | EPERM)]
 
 
 def any_of(index: int, values: tuple[int, ...]) -> list[Instruction]:
-    """A test that a call passes if its argument at this index has one of these values."""
+    """Makes a test that a call passes if its argument at this index has one of these values."""
     last = len(values) - 1
     return [argument(index), *((EQUAL, last - i, 0 if i < last else -1, value) for i, value in enumerate(values))]
 
 
 def not_truncating(flags: int) -> list[Instruction]:
-    """A test that refuses to open a file for reading with truncation: Landlock before its third version counts that as reading."""
+    """Makes a test that refuses to open a file for reading with truncation, which Landlock counts as reading before its third version.
+
+    Args:
+        flags: the index of the argument with the flags.
+    """
     return [argument(flags), (AND, 0, 0, O_ACCMODE | O_TRUNC), (EQUAL, -1, 0, O_TRUNC)]
 
 
 def call_rules(pid: int) -> dict[str, list[Instruction]]:
-    """The tests of each call whose arguments matter."""
+    """Returns the tests of each call that is allowed only with certain arguments."""
     own_process = [argument(0), (EQUAL, 0, -1, pid)]
     stream = [argument(1), (AND, 0, 0, 0xF), (EQUAL, 0, -1, SOCK_STREAM)]
     return {
@@ -132,7 +144,7 @@ def call_rules(pid: int) -> dict[str, list[Instruction]]:
 
 
 def program(pid: int, machine: str | None = None) -> bytes:
-    """The filter of a process in the kernel's form (struct sock_filter).
+    """Makes the filter of a process in the kernel's form (struct sock_filter).
 
     Raises:
         KeyError: the call numbers of this machine's architecture are not known.
