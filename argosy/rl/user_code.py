@@ -53,7 +53,12 @@ def source_function(module, source):
 
 
 def function_parameters(function, fixed):
-    """Returns the names of the parameters that a function needs and of those that it accepts, without those in `fixed`."""
+    """Reads the signature of a function.
+
+    Returns:
+        A mapping: `needs`, the parameters without a default; `takes`, all parameters; `every`, whether it accepts any keyword; and
+        `per_completion`, the attribute of that name. Parameters in `fixed` are left out.
+    """
     needs, takes, every = [], [], False
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind == parameter.VAR_KEYWORD:

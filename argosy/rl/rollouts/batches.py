@@ -1,13 +1,14 @@
-"""Rollouts as batches: prompts are answered, and updates learn from the completions.
+"""Rollouts as batches of a training run: the model completes prompts, and updates learn from the completions.
 
-    prompts -> completions -> a training signal (`Signal`) -> packed parts -> `epochs` times `minibatches` updates
+    prompts -> completions -> a training signal (`Signal`) -> packed micro-batches -> `epochs` times `minibatches` updates
 
-A signal is rewards of the policy's completions (`reward_signal`), or a teacher's distributions at them (`teacher_signal`).
+The training signal is the rewards of the policy's completions (`signals.rewards`), or a teacher's distributions at the tokens of
+completions (`signals.teacher`).
 
-Completions depend on the current weights, so `advance` reads the training state before each batch. While updates of the last rollout
-remain, it samples nothing. A position holds the place in the prompts and the number of the rollout. The remaining updates and the
-rollouts that were sampled ahead are stored beside it as arrays, since the weights that sampled them are gone. So a killed run resumes
-bit for bit from any batch.
+Completions depend on the current weights, so `advance` reads the training state before each batch. It samples nothing while updates of
+the last rollout remain. The position of the batches holds the index of the next prompt and the number of the rollout. A checkpoint
+stores with it, as arrays, the remaining updates and the rollouts that were sampled ahead, because the weights that sampled them are
+gone. So a killed run resumes bit for bit from any batch.
 """
 
 from abc import ABC, abstractmethod
@@ -37,20 +38,20 @@ Engine = Callable[[], LM | RemoteSampler]
 
 
 class Signal(Complaining, ABC):
-    """The training signal of a rollout: it samples completions and turns them into updates.
+    """The training signal of rollouts. It samples completions and turns them into updates.
 
     prompts: the prompts of the run.
     held_out: the prompts of the evaluation.
     rollout: the settings of sampling.
-    batch: number of completions in a rollout.
-    shape: the shape of the parts that completions are packed into.
+    batch: the number of completions in a rollout.
+    shape: the shape of the micro-batches that completions are packed into.
     seed: the random seed of the run.
-    place: index of the next prompt.
-    number: number of the rollout that is sampled next.
-    identity: the settings, beside the prompts, that decide the updates.
-    trainer: access to the run's weights and models, from `begin` on.
+    place: the index of the next prompt.
+    number: the number of the rollout that is sampled next, from 0.
+    identity: the settings that decide the updates, without those of the prompts.
+    trainer: access to the run's weights and models, set by `RolloutBatches.begin`.
     keep: called with the completions of each rollout.
-    interrupted: whether the current sampling is to be given up.
+    interrupted: returns whether the current sampling is to be given up.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Signal(Complaining, ABC):
         self.interrupted: Callable[[], bool] = lambda: False
 
     def records(self, number: int) -> int:
-        """Number of prompts in a rollout."""
+        """Returns the number of prompts in the rollout of this number."""
         return self.batch // self.rollout.completions
 
     @abstractmethod
@@ -74,7 +75,8 @@ class Signal(Complaining, ABC):
         """Samples the next rollout. If it raises, the place in the prompts is unchanged.
 
         Args:
-            engine: builds the model with the weights that have learned from `seen` rollouts.
+            engine: builds the language model that samples.
+            seen: the number of rollouts that the model's weights have learned from.
 
         Raises:
             Interrupted: sampling was given up.
@@ -84,14 +86,20 @@ class Signal(Complaining, ABC):
 
     @abstractmethod
     def updates(self, state: Any, rollout: SampledRollout) -> list[RolloutBatch]:
-        """The updates that learn from a rollout."""
+        """Makes the updates that learn from a rollout.
+
+        Args:
+            state: the training state.
+        """
 
     @abstractmethod
     def evaluate(self, state: Any, engine: Engine, most: int) -> dict[str, float]:
-        """Metrics of greedy completions of held-out prompts.
+        """Computes metrics of greedy completions of held-out prompts.
 
         Args:
-            most: largest number of prompts.
+            state: the training state.
+            engine: builds the language model that samples.
+            most: the largest number of prompts.
 
         Raises:
             Interrupted: sampling was given up.
@@ -103,13 +111,14 @@ class Signal(Complaining, ABC):
 
 
 class RolloutBatches(Batches):
-    """The updates of one rollout after another, as batches. Nothing is sampled before the first `advance`.
+    """The batches of a run that learns from rollouts: the updates of one rollout after another. Nothing is sampled before the first
+    `advance`.
 
     signal: samples rollouts and makes their updates.
-    place: index of the prompt after the last rollout.
-    number: number of rollouts so far.
-    tokens: number of tokens in all updates so far.
-    failed: the error that ended sampling, if one did; the run raises it after it has saved.
+    place: the index of the next prompt after the last rollout.
+    number: the number of rollouts so far.
+    tokens: the number of tokens in all updates so far.
+    failed: the error that ended sampling, if one did. The run raises it after it has saved.
     """
 
     bytes_per_token = None
@@ -140,9 +149,10 @@ class RolloutBatches(Batches):
 
         Args:
             trainer: access to the run's weights and models.
+            say: called with warnings.
             keep: called with the completions of each rollout.
-            interrupted: whether to stop. The current rollout is then given up and sampled again after a resume. A rollout that is
-                sampled ahead is finished instead, because its weights will be gone.
+            interrupted: returns whether to stop. The current rollout is then given up, and sampled again after a resume. A rollout that
+                is sampled ahead is finished instead, because its weights will be gone.
         """
         self.stopping = interrupted
         self.signal.trainer, self.signal.say, self.signal.keep, self.signal.interrupted = trainer, say, keep, self.gives_up
@@ -176,7 +186,7 @@ class RolloutBatches(Batches):
         return RolloutBatch(batch.parts, batch.numbers | {"tokens": self.tokens})
 
     def position(self) -> dict[str, Any]:
-        """The position of the batches. Waits for the rollouts that are being sampled ahead."""
+        """Returns the position of the batches as JSON. Waits for the rollouts that are being sampled ahead."""
         position = {"place": self.place, "rollout": self.number, "tokens": self.tokens, "waiting": stored_batches(self.queue)[1]}
         return position | {"ahead": stored_rollouts(self.ahead.settled())[1]}
 
@@ -245,7 +255,7 @@ class RolloutBatches(Batches):
         return self.signal.trainer
 
     def next_updates(self, state: Any) -> list[RolloutBatch]:
-        """The updates of the next rollout. If it raises, the position is unchanged."""
+        """Samples the next rollout and returns its updates. If it raises, the position is unchanged."""
         if not self.rollout.ahead:
             rollout = self.collected((self.trainer.weights(state), self.number))
         else:
@@ -259,7 +269,7 @@ class RolloutBatches(Batches):
         return self.signal.updates(state, rollout)
 
     def collected(self, position: tuple[Any, int]) -> SampledRollout:
-        """Samples a rollout; with `rollout.ahead` in a thread of its own.
+        """Samples a rollout. With `rollout.ahead`, another thread calls this.
 
         Args:
             position: the weights, and the number of rollouts that they have learned from.
@@ -268,10 +278,10 @@ class RolloutBatches(Batches):
         return self.signal.sample(lambda: self.trainer.engine(weights), seen)
 
     def evaluated(self, state: Any, most: int) -> dict[str, float] | None:
-        """Metrics of greedy completions of held-out prompts; None if it was interrupted.
+        """Computes metrics of greedy completions of held-out prompts. Returns None if it was interrupted.
 
         Args:
-            most: largest number of prompts.
+            most: the largest number of prompts.
         """
         if self.held_out is None:
             return {}

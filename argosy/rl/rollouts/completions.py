@@ -1,7 +1,7 @@
 """Completions of prompts, sampled by the engine with the current weights.
 
-Every rollout has its own random streams: the run's seed, the number of the rollout and the index of the completion decide them, and
-nothing else does. The end-of-sequence token is part of a completion and is learned, because without it the model never learns to stop.
+Every completion has its own random stream. Only the run's seed, the number of the rollout and the index of the completion decide it.
+The end-of-sequence token is part of a completion and is learned, because without it the model never learns to stop.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,19 +20,19 @@ ROLLOUT, EVALUATION = 0, 1
 
 
 class Interrupted(ArgosyError):
-    """A signal asked the run to stop while completions were generated; they are given up."""
+    """A signal asked the run to stop while completions were sampled. These completions are given up."""
 
 
 class SamplersLost(ArgosyError):
-    """The sampling processes cannot go on. The run saves what it has learned, and ends with this error."""
+    """The sampling processes cannot go on. The run saves a checkpoint, and ends with this error."""
 
 
 class SamplingRequest(NamedTuple):
     """How prompts are completed.
 
-    most: limit of a completion in tokens, the end-of-sequence token included.
-    sampling: temperature and truncation.
-    seed: random seed of this call alone; completions of equal prompts differ by their index.
+    most: the largest length of a completion in tokens, the end-of-sequence token included.
+    sampling: the temperature, and top-k, top-p and min-p.
+    seed: the random seed of this call alone. Completions of equal prompts differ by their index.
     ignore_eos: whether completions go on after an end-of-sequence token.
     """
 
@@ -46,9 +46,9 @@ class SamplingRequest(NamedTuple):
 class SampledCompletion:
     """A completion in tokens.
 
-    tokens: its token ids.
+    tokens: the token ids of the completion.
     logprobs: the log-probability of each token in the distribution that it was drawn from.
-    ended: whether it ended by itself, before the limit.
+    ended: whether the completion ended by itself, before the limit of tokens.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -60,8 +60,9 @@ class SampledCompletion:
 class RemoteSampler(Protocol):
     """A language model whose engines run in other processes.
 
-    lost: number of processes that ended while they sampled.
-    weights_s: seconds that it took to send the weights.
+    tokenizer: the tokenizer of the model.
+    lost: the number of processes that ended while they sampled.
+    weights_s: the time that it took to send the weights, in seconds.
     """
 
     tokenizer: Any
@@ -71,7 +72,12 @@ class RemoteSampler(Protocol):
     def drawn(
         self, prompts: Sequence[Sequence[int]], request: SamplingRequest, interrupted: Callable[[], bool]
     ) -> list[SampledCompletion]:
-        """A completion of each prompt.
+        """Samples a completion of each prompt.
+
+        Args:
+            prompts: the token ids of each prompt.
+            request: how prompts are completed.
+            interrupted: asked from time to time whether to stop.
 
         Raises:
             Interrupted: a signal asked the run to stop.
@@ -84,20 +90,22 @@ class RemoteSampler(Protocol):
 
 @dataclass
 class Episode:
-    """The course of a completion of several turns.
+    """The course of an episode: a completion of several turns.
 
-    turns: messages of the assistant and of the environment, in order. Turns of a text prompt have the environment's role.
-    reward: the sum of the environment's rewards; None if it gave none.
+    turns: the messages of the assistant and of the environment, in order. The role of the environment's messages is that of
+        `TurnCodec.role` where the prompt is a text.
+    reward: the sum of the environment's rewards; None if it gave no reward.
     rewards: the environment's reward of each turn that it replied to.
-    starts: index of the first token of each model turn in the completion.
-    said: index of each model turn in `turns`.
-    turn_count: number of model turns.
-    failure: why the completion has no reward (`raised`, `timed out`, `died`, `not rendered`), with its message.
-    why: why the episode ended (`done`, `environment`, `turns`, `room`, `failed`).
-    observed: number of tokens that the environment wrote.
-    cut: number of observations that were cut to the limit.
-    counts: numbers that the environment counted, by name.
-    begun: the tokens of the prompt, if the environment spoke first.
+    starts: the index of the first token of each model turn within the completion.
+    said: the index of each model turn within `turns`.
+    turn_count: the number of model turns.
+    failure: the kind of failure because of which the completion has no reward (`raised`, `timed out`, `died`, `not rendered`), and its
+        message.
+    why: the reason why the episode ended (`done`, `environment`, `turns`, `room`, `failed`).
+    observed: the number of tokens that the environment wrote.
+    cut: the number of observations that were cut to the limit.
+    counts: numbers that the environment counted, by metric.
+    begun: the tokens of the prompt with the first observation, if the environment made one before the first turn.
     """
 
     turns: list[dict[str, Any]] = field(default_factory=list)
@@ -118,12 +126,13 @@ class Episode:
 class Trajectory:
     """A prompt and its completion.
 
-    tokens: tokens after the prompt, the end-of-sequence token included.
-    live: whether the policy sampled the token; the environment wrote the others.
-    logprobs: log-probability of each token in the distribution that it was drawn from; NaN for the environment's tokens.
-    ended: whether the completion ended by itself, before the limit.
+    prompt: the prompt.
+    tokens: the token ids after the prompt, the end-of-sequence token included.
+    live: for each token, whether the policy sampled it. The environment wrote the others.
+    logprobs: the log-probability of each token in the distribution that it was drawn from; NaN for tokens of the environment.
+    ended: whether the completion ended by itself, before the limit of tokens.
     text: the text of the tokens, without the end-of-sequence token.
-    played: with an environment, the course of its turns.
+    played: the course of the episode; None without an environment.
     thinking: whether the prompt ends inside a thought.
     """
 
@@ -143,8 +152,8 @@ class Trajectory:
 
     @property
     def said(self) -> Any:
-        """The completion as reward functions receive it: a text, or messages if the prompt is messages, as in TRL. With an environment,
-        all turns.
+        """The completion as reward functions receive it: a text, or a list of messages if the prompt is one, as in TRL. Where there is
+        an environment, the messages are those of all turns.
         """
         if self.played is not None and not isinstance(self.prompt.content, str):
             return [{name: item for name, item in turn.items() if name != "reward"} for turn in self.played.turns]
@@ -160,11 +169,12 @@ def sample_trajectories(
     interrupted: Callable[[], bool] = lambda: False,
     ignore_eos: bool = False,
 ) -> list[Trajectory]:
-    """One completion of each prompt, in their order; a prompt may occur several times.
+    """Samples one completion of each prompt, in the order of the prompts. A prompt may occur several times.
 
     Args:
-        most: limit of a completion in tokens, the end-of-sequence token included.
-        seed: random seed of this call alone; completions of equal prompts differ by their index.
+        lm: the language model of this process, or one whose engines run in other processes.
+        most: the largest length of a completion in tokens, the end-of-sequence token included.
+        seed: the random seed of this call alone. Completions of equal prompts differ by their index.
         interrupted: asked between steps whether to stop.
         ignore_eos: whether completions go on after an end-of-sequence token.
 
@@ -189,10 +199,13 @@ def sample_trajectories(
 def sample_completions(
     lm: LM, prompts: Sequence[Sequence[int]], sampling: SamplingRequest, interrupted: Callable[[], bool] = lambda: False, first: int = 0
 ) -> list[SampledCompletion]:
-    """One completion of each prompt, in token ids, by the engine of this process.
+    """Samples one completion of each prompt, in token ids, by the engine of this process.
 
     Args:
-        first: index of the first prompt among all prompts that are sampled with this seed.
+        prompts: the token ids of each prompt.
+        sampling: how prompts are completed.
+        interrupted: asked between steps whether to stop.
+        first: the index of the first prompt among all prompts that are sampled with this seed, also by other processes.
 
     Raises:
         Interrupted: `interrupted` returned True between two steps.

@@ -1,4 +1,4 @@
-"""The next prompts of a rollout that leave room for a completion, and checks that sizes of a rollout fit each other."""
+"""Finds the next prompts that leave room for a completion, and checks that the sizes of a rollout fit each other."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -19,13 +19,14 @@ K = TypeVar("K")
 def next_that_fit(
     prompts: Callable[[int, int], Sequence[T]], place: int, count: int, fit: Callable[[Sequence[T]], list[K]], longest: int, most: int
 ) -> tuple[list[K], int]:
-    """The next prompts that fit, and the place after them.
+    """Returns the next `count` prompts that fit, and the index of the prompt after them.
 
     Args:
-        prompts: (first, count) -> the prompts from `first` on; fewer at the end of the data.
-        fit: returns those prompts that fit.
-        longest: limit of a prompt in tokens, for the error message.
-        most: number of prompts that may be skipped.
+        prompts: (first, count) -> the prompts from index `first` on; fewer than `count` at the end of the data.
+        place: the index of the first prompt to try.
+        fit: selects the prompts that fit.
+        longest: the largest length of a prompt in tokens, for the error message.
+        most: the largest number of prompts that are skipped.
 
     Raises:
         PromptsExhausted: too few prompts are left.
@@ -57,12 +58,12 @@ def check_sizes(batch: int, rollout: Rollout, shape: PartShape, most: int | None
     """Checks that the completions of a rollout divide into groups and updates, and that prompts have room before them.
 
     Args:
-        batch: completions of a rollout.
-        most: number of prompts in all epochs; None if they do not end.
-        prompts: largest number of prompts in a rollout.
+        batch: the number of completions in a rollout.
+        most: the number of prompts in all epochs; None if they do not end.
+        prompts: the largest number of prompts in a rollout.
 
     Raises:
-        UserError: the sizes do not divide, or there is no room.
+        UserError: one of the sizes does not divide the other, or a row has no room for a prompt.
     """
     mistakes: list[UserError] = []
     n = rollout.completions
@@ -79,7 +80,7 @@ def check_sizes(batch: int, rollout: Rollout, shape: PartShape, most: int | None
 
 
 def no_room(sequence: int, tokens: int) -> BadInput:
-    """The mistake of rows that hold no prompt before a completion of so many tokens."""
+    """The error that a row has no room for a prompt before a completion of `tokens` tokens."""
     problem = f"data.sequence = {sequence} has no room for a prompt before an answer of {tokens} tokens"
     hint = f"rollout.tokens={max(1, sequence // 2)}, or a longer data.sequence, at most the model's context"
     return BadInput(problem, where="rollout.tokens", hint=hint)

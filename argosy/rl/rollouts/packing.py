@@ -1,11 +1,11 @@
-"""Packs completions with their advantages into parts of one shape. A device computes one part at a time.
+"""Packs prompts with their completions into micro-batches of one shape, called parts. A device computes one part at a time.
 
-A part has R rows of T tokens and S places for completions. Prompts with their completions are packed into rows by best fit, and rows
-into parts in that order; a part is closed when its rows or its places are full. The lengths change only the number of parts, so one
-program serves all, and little is computed for padding. See `rl.policy.objective` for the arrays.
+A part has R rows of T tokens, and S places for completions. Prompts with their completions are packed into rows by best fit, and rows
+into parts in that order. A part is closed when its rows or its places are full. The lengths of completions change only the number of
+parts, so one compiled program serves all of them, and little is computed for padding. See `rl.policy.objective` for the arrays.
 
-With `PartShape.shared`, the completions of one prompt that stand in one row follow a single copy of it (Liu et al. 2025,
-arXiv:2506.05433). The prompt's last token is repeated before each, because it has another target for each.
+With `PartShape.shared`, completions of one prompt that are in the same row follow a single copy of the prompt (Liu et al. 2025,
+arXiv:2506.05433). The prompt's last token is repeated before each completion, because its target is that completion's first token.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,13 +26,13 @@ SHORTER = 8
 
 @dataclass(frozen=True)
 class PartShape:
-    """The shape of a part of a rollout.
+    """The shape of a part (micro-batch) of a rollout.
 
-    rows: number of rows.
-    sequence: tokens of a row.
-    longest: limit of a completion in tokens.
-    teacher_sequence: tokens of a row in a teacher's other tokenizer; 0 without one.
-    shared: whether completions of one prompt share one copy of it.
+    rows: the number of rows.
+    sequence: the number of tokens in a row.
+    longest: the largest length of a completion in tokens.
+    teacher_sequence: the number of tokens in a row of a teacher that has another tokenizer; 0 without such a teacher.
+    shared: whether completions of the same prompt share one copy of it.
     """
 
     rows: int
@@ -55,7 +55,7 @@ class PartShape:
 class RolloutBatch:
     """The batch of one update.
 
-    parts: the packed parts, whose gradients are summed.
+    parts: the packed micro-batches, whose gradients are summed.
     numbers: metrics of the rollout, which are logged with the update.
     """
 
@@ -65,7 +65,7 @@ class RolloutBatch:
 
 @dataclass(frozen=True)
 class PackedPart:
-    """Packed completions without advantages.
+    """A micro-batch of packed completions, still without advantages.
 
     rows: the arrays of the rows.
     owners: [S], the index of the completion in each place; -1 for an empty place.
@@ -75,27 +75,32 @@ class PackedPart:
     owners: np.ndarray
 
     def filled(self, columns: Mapping[str, np.ndarray]) -> Batch:
-        """The part with columns of per-token numbers added.
+        """Returns the part with further arrays of one number per token, [S L] each.
 
         Args:
-            columns: arrays [B L] over all completions, by name.
+            columns: the arrays over all B completions [B L], by name.
         """
         there = (self.owners >= 0)[:, None]
         filled_columns = {name: np.where(there, values[self.owners], np.zeros((), values.dtype)) for name, values in columns.items()}
         return {**self.rows, **filled_columns}
 
     def spread(self, values: np.ndarray, out: np.ndarray) -> None:
-        """Scatters the values of this part's places [S ...] to the completions they belong to.
+        """Scatters values of this part's places to their completions.
 
         Args:
-            out: [B ...], written in place.
+            values: [S ...], the value of each place.
+            out: [B ...], the value of each completion, which is changed in place.
         """
         there = self.owners >= 0
         out[self.owners[there]] = values[there]
 
 
 def per_token(answers: Sequence[Trajectory], longest: int, label: str) -> np.ndarray:
-    """`live` or `logprobs` of completions as an array [B L], 0 beyond their ends.
+    """Makes an array [B L] of a field of completions that has one value per token. It is 0 after the end of each completion.
+
+    Args:
+        longest: L, the largest length of a completion in tokens.
+        label: the name of the field, `live` or `logprobs`.
 
     Raises:
         BadInput: a completion is longer than `longest`.
@@ -115,8 +120,10 @@ def pack_trajectories(
     """Packs some of the completions into parts.
 
     Args:
+        answers: all completions.
         numbers: the indices of the completions to pack.
-        room: tokens of a row that each completion occupies, at least those of itself and its prompt; None: just these.
+        room: [B], the number of tokens that each completion occupies in a row, at least those of the completion and its prompt. None:
+            exactly these.
 
     Raises:
         BadInput: a prompt with its completion is longer than a row.
@@ -154,12 +161,15 @@ Prompts = Sequence[tuple[int, ...]]
 
 
 def rows_of_groups(prompts: Prompts, lengths: np.ndarray, room: int) -> list[list[int]]:
-    """The indices of the completions of each row, by best fit. A row's group has as many completions as fit beside their prompt.
+    """Packs completions that share prompts into rows by best fit. Returns the indices of the completions of each row.
+
+    Completions of one prompt are first divided into groups, each of as many completions as fit into a row beside the prompt. Then
+    groups are packed into rows.
 
     Args:
         prompts: the prompt of each completion.
         lengths: the number of tokens of each completion.
-        room: tokens of a row.
+        room: the number of tokens in a row.
     """
     families, sizes = list[list[int]](), list[int]()
     for prompt, members in by_prompt(prompts).items():
@@ -171,8 +181,8 @@ def rows_of_groups(prompts: Prompts, lengths: np.ndarray, room: int) -> list[lis
 
 
 def rows_in_order(prompts: Prompts, lengths: np.ndarray, room: int) -> list[list[int]]:
-    """The indices of the completions of each row, filled in order. A group that does not fit continues in the next row, with another
-    copy of its prompt. The arguments are those of `rows_of_groups`.
+    """Fills rows in order with completions that share prompts. Returns the indices of the completions of each row. Completions of a
+    prompt that do not fit continue in the next row, with another copy of the prompt. The arguments are those of `rows_of_groups`.
     """
     rows, remaining = list[list[int]](), 0
     for prompt, members in by_prompt(prompts).items():
@@ -214,8 +224,8 @@ def rows_by_part(rows: Sequence[list[int]], shape: PartShape) -> Iterator[list[l
 def packed_part(answers: Sequence[Trajectory], shape: PartShape, rows: list[list[int]]) -> PackedPart:
     """Packs one part.
 
-    The last token of a completion is an input too, without a target. With `PartShape.shared`, neighboring completions of a row that
-    have the same prompt share it.
+    The last token of a completion is also an input, without a target. With `PartShape.shared`, neighboring completions of a row share
+    one copy of their prompt if it is the same.
 
     Args:
         rows: the indices of the completions of each row.
@@ -256,7 +266,12 @@ def packed_part(answers: Sequence[Trajectory], shape: PartShape, rows: list[list
 
 
 def prompt_families(prompts: Sequence[Sequence[int]], shared: bool) -> list[list[int]]:
-    """Groups neighboring indices that have the same prompt. Each index stays alone where prompts are not shared."""
+    """Groups the indices of neighboring completions that have the same prompt. Each index stays alone where prompts are not shared.
+
+    Args:
+        prompts: the prompt of each completion.
+        shared: whether completions share prompts.
+    """
     families: list[list[int]] = []
     for i, prompt in enumerate(prompts):
         if shared and i and list(prompt) == list(prompts[i - 1]):
@@ -267,18 +282,19 @@ def prompt_families(prompts: Sequence[Sequence[int]], shared: bool) -> list[list
 
 
 def density(parts: Sequence[Batch]) -> float:
-    """The share of the tokens of parts that are not padding."""
+    """Returns the share of the tokens of parts that are not padding."""
     return float(np.mean([np.mean(part["segments"] > 0) for part in parts])) if parts else 0.0
 
 
 def shared_share(parts: Sequence[PackedPart], answers: Sequence[Trajectory]) -> float:
-    """The share of prompt and completion tokens that is saved because completions share prompts."""
+    """Returns the share of prompt and completion tokens that is saved because completions share prompts."""
     alone = sum(len(answers[i].prompt.tokens) + len(answers[i].tokens) for part in parts for i in part.owners.tolist() if i >= 0)
     return 1 - sum(int(np.sum(part.rows["segments"] > 0)) for part in parts) / alone if alone else 0.0
 
 
 def stored_batches(experiences: Sequence[RolloutBatch]) -> tuple[dict[str, np.ndarray], list[dict[str, Any]]]:
-    """Batches as arrays by name, and their other data as JSON. Parts that several batches share, as epochs do, are stored once."""
+    """Converts batches to arrays by name, and their other data to JSON. Micro-batches that several batches share, as those of several
+    epochs do, are stored once."""
     numbers: dict[int, int] = {}
     arrays: dict[str, np.ndarray] = {}
     for batch in experiences:

@@ -1,4 +1,4 @@
-"""Runs tasks ahead of time in a thread, one after another. Their results can be saved before they are taken.
+"""Runs tasks ahead of time in a thread, one after another. Results can be saved while they wait in the queue.
 
 The trainer uses it to sample rollouts while it updates. JAX releases the interpreter lock while a device computes, so one thread is
 enough.
@@ -16,10 +16,10 @@ Out = TypeVar("Out")
 
 
 class Prefetch(Generic[In, Out]):
-    """Tasks and their results, in order.
+    """A queue of tasks and their results, in order.
 
     Args:
-        do: the task, called in the thread. `take` raises its exception, and no further task runs after it.
+        do: performs a task; called in the thread. If it raises, `take` raises the exception, and no further task runs.
     """
 
     def __init__(self, do: Callable[[In], Out]):
@@ -30,7 +30,7 @@ class Prefetch(Generic[In, Out]):
         self._failed = False
 
     def __len__(self) -> int:
-        """Number of tasks that were submitted and whose results were not taken yet."""
+        """The number of tasks that were submitted and whose results were not taken yet."""
         return len(self._pieces)
 
     def submit(self, item: In) -> None:

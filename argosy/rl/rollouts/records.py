@@ -1,4 +1,5 @@
-"""The interfaces of a rollout: its judge, its access to the trainer, and the records of its completions."""
+"""The interfaces between rollouts and the rest of a run: the judge that scores completions, access to the trainer, and the records of
+completions."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,9 +17,9 @@ from argosy.rl.rollouts.completions import RemoteSampler, Trajectory
 class Scores(Protocol):
     """The rewards of completions.
 
-    values: [B k], NaN where a reward is missing.
-    failed: [B], whether a reward of the completion failed; such completions are left out.
-    counts: number of failed completions, by reward and kind of failure.
+    values: [B k], the k rewards of each completion; NaN where a reward is missing.
+    failed: [B], whether a reward of the completion failed. Such completions are left out of the loss.
+    counts: the number of failed completions, by reward and kind of failure.
     """
 
     @property
@@ -31,7 +32,7 @@ class Scores(Protocol):
 
 @runtime_checkable
 class Judge(Protocol):
-    """Scores completions by k rewards, and reports failures (`rl.rewards.functions.Rewards`)."""
+    """Scores completions by k rewards, and reports failures. `rl.rewards.functions.Rewards` is a judge."""
 
     @property
     def names(self) -> Sequence[str]: ...
@@ -47,7 +48,8 @@ class Judge(Protocol):
 class Trainer:
     """Access of a rollout to the training run.
 
-    weights: (state) -> the weights for the engine: the state's own arrays, copies on other devices, or a message for other processes.
+    weights: (training state) -> the weights for the engine. They are the state's own arrays, copies on other devices, or a message for
+        other processes.
     engine: (weights) -> the language model with these weights.
     """
 
@@ -59,9 +61,9 @@ class Trainer:
 class PolicyTrainer(Trainer):
     """Access of a policy's rollouts to the training run. Only functions that the policy needs are called.
 
-    old: (state, rows of a part) -> log-probabilities of the completions' tokens by the trained model, [S L].
-    reference: the same by the reference model, [S L].
-    values: (state, rows of a part) -> the critic's values, [S L], and its value after the last token, [S].
+    old: (training state, rows of a part) -> the log-probabilities of completion tokens under the trained model, [S L].
+    reference: (training state, rows of a part) -> the log-probabilities of the same tokens under the reference model, [S L].
+    values: (training state, rows of a part) -> the critic's values before the tokens, [S L], and after the last token, [S].
     """
 
     old: Callable[[Any, Batch], np.ndarray]
@@ -73,8 +75,8 @@ class PolicyTrainer(Trainer):
 class StudentTrainer(Trainer):
     """Access of a student's rollouts to the training run.
 
-    teacher: () -> the teacher, to sample from.
-    compare: (state, parts) -> the objective's metrics and its `loss`, as means over the parts.
+    teacher: () -> the teacher as a language model that samples.
+    compare: (training state, parts) -> the `loss` and the metrics of the objective, as means over the parts.
     """
 
     teacher: Callable[[], LM]
@@ -85,12 +87,14 @@ class StudentTrainer(Trainer):
 class TrajectoryRecord:
     """One completion as it is displayed and stored.
 
-    rollout: number of the rollout.
-    rewards: rewards by name; None where missing.
-    advantage: advantage of the first token; with credit for turns, the mean over turns.
-    tokens: number of tokens that the policy sampled.
-    ended: whether the completion ended by itself, before the limit.
-    turns: messages of the policy and of its environment, if it has one.
+    rollout: the number of the rollout, from 1.
+    prompt: the prompt, a text or a list of messages.
+    completion: the text of the completion.
+    rewards: the rewards by name; None where one is missing.
+    advantage: the advantage of the first token that the policy sampled. If turns are credited one by one, the mean over turns.
+    tokens: the number of tokens that the policy sampled.
+    ended: whether the completion ended by itself, before the limit of tokens.
+    turns: the messages of the policy and of the environment; None without an environment.
     """
 
     rollout: int
@@ -104,7 +108,7 @@ class TrajectoryRecord:
 
 
 class NoRewards:
-    """The judge where only the environment gives rewards."""
+    """The judge of a run in which only the environment gives rewards."""
 
     names: tuple[str, ...] = ()
     weights: tuple[float, ...] = ()
@@ -117,7 +121,7 @@ class NoRewards:
 
 @dataclass(frozen=True)
 class NoScores:
-    """Scores without columns: the values of n completions have shape [n 0]."""
+    """The scores of `NoRewards`. Their values have the shape [n 0] for n completions."""
 
     values: np.ndarray
     failed: np.ndarray
@@ -137,8 +141,9 @@ class PromptsExhausted(ArgosyError):
 class ScoredTrajectories:
     """The completions of a rollout, group by group.
 
-    rewards: [B k].
-    greedy: rewards of the greedy completion of each prompt, where the policy compares with it.
+    answers: the completions.
+    rewards: [B k], the rewards of each completion.
+    greedy: [g k], the rewards of the greedy completion of each prompt; None if the policy does not compare with these.
     """
 
     answers: list[Trajectory] = field(default_factory=list)
@@ -152,11 +157,11 @@ class ScoredTrajectories:
         return ScoredTrajectories([*self.answers, *answers], np.concatenate([self.rewards, rewards]), both)
 
     def groups(self, indices: Sequence[int], size: int) -> "ScoredTrajectories":
-        """A selection of the groups.
+        """Selects groups.
 
         Args:
-            indices: indices of the groups to keep.
-            size: completions of a group.
+            indices: the indices of the groups to keep.
+            size: the number of completions in a group.
         """
         rows = [g * size + i for g in indices for i in range(size)]
         greedy = None if self.greedy is None else self.greedy[list(indices)]

@@ -1,4 +1,4 @@
-"""A sampled rollout, and its form in a checkpoint: prompts as their places, tokens as arrays, the rest as JSON."""
+"""A sampled rollout, and its form in a checkpoint: prompts are stored as indices, tokens as arrays, and the rest as JSON."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -19,13 +19,14 @@ OF_TOKENS = {"tokens": np.int32, "live": np.bool_, "logprobs": np.float64}
 class SampledRollout:
     """A rollout that was sampled and scored.
 
-    number: index among the rollouts of the run, from 0.
-    seen: number of rollouts that the policy had learned from when it sampled this one.
-    rounds: number of rounds of generation (`rollout.resample`).
-    place: index of the prompt after its last one.
-    failed: number of missing rewards and of processes that ended, by metric.
-    clock: seconds spent, by metric.
-    source: the author of the completions: `own` (the policy), `teacher`, or `data`.
+    number: the index among the rollouts of the run, from 0.
+    seen: the number of rollouts that the policy had learned from when it sampled this one.
+    trajectories: the completions and their rewards.
+    rounds: the number of rounds of sampling (`rollout.resample`).
+    place: the index of the next prompt after this rollout.
+    failed: the numbers of missing rewards and of processes that ended, by metric.
+    clock: the seconds spent, by metric.
+    source: where the completions are from: `own` (the policy), `teacher` or `data`.
     """
 
     number: int = 0
@@ -39,7 +40,7 @@ class SampledRollout:
 
 
 def stored_rollouts(rollouts: Sequence[SampledRollout]) -> tuple[dict[str, np.ndarray], list[dict[str, Any]]]:
-    """Rollouts as arrays by name, and their other data as JSON. Prompts are stored as their places."""
+    """Converts rollouts to arrays by name, and their other data to JSON. Prompts are stored as indices."""
     arrays: dict[str, np.ndarray] = {}
     records: list[dict[str, Any]] = []
     for i, rollout in enumerate(rollouts):
@@ -76,7 +77,13 @@ def restored_rollouts(arrays: Mapping[str, np.ndarray], records: Sequence[Mappin
 
 
 def restored_trajectory(rest: Mapping[str, Any], tokens: Mapping[str, list[Any]], prompts: Prompts) -> Trajectory:
-    """One trajectory from what `stored_rollouts` wrote."""
+    """Makes one trajectory from its stored form.
+
+    Args:
+        rest: the JSON data of the trajectory.
+        tokens: its arrays of one value per token, by name.
+        prompts: the prompts of the run.
+    """
     (prompt,) = prompts(rest["prompt"], 1)
     its = rest.get("played")
     played = its and Episode(**{**its, "failure": its["failure"] and tuple(its["failure"])})

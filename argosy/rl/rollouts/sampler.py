@@ -1,7 +1,7 @@
-"""Samples rollouts: from prompts to completions to rewards. Advantages and updates are made in `rl.rollouts.signals.rewards`.
+"""Samples rollouts: completes prompts and scores the completions. `rl.rollouts.signals.rewards` makes advantages and updates of them.
 
-A rollout depends only on the weights, the place in the prompts, its number and the run's seed. So another thread or other devices than
-those of training may sample it.
+A rollout depends only on the weights, the index of its first prompt, its number and the run's seed. So another thread, or other devices
+than those of training, may sample it.
 """
 
 from collections.abc import Sequence
@@ -40,9 +40,9 @@ LARGEST = 1e15
 class RewardSampler:
     """Samples rollouts and their rewards.
 
-    signal: owner of the prompts and of the place in them.
+    signal: holds the prompts, and the index of the next prompt, which sampling advances.
     judge: scores completions.
-    table: the setup of completions of several turns; None for single turns.
+    table: the environments and limits of episodes; None without an environment.
     """
 
     def __init__(self, signal: Signal, policy: Policy, judge: Judge, table: EpisodeSetup | None):
@@ -52,7 +52,10 @@ class RewardSampler:
         self.complain = signal.complain
 
     def __call__(self, lm: LM | RemoteSampler, seen: int) -> SampledRollout:
-        """Samples the next rollout with the weights of this model (`Signal.sample`).
+        """Samples the next rollout with a language model (`Signal.sample`).
+
+        Args:
+            seen: the number of rollouts that the model's weights have learned from.
 
         Raises:
             ArgosyError: no completion has a reward, or no prompt fits.
@@ -89,8 +92,11 @@ class RewardSampler:
     def round(
         self, lm: LM | RemoteSampler, count: int, rollout: SampledRollout
     ) -> tuple[list[Trajectory], np.ndarray, np.ndarray | None]:
-        """Completions of the next `count` prompts, their rewards, and the rewards of greedy completions if the policy compares with
-        those.
+        """Samples and scores completions of the next `count` prompts.
+
+        Returns:
+            The completions; their rewards [B k]; and the rewards of one greedy completion per prompt [g k], or None if the policy does
+            not compare with these.
         """
         each, policy = self.rollout, self.policy
         prompts = self.next_prompts(count)
@@ -116,7 +122,7 @@ class RewardSampler:
         rollout: SampledRollout,
         ignore_eos: bool = False,
     ) -> list[Trajectory]:
-        """One completion of each prompt; with an environment, of several turns."""
+        """Samples one completion of each prompt. With an environment, completions have several turns."""
         most = self.rollout.tokens
         if self.table is None:
             return sample_trajectories(lm, prompts, most, sampling, seed, self.signal.interrupted, ignore_eos)
@@ -139,7 +145,9 @@ class RewardSampler:
         return answers
 
     def greedy(self, lm: LM | RemoteSampler, prompts: Sequence[Prompt]) -> tuple[list[Trajectory], np.ndarray]:
-        """Greedy completions of the prompts that leave room for one, and their rewards, for evaluation."""
+        """Samples greedy completions for evaluation, of those prompts that leave room for one. Returns the completions and their
+        rewards.
+        """
         fitting, sampling = self.fitting(prompts), Sampling(temperature=0.0)
         if not fitting:
             return [], np.zeros((0, len(self.names)), np.float32)
@@ -149,13 +157,13 @@ class RewardSampler:
     # ---------------------------------------------------------------- prompts
 
     def next_prompts(self, count: int) -> list[Prompt]:
-        """The next prompts that leave room for a completion. Longer ones are skipped and reported."""
+        """Returns the next `count` prompts that leave room for a completion. Longer prompts are skipped and reported."""
         most = LOOKED_AT * len(self.prompts)
         prompts, self.signal.place = next_that_fit(self.prompts, self.signal.place, count, self.fitting, self.longest_prompt, most)
         return prompts
 
     def fitting(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """The prompts that leave room for a completion. The first longer one is reported."""
+        """Selects the prompts that leave room for a completion. The first longer prompt is reported."""
         for prompt in prompts:
             if len(prompt.tokens) > self.longest_prompt:
                 self.complain(length_warning(prompt, self.longest_prompt), "long")
@@ -165,7 +173,7 @@ class RewardSampler:
 
     @property
     def scored(self) -> list[str]:
-        """Names of the rewards of a completion's content; the environment's is the first."""
+        """The names of the rewards, without the penalty of overlong completions. The environment's reward comes first."""
         environment_names = [ENVIRONMENT] if self.table is not None and self.table.gives else []
         return [*environment_names, *self.judge.names]
 
@@ -179,7 +187,7 @@ class RewardSampler:
         return [*environment_weights, *self.judge.weights, *([1.0] if self.rollout.overlong else [])]
 
     def judged(self, answers: list[Trajectory], rollout: SampledRollout) -> np.ndarray:
-        """The rewards of completions [B k]. The penalty of overlong completions is the last column, if there is one."""
+        """Scores completions. Returns their rewards [B k]. The penalty of overlong completions is the last column, if there is one."""
         columns = {name: [answer.prompt.columns[name] for answer in answers] for name in self.prompts.names}
         columns |= {"finish_reasons": [answer.finish_reason for answer in answers]}
         columns |= {"thinking_prompts": [answer.thinking for answer in answers]}
@@ -203,7 +211,7 @@ class RewardSampler:
         return np.where(none[:, None], np.float32(np.nan), values)
 
     def too_large(self, values: np.ndarray) -> np.ndarray:
-        """Whether a completion has a weighted reward whose square overflows float32 [B]."""
+        """Returns, for each completion [B], whether it has a weighted reward whose square overflows float32."""
         weights = np.asarray([*self.weights][: values.shape[1]], np.float64)
         largest = np.abs(np.where(np.isfinite(values), values, 0.0) * weights).max(1, initial=0.0)
         if (largest > LARGEST).any():
@@ -212,11 +220,11 @@ class RewardSampler:
         return largest > LARGEST
 
     def useful(self, scored: ScoredTrajectories) -> list[int]:
-        """Indices of the groups whose advantages are not all zero."""
+        """Returns the indices of the groups whose advantages are not all zero."""
         return np.flatnonzero(useful_groups(self.policy, self.judgment(scored))).tolist()
 
     def judgment(self, scored: ScoredTrajectories) -> RolloutRewards:
-        """The inputs of advantages that the completions alone provide."""
+        """Makes the inputs of advantages that the completions alone provide, without those that need a model."""
         live = per_token(scored.answers, self.rollout.tokens, "live")
         turns = None
         if self.table is not None and self.policy.credit.by != "answer":

@@ -62,7 +62,7 @@ def count_apart(ways, keep_fsuid, folder):
     that the user runs already.
 
     Args:
-        ways: the ways to try, in order (`uid`, `namespace`, ...).
+        ways: the ways to try, in order: a new user (`uid`), a user namespace (`namespace`), counting (`count`).
         keep_fsuid: whether files are still accessed as the old user (`own_uid`).
         folder: the folder of the code.
 

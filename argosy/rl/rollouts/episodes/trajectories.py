@@ -1,11 +1,11 @@
-"""Completions of several turns: the policy writes a turn, its environment replies, and so on until the environment ends the episode.
+"""Runs episodes: the policy writes a turn, its environment replies, and so on until the episode ends.
 
-Each model turn is a separate request to the engine. Its prompt is the completion so far, and most of that is in the prefix cache. So a
-completion that waits for its environment holds no slot, and the others go on.
+Each model turn is a separate request to the engine. The prompt of the request is the episode so far, most of which is in the prefix
+cache. So an episode that waits for its environment holds no slot of the engine, and others go on.
 
 Samples must not depend on how long environments take. Every turn has its own random stream, but the engine's rounding depends on the
-other sequences of the step. So the wait is counted in engine steps: a completion continues exactly `wait` steps after its turn ended,
-and if its environment has not replied by then, the engine waits for it. With `wait` None it continues as soon as there is a reply.
+other sequences of the step. So the wait is counted in engine steps: an episode continues exactly `wait` steps after its turn ended, and
+the engine waits if the environment has not replied by then. With a `wait` of None an episode continues as soon as there is a reply.
 """
 
 import time
@@ -36,13 +36,15 @@ FAILURES = {"raised": "raised", "timed_out": "timed out", "died": "died"}
 class EpisodeSetup:
     """The environments of a rollout and the limits of its episodes.
 
-    most: limit of model turns in a completion.
-    tokens: limit of tokens in a turn; None: the room that is left.
-    processes: number of environments that run at a time; other completions wait.
-    wait: engine steps between a turn and the next one of its completion; None: until the environment replies.
-    weight: weight of the environment's reward.
+    environments: the processes of environments.
+    turns: converts turns to tokens and back.
+    most: the largest number of model turns in an episode.
+    processes: the number of environments that run at a time. Other episodes wait.
+    wait: the number of engine steps between two turns of an episode. None: the next turn begins as soon as the environment replies.
+    tokens: the largest length of a turn in tokens; None: the room that is left in the completion.
+    weight: the weight of the environment's reward.
     gives: whether the environment gives rewards.
-    identity: the settings that decide trajectories.
+    identity: the settings of the environment that decide trajectories, as a text.
     """
 
     environments: EnvironmentPool
@@ -61,10 +63,12 @@ class EpisodeSetup:
 
 @dataclass(frozen=True)
 class EpisodeLimits:
-    """How completions of several turns are sampled.
+    """How the completions of episodes are sampled.
 
-    longest: limit of prompt and completion together, in tokens.
-    most: limit of a completion in tokens, the environment's included.
+    sampling: the temperature, and top-k, top-p and min-p.
+    most: the largest length of a completion in tokens, with the environment's tokens.
+    longest: the largest length of a prompt and its completion together, in tokens.
+    ignore_eos: whether a turn goes on after an end-of-sequence token.
     """
 
     sampling: Sampling
@@ -75,7 +79,10 @@ class EpisodeLimits:
 
 @dataclass(eq=False)
 class _Play:
-    """An answer on its way. due: the step at which the reply of its environment is read; -1: it does not wait."""
+    """An episode that is running.
+
+    due: the engine step at which the reply of the environment is read; -1 if the episode does not wait for a reply.
+    """
 
     row: int
     answer: Trajectory
@@ -90,11 +97,11 @@ class _Play:
 
 
 class EpisodeRunner:
-    """Runs one episode for each prompt, in their order; a prompt may occur several times. Call `run` once.
+    """Runs one episode for each prompt, in the order of the prompts. A prompt may occur several times. Call `run` once.
 
     Args:
-        seed: random seed of this call alone. Neighboring equal prompts get environments with the same seed.
-        interrupted: asked between steps whether to stop.
+        seed: the random seed of these episodes alone. Environments of neighboring equal prompts get the same seed.
+        interrupted: asked between engine steps whether to stop.
     """
 
     def __init__(
@@ -118,7 +125,7 @@ class EpisodeRunner:
         self.waited_s = 0.0
 
     def run(self) -> list[Trajectory]:
-        """The trajectories of all prompts.
+        """Runs all episodes, and returns the trajectory of each prompt.
 
         Raises:
             Interrupted: a signal asked the run to stop.
@@ -152,7 +159,7 @@ class EpisodeRunner:
     # ---------------------------------------------------------------- environments
 
     def begin(self) -> None:
-        """Begins further episodes while environment processes are free."""
+        """Begins further episodes as long as environment processes are free."""
         while self.left and len(self.open) < self.table.processes:
             row = self.left.popleft()
             prompt, answer = self.prompts[row], self.answers[row]
@@ -162,9 +169,8 @@ class EpisodeRunner:
             play.environment.ask(self.table.environments.first_message(prompt.content, play.seed, prompt.columns))
 
     def ready(self, busy: bool) -> list[_Play]:
-        """The episodes that continue now.
-
-        Waits for the replies that are due. Where the engine is idle, waits for at least one reply.
+        """Returns the episodes that continue now. Waits for the replies that are due. If the engine is idle (`busy` is False), waits
+        for at least one reply.
         """
         waiting = [play for play in self.open.values() if play.due >= 0]
         if not waiting:
@@ -179,10 +185,10 @@ class EpisodeRunner:
         return due
 
     def look(self, plays: Sequence[_Play], count: int | None) -> None:
-        """Reads replies of environments.
+        """Reads the replies of the environments of these episodes.
 
         Args:
-            count: number of replies to wait for; None: does not wait.
+            count: the number of replies to wait for; None: does not wait.
         """
         start = time.monotonic()
         environments = [play.environment for play in plays]
@@ -222,7 +228,7 @@ class EpisodeRunner:
         self.speak(engine, play)
 
     def observe(self, play: _Play, observation: Any) -> bool:
-        """Appends an observation. Returns False if no room is left for another turn."""
+        """Appends an observation to an episode. Returns False if no room is left for another turn."""
         turns, answer, played = self.table.turns, play.answer, play.played
         if play.talk is None:
             play.talk, observed = turns.begun(answer.prompt, observation, self.limits.longest - self.limits.most)
@@ -246,7 +252,11 @@ class EpisodeRunner:
         self.end(play, "failed")
 
     def end(self, play: _Play, why: str) -> None:
-        """Ends an episode, which frees its environment process."""
+        """Ends an episode, and frees its environment process.
+
+        Args:
+            why: the reason, as in `Episode.why`.
+        """
         play.played.why = why
         play.due = -1
         if why == "room" and not play.played.rewards:
@@ -273,7 +283,7 @@ class EpisodeRunner:
         self.asked[engine.add(Request(tokens, most, self.limits.sampling, frozenset(self.ends), seed, play.row))] = play
 
     def spoken(self, engine: Engine, event: Event) -> None:
-        """Adds a token to a completion. At the end of a turn, sends the turn to the environment."""
+        """Adds the token of an engine event to its completion. At the end of a turn, sends the turn to the environment."""
         if (play := self.asked.get(event.id)) is None:
             # Its turn was ended by a text.
             return
@@ -302,7 +312,8 @@ class EpisodeRunner:
 
 
 def environment_seeds(prompts: Sequence[Prompt], seed: tuple[int, ...]) -> list[int]:
-    """The seed of each environment, 32 bits. Neighboring equal prompts have the same seed, since their rewards are compared."""
+    """Returns a seed of 32 bits for the environment of each prompt. Neighboring equal prompts have the same seed, since their rewards
+    are compared."""
     seeds: list[int] = []
     place = -1
     for row, prompt in enumerate(prompts):

@@ -1,4 +1,4 @@
-"""Rewards of turns as arrays, and the metrics of completions of several turns."""
+"""The rewards of the turns of episodes as arrays, and the metrics of episodes."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,10 +16,10 @@ LIMITS = ("room", "turns", "environment")
 class EpisodeTurns:
     """The model turns of B completions of at most L tokens and K turns.
 
-    rewards: [B K], the environment's reward; 0 where it gave none.
-    is_rewarded: [B K], whether it gave one.
-    turn_count: [B], number of turns.
-    number: [B L], index of the turn of each token; meaningless at tokens of the environment.
+    rewards: [B K], the environment's reward of each turn; 0 where it gave none.
+    is_rewarded: [B K], whether the environment gave a reward for the turn.
+    turn_count: [B], the number of turns of each completion.
+    number: [B L], the index of the turn of each token; meaningless at tokens of the environment.
     """
 
     rewards: np.ndarray
@@ -28,21 +28,29 @@ class EpisodeTurns:
     number: np.ndarray
 
     def sums(self, values: np.ndarray) -> np.ndarray:
-        """Sums over the tokens of each turn, [B K].
+        """Sums the values of tokens over each turn. Returns [B K].
 
         Args:
-            values: [B L], 0 at tokens of the environment.
+            values: [B L], the value of each token; it must be 0 at tokens of the environment.
         """
         out = np.zeros(self.rewards.shape, np.float32)
         np.add.at(out, (np.arange(len(out))[:, None], self.number), values)
         return out
 
     def of_tokens(self, values: np.ndarray, live: np.ndarray) -> np.ndarray:
-        """Values of turns [B K], repeated at each token of the turn [B L]."""
+        """Repeats the values of turns [B K] at each token of the turn. Returns [B L].
+
+        Args:
+            live: [B L], 1 for tokens that the policy sampled.
+        """
         return np.where(live > 0, np.take_along_axis(values, self.number, 1), 0.0)
 
     def at_ends(self, values: np.ndarray, live: np.ndarray) -> np.ndarray:
-        """Values of turns [B K], placed at the last token of the turn [B L]."""
+        """Places the values of turns [B K] at the last token of the turn; other tokens get 0. Returns [B L].
+
+        Args:
+            live: [B L], 1 for tokens that the policy sampled.
+        """
         is_live = live > 0
         place = np.where(is_live, np.arange(live.shape[1]), -1)
         last = np.full(self.rewards.shape, -1)
@@ -52,11 +60,11 @@ class EpisodeTurns:
 
 
 def episode_turns(answers: Sequence[Trajectory], most: int, longest: int) -> EpisodeTurns:
-    """The turns of completions as arrays.
+    """Makes arrays of the turns of completions.
 
     Args:
-        most: K, limit of turns.
-        longest: L, limit of tokens.
+        most: K, the largest number of turns.
+        longest: L, the largest number of tokens.
     """
     rewards, is_rewarded = np.zeros((len(answers), most), np.float32), np.zeros((len(answers), most), bool)
     turn_count, number = np.zeros(len(answers), np.int32), np.zeros((len(answers), longest), np.int32)
@@ -71,23 +79,24 @@ def episode_turns(answers: Sequence[Trajectory], most: int, longest: int) -> Epi
 
 
 def environment_rewards(answers: Sequence[Trajectory]) -> np.ndarray:
-    """The environment's rewards as a column [B 1]; NaN where it gave none."""
+    """Returns the environment's reward of each whole completion as a column [B 1]; NaN where it gave none."""
     rewards = [None if answer.played is None else answer.played.reward for answer in answers]
     return np.array([[np.nan if value is None else value] for value in rewards], np.float32)
 
 
 def failed_episodes(answers: Sequence[Trajectory]) -> np.ndarray:
-    """Whether the environment failed, for each completion [B]. Such completions have no reward, whatever reward functions return."""
+    """Returns, for each completion [B], whether its environment failed. Such completions have no reward, whatever reward functions
+    return."""
     return np.array([answer.played is not None and answer.played.failure is not None for answer in answers], bool)
 
 
 def episode_failures(answers: Sequence[Trajectory]) -> Iterator[tuple[str, str]]:
-    """The kind and the message of each failed episode."""
+    """Returns the kind and the message of each failure of an episode."""
     return (answer.played.failure for answer in answers if answer.played is not None and answer.played.failure is not None)
 
 
 def episode_numbers(answers: Sequence[Trajectory]) -> dict[str, float]:
-    """Metrics of completions of several turns: means over completions, and totals of failures and of the environments' counts."""
+    """Computes the metrics of episodes: means over episodes, and totals of failures and of the numbers that environments counted."""
     played = [answer.played for answer in answers if answer.played is not None]
     if not played:
         return {}

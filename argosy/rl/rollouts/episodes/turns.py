@@ -1,15 +1,16 @@
-"""Turns as tokens: converts model turns to the environment's input, and replies of the environment to tokens.
+"""Converts model turns from tokens to the environment's input, and replies of the environment to tokens.
 
     prompt            a text                              messages
     a turn ends by    an end token, or the text `stop`    an end token
     the reply is      encoded and appended                rendered by the model's chat template
 
-Tokens that the model sampled are never encoded again. A conversation of messages is rendered before a turn and after the reply to it:
+Tokens that the model sampled are never encoded again. If the prompt is messages, the conversation is rendered before a turn and after
+the reply to it:
     before    <|im_start|>user .. <|im_end|> <|im_start|>assistant
     after     <|im_start|>user .. <|im_end|> <|im_start|>assistant .. <|im_end|> <|im_start|>tool .. <|im_end|> <|im_start|>assistant
-The second text begins with the first one. Then comes the turn, up to the token that ends it; the rest is the reply. A template that
-changes earlier text, for example by dropping the thoughts of earlier turns, is refused: the model would be trained on text that it
-never reads.
+The second text begins with the first one. Then follows the turn, up to the token that ends it. The rest is the reply. A template that
+changes earlier text, for example by dropping the thoughts of earlier turns, is refused, because the model would be trained on text that
+it never reads.
 """
 
 import json
@@ -32,16 +33,16 @@ CHANGES = "give a template that keeps every message as it was: data.template=FIL
 
 
 class HistoryRewritten(ArgosyError):
-    """A chat template refused a conversation or changed what came before a turn, or a turn's end cannot be found."""
+    """A chat template refused a conversation, changed the text before a turn, or rendered a turn whose end cannot be found."""
 
 
 @dataclass(frozen=True)
 class ObservationTokens:
     """A reply of the environment as the model reads it.
 
-    tokens: its token ids.
-    said: its messages.
-    cut: whether it was cut to the limit of an observation.
+    tokens: the token ids of the reply.
+    said: the messages of the reply.
+    cut: whether the reply was cut to the largest length of an observation.
     """
 
     tokens: list[int]
@@ -51,12 +52,12 @@ class ObservationTokens:
 
 @dataclass
 class EpisodeConversation:
-    """The conversation of one completion.
+    """The conversation of one episode, which grows with each turn.
 
     prompt: the prompt.
-    messages: the messages after the prompt.
-    text: the rendered conversation, for prompts that are messages.
-    turn: number of turns so far.
+    messages: the messages. Those of a prompt that is messages come first.
+    text: the rendered conversation; empty if the prompt is a text.
+    turn: the number of turns so far.
     """
 
     prompt: Prompt
@@ -69,8 +70,9 @@ class EpisodeConversation:
 class TurnCodec:
     """Converts turns to tokens and tokens to turns.
 
-    most: limit of an observation in tokens.
-    role: the role of an observation that is a text, in messages.
+    prompts: the prompts, with their tokenizer and chat template.
+    most: the largest length of an observation in tokens.
+    role: the role of the message that is made of an observation that is a text.
     stop: a text that ends a turn, for prompts that are texts.
     """
 
@@ -86,10 +88,11 @@ class TurnCodec:
     # ---------------------------------------------------------------- the beginning
 
     def begun(self, prompt: Prompt, observation: Any, room: int) -> tuple[EpisodeConversation, ObservationTokens]:
-        """The conversation before the first turn. Its prompt ends with the first observation, if there is one.
+        """Begins a conversation. Returns it before the first turn, and the first observation as the model reads it. The prompt of the
+        conversation ends with that observation, if there is one.
 
         Args:
-            room: limit of the prompt with the observation, in tokens.
+            room: the largest length of the prompt with the observation, in tokens.
 
         Raises:
             BadInput: the observation does not fit the kind of prompt.
@@ -112,15 +115,17 @@ class TurnCodec:
     # ---------------------------------------------------------------- turns of the model
 
     def stopped(self, text: str) -> bool:
-        """Whether the text of a turn ends it."""
+        """Whether the text of a turn contains the text that ends a turn."""
         return self.stop is not None and self.stop in text
 
     def said(self, talk: EpisodeConversation, tokens: Sequence[int], text: str, ends: Collection[int]) -> Any:
-        """Converts a model turn to the environment's input, a text or a message, and adds it to the conversation.
+        """Converts a model turn to the environment's input, which is a text or a message. The turn is added to the conversation, which
+        is changed in place.
 
         Args:
-            text: the text of the tokens, for prompts that are texts.
-            ends: tokens that may end a turn.
+            tokens: the token ids of the turn.
+            text: the text of these tokens; used for prompts that are texts.
+            ends: the tokens that may end a turn.
         """
         if isinstance(talk.prompt.content, str):
             talk.messages.append({"role": "assistant", "content": text})
@@ -149,10 +154,11 @@ class TurnCodec:
     # ---------------------------------------------------------------- turns of the environment
 
     def follow(self, talk: EpisodeConversation, observation: Any, last: int | None, ends: Mapping[int, str]) -> ObservationTokens:
-        """The tokens between the end of a model turn and the start of the next one. The observation is added to the conversation.
+        """Returns the tokens between the end of a model turn and the start of the next one. The observation is added to the
+        conversation, which is changed in place.
 
         Args:
-            last: the token that ended the turn; None if a text ended it.
+            last: the token that ended the turn; None if a text ended the turn.
             ends: the tokens that may end a turn, with their texts.
 
         Raises:
@@ -172,8 +178,11 @@ class TurnCodec:
         return ObservationTokens(self.rest(ending + rest, special=True), messages, cut)
 
     def rendered(self, talk: EpisodeConversation, ends: Collection[str] = ()) -> str:
-        """The conversation as text, ready for a completion. Names of end tokens that the model spelled out are removed: they would end
-        its turn.
+        """Renders the conversation as text, ready for a completion. Names of end tokens that the model spelled out as text are removed,
+        because they would end its turn.
+
+        Args:
+            ends: the names of the end tokens.
 
         Raises:
             HistoryRewritten: the template refuses the conversation. A model turn can cause that, for instance by a call whose arguments
@@ -190,7 +199,8 @@ class TurnCodec:
             raise HistoryRewritten(error.what) from None
 
     def observation(self, prompt: Prompt, value: Any) -> tuple[list[dict[str, Any]], bool]:
-        """An observation as messages, and whether any was cut. Each message is at most its share of the limit.
+        """Converts an observation to messages. Each message is cut to its share of the largest length. Also returns whether any was
+        cut.
 
         Raises:
             BadInput: messages for a prompt that is a text.
@@ -214,16 +224,17 @@ class TurnCodec:
         return out, any_
 
     def harmless(self, text: str) -> str:
-        """The text with names of special tokens broken up, so that text which a tool read cannot end a turn and begin another."""
+        """Breaks up the names of special tokens in a text, so that a text which a tool has read cannot end a turn and begin another."""
         names = self.tokenizer.special_names
         return text if names is None else names.sub(lambda match: f"{match[0][0]} {match[0][1:]}", text)
 
     def fitted(self, text: str, most: int, characters: int | None = None) -> tuple[str, bool]:
-        """The text, cut to a number of tokens, and whether it was cut. A cut text is its beginning and a note of how much is missing.
+        """Cuts a text to a number of tokens. A text that is cut ends with a note of how much is missing. Also returns whether it was
+        cut.
 
         Args:
-            most: limit in tokens.
-            characters: length of the whole text, if `text` is a part of it.
+            most: the largest length in tokens.
+            characters: the length of the whole text in characters, if `text` is only its beginning.
         """
         ids = self.rest(text, special=False)
         if len(ids) <= most and characters is None:
@@ -238,17 +249,17 @@ class TurnCodec:
             count = max(0, count - over)
 
     def rest(self, text: str, special: bool) -> list[int]:
-        """Token ids of a text that continues another text.
+        """Encodes a text that continues another text.
 
         Args:
-            special: whether names of special tokens become those tokens.
+            special: whether names of special tokens in the text become special tokens.
         """
         return self.tokenizer.encode_with_offsets(text, special=special, rest=True)[0]
 
     # ---------------------------------------------------------------- before work starts
 
     def check(self, prompt: Prompt) -> None:
-        """Tries the template on a conversation of several turns.
+        """Checks the chat template on a conversation of several turns. Does nothing if the prompt is a text.
 
         Raises:
             BadInput: the template changes earlier turns, or writes no special token after a turn.
@@ -269,12 +280,12 @@ class TurnCodec:
 
 
 def _call_id(turn: int, place: int) -> str:
-    """An id for a call. Nine letters and digits, as Mistral's templates ask for, that are the same in every run."""
+    """Makes an id for a tool call. It has nine letters and digits, as Mistral's templates require, and is the same in every run."""
     return f"call{turn:03d}{place:02d}"[-9:]
 
 
 def call_as_object(call: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool call in the form that templates read, with its arguments as an object."""
+    """Converts a tool call to the form that templates read, with the arguments as an object instead of a text."""
     function = call["function"]
     try:
         arguments = json.loads(function["arguments"])
@@ -284,7 +295,7 @@ def call_as_object(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_names(item: Any, names: Collection[str]) -> Any:
-    """A message, or a part of it, with these names removed from all its texts."""
+    """Removes these names from all texts of a message, or of a part of a message."""
     if isinstance(item, str):
         # What is left may be a name in its turn.
         while present := [name for name in names if name and name in item]:
@@ -296,7 +307,7 @@ def without_names(item: Any, names: Collection[str]) -> Any:
 
 
 def turn_end(before: str, after: str, ends: Collection[str]) -> tuple[str, str]:
-    """The text that ends a turn, and the text after it.
+    """Finds the end of a turn. Returns the text that ends the turn, and the text after that.
 
     Args:
         before: the conversation before the turn, ready for a completion.
@@ -328,15 +339,18 @@ def check_turn_template(
     template: str,
     names: re.Pattern[str] | None,
 ) -> None:
-    """Tries a template on a conversation of three model turns. The replies are tool results if there are tools.
+    """Checks a chat template on a conversation of three model turns. The replies are tool results if there are tools.
+
+    The model turns contain thoughts if the template has marks for them. A thought is in a channel as in gpt-oss, between marks, or
+    before the closing mark if the prompt has the opening mark.
 
     Args:
         render: renders a conversation, ready for a completion.
+        prompt: the messages of the prompt.
         role: the role of replies that are texts.
+        tools: the JSON schemas of the tools; None if there are none.
+        template: the source of the template.
         names: finds the names of special tokens.
-
-    The model turns contain thoughts if the template has marks for them: in a channel, as gpt-oss does; between marks; or before the
-    closing mark if the prompt has the opening one.
 
     Raises:
         HistoryRewritten, BadInput: the template cannot continue conversations, changes earlier turns, or drops their thoughts.
@@ -366,10 +380,12 @@ def check_turn_template(
 
 
 def trial_exchange(role: str, tools: Sequence[Mapping[str, Any]] | None, turn: int, thought: str) -> list[dict[str, Any]]:
-    """A model turn and its reply, to try a template on.
+    """Makes the messages of a model turn and of the reply to it, to check a template with.
 
     Args:
-        thought: how the turn marks its thought (`check_turn_template`).
+        role: the role of a reply that is a text.
+        turn: the index of the turn.
+        thought: how the turn marks its thought: `none`, `channel`, `closed` (between marks) or `open` (before the closing mark).
     """
     mind = {"closed": f"{OPEN}\n{THOUGHT}\n{CLOSE}\n\n", "open": f"{THOUGHT}\n{CLOSE}\n\n"}.get(thought, "")
     more = {"thinking": THOUGHT} if thought == "channel" else {}

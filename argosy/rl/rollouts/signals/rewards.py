@@ -1,6 +1,6 @@
-"""Rewards as a training signal: they are compared with each other, and become the advantage of every token.
+"""The training signal of reinforcement learning: rewards are compared with each other, and give every token an advantage.
 
-completions -> rewards -> advantages (`policy.credit`) -> packed parts
+    completions -> rewards -> advantages (`advantages.credit`) -> packed micro-batches
 """
 
 from collections.abc import Sequence
@@ -41,14 +41,14 @@ from argosy.rl.rollouts.settings import Rollout
 
 
 class RewardSignal(Signal):
-    """Updates from rewards of the policy's own completions.
+    """The training signal that rewards of the policy's own completions give.
 
-    policy: how rewards become advantages.
+    policy: the settings of the objective, which decide how rewards become advantages.
     judge: scores completions.
-    table: the setup of completions of several turns; None for single turns.
+    table: the environments and limits of episodes; None without an environment.
 
     Raises:
-        BadInput: settings that do not fit each other.
+        BadInput: settings do not fit each other.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class RewardSignal(Signal):
     # ---------------------------------------------------------------- updates
 
     def updates(self, state: Any, rollout: SampledRollout) -> list[RolloutBatch]:
-        """The updates of a rollout: its groups are divided into minibatches, once for each epoch."""
+        """Makes the updates of a rollout. Its groups are divided into `minibatches` updates, which are repeated for each epoch."""
         settings, trajectories, answers = self.rollout, rollout.trajectories, rollout.trajectories.answers
         shares = np.array_split(np.arange(len(answers)).reshape(-1, settings.completions), settings.minibatches)
         parts = [pack_trajectories(answers, share.reshape(-1).tolist(), self.shape) for share in shares if share.size]
@@ -126,7 +126,13 @@ class RewardSignal(Signal):
         return [RolloutBatch(minibatch, numbers) for _ in range(settings.epochs) for minibatch in filled]
 
     def say_cut(self, cut: float, number: int, learned: bool) -> None:
-        """Reports once that most completions were cut, and once that no completion of a rollout is learned from."""
+        """Reports, once each, that most completions were cut and that no completion of a rollout is learned from.
+
+        Args:
+            cut: the share of completions that were cut.
+            number: the number of the rollout.
+            learned: whether some completion is learned from.
+        """
         if not learned:
             why = "all were cut, and rollout.keep_cut=false leaves those out" if cut == 1 else "each was cut or has no reward"
             problem = f"no completion of rollout {number} is learned from: {why}"
@@ -135,7 +141,7 @@ class RewardSignal(Signal):
             self.complain(f"{cut_warning(cut, number)}; raise rollout.tokens", "cut")
 
     def spared(self, parts: Sequence[PackedPart], answers: Sequence[Trajectory]) -> float:
-        """The share of tokens that shared prompts save. Reports once if sharing was asked for and saves none."""
+        """Returns the share of tokens that shared prompts save. Reports once if the settings ask for sharing and it saves nothing."""
         share = shared_share(parts, answers)
         several = any(len(answer.prompt.tokens) > 1 for answer in answers) and self.rollout.completions > 1
         if self.rollout.share_prompts and several and not share:
@@ -144,7 +150,16 @@ class RewardSignal(Signal):
         return share
 
     def known(self, state: Any, parts: Sequence[PackedPart], count: int) -> dict[str, np.ndarray]:
-        """Outputs of the run's models for the completions before the first update, by name: [B L] each, and `after` [B]."""
+        """Computes what the run's models predict for the completions before the first update, as far as the settings need it.
+
+        Args:
+            state: the training state.
+            parts: the packed completions.
+            count: B, the number of completions.
+
+        Returns:
+            `old`, `reference` and `values` [B L], and `after` [B] with a critic (`rl.policy.objective`).
+        """
         in_reward = self.policy.kl and self.policy.kl_in == "reward"
         computations: dict[str, Any] = {"old": self.trainer.old} if self.rollout.updates > 1 or in_reward else {}
         computations |= {"reference": self.trainer.reference} if self.policy.kl else {}
@@ -161,7 +176,12 @@ class RewardSignal(Signal):
         return out
 
     def numbers(self, rollout: SampledRollout, by: RolloutAdvantages, counted: np.ndarray) -> dict[str, float]:
-        """The metrics of a rollout."""
+        """Computes the metrics of a rollout.
+
+        Args:
+            by: the advantages of the rollout.
+            counted: [B], whether each completion takes part in the loss.
+        """
         answers, n, names = rollout.trajectories.answers, self.rollout.completions, self.sampler.names
         lengths = np.array([sum(answer.live) for answer in answers], np.float32)
         distinct = [len({tuple(answer.tokens) for answer in answers[i : i + n]}) / n for i in range(0, len(answers), n)]
@@ -182,7 +202,7 @@ class RewardSignal(Signal):
         }
 
     def trajectory_records(self, rollout: SampledRollout, by: RolloutAdvantages) -> list[TrajectoryRecord]:
-        """The completions of a rollout as they are stored."""
+        """Makes the records of a rollout's completions, as they are displayed and stored."""
         answers, names, number = rollout.trajectories.answers, self.sampler.names, rollout.number + 1
         # That of the first token of the policy: an environment may have spoken before it.
         first = by.values[np.arange(len(answers)), [answer.live.index(True) if any(answer.live) else 0 for answer in answers]].tolist()
@@ -216,17 +236,19 @@ class RewardSignal(Signal):
 
 
 def reward_batches(*args: Any, **kwargs: Any) -> RolloutBatches:
-    """The batches of a run that learns from rewards: `RewardSignal` takes these arguments."""
+    """Makes the batches of a run that learns from rewards. The arguments are those of `RewardSignal`."""
     return RolloutBatches(RewardSignal(*args, **kwargs))
 
 
 def by_name(names: Sequence[str], rewards: np.ndarray) -> dict[str, float | None]:
-    """Rewards by name as JSON holds them: null where missing."""
+    """Converts the rewards of a completion to a JSON object by name; a missing reward is null."""
     return {name: float(value) if np.isfinite(value) else None for name, value in zip(names, rewards, strict=True)}
 
 
 def recorded_turns(answer: Trajectory, advantages: Sequence[float] | None) -> list[dict[str, Any]] | None:
-    """The turns of a completion as they are stored. Model turns include their advantages if turns have their own."""
+    """Returns the turns of a completion as they are stored; None without an environment. If turns are credited one by one, each model
+    turn includes its advantage.
+    """
     if answer.played is None or advantages is None:
         return None if answer.played is None else answer.played.turns
     turns = list(answer.played.turns)

@@ -1,12 +1,12 @@
-"""A teacher's distributions as a training signal: a student completes prompts, and learns the teacher's token probabilities at its own
-completions (on-policy distillation).
+"""The training signal of on-policy distillation: a student completes prompts, and learns the teacher's token probabilities at its own
+completions.
 
-    completions by the student, the data or the teacher -> packed parts
+    completions by the student, the data or the teacher -> packed micro-batches
 
-Each batch has completions of one source, drawn at random: the student with probability `student_fraction` (GKD's and TRL's lambda). The
-draw follows from the seed and the number of the batch, so a resumed run draws the same. Completions are constants of the loss: its
-gradient does not go through the sampling (arXiv:2306.13649, section 3). A teacher with another tokenizer reads them in its own tokens
-(`rl.rollouts.signals.teacher_tokens`).
+Each batch has completions of one source, which is drawn at random. It is the student with probability `student_fraction` (the lambda of
+GKD and TRL). The draw depends only on the seed and the number of the batch, so a resumed run draws the same sources. The gradient of
+the loss does not go through the sampling (arXiv:2306.13649, section 3). A teacher with another tokenizer reads completions in its own
+tokens (`rl.rollouts.signals.teacher_tokens`).
 
 Differences from TRL's GKDTrainer (1.16): the two temperatures are separate settings (`sampling`, `temperature`); completions of more
 than `rollout.tokens` tokens are cut and counted, whatever their source. As in TRL, only the last turn of a conversation is learned.
@@ -41,14 +41,14 @@ TEACHER = 2
 
 
 class TeacherSignal(Signal):
-    """Updates from a teacher's distributions.
+    """The training signal that a teacher's distributions give.
 
-    settings: the objective's settings.
-    vocab: the student's vocabulary size. A teacher's may be padded further.
-    reread: adds the tokens of a teacher with another tokenizer.
+    settings: the settings of the objective.
+    vocab: the vocabulary size of the student. That of the teacher may be padded further.
+    reread: adds the tokens of a teacher that has another tokenizer; None if the tokenizers are the same.
 
     Raises:
-        BadInput: settings that do not fit each other or the data.
+        BadInput: settings do not fit each other or the data.
     """
 
     trainer: StudentTrainer
@@ -79,12 +79,12 @@ class TeacherSignal(Signal):
     # ---------------------------------------------------------------- answers
 
     def whose(self, number: int) -> str:
-        """The source of a rollout's completions: `own` (the student), or the value of the setting `others`."""
+        """Draws the source of a rollout's completions: `own` (the student), or the value of the setting `others`."""
         digest = hashlib.blake2b(f"{self.seed}/own/{number}".encode(), digest_size=8).digest()
         return "own" if int.from_bytes(digest, "big") / 2**64 < self.settings.student_fraction else self.settings.others
 
     def records(self, number: int) -> int:
-        """Number of records in a rollout. The data has one completion for each."""
+        """Returns the number of records in a rollout. Where the completions are the data's, each record has one completion."""
         return self.batch if self.whose(number) == "data" else super().records(number)
 
     def sample(self, engine: Engine, seen: int) -> SampledRollout:
@@ -97,7 +97,7 @@ class TeacherSignal(Signal):
         return rollout
 
     def answers(self, engine: Engine, answered: Sequence[Answered], rollout: SampledRollout) -> list[Trajectory]:
-        """The completions of a rollout."""
+        """Returns the completions of a rollout: those of the data, or completions that the student or the teacher samples."""
         rollout_settings = self.rollout
         if rollout.source == "data":
             return self.data_answers(answered)
@@ -124,7 +124,7 @@ class TeacherSignal(Signal):
         return trajectories
 
     def data_answers(self, answered: Sequence[Answered]) -> list[Trajectory]:
-        """The data's completions. Longer ones are cut and counted."""
+        """Returns the completions of the data. Completions that are longer than `rollout.tokens` are cut."""
         trajectories = []
         for record in answered:
             assert record.answer is not None
@@ -138,7 +138,7 @@ class TeacherSignal(Signal):
         return trajectories
 
     def fitting(self, trajectories: Sequence[Answered | str]) -> list[Answered]:
-        """The records that can be learned from. The reason why others cannot is reported once."""
+        """Selects the records that can be learned from. The reason why others cannot is reported once."""
         out: list[Answered] = []
         for record in trajectories:
             if isinstance(record, str):
@@ -152,7 +152,7 @@ class TeacherSignal(Signal):
     # ---------------------------------------------------------------- their updates
 
     def updates(self, state: Any, rollout: SampledRollout) -> list[RolloutBatch]:
-        """The updates of a rollout: its groups are divided into minibatches, once for each epoch."""
+        """Makes the updates of a rollout. Its groups are divided into `minibatches` updates, which are repeated for each epoch."""
         answers, whose, rollout_settings = rollout.trajectories.answers, rollout.source, self.rollout
         n = 1 if whose == "data" else rollout_settings.completions
         shares = np.array_split(np.arange(len(answers)).reshape(-1, n), rollout_settings.minibatches)
@@ -183,12 +183,14 @@ class TeacherSignal(Signal):
     def parts(
         self, answers: Sequence[Trajectory], numbers: Sequence[int], read: Sequence[Aligned] | None, from_data: bool
     ) -> list[Batch]:
-        """Packs some of the completions into batches.
+        """Packs some of the completions into micro-batches.
 
         Args:
+            answers: all completions.
             numbers: the indices of the completions to pack.
-            read: each completion in the tokens of a teacher with another tokenizer.
-            from_data: whether the completions are the data's, whose tokens are then labels.
+            read: the alignment of each completion with the tokens of a teacher that has another tokenizer; None if the tokenizers are
+                the same.
+            from_data: whether the completions are those of the data. Their tokens are then labels.
         """
         if self.reread is None or read is None:
             parts = pack_trajectories(answers, numbers, self.shape)
@@ -202,8 +204,8 @@ class TeacherSignal(Signal):
     # ---------------------------------------------------------------- evaluation
 
     def evaluate(self, state: Any, engine: Engine, most: int) -> dict[str, float]:
-        """The distance of the student from the teacher on held-out prompts: at the student's greedy completions, and at the data's, if
-        it has any.
+        """Computes the distance of the student from the teacher on held-out prompts, at the student's greedy completions, and also at
+        the data's completions if there are any.
         """
         fitting = self.fitting(self.held_out(0, most))
         if not fitting:
@@ -223,15 +225,15 @@ class TeacherSignal(Signal):
 
 
 def teacher_batches(*args: Any, **kwargs: Any) -> RolloutBatches:
-    """The batches of a run that learns from a teacher: `TeacherSignal` takes these arguments."""
+    """Makes the batches of a run that learns from a teacher. The arguments are those of `TeacherSignal`."""
     return RolloutBatches(TeacherSignal(*args, **kwargs))
 
 
 def first_record(prompts: AnsweredPrompts) -> Answered:
-    """The first record that can be learned from.
+    """Returns the first record that can be learned from.
 
     Raises:
-        BadInput: no record can.
+        BadInput: there is no such record.
     """
     for place in range(len(prompts)):
         for record in prompts(place, 1):
@@ -241,7 +243,7 @@ def first_record(prompts: AnsweredPrompts) -> Answered:
 
 
 def with_mask(part: PackedPart, answers: Sequence[Trajectory]) -> Batch:
-    """The rows of a part, with a mask of the completions' tokens as targets."""
+    """Returns the rows of a part with an array `mask`, which is 1 where the target is a token of a completion."""
     mask = np.zeros(part.rows["tokens"].size, np.float32)
     for places, owner in zip(part.rows["places"], part.owners.tolist(), strict=True):
         if owner >= 0:

@@ -1,16 +1,17 @@
-"""Completions in a teacher's tokenizer: which of its tokens stand for the same bytes as the student's.
+"""Encodes completions with a teacher's tokenizer, and aligns spans of teacher tokens and student tokens that stand for the same bytes.
 
 A conversation is rendered by the teacher's own chat template, so that the teacher predicts what it was trained to predict. The
-completion follows as text, and its end token becomes the token that ends a turn in that template. Other prompts are the same text in
-the teacher's tokens.
+completion follows as text, and its end token becomes the token that ends a turn in that template. A prompt that is a text is encoded as
+the same text.
 
-A completion that does not become the same text is learned as far as it does, and counted, as a share of the completions:
+Some completions do not become exactly the same text in the teacher's tokens. They are learned as far as they do. Metrics report the
+share of completions of each kind:
 
-    answers/unreadable   has tokens that are no text, such as half of a character: only the text before them is aligned
-    answers/rewritten    the teacher's tokenizer cannot write it (joined spaces, unknown characters): the text around that is aligned
-    answers/special      has special tokens before its end: the teacher reads its own token of that role, or the name as text
-    answers/crowded      does not fit among the teacher's tokens of its row (`teacher_sequence`)
-    answers/unaligned    has no aligned span at all: nothing of it is learned from the teacher
+    answers/unreadable   It has tokens that are no text, such as half of a character. Only the text before them is aligned.
+    answers/rewritten    The teacher's tokenizer cannot write it (joined spaces, unknown characters). The text around that is aligned.
+    answers/special      It has special tokens before its end. The teacher reads its own token of that role, or the name as text.
+    answers/crowded      It does not fit among the teacher's tokens of its row (`teacher_sequence`).
+    answers/unaligned    It has no aligned span at all. Nothing of it is learned from the teacher.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -44,7 +45,8 @@ TOLD = {
 
 
 class TeacherPrompts:
-    """Prompts in the teacher's tokens. None for a prompt that is no conversation: the teacher reads the student's text.
+    """Encodes prompts in the teacher's tokens. Call the object with a prompt. It returns None for a prompt that is a text, which the
+    teacher reads as the student does.
 
     Raises:
         BadInput: the teacher's template refuses a conversation.
@@ -64,17 +66,20 @@ class TeacherPrompts:
         return TeacherPrompt(self.tokenizer.encode(text, special=True), self.end)
 
     def text(self, messages: Sequence[Mapping[str, Any]], tools: Any, variables: Mapping[str, Any], ready: bool = True) -> str:
-        """A conversation as text.
+        """Renders a conversation with the teacher's chat template.
 
         Args:
-            ready: whether the text ends ready for a completion.
+            tools: the tools that the template shows.
+            variables: further variables of the template.
+            ready: whether the text ends ready for a completion (`add_generation_prompt`).
         """
         template = choose_template(self.tokenizer.chat_templates, tools=bool(tools))
         options: dict[str, Any] = {"tools": tools, "add_generation_prompt": ready, "now": CLOCK}
         return render(template, list(messages), self.tokenizer.special, **options, **variables)
 
     def ends(self) -> int | None:
-        """The special token that ends a turn of the assistant. None: the template has none, and ends are read by their role."""
+        """The special token that ends a turn of the assistant. It is None if the template has no such token; then the student's end
+        token becomes the teacher's token of the same role."""
         turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": PROBE}]
         after = self.text(turns, None, {}, ready=False).rpartition(PROBE)[2]
         ids = self.tokenizer.encode(after, special=True)
@@ -82,9 +87,10 @@ class TeacherPrompts:
 
 
 class TeacherTokens:
-    """Adds the teacher's tokens to parts of completions.
+    """Adds the teacher's tokens to packed completions.
 
     Args:
+        across: aligns the tokens of both tokenizers.
         places: U, the number of teacher tokens in a row.
         asking: makes the teacher's prompts; None: the teacher reads the student's text.
     """
@@ -96,25 +102,28 @@ class TeacherTokens:
         self.fingerprint |= {"asked_by": asked_by}
 
     def __call__(self, answers: Sequence[Trajectory]) -> list[Aligned]:
-        """Aligns each completion between both tokenizers."""
+        """Aligns the student's tokens of each completion with the teacher's."""
         opened = {id(answer.prompt): self.asking(answer.prompt) if self.asking is not None else None for answer in answers}
         return [self.across.answer(answer.prompt.tokens, answer.tokens, opened[id(answer.prompt)]) for answer in answers]
 
     def room(self, answers: Sequence[Trajectory], alignments: Sequence[Aligned], sequence: int) -> np.ndarray:
-        """Student tokens that each completion with its prompt occupies in a row, [B], large enough that the row's teacher tokens fit
-        too.
+        """Computes the number of student tokens that each completion with its prompt is to occupy in a row, [B]. It is large enough
+        that the teacher tokens fit into the row too.
 
         Args:
-            sequence: student tokens of a row.
+            sequence: the number of student tokens in a row.
         """
         theirs = [-(-min(len(alignment.teacher), self.places) * sequence // self.places) for alignment in alignments]
         return np.array([max(len(a.prompt.tokens) + len(a.tokens), b) for a, b in zip(answers, theirs, strict=True)], np.int64)
 
     def aligned_batch(self, rows: Batch, part: PackedPart, alignments: Sequence[Aligned], say: Say) -> Batch:
-        """The rows of a part with their mask, and the teacher's tokens of the same completions.
+        """Returns the rows of a part with the teacher's tokens of the same completions.
 
         Args:
-            alignments: the alignment of every completion, by its index.
+            rows: the rows of the part with their mask.
+            part: the packed part.
+            alignments: the alignment of every completion, by the index of the completion.
+            say: called with warnings.
         """
         length = rows["tokens"].shape[1]
         # The prompt's last token has the first place of an answer.
@@ -131,7 +140,7 @@ class TeacherTokens:
         return aligned_fields(rows, self.places, aligned, lambda tokens: say(full(self.places, tokens)))
 
     def numbers(self, answers: Sequence[Trajectory], alignments: Sequence[Aligned], complain: Complain) -> dict[str, float]:
-        """The shares of completions in each of the categories above. Reports each category once."""
+        """Computes the share of completions of each kind that the module docstring lists. Reports each kind once."""
         hidden = self.across.student.hidden
         counted = {
             "unreadable": [alignment.unreadable for alignment in alignments],
@@ -147,5 +156,5 @@ class TeacherTokens:
         return {f"answers/{name}": float(np.mean(each)) for name, each in counted.items()}
 
     def learned(self, group: AlignedSpan) -> bool:
-        """Whether an aligned span is compared: a token precedes it, and it lies within the teacher's places."""
+        """Whether an aligned span is compared. It is if a token precedes it and if it lies within the teacher's tokens of the row."""
         return group.teacher[0] >= 1 and group.teacher[1] <= self.places
